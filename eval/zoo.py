@@ -1,0 +1,278 @@
+"""A tiny random model of every class in transformers' causal-LM mapping.
+
+One generic recipe shrinks any config: every field that a family really has is set to the small
+value of `_SMALL`, and one layer of each kind the family mixes is kept. `_OVERRIDES` holds what
+that recipe cannot know.
+"""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+LENGTH = 64
+"""Trained context of every tiny model, in tokens."""
+
+VOCAB = 128
+_MAX_LAYERS = 4
+
+
+class NotBuildable(RuntimeError):
+    """This family cannot be built tiny and random here; the message says why."""
+
+
+def _table(*groups: tuple[int | float, str]) -> dict[str, int | float]:
+    return {name: value for value, names in groups for name in names.split()}
+
+
+_SMALL = _table(
+    (VOCAB, "vocab_size vocab_size_per_layer_input pronunciation_vocab_size shape_vocab_size"),
+    (VOCAB, "encoder_hash_byte_group_vocab"),
+    (LENGTH, "max_position_embeddings n_positions n_ctx max_seq_len max_target_positions"),
+    (LENGTH, "max_source_positions context_length rel_extent"),
+    (64, "hidden_size d_model n_embd emb_dim embedding_size embedding_dim backbone_hidden_size"),
+    (64, "lru_width d_inner adapter_out_dim out_hidden_size hidden_size_global nemo_conv_channels"),
+    (64, "pronunciation_embed_dim shape_embed_dim ext_pw_out_channel"),
+    (96, "intermediate_size dense_intermediate_size decoder_ffn_dim encoder_ffn_dim ffn_dim"),
+    (96, "ffn_hidden_size n_inner dff dim_ff intermediate_size_mlp mlp_dim"),
+    (32, "moe_intermediate_size shared_expert_intermediate_size shared_intermediate_size"),
+    (32, "shared_experts_intermediate_size expert_ffn_hidden_size prefix_dense_intermediate_size"),
+    (32, "moe_shared_expert_intermediate_size router_hidden_size q_lora_rank kv_lora_rank"),
+    (2, "num_hidden_layers n_layer n_layers num_layers decoder_layers encoder_layers depth"),
+    (2, "num_decoder_layers num_encoder_layers num_blocks"),
+    (4, "num_attention_heads n_head n_heads num_heads decoder_attention_heads attention_heads"),
+    (4, "encoder_attention_heads num_decoder_attention_heads num_encoder_attention_heads"),
+    (2, "num_key_value_heads num_kv_heads swa_num_key_value_heads"),
+    (4, "swa_num_attention_heads"),
+    (16, "head_dim dim_head d_head kv_channels swa_head_dim attention_head_size rotary_dim"),
+    (16, "sliding_window sliding_window_size window_size local_attention attention_chunk_size"),
+    (16, "index_head_dim query_pre_attn_scalar attention_window_size o_lora_rank"),
+    (16, "local_attention_window_len"),
+    (8, "qk_rope_head_dim qk_nope_head_dim v_head_dim gated_norm_rank d_rel laurel_rank"),
+    (8, "adapter_rank hidden_size_per_layer_input mamba_chunk_size block_size"),
+    (4, "num_experts n_routed_experts num_local_experts moe_num_experts index_n_heads"),
+    (2, "num_experts_per_tok moe_k moe_topk top_k_experts"),
+    (1, "n_group topk_group n_shared_experts num_shared_experts moe_num_shared_experts"),
+    (1, "first_k_dense_replace num_dense_layers n_groups mamba_n_groups mamba_ngroups"),
+    (8, "index_topk"),
+    (8, "mamba_d_state state_size ssm_state_size"),
+    (4, "mamba_n_heads mamba_num_heads n_mamba_heads"),
+    (2, "linear_num_key_heads o_groups zero_expert_num"),
+    (4, "linear_num_value_heads linear_num_heads"),
+    (16, "linear_key_head_dim linear_value_head_dim linear_head_dim mamba_head_dim"),
+    (0.15, "initializer_range init_std initializer_factor"),
+    (0, "bos_token_id pad_token_id num_mtp_layers num_nextn_predict_layers"),
+    (1, "eos_token_id decoder_start_token_id forced_eos_token_id sep_token_id cls_token_id"),
+)
+
+# Fields with one value a layer; together they say which kinds of layers a family mixes.
+_PER_LAYER = (
+    "activation_sparsity_pattern",
+    "indexer_types",
+    "layer_rope_theta",
+    "layer_types",
+    "layers_block_type",
+    "mlp_layer_types",
+    "no_rope_layers",
+)
+
+# What stays of the rope parameters of a family whose default config is scaled already.
+_UNSCALED = ("llama_4_scaling_beta", "mrope_section", "partial_rotary_factor", "rope_theta")
+
+# Fields to set although the family's default leaves them out: its code needs them.
+_REQUIRED = ("head_dim", "num_experts_per_tok", "num_key_value_heads")
+
+_NOT_BUILDABLE = {
+    "gemma4_assistant": "draft model: needs `shared_kv_states` of a target, has no forward alone",
+    "gemma4_unified_assistant": "draft model: needs `shared_kv_states`, has no forward alone",
+}
+
+_OVERRIDES: dict[str, dict[str, Any]] = {
+    "bamba": {"attn_layer_indices": [1]},
+    "cohere_compass_text": {
+        "layer_types": ["sliding_attention", "full_attention"],
+        "rope_parameters": {
+            "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
+            "full_attention": None,
+        },
+    },
+    "blt": {"use_cache": False},  # its default forward asks the config for `num_hidden_layers`
+    "dbrx": {"attn_config": {"clip_qkv": 8.0, "kv_n_heads": 2, "rope_theta": 10000.0}},
+    "deepseek_v4": {
+        "compress_rates": {"compressed_sparse_attention": 4, "heavily_compressed_attention": 8},
+        "layer_types": [
+            "sliding_attention",
+            "heavily_compressed_attention",
+            "compressed_sparse_attention",
+        ],
+        "mlp_layer_types": ["hash_moe", "moe", "moe"],
+        "num_hidden_layers": 3,
+        "num_key_value_heads": 1,
+        "partial_rotary_factor": 0.5,
+    },
+    "dots1": {"n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2},
+    "dots3_note_text": {
+        "swa_head_dim": 16,
+        "swa_kv_lora_rank": 32,
+        "swa_num_attention_heads": 4,
+        "swa_num_key_value_heads": 4,
+        "swa_q_lora_rank": 32,
+        "swa_qk_nope_head_dim": 8,
+        "swa_v_head_dim": 8,
+    },
+    "gemma3n_text": {
+        "activation_sparsity_pattern": [0.95, 0.0, 0.0, 0.0],
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+        "num_hidden_layers": 4,
+        "num_kv_shared_layers": 2,
+    },
+    "gpt_neo": {"attention_types": [[["global", "local"], 1]]},
+    "gemma4_text": {"global_head_dim": 32},
+    "gemma4_unified_text": {"global_head_dim": 32},
+    "granitemoehybrid": {
+        "layer_types": ["linear_attention", "full_attention"],
+        "position_embedding_type": "rope",
+    },
+    "jamba": {"attn_layer_offset": 1, "attn_layer_period": 2},
+    "laguna": {
+        "layer_types": ["full_attention", "sliding_attention"],
+        "num_attention_heads_per_layer": [4, 4],
+        "sliding_window": 16,
+    },
+    "lfm2": {"full_attn_idxs": None, "layer_types": ["conv", "full_attention"]},
+    "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
+    "longcat_flash": {"head_dim": 8},
+    "mamba2": {"num_heads": 8},
+    "mellum": {"layer_types": ["full_attention", "sliding_attention"], "sliding_window": 16},
+    "minimax_m3_vl_text": {"layer_types": ["full_attention", "minimax_m3_sparse"]},
+    "ministral3": {
+        "rope_parameters": {
+            "llama_4_scaling_beta": 0.1,
+            "original_max_position_embeddings": LENGTH,
+            "rope_theta": 1000000.0,
+            "rope_type": "default",
+        }
+    },
+    "qwen4_exp_text": {
+        "indexer_budget": 8,
+        "indexer_compress_ratio": 4,
+        "indexer_head_dim": 16,
+        "indexer_kv_heads": 1,
+        "indexer_n_heads": 4,
+    },
+    "recurrent_gemma": {"num_hidden_layers": 3},
+    "reformer": {
+        "attn_layers": ["local", "lsh"],
+        "axial_pos_embds_dim": (32, 32),
+        "axial_pos_shape": (8, 8),
+        "hash_seed": 0,
+        "is_decoder": True,
+    },
+    "xlstm": {"hidden_size": 128},  # its query and key widths are rounded up to 64
+    "xmod": {"default_language": "en_XX"},
+    "zamba": {"layers_block_type": ["linear_attention", "hybrid", "hybrid"], "num_hidden_layers": 3},
+    "zamba2": {"use_mem_rope": True},
+    "zaya": {
+        "layer_types": ["hybrid_sliding", "hybrid"],
+        "num_experts_per_tok": 1,
+        "sliding_window": 16,
+    },
+}
+
+
+def model_types() -> list[str]:
+    """Every model type of the mapping, less those sharing both config and modeling class."""
+    seen: set[tuple[type, str]] = set()
+    kept = []
+    for model_type in sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES):
+        key = (CONFIG_MAPPING[model_type], MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[model_type])
+        if key not in seen:
+            seen.add(key)
+            kept.append(model_type)
+    return kept
+
+
+def tiny_config(model_type: str, **overrides: Any) -> PreTrainedConfig:
+    """The family's config, shrunk; `overrides` are set on top (its text part if it has one)."""
+    return _tiny(CONFIG_MAPPING[model_type], overrides)
+
+
+def tiny_model(model_type: str, **overrides: Any) -> PreTrainedModel:
+    """The family's causal LM with random weights, float32, in eval mode."""
+    if model_type in _NOT_BUILDABLE:
+        raise NotBuildable(f"{model_type}: {_NOT_BUILDABLE[model_type]}")
+    try:
+        config = tiny_config(model_type, **overrides)
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            model = AutoModelForCausalLM.from_config(config)
+    except Exception as error:
+        reason = str(error).strip().splitlines() or [type(error).__name__]
+        raise NotBuildable(f"{model_type}: {reason[0]}") from error
+    return model.float().eval()
+
+
+def _tiny(cls: type[PreTrainedConfig], overrides: dict[str, Any]) -> PreTrainedConfig:
+    special = _OVERRIDES.get(cls.model_type, {})
+    default = cls(**special.get("_default", {}))
+    names = {field.name for field in fields(cls)}
+    kwargs: dict[str, Any] = {}
+    for name in sorted(names):
+        value = vars(default).get(cls.attribute_map.get(name, name))
+        if isinstance(value, PreTrainedConfig):
+            kwargs[name] = _tiny(type(value), {})
+        elif name in _SMALL and (value or name in _REQUIRED):
+            kwargs[name] = _SMALL[name]
+        elif name.endswith(("_token_id", "_token_index")) and isinstance(value, int):
+            kwargs[name] = min(value, VOCAB - 1)
+    if "kv_lora_rank" in kwargs:  # latent attention has no grouped keys
+        kwargs["num_key_value_heads"] = kwargs["num_attention_heads"]
+    kwargs |= _layers(default, names)
+    kwargs |= {name: value for name, value in special.items() if name != "_default"}
+    text = next((kwargs[n] for n in ("text_config", "decoder") if n in kwargs), None)
+    for name, value in overrides.items():
+        if name not in names and text is not None:
+            setattr(text, name, value)
+        else:
+            kwargs[name] = value
+    config = cls(**kwargs)
+    if "rope_parameters" not in overrides:
+        _unscale(config)
+    return config
+
+
+def _layers(default: PreTrainedConfig, names: set[str]) -> dict[str, Any]:
+    """One layer of each kind in the family's default stack."""
+    count = getattr(default, "num_hidden_layers", None)
+    columns = {}
+    for name in _PER_LAYER:
+        value = getattr(default, name, None)
+        if name in names and isinstance(value, (list, tuple)) and len(value) == count:
+            columns[name] = list(value)
+    if not columns:
+        return {}
+    kinds = list(dict.fromkeys(zip(*columns.values(), strict=True)))[:_MAX_LAYERS]
+    kinds += kinds[-1:] * (2 - len(kinds))
+    rows = {name: [kind[i] for kind in kinds] for i, name in enumerate(columns)}
+    return rows | {"num_hidden_layers": len(kinds)}
+
+
+def _unscale(config: PreTrainedConfig) -> None:
+    """Plain rope where the family's default is scaled; at least eight rotated dimensions."""
+    rope = getattr(config, "rope_parameters", None)
+    if not rope:
+        return
+    for part in [rope] if "rope_theta" in rope else [p for p in rope.values() if p]:
+        if part.get("rope_type", "default") not in ("default", "proportional"):
+            kept = {name: part[name] for name in _UNSCALED if name in part}
+            part.clear()
+            part.update(kept, rope_type="default")
+        if part.get("partial_rotary_factor", 1.0) < 0.5:
+            part["partial_rotary_factor"] = 0.5
+        if "mrope_section" in part:
+            part["mrope_section"] = [2, 1, 1]

@@ -1,0 +1,48 @@
+"""Every error that rope_ext raises on purpose. The text always ends with the cure."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+
+class RopeExtError(ValueError):
+    """Base of all errors of this package."""
+
+
+class UnknownMethodError(RopeExtError):
+    """No method of that name is registered."""
+
+
+class OptionError(RopeExtError):
+    """An option is unknown, of the wrong kind, or out of range."""
+
+
+class NoRopeError(RopeExtError):
+    """The model has no rotary position embedding."""
+
+
+class AlreadyPatchedError(RopeExtError):
+    """The model carries a patch already."""
+
+
+class NotPatchedError(RopeExtError):
+    """The model carries no patch."""
+
+
+class AlreadyScaledError(RopeExtError):
+    """The checkpoint's rotary embedding is scaled by its own configuration."""
+
+
+class UnsupportedModelError(RopeExtError):
+    """The effect of a patch on this family cannot be proven, so none is made."""
+
+
+class CacheError(RopeExtError):
+    """A key-value cache cannot be continued under this patch."""
+
+
+def nearest(word: str, known: Iterable[str]) -> str:
+    """``"; did you mean 'a' or 'b'?"`` for the known words close to ``word``, else ``""``."""
+    close = difflib.get_close_matches(word, list(known), n=2, cutoff=0.6)
+    return f"; did you mean {' or '.join(map(repr, close))}?" if close else ""

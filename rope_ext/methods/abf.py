@@ -1,0 +1,56 @@
+"""Adjusted base frequency."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+
+from rope_ext.errors import OptionError
+from rope_ext.methods.base import FrequencyMethod, Rope, register
+
+
+@register
+@dataclass(frozen=True, kw_only=True)
+class ABF(FrequencyMethod):
+    """A given, larger base; meant for continued training.
+
+    Args:
+        base: the new base. None takes the smallest useful one for the target length,
+            ``0.0424 * L_target ** 1.628`` (arXiv 2405.14591), if that is above the trained base.
+
+    Xiong et al. 2023, arXiv 2309.16039, section 2.
+    """
+
+    name: ClassVar[str] = "abf"
+    aliases: ClassVar[tuple[str, ...]] = ("adjusted_base_frequency", "base")
+    paper: ClassVar[str] = "arXiv 2309.16039"
+    use: ClassVar[str] = "long continued training, as Llama 2 Long and Code Llama did"
+
+    base: float | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.base is not None:
+            self.require_number("base", above=1)
+
+    def new_base(self, rope: Rope) -> float:
+        """The base in use after the patch.
+
+        Raises:
+            OptionError: it would not be larger than the trained one.
+        """
+        base = self.base or 0.0424 * self.target_length(rope) ** 1.628
+        if base < rope.base:
+            raise OptionError(
+                f"abf: base {base:g} is smaller than the trained base {rope.base:g}; "
+                f"give base= a larger number"
+            )
+        return float(base)
+
+    def inv_freq(self, rope: Rope) -> torch.Tensor:
+        return rope.with_base_times(self.new_base(rope) / rope.base)
+
+    def rope_parameters(self, rope: Rope) -> dict[str, Any]:
+        return {"rope_type": "default", "rope_theta": self.new_base(rope)}

@@ -1,0 +1,254 @@
+"""What a frequency method is, and the registry of all of them.
+
+A method changes the rotation angle ``t * theta_i`` into ``t * h_i``. It sees the trained
+frequencies as a :class:`Rope` and answers with ``h`` in float64; it knows no model.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from dataclasses import dataclass
+from typing import Any, ClassVar, TypeVar
+
+import torch
+
+from rope_ext.errors import OptionError, UnknownMethodError, nearest
+
+# cos and sin of a pair with this wavelength ratio are 1 and 0 at any reachable position;
+# tables in JSON cannot hold the infinity that a frequency of zero would ask for.
+_NEVER_ROTATES = 1e30
+
+
+@dataclass(frozen=True)
+class Rope:
+    """One trained rotary embedding.
+
+    Args:
+        inv_freq: ``theta``, float64, shape ``[dim / 2]``, radians per token, fastest first.
+        base: ``b`` of ``theta_i = b ** (-2 i / dim)`` (``rope_theta``).
+        length: trained context in tokens (``original_max_position_embeddings``).
+    """
+
+    inv_freq: torch.Tensor
+    base: float
+    length: int
+
+    @classmethod
+    def geometric(cls, base: float, dim: int, length: int) -> Rope:
+        """The unscaled embedding of ``base``, exact in float64."""
+        return cls(geometric(base, dim), base, length)
+
+    @property
+    def dim(self) -> int:
+        """Rotary dimension: two per frequency."""
+        return 2 * self.inv_freq.numel()
+
+    @property
+    def exponents(self) -> torch.Tensor:
+        """``2 i / dim``, float64, shape ``[dim / 2]``."""
+        return torch.arange(0, self.dim, 2, dtype=torch.float64) / self.dim
+
+    @property
+    def rotations(self) -> torch.Tensor:
+        """Full turns of each pair within the trained context: ``length * theta / (2 pi)``."""
+        return self.length * self.inv_freq / (2 * math.pi)
+
+    def with_base_times(self, scale: float | torch.Tensor) -> torch.Tensor:
+        """The frequencies after the base is multiplied by ``scale`` (``[...]``), ``[..., dim/2]``."""
+        scale = torch.as_tensor(scale, dtype=torch.float64)
+        return self.inv_freq * scale.unsqueeze(-1) ** -self.exponents
+
+
+def geometric(base: float, dim: int) -> torch.Tensor:
+    """``base ** (-2 i / dim)`` in float64, shape ``[dim / 2]``."""
+    return float(base) ** -(torch.arange(0, dim, 2, dtype=torch.float64) / dim)
+
+
+@dataclass(frozen=True, kw_only=True)
+class FrequencyMethod:
+    """Base of all frequency methods.
+
+    Subclasses are frozen dataclasses whose fields are the public options. Context grows from
+    ``length`` to ``factor * length`` tokens.
+
+    Raises:
+        OptionError: an option is of the wrong kind or out of range.
+    """
+
+    name: ClassVar[str]
+    aliases: ClassVar[tuple[str, ...]] = ()
+    paper: ClassVar[str]
+    use: ClassVar[str]  # the one-line reason to choose it
+
+    factor: float
+
+    def __post_init__(self) -> None:
+        self.require_number("factor", minimum=1)
+
+    def inv_freq(self, rope: Rope) -> torch.Tensor:
+        """``h``: float64, shape ``[dim / 2]``, radians per token."""
+        raise NotImplementedError
+
+    def attention_scaling(self, rope: Rope) -> float:
+        """Number that multiplies cos and sin (its square multiplies the attention logits)."""
+        return 1.0
+
+    def rope_parameters(self, rope: Rope) -> dict[str, Any]:
+        """``config.rope_parameters`` with which plain transformers builds the same embedding."""
+        return longrope_table(rope, self.inv_freq(rope), self.factor, self.attention_scaling(rope))
+
+    def target_length(self, rope: Rope) -> int:
+        """Context after the extension, tokens."""
+        return math.ceil(self.factor * rope.length)
+
+    def options(self) -> dict[str, Any]:
+        """The options and their values."""
+        return {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+
+    def require(self, option: str, holds: bool, valid: str) -> None:
+        """Raise OptionError naming the value and the valid ones unless ``holds``."""
+        if not holds:
+            value = getattr(self, option)
+            raise OptionError(f"{self.name}: {option}={value!r} is not valid; it must be {valid}")
+
+    def require_number(
+        self, option: str, minimum: float | None = None, above: float | None = None
+    ) -> None:
+        """Raise OptionError unless the option is a finite number in its range."""
+        value = getattr(self, option)
+        number = isinstance(value, (int, float)) and not isinstance(value, bool)
+        valid = "a finite number"
+        holds = number and math.isfinite(value)
+        if minimum is not None:
+            valid, holds = f"a number of at least {minimum}", holds and value >= minimum
+        if above is not None:
+            valid, holds = f"a number greater than {above}", holds and value > above
+        self.require(option, holds, valid)
+
+
+@dataclass(frozen=True, kw_only=True)
+class DynamicMethod(FrequencyMethod):
+    """A frequency method that depends on the length of the sequence it serves.
+
+    ``length`` fixes that length in tokens. Without it every sequence keeps the one it starts
+    with: prompt plus ``max_new_tokens`` under ``generate``, the longest position of the first
+    forward otherwise. It never changes within a sequence, because the cached values of deeper
+    layers were computed under the old frequencies and cannot be turned after the fact.
+    """
+
+    length: int | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.length is not None:
+            self.require("length", type(self.length) is int and self.length > 0, "a positive int")
+
+    def inv_freq_at(self, rope: Rope, lengths: torch.Tensor) -> torch.Tensor:
+        """``h`` for each of ``lengths`` (float64, ``[rows]``, tokens): ``[rows, dim / 2]``."""
+        raise NotImplementedError
+
+    def attention_scaling_at(self, rope: Rope, lengths: torch.Tensor) -> torch.Tensor:
+        """Number that multiplies cos and sin for each of ``lengths``: float64, ``[rows]``."""
+        return torch.ones_like(lengths)
+
+    @property
+    def adapts(self) -> bool:
+        """Whether frequencies still depend on the sequence (no ``length`` was given)."""
+        return self.length is None
+
+    def _fixed(self, rope: Rope) -> torch.Tensor:
+        length = self.target_length(rope) if self.length is None else self.length
+        return torch.tensor([length], dtype=torch.float64)
+
+    def inv_freq(self, rope: Rope) -> torch.Tensor:
+        """``h`` at ``length``, or at the full extended context when none was given."""
+        return self.inv_freq_at(rope, self._fixed(rope))[0]
+
+    def attention_scaling(self, rope: Rope) -> float:
+        return float(self.attention_scaling_at(rope, self._fixed(rope))[0])
+
+
+def longrope_table(
+    rope: Rope, inv_freq: torch.Tensor, factor: float, attention_scaling: float
+) -> dict[str, Any]:
+    """Any fixed frequency map as transformers' ``longrope``: ``lambda_i = theta_i / h_i``."""
+    theta = geometric(rope.base, rope.dim)
+    table = torch.where(inv_freq > 0, theta / inv_freq, _NEVER_ROTATES).tolist()
+    return {
+        "rope_type": "longrope",
+        "short_factor": table,
+        "long_factor": list(table),
+        "factor": float(factor),
+        "attention_factor": float(attention_scaling),
+        "original_max_position_embeddings": rope.length,
+    }
+
+
+_REGISTRY: dict[str, type[FrequencyMethod]] = {}
+M = TypeVar("M", bound=type[FrequencyMethod])
+
+
+def _key(name: str) -> str:
+    return name.lower().replace("-", "").replace("_", "").replace(" ", "")
+
+
+def register(cls: M) -> M:
+    """Class decorator: makes a method known by its name and aliases.
+
+    Raises:
+        ValueError: the name or an alias is taken.
+    """
+    for name in (cls.name, *cls.aliases):
+        if _REGISTRY.setdefault(_key(name), cls) is not cls:
+            raise ValueError(f"method name {name!r} is taken by {_REGISTRY[_key(name)].__name__}")
+    return cls
+
+
+def all_methods() -> list[type[FrequencyMethod]]:
+    """Every registered method, once, in order of registration."""
+    return list(dict.fromkeys(_REGISTRY.values()))
+
+
+def method_class(name: str) -> type[FrequencyMethod]:
+    """The method of that name or alias; case, hyphens and underscores do not matter.
+
+    Raises:
+        UnknownMethodError: there is none.
+    """
+    try:
+        return _REGISTRY[_key(name)]
+    except KeyError:
+        names = [cls.name for cls in all_methods()]
+        aliases = [alias for cls in all_methods() for alias in cls.aliases]
+        raise UnknownMethodError(
+            f"unknown method {name!r}{nearest(name.lower(), names + aliases)} "
+            f"Methods: {', '.join(names)}"
+        ) from None
+
+
+def build_method(name: str, **options: Any) -> FrequencyMethod:
+    """A method by name with its options.
+
+    Raises:
+        UnknownMethodError: no method of that name.
+        OptionError: an option is unknown, missing or out of range.
+    """
+    cls = method_class(name)
+    fields = {field.name: field for field in dataclasses.fields(cls)}
+    for option in options:
+        if option not in fields:
+            raise OptionError(
+                f"{cls.name} has no option {option!r}{nearest(option, fields)} "
+                f"Options: {', '.join(fields)}"
+            )
+    missing = [
+        field.name
+        for field in fields.values()
+        if field.name not in options
+        and field.default is dataclasses.MISSING
+        and field.default_factory is dataclasses.MISSING
+    ]
+    if missing:
+        raise OptionError(f"{cls.name} needs {', '.join(f'{option}=...' for option in missing)}")
+    return cls(**options)

@@ -1,0 +1,53 @@
+"""Truncated basis."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+
+from rope_ext.methods.base import FrequencyMethod, Rope, register
+
+
+@register
+@dataclass(frozen=True, kw_only=True)
+class BaseTruncation(FrequencyMethod):
+    """Fast pairs kept, slow ones frozen: at one small constant, and the slowest at zero.
+
+    ``h = theta`` for ``theta >= upper``, ``constant`` between ``lower`` and ``upper``, 0 at or
+    below ``lower``. No pair then meets an angle that it was not trained on, whatever the length.
+
+    Args:
+        upper: radians per token; None is ``2 pi / length``.
+        lower: radians per token; None is ``upper / 8``.
+        constant: radians per token; None is ``upper / 16``.
+
+    Pal et al. 2023 ("Giraffe"), arXiv 2308.10882, section 4.3; released defaults.
+    """
+
+    name: ClassVar[str] = "base_truncation"
+    aliases: ClassVar[tuple[str, ...]] = ("truncated_basis", "giraffe")
+    paper: ClassVar[str] = "arXiv 2308.10882"
+    use: ClassVar[str] = "good perplexity at any length, weaker retrieval; for fine-tuning studies"
+
+    upper: float | None = None
+    lower: float | None = None
+    constant: float | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for option in ("upper", "lower", "constant"):
+            if getattr(self, option) is not None:
+                self.require_number(option, minimum=0)
+        if self.upper is not None and self.lower is not None:
+            self.require("lower", self.lower <= self.upper, f"at most upper={self.upper}")
+
+    def inv_freq(self, rope: Rope) -> torch.Tensor:
+        upper = 2 * math.pi / rope.length if self.upper is None else self.upper
+        lower = upper / 8 if self.lower is None else self.lower
+        constant = upper / 16 if self.constant is None else self.constant
+        theta = rope.inv_freq
+        slow = torch.where(theta > lower, constant, 0.0).to(theta.dtype)
+        return torch.where(theta >= upper, theta, slow)

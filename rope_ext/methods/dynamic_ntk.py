@@ -1,0 +1,61 @@
+"""Dynamic NTK scaling."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal
+
+import torch
+
+from rope_ext.methods.base import DynamicMethod, Rope, register
+
+
+@register
+@dataclass(frozen=True, kw_only=True)
+class DynamicNTK(DynamicMethod):
+    """NTK-aware scaling by as much as the sequence needs: none within the trained context.
+
+    ``b' = b * a ** (d / (d - 2))`` for a sequence of ``l`` tokens.
+
+    Args:
+        alpha: ``"transformers"``: ``a = s l / L - (s - 1)``, which grows faster than the
+            sequence (13 for ``s = 4`` at ``l = 4 L``); ``"ratio"``: ``a = l / L``. At least 1.
+        mode: ``"fixed"`` keeps one base per sequence and row, so that cached decoding equals a
+            recomputation; ``"growing"`` reproduces transformers, whose cached keys keep the
+            rotation of older bases.
+        length: tokens; see :class:`DynamicMethod`.
+
+    emozilla 2023; YaRN, arXiv 2309.00071, section 3.3.
+    """
+
+    name: ClassVar[str] = "dynamic_ntk"
+    aliases: ClassVar[tuple[str, ...]] = ("dynamic",)
+    paper: ClassVar[str] = "emozilla 2023"
+    use: ClassVar[str] = "no fine-tuning and nothing lost on short prompts"
+
+    alpha: Literal["transformers", "ratio"] = "transformers"
+    mode: Literal["fixed", "growing"] = "fixed"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.require("alpha", self.alpha in ("transformers", "ratio"), "'transformers' or 'ratio'")
+        self.require("mode", self.mode in ("fixed", "growing"), "'fixed' or 'growing'")
+        if self.mode == "growing":
+            self.require("alpha", self.alpha == "transformers", "'transformers' with mode='growing'")
+            self.require("length", self.length is None, "None with mode='growing'")
+
+    def base_scale(self, rope: Rope, lengths: torch.Tensor) -> torch.Tensor:
+        """``b' / b`` for each of ``lengths`` (tokens)."""
+        alpha = lengths / rope.length
+        if self.alpha == "transformers":
+            alpha = self.factor * alpha - (self.factor - 1)
+        return alpha.clamp(min=1) ** (rope.dim / (rope.dim - 2))
+
+    def inv_freq_at(self, rope: Rope, lengths: torch.Tensor) -> torch.Tensor:
+        return rope.with_base_times(self.base_scale(rope, lengths))
+
+    def rope_parameters(self, rope: Rope) -> dict[str, Any]:
+        if self.adapts:
+            return {"rope_type": "dynamic", "factor": float(self.factor)}
+        scale = float(self.base_scale(rope, self._fixed(rope)))
+        return {"rope_type": "default", "rope_theta": rope.base * scale}

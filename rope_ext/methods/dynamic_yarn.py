@@ -1,0 +1,52 @@
+"""Dynamic YaRN."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+
+from rope_ext.methods.base import DynamicMethod, Rope, register
+from rope_ext.methods.yarn import YaRN
+
+
+@register
+@dataclass(frozen=True, kw_only=True)
+class DynamicYaRN(DynamicMethod):
+    """YaRN by as much as the sequence needs: ``s = max(1, l / L)`` for ``l`` tokens.
+
+    Args:
+        beta_fast, beta_slow, truncate: as in :class:`YaRN`.
+        length: tokens; see :class:`DynamicMethod`.
+
+    YaRN, arXiv 2309.00071, section 3.3 ("Dynamic Scaling").
+    """
+
+    name: ClassVar[str] = "dynamic_yarn"
+    paper: ClassVar[str] = "arXiv 2309.00071"
+    use: ClassVar[str] = "YaRN for mixed lengths: short prompts stay exactly as they were"
+
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    truncate: bool = True
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._yarn(self.factor)  # checks the shared options
+
+    def _yarn(self, factor: float) -> YaRN:
+        return YaRN(
+            factor=factor,
+            beta_fast=self.beta_fast,
+            beta_slow=self.beta_slow,
+            truncate=self.truncate,
+        )
+
+    def inv_freq_at(self, rope: Rope, lengths: torch.Tensor) -> torch.Tensor:
+        kept = self._yarn(self.factor).kept(rope)  # the ramp does not depend on the factor
+        factor = (lengths / rope.length).clamp(min=1).unsqueeze(-1)
+        return (1 - kept) * rope.inv_freq / factor + kept * rope.inv_freq
+
+    def attention_scaling_at(self, rope: Rope, lengths: torch.Tensor) -> torch.Tensor:
+        return 0.1 * (lengths / rope.length).clamp(min=1).log() + 1.0

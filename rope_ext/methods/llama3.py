@@ -1,0 +1,57 @@
+"""Llama 3.1's scaling."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+
+from rope_ext.methods.base import FrequencyMethod, Rope, register
+
+
+@register
+@dataclass(frozen=True, kw_only=True)
+class Llama3(FrequencyMethod):
+    """By wavelength: short ones kept, long ones times ``factor``, a smooth step between.
+
+    A pair is kept if its wavelength is below ``length / high_freq_factor``, divided by
+    ``factor`` if above ``length / low_freq_factor``.
+
+    Args:
+        low_freq_factor: turns within the trained context below which a pair is interpolated.
+        high_freq_factor: turns above which it is kept.
+
+    Llama 3.1 release (July 2024), ``apply_scaling``; factor 8, length 8192 there.
+    """
+
+    name: ClassVar[str] = "llama3"
+    aliases: ClassVar[tuple[str, ...]] = ("llama31", "llama3.1")
+    paper: ClassVar[str] = "Llama 3.1 release"
+    use: ClassVar[str] = "what Llama 3.1 was trained with; a narrow ramp, no temperature"
+
+    factor: float = 8.0
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.require_number("low_freq_factor", above=0)
+        self.require_number("high_freq_factor", above=self.low_freq_factor)
+
+    def inv_freq(self, rope: Rope) -> torch.Tensor:
+        low, high = self.low_freq_factor, self.high_freq_factor
+        # length / wavelength, written as the release writes it
+        turns = rope.length / (2 * math.pi / rope.inv_freq)
+        kept = ((turns - low) / (high - low)).clamp(0, 1)
+        return (1 - kept) * rope.inv_freq / self.factor + kept * rope.inv_freq
+
+    def rope_parameters(self, rope: Rope) -> dict[str, Any]:
+        return {
+            "rope_type": "llama3",
+            "factor": float(self.factor),
+            "low_freq_factor": float(self.low_freq_factor),
+            "high_freq_factor": float(self.high_freq_factor),
+            "original_max_position_embeddings": rope.length,
+        }

@@ -1,0 +1,90 @@
+"""LongRoPE tables."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+
+from rope_ext.errors import OptionError
+from rope_ext.methods.base import DynamicMethod, Rope, register
+
+
+@register
+@dataclass(frozen=True, kw_only=True)
+class LongRoPE(DynamicMethod):
+    """Every pair divided by its own searched number: ``h_i = theta_i / lambda_i``.
+
+    Args:
+        long_factor: ``lambda``, one per pair, for sequences beyond the trained context.
+        short_factor: ``lambda`` for sequences within it; None uses ``long_factor`` everywhere.
+        attention_factor: replaces ``sqrt(1 + ln(s) / ln(length))``.
+
+    Ding et al. 2024, arXiv 2402.13753, section 3; Phi-3's use of two lists.
+    """
+
+    name: ClassVar[str] = "longrope"
+    aliases: ClassVar[tuple[str, ...]] = ("su",)
+    paper: ClassVar[str] = "arXiv 2402.13753"
+    use: ClassVar[str] = "when you have searched or published tables (Phi-3, MiniCPM)"
+
+    long_factor: Sequence[float]
+    short_factor: Sequence[float] | None = None
+    attention_factor: float | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for option in ("long_factor", "short_factor"):
+            table = getattr(self, option)
+            if table is None and option == "short_factor":
+                continue
+            listed = isinstance(table, Sequence) and not isinstance(table, str)
+            holds = listed and all(
+                isinstance(x, (int, float)) and math.isfinite(x) and x > 0 for x in table
+            )
+            self.require(option, holds, "a list of positive numbers, one per pair")
+            object.__setattr__(self, option, tuple(table))  # hashable, safe from later edits
+        if self.attention_factor is not None:
+            self.require_number("attention_factor", above=0)
+
+    @property
+    def adapts(self) -> bool:
+        return self.short_factor is not None and self.length is None
+
+    def _table(self, option: str, rope: Rope) -> torch.Tensor:
+        table = getattr(self, option)
+        if len(table) != rope.dim // 2:
+            raise OptionError(
+                f"longrope: {option} has {len(table)} numbers, but this model has "
+                f"{rope.dim // 2} rotary pairs; give one number per pair"
+            )
+        return torch.tensor(table, dtype=torch.float64)
+
+    def inv_freq_at(self, rope: Rope, lengths: torch.Tensor) -> torch.Tensor:
+        long = rope.inv_freq / self._table("long_factor", rope)
+        if self.short_factor is None:
+            return long.expand(len(lengths), -1)
+        short = rope.inv_freq / self._table("short_factor", rope)
+        return torch.where((lengths > rope.length).unsqueeze(-1), long, short)
+
+    def attention_scaling_at(self, rope: Rope, lengths: torch.Tensor) -> torch.Tensor:
+        scaling = self.attention_factor
+        if scaling is None:
+            scaling = math.sqrt(1 + math.log(self.factor) / math.log(rope.length))
+        return torch.full_like(lengths, scaling)
+
+    def rope_parameters(self, rope: Rope) -> dict[str, Any]:
+        short = self.long_factor if self.short_factor is None else self.short_factor
+        if self.length is not None:
+            return super().rope_parameters(rope)
+        return {
+            "rope_type": "longrope",
+            "short_factor": list(short),
+            "long_factor": list(self.long_factor),
+            "factor": float(self.factor),
+            "attention_factor": self.attention_scaling(rope),
+            "original_max_position_embeddings": rope.length,
+        }

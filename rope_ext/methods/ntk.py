@@ -1,0 +1,35 @@
+"""NTK-aware scaling."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+
+from rope_ext.methods.base import FrequencyMethod, Rope, register
+
+
+@register
+@dataclass(frozen=True, kw_only=True)
+class NTK(FrequencyMethod):
+    """A larger base, so that the slowest pair is divided by ``factor`` and the fastest kept.
+
+    ``b' = b * s ** (d / (d - 2))`` with the rotary dimension ``d``. bloc97 2023; YaRN,
+    arXiv 2309.00071, section 3.1.
+    """
+
+    name: ClassVar[str] = "ntk"
+    aliases: ClassVar[tuple[str, ...]] = ("ntk_aware", "ntk_static")
+    paper: ClassVar[str] = "bloc97 2023"
+    use: ClassVar[str] = "no fine-tuning, moderate factors; only the base changes"
+
+    def base_scale(self, rope: Rope) -> float:
+        """``b' / b``."""
+        return float(self.factor) ** (rope.dim / (rope.dim - 2))
+
+    def inv_freq(self, rope: Rope) -> torch.Tensor:
+        return rope.with_base_times(self.base_scale(rope))
+
+    def rope_parameters(self, rope: Rope) -> dict[str, Any]:
+        return {"rope_type": "default", "rope_theta": rope.base * self.base_scale(rope)}

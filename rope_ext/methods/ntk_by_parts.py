@@ -1,0 +1,48 @@
+"""NTK-by-parts interpolation."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+
+from rope_ext.methods.base import FrequencyMethod, Rope, register
+
+
+@register
+@dataclass(frozen=True, kw_only=True)
+class NTKByParts(FrequencyMethod):
+    """Slow pairs divided by ``factor``, fast pairs kept, a linear ramp in rotations between.
+
+    With ``r_i`` full turns of a pair within the trained context,
+    ``g = clip((r_i - alpha) / (beta - alpha), 0, 1)`` and ``h = (1 - g) theta / s + g theta``.
+
+    Args:
+        alpha: pairs with fewer turns are fully interpolated.
+        beta: pairs with more turns are kept.
+
+    YaRN, arXiv 2309.00071, section 3.2, definition 2.
+    """
+
+    name: ClassVar[str] = "ntk_by_parts"
+    aliases: ClassVar[tuple[str, ...]] = ("by_parts",)
+    paper: ClassVar[str] = "arXiv 2309.00071"
+    use: ClassVar[str] = "YaRN without its temperature, for ablations"
+
+    alpha: float = 1.0
+    beta: float = 32.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.require_number("alpha", minimum=0)
+        self.require_number("beta", above=self.alpha)
+
+    def inv_freq(self, rope: Rope) -> torch.Tensor:
+        kept = rotation_ramp(rope, self.alpha, self.beta)
+        return (1 - kept) * rope.inv_freq / self.factor + kept * rope.inv_freq
+
+
+def rotation_ramp(rope: Rope, low: float, high: float) -> torch.Tensor:
+    """Share kept of each pair: 0 below ``low`` rotations, 1 above ``high``, linear between."""
+    return ((rope.rotations - low) / (high - low)).clamp(0, 1)

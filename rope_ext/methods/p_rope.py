@@ -1,0 +1,38 @@
+"""p-RoPE."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+
+from rope_ext.methods.base import FrequencyMethod, Rope, register
+
+
+@register
+@dataclass(frozen=True, kw_only=True)
+class PRoPE(FrequencyMethod):
+    """The fastest share ``p`` of the pairs kept, the others not rotated at all.
+
+    Args:
+        p: share of pairs kept, in (0, 1]; rounded down to whole pairs.
+
+    Barbero et al. 2024, arXiv 2410.06205, section 6; transformers calls it ``proportional``.
+    """
+
+    name: ClassVar[str] = "p_rope"
+    aliases: ClassVar[tuple[str, ...]] = ("proportional",)
+    paper: ClassVar[str] = "arXiv 2410.06205"
+    use: ClassVar[str] = "training studies: robust semantic channels without any rotation"
+
+    p: float = 0.75
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.require_number("p", above=0)
+        self.require("p", self.p <= 1, "a number in (0, 1]")
+
+    def inv_freq(self, rope: Rope) -> torch.Tensor:
+        index = torch.arange(rope.dim // 2)
+        return torch.where(index < int(self.p * (rope.dim // 2)), rope.inv_freq, 0.0)

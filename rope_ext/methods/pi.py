@@ -1,0 +1,30 @@
+"""Position interpolation."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+
+from rope_ext.methods.base import FrequencyMethod, Rope, register
+
+
+@register
+@dataclass(frozen=True, kw_only=True)
+class PI(FrequencyMethod):
+    """Every frequency divided by ``factor``: ``h = theta / s``.
+
+    Chen et al. 2023, arXiv 2306.15595, eq. 4; kaiokendev's SuperHOT.
+    """
+
+    name: ClassVar[str] = "pi"
+    aliases: ClassVar[tuple[str, ...]] = ("linear", "position_interpolation")
+    paper: ClassVar[str] = "arXiv 2306.15595"
+    use: ClassVar[str] = "the oldest and simplest; needs fine-tuning, blurs neighbouring tokens"
+
+    def inv_freq(self, rope: Rope) -> torch.Tensor:
+        return rope.inv_freq / self.factor
+
+    def rope_parameters(self, rope: Rope) -> dict[str, Any]:
+        return {"rope_type": "linear", "factor": float(self.factor)}

@@ -1,0 +1,57 @@
+"""Resonance RoPE."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+
+from rope_ext.errors import OptionError
+from rope_ext.methods.base import DynamicMethod, FrequencyMethod, Rope, build_method, register
+
+
+@register
+@dataclass(frozen=True, kw_only=True)
+class Resonance(FrequencyMethod):
+    """Wavelengths rounded to whole tokens, on top of any other frequency map.
+
+    A pair whose wavelength is a whole number meets, beyond the trained context, only angles
+    that it has seen within it.
+
+    Args:
+        on: the map to round: a fixed method's name (built with the same ``factor``) or object.
+
+    Wang et al. 2024, arXiv 2403.00071, section 4.
+    """
+
+    name: ClassVar[str] = "resonance"
+    aliases: ClassVar[tuple[str, ...]] = ("resonance_rope",)
+    paper: ClassVar[str] = "arXiv 2403.00071"
+    use: ClassVar[str] = "a refinement of another map (on='yarn'); free to try"
+
+    on: str | FrequencyMethod = "yarn"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if isinstance(self.on, str):
+            object.__setattr__(self, "on", build_method(self.on, factor=self.factor))
+        self.require("on", isinstance(self.on, FrequencyMethod), "a method or a method's name")
+        if isinstance(self.on, DynamicMethod) and self.on.adapts:
+            raise OptionError(
+                f"resonance: on={self.on.name!r} changes with the sequence; give it length=..., "
+                f"or choose a fixed method such as 'yarn'"
+            )
+        self.require("factor", self.factor == self.on.factor, f"on's own, {self.on.factor}")
+
+    def inv_freq(self, rope: Rope) -> torch.Tensor:
+        inner = self.on.inv_freq(rope)
+        wavelength = 2 * math.pi / inner  # infinite for a pair that does not rotate
+        return torch.where(inner > 0, 2 * math.pi / wavelength.round(), 0.0)
+
+    def attention_scaling(self, rope: Rope) -> float:
+        return self.on.attention_scaling(rope)
+
+    def options(self) -> dict[str, Any]:
+        return {"factor": self.factor, "on": self.on}

@@ -1,0 +1,103 @@
+"""YaRN."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal
+
+import torch
+
+from rope_ext.methods.base import FrequencyMethod, Rope, register
+from rope_ext.methods.ntk_by_parts import rotation_ramp
+
+
+@register
+@dataclass(frozen=True, kw_only=True)
+class YaRN(FrequencyMethod):
+    """NTK-by-parts plus a temperature: cos and sin times ``0.1 ln(s) + 1``.
+
+    Two ramps are in use under this name and differ by up to 73 % on single frequencies. The
+    paper's is linear in the rotations of a pair; the authors' code, transformers and vLLM use
+    one that is linear in the index of the pair. The default follows the code, so that
+    checkpoints stay interchangeable.
+
+    Args:
+        beta_fast: pairs with more turns in the trained context are kept.
+        beta_slow: pairs with fewer turns are divided by ``factor``.
+        attention_factor: replaces ``0.1 ln(s) + 1``.
+        truncate: round the ends of the index ramp outwards (False: gpt-oss). Index ramp only.
+        ramp: ``"index"`` as in the released code, ``"rotations"`` as in the paper.
+        blend: ``"arithmetic"`` mixes frequencies; ``"harmonic"`` mixes wavelengths,
+            ``theta / ((1 - g) s + g)``, as PoSE (arXiv 2309.10400) ships it.
+
+    Peng et al. 2023, arXiv 2309.00071, sections 3.2 and 3.4.
+    """
+
+    name: ClassVar[str] = "yarn"
+    paper: ClassVar[str] = "arXiv 2309.00071"
+    use: ClassVar[str] = "the first to try: best-known interpolation, with or without fine-tuning"
+
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    attention_factor: float | None = None
+    truncate: bool = True
+    ramp: Literal["index", "rotations"] = "index"
+    blend: Literal["arithmetic", "harmonic"] = "arithmetic"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.require_number("beta_slow", above=0)
+        self.require_number("beta_fast", above=self.beta_slow)
+        if self.attention_factor is not None:
+            self.require_number("attention_factor", above=0)
+        self.require("truncate", isinstance(self.truncate, bool), "True or False")
+        self.require("ramp", self.ramp in ("index", "rotations"), "'index' or 'rotations'")
+        self.require(
+            "blend", self.blend in ("arithmetic", "harmonic"), "'arithmetic' or 'harmonic'"
+        )
+
+    def kept(self, rope: Rope) -> torch.Tensor:
+        """Share of each pair's own frequency that is kept, in [0, 1]."""
+        if self.ramp == "rotations":
+            return rotation_ramp(rope, self.beta_slow, self.beta_fast)
+        low = self._index(rope, self.beta_fast)
+        high = self._index(rope, self.beta_slow)
+        if self.truncate:
+            low, high = math.floor(low), math.ceil(high)
+        # The bounds and the 0.001 are transformers': a ramp of no width becomes a step.
+        low, high = max(low, 0), min(high, rope.dim - 1)
+        if low == high:
+            high += 0.001
+        index = torch.arange(rope.dim // 2, dtype=torch.float64)
+        return 1 - ((index - low) / (high - low)).clamp(0, 1)
+
+    @staticmethod
+    def _index(rope: Rope, rotations: float) -> float:
+        """The (fractional) pair that makes that many turns within the trained context."""
+        turns = rope.length / (rotations * 2 * math.pi)
+        return rope.dim * math.log(turns) / (2 * math.log(rope.base))
+
+    def inv_freq(self, rope: Rope) -> torch.Tensor:
+        kept = self.kept(rope)
+        if self.blend == "harmonic":
+            return rope.inv_freq / ((1 - kept) * self.factor + kept)
+        return (1 - kept) * rope.inv_freq / self.factor + kept * rope.inv_freq
+
+    def attention_scaling(self, rope: Rope) -> float:
+        if self.attention_factor is not None:
+            return self.attention_factor
+        return 0.1 * math.log(self.factor) + 1.0
+
+    def rope_parameters(self, rope: Rope) -> dict[str, Any]:
+        if self.ramp != "index" or self.blend != "arithmetic":
+            return super().rope_parameters(rope)
+        parameters = {
+            "rope_type": "yarn",
+            "factor": float(self.factor),
+            "original_max_position_embeddings": rope.length,
+            "beta_fast": float(self.beta_fast),
+            "beta_slow": float(self.beta_slow),
+            "attention_factor": float(self.attention_scaling(rope)),
+        }
+        return parameters if self.truncate else {**parameters, "truncate": False}

@@ -1,0 +1,166 @@
+"""What a model's rotary embedding is, and which methods there are, for people to read."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from rope_ext.discovery import RotarySite, find_sites, text_decoder
+from rope_ext.methods import DynamicMethod, all_methods
+from rope_ext.patching import Patch, current_patch
+
+
+@dataclass(frozen=True)
+class MethodInfo:
+    """One method: its name, other names for it, its options with their defaults.
+
+    An option without a default must be given; its value here is ``...``.
+    """
+
+    name: str
+    aliases: tuple[str, ...]
+    options: dict[str, Any]
+    use: str
+    paper: str
+
+
+@dataclass(frozen=True)
+class SiteDescription:
+    """One set of rotary frequencies.
+
+    Args:
+        name: path of its module.
+        layer_type: the layers that use it, ``"all"`` where there is one set.
+        base: ``rope_theta`` of the checkpoint.
+        inv_freq_before, inv_freq_after: radians per token, fastest pair first.
+        attention_scaling: number on cosine and sine, now.
+        status: ``"extended"``, ``"extended per sequence"`` or ``"unchanged"``.
+    """
+
+    name: str
+    layer_type: str
+    base: float
+    inv_freq_before: tuple[float, ...]
+    inv_freq_after: tuple[float, ...]
+    attention_scaling: float
+    status: str
+
+
+@dataclass(frozen=True)
+class Description:
+    """A model's rotary embedding; ``print`` it. Lengths are in tokens."""
+
+    model: str
+    method: str | None
+    options: dict[str, Any]
+    length: int
+    target_length: int
+    sites: tuple[SiteDescription, ...]
+    notes: tuple[str, ...]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values, ready for JSON."""
+        return dataclasses.asdict(self)
+
+    def __str__(self) -> str:
+        lines = [f"{self.model}: trained for {self.length} tokens, not patched"]
+        if self.method is not None:
+            options = ", ".join(f"{k}={v}" for k, v in self.options.items() if v is not None)
+            lines = [
+                f"{self.model}: {self.length} -> {self.target_length} tokens by "
+                f"{self.method}({options})"
+            ]
+        for site in self.sites:
+            pairs = len(site.inv_freq_before)
+            lines.append(
+                f"  {site.name} [{site.layer_type}] {pairs} pairs, base {site.base:g}: "
+                f"{site.status}, cos and sin x {site.attention_scaling:.4g}"
+            )
+            if site.status != "unchanged":
+                lines += _spectrum(site)
+        return "\n".join([*lines, *(f"  {note}" for note in self.notes)])
+
+
+def _spectrum(site: SiteDescription) -> list[str]:
+    pairs = len(site.inv_freq_before)
+    lines = ["    pair    wavelength before    after (tokens)    theta / new theta"]
+    for i in sorted({round(k * (pairs - 1) / 4) for k in range(5)}):
+        before, after = site.inv_freq_before[i], site.inv_freq_after[i]
+        ratio = before / after if after else (1.0 if before == after else math.inf)
+        lines.append(
+            f"    {i:>4} {_wavelength(before):>20} {_wavelength(after):>17} {ratio:>20.4g}"
+        )
+    return lines
+
+
+def _wavelength(inv_freq: float) -> str:
+    return f"{2 * math.pi / inv_freq:.5g}" if inv_freq else "never turns"
+
+
+def methods() -> list[MethodInfo]:
+    """Every method with its options and defaults, the first to try first."""
+    found = []
+    for cls in all_methods():
+        options = {
+            option.name: ... if option.default is dataclasses.MISSING else option.default
+            for option in dataclasses.fields(cls)
+        }
+        found.append(MethodInfo(cls.name, cls.aliases, options, cls.use, cls.paper))
+    return found
+
+
+def describe(model: nn.Module) -> Description:
+    """What is in force on ``model``, patched or not.
+
+    Raises:
+        NoRopeError, UnsupportedModelError: as :func:`rope_ext.patch`.
+    """
+    decoder = text_decoder(model)
+    patch = current_patch(model)
+    sites = find_sites(decoder) if patch is None else patch.sites
+    length = sites[0].rope.length if patch is None else patch.length
+    return Description(
+        model=type(decoder).__name__,
+        method=None if patch is None else patch.method.name,
+        options={} if patch is None else patch.method.options(),
+        length=length,
+        target_length=length if patch is None else patch.target_length,
+        sites=tuple(_site(site, patch) for site in sites),
+        notes=_scaling_notes(sites) if patch is None else tuple(patch.notes),
+    )
+
+
+def _site(site: RotarySite, patch: Patch | None) -> SiteDescription:
+    after, scaling, status = site.rope.inv_freq, site.scaling, "unchanged"
+    if patch is not None and site in patch.scaled:
+        method = patch.method
+        after, status = method.inv_freq(site.rope), "extended"
+        scaling = method.attention_scaling(site.rope) * site.scaling
+        if isinstance(method, DynamicMethod) and method.adapts:
+            status = f"extended per sequence, shown at {method.target_length(site.rope)} tokens"
+    return SiteDescription(
+        name=site.name or "rotary",
+        layer_type=site.layer_type or "all layers",
+        base=site.rope.base,
+        inv_freq_before=_floats(site.rope.inv_freq),
+        inv_freq_after=_floats(after),
+        attention_scaling=scaling,
+        status=status,
+    )
+
+
+def _floats(values: torch.Tensor) -> tuple[float, ...]:
+    return tuple(values.tolist())
+
+
+def _scaling_notes(sites: list[RotarySite]) -> tuple[str, ...]:
+    return tuple(
+        f"the checkpoint scales {site.name or 'it'} by itself: rope_type {site.rope_type}"
+        for site in sites
+        if site.scaled
+    )

@@ -1,0 +1,321 @@
+"""Finds the rotary embeddings of a loaded model and proves how each one works.
+
+Nothing here knows a model family. A rotary site is a buffer whose name ends in ``inv_freq``.
+Its module is run once on a copy with made-up frequencies: if the output is not the cosine and
+sine of those, the family is refused.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections import OrderedDict
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from rope_ext.errors import NoRopeError, UnsupportedModelError
+from rope_ext.methods import Rope, geometric
+
+SCALED_TYPES = ("linear", "dynamic", "yarn", "longrope", "llama3")
+LOCAL = ("sliding", "chunked", "local")
+_NO_ATTENTION = ("linear", "mamba", "conv", "recurrent")
+
+
+@dataclass(frozen=True)
+class Columns:
+    """Where a rotary module puts each pair.
+
+    Args:
+        pair: index of the pair behind each output column, int64, shape ``[columns]``.
+        axis: for embeddings of several position axes, the axis of each column; else None.
+        complex: one complex output instead of a cosine and a sine.
+    """
+
+    pair: torch.Tensor
+    axis: torch.Tensor | None
+    complex: bool
+
+
+@dataclass
+class RotarySite:
+    """One set of rotary frequencies of a loaded model.
+
+    Args:
+        name: path of the rotary module in the model.
+        module: the rotary module.
+        layer_type: the layers it serves where a module owns several sets, else None.
+        rope: what the checkpoint was trained with, before this package touched it.
+        loaded: the buffer's own values, float32 on the CPU, shape ``[pairs]``.
+        scaling: the number on cos and sin that the checkpoint came with.
+        rope_type: transformers' name for what is there already.
+        local: only layers with a limited window use it.
+        shared: layers with and without a limited window use it.
+        columns: the proven layout of the module's output.
+    """
+
+    name: str
+    module: nn.Module
+    layer_type: str | None
+    rope: Rope
+    loaded: torch.Tensor
+    scaling: float
+    rope_type: str
+    local: bool
+    shared: bool
+    columns: Columns
+
+    @property
+    def prefix(self) -> str:
+        return f"{self.layer_type}_" if self.layer_type else ""
+
+    @property
+    def buffer(self) -> str:
+        return f"{self.prefix}inv_freq"
+
+    @property
+    def buffers(self) -> list[str]:
+        """Names of the buffers that hold these frequencies."""
+        names = (f"{self.prefix}inv_freq", f"{self.prefix}original_inv_freq")
+        return [name for name in names if name in self.module._buffers]
+
+    @property
+    def scaling_attribute(self) -> str:
+        return f"{self.prefix}attention_scaling"
+
+    @property
+    def scaled(self) -> bool:
+        """Whether the checkpoint's own configuration scales these frequencies."""
+        return self.rope_type in SCALED_TYPES
+
+
+def unwrap(model: nn.Module) -> nn.Module:
+    """The transformers model inside a PEFT, compiled or data-parallel wrapper."""
+    while True:
+        if hasattr(model, "get_base_model"):
+            model = model.get_base_model()
+        elif hasattr(model, "_orig_mod"):
+            model = model._orig_mod
+        elif isinstance(model, (nn.DataParallel, nn.parallel.DistributedDataParallel)):
+            model = model.module
+        else:
+            return model
+
+
+def text_decoder(model: nn.Module) -> nn.Module:
+    """The part of ``model`` that reads text: where patches live."""
+    model = unwrap(model)
+    if not isinstance(model, nn.Module) or not hasattr(model, "config"):
+        raise NoRopeError(
+            f"{type(model).__name__} is not a transformers model; pass the loaded model itself"
+        )
+    decoder = model.get_decoder() if hasattr(model, "get_decoder") else model
+    return unwrap(decoder) if isinstance(decoder, nn.Module) else model
+
+
+def text_config(module: nn.Module) -> Any:
+    config = module.config
+    return config.get_text_config(decoder=True) if hasattr(config, "get_text_config") else config
+
+
+def find_sites(decoder: nn.Module, length: int | None = None) -> list[RotarySite]:
+    """Every rotary site of ``decoder``, proven.
+
+    Args:
+        length: trained context in tokens; None reads each configuration's
+            ``max_position_embeddings``.
+
+    Raises:
+        NoRopeError: there is none.
+        UnsupportedModelError: one of them does not rotate by its buffer, or its trained length
+            is unknown.
+    """
+    sites = []
+    proven: dict[tuple, Columns] = {}
+    for name, module in decoder.named_modules():
+        for buffer in list(module._buffers):
+            if not buffer.endswith("inv_freq") or buffer.endswith("original_inv_freq"):
+                continue
+            prefix = buffer.removesuffix("inv_freq").rstrip("_")
+            sites.append(_site(decoder, name, module, prefix or None, length, proven))
+    if not sites:
+        raise NoRopeError(
+            f"{type(decoder).__name__} has no rotary position embedding (no module owns an "
+            f"inv_freq buffer), so there is nothing to extend; choose a RoPE model such as Llama"
+        )
+    return sites
+
+
+def rope_parameters(config: Any, layer_type: str | None) -> dict[str, Any]:
+    """The part of ``config.rope_parameters`` that describes one site; empty if there is none."""
+    parameters = getattr(config, "rope_parameters", None) or {}
+    if layer_type is not None and isinstance(parameters.get(layer_type), dict):
+        return parameters[layer_type]
+    return parameters
+
+
+def _site(
+    decoder: nn.Module,
+    name: str,
+    module: nn.Module,
+    layer_type: str | None,
+    length: int | None,
+    proven: dict[tuple, Columns],
+) -> RotarySite:
+    config = getattr(module, "config", None) or text_config(decoder)
+    prefix = f"{layer_type}_" if layer_type else ""
+    loaded = _loaded(decoder, module, f"{prefix}inv_freq")
+    key = (type(module), layer_type, len(loaded))
+    if key not in proven:
+        proven[key] = _prove(decoder, module, layer_type, len(loaded))
+    if length is None:
+        length = getattr(config, "max_position_embeddings", None)
+        if not isinstance(length, int) or length < 1:
+            raise UnsupportedModelError(
+                f"{type(decoder).__name__}: its configuration has no max_position_embeddings, so "
+                f"the trained length is unknown; pass original_max_position_embeddings=TOKENS"
+            )
+    parameters = rope_parameters(config, layer_type)
+    base = parameters.get("rope_theta") or loaded[1].item() ** (-len(loaded))
+    theta = torch.where(loaded > 0, geometric(base, 2 * len(loaded)), 0.0)
+    if not torch.allclose(theta, loaded.double(), rtol=1e-5, atol=0):
+        theta = loaded.double()  # scaled already, or no geometric sequence
+    local, shared = _reach(config, layer_type)
+    rope_type = getattr(module, "rope_type", "default")
+    return RotarySite(
+        name=name,
+        module=module,
+        layer_type=layer_type,
+        rope=Rope(theta, float(base), length),
+        loaded=loaded,
+        scaling=float(getattr(module, f"{prefix}attention_scaling", 1.0)),
+        rope_type=rope_type[layer_type] if isinstance(rope_type, dict) else str(rope_type),
+        local=local,
+        shared=shared,
+        columns=proven[key],
+    )
+
+
+def _loaded(decoder: nn.Module, module: nn.Module, buffer: str) -> torch.Tensor:
+    """The buffer in float32 on the CPU; rebuilt if it lies on meta or was cast."""
+    value = module._buffers[buffer]
+    if value.is_meta or value.dtype != torch.float32:
+        try:
+            with torch.device("cpu"):
+                value = type(module)(module.config)._buffers[buffer]
+        except Exception as error:
+            raise UnsupportedModelError(
+                f"{type(decoder).__name__}: {type(module).__name__}.{buffer} is {value.dtype} on "
+                f"{value.device} and cannot be rebuilt ({error}); load the model with "
+                f"from_pretrained(dtype=...) and patch it then"
+            ) from error
+    return value.detach().to("cpu", copy=True)
+
+
+def _reach(config: Any, layer_type: str | None) -> tuple[bool, bool]:
+    """Whether only limited-window layers use a site, and whether both kinds do."""
+    if layer_type is not None:
+        return any(word in layer_type for word in LOCAL), False
+    window = getattr(config, "sliding_window", None) or getattr(
+        config, "attention_window_size", None
+    )
+    kinds = [kind for kind in getattr(config, "layer_types", None) or () if isinstance(kind, str)]
+    kinds = [kind for kind in kinds if not any(word in kind for word in _NO_ATTENTION)]
+    limited = [any(word in kind for word in LOCAL) for kind in kinds]
+    if "use_sliding_window" in vars(config) and not config.use_sliding_window:
+        return False, False
+    if not limited:
+        return bool(window), False
+    return all(limited), any(limited) and not all(limited)
+
+
+def _prove(
+    decoder: nn.Module, module: nn.Module, layer_type: str | None, pairs: int
+) -> Columns:
+    """Run a copy of ``module`` on made-up frequencies and read off its layout."""
+    inv_freq = 0.05 + 0.9 * torch.arange(pairs, dtype=torch.float64) / pairs
+    scaling = 1.25
+    twin = _twin(module, layer_type, inv_freq, scaling)
+    positions = torch.tensor([[0, 1, 2, 3, 5, 8, 13, 21]])
+    # Far enough apart that a column of one axis cannot pass for another's.
+    axes = torch.stack((positions, positions + 40, positions + 90))
+    columns = error = None
+    for shape, ids in (("one", positions), ("three", axes)):
+        try:
+            output = _run(twin, ids, layer_type)
+        except Exception as raised:
+            error = raised
+            continue
+        found = _read(output, ids, inv_freq, scaling)
+        if found is not None and (columns is None or found.axis is not None):
+            columns = found
+        elif found is None and shape == "one":
+            break
+    if columns is None:
+        reason = f" ({error})" if error else ""
+        raise UnsupportedModelError(
+            f"{type(decoder).__name__}: {type(module).__name__} does not return the cosine and "
+            f"sine of position times its inv_freq buffer{reason}, so a change of the buffer would "
+            f"do nothing or something else. This family is not supported"
+        )
+    return columns
+
+
+def _twin(
+    module: nn.Module, layer_type: str | None, inv_freq: torch.Tensor, scaling: float
+) -> nn.Module:
+    """A shallow copy on the CPU, without hooks, with other frequencies."""
+    prefix = f"{layer_type}_" if layer_type else ""
+    twin = copy.copy(module)
+    for name in ("forward", "_old_forward", "_hf_hook"):  # accelerate's wrapping
+        twin.__dict__.pop(name, None)
+    twin._forward_hooks = OrderedDict()
+    twin._forward_pre_hooks = OrderedDict()
+    own = {f"{prefix}inv_freq", f"{prefix}original_inv_freq"}
+    twin._buffers = {k: inv_freq.float() if k in own else v for k, v in module._buffers.items()}
+    twin.__dict__[f"{prefix}attention_scaling"] = scaling
+    rope_type = getattr(module, "rope_type", None)
+    twin.__dict__["rope_type"] = (
+        dict.fromkeys(rope_type, "default") if isinstance(rope_type, dict) else "default"
+    )
+    return twin
+
+
+@torch.no_grad()
+def _run(module: nn.Module, position_ids: torch.Tensor, layer_type: str | None) -> Any:
+    x = torch.zeros(1, position_ids.shape[-1], 1)
+    extra = {} if layer_type is None else {"layer_type": layer_type}
+    if "position_ids" not in inspect.signature(module.forward).parameters:
+        raise TypeError("its forward takes no position_ids")
+    return module(x, position_ids=position_ids, **extra)
+
+
+def _read(
+    output: Any, ids: torch.Tensor, inv_freq: torch.Tensor, scaling: float
+) -> Columns | None:
+    """The layout of ``output``, or None if it is not scaling * cos and sin of ids * inv_freq."""
+    is_complex = isinstance(output, torch.Tensor) and output.is_complex()
+    parts = (output.real, output.imag) if is_complex else output
+    if not isinstance(parts, tuple) or len(parts) != 2 or parts[0].shape != parts[1].shape:
+        return None
+    axis = None
+    if parts[0].shape[:-1] == ids.shape:  # [..., tokens, columns], each axis on its own
+        flat = ids.reshape(-1, 1).double()
+        candidates = flat.unsqueeze(-1) * inv_freq  # [tokens, 1, pairs]
+    elif ids.ndim == 3 and parts[0].shape[:-1] == ids.shape[1:]:  # axes mixed over columns
+        candidates = ids.reshape(len(ids), -1, 1, 1).double() * inv_freq
+        candidates = candidates.permute(1, 2, 0, 3).flatten(-2)  # [tokens, 1, axes * pairs]
+        axis = torch.arange(len(ids)).repeat_interleave(len(inv_freq))
+    else:
+        return None
+    cos, sin = (part.reshape(-1, part.shape[-1], 1).double() for part in parts)
+    away = (cos - scaling * candidates.cos()).abs() + (sin - scaling * candidates.sin()).abs()
+    worst, best = away.amax(0).min(-1)  # over tokens, then the nearest candidate per column
+    if worst.max() > 1e-3:  # float32 angles up to 111 rad are good to 1e-5
+        return None
+    pair = best % len(inv_freq)
+    if len(pair.unique()) != len(inv_freq):
+        return None
+    return Columns(pair, None if axis is None else axis[best], is_complex)

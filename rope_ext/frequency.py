@@ -1,0 +1,365 @@
+"""Applies a frequency map: new values in the rotary buffers a model already has.
+
+Cosines and sines are then computed by the model's own code, so caches, attention kernels and
+compilation stay as they are. Two cases need a hook on the rotary module: frequencies that
+differ between the rows of a batch, and angles beyond what float32 resolves.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from rope_ext.discovery import RotarySite
+from rope_ext.errors import CacheError, UnsupportedModelError
+from rope_ext.methods import DynamicMethod
+
+PRECISE_BEYOND = 131072
+"""Tokens of target length beyond which angles are computed in float64 by default."""
+
+_ABSENT = "absent"
+_MASTERS = "_rope_ext_masters"  # on a patched rotary module: buffer name -> float32 values
+_LENGTHS = "_rope_ext_lengths"  # on a cache: the length each row's frequencies were made for
+_NATIVE = "_rope_ext_native"  # on a cosine tensor: the unpatched cosine and sine
+
+
+@dataclass
+class SiteState:
+    """What is needed to take a patch back from one site, bit for bit."""
+
+    site: RotarySite
+    buffers: dict[str, torch.Tensor]
+    attributes: dict[str, Any]
+    type: type[nn.Module]
+
+
+@dataclass
+class Applied:
+    """A frequency map in force on some sites of a decoder."""
+
+    states: list[SiteState] = field(default_factory=list)
+    handles: list[Any] = field(default_factory=list)
+    rows: RowLengths | None = None
+    generators: list[nn.Module] = field(default_factory=list)
+
+    def undo(self) -> None:
+        """Restore every buffer, attribute and method that was replaced."""
+        for handle in self.handles:
+            handle.remove()
+        for model in self.generators:
+            model.__dict__.pop("generate", None)
+        for state in reversed(self.states):
+            _undo(state)
+
+
+def write(site: RotarySite, inv_freq: torch.Tensor, scaling: float) -> SiteState:
+    """Put ``inv_freq`` (float32, CPU, ``[pairs]``) and ``scaling`` into the rotary module.
+
+    The values survive ``.to(dtype)``, ``.half()``, ``.to_empty()`` and pickling: they are
+    written again from a float32 master whenever the module's tensors are replaced.
+    """
+    module = site.module
+    state = _save(site)
+    masters = {**module.__dict__.get(_MASTERS, {}), **dict.fromkeys(site.buffers, inv_freq)}
+    module.__dict__[_MASTERS] = masters
+    module.__dict__["_is_hf_initialized"] = True  # transformers must not initialise it again
+    setattr(module, site.scaling_attribute, scaling)
+    module.__class__ = _guarded(type(module))
+    _rewrite(module)
+    return state
+
+
+def grow(site: RotarySite) -> SiteState:
+    """Switch on transformers' own dynamic scaling, which follows the longest position seen.
+
+    It reads its factor from ``module.config.rope_parameters``.
+    """
+    module = site.module
+    counter = f"{site.prefix}max_seq_len_cached"
+    state = _save(site, ("rope_type", "max_seq_len_cached", counter, "attention_scaling"))
+    if isinstance(module.rope_type, dict):
+        module.rope_type = {**module.rope_type, site.layer_type: "dynamic"}
+    else:
+        module.rope_type = "dynamic"
+    return state
+
+
+def _save(site: RotarySite, extra: tuple[str, ...] = ()) -> SiteState:
+    names = (site.scaling_attribute, _MASTERS, "_is_hf_initialized", *extra)
+    own = site.module.__dict__
+    return SiteState(
+        site=site,
+        buffers={name: site.module._buffers[name].detach().clone() for name in site.buffers},
+        attributes={name: own.get(name, _ABSENT) for name in names},
+        type=type(site.module),
+    )
+
+
+def _undo(state: SiteState) -> None:
+    module = state.site.module
+    for name, value in state.attributes.items():
+        if value is _ABSENT:
+            module.__dict__.pop(name, None)
+        else:
+            module.__dict__[name] = value
+    module.__class__ = state.type
+    for name, value in state.buffers.items():
+        _put(module, name, value)
+
+
+@torch.no_grad()
+def _put(module: nn.Module, name: str, value: torch.Tensor) -> None:
+    """Write a buffer in place where it can be: compiled graphs hold on to its memory."""
+    buffer = module._buffers[name]
+    if buffer.is_meta or buffer.dtype != value.dtype or buffer.shape != value.shape:
+        module._buffers[name] = value.to("meta" if value.is_meta else _device(buffer), copy=True)
+    else:
+        buffer.copy_(value)
+
+
+def _device(buffer: torch.Tensor) -> torch.device:
+    return torch.device("cpu") if buffer.is_meta else buffer.device
+
+
+def _rewrite(module: nn.Module) -> None:
+    for name, value in module.__dict__[_MASTERS].items():
+        if not module._buffers[name].is_meta:  # written once it is materialised
+            _put(module, name, value)
+
+
+@functools.cache
+def _guarded(cls: type[nn.Module]) -> type[nn.Module]:
+    """A rotary class whose patched buffers follow the device but never the dtype."""
+    if hasattr(cls, "_rope_ext_plain"):
+        return cls
+
+    def apply(self: nn.Module, fn: Any, recurse: bool = True) -> nn.Module:
+        super(guarded, self)._apply(fn, recurse)
+        _rewrite(self)
+        return self
+
+    def reduce(self: nn.Module, protocol: int) -> tuple:
+        return _rebuild, (cls,), self.__dict__
+
+    names = {"_apply": apply, "__reduce_ex__": reduce, "_rope_ext_plain": cls}
+    names |= {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__}
+    guarded = type(cls.__name__, (cls,), names)
+    return guarded
+
+
+def _rebuild(cls: type[nn.Module]) -> nn.Module:
+    guarded = _guarded(cls)
+    return guarded.__new__(guarded)
+
+
+class RotaryHook:
+    """Computes cosine and sine in place of a rotary module, from float64 frequencies.
+
+    Args:
+        site: where.
+        inv_freq: float64, ``[pairs]``.
+        scaling: number on cosine and sine.
+        precise: angles in float64; else in float32, as transformers computes them.
+        rows: lengths of the rows of the batch, for methods that depend on them.
+        native: also keep what the unpatched module would have returned.
+    """
+
+    def __init__(
+        self,
+        site: RotarySite,
+        inv_freq: torch.Tensor,
+        scaling: float,
+        precise: bool,
+        rows: RowLengths | None,
+        native: bool,
+    ) -> None:
+        self.site, self.inv_freq, self.scaling = site, inv_freq, scaling
+        self.precise, self.rows, self.native = precise, rows, native
+
+    def __call__(self, module: nn.Module, args: tuple, kwargs: dict, output: Any) -> Any:
+        if kwargs.get("layer_type", args[2] if len(args) > 2 else None) != self.site.layer_type:
+            return None
+        positions = kwargs["position_ids"] if "position_ids" in kwargs else args[1]
+        result = output
+        if self.precise or self.rows is not None:
+            inv_freq, scaling = self.inv_freq, self.scaling
+            if self.rows is not None:
+                inv_freq, scaling = self.rows.frequencies(self.site, positions)
+            result = self._compute(positions, inv_freq, scaling, output)
+        if self.native:
+            theta, scaling = self.site.loaded, self.site.scaling
+            first = result if isinstance(result, torch.Tensor) else result[0]
+            first.__dict__[_NATIVE] = self._compute(positions, theta, scaling, output)
+        return result
+
+    def _compute(
+        self, positions: torch.Tensor, inv_freq: torch.Tensor, scaling: Any, like: Any
+    ) -> Any:
+        dtype = torch.float64 if self.precise else torch.float32
+        columns = self.site.columns
+        inv_freq = inv_freq.to(positions.device, dtype)
+        if inv_freq.ndim == 2:  # one set per row, against [rows, tokens, pairs]
+            inv_freq = inv_freq.unsqueeze(1)
+        if isinstance(scaling, torch.Tensor):
+            scaling = scaling.to(positions.device, dtype)[:, None, None]
+        pair = columns.pair.to(positions.device)
+        if columns.axis is not None and positions.ndim == 3:
+            of_column = positions[columns.axis.to(positions.device)].movedim(0, -1)
+            angles = of_column.to(dtype) * inv_freq[..., pair]
+            cos, sin = angles.cos() * scaling, angles.sin() * scaling
+        else:
+            angles = positions.unsqueeze(-1).to(dtype) * inv_freq
+            cos, sin = ((f(angles) * scaling)[..., pair] for f in (torch.cos, torch.sin))
+        if columns.complex:
+            return torch.complex(cos, sin).to(like.dtype)
+        return cos.to(like[0].dtype), sin.to(like[1].dtype)
+
+
+class RowLengths:
+    """Keeps the frequencies of every sequence fixed from its first token to its last.
+
+    A decoder pre-hook sets the lengths of the rows at hand: those stored on the cache if the
+    sequence is under way, else those of the sequences that start now.
+    """
+
+    def __init__(self, method: DynamicMethod) -> None:
+        self.method = method
+        self.current: torch.Tensor | None = None
+        self.announced: torch.Tensor | None = None  # by generate, which knows what will come
+
+    def frequencies(
+        self, site: RotarySite, positions: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """``[rows, pairs]`` and ``[rows]``, float64; one row if all are equal."""
+        lengths = self.current
+        if lengths is None:  # the rotary module was called outside its decoder
+            lengths = positions.max().double().cpu().reshape(1) + 1
+        if bool((lengths == lengths[0]).all()):
+            lengths = lengths[:1]
+        inv_freq = self.method.inv_freq_at(site.rope, lengths)
+        # A row that needs no extension gets the very numbers the checkpoint came with.
+        same = torch.isclose(inv_freq, site.rope.inv_freq, rtol=1e-12, atol=0)
+        inv_freq = torch.where(same, site.loaded.double(), inv_freq)
+        return inv_freq, self.method.attention_scaling_at(site.rope, lengths) * site.scaling
+
+    def begin(self, decoder: nn.Module, args: tuple, kwargs: dict) -> None:
+        """Decoder pre-hook."""
+        given = {**dict(zip(_parameters(type(decoder)), args, strict=False)), **kwargs}
+        tokens = given.get("input_ids")
+        tokens = given.get("inputs_embeds") if tokens is None else tokens
+        cache = given.get("past_key_values")
+        rows = tokens.shape[0]
+        stored = getattr(cache, _LENGTHS, None)
+        if cache is not None and int(cache.get_seq_length()) > 0:
+            if stored is None:
+                raise CacheError(
+                    f"this cache was begun before the model was patched with {self.method.name}, "
+                    f"so its keys are rotated otherwise; start the sequence with an empty cache"
+                )
+            if len(stored) not in (1, rows):
+                raise CacheError(
+                    f"this cache was begun with {len(stored)} rows and is continued with {rows}; "
+                    f"start again with an empty cache, or set length= to fix the frequencies"
+                )
+            self.current = stored
+            return
+        self.current = self._starting(given, tokens, rows)
+        if cache is not None:
+            setattr(cache, _LENGTHS, self.current)
+
+    def _starting(self, given: dict[str, Any], tokens: torch.Tensor, rows: int) -> torch.Tensor:
+        if self.announced is not None and rows % len(self.announced) == 0:
+            return self.announced.repeat_interleave(rows // len(self.announced))
+        positions, mask = given.get("position_ids"), given.get("attention_mask")
+        if positions is None:
+            positions = torch.arange(tokens.shape[1], device=tokens.device)
+        positions = positions.reshape(-1, positions.shape[-1])
+        if isinstance(mask, torch.Tensor) and mask.ndim == 2 and mask.shape == tokens.shape[:2]:
+            positions = positions.expand(rows, -1) if len(positions) == 1 else positions[-rows:]
+            positions = positions.masked_fill(mask == 0, 0)
+        longest = positions.amax(-1).double().cpu() + 1
+        return longest.expand(rows) if len(longest) == 1 else longest[-rows:]
+
+    def end(self, decoder: nn.Module, args: tuple, kwargs: dict, output: Any) -> None:
+        """Decoder hook: a cache that the decoder made itself carries the lengths too."""
+        cache = getattr(output, "past_key_values", None)
+        if cache is not None and self.current is not None:
+            setattr(cache, _LENGTHS, self.current)
+        self.current = None
+
+    def generate(self, original: Any, *args: Any, **kwargs: Any) -> Any:
+        """Announce prompt plus new tokens of every row, then generate."""
+        tokens = kwargs.get("input_ids", kwargs.get("inputs", args[0] if args else None))
+        if not isinstance(tokens, torch.Tensor):
+            return original(*args, **kwargs)  # every row keeps the length of its prompt
+        mask = kwargs.get("attention_mask")
+        prompt = torch.full((len(tokens),), tokens.shape[1], dtype=torch.float64)
+        real = prompt if mask is None else mask.sum(-1).double().cpu()
+        config = kwargs.get("generation_config") or original.__self__.generation_config
+        new = kwargs.get("max_new_tokens", getattr(config, "max_new_tokens", None))
+        if new is None:
+            total = kwargs.get("max_length", getattr(config, "max_length", None))
+            new = 20 if total is None else max(0, total - tokens.shape[1])
+        self.announced = real + new
+        try:
+            return original(*args, **kwargs)
+        finally:
+            self.announced = None
+
+
+@functools.cache
+def _parameters(cls: type[nn.Module]) -> tuple[str, ...]:
+    """Names of the arguments of a module's forward."""
+    return tuple(inspect.signature(cls.forward).parameters)[1:]
+
+
+def follow_rows(decoder: nn.Module, model: nn.Module, applied: Applied) -> None:
+    """Tell ``applied.rows`` of every sequence that ``decoder`` or ``model.generate`` starts."""
+    rows = applied.rows
+    applied.handles.append(decoder.register_forward_pre_hook(rows.begin, with_kwargs=True))
+    applied.handles.append(decoder.register_forward_hook(rows.end, with_kwargs=True))
+    if hasattr(model, "generate"):
+        model.generate = functools.partial(rows.generate, model.generate)
+        applied.generators.append(model)
+
+
+def keep_native(decoder: nn.Module, layer_types: list[str], local: tuple[str, ...]) -> list[Any]:
+    """Give limited-window attention layers the unpatched cosine and sine.
+
+    Raises:
+        UnsupportedModelError: an attention module does not receive them as an argument.
+    """
+    handles = []
+    for name, module in decoder.named_modules():
+        index = getattr(module, "layer_idx", None)
+        if not isinstance(index, int) or "Attention" not in type(module).__name__:
+            continue
+        if not any(word in layer_types[index] for word in local):
+            continue
+        if "position_embeddings" not in inspect.signature(module.forward).parameters:
+            raise UnsupportedModelError(
+                f"{type(decoder).__name__}: {name} takes no position_embeddings, so its sliding "
+                f"layers cannot be kept apart; use sliding_layers='scale'"
+            )
+        handles.append(module.register_forward_pre_hook(_use_native, with_kwargs=True))
+    return handles
+
+
+def _use_native(module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+    given = {**dict(zip(_parameters(type(module)), args, strict=False)), **kwargs}
+    embeddings = given["position_embeddings"]
+    first = embeddings if isinstance(embeddings, torch.Tensor) else embeddings[0]
+    native = getattr(first, _NATIVE, None)
+    if native is None:
+        raise UnsupportedModelError(
+            "the unpatched position embeddings did not reach a sliding layer (a wrapper copied "
+            "them); use sliding_layers='scale'"
+        )
+    if "position_embeddings" in kwargs:
+        return args, {**kwargs, "position_embeddings": native}
+    return tuple(native if arg is embeddings else arg for arg in args), kwargs

@@ -1,0 +1,360 @@
+"""``patch`` and ``unpatch``: the one front door."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Literal, TypeVar
+
+import torch
+from torch import nn
+
+from rope_ext import frequency, persistence
+from rope_ext.discovery import LOCAL, RotarySite, find_sites, text_config, text_decoder, unwrap
+from rope_ext.errors import (
+    AlreadyPatchedError,
+    AlreadyScaledError,
+    NotPatchedError,
+    OptionError,
+    UnsupportedModelError,
+)
+from rope_ext.methods import DynamicMethod, FrequencyMethod, build_method
+
+Model = TypeVar("Model", bound=nn.Module)
+SlidingLayers = Literal["auto", "keep", "scale"]
+_STATE = "_rope_ext"
+_logger = logging.getLogger("rope_ext")
+
+
+@dataclass
+class Patch:
+    """A patch in force: what was asked for, what was done, and the way back."""
+
+    method: FrequencyMethod
+    arguments: dict[str, Any]
+    sites: list[RotarySite]
+    scaled: list[RotarySite]
+    precise: bool
+    notes: list[str]
+    applied: frequency.Applied
+    config: persistence.ConfigState
+    tokenizer: Any
+    tokenizer_length: int | None
+
+    @property
+    def length(self) -> int:
+        """Trained context, tokens."""
+        return self.scaled[0].rope.length
+
+    @property
+    def target_length(self) -> int:
+        """Context after the extension, tokens."""
+        return max(self.method.target_length(site.rope) for site in self.scaled)
+
+
+def patch(
+    model: Model,
+    method: str | FrequencyMethod = "yarn",
+    *,
+    replace: bool = False,
+    compose: bool = False,
+    sliding_layers: SlidingLayers = "auto",
+    precise: bool | Literal["auto"] = "auto",
+    original_max_position_embeddings: int | None = None,
+    tokenizer: Any = None,
+    **options: Any,
+) -> Model:
+    """Extend the context of ``model``, in place.
+
+    Args:
+        model: a loaded transformers model with rotary embeddings, or a ``PeftModel``, compiled
+            or data-parallel wrapper of one.
+        method: name or alias of a method, or a method object such as ``YaRN(factor=4)``.
+        replace: take back an earlier patch first instead of raising.
+        compose: go on although the checkpoint's own configuration scales its rotary embedding;
+            the patch then multiplies what is there.
+        sliding_layers: layers with a limited window gain nothing. ``"auto"`` leaves them alone
+            where they own a rotary set and scales them, as transformers does, where they share
+            one; ``"keep"`` leaves them alone always; ``"scale"`` scales them always.
+        precise: angles in float64. ``"auto"``: where the target length is beyond 131072 tokens.
+        original_max_position_embeddings: trained context in tokens, if the configuration does
+            not say it rightly in ``max_position_embeddings``.
+        tokenizer: its ``model_max_length`` is raised along.
+        **options: of the method, usually ``factor``; see :func:`rope_ext.methods`.
+
+    Returns:
+        ``model`` itself.
+
+    Raises:
+        UnknownMethodError, OptionError: the method or one of its options is not valid.
+        NoRopeError: the model has no rotary embedding.
+        UnsupportedModelError: the effect on this family cannot be proven, or would be none.
+        AlreadyPatchedError, AlreadyScaledError: say ``replace=True`` or ``compose=True``.
+    """
+    method = _method(method, options)
+    _check("sliding_layers", sliding_layers, ("auto", "keep", "scale"))
+    _check("precise", precise, ("auto", True, False))
+    if original_max_position_embeddings is not None and (
+        type(original_max_position_embeddings) is not int or original_max_position_embeddings < 1
+    ):
+        raise OptionError(
+            f"original_max_position_embeddings={original_max_position_embeddings!r} is not valid; "
+            f"it must be a positive number of tokens"
+        )
+    decoder = text_decoder(model)
+    earlier = decoder.__dict__.get(_STATE)
+    if earlier is not None and not replace:
+        raise AlreadyPatchedError(
+            f"this model is patched with {earlier.method}; call rope_ext.unpatch(model) first, or "
+            f"pass replace=True"
+        )
+    if earlier is not None:
+        unpatch(model)
+    try:
+        _patch(
+            unwrap(model),
+            decoder,
+            method,
+            compose=compose,
+            sliding_layers=sliding_layers,
+            precise=precise,
+            original_max_position_embeddings=original_max_position_embeddings,
+            tokenizer=tokenizer,
+        )
+    except BaseException:
+        if earlier is not None:  # a refused replacement leaves the model as it was
+            _patch(unwrap(model), decoder, earlier.method, **earlier.arguments)
+        raise
+    return model
+
+
+def unpatch(model: Model) -> Model:
+    """Take a patch back: every buffer, scalar and configuration value as before, bit for bit.
+
+    Raises:
+        NotPatchedError: there is no patch.
+    """
+    decoder = text_decoder(model)
+    state = decoder.__dict__.pop(_STATE, None)
+    if state is None:
+        raise NotPatchedError("this model is not patched, so there is nothing to take back")
+    _restore(state)
+    return model
+
+
+@contextmanager
+def patched(model: Model, method: str | FrequencyMethod = "yarn", **kwargs: Any) -> Iterator[Model]:
+    """:func:`patch` for the length of a ``with`` block, also when it ends in an exception.
+
+    With ``replace=True`` the earlier patch is in force again afterwards.
+    """
+    decoder = text_decoder(model)
+    earlier = decoder.__dict__.get(_STATE)
+    patch(model, method, **kwargs)
+    try:
+        yield model
+    finally:
+        if _STATE in decoder.__dict__:
+            unpatch(model)
+        if earlier is not None:
+            _patch(unwrap(model), decoder, earlier.method, **earlier.arguments)
+
+
+def current_patch(model: nn.Module) -> Patch | None:
+    """The patch in force on ``model``."""
+    return text_decoder(model).__dict__.get(_STATE)
+
+
+def _method(method: str | FrequencyMethod, options: dict[str, Any]) -> FrequencyMethod:
+    if isinstance(method, str):
+        method = build_method(method, **options)
+    elif not isinstance(method, FrequencyMethod):
+        raise OptionError(
+            f"method={method!r} is not valid; it must be a method's name such as 'yarn', or a "
+            f"method object such as rope_ext.YaRN(factor=4)"
+        )
+    elif options:
+        raise OptionError(
+            f"{', '.join(options)} given beside a method object; set it on the object: "
+            f"{type(method).__name__}({', '.join(f'{k}={v!r}' for k, v in options.items())})"
+        )
+    if method.factor <= 1:
+        raise OptionError(
+            f"{method.name}: factor={method.factor!r} would not extend anything; it must be a "
+            f"number greater than 1 (4 makes 4 times the trained context)"
+        )
+    return method
+
+
+def _check(option: str, value: Any, valid: tuple[Any, ...]) -> None:
+    if value not in valid:
+        raise OptionError(
+            f"{option}={value!r} is not valid; it must be one of {', '.join(map(repr, valid))}"
+        )
+
+
+def _patch(
+    model: nn.Module,
+    decoder: nn.Module,
+    method: FrequencyMethod,
+    *,
+    compose: bool,
+    sliding_layers: SlidingLayers,
+    precise: bool | Literal["auto"],
+    original_max_position_embeddings: int | None,
+    tokenizer: Any,
+) -> None:
+    arguments = {k: v for k, v in locals().items() if k not in ("model", "decoder", "method")}
+    sites = find_sites(decoder, original_max_position_embeddings)
+    scaled = _chosen(decoder, sites, sliding_layers)
+    for site in scaled:
+        _refuse_scaled(decoder, site, method, compose)
+    targets = {id(site): _target(method, site) for site in scaled}
+    adapts = isinstance(method, DynamicMethod) and method.adapts
+    growing = getattr(method, "mode", None) == "growing"
+    target_length = max(method.target_length(site.rope) for site in scaled)
+    if precise == "auto":
+        precise = target_length > frequency.PRECISE_BEYOND and not growing
+    keep = sliding_layers == "keep" and any(site.shared for site in scaled)
+    if growing and (precise or keep):
+        raise OptionError(
+            f"{method.name}: mode='growing' is transformers' own code and cannot be combined with "
+            f"precise=True or sliding_layers='keep'; use mode='fixed'"
+        )
+    how = persistence.plan(decoder, sites, scaled, method)
+    if keep:
+        how = persistence.unsaved(method, scaled, target_length)
+    if growing and not how.native:
+        raise UnsupportedModelError(
+            f"{type(decoder).__name__}: transformers cannot build its dynamic type for this "
+            f"family; use mode='fixed'"
+        )
+
+    applied = frequency.Applied()
+    config = persistence.ConfigState(decoder, model)
+    state = Patch(
+        method=method,
+        arguments=arguments,
+        sites=sites,
+        scaled=scaled,
+        precise=precise,
+        notes=_notes(sites, scaled, how.note, keep, precise),
+        applied=applied,
+        config=config,
+        tokenizer=tokenizer,
+        tokenizer_length=getattr(tokenizer, "model_max_length", None),
+    )
+    try:
+        if adapts and not growing:
+            applied.rows = frequency.RowLengths(method)
+        for site in scaled:
+            inv_freq, scaling = targets[id(site)]
+            if growing:
+                applied.states.append(frequency.grow(site))
+                continue
+            if adapts:  # the hook replaces them; a fresh module holds the trained ones
+                applied.states.append(frequency.write(site, site.loaded, site.scaling))
+            else:
+                buffer = how.built.get(id(site), inv_freq.float())
+                applied.states.append(frequency.write(site, buffer, scaling))
+            if precise or adapts or (keep and site.shared):
+                hook = frequency.RotaryHook(
+                    site, inv_freq, scaling, precise, applied.rows, keep and site.shared
+                )
+                applied.handles.append(site.module.register_forward_hook(hook, with_kwargs=True))
+        if applied.rows is not None:
+            frequency.follow_rows(decoder, model, applied)
+        if keep:
+            kinds = list(text_config(decoder).layer_types)
+            applied.handles += frequency.keep_native(decoder, kinds, LOCAL)
+        config.write(how.values)
+        if tokenizer is not None:
+            tokenizer.model_max_length = target_length
+    except BaseException:
+        _restore(state)
+        raise
+    decoder.__dict__[_STATE] = state
+    if not how.native:
+        _logger.warning("rope_ext: %s on %s: %s", method.name, type(decoder).__name__, how.note)
+
+
+def _restore(state: Patch) -> None:
+    state.applied.undo()
+    state.config.restore()
+    if state.tokenizer is not None:
+        state.tokenizer.model_max_length = state.tokenizer_length
+
+
+def _chosen(
+    decoder: nn.Module, sites: list[RotarySite], sliding_layers: SlidingLayers
+) -> list[RotarySite]:
+    """The sites to scale."""
+    if sliding_layers == "scale":
+        return sites
+    chosen = [site for site in sites if not site.local]
+    if not chosen:
+        raise UnsupportedModelError(
+            f"{type(decoder).__name__}: every layer with a rotary embedding sees a limited window "
+            f"only, so scaling cannot lengthen its reach; load it without its window first "
+            f"(config.sliding_window = None), or pass sliding_layers='scale' to scale all the same"
+        )
+    return chosen
+
+
+def _refuse_scaled(
+    decoder: nn.Module, site: RotarySite, method: FrequencyMethod, compose: bool
+) -> None:
+    there = persistence.is_scaled(getattr(site.module, "config", decoder.config), site)
+    if there is None:
+        return
+    if not compose:
+        raise AlreadyScaledError(
+            f"the rotary embedding of {type(decoder).__name__} is scaled by its configuration "
+            f"already: {there}. Pass compose=True to extend its {site.rope.length} tokens further, "
+            f"or load it with rope_type 'default' to start from the unscaled frequencies"
+        )
+    if site.rope_type in ("dynamic", "longrope"):
+        raise AlreadyScaledError(
+            f"{type(decoder).__name__} is scaled by {there}, which changes with the sequence, so "
+            f"nothing can be composed with it; load it with rope_type 'default' and patch that"
+        )
+    if isinstance(method, DynamicMethod) and method.adapts:
+        raise AlreadyScaledError(
+            f"{method.name} changes with the sequence and cannot go on top of {there}; pass "
+            f"length=TOKENS to fix it, or choose a fixed method such as 'yarn'"
+        )
+
+
+def _target(method: FrequencyMethod, site: RotarySite) -> tuple[torch.Tensor, float]:
+    """Float64 frequencies and scaling after the patch; raises if nothing would change."""
+    inv_freq = method.inv_freq(site.rope)
+    scaling = method.attention_scaling(site.rope) * site.scaling
+    if torch.equal(inv_freq.float(), site.loaded) and scaling == site.scaling:
+        options = ", ".join(f"{k}={v!r}" for k, v in method.options().items())
+        raise OptionError(
+            f"{method.name}({options}) changes nothing on {site.name or 'this model'}: every "
+            f"frequency stays as it is; choose a larger factor or other options"
+        )
+    return inv_freq, scaling
+
+
+def _notes(
+    sites: list[RotarySite], scaled: list[RotarySite], saved: str, keep: bool, precise: bool
+) -> list[str]:
+    notes = [f"saving: {saved}"]
+    left = [site for site in sites if site not in scaled]
+    if left:
+        names = ", ".join(sorted({site.layer_type or site.name for site in left}))
+        notes.append(f"sliding layers: {names} see a limited window and stay as they were")
+    if keep:
+        notes.append("sliding layers: they share a rotary module and get its unpatched output")
+    elif any(site.shared for site in scaled):
+        notes.append(
+            "sliding layers: they share the rotary module and are scaled along, as transformers "
+            "does; sliding_layers='keep' leaves them alone"
+        )
+    if precise:
+        notes.append("angles: computed in float64; reloaded in plain transformers, in float32")
+    return notes

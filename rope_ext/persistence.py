@@ -1,0 +1,253 @@
+"""Keeps ``model.config`` true, so that plain transformers reloads what was patched.
+
+A configuration is only written after transformers itself, given a saved and reloaded copy of
+it, has built the patched frequencies.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from rope_ext.discovery import RotarySite, rope_parameters, text_config
+from rope_ext.methods import DynamicMethod, FrequencyMethod, longrope_table
+
+_FIELDS = (
+    "rope_parameters",
+    "original_max_position_embeddings",
+    "max_position_embeddings",
+    "rope_ext",
+)
+# What a scaled entry holds beside its base; replaced as a whole when a patch goes on top.
+_SCALING = (
+    "attention_factor",
+    "beta_fast",
+    "beta_slow",
+    "factor",
+    "high_freq_factor",
+    "long_factor",
+    "low_freq_factor",
+    "mscale",
+    "mscale_all_dim",
+    "rope_type",
+    "short_factor",
+    "truncate",
+    "type",
+)
+_BUILT_IN_FLOAT32 = 1e-5  # pow of a large base in float32 is good to about 2e-6
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How a patch is written down.
+
+    Args:
+        values: configuration fields and their new values.
+        native: whether plain transformers rebuilds the patch from them.
+        built: for each patched site, the float32 frequencies that transformers built, so that
+            the model in memory and the reloaded one agree to the last bit.
+        note: one sentence for ``describe``.
+    """
+
+    values: dict[str, Any]
+    native: bool
+    built: dict[int, torch.Tensor]
+    note: str
+
+
+def plan(
+    decoder: nn.Module, sites: list[RotarySite], scaled: list[RotarySite], method: FrequencyMethod
+) -> Plan:
+    """Find a configuration from which transformers rebuilds ``method`` on the ``scaled`` sites.
+
+    Frequencies that a method chooses per sequence are compared at its longest one.
+    """
+    config = text_config(decoder)
+    target = max(method.target_length(site.rope) for site in scaled)
+    keeps_length = isinstance(method, DynamicMethod) and method.adapts
+    for proposal in _proposals(method, scaled):
+        values: dict[str, Any] = {"rope_parameters": _merged(config, scaled, proposal)}
+        types = {entry["rope_type"] for entry in proposal.values()}
+        if hasattr(config, "original_max_position_embeddings"):
+            values["original_max_position_embeddings"] = scaled[0].rope.length
+        if types != {"dynamic"}:  # which starts from max_position_embeddings
+            values["max_position_embeddings"] = target
+        built = _built(decoder, config, values, sites)
+        if built is None or not _equal(built, sites, scaled, method, "dynamic" in types):
+            continue
+        exact = {} if keeps_length else {id(site): built[id(site)][0] for site in scaled}
+        note = f"plain transformers reloads it (rope_type {', '.join(sorted(types))})"
+        if "dynamic" in types:
+            note += (
+                "; max_position_embeddings stays the trained length, from which transformers' "
+                "dynamic type counts: give evaluators their length by hand"
+            )
+        return Plan(values, True, exact, note)
+    return unsaved(method, scaled, target)
+
+
+def unsaved(method: FrequencyMethod, scaled: list[RotarySite], target: int) -> Plan:
+    """The plan for a patch that no configuration of transformers describes: a record of it."""
+    record = {
+        "method": method.name,
+        "factor": float(method.factor),
+        "layers": sorted({site.layer_type or "all" for site in scaled}),
+    }
+    return Plan(
+        {"rope_ext": record, "max_position_embeddings": target},
+        False,
+        {},
+        "transformers has no type for it: patch again after from_pretrained",
+    )
+
+
+def _proposals(
+    method: FrequencyMethod, scaled: list[RotarySite]
+) -> Iterator[dict[int, dict[str, Any]]]:
+    """Entries of rope_parameters for each scaled site, the most readable first."""
+    if not any(site.scaled for site in scaled):
+        yield {id(site): method.rope_parameters(site.rope) for site in scaled}
+    if not isinstance(method, DynamicMethod) or not method.adapts:
+        yield {
+            id(site): longrope_table(
+                site.rope,
+                method.inv_freq(site.rope),
+                method.factor,
+                method.attention_scaling(site.rope) * site.scaling,
+            )
+            for site in scaled
+        }
+
+
+def _merged(
+    config: Any, scaled: list[RotarySite], proposal: dict[int, dict[str, Any]]
+) -> dict[str, Any]:
+    merged = copy.deepcopy(getattr(config, "rope_parameters", None) or {})
+    for site in scaled:
+        part = merged
+        if site.layer_type is not None and isinstance(merged.get(site.layer_type), dict):
+            part = merged[site.layer_type]
+        for name in _SCALING:
+            part.pop(name, None)
+        part.setdefault("rope_theta", site.rope.base)
+        part.update(copy.deepcopy(proposal[id(site)]))
+    return merged
+
+
+def _built(
+    decoder: nn.Module, config: Any, values: dict[str, Any], sites: list[RotarySite]
+) -> dict[int, tuple[torch.Tensor, float]] | None:
+    """What transformers builds from ``values``, after a round trip through config.json."""
+    try:
+        with _quiet():
+            trial = copy.deepcopy(config)
+            for name, value in values.items():
+                setattr(trial, name, copy.deepcopy(value))
+            trial = type(config).from_dict(trial.to_dict())
+            modules = _rebuilt_modules(decoder, trial, sites)
+        result = {}
+        for site in sites:
+            module = modules[site.name]
+            inv_freq = module._buffers[site.buffer].detach()
+            result[id(site)] = inv_freq, float(getattr(module, site.scaling_attribute, 1.0))
+        return result
+    except Exception:  # whatever transformers raises on a configuration, it cannot be saved
+        return None
+
+
+def _rebuilt_modules(
+    decoder: nn.Module, config: Any, sites: list[RotarySite]
+) -> dict[str, nn.Module]:
+    own = {site.name: site.module for site in sites}
+    if all(module.config is text_config(decoder) for module in own.values()):
+        cache: dict[type, nn.Module] = {}
+        for module in own.values():
+            cls = type(module)
+            cache[cls] = cache.get(cls) or cls(config)
+        return {name: cache[type(module)] for name, module in own.items()}
+    # Rotary modules with configurations of their own: only the decoder knows how they come about.
+    with torch.device("meta"):
+        skeleton = type(decoder)(config)
+    return {name: type(m)(skeleton.get_submodule(name).config) for name, m in own.items()}
+
+
+def _equal(
+    built: dict[int, tuple[torch.Tensor, float]],
+    sites: list[RotarySite],
+    scaled: list[RotarySite],
+    method: FrequencyMethod,
+    dynamic: bool,
+) -> bool:
+    for site in sites:
+        inv_freq, scaling = site.loaded.double(), site.scaling
+        if site in scaled and not dynamic:
+            inv_freq = _start(method, site)
+            scaling = method.attention_scaling(site.rope) * site.scaling
+        got, got_scaling = built[id(site)]
+        # A frequency of zero is written as one that turns 1e-30 times as fast.
+        close = torch.allclose(got.double(), inv_freq, rtol=_BUILT_IN_FLOAT32, atol=1e-25)
+        if not close or abs(got_scaling - scaling) > 1e-9 * scaling:
+            return False
+    return True
+
+
+def _start(method: FrequencyMethod, site: RotarySite) -> torch.Tensor:
+    """The frequencies that a freshly built module holds."""
+    if isinstance(method, DynamicMethod) and method.adapts:
+        lengths = torch.tensor([site.rope.length], dtype=torch.float64)
+        return method.inv_freq_at(site.rope, lengths)[0]
+    return method.inv_freq(site.rope)
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Trials may be refused by transformers; that is not the user's concern."""
+    logger = logging.getLogger("transformers")
+    level = logger.level
+    logger.setLevel(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
+
+
+class ConfigState:
+    """Configuration fields as they were, and a way back."""
+
+    def __init__(self, decoder: nn.Module, model: nn.Module) -> None:
+        configs = [text_config(decoder), text_config(model)]
+        self.configs = list({id(config): config for config in configs}.values())
+        self.saved = [
+            {name: getattr(config, name) for name in _FIELDS if hasattr(config, name)}
+            for config in self.configs
+        ]
+
+    def write(self, values: dict[str, Any]) -> None:
+        for config in self.configs:
+            for name in _FIELDS:  # in this order: the original before the maximum
+                if name in values:
+                    setattr(config, name, copy.deepcopy(values[name]))
+
+    def restore(self) -> None:
+        for config, saved in zip(self.configs, self.saved, strict=True):
+            for name in _FIELDS:
+                if name in saved:
+                    setattr(config, name, saved[name])
+                elif hasattr(config, name):
+                    delattr(config, name)
+
+
+def is_scaled(config: Any, site: RotarySite) -> str | None:
+    """What the checkpoint's own configuration does to a site, in words; None if nothing."""
+    parameters = rope_parameters(config, site.layer_type)
+    factor = parameters.get("factor")
+    if not site.scaled and factor in (None, 1, 1.0):
+        return None
+    return f"rope_type {site.rope_type!r} with factor {factor}"

@@ -112,7 +112,8 @@ def text_decoder(model: nn.Module) -> nn.Module:
             f"{type(model).__name__} is not a transformers model; pass the loaded model itself"
         )
     decoder = model.get_decoder() if hasattr(model, "get_decoder") else model
-    return unwrap(decoder) if isinstance(decoder, nn.Module) else model
+    # Some families call their output layer "decoder", and get_decoder returns that.
+    return unwrap(decoder) if hasattr(decoder, "config") else model
 
 
 def text_config(module: nn.Module) -> Any:
@@ -171,7 +172,10 @@ def _site(
     if key not in proven:
         proven[key] = _prove(decoder, module, layer_type, len(loaded))
     if length is None:
-        length = getattr(config, "max_position_embeddings", None)
+        # A patch that transformers cannot describe was saved: the maximum is the extended one.
+        record = getattr(config, "rope_ext", None) or {}
+        extended = getattr(config, "max_position_embeddings", None)
+        length = record.get("original_max_position_embeddings", extended)
         if not isinstance(length, int) or length < 1:
             raise UnsupportedModelError(
                 f"{type(decoder).__name__}: its configuration has no max_position_embeddings, so "

@@ -42,6 +42,10 @@ class CacheError(RopeExtError):
     """A key-value cache cannot be continued under this patch."""
 
 
+class MeasureError(RopeExtError):
+    """A model or a text cannot be loaded or measured as asked."""
+
+
 def nearest(word: str, known: Iterable[str]) -> str:
     """``"; did you mean 'a' or 'b'?"`` for the known words close to ``word``, else ``""``."""
     close = difflib.get_close_matches(word, list(known), n=2, cutoff=0.6)

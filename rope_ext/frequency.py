@@ -109,7 +109,8 @@ def _undo(state: SiteState) -> None:
             module.__dict__[name] = value
     module.__class__ = state.type
     for name, value in state.buffers.items():
-        _put(module, name, value)
+        materialised = value.is_meta and not module._buffers[name].is_meta
+        _put(module, name, state.site.loaded if materialised else value)
 
 
 @torch.no_grad()
@@ -117,13 +118,9 @@ def _put(module: nn.Module, name: str, value: torch.Tensor) -> None:
     """Write a buffer in place where it can be: compiled graphs hold on to its memory."""
     buffer = module._buffers[name]
     if buffer.is_meta or buffer.dtype != value.dtype or buffer.shape != value.shape:
-        module._buffers[name] = value.to("meta" if value.is_meta else _device(buffer), copy=True)
+        module._buffers[name] = value.to(value.device if value.is_meta else buffer.device, copy=True)
     else:
         buffer.copy_(value)
-
-
-def _device(buffer: torch.Tensor) -> torch.device:
-    return torch.device("cpu") if buffer.is_meta else buffer.device
 
 
 def _rewrite(module: nn.Module) -> None:
@@ -232,6 +229,7 @@ class RowLengths:
         self.current: torch.Tensor | None = None
         self.announced: torch.Tensor | None = None  # by generate, which knows what will come
 
+    @torch.compiler.disable
     def frequencies(
         self, site: RotarySite, positions: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -247,6 +245,7 @@ class RowLengths:
         inv_freq = torch.where(same, site.loaded.double(), inv_freq)
         return inv_freq, self.method.attention_scaling_at(site.rope, lengths) * site.scaling
 
+    @torch.compiler.disable
     def begin(self, decoder: nn.Module, args: tuple, kwargs: dict) -> None:
         """Decoder pre-hook."""
         given = {**dict(zip(_parameters(type(decoder)), args, strict=False)), **kwargs}
@@ -285,6 +284,7 @@ class RowLengths:
         longest = positions.amax(-1).double().cpu() + 1
         return longest.expand(rows) if len(longest) == 1 else longest[-rows:]
 
+    @torch.compiler.disable
     def end(self, decoder: nn.Module, args: tuple, kwargs: dict, output: Any) -> None:
         """Decoder hook: a cache that the decoder made itself carries the lengths too."""
         cache = getattr(output, "past_key_values", None)

@@ -331,7 +331,8 @@ def _target(method: FrequencyMethod, site: RotarySite) -> tuple[torch.Tensor, fl
     """Float64 frequencies and scaling after the patch; raises if nothing would change."""
     inv_freq = method.inv_freq(site.rope)
     scaling = method.attention_scaling(site.rope) * site.scaling
-    if torch.equal(inv_freq.float(), site.loaded) and scaling == site.scaling:
+    unchanged = torch.allclose(inv_freq, site.rope.inv_freq, rtol=1e-9, atol=0)
+    if unchanged and scaling == site.scaling:
         options = ", ".join(f"{k}={v!r}" for k, v in method.options().items())
         raise OptionError(
             f"{method.name}({options}) changes nothing on {site.name or 'this model'}: every "

@@ -39,7 +39,7 @@ class ABF(FrequencyMethod):
         """The base in use after the patch.
 
         Raises:
-            OptionError: it would not be larger than the trained one.
+            OptionError: it would be smaller than the trained one.
         """
         base = self.base or 0.0424 * self.target_length(rope) ** 1.628
         if base < rope.base:

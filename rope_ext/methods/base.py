@@ -13,7 +13,7 @@ from typing import Any, ClassVar, TypeVar
 
 import torch
 
-from rope_ext.errors import OptionError, UnknownMethodError, nearest
+from rope_ext.errors import OptionError, RopeExtError, UnknownMethodError, nearest
 
 # cos and sin of a pair with this wavelength ratio are 1 and 0 at any reachable position;
 # tables in JSON cannot hold the infinity that a frequency of zero would ask for.
@@ -54,8 +54,12 @@ class Rope:
         """Full turns of each pair within the trained context: ``length * theta / (2 pi)``."""
         return self.length * self.inv_freq / (2 * math.pi)
 
+    def rotation_ramp(self, low: float, high: float) -> torch.Tensor:
+        """Linear in rotations: 0 below ``low``, 1 above ``high``, float64, ``[dim / 2]``."""
+        return ((self.rotations - low) / (high - low)).clamp(0, 1)
+
     def with_base_times(self, scale: float | torch.Tensor) -> torch.Tensor:
-        """The frequencies after the base is multiplied by ``scale`` (``[...]``), ``[..., dim/2]``."""
+        """The frequencies of the base times ``scale`` (``[...]``): ``[..., dim / 2]``."""
         scale = torch.as_tensor(scale, dtype=torch.float64)
         return self.inv_freq * scale.unsqueeze(-1) ** -self.exponents
 
@@ -100,7 +104,8 @@ class FrequencyMethod:
 
     def target_length(self, rope: Rope) -> int:
         """Context after the extension, tokens."""
-        return math.ceil(self.factor * rope.length)
+        # 1.1 * 1500 is 1650.0000000000002
+        return math.ceil(round(self.factor * rope.length, 6))
 
     def options(self) -> dict[str, Any]:
         """The options and their values."""
@@ -121,9 +126,9 @@ class FrequencyMethod:
         valid = "a finite number"
         holds = number and math.isfinite(value)
         if minimum is not None:
-            valid, holds = f"a number of at least {minimum}", holds and value >= minimum
+            valid, holds = f"a finite number of at least {minimum}", holds and value >= minimum
         if above is not None:
-            valid, holds = f"a number greater than {above}", holds and value > above
+            valid, holds = f"a finite number greater than {above}", holds and value > above
         self.require(option, holds, valid)
 
 
@@ -197,11 +202,16 @@ def register(cls: M) -> M:
     """Class decorator: makes a method known by its name and aliases.
 
     Raises:
-        ValueError: the name or an alias is taken.
+        RopeExtError: the name or an alias is taken; nothing is registered then.
     """
-    for name in (cls.name, *cls.aliases):
-        if _REGISTRY.setdefault(_key(name), cls) is not cls:
-            raise ValueError(f"method name {name!r} is taken by {_REGISTRY[_key(name)].__name__}")
+    names = (cls.name, *cls.aliases)
+    for name in names:
+        holder = _REGISTRY.get(_key(name), cls)
+        if holder is not cls:
+            raise RopeExtError(
+                f"method name {name!r} is taken by {holder.__name__}; give {cls.__name__} another"
+            )
+    _REGISTRY.update((_key(name), cls) for name in names)
     return cls
 
 
@@ -222,7 +232,7 @@ def method_class(name: str) -> type[FrequencyMethod]:
         names = [cls.name for cls in all_methods()]
         aliases = [alias for cls in all_methods() for alias in cls.aliases]
         raise UnknownMethodError(
-            f"unknown method {name!r}{nearest(name.lower(), names + aliases)} "
+            f"unknown method {name!r}{nearest(name.lower(), names + aliases) or '.'} "
             f"Methods: {', '.join(names)}"
         ) from None
 
@@ -239,7 +249,7 @@ def build_method(name: str, **options: Any) -> FrequencyMethod:
     for option in options:
         if option not in fields:
             raise OptionError(
-                f"{cls.name} has no option {option!r}{nearest(option, fields)} "
+                f"{cls.name} has no option {option!r}{nearest(option, fields) or '.'} "
                 f"Options: {', '.join(fields)}"
             )
     missing = [

@@ -49,5 +49,5 @@ class BaseTruncation(FrequencyMethod):
         lower = upper / 8 if self.lower is None else self.lower
         constant = upper / 16 if self.constant is None else self.constant
         theta = rope.inv_freq
-        slow = torch.where(theta > lower, constant, 0.0).to(theta.dtype)
+        slow = torch.full_like(theta, constant).where(theta > lower, 0.0)
         return torch.where(theta >= upper, theta, slow)

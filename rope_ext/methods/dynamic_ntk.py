@@ -41,7 +41,8 @@ class DynamicNTK(DynamicMethod):
         self.require("alpha", self.alpha in ("transformers", "ratio"), "'transformers' or 'ratio'")
         self.require("mode", self.mode in ("fixed", "growing"), "'fixed' or 'growing'")
         if self.mode == "growing":
-            self.require("alpha", self.alpha == "transformers", "'transformers' with mode='growing'")
+            like_transformers = self.alpha == "transformers"
+            self.require("alpha", like_transformers, "'transformers' with mode='growing'")
             self.require("length", self.length is None, "None with mode='growing'")
 
     def base_scale(self, rope: Rope, lengths: torch.Tensor) -> torch.Tensor:
@@ -55,7 +56,8 @@ class DynamicNTK(DynamicMethod):
         return rope.with_base_times(self.base_scale(rope, lengths))
 
     def rope_parameters(self, rope: Rope) -> dict[str, Any]:
-        if self.adapts:
-            return {"rope_type": "dynamic", "factor": float(self.factor)}
+        if self.adapts:  # transformers' alpha with s = 1 is the plain ratio l / L
+            factor = self.factor if self.alpha == "transformers" else 1
+            return {"rope_type": "dynamic", "factor": float(factor)}
         scale = float(self.base_scale(rope, self._fixed(rope)))
         return {"rope_type": "default", "rope_theta": rope.base * scale}

@@ -33,18 +33,18 @@ class DynamicYaRN(DynamicMethod):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._yarn(self.factor)  # checks the shared options
+        self._yarn()  # checks the shared options
 
-    def _yarn(self, factor: float) -> YaRN:
+    def _yarn(self) -> YaRN:
         return YaRN(
-            factor=factor,
+            factor=self.factor,
             beta_fast=self.beta_fast,
             beta_slow=self.beta_slow,
             truncate=self.truncate,
         )
 
     def inv_freq_at(self, rope: Rope, lengths: torch.Tensor) -> torch.Tensor:
-        kept = self._yarn(self.factor).kept(rope)  # the ramp does not depend on the factor
+        kept = self._yarn().kept(rope)  # the ramp does not depend on the factor
         factor = (lengths / rope.length).clamp(min=1).unsqueeze(-1)
         return (1 - kept) * rope.inv_freq / factor + kept * rope.inv_freq
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -41,10 +40,7 @@ class Llama3(FrequencyMethod):
         self.require_number("high_freq_factor", above=self.low_freq_factor)
 
     def inv_freq(self, rope: Rope) -> torch.Tensor:
-        low, high = self.low_freq_factor, self.high_freq_factor
-        # length / wavelength, written as the release writes it
-        turns = rope.length / (2 * math.pi / rope.inv_freq)
-        kept = ((turns - low) / (high - low)).clamp(0, 1)
+        kept = rope.rotation_ramp(self.low_freq_factor, self.high_freq_factor)
         return (1 - kept) * rope.inv_freq / self.factor + kept * rope.inv_freq
 
     def rope_parameters(self, rope: Rope) -> dict[str, Any]:

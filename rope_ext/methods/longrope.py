@@ -77,13 +77,14 @@ class LongRoPE(DynamicMethod):
         return torch.full_like(lengths, scaling)
 
     def rope_parameters(self, rope: Rope) -> dict[str, Any]:
-        short = self.long_factor if self.short_factor is None else self.short_factor
         if self.length is not None:
             return super().rope_parameters(rope)
+        long = self._table("long_factor", rope)
+        short = long if self.short_factor is None else self._table("short_factor", rope)
         return {
             "rope_type": "longrope",
-            "short_factor": list(short),
-            "long_factor": list(self.long_factor),
+            "short_factor": short.tolist(),
+            "long_factor": long.tolist(),
             "factor": float(self.factor),
             "attention_factor": self.attention_scaling(rope),
             "original_max_position_embeddings": rope.length,

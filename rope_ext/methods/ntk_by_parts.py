@@ -39,10 +39,5 @@ class NTKByParts(FrequencyMethod):
         self.require_number("beta", above=self.alpha)
 
     def inv_freq(self, rope: Rope) -> torch.Tensor:
-        kept = rotation_ramp(rope, self.alpha, self.beta)
+        kept = rope.rotation_ramp(self.alpha, self.beta)
         return (1 - kept) * rope.inv_freq / self.factor + kept * rope.inv_freq
-
-
-def rotation_ramp(rope: Rope, low: float, high: float) -> torch.Tensor:
-    """Share kept of each pair: 0 below ``low`` rotations, 1 above ``high``, linear between."""
-    return ((rope.rotations - low) / (high - low)).clamp(0, 1)

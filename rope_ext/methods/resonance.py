@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 
@@ -46,12 +46,8 @@ class Resonance(FrequencyMethod):
         self.require("factor", self.factor == self.on.factor, f"on's own, {self.on.factor}")
 
     def inv_freq(self, rope: Rope) -> torch.Tensor:
-        inner = self.on.inv_freq(rope)
-        wavelength = 2 * math.pi / inner  # infinite for a pair that does not rotate
-        return torch.where(inner > 0, 2 * math.pi / wavelength.round(), 0.0)
+        wavelength = 2 * math.pi / self.on.inv_freq(rope)
+        return 2 * math.pi / wavelength.round()  # inf, and back to 0, for a pair at rest
 
     def attention_scaling(self, rope: Rope) -> float:
         return self.on.attention_scaling(rope)
-
-    def options(self) -> dict[str, Any]:
-        return {"factor": self.factor, "on": self.on}

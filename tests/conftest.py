@@ -1,0 +1,43 @@
+"""Shared by all tests: a tiny random Llama, trained (so to say) on 64 tokens."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+from transformers.utils import logging
+
+LENGTH = 64
+logging.disable_progress_bar()
+logging.set_verbosity_error()
+
+
+def tiny_llama(**overrides: object) -> LlamaForCausalLM:
+    """Random weights, large enough for every rotary pair to matter."""
+    values: dict = {
+        "vocab_size": 128,
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "max_position_embeddings": LENGTH,
+        "initializer_range": 0.15,
+        "pad_token_id": 0,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+    }
+    torch.manual_seed(0)
+    return LlamaForCausalLM(LlamaConfig(**(values | overrides))).eval()
+
+
+@pytest.fixture
+def model() -> LlamaForCausalLM:
+    return tiny_llama()
+
+
+@pytest.fixture
+def ids() -> torch.Tensor:
+    """Two rows of 160 tokens, ids 3 and up."""
+    return torch.randint(3, 128, (2, 160), generator=torch.Generator().manual_seed(1))

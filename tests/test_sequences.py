@@ -1,0 +1,141 @@
+"""Cached decoding equals recomputation, row by row, also where frequencies follow the length."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from conftest import LENGTH, tiny_llama
+from transformers import DynamicCache, StaticCache
+
+import rope_ext
+
+ROWS = ["dynamic_ntk", "dynamic_yarn"]
+EXACT = {"atol": 1e-4, "rtol": 0}  # float32 sums in another order; logits are of size 10
+
+
+@torch.no_grad()
+def decoded(model, ids: torch.Tensor, steps: list[int], cache=None, **kwargs) -> torch.Tensor:
+    """Logits of ``ids`` fed in pieces of those sizes through one cache."""
+    cache = DynamicCache(config=model.config) if cache is None else cache
+    pieces = [
+        model(piece, past_key_values=cache, use_cache=True, **kwargs).logits
+        for piece in ids.split(steps, dim=1)
+    ]
+    return torch.cat(pieces, 1)
+
+
+@torch.no_grad()
+def recomputed(model, ids: torch.Tensor) -> torch.Tensor:
+    return model(ids, use_cache=False).logits
+
+
+@pytest.mark.parametrize("name", ["pi", "ntk", "yarn", "llama3", *ROWS])
+@pytest.mark.parametrize("steps", [[150] + [1] * 10, [100, 50] + [1] * 10, [160]])
+def test_cached_decoding_equals_recomputation(model, ids, name: str, steps: list[int]) -> None:
+    fixed = {"length": steps[0]} if name in ROWS else {}
+    rope_ext.patch(model, name, factor=4)
+    cached = decoded(model, ids, steps)
+    rope_ext.patch(model, name, factor=4, replace=True, **fixed)
+    torch.testing.assert_close(cached, recomputed(model, ids), **EXACT)
+
+
+def test_static_cache_equals_recomputation(model, ids) -> None:
+    rope_ext.patch(model, "dynamic_ntk", factor=4)
+    cache = StaticCache(config=model.config, max_cache_len=160)
+    cached = decoded(model, ids, [150] + [1] * 10, cache)
+    rope_ext.patch(model, "dynamic_ntk", factor=4, length=150, replace=True)
+    torch.testing.assert_close(cached, recomputed(model, ids), **EXACT)
+
+
+def test_transformers_own_dynamic_scaling_is_not_consistent_and_growing_reproduces_it(ids) -> None:
+    """The fault that the fixed mode mends is there, or this file tests nothing."""
+    parameters = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 4.0}
+    native = tiny_llama(rope_parameters=parameters)
+    steps = [60] + [1] * 100
+    theirs = decoded(native, ids, steps)
+    assert (theirs - recomputed(tiny_llama(rope_parameters=parameters), ids)).abs().max() > 0.1
+    growing = rope_ext.patch(tiny_llama(), "dynamic_ntk", factor=4, mode="growing")
+    assert torch.equal(decoded(growing, ids, steps), theirs)
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_short_sequences_are_exactly_as_unpatched(ids, name: str) -> None:
+    short = ids[:, :LENGTH]
+    plain = recomputed(tiny_llama(), short)
+    assert torch.equal(recomputed(rope_ext.patch(tiny_llama(), name, factor=4), short), plain)
+
+
+@pytest.mark.parametrize("name", ROWS)
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_a_row_of_a_padded_batch_gives_what_it_gives_alone(model, ids, name, side: str) -> None:
+    rope_ext.patch(model, name, factor=4)
+    lengths = [160, 70]
+    rows = [ids[row, :n] for row, n in enumerate(lengths)]
+    batch = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_side=side)
+    mask = torch.nn.utils.rnn.pad_sequence(
+        [torch.ones_like(row) for row in rows], batch_first=True, padding_side=side
+    )
+    positions = (mask.cumsum(-1) - 1).clamp(min=0)
+    with torch.no_grad():
+        together = model(batch, attention_mask=mask, position_ids=positions).logits
+    for row, real in enumerate(rows):
+        alone = recomputed(model, real[None])[0]
+        torch.testing.assert_close(together[row][mask[row].bool()], alone, **EXACT)
+
+
+@pytest.mark.parametrize("name", ["yarn", *ROWS])
+@pytest.mark.parametrize("how", [{}, {"num_beams": 3}, {"prompt_lookup_num_tokens": 3}])
+def test_generate_equals_stepwise_recomputation(ids, name: str, how: dict) -> None:
+    """Every cached way to generate writes what generation without a cache writes."""
+    prompt = ids[:1, :50]
+    new = 40  # crosses the trained length
+    settings = {"max_new_tokens": new, "min_new_tokens": new, "do_sample": False, **how}
+    model = rope_ext.patch(tiny_llama(), name, factor=4)
+    cached = model.generate(prompt, **settings)
+    settings.pop("prompt_lookup_num_tokens", None)  # which needs a cache, and changes nothing
+    if name in ROWS:
+        rope_ext.patch(model, name, factor=4, length=50 + new, replace=True)
+    assert torch.equal(model.generate(prompt, use_cache=False, **settings), cached)
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_generate_serves_rows_of_different_lengths_as_if_alone(ids, name: str) -> None:
+    model = rope_ext.patch(tiny_llama(), name, factor=4)
+    settings = {"max_new_tokens": 30, "min_new_tokens": 30, "do_sample": False}
+    rows = [ids[0, :100], ids[1, :20]]
+    batch = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_side="left")
+    mask = (batch != 0).long()
+    together = model.generate(batch, attention_mask=mask, **settings)[:, 100:]
+    for row, prompt in enumerate(rows):
+        alone = model.generate(prompt[None], **settings)[0, len(prompt) :]
+        assert torch.equal(together[row], alone)
+
+
+def test_a_cache_begun_before_the_patch_is_refused(model, ids) -> None:
+    cache = DynamicCache(config=model.config)
+    decoded(model, ids[:, :80], [80], cache)
+    rope_ext.patch(model, "dynamic_ntk", factor=4)
+    with pytest.raises(rope_ext.CacheError, match="empty cache"):
+        decoded(model, ids[:, 80:], [80], cache)
+
+
+def test_a_cache_continued_with_other_rows_is_refused(model, ids) -> None:
+    rope_ext.patch(model, "dynamic_ntk", factor=4)
+    cache = DynamicCache(config=model.config)
+    decoded(model, ids[:, :80], [80], cache)
+    cache.batch_repeat_interleave(2)
+    with pytest.raises(rope_ext.CacheError, match="2 rows"):
+        decoded(model, ids[:, 80:].repeat(2, 1), [80], cache)
+
+
+@pytest.mark.parametrize("name", ["yarn", "dynamic_ntk"])
+def test_gradients_flow_with_checkpointing(name: str, ids) -> None:
+    grads = []
+    for checkpointing in (False, True):
+        model = rope_ext.patch(tiny_llama(), name, factor=4).train()
+        if checkpointing:
+            model.gradient_checkpointing_enable()
+        model(ids, labels=ids).loss.backward()
+        grads.append(model.model.layers[0].self_attn.q_proj.weight.grad)
+    torch.testing.assert_close(grads[0], grads[1])
+    assert grads[0].abs().max() > 0

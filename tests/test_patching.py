@@ -450,6 +450,17 @@ def test_a_family_that_ignores_its_buffer_is_refused_by_name() -> None:
         rope_ext.patch(tiny_model("phimoe"), "yarn", factor=4)
 
 
+def test_a_rotary_module_that_turns_the_other_way_is_refused(model) -> None:
+    class LlamaRotaryEmbedding(type(model.model.rotary_emb)):
+        def forward(self, x, position_ids):
+            cos, sin = super().forward(x, position_ids)
+            return cos, -sin
+
+    model.model.rotary_emb = LlamaRotaryEmbedding(model.config)
+    with pytest.raises(rope_ext.UnsupportedModelError, match="does not return the cosine"):
+        rope_ext.patch(model, "yarn", factor=4)
+
+
 # --- describe and methods ----------------------------------------------------------------------
 
 

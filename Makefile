@@ -1,0 +1,37 @@
+# Every target makes what it needs: `make demo` and `make test` work in a fresh clone.
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+export TOKENIZERS_PARALLELISM = false
+
+.PHONY: demo test test-all lint coverage checkpoint clean
+
+# torch first and by version: a plain `torch` may pull gigabytes of CUDA packages.
+$(VENV)/installed: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt torch
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev]"
+	touch $@
+
+demo: $(VENV)/installed ## what the extension methods do to the shipped checkpoint
+	$(BIN)/rope-ext compare --model checkpoints/tiny-512 \
+		--methods $(METHODS) --factor 8 --lengths 512,1024,2048,4096 --output runs/demo
+
+test: $(VENV)/installed
+	$(BIN)/python -m pytest -n 2 -m "not slow"
+
+test-all: $(VENV)/installed
+	$(BIN)/python -m pytest -n 2
+
+lint: $(VENV)/installed
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+coverage: $(VENV)/installed ## which model families can be extended; writes the page in docs/
+	$(BIN)/python -m eval.coverage --write docs/FAMILIES.md
+
+checkpoint: $(VENV)/installed ## train the shipped checkpoint again (hours on a CPU)
+	$(BIN)/python recipes/pretrain_tiny.py --output checkpoints/tiny-512 --resume
+
+clean:
+	rm -rf $(VENV) runs

@@ -1,0 +1,41 @@
+"""A tiny random Llama with a tokenizer, saved as a folder that `rope-ext compare` can read."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from conftest import tiny_llama
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import PreTrainedTokenizerFast
+
+from rope_ext.measure.passkey import FILLER, INTRO, NEEDLE, QUESTION
+
+TRAINED = 128
+
+
+def save_checkpoint(folder: Path) -> Path:
+    """Trained, so to say, on 128 tokens; one token per digit."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(False)]
+    )
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=400,
+        special_tokens=["<s>", "</s>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator([INTRO + "".join(FILLER) + NEEDLE + QUESTION] * 2, trainer)
+    PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>", pad_token="</s>"
+    ).save_pretrained(folder)
+    model = tiny_llama(
+        vocab_size=400,
+        max_position_embeddings=TRAINED,
+        bos_token_id=0,
+        eos_token_id=1,
+        pad_token_id=1,
+    )
+    model.save_pretrained(folder)
+    return folder

@@ -1,0 +1,214 @@
+"""The command line: outputs of a real run, and mistakes told before any weights are loaded."""
+
+from __future__ import annotations
+
+import csv
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from checkpoint import TRAINED, save_checkpoint
+from matplotlib import image
+from typer.testing import CliRunner, Result
+
+import rope_ext
+from rope_ext.cli import app
+from rope_ext.errors import MeasureError
+from rope_ext.measure import compare, figures, models
+from rope_ext.measure.summary import Estimate
+
+FILES = ["cells.csv", "cells.jsonl", "passkey.png", "perplexity.png", "results.json"]
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_checkpoint(tmp_path_factory.mktemp("tiny"))
+
+
+@pytest.fixture
+def loader_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(models, "load_model", lambda *args: pytest.fail("the model was loaded"))
+
+
+def call(*args: object) -> Result:
+    return CliRunner().invoke(app, [str(arg) for arg in args])
+
+
+def arguments(checkpoint: Path, output: Path) -> list[object]:
+    return [
+        *("compare", "--model", checkpoint, "--methods", "yarn,dynamic_ntk", "--output", output),
+        *("--lengths", "128,256", "--windows", 3, "--trials", 2, "--depths", 2),
+    ]
+
+
+def test_compare_writes_everything(
+    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = arguments(checkpoint, tmp_path / "out")
+    result = call(*run, "--option", "yarn.beta_fast=16")
+    assert result.exit_code == 0, result.output
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == FILES
+
+    data = json.loads((tmp_path / "out" / "results.json").read_text())
+    assert data["methods"]["yarn"] == {"factor": 4.0, "beta_fast": 16}
+    assert data["trained_length"] == TRAINED and len(data["cells"]) == 18
+    assert set(data["identity"]["versions"]) >= {"rope_ext", "torch", "transformers", "python"}
+    assert len(data["summary"]) == 6 and data["summary"][0]["passkey"]["count"] == 4
+    rows = list(csv.DictReader((tmp_path / "out" / "cells.csv").open()))
+    assert len(rows) == 18 and rows[0]["method"] == "none"
+    first = data["summary"][0]["perplexity"]
+    assert float(rows[0]["low"]) == first["low"] < float(rows[0]["value"]) == first["value"]
+    for name in ("perplexity.png", "passkey.png"):
+        height, width, _ = image.imread(tmp_path / "out" / name).shape
+        assert height > 300 and width > 600
+
+    lines = result.stdout.splitlines()
+    assert "128 tokens" in result.stdout and "(trained)" in result.stdout
+    assert [line.split()[0] for line in lines if "[" in line and line[0] not in " F"][:3] == [
+        "none",
+        "yarn",
+        "dynamic_ntk",
+    ]
+    assert "of the last 64 tokens" in " ".join(lines)
+    assert data["recommendation"] == " ".join(result.stdout.split("\n\n")[-1].split())
+
+    # A second run needs a decision; resumed, it measures nothing and says the same.
+    assert "--resume" in call(*run).stderr
+    monkeypatch.setattr(models, "load_model", lambda *args: pytest.fail("the model was loaded"))
+    again = call(*run, "--option", "yarn.beta_fast=16", "--resume")
+    assert again.exit_code == 0 and again.stdout == result.stdout
+
+
+def test_deterministic(checkpoint: Path, tmp_path: Path) -> None:
+    texts = []
+    for folder in (tmp_path / "a", tmp_path / "b"):
+        assert call(*arguments(checkpoint, folder)).exit_code == 0
+        data = json.loads((folder / "results.json").read_text())
+        texts.append([data["summary"], [cell["values"] for cell in data["cells"]]])
+    assert texts[0] == texts[1]
+    result = call(*arguments(checkpoint, tmp_path / "a"), "--overwrite", "--seed", 1)
+    data = json.loads((tmp_path / "a" / "results.json").read_text())
+    assert result.exit_code == 0 and data["summary"] != texts[0][0]
+
+
+@pytest.mark.usefixtures("loader_fails")
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (["--methods", "yarn,yran"], "unknown method 'yran'; did you mean 'yarn'?"),
+        (["--methods", "yarn,longrope"], "longrope needs long_factor=...; on the command line"),
+        (["--methods", ","], "no method is given"),
+        (["--option", "yarn.beta_fst=1"], "did you mean 'beta_fast'"),
+        (["--option", "yarn.beta_fast=no"], "yarn: beta_fast='no' is not valid"),
+        (["--option", "pi.x=1"], "options are given for pi"),
+        (["--option", "beta_fast=1"], "give METHOD.NAME=VALUE"),
+        (["--factor", "1"], "give --factor a number above 1"),
+        (["--lengths", "128,2k"], "not a list of whole numbers"),
+        (["--lengths", ""], "no length to measure"),
+        (["--lengths", "20,128"], "cannot hold a passkey prompt"),
+        (["--lengths", "128,9000000"], "give a longer --text"),
+        (["--trials", "0"], "trials=0 is not valid"),
+        (["--trained-length", "-1"], "trained_length=-1 is not valid"),
+        (["--dtype", "int8"], "one of auto, float32, bfloat16"),
+        (["--device", "abacus"], "device 'abacus' cannot be used here"),
+        (["--text", "missing.txt"], "cannot read the text missing.txt"),
+        (["--text", "empty.txt"], "the text empty.txt is empty"),
+        (["--output", "empty.txt"], "cannot write to empty.txt"),
+        (["--model", "nowhere/at/all"], "cannot load the configuration of 'nowhere/at/all'"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_mistakes_are_one_line_and_exit_2(
+    checkpoint: Path,
+    tmp_path: Path,
+    change: list[str],
+    message: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "empty.txt").touch()
+    result = call(*arguments(checkpoint, tmp_path / "out"), *change)
+    assert result.exit_code == 2
+    assert message in result.stderr
+    assert result.stderr.startswith("error: ") and result.stderr.count("\n") == 1
+    assert result.stdout == ""
+
+
+@pytest.mark.usefixtures("loader_fails")
+def test_missing_matplotlib_is_told_first(
+    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    result = call(*arguments(checkpoint, tmp_path / "out"))
+    assert result.exit_code == 2 and 'pip install "rope-ext[eval]"' in result.stderr
+    with pytest.raises(MeasureError, match="matplotlib"):
+        figures.require_matplotlib()
+
+
+def test_measuring_needs_no_matplotlib_to_import() -> None:
+    code = "import sys, rope_ext.measure.report; assert 'matplotlib' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_a_method_that_does_not_fit_is_told_before_measuring(
+    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(compare, "_measure", lambda *args: pytest.fail("measured"))
+    result = call(
+        *arguments(checkpoint, tmp_path / "out"),
+        *("--methods", "yarn,longrope", "--option", "longrope.long_factor=[1, 2, 3]"),
+    )
+    assert result.exit_code == 2 and "this model has 8 rotary pairs" in result.stderr
+
+
+def test_interrupted_run_says_how_to_go_on(
+    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(*args: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(compare, "_measure", interrupted)
+    result = call(*arguments(checkpoint, tmp_path / "out"))
+    assert result.exit_code == 130 and "--resume goes on from there" in result.stderr
+
+
+def test_methods_lists_all() -> None:
+    result = call("methods")
+    assert result.exit_code == 0
+    for info in rope_ext.methods():
+        assert info.name in result.stdout and info.paper in result.stdout
+    assert "beta_fast=32.0" in result.stdout and "long_factor," in result.stdout
+
+
+def test_describe(checkpoint: Path) -> None:
+    plain = call("describe", checkpoint)
+    assert plain.exit_code == 0 and "not patched" in plain.stdout
+    result = call("describe", checkpoint, "--method", "YaRN", "--option", "yarn.beta_fast=16")
+    assert result.exit_code == 0
+    assert "128 -> 512 tokens by yarn" in result.stdout and "beta_fast=16" in result.stdout
+    assert call("describe", checkpoint, "--method", "yran").exit_code == 2
+
+
+def test_figures_with_one_method_and_a_length_that_blew_up(tmp_path: Path) -> None:
+    infinite = Estimate(float("inf"), float("inf"), float("inf"), 4)
+    estimates = {
+        (method, length): Estimate(value, 0.9 * value, 1.1 * value, 4)
+        for method, values in {"none": (5.0, 90.0), "yarn": (5.1, 4.8)}.items()
+        for length, value in zip((512, 1024), values, strict=True)
+    }
+    estimates["none", 2048], estimates["yarn", 2048] = infinite, Estimate(4.7, 4.0, 5.0, 4)
+    figures.draw_perplexity(estimates, 512, "title", tmp_path / "p.png")
+    assert image.imread(tmp_path / "p.png").shape[1] > 600
+
+
+@pytest.mark.parametrize(
+    "heights", [[0.0, 0.01, 0.02, 0.5, 0.51], [0.97, 0.98, 1.0], [0.2], [0.1, 0.5, 0.9]], ids=str
+)
+def test_labels_keep_their_distance(heights: list[float]) -> None:
+    places = figures._spread(heights, 0.05)
+    assert all(b - a > 0.0499 for a, b in zip(places, places[1:], strict=False))
+    assert max(places) <= 1.0 and places == sorted(places)
+    if heights == [0.1, 0.5, 0.9]:
+        assert places == heights

@@ -111,9 +111,10 @@ class Mixture(torch.utils.data.Dataset):
         """A segment (random tokens or text) that returns several times; returns are scored."""
         size = round(2 ** rng.uniform(3, 7.9))
         noise = rng.random() < 0.6
-        segment = (
-            [rng.randrange(2, VOCABULARY) for _ in range(size)] if noise else self.excerpt(rng, size)
-        )
+        if noise:
+            segment = [rng.randrange(2, VOCABULARY) for _ in range(size)]
+        else:
+            segment = self.excerpt(rng, size)
         ids, weights = [self.bos, *segment], [0.0] * (size + 1)
         while len(ids) < LENGTH:
             gap = rng.choice((0, rng.randrange(LENGTH // 2)))
@@ -127,14 +128,16 @@ class Mixture(torch.utils.data.Dataset):
         """Lines `name = digits`, then questions `get name -> digits`; answers are scored."""
         pairs = rng.randint(2, 26)
         width = rng.randint(1, 6)
-        table = {tuple(name): rng.choices(self.digits, k=width) for name in rng.sample(self.names, pairs)}
+        names = rng.sample(self.names, pairs)
+        table = {tuple(name): rng.choices(self.digits, k=width) for name in names}
         ids = [self.bos]
         for name, value in table.items():
             ids += [*name, *self.equals, *self.space, *value, *self.newline]
             if rng.random() < 0.1:
                 ids += self.excerpt(rng, rng.randrange(40))
         if rng.random() < 0.5:
-            ids += self.excerpt(rng, rng.randrange(max(1, LENGTH - 20 - len(ids))) if len(ids) < LENGTH - 40 else 0)
+            room = LENGTH - 20 - len(ids)
+            ids += self.excerpt(rng, rng.randrange(room) if room > 20 else 0)
         weights = [0.0] * len(ids)
         while len(ids) < LENGTH:
             name = rng.choice(list(table))
@@ -218,7 +221,13 @@ def orthogonalise(g: torch.Tensor) -> torch.Tensor:
 class WeightedTrainer(Trainer):
     """Cross entropy with a weight per token, averaged over the weights of the batch."""
 
-    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+    def compute_loss(
+        self,
+        model: torch.nn.Module,
+        inputs: dict[str, torch.Tensor],
+        return_outputs: bool = False,
+        num_items_in_batch: torch.Tensor | None = None,
+    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
         logits = model(input_ids=inputs["input_ids"]).logits[:, :-1]
         losses = torch.nn.functional.cross_entropy(
             logits.flatten(0, 1), inputs["input_ids"][:, 1:].flatten(), reduction="none"

@@ -125,6 +125,7 @@ def find_sites(decoder: nn.Module, length: int | None = None) -> list[RotarySite
     """Every rotary site of ``decoder``, proven.
 
     Args:
+        decoder: the part of a model that reads text.
         length: trained context in tokens; None reads each configuration's
             ``max_position_embeddings``.
 
@@ -143,7 +144,7 @@ def find_sites(decoder: nn.Module, length: int | None = None) -> list[RotarySite
             sites.append(_site(decoder, name, module, prefix or None, length, proven))
     if not sites:
         raise NoRopeError(
-            f"{type(decoder).__name__} has no rotary position embedding (no module owns an "
+            f"{type(decoder).__name__} has no rotary frequencies to change (no module owns an "
             f"inv_freq buffer), so there is nothing to extend; choose a RoPE model such as Llama"
         )
     return sites
@@ -235,9 +236,7 @@ def _reach(config: Any, layer_type: str | None) -> tuple[bool, bool]:
     return all(limited), any(limited) and not all(limited)
 
 
-def _prove(
-    decoder: nn.Module, module: nn.Module, layer_type: str | None, pairs: int
-) -> Columns:
+def _prove(decoder: nn.Module, module: nn.Module, layer_type: str | None, pairs: int) -> Columns:
     """Run a copy of ``module`` on made-up frequencies and read off its layout."""
     inv_freq = 0.05 + 0.9 * torch.arange(pairs, dtype=torch.float64) / pairs
     scaling = 1.25
@@ -296,9 +295,7 @@ def _run(module: nn.Module, position_ids: torch.Tensor, layer_type: str | None) 
     return module(x, position_ids=position_ids, **extra)
 
 
-def _read(
-    output: Any, ids: torch.Tensor, inv_freq: torch.Tensor, scaling: float
-) -> Columns | None:
+def _read(output: Any, ids: torch.Tensor, inv_freq: torch.Tensor, scaling: float) -> Columns | None:
     """The layout of ``output``, or None if it is not scaling * cos and sin of ids * inv_freq."""
     is_complex = isinstance(output, torch.Tensor) and output.is_complex()
     parts = (output.real, output.imag) if is_complex else output

@@ -118,7 +118,9 @@ def _put(module: nn.Module, name: str, value: torch.Tensor) -> None:
     """Write a buffer in place where it can be: compiled graphs hold on to its memory."""
     buffer = module._buffers[name]
     if buffer.is_meta or buffer.dtype != value.dtype or buffer.shape != value.shape:
-        module._buffers[name] = value.to(value.device if value.is_meta else buffer.device, copy=True)
+        module._buffers[name] = value.to(
+            value.device if value.is_meta else buffer.device, copy=True
+        )
     else:
         buffer.copy_(value)
 
@@ -144,7 +146,11 @@ def _guarded(cls: type[nn.Module]) -> type[nn.Module]:
         return _rebuild, (cls,), self.__dict__
 
     names = {"_apply": apply, "__reduce_ex__": reduce, "_rope_ext_plain": cls}
-    names |= {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__}
+    names |= {
+        "__module__": cls.__module__,
+        "__qualname__": cls.__qualname__,
+        "__doc__": cls.__doc__,
+    }
     guarded = type(cls.__name__, (cls,), names)
     return guarded
 
@@ -159,8 +165,8 @@ class RotaryHook:
 
     Args:
         site: where.
-        inv_freq: float64, ``[pairs]``.
-        scaling: number on cosine and sine.
+        inv_freq: float64, ``[pairs]``; used without ``rows``.
+        scaling: number on cosine and sine; likewise.
         precise: angles in float64; else in float32, as transformers computes them.
         rows: lengths of the rows of the batch, for methods that depend on them.
         native: also keep what the unpatched module would have returned.
@@ -177,16 +183,16 @@ class RotaryHook:
     ) -> None:
         self.site, self.inv_freq, self.scaling = site, inv_freq, scaling
         self.precise, self.rows, self.native = precise, rows, native
+        self._made: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None
 
     def __call__(self, module: nn.Module, args: tuple, kwargs: dict, output: Any) -> Any:
+        """Forward hook of the rotary module."""
         if kwargs.get("layer_type", args[2] if len(args) > 2 else None) != self.site.layer_type:
             return None
         positions = kwargs["position_ids"] if "position_ids" in kwargs else args[1]
         result = output
         if self.precise or self.rows is not None:
-            inv_freq, scaling = self.inv_freq, self.scaling
-            if self.rows is not None:
-                inv_freq, scaling = self.rows.frequencies(self.site, positions)
+            inv_freq, scaling = self._frequencies(positions)
             result = self._compute(positions, inv_freq, scaling, output)
         if self.native:
             theta, scaling = self.site.loaded, self.site.scaling
@@ -194,16 +200,23 @@ class RotaryHook:
             first.__dict__[_NATIVE] = self._compute(positions, theta, scaling, output)
         return result
 
+    @torch.compiler.disable
+    def _frequencies(self, positions: torch.Tensor) -> tuple[torch.Tensor, Any]:
+        if self.rows is None:
+            return self.inv_freq, self.scaling
+        lengths = self.rows.lengths(positions)
+        if self._made is None or self._made[0] is not lengths:  # a new sequence
+            self._made = (lengths, *self.rows.frequencies(self.site, lengths))
+        return self._made[1:]
+
     def _compute(
         self, positions: torch.Tensor, inv_freq: torch.Tensor, scaling: Any, like: Any
     ) -> Any:
         dtype = torch.float64 if self.precise else torch.float32
         columns = self.site.columns
         inv_freq = inv_freq.to(positions.device, dtype)
-        if inv_freq.ndim == 2:  # one set per row, against [rows, tokens, pairs]
-            inv_freq = inv_freq.unsqueeze(1)
         if isinstance(scaling, torch.Tensor):
-            scaling = scaling.to(positions.device, dtype)[:, None, None]
+            scaling = scaling.to(positions.device, dtype)
         pair = columns.pair.to(positions.device)
         if columns.axis is not None and positions.ndim == 3:
             of_column = positions[columns.axis.to(positions.device)].movedim(0, -1)
@@ -229,21 +242,24 @@ class RowLengths:
         self.current: torch.Tensor | None = None
         self.announced: torch.Tensor | None = None  # by generate, which knows what will come
 
-    @torch.compiler.disable
+    def lengths(self, positions: torch.Tensor) -> torch.Tensor:
+        """Length of each row, float64; from ``positions`` outside the decoder's forward."""
+        if self.current is not None:
+            return self.current
+        return positions.max().double().cpu().reshape(1) + 1
+
     def frequencies(
-        self, site: RotarySite, positions: torch.Tensor
+        self, site: RotarySite, lengths: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """``[rows, pairs]`` and ``[rows]``, float64; one row if all are equal."""
-        lengths = self.current
-        if lengths is None:  # the rotary module was called outside its decoder
-            lengths = positions.max().double().cpu().reshape(1) + 1
+        """``[rows, 1, pairs]`` and ``[rows, 1, 1]``, float64; one row if all are equal."""
         if bool((lengths == lengths[0]).all()):
             lengths = lengths[:1]
         inv_freq = self.method.inv_freq_at(site.rope, lengths)
         # A row that needs no extension gets the very numbers the checkpoint came with.
         same = torch.isclose(inv_freq, site.rope.inv_freq, rtol=1e-12, atol=0)
         inv_freq = torch.where(same, site.loaded.double(), inv_freq)
-        return inv_freq, self.method.attention_scaling_at(site.rope, lengths) * site.scaling
+        scaling = self.method.attention_scaling_at(site.rope, lengths) * site.scaling
+        return inv_freq.unsqueeze(1), scaling[:, None, None]
 
     @torch.compiler.disable
     def begin(self, decoder: nn.Module, args: tuple, kwargs: dict) -> None:

@@ -298,7 +298,8 @@ def _chosen(
         raise UnsupportedModelError(
             f"{type(decoder).__name__}: every layer with a rotary embedding sees a limited window "
             f"only, so scaling cannot lengthen its reach; load it without its window first "
-            f"(config.sliding_window = None), or pass sliding_layers='scale' to scale all the same"
+            f"(config.sliding_window = None, or no sliding kind in config.layer_types), or pass "
+            f"sliding_layers='scale' to scale all the same"
         )
     return chosen
 

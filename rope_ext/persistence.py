@@ -98,6 +98,7 @@ def unsaved(method: FrequencyMethod, scaled: list[RotarySite], target: int) -> P
     record = {
         "method": method.name,
         "factor": float(method.factor),
+        "original_max_position_embeddings": scaled[0].rope.length,
         "layers": sorted({site.layer_type or "all" for site in scaled}),
     }
     return Plan(
@@ -115,7 +116,7 @@ def _proposals(
     if not any(site.scaled for site in scaled):
         yield {id(site): method.rope_parameters(site.rope) for site in scaled}
     if not isinstance(method, DynamicMethod) or not method.adapts:
-        yield {
+        tables = {
             id(site): longrope_table(
                 site.rope,
                 method.inv_freq(site.rope),
@@ -124,6 +125,9 @@ def _proposals(
             )
             for site in scaled
         }
+        yield tables
+        # Some types give the whole head a frequency, zero beyond its partial_rotary_factor.
+        yield {key: {**table, "partial_rotary_factor": 1.0} for key, table in tables.items()}
 
 
 def _merged(
@@ -191,6 +195,8 @@ def _equal(
             inv_freq = _start(method, site)
             scaling = method.attention_scaling(site.rope) * site.scaling
         got, got_scaling = built[id(site)]
+        if got.shape != inv_freq.shape:
+            return False
         # A frequency of zero is written as one that turns 1e-30 times as fast.
         close = torch.allclose(got.double(), inv_freq, rtol=_BUILT_IN_FLOAT32, atol=1e-25)
         if not close or abs(got_scaling - scaling) > 1e-9 * scaling:

@@ -93,7 +93,9 @@ def test_growing_mode_is_taken_back_after_it_has_grown(model, ids) -> None:
     assert torch.equal(logits(model, ids), said)
 
 
-@pytest.mark.parametrize("family", ["gemma3_text", "gemma2", "deepseek_v4", "granite_swa", "llama4"])
+@pytest.mark.parametrize(
+    "family", ["gemma3_text", "gemma2", "deepseek_v4", "granite_swa", "llama4"]
+)
 @pytest.mark.parametrize("sliding_layers", ["auto", "scale"])
 def test_unpatch_restores_families_with_several_rotary_sets(family: str, sliding_layers) -> None:
     model = tiny_model(family)
@@ -479,7 +481,7 @@ def test_describe_shows_each_rotary_set_before_and_after() -> None:
 
 def test_methods_lists_every_method_with_its_defaults() -> None:
     found = {method.name: method for method in rope_ext.methods()}
-    assert list(found)[0] == "yarn"
+    assert next(iter(found)) == "yarn"
     assert set(found) == set(METHODS)
     assert found["yarn"].options["beta_fast"] == 32
     assert found["yarn"].options["factor"] is ...

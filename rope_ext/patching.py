@@ -30,13 +30,17 @@ _logger = logging.getLogger("rope_ext")
 
 @dataclass
 class Patch:
-    """A patch in force: what was asked for, what was done, and the way back."""
+    """A patch in force: what was asked for, what was done, and the way back.
+
+    ``native`` says whether plain transformers reloads it from the configuration.
+    """
 
     method: FrequencyMethod
     arguments: dict[str, Any]
     sites: list[RotarySite]
     scaled: list[RotarySite]
     precise: bool
+    native: bool
     notes: list[str]
     applied: frequency.Applied
     config: persistence.ConfigState
@@ -127,6 +131,10 @@ def patch(
         if earlier is not None:  # a refused replacement leaves the model as it was
             _patch(unwrap(model), decoder, earlier.method, **earlier.arguments)
         raise
+    if not decoder.__dict__[_STATE].native:
+        _logger.warning(
+            "rope_ext: %s on %s: %s", method.name, type(decoder).__name__, persistence.UNSAVED
+        )
     return model
 
 
@@ -152,7 +160,12 @@ def patched(model: Model, method: str | FrequencyMethod = "yarn", **kwargs: Any)
     """
     decoder = text_decoder(model)
     earlier = decoder.__dict__.get(_STATE)
-    patch(model, method, **kwargs)
+    level = _logger.level
+    _logger.setLevel(logging.ERROR)  # a patch for a moment is not there to be saved
+    try:
+        patch(model, method, **kwargs)
+    finally:
+        _logger.setLevel(level)
     try:
         yield model
     finally:
@@ -240,6 +253,7 @@ def _patch(
         sites=sites,
         scaled=scaled,
         precise=precise,
+        native=how.native,
         notes=_notes(sites, scaled, how.note, keep, precise),
         applied=applied,
         config=config,
@@ -276,8 +290,6 @@ def _patch(
         _restore(state)
         raise
     decoder.__dict__[_STATE] = state
-    if not how.native:
-        _logger.warning("rope_ext: %s on %s: %s", method.name, type(decoder).__name__, how.note)
 
 
 def _restore(state: Patch) -> None:

@@ -41,6 +41,7 @@ _SCALING = (
     "truncate",
     "type",
 )
+UNSAVED = "transformers has no type for it: patch again after from_pretrained"
 _BUILT_IN_FLOAT32 = 1e-5  # pow of a large base in float32 is good to about 2e-6
 
 
@@ -105,7 +106,7 @@ def unsaved(method: FrequencyMethod, scaled: list[RotarySite], target: int) -> P
         {"rope_ext": record, "max_position_embeddings": target},
         False,
         {},
-        "transformers has no type for it: patch again after from_pretrained",
+        UNSAVED,
     )
 
 

@@ -21,6 +21,7 @@ from rope_ext.measure.compare import Settings, prepare, run
 from rope_ext.measure.intervals import bootstrap_mean, wilson
 from rope_ext.measure.passkey import passed, passkey_grid
 from rope_ext.measure.perplexity import choose_windows, window_losses
+from rope_ext.measure.report import Report
 from rope_ext.measure.summary import Scores, estimate_perplexity, number, recommend
 from rope_ext.measure.text import read_texts
 
@@ -280,6 +281,18 @@ def test_resume_repeats_nothing_and_changes_nothing(
     assert len(other.left) == 18  # another seed, other data
 
 
+def test_a_seed_determines_every_number(settings: Settings) -> None:
+    def numbers(**changes: Any) -> list[Any]:
+        plan = prepare(dataclasses.replace(settings, **changes))
+        data = Report(plan, run(plan)).to_json()
+        return [data["summary"], data["recommendation"], [cell["values"] for cell in data["cells"]]]
+
+    first = numbers()
+    assert numbers(output=settings.output / "again") == first
+    assert numbers(overwrite=True, seed=1) != first
+    assert len(read_cells(settings.output / "cells.jsonl")) == 18  # the old ones are gone
+
+
 def interrupt(now: bool) -> None:
     if now:
         raise KeyboardInterrupt
@@ -363,7 +376,9 @@ def test_recommend_by_perplexity() -> None:
     )
     assert "its perplexity is 7.39 (unpatched 60." in sentence
     assert "finds 5% [1, 24] of the passkeys (unpatched 0% [0, 16])" in sentence
-    assert sentence.endswith("at 512 tokens it costs +0.0% perplexity.")
+    assert sentence.endswith(
+        "at 512 tokens it costs +0.0% perplexity (more than 5%, so left out: dear)."
+    )
     assert recommend(measured, 512, seed=0) == sentence
 
 
@@ -394,6 +409,8 @@ def test_recommend_nothing() -> None:
     assert recommend(worse, 2048, 0).startswith("No recommendation: no length beyond")
     broken = {"none": none, "a": scores(EASY, [math.inf] * 6, 0)}
     assert recommend(broken, 512, 0).startswith("No method clearly beats the unpatched model")
+    broken = {"none": scores(EASY, [math.inf] * 6, 0), "a": scores(EASY, EASY, 0)}
+    assert recommend(broken, 512, 0).startswith("a is recommended: beyond 512 tokens")
 
 
 def test_number() -> None:

@@ -9,8 +9,14 @@ write the key.
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
+
+import torch
+
+from rope_ext.measure.forward import Advance, tail_logits
 
 INTRO = (
     "There is an important info hidden inside a lot of irrelevant text. Find it and memorize "
@@ -63,6 +69,9 @@ class PasskeyPrompts:
         shared = 0
         while shared < len(self._question) and ids[shared] == self._question[shared]:
             shared += 1
+        # Where digits stand alone, the space before them is a token of its own: it is given.
+        while not self._tokenizer.decode([ids[shared]]).strip():
+            shared += 1
         return ids, len(ids) - shared
 
     def minimum_length(self, digits: int = 5) -> int:
@@ -92,6 +101,40 @@ class PasskeyPrompts:
             sentences.append(sentence)
             budget -= len(sentence)
         cut = round(depth * len(sentences))
-        before, after = (sum(part, []) for part in (sentences[:cut], sentences[cut:]))
+        before, after = chain.from_iterable(sentences[:cut]), chain.from_iterable(sentences[cut:])
         ids = [*self._bos, *self._intro, *before, *needle, *after, *asked]
         return PasskeyCase(length, depth, seed, key, tuple(ids), answer_tokens)
+
+
+def passkey_grid(
+    tokenizer: Any, lengths: Sequence[int], depths: int, trials: int, seed: int
+) -> dict[tuple[int, int], list[PasskeyCase]]:
+    """``trials`` prompts for each (length in tokens, depth bin from 0 to ``depths - 1``).
+
+    Every trial has a key of its own and a depth drawn within its bin. All follow from
+    ``seed``, so that every method is asked the same questions.
+
+    Raises:
+        ValueError: a length cannot hold a prompt.
+    """
+    prompts = PasskeyPrompts(tokenizer)
+    grid = {}
+    for length in lengths:
+        for depth in range(depths):
+            rng = random.Random(f"passkey:{seed}:{length}:{depths}:{depth}")
+            grid[length, depth] = [
+                prompts.case(length, (depth + rng.random()) / depths, rng.randrange(2**40))
+                for _ in range(trials)
+            ]
+    return grid
+
+
+def passed(
+    model: torch.nn.Module, cases: Sequence[PasskeyCase], batch_tokens: int, advance: Advance
+) -> list[bool]:
+    """Whether greedy decoding would write the key, for each case."""
+    results = [False] * len(cases)
+    rows = [(case.ids, case.answer_tokens) for case in cases]
+    for index, target, logits in tail_logits(model, rows, batch_tokens, advance):
+        results[index] = bool((logits.argmax(-1) == target).all())
+    return results

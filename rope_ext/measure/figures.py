@@ -1,0 +1,232 @@
+"""Two pictures: perplexity against length, and passkey rates by length and depth.
+
+matplotlib is the ``eval`` extra. It is imported here only, and only to draw.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from rope_ext.errors import MeasureError
+from rope_ext.measure.summary import UNPATCHED, Estimate, number
+
+# Okabe and Ito's colours that stand out on white, safe for colour-blind readers; markers and
+# dashes tell further methods apart.
+_COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00")
+_MARKERS = "osD^vPX*"
+_DASHES: tuple[Any, ...] = ("-", (0, (5, 1.5)), (0, (1.5, 1.2)))
+_UNPATCHED_STYLE = {"color": "#333333", "linestyle": "--", "marker": "x"}
+_MOST_SHADED = 4  # lines
+_HEIGHT = 12  # perplexity axis: highest over lowest value shown; what blew up further leaves it
+
+
+def require_matplotlib() -> None:
+    """Check that the pictures can be drawn.
+
+    Raises:
+        MeasureError: matplotlib is not installed.
+    """
+    if importlib.util.find_spec("matplotlib") is None:
+        raise MeasureError(
+            "the pictures need matplotlib, which is not installed; "
+            'install it with: pip install "rope-ext[eval]"'
+        )
+
+
+def draw_perplexity(
+    estimates: Mapping[tuple[str, int], Estimate], trained: int, title: str, path: Path
+) -> None:
+    """Perplexity against length as a PNG: one line per method, its interval shaded.
+
+    Both axes are logarithmic. Lines that rise beyond ``_HEIGHT`` times the lowest leave the
+    picture at the top; the label at the right edge says where they end.
+
+    Args:
+        estimates: by (method, length in tokens).
+        trained: trained context in tokens, marked by a vertical line.
+        title: above the axes.
+        path: of the PNG.
+    """
+    methods, lengths = _axes_of(estimates)
+    shaded = _shaded(estimates, methods, lengths[-1])
+    finite = [e for e in estimates.values() if math.isfinite(e.high)] or [Estimate(1, 1, 1, 1)]
+    bottom = 0.9 * min(e.low if len(shaded) == len(methods) else e.value for e in finite)
+    top = min(1.1 * max(e.value for e in finite), bottom * _HEIGHT)
+
+    figure = _figure(9.0, 5.4)
+    axes = figure.subplots()
+    axes.set(xscale="log", yscale="log", ylim=(bottom, top))
+    labels = {}
+    for index, method in enumerate(methods):
+        style = _UNPATCHED_STYLE if method == UNPATCHED else _style(index - 1)
+        line = [estimates[method, length] for length in lengths]
+        values = [estimate.value for estimate in line]
+        axes.plot(lengths, values, linewidth=1.7, markersize=5, **style)
+        if method in shaded:
+            low, high = [estimate.low for estimate in line], [estimate.high for estimate in line]
+            axes.fill_between(lengths, low, high, color=style["color"], alpha=0.12, linewidth=0)
+        arrow = "\u2191 " if values[-1] > top else ""
+        name = "none (unpatched)" if method == UNPATCHED else method
+        labels[f"{name}  {arrow}{number(values[-1])}"] = (values[-1], style["color"])
+    _label_ends(axes, lengths[-1], labels)
+
+    axes.axvline(trained, color="#777777", linewidth=1, zorder=0)
+    side = "left" if trained < lengths[-1] else "right"
+    note = {"ha": side, "fontsize": 9, "color": "#555555", "transform": axes.get_xaxis_transform()}
+    axes.text(trained, 0.02, f" trained length {trained} ", **note)
+    axes.set_xticks(lengths, [str(length) for length in lengths])
+    axes.yaxis.set_major_locator(_ticker().LogLocator(subs=(1, 1.5, 2, 3, 4, 5, 7), numticks=99))
+    axes.yaxis.set_major_formatter(_ticker().FormatStrFormatter("%g"))
+    axes.minorticks_off()
+    names = "" if len(shaded) == len(methods) else f" of {' and '.join(shaded)}"
+    axes.set_xlabel(f"context, tokens (shaded: 95 % interval{names} over windows)")
+    axes.set_ylabel("perplexity (lower is better)")
+    axes.set_title(title, loc="left", fontsize=11)
+    axes.grid(axis="y", color="#e6e6e6", linewidth=0.8)
+    axes.spines[["top", "right"]].set_visible(False)
+    figure.savefig(path, dpi=160)
+
+
+def draw_passkey(
+    estimates: Mapping[tuple[str, int, int], Estimate], trained: int, title: str, path: Path
+) -> None:
+    """Passkey rates as a PNG: one heat map per method, length across, depth down.
+
+    Args:
+        estimates: by (method, length in tokens, depth bin).
+        trained: trained context in tokens, marked in every map.
+        title: above all maps.
+        path: of the PNG.
+    """
+    methods, lengths = _axes_of(estimates)
+    depths = 1 + max(depth for _, _, depth in estimates)
+    across = min(5, len(methods))
+    down = math.ceil(len(methods) / across)
+    width, height = max(1.9, 0.5 * len(lengths) + 0.35), 0.32 * depths + 0.75
+    figure = _figure(max(6.0, width * across + 1.2), max(3.0, height * down + 0.8))
+    grid = figure.subplots(down, across, sharex=True, sharey=True, squeeze=False)
+    image = None
+    for index, axes in enumerate(grid.flat):
+        if index >= len(methods):
+            axes.set_axis_off()
+            continue
+        method = methods[index]
+        rates = [[estimates[method, n, depth].value for n in lengths] for depth in range(depths)]
+        image = axes.imshow(rates, vmin=0, vmax=1, cmap="cividis", aspect="auto")
+        for row, values in enumerate(rates):
+            for column, value in enumerate(values):
+                colour = "black" if value > 0.45 else "white"
+                axes.text(column, row, f"{100 * value:.0f}", ha="center", va="center",
+                          fontsize=8, color=colour)  # fmt: skip
+        edge = sum(length <= trained for length in lengths) - 0.5
+        axes.axvline(edge, color="#D55E00", linewidth=2)
+        axes.set_title(method, fontsize=10)
+        axes.set_xticks(range(len(lengths)), [str(n) for n in lengths], fontsize=8, rotation=45)
+        names = [
+            f"{100 * depth / depths:.0f}-{100 * (depth + 1) / depths:.0f} %"
+            for depth in range(depths)
+        ]
+        axes.set_yticks(range(depths), names, fontsize=8)
+        axes.tick_params(length=0, labelbottom=index + across >= len(methods))
+    bar = figure.colorbar(image, ax=grid, format=_ticker().PercentFormatter(1), shrink=0.8)
+    bar.outline.set_visible(False)
+    figure.supxlabel(f"context, tokens (orange line: trained length, {trained})", fontsize=10)
+    figure.supylabel("depth of the passkey", fontsize=10)
+    figure.suptitle(title, fontsize=11)
+    figure.savefig(path, dpi=160)
+
+
+def _shaded(
+    estimates: Mapping[tuple[str, int], Estimate], methods: Sequence[str], last: int
+) -> list[str]:
+    """Whose intervals to shade: all of a few; of many, that would hide the lines."""
+    if len(methods) <= _MOST_SHADED:
+        return list(methods)
+    best = min(methods, key=lambda method: estimates[method, last].value)
+    return [method for method in methods if method in (UNPATCHED, best)]
+
+
+def _label_ends(axes: Any, last: int, labels: Mapping[str, tuple[float, str]]) -> None:
+    """Name each line beside its right end; labels that would touch are pushed apart.
+
+    Args:
+        axes: with its y limits set.
+        last: where the lines end.
+        labels: text to (last value of the line, colour).
+    """
+    bottom, top = axes.get_ylim()
+    names = sorted(labels, key=lambda name: labels[name][0])
+    ends = [min(labels[name][0], top) for name in names]
+    heights = [math.log(end / bottom) / math.log(top / bottom) for end in ends]
+    for name, end, place in zip(names, ends, _spread(heights, 0.047), strict=True):
+        colour = labels[name][1]
+        axes.annotate(
+            name,
+            xy=(last, end),
+            xytext=(1.04, place),
+            textcoords="axes fraction",
+            va="center",
+            fontsize=9,
+            color=colour,
+            arrowprops={
+                "arrowstyle": "-",
+                "color": colour,
+                "linewidth": 0.6,
+                "relpos": (0, 0.5),
+                "shrinkA": 1,
+                "shrinkB": 4,
+            },
+        )
+
+
+def _spread(heights: Sequence[float], gap: float) -> list[float]:
+    """Ascending heights, moved apart to ``gap`` around their common middle, none above 1."""
+    groups: list[list[float]] = []
+    for height in heights:
+        groups.append([height])
+        while (
+            len(groups) > 1
+            and _middle(groups[-1]) - _middle(groups[-2])
+            < gap * (len(groups[-1]) + len(groups[-2])) / 2
+        ):
+            groups[-2:] = [groups[-2] + groups[-1]]
+    places = []
+    for group in groups:
+        start = _middle(group) - gap * (len(group) - 1) / 2
+        places += [start + gap * index for index in range(len(group))]
+    over = max(0.0, places[-1] - 1)
+    return [place - over for place in places]
+
+
+def _middle(group: Sequence[float]) -> float:
+    return sum(group) / len(group)
+
+
+def _axes_of(estimates: Mapping[tuple, Estimate]) -> tuple[list[str], list[int]]:
+    """The methods in order of appearance and the lengths, ascending."""
+    return list(dict.fromkeys(key[0] for key in estimates)), sorted({key[1] for key in estimates})
+
+
+def _style(index: int) -> dict[str, Any]:
+    return {
+        "color": _COLOURS[index % len(_COLOURS)],
+        "linestyle": _DASHES[index // len(_COLOURS) % len(_DASHES)],
+        "marker": _MARKERS[index % len(_MARKERS)],
+    }
+
+
+def _figure(width: float, height: float) -> Any:
+    """A figure in inches; without pyplot, whose state would belong to the user."""
+    from matplotlib.figure import Figure
+
+    return Figure(figsize=(width, height), layout="constrained")
+
+
+def _ticker() -> Any:
+    from matplotlib import ticker
+
+    return ticker

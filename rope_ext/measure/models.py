@@ -1,0 +1,122 @@
+"""Loads what a measurement needs, cheapest first, so that mistakes show before the weights do."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+from rope_ext.errors import MeasureError
+
+DTYPES = ("auto", "float32", "bfloat16")
+_FAILURES = (OSError, ValueError, RuntimeError, SafetensorError)
+_WEIGHTS = ("*.safetensors", "*.bin")
+
+
+def load_config(model: str) -> Any:
+    """The configuration of a model on disk or on the Hub.
+
+    Raises:
+        MeasureError: there is none.
+    """
+    try:
+        return AutoConfig.from_pretrained(model)
+    except _FAILURES as error:
+        raise _cannot_load("configuration", model, error) from error
+
+
+def load_tokenizer(model: str) -> Any:
+    """The tokenizer that lies beside a model.
+
+    Raises:
+        MeasureError: there is none.
+    """
+    try:
+        return AutoTokenizer.from_pretrained(model)
+    except _FAILURES as error:
+        raise _cannot_load("tokenizer", model, error) from error
+
+
+def load_model(model: str, dtype: str = "auto", device: str = "auto") -> Any:
+    """A causal language model in evaluation mode.
+
+    Args:
+        model: a folder or a Hub id.
+        dtype: ``float32``, ``bfloat16``, or ``auto``: float32 on a CPU, else the checkpoint's.
+        device: a torch device, or ``auto``: the accelerator, if there is one.
+
+    Raises:
+        MeasureError: it cannot be loaded as a causal language model.
+    """
+    device = resolve_device(device)
+    if dtype == "auto":
+        dtype = "float32" if device == "cpu" else "auto"
+    try:
+        loaded = AutoModelForCausalLM.from_pretrained(model, dtype=dtype)
+    except _FAILURES as error:
+        raise _cannot_load("weights", model, error) from error
+    return loaded.to(device).eval()
+
+
+def resolve_device(device: str) -> str:
+    """``device``, with ``auto`` replaced by the accelerator, or the CPU where there is none.
+
+    Raises:
+        MeasureError: there is no such device.
+    """
+    if device == "auto":
+        accelerator = torch.accelerator.current_accelerator(check_available=True)
+        return "cpu" if accelerator is None else str(accelerator)
+    try:
+        return str(torch.empty(0, device=device).device)
+    except (RuntimeError, AssertionError) as error:
+        raise MeasureError(
+            f"device {device!r} cannot be used here ({_first_line(error)}); give --device auto, "
+            f"cpu, cuda, cuda:1 or mps"
+        ) from None
+
+
+def identity(model: str, config: Any) -> dict[str, Any]:
+    """What tells this checkpoint from another one, without reading the weights.
+
+    The commit of a Hub model; the configuration and the names, sizes and times of the weight
+    files of a local one.
+    """
+    commit = getattr(config, "_commit_hash", None)
+    if commit is not None:
+        return {"name": model, "commit": commit}
+    files = sorted(path for pattern in _WEIGHTS for path in Path(model).glob(pattern))
+    stats = [(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in files]
+    digest = hashlib.sha256((config.to_json_string() + repr(stats)).encode()).hexdigest()
+    return {"name": model, "sha256": digest[:16]}
+
+
+def trained_length(config: Any) -> int:
+    """Trained context in tokens, as ``patch`` reads it.
+
+    Raises:
+        MeasureError: the configuration does not state it.
+    """
+    config = config.get_text_config(decoder=True)
+    length = getattr(config, "max_position_embeddings", None)
+    if not isinstance(length, int) or length < 1:
+        raise MeasureError(
+            "the configuration of the model has no max_position_embeddings, so its trained "
+            "length is unknown; give --trained-length TOKENS"
+        )
+    return length
+
+
+def _cannot_load(what: str, model: str, error: Exception) -> MeasureError:
+    return MeasureError(
+        f"cannot load the {what} of {model!r} ({_first_line(error)}); give --model a folder that "
+        f"save_pretrained wrote, or a model id of the Hugging Face Hub"
+    )
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().split("\n", 1)[0].rstrip(".")

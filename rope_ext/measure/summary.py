@@ -1,0 +1,189 @@
+"""From measured cells to estimates with intervals, and to one recommendation."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from rope_ext.measure.cells import Cell
+from rope_ext.measure.intervals import bootstrap_mean, wilson
+
+UNPATCHED = "none"
+MAX_COST = 0.05
+"""Highest relative rise of perplexity within the trained context that is recommended."""
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """A number, its 95 % interval and the count of trials or windows behind it."""
+
+    value: float
+    low: float
+    high: float
+    count: int
+
+
+def estimate_perplexity(losses: Sequence[float], seed: int) -> Estimate:
+    """Perplexity of windows with these mean losses (nats per token), bootstrapped over windows."""
+    mean = _mean(losses)
+    if not math.isfinite(mean):
+        return Estimate(math.inf, math.inf, math.inf, len(losses))
+    return Estimate(_exp(mean), *map(_exp, bootstrap_mean(losses, seed)), len(losses))
+
+
+def estimate_rate(passes: Sequence[int]) -> Estimate:
+    """Share of trials passed, with its Wilson interval."""
+    return Estimate(sum(passes) / len(passes), *wilson(sum(passes), len(passes)), len(passes))
+
+
+@dataclass(frozen=True)
+class Scores:
+    """Everything measured for one method.
+
+    Args:
+        losses: mean loss of every window (nats per token), by length.
+        passes: 1 or 0 for every passkey trial, by (length, depth bin).
+    """
+
+    losses: dict[int, Sequence[float]] = field(default_factory=dict)
+    passes: dict[tuple[int, int], Sequence[int]] = field(default_factory=dict)
+
+    def passes_at(self, *lengths: int) -> list[int]:
+        """The trials of these lengths, all depths together."""
+        return [
+            x for (length, _), values in self.passes.items() if length in lengths for x in values
+        ]
+
+    def losses_at(self, *lengths: int) -> list[float]:
+        """Mean loss over these lengths (the log of their mean perplexity), window by window."""
+        rows = zip(*(self.losses[length] for length in lengths), strict=True)
+        return [math.fsum(row) / len(row) for row in rows]
+
+
+def gather(cells: Sequence[Cell]) -> dict[str, Scores]:
+    """The values of all cells, by method."""
+    scores: dict[str, Scores] = {}
+    for cell in cells:
+        score = scores.setdefault(cell.method, Scores())
+        if cell.kind == "perplexity":
+            score.losses[cell.length] = cell.values
+        else:
+            score.passes[cell.length, cell.depth] = cell.values
+    return scores
+
+
+def recommend(scores: Mapping[str, Scores], trained: int, seed: int) -> str:
+    """One sentence that recommends a method, or says that none is worth it.
+
+    The rule:
+
+    1. Candidates are the methods whose perplexity within the trained context is at most 5 %
+       above the unpatched model's, compared at the longest measured length that is not
+       beyond it. (If no such length was measured, every method is a candidate.)
+    2. Over all lengths beyond the trained one, candidates whose passkey rate is clearly below
+       the best candidate's (95 % intervals do not overlap) drop out.
+    3. Of the rest, the lowest mean log perplexity beyond the trained length wins. It is
+       called clearly better than another where the bootstrap interval of the difference on
+       the same windows excludes zero.
+    4. The winner must also beat the unpatched model beyond the trained length: by a clearly
+       higher passkey rate, or by a clearly lower perplexity without a clearly lower rate.
+
+    Args:
+        scores: by method, the unpatched model under ``"none"``.
+        trained: trained context, tokens.
+        seed: of the bootstrap.
+    """
+    lengths = sorted(scores[UNPATCHED].losses)
+    beyond = [length for length in lengths if length > trained]
+    within = [length for length in lengths if length <= trained]
+    if not beyond:
+        return (
+            f"No recommendation: no length beyond the trained {trained} tokens was measured; "
+            f"give --lengths some."
+        )
+    costs = {name: _cost(scores, name, within) for name in scores if name != UNPATCHED}
+    candidates = [name for name in costs if costs[name] <= MAX_COST]
+    if not candidates:
+        nearest = min(costs, key=costs.__getitem__)
+        return (
+            f"No method is recommended: each raises perplexity at {within[-1]} tokens by more than "
+            f"{MAX_COST:.0%}, {nearest} by the least ({costs[nearest]:+.1%})."
+        )
+
+    found = {name: estimate_rate(scores[name].passes_at(*beyond)) for name in scores}
+    losses = {name: scores[name].losses_at(*beyond) for name in scores}
+    mean = {name: _mean(values) for name, values in losses.items()}
+    leader = max(candidates, key=lambda name: found[name].value)
+    leading = [name for name in candidates if found[name].high >= found[leader].low]
+    best = min(leading, key=mean.__getitem__)
+
+    more = found[best].low > found[UNPATCHED].high
+    fewer = found[best].high < found[UNPATCHED].low
+    better = more or (not fewer and _lower(losses, best, UNPATCHED, seed))
+    if better:
+        verdict = f"{best} is recommended"
+        worse = [name for name in candidates if found[name].high < found[best].low]
+        if worse:
+            verdict += f", clearly better at passkeys than {_listed(worse)}"
+        tied = [name for name in leading if name != best and not _lower(losses, best, name, seed)]
+        if tied:
+            labels = [f"{name} ({_perplexity(mean[name])})" for name in tied]
+            verdict += f", not clearly better in perplexity than {_listed(labels)}"
+    else:
+        verdict = f"No method clearly beats the unpatched model; the best of them is {best}"
+    price = "what it costs within the trained length was not measured"
+    if within:
+        price = f"at {within[-1]} tokens it costs {costs[best]:+.1%} perplexity"
+    dear = [name for name in costs if name not in candidates]
+    if dear:
+        price += f" (more than {MAX_COST:.0%}, so left out: {_listed(dear)})"
+    return (
+        f"{verdict}: beyond {trained} tokens its perplexity is {_perplexity(mean[best])} "
+        f"(unpatched {_perplexity(mean[UNPATCHED])}) and it finds {percent(found[best])} of the "
+        f"passkeys (unpatched {percent(found[UNPATCHED])}); {price}."
+    )
+
+
+def percent(estimate: Estimate) -> str:
+    """A rate and its interval, such as ``80% [49, 94]``."""
+    return f"{estimate.value:.0%} [{100 * estimate.low:.0f}, {100 * estimate.high:.0f}]"
+
+
+def number(value: float) -> str:
+    """A positive number to three digits, or to the whole if it has more."""
+    if not 0.001 < value < 1e6:
+        return f"{value:.2e}"
+    return f"{value:.{max(0, 2 - math.floor(math.log10(value)))}f}"
+
+
+def _cost(scores: Mapping[str, Scores], name: str, within: Sequence[int]) -> float:
+    """Relative rise of perplexity at the longest of the lengths; 0 where there are none."""
+    if not within:
+        return 0.0
+    method, unpatched = (_mean(scores[key].losses_at(within[-1])) for key in (name, UNPATCHED))
+    return _exp(method - unpatched) - 1
+
+
+def _mean(values: Sequence[float]) -> float:
+    return math.fsum(values) / len(values)
+
+
+def _lower(losses: Mapping[str, Sequence[float]], one: str, other: str, seed: int) -> bool:
+    """Whether the losses of ``one`` are clearly below those of ``other`` on the same windows."""
+    if not all(map(math.isfinite, losses[other])):  # differences would not be numbers
+        return all(map(math.isfinite, losses[one]))
+    differences = [a - b for a, b in zip(losses[one], losses[other], strict=True)]
+    return bootstrap_mean(differences, seed)[1] < 0
+
+
+def _perplexity(loss: float) -> str:
+    return number(_exp(loss))
+
+
+def _exp(loss: float) -> float:
+    return math.exp(loss) if loss < 700 else math.inf  # exp(710) is beyond float64
+
+
+def _listed(names: Sequence[str]) -> str:
+    return " and ".join(filter(None, [", ".join(names[:-1]), names[-1]]))

@@ -11,6 +11,7 @@ from dataclasses import fields
 from typing import Any
 
 import torch
+import transformers
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
@@ -23,7 +24,7 @@ _MAX_LAYERS = 4
 
 
 class NotBuildable(RuntimeError):
-    """This family cannot be built tiny and random here; the message says why."""
+    """The family cannot be built tiny and random here; the message says why."""
 
 
 def _table(*groups: tuple[int | float, str]) -> dict[str, int | float]:
@@ -34,9 +35,10 @@ _SMALL = _table(
     (VOCAB, "vocab_size vocab_size_per_layer_input pronunciation_vocab_size shape_vocab_size"),
     (VOCAB, "encoder_hash_byte_group_vocab"),
     (LENGTH, "max_position_embeddings n_positions n_ctx max_seq_len max_target_positions"),
-    (LENGTH, "max_source_positions context_length rel_extent"),
+    (LENGTH, "max_source_positions context_length rel_extent original_max_position_embeddings"),
     (64, "hidden_size d_model n_embd emb_dim embedding_size embedding_dim backbone_hidden_size"),
-    (64, "lru_width d_inner adapter_out_dim out_hidden_size hidden_size_global nemo_conv_channels"),
+    (64, "lru_width d_inner adapter_in_dim adapter_input_size adapter_out_dim"),
+    (64, "out_hidden_size hidden_size_global nemo_conv_channels"),
     (64, "pronunciation_embed_dim shape_embed_dim ext_pw_out_channel"),
     (96, "intermediate_size dense_intermediate_size decoder_ffn_dim encoder_ffn_dim ffn_dim"),
     (96, "ffn_hidden_size n_inner dff dim_ff intermediate_size_mlp mlp_dim"),
@@ -55,7 +57,10 @@ _SMALL = _table(
     (16, "local_attention_window_len"),
     (8, "qk_rope_head_dim qk_nope_head_dim v_head_dim gated_norm_rank d_rel laurel_rank"),
     (8, "adapter_rank hidden_size_per_layer_input mamba_chunk_size block_size"),
-    (4, "num_experts n_routed_experts num_local_experts moe_num_experts index_n_heads"),
+    (4, "num_experts n_routed_experts num_local_experts moe_num_experts"),
+    # With few indexer heads all scores of a token are often negative, rectified to ties at zero,
+    # and which of them are chosen then depends on the shapes.
+    (32, "index_n_heads"),
     (2, "num_experts_per_tok moe_k moe_topk top_k_experts"),
     (1, "n_group topk_group n_shared_experts num_shared_experts moe_num_shared_experts"),
     (1, "first_k_dense_replace num_dense_layers n_groups mamba_n_groups mamba_ngroups"),
@@ -149,7 +154,10 @@ _OVERRIDES: dict[str, dict[str, Any]] = {
     "longcat_flash": {"head_dim": 8},
     "mamba2": {"num_heads": 8},
     "mellum": {"layer_types": ["full_attention", "sliding_attention"], "sliding_window": 16},
-    "minimax_m3_vl_text": {"layer_types": ["full_attention", "minimax_m3_sparse"]},
+    "minimax_m3_vl_text": {
+        "index_n_heads": 4,
+        "layer_types": ["full_attention", "minimax_m3_sparse"],
+    },
     "ministral3": {
         "rope_parameters": {
             "llama_4_scaling_beta": 0.1,
@@ -158,6 +166,8 @@ _OVERRIDES: dict[str, dict[str, Any]] = {
             "rope_type": "default",
         }
     },
+    # Its cache keeps to the window and its attention does not: a wide one makes both agree.
+    "moshi": {"sliding_window": 16 * LENGTH},
     "qwen4_exp_text": {
         "indexer_budget": 8,
         "indexer_compress_ratio": 4,
@@ -175,8 +185,13 @@ _OVERRIDES: dict[str, dict[str, Any]] = {
     },
     "xlstm": {"hidden_size": 128},  # its query and key widths are rounded up to 64
     "xmod": {"default_language": "en_XX"},
-    "zamba": {"layers_block_type": ["linear_attention", "hybrid", "hybrid"], "num_hidden_layers": 3},
-    "zamba2": {"use_mem_rope": True},
+    "zamba": {
+        "layers_block_type": ["linear_attention", "hybrid", "hybrid"],
+        "num_hidden_layers": 3,
+    },
+    # Its prefill keeps time steps above the minimum and its decoding does not: a minimum that
+    # never binds makes both agree.
+    "zamba2": {"time_step_min": 1e-8, "use_mem_rope": True},
     "zaya": {
         "layer_types": ["hybrid_sliding", "hybrid"],
         "num_experts_per_tok": 1,
@@ -210,11 +225,22 @@ def tiny_model(model_type: str, **overrides: Any) -> PreTrainedModel:
         config = tiny_config(model_type, **overrides)
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
-            model = AutoModelForCausalLM.from_config(config)
+            model = _from_config(model_type, config)
+            for parameter in model.parameters():
+                if not parameter.any():  # a gate or scale that starts closed hides what is behind
+                    torch.nn.init.normal_(parameter, std=_SMALL["initializer_range"])
     except Exception as error:
-        reason = str(error).strip().splitlines() or [type(error).__name__]
-        raise NotBuildable(f"{model_type}: {reason[0]}") from error
+        reason = " ".join(str(error).split()) or type(error).__name__
+        raise NotBuildable(f"{model_type}: {reason}") from error
     return model.float().eval()
+
+
+def _from_config(model_type: str, config: PreTrainedConfig) -> PreTrainedModel:
+    cls = getattr(transformers, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[model_type])
+    decoder = getattr(config, "decoder", None)
+    if isinstance(decoder, cls.config_class):  # listed under the whole model, built from a part
+        return cls._from_config(decoder)
+    return AutoModelForCausalLM.from_config(config)
 
 
 def _tiny(cls: type[PreTrainedConfig], overrides: dict[str, Any]) -> PreTrainedConfig:

@@ -1,0 +1,431 @@
+"""The checks that every family of ``eval.coverage`` goes through.
+
+Each takes a :class:`Subject`, a tiny model whose trained context is ``LENGTH`` tokens, and yields
+what it found. All of them leave the model unpatched.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import inspect
+import math
+import tempfile
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+
+import rope_ext
+from eval.zoo import LENGTH, VOCAB
+from rope_ext.discovery import RotarySite, find_sites, text_config, text_decoder
+from rope_ext.patching import current_patch
+
+FACTOR = 4
+TOKENS = 3 * LENGTH
+"""Length of the input: beyond the trained context, within the extended one."""
+
+CHANGED = 1e-3
+"""Least change of a logit by a patch; a hundred times what we call equal."""
+
+EQUAL = 1e-5
+"""Frequencies that agree to float32 rounding, times positions up to ``TOKENS``."""
+
+CACHED = 1e-4
+"""Cached decoding against one forward: other matrix shapes, other orders of summation."""
+
+KEPT = 1e-6
+"""A cosine that we compute and one that the model computes, perhaps as a complex number."""
+
+NOTHING_GAINED = (
+    "only its sliding layers rotate, the full ones have no positions (NoPE), so scaling cannot "
+    "lengthen its reach"
+)
+
+_PREFILLS = ((80, 16), (96,))
+_DECODED = 6
+_LOCAL = ("sliding", "chunked", "local")
+
+
+@dataclass(frozen=True)
+class Check:
+    """One check of one family.
+
+    Args:
+        name: what was checked.
+        passed: None where it does not apply or cannot be made.
+        detail: what was measured, or why it was not made.
+        value: largest difference of a logit, where that is what was measured.
+    """
+
+    name: str
+    passed: bool | None
+    detail: str
+    value: float | None = None
+
+
+class Subject:
+    """A tiny model under test, and what was measured on it before anything patched it.
+
+    Args:
+        model: never patched so far.
+        options: of every patch.
+        remarks: what a user should know; checks add to them.
+    """
+
+    def __init__(
+        self, model: PreTrainedModel, options: dict[str, Any], remarks: Iterable[str] = ()
+    ) -> None:
+        self.model, self.options, self.remarks = model, options, list(remarks)
+        generator = torch.Generator().manual_seed(1)
+        self.ids = torch.randint(3, VOCAB, (2, TOKENS), generator=generator)
+        self.logits(tokens=LENGTH)
+        shorter = snapshot(model)
+        self.unpatched = self.logits()
+        self.pristine = snapshot(model)
+        self.running = changed(shorter, self.pristine)  # what it keeps of its last input
+
+    @torch.no_grad()
+    def logits(self, model: PreTrainedModel | None = None, tokens: int = TOKENS) -> torch.Tensor:
+        return (model or self.model)(input_ids=self.ids[:, :tokens]).logits
+
+    @torch.no_grad()
+    def decoded(self, prefill: tuple[int, ...]) -> torch.Tensor:
+        """Logits of the first tokens through the model's own cache, chunk by chunk."""
+        cache, parts, begin = None, [], 0
+        takes_positions = "position_ids" in inspect.signature(self.model.forward).parameters
+        for chunk in self.ids[:, : sum(prefill) + _DECODED].split((*prefill, *[1] * _DECODED), 1):
+            given: dict[str, Any] = {"past_key_values": cache, "use_cache": True}
+            if takes_positions:  # as generate does; not every family counts its cache by itself
+                positions = torch.arange(begin, begin + chunk.shape[1])
+                given["position_ids"] = positions.expand(len(chunk), -1)
+            output = self.model(input_ids=chunk, **given)
+            cache, begin = output.past_key_values, begin + chunk.shape[1]
+            parts.append(output.logits)
+        return torch.cat(parts, 1)
+
+    @functools.cached_property
+    def prefill(self) -> tuple[tuple[int, ...], float]:
+        """The chunks with which the unpatched model agrees with itself, and by how much."""
+        found = []
+        for prefill in _PREFILLS:
+            recomputed = self.logits(tokens=sum(prefill) + _DECODED)
+            found.append((prefill, _distance(self.decoded(prefill), recomputed)))
+            if found[-1][1] <= CACHED:
+                return found[-1]
+        return min(found, key=lambda pair: pair[1])
+
+    def patched(self, method: str, **options: Any) -> AbstractContextManager[PreTrainedModel]:
+        options = {**self.options, **options}
+        return rope_ext.patched(self.model, method, factor=FACTOR, **options)
+
+    @property
+    def scales_all(self) -> bool:
+        """Whether sets of layers with a limited window are scaled too."""
+        return self.options.get("sliding_layers") == "scale"
+
+    def sites(self) -> list[RotarySite]:
+        length = self.options.get("original_max_position_embeddings")
+        return find_sites(text_decoder(self.model), length)
+
+
+def _changes(subject: Subject) -> Iterator[Check]:
+    """The patch moves the logits beyond the trained length."""
+    with subject.patched("yarn"):
+        after = subject.logits()
+    beyond = slice(LENGTH, None)
+    distance = _distance(after[:, beyond], subject.unpatched[:, beyond])
+    again = _distance(subject.logits(), subject.unpatched)
+    yield Check("repeatable", again == 0, f"{again:.1e} between two unpatched forwards", again)
+    passed = bool(after.isfinite().all()) and distance > CHANGED
+    yield Check("changes", passed, f"{distance:.1e}", distance)
+
+
+def _equals_native(subject: Subject) -> Iterator[Check]:
+    """The patched model is the one that transformers builds from a configuration of its own."""
+    pairs = {len(site.loaded) for site in subject.sites() if not site.local or subject.scales_all}
+    table = torch.linspace(1, FACTOR, max(pairs)).tolist()
+    compared: tuple[tuple[str, dict[str, Any], dict[str, Any]], ...] = (
+        ("yarn", {}, {"rope_type": "yarn"}),
+        ("pi", {}, {"rope_type": "linear"}),
+        ("llama3", {}, {"rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 4.0}),
+        (
+            "longrope",
+            {"long_factor": table},
+            {"rope_type": "longrope", "short_factor": table, "long_factor": table},
+        ),
+    )
+    for method, options, entry in compared:
+        name = f"native {entry['rope_type']}"
+        if method == "longrope" and len(pairs) > 1:
+            yield Check(name, None, "its sets have different numbers of pairs")
+            continue
+        entry |= {"factor": float(FACTOR), "original_max_position_embeddings": LENGTH}
+        try:
+            theirs = subject.logits(_native_twin(subject, entry))
+        except Exception as error:  # whatever transformers raises, there is nothing to compare
+            yield Check(name, None, _line(error))
+            continue
+        with subject.patched(method, **options):
+            distance = _distance(subject.logits(), theirs)
+        yield _equal(name, distance, EQUAL)
+
+
+def _native_twin(subject: Subject, entry: dict[str, Any]) -> PreTrainedModel:
+    """The same weights under the same configuration plus ``entry``, made without rope_ext."""
+    config = copy.deepcopy(subject.model.config)
+    paths = {id(part): path for path, part in _configs(subject.model.config)}
+    own = [getattr(site.module, "config", None) for site in subject.sites() if not site.local]
+    wanted = {paths[id(part)] for part in own if id(part) in paths}
+    wanted = wanted or {paths[id(subject.model.config.get_text_config(decoder=True))]}
+    for path, part in _configs(config):
+        if path in wanted:
+            part.rope_parameters = _scaled(part.rope_parameters, entry, subject.scales_all)
+            part.max_position_embeddings = FACTOR * LENGTH
+            if hasattr(part, "original_max_position_embeddings"):
+                part.original_max_position_embeddings = LENGTH
+    with torch.random.fork_rng(devices=[]):
+        twin = type(subject.model)(type(config).from_dict(config.to_dict()))
+    twin.load_state_dict(subject.model.state_dict())
+    return twin.float().eval()
+
+
+def _scaled(parameters: dict[str, Any], entry: dict[str, Any], all_sets: bool) -> dict[str, Any]:
+    """Rope parameters with ``entry`` in every set, or in those of unlimited layers."""
+    parameters = copy.deepcopy(parameters)
+    parts = {name: part for name, part in parameters.items() if isinstance(part, dict)}
+    for name, part in (parts or {"": parameters}).items():
+        if not all_sets and any(word in name for word in _LOCAL):
+            continue
+        there = part.get("rope_type", "default")
+        if there == "default":
+            part.update(entry)
+        elif entry["rope_type"] == "linear":  # every type but the default takes a factor
+            part["factor"] = entry["factor"]
+        else:
+            raise ValueError(f"transformers has no {entry['rope_type']} on top of {there!r}")
+    return parameters
+
+
+def _leaves_sliding(subject: Subject) -> Iterator[Check]:
+    """Rotary sets of layers with a limited window: same buffers, same cosines and sines."""
+    if subject.scales_all:
+        return
+    buffers = {
+        name: buffer.clone()
+        for name, buffer in subject.model.named_buffers()
+        if name.endswith("inv_freq") and any(word in name.split(".")[-1] for word in _LOCAL)
+    }
+    with subject.patched("yarn"):
+        state = current_patch(subject.model)
+        left = [site for site in state.sites if site not in state.scaled]
+    buffers |= {f"{site.name}.{site.buffer}": site.loaded for site in left}
+    if not buffers:
+        return
+    before = [_rotations(site) for site in left]
+    with subject.patched("yarn"):
+        now = dict(subject.model.named_buffers()) | {
+            f"{site.name}.{site.buffer}": site.module._buffers[site.buffer] for site in left
+        }
+        same = all(torch.equal(buffer, now[name]) for name, buffer in buffers.items())
+        after = [_rotations(site) for site in left]
+    same = same and bool(left) and all(map(torch.equal, before, after))
+    yield Check("sliding untouched", same, f"{len(left)} sets, {len(buffers)} buffers")
+
+
+def _keeps_sliding(subject: Subject) -> Iterator[Check]:
+    """``sliding_layers="keep"``: their layers get unpatched cosines, the others patched ones."""
+    if subject.scales_all or not any(site.shared for site in subject.sites()):
+        return
+    kinds = text_config(subject.model).layer_types
+    try:
+        before = _received(subject)
+        with subject.patched("yarn", sliding_layers="keep"):
+            kept, after = subject.logits(), _received(subject)
+    except rope_ext.UnsupportedModelError as error:
+        subject.remarks.append("sliding_layers='keep' is refused: its attention takes no cosines")
+        yield Check("sliding kept", None, _line(error))
+        return
+    moved: dict[bool, list[float]] = {True: [], False: []}
+    for index, value in after.items():
+        limited = any(word in kinds[index] for word in _LOCAL)
+        moved[limited].append(_distance(value, before[index]))
+    stayed = max(moved[True], default=math.inf)
+    passed = stayed <= KEPT and min(moved[False], default=0.0) > CHANGED
+    yield Check("sliding kept", passed, f"{stayed:.1e}; full layers {moved[False]}", stayed)
+    if _distance(kept, subject.unpatched) <= EQUAL:
+        subject.remarks.append(NOTHING_GAINED)
+
+
+def _received(subject: Subject) -> dict[int, torch.Tensor]:
+    """The cosines that each attention layer is given."""
+    seen: dict[int, torch.Tensor] = {}
+
+    def look(module: nn.Module, args: tuple, kwargs: dict) -> None:
+        given = kwargs.get("position_embeddings")
+        if given is None:
+            given = next(arg for arg in args[1:] if arg is not None)
+        first = given if isinstance(given, torch.Tensor) else given[0]
+        seen[module.layer_idx] = first.clone()
+
+    attentions = [
+        module
+        for module in text_decoder(subject.model).modules()
+        if isinstance(getattr(module, "layer_idx", None), int)
+        and "Attention" in type(module).__name__
+    ]
+    handles = [m.register_forward_pre_hook(look, with_kwargs=True) for m in attentions]
+    try:
+        subject.logits()
+    finally:
+        for handle in handles:
+            handle.remove()
+    return seen
+
+
+def _decodes(subject: Subject) -> Iterator[Check]:
+    """Decoding through the model's own cache equals one forward of the same tokens."""
+    try:
+        prefill, native = subject.prefill
+    except Exception as error:  # a family whose unpatched forward takes no cache
+        for method in ("yarn", "dynamic_ntk"):
+            yield Check(f"cached {method}", None, f"the unpatched model cannot: {_line(error)}")
+        subject.remarks.append("its own cache does not work here, so cached decoding is unproven")
+        return
+    total = sum(prefill) + _DECODED
+    for method, fixed in (("yarn", {}), ("dynamic_ntk", {"length": prefill[0]})):
+        with subject.patched(method):
+            decoded = subject.decoded(prefill)
+        # A sequence keeps the frequencies of its first forward: recompute with those.
+        with subject.patched(method, **fixed):
+            distance = _distance(decoded, subject.logits(tokens=total))
+        yield _equal(f"cached {method}", distance, max(CACHED, 2 * native * (native > CACHED)))
+    if native > CACHED:
+        subject.remarks.append(
+            f"its own cached decoding differs from recomputation, by {native:.1e} unpatched"
+        )
+
+
+def _restores(subject: Subject) -> Iterator[Check]:
+    """After unpatch: tensors, attributes, hooks, classes, configuration, logits, bit for bit."""
+    for method in ("yarn", "dynamic_ntk"):
+        with subject.patched(method):
+            subject.logits()
+        wrong = changed(subject.pristine, snapshot(subject.model)) - subject.running
+        if not torch.equal(subject.logits(), subject.unpatched):
+            wrong.add("logits")
+        detail = ", ".join(sorted(wrong)[:5]) or "bit for bit"
+        yield Check(f"unpatch {method}", not wrong, detail)
+
+
+def _reloads(subject: Subject) -> Iterator[Check]:
+    """Saved and loaded by plain transformers: the same logits, or after patching again."""
+    with subject.patched("yarn"), tempfile.TemporaryDirectory() as folder:
+        ours = subject.logits()
+        native = saved_as(subject.model) != "patch again"
+        subject.model.save_pretrained(folder)
+        # The text part of some families has a model class but no entry in the Auto mapping.
+        auto = type(subject.model.config) in MODEL_FOR_CAUSAL_LM_MAPPING
+        loaded = (AutoModelForCausalLM if auto else type(subject.model)).from_pretrained(folder)
+    if not native:
+        rope_ext.patch(loaded, "yarn", factor=FACTOR, **subject.options)
+    distance = _distance(subject.logits(loaded.eval()), ours)
+    yield _equal("reloaded" if native else "reloaded and patched again", distance, EQUAL)
+
+
+CHECKS: tuple[Callable[[Subject], Iterator[Check]], ...] = (
+    _changes,
+    _equals_native,
+    _leaves_sliding,
+    _keeps_sliding,
+    _decodes,
+    _restores,
+    _reloads,
+)
+
+
+def _equal(name: str, distance: float, limit: float) -> Check:
+    return Check(name, distance <= limit, f"{distance:.1e}", distance)
+
+
+def _distance(one: torch.Tensor, other: torch.Tensor) -> float:
+    return (one - other).abs().max().item()
+
+
+def _line(error: Exception) -> str:
+    """An error's last line, which in transformers' wrapped errors is the one that says why."""
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[-1].strip()}" if lines else type(error).__name__
+
+
+def saved_as(model: PreTrainedModel) -> str:
+    """Under which type the patch in force is written into the configuration."""
+    text = text_config(text_decoder(model))
+    if hasattr(text, "rope_ext"):
+        return "patch again"
+    parameters = text.rope_parameters
+    names = {site.layer_type for site in current_patch(model).scaled}
+    parts = [parameters[n] if isinstance(parameters.get(n), dict) else parameters for n in names]
+    return ", ".join(sorted({part["rope_type"] for part in parts}))
+
+
+@torch.no_grad()
+def _rotations(site: RotarySite) -> torch.Tensor:
+    """What the rotary module returns, cosine and sine or the complex number, as one tensor."""
+    positions = torch.arange(TOKENS).unsqueeze(0)
+    extra = {} if site.layer_type is None else {"layer_type": site.layer_type}
+    output = site.module(torch.zeros(1, TOKENS, 1), position_ids=positions, **extra)
+    return output if isinstance(output, torch.Tensor) else torch.stack(output)
+
+
+def snapshot(model: PreTrainedModel) -> dict[str, Any]:
+    """Everything a patch could leave behind: tensors, attributes, hooks, classes, configuration."""
+    state: dict[str, Any] = {}
+    for name, module in model.named_modules():
+        state[f"{name}:class"] = type(module)
+        for key, buffer in module._buffers.items():
+            state[f"{name}.{key}"] = None if buffer is None else buffer.clone()
+        for key, parameter in module._parameters.items():
+            state[f"{name}.{key}"] = None if parameter is None else parameter._version
+        for key, value in vars(module).items():
+            if key.endswith("_hooks"):
+                state[f"{name}:{key}"] = len(value)
+            elif key not in ("_buffers", "_parameters", "_modules"):
+                state[f"{name}:{key}"] = _frozen(value)
+    for path, config in _configs(model.config):
+        state[f"config{path}"] = copy.deepcopy(config.to_dict())
+        for key, value in vars(config).items():
+            state[f"config{path}:{key}"] = _frozen(value)
+    return state
+
+
+def _frozen(value: Any) -> Any:
+    """A copy of plain values and tensors; the identity of anything else."""
+    if isinstance(value, (torch.Tensor, dict, list, tuple, set)):
+        return copy.deepcopy(value)
+    return value if isinstance(value, (bool, int, float, str, type(None))) else id(value)
+
+
+def _configs(config: PreTrainedConfig, path: str = "") -> Iterator[tuple[str, PreTrainedConfig]]:
+    yield path, config
+    for name, value in vars(config).items():
+        if isinstance(value, PreTrainedConfig):
+            yield from _configs(value, f"{path}.{name}")
+
+
+def changed(before: dict[str, Any], after: dict[str, Any]) -> set[str]:
+    """Names under which two snapshots differ."""
+
+    def same(one: Any, other: Any) -> bool:
+        if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
+            return one.dtype == other.dtype and torch.equal(one, other)
+        return type(one) is type(other) and bool(one == other)
+
+    gone = object()
+    names = before.keys() | after.keys()
+    return {name for name in names if not same(before.get(name, gone), after.get(name, gone))}

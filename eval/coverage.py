@@ -1,0 +1,391 @@
+"""Every causal-LM family of transformers, patched and checked: ``python -m eval.coverage``.
+
+    python -m eval.coverage                            the table
+    python -m eval.coverage llama gemma3               these families, check by check
+    python -m eval.coverage --write docs/FAMILIES.md   and the page
+    python -m eval.coverage --check docs/FAMILIES.md   exits with 1 if the page is out of date
+
+Each family is built tiny and random (``eval.zoo``), patched, and run through ``eval.checks``.
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import sys
+import warnings
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import transformers
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+from transformers import PreTrainedModel
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+import rope_ext
+from eval.checks import (
+    CACHED,
+    CHANGED,
+    CHECKS,
+    EQUAL,
+    FACTOR,
+    KEPT,
+    NOTHING_GAINED,
+    TOKENS,
+    Check,
+    Subject,
+    saved_as,
+)
+from eval.zoo import LENGTH, NotBuildable, model_types, tiny_model
+from rope_ext.discovery import RotarySite, text_config
+
+SUPPORTED = "supported"
+WINDOW_ONLY = "window only"
+REFUSED = "refused"
+NO_ROPE = "no rope"
+NOT_BUILDABLE = "not buildable"
+FAILED = "failed"
+
+# What no check can see.
+_KNOWN = {
+    "blt": "its local decoder has a window of which that module's configuration says nothing, so "
+    "its set is scaled along",
+    "moshi": "its attention ignores the window, its cache keeps to it",
+}
+
+# Of each check: the limit on the largest difference, and what is compared.
+_MEANING = {
+    "repeatable": ("0", "two unpatched forwards"),
+    "changes": (f"at least {CHANGED:g}", "patched and unpatched, beyond the trained length"),
+    "native yarn": (f"{EQUAL:g}", "patched, and built by transformers from its own yarn"),
+    "native linear": (f"{EQUAL:g}", "the same for `pi`"),
+    "native llama3": (f"{EQUAL:g}", "the same for `llama3`"),
+    "native longrope": (f"{EQUAL:g}", "the same for `longrope`"),
+    "sliding untouched": ("bit for bit", "frequencies and rotations of sets that only slide"),
+    "sliding kept": (f"{KEPT:g}", 'cosines under `sliding_layers="keep"`, layer by layer'),
+    "cached yarn": (
+        f"{CACHED:g}",
+        "prefill beyond the trained length and decoding through the cache, and one forward",
+    ),
+    "cached dynamic_ntk": (f"{CACHED:g}", "the same, recomputed at the length of the prefill"),
+    "unpatch yarn": (
+        "bit for bit",
+        "all tensors, attributes, hooks, classes, configuration, logits",
+    ),
+    "unpatch dynamic_ntk": ("bit for bit", "the same"),
+    "reloaded": (f"{EQUAL:g}", "after `save_pretrained` and plain `from_pretrained`"),
+    "reloaded and patched again": (f"{EQUAL:g}", "the same, with `patch` once more"),
+}
+
+
+@dataclass(frozen=True)
+class FamilyResult:
+    """What was found about one family.
+
+    Args:
+        model_type: transformers' name.
+        class_name: its causal-LM class.
+        verdict: ``"supported"``; ``"window only"``: refused, but accepted with
+            ``sliding_layers="scale"``; ``"refused"``; ``"failed"``: accepted, but fails a check;
+            ``"no rope"``; ``"not buildable"``.
+        reason: of any verdict but ``"supported"``.
+        error: name of the error class that ``rope_ext.patch`` raises by default, else "".
+        rotary: whether the text model rotates, from frequencies or by a fixed table.
+        layout: how its rotary embedding is laid out, in words.
+        saves: the ``rope_type`` under which plain transformers reloads a YaRN patch, or
+            ``"patch again"``.
+        checks: all checks, in order.
+        remarks: what a user should know besides.
+    """
+
+    model_type: str
+    class_name: str
+    verdict: str
+    reason: str = ""
+    error: str = ""
+    rotary: bool = True
+    layout: str = ""
+    saves: str = ""
+    checks: tuple[Check, ...] = ()
+    remarks: tuple[str, ...] = ()
+
+
+def check_family(model_type: str) -> FamilyResult:
+    """Build the family's tiny model, patch it, and make every check."""
+    found = FamilyResult(model_type, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[model_type], SUPPORTED)
+    with _quiet():
+        try:
+            model = tiny_model(model_type)
+        except NotBuildable as error:
+            reason = str(error).removeprefix(f"{model_type}: ")
+            return replace(found, verdict=NOT_BUILDABLE, reason=reason, rotary=False)
+        error = _refusal(model)
+        if error is None:
+            return _checked(found)
+        found = replace(found, verdict=REFUSED, reason=str(error), error=type(error).__name__)
+        if not isinstance(error, rope_ext.NoRopeError):
+            return _check_refused(model, found)
+        if _rotates_by_table(model):
+            return replace(found, reason="rotates by a fixed table, not from frequencies")
+        return replace(found, verdict=NO_ROPE, reason="", rotary=False)
+
+
+def _refusal(model: PreTrainedModel, **options: Any) -> rope_ext.RopeExtError | None:
+    try:
+        with rope_ext.patched(model, "yarn", factor=FACTOR, **options):
+            return None
+    except rope_ext.RopeExtError as error:
+        return error
+
+
+def _check_refused(model: PreTrainedModel, refused: FamilyResult) -> FamilyResult:
+    """Try again without the family's window, then with ``sliding_layers="scale"``."""
+    layers = len(getattr(model.config, "layer_types", None) or ())
+    for off in ({"sliding_window": None}, {"layer_types": ["full_attention"] * layers}):
+        try:
+            opened = tiny_model(refused.model_type, **off)
+        except NotBuildable:
+            continue
+        if _refusal(opened) is None:
+            remark = f"with its window off ({_setting(off)}); refused with it: every layer slides"
+            return _checked(refused, overrides=off, remarks=[remark])
+    options: dict[str, Any] = {"sliding_layers": "scale"}
+    if getattr(text_config(model), "max_position_embeddings", None) is None:
+        options["original_max_position_embeddings"] = LENGTH
+    if _refusal(model, **options) is not None:
+        return refused
+    result = _checked(refused, options=options)
+    if result.verdict == FAILED:
+        return result
+    reason = f"every layer that rotates has a window; {_setting(options)} scales it all the same"
+    return replace(result, verdict=WINDOW_ONLY, reason=reason)
+
+
+def _checked(
+    found: FamilyResult,
+    overrides: dict[str, Any] | None = None,
+    options: dict[str, Any] | None = None,
+    remarks: Iterable[str] = (),
+) -> FamilyResult:
+    """All checks, on a model that nothing has patched yet."""
+    subject = Subject(tiny_model(found.model_type, **(overrides or {})), options or {}, remarks)
+    layout = _layout(subject.sites())
+    checks = tuple(check for make in CHECKS for check in make(subject))
+    with subject.patched("yarn"):
+        saves = saved_as(subject.model)
+    remarks = list(subject.remarks)
+    absent = [c.name.split()[1] for c in checks if c.passed is None and c.name.startswith("native")]
+    if absent:
+        remarks.append(f"transformers builds no {', '.join(absent)} of it to compare with")
+    if found.model_type in _KNOWN:
+        remarks.append(_KNOWN[found.model_type])
+    failed = [f"{check.name}: {check.detail}" for check in checks if check.passed is False]
+    return replace(
+        found,
+        verdict=FAILED if failed else SUPPORTED,
+        reason="; ".join(failed),
+        layout=layout,
+        saves=saves,
+        checks=checks,
+        remarks=tuple(remarks),
+    )
+
+
+def _rotates_by_table(model: PreTrainedModel) -> bool:
+    """Whether a family without ``inv_freq`` rotates by sines it has written down."""
+    names = [name for name, _ in [*model.named_buffers(), *model.named_parameters()]]
+    source = inspect.getsource(sys.modules[type(model).__module__])
+    return any("embed_positions" in name for name in names) and "rotary" in source
+
+
+def _layout(sites: list[RotarySite]) -> str:
+    types = {site.layer_type for site in sites}
+    modules = {site.name for site in sites}
+    local = {site.local for site in sites}
+    words = ["full + sliding sets" if len(local) == 2 else "sliding only" if True in local else ""]
+    words += ["shared with sliding layers" if any(site.shared for site in sites) else ""]
+    words += [f"sets {' + '.join(sorted(types))}" if len(types) > 1 and len(local) == 1 else ""]
+    words += [f"{len(modules)} modules" if len(modules) > 1 else ""]
+    words += ["complex" if any(site.columns.complex for site in sites) else ""]
+    words += ["three axes" if any(site.columns.axis is not None for site in sites) else ""]
+    words += ["pairs that never turn" if any((site.loaded == 0).any() for site in sites) else ""]
+    return ", ".join(filter(None, words)) or "one set"
+
+
+def _setting(values: dict[str, Any]) -> str:
+    return ", ".join(f"{name}={value!r}" for name, value in values.items())
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """No warnings of the families on tiny configurations, none of ours on saving."""
+    logger = logging.getLogger("rope_ext")
+    level, verbosity = logger.level, transformers.logging.get_verbosity()
+    logger.setLevel(logging.ERROR)
+    transformers.logging.set_verbosity(logging.CRITICAL)
+    transformers.logging.disable_progress_bar()
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logger.setLevel(level)
+        transformers.logging.set_verbosity(verbosity)
+        transformers.logging.enable_progress_bar()
+
+
+def check_all(families: list[str], console: Console) -> list[FamilyResult]:
+    """The results of ``families`` in order, with a progress bar on ``console``."""
+    columns = (TextColumn("{task.description:<24}"), BarColumn(), MofNCompleteColumn())
+    results = []
+    with Progress(*columns, TimeElapsedColumn(), console=console, transient=True) as progress:
+        task = progress.add_task("families", total=len(families))
+        for model_type in families:
+            progress.update(task, description=model_type)
+            results.append(check_family(model_type))
+            progress.advance(task)
+    return results
+
+
+def share(results: list[FamilyResult]) -> float:
+    """Supported families of all those that can be built and rotate."""
+    rotary = [result for result in results if result.rotary]
+    return sum(result.verdict == SUPPORTED for result in rotary) / max(1, len(rotary))
+
+
+def totals(results: list[FamilyResult]) -> str:
+    """The counts, in one paragraph."""
+    count = Counter(result.verdict for result in results)
+    rotary = sum(result.rotary for result in results)
+    idle = sum(NOTHING_GAINED in result.remarks for result in results)
+    return (
+        f"{len(results)} classes in the mapping, {len(results) - count[NOT_BUILDABLE]} of them "
+        f"built here, {rotary} of those rotate: {count[SUPPORTED]} supported "
+        f"({share(results):.1%}), {count[WINDOW_ONLY]} window only, {count[REFUSED]} refused, "
+        f"{count[FAILED]} failed. Of the supported ones {idle} rotate in their sliding layers "
+        f"only: the patch is right but cannot lengthen their reach."
+    )
+
+
+def page(results: list[FamilyResult]) -> str:
+    """The content of docs/FAMILIES.md."""
+    rotary = [result for result in results if result.rotary]
+    names = dict.fromkeys(check.name for result in results for check in result.checks)
+    checked = [_tally(name, results) for name in names]
+    absent = [result for result in results if result.verdict == NOT_BUILDABLE]
+    no_rope = [result for result in results if result.verdict == NO_ROPE]
+    return f"""# Families
+
+Written by `python -m eval.coverage --write docs/FAMILIES.md` with transformers
+{transformers.__version__} and torch {torch.__version__}; do not edit.
+`python -m eval.coverage --check docs/FAMILIES.md` tells whether the verdicts still hold.
+
+{totals(results)}
+
+Every causal-LM class of transformers is built tiny and random in float32 with a trained context of
+{LENGTH} tokens, patched (factor {FACTOR}), and run on {TOKENS} tokens.
+
+* **supported**: `rope_ext.patch(model, method, factor=...)` passes every check below.
+* **window only**: every layer that rotates sees a limited window, so `patch` refuses;
+  `sliding_layers="scale"` scales it all the same and passes every check.
+* **refused**: `patch` raises and leaves the model as it was.
+
+*Saves as* is the `rope_type` under which plain transformers reloads a YaRN patch after
+`save_pretrained`. *Patch again*: transformers has none that fits; call `patch` again after
+`from_pretrained`.
+
+{_markdown(("model type", "class", "verdict", "layout", "saves as", "remarks"), map(_row, rotary))}
+
+## What was checked
+
+{_markdown(("check", "families", "difference", "limit", "what"), checked)}
+
+The difference is the largest among the families, of *changes* the smallest.
+
+## Not built here
+
+{_markdown(("model type", "class", "verdict", "", "", "reason"), map(_row, absent))}
+
+## Without rotary position embedding
+
+{_markdown(("model type", "class", "verdict", "", "", ""), map(_row, no_rope))}
+"""
+
+
+def _row(result: FamilyResult) -> tuple[str, ...]:
+    remarks = "; ".join(filter(None, (result.reason, *result.remarks)))
+    name = f"`{result.model_type}`"
+    return name, result.class_name, result.verdict, result.layout, result.saves, remarks
+
+
+def _tally(name: str, results: list[FamilyResult]) -> tuple[str, ...]:
+    """How many families passed a check, and how closely."""
+    made = [check for r in results for check in r.checks if check.name == name]
+    values = [check.value for check in made if check.passed is not None and check.value is not None]
+    worst = f"{(min if name == 'changes' else max)(values):.1e}" if values else ""
+    return name, str(sum(check.passed is True for check in made)), worst, *_MEANING[name]
+
+
+def _markdown(header: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> str:
+    """A table, without the columns whose header is empty."""
+    lines = [header, ("---",) * len(header), *rows]
+    kept = [i for i, title in enumerate(header) if title]
+    return "\n".join("| " + " | ".join(line[i] for i in kept) + " |" for line in lines)
+
+
+def outdated(text: str, results: list[FamilyResult]) -> list[str]:
+    """Where the verdicts on a page differ from ``results``."""
+    written = {}
+    for line in text.splitlines():
+        cells = [cell.strip() for cell in line.strip("|").split("|")]
+        if len(cells) >= 3 and cells[0].startswith("`"):
+            written[cells[0].strip("`")] = (cells[1], cells[2])
+    found = {result.model_type: (result.class_name, result.verdict) for result in results}
+    return [
+        f"{name}: the page says {written.get(name)}, found {found.get(name)}"
+        for name in sorted(written.keys() | found.keys())
+        if written.get(name) != found.get(name)
+    ]
+
+
+def main(
+    families: Annotated[list[str] | None, typer.Argument(help="Only these model types.")] = None,
+    write: Annotated[Path | None, typer.Option(help="Write the page here.")] = None,
+    check: Annotated[Path | None, typer.Option(help="Compare the verdicts of this page.")] = None,
+) -> None:
+    """Patch and check every causal-LM family of transformers."""
+    if families and (write or check):
+        raise typer.BadParameter("a page is about all families; name none with --write or --check")
+    console = Console()
+    results = check_all(families or model_types(), console)
+    table = Table("model type", "verdict", "layout", "saves as", "remarks")
+    for result in results:
+        if families or result.rotary or result.verdict == NOT_BUILDABLE:
+            name, _, *cells = _row(result)
+            table.add_row(name.strip("`"), *cells)
+    console.print(table)
+    for result in results if families else ():
+        for made in result.checks:
+            word = {True: "passed", False: "FAILED", None: "not made"}[made.passed]
+            console.print(f"{result.model_type}: {made.name}: {word}, {made.detail}", markup=False)
+    console.print(totals(results), markup=False)
+    if write is not None:
+        write.write_text(page(results), encoding="utf-8")
+        console.print(f"wrote {write}", markup=False)
+    if check is not None:
+        wrong = outdated(check.read_text(encoding="utf-8"), results)
+        console.print("\n".join(wrong) or f"{check} is up to date", markup=False)
+        if wrong:
+            raise typer.Exit(1)
+
+
+if __name__ == "__main__":
+    typer.run(main)

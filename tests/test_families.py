@@ -1,0 +1,145 @@
+"""Every causal-LM family of transformers: what patch promises holds, or patch refuses.
+
+The exceptions are written down here, so that a family cannot turn from supported to refused, or
+lose a check, without a test that fails under its name.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from typing import Any
+
+import pytest
+
+import rope_ext
+from eval import coverage
+from eval.checks import changed, snapshot
+from eval.zoo import model_types, tiny_model
+from rope_ext import frequency, patching, persistence
+
+REFUSED = {
+    "codegen": rope_ext.NoRopeError,  # a fixed table of sines
+    "gptj": rope_ext.NoRopeError,
+    "phimoe": rope_ext.UnsupportedModelError,  # frequencies from the configuration, every forward
+    "roformer": rope_ext.NoRopeError,
+}
+WINDOW_ONLY = {"beam", "cohere_compass_text", "moshi", "recurrent_gemma"}
+WINDOW_OFF = {"ministral", "mistral"}  # supported without their window, refused with it
+NOT_BUILDABLE = {"gemma3n", "gemma4_assistant", "gemma4_unified_assistant"}
+
+# Families of which transformers builds no yarn, no llama3, ..., to compare with.
+PROPORTIONAL = {"gemma4", "gemma4_text", "gemma4_unified", "gemma4_unified_text", "lfm3"}
+ONLY_LONGROPE = {"phi3", "phi4_multimodal"}
+ONLY_DEFAULT = {"recurrent_gemma"}
+NO_CACHE = {"blt", "recurrent_gemma"}
+PATCH_AGAIN = (PROPORTIONAL - {"lfm3"}) | {"blt", "recurrent_gemma"}
+
+family = functools.cache(coverage.check_family)
+
+
+def expected(model_type: str) -> str:
+    if model_type in REFUSED:
+        return coverage.REFUSED
+    if model_type in WINDOW_ONLY:
+        return coverage.WINDOW_ONLY
+    if any(name.endswith("inv_freq") for name, _ in tiny_model(model_type).named_buffers()):
+        return coverage.SUPPORTED
+    return coverage.NO_ROPE
+
+
+def required(model_type: str) -> set[str]:
+    """The checks that must have been made and passed."""
+    names = {"repeatable", "changes", "unpatch yarn", "unpatch dynamic_ntk"}
+    native = {"yarn", "linear", "llama3", "longrope"}
+    if model_type in PROPORTIONAL:
+        native = {"linear"}
+    elif model_type in ONLY_LONGROPE:
+        native = {"longrope"}
+    elif model_type in ONLY_DEFAULT:
+        native = set()
+    names |= {f"native {rope_type}" for rope_type in native}
+    if model_type not in NO_CACHE:
+        names |= {"cached yarn", "cached dynamic_ntk"}
+    config = tiny_model(model_type).config.get_text_config(decoder=True)
+    sets = {name for name, part in (config.rope_parameters or {}).items() if isinstance(part, dict)}
+    kinds = [kind for kind in getattr(config, "layer_types", None) or () if "attention" in kind]
+    limited = {"sliding" in kind or "chunked" in kind for kind in kinds}
+    if model_type not in WINDOW_ONLY:
+        names |= {"sliding untouched"} if any("sliding" in name for name in sets) else set()
+        names |= {"sliding kept"} if not sets and len(limited) == 2 else set()
+    return names | {"reloaded and patched again" if model_type in PATCH_AGAIN else "reloaded"}
+
+
+@pytest.mark.parametrize("model_type", model_types())
+def test_family(model_type: str) -> None:
+    result = family(model_type)
+    if result.verdict == coverage.NOT_BUILDABLE and model_type in NOT_BUILDABLE:
+        pytest.skip(result.reason)
+    assert result.verdict == expected(model_type), result.reason
+    if result.verdict in (coverage.SUPPORTED, coverage.WINDOW_ONLY):
+        assert required(model_type) <= {check.name for check in result.checks if check.passed}
+        assert [check for check in result.checks if check.passed is False] == []
+    assert (result.saves == "patch again") == (model_type in PATCH_AGAIN)
+
+
+@pytest.mark.parametrize("model_type", [*REFUSED, *WINDOW_ONLY, *WINDOW_OFF, "bart", "jamba"])
+def test_refused_by_default_and_left_alone(model_type: str) -> None:
+    model = tiny_model(model_type)
+    before = snapshot(model)
+    error = REFUSED.get(model_type, rope_ext.UnsupportedModelError)
+    if model_type in ("bart", "jamba"):
+        error = rope_ext.NoRopeError
+    with pytest.raises(error):
+        rope_ext.patch(model, "yarn", factor=4)
+    assert changed(before, snapshot(model)) == set()
+
+
+@pytest.mark.slow
+def test_share_of_supported_families() -> None:
+    results = [family(model_type) for model_type in model_types()]
+    assert coverage.share(results) >= 0.92, coverage.totals(results)
+
+
+def test_a_scaled_sliding_set_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(patching, "_chosen", lambda decoder, sites, sliding_layers: sites)
+    result = coverage.check_family("gemma3_text")
+    assert result.verdict == coverage.FAILED
+    assert "sliding untouched" in result.reason
+    assert "native yarn" in result.reason
+
+
+def test_a_lost_scaling_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    restore = frequency._undo
+
+    def forgetful(state: frequency.SiteState) -> None:
+        restore(state)
+        setattr(state.site.module, state.site.scaling_attribute, 1 + 0.1 * math.log(4))
+
+    monkeypatch.setattr(frequency, "_undo", forgetful)
+    result = coverage.check_family("llama")
+    assert result.verdict == coverage.FAILED
+    assert "unpatch yarn" in result.reason
+    assert "attention_scaling" in result.reason
+
+
+def test_an_unwritten_configuration_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    write = persistence.ConfigState.write
+
+    def only_the_length(self: persistence.ConfigState, values: dict[str, Any]) -> None:
+        write(self, {name: value for name, value in values.items() if name != "rope_parameters"})
+
+    monkeypatch.setattr(persistence.ConfigState, "write", only_the_length)
+    result = coverage.check_family("llama")
+    assert result.verdict == coverage.FAILED
+    assert "reloaded" in result.reason
+
+
+def test_a_page_is_compared_by_its_verdicts() -> None:
+    results = [family("llama"), family("gptj"), family("bart")]
+    text = coverage.page(results)
+    assert coverage.outdated(text, results) == []
+    assert coverage.outdated(text.replace("| refused |", "| supported |"), results) == [
+        "gptj: the page says ('GPTJForCausalLM', 'supported'), found ('GPTJForCausalLM', 'refused')"
+    ]
+    assert len(coverage.outdated(text, results[:2])) == 1

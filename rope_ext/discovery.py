@@ -144,8 +144,9 @@ def find_sites(decoder: nn.Module, length: int | None = None) -> list[RotarySite
             sites.append(_site(decoder, name, module, prefix or None, length, proven))
     if not sites:
         raise NoRopeError(
-            f"{type(decoder).__name__} has no rotary position embedding kept in a buffer (no module "
-            f"owns an inv_freq), so there is nothing to extend; choose a RoPE model such as Llama"
+            f"{type(decoder).__name__} has no rotary position embedding kept in a buffer (no "
+            f"module owns an inv_freq), so there is nothing to extend; choose a RoPE model such as "
+            f"Llama"
         )
     return sites
 

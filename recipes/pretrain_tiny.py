@@ -246,7 +246,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--output", type=Path, default=Path("checkpoints/tiny-512"))
     parser.add_argument("--work", type=Path, default=Path("runs/pretrain_tiny"))
-    parser.add_argument("--steps", type=int, default=3600)
+    parser.add_argument("--steps", type=int, default=1950)
     parser.add_argument("--batch-size", type=int, default=16)
     parser.add_argument("--learning-rate", type=float, default=0.02)
     parser.add_argument("--seed", type=int, default=0)
@@ -293,6 +293,8 @@ def main() -> None:
         optimizers=(optimizer, scheduler),
     )
     trainer.train(resume_from_checkpoint=args.resume)
+    model.config.use_cache = True  # which Trainer switches off
+    model.config.pad_token_id = model.generation_config.pad_token_id = tokenizer.pad_token_id
     model.to(torch.bfloat16).save_pretrained(args.output)
     tokenizer.save_pretrained(args.output)
 

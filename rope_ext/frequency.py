@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import logging
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,8 +25,9 @@ PRECISE_BEYOND = 131072
 
 _ABSENT = "absent"
 _MASTERS = "_rope_ext_masters"  # on a patched rotary module: buffer name -> float32 values
-_LENGTHS = "_rope_ext_lengths"  # on a cache: the length each row's frequencies were made for
+_STARTED = "_rope_ext_started"  # on a cache: the sequences in it, a Started
 _NATIVE = "_rope_ext_native"  # on a cosine tensor: the unpatched cosine and sine
+_logger = logging.getLogger("rope_ext")
 
 
 @dataclass
@@ -45,23 +47,29 @@ class Applied:
     states: list[SiteState] = field(default_factory=list)
     handles: list[Any] = field(default_factory=list)
     rows: RowLengths | None = None
-    generators: list[nn.Module] = field(default_factory=list)
+    generators: list[tuple[nn.Module, Any]] = field(default_factory=list)
 
     def undo(self) -> None:
         """Restore every buffer, attribute and method that was replaced."""
         for handle in self.handles:
             handle.remove()
-        for model in self.generators:
-            model.__dict__.pop("generate", None)
+        for model, own in self.generators:
+            if own is _ABSENT:
+                model.__dict__.pop("generate", None)
+            else:
+                model.generate = own
         for state in reversed(self.states):
             _undo(state)
 
 
-def write(site: RotarySite, inv_freq: torch.Tensor, scaling: float) -> SiteState:
+def write(site: RotarySite, inv_freq: torch.Tensor, scaling: float, hooked: bool) -> SiteState:
     """Put ``inv_freq`` (float32, CPU, ``[pairs]``) and ``scaling`` into the rotary module.
 
     The values survive ``.to(dtype)``, ``.half()``, ``.to_empty()`` and pickling: they are
     written again from a float32 master whenever the module's tensors are replaced.
+
+    Args:
+        hooked: whether the module gets a :class:`RotaryHook` too.
     """
     module = site.module
     state = _save(site)
@@ -69,7 +77,7 @@ def write(site: RotarySite, inv_freq: torch.Tensor, scaling: float) -> SiteState
     module.__dict__[_MASTERS] = masters
     module.__dict__["_is_hf_initialized"] = True  # transformers must not initialise it again
     setattr(module, site.scaling_attribute, scaling)
-    module.__class__ = _guarded(type(module))
+    module.__class__ = _guarded(getattr(type(module), "_rope_ext_plain", type(module)), hooked)
     _rewrite(module)
     return state
 
@@ -81,7 +89,10 @@ def grow(site: RotarySite) -> SiteState:
     """
     module = site.module
     counter = f"{site.prefix}max_seq_len_cached"
-    state = _save(site, ("rope_type", "max_seq_len_cached", counter, "attention_scaling"))
+    lengths = ("max_seq_len_cached", "original_max_seq_len")
+    state = _save(site, ("rope_type", *lengths, counter, "attention_scaling"))
+    for name in lengths:
+        setattr(module, name, site.rope.length)
     if isinstance(module.rope_type, dict):
         module.rope_type = {**module.rope_type, site.layer_type: "dynamic"}
     else:
@@ -132,10 +143,12 @@ def _rewrite(module: nn.Module) -> None:
 
 
 @functools.cache
-def _guarded(cls: type[nn.Module]) -> type[nn.Module]:
-    """A rotary class whose patched buffers follow the device but never the dtype."""
-    if hasattr(cls, "_rope_ext_plain"):
-        return cls
+def _guarded(cls: type[nn.Module], hooked: bool) -> type[nn.Module]:
+    """A rotary class whose patched buffers follow the device but never the dtype.
+
+    Compiled graphs are guarded by the class of a module and not by its hooks: with one class
+    for both, a graph made without the hook would go on serving a module that has it.
+    """
 
     def apply(self: nn.Module, fn: Any, recurse: bool = True) -> nn.Module:
         super(guarded, self)._apply(fn, recurse)
@@ -143,7 +156,7 @@ def _guarded(cls: type[nn.Module]) -> type[nn.Module]:
         return self
 
     def reduce(self: nn.Module, protocol: int) -> tuple:
-        return _rebuild, (cls,), self.__dict__
+        return _rebuild, (cls, hooked), self.__dict__
 
     names = {"_apply": apply, "__reduce_ex__": reduce, "_rope_ext_plain": cls}
     names |= {
@@ -155,8 +168,8 @@ def _guarded(cls: type[nn.Module]) -> type[nn.Module]:
     return guarded
 
 
-def _rebuild(cls: type[nn.Module]) -> nn.Module:
-    guarded = _guarded(cls)
+def _rebuild(cls: type[nn.Module], hooked: bool) -> nn.Module:
+    guarded = _guarded(cls, hooked)
     return guarded.__new__(guarded)
 
 
@@ -192,18 +205,18 @@ class RotaryHook:
         positions = kwargs["position_ids"] if "position_ids" in kwargs else args[1]
         result = output
         if self.precise or self.rows is not None:
-            inv_freq, scaling = self._frequencies(positions)
+            inv_freq, scaling = self.inv_freq, self.scaling
+            if self.rows is not None:
+                inv_freq, scaling = self._frequencies(positions)
             result = self._compute(positions, inv_freq, scaling, output)
         if self.native:
             theta, scaling = self.site.loaded, self.site.scaling
             first = result if isinstance(result, torch.Tensor) else result[0]
-            first.__dict__[_NATIVE] = self._compute(positions, theta, scaling, output)
+            _attach(first, self._compute(positions, theta, scaling, output))
         return result
 
     @torch.compiler.disable
     def _frequencies(self, positions: torch.Tensor) -> tuple[torch.Tensor, Any]:
-        if self.rows is None:
-            return self.inv_freq, self.scaling
         lengths = self.rows.lengths(positions)
         if self._made is None or self._made[0] is not lengths:  # a new sequence
             self._made = (lengths, *self.rows.frequencies(self.site, lengths))
@@ -230,22 +243,46 @@ class RotaryHook:
         return cos.to(like[0].dtype), sin.to(like[1].dtype)
 
 
+# Not traced: a compiled graph can neither put an attribute on a tensor nor see one.
+@torch.compiler.disable
+def _attach(first: torch.Tensor, native: Any) -> None:
+    first.__dict__[_NATIVE] = native
+
+
+@dataclass(frozen=True)
+class Started:
+    """The rows of a batch, whose frequencies stay what they are until the end.
+
+    Args:
+        lengths: tokens that the frequencies of each row are made for, float64, ``[rows]``.
+        room: the same for the whole batch, with the padding, as a cache counts them.
+    """
+
+    lengths: torch.Tensor
+    room: int
+
+
 class RowLengths:
     """Keeps the frequencies of every sequence fixed from its first token to its last.
 
     A decoder pre-hook sets the lengths of the rows at hand: those stored on the cache if the
     sequence is under way, else those of the sequences that start now.
+
+    Args:
+        method: the frequencies of each length.
+        trained: tokens below which no method changes anything.
     """
 
-    def __init__(self, method: DynamicMethod) -> None:
-        self.method = method
-        self.current: torch.Tensor | None = None
-        self.announced: torch.Tensor | None = None  # by generate, which knows what will come
+    def __init__(self, method: DynamicMethod, trained: int) -> None:
+        self.method, self.trained = method, trained
+        self.current: Started | None = None
+        self.announced: Started | None = None  # by generate, which knows what will come
+        self.warned = False
 
     def lengths(self, positions: torch.Tensor) -> torch.Tensor:
         """Length of each row, float64; from ``positions`` outside the decoder's forward."""
         if self.current is not None:
-            return self.current
+            return self.current.lengths
         return positions.max().double().cpu().reshape(1) + 1
 
     def frequencies(
@@ -264,35 +301,72 @@ class RowLengths:
     @torch.compiler.disable
     def begin(self, decoder: nn.Module, args: tuple, kwargs: dict) -> None:
         """Decoder pre-hook."""
+        if torch.compiler.is_exporting():
+            raise UnsupportedModelError(
+                f"{self.method.name} chooses the frequencies of every sequence as it comes, which "
+                f"an exported graph cannot do; pass length=TOKENS to fix them"
+            )
+        if str(getattr(decoder.config, "_attn_implementation", "")).startswith("paged"):
+            raise CacheError(
+                f"continuous batching packs many sequences into one row, and {self.method.name} "
+                f"gives each its own frequencies; pass length=TOKENS to fix them"
+            )
         given = {**dict(zip(_parameters(type(decoder)), args, strict=False)), **kwargs}
         tokens = given.get("input_ids")
         tokens = given.get("inputs_embeds") if tokens is None else tokens
         cache = given.get("past_key_values")
         rows = tokens.shape[0]
-        stored = getattr(cache, _LENGTHS, None)
+        stored = getattr(cache, _STARTED, None)
         if cache is not None and int(cache.get_seq_length()) > 0:
             if stored is None:
                 raise CacheError(
-                    f"this cache was begun before the model was patched with {self.method.name}, "
-                    f"so its keys are rotated otherwise; start the sequence with an empty cache"
+                    f"this cache was begun before the model was patched with {self.method.name} "
+                    f"(or by prefix tuning), so the length of its sequences is not known; start "
+                    f"with an empty cache, or pass length=TOKENS to fix the frequencies"
                 )
-            if len(stored) not in (1, rows):
+            if len(stored.lengths) not in (1, rows):
                 raise CacheError(
-                    f"this cache was begun with {len(stored)} rows and is continued with {rows}; "
-                    f"start again with an empty cache, or set length= to fix the frequencies"
+                    f"this cache was begun with {len(stored.lengths)} rows and is continued with "
+                    f"{rows}; start again with an empty cache, or set length= to fix the "
+                    f"frequencies"
                 )
             self.current = stored
+            self._warn(int(cache.get_seq_length()) + tokens.shape[1])
             return
         self.current = self._starting(given, tokens, rows)
         if cache is not None:
-            setattr(cache, _LENGTHS, self.current)
+            setattr(cache, _STARTED, self.current)
 
-    def _starting(self, given: dict[str, Any], tokens: torch.Tensor, rows: int) -> torch.Tensor:
-        if self.announced is not None and rows % len(self.announced) == 0:
-            return self.announced.repeat_interleave(rows // len(self.announced))
+    def _warn(self, reached: int) -> None:
+        """Say once that a sequence has become longer than its frequencies are made for."""
+        room = self.current.room
+        if self.warned or reached <= max(room, self.trained):
+            return
+        self.warned = True
+        _logger.warning(
+            "rope_ext: %s: a sequence of %d tokens keeps the frequencies it started with, which "
+            "are made for %d: by generate on a patched model (not its decoder), prompt plus "
+            "max_new_tokens; else the first forward. To go on with a cache beyond that, in a "
+            "chat for instance, pass length=TOKENS to rope_ext.patch",
+            self.method.name,
+            reached,
+            room,
+        )
+
+    def _starting(self, given: dict[str, Any], tokens: torch.Tensor, rows: int) -> Started:
+        announced = self.announced
+        if announced is not None and rows % len(announced.lengths) == 0:
+            repeats = rows // len(announced.lengths)
+            return Started(announced.lengths.repeat_interleave(repeats), announced.room)
+        lengths = self._longest(given, tokens, rows)
+        return Started(lengths, max(tokens.shape[1], int(lengths.max())))
+
+    def _longest(self, given: dict[str, Any], tokens: torch.Tensor, rows: int) -> torch.Tensor:
         positions, mask = given.get("position_ids"), given.get("attention_mask")
         if positions is None:
             positions = torch.arange(tokens.shape[1], device=tokens.device)
+        if positions.ndim == 3:  # axes, rows, tokens
+            positions = positions.amax(0)
         positions = positions.reshape(-1, positions.shape[-1])
         if isinstance(mask, torch.Tensor) and mask.ndim == 2 and mask.shape == tokens.shape[:2]:
             positions = positions.expand(rows, -1) if len(positions) == 1 else positions[-rows:]
@@ -305,27 +379,46 @@ class RowLengths:
         """Decoder hook: a cache that the decoder made itself carries the lengths too."""
         cache = getattr(output, "past_key_values", None)
         if cache is not None and self.current is not None:
-            setattr(cache, _LENGTHS, self.current)
+            setattr(cache, _STARTED, self.current)
         self.current = None
 
-    def generate(self, original: Any, *args: Any, **kwargs: Any) -> Any:
+    def generate(self, model: nn.Module, original: Any, *args: Any, **kwargs: Any) -> Any:
         """Announce prompt plus new tokens of every row, then generate."""
-        tokens = kwargs.get("input_ids", kwargs.get("inputs", args[0] if args else None))
-        if not isinstance(tokens, torch.Tensor):
-            return original(*args, **kwargs)  # every row keeps the length of its prompt
-        mask = kwargs.get("attention_mask")
-        prompt = torch.full((len(tokens),), tokens.shape[1], dtype=torch.float64)
-        real = prompt if mask is None else mask.sum(-1).double().cpu()
-        config = kwargs.get("generation_config") or original.__self__.generation_config
-        new = kwargs.get("max_new_tokens", getattr(config, "max_new_tokens", None))
-        if new is None:
-            total = kwargs.get("max_length", getattr(config, "max_length", None))
-            new = 20 if total is None else max(0, total - tokens.shape[1])
-        self.announced = real + new
+        if self.announced is not None:  # the model drafts for itself: it is the same sequence
+            return original(*args, **kwargs)
+        names = tuple(inspect.signature(type(model).generate).parameters)[1:]
+        self.announced = _announced(model, {**dict(zip(names, args, strict=False)), **kwargs})
         try:
             return original(*args, **kwargs)
         finally:
             self.announced = None
+
+
+def _announced(model: nn.Module, given: dict[str, Any]) -> Started | None:
+    """What a call of ``generate`` will make of each row, if its arguments say it."""
+    tokens = given.get("inputs") if given.get("input_ids") is None else given["input_ids"]
+    embeds = given.get("inputs_embeds")
+    prompt = tokens if embeds is None else embeds
+    if not isinstance(prompt, torch.Tensor):
+        return None  # every row keeps the length of its prompt
+    configs = (given.get("generation_config"), model.generation_config)
+
+    def setting(name: str) -> Any:  # in the order of transformers
+        values = (given.get(name), *(getattr(config, name, None) for config in configs))
+        return next((value for value in values if value is not None), None)
+
+    mask, pad, eos = given.get("attention_mask"), setting("pad_token_id"), setting("eos_token_id")
+    ends = eos if isinstance(eos, (list, tuple)) else [eos]
+    if mask is None and embeds is None and pad is not None and pad not in ends:
+        mask = prompt.ne(pad)  # as generate infers it
+    real = torch.full((len(prompt),), prompt.shape[1], dtype=torch.float64)
+    if isinstance(mask, torch.Tensor) and mask.ndim == 2:
+        real = mask.sum(-1).double().cpu()
+    new = setting("max_new_tokens")
+    if new is None:
+        total = setting("max_length")
+        new = 20 if total is None else max(0, total - prompt.shape[1])
+    return Started(real + new, prompt.shape[1] + new)
 
 
 @functools.cache
@@ -339,9 +432,9 @@ def follow_rows(decoder: nn.Module, model: nn.Module, applied: Applied) -> None:
     rows = applied.rows
     applied.handles.append(decoder.register_forward_pre_hook(rows.begin, with_kwargs=True))
     applied.handles.append(decoder.register_forward_hook(rows.end, with_kwargs=True))
-    if hasattr(model, "generate"):
-        model.generate = functools.partial(rows.generate, model.generate)
-        applied.generators.append(model)
+    if hasattr(type(model), "generate"):
+        applied.generators.append((model, model.__dict__.get("generate", _ABSENT)))
+        model.generate = functools.partial(rows.generate, model, model.generate)
 
 
 def keep_native(decoder: nn.Module, layer_types: list[str], local: tuple[str, ...]) -> list[Any]:
@@ -366,6 +459,7 @@ def keep_native(decoder: nn.Module, layer_types: list[str], local: tuple[str, ..
     return handles
 
 
+@torch.compiler.disable
 def _use_native(module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
     given = {**dict(zip(_parameters(type(module)), args, strict=False)), **kwargs}
     embeddings = given["position_embeddings"]

@@ -262,18 +262,20 @@ def _patch(
     )
     try:
         if adapts and not growing:
-            applied.rows = frequency.RowLengths(method)
+            trained = min(site.rope.length for site in scaled)
+            applied.rows = frequency.RowLengths(method, trained)
         for site in scaled:
             inv_freq, scaling = targets[id(site)]
             if growing:
                 applied.states.append(frequency.grow(site))
                 continue
+            hooked = precise or adapts or (keep and site.shared)
             if adapts:  # the hook replaces them; a fresh module holds the trained ones
-                applied.states.append(frequency.write(site, site.loaded, site.scaling))
+                applied.states.append(frequency.write(site, site.loaded, site.scaling, hooked))
             else:
                 buffer = how.built.get(id(site), inv_freq.float())
-                applied.states.append(frequency.write(site, buffer, scaling))
-            if precise or adapts or (keep and site.shared):
+                applied.states.append(frequency.write(site, buffer, scaling, hooked))
+            if hooked:
                 hook = frequency.RotaryHook(
                     site, inv_freq, scaling, precise, applied.rows, keep and site.shared
                 )

@@ -68,8 +68,7 @@ def write(site: RotarySite, inv_freq: torch.Tensor, scaling: float, hooked: bool
     The values survive ``.to(dtype)``, ``.half()``, ``.to_empty()`` and pickling: they are
     written again from a float32 master whenever the module's tensors are replaced.
 
-    Args:
-        hooked: whether the module gets a :class:`RotaryHook` too.
+    A module that is ``hooked``, by a :class:`RotaryHook`, gets a class of its own.
     """
     module = site.module
     state = _save(site)
@@ -306,18 +305,19 @@ class RowLengths:
                 f"{self.method.name} chooses the frequencies of every sequence as it comes, which "
                 f"an exported graph cannot do; pass length=TOKENS to fix them"
             )
-        if str(getattr(decoder.config, "_attn_implementation", "")).startswith("paged"):
+        given = {**dict(zip(_parameters(type(decoder)), args, strict=False)), **kwargs}
+        if given.get("cache") is not None:  # a paged one; all others are past_key_values
             raise CacheError(
                 f"continuous batching packs many sequences into one row, and {self.method.name} "
                 f"gives each its own frequencies; pass length=TOKENS to fix them"
             )
-        given = {**dict(zip(_parameters(type(decoder)), args, strict=False)), **kwargs}
         tokens = given.get("input_ids")
         tokens = given.get("inputs_embeds") if tokens is None else tokens
         cache = given.get("past_key_values")
         rows = tokens.shape[0]
         stored = getattr(cache, _STARTED, None)
-        if cache is not None and int(cache.get_seq_length()) > 0:
+        filled = 0 if cache is None else int(cache.get_seq_length())
+        if filled > 0:
             if stored is None:
                 raise CacheError(
                     f"this cache was begun before the model was patched with {self.method.name} "
@@ -331,7 +331,7 @@ class RowLengths:
                     f"frequencies"
                 )
             self.current = stored
-            self._warn(int(cache.get_seq_length()) + tokens.shape[1])
+            self._warn(filled + tokens.shape[1])
             return
         self.current = self._starting(given, tokens, rows)
         if cache is not None:

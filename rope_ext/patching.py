@@ -220,6 +220,7 @@ def _patch(
     tokenizer: Any,
 ) -> None:
     arguments = {k: v for k, v in locals().items() if k not in ("model", "decoder", "method")}
+    config = persistence.ConfigState(decoder, model)
     sites = find_sites(decoder, original_max_position_embeddings)
     scaled = _chosen(decoder, sites, sliding_layers)
     for site in scaled:
@@ -246,7 +247,6 @@ def _patch(
         )
 
     applied = frequency.Applied()
-    config = persistence.ConfigState(decoder, model)
     state = Patch(
         method=method,
         arguments=arguments,

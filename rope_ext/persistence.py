@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import logging
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -17,6 +18,7 @@ import torch
 from torch import nn
 
 from rope_ext.discovery import RotarySite, rope_parameters, text_config
+from rope_ext.errors import UnsupportedModelError
 from rope_ext.methods import DynamicMethod, FrequencyMethod, longrope_table
 
 _FIELDS = (
@@ -42,6 +44,8 @@ _SCALING = (
     "type",
 )
 UNSAVED = "transformers has no type for it: patch again after from_pretrained"
+_WRITTEN: weakref.WeakValueDictionary[int, nn.Module] = weakref.WeakValueDictionary()
+"""Decoder whose patch is written into the configuration of that id."""
 _BUILT_IN_FLOAT32 = 1e-5  # pow of a large base in float32 is good to about 2e-6
 
 
@@ -78,8 +82,9 @@ def plan(
         types = {entry["rope_type"] for entry in proposal.values()}
         if hasattr(config, "original_max_position_embeddings"):
             values["original_max_position_embeddings"] = scaled[0].rope.length
-        if types != {"dynamic"}:  # which starts from max_position_embeddings
-            values["max_position_embeddings"] = target
+        # The dynamic type counts from max_position_embeddings.
+        dynamic = types == {"dynamic"}
+        values["max_position_embeddings"] = scaled[0].rope.length if dynamic else target
         built = _built(decoder, config, values, sites)
         if built is None or not _equal(built, sites, scaled, method, "dynamic" in types):
             continue
@@ -139,10 +144,12 @@ def _merged(
         part = merged
         if site.layer_type is not None and isinstance(merged.get(site.layer_type), dict):
             part = merged[site.layer_type]
-        for name in _SCALING:
-            part.pop(name, None)
+        old = {name: part.pop(name, None) for name in _SCALING}
         part.setdefault("rope_theta", site.rope.base)
         part.update(copy.deepcopy(proposal[id(site)]))
+        if old["mscale_all_dim"] and part["rope_type"] == "longrope":
+            # Latent attention takes its softmax scale from these two, and a patch leaves it alone.
+            part.update(factor=old["factor"], mscale_all_dim=old["mscale_all_dim"])
     return merged
 
 
@@ -226,11 +233,22 @@ def _quiet() -> Iterator[None]:
 
 
 class ConfigState:
-    """Configuration fields as they were, and a way back."""
+    """Configuration fields as they were, and a way back.
+
+    Raises:
+        UnsupportedModelError: the patch of another model is written into the configuration.
+    """
 
     def __init__(self, decoder: nn.Module, model: nn.Module) -> None:
         configs = [text_config(decoder), text_config(model)]
+        self.decoder = decoder
         self.configs = list({id(config): config for config in configs}.values())
+        if any(_WRITTEN.get(id(config), decoder) is not decoder for config in self.configs):
+            raise UnsupportedModelError(
+                f"{type(decoder).__name__} shares its configuration object with another model "
+                f"that is patched, so it would be taken for scaled already; unpatch that one "
+                f"first, or build each model from its own copy.deepcopy(config)"
+            )
         self.saved = [
             {name: getattr(config, name) for name in _FIELDS if hasattr(config, name)}
             for config in self.configs
@@ -238,12 +256,16 @@ class ConfigState:
 
     def write(self, values: dict[str, Any]) -> None:
         for config in self.configs:
+            if "rope_ext" not in values and hasattr(config, "rope_ext"):
+                del config.rope_ext  # the checkpoint was saved under another patch
+            _WRITTEN[id(config)] = self.decoder
             for name in _FIELDS:  # in this order: the original before the maximum
                 if name in values:
                     setattr(config, name, copy.deepcopy(values[name]))
 
     def restore(self) -> None:
         for config, saved in zip(self.configs, self.saved, strict=True):
+            _WRITTEN.pop(id(config), None)
             for name in _FIELDS:
                 if name in saved:
                     setattr(config, name, saved[name])

@@ -255,13 +255,50 @@ def test_torch_compile_before_or_after(ids, when: str, name: str) -> None:
     torch.testing.assert_close(logits(compiled, ids), plain)
 
 
-def test_static_methods_compile_without_a_graph_break(model, ids) -> None:
+@pytest.mark.parametrize("precise", [False, True])
+def test_static_methods_compile_without_a_graph_break(model, ids, precise: bool) -> None:
     torch.compiler.reset()
-    rope_ext.patch(model, "yarn", factor=4)
+    rope_ext.patch(model, "yarn", factor=4, precise=precise)
     compiled = torch.compile(model.model, backend="eager", fullgraph=True)
     with torch.no_grad():
         ours = compiled(ids, use_cache=False).last_hidden_state
         torch.testing.assert_close(ours, model.model(ids, use_cache=False).last_hidden_state)
+
+
+def test_a_compiled_graph_made_without_hooks_does_not_serve_a_patch_with_them(model, ids) -> None:
+    torch.compiler.reset()
+    said = logits(rope_ext.patch(tiny_llama(), "dynamic_ntk", factor=4), ids)
+    compiled = torch.compile(model, backend="eager")
+    rope_ext.patch(compiled, "pi", factor=4)
+    logits(compiled, ids)
+    rope_ext.patch(compiled, "dynamic_ntk", factor=4, replace=True)
+    torch.testing.assert_close(logits(compiled, ids), said)
+
+
+def test_kept_sliding_layers_compile(ids) -> None:
+    torch.compiler.reset()
+    model = rope_ext.patch(tiny_model("gemma2"), "yarn", factor=4, sliding_layers="keep")
+    said = logits(model, ids)
+    compiled = torch.compile(model, backend="eager")
+    torch.testing.assert_close(logits(compiled, ids), said, atol=1e-4, rtol=1e-4)
+
+
+def test_a_generate_of_the_users_own_is_given_back(model) -> None:
+    model.generate = own = lambda *args, **kwargs: "own"
+    rope_ext.patch(model, "dynamic_ntk", factor=4)
+    assert rope_ext.unpatch(model).generate is own
+
+
+def test_two_patched_models_cannot_share_one_configuration(model, ids) -> None:
+    other = type(model)(model.config)
+    said = logits(other, ids)
+    rope_ext.patch(model, "ntk", factor=4)  # reads as a plain model with another base
+    with pytest.raises(rope_ext.UnsupportedModelError, match="its own copy"):
+        rope_ext.patch(other, "ntk", factor=4)
+    assert torch.equal(logits(other, ids), said)
+    rope_ext.unpatch(model)
+    rope_ext.patch(other, "ntk", factor=4)
+    assert other.config.max_position_embeddings == 4 * LENGTH
 
 
 # --- the configuration -------------------------------------------------------------------------
@@ -313,6 +350,31 @@ def test_what_transformers_cannot_say_is_recorded_and_warned_about(model, caplog
     assert model.config.rope_ext["method"] == "dynamic_yarn"
     assert "patch again after from_pretrained" in caplog.text
     assert "patch again" in str(rope_ext.describe(model))
+
+
+def test_the_record_of_another_patch_is_not_saved_along(tmp_path, model) -> None:
+    rope_ext.patch(model, "dynamic_yarn", factor=4).save_pretrained(tmp_path)
+    again = AutoModelForCausalLM.from_pretrained(tmp_path)
+    record = dict(again.config.rope_ext)
+    rope_ext.patch(again, "yarn", factor=4)
+    assert not hasattr(again.config, "rope_ext")
+    assert rope_ext.unpatch(again).config.rope_ext == record
+
+
+@pytest.mark.parametrize("mode", ["fixed", "growing"])
+def test_dynamic_scaling_counts_from_a_trained_length_given_by_hand(tmp_path, ids, mode) -> None:
+    short = ids[:, :60]  # within what the configuration says, beyond what is given
+    given = {"factor": 4, "original_max_position_embeddings": 32}
+    said = logits(rope_ext.patch(tiny_llama(), "dynamic_ntk", length=60, **given), short)
+    model = tiny_llama()
+    model.save_pretrained(tmp_path)  # which notes the dtype in the configuration
+    before = snapshot(model)
+    rope_ext.patch(model, "dynamic_ntk", mode=mode, **given)
+    torch.testing.assert_close(logits(model, short), said, atol=1e-4, rtol=0)
+    model.save_pretrained(tmp_path)
+    again = AutoModelForCausalLM.from_pretrained(tmp_path).eval()
+    torch.testing.assert_close(logits(again, short), said, atol=1e-4, rtol=0)
+    assert_same(before, snapshot(rope_ext.unpatch(model)))
 
 
 def test_a_trained_length_given_by_hand_counts(model) -> None:
@@ -439,6 +501,18 @@ def test_a_scaled_checkpoint_needs_compose_and_then_goes_on_from_there(tmp_path,
     again = AutoModelForCausalLM.from_pretrained(tmp_path).eval()
     assert torch.equal(logits(again, ids), logits(model, ids))
     assert_same(before, snapshot(rope_ext.unpatch(model)))
+
+
+def test_compose_keeps_the_softmax_scale_that_latent_attention_reads_from_the_config(
+    tmp_path, ids
+) -> None:
+    yarn = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0}
+    yarn |= {"original_max_position_embeddings": 16, "mscale": 1.0, "mscale_all_dim": 1.0}
+    model = tiny_model("deepseek_v3", rope_parameters=yarn)
+    rope_ext.patch(model, "pi", factor=2, compose=True)
+    model.save_pretrained(tmp_path)
+    again = AutoModelForCausalLM.from_pretrained(tmp_path).eval()
+    torch.testing.assert_close(logits(again, ids), logits(model, ids))
 
 
 def test_a_checkpoint_that_scales_itself_with_the_sequence_cannot_be_composed() -> None:

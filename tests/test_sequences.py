@@ -5,7 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 from conftest import LENGTH, tiny_llama
-from transformers import DynamicCache, StaticCache
+from transformers import (
+    DynamicCache,
+    GenerationConfig,
+    Qwen2VLTextConfig,
+    Qwen2VLTextModel,
+    StaticCache,
+)
 
 import rope_ext
 
@@ -110,6 +116,88 @@ def test_generate_serves_rows_of_different_lengths_as_if_alone(ids, name: str) -
     for row, prompt in enumerate(rows):
         alone = model.generate(prompt[None], **settings)[0, len(prompt) :]
         assert torch.equal(together[row], alone)
+
+
+NEW = {"max_new_tokens": 40, "min_new_tokens": 40}
+
+
+@pytest.mark.parametrize(
+    "how", ["object", "position", "model", "length", "embeddings", "drafts", "early exit"]
+)
+def test_generate_counts_on_the_new_tokens_however_they_are_asked_for(ids, how: str) -> None:
+    prompt = ids[:1, :50]
+    fixed = rope_ext.patch(tiny_llama(), "dynamic_ntk", factor=4, length=90)
+    right = fixed.generate(prompt, do_sample=False, use_cache=False, **NEW)
+    model = rope_ext.patch(tiny_llama(), "dynamic_ntk", factor=4)
+    config = GenerationConfig(do_sample=False, **NEW)
+    if how == "object":
+        said = model.generate(prompt, generation_config=config)
+    elif how == "position":
+        said = model.generate(prompt, config)
+    elif how == "model":
+        model.generation_config.update(**NEW)
+        said = model.generate(prompt, generation_config=GenerationConfig(do_sample=False))
+    elif how == "length":
+        said = model.generate(prompt, do_sample=False, max_length=90, min_length=90)
+    elif how == "embeddings":
+        embeds = model.get_input_embeddings()(prompt)
+        said = model.generate(inputs_embeds=embeds, do_sample=False, **NEW)
+        right = right[:, 50:]
+    elif how == "drafts":
+        said = model.generate(prompt, assistant_model=model, do_sample=False, **NEW)
+    else:
+        said = model.generate(prompt, assistant_early_exit=1, do_sample=False, **NEW)
+    assert torch.equal(said, right)
+
+
+def test_padding_without_a_mask_does_not_count(model, ids) -> None:
+    rope_ext.patch(model, "dynamic_ntk", factor=4)
+    rows = [ids[0, :100], ids[1, :20]]
+    batch = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_side="left")
+    together = model.generate(batch, do_sample=False, **NEW)[1, 100:]
+    assert torch.equal(together, model.generate(rows[1][None], do_sample=False, **NEW)[0, 20:])
+
+
+def test_a_chat_that_outgrows_its_frequencies_is_warned_about(model, ids, caplog) -> None:
+    rope_ext.patch(model, "dynamic_ntk", factor=4)
+    cache = DynamicCache(config=model.config)
+    said = model.generate(ids[:1, :50], past_key_values=cache, do_sample=False, **NEW)
+    assert "keeps the frequencies" not in caplog.text
+    longer = torch.cat([said, ids[:1, :20]], 1)
+    model.generate(longer, past_key_values=cache, do_sample=False, **NEW)
+    assert caplog.text.count("keeps the frequencies it started with, which are made for 90") == 1
+
+
+def test_rows_of_several_position_axes_count_the_longest_axis(ids) -> None:
+    torch.manual_seed(0)
+    rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 3, 3]}
+    config = Qwen2VLTextConfig(
+        vocab_size=128,
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=LENGTH,
+        rope_parameters=rope,
+        pad_token_id=0,
+    )
+    model = Qwen2VLTextModel(config).eval()
+    time = torch.arange(160)
+    axes = torch.stack((time, time // 3, time // 5))[:, None].expand(3, 2, 160)
+    results = []
+    for length in (None, 160):
+        with rope_ext.patched(model, "dynamic_ntk", factor=4, length=length), torch.no_grad():
+            results.append(model(ids, position_ids=axes).last_hidden_state)
+    torch.testing.assert_close(*results, **EXACT)
+
+
+def test_what_cannot_follow_a_sequence_is_refused_with_the_cure(model, ids) -> None:
+    rope_ext.patch(model, "dynamic_ntk", factor=4)
+    with pytest.raises(rope_ext.UnsupportedModelError, match="length=TOKENS"):
+        torch.export.export(model, (ids,), {"use_cache": False}, strict=False)
+    with pytest.raises(rope_ext.CacheError, match="continuous batching"):
+        model(ids, cache=object())
 
 
 def test_a_cache_begun_before_the_patch_is_refused(model, ids) -> None:

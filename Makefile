@@ -14,8 +14,9 @@ $(VENV)/installed: pyproject.toml constraints.txt
 	touch $@
 
 demo: $(VENV)/installed ## what the extension methods do to the shipped checkpoint
-	$(BIN)/rope-ext compare --model checkpoints/tiny-512 \
-		--methods $(METHODS) --factor 8 --lengths 512,1024,2048,4096 --output runs/demo
+	$(BIN)/rope-ext compare --model checkpoints/tiny-512 --factor 8 \
+		--methods dynamic_yarn,yarn,dynamic_ntk,ntk,llama3,pi --lengths 512,1024,2048,4096 \
+		--windows 12 --trials 4 --output runs/demo --resume
 
 test: $(VENV)/installed
 	$(BIN)/python -m pytest -n 2 -m "not slow"

@@ -84,7 +84,9 @@ def test_family(model_type: str) -> None:
     assert (result.saves == "patch again") == (model_type in PATCH_AGAIN)
 
 
-@pytest.mark.parametrize("model_type", [*REFUSED, *WINDOW_ONLY, *WINDOW_OFF, "bart", "jamba"])
+@pytest.mark.parametrize(
+    "model_type", sorted({*REFUSED, *WINDOW_ONLY, *WINDOW_OFF, "bart", "jamba"})
+)
 def test_refused_by_default_and_left_alone(model_type: str) -> None:
     model = tiny_model(model_type)
     before = snapshot(model)

@@ -30,7 +30,7 @@ from rope_ext.measure.summary import (
     recommend,
 )
 
-_NAME, _COLUMN = 16, 20  # widths, characters
+_NAME, _COLUMN = 18, 22  # widths, characters
 
 
 @dataclass(frozen=True)

@@ -377,7 +377,7 @@ def test_recommend_by_perplexity() -> None:
     assert "its perplexity is 7.39 (unpatched 60." in sentence
     assert "finds 5% [1, 24] of the passkeys (unpatched 0% [0, 16])" in sentence
     assert sentence.endswith(
-        "at 512 tokens it costs +0.0% perplexity (more than 5%, so left out: dear)."
+        "it costs +0.0% perplexity; left out, since they cost more than 5% there: dear."
     )
     assert recommend(measured, 512, seed=0) == sentence
 

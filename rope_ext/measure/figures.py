@@ -104,8 +104,8 @@ def draw_passkey(
     """
     methods, lengths = _axes_of(estimates)
     depths = 1 + max(depth for _, _, depth in estimates)
-    across = min(5, len(methods))
-    down = math.ceil(len(methods) / across)
+    down = math.ceil(len(methods) / 5)
+    across = math.ceil(len(methods) / down)
     width, height = max(1.9, 0.5 * len(lengths) + 0.35), 0.32 * depths + 0.75
     figure = _figure(max(6.0, width * across + 1.2), max(3.0, height * down + 0.8))
     grid = figure.subplots(down, across, sharex=True, sharey=True, squeeze=False)

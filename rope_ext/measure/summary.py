@@ -137,7 +137,7 @@ def recommend(scores: Mapping[str, Scores], trained: int, seed: int) -> str:
         price = f"at {within[-1]} tokens it costs {costs[best]:+.1%} perplexity"
     dear = [name for name in costs if name not in candidates]
     if dear:
-        price += f" (more than {MAX_COST:.0%}, so left out: {_listed(dear)})"
+        price += f"; left out, since they cost more than {MAX_COST:.0%} there: {_listed(dear)}"
     return (
         f"{verdict}: beyond {trained} tokens its perplexity is {_perplexity(mean[best])} "
         f"(unpatched {_perplexity(mean[UNPATCHED])}) and it finds {percent(found[best])} of the "

@@ -39,7 +39,7 @@ class Columns:
     complex: bool
 
 
-@dataclass
+@dataclass(eq=False)
 class RotarySite:
     """One set of rotary frequencies of a loaded model.
 

@@ -23,7 +23,7 @@ from rope_ext.methods import DynamicMethod
 PRECISE_BEYOND = 131072
 """Tokens of target length beyond which angles are computed in float64 by default."""
 
-_ABSENT = "absent"
+_ABSENT = ...  # survives pickling as itself
 _MASTERS = "_rope_ext_masters"  # on a patched rotary module: buffer name -> float32 values
 _STARTED = "_rope_ext_started"  # on a cache: the sequences in it, a Started
 _NATIVE = "_rope_ext_native"  # on a cosine tensor: the unpatched cosine and sine

@@ -218,6 +218,7 @@ def test_copies_and_pickles_carry_the_patch(model, ids) -> None:
         rope_ext.patch(model, "pi", factor=2, replace=True)  # must not reach the copy
         assert torch.equal(logits(twin, ids), said)
         assert torch.equal(logits(rope_ext.unpatch(twin), ids), logits(tiny_llama(), ids))
+        assert vars(twin.model.rotary_emb).keys() == vars(tiny_llama().model.rotary_emb).keys()
 
 
 @pytest.mark.parametrize("offload", ["cpu_offload", "buffers", "device_map"])

@@ -260,5 +260,6 @@ def build_method(name: str, **options: Any) -> FrequencyMethod:
         and field.default_factory is dataclasses.MISSING
     ]
     if missing:
-        raise OptionError(f"{cls.name} needs {', '.join(f'{option}=...' for option in missing)}")
+        needed = ", ".join(f"{option}=..." for option in missing)
+        raise OptionError(f"{cls.name} needs {needed}; rope_ext.methods() lists all options")
     return cls(**options)

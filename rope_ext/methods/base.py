@@ -260,6 +260,5 @@ def build_method(name: str, **options: Any) -> FrequencyMethod:
         and field.default_factory is dataclasses.MISSING
     ]
     if missing:
-        needed = ", ".join(f"{option}=..." for option in missing)
-        raise OptionError(f"{cls.name} needs {needed}; rope_ext.methods() lists all options")
+        raise OptionError(f"{cls.name} needs {', '.join(f'{option}=...' for option in missing)}")
     return cls(**options)

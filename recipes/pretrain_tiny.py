@@ -250,7 +250,8 @@ def main() -> None:
     parser.add_argument("--batch-size", type=int, default=16)
     parser.add_argument("--learning-rate", type=float, default=0.02)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--resume", action="store_true")
+    parser.add_argument("--resume", action="store_true", help="go on from --work, if it was begun")
+    parser.add_argument("--save-steps", type=int, default=100)
     args = parser.parse_args()
 
     torch.manual_seed(args.seed)
@@ -283,7 +284,7 @@ def main() -> None:
             remove_unused_columns=False,
             train_sampling_strategy="sequential",
             logging_steps=20,
-            save_steps=100,
+            save_steps=args.save_steps,
             save_total_limit=2,
             max_grad_norm=1.0,
             seed=args.seed,
@@ -292,7 +293,8 @@ def main() -> None:
         train_dataset=data,
         optimizers=(optimizer, scheduler),
     )
-    trainer.train(resume_from_checkpoint=args.resume)
+    begun = any(args.work.glob("checkpoint-*"))
+    trainer.train(resume_from_checkpoint=args.resume and begun)
     model.config.use_cache = True  # which Trainer switches off
     model.config.pad_token_id = model.generation_config.pad_token_id = tokenizer.pad_token_id
     model.to(torch.bfloat16).save_pretrained(args.output)

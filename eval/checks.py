@@ -49,6 +49,7 @@ NOTHING_GAINED = (
 
 _PREFILLS = ((80, 16), (96,))
 _DECODED = 6
+# Written out again: a check must not share a mistake of rope_ext.discovery.
 _LOCAL = ("sliding", "chunked", "local")
 
 

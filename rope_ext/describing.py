@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from rope_ext.discovery import RotarySite, find_sites, text_decoder
-from rope_ext.methods import DynamicMethod, all_methods
+from rope_ext.methods import all_methods
 from rope_ext.patching import Patch, current_patch
 
 
@@ -138,10 +138,9 @@ def describe(model: nn.Module) -> Description:
 def _site(site: RotarySite, patch: Patch | None) -> SiteDescription:
     after, scaling, status = site.rope.inv_freq, site.scaling, "unchanged"
     if patch is not None and site in patch.scaled:
-        method = patch.method
-        after, status = method.inv_freq(site.rope), "extended"
-        scaling = method.attention_scaling(site.rope) * site.scaling
-        if isinstance(method, DynamicMethod) and method.adapts:
+        method, status = patch.method, "extended"
+        after, scaling = site.under(method)
+        if method.adapts:
             status = f"extended per sequence, shown at {method.target_length(site.rope)} tokens"
     return SiteDescription(
         name=site.name or "rotary",

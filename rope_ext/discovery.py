@@ -17,10 +17,10 @@ import torch
 from torch import nn
 
 from rope_ext.errors import NoRopeError, UnsupportedModelError
-from rope_ext.methods import Rope, geometric
+from rope_ext.methods import FrequencyMethod, Rope, geometric
 
 SCALED_TYPES = ("linear", "dynamic", "yarn", "longrope", "llama3")
-LOCAL = ("sliding", "chunked", "local")
+_LOCAL = ("sliding", "chunked", "local")
 _NO_ATTENTION = ("linear", "mamba", "conv", "recurrent")
 
 
@@ -84,6 +84,11 @@ class RotarySite:
     @property
     def scaling_attribute(self) -> str:
         return f"{self.prefix}attention_scaling"
+
+    def under(self, method: FrequencyMethod) -> tuple[torch.Tensor, float]:
+        """Frequencies (float64, ``[pairs]``) and scaling when ``method`` is in force."""
+        scaling = method.attention_scaling(self.rope) * self.scaling
+        return method.inv_freq(self.rope), scaling
 
     @property
     def scaled(self) -> bool:
@@ -220,16 +225,21 @@ def _loaded(decoder: nn.Module, module: nn.Module, buffer: str) -> torch.Tensor:
     return value.detach().to("cpu", copy=True)
 
 
+def is_local(layer_type: str) -> bool:
+    """Whether layers of this kind see a limited window only."""
+    return any(word in layer_type for word in _LOCAL)
+
+
 def _reach(config: Any, layer_type: str | None) -> tuple[bool, bool]:
     """Whether only limited-window layers use a site, and whether both kinds do."""
     if layer_type is not None:
-        return any(word in layer_type for word in LOCAL), False
+        return is_local(layer_type), False
     window = getattr(config, "sliding_window", None) or getattr(
         config, "attention_window_size", None
     )
     kinds = [kind for kind in getattr(config, "layer_types", None) or () if isinstance(kind, str)]
     kinds = [kind for kind in kinds if not any(word in kind for word in _NO_ATTENTION)]
-    limited = [any(word in kind for word in LOCAL) for kind in kinds]
+    limited = [is_local(kind) for kind in kinds]
     if "use_sliding_window" in vars(config) and not config.use_sliding_window:
         return False, False
     if not limited:

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from rope_ext.discovery import RotarySite
+from rope_ext.discovery import RotarySite, is_local
 from rope_ext.errors import CacheError, UnsupportedModelError
 from rope_ext.methods import DynamicMethod
 
@@ -437,7 +437,7 @@ def follow_rows(decoder: nn.Module, model: nn.Module, applied: Applied) -> None:
         model.generate = functools.partial(rows.generate, model, model.generate)
 
 
-def keep_native(decoder: nn.Module, layer_types: list[str], local: tuple[str, ...]) -> list[Any]:
+def keep_native(decoder: nn.Module, layer_types: list[str]) -> list[Any]:
     """Give limited-window attention layers the unpatched cosine and sine.
 
     Raises:
@@ -448,7 +448,7 @@ def keep_native(decoder: nn.Module, layer_types: list[str], local: tuple[str, ..
         index = getattr(module, "layer_idx", None)
         if not isinstance(index, int) or "Attention" not in type(module).__name__:
             continue
-        if not any(word in layer_types[index] for word in local):
+        if not is_local(layer_types[index]):
             continue
         if "position_embeddings" not in inspect.signature(module.forward).parameters:
             raise UnsupportedModelError(

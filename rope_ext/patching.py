@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from rope_ext import frequency, persistence
-from rope_ext.discovery import LOCAL, RotarySite, find_sites, text_config, text_decoder, unwrap
+from rope_ext.discovery import RotarySite, find_sites, text_config, text_decoder, unwrap
 from rope_ext.errors import (
     AlreadyPatchedError,
     AlreadyScaledError,
@@ -20,7 +20,7 @@ from rope_ext.errors import (
     OptionError,
     UnsupportedModelError,
 )
-from rope_ext.methods import DynamicMethod, FrequencyMethod, build_method
+from rope_ext.methods import FrequencyMethod, build_method
 
 Model = TypeVar("Model", bound=nn.Module)
 SlidingLayers = Literal["auto", "keep", "scale"]
@@ -32,13 +32,15 @@ _logger = logging.getLogger("rope_ext")
 class Patch:
     """A patch in force: what was asked for, what was done, and the way back.
 
-    ``native`` says whether plain transformers reloads it from the configuration.
+    ``target_length`` is the context after the extension in tokens; ``native`` says whether plain
+    transformers reloads the patch from the configuration.
     """
 
     method: FrequencyMethod
     arguments: dict[str, Any]
     sites: list[RotarySite]
     scaled: list[RotarySite]
+    target_length: int
     precise: bool
     native: bool
     notes: list[str]
@@ -51,11 +53,6 @@ class Patch:
     def length(self) -> int:
         """Trained context, tokens."""
         return self.scaled[0].rope.length
-
-    @property
-    def target_length(self) -> int:
-        """Context after the extension, tokens."""
-        return max(self.method.target_length(site.rope) for site in self.scaled)
 
 
 def patch(
@@ -160,12 +157,8 @@ def patched(model: Model, method: str | FrequencyMethod = "yarn", **kwargs: Any)
     """
     decoder = text_decoder(model)
     earlier = decoder.__dict__.get(_STATE)
-    level = _logger.level
-    _logger.setLevel(logging.ERROR)  # a patch for a moment is not there to be saved
-    try:
+    with persistence.quieted(_logger, logging.ERROR):  # it is not there to be saved
         patch(model, method, **kwargs)
-    finally:
-        _logger.setLevel(level)
     try:
         yield model
     finally:
@@ -226,7 +219,6 @@ def _patch(
     for site in scaled:
         _refuse_scaled(decoder, site, method, compose)
     targets = {id(site): _target(method, site) for site in scaled}
-    adapts = isinstance(method, DynamicMethod) and method.adapts
     growing = getattr(method, "mode", None) == "growing"
     target_length = max(method.target_length(site.rope) for site in scaled)
     if precise == "auto":
@@ -237,9 +229,10 @@ def _patch(
             f"{method.name}: mode='growing' is transformers' own code and cannot be combined with "
             f"precise=True or sliding_layers='keep'; use mode='fixed'"
         )
-    how = persistence.plan(decoder, sites, scaled, method)
     if keep:
         how = persistence.unsaved(method, scaled, target_length)
+    else:
+        how = persistence.plan(decoder, sites, scaled, method, target_length)
     if growing and not how.native:
         raise UnsupportedModelError(
             f"{type(decoder).__name__}: transformers cannot build its dynamic type for this "
@@ -252,6 +245,7 @@ def _patch(
         arguments=arguments,
         sites=sites,
         scaled=scaled,
+        target_length=target_length,
         precise=precise,
         native=how.native,
         notes=_notes(sites, scaled, how.note, keep, precise),
@@ -261,7 +255,7 @@ def _patch(
         tokenizer_length=getattr(tokenizer, "model_max_length", None),
     )
     try:
-        if adapts and not growing:
+        if method.adapts and not growing:
             trained = min(site.rope.length for site in scaled)
             applied.rows = frequency.RowLengths(method, trained)
         for site in scaled:
@@ -269,8 +263,8 @@ def _patch(
             if growing:
                 applied.states.append(frequency.grow(site))
                 continue
-            hooked = precise or adapts or (keep and site.shared)
-            if adapts:  # the hook replaces them; a fresh module holds the trained ones
+            hooked = precise or method.adapts or (keep and site.shared)
+            if method.adapts:  # the hook replaces them; a fresh module holds the trained ones
                 applied.states.append(frequency.write(site, site.loaded, site.scaling, hooked))
             else:
                 buffer = how.built.get(id(site), inv_freq.float())
@@ -284,7 +278,7 @@ def _patch(
             frequency.follow_rows(decoder, model, applied)
         if keep:
             kinds = list(text_config(decoder).layer_types)
-            applied.handles += frequency.keep_native(decoder, kinds, LOCAL)
+            applied.handles += frequency.keep_native(decoder, kinds)
         config.write(how.values)
         if tokenizer is not None:
             tokenizer.model_max_length = target_length
@@ -335,7 +329,7 @@ def _refuse_scaled(
             f"{type(decoder).__name__} is scaled by {there}, which changes with the sequence, so "
             f"nothing can be composed with it; load it with rope_type 'default' and patch that"
         )
-    if isinstance(method, DynamicMethod) and method.adapts:
+    if method.adapts:
         raise AlreadyScaledError(
             f"{method.name} changes with the sequence and cannot go on top of {there}; pass "
             f"length=TOKENS to fix it, or choose a fixed method such as 'yarn'"
@@ -344,8 +338,7 @@ def _refuse_scaled(
 
 def _target(method: FrequencyMethod, site: RotarySite) -> tuple[torch.Tensor, float]:
     """Float64 frequencies and scaling after the patch; raises if nothing would change."""
-    inv_freq = method.inv_freq(site.rope)
-    scaling = method.attention_scaling(site.rope) * site.scaling
+    inv_freq, scaling = site.under(method)
     unchanged = torch.allclose(inv_freq, site.rope.inv_freq, rtol=1e-9, atol=0)
     if unchanged and scaling == site.scaling:
         options = ", ".join(f"{k}={v!r}" for k, v in method.options().items())

@@ -19,7 +19,7 @@ from torch import nn
 
 from rope_ext.discovery import RotarySite, rope_parameters, text_config
 from rope_ext.errors import UnsupportedModelError
-from rope_ext.methods import DynamicMethod, FrequencyMethod, longrope_table
+from rope_ext.methods import FrequencyMethod, longrope_table
 
 _FIELDS = (
     "rope_parameters",
@@ -68,15 +68,17 @@ class Plan:
 
 
 def plan(
-    decoder: nn.Module, sites: list[RotarySite], scaled: list[RotarySite], method: FrequencyMethod
+    decoder: nn.Module,
+    sites: list[RotarySite],
+    scaled: list[RotarySite],
+    method: FrequencyMethod,
+    target: int,
 ) -> Plan:
     """Find a configuration from which transformers rebuilds ``method`` on the ``scaled`` sites.
 
     Frequencies that a method chooses per sequence are compared at its longest one.
     """
     config = text_config(decoder)
-    target = max(method.target_length(site.rope) for site in scaled)
-    keeps_length = isinstance(method, DynamicMethod) and method.adapts
     for proposal in _proposals(method, scaled):
         values: dict[str, Any] = {"rope_parameters": _merged(config, scaled, proposal)}
         types = {entry["rope_type"] for entry in proposal.values()}
@@ -88,7 +90,7 @@ def plan(
         built = _built(decoder, config, values, sites)
         if built is None or not _equal(built, sites, scaled, method, "dynamic" in types):
             continue
-        exact = {} if keeps_length else {id(site): built[id(site)][0] for site in scaled}
+        exact = {} if method.adapts else {id(site): built[id(site)][0] for site in scaled}
         note = f"plain transformers reloads it (rope_type {', '.join(sorted(types))})"
         if "dynamic" in types:
             note += (
@@ -121,16 +123,11 @@ def _proposals(
     """Entries of rope_parameters for each scaled site, the most readable first."""
     if not any(site.scaled for site in scaled):
         yield {id(site): method.rope_parameters(site.rope) for site in scaled}
-    if not isinstance(method, DynamicMethod) or not method.adapts:
-        tables = {
-            id(site): longrope_table(
-                site.rope,
-                method.inv_freq(site.rope),
-                method.factor,
-                method.attention_scaling(site.rope) * site.scaling,
-            )
-            for site in scaled
-        }
+    if not method.adapts:
+        tables = {}
+        for site in scaled:
+            inv_freq, scaling = site.under(method)
+            tables[id(site)] = longrope_table(site.rope, inv_freq, method.factor, scaling)
         yield tables
         # Some types give the whole head a frequency, zero beyond its partial_rotary_factor.
         yield {key: {**table, "partial_rotary_factor": 1.0} for key, table in tables.items()}
@@ -158,7 +155,8 @@ def _built(
 ) -> dict[int, tuple[torch.Tensor, float]] | None:
     """What transformers builds from ``values``, after a round trip through config.json."""
     try:
-        with _quiet():
+        # Trials may be refused by transformers; that is not the user's concern.
+        with quieted(logging.getLogger("transformers"), logging.CRITICAL):
             trial = copy.deepcopy(config)
             for name, value in values.items():
                 setattr(trial, name, copy.deepcopy(value))
@@ -200,8 +198,10 @@ def _equal(
     for site in sites:
         inv_freq, scaling = site.loaded.double(), site.scaling
         if site in scaled and not dynamic:
-            inv_freq = _start(method, site)
-            scaling = method.attention_scaling(site.rope) * site.scaling
+            inv_freq, scaling = site.under(method)
+            if method.adapts:  # a freshly built module starts at the trained length
+                lengths = torch.tensor([site.rope.length], dtype=torch.float64)
+                inv_freq = method.inv_freq_at(site.rope, lengths)[0]
         got, got_scaling = built[id(site)]
         if got.shape != inv_freq.shape:
             return False
@@ -212,24 +212,15 @@ def _equal(
     return True
 
 
-def _start(method: FrequencyMethod, site: RotarySite) -> torch.Tensor:
-    """The frequencies that a freshly built module holds."""
-    if isinstance(method, DynamicMethod) and method.adapts:
-        lengths = torch.tensor([site.rope.length], dtype=torch.float64)
-        return method.inv_freq_at(site.rope, lengths)[0]
-    return method.inv_freq(site.rope)
-
-
 @contextmanager
-def _quiet() -> Iterator[None]:
-    """Trials may be refused by transformers; that is not the user's concern."""
-    logger = logging.getLogger("transformers")
-    level = logger.level
-    logger.setLevel(logging.CRITICAL)
+def quieted(logger: logging.Logger, level: int) -> Iterator[None]:
+    """Nothing below ``level`` from ``logger`` for the length of a ``with`` block."""
+    before = logger.level
+    logger.setLevel(level)
     try:
         yield
     finally:
-        logger.setLevel(level)
+        logger.setLevel(before)
 
 
 class ConfigState:

@@ -13,6 +13,7 @@ from conftest import LENGTH, tiny_llama
 from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
 
 import rope_ext
+from eval.checks import changed, snapshot
 from eval.zoo import tiny_model
 from rope_ext.methods import Rope, build_method
 
@@ -44,30 +45,6 @@ def logits(model: torch.nn.Module, ids: torch.Tensor, **kwargs: Any) -> torch.Te
         return model(ids, **kwargs).logits
 
 
-def snapshot(model: torch.nn.Module) -> dict[str, Any]:
-    """Everything a patch may touch: buffers, plain attributes, classes, hooks, configuration."""
-    seen: dict[str, Any] = {"config": copy.deepcopy(model.config.to_dict())}
-    for name, module in model.named_modules():
-        seen[f"{name}.class"] = type(module)
-        seen[f"{name}.hooks"] = len(module._forward_hooks) + len(module._forward_pre_hooks)
-        for key, value in module.named_buffers(recurse=False):
-            seen[f"{name}.{key}"] = (value.dtype, value.clone())
-        for key, value in vars(module).items():
-            if isinstance(value, (int, float, str, bool, dict)) and not key.startswith("_"):
-                seen[f"{name}.{key}"] = copy.deepcopy(value)
-        seen[f"{name}.names"] = sorted(vars(module))
-    return seen
-
-
-def assert_same(before: dict[str, Any], after: dict[str, Any]) -> None:
-    assert before.keys() == after.keys()
-    for key, value in before.items():
-        if isinstance(value, tuple):
-            assert value[0] == after[key][0] and torch.equal(value[1], after[key][1]), key
-        else:
-            assert value == after[key], key
-
-
 def test_the_readme_line_changes_what_the_model_says_beyond_its_trained_length(model, ids) -> None:
     before = logits(model, ids)
     assert rope_ext.patch(model, method="yarn", factor=4) is model
@@ -81,7 +58,7 @@ def test_unpatch_restores_everything_bit_for_bit(model, ids, name: str) -> None:
     assert not torch.equal(logits(model, ids), said)
     model.generate(ids[:, :8], max_new_tokens=4, do_sample=False)
     rope_ext.unpatch(model)
-    assert_same(before, snapshot(model))
+    assert not changed(before, snapshot(model))
     assert torch.equal(logits(model, ids), said)
 
 
@@ -89,7 +66,7 @@ def test_growing_mode_is_taken_back_after_it_has_grown(model, ids) -> None:
     before, said = snapshot(model), logits(model, ids)
     with rope_ext.patched(model, "dynamic", factor=4, mode="growing"):
         logits(model, ids)
-    assert_same(before, snapshot(model))
+    assert not changed(before, snapshot(model))
     assert torch.equal(logits(model, ids), said)
 
 
@@ -102,14 +79,14 @@ def test_unpatch_restores_families_with_several_rotary_sets(family: str, sliding
     before = snapshot(model)
     rope_ext.patch(model, "yarn", factor=4, sliding_layers=sliding_layers)
     rope_ext.unpatch(model)
-    assert_same(before, snapshot(model))
+    assert not changed(before, snapshot(model))
 
 
 def test_patched_restores_after_an_exception(model) -> None:
     before = snapshot(model)
     with pytest.raises(KeyError), rope_ext.patched(model, "pi", factor=2):
         raise KeyError
-    assert_same(before, snapshot(model))
+    assert not changed(before, snapshot(model))
 
 
 def test_patched_with_replace_brings_the_earlier_patch_back(model, ids) -> None:
@@ -175,7 +152,7 @@ def test_unpatch_gives_a_cast_model_its_cast_buffers_back() -> None:
     model = tiny_llama().to(torch.bfloat16)
     before = snapshot(model)
     rope_ext.unpatch(rope_ext.patch(model, "ntk", factor=4))
-    assert_same(before, snapshot(model))
+    assert not changed(before, snapshot(model))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -375,7 +352,7 @@ def test_dynamic_scaling_counts_from_a_trained_length_given_by_hand(tmp_path, id
     model.save_pretrained(tmp_path)
     again = AutoModelForCausalLM.from_pretrained(tmp_path).eval()
     torch.testing.assert_close(logits(again, short), said, atol=1e-4, rtol=0)
-    assert_same(before, snapshot(rope_ext.unpatch(model)))
+    assert not changed(before, snapshot(rope_ext.unpatch(model)))
 
 
 def test_a_trained_length_given_by_hand_counts(model) -> None:
@@ -447,7 +424,7 @@ def test_a_factor_that_extends_nothing_is_refused(model, factor: object) -> None
     before = snapshot(model)
     with pytest.raises(rope_ext.OptionError, match="factor"):
         rope_ext.patch(model, "yarn", factor=factor)
-    assert_same(before, snapshot(model))
+    assert not changed(before, snapshot(model))
 
 
 def test_unknown_names_get_the_nearest_ones(model) -> None:
@@ -501,7 +478,7 @@ def test_a_scaled_checkpoint_needs_compose_and_then_goes_on_from_there(tmp_path,
     model.save_pretrained(tmp_path)
     again = AutoModelForCausalLM.from_pretrained(tmp_path).eval()
     assert torch.equal(logits(again, ids), logits(model, ids))
-    assert_same(before, snapshot(rope_ext.unpatch(model)))
+    assert not changed(before, snapshot(rope_ext.unpatch(model)))
 
 
 def test_compose_keeps_the_softmax_scale_that_latent_attention_reads_from_the_config(

@@ -23,10 +23,7 @@ def load_config(model: str) -> Any:
     Raises:
         MeasureError: there is none.
     """
-    try:
-        return AutoConfig.from_pretrained(model)
-    except _FAILURES as error:
-        raise _cannot_load("configuration", model, error) from error
+    return _load("configuration", AutoConfig, model)
 
 
 def load_tokenizer(model: str) -> Any:
@@ -35,10 +32,7 @@ def load_tokenizer(model: str) -> Any:
     Raises:
         MeasureError: there is none.
     """
-    try:
-        return AutoTokenizer.from_pretrained(model)
-    except _FAILURES as error:
-        raise _cannot_load("tokenizer", model, error) from error
+    return _load("tokenizer", AutoTokenizer, model)
 
 
 def load_model(model: str, dtype: str = "auto", device: str = "auto") -> Any:
@@ -55,11 +49,7 @@ def load_model(model: str, dtype: str = "auto", device: str = "auto") -> Any:
     device = resolve_device(device)
     if dtype == "auto":
         dtype = "float32" if device == "cpu" else "auto"
-    try:
-        loaded = AutoModelForCausalLM.from_pretrained(model, dtype=dtype)
-    except _FAILURES as error:
-        raise _cannot_load("weights", model, error) from error
-    return loaded.to(device).eval()
+    return _load("weights", AutoModelForCausalLM, model, dtype=dtype).to(device).eval()
 
 
 def resolve_device(device: str) -> str:
@@ -111,11 +101,14 @@ def trained_length(config: Any) -> int:
     return length
 
 
-def _cannot_load(what: str, model: str, error: Exception) -> MeasureError:
-    return MeasureError(
-        f"cannot load the {what} of {model!r} ({_first_line(error)}); give --model a folder that "
-        f"save_pretrained wrote, or a model id of the Hugging Face Hub"
-    )
+def _load(what: str, auto: type, model: str, **options: Any) -> Any:
+    try:
+        return auto.from_pretrained(model, **options)
+    except _FAILURES as error:
+        raise MeasureError(
+            f"cannot load the {what} of {model!r} ({_first_line(error)}); give --model a folder "
+            f"that save_pretrained wrote, or a model id of the Hugging Face Hub"
+        ) from error
 
 
 def _first_line(error: Exception) -> str:

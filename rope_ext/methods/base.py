@@ -45,11 +45,6 @@ class Rope:
         return 2 * self.inv_freq.numel()
 
     @property
-    def exponents(self) -> torch.Tensor:
-        """``2 i / dim``, float64, shape ``[dim / 2]``."""
-        return torch.arange(0, self.dim, 2, dtype=torch.float64) / self.dim
-
-    @property
     def rotations(self) -> torch.Tensor:
         """Full turns of each pair within the trained context: ``length * theta / (2 pi)``."""
         return self.length * self.inv_freq / (2 * math.pi)
@@ -58,15 +53,24 @@ class Rope:
         """Linear in rotations: 0 below ``low``, 1 above ``high``, float64, ``[dim / 2]``."""
         return ((self.rotations - low) / (high - low)).clamp(0, 1)
 
+    def interpolated(self, kept: torch.Tensor, factor: float | torch.Tensor) -> torch.Tensor:
+        """Frequencies of which the share ``kept`` stays and the rest is divided by ``factor``."""
+        return (1 - kept) * self.inv_freq / factor + kept * self.inv_freq
+
     def with_base_times(self, scale: float | torch.Tensor) -> torch.Tensor:
         """The frequencies of the base times ``scale`` (``[...]``): ``[..., dim / 2]``."""
         scale = torch.as_tensor(scale, dtype=torch.float64)
-        return self.inv_freq * scale.unsqueeze(-1) ** -self.exponents
+        return self.inv_freq * scale.unsqueeze(-1) ** -_exponents(self.dim)
 
 
 def geometric(base: float, dim: int) -> torch.Tensor:
     """``base ** (-2 i / dim)`` in float64, shape ``[dim / 2]``."""
-    return float(base) ** -(torch.arange(0, dim, 2, dtype=torch.float64) / dim)
+    return float(base) ** -_exponents(dim)
+
+
+def _exponents(dim: int) -> torch.Tensor:
+    """``2 i / dim``, float64, shape ``[dim / 2]``."""
+    return torch.arange(0, dim, 2, dtype=torch.float64) / dim
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,6 +93,11 @@ class FrequencyMethod:
 
     def __post_init__(self) -> None:
         self.require_number("factor", minimum=1)
+
+    @property
+    def adapts(self) -> bool:
+        """Whether frequencies depend on the sequence."""
+        return False
 
     def inv_freq(self, rope: Rope) -> torch.Tensor:
         """``h``: float64, shape ``[dim / 2]``, radians per token."""

@@ -46,7 +46,7 @@ class DynamicYaRN(DynamicMethod):
     def inv_freq_at(self, rope: Rope, lengths: torch.Tensor) -> torch.Tensor:
         kept = self._yarn().kept(rope)  # the ramp does not depend on the factor
         factor = (lengths / rope.length).clamp(min=1).unsqueeze(-1)
-        return (1 - kept) * rope.inv_freq / factor + kept * rope.inv_freq
+        return rope.interpolated(kept, factor)
 
     def attention_scaling_at(self, rope: Rope, lengths: torch.Tensor) -> torch.Tensor:
         return 0.1 * (lengths / rope.length).clamp(min=1).log() + 1.0

@@ -41,7 +41,7 @@ class Llama3(FrequencyMethod):
 
     def inv_freq(self, rope: Rope) -> torch.Tensor:
         kept = rope.rotation_ramp(self.low_freq_factor, self.high_freq_factor)
-        return (1 - kept) * rope.inv_freq / self.factor + kept * rope.inv_freq
+        return rope.interpolated(kept, self.factor)
 
     def rope_parameters(self, rope: Rope) -> dict[str, Any]:
         return {

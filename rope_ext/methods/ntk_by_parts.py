@@ -40,4 +40,4 @@ class NTKByParts(FrequencyMethod):
 
     def inv_freq(self, rope: Rope) -> torch.Tensor:
         kept = rope.rotation_ramp(self.alpha, self.beta)
-        return (1 - kept) * rope.inv_freq / self.factor + kept * rope.inv_freq
+        return rope.interpolated(kept, self.factor)

@@ -9,7 +9,7 @@ from typing import ClassVar
 import torch
 
 from rope_ext.errors import OptionError
-from rope_ext.methods.base import DynamicMethod, FrequencyMethod, Rope, build_method, register
+from rope_ext.methods.base import FrequencyMethod, Rope, build_method, register
 
 
 @register
@@ -38,7 +38,7 @@ class Resonance(FrequencyMethod):
         if isinstance(self.on, str):
             object.__setattr__(self, "on", build_method(self.on, factor=self.factor))
         self.require("on", isinstance(self.on, FrequencyMethod), "a method or a method's name")
-        if isinstance(self.on, DynamicMethod) and self.on.adapts:
+        if self.on.adapts:
             raise OptionError(
                 f"resonance: on={self.on.name!r} changes with the sequence; give it length=..., "
                 f"or choose a fixed method such as 'yarn'"

@@ -81,7 +81,7 @@ class YaRN(FrequencyMethod):
         kept = self.kept(rope)
         if self.blend == "harmonic":
             return rope.inv_freq / ((1 - kept) * self.factor + kept)
-        return (1 - kept) * rope.inv_freq / self.factor + kept * rope.inv_freq
+        return rope.interpolated(kept, self.factor)
 
     def attention_scaling(self, rope: Rope) -> float:
         if self.attention_factor is not None:

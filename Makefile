@@ -18,6 +18,8 @@ demo: $(VENV)/installed ## what the extension methods do to the shipped checkpoi
 		--methods dynamic_yarn,yarn,dynamic_ntk,ntk,llama3,pi --lengths 512,1024,2048,4096 \
 		--windows 12 --trials 4 --output runs/demo --resume
 
+# Two workers with two threads each would spin against each other on two cores.
+test test-all: export OMP_NUM_THREADS = 1
 test: $(VENV)/installed
 	$(BIN)/python -m pytest -n 2 -m "not slow"
 

@@ -42,6 +42,9 @@ CACHED = 1e-4
 KEPT = 1e-6
 """A cosine that we compute and one that the model computes, perhaps as a complex number."""
 
+POSITIONS, POSITIONS_WINDOWED, POSITIONS_REFUSED = "yes", "window only", "refused"
+"""Whether position methods are accepted: by default, with ``sliding_layers="scale"``, or not."""
+
 NOTHING_GAINED = (
     "only its sliding layers rotate, the full ones have no positions (NoPE), so scaling cannot "
     "lengthen its reach"
@@ -83,6 +86,7 @@ class Subject:
         self, model: PreTrainedModel, options: dict[str, Any], remarks: Iterable[str] = ()
     ) -> None:
         self.model, self.options, self.remarks = model, options, list(remarks)
+        self.positions = POSITIONS_REFUSED
         generator = torch.Generator().manual_seed(1)
         self.ids = torch.randint(3, VOCAB, (2, TOKENS), generator=generator)
         self.logits(tokens=LENGTH)
@@ -312,9 +316,51 @@ def _decodes(subject: Subject) -> Iterator[Check]:
         )
 
 
+def _maps_positions(subject: Subject) -> Iterator[Check]:
+    """Position methods: nothing changes within the window; caches do what recomputing does."""
+    options: dict[str, Any] = {}
+    for verdict, options in (
+        (POSITIONS, {}),
+        (POSITIONS_WINDOWED, {"sliding_layers": "scale"}),
+    ):
+        try:
+            with subject.patched("rerope", **options):
+                subject.positions = POSITIONS_WINDOWED if subject.scales_all else verdict
+                break
+        except rope_ext.UnsupportedModelError as error:
+            refusal = error
+    if subject.positions == POSITIONS_REFUSED:
+        reason = _line(refusal).split(": ", 2)[-1].split(", so ")[0]
+        subject.remarks.append(f"position methods are refused: {reason}")
+        yield Check("positions unchanged", None, reason)
+        return
+    with subject.patched("rerope", window=2 * TOKENS, log_n=False, **options):
+        distance = _distance(subject.logits(), subject.unpatched)
+    yield _equal("positions unchanged", distance, CACHED)
+    with subject.patched("rerope", window=5, **options):
+        distance = _distance(subject.logits(), subject.unpatched)
+    yield Check("positions changed", distance > CHANGED, f"{distance:.1e}", distance)
+    try:
+        prefill, native = subject.prefill
+    except Exception as error:  # as for frequency methods
+        yield Check("cached rerope", None, f"the unpatched model cannot: {_line(error)}")
+        return
+    for method, own in (
+        ("rerope", {"window": 5}),
+        ("self_extend", {"window": 5, "group": 3}),
+        ("dual_chunk", {}),
+    ):
+        with subject.patched(method, **own, **options):
+            recomputed = subject.logits(tokens=sum(prefill) + _DECODED)
+            distance = _distance(subject.decoded(prefill), recomputed)
+        yield _equal(f"cached {method}", distance, max(CACHED, 2 * native * (native > CACHED)))
+
+
 def _restores(subject: Subject) -> Iterator[Check]:
     """After unpatch: tensors, attributes, hooks, classes, configuration, logits, bit for bit."""
-    for method in ("yarn", "dynamic_ntk"):
+    accepted = subject.positions == POSITIONS or subject.scales_all
+    positional = ("rerope",) if accepted and subject.positions != POSITIONS_REFUSED else ()
+    for method in ("yarn", "dynamic_ntk", *positional):
         with subject.patched(method):
             subject.logits()
         wrong = changed(subject.pristine, snapshot(subject.model)) - subject.running
@@ -345,6 +391,7 @@ CHECKS: tuple[Callable[[Subject], Iterator[Check]], ...] = (
     _leaves_sliding,
     _keeps_sliding,
     _decodes,
+    _maps_positions,
     _restores,
     _reloads,
 )

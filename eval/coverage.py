@@ -39,6 +39,9 @@ from eval.checks import (
     FACTOR,
     KEPT,
     NOTHING_GAINED,
+    POSITIONS,
+    POSITIONS_REFUSED,
+    POSITIONS_WINDOWED,
     TOKENS,
     Check,
     Subject,
@@ -76,11 +79,20 @@ _MEANING = {
         "prefill beyond the trained length and decoding through the cache, and one forward",
     ),
     "cached dynamic_ntk": (f"{CACHED:g}", "the same, recomputed at the length of the prefill"),
+    "positions unchanged": (
+        f"{CACHED:g}",
+        "`rerope` with a window beyond the input, and unpatched",
+    ),
+    "positions changed": (f"at least {CHANGED:g}", "`rerope` with a small window, and unpatched"),
+    "cached rerope": (f"{CACHED:g}", "as *cached yarn*"),
+    "cached self_extend": (f"{CACHED:g}", "as *cached yarn*"),
+    "cached dual_chunk": (f"{CACHED:g}", "as *cached yarn*"),
     "unpatch yarn": (
         "bit for bit",
         "all tensors, attributes, hooks, classes, configuration, logits",
     ),
     "unpatch dynamic_ntk": ("bit for bit", "the same"),
+    "unpatch rerope": ("bit for bit", "the same"),
     "reloaded": (f"{EQUAL:g}", "after `save_pretrained` and plain `from_pretrained`"),
     "reloaded and patched again": (f"{EQUAL:g}", "the same, with `patch` once more"),
 }
@@ -102,6 +114,8 @@ class FamilyResult:
         layout: how its rotary embedding is laid out, in words.
         saves: the ``rope_type`` under which plain transformers reloads a YaRN patch, or
             ``"patch again"``.
+        positions: whether position methods are accepted: ``"yes"``, ``"window only"`` (with
+            ``sliding_layers="scale"``) or ``"refused"``.
         checks: all checks, in order.
         remarks: what a user should know besides.
     """
@@ -114,6 +128,7 @@ class FamilyResult:
     rotary: bool = True
     layout: str = ""
     saves: str = ""
+    positions: str = ""
     checks: tuple[Check, ...] = ()
     remarks: tuple[str, ...] = ()
 
@@ -194,6 +209,7 @@ def _checked(
         reason="; ".join(failed),
         layout=layout,
         saves=saves,
+        positions=subject.positions,
         checks=checks,
         remarks=tuple(remarks),
     )
@@ -261,6 +277,12 @@ def share(results: list[FamilyResult]) -> float:
     return sum(result.verdict == SUPPORTED for result in rotary) / max(1, len(rotary))
 
 
+def position_share(results: list[FamilyResult], *verdicts: str) -> float:
+    """Families that accept position methods in one of these ways, of all that rotate."""
+    rotary = [result for result in results if result.rotary]
+    return sum(result.positions in verdicts for result in rotary) / max(1, len(rotary))
+
+
 def totals(results: list[FamilyResult]) -> str:
     """The counts, in one paragraph."""
     count = Counter(result.verdict for result in results)
@@ -271,8 +293,14 @@ def totals(results: list[FamilyResult]) -> str:
         f"built here, {rotary} of those rotate: {count[SUPPORTED]} supported "
         f"({share(results):.1%}), {count[WINDOW_ONLY]} window only, {count[REFUSED]} refused, "
         f"{count[FAILED]} failed. Of the supported ones {idle} rotate in their sliding layers "
-        f"only: the patch is right but cannot lengthen their reach."
+        f"only: the patch is right but cannot lengthen their reach. Position methods: "
+        f"{position_share(results, POSITIONS):.1%} by default, "
+        f"{position_share(results, POSITIONS, POSITIONS_WINDOWED):.1%} with those whose layers "
+        f'without a window do not rotate (`sliding_layers="scale"`), the others refused by name.'
     )
+
+
+_COLUMNS = ("model type", "class", "verdict", "positions", "layout", "saves as", "remarks")
 
 
 def page(results: list[FamilyResult]) -> str:
@@ -298,39 +326,46 @@ Every causal-LM class of transformers is built tiny and random in float32 with a
   `sliding_layers="scale"` scales it all the same and passes every check.
 * **refused**: `patch` raises and leaves the model as it was.
 
+*Positions* says the same of position methods (`rerope`, `self_extend`, ...).
+
 *Saves as* is the `rope_type` under which plain transformers reloads a YaRN patch after
 `save_pretrained`. *Patch again*: transformers has none that fits; call `patch` again after
 `from_pretrained`.
 
-{_markdown(("model type", "class", "verdict", "layout", "saves as", "remarks"), map(_row, rotary))}
+{_markdown(_COLUMNS, map(_row, rotary))}
 
 ## What was checked
 
 {_markdown(("check", "families", "difference", "limit", "what"), checked)}
 
-The difference is the largest among the families, of *changes* the smallest.
+The difference is the largest among the families; of *changes* and *positions changed* it is the
+smallest.
 
 ## Not built here
 
-{_markdown(("model type", "class", "verdict", "", "", "reason"), map(_row, absent))}
+{_markdown(("model type", "class", "verdict", "", "", "", "reason"), map(_row, absent))}
 
 ## Without rotary position embedding
 
-{_markdown(("model type", "class", "verdict", "", "", ""), map(_row, no_rope))}
+{_markdown(("model type", "class", "verdict", "", "", "", ""), map(_row, no_rope))}
 """
 
 
 def _row(result: FamilyResult) -> tuple[str, ...]:
     remarks = "; ".join(filter(None, (result.reason, *result.remarks)))
     name = f"`{result.model_type}`"
-    return name, result.class_name, result.verdict, result.layout, result.saves, remarks
+    cells = (result.class_name, result.verdict, result.positions, result.layout, result.saves)
+    return name, *cells, remarks
+
+
+_LEAST = ("changes", "positions changed")  # where the smallest difference is the worst
 
 
 def _tally(name: str, results: list[FamilyResult]) -> tuple[str, ...]:
     """How many families passed a check, and how closely."""
     made = [check for r in results for check in r.checks if check.name == name]
     values = [check.value for check in made if check.passed is not None and check.value is not None]
-    worst = f"{(min if name == 'changes' else max)(values):.1e}" if values else ""
+    worst = f"{(min if name in _LEAST else max)(values):.1e}" if values else ""
     return name, str(sum(check.passed is True for check in made)), worst, *_MEANING[name]
 
 
@@ -341,14 +376,21 @@ def _markdown(header: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> str:
     return "\n".join("| " + " | ".join(line[i] for i in kept) + " |" for line in lines)
 
 
+_POSITIONS = (POSITIONS, POSITIONS_WINDOWED, POSITIONS_REFUSED)
+
+
 def outdated(text: str, results: list[FamilyResult]) -> list[str]:
     """Where the verdicts on a page differ from ``results``."""
     written = {}
     for line in text.splitlines():
         cells = [cell.strip() for cell in line.strip("|").split("|")]
         if len(cells) >= 3 and cells[0].startswith("`"):
-            written[cells[0].strip("`")] = (cells[1], cells[2])
-    found = {result.model_type: (result.class_name, result.verdict) for result in results}
+            known = [cell for cell in cells[3:4] if cell in _POSITIONS]
+            written[cells[0].strip("`")] = (cells[1], cells[2], *known)
+    found = {
+        result.model_type: (result.class_name, result.verdict, *filter(None, (result.positions,)))
+        for result in results
+    }
     return [
         f"{name}: the page says {written.get(name)}, found {found.get(name)}"
         for name in sorted(written.keys() | found.keys())
@@ -366,7 +408,7 @@ def main(
         raise typer.BadParameter("a page is about all families; name none with --write or --check")
     console = Console()
     results = check_all(families or model_types(), console)
-    table = Table("model type", "verdict", "layout", "saves as", "remarks")
+    table = Table("model type", "verdict", "positions", "layout", "saves as", "remarks")
     for result in results:
         if families or result.rotary or result.verdict == NOT_BUILDABLE:
             name, _, *cells = _row(result)

@@ -30,6 +30,10 @@ VARIANTS = {
     "yarn": {"method": "yarn"},
     "yarn, float64 angles": {"method": "yarn", "precise": True},
     "dynamic_ntk": {"method": "dynamic_ntk"},
+    "rerope": {"method": "rerope"},
+    "self_extend": {"method": "self_extend"},
+    "dual_chunk": {"method": "dual_chunk"},
+    "string": {"method": "string", "factor": 1.0},
 }
 
 
@@ -65,7 +69,7 @@ def measure(model: nn.Module, ids: torch.Tensor, factor: float, rounds: int) -> 
     for variant, options in VARIANTS.items():
         models[variant] = copy.deepcopy(model)
         if options:
-            rope_ext.patch(models[variant], factor=factor, **options)
+            rope_ext.patch(models[variant], **{"factor": factor, **options})
     for variant, patched in models.items():
         cache = DynamicCache(config=patched.config)
         with torch.inference_mode():

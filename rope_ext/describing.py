@@ -39,7 +39,8 @@ class SiteDescription:
         base: ``rope_theta`` of the checkpoint.
         inv_freq_before, inv_freq_after: radians per token, fastest pair first.
         attention_scaling: number on cosine and sine, now.
-        status: ``"extended"``, ``"extended per sequence"`` or ``"unchanged"``.
+        status: ``"extended"``, ``"extended per sequence"``, ``"positions changed"`` or
+            ``"unchanged"``.
     """
 
     name: str
@@ -81,7 +82,7 @@ class Description:
                 f"  {site.name} [{site.layer_type}] {pairs} pairs, base {site.base:g}: "
                 f"{site.status}, cos and sin x {site.attention_scaling:.4g}"
             )
-            if site.status != "unchanged":
+            if site.inv_freq_after != site.inv_freq_before:
                 lines += _spectrum(site)
         return "\n".join([*lines, *(f"  {note}" for note in self.notes)])
 
@@ -138,9 +139,11 @@ def describe(model: nn.Module) -> Description:
 def _site(site: RotarySite, patch: Patch | None) -> SiteDescription:
     after, scaling, status = site.rope.inv_freq, site.scaling, "unchanged"
     if patch is not None and site in patch.scaled:
-        method, status = patch.method, "extended"
-        after, scaling = site.under(method)
-        if method.adapts:
+        method = patch.frequencies
+        status = "extended" if patch.mapping is None else "positions changed"
+        if method is not None:
+            after, scaling = site.under(method)
+        if patch.method.adapts:
             status = f"extended per sequence, shown at {method.target_length(site.rope)} tokens"
     return SiteDescription(
         name=site.name or "rotary",

@@ -85,6 +85,10 @@ class RotarySite:
     def scaling_attribute(self) -> str:
         return f"{self.prefix}attention_scaling"
 
+    def called(self, args: tuple, kwargs: dict) -> bool:
+        """Whether a call of the module with these arguments asks for these frequencies."""
+        return kwargs.get("layer_type", args[2] if len(args) > 2 else None) == self.layer_type
+
     def under(self, method: FrequencyMethod) -> tuple[torch.Tensor, float]:
         """Frequencies (float64, ``[pairs]``) and scaling when ``method`` is in force."""
         scaling = method.attention_scaling(self.rope) * self.scaling

@@ -199,7 +199,7 @@ class RotaryHook:
 
     def __call__(self, module: nn.Module, args: tuple, kwargs: dict, output: Any) -> Any:
         """Forward hook of the rotary module."""
-        if kwargs.get("layer_type", args[2] if len(args) > 2 else None) != self.site.layer_type:
+        if not self.site.called(args, kwargs):
             return None
         positions = kwargs["position_ids"] if "position_ids" in kwargs else args[1]
         result = output
@@ -207,11 +207,13 @@ class RotaryHook:
             inv_freq, scaling = self.inv_freq, self.scaling
             if self.rows is not None:
                 inv_freq, scaling = self._frequencies(positions)
-            result = self._compute(positions, inv_freq, scaling, output)
+            result = rotation(self.site, positions, inv_freq, scaling, self.precise, output)
         if self.native:
             theta, scaling = self.site.loaded, self.site.scaling
             first = result if isinstance(result, torch.Tensor) else result[0]
-            _attach(first, self._compute(positions, theta, scaling, output))
+            attach_native(
+                first, rotation(self.site, positions, theta, scaling, self.precise, output)
+            )
         return result
 
     @torch.compiler.disable
@@ -221,30 +223,47 @@ class RotaryHook:
             self._made = (lengths, *self.rows.frequencies(self.site, lengths))
         return self._made[1:]
 
-    def _compute(
-        self, positions: torch.Tensor, inv_freq: torch.Tensor, scaling: Any, like: Any
-    ) -> Any:
-        dtype = torch.float64 if self.precise else torch.float32
-        columns = self.site.columns
-        inv_freq = inv_freq.to(positions.device, dtype)
-        if isinstance(scaling, torch.Tensor):
-            scaling = scaling.to(positions.device, dtype)
-        pair = columns.pair.to(positions.device)
-        if columns.axis is not None and positions.ndim == 3:
-            of_column = positions[columns.axis.to(positions.device)].movedim(0, -1)
-            angles = of_column.to(dtype) * inv_freq[..., pair]
-            cos, sin = angles.cos() * scaling, angles.sin() * scaling
-        else:
-            angles = positions.unsqueeze(-1).to(dtype) * inv_freq
-            cos, sin = ((f(angles) * scaling)[..., pair] for f in (torch.cos, torch.sin))
-        if columns.complex:
-            return torch.complex(cos, sin).to(like.dtype)
-        return cos.to(like[0].dtype), sin.to(like[1].dtype)
+
+def rotation(
+    site: RotarySite,
+    positions: torch.Tensor,
+    inv_freq: torch.Tensor,
+    scaling: float | torch.Tensor,
+    precise: bool,
+    like: Any,
+) -> Any:
+    """What a rotary module returns, of other frequencies or positions.
+
+    Args:
+        site: of the module.
+        positions: ``[rows, tokens]``, or ``[axes, rows, tokens]``, whole or not.
+        inv_freq: ``[pairs]``, or ``[rows, 1, pairs]``.
+        scaling: number on cosine and sine.
+        precise: angles in float64, else in float32, as transformers computes them.
+        like: the module's own output, for its dtype.
+    """
+    dtype = torch.float64 if precise else torch.float32
+    columns = site.columns
+    inv_freq = inv_freq.to(positions.device, dtype)
+    if isinstance(scaling, torch.Tensor):
+        scaling = scaling.to(positions.device, dtype)
+    pair = columns.pair.to(positions.device)
+    if columns.axis is not None and positions.ndim == 3:
+        of_column = positions[columns.axis.to(positions.device)].movedim(0, -1)
+        angles = of_column.to(dtype) * inv_freq[..., pair]
+        cos, sin = angles.cos() * scaling, angles.sin() * scaling
+    else:
+        angles = positions.unsqueeze(-1).to(dtype) * inv_freq
+        cos, sin = ((f(angles) * scaling)[..., pair] for f in (torch.cos, torch.sin))
+    if columns.complex:
+        return torch.complex(cos, sin).to(like.dtype)
+    return cos.to(like[0].dtype), sin.to(like[1].dtype)
 
 
 # Not traced: a compiled graph can neither put an attribute on a tensor nor see one.
 @torch.compiler.disable
-def _attach(first: torch.Tensor, native: Any) -> None:
+def attach_native(first: torch.Tensor, native: Any) -> None:
+    """Let ``first`` carry what the unpatched module would have returned."""
     first.__dict__[_NATIVE] = native
 
 
@@ -305,7 +324,7 @@ class RowLengths:
                 f"{self.method.name} chooses the frequencies of every sequence as it comes, which "
                 f"an exported graph cannot do; pass length=TOKENS to fix them"
             )
-        given = {**dict(zip(_parameters(type(decoder)), args, strict=False)), **kwargs}
+        given = {**dict(zip(parameters(type(decoder)), args, strict=False)), **kwargs}
         if given.get("cache") is not None:  # a paged one; all others are past_key_values
             raise CacheError(
                 f"continuous batching packs many sequences into one row, and {self.method.name} "
@@ -422,7 +441,7 @@ def _announced(model: nn.Module, given: dict[str, Any]) -> Started | None:
 
 
 @functools.cache
-def _parameters(cls: type[nn.Module]) -> tuple[str, ...]:
+def parameters(cls: type[nn.Module]) -> tuple[str, ...]:
     """Names of the arguments of a module's forward."""
     return tuple(inspect.signature(cls.forward).parameters)[1:]
 
@@ -461,7 +480,7 @@ def keep_native(decoder: nn.Module, layer_types: list[str]) -> list[Any]:
 
 @torch.compiler.disable
 def _use_native(module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
-    given = {**dict(zip(_parameters(type(module)), args, strict=False)), **kwargs}
+    given = {**dict(zip(parameters(type(module)), args, strict=False)), **kwargs}
     embeddings = given["position_embeddings"]
     first = embeddings if isinstance(embeddings, torch.Tensor) else embeddings[0]
     native = getattr(first, _NATIVE, None)

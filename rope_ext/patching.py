@@ -20,7 +20,8 @@ from rope_ext.errors import (
     OptionError,
     UnsupportedModelError,
 )
-from rope_ext.methods import FrequencyMethod, build_method
+from rope_ext.methods import FrequencyMethod, Method, PositionMethod, Rope, build_method
+from rope_ext.position import Mapping
 
 Model = TypeVar("Model", bound=nn.Module)
 SlidingLayers = Literal["auto", "keep", "scale"]
@@ -36,7 +37,7 @@ class Patch:
     transformers reloads the patch from the configuration.
     """
 
-    method: FrequencyMethod
+    method: Method
     arguments: dict[str, Any]
     sites: list[RotarySite]
     scaled: list[RotarySite]
@@ -48,6 +49,14 @@ class Patch:
     config: persistence.ConfigState
     tokenizer: Any
     tokenizer_length: int | None
+    mapping: Mapping | None = None
+
+    @property
+    def frequencies(self) -> FrequencyMethod | None:
+        """The frequency method in force, by itself or under a position method."""
+        if self.mapping is not None:
+            return self.arguments["under"]
+        return self.method
 
     @property
     def length(self) -> int:
@@ -57,8 +66,10 @@ class Patch:
 
 def patch(
     model: Model,
-    method: str | FrequencyMethod = "yarn",
+    method: str | Method = "yarn",
     *,
+    frequency: str | FrequencyMethod | None = None,
+    kernel: Literal["auto", "flash", "flex", "reference"] = "auto",
     replace: bool = False,
     compose: bool = False,
     sliding_layers: SlidingLayers = "auto",
@@ -73,12 +84,17 @@ def patch(
         model: a loaded transformers model with rotary embeddings, or a ``PeftModel``, compiled
             or data-parallel wrapper of one.
         method: name or alias of a method, or a method object such as ``YaRN(factor=4)``.
+        frequency: a frequency method under a position method, such as ``NTK(factor=2)``. The
+            position method takes the context it extends to for the trained one.
+        kernel: for the attention of position methods: ``"flash"`` on CPUs, ``"flex"`` on GPUs,
+            ``"reference"`` with dense logits; ``"auto"`` chooses.
         replace: take back an earlier patch first instead of raising.
         compose: go on although the checkpoint's own configuration scales its rotary embedding;
             the patch then multiplies what is there.
         sliding_layers: layers with a limited window gain nothing. ``"auto"`` leaves them alone
             where they own a rotary set and scales them, as transformers does, where they share
-            one; ``"keep"`` leaves them alone always; ``"scale"`` scales them always.
+            one; ``"keep"`` leaves them alone always; ``"scale"`` scales them always. Position
+            methods leave them alone unless ``"scale"``.
         precise: angles in float64. ``"auto"``: where the target length is beyond 131072 tokens.
         original_max_position_embeddings: trained context in tokens, if the configuration does
             not say it rightly in ``max_position_embeddings``.
@@ -95,6 +111,8 @@ def patch(
         AlreadyPatchedError, AlreadyScaledError: say ``replace=True`` or ``compose=True``.
     """
     method = _method(method, options)
+    under = _under(method, frequency)
+    _check("kernel", kernel, ("auto", "flash", "flex", "reference"))
     _check("sliding_layers", sliding_layers, ("auto", "keep", "scale"))
     _check("precise", precise, ("auto", True, False))
     if original_max_position_embeddings is not None and (
@@ -118,6 +136,8 @@ def patch(
             unwrap(model),
             decoder,
             method,
+            under=under,
+            kernel=kernel,
             compose=compose,
             sliding_layers=sliding_layers,
             precise=precise,
@@ -150,7 +170,7 @@ def unpatch(model: Model) -> Model:
 
 
 @contextmanager
-def patched(model: Model, method: str | FrequencyMethod = "yarn", **kwargs: Any) -> Iterator[Model]:
+def patched(model: Model, method: str | Method = "yarn", **kwargs: Any) -> Iterator[Model]:
     """:func:`patch` for the length of a ``with`` block, also when it ends in an exception.
 
     With ``replace=True`` the earlier patch is in force again afterwards.
@@ -173,10 +193,10 @@ def current_patch(model: nn.Module) -> Patch | None:
     return text_decoder(model).__dict__.get(_STATE)
 
 
-def _method(method: str | FrequencyMethod, options: dict[str, Any]) -> FrequencyMethod:
+def _method(method: str | Method, options: dict[str, Any]) -> Method:
     if isinstance(method, str):
         method = build_method(method, **options)
-    elif not isinstance(method, FrequencyMethod):
+    elif not isinstance(method, (FrequencyMethod, PositionMethod)):
         raise OptionError(
             f"method={method!r} is not valid; it must be a method's name such as 'yarn', or a "
             f"method object such as rope_ext.YaRN(factor=4)"
@@ -186,12 +206,34 @@ def _method(method: str | FrequencyMethod, options: dict[str, Any]) -> Frequency
             f"{', '.join(options)} given beside a method object; set it on the object: "
             f"{type(method).__name__}({', '.join(f'{k}={v!r}' for k, v in options.items())})"
         )
-    if method.factor <= 1:
+    if method.factor <= 1 and not method.works_within:
         raise OptionError(
             f"{method.name}: factor={method.factor!r} would not extend anything; it must be a "
             f"number greater than 1 (4 makes 4 times the trained context)"
         )
     return method
+
+
+def _under(method: Method, frequency: str | FrequencyMethod | None) -> FrequencyMethod | None:
+    """The frequency method under a position method."""
+    if frequency is None:
+        return None
+    if not isinstance(method, PositionMethod):
+        raise OptionError(
+            f"frequency={frequency!r} goes under a position method such as 'rerope', and "
+            f"{method.name} is a frequency method itself; leave one of them out"
+        )
+    if not isinstance(frequency, FrequencyMethod):
+        raise OptionError(
+            f"frequency={frequency!r} is not valid; it must be a frequency method object such as "
+            f"rope_ext.NTK(factor=2)"
+        )
+    if frequency.adapts:
+        raise OptionError(
+            f"{frequency.name} changes with the sequence and cannot go under {method.name}; pass "
+            f"length=TOKENS to fix it"
+        )
+    return frequency
 
 
 def _check(option: str, value: Any, valid: tuple[Any, ...]) -> None:
@@ -204,8 +246,10 @@ def _check(option: str, value: Any, valid: tuple[Any, ...]) -> None:
 def _patch(
     model: nn.Module,
     decoder: nn.Module,
-    method: FrequencyMethod,
+    method: Method,
     *,
+    under: FrequencyMethod | None,
+    kernel: str,
     compose: bool,
     sliding_layers: SlidingLayers,
     precise: bool | Literal["auto"],
@@ -216,13 +260,41 @@ def _patch(
     config = persistence.ConfigState(decoder, model)
     sites = find_sites(decoder, original_max_position_embeddings)
     scaled = _chosen(decoder, sites, sliding_layers)
+    state = Patch(
+        method=method,
+        arguments=arguments,
+        sites=sites,
+        scaled=scaled,
+        target_length=max(method.target_length(site.rope) for site in scaled),
+        precise=False,
+        native=False,
+        notes=[],
+        applied=frequency.Applied(),
+        config=config,
+        tokenizer=tokenizer,
+        tokenizer_length=getattr(tokenizer, "model_max_length", None),
+    )
+    apply = _apply_positions if isinstance(method, PositionMethod) else _apply_frequencies
+    try:
+        config.write(apply(model, decoder, state))
+        if tokenizer is not None:
+            tokenizer.model_max_length = state.target_length
+    except BaseException:
+        _restore(state)
+        raise
+    decoder.__dict__[_STATE] = state
+
+
+def _apply_frequencies(model: nn.Module, decoder: nn.Module, state: Patch) -> dict[str, Any]:
+    """Put a frequency method in force; returns what to write into the configuration."""
+    method, sites, scaled, applied = state.method, state.sites, state.scaled, state.applied
+    sliding_layers, precise = state.arguments["sliding_layers"], state.arguments["precise"]
     for site in scaled:
-        _refuse_scaled(decoder, site, method, compose)
+        _refuse_scaled(decoder, site, method, state.arguments["compose"])
     targets = {id(site): _target(method, site) for site in scaled}
     growing = getattr(method, "mode", None) == "growing"
-    target_length = max(method.target_length(site.rope) for site in scaled)
     if precise == "auto":
-        precise = target_length > frequency.PRECISE_BEYOND and not growing
+        precise = state.target_length > frequency.PRECISE_BEYOND and not growing
     keep = sliding_layers == "keep" and any(site.shared for site in scaled)
     if growing and (precise or keep):
         raise OptionError(
@@ -230,65 +302,84 @@ def _patch(
             f"precise=True or sliding_layers='keep'; use mode='fixed'"
         )
     if keep:
-        how = persistence.unsaved(method, scaled, target_length)
+        how = persistence.unsaved(method, scaled, state.target_length)
     else:
-        how = persistence.plan(decoder, sites, scaled, method, target_length)
+        how = persistence.plan(decoder, sites, scaled, method, state.target_length)
     if growing and not how.native:
         raise UnsupportedModelError(
             f"{type(decoder).__name__}: transformers cannot build its dynamic type for this "
             f"family; use mode='fixed'"
         )
+    state.precise, state.native = precise, how.native
+    state.notes = _notes(sites, scaled, how.note, keep, precise)
+    if method.adapts and not growing:
+        trained = min(site.rope.length for site in scaled)
+        applied.rows = frequency.RowLengths(method, trained)
+    for site in scaled:
+        inv_freq, scaling = targets[id(site)]
+        if growing:
+            applied.states.append(frequency.grow(site))
+            continue
+        hooked = precise or method.adapts or (keep and site.shared)
+        if method.adapts:  # the hook replaces them; a fresh module holds the trained ones
+            applied.states.append(frequency.write(site, site.loaded, site.scaling, hooked))
+        else:
+            buffer = how.built.get(id(site), inv_freq.float())
+            applied.states.append(frequency.write(site, buffer, scaling, hooked))
+        if hooked:
+            hook = frequency.RotaryHook(
+                site, inv_freq, scaling, precise, applied.rows, keep and site.shared
+            )
+            applied.handles.append(site.module.register_forward_hook(hook, with_kwargs=True))
+    if applied.rows is not None:
+        frequency.follow_rows(decoder, model, applied)
+    if keep:
+        kinds = list(text_config(decoder).layer_types)
+        applied.handles += frequency.keep_native(decoder, kinds)
+    return how.values
 
-    applied = frequency.Applied()
-    state = Patch(
-        method=method,
-        arguments=arguments,
-        sites=sites,
-        scaled=scaled,
-        target_length=target_length,
-        precise=precise,
-        native=how.native,
-        notes=_notes(sites, scaled, how.note, keep, precise),
-        applied=applied,
-        config=config,
-        tokenizer=tokenizer,
-        tokenizer_length=getattr(tokenizer, "model_max_length", None),
+
+def _apply_positions(model: nn.Module, decoder: nn.Module, state: Patch) -> dict[str, Any]:
+    """Put a position method in force; returns what to write into the configuration."""
+    scaled, under, method = state.scaled, state.arguments["under"], state.method
+    local_too = state.arguments["sliding_layers"] == "scale"
+    rope, label = scaled[0].rope, str(method)
+    if under is not None:
+        label = f"{method} on {under}"
+        rope = Rope(under.inv_freq(rope), rope.base, under.target_length(rope))
+    table = {}
+    for site in scaled:
+        if under is not None:
+            _refuse_scaled(decoder, site, under, state.arguments["compose"])
+            inv_freq, scaling = _target(under, site)
+            state.applied.states.append(frequency.write(site, inv_freq.float(), scaling, True))
+        elif site.rope_type in ("dynamic", "longrope"):
+            raise AlreadyScaledError(
+                f"{type(decoder).__name__} has rope_type {site.rope_type!r}, whose frequencies "
+                f"change with the sequence, so {method.name} cannot go on top of it; load it with "
+                f"rope_type 'default'"
+            )
+        else:
+            inv_freq, scaling = site.loaded.double(), site.scaling
+            state.applied.states.append(frequency.write(site, site.loaded, scaling, True))
+        table[site] = inv_freq, scaling
+    state.method = method.resolved(rope)
+    state.target_length = method.target_length(rope)
+    precise = state.arguments["precise"]
+    state.precise = state.target_length > frequency.PRECISE_BEYOND if precise == "auto" else precise
+    kernel = state.arguments["kernel"]
+    state.mapping = Mapping(
+        decoder, state.method, rope, table, label, state.precise, kernel, local_too
     )
-    try:
-        if method.adapts and not growing:
-            trained = min(site.rope.length for site in scaled)
-            applied.rows = frequency.RowLengths(method, trained)
-        for site in scaled:
-            inv_freq, scaling = targets[id(site)]
-            if growing:
-                applied.states.append(frequency.grow(site))
-                continue
-            hooked = precise or method.adapts or (keep and site.shared)
-            if method.adapts:  # the hook replaces them; a fresh module holds the trained ones
-                applied.states.append(frequency.write(site, site.loaded, site.scaling, hooked))
-            else:
-                buffer = how.built.get(id(site), inv_freq.float())
-                applied.states.append(frequency.write(site, buffer, scaling, hooked))
-            if hooked:
-                hook = frequency.RotaryHook(
-                    site, inv_freq, scaling, precise, applied.rows, keep and site.shared
-                )
-                applied.handles.append(site.module.register_forward_hook(hook, with_kwargs=True))
-        if applied.rows is not None:
-            frequency.follow_rows(decoder, model, applied)
-        if keep:
-            kinds = list(text_config(decoder).layer_types)
-            applied.handles += frequency.keep_native(decoder, kinds)
-        config.write(how.values)
-        if tokenizer is not None:
-            tokenizer.model_max_length = target_length
-    except BaseException:
-        _restore(state)
-        raise
-    decoder.__dict__[_STATE] = state
+    state.mapping.install(decoder)
+    how = persistence.unsaved(method, scaled, state.target_length)
+    state.notes = [f"saving: {how.note}", *state.mapping.notes()]
+    return how.values
 
 
 def _restore(state: Patch) -> None:
+    if state.mapping is not None:
+        state.mapping.undo()
     state.applied.undo()
     state.config.restore()
     if state.tokenizer is not None:

@@ -14,7 +14,7 @@ import pytest
 
 import rope_ext
 from eval import coverage
-from eval.checks import changed, snapshot
+from eval.checks import POSITIONS, POSITIONS_REFUSED, POSITIONS_WINDOWED, changed, snapshot
 from eval.zoo import model_types, tiny_model
 from rope_ext import frequency, patching, persistence
 
@@ -27,6 +27,34 @@ REFUSED = {
 WINDOW_ONLY = {"beam", "cohere_compass_text", "moshi", "recurrent_gemma"}
 WINDOW_OFF = {"ministral", "mistral"}  # supported without their window, refused with it
 NOT_BUILDABLE = {"gemma3n", "gemma4_assistant", "gemma4_unified_assistant"}
+
+# Families whose attention goes its own ways, or turns nothing but its sliding layers.
+NO_POSITIONS = {
+    "axk2",  # an indexer chooses keys and uses the same rotation
+    "blt",
+    "deepseek_v32",
+    "deepseek_v4",
+    "doge",
+    "dots3_note",
+    "dots3_note_text",
+    "falcon",
+    "glm_moe_dsa",
+    "gpt_neox_japanese",
+    "hy_v4",
+    "qwen4_exp",
+    "qwen4_exp_text",
+}
+WINDOWED_POSITIONS = {
+    "afmoe",
+    "cohere2",
+    "cohere2_moe",
+    "exaone4",
+    "exaone_moe",
+    "flint",
+    "kolibri1",
+    "llama4",
+    "llama4_text",
+} | WINDOW_ONLY
 
 # Families of which transformers builds no yarn, no llama3, ..., to compare with.
 PROPORTIONAL = {"gemma4", "gemma4_text", "gemma4_unified", "gemma4_unified_text", "lfm3"}
@@ -61,6 +89,12 @@ def required(model_type: str) -> set[str]:
     names |= {f"native {rope_type}" for rope_type in native}
     if model_type not in NO_CACHE:
         names |= {"cached yarn", "cached dynamic_ntk"}
+    if model_type not in NO_POSITIONS:
+        names |= {"positions unchanged", "positions changed"}
+        if model_type not in NO_CACHE:
+            names |= {"cached rerope", "cached self_extend", "cached dual_chunk"}
+        if model_type not in WINDOWED_POSITIONS - WINDOW_ONLY:
+            names |= {"unpatch rerope"}
     config = tiny_model(model_type).config.get_text_config(decoder=True)
     sets = {name for name, part in (config.rope_parameters or {}).items() if isinstance(part, dict)}
     kinds = [kind for kind in getattr(config, "layer_types", None) or () if "attention" in kind]
@@ -81,6 +115,9 @@ def test_family(model_type: str) -> None:
     if result.verdict in (coverage.SUPPORTED, coverage.WINDOW_ONLY):
         assert required(model_type) <= {check.name for check in result.checks if check.passed}
         assert [check for check in result.checks if check.passed is False] == []
+        windowed = {True: POSITIONS_WINDOWED, False: POSITIONS}[model_type in WINDOWED_POSITIONS]
+        accepted = POSITIONS_REFUSED if model_type in NO_POSITIONS else windowed
+        assert result.positions == accepted
     assert (result.saves == "patch again") == (model_type in PATCH_AGAIN)
 
 

@@ -31,9 +31,15 @@ METHODS: dict[str, dict[str, Any]] = {
     "p_rope": {"p": 0.5},
     "dynamic_ntk": {},
     "dynamic_yarn": {},
+    "rerope": {},
+    "leaky_rerope": {},
+    "self_extend": {},
+    "dual_chunk": {},
+    "string": {"factor": 1.5},
+    "lm_infinite": {},
 }
 FAMILIES = ["llama", "gemma3_text", "gpt_neox", "phi3"]
-SAVED = [name for name in METHODS if name != "dynamic_yarn"]
+SAVED = list(METHODS)[: list(METHODS).index("dynamic_yarn")]
 
 
 def options(name: str) -> dict[str, Any]:

@@ -2,8 +2,12 @@
 
 # isort: off
 from rope_ext.methods.base import (
+    Band,
     DynamicMethod,
     FrequencyMethod,
+    Map,
+    Method,
+    PositionMethod,
     Rope,
     all_methods,
     build_method,
@@ -23,23 +27,39 @@ from rope_ext.methods.abf import ABF
 from rope_ext.methods.base_truncation import BaseTruncation
 from rope_ext.methods.resonance import Resonance
 from rope_ext.methods.p_rope import PRoPE
+from rope_ext.methods.rerope import ReRoPE
+from rope_ext.methods.leaky_rerope import LeakyReRoPE
+from rope_ext.methods.self_extend import SelfExtend
+from rope_ext.methods.dual_chunk import DualChunk
+from rope_ext.methods.string import STRING
+from rope_ext.methods.lm_infinite import LMInfinite
 # isort: on
 
 __all__ = [
     "ABF",
     "NTK",
     "PI",
+    "STRING",
+    "Band",
     "BaseTruncation",
+    "DualChunk",
     "DynamicMethod",
     "DynamicNTK",
     "DynamicYaRN",
     "FrequencyMethod",
+    "LMInfinite",
+    "LeakyReRoPE",
     "Llama3",
     "LongRoPE",
+    "Map",
+    "Method",
     "NTKByParts",
     "PRoPE",
+    "PositionMethod",
+    "ReRoPE",
     "Resonance",
     "Rope",
+    "SelfExtend",
     "YaRN",
     "all_methods",
     "build_method",

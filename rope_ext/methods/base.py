@@ -1,19 +1,22 @@
-"""What a frequency method is, and the registry of all of them.
+"""What a method is, and the registry of all of them.
 
-A method changes the rotation angle ``t * theta_i`` into ``t * h_i``. It sees the trained
-frequencies as a :class:`Rope` and answers with ``h`` in float64; it knows no model.
+A method changes the rotation angle ``t * theta_i``: a frequency method into ``t * h_i``, a
+position method into ``g(t) * theta_i``. It sees the trained embedding as a :class:`Rope` and
+answers in float64; it knows no model.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar, TypeVar
 
 import torch
 
 from rope_ext.errors import OptionError, RopeExtError, UnknownMethodError, nearest
+from rope_ext.methods.geometry import Geometry
 
 # cos and sin of a pair with this wavelength ratio are 1 and 0 at any reachable position;
 # tables in JSON cannot hold the infinity that a frequency of zero would ask for.
@@ -74,8 +77,8 @@ def _exponents(dim: int) -> torch.Tensor:
 
 
 @dataclass(frozen=True, kw_only=True)
-class FrequencyMethod:
-    """Base of all frequency methods.
+class Method:
+    """Base of all methods.
 
     Subclasses are frozen dataclasses whose fields are the public options. Context grows from
     ``length`` to ``factor * length`` tokens.
@@ -89,6 +92,8 @@ class FrequencyMethod:
     paper: ClassVar[str]
     use: ClassVar[str]  # the one-line reason to choose it
 
+    works_within: ClassVar[bool] = False  # factor 1 is of use: nothing is extended
+
     factor: float
 
     def __post_init__(self) -> None:
@@ -98,18 +103,6 @@ class FrequencyMethod:
     def adapts(self) -> bool:
         """Whether frequencies depend on the sequence."""
         return False
-
-    def inv_freq(self, rope: Rope) -> torch.Tensor:
-        """``h``: float64, shape ``[dim / 2]``, radians per token."""
-        raise NotImplementedError
-
-    def attention_scaling(self, rope: Rope) -> float:
-        """Number that multiplies cos and sin (its square multiplies the attention logits)."""
-        return 1.0
-
-    def rope_parameters(self, rope: Rope) -> dict[str, Any]:
-        """``config.rope_parameters`` with which plain transformers builds the same embedding."""
-        return longrope_table(rope, self.inv_freq(rope), self.factor, self.attention_scaling(rope))
 
     def target_length(self, rope: Rope) -> int:
         """Context after the extension, tokens."""
@@ -139,6 +132,106 @@ class FrequencyMethod:
         if above is not None:
             valid, holds = f"a finite number greater than {above}", holds and value > above
         self.require(option, holds, valid)
+
+    def require_tokens(self, option: str, minimum: int = 1) -> None:
+        """Raise OptionError unless the option is None or a whole number of tokens."""
+        value = getattr(self, option)
+        holds = value is None or (type(value) is int and value >= minimum)
+        self.require(option, holds, f"a whole number of at least {minimum}, or None")
+
+
+@dataclass(frozen=True, kw_only=True)
+class FrequencyMethod(Method):
+    """Base of all frequency methods."""
+
+    def inv_freq(self, rope: Rope) -> torch.Tensor:
+        """``h``: float64, shape ``[dim / 2]``, radians per token."""
+        raise NotImplementedError
+
+    def attention_scaling(self, rope: Rope) -> float:
+        """Number that multiplies cos and sin (its square multiplies the attention logits)."""
+        return 1.0
+
+    def rope_parameters(self, rope: Rope) -> dict[str, Any]:
+        """``config.rope_parameters`` with which plain transformers builds the same embedding."""
+        return longrope_table(rope, self.inv_freq(rope), self.factor, self.attention_scaling(rope))
+
+
+Map = Callable[[torch.Tensor], torch.Tensor] | float
+"""A position as a function of a token's own (float64, ``[...]``), or the same for all tokens."""
+
+
+def own(t: torch.Tensor) -> torch.Tensor:
+    """The position that a token has anyway."""
+    return t
+
+
+@dataclass(frozen=True)
+class Band:
+    """The keys of one band and the positions used in it.
+
+    Args:
+        geometry: which keys each query sees in this band.
+        query: position at which a query is rotated.
+        key: position at which a key is rotated.
+    """
+
+    geometry: Geometry
+    query: Map
+    key: Map
+
+
+@dataclass(frozen=True, kw_only=True)
+class PositionMethod(Method):
+    """Base of all position methods.
+
+    Options left at None follow from ``factor`` and the trained length.
+    """
+
+    def resolved(self, rope: Rope) -> PositionMethod:
+        """The same method with every option filled in.
+
+        Raises:
+            OptionError: the options do not go with the trained length.
+        """
+        return self
+
+    def bands(self) -> tuple[Band, ...]:
+        """Disjoint bands, together all that a query sees; of a :meth:`resolved` method.
+
+        Keys are cached with the rotation of the last band.
+        """
+        raise NotImplementedError
+
+    def temperature(self, t: torch.Tensor, rope: Rope) -> torch.Tensor | None:
+        """Number that multiplies the query at position ``t`` (float64); None: none."""
+        return None
+
+    def require_resolved(self, option: str, holds: bool, valid: str, rope: Rope) -> None:
+        """As :meth:`require`, where what is valid depends on the trained length."""
+        self.require(option, holds, f"{valid} (trained length {rope.length} tokens)")
+
+
+@dataclass(frozen=True, kw_only=True)
+class LogScaled(PositionMethod):
+    """A position method with the published scaling of queries by the logarithm of the length.
+
+    Args:
+        log_n: multiply the query at position ``m`` by ``max(1, ln(m + 1) / ln(length))``.
+
+    Su 2023, kexue.fm/archives/8823.
+    """
+
+    log_n: bool = True
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.require("log_n", isinstance(self.log_n, bool), "True or False")
+
+    def temperature(self, t: torch.Tensor, rope: Rope) -> torch.Tensor | None:
+        if not self.log_n:
+            return None
+        return ((t + 1).log() / math.log(rope.length)).clamp(min=1)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -199,8 +292,8 @@ def longrope_table(
     }
 
 
-_REGISTRY: dict[str, type[FrequencyMethod]] = {}
-M = TypeVar("M", bound=type[FrequencyMethod])
+_REGISTRY: dict[str, type[Method]] = {}
+M = TypeVar("M", bound=type[Method])
 
 
 def _key(name: str) -> str:
@@ -224,12 +317,12 @@ def register(cls: M) -> M:
     return cls
 
 
-def all_methods() -> list[type[FrequencyMethod]]:
+def all_methods() -> list[type[Method]]:
     """Every registered method, once, in order of registration."""
     return list(dict.fromkeys(_REGISTRY.values()))
 
 
-def method_class(name: str) -> type[FrequencyMethod]:
+def method_class(name: str) -> type[Method]:
     """The method of that name or alias; case, hyphens and underscores do not matter.
 
     Raises:
@@ -246,7 +339,7 @@ def method_class(name: str) -> type[FrequencyMethod]:
         ) from None
 
 
-def build_method(name: str, **options: Any) -> FrequencyMethod:
+def build_method(name: str, **options: Any) -> Method:
     """A method by name with its options.
 
     Raises:

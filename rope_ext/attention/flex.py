@@ -1,0 +1,84 @@
+"""The bands with FlexAttention: CUDA, any dtype, differentiable through the log-sum-exp."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import cache, lru_cache
+
+import torch
+from torch.nn.attention.flex_attention import (
+    AuxRequest,
+    BlockMask,
+    create_block_mask,
+    flex_attention,
+)
+
+from rope_ext.attention.bands import Band, Pairs
+from rope_ext.methods.geometry import Geometry
+
+_FLOOR = -1e30
+"""In place of a log-sum-exp of -inf, whose gradient is not a number."""
+
+
+@cache
+def _compiled(function: Callable) -> Callable:
+    return torch.compile(function, dynamic=True)
+
+
+@lru_cache(maxsize=64)
+def _block_mask(
+    geometry: Geometry, queries: int, keys: int, start: int, device: torch.device
+) -> BlockMask:
+    def seen(
+        _batch: torch.Tensor, _head: torch.Tensor, row: torch.Tensor, column: torch.Tensor
+    ) -> torch.Tensor:
+        return geometry.sees(row + (start + keys - queries), column + start)
+
+    build = _compiled(create_block_mask) if device.type == "cuda" else create_block_mask
+    return build(seen, None, None, queries, keys, device=device)
+
+
+def attend(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    bands: Sequence[Band],
+    pairs: Pairs,
+    *,
+    start: int = 0,
+    scale: float,
+    temperature: torch.Tensor | None = None,
+    softcap: float | None = None,
+    sinks: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """As :func:`rope_ext.attention.flash.attend`, and with a soft cap.
+
+    The logits become ``softcap * tanh(logit / softcap)``.
+    """
+
+    def capped(score: torch.Tensor, *_place: torch.Tensor) -> torch.Tensor:
+        return softcap * torch.tanh(score / softcap)
+
+    run = _compiled(flex_attention) if query.is_cuda else flex_attention
+    if temperature is not None:
+        query = (query * temperature[:, None]).to(query.dtype)
+    outs, logs = [], []
+    for band in bands:
+        out, aux = run(
+            pairs.rotate(query, band.query),
+            pairs.rotate(key, band.key),
+            value,
+            score_mod=None if softcap is None else capped,
+            block_mask=_block_mask(
+                band.geometry, query.shape[2], key.shape[2], start, query.device
+            ),
+            scale=scale,
+            enable_gqa=query.shape[1] != key.shape[1],
+            return_aux=AuxRequest(lse=True),
+        )
+        outs.append(out)
+        logs.append(aux.lse.clamp(min=_FLOOR))
+    if sinks is not None:
+        logs.append(sinks.to(logs[0].dtype)[:, None].expand_as(logs[0]))
+    weights = torch.stack(logs).softmax(dim=0)[: len(outs), ..., None]
+    return (weights * torch.stack(outs)).sum(dim=0).to(value.dtype)

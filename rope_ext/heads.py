@@ -1,0 +1,273 @@
+"""Finds the attention layers that a rotary site turns, and where its pairs lie in a head.
+
+The decoder runs once on a few tokens with an attention function that looks at queries and keys
+and attends to nothing. The rows of that batch are the same tokens under different cosines and
+sines: not turned, turned by a quarter, and every pair by an angle of its own. What changes
+between the rows is the layout; whatever does not follow it is refused.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AttentionInterface, AttentionMaskInterface
+
+from rope_ext.attention.bands import Pairs
+from rope_ext.discovery import RotarySite, is_local, text_config
+from rope_ext.errors import UnsupportedModelError
+
+_NAME = "rope_ext_probe"  # names with sdpa, flash, flex_attention or a slash take special paths
+_TOKENS = 16
+_TOLERANCE = {torch.bfloat16: 3e-2, torch.float16: 5e-3}  # of the largest query or key
+_EXACT = 1e-4
+_seen: list[tuple[nn.Module, torch.Tensor, torch.Tensor, bool]] = []
+
+
+@dataclass(frozen=True, eq=False)
+class Head:
+    """How an attention layer turns its queries and keys.
+
+    Args:
+        site: whose frequencies it uses.
+        pairs: columns of each pair in a head.
+        pair: index into the site's frequencies of each pair, int64, ``[pairs]``.
+        local: the layer sees a limited window only.
+    """
+
+    site: RotarySite
+    pairs: Pairs
+    pair: torch.Tensor
+    local: bool
+
+    def equals(self, other: Head) -> bool:
+        """Whether both turn the same columns by the same frequencies, for the same reach."""
+        columns = (self.pairs.first, self.pairs.second, self.pair)
+        others = (other.pairs.first, other.pairs.second, other.pair)
+        same = (
+            torch.equal(one, two) if isinstance(one, torch.Tensor) else one == two
+            for one, two in zip(columns, others, strict=True)
+            if type(one) is type(two)
+        )
+        alike = self.site is other.site and self.local == other.local
+        return alike and list(same) == [True] * 3
+
+
+def find_heads(decoder: nn.Module, sites: list[RotarySite]) -> dict[nn.Module, Head | None]:
+    """Every attention layer of ``decoder``: its layout under ``sites``, None where none turns it.
+
+    Raises:
+        UnsupportedModelError: a layer turns its queries in no way that can be proven, or does
+            not go through transformers' attention interface.
+    """
+    heads: dict[nn.Module, Head | None] = {}
+    for site in sites:
+        for module, query, key, local in _run(decoder, site):
+            head = _read(decoder, module, site, query, key, local)
+            if head is not None:  # one object for all layers that turn alike
+                known = (other for other in heads.values() if other and other.equals(head))
+                head = next(known, head)
+            before = heads.get(module)
+            if head is not None and before is not None and head is not before:
+                raise _refusal(decoder, f"{_path(decoder, module)} turns in two ways")
+            heads[module] = before or head
+    if not any(heads.values()):
+        raise _refusal(decoder, "no attention layer takes its queries and keys from it")
+    return heads
+
+
+def _refusal(decoder: nn.Module, reason: str) -> UnsupportedModelError:
+    return UnsupportedModelError(
+        f"{type(decoder).__name__}: {reason}, so position methods cannot be proven right here; use "
+        f"a frequency method such as 'yarn'"
+    )
+
+
+def _path(decoder: nn.Module, module: nn.Module) -> str:
+    return next(name for name, other in decoder.named_modules() if other is module)
+
+
+def _angles(pairs: int) -> torch.Tensor:
+    """An angle for each pair, far apart, radians."""
+    return 0.2 + 5.8 * torch.arange(pairs, dtype=torch.float64) / pairs
+
+
+@torch.no_grad()
+def _run(
+    decoder: nn.Module, site: RotarySite
+) -> list[tuple[nn.Module, torch.Tensor, torch.Tensor, bool]]:
+    """Queries and keys of every attention layer, one row per turn."""
+    if any(parameter.is_meta for parameter in decoder.parameters()):
+        raise _refusal(decoder, "its weights lie on the meta device (load them first)")
+    config = text_config(decoder)
+    vocabulary = decoder.get_input_embeddings().num_embeddings
+    tokens = (torch.arange(_TOKENS) * 37 + 3) % vocabulary
+    device = decoder.get_input_embeddings().weight.device
+    handle = site.module.register_forward_hook(_Turner(site), with_kwargs=True)
+    before, training = config._attn_implementation_internal, decoder.training
+    _seen.clear()
+    try:
+        config._attn_implementation_internal = _NAME  # the public name sets sub-configurations too
+        decoder.eval()
+        output = decoder(input_ids=tokens.expand(3, -1).to(device), use_cache=False)
+    except _RefusedError as error:
+        raise _refusal(decoder, str(error)) from error
+    except Exception as error:
+        raise _refusal(decoder, f"the probe of its attention layers failed ({error})") from error
+    finally:
+        handle.remove()
+        config._attn_implementation_internal = before
+        decoder.train(training)
+        seen = list(_seen)
+        _seen.clear()
+    hidden = output[0].double()
+    if not torch.allclose(hidden, hidden[:1], rtol=0, atol=_tolerance(output[0])):
+        raise _refusal(decoder, "positions act outside of its attention layers")
+    return seen
+
+
+def _tolerance(x: torch.Tensor) -> float:
+    return _TOLERANCE.get(x.dtype, _EXACT) * float(x.abs().max())
+
+
+class _Turner:
+    """Forward hook of a rotary module: row 0 is not turned, row 1 by a quarter, row 2 by pair."""
+
+    def __init__(self, site: RotarySite) -> None:
+        self.site = site
+
+    def __call__(self, module: nn.Module, args: tuple, kwargs: dict, output: Any) -> Any:
+        if not self.site.called(args, kwargs):
+            return None
+        columns = self.site.columns
+        angles = _angles(len(self.site.loaded))[columns.pair]
+        turns = torch.stack(
+            (torch.zeros_like(angles), torch.full_like(angles, math.pi / 2), angles)
+        )
+        like = output if columns.complex else output[0]
+        rows = turns.unsqueeze(1).expand(-1, like.shape[-2], -1)
+        cos, sin = (f(rows.to(like.device)) for f in (torch.cos, torch.sin))
+        cos[1] = 0  # exactly
+        if like.ndim == 4:
+            cos, sin = (part.expand(len(like), -1, -1, -1) for part in (cos, sin))
+        if columns.complex:
+            return torch.complex(cos, sin).to(like.dtype)
+        return cos.to(like.dtype), sin.to(like.dtype)
+
+
+def _look(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: Any,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    """Attention function: nothing is seen, so that all rows stay equal."""
+    if attention_mask is not None and attention_mask is not _MASK:
+        raise _RefusedError(f"{type(module).__name__} makes an attention mask of its own")
+    local = kwargs.get("sliding_window") is not None
+    _seen.append((module, query, key, local))
+    rows, heads, tokens = query.shape[:3]
+    return query.new_zeros(rows, tokens, heads, value.shape[-1]), None
+
+
+class _RefusedError(AttributeError):  # so that hasattr says no
+    """Why a decoder cannot be probed; the message says it."""
+
+
+class _Mask:
+    """Stands for the attention mask; a layer may pass it on and nothing else."""
+
+    def _touched(self, *args: Any, **kwargs: Any) -> None:
+        raise _RefusedError("it computes with its attention mask outside of the attention function")
+
+    __getitem__ = __add__ = __radd__ = __and__ = __rand__ = __getattr__ = _touched
+    __torch_function__ = classmethod(_touched)
+
+
+_MASK = _Mask()
+AttentionInterface.register(_NAME, _look)
+AttentionMaskInterface.register(_NAME, lambda **arguments: _MASK)
+
+
+def _read(
+    decoder: nn.Module,
+    module: nn.Module,
+    site: RotarySite,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    local: bool,
+) -> Head | None:
+    where = _path(decoder, module)
+    found = []
+    for x in (query, key):
+        rows = x.transpose(1, 3).flatten(2).double()  # [3, columns, tokens * heads]
+        if len(rows) != 3:
+            raise _refusal(decoder, f"{where} changes the batch before it attends")
+        tolerance = _tolerance(x)
+        if torch.allclose(rows, rows[:1], rtol=0, atol=tolerance):
+            found.append(None)
+            continue
+        layout = _layout(rows, len(site.loaded), tolerance)
+        if layout is None:
+            raise _refusal(decoder, f"{where} does not turn pairs of columns by angles")
+        found.append(layout)
+    if found[0] is None and found[1] is None:
+        return None
+    if found[0] is None or found[1] is None or not torch.equal(*found):
+        raise _refusal(decoder, f"{where} turns its queries and keys differently")
+    first, second, pair = found[0]
+    kinds = getattr(text_config(decoder), "layer_types", None)
+    index = getattr(module, "layer_idx", None)
+    if kinds and isinstance(index, int):
+        local = local or is_local(kinds[index])
+    return Head(site, Pairs(_columns(first), _columns(second)), pair, local)
+
+
+def _layout(rows: torch.Tensor, pairs: int, tolerance: float) -> torch.Tensor | None:
+    """First column, second column and index of every pair, ``[3, pairs]``; None: no rotation.
+
+    Args:
+        rows: not turned, turned by a quarter, turned by :func:`_angles`; ``[3, columns, samples]``.
+        pairs: number of frequencies.
+        tolerance: largest error of a value.
+    """
+    still, quarter, turned = rows
+    # A quarter turn makes the first column minus the second, and the second the first.
+    away = torch.cdist(quarter, -still)
+    away.fill_diagonal_(math.inf)
+    distance, second = away.min(1)
+    moved = (quarter - still).abs().amax(1) > tolerance
+    scale = math.sqrt(still.shape[1])
+    first = torch.nonzero(moved & (distance <= tolerance * scale)).flatten()
+    second = second[first]
+    if 2 * len(first) != int(moved.sum()) or len(torch.cat((first, second)).unique()) != 2 * len(
+        first
+    ):
+        return None
+    angles = _angles(pairs).to(rows.device)[:, None, None]
+    a, b = still[first], still[second]
+    error = (a * angles.cos() - b * angles.sin() - turned[first]).norm(dim=-1)
+    error += (b * angles.cos() + a * angles.sin() - turned[second]).norm(dim=-1)
+    worst, pair = error.min(0)  # over frequencies
+    others = torch.ones(len(still), dtype=torch.bool, device=rows.device)
+    others[first] = others[second] = False
+    same = torch.allclose(turned[others], still[others], rtol=0, atol=tolerance)
+    if not same or bool((worst > 2 * tolerance * scale).any()):
+        return None
+    order = torch.argsort(pair, stable=True)
+    return torch.stack((first[order], second[order], pair[order])).cpu()
+
+
+def _columns(index: torch.Tensor) -> slice | torch.Tensor:
+    """A slice if the columns are evenly spaced."""
+    if len(index) == 1:
+        return slice(int(index[0]), int(index[0]) + 1)
+    step = int(index[1] - index[0])
+    if step < 1 or not bool((index.diff() == step).all()):
+        return index
+    return slice(int(index[0]), int(index[-1]) + 1, step)

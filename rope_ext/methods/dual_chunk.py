@@ -1,0 +1,60 @@
+"""Dual chunk attention."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+import torch
+
+from rope_ext.methods.base import Band, PositionMethod, Rope, register
+from rope_ext.methods.geometry import ChunkGap
+
+
+@register
+@dataclass(frozen=True, kw_only=True)
+class DualChunk(PositionMethod):
+    """Positions start again in every chunk of ``chunk - local`` tokens (DCA, ChunkLlama).
+
+    Keys sit at their place within their chunk. Queries sit at theirs for keys of their own
+    chunk, one chunk further, but at most at ``chunk``, for those of the chunk before, and at
+    ``chunk`` for all earlier ones. Neighbours less than ``local`` tokens apart keep their
+    distance across a border between chunks.
+
+    Args:
+        chunk: largest position used, tokens; three quarters of the trained length by default.
+        local: an eighth of the trained length by default.
+
+    An et al. 2024, arXiv 2402.17463; the defaults are those of the authors' code.
+    """
+
+    name: ClassVar[str] = "dual_chunk"
+    aliases: ClassVar[tuple[str, ...]] = ("dca", "chunkllama")
+    paper: ClassVar[str] = "arXiv 2402.17463"
+    use: ClassVar[str] = "no fine-tuning, any length; what Qwen2.5-1M serves with"
+
+    chunk: int | None = None
+    local: int | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.require_tokens("chunk", minimum=2)
+        self.require_tokens("local")
+
+    def resolved(self, rope: Rope) -> DualChunk:
+        chunk = self.chunk or max(2, 3 * rope.length // 4)
+        full = replace(self, chunk=chunk, local=self.local or max(1, rope.length // 8))
+        full.require_resolved("local", full.local < chunk, f"smaller than chunk={chunk}", rope)
+        return full
+
+    def bands(self) -> tuple[Band, ...]:
+        c, largest = self.chunk - self.local, self.chunk
+
+        def within(t: torch.Tensor) -> torch.Tensor:
+            return t % c
+
+        return (
+            Band(ChunkGap(c, 0, 0), within, within),
+            Band(ChunkGap(c, 1, 1), lambda m: (m % c + c).clamp(max=largest), within),
+            Band(ChunkGap(c, 2, None), float(largest), within),
+        )

@@ -1,0 +1,53 @@
+"""Leaky ReRoPE."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+from rope_ext.methods.base import Band, LogScaled, Rope, own, register
+from rope_ext.methods.geometry import Distance
+
+
+@register
+@dataclass(frozen=True, kw_only=True)
+class LeakyReRoPE(LogScaled):
+    """Beyond ``window`` distances grow ``k`` times as slowly: ``w + (m - n - w) / k``.
+
+    Args:
+        window: tokens; an eighth of the trained length by default (512 of 4096, as published).
+        k: by default such that the last distance of the extended context is that of the
+            trained one, ``(factor L - w) / (L - w)``.
+        log_n: scale queries by the logarithm of the length, as published.
+
+    Su 2023, kexue.fm/archives/9708.
+    """
+
+    name: ClassVar[str] = "leaky_rerope"
+    paper: ClassVar[str] = "Su 2023, kexue.fm/archives/9708"
+    use: ClassVar[str] = "as rerope, but far tokens keep their order"
+
+    window: int | None = None
+    k: float | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.require_tokens("window")
+        if self.k is not None:
+            self.require_number("k", minimum=1)
+
+    def resolved(self, rope: Rope) -> LeakyReRoPE:
+        window = self.window or max(1, rope.length // 8)
+        k = self.k
+        if k is None:
+            valid = "smaller than the trained length, or k given"
+            self.require_resolved("window", window < rope.length, valid, rope)
+            k = (self.target_length(rope) - window) / (rope.length - window)
+        return replace(self, window=window, k=float(k))
+
+    def bands(self) -> tuple[Band, ...]:
+        w, k = self.window, self.k
+        return (
+            Band(Distance(0, w), own, own),
+            Band(Distance(w, None), lambda m: m / k + w - w / k, lambda n: n / k),
+        )

@@ -1,0 +1,49 @@
+"""LM-Infinite."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+from rope_ext.methods.base import Band, PositionMethod, Rope, own, register
+from rope_ext.methods.geometry import Distance, Sinks
+
+
+@register
+@dataclass(frozen=True, kw_only=True)
+class LMInfinite(PositionMethod):
+    """Only the last ``window`` tokens and the first ``sinks`` are seen; nothing else.
+
+    Text of any length stays fluent, but nothing that has left the window can be recalled: this
+    does not extend the usable context. Sinks beyond the window sit at a distance of ``window``.
+
+    Args:
+        window: tokens; the trained length by default.
+        sinks: first tokens of the sequence that stay visible; 10, the least the paper advises
+            (StreamingLLM, arXiv 2309.17453, takes 4).
+
+    Han et al. 2023, arXiv 2308.16137.
+    """
+
+    name: ClassVar[str] = "lm_infinite"
+    aliases: ClassVar[tuple[str, ...]] = ("streaming",)
+    paper: ClassVar[str] = "arXiv 2308.16137"
+    use: ClassVar[str] = "endless fluent text; forgets what leaves the window, so no extension"
+
+    window: int | None = None
+    sinks: int = 10
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.require_tokens("window")
+        self.require("sinks", type(self.sinks) is int and self.sinks >= 0, "a whole number")
+
+    def resolved(self, rope: Rope) -> LMInfinite:
+        return replace(self, window=self.window or rope.length)
+
+    def bands(self) -> tuple[Band, ...]:
+        near = Band(Distance(0, self.window), own, own)
+        if not self.sinks:
+            return (near,)
+        sinks = Band(Sinks(self.sinks, self.window), float(self.window), 0.0)
+        return (sinks, near)

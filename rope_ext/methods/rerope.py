@@ -1,0 +1,45 @@
+"""ReRoPE."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+from rope_ext.methods.base import Band, LogScaled, Rope, own, register
+from rope_ext.methods.geometry import Distance
+
+
+@register
+@dataclass(frozen=True, kw_only=True)
+class ReRoPE(LogScaled):
+    """Distances count up to ``window`` and stay there: ``min(m - n, window)``.
+
+    Beyond the window the query is rotated at ``window`` and the key not at all, so that no
+    distance is ever larger than those of training, however long the text.
+
+    Args:
+        window: tokens; a quarter of the trained length by default, as the author used for
+            Llama 2 (1024 of 4096).
+        log_n: scale queries by the logarithm of the length, as published.
+
+    Su 2023, kexue.fm/archives/9708.
+    """
+
+    name: ClassVar[str] = "rerope"
+    paper: ClassVar[str] = "Su 2023, kexue.fm/archives/9708"
+    use: ClassVar[str] = "no fine-tuning, any length: distances stop growing at the window"
+
+    window: int | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.require_tokens("window")
+
+    def resolved(self, rope: Rope) -> ReRoPE:
+        return replace(self, window=self.window or max(1, rope.length // 4))
+
+    def bands(self) -> tuple[Band, ...]:
+        return (
+            Band(Distance(0, self.window), own, own),
+            Band(Distance(self.window, None), float(self.window), 0.0),
+        )

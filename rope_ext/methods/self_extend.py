@@ -1,0 +1,56 @@
+"""Self-Extend."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+from rope_ext.methods.base import Band, PositionMethod, Rope, own, register
+from rope_ext.methods.geometry import Distance
+
+
+@register
+@dataclass(frozen=True, kw_only=True)
+class SelfExtend(PositionMethod):
+    """Beyond ``window`` tokens share positions in groups: ``floor(m/G) + w - floor(w/G) -
+    floor(n/G)``.
+
+    Args:
+        window: tokens with their own distances; a quarter of the trained length by default.
+        group: tokens that share a position; by default the smallest with which the largest
+            distance stays within two thirds of the trained length, as the authors advise
+            (``w + (N - w) / G < 2/3 L``).
+
+    Jin et al. 2024, arXiv 2401.01325; the rule is from the authors' repository.
+    """
+
+    name: ClassVar[str] = "self_extend"
+    aliases: ClassVar[tuple[str, ...]] = ("group_attention",)
+    paper: ClassVar[str] = "arXiv 2401.01325"
+    use: ClassVar[str] = "no fine-tuning: exact neighbours, far tokens in groups"
+
+    window: int | None = None
+    group: int | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.require_tokens("window")
+        self.require_tokens("group")
+
+    def resolved(self, rope: Rope) -> SelfExtend:
+        window = self.window or max(1, rope.length // 4)
+        group = self.group
+        if group is None:
+            room = 2 * rope.length / 3 - window
+            valid = "smaller than two thirds of the trained length, or group given"
+            self.require_resolved("window", room > 0, valid, rope)
+            group = max(1, math.ceil((self.target_length(rope) - window) / room))
+        return replace(self, window=window, group=group)
+
+    def bands(self) -> tuple[Band, ...]:
+        w, g = self.window, self.group
+        return (
+            Band(Distance(0, w), own, own),
+            Band(Distance(w, None), lambda m: m // g + w - w // g, lambda n: n // g),
+        )

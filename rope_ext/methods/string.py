@@ -1,0 +1,62 @@
+"""STRING."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+from rope_ext.methods.base import Band, PositionMethod, Rope, own, register
+from rope_ext.methods.geometry import Distance
+
+
+@register
+@dataclass(frozen=True, kw_only=True)
+class STRING(PositionMethod):
+    """Distances from ``shift`` on start again at ``window``: ``m - n - shift + window``.
+
+    Large distances are rare in training, so their positions are trained worst; this uses the
+    frequent ones instead. The largest distance in use shrinks by ``shift - window``, and no
+    distance below ``shift`` changes, so the context can at most be doubled.
+
+    Args:
+        factor: 1 makes better use of the trained context and extends nothing.
+        shift: S, tokens; a third of the trained length by default, more where ``factor`` needs
+            it.
+        window: W, tokens; 128 by default, at most a sixteenth of the trained length.
+
+    An et al. 2024, arXiv 2410.18745.
+    """
+
+    name: ClassVar[str] = "string"
+    paper: ClassVar[str] = "arXiv 2410.18745"
+    use: ClassVar[str] = "better use of the trained context (factor=1); up to twice its length"
+    works_within: ClassVar[bool] = True
+
+    factor: float = 1.0
+    shift: int | None = None
+    window: int | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.require_tokens("shift")
+        self.require_tokens("window")
+
+    def resolved(self, rope: Rope) -> STRING:
+        length, target = rope.length, self.target_length(rope)
+        window = self.window or max(1, min(128, length // 16))
+        shift = self.shift or max(math.ceil(length / 3), target - length + window)
+        full = replace(self, shift=shift, window=window)
+        full.require_resolved("window", window <= shift, f"at most shift={shift}", rope)
+        if self.shift is None:
+            most = math.floor(100 * (2 * length - window) / length) / 100
+            valid = f"at most {most:g}, unless shift is given; patch with 'rerope' to go further"
+            self.require_resolved("factor", shift <= length, valid, rope)
+        return full
+
+    def bands(self) -> tuple[Band, ...]:
+        s, w = self.shift, self.window
+        return (
+            Band(Distance(0, s), own, own),
+            Band(Distance(s, None), lambda m: m - s + w, own),
+        )

@@ -557,6 +557,21 @@ def test_masks_of_ones_own_are_followed(ids) -> None:
     torch.testing.assert_close(said, right, **EXACT)
 
 
+def test_a_bias_in_the_mask_is_added_or_refused(model, ids) -> None:
+    hidden = torch.ones(90, 90, dtype=torch.bool).triu(1)
+    bias = -0.02 * (torch.arange(90)[:, None] - torch.arange(90)).float()  # as ALiBi has it
+    mask = bias.masked_fill(hidden, torch.finfo(torch.float32).min)[None, None]
+    mask = mask.expand(2, -1, -1, -1)
+    plain = logits(model, ids, attention_mask=mask)
+    patch(model, "rerope", **WIDE["rerope"])
+    try:
+        said = logits(model, ids, attention_mask=mask)
+    except rope_ext.RopeExtError as error:
+        assert "mask" in str(error)
+        return
+    torch.testing.assert_close(said, plain, **EXACT)
+
+
 def test_several_axes_of_positions_work_where_they_agree(ids) -> None:
     torch.manual_seed(0)
     config = Qwen2VLTextConfig(
@@ -675,8 +690,13 @@ def test_float64_and_autocast(ids) -> None:
     torch.testing.assert_close(logits(model.double(), ids).float(), right, **EXACT)
 
 
-@pytest.mark.parametrize("name", METHODS)
-@pytest.mark.parametrize("when", ["before", pytest.param("after", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("name", "when"),
+    [
+        ("rerope", "before"),
+        *(pytest.param(name, "after", marks=pytest.mark.slow) for name in METHODS),
+    ],
+)
 def test_torch_compile_before_or_after(name: str, when: str, ids) -> None:
     torch.compiler.reset()
     plain, right = logits(tiny_llama(), ids), logits(patch(tiny_llama(), name), ids)
@@ -984,6 +1004,14 @@ def test_continuous_batching_is_refused_with_the_cure(ids) -> None:
     model = patch(tiny_llama())
     with pytest.raises(rope_ext.CacheError, match=r"continuous batching.*DynamicCache.*'yarn'"):
         model(ids, cache=object())
+    with pytest.raises(ValueError, match="continuous batching"):  # transformers' own words
+        model.generate_batch(inputs=[ids[0].tolist()], max_new_tokens=2)
+
+
+def test_export_is_refused_with_the_cure(ids) -> None:
+    model = patch(tiny_llama())
+    with pytest.raises(rope_ext.UnsupportedModelError, match="'yarn'"):
+        torch.export.export(model, (ids,), {"use_cache": False}, strict=False)
 
 
 def test_prefix_tuning_is_refused_with_the_cure(ids) -> None:

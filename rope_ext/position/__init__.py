@@ -1,0 +1,14 @@
+"""Applies a position map: a rotation that depends on whether a key is near or far.
+
+Keys are cached with the rotation of the far band: the rotary module is hooked and returns that
+one, so the model's own code and its own caches do the work. The attention function then turns
+queries, and the few near keys, from there to the position that each band asks for.
+
+What one forward needs to know travels with its attention mask, a :class:`plan.Plan`: it reaches
+every layer of every family, also when gradient checkpointing runs a layer again. The positions of
+cached keys are kept on the cache itself.
+"""
+
+from rope_ext.position.mapping import Mapping
+
+__all__ = ["Mapping"]

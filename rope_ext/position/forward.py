@@ -1,0 +1,210 @@
+"""One forward of a decoder: which tokens there are, where, and what a cache knows of them."""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from transformers.cache_utils import Cache
+
+from rope_ext import frequency
+from rope_ext.discovery import RotarySite
+from rope_ext.errors import CacheError, UnsupportedModelError
+from rope_ext.position.turns import at
+
+if TYPE_CHECKING:
+    from rope_ext.position.mapping import Mapping
+
+_LOG = "_rope_ext_positions"  # on a cache: the Log of its keys
+_active = threading.local()
+
+
+def under_way() -> list[Forward]:
+    """Forwards under way in this thread, the innermost last."""
+    return _active.__dict__.setdefault("stack", [])
+
+
+@dataclass(frozen=True)
+class Log:
+    """Positions of the keys in a cache, and the map under which they were turned.
+
+    Args:
+        key: what must be the same for the cache to be continued.
+        positions: int64, ``[rows, keys]``; one row if all are alike.
+    """
+
+    key: tuple[Any, ...]
+    positions: torch.Tensor
+
+
+def keep(cache: Cache, log: Log) -> None:
+    """Put ``log`` on a cache, which then refuses to go on without its map."""
+    setattr(cache, _LOG, log)
+    cache.__class__ = _logged(getattr(type(cache), "_rope_ext_plain", type(cache)))
+
+
+@functools.cache
+def _logged(cls: type[Cache]) -> type[Cache]:
+    """A cache class whose keys carry the rotation of a position map."""
+
+    def update(self: Cache, *args: Any, **kwargs: Any) -> Any:
+        if not any(forward.cache is self for forward in under_way()):
+            raise CacheError(
+                f"the keys in this cache carry the rotation of {getattr(self, _LOG).key[0]}, and "
+                f"this model is not patched with it; start with an empty cache"
+            )
+        return super(logged, self).update(*args, **kwargs)
+
+    def follow(name: str) -> Callable:
+        """The method of that name, which moves rows, moves those of the log as well."""
+
+        def moved(self: Cache, by: Any) -> Any:
+            log = getattr(self, _LOG)
+            if len(log.positions) > 1:
+                if name == "batch_repeat_interleave":
+                    positions = log.positions.repeat_interleave(by, dim=0)
+                else:
+                    positions = log.positions[by.to(log.positions.device)]
+                setattr(self, _LOG, replace(log, positions=positions))
+            return getattr(super(logged, self), name)(by)
+
+        return moved
+
+    def reduce(self: Cache, protocol: int) -> tuple:
+        return _rebuild, (cls,), self.__dict__
+
+    moves = ("reorder_cache", "batch_select_indices", "batch_repeat_interleave")
+    names = {
+        "update": update,
+        **{name: follow(name) for name in moves},
+        "__reduce_ex__": reduce,
+        "_rope_ext_plain": cls,
+    }
+    names |= {"__module__": cls.__module__, "__qualname__": cls.__qualname__}
+    logged = type(cls.__name__, (cls,), names)
+    return logged
+
+
+def _rebuild(cls: type[Cache]) -> Cache:
+    logged = _logged(cls)
+    return logged.__new__(logged)
+
+
+class Forward:
+    """One forward of the decoder: which tokens there are, and where.
+
+    Args:
+        mapping: the map in force.
+        rows: batch size.
+        tokens: of this forward.
+        filled: tokens in the cache before.
+        cache: may be None.
+        padding: bool, ``[rows, keys]``, False where there is no token; None: no padding.
+    """
+
+    def __init__(
+        self,
+        mapping: Mapping,
+        rows: int,
+        tokens: int,
+        filled: int,
+        cache: Cache | None,
+        padding: torch.Tensor | None,
+    ) -> None:
+        self.mapping, self.rows, self.tokens, self.filled = mapping, rows, tokens, filled
+        self.cache, self.log = cache, None
+        if padding is not None:
+            padding = padding[:, : filled + tokens].bool()
+            padding = nn.functional.pad(padding, (0, filled + tokens - padding.shape[1]))
+            padding = None if bool(padding.all()) else padding
+        self.padding = padding
+        self.t: torch.Tensor | None = None
+        self.documents: torch.Tensor | None = None
+        self._embeddings: dict[int, Any] = {}
+
+    def locate(self, positions: torch.Tensor) -> None:
+        """Take note of the position ids that the model itself uses.
+
+        Sets ``t``: int64, ``[rows or 1, keys]``, positions counted from the first real token of
+        each sequence; negative for padding before it.
+        """
+        if self.t is not None:
+            return
+        if positions.ndim == 3:
+            if not bool((positions == positions[:1]).all()):
+                raise UnsupportedModelError(
+                    "position methods know one axis of positions; this input has several (an "
+                    "image or a video). Use a frequency method such as 'yarn'"
+                )
+            positions = positions[0]
+        positions = positions.reshape(-1, positions.shape[-1]).long()
+        if len(positions) > 1 and bool((positions == positions[:1]).all()):
+            positions = positions[:1]
+        if self.filled:
+            positions = self._continued(positions)
+        self.log = Log(self.mapping.key, positions)
+        if self.cache is not None:
+            keep(self.cache, self.log)
+        self._count()
+
+    def split(self, documents: torch.Tensor) -> None:
+        """Take note of the documents that transformers keeps apart, int64, ``[rows, keys]``."""
+        self.documents = documents
+        if self.t is not None:
+            self._count()
+
+    def _count(self) -> None:
+        positions = self.log.positions
+        if self.padding is not None:
+            positions = positions.expand(self.rows, -1)
+            first = self.padding.to(positions.device).int().argmax(1, keepdim=True)
+        elif self.documents is not None:
+            documents = self.documents.to(positions.device)
+            positions = positions.expand(len(documents), -1)
+            first = torch.searchsorted(documents, documents)  # where each document begins
+        else:
+            first = torch.zeros_like(positions[:, :1])
+        self.t = positions - positions.gather(1, first)
+
+    def _continued(self, positions: torch.Tensor) -> torch.Tensor:
+        log = getattr(self.cache, _LOG, None)
+        if log is None or log.positions.shape[1] < self.filled:
+            raise CacheError(
+                f"this cache was begun before the model was patched with "
+                f"{self.mapping.method.name} (or by prefix tuning), so its keys carry other "
+                f"rotations; start with an empty cache, or use a frequency method such as 'yarn'"
+            )
+        if log.key != self.mapping.key:
+            raise CacheError(
+                f"this cache was begun under another patch ({log.key[0]}) than the one in force "
+                f"({self.mapping.key[0]}); start with an empty cache"
+            )
+        before = log.positions[:, : self.filled].to(positions.device)
+        if len(before) != len(positions):
+            rows = max(len(before), len(positions))
+            if min(len(before), len(positions)) != 1:
+                raise CacheError(
+                    f"this cache was begun with {len(before)} rows and is continued with "
+                    f"{len(positions)}; start again with an empty cache"
+                )
+            before, positions = before.expand(rows, -1), positions.expand(rows, -1)
+        return torch.cat((before, positions), 1)
+
+    def embeddings(self, site: RotarySite, like: Any) -> Any:
+        """Cosine and sine with which the model turns its queries and keys."""
+        made = self._embeddings.get(id(site))
+        if made is None:
+            t = self.t[:, self.filled :].double().clamp(min=0)
+            stored = at(self.mapping.stored, t)
+            inv_freq, scaling = self.mapping.frequencies[site]
+            precise = self.mapping.precise
+            made = frequency.rotation(site, stored, inv_freq, scaling, precise, like)
+            if not isinstance(like, torch.Tensor) and like[0].ndim == 4:
+                made = tuple(part.expand(like[0].shape) for part in made)
+            self._embeddings[id(site)] = made
+        return made

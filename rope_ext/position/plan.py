@@ -1,0 +1,242 @@
+"""The attention mask of one forward under a position map, and what it tells a layer to compute."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+from transformers.masking_utils import causal_mask_function, sdpa_mask
+
+from rope_ext.attention.bands import Band
+from rope_ext.heads import Head
+from rope_ext.methods.geometry import Distance, Geometry
+from rope_ext.position.forward import Forward
+from rope_ext.position.turns import Turns
+
+_PACKED = "packed_sequence_mask_function."
+
+
+class Run(NamedTuple):
+    """Tokens that follow each other without a gap, in rows that have them at the same place.
+
+    ``queries`` and ``keys`` index the tokens of this forward and of the cache; the first key is
+    at position ``start`` of its sequence. A ``None`` row index means all rows.
+    """
+
+    rows: list[int] | None
+    queries: slice | torch.Tensor
+    keys: slice | torch.Tensor
+    start: int
+
+
+class Stretch(NamedTuple):
+    """A run, the turns of its queries and keys in every band, and what multiplies its queries."""
+
+    run: Run
+    bands: list[Band]
+    temperature: torch.Tensor | None
+
+
+class Plan:
+    """The attention mask of one forward under a position map.
+
+    Args:
+        forward: whose; None: generation makes the masks of a static cache before the forward.
+        arguments: with which transformers asked for a mask; None: a mask was given ready.
+        given: that mask, bool or to be added, ``[rows, 1, queries, keys]``.
+    """
+
+    ndim = 4  # for transformers, which takes it for a mask made beforehand
+
+    def __init__(
+        self,
+        forward: Forward | None,
+        arguments: dict[str, Any] | None = None,
+        given: torch.Tensor | None = None,
+    ) -> None:
+        self.forward, self.arguments, self.given = forward, arguments, given
+        self._stretched: dict[tuple, list[Stretch] | None] = {}
+
+    def contiguous(self) -> Plan:
+        """As generation asks of a mask made beforehand."""
+        return self
+
+    @property
+    def padding(self) -> torch.Tensor | None:
+        """The two-dimensional mask of which it was made."""
+        return None if self.arguments is None else self.arguments.get("attention_mask")
+
+    @functools.cached_property
+    def dense(self) -> torch.Tensor | None:
+        """As the mask of a layer that stays as it was; None: plainly causal."""
+        return self.given if self.arguments is None else sdpa_mask(**self.arguments)
+
+    @functools.cached_property
+    def offset(self) -> int:
+        """Token of the sequence that is the first key; above 0 in sliding caches."""
+        return 0 if self.arguments is None else self.arguments["kv_offset"]
+
+    @property
+    def keys(self) -> int:
+        """Keys that are filled; a static cache has room for more."""
+        return self.forward.filled + self.forward.tokens - self.offset
+
+    @functools.cached_property
+    def positions(self) -> torch.Tensor:
+        """``t`` of every key, ``[rows or 1, keys]``."""
+        return self.forward.t[:, self.offset :]
+
+    @functools.cached_property
+    def window(self) -> int | None:
+        """Window to which the mask limits every token."""
+        return None if self.arguments is None else self.arguments.get("local_size")
+
+    @functools.cached_property
+    def runs(self) -> list[Run] | None:
+        """The batch as stretches of consecutive tokens; None: it has others, or another mask."""
+        forward, keys = self.forward, self.keys
+        if self.arguments is None or not _is_plain(self.arguments["mask_function"]):
+            return None
+        t = self.positions
+        steady = t.diff() == 1
+        valid = None if forward.padding is None else forward.padding[:, self.offset :]
+        if valid is None and forward.documents is None:
+            if not bool(steady.all()) or not bool((t[:, 0] == t[0, 0]).all()):
+                return None
+            everything = slice(0, forward.tokens)
+            return [Run(None, everything, slice(0, keys), int(t[0, 0]))]
+        found: dict[tuple, list[int]] = {}
+        for row in range(forward.rows):
+            for slots in self._stretches(row, valid):
+                positions = t[row if len(t) > 1 else 0][slots]
+                if not bool((positions.diff() == 1).all()):
+                    return None
+                first, last = int(slots[0]), int(slots[-1]) + 1
+                whole = last - first == len(slots)
+                place = (first, last) if whole else tuple(slots.tolist())
+                found.setdefault((place, whole, int(positions[0])), []).append(row)
+        return [self._run(*where, rows) for where, rows in found.items()]
+
+    def stretches(
+        self, head: Head, device: torch.device, dtype: torch.dtype
+    ) -> list[Stretch] | None:
+        """Every run with its turns, made once for all layers alike; None: not by runs."""
+        key = (head, device, dtype)
+        if key not in self._stretched:
+            self._stretched[key] = self._stretch(head, device, dtype)
+        return self._stretched[key]
+
+    def _stretch(
+        self, head: Head, device: torch.device, dtype: torch.dtype
+    ) -> list[Stretch] | None:
+        mapping = self.forward.mapping
+        bands = _clipped(mapping.turns(head), self.window)
+        if self.runs is None or bands is None:
+            return None
+        made = []
+        for run in self.runs:
+            last = run.start + _count(run.keys)
+            first = last - _count(run.queries)
+            turned = [
+                Band(
+                    geometry,
+                    of_query.between(first, last, device, dtype),
+                    of_key.between(run.start, last, device, dtype),
+                )
+                for geometry, of_query, of_key in bands
+            ]
+            t = torch.arange(first, last, device=device)
+            made.append(Stretch(run, turned, mapping.temperature(t, dtype)))
+        return made
+
+    def goes_back(self, row: int) -> bool:
+        """Whether a sequence has a token at an earlier position than the one before it."""
+        if self.given is not None:  # a tree of drafts
+            return False
+        forward = self.forward
+        t = self.positions[row if len(self.positions) > 1 else 0]
+        back = t.diff() < 0
+        if forward.documents is not None:
+            back &= forward.documents[row if len(forward.documents) > 1 else 0].diff() == 0
+        if forward.padding is not None:
+            valid = forward.padding[row, self.offset :]
+            back = t[valid].diff() < 0
+        return bool(back.any())
+
+    def _stretches(self, row: int, valid: torch.Tensor | None) -> Iterator[torch.Tensor]:
+        """Slots of each document of a row, on the CPU; those without queries left out."""
+        documents = self.forward.documents
+        if documents is None:
+            parts = [torch.nonzero(valid[row].cpu()).flatten()]
+        else:
+            of_row = documents[row if len(documents) > 1 else 0].cpu()
+            parts = [torch.nonzero(of_row == i).flatten() for i in of_row.unique()]
+        for slots in parts:
+            if len(slots) and slots[-1] >= self.keys - self.forward.tokens:
+                yield slots
+
+    def _run(self, place: tuple[int, ...], whole: bool, start: int, rows: list[int]) -> Run:
+        before = self.keys - self.forward.tokens
+        if whole:
+            first, last = place
+            return Run(
+                rows, slice(max(first - before, 0), last - before), slice(first, last), start
+            )
+        slots = torch.tensor(place)
+        return Run(rows, slots[slots >= before] - before, slots, start)
+
+
+def _count(index: slice | torch.Tensor) -> int:
+    return index.stop - index.start if isinstance(index, slice) else len(index)
+
+
+def _parts(function: Callable) -> Iterator[Callable]:
+    """The simple mask functions of which transformers has combined ``function`` by and."""
+    name = getattr(function, "__qualname__", "")
+    combined = name.startswith(("and_masks.", "remap_positions_for_packed_sequence."))
+    if not combined or function.__module__ != causal_mask_function.__module__:
+        yield function
+        return
+    for cell in function.__closure__:
+        inner = cell.cell_contents
+        for part in inner if isinstance(inner, tuple) else (inner,):
+            if callable(part):
+                yield from _parts(part)
+
+
+def _is_plain(function: Callable) -> bool:
+    """Whether a mask function of transformers is causal, perhaps in a window or by document."""
+    return all(
+        part is causal_mask_function
+        or (
+            getattr(part, "__module__", None) == causal_mask_function.__module__
+            and part.__qualname__.startswith((_PACKED, "sliding_window_overlay."))
+        )
+        for part in _parts(function)
+    )
+
+
+def documents_of(function: Callable) -> torch.Tensor | None:
+    """The documents that a mask function keeps apart, ``[rows, keys]``."""
+    for part in _parts(function):
+        if getattr(part, "__qualname__", "").startswith(_PACKED):
+            return part.__closure__[0].cell_contents
+    return None
+
+
+def _clipped(
+    bands: list[tuple[Geometry, Turns, Turns]], window: int | None
+) -> list[tuple[Geometry, Turns, Turns]] | None:
+    """The bands within a window; None where only a dense mask can say that."""
+    if window is None:
+        return bands
+    clipped = []
+    for geometry, *turns in bands:
+        if not isinstance(geometry, Distance):
+            return None
+        last = window if geometry.last is None else min(window, geometry.last)
+        if geometry.first < last:
+            clipped.append((Distance(geometry.first, last), *turns))
+    return clipped

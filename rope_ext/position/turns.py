@@ -1,0 +1,51 @@
+"""The rotation from where queries and keys are to where a band wants them."""
+
+from __future__ import annotations
+
+import torch
+
+from rope_ext.attention.bands import Turn
+from rope_ext.methods import Map
+
+
+class Turns:
+    """Cosines and sines of ``to(t) - stored(t)`` for t = 0, 1, 2, ..., made once, on demand.
+
+    Args:
+        to: where queries or keys are to be.
+        stored: where they are.
+        inv_freq: ``[pairs]``; its dtype is that of the angles.
+    """
+
+    def __init__(self, to: Map, stored: Map, inv_freq: torch.Tensor) -> None:
+        self.to, self.stored, self.inv_freq = to, stored, inv_freq
+        self.idle = to is stored or (to == stored and not callable(to))
+        self.constant = not callable(to) and not callable(stored)
+        self._made: dict[tuple, tuple[torch.Tensor, torch.Tensor]] = {}
+
+    def at(self, t: torch.Tensor, dtype: torch.dtype) -> Turn:
+        """For any positions, ``[tokens, pairs]``."""
+        if self.idle:
+            return None
+        t = t.double()
+        by = at(self.to, t) - at(self.stored, t)
+        angles = by.unsqueeze(-1).to(self.inv_freq.dtype) * self.inv_freq.to(t.device)
+        return angles.cos().to(dtype), angles.sin().to(dtype)
+
+    def between(self, first: int, last: int, device: torch.device, dtype: torch.dtype) -> Turn:
+        """For the positions from ``first`` to ``last - 1``; one row if all are alike."""
+        if self.idle:
+            return None
+        if self.constant:
+            first, last = 0, 1
+        made = self._made.get((device, dtype))
+        if made is None or len(made[0]) < last:
+            size = last if made is None else max(last, 2 * len(made[0]))
+            with torch.inference_mode(False):  # a table outlives the mode that it is made in
+                made = self.at(torch.arange(size, device=device), dtype)
+            self._made[device, dtype] = made
+        return made[0][first:last], made[1][first:last]
+
+
+def at(to: Map, t: torch.Tensor) -> torch.Tensor:
+    return to(t) if callable(to) else torch.full_like(t, to)

@@ -211,6 +211,7 @@ WRONG = {
     "a factor": (lambda x, cos, sin: x * (1 + sin[:, None]),) * 2,
     "mirrored": (lambda x, cos, sin: x * cos[:, None] + x.flip(-1) * sin[:, None],) * 2,
     "twice the angle": (lambda x, cos, sin: half(half(x, cos, sin), cos, sin),) * 2,
+    "another curve": (lambda x, cos, sin: half(x, cos, sin * sin.abs()),) * 2,
     "added": (lambda x, cos, sin: half(x, cos, sin) + 0.5 * sin[:, None],) * 2,
     "normed after": (lambda x, cos, sin: half(x, cos, sin) * torch.linspace(0.5, 2, 16),) * 2,
 }

@@ -161,6 +161,7 @@ def test_single_distances_by_hand(name: str, given: dict[str, Any], pairs) -> No
         ("leaky_rerope", 8, 512, {"window": 64, "k": 4032 / 448}),
         ("self_extend", 2, 4096, {"window": 1024, "group": 5}),  # 7168 / 1706.67 = 4.2
         ("self_extend", 8, 512, {"window": 128, "group": 19}),  # 3968 / 213.33 = 18.6
+        ("self_extend", 4, 4096, {"window": 1024, "group": 10}),  # 9.0, and it is to stay below
         ("dual_chunk", 4, 4096, {"chunk": 3072, "local": 512}),
         ("dual_chunk", 4, 64, {"chunk": 48, "local": 8}),
         ("string", 1, 4096, {"shift": 1366, "window": 128}),

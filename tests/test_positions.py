@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import copy
+import gc
 import io
 import math
 import threading
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -257,6 +259,8 @@ def test_logits_are_those_of_the_papers_distances(kind: str, name: str, ids) -> 
 def test_nothing_changes_where_nothing_is_far(kind: str, name: str, ids) -> None:
     family = FAMILIES[kind]
     model = family.model()
+    if kind.startswith("gemma2"):  # sdpa of older transformers forgets to cap the logits
+        model.set_attn_implementation("eager")
     plain = logits(model, ids)
     patch(model, name, **{**WIDE[name], **family.options})
     # Self-Extend and Leaky ReRoPE keep keys under another angle and turn them back, in float32;
@@ -849,6 +853,22 @@ def test_an_error_within_a_forward_leaves_the_model_as_it_was(model, ids) -> Non
     assert changed(before, snapshot(model)) == set()
 
 
+@pytest.mark.parametrize("fails", [False, True])
+def test_nothing_of_a_forward_is_kept_when_it_is_over(model, ids, fails: bool) -> None:
+    patch(model)
+    cache = DynamicCache(config=model.config)
+    gone = weakref.ref(cache)
+    if fails:
+        with pytest.raises(rope_ext.OptionError):
+            model.model.layers[1].self_attn.attention_dropout = 0.1
+            model.train()(ids, past_key_values=cache)
+    else:
+        model(ids, past_key_values=cache)
+    del cache
+    gc.collect()
+    assert gone() is None
+
+
 def test_a_refused_replacement_leaves_the_earlier_patch_in_force(ids) -> None:
     model = patch(tiny_llama(), "rerope")
     said = logits(model, ids)
@@ -1004,7 +1024,7 @@ def test_continuous_batching_is_refused_with_the_cure(ids) -> None:
     model = patch(tiny_llama())
     with pytest.raises(rope_ext.CacheError, match=r"continuous batching.*DynamicCache.*'yarn'"):
         model(ids, cache=object())
-    with pytest.raises(ValueError, match="continuous batching"):  # transformers' own words
+    with pytest.raises(ValueError, match="continuous batching|rope_ext"):  # transformers' own words
         model.generate_batch(inputs=[ids[0].tolist()], max_new_tokens=2)
 
 

@@ -45,7 +45,7 @@ class SelfExtend(PositionMethod):
             room = 2 * rope.length / 3 - window
             valid = "smaller than two thirds of the trained length, or group given"
             self.require_resolved("window", room > 0, valid, rope)
-            group = max(1, math.ceil((self.target_length(rope) - window) / room))
+            group = math.floor((self.target_length(rope) - window) / room) + 1
         return replace(self, window=window, group=group)
 
     def bands(self) -> tuple[Band, ...]:

@@ -1,0 +1,508 @@
+"""The kernels against the dense oracle, and the oracle against loops and torch's own attention."""
+
+from __future__ import annotations
+
+import math
+import os
+import subprocess
+import sys
+from functools import partial
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch.utils.checkpoint import checkpoint
+
+from rope_ext import attention
+from rope_ext.attention import Band, Pairs, flash, flex, reference
+from rope_ext.errors import OptionError
+from rope_ext.methods.geometry import ChunkGap, Distance, Sinks
+
+COLUMNS = 16
+HALVES = Pairs(slice(0, 8), slice(8, 16))
+INTERLEAVED = Pairs(slice(0, None, 2), slice(1, None, 2))
+PARTIAL = Pairs(slice(2, 5), slice(5, 8))
+PERMUTED = Pairs(torch.tensor([3, 0, 11, 8, 6]), torch.tensor([1, 15, 2, 9, 4]))
+LAYOUTS = [HALVES, INTERLEAVED, PARTIAL, PERMUTED]
+
+lengths = st.one_of(st.integers(1, 40), st.integers(100, 420))
+quick = partial(
+    settings,
+    deadline=None,
+    derandomize=True,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
+)
+
+
+def count(pairs: Pairs) -> int:
+    return torch.arange(COLUMNS)[pairs.first].numel()
+
+
+def turn(positions: torch.Tensor, pairs: int) -> tuple[torch.Tensor, torch.Tensor]:
+    inv_freq = 100.0 ** -(torch.arange(pairs, dtype=torch.float64) / pairs)
+    angles = positions.double()[:, None] * inv_freq
+    return angles.cos().float(), angles.sin().float()
+
+
+def method_bands(
+    method: str, size: int, pairs: int, queries: torch.Tensor, keys: torch.Tensor
+) -> list[Band]:
+    """What each method asks for; ``queries`` and ``keys`` are their positions."""
+    own, key = turn(queries, pairs), turn(keys, pairs)
+    near, far = Distance(0, size), Distance(size, None)
+    constant = turn(torch.tensor([float(size)]), pairs)
+    grouped = turn(queries // 4 + size - size // 4, pairs)
+    return {
+        "rerope": [Band(near, own, key), Band(far, constant, None)],
+        "leaky": [Band(near, own, key), Band(far, grouped, turn(keys // 4, pairs))],
+        "leaky, cached": [Band(near, own, key), Band(far, grouped, None)],
+        "string": [Band(near, own, None), Band(far, turn(queries - size + 2, pairs), None)],
+        "lm_infinite": [Band(near, own, key), Band(Sinks(4, size), constant, None)],
+        "dual_chunk": [
+            Band(ChunkGap(size, 0, 0), own, None),
+            Band(ChunkGap(size, 1, 1), turn((queries % size + size), pairs), None),
+            Band(ChunkGap(size, 2, None), constant, None),
+        ],
+        "chunks": [
+            Band(ChunkGap(size, 0, 1), own, key),
+            Band(ChunkGap(size, 2, 3), None, key),
+        ],
+        "three": [
+            Band(near, own, key),
+            Band(Distance(size, 2 * size + 3), grouped, key),
+            Band(Distance(2 * size + 3, None), None, None),
+        ],
+        "window": [Band(near, own, key)],
+        "far only": [Band(far, grouped, key)],
+    }[method]
+
+
+METHODS = (
+    "rerope",
+    "leaky",
+    "leaky, cached",
+    "string",
+    "lm_infinite",
+    "dual_chunk",
+    "chunks",
+    "three",
+    "window",
+    "far only",
+)
+
+
+def inputs(
+    batch: int,
+    heads: int,
+    kv_heads: int,
+    queries: int,
+    keys: int,
+    value_columns: int = COLUMNS,
+    seed: int = 0,
+) -> list[torch.Tensor]:
+    """Query, key, value and the sinks of the heads."""
+    generator = torch.Generator().manual_seed(seed)
+    shapes = [
+        (batch, heads, queries, COLUMNS),
+        (batch, kv_heads, keys, COLUMNS),
+        (batch, kv_heads, keys, value_columns),
+        (heads,),
+    ]
+    return [torch.randn(shape, generator=generator) for shape in shapes]
+
+
+def oracle(tensors, bands, pairs, start=0, temperature=None, dtype=torch.float64, **options):
+    """The dense form in float64; the sinks are the fourth tensor, if any."""
+    query, key, value, *sinks = (x.to(dtype) for x in tensors)
+    at = torch.arange(start, start + key.shape[2])
+    return reference.attend(
+        query,
+        key,
+        value,
+        bands,
+        pairs,
+        query_positions=at[key.shape[2] - query.shape[2] :],
+        key_positions=at,
+        scale=0.3,
+        temperature=None if temperature is None else temperature.to(dtype),
+        sinks=sinks[0] if sinks else None,
+        **options,
+    )
+
+
+def compare(run, tensors, bands, pairs, forward=1e-5, backward=1e-4, **options):
+    """Output and gradients of a kernel against the oracle's."""
+    ours = [x.clone().requires_grad_() for x in tensors]
+    exact = [x.double().requires_grad_() for x in tensors]
+    out = run(
+        *ours[:3], bands, pairs, scale=0.3, sinks=ours[3] if len(ours) > 3 else None, **options
+    )
+    expected = oracle(exact, bands, pairs, **options)
+    torch.testing.assert_close(out.double(), expected, rtol=forward, atol=forward)
+    weight = torch.randn(out.shape, generator=torch.Generator().manual_seed(1))
+    grads = torch.autograd.grad(out, ours, weight.to(out.dtype))
+    expected_grads = torch.autograd.grad(expected, exact, weight.double())
+    for grad, expected_grad in zip(grads, expected_grads, strict=True):
+        torch.testing.assert_close(grad.double(), expected_grad, rtol=backward, atol=backward)
+
+
+@st.composite
+def cases(draw):
+    keys = draw(lengths)
+    queries = draw(st.one_of(st.just(1), st.just(keys), st.integers(1, keys)))
+    kv_heads, groups = draw(st.sampled_from([(1, 1), (2, 1), (1, 3), (2, 2)]))
+    start = draw(st.sampled_from([0, 0, 7, 64]))
+    size = draw(st.one_of(st.integers(1, 20), st.sampled_from([64, 100, 200, 1000])))
+    pairs = draw(st.sampled_from(LAYOUTS))
+    at = torch.arange(start, start + keys)
+    bands = method_bands(
+        draw(st.sampled_from(METHODS)), size, count(pairs), at[keys - queries :], at
+    )
+    tensors = inputs(
+        draw(st.sampled_from([1, 2])),
+        kv_heads * groups,
+        kv_heads,
+        queries,
+        keys,
+        draw(st.sampled_from([COLUMNS, COLUMNS, 8, 24])),
+        draw(st.integers(0, 9)),
+    )
+    temperature = torch.linspace(0.5, 2, queries) if draw(st.booleans()) else None
+    options = {"start": start, "temperature": temperature}
+    return tensors if draw(st.booleans()) else tensors[:3], bands, pairs, options
+
+
+@quick(max_examples=250)
+@given(cases())
+def test_flash_is_the_oracle(case):
+    tensors, bands, pairs, options = case
+    compare(flash.attend, tensors, bands, pairs, **options)
+
+
+@quick(max_examples=60)
+@given(cases())
+def test_without_gradients_flash_is_the_same(case):
+    tensors, bands, pairs, options = case
+    sinks = {"sinks": tensors[3]} if len(tensors) > 3 else {}
+    out = flash.attend(*tensors[:3], bands, pairs, scale=0.3, **options, **sinks)
+    expected = oracle(tensors, bands, pairs, **options)
+    torch.testing.assert_close(out.double(), expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("softcap", [None, 2.0])
+@pytest.mark.parametrize(("queries", "keys"), [(1, 60), (25, 60)])
+def test_flex_is_the_oracle(queries, keys, softcap):
+    """Forward only: FlexAttention has no backward on a CPU."""
+    at = torch.arange(5, 5 + keys)
+    tensors = inputs(2, 4, 2, queries, keys, 8)
+    temperature = torch.linspace(0.5, 2, queries)
+    for method in ("leaky", "lm_infinite", "dual_chunk", "far only"):
+        bands = method_bands(method, 20, 5, at[keys - queries :], at)
+        options = {"start": 5, "temperature": temperature, "softcap": softcap}
+        out = flex.attend(*tensors[:3], bands, PERMUTED, scale=0.3, sinks=tensors[3], **options)
+        expected = oracle(tensors, bands, PERMUTED, **options)
+        torch.testing.assert_close(out.double(), expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize(("queries", "keys"), [(700, 700), (300, 600), (1, 600)])
+def test_long_enough_for_many_strips(method, queries, keys):
+    at = torch.arange(keys)
+    bands = method_bands(method, 150, 8, at[keys - queries :], at)
+    compare(flash.attend, inputs(1, 2, 1, queries, keys), bands, HALVES)
+
+
+@quick(max_examples=400)
+@given(
+    st.sampled_from([Distance, ChunkGap, Sinks]),
+    st.integers(1, 300),
+    st.integers(1, 300),
+    st.integers(0, 90),
+    st.integers(0, 40),
+    st.one_of(st.none(), st.integers(0, 60)),
+    st.integers(1, 50),
+)
+def test_tiles_cover_each_visible_key_once(kind, queries, more, start, first, width, size):
+    keys = queries + more - 1
+    last = None if width is None else first + width
+    geometry = {
+        Distance: Distance(first, last),
+        ChunkGap: ChunkGap(size, first % 4, last),
+        Sinks: Sinks(size, first),
+    }[kind]
+    covered = torch.zeros(queries, keys, dtype=torch.int)
+    for tile in flash.tiles(geometry, queries, keys, start):
+        assert tile.rows > 0
+        assert tile.keys > 0
+        seen = torch.ones(tile.rows, tile.keys, dtype=torch.int)
+        if tile.kind != "full":
+            seen = seen.tril(tile.keys - tile.rows)
+        if tile.kind == "band":
+            seen = seen.triu()
+        if tile.kind == "causal":
+            assert tile.rows == tile.keys
+        for block in range(tile.blocks):
+            row, key = tile.row + block * tile.step, tile.key + block * tile.step
+            covered[row : row + tile.rows, key : key + tile.keys] += seen
+    at = torch.arange(start, start + keys)
+    visible = geometry.sees(at[keys - queries :, None], at)
+    torch.testing.assert_close(covered, visible.int())
+
+
+def naive(query, key, value, bands, pairs, positions, temperature, softcap, sinks, mask):
+    """One logit at a time, the rotation written out."""
+    heads, groups = query.shape[1], query.shape[1] // key.shape[1]
+    first, second = (torch.arange(COLUMNS)[side] for side in (pairs.first, pairs.second))
+
+    def turned(x, table, at):
+        if table is None:
+            return x
+        cos, sin = (t[at if len(t) > 1 else 0].double() for t in table)
+        out = x.clone()
+        for p, (a, b) in enumerate(zip(first.tolist(), second.tolist(), strict=True)):
+            z = complex(x[a], x[b]) * complex(cos[p], sin[p])
+            out[a], out[b] = z.real, z.imag
+        return out
+
+    out = query.new_zeros(*query.shape[:3], value.shape[-1])
+    for b in range(query.shape[0]):
+        for h in range(heads):
+            for i, m in enumerate(positions[0].tolist()):
+                weights, total = {}, 0.0 if sinks is None else math.exp(sinks[h])
+                for j, n in enumerate(positions[1].tolist()):
+                    if mask is not None and not mask[b, 0, i, j]:
+                        continue
+                    for band in bands:
+                        if band.geometry.sees(torch.tensor(m), torch.tensor(n)):
+                            q = turned(query[b, h, i], band.query, i) * temperature[i]
+                            k = turned(key[b, h // groups, j], band.key, j)
+                            logit = 0.3 * float(q @ k)
+                            weights[j] = math.exp(softcap * math.tanh(logit / softcap))
+                for j, weight in weights.items():
+                    total_weight = total + sum(weights.values())
+                    out[b, h, i] += weight / total_weight * value[b, h // groups, j]
+    return out
+
+
+@pytest.mark.parametrize("pairs", LAYOUTS)
+@pytest.mark.parametrize("method", METHODS)
+def test_the_oracle_is_a_loop_over_keys(method, pairs):
+    query, key, value, sinks = (x.double() for x in inputs(2, 2, 1, 5, 11, 6))
+    at = torch.tensor([0, 1, 2, 5, 6, 7, 8, 10, 11, 15, 16])
+    temperature = torch.linspace(0.5, 2, 5, dtype=torch.float64)
+    mask = torch.rand(2, 1, 5, 11, generator=torch.Generator().manual_seed(0)) > 0.3
+    bands = method_bands(method, 4, count(pairs), at[-5:], at)
+    options = {"temperature": temperature, "softcap": 1.5, "sinks": sinks, "mask": mask}
+    out = reference.attend(
+        query,
+        key,
+        value,
+        bands,
+        pairs,
+        query_positions=at[-5:],
+        key_positions=at,
+        scale=0.3,
+        **options,
+    )
+    expected = naive(query, key, value, bands, pairs, (at[-5:], at), **options)
+    torch.testing.assert_close(out, expected, rtol=1e-12, atol=1e-12)
+
+
+def test_by_hand():
+    """Two keys; the far one is met by a quarter turn, which makes its logit that of the near."""
+    query = torch.tensor([[1.0, 0.0]]).expand(1, 1, 2, 2)
+    key = torch.tensor([[0.0, 1.0], [1.0, 0.0]])[None, None]
+    value = torch.tensor([[2.0, 0.0], [0.0, 4.0]])[None, None]
+    quarter = torch.tensor([[0.0]]), torch.tensor([[1.0]])
+    bands = [Band(Distance(0, 1), None, None), Band(Distance(1, None), quarter, None)]
+    pairs = Pairs(slice(0, 1), slice(1, 2))
+    out = flash.attend(query, key, value, bands, pairs, scale=1.0)
+    torch.testing.assert_close(out, torch.tensor([[[[2.0, 0.0], [1.0, 2.0]]]]))
+    sink = torch.tensor([1.0])  # a third logit of 1: two thirds are left
+    out = flash.attend(query, key, value, bands, pairs, scale=1.0, sinks=sink)
+    torch.testing.assert_close(out[0, 0, 1], torch.tensor([2 / 3, 4 / 3]))
+
+
+@pytest.mark.parametrize("kernel", ["flash", "flex", "reference"])
+@pytest.mark.parametrize("queries", [37, 300])
+def test_one_band_over_everything_is_torchs_own_attention(kernel, queries):
+    query, key, value, _ = inputs(2, 4, 2, queries, queries)
+    at = turn(torch.arange(queries), 8)
+    bands = [Band(Distance(0, None), at, at)]
+    out = attention.attend(query, key, value, bands, HALVES, scale=0.3, kernel=kernel)
+    expected = F.scaled_dot_product_attention(
+        HALVES.rotate(query, at),
+        HALVES.rotate(key, at),
+        value,
+        is_causal=True,
+        scale=0.3,
+        enable_gqa=True,
+    )
+    torch.testing.assert_close(out, expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "forward", "backward"), [(torch.bfloat16, 2e-2, 6e-2), (torch.float16, 2e-3, 8e-3)]
+)
+@pytest.mark.parametrize("method", ["rerope", "dual_chunk", "lm_infinite", "string"])
+def test_half_precision(method, dtype, forward, backward):
+    """Against the oracle on the same rounded tensors; 2 to 3 units in the last place of 1."""
+    at = torch.arange(400)
+    tensors = [x.to(dtype) for x in inputs(1, 4, 2, 400, 400)]
+    bands = method_bands(method, 60, 8, at, at)
+    compare(flash.attend, tensors, bands, HALVES, forward, backward)
+    for x in (flash.attend(*tensors[:3], bands, HALVES, scale=0.3), *tensors):
+        assert x.dtype == dtype
+
+
+def test_rows_without_any_key_are_zero_and_have_no_gradient():
+    tensors = inputs(1, 2, 2, 50, 50)
+    bands = method_bands("far only", 20, 8, torch.arange(50), torch.arange(50))
+    compare(flash.attend, tensors[:3], bands, HALVES)
+    compare(flash.attend, tensors, bands, HALVES)
+    for kernel in ("flash", "flex", "reference"):
+        out = attention.attend(*tensors[:3], bands, HALVES, scale=0.3, kernel=kernel)
+        assert (out[:, :, :20] == 0).all()
+        assert not out.isnan().any()
+    for queries in (50, 1):
+        query = tensors[0][:, :, :queries]
+        assert (flash.attend(query, *tensors[1:3], [], HALVES, scale=0.3) == 0).all()
+
+
+def test_gradient_flows_through_the_merge_of_the_bands():
+    """Central differences in float64; without the global log-sum-exp they are 5 to 17 % off."""
+    query, key, value, sinks = (x.double().requires_grad_() for x in inputs(1, 2, 1, 7, 7))
+    at = torch.arange(7)
+    for method in ("rerope", "dual_chunk", "lm_infinite"):
+        bands = method_bands(method, 3, 8, at, at)
+
+        def run(query, key, value, sinks, bands=bands):
+            return flash.attend(query, key, value, bands, HALVES, scale=0.3, sinks=sinks)
+
+        torch.autograd.gradcheck(run, (query, key, value, sinks), fast_mode=True)
+
+
+def graph(method="rerope", queries=300):
+    at = torch.arange(300)
+    bands = method_bands(method, 50, 8, at[300 - queries :], at)
+    tensors = [x.requires_grad_() for x in inputs(1, 4, 2, queries, 300)]
+
+    def run(query, key, value, sinks):
+        return attention.attend(query, key, value, bands, HALVES, scale=0.3, sinks=sinks)
+
+    return run, tensors
+
+
+def out_and_grads(run, tensors):
+    out = run(*tensors)
+    return out, *torch.autograd.grad(out.float().square().sum(), tensors)
+
+
+@pytest.mark.parametrize(("method", "dynamic"), [("rerope", False), ("dual_chunk", True)])
+def test_compiles_into_one_graph(method, dynamic):
+    torch.compiler.reset()
+    for queries in (300, 1):
+        run, tensors = graph(method, queries)
+        compiled = torch.compile(run, fullgraph=True, backend="aot_eager", dynamic=dynamic)
+        torch.testing.assert_close(out_and_grads(compiled, tensors), out_and_grads(run, tensors))
+        with torch.no_grad():
+            torch.testing.assert_close(compiled(*tensors), run(*tensors))
+
+
+def test_the_operator_keeps_its_promises():
+    """Schema, fake tensors, autograd registration and what AOT dispatch makes of them."""
+    for queries in (300, 1):
+        _, tensors = graph(queries=queries)
+        at = torch.arange(300)
+        bands = method_bands("rerope", 50, 8, at[300 - queries :], at)
+        plan, tables = flash._pack(bands, Pairs(slice(0, 8, 1), slice(8, 16, 1)))
+        torch.library.opcheck(
+            torch.ops.rope_ext.bands.default, (*tensors, tables, plan, 0, 0.3), rtol=1e-4, atol=1e-4
+        )
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_gradient_checkpointing(reentrant):
+    run, tensors = graph()
+    expected = out_and_grads(run, tensors)
+    out = checkpoint(run, *tensors, use_reentrant=reentrant)
+    out.square().sum().backward()
+    torch.testing.assert_close((out, *(x.grad for x in tensors)), expected)
+
+
+def test_autocast_casts_as_torchs_own_attention():
+    run, tensors = graph()
+    exact = out_and_grads(run, tensors)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        cast = run(*tensors)
+    assert cast.dtype == torch.bfloat16
+    torch.testing.assert_close(cast.float(), exact[0], rtol=3e-2, atol=3e-2)
+    grads = torch.autograd.grad(cast.float().square().sum(), tensors)
+    for grad, expected in zip(grads, exact[1:], strict=True):
+        assert grad.dtype == torch.float32
+        torch.testing.assert_close(grad, expected, rtol=1e-1, atol=1e-1)
+
+
+def test_the_blocked_form_is_the_oracle():
+    tensors = [x.double().requires_grad_() for x in inputs(2, 4, 2, 100, 130)]
+    at = torch.cumsum(torch.randint(1, 4, (130,), generator=torch.Generator().manual_seed(0)), 0)
+    mask = torch.rand(2, 1, 100, 130, generator=torch.Generator().manual_seed(0)) > 0.3
+    bands = method_bands("leaky", 20, 8, at[30:], at)
+    options = {
+        "query_positions": at[30:],
+        "key_positions": at,
+        "scale": 0.3,
+        "temperature": torch.linspace(0.5, 2, 100, dtype=torch.float64),
+        "softcap": 3.0,
+    }
+    for seen in (mask, mask[:, :, :1], None):
+        for block in (1, 33, 256):
+
+            def run(query, key, value, sinks, form, seen=seen, **more):
+                return form(
+                    query, key, value, bands, HALVES, sinks=sinks, mask=seen, **options, **more
+                )
+
+            whole = out_and_grads(partial(run, form=reference.attend), tensors)
+            parts = out_and_grads(partial(run, form=reference.attend_blocked, block=block), tensors)
+            torch.testing.assert_close(parts, whole, rtol=1e-6, atol=1e-6)
+
+
+def test_kernels_by_name():
+    at = torch.arange(30)
+    tensors = inputs(1, 2, 2, 30, 30)[:3]
+    run = partial(
+        attention.attend, *tensors, method_bands("rerope", 9, 8, at, at), HALVES, scale=0.3
+    )
+    for kernel in attention.KERNELS:
+        torch.testing.assert_close(run(kernel=kernel), run(), rtol=1e-5, atol=1e-5)
+    for kernel in ("auto", "flex", "reference"):
+        torch.testing.assert_close(
+            run(kernel=kernel, softcap=1.0), run(softcap=1.0), rtol=1e-5, atol=1e-5
+        )
+    assert (run(softcap=1.0) - run()).abs().max() > 1e-3
+    with pytest.raises(OptionError, match="'reference'"):
+        run(kernel="flash", softcap=1.0)
+    with pytest.raises(OptionError, match="did you mean 'flash'"):
+        run(kernel="flsh")
+    tensors[0].requires_grad_()
+    with pytest.raises(OptionError, match="'flash'"):
+        run(kernel="flex")
+
+
+MEMORY = """
+from eval.attention_speed import peak
+print(peak("rerope", 2048, 64), peak("rerope", 4096, 64))
+"""
+
+
+def test_peak_memory_is_linear():
+    """Of a training step in a process of its own."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [sys.executable, "-c", MEMORY], check=True, capture_output=True, text=True, env=environment
+    )
+    short, long = map(float, done.stdout.split())
+    assert long < 2.6 * short

@@ -12,12 +12,12 @@ from __future__ import annotations
 
 import argparse
 import functools
-import resource
 import statistics
 import subprocess
 import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import torch
 import torch.nn.functional as F
@@ -166,14 +166,22 @@ def decode(
     return ratios({v: attend(v, *inputs, window) for v in (NATIVE, *VARIANTS)}, rounds)
 
 
+def resident(field: str) -> float:
+    """MiB of this process, from Linux; ``ru_maxrss`` would be inherited from the parent."""
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith(field):
+            return int(line.split()[1]) / 1024
+    raise OSError(f"no {field} in /proc/self/status; measure memory on Linux")
+
+
 def peak(variant: str, length: int, window: int) -> float:
     """MiB that a training step adds to the process, which must be a fresh one."""
     inputs = [x.requires_grad_() for x in tensors(8, 8, length, length, torch.float32)]
     small = [x.requires_grad_() for x in tensors(8, 8, 64, 64, torch.float32)]
     trained(attend(variant, *small, 16), small)
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    before = resident("VmRSS")
     trained(attend(variant, *inputs, window), inputs)
-    return (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024
+    return resident("VmHWM") - before
 
 
 def peak_of_fresh_process(variant: str, length: int, window: int) -> float:

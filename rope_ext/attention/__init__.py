@@ -54,6 +54,9 @@ def attend(
         )
     if kernel == "flash" and softcap is not None:
         raise OptionError("kernel='flash' has no soft cap; use kernel='reference' or 'auto'")
+    wants_gradient = torch.is_grad_enabled() and any(x.requires_grad for x in (query, key, value))
+    if kernel == "flex" and device == "cpu" and wants_gradient:
+        raise OptionError("kernel='flex' has no gradients on the CPU; use kernel='flash'")
     if torch.is_autocast_enabled(device):
         dtype = torch.get_autocast_dtype(device)
         query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)

@@ -137,10 +137,10 @@ def _pack(bands: Sequence[Band], pairs: Pairs) -> tuple[list[int], list]:
         values = [_OPEN if value is None else value for value in astuple(band.geometry)]
         plan += [_GEOMETRIES.index(type(band.geometry)), *values]
         for turn in (band.query, band.key):
-            plan.append(turn is not None)
+            plan.append(int(turn is not None))
             tables += turn or ()
     for side in (pairs.first, pairs.second):
-        plan.append(isinstance(side, slice))
+        plan.append(int(isinstance(side, slice)))
         if isinstance(side, slice):
             plan += (side.start, side.stop, side.step)
         else:
@@ -206,7 +206,7 @@ def _add_turned_back(
     """Add ``x``, which belongs to turned tokens, to a part of what belongs to unturned ones."""
     total = total[..., part, :]
     for block, (cos, sin) in _blocks(x, turn, part):
-        total[..., block, :] += pairs.rotate(x[..., block, :], (cos, -sin))
+        total[..., block, :].add_(pairs.rotate(x[..., block, :], (cos, -sin)))
 
 
 def _blocks(x: torch.Tensor, turn: Turn, part: slice) -> Iterator[tuple[slice, Turn]]:
@@ -446,7 +446,7 @@ def _tile_backward(
         new = new.sum_to_size(total.shape)
         for first in range(0, tile.keys, strip):
             part = slice(first, first + strip)
-            total[..., part, :] += new[..., part, :]
+            total[..., part, :].add_(new[..., part, :])
 
 
 @_bands_backward.register_fake

@@ -116,6 +116,9 @@ def add_perplexity(made: argparse.ArgumentParser) -> None:
     )
     add("--stride", type=int, help="tokens a window moves by; makes the protocol sliding")
     add("--min-context", type=int, default=0, help="of sliding and start: tokens not scored")
+    add("--longppl", action="store_true", help="also of the tokens alone that need long contexts")
+    add("--evaluator", help="model that chooses those tokens; default: that of the first method")
+    add("--short-context", type=int, default=4096, help="tokens that are not enough for them")
 
 
 def main(args: argparse.Namespace, tasks: Callable[[argparse.Namespace], Sequence[Task]]) -> None:

@@ -19,7 +19,7 @@ from rope_ext.errors import nearest
 from rope_ext.measure.run import Task
 
 EVALUATORS: dict[str, Callable[[argparse.Namespace], list[Task]]] = {
-    "perplexity": lambda args: [perplexity.task(args)],
+    "perplexity": perplexity.tasks,
     "passkey": lambda args: [passkey.task(args)],
     "needle": lambda args: [needle.task(args)],
     "ruler": ruler.tasks,

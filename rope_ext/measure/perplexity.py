@@ -19,7 +19,7 @@ token counts as one of ``length``, as context, and is never scored. Perplexity i
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Literal
@@ -196,7 +196,7 @@ class Perplexity:
                 f"{min(lengths)}; give less, or longer --lengths"
             )
         windows = self.choose(frame, lengths, seed)
-        plan = {"ending": self._ending, "sliding": self._sliding, "start": self._start}
+        plan = {"ending": self._ending, "sliding": self.slide, "start": self._start}
         cases = list(plan[self.protocol](windows, sorted(lengths)))
         return Questions(cases, self._define(windows), tuple(self._notes(windows, lengths)))
 
@@ -241,18 +241,39 @@ class Perplexity:
                 group = windows.documents[number]
                 yield self._case(length, number, ids, windows.scored, group, curve=curve)
 
-    def _sliding(self, windows: Windows, lengths: Sequence[int]) -> Iterator[Case]:
+    def slide(
+        self,
+        windows: Windows,
+        lengths: Sequence[int],
+        name: str = "perplexity",
+        keys: Sequence[Container[int]] | None = None,
+    ) -> Iterator[Case]:
+        """Windows that move over each stretch and score each of its tokens once.
+
+        Args:
+            windows: the stretches.
+            lengths: of the windows, tokens.
+            name: of the task.
+            keys: for each stretch, the places of the tokens to score; None means all. A window
+                that holds none of them is left out.
+        """
         bos = windows.bos
         for length in lengths:
             size = length - len(bos)
             number = 0
-            for text, group in zip(windows.texts, windows.documents, strict=True):
+            for index, text in enumerate(windows.texts):
                 done = max(self.min_context, 1 - len(bos))  # the first token has nothing before it
                 end = size
                 while done < len(text):
                     end = min(end, len(text))
-                    ids = bos + text[max(0, end - size) : end]
-                    yield self._case(length, number, ids, end - done, group)
+                    begin = max(0, end - size)
+                    ids, group = bos + text[begin:end], windows.documents[index]
+                    more = {}
+                    if keys is not None:
+                        found = [place for place in range(done, end) if place in keys[index]]
+                        more["only"] = tuple(len(bos) + place - begin for place in found)
+                    if keys is None or more["only"]:
+                        yield self._case(length, number, ids, end - done, group, name, **more)
                     number, done, end = number + 1, end, end + self.stride
 
     def _start(self, windows: Windows, lengths: Sequence[int]) -> Iterator[Case]:
@@ -268,7 +289,13 @@ class Perplexity:
                 yield self._case(length, number, ids, count, group, curve=edges, nested=True)
 
     def _case(
-        self, length: int, number: int, ids: Any, count: int, group: int, **more: Any
+        self,
+        length: int,
+        number: int,
+        ids: Any,
+        count: int,
+        group: int,
+        name: str = "perplexity",
+        **more: Any,
     ) -> Case:
-        row = joined(ids)
-        return Case(self.name, length, number, "loss", count, row, group=group, **more)
+        return Case(name, length, number, "loss", count, joined(ids), group=group, **more)

@@ -241,7 +241,8 @@ class Report:
         at = " / ".join(map(str, references))
         header = ["method", *(f"{n} tokens{' (trained)' * (n in trained)}" for n in lengths)]
         if references:
-            header.insert(1, f"cost at {at}")
+            unit = "%" if task.kind == "loss" else "points"
+            header.insert(1, f"cost at {at}, {unit}")
         rows = []
         for system in systems:
             cells = [Cell(system.name)]
@@ -264,7 +265,7 @@ class Report:
             if not any((task.name, *pair) in self.differences for pair in combinations(names, 2)):
                 continue
             trained = next(s.trained for s in self.plan.systems if s.model == model)
-            unit = "relative change of perplexity" if task.kind == "loss" else "difference of rates"
+            unit = "% of perplexity" if task.kind == "loss" else "percentage points"
             beyond = (
                 f"beyond {trained} tokens" if self.plan.lengths[-1] > trained else "all lengths"
             )

@@ -211,8 +211,8 @@ def percent(estimate: Estimate) -> str:
 
 
 def signed(estimate: Estimate) -> str:
-    """A difference of rates or a relative change, and its interval: ``+12% [+3, +21]``."""
-    return f"{estimate.value:+.1%} [{100 * estimate.low:+.1f}, {100 * estimate.high:+.1f}]"
+    """A difference of rates or a relative change, and its interval: ``+12.0 [+3.1, +21.4]``."""
+    return f"{100 * estimate.value:+.1f} [{100 * estimate.low:+.1f}, {100 * estimate.high:+.1f}]"
 
 
 def interval(estimate: Estimate) -> str:

@@ -11,6 +11,7 @@ import re
 import signal
 import subprocess
 import sys
+from contextlib import nullcontext
 from html.parser import HTMLParser
 from itertools import chain
 from pathlib import Path
@@ -28,6 +29,7 @@ from rope_ext.errors import MeasureError, OptionError
 from rope_ext.measure import models, run
 from rope_ext.measure.cases import Case, Outcome, read_outcomes
 from rope_ext.measure.forward import score
+from rope_ext.measure.longppl import LongPPL
 from rope_ext.measure.passkey import Passkey
 from rope_ext.measure.perplexity import Perplexity
 from rope_ext.measure.prompts import Frame
@@ -347,6 +349,59 @@ def test_curves_are_the_losses_by_position(settings: Settings) -> None:
     for low, high in zip([1, *edges], edges, strict=False):
         mean = float(losses[0, low - 1 : high - 1].mean())
         assert curve["none", high].value == pytest.approx(float(torch.tensor(mean).exp()), rel=1e-4)
+
+
+def naive_keys(model: Any, ids: list[int], short: int) -> set[int]:
+    """Places in the text of the tokens that gain more than 2 nats, a short forward for each."""
+    keys, whole = set(), score(model, [ids], len(ids) - 1)[0][0]
+    first = short + short // 4
+    for place in range(first, len(ids)):
+        long = float(whole[place - 1])
+        # Stretches of short / 4 tokens share a window, which begins ``short`` before them.
+        stretch = first + (place - first) // (short // 4) * (short // 4)
+        end = min(len(ids), stretch + short // 4)
+        window = [ids[0], *ids[max(1, end - short // 4 - short) : place + 1]]
+        if score(model, [window], 1)[0].item() - long > 2 and -long > -2:
+            keys.add(place - 1)
+    return keys
+
+
+def test_longppl_scores_the_key_tokens_alone(frame: Frame) -> None:
+    model = AutoModelForCausalLM.from_pretrained(SHIPPED, dtype=torch.float32).eval()
+    # A name and its number, far enough from where it comes again that 64 tokens do not reach it.
+    filler = " ".join(f"def function_{i}(self, value): return value * {i}" for i in range(9))
+    text = f"secret_number = 83627194\n{filler}\nsecret_number = 83627194\n" * 3
+    sliding = Perplexity([text], windows=1, protocol="sliding", stride=40)
+    task = LongPPL(sliding, lambda: nullcontext(model), "the model", short=64)
+    built = task.questions(frame, [100, 300], seed=0)
+    windows = sliding.choose(frame, [100, 300], 0)
+    keys = naive_keys(model, [0, *windows.texts[0]], 64)
+    assert 3 < len(keys) < 60 and f"the {len(keys)} of 299 tokens" in built.definition
+    for length in (100, 300):  # every length scores the very same tokens
+        cases = [case for case in built.cases if case.length == length]
+        scored = [case.ids[place] for case in cases for place in case.only]
+        assert scored == [windows.texts[0][place] for place in sorted(keys)]
+    [whole] = [case for case in built.cases if case.length == 300]
+    losses = score(model, [whole.ids], 299)[0][0].double()
+    expected = [float(losses[place - 1]) for place in whole.only]
+    result = run._loss(whole, losses[-run._tail(whole) :])
+    assert result.value == pytest.approx(sum(expected) / len(keys)) and result.tokens == len(keys)
+    with pytest.raises(OptionError, match="short_context=300 is too long for lengths up to 300"):
+        dataclasses.replace(task, short=300).questions(frame, [100, 300], 0)
+    with pytest.raises(MeasureError, match="no token in the text that needs more than 200"):
+        dull = dataclasses.replace(sliding, texts=["return None\n" * 300])
+        dataclasses.replace(task, sliding=dull, short=200).questions(frame, [100, 300], 0)
+
+
+def test_longppl_from_the_command_line(tmp_path: Path) -> None:
+    words = ["--model", SHIPPED, "--method", "yarn", "--factor", 4, "--lengths", "512,1k"]
+    words += ["--windows", 1, "--longppl", "--short-context", 128, "--output", tmp_path]
+    perplexity.main([str(word) for word in words])
+    data = json.loads((tmp_path / "results.json").read_text())
+    assert [row["task"] for row in data["summary"]] == 4 * ["perplexity"] + 4 * ["longppl"]
+    assert "when the model with yarn sees all of the text" in data["definitions"]["longppl"]
+    at = {(row["system"], row["length"]): row["value"] for row in data["summary"][4:]}
+    assert at["yarn", 1024] < min(at["yarn", 512], at["none", 1024])
 
 
 # Passkey

@@ -243,6 +243,8 @@ def prepare(settings: Settings, tasks: Sequence[Task]) -> Plan:
         )
     if not settings.models:
         raise OptionError("no model to measure; give --model a folder or Hub id")
+    if len(set(settings.models)) < len(settings.models):
+        raise OptionError("a model is given twice; give --model each just once")
     if not settings.lengths:
         raise OptionError("no length to measure; give --lengths, such as 512,1024,2048")
     device = models.resolve_device(settings.device)

@@ -32,9 +32,10 @@ from rope_ext.measure.forward import score
 from rope_ext.measure.longppl import LongPPL
 from rope_ext.measure.passkey import Passkey
 from rope_ext.measure.perplexity import Perplexity
-from rope_ext.measure.prompts import Frame
+from rope_ext.measure.prompts import Frame, joined
 from rope_ext.measure.report import Report
 from rope_ext.measure.run import Settings, prepare
+from rope_ext.measure.summary import Estimate, is_clear
 
 ROOT = Path(__file__).parents[1]
 SHIPPED = ROOT / "checkpoints" / "tiny-512"
@@ -292,6 +293,14 @@ def test_what_determines_an_outcome_is_in_its_key(settings: Settings, change: di
     assert {task for _, task, _ in before - more} == {"perplexity"}
 
 
+def test_how_a_case_is_scored_is_part_of_its_prompt() -> None:
+    case = Case("perplexity", 9, 0, "loss", 4, joined(range(9)), ("a",))
+    changes = [{"count": 3}, {"mode": "write"}, {"answers": ("b",)}, {"whole": True}]
+    changes += [{"curve": (4,)}, {"only": (5,)}, {"ids": joined(range(1, 10))}]
+    digests = [dataclasses.replace(case, **change).prompt for change in changes]
+    assert len({case.prompt, *digests}) == 1 + len(changes)
+
+
 def test_new_weights_are_another_model(settings: Settings, tmp_path: Path) -> None:
     folder = save_checkpoint(tmp_path / "copy")
     settings = dataclasses.replace(settings, models=(str(folder),))
@@ -316,6 +325,13 @@ def test_text_notes(settings: Settings) -> None:
     plan = prepare(settings, [Perplexity(BOOK, windows=99)])
     joined, few = plan.notes
     assert "documents are joined" in joined and "(99 asked for)" in few
+    [one, _] = prepare(settings, [Perplexity(BOOK[:1], windows=9)]).notes
+    assert "all windows are from one document" in one
+
+
+def test_one_document_makes_no_difference_clear() -> None:
+    assert is_clear(Estimate(0.1, 0.1, 0.2, 2)) and is_clear(Estimate(-0.1, -0.2, -0.1, 2))
+    assert not is_clear(Estimate(0.1, 0.1, 0.1, 1)) and not is_clear(Estimate(0.1, -0.1, 0.2, 9))
 
 
 # Perplexity

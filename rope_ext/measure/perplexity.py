@@ -227,6 +227,8 @@ class Perplexity:
                 f"too few documents of {max(lengths)} tokens: documents are joined, so that a "
                 f"window may hold unrelated texts"
             )
+        if len(set(windows.documents)) == 1:
+            yield "all windows are from one document: its intervals have no width and say nothing"
         if len(windows.texts) < self.windows:
             yield (
                 f"the text gives only {len(windows.texts)} windows of {max(lengths)} tokens "

@@ -27,6 +27,7 @@ from rope_ext.measure.summary import (
     estimate_perplexity,
     gather,
     interval,
+    is_clear,
     percent,
     recommend,
     signed,
@@ -256,7 +257,7 @@ class Report:
         cost = self.costs.get((task.name, system.name))
         if cost is None:
             return Cell("")
-        return Cell(signed(cost), cost.low > 0 or cost.high < 0)
+        return Cell(signed(cost), is_clear(cost))
 
     def _difference_tables(self, task: Task) -> Iterator[Table]:
         """One table per model: row less column."""
@@ -277,7 +278,7 @@ class Report:
                     if gap is None or names.index(other) <= index:
                         cells.append(Cell(""))
                     else:
-                        cells.append(Cell(signed(gap), gap.low > 0 or gap.high < 0))
+                        cells.append(Cell(signed(gap), is_clear(gap)))
                 rows.append(Row(tuple(cells)))
             title = f"Row less column on identical cases, {beyond} ({unit}; bold: clear)"
             yield Table(title, ("", *names[1:]), tuple(rows))

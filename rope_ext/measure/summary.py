@@ -215,6 +215,11 @@ def signed(estimate: Estimate) -> str:
     return f"{100 * estimate.value:+.1f} [{100 * estimate.low:+.1f}, {100 * estimate.high:+.1f}]"
 
 
+def is_clear(gap: Estimate) -> bool:
+    """Whether the interval of a difference excludes zero; one document alone shows nothing."""
+    return gap.count > 1 and (gap.low > 0 or gap.high < 0)
+
+
 def interval(estimate: Estimate) -> str:
     """A perplexity and its interval, such as ``7.84 [5.95, 10.6]``."""
     return f"{number(estimate.value)} [{number(estimate.low)}, {number(estimate.high)}]"

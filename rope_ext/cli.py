@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
-import ast
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 from rich import box
-from rich.console import Console
-from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-from rope_ext.errors import OptionError, RopeExtError
+from rope_ext.measure.arguments import parse_lengths, parse_options, split
+from rope_ext.measure.terminal import clean_errors, evaluate, quiet
 
 app = typer.Typer(no_args_is_help=True, add_completion=False)
-_err = Console(stderr=True, highlight=False)
 
 Option = Annotated[
     list[str] | None,
@@ -38,11 +33,14 @@ def main() -> None:
 def compare(
     model: Annotated[str, typer.Option(help="Folder or Hub id of a causal language model.")],
     methods: Annotated[str, typer.Option(help="Names, comma between; see `rope-ext methods`.")],
-    lengths: Annotated[str, typer.Option(help="Context lengths in tokens, comma between.")],
+    lengths: Annotated[str, typer.Option(help="Context lengths in tokens, such as 512,4k.")],
     factor: Annotated[float, typer.Option(help="How many times the trained length.")] = 4.0,
     text: Annotated[
         list[Path] | None,
-        typer.Option(help="Text or .jsonl for perplexity; repeat. Default: Python's own library."),
+        typer.Option(
+            help="Text, .jsonl, .parquet or folder for perplexity; repeat. Default: Python's own "
+            "library."
+        ),
     ] = None,
     windows: Annotated[int, typer.Option(help="Windows of text for each length.")] = 16,
     trials: Annotated[int, typer.Option(help="Passkeys for each length and depth.")] = 10,
@@ -54,10 +52,12 @@ def compare(
     ] = False,
     seed: Annotated[int, typer.Option(help="Of texts, prompts and intervals.")] = 0,
     dtype: Annotated[
-        str, typer.Option(help="auto (float32 on a CPU), float32 or bfloat16.")
+        str, typer.Option(help="auto (float32 on a CPU), float32, bfloat16 or float16.")
     ] = "auto",
     device: Device = "auto",
-    batch_tokens: Annotated[int, typer.Option(help="Tokens for each forward.")] = 8192,
+    batch_size: Annotated[
+        int | None, typer.Option(help="Rows for each forward. Default: as many as fit.")
+    ] = None,
     trained_length: Annotated[
         int | None, typer.Option(help="If the configuration does not say it rightly.")
     ] = None,
@@ -65,49 +65,31 @@ def compare(
     option: Option = None,
 ) -> None:
     """Measure methods against the unpatched model: perplexity and passkey retrieval."""
-    with _clean_errors():
-        from rope_ext.measure.compare import Settings, prepare, run
-        from rope_ext.measure.report import Report
+    with clean_errors():
+        from rope_ext.measure.passkey import Passkey
+        from rope_ext.measure.perplexity import Perplexity
+        from rope_ext.measure.run import Settings
 
-        _quiet()
-        plan = prepare(
-            Settings(
-                model=model,
-                methods=tuple(_split(methods)),
-                lengths=_lengths(lengths),
-                factor=factor,
-                options=_options(option),
-                texts=tuple(text or ()),
-                windows=windows,
-                trials=trials,
-                depths=depths,
-                seed=seed,
-                dtype=dtype,
-                device=device,
-                batch_tokens=batch_tokens,
-                trained_length=trained_length,
-                compose=compose,
-                output=output,
-                resume=resume,
-                overwrite=overwrite,
-            )
+        names = tuple(split(methods))
+        settings = Settings(
+            models=(model,),
+            methods=names,
+            lengths=parse_lengths(lengths),
+            factor=factor,
+            options=parse_options(option, names),
+            seed=seed,
+            dtype=dtype,
+            device=device,
+            batch_size=batch_size,
+            trained_length=trained_length,
+            compose=compose,
+            force=True,
+            output=output,
+            resume=resume,
+            overwrite=overwrite,
         )
-        for note in plan.notes:
-            _tell(f"note: {note}", "yellow")
-        known = len(plan.tasks) - len(plan.left)
-        known_too = f" ({known} more are known)" if known else ""
-        with _progress() as progress:
-            bar = progress.add_task(f"{len(plan.left)} cells{known_too}", total=plan.work)
-            try:
-                cells = run(plan, lambda work: progress.advance(bar, work))
-            except KeyboardInterrupt:
-                progress.stop()
-                _tell(f"stopped; finished cells are in {output}, --resume goes on from there")
-                raise typer.Exit(130) from None
-        report = Report(plan, cells)
-        report.print()
-        for path in report.write():
-            _tell(f"wrote {path}")
+        perplexity = Perplexity.of(text or (), windows=windows)
+        evaluate(settings, [perplexity, Passkey(trials=trials, depths=depths)])
 
 
 @app.command()
@@ -119,14 +101,15 @@ def describe(
     option: Option = None,
 ) -> None:
     """Print the rotary embedding of a model, before and after a patch."""
-    with _clean_errors():
+    with clean_errors():
         import rope_ext
-        from rope_ext.measure.compare import checked_methods
         from rope_ext.measure.models import load_model
+        from rope_ext.measure.run import checked_methods
 
-        _quiet()
-        options = _options(option)
-        methods = checked_methods([method], factor, options) if method is not None else {}
+        quiet()
+        names = [] if method is None else [method]
+        options = parse_options(option, names)
+        methods = checked_methods(names, factor, options) if names else {}
         loaded = load_model(model, device="cpu")
         for name, values in methods.items():
             rope_ext.patch(loaded, name, compose=compose, **values)
@@ -148,69 +131,3 @@ def show_methods() -> None:
     console = wide_console(160)
     console.print(table)
     console.print("Options without a value must be given.", style="dim")
-
-
-@contextmanager
-def _clean_errors() -> Iterator[None]:
-    """Errors made by the user as one line, exit code 2."""
-    try:
-        yield
-    except RopeExtError as error:
-        _tell(f"error: {error}", "red")
-        raise typer.Exit(2) from None
-
-
-def _tell(line: str, style: str | None = None) -> None:
-    _err.print(line, style=style, markup=False, soft_wrap=True)
-
-
-def _quiet() -> None:
-    """No log lines and loading bars in the middle of ours."""
-    from transformers.utils import logging as transformers_logging
-
-    transformers_logging.set_verbosity_error()
-    transformers_logging.disable_progress_bar()
-
-
-def _progress() -> Progress:
-    # Long forwards report seldom: look back far enough for a steady estimate.
-    columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn())
-    return Progress(*columns, TimeRemainingColumn(), console=_err, speed_estimate_period=600)
-
-
-def _split(names: str) -> list[str]:
-    return [name.strip() for name in names.split(",") if name.strip()]
-
-
-def _lengths(text: str) -> tuple[int, ...]:
-    try:
-        return tuple(int(number) for number in _split(text))
-    except ValueError:
-        raise OptionError(
-            f"--lengths {text!r} is not a list of whole numbers; give it as 512,1024,2048"
-        ) from None
-
-
-def _options(texts: list[str] | None) -> dict[str, dict[str, Any]]:
-    """``yarn.beta_fast=16`` becomes ``{"yarn": {"beta_fast": 16}}``."""
-    options: dict[str, dict[str, Any]] = {}
-    for text in texts or ():
-        place, equals, value = text.partition("=")
-        method, dot, name = place.partition(".")
-        if not (equals and dot and method and name):
-            raise OptionError(
-                f"--option {text!r} is not valid; give METHOD.NAME=VALUE, such as yarn.beta_fast=16"
-            )
-        options.setdefault(method, {})[name] = _value(value)
-    return options
-
-
-def _value(text: str) -> Any:
-    """A number, list, true, false or none; anything else is a word."""
-    words = {"true": True, "false": False, "none": None}
-    if text.lower() in words:
-        return words[text.lower()]
-    try:
-        return ast.literal_eval(text)
-    except (ValueError, SyntaxError):
-        return text

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from conftest import tiny_llama
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
 from rope_ext.measure.passkey import FILLER, INTRO, NEEDLE, QUESTION
@@ -27,6 +27,9 @@ def save_checkpoint(folder: Path) -> Path:
         show_progress=False,
     )
     tokenizer.train_from_iterator([INTRO + "".join(FILLER) + NEEDLE + QUESTION] * 2, trainer)
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single="<s> $A", special_tokens=[("<s>", 0), ("</s>", 1)]
+    )
     PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>", pad_token="</s>"
     ).save_pretrained(folder)

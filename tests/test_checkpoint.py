@@ -11,8 +11,10 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import rope_ext
-from rope_ext.measure.passkey import PasskeyPrompts, passed
-from rope_ext.measure.perplexity import choose_windows, window_losses
+from rope_ext.measure.forward import score
+from rope_ext.measure.passkey import PasskeyPrompts
+from rope_ext.measure.perplexity import choose_windows
+from rope_ext.measure.prompts import beginning
 from rope_ext.measure.text import python_library
 
 PATH = Path(__file__).parents[1] / "checkpoints" / "tiny-512"
@@ -32,17 +34,16 @@ def model():
 def found(model, tokenizer, length: int, trials: int) -> int:
     prompts = PasskeyPrompts(tokenizer)
     cases = [prompts.case(length, (i + 0.5) / trials, seed=i) for i in range(trials)]
-    return sum(passed(model, cases, 4096, lambda work: None))
+    _, hits = score(model, [case.ids for case in cases], cases[0].count)
+    return int(hits.all(1).sum())
 
 
 def losses(model, tokenizer, length: int) -> float:
     documents = tokenizer(python_library("held_out"), add_special_tokens=False, verbose=False)
     windows = choose_windows(
-        documents["input_ids"], [LENGTH, 4 * LENGTH], 4, tokenizer.bos_token_id, None, seed=0
+        documents["input_ids"], [LENGTH, 4 * LENGTH], 4, beginning(tokenizer), None, seed=0
     )
-    rows = windows.at(length)
-    values = window_losses(model, rows, windows.scored, 4096, lambda work: None)
-    return sum(values) / len(values)
+    return float(score(model, windows.at(length), windows.scored)[0].mean())
 
 
 def test_it_is_small_and_knows_its_length(model, tokenizer) -> None:
@@ -75,8 +76,8 @@ def test_beyond_its_length_it_breaks_and_a_patch_mends_it(model, tokenizer) -> N
 def test_generation_writes_the_key_that_teacher_forcing_predicts(model, tokenizer) -> None:
     rope_ext.patch(model, "dynamic_yarn", factor=4)
     case = PasskeyPrompts(tokenizer).case(900, 0.1, seed=3)
-    prompt = torch.tensor([case.ids[: -case.answer_tokens]])
-    out = model.generate(prompt, max_new_tokens=case.answer_tokens, do_sample=False)
+    prompt = torch.tensor([case.ids[: -case.count].tolist()])
+    out = model.generate(prompt, max_new_tokens=case.count, do_sample=False)
     assert tokenizer.decode(out[0, prompt.shape[1] :]) == case.key
 
 

@@ -17,10 +17,11 @@ from typer.testing import CliRunner, Result
 import rope_ext
 from rope_ext.cli import app
 from rope_ext.errors import MeasureError
-from rope_ext.measure import compare, figures, models
+from rope_ext.measure import figures, models, run
 from rope_ext.measure.summary import Estimate
 
-FILES = ["cells.csv", "cells.jsonl", "passkey.png", "perplexity.png", "results.json"]
+PICTURES = ["passkey.png", "perplexity.png", "perplexity_positions.png", "rates.png"]
+FILES = ["cases.jsonl", "cells.csv", *PICTURES, "report.html", "results.json", "table.md"]
 
 
 @pytest.fixture(scope="module")
@@ -47,36 +48,36 @@ def arguments(checkpoint: Path, output: Path) -> list[object]:
 def test_compare_writes_everything(
     checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run = arguments(checkpoint, tmp_path / "out")
-    result = call(*run, "--option", "yarn.beta_fast=16")
+    words = arguments(checkpoint, tmp_path / "out")
+    result = call(*words, "--option", "yarn.beta_fast=16")
     assert result.exit_code == 0, result.output
-    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == FILES
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == sorted(FILES)
 
     data = json.loads((tmp_path / "out" / "results.json").read_text())
-    assert data["methods"]["yarn"] == {"factor": 4.0, "beta_fast": 16}
-    assert data["trained_length"] == TRAINED and len(data["cells"]) == 18
-    assert set(data["identity"]["versions"]) >= {"rope_ext", "torch", "transformers", "python"}
-    assert len(data["summary"]) == 6 and data["summary"][0]["passkey"]["count"] == 4
+    assert data["systems"][1]["options"] == {"factor": 4.0, "beta_fast": 16}
+    assert {system["trained_length"] for system in data["systems"]} == {TRAINED}
+    assert [row["task"] for row in data["summary"]] == 6 * ["perplexity"] + 6 * ["passkey"]
+    first = data["summary"][0]
     rows = list(csv.DictReader((tmp_path / "out" / "cells.csv").open()))
-    assert len(rows) == 18 and rows[0]["method"] == "none"
-    first = data["summary"][0]["perplexity"]
     assert float(rows[0]["low"]) == first["low"] < float(rows[0]["value"]) == first["value"]
     for name in ("perplexity.png", "passkey.png"):
         height, width, _ = image.imread(tmp_path / "out" / name).shape
         assert height > 300 and width > 600
 
     assert "128 tokens" in result.stdout and "(trained)" in result.stdout
-    words = [line.split() for line in result.stdout.splitlines()]
-    assert [line[0] for line in words[4:10:2]] == ["none", "yarn", "dynamic_ntk"]
-    assert float(words[4][1]) == pytest.approx(first["value"], rel=0.01)
-    assert words[5][0].endswith("%")
+    words_out = [line.split() for line in result.stdout.splitlines()]
+    rows = [line for line in words_out if line and line[0] in ("none", "yarn", "dynamic_ntk")]
+    assert [line[0] for line in rows] == ["none", "yarn", "dynamic_ntk"] * 2
+    assert float(rows[0][1]) == pytest.approx(first["value"], rel=0.01)
+    assert rows[3][1].endswith("%")
     assert "of the last 64 tokens" in " ".join(result.stdout.split())
-    assert data["recommendation"] == " ".join(result.stdout.split("\n\n")[-1].split())
+    [sentence] = data["recommendations"]
+    assert " ".join(result.stdout.split()).endswith(sentence)
 
     # A second run needs a decision; resumed, it measures nothing and says the same.
-    assert "--resume" in call(*run).stderr
+    assert "--resume" in call(*words).stderr
     monkeypatch.setattr(models, "load_model", lambda *args: pytest.fail("the model was loaded"))
-    again = call(*run, "--option", "yarn.beta_fast=16", "--resume")
+    again = call(*words, "--option", "yarn.beta_fast=16", "--resume")
     assert again.exit_code == 0 and again.stdout == result.stdout
 
 
@@ -92,13 +93,13 @@ def test_compare_writes_everything(
         (["--option", "pi.x=1"], "options are given for pi"),
         (["--option", "beta_fast=1"], "give METHOD.NAME=VALUE"),
         (["--factor", "1"], "give --factor a number above 1"),
-        (["--lengths", "128,2k"], "not a list of whole numbers"),
+        (["--lengths", "128,2kb"], "not a list of whole numbers"),
         (["--lengths", ""], "no length to measure"),
         (["--lengths", "20,128"], "a passkey prompt needs at least"),
         (["--lengths", "128,9000000"], "give a longer --text"),
         (["--trials", "0"], "trials=0 is not valid"),
         (["--trained-length", "-1"], "trained_length=-1 is not valid"),
-        (["--dtype", "int8"], "one of auto, float32, bfloat16"),
+        (["--dtype", "int8"], "one of auto, float32, bfloat16, float16"),
         (["--resume", "--overwrite"], "contradict each other"),
         (["--device", "abacus"], "device 'abacus' cannot be used here"),
         (["--text", "missing.txt"], "cannot read the text missing.txt"),
@@ -143,7 +144,7 @@ def test_measuring_needs_no_matplotlib_to_import() -> None:
 def test_a_method_that_does_not_fit_is_told_before_measuring(
     checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(compare, "_measure", lambda *args: pytest.fail("measured"))
+    monkeypatch.setattr(run._Runner, "measure", lambda *args: pytest.fail("measured"))
     result = call(
         *arguments(checkpoint, tmp_path / "out"),
         *("--methods", "yarn,longrope", "--option", "longrope.long_factor=[1, 2, 3]"),
@@ -157,7 +158,7 @@ def test_interrupted_run_says_how_to_go_on(
     def interrupted(*args: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(compare, "_measure", interrupted)
+    monkeypatch.setattr(run._Runner, "measure", interrupted)
     result = call(*arguments(checkpoint, tmp_path / "out"))
     assert result.exit_code == 130 and "--resume goes on from there" in result.stderr
 
@@ -189,7 +190,7 @@ def test_figures_with_one_method_and_a_length_that_blew_up(tmp_path: Path) -> No
     estimates["none", 2048], estimates["yarn", 2048] = infinite, Estimate(4.7, 4.0, 5.0, 4)
     broken = dict.fromkeys(estimates, infinite)
     for name, data in (("some.png", estimates), ("all.png", broken)):
-        figures.draw_perplexity(data, 512, "title", tmp_path / name)
+        figures.draw_perplexity(data, {"none": 512, "yarn": 512}, "title", tmp_path / name)
         assert image.imread(tmp_path / name).shape[1] > 600
 
 

@@ -1,33 +1,34 @@
-"""Intervals, perplexity, passkey and the run: against naive computations and real decoding."""
+"""Intervals, scores, windows, prompts and texts: against naive computations and decoding."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
 import math
+import re
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
+import datasets
 import pytest
 import torch
-from checkpoint import TRAINED, save_checkpoint
-from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
+from checkpoint import save_checkpoint
+from tokenizers import processors
+from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, LlamaForCausalLM
 
 import rope_ext
-from rope_ext.errors import MeasureError
-from rope_ext.measure import compare
-from rope_ext.measure.cells import Cell, read_cells
-from rope_ext.measure.compare import Settings, prepare, run
-from rope_ext.measure.intervals import bootstrap_mean, wilson
-from rope_ext.measure.passkey import passed, passkey_grid
-from rope_ext.measure.perplexity import choose_windows, window_losses
-from rope_ext.measure.report import Report
-from rope_ext.measure.summary import Scores, estimate_perplexity, number, recommend
-from rope_ext.measure.text import read_texts
-
-
-def no_progress(work: float) -> None:
-    pass
+from eval.zoo import tiny_model
+from rope_ext.errors import MeasureError, OptionError
+from rope_ext.measure.cases import Case, Outcome, line
+from rope_ext.measure.forward import score, write
+from rope_ext.measure.intervals import bootstrap_mean, paired_rates, wilson
+from rope_ext.measure.passkey import Passkey, PasskeyPrompts
+from rope_ext.measure.perplexity import Perplexity, choose_windows
+from rope_ext.measure.prompts import Filler, Frame, beginning, joined
+from rope_ext.measure.run import _loss, share_found
+from rope_ext.measure.summary import Scores, difference, estimate, number, recommend
+from rope_ext.measure.text import library_words, python_documentation, read_texts, sentences
 
 
 @pytest.fixture(scope="module")
@@ -38,31 +39,6 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def tiny(checkpoint: Path) -> LlamaForCausalLM:
     return AutoModelForCausalLM.from_pretrained(checkpoint).eval()
-
-
-@pytest.fixture(scope="module")
-def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Two long documents and one too short for any window."""
-    path = tmp_path_factory.mktemp("text") / "documents.jsonl"
-    words = [
-        " ".join(f"word{i * k % 97}" for i in range(n)) for k, n in ((3, 400), (5, 400), (7, 9))
-    ]
-    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in words))
-    return path
-
-
-@pytest.fixture
-def settings(checkpoint: Path, text: Path, tmp_path: Path) -> Settings:
-    return Settings(
-        model=str(checkpoint),
-        methods=("yarn", "dynamic-ntk"),
-        lengths=(256, 128),
-        texts=(text,),
-        windows=3,
-        trials=2,
-        depths=2,
-        output=tmp_path / "results",
-    )
 
 
 # Intervals
@@ -111,7 +87,7 @@ def documents(*sizes: int) -> list[list[int]]:
 
 
 def test_windows_end_at_the_same_place_and_score_the_same_tokens() -> None:
-    windows = choose_windows(documents(500, 700), [64, 200, 130], 4, bos=0, eos=1, seed=0)
+    windows = choose_windows(documents(500, 700), [64, 200, 130], 4, bos=(0,), eos=1, seed=0)
     assert windows.scored == 32 and not windows.joined and len(windows.texts) == 4
     for length in (64, 130, 200):
         for ids, longest in zip(windows.at(length), windows.at(200), strict=True):
@@ -124,211 +100,312 @@ def test_windows_end_at_the_same_place_and_score_the_same_tokens() -> None:
 
 
 def test_windows_without_bos_and_with_many_scored_tokens() -> None:
-    windows = choose_windows(documents(900), [600, 800], 1, bos=None, eos=None, seed=0)
+    windows = choose_windows(documents(900), [600, 800], 1, bos=(), eos=None, seed=0)
     assert windows.scored == 256
     assert windows.at(800) == list(windows.texts) and len(windows.texts[0]) == 800
 
 
 def test_windows_join_short_documents() -> None:
-    windows = choose_windows(documents(60, 50, 50), [40, 80], 2, bos=None, eos=1, seed=3)
+    windows = choose_windows(documents(60, 50, 50), [40, 80], 2, bos=(), eos=1, seed=3)
     stream = [*range(1000, 1060), 1, *range(2000, 2050), 1, *range(3000, 3050), 1]
     assert windows.joined and len(windows.texts) == 2
     for ids in windows.texts:
         assert list(ids) == stream[stream.index(ids[0]) :][:80]
     with pytest.raises(MeasureError, match=r"has 160 tokens.*give a longer --text"):
-        choose_windows(documents(60, 50, 50), [40, 300], 2, bos=None, eos=1, seed=0)
+        choose_windows(documents(60, 50, 50), [40, 300], 2, bos=(), eos=1, seed=0)
+
+
+def naive(model: Any, ids: list[int], tail: int) -> tuple[list[float], list[bool]]:
+    """Losses and hits of the last ``tail`` tokens, one row alone, all logits, in float64."""
+    with torch.no_grad():
+        logits = model(input_ids=torch.tensor([ids])).logits[0].double()
+    losses, hits = [], []
+    for position in range(len(ids) - tail, len(ids)):
+        scores = logits[position - 1]
+        losses.append(float(scores.exp().sum().log() - scores[ids[position]]))
+        hits.append(int(scores.argmax()) == ids[position])
+    return losses, hits
+
+
+def random_rows(*sizes: int) -> list[list[int]]:
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randint(3, 400, (size,), generator=generator).tolist() for size in sizes]
 
 
 @pytest.mark.parametrize("method", [None, "yarn", "dynamic_ntk"])
-@pytest.mark.parametrize("batch_tokens", [1, 1000])
-def test_losses_equal_a_naive_computation(
-    tiny: LlamaForCausalLM, method: str | None, batch_tokens: int
+@pytest.mark.parametrize("sizes", [(200, 200, 200), (200, 131, 160)], ids=["alike", "padded"])
+@pytest.mark.parametrize("logits", [10**9, 3 * 400 * 7], ids=["at once", "in stretches"])
+def test_score_equals_a_naive_computation(
+    tiny: LlamaForCausalLM, method: str | None, sizes: tuple[int, ...], logits: int
 ) -> None:
-    rows = torch.randint(3, 400, (3, 200), generator=torch.Generator().manual_seed(0)).tolist()
-    work: list[float] = []
-    seen: list[int] = []
-    hook = tiny.lm_head.register_forward_hook(lambda m, args, out: seen.append(args[0].shape[1]))
-    if method:
-        rope_ext.patch(tiny, method, factor=4)
-    try:
-        losses = window_losses(tiny, rows, 50, batch_tokens, work.append)
-        assert set(seen) == {51}  # logits of nothing but the scored tail
-        with torch.no_grad():
-            logits = tiny(input_ids=torch.tensor(rows)).logits.double()
-    finally:
+    rows, made = random_rows(*sizes), []
+    for row in rows:  # else no token is ever the argmax
+        row[-1] = int(tiny(input_ids=torch.tensor([row[:-1]])).logits[0, -1].argmax())
+    hook = tiny.lm_head.register_forward_hook(lambda m, args, out: made.append(args[0].shape[1]))
+    with rope_ext.patched(tiny, method, factor=4) if method else nullcontext():
+        losses, hits = score(tiny, rows, 50, pad=1, logits=logits)
         hook.remove()
-        if method:
-            rope_ext.unpatch(tiny)
-    for row, ids in enumerate(rows):
-        nll = []
-        for position in range(150, 200):
-            scores = logits[row, position - 1]
-            nll.append(float(scores.exp().sum().log() - scores[ids[position]]))
-        assert losses[row] == pytest.approx(sum(nll) / 50, abs=1e-5)
-    assert len(work) == (3 if batch_tokens == 1 else 1)
-    estimate = estimate_perplexity(losses, seed=0)
-    assert estimate.low <= estimate.value <= estimate.high
-    assert estimate.value == pytest.approx(math.exp(sum(losses) / 3))
+        assert made == ([51] if logits > 10**8 else [1, *[7] * 7, 1])
+        for row, ids in enumerate(rows):
+            expected_losses, expected_hits = naive(tiny, ids, 50)
+            assert losses[row].tolist() == pytest.approx(expected_losses, abs=2e-5)
+            assert hits[row].tolist() == expected_hits
+    assert method or hits[:, -1].all()
+    assert "forward" not in vars(tiny.model)  # the decoder is itself again
 
 
-def test_a_loss_that_is_not_a_number_counts_as_infinite(tiny: LlamaForCausalLM) -> None:
-    hook = tiny.lm_head.register_forward_hook(lambda module, args, out: out * math.nan)
-    losses = window_losses(tiny, [range(3, 40)], 5, 100, no_progress)
-    hook.remove()
-    assert losses == [math.inf] and estimate_perplexity(losses, 0).high == math.inf
-    cell = Cell("key", "perplexity", "yarn", 37, None, tuple(losses), 0.1)
-    assert "Infinity" not in json.dumps(cell.to_json())
-    assert Cell.from_json(json.loads(json.dumps(cell.to_json()))) == cell
+def test_stretches_go_through_the_models_own_head(tmp_path: Path) -> None:
+    """Families that cap or scale their logits do so here as well."""
+    model = tiny_model("gemma2").eval()
+    rows = torch.randint(3, 100, (1, 60), generator=torch.Generator().manual_seed(0)).tolist()
+    once, _ = score(model, rows, 40)
+    stretched, _ = score(model, rows, 40, logits=model.config.vocab_size * 9)
+    plain = model.lm_head(model.model(torch.tensor(rows)).last_hidden_state)[0, 19:-1]
+    uncapped = torch.nn.functional.cross_entropy(
+        plain, torch.tensor(rows[0][20:]), reduction="none"
+    )
+    assert torch.allclose(once, stretched, atol=1e-5)
+    assert not torch.allclose(once, uncapped, atol=1e-3)
 
 
-# Passkey
+def test_a_loss_that_is_not_a_number_counts_as_infinite() -> None:
+    case = Case("perplexity", 37, 0, "loss", 5, joined(range(37)))
+    result = _loss(case, torch.tensor([1.0, math.nan, 1, 1, 1], dtype=torch.float64))
+    assert result.value == math.inf
+    outcome = Outcome("key", "yarn", "perplexity", 37, None, None, 0, "p", (), 0, math.inf, 5)
+    assert "Infinity" not in line(outcome)
+    assert Outcome.from_json(json.loads(line(outcome))) == outcome
+    assert estimate([outcome], "loss", 0).high == math.inf
 
 
-@pytest.mark.parametrize("method", [None, "yarn", "dynamic_ntk"])
-def test_passed_is_what_greedy_decoding_does(
-    tiny: LlamaForCausalLM, checkpoint: Path, method: str | None
-) -> None:
-    tokenizer = AutoTokenizer.from_pretrained(checkpoint)
-    tiny.generation_config.eos_token_id = None  # or a random model may stop before the last digit
-    grid = passkey_grid(tokenizer, [130, 200], depths=3, trials=2, seed=0)
-    cases = [case for cell in grid.values() for case in cell]
-    assert len(grid) == 6 and len({case.key for case in cases}) == 12
-    if method:
-        rope_ext.patch(tiny, method, factor=4)
-    try:
-        for case in cases:
-            size = case.answer_tokens
-            prompt = torch.tensor([case.ids[:-size]])
-            output = tiny.generate(prompt, max_new_tokens=size, do_sample=False, pad_token_id=1)
-            written = tuple(output[0, -size:].tolist())
-            answers = [case.ids[-size:], written, (*written[:-1], written[-1] ^ 1)]
-            variants = [
-                dataclasses.replace(case, ids=(*case.ids[:-size], *answer)) for answer in answers
-            ]
-            expected = [answer == written for answer in answers]
-            assert passed(tiny, variants, 10_000, no_progress) == expected
-            assert passed(tiny, variants, 1, no_progress) == expected
-    finally:
-        if method:
-            rope_ext.unpatch(tiny)
+def test_perplexity_is_weighted_by_tokens_and_resampled_by_document() -> None:
+    def outcome(value: float, tokens: int, group: int) -> Outcome:
+        return Outcome("k", "s", "perplexity", 9, None, None, 0, "p", (), group, value, tokens)
+
+    outcomes = [outcome(1.0, 300, 0), outcome(4.0, 100, 0), outcome(2.0, 100, 1)]
+    assert estimate(outcomes, "loss", 0).value == pytest.approx(math.exp(900 / 500))
+    assert estimate(outcomes, "loss", 0).count == 2
+    # Of two documents, a resample holds one or the other or both.
+    low, high = estimate(outcomes, "loss", 0).low, estimate(outcomes, "loss", 0).high
+    assert (low, high) == pytest.approx((math.exp(700 / 400), math.exp(2.0)))
 
 
-def test_passkey_grid_depths_and_seeds(checkpoint: Path) -> None:
-    tokenizer = AutoTokenizer.from_pretrained(checkpoint)
-    grid = passkey_grid(tokenizer, [150], depths=4, trials=5, seed=0)
-    for (length, depth), cases in grid.items():
-        assert all(depth / 4 <= case.depth < (depth + 1) / 4 for case in cases)
-        assert all(len(case.ids) <= length for case in cases)
-        assert all(tokenizer.decode(case.ids).count(case.key) == 3 for case in cases)
-    assert grid == passkey_grid(tokenizer, [150], depths=4, trials=5, seed=0)
-    assert grid != passkey_grid(tokenizer, [150], depths=4, trials=5, seed=1)
+# Windows of the three protocols
 
 
-# The run
+@pytest.fixture(scope="module")
+def tokenizer(checkpoint: Path) -> Any:
+    return AutoTokenizer.from_pretrained(checkpoint)
 
 
-def values(cells: list[Cell]) -> list[tuple]:
-    return [(c.kind, c.method, c.length, c.depth, c.values) for c in cells]
+def book(words: int, start: int = 0) -> str:
+    return " ".join(f"word{(start + i) * 7 % 97}" for i in range(words))
 
 
-def test_run_measures_every_cell_on_the_same_data(settings: Settings, tiny: Any) -> None:
-    plan = prepare(settings)
-    work: list[float] = []
-    cells = run(plan, work.append)
-    assert sum(work) == pytest.approx(plan.work) and plan.work > 0
-    assert [c.method for c in cells] == [
-        m for m in ("none", "yarn", "dynamic_ntk") for _ in range(6)
-    ]
-    assert [(c.kind, c.length, c.depth) for c in cells[:6]] == [
-        ("perplexity", 128, None),
-        ("perplexity", 256, None),
-        *(("passkey", length, depth) for length in (128, 256) for depth in (0, 1)),
-    ]
-    by_place = {(c.method, c.kind, c.length): c.values for c in cells}
-    # Within the trained length dynamic NTK is the unpatched model, bit for bit; YaRN is not.
-    assert by_place["dynamic_ntk", "perplexity", 128] == by_place["none", "perplexity", 128]
-    assert by_place["dynamic_ntk", "perplexity", 256] != by_place["none", "perplexity", 256]
-    assert by_place["yarn", "perplexity", 128] != by_place["none", "perplexity", 128]
-    with rope_ext.patched(tiny, "yarn", factor=4):
-        losses = window_losses(tiny, plan.windows.at(256), plan.windows.scored, 8192, work.append)
-    assert by_place["yarn", "perplexity", 256] == pytest.approx(losses, abs=1e-6)
-    assert list(read_cells(settings.output / "cells.jsonl").values()) == cells
+def scored(case: Case) -> list[int]:
+    return case.ids[-case.count :].tolist()
 
 
-def test_resume_repeats_nothing_and_changes_nothing(
-    settings: Settings, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    whole = run(prepare(settings))
-    calls: list[Any] = []
-    measure = compare._measure
-    monkeypatch.setattr(compare, "_measure", lambda *a: calls.append(a[2]) or measure(*a))
-
-    cut = dataclasses.replace(settings, output=settings.output / "cut", resume=True)
-    with pytest.raises(KeyboardInterrupt):
-        run(prepare(cut), lambda work: interrupt(len(calls) == 8))
-    with (cut.output / "cells.jsonl").open("a") as log:
-        log.write('{"key": "half a li')
-    again = prepare(cut)
-    assert len(again.left) == 18 - 7
-    assert values(run(again)) == values(whole)
-    assert len(calls) == 8 + 11
-
-    monkeypatch.setattr(compare.models, "load_model", lambda *a: pytest.fail("loaded"))
-    assert values(run(prepare(cut))) == values(whole)  # nothing left: not even the model
-    assert len(calls) == 8 + 11
-
-    other = prepare(dataclasses.replace(cut, seed=1))
-    assert len(other.left) == 18  # another seed, other data
+def test_sliding_scores_every_token_once_with_enough_context(tokenizer: Any) -> None:
+    task = Perplexity([book(300)], windows=1, protocol="sliding", stride=30)
+    built = task.questions(Frame.of(tokenizer), [64, 100, 210], seed=0)
+    text = task.choose(Frame.of(tokenizer), [64, 100, 210], 0).texts[0]
+    assert len(text) == 209
+    for length in (64, 100, 210):
+        cases = [case for case in built.cases if case.length == length]
+        assert [token for case in cases for token in scored(case)] == list(text)
+        assert all(case.ids[0] == 0 and len(case.ids) <= length for case in cases)
+        for case in cases[1:]:
+            assert len(case.ids) == length and case.count <= 30
+    assert len([case for case in built.cases if case.length == 210]) == 1
 
 
-def test_a_seed_determines_every_number(settings: Settings) -> None:
-    def numbers(**changes: Any) -> list[Any]:
-        plan = prepare(dataclasses.replace(settings, **changes))
-        data = Report(plan, run(plan)).to_json()
-        return [data["summary"], data["recommendation"], [cell["values"] for cell in data["cells"]]]
-
-    first = numbers()
-    assert numbers(output=settings.output / "again") == first
-    assert numbers(overwrite=True, seed=1) != first
-    assert len(read_cells(settings.output / "cells.jsonl")) == 18  # the old ones are gone
-
-
-def interrupt(now: bool) -> None:
-    if now:
-        raise KeyboardInterrupt
+def test_start_scores_all_after_the_least_context(tokenizer: Any) -> None:
+    task = Perplexity([book(300)], windows=1, protocol="start", min_context=5)
+    short, whole = task.questions(Frame.of(tokenizer), [64, 210], seed=0).cases
+    assert whole.ids[:64] == short.ids and short.nested and whole.nested
+    assert (short.count, whole.count) == (64 - 1 - 5, 210 - 1 - 5)
 
 
 @pytest.mark.parametrize(
-    "change",
-    [{"factor": 2.0}, {"dtype": "bfloat16"}, {"trained_length": 100}, {"windows": 2}],
+    ("options", "message"),
+    [
+        ({"protocol": "slide"}, "one of ending, sliding, start"),
+        ({"protocol": "sliding"}, "go together"),
+        ({"stride": 5}, "go together"),
+        ({"protocol": "sliding", "stride": 0}, "stride=0 is not valid"),
+        ({"protocol": "sliding", "stride": 90}, "stride=90 would skip tokens at length 64"),
+        ({"protocol": "start", "min_context": 63}, "leaves nothing to score at length 64"),
+        ({"min_context": -1}, "min_context=-1 is not valid"),
+        ({"windows": 0}, "windows=0 is not valid"),
+    ],
     ids=str,
 )
-def test_what_determines_a_cell_is_in_its_key(settings: Settings, change: dict) -> None:
-    plan, other = prepare(settings), prepare(dataclasses.replace(settings, **change))
-    keys = {task.key for task in plan.tasks}
-    assert len(keys) == len(plan.tasks)
-    kept = [task for task in other.tasks if task.key in keys]
-    if "factor" in change:
-        assert {task.method for task in kept} == {"none"}
-    elif "windows" in change:
-        assert {task.kind for task in kept} == {"passkey"}
-    else:
-        assert not kept
+def test_perplexity_refuses(tokenizer: Any, options: dict, message: str) -> None:
+    with pytest.raises(OptionError, match=message):
+        Perplexity([book(300)], **options).questions(Frame.of(tokenizer), [64, 210], seed=0)
 
 
-def test_new_weights_are_another_model(settings: Settings, tmp_path: Path) -> None:
-    folder = save_checkpoint(tmp_path / "copy")
-    settings = dataclasses.replace(settings, model=str(folder))
-    before = prepare(settings)
-    (folder / "model.safetensors").touch()
-    assert not {t.key for t in before.tasks} & {t.key for t in prepare(settings).tasks}
+# Passkey and prompts
 
 
-def test_notes(settings: Settings) -> None:
-    plan = prepare(dataclasses.replace(settings, lengths=(128, 600), windows=9))
-    far, joined, few = plan.notes
-    assert far.startswith(f"600 tokens: beyond factor 4 x the trained {TRAINED} tokens = 512")
-    assert "documents are joined" in joined and "(9 asked for)" in few
+def test_passkey_prompts_have_exactly_the_length_asked_for(tokenizer: Any) -> None:
+    prompts = PasskeyPrompts(tokenizer)
+    least = prompts.minimum_length()
+    for length in (*range(least, least + 60), 400, 1001):
+        case = prompts.case(length, 0.5, seed=length)
+        assert len(case.ids) == length == case.tokens
+        text = tokenizer.decode(case.ids)
+        assert text.count(case.key) == 3 and text.endswith(f"The pass key is {case.key}")
+        assert tokenizer.decode(case.ids[-case.count :]) == case.key
+        # Filler ends where sentences end, before the needle and after it.
+        assert re.search(rf"[.\n] The pass key is {case.key}\. Remember it\.", text)
+        assert re.search(rf"{case.key} is the pass key\.( [A-Z][a-z ]*\.)*\nWhat is", text)
+    with pytest.raises(OptionError, match=f"needs at least {least} tokens"):
+        prompts.case(least - 1, 0.5, seed=0)
+
+
+def test_passkey_depth_is_where_the_needle_is(tokenizer: Any) -> None:
+    prompts = PasskeyPrompts(tokenizer)
+    for depth in (0.0, 0.25, 0.5, 0.9, 1.0):
+        case = prompts.case(1000, depth, seed=1)
+        text = tokenizer.decode(case.ids)
+        before = len(tokenizer(text[: text.index("The pass key is")])["input_ids"])
+        assert before / 1000 == pytest.approx(0.03 + 0.93 * depth, abs=0.04)
+
+
+def test_passkey_grid_depths_and_seeds(tokenizer: Any) -> None:
+    task, frame = Passkey(trials=5, depths=4, digits=10), Frame.of(tokenizer)
+    cases = task.questions(frame, [200, 300], seed=0).cases
+    assert len(cases) == 2 * 4 * 5 == len({case.key for case in cases})
+    for case in cases:
+        assert case.bin / 4 <= case.depth < (case.bin + 1) / 4
+        assert len(case.key) == 10 and len(case.ids) == case.length
+    assert cases == task.questions(frame, [200, 300], seed=0).cases
+    assert cases != task.questions(frame, [200, 300], seed=1).cases
+
+
+def test_a_filler_that_cannot_add_up_is_completed_with_line_breaks(tokenizer: Any) -> None:
+    filler = Filler(tokenizer, [" The grass is green."])
+    size = len(filler.sentences[0])
+    assert size > 1
+    for tokens in range(0, 5 * size):
+        chosen, breaks = filler.fill(tokens)
+        assert len(chosen) * size + breaks == tokens and 0 <= breaks < size
+
+
+TEMPLATE = (
+    "{{ bos_token }}{% for m in messages %}[{{ m['role'] }}] {{ m['content'] }}\n{% endfor %}"
+    "{% if add_generation_prompt %}[assistant] {% endif %}"
+)
+
+
+def test_chat_prompts_use_the_template_once(tokenizer: Any, checkpoint: Path) -> None:
+    chat = AutoTokenizer.from_pretrained(checkpoint)
+    chat.chat_template = TEMPLATE
+    assert Frame.of(chat, "no") == Frame.of(chat, "no")
+    assert Frame.of(chat, "no").tail == Frame.of(tokenizer).tail == ()
+    case = PasskeyPrompts(chat, Frame.of(chat)).case(300, 0.5, seed=0)
+    text = chat.decode(case.ids)
+    assert len(case.ids) == 300 and case.ids.tolist().count(chat.bos_token_id) == 1
+    assert re.match(r"<s>\s?\[user\] There is an important info", text)
+    assert text.endswith(f"What is the pass key?\n[assistant] The pass key is {case.key}")
+    with pytest.raises(OptionError, match="no chat template; give --chat no"):
+        Frame.of(tokenizer, "yes")
+    chat.chat_template = "nothing of yours"
+    with pytest.raises(OptionError, match="leaves the user's text out"):
+        Frame.of(chat)
+
+
+def test_the_beginning_is_what_the_tokenizer_puts_there(tokenizer: Any, checkpoint: Path) -> None:
+    assert beginning(tokenizer) == (0,)
+    bare = AutoTokenizer.from_pretrained(checkpoint)
+    bare.backend_tokenizer.post_processor = processors.TemplateProcessing("$A", None, [])
+    assert beginning(bare) == () and bare.bos_token_id == 0
+
+
+@pytest.mark.parametrize("method", [None, "yarn", "dynamic_ntk"])
+def test_writing_is_what_greedy_decoding_does(
+    tiny: LlamaForCausalLM, tokenizer: Any, method: str | None
+) -> None:
+    """On random weights, where every token is a surprise; the prompts differ in length."""
+    prompts = PasskeyPrompts(tokenizer)
+    rows = [prompts.case(n, 0.5, seed=n).ids[:-5] for n in (130, 200, 171)]
+    with rope_ext.patched(tiny, method, factor=4) if method else nullcontext():
+        texts = write(tiny, rows, 6, pad=1, eos=1)
+        for ids, text in zip(rows, texts, strict=True):
+            # Each of the written tokens is the argmax when all of them are given.
+            padded = [*ids, *text]
+            assert len(text) == 6, "a random model that stops tests nothing"
+            _, hits = score(tiny, [padded], 6)
+            assert hits.all()
+            _, hits = score(tiny, [[*padded[:-1], padded[-1] ^ 1]], 6)
+            assert hits[0, :5].all() and not hits[0, 5]
+
+
+def test_writing_stops_at_the_end_and_ignores_the_checkpoints_settings(
+    tiny: LlamaForCausalLM, tokenizer: Any
+) -> None:
+    ids = PasskeyPrompts(tokenizer).case(130, 0.5, seed=0).ids
+    plain = write(tiny, [ids], 6, pad=1, eos=None)[0]
+    own = tiny.generation_config
+    tiny.generation_config = GenerationConfig(repetition_penalty=9.0, suppress_tokens=[plain[0]])
+    try:
+        assert write(tiny, [ids], 6, pad=1, eos=None)[0] == plain
+    finally:
+        tiny.generation_config = own
+    assert write(tiny, [ids], 6, pad=1, eos=plain[2])[0] == plain[: plain.index(plain[2])]
+
+
+def test_shares_are_rulers() -> None:
+    case = Case("vt", 9, 0, "write", 9, joined([]), ("ABC", "DEF", "GHI", "JKL"))
+    assert share_found(case, "abc, xDEFx") == 0.5
+    whole = dataclasses.replace(case, answers=("123",), whole=True)
+    assert share_found(whole, " 123") == 1 and share_found(whole, "1234") == 0
+
+
+# Differences
+
+
+@pytest.mark.parametrize(
+    ("counts", "low", "high"),
+    [
+        ((36, 12, 2, 0), 0.0569, 0.3404),  # Newcombe 1998, Statistics in Medicine 17, 2635
+        ((20, 12, 2, 16), 0.0562, 0.3292),
+        ((0, 54, 0, 0), 0.9061, 1.0),
+        ((54, 0, 0, 0), -0.0664, 0.0664),
+    ],
+)
+def test_paired_rates_published_values(counts: tuple[int, ...], low: float, high: float) -> None:
+    both, one, other, neither = counts
+    first = [1] * (both + one) + [0] * (other + neither)
+    second = [1] * both + [0] * one + [1] * other + [0] * neither
+    assert paired_rates(first, second) == pytest.approx((low, high), abs=5e-5)
+    reverse = paired_rates(second, first)
+    assert reverse == pytest.approx((-high, -low), abs=5e-5)
+
+
+def test_pairing_gains_from_agreement() -> None:
+    one = [1] * 20 + [0] * 20
+    other = [1] * 14 + [0] * 26
+    low, high = paired_rates(one, other)
+    shuffled_low, shuffled_high = paired_rates(one, other[::-1])
+    assert low > 0 and high - low < shuffled_high - shuffled_low
+
+
+def test_difference_needs_identical_cases() -> None:
+    def outcome(prompt: str, value: float) -> Outcome:
+        return Outcome("k", "s", "t", 9, None, None, 0, prompt, (), 0, value, 1)
+
+    one = [outcome("a", 1), outcome("b", 0.5)]
+    assert difference(one, [outcome("a", 0), outcome("c", 0)], "rate", 0) is None
+    gap = difference(one, [outcome("a", 1), outcome("b", 0)], "rate", 0)
+    assert gap.value == 0.25 and (gap.low, gap.high) == (0, 0.5)
+    gap = difference(one, [outcome("a", 0.5), outcome("b", 0)], "loss", 0)
+    assert gap.value == pytest.approx(math.exp(0.5) - 1)
+
+
+# Texts
 
 
 def test_read_texts(tmp_path: Path) -> None:
@@ -336,6 +413,9 @@ def test_read_texts(tmp_path: Path) -> None:
     plain.write_text("one\ntwo")
     lines.write_text('{"text": "three\u2028four"}\n\n{"text": "five", "id": 1}\n')
     assert read_texts([plain, lines]) == ["one\ntwo", "three\u2028four", "five"]
+    datasets.Dataset.from_dict({"text": ["six", None, "seven"]}).to_parquet(tmp_path / "c.parquet")
+    (tmp_path / "d.bin").write_bytes(b"\xff")
+    assert read_texts([tmp_path]) == ["one\ntwo", "three\u2028four", "five", "six", "seven"]
     for content, message in (("  \n", "is empty"), ('{"texts": 1}', "line 1: expected")):
         lines.write_text(content)
         with pytest.raises(MeasureError, match=message):
@@ -343,6 +423,31 @@ def test_read_texts(tmp_path: Path) -> None:
     plain.write_bytes(b"\xff\xfe\x00")
     with pytest.raises(MeasureError, match="not UTF-8"):
         read_texts([plain])
+    datasets.Dataset.from_dict({"words": ["six"]}).to_parquet(tmp_path / "c.parquet")
+    with pytest.raises(MeasureError, match="no column named text"):
+        read_texts([tmp_path / "c.parquet"])
+    with pytest.raises(MeasureError, match="no such file"):
+        read_texts([tmp_path / "none.parquet"])
+
+
+def test_a_data_set_is_streamed(tmp_path: Path) -> None:
+    """A folder that ``datasets`` can read stands in for an id of the Hub."""
+    folder = tmp_path / "data"
+    folder.mkdir()
+    rows = "".join(json.dumps({"text": f"text {i}"}) + "\n" for i in range(9))
+    (folder / "test.jsonl").write_text(rows)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(tmp_path)
+        assert read_texts(["hf:data:test"], most=4) == [f"text {i}" for i in range(4)]
+        with pytest.raises(MeasureError, match="cannot read the data set data"):
+            read_texts(["hf:data:validation"])
+
+
+def test_sentences() -> None:
+    text = "One is\n  here. Two! No\n\nThree e.g. 1.5 of it?  Four"
+    assert sentences(text) == ["One is here.", "Two!", "No", "Three e.g.", "1.5 of it?", "Four"]
+    assert len(sentences(python_documentation())) > 1000
+    assert len(library_words()) > 2000 and all(word.isalpha() for word in library_words())
 
 
 # The recommendation

@@ -1,4 +1,4 @@
-"""Two pictures: perplexity against length, and passkey rates by length and depth.
+"""Pictures: perplexity and rates against length, rates by length and depth, loss by position.
 
 matplotlib is the ``eval`` extra. It is imported here only, and only to draw.
 """
@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from rope_ext.errors import MeasureError
-from rope_ext.measure.summary import UNPATCHED, Estimate, number
+from rope_ext.measure.summary import Estimate, is_unpatched, number
 
 # Okabe and Ito's colours that stand out on white, safe for colour-blind readers; markers and
 # dashes tell further methods apart.
@@ -38,52 +38,54 @@ def require_matplotlib() -> None:
 
 
 def draw_perplexity(
-    estimates: Mapping[tuple[str, int], Estimate], trained: int, title: str, path: Path
+    estimates: Mapping[tuple[str, int], Estimate],
+    trained: Mapping[str, int],
+    title: str,
+    path: Path,
+    axis: str = "context, tokens",
+    ticks: Sequence[int] | None = None,
 ) -> None:
-    """Perplexity against length as a PNG: one line per method, its interval shaded.
+    """Perplexity against length as a PNG: one line per system, its interval shaded.
 
     Both axes are logarithmic. Lines that rise beyond ``_HEIGHT`` times the lowest leave the
     picture at the top; the label at the right edge says where they end.
 
     Args:
-        estimates: by (method, length in tokens).
-        trained: trained context in tokens, marked by a vertical line.
+        estimates: by (system, length in tokens).
+        trained: trained context in tokens of each system, marked by a vertical line.
         title: above the axes.
         path: of the PNG.
+        axis: what the horizontal axis is.
+        ticks: its marks; by default, all lengths.
     """
-    methods, lengths = _axes_of(estimates)
-    shaded = _shaded(estimates, methods, lengths[-1])
+    systems, lengths = _axes_of(estimates)
+    shaded = _shaded(estimates, systems, lengths[-1])
     finite = [e for e in estimates.values() if math.isfinite(e.high)] or [Estimate(1, 1, 1, 1)]
-    bottom = 0.9 * min(e.low if len(shaded) == len(methods) else e.value for e in finite)
+    bottom = 0.9 * min(e.low if len(shaded) == len(systems) else e.value for e in finite)
     top = min(1.1 * max(e.value for e in finite), bottom * _HEIGHT)
 
     figure = _figure(9.0, 5.4)
     axes = figure.subplots()
     axes.set(xscale="log", yscale="log", ylim=(bottom, top))
     labels = {}
-    for index, method in enumerate(methods):
-        style = _UNPATCHED_STYLE if method == UNPATCHED else _style(index - 1)
-        line = [estimates[method, length] for length in lengths]
+    for system, style in _styles(systems).items():
+        line = [estimates[system, length] for length in lengths]
         values = [estimate.value for estimate in line]
         axes.plot(lengths, values, linewidth=1.7, markersize=5, **style)
-        if method in shaded:
+        if system in shaded:
             low, high = [estimate.low for estimate in line], [estimate.high for estimate in line]
             axes.fill_between(lengths, low, high, color=style["color"], alpha=0.12, linewidth=0)
         arrow = "\u2191 " if values[-1] > top else ""
-        name = "none (unpatched)" if method == UNPATCHED else method
-        labels[f"{name}  {arrow}{number(values[-1])}"] = (values[-1], style["color"])
+        labels[f"{_title(system)}  {arrow}{number(values[-1])}"] = (values[-1], style["color"])
     _label_ends(axes, lengths[-1], labels)
-
-    axes.axvline(trained, color="#777777", linewidth=1, zorder=0)
-    side = "left" if trained < lengths[-1] else "right"
-    note = {"ha": side, "fontsize": 9, "color": "#555555", "transform": axes.get_xaxis_transform()}
-    axes.text(trained, 0.02, f" trained length {trained} ", **note)
-    axes.set_xticks(lengths, [str(length) for length in lengths])
+    _mark_trained(axes, trained, lengths[-1])
+    ticks = lengths if ticks is None else ticks
+    axes.set_xticks(ticks, [str(length) for length in ticks])
     axes.yaxis.set_major_locator(_ticker().LogLocator(subs=(1, 1.5, 2, 3, 4, 5, 7), numticks=99))
     axes.yaxis.set_major_formatter(_ticker().FormatStrFormatter("%g"))
     axes.minorticks_off()
-    names = "" if len(shaded) == len(methods) else f" of {' and '.join(shaded)}"
-    axes.set_xlabel(f"context, tokens (shaded: 95 % interval{names} over windows)")
+    names = "" if len(shaded) == len(systems) else f" of {' and '.join(shaded)}"
+    axes.set_xlabel(f"{axis} (shaded: 95 % interval{names} over documents)")
     axes.set_ylabel("perplexity (lower is better)")
     axes.set_title(title, loc="left", fontsize=11)
     axes.grid(axis="y", color="#e6e6e6", linewidth=0.8)
@@ -91,63 +93,132 @@ def draw_perplexity(
     figure.savefig(path, dpi=160)
 
 
-def draw_passkey(
-    estimates: Mapping[tuple[str, int, int], Estimate], trained: int, title: str, path: Path
+def draw_rates(
+    estimates: Mapping[tuple[str, str, int], Estimate], trained: Mapping[str, int], path: Path
 ) -> None:
-    """Passkey rates as a PNG: one heat map per method, length across, depth down.
+    """Rates against length as a PNG: one panel per task, one line per system with its interval.
 
     Args:
-        estimates: by (method, length in tokens, depth bin).
-        trained: trained context in tokens, marked in every map.
+        estimates: by (task, system, length in tokens).
+        trained: trained context in tokens of each system, marked by a vertical line.
+        path: of the PNG.
+    """
+    tasks = list(dict.fromkeys(task for task, _, _ in estimates))
+    across = min(3, len(tasks))
+    down = math.ceil(len(tasks) / across)
+    figure = _figure(1.8 + 3.6 * across, 0.9 + 2.9 * down)
+    grid = figure.subplots(down, across, sharex=True, sharey=True, squeeze=False)
+    for task, axes in zip(tasks, grid.flat, strict=False):
+        part = {(s, n): e for (name, s, n), e in estimates.items() if name == task}
+        systems, lengths = _axes_of(part)
+        for place, (system, style) in enumerate(_styles(systems).items()):
+            line = [part[system, length] for length in lengths]
+            values = [estimate.value for estimate in line]
+            errors = [[e.value - e.low for e in line], [e.high - e.value for e in line]]
+            # A little to the side of each other, or the bars of equal rates hide each other.
+            places = [n * 2 ** (0.05 * (place - len(systems) / 2)) for n in lengths]
+            axes.errorbar(places, values, errors, label=_title(system), linewidth=1.4,
+                          markersize=4, elinewidth=0.8, capsize=2, **style)  # fmt: skip
+        axes.set(xscale="log", ylim=(-0.03, 1.03))
+        axes.set_xticks(lengths, [str(length) for length in lengths])
+        axes.minorticks_off()
+        axes.yaxis.set_major_formatter(_ticker().PercentFormatter(1))
+        axes.set_title(task, fontsize=10)
+        axes.grid(axis="y", color="#e6e6e6", linewidth=0.8)
+        axes.spines[["top", "right"]].set_visible(False)
+        _mark_trained(axes, trained, lengths[-1])
+    for axes in grid.flat[len(tasks) :]:
+        axes.set_axis_off()
+    figure.legend(*grid.flat[0].get_legend_handles_labels(), loc="outside right upper", fontsize=8)
+    figure.supxlabel("context, tokens (bars: 95 % Wilson intervals)", fontsize=10)
+    figure.supylabel("found", fontsize=10)
+    figure.savefig(path, dpi=160)
+
+
+def draw_depths(
+    estimates: Mapping[tuple[str, int, int], Estimate],
+    trained: Mapping[str, int],
+    title: str,
+    path: Path,
+) -> None:
+    """Rates as a PNG: one heat map per system, length across, depth down.
+
+    Args:
+        estimates: by (system, length in tokens, depth bin).
+        trained: trained context in tokens of each system, marked in its map.
         title: above all maps.
         path: of the PNG.
     """
-    methods, lengths = _axes_of(estimates)
+    systems, lengths = _axes_of(estimates)
     depths = 1 + max(depth for _, _, depth in estimates)
-    down = math.ceil(len(methods) / 5)
-    across = math.ceil(len(methods) / down)
+    down = math.ceil(len(systems) / 5)
+    across = math.ceil(len(systems) / down)
     width, height = max(1.9, 0.5 * len(lengths) + 0.35), 0.32 * depths + 0.75
     figure = _figure(max(6.0, width * across + 1.2), max(3.0, height * down + 0.8))
     grid = figure.subplots(down, across, sharex=True, sharey=True, squeeze=False)
     image = None
     for index, axes in enumerate(grid.flat):
-        if index >= len(methods):
+        if index >= len(systems):
             axes.set_axis_off()
             continue
-        method = methods[index]
-        rates = [[estimates[method, n, depth].value for n in lengths] for depth in range(depths)]
+        system = systems[index]
+        rates = [[estimates[system, n, depth].value for n in lengths] for depth in range(depths)]
         image = axes.imshow(rates, vmin=0, vmax=1, cmap="cividis", aspect="auto")
         for row, values in enumerate(rates):
             for column, value in enumerate(values):
                 colour = "black" if value > 0.45 else "white"
                 axes.text(column, row, f"{100 * value:.0f}", ha="center", va="center",
                           fontsize=8, color=colour)  # fmt: skip
-        edge = sum(length <= trained for length in lengths) - 0.5
+        edge = sum(length <= trained[system] for length in lengths) - 0.5
         axes.axvline(edge, color="#D55E00", linewidth=2)
-        axes.set_title(method, fontsize=10)
+        axes.set_title(_title(system), fontsize=10)
         axes.set_xticks(range(len(lengths)), [str(n) for n in lengths], fontsize=8, rotation=45)
         names = [
             f"{100 * depth / depths:.0f}-{100 * (depth + 1) / depths:.0f} %"
             for depth in range(depths)
         ]
         axes.set_yticks(range(depths), names, fontsize=8)
-        axes.tick_params(length=0, labelbottom=index + across >= len(methods))
+        axes.tick_params(length=0, labelbottom=index + across >= len(systems))
     bar = figure.colorbar(image, ax=grid, format=_ticker().PercentFormatter(1), shrink=0.8)
     bar.outline.set_visible(False)
-    figure.supxlabel(f"context, tokens (orange line: trained length, {trained})", fontsize=10)
-    figure.supylabel("depth of the passkey", fontsize=10)
+    figure.supxlabel("context, tokens (orange line: trained length)", fontsize=10)
+    figure.supylabel("depth", fontsize=10)
     figure.suptitle(title, fontsize=11)
     figure.savefig(path, dpi=160)
 
 
+def _mark_trained(axes: Any, trained: Mapping[str, int], last: int) -> None:
+    for length in sorted(set(trained.values())):
+        axes.axvline(length, color="#777777", linewidth=1, zorder=0)
+        side = "left" if length < last else "right"
+        axes.text(length, 0.02, f" trained length {length} ", ha=side, fontsize=8,
+                  color="#555555", transform=axes.get_xaxis_transform())  # fmt: skip
+
+
+def _title(system: str) -> str:
+    return f"{system} (unpatched)" if is_unpatched(system) else system
+
+
+def _styles(systems: Sequence[str]) -> dict[str, dict[str, Any]]:
+    """Colour, dashes and marker of each line; the first unpatched model is grey."""
+    styles, index = {}, 0
+    for system in systems:
+        if is_unpatched(system) and _UNPATCHED_STYLE not in styles.values():
+            styles[system] = _UNPATCHED_STYLE
+        else:
+            styles[system] = _style(index)
+            index += 1
+    return styles
+
+
 def _shaded(
-    estimates: Mapping[tuple[str, int], Estimate], methods: Sequence[str], last: int
+    estimates: Mapping[tuple[str, int], Estimate], systems: Sequence[str], last: int
 ) -> list[str]:
     """Whose intervals to shade: all of a few; of many, that would hide the lines."""
-    if len(methods) <= _MOST_SHADED:
-        return list(methods)
-    best = min(methods, key=lambda method: estimates[method, last].value)
-    return [method for method in methods if method in (UNPATCHED, best)]
+    if len(systems) <= _MOST_SHADED:
+        return list(systems)
+    best = min(systems, key=lambda system: estimates[system, last].value)
+    return [system for system in systems if is_unpatched(system) or system == best]
 
 
 def _label_ends(axes: Any, last: int, labels: Mapping[str, tuple[float, str]]) -> None:
@@ -207,7 +278,7 @@ def _middle(group: Sequence[float]) -> float:
 
 
 def _axes_of(estimates: Mapping[tuple, Estimate]) -> tuple[list[str], list[int]]:
-    """The methods in order of appearance and the lengths, ascending."""
+    """The systems in order of appearance and the lengths, ascending."""
     return list(dict.fromkeys(key[0] for key in estimates)), sorted({key[1] for key in estimates})
 
 

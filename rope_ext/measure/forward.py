@@ -1,14 +1,26 @@
-"""Forwards that ask for the logits of the last few tokens only."""
+"""The forwards behind every score: teacher-forced ones, and real generation.
+
+Rows of unequal length are padded on the left, with their own positions. Of the logits, only
+those that are scored are made, and never more than fit into ``LOGITS`` numbers at a time: the
+decoder runs once, then the head of the model runs on stretches of its hidden states.
+"""
 
 from __future__ import annotations
 
 import inspect
-from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
 
 import torch
+from torch import nn
+from transformers import GenerationConfig
+
+from rope_ext.discovery import text_decoder
 
 Advance = Callable[[float], None]
+LOGITS = 2**26
+"""Logits made at a time: 256 MiB in float32, 512 positions of a vocabulary of 128k."""
 
 
 def cost(length: int) -> float:
@@ -16,39 +28,151 @@ def cost(length: int) -> float:
     return length + length * length / 4096
 
 
-def tail_logits(
-    model: torch.nn.Module,
-    rows: Sequence[tuple[Sequence[int], int]],
-    batch_tokens: int,
-    advance: Advance,
-) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
-    """The logits that predict the last ``tail`` tokens of each row.
+def left_padded(
+    rows: Sequence[Sequence[int]], pad: int, device: torch.device | str
+) -> dict[str, torch.Tensor]:
+    """``input_ids`` ``[rows, longest]``; where lengths differ, mask and positions as well.
 
-    Rows of equal length and tail share a forward of at most ``batch_tokens`` tokens (or one
-    row), so nothing is padded. Logits of the other positions are never made where the model
-    knows ``logits_to_keep``.
+    Positions count from the row's own first token, so that padding changes no angle.
+    """
+    width = max(map(len, rows))
+    ids = torch.full((len(rows), width), pad, dtype=torch.long)
+    for row, tokens in zip(ids, rows, strict=True):
+        row[width - len(tokens) :] = torch.tensor(tokens, dtype=torch.long)
+    inputs = {"input_ids": ids.to(device)}
+    if any(len(tokens) < width for tokens in rows):
+        sizes = torch.tensor([len(tokens) for tokens in rows]).unsqueeze(1)
+        places = torch.arange(width) - (width - sizes)
+        inputs["attention_mask"] = (places >= 0).long().to(device)
+        inputs["position_ids"] = places.clamp(min=0).to(device)
+    return inputs
+
+
+@torch.inference_mode()
+def score(
+    model: nn.Module, rows: Sequence[Sequence[int]], tail: int, pad: int = 0, logits: int = LOGITS
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """How the model takes the last ``tail`` tokens of each row, all in one forward.
 
     Args:
         model: a causal language model.
-        rows: pairs of token ids and ``tail``, the number of tokens at their end to predict.
-        batch_tokens: tokens per forward.
-        advance: told the ``cost`` of each batch when it is done.
+        rows: token ids.
+        tail: tokens to score, fewer than the shortest row has.
+        pad: token for the left of shorter rows.
+        logits: the most logits to make at a time.
 
-    Yields:
-        index of the row, its target ids ``[tail]`` and logits ``[tail, vocabulary]``.
+    Returns:
+        Negative log likelihoods, float32, nats, and whether each token is the argmax, which is
+        exactly whether greedy decoding would write it; both ``[rows, tail]`` on the CPU.
     """
-    sparing = "logits_to_keep" in inspect.signature(model.forward).parameters
-    alike = defaultdict(list)
-    for index, (ids, tail) in enumerate(rows):
-        alike[len(ids), tail].append(index)
-    for (length, tail), indices in alike.items():
-        size = max(1, batch_tokens // length)
-        for start in range(0, len(indices), size):
-            batch = indices[start : start + size]
-            ids = torch.tensor([list(rows[index][0]) for index in batch], device=model.device)
-            keep = {"logits_to_keep": tail + 1} if sparing else {}
-            with torch.inference_mode():
-                logits = model(input_ids=ids, use_cache=False, **keep).logits
-            for row, index in enumerate(batch):
-                yield index, ids[row, -tail:], logits[row, -tail - 1 : -1]
-            advance(len(batch) * cost(length))
+    inputs = left_padded(rows, pad, model.device)
+    ids = inputs["input_ids"]
+    targets = ids[:, ids.shape[1] - tail :]
+    losses = torch.empty(targets.shape, dtype=torch.float32)
+    hits = torch.empty(targets.shape, dtype=torch.bool)
+    for start, stop, part in _logits(model, inputs, tail, logits):
+        wanted = targets[:, start:stop]
+        loss = nn.functional.cross_entropy(
+            part.float().flatten(0, 1), wanted.flatten(), reduction="none"
+        )
+        losses[:, start:stop] = loss.view(wanted.shape).cpu()
+        hits[:, start:stop] = (part.argmax(-1) == wanted).cpu()
+    return losses, hits
+
+
+def _logits(
+    model: nn.Module, inputs: dict[str, torch.Tensor], tail: int, most: int
+) -> Iterator[tuple[int, int, torch.Tensor]]:
+    """(start, stop, logits) of stretches of the tail; logits ``[rows, stop - start, vocab]``."""
+    rows, width = inputs["input_ids"].shape
+    decoder = text_decoder(model)
+    vocabulary = getattr(decoder.config.get_text_config(decoder=True), "vocab_size", 1)
+    size = max(1, most // (rows * max(1, vocabulary)))
+    known = inspect.signature(model.forward).parameters
+    sparing = "logits_to_keep" in known or "kwargs" in known
+    if tail <= size or decoder is model:
+        keep = {"logits_to_keep": tail + 1} if sparing else {}
+        logits = model(**inputs, use_cache=False, **keep).logits
+        yield 0, tail, logits[:, -tail - 1 : -1]
+        return
+    caught: list[Any] = []
+    hook = decoder.register_forward_hook(lambda module, args, output: caught.append(output))
+    try:
+        model(**inputs, use_cache=False, **({"logits_to_keep": 1} if sparing else {}))
+    finally:
+        hook.remove()
+    output = caught[-1]
+    hidden = output[0]
+    for start in range(0, tail, size):
+        stop = min(tail, start + size)
+        begin = width - tail - 1 + start
+        part = hidden[:, begin : begin + stop - start]
+        with _answering(decoder, output, part):
+            yield start, stop, model(inputs["input_ids"][:, : part.shape[1]]).logits
+
+
+@contextmanager
+def _answering(decoder: nn.Module, output: Any, hidden: torch.Tensor) -> Iterator[None]:
+    """While it lasts, the decoder computes nothing and answers with ``hidden``.
+
+    The model's own head then makes the logits, with whatever scale or cap the family puts on
+    them.
+    """
+    answer = type(output)(last_hidden_state=hidden)
+    own = decoder.__dict__.get("forward")
+    decoder.forward = lambda *args, **kwargs: answer  # what Module.__call__ looks up
+    try:
+        yield
+    finally:
+        if own is None:
+            del decoder.forward
+        else:
+            decoder.forward = own
+
+
+def write(
+    model: nn.Module, rows: Sequence[Sequence[int]], count: int, pad: int, eos: Any
+) -> list[list[int]]:
+    """Up to ``count`` tokens that greedy decoding writes after each row, with a cache.
+
+    What the checkpoint's own generation settings say about sampling or repetition is left out.
+
+    Args:
+        model: a causal language model.
+        rows: prompts.
+        count: most tokens to write.
+        pad: token for the left of shorter rows and for the right of finished ones.
+        eos: token or tokens that end the text; they are cut off.
+    """
+    inputs = left_padded(rows, pad, model.device)
+    inputs.pop("position_ids", None)  # generate makes the same ones from the mask
+    inputs.setdefault("attention_mask", torch.ones_like(inputs["input_ids"]))
+    settings = GenerationConfig(
+        max_new_tokens=count,
+        do_sample=False,
+        num_beams=1,
+        repetition_penalty=1.0,
+        no_repeat_ngram_size=0,
+        pad_token_id=pad,
+        eos_token_id=eos,
+        bos_token_id=None,
+    )
+    with torch.inference_mode(), _without_defaults(model):
+        output = model.generate(**inputs, generation_config=settings)
+    ends = {eos} if isinstance(eos, int) else set(eos or ())
+    texts = []
+    for row in output[:, inputs["input_ids"].shape[1] :].tolist():
+        end = next((place for place, token in enumerate(row) if token in ends), len(row))
+        texts.append(row[:end])
+    return texts
+
+
+@contextmanager
+def _without_defaults(model: nn.Module) -> Iterator[None]:
+    """Generate fills whatever is unset from the checkpoint's settings: leave it none."""
+    own = model.generation_config
+    model.generation_config = GenerationConfig()
+    try:
+        yield
+    finally:
+        model.generation_config = own

@@ -12,7 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from rope_ext.errors import MeasureError
 
-DTYPES = ("auto", "float32", "bfloat16")
+DTYPES = ("auto", "float32", "bfloat16", "float16")
 _FAILURES = (OSError, ValueError, RuntimeError, SafetensorError)
 _WEIGHTS = ("*.safetensors", "*.bin")
 
@@ -35,21 +35,49 @@ def load_tokenizer(model: str) -> Any:
     return _load("tokenizer", AutoTokenizer, model)
 
 
-def load_model(model: str, dtype: str = "auto", device: str = "auto") -> Any:
+def load_model(
+    model: str,
+    dtype: str = "auto",
+    device: str = "auto",
+    attn: str | None = None,
+    adapter: str | None = None,
+) -> Any:
     """A causal language model in evaluation mode.
 
     Args:
         model: a folder or a Hub id.
-        dtype: ``float32``, ``bfloat16``, or ``auto``: float32 on a CPU, else the checkpoint's.
+        dtype: one of ``DTYPES``; ``auto`` is float32 on a CPU, else the checkpoint's.
         device: a torch device, or ``auto``: the accelerator, if there is one.
+        attn: transformers' name of an attention implementation, or None.
+        adapter: a PEFT adapter to put on it, or None.
 
     Raises:
-        MeasureError: it cannot be loaded as a causal language model.
+        MeasureError: it cannot be loaded as a causal language model, or the adapter onto it.
     """
     device = resolve_device(device)
     if dtype == "auto":
         dtype = "float32" if device == "cpu" else "auto"
-    return _load("weights", AutoModelForCausalLM, model, dtype=dtype).to(device).eval()
+    options = {} if attn is None else {"attn_implementation": attn}
+    loaded = _load("weights", AutoModelForCausalLM, model, dtype=dtype, **options)
+    if adapter is not None:
+        loaded = _adapted(loaded, adapter)
+    return loaded.to(device).eval()
+
+
+def _adapted(model: Any, adapter: str) -> Any:
+    try:
+        from peft import PeftModel
+    except ImportError:
+        raise MeasureError(
+            'an adapter needs peft, which is not installed; install it with: pip install "peft"'
+        ) from None
+    try:
+        return PeftModel.from_pretrained(model, adapter)
+    except _FAILURES as error:
+        raise MeasureError(
+            f"cannot load the adapter {adapter!r} ({_first_line(error)}); give --adapter a folder "
+            f"that PeftModel.save_pretrained wrote"
+        ) from error
 
 
 def resolve_device(device: str) -> str:
@@ -70,19 +98,20 @@ def resolve_device(device: str) -> str:
         ) from None
 
 
-def identity(model: str, config: Any) -> dict[str, Any]:
-    """What tells this checkpoint from another one, without reading the weights.
+def identity(name: str, config: Any) -> dict[str, Any]:
+    """What tells this checkpoint or adapter from another one, without reading the weights.
 
     The commit of a Hub model; the configuration and the names, sizes and times of the weight
     files of a local one.
     """
     commit = getattr(config, "_commit_hash", None)
     if commit is not None:
-        return {"name": model, "commit": commit}
-    files = sorted(path for pattern in _WEIGHTS for path in Path(model).glob(pattern))
+        return {"name": name, "commit": commit}
+    files = sorted(path for pattern in _WEIGHTS for path in Path(name).glob(pattern))
     stats = [(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in files]
-    digest = hashlib.sha256((config.to_json_string() + repr(stats)).encode()).hexdigest()
-    return {"name": model, "sha256": digest[:16]}
+    settings = "" if config is None else config.to_json_string()
+    digest = hashlib.sha256((settings + repr(stats)).encode()).hexdigest()
+    return {"name": name, "sha256": digest[:16]}
 
 
 def trained_length(config: Any) -> int:

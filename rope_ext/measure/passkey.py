@@ -3,7 +3,7 @@
 The wording is the published one (Landmark Attention, arXiv 2305.16300, used again by YaRN,
 arXiv 2309.00071). A case is scored by one teacher-forced forward: the trial passes when the
 argmax equals the key at every answer token, which is exactly when greedy decoding would
-write the key.
+write the key. With ``generate`` it really is decoded.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import chain
-from typing import Any
+from typing import Any, ClassVar
 
-import torch
-
-from rope_ext.measure.forward import Advance, tail_logits
+from rope_ext.errors import OptionError
+from rope_ext.measure.cases import Case, Questions, require_positive
+from rope_ext.measure.prompts import Filler, Frame, encode, joined
 
 INTRO = (
     "There is an important info hidden inside a lot of irrelevant text. Find it and memorize "
@@ -30,111 +30,129 @@ FILLER = (
     " There and back again.",
 )
 NEEDLE = " The pass key is {key}. Remember it. {key} is the pass key."
-QUESTION = "\nWhat is the pass key? The pass key is"
-
-
-@dataclass(frozen=True)
-class PasskeyCase:
-    """One trial. ``ids`` is prompt plus answer; its last ``answer_tokens`` are the key."""
-
-    length: int
-    depth: float
-    seed: int
-    key: str
-    ids: tuple[int, ...]
-    answer_tokens: int
-
-
-def _encode(tokenizer: Any, text: str) -> list[int]:
-    return tokenizer(text, add_special_tokens=False)["input_ids"]
+ASK, LEAD = "\nWhat is the pass key?", " The pass key is"
+QUESTION = ASK + LEAD
 
 
 class PasskeyPrompts:
     """Builds passkey prompts for one tokenizer, each part tokenised once.
 
-    Filler is cut at sentence ends, so that a prompt has at most ``length`` tokens, answer
-    included, and is short of it by less than one sentence.
+    Args:
+        tokenizer: of the model.
+        frame: around the prompt; by default that of a base model.
     """
 
-    def __init__(self, tokenizer: Any) -> None:
+    def __init__(self, tokenizer: Any, frame: Frame | None = None) -> None:
         self._tokenizer = tokenizer
-        self._bos = [] if tokenizer.bos_token_id is None else [tokenizer.bos_token_id]
-        self._intro = _encode(tokenizer, INTRO)
-        self._filler = [_encode(tokenizer, sentence) for sentence in FILLER]
-        self._question = _encode(tokenizer, QUESTION)
-
-    def _asked(self, key: str) -> tuple[list[int], int]:
-        """Question and key as tokens, and how many of them spell the key."""
-        ids = _encode(self._tokenizer, f"{QUESTION} {key}")
-        shared = 0
-        while shared < len(self._question) and ids[shared] == self._question[shared]:
-            shared += 1
-        # Where digits stand alone, the space before them is a token of its own: it is given.
-        while not self._tokenizer.decode([ids[shared]]).strip():
-            shared += 1
-        return ids, len(ids) - shared
+        self._frame = frame or Frame.of(tokenizer, "no")
+        self._intro = encode(tokenizer, INTRO)
+        self._filler = Filler(tokenizer, FILLER)
 
     def minimum_length(self, digits: int = 5) -> int:
-        """Fewest tokens that hold a prompt without any filler."""
+        """Fewest tokens that hold a prompt without any filler, answer included."""
         key = "9" * digits
-        needle = _encode(self._tokenizer, NEEDLE.format(key=key))
-        return len(self._bos) + len(self._intro) + len(needle) + len(self._asked(key)[0])
+        needle = encode(self._tokenizer, NEEDLE.format(key=key))
+        asked, _ = self._frame.ask(ASK, LEAD, key)
+        return len(self._frame.head) + len(self._intro) + len(needle) + len(asked)
 
-    def case(self, length: int, depth: float, seed: int, digits: int = 5) -> PasskeyCase:
-        """One prompt of at most ``length`` tokens, needle at ``depth`` (0 start, 1 end).
+    def case(
+        self,
+        length: int,
+        depth: float,
+        seed: int,
+        digits: int = 5,
+        generate: bool = False,
+        bin: int | None = None,
+    ) -> Case:
+        """One prompt of exactly ``length`` tokens with its answer, needle at ``depth``.
+
+        Args:
+            length: tokens.
+            depth: 0 is the start, 1 the end.
+            seed: of the key.
+            digits: of the key.
+            generate: whether the case is to be decoded instead of teacher-forced.
+            bin: noted in the case.
 
         Raises:
-            ValueError: ``length`` cannot hold the frame.
+            OptionError: ``length`` cannot hold the frame.
         """
         rng = random.Random(f"{seed}:{length}:{depth}:{digits}")
         key = "".join(rng.choice("0123456789") for _ in range(digits))
-        needle = _encode(self._tokenizer, NEEDLE.format(key=key))
-        asked, answer_tokens = self._asked(key)
-        budget = length - len(self._bos) - len(self._intro) - len(needle) - len(asked)
+        needle = encode(self._tokenizer, NEEDLE.format(key=key))
+        asked, count = self._frame.ask(ASK, LEAD, key)
+        head = self._frame.head
+        budget = length - len(head) - len(self._intro) - len(needle) - len(asked)
         if budget < 0:
-            raise ValueError(
+            raise OptionError(
                 f"a passkey prompt needs at least {length - budget} tokens with this tokenizer, "
-                f"got length {length}"
+                f"got length {length}; give longer --lengths"
             )
-        sentences: list[list[int]] = []
-        while budget >= len(sentence := self._filler[len(sentences) % len(self._filler)]):
-            sentences.append(sentence)
-            budget -= len(sentence)
+        sentences, breaks = self._filler.fill(budget)
         cut = round(depth * len(sentences))
-        before, after = chain.from_iterable(sentences[:cut]), chain.from_iterable(sentences[cut:])
-        ids = [*self._bos, *self._intro, *before, *needle, *after, *asked]
-        return PasskeyCase(length, depth, seed, key, tuple(ids), answer_tokens)
+        before, after = chain(*sentences[:cut]), chain(*sentences[cut:])
+        blank = self._filler.newline * breaks
+        ids = joined(head, self._intro, blank, before, needle, after, asked)
+        mode = "write" if generate else "argmax"
+        return Case(
+            task="passkey",
+            length=length,
+            seed=seed,
+            mode=mode,
+            count=count,
+            ids=ids[:-count] if generate else ids,
+            answers=(key,),
+            depth=depth,
+            bin=bin,
+            whole=True,
+        )
 
 
-def passkey_grid(
-    tokenizer: Any, lengths: Sequence[int], depths: int, trials: int, seed: int
-) -> dict[tuple[int, int], list[PasskeyCase]]:
-    """``trials`` prompts for each (length in tokens, depth bin from 0 to ``depths - 1``).
+@dataclass(frozen=True)
+class Passkey:
+    """The task: a grid of lengths and depths.
 
-    Every trial has a key of its own and a depth drawn within its bin. All follow from
-    ``seed``, so that every method is asked the same questions.
+    Every trial has a key of its own and a depth drawn within its bin. All follow from the seed,
+    so that every method is asked the same questions.
 
-    Raises:
-        ValueError: a length cannot hold a prompt.
+    Args:
+        trials: prompts for each length and depth bin.
+        depths: bins of equal width.
+        digits: of each key.
+        generate: decode instead of teacher-forcing.
     """
-    prompts = PasskeyPrompts(tokenizer)
-    grid = {}
-    for length in lengths:
-        for depth in range(depths):
-            rng = random.Random(f"passkey:{seed}:{length}:{depths}:{depth}")
-            grid[length, depth] = [
-                prompts.case(length, (depth + rng.random()) / depths, rng.randrange(2**40))
-                for _ in range(trials)
-            ]
-    return grid
 
+    name: ClassVar[str] = "passkey"
+    kind: ClassVar[str] = "rate"
 
-def passed(
-    model: torch.nn.Module, cases: Sequence[PasskeyCase], batch_tokens: int, advance: Advance
-) -> list[bool]:
-    """Whether greedy decoding would write the key, for each case."""
-    results = [False] * len(cases)
-    rows = [(case.ids, case.answer_tokens) for case in cases]
-    for index, target, logits in tail_logits(model, rows, batch_tokens, advance):
-        results[index] = bool((logits.argmax(-1) == target).all())
-    return results
+    trials: int = 10
+    depths: int = 5
+    digits: int = 5
+    generate: bool = False
+
+    def __post_init__(self) -> None:
+        require_positive(trials=self.trials, depths=self.depths, digits=self.digits)
+
+    def questions(self, frame: Frame, lengths: Sequence[int], seed: int) -> Questions:
+        """All prompts.
+
+        Raises:
+            OptionError: a length cannot hold a prompt.
+        """
+        prompts = PasskeyPrompts(frame.tokenizer, frame)
+        cases = []
+        for length in lengths:
+            for depth in range(self.depths):
+                rng = random.Random(f"passkey:{seed}:{length}:{self.depths}:{depth}")
+                for _ in range(self.trials):
+                    place = (depth + rng.random()) / self.depths
+                    case = prompts.case(
+                        length, place, rng.randrange(2**40), self.digits, self.generate, depth
+                    )
+                    cases.append(case)
+        writes = "writes" if self.generate else "would write"
+        definition = (
+            f"share of {self.trials} keys of {self.digits} digits at each of {self.depths} depths "
+            f"that greedy decoding {writes} out in full, Wilson intervals"
+        )
+        return Questions(cases, definition)

@@ -1,26 +1,36 @@
-"""Perplexity of the same tokens after more and more context.
+"""Perplexity: ``exp`` of the mean negative log likelihood, each token scored once.
 
-Definition: a window of ``length`` tokens is the beginning-of-sequence token (once, where the
-tokenizer has one) and the ``length - 1`` tokens of text that end at a fixed place. Only its
-last ``scored`` tokens count: 256, or half the shortest length asked for, if that is less.
-The windows of all lengths end at the same places, so every length scores the very same
-tokens and differs in nothing but the context before them. Each token is scored once;
-perplexity is ``exp`` of the mean negative log likelihood over all scored tokens.
+Three protocols, for stretches of text (``choose_windows``) and context lengths:
+
+* ``ending``: the same tokens after more and more context. The windows of all lengths end at the
+  same places and score the same last tokens: 256, or half the shortest length if that is less.
+  Every token has at least ``length`` less that many tokens before it.
+* ``sliding``: a window of ``length`` tokens moves over each stretch by ``stride`` tokens. The
+  first scores all of its tokens, each further one its last ``stride``: every token of the stretch
+  is scored once, at every length, with at least ``length - stride`` tokens before it unless the
+  stretch has not that many.
+* ``start``: all of the first ``length`` tokens of each stretch. Where the frequencies of a method
+  do not depend on the length of the text, one pass over the longest gives every length.
+
+A window is the beginning-of-sequence token (once, where the tokenizer has one) and text; the
+token counts as one of ``length``, as context, and is never scored. Perplexity is token-weighted.
 """
 
 from __future__ import annotations
 
-import math
 import random
-from collections.abc import Sequence
+from collections.abc import Container, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar, Literal
 
-import torch
-
-from rope_ext.errors import MeasureError
-from rope_ext.measure.forward import Advance, tail_logits
+from rope_ext.errors import MeasureError, OptionError
+from rope_ext.measure.cases import Case, Questions, require_positive
+from rope_ext.measure.prompts import Frame, beginning, encode, joined
+from rope_ext.measure.text import python_library, read_texts
 
 SCORED = 256
+PROTOCOLS = ("ending", "sliding", "start")
 
 
 @dataclass(frozen=True)
@@ -32,12 +42,14 @@ class Windows:
         bos: what goes before them: one token or none.
         scored: tokens at the end of every window whose likelihood counts.
         joined: whether documents were joined because too few were long enough.
+        documents: where each text is from; texts of one document share a number.
     """
 
     texts: tuple[tuple[int, ...], ...]
     bos: tuple[int, ...]
     scored: int
     joined: bool
+    documents: tuple[int, ...]
 
     def at(self, length: int) -> list[tuple[int, ...]]:
         """The windows of ``length`` tokens."""
@@ -48,7 +60,7 @@ def choose_windows(
     documents: Sequence[Sequence[int]],
     lengths: Sequence[int],
     count: int,
-    bos: int | None,
+    bos: Sequence[int],
     eos: int | None,
     seed: int,
 ) -> Windows:
@@ -61,58 +73,231 @@ def choose_windows(
         documents: token ids without special tokens.
         lengths: window lengths to come, in tokens.
         count: windows wanted.
-        bos: beginning-of-sequence token, or None.
+        bos: what the tokenizer puts before a text: one token or none.
         eos: token between joined documents, or None.
         seed: of the places.
 
     Raises:
         MeasureError: all documents together are shorter than the longest window.
     """
-    prefix = () if bos is None else (bos,)
-    size = max(lengths) - len(prefix)
+    size = max(lengths) - len(bos)
     rng = random.Random(f"windows:{seed}")
     texts = _cut(documents, size, rng)
     joined = len(texts) < count and len(documents) > 1
     if joined:
         gap = [] if eos is None else [eos]
         stream = [token for ids in documents for token in (*ids, *gap)]
-        texts = _cut([stream], size, rng)
+        texts = [(number, text) for number, (_, text) in enumerate(_cut([stream], size, rng))]
     if not texts:
         raise MeasureError(
             f"the text has {sum(map(len, documents))} tokens, but a window of "
             f"{max(lengths)} is to be measured; give a longer --text or shorter --lengths"
         )
-    return Windows(tuple(texts[:count]), prefix, min(SCORED, min(lengths) // 2), joined)
+    numbers, chosen = zip(*texts[:count], strict=True)
+    return Windows(chosen, tuple(bos), min(SCORED, min(lengths) // 2), joined, numbers)
 
 
 def _cut(
     documents: Sequence[Sequence[int]], size: int, rng: random.Random
-) -> list[tuple[int, ...]]:
-    """Stretches of ``size`` tokens in random order, one of every document before a second."""
-    rounds: dict[int, list[tuple[int, ...]]] = {}
-    for ids in rng.sample(documents, len(documents)):
+) -> list[tuple[int, tuple[int, ...]]]:
+    """(document, ``size`` tokens of it) in random order, one of every document before a second."""
+    rounds: dict[int, list[tuple[int, tuple[int, ...]]]] = {}
+    for number in rng.sample(range(len(documents)), len(documents)):
+        ids = documents[number]
         pieces = len(ids) // size
         start = rng.randint(0, len(ids) - pieces * size)
         for turn, piece in enumerate(rng.sample(range(pieces), pieces)):
             begin = start + piece * size
-            rounds.setdefault(turn, []).append(tuple(ids[begin : begin + size]))
+            rounds.setdefault(turn, []).append((number, tuple(ids[begin : begin + size])))
     return [text for turn in sorted(rounds) for text in rounds[turn]]
 
 
-def window_losses(
-    model: torch.nn.Module,
-    windows: Sequence[Sequence[int]],
-    scored: int,
-    batch_tokens: int,
-    advance: Advance,
-) -> list[float]:
-    """Mean negative log likelihood (nats per token) of the last ``scored`` tokens of each window.
+def positions(lengths: Sequence[int]) -> tuple[int, ...]:
+    """Where losses are summed up: half octaves from 16 tokens on, and ``lengths`` themselves."""
+    longest = max(lengths)
+    octaves = {round(16 * 2 ** (k / 2)) for k in range(2 * longest.bit_length())}
+    return tuple(sorted({edge for edge in octaves if edge < longest} | set(lengths)))
 
-    A loss that is not a number counts as infinite: the model gave no distribution at all.
+
+@dataclass(frozen=True)
+class Perplexity:
+    """The task.
+
+    Args:
+        texts: documents.
+        source: where they are from, for a reader of the results.
+        windows: stretches of text, at most.
+        protocol: ``ending``, ``sliding`` or ``start``; see the module.
+        stride: of ``sliding``, tokens.
+        min_context: of ``sliding`` and ``start``: tokens of text before the first scored one.
     """
-    losses = [math.inf] * len(windows)
-    rows = [(ids, scored) for ids in windows]
-    for index, target, logits in tail_logits(model, rows, batch_tokens, advance):
-        loss = torch.nn.functional.cross_entropy(logits.float(), target).item()
-        losses[index] = math.inf if math.isnan(loss) else loss
-    return losses
+
+    name: ClassVar[str] = "perplexity"
+    kind: ClassVar[str] = "loss"
+
+    texts: Sequence[str]
+    source: str = "Python's standard library (held-out files)"
+    windows: int = 16
+    protocol: Literal["ending", "sliding", "start"] = "ending"
+    stride: int | None = None
+    min_context: int = 0
+
+    @classmethod
+    def of(cls, paths: Sequence[Path | str], **options: Any) -> Perplexity:
+        """The task on files, folders or data sets, or on Python's library where none is given.
+
+        Raises:
+            MeasureError: a text is missing, empty or unreadable.
+            OptionError: an option is not valid.
+        """
+        if not paths:
+            return cls(python_library("held_out"), **options)
+        return cls(read_texts(paths), ", ".join(map(str, paths)), **options)
+
+    def __post_init__(self) -> None:
+        require_positive(windows=self.windows)
+        if self.protocol not in PROTOCOLS:
+            raise OptionError(
+                f"protocol={self.protocol!r} is not valid; it must be one of {', '.join(PROTOCOLS)}"
+            )
+        if (self.protocol == "sliding") != (self.stride is not None):
+            raise OptionError("--stride TOKENS and --protocol sliding go together; give both")
+        require_positive(stride=self.stride)
+        if self.min_context < 0:
+            raise OptionError(f"min_context={self.min_context} is not valid; it must be at least 0")
+
+    def choose(self, frame: Frame, lengths: Sequence[int], seed: int) -> Windows:
+        """The stretches of text, as long as the longest window.
+
+        Raises:
+            MeasureError: the texts are too short.
+        """
+        documents = [encode(frame.tokenizer, text) for text in self.texts]
+        eos = frame.tokenizer.eos_token_id
+        return choose_windows(
+            documents, lengths, self.windows, beginning(frame.tokenizer), eos, seed
+        )
+
+    def questions(self, frame: Frame, lengths: Sequence[int], seed: int) -> Questions:
+        """All windows.
+
+        Raises:
+            MeasureError: the texts are too short.
+            OptionError: a length leaves nothing to score.
+        """
+        if self.stride is not None and self.stride > min(lengths):
+            raise OptionError(
+                f"stride={self.stride} would skip tokens at length {min(lengths)}; give a "
+                f"--stride of at most that, or longer --lengths"
+            )
+        if self.min_context and self.min_context + 2 > min(lengths):
+            raise OptionError(
+                f"min_context={self.min_context} leaves nothing to score at length "
+                f"{min(lengths)}; give less, or longer --lengths"
+            )
+        windows = self.choose(frame, lengths, seed)
+        plan = {"ending": self._ending, "sliding": self.slide, "start": self._start}
+        cases = list(plan[self.protocol](windows, sorted(lengths)))
+        return Questions(cases, self._define(windows), tuple(self._notes(windows, lengths)))
+
+    def _define(self, windows: Windows) -> str:
+        if self.protocol == "ending":
+            what = (
+                f"the last {windows.scored} tokens of windows of each length; every length scores "
+                f"the same tokens, only the context before them grows"
+            )
+        elif self.protocol == "sliding":
+            what = (
+                f"all tokens of each stretch, a window of each length moving by {self.stride} "
+                f"tokens: at least length - {self.stride} tokens of context once the stretch has "
+                f"them"
+            )
+        else:
+            what = "the first tokens of each stretch, as many as the length"
+        if self.min_context and self.protocol != "ending":
+            what += f", less the very first {self.min_context}"
+        return (
+            f"token-weighted perplexity of {what}; {len(windows.texts)} stretches of "
+            f"{self.source}, bootstrap over documents"
+        )
+
+    def _notes(self, windows: Windows, lengths: Sequence[int]) -> Iterator[str]:
+        if windows.joined:
+            yield (
+                f"too few documents of {max(lengths)} tokens: documents are joined, so that a "
+                f"window may hold unrelated texts"
+            )
+        if len(set(windows.documents)) == 1:
+            yield "all windows are from one document: its intervals have no width and say nothing"
+        if len(windows.texts) < self.windows:
+            yield (
+                f"the text gives only {len(windows.texts)} windows of {max(lengths)} tokens "
+                f"({self.windows} asked for)"
+            )
+
+    def _ending(self, windows: Windows, lengths: Sequence[int]) -> Iterator[Case]:
+        for length in lengths:
+            # The longest windows hold all contexts: their losses make the curve by position.
+            curve = positions(lengths) if length == lengths[-1] else ()
+            for number, ids in enumerate(windows.at(length)):
+                group = windows.documents[number]
+                yield self._case(length, number, ids, windows.scored, group, curve=curve)
+
+    def slide(
+        self,
+        windows: Windows,
+        lengths: Sequence[int],
+        name: str = "perplexity",
+        keys: Sequence[Container[int]] | None = None,
+    ) -> Iterator[Case]:
+        """Windows that move over each stretch and score each of its tokens once.
+
+        Args:
+            windows: the stretches.
+            lengths: of the windows, tokens.
+            name: of the task.
+            keys: for each stretch, the places of the tokens to score; None means all. A window
+                that holds none of them is left out.
+        """
+        bos = windows.bos
+        for length in lengths:
+            size = length - len(bos)
+            number = 0
+            for index, text in enumerate(windows.texts):
+                done = max(self.min_context, 1 - len(bos))  # the first token has nothing before it
+                end = size
+                while done < len(text):
+                    end = min(end, len(text))
+                    begin = max(0, end - size)
+                    ids, group = bos + text[begin:end], windows.documents[index]
+                    more = {}
+                    if keys is not None:
+                        found = [place for place in range(done, end) if place in keys[index]]
+                        more["only"] = tuple(len(bos) + place - begin for place in found)
+                    if keys is None or more["only"]:
+                        yield self._case(length, number, ids, end - done, group, name, **more)
+                    number, done, end = number + 1, end, end + self.stride
+
+    def _start(self, windows: Windows, lengths: Sequence[int]) -> Iterator[Case]:
+        bos = windows.bos
+        first = max(self.min_context, 1 - len(bos))
+        curve = positions(lengths)
+        for length in lengths:
+            edges = tuple(edge for edge in curve if edge <= length)
+            for number, text in enumerate(windows.texts):
+                ids = bos + text[: length - len(bos)]
+                count = len(ids) - len(bos) - first
+                group = windows.documents[number]
+                yield self._case(length, number, ids, count, group, curve=edges, nested=True)
+
+    def _case(
+        self,
+        length: int,
+        number: int,
+        ids: Any,
+        count: int,
+        group: int,
+        name: str = "perplexity",
+        **more: Any,
+    ) -> Case:
+        return Case(name, length, number, "loss", count, joined(ids), group=group, **more)

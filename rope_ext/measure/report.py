@@ -1,181 +1,487 @@
-"""The results of a comparison: a table, JSON, CSV and two pictures."""
+"""The results of a run: tables, JSON, CSV, Markdown, pictures and one page that holds it all."""
 
 from __future__ import annotations
 
+import base64
 import csv
-import json
 import math
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, field
 from functools import cached_property
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
 from rich import box
 from rich.console import Console
-from rich.table import Table
-from rich.text import Text
+from rich.table import Table as RichTable
 
 from rope_ext.measure import figures
-from rope_ext.measure.cells import Cell
-from rope_ext.measure.compare import Plan
+from rope_ext.measure.cases import Outcome
+from rope_ext.measure.run import RESULTS, Plan, System, Task, dump
 from rope_ext.measure.summary import (
+    UNPATCHED,
     Estimate,
-    Scores,
+    difference,
+    estimate,
     estimate_perplexity,
-    estimate_rate,
     gather,
-    number,
+    interval,
+    is_clear,
     percent,
     recommend,
+    signed,
 )
 
+EFFECTIVE = 0.856
+"""Llama-2-7B's own RULER average at 4k, which the paper takes for "the length works"."""
+
 _NAME, _COLUMN = 18, 22  # widths, characters
+_TEMPLATE = Path(__file__).with_name("page.html")
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One cell of a table; ``clear`` where its interval excludes that nothing is there."""
+
+    text: str
+    clear: bool = False
+
+
+@dataclass(frozen=True)
+class Row:
+    """One row of a table."""
+
+    cells: tuple[Cell, ...]
+    unpatched: bool = False
+
+
+@dataclass(frozen=True)
+class Table:
+    """A table in plain data, for the terminal, Markdown and HTML alike."""
+
+    title: str
+    header: tuple[str, ...]
+    rows: tuple[Row, ...]
+
+    def markdown(self) -> str:
+        """The table in GitHub's Markdown."""
+        lines = [f"| {' | '.join(self.header)} |", f"|{' --- |' * len(self.header)}"]
+        lines += [f"| {' | '.join(cell.text for cell in row.cells)} |" for row in self.rows]
+        return "\n".join(lines)
+
+
+@dataclass(frozen=True)
+class Section:
+    """One task or suite on the page."""
+
+    name: str
+    definition: str
+    tables: Sequence[Table]
+    pictures: list[Any] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
 class Report:
-    """A comparison and what follows from it.
+    """A run and what follows from it.
 
     Args:
         plan: what was asked for.
-        cells: every cell of the plan, measured.
+        outcomes: of every case of every system.
     """
 
     plan: Plan
-    cells: Sequence[Cell]
+    outcomes: Sequence[Outcome]
 
     @cached_property
-    def scores(self) -> dict[str, Scores]:
-        """All values, by method."""
-        return gather(self.cells)
+    def places(self) -> dict[tuple[str, str, int], list[Outcome]]:
+        """Outcomes by (task, system, length)."""
+        places: dict[tuple[str, str, int], list[Outcome]] = {}
+        for outcome in self.outcomes:
+            places.setdefault((outcome.task, outcome.system, outcome.length), []).append(outcome)
+        return places
 
     @cached_property
-    def perplexity(self) -> dict[tuple[str, int], Estimate]:
-        """By (method, length)."""
+    def estimates(self) -> dict[tuple[str, str, int], Estimate]:
+        """By (task, system, length)."""
         return {
-            (cell.method, cell.length): estimate_perplexity(cell.values, self.plan.settings.seed)
-            for cell in self.cells
-            if cell.kind == "perplexity"
-        }
-
-    @cached_property
-    def passkey(self) -> dict[tuple[str, int], Estimate]:
-        """By (method, length), all depths together."""
-        return {
-            (method, length): estimate_rate(scores.passes_at(length))
-            for method, scores in self.scores.items()
+            place: estimate(self.places[place], task.kind, self.plan.settings.seed)
+            for task in self.plan.tasks
+            for system in self.plan.systems
             for length in self.plan.lengths
+            for place in [(task.name, system.name, length)]
         }
 
     @cached_property
-    def passkey_by_depth(self) -> dict[tuple[str, int, int], Estimate]:
-        """By (method, length, depth bin)."""
-        return {
-            (cell.method, cell.length, cell.depth): estimate_rate(cell.values)
-            for cell in self.cells
-            if cell.kind == "passkey"
-        }
+    def by_depth(self) -> dict[tuple[str, str, int, int], Estimate]:
+        """Rates by (task, system, length, depth bin), where there are bins."""
+        cells: dict[tuple[str, str, int, int], list[Outcome]] = {}
+        for (task, system, length), outcomes in self.places.items():
+            for outcome in outcomes:
+                if outcome.bin is not None:
+                    cells.setdefault((task, system, length, outcome.bin), []).append(outcome)
+        return {place: estimate(group, "rate", 0) for place, group in cells.items()}
 
     @cached_property
-    def recommendation(self) -> str:
-        """One sentence; see ``recommend`` for the rule."""
-        return recommend(self.scores, self.plan.trained, self.plan.settings.seed)
+    def suites(self) -> dict[str, list[Task]]:
+        """Tasks that are averaged, by the name of the suite."""
+        suites: dict[str, list[Task]] = {}
+        for task in self.plan.tasks:
+            if suite := getattr(task, "suite", None):
+                suites.setdefault(suite, []).append(task)
+        return suites
 
-    @property
-    def definition(self) -> str:
-        """What the numbers are, for under the table."""
-        plan, settings = self.plan, self.plan.settings
-        text = ", ".join(map(str, settings.texts)) or "Python's standard library (held-out files)"
-        return (
-            f"First line of a row: perplexity of the last {plan.windows.scored} tokens of a window "
-            f"of that many tokens; every length scores the same tokens, only the context before "
-            f"them grows. {len(plan.windows.texts)} windows of {text}, bootstrap intervals over "
-            f"windows. Second line: share of {settings.trials} passkeys at each of "
-            f"{settings.depths} depths that greedy decoding writes out, Wilson intervals. All "
-            f"intervals are 95 %, all methods get the same texts and prompts. Trained length "
-            f"{plan.trained} tokens, factor {settings.factor:g}."
+    def average(self, suite: str, system: str, length: int) -> float:
+        """Mean over the tasks of a suite, each counting alike, as RULER has it."""
+        tasks = self.suites[suite]
+        values = [self.estimates[task.name, system, length].value for task in tasks]
+        return math.fsum(values) / len(values)
+
+    def effective_length(self, suite: str, system: str) -> int | None:
+        """The longest length up to which the suite's average stays at ``EFFECTIVE`` or above."""
+        effective = None
+        for length in self.plan.lengths:
+            if self.average(suite, system, length) < EFFECTIVE:
+                break
+            effective = length
+        return effective
+
+    def reference(self, system: System) -> int | None:
+        """The longest length within the trained one: where the cost of a method is read off."""
+        within = [length for length in self.plan.lengths if length <= system.trained]
+        return within[-1] if within else None
+
+    def unpatched(self, system: System) -> System:
+        """The system without a method on the same model."""
+        return next(
+            s for s in self.plan.systems if s.model == system.model and s.method == UNPATCHED
         )
 
+    @cached_property
+    def costs(self) -> dict[tuple[str, str], Estimate | None]:
+        """By (task, system): the difference to the unpatched model at the reference length."""
+        costs = {}
+        for task in self.plan.tasks:
+            for system in self.plan.systems:
+                length = self.reference(system)
+                if system.method == UNPATCHED or length is None:
+                    continue
+                names = (system.name, self.unpatched(system).name)
+                pair = [self.places[task.name, name, length] for name in names]
+                costs[task.name, system.name] = difference(
+                    *pair, task.kind, self.plan.settings.seed
+                )
+        return costs
+
+    @cached_property
+    def differences(self) -> dict[tuple[str, str, str], Estimate]:
+        """By (task, one, other): how much one is above the other on identical cases.
+
+        All lengths beyond the trained one together, or all lengths where none is.
+        """
+        found = {}
+        for task in self.plan.tasks:
+            for one, other in combinations(self.plan.systems, 2):
+                limit = max(one.trained, other.trained)
+                lengths = [n for n in self.plan.lengths if n > limit] or self.plan.lengths
+                pair = [
+                    [o for n in lengths for o in self.places[task.name, system.name, n]]
+                    for system in (one, other)
+                ]
+                gap = difference(*pair, task.kind, self.plan.settings.seed)
+                if gap is not None:
+                    found[task.name, one.name, other.name] = gap
+        return found
+
+    @cached_property
+    def recommendations(self) -> list[str]:
+        """One sentence per model where perplexity and passkeys were measured; see ``recommend``."""
+        names = {task.name for task in self.plan.tasks}
+        systems = {s.name: s for s in self.plan.systems}
+        if not names >= {"perplexity", "passkey"}:
+            return []
+        scores = gather(self.outcomes)
+        sentences = []
+        for model in self.plan.settings.models:
+            ours = [s for s in self.plan.systems if s.model == model]
+            if len(ours) > 1:
+                table = {s.method: scores[s.name] for s in ours}
+                sentence = recommend(table, ours[0].trained, self.plan.settings.seed)
+                label = systems[ours[0].name].name.removesuffix(UNPATCHED).strip()
+                sentences.append(f"{label}: {sentence}" if label else sentence)
+        return sentences
+
+    @cached_property
+    def sections(self) -> list[Section]:
+        """What the page shows: every suite, then every task."""
+        sections = [
+            Section(
+                suite,
+                f"mean of {len(tasks)} tasks, each counting alike; effective length: the longest "
+                f"up to which that mean is at least {EFFECTIVE:.1%} (arXiv 2404.06654)",
+                [self._suite_table(suite)],
+            )
+            for suite, tasks in self.suites.items()
+        ]
+        for task in self.plan.tasks:
+            definitions = {
+                self.plan.questions[model, task.name].definition
+                for model in self.plan.settings.models
+            }
+            definition = "; ".join(sorted(definitions))
+            tables = [self._task_table(task), *self._difference_tables(task)]
+            sections.append(Section(task.name, definition[0].upper() + definition[1:], tables))
+        return sections
+
+    def _task_table(self, task: Task) -> Table:
+        """Systems down; the cost within the trained length, then all lengths across."""
+        systems, lengths = self.plan.systems, self.plan.lengths
+        trained = {system.trained for system in systems}
+        shown = interval if task.kind == "loss" else percent
+        references = sorted({n for n in map(self.reference, systems) if n is not None})
+        at = " / ".join(map(str, references))
+        header = ["method", *(f"{n} tokens{' (trained)' * (n in trained)}" for n in lengths)]
+        if references:
+            unit = "%" if task.kind == "loss" else "points"
+            header.insert(1, f"cost at {at}, {unit}")
+        rows = []
+        for system in systems:
+            cells = [Cell(system.name)]
+            if references:
+                cells.append(self._cost_cell(task, system))
+            cells += [Cell(shown(self.estimates[task.name, system.name, n])) for n in lengths]
+            rows.append(Row(tuple(cells), system.method == UNPATCHED))
+        return Table("", tuple(header), tuple(rows))
+
+    def _cost_cell(self, task: Task, system: System) -> Cell:
+        cost = self.costs.get((task.name, system.name))
+        if cost is None:
+            return Cell("")
+        return Cell(signed(cost), is_clear(cost))
+
+    def _difference_tables(self, task: Task) -> Iterator[Table]:
+        """One table per model: row less column."""
+        for model in self.plan.settings.models:
+            names = [s.name for s in self.plan.systems if s.model == model]
+            if not any((task.name, *pair) in self.differences for pair in combinations(names, 2)):
+                continue
+            trained = next(s.trained for s in self.plan.systems if s.model == model)
+            unit = "% of perplexity" if task.kind == "loss" else "percentage points"
+            beyond = (
+                f"beyond {trained} tokens" if self.plan.lengths[-1] > trained else "all lengths"
+            )
+            rows = []
+            for index, name in enumerate(names[:-1]):
+                cells = [Cell(name)]
+                for other in names[1:]:
+                    gap = self.differences.get((task.name, name, other))
+                    if gap is None or names.index(other) <= index:
+                        cells.append(Cell(""))
+                    else:
+                        cells.append(Cell(signed(gap), is_clear(gap)))
+                rows.append(Row(tuple(cells)))
+            title = f"Row less column on identical cases, {beyond} ({unit}; bold: clear)"
+            yield Table(title, ("", *names[1:]), tuple(rows))
+
+    def _suite_table(self, suite: str) -> Table:
+        lengths = self.plan.lengths
+        rows = []
+        for system in self.plan.systems:
+            values = [f"{self.average(suite, system.name, n):.1%}" for n in lengths]
+            effective = self.effective_length(suite, system.name)
+            below = f"below {lengths[0]}"
+            cells = (system.name, below if effective is None else str(effective), *values)
+            rows.append(Row(tuple(map(Cell, cells)), system.method == UNPATCHED))
+        header = ("method", "effective length", *(f"{n} tokens" for n in lengths))
+        return Table("", header, tuple(rows))
+
     def print(self) -> None:
-        """Print the table, its definition and the recommendation.
+        """Print the tables, their definitions and the recommendation.
 
         A terminal too narrow for all lengths gets several tables; a file gets long lines.
         """
-        lengths = self.plan.lengths
-        console, fit = wide_console(_NAME + _COLUMN * len(lengths)), len(lengths)
-        if console.is_terminal:
-            fit = max(1, (console.width - _NAME) // _COLUMN)
-        for start in range(0, len(lengths), fit):
-            console.print(self._table(lengths[start : start + fit]))
-        console.print(self.definition, style="dim", highlight=False)
-        console.print(f"\n{self.recommendation}", style="bold", highlight=False, markup=False)
-
-    def _table(self, lengths: Sequence[int]) -> Table:
-        table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-        table.add_column("method", no_wrap=True)
-        for length in lengths:
-            trained = "\n(trained)" if length == self.plan.trained else ""
-            table.add_column(f"{length} tokens{trained}", no_wrap=True)
-        for method in self.plan.methods:
-            perplexities = [_interval(self.perplexity[method, length]) for length in lengths]
-            rates = [percent(self.passkey[method, length]) for length in lengths]
-            rows = [Text(f"{p}\n{r}") for p, r in zip(perplexities, rates, strict=True)]
-            table.add_row(method, *rows)
-        return table
+        width = _NAME + _COLUMN * (len(self.plan.lengths) + 1)
+        console = wide_console(width)
+        for section in self.sections:
+            table = section.tables[0]
+            columns, fit = len(table.header) - 1, len(table.header) - 1
+            if console.is_terminal:
+                fit = max(1, (console.width - _NAME) // _COLUMN)
+            for start in range(1, columns + 1, fit):
+                console.print(_rich(section.name, table, [0, *range(start, start + fit)]))
+            console.print(f"{section.definition}.\n", style="dim", highlight=False)
+        for sentence in self.recommendations:
+            console.print(sentence, style="bold", highlight=False, markup=False)
 
     def write(self) -> list[Path]:
-        """Write ``results.json``, ``cells.csv`` and the pictures; returns their paths."""
-        folder, model = self.plan.settings.output, Path(self.plan.settings.model).name
-        names = ("results.json", "cells.csv", "perplexity.png", "passkey.png")
-        paths = [folder / name for name in names]
-        data = json.dumps(self.to_json(), indent=1, default=str)
-        paths[0].write_text(data + "\n", encoding="utf-8")
+        """Write JSON, CSV, Markdown, pictures and the page; returns their paths."""
+        folder = self.plan.settings.output
+        paths = [folder / name for name in (RESULTS, "cells.csv", "table.md", "report.html")]
+        paths[0].write_text(dump(self.to_json()), encoding="utf-8")
         self._write_csv(paths[1])
-        title = f"{model}: perplexity of the same {self.plan.windows.scored} tokens"
-        title += " after more and more context"
-        figures.draw_perplexity(self.perplexity, self.plan.trained, title, paths[2])
-        title = f"{model}: passkeys found, %"
-        figures.draw_passkey(self.passkey_by_depth, self.plan.trained, title, paths[3])
-        return paths
+        paths[2].write_text(self.markdown(), encoding="utf-8")
+        pictures = list(self._draw(folder))
+        paths[3].write_text(self._page(pictures), encoding="utf-8")
+        return [*paths, *(path for _, path in pictures)]
+
+    @property
+    def title(self) -> str:
+        """Of the page and the pictures."""
+        names = ", ".join(Path(model).name for model in self.plan.settings.models)
+        return f"{names}: {', '.join(section.name for section in self.sections)}"
+
+    def markdown(self) -> str:
+        """All tables, to paste into a model card."""
+        parts = []
+        for section in self.sections:
+            parts += [f"### {section.name}", section.tables[0].markdown(), f"{section.definition}."]
+        parts += self.recommendations
+        versions = next(iter(self.plan.identities.values()))["versions"]
+        listed = ", ".join(
+            f"{name} {versions[name]}" for name in ("rope_ext", "torch", "transformers", "python")
+        )
+        parts.append(f"95 % intervals, seed {self.plan.settings.seed}; {listed}.")
+        return "\n\n".join(parts) + "\n"
 
     def to_json(self) -> dict[str, Any]:
-        """Everything about the comparison as plain data."""
+        """Everything about the run as plain data, less the single cases, which the log has."""
         plan = self.plan
         return {
-            "recommendation": self.recommendation,
-            "definition": self.definition,
+            "recommendations": self.recommendations,
+            "definitions": {section.name: section.definition for section in self.sections},
             "notes": plan.notes,
-            "settings": asdict(plan.settings),
-            "methods": plan.methods,
-            "trained_length": plan.trained,
-            "scored_tokens": plan.windows.scored,
-            "identity": plan.identity,
-            "summary": [
+            "settings": plan.settings.to_json(),
+            "systems": [
                 {
-                    "method": method,
-                    "length": length,
-                    "perplexity": _plain(self.perplexity[method, length]),
-                    "passkey": _plain(self.passkey[method, length]),
+                    "name": system.name,
+                    "model": system.model,
+                    "method": system.method,
+                    "options": system.options,
+                    "trained_length": system.trained,
+                    "reference_length": self.reference(system),
                 }
-                for method in plan.methods
-                for length in plan.lengths
+                for system in plan.systems
             ],
-            "cells": [cell.to_json() for cell in self.cells],
+            "lengths": plan.lengths,
+            "identities": plan.identities,
+            "summary": [
+                {"task": task, "system": system, "length": length, **_numbers(value)}
+                for (task, system, length), value in self.estimates.items()
+            ],
+            "costs": [
+                {"task": task, "system": system, **_numbers(value)}
+                for (task, system), value in self.costs.items()
+                if value is not None
+            ],
+            "differences": [
+                {"task": task, "system": one, "less": other, **_numbers(value)}
+                for (task, one, other), value in self.differences.items()
+            ],
+            "suites": {
+                suite: {
+                    system.name: {
+                        "effective_length": self.effective_length(suite, system.name),
+                        "average": {
+                            str(n): self.average(suite, system.name, n) for n in plan.lengths
+                        },
+                    }
+                    for system in plan.systems
+                }
+                for suite in self.suites
+            },
+            "curves": [
+                {"task": task, "system": system, "up_to": edge, **_numbers(value)}
+                for task in [task.name for task in plan.tasks]
+                for (system, edge), value in self.curve(task).items()
+            ],
         }
 
     def _write_csv(self, path: Path) -> None:
         with path.open("w", encoding="utf-8", newline="") as file:
             table = csv.writer(file)
-            columns = ["value", "low", "high", "count", "seconds"]
-            table.writerow(["kind", "method", "length", "depth_bin", *columns])
-            for cell in self.cells:
-                if cell.kind == "perplexity":
-                    estimate = self.perplexity[cell.method, cell.length]
-                else:
-                    estimate = self.passkey_by_depth[cell.method, cell.length, cell.depth]
-                place = [cell.kind, cell.method, cell.length, cell.depth]
-                table.writerow([*place, *asdict(estimate).values(), cell.seconds])
+            table.writerow(
+                ["task", "system", "length", "depth_bin", "value", "low", "high", "count"]
+            )
+            for place, value in self.estimates.items():
+                table.writerow([*place, "", *asdict(value).values()])
+                bins = [(key, e) for key, e in self.by_depth.items() if key[:3] == place]
+                for (*_, depth), cell in bins:
+                    table.writerow([*place, depth, *asdict(cell).values()])
+
+    def curve(self, task: str) -> dict[tuple[str, int], Estimate]:
+        """Perplexity between two positions of the longest windows, by (system, later one)."""
+        curve: dict[tuple[str, int], Estimate] = {}
+        for system in self.plan.systems:
+            outcomes = self.places[task, system.name, self.plan.lengths[-1]]
+            outcomes = [outcome for outcome in outcomes if len(outcome.curve) > 1]
+            for index in range(len(outcomes[0].curve) if outcomes else 0):
+                losses: dict[int, list[float]] = {}
+                for outcome in outcomes:
+                    position, total, count = outcome.curve[index]
+                    _, less, before = outcome.curve[index - 1] if index else (0, 0.0, 0)
+                    entry = losses.setdefault(outcome.group, [0.0, 0])
+                    entry[0] += total - less if math.isfinite(total) else math.inf
+                    entry[1] += count - before
+                means = [total / count for total, count in losses.values()]
+                weights = [count for _, count in losses.values()]
+                curve[system.name, position] = estimate_perplexity(
+                    means, self.plan.settings.seed, weights
+                )
+        return curve
+
+    def _draw(self, folder: Path) -> Iterator[tuple[str, Path]]:
+        """(task or suite, path) of every picture."""
+        trained = {system.name: system.trained for system in self.plan.systems}
+        names = ", ".join(Path(model).name for model in self.plan.settings.models)
+        for task in self.plan.tasks:
+            if task.kind == "loss":
+                path = folder / f"{task.name}.png"
+                part = {
+                    place[1:]: e for place, e in self.estimates.items() if place[0] == task.name
+                }
+                figures.draw_perplexity(part, trained, f"{names}: {task.name} by length", path)
+                yield task.name, path
+                if curve := self.curve(task.name):
+                    path = folder / f"{task.name}_positions.png"
+                    title = f"{names}: {task.name} by position in {self.plan.lengths[-1]} tokens"
+                    axis = "tokens up to this position, from the one before"
+                    figures.draw_perplexity(curve, trained, title, path, axis, self.plan.lengths)
+                    yield task.name, path
+            elif part := {p[1:]: e for p, e in self.by_depth.items() if p[0] == task.name}:
+                path = folder / f"{task.name}.png"
+                figures.draw_depths(part, trained, f"{names}: {task.name}, % found", path)
+                yield task.name, path
+        rates = [task.name for task in self.plan.tasks if task.kind == "rate"]
+        part = {place: e for place, e in self.estimates.items() if place[0] in rates}
+        if part:
+            path = folder / "rates.png"
+            figures.draw_rates(part, trained, path)
+            yield next(iter(self.suites), rates[0]), path
+
+    def _page(self, pictures: Sequence[tuple[str, Path]]) -> str:
+        from jinja2 import Environment
+
+        shown = []
+        for section in self.sections:
+            mine = [
+                {
+                    "alt": f"{path.stem} of {self.title}",
+                    "data": base64.b64encode(path.read_bytes()).decode(),
+                }
+                for name, path in pictures
+                if name == section.name
+            ]
+            shown.append(Section(section.name, section.definition, section.tables, mine))
+        template = Environment(autoescape=True).from_string(_TEMPLATE.read_text(encoding="utf-8"))
+        data = self.to_json()
+        settings = {name: data[name] for name in ("settings", "systems", "identities")}
+        return template.render(
+            title=self.title,
+            sentences=self.recommendations,
+            notes=self.plan.notes,
+            sections=shown,
+            settings=dump(settings),
+        )
 
 
 def wide_console(width: int) -> Console:
@@ -184,10 +490,16 @@ def wide_console(width: int) -> Console:
     return console if console.is_terminal else Console(width=max(width, console.width))
 
 
-def _interval(estimate: Estimate) -> str:
-    return f"{number(estimate.value)} [{number(estimate.low)}, {number(estimate.high)}]"
+def _rich(name: str, table: Table, columns: Sequence[int]) -> RichTable:
+    shown = RichTable(box=box.SIMPLE_HEAD, pad_edge=False, title=name, title_justify="left")
+    columns = [index for index in columns if index < len(table.header)]
+    for index in columns:
+        shown.add_column(table.header[index].replace(" (trained)", "\n(trained)"), no_wrap=True)
+    for row in table.rows:
+        shown.add_row(*(row.cells[index].text for index in columns))
+    return shown
 
 
-def _plain(estimate: Estimate) -> dict[str, float | None]:
+def _numbers(value: Estimate) -> dict[str, float | None]:
     """JSON has no infinity."""
-    return {k: v if v < math.inf else None for k, v in asdict(estimate).items()}
+    return {k: v if v < math.inf else None for k, v in asdict(value).items()}

@@ -1,4 +1,4 @@
-"""From measured cells to estimates with intervals, and to one recommendation."""
+"""From outcomes to estimates with intervals, to differences, and to one recommendation."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from rope_ext.measure.cells import Cell
-from rope_ext.measure.intervals import bootstrap_mean, wilson
+from rope_ext.measure.cases import Outcome
+from rope_ext.measure.intervals import bootstrap_mean, paired_rates, wilson
 
 UNPATCHED = "none"
 MAX_COST = 0.05
@@ -24,17 +24,74 @@ class Estimate:
     count: int
 
 
-def estimate_perplexity(losses: Sequence[float], seed: int) -> Estimate:
-    """Perplexity of windows with these mean losses (nats per token), bootstrapped over windows."""
-    mean = _mean(losses)
+def estimate_perplexity(
+    losses: Sequence[float], seed: int, weights: Sequence[float] | None = None
+) -> Estimate:
+    """Perplexity of documents with these mean losses (nats per token), bootstrapped over them.
+
+    Args:
+        losses: of each document or window.
+        seed: of the bootstrap.
+        weights: tokens behind each loss; equal if None.
+    """
+    mean = _mean(losses, weights)
     if not math.isfinite(mean):
         return Estimate(math.inf, math.inf, math.inf, len(losses))
-    return Estimate(_exp(mean), *map(_exp, bootstrap_mean(losses, seed)), len(losses))
+    low, high = bootstrap_mean(losses, seed, weights)
+    return Estimate(_exp(mean), _exp(low), _exp(high), len(losses))
 
 
-def estimate_rate(passes: Sequence[int]) -> Estimate:
-    """Share of trials passed, with its Wilson interval."""
-    return Estimate(sum(passes) / len(passes), *wilson(sum(passes), len(passes)), len(passes))
+def estimate_rate(passes: Sequence[float]) -> Estimate:
+    """Mean share of answers found, with its Wilson interval."""
+    return Estimate(math.fsum(passes) / len(passes), *_wilson(passes), len(passes))
+
+
+def _wilson(passes: Sequence[float]) -> tuple[float, float]:
+    return wilson(min(math.fsum(passes), len(passes)), len(passes))
+
+
+def estimate(outcomes: Sequence[Outcome], kind: str, seed: int) -> Estimate:
+    """One cell of a table: a rate, or a perplexity bootstrapped over documents."""
+    if kind == "rate":
+        return estimate_rate([outcome.value for outcome in outcomes])
+    losses, weights = by_document(outcomes)
+    return estimate_perplexity(losses, seed, weights)
+
+
+def by_document(outcomes: Sequence[Outcome]) -> tuple[list[float], list[int]]:
+    """Mean loss of each document over all its windows, and the tokens behind it."""
+    sums: dict[int, list[float]] = {}
+    for outcome in outcomes:
+        total = sums.setdefault(outcome.group, [0.0, 0])
+        total[0] += outcome.value * outcome.tokens
+        total[1] += outcome.tokens
+    return [total / tokens for total, tokens in sums.values()], [n for _, n in sums.values()]
+
+
+def difference(
+    one: Sequence[Outcome], other: Sequence[Outcome], kind: str, seed: int
+) -> Estimate | None:
+    """How much ``one`` is above ``other`` on the very same cases; None if they are not the same.
+
+    Rates: the difference, Newcombe's paired interval (bootstrap over cases where answers can be
+    found in part). Losses: the relative change of perplexity, bootstrap over documents.
+    """
+    if not one or [o.prompt for o in one] != [o.prompt for o in other]:
+        return None
+    if kind == "rate":
+        a, b = [outcome.value for outcome in one], [outcome.value for outcome in other]
+        gap = math.fsum(a) / len(a) - math.fsum(b) / len(b)
+        if set(a) | set(b) <= {0.0, 1.0}:
+            return Estimate(gap, *paired_rates(a, b), len(a))
+        gaps = [x - y for x, y in zip(a, b, strict=True)]
+        return Estimate(gap, *bootstrap_mean(gaps, seed), len(a))
+    (a, weights), (b, _) = by_document(one), by_document(other)
+    if not all(map(math.isfinite, (*a, *b))):
+        return None
+    gaps = [x - y for x, y in zip(a, b, strict=True)]
+    low, high = bootstrap_mean(gaps, seed, weights)
+    low, value, high = (_exp(x) - 1 for x in (low, _mean(gaps, weights), high))
+    return Estimate(value, low, high, len(gaps))
 
 
 @dataclass(frozen=True)
@@ -42,34 +99,37 @@ class Scores:
     """Everything measured for one method.
 
     Args:
-        losses: mean loss of every window (nats per token), by length.
+        losses: mean loss of every document (nats per token), by length.
         passes: 1 or 0 for every passkey trial, by (length, depth bin).
     """
 
     losses: dict[int, Sequence[float]] = field(default_factory=dict)
-    passes: dict[tuple[int, int], Sequence[int]] = field(default_factory=dict)
+    passes: dict[tuple[int, int], list[float]] = field(default_factory=dict)
 
-    def passes_at(self, *lengths: int) -> list[int]:
+    def passes_at(self, *lengths: int) -> list[float]:
         """The trials of these lengths, all depths together."""
         return [
             x for (length, _), values in self.passes.items() if length in lengths for x in values
         ]
 
     def losses_at(self, *lengths: int) -> list[float]:
-        """Mean loss over these lengths (the log of their mean perplexity), window by window."""
+        """Mean loss over these lengths, document by document."""
         rows = zip(*(self.losses[length] for length in lengths), strict=True)
         return [math.fsum(row) / len(row) for row in rows]
 
 
-def gather(cells: Sequence[Cell]) -> dict[str, Scores]:
-    """The values of all cells, by method."""
+def gather(outcomes: Sequence[Outcome]) -> dict[str, Scores]:
+    """The perplexity and passkey outcomes, by system."""
+    losses: dict[tuple[str, int], list[Outcome]] = {}
     scores: dict[str, Scores] = {}
-    for cell in cells:
-        score = scores.setdefault(cell.method, Scores())
-        if cell.kind == "perplexity":
-            score.losses[cell.length] = cell.values
-        else:
-            score.passes[cell.length, cell.depth] = cell.values
+    for outcome in outcomes:
+        score = scores.setdefault(outcome.system, Scores())
+        if outcome.task == "perplexity":
+            losses.setdefault((outcome.system, outcome.length), []).append(outcome)
+        elif outcome.task == "passkey":
+            score.passes.setdefault((outcome.length, outcome.bin or 0), []).append(outcome.value)
+    for (system, length), group in losses.items():
+        scores[system].losses[length] = by_document(group)[0]
     return scores
 
 
@@ -150,6 +210,26 @@ def percent(estimate: Estimate) -> str:
     return f"{estimate.value:.0%} [{100 * estimate.low:.0f}, {100 * estimate.high:.0f}]"
 
 
+def signed(estimate: Estimate) -> str:
+    """A difference of rates or a relative change, and its interval: ``+12.0 [+3.1, +21.4]``."""
+    return f"{100 * estimate.value:+.1f} [{100 * estimate.low:+.1f}, {100 * estimate.high:+.1f}]"
+
+
+def is_clear(gap: Estimate) -> bool:
+    """Whether the interval of a difference excludes zero; one document alone shows nothing."""
+    return gap.count > 1 and (gap.low > 0 or gap.high < 0)
+
+
+def interval(estimate: Estimate) -> str:
+    """A perplexity and its interval, such as ``7.84 [5.95, 10.6]``."""
+    return f"{number(estimate.value)} [{number(estimate.low)}, {number(estimate.high)}]"
+
+
+def is_unpatched(system: str) -> bool:
+    """Whether the name of a system, ``METHOD`` or ``MODEL METHOD``, is that of no method."""
+    return system.split(" ")[-1] == UNPATCHED
+
+
 def number(value: float) -> str:
     """A positive number to three digits, or to the whole if it has more."""
     if not 0.001 < value < 1e6:
@@ -165,8 +245,9 @@ def _cost(scores: Mapping[str, Scores], name: str, within: Sequence[int]) -> flo
     return _exp(method - unpatched) - 1
 
 
-def _mean(values: Sequence[float]) -> float:
-    return math.fsum(values) / len(values)
+def _mean(values: Sequence[float], weights: Sequence[float] | None = None) -> float:
+    weights = [1.0] * len(values) if weights is None else weights
+    return math.fsum(x * w for x, w in zip(values, weights, strict=True)) / math.fsum(weights)
 
 
 def _lower(losses: Mapping[str, Sequence[float]], one: str, other: str, seed: int) -> bool:

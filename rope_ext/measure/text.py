@@ -1,17 +1,21 @@
-"""Text for perplexity: a user's own files, or Python's standard library."""
+"""Text: a user's own files and data sets, or what ships with Python."""
 
 from __future__ import annotations
 
 import hashlib
 import json
+import re
 import sysconfig
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from functools import cache
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from rope_ext.errors import MeasureError
 
 _SKIPPED = {"site-packages", "test", "tests", "idle_test", "encodings", "__pycache__"}
+_SUFFIXES = {".txt", ".md", ".jsonl", ".parquet"}
 
 
 def python_library(split: Literal["train", "held_out"]) -> list[str]:
@@ -33,16 +37,38 @@ def python_library(split: Literal["train", "held_out"]) -> list[str]:
     return texts
 
 
-def read_texts(paths: Iterable[Path]) -> list[str]:
-    """Documents of text files: one per file, and one per line of ``.jsonl`` (field ``text``).
+def read_texts(sources: Iterable[Path | str], most: int = 1000) -> list[str]:
+    """Documents of files, folders and data sets.
+
+    A text file is one document; each line of ``.jsonl`` and each row of ``.parquet`` is one, in
+    its field ``text``. A folder stands for all such files in it, and ``hf:ID`` for the first
+    ``most`` rows of a data set of the Hub, streamed: ``hf:ID``, ``hf:ID:SPLIT`` or
+    ``hf:ID/CONFIG:SPLIT`` with a split of ``test`` by default.
 
     Raises:
-        MeasureError: a file is missing, empty, not UTF-8, or a line holds no ``text``.
+        MeasureError: a source is missing, empty, not UTF-8, or a document holds no ``text``.
     """
-    return [text for path in paths for text in _documents(Path(path))]
+    return [text for source in sources for text in _documents(source, most)]
 
 
-def _documents(path: Path) -> list[str]:
+def _documents(source: Path | str, most: int) -> list[str]:
+    if str(source).startswith("hf:"):
+        documents = list(_streamed(str(source)[3:], most))
+    elif Path(source).is_dir():
+        files = sorted(path for path in Path(source).rglob("*") if path.suffix in _SUFFIXES)
+        documents = [text for path in files for text in _lines(path)]
+    else:
+        documents = _lines(Path(source))
+    documents = [text for text in documents if text.strip()]
+    if not documents:
+        raise MeasureError(f"the text {source} is empty; give --text a file with text in it")
+    return documents
+
+
+def _lines(path: Path) -> list[str]:
+    """The documents of one file; some may be blank."""
+    if path.suffix == ".parquet":
+        return _parquet(path)
     try:
         content = path.read_text(encoding="utf-8")
     except OSError as error:
@@ -51,16 +77,81 @@ def _documents(path: Path) -> list[str]:
         ) from None
     except UnicodeDecodeError:
         raise MeasureError(f"{path} is not UTF-8 text; convert it, or leave it out") from None
-    if path.suffix == ".jsonl":
-        documents = [
-            _field(path, number, line) for number, line in enumerate(content.split("\n"), 1)
-        ]
-    else:
-        documents = [content]
-    documents = [text for text in documents if text.strip()]
-    if not documents:
-        raise MeasureError(f"the text {path} is empty; give --text a file with text in it")
-    return documents
+    if path.suffix != ".jsonl":
+        return [content]
+    return [_field(path, number, line) for number, line in enumerate(content.split("\n"), 1)]
+
+
+def _parquet(path: Path) -> list[str]:
+    if not path.exists():
+        raise MeasureError(f"cannot read the text {path}: no such file; give --text another")
+    data = _datasets().load_dataset("parquet", data_files=str(path), split="train")
+    if "text" not in data.column_names:
+        raise MeasureError(f"{path} has no column named text; rename one, or leave it out")
+    return [text or "" for text in data["text"]]
+
+
+def _streamed(name: str, most: int) -> Iterator[str]:
+    """The texts of a data set of the Hub, or of a folder that ``datasets`` can read."""
+    name, _, split = name.partition(":")
+    owner, _, rest = name.partition("/")
+    dataset, _, config = rest.partition("/")
+    path = f"{owner}/{dataset}" if dataset else owner
+    try:
+        data = _datasets().load_dataset(path, config or None, split=split or "test", streaming=True)
+        for row in data.take(most):
+            if not isinstance(row.get("text"), str):
+                raise MeasureError(f"the data set {name} has no column named text; give another")
+            yield row["text"]
+    except (OSError, ValueError, RuntimeError) as error:
+        if isinstance(error, MeasureError):
+            raise
+        reason = str(error).strip().split("\n", 1)[0].rstrip(".")
+        raise MeasureError(
+            f"cannot read the data set {name} ({reason}); give --text hf:ID/CONFIG:SPLIT or a file"
+        ) from None
+
+
+def _datasets() -> Any:
+    try:
+        import datasets
+    except ImportError:
+        raise MeasureError(
+            "this text needs datasets, which is not installed; "
+            'install it with: pip install "rope-ext[eval]"'
+        ) from None
+    datasets.disable_progress_bars()
+    return datasets
+
+
+def sentences(text: str) -> list[str]:
+    """The sentences of a text, each with its end; blank lines end one as well."""
+    flat = [re.sub(r"\s+", " ", part).strip() for part in re.split(r"\n\s*\n", text)]
+    return [s for part in flat for s in re.split(r"(?<=[.!?])\s+", part) if s]
+
+
+def python_documentation() -> str:
+    """The prose that ships with Python: the topics of ``help()``, without their markup.
+
+    Where a distribution leaves them out, the documentation strings of the library stand in.
+    """
+    try:
+        from pydoc_data.topics import topics
+    except ImportError:
+        return "\n\n".join(python_library("held_out"))
+    text = "\n\n".join(topics[name] for name in sorted(topics))
+    text = re.sub(r"^[^A-Za-z0-9\n]+$", "", text, flags=re.MULTILINE)  # rules under headings
+    return re.sub(r"[*`\\]+", "", text)
+
+
+@cache
+def library_words() -> tuple[str, ...]:
+    """Lower-case words of Python's library and documentation, in alphabetical order."""
+    texts = [python_documentation(), *python_library("train")]
+    count: Counter[str] = Counter()
+    for text in texts:
+        count.update(re.findall(r"(?<![A-Za-z_])[a-z]{4,9}(?![A-Za-z_])", text))
+    return tuple(sorted(word for word, times in count.items() if times > 4))
 
 
 def _field(path: Path, number: int, line: str) -> str:

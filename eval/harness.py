@@ -1,0 +1,201 @@
+r"""Tasks of lm-evaluation-harness on a patched model, with the window that the patch gives it.
+
+    pip install lm-eval
+    python -m eval.harness --model checkpoints/tiny-512 --method yarn --factor 8 \
+        --tasks ruler_vt,ruler_fwe --metadata '{"max_seq_lengths": [2048]}' --limit 20
+
+The harness cuts prompts on the LEFT at what it takes for the model's window, without an error.
+Here that window is ``factor`` times the trained length for every method, and for the unpatched
+model too, so that all get the very same prompts. The table shows the harness's own standard
+errors; ``harness.json`` in ``--output`` has its results in full, less the samples.
+
+``ruler_vt`` needs no download; ``ruler_cwe`` needs wonderwords, ``ruler_fwe`` scipy; the ``niah``
+tasks of the harness fetch data (``python -m eval.ruler`` has its own, which do not).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+from collections.abc import Sequence
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+import rope_ext
+from eval.options import split
+from rope_ext import OptionError
+from rope_ext.errors import MeasureError
+from rope_ext.measure import models
+from rope_ext.measure.arguments import parse_options
+from rope_ext.measure.run import checked_methods, dump, versions
+from rope_ext.measure.summary import UNPATCHED
+from rope_ext.measure.terminal import clean_errors, quiet, tell
+
+
+def parser() -> argparse.ArgumentParser:
+    """The options."""
+    made = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = made.add_argument
+    add("--model", required=True, help="folder or Hub id")
+    add("--adapter", help="PEFT adapter, in use wherever a method is")
+    add("--method", action="append", required=True, help="names, comma between, or repeat; 'none'")
+    add("--factor", type=float, default=4.0, help="how many times the trained length")
+    add("--option", action="append", help="METHOD.NAME=VALUE, or NAME=VALUE of a single method")
+    add("--tasks", required=True, help="names the harness knows, comma between")
+    add("--include-path", type=Path, help="folder with tasks of one's own")
+    add("--metadata", help='JSON for the tasks, such as {"max_seq_lengths": [8192]}')
+    add("--limit", type=int, help="documents of each task")
+    add("--num-fewshot", type=int, help="examples before each question")
+    add("--max-length", type=int, help="window in tokens; default: factor x trained length")
+    add("--trained-length", type=int, help="if the configuration does not say it rightly")
+    add("--compose", action="store_true", help="patch on top of the checkpoint's own scaling")
+    add("--dtype", default="auto", help=f"one of {', '.join(models.DTYPES)}")
+    add("--attn", help="attention implementation")
+    add("--device", default="auto", help="auto, cpu, cuda, cuda:1, mps ...")
+    add("--batch-size", default="1", help="rows per forward, or auto")
+    add("--chat", action="store_true", help="use the chat template")
+    add("--seed", type=int, default=0, help="of examples")
+    add("--output", type=Path, default=Path("runs/harness"), help="folder for results")
+    return made
+
+
+def evaluate(args: argparse.Namespace) -> dict[str, Any]:
+    """The harness's results for the unpatched model and every method, by method.
+
+    Raises:
+        RopeExtError: something is unknown, missing or cannot be loaded.
+    """
+    names = split(args.method)
+    methods = checked_methods(names, args.factor, parse_options(args.option, names))
+    metadata = _metadata(args.metadata)
+    try:
+        from lm_eval import simple_evaluate
+        from lm_eval.models.huggingface import HFLM
+        from lm_eval.tasks import TaskManager
+    except ImportError:
+        raise MeasureError(
+            "lm-evaluation-harness is not installed; install it with: "
+            'pip install "rope-ext[harness]"'
+        ) from None
+    config = models.load_config(args.model)
+    trained = args.trained_length or models.trained_length(config)
+    window = args.max_length or math.ceil(round(args.factor * trained, 6))
+    include = None if args.include_path is None else str(args.include_path)
+    manager = TaskManager(include_path=include, metadata={"pretrained": args.model, **metadata})
+    tasks = _known(split(args.tasks), manager)
+    tokenizer = models.load_tokenizer(args.model)
+    tokenizer.model_max_length = max(window, tokenizer.model_max_length)
+    model = models.load_model(args.model, args.dtype, args.device, args.attn, args.adapter)
+    results = {}
+    for method, options in {UNPATCHED: {}, **methods}.items():
+        if method == UNPATCHED:
+            applied = model.disable_adapter() if args.adapter else nullcontext()
+        else:
+            applied = rope_ext.patched(
+                model,
+                method,
+                compose=args.compose,
+                original_max_position_embeddings=args.trained_length,
+                **options,
+            )
+        with applied:
+            harness = HFLM(
+                pretrained=model,
+                tokenizer=tokenizer,
+                max_length=window,
+                batch_size=args.batch_size,
+            )
+            found = simple_evaluate(
+                harness,
+                tasks=tasks,
+                task_manager=manager,
+                num_fewshot=args.num_fewshot,
+                limit=args.limit,
+                log_samples=False,
+                apply_chat_template=args.chat,
+                random_seed=args.seed,
+                numpy_random_seed=args.seed,
+                torch_random_seed=args.seed,
+                fewshot_random_seed=args.seed,
+                bootstrap_iters=1000,
+                metadata=metadata,
+            )
+        results[method] = found["results"]
+    return {
+        "results": results,
+        "model": args.model,
+        "methods": methods,
+        "trained_length": trained,
+        "max_length": window,
+        "versions": versions(),
+    }
+
+
+def _metadata(text: str | None) -> dict[str, Any]:
+    try:
+        data = json.loads(text or "{}")
+    except ValueError:
+        data = None
+    if not isinstance(data, dict):
+        raise OptionError(f'--metadata {text!r} is not a JSON object, such as {{"name": 1}}')
+    return data
+
+
+def _known(names: Sequence[str], manager: Any) -> list[str]:
+    if not names:
+        raise OptionError("no task is given; choose some, such as --tasks ruler_vt")
+    for name in names:
+        if not manager.match_tasks([name]):
+            raise OptionError(
+                f"unknown task {name!r}; `lm_eval ls tasks` lists what the harness knows, "
+                f"--include-path adds tasks of your own"
+            )
+    return list(names)
+
+
+def show(data: dict[str, Any]) -> None:
+    """Print one table: tasks and metrics down, methods across."""
+    table = Table(
+        title=f"{data['model']}, window {data['max_length']} tokens", title_justify="left"
+    )
+    for name in ("task", "metric", *data["results"]):
+        table.add_column(name)
+    first = next(iter(data["results"].values()))
+    for task, metrics in first.items():
+        for metric, value in metrics.items():
+            if not isinstance(value, (int, float)) or "stderr" in metric or "," not in metric:
+                continue
+            if all(results[task][metric] == -1 for results in data["results"].values()):
+                continue  # what the RULER tasks give for lengths that were not asked for
+            cells = []
+            for results in data["results"].values():
+                name, _, kind = metric.partition(",")
+                error = results[task].get(f"{name}_stderr,{kind}")
+                spread = f" ± {error:.3f}" if isinstance(error, float) else ""
+                cells.append(f"{results[task][metric]:.4g}{spread}")
+            table.add_row(task, metric, *cells)
+    Console().print(table)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run from the command line."""
+    args = parser().parse_args(arguments)
+    with clean_errors():
+        quiet()
+        data = evaluate(args)
+        show(data)
+        args.output.mkdir(parents=True, exist_ok=True)
+        path = args.output / "harness.json"
+        path.write_text(dump(data), encoding="utf-8")
+        tell(f"wrote {path}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,132 @@
+"""The options that all evaluators share, and how an evaluator is run from the command line."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from rope_ext import OptionError
+from rope_ext.measure.arguments import parse_lengths, parse_options, split
+from rope_ext.measure.models import DTYPES
+from rope_ext.measure.run import Settings, Task
+from rope_ext.measure.terminal import clean_errors, evaluate
+
+
+def parser(description: str, output: str) -> argparse.ArgumentParser:
+    """A parser with the shared options.
+
+    Args:
+        description: the docstring of the evaluator; its command line stands there too.
+        output: default folder for results.
+    """
+    made = argparse.ArgumentParser(
+        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    subject = made.add_argument_group("what is measured")
+    add = subject.add_argument
+    add("--model", action="append", required=True, help="folder or Hub id; repeat for several")
+    add("--adapter", help="PEFT adapter, in use wherever a method is")
+    add("--method", action="append", required=True, help="names, comma between, or repeat; 'none'")
+    add("--factor", type=float, default=4.0, help="how many times the trained length")
+    add("--option", action="append", help="METHOD.NAME=VALUE, or NAME=VALUE of a single method")
+    add("--lengths", required=True, action="append", help="context lengths, such as 512,4k,8k")
+    add("--trained-length", type=int, help="if the configuration does not say it rightly")
+    add("--compose", action="store_true", help="patch on top of the checkpoint's own scaling")
+    add("--chat", choices=("auto", "yes", "no"), default="auto", help="use the chat template")
+    add("--force", action="store_true", help="measure lengths beyond what a method reaches")
+    running = made.add_argument_group("how it is run")
+    add = running.add_argument
+    add("--dtype", default="auto", help=f"one of {', '.join(DTYPES)}; auto: float32 on a CPU")
+    add("--attn", help="attention implementation, such as sdpa, eager, flash_attention_2")
+    add("--device", default="auto", help="auto, cpu, cuda, cuda:1, mps ...")
+    add("--batch-size", default="auto", help="rows per forward, or auto")
+    add("--seed", type=int, default=0, help="of texts, prompts and intervals")
+    add("--output", type=Path, default=Path(output), help="folder for results")
+    add("--resume", action="store_true", help="use what --output holds and complete it")
+    add("--overwrite", action="store_true", help="delete what --output holds")
+    return made
+
+
+def settings(args: argparse.Namespace) -> Settings:
+    """The shared options as settings.
+
+    Raises:
+        OptionError: one of them cannot be read.
+    """
+    methods = tuple(split(args.method))
+    return Settings(
+        models=tuple(args.model),
+        methods=methods,
+        lengths=parse_lengths(args.lengths),
+        factor=args.factor,
+        options=parse_options(args.option, methods),
+        adapter=args.adapter,
+        seed=args.seed,
+        dtype=args.dtype,
+        attn=args.attn,
+        device=args.device,
+        batch_size=_batch_size(args.batch_size),
+        chat=args.chat,
+        trained_length=args.trained_length,
+        compose=args.compose,
+        force=args.force,
+        output=args.output,
+        resume=args.resume,
+        overwrite=args.overwrite,
+    )
+
+
+def _batch_size(text: str) -> int | None:
+    if text == "auto":
+        return None
+    if not text.isdigit():
+        raise OptionError(f"--batch-size {text!r} is not valid; give auto or a number of rows")
+    return int(text)
+
+
+def add_grid(made: argparse.ArgumentParser) -> None:
+    """Trials and depths."""
+    add = made.add_argument_group("grid").add_argument
+    add("--trials", type=int, default=10, help="prompts for each length and depth")
+    add("--depths", type=int, default=5, help="depth bins of equal width")
+
+
+def add_passkey(made: argparse.ArgumentParser) -> None:
+    """The options of the passkeys."""
+    add = made.add_argument_group("passkey").add_argument
+    add("--digits", type=int, default=5, help="of each key, such as 5 or 10")
+    add("--generate", action="store_true", help="decode with a cache, instead of teacher-forcing")
+
+
+def add_perplexity(made: argparse.ArgumentParser) -> None:
+    """The options of perplexity."""
+    add = made.add_argument_group("perplexity").add_argument
+    add(
+        "--text",
+        action="append",
+        help="file (txt, md, jsonl, parquet), folder or hf:ID/CONFIG:SPLIT; repeat. Default: the "
+        "held-out part of Python's library",
+    )
+    add("--windows", type=int, default=16, help="stretches of text, at most")
+    add(
+        "--protocol",
+        default=None,
+        help="ending (the same tokens after more and more context; default), sliding or start",
+    )
+    add("--stride", type=int, help="tokens a window moves by; makes the protocol sliding")
+    add("--min-context", type=int, default=0, help="of sliding and start: tokens not scored")
+    add("--longppl", action="store_true", help="also of the tokens alone that need long contexts")
+    add("--evaluator", help="model that chooses those tokens; default: that of the first method")
+    add("--short-context", type=int, default=4096, help="tokens that are not enough for them")
+
+
+def main(args: argparse.Namespace, tasks: Callable[[argparse.Namespace], Sequence[Task]]) -> None:
+    """Check, measure, print and write; mistakes are told in one line.
+
+    Args:
+        args: from ``parser``.
+        tasks: called with ``args`` for the tasks to measure.
+    """
+    with clean_errors():
+        evaluate(settings(args), tasks(args))

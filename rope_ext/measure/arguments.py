@@ -1,0 +1,70 @@
+"""What people type: lists, lengths such as 4k, and options of methods."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from rope_ext.errors import OptionError
+
+
+def split(names: str | Iterable[str]) -> list[str]:
+    """``a,b`` or ``["a,b", "c"]`` as a list without blanks."""
+    texts = [names] if isinstance(names, str) else names
+    return [name.strip() for text in texts for name in text.split(",") if name.strip()]
+
+
+def parse_lengths(text: str | Iterable[str]) -> tuple[int, ...]:
+    """``512,4k`` as numbers of tokens; k is 1024.
+
+    Raises:
+        OptionError: something is not a whole number.
+    """
+    lengths = []
+    for word in split(text):
+        match = re.fullmatch(r"(\d+)(k?)", word.lower())
+        if match is None:
+            raise OptionError(
+                f"--lengths {word!r} is not a list of whole numbers; give it as 512,1024 or 4k,8k"
+            )
+        lengths.append(int(match[1]) * (1024 if match[2] else 1))
+    return tuple(lengths)
+
+
+def parse_options(
+    texts: Iterable[str] | None, methods: Sequence[str] = ()
+) -> dict[str, dict[str, Any]]:
+    """``yarn.beta_fast=16`` as ``{"yarn": {"beta_fast": 16}}``.
+
+    The method may be left out where ``methods`` is just one.
+
+    Raises:
+        OptionError: an option has another form.
+    """
+    options: dict[str, dict[str, Any]] = {}
+    for text in texts or ():
+        place, equals, value = text.partition("=")
+        method, dot, name = place.partition(".")
+        if not dot and len(methods) == 1:
+            method, name = methods[0], place
+        elif not dot:
+            name = ""
+        if not (equals and method and name):
+            raise OptionError(
+                f"--option {text!r} is not valid; give METHOD.NAME=VALUE, such as yarn.beta_fast=16"
+            )
+        options.setdefault(method, {})[name] = _value(value)
+    return options
+
+
+def _value(text: str) -> Any:
+    """A number, list, true, false or none; anything else is a word."""
+    words = {"true": True, "false": False, "none": None}
+    if text.lower() in words:
+        return words[text.lower()]
+    try:
+        return ast.literal_eval(text)
+    except (ValueError, SyntaxError):
+        return text

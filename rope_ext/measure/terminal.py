@@ -1,0 +1,96 @@
+"""What all commands have in common: errors, messages, progress, and the run itself."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
+
+from rope_ext.errors import RopeExtError
+
+if TYPE_CHECKING:
+    from rope_ext.measure.report import Report
+    from rope_ext.measure.run import Settings, Task
+
+_err = Console(stderr=True, highlight=False)
+
+
+@contextmanager
+def clean_errors() -> Iterator[None]:
+    """Errors made by the user as one line, exit code 2."""
+    try:
+        yield
+    except RopeExtError as error:
+        tell(f"error: {error}", "red")
+        sys.exit(2)
+
+
+def tell(text: str, style: str | None = None) -> None:
+    """A line on standard error, from the first process only."""
+    if _first():
+        _err.print(text, style=style, markup=False, soft_wrap=True)
+
+
+def quiet() -> None:
+    """No log lines and loading bars in the middle of ours."""
+    from transformers.utils import logging as transformers_logging
+
+    transformers_logging.set_verbosity_error()
+    transformers_logging.disable_progress_bar()
+
+
+def progress() -> Progress:
+    """A bar with an estimate; in the first process only."""
+    # Long forwards report seldom: look back far enough for a steady estimate.
+    columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn())
+    remaining = TimeRemainingColumn()
+    return Progress(
+        *columns, remaining, console=_err, speed_estimate_period=600, disable=not _first()
+    )
+
+
+def evaluate(settings: Settings, tasks: Sequence[Task]) -> Report | None:
+    """Check, measure, print and write; None in every process but the first.
+
+    Raises:
+        RopeExtError: see ``prepare`` and ``run``.
+    """
+    from rope_ext.measure import figures
+    from rope_ext.measure.report import Report
+    from rope_ext.measure.run import prepare, run
+
+    figures.require_matplotlib()
+    quiet()
+    plan = prepare(settings, tasks)
+    for note in plan.notes:
+        tell(f"note: {note}", "yellow")
+    total, left = plan.size
+    known = f" ({total - left} more are known)" if left < total else ""
+    with progress() as shown:
+        bar = shown.add_task(f"{left} cases{known}", total=None)
+        try:
+            outcomes = run(
+                plan,
+                lambda work: shown.advance(bar, work),
+                lambda work: shown.update(bar, total=work),
+            )
+        except KeyboardInterrupt:
+            shown.stop()
+            tell(f"stopped; finished cases are in {settings.output}, --resume goes on from there")
+            sys.exit(130)
+    if outcomes is None:
+        return None
+    report = Report(plan, outcomes)
+    report.print()
+    for path in report.write():
+        tell(f"wrote {path}")
+    return report
+
+
+def _first() -> bool:
+    return os.environ.get("RANK", "0") == "0"

@@ -15,7 +15,8 @@ $(VENV)/installed: pyproject.toml constraints.txt
 
 demo: $(VENV)/installed ## what the extension methods do to the shipped checkpoint
 	$(BIN)/rope-ext compare --model checkpoints/tiny-512 --factor 8 \
-		--methods dynamic_yarn,yarn,dynamic_ntk,ntk,llama3,pi --lengths 512,1024,2048,4096 \
+		--methods dynamic_yarn,yarn,dynamic_ntk,ntk,rerope,self_extend,dual_chunk,pi \
+		--lengths 512,1024,2048,4096 \
 		--windows 12 --trials 4 --output runs/demo --resume
 
 # Two workers with two threads each would spin against each other on two cores.

@@ -1024,7 +1024,7 @@ def test_continuous_batching_is_refused_with_the_cure(ids) -> None:
     model = patch(tiny_llama())
     with pytest.raises(rope_ext.CacheError, match=r"continuous batching.*DynamicCache.*'yarn'"):
         model(ids, cache=object())
-    with pytest.raises(ValueError, match="continuous batching|rope_ext"):  # transformers' own words
+    with pytest.raises(ValueError, match=r"continuous batching|rope_ext"):  # transformers' own
         model.generate_batch(inputs=[ids[0].tolist()], max_new_tokens=2)
 
 

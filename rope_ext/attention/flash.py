@@ -25,8 +25,7 @@ _OPEN = 2**62
 """Stands for ``last=None`` where geometries travel as integers: no distance is as large."""
 _STRIP = 128
 """Rows of a tile along a near band: fewer repeat too many keys, more waste at the corners."""
-
-_BLOCK = 512
+_BLOCK = 1024
 """Tokens that are turned at a time."""
 
 
@@ -194,8 +193,11 @@ def _turned(x: torch.Tensor, turn: Turn, part: slice, pairs: Pairs) -> torch.Ten
     x = x[..., part, :]
     if turn is None:
         return x
+    blocks = list(_blocks(x, turn, part))
+    if len(blocks) == 1:
+        return pairs.rotate(x, blocks[0][1])
     out = torch.empty_like(x)
-    for block, table in _blocks(x, turn, part):
+    for block, table in blocks:
         out[..., block, :] = pairs.rotate(x[..., block, :], table)
     return out
 

@@ -35,3 +35,9 @@ def test_the_count_of_families_is_that_of_the_generated_page() -> None:
 def test_its_pictures_and_links_are_there() -> None:
     for link in re.findall(r"\]\(((?!http)[^)#]+)\)", README):
         assert (ROOT / link).exists(), link
+
+
+def test_the_share_of_position_methods_is_that_of_the_generated_page() -> None:
+    page = (ROOT / "docs" / "FAMILIES.md").read_text(encoding="utf-8")
+    for share in re.search(r"Position methods: ([\d.]+)% by default, ([\d.]+)%", page).groups():
+        assert f"({share} %" in README

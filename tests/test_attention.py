@@ -191,6 +191,7 @@ def test_without_gradients_flash_is_the_same(case):
     torch.testing.assert_close(out.double(), expected, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 @pytest.mark.parametrize("softcap", [None, 2.0])
 @pytest.mark.parametrize(("queries", "keys"), [(1, 60), (25, 60)])
 def test_flex_is_the_oracle(queries, keys, softcap):

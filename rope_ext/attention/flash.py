@@ -17,8 +17,8 @@ import torch.nn.functional as F
 from rope_ext.attention.bands import Band, Pairs, Turn
 from rope_ext.methods.geometry import ChunkGap, Distance, Geometry, Sinks
 
-_kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-_kernel_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+_kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
+_kernel_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
 
 _GEOMETRIES = (Distance, ChunkGap, Sinks)
 _OPEN = 2**62

@@ -514,7 +514,9 @@ def attend(
     columns, value_columns = query.shape[-1], value.shape[-1]
     pairs = Pairs(
         *(
-            slice(*side.indices(columns)) if isinstance(side, slice) else side
+            slice(side.start or 0, side.stop or columns, side.step or 1)
+            if isinstance(side, slice)
+            else side
             for side in (pairs.first, pairs.second)
         )
     )

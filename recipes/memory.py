@@ -1,0 +1,333 @@
+"""How much memory a recipe needs on each device, computed without loading a weight.
+
+    python recipes/memory.py recipes/llama3_8b_yarn_lora.yaml --devices 8
+
+Weights, gradients and optimizer are counted on the model as finetune.py builds it, on the meta
+device. Activations are the peak of one training step of that model on fake tensors: every storage
+it makes, forward and backward, is followed from its making to its end. Nothing is estimated but
+
+* what FSDP2 has gathered: two layers, the output layer, and the gradient of the largest of them;
+* under context parallelism the keys and values of one layer, gathered from all ranks;
+* 4-bit weights, in blocks of 64 with quantised constants, and one matrix of them made whole.
+
+Not counted are the framework itself, workspaces inside of kernels, and fragmentation. For position
+methods, whose attention keeps the same tensors, native attention stands in.
+"""
+
+from __future__ import annotations
+
+import argparse
+import weakref
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from transformers import LlamaConfig, MistralConfig, PreTrainedConfig, Qwen2Config, Qwen3Config
+
+from recipes import finetune
+from rope_ext.errors import OptionError, RopeExtError
+from rope_ext.measure.models import load_config
+
+BLOCK = 64  # weights that share a constant in 4 bits (QLoRA, arXiv 2305.14314, section 3)
+OF_CONSTANTS = 256  # constants that share one of their own
+
+# Published shapes, so that nothing has to be downloaded (and no licence accepted) to plan a run.
+SHAPES: dict[str, PreTrainedConfig] = {
+    "meta-llama/Llama-2-7b-hf": LlamaConfig(max_position_embeddings=4096),
+    "meta-llama/Meta-Llama-3-8B": LlamaConfig(
+        vocab_size=128256,
+        intermediate_size=14336,
+        num_key_value_heads=8,
+        max_position_embeddings=8192,
+        rope_parameters={"rope_type": "default", "rope_theta": 5e5},
+    ),
+    "Qwen/Qwen2.5-7B": Qwen2Config(
+        vocab_size=152064,
+        hidden_size=3584,
+        intermediate_size=18944,
+        num_hidden_layers=28,
+        num_attention_heads=28,
+        num_key_value_heads=4,
+        max_position_embeddings=131072,
+        rope_parameters={"rope_type": "default", "rope_theta": 1e6},
+    ),
+    "Qwen/Qwen3-8B": Qwen3Config(
+        vocab_size=151936,
+        intermediate_size=12288,
+        num_hidden_layers=36,
+        num_attention_heads=32,
+        num_key_value_heads=8,
+        head_dim=128,
+        max_position_embeddings=40960,
+        rope_parameters={"rope_type": "default", "rope_theta": 1e6},
+    ),
+    "mistralai/Mistral-7B-v0.3": MistralConfig(
+        vocab_size=32768,
+        max_position_embeddings=32768,
+        sliding_window=None,
+        rope_parameters={"rope_type": "default", "rope_theta": 1e6},
+    ),
+}
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes on one device."""
+
+    weights: float
+    gradients: float
+    optimizer: float
+    activations: float
+    gathered: float = 0
+
+    @property
+    def total(self) -> float:
+        return sum(getattr(self, field.name) for field in fields(self))
+
+
+@dataclass(frozen=True)
+class Need:
+    """What a recipe needs on one device, and how it is shared out among several.
+
+    Args:
+        parameters, trained: numbers, LoRA and copies of trained modules among them.
+        alone: on one device.
+        constants: bytes of the 4-bit weights that FSDP does not share out.
+        gathered: bytes that FSDP2 holds whole for a time, at most.
+        keys: bytes of the keys and values of a whole sequence in one layer.
+        step: peak of the activations in bytes for rows of that many tokens.
+        length: tokens of a row.
+    """
+
+    parameters: int
+    trained: int
+    alone: Memory
+    constants: float
+    gathered: float
+    keys: float
+    step: Callable[[int], float]
+    length: int
+
+    def sharded(self, devices: int) -> Memory:
+        """On each of ``devices`` with FSDP2 or ZeRO-3, every one with rows of its own."""
+        alone = self.alone
+        return Memory(
+            (alone.weights - self.constants) / devices + self.constants,
+            alone.gradients / devices,
+            alone.optimizer / devices,
+            alone.activations,
+            self.gathered if devices > 1 else 0,
+        )
+
+    def context_parallel(self, devices: int) -> Memory:
+        """On each of ``devices`` that share every row."""
+        sharded = self.sharded(devices)
+        activations = self.step(self.length // devices)
+        return replace(sharded, activations=activations, gathered=sharded.gathered + self.keys)
+
+
+class _Live(TorchDispatchMode):
+    """Follows the storages that are made under it; ``peak`` is the most bytes alive at once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.peak = self._live = 0
+        self._known: dict[int, int] = {}
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for value in tree_leaves(result):
+            if isinstance(value, torch.Tensor):
+                self._add(value.untyped_storage())
+        return result
+
+    def known(self, tensors: Any) -> None:
+        """Leave out what was there before."""
+        for tensor in tensors:
+            self._known[tensor.untyped_storage()._cdata] = 0
+
+    def _add(self, storage: torch.UntypedStorage) -> None:
+        key = storage._cdata
+        if key in self._known:
+            return
+        self._known[key] = storage.nbytes()
+        self._live += self._known[key]
+        self.peak = max(self.peak, self._live)
+        weakref.finalize(storage, self._drop, key)
+
+    def _drop(self, key: int) -> None:
+        self._live -= self._known.pop(key)
+
+
+def step_peak(
+    model: nn.Module, rows: int, length: int, bf16: bool = False, device: str = "cpu"
+) -> int:
+    """Bytes of activations at the peak of a training step, over weights and their gradients.
+
+    Args:
+        model: in training mode; with fake tensors under a ``FakeTensorMode``.
+        rows, length: of the batch, in sequences and tokens.
+        bf16: under autocast, as Trainer does.
+        device: of the model.
+    """
+    for parameter in model.parameters():
+        if parameter.requires_grad:  # as in every step of an accumulation but the first
+            parameter.grad = torch.zeros_like(parameter)
+    ids = torch.zeros(rows, length, dtype=torch.long, device=device)
+    live = _Live()
+    gradients = (p.grad for p in model.parameters() if p.grad is not None)
+    live.known((*model.parameters(), *model.buffers(), *gradients))
+    with live:
+        with torch.autocast(device, torch.bfloat16) if bf16 else nullcontext():
+            mask = torch.ones_like(ids)
+            loss = model(input_ids=ids, labels=ids, attention_mask=mask, use_cache=False).loss
+        loss.backward()
+    return live.peak
+
+
+def need(recipe: finetune.Recipe, args: Any, config: PreTrainedConfig) -> Need:
+    """What a recipe needs.
+
+    Args:
+        recipe, args: as :func:`recipes.finetune.parse` returns them.
+        config: of the model.
+
+    Raises:
+        OptionError: an optimizer whose states are not known.
+    """
+    if not args.optim.startswith("adamw_torch"):
+        raise OptionError(
+            f"--optim {args.optim}: the size of its states is not known here; it must be one of "
+            f"transformers' adamw_torch, adamw_torch_fused"
+        )
+    model = finetune.build(recipe, config, meta=True)
+    trained = [p for p in model.parameters() if p.requires_grad]
+    packed = _packed(model) if recipe.quantize else []
+    constants = sum(p.numel() for p in packed) * (1 / BLOCK + 4 / (BLOCK * OF_CONSTANTS))
+    weights = _bytes(model.parameters()) - _bytes(packed)
+    weights += sum(p.numel() for p in packed) / 2 + constants
+    whole = max((p.nbytes for p in packed), default=0)
+
+    def step(length: int) -> float:
+        with FakeTensorMode(allow_non_fake_inputs=True):
+            fake = finetune.build(recipe, config, meta=True).to_empty(device="cpu").train()
+            if args.gradient_checkpointing:
+                fake.gradient_checkpointing_enable(args.gradient_checkpointing_kwargs)
+            rows = args.per_device_train_batch_size
+            return step_peak(fake, rows, length, args.bf16) + whole
+
+    text = config.get_text_config()
+    head = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    tokens = args.per_device_train_batch_size * recipe.length
+    width = 2 if args.bf16 or recipe.dtype == "bfloat16" else 4
+    return Need(
+        parameters=sum(p.numel() for p in model.parameters()),
+        trained=sum(p.numel() for p in trained),
+        alone=Memory(weights, _bytes(trained), 2 * _bytes(trained), step(recipe.length)),
+        constants=constants,
+        gathered=_gathered(model, packed, width),
+        keys=2 * tokens * text.num_key_value_heads * head * width,
+        step=step,
+        length=recipe.length,
+    )
+
+
+def _bytes(parameters: Any) -> int:
+    return sum(p.nbytes for p in parameters)
+
+
+def _packed(model: nn.Module) -> list[nn.Parameter]:
+    """Weights that bitsandbytes holds in 4 bits: of linear layers, but for the output layer."""
+    head = model.get_output_embeddings()
+    return [
+        module.weight
+        for module in model.modules()
+        if isinstance(module, nn.Linear) and module is not head and not module.weight.requires_grad
+    ]
+
+
+def _gathered(model: nn.Module, packed: list[nn.Parameter], width: int) -> float:
+    """Two layers, the output layer, and the gradient of the largest of all units."""
+    halves = {id(p) for p in packed}
+
+    def size(module: nn.Module, trained: bool) -> float:
+        return sum(
+            p.numel() * (0.5 if id(p) in halves else width)
+            for p in module.parameters()
+            if p.requires_grad or not trained
+        )
+
+    layers = next(m for m in model.modules() if isinstance(m, nn.ModuleList))
+    ends = [model.get_input_embeddings(), model.get_output_embeddings()]
+    largest = max(size(layer, trained=False) for layer in layers)
+    gradient = max(size(module, trained=True) for module in (*layers, *ends))
+    return 2 * largest + size(ends[1], trained=False) + gradient
+
+
+def shown(size: float) -> str:
+    """``"12.3 GiB"``, or MiB below one."""
+    return f"{size / 2**30:.1f} GiB" if size >= 2**30 else f"{size / 2**20:.0f} MiB"
+
+
+def line(recipe: finetune.Recipe, args: Any, config: PreTrainedConfig, devices: int = 8) -> str:
+    """The line that heads a recipe."""
+    found = need(recipe, args, config)
+    return (
+        f"# memory: {shown(found.alone.total)} on one device, "
+        f"{shown(found.sharded(devices).total)} on each of {devices} (fsdp2.yaml); "
+        f"computed by recipes/memory.py"
+    )
+
+
+def table(found: Need, devices: int) -> str:
+    """All parts, in columns."""
+    columns = {"one device": found.alone}
+    if devices > 1:
+        columns[f"each of {devices}: FSDP2, ZeRO-3"] = found.sharded(devices)
+        columns["context parallel"] = found.context_parallel(devices)
+    lines = ["".join([" " * 12, *(f"{name:>28}" for name in columns)])]
+    for name in [*(field.name for field in fields(Memory)), "total"]:
+        cells = (f"{shown(getattr(memory, name)):>28}" for memory in columns.values())
+        lines.append("".join([f"{name:12}", *cells]))
+    return "\n".join(lines)
+
+
+def config_of(model: str) -> PreTrainedConfig:
+    """Published shape of a model, else its own configuration."""
+    return SHAPES[model] if model in SHAPES else load_config(model)
+
+
+def read(path: str, *more: str) -> tuple[finetune.Recipe, Any]:
+    """A recipe's settings; what else is given goes over them, as on finetune.py's command line."""
+    # Without a GPU TrainingArguments refuse bfloat16 unless they are told of the CPU.
+    return finetune.parse(["--config", path, "--use_cpu", "true", *more])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("recipe", help="YAML file of recipes/finetune.py")
+    parser.add_argument("--devices", type=int, default=1, help="that share the model")
+    options, more = parser.parse_known_args()
+    try:
+        recipe, args = read(options.recipe, *more)
+        found = need(recipe, args, config_of(recipe.model))
+    except RopeExtError as error:
+        parser.exit(2, f"{error}\n")
+    print(
+        f"{Path(options.recipe).name}: {found.parameters:,} parameters, {found.trained:,} of them "
+        f"trained; {args.per_device_train_batch_size} x {recipe.length} tokens a device"
+    )
+    print(table(found, options.devices))
+
+
+if __name__ == "__main__":
+    main()

@@ -59,22 +59,22 @@ class ChunkedLoss:
         if self.labels is None:
             return self.plain(hidden)
         weight, bias = self.head.weight, self.head.bias
-        if torch.is_autocast_enabled(hidden.device.type):
+        if hidden.device.type != "meta" and torch.is_autocast_enabled(hidden.device.type):
             dtype = torch.get_autocast_dtype(hidden.device.type)
             hidden, weight = hidden.to(dtype), weight.to(dtype)
             bias = None if bias is None else bias.to(dtype)
         labels = self.labels.flatten().to(hidden.device)
-        loss = nn.functional.linear_cross_entropy(
+        losses = nn.functional.linear_cross_entropy(
             hidden.flatten(0, -2),
             weight,
             labels,
             linear_bias=bias,
-            reduction="mean" if self.count is None else "sum",
+            reduction="none",  # a sum would come back in bfloat16, with three digits
             ignore_index=IGNORED,
             options=nn.LinearCrossEntropyOptions(),
         )
-        self.labels = None
-        self.loss = loss if self.count is None else loss / self.count
+        count = (labels != IGNORED).sum() if self.count is None else self.count
+        self.labels, self.loss = None, losses.float().sum() / count
         return self.loss
 
     def collect(self, logits: torch.Tensor, labels: torch.Tensor, **kwargs: Any) -> torch.Tensor:

@@ -173,7 +173,7 @@ def check(recipe: Recipe, args: TrainingArguments) -> Plan:
         document_masking=recipe.document_masking,
         length=recipe.length,
     )
-    trained, target = _lengths(recipe, _bare(recipe, config, meta=True))
+    trained, target = lengths(recipe, _bare(recipe, config, meta=True))
     if recipe.pose_chunks and recipe.length >= target:
         raise OptionError(
             f"--length {recipe.length} leaves PoSE nothing to skip: the target is {target} tokens; "
@@ -315,7 +315,7 @@ def _bare(recipe: Recipe, config: Any, meta: bool) -> Any:
     return AutoModelForCausalLM.from_pretrained(recipe.model, **options)
 
 
-def _lengths(recipe: Recipe, model: Any) -> tuple[int, int]:
+def lengths(recipe: Recipe, model: Any) -> tuple[int, int]:
     """Trained and target length, of a model that is not patched yet."""
     trained = recipe.original_max_position_embeddings or rope_ext.describe(model).length
     return trained, math.ceil(round(recipe.factor * trained, 6))
@@ -330,7 +330,7 @@ def build(recipe: Recipe, config: Any, meta: bool = False) -> Any:
     method = _method(recipe)
     if method is None:
         text = model.config.get_text_config(decoder=True)
-        text.max_position_embeddings = _lengths(recipe, model)[1]
+        text.max_position_embeddings = lengths(recipe, model)[1]
     elif not (meta and isinstance(method, rope_ext.PositionMethod)):
         rope_ext.patch(
             model,

@@ -1,0 +1,92 @@
+"""Cross entropy in the output layer, by torch, without the logits of a whole batch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from peft.utils import ModulesToSaveWrapper
+from torch import nn
+
+from rope_ext.errors import UnsupportedModelError
+
+IGNORED = -100
+
+
+class ChunkedLoss:
+    """Lets the output layer of a model compute the loss: logits exist in chunks only.
+
+    It works within the layer's own forward, where FSDP and DeepSpeed have gathered its weight.
+    A model called without labels is as it was.
+
+    Raises:
+        UnsupportedModelError: torch is too old, or the layer is no plain linear one.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        if not hasattr(nn.functional, "linear_cross_entropy"):
+            raise UnsupportedModelError(
+                f"chunked_loss needs torch.nn.functional.linear_cross_entropy, and torch "
+                f"{torch.__version__} has none; install torch>=2.13, give --use_liger_kernel true "
+                f"instead, or --chunked_loss false"
+            )
+        head = model.get_output_embeddings()
+        if isinstance(head, ModulesToSaveWrapper):
+            head = head.modules_to_save[head.active_adapters[0]]
+        if not isinstance(head, nn.Linear):
+            raise UnsupportedModelError(
+                f"chunked_loss needs a plain linear output layer, and {type(model).__name__} has "
+                f"{type(head).__name__}; give --chunked_loss false"
+            )
+        self.labels: torch.Tensor | None = None
+        self.count: torch.Tensor | int | None = None
+        self.loss: torch.Tensor | None = None
+        self.plain = head.forward
+        self.head = head
+        head.forward = self.forward
+        model.register_forward_pre_hook(self.begin, with_kwargs=True)
+        model.loss_function = self.collect
+
+    def begin(self, model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+        """Pre-hook of the model: take note of the labels, each at the token that predicts it."""
+        labels, shifted = kwargs.get("labels"), kwargs.get("shift_labels")
+        if labels is not None and shifted is None:
+            shifted = nn.functional.pad(labels, (0, 1), value=IGNORED)[..., 1:]
+        self.labels, self.count = shifted, kwargs.get("num_items_in_batch")
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Of the output layer: the loss if there are labels, else the logits."""
+        if self.labels is None:
+            return self.plain(hidden)
+        weight, bias = self.head.weight, self.head.bias
+        if hidden.device.type != "meta" and torch.is_autocast_enabled(hidden.device.type):
+            dtype = torch.get_autocast_dtype(hidden.device.type)
+            hidden, weight = hidden.to(dtype), weight.to(dtype)
+            bias = None if bias is None else bias.to(dtype)
+        labels = self.labels.flatten().to(hidden.device)
+        losses = nn.functional.linear_cross_entropy(
+            hidden.flatten(0, -2),
+            weight,
+            labels,
+            linear_bias=bias,
+            reduction="none",  # a sum would come back in bfloat16, with three digits
+            ignore_index=IGNORED,
+            options=nn.LinearCrossEntropyOptions(),
+        )
+        count = (labels != IGNORED).sum() if self.count is None else self.count
+        self.labels, self.loss = None, losses.float().sum() / count
+        return self.loss
+
+    def collect(self, logits: torch.Tensor, labels: torch.Tensor, **kwargs: Any) -> torch.Tensor:
+        """Loss function of the model: hand out the loss that the output layer returned.
+
+        Raises:
+            UnsupportedModelError: the model changes what its output layer returns.
+        """
+        loss, self.loss = self.loss, None
+        if logits is not loss:
+            raise UnsupportedModelError(
+                "chunked_loss cannot be used here: this model scales or caps its logits after the "
+                "output layer; give --chunked_loss false, or --use_liger_kernel true instead"
+            )
+        return loss

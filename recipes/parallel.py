@@ -1,4 +1,4 @@
-"""What a distributed run cannot train rightly, refused before any weights are loaded.
+"""What context parallelism cannot train rightly, refused before any weights are loaded.
 
 Context parallelism gives each rank a part of every sequence: tokens, labels and positions are cut
 alike, attention is exchanged inside of SDPA, and every mask is replaced by plain causal attention.
@@ -13,8 +13,6 @@ from __future__ import annotations
 
 import os
 from typing import TYPE_CHECKING, Any
-
-from transformers.integrations import is_deepspeed_zero3_enabled
 
 import rope_ext
 from rope_ext import OptionError
@@ -49,7 +47,7 @@ def check_parallelism(
     document_masking: bool = False,
     length: int | None = None,
 ) -> None:
-    """Refuse what the launch configuration would train wrongly, or not at all.
+    """Refuse what context parallelism would train wrongly, or not at all.
 
     Args:
         method: that the model will be patched with; None: it stays as it is.
@@ -63,8 +61,6 @@ def check_parallelism(
     Raises:
         OptionError: names what does not go together, and the cure.
     """
-    if isinstance(method, rope_ext.PositionMethod):
-        _check_weights_at_hand(method)
     if cp_size == 1:
         return
     where = f"context parallelism (parallelism_config_cp_size={cp_size})"
@@ -117,26 +113,6 @@ def check_parallelism(
             f"sequence; it must be a multiple of {2 * cp_size}, such as "
             f"{max(1, length // (2 * cp_size)) * 2 * cp_size}"
         )
-
-
-def _check_weights_at_hand(method: rope_ext.PositionMethod) -> None:
-    """Position methods run the model once when they are put in force, on every rank."""
-    cure = None
-    if is_deepspeed_zero3_enabled():
-        cure = "set zero3_init_flag: false, or launch with recipes/accelerate/fsdp2.yaml"
-    elif _only_first_rank_loads():
-        cure = "launch with --fsdp_cpu_ram_efficient_loading false"
-    if cure is not None:
-        raise OptionError(
-            f"method={method.name!r} reads off the layout of the attention layers by running the "
-            f"model on a few tokens, but this launch does not load the weights on every rank; "
-            f"{cure}, or choose a frequency method such as 'yarn'"
-        )
-
-
-def _only_first_rank_loads() -> bool:
-    names = ("ACCELERATE_USE_FSDP", "FSDP_CPU_RAM_EFFICIENT_LOADING")
-    return all(os.environ.get(name, "false").lower() == "true" for name in names)
 
 
 def _rope_parameters(config: PreTrainedConfig) -> list[dict[str, Any]]:

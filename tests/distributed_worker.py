@@ -1,7 +1,6 @@
-"""One of two gloo processes of tests/test_distributed.py: each compares itself with one process.
+"""One of the two gloo processes of tests/test_distributed.py: compares itself with a single one.
 
-python -m torch.distributed.run --nproc_per_node 2 tests/distributed_worker.py
-CHECK FOLDER
+Run by: python -m torch.distributed.run --nproc_per_node 2 tests/distributed_worker.py FOLDER
 """
 
 from __future__ import annotations
@@ -100,6 +99,8 @@ def fsdp2(folder: Path) -> None:
         expected = gradients(whole, rows(slice(4)))
         for order in ("patch first", "shard first", "checkpointing"):
             if order == "shard first":
+                if method == "rerope":  # it runs the model once when it is put in force
+                    continue
                 model = patched(method, shard(adapted(tiny_llama())))
             else:
                 model = shard(adapted(patched(method)))
@@ -126,7 +127,7 @@ def meta(folder: Path) -> None:
 
 
 def trainer(folder: Path) -> None:
-    """What fsdp2.yaml makes Trainer do: one rank reads the weights, accelerate shards them.
+    """What fsdp2.yaml makes Trainer do: load, patch, and let accelerate shard and broadcast.
 
     On CPUs accelerate takes DDP whatever it is told, so its function is called by hand.
     """
@@ -136,8 +137,9 @@ def trainer(folder: Path) -> None:
     dist.barrier()
     os.environ |= {"ACCELERATE_USE_FSDP": "true", "FSDP_CPU_RAM_EFFICIENT_LOADING": "true"}
     model = LlamaForCausalLM.from_pretrained(folder)
-    read = not any(parameter.is_meta for parameter in model.parameters())
-    assert read == (dist.get_rank() == 0), "both ranks read the weights"
+    if dist.get_rank() == 1:  # so that only the weights of the first can have been trained
+        for parameter in model.parameters():
+            torch.nn.init.zeros_(parameter)
     plugin = FullyShardedDataParallelPlugin(
         fsdp_version=2, auto_wrap_policy="transformer_based_wrap", cpu_ram_efficient_loading=True
     )
@@ -154,6 +156,7 @@ def trainer(folder: Path) -> None:
 
 if __name__ == "__main__":
     dist.init_process_group("gloo")
-    {"ddp": ddp, "fsdp2": fsdp2, "meta": meta, "trainer": trainer}[sys.argv[1]](Path(sys.argv[2]))
-    dist.barrier()
+    for check in (ddp, fsdp2, meta, trainer):
+        check(Path(sys.argv[1]))
+        dist.barrier()
     dist.destroy_process_group()

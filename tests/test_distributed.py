@@ -220,17 +220,6 @@ def test_context_parallelism_accepts(given: dict[str, Any]) -> None:
     check_parallelism(**{"config": llama(), **given}, cp_size=8)
 
 
-def test_position_methods_need_the_weights_on_every_rank(monkeypatch: pytest.MonkeyPatch) -> None:
-    rerope = rope_ext.ReRoPE(factor=4)
-    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
-    monkeypatch.setenv("FSDP_CPU_RAM_EFFICIENT_LOADING", "false")
-    check_parallelism(rerope, llama(), cp_size=1)
-    monkeypatch.setenv("FSDP_CPU_RAM_EFFICIENT_LOADING", "true")
-    check_parallelism(YARN, llama(), cp_size=1)
-    with pytest.raises(OptionError, match="--fsdp_cpu_ram_efficient_loading false"):
-        check_parallelism(rerope, llama(), cp_size=1)
-
-
 # --- shards of positions --------------------------------------------------------------------
 
 
@@ -290,7 +279,7 @@ def torchrun(script: Path, *arguments: object) -> None:
     assert done.returncode == 0, done.stderr[-4000:]
 
 
-@pytest.mark.parametrize("check", ["ddp", "fsdp2", "meta", "trainer"])
-def test_two_processes_get_the_gradients_of_one(check: str, tmp_path: Path) -> None:
-    """What is compared stands in distributed_worker.py."""
-    torchrun(ROOT / "tests" / "distributed_worker.py", check, tmp_path)
+@pytest.mark.slow
+def test_two_processes_get_the_gradients_of_one(tmp_path: Path) -> None:
+    """DDP, FSDP2 and loading; what is compared stands in distributed_worker.py."""
+    torchrun(ROOT / "tests" / "distributed_worker.py", tmp_path)

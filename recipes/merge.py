@@ -19,7 +19,8 @@ from peft import AutoPeftModelForCausalLM
 from transformers import AutoTokenizer
 
 import rope_ext
-from recipes.finetune import NONE, SETTINGS, Recipe, lengths
+from recipes.finetune import lengths
+from recipes.settings import NONE, SETTINGS, Recipe
 from rope_ext.errors import MeasureError, OptionError, RopeExtError
 
 COMPARED = 64  # tokens beyond the trained length whose logits are compared

@@ -17,6 +17,8 @@ methods, whose attention keeps the same tensors, native attention stands in.
 from __future__ import annotations
 
 import argparse
+import copy
+import functools
 import weakref
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -29,14 +31,25 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from transformers import LlamaConfig, MistralConfig, PreTrainedConfig, Qwen2Config, Qwen3Config
+from transformers import (
+    AttentionInterface,
+    AttentionMaskInterface,
+    LlamaConfig,
+    MistralConfig,
+    PreTrainedConfig,
+    Qwen2Config,
+    Qwen3Config,
+)
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from recipes import finetune
 from rope_ext.errors import OptionError, RopeExtError
 from rope_ext.measure.models import load_config
 
 BLOCK = 64  # weights that share a constant in 4 bits (QLoRA, arXiv 2305.14314, section 3)
+TWO_STATES = ("adamw_torch", "adamw_torch_fused", "paged_adamw_32bit")  # as large as the weights
 OF_CONSTANTS = 256  # constants that share one of their own
+_CAUSAL = "recipes_memory_causal"  # names with sdpa or flash take special paths
 
 # Published shapes, so that nothing has to be downloaded (and no licence accepted) to plan a run.
 SHAPES: dict[str, PreTrainedConfig] = {
@@ -102,7 +115,7 @@ class Need:
         constants: bytes of the 4-bit weights that FSDP does not share out.
         gathered: bytes that FSDP2 holds whole for a time, at most.
         keys: bytes of the keys and values of a whole sequence in one layer.
-        step: peak of the activations in bytes for rows of that many tokens.
+        step: peak of the activations in bytes for rows of that many tokens, sharded.
         length: tokens of a row.
     """
 
@@ -122,15 +135,14 @@ class Need:
             (alone.weights - self.constants) / devices + self.constants,
             alone.gradients / devices,
             alone.optimizer / devices,
-            alone.activations,
-            self.gathered if devices > 1 else 0,
+            self.step(self.length),
+            self.gathered,
         )
 
     def context_parallel(self, devices: int) -> Memory:
         """On each of ``devices`` that share every row."""
-        sharded = self.sharded(devices)
-        activations = self.step(self.length // devices)
-        return replace(sharded, activations=activations, gathered=sharded.gathered + self.keys)
+        shared = replace(self, step=lambda length: self.step(length // devices))
+        return replace(shared.sharded(devices), gathered=self.gathered + self.keys)
 
 
 class _Live(TorchDispatchMode):
@@ -175,70 +187,103 @@ def step_peak(
 
     Args:
         model: in training mode; with fake tensors under a ``FakeTensorMode``.
-        rows, length: of the batch, in sequences and tokens.
+        rows: sequences of the batch.
+        length: tokens of each.
         bf16: under autocast, as Trainer does.
         device: of the model.
     """
     for parameter in model.parameters():
         if parameter.requires_grad:  # as in every step of an accumulation but the first
             parameter.grad = torch.zeros_like(parameter)
+    model.config.get_text_config()._attn_implementation_internal = _CAUSAL
     ids = torch.zeros(rows, length, dtype=torch.long, device=device)
     live = _Live()
     gradients = (p.grad for p in model.parameters() if p.grad is not None)
     live.known((*model.parameters(), *model.buffers(), *gradients))
     with live:
         with torch.autocast(device, torch.bfloat16) if bf16 else nullcontext():
-            mask = torch.ones_like(ids)
-            loss = model(input_ids=ids, labels=ids, attention_mask=mask, use_cache=False).loss
+            loss = model(input_ids=ids, labels=ids, use_cache=False).loss
         loss.backward()
     return live.peak
+
+
+def _causal(
+    module: nn.Module, query: Any, key: Any, value: Any, attention_mask: Any, **kwargs: Any
+) -> Any:
+    """SDPA without a mask, which is what an all-ones one comes to; a fake one has no values."""
+    return sdpa_attention_forward(module, query, key, value, None, **kwargs)
+
+
+AttentionInterface.register(_CAUSAL, _causal)
+AttentionMaskInterface.register(_CAUSAL, lambda **arguments: None)
+
+
+def extrapolated(model: nn.Module, rows: int, length: int, bf16: bool) -> int:
+    """:func:`step_peak` of a model on the meta device, from its first two and three layers.
+
+    Layers are alike, and whenever the peak is, what the ones before it keep is there.
+    """
+    layers = _layers(model)
+    number = len(layers)
+    del layers[3:]
+    peaks = []
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        model.to_empty(device="cpu").train()  # where autocast acts
+        while layers and len(peaks) < 2:
+            peaks.append(step_peak(model, rows, length, bf16))
+            del layers[-1:]
+    return peaks[0] + (number - 3) * (peaks[0] - peaks[1]) if number > 3 else peaks[0]
 
 
 def need(recipe: finetune.Recipe, args: Any, config: PreTrainedConfig) -> Need:
     """What a recipe needs.
 
     Args:
-        recipe, args: as :func:`recipes.finetune.parse` returns them.
+        recipe: as :func:`recipes.finetune.parse` returns it.
+        args: likewise.
         config: of the model.
 
     Raises:
         OptionError: an optimizer whose states are not known.
     """
-    if not args.optim.startswith("adamw_torch"):
+    if args.optim not in TWO_STATES:
         raise OptionError(
-            f"--optim {args.optim}: the size of its states is not known here; it must be one of "
-            f"transformers' adamw_torch, adamw_torch_fused"
+            f"--optim {args.optim.value}: the size of its states is not known here; it must be one "
+            f"of {', '.join(TWO_STATES)}"
         )
-    model = finetune.build(recipe, config, meta=True)
+    model = finetune.build(recipe, copy.deepcopy(config), meta=True)
     trained = [p for p in model.parameters() if p.requires_grad]
     packed = _packed(model) if recipe.quantize else []
     constants = sum(p.numel() for p in packed) * (1 / BLOCK + 4 / (BLOCK * OF_CONSTANTS))
     weights = _bytes(model.parameters()) - _bytes(packed)
     weights += sum(p.numel() for p in packed) / 2 + constants
     whole = max((p.nbytes for p in packed), default=0)
-
-    def step(length: int) -> float:
-        with FakeTensorMode(allow_non_fake_inputs=True):
-            fake = finetune.build(recipe, config, meta=True).to_empty(device="cpu").train()
-            if args.gradient_checkpointing:
-                fake.gradient_checkpointing_enable(args.gradient_checkpointing_kwargs)
-            rows = args.per_device_train_batch_size
-            return step_peak(fake, rows, length, args.bf16) + whole
-
     text = config.get_text_config()
     head = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
-    tokens = args.per_device_train_batch_size * recipe.length
-    width = 2 if args.bf16 or recipe.dtype == "bfloat16" else 4
+    rows, width = args.per_device_train_batch_size, 2 if args.bf16 else 4
+
+    def step(length: int, sharded: bool) -> float:
+        skeleton = finetune.build(recipe, copy.deepcopy(config), meta=True)
+        if sharded and args.bf16:  # FSDP2 and ZeRO-3 compute with weights of bfloat16
+            skeleton.bfloat16()
+        if args.gradient_checkpointing:
+            skeleton.gradient_checkpointing_enable(args.gradient_checkpointing_kwargs)
+        return extrapolated(skeleton, rows, length, args.bf16 and not sharded) + whole
+
     return Need(
         parameters=sum(p.numel() for p in model.parameters()),
         trained=sum(p.numel() for p in trained),
-        alone=Memory(weights, _bytes(trained), 2 * _bytes(trained), step(recipe.length)),
+        alone=Memory(weights, _bytes(trained), 2 * _bytes(trained), step(recipe.length, False)),
         constants=constants,
         gathered=_gathered(model, packed, width),
-        keys=2 * tokens * text.num_key_value_heads * head * width,
-        step=step,
+        keys=2 * rows * recipe.length * text.num_key_value_heads * head * width,
+        step=functools.partial(step, sharded=True),
         length=recipe.length,
     )
+
+
+def _layers(model: nn.Module) -> nn.ModuleList:
+    return next(module for module in model.modules() if isinstance(module, nn.ModuleList))
 
 
 def _bytes(parameters: Any) -> int:
@@ -266,7 +311,7 @@ def _gathered(model: nn.Module, packed: list[nn.Parameter], width: int) -> float
             if p.requires_grad or not trained
         )
 
-    layers = next(m for m in model.modules() if isinstance(m, nn.ModuleList))
+    layers = _layers(model)
     ends = [model.get_input_embeddings(), model.get_output_embeddings()]
     largest = max(size(layer, trained=False) for layer in layers)
     gradient = max(size(module, trained=True) for module in (*layers, *ends))

@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
 from peft.utils import ModulesToSaveWrapper
 from torch import nn
 
+from recipes.data import IGNORED
 from rope_ext.errors import UnsupportedModelError
-
-IGNORED = -100
 
 
 class ChunkedLoss:
     """Lets the output layer of a model compute the loss: logits exist in chunks only.
 
-    It works within the layer's own forward, where FSDP and DeepSpeed have gathered its weight.
+    It happens within the layer's own forward, where FSDP and DeepSpeed have gathered its weight.
     A model called without labels is as it was.
+
+    Args:
+        model: a causal language model, with its adapter if it is to have one.
 
     Raises:
         UnsupportedModelError: torch is too old, or the layer is no plain linear one.
@@ -27,40 +30,52 @@ class ChunkedLoss:
         if not hasattr(nn.functional, "linear_cross_entropy"):
             raise UnsupportedModelError(
                 f"chunked_loss needs torch.nn.functional.linear_cross_entropy, and torch "
-                f"{torch.__version__} has none; install torch>=2.13, give --use_liger_kernel true "
-                f"instead, or --chunked_loss false"
+                f"{torch.__version__} has none; install torch>=2.13, or give --chunked_loss false "
+                f"(and --use_liger_kernel true, if that is installed)"
             )
         head = model.get_output_embeddings()
         if isinstance(head, ModulesToSaveWrapper):
             head = head.modules_to_save[head.active_adapters[0]]
-        if not isinstance(head, nn.Linear):
+        if type(head) is not nn.Linear:
             raise UnsupportedModelError(
                 f"chunked_loss needs a plain linear output layer, and {type(model).__name__} has "
                 f"{type(head).__name__}; give --chunked_loss false"
             )
-        self.labels: torch.Tensor | None = None
+        self.labels: torch.Tensor | None = None  # each at the token that predicts it
         self.count: torch.Tensor | int | None = None
         self.loss: torch.Tensor | None = None
-        self.plain = head.forward
-        self.head = head
+        self.head, self.logits = head, head.forward
+        forward = model.forward
+
+        @functools.wraps(forward)  # a hook would not do: older versions of peft call forward
+        def noting(*args: Any, **kwargs: Any) -> Any:
+            self._note(**kwargs)
+            return forward(*args, **kwargs)
+
+        model.forward = noting
         head.forward = self.forward
-        model.register_forward_pre_hook(self.begin, with_kwargs=True)
         model.loss_function = self.collect
 
-    def begin(self, model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
-        """Pre-hook of the model: take note of the labels, each at the token that predicts it."""
-        labels, shifted = kwargs.get("labels"), kwargs.get("shift_labels")
-        if labels is not None and shifted is None:
-            shifted = nn.functional.pad(labels, (0, 1), value=IGNORED)[..., 1:]
-        self.labels, self.count = shifted, kwargs.get("num_items_in_batch")
+    def _note(
+        self,
+        labels: torch.Tensor | None = None,
+        shift_labels: torch.Tensor | None = None,
+        num_items_in_batch: torch.Tensor | int | None = None,
+        **others: Any,
+    ) -> None:
+        if labels is not None and shift_labels is None:  # else shifted by context parallelism
+            shift_labels = nn.functional.pad(labels, (0, 1), value=IGNORED)[..., 1:]
+        self.labels = None if labels is None else shift_labels
+        self.count = num_items_in_batch
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         """Of the output layer: the loss if there are labels, else the logits."""
         if self.labels is None:
-            return self.plain(hidden)
+            return self.logits(hidden)
         weight, bias = self.head.weight, self.head.bias
-        if hidden.device.type != "meta" and torch.is_autocast_enabled(hidden.device.type):
-            dtype = torch.get_autocast_dtype(hidden.device.type)
+        device = hidden.device.type
+        if device != "meta" and torch.is_autocast_enabled(device):
+            dtype = torch.get_autocast_dtype(device)
             hidden, weight = hidden.to(dtype), weight.to(dtype)
             bias = None if bias is None else bias.to(dtype)
         labels = self.labels.flatten().to(hidden.device)
@@ -77,7 +92,7 @@ class ChunkedLoss:
         self.labels, self.loss = None, losses.float().sum() / count
         return self.loss
 
-    def collect(self, logits: torch.Tensor, labels: torch.Tensor, **kwargs: Any) -> torch.Tensor:
+    def collect(self, logits: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         """Loss function of the model: hand out the loss that the output layer returned.
 
         Raises:
@@ -87,6 +102,7 @@ class ChunkedLoss:
         if logits is not loss:
             raise UnsupportedModelError(
                 "chunked_loss cannot be used here: this model scales or caps its logits after the "
-                "output layer; give --chunked_loss false, or --use_liger_kernel true instead"
+                "output layer; give --chunked_loss false (and --use_liger_kernel true, if that is "
+                "installed)"
             )
         return loss

@@ -1,6 +1,8 @@
 """How much memory a recipe needs on each device, computed without loading a weight.
 
     python recipes/memory.py recipes/llama3_8b_yarn_lora.yaml --devices 8
+    python recipes/memory.py recipes/llama3_8b_yarn_lora.yaml --length 65536 --lora_r 64 \
+        --shape hidden=8192,layers=80,heads=64,kv_heads=8,intermediate=28672,vocab=128256
 
 Weights, gradients and optimizer are counted on the model as finetune.py builds it, on the meta
 device. Activations are the peak of one training step of that model on fake tensors: every storage
@@ -71,14 +73,14 @@ SHAPES: dict[str, PreTrainedConfig] = {
         max_position_embeddings=131072,
         rope_parameters={"rope_type": "default", "rope_theta": 1e6},
     ),
-    "Qwen/Qwen3-8B": Qwen3Config(
+    "Qwen/Qwen3-8B-Base": Qwen3Config(
         vocab_size=151936,
         intermediate_size=12288,
         num_hidden_layers=36,
         num_attention_heads=32,
         num_key_value_heads=8,
         head_dim=128,
-        max_position_embeddings=40960,
+        max_position_embeddings=32768,
         rope_parameters={"rope_type": "default", "rope_theta": 1e6},
     ),
     "mistralai/Mistral-7B-v0.3": MistralConfig(
@@ -150,7 +152,7 @@ class _Live(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.peak = self._live = 0
+        self.peak = self.live = 0
         self._known: dict[int, int] = {}
 
     def __torch_dispatch__(
@@ -172,18 +174,20 @@ class _Live(TorchDispatchMode):
         if key in self._known:
             return
         self._known[key] = storage.nbytes()
-        self._live += self._known[key]
-        self.peak = max(self.peak, self._live)
+        self.live += self._known[key]
+        self.peak = max(self.peak, self.live)
         weakref.finalize(storage, self._drop, key)
 
     def _drop(self, key: int) -> None:
-        self._live -= self._known.pop(key)
+        self.live -= self._known.pop(key)
 
 
-def step_peak(
+def step_peaks(
     model: nn.Module, rows: int, length: int, bf16: bool = False, device: str = "cpu"
-) -> int:
-    """Bytes of activations at the peak of a training step, over weights and their gradients.
+) -> tuple[int, int]:
+    """Most bytes of activations in a forward and in the backward after it.
+
+    Weights and their gradients are not among them.
 
     Args:
         model: in training mode; with fake tensors under a ``FakeTensorMode``.
@@ -203,8 +207,9 @@ def step_peak(
     with live:
         with torch.autocast(device, torch.bfloat16) if bf16 else nullcontext():
             loss = model(input_ids=ids, labels=ids, use_cache=False).loss
+        forward, live.peak = live.peak, live.live
         loss.backward()
-    return live.peak
+    return forward, live.peak
 
 
 def _causal(
@@ -219,9 +224,10 @@ AttentionMaskInterface.register(_CAUSAL, lambda **arguments: None)
 
 
 def extrapolated(model: nn.Module, rows: int, length: int, bf16: bool) -> int:
-    """:func:`step_peak` of a model on the meta device, from its first two and three layers.
+    """Most bytes of activations in a step of a model on the meta device.
 
-    Layers are alike, and whenever the peak is, what the ones before it keep is there.
+    From :func:`step_peaks` of its first two and three layers: layers are alike, and at both peaks
+    all of them have left what they keep.
     """
     layers = _layers(model)
     number = len(layers)
@@ -230,9 +236,11 @@ def extrapolated(model: nn.Module, rows: int, length: int, bf16: bool) -> int:
     with FakeTensorMode(allow_non_fake_inputs=True):
         model.to_empty(device="cpu").train()  # where autocast acts
         while layers and len(peaks) < 2:
-            peaks.append(step_peak(model, rows, length, bf16))
+            peaks.append(step_peaks(model, rows, length, bf16))
             del layers[-1:]
-    return peaks[0] + (number - 3) * (peaks[0] - peaks[1]) if number > 3 else peaks[0]
+    if number <= 3:
+        return max(peaks[0])
+    return max(three + (number - 3) * (three - two) for three, two in zip(*peaks, strict=True))
 
 
 def need(recipe: finetune.Recipe, args: Any, config: PreTrainedConfig) -> Need:
@@ -351,6 +359,33 @@ def config_of(model: str) -> PreTrainedConfig:
     return SHAPES[model] if model in SHAPES else load_config(model)
 
 
+def of_shape(text: str) -> PreTrainedConfig:
+    """A Llama of that shape: ``"hidden=4096,layers=32,heads=32"``.
+
+    Raises:
+        OptionError: an unknown name, or no whole number.
+    """
+    names = {
+        "hidden": "hidden_size",
+        "layers": "num_hidden_layers",
+        "heads": "num_attention_heads",
+        "kv_heads": "num_key_value_heads",
+        "head_dim": "head_dim",
+        "intermediate": "intermediate_size",
+        "vocab": "vocab_size",
+        "trained": "max_position_embeddings",
+    }
+    values = {}
+    for part in text.split(","):
+        name, _, value = part.partition("=")
+        if name not in names or not value.isdecimal():
+            raise OptionError(
+                f"--shape {part!r} is not valid; it must be NAME=NUMBER, of {', '.join(names)}"
+            )
+        values[names[name]] = int(value)
+    return LlamaConfig(**values)
+
+
 def read(path: str, *more: str) -> tuple[finetune.Recipe, Any]:
     """A recipe's settings; what else is given goes over them, as on finetune.py's command line."""
     # Without a GPU TrainingArguments refuse bfloat16 unless they are told of the CPU.
@@ -361,10 +396,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("recipe", help="YAML file of recipes/finetune.py")
     parser.add_argument("--devices", type=int, default=1, help="that share the model")
+    parser.add_argument("--shape", help="hidden=4096,layers=32,...: instead of the recipe's model")
     options, more = parser.parse_known_args()
     try:
         recipe, args = read(options.recipe, *more)
-        found = need(recipe, args, config_of(recipe.model))
+        config = config_of(recipe.model) if options.shape is None else of_shape(options.shape)
+        found = need(recipe, args, config)
     except RopeExtError as error:
         parser.exit(2, f"{error}\n")
     print(

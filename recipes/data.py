@@ -237,11 +237,11 @@ class Collator:
     epoch: int = 0
 
     def __call__(self, rows: Sequence[Mapping[str, Any]]) -> dict[str, torch.Tensor]:
-        ids = torch.tensor([row["input_ids"] for row in rows])
+        ids = _stacked(rows, "input_ids")
         batch = {"input_ids": ids, "labels": ids.clone()}
         if "position_ids" in rows[0]:
             # Without a mask transformers keeps documents apart by their positions.
-            batch["position_ids"] = torch.tensor([row["position_ids"] for row in rows])
+            batch["position_ids"] = _stacked(rows, "position_ids")
             batch["labels"][batch["position_ids"] == 0] = IGNORED
             return batch
         if self.pose_chunks:
@@ -258,3 +258,7 @@ class Collator:
         for start, before, offset in zip(starts[1:], offsets, offsets[1:], strict=False):
             positions[start:] += offset - before
         return positions
+
+
+def _stacked(rows: Sequence[Mapping[str, Any]], name: str) -> torch.Tensor:
+    return torch.from_numpy(np.array([row[name] for row in rows], dtype=np.int64))

@@ -21,6 +21,7 @@ from typing import Any
 
 import peft
 import torch
+from peft.optimizers import create_loraplus_optimizer
 from transformers import (
     AutoModelForCausalLM,
     BitsAndBytesConfig,
@@ -205,7 +206,7 @@ class LongTrainer(Trainer):
         if self.recipe.loraplus_ratio is None or self.optimizer is not None:
             return super().create_optimizer(model)
         cls, options = self.get_optimizer_cls_and_kwargs(self.args, self.model)
-        self.optimizer = peft.optimizers.create_loraplus_optimizer(
+        self.optimizer = create_loraplus_optimizer(
             self.model if model is None else model,
             cls,
             loraplus_lr_ratio=self.recipe.loraplus_ratio,

@@ -213,9 +213,10 @@ def check_output(recipe: Recipe, args: TrainingArguments) -> None:
     if asked.lower() == "true":
         args.resume_from_checkpoint = None if last is None else str(last)
     if args.resume_from_checkpoint is None or not Path(args.resume_from_checkpoint).is_dir():
+        where = f"in {folder}" if asked.lower() == "true" else asked
         raise OptionError(
-            f"there is no checkpoint to go on from ({folder if last is None else asked}); leave "
-            f"--resume_from_checkpoint out, or give a folder such as {folder}/checkpoint-100"
+            f"there is no checkpoint to go on from ({where}); leave --resume_from_checkpoint out, "
+            f"or give a folder such as {folder}/checkpoint-100"
         )
     if (folder / SETTINGS).exists():
         before = json.loads((folder / SETTINGS).read_text(encoding="utf-8"))

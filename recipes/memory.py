@@ -331,14 +331,12 @@ def shown(size: float) -> str:
     return f"{size / 2**30:.1f} GiB" if size >= 2**30 else f"{size / 2**20:.0f} MiB"
 
 
-def line(recipe: finetune.Recipe, args: Any, config: PreTrainedConfig, devices: int = 8) -> str:
+def line(found: Need, devices: int) -> str:
     """The line that heads a recipe."""
-    found = need(recipe, args, config)
-    return (
-        f"# memory: {shown(found.alone.total)} on one device, "
-        f"{shown(found.sharded(devices).total)} on each of {devices} (fsdp2.yaml); "
-        f"computed by recipes/memory.py"
-    )
+    parts = [f"{shown(found.alone.total)} on one device"]
+    if devices > 1:
+        parts.append(f"{shown(found.sharded(devices).total)} on each of {devices} with FSDP2")
+    return f"# memory: {', '.join(parts)}; computed by recipes/memory.py"
 
 
 def table(found: Need, devices: int) -> str:
@@ -409,6 +407,7 @@ def main() -> None:
         f"trained; {args.per_device_train_batch_size} x {recipe.length} tokens a device"
     )
     print(table(found, options.devices))
+    print(line(found, options.devices))
 
 
 if __name__ == "__main__":

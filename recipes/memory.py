@@ -19,7 +19,6 @@ methods, whose attention keeps the same tensors, native attention stands in.
 from __future__ import annotations
 
 import argparse
-import copy
 import functools
 import weakref
 from collections.abc import Callable
@@ -259,7 +258,7 @@ def need(recipe: finetune.Recipe, args: Any, config: PreTrainedConfig) -> Need:
             f"--optim {args.optim.value}: the size of its states is not known here; it must be one "
             f"of {', '.join(TWO_STATES)}"
         )
-    model = finetune.build(recipe, copy.deepcopy(config), meta=True)
+    model = finetune.build(recipe, config, meta=True)
     trained = [p for p in model.parameters() if p.requires_grad]
     packed = _packed(model) if recipe.quantize else []
     constants = sum(p.numel() for p in packed) * (1 / BLOCK + 4 / (BLOCK * OF_CONSTANTS))
@@ -271,7 +270,7 @@ def need(recipe: finetune.Recipe, args: Any, config: PreTrainedConfig) -> Need:
     rows, width = args.per_device_train_batch_size, 2 if args.bf16 else 4
 
     def step(length: int, sharded: bool) -> float:
-        skeleton = finetune.build(recipe, copy.deepcopy(config), meta=True)
+        skeleton = finetune.build(recipe, config, meta=True)
         if sharded and args.bf16:  # FSDP2 and ZeRO-3 compute with weights of bfloat16
             skeleton.bfloat16()
         if args.gradient_checkpointing:

@@ -1,6 +1,8 @@
 """How much memory a recipe needs on each device, computed without loading a weight.
 
     python recipes/memory.py recipes/llama3_8b_yarn_lora.yaml --devices 8
+    python recipes/memory.py recipes/llama3_8b_yarn_lora.yaml --length 65536 --lora_r 64 \
+        --shape hidden=8192,layers=80,heads=64,kv_heads=8,intermediate=28672,vocab=128256
 
 Weights, gradients and optimizer are counted on the model as finetune.py builds it, on the meta
 device. Activations are the peak of one training step of that model on fake tensors: every storage
@@ -17,6 +19,7 @@ methods, whose attention keeps the same tensors, native attention stands in.
 from __future__ import annotations
 
 import argparse
+import functools
 import weakref
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -29,14 +32,25 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from transformers import LlamaConfig, MistralConfig, PreTrainedConfig, Qwen2Config, Qwen3Config
+from transformers import (
+    AttentionInterface,
+    AttentionMaskInterface,
+    LlamaConfig,
+    MistralConfig,
+    PreTrainedConfig,
+    Qwen2Config,
+    Qwen3Config,
+)
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from recipes import finetune
 from rope_ext.errors import OptionError, RopeExtError
 from rope_ext.measure.models import load_config
 
 BLOCK = 64  # weights that share a constant in 4 bits (QLoRA, arXiv 2305.14314, section 3)
+TWO_STATES = ("adamw_torch", "adamw_torch_fused", "paged_adamw_32bit")  # as large as the weights
 OF_CONSTANTS = 256  # constants that share one of their own
+_CAUSAL = "recipes_memory_causal"  # names with sdpa or flash take special paths
 
 # Published shapes, so that nothing has to be downloaded (and no licence accepted) to plan a run.
 SHAPES: dict[str, PreTrainedConfig] = {
@@ -58,14 +72,14 @@ SHAPES: dict[str, PreTrainedConfig] = {
         max_position_embeddings=131072,
         rope_parameters={"rope_type": "default", "rope_theta": 1e6},
     ),
-    "Qwen/Qwen3-8B": Qwen3Config(
+    "Qwen/Qwen3-8B-Base": Qwen3Config(
         vocab_size=151936,
         intermediate_size=12288,
         num_hidden_layers=36,
         num_attention_heads=32,
         num_key_value_heads=8,
         head_dim=128,
-        max_position_embeddings=40960,
+        max_position_embeddings=32768,
         rope_parameters={"rope_type": "default", "rope_theta": 1e6},
     ),
     "mistralai/Mistral-7B-v0.3": MistralConfig(
@@ -102,7 +116,7 @@ class Need:
         constants: bytes of the 4-bit weights that FSDP does not share out.
         gathered: bytes that FSDP2 holds whole for a time, at most.
         keys: bytes of the keys and values of a whole sequence in one layer.
-        step: peak of the activations in bytes for rows of that many tokens.
+        step: peak of the activations in bytes for rows of that many tokens, sharded.
         length: tokens of a row.
     """
 
@@ -122,15 +136,14 @@ class Need:
             (alone.weights - self.constants) / devices + self.constants,
             alone.gradients / devices,
             alone.optimizer / devices,
-            alone.activations,
-            self.gathered if devices > 1 else 0,
+            self.step(self.length),
+            self.gathered,
         )
 
     def context_parallel(self, devices: int) -> Memory:
         """On each of ``devices`` that share every row."""
-        sharded = self.sharded(devices)
-        activations = self.step(self.length // devices)
-        return replace(sharded, activations=activations, gathered=sharded.gathered + self.keys)
+        shared = replace(self, step=lambda length: self.step(length // devices))
+        return replace(shared.sharded(devices), gathered=self.gathered + self.keys)
 
 
 class _Live(TorchDispatchMode):
@@ -138,7 +151,7 @@ class _Live(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.peak = self._live = 0
+        self.peak = self.live = 0
         self._known: dict[int, int] = {}
 
     def __torch_dispatch__(
@@ -160,54 +173,90 @@ class _Live(TorchDispatchMode):
         if key in self._known:
             return
         self._known[key] = storage.nbytes()
-        self._live += self._known[key]
-        self.peak = max(self.peak, self._live)
+        self.live += self._known[key]
+        self.peak = max(self.peak, self.live)
         weakref.finalize(storage, self._drop, key)
 
     def _drop(self, key: int) -> None:
-        self._live -= self._known.pop(key)
+        self.live -= self._known.pop(key)
 
 
-def step_peak(
+def step_peaks(
     model: nn.Module, rows: int, length: int, bf16: bool = False, device: str = "cpu"
-) -> int:
-    """Bytes of activations at the peak of a training step, over weights and their gradients.
+) -> tuple[int, int]:
+    """Most bytes of activations in a forward and in the backward after it.
+
+    Weights and their gradients are not among them.
 
     Args:
         model: in training mode; with fake tensors under a ``FakeTensorMode``.
-        rows, length: of the batch, in sequences and tokens.
+        rows: sequences of the batch.
+        length: tokens of each.
         bf16: under autocast, as Trainer does.
         device: of the model.
     """
     for parameter in model.parameters():
         if parameter.requires_grad:  # as in every step of an accumulation but the first
             parameter.grad = torch.zeros_like(parameter)
+    model.config.get_text_config()._attn_implementation_internal = _CAUSAL
     ids = torch.zeros(rows, length, dtype=torch.long, device=device)
     live = _Live()
     gradients = (p.grad for p in model.parameters() if p.grad is not None)
     live.known((*model.parameters(), *model.buffers(), *gradients))
     with live:
         with torch.autocast(device, torch.bfloat16) if bf16 else nullcontext():
-            mask = torch.ones_like(ids)
-            loss = model(input_ids=ids, labels=ids, attention_mask=mask, use_cache=False).loss
+            loss = model(input_ids=ids, labels=ids, use_cache=False).loss
+        forward, live.peak = live.peak, live.live
         loss.backward()
-    return live.peak
+    return forward, live.peak
+
+
+def _causal(
+    module: nn.Module, query: Any, key: Any, value: Any, attention_mask: Any, **kwargs: Any
+) -> Any:
+    """SDPA without a mask, which is what an all-ones one comes to; a fake one has no values."""
+    return sdpa_attention_forward(module, query, key, value, None, **kwargs)
+
+
+AttentionInterface.register(_CAUSAL, _causal)
+AttentionMaskInterface.register(_CAUSAL, lambda **arguments: None)
+
+
+def extrapolated(model: nn.Module, rows: int, length: int, bf16: bool) -> int:
+    """Most bytes of activations in a step of a model on the meta device.
+
+    From :func:`step_peaks` of its first two and three layers: layers are alike, and at both peaks
+    all of them have left what they keep.
+    """
+    layers = _layers(model)
+    number = len(layers)
+    del layers[3:]
+    peaks = []
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        model.to_empty(device="cpu").train()  # where autocast acts
+        while layers and len(peaks) < 2:
+            peaks.append(step_peaks(model, rows, length, bf16))
+            del layers[-1:]
+    if number <= 3:
+        return max(peaks[0])
+    return max(three + (number - 3) * (three - two) for three, two in zip(*peaks, strict=True))
 
 
 def need(recipe: finetune.Recipe, args: Any, config: PreTrainedConfig) -> Need:
     """What a recipe needs.
 
     Args:
-        recipe, args: as :func:`recipes.finetune.parse` returns them.
+        recipe: as :func:`recipes.finetune.parse` returns it.
+        args: likewise.
         config: of the model.
 
     Raises:
         OptionError: an optimizer whose states are not known.
     """
-    if not args.optim.startswith("adamw_torch"):
+    if args.optim not in TWO_STATES:
         raise OptionError(
-            f"--optim {args.optim}: the size of its states is not known here; it must be one of "
-            f"transformers' adamw_torch, adamw_torch_fused"
+            f"--optim {args.optim.value}: the size of its states is not known here; it must be one "
+            f"of {', '.join(TWO_STATES)}"
         )
     model = finetune.build(recipe, config, meta=True)
     trained = [p for p in model.parameters() if p.requires_grad]
@@ -216,29 +265,32 @@ def need(recipe: finetune.Recipe, args: Any, config: PreTrainedConfig) -> Need:
     weights = _bytes(model.parameters()) - _bytes(packed)
     weights += sum(p.numel() for p in packed) / 2 + constants
     whole = max((p.nbytes for p in packed), default=0)
-
-    def step(length: int) -> float:
-        with FakeTensorMode(allow_non_fake_inputs=True):
-            fake = finetune.build(recipe, config, meta=True).to_empty(device="cpu").train()
-            if args.gradient_checkpointing:
-                fake.gradient_checkpointing_enable(args.gradient_checkpointing_kwargs)
-            rows = args.per_device_train_batch_size
-            return step_peak(fake, rows, length, args.bf16) + whole
-
     text = config.get_text_config()
     head = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
-    tokens = args.per_device_train_batch_size * recipe.length
-    width = 2 if args.bf16 or recipe.dtype == "bfloat16" else 4
+    rows, width = args.per_device_train_batch_size, 2 if args.bf16 else 4
+
+    def step(length: int, sharded: bool) -> float:
+        skeleton = finetune.build(recipe, config, meta=True)
+        if sharded and args.bf16:  # FSDP2 and ZeRO-3 compute with weights of bfloat16
+            skeleton.bfloat16()
+        if args.gradient_checkpointing:
+            skeleton.gradient_checkpointing_enable(args.gradient_checkpointing_kwargs)
+        return extrapolated(skeleton, rows, length, args.bf16 and not sharded) + whole
+
     return Need(
         parameters=sum(p.numel() for p in model.parameters()),
         trained=sum(p.numel() for p in trained),
-        alone=Memory(weights, _bytes(trained), 2 * _bytes(trained), step(recipe.length)),
+        alone=Memory(weights, _bytes(trained), 2 * _bytes(trained), step(recipe.length, False)),
         constants=constants,
         gathered=_gathered(model, packed, width),
-        keys=2 * tokens * text.num_key_value_heads * head * width,
-        step=step,
+        keys=2 * rows * recipe.length * text.num_key_value_heads * head * width,
+        step=functools.partial(step, sharded=True),
         length=recipe.length,
     )
+
+
+def _layers(model: nn.Module) -> nn.ModuleList:
+    return next(module for module in model.modules() if isinstance(module, nn.ModuleList))
 
 
 def _bytes(parameters: Any) -> int:
@@ -266,7 +318,7 @@ def _gathered(model: nn.Module, packed: list[nn.Parameter], width: int) -> float
             if p.requires_grad or not trained
         )
 
-    layers = next(m for m in model.modules() if isinstance(m, nn.ModuleList))
+    layers = _layers(model)
     ends = [model.get_input_embeddings(), model.get_output_embeddings()]
     largest = max(size(layer, trained=False) for layer in layers)
     gradient = max(size(module, trained=True) for module in (*layers, *ends))
@@ -278,14 +330,12 @@ def shown(size: float) -> str:
     return f"{size / 2**30:.1f} GiB" if size >= 2**30 else f"{size / 2**20:.0f} MiB"
 
 
-def line(recipe: finetune.Recipe, args: Any, config: PreTrainedConfig, devices: int = 8) -> str:
+def line(found: Need, devices: int) -> str:
     """The line that heads a recipe."""
-    found = need(recipe, args, config)
-    return (
-        f"# memory: {shown(found.alone.total)} on one device, "
-        f"{shown(found.sharded(devices).total)} on each of {devices} (fsdp2.yaml); "
-        f"computed by recipes/memory.py"
-    )
+    parts = [f"{shown(found.alone.total)} on one device"]
+    if devices > 1:
+        parts.append(f"{shown(found.sharded(devices).total)} on each of {devices} with FSDP2")
+    return f"# memory: {', '.join(parts)}; computed by recipes/memory.py"
 
 
 def table(found: Need, devices: int) -> str:
@@ -306,6 +356,33 @@ def config_of(model: str) -> PreTrainedConfig:
     return SHAPES[model] if model in SHAPES else load_config(model)
 
 
+def of_shape(text: str) -> PreTrainedConfig:
+    """A Llama of that shape: ``"hidden=4096,layers=32,heads=32"``.
+
+    Raises:
+        OptionError: an unknown name, or no whole number.
+    """
+    names = {
+        "hidden": "hidden_size",
+        "layers": "num_hidden_layers",
+        "heads": "num_attention_heads",
+        "kv_heads": "num_key_value_heads",
+        "head_dim": "head_dim",
+        "intermediate": "intermediate_size",
+        "vocab": "vocab_size",
+        "trained": "max_position_embeddings",
+    }
+    values = {}
+    for part in text.split(","):
+        name, _, value = part.partition("=")
+        if name not in names or not value.isdecimal():
+            raise OptionError(
+                f"--shape {part!r} is not valid; it must be NAME=NUMBER, of {', '.join(names)}"
+            )
+        values[names[name]] = int(value)
+    return LlamaConfig(**values)
+
+
 def read(path: str, *more: str) -> tuple[finetune.Recipe, Any]:
     """A recipe's settings; what else is given goes over them, as on finetune.py's command line."""
     # Without a GPU TrainingArguments refuse bfloat16 unless they are told of the CPU.
@@ -316,10 +393,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("recipe", help="YAML file of recipes/finetune.py")
     parser.add_argument("--devices", type=int, default=1, help="that share the model")
+    parser.add_argument("--shape", help="hidden=4096,layers=32,...: instead of the recipe's model")
     options, more = parser.parse_known_args()
     try:
         recipe, args = read(options.recipe, *more)
-        found = need(recipe, args, config_of(recipe.model))
+        config = config_of(recipe.model) if options.shape is None else of_shape(options.shape)
+        found = need(recipe, args, config)
     except RopeExtError as error:
         parser.exit(2, f"{error}\n")
     print(
@@ -327,6 +406,7 @@ def main() -> None:
         f"trained; {args.per_device_train_batch_size} x {recipe.length} tokens a device"
     )
     print(table(found, options.devices))
+    print(line(found, options.devices))
 
 
 if __name__ == "__main__":

@@ -20,9 +20,12 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
-from transformers import LlamaForCausalLM
+from transformers import AutoConfig, LlamaForCausalLM
+from transformers.integrations.fsdp import update_fsdp_plugin_peft
 
 import rope_ext
+from recipes.finetune import build
+from recipes.settings import Recipe
 
 METHODS = {"yarn": {"factor": 4}, "rerope": {"factor": 4, "window": 16}}
 
@@ -127,16 +130,26 @@ def meta(folder: Path) -> None:
 
 
 def trainer(folder: Path) -> None:
-    """What fsdp2.yaml makes Trainer do: load, patch, and let accelerate shard and broadcast.
+    """What fsdp2.yaml makes of a recipe: Trainer and accelerate shard what finetune.py builds.
 
-    On CPUs accelerate takes DDP whatever it is told, so its function is called by hand.
+    On CPUs accelerate takes DDP whatever it is told, so their functions are called by hand.
     """
-    expected = gradients(adapted(patched("yarn")), rows(slice(4)))
     if dist.get_rank() == 0:
         tiny_llama().save_pretrained(folder)
     dist.barrier()
     os.environ |= {"ACCELERATE_USE_FSDP": "true", "FSDP_CPU_RAM_EFFICIENT_LOADING": "true"}
-    model = LlamaForCausalLM.from_pretrained(folder)
+    recipe = Recipe(model=str(folder), train_embeddings_and_norms=True)
+
+    def built() -> torch.nn.Module:
+        torch.manual_seed(1)
+        model = build(recipe, AutoConfig.from_pretrained(folder)).train()
+        for name, parameter in model.named_parameters():
+            if "lora_B" in name:  # so that the other half gets gradients, too
+                torch.nn.init.normal_(parameter, std=0.1)
+        return model
+
+    expected = gradients(built(), rows(slice(4)))
+    model = built()
     if dist.get_rank() == 1:  # so that only the weights of the first can have been trained
         for parameter in model.parameters():
             torch.nn.init.zeros_(parameter)
@@ -149,9 +162,11 @@ def trainer(folder: Path) -> None:
         device=torch.device("cpu"),
         is_main_process=dist.get_rank() == 0,
     )
-    model = fsdp2_prepare_model(accelerator, adapted(patched("yarn", model)))
-    assert any(hasattr(p, "full_tensor") for p in model.parameters()), "nothing was sharded"
-    same(gradients(model, mine()), expected, "yarn as accelerate shards it")
+    update_fsdp_plugin_peft(model, accelerator)
+    model = fsdp2_prepare_model(accelerator, model)
+    sharded = [hasattr(parameter, "full_tensor") for parameter in model.parameters()]
+    assert all(sharded), f"{sharded.count(False)} parameters were not sharded"
+    same(gradients(model, mine()), expected, "a recipe as accelerate shards it")
 
 
 if __name__ == "__main__":

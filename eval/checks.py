@@ -413,10 +413,9 @@ def _line(error: Exception) -> str:
 
 def saved_as(model: PreTrainedModel) -> str:
     """Under which type the patch in force is written into the configuration."""
-    text = text_config(text_decoder(model))
-    if hasattr(text, "rope_ext"):
+    if not current_patch(model).native:
         return "patch again"
-    parameters = text.rope_parameters
+    parameters = text_config(text_decoder(model)).rope_parameters
     names = {site.layer_type for site in current_patch(model).scaled}
     parts = [parameters[n] if isinstance(parameters.get(n), dict) else parameters for n in names]
     return ", ".join(sorted({part["rope_type"] for part in parts}))

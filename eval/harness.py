@@ -26,13 +26,12 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-import rope_ext
-from eval.options import split
+from eval.options import METHOD_HELP, split
 from rope_ext import OptionError
 from rope_ext.errors import MeasureError
 from rope_ext.measure import models
 from rope_ext.measure.arguments import parse_options
-from rope_ext.measure.run import checked_methods, dump, versions
+from rope_ext.measure.run import checked_methods, dump, patched, versions
 from rope_ext.measure.summary import UNPATCHED
 from rope_ext.measure.terminal import clean_errors, quiet, tell
 
@@ -45,7 +44,7 @@ def parser() -> argparse.ArgumentParser:
     add = made.add_argument
     add("--model", required=True, help="folder or Hub id")
     add("--adapter", help="PEFT adapter, in use wherever a method is")
-    add("--method", action="append", required=True, help="names, comma between, or repeat; 'none'")
+    add("--method", action="append", required=True, help=METHOD_HELP)
     add("--factor", type=float, default=4.0, help="how many times the trained length")
     add("--option", action="append", help="METHOD.NAME=VALUE, or NAME=VALUE of a single method")
     add("--tasks", required=True, help="names the harness knows, comma between")
@@ -56,6 +55,7 @@ def parser() -> argparse.ArgumentParser:
     add("--max-length", type=int, help="window in tokens; default: factor x trained length")
     add("--trained-length", type=int, help="if the configuration does not say it rightly")
     add("--compose", action="store_true", help="patch on top of the checkpoint's own scaling")
+    add("--force", action="store_true", help="measure an adapter under another method")
     add("--dtype", default="auto", help=f"one of {', '.join(models.DTYPES)}")
     add("--attn", help="attention implementation")
     add("--device", default="auto", help="auto, cpu, cuda, cuda:1, mps ...")
@@ -73,7 +73,8 @@ def evaluate(args: argparse.Namespace) -> dict[str, Any]:
         RopeExtError: something is unknown, missing or cannot be loaded.
     """
     names = split(args.method)
-    methods = checked_methods(names, args.factor, parse_options(args.option, names))
+    given = parse_options(args.option, names)
+    methods = checked_methods(names, args.factor, given, args.adapter, args.force)
     metadata = _metadata(args.metadata)
     try:
         from lm_eval import simple_evaluate
@@ -86,7 +87,8 @@ def evaluate(args: argparse.Namespace) -> dict[str, Any]:
         ) from None
     config = models.load_config(args.model)
     trained = args.trained_length or models.trained_length(config)
-    window = args.max_length or math.ceil(round(args.factor * trained, 6))
+    factor = max((options["factor"] for options in methods.values()), default=args.factor)
+    window = args.max_length or math.ceil(round(factor * trained, 6))
     include = None if args.include_path is None else str(args.include_path)
     manager = TaskManager(include_path=include, metadata={"pretrained": args.model, **metadata})
     tasks = _known(split(args.tasks), manager)
@@ -98,13 +100,7 @@ def evaluate(args: argparse.Namespace) -> dict[str, Any]:
         if method == UNPATCHED:
             applied = model.disable_adapter() if args.adapter else nullcontext()
         else:
-            applied = rope_ext.patched(
-                model,
-                method,
-                compose=args.compose,
-                original_max_position_embeddings=args.trained_length,
-                **options,
-            )
+            applied = patched(model, method, options, args.compose, args.trained_length)
         with applied:
             harness = HFLM(
                 pretrained=model,

@@ -12,6 +12,9 @@ from rope_ext.measure.models import DTYPES
 from rope_ext.measure.run import Settings, Task
 from rope_ext.measure.terminal import clean_errors, evaluate
 
+METHOD_HELP = "names, comma between, or repeat; 'none'; 'adapter': what it was trained under"
+FORCE_HELP = "measure lengths beyond what a method reaches, an adapter under another method"
+
 
 def parser(description: str, output: str) -> argparse.ArgumentParser:
     """A parser with the shared options.
@@ -27,14 +30,14 @@ def parser(description: str, output: str) -> argparse.ArgumentParser:
     add = subject.add_argument
     add("--model", action="append", required=True, help="folder or Hub id; repeat for several")
     add("--adapter", help="PEFT adapter, in use wherever a method is")
-    add("--method", action="append", required=True, help="names, comma between, or repeat; 'none'")
+    add("--method", action="append", required=True, help=METHOD_HELP)
     add("--factor", type=float, default=4.0, help="how many times the trained length")
     add("--option", action="append", help="METHOD.NAME=VALUE, or NAME=VALUE of a single method")
     add("--lengths", required=True, action="append", help="context lengths, such as 512,4k,8k")
     add("--trained-length", type=int, help="if the configuration does not say it rightly")
     add("--compose", action="store_true", help="patch on top of the checkpoint's own scaling")
     add("--chat", choices=("auto", "yes", "no"), default="auto", help="use the chat template")
-    add("--force", action="store_true", help="measure lengths beyond what a method reaches")
+    add("--force", action="store_true", help=FORCE_HELP)
     running = made.add_argument_group("how it is run")
     add = running.add_argument
     add("--dtype", default="auto", help=f"one of {', '.join(DTYPES)}; auto: float32 on a CPU")

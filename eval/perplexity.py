@@ -14,13 +14,12 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
-import rope_ext
 from eval import options
 from rope_ext import OptionError
 from rope_ext.measure.longppl import LongPPL
 from rope_ext.measure.models import load_model, load_tokenizer
 from rope_ext.measure.perplexity import Perplexity
-from rope_ext.measure.run import Task, checked_methods
+from rope_ext.measure.run import Task, checked_methods, patched
 
 
 def task(args: argparse.Namespace) -> Perplexity:
@@ -62,12 +61,10 @@ def longppl(args: argparse.Namespace, like: Perplexity) -> LongPPL:
         if not names:
             yield model
             return
-        methods = checked_methods(names[:1], given.factor, _of(names[0], given.options))
+        own = _of(names[0], given.options)
+        methods = checked_methods(names[:1], given.factor, own, given.adapter, given.force)
         [(name, values)] = methods.items()
-        length = given.trained_length
-        with rope_ext.patched(
-            model, name, compose=given.compose, original_max_position_embeddings=length, **values
-        ):
+        with patched(model, name, values, given.compose, given.trained_length):
             yield model
 
     sliding = replace(like, protocol="sliding", stride=stride)

@@ -2,12 +2,14 @@
 
 from rope_ext.describing import Description, MethodInfo, describe, methods
 from rope_ext.errors import (
+    AdapterError,
     AlreadyPatchedError,
     AlreadyScaledError,
     CacheError,
     NoRopeError,
     NotPatchedError,
     OptionError,
+    RecordError,
     RopeExtError,
     UnknownMethodError,
     UnsupportedModelError,
@@ -35,6 +37,7 @@ from rope_ext.methods import (
     YaRN,
 )
 from rope_ext.patching import patch, patched, unpatch
+from rope_ext.reloading import from_pretrained, load_adapter, save_sidecar
 
 __version__ = "0.1.0"
 
@@ -43,6 +46,7 @@ __all__ = [
     "NTK",
     "PI",
     "STRING",
+    "AdapterError",
     "AlreadyPatchedError",
     "AlreadyScaledError",
     "BaseTruncation",
@@ -64,6 +68,7 @@ __all__ = [
     "PRoPE",
     "PositionMethod",
     "ReRoPE",
+    "RecordError",
     "Resonance",
     "RopeExtError",
     "SelfExtend",
@@ -71,8 +76,11 @@ __all__ = [
     "UnsupportedModelError",
     "YaRN",
     "describe",
+    "from_pretrained",
+    "load_adapter",
     "methods",
     "patch",
     "patched",
+    "save_sidecar",
     "unpatch",
 ]

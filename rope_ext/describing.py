@@ -10,9 +10,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from rope_ext.discovery import RotarySite, find_sites, text_decoder
+from rope_ext.discovery import RotarySite, find_sites, text_config, text_decoder
 from rope_ext.methods import all_methods
 from rope_ext.patching import Patch, current_patch
+from rope_ext.records import record_of
 
 
 @dataclass(frozen=True)
@@ -119,7 +120,7 @@ def describe(model: nn.Module) -> Description:
     """What is in force on ``model``, patched or not.
 
     Raises:
-        NoRopeError, UnsupportedModelError: as :func:`rope_ext.patch`.
+        NoRopeError, UnsupportedModelError, RecordError: as :func:`rope_ext.patch`.
     """
     decoder = text_decoder(model)
     patch = current_patch(model)
@@ -132,19 +133,18 @@ def describe(model: nn.Module) -> Description:
         length=length,
         target_length=length if patch is None else patch.target_length,
         sites=tuple(_site(site, patch) for site in sites),
-        notes=_scaling_notes(sites) if patch is None else tuple(patch.notes),
+        notes=_unpatched_notes(decoder, sites) if patch is None else tuple(patch.notes),
     )
 
 
 def _site(site: RotarySite, patch: Patch | None) -> SiteDescription:
     after, scaling, status = site.rope.inv_freq, site.scaling, "unchanged"
     if patch is not None and site in patch.scaled:
-        method = patch.frequencies
+        after, scaling = patch.frequencies_of(site)
         status = "extended" if patch.mapping is None else "positions changed"
-        if method is not None:
-            after, scaling = site.under(method)
         if patch.method.adapts:
-            status = f"extended per sequence, shown at {method.target_length(site.rope)} tokens"
+            shown = patch.method.target_length(site.rope)
+            status = f"extended per sequence, shown at {shown} tokens"
     return SiteDescription(
         name=site.name or "rotary",
         layer_type=site.layer_type or "all layers",
@@ -160,9 +160,17 @@ def _floats(values: torch.Tensor) -> tuple[float, ...]:
     return tuple(values.tolist())
 
 
-def _scaling_notes(sites: list[RotarySite]) -> tuple[str, ...]:
-    return tuple(
+def _unpatched_notes(decoder: nn.Module, sites: list[RotarySite]) -> tuple[str, ...]:
+    notes = [
         f"the checkpoint scales {site.name or 'it'} by itself: rope_type {site.rope_type}"
         for site in sites
         if site.scaled
-    )
+    ]
+    record = record_of(text_config(decoder))
+    if record is not None:
+        force = "only in part in force" if record.is_in_config else "not in force"
+        notes.append(
+            f"saved under a patch that is {force}, since plain transformers loaded it: "
+            f"{record.call()}; rope_ext.from_pretrained reloads it as it was"
+        )
+    return tuple(notes)

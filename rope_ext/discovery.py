@@ -18,6 +18,7 @@ from torch import nn
 
 from rope_ext.errors import NoRopeError, UnsupportedModelError
 from rope_ext.methods import FrequencyMethod, Rope, geometric
+from rope_ext.records import trained_length
 
 SCALED_TYPES = ("linear", "dynamic", "yarn", "longrope", "llama3")
 _LOCAL = ("sliding", "chunked", "local")
@@ -135,13 +136,13 @@ def find_sites(decoder: nn.Module, length: int | None = None) -> list[RotarySite
 
     Args:
         decoder: the part of a model that reads text.
-        length: trained context in tokens; None reads each configuration's
-            ``max_position_embeddings``.
+        length: trained context in tokens; None reads each configuration.
 
     Raises:
         NoRopeError: there is none.
         UnsupportedModelError: one of them does not rotate by its buffer, or its trained length
             is unknown.
+        RecordError: the configuration holds a record of a patch that cannot be read.
     """
     sites = []
     proven: dict[tuple, Columns] = {}
@@ -183,11 +184,8 @@ def _site(
     if key not in proven:
         proven[key] = _prove(decoder, module, layer_type, len(loaded))
     if length is None:
-        # A patch that transformers cannot describe was saved: the maximum is the extended one.
-        record = getattr(config, "rope_ext", None) or {}
-        extended = getattr(config, "max_position_embeddings", None)
-        length = record.get("original_max_position_embeddings", extended)
-        if not isinstance(length, int) or length < 1:
+        length = trained_length(config)
+        if length is None:
             raise UnsupportedModelError(
                 f"{type(decoder).__name__}: its configuration has no max_position_embeddings, so "
                 f"the trained length is unknown; pass original_max_position_embeddings=TOKENS"

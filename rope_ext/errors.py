@@ -42,6 +42,14 @@ class CacheError(RopeExtError):
     """A key-value cache cannot be continued under this patch."""
 
 
+class RecordError(RopeExtError):
+    """The record of a patch cannot be read, or not be followed."""
+
+
+class AdapterError(RopeExtError):
+    """An adapter and the model it is put on do not carry the same patch."""
+
+
 class MeasureError(RopeExtError):
     """A model or a text cannot be loaded or measured as asked."""
 

@@ -319,6 +319,7 @@ class RowLengths:
     @torch.compiler.disable
     def begin(self, decoder: nn.Module, args: tuple, kwargs: dict) -> None:
         """Decoder pre-hook."""
+        refuse_sharded(self.method.name)
         if torch.compiler.is_exporting():
             raise UnsupportedModelError(
                 f"{self.method.name} chooses the frequencies of every sequence as it comes, which "
@@ -444,6 +445,21 @@ def _announced(model: nn.Module, given: dict[str, Any]) -> Started | None:
 def parameters(cls: type[nn.Module]) -> tuple[str, ...]:
     """Names of the arguments of a module's forward."""
     return tuple(inspect.signature(cls.forward).parameters)[1:]
+
+
+@torch.compiler.disable
+def refuse_sharded(name: str) -> None:
+    """Raise if each device of a context-parallel group gets a part of every sequence.
+
+    torch's ``context_parallel``, accelerate's too, replaces one function as long as it lasts.
+    """
+    module = getattr(nn.functional.scaled_dot_product_attention, "__module__", None)
+    if str(module).startswith("torch.distributed."):
+        raise UnsupportedModelError(
+            f"context parallelism gives every device a part of each sequence, and {name} needs "
+            f"its positions whole; use a fixed frequency method such as 'yarn', or one device "
+            f"for each sequence (cp_size 1)"
+        )
 
 
 def follow_rows(decoder: nn.Module, model: nn.Module, applied: Applied) -> None:

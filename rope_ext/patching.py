@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -22,6 +23,7 @@ from rope_ext.errors import (
 )
 from rope_ext.methods import FrequencyMethod, Method, PositionMethod, Rope, build_method
 from rope_ext.position import Mapping
+from rope_ext.records import ARGUMENTS, FIELD, Record
 
 Model = TypeVar("Model", bound=nn.Module)
 SlidingLayers = Literal["auto", "keep", "scale"]
@@ -50,6 +52,7 @@ class Patch:
     tokenizer: Any
     tokenizer_length: int | None
     mapping: Mapping | None = None
+    record: Record | None = None
 
     @property
     def frequencies(self) -> FrequencyMethod | None:
@@ -62,6 +65,12 @@ class Patch:
     def length(self) -> int:
         """Trained context, tokens."""
         return self.scaled[0].rope.length
+
+    def frequencies_of(self, site: RotarySite) -> tuple[torch.Tensor, float]:
+        """Frequencies (float64, ``[pairs]``) and scaling now; at full length if they adapt."""
+        if self.frequencies is None or site not in self.scaled:
+            return site.rope.inv_freq, site.scaling
+        return site.under(self.frequencies)
 
 
 def patch(
@@ -109,6 +118,7 @@ def patch(
         NoRopeError: the model has no rotary embedding.
         UnsupportedModelError: the effect on this family cannot be proven, or would be none.
         AlreadyPatchedError, AlreadyScaledError: say ``replace=True`` or ``compose=True``.
+        RecordError: the model was saved under a patch, and its record cannot be read.
     """
     method = _method(method, options)
     under = _under(method, frequency)
@@ -146,7 +156,7 @@ def patch(
         )
     except BaseException:
         if earlier is not None:  # a refused replacement leaves the model as it was
-            _patch(unwrap(model), decoder, earlier.method, **earlier.arguments)
+            _patch(unwrap(model), decoder, earlier.record.method, **earlier.arguments)
         raise
     if not decoder.__dict__[_STATE].native:
         _logger.warning(
@@ -185,7 +195,7 @@ def patched(model: Model, method: str | Method = "yarn", **kwargs: Any) -> Itera
         if _STATE in decoder.__dict__:
             unpatch(model)
         if earlier is not None:
-            _patch(unwrap(model), decoder, earlier.method, **earlier.arguments)
+            _patch(unwrap(model), decoder, earlier.record.method, **earlier.arguments)
 
 
 def current_patch(model: nn.Module) -> Patch | None:
@@ -276,13 +286,37 @@ def _patch(
     )
     apply = _apply_positions if isinstance(method, PositionMethod) else _apply_frequencies
     try:
-        config.write(apply(model, decoder, state))
+        values = apply(model, decoder, state)
+        state.record = _record(state, method, config.before(values))
+        if not state.record.plain:
+            values[FIELD] = state.record.to_json()
+        if config.earlier is not None:
+            state.notes.append(
+                f"the configuration was saved under another patch ({config.earlier}), whose record "
+                f"gives the trained length"
+            )
+        config.write(values)
         if tokenizer is not None:
             tokenizer.model_max_length = state.target_length
     except BaseException:
         _restore(state)
         raise
     decoder.__dict__[_STATE] = state
+
+
+def _record(state: Patch, given: Method, before: dict[str, Any]) -> Record:
+    # Plain transformers lets frequencies grow within a sequence, and has float32 angles only.
+    plain = state.native and not state.precise and state.applied.rows is None
+    arguments = {**state.arguments, "frequency": state.arguments["under"]}
+    return Record(
+        method=given,
+        resolved=state.method,
+        arguments={name: arguments[name] for name in ARGUMENTS},
+        trained_length=state.length,
+        target_length=state.target_length,
+        plain=plain,
+        config=before,
+    )
 
 
 def _apply_frequencies(model: nn.Module, decoder: nn.Module, state: Patch) -> dict[str, Any]:
@@ -302,7 +336,7 @@ def _apply_frequencies(model: nn.Module, decoder: nn.Module, state: Patch) -> di
             f"precise=True or sliding_layers='keep'; use mode='fixed'"
         )
     if keep:
-        how = persistence.unsaved(method, scaled, state.target_length)
+        how = persistence.unsaved(state.target_length)
     else:
         how = persistence.plan(decoder, sites, scaled, method, state.target_length)
     if growing and not how.native:
@@ -311,8 +345,9 @@ def _apply_frequencies(model: nn.Module, decoder: nn.Module, state: Patch) -> di
             f"family; use mode='fixed'"
         )
     state.precise, state.native = precise, how.native
-    state.notes = _notes(sites, scaled, how.note, keep, precise)
-    if method.adapts and not growing:
+    per_sequence = method.adapts and not growing
+    state.notes = _notes(sites, scaled, how.note, keep, precise, per_sequence and how.native)
+    if per_sequence:
         trained = min(site.rope.length for site in scaled)
         applied.rows = frequency.RowLengths(method, trained)
     for site in scaled:
@@ -331,12 +366,19 @@ def _apply_frequencies(model: nn.Module, decoder: nn.Module, state: Patch) -> di
                 site, inv_freq, scaling, precise, applied.rows, keep and site.shared
             )
             applied.handles.append(site.module.register_forward_hook(hook, with_kwargs=True))
+    if growing:
+        refuse = functools.partial(_refuse_sharded, method.name)
+        applied.handles.append(decoder.register_forward_pre_hook(refuse))
     if applied.rows is not None:
         frequency.follow_rows(decoder, model, applied)
     if keep:
         kinds = list(text_config(decoder).layer_types)
         applied.handles += frequency.keep_native(decoder, kinds)
     return how.values
+
+
+def _refuse_sharded(name: str, decoder: nn.Module, args: tuple) -> None:
+    frequency.refuse_sharded(name)
 
 
 def _apply_positions(model: nn.Module, decoder: nn.Module, state: Patch) -> dict[str, Any]:
@@ -372,7 +414,7 @@ def _apply_positions(model: nn.Module, decoder: nn.Module, state: Patch) -> dict
         decoder, state.method, rope, table, label, state.precise, kernel, local_too
     )
     state.mapping.install(decoder)
-    how = persistence.unsaved(method, scaled, state.target_length)
+    how = persistence.unsaved(state.target_length)
     state.notes = [f"saving: {how.note}", *state.mapping.notes()]
     return how.values
 
@@ -441,7 +483,12 @@ def _target(method: FrequencyMethod, site: RotarySite) -> tuple[torch.Tensor, fl
 
 
 def _notes(
-    sites: list[RotarySite], scaled: list[RotarySite], saved: str, keep: bool, precise: bool
+    sites: list[RotarySite],
+    scaled: list[RotarySite],
+    saved: str,
+    keep: bool,
+    precise: bool,
+    per_sequence: bool,
 ) -> list[str]:
     notes = [f"saving: {saved}"]
     left = [site for site in sites if site not in scaled]
@@ -456,5 +503,10 @@ def _notes(
             "does; sliding_layers='keep' leaves them alone"
         )
     if precise:
-        notes.append("angles: computed in float64; reloaded in plain transformers, in float32")
+        notes.append("angles: computed in float64; by plain transformers, in float32")
+    if per_sequence:
+        notes.append(
+            "sequences: each keeps the frequencies it starts with; plain transformers changes them "
+            "as a sequence grows, a model reloaded with rope_ext.from_pretrained does not"
+        )
     return notes

@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import logging
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -18,14 +18,15 @@ import torch
 from torch import nn
 
 from rope_ext.discovery import RotarySite, rope_parameters, text_config
-from rope_ext.errors import UnsupportedModelError
+from rope_ext.errors import RecordError, UnsupportedModelError
 from rope_ext.methods import FrequencyMethod, longrope_table
+from rope_ext.records import FIELD, Record, record_of
 
 _FIELDS = (
     "rope_parameters",
     "original_max_position_embeddings",
     "max_position_embeddings",
-    "rope_ext",
+    FIELD,
 )
 # What a scaled entry holds beside its base; replaced as a whole when a patch goes on top.
 _SCALING = (
@@ -43,7 +44,10 @@ _SCALING = (
     "truncate",
     "type",
 )
-UNSAVED = "transformers has no type for it: patch again after from_pretrained"
+UNSAVED = (
+    "transformers has no type for it: reload it with rope_ext.from_pretrained (plain transformers "
+    "loads it unpatched)"
+)
 _WRITTEN: weakref.WeakValueDictionary[int, nn.Module] = weakref.WeakValueDictionary()
 """Decoder whose patch is written into the configuration of that id."""
 _BUILT_IN_FLOAT32 = 1e-5  # pow of a large base in float32 is good to about 2e-6
@@ -98,23 +102,12 @@ def plan(
                 "dynamic type counts: give evaluators their length by hand"
             )
         return Plan(values, True, exact, note)
-    return unsaved(method, scaled, target)
+    return unsaved(target)
 
 
-def unsaved(method: FrequencyMethod, scaled: list[RotarySite], target: int) -> Plan:
-    """The plan for a patch that no configuration of transformers describes: a record of it."""
-    record = {
-        "method": method.name,
-        "factor": float(method.factor),
-        "original_max_position_embeddings": scaled[0].rope.length,
-        "layers": sorted({site.layer_type or "all" for site in scaled}),
-    }
-    return Plan(
-        {"rope_ext": record, "max_position_embeddings": target},
-        False,
-        {},
-        UNSAVED,
-    )
+def unsaved(target: int) -> Plan:
+    """The plan for a patch that no configuration of transformers describes."""
+    return Plan({"max_position_embeddings": target}, False, {}, UNSAVED)
 
 
 def _proposals(
@@ -245,10 +238,28 @@ class ConfigState:
             for config in self.configs
         ]
 
+    @property
+    def earlier(self) -> Record | None:
+        """The record of the patch under which the model was saved that is loaded here plainly.
+
+        One that the rest of the configuration describes as well does not count: it is in force.
+        """
+        try:
+            record = record_of(self.configs[0])
+        except RecordError:  # the trained length was given, or this would not have come so far
+            return None
+        return None if record is None or record.is_in_config else record
+
+    def before(self, names: Iterable[str]) -> dict[str, Any]:
+        """Fields of the configuration before any patch; None: not there."""
+        earlier = self.earlier
+        fields = {**self.saved[0], **({} if earlier is None else earlier.config)}
+        return {name: copy.deepcopy(fields.get(name)) for name in names}
+
     def write(self, values: dict[str, Any]) -> None:
         for config in self.configs:
-            if "rope_ext" not in values and hasattr(config, "rope_ext"):
-                del config.rope_ext  # the checkpoint was saved under another patch
+            if FIELD not in values and hasattr(config, FIELD):
+                delattr(config, FIELD)  # the checkpoint was saved under another patch
             _WRITTEN[id(config)] = self.decoder
             for name in _FIELDS:  # in this order: the original before the maximum
                 if name in values:

@@ -673,16 +673,12 @@ def test_an_adapter_is_in_use_where_a_method_is(checkpoint: Path, tmp_path: Path
     model = AutoModelForCausalLM.from_pretrained(checkpoint)
     config = peft.LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False)
     torch.manual_seed(0)
-    peft.get_peft_model(model, config).save_pretrained(tmp_path / "adapter")
+    model = peft.get_peft_model(model, config)
+    model.save_pretrained(tmp_path / "adapter")
 
     def losses(name: str, **change: Any) -> dict[str, float]:
-        settings = Settings(
-            models=(str(checkpoint),),
-            methods=("yarn",),
-            lengths=(128,),
-            output=tmp_path / name,
-            **change,
-        )
+        given = {"models": (str(checkpoint),), "methods": ("yarn",), "lengths": (128,)}
+        settings = Settings(**{**given, **change}, output=tmp_path / name)
         outcomes = run.run(prepare(settings, [Perplexity(BOOK, windows=1)]))
         return {outcome.system: outcome.value for outcome in outcomes}
 
@@ -690,6 +686,13 @@ def test_an_adapter_is_in_use_where_a_method_is(checkpoint: Path, tmp_path: Path
     assert plain["none"] == adapted["none"] and plain["yarn"] != adapted["yarn"]
     with pytest.raises(MeasureError, match="cannot load the adapter"):
         losses("c", adapter=str(tmp_path))
+    own = {"adapter": str(tmp_path / "adapter"), "methods": ("adapter",), "factor": 2.0}
+    with pytest.raises(OptionError, match=r"has none; give --method the name"):
+        losses("d", **own)
+    rope_ext.save_sidecar(rope_ext.patch(model, "yarn", factor=4), tmp_path / "adapter")
+    assert losses("e", **own) == adapted
+    with pytest.raises(OptionError, match=r"was trained under .*'yarn', factor=4"):
+        losses("f", **{**own, "methods": ("yarn",)})
 
 
 # Mistakes

@@ -10,7 +10,10 @@ import torch
 from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
+from rope_ext import records
 from rope_ext.errors import MeasureError
+from rope_ext.records import Record
+from rope_ext.reloading import read_sidecar
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 _FAILURES = (OSError, ValueError, RuntimeError, SafetensorError)
@@ -74,10 +77,28 @@ def _adapted(model: Any, adapter: str) -> Any:
     try:
         return PeftModel.from_pretrained(model, adapter)
     except _FAILURES as error:
-        raise MeasureError(
-            f"cannot load the adapter {adapter!r} ({_first_line(error)}); give --adapter a folder "
-            f"that PeftModel.save_pretrained wrote"
-        ) from error
+        raise _no_adapter(adapter, error) from error
+
+
+def _no_adapter(adapter: str, error: Exception) -> MeasureError:
+    return MeasureError(
+        f"cannot load the adapter {adapter!r} ({_first_line(error)}); give --adapter a folder "
+        f"that PeftModel.save_pretrained wrote"
+    )
+
+
+def adapter_record(adapter: str) -> Record | None:
+    """The patch under which an adapter was trained; None if nothing beside it tells.
+
+    Raises:
+        MeasureError: the adapter cannot be found.
+        RecordError: what lies beside it cannot be read.
+    """
+    try:
+        sidecar = read_sidecar(adapter)
+    except OSError as error:
+        raise _no_adapter(adapter, error) from error
+    return None if sidecar is None else sidecar.record
 
 
 def resolve_device(device: str) -> str:
@@ -120,9 +141,8 @@ def trained_length(config: Any) -> int:
     Raises:
         MeasureError: the configuration does not state it.
     """
-    config = config.get_text_config(decoder=True)
-    length = getattr(config, "max_position_embeddings", None)
-    if not isinstance(length, int) or length < 1:
+    length = records.trained_length(config.get_text_config(decoder=True))
+    if length is None:
         raise MeasureError(
             "the configuration of the model has no max_position_embeddings, so its trained "
             "length is unknown; give --trained-length TOKENS"

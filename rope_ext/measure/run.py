@@ -41,10 +41,14 @@ from rope_ext.measure.cases import (
 from rope_ext.measure.forward import Advance, cost, score, write
 from rope_ext.measure.prompts import Chat, Frame
 from rope_ext.measure.summary import UNPATCHED
-from rope_ext.methods.base import build_method, method_class
+from rope_ext.methods.base import Method, build_method, method_class
+from rope_ext.records import ARGUMENTS, Record
+from rope_ext.reloading import SIDECAR
 
 LOG = "cases.jsonl"
 RESULTS = "results.json"
+ADAPTER = "adapter"
+"""In place of a method: the one under which the adapter was trained."""
 _SHOWS_ONLY = {"cli.py", "figures.py", "page.py", "report.py", "summary.py", "intervals.py"}
 
 
@@ -64,9 +68,10 @@ class Settings:
 
     Args:
         models: folders or Hub ids.
-        methods: names; the unpatched model is always measured too.
+        methods: names, or ``adapter`` for the patch under which the adapter was trained; the
+            unpatched model is always measured too.
         lengths: context lengths, tokens. The trained length is added where some are longer.
-        factor: of every method.
+        factor: of every method but ``adapter``.
         options: further options, by method.
         adapter: folder or Hub id of a PEFT adapter, in use wherever a method is.
         seed: of texts, prompts and bootstrap.
@@ -78,7 +83,8 @@ class Settings:
         chat: whether prompts go through the chat template.
         trained_length: trained context, tokens; None reads it from the configuration.
         compose: patch on top of the checkpoint's own scaling.
-        force: measure lengths beyond what a method is meant to reach.
+        force: measure lengths beyond what a method is meant to reach, and an adapter under
+            another patch than the one it was trained under.
         output: folder for results.
         resume: use what is in ``output`` already.
         overwrite: delete it.
@@ -117,7 +123,7 @@ class System:
         name: the method, with the model before it where there are several.
         model: as given.
         method: its name, or ``none``.
-        options: of the method.
+        options: of the method, and what the adapter's patch has beside them.
         trained: trained context of the model, tokens.
         adapts: whether the method's frequencies depend on the length of the text.
         identity: what its results depend on besides the case.
@@ -235,7 +241,9 @@ def prepare(settings: Settings, tasks: Sequence[Task]) -> Plan:
     Raises:
         RopeExtError: something is unknown, missing, too short or in the way.
     """
-    methods = checked_methods(settings.methods, settings.factor, settings.options)
+    methods = checked_methods(
+        settings.methods, settings.factor, settings.options, settings.adapter, settings.force
+    )
     require_positive(batch_size=settings.batch_size, trained_length=settings.trained_length)
     if settings.dtype not in models.DTYPES:
         raise OptionError(
@@ -297,8 +305,7 @@ def prepare(settings: Settings, tasks: Sequence[Task]) -> Plan:
                     method=method,
                     options=options,
                     trained=trained[model],
-                    adapts=method != UNPATCHED
-                    and getattr(build_method(method, **options), "adapts", True),
+                    adapts=method != UNPATCHED and built(method, options).adapts,
                     identity=digest(identity, method, options),
                 )
             )
@@ -368,42 +375,99 @@ def _labels(names: Sequence[str]) -> dict[str, str]:
 
 
 def checked_methods(
-    names: Sequence[str], factor: float, options: Mapping[str, Mapping[str, Any]]
+    names: Sequence[str],
+    factor: float,
+    options: Mapping[str, Mapping[str, Any]],
+    adapter: str | None = None,
+    force: bool = False,
 ) -> dict[str, dict[str, Any]]:
     """Options of every method by its own name, after building each once to check them.
 
     Args:
         names: names or aliases; the unpatched model may be among them, or stand alone.
-        factor: of every method.
+        factor: of every method but ``adapter``.
         options: further options, by name or alias.
+        adapter: folder or Hub id; ``adapter`` among the names stands for the patch under which
+            it was trained.
+        force: accept another one.
 
     Raises:
         UnknownMethodError: there is no such method.
-        OptionError: an option is unknown, missing, out of range, or of a method not in ``names``.
+        OptionError: an option is unknown, missing, out of range, or of a method not in ``names``;
+            or the adapter was trained under another patch.
+        MeasureError: the adapter cannot be found.
     """
     if not factor > 1:
         raise OptionError(
             f"factor={factor:g} would not extend anything; give --factor a number above 1"
         )
+    if ADAPTER in options:
+        raise OptionError(f"--method {ADAPTER} has its options beside the adapter; give none")
     given = {method_class(name).name: dict(values) for name, values in options.items()}
+    record = None if adapter is None else models.adapter_record(adapter)
     methods: dict[str, dict[str, Any]] = {}
+    if ADAPTER in names:
+        methods |= _of_adapter(adapter, record)
     for name in names:
-        if name == UNPATCHED:
+        if name in (UNPATCHED, ADAPTER):
             continue
         name = method_class(name).name
+        of_adapter = methods.get(name)
         methods[name] = {"factor": factor, **given.get(name, {})}
         try:
-            build_method(name, **methods[name])
+            method = build_method(name, **methods[name])
         except OptionError as error:
             raise OptionError(
                 f"{error}; on the command line: --option {name}.NAME=VALUE, or leave {name} out"
             ) from None
+        if record is not None and not _trained_under(record, method):
+            same_name = "" if of_adapter is None else f" (and only one {name} fits into one run)"
+            if not force or same_name:
+                raise OptionError(
+                    f"the adapter {adapter} was trained under {record.call()}, not under "
+                    f"{method}{same_name}; give --method {ADAPTER} for that, or --force and "
+                    f"{name} without {ADAPTER} to measure it all the same"
+                )
+        methods[name] = of_adapter or methods[name]
     unused = [name for name in given if name not in methods]
     if unused:
         raise OptionError(f"options are given for {', '.join(unused)}, which is not in use here")
     if not names:
         raise OptionError("no method is given; choose some, such as yarn,ntk,dynamic_yarn")
     return methods
+
+
+def patched(
+    model: Any, name: str, options: Mapping[str, Any], compose: bool, trained_length: int | None
+) -> AbstractContextManager[Any]:
+    """``model`` under a method of :func:`checked_methods`."""
+    given = {"compose": compose, "original_max_position_embeddings": trained_length}
+    return rope_ext.patched(model, name, **{**given, **options})
+
+
+def built(name: str, options: Mapping[str, Any]) -> Method:
+    """A method of :func:`checked_methods`."""
+    return build_method(name, **{k: v for k, v in options.items() if k not in ARGUMENTS})
+
+
+def _of_adapter(adapter: str | None, record: Record | None) -> dict[str, dict[str, Any]]:
+    if record is None:
+        where = "no --adapter is given" if adapter is None else f"{adapter} has none"
+        raise OptionError(
+            f"--method {ADAPTER} stands for the patch in the {SIDECAR} beside an adapter, and "
+            f"{where}; give --method the name of a method"
+        )
+    beside = {k: v for k, v in record.arguments.items() if v != ARGUMENTS[k]}
+    return {record.method.name: {**record.method.options(), **beside}}
+
+
+def _trained_under(record: Record, method: Method) -> bool:
+    """Whether ``method`` by itself is the patch of an adapter."""
+    alone = all(
+        record.arguments[name] == ARGUMENTS[name]
+        for name in ("frequency", "sliding_layers", "precise")
+    )
+    return alone and method in (record.method, record.resolved)
 
 
 def versions() -> dict[str, str]:
@@ -573,12 +637,9 @@ class _Runner:
         """The model under a method; the unpatched model goes without its adapter too."""
         if system.method == UNPATCHED:
             return self.model.disable_adapter() if self.settings.adapter else nullcontext()
-        return rope_ext.patched(
-            self.model,
-            system.method,
-            compose=self.settings.compose,
-            original_max_position_embeddings=self.settings.trained_length,
-            **system.options,
+        settings = self.settings
+        return patched(
+            self.model, system.method, system.options, settings.compose, settings.trained_length
         )
 
     def measure(self, batch: Sequence[Case]) -> list[_Result]:

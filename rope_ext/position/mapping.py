@@ -117,6 +117,7 @@ class Mapping:
     def begin(self, decoder: nn.Module, args: tuple, kwargs: dict) -> None:
         """Decoder pre-hook."""
         name = self.method.name
+        frequency.refuse_sharded(name)
         if torch.compiler.is_exporting():
             raise UnsupportedModelError(
                 f"{name} follows the positions of every sequence as it comes, which an exported "

@@ -1,0 +1,206 @@
+"""A patch as plain JSON: what a configuration, or a folder beside an adapter, keeps of it."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
+
+from rope_ext.errors import RecordError
+from rope_ext.methods import FrequencyMethod, Method, build_method
+
+VERSION = 1
+FIELD = "rope_ext"
+"""Field of a configuration that holds a record."""
+
+ARGUMENTS: Mapping[str, Any] = MappingProxyType(
+    {
+        "frequency": None,
+        "kernel": "auto",
+        "compose": False,
+        "sliding_layers": "auto",
+        "precise": "auto",
+        "original_max_position_embeddings": None,
+    }
+)
+"""What ``patch`` takes beside the method and a record keeps, with its defaults there."""
+
+
+@dataclass(frozen=True)
+class Record:
+    """Everything that makes the same patch again.
+
+    Args:
+        method: as it was given.
+        resolved: the same with every option filled in.
+        arguments: those of ``patch`` that are in ``ARGUMENTS``.
+        trained_length, target_length: tokens.
+        plain: whether plain transformers computes the same from the configuration.
+        config: what fields of the configuration were before the patch; None: not there.
+    """
+
+    method: Method
+    resolved: Method
+    arguments: Mapping[str, Any]
+    trained_length: int
+    target_length: int
+    plain: bool
+    config: Mapping[str, Any]
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain values."""
+        return {
+            "version": VERSION,
+            "method": _to_json(self.method),
+            "resolved": _to_json(self.resolved),
+            "arguments": {name: _to_json(value) for name, value in self.arguments.items()},
+            "trained_length": self.trained_length,
+            "target_length": self.target_length,
+            "plain": self.plain,
+            "config": copy.deepcopy(dict(self.config)),
+        }
+
+    @classmethod
+    def from_json(cls, data: Any, where: str) -> Record:
+        """The record that ``to_json`` gave.
+
+        Raises:
+            RecordError: it is malformed, or of a newer version.
+        """
+        version = data.get("version") if isinstance(data, Mapping) else None
+        if type(version) is int and version > VERSION:
+            raise RecordError(
+                f"the record of a patch in {where} has version {version}, and this rope_ext reads "
+                f"up to {VERSION}; install a newer rope_ext"
+            )
+        try:
+            if version != VERSION:
+                raise ValueError(f"its version is {version!r}, not {VERSION}")
+            arguments = {name: _from_json(value) for name, value in data["arguments"].items()}
+            record = cls(
+                method=_method(data["method"]),
+                resolved=_method(data["resolved"]),
+                arguments=arguments,
+                trained_length=data["trained_length"],
+                target_length=data["target_length"],
+                plain=data["plain"],
+                config=dict(data["config"]),
+            )
+            record._check()
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            reason = f"{error} is missing" if isinstance(error, KeyError) else error
+            raise RecordError(
+                f"the record of a patch in {where} cannot be read: {reason}. Save the patched "
+                f"model (or its sidecar) again, or leave the record aside: load with plain "
+                f"transformers and call rope_ext.patch(model, METHOD, "
+                f"original_max_position_embeddings=TOKENS)"
+            ) from error
+        return record
+
+    def _check(self) -> None:
+        if set(self.arguments) != set(ARGUMENTS):
+            raise ValueError(f"its arguments are {sorted(self.arguments)}, not {sorted(ARGUMENTS)}")
+        frequency = self.arguments["frequency"]
+        if frequency is not None and not isinstance(frequency, FrequencyMethod):
+            raise ValueError(f"frequency={frequency!r} is no frequency method")
+        for name in ("trained_length", "target_length"):
+            value = getattr(self, name)
+            if type(value) is not int or value < 1:
+                raise ValueError(f"{name}={value!r} is not a number of tokens")
+        if type(self.plain) is not bool:
+            raise ValueError(f"plain={self.plain!r} is not True or False")
+
+    @property
+    def is_in_config(self) -> bool:
+        """Whether the rest of the saved configuration scales, too, what transformers builds."""
+        return "rope_parameters" in self.config
+
+    def restore(self, config: Any) -> None:
+        """Give ``config``, saved under the patch, the values from before it."""
+        for name, value in self.config.items():
+            if value is not None:
+                setattr(config, name, copy.deepcopy(value))
+            elif hasattr(config, name):
+                delattr(config, name)
+        delattr(config, FIELD)
+
+    def same(self, other: Record) -> bool:
+        """Whether both make the same of the same model."""
+        free = ("kernel", "compose", "original_max_position_embeddings")  # as the lengths show
+        return (
+            self.resolved == other.resolved
+            and self.trained_length == other.trained_length
+            and self.target_length == other.target_length
+            and all(self.arguments[k] == other.arguments[k] for k in ARGUMENTS if k not in free)
+        )
+
+    def __str__(self) -> str:
+        return ", ".join([repr(self.method.name), *_options(self.method), *self._given()])
+
+    def call(self, *more: str) -> str:
+        """The call that makes the patch, for people to read."""
+        return f"rope_ext.patch({', '.join(['model', str(self), *more])})"
+
+    def _given(self) -> list[str]:
+        given = self.arguments.items()
+        return [f"{name}={_text(value)}" for name, value in given if value != ARGUMENTS[name]]
+
+
+def trained_length(config: Any) -> int | None:
+    """Trained context in tokens, as a configuration tells it; None if it does not.
+
+    Raises:
+        RecordError: it holds a record that cannot be read.
+    """
+    record = record_of(config)
+    if record is not None and not record.is_in_config:
+        return record.trained_length  # the maximum is the extended one
+    length = getattr(config, "max_position_embeddings", None)
+    return length if isinstance(length, int) and length > 0 else None
+
+
+def record_of(config: Any) -> Record | None:
+    """The record that ``config`` holds.
+
+    Raises:
+        RecordError: it cannot be read.
+    """
+    data = getattr(config, FIELD, None)
+    return None if data is None else Record.from_json(data, f"config.{FIELD}")
+
+
+def _to_json(value: Any) -> Any:
+    if isinstance(value, Method):
+        options = {name: _to_json(option) for name, option in value.options().items()}
+        return {"name": value.name, **options}
+    return list(value) if isinstance(value, tuple) else value
+
+
+def _from_json(value: Any) -> Any:
+    return _method(value) if isinstance(value, Mapping) else value
+
+
+def _method(data: Any) -> Method:
+    options = {name: _from_json(value) for name, value in data.items() if name != "name"}
+    return build_method(data["name"], **options)
+
+
+def _options(method: Method) -> list[str]:
+    """The options that differ from their defaults, and the factor."""
+    defaults = {field.name: field.default for field in method.__dataclass_fields__.values()}
+    return [
+        f"{name}={_text(value)}"
+        for name, value in method.options().items()
+        if name == "factor" or value != defaults[name]
+    ]
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, Method):
+        return f"rope_ext.{type(value).__name__}({', '.join(_options(value))})"
+    if isinstance(value, tuple):
+        shown = [repr(x) for x in value]
+        return f"[{', '.join(shown if len(shown) <= 8 else [*shown[:3], '...', shown[-1]])}]"
+    return repr(value)

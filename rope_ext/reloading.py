@@ -1,0 +1,333 @@
+"""Brings back models and PEFT adapters with the patch under which they were saved."""
+
+from __future__ import annotations
+
+import copy
+import json
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.utils import cached_file, find_adapter_config_file
+
+from rope_ext import persistence
+from rope_ext.discovery import RotarySite, find_sites, text_decoder
+from rope_ext.errors import AdapterError, NotPatchedError, RecordError
+from rope_ext.patching import Patch, current_patch, patch
+from rope_ext.records import FIELD, Record
+
+SIDECAR = "rope_ext.json"
+"""File beside an adapter that holds the patch under which it was trained."""
+
+_OF_HUB = (
+    "cache_dir",
+    "force_download",
+    "local_files_only",
+    "proxies",
+    "revision",
+    "subfolder",
+    "token",
+)
+_SAME_FREQUENCY = 1e-5  # powers in float32, here and on the device of training
+_logger = logging.getLogger("rope_ext")
+
+
+@dataclass(frozen=True)
+class Sidecar:
+    """What lies beside an adapter.
+
+    Args:
+        record: the patch under which the adapter was trained.
+        before, after: frequencies (radians per token) and scaling of every rotary site without
+            and with the patch, by its path and layer type.
+    """
+
+    record: Record
+    before: Mapping[str, tuple[list[float], float]]
+    after: Mapping[str, tuple[list[float], float]]
+
+    @classmethod
+    def of(cls, state: Patch) -> Sidecar:
+        return cls(state.record, _unpatched(state.sites), _patched(state))
+
+    @classmethod
+    def read(cls, path: str) -> Sidecar:
+        """Raises RecordError: it cannot be read."""
+        try:
+            data = json.loads(Path(path).read_text(encoding="utf-8"))
+        except ValueError as error:
+            raise RecordError(
+                f"{path} is not JSON ({error}); write it again with rope_ext.save_sidecar, the "
+                f"patched model in hand"
+            ) from error
+        record = Record.from_json(data, path)
+        try:
+            parts = (
+                {k: _values(torch.tensor(v["inv_freq"]), v["attention_scaling"]) for k, v in part}
+                for part in (data["before"].items(), data["after"].items())
+            )
+            return cls(record, *parts)
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            raise RecordError(
+                f"{path} does not say which frequencies the adapter was trained with ({error!r}); "
+                f"write it again with rope_ext.save_sidecar, the patched model in hand"
+            ) from error
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain values."""
+        parts = {"before": self.before, "after": self.after}
+        return self.record.to_json() | {
+            name: {k: {"inv_freq": v[0], "attention_scaling": v[1]} for k, v in part.items()}
+            for name, part in parts.items()
+        }
+
+    def is_of(self, model: nn.Module) -> bool:
+        """Whether ``model`` without any patch has the frequencies of the adapter's base."""
+        return _same(_unpatched(_sites(model)), self.before)
+
+    def fault(self, model: nn.Module) -> str | None:
+        """What is wrong with ``model`` for the adapter, in words; None if nothing is."""
+        state = current_patch(model)
+        if state is None and self.record.plain and _same(_unpatched(_sites(model)), self.after):
+            return None  # saved under this patch, which is in its configuration
+        if not self.is_of(model):
+            return "has other rotary frequencies by itself than the one it was trained on"
+        if state is None:
+            return "is not patched"
+        if state.length != self.record.trained_length:
+            return (
+                f"has a trained length of {state.length} tokens instead of "
+                f"{self.record.trained_length}"
+            )
+        if not self.record.same(state.record):
+            return f"is patched by {state.record.call()}"
+        if not _same(_patched(state), self.after):
+            return "gets other frequencies by the same call in this version of rope_ext"
+        return None
+
+
+def save_sidecar(model: nn.Module, directory: str | PathLike[str]) -> Path:
+    """Write the patch of ``model`` as ``rope_ext.json`` into ``directory``.
+
+    PEFT saves an adapter without it, and on a base without the patch an adapter says nonsense.
+    Call it wherever the adapter is saved, in the first process only; :func:`load_adapter` and
+    :func:`from_pretrained` read it.
+
+    Returns:
+        The path of the file.
+
+    Raises:
+        NotPatchedError: there is no patch.
+    """
+    state = current_patch(model)
+    if state is None:
+        raise NotPatchedError(
+            f"this model is not patched, so there is no patch to write into {directory}; call "
+            f"rope_ext.patch(model, ...) before training. An adapter of an unpatched model needs "
+            f"no {SIDECAR}"
+        )
+    path = Path(directory) / SIDECAR
+    path.parent.mkdir(parents=True, exist_ok=True)
+    text = json.dumps(Sidecar.of(state).to_json(), indent=1) + "\n"
+    path.write_text(text, encoding="utf-8")
+    return path
+
+
+def load_adapter(model: nn.Module, directory: str | PathLike[str], **kwargs: Any) -> Any:
+    """Put a PEFT adapter on ``model``, which must carry the patch it was trained under.
+
+    Args:
+        model: a loaded model with the patch that ``rope_ext.json`` tells.
+        directory: folder or Hub id of the adapter.
+        **kwargs: of ``PeftModel.from_pretrained``, such as ``is_trainable=True``.
+
+    Returns:
+        The ``PeftModel``.
+
+    Raises:
+        AdapterError: the model is not patched, patched otherwise or another one, there is no
+            ``rope_ext.json``, or peft is not installed.
+        RecordError: ``rope_ext.json`` cannot be read.
+    """
+    peft = _peft()
+    directory = str(directory)
+    sidecar = read_sidecar(directory, **kwargs)
+    if sidecar is None:
+        raise AdapterError(_without_sidecar(directory))
+    if isinstance(model, peft.PeftModel):
+        raise AdapterError(
+            "the model carries an adapter already; pass the model that rope_ext.patch was given, "
+            "or add this one with peft's own model.load_adapter"
+        )
+    _require(sidecar, model, directory)
+    return peft.PeftModel.from_pretrained(model, directory, **kwargs)
+
+
+def from_pretrained(
+    path: str | PathLike[str],
+    *,
+    base: str | PathLike[str] | None = None,
+    is_trainable: bool = False,
+    **kwargs: Any,
+) -> Any:
+    """Load a model, or an adapter on its base, with the patch under which it was saved.
+
+    Args:
+        path: folder or Hub id of a model that was saved under any patch, or of a PEFT adapter
+            with ``rope_ext.json`` beside it, such as a trainer's checkpoint.
+        base: of an adapter, if not the model that its ``adapter_config.json`` names.
+        is_trainable: whether the adapter can be trained on.
+        **kwargs: of ``AutoModelForCausalLM.from_pretrained``: ``dtype``, ``device_map``, ...;
+            changes of the configuration as a ``config``.
+
+    Returns:
+        The model in evaluation mode, whose logits are those of the one that was saved. Patches
+        that the configuration describes in full come back as plain transformers loads them.
+
+    Raises:
+        AdapterError: the adapter has no ``rope_ext.json``, its base is not known or another one,
+            or peft is not installed.
+        RecordError: what was saved of the patch cannot be read or followed.
+    """
+    path = str(path)
+    of_hub = {name: kwargs[name] for name in _OF_HUB if name in kwargs}
+    adapter = find_adapter_config_file(path, **of_hub)
+    if adapter is None:
+        if base is not None or is_trainable:
+            raise AdapterError(
+                f"{path} holds no adapter (no adapter_config.json), so base= and is_trainable= "
+                f"mean nothing; leave them out"
+            )
+        model, record = _load(path, kwargs)
+        if record is not None:
+            _patch(model, record)
+            if not record.same(current_patch(model).record):
+                raise RecordError(
+                    f"{path} was saved under {record.call()} with {record.resolved}, and here the "
+                    f"same call gives {current_patch(model).record.resolved}; load it with plain "
+                    f"transformers and call rope_ext.patch with these options"
+                )
+        return model
+    _peft()
+    sidecar = read_sidecar(path, **of_hub)
+    if sidecar is None:
+        raise AdapterError(_without_sidecar(path))
+    named = json.loads(Path(adapter).read_text(encoding="utf-8"))
+    for name in ("revision", "subfolder"):  # of the adapter
+        kwargs.pop(name, None)
+    if base is None:
+        base = named.get("base_model_name_or_path")
+        if named.get("revision"):
+            kwargs["revision"] = named["revision"]
+    if not base:
+        raise AdapterError(f"the adapter in {path} does not name its base model; pass base=")
+    try:
+        model, _ = _load(str(base), kwargs)
+    except OSError as error:
+        raise AdapterError(
+            f"the base model {str(base)!r} of the adapter in {path} cannot be loaded ({error}); "
+            f"pass base= a folder or Hub id"
+        ) from error
+    if sidecar.is_of(model):
+        _patch(model, sidecar.record)
+    return load_adapter(model, path, is_trainable=is_trainable, **of_hub)
+
+
+def read_sidecar(directory: str, **kwargs: Any) -> Sidecar | None:
+    """The sidecar in a folder or Hub repository; None if there is none.
+
+    Raises:
+        RecordError: it cannot be read.
+    """
+    of_hub = {name: kwargs[name] for name in _OF_HUB if name in kwargs}
+    path = cached_file(directory, SIDECAR, **of_hub, _raise_exceptions_for_missing_entries=False)
+    return None if path is None else Sidecar.read(path)
+
+
+def _load(path: str, kwargs: dict[str, Any]) -> tuple[Any, Record | None]:
+    """The unpatched model, and the patch it was saved under if its configuration tells one."""
+    config = copy.deepcopy(kwargs.get("config"))
+    if config is None:
+        names = (*_OF_HUB, "code_revision", "trust_remote_code")
+        given = {name: kwargs[name] for name in names if name in kwargs}
+        config = AutoConfig.from_pretrained(path, **given)
+    text = config.get_text_config(decoder=True)
+    if not hasattr(text, FIELD):
+        return AutoModelForCausalLM.from_pretrained(path, **kwargs), None
+    record = Record.from_json(getattr(text, FIELD), f"config.json of {path}")
+    record.restore(text)  # before the rotary modules are built from it
+    kwargs = {**kwargs, "config": config}
+    return AutoModelForCausalLM.from_pretrained(path, **kwargs), record
+
+
+def _patch(model: Any, record: Record) -> None:
+    with persistence.quieted(_logger, logging.ERROR):  # that it needs this function is known
+        patch(model, record.method, **record.arguments)
+
+
+def _require(sidecar: Sidecar, model: nn.Module, directory: str) -> None:
+    fault = sidecar.fault(model)
+    if fault is None:
+        return
+    call = sidecar.record.call(*([] if current_patch(model) is None else ["replace=True"]))
+    raise AdapterError(
+        f"the adapter in {directory} was trained under {sidecar.record.call()}, and this model "
+        f"{fault}; call {call} on the base model that its adapter_config.json names, or let "
+        f"rope_ext.from_pretrained({directory!r}) do all of it"
+    )
+
+
+def _without_sidecar(directory: str) -> str:
+    return (
+        f"the adapter in {directory} has no {SIDECAR}, so it is not known under which patch it "
+        f"was trained; load it with peft.PeftModel.from_pretrained if it was none, or patch the "
+        f"base as in training and call rope_ext.save_sidecar(model, {directory!r}) once"
+    )
+
+
+def _peft() -> Any:
+    try:
+        import peft
+    except ImportError:
+        raise AdapterError(
+            'an adapter needs peft, which is not installed; install it with: pip install "peft"'
+        ) from None
+    return peft
+
+
+def _key(site: RotarySite) -> str:
+    return site.name if site.layer_type is None else f"{site.name}:{site.layer_type}"
+
+
+def _values(inv_freq: torch.Tensor, scaling: float) -> tuple[list[float], float]:
+    return inv_freq.tolist(), float(scaling)
+
+
+def _sites(model: nn.Module) -> list[RotarySite]:
+    state = current_patch(model)
+    return find_sites(text_decoder(model)) if state is None else state.sites
+
+
+def _patched(state: Patch) -> dict[str, tuple[list[float], float]]:
+    return {_key(site): _values(*state.frequencies_of(site)) for site in state.sites}
+
+
+def _unpatched(sites: list[RotarySite]) -> dict[str, tuple[list[float], float]]:
+    return {_key(site): _values(site.loaded, site.scaling) for site in sites}
+
+
+def _same(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
+    if one.keys() != other.keys():
+        return False
+    for key, (inv_freq, scaling) in one.items():
+        pair = [torch.tensor([*values, by]) for values, by in ((inv_freq, scaling), other[key])]
+        same = pair[0].shape == pair[1].shape
+        if not same or not torch.allclose(*pair, rtol=_SAME_FREQUENCY, atol=1e-25):
+            return False
+    return True

@@ -27,7 +27,7 @@ from rope_ext.measure.passkey import Passkey, PasskeyPrompts
 from rope_ext.measure.perplexity import Perplexity, choose_windows
 from rope_ext.measure.prompts import Filler, Frame, beginning, joined
 from rope_ext.measure.run import _loss, share_found
-from rope_ext.measure.summary import Scores, difference, estimate, number, recommend
+from rope_ext.measure.summary import Scores, difference, estimate, gather, number, recommend
 from rope_ext.measure.text import library_words, python_documentation, read_texts, sentences
 
 
@@ -234,7 +234,7 @@ def test_start_scores_all_after_the_least_context(tokenizer: Any) -> None:
         ({"protocol": "sliding"}, "go together"),
         ({"stride": 5}, "go together"),
         ({"protocol": "sliding", "stride": 0}, "stride=0 is not valid"),
-        ({"protocol": "sliding", "stride": 90}, "stride=90 would skip tokens at length 64"),
+        ({"protocol": "sliding", "stride": 64}, "stride=64 would skip tokens at length 64"),
         ({"protocol": "start", "min_context": 63}, "leaves nothing to score at length 64"),
         ({"min_context": -1}, "min_context=-1 is not valid"),
         ({"windows": 0}, "windows=0 is not valid"),
@@ -244,6 +244,16 @@ def test_start_scores_all_after_the_least_context(tokenizer: Any) -> None:
 def test_perplexity_refuses(tokenizer: Any, options: dict, message: str) -> None:
     with pytest.raises(OptionError, match=message):
         Perplexity([book(300)], **options).questions(Frame.of(tokenizer), [64, 210], seed=0)
+
+
+@pytest.mark.parametrize("protocol", ["ending", "start"])
+def test_perplexity_of_one_token_is_refused(tokenizer: Any, protocol: str) -> None:
+    task = Perplexity([book(300)], windows=1, protocol=protocol)
+    for length in (0, 1):
+        with pytest.raises(OptionError, match=f"length {length} leaves nothing to score"):
+            task.questions(Frame.of(tokenizer), [length, 64], seed=0)
+    for case in task.questions(Frame.of(tokenizer), [2, 64], seed=0).cases:
+        assert 0 < case.count < len(case.ids) == case.length
 
 
 # Passkey and prompts
@@ -516,6 +526,33 @@ def test_recommend_nothing() -> None:
     assert recommend(broken, 512, 0).startswith("No method clearly beats the unpatched model")
     broken = {"none": scores(EASY, [math.inf] * 6, 0), "a": scores(EASY, EASY, 0)}
     assert recommend(broken, 512, 0).startswith("a is recommended: beyond 512 tokens")
+
+
+def test_recommend_weighs_documents_by_their_tokens() -> None:
+    """A document of 300 scored tokens counts three times as much as one of 100, as in the table."""
+
+    def outcomes(system: str, beyond: float) -> list[Outcome]:
+        def outcome(task: str, length: int, value: float, tokens: int, group: int) -> Outcome:
+            bin = 0 if task == "passkey" else None
+            return Outcome("k", system, task, length, bin, None, 0, "p", (), group, value, tokens)
+
+        losses = [
+            outcome("perplexity", length, value + more, tokens, group)
+            for length, more in ((512, 0.0), (1024, beyond))
+            for value, tokens, group in ((1.0, 300, 0), (3.0, 100, 1))
+        ]
+        return losses + [outcome("passkey", n, 1.0, 5, 0) for n in (512, 1024)]
+
+    everything = [*outcomes("none", 1.0), *outcomes("yarn", 0.5)]
+    sentence = recommend(gather(everything), 512, seed=0)
+    table = [o for o in everything if (o.system, o.length, o.task[:4]) == ("yarn", 1024, "perp")]
+    assert f"its perplexity is {number(estimate(table, 'loss', 0).value)} " in sentence
+    assert number(math.exp(1.5 + 0.5)) in sentence  # (300 x 1 + 100 x 3) / 400, not 2
+
+
+def test_recommend_takes_no_single_document_for_evidence() -> None:
+    alone = {"none": scores([2.0], [4.0], 20), "good": scores([2.0], [2.0], 20)}
+    assert recommend(alone, 512, 0).startswith("No method clearly beats the unpatched model")
 
 
 def test_number() -> None:

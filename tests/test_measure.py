@@ -14,8 +14,15 @@ import datasets
 import pytest
 import torch
 from checkpoint import save_checkpoint
-from tokenizers import processors
-from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, LlamaForCausalLM
+from tokenizers import Tokenizer, decoders, processors, trainers
+from tokenizers import models as bpe
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GenerationConfig,
+    LlamaForCausalLM,
+    PreTrainedTokenizerFast,
+)
 
 import rope_ext
 from eval.zoo import tiny_model
@@ -23,7 +30,7 @@ from rope_ext.errors import MeasureError, OptionError
 from rope_ext.measure.cases import Case, Outcome, line
 from rope_ext.measure.forward import score, write
 from rope_ext.measure.intervals import bootstrap_mean, paired_rates, wilson
-from rope_ext.measure.passkey import Passkey, PasskeyPrompts
+from rope_ext.measure.passkey import FILLER, INTRO, QUESTION, Passkey, PasskeyPrompts
 from rope_ext.measure.perplexity import Perplexity, choose_windows
 from rope_ext.measure.prompts import Filler, Frame, beginning, joined
 from rope_ext.measure.run import _loss, share_found
@@ -273,6 +280,23 @@ def test_passkey_prompts_have_exactly_the_length_asked_for(tokenizer: Any) -> No
         assert re.search(rf"{case.key} is the pass key\.( [A-Z][a-z ]*\.)*\nWhat is", text)
     with pytest.raises(OptionError, match=f"needs at least {least} tokens"):
         prompts.case(least - 1, 0.5, seed=0)
+
+
+def test_the_answer_is_what_is_scored_even_where_it_merges_with_the_question() -> None:
+    """A tokenizer whose tokens reach across words, so that ``is `` is one before a digit."""
+    made = Tokenizer(bpe.BPE(unk_token="<unk>"))
+    made.train_from_iterator(
+        [INTRO, *FILLER, QUESTION + " 1234567890"] * 3,
+        trainers.BpeTrainer(vocab_size=300, special_tokens=["<unk>"], show_progress=False),
+    )
+    made.decoder = decoders.Fuse()
+    odd = PreTrainedTokenizerFast(tokenizer_object=made, unk_token="<unk>")
+    lead = odd(QUESTION, add_special_tokens=False)["input_ids"]
+    assert odd(QUESTION + " 7", add_special_tokens=False)["input_ids"][: len(lead)] != lead
+    case = PasskeyPrompts(odd).case(300, 0.5, seed=0)
+    assert len(case.ids) == 300
+    assert odd.decode(case.ids[-case.count :]).strip() == case.key
+    assert odd.decode(case.ids).endswith(f"{QUESTION} {case.key}")
 
 
 def test_passkey_depth_is_where_the_needle_is(tokenizer: Any) -> None:

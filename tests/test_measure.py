@@ -460,6 +460,9 @@ def test_read_texts(tmp_path: Path) -> None:
     datasets.Dataset.from_dict({"words": ["six"]}).to_parquet(tmp_path / "c.parquet")
     with pytest.raises(MeasureError, match="no column named text"):
         read_texts([tmp_path / "c.parquet"])
+    (tmp_path / "c.parquet").write_bytes(b"something else")
+    with pytest.raises(MeasureError, match=r"cannot read the text .*c\.parquet"):
+        read_texts([tmp_path / "c.parquet"])
     with pytest.raises(MeasureError, match="no such file"):
         read_texts([tmp_path / "none.parquet"])
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -607,6 +608,17 @@ def test_a_run_on_packed_documents_with_a_position_method(
     assert torch.isfinite(model(ids).logits).all()
 
 
+def test_a_stream_is_resumed_where_it_stood(checkpoint: Path, texts: Path, tmp_path: Path) -> None:
+    run, killed = tmp_path / "run", tmp_path / "killed"
+    more = {"streaming": True, "max_steps": 4, "save_steps": 2}
+    finetune.main(arguments(checkpoint, texts, run, **more))
+    left = shutil.ignore_patterns("checkpoint-4", "*.safetensors")
+    shutil.copytree(run, killed, ignore=left)
+    words = [*arguments(checkpoint, texts, killed, **more), "--resume_from_checkpoint", "true"]
+    finetune.main(words)
+    assert history(killed / "checkpoint-4") == history(run / "checkpoint-4")
+
+
 def test_a_wrong_merge_is_told(checkpoint: Path, texts: Path, tmp_path: Path) -> None:
     found, expected = torch.ones(3), torch.tensor([1.0, 1.0, 2.0])
     assert merge.difference(expected, expected, 0.0, "logits") == 0
@@ -624,8 +636,8 @@ def start(words: list[str], cache: Path) -> subprocess.Popen[bytes]:
     return subprocess.Popen(command, cwd=ROOT, env=environment, stderr=subprocess.PIPE)
 
 
-def history(run: Path) -> list[tuple[int, float, float]]:
-    state = json.loads((run / "checkpoint-40" / "trainer_state.json").read_text())
+def history(folder: Path) -> list[tuple[int, float, float]]:
+    state = json.loads((folder / "trainer_state.json").read_text())
     return [(e["step"], e["loss"], e["grad_norm"]) for e in state["log_history"] if "loss" in e]
 
 
@@ -648,8 +660,8 @@ def test_a_killed_run_goes_on_as_if_nothing_had_happened(
     words = [*arguments(checkpoint, texts, killed, **more), "--resume_from_checkpoint", "true"]
     process = start(words, tmp_path / "cache")
     assert process.wait() == 0, process.stderr.read().decode()
-    assert len(history(whole)) == 40
-    assert history(killed) == history(whole)
+    assert len(history(whole / "checkpoint-40")) == 40
+    assert history(killed / "checkpoint-40") == history(whole / "checkpoint-40")
     weights = [load_file(run / "adapter_model.safetensors") for run in (whole, killed)]
     assert weights[0].keys() == weights[1].keys()
     assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])

@@ -22,7 +22,8 @@ PYTHON_LIBRARY = "python-library"
 
 IGNORED = -100  # label without a loss, as torch and transformers have it
 _READERS = {".txt": "text", ".md": "text", ".jsonl": "json", ".json": "json", ".parquet": "parquet"}
-_LOOKED_AT = 256  # documents of a stream from which the rest is judged
+_LOOKED_AT, _ENOUGH = 1024, 16  # documents of a stream, and long ones, that tell of the rest
+_SHUFFLED = 256  # documents of a stream that are held to be drawn from
 _ROWS = 100  # that are packed at once; on average half a row of them is left over
 
 
@@ -51,15 +52,15 @@ def documents(
     Raises:
         DataError: there is no such data, or no such column.
     """
-    if name == PYTHON_LIBRARY:
-        data: Any = Dataset.from_dict({"text": python_library("train")})
-        return data.to_iterable_dataset() if streaming else data
     try:
-        if Path(name).exists():
+        if name == PYTHON_LIBRARY:
+            data: Any = Dataset.from_dict({"text": python_library("train")})
+            data = data.to_iterable_dataset() if streaming else data
+        elif Path(name).exists():
             data = _local(Path(name), streaming)
         else:
             data = datasets.load_dataset(name, config, split=split, streaming=streaming)
-        names = data.column_names or list(next(iter(data.take(1)), {}))
+        first = next(iter(data.take(1)), None)
     except DataError:
         raise
     except Exception as error:  # datasets raises those of every format and file system
@@ -68,10 +69,13 @@ def documents(
             f"cannot read the data {name!r} ({reason}); give --dataset an existing file or folder, "
             f"the id of a data set of the Hub, or {PYTHON_LIBRARY}"
         ) from error
-    if column not in names:
+    if first is None:
+        raise DataError(f"the data {name!r} are empty; give --dataset others")
+    texts = [key for key, value in first.items() if isinstance(value, str)]
+    if column not in texts:
         raise DataError(
-            f"the data {name!r} has no column {column!r}, but {', '.join(names)}; give "
-            f"--text_column one of them"
+            f"the data {name!r} have no column {column!r} with text; give --text_column one that "
+            f"has ({', '.join(texts) or 'there is none'})"
         )
     data = data.select_columns(column)
     return data if column == "text" else data.rename_column(column, "text")
@@ -109,10 +113,12 @@ class Tokenise:
         end = self.tokenizer.eos_token_id
         tail = [] if end is None else [end]
         made = []
-        for ids in self.tokenizer(batch["text"], add_special_tokens=False, verbose=False).input_ids:
+        texts = [text or "" for text in batch["text"]]
+        for ids in self.tokenizer(texts, add_special_tokens=False, verbose=False).input_ids:
             begun = ids[: len(head)] == head  # by the text itself
             ended = tail and ids[-1:] == tail
-            made.append([*([] if begun else head), *ids, *([] if ended else tail)])
+            whole = [*([] if begun else head), *ids, *([] if ended else tail)]
+            made.append(whole if ids else [])
         return {"input_ids": made, "tokens": [len(ids) for ids in made]}
 
 
@@ -157,27 +163,31 @@ def rows(
 ) -> Dataset | IterableDataset:
     """Rows of exactly ``length`` tokens, each with its ``index``.
 
-    A stream is shuffled document by document (within a window of 1000) and begins again when it
-    ends; rows of data on disk stay in order, and Trainer draws them at random.
+    A stream is shuffled a little, document by document, and begins again when it ends; rows of
+    data on disk stay in order, and Trainer draws them at random.
 
     Raises:
         DataError: no document has ``minimum`` tokens, or there is not one whole row.
     """
     stream = isinstance(data, IterableDataset)
+    tokenise, minimum = Tokenise(tokenizer), max(minimum, 1)
+    counts: list[int] = []
     if stream:
-        data = data.shuffle(seed=seed, buffer_size=1000)
+        for batch in data.take(_LOOKED_AT).iter(_ENOUGH):
+            counts += tokenise(batch)["tokens"]
+            if sum(count >= minimum for count in counts) >= _ENOUGH:
+                break
+        data = data.shuffle(seed=seed, buffer_size=_SHUFFLED)
     tokens = Features({"input_ids": List(Value("int32")), "tokens": Value("int64")})
-    data = data.map(
-        Tokenise(tokenizer), batched=True, batch_size=64, remove_columns=["text"], features=tokens
-    )
+    data = data.map(tokenise, batched=True, batch_size=64, remove_columns=["text"], features=tokens)
     kept = data.filter(lambda row: row["tokens"] >= minimum)
-    counts = [row["tokens"] for row in data.take(_LOOKED_AT)] if stream else data["tokens"][:]
+    counts = counts if stream else data["tokens"][:]
     long = [count for count in counts if count >= minimum]
     if not long:
-        some = f"the first {_LOOKED_AT}" if stream else "all"
         raise DataError(
-            f"no document is long enough: the longest of {some} has {max(counts, default=0)} "
-            f"tokens; lower --minimum_document {minimum} or give data with longer documents"
+            f"no document is long enough: the longest of {'the first' if stream else 'all'} "
+            f"{len(counts)} has {max(counts)} tokens; lower --minimum_document {minimum} or give "
+            f"data with longer documents"
         )
     if not stream and sum(long) < length:
         raise DataError(

@@ -185,6 +185,11 @@ def check_together(recipe: Recipe, args: TrainingArguments) -> None:
             f"its documents have lengths of their own; give --method_options a fixed 'length', "
             f"or leave --document_masking out"
         )
+    if args.eval_strategy != "no":
+        raise OptionError(
+            "--eval_strategy has nothing to evaluate on here; leave it out, and measure what was "
+            "saved with python -m eval.report --adapter FOLDER --method adapter"
+        )
     if recipe.chunked_loss and (args.use_liger_kernel or args.label_smoothing_factor):
         raise OptionError(
             "--chunked_loss is the loss already, without label smoothing; leave "

@@ -101,7 +101,8 @@ def test_packing_by_hand() -> None:
 def test_documents_have_one_beginning_and_one_end(checkpoint: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(checkpoint)
     tokenise = data.Tokenise(tokenizer)
-    plain, begun = tokenise({"text": ["two", "<s>two</s>"]})["input_ids"]
+    plain, begun, empty = tokenise({"text": ["two", "<s>two</s>", None]})["input_ids"]
+    assert empty == []
     assert plain == begun == [0, *tokenizer("two", add_special_tokens=False).input_ids, 1]
 
 
@@ -145,6 +146,17 @@ def test_formats_hold_the_same_documents(tmp_path: Path) -> None:
         for streaming in (False, True):
             found = data.documents(str(name), column=column, streaming=streaming)
             assert list(found) == [{"text": text} for text in both], name
+
+
+def test_data_without_text_are_refused(tmp_path: Path) -> None:
+    for name, content, message in (
+        ("a.jsonl", '{"text": 3}', r"no column 'text' with text; .*there is none"),
+        ("b.jsonl", "{", "cannot read the data"),
+        ("d.csv", "text", "holds no text; files are read by their suffix"),
+    ):
+        (tmp_path / name).write_text(content)
+        with pytest.raises(data.DataError, match=message):
+            data.documents(str(tmp_path / name))
 
 
 def test_python_library_is_read() -> None:
@@ -449,11 +461,12 @@ REFUSED = [
     ({"model": "nowhere/at-all"}, "nowhere/at-all"),
     ({"model": None}, "--model is missing"),
     ({"dataset": "nowhere/at-all"}, "cannot read the data 'nowhere/at-all'.*python-library"),
-    ({"text_column": "words"}, "no column 'words', but text"),
-    ({"minimum_document": 5000}, "no document is long enough: the longest of all has"),
+    ({"text_column": "words"}, r"no column 'words' with text; give .* \(text\)"),
+    ({"minimum_document": 5000}, "no document is long enough: the longest of all 12 has"),
+    ({"eval_strategy": "steps"}, "python -m eval.report"),
     (
         {"minimum_document": 5000, "streaming": True},
-        "no document is long enough: the longest of the first 256 has",
+        "no document is long enough: the longest of the first 12 has",
     ),
     ({"factor": 80, "length": 9000, "pose_chunks": 0}, "not one row of --length 9000"),
     ({"factor": 1}, "no longer than what the model was trained on"),

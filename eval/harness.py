@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 from collections.abc import Sequence
 from contextlib import nullcontext
 from pathlib import Path
@@ -26,43 +25,29 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from eval.options import METHOD_HELP, split
+from eval import options
 from rope_ext import OptionError
 from rope_ext.errors import MeasureError
 from rope_ext.measure import models
 from rope_ext.measure.arguments import parse_options
-from rope_ext.measure.run import checked_methods, dump, patched, versions
+from rope_ext.measure.run import beyond, checked_methods, dump, patched, reach, versions
 from rope_ext.measure.summary import UNPATCHED
 from rope_ext.measure.terminal import clean_errors, quiet, tell
 
 
 def parser() -> argparse.ArgumentParser:
     """The options."""
-    made = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    add = made.add_argument
-    add("--model", required=True, help="folder or Hub id")
-    add("--adapter", help="PEFT adapter, in use wherever a method is")
-    add("--method", action="append", required=True, help=METHOD_HELP)
-    add("--factor", type=float, default=4.0, help="how many times the trained length")
-    add("--option", action="append", help="METHOD.NAME=VALUE, or NAME=VALUE of a single method")
+    made = options.bare(__doc__, "runs/harness")
+    made.set_defaults(batch_size="1")
+    add = made.add_argument_group("lm-evaluation-harness").add_argument
     add("--tasks", required=True, help="names the harness knows, comma between")
     add("--include-path", type=Path, help="folder with tasks of one's own")
     add("--metadata", help='JSON for the tasks, such as {"max_seq_lengths": [8192]}')
     add("--limit", type=int, help="documents of each task")
     add("--num-fewshot", type=int, help="examples before each question")
-    add("--max-length", type=int, help="window in tokens; default: factor x trained length")
-    add("--trained-length", type=int, help="if the configuration does not say it rightly")
-    add("--compose", action="store_true", help="patch on top of the checkpoint's own scaling")
+    add("--max-length", type=options.tokens, help="window; default: factor x trained length")
     add("--force", action="store_true", help="measure an adapter under another method")
-    add("--dtype", default="auto", help=f"one of {', '.join(models.DTYPES)}")
-    add("--attn", help="attention implementation")
-    add("--device", default="auto", help="auto, cpu, cuda, cuda:1, mps ...")
-    add("--batch-size", default="1", help="rows per forward, or auto")
     add("--chat", action="store_true", help="use the chat template")
-    add("--seed", type=int, default=0, help="of examples")
-    add("--output", type=Path, default=Path("runs/harness"), help="folder for results")
     return made
 
 
@@ -72,7 +57,7 @@ def evaluate(args: argparse.Namespace) -> dict[str, Any]:
     Raises:
         RopeExtError: something is unknown, missing or cannot be loaded.
     """
-    names = split(args.method)
+    name, names = options.only_model(args), options.split(args.method or ())
     given = parse_options(args.option, names)
     methods = checked_methods(names, args.factor, given, args.adapter, args.force)
     metadata = _metadata(args.metadata)
@@ -85,22 +70,24 @@ def evaluate(args: argparse.Namespace) -> dict[str, Any]:
             "lm-evaluation-harness is not installed; install it with: "
             'pip install "rope-ext[harness]"'
         ) from None
-    config = models.load_config(args.model)
+    config = models.load_config(name)
     trained = args.trained_length or models.trained_length(config)
-    factor = max((options["factor"] for options in methods.values()), default=args.factor)
-    window = args.max_length or math.ceil(round(factor * trained, 6))
+    factor = max((values["factor"] for values in methods.values()), default=args.factor)
+    window = args.max_length or reach(factor, trained)
+    for note in beyond(methods, [window], {name: trained}, force=True):
+        tell(f"note: {note}", "yellow")
     include = None if args.include_path is None else str(args.include_path)
-    manager = TaskManager(include_path=include, metadata={"pretrained": args.model, **metadata})
-    tasks = _known(split(args.tasks), manager)
-    tokenizer = models.load_tokenizer(args.model)
+    manager = TaskManager(include_path=include, metadata={"pretrained": name, **metadata})
+    tasks = _known(options.split(args.tasks), manager)
+    tokenizer = models.load_tokenizer(name)
     tokenizer.model_max_length = max(window, tokenizer.model_max_length)
-    model = models.load_model(args.model, args.dtype, args.device, args.attn, args.adapter)
+    model = models.load_model(name, args.dtype, args.device, args.attn, args.adapter)
     results = {}
-    for method, options in {UNPATCHED: {}, **methods}.items():
+    for method, values in {UNPATCHED: {}, **methods}.items():
         if method == UNPATCHED:
             applied = model.disable_adapter() if args.adapter else nullcontext()
         else:
-            applied = patched(model, method, options, args.compose, args.trained_length)
+            applied = patched(model, method, values, args.compose, args.trained_length)
         with applied:
             harness = HFLM(
                 pretrained=model,
@@ -126,7 +113,7 @@ def evaluate(args: argparse.Namespace) -> dict[str, Any]:
         results[method] = found["results"]
     return {
         "results": results,
-        "model": args.model,
+        "model": name,
         "methods": methods,
         "trained_length": trained,
         "max_length": window,

@@ -128,6 +128,7 @@ class Needles:
 
     def __post_init__(self) -> None:
         require_positive(trials=self.trials, queries=self.queries, tokens=self.tokens)
+        require_positive(depths=self.depths or None)
         if self.keys < self.queries:
             raise OptionError(f"{self.queries} keys cannot be asked for, there are {self.keys}")
 

@@ -28,7 +28,7 @@ def add(made: argparse.ArgumentParser) -> None:
         action="append",
         help="file, folder or hf:ID/CONFIG:SPLIT; repeat. Default: Python's documentation",
     )
-    option("--new-tokens", type=int, help="that the model may write; part of the length")
+    option("--new-tokens", type=options.tokens, help="that the model may write; part of the length")
 
 
 def haystack(args: argparse.Namespace) -> dict[str, object]:
@@ -53,7 +53,7 @@ def task(args: argparse.Namespace) -> Needles:
         queries=args.needles,
         trials=args.trials,
         depths=args.depths,
-        tokens=args.new_tokens or 16 + 16 * args.needles,
+        tokens=16 + 16 * args.needles if args.new_tokens is None else args.new_tokens,
         **haystack(args),
     )
 

@@ -16,11 +16,11 @@ METHOD_HELP = "names, comma between, or repeat; 'none'; 'adapter': what it was t
 FORCE_HELP = "measure lengths beyond what a method reaches, an adapter under another method"
 
 
-def parser(description: str, output: str) -> argparse.ArgumentParser:
-    """A parser with the shared options.
+def bare(description: str, output: str) -> argparse.ArgumentParser:
+    """A parser with the options of everything that runs a model under methods.
 
     Args:
-        description: the docstring of the evaluator; its command line stands there too.
+        description: the docstring of the module; its command line stands there too.
         output: default folder for results.
     """
     made = argparse.ArgumentParser(
@@ -30,22 +30,29 @@ def parser(description: str, output: str) -> argparse.ArgumentParser:
     add = subject.add_argument
     add("--model", action="append", required=True, help="folder or Hub id; repeat for several")
     add("--adapter", help="PEFT adapter, in use wherever a method is")
-    add("--method", action="append", required=True, help=METHOD_HELP)
+    add("--method", action="append", help=METHOD_HELP)
     add("--factor", type=float, default=4.0, help="how many times the trained length")
     add("--option", action="append", help="METHOD.NAME=VALUE, or NAME=VALUE of a single method")
-    add("--lengths", required=True, action="append", help="context lengths, such as 512,4k,8k")
-    add("--trained-length", type=int, help="if the configuration does not say it rightly")
+    add("--trained-length", type=tokens, help="if the configuration does not say it rightly")
     add("--compose", action="store_true", help="patch on top of the checkpoint's own scaling")
-    add("--chat", choices=("auto", "yes", "no"), default="auto", help="use the chat template")
-    add("--force", action="store_true", help=FORCE_HELP)
     running = made.add_argument_group("how it is run")
     add = running.add_argument
-    add("--dtype", default="auto", help=f"one of {', '.join(DTYPES)}; auto: float32 on a CPU")
+    add("--dtype", default="auto", choices=DTYPES, help="auto: float32 on a CPU")
     add("--attn", help="attention implementation, such as sdpa, eager, flash_attention_2")
     add("--device", default="auto", help="auto, cpu, cuda, cuda:1, mps ...")
     add("--batch-size", default="auto", help="rows per forward, or auto")
     add("--seed", type=int, default=0, help="of texts, prompts and intervals")
     add("--output", type=Path, default=Path(output), help="folder for results")
+    return made
+
+
+def parser(description: str, output: str) -> argparse.ArgumentParser:
+    """A parser with the options that all evaluators share; see ``bare``."""
+    made = bare(description, output)
+    add = made.add_argument_group("what is asked").add_argument
+    add("--lengths", required=True, action="append", help="context lengths, such as 512,4k,8k")
+    add("--chat", choices=("auto", "yes", "no"), default="auto", help="use the chat template")
+    add("--force", action="store_true", help=FORCE_HELP)
     add("--resume", action="store_true", help="use what --output holds and complete it")
     add("--overwrite", action="store_true", help="delete what --output holds")
     return made
@@ -57,7 +64,7 @@ def settings(args: argparse.Namespace) -> Settings:
     Raises:
         OptionError: one of them cannot be read.
     """
-    methods = tuple(split(args.method))
+    methods = tuple(split(args.method or ()))
     return Settings(
         models=tuple(args.model),
         methods=methods,
@@ -69,7 +76,7 @@ def settings(args: argparse.Namespace) -> Settings:
         dtype=args.dtype,
         attn=args.attn,
         device=args.device,
-        batch_size=_batch_size(args.batch_size),
+        batch_size=batch_size(args.batch_size),
         chat=args.chat,
         trained_length=args.trained_length,
         compose=args.compose,
@@ -80,7 +87,29 @@ def settings(args: argparse.Namespace) -> Settings:
     )
 
 
-def _batch_size(text: str) -> int | None:
+def tokens(text: str) -> int:
+    """``1k`` as 1024, for options that are one number of tokens."""
+    [count] = parse_lengths(text)
+    return count
+
+
+def only_model(args: argparse.Namespace) -> str:
+    """The one model that is given.
+
+    Raises:
+        OptionError: there are several.
+    """
+    if len(args.model) > 1:
+        raise OptionError("several models are given; give --model just once here")
+    return args.model[0]
+
+
+def batch_size(text: str) -> int | None:
+    """``auto`` as None.
+
+    Raises:
+        OptionError: it is neither that nor a number.
+    """
     if text == "auto":
         return None
     if not text.isdigit():
@@ -117,11 +146,11 @@ def add_perplexity(made: argparse.ArgumentParser) -> None:
         default=None,
         help="ending (the same tokens after more and more context; default), sliding or start",
     )
-    add("--stride", type=int, help="tokens a window moves by; makes the protocol sliding")
-    add("--min-context", type=int, default=0, help="of sliding and start: tokens not scored")
+    add("--stride", type=tokens, help="tokens a window moves by; makes the protocol sliding")
+    add("--min-context", type=tokens, default=0, help="of sliding and start: tokens not scored")
     add("--longppl", action="store_true", help="also of the tokens alone that need long contexts")
     add("--evaluator", help="model that chooses those tokens; default: that of the first method")
-    add("--short-context", type=int, default=4096, help="tokens that are not enough for them")
+    add("--short-context", type=tokens, default=4096, help="tokens that are not enough for them")
 
 
 def main(args: argparse.Namespace, tasks: Callable[[argparse.Namespace], Sequence[Task]]) -> None:

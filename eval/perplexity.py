@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from typing import Any
 
 from eval import options
@@ -25,6 +24,8 @@ from rope_ext.measure.run import Task, checked_methods, patched
 def task(args: argparse.Namespace) -> Perplexity:
     """The task that the options ask for."""
     protocol = args.protocol or ("ending" if args.stride is None else "sliding")
+    if protocol == "ending" and args.min_context and not args.longppl:
+        raise OptionError("--min-context does not apply to the protocol ending; leave it out")
     return Perplexity.of(
         args.text or (),
         windows=args.windows,
@@ -43,7 +44,6 @@ def tasks(args: argparse.Namespace) -> list[Task]:
 def longppl(args: argparse.Namespace, like: Perplexity) -> LongPPL:
     """LongPPL on the same texts, with key tokens of ``--evaluator`` or of the first method."""
     given = options.settings(args)
-    stride = args.stride or max(1, min(given.lengths) // 2)
     names = [name for name in given.methods if name != "none"]
     who = args.evaluator or (f"the model with {names[0]}" if names else "the model")
 
@@ -67,8 +67,7 @@ def longppl(args: argparse.Namespace, like: Perplexity) -> LongPPL:
         with patched(model, name, values, given.compose, given.trained_length):
             yield model
 
-    sliding = replace(like, protocol="sliding", stride=stride)
-    return LongPPL(sliding, evaluator, who, args.short_context)
+    return LongPPL(like, evaluator, who, args.short_context)
 
 
 def _of(name: str, given: Mapping[str, Mapping[str, Any]]) -> dict[str, Mapping[str, Any]]:

@@ -273,6 +273,9 @@ class FrequentWords(Synthetic):
             else:
                 high = middle - 1
         counts = self._counts(len(words), low)
+        while counts[3] == counts[4] > 0:  # the third answer is as frequent as what follows it
+            low -= 1
+            counts = self._counts(len(words), low)
         if self._tokens(tokens, low) > budget or counts[3] < 1:
             # The fourth of them must occur: more words than its share of a zeta distribution.
             needed = next(n for n in range(1, 10**4) if self._counts(len(words), n)[3] >= 1)
@@ -351,7 +354,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     option("--tasks", dest="ruler_tasks", default="all", help=f"of {', '.join(TASKS)}, or all")
     option("--trials", type=int, default=20, help="prompts for each task and length")
     option("--haystack", action="append", help="text of one's own for the haystacks")
-    option("--new-tokens", type=int, help="that the model may write, instead of RULER's numbers")
+    option(
+        "--new-tokens",
+        type=options.tokens,
+        help="that the model may write, instead of RULER's numbers",
+    )
     options.main(parser.parse_args(arguments), tasks)
 
 

@@ -1,9 +1,10 @@
 """What a patch costs in time: ratios to the unpatched model, in one interleaved run.
 
-    python -m eval.speed --model checkpoints/tiny-512 --length 2048
+    python -m eval.speed --model checkpoints/tiny-512 --lengths 2k
 
 Unpatched and patched runs take turns, so that whatever else the machine does hits both; the
-median of each is compared. A ratio of 1.00 means that patching is free.
+median of each is compared. A ratio of 1.00 means that patching is free. Without ``--method``, one
+method of each kind is measured. Every method gets a copy of the model.
 """
 
 from __future__ import annotations
@@ -12,21 +13,26 @@ import argparse
 import copy
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from typing import Any
 
 import torch
-import transformers
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 from torch import nn
-from transformers import AutoModelForCausalLM, DynamicCache
+from transformers import DynamicCache
 
 import rope_ext
+from eval import options
+from rope_ext.measure import models
+from rope_ext.measure.arguments import parse_lengths, parse_options
+from rope_ext.measure.cases import require_positive
+from rope_ext.measure.run import checked_methods, dump, versions
+from rope_ext.measure.terminal import clean_errors, quiet, tell
 
-VARIANTS = {
-    "unpatched": {},
+EACH_KIND = {
     "yarn": {"method": "yarn"},
     "yarn, float64 angles": {"method": "yarn", "precise": True},
     "dynamic_ntk": {"method": "dynamic_ntk"},
@@ -63,13 +69,9 @@ def timed(run: Callable[[], None], device: torch.device) -> float:
     return time.perf_counter() - start
 
 
-def measure(model: nn.Module, ids: torch.Tensor, factor: float, rounds: int) -> dict:
-    """Median seconds, ``{task: {variant: seconds}}``."""
-    models, runs = {}, {}
-    for variant, options in VARIANTS.items():
-        models[variant] = copy.deepcopy(model)
-        if options:
-            rope_ext.patch(models[variant], **{"factor": factor, **options})
+def measure(models: Mapping[str, nn.Module], ids: torch.Tensor, rounds: int) -> dict:
+    """Median seconds, ``{task: {variant: seconds}}``, on ids ``[rows, tokens]``."""
+    runs = {}
     for variant, patched in models.items():
         cache = DynamicCache(config=patched.config)
         with torch.inference_mode():
@@ -89,46 +91,93 @@ def measure(model: nn.Module, ids: torch.Tensor, factor: float, rounds: int) -> 
     return result
 
 
-def patch_seconds(model: nn.Module, factor: float, rounds: int) -> float:
-    """Median seconds of one call of ``rope_ext.patch``."""
+def patch_seconds(model: nn.Module, rounds: int, given: Mapping[str, Any]) -> float:
+    """Median seconds of one call of ``rope_ext.patch``, for YaRN."""
     values = []
     for _ in range(rounds):
         start = time.perf_counter()
-        rope_ext.patch(model, "yarn", factor=factor)
+        rope_ext.patch(model, "yarn", **given)
         values.append(time.perf_counter() - start)
         rope_ext.unpatch(model)
     return statistics.median(values)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--model", default="checkpoints/tiny-512")
-    parser.add_argument("--length", type=int, default=2048, help="tokens")
-    parser.add_argument("--factor", type=float, default=4.0)
-    parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--dtype", default="float32")
-    parser.add_argument("--device", default="cpu")
-    args = parser.parse_args()
-    model = AutoModelForCausalLM.from_pretrained(args.model, dtype=getattr(torch, args.dtype))
-    model = model.to(args.device).eval()
-    generator = torch.Generator().manual_seed(0)
-    ids = torch.randint(3, model.config.vocab_size, (1, args.length), generator=generator)
-    seconds = measure(model, ids.to(args.device), args.factor, args.rounds)
-    table = Table(
-        title=f"{args.model}, {args.length} tokens, {args.dtype} on {args.device}, median of "
-        f"{args.rounds}; torch {torch.__version__}, transformers {transformers.__version__}"
-    )
-    for column in ("", *(task for task in seconds)):
-        table.add_column(column)
-    for variant in VARIANTS:
-        cells = (
-            f"{task[variant] * 1e3:.1f} ms, {task[variant] / task['unpatched']:.3f}x"
-            for task in seconds.values()
+def evaluate(args: argparse.Namespace) -> dict[str, Any]:
+    """Median seconds by length, task and variant.
+
+    Raises:
+        RopeExtError: something is unknown or cannot be loaded.
+    """
+    name, names = options.only_model(args), options.split(args.method or ())
+    variants = {variant: {"factor": args.factor, **more} for variant, more in EACH_KIND.items()}
+    if names or args.option:
+        own = parse_options(args.option, names)
+        methods = checked_methods(names, args.factor, own, args.adapter, force=True)
+        variants = {method: {"method": method, **more} for method, more in methods.items()}
+    rows, lengths = options.batch_size(args.batch_size) or 1, parse_lengths(args.lengths)
+    require_positive(batch_size=rows, rounds=args.rounds, length=min(lengths))
+    model = models.load_model(name, args.dtype, args.device, args.attn, args.adapter)
+    given = {
+        "compose": args.compose,
+        "original_max_position_embeddings": args.trained_length,
+    }
+    patched = {"unpatched": model}
+    for variant, more in variants.items():
+        patched[variant] = rope_ext.patch(copy.deepcopy(model), **{**given, **more})
+    generator = torch.Generator().manual_seed(args.seed)
+    seconds = {}
+    for length in lengths:
+        ids = torch.randint(3, model.config.vocab_size, (rows, length), generator=generator)
+        seconds[length] = measure(patched, ids.to(model.device), args.rounds)
+    return {
+        "model": name,
+        "dtype": str(model.dtype).removeprefix("torch."),
+        "device": str(model.device),
+        "batch_size": rows,
+        "rounds": args.rounds,
+        "seed": args.seed,
+        "variants": variants,
+        "seconds": seconds,
+        "patch_seconds": patch_seconds(model, 20, {"factor": args.factor, **given}),
+        "versions": versions(),
+    }
+
+
+def show(data: dict[str, Any]) -> None:
+    """Print one table per length."""
+    console, known = Console(), data["versions"]
+    for length, tasks in data["seconds"].items():
+        table = Table(
+            title=f"{data['model']}, {data['batch_size']} x {length} tokens, {data['dtype']} on "
+            f"{data['device']}, median of {data['rounds']}; torch {known['torch']}, transformers "
+            f"{known['transformers']}"
         )
-        table.add_row(variant, *cells)
-    console = Console()
-    console.print(table)
-    console.print(f"rope_ext.patch itself: {patch_seconds(model, args.factor, 20) * 1e3:.1f} ms")
+        for column in ("", *tasks):
+            table.add_column(column)
+        for variant in ("unpatched", *data["variants"]):
+            cells = (
+                f"{task[variant] * 1e3:.1f} ms, {task[variant] / task['unpatched']:.3f}x"
+                for task in tasks.values()
+            )
+            table.add_row(variant, *cells)
+        console.print(table)
+    console.print(f"rope_ext.patch itself: {data['patch_seconds'] * 1e3:.1f} ms")
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run from the command line."""
+    parser = options.bare(__doc__, "runs/speed")
+    parser.add_argument("--lengths", action="append", required=True, help="tokens, such as 2k,8k")
+    parser.add_argument("--rounds", type=int, default=15, help="runs of each")
+    args = parser.parse_args(arguments)
+    with clean_errors():
+        quiet()
+        data = evaluate(args)
+        show(data)
+        args.output.mkdir(parents=True, exist_ok=True)
+        path = args.output / "speed.json"
+        path.write_text(dump(data), encoding="utf-8")
+        tell(f"wrote {path}")
 
 
 if __name__ == "__main__":

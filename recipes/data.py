@@ -136,7 +136,6 @@ class Pack:
         if self.masking:
             first = np.concatenate([np.arange(len(ids)) == 0 for ids in documents])
             first = first[:size].reshape(shape)
-            first[:, 0] = True
             at = np.arange(self.length, dtype=np.int32)
             made["position_ids"] = at - np.maximum.accumulate(np.where(first, at, 0), axis=1)
         return made

@@ -252,6 +252,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         )
     set_seed(args.seed)
     model = build(recipe, plan.config)
+    if recipe.lora_r and args.should_log:
+        model.print_trainable_parameters()
     collator = data.Collator(recipe.pose_chunks, plan.target, args.seed)
     plan.tokenizer.model_max_length = plan.target
     args.remove_unused_columns = False  # the collator needs the index of the row

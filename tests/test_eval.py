@@ -23,12 +23,13 @@ from checkpoint import TRAINED, save_checkpoint
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import rope_ext
-from eval import haystack, needle, passkey, perplexity, report, ruler
+from eval import haystack, needle, passkey, perplexity, report, ruler, speed
 from eval.haystack import Needles
 from rope_ext.errors import MeasureError, OptionError
 from rope_ext.measure import models, run
 from rope_ext.measure.cases import Case, Outcome, read_outcomes
 from rope_ext.measure.forward import score
+from rope_ext.measure.intervals import wilson
 from rope_ext.measure.longppl import LongPPL
 from rope_ext.measure.passkey import Passkey
 from rope_ext.measure.perplexity import Perplexity
@@ -231,13 +232,14 @@ def test_shares_of_processes_are_disjoint_and_complete() -> None:
 class Forgetful:
     """A model that has memory for so many tokens in one forward."""
 
-    def __init__(self, memory: int) -> None:
+    def __init__(self, memory: int, error: Exception | None = None) -> None:
         self.memory, self.seen = memory, []
+        self.error = error or torch.OutOfMemoryError("no")
 
     def score(self, model: Any, rows: Any, tail: int, pad: int) -> Any:
         self.seen.append(len(rows))
         if len(rows) * len(rows[0]) > self.memory:
-            raise torch.OutOfMemoryError("no")
+            raise self.error
         return score(model, rows, tail, pad)
 
 
@@ -262,6 +264,11 @@ def test_out_of_memory_says_what_to_lower(
     told = r"out of memory at 1 x 256 tokens \(passkey\); give --dtype bfloat16 or shorter"
     with pytest.raises(MeasureError, match=told):
         run.run(prepare(settings, [Passkey(4, 1)]))
+    plain = RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried")
+    monkeypatch.setattr(run, "score", Forgetful(100, plain).score)
+    again = dataclasses.replace(settings, overwrite=True)
+    with pytest.raises(MeasureError, match=told):  # on a CPU
+        run.run(prepare(again, [Passkey(4, 1)]))
     fixed = dataclasses.replace(settings, batch_size=4, dtype="bfloat16", overwrite=True)
     with pytest.raises(MeasureError, match=r"4 x 256 .*; give --batch-size less than 4 or shorter"):
         run.run(prepare(fixed, [Passkey(4, 1)]))
@@ -413,6 +420,27 @@ def test_longppl_scores_the_key_tokens_alone(frame: Frame) -> None:
         dataclasses.replace(task, sliding=dull, short=200).questions(frame, [100, 300], 0)
 
 
+def test_longppl_scores_each_key_token_once_at_every_length(frame: Frame) -> None:
+    """Also at a trained length below the lengths asked for, without a stride or with one."""
+    task = LongPPL(Perplexity([BOOK[0] * 3], windows=1), nullcontext, "the model", short=64)
+    keys = set(range(3, 900, 7))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(LongPPL, "keys", lambda *args: keys)
+        for stride in (None, 40, 127):
+            sliding = {} if stride is None else {"protocol": "sliding", "stride": stride}
+            given = dataclasses.replace(task, sliding=dataclasses.replace(task.sliding, **sliding))
+            cases = given.questions(frame, [128, 1000], seed=0).cases
+            text = task.sliding.choose(frame, [128, 1000], 0).texts[0]
+            for length in (128, 1000):
+                part = [case for case in cases if case.length == length]
+                assert all(0 < place < len(case.ids) for case in part for place in case.only)
+                scored = [case.ids[place] for case in part for place in case.only]
+                assert scored == [text[place] for place in sorted(keys)]
+        far = dataclasses.replace(task.sliding, protocol="sliding", stride=500)
+        with pytest.raises(OptionError, match="stride=500 would skip tokens at length 128"):
+            dataclasses.replace(task, sliding=far).questions(frame, [128, 1000], seed=0)
+
+
 def test_longppl_from_the_command_line(tmp_path: Path) -> None:
     words = ["--model", SHIPPED, "--method", "yarn", "--factor", 4, "--lengths", "512,1k"]
     words += ["--windows", 1, "--longppl", "--short-context", 128, "--output", tmp_path]
@@ -422,6 +450,38 @@ def test_longppl_from_the_command_line(tmp_path: Path) -> None:
     assert "when the model with yarn sees all of the text" in data["definitions"]["longppl"]
     at = {(row["system"], row["length"]): row["value"] for row in data["summary"][4:]}
     assert at["yarn", 1024] < min(at["yarn", 512], at["none", 1024])
+
+
+def test_lengths_in_tokens_may_be_written_with_a_k() -> None:
+    made = perplexity.options.parser("", "x")
+    perplexity.options.add_perplexity(made)
+    words = ["--model", "m", "--method", "yarn", "--lengths", "4k", "--stride", "1k"]
+    assert made.parse_args(words).stride == 1024
+
+
+def test_what_transformers_remembers_of_longer_texts_changes_nothing(
+    settings: Settings, checkpoint: Path, tmp_path: Path
+) -> None:
+    """Its dynamic scaling keeps the base of the longest text until a short one comes."""
+    folder = save_checkpoint(tmp_path / "dynamic")
+    config = json.loads((folder / "config.json").read_text())
+    rope = {"rope_theta": 10000.0, "rope_type": "dynamic", "factor": 4.0}
+    (folder / "config.json").write_text(json.dumps({**config, "rope_parameters": rope}))
+    growing = {"dynamic_ntk": {"mode": "growing"}}
+    for change in (
+        {"models": (str(folder),), "methods": ("none",)},
+        {"methods": ("dynamic_ntk",), "options": growing},
+    ):
+        for protocol in ("ending", "start"):
+            given = dataclasses.replace(settings, lengths=(200, 400), overwrite=True, **change)
+            plan = prepare(given, [Perplexity(BOOK, windows=2, protocol=protocol)])
+            system = plan.systems[-1]
+            assert system.adapts
+            for case, outcome in zip(plan.cases(system), run.run(plan)[-6:], strict=True):
+                runner = run._Runner(models.load_model(system.model), system.model, given)
+                with runner.applied(system):  # a model that has seen nothing
+                    [alone] = runner.measure([case])
+                assert outcome.value == pytest.approx(alone.value, abs=1e-5), case
 
 
 # Passkey
@@ -525,6 +585,21 @@ def test_ruler_answers_are_right(frame: Frame) -> None:
             assert len(case.answers) == count
 
 
+def test_the_third_frequent_word_is_never_tied(frame: Frame) -> None:
+    task = ruler.FrequentWords(3, 50)
+    with pytest.raises(OptionError) as error:
+        ask(task, frame, 150)
+    least = int(re.search(r"at least (\d+)", str(error.value))[1])
+    for length in range(least + 20, least + 220, 4):
+        for case in ask(task, frame, length):
+            text = frame.tokenizer.decode(case.ids)
+            text = text[text.index("coded words.") : text.rindex("\nQu")]
+            words = re.findall(r"\b[a-z]{6}\b", text)
+            times = [words.count(word) for word in set(words) - set(case.answers)]
+            assert words.count(case.answers[2]) > max(times, default=0)
+            assert case.tokens <= length
+
+
 def test_ruler_distractors(frame: Frame) -> None:
     for name, least in (("niah_multikey_1", 4), ("niah_multikey_2", 40), ("niah_multikey_3", 10)):
         for case in ask(ruler.TASKS[name](2, None, {}), frame, 4096):
@@ -568,10 +643,14 @@ def test_effective_length(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     ruler.main(list(map(str, words)))
     data = json.loads((tmp_path / "results.json").read_text())["suites"]["RULER"]["yarn"]
     averages = {"1500": 1.0, "2048": 0.9, "3072": 0.85, "4096": 1.0}
-    assert data["average"] == pytest.approx(averages) and data["effective_length"] == 2048
-    assert (
-        "| yarn | 2048 | 100.0% | 90.0% | 85.0% | 100.0% |" in (tmp_path / "table.md").read_text()
+    found = {length: row["value"] for length, row in data["average"].items()}
+    assert found == pytest.approx(averages) and data["effective_length"] == 2048
+    low, high = wilson(3.6, 4)  # of 2 prompts for each of 2 tasks
+    assert data["average"]["2048"] == pytest.approx(
+        {"value": 0.9, "low": low, "high": high, "count": 4}
     )
+    cells = f"| yarn | 2048 | 100.0% [51, 100] | 90.0% [{100 * low:.0f}, {100 * high:.0f}] |"
+    assert cells in (tmp_path / "table.md").read_text()
 
 
 # Reports
@@ -673,16 +752,12 @@ def test_an_adapter_is_in_use_where_a_method_is(checkpoint: Path, tmp_path: Path
     model = AutoModelForCausalLM.from_pretrained(checkpoint)
     config = peft.LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False)
     torch.manual_seed(0)
-    peft.get_peft_model(model, config).save_pretrained(tmp_path / "adapter")
+    model = peft.get_peft_model(model, config)
+    model.save_pretrained(tmp_path / "adapter")
 
     def losses(name: str, **change: Any) -> dict[str, float]:
-        settings = Settings(
-            models=(str(checkpoint),),
-            methods=("yarn",),
-            lengths=(128,),
-            output=tmp_path / name,
-            **change,
-        )
+        given = {"models": (str(checkpoint),), "methods": ("yarn",), "lengths": (128,)}
+        settings = Settings(**{**given, **change}, output=tmp_path / name)
         outcomes = run.run(prepare(settings, [Perplexity(BOOK, windows=1)]))
         return {outcome.system: outcome.value for outcome in outcomes}
 
@@ -690,6 +765,29 @@ def test_an_adapter_is_in_use_where_a_method_is(checkpoint: Path, tmp_path: Path
     assert plain["none"] == adapted["none"] and plain["yarn"] != adapted["yarn"]
     with pytest.raises(MeasureError, match="cannot load the adapter"):
         losses("c", adapter=str(tmp_path))
+    own = {"adapter": str(tmp_path / "adapter"), "methods": ("adapter",), "factor": 2.0}
+    with pytest.raises(OptionError, match=r"has none; give --method the name"):
+        losses("d", **own)
+    rope_ext.save_sidecar(rope_ext.patch(model, "yarn", factor=4), tmp_path / "adapter")
+    assert losses("e", **own) == adapted
+    with pytest.raises(OptionError, match=r"was trained under .*'yarn', factor=4"):
+        losses("f", **{**own, "methods": ("yarn",)})
+
+
+# Speed
+
+
+def test_speed_shares_the_options_of_the_evaluators(checkpoint: Path, tmp_path: Path) -> None:
+    words = ["--model", checkpoint, "--lengths", "64,1k", "--rounds", 1, "--batch-size", 2]
+    words += ["--method", "yarn,rerope", "--option", "yarn.beta_fast=16", "--output", tmp_path]
+    speed.main(list(map(str, words)))
+    data = json.loads((tmp_path / "speed.json").read_text())
+    assert data["variants"]["yarn"] == {"method": "yarn", "factor": 4.0, "beta_fast": 16}
+    assert set(data["seconds"]) == {"64", "1024"} and data["batch_size"] == 2
+    for tasks in data["seconds"].values():
+        assert set(tasks) == {"prefill", "decode", "training step"}
+        assert all(set(found) == {"unpatched", "yarn", "rerope"} for found in tasks.values())
+        assert all(value > 0 for found in tasks.values() for value in found.values())
 
 
 # Mistakes
@@ -715,12 +813,20 @@ def test_an_adapter_is_in_use_where_a_method_is(checkpoint: Path, tmp_path: Path
         (perplexity, ["--text", "missing.txt"], "cannot read the text missing.txt"),
         (perplexity, ["--text", "hf:nobody/nothing"], "cannot read the data set nobody/nothing"),
         (perplexity, ["--stride", "500"], "stride=500 would skip tokens at length 128"),
+        (perplexity, ["--lengths", "0,128"], "length 0 leaves nothing to score"),
+        (perplexity, ["--min-context", "9"], "--min-context does not apply to the protocol ending"),
         (perplexity, ["--protocol", "sliding"], "--stride TOKENS and --protocol sliding go"),
         (needle, ["--needles", "0"], "queries=0 is not valid"),
+        (needle, ["--new-tokens", "0"], "tokens=0 is not valid"),
+        (needle, ["--depths", "-1"], "depths=-1 is not valid"),
         (needle, ["--distractors", "-1"], "distractors=-1 is not valid"),
         (needle, ["--lengths", "100"], "a needle prompt needs at least"),
         (ruler, ["--tasks", "niah_singel_1"], "unknown task 'niah_singel_1'; did you mean 'niah"),
         (ruler, ["--lengths", "300"], "prompt needs at least"),
+        (speed, ["--method", "yran"], "unknown method 'yran'; did you mean 'yarn'?"),
+        (speed, ["--model", "m"], "several models are given"),
+        (speed, ["--rounds", "0"], "rounds=0 is not valid"),
+        (report, ["--tasks", ","], "no task is given"),
         (report, ["--tasks", "passkeys"], "unknown task 'passkeys'; did you mean 'passkey'"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",

@@ -14,8 +14,15 @@ import datasets
 import pytest
 import torch
 from checkpoint import save_checkpoint
-from tokenizers import processors
-from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, LlamaForCausalLM
+from tokenizers import Tokenizer, decoders, processors, trainers
+from tokenizers import models as bpe
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GenerationConfig,
+    LlamaForCausalLM,
+    PreTrainedTokenizerFast,
+)
 
 import rope_ext
 from eval.zoo import tiny_model
@@ -23,11 +30,11 @@ from rope_ext.errors import MeasureError, OptionError
 from rope_ext.measure.cases import Case, Outcome, line
 from rope_ext.measure.forward import score, write
 from rope_ext.measure.intervals import bootstrap_mean, paired_rates, wilson
-from rope_ext.measure.passkey import Passkey, PasskeyPrompts
+from rope_ext.measure.passkey import FILLER, INTRO, QUESTION, Passkey, PasskeyPrompts
 from rope_ext.measure.perplexity import Perplexity, choose_windows
 from rope_ext.measure.prompts import Filler, Frame, beginning, joined
 from rope_ext.measure.run import _loss, share_found
-from rope_ext.measure.summary import Scores, difference, estimate, number, recommend
+from rope_ext.measure.summary import Scores, difference, estimate, gather, number, recommend
 from rope_ext.measure.text import library_words, python_documentation, read_texts, sentences
 
 
@@ -234,7 +241,7 @@ def test_start_scores_all_after_the_least_context(tokenizer: Any) -> None:
         ({"protocol": "sliding"}, "go together"),
         ({"stride": 5}, "go together"),
         ({"protocol": "sliding", "stride": 0}, "stride=0 is not valid"),
-        ({"protocol": "sliding", "stride": 90}, "stride=90 would skip tokens at length 64"),
+        ({"protocol": "sliding", "stride": 64}, "stride=64 would skip tokens at length 64"),
         ({"protocol": "start", "min_context": 63}, "leaves nothing to score at length 64"),
         ({"min_context": -1}, "min_context=-1 is not valid"),
         ({"windows": 0}, "windows=0 is not valid"),
@@ -244,6 +251,16 @@ def test_start_scores_all_after_the_least_context(tokenizer: Any) -> None:
 def test_perplexity_refuses(tokenizer: Any, options: dict, message: str) -> None:
     with pytest.raises(OptionError, match=message):
         Perplexity([book(300)], **options).questions(Frame.of(tokenizer), [64, 210], seed=0)
+
+
+@pytest.mark.parametrize("protocol", ["ending", "start"])
+def test_perplexity_of_one_token_is_refused(tokenizer: Any, protocol: str) -> None:
+    task = Perplexity([book(300)], windows=1, protocol=protocol)
+    for length in (0, 1):
+        with pytest.raises(OptionError, match=f"length {length} leaves nothing to score"):
+            task.questions(Frame.of(tokenizer), [length, 64], seed=0)
+    for case in task.questions(Frame.of(tokenizer), [2, 64], seed=0).cases:
+        assert 0 < case.count < len(case.ids) == case.length
 
 
 # Passkey and prompts
@@ -263,6 +280,23 @@ def test_passkey_prompts_have_exactly_the_length_asked_for(tokenizer: Any) -> No
         assert re.search(rf"{case.key} is the pass key\.( [A-Z][a-z ]*\.)*\nWhat is", text)
     with pytest.raises(OptionError, match=f"needs at least {least} tokens"):
         prompts.case(least - 1, 0.5, seed=0)
+
+
+def test_the_answer_is_what_is_scored_even_where_it_merges_with_the_question() -> None:
+    """A tokenizer whose tokens reach across words, so that ``is `` is one before a digit."""
+    made = Tokenizer(bpe.BPE(unk_token="<unk>"))
+    made.train_from_iterator(
+        [INTRO, *FILLER, QUESTION + " 1234567890"] * 3,
+        trainers.BpeTrainer(vocab_size=300, special_tokens=["<unk>"], show_progress=False),
+    )
+    made.decoder = decoders.Fuse()
+    odd = PreTrainedTokenizerFast(tokenizer_object=made, unk_token="<unk>")
+    lead = odd(QUESTION, add_special_tokens=False)["input_ids"]
+    assert odd(QUESTION + " 7", add_special_tokens=False)["input_ids"][: len(lead)] != lead
+    case = PasskeyPrompts(odd).case(300, 0.5, seed=0)
+    assert len(case.ids) == 300
+    assert odd.decode(case.ids[-case.count :]).strip() == case.key
+    assert odd.decode(case.ids).endswith(f"{QUESTION} {case.key}")
 
 
 def test_passkey_depth_is_where_the_needle_is(tokenizer: Any) -> None:
@@ -426,6 +460,9 @@ def test_read_texts(tmp_path: Path) -> None:
     datasets.Dataset.from_dict({"words": ["six"]}).to_parquet(tmp_path / "c.parquet")
     with pytest.raises(MeasureError, match="no column named text"):
         read_texts([tmp_path / "c.parquet"])
+    (tmp_path / "c.parquet").write_bytes(b"something else")
+    with pytest.raises(MeasureError, match=r"cannot read the text .*c\.parquet"):
+        read_texts([tmp_path / "c.parquet"])
     with pytest.raises(MeasureError, match="no such file"):
         read_texts([tmp_path / "none.parquet"])
 
@@ -516,6 +553,33 @@ def test_recommend_nothing() -> None:
     assert recommend(broken, 512, 0).startswith("No method clearly beats the unpatched model")
     broken = {"none": scores(EASY, [math.inf] * 6, 0), "a": scores(EASY, EASY, 0)}
     assert recommend(broken, 512, 0).startswith("a is recommended: beyond 512 tokens")
+
+
+def test_recommend_weighs_documents_by_their_tokens() -> None:
+    """A document of 300 scored tokens counts three times as much as one of 100, as in the table."""
+
+    def outcomes(system: str, beyond: float) -> list[Outcome]:
+        def outcome(task: str, length: int, value: float, tokens: int, group: int) -> Outcome:
+            bin = 0 if task == "passkey" else None
+            return Outcome("k", system, task, length, bin, None, 0, "p", (), group, value, tokens)
+
+        losses = [
+            outcome("perplexity", length, value + more, tokens, group)
+            for length, more in ((512, 0.0), (1024, beyond))
+            for value, tokens, group in ((1.0, 300, 0), (3.0, 100, 1))
+        ]
+        return losses + [outcome("passkey", n, 1.0, 5, 0) for n in (512, 1024)]
+
+    everything = [*outcomes("none", 1.0), *outcomes("yarn", 0.5)]
+    sentence = recommend(gather(everything), 512, seed=0)
+    table = [o for o in everything if (o.system, o.length, o.task[:4]) == ("yarn", 1024, "perp")]
+    assert f"its perplexity is {number(estimate(table, 'loss', 0).value)} " in sentence
+    assert number(math.exp(1.5 + 0.5)) in sentence  # (300 x 1 + 100 x 3) / 400, not 2
+
+
+def test_recommend_takes_no_single_document_for_evidence() -> None:
+    alone = {"none": scores([2.0], [4.0], 20), "good": scores([2.0], [2.0], 20)}
+    assert recommend(alone, 512, 0).startswith("No method clearly beats the unpatched model")
 
 
 def test_number() -> None:

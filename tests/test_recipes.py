@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -382,10 +383,11 @@ def test_chunked_loss_leaves_logits_alone(ids: torch.Tensor) -> None:
 
 
 def test_chunked_loss_takes_labels_that_are_shifted_already(ids: torch.Tensor) -> None:
+    """As context parallelism does: the last token of a part predicts the first of the next."""
     model = tiny_llama()
-    expected = model(input_ids=ids, labels=ids).loss
+    ids, shifted = ids[:, :80], ids[:, 1:81]
+    expected = torch.nn.functional.cross_entropy(model(ids).logits.flatten(0, 1), shifted.flatten())
     ChunkedLoss(model)
-    shifted = torch.nn.functional.pad(ids, (0, 1), value=data.IGNORED)[:, 1:]
     found = model(input_ids=ids, labels=ids, shift_labels=shifted).loss
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=0)
 
@@ -606,6 +608,17 @@ def test_a_run_on_packed_documents_with_a_position_method(
     assert torch.isfinite(model(ids).logits).all()
 
 
+def test_a_stream_is_resumed_where_it_stood(checkpoint: Path, texts: Path, tmp_path: Path) -> None:
+    run, killed = tmp_path / "run", tmp_path / "killed"
+    more = {"streaming": True, "max_steps": 4, "save_steps": 2}
+    finetune.main(arguments(checkpoint, texts, run, **more))
+    left = shutil.ignore_patterns("checkpoint-4", "*.safetensors")
+    shutil.copytree(run, killed, ignore=left)
+    words = [*arguments(checkpoint, texts, killed, **more), "--resume_from_checkpoint", "true"]
+    finetune.main(words)
+    assert history(killed / "checkpoint-4") == history(run / "checkpoint-4")
+
+
 def test_a_wrong_merge_is_told(checkpoint: Path, texts: Path, tmp_path: Path) -> None:
     found, expected = torch.ones(3), torch.tensor([1.0, 1.0, 2.0])
     assert merge.difference(expected, expected, 0.0, "logits") == 0
@@ -623,8 +636,8 @@ def start(words: list[str], cache: Path) -> subprocess.Popen[bytes]:
     return subprocess.Popen(command, cwd=ROOT, env=environment, stderr=subprocess.PIPE)
 
 
-def history(run: Path) -> list[tuple[int, float, float]]:
-    state = json.loads((run / "checkpoint-40" / "trainer_state.json").read_text())
+def history(folder: Path) -> list[tuple[int, float, float]]:
+    state = json.loads((folder / "trainer_state.json").read_text())
     return [(e["step"], e["loss"], e["grad_norm"]) for e in state["log_history"] if "loss" in e]
 
 
@@ -632,14 +645,14 @@ def history(run: Path) -> list[tuple[int, float, float]]:
 def test_a_killed_run_goes_on_as_if_nothing_had_happened(
     checkpoint: Path, texts: Path, tmp_path: Path
 ) -> None:
-    """Dropout, several epochs, and PoSE positions that are new in each of them."""
+    """Dropout, epochs of 8 steps, and PoSE positions that are new in each of them."""
     more = {"max_steps": 40, "save_steps": 4, "lora_dropout": 0.1}
     more |= {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2}
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     process = start(arguments(checkpoint, texts, whole, **more), tmp_path / "cache")
     assert process.wait() == 0, process.stderr.read().decode()
     process = start(arguments(checkpoint, texts, killed, **more), tmp_path / "cache")
-    while process.poll() is None and not (killed / "checkpoint-8").exists():
+    while process.poll() is None and not (killed / "checkpoint-16").exists():
         time.sleep(0.002)
     process.send_signal(signal.SIGKILL)
     process.wait()
@@ -647,8 +660,8 @@ def test_a_killed_run_goes_on_as_if_nothing_had_happened(
     words = [*arguments(checkpoint, texts, killed, **more), "--resume_from_checkpoint", "true"]
     process = start(words, tmp_path / "cache")
     assert process.wait() == 0, process.stderr.read().decode()
-    assert len(history(whole)) == 40
-    assert history(killed) == history(whole)
+    assert len(history(whole / "checkpoint-40")) == 40
+    assert history(killed / "checkpoint-40") == history(whole / "checkpoint-40")
     weights = [load_file(run / "adapter_model.safetensors") for run in (whole, killed)]
     assert weights[0].keys() == weights[1].keys()
     assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import inspect
 import json
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import huggingface_hub
 import pytest
 import torch
 from conftest import LENGTH, tiny_llama
@@ -360,6 +362,23 @@ def test_a_trainers_checkpoint_comes_back(tmp_path, ids, base: Path) -> None:
     assert torch.equal(logits(again, ids), logits(model.eval(), ids))
     first = rope_ext.from_pretrained(tmp_path / "checkpoint-1")
     assert not torch.equal(logits(first, ids), logits(model, ids))
+
+
+def test_hub_ids_are_read_like_folders(tmp_path, ids, base: Path, monkeypatch) -> None:
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)  # peft asks the Hub
+    model = patched(AutoModelForCausalLM.from_pretrained(base), "rerope")
+    model.save_pretrained(tmp_path / "whole")
+    said = {"whole": logits(model, ids)}
+    model = lora(model)
+    save(model, tmp_path / "adapter")
+    said["adapter"] = logits(model, ids)
+    hub = {"cache_dir": str(tmp_path / "cache"), "local_files_only": True}
+    for name, right in said.items():  # as huggingface_hub keeps what it has downloaded
+        commit, repository = "a" * 40, tmp_path / "cache" / f"models--org--{name}"
+        (repository / "refs").mkdir(parents=True)
+        (repository / "refs" / "main").write_text(commit)
+        shutil.copytree(tmp_path / name, repository / "snapshots" / commit)
+        assert torch.equal(logits(rope_ext.from_pretrained(f"org/{name}", **hub), ids), right)
 
 
 def test_an_adapter_trained_on_a_saved_extension_comes_back(tmp_path, ids, base: Path) -> None:

@@ -9,7 +9,7 @@ et al. 2023). Only query, key, value, output and log-sum-exp are saved; rotation
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import astuple, dataclass, fields, replace
+from dataclasses import dataclass, fields, replace
 
 import torch
 import torch.nn.functional as F
@@ -21,6 +21,8 @@ _kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 _kernel_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
 
 _GEOMETRIES = (Distance, ChunkGap, Sinks)
+# Names apart from fields(), which the dynamo of torch 2.11 cannot trace.
+_NAMES = {kind: [part.name for part in fields(kind)] for kind in _GEOMETRIES}
 _OPEN = 2**62
 """Stands for ``last=None`` where geometries travel as integers: no distance is as large."""
 _STRIP = 128
@@ -133,8 +135,9 @@ def _pack(bands: Sequence[Band], pairs: Pairs) -> tuple[list[int], list]:
     plan = [len(bands)]
     tables: list[torch.Tensor] = []
     for band in bands:
-        values = [_OPEN if value is None else value for value in astuple(band.geometry)]
-        plan += [_GEOMETRIES.index(type(band.geometry)), *values]
+        kind = type(band.geometry)
+        values = [getattr(band.geometry, name) for name in _NAMES[kind]]
+        plan += [_GEOMETRIES.index(kind), *(_OPEN if value is None else value for value in values)]
         for turn in (band.query, band.key):
             plan.append(int(turn is not None))
             tables += turn or ()
@@ -152,7 +155,7 @@ def _unpack(plan: list[int], tables: list[torch.Tensor]) -> tuple[list[Band], Pa
     bands = []
     for _ in range(next(numbers)):
         kind = _GEOMETRIES[next(numbers)]
-        values = [next(numbers) for _ in fields(kind)]
+        values = [next(numbers) for _ in _NAMES[kind]]
         geometry = kind(*(None if value == _OPEN else value for value in values))
         query, key = (
             (next(tensors), next(tensors)) if next(numbers) else None for _ in ("query", "key")

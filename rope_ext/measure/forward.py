@@ -48,7 +48,7 @@ def left_padded(
     return inputs
 
 
-@torch.inference_mode()
+@torch.no_grad()  # inference tensors would outlive it in the buffers of dynamic scaling
 def score(
     model: nn.Module, rows: Sequence[Sequence[int]], tail: int, pad: int = 0, logits: int = LOGITS
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -157,7 +157,7 @@ def write(
         eos_token_id=eos,
         bos_token_id=None,
     )
-    with torch.inference_mode(), _without_defaults(model):
+    with torch.no_grad(), _without_defaults(model):
         output = model.generate(**inputs, generation_config=settings)
     ends = {eos} if isinstance(eos, int) else set(eos or ())
     texts = []

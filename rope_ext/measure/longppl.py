@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import torch
@@ -32,7 +32,8 @@ class LongPPL:
     """The task: sliding-window perplexity, less all tokens that are not key tokens.
 
     Args:
-        sliding: the perplexity to restrict, with the protocol ``sliding``.
+        sliding: the perplexity to restrict; without a stride, windows move by half the shortest
+            length.
         evaluator: opens the model that chooses the key tokens, once for all methods.
         who: that model, for a reader of the results.
         short: tokens of the short context; up to a quarter more in fact, so that one forward
@@ -62,7 +63,9 @@ class LongPPL:
                 f"short_context={self.short} is too long for lengths up to {max(lengths)}; give a "
                 f"shorter one, or longer --lengths"
             )
-        windows = self.sliding.choose(frame, lengths, seed)
+        stride = self.sliding.stride or min(lengths) // 2
+        sliding = replace(self.sliding, protocol="sliding", stride=stride)
+        windows = sliding.choose(frame, lengths, seed)
         with self.evaluator() as model:
             keys = [self.keys(model, windows.bos, text) for text in windows.texts]
         count = sum(map(len, keys))
@@ -71,13 +74,13 @@ class LongPPL:
                 f"{self.who} finds no token in the text that needs more than {self.short} tokens "
                 f"of context; give another --text or a shorter --short-context"
             )
-        cases = list(self.sliding.slide(windows, sorted(lengths), self.name, keys))
+        cases = list(sliding.slide(windows, sorted(lengths), self.name, keys))
         size = sum(map(len, windows.texts))
         definition = (
             f"perplexity of the {count} of {size} tokens whose log likelihood rises by more than "
             f"{GAIN:g} to above {LEAST:g} when {self.who} sees all of the text instead of the last "
             f"{self.short} tokens (LongPPL, arXiv 2410.23771); a window of each length moving by "
-            f"{self.sliding.stride} tokens, bootstrap over documents"
+            f"{stride} tokens, bootstrap over documents"
         )
         return Questions(cases, definition)
 

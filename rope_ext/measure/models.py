@@ -150,6 +150,13 @@ def trained_length(config: Any) -> int:
     return length
 
 
+def adapts(config: Any) -> bool:
+    """Whether the checkpoint's own frequencies depend on the length of the text."""
+    rope = getattr(config.get_text_config(decoder=True), "rope_parameters", None) or {}
+    kinds = {part.get("rope_type") for part in (rope, *rope.values()) if isinstance(part, dict)}
+    return not kinds.isdisjoint({"dynamic", "longrope"})
+
+
 def _load(what: str, auto: type, model: str, **options: Any) -> Any:
     try:
         return auto.from_pretrained(model, **options)

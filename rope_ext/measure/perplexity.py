@@ -171,7 +171,18 @@ class Perplexity:
 
         Raises:
             MeasureError: the texts are too short.
+            OptionError: a length leaves nothing to score, or not every token.
         """
+        if min(lengths) < 2:
+            raise OptionError(
+                f"length {min(lengths)} leaves nothing to score; give --lengths of 2 or more"
+            )
+        # A window never scores its first token.
+        if self.stride is not None and self.stride >= min(lengths):
+            raise OptionError(
+                f"stride={self.stride} would skip tokens at length {min(lengths)}; give a "
+                f"--stride below that, or longer --lengths"
+            )
         documents = [encode(frame.tokenizer, text) for text in self.texts]
         eos = frame.tokenizer.eos_token_id
         return choose_windows(
@@ -185,11 +196,6 @@ class Perplexity:
             MeasureError: the texts are too short.
             OptionError: a length leaves nothing to score.
         """
-        if self.stride is not None and self.stride > min(lengths):
-            raise OptionError(
-                f"stride={self.stride} would skip tokens at length {min(lengths)}; give a "
-                f"--stride of at most that, or longer --lengths"
-            )
         if self.min_context and self.min_context + 2 > min(lengths):
             raise OptionError(
                 f"min_context={self.min_context} leaves nothing to score at length "

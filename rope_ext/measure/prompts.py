@@ -90,6 +90,8 @@ class Frame:
         shared = 0
         while shared < len(given) and ids[shared] == given[shared]:
             shared += 1
+        if self.tokenizer.decode(ids[shared:]).strip() != answer:  # it merges with the lead
+            ids, shared = [*given, *encode(self.tokenizer, f" {answer}")], len(given)
         # Where digits stand alone, the space before them is a token of its own: it is given.
         while not self.tokenizer.decode([ids[shared]]).strip():
             shared += 1

@@ -18,6 +18,7 @@ from rich.table import Table as RichTable
 
 from rope_ext.measure import figures
 from rope_ext.measure.cases import Outcome
+from rope_ext.measure.intervals import wilson
 from rope_ext.measure.run import RESULTS, Plan, System, Task, dump
 from rope_ext.measure.summary import (
     UNPATCHED,
@@ -131,17 +132,21 @@ class Report:
                 suites.setdefault(suite, []).append(task)
         return suites
 
-    def average(self, suite: str, system: str, length: int) -> float:
-        """Mean over the tasks of a suite, each counting alike, as RULER has it."""
-        tasks = self.suites[suite]
-        values = [self.estimates[task.name, system, length].value for task in tasks]
-        return math.fsum(values) / len(values)
+    def average(self, suite: str, system: str, length: int) -> Estimate:
+        """Mean over the tasks of a suite, each counting alike, as RULER has it.
+
+        Its Wilson interval is that of all prompts together, somewhat wide where tasks differ.
+        """
+        tasks = [self.estimates[task.name, system, length] for task in self.suites[suite]]
+        mean = math.fsum(task.value for task in tasks) / len(tasks)
+        count = sum(task.count for task in tasks)
+        return Estimate(mean, *wilson(mean * count, count), count)
 
     def effective_length(self, suite: str, system: str) -> int | None:
         """The longest length up to which the suite's average stays at ``EFFECTIVE`` or above."""
         effective = None
         for length in self.plan.lengths:
-            if self.average(suite, system, length) < EFFECTIVE:
+            if self.average(suite, system, length).value < EFFECTIVE:
                 break
             effective = length
         return effective
@@ -197,7 +202,6 @@ class Report:
     def recommendations(self) -> list[str]:
         """One sentence per model where perplexity and passkeys were measured; see ``recommend``."""
         names = {task.name for task in self.plan.tasks}
-        systems = {s.name: s for s in self.plan.systems}
         if not names >= {"perplexity", "passkey"}:
             return []
         scores = gather(self.outcomes)
@@ -207,7 +211,7 @@ class Report:
             if len(ours) > 1:
                 table = {s.method: scores[s.name] for s in ours}
                 sentence = recommend(table, ours[0].trained, self.plan.settings.seed)
-                label = systems[ours[0].name].name.removesuffix(UNPATCHED).strip()
+                label = ours[0].name.removesuffix(UNPATCHED).strip()
                 sentences.append(f"{label}: {sentence}" if label else sentence)
         return sentences
 
@@ -218,7 +222,8 @@ class Report:
             Section(
                 suite,
                 f"mean of {len(tasks)} tasks, each counting alike; effective length: the longest "
-                f"up to which that mean is at least {EFFECTIVE:.1%} (arXiv 2404.06654)",
+                f"up to which that mean is at least {EFFECTIVE:.1%} (arXiv 2404.06654), Wilson "
+                f"intervals",
                 [self._suite_table(suite)],
             )
             for suite, tasks in self.suites.items()
@@ -287,7 +292,7 @@ class Report:
         lengths = self.plan.lengths
         rows = []
         for system in self.plan.systems:
-            values = [f"{self.average(suite, system.name, n):.1%}" for n in lengths]
+            values = [percent(self.average(suite, system.name, n), 1) for n in lengths]
             effective = self.effective_length(suite, system.name)
             below = f"below {lengths[0]}"
             cells = (system.name, below if effective is None else str(effective), *values)
@@ -382,7 +387,8 @@ class Report:
                     system.name: {
                         "effective_length": self.effective_length(suite, system.name),
                         "average": {
-                            str(n): self.average(suite, system.name, n) for n in plan.lengths
+                            str(n): _numbers(self.average(suite, system.name, n))
+                            for n in plan.lengths
                         },
                     }
                     for system in plan.systems

@@ -49,7 +49,7 @@ LOG = "cases.jsonl"
 RESULTS = "results.json"
 ADAPTER = "adapter"
 """In place of a method: the one under which the adapter was trained."""
-_SHOWS_ONLY = {"cli.py", "figures.py", "page.py", "report.py", "summary.py", "intervals.py"}
+_SHOWS_ONLY = {"cli.py", "figures.py", "report.py", "summary.py", "intervals.py", "terminal.py"}
 
 
 class Task(Protocol):
@@ -125,7 +125,7 @@ class System:
         method: its name, or ``none``.
         options: of the method, and what the adapter's patch has beside them.
         trained: trained context of the model, tokens.
-        adapts: whether the method's frequencies depend on the length of the text.
+        adapts: whether frequencies depend on the length of the text.
         identity: what its results depend on besides the case.
     """
 
@@ -249,6 +249,8 @@ def prepare(settings: Settings, tasks: Sequence[Task]) -> Plan:
         raise OptionError(
             f"dtype={settings.dtype!r} is not valid; it must be one of {', '.join(models.DTYPES)}"
         )
+    if not tasks:
+        raise OptionError("no task is given, so there is nothing to measure; give --tasks some")
     if not settings.models:
         raise OptionError("no model to measure; give --model a folder or Hub id")
     if len(set(settings.models)) < len(settings.models):
@@ -264,7 +266,7 @@ def prepare(settings: Settings, tasks: Sequence[Task]) -> Plan:
     }
     asked = tuple(sorted(set(settings.lengths)))
     lengths = tuple(sorted({*asked, *(n for n in trained.values() if n < max(asked))}))
-    notes = list(_beyond(settings, methods, asked, trained))
+    notes = list(beyond(methods, asked, trained, settings.force))
     frames = {
         model: Frame.of(models.load_tokenizer(model), settings.chat) for model in settings.models
     }
@@ -305,7 +307,8 @@ def prepare(settings: Settings, tasks: Sequence[Task]) -> Plan:
                     method=method,
                     options=options,
                     trained=trained[model],
-                    adapts=method != UNPATCHED and built(method, options).adapts,
+                    adapts=models.adapts(configs[model])
+                    or (method != UNPATCHED and built(method, options).adapts),
                     identity=digest(identity, method, options),
                 )
             )
@@ -339,15 +342,25 @@ def _check_output(settings: Settings) -> None:
         ) from None
 
 
-def _beyond(
-    settings: Settings,
+def reach(factor: float, trained: int) -> int:
+    """Context after an extension, tokens."""
+    return math.ceil(round(factor * trained, 6))  # 1.1 * 1500 is 1650.0000000000002
+
+
+def beyond(
     methods: Mapping[str, Mapping[str, Any]],
     lengths: Sequence[int],
     trained: Mapping[str, int],
+    force: bool,
 ) -> Iterator[str]:
+    """A note for every method, and model with its trained length, whose reach is exceeded.
+
+    Raises:
+        OptionError: there is one, and no ``force``.
+    """
     for model, length in trained.items():
         for method, options in methods.items():
-            target = math.ceil(round(options["factor"] * length, 6))
+            target = reach(options["factor"], length)
             far = [str(n) for n in lengths if n > target]
             if not far:
                 continue
@@ -355,7 +368,7 @@ def _beyond(
                 f"{', '.join(far)} tokens: beyond factor {options['factor']:g} x the trained "
                 f"{length} tokens = {target} of {method} on {model}"
             )
-            if not settings.force:
+            if not force:
                 raise OptionError(
                     f"{note}; give a larger --factor, shorter --lengths, or --force to measure it "
                     f"all the same"
@@ -553,6 +566,8 @@ def run(
             for system in systems:
                 with runner.applied(system):
                     for batch in work[system]:
+                        if system.adapts:
+                            runner.forget()
                         for case, result in zip(batch, runner.measure(batch), strict=True):
                             outcome = _outcome(system, case, result)
                             if outcome.key not in done:
@@ -574,6 +589,12 @@ def run(
         if log.name != LOG:
             log.unlink()
     return outcomes
+
+
+def _out_of_memory(error: RuntimeError) -> bool:
+    """Also on processors and Macs, where it is a plain RuntimeError."""
+    places = ("MPS backend out of memory", "DefaultCPUAllocator: can't allocate memory")
+    return isinstance(error, torch.OutOfMemoryError) or any(p in str(error) for p in places)
 
 
 def _work(batch: Sequence[Case]) -> float:
@@ -642,11 +663,17 @@ class _Runner:
             self.model, system.method, system.options, settings.compose, settings.trained_length
         )
 
+    def forget(self) -> None:
+        """Let transformers' dynamic scaling forget the longest text that it has seen."""
+        score(self.model, [[self.pad] * 2], 1, self.pad)
+
     def measure(self, batch: Sequence[Case]) -> list[_Result]:
         """The results of these cases, in one forward if memory allows it."""
         try:
             return self._written(batch) if batch[0].mode == "write" else self._scored(batch)
-        except torch.OutOfMemoryError:
+        except RuntimeError as error:
+            if not _out_of_memory(error):
+                raise
             if self.settings.batch_size is not None or len(batch) == 1:
                 raise MeasureError(self._advice(batch)) from None
         # Halves depend on this batch alone, and so does what a resumed run computes.

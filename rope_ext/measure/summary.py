@@ -101,10 +101,12 @@ class Scores:
     Args:
         losses: mean loss of every document (nats per token), by length.
         passes: 1 or 0 for every passkey trial, by (length, depth bin).
+        weights: tokens behind each document, at any of the lengths; equal if empty.
     """
 
     losses: dict[int, Sequence[float]] = field(default_factory=dict)
     passes: dict[tuple[int, int], list[float]] = field(default_factory=dict)
+    weights: list[float] = field(default_factory=list)
 
     def passes_at(self, *lengths: int) -> list[float]:
         """The trials of these lengths, all depths together."""
@@ -129,7 +131,7 @@ def gather(outcomes: Sequence[Outcome]) -> dict[str, Scores]:
         elif outcome.task == "passkey":
             score.passes.setdefault((outcome.length, outcome.bin or 0), []).append(outcome.value)
     for (system, length), group in losses.items():
-        scores[system].losses[length] = by_document(group)[0]
+        scores[system].losses[length], scores[system].weights[:] = by_document(group)
     return scores
 
 
@@ -173,20 +175,25 @@ def recommend(scores: Mapping[str, Scores], trained: int, seed: int) -> str:
 
     found = {name: estimate_rate(scores[name].passes_at(*beyond)) for name in scores}
     losses = {name: scores[name].losses_at(*beyond) for name in scores}
-    mean = {name: _mean(values) for name, values in losses.items()}
+    weights = scores[UNPATCHED].weights
+    mean = {name: _mean(values, weights) for name, values in losses.items()}
     leader = max(candidates, key=lambda name: found[name].value)
     leading = [name for name in candidates if found[name].high >= found[leader].low]
     best = min(leading, key=mean.__getitem__)
 
     more = found[best].low > found[UNPATCHED].high
     fewer = found[best].high < found[UNPATCHED].low
-    better = more or (not fewer and _lower(losses, best, UNPATCHED, seed))
+    better = more or (not fewer and _lower(losses, weights, best, UNPATCHED, seed))
     if better:
         verdict = f"{best} is recommended"
         worse = [name for name in candidates if found[name].high < found[best].low]
         if worse:
             verdict += f", clearly better at passkeys than {_listed(worse)}"
-        tied = [name for name in leading if name != best and not _lower(losses, best, name, seed)]
+        tied = [
+            name
+            for name in leading
+            if name != best and not _lower(losses, weights, best, name, seed)
+        ]
         if tied:
             labels = [f"{name} ({_perplexity(mean[name])})" for name in tied]
             verdict += f", not clearly better in perplexity than {_listed(labels)}"
@@ -205,9 +212,9 @@ def recommend(scores: Mapping[str, Scores], trained: int, seed: int) -> str:
     )
 
 
-def percent(estimate: Estimate) -> str:
+def percent(estimate: Estimate, digits: int = 0) -> str:
     """A rate and its interval, such as ``80% [49, 94]``."""
-    return f"{estimate.value:.0%} [{100 * estimate.low:.0f}, {100 * estimate.high:.0f}]"
+    return f"{estimate.value:.{digits}%} [{100 * estimate.low:.0f}, {100 * estimate.high:.0f}]"
 
 
 def signed(estimate: Estimate) -> str:
@@ -241,21 +248,31 @@ def _cost(scores: Mapping[str, Scores], name: str, within: Sequence[int]) -> flo
     """Relative rise of perplexity at the longest of the lengths; 0 where there are none."""
     if not within:
         return 0.0
-    method, unpatched = (_mean(scores[key].losses_at(within[-1])) for key in (name, UNPATCHED))
+    weights = scores[UNPATCHED].weights
+    method, unpatched = (
+        _mean(scores[key].losses_at(within[-1]), weights) for key in (name, UNPATCHED)
+    )
     return _exp(method - unpatched) - 1
 
 
 def _mean(values: Sequence[float], weights: Sequence[float] | None = None) -> float:
-    weights = [1.0] * len(values) if weights is None else weights
+    weights = weights or [1.0] * len(values)
     return math.fsum(x * w for x, w in zip(values, weights, strict=True)) / math.fsum(weights)
 
 
-def _lower(losses: Mapping[str, Sequence[float]], one: str, other: str, seed: int) -> bool:
+def _lower(
+    losses: Mapping[str, Sequence[float]],
+    weights: Sequence[float],
+    one: str,
+    other: str,
+    seed: int,
+) -> bool:
     """Whether the losses of ``one`` are clearly below those of ``other`` on the same windows."""
     if not all(map(math.isfinite, losses[other])):  # differences would not be numbers
         return all(map(math.isfinite, losses[one]))
     differences = [a - b for a, b in zip(losses[one], losses[other], strict=True)]
-    return bootstrap_mean(differences, seed)[1] < 0
+    # One document alone shows nothing.
+    return len(differences) > 1 and bootstrap_mean(differences, seed, weights or None)[1] < 0
 
 
 def _perplexity(loss: float) -> str:

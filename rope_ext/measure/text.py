@@ -85,7 +85,12 @@ def _lines(path: Path) -> list[str]:
 def _parquet(path: Path) -> list[str]:
     if not path.exists():
         raise MeasureError(f"cannot read the text {path}: no such file; give --text another")
-    data = _datasets().load_dataset("parquet", data_files=str(path), split="train")
+    datasets = _datasets()
+    try:
+        data = datasets.load_dataset("parquet", data_files=str(path), split="train")
+    except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
+        reason = str(error).strip().split("\n", 1)[0].rstrip(".")
+        raise MeasureError(f"cannot read the text {path} ({reason}); give --text another") from None
     if "text" not in data.column_names:
         raise MeasureError(f"{path} has no column named text; rename one, or leave it out")
     return [text or "" for text in data["text"]]

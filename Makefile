@@ -4,7 +4,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 export TOKENIZERS_PARALLELISM = false
 
-.PHONY: demo test test-all lint coverage checkpoint clean
+.PHONY: demo finetune test test-all lint coverage checkpoint clean
 
 # torch first and by version: a plain `torch` may pull gigabytes of CUDA packages.
 $(VENV)/installed: pyproject.toml constraints.txt
@@ -18,6 +18,20 @@ demo: $(VENV)/installed ## what the extension methods do to the shipped checkpoi
 		--methods dynamic_yarn,yarn,dynamic_ntk,ntk,rerope,self_extend,dual_chunk,pi \
 		--lengths 512,1024,2048,4096 \
 		--windows 12 --trials 4 --output runs/demo --resume
+
+TUNED := runs/tiny_512_yarn_pose
+ASKED := --lengths 512,1k,2k,4k --tasks perplexity,passkey --windows 12 --trials 4 --resume
+
+finetune: $(VENV)/installed ## train the shipped checkpoint for 4096 tokens, measure, merge
+	test -e $(TUNED)/rope_ext.json || $(BIN)/accelerate launch \
+		--config_file recipes/accelerate/single.yaml recipes/finetune.py \
+		--config recipes/tiny_512_yarn_pose.yaml \
+		$(if $(wildcard $(TUNED)/checkpoint-*),--resume_from_checkpoint true)
+	$(BIN)/python -m eval.report --model checkpoints/tiny-512 --method yarn --factor 8 $(ASKED) \
+		--output runs/finetune/before
+	$(BIN)/python -m eval.report --model checkpoints/tiny-512 --adapter $(TUNED) --method adapter \
+		$(ASKED) --output runs/finetune/after
+	test -e runs/tiny_4096 || $(BIN)/python recipes/merge.py $(TUNED) --output runs/tiny_4096
 
 # Two workers with two threads each would spin against each other on two cores.
 test test-all: export OMP_NUM_THREADS = 1

@@ -1,0 +1,282 @@
+"""Fine-tune a model for a longer context: a patch of rope_ext, LoRA or all weights, long rows.
+
+    accelerate launch --config_file recipes/accelerate/fsdp2.yaml recipes/finetune.py \
+        --config recipes/llama3_8b_yarn_lora.yaml --learning_rate 1e-5
+
+Settings come from the file and, over it, from the command line: those of recipes/settings.py and
+all of transformers' TrainingArguments. What Trainer, accelerate, peft and datasets do is theirs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import json
+import math
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import peft
+import torch
+from peft.optimizers import create_loraplus_optimizer
+from transformers import (
+    AutoModelForCausalLM,
+    BitsAndBytesConfig,
+    Trainer,
+    TrainerCallback,
+    TrainingArguments,
+    set_seed,
+)
+
+import rope_ext
+from recipes import data
+from recipes.loss import ChunkedLoss
+from recipes.parallel import check_parallelism, context_parallel_size
+from recipes.settings import (
+    NONE,
+    SETTINGS,
+    Recipe,
+    check_output,
+    check_together,
+    decisive,
+    method_of,
+    parse,
+)
+from rope_ext.errors import OptionError, RopeExtError
+from rope_ext.measure.models import load_config, load_tokenizer
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A recipe that is checked.
+
+    Args:
+        config: of the model.
+        tokenizer: of the model.
+        target: context after training, tokens.
+    """
+
+    config: Any
+    tokenizer: Any
+    target: int
+
+
+def check(recipe: Recipe, args: TrainingArguments) -> Plan:
+    """Everything that can be checked without weights and without data.
+
+    Raises:
+        RopeExtError: something is missing, unknown or does not go together.
+    """
+    check_together(recipe, args)
+    check_output(recipe, args)
+    config = load_config(recipe.model)
+    check_parallelism(
+        method_of(recipe),
+        config,
+        cp_size=context_parallel_size(args.parallelism_config),
+        attn_implementation=recipe.attn,
+        document_masking=recipe.document_masking,
+        length=recipe.length,
+    )
+    trained, target = lengths(recipe, _bare(recipe, config, meta=True))
+    if recipe.pose_chunks and recipe.length >= target:
+        raise OptionError(
+            f"--length {recipe.length} leaves PoSE nothing to skip: the target is {target} tokens; "
+            f"give a shorter --length, such as the trained {trained}, or --pose_chunks 0"
+        )
+    if not recipe.pose_chunks and not trained < recipe.length <= target:
+        raise OptionError(
+            f"--length {recipe.length} must be longer than the trained {trained} tokens and at "
+            f"most the target of {target}; give --pose_chunks 2 to train on short rows, or "
+            f"another --length or --factor"
+        )
+    model = build(recipe, config, meta=True)  # what can be refused without weights is refused
+    if recipe.chunked_loss:
+        # Some operators do not run without weights; then the first training step tells.
+        with contextlib.suppress(RuntimeError):
+            ids = torch.zeros((1, 4), dtype=torch.long, device="meta")
+            model(input_ids=ids, labels=ids)
+    return Plan(config, load_tokenizer(recipe.model), target)
+
+
+def _bare(recipe: Recipe, config: Any, meta: bool) -> Any:
+    options: dict[str, Any] = {"dtype": recipe.dtype}
+    if recipe.attn is not None:
+        options["attn_implementation"] = recipe.attn
+    if meta:
+        with torch.device("meta"):
+            return AutoModelForCausalLM.from_config(copy.deepcopy(config), **options)
+    if recipe.quantize:
+        options["quantization_config"] = BitsAndBytesConfig(
+            load_in_4bit=True,
+            bnb_4bit_quant_type="nf4",
+            bnb_4bit_use_double_quant=True,
+            bnb_4bit_compute_dtype=recipe.dtype,
+            bnb_4bit_quant_storage=recipe.dtype,  # that of the other weights, for FSDP
+        )
+    return AutoModelForCausalLM.from_pretrained(recipe.model, **options)
+
+
+def lengths(recipe: Recipe, model: Any) -> tuple[int, int]:
+    """Trained and target length, of a model that is not patched yet."""
+    trained = recipe.original_max_position_embeddings or rope_ext.describe(model).length
+    return trained, math.ceil(round(recipe.factor * trained, 6))
+
+
+def build(recipe: Recipe, config: Any, meta: bool = False) -> Any:
+    """The model as it is trained: patched, with LoRA, its loss in the output layer.
+
+    With ``meta`` it has no weights, and a position method is left out, which takes some.
+    """
+    model = _bare(recipe, config, meta)
+    method = method_of(recipe)
+    if method is None:
+        text = model.config.get_text_config(decoder=True)
+        text.max_position_embeddings = lengths(recipe, model)[1]
+    elif not (meta and isinstance(method, rope_ext.PositionMethod)):
+        rope_ext.patch(
+            model,
+            method,
+            sliding_layers=recipe.sliding_layers,
+            compose=recipe.compose,
+            original_max_position_embeddings=recipe.original_max_position_embeddings,
+        )
+    whole = with_lora(model, recipe) if recipe.lora_r else model
+    if recipe.chunked_loss:
+        ChunkedLoss(model)
+    return whole
+
+
+def with_lora(model: Any, recipe: Recipe) -> Any:
+    """LoRA on ``model``; what is trained is held in float32, whatever the rest is.
+
+    Raises:
+        OptionError: there are no such layers.
+    """
+    extra = embeddings_and_norms(model) if recipe.train_embeddings_and_norms else None
+    tied = model.config.get_text_config(decoder=True).tie_word_embeddings
+    settings = peft.LoraConfig(
+        task_type="CAUSAL_LM",
+        r=recipe.lora_r,
+        lora_alpha=recipe.lora_alpha,
+        lora_dropout=recipe.lora_dropout,
+        target_modules=recipe.lora_target,
+        modules_to_save=extra,
+        ensure_weight_tying=bool(extra and tied),
+    )
+    try:
+        model = peft.get_peft_model(model, settings)
+    except ValueError as error:
+        linear = {
+            n.rsplit(".", 1)[-1] for n, m in model.named_modules() if hasattr(m, "in_features")
+        }
+        raise OptionError(
+            f"LoRA cannot be put on this model ({str(error).splitlines()[0]}); give --lora_target "
+            f"some of {', '.join(sorted(linear))}"
+        ) from error
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            parameter.data = parameter.data.float()
+    return model
+
+
+def embeddings_and_norms(model: Any) -> list[str]:
+    """Paths of the input embedding and of all norms: layers with nothing but vectors of weights."""
+    embedding = model.get_input_embeddings()
+    paths = []
+    for path, module in model.named_modules():
+        own = [parameter.ndim for parameter in module.parameters()]
+        norm = "norm" in type(module).__name__.lower() and own and set(own) == {1}
+        if module is embedding or norm:
+            paths.append(path)
+    return paths
+
+
+class LongTrainer(Trainer):
+    """Trainer with LoRA+, where the recipe asks for it, and the patch beside every adapter."""
+
+    def __init__(self, recipe: Recipe, *args: Any, **kwargs: Any) -> None:
+        self.recipe = recipe
+        super().__init__(*args, **kwargs)
+
+    def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
+        if self.recipe.loraplus_ratio is None or self.optimizer is not None:
+            return super().create_optimizer(model)
+        cls, options = self.get_optimizer_cls_and_kwargs(self.args, self.model)
+        self.optimizer = create_loraplus_optimizer(
+            self.model if model is None else model,
+            cls,
+            loraplus_lr_ratio=self.recipe.loraplus_ratio,
+            loraplus_weight_decay=self.args.weight_decay,
+            **options,
+        )
+        return self.optimizer
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        super().save_model(output_dir, _internal_call)
+        if self.recipe.lora_r and self.recipe.method != NONE and self.args.should_save:
+            rope_ext.save_sidecar(self.model, output_dir or self.args.output_dir)
+
+
+class Epochs(TrainerCallback):
+    """Tells the collator how often the data were seen."""
+
+    def __init__(self, collator: data.Collator) -> None:
+        self.collator = collator
+
+    def on_epoch_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.collator.epoch = int(state.epoch)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    recipe, args = parse(sys.argv[1:] if argv is None else argv)
+    plan = check(recipe, args)
+    with args.main_process_first(desc="reading the data"):
+        texts = data.documents(
+            recipe.dataset,
+            config=recipe.dataset_config,
+            split=recipe.dataset_split,
+            column=recipe.text_column,
+            streaming=recipe.streaming,
+        )
+        rows = data.rows(
+            texts,
+            plan.tokenizer,
+            length=recipe.length,
+            minimum=recipe.minimum_document,
+            masking=recipe.document_masking,
+            seed=args.seed,
+        )
+    set_seed(args.seed)
+    model = build(recipe, plan.config)
+    if recipe.lora_r and args.should_log:
+        model.print_trainable_parameters()
+    collator = data.Collator(recipe.pose_chunks, plan.target, args.seed)
+    plan.tokenizer.model_max_length = plan.target
+    args.remove_unused_columns = False  # the collator needs the index of the row
+    trainer = LongTrainer(
+        recipe,
+        model,
+        args,
+        data_collator=collator,
+        train_dataset=rows,
+        processing_class=plan.tokenizer,
+        callbacks=[Epochs(collator)],
+    )
+    folder = Path(args.output_dir)
+    if args.should_save:
+        folder.mkdir(parents=True, exist_ok=True)
+        text = json.dumps(decisive(recipe, args), indent=1) + "\n"
+        (folder / SETTINGS).write_text(text, encoding="utf-8")
+    trainer.train(resume_from_checkpoint=args.resume_from_checkpoint)
+    trainer.save_model()
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except RopeExtError as error:
+        sys.exit(f"error: {error}")

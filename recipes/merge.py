@@ -1,0 +1,121 @@
+"""Merge an adapter of recipes/finetune.py into its base, and verify what was saved.
+
+    python recipes/merge.py runs/tiny_512_yarn_pose --output runs/tiny_4096
+
+The result is a checkpoint that plain transformers loads, wherever transformers can tell the patch
+from its configuration; rope_ext.from_pretrained loads it always.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from peft import AutoPeftModelForCausalLM
+from transformers import AutoTokenizer
+
+import rope_ext
+from recipes.finetune import lengths
+from recipes.settings import NONE, SETTINGS, Recipe
+from rope_ext.errors import MeasureError, OptionError, RopeExtError
+
+COMPARED = 64  # tokens beyond the trained length whose logits are compared
+# Of the largest logit: merging adds up in another order than the adapter does, and a reloaded
+# model does the very same as the one that was saved.
+_MERGED, _RELOADED = 1e-4, 1e-6
+
+
+def load(adapter: Path) -> Any:
+    """The base with patch and adapter, in float32.
+
+    Raises:
+        RopeExtError: there is no adapter, or it does not say how it was trained.
+    """
+    if not (adapter / "adapter_config.json").exists():
+        raise OptionError(
+            f"{adapter} holds no adapter; give the output_dir of a run with LoRA, or a checkpoint "
+            f"in it"
+        )
+    for folder in (adapter, adapter.parent):
+        if (folder / SETTINGS).exists():
+            settings = json.loads((folder / SETTINGS).read_text(encoding="utf-8"))
+            recipe = Recipe(**{k: v for k, v in settings.items() if k in Recipe.__annotations__})
+            if recipe.method != NONE:
+                break
+            model = AutoPeftModelForCausalLM.from_pretrained(adapter, dtype=torch.float32)
+            text = model.config.get_text_config(decoder=True)
+            text.max_position_embeddings = lengths(recipe, model)[1]
+            return model.eval()
+    return rope_ext.from_pretrained(adapter, dtype=torch.float32)
+
+
+def logits(model: Any, length: int) -> torch.Tensor:
+    """Logits of the last tokens of a random text, ``[COMPARED, vocabulary]``."""
+    vocabulary = model.config.get_text_config(decoder=True).vocab_size
+    ids = torch.randint(vocabulary, (1, length), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        return model(input_ids=ids.to(model.device), logits_to_keep=COMPARED).logits[0].float()
+
+
+def difference(found: torch.Tensor, expected: torch.Tensor, bound: float, what: str) -> float:
+    """Largest difference over the largest logit.
+
+    Raises:
+        MeasureError: it is above ``bound``.
+    """
+    by = float((found - expected).abs().max() / expected.abs().max())
+    if not by <= bound:
+        raise MeasureError(
+            f"{what} differ by {by:.1e} of the largest, more than {bound:.0e}: do not use them"
+        )
+    return by
+
+
+def merge(adapter: Path, output: Path, dtype: str) -> str:
+    """Merge, save, reload and compare.
+
+    Returns:
+        What was found, in words.
+
+    Raises:
+        RopeExtError: ``output`` is not empty, there is no adapter, or logits differ.
+    """
+    if output.exists() and (not output.is_dir() or any(output.iterdir())):
+        raise OptionError(f"{output} is not empty; give --output a new folder")
+    model = load(adapter)
+    length = rope_ext.describe(model).length + COMPARED
+    trained = logits(model, length)
+    model = model.merge_and_unload()
+    merged = difference(logits(model, length), trained, _MERGED, "logits after merging")
+    for parameter in model.parameters():  # not the buffers, which hold frequencies
+        parameter.data = parameter.data.to(getattr(torch, dtype))
+    saved = logits(model, length)
+    model.save_pretrained(output)
+    AutoTokenizer.from_pretrained(adapter).save_pretrained(output)
+    del model
+    again = logits(rope_ext.from_pretrained(output, dtype=getattr(torch, dtype)), length)
+    reloaded = difference(again, saved, _RELOADED, "logits after reloading")
+    return (
+        f"{output}: logits of {COMPARED} tokens beyond the trained length differ by {merged:.1e} "
+        f"of the largest between adapter and merged model, by {reloaded:.1e} after reloading"
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("adapter", type=Path, help="output_dir of a run, or a checkpoint in it")
+    parser.add_argument("--output", type=Path, required=True, help="new folder")
+    parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), default="float32")
+    args = parser.parse_args()
+    print(merge(args.adapter, args.output, args.dtype))
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except RopeExtError as error:
+        sys.exit(f"error: {error}")

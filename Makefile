@@ -4,7 +4,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 export TOKENIZERS_PARALLELISM = false
 
-.PHONY: demo finetune test test-all lint coverage checkpoint clean
+.PHONY: demo finetune finetune-methods test test-all lint coverage checkpoint clean
 
 # torch first and by version: a plain `torch` may pull gigabytes of CUDA packages.
 $(VENV)/installed: pyproject.toml constraints.txt
@@ -19,19 +19,34 @@ demo: $(VENV)/installed ## what the extension methods do to the shipped checkpoi
 		--lengths 512,1024,2048,4096 \
 		--windows 12 --trials 4 --output runs/demo --resume
 
+TUNE := $(BIN)/accelerate launch --config_file recipes/accelerate/single.yaml \
+	recipes/finetune.py --config recipes/tiny_512_yarn_pose.yaml
 TUNED := runs/tiny_512_yarn_pose
-ASKED := --lengths 512,1k,2k,4k --tasks perplexity,passkey --windows 12 --trials 4 --resume
+REPORT := $(BIN)/python -m eval.report --tasks perplexity,passkey --windows 12 --resume
+BEFORE := --model checkpoints/tiny-512
 
 finetune: $(VENV)/installed ## train the shipped checkpoint for 4096 tokens, measure, merge
-	test -e $(TUNED)/rope_ext.json || $(BIN)/accelerate launch \
-		--config_file recipes/accelerate/single.yaml recipes/finetune.py \
-		--config recipes/tiny_512_yarn_pose.yaml \
+	test -e $(TUNED)/rope_ext.json || $(TUNE) \
 		$(if $(wildcard $(TUNED)/checkpoint-*),--resume_from_checkpoint true)
-	$(BIN)/python -m eval.report --model checkpoints/tiny-512 --method yarn --factor 8 $(ASKED) \
+	$(REPORT) $(BEFORE) --method yarn --factor 8 --lengths 512,4k --trials 20 \
 		--output runs/finetune/before
-	$(BIN)/python -m eval.report --model checkpoints/tiny-512 --adapter $(TUNED) --method adapter \
-		$(ASKED) --output runs/finetune/after
+	$(REPORT) $(BEFORE) --adapter $(TUNED) --method adapter --lengths 512,4k --trials 20 \
+		--output runs/finetune/after
 	test -e runs/tiny_4096 || $(BIN)/python recipes/merge.py $(TUNED) --output runs/tiny_4096
+
+# The same steps on as many tokens; "none" is long rows and RoPE as it is.
+finetune-methods: $(VENV)/installed ## other methods, as `make finetune` trains yarn (an hour)
+	for method in ntk llama3 pi rerope; do \
+		run=runs/methods/$$method; \
+		test -e $$run/rope_ext.json || $(TUNE) --method $$method --output_dir $$run || exit; \
+		$(REPORT) $(BEFORE) --adapter $$run --method adapter --lengths 512,4k --trials 8 \
+			--output $$run/report || exit; \
+	done
+	run=runs/methods/none; \
+	test -e $$run/adapter_config.json || $(TUNE) --method none --pose_chunks 0 --length 4096 \
+		--per_device_train_batch_size 2 --output_dir $$run; \
+	test -e $$run/merged || $(BIN)/python recipes/merge.py $$run --output $$run/merged; \
+	$(REPORT) --model $$run/merged --method none --lengths 512,4k --trials 8 --output $$run/report
 
 # Two workers with two threads each would spin against each other on two cores.
 test test-all: export OMP_NUM_THREADS = 1

@@ -102,6 +102,8 @@ def _run(
     """Queries and keys of every attention layer, one row per turn."""
     if any(parameter.is_meta for parameter in decoder.parameters()):
         raise _refusal(decoder, "its weights lie on the meta device (load them first)")
+    if any(hasattr(parameter, "device_mesh") for parameter in decoder.parameters()):
+        raise _refusal(decoder, "its weights are sharded (patch it before fully_shard)")
     config = text_config(decoder)
     vocabulary = decoder.get_input_embeddings().num_embeddings
     tokens = (torch.arange(_TOKENS) * 37 + 3) % vocabulary

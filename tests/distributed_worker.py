@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 from types import SimpleNamespace
 
+import pytest
 import torch
 import torch.distributed as dist
 from accelerate.utils import FullyShardedDataParallelPlugin
@@ -102,9 +103,12 @@ def fsdp2(folder: Path) -> None:
         expected = gradients(whole, rows(slice(4)))
         for order in ("patch first", "shard first", "checkpointing"):
             if order == "shard first":
+                sharded = shard(adapted(tiny_llama()))
                 if method == "rerope":  # it runs the model once when it is put in force
+                    with pytest.raises(rope_ext.UnsupportedModelError, match="before fully_shard"):
+                        patched(method, sharded)
                     continue
-                model = patched(method, shard(adapted(tiny_llama())))
+                model = patched(method, sharded)
             else:
                 model = shard(adapted(patched(method)))
             if order == "checkpointing":

@@ -451,7 +451,10 @@ class Report:
                     path = folder / f"{task.name}_positions.png"
                     title = f"{names}: {task.name} by position in {self.plan.lengths[-1]} tokens"
                     axis = "tokens up to this position, from the one before"
-                    figures.draw_perplexity(curve, trained, title, path, axis, self.plan.lengths)
+                    first = self.plan.lengths[0]
+                    ticks = [4**k for k in range(1, 12) if 2 * 4**k < first]
+                    ticks += self.plan.lengths
+                    figures.draw_perplexity(curve, trained, title, path, axis, ticks)
                     yield task.name, path
             elif part := {p[1:]: e for p, e in self.by_depth.items() if p[0] == task.name}:
                 path = folder / f"{task.name}.png"

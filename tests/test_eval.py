@@ -765,6 +765,8 @@ def test_an_adapter_is_in_use_where_a_method_is(checkpoint: Path, tmp_path: Path
     assert plain["none"] == adapted["none"] and plain["yarn"] != adapted["yarn"]
     with pytest.raises(MeasureError, match="cannot load the adapter"):
         losses("c", adapter=str(tmp_path))
+    with pytest.raises(MeasureError, match="is an adapter; give --model the base"):
+        losses("g", models=(str(tmp_path / "adapter"),))
     own = {"adapter": str(tmp_path / "adapter"), "methods": ("adapter",), "factor": 2.0}
     with pytest.raises(OptionError, match=r"has none; give --method the name"):
         losses("d", **own)

@@ -24,8 +24,12 @@ def load_config(model: str) -> Any:
     """The configuration of a model on disk or on the Hub.
 
     Raises:
-        MeasureError: there is none.
+        MeasureError: there is none, or it is an adapter.
     """
+    if (Path(model) / "adapter_config.json").exists():  # transformers puts it on a plain base
+        raise MeasureError(
+            f"{model} is an adapter; give --model the base it was trained on and --adapter {model}"
+        )
     return _load("configuration", AutoConfig, model)
 
 

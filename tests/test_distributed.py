@@ -278,7 +278,7 @@ def torchrun(script: Path, *arguments: object) -> None:
         env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=900,
         cwd=ROOT,
     )
     assert done.returncode == 0, done.stderr[-4000:]

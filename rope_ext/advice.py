@@ -199,7 +199,7 @@ class Diagnosis:
         ]
         if patched:
             lines[1] += f" before the patch, {news[1]} at {site.distances_after:g} after"
-            lines[2] += f"{'':>13} {'wavelength':>12} {'angle':>10}  status"
+            lines[2] += f"{'':>13} {'patched':>12} {'angle':>10}  status"
         borders = {
             i + j for i in range(len(pairs) - 1) for j in (0, 1) if states[i] != states[i + 1]
         }
@@ -306,7 +306,7 @@ def _model(given: nn.Module | PreTrainedConfig | str | Path) -> nn.Module:
     try:
         with torch.device("meta"):
             return AutoModelForCausalLM.from_config(copy.deepcopy(given))
-    except ValueError as error:
+    except Exception as error:
         raise UnsupportedModelError(
             f"no causal language model can be built of {type(given).__name__} ({error}); pass the "
             f"loaded model"
@@ -410,16 +410,19 @@ def _unproven(model: nn.Module, method: Method, refusal: RopeExtError) -> bool:
 
 def _more(rope: Rope, method: Method, target: int, factor: float, finetune: bool) -> Iterator[str]:
     """Further reasons for ``method``, and warnings."""
-    if isinstance(method, PositionMethod):
+    positions = isinstance(method, PositionMethod)
+    if factor > _INTERPOLATED and not finetune:
+        cure = "so distances are kept within the trained ones" if positions else "so fine-tune it"
         yield (
             f"Factor {factor:g} is beyond the 2 and 4 at which YaRN is published without "
-            f"fine-tuning (arXiv 2402.13753), so distances are kept within the trained ones."
+            f"fine-tuning (arXiv 2402.13753), {cure}."
         )
-        if isinstance(method, DualChunk):
-            yield (
-                f"Self-Extend would need groups of more than {_LARGEST_GROUP} tokens, beyond the 2 "
-                f"to 64 that its authors call reasonable; fine-tune if you can."
-            )
+    if isinstance(method, DualChunk):
+        yield (
+            f"Self-Extend would need groups of more than {_LARGEST_GROUP} tokens, beyond the 2 to "
+            f"64 that its authors call reasonable; fine-tune if you can."
+        )
+    if positions:
         return
     turns = rope.rotations
     whole = int((turns >= 1).sum())

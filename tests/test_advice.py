@@ -15,7 +15,11 @@ from transformers import LlamaConfig
 
 import rope_ext
 from eval.zoo import tiny_config, tiny_model
+from rope_ext import advice
 from rope_ext.discovery import text_decoder
+from rope_ext.methods import Band
+from rope_ext.methods.base import own
+from rope_ext.methods.geometry import Distance
 
 LLAMA_2 = {
     "hidden_size": 256,
@@ -100,18 +104,24 @@ def test_distances_in_use_under_position_methods(method: object, distances: floa
     assert new == {"in distribution" if distances <= LENGTH else "out of distribution"}
 
 
-def test_the_distances_are_those_of_all_tokens_by_brute_force() -> None:
-    for method in (rope_ext.SelfExtend(factor=4), rope_ext.DualChunk(factor=4)):
-        with rope_ext.patched(model(), method):
-            [site] = rope_ext.diagnose(model(), 200).sites
-            bands = rope_ext.patching.current_patch(model()).mapping.bands
-        largest = 0.0
-        t = torch.arange(200, dtype=torch.float64)
-        for band in bands:
-            query, key = (to(t) if callable(to) else t * 0 + to for to in (band.query, band.key))
-            seen = band.geometry.sees(t[:, None], t[None])
-            largest = max(largest, float((query[:, None] - key[None])[seen].max()))
-        assert site.distances_after == largest + 1
+STRETCHED = Band(Distance(0, 20), lambda m: 1.5 * m, own)  # grows with the place in the text
+
+
+@pytest.mark.parametrize(
+    "bands",
+    [
+        rope_ext.SelfExtend(factor=4, window=16, group=10).bands(),
+        rope_ext.DualChunk(factor=4, chunk=48, local=8).bands(),
+        (STRETCHED,),
+    ],
+)
+def test_the_distances_are_those_of_all_tokens_by_brute_force(bands: tuple[Band, ...]) -> None:
+    t, largest = torch.arange(200, dtype=torch.float64), 0.0
+    for band in bands:
+        query, key = (to(t) if callable(to) else t * 0 + to for to in (band.query, band.key))
+        seen = band.geometry.sees(t[:, None], t[None])
+        largest = max(largest, float((query[:, None] - key[None])[seen].max()))
+    assert advice._distances(bands, 200) == largest + 1
 
 
 def test_sliding_layers_never_leave_their_window() -> None:

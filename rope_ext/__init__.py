@@ -1,5 +1,13 @@
 """Extend the context of any RoPE model of Hugging Face transformers with one line."""
 
+from rope_ext.advice import (
+    Diagnosis,
+    PairDiagnosis,
+    Recommendation,
+    SiteDiagnosis,
+    diagnose,
+    recommend,
+)
 from rope_ext.describing import Description, MethodInfo, describe, methods
 from rope_ext.errors import (
     AdapterError,
@@ -52,6 +60,7 @@ __all__ = [
     "BaseTruncation",
     "CacheError",
     "Description",
+    "Diagnosis",
     "DualChunk",
     "DynamicNTK",
     "DynamicYaRN",
@@ -66,21 +75,26 @@ __all__ = [
     "NotPatchedError",
     "OptionError",
     "PRoPE",
+    "PairDiagnosis",
     "PositionMethod",
     "ReRoPE",
+    "Recommendation",
     "RecordError",
     "Resonance",
     "RopeExtError",
     "SelfExtend",
+    "SiteDiagnosis",
     "UnknownMethodError",
     "UnsupportedModelError",
     "YaRN",
     "describe",
+    "diagnose",
     "from_pretrained",
     "load_adapter",
     "methods",
     "patch",
     "patched",
+    "recommend",
     "save_sidecar",
     "unpatch",
 ]

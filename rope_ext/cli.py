@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich import box
 from rich.table import Table
 
-from rope_ext.measure.arguments import parse_lengths, parse_options, split
+from rope_ext.measure.arguments import parse_length, parse_lengths, parse_options, split
 from rope_ext.measure.terminal import clean_errors, evaluate, quiet
 
 app = typer.Typer(no_args_is_help=True, add_completion=False)
@@ -103,17 +103,59 @@ def describe(
     """Print the rotary embedding of a model, before and after a patch."""
     with clean_errors():
         import rope_ext
-        from rope_ext.measure.models import load_model
-        from rope_ext.measure.run import checked_methods
+
+        print(rope_ext.describe(_patched(model, method, factor, compose, option)))
+
+
+@app.command()
+def recommend(
+    model: Annotated[str, typer.Argument(help="Folder or Hub id; no weights are read.")],
+    length: Annotated[str, typer.Option(help="Context to reach in tokens, such as 32k.")],
+    finetune: Annotated[
+        bool, typer.Option("--finetune", help="The model will be fine-tuned for it.")
+    ] = False,
+) -> None:
+    """Print which method extends a model to a length, and why."""
+    with clean_errors():
+        import rope_ext
 
         quiet()
-        names = [] if method is None else [method]
-        options = parse_options(option, names)
-        methods = checked_methods(names, factor, options) if names else {}
-        loaded = load_model(model, device="cpu")
-        for name, values in methods.items():
-            rope_ext.patch(loaded, name, compose=compose, **values)
-        print(rope_ext.describe(loaded))
+        print(rope_ext.recommend(model, parse_length(length), finetune))
+
+
+@app.command()
+def diagnose(
+    model: Annotated[str, typer.Argument(help="Folder or Hub id.")],
+    length: Annotated[str, typer.Option(help="Context in tokens, such as 32k.")],
+    method: Annotated[str | None, typer.Option(help="Patch it with this method first.")] = None,
+    factor: Annotated[float, typer.Option(help="How many times the trained length.")] = 4.0,
+    compose: Compose = False,
+    option: Option = None,
+) -> None:
+    """Print which rotary pairs meet angles at a length that they were not trained on."""
+    with clean_errors():
+        import rope_ext
+
+        tokens = parse_length(length)
+        print(rope_ext.diagnose(_patched(model, method, factor, compose, option), tokens))
+
+
+def _patched(
+    model: str, method: str | None, factor: float, compose: bool, option: list[str] | None
+) -> Any:
+    """The loaded model, under the method if there is one."""
+    import rope_ext
+    from rope_ext.measure.models import load_model
+    from rope_ext.measure.run import checked_methods
+
+    quiet()
+    names = [] if method is None else [method]
+    options = parse_options(option, names)
+    methods = checked_methods(names, factor, options) if names else {}
+    loaded = load_model(model, device="cpu")
+    for name, values in methods.items():
+        rope_ext.patch(loaded, name, compose=compose, **values)
+    return loaded
 
 
 @app.command("methods")

@@ -95,12 +95,13 @@ def _spectrum(site: SiteDescription) -> list[str]:
         before, after = site.inv_freq_before[i], site.inv_freq_after[i]
         ratio = before / after if after else (1.0 if before == after else math.inf)
         lines.append(
-            f"    {i:>4} {_wavelength(before):>20} {_wavelength(after):>17} {ratio:>20.4g}"
+            f"    {i:>4} {wavelength_text(before):>20} {wavelength_text(after):>17} {ratio:>20.4g}"
         )
     return lines
 
 
-def _wavelength(inv_freq: float) -> str:
+def wavelength_text(inv_freq: float) -> str:
+    """Tokens for one turn."""
     return f"{2 * math.pi / inv_freq:.5g}" if inv_freq else "never turns"
 
 

@@ -269,7 +269,7 @@ def _patch(
     arguments = {k: v for k, v in locals().items() if k not in ("model", "decoder", "method")}
     config = persistence.ConfigState(decoder, model)
     sites = find_sites(decoder, original_max_position_embeddings)
-    scaled = _chosen(decoder, sites, sliding_layers)
+    scaled = chosen_sites(decoder, sites, sliding_layers)
     state = Patch(
         method=method,
         arguments=arguments,
@@ -428,10 +428,14 @@ def _restore(state: Patch) -> None:
         state.tokenizer.model_max_length = state.tokenizer_length
 
 
-def _chosen(
+def chosen_sites(
     decoder: nn.Module, sites: list[RotarySite], sliding_layers: SlidingLayers
 ) -> list[RotarySite]:
-    """The sites to scale."""
+    """The sites to scale.
+
+    Raises:
+        UnsupportedModelError: there is none that it would gain anything to scale.
+    """
     if sliding_layers == "scale":
         return sites
     chosen = [site for site in sites if not site.local]

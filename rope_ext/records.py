@@ -137,7 +137,7 @@ class Record:
         )
 
     def __str__(self) -> str:
-        return ", ".join([repr(self.method.name), *_options(self.method), *self._given()])
+        return ", ".join([repr(self.method.name), *option_texts(self.method), *self._given()])
 
     def call(self, *more: str) -> str:
         """The call that makes the patch, for people to read."""
@@ -187,7 +187,7 @@ def _method(data: Any) -> Method:
     return build_method(data["name"], **options)
 
 
-def _options(method: Method) -> list[str]:
+def option_texts(method: Method) -> list[str]:
     """The options that differ from their defaults, and the factor."""
     defaults = {field.name: field.default for field in method.__dataclass_fields__.values()}
     return [
@@ -199,7 +199,7 @@ def _options(method: Method) -> list[str]:
 
 def _text(value: Any) -> str:
     if isinstance(value, Method):
-        return f"rope_ext.{type(value).__name__}({', '.join(_options(value))})"
+        return f"rope_ext.{type(value).__name__}({', '.join(option_texts(value))})"
     if isinstance(value, tuple):
         shown = [repr(x) for x in value]
         return f"[{', '.join(shown if len(shown) <= 8 else [*shown[:3], '...', shown[-1]])}]"

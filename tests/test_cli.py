@@ -180,6 +180,26 @@ def test_describe(checkpoint: Path) -> None:
     assert call("describe", checkpoint, "--method", "yran").exit_code == 2
 
 
+def test_recommend_reads_no_weights(checkpoint: Path, loader_fails: None) -> None:
+    result = call("recommend", checkpoint, "--length", "1k")
+    assert result.exit_code == 0
+    assert "128 -> 1024 tokens, factor 8, without fine-tuning" in result.stdout
+    assert "rope_ext.patch(model, 'self_extend', factor=8, window=32, group=19)" in result.stdout
+    tuned = call("recommend", checkpoint, "--length", "1k", "--finetune")
+    assert "rope_ext.patch(model, 'yarn', factor=8)" in tuned.stdout
+    for length, message in (("128", "within the 128 tokens"), ("1k,2k", "not one length")):
+        wrong = call("recommend", checkpoint, "--length", length)
+        assert wrong.exit_code == 2 and message in wrong.stderr
+
+
+def test_diagnose(checkpoint: Path) -> None:
+    plain = call("diagnose", checkpoint, "--length", "512")
+    assert plain.exit_code == 0 and "at 512 tokens: trained for 128 tokens" in plain.stdout
+    result = call("diagnose", checkpoint, "--length", "512", "--method", "yarn", "--factor", "4")
+    assert result.exit_code == 0 and "before the patch, 0 at 512 after" in result.stdout
+    assert call("diagnose", checkpoint, "--length", "many").exit_code == 2
+
+
 def test_figures_with_one_method_and_a_length_that_blew_up(tmp_path: Path) -> None:
     infinite = Estimate(float("inf"), float("inf"), float("inf"), 4)
     estimates = {

@@ -142,7 +142,7 @@ def test_share_of_supported_families() -> None:
 
 
 def test_a_scaled_sliding_set_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(patching, "_chosen", lambda decoder, sites, sliding_layers: sites)
+    monkeypatch.setattr(patching, "chosen_sites", lambda decoder, sites, sliding_layers: sites)
     result = coverage.check_family("gemma3_text")
     assert result.verdict == coverage.FAILED
     assert "sliding untouched" in result.reason

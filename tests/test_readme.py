@@ -6,8 +6,10 @@ import re
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
 import rope_ext
+from rope_ext.cli import app
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -19,6 +21,12 @@ def test_the_first_example_runs(tmp_path, monkeypatch, capsys) -> None:
     monkeypatch.chdir(tmp_path)
     exec(example, {})
     assert "512 -> 2048 tokens by yarn" in capsys.readouterr().out
+
+
+def test_the_diagnosis_is_what_the_command_prints() -> None:
+    words = re.search(r"\$ rope-ext (diagnose .*)\n", README).group(1)
+    result = CliRunner().invoke(app, words.replace("checkpoints", f"{ROOT}/checkpoints").split())
+    assert f"{words}\n{result.stdout}```" in README
 
 
 @pytest.mark.parametrize("method", rope_ext.methods(), ids=lambda method: method.name)

@@ -16,7 +16,7 @@ def split(names: str | Iterable[str]) -> list[str]:
     return [name.strip() for text in texts for name in text.split(",") if name.strip()]
 
 
-def parse_lengths(text: str | Iterable[str]) -> tuple[int, ...]:
+def parse_lengths(text: str | Iterable[str], option: str = "--lengths") -> tuple[int, ...]:
     """``512,4k`` as numbers of tokens; k is 1024.
 
     Raises:
@@ -27,10 +27,22 @@ def parse_lengths(text: str | Iterable[str]) -> tuple[int, ...]:
         match = re.fullmatch(r"(\d+)(k?)", word.lower())
         if match is None:
             raise OptionError(
-                f"--lengths {word!r} is not a list of whole numbers; give it as 512,1024 or 4k,8k"
+                f"{option} {word!r} is not a list of whole numbers; give it as 512,1024 or 4k,8k"
             )
         lengths.append(int(match[1]) * (1024 if match[2] else 1))
     return tuple(lengths)
+
+
+def parse_length(text: str) -> int:
+    """One length, as :func:`parse_lengths` reads it.
+
+    Raises:
+        OptionError: it is none, or more than one.
+    """
+    lengths = parse_lengths(text, "--length")
+    if len(lengths) != 1:
+        raise OptionError(f"--length {text!r} is not one length; give it as 32768 or 32k")
+    return lengths[0]
 
 
 def parse_options(

@@ -11,6 +11,19 @@ from rope_ext.errors import OptionError
 from rope_ext.methods.base import FrequencyMethod, Rope, register
 
 
+def smallest_base(length: float) -> float:
+    """The smallest base that tells like tokens from unlike ones at ``length`` tokens.
+
+    The fit of Men et al. 2024, arXiv 2405.14591, figure 1.
+    """
+    return 0.0424 * length**1.628
+
+
+def bounded_length(base: float) -> float:
+    """The tokens for which ``base`` is the smallest one, by the same fit."""
+    return (base / 0.0424) ** (1 / 1.628)
+
+
 @register
 @dataclass(frozen=True, kw_only=True)
 class ABF(FrequencyMethod):
@@ -41,7 +54,7 @@ class ABF(FrequencyMethod):
         Raises:
             OptionError: it would be smaller than the trained one.
         """
-        base = self.base or 0.0424 * self.target_length(rope) ** 1.628
+        base = self.base or smallest_base(self.target_length(rope))
         if base < rope.base:
             raise OptionError(
                 f"abf: base {base:g} is smaller than the trained base {rope.base:g}; "

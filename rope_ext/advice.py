@@ -1,0 +1,558 @@
+"""Which method for which length, and what a length does to every rotary pair.
+
+Only published rules, each with its source; what they come from are other models than yours, so
+measure the advice with ``rope-ext compare``.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM, PreTrainedConfig
+
+from rope_ext.describing import describe, wavelength_text
+from rope_ext.discovery import RotarySite, find_sites, text_config, text_decoder
+from rope_ext.errors import AlreadyPatchedError, OptionError, RopeExtError, UnsupportedModelError
+from rope_ext.methods import (
+    ABF,
+    PI,
+    Band,
+    DualChunk,
+    DynamicYaRN,
+    Method,
+    PositionMethod,
+    ReRoPE,
+    Rope,
+    SelfExtend,
+    YaRN,
+)
+from rope_ext.methods.abf import bounded_length, smallest_base
+from rope_ext.methods.geometry import ChunkGap, Distance
+from rope_ext.patching import Patch, chosen_sites, current_patch, patched
+from rope_ext.persistence import is_scaled
+from rope_ext.records import option_texts
+
+_INTERPOLATED = 4
+"""Largest factor at which YaRN is published without fine-tuning, arXiv 2402.13753."""
+
+_LARGEST_GROUP = 64
+"""Of the groups that the authors of Self-Extend call reasonable, from their repository."""
+
+_TRAINED_FACTOR = 32
+"""Largest factor at which YaRN is published with fine-tuning, arXiv 2309.00071."""
+
+_EQUAL = 1 + 1e-9  # theta / s * s * length is not theta * length to the last bit
+
+
+@dataclass(frozen=True)
+class Recommendation:
+    """What to patch a model with; ``print`` it.
+
+    Args:
+        model: class of the decoder.
+        method: with every option that matters filled in.
+        factor: ``target_length`` through ``trained_length``, rounded up to hundredths.
+        target_length, trained_length: tokens.
+        finetune: whether the model will be fine-tuned.
+        compose: whether ``patch`` needs ``compose=True``: the checkpoint is scaled already.
+        reasons: sentences, each with its source.
+        alternatives: further methods that the model accepts, and when to choose each.
+    """
+
+    model: str
+    method: Method
+    factor: float
+    target_length: int
+    trained_length: int
+    finetune: bool
+    compose: bool
+    reasons: tuple[str, ...]
+    alternatives: tuple[tuple[Method, str], ...]
+
+    @property
+    def call(self) -> str:
+        """The call that makes the patch."""
+        return self._call(self.method)
+
+    def _call(self, method: Method) -> str:
+        composes = self.compose and not isinstance(method, PositionMethod)
+        words = ["model", repr(method.name), *option_texts(method)]
+        return f"rope_ext.patch({', '.join(words + ['compose=True'] * composes)})"
+
+    def __str__(self) -> str:
+        tuned = "with" if self.finetune else "without"
+        lines = [
+            f"{self.model}: {self.trained_length} -> {self.target_length} tokens, factor "
+            f"{self.factor:g}, {tuned} fine-tuning",
+            f"  {self.call}",
+            *(f"  - {reason}" for reason in self.reasons),
+        ]
+        for method, when in self.alternatives:
+            lines += [f"  or {self._call(method)}", f"  - {when}"]
+        return "\n".join(lines)
+
+
+@dataclass(frozen=True)
+class PairDiagnosis:
+    """One rotary pair before and after the patch.
+
+    Args:
+        wavelength_before, wavelength_after: tokens for one turn; infinite for a pair at rest.
+        rotations: turns within the trained length.
+        trained_angle: radians from the first token to the end of the trained length.
+        angle_before, angle_after: the same for the largest distance used at the length diagnosed.
+    """
+
+    wavelength_before: float
+    wavelength_after: float
+    rotations: float
+    trained_angle: float
+    angle_before: float
+    angle_after: float
+
+    def _status(self, angle: float) -> str:
+        seen = self.rotations >= 1 or angle <= self.trained_angle * _EQUAL
+        return "in distribution" if seen else "out of distribution"
+
+    @property
+    def before(self) -> str:
+        """``"in distribution"`` or ``"out of distribution"``, unpatched.
+
+        A pair that makes a full turn within the trained length has met every angle there is; of
+        any other, angles beyond the trained one are new (arXiv 2310.05209, section 3).
+        """
+        return self._status(self.angle_before)
+
+    @property
+    def after(self) -> str:
+        """As :attr:`before`, under the patch."""
+        return self._status(self.angle_after)
+
+
+@dataclass(frozen=True)
+class SiteDiagnosis:
+    """One set of rotary frequencies at a length.
+
+    Args:
+        name: path of its module.
+        layer_type: the layers that use it.
+        base: ``rope_theta`` of the checkpoint.
+        critical_dimension: columns of the pairs that make a full turn within the trained length
+            (arXiv 2310.05209: ``2 ceil(d / 2 log_base(L / 2 pi))``).
+        distances_before, distances_after: how many distances are in use; beyond the last one,
+            position methods and sliding windows let none happen.
+        pairs: fastest first.
+    """
+
+    name: str
+    layer_type: str
+    base: float
+    critical_dimension: int
+    distances_before: float
+    distances_after: float
+    pairs: tuple[PairDiagnosis, ...]
+
+
+@dataclass(frozen=True)
+class Diagnosis:
+    """What a length does to every rotary pair; ``print`` it. Lengths are in tokens."""
+
+    model: str
+    method: str | None
+    length: int
+    trained_length: int
+    sites: tuple[SiteDiagnosis, ...]
+    notes: tuple[str, ...]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values, ready for JSON."""
+        return dataclasses.asdict(self)
+
+    def __str__(self) -> str:
+        how = "not patched" if self.method is None else f"patched with {self.method}"
+        lines = [
+            f"{self.model} at {self.length} tokens: trained for {self.trained_length} tokens, {how}"
+        ]
+        for site in self.sites:
+            lines += self._table(site)
+        return "\n".join([*lines, *(f"  {note}" for note in self.notes)])
+
+    def _table(self, site: SiteDiagnosis) -> list[str]:
+        patched, pairs = self.method is not None, site.pairs
+        states = [(pair.before, pair.after)[: 1 + patched] for pair in pairs]
+        news = [
+            sum(one.startswith("out") for one in column) for column in zip(*states, strict=True)
+        ]
+        lines = [
+            f"  {site.name} [{site.layer_type}] {len(pairs)} pairs, base {site.base:g}, critical "
+            f"dimension {site.critical_dimension} of {2 * len(pairs)}",
+            f"    {news[0]} pairs out of distribution at {site.distances_before:g} distances",
+            f"    pair {'wavelength':>12} {'turns':>8} {'trained angle':>14} {'angle':>10}  status",
+        ]
+        if patched:
+            lines[1] += f" before the patch, {news[1]} at {site.distances_after:g} after"
+            lines[2] += f"{'':>13} {'patched':>12} {'angle':>10}  status"
+        borders = {
+            i + j for i in range(len(pairs) - 1) for j in (0, 1) if states[i] != states[i + 1]
+        }
+        for i in sorted(borders | {round(k * (len(pairs) - 1) / 4) for k in range(5)}):
+            pair = pairs[i]
+            line = (
+                f"    {i:>4} {_tokens(pair.wavelength_before):>12} {pair.rotations:>8.4g} "
+                f"{pair.trained_angle:>14.5g} {pair.angle_before:>10.5g}  {pair.before:<19}"
+            )
+            if patched:
+                line += f" {_tokens(pair.wavelength_after):>12} {pair.angle_after:>10.5g}"
+                line += f"  {pair.after}"
+            lines.append(line.rstrip())
+        return lines
+
+
+def recommend(
+    model_or_config: nn.Module | PreTrainedConfig | str | Path,
+    target_length: int,
+    finetune: bool = False,
+) -> Recommendation:
+    """The published choice for a model and a length.
+
+    Without fine-tuning: ``dynamic_yarn`` up to 4 times the trained length; beyond,
+    ``self_extend`` while its groups have at most 64 tokens, then ``dual_chunk``. With it: ``yarn``.
+    A checkpoint that is scaled already gets ``yarn`` on top of that for ``dynamic_yarn``. Every
+    method is tried on the model, which stays as it was; what it refuses is left out.
+
+    Args:
+        model_or_config: a loaded model that is not patched, or its configuration, folder or Hub
+            id; no weights are read for those, so that position methods cannot be tried.
+        target_length: tokens.
+        finetune: whether the model will be fine-tuned for it.
+
+    Raises:
+        OptionError: the target is within the trained length.
+        AlreadyPatchedError: the model is patched.
+        NoRopeError, UnsupportedModelError, AlreadyScaledError: as :func:`rope_ext.patch`, where
+            it would accept none of the methods.
+    """
+    model = _model(model_or_config)
+    decoder = text_decoder(model)
+    _require_length("target_length", target_length)
+    if current_patch(model) is not None:
+        raise AlreadyPatchedError(
+            f"this model is patched with {current_patch(model).method}; call "
+            f"rope_ext.unpatch(model) first"
+        )
+    site = chosen_sites(decoder, find_sites(decoder), "auto")[0]
+    trained = site.rope.length
+    if target_length <= trained:
+        raise OptionError(
+            f"target_length={target_length} is within the {trained} tokens that "
+            f"{type(decoder).__name__} was trained on, so there is nothing to extend; use it "
+            f"unpatched, or give a target above {trained}"
+        )
+    hundredths = -(-100 * target_length // trained)
+    factor = hundredths // 100 if hundredths % 100 == 0 else hundredths / 100
+    there = is_scaled(getattr(site.module, "config", decoder.config), site)
+    reasons, accepted, refusals = [], [], []
+    for method, why in _candidates(site.rope, target_length, factor, finetune, there is not None):
+        refusal = _refusal(model, method, there is not None)
+        if refusal is None or _unproven(model, method, refusal):
+            accepted.append((method, why, refusal))
+        else:
+            refusals.append(refusal)
+            if not accepted:
+                reasons.append(f"{method.name} is left out: {refusal}")
+    if not accepted:
+        raise refusals[0]
+    (method, why, unproven), *others = accepted
+    reasons = [why, *_more(site.rope, method, target_length, factor, finetune), *reasons]
+    if unproven:
+        reasons.append(
+            "A configuration alone does not show whether this family accepts position methods: "
+            "patch tells, once the weights are loaded (docs/FAMILIES.md)."
+        )
+    if there is not None:
+        reasons.append(
+            f"The checkpoint is scaled already ({there}): its {trained} tokens are taken for the "
+            f"trained ones, and what is added goes on top."
+        )
+    return Recommendation(
+        model=type(decoder).__name__,
+        method=method,
+        factor=factor,
+        target_length=target_length,
+        trained_length=trained,
+        finetune=finetune,
+        compose=there is not None,
+        reasons=tuple(reasons),
+        alternatives=tuple((other, when) for other, when, _ in others),
+    )
+
+
+def _model(given: nn.Module | PreTrainedConfig | str | Path) -> nn.Module:
+    """The model, or one without weights."""
+    if isinstance(given, (str, Path)):
+        from rope_ext.measure.models import load_config
+
+        given = load_config(str(given))
+    if not isinstance(given, PreTrainedConfig):
+        return given
+    try:
+        with torch.device("meta"):
+            return AutoModelForCausalLM.from_config(copy.deepcopy(given))
+    except Exception as error:
+        raise UnsupportedModelError(
+            f"no causal language model can be built of {type(given).__name__} ({error}); pass the "
+            f"loaded model"
+        ) from error
+
+
+def _require_length(name: str, value: Any) -> None:
+    if type(value) is not int or value < 1:
+        raise OptionError(f"{name}={value!r} is not valid; it must be a positive number of tokens")
+
+
+def _candidates(
+    rope: Rope, target: int, factor: float, finetune: bool, scaled: bool
+) -> Iterator[tuple[Method, str]]:
+    """Methods, the best first, and the reason to choose each."""
+    yarn = YaRN(factor=factor)
+    if finetune:
+        yield (
+            yarn,
+            "Fine-tuned, YaRN took Llama-2-7B to 32 times its 4096 tokens: perplexity 2.37 on "
+            "Proof-pile, 99.4 % of passkeys at 131072 (arXiv 2309.00071, section 4).",
+        )
+        yield (
+            ABF(factor=factor),
+            "For long continued training: nothing but a larger base (arXiv 2309.16039), here the "
+            "smallest that arXiv 2405.14591 finds enough.",
+        )
+        yield (
+            PI(factor=factor),
+            "The simplest; published after 1000 steps of fine-tuning (arXiv 2306.15595).",
+        )
+        return
+    steady = [
+        (
+            yarn,
+            "The same frequencies at every length, which plain transformers loads; costs something "
+            "on short prompts (arXiv 2309.00071).",
+        )
+    ]
+    if not scaled:  # a method that adapts cannot go on top of another
+        steady.insert(
+            0,
+            (
+                DynamicYaRN(factor=factor),
+                "Every sequence is scaled by as much as it needs: short prompts stay exactly as "
+                "they were (arXiv 2309.00071, section 3.3).",
+            ),
+        )
+    far = _position_methods(rope, target, factor)
+    yield from [*far, *steady] if factor > _INTERPOLATED else [*steady, *far]
+
+
+def _position_methods(rope: Rope, target: int, factor: float) -> list[tuple[Method, str]]:
+    extend = SelfExtend(factor=factor).resolved(rope)
+    chunk = DualChunk(factor=factor).resolved(rope)
+    rerope = ReRoPE(factor=factor).resolved(rope)
+    reach = extend.window + (target - extend.window) / extend.group
+    found: list[tuple[Method, str]] = [
+        (
+            extend,
+            f"Neighbours up to W={extend.window} tokens keep their distances, farther ones share "
+            f"them in groups of G={extend.group}, the fewest with W + (N - W) / G = {reach:.5g} < "
+            f"2/3 L = {2 * rope.length / 3:.5g} (arXiv 2401.01325; its authors "
+            f"advise 1/2 to 2/3).",
+        ),
+        (
+            chunk,
+            f"Positions start again in chunks and never pass {chunk.chunk}: chunk 3/4 L, local "
+            f"window L/8, as in the authors' code. Takes Llama-2 70B from 4096 to more than 100000 "
+            f"tokens (arXiv 2402.17463).",
+        ),
+    ]
+    if extend.group > _LARGEST_GROUP:
+        found.reverse()
+    return [
+        *found,
+        (
+            rerope,
+            f"Distances stop growing at a quarter of L, {rerope.window} tokens: far tokens are "
+            f"found but not ordered (Su 2023, kexue.fm/archives/9708).",
+        ),
+    ]
+
+
+def _refusal(model: nn.Module, method: Method, scaled: bool) -> RopeExtError | None:
+    """Why ``model`` does not accept ``method``."""
+    composed = scaled and not isinstance(method, PositionMethod)
+    try:
+        with patched(model, method, compose=composed):
+            return None
+    except RopeExtError as error:
+        return error
+
+
+def _unproven(model: nn.Module, method: Method, refusal: RopeExtError) -> bool:
+    """Whether nothing but missing weights stood against a position method."""
+    meta = any(parameter.is_meta for parameter in model.parameters())
+    refused = isinstance(refusal, UnsupportedModelError)
+    return meta and refused and isinstance(method, PositionMethod)
+
+
+def _more(rope: Rope, method: Method, target: int, factor: float, finetune: bool) -> Iterator[str]:
+    """Further reasons for ``method``, and warnings."""
+    positions = isinstance(method, PositionMethod)
+    if factor > _INTERPOLATED and not finetune:
+        cure = "so distances are kept within the trained ones" if positions else "so fine-tune it"
+        yield (
+            f"Factor {factor:g} is beyond the 2 and 4 at which YaRN is published without "
+            f"fine-tuning (arXiv 2402.13753), {cure}."
+        )
+    if isinstance(method, DualChunk):
+        yield (
+            f"Self-Extend would need groups of more than {_LARGEST_GROUP} tokens, beyond the 2 to "
+            f"64 that its authors call reasonable; fine-tune if you can."
+        )
+    if positions:
+        return
+    turns = rope.rotations
+    whole = int((turns >= 1).sum())
+    if isinstance(method, (YaRN, DynamicYaRN)):
+        kept = YaRN(factor=factor).kept(rope)
+        yield (
+            f"Of {len(turns)} pairs, {int((kept == 1).sum())} keep their frequency, about those "
+            f"with 32 turns within {rope.length} tokens; {int((kept == 0).sum())} are divided by "
+            f"{factor:g}, about those with less than one (arXiv 2309.00071, section 3.2)."
+        )
+    if whole < len(turns):
+        yield (
+            f"Unpatched, {len(turns) - whole} pairs meet new angles beyond {rope.length} tokens: "
+            f"the critical dimension is {2 * whole} of {rope.dim} (arXiv 2310.05209)."
+        )
+    if finetune:
+        yield (
+            "Recipe: 400 steps of 64 rows, learning rate 2e-5, warm-up 20 steps (arXiv 2309.00071, "
+            "section 4.1; recipes/llama2_7b_yarn_128k.yaml); with PoSE on short rows, about 1000 "
+            "steps (arXiv 2309.10400)."
+        )
+        if factor > _TRAINED_FACTOR:
+            yield f"Factor {factor:g} is beyond the published {_TRAINED_FACTOR}: go in two steps."
+    elif factor <= _INTERPOLATED:
+        yield (
+            "Without fine-tuning Llama-2-7B has a perplexity of 3.49 and 3.25 at 2 and 4 times its "
+            "length with YaRN, 3.50 and 3.87 with dynamic NTK, 3.65 and 4.93 with PI "
+            "(arXiv 2402.13753)."
+        )
+    bound = smallest_base(target)
+    if rope.base < bound:
+        yield (
+            f"Warning: for {target} tokens the base should be at least {bound:.3g}; {rope.base:g} "
+            f"is enough for {bounded_length(rope.base):.0f}. Below the bound text stays fluent and "
+            f"retrieval fails: measure passkeys, not perplexity alone (arXiv 2405.14591)."
+        )
+
+
+def diagnose(model: nn.Module | PreTrainedConfig | str | Path, length: int) -> Diagnosis:
+    """Which rotary pairs meet angles at ``length`` tokens that they were not trained on.
+
+    Args:
+        model: a loaded model, patched or not, or a configuration, folder or Hub id.
+        length: tokens; below the trained length nothing is out of distribution.
+
+    Raises:
+        OptionError: the length is no positive number.
+        NoRopeError, UnsupportedModelError, RecordError: as :func:`rope_ext.patch`.
+    """
+    model = _model(model)
+    decoder = text_decoder(model)
+    _require_length("length", length)
+    patch, described = current_patch(model), describe(model)
+    sites = find_sites(decoder) if patch is None else patch.sites
+    return Diagnosis(
+        model=described.model,
+        method=None if patch is None else _text(patch.method),
+        length=length,
+        trained_length=described.length,
+        sites=tuple(_site(decoder, site, patch, length) for site in sites),
+        notes=described.notes,
+    )
+
+
+def _site(decoder: nn.Module, site: RotarySite, patch: Patch | None, length: int) -> SiteDiagnosis:
+    rope, inside = site.rope, patch is not None and site in patch.scaled
+    before = after = float(length)
+    if site.local:
+        before = after = float(min(length, _window(text_config(decoder)) or rope.length))
+    elif inside and patch.mapping is not None:
+        after = _distances(patch.mapping.bands, length)
+    frequencies = rope.inv_freq
+    if inside and patch.frequencies is not None:
+        method = patch.frequencies
+        lengths = torch.tensor([length], dtype=torch.float64)
+        adapted = method.adapts
+        frequencies = method.inv_freq_at(rope, lengths)[0] if adapted else method.inv_freq(rope)
+    columns = (
+        _wavelengths(rope.inv_freq),
+        _wavelengths(frequencies),
+        rope.rotations.tolist(),
+        (rope.length * rope.inv_freq).tolist(),
+        (before * rope.inv_freq).tolist(),
+        (after * frequencies).tolist(),
+    )
+    return SiteDiagnosis(
+        name=site.name or "rotary",
+        layer_type=site.layer_type or "all layers",
+        base=rope.base,
+        critical_dimension=2 * int((rope.rotations >= 1).sum()),
+        distances_before=before,
+        distances_after=after,
+        pairs=tuple(PairDiagnosis(*values) for values in zip(*columns, strict=True)),
+    )
+
+
+def _text(method: Method) -> str:
+    return f"{method.name}({', '.join(option_texts(method))})"
+
+
+def _tokens(wavelength: float) -> str:
+    return wavelength_text(2 * math.pi / wavelength)
+
+
+def _window(config: Any) -> int | None:
+    names = ("sliding_window", "attention_window_size", "attention_chunk_size")
+    return next((w for w in (getattr(config, name, None) for name in names) if w), None)
+
+
+def _wavelengths(inv_freq: torch.Tensor) -> list[float]:
+    return [2 * math.pi / f if f else math.inf for f in inv_freq.tolist()]
+
+
+def _distances(bands: tuple[Band, ...], length: int) -> float:
+    """One more than the largest distance that the maps make of any within ``length`` tokens."""
+    m = torch.arange(length, dtype=torch.float64)
+    largest = 0.0
+    for band in bands:
+        n = torch.zeros_like(m)  # of the keys in a band, the first has the smallest position
+        geometry = band.geometry
+        if isinstance(geometry, Distance) and geometry.last is not None:
+            n = (m - geometry.last + 1).clamp(min=0)
+        elif isinstance(geometry, ChunkGap):
+            n = ((m // geometry.size - geometry.first) * geometry.size).clamp(min=0)
+        seen = geometry.sees(m, n)
+        if not seen.any():
+            continue
+        query, key = (
+            to(t) if callable(to) else torch.full_like(t, to)
+            for to, t in ((band.query, m), (band.key, n))
+        )
+        largest = max(largest, float((query - key)[seen].max()))
+    return largest + 1

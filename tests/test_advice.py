@@ -1,0 +1,259 @@
+"""Advice: hand-computed cases, and that what is recommended is accepted and reaches its target."""
+
+from __future__ import annotations
+
+import functools
+import math
+import re
+
+import pytest
+import torch
+from conftest import LENGTH, tiny_llama
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import LlamaConfig
+
+import rope_ext
+from eval.zoo import tiny_config, tiny_model
+from rope_ext import advice
+from rope_ext.discovery import text_decoder
+from rope_ext.methods import Band
+from rope_ext.methods.base import own
+from rope_ext.methods.geometry import Distance
+
+LLAMA_2 = {
+    "hidden_size": 256,
+    "num_attention_heads": 2,  # 128 columns each, base 10000 by default
+    "num_key_value_heads": 2,
+    "head_dim": 128,
+    "num_hidden_layers": 1,
+    "intermediate_size": 8,
+    "vocab_size": 32,
+    "max_position_embeddings": 4096,
+}
+model = functools.cache(tiny_llama)
+family = functools.cache(tiny_model)
+
+
+def llama_2() -> LlamaConfig:
+    return LlamaConfig(**LLAMA_2)
+
+
+def accepted(recommendation: rope_ext.Recommendation, model: torch.nn.Module) -> int:
+    """The length that the recommended call makes of ``model``, tokens."""
+    eval(recommendation.call, {"rope_ext": rope_ext, "model": model})
+    try:
+        return rope_ext.describe(model).target_length
+    finally:
+        rope_ext.unpatch(model)
+
+
+def test_llama_2_has_18_pairs_that_never_turn_fully_and_critical_dimension_92() -> None:
+    [site] = rope_ext.diagnose(llama_2(), 8192).sites
+    # 2 ceil(64 log_10000(4096 / 2 pi)) = 2 ceil(45.03), arXiv 2310.05209
+    assert site.critical_dimension == 2 * math.ceil(64 * math.log(4096 / 2 / math.pi, 1e4)) == 92
+    slow = [i for i, pair in enumerate(site.pairs) if pair.rotations < 1]
+    assert slow == list(range(46, 64))
+    assert [i for i, pair in enumerate(site.pairs) if pair.before.startswith("out")] == slow
+    last = site.pairs[63]
+    assert last.wavelength_before == pytest.approx(2 * math.pi * 1e4 ** (126 / 128))  # 54410
+    assert last.rotations == pytest.approx(0.07528, rel=1e-3)  # 4096 / 54410
+    assert last.angle_before == pytest.approx(2 * last.trained_angle)
+    assert all(pair.before == "in distribution" for pair in diagnosed(llama_2(), 4096))
+
+
+def diagnosed(model: object, length: int) -> tuple[rope_ext.PairDiagnosis, ...]:
+    [site] = rope_ext.diagnose(model, length).sites
+    return site.pairs
+
+
+@pytest.mark.parametrize(
+    ("method", "out"),
+    # NTK divides the slowest pair alone by the whole factor: those between stay too fast.
+    [("pi", []), ("yarn", []), ("dynamic_yarn", []), ("ntk", list(range(46, 63)))],
+)
+def test_pairs_out_of_distribution_under_frequency_methods(method: str, out: list[int]) -> None:
+    model = tiny_llama(**LLAMA_2)
+    rope_ext.patch(model, method, factor=4)
+    pairs = diagnosed(model, 4 * 4096)
+    assert [i for i, pair in enumerate(pairs) if pair.after.startswith("out")] == out
+    assert sum(pair.before.startswith("out") for pair in pairs) == 18
+    if method != "dynamic_yarn":  # which grows with the sequence
+        assert any(pair.after.startswith("out") for pair in diagnosed(model, 8 * 4096))
+
+
+@pytest.mark.parametrize(
+    ("method", "distances"),
+    [
+        (rope_ext.ReRoPE(factor=4, window=20), 21),  # 0 to 20
+        # k = 2: 20 + (255 - 20) / 2
+        (rope_ext.LeakyReRoPE(factor=4, window=20, k=2), 138.5),
+        # floor(255 / 5) + 20 - floor(20 / 5) - 0
+        (rope_ext.SelfExtend(factor=4, window=20, group=5), 68),
+        (rope_ext.DualChunk(factor=4, chunk=40, local=8), 41),
+        (rope_ext.STRING(factor=1.5, shift=50, window=10), 216),  # 255 - 50 + 10
+        (rope_ext.LMInfinite(factor=4, window=30), 31),  # sinks sit at the window
+    ],
+    ids=lambda value: getattr(value, "name", ""),
+)
+def test_distances_in_use_under_position_methods(method: object, distances: float) -> None:
+    with rope_ext.patched(model(), method):
+        [site] = rope_ext.diagnose(model(), 256).sites
+    assert (site.distances_before, site.distances_after) == (256, distances)
+    new = {pair.after for pair in site.pairs if pair.rotations < 1}
+    assert new == {"in distribution" if distances <= LENGTH else "out of distribution"}
+
+
+STRETCHED = Band(Distance(0, 20), lambda m: 1.5 * m, own)  # grows with the place in the text
+
+
+@pytest.mark.parametrize(
+    "bands",
+    [
+        rope_ext.SelfExtend(factor=4, window=16, group=10).bands(),
+        rope_ext.DualChunk(factor=4, chunk=48, local=8).bands(),
+        (STRETCHED,),
+    ],
+)
+def test_the_distances_are_those_of_all_tokens_by_brute_force(bands: tuple[Band, ...]) -> None:
+    t, largest = torch.arange(200, dtype=torch.float64), 0.0
+    for band in bands:
+        query, key = (to(t) if callable(to) else t * 0 + to for to in (band.query, band.key))
+        seen = band.geometry.sees(t[:, None], t[None])
+        largest = max(largest, float((query[:, None] - key[None])[seen].max()))
+    assert advice._distances(bands, 200) == largest + 1
+
+
+def test_sliding_layers_never_leave_their_window() -> None:
+    gemma = family("gemma3_text")
+    local, full = sorted(
+        rope_ext.diagnose(gemma, 256).sites, key=lambda site: site.distances_before
+    )
+    assert (local.distances_before, full.distances_before) == (16, 256)
+    assert {pair.before for pair in local.pairs} == {"in distribution"}
+    assert "out of distribution" in {pair.before for pair in full.pairs}
+
+
+def test_the_table_can_be_read() -> None:
+    plain = str(rope_ext.diagnose(llama_2(), 8192))
+    assert "18 pairs out of distribution at 8192 distances" in plain
+    assert "critical dimension 92 of 128" in plain and "not patched" in plain
+    assert re.search(r"^ +45 .* in distribution$\n^ +46 .* out of distribution$", plain, re.M)
+    with rope_ext.patched(model(), "rerope", factor=4):
+        text = str(rope_ext.diagnose(model(), 256))
+    assert "before the patch, 0 at 17 after" in text and "rerope(factor=4, window=16)" in text
+
+
+@pytest.mark.parametrize(
+    ("target", "window", "group"),
+    # (N - 1024) / (2 / 3 * 4096 - 1024): 18.6, 10.8 and 4.2; the smallest group above it
+    [(32768, 1024, 19), (19456, 1024, 11), (8192, 1024, 5)],
+)
+def test_self_extend_by_its_rule(target: int, window: int, group: int) -> None:
+    found = rope_ext.recommend(llama_2(), target)
+    methods = [found.method, *(method for method, _ in found.alternatives)]
+    [method] = [method for method in methods if method.name == "self_extend"]
+    assert (method.window, method.group) == (window, group)
+    for g, holds in ((group, True), (group - 1, False)):
+        assert (window + (target - window) / g < 2 / 3 * 4096) is holds
+
+
+@pytest.mark.parametrize(
+    ("target", "finetune", "name", "reason"),
+    [
+        (16384, False, "dynamic_yarn", "arXiv 2309.00071, section 3.3"),
+        (16385, False, "self_extend", "2/3 L = 2730.7 (arXiv 2401.01325"),
+        (131072, False, "dual_chunk", "arXiv 2402.17463"),
+        (131072, True, "yarn", "section 4.1"),
+        (262144, True, "yarn", "beyond the published 32"),
+    ],
+)
+def test_the_method_follows_the_factor(target: int, finetune: bool, name: str, reason: str) -> None:
+    found = rope_ext.recommend(llama_2(), target, finetune)
+    assert found.method.name == name
+    assert reason in " ".join(found.reasons) and reason in str(found)
+    assert all(re.search(r"arXiv|kexue|docs/", text) for text in found.reasons[:2])
+    assert found.call in str(found) and found.factor == found.method.factor
+
+
+def test_reasons_hold_the_numbers_of_llama_2() -> None:
+    reasons = " ".join(rope_ext.recommend(llama_2(), 16384).reasons)
+    # Turns within 4096: pair 20 has 36.6, pair 21 31.8; transformers' ramp goes from 20 to 46.
+    assert "Of 64 pairs, 21 keep their frequency" in reasons and "18 are divided by 4" in reasons
+    assert "critical dimension is 92 of 128" in reasons
+    # 0.0424 * 16384 ** 1.628 and (10000 / 0.0424) ** (1 / 1.628)
+    assert "base should be at least 3.08e+05; 10000 is enough for 1996." in reasons
+    wide = LlamaConfig(**LLAMA_2, rope_parameters={"rope_type": "default", "rope_theta": 1e6})
+    assert "Warning" not in str(rope_ext.recommend(wide, 16384))
+
+
+@settings(max_examples=25, deadline=None)
+@given(target=st.integers(LENGTH + 1, 60 * LENGTH), finetune=st.booleans())
+def test_what_is_recommended_reaches_its_target(target: int, finetune: bool) -> None:
+    before = model().config.to_dict()
+    found = rope_ext.recommend(model(), target, finetune)
+    assert found.reasons and all(found.reasons)
+    assert model().config.to_dict() == before
+    assert target <= accepted(found, model()) <= target + LENGTH / 100 + 1
+    for method, when in found.alternatives:
+        with rope_ext.patched(model(), method):
+            assert when and rope_ext.describe(model()).target_length >= target
+
+
+FAMILIES = ["falcon", "gemma3_text", "gpt_neox", "llama4_text", "phi3", "qwen2", "deepseek_v3"]
+
+
+@pytest.mark.parametrize("model_type", FAMILIES)
+def test_families_accept_what_is_recommended(model_type: str) -> None:
+    for target in (100, 640, 2560):
+        found = rope_ext.recommend(family(model_type), target)
+        assert accepted(found, family(model_type)) >= target
+        refuses = model_type in ("falcon", "llama4_text")  # docs/FAMILIES.md
+        assert isinstance(found.method, rope_ext.PositionMethod) is (target > 256 and not refuses)
+        assert ("left out" in " ".join(found.reasons)) is (target > 256 and refuses)
+
+
+def test_a_configuration_says_what_it_cannot_prove() -> None:
+    config = tiny_config("llama")
+    before = config.to_dict()
+    found = rope_ext.recommend(config, 640)
+    assert found.method == rope_ext.recommend(family("llama"), 640).method
+    assert "A configuration alone does not show" in found.reasons[-1]
+    assert "configuration alone" not in str(rope_ext.recommend(config, 128))
+    assert config.to_dict() == before
+
+
+def test_a_folder_is_read_without_its_weights(tmp_path) -> None:
+    llama_2().save_pretrained(tmp_path)
+    assert rope_ext.recommend(tmp_path, 8192).method == rope_ext.DynamicYaRN(factor=2)
+
+
+def test_on_a_checkpoint_that_is_scaled_already() -> None:
+    rope = {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}
+    scaled = tiny_llama(rope_parameters=rope)
+    found = rope_ext.recommend(scaled, 128)
+    assert found.call == "rope_ext.patch(model, 'yarn', factor=2, compose=True)"
+    assert "rope_type 'linear' with factor 2.0" in found.reasons[-1]
+    assert accepted(found, scaled) == 128
+    assert "compose" not in rope_ext.recommend(scaled, 640).call  # distances are not scaled
+    dynamic = tiny_llama(rope_parameters=rope | {"rope_type": "dynamic"})
+    with pytest.raises(rope_ext.AlreadyScaledError, match="rope_type 'default'"):
+        rope_ext.recommend(dynamic, 640)
+
+
+def test_what_cannot_be_recommended() -> None:
+    with pytest.raises(rope_ext.OptionError, match="target_length=64 is within the 64 tokens"):
+        rope_ext.recommend(model(), LENGTH)
+    for wrong in (0, 2.5, True, "8k"):
+        with pytest.raises(rope_ext.OptionError, match="a positive number of tokens"):
+            rope_ext.recommend(model(), wrong)
+        with pytest.raises(rope_ext.OptionError, match="a positive number of tokens"):
+            rope_ext.diagnose(model(), wrong)
+    patched = rope_ext.patch(tiny_llama(), "yarn", factor=2)
+    with pytest.raises(rope_ext.AlreadyPatchedError, match="unpatch"):
+        rope_ext.recommend(patched, 1024)
+    with pytest.raises(rope_ext.UnsupportedModelError, match="limited window"):
+        rope_ext.recommend(family("cohere_compass_text"), 1024)
+    with pytest.raises(rope_ext.NoRopeError):
+        rope_ext.recommend(tiny_config("gpt2"), 1024)
+    assert text_decoder(model()).__dict__.get("_rope_ext") is None

@@ -6,6 +6,7 @@ from rope_ext.errors import (
     AlreadyPatchedError,
     AlreadyScaledError,
     CacheError,
+    ExportError,
     NoRopeError,
     NotPatchedError,
     OptionError,
@@ -14,6 +15,7 @@ from rope_ext.errors import (
     UnknownMethodError,
     UnsupportedModelError,
 )
+from rope_ext.exporting import Export, export
 from rope_ext.methods import (
     ABF,
     NTK,
@@ -55,6 +57,8 @@ __all__ = [
     "DualChunk",
     "DynamicNTK",
     "DynamicYaRN",
+    "Export",
+    "ExportError",
     "FrequencyMethod",
     "LMInfinite",
     "LeakyReRoPE",
@@ -76,6 +80,7 @@ __all__ = [
     "UnsupportedModelError",
     "YaRN",
     "describe",
+    "export",
     "from_pretrained",
     "load_adapter",
     "methods",

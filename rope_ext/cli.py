@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich import box
@@ -103,17 +103,40 @@ def describe(
     """Print the rotary embedding of a model, before and after a patch."""
     with clean_errors():
         import rope_ext
-        from rope_ext.measure.models import load_model
-        from rope_ext.measure.run import checked_methods
 
-        quiet()
-        names = [] if method is None else [method]
-        options = parse_options(option, names)
-        methods = checked_methods(names, factor, options) if names else {}
-        loaded = load_model(model, device="cpu")
-        for name, values in methods.items():
-            rope_ext.patch(loaded, name, compose=compose, **values)
-        print(rope_ext.describe(loaded))
+        print(rope_ext.describe(_patched(model, method, factor, compose, option)))
+
+
+@app.command()
+def export(
+    model: Annotated[str, typer.Argument(help="Folder or Hub id.")],
+    method: Annotated[str, typer.Option(help="Method of the patch to export.")],
+    engine: Annotated[str, typer.Option(help="vllm, sglang, llama.cpp or transformers.")],
+    factor: Annotated[float, typer.Option(help="How many times the trained length.")] = 4.0,
+    compose: Compose = False,
+    option: Option = None,
+) -> None:
+    """Print the settings with which another engine runs a model under a method."""
+    with clean_errors():
+        import rope_ext
+
+        print(rope_ext.export(_patched(model, method, factor, compose, option), engine))
+
+
+def _patched(
+    model: str, method: str | None, factor: float, compose: bool, option: list[str] | None
+) -> Any:
+    import rope_ext
+    from rope_ext.measure.models import load_model
+    from rope_ext.measure.run import checked_methods
+
+    quiet()
+    names = [] if method is None else [method]
+    methods = checked_methods(names, factor, parse_options(option, names)) if names else {}
+    loaded = load_model(model, device="cpu")
+    for name, values in methods.items():
+        rope_ext.patch(loaded, name, compose=compose, **values)
+    return loaded
 
 
 @app.command("methods")

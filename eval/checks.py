@@ -371,16 +371,15 @@ def _restores(subject: Subject) -> Iterator[Check]:
 
 
 def _reloads(subject: Subject) -> Iterator[Check]:
-    """Saved and loaded by plain transformers: the same logits, or after patching again."""
+    """Saved and loaded by plain transformers, or by rope_ext where only that can: same logits."""
     with subject.patched("yarn"), tempfile.TemporaryDirectory() as folder:
         ours = subject.logits()
         native = saved_as(subject.model) != "patch again"
         subject.model.save_pretrained(folder)
         # The text part of some families has a model class but no entry in the Auto mapping.
         auto = type(subject.model.config) in MODEL_FOR_CAUSAL_LM_MAPPING
-        loaded = (AutoModelForCausalLM if auto else type(subject.model)).from_pretrained(folder)
-    if not native:
-        rope_ext.patch(loaded, "yarn", factor=FACTOR, **subject.options)
+        loader = AutoModelForCausalLM if auto else type(subject.model)
+        loaded = (loader if native else rope_ext).from_pretrained(folder)
     distance = _distance(subject.logits(loaded.eval()), ours)
     yield _equal("reloaded" if native else "reloaded and patched again", distance, EQUAL)
 

@@ -14,6 +14,7 @@ from rope_ext.errors import (
     AlreadyPatchedError,
     AlreadyScaledError,
     CacheError,
+    ExportError,
     NoRopeError,
     NotPatchedError,
     OptionError,
@@ -22,6 +23,7 @@ from rope_ext.errors import (
     UnknownMethodError,
     UnsupportedModelError,
 )
+from rope_ext.exporting import Export, export
 from rope_ext.methods import (
     ABF,
     NTK,
@@ -64,6 +66,8 @@ __all__ = [
     "DualChunk",
     "DynamicNTK",
     "DynamicYaRN",
+    "Export",
+    "ExportError",
     "FrequencyMethod",
     "LMInfinite",
     "LeakyReRoPE",
@@ -89,6 +93,7 @@ __all__ = [
     "YaRN",
     "describe",
     "diagnose",
+    "export",
     "from_pretrained",
     "load_adapter",
     "methods",

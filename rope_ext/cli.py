@@ -140,6 +140,22 @@ def diagnose(
         print(rope_ext.diagnose(_patched(model, method, factor, compose, option), tokens))
 
 
+@app.command()
+def export(
+    model: Annotated[str, typer.Argument(help="Folder or Hub id.")],
+    method: Annotated[str, typer.Option(help="Method of the patch to export.")],
+    engine: Annotated[str, typer.Option(help="vllm, sglang, llama.cpp or transformers.")],
+    factor: Annotated[float, typer.Option(help="How many times the trained length.")] = 4.0,
+    compose: Compose = False,
+    option: Option = None,
+) -> None:
+    """Print the settings with which another engine runs a model under a method."""
+    with clean_errors():
+        import rope_ext
+
+        print(rope_ext.export(_patched(model, method, factor, compose, option), engine))
+
+
 def _patched(
     model: str, method: str | None, factor: float, compose: bool, option: list[str] | None
 ) -> Any:

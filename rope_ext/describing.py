@@ -169,7 +169,7 @@ def _unpatched_notes(decoder: nn.Module, sites: list[RotarySite]) -> tuple[str, 
     ]
     record = record_of(text_config(decoder))
     if record is not None:
-        force = "only in part in force" if record.is_in_config else "not in force"
+        force = "only in part in force" if record.native else "not in force"
         notes.append(
             f"saved under a patch that is {force}, since plain transformers loaded it: "
             f"{record.call()}; rope_ext.from_pretrained reloads it as it was"

@@ -50,6 +50,10 @@ class AdapterError(RopeExtError):
     """An adapter and the model it is put on do not carry the same patch."""
 
 
+class ExportError(RopeExtError):
+    """An engine cannot run a patch."""
+
+
 class MeasureError(RopeExtError):
     """A model or a text cannot be loaded or measured as asked."""
 

@@ -158,10 +158,10 @@ def patch(
         if earlier is not None:  # a refused replacement leaves the model as it was
             _patch(unwrap(model), decoder, earlier.record.method, **earlier.arguments)
         raise
-    if not decoder.__dict__[_STATE].native:
-        _logger.warning(
-            "rope_ext: %s on %s: %s", method.name, type(decoder).__name__, persistence.UNSAVED
-        )
+    state = decoder.__dict__[_STATE]
+    if not state.native:
+        note = state.notes[0].removeprefix("saving: ")
+        _logger.warning("rope_ext: %s on %s: %s", method.name, type(decoder).__name__, note)
     return model
 
 
@@ -314,6 +314,7 @@ def _record(state: Patch, given: Method, before: dict[str, Any]) -> Record:
         arguments={name: arguments[name] for name in ARGUMENTS},
         trained_length=state.length,
         target_length=state.target_length,
+        native=state.native,
         plain=plain,
         config=before,
     )
@@ -336,7 +337,7 @@ def _apply_frequencies(model: nn.Module, decoder: nn.Module, state: Patch) -> di
             f"precise=True or sliding_layers='keep'; use mode='fixed'"
         )
     if keep:
-        how = persistence.unsaved(state.target_length)
+        how = persistence.unsaved(decoder, sites, scaled, state.target_length)
     else:
         how = persistence.plan(decoder, sites, scaled, method, state.target_length)
     if growing and not how.native:
@@ -414,7 +415,7 @@ def _apply_positions(model: nn.Module, decoder: nn.Module, state: Patch) -> dict
         decoder, state.method, rope, table, label, state.precise, kernel, local_too
     )
     state.mapping.install(decoder)
-    how = persistence.unsaved(state.target_length)
+    how = persistence.unsaved(decoder, state.sites, scaled, state.target_length)
     state.notes = [f"saving: {how.note}", *state.mapping.notes()]
     return how.values
 

@@ -44,10 +44,9 @@ _SCALING = (
     "truncate",
     "type",
 )
-UNSAVED = (
-    "transformers has no type for it: reload it with rope_ext.from_pretrained (plain transformers "
-    "loads it unpatched)"
-)
+_UNSAVED = "transformers has no type for it: reload it with rope_ext.from_pretrained (plain {})"
+_REFUSES = "rope_ext: not a type of plain transformers; load with rope_ext.from_pretrained"
+"""``rope_type`` of what transformers has no type for: its ``KeyError`` shows the cure."""
 _WRITTEN: weakref.WeakValueDictionary[int, nn.Module] = weakref.WeakValueDictionary()
 """Decoder whose patch is written into the configuration of that id."""
 _BUILT_IN_FLOAT32 = 1e-5  # pow of a large base in float32 is good to about 2e-6
@@ -102,12 +101,42 @@ def plan(
                 "dynamic type counts: give evaluators their length by hand"
             )
         return Plan(values, True, exact, note)
-    return unsaved(target)
+    return unsaved(decoder, sites, scaled, target)
 
 
-def unsaved(target: int) -> Plan:
-    """The plan for a patch that no configuration of transformers describes."""
-    return Plan({"max_position_embeddings": target}, False, {}, UNSAVED)
+def unsaved(
+    decoder: nn.Module, sites: list[RotarySite], scaled: list[RotarySite], target: int
+) -> Plan:
+    """The plan for a patch that no configuration of transformers describes.
+
+    Plain transformers would load it unextended without a word. So ``rope_type`` becomes a name
+    that it does not know, unless the family builds its frequencies from that, too.
+    """
+    config = text_config(decoder)
+    values: dict[str, Any] = {"max_position_embeddings": target}
+    marked = copy.deepcopy(getattr(config, "rope_parameters", None) or {})
+    for site in scaled:
+        _part(marked, site)["rope_type"] = _REFUSES
+    refused = {"rope_parameters": marked, **values}
+    if not _is_refused(decoder, config, refused, sites):
+        return Plan(values, False, {}, _UNSAVED.format("transformers loads it unpatched"))
+    return Plan(refused, False, {}, _UNSAVED.format("transformers refuses it"))
+
+
+def _is_refused(
+    decoder: nn.Module, config: Any, values: dict[str, Any], sites: list[RotarySite]
+) -> bool:
+    """Whether transformers reads the configuration, but builds no model from it."""
+    try:
+        with quieted(logging.getLogger("transformers"), logging.CRITICAL):
+            trial = _reloaded(config, values)
+    except Exception:  # rope_ext.from_pretrained has to read it
+        return False
+    try:
+        _rebuilt_modules(decoder, trial, sites)
+    except Exception as error:
+        return _REFUSES in str(error)
+    return False
 
 
 def _proposals(
@@ -131,9 +160,7 @@ def _merged(
 ) -> dict[str, Any]:
     merged = copy.deepcopy(getattr(config, "rope_parameters", None) or {})
     for site in scaled:
-        part = merged
-        if site.layer_type is not None and isinstance(merged.get(site.layer_type), dict):
-            part = merged[site.layer_type]
+        part = _part(merged, site)
         old = {name: part.pop(name, None) for name in _SCALING}
         part.setdefault("rope_theta", site.rope.base)
         part.update(copy.deepcopy(proposal[id(site)]))
@@ -143,6 +170,20 @@ def _merged(
     return merged
 
 
+def _part(parameters: dict[str, Any], site: RotarySite) -> dict[str, Any]:
+    """What in a configuration's ``rope_parameters`` is of ``site``."""
+    part = parameters.get(site.layer_type)
+    return part if isinstance(part, dict) else parameters
+
+
+def _reloaded(config: Any, values: dict[str, Any]) -> Any:
+    """A copy of ``config`` with ``values``, after a round trip through config.json."""
+    trial = copy.deepcopy(config)
+    for name, value in values.items():
+        setattr(trial, name, copy.deepcopy(value))
+    return type(config).from_dict(trial.to_dict())
+
+
 def _built(
     decoder: nn.Module, config: Any, values: dict[str, Any], sites: list[RotarySite]
 ) -> dict[int, tuple[torch.Tensor, float]] | None:
@@ -150,11 +191,7 @@ def _built(
     try:
         # Trials may be refused by transformers; that is not the user's concern.
         with quieted(logging.getLogger("transformers"), logging.CRITICAL):
-            trial = copy.deepcopy(config)
-            for name, value in values.items():
-                setattr(trial, name, copy.deepcopy(value))
-            trial = type(config).from_dict(trial.to_dict())
-            modules = _rebuilt_modules(decoder, trial, sites)
+            modules = _rebuilt_modules(decoder, _reloaded(config, values), sites)
         result = {}
         for site in sites:
             module = modules[site.name]
@@ -248,7 +285,7 @@ class ConfigState:
             record = record_of(self.configs[0])
         except RecordError:  # the trained length was given, or this would not have come so far
             return None
-        return None if record is None or record.is_in_config else record
+        return None if record is None or record.native else record
 
     def before(self, names: Iterable[str]) -> dict[str, Any]:
         """Fields of the configuration before any patch; None: not there."""

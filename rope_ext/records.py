@@ -37,6 +37,7 @@ class Record:
         resolved: the same with every option filled in.
         arguments: those of ``patch`` that are in ``ARGUMENTS``.
         trained_length, target_length: tokens.
+        native: whether the rest of the saved configuration scales what transformers builds.
         plain: whether plain transformers computes the same from the configuration.
         config: what fields of the configuration were before the patch; None: not there.
     """
@@ -46,6 +47,7 @@ class Record:
     arguments: Mapping[str, Any]
     trained_length: int
     target_length: int
+    native: bool
     plain: bool
     config: Mapping[str, Any]
 
@@ -58,6 +60,7 @@ class Record:
             "arguments": {name: _to_json(value) for name, value in self.arguments.items()},
             "trained_length": self.trained_length,
             "target_length": self.target_length,
+            "native": self.native,
             "plain": self.plain,
             "config": copy.deepcopy(dict(self.config)),
         }
@@ -85,6 +88,8 @@ class Record:
                 arguments=arguments,
                 trained_length=data["trained_length"],
                 target_length=data["target_length"],
+                # Records without it had rope_parameters of their own only where they scale.
+                native=data.get("native", "rope_parameters" in data["config"]),
                 plain=data["plain"],
                 config=dict(data["config"]),
             )
@@ -93,9 +98,9 @@ class Record:
             reason = f"{error} is missing" if isinstance(error, KeyError) else error
             raise RecordError(
                 f"the record of a patch in {where} cannot be read: {reason}. Save the patched "
-                f"model (or its sidecar) again, or leave the record aside: load with plain "
-                f"transformers and call rope_ext.patch(model, METHOD, "
-                f"original_max_position_embeddings=TOKENS)"
+                f"model (or its sidecar) again, or leave the record aside: load the base model, or "
+                f"this one with the rope_type in its config.json set back to what it was, and "
+                f"call rope_ext.patch(model, METHOD, original_max_position_embeddings=TOKENS)"
             ) from error
         return record
 
@@ -109,13 +114,10 @@ class Record:
             value = getattr(self, name)
             if type(value) is not int or value < 1:
                 raise ValueError(f"{name}={value!r} is not a number of tokens")
-        if type(self.plain) is not bool:
-            raise ValueError(f"plain={self.plain!r} is not True or False")
-
-    @property
-    def is_in_config(self) -> bool:
-        """Whether the rest of the saved configuration scales, too, what transformers builds."""
-        return "rope_parameters" in self.config
+        for name in ("native", "plain"):
+            value = getattr(self, name)
+            if type(value) is not bool:
+                raise ValueError(f"{name}={value!r} is not True or False")
 
     def restore(self, config: Any) -> None:
         """Give ``config``, saved under the patch, the values from before it."""
@@ -155,7 +157,7 @@ def trained_length(config: Any) -> int | None:
         RecordError: it holds a record that cannot be read.
     """
     record = record_of(config)
-    if record is not None and not record.is_in_config:
+    if record is not None and not record.native:
         return record.trained_length  # the maximum is the extended one
     length = getattr(config, "max_position_embeddings", None)
     return length if isinstance(length, int) and length > 0 else None

@@ -210,8 +210,8 @@ def from_pretrained(
             if not record.same(current_patch(model).record):
                 raise RecordError(
                     f"{path} was saved under {record.call()} with {record.resolved}, and here the "
-                    f"same call gives {current_patch(model).record.resolved}; load it with plain "
-                    f"transformers and call rope_ext.patch with these options"
+                    f"same call gives {current_patch(model).record.resolved}; load the model that "
+                    f"it was made from, and call rope_ext.patch with these options"
                 )
         return model
     _peft()
@@ -256,7 +256,9 @@ def _load(path: str, kwargs: dict[str, Any]) -> tuple[Any, Record | None]:
     if config is None:
         names = (*_OF_HUB, "code_revision", "trust_remote_code")
         given = {name: kwargs[name] for name in names if name in kwargs}
-        config = AutoConfig.from_pretrained(path, **given)
+        # It may hold a rope_type that is there to be refused by plain transformers.
+        with persistence.quieted(logging.getLogger("transformers"), logging.ERROR):
+            config = AutoConfig.from_pretrained(path, **given)
     text = config.get_text_config(decoder=True)
     if not hasattr(text, FIELD):
         return AutoModelForCausalLM.from_pretrained(path, **kwargs), None

@@ -200,6 +200,13 @@ def test_diagnose(checkpoint: Path) -> None:
     assert call("diagnose", checkpoint, "--length", "many").exit_code == 2
 
 
+def test_describe_of_what_plain_transformers_refuses(checkpoint: Path, tmp_path: Path) -> None:
+    model = rope_ext.patch(models.load_model(str(checkpoint)), "rerope", factor=4)
+    model.save_pretrained(tmp_path)
+    result = call("describe", tmp_path)
+    assert result.exit_code == 2 and "load with rope_ext.from_pretrained" in result.stderr
+
+
 def test_figures_with_one_method_and_a_length_that_blew_up(tmp_path: Path) -> None:
     infinite = Estimate(float("inf"), float("inf"), float("inf"), 4)
     estimates = {

@@ -337,10 +337,10 @@ def test_what_transformers_cannot_say_is_recorded_and_warned_about(model, caplog
 
 
 def test_the_record_of_another_patch_is_not_saved_along(tmp_path, model) -> None:
-    rope_ext.patch(model, "dynamic_yarn", factor=4).save_pretrained(tmp_path)
+    rope_ext.patch(model, "yarn", factor=2, precise=True).save_pretrained(tmp_path)
     again = AutoModelForCausalLM.from_pretrained(tmp_path)
     record = dict(again.config.rope_ext)
-    rope_ext.patch(again, "yarn", factor=4)
+    rope_ext.patch(again, "yarn", factor=4, compose=True)
     assert not hasattr(again.config, "rope_ext")
     assert rope_ext.unpatch(again).config.rope_ext == record
 

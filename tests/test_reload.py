@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 import json
+import pickle
 import shutil
 import subprocess
 import sys
@@ -77,6 +79,15 @@ def config_of(model: Any) -> dict[str, Any]:
     return {k: v for k, v in model.config.to_dict().items() if k != "_name_or_path"}
 
 
+def disarm(directory: Path, **of_record: Any) -> None:
+    """Let plain transformers load what was saved under a patch that it cannot build."""
+    path = directory / "config.json"
+    config = json.loads(path.read_text())
+    config["rope_parameters"]["rope_type"] = "default"
+    config["rope_ext"] |= of_record
+    path.write_text(json.dumps(config))
+
+
 @pytest.fixture
 def base(tmp_path: Path) -> Path:
     """The unpatched model on disk."""
@@ -104,6 +115,9 @@ def test_a_saved_model_comes_back_with_its_patch(tmp_path, ids, base: Path, case
         assert current_patch(again) is None and config_of(again) == config_of(plain)
         assert torch.equal(logits(plain, ids), logits(model, ids))
         return
+    if not current_patch(model).native:
+        with pytest.raises(KeyError, match=r"load with rope_ext\.from_pretrained"):
+            AutoModelForCausalLM.from_pretrained(tmp_path / "saved")
     assert str(rope_ext.describe(again)) == str(rope_ext.describe(model))
     true = AutoModelForCausalLM.from_pretrained(base)
     rope_ext.unpatch(again)
@@ -229,14 +243,12 @@ def test_the_call_in_messages_makes_the_patch(model) -> None:
         ({"arguments": {"kernel": "auto"}}, "its arguments are"),
         ({"trained_length": "64"}, "trained_length='64' is not a number of tokens"),
         ({"plain": None}, "plain=None is not True or False"),
+        ({"native": 1}, "native=1 is not True or False"),
     ],
 )
 def test_records_that_cannot_be_read_say_what_to_do(tmp_path, change, message) -> None:
     patched(tiny_llama(), "rerope").save_pretrained(tmp_path)
-    path = tmp_path / "config.json"
-    config = json.loads(path.read_text())
-    config["rope_ext"] |= change
-    path.write_text(json.dumps(config))
+    disarm(tmp_path, **change)
     with pytest.raises(rope_ext.RecordError, match=message):
         rope_ext.from_pretrained(tmp_path)
     model = AutoModelForCausalLM.from_pretrained(tmp_path)
@@ -259,6 +271,7 @@ def test_a_default_that_changes_between_versions_is_noticed(tmp_path) -> None:
 
 def test_plainly_loaded_the_record_tells_the_trained_length(tmp_path, ids) -> None:
     patched(tiny_llama(), "rerope").save_pretrained(tmp_path)
+    disarm(tmp_path)
     again = AutoModelForCausalLM.from_pretrained(tmp_path)
     assert again.config.max_position_embeddings == 4 * LENGTH
     description = rope_ext.describe(again)
@@ -276,6 +289,43 @@ def test_plainly_loaded_the_record_tells_the_trained_length(tmp_path, ids) -> No
     second = rope_ext.from_pretrained(tmp_path / "second")
     assert torch.equal(logits(second, ids), logits(right, ids))
     assert rope_ext.unpatch(second).config.max_position_embeddings == LENGTH
+
+
+def test_a_record_from_before_plain_transformers_was_refused_comes_back(tmp_path, ids) -> None:
+    model = patched(tiny_llama(), "rerope")
+    model.save_pretrained(tmp_path)
+    disarm(tmp_path)
+    path = tmp_path / "config.json"
+    config = json.loads(path.read_text())
+    del config["rope_ext"]["native"], config["rope_ext"]["config"]["rope_parameters"]
+    path.write_text(json.dumps(config))
+    again = rope_ext.from_pretrained(tmp_path)
+    assert torch.equal(logits(again, ids), logits(model, ids))
+    assert rope_ext.describe(AutoModelForCausalLM.from_pretrained(tmp_path)).length == LENGTH
+
+
+@pytest.mark.parametrize("family", ["gemma2", "gemma3_text", "gpt_neox"])
+def test_plain_transformers_refuses_what_it_cannot_build(tmp_path, caplog, family: str) -> None:
+    model = tiny_model(family)
+    model.save_pretrained(tmp_path)  # which notes dtype and class in the configuration
+    before = snapshot(model)
+    rope_ext.patch(model, "rerope", factor=4)
+    assert "plain transformers refuses it" in caplog.text
+    model.save_pretrained(tmp_path)
+    with pytest.raises(KeyError, match=r"load with rope_ext\.from_pretrained"):
+        type(model).from_pretrained(tmp_path)
+    twin = pickle.loads(pickle.dumps(copy.deepcopy(model)))
+    assert str(rope_ext.describe(twin)) == str(rope_ext.describe(model))
+    assert not changed(before, snapshot(rope_ext.unpatch(model)))
+
+
+def test_a_family_that_plain_transformers_cannot_be_made_to_refuse(tmp_path, caplog, ids) -> None:
+    model = rope_ext.patch(tiny_model("phi3"), "rerope", factor=4, sliding_layers="scale")
+    assert "plain transformers loads it unpatched" in caplog.text
+    assert model.config.rope_parameters["rope_type"] == "default"
+    model.save_pretrained(tmp_path)
+    again = rope_ext.from_pretrained(tmp_path)
+    assert torch.equal(logits(again, ids), logits(model, ids))
 
 
 def test_plainly_loaded_a_patch_in_the_configuration_counts(tmp_path) -> None:

@@ -16,7 +16,7 @@ from rope_ext.records import Record
 from rope_ext.reloading import read_sidecar
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
-_FAILURES = (OSError, ValueError, RuntimeError, SafetensorError)
+_FAILURES = (OSError, KeyError, ValueError, RuntimeError, SafetensorError)
 _WEIGHTS = ("*.safetensors", "*.bin")
 
 

@@ -94,7 +94,7 @@ _MEANING = {
     "unpatch dynamic_ntk": ("bit for bit", "the same"),
     "unpatch rerope": ("bit for bit", "the same"),
     "reloaded": (f"{EQUAL:g}", "after `save_pretrained` and plain `from_pretrained`"),
-    "reloaded and patched again": (f"{EQUAL:g}", "the same, with `patch` once more"),
+    "reloaded and patched again": (f"{EQUAL:g}", "the same, by `rope_ext.from_pretrained`"),
 }
 
 
@@ -329,8 +329,8 @@ Every causal-LM class of transformers is built tiny and random in float32 with a
 *Positions* says the same of position methods (`rerope`, `self_extend`, ...).
 
 *Saves as* is the `rope_type` under which plain transformers reloads a YaRN patch after
-`save_pretrained`. *Patch again*: transformers has none that fits; call `patch` again after
-`from_pretrained`.
+`save_pretrained`. *Patch again*: transformers has none that fits;
+`rope_ext.from_pretrained` reloads it and patches it again.
 
 {_markdown(_COLUMNS, map(_row, rotary))}
 

@@ -36,6 +36,8 @@ finetune: $(VENV)/installed ## train the shipped checkpoint for 4096 tokens, mea
 
 # The same steps on as many tokens; "none" is long rows and RoPE as it is.
 finetune-methods: $(VENV)/installed ## other methods, as `make finetune` trains yarn (an hour)
+	$(REPORT) $(BEFORE) --method yarn,ntk,llama3,pi,rerope --factor 8 --lengths 512,4k --trials 8 \
+		--output runs/methods/before
 	for method in ntk llama3 pi rerope; do \
 		run=runs/methods/$$method; \
 		test -e $$run/rope_ext.json || $(TUNE) --method $$method --output_dir $$run || exit; \

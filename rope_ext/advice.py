@@ -27,6 +27,7 @@ from rope_ext.methods import (
     Band,
     DualChunk,
     DynamicYaRN,
+    FrequencyMethod,
     Method,
     PositionMethod,
     ReRoPE,
@@ -240,9 +241,9 @@ def recommend(
         NoRopeError, UnsupportedModelError, AlreadyScaledError: as :func:`rope_ext.patch`, where
             it would accept none of the methods.
     """
-    model = _model(model_or_config)
+    model = model_of(model_or_config)
     decoder = text_decoder(model)
-    _require_length("target_length", target_length)
+    require_length("target_length", target_length)
     if current_patch(model) is not None:
         raise AlreadyPatchedError(
             f"this model is patched with {current_patch(model).method}; call "
@@ -295,7 +296,7 @@ def recommend(
     )
 
 
-def _model(given: nn.Module | PreTrainedConfig | str | Path) -> nn.Module:
+def model_of(given: nn.Module | PreTrainedConfig | str | Path) -> nn.Module:
     """The model, or one without weights."""
     if isinstance(given, (str, Path)):
         from rope_ext.measure.models import load_config
@@ -313,7 +314,7 @@ def _model(given: nn.Module | PreTrainedConfig | str | Path) -> nn.Module:
         ) from error
 
 
-def _require_length(name: str, value: Any) -> None:
+def require_length(name: str, value: Any) -> None:
     if type(value) is not int or value < 1:
         raise OptionError(f"{name}={value!r} is not valid; it must be a positive number of tokens")
 
@@ -472,9 +473,9 @@ def diagnose(model: nn.Module | PreTrainedConfig | str | Path, length: int) -> D
         OptionError: the length is no positive number.
         NoRopeError, UnsupportedModelError, RecordError: as :func:`rope_ext.patch`.
     """
-    model = _model(model)
+    model = model_of(model)
     decoder = text_decoder(model)
-    _require_length("length", length)
+    require_length("length", length)
     patch, described = current_patch(model), describe(model)
     sites = find_sites(decoder) if patch is None else patch.sites
     return Diagnosis(
@@ -493,13 +494,10 @@ def _site(decoder: nn.Module, site: RotarySite, patch: Patch | None, length: int
     if site.local:
         before = after = float(min(length, _window(text_config(decoder)) or rope.length))
     elif inside and patch.mapping is not None:
-        after = _distances(patch.mapping.bands, length)
+        after = distances_in_use(patch.mapping.bands, length)
     frequencies = rope.inv_freq
     if inside and patch.frequencies is not None:
-        method = patch.frequencies
-        lengths = torch.tensor([length], dtype=torch.float64)
-        adapted = method.adapts
-        frequencies = method.inv_freq_at(rope, lengths)[0] if adapted else method.inv_freq(rope)
+        frequencies = frequencies_at(rope, patch.frequencies, length)
     columns = (
         _wavelengths(rope.inv_freq),
         _wavelengths(frequencies),
@@ -519,6 +517,13 @@ def _site(decoder: nn.Module, site: RotarySite, patch: Patch | None, length: int
     )
 
 
+def frequencies_at(rope: Rope, method: FrequencyMethod, length: int) -> torch.Tensor:
+    """Radians per token (float64, ``[pairs]``) in a sequence of ``length`` tokens."""
+    if method.adapts:
+        return method.inv_freq_at(rope, torch.tensor([length], dtype=torch.float64))[0]
+    return method.inv_freq(rope)
+
+
 def _text(method: Method) -> str:
     return f"{method.name}({', '.join(option_texts(method))})"
 
@@ -536,7 +541,7 @@ def _wavelengths(inv_freq: torch.Tensor) -> list[float]:
     return [2 * math.pi / f if f else math.inf for f in inv_freq.tolist()]
 
 
-def _distances(bands: tuple[Band, ...], length: int) -> float:
+def distances_in_use(bands: tuple[Band, ...], length: int) -> float:
     """One more than the largest distance that the maps make of any within ``length`` tokens."""
     m = torch.arange(length, dtype=torch.float64)
     largest = 0.0
@@ -547,12 +552,5 @@ def _distances(bands: tuple[Band, ...], length: int) -> float:
             n = (m - geometry.last + 1).clamp(min=0)
         elif isinstance(geometry, ChunkGap):
             n = ((m // geometry.size - geometry.first) * geometry.size).clamp(min=0)
-        seen = geometry.sees(m, n)
-        if not seen.any():
-            continue
-        query, key = (
-            to(t) if callable(to) else torch.full_like(t, to)
-            for to, t in ((band.query, m), (band.key, n))
-        )
-        largest = max(largest, float((query - key)[seen].max()))
+        largest = max(largest, float(band.distances(m, n).nan_to_num(nan=0).max()))
     return largest + 1

@@ -156,6 +156,39 @@ def export(
         print(rope_ext.export(_patched(model, method, factor, compose, option), engine))
 
 
+@app.command()
+def plot(
+    kind: Annotated[str, typer.Argument(help="spectrum, angles, decay or distances.")],
+    model: Annotated[str, typer.Argument(help="Folder or Hub id; no weights are read.")],
+    method: Annotated[str, typer.Option(help="Names, comma between: one line for each.")],
+    output: Annotated[Path, typer.Option(help="The picture, a .png file.")],
+    factor: Annotated[float, typer.Option(help="How many times the trained length.")] = 4.0,
+    length: Annotated[
+        str | None,
+        typer.Option(help="Context in tokens, such as 32k. Default: what the methods reach."),
+    ] = None,
+    compose: Compose = False,
+    option: Option = None,
+) -> None:
+    """Draw what methods do to frequencies, angles, decay or distances, beside the unpatched model.
+
+    spectrum: frequency of every rotary pair. angles: the largest angle of every pair, and those
+    of training. decay: q.k of constant vectors by distance. distances: those that position
+    methods put in place of the real ones.
+    """
+    with clean_errors():
+        from rope_ext import pictures
+        from rope_ext.measure.run import checked_methods
+        from rope_ext.methods import build_method
+
+        quiet()
+        names = split(method)
+        options = checked_methods(names, factor, parse_options(option, names))
+        methods = [build_method(name, **values) for name, values in options.items()]
+        tokens = None if length is None else parse_length(length)
+        pictures.draw(kind, model, methods, output, length=tokens, compose=compose)
+
+
 def _patched(
     model: str, method: str | None, factor: float, compose: bool, option: list[str] | None
 ) -> Any:

@@ -325,7 +325,7 @@ def _apply_frequencies(model: nn.Module, decoder: nn.Module, state: Patch) -> di
     method, sites, scaled, applied = state.method, state.sites, state.scaled, state.applied
     sliding_layers, precise = state.arguments["sliding_layers"], state.arguments["precise"]
     for site in scaled:
-        _refuse_scaled(decoder, site, method, state.arguments["compose"])
+        refuse_scaled(decoder, site, method, state.arguments["compose"])
     targets = {id(site): _target(method, site) for site in scaled}
     growing = getattr(method, "mode", None) == "growing"
     if precise == "auto":
@@ -393,7 +393,7 @@ def _apply_positions(model: nn.Module, decoder: nn.Module, state: Patch) -> dict
     table = {}
     for site in scaled:
         if under is not None:
-            _refuse_scaled(decoder, site, under, state.arguments["compose"])
+            refuse_scaled(decoder, site, under, state.arguments["compose"])
             inv_freq, scaling = _target(under, site)
             state.applied.states.append(frequency.write(site, inv_freq.float(), scaling, True))
         elif site.rope_type in ("dynamic", "longrope"):
@@ -450,9 +450,10 @@ def chosen_sites(
     return chosen
 
 
-def _refuse_scaled(
+def refuse_scaled(
     decoder: nn.Module, site: RotarySite, method: FrequencyMethod, compose: bool
 ) -> None:
+    """Raise AlreadyScaledError where ``method`` cannot go on top of what a checkpoint has."""
     there = persistence.is_scaled(getattr(site.module, "config", decoder.config), site)
     if there is None:
         return

@@ -121,7 +121,7 @@ def test_the_distances_are_those_of_all_tokens_by_brute_force(bands: tuple[Band,
         query, key = (to(t) if callable(to) else t * 0 + to for to in (band.query, band.key))
         seen = band.geometry.sees(t[:, None], t[None])
         largest = max(largest, float((query[:, None] - key[None])[seen].max()))
-    assert advice._distances(bands, 200) == largest + 1
+    assert advice.distances_in_use(bands, 200) == largest + 1
 
 
 def test_sliding_layers_never_leave_their_window() -> None:

@@ -16,6 +16,7 @@ from typer.testing import CliRunner, Result
 
 import rope_ext
 from rope_ext.cli import app
+from rope_ext.drawing import require_matplotlib
 from rope_ext.errors import MeasureError
 from rope_ext.measure import figures, models, run
 from rope_ext.measure.summary import Estimate
@@ -133,7 +134,7 @@ def test_missing_matplotlib_is_told_first(
     result = call(*arguments(checkpoint, tmp_path / "out"))
     assert result.exit_code == 2 and 'pip install "rope-ext[eval]"' in result.stderr
     with pytest.raises(MeasureError, match="matplotlib"):
-        figures.require_matplotlib()
+        require_matplotlib()
 
 
 def test_measuring_needs_no_matplotlib_to_import() -> None:
@@ -198,6 +199,34 @@ def test_diagnose(checkpoint: Path) -> None:
     result = call("diagnose", checkpoint, "--length", "512", "--method", "yarn", "--factor", "4")
     assert result.exit_code == 0 and "before the patch, 0 at 512 after" in result.stdout
     assert call("diagnose", checkpoint, "--length", "many").exit_code == 2
+
+
+def test_plot_reads_no_weights(checkpoint: Path, tmp_path: Path, loader_fails: None) -> None:
+    words = ["distances", checkpoint, "--method", "rerope, dca", "--output", tmp_path / "one.png"]
+    result = call("plot", *words, "--length", "1k", "--option", "dual_chunk.chunk=64")
+    assert result.exit_code == 0, result.output
+    height, width, _ = image.imread(tmp_path / "one.png").shape
+    assert height > 500 and width > 1000
+    for change, message in (
+        (["--method", "yarn"], "yarn changes frequencies"),
+        (["--method", "yran"], "did you mean 'yarn'"),
+        (["--length", "many"], "'many' is not a list of whole numbers"),
+        (["--output", tmp_path / "one.pdf"], "give a .png file"),
+    ):
+        wrong = call("plot", *words, *change)
+        assert wrong.exit_code == 2 and message in wrong.stderr
+        assert wrong.stderr.count("\n") == 1
+    unknown = call("plot", "heatmap", *words[1:])
+    assert unknown.exit_code == 2 and "spectrum, angles, decay, distances" in unknown.stderr
+
+
+def test_plot_without_matplotlib(
+    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    words = ("--method", "yarn", "--output", tmp_path / "one.png")
+    result = call("plot", "angles", checkpoint, *words)
+    assert result.exit_code == 2 and 'pip install "rope-ext[eval]"' in result.stderr
 
 
 def test_describe_of_what_plain_transformers_refuses(checkpoint: Path, tmp_path: Path) -> None:

@@ -1,40 +1,20 @@
 """Pictures: perplexity and rates against length, rates by length and depth, loss by position.
 
-matplotlib is the ``eval`` extra. It is imported here only, and only to draw.
+What they share with the pictures of :mod:`rope_ext.pictures` is in :mod:`rope_ext.drawing`.
 """
 
 from __future__ import annotations
 
-import importlib.util
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from rope_ext.errors import MeasureError
+from rope_ext.drawing import UNPATCHED_STYLE, bare, figure_of, mark_trained, style_of, ticker
 from rope_ext.measure.summary import Estimate, is_unpatched, number
 
-# Okabe and Ito's colours that stand out on white, safe for colour-blind readers; markers and
-# dashes tell further methods apart.
-_COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00")
-_MARKERS = "osD^vPX*"
-_DASHES: tuple[Any, ...] = ("-", (0, (5, 1.5)), (0, (1.5, 1.2)))
-_UNPATCHED_STYLE = {"color": "#333333", "linestyle": "--", "marker": "x"}
 _MOST_SHADED = 4  # lines
 _HEIGHT = 12  # perplexity axis: highest over lowest value shown; what blew up further leaves it
-
-
-def require_matplotlib() -> None:
-    """Check that the pictures can be drawn.
-
-    Raises:
-        MeasureError: matplotlib is not installed.
-    """
-    if importlib.util.find_spec("matplotlib") is None:
-        raise MeasureError(
-            "the pictures need matplotlib, which is not installed; "
-            'install it with: pip install "rope-ext[eval]"'
-        )
 
 
 def draw_perplexity(
@@ -64,7 +44,7 @@ def draw_perplexity(
     bottom = 0.9 * min(e.low if len(shaded) == len(systems) else e.value for e in finite)
     top = min(1.1 * max(e.value for e in finite), bottom * _HEIGHT)
 
-    figure = _figure(9.0, 5.4)
+    figure = figure_of(9.0, 5.4)
     axes = figure.subplots()
     axes.set(xscale="log", yscale="log", ylim=(bottom, top))
     labels = {}
@@ -78,18 +58,17 @@ def draw_perplexity(
         arrow = "\u2191 " if values[-1] > top else ""
         labels[f"{_title(system)}  {arrow}{number(values[-1])}"] = (values[-1], style["color"])
     _label_ends(axes, lengths[-1], labels)
-    _mark_trained(axes, trained, lengths[-1])
+    mark_trained(axes, trained.values(), lengths[-1])
     ticks = lengths if ticks is None else ticks
     axes.set_xticks(ticks, [str(length) for length in ticks])
-    axes.yaxis.set_major_locator(_ticker().LogLocator(subs=(1, 1.5, 2, 3, 4, 5, 7), numticks=99))
-    axes.yaxis.set_major_formatter(_ticker().FormatStrFormatter("%g"))
+    axes.yaxis.set_major_locator(ticker().LogLocator(subs=(1, 1.5, 2, 3, 4, 5, 7), numticks=99))
+    axes.yaxis.set_major_formatter(ticker().FormatStrFormatter("%g"))
     axes.minorticks_off()
     names = "" if len(shaded) == len(systems) else f" of {' and '.join(shaded)}"
     axes.set_xlabel(f"{axis} (shaded: 95 % interval{names} over documents)")
     axes.set_ylabel("perplexity (lower is better)")
     axes.set_title(title, loc="left", fontsize=11)
-    axes.grid(axis="y", color="#e6e6e6", linewidth=0.8)
-    axes.spines[["top", "right"]].set_visible(False)
+    bare(axes)
     figure.savefig(path, dpi=160)
 
 
@@ -106,7 +85,7 @@ def draw_rates(
     tasks = list(dict.fromkeys(task for task, _, _ in estimates))
     across = min(3, len(tasks))
     down = math.ceil(len(tasks) / across)
-    figure = _figure(1.8 + 3.6 * across, 0.9 + 2.9 * down)
+    figure = figure_of(1.8 + 3.6 * across, 0.9 + 2.9 * down)
     grid = figure.subplots(down, across, sharex=True, sharey=True, squeeze=False)
     for task, axes in zip(tasks, grid.flat, strict=False):
         part = {(s, n): e for (name, s, n), e in estimates.items() if name == task}
@@ -122,11 +101,10 @@ def draw_rates(
         axes.set(xscale="log", ylim=(-0.03, 1.03))
         axes.set_xticks(lengths, [str(length) for length in lengths])
         axes.minorticks_off()
-        axes.yaxis.set_major_formatter(_ticker().PercentFormatter(1))
+        axes.yaxis.set_major_formatter(ticker().PercentFormatter(1))
         axes.set_title(task, fontsize=10)
-        axes.grid(axis="y", color="#e6e6e6", linewidth=0.8)
-        axes.spines[["top", "right"]].set_visible(False)
-        _mark_trained(axes, trained, lengths[-1])
+        bare(axes)
+        mark_trained(axes, trained.values(), lengths[-1])
     for axes in grid.flat[len(tasks) :]:
         axes.set_axis_off()
     figure.legend(*grid.flat[0].get_legend_handles_labels(), loc="outside right upper", fontsize=8)
@@ -154,7 +132,7 @@ def draw_depths(
     down = math.ceil(len(systems) / 5)
     across = math.ceil(len(systems) / down)
     width, height = max(1.9, 0.5 * len(lengths) + 0.35), 0.32 * depths + 0.75
-    figure = _figure(max(6.0, width * across + 1.2), max(3.0, height * down + 0.8))
+    figure = figure_of(max(6.0, width * across + 1.2), max(3.0, height * down + 0.8))
     grid = figure.subplots(down, across, sharex=True, sharey=True, squeeze=False)
     image = None
     for index, axes in enumerate(grid.flat):
@@ -179,20 +157,12 @@ def draw_depths(
         ]
         axes.set_yticks(range(depths), names, fontsize=8)
         axes.tick_params(length=0, labelbottom=index + across >= len(systems))
-    bar = figure.colorbar(image, ax=grid, format=_ticker().PercentFormatter(1), shrink=0.8)
+    bar = figure.colorbar(image, ax=grid, format=ticker().PercentFormatter(1), shrink=0.8)
     bar.outline.set_visible(False)
     figure.supxlabel("context, tokens (orange line: trained length)", fontsize=10)
     figure.supylabel("depth", fontsize=10)
     figure.suptitle(title, fontsize=11)
     figure.savefig(path, dpi=160)
-
-
-def _mark_trained(axes: Any, trained: Mapping[str, int], last: int) -> None:
-    for length in sorted(set(trained.values())):
-        axes.axvline(length, color="#777777", linewidth=1, zorder=0)
-        side = "left" if length < last else "right"
-        axes.text(length, 0.02, f" trained length {length} ", ha=side, fontsize=8,
-                  color="#555555", transform=axes.get_xaxis_transform())  # fmt: skip
 
 
 def _title(system: str) -> str:
@@ -203,10 +173,10 @@ def _styles(systems: Sequence[str]) -> dict[str, dict[str, Any]]:
     """Colour, dashes and marker of each line; the first unpatched model is grey."""
     styles, index = {}, 0
     for system in systems:
-        if is_unpatched(system) and _UNPATCHED_STYLE not in styles.values():
-            styles[system] = _UNPATCHED_STYLE
+        if is_unpatched(system) and UNPATCHED_STYLE not in styles.values():
+            styles[system] = UNPATCHED_STYLE
         else:
-            styles[system] = _style(index)
+            styles[system] = style_of(index)
             index += 1
     return styles
 
@@ -280,24 +250,3 @@ def _middle(group: Sequence[float]) -> float:
 def _axes_of(estimates: Mapping[tuple, Estimate]) -> tuple[list[str], list[int]]:
     """The systems in order of appearance and the lengths, ascending."""
     return list(dict.fromkeys(key[0] for key in estimates)), sorted({key[1] for key in estimates})
-
-
-def _style(index: int) -> dict[str, Any]:
-    return {
-        "color": _COLOURS[index % len(_COLOURS)],
-        "linestyle": _DASHES[index // len(_COLOURS) % len(_DASHES)],
-        "marker": _MARKERS[index % len(_MARKERS)],
-    }
-
-
-def _figure(width: float, height: float) -> Any:
-    """A figure in inches; without pyplot, whose state would belong to the user."""
-    from matplotlib.figure import Figure
-
-    return Figure(figsize=(width, height), layout="constrained")
-
-
-def _ticker() -> Any:
-    from matplotlib import ticker
-
-    return ticker

@@ -49,7 +49,10 @@ LOG = "cases.jsonl"
 RESULTS = "results.json"
 ADAPTER = "adapter"
 """In place of a method: the one under which the adapter was trained."""
-_SHOWS_ONLY = {"cli.py", "figures.py", "report.py", "summary.py", "intervals.py", "terminal.py"}
+_SHOWS_ONLY = {
+    *("cli.py", "drawing.py", "figures.py", "pictures.py"),
+    *("report.py", "summary.py", "intervals.py", "terminal.py"),
+}
 
 
 class Task(Protocol):

@@ -60,11 +60,11 @@ def evaluate(settings: Settings, tasks: Sequence[Task]) -> Report | None:
     Raises:
         RopeExtError: see ``prepare`` and ``run``.
     """
-    from rope_ext.measure import figures
+    from rope_ext.drawing import require_matplotlib
     from rope_ext.measure.report import Report
     from rope_ext.measure.run import prepare, run
 
-    figures.require_matplotlib()
+    require_matplotlib()
     quiet()
     plan = prepare(settings, tasks)
     for note in plan.notes:

@@ -166,6 +166,11 @@ def own(t: torch.Tensor) -> torch.Tensor:
     return t
 
 
+def at(to: Map, t: torch.Tensor) -> torch.Tensor:
+    """Where ``to`` puts the tokens at ``t``."""
+    return to(t) if callable(to) else torch.full_like(t, to)
+
+
 @dataclass(frozen=True)
 class Band:
     """The keys of one band and the positions used in it.
@@ -179,6 +184,14 @@ class Band:
     geometry: Geometry
     query: Map
     key: Map
+
+    def distances(self, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
+        """Distances in use; NaN where a query does not see a key in this band.
+
+        Token positions (float64), broadcast against each other.
+        """
+        used = at(self.query, query) - at(self.key, key)
+        return torch.where(self.geometry.sees(query, key), used, math.nan)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -15,7 +15,7 @@ from transformers.cache_utils import Cache
 from rope_ext import frequency
 from rope_ext.discovery import RotarySite
 from rope_ext.errors import CacheError, UnsupportedModelError
-from rope_ext.position.turns import at
+from rope_ext.methods.base import at
 
 if TYPE_CHECKING:
     from rope_ext.position.mapping import Mapping

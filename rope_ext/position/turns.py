@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from rope_ext.attention.bands import Turn
-from rope_ext.methods import Map
+from rope_ext.methods.base import Map, at
 
 
 class Turns:
@@ -45,7 +45,3 @@ class Turns:
                 made = self.at(torch.arange(size, device=device), dtype)
             self._made[device, dtype] = made
         return made[0][first:last], made[1][first:last]
-
-
-def at(to: Map, t: torch.Tensor) -> torch.Tensor:
-    return to(t) if callable(to) else torch.full_like(t, to)

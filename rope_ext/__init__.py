@@ -23,6 +23,7 @@ from rope_ext.errors import (
     UnknownMethodError,
     UnsupportedModelError,
 )
+from rope_ext.evolution import search
 from rope_ext.exporting import Export, export
 from rope_ext.methods import (
     ABF,
@@ -101,5 +102,6 @@ __all__ = [
     "patched",
     "recommend",
     "save_sidecar",
+    "search",
     "unpatch",
 ]

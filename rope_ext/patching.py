@@ -243,6 +243,11 @@ def _under(method: Method, frequency: str | FrequencyMethod | None) -> Frequency
             f"{frequency.name} changes with the sequence and cannot go under {method.name}; pass "
             f"length=TOKENS to fix it"
         )
+    if frequency.start_tokens:
+        raise OptionError(
+            f"{frequency.name} with start_tokens={frequency.start_tokens} rotates by position, "
+            f"which {method.name} changes; leave start_tokens out"
+        )
     return frequency
 
 
@@ -336,7 +341,7 @@ def _apply_frequencies(model: nn.Module, decoder: nn.Module, state: Patch) -> di
             f"{method.name}: mode='growing' is transformers' own code and cannot be combined with "
             f"precise=True or sliding_layers='keep'; use mode='fixed'"
         )
-    if keep:
+    if keep or method.start_tokens:
         how = persistence.unsaved(decoder, sites, scaled, state.target_length)
     else:
         how = persistence.plan(decoder, sites, scaled, method, state.target_length)
@@ -356,7 +361,8 @@ def _apply_frequencies(model: nn.Module, decoder: nn.Module, state: Patch) -> di
         if growing:
             applied.states.append(frequency.grow(site))
             continue
-        hooked = precise or method.adapts or (keep and site.shared)
+        native = keep and site.shared
+        hooked = precise or method.adapts or native or method.start_tokens > 0
         if method.adapts:  # the hook replaces them; a fresh module holds the trained ones
             applied.states.append(frequency.write(site, site.loaded, site.scaling, hooked))
         else:
@@ -364,7 +370,7 @@ def _apply_frequencies(model: nn.Module, decoder: nn.Module, state: Patch) -> di
             applied.states.append(frequency.write(site, buffer, scaling, hooked))
         if hooked:
             hook = frequency.RotaryHook(
-                site, inv_freq, scaling, precise, applied.rows, keep and site.shared
+                site, inv_freq, scaling, precise, applied.rows, native, method.start_tokens
             )
             applied.handles.append(site.module.register_forward_hook(hook, with_kwargs=True))
     if growing:

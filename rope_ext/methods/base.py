@@ -144,6 +144,8 @@ class Method:
 class FrequencyMethod(Method):
     """Base of all frequency methods."""
 
+    start_tokens = 0  # positions below it keep the trained frequencies
+
     def inv_freq(self, rope: Rope) -> torch.Tensor:
         """``h``: float64, shape ``[dim / 2]``, radians per token."""
         raise NotImplementedError

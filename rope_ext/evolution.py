@@ -16,15 +16,16 @@ import random
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from torch import nn
 
-from rope_ext.discovery import find_sites, text_decoder, unwrap
-from rope_ext.errors import AlreadyPatchedError, MeasureError, OptionError, UnsupportedModelError
+from rope_ext.discovery import unwrap
+from rope_ext.errors import MeasureError, OptionError
 from rope_ext.methods import NTK, PI, FrequencyMethod, LongRoPE, Rope, YaRN
-from rope_ext.patching import SlidingLayers, chosen_sites, current_patch, patched
+from rope_ext.patching import SlidingLayers, first_site, patched
 
 START_TOKENS = (0, 1, 2, 4, 8, 12, 16, 20, 24, 28, 32, 64, 128, 256)
 """The numbers of start tokens that LongRoPE chooses from."""
@@ -97,27 +98,27 @@ def evolve(
     young = list(dict.fromkeys(first))
     seen = set(young)
 
-    def add(make: Callable[..., Candidate], *parents: Candidate) -> None:
+    def add(make: Callable[[], Candidate]) -> None:
         for _ in range(_TRIES):
-            made = make(*parents, rng)
+            made = make()
             if made not in seen:
                 seen.add(made)
                 young.append(made)
                 return
 
     for turn in range(population - len(young)):
-        add(space.mutated, first[turn % len(first)])
+        add(partial(space.mutated, first[turn % len(first)], rng))
     parents: list[Candidate] = []
     losses: dict[Candidate, float] = {}
     for iteration in range(iterations + 1):
         if iteration:
             young.clear()
             for _ in range(mutations):
-                add(space.mutated, rng.choice(parents))
+                add(lambda: space.mutated(rng.choice(parents), rng))
             for _ in range(crossovers):
-                add(space.crossed, *rng.sample(parents, 2))
+                add(lambda: space.crossed(*rng.sample(parents, 2), rng))
         losses |= {one: loss(one) for one in young}
-        parents = sorted([*parents, *young], key=losses.__getitem__)[: population // 2]
+        parents[:] = sorted([*parents, *young], key=losses.__getitem__)[: population // 2]
         yield parents[0]
 
 
@@ -203,7 +204,7 @@ def search(
         "sliding_layers": sliding_layers,
         "original_max_position_embeddings": original_max_position_embeddings,
     }
-    rope = _rope(model, sliding_layers, original_max_position_embeddings)
+    rope = first_site(model, sliding_layers, original_max_position_embeddings).rope
     if target_length <= rope.length:
         raise OptionError(
             f"target_length={target_length} is not beyond the {rope.length} tokens that the model "
@@ -301,7 +302,9 @@ class Log:
         path = output.with_suffix(".jsonl")
         try:
             if path.exists():
-                return cls(path, _read(path, settings))
+                given, losses = _read(path)
+                _require_same(path, given, json.loads(json.dumps(settings)))
+                return cls(path, losses)
             if output.exists():
                 raise MeasureError(
                     f"{output} exists, without the {path.name} that a search could go on from; "
@@ -340,26 +343,43 @@ def _key(method: FrequencyMethod) -> str:
     return json.dumps({"name": method.name, **method.options()})
 
 
-def _read(path: Path, settings: Mapping[str, Any]) -> dict[str, float]:
-    """The losses in a log; a line that a killed search left unfinished is cut off."""
+def _read(path: Path) -> tuple[dict[str, Any], dict[str, float]]:
+    """Settings and losses of a log; a line that a killed search left unfinished is cut off."""
     from rope_ext.measure.cases import mend
 
     mend(path)
     try:
         head, *lines = map(json.loads, path.read_text(encoding="utf-8").splitlines())
-        given, losses = head["search"], {json.dumps(x["method"]): x["loss"] for x in lines}
+        return head["search"], {json.dumps(line["method"]): line["loss"] for line in lines}
     except (ValueError, TypeError, KeyError):
         raise MeasureError(
             f"{path} is not the log of a search; delete it, or give another output"
         ) from None
-    now = json.loads(json.dumps(settings))
-    changed = [f"{k} was {given.get(k)!r}, not {now[k]!r}" for k in now if given.get(k) != now[k]]
+
+
+def summary(output: Path) -> str:
+    """The perplexities in the log beside ``output``, for people to read."""
+    settings, losses = _read(output.with_suffix(".jsonl"))
+    named = [(json.loads(key)["name"], loss) for key, loss in losses.items()]
+    tables = [loss for name, loss in named if name == LongRoPE.name]
+    lines = [f"perplexity of {settings['samples']} windows of {settings['target_length']} tokens:"]
+    known = [(name, loss) for name, loss in named if name != LongRoPE.name]
+    for name, loss in [*known, (LongRoPE.name, min(tables))]:
+        lines.append(f"  {name:<10}{math.exp(loss):>8.4g}")
+    return "\n".join([*lines, f"the last is the best of {len(tables)} tables on this very text"])
+
+
+def _require_same(path: Path, given: Mapping[str, Any], now: Mapping[str, Any]) -> None:
+    changed = [
+        f"another {name}" if name in ("model", "text") else f"{name} was {given.get(name)!r}"
+        for name, value in now.items()
+        if given.get(name) != value
+    ]
     if changed:
         raise MeasureError(
-            f"{path} is of another search ({'; '.join(changed)}); give the same again to go on "
+            f"{path} is of another search ({', '.join(changed)}); give the same again to go on "
             f"with it, or another output"
         )
-    return losses
 
 
 def _check(option: str, value: Any, least: int) -> None:
@@ -367,26 +387,6 @@ def _check(option: str, value: Any, least: int) -> None:
         raise OptionError(
             f"{option}={value!r} is not valid; it must be a whole number of at least {least}"
         )
-
-
-def _rope(model: nn.Module, sliding_layers: SlidingLayers, length: int | None) -> Rope:
-    """The embedding that is to be extended."""
-    decoder = text_decoder(model)
-    earlier = current_patch(model)
-    if earlier is not None:
-        raise AlreadyPatchedError(
-            f"this model is patched with {earlier.method.name}, and a search starts from the "
-            f"unpatched one; call rope_ext.unpatch(model) first"
-        )
-    sites = find_sites(decoder, length)
-    ropes = [site.rope for site in chosen_sites(decoder, sites, sliding_layers)]
-    dims = {rope.dim for rope in ropes}
-    if len(dims) > 1:
-        raise UnsupportedModelError(
-            f"{type(decoder).__name__} has rotary sets of {', '.join(map(str, sorted(dims)))} "
-            f"dimensions, which no single table serves; use 'yarn', which follows each of them"
-        )
-    return ropes[0]
 
 
 def _table(method: FrequencyMethod, rope: Rope) -> tuple[int, ...]:

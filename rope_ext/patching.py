@@ -456,8 +456,15 @@ def chosen_sites(
     return chosen
 
 
-def first_site(model: nn.Module) -> RotarySite:
+def first_site(
+    model: nn.Module, sliding_layers: SlidingLayers = "auto", length: int | None = None
+) -> RotarySite:
     """The set of frequencies that ``patch`` would scale, the first of several.
+
+    Args:
+        model: not patched.
+        sliding_layers: as of :func:`patch`.
+        length: trained context in tokens; None reads the configuration.
 
     Raises:
         AlreadyPatchedError: the model carries a patch.
@@ -469,7 +476,7 @@ def first_site(model: nn.Module) -> RotarySite:
             f"this model is patched with {there.method}; call rope_ext.unpatch(model) first"
         )
     decoder = text_decoder(model)
-    return chosen_sites(decoder, find_sites(decoder), "auto")[0]
+    return chosen_sites(decoder, find_sites(decoder, length), sliding_layers)[0]
 
 
 def refuse_scaled(

@@ -31,7 +31,7 @@ START_TOKENS = (0, 1, 2, 4, 8, 12, 16, 20, 24, 28, 32, 64, 128, 256)
 """The numbers of start tokens that LongRoPE chooses from."""
 _STEPS = 100  # numbers are searched in hundredths
 _BEYOND = 1.25  # from 1 to this many times the factor
-_REACH = 4  # pairs away: between direct neighbours alone, equal numbers would hardly ever move
+_REACH = 4  # pairs: a new number lies between those of pairs so far away, at most
 _TRIES = 100  # to make a table that is new
 _logger = logging.getLogger("rope_ext")
 
@@ -59,18 +59,27 @@ class Space:
     probability: float
 
     def mutated(self, one: Candidate, rng: random.Random) -> Candidate:
-        """Some numbers drawn anew between those of near pairs; sorted, so that they ascend."""
+        """Some numbers drawn anew, or one of them and all others moved along; ascending again."""
         reach = rng.randint(1, _REACH)
         near = [_STEPS] * reach + [*one.table] + [self.most] * reach
-        table = [
-            rng.randint(near[i], near[i + 2 * reach]) if self._changes(rng) else number
-            for i, number in enumerate(one.table)
-        ]
+        drawn = [rng.randint(near[i], near[i + 2 * reach]) for i in range(len(one.table))]
+        if rng.random() < 0.5:
+            pairs = zip(one.table, drawn, strict=True)
+            table = sorted(new if self._changes(rng) else old for old, new in pairs)
+        else:
+            i = rng.randrange(len(drawn))
+            table = [self._moved(number, one.table[i], drawn[i]) for number in one.table]
         start = rng.choice(self.starts) if self._changes(rng) else one.start
-        return Candidate(tuple(sorted(table)), start)
+        return Candidate(tuple(table), start)
 
     def _changes(self, rng: random.Random) -> bool:
         return rng.random() < self.probability
+
+    def _moved(self, number: int, old: int, new: int) -> int:
+        """Where ``number`` goes if ``old`` becomes ``new``, between bounds that stay."""
+        bound = _STEPS if number <= old else self.most
+        share = (number - bound) / (old - bound) if old != bound else 1
+        return round(bound + share * (new - bound))
 
     def crossed(self, one: Candidate, other: Candidate, rng: random.Random) -> Candidate:
         """Numbers of either parent; sorted, which keeps each between those of the two."""
@@ -145,8 +154,9 @@ def search(
     """Search the numbers by which ``longrope`` divides the frequencies of ``model``.
 
     Tables ascend from 1 to at most 1.25 times the factor. The first are those of PI, NTK, YaRN and
-    mutations of them; all are judged by the loss on the same windows of text. The model is left
-    as it came, also after an exception.
+    mutations of them; all are judged by the loss on the same windows of text. Beside the paper's
+    mutation, which draws some numbers anew, there is one that moves the others along, since half
+    of YaRN's numbers are equal. The model is left as it came, also after an exception.
 
     Args:
         model: not patched.

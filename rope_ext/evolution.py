@@ -187,7 +187,8 @@ def search(
 
     Raises:
         OptionError: an option is not valid.
-        MeasureError: the text cannot be read or is too short, or ``output`` is of another search.
+        MeasureError: the text cannot be read or is too short, ``output`` is of another search, or
+            the model computes no finite losses.
         AlreadyPatchedError, AlreadyScaledError, NoRopeError, UnsupportedModelError: as
             :func:`rope_ext.patch`.
 
@@ -267,7 +268,12 @@ def search(
                 shown.advance(bar, samples)
             return log.loss(each)
 
-        *_, yarn = map(judged, known)
+        *_, yarn = before = [judged(each) for each in known]
+        if min(before) == math.inf:
+            raise MeasureError(
+                f"the model's losses are no numbers at {target_length} tokens; load it in float32 "
+                f"or bfloat16"
+            )
         bests = evolve(
             [Candidate(table, starts[0]) for table in tables],
             space,
@@ -278,8 +284,7 @@ def search(
         )
         for best in bests:
             found = method(best)
-            reached = math.exp(log.loss(found))
-            text = f"perplexity {reached:.4g} (yarn {math.exp(yarn):.4g})"
+            text = f"perplexity {_perplexity(log.loss(found))} (yarn {_perplexity(yarn)})"
             shown.update(bar, description=text)
             log.keep(found)
     return found
@@ -375,8 +380,12 @@ def summary(output: Path) -> str:
     lines = [f"perplexity of {settings['samples']} windows of {settings['target_length']} tokens:"]
     known = [(name, loss) for name, loss in named if name != LongRoPE.name]
     for name, loss in [*known, (LongRoPE.name, min(tables))]:
-        lines.append(f"  {name:<10}{math.exp(loss):>8.4g}")
+        lines.append(f"  {name:<10}{_perplexity(loss):>8}")
     return "\n".join([*lines, f"the last is the best of {len(tables)} tables on this very text"])
+
+
+def _perplexity(loss: float) -> str:
+    return f"{math.exp(min(loss, 700)):.4g}"  # beyond it, a float is not enough
 
 
 def _require_same(path: Path, given: Mapping[str, Any], now: Mapping[str, Any]) -> None:

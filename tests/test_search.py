@@ -30,6 +30,7 @@ from typer.testing import CliRunner
 import rope_ext
 from rope_ext.cli import app
 from rope_ext.evolution import Candidate, Space, evolve
+from rope_ext.measure.arguments import parse_options
 from rope_ext.measure.passkey import FILLER
 
 TARGET = 2 * TRAINED
@@ -112,15 +113,16 @@ def log(output: Path) -> list[dict]:
 
 def test_a_search_is_seeded_ascends_and_beats_what_it_began_with(model, tokenizer, tmp_path):
     output = tmp_path / "new" / "found.json"
-    method = found(model, tokenizer, output)
-    assert method == found(model, tokenizer) != found(model, tokenizer, seed=1)
+    method = found(model, tokenizer, output, iterations=5)
+    assert method == found(model, tokenizer, iterations=5)
+    assert method != found(model, tokenizer, seed=1)
     assert method.factor == 2 and method.start_tokens == 0
     assert all(a <= b for a, b in pairwise((1.0, *method.long_factor, 2.5)))
     assert rope_ext.LongRoPE(**json.loads(output.read_text())) == method
 
     tried = log(output)
     assert [line["method"]["name"] for line in tried[:3]] == ["pi", "ntk", "yarn"]
-    assert len(tried) == 3 + 8 + 2 * 6
+    assert len(tried) == 3 + 8 + 5 * 6
     losses = {tuple(x["method"].get("long_factor", ())): x["loss"] for x in tried}
     begun = [x["loss"] for x in tried[3:6]]  # their tables, under LongRoPE's temperature
     assert losses[method.long_factor] == min(losses.values()) < min(begun)
@@ -280,6 +282,26 @@ def test_the_output_of_another_search_is_neither_used_nor_overwritten(
     path.unlink()
     with pytest.raises(rope_ext.RopeExtError, match=r"exists, without the found\.jsonl"):
         found(model, tokenizer, output)
+
+
+def test_a_model_without_finite_losses_is_told(model, tokenizer) -> None:
+    with torch.no_grad():
+        model.model.norm.weight.fill_(math.inf)
+    with pytest.raises(rope_ext.RopeExtError, match="losses are no numbers at 256 tokens"):
+        found(model, tokenizer)
+    assert rope_ext.describe(model).method is None
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [(None, "No such file"), ("{", "cannot read the options"), ("[1]", "holds no options")],
+)
+def test_options_in_a_file_are_checked(tmp_path, content: str | None, message: str) -> None:
+    path = tmp_path / "found.json"
+    if content is not None:
+        path.write_text(content)
+    with pytest.raises(rope_ext.OptionError, match=message):
+        parse_options([f"longrope={path}"])
 
 
 def test_text_is_a_path_or_documents(model, tokenizer, tmp_path, caplog) -> None:

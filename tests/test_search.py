@@ -8,6 +8,7 @@ import math
 import random
 import subprocess
 import sys
+import time
 from itertools import pairwise
 from pathlib import Path
 
@@ -364,12 +365,13 @@ def test_a_killed_process_goes_on(checkpoint, tmp_path) -> None:
     text = tmp_path / "text.txt"
     text.write_text("\n".join(DOCUMENTS))
     words = [sys.executable, "-c", "from rope_ext.cli import app; app()", "search", str(checkpoint)]
-    words += ["--length", str(TARGET), "--text", str(text), "--iterations", "10", "--output"]
+    words += ["--length", str(TARGET), "--text", str(text), "--iterations", "20"]
+    words += ["--population", "8", "--mutations", "3", "--crossovers", "3", "--output"]
     subprocess.run([*words, str(tmp_path / "whole.json")], check=True, capture_output=True)
     process = subprocess.Popen([*words, str(tmp_path / "part.json")])
     path = tmp_path / "part.jsonl"
     while process.poll() is None and not (path.exists() and len(path.read_bytes()) > 10_000):
-        pass
+        time.sleep(0.01)
     process.kill()
     process.wait()
     assert path.read_bytes() != (tmp_path / "whole.jsonl").read_bytes()

@@ -14,7 +14,10 @@ from rope_ext.methods.base import (
     geometric,
     longrope_table,
     method_class,
+    own,
+    register,
 )
+from rope_ext.methods.geometry import ChunkGap, Distance, Sinks
 from rope_ext.methods.yarn import YaRN
 from rope_ext.methods.dynamic_yarn import DynamicYaRN
 from rope_ext.methods.ntk import NTK
@@ -42,6 +45,8 @@ __all__ = [
     "STRING",
     "Band",
     "BaseTruncation",
+    "ChunkGap",
+    "Distance",
     "DualChunk",
     "DynamicMethod",
     "DynamicNTK",
@@ -60,10 +65,13 @@ __all__ = [
     "Resonance",
     "Rope",
     "SelfExtend",
+    "Sinks",
     "YaRN",
     "all_methods",
     "build_method",
     "geometric",
     "longrope_table",
     "method_class",
+    "own",
+    "register",
 ]

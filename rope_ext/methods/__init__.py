@@ -15,6 +15,7 @@ from rope_ext.methods.base import (
     longrope_table,
     method_class,
     own,
+    reach,
     register,
 )
 from rope_ext.methods.geometry import ChunkGap, Distance, Sinks
@@ -73,5 +74,6 @@ __all__ = [
     "longrope_table",
     "method_class",
     "own",
+    "reach",
     "register",
 ]

@@ -19,7 +19,6 @@ from typing import Any
 from xml.etree.ElementTree import Element
 
 import griffe
-import rope_ext
 from latex2mathml.converter import convert
 from markdown import Extension, Markdown
 from markdown.inlinepatterns import InlineProcessor
@@ -29,9 +28,11 @@ from mkdocs.exceptions import PluginError
 from mkdocs.plugins import event_priority
 from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
+from transformers import LlamaConfig, LlamaForCausalLM
+
+import rope_ext
 from rope_ext.methods import DynamicMethod, FrequencyMethod, Method, all_methods
 from rope_ext.pictures import draw
-from transformers import LlamaConfig, LlamaForCausalLM
 
 ROOT = Path(__file__).parents[1]
 WRITTEN = ("When to use it", "What it costs", "Published numbers")
@@ -86,14 +87,20 @@ Speed, memory and cache are those of the unpatched model: new values in the mode
 are the whole change."""
 DYNAMIC = """\
 A hook on the rotary module looks up the frequencies of every row, which costs a fraction of a
-millisecond per forward ([measured](../readme.md#speed)). Memory and cache are those of the unpatched
-model."""
+millisecond per forward ([measured](../readme.md#speed)). Memory and cache are those of the
+unpatched model."""
 POSITIONS = """\
 Attention is two or three calls of a flash kernel instead of one: somewhat slower, memory linear in
 the length, and a cache of any kind, no larger than before ([measured](../readme.md#speed))."""
 
 FILES = {"README.md": "readme.md", "checkpoints/tiny-512/README.md": "checkpoint.md"}
 """Files outside of ``docs`` that become pages."""
+
+TABLES = {
+    "README.md": "readme.md#see-it",
+    "checkpoints/tiny-512/README.md": "checkpoint.md#what-it-scores",
+}
+"""Files that have tables of all methods on the checkpoint, and where those are in the site."""
 
 GROUPS = ("patching", "describing", "advice", "reloading", "exporting", "methods", "errors")
 """Modules in the order of the API page; those not named here come last."""
@@ -135,6 +142,8 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
         return markdown + _overview()
     if uri == "api.md":
         return markdown + "\n".join(_api())
+    if uri == "FAMILIES.md":
+        page.meta["hide"] = ["toc"]  # room for its table
     if uri.startswith("methods/"):
         return _method_page(markdown, page, config, files)
     return markdown
@@ -249,7 +258,7 @@ def _kind(method: Method) -> str:
 def _measured(name: str) -> str:
     """The rows of a method in the tables of README.md, and where they are from."""
     unpatched = ""
-    for path, where in zip(FILES, ("readme.md#see-it", "checkpoint.md#what-it-scores"), strict=True):
+    for path, where in TABLES.items():
         text = (ROOT / path).read_text(encoding="utf-8")
         for table in re.findall(r"(?:^\| .*\n)+", text, re.MULTILINE):
             head, rule, *lines = table.splitlines()
@@ -275,8 +284,8 @@ def _options(cls: type[Method]) -> str:
     lines = ["| option | default | meaning |", "| --- | --- | --- |"]
     for field in dataclasses.fields(cls):
         required = field.default is dataclasses.MISSING
-        default = "must be given" if required else f"`{field.default!r}`"
-        text = " ".join(texts.get(field.name, "").split()).replace("|", "\\|")
+        default = "required" if required else f"`{field.default!r}`"
+        text = " ".join(texts[field.name].split()).replace("|", "\\|")
         lines.append(f"| `{field.name}` | {default} | {text} |")
     return "\n".join(lines)
 
@@ -324,7 +333,7 @@ def _api() -> Iterator[str]:
         doc = inspect.getdoc(importlib.import_module(f"rope_ext.{module}")) or ""
         lead, _, _ = doc.partition("\n\n")
         yield f"\n## {module.capitalize()}\n\n{referenced(lead)}\n"
-        for name in sorted(groups[module], key=str.istitle):  # functions before classes
+        for name in sorted(groups[module], key=lambda name: name[0].isupper()):  # functions first
             if name not in classes:
                 defined = getattr(rope_ext, name)  # where it is defined: other paths lead there
                 path = f"{defined.__module__}.{defined.__qualname__}"
@@ -336,7 +345,7 @@ def _api() -> Iterator[str]:
 
 def referenced(text: str) -> str:
     """Sphinx's roles as Markdown: a link to what is public, else code."""
-    return re.sub(r":(?:func|class|meth):`([\w.]+)`", _reference, text)
+    return re.sub(r":(?:func|class|meth|attr):`([\w.]+)`", _reference, text)
 
 
 def _reference(role: re.Match[str]) -> str:
@@ -355,14 +364,14 @@ class References(griffe.Extension):
 class Typeset(Extension):
     """Formulas and papers in Markdown."""
 
-    def extendMarkdown(self, md: Markdown) -> None:  # noqa: N802
+    def extendMarkdown(self, md: Markdown) -> None:
         # After code (190), before everything that a formula could be taken for.
         md.inlinePatterns.register(_Formula(r"\$\$(.+?)\$\$|\$([^$]+)\$", md), "formula", 185)
         md.inlinePatterns.register(_Paper(r"arXiv (\d{4}\.\d{5})", md), "paper", 70)
 
 
 class _Formula(InlineProcessor):
-    def handleMatch(self, m: re.Match[str], data: str) -> tuple[str, int, int]:  # noqa: N802
+    def handleMatch(self, m: re.Match[str], data: str) -> tuple[str, int, int]:
         block, inline = m.groups()
         mathml = convert(block or inline, display="block" if block else "inline")
         return self.md.htmlStash.store(mathml), *m.span()
@@ -371,7 +380,7 @@ class _Formula(InlineProcessor):
 class _Paper(InlineProcessor):
     ANCESTOR_EXCLUDES = ("a",)
 
-    def handleMatch(self, m: re.Match[str], data: str) -> tuple[Element, int, int]:  # noqa: N802
+    def handleMatch(self, m: re.Match[str], data: str) -> tuple[Element, int, int]:
         link = Element("a", href=f"https://arxiv.org/abs/{m[1]}")
         link.text = AtomicString(m[0])
         return link, *m.span()

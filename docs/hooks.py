@@ -45,7 +45,7 @@ PAGE = """\
 
 * **Choose it for:** {use}
 * **Call:** `{call}`
-* **Names:** {names}
+* **Names:** {names}; `rope_ext.{cls}`, in `{code}`
 * **Saving:** {saving}
 * **Settings for other engines:** {engines}
 
@@ -102,6 +102,12 @@ TABLES = {
 }
 """Files that have tables of all methods on the checkpoint, and where those are in the site."""
 
+MEASURED = """\
+On the [checkpoint in the box](../checkpoint.md), trained for 512 tokens and not fine-tuned:
+perplexity of the same 256 tokens after more and more context, and the share of passkeys found,
+with 95 % intervals. The settings, the command and the other methods: [table](../{where}).{more}
+"""
+
 GROUPS = ("patching", "describing", "advice", "reloading", "exporting", "methods", "errors")
 """Modules in the order of the API page; those not named here come last."""
 
@@ -120,9 +126,9 @@ def on_config(config: MkDocsConfig) -> None:
 
 def on_files(files: Files, config: MkDocsConfig) -> None:
     for path, page in FILES.items():
-        text = (ROOT / path).read_text(encoding="utf-8").partition("\n# ")
-        content = "# " + text[2] if text[1] else text[0]
-        files.append(File.generated(config, page, content=re.sub(LINK, _moved, content)))
+        _, _, text = f"\n{(ROOT / path).read_text(encoding='utf-8')}".partition("\n# ")
+        text = re.sub(LINK, _moved, f"# {text}").replace("# rope_ext\n", "# Manual\n")
+        files.append(File.generated(config, page, content=text))
 
 
 LINK = r"(!?)\[([^\]]*)\]\((?!http|#)([^)]+)\)"
@@ -167,6 +173,7 @@ def _method_page(markdown: str, page: Page, config: MkDocsConfig, files: Files) 
         names=", ".join(f"`{alias}`" for alias in (name, *cls.aliases)),
         saving=_saving(method),
         engines=_engines(method),
+        code=Path(inspect.getfile(cls)).relative_to(ROOT),
         formula=formula.strip(),
         name=name,
         caption=_caption(method),
@@ -267,14 +274,10 @@ def _measured(name: str) -> str:
                 continue
             unpatched = rows.get("unpatched", unpatched)
             if name in rows:
+                tuned = re.search(rf"^\| method .* before .*\n(?:\|.*\n)*\| `{name}` ", text, re.M)
+                more = " After fine-tuning: [table](../readme.md#fine-tune)." if tuned else ""
                 return "\n".join(
-                    (
-                        "On the [checkpoint in the box](../checkpoint.md), trained for 512 tokens "
-                        "and not fine-tuned: perplexity of the same 256 tokens after more and more "
-                        "context, and the share of passkeys found, with 95 % intervals. The "
-                        f"settings, the command and the other methods: [table](../{where}).\n",
-                        *(head, rule, unpatched, rows[name]),
-                    )
+                    (MEASURED.format(where=where, more=more), head, rule, unpatched, rows[name])
                 )
     return "Nothing: the tables of the [manual](../readme.md#see-it) do not have this method."
 
@@ -361,13 +364,16 @@ class References(griffe.Extension):
             obj.docstring.value = referenced(obj.docstring.value)
 
 
+PAPER = r"arXiv (\d{4}\.\d{5})|kexue\.fm/archives/\d+"
+
+
 class Typeset(Extension):
     """Formulas and papers in Markdown."""
 
     def extendMarkdown(self, md: Markdown) -> None:
         # After code (190), before everything that a formula could be taken for.
         md.inlinePatterns.register(_Formula(r"\$\$(.+?)\$\$|\$([^$]+)\$", md), "formula", 185)
-        md.inlinePatterns.register(_Paper(r"arXiv (\d{4}\.\d{5})", md), "paper", 70)
+        md.inlinePatterns.register(_Paper(PAPER, md), "paper", 70)
 
 
 class _Formula(InlineProcessor):
@@ -381,6 +387,6 @@ class _Paper(InlineProcessor):
     ANCESTOR_EXCLUDES = ("a",)
 
     def handleMatch(self, m: re.Match[str], data: str) -> tuple[Element, int, int]:
-        link = Element("a", href=f"https://arxiv.org/abs/{m[1]}")
+        link = Element("a", href=f"https://arxiv.org/abs/{m[1]}" if m[1] else f"https://{m[0]}")
         link.text = AtomicString(m[0])
         return link, *m.span()

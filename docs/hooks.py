@@ -264,7 +264,7 @@ def _kind(method: Method) -> str:
 
 def _measured(name: str) -> str:
     """The rows of a method in the tables of README.md, and where they are from."""
-    unpatched = ""
+    unpatched: dict[str, str] = {}  # of tables with the same head: not all have such a row
     for path, where in TABLES.items():
         text = (ROOT / path).read_text(encoding="utf-8")
         for table in re.findall(r"(?:^\| .*\n)+", text, re.MULTILINE):
@@ -272,12 +272,19 @@ def _measured(name: str) -> str:
             rows = {line.split("|")[1].strip(" `"): line for line in lines}
             if not head.startswith("| method | 512 tokens |"):
                 continue
-            unpatched = rows.get("unpatched", unpatched)
+            if "unpatched" in rows:
+                unpatched[head] = rows["unpatched"]
             if name in rows:
                 tuned = re.search(rf"^\| method .* before .*\n(?:\|.*\n)*\| `{name}` ", text, re.M)
                 more = " After fine-tuning: [table](../readme.md#fine-tune)." if tuned else ""
                 return "\n".join(
-                    (MEASURED.format(where=where, more=more), head, rule, unpatched, rows[name])
+                    (
+                        MEASURED.format(where=where, more=more),
+                        head,
+                        rule,
+                        unpatched[head],
+                        rows[name],
+                    )
                 )
     return "Nothing: the tables of the [manual](../readme.md#see-it) do not have this method."
 

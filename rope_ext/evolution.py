@@ -350,7 +350,7 @@ class Log:
             return
         options = {name: value for name, value in best.options().items() if value}
         draft = self.path.with_suffix(".tmp")
-        draft.write_text(json.dumps(options, indent=1) + "\n", encoding="utf-8")
+        draft.write_text(json.dumps(options) + "\n", encoding="utf-8")
         draft.replace(self.path.with_suffix(".json"))
 
 
@@ -429,7 +429,7 @@ def _windows(
     if isinstance(text, str) and "\n" in text:
         texts = [text]
     elif isinstance(text, (str, os.PathLike)):
-        texts = read_texts([text])
+        texts = read_texts([os.fspath(text)])
     else:
         texts = list(text)
         if not texts or not all(isinstance(each, str) for each in texts):

@@ -32,8 +32,14 @@ import rope_ext
 from rope_ext.cli import app
 from rope_ext.evolution import Candidate, Space, evolve
 from rope_ext.measure.arguments import parse_options
+from rope_ext.measure.forward import score
+from rope_ext.measure.intervals import bootstrap_mean
 from rope_ext.measure.passkey import FILLER
+from rope_ext.measure.perplexity import choose_windows
+from rope_ext.measure.prompts import beginning
+from rope_ext.measure.text import python_library
 
+BOX = Path(__file__).parents[1] / "checkpoints" / "tiny-512"
 TARGET = 2 * TRAINED
 DOCUMENTS = [" ".join(random.Random(i).choices(FILLER, k=60)) for i in range(4)]
 SMALL = {"population": 8, "mutations": 3, "crossovers": 3, "samples": 2}
@@ -379,6 +385,24 @@ def test_a_killed_process_goes_on(checkpoint, tmp_path) -> None:
     for suffix in (".json", ".jsonl"):
         ends = [(tmp_path / f"{name}{suffix}").read_bytes() for name in ("whole", "part")]
         assert ends[0] == ends[1]
+
+
+@pytest.mark.slow
+def test_the_table_in_the_box_beats_yarn_on_text_that_it_was_not_searched_on() -> None:
+    """One window of every held-out file that is long enough; see the checkpoint's page."""
+    model = AutoModelForCausalLM.from_pretrained(BOX, dtype=torch.float32).eval()
+    tokenizer = AutoTokenizer.from_pretrained(BOX)
+    ids = tokenizer(python_library("held_out"), add_special_tokens=False, verbose=False)
+    documents = [document for document in ids["input_ids"] if len(document) >= 2047]
+    windows = choose_windows(documents, [2048], len(documents), beginning(tokenizer), None, seed=0)
+    options = json.loads((BOX / "longrope_2048.json").read_text())
+    losses = []
+    for name, values in (("longrope", options), ("yarn", {"factor": 4})):
+        with rope_ext.patched(model, name, **values):
+            rows = [score(model, [row], windows.scored)[0] for row in windows.at(2048)]
+        losses.append(torch.cat(rows).double().mean(1))
+    low, high = bootstrap_mean((losses[0] - losses[1]).tolist(), seed=0)
+    assert low < high < 0
 
 
 # Start tokens

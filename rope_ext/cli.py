@@ -150,6 +150,9 @@ def search(
     mutations: Annotated[int, typer.Option(min=0, help="New tables of each iteration.")] = 16,
     crossovers: Annotated[int, typer.Option(min=0, help="Likewise, from two.")] = 16,
     samples: Annotated[int, typer.Option(min=1, help="Windows of text that judge a table.")] = 5,
+    scored: Annotated[
+        str | None, typer.Option(help="Tokens at their ends that count. Default: half.")
+    ] = None,
     start_tokens: Annotated[
         str, typer.Option(help="Numbers of tokens to choose from; more than 0 is not exportable.")
     ] = "0",
@@ -168,6 +171,7 @@ def search(
 
         quiet()
         tokens = parse_length(length)
+        last = None if scored is None else parse_length(scored, "--scored")
         starts = parse_lengths(start_tokens, "--start-tokens")
         texts = read_texts(text) if text else python_library("train")
         tokenizer = load_tokenizer(model)
@@ -183,6 +187,7 @@ def search(
                 mutations=mutations,
                 crossovers=crossovers,
                 samples=samples,
+                scored=last,
                 start_tokens=starts,
                 seed=seed,
                 compose=compose,

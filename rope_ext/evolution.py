@@ -144,6 +144,7 @@ def search(
     crossovers: int = 16,
     mutation_probability: float = 0.3,
     samples: int = 5,
+    scored: int | None = None,
     start_tokens: Iterable[int] = (0,),
     attention_factor: float | None = None,
     seed: int = 0,
@@ -154,7 +155,7 @@ def search(
     """Search the numbers by which ``longrope`` divides the frequencies of ``model``.
 
     Tables ascend from 1 to at most 1.25 times the factor. The first are those of PI, NTK, YaRN and
-    mutations of them; all are judged by the loss on the same windows of text. Beside the paper's
+    mutations of them; all are judged by their loss on the same windows of text. Beside the paper's
     mutation, which draws some numbers anew, there is one that moves the others along, since half
     of YaRN's numbers are equal. The model is left as it came, also after an exception.
 
@@ -173,6 +174,8 @@ def search(
         crossovers: the same, of two.
         mutation_probability: that a mutation changes a number.
         samples: windows of ``target_length`` tokens.
+        scored: tokens at the end of each, whose loss counts. None is half of them: where all
+            count, as in the paper, the far end is given up for the many tokens before it.
         start_tokens: numbers of start tokens to choose from. More than 0 cannot be exported; the
             paper's are ``rope_ext.evolution.START_TOKENS``.
         attention_factor: of all tables, as of ``LongRoPE``.
@@ -197,6 +200,8 @@ def search(
     from rope_ext.measure.terminal import progress  # rich is not loaded with the package
 
     _check("target_length", target_length, 2)
+    scored = target_length // 2 if scored is None else scored
+    _check("scored", scored, 1)
     _check("population", population, 4)
     for name, value in (("iterations", iterations), ("samples", samples)):
         _check(name, value, 1)
@@ -220,6 +225,11 @@ def search(
         raise OptionError(
             f"target_length={target_length} is not beyond the {rope.length} tokens that the model "
             f"was trained for; give more"
+        )
+    if scored >= target_length:
+        raise OptionError(
+            f"scored={scored} is not valid; it must be below target_length={target_length}, since "
+            f"nothing comes before the first token"
         )
     factor = target_length / rope.length
 
@@ -245,6 +255,7 @@ def search(
             "text": _digest(rows),
             "target_length": target_length,
             "samples": samples,
+            "scored": scored,
             **growth,
             "mutation_probability": mutation_probability,
             "start_tokens": starts,
@@ -263,7 +274,7 @@ def search(
         def judged(each: FrequencyMethod) -> float:
             if log.loss(each) is None:
                 with patched(model, each, **arguments):
-                    log.add(each, _loss(model, rows, lambda: shown.advance(bar)))
+                    log.add(each, _loss(model, rows, scored, lambda: shown.advance(bar)))
             else:
                 shown.advance(bar, samples)
             return log.loss(each)
@@ -377,7 +388,10 @@ def summary(output: Path) -> str:
     settings, losses = _read(output.with_suffix(".jsonl"))
     named = [(json.loads(key)["name"], loss) for key, loss in losses.items()]
     tables = [loss for name, loss in named if name == LongRoPE.name]
-    lines = [f"perplexity of {settings['samples']} windows of {settings['target_length']} tokens:"]
+    lines = [
+        f"perplexity of the last {settings['scored']} tokens of {settings['samples']} windows of "
+        f"{settings['target_length']}:"
+    ]
     known = [(name, loss) for name, loss in named if name != LongRoPE.name]
     for name, loss in [*known, (LongRoPE.name, min(tables))]:
         lines.append(f"  {name:<10}{_perplexity(loss):>8}")
@@ -450,16 +464,18 @@ def _windows(
     return windows.at(length)
 
 
-def _loss(model: nn.Module, rows: Sequence[Sequence[int]], advance: Callable[[], None]) -> float:
-    """Mean of all tokens but the first of every row, nats; infinite if it is not a number."""
+def _loss(
+    model: nn.Module, rows: Sequence[Sequence[int]], scored: int, advance: Callable[[], None]
+) -> float:
+    """Mean of the last ``scored`` tokens of every row, nats; infinite if it is not a number."""
     from rope_ext.measure.forward import score
 
     total = 0.0
     for row in rows:
-        losses, _ = score(model, [row], len(row) - 1)
+        losses, _ = score(model, [row], scored)
         total += float(losses.double().sum())
         advance()
-    return total / sum(len(row) - 1 for row in rows) if math.isfinite(total) else math.inf
+    return total / (scored * len(rows)) if math.isfinite(total) else math.inf
 
 
 def _fingerprint(model: nn.Module) -> str:

@@ -139,20 +139,24 @@ def test_a_search_is_seeded_ascends_and_beats_what_it_began_with(model, tokenize
     assert tried[5]["method"]["long_factor"] == [round(a / b, 2) for a, b in both]
 
 
-def test_the_loss_is_what_transformers_computes_of_all_tokens(model, tokenizer, tmp_path) -> None:
+@pytest.mark.parametrize("scored", [None, 20, TARGET - 1])
+def test_the_loss_is_what_transformers_computes_of_the_last_tokens(
+    model, tokenizer, tmp_path, scored: int | None
+) -> None:
     ids = tokenizer(DOCUMENTS[0], return_tensors="pt", verbose=False)["input_ids"]
     text = tokenizer.decode(ids[0, 1:TARGET])  # with the token before it, one window
     assert len(tokenizer(text, verbose=False)["input_ids"]) == TARGET
     output = tmp_path / "found.json"
-    rope_ext.search(
-        model, tokenizer, [text], TARGET, output=output, **(SMALL | {"samples": 1}), iterations=1
-    )
+    options = SMALL | {"samples": 1, "iterations": 1, "scored": scored, "output": output}
+    rope_ext.search(model, tokenizer, [text], TARGET, **options)
     whole = ids[:, :TARGET]
+    labels = whole.clone()
+    labels[:, : TARGET - (scored or TARGET // 2)] = -100
     for line in log(output)[2:5]:
         name, options = line["method"].pop("name"), line["method"]
         with rope_ext.patched(model, name, **options), torch.no_grad():
-            right = float(model(whole, labels=whole).loss)
-        assert line["loss"] == pytest.approx(right, rel=1e-5)  # means of 255 in another order
+            right = float(model(whole, labels=labels).loss)
+        assert line["loss"] == pytest.approx(right, rel=1e-5)  # float32 means in another order
 
 
 def test_a_search_that_is_killed_goes_on_as_if_it_had_not_been(
@@ -234,6 +238,8 @@ BAD = [
     ({"target_length": "2k"}, "target_length='2k' is not valid.*whole number"),
     ({"target_length": 4096}, "window of 4096"),
     ({"samples": 400}, "samples=400 are to be judged by; give more text"),
+    ({"scored": 0}, "scored=0 is not valid"),
+    ({"scored": TARGET}, "scored=256 is not valid; it must be below target_length=256"),
     ({"samples": 0}, "samples=0 is not valid"),
     ({"population": 2}, "population=2 is not valid.*at least 4"),
     ({"iterations": 1.5}, "iterations=1.5 is not valid"),

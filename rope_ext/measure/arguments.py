@@ -35,15 +35,15 @@ def parse_lengths(text: str | Iterable[str], option: str = "--lengths") -> tuple
     return tuple(lengths)
 
 
-def parse_length(text: str) -> int:
+def parse_length(text: str, option: str = "--length") -> int:
     """One length, as :func:`parse_lengths` reads it.
 
     Raises:
         OptionError: it is none, or more than one.
     """
-    lengths = parse_lengths(text, "--length")
+    lengths = parse_lengths(text, option)
     if len(lengths) != 1:
-        raise OptionError(f"--length {text!r} is not one length; give it as 32768 or 32k")
+        raise OptionError(f"{option} {text!r} is not one length; give it as 32768 or 32k")
     return lengths[0]
 
 

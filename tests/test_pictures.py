@@ -16,8 +16,8 @@ from transformers import LlamaConfig
 
 import rope_ext
 from rope_ext import pictures
+from rope_ext.curves import decay_at, frequencies, largest_angles, used_distances
 from rope_ext.methods import Method, Rope
-from rope_ext.pictures import decay_at, frequencies, largest_angles, used_distances
 
 ROPE = Rope.geometric(10000, 16, 128)  # 8 pairs; the first 3 turn fully: 128, 40.5, 12.8, 4.05
 model = functools.cache(tiny_llama)

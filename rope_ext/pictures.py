@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,21 +15,90 @@ from rope_ext.advice import model_of, require_length
 from rope_ext.discovery import text_decoder
 from rope_ext.drawing import bare, figure_of, require_matplotlib
 from rope_ext.errors import OptionError, nearest
+from rope_ext.measure import models
+from rope_ext.measure.attention import (
+    QUERIES,
+    Resultants,
+    Shares,
+    by_distance,
+    choose_windows,
+    octaves,
+    resultants,
+)
+from rope_ext.measure.perplexity import Windows
 from rope_ext.methods import FrequencyMethod, Method, PositionMethod, Rope
-from rope_ext.panels import Lines, angles, decay, distances, spectrum
-from rope_ext.patching import first_site, refuse_scaled
+from rope_ext.panels import (
+    TRAINED,
+    Lines,
+    angles,
+    attention,
+    decay,
+    distances,
+    spectrum,
+    weighted_decay,
+)
+from rope_ext.patching import first_site, patched, refuse_scaled
 from rope_ext.records import option_texts
 
 _CHARACTERS = 150  # that fit into a line of the legend
+_STRETCH = 4096  # tokens of text at a time for mean queries and keys, or the trained length
 
 
-KINDS: dict[str, tuple[Callable[[Any, Rope, Lines, int], None], type[Method], str]] = {
-    "spectrum": (spectrum, FrequencyMethod, "frequency of every rotary pair"),
-    "angles": (angles, Method, "largest angle of every rotary pair"),
-    "decay": (decay, Method, "long-range decay, q\u00b7k of vectors of ones"),
-    "distances": (distances, PositionMethod, "distances in use"),
+def _resultants(
+    model: nn.Module, rope: Rope, methods: Lines, text: Windows, length: int, compose: bool
+) -> Resultants:
+    return resultants(model, text.at(length))
+
+
+def _shares(
+    model: nn.Module, rope: Rope, methods: Lines, text: Windows, length: int, compose: bool
+) -> dict[str, Shares]:
+    """By label; and of the unpatched model within its trained length."""
+    edges, found = octaves(rope.length, length), {}
+    for label, method in methods.items():
+        under = nullcontext() if method is None else patched(model, method, compose=compose)
+        with under:
+            found[label] = by_distance(model, text.at(length), edges)
+    if rope.length < length:
+        inner = edges[: edges.index(rope.length) + 1]
+        found[TRAINED] = by_distance(model, text.at(rope.length), inner)
+    return found
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A picture.
+
+    Args:
+        draw: takes axes, the trained embedding, lines, the length, and what was measured.
+        shows: the methods that it can show.
+        title: what is in it.
+        measure: what it needs of a model with weights, over a text; None: nothing.
+        stretch: the tokens of text that this takes at a time, of the trained length and ``length``.
+    """
+
+    draw: Callable[..., None]
+    shows: type[Method]
+    title: str
+    measure: Callable[..., Any] | None = None
+    stretch: Callable[[int, int], int] = lambda trained, length: length
+
+
+KINDS = {
+    "spectrum": Kind(spectrum, FrequencyMethod, "frequency of every rotary pair"),
+    "angles": Kind(angles, Method, "largest angle of every rotary pair"),
+    "decay": Kind(decay, Method, "long-range decay, q\u00b7k of vectors of ones"),
+    "distances": Kind(distances, PositionMethod, "distances in use"),
+    "weighted-decay": Kind(
+        weighted_decay,
+        Method,
+        "long-range decay of its mean queries and keys",
+        _resultants,
+        lambda trained, length: min(trained, _STRETCH),
+    ),
+    "attention": Kind(attention, Method, f"attention of the last {QUERIES} tokens", _shares),
 }
-"""Of each picture: what draws it, the methods that it can show, and what is in its title."""
+"""The pictures by name."""
 
 
 def draw(
@@ -37,25 +108,36 @@ def draw(
     path: Path,
     length: int | None = None,
     compose: bool = False,
+    text: Sequence[Path | str] | None = None,
+    windows: int = 4,
+    device: str = "auto",
+    tokenizer: Any = None,
 ) -> None:
     """One picture of several methods as a PNG.
 
-    Of a model with sliding layers, the frequencies of its other layers are drawn.
+    Of a model with sliding layers, the others are drawn.
 
     Args:
         kind: ``spectrum`` of frequencies, largest ``angles`` against those of training, ``decay``
-            of q.k by distance, ``distances`` that position methods use in place of the real ones.
-        model: loaded and unpatched, or a configuration, folder or Hub id; not changed.
-        methods: any for angles and decay, frequency methods for spectrum, position methods for
-            distances.
+            of q.k by distance, ``distances`` that position methods use in place of the real ones;
+            with the model's weights over a text, ``weighted-decay`` of its own mean queries and
+            keys (:class:`rope_ext.measure.attention.Resultants`) and ``attention`` by distance.
+        model: loaded and unpatched, or a configuration, folder or Hub id; not changed. Weights are
+            read for the last two kinds only.
+        methods: frequency methods for spectrum, position methods for distances, else any.
         path: of the PNG.
         length: tokens; by default, the longest that the methods reach.
         compose: draw frequency methods on top of a checkpoint that is scaled already.
+        text: files, folders or data sets; by default, Python's own library.
+        windows: stretches of text, at most.
+        device: for weights that are read here.
+        tokenizer: of a loaded model, for the last two kinds.
 
     Raises:
         OptionError: an unknown kind, a method that it cannot show, a path or length of no use, or
-            options that do not go with the model.
-        MeasureError: matplotlib is not installed, or the configuration cannot be loaded.
+            options that do not go with the model or the kind.
+        MeasureError: matplotlib is not installed, the configuration, weights or text cannot be
+            loaded, or the text is too short.
         AlreadyPatchedError: the model carries a patch.
         NoRopeError, UnsupportedModelError, AlreadyScaledError: as :func:`rope_ext.patch`.
     """
@@ -64,13 +146,17 @@ def draw(
         raise OptionError(
             f"unknown picture {kind!r}{nearest(kind, KINDS) or '.'} Pictures: {', '.join(KINDS)}"
         )
-    drawn, shown, title = KINDS[kind]
+    picture = KINDS[kind]
     for method in methods:
-        if not isinstance(method, shown):
+        if not isinstance(method, picture.shows):
             raise OptionError(_cure(kind, method))
     if path.suffix.lower() != ".png" or not path.parent.is_dir():
         raise OptionError(f"cannot write {path}; give a .png file in a folder that exists")
     require_matplotlib()
+    if picture.measure is None and text is not None:
+        raise OptionError(
+            f"{kind} reads no text; draw weighted-decay or attention, or leave the text out"
+        )
     built = model_of(model)
     decoder, site = text_decoder(built), first_site(built)
     rope, lines = site.rope, {"unpatched": None}
@@ -83,14 +169,24 @@ def draw(
     if length is None:
         length = max([rope.length, *(method.target_length(rope) for method in methods)])
     require_length("length", length)
+    measured = []
+    if picture.measure is not None:
+        tokenizer, stretch = (
+            tokenizer or _tokenizer(kind, model),
+            picture.stretch(rope.length, length),
+        )
+        chosen = choose_windows(tokenizer, text or (), stretch, windows)
+        read = isinstance(model, (str, Path))
+        loaded = models.load_model(str(model), device=device) if read else built
+        measured = [picture.measure(loaded, rope, lines, chosen, stretch, compose)]
 
     figure = figure_of(9.5, 4.8)
     axes = figure.subplots()
-    drawn(axes, rope, lines, length)
+    picture.draw(axes, rope, lines, length, *measured)
     bare(axes)
     name = Path(model).name if isinstance(model, (str, Path)) else type(decoder).__name__
     by = f", factor {factors[0]:g}" if len(factors) == 1 else ""
-    axes.set_title(f"{name} at {length} tokens{by}: {title}", loc="left", fontsize=11)
+    axes.set_title(f"{name} at {length} tokens{by}: {picture.title}", loc="left", fontsize=11)
     handles, labels = axes.get_legend_handles_labels()
     columns = max(1, min(4, _CHARACTERS // (8 + max(map(len, labels)))))
     figure.legend(handles, labels, loc="outside lower center", ncols=columns, fontsize=8.5,
@@ -99,6 +195,14 @@ def draw(
         figure.savefig(path, dpi=130)
     except OSError as error:
         raise OptionError(f"cannot write {path} ({error}); give another file") from error
+
+
+def _tokenizer(kind: str, model: Any) -> Any:
+    if isinstance(model, (str, Path)):
+        return models.load_tokenizer(str(model))
+    if isinstance(model, nn.Module):
+        raise OptionError(f"{kind} reads a text; give tokenizer=, or a folder instead of a model")
+    raise OptionError(f"{kind} needs weights; give a model, folder or Hub id, not a configuration")
 
 
 def _label(method: Method, factor: bool) -> str:

@@ -14,7 +14,7 @@ import rope_ext
 from eval.zoo import tiny_model
 from rope_ext.discovery import find_sites, text_decoder
 from rope_ext.measure import attention
-from rope_ext.measure.attention import FIRST, by_distance, octaves, resultants
+from rope_ext.measure.attention import FIRST, by_distance, evenly, octaves, resultants
 
 TOKENS = 90
 EDGES = (0, 1, 2, 4, 8, 16, 32, 64, 90)
@@ -63,9 +63,9 @@ def assert_alike(found: list[list[float]], wanted: list[list[float]]) -> None:
 
 
 @pytest.mark.parametrize("method", [None, "yarn", "dynamic_ntk"])
-@pytest.mark.parametrize("kind", ["llama", "cohere", "gpt_neox", "phi3"])
+@pytest.mark.parametrize("kind", ["llama", "cohere", "gpt_neox", "phi3", "diffllama"])
 def test_attention_is_what_transformers_returns(kind: str, method: str | None, row) -> None:
-    model = FAMILIES[kind].model()
+    model = tiny_model(kind)  # a layer of diffllama attends twice
     if method:
         rope_ext.patch(model, method, factor=4)
     model.set_attn_implementation("eager")
@@ -113,6 +113,13 @@ def test_even_attention_by_hand() -> None:
     assert seen.shares[0].tolist() == pytest.approx([itself, before, two, four, 0])
     first = (4 + sum(4 / (n + 1) for n in range(4, 10))) / 10
     assert seen.first.tolist() == pytest.approx([first])
+    assert evenly(seen.edges).tolist() == pytest.approx([itself, before, two, four, 0])
+
+
+def test_even_attention_is_what_a_model_without_queries_gives(row) -> None:
+    model = tiny_llama(num_hidden_layers=1)
+    nn.init.zeros_(model.model.layers[0].self_attn.q_proj.weight)
+    assert_alike(by_distance(model, [row], EDGES).shares.tolist(), [evenly(EDGES).tolist()])
 
 
 def test_rows_are_averaged_and_everything_adds_up(row) -> None:

@@ -15,12 +15,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from rope_ext.discovery import find_sites, sees_window, text_config, text_decoder
+from rope_ext.discovery import sees_window, text_config, text_decoder
 from rope_ext.errors import UnsupportedModelError
 from rope_ext.heads import find_heads
-from rope_ext.measure.perplexity import Perplexity
+from rope_ext.measure.perplexity import Perplexity, Windows
 from rope_ext.measure.prompts import Frame
-from rope_ext.patching import chosen_sites
+from rope_ext.patching import first_site
 from rope_ext.position.function import Dense, watched
 
 FIRST = 4
@@ -81,21 +81,28 @@ class Resultants:
         return self.weights.real @ angles.cos() - self.weights.imag @ angles.sin()
 
 
-def windows(tokenizer: Any, text: Sequence[Path | str], length: int, count: int) -> list[Row]:
-    """Up to ``count`` stretches of ``length`` tokens, as ``Perplexity`` chooses them.
+def choose_windows(tokenizer: Any, text: Sequence[Path | str], length: int, count: int) -> Windows:
+    """Up to ``count`` stretches of ``length`` tokens, as :class:`Perplexity` chooses them.
 
     Raises:
         MeasureError: a text is missing, unreadable or too short.
         OptionError: ``count`` or ``length`` is of no use.
     """
-    chosen = Perplexity.of(text, windows=count).choose(Frame.of(tokenizer, "no"), (length,), 0)
-    return chosen.at(length)
+    return Perplexity.of(text, windows=count).choose(Frame.of(tokenizer, "no"), (length,), seed=0)
 
 
 def octaves(trained: int, length: int) -> tuple[int, ...]:
     """Edges of octaves of distance up to ``length``, one of them at the trained length."""
     octaves = {round(trained * 2.0**k) for k in range(-trained.bit_length(), length.bit_length())}
     return tuple(sorted({0, 1, length} | {edge for edge in octaves if 0 < edge < length}))
+
+
+def evenly(edges: Sequence[int]) -> torch.Tensor:
+    """The shares of attention that gives every token the same, float64, ``[bins]``."""
+    tokens = edges[-1]
+    reach = torch.arange(max(0, tokens - QUERIES), tokens, dtype=torch.float64).unsqueeze(1) + 1
+    keys = torch.minimum(torch.tensor(edges), (reach - FIRST).clamp(min=0)).diff()
+    return (keys / reach).mean(0)
 
 
 def by_distance(model: nn.Module, rows: Sequence[Row], edges: Sequence[int]) -> Shares:
@@ -111,11 +118,12 @@ def by_distance(model: nn.Module, rows: Sequence[Row], edges: Sequence[int]) -> 
     Raises:
         UnsupportedModelError: its layers do not go through transformers' attention interface.
     """
-    sums: dict[nn.Module, torch.Tensor] = {}
+    layers: dict[nn.Module, list[torch.Tensor]] = {}
     inner = torch.tensor(edges[1:-1])
 
     def look(module: nn.Module, dense: Dense) -> None:
-        total = sums.setdefault(module, torch.zeros(len(edges), dtype=torch.float64))
+        total = torch.zeros(len(edges), dtype=torch.float64)
+        layers.setdefault(module, []).append(total)
         heads, tokens = dense.query.shape[1:3]
         places, size = torch.arange(tokens), max(1, _NUMBERS // (heads * tokens))
         first = max(0, tokens - QUERIES)
@@ -129,7 +137,7 @@ def by_distance(model: nn.Module, rows: Sequence[Row], edges: Sequence[int]) -> 
             total[-1] += (len(given) / (tokens - first)) - given.sum()  # what learned sinks take
 
     _show(model, rows, look)
-    shares = torch.stack(list(sums.values())) / len(rows)
+    shares = torch.stack([torch.stack(calls).mean(0) for calls in layers.values()])
     return Shares(tuple(edges), shares[:, :-1], shares[:, -1])
 
 
@@ -143,8 +151,7 @@ def resultants(model: nn.Module, rows: Sequence[Row]) -> Resultants:
     Raises:
         UnsupportedModelError: where the rotary pairs lie in its layers cannot be proven.
     """
-    decoder = text_decoder(model)
-    site = chosen_sites(decoder, find_sites(decoder), "auto")[0]
+    decoder, site = text_decoder(model), first_site(model)
     try:
         heads = find_heads(decoder, [site])
     except UnsupportedModelError as error:
@@ -152,7 +159,7 @@ def resultants(model: nn.Module, rows: Sequence[Row]) -> Resultants:
             f"{type(decoder).__name__}: where rotary pairs lie in its attention layers cannot be "
             f"proven, so its own weights cannot be read; draw decay instead, which needs none"
         ) from error
-    found: dict[nn.Module, list[Any]] = {}
+    layers: dict[nn.Module, list[tuple[torch.Tensor, ...]]] = {}
 
     def look(module: nn.Module, dense: Dense) -> None:
         head = heads.get(module)
@@ -160,19 +167,19 @@ def resultants(model: nn.Module, rows: Sequence[Row]) -> Resultants:
             return
         theta = site.loaded.double()[head.pair]
         turned = torch.arange(dense.query.shape[2]).unsqueeze(-1) * theta
-        sums = []
+        means = []
         for x in (dense.query[0] * dense.common["scale"], dense.key[0]):
             x = x.cpu().double()
             pairs = torch.complex(x[..., head.pairs.first], x[..., head.pairs.second])
             pairs = (pairs * torch.exp(-1j * turned))[:, FIRST:]
-            sums += [pairs.mean(1), pairs.abs().square().sum(-1).sqrt().mean(1)]
-        before = found.get(module, [0] * len(sums))
-        found[module] = [a + b for a, b in zip(before, sums, strict=True)]
+            means += [pairs.mean(1), pairs.abs().square().sum(-1).sqrt().mean(1)]
+        layers.setdefault(module, []).append(tuple(means))
 
     _show(model, rows, look)
     weights, lengths = [], []
-    for module, sums in found.items():
-        query, of_query, key, of_key = (part / len(rows) for part in sums)
+    for module, calls in layers.items():
+        means = (torch.stack(part).mean(0) for part in zip(*calls, strict=True))
+        query, of_query, key, of_key = means
         groups = len(query) // len(key)
         key, of_key = (part.repeat_interleave(groups, 0) for part in (key, of_key))
         made = torch.zeros(len(query), len(site.loaded), dtype=torch.complex128)
@@ -189,6 +196,7 @@ def _show(model: nn.Module, rows: Sequence[Row], look: Callable[[nn.Module, Dens
         UnsupportedModelError: there is none to be seen.
     """
     decoder, seen = text_decoder(model), False
+    training = decoder.training
 
     def shown(module: nn.Module, dense: Dense, window: int | None) -> None:
         nonlocal seen
@@ -198,13 +206,16 @@ def _show(model: nn.Module, rows: Sequence[Row], look: Callable[[nn.Module, Dens
             look(module, dense)
 
     cause = None
-    with watched(decoder, shown):
-        for row in rows:
-            try:
+    try:
+        with watched(decoder.eval(), shown):
+            for row in rows:
                 decoder(input_ids=torch.tensor([row], device=model.device), use_cache=False)
-            except (TypeError, AttributeError, IndexError) as error:  # for want of a real mask
-                seen, cause = False, error
-                break
+    except torch.OutOfMemoryError:
+        raise
+    except (TypeError, AttributeError, IndexError, RuntimeError) as error:  # no real mask
+        seen, cause = False, error
+    finally:
+        decoder.train(training)
     if not seen:
         why = "" if cause is None else f" ({cause})"
         raise UnsupportedModelError(

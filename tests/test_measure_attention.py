@@ -15,6 +15,7 @@ from eval.zoo import tiny_model
 from rope_ext.discovery import find_sites, text_decoder
 from rope_ext.measure import attention
 from rope_ext.measure.attention import FIRST, by_distance, evenly, octaves, resultants
+from rope_ext.position.function import Dense, watched
 
 TOKENS = 90
 EDGES = (0, 1, 2, 4, 8, 16, 32, 64, 90)
@@ -100,6 +101,23 @@ def test_layers_with_a_window_are_left_out(kind: str, name: str | None, row) -> 
     right = counted(layers[1])
     right[-1] += 1 - sum(right)
     assert_alike(looked(model, row), [right])
+
+
+@pytest.mark.parametrize("name", [None, "rerope"])
+def test_weights_of_some_queries_are_rows_of_all(name: str | None, row) -> None:
+    model = FAMILIES["gemma2"].model()  # the mask of its first layer shows a window
+    if name:
+        patch(model, name)
+    seen = []
+
+    def look(module: nn.Module, dense: Dense, window: int | None) -> None:
+        some, everything = (dense.weights(queries)[0] for queries in (slice(50, 60), slice(None)))
+        torch.testing.assert_close(some, everything[:, 50:60], **EXACT)
+        seen.append(int((everything[0] > 0).sum(1).max()))
+
+    with torch.no_grad(), watched(text_decoder(model), look):
+        model(torch.tensor([row]), use_cache=False)
+    assert seen == [16, TOKENS]
 
 
 def test_even_attention_by_hand() -> None:

@@ -149,7 +149,8 @@ def resultants(model: nn.Module, rows: Sequence[Row]) -> Resultants:
         rows: token ids, no more than the trained length.
 
     Raises:
-        UnsupportedModelError: where the rotary pairs lie in its layers cannot be proven.
+        UnsupportedModelError: where the rotary pairs lie in its layers cannot be proven, or they
+            see a window only.
     """
     decoder, site = text_decoder(model), first_site(model)
     try:
@@ -176,6 +177,11 @@ def resultants(model: nn.Module, rows: Sequence[Row]) -> Resultants:
         layers.setdefault(module, []).append(tuple(means))
 
     _show(model, rows, look)
+    if not layers:
+        raise UnsupportedModelError(
+            f"{type(decoder).__name__}: every layer with a rotary embedding sees a limited window "
+            f"only, so there are no long distances in them; draw attention instead"
+        )
     weights, lengths = [], []
     for module, calls in layers.items():
         means = (torch.stack(part).mean(0) for part in zip(*calls, strict=True))

@@ -17,6 +17,7 @@ from rope_ext.methods import Method, Rope
 _POINTS = 4096  # of a line by distance: more would not be seen
 _MARKS = 12  # markers on a line
 _BINS = 4  # of distances, to an octave
+_TICKS = 18  # with a number each; of more, every other one has
 _MET: dict[str, Any] = {"color": "#dfe8dc", "linewidth": 0, "zorder": 0}
 
 TRAINED = "within the trained length"
@@ -119,6 +120,8 @@ def attention(
     axes.set(xscale="log", xlim=(borders[0], borders[-1]), xlabel="distance, tokens")
     axes.set_ylabel("share of attention between two marks,\nmean over layers and heads")
     axes.set_xticks(borders, [str(edge) for edge in edges])
+    for tick in axes.get_xticklabels()[len(edges) % 2 :: 2] if len(edges) > _TICKS else ():
+        tick.set_visible(False)
     axes.minorticks_off()
     axes.yaxis.set_major_formatter(ticker().PercentFormatter(1, decimals=0))
     mark_trained(axes, [rope.length], length)

@@ -152,14 +152,14 @@ def _attend(
     common = {"scale": scale, "softcap": softcap, "sinks": s_aux}
     if layer is None or layer.head is None:
         mask = attention_mask.dense if isinstance(attention_mask, Plan) else attention_mask
-        dense = _unmapped(query, key, mask, common)
         if look is not None:
-            look(module, dense, kwargs.get("sliding_window"))
+            look(module, _unmapped(query, key, mask, common), kwargs.get("sliding_window"))
         if softcap is None and s_aux is None:
             return sdpa_attention_forward(
                 module, query, key, value, mask, dropout=dropout, scaling=scaling, **kwargs
             )
-        return dense.attend(value).transpose(1, 2).contiguous(), None
+        out = _unmapped(query, key, mask, common).attend(value)
+        return out.transpose(1, 2).contiguous(), None
     mapping = layer.mapping
     plan = _plan(mapping, attention_mask)
     if dropout:

@@ -207,7 +207,7 @@ def search(
         _check(name, value, 1)
     for name, value in (("mutations", mutations), ("crossovers", crossovers)):
         _check(name, value, 0)
-    if not 0 < mutation_probability <= 1:
+    if not isinstance(mutation_probability, (int, float)) or not 0 < mutation_probability <= 1:
         raise OptionError(
             f"mutation_probability={mutation_probability!r} is not valid; it must be above 0 and "
             f"at most 1"

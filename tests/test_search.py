@@ -244,6 +244,7 @@ BAD = [
     ({"population": 2}, "population=2 is not valid.*at least 4"),
     ({"iterations": 1.5}, "iterations=1.5 is not valid"),
     ({"mutation_probability": 0}, "mutation_probability=0 is not valid"),
+    ({"mutation_probability": "0.3"}, "mutation_probability='0.3' is not valid"),
     ({"start_tokens": ()}, "start_tokens is empty"),
     ({"start_tokens": (0, -1)}, "start_tokens=-1 is not valid"),
     ({"attention_factor": 0}, "attention_factor=0 is not valid"),

@@ -15,6 +15,9 @@ VERSION = 1
 FIELD = "rope_ext"
 """Field of a configuration that holds a record."""
 
+EXPERTS = "experts_implementation"
+"""Field of a saved configuration that transformers keeps under another name once it is read."""
+
 ARGUMENTS: Mapping[str, Any] = MappingProxyType(
     {
         "frequency": None,
@@ -121,12 +124,14 @@ class Record:
 
     def restore(self, config: Any) -> None:
         """Give ``config``, saved under the patch, the values from before it."""
+        delattr(config, FIELD)
         for name, value in self.config.items():
-            if value is not None:
+            if name == EXPERTS:
+                config._experts_implementation = value
+            elif value is not None:
                 setattr(config, name, copy.deepcopy(value))
             elif hasattr(config, name):
                 delattr(config, name)
-        delattr(config, FIELD)
 
     def same(self, other: Record) -> bool:
         """Whether both make the same of the same model."""

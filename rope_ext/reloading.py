@@ -12,8 +12,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 from transformers.utils import cached_file, find_adapter_config_file
 
 from rope_ext import persistence
@@ -183,8 +184,8 @@ def from_pretrained(
             with ``rope_ext.json`` beside it, such as a trainer's checkpoint.
         base: of an adapter, if not the model that its ``adapter_config.json`` names.
         is_trainable: whether the adapter can be trained on.
-        **kwargs: of ``AutoModelForCausalLM.from_pretrained``: ``dtype``, ``device_map``, ...;
-            changes of the configuration as a ``config``.
+        **kwargs: of ``from_pretrained`` of the class that was saved: ``dtype``, ``device_map``,
+            ...; changes of the configuration as a ``config``.
 
     Returns:
         The model in evaluation mode, whose logits are those of the one that was saved. Patches
@@ -227,8 +228,9 @@ def from_pretrained(
             kwargs["revision"] = named["revision"]
     if not base:
         raise AdapterError(f"the adapter in {path} does not name its base model; pass base=")
+    mapping = named.get("auto_mapping") or {}  # there if no task was named
     try:
-        model, _ = _load(str(base), kwargs)
+        model, _ = _load(str(base), kwargs, mapping.get("base_model_class", "AutoModelForCausalLM"))
     except OSError as error:
         raise AdapterError(
             f"the base model {str(base)!r} of the adapter in {path} cannot be loaded ({error}); "
@@ -250,22 +252,35 @@ def read_sidecar(directory: str, **kwargs: Any) -> Sidecar | None:
     return None if path is None else Sidecar.read(path)
 
 
-def _load(path: str, kwargs: dict[str, Any]) -> tuple[Any, Record | None]:
-    """The unpatched model, and the patch it was saved under if its configuration tells one."""
+def _load(path: str, kwargs: dict[str, Any], name: str | None = None) -> tuple[Any, Record | None]:
+    """The unpatched model, and the patch it was saved under if its configuration tells one.
+
+    Args:
+        path, kwargs: of ``from_pretrained``.
+        name: of the model's class in transformers; None for the one that was saved.
+    """
     config = copy.deepcopy(kwargs.get("config"))
-    if config is None:
+    if not isinstance(config, PreTrainedConfig):
         names = (*_OF_HUB, "code_revision", "trust_remote_code")
         given = {name: kwargs[name] for name in names if name in kwargs}
         # It may hold a rope_type that is there to be refused by plain transformers.
         with persistence.quieted(logging.getLogger("transformers"), logging.ERROR):
-            config = AutoConfig.from_pretrained(path, **given)
+            config = AutoConfig.from_pretrained(config or path, **given)
     text = config.get_text_config(decoder=True)
-    if not hasattr(text, FIELD):
-        return AutoModelForCausalLM.from_pretrained(path, **kwargs), None
-    record = Record.from_json(getattr(text, FIELD), f"config.json of {path}")
-    record.restore(text)  # before the rotary modules are built from it
-    kwargs = {**kwargs, "config": config}
-    return AutoModelForCausalLM.from_pretrained(path, **kwargs), record
+    record = None
+    if hasattr(text, FIELD):
+        record = Record.from_json(getattr(text, FIELD), f"config.json of {path}")
+        if record.plain:
+            record = None  # in force, since the configuration says all of it
+    if record is not None:
+        record.restore(text)  # before the rotary modules are built from it
+        kwargs = {**kwargs, "config": config}
+    if name is None:
+        name = next(iter(config.architectures or ()), None)
+    cls = getattr(transformers, name or "", None)
+    if cls is None or hasattr(config, "auto_map"):  # its code lies beside the weights
+        cls = AutoModelForCausalLM
+    return cls.from_pretrained(path, **kwargs), record
 
 
 def _patch(model: Any, record: Record) -> None:

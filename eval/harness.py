@@ -30,9 +30,10 @@ from rope_ext import OptionError
 from rope_ext.errors import MeasureError
 from rope_ext.measure import models
 from rope_ext.measure.arguments import parse_options
-from rope_ext.measure.run import beyond, checked_methods, dump, patched, reach, versions
+from rope_ext.measure.run import beyond, checked_methods, patched, versions
 from rope_ext.measure.summary import UNPATCHED
-from rope_ext.measure.terminal import clean_errors, quiet, tell
+from rope_ext.measure.terminal import tell
+from rope_ext.methods import reach
 
 
 def parser() -> argparse.ArgumentParser:
@@ -169,15 +170,7 @@ def show(data: dict[str, Any]) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run from the command line."""
-    args = parser().parse_args(arguments)
-    with clean_errors():
-        quiet()
-        data = evaluate(args)
-        show(data)
-        args.output.mkdir(parents=True, exist_ok=True)
-        path = args.output / "harness.json"
-        path.write_text(dump(data), encoding="utf-8")
-        tell(f"wrote {path}")
+    options.run(parser().parse_args(arguments), evaluate, show, "harness.json")
 
 
 if __name__ == "__main__":

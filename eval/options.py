@@ -5,12 +5,13 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 from rope_ext import OptionError
-from rope_ext.measure.arguments import parse_lengths, parse_options, split
+from rope_ext.measure.arguments import parse_length, parse_lengths, parse_options, split
 from rope_ext.measure.models import DTYPES
-from rope_ext.measure.run import Settings, Task
-from rope_ext.measure.terminal import clean_errors, evaluate
+from rope_ext.measure.run import Settings, Task, dump
+from rope_ext.measure.terminal import clean_errors, evaluate, quiet, tell
 
 METHOD_HELP = "names, comma between, or repeat; 'none'; 'adapter': what it was trained under"
 FORCE_HELP = "measure lengths beyond what a method reaches, an adapter under another method"
@@ -89,8 +90,7 @@ def settings(args: argparse.Namespace) -> Settings:
 
 def tokens(text: str) -> int:
     """``1k`` as 1024, for options that are one number of tokens."""
-    [count] = parse_lengths(text)
-    return count
+    return parse_length(text)
 
 
 def only_model(args: argparse.Namespace) -> str:
@@ -162,3 +162,27 @@ def main(args: argparse.Namespace, tasks: Callable[[argparse.Namespace], Sequenc
     """
     with clean_errors():
         evaluate(settings(args), tasks(args))
+
+
+def run(
+    args: argparse.Namespace,
+    measure: Callable[[argparse.Namespace], dict[str, Any]],
+    show: Callable[[dict[str, Any]], None],
+    name: str,
+) -> None:
+    """As ``main``, for what measures by itself: print, and write JSON.
+
+    Args:
+        args: from ``bare``.
+        measure: called with ``args`` for the data.
+        show: prints them.
+        name: of the file in ``--output``.
+    """
+    with clean_errors():
+        quiet()
+        data = measure(args)
+        show(data)
+        args.output.mkdir(parents=True, exist_ok=True)
+        path = args.output / name
+        path.write_text(dump(data), encoding="utf-8")
+        tell(f"wrote {path}")

@@ -29,8 +29,7 @@ from eval import options
 from rope_ext.measure import models
 from rope_ext.measure.arguments import parse_lengths, parse_options
 from rope_ext.measure.cases import require_positive
-from rope_ext.measure.run import checked_methods, dump, versions
-from rope_ext.measure.terminal import clean_errors, quiet, tell
+from rope_ext.measure.run import checked_methods, versions
 
 EACH_KIND = {
     "yarn": {"method": "yarn"},
@@ -169,15 +168,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = options.bare(__doc__, "runs/speed")
     parser.add_argument("--lengths", action="append", required=True, help="tokens, such as 2k,8k")
     parser.add_argument("--rounds", type=int, default=15, help="runs of each")
-    args = parser.parse_args(arguments)
-    with clean_errors():
-        quiet()
-        data = evaluate(args)
-        show(data)
-        args.output.mkdir(parents=True, exist_ok=True)
-        path = args.output / "speed.json"
-        path.write_text(dump(data), encoding="utf-8")
-        tell(f"wrote {path}")
+    options.run(parser.parse_args(arguments), evaluate, show, "speed.json")
 
 
 if __name__ == "__main__":

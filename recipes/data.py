@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from datasets import Dataset, Features, IterableDataset, List, Value
 
-from rope_ext.errors import RopeExtError
+from rope_ext.errors import RopeExtError, first_line
 from rope_ext.measure.prompts import beginning
 from rope_ext.measure.text import python_library
 
@@ -64,10 +64,9 @@ def documents(
     except DataError:
         raise
     except Exception as error:  # datasets raises those of every format and file system
-        reason = str(error).strip().split("\n", 1)[0].rstrip(".")
         raise DataError(
-            f"cannot read the data {name!r} ({reason}); give --dataset an existing file or folder, "
-            f"the id of a data set of the Hub, or {PYTHON_LIBRARY}"
+            f"cannot read the data {name!r} ({first_line(error)}); give --dataset an existing file "
+            f"or folder, the id of a data set of the Hub, or {PYTHON_LIBRARY}"
         ) from error
     if first is None:
         raise DataError(f"the data {name!r} are empty; give --dataset others")

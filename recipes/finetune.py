@@ -12,7 +12,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import json
-import math
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -45,8 +44,9 @@ from recipes.settings import (
     method_of,
     parse,
 )
-from rope_ext.errors import OptionError, RopeExtError
+from rope_ext.errors import OptionError, RopeExtError, first_line
 from rope_ext.measure.models import load_config, load_tokenizer
+from rope_ext.methods import reach
 
 
 @dataclass(frozen=True)
@@ -81,7 +81,8 @@ def check(recipe: Recipe, args: TrainingArguments) -> Plan:
         document_masking=recipe.document_masking,
         length=recipe.length,
     )
-    trained, target = lengths(recipe, _bare(recipe, config, meta=True))
+    model = _bare(recipe, config, meta=True)
+    trained, target = lengths(recipe, model)
     if recipe.pose_chunks and recipe.length >= target:
         raise OptionError(
             f"--length {recipe.length} leaves PoSE nothing to skip: the target is {target} tokens; "
@@ -93,7 +94,7 @@ def check(recipe: Recipe, args: TrainingArguments) -> Plan:
             f"most the target of {target}; give --pose_chunks 2 to train on short rows, or "
             f"another --length or --factor"
         )
-    model = build(recipe, config, meta=True)  # what can be refused without weights is refused
+    model = _extend(recipe, model, meta=True)  # what can be refused without weights is refused
     if recipe.chunked_loss:
         # Some operators do not run without weights; then the first training step tells.
         with contextlib.suppress(RuntimeError):
@@ -123,7 +124,7 @@ def _bare(recipe: Recipe, config: Any, meta: bool) -> Any:
 def lengths(recipe: Recipe, model: Any) -> tuple[int, int]:
     """Trained and target length, of a model that is not patched yet."""
     trained = recipe.original_max_position_embeddings or rope_ext.describe(model).length
-    return trained, math.ceil(round(recipe.factor * trained, 6))
+    return trained, reach(recipe.factor, trained)
 
 
 def build(recipe: Recipe, config: Any, meta: bool = False) -> Any:
@@ -131,7 +132,10 @@ def build(recipe: Recipe, config: Any, meta: bool = False) -> Any:
 
     With ``meta`` it has no weights, and a position method is left out, which takes some.
     """
-    model = _bare(recipe, config, meta)
+    return _extend(recipe, _bare(recipe, config, meta), meta)
+
+
+def _extend(recipe: Recipe, model: Any, meta: bool) -> Any:
     method = method_of(recipe)
     if method is None:
         text = model.config.get_text_config(decoder=True)
@@ -174,7 +178,7 @@ def with_lora(model: Any, recipe: Recipe) -> Any:
             n.rsplit(".", 1)[-1] for n, m in model.named_modules() if hasattr(m, "in_features")
         }
         raise OptionError(
-            f"LoRA cannot be put on this model ({str(error).splitlines()[0]}); give --lora_target "
+            f"LoRA cannot be put on this model ({first_line(error)}); give --lora_target "
             f"some of {', '.join(sorted(linear))}"
         ) from error
     for parameter in model.parameters():

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,9 +17,9 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedConfig
 
-from rope_ext.describing import describe, wavelength_text
+from rope_ext.describing import describe, wavelength, wavelength_text
 from rope_ext.discovery import RotarySite, find_sites, text_config, text_decoder
-from rope_ext.errors import AlreadyPatchedError, OptionError, RopeExtError, UnsupportedModelError
+from rope_ext.errors import OptionError, RopeExtError, UnsupportedModelError
 from rope_ext.methods import (
     ABF,
     PI,
@@ -37,7 +36,7 @@ from rope_ext.methods import (
 )
 from rope_ext.methods.abf import bounded_length, smallest_base
 from rope_ext.methods.geometry import ChunkGap, Distance
-from rope_ext.patching import Patch, chosen_sites, current_patch, patched
+from rope_ext.patching import Patch, current_patch, first_site, patched
 from rope_ext.persistence import is_scaled
 from rope_ext.records import option_texts
 
@@ -207,11 +206,11 @@ class Diagnosis:
         for i in sorted(borders | {round(k * (len(pairs) - 1) / 4) for k in range(5)}):
             pair = pairs[i]
             line = (
-                f"    {i:>4} {_tokens(pair.wavelength_before):>12} {pair.rotations:>8.4g} "
+                f"    {i:>4} {wavelength_text(pair.wavelength_before):>12} {pair.rotations:>8.4g} "
                 f"{pair.trained_angle:>14.5g} {pair.angle_before:>10.5g}  {pair.before:<19}"
             )
             if patched:
-                line += f" {_tokens(pair.wavelength_after):>12} {pair.angle_after:>10.5g}"
+                line += f" {wavelength_text(pair.wavelength_after):>12} {pair.angle_after:>10.5g}"
                 line += f"  {pair.after}"
             lines.append(line.rstrip())
         return lines
@@ -244,12 +243,7 @@ def recommend(
     model = model_of(model_or_config)
     decoder = text_decoder(model)
     require_length("target_length", target_length)
-    if current_patch(model) is not None:
-        raise AlreadyPatchedError(
-            f"this model is patched with {current_patch(model).method}; call "
-            f"rope_ext.unpatch(model) first"
-        )
-    site = chosen_sites(decoder, find_sites(decoder), "auto")[0]
+    site = first_site(model)
     trained = site.rope.length
     if target_length <= trained:
         raise OptionError(
@@ -499,8 +493,8 @@ def _site(decoder: nn.Module, site: RotarySite, patch: Patch | None, length: int
     if inside and patch.frequencies is not None:
         frequencies = frequencies_at(rope, patch.frequencies, length)
     columns = (
-        _wavelengths(rope.inv_freq),
-        _wavelengths(frequencies),
+        [wavelength(f) for f in rope.inv_freq.tolist()],
+        [wavelength(f) for f in frequencies.tolist()],
         rope.rotations.tolist(),
         (rope.length * rope.inv_freq).tolist(),
         (before * rope.inv_freq).tolist(),
@@ -528,17 +522,9 @@ def _text(method: Method) -> str:
     return f"{method.name}({', '.join(option_texts(method))})"
 
 
-def _tokens(wavelength: float) -> str:
-    return wavelength_text(2 * math.pi / wavelength)
-
-
 def _window(config: Any) -> int | None:
     names = ("sliding_window", "attention_window_size", "attention_chunk_size")
     return next((w for w in (getattr(config, name, None) for name in names) if w), None)
-
-
-def _wavelengths(inv_freq: torch.Tensor) -> list[float]:
-    return [2 * math.pi / f if f else math.inf for f in inv_freq.tolist()]
 
 
 def distances_in_use(bands: tuple[Band, ...], length: int) -> float:

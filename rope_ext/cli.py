@@ -14,6 +14,9 @@ from rope_ext.measure.terminal import clean_errors, evaluate, quiet
 
 app = typer.Typer(no_args_is_help=True, add_completion=False)
 
+Model = Annotated[str, typer.Argument(help="Folder or Hub id.")]
+Factor = Annotated[float, typer.Option(help="How many times the trained length.")]
+PatchedWith = Annotated[str | None, typer.Option(help="Patch it with this method first.")]
 Option = Annotated[
     list[str] | None,
     typer.Option("--option", help="One option of one method, such as yarn.beta_fast=16; repeat."),
@@ -34,7 +37,7 @@ def compare(
     model: Annotated[str, typer.Option(help="Folder or Hub id of a causal language model.")],
     methods: Annotated[str, typer.Option(help="Names, comma between; see `rope-ext methods`.")],
     lengths: Annotated[str, typer.Option(help="Context lengths in tokens, such as 512,4k.")],
-    factor: Annotated[float, typer.Option(help="How many times the trained length.")] = 4.0,
+    factor: Factor = 4.0,
     text: Annotated[
         list[Path] | None,
         typer.Option(
@@ -94,9 +97,9 @@ def compare(
 
 @app.command()
 def describe(
-    model: Annotated[str, typer.Argument(help="Folder or Hub id.")],
-    method: Annotated[str | None, typer.Option(help="Patch it with this method first.")] = None,
-    factor: Annotated[float, typer.Option(help="How many times the trained length.")] = 4.0,
+    model: Model,
+    method: PatchedWith = None,
+    factor: Factor = 4.0,
     compose: Compose = False,
     option: Option = None,
 ) -> None:
@@ -125,10 +128,10 @@ def recommend(
 
 @app.command()
 def diagnose(
-    model: Annotated[str, typer.Argument(help="Folder or Hub id.")],
+    model: Model,
     length: Annotated[str, typer.Option(help="Context in tokens, such as 32k.")],
-    method: Annotated[str | None, typer.Option(help="Patch it with this method first.")] = None,
-    factor: Annotated[float, typer.Option(help="How many times the trained length.")] = 4.0,
+    method: PatchedWith = None,
+    factor: Factor = 4.0,
     compose: Compose = False,
     option: Option = None,
 ) -> None:
@@ -142,10 +145,10 @@ def diagnose(
 
 @app.command()
 def export(
-    model: Annotated[str, typer.Argument(help="Folder or Hub id.")],
+    model: Model,
     method: Annotated[str, typer.Option(help="Method of the patch to export.")],
     engine: Annotated[str, typer.Option(help="vllm, sglang, llama.cpp or transformers.")],
-    factor: Annotated[float, typer.Option(help="How many times the trained length.")] = 4.0,
+    factor: Factor = 4.0,
     compose: Compose = False,
     option: Option = None,
 ) -> None:
@@ -162,7 +165,7 @@ def plot(
     model: Annotated[str, typer.Argument(help="Folder or Hub id; no weights are read.")],
     method: Annotated[str, typer.Option(help="Names, comma between: one line for each.")],
     output: Annotated[Path, typer.Option(help="The picture, a .png file.")],
-    factor: Annotated[float, typer.Option(help="How many times the trained length.")] = 4.0,
+    factor: Factor = 4.0,
     length: Annotated[
         str | None,
         typer.Option(help="Context in tokens, such as 32k. Default: what the methods reach."),

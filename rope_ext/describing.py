@@ -94,15 +94,18 @@ def _spectrum(site: SiteDescription) -> list[str]:
     for i in sorted({round(k * (pairs - 1) / 4) for k in range(5)}):
         before, after = site.inv_freq_before[i], site.inv_freq_after[i]
         ratio = before / after if after else (1.0 if before == after else math.inf)
-        lines.append(
-            f"    {i:>4} {wavelength_text(before):>20} {wavelength_text(after):>17} {ratio:>20.4g}"
-        )
+        old, new = (wavelength_text(wavelength(f)) for f in (before, after))
+        lines.append(f"    {i:>4} {old:>20} {new:>17} {ratio:>20.4g}")
     return lines
 
 
-def wavelength_text(inv_freq: float) -> str:
-    """Tokens for one turn."""
-    return f"{2 * math.pi / inv_freq:.5g}" if inv_freq else "never turns"
+def wavelength(inv_freq: float) -> float:
+    """Tokens for one turn of a pair with that many radians per token."""
+    return 2 * math.pi / inv_freq if inv_freq else math.inf
+
+
+def wavelength_text(tokens: float) -> str:
+    return "never turns" if tokens == math.inf else f"{tokens:.5g}"
 
 
 def methods() -> list[MethodInfo]:

@@ -62,3 +62,8 @@ def nearest(word: str, known: Iterable[str]) -> str:
     """``"; did you mean 'a' or 'b'?"`` for the known words close to ``word``, else ``""``."""
     close = difflib.get_close_matches(word, list(known), n=2, cutoff=0.6)
     return f"; did you mean {' or '.join(map(repr, close))}?" if close else ""
+
+
+def first_line(error: Exception) -> str:
+    """What the error of another library says first, to quote within a sentence."""
+    return str(error).strip().split("\n", 1)[0].rstrip(".")

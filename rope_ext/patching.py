@@ -450,6 +450,22 @@ def chosen_sites(
     return chosen
 
 
+def first_site(model: nn.Module) -> RotarySite:
+    """The set of frequencies that ``patch`` would scale, the first of several.
+
+    Raises:
+        AlreadyPatchedError: the model carries a patch.
+        NoRopeError, UnsupportedModelError: as :func:`patch`.
+    """
+    there = current_patch(model)
+    if there is not None:
+        raise AlreadyPatchedError(
+            f"this model is patched with {there.method}; call rope_ext.unpatch(model) first"
+        )
+    decoder = text_decoder(model)
+    return chosen_sites(decoder, find_sites(decoder), "auto")[0]
+
+
 def refuse_scaled(
     decoder: nn.Module, site: RotarySite, method: FrequencyMethod, compose: bool
 ) -> None:

@@ -21,7 +21,7 @@ from rope_ext.advice import (
     model_of,
     require_length,
 )
-from rope_ext.discovery import find_sites, text_decoder
+from rope_ext.discovery import text_decoder
 from rope_ext.drawing import (
     UNPATCHED_STYLE,
     bare,
@@ -31,9 +31,9 @@ from rope_ext.drawing import (
     style_of,
     ticker,
 )
-from rope_ext.errors import AlreadyPatchedError, OptionError, nearest
+from rope_ext.errors import OptionError, nearest
 from rope_ext.methods import FrequencyMethod, Method, PositionMethod, Rope
-from rope_ext.patching import chosen_sites, current_patch, refuse_scaled
+from rope_ext.patching import first_site, refuse_scaled
 from rope_ext.records import option_texts
 
 _CHARACTERS = 150  # that fit into a line of the legend
@@ -222,13 +222,7 @@ def draw(
         raise OptionError(f"cannot write {path}; give a .png file in a folder that exists")
     require_matplotlib()
     built = model_of(model)
-    if current_patch(built) is not None:
-        raise AlreadyPatchedError(
-            f"this model is patched with {current_patch(built).method}; call "
-            f"rope_ext.unpatch(model) first"
-        )
-    decoder = text_decoder(built)
-    site = chosen_sites(decoder, find_sites(decoder), "auto")[0]
+    decoder, site = text_decoder(built), first_site(built)
     rope, lines = site.rope, {"unpatched": None}
     factors = sorted({float(method.factor) for method in methods})
     for method in methods:

@@ -11,7 +11,7 @@ from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from rope_ext import records
-from rope_ext.errors import MeasureError
+from rope_ext.errors import MeasureError, first_line
 from rope_ext.records import Record
 from rope_ext.reloading import read_sidecar
 
@@ -86,7 +86,7 @@ def _adapted(model: Any, adapter: str) -> Any:
 
 def _no_adapter(adapter: str, error: Exception) -> MeasureError:
     return MeasureError(
-        f"cannot load the adapter {adapter!r} ({_first_line(error)}); give --adapter a folder "
+        f"cannot load the adapter {adapter!r} ({first_line(error)}); give --adapter a folder "
         f"that PeftModel.save_pretrained wrote"
     )
 
@@ -118,7 +118,7 @@ def resolve_device(device: str) -> str:
         return str(torch.empty(0, device=device).device)
     except (RuntimeError, AssertionError) as error:
         raise MeasureError(
-            f"device {device!r} cannot be used here ({_first_line(error)}); give --device auto, "
+            f"device {device!r} cannot be used here ({first_line(error)}); give --device auto, "
             f"cpu, cuda, cuda:1 or mps"
         ) from None
 
@@ -166,10 +166,6 @@ def _load(what: str, auto: type, model: str, **options: Any) -> Any:
         return auto.from_pretrained(model, **options)
     except _FAILURES as error:
         raise MeasureError(
-            f"cannot load the {what} of {model!r} ({_first_line(error)}); give --model a folder "
+            f"cannot load the {what} of {model!r} ({first_line(error)}); give --model a folder "
             f"that save_pretrained wrote, or a model id of the Hugging Face Hub"
         ) from error
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).strip().split("\n", 1)[0].rstrip(".")

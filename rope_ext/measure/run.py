@@ -41,7 +41,7 @@ from rope_ext.measure.cases import (
 from rope_ext.measure.forward import Advance, cost, score, write
 from rope_ext.measure.prompts import Chat, Frame
 from rope_ext.measure.summary import UNPATCHED
-from rope_ext.methods.base import Method, build_method, method_class
+from rope_ext.methods.base import Method, build_method, method_class, reach
 from rope_ext.records import ARGUMENTS, Record
 from rope_ext.reloading import SIDECAR
 
@@ -343,11 +343,6 @@ def _check_output(settings: Settings) -> None:
         raise MeasureError(
             f"cannot write to {settings.output}: {error.strerror}; give --output another folder"
         ) from None
-
-
-def reach(factor: float, trained: int) -> int:
-    """Context after an extension, tokens."""
-    return math.ceil(round(factor * trained, 6))  # 1.1 * 1500 is 1650.0000000000002
 
 
 def beyond(

@@ -12,7 +12,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Literal
 
-from rope_ext.errors import MeasureError
+from rope_ext.errors import MeasureError, first_line
 
 _SKIPPED = {"site-packages", "test", "tests", "idle_test", "encodings", "__pycache__"}
 _SUFFIXES = {".txt", ".md", ".jsonl", ".parquet"}
@@ -89,8 +89,9 @@ def _parquet(path: Path) -> list[str]:
     try:
         data = datasets.load_dataset("parquet", data_files=str(path), split="train")
     except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
-        reason = str(error).strip().split("\n", 1)[0].rstrip(".")
-        raise MeasureError(f"cannot read the text {path} ({reason}); give --text another") from None
+        raise MeasureError(
+            f"cannot read the text {path} ({first_line(error)}); give --text another"
+        ) from None
     if "text" not in data.column_names:
         raise MeasureError(f"{path} has no column named text; rename one, or leave it out")
     return [text or "" for text in data["text"]]
@@ -111,9 +112,9 @@ def _streamed(name: str, most: int) -> Iterator[str]:
     except (OSError, ValueError, RuntimeError) as error:
         if isinstance(error, MeasureError):
             raise
-        reason = str(error).strip().split("\n", 1)[0].rstrip(".")
         raise MeasureError(
-            f"cannot read the data set {name} ({reason}); give --text hf:ID/CONFIG:SPLIT or a file"
+            f"cannot read the data set {name} ({first_line(error)}); give --text "
+            f"hf:ID/CONFIG:SPLIT or a file"
         ) from None
 
 

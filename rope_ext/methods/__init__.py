@@ -14,6 +14,7 @@ from rope_ext.methods.base import (
     geometric,
     longrope_table,
     method_class,
+    reach,
 )
 from rope_ext.methods.yarn import YaRN
 from rope_ext.methods.dynamic_yarn import DynamicYaRN
@@ -66,4 +67,5 @@ __all__ = [
     "geometric",
     "longrope_table",
     "method_class",
+    "reach",
 ]

@@ -71,6 +71,11 @@ def geometric(base: float, dim: int) -> torch.Tensor:
     return float(base) ** -_exponents(dim)
 
 
+def reach(factor: float, length: int) -> int:
+    """Context after an extension of ``length`` tokens, tokens."""
+    return math.ceil(round(factor * length, 6))  # 1.1 * 1500 is 1650.0000000000002
+
+
 def _exponents(dim: int) -> torch.Tensor:
     """``2 i / dim``, float64, shape ``[dim / 2]``."""
     return torch.arange(0, dim, 2, dtype=torch.float64) / dim
@@ -106,8 +111,7 @@ class Method:
 
     def target_length(self, rope: Rope) -> int:
         """Context after the extension, tokens."""
-        # 1.1 * 1500 is 1650.0000000000002
-        return math.ceil(round(self.factor * rope.length, 6))
+        return reach(self.factor, rope.length)
 
     def options(self) -> dict[str, Any]:
         """The options and their values."""

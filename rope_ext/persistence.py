@@ -330,7 +330,7 @@ def is_scaled(decoder: nn.Module, site: RotarySite) -> str | None:
     if site.scaled or factor not in (None, 1, 1.0):
         return f"rope_type {site.rope_type!r} with factor {factor}"
     record = _record(text_config(decoder), native=True)
-    return None if record is None else f"it was saved under {record.call()}"
+    return None if record is None else f"{record.call()}, under which it was saved"
 
 
 def tells(values: dict[str, Any], scaled: list[RotarySite]) -> bool:

@@ -255,9 +255,7 @@ def read_sidecar(directory: str, **kwargs: Any) -> Sidecar | None:
 def _load(path: str, kwargs: dict[str, Any], name: str | None = None) -> tuple[Any, Record | None]:
     """The unpatched model, and the patch it was saved under if its configuration tells one.
 
-    Args:
-        path, kwargs: of ``from_pretrained``.
-        name: of the model's class in transformers; None for the one that was saved.
+    ``name`` is that of its class in transformers; None: of the one that was saved.
     """
     config = copy.deepcopy(kwargs.get("config"))
     if not isinstance(config, PreTrainedConfig):

@@ -46,7 +46,7 @@ _SCALING = (
     "type",
 )
 _UNSAVED = "transformers has no type for it: reload it with rope_ext.from_pretrained (plain {})"
-_REFUSES = "rope_ext: unknown to plain transformers; load with rope_ext.from_pretrained"
+CURE = "rope_ext: unknown to plain transformers; load with rope_ext.from_pretrained"
 """Stands where transformers looks a name up, so that its error shows the cure."""
 _WRITTEN: weakref.WeakValueDictionary[int, nn.Module] = weakref.WeakValueDictionary()
 """Decoder whose patch is written into the configuration of that id."""
@@ -124,7 +124,7 @@ def unsaved(
     values: dict[str, Any] = {"max_position_embeddings": target}
     marked = copy.deepcopy(getattr(config, "rope_parameters", None) or {})
     for site in scaled:
-        _part(marked, site)["rope_type"] = _REFUSES
+        _part(marked, site)["rope_type"] = CURE
 
     def whole(trial: Any) -> None:
         with torch.device("meta"):
@@ -132,7 +132,7 @@ def unsaved(
 
     trials = [({"rope_parameters": marked}, lambda trial: _rebuilt_modules(decoder, trial, sites))]
     if model.config is config:  # of several nested ones, only the outermost says it to all
-        trials.append(({EXPERTS: _REFUSES}, whole))
+        trials.append(({EXPERTS: CURE}, whole))
     for mark, build in trials:
         if _is_refused(config, values | mark, build):
             return Plan(values | mark, False, {}, _UNSAVED.format("transformers refuses it"))
@@ -149,7 +149,7 @@ def _is_refused(config: Any, values: dict[str, Any], build: Callable[[Any], Any]
         try:
             build(trial)
         except Exception as error:
-            return _REFUSES in str(error)
+            return CURE in str(error)
     return False
 
 

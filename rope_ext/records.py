@@ -143,6 +143,10 @@ class Record:
             and all(self.arguments[k] == other.arguments[k] for k in ARGUMENTS if k not in free)
         )
 
+    def outcome(self) -> str:
+        """What :meth:`same` compares, for people to read."""
+        return f"{self.resolved} and {self.trained_length} -> {self.target_length} tokens"
+
     def __str__(self) -> str:
         return ", ".join([repr(self.method.name), *option_texts(self.method), *self._given()])
 

@@ -179,6 +179,12 @@ def test_options_of_loading_reach_transformers(tmp_path) -> None:
     again = rope_ext.from_pretrained(tmp_path, config=config)
     assert again.config.attention_bias and current_patch(again).method.name == "rerope"
     assert config.max_position_embeddings == 4 * LENGTH  # the one given is left alone
+    again = rope_ext.from_pretrained(tmp_path, use_cache=False, config=str(tmp_path))
+    assert again.config.use_cache is False and current_patch(again).method.name == "rerope"
+    again, info = rope_ext.from_pretrained(tmp_path, output_loading_info=True)
+    assert not info["missing_keys"] and current_patch(again).method.name == "rerope"
+    with pytest.raises(rope_ext.RecordError, match=r"64 -> 256 tokens.*gives.* 99 -> 396 tokens"):
+        rope_ext.from_pretrained(tmp_path, max_position_embeddings=99)
 
 
 def as_shards(model: Any, folder: Path) -> dict[str, Any]:
@@ -237,6 +243,27 @@ def test_other_heads_come_back(tmp_path, ids, cls: type, case: str) -> None:
     assert type(again) is cls
     with torch.no_grad():
         assert torch.equal(again(ids)[0], model(ids)[0])
+
+
+@pytest.mark.parametrize("task", ["SEQ_CLS", None])
+def test_an_adapter_of_another_head_comes_back(tmp_path, ids, task: str | None) -> None:
+    LlamaForSequenceClassification(tiny_llama().config).save_pretrained(tmp_path / "base")
+    base = LlamaForSequenceClassification.from_pretrained(tmp_path / "base")
+    model = lora(patched(base, "rerope"), task_type=task)
+    save(model, tmp_path / "adapter")
+    again = rope_ext.from_pretrained(tmp_path / "adapter")
+    assert type(again.get_base_model()) is LlamaForSequenceClassification
+    assert torch.equal(logits(again, ids), logits(model, ids))
+
+
+def test_the_class_that_a_configuration_names_must_be_of_its_kind(tmp_path, ids) -> None:
+    model = patched(tiny_llama(), "rerope")
+    model.save_pretrained(tmp_path)
+    path = tmp_path / "config.json"
+    for names in (["MistralForCausalLM"], ["MyLlama"], ["pipeline"], None):
+        path.write_text(json.dumps(json.loads(path.read_text()) | {"architectures": names}))
+        again = rope_ext.from_pretrained(tmp_path)
+        assert type(again) is type(model) and torch.equal(logits(again, ids), logits(model, ids))
 
 
 def test_a_merged_adapter_comes_back(tmp_path, ids) -> None:
@@ -378,6 +405,17 @@ def test_records_that_cannot_be_read_say_what_to_do(tmp_path, change, message) -
     rope_ext.patch(model, "pi", factor=2, original_max_position_embeddings=LENGTH)
     assert model.config.max_position_embeddings == 2 * LENGTH
     assert not hasattr(model.config, "rope_ext")
+
+
+@pytest.mark.parametrize("record", [None, {"config": {}}, {"plain": True}])
+def test_a_record_that_leads_nowhere_is_told(tmp_path, record: dict[str, Any] | None) -> None:
+    patched(tiny_llama(), "rerope").save_pretrained(tmp_path)
+    path = tmp_path / "config.json"
+    config = json.loads(path.read_text())
+    config["rope_ext"] = None if record is None else config["rope_ext"] | record
+    path.write_text(json.dumps(config))
+    with pytest.raises(rope_ext.RecordError, match="load the model that it was made from"):
+        rope_ext.from_pretrained(tmp_path)
 
 
 def test_a_default_that_changes_between_versions_is_noticed(tmp_path) -> None:
@@ -687,6 +725,8 @@ def test_a_folder_without_a_sidecar_is_refused(tmp_path, base: Path) -> None:
             load()
     with pytest.raises(rope_ext.NotPatchedError, match="before training"):
         rope_ext.save_sidecar(rope_ext.unpatch(model), tmp_path / "adapter")
+    with pytest.raises(rope_ext.AdapterError, match=r"save_sidecar\(model, '.*/adapter'\)"):
+        rope_ext.from_pretrained(tmp_path, subfolder="adapter")
     save(patched(model, "yarn"), tmp_path / "adapter")
     with pytest.raises(rope_ext.AdapterError, match="carries an adapter already"):
         rope_ext.load_adapter(model, tmp_path / "adapter")

@@ -26,7 +26,6 @@ _FIELDS = (
     "rope_parameters",
     "original_max_position_embeddings",
     "max_position_embeddings",
-    EXPERTS,
     FIELD,
 )
 # What a scaled entry holds beside its base; replaced as a whole when a patch goes on top.
@@ -121,7 +120,7 @@ def unsaved(
     up first of all, with or without experts.
     """
     config = text_config(decoder)
-    values: dict[str, Any] = {"max_position_embeddings": target}
+    length = {"max_position_embeddings": target}
     marked = copy.deepcopy(getattr(config, "rope_parameters", None) or {})
     for site in scaled:
         _part(marked, site)["rope_type"] = CURE
@@ -130,13 +129,12 @@ def unsaved(
         with torch.device("meta"):
             type(model)(trial)
 
-    trials = [({"rope_parameters": marked}, lambda trial: _rebuilt_modules(decoder, trial, sites))]
-    if model.config is config:  # of several nested ones, only the outermost says it to all
-        trials.append(({EXPERTS: CURE}, whole))
-    for mark, build in trials:
-        if _is_refused(config, values | mark, build):
-            return Plan(values | mark, False, {}, _UNSAVED.format("transformers refuses it"))
-    return Plan(values, False, {}, _UNSAVED.format("transformers loads it unpatched"))
+    refused = {"rope_parameters": marked, **length}
+    if not _is_refused(config, refused, lambda trial: _rebuilt_modules(decoder, trial, sites)):
+        refused = {**length, EXPERTS: CURE}
+        if not _is_refused(model.config, {EXPERTS: CURE}, whole):
+            return Plan(length, False, {}, _UNSAVED.format("transformers loads it unpatched"))
+    return Plan(refused, False, {}, _UNSAVED.format("transformers refuses it"))
 
 
 def _is_refused(config: Any, values: dict[str, Any], build: Callable[[Any], Any]) -> bool:
@@ -276,7 +274,7 @@ class ConfigState:
 
     def __init__(self, decoder: nn.Module, model: nn.Module) -> None:
         configs = [text_config(decoder), text_config(model)]
-        self.decoder = decoder
+        self.decoder, self.outermost = decoder, model.config
         self.configs = list({id(config): config for config in configs}.values())
         if any(_WRITTEN.get(id(config), decoder) is not decoder for config in self.configs):
             raise UnsupportedModelError(
@@ -312,6 +310,8 @@ class ConfigState:
             for name in _FIELDS:  # in this order: the original before the maximum
                 if name in values:
                     setattr(config, name, copy.deepcopy(values[name]))
+        if EXPERTS in values:
+            setattr(self.outermost, EXPERTS, values[EXPERTS])
 
     def restore(self) -> None:
         for config, saved in zip(self.configs, self.saved, strict=True):
@@ -321,6 +321,7 @@ class ConfigState:
                     setattr(config, name, saved[name])
                 elif hasattr(config, name):
                     delattr(config, name)
+        self.outermost.__dict__.pop(EXPERTS, None)
 
 
 def is_scaled(decoder: nn.Module, site: RotarySite) -> str | None:

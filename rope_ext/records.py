@@ -16,7 +16,7 @@ FIELD = "rope_ext"
 """Field of a configuration that holds a record."""
 
 EXPERTS = "experts_implementation"
-"""Field of a saved configuration that transformers keeps under another name once it is read."""
+"""Field of a saved configuration, of the outermost where they are nested."""
 
 ARGUMENTS: Mapping[str, Any] = MappingProxyType(
     {
@@ -123,15 +123,16 @@ class Record:
                 raise ValueError(f"{name}={value!r} is not True or False")
 
     def restore(self, config: Any) -> None:
-        """Give ``config``, saved under the patch, the values from before it."""
-        delattr(config, FIELD)
+        """Give a model's ``config``, saved under the patch, the values from before it."""
+        text = config.get_text_config(decoder=True)
+        delattr(text, FIELD)
         for name, value in self.config.items():
             if name == EXPERTS:
-                config._experts_implementation = value
+                config._experts_implementation = value  # as transformers names it once it is read
             elif value is not None:
-                setattr(config, name, copy.deepcopy(value))
-            elif hasattr(config, name):
-                delattr(config, name)
+                setattr(text, name, copy.deepcopy(value))
+            elif hasattr(text, name):
+                delattr(text, name)
 
     def same(self, other: Record) -> bool:
         """Whether both make the same of the same model."""

@@ -304,7 +304,7 @@ def _load(
     if getattr(text, FIELD, None) is not None:
         record = Record.from_json(getattr(text, FIELD), where)
     if record is not None and not record.plain:  # else it is in force
-        record.restore(text)  # before the rotary modules are built from it
+        record.restore(config)  # before the rotary modules are built from it
         kwargs = {**kwargs, "config": config}
         changes = [] if given else [name for name in kwargs if _is_field(config, name)]
         for name in changes:
@@ -312,7 +312,8 @@ def _load(
     else:
         record = None
     cls = getattr(transformers, class_name or next(iter(config.architectures or ()), ""), None)
-    if class_name is None and getattr(cls, "config_class", None) is not type(config):
+    fits = class_name or getattr(cls, "config_class", None) is type(config)
+    if cls is None or not fits:
         cls = getattr(transformers, _CAUSAL)  # among others, where the code is not transformers'
     try:
         return cls.from_pretrained(path, **kwargs), record

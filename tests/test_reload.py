@@ -24,8 +24,14 @@ from transformers import (
     AutoConfig,
     AutoModel,
     AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    CLIPVisionConfig,
+    LlamaConfig,
     LlamaForSequenceClassification,
     LlamaModel,
+    LlavaConfig,
+    LlavaForConditionalGeneration,
+    Phi3Config,
     Trainer,
     TrainerCallback,
 )
@@ -492,6 +498,34 @@ def test_plain_transformers_refuses_what_it_cannot_build(
     assert configs[0].read_text() == configs[1].read_text()
 
 
+@pytest.mark.parametrize("text", [LlamaConfig, Phi3Config])
+def test_a_language_model_that_sees_is_refused_and_comes_back(tmp_path, ids, text: type) -> None:
+    sizes = {
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+    }
+    special = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
+    config = text(vocab_size=129, max_position_embeddings=LENGTH, **sizes, **special)
+    config.original_max_position_embeddings = LENGTH  # of Phi-3
+    vision = CLIPVisionConfig(image_size=28, patch_size=14, **sizes)
+    config = LlavaConfig(text_config=config, vision_config=vision, image_token_index=128)
+    unpatched = copy.deepcopy(config.text_config.rope_parameters)
+    model = LlavaForConditionalGeneration(config).eval()
+    rope_ext.patch(model, "rerope", factor=4)
+    model.save_pretrained(tmp_path)
+    for cls in (LlavaForConditionalGeneration, AutoModelForImageTextToText, AutoModel):
+        with pytest.raises((KeyError, ValueError), match=CURE):
+            cls.from_pretrained(tmp_path)
+    again = rope_ext.from_pretrained(tmp_path)
+    assert torch.equal(logits(again, ids), logits(model, ids))
+    for one in (model, again):
+        rope_ext.unpatch(one)
+        assert "rope_ext" not in one.config.to_json_string()
+        assert one.config.text_config.rope_parameters == unpatched
+
+
 def test_pipelines_say_what_to_load_with(tmp_path) -> None:
     patched(tiny_llama(), "rerope").save_pretrained(tmp_path)
     with pytest.raises(Exception, match=CURE):
@@ -639,9 +673,10 @@ def test_hub_ids_are_read_like_folders(tmp_path, ids, base: Path, monkeypatch) -
     for name, right in said.items():  # as huggingface_hub keeps what it has downloaded
         commit, repository = "a" * 40, tmp_path / "cache" / f"models--org--{name}"
         (repository / "refs").mkdir(parents=True)
-        (repository / "refs" / "main").write_text(commit)
+        (repository / "refs" / "v1").write_text(commit)
         shutil.copytree(tmp_path / name, repository / "snapshots" / commit)
-        assert torch.equal(logits(rope_ext.from_pretrained(f"org/{name}", **hub), ids), right)
+        again = rope_ext.from_pretrained(f"org/{name}", revision="v1", **hub)
+        assert torch.equal(logits(again, ids), right)
 
 
 def test_an_adapter_trained_on_a_saved_extension_comes_back(tmp_path, ids, base: Path) -> None:

@@ -4,7 +4,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 export TOKENIZERS_PARALLELISM = false
 
-.PHONY: demo finetune finetune-methods test test-all lint coverage checkpoint clean
+.PHONY: demo docs finetune finetune-methods test test-all lint coverage checkpoint clean
 
 # torch first and by version: a plain `torch` may pull gigabytes of CUDA packages.
 $(VENV)/installed: pyproject.toml constraints.txt
@@ -64,6 +64,9 @@ lint: $(VENV)/installed
 
 coverage: $(VENV)/installed ## which model families can be extended; writes the page in docs/
 	$(BIN)/python -m eval.coverage --write docs/FAMILIES.md
+
+docs: $(VENV)/installed ## the documentation, as runs/site/index.html
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 
 checkpoint: $(VENV)/installed ## train the shipped checkpoint again (hours on a CPU)
 	$(BIN)/python recipes/pretrain_tiny.py --output checkpoints/tiny-512 --resume

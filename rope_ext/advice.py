@@ -60,7 +60,8 @@ class Recommendation:
         model: class of the decoder.
         method: with every option that matters filled in.
         factor: ``target_length`` through ``trained_length``, rounded up to hundredths.
-        target_length, trained_length: tokens.
+        target_length: tokens.
+        trained_length: tokens.
         finetune: whether the model will be fine-tuned.
         compose: whether ``patch`` needs ``compose=True``: the checkpoint is scaled already.
         reasons: sentences, each with its source.
@@ -105,10 +106,12 @@ class PairDiagnosis:
     """One rotary pair before and after the patch.
 
     Args:
-        wavelength_before, wavelength_after: tokens for one turn; infinite for a pair at rest.
+        wavelength_before: tokens for one turn; infinite for a pair at rest.
+        wavelength_after: the same, under the patch.
         rotations: turns within the trained length.
         trained_angle: radians from the first token to the end of the trained length.
-        angle_before, angle_after: the same for the largest distance used at the length diagnosed.
+        angle_before: the same for the largest distance used at the length diagnosed.
+        angle_after: the same, under the patch.
     """
 
     wavelength_before: float
@@ -147,8 +150,8 @@ class SiteDiagnosis:
         base: ``rope_theta`` of the checkpoint.
         critical_dimension: columns of the pairs that make a full turn within the trained length
             (arXiv 2310.05209: ``2 ceil(d / 2 log_base(L / 2 pi))``).
-        distances_before, distances_after: how many distances are in use; beyond the last one,
-            position methods and sliding windows let none happen.
+        distances_before: how many distances are in use; a sliding window lets no others happen.
+        distances_after: the same, under the patch; a position method lets no others happen.
         pairs: fastest first.
     """
 
@@ -163,7 +166,16 @@ class SiteDiagnosis:
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """What a length does to every rotary pair; ``print`` it. Lengths are in tokens."""
+    """What a length does to every rotary pair; ``print`` it.
+
+    Args:
+        model: class of the decoder.
+        method: the patch in force, with its options; None: unpatched.
+        length: diagnosed, tokens.
+        trained_length: tokens.
+        sites: one for each set of rotary frequencies.
+        notes: what else to know, as :func:`rope_ext.describe` has it.
+    """
 
     model: str
     method: str | None
@@ -233,6 +245,9 @@ def recommend(
             id; no weights are read for those, so that position methods cannot be tried.
         target_length: tokens.
         finetune: whether the model will be fine-tuned for it.
+
+    Returns:
+        Method, factor, the call, the reasons with their sources, and alternatives.
 
     Raises:
         OptionError: the target is within the trained length.
@@ -462,6 +477,9 @@ def diagnose(model: nn.Module | PreTrainedConfig | str | Path, length: int) -> D
     Args:
         model: a loaded model, patched or not, or a configuration, folder or Hub id.
         length: tokens; below the trained length nothing is out of distribution.
+
+    Returns:
+        Wavelength, turns and angles of every pair, before and after the patch.
 
     Raises:
         OptionError: the length is no positive number.

@@ -18,9 +18,14 @@ from rope_ext.records import record_of
 
 @dataclass(frozen=True)
 class MethodInfo:
-    """One method: its name, other names for it, its options with their defaults.
+    """One method.
 
-    An option without a default must be given; its value here is ``...``.
+    Args:
+        name: as ``patch`` takes it.
+        aliases: other names for it.
+        options: with their defaults; ``...`` where an option must be given.
+        use: what to choose it for.
+        paper: its source.
     """
 
     name: str
@@ -55,7 +60,18 @@ class SiteDescription:
 
 @dataclass(frozen=True)
 class Description:
-    """A model's rotary embedding; ``print`` it. Lengths are in tokens."""
+    """A model's rotary embedding; ``print`` it.
+
+    Args:
+        model: class of the decoder.
+        method: name of the patch in force; None: unpatched.
+        options: of the method, with those filled in that follow from others.
+        length: trained, tokens.
+        target_length: after the patch, tokens.
+        sites: for each set of rotary frequencies, its frequencies (radians per token) before and
+            after the patch, its scaling and status.
+        notes: how the patch is saved, and what else to know.
+    """
 
     model: str
     method: str | None
@@ -109,7 +125,11 @@ def wavelength_text(tokens: float) -> str:
 
 
 def methods() -> list[MethodInfo]:
-    """Every method with its options and defaults, the first to try first."""
+    """Every method with its options and defaults.
+
+    Returns:
+        The first to try first; position methods after frequency methods.
+    """
     found = []
     for cls in all_methods():
         options = {
@@ -122,6 +142,12 @@ def methods() -> list[MethodInfo]:
 
 def describe(model: nn.Module) -> Description:
     """What is in force on ``model``, patched or not.
+
+    Args:
+        model: loaded, as :func:`rope_ext.patch` takes it.
+
+    Returns:
+        Lengths, frequencies before and after, and notes; ``print`` it.
 
     Raises:
         NoRopeError, UnsupportedModelError, RecordError: as :func:`rope_ext.patch`.

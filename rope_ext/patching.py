@@ -168,6 +168,12 @@ def patch(
 def unpatch(model: Model) -> Model:
     """Take a patch back: every buffer, scalar and configuration value as before, bit for bit.
 
+    Args:
+        model: as :func:`rope_ext.patch` took it, or any wrapper of it.
+
+    Returns:
+        ``model`` itself.
+
     Raises:
         NotPatchedError: there is no patch.
     """
@@ -184,6 +190,17 @@ def patched(model: Model, method: str | Method = "yarn", **kwargs: Any) -> Itera
     """:func:`patch` for the length of a ``with`` block, also when it ends in an exception.
 
     With ``replace=True`` the earlier patch is in force again afterwards.
+
+    Args:
+        model: as :func:`patch` takes it.
+        method: as :func:`patch` takes it.
+        **kwargs: all else that :func:`patch` takes, options of the method included.
+
+    Yields:
+        ``model`` itself.
+
+    Raises:
+        RopeExtError: as :func:`patch`.
     """
     decoder = text_decoder(model)
     earlier = decoder.__dict__.get(_STATE)

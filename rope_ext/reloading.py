@@ -129,6 +129,10 @@ def save_sidecar(model: nn.Module, directory: str | PathLike[str]) -> Path:
     Call it wherever the adapter is saved, in the first process only; :func:`load_adapter` and
     :func:`from_pretrained` read it.
 
+    Args:
+        model: patched; a ``PeftModel`` as well.
+        directory: folder of the adapter, made if it is not there.
+
     Returns:
         The path of the file.
 

@@ -14,8 +14,11 @@ from rope_ext.methods.base import (
     geometric,
     longrope_table,
     method_class,
+    own,
     reach,
+    register,
 )
+from rope_ext.methods.geometry import ChunkGap, Distance, Sinks
 from rope_ext.methods.yarn import YaRN
 from rope_ext.methods.dynamic_yarn import DynamicYaRN
 from rope_ext.methods.ntk import NTK
@@ -43,6 +46,8 @@ __all__ = [
     "STRING",
     "Band",
     "BaseTruncation",
+    "ChunkGap",
+    "Distance",
     "DualChunk",
     "DynamicMethod",
     "DynamicNTK",
@@ -61,11 +66,14 @@ __all__ = [
     "Resonance",
     "Rope",
     "SelfExtend",
+    "Sinks",
     "YaRN",
     "all_methods",
     "build_method",
     "geometric",
     "longrope_table",
     "method_class",
+    "own",
     "reach",
+    "register",
 ]

@@ -85,8 +85,10 @@ def _exponents(dim: int) -> torch.Tensor:
 class Method:
     """Base of all methods.
 
-    Subclasses are frozen dataclasses whose fields are the public options. Context grows from
-    ``length`` to ``factor * length`` tokens.
+    Subclasses are frozen dataclasses whose fields are the public options.
+
+    Args:
+        factor: the context grows to this many times the trained length, at least 1.
 
     Raises:
         OptionError: an option is of the wrong kind or out of range.
@@ -146,7 +148,10 @@ class Method:
 
 @dataclass(frozen=True, kw_only=True)
 class FrequencyMethod(Method):
-    """Base of all frequency methods."""
+    """Base of all frequency methods.
+
+    Only :meth:`inv_freq` must be overridden.
+    """
 
     def inv_freq(self, rope: Rope) -> torch.Tensor:
         """``h``: float64, shape ``[dim / 2]``, radians per token."""
@@ -255,10 +260,13 @@ class LogScaled(PositionMethod):
 class DynamicMethod(FrequencyMethod):
     """A frequency method that depends on the length of the sequence it serves.
 
-    ``length`` fixes that length in tokens. Without it every sequence keeps the one it starts
-    with: prompt plus ``max_new_tokens`` under ``generate``, the longest position of the first
-    forward otherwise. It never changes within a sequence, because the cached values of deeper
-    layers were computed under the old frequencies and cannot be turned after the fact.
+    The length never changes within a sequence, because the cached values of deeper layers were
+    computed under the old frequencies and cannot be turned after the fact.
+
+    Args:
+        length: tokens; fixes the length for all sequences. None: every sequence keeps the one
+            it starts with, which is prompt plus ``max_new_tokens`` under ``generate``, the
+            longest position of the first forward otherwise.
     """
 
     length: int | None = None

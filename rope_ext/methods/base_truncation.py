@@ -17,7 +17,8 @@ class BaseTruncation(FrequencyMethod):
     """Fast pairs kept, slow ones frozen: at one small constant, and the slowest at zero.
 
     ``h = theta`` for ``theta >= upper``, ``constant`` between ``lower`` and ``upper``, 0 at or
-    below ``lower``. No pair then meets an angle that it was not trained on, whatever the length.
+    below ``lower``. By default no pair meets an angle that it was not trained on up to twice the
+    trained length, and beyond only some of those at the constant do.
 
     Args:
         upper: radians per token; None is ``2 pi / length``.

@@ -23,7 +23,6 @@ class DynamicNTK(DynamicMethod):
         mode: ``"fixed"`` keeps one base per sequence and row, so that cached decoding equals a
             recomputation; ``"growing"`` reproduces transformers, whose cached keys keep the
             rotation of older bases.
-        length: tokens; see :class:`DynamicMethod`.
 
     emozilla 2023; YaRN, arXiv 2309.00071, section 3.3.
     """

@@ -17,8 +17,9 @@ class DynamicYaRN(DynamicMethod):
     """YaRN by as much as the sequence needs: ``s = max(1, l / L)`` for ``l`` tokens.
 
     Args:
-        beta_fast, beta_slow, truncate: as in :class:`YaRN`.
-        length: tokens; see :class:`DynamicMethod`.
+        beta_fast: pairs with more turns in the trained context are kept.
+        beta_slow: pairs with fewer turns are divided by ``s``.
+        truncate: round the ends of the ramp outwards.
 
     YaRN, arXiv 2309.00071, section 3.3 ("Dynamic Scaling").
     """

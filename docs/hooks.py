@@ -1,0 +1,399 @@
+"""What mkdocs adds to the written pages, so that nothing on them can differ from the code.
+
+* Formulas between dollar signs become MathML, and ``arXiv 2309.00071`` a link.
+* A page in ``methods/`` is written as ``# Title``, the formula, and the sections of ``WRITTEN``;
+  ``PAGE`` says what is put between them. A method without a page stops the build.
+* ``api.md`` is filled from ``rope_ext.__all__``; README.md and the checkpoint's become pages.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import inspect
+import re
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from xml.etree.ElementTree import Element
+
+import griffe
+from latex2mathml.converter import convert
+from markdown import Extension, Markdown
+from markdown.inlinepatterns import InlineProcessor
+from markdown.util import AtomicString
+from mkdocs.config.defaults import MkDocsConfig
+from mkdocs.exceptions import PluginError
+from mkdocs.plugins import event_priority
+from mkdocs.structure.files import File, Files
+from mkdocs.structure.pages import Page
+from transformers import LlamaConfig, LlamaForCausalLM
+
+import rope_ext
+from rope_ext.methods import DynamicMethod, FrequencyMethod, Method, all_methods
+from rope_ext.pictures import draw
+
+ROOT = Path(__file__).parents[1]
+WRITTEN = ("When to use it", "What it costs", "Published numbers")
+"""Sections that every page in ``methods/`` must have, in this order."""
+
+PAGE = """\
+# {title}
+
+{doc}
+
+* **Choose it for:** {use}
+* **Call:** `{call}`
+* **Names:** {names}; `rope_ext.{cls}`, in `{code}`
+* **Saving:** {saving}
+* **Settings for other engines:** {engines}
+
+{formula}
+
+Symbols: [notation](index.md#notation).
+
+![{title} beside the unpatched model]({name}.png)
+
+{caption}
+
+## When to use it
+
+{when}
+
+## What it costs
+
+{costs}
+
+{kind}
+
+## Published numbers
+
+{published}
+
+## Measured here
+
+{measured}
+
+[](){{ #rope_ext.{cls} }}
+
+## Options
+
+{options}
+"""
+
+FIXED = """\
+Speed, memory and cache are those of the unpatched model: new values in the model's rotary buffers
+are the whole change."""
+DYNAMIC = """\
+A hook on the rotary module looks up the frequencies of every row, which costs a fraction of a
+millisecond per forward ([measured](../readme.md#speed)). Memory and cache are those of the
+unpatched model."""
+POSITIONS = """\
+Attention is two or three calls of a flash kernel instead of one: somewhat slower, memory linear in
+the length, and a cache of any kind, no larger than before ([measured](../readme.md#speed))."""
+
+FILES = {"README.md": "readme.md", "checkpoints/tiny-512/README.md": "checkpoint.md"}
+"""Files outside of ``docs`` that become pages."""
+
+TABLES = {
+    "README.md": "readme.md#see-it",
+    "checkpoints/tiny-512/README.md": "checkpoint.md#what-it-scores",
+}
+"""Files that have tables of all methods on the checkpoint, and where those are in the site."""
+
+MEASURED = """\
+On the [checkpoint in the box](../checkpoint.md), trained for 512 tokens and not fine-tuned:
+perplexity of the same 256 tokens after more and more context, and the share of passkeys found,
+with 95 % intervals. The settings, the command and the other methods: [table](../{where}).{more}
+"""
+
+GROUPS = ("patching", "describing", "advice", "reloading", "exporting", "methods", "errors")
+"""Modules in the order of the API page; those not named here come last."""
+
+
+@event_priority(100)  # mkdocstrings copies the extensions in its own on_config
+def on_config(config: MkDocsConfig) -> None:
+    config.markdown_extensions.append(Typeset())
+    pages = {path.stem for path in Path(config.docs_dir, "methods").glob("*.md")} - {"index"}
+    names = [cls.name for cls in all_methods()]
+    if pages != set(names):
+        missing, unknown = sorted(set(names) - pages), sorted(pages - set(names))
+        raise PluginError(f"docs/methods: no page for {missing}, no method for {unknown}")
+    methods = next(entry["Methods"] for entry in config.nav if "Methods" in entry)
+    methods += [f"methods/{name}.md" for name in names]
+
+
+def on_files(files: Files, config: MkDocsConfig) -> None:
+    for path, page in FILES.items():
+        _, _, text = f"\n{(ROOT / path).read_text(encoding='utf-8')}".partition("\n# ")
+        text = re.sub(LINK, _moved, f"# {text}").replace("# rope_ext\n", "# Manual\n")
+        files.append(File.generated(config, page, content=text))
+
+
+LINK = r"(!?)\[([^\]]*)\]\((?!http|#)([^)]+)\)"
+
+
+def _moved(link: re.Match[str]) -> str:
+    """A link of README.md in a page: to another page, or no link to what is not in the site."""
+    target = FILES.get(link[3], link[3].removeprefix("docs/"))
+    if target == link[3]:
+        return f"`{link[3]}`"
+    return f"{link[1]}[{link[2]}]({target})"
+
+
+def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
+    uri = page.file.src_uri
+    if uri == "methods/index.md":
+        return markdown + _overview()
+    if uri == "api.md":
+        return markdown + "\n".join(_api())
+    if uri == "FAMILIES.md":
+        page.meta["hide"] = ["toc"]  # room for its table
+    if uri.startswith("methods/"):
+        return _method_page(markdown, page, config, files)
+    return markdown
+
+
+def _method_page(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
+    name = page.file.name
+    cls = next(cls for cls in all_methods() if cls.name == name)
+    method = cls(**page.meta.get("example", {"factor": 4}))
+    head, *rest = re.split(r"^## (.+)$", markdown, flags=re.MULTILINE)
+    title, _, formula = head.removeprefix("# ").partition("\n")
+    if tuple(rest[::2]) != WRITTEN:
+        raise PluginError(f"{page.file.src_uri}: its sections are {rest[::2]}, not {WRITTEN}")
+    when, costs, published = (text.strip() for text in rest[1::2])
+    files.append(File.generated(config, f"methods/{name}.png", content=_picture(method)))
+    return PAGE.format(
+        title=title,
+        doc=_prose(cls),
+        use=cls.use,
+        call=_call(method),
+        names=", ".join(f"`{alias}`" for alias in (name, *cls.aliases)),
+        saving=_saving(method),
+        engines=_engines(method),
+        code=Path(inspect.getfile(cls)).relative_to(ROOT),
+        formula=formula.strip(),
+        name=name,
+        caption=_caption(method),
+        when=when,
+        costs=costs,
+        kind=_kind(method),
+        published=published,
+        measured=_measured(name),
+        cls=cls.__name__,
+        options=_options(cls),
+    )
+
+
+def _model(method: Method) -> LlamaForCausalLM:
+    """A tiny model with the rotary embedding of Llama 2; of Phi-3, where a table has 48 pairs."""
+    dim = 2 * len(getattr(method, "long_factor", range(64)))
+    config = LlamaConfig(
+        vocab_size=128,
+        hidden_size=dim,
+        head_dim=dim,
+        intermediate_size=16,
+        num_attention_heads=1,
+        num_hidden_layers=1,
+        max_position_embeddings=4096,
+    )
+    return LlamaForCausalLM(config)
+
+
+def _picture(method: Method) -> bytes:
+    kind = "angles" if isinstance(method, FrequencyMethod) else "distances"
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "picture.png")
+        draw(kind, _model(method), [method], path)
+        return path.read_bytes()
+
+
+def _caption(method: Method) -> str:
+    base = "The rotary embedding of Llama 2 (4096 tokens, base 10000, 64 pairs)"
+    if getattr(method, "long_factor", None):
+        base = "The rotary embedding of Phi-3 (4096 tokens, base 10000, 48 pairs)"
+    if isinstance(method, FrequencyMethod):
+        return (
+            f"{base}: the largest angle that each pair reaches, beside those that it met in "
+            f"training. A pair above the shaded part meets angles it has never seen."
+        )
+    return (
+        f"{base}: the distance that the last token uses for every token before it. Above the "
+        f"shaded part are distances that no token has met in training."
+    )
+
+
+def _call(method: Method) -> str:
+    """The call of ``patch``, without what is default anyway and with long lists cut."""
+    words = [f'"{method.name}"']
+    for field in dataclasses.fields(method):
+        value = getattr(method, field.name)
+        if field.name != "factor" and (value == field.default or not isinstance(value, tuple)):
+            continue
+        if isinstance(value, tuple):
+            value = f"[{value[0]}, {value[1]}, ..., {value[-1]}]"
+        words.append(f"{field.name}={value}")
+    return f"rope_ext.patch(model, {', '.join(words)})"
+
+
+def _saving(method: Method) -> str:
+    with rope_ext.patched(_model(method), method) as model:
+        notes = rope_ext.describe(model).notes
+    return next(note for note in notes if note.startswith("saving: ")).removeprefix("saving: ")
+
+
+def _engines(method: Method) -> str:
+    runs = []
+    with rope_ext.patched(_model(method), method) as model:
+        for engine, written in (("vllm", "vLLM"), ("sglang", "SGLang"), ("llama.cpp",) * 2):
+            try:
+                rope_ext.export(model, engine)
+                runs.append(written)
+            except rope_ext.ExportError:
+                pass
+    return f"{', '.join(runs)} ([`rope_ext.export`][])" if runs else "none"
+
+
+def _kind(method: Method) -> str:
+    if isinstance(method, DynamicMethod) and method.adapts:
+        return DYNAMIC
+    return FIXED if isinstance(method, FrequencyMethod) else POSITIONS
+
+
+def _measured(name: str) -> str:
+    """The rows of a method in the tables of README.md, and where they are from."""
+    unpatched: dict[str, str] = {}  # of tables with the same head: not all have such a row
+    for path, where in TABLES.items():
+        text = (ROOT / path).read_text(encoding="utf-8")
+        for table in re.findall(r"(?:^\| .*\n)+", text, re.MULTILINE):
+            head, rule, *lines = table.splitlines()
+            rows = {line.split("|")[1].strip(" `"): line for line in lines}
+            if not head.startswith("| method | 512 tokens |"):
+                continue
+            if "unpatched" in rows:
+                unpatched[head] = rows["unpatched"]
+            if name in rows:
+                tuned = re.search(rf"^\| method .* before .*\n(?:\|.*\n)*\| `{name}` ", text, re.M)
+                more = " After fine-tuning: [table](../readme.md#fine-tune)." if tuned else ""
+                return "\n".join(
+                    (
+                        MEASURED.format(where=where, more=more),
+                        head,
+                        rule,
+                        unpatched[head],
+                        rows[name],
+                    )
+                )
+    return "Nothing: the tables of the [manual](../readme.md#see-it) do not have this method."
+
+
+def _options(cls: type[Method]) -> str:
+    texts = dict(_documented(cls))
+    lines = ["| option | default | meaning |", "| --- | --- | --- |"]
+    for field in dataclasses.fields(cls):
+        required = field.default is dataclasses.MISSING
+        default = "required" if required else f"`{field.default!r}`"
+        text = " ".join(texts[field.name].split()).replace("|", "\\|")
+        lines.append(f"| `{field.name}` | {default} | {text} |")
+    return "\n".join(lines)
+
+
+def sections(item: Any) -> list[griffe.DocstringSection]:
+    """The sections of a docstring."""
+    docstring = griffe.Docstring(referenced(inspect.getdoc(item) or ""))
+    return docstring.parse("google", warnings=False)
+
+
+def _documented(cls: type[Method]) -> Iterator[tuple[str, str]]:
+    """Options and their meaning, those of base classes first, so that a class can say more."""
+    for base in reversed(cls.__mro__):
+        if "__doc__" not in vars(base):
+            continue
+        for section in sections(base):
+            if section.kind is griffe.DocstringSectionKind.parameters:
+                yield from ((part.name, part.description) for part in section.value)
+
+
+def _prose(cls: type[Method]) -> str:
+    kind = griffe.DocstringSectionKind.text
+    return "\n\n".join(section.value for section in sections(cls) if section.kind is kind)
+
+
+def _overview() -> str:
+    lines = []
+    for kind, title in ((True, "Frequency methods"), (False, "Position methods")):
+        lines += [f"\n## {title}\n", "| method | choose it for | source |", "| --- | --- | --- |"]
+        lines += [
+            f"| [`{cls.name}`]({cls.name}.md) | {cls.use} | {cls.paper} |"
+            for cls in all_methods()
+            if issubclass(cls, FrequencyMethod) is kind
+        ]
+    return "\n".join(lines)
+
+
+def _api() -> Iterator[str]:
+    groups: dict[str, list[str]] = {}
+    for name in rope_ext.__all__:
+        module = getattr(rope_ext, name).__module__.split(".")[1]
+        groups.setdefault(module, []).append(name)
+    classes = {cls.__name__: cls for cls in all_methods()}
+    for module in sorted(groups, key=lambda m: GROUPS.index(m) if m in GROUPS else len(GROUPS)):
+        doc = inspect.getdoc(importlib.import_module(f"rope_ext.{module}")) or ""
+        lead, _, _ = doc.partition("\n\n")
+        yield f"\n## {module.capitalize()}\n\n{referenced(lead)}\n"
+        for name in sorted(groups[module], key=lambda name: name[0].isupper()):  # functions first
+            if name not in classes:
+                defined = getattr(rope_ext, name)  # where it is defined: other paths lead there
+                path = f"{defined.__module__}.{defined.__qualname__}"
+                yield f"[](){{ #rope_ext.{name} }}\n\n::: {path}\n"
+    yield "\n## All methods\n\n| class | name | choose it for |\n| --- | --- | --- |"
+    for name, cls in classes.items():
+        yield f"| [`{name}`][rope_ext.{name}] | `{cls.name}` | {cls.use} |"
+
+
+def referenced(text: str) -> str:
+    """Sphinx's roles as Markdown: a link to what is public, else code."""
+    return re.sub(r":(?:func|class|meth|attr):`([\w.]+)`", _reference, text)
+
+
+def _reference(role: re.Match[str]) -> str:
+    name = role[1].removeprefix("rope_ext.")
+    return f"[`{role[1]}`][rope_ext.{name}]" if name in rope_ext.__all__ else f"`{role[1]}`"
+
+
+class References(griffe.Extension):
+    """The same for the docstrings that mkdocstrings shows."""
+
+    def on_object(self, *, obj: griffe.Object, **kwargs: Any) -> None:
+        if obj.docstring is not None:
+            obj.docstring.value = referenced(obj.docstring.value)
+
+
+PAPER = r"arXiv (\d{4}\.\d{5})|kexue\.fm/archives/\d+"
+
+
+class Typeset(Extension):
+    """Formulas and papers in Markdown."""
+
+    def extendMarkdown(self, md: Markdown) -> None:
+        # After code (190), before everything that a formula could be taken for.
+        md.inlinePatterns.register(_Formula(r"\$\$(.+?)\$\$|\$([^$]+)\$", md), "formula", 185)
+        md.inlinePatterns.register(_Paper(PAPER, md), "paper", 70)
+
+
+class _Formula(InlineProcessor):
+    def handleMatch(self, m: re.Match[str], data: str) -> tuple[str, int, int]:
+        block, inline = m.groups()
+        mathml = convert(block or inline, display="block" if block else "inline")
+        return self.md.htmlStash.store(mathml), *m.span()
+
+
+class _Paper(InlineProcessor):
+    ANCESTOR_EXCLUDES = ("a",)
+
+    def handleMatch(self, m: re.Match[str], data: str) -> tuple[Element, int, int]:
+        link = Element("a", href=f"https://arxiv.org/abs/{m[1]}" if m[1] else f"https://{m[0]}")
+        link.text = AtomicString(m[0])
+        return link, *m.span()

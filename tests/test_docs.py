@@ -1,0 +1,267 @@
+"""The documentation: docstrings, the snippets in docs/, and the site that mkdocs builds."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import os
+import re
+import subprocess
+import sys
+from html.parser import HTMLParser
+from pathlib import Path
+from types import SimpleNamespace
+
+import griffe
+import pytest
+import torch
+from conftest import tiny_llama
+from mkdocs.config import load_config
+from mkdocs.exceptions import PluginError
+from transformers import AutoModelForCausalLM
+
+import rope_ext
+from rope_ext.methods import Rope, all_methods, base
+
+ROOT = Path(__file__).parents[1]
+DOCS = ROOT / "docs"
+PUBLIC = {name: getattr(rope_ext, name) for name in rope_ext.__all__}
+FUNCTIONS = [name for name, item in PUBLIC.items() if inspect.isfunction(item)]
+METHODS = [cls for cls in all_methods() if cls.__module__.startswith("rope_ext.")]
+RESULTS = [
+    item
+    for item in PUBLIC.values()
+    if dataclasses.is_dataclass(item) and not issubclass(item, base.Method)
+]
+
+
+def documented(item: object) -> SimpleNamespace:
+    """The docstring of ``item``: its text, and its sections by name."""
+    docstring = griffe.Docstring(inspect.getdoc(item) or "")
+    sections = docstring.parse("google", warnings=False)
+    found = {section.kind.value: section.value for section in sections}
+    return SimpleNamespace(
+        text=" ".join(docstring.value.split()),
+        parameters={part.name: part.description for part in found.get("parameters", ())},
+        returns=[part.description for part in found.get("returns", found.get("yields", ()))],
+        raises=[str(part.annotation) for part in found.get("raises", ())],
+    )
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_a_public_function_tells_arguments_results_and_errors(name: str) -> None:
+    function, found = PUBLIC[name], documented(PUBLIC[name])
+    stars = {inspect.Parameter.VAR_KEYWORD: "**", inspect.Parameter.VAR_POSITIONAL: "*"}
+    parameters = inspect.signature(function).parameters.values()
+    assert list(found.parameters) == [stars.get(p.kind, "") + p.name for p in parameters]
+    assert all([*found.parameters.values(), *found.returns]) and found.returns
+    assert found.raises or name == "methods"  # which cannot fail
+    for error in re.findall(r"\w+", " ".join(found.raises)):
+        assert issubclass(getattr(rope_ext.errors, error), rope_ext.RopeExtError)
+
+
+@pytest.mark.parametrize("cls", METHODS, ids=lambda cls: cls.name)
+def test_a_method_tells_its_options_and_its_source(cls: type[base.Method]) -> None:
+    options = {}
+    for part in reversed(cls.__mro__):
+        options |= documented(part).parameters if "__doc__" in vars(part) else {}
+    assert {field.name for field in dataclasses.fields(cls)} == set(options)
+    assert all(options.values())
+    assert cls.paper in documented(cls).text
+
+
+@pytest.mark.parametrize("cls", RESULTS, ids=lambda cls: cls.__name__)
+def test_a_result_tells_its_fields(cls: type) -> None:
+    found = documented(cls).parameters
+    assert list(found) == [field.name for field in dataclasses.fields(cls)]
+    assert all(found.values())
+
+
+def test_every_public_name_has_a_docstring_of_its_own() -> None:
+    for name, item in PUBLIC.items():
+        assert "__doc__" in vars(item) or inspect.isfunction(item), name
+        assert len(item.__doc__.split()) > 3, name
+
+
+def snippets(page: str) -> list[str]:
+    return re.findall(r"```python\n(.*?)```", (DOCS / page).read_text("utf-8"), re.DOTALL)
+
+
+@pytest.fixture
+def own_registry(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A copy of the registry that the test may change."""
+    monkeypatch.setattr(base, "_REGISTRY", dict(base._REGISTRY))
+
+
+LLAMA2 = Rope.geometric(base=10000, dim=128, length=4096)
+
+
+@torch.no_grad()
+def test_a_frequency_method_takes_the_ten_lines_of_the_page(own_registry, ids, tmp_path) -> None:
+    lines, call, *_ = snippets("adding-a-method.md")
+    assert len([line for line in lines.splitlines() if line.strip()]) <= 10
+    names = {"__name__": __name__}
+    exec(lines, names)
+    model = tiny_llama()  # 64 tokens, 8 pairs: turns of 10.2, 3.22, 1.02, 0.32, ...
+    exec(call, {"rope_ext": rope_ext, "model": model})  # factor=4, turns=2
+    theta = 10000.0 ** -(torch.arange(0, 16, 2, dtype=torch.float64) / 16)
+    expected = torch.cat((theta[:2], theta[2:] / 4))
+    torch.testing.assert_close(model.model.rotary_emb.inv_freq.double(), expected)
+
+    described = rope_ext.describe(model)
+    assert (described.method, described.target_length) == ("step", 256)
+    assert described.options == {"factor": 4, "turns": 2}
+    method = names["Step"](factor=4)
+    turns = LLAMA2.inv_freq * 4096 / (2 * torch.pi)
+    kept = torch.where(turns > 1, LLAMA2.inv_freq, LLAMA2.inv_freq / 4)
+    torch.testing.assert_close(method.inv_freq(LLAMA2), kept)
+
+    logits = model(ids).logits
+    model.save_pretrained(tmp_path)
+    # Frequencies are divided by the table again, which rounds in float32.
+    for load in (rope_ext.from_pretrained, AutoModelForCausalLM.from_pretrained):
+        again = load(str(tmp_path)).eval()
+        torch.testing.assert_close(again(ids).logits, logits, rtol=0, atol=1e-4)
+    rope_ext.unpatch(model)
+    assert (model(ids).logits - logits).abs().max() > 0.01
+
+
+@torch.no_grad()
+def test_a_position_method_takes_the_lines_of_the_page(own_registry, ids, tmp_path) -> None:
+    names = {"__name__": __name__}
+    exec(snippets("adding-a-method.md")[2], names)
+    model = tiny_llama()
+    rope_ext.patch(model, "halved", factor=2)
+    rerope = tiny_llama()
+    rope_ext.patch(rerope, "leaky_rerope", factor=2, window=16, k=2, log_n=False)  # the same map
+    logits = model(ids).logits
+    # The same angles, from other sums of float32.
+    torch.testing.assert_close(logits, rerope(ids).logits, rtol=0, atol=1e-4)
+    model.save_pretrained(tmp_path)
+    again = rope_ext.from_pretrained(str(tmp_path))
+    torch.testing.assert_close(again(ids).logits, logits, rtol=0, atol=0)
+
+
+def own_model(source: str = "") -> torch.nn.Module:
+    names = {"__name__": __name__}
+    exec(source or snippets("adding-a-family.md")[0], names)
+    torch.manual_seed(0)
+    model = names["OwnModel"](names["OwnConfig"]()).eval()
+    for parameter in model.parameters():  # large enough for positions to matter
+        torch.nn.init.normal_(parameter, std=0.5)
+    return model
+
+
+@torch.no_grad()
+def test_the_family_of_the_page_is_patched() -> None:
+    model, tokens = own_model(), torch.arange(100)[None] * 7 % 64
+    unpatched = model(tokens)[0]
+    own = {"OwnModel": type(model), "OwnConfig": type(model.config)}
+    exec(snippets("adding-a-family.md")[1], {"rope_ext": rope_ext, **own})
+
+    with rope_ext.patched(model, "yarn", factor=4):
+        logits = model(tokens)[0]
+    twin = own_model()  # the same, by hand
+    method, rope = rope_ext.YaRN(factor=4), Rope.geometric(base=10000, dim=32, length=32)
+    twin.rotary_emb.inv_freq.copy_(method.inv_freq(rope))
+    twin.rotary_emb.attention_scaling = method.attention_scaling(rope)
+    # The configuration has no base; read off float32 frequencies it is good to about 1e-6.
+    torch.testing.assert_close(logits, twin(tokens)[0], rtol=0, atol=1e-3)
+    assert (logits - unpatched).abs().max() > 0.1
+
+    with rope_ext.patched(model, "rerope", factor=4, window=100, log_n=False):
+        torch.testing.assert_close(model(tokens)[0], unpatched, rtol=1e-4, atol=1e-4)
+    with rope_ext.patched(model, "rerope", factor=4):
+        assert (model(tokens)[0] - unpatched).abs().max() > 0.1
+    torch.testing.assert_close(model(tokens)[0], unpatched, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize(
+    ("there", "instead", "error"),
+    [
+        ('"inv_freq"', '"frequencies"', rope_ext.NoRopeError),
+        ("* self.attention_scaling", "", rope_ext.UnsupportedModelError),
+        ("forward(self, x, position_ids)", "forward(self, x, places)", rope_ext.RopeExtError),
+        ("max_position_embeddings: int = 32", "", rope_ext.UnsupportedModelError),
+    ],
+)
+def test_what_the_page_asks_of_a_family_is_asked(there: str, instead: str, error: type) -> None:
+    source = snippets("adding-a-family.md")[0]
+    assert there in source
+    if there == '"inv_freq"':
+        source = source.replace("self.inv_freq", "self.frequencies")
+    if "position_ids" in there:
+        source = source.replace("position_ids[", "places[").replace("position_ids=", "places=")
+    model = own_model(source.replace(there, instead))
+    with pytest.raises(error):
+        rope_ext.patch(model, "yarn", factor=4)
+
+
+class Links(HTMLParser):
+    """What a page is made of: ids, and what the browser loads with it."""
+
+    def __init__(self, page: Path) -> None:
+        super().__init__()
+        self.ids, self.loaded, self.tags = set(), [], set()
+        self.feed(page.read_text(encoding="utf-8"))
+
+    def handle_starttag(self, tag: str, attributes: list[tuple[str, str | None]]) -> None:
+        values = dict(attributes)
+        self.tags.add(tag)
+        self.ids.add(values.get("id"))
+        if tag in ("script", "img", "iframe"):
+            self.loaded.append(values.get("src") or "")
+        if tag == "link" and values.get("rel") != "canonical":
+            self.loaded.append(values.get("href") or "")
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Links]:
+    """The pages that `make docs` builds, by path; mkdocs itself follows every link."""
+    folder = tmp_path_factory.mktemp("site")
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(folder)]
+    quiet = os.environ | {"NO_MKDOCS_2_WARNING": "1"}  # the theme's advertisement, as make docs
+    built = subprocess.run(
+        command, cwd=ROOT, env=quiet, capture_output=True, text=True, check=False
+    )
+    assert built.returncode == 0, built.stderr
+    assert "WARNING" not in built.stderr
+    return {str(page.relative_to(folder)): Links(page) for page in folder.rglob("*.html")}
+
+
+@pytest.mark.slow
+def test_the_site_has_a_page_for_every_method_with_its_formula_and_picture(site) -> None:
+    for cls in all_methods():
+        page = site[f"methods/{cls.name}.html"]
+        assert "math" in page.tags and f"{cls.name}.png" in page.loaded
+
+
+@pytest.mark.slow
+def test_every_public_name_is_on_the_api_page_or_on_that_of_its_method(site) -> None:
+    pages = {cls.__name__: f"methods/{cls.name}.html" for cls in all_methods()}
+    for name in rope_ext.__all__:
+        assert f"rope_ext.{name}" in site[pages.get(name, "api.html")].ids
+
+
+@pytest.mark.slow
+def test_the_site_loads_nothing_from_a_network(site) -> None:
+    for path, page in site.items():
+        assert not [source for source in page.loaded if "//" in source], path
+
+
+def test_a_method_without_a_page_stops_the_build(own_registry) -> None:
+    config = load_config(str(ROOT / "mkdocs.yml"))
+    hooks = config.hooks["docs/hooks.py"]
+    exec(snippets("adding-a-method.md")[0], {"__name__": __name__})
+    with pytest.raises(PluginError, match=r"no page for \['step'\]"):
+        hooks.on_config(config)
+
+
+def test_what_was_measured_is_found_in_the_tables_of_the_readme() -> None:
+    hooks = load_config(str(ROOT / "mkdocs.yml")).hooks["docs/hooks.py"]
+    tables = "".join((ROOT / path).read_text(encoding="utf-8") for path in hooks.TABLES)
+    for cls in METHODS:
+        if cls.name != "longrope":  # needs a table of its own first
+            *_, unpatched, row = hooks._measured(cls.name).splitlines()
+            assert unpatched.startswith("| unpatched | ") and f"{unpatched}\n" in tables
+            assert row.startswith(f"| `{cls.name}` | ") and f"{row}\n" in tables

@@ -321,7 +321,8 @@ class ConfigState:
                     setattr(config, name, saved[name])
                 elif hasattr(config, name):
                     delattr(config, name)
-        self.outermost.__dict__.pop(EXPERTS, None)
+        if self.outermost.__dict__.get(EXPERTS) == CURE:
+            delattr(self.outermost, EXPERTS)
 
 
 def is_scaled(decoder: nn.Module, site: RotarySite) -> str | None:

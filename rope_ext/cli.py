@@ -21,6 +21,12 @@ Option = Annotated[
     list[str] | None,
     typer.Option("--option", help="One option of one method, such as yarn.beta_fast=16; repeat."),
 ]
+Text = Annotated[
+    list[Path] | None,
+    typer.Option(
+        help="Text, .jsonl, .parquet or folder to read; repeat. Default: Python's own library."
+    ),
+]
 Device = Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1, mps ...")]
 Compose = Annotated[
     bool, typer.Option(help="Go on although the checkpoint scales its own rotary embedding.")
@@ -38,13 +44,7 @@ def compare(
     methods: Annotated[str, typer.Option(help="Names, comma between; see `rope-ext methods`.")],
     lengths: Annotated[str, typer.Option(help="Context lengths in tokens, such as 512,4k.")],
     factor: Factor = 4.0,
-    text: Annotated[
-        list[Path] | None,
-        typer.Option(
-            help="Text, .jsonl, .parquet or folder for perplexity; repeat. Default: Python's own "
-            "library."
-        ),
-    ] = None,
+    text: Text = None,
     windows: Annotated[int, typer.Option(help="Windows of text for each length.")] = 16,
     trials: Annotated[int, typer.Option(help="Passkeys for each length and depth.")] = 10,
     depths: Annotated[int, typer.Option(help="Depths of the passkey.")] = 5,
@@ -161,8 +161,10 @@ def export(
 
 @app.command()
 def plot(
-    kind: Annotated[str, typer.Argument(help="spectrum, angles, decay or distances.")],
-    model: Annotated[str, typer.Argument(help="Folder or Hub id; no weights are read.")],
+    kind: Annotated[str, typer.Argument(help="See above.")],
+    model: Annotated[
+        str, typer.Argument(help="Folder or Hub id; weights are read for the last two pictures.")
+    ],
     method: Annotated[str, typer.Option(help="Names, comma between: one line for each.")],
     output: Annotated[Path, typer.Option(help="The picture, a .png file.")],
     factor: Factor = 4.0,
@@ -170,14 +172,18 @@ def plot(
         str | None,
         typer.Option(help="Context in tokens, such as 32k. Default: what the methods reach."),
     ] = None,
+    text: Text = None,
+    windows: Annotated[int, typer.Option(help="Stretches of text, at most.")] = 4,
+    device: Device = "auto",
     compose: Compose = False,
     option: Option = None,
 ) -> None:
-    """Draw what methods do to frequencies, angles, decay or distances, beside the unpatched model.
+    """Draw what methods change, one line each beside the unpatched model.
 
     spectrum: frequency of every rotary pair. angles: the largest angle of every pair, and those
     of training. decay: q.k of constant vectors by distance. distances: those that position
-    methods put in place of the real ones.
+    methods put in place of the real ones. Over a text: weighted-decay: q.k of the model's own mean
+    queries and keys by distance. attention: where the last 256 tokens look, by distance.
     """
     with clean_errors():
         from rope_ext import pictures
@@ -188,8 +194,17 @@ def plot(
         names = split(method)
         options = checked_methods(names, factor, parse_options(option, names))
         methods = [build_method(name, **values) for name, values in options.items()]
-        tokens = None if length is None else parse_length(length)
-        pictures.draw(kind, model, methods, output, length=tokens, compose=compose)
+        pictures.draw(
+            kind,
+            model,
+            methods,
+            output,
+            length=None if length is None else parse_length(length),
+            compose=compose,
+            text=text,
+            windows=windows,
+            device=device,
+        )
 
 
 def _patched(

@@ -232,6 +232,13 @@ def is_local(layer_type: str) -> bool:
     return any(word in layer_type for word in _LOCAL)
 
 
+def sees_window(config: Any, layer: nn.Module, window: int | None) -> bool:
+    """Whether an attention layer sees a limited window only; ``window``: what it is told."""
+    kinds, index = getattr(config, "layer_types", None), getattr(layer, "layer_idx", None)
+    named = bool(kinds) and isinstance(index, int) and is_local(kinds[index])
+    return named or window is not None
+
+
 def _reach(config: Any, layer_type: str | None) -> tuple[bool, bool]:
     """Whether only limited-window layers use a site, and whether both kinds do."""
     if layer_type is not None:

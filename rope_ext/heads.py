@@ -17,14 +17,14 @@ from torch import nn
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from rope_ext.attention.bands import Pairs
-from rope_ext.discovery import RotarySite, is_local, text_config
+from rope_ext.discovery import RotarySite, sees_window, text_config
 from rope_ext.errors import UnsupportedModelError
 
 _NAME = "rope_ext_probe"  # names with sdpa, flash, flex_attention or a slash take special paths
 _TOKENS = 16
 _TOLERANCE = {torch.bfloat16: 3e-2, torch.float16: 5e-3}  # of the largest query or key
 _EXACT = 1e-4
-_seen: list[tuple[nn.Module, torch.Tensor, torch.Tensor, bool]] = []
+_seen: list[tuple[nn.Module, torch.Tensor, torch.Tensor, int | None]] = []
 
 
 @dataclass(frozen=True, eq=False)
@@ -65,8 +65,8 @@ def find_heads(decoder: nn.Module, sites: list[RotarySite]) -> dict[nn.Module, H
     """
     heads: dict[nn.Module, Head | None] = {}
     for site in sites:
-        for module, query, key, local in _run(decoder, site):
-            head = _read(decoder, module, site, query, key, local)
+        for module, query, key, window in _run(decoder, site):
+            head = _read(decoder, module, site, query, key, window)
             if head is not None:  # one object for all layers that turn alike
                 known = (other for other in heads.values() if other and other.equals(head))
                 head = next(known, head)
@@ -98,7 +98,7 @@ def _angles(pairs: int) -> torch.Tensor:
 @torch.no_grad()
 def _run(
     decoder: nn.Module, site: RotarySite
-) -> list[tuple[nn.Module, torch.Tensor, torch.Tensor, bool]]:
+) -> list[tuple[nn.Module, torch.Tensor, torch.Tensor, int | None]]:
     """Queries and keys of every attention layer, one row per turn."""
     if any(parameter.is_meta for parameter in decoder.parameters()):
         raise _refusal(decoder, "its weights lie on the meta device (load them first)")
@@ -171,8 +171,7 @@ def _look(
     """Attention function: nothing is seen, so that all rows stay equal."""
     if attention_mask is not None and attention_mask is not _MASK:
         raise _RefusedError(f"{type(module).__name__} makes an attention mask of its own")
-    local = kwargs.get("sliding_window") is not None
-    _seen.append((module, query, key, local))
+    _seen.append((module, query, key, kwargs.get("sliding_window")))
     rows, heads, tokens = query.shape[:3]
     return query.new_zeros(rows, tokens, heads, value.shape[-1]), None
 
@@ -202,7 +201,7 @@ def _read(
     site: RotarySite,
     query: torch.Tensor,
     key: torch.Tensor,
-    local: bool,
+    window: int | None,
 ) -> Head | None:
     where = _path(decoder, module)
     found = []
@@ -223,10 +222,7 @@ def _read(
     if found[0] is None or found[1] is None or not torch.equal(*found):
         raise _refusal(decoder, f"{where} turns its queries and keys differently")
     first, second, pair = found[0]
-    kinds = getattr(text_config(decoder), "layer_types", None)
-    index = getattr(module, "layer_idx", None)
-    if kinds and isinstance(index, int):
-        local = local or is_local(kinds[index])
+    local = sees_window(text_config(decoder), module, window)
     return Head(site, Pairs(_columns(first), _columns(second)), pair, local)
 
 

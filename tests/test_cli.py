@@ -32,7 +32,9 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def loader_fails(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(models, "load_model", lambda *args: pytest.fail("the model was loaded"))
+    monkeypatch.setattr(
+        models, "load_model", lambda *args, **options: pytest.fail("the model was loaded")
+    )
 
 
 def call(*args: object) -> Result:
@@ -77,7 +79,9 @@ def test_compare_writes_everything(
 
     # A second run needs a decision; resumed, it measures nothing and says the same.
     assert "--resume" in call(*words).stderr
-    monkeypatch.setattr(models, "load_model", lambda *args: pytest.fail("the model was loaded"))
+    monkeypatch.setattr(
+        models, "load_model", lambda *args, **options: pytest.fail("the model was loaded")
+    )
     again = call(*words, "--option", "yarn.beta_fast=16", "--resume")
     assert again.exit_code == 0 and again.stdout == result.stdout
 
@@ -218,6 +222,21 @@ def test_plot_reads_no_weights(checkpoint: Path, tmp_path: Path, loader_fails: N
         assert wrong.stderr.count("\n") == 1
     unknown = call("plot", "heatmap", *words[1:])
     assert unknown.exit_code == 2 and "spectrum, angles, decay, distances" in unknown.stderr
+
+
+def test_plot_over_a_text(checkpoint: Path, tmp_path: Path) -> None:
+    words = ["attention", checkpoint, "--method", "yarn", "--output", tmp_path / "one.png"]
+    result = call("plot", *words, "--text", __file__, "--windows", 1, "--length", 300)
+    assert result.exit_code == 0, result.output
+    assert image.imread(tmp_path / "one.png").shape[1] > 1000
+    for change, message in (
+        (["--text", "missing.txt"], "cannot read the text missing.txt"),
+        (["--text", __file__, "--length", "1000k"], "a window of 1024000 is to be measured"),
+        (["--device", "gpu"], "device 'gpu' cannot be used here"),
+    ):
+        wrong = call("plot", *words, *change)
+        assert wrong.exit_code == 2 and message in wrong.stderr
+        assert wrong.stderr.count("\n") == 1
 
 
 def test_plot_without_matplotlib(

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import functools
 import math
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from checkpoint import TRAINED, save_checkpoint
 from conftest import tiny_llama
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -15,12 +18,28 @@ from matplotlib import image
 from transformers import LlamaConfig
 
 import rope_ext
-from rope_ext import pictures
+from rope_ext import panels, pictures
+from rope_ext.curves import decay_at, frequencies, largest_angles, used_distances
+from rope_ext.drawing import figure_of
+from rope_ext.measure import models
+from rope_ext.measure.attention import (
+    Resultants,
+    Shares,
+    by_distance,
+    choose_windows,
+    octaves,
+    resultants,
+)
 from rope_ext.methods import Method, Rope
-from rope_ext.pictures import decay_at, frequencies, largest_angles, used_distances
 
 ROPE = Rope.geometric(10000, 16, 128)  # 8 pairs; the first 3 turn fully: 128, 40.5, 12.8, 4.05
 model = functools.cache(tiny_llama)
+TEXT = [Path(__file__)]
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(save_checkpoint(tmp_path_factory.mktemp("tiny")))
 
 
 def distances_of(method: Method | None, length: int, *distance: int) -> list[float]:
@@ -102,19 +121,31 @@ METHODS = {
     "angles": [rope_ext.YaRN(factor=4), rope_ext.PRoPE(factor=4), rope_ext.SelfExtend(factor=4)],
     "decay": [rope_ext.YaRN(factor=4), rope_ext.LMInfinite(factor=4)],
     "distances": [rope_ext.DualChunk(factor=4), rope_ext.LMInfinite(factor=2)],
+    "weighted-decay": [rope_ext.YaRN(factor=4), rope_ext.LMInfinite(factor=4)],
+    "attention": [rope_ext.YaRN(factor=4), rope_ext.ReRoPE(factor=4)],
 }
 
 
+def reading(kind: str, checkpoint: str) -> dict[str, Any]:
+    """What a picture that reads a text needs beside a loaded model."""
+    if pictures.KINDS[kind].measure is None:
+        return {}
+    return {"text": TEXT, "tokenizer": models.load_tokenizer(checkpoint), "windows": 1}
+
+
 @pytest.mark.parametrize("kind", pictures.KINDS)
-def test_a_picture_is_drawn_and_the_model_left_alone(kind: str, tmp_path: Path) -> None:
-    before = {name: buffer.clone() for name, buffer in model().named_buffers()}
-    pictures.draw(kind, model(), METHODS[kind], tmp_path / "one.png")
-    pixels = image.imread(tmp_path / "one.png")
+def test_a_picture_is_drawn_and_the_model_left_alone(kind, checkpoint: str, tmp_path: Path) -> None:
+    model = models.load_model(checkpoint)
+    before = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    path = tmp_path / "one.png"
+    pictures.draw(kind, model, METHODS[kind], path, **reading(kind, checkpoint))
+    pixels = image.imread(path)
     assert pixels.shape[0] > 500 and pixels.shape[1] > 1000
     colours = {tuple(pixel) for pixel in pixels[::3, ::3, :3].reshape(-1, 3).round(2).tolist()}
     for wanted in ((0.0, 0.45, 0.7), (0.84, 0.37, 0.0)):  # of the first and second method
         assert any(math.dist(wanted, colour) < 0.02 for colour in colours)
-    assert all(before[name].equal(buffer) for name, buffer in model().named_buffers())
+    assert all(before[name].equal(buffer) for name, buffer in model.named_buffers())
+    assert model.config._attn_implementation == "sdpa"
 
 
 def test_lines_have_a_legend_and_the_length_is_what_methods_reach(monkeypatch, tmp_path) -> None:
@@ -123,15 +154,123 @@ def test_lines_have_a_legend_and_the_length_is_what_methods_reach(monkeypatch, t
 
     def spy(axes: object, rope: Rope, lines: dict, length: int) -> None:
         found.extend((*lines, length))
-        drawn[0](axes, rope, lines, length)
+        drawn.draw(axes, rope, lines, length)
 
-    monkeypatch.setitem(pictures.KINDS, "distances", (spy, *drawn[1:]))
+    monkeypatch.setitem(pictures.KINDS, "distances", replace(drawn, draw=spy))
     methods = [rope_ext.ReRoPE(factor=4), rope_ext.SelfExtend(factor=8)]
     config = LlamaConfig(max_position_embeddings=128, num_hidden_layers=1, hidden_size=64)
     pictures.draw("distances", config, methods, tmp_path / "one.png")
     # Self-Extend: (1024 - 32) / (2/3 * 128 - 32) = 18.6
     extend = "self_extend (factor=8, window=32, group=19)"
     assert found == ["unpatched", "rerope (factor=4, window=32)", extend, 1024]
+
+
+# --- pictures of a model with weights ------------------------------------------------------------
+
+
+def measured(monkeypatch, kind: str, checkpoint: str, path: Path) -> tuple[dict, Any]:
+    """The lines of a picture, and what its panel gets to draw."""
+    found, drawn = [], pictures.KINDS[kind]
+
+    def spy(axes: object, *given: Any) -> None:
+        found.extend(given)
+        drawn.draw(axes, *given)
+
+    monkeypatch.setitem(pictures.KINDS, kind, replace(drawn, draw=spy))
+    pictures.draw(kind, checkpoint, METHODS["attention"], path, text=TEXT, windows=2)
+    _, lines, length, what = found
+    assert length == 4 * TRAINED
+    return lines, what
+
+
+def test_attention_is_that_of_the_model_under_each_method(
+    monkeypatch, checkpoint: str, tmp_path: Path
+) -> None:
+    lines, found = measured(monkeypatch, "attention", checkpoint, tmp_path / "one.png")
+    model, tokenizer = models.load_model(checkpoint), models.load_tokenizer(checkpoint)
+    text, edges = choose_windows(tokenizer, TEXT, 4 * TRAINED, 2), octaves(TRAINED, 4 * TRAINED)
+    assert list(found) == [*lines, panels.TRAINED]
+    seen = [by_distance(model, text.at(4 * TRAINED), edges)]
+    for method in METHODS["attention"]:
+        with rope_ext.patched(model, method):
+            seen.append(by_distance(model, text.at(4 * TRAINED), edges))
+    seen.append(by_distance(model, text.at(TRAINED), edges[:-2]))
+    for shown, right in zip(found.values(), seen, strict=True):
+        assert shown.shares.equal(right.shares) and shown.edges == right.edges
+    assert not torch.allclose(seen[0].shares, seen[1].shares, atol=1e-3)
+
+
+def test_mean_queries_and_keys_are_those_within_the_trained_length(
+    monkeypatch, checkpoint: str, tmp_path: Path
+) -> None:
+    _, found = measured(monkeypatch, "weighted-decay", checkpoint, tmp_path / "one.png")
+    text = choose_windows(models.load_tokenizer(checkpoint), TEXT, TRAINED, 2)
+    right = resultants(models.load_model(checkpoint), text.at(TRAINED))
+    assert found.weights.equal(right.weights) and found.query.equal(right.query)
+
+
+def test_the_panel_of_attention_by_hand() -> None:
+    shares = torch.tensor([[0.1, 0.2, 0.3, 0.2], [0.1, 0.1, 0.1, 0.5]])
+    found = {"unpatched": Shares((0, 1, 2, 4, 8), shares, torch.tensor([0.2, 0.2]))}
+    axes = figure_of(4, 4).subplots()
+    panels.attention(axes, Rope.geometric(10000, 16, 4), {"unpatched": None}, 8, found)
+    [line] = axes.get_lines()[:1]
+    assert line.get_ydata() == pytest.approx([0.1, 0.15, 0.2, 0.35])
+    assert line.get_label() == "unpatched: 20% on the first 4 tokens, 35% beyond 4"
+    assert line.get_xdata()[-1] == pytest.approx(math.sqrt(4 * 8))
+
+
+def test_the_panel_of_weighted_decay_by_hand() -> None:
+    weights = torch.zeros(2, 8, dtype=torch.complex128)
+    weights[0, 0], weights[1, 0] = 1, 0.5j  # two heads, the pair that turns by 1 a token
+    lengths = torch.tensor([0.5, 0.25])
+    axes = figure_of(4, 4).subplots()
+    lines = {"unpatched": None, "pi": rope_ext.PI(factor=4)}
+    panels.weighted_decay(axes, ROPE, lines, 512, Resultants(weights, lengths, lengths))
+    first = [float(line.get_ydata()[0]) for line in axes.get_lines()[:2]]
+    by_hand = [(math.cos(x) - 0.5 * math.sin(x)) / 2 for x in (1, 0.25)]
+    assert first == pytest.approx(by_hand)
+    assert "queries 0.38, keys 0.38" in axes.get_xlabel()
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"text": [Path("missing.txt")]}, r"cannot read the text missing\.txt"),
+        ({"length": 10**6}, "a window of 1000000 is to be measured"),
+        ({"windows": 0}, "windows=0"),
+        ({"kind": "decay"}, "decay reads no text; draw weighted-decay or attention"),
+        ({"model": LlamaConfig()}, "needs weights; give a model, folder or Hub id"),
+        ({"model": str(Path(__file__).parent)}, "cannot load the configuration of '.*tests'"),
+        ({"loaded": True}, "give tokenizer="),
+        ({"method": rope_ext.PI(factor=4)}, None),
+    ],
+    ids=str,
+)
+def test_mistakes_show_before_weights_are_read(
+    monkeypatch, checkpoint: str, tmp_path: Path, change: dict, message: str | None
+) -> None:
+    given = {"kind": "attention", "model": checkpoint, "text": TEXT} | change
+    method = given.pop("method", rope_ext.YaRN(factor=4))
+    if given.pop("loaded", False):
+        given["model"] = models.load_model(checkpoint)
+    monkeypatch.setattr(
+        models, "load_model", lambda *given, **more: pytest.fail("weights were read")
+    )
+    wanted = pytest.fail.Exception if message is None else rope_ext.RopeExtError
+    with pytest.raises(wanted, match=message or "were read"):
+        pictures.draw(given.pop("kind"), given.pop("model"), [method], tmp_path / "x.png", **given)
+
+
+def test_a_patched_model_is_refused(checkpoint: str, tmp_path: Path) -> None:
+    model, tokenizer = models.load_model(checkpoint), models.load_tokenizer(checkpoint)
+    pi = rope_ext.patch(model, "pi", factor=4) and rope_ext.PI(factor=4)
+    for kind in ("attention", "weighted-decay"):
+        with pytest.raises(rope_ext.AlreadyPatchedError, match="unpatch"):
+            pictures.draw(kind, model, [pi], tmp_path / "x.png", tokenizer=tokenizer)
+
+
+# --- mistakes ------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

@@ -161,7 +161,7 @@ class ByFormula:
         softcap: float | None = None,
         s_aux: torch.Tensor | None = None,
         **kwargs: Any,
-    ) -> tuple[torch.Tensor, None]:
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         groups = query.shape[1] // key.shape[1]
         q, k, v = query.double(), key.double(), value.double()
         k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
@@ -179,7 +179,8 @@ class ByFormula:
         total = weights.sum(-1, keepdim=True)
         if s_aux is not None:
             total = total + s_aux.double().exp()[:, None, None]
-        return (weights / total @ v).transpose(1, 2).to(value.dtype), None
+        weights = weights / total
+        return (weights @ v).transpose(1, 2).to(value.dtype), weights
 
     def _turned(self, module: nn.Module, q, k, by: torch.Tensor) -> torch.Tensor:
         theta = module.by_formula_inv_freq.double()

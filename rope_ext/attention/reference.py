@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch.utils.checkpoint import checkpoint
@@ -14,10 +15,9 @@ from torch.utils.checkpoint import checkpoint
 from rope_ext.attention.bands import Band, Pairs
 
 
-def attend(
+def weights(
     query: torch.Tensor,
     key: torch.Tensor,
-    value: torch.Tensor,
     bands: Sequence[Band],
     pairs: Pairs,
     *,
@@ -29,12 +29,11 @@ def attend(
     sinks: torch.Tensor | None = None,
     mask: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Attention in which every band turns its queries and keys in its own way.
+    """How much every query gives to every key, where each band turns both in its own way.
 
     Args:
         query: ``[batch, heads, queries, columns]``, before any rotation.
         key: ``[batch, kv_heads, keys, columns]``; ``heads`` is a multiple of ``kv_heads``.
-        value: ``[batch, kv_heads, keys, value_columns]``.
         bands: disjoint; a key in no band of a query is hidden from it.
         pairs: the columns that turn together.
         query_positions: int64, ``[queries]``, in tokens, in any order and with any gaps.
@@ -46,10 +45,10 @@ def attend(
         mask: bool, broadcast to ``[batch, heads, queries, keys]``; False hides.
 
     Returns:
-        ``[batch, heads, queries, value_columns]``; zero for queries that see no key.
+        ``[batch, heads, queries, keys]``, float32 or better. A row sums to one, less what its
+        sink takes; it is zero for a query that sees no key.
     """
-    groups = query.shape[1] // key.shape[1]
-    key, value = (x.repeat_interleave(groups, dim=1) for x in (key, value))
+    key = key.repeat_interleave(query.shape[1] // key.shape[1], dim=1)
     if temperature is not None:
         query = (query * temperature[:, None]).to(query.dtype)
     logits = query.new_zeros((*query.shape[:3], key.shape[2]))
@@ -69,8 +68,24 @@ def attend(
     if sinks is not None:
         column = sinks.to(logits.dtype)[:, None, None].expand(*logits.shape[:3], 1)
         logits = torch.cat((logits, column), dim=-1)
-    weights = logits.softmax(dim=-1)[..., : key.shape[2]] * visible
-    return weights.to(value.dtype) @ value
+    return logits.softmax(dim=-1)[..., : key.shape[2]] * visible
+
+
+def attend(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    bands: Sequence[Band],
+    pairs: Pairs,
+    **asked: Any,
+) -> torch.Tensor:
+    """Attention with the :func:`weights` that ``asked`` makes.
+
+    ``value`` is ``[batch, kv_heads, keys, value_columns]``, the result ``[batch, heads, queries,
+    value_columns]``.
+    """
+    value = value.repeat_interleave(query.shape[1] // value.shape[1], dim=1)
+    return weights(query, key, bands, pairs, **asked).to(value.dtype) @ value
 
 
 def attend_blocked(

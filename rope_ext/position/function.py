@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -13,18 +16,21 @@ from transformers.masking_utils import causal_mask_function
 
 from rope_ext import attention
 from rope_ext.attention import reference
-from rope_ext.attention.bands import Band, Pairs
+from rope_ext.attention.bands import Band, Pairs, Turn
+from rope_ext.discovery import text_config
 from rope_ext.errors import OptionError, UnsupportedModelError
 from rope_ext.heads import Head
-from rope_ext.methods.geometry import Distance
+from rope_ext.methods.geometry import Distance, Geometry
 from rope_ext.position.forward import under_way
 from rope_ext.position.plan import Plan, Stretch, documents_of
+from rope_ext.position.turns import Turns
 
 if TYPE_CHECKING:
     from rope_ext.position.mapping import Mapping
 
 NAME = "rope_ext"  # names with sdpa, flash, flex_attention or a slash take special paths
 LAYER = "_rope_ext_layer"  # on an attention module: its Layer
+_active = threading.local()
 
 
 @dataclass(frozen=True, eq=False)
@@ -33,6 +39,80 @@ class Layer:
 
     mapping: Mapping
     head: Head | None
+
+
+@dataclass(frozen=True, eq=False)
+class Dense:
+    """One call of an attention layer in the terms of :mod:`rope_ext.attention.reference`.
+
+    Args:
+        query: ``[rows, heads, queries, columns]``, as the model turned it.
+        key: ``[rows, kv_heads, keys, columns]``.
+        turns: of every band, which keys it shows, and how queries and keys are turned further.
+        pairs: the columns that turn together.
+        query_positions, key_positions: int64, ``[queries]`` and ``[keys]``.
+        temperature: of queries at given positions; None: none.
+        mask: bool, ``[rows, 1, queries, keys]``; None: all that the bands show.
+        common: scale, soft cap and learned sinks.
+    """
+
+    query: torch.Tensor
+    key: torch.Tensor
+    turns: list[tuple[Geometry, Turns | None, Turns | None]]
+    pairs: Pairs
+    query_positions: torch.Tensor
+    key_positions: torch.Tensor
+    temperature: Callable[[torch.Tensor, torch.dtype], torch.Tensor | None] | None
+    mask: torch.Tensor | None
+    common: dict[str, Any]
+
+    def attend(self, value: torch.Tensor) -> torch.Tensor:
+        """``[rows, heads, queries, columns of value]``."""
+        return reference.attend_blocked(value=value, **self._asked(slice(None)))
+
+    def weights(self, queries: slice) -> torch.Tensor:
+        """What some of the queries give to every key, ``[rows, heads, queries, keys]``."""
+        return reference.weights(**self._asked(queries))
+
+    def _asked(self, queries: slice) -> dict[str, Any]:
+        of_query, of_key = self.query_positions[queries], self.key_positions
+        dtype = _table_dtype(self.query)
+
+        def turn(by: Turns | None, t: torch.Tensor) -> Turn:
+            return None if by is None else by.at(t, dtype)
+
+        return {
+            "query": self.query[:, :, queries],
+            "key": self.key,
+            "bands": [Band(seen, turn(q, of_query), turn(k, of_key)) for seen, q, k in self.turns],
+            "pairs": self.pairs,
+            "query_positions": of_query,
+            "key_positions": of_key,
+            "temperature": self.temperature and self.temperature(of_query, dtype),
+            "mask": None if self.mask is None else self.mask[..., queries, :],
+            **self.common,
+        }
+
+
+Look = Callable[[nn.Module, Dense, int | None], None]
+"""Gets an attention module, what it attends with, and the window that it is told."""
+
+
+@contextmanager
+def watched(decoder: nn.Module, look: Look) -> Iterator[None]:
+    """Show ``look`` the first row of everything that the layers of ``decoder`` attend with.
+
+    Of an unpatched decoder and under a frequency method too: their layers attend through
+    :data:`NAME` as well while it lasts.
+    """
+    config = text_config(decoder)
+    before = config._attn_implementation_internal
+    config._attn_implementation_internal = NAME  # the public name sets sub-configurations too
+    _active.look = look
+    try:
+        yield
+    finally:
+        config._attn_implementation_internal, _active.look = before, None
 
 
 @torch.compiler.disable
@@ -67,10 +147,19 @@ def _attend(
     Takes ``query`` as ``[rows, heads, queries, columns]``, key and value with as many heads or
     fewer; returns ``[rows, queries, heads, columns of value]``.
     """
-    layer = module.__dict__.get(LAYER)
+    layer, look = module.__dict__.get(LAYER), getattr(_active, "look", None)
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    common = {"scale": scale, "softcap": softcap, "sinks": s_aux}
     if layer is None or layer.head is None:
-        dense = attention_mask.dense if isinstance(attention_mask, Plan) else attention_mask
-        return _unmapped(module, query, key, value, dense, dropout, scaling, softcap, s_aux, kwargs)
+        mask = attention_mask.dense if isinstance(attention_mask, Plan) else attention_mask
+        if look is not None:
+            look(module, _unmapped(query, key, mask, common), kwargs.get("sliding_window"))
+        if softcap is None and s_aux is None:
+            return sdpa_attention_forward(
+                module, query, key, value, mask, dropout=dropout, scaling=scaling, **kwargs
+            )
+        out = _unmapped(query, key, mask, common).attend(value)
+        return out.transpose(1, 2).contiguous(), None
     mapping = layer.mapping
     plan = _plan(mapping, attention_mask)
     if dropout:
@@ -80,14 +169,19 @@ def _attend(
         )
     if query.dtype != value.dtype:  # under autocast, which does not know this operator
         query, key = query.to(value.dtype), key.to(value.dtype)
-    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    common = {"scale": scale, "softcap": softcap, "sinks": s_aux}
     key, value = key[:, :, : plan.keys], value[:, :, : plan.keys]
+    if look is not None:
+        dense = _irregular(mapping, layer.head, plan, 0, query, key, common)
+        look(module, dense, kwargs.get("sliding_window"))
     stretches = plan.stretches(layer.head, query.device, _table_dtype(query))
-    if stretches is None:
-        out = _irregular(mapping, layer.head, plan, query, key, value, common)
+    if stretches is None:  # drafts in trees, masks of other shapes, gaps in positions
+        rows = [
+            _irregular(mapping, layer.head, plan, row, query, key, common).attend(one)
+            for row, one in enumerate(value.split(1))
+        ]
+        out = torch.cat(rows)
     else:
-        common["kernel"] = mapping.kernel
+        common = {**common, "kernel": mapping.kernel}
         out = _regular(layer.head, stretches, query, key, value, common)
     return out.transpose(1, 2).contiguous(), None
 
@@ -157,48 +251,34 @@ def _irregular(
     mapping: Mapping,
     head: Head,
     plan: Plan,
+    row: int,
     query: torch.Tensor,
     key: torch.Tensor,
-    value: torch.Tensor,
     common: dict[str, Any],
-) -> torch.Tensor:
-    """Row by row with dense logits: drafts in trees, masks of other shapes, gaps in positions."""
-    dtype = _table_dtype(query)
-    dense, tokens = plan.dense, query.shape[2]
-    parts = []
-    for row in range(len(query)):
-        t = plan.positions[row if len(plan.positions) > 1 else 0].to(query.device)
-        of_query = t[-tokens:]
-        if plan.goes_back(row):
-            raise UnsupportedModelError(
-                f"the position ids of row {row} go back within one sequence, where "
-                f"{mapping.method.name} would have to attend to the future; give packed documents "
-                f"no attention mask and use_cache=False, so that transformers keeps them apart"
-            )
-        if dense is None:
-            mask = None
-        else:
-            mask = dense[row if len(dense) > 1 else 0, :, :, : len(t)]
-            mask = mask if mask.dtype == torch.bool else _visible(mask)
-        turned = [
-            Band(geometry, at_query.at(of_query, dtype), at_key.at(t, dtype))
-            for geometry, at_query, at_key in mapping.turns(head)
-        ]
-        parts.append(
-            reference.attend_blocked(
-                query[row : row + 1],
-                key[row : row + 1],
-                value[row : row + 1],
-                turned,
-                head.pairs,
-                query_positions=of_query,
-                key_positions=t,
-                temperature=mapping.temperature(of_query, dtype),
-                mask=mask,
-                **common,
-            )
+) -> Dense:
+    """One row with dense logits."""
+    if plan.goes_back(row):
+        raise UnsupportedModelError(
+            f"the position ids of row {row} go back within one sequence, where "
+            f"{mapping.method.name} would have to attend to the future; give packed documents "
+            f"no attention mask and use_cache=False, so that transformers keeps them apart"
         )
-    return torch.cat(parts)
+    t = plan.positions[row if len(plan.positions) > 1 else 0].to(query.device)
+    mask = plan.dense
+    if mask is not None:
+        mask = mask[row if len(mask) > 1 else 0, :, :, : len(t)]
+        mask = mask if mask.dtype == torch.bool else _visible(mask)
+    return Dense(
+        query[row : row + 1],
+        key[row : row + 1],
+        mapping.turns(head),
+        head.pairs,
+        t[-query.shape[2] :],
+        t,
+        mapping.temperature,
+        mask,
+        common,
+    )
 
 
 def _visible(mask: torch.Tensor) -> torch.Tensor:
@@ -221,35 +301,11 @@ def _table_dtype(query: torch.Tensor) -> torch.dtype:
 
 
 def _unmapped(
-    module: nn.Module,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    mask: torch.Tensor | None,
-    dropout: float,
-    scaling: float | None,
-    softcap: float | None,
-    s_aux: torch.Tensor | None,
-    kwargs: dict[str, Any],
-) -> tuple[torch.Tensor, None]:
-    """A layer that the map leaves alone."""
-    if softcap is None and s_aux is None:
-        return sdpa_attention_forward(
-            module, query, key, value, mask, dropout=dropout, scaling=scaling, **kwargs
-        )
+    query: torch.Tensor, key: torch.Tensor, mask: torch.Tensor | None, common: dict[str, Any]
+) -> Dense:
+    """A layer that the map leaves alone, with dense logits."""
     keys = torch.arange(key.shape[2], device=key.device)
     queries = keys[-query.shape[2] :] if mask is None else keys[-1:].expand(query.shape[2])
-    out = reference.attend_blocked(
-        query,
-        key,
-        value,
-        [Band(Distance(0, None), None, None)],
-        Pairs(slice(0, 0), slice(0, 0)),
-        query_positions=queries,
-        key_positions=keys,
-        scale=query.shape[-1] ** -0.5 if scaling is None else scaling,
-        softcap=softcap,
-        sinks=s_aux,
-        mask=mask,
-    )
-    return out.transpose(1, 2).contiguous(), None
+    everything = (Distance(0, None), None, None)
+    none = Pairs(slice(0, 0), slice(0, 0))
+    return Dense(query, key, [everything], none, queries, keys, None, mask, common)

@@ -526,8 +526,10 @@ def test_a_language_model_that_sees_is_refused_and_comes_back(tmp_path, ids, tex
         assert one.config.text_config.rope_parameters == unpatched
 
 
-def test_pipelines_say_what_to_load_with(tmp_path) -> None:
-    patched(tiny_llama(), "rerope").save_pretrained(tmp_path)
+@pytest.mark.parametrize("family", ["llama", "phi3"])
+def test_pipelines_say_what_to_load_with(tmp_path, family: str) -> None:
+    model = rope_ext.patch(tiny_model(family), "rerope", factor=4, sliding_layers="scale")
+    model.save_pretrained(tmp_path)
     with pytest.raises(Exception, match=CURE):
         transformers.pipeline("text-generation", model=str(tmp_path), tokenizer=object())
 

@@ -30,7 +30,7 @@ from rope_ext import OptionError
 from rope_ext.errors import MeasureError
 from rope_ext.measure import models
 from rope_ext.measure.arguments import parse_options
-from rope_ext.measure.run import beyond, checked_methods, patched, versions
+from rope_ext.measure.run import beyond, checked_methods, patched, saved_otherwise, versions
 from rope_ext.measure.summary import UNPATCHED
 from rope_ext.measure.terminal import tell
 from rope_ext.methods import reach
@@ -75,7 +75,8 @@ def evaluate(args: argparse.Namespace) -> dict[str, Any]:
     trained = args.trained_length or models.trained_length(config)
     factor = max((values["factor"] for values in methods.values()), default=args.factor)
     window = args.max_length or reach(factor, trained)
-    for note in beyond(methods, [window], {name: trained}, force=True):
+    notes = beyond(methods, [window], {name: trained}, force=True)
+    for note in (*notes, *saved_otherwise({name: config})):
         tell(f"note: {note}", "yellow")
     include = None if args.include_path is None else str(args.include_path)
     manager = TaskManager(include_path=include, metadata={"pretrained": name, **metadata})

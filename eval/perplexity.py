@@ -55,7 +55,7 @@ def longppl(args: argparse.Namespace, like: Perplexity) -> LongPPL:
             vocabularies = [load_tokenizer(m).get_vocab() for m in (args.evaluator, *given.models)]
             if any(vocabulary != vocabularies[0] for vocabulary in vocabularies[1:]):
                 raise OptionError("the --evaluator must have the tokenizer of the model")
-            yield load_model(args.evaluator, given.dtype, given.device, given.attn)
+            yield load_model(args.evaluator, given.dtype, given.device, given.attn, as_saved=True)
             return
         model = load_model(given.models[0], given.dtype, given.device, given.attn, given.adapter)
         if not names:

@@ -268,7 +268,7 @@ def recommend(
         )
     hundredths = -(-100 * target_length // trained)
     factor = hundredths // 100 if hundredths % 100 == 0 else hundredths / 100
-    there = is_scaled(getattr(site.module, "config", decoder.config), site)
+    there = is_scaled(decoder, site)
     reasons, accepted, refusals = [], [], []
     for method, why in _candidates(site.rope, target_length, factor, finetune, there is not None):
         refusal = _refusal(model, method, there is not None)

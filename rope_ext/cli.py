@@ -297,7 +297,7 @@ def _patched(
     names = [] if method is None else [method]
     options = parse_options(option, names)
     methods = checked_methods(names, factor, options) if names else {}
-    loaded = load_model(model, device="cpu")
+    loaded = load_model(model, device="cpu", as_saved=method is None)
     for name, values in methods.items():
         rope_ext.patch(loaded, name, compose=compose, **values)
     return loaded

@@ -198,9 +198,12 @@ def _unpatched_notes(decoder: nn.Module, sites: list[RotarySite]) -> tuple[str, 
     ]
     record = record_of(text_config(decoder))
     if record is not None:
-        force = "only in part in force" if record.native else "not in force"
-        notes.append(
-            f"saved under a patch that is {force}, since plain transformers loaded it: "
-            f"{record.call()}; rope_ext.from_pretrained reloads it as it was"
-        )
+        if record.plain:
+            notes.append(f"saved under {record.call()}, whose larger base is in force")
+        else:
+            force = "only in part in force" if record.native else "not in force"
+            notes.append(
+                f"saved under a patch that is {force}, since plain transformers loaded it: "
+                f"{record.call()}; rope_ext.from_pretrained reloads it as it was"
+            )
     return tuple(notes)

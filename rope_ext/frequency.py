@@ -76,7 +76,7 @@ def write(site: RotarySite, inv_freq: torch.Tensor, scaling: float, hooked: bool
     module.__dict__[_MASTERS] = masters
     module.__dict__["_is_hf_initialized"] = True  # transformers must not initialise it again
     setattr(module, site.scaling_attribute, scaling)
-    module.__class__ = _guarded(getattr(type(module), "_rope_ext_plain", type(module)), hooked)
+    module.__class__ = _guarded(_plain(module), hooked)
     _rewrite(module)
     return state
 
@@ -106,8 +106,13 @@ def _save(site: RotarySite, extra: tuple[str, ...] = ()) -> SiteState:
         site=site,
         buffers={name: site.module._buffers[name].detach().clone() for name in site.buffers},
         attributes={name: own.get(name, _ABSENT) for name in names},
-        type=type(site.module),
+        type=_plain(site.module),
     )
+
+
+def _plain(module: nn.Module) -> type[nn.Module]:
+    """The class that a rotary module came with: another of its sites may be patched already."""
+    return getattr(type(module), "_rope_ext_plain", type(module))
 
 
 def _undo(state: SiteState) -> None:

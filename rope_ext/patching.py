@@ -310,7 +310,7 @@ def _patch(
     try:
         values = apply(model, decoder, state)
         state.record = _record(state, method, config.before(values))
-        if not state.record.plain:
+        if not state.record.plain or not persistence.tells(values, scaled):
             values[FIELD] = state.record.to_json()
         if config.earlier is not None:
             state.notes.append(
@@ -359,9 +359,9 @@ def _apply_frequencies(model: nn.Module, decoder: nn.Module, state: Patch) -> di
             f"precise=True or sliding_layers='keep'; use mode='fixed'"
         )
     if keep or method.start_tokens:
-        how = persistence.unsaved(decoder, sites, scaled, state.target_length)
+        how = persistence.unsaved(model, decoder, sites, scaled, state.target_length)
     else:
-        how = persistence.plan(decoder, sites, scaled, method, state.target_length)
+        how = persistence.plan(model, decoder, sites, scaled, method, state.target_length)
     if growing and not how.native:
         raise UnsupportedModelError(
             f"{type(decoder).__name__}: transformers cannot build its dynamic type for this "
@@ -438,7 +438,7 @@ def _apply_positions(model: nn.Module, decoder: nn.Module, state: Patch) -> dict
         decoder, state.method, rope, table, label, state.precise, kernel, local_too
     )
     state.mapping.install(decoder)
-    how = persistence.unsaved(decoder, state.sites, scaled, state.target_length)
+    how = persistence.unsaved(model, decoder, state.sites, scaled, state.target_length)
     state.notes = [f"saving: {how.note}", *state.mapping.notes()]
     return how.values
 
@@ -500,14 +500,15 @@ def refuse_scaled(
     decoder: nn.Module, site: RotarySite, method: FrequencyMethod, compose: bool
 ) -> None:
     """Raise AlreadyScaledError where ``method`` cannot go on top of what a checkpoint has."""
-    there = persistence.is_scaled(getattr(site.module, "config", decoder.config), site)
+    there = persistence.is_scaled(decoder, site)
     if there is None:
         return
     if not compose:
+        back = "it with rope_type 'default'" if site.scaled else "the model that it was made from"
         raise AlreadyScaledError(
             f"the rotary embedding of {type(decoder).__name__} is scaled by its configuration "
             f"already: {there}. Pass compose=True to extend its {site.rope.length} tokens further, "
-            f"or load it with rope_type 'default' to start from the unscaled frequencies"
+            f"or load {back} to start from the unscaled frequencies"
         )
     if site.rope_type in ("dynamic", "longrope"):
         raise AlreadyScaledError(

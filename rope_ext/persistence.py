@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import logging
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -20,7 +20,7 @@ from torch import nn
 from rope_ext.discovery import RotarySite, rope_parameters, text_config
 from rope_ext.errors import RecordError, UnsupportedModelError
 from rope_ext.methods import FrequencyMethod, longrope_table
-from rope_ext.records import FIELD, Record, record_of
+from rope_ext.records import EXPERTS, FIELD, Record, record_of
 
 _FIELDS = (
     "rope_parameters",
@@ -45,8 +45,8 @@ _SCALING = (
     "type",
 )
 _UNSAVED = "transformers has no type for it: reload it with rope_ext.from_pretrained (plain {})"
-_REFUSES = "rope_ext: not a type of plain transformers; load with rope_ext.from_pretrained"
-"""``rope_type`` of what transformers has no type for: its ``KeyError`` shows the cure."""
+CURE = "rope_ext: unknown to plain transformers; load with rope_ext.from_pretrained"
+"""Stands where transformers looks a name up, so that its error shows the cure."""
 _WRITTEN: weakref.WeakValueDictionary[int, nn.Module] = weakref.WeakValueDictionary()
 """Decoder whose patch is written into the configuration of that id."""
 _BUILT_IN_FLOAT32 = 1e-5  # pow of a large base in float32 is good to about 2e-6
@@ -71,6 +71,7 @@ class Plan:
 
 
 def plan(
+    model: nn.Module,
     decoder: nn.Module,
     sites: list[RotarySite],
     scaled: list[RotarySite],
@@ -101,41 +102,52 @@ def plan(
                 "dynamic type counts: give evaluators their length by hand"
             )
         return Plan(values, True, exact, note)
-    return unsaved(decoder, sites, scaled, target)
+    return unsaved(model, decoder, sites, scaled, target)
 
 
 def unsaved(
-    decoder: nn.Module, sites: list[RotarySite], scaled: list[RotarySite], target: int
+    model: nn.Module,
+    decoder: nn.Module,
+    sites: list[RotarySite],
+    scaled: list[RotarySite],
+    target: int,
 ) -> Plan:
     """The plan for a patch that no configuration of transformers describes.
 
     Plain transformers would load it unextended without a word. So ``rope_type`` becomes a name
-    that it does not know, unless the family builds its frequencies from that, too.
+    that it does not know. Some families allow certain names only, or take their frequencies from
+    elsewhere: for them it is the experts' implementation, which every model of transformers looks
+    up first of all, with or without experts.
     """
     config = text_config(decoder)
-    values: dict[str, Any] = {"max_position_embeddings": target}
+    length = {"max_position_embeddings": target}
     marked = copy.deepcopy(getattr(config, "rope_parameters", None) or {})
     for site in scaled:
-        _part(marked, site)["rope_type"] = _REFUSES
-    refused = {"rope_parameters": marked, **values}
-    if not _is_refused(decoder, config, refused, sites):
-        return Plan(values, False, {}, _UNSAVED.format("transformers loads it unpatched"))
+        _part(marked, site)["rope_type"] = CURE
+
+    def whole(trial: Any) -> None:
+        with torch.device("meta"):
+            type(model)(trial)
+
+    refused = {"rope_parameters": marked, **length}
+    if not _is_refused(config, refused, lambda trial: _rebuilt_modules(decoder, trial, sites)):
+        refused = {**length, EXPERTS: CURE}
+        if not _is_refused(model.config, {EXPERTS: CURE}, whole):
+            return Plan(length, False, {}, _UNSAVED.format("transformers loads it unpatched"))
     return Plan(refused, False, {}, _UNSAVED.format("transformers refuses it"))
 
 
-def _is_refused(
-    decoder: nn.Module, config: Any, values: dict[str, Any], sites: list[RotarySite]
-) -> bool:
-    """Whether transformers reads the configuration, but builds no model from it."""
-    try:
-        with quieted(logging.getLogger("transformers"), logging.CRITICAL):
+def _is_refused(config: Any, values: dict[str, Any], build: Callable[[Any], Any]) -> bool:
+    """Whether transformers saves and reads the configuration, but builds no model from it."""
+    with quieted(logging.getLogger("transformers"), logging.CRITICAL):
+        try:
             trial = _reloaded(config, values)
-    except Exception:  # rope_ext.from_pretrained has to read it
-        return False
-    try:
-        _rebuilt_modules(decoder, trial, sites)
-    except Exception as error:
-        return _REFUSES in str(error)
+        except Exception:  # rope_ext.from_pretrained has to read it
+            return False
+        try:
+            build(trial)
+        except Exception as error:
+            return CURE in str(error)
     return False
 
 
@@ -262,7 +274,7 @@ class ConfigState:
 
     def __init__(self, decoder: nn.Module, model: nn.Module) -> None:
         configs = [text_config(decoder), text_config(model)]
-        self.decoder = decoder
+        self.decoder, self.outermost = decoder, model.config
         self.configs = list({id(config): config for config in configs}.values())
         if any(_WRITTEN.get(id(config), decoder) is not decoder for config in self.configs):
             raise UnsupportedModelError(
@@ -281,17 +293,14 @@ class ConfigState:
 
         One that the rest of the configuration describes as well does not count: it is in force.
         """
-        try:
-            record = record_of(self.configs[0])
-        except RecordError:  # the trained length was given, or this would not have come so far
-            return None
-        return None if record is None or record.native else record
+        return _record(self.configs[0], native=False)
 
     def before(self, names: Iterable[str]) -> dict[str, Any]:
         """Fields of the configuration before any patch; None: not there."""
-        earlier = self.earlier
+        earlier, in_force = self.earlier, _record(self.configs[0], native=True)
         fields = {**self.saved[0], **({} if earlier is None else earlier.config)}
-        return {name: copy.deepcopy(fields.get(name)) for name in names}
+        before = {name: copy.deepcopy(fields.get(name)) for name in names}
+        return before if in_force is None else before | {FIELD: in_force.to_json()}
 
     def write(self, values: dict[str, Any]) -> None:
         for config in self.configs:
@@ -301,6 +310,8 @@ class ConfigState:
             for name in _FIELDS:  # in this order: the original before the maximum
                 if name in values:
                     setattr(config, name, copy.deepcopy(values[name]))
+        if EXPERTS in values:
+            setattr(self.outermost, EXPERTS, values[EXPERTS])
 
     def restore(self) -> None:
         for config, saved in zip(self.configs, self.saved, strict=True):
@@ -310,12 +321,30 @@ class ConfigState:
                     setattr(config, name, saved[name])
                 elif hasattr(config, name):
                     delattr(config, name)
+        if self.outermost.__dict__.get(EXPERTS) == CURE:
+            delattr(self.outermost, EXPERTS)
 
 
-def is_scaled(config: Any, site: RotarySite) -> str | None:
+def is_scaled(decoder: nn.Module, site: RotarySite) -> str | None:
     """What the checkpoint's own configuration does to a site, in words; None if nothing."""
-    parameters = rope_parameters(config, site.layer_type)
-    factor = parameters.get("factor")
-    if not site.scaled and factor in (None, 1, 1.0):
+    config = getattr(site.module, "config", decoder.config)
+    factor = rope_parameters(config, site.layer_type).get("factor")
+    if site.scaled or factor not in (None, 1, 1.0):
+        return f"rope_type {site.rope_type!r} with factor {factor}"
+    record = _record(text_config(decoder), native=True)
+    return None if record is None else f"{record.call()}, under which it was saved"
+
+
+def tells(values: dict[str, Any], scaled: list[RotarySite]) -> bool:
+    """Whether the written ``rope_type`` shows that something scales; a larger base does not."""
+    parts = [_part(values["rope_parameters"], site) for site in scaled]
+    return all(part["rope_type"] != "default" for part in parts)
+
+
+def _record(config: Any, native: bool) -> Record | None:
+    """The record in ``config`` if it can be read and is ``native``, or not."""
+    try:
+        record = record_of(config)
+    except RecordError:  # the trained length was given, or this would not have come so far
         return None
-    return f"rope_type {site.rope_type!r} with factor {factor}"
+    return record if record is not None and record.native == native else None

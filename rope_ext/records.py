@@ -15,6 +15,9 @@ VERSION = 1
 FIELD = "rope_ext"
 """Field of a configuration that holds a record."""
 
+EXPERTS = "experts_implementation"
+"""Field of a saved configuration, of the outermost where they are nested."""
+
 ARGUMENTS: Mapping[str, Any] = MappingProxyType(
     {
         "frequency": None,
@@ -120,13 +123,16 @@ class Record:
                 raise ValueError(f"{name}={value!r} is not True or False")
 
     def restore(self, config: Any) -> None:
-        """Give ``config``, saved under the patch, the values from before it."""
+        """Give a model's ``config``, saved under the patch, the values from before it."""
+        text = config.get_text_config(decoder=True)
+        delattr(text, FIELD)
         for name, value in self.config.items():
-            if value is not None:
-                setattr(config, name, copy.deepcopy(value))
-            elif hasattr(config, name):
-                delattr(config, name)
-        delattr(config, FIELD)
+            if name == EXPERTS:
+                config._experts_implementation = value  # as transformers names it once it is read
+            elif value is not None:
+                setattr(text, name, copy.deepcopy(value))
+            elif hasattr(text, name):
+                delattr(text, name)
 
     def same(self, other: Record) -> bool:
         """Whether both make the same of the same model."""
@@ -137,6 +143,10 @@ class Record:
             and self.target_length == other.target_length
             and all(self.arguments[k] == other.arguments[k] for k in ARGUMENTS if k not in free)
         )
+
+    def outcome(self) -> str:
+        """What :meth:`same` compares, for people to read."""
+        return f"{self.resolved} and {self.trained_length} -> {self.target_length} tokens"
 
     def __str__(self) -> str:
         return ", ".join([repr(self.method.name), *option_texts(self.method), *self._given()])

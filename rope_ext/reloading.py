@@ -12,9 +12,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM
-from transformers.utils import cached_file, find_adapter_config_file
+from transformers import AutoConfig, PreTrainedConfig
+from transformers.utils import cached_file
 
 from rope_ext import persistence
 from rope_ext.discovery import RotarySite, find_sites, text_decoder
@@ -34,6 +35,15 @@ _OF_HUB = (
     "subfolder",
     "token",
 )
+_CAUSAL = "AutoModelForCausalLM"
+# Of an adapter's base, by peft's name of its task; else the one above.
+_TASKS = {
+    "FEATURE_EXTRACTION": "AutoModel",
+    "QUESTION_ANS": "AutoModelForQuestionAnswering",
+    "SEQ_2_SEQ_LM": "AutoModelForSeq2SeqLM",
+    "SEQ_CLS": "AutoModelForSequenceClassification",
+    "TOKEN_CLS": "AutoModelForTokenClassification",
+}
 _SAME_FREQUENCY = 1e-5  # powers in float32, here and on the device of training
 _logger = logging.getLogger("rope_ext")
 
@@ -163,7 +173,7 @@ def load_adapter(model: nn.Module, directory: str | PathLike[str], **kwargs: Any
     directory = str(directory)
     sidecar = read_sidecar(directory, **kwargs)
     if sidecar is None:
-        raise AdapterError(_without_sidecar(directory))
+        raise AdapterError(_without_sidecar(directory, kwargs))
     if isinstance(model, peft.PeftModel):
         raise AdapterError(
             "the model carries an adapter already; pass the model that rope_ext.patch was given, "
@@ -187,8 +197,8 @@ def from_pretrained(
             with ``rope_ext.json`` beside it, such as a trainer's checkpoint.
         base: of an adapter, if not the model that its ``adapter_config.json`` names.
         is_trainable: whether the adapter can be trained on.
-        **kwargs: of ``AutoModelForCausalLM.from_pretrained``: ``dtype``, ``device_map``, ...;
-            changes of the configuration as a ``config``.
+        **kwargs: of ``from_pretrained`` of the class that was saved: ``dtype``, ``device_map``,
+            ...; changes of the configuration as a ``config``.
 
     Returns:
         The model in evaluation mode, whose logits are those of the one that was saved. Patches
@@ -201,27 +211,29 @@ def from_pretrained(
     """
     path = str(path)
     of_hub = {name: kwargs[name] for name in _OF_HUB if name in kwargs}
-    adapter = find_adapter_config_file(path, **of_hub)
+    adapter = _find(path, "adapter_config.json", connection_errors=False, **of_hub)
     if adapter is None:
         if base is not None or is_trainable:
             raise AdapterError(
                 f"{path} holds no adapter (no adapter_config.json), so base= and is_trainable= "
                 f"mean nothing; leave them out"
             )
-        model, record = _load(path, kwargs)
+        loaded, record = _load(path, kwargs)
         if record is not None:
+            model = loaded[0] if isinstance(loaded, tuple) else loaded  # with loading info
             _patch(model, record)
-            if not record.same(current_patch(model).record):
+            here = current_patch(model).record
+            if not record.same(here):
                 raise RecordError(
-                    f"{path} was saved under {record.call()} with {record.resolved}, and here the "
-                    f"same call gives {current_patch(model).record.resolved}; load the model that "
-                    f"it was made from, and call rope_ext.patch with these options"
+                    f"{path} was saved under {record.call()} with {record.outcome()}, and here the "
+                    f"same call gives {here.outcome()}; load the model that it was made from, and "
+                    f"call rope_ext.patch with these options"
                 )
-        return model
+        return loaded
     _peft()
     sidecar = read_sidecar(path, **of_hub)
     if sidecar is None:
-        raise AdapterError(_without_sidecar(path))
+        raise AdapterError(_without_sidecar(path, kwargs))
     named = json.loads(Path(adapter).read_text(encoding="utf-8"))
     for name in ("revision", "subfolder"):  # of the adapter
         kwargs.pop(name, None)
@@ -232,7 +244,7 @@ def from_pretrained(
     if not base:
         raise AdapterError(f"the adapter in {path} does not name its base model; pass base=")
     try:
-        model, _ = _load(str(base), kwargs)
+        model, _ = _load(str(base), kwargs, _class_name(named))
     except OSError as error:
         raise AdapterError(
             f"the base model {str(base)!r} of the adapter in {path} cannot be loaded ({error}); "
@@ -250,26 +262,79 @@ def read_sidecar(directory: str, **kwargs: Any) -> Sidecar | None:
         RecordError: it cannot be read.
     """
     of_hub = {name: kwargs[name] for name in _OF_HUB if name in kwargs}
-    path = cached_file(directory, SIDECAR, **of_hub, _raise_exceptions_for_missing_entries=False)
+    path = _find(directory, SIDECAR, **of_hub)
     return None if path is None else Sidecar.read(path)
 
 
-def _load(path: str, kwargs: dict[str, Any]) -> tuple[Any, Record | None]:
-    """The unpatched model, and the patch it was saved under if its configuration tells one."""
+def _find(path: str, name: str, connection_errors: bool = True, **of_hub: Any) -> str | None:
+    """A file of a folder or Hub repository; None if it has none of that name.
+
+    The ``find_adapter_config_file`` of transformers 5.17 ignores ``subfolder`` in a folder.
+    """
+    return cached_file(
+        path,
+        name,
+        **of_hub,
+        _raise_exceptions_for_gated_repo=connection_errors,
+        _raise_exceptions_for_missing_entries=False,
+        _raise_exceptions_for_connection_errors=connection_errors,
+    )
+
+
+def _class_name(adapter: Mapping[str, Any]) -> str:
+    """The class of an adapter's base, by ``adapter_config.json``."""
+    mapping = adapter.get("auto_mapping") or {}  # there if no task was named
+    return mapping.get("base_model_class") or _TASKS.get(adapter.get("task_type"), _CAUSAL)
+
+
+def _load(
+    path: str, kwargs: dict[str, Any], class_name: str | None = None
+) -> tuple[Any, Record | None]:
+    """The unpatched model, and the patch it was saved under if its configuration tells one.
+
+    ``class_name`` is that of its class in transformers; None: of the one that was saved.
+    """
     config = copy.deepcopy(kwargs.get("config"))
-    if config is None:
+    given = isinstance(config, PreTrainedConfig)
+    if not given:
         names = (*_OF_HUB, "code_revision", "trust_remote_code")
-        given = {name: kwargs[name] for name in names if name in kwargs}
+        options = {name: kwargs[name] for name in names if name in kwargs}
         # It may hold a rope_type that is there to be refused by plain transformers.
         with persistence.quieted(logging.getLogger("transformers"), logging.ERROR):
-            config = AutoConfig.from_pretrained(path, **given)
+            config = AutoConfig.from_pretrained(config or path, **options)
     text = config.get_text_config(decoder=True)
-    if not hasattr(text, FIELD):
-        return AutoModelForCausalLM.from_pretrained(path, **kwargs), None
-    record = Record.from_json(getattr(text, FIELD), f"config.json of {path}")
-    record.restore(text)  # before the rotary modules are built from it
-    kwargs = {**kwargs, "config": config}
-    return AutoModelForCausalLM.from_pretrained(path, **kwargs), record
+    where = f"config.json of {path}"
+    record = None
+    if getattr(text, FIELD, None) is not None:
+        record = Record.from_json(getattr(text, FIELD), where)
+    if record is not None and not record.plain:  # else it is in force
+        record.restore(config)  # before the rotary modules are built from it
+        kwargs = {**kwargs, "config": config}
+        changes = [] if given else [name for name in kwargs if _is_field(config, name)]
+        for name in changes:
+            setattr(config, name, kwargs.pop(name))
+    else:
+        record = None
+    cls = getattr(transformers, class_name or next(iter(config.architectures or ()), ""), None)
+    fits = class_name or getattr(cls, "config_class", None) is type(config)
+    if cls is None or not fits:
+        cls = getattr(transformers, _CAUSAL)  # among others, where the code is not transformers'
+    try:
+        return cls.from_pretrained(path, **kwargs), record
+    except (KeyError, ValueError) as error:
+        if persistence.CURE not in str(error):
+            raise
+        raise RecordError(
+            f"{where} is that of a patched model, but it has no record of the patch, or one that "
+            f"does not lead back to before it; load the model that it was made from, and patch that"
+        ) from error
+
+
+def _is_field(config: PreTrainedConfig, name: str) -> bool:
+    """Whether transformers takes an option of loading for a change of the configuration."""
+    if name in ("dtype", "torch_dtype", "quantization_config"):
+        return False
+    return hasattr(config, name) and not isinstance(getattr(config, name), PreTrainedConfig)
 
 
 def _patch(model: Any, record: Record) -> None:
@@ -289,7 +354,8 @@ def _require(sidecar: Sidecar, model: nn.Module, directory: str) -> None:
     )
 
 
-def _without_sidecar(directory: str) -> str:
+def _without_sidecar(path: str, kwargs: Mapping[str, Any]) -> str:
+    directory = str(Path(path, kwargs.get("subfolder", "")))
     return (
         f"the adapter in {directory} has no {SIDECAR}, so it is not known under which patch it "
         f"was trained; load it with peft.PeftModel.from_pretrained if it was none, or patch the "

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 from checkpoint import TRAINED, save_checkpoint
 from matplotlib import image
+from transformers import AutoModelForCausalLM, AutoTokenizer
 from typer.testing import CliRunner, Result
 
 import rope_ext
@@ -248,11 +249,24 @@ def test_plot_without_matplotlib(
     assert result.exit_code == 2 and 'pip install "rope-ext[eval]"' in result.stderr
 
 
-def test_describe_of_what_plain_transformers_refuses(checkpoint: Path, tmp_path: Path) -> None:
-    model = rope_ext.patch(models.load_model(str(checkpoint)), "rerope", factor=4)
-    model.save_pretrained(tmp_path)
-    result = call("describe", tmp_path)
-    assert result.exit_code == 2 and "load with rope_ext.from_pretrained" in result.stderr
+def test_a_model_saved_under_a_patch(checkpoint: Path, tmp_path: Path) -> None:
+    model = AutoModelForCausalLM.from_pretrained(checkpoint)
+    rope_ext.patch(model, "rerope", factor=4, window=20).save_pretrained(tmp_path / "saved")
+    AutoTokenizer.from_pretrained(checkpoint).save_pretrained(tmp_path / "saved")
+    result = call("describe", tmp_path / "saved")
+    assert result.exit_code == 0 and "by rerope(factor=4," in result.stdout, result.stderr
+    result = call("describe", tmp_path / "saved", "--method", "yarn")
+    assert result.exit_code == 0 and "yarn(factor=4" in result.stdout
+
+    def measured(model: Path, output: Path) -> list[dict]:
+        words = (*arguments(model, output), "--methods", "rerope", "--option", "window=20")
+        result = call(*words)
+        told = "saved under rope_ext.patch(model, 'rerope', factor=4, window=20)" in result.stderr
+        assert result.exit_code == 0 and told is (model != checkpoint), result.stderr
+        lines = (output / "cases.jsonl").read_text().splitlines()
+        return [json.loads(line)["value"] for line in lines]
+
+    assert measured(tmp_path / "saved", tmp_path / "a") == measured(checkpoint, tmp_path / "b")
 
 
 def test_figures_with_one_method_and_a_length_that_blew_up(tmp_path: Path) -> None:

@@ -8,14 +8,17 @@ from __future__ import annotations
 
 import functools
 import math
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from transformers import AutoModel, AutoModelForCausalLM
 
 import rope_ext
 from eval import coverage
 from eval.checks import POSITIONS, POSITIONS_REFUSED, POSITIONS_WINDOWED, changed, snapshot
-from eval.zoo import model_types, tiny_model
+from eval.zoo import LENGTH, model_types, tiny_model
 from rope_ext import frequency, patching, persistence
 
 REFUSED = {
@@ -133,6 +136,28 @@ def test_refused_by_default_and_left_alone(model_type: str) -> None:
     with pytest.raises(error):
         rope_ext.patch(model, "yarn", factor=4)
     assert changed(before, snapshot(model)) == set()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model_type", sorted(set(model_types()) - NOT_BUILDABLE))
+def test_plain_transformers_never_loads_it_unextended(model_type: str, tmp_path: Path) -> None:
+    model = tiny_model(model_type)
+    if expected(model_type) not in (coverage.SUPPORTED, coverage.WINDOW_ONLY):
+        with pytest.raises(rope_ext.RopeExtError):
+            rope_ext.patch(model, "dynamic_yarn", factor=4)
+        return
+    options = {"sliding_layers": "scale", "original_max_position_embeddings": LENGTH}
+    rope_ext.patch(model, "dynamic_yarn", factor=4, **options)  # transformers has no type for it
+    model.save_pretrained(tmp_path)
+    autos = AutoModel, AutoModelForCausalLM
+    mapped = [auto for auto in autos if type(model.config) in auto._model_mapping]
+    for cls in (type(model), *mapped):
+        with pytest.raises((KeyError, ValueError), match=r"load with rope_ext\.from_pretrained"):
+            cls.from_pretrained(tmp_path)
+    again = rope_ext.from_pretrained(tmp_path)
+    ids = torch.randint(3, 100, (1, 2 * LENGTH), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        assert torch.equal(again(input_ids=ids).logits, model(input_ids=ids).logits)
 
 
 @pytest.mark.slow

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import inspect
 import json
+import os
 import pickle
 import shutil
 import subprocess
@@ -16,19 +17,36 @@ from typing import Any
 import huggingface_hub
 import pytest
 import torch
+import transformers
 from conftest import LENGTH, tiny_llama
 from peft import LoraConfig, PeftModel, get_peft_model
-from transformers import AutoConfig, AutoModelForCausalLM, Trainer, TrainerCallback
+from transformers import (
+    AutoConfig,
+    AutoModel,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    CLIPVisionConfig,
+    LlamaConfig,
+    LlamaForSequenceClassification,
+    LlamaModel,
+    LlavaConfig,
+    LlavaForConditionalGeneration,
+    Phi3Config,
+    Trainer,
+    TrainerCallback,
+)
 from transformers import TrainingArguments as Arguments
 
 import rope_ext
 from eval.checks import changed, snapshot
 from eval.zoo import tiny_model
+from rope_ext import persistence
 from rope_ext.measure.run import checked_methods
 from rope_ext.methods import build_method
 from rope_ext.patching import current_patch
 from rope_ext.records import ARGUMENTS, Record
 
+CURE = r"load with rope_ext\.from_pretrained"
 TABLE = [1.0 + 0.5 * i for i in range(8)]
 FLAT = [1.0] * 8
 PATCHES: dict[str, tuple[str | rope_ext.FrequencyMethod, dict[str, Any]]] = {
@@ -116,7 +134,7 @@ def test_a_saved_model_comes_back_with_its_patch(tmp_path, ids, base: Path, case
         assert torch.equal(logits(plain, ids), logits(model, ids))
         return
     if not current_patch(model).native:
-        with pytest.raises(KeyError, match=r"load with rope_ext\.from_pretrained"):
+        with pytest.raises(KeyError, match=CURE):
             AutoModelForCausalLM.from_pretrained(tmp_path / "saved")
     assert str(rope_ext.describe(again)) == str(rope_ext.describe(model))
     true = AutoModelForCausalLM.from_pretrained(base)
@@ -167,33 +185,169 @@ def test_options_of_loading_reach_transformers(tmp_path) -> None:
     again = rope_ext.from_pretrained(tmp_path, config=config)
     assert again.config.attention_bias and current_patch(again).method.name == "rerope"
     assert config.max_position_embeddings == 4 * LENGTH  # the one given is left alone
+    again = rope_ext.from_pretrained(tmp_path, use_cache=False, config=str(tmp_path))
+    assert again.config.use_cache is False and current_patch(again).method.name == "rerope"
+    again, info = rope_ext.from_pretrained(tmp_path, output_loading_info=True)
+    assert not info["missing_keys"] and current_patch(again).method.name == "rerope"
+    with pytest.raises(rope_ext.RecordError, match=r"64 -> 256 tokens.*gives.* 99 -> 396 tokens"):
+        rope_ext.from_pretrained(tmp_path, max_position_embeddings=99)
+
+
+def as_shards(model: Any, folder: Path) -> dict[str, Any]:
+    model.save_pretrained(folder, max_shard_size="40KB")
+    assert len(list(folder.glob("*.safetensors"))) > 2
+    return {}
+
+
+def as_pickles(model: Any, folder: Path) -> dict[str, Any]:
+    model.save_pretrained(folder)
+    (folder / "model.safetensors").unlink()
+    torch.save(model.state_dict(), folder / "pytorch_model.bin")
+    return {"use_safetensors": False}
+
+
+def as_subfolder(model: Any, folder: Path) -> dict[str, Any]:
+    model.save_pretrained(folder / "step-3")
+    return {"subfolder": "step-3"}
+
+
+def as_snapshot(model: Any, folder: Path) -> dict[str, Any]:
+    """As huggingface_hub keeps what it has downloaded: links to files named by their content."""
+    model.save_pretrained(folder / "blobs")
+    for i, path in enumerate(sorted((folder / "blobs").iterdir())):
+        (folder / "snapshots").mkdir(exist_ok=True)
+        path.rename(folder / "blobs" / f"{i:040x}")
+        (folder / "snapshots" / path.name).symlink_to(Path("..", "blobs", f"{i:040x}"))
+    return {"subfolder": "snapshots"}
+
+
+@pytest.mark.parametrize("save_as", [as_shards, as_pickles, as_subfolder, as_snapshot])
+def test_layouts_on_disk(tmp_path, ids, save_as: Callable[[Any, Path], dict[str, Any]]) -> None:
+    model = patched(tiny_llama(tie_word_embeddings=True), "rerope")
+    model.generation_config.max_new_tokens = 7
+    options = save_as(model, tmp_path)
+    again = rope_ext.from_pretrained(tmp_path, **options)
+    assert torch.equal(logits(again, ids), logits(model, ids))
+    assert again.generation_config.max_new_tokens == 7
+    assert again.lm_head.weight is again.model.embed_tokens.weight
+    of_model = save_as(lora(model), tmp_path / "adapter") if save_as is as_subfolder else None
+    if of_model is not None:
+        rope_ext.save_sidecar(model, tmp_path / "adapter" / "step-3")
+        adapted = rope_ext.from_pretrained(
+            tmp_path / "adapter", base=tmp_path / "step-3", **of_model
+        )
+        assert isinstance(adapted, PeftModel)
+
+
+@pytest.mark.parametrize("case", ["yarn", "rerope"])
+@pytest.mark.parametrize("cls", [LlamaModel, LlamaForSequenceClassification])
+def test_other_heads_come_back(tmp_path, ids, cls: type, case: str) -> None:
+    torch.manual_seed(1)
+    model = patched(cls(tiny_llama().config).eval(), case)
+    model.save_pretrained(tmp_path)
+    again = rope_ext.from_pretrained(tmp_path)
+    assert type(again) is cls
+    with torch.no_grad():
+        assert torch.equal(again(ids)[0], model(ids)[0])
+
+
+@pytest.mark.parametrize("task", ["SEQ_CLS", None])
+def test_an_adapter_of_another_head_comes_back(tmp_path, ids, task: str | None) -> None:
+    LlamaForSequenceClassification(tiny_llama().config).save_pretrained(tmp_path / "base")
+    base = LlamaForSequenceClassification.from_pretrained(tmp_path / "base")
+    model = lora(patched(base, "rerope"), task_type=task)
+    save(model, tmp_path / "adapter")
+    again = rope_ext.from_pretrained(tmp_path / "adapter")
+    assert type(again.get_base_model()) is LlamaForSequenceClassification
+    assert torch.equal(logits(again, ids), logits(model, ids))
+
+
+def test_the_class_that_a_configuration_names_must_be_of_its_kind(tmp_path, ids) -> None:
+    model = patched(tiny_llama(), "rerope")
+    model.save_pretrained(tmp_path)
+    path = tmp_path / "config.json"
+    for names in (["MistralForCausalLM"], ["MyLlama"], ["pipeline"], None):
+        path.write_text(json.dumps(json.loads(path.read_text()) | {"architectures": names}))
+        again = rope_ext.from_pretrained(tmp_path)
+        assert type(again) is type(model) and torch.equal(logits(again, ids), logits(model, ids))
+
+
+def test_a_merged_adapter_comes_back(tmp_path, ids) -> None:
+    merged = lora(patched(tiny_llama(), "dual_chunk")).merge_and_unload()
+    merged.save_pretrained(tmp_path)
+    again = rope_ext.from_pretrained(tmp_path)
+    assert torch.equal(logits(again, ids), logits(merged, ids))
+
+
+def test_an_adapter_of_what_came_back_comes_back(tmp_path, ids) -> None:
+    patched(tiny_llama(), "rerope").save_pretrained(tmp_path / "whole")
+    model = lora(rope_ext.from_pretrained(tmp_path / "whole"))
+    save(model, tmp_path / "adapter")
+    again = rope_ext.from_pretrained(tmp_path / "adapter")
+    assert torch.equal(logits(again, ids), logits(model, ids))
+
+
+def test_bfloat16_comes_back(tmp_path, ids) -> None:
+    tiny_llama().save_pretrained(tmp_path / "base")
+    base = AutoModelForCausalLM.from_pretrained(tmp_path / "base", dtype=torch.bfloat16)
+    for case in ("yarn", "rerope", "dynamic_yarn"):
+        model = patched(copy.deepcopy(base), case)
+        model.save_pretrained(tmp_path / case)
+        again = rope_ext.from_pretrained(tmp_path / case)
+        assert again.dtype == torch.bfloat16
+        assert torch.equal(logits(again, ids), logits(model, ids))
 
 
 _ELSEWHERE = """
-import sys, torch, rope_ext
-for folder in sys.argv[1:]:
-    model = rope_ext.from_pretrained(folder)
-    ids = torch.load(folder + "/ids.pt")
+import json, sys, torch, rope_ext
+for name, kwargs in json.loads(sys.argv[2]):
+    model = rope_ext.from_pretrained(name, **kwargs)
     with torch.no_grad():
-        torch.save(model(ids).logits, folder + "/logits.pt")
+        said = model(torch.load(sys.argv[1] + "/ids.pt")).logits
+    torch.save(said, sys.argv[1] + "/" + name.split("/")[-1] + ".pt")
 """
 
 
 @pytest.mark.slow
 def test_models_and_adapters_come_back_in_another_process(tmp_path, ids, base: Path) -> None:
-    folders = {}
+    """Some from folders, and some from the cache of the Hub, without a network."""
+    hub = tmp_path / "home" / "hub"
+    expected, calls = {}, []
+
+    def to_hub(folder: Path) -> str:
+        commit, repository = "a" * 40, hub / f"models--org--{folder.name}"
+        (repository / "refs").mkdir(parents=True)
+        (repository / "refs" / "main").write_text(commit)
+        shutil.copytree(folder, repository / "snapshots" / commit)
+        return f"org/{folder.name}"
+
     for case in ("yarn", "dynamic_yarn", "rerope on ntk"):
         model = patched(AutoModelForCausalLM.from_pretrained(base), case)
-        folders[str(tmp_path / case)] = logits(model, ids)
+        expected[case] = logits(model, ids)
+        model.save_pretrained(tmp_path / case, max_shard_size="100KB")
+        calls.append((str(tmp_path / case), {}))
+        model = lora(model)
+        expected[f"{case} adapter"] = logits(model, ids)
+        save(model, tmp_path / f"{case} adapter")
+        calls.append((str(tmp_path / f"{case} adapter"), {}))
+    for case in ("string", "llama3"):
+        model = patched(AutoModelForCausalLM.from_pretrained(base), case)
+        expected[case] = logits(model, ids)
         model.save_pretrained(tmp_path / case)
-        adapted = lora(model)
-        folders[str(tmp_path / f"{case} adapter")] = logits(adapted, ids)
-        save(adapted, tmp_path / f"{case} adapter")
-    for folder in folders:
-        torch.save(ids, f"{folder}/ids.pt")
-    subprocess.run([sys.executable, "-c", _ELSEWHERE, *folders], check=True)
-    for folder, said in folders.items():
-        assert torch.equal(torch.load(f"{folder}/logits.pt"), said), folder
+        calls.append((to_hub(tmp_path / case), {}))
+        model = lora(model)
+        expected[f"{case}-adapter"] = logits(model, ids)
+        save(model, tmp_path / f"{case}-adapter")
+        named = tmp_path / f"{case}-adapter" / "adapter_config.json"
+        named.write_text(named.read_text().replace(str(base), "org/base"))
+        calls.append((to_hub(tmp_path / f"{case}-adapter"), {}))
+    to_hub(base)
+    torch.save(ids, tmp_path / "ids.pt")
+    command = [sys.executable, "-c", _ELSEWHERE, str(tmp_path), json.dumps(calls)]
+    offline = {"HF_HOME": str(tmp_path / "home"), "HF_HUB_OFFLINE": "1"}
+    subprocess.run(command, check=True, env={**os.environ, **offline})
+    for name, said in expected.items():
+        assert torch.equal(torch.load(tmp_path / f"{name}.pt"), said), name
 
 
 # --- the record --------------------------------------------------------------------------------
@@ -259,6 +413,17 @@ def test_records_that_cannot_be_read_say_what_to_do(tmp_path, change, message) -
     assert not hasattr(model.config, "rope_ext")
 
 
+@pytest.mark.parametrize("record", [None, {"config": {}}, {"plain": True}])
+def test_a_record_that_leads_nowhere_is_told(tmp_path, record: dict[str, Any] | None) -> None:
+    patched(tiny_llama(), "rerope").save_pretrained(tmp_path)
+    path = tmp_path / "config.json"
+    config = json.loads(path.read_text())
+    config["rope_ext"] = None if record is None else config["rope_ext"] | record
+    path.write_text(json.dumps(config))
+    with pytest.raises(rope_ext.RecordError, match="load the model that it was made from"):
+        rope_ext.from_pretrained(tmp_path)
+
+
 def test_a_default_that_changes_between_versions_is_noticed(tmp_path) -> None:
     patched(tiny_llama(), "leaky_rerope").save_pretrained(tmp_path)
     path = tmp_path / "config.json"
@@ -304,22 +469,75 @@ def test_a_record_from_before_plain_transformers_was_refused_comes_back(tmp_path
     assert rope_ext.describe(AutoModelForCausalLM.from_pretrained(tmp_path)).length == LENGTH
 
 
-@pytest.mark.parametrize("family", ["gemma2", "gemma3_text", "gpt_neox"])
-def test_plain_transformers_refuses_what_it_cannot_build(tmp_path, caplog, family: str) -> None:
-    model = tiny_model(family)
+@pytest.mark.parametrize(
+    "family", ["gemma2", "gemma3_text", "gpt_neox", "phi3", "phi4_multimodal", "blt"]
+)
+def test_plain_transformers_refuses_what_it_cannot_build(
+    tmp_path, caplog, ids, family: str
+) -> None:
+    tiny_model(family).save_pretrained(tmp_path)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path)
     model.save_pretrained(tmp_path)  # which notes dtype and class in the configuration
     before = snapshot(model)
-    rope_ext.patch(model, "rerope", factor=4)
+    rope_ext.patch(model, "dynamic_yarn", factor=4, sliding_layers="scale")
     assert "plain transformers refuses it" in caplog.text
     model.save_pretrained(tmp_path)
-    with pytest.raises(KeyError, match=r"load with rope_ext\.from_pretrained"):
-        type(model).from_pretrained(tmp_path)
+    loaders = AutoModel, AutoModelForCausalLM, type(model), type(model.get_decoder())
+    for cls in loaders:
+        with pytest.raises((KeyError, ValueError), match=CURE):
+            cls.from_pretrained(tmp_path)
+    again = rope_ext.from_pretrained(tmp_path)
+    assert torch.equal(logits(again, ids), logits(model, ids))
     twin = pickle.loads(pickle.dumps(copy.deepcopy(model)))
     assert str(rope_ext.describe(twin)) == str(rope_ext.describe(model))
-    assert not changed(before, snapshot(rope_ext.unpatch(model)))
+    after = snapshot(rope_ext.unpatch(model))
+    assert changed(before, after) <= {":_weight_conversions"}  # made anew by every saving
+    rope_ext.unpatch(again).save_pretrained(tmp_path / "again")
+    model.save_pretrained(tmp_path / "before")
+    configs = [tmp_path / name / "config.json" for name in ("again", "before")]
+    assert configs[0].read_text() == configs[1].read_text()
 
 
-def test_a_family_that_plain_transformers_cannot_be_made_to_refuse(tmp_path, caplog, ids) -> None:
+@pytest.mark.parametrize("text", [LlamaConfig, Phi3Config])
+def test_a_language_model_that_sees_is_refused_and_comes_back(tmp_path, ids, text: type) -> None:
+    sizes = {
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+    }
+    special = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
+    config = text(vocab_size=129, max_position_embeddings=LENGTH, **sizes, **special)
+    config.original_max_position_embeddings = LENGTH  # of Phi-3
+    vision = CLIPVisionConfig(image_size=28, patch_size=14, **sizes)
+    config = LlavaConfig(text_config=config, vision_config=vision, image_token_index=128)
+    unpatched = copy.deepcopy(config.text_config.rope_parameters)
+    model = LlavaForConditionalGeneration(config).eval()
+    rope_ext.patch(model, "rerope", factor=4)
+    model.save_pretrained(tmp_path)
+    for cls in (LlavaForConditionalGeneration, AutoModelForImageTextToText, AutoModel):
+        with pytest.raises((KeyError, ValueError), match=CURE):
+            cls.from_pretrained(tmp_path)
+    again = rope_ext.from_pretrained(tmp_path)
+    assert torch.equal(logits(again, ids), logits(model, ids))
+    for one in (model, again):
+        rope_ext.unpatch(one)
+        assert "rope_ext" not in one.config.to_json_string()
+        assert one.config.text_config.rope_parameters == unpatched
+
+
+@pytest.mark.parametrize("family", ["llama", "phi3"])
+def test_pipelines_say_what_to_load_with(tmp_path, family: str) -> None:
+    model = rope_ext.patch(tiny_model(family), "rerope", factor=4, sliding_layers="scale")
+    model.save_pretrained(tmp_path)
+    with pytest.raises(Exception, match=CURE):
+        transformers.pipeline("text-generation", model=str(tmp_path), tokenizer=object())
+
+
+def test_a_family_that_plain_transformers_cannot_be_made_to_refuse(
+    tmp_path, caplog, ids, monkeypatch
+) -> None:
+    monkeypatch.setattr(persistence, "EXPERTS", "no_such_thing")
     model = rope_ext.patch(tiny_model("phi3"), "rerope", factor=4, sliding_layers="scale")
     assert "plain transformers loads it unpatched" in caplog.text
     assert model.config.rope_parameters["rope_type"] == "default"
@@ -335,6 +553,37 @@ def test_plainly_loaded_a_patch_in_the_configuration_counts(tmp_path) -> None:
     assert description.length == 4 * LENGTH and "only in part in force" in str(description)
     rope_ext.patch(again, "pi", factor=2, compose=True)
     assert rope_ext.describe(again).target_length == 8 * LENGTH
+
+
+@pytest.mark.parametrize("case", ["ntk", "abf", "dynamic_ntk fixed"])
+def test_a_larger_base_is_known_for_an_extension(tmp_path, ids, case: str) -> None:
+    model = patched(tiny_llama(), case)
+    model.save_pretrained(tmp_path)
+    again = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert torch.equal(logits(again, ids), logits(model, ids))
+    assert current_patch(model).record.call() in str(rope_ext.describe(again))
+    before = snapshot(again)
+    for method in ("pi", "dynamic_yarn"):
+        with pytest.raises(rope_ext.AlreadyScaledError, match="under which it was saved"):
+            rope_ext.patch(again, method, factor=2)
+    assert not changed(before, snapshot(again))
+    length = rope_ext.describe(again).length
+    rope_ext.patch(again, "pi", factor=2, compose=True)
+    assert length == model.config.max_position_embeddings
+    assert rope_ext.describe(again).target_length == 2 * length
+    rope_ext.unpatch(again)
+    assert config_of(again) == config_of(AutoModelForCausalLM.from_pretrained(tmp_path))
+
+
+def test_a_patch_on_a_larger_base_keeps_both(tmp_path, ids) -> None:
+    patched(tiny_llama(), "ntk").save_pretrained(tmp_path / "ntk")
+    on_ntk = rope_ext.from_pretrained(tmp_path / "ntk")
+    before = config_of(on_ntk)
+    rope_ext.patch(on_ntk, "rerope", factor=2)
+    on_ntk.save_pretrained(tmp_path / "both")
+    again = rope_ext.from_pretrained(tmp_path / "both")
+    assert torch.equal(logits(again, ids), logits(on_ntk, ids))
+    assert config_of(rope_ext.unpatch(again)) == before
 
 
 # --- adapters ----------------------------------------------------------------------------------
@@ -426,9 +675,10 @@ def test_hub_ids_are_read_like_folders(tmp_path, ids, base: Path, monkeypatch) -
     for name, right in said.items():  # as huggingface_hub keeps what it has downloaded
         commit, repository = "a" * 40, tmp_path / "cache" / f"models--org--{name}"
         (repository / "refs").mkdir(parents=True)
-        (repository / "refs" / "main").write_text(commit)
+        (repository / "refs" / "v1").write_text(commit)
         shutil.copytree(tmp_path / name, repository / "snapshots" / commit)
-        assert torch.equal(logits(rope_ext.from_pretrained(f"org/{name}", **hub), ids), right)
+        again = rope_ext.from_pretrained(f"org/{name}", revision="v1", **hub)
+        assert torch.equal(logits(again, ids), right)
 
 
 def test_an_adapter_trained_on_a_saved_extension_comes_back(tmp_path, ids, base: Path) -> None:
@@ -512,6 +762,8 @@ def test_a_folder_without_a_sidecar_is_refused(tmp_path, base: Path) -> None:
             load()
     with pytest.raises(rope_ext.NotPatchedError, match="before training"):
         rope_ext.save_sidecar(rope_ext.unpatch(model), tmp_path / "adapter")
+    with pytest.raises(rope_ext.AdapterError, match=r"save_sidecar\(model, '.*/adapter'\)"):
+        rope_ext.from_pretrained(tmp_path, subfolder="adapter")
     save(patched(model, "yarn"), tmp_path / "adapter")
     with pytest.raises(rope_ext.AdapterError, match="carries an adapter already"):
         rope_ext.load_adapter(model, tmp_path / "adapter")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -10,10 +11,10 @@ import torch
 from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-from rope_ext import records
-from rope_ext.errors import MeasureError, first_line
+from rope_ext import records, reloading
+from rope_ext.errors import MeasureError, RopeExtError, first_line
+from rope_ext.patching import unpatch
 from rope_ext.records import Record
-from rope_ext.reloading import read_sidecar
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 _FAILURES = (OSError, KeyError, ValueError, RuntimeError, SafetensorError)
@@ -30,7 +31,7 @@ def load_config(model: str) -> Any:
         raise MeasureError(
             f"{model} is an adapter; give --model the base it was trained on and --adapter {model}"
         )
-    return _load("configuration", AutoConfig, model)
+    return _load("configuration", AutoConfig.from_pretrained, model)
 
 
 def load_tokenizer(model: str) -> Any:
@@ -39,7 +40,7 @@ def load_tokenizer(model: str) -> Any:
     Raises:
         MeasureError: there is none.
     """
-    return _load("tokenizer", AutoTokenizer, model)
+    return _load("tokenizer", AutoTokenizer.from_pretrained, model)
 
 
 def load_model(
@@ -48,6 +49,7 @@ def load_model(
     device: str = "auto",
     attn: str | None = None,
     adapter: str | None = None,
+    as_saved: bool = False,
 ) -> Any:
     """A causal language model in evaluation mode.
 
@@ -57,15 +59,21 @@ def load_model(
         device: a torch device, or ``auto``: the accelerator, if there is one.
         attn: transformers' name of an attention implementation, or None.
         adapter: a PEFT adapter to put on it, or None.
+        as_saved: under the patch that its configuration records, if it does; else without.
 
     Raises:
         MeasureError: it cannot be loaded as a causal language model, or the adapter onto it.
+        RecordError: its configuration records a patch that cannot be followed.
     """
     device = resolve_device(device)
     if dtype == "auto":
         dtype = "float32" if device == "cpu" else "auto"
     options = {} if attn is None else {"attn_implementation": attn}
-    loaded = _load("weights", AutoModelForCausalLM, model, dtype=dtype, **options)
+    recorded = saved_under(load_config(model)) is not None
+    load = reloading.from_pretrained if recorded else AutoModelForCausalLM.from_pretrained
+    loaded = _load("weights", load, model, dtype=dtype, **options)
+    if recorded and not as_saved:
+        unpatch(loaded)
     if adapter is not None:
         loaded = _adapted(loaded, adapter)
     return loaded.to(device).eval()
@@ -99,7 +107,7 @@ def adapter_record(adapter: str) -> Record | None:
         RecordError: what lies beside it cannot be read.
     """
     try:
-        sidecar = read_sidecar(adapter)
+        sidecar = reloading.read_sidecar(adapter)
     except OSError as error:
         raise _no_adapter(adapter, error) from error
     return None if sidecar is None else sidecar.record
@@ -154,16 +162,32 @@ def trained_length(config: Any) -> int:
     return length
 
 
+def saved_under(config: Any) -> Record | None:
+    """The patch under which a checkpoint was saved, if plain transformers cannot follow it.
+
+    Raises:
+        RecordError: it cannot be read.
+    """
+    record = records.record_of(config.get_text_config(decoder=True))
+    return None if record is None or record.plain else record
+
+
 def adapts(config: Any) -> bool:
-    """Whether the checkpoint's own frequencies depend on the length of the text."""
-    rope = getattr(config.get_text_config(decoder=True), "rope_parameters", None) or {}
+    """Whether the checkpoint's own frequencies, without a patch, depend on the length of text."""
+    rope = getattr(config.get_text_config(decoder=True), "rope_parameters", None)
+    record = saved_under(config)
+    if record is not None:
+        rope = record.config.get("rope_parameters", rope)
+    rope = rope or {}
     kinds = {part.get("rope_type") for part in (rope, *rope.values()) if isinstance(part, dict)}
     return not kinds.isdisjoint({"dynamic", "longrope"})
 
 
-def _load(what: str, auto: type, model: str, **options: Any) -> Any:
+def _load(what: str, load: Callable[..., Any], model: str, **options: Any) -> Any:
     try:
-        return auto.from_pretrained(model, **options)
+        return load(model, **options)
+    except RopeExtError:
+        raise
     except _FAILURES as error:
         raise MeasureError(
             f"cannot load the {what} of {model!r} ({first_line(error)}); give --model a folder "

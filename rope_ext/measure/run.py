@@ -270,6 +270,7 @@ def prepare(settings: Settings, tasks: Sequence[Task]) -> Plan:
     asked = tuple(sorted(set(settings.lengths)))
     lengths = tuple(sorted({*asked, *(n for n in trained.values() if n < max(asked))}))
     notes = list(beyond(methods, asked, trained, settings.force))
+    notes += saved_otherwise(configs)
     frames = {
         model: Frame.of(models.load_tokenizer(model), settings.chat) for model in settings.models
     }
@@ -343,6 +344,17 @@ def _check_output(settings: Settings) -> None:
         raise MeasureError(
             f"cannot write to {settings.output}: {error.strerror}; give --output another folder"
         ) from None
+
+
+def saved_otherwise(configs: Mapping[str, Any]) -> Iterator[str]:
+    """A note for every model with its configuration that comes with a patch, which is undone."""
+    for model, config in configs.items():
+        record = models.saved_under(config)
+        if record is not None:
+            yield (
+                f"{model} was saved under {record.call()}; {UNPATCHED} is without that: give "
+                f"--method, --factor and --option as there to measure it as it was saved"
+            )
 
 
 def beyond(

@@ -14,6 +14,7 @@ from rope_ext.measure.run import Settings, Task, dump
 from rope_ext.measure.terminal import clean_errors, evaluate, quiet, tell
 
 METHOD_HELP = "names, comma between, or repeat; 'none'; 'adapter': what it was trained under"
+OPTION_HELP = "METHOD.NAME=VALUE, NAME=VALUE of a single method, or METHOD=FILE.json"
 FORCE_HELP = "measure lengths beyond what a method reaches, an adapter under another method"
 
 
@@ -33,7 +34,7 @@ def bare(description: str, output: str) -> argparse.ArgumentParser:
     add("--adapter", help="PEFT adapter, in use wherever a method is")
     add("--method", action="append", help=METHOD_HELP)
     add("--factor", type=float, default=4.0, help="how many times the trained length")
-    add("--option", action="append", help="METHOD.NAME=VALUE, or NAME=VALUE of a single method")
+    add("--option", action="append", help=OPTION_HELP)
     add("--trained-length", type=tokens, help="if the configuration does not say it rightly")
     add("--compose", action="store_true", help="patch on top of the checkpoint's own scaling")
     running = made.add_argument_group("how it is run")

@@ -15,6 +15,7 @@ from rope_ext.errors import (
     AlreadyScaledError,
     CacheError,
     ExportError,
+    MeasureError,
     NoRopeError,
     NotPatchedError,
     OptionError,
@@ -23,6 +24,7 @@ from rope_ext.errors import (
     UnknownMethodError,
     UnsupportedModelError,
 )
+from rope_ext.evolution import search
 from rope_ext.exporting import Export, export
 from rope_ext.methods import (
     ABF,
@@ -73,6 +75,7 @@ __all__ = [
     "LeakyReRoPE",
     "Llama3",
     "LongRoPE",
+    "MeasureError",
     "MethodInfo",
     "NTKByParts",
     "NoRopeError",
@@ -101,5 +104,6 @@ __all__ = [
     "patched",
     "recommend",
     "save_sidecar",
+    "search",
     "unpatch",
 ]

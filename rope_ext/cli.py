@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -10,7 +11,7 @@ from rich import box
 from rich.table import Table
 
 from rope_ext.measure.arguments import parse_length, parse_lengths, parse_options, split
-from rope_ext.measure.terminal import clean_errors, evaluate, quiet
+from rope_ext.measure.terminal import clean_errors, evaluate, quiet, tell
 
 app = typer.Typer(no_args_is_help=True, add_completion=False)
 
@@ -19,7 +20,15 @@ Factor = Annotated[float, typer.Option(help="How many times the trained length."
 PatchedWith = Annotated[str | None, typer.Option(help="Patch it with this method first.")]
 Option = Annotated[
     list[str] | None,
-    typer.Option("--option", help="One option of one method, such as yarn.beta_fast=16; repeat."),
+    typer.Option(
+        "--option",
+        help="One option of one method, such as yarn.beta_fast=16, or all in a file, such as "
+        "longrope=found.json; repeat.",
+    ),
+]
+Dtype = Annotated[str, typer.Option(help="auto (float32 on a CPU), float32, bfloat16 or float16.")]
+TrainedLength = Annotated[
+    int | None, typer.Option(help="If the configuration does not say it rightly.")
 ]
 Text = Annotated[
     list[Path] | None,
@@ -54,16 +63,12 @@ def compare(
         bool, typer.Option("--overwrite", help="Delete what --output holds.")
     ] = False,
     seed: Annotated[int, typer.Option(help="Of texts, prompts and intervals.")] = 0,
-    dtype: Annotated[
-        str, typer.Option(help="auto (float32 on a CPU), float32, bfloat16 or float16.")
-    ] = "auto",
+    dtype: Dtype = "auto",
     device: Device = "auto",
     batch_size: Annotated[
         int | None, typer.Option(help="Rows for each forward. Default: as many as fit.")
     ] = None,
-    trained_length: Annotated[
-        int | None, typer.Option(help="If the configuration does not say it rightly.")
-    ] = None,
+    trained_length: TrainedLength = None,
     compose: Compose = False,
     option: Option = None,
 ) -> None:
@@ -124,6 +129,79 @@ def recommend(
 
         quiet()
         print(rope_ext.recommend(model, parse_length(length), finetune))
+
+
+@app.command()
+def search(
+    model: Model,
+    length: Annotated[str, typer.Option(help="Context to reach in tokens, such as 32k.")],
+    output: Annotated[
+        Path, typer.Option(help="The options found, a .json file; a search that is there goes on.")
+    ],
+    text: Annotated[
+        list[Path] | None,
+        typer.Option(
+            help="Text, .jsonl, .parquet or folder; repeat. Default: Python's own library, but for "
+            "the part that is measured by default."
+        ),
+    ] = None,
+    iterations: Annotated[int, typer.Option(min=1, help="Of evolution.")] = 40,
+    population: Annotated[int, typer.Option(min=4, help="Tables to begin with.")] = 64,
+    mutations: Annotated[int, typer.Option(min=0, help="New tables of each iteration.")] = 16,
+    crossovers: Annotated[int, typer.Option(min=0, help="Likewise, from two.")] = 16,
+    samples: Annotated[int, typer.Option(min=1, help="Windows of text that judge a table.")] = 5,
+    scored: Annotated[
+        str | None, typer.Option(help="Tokens at their ends that count. Default: half.")
+    ] = None,
+    start_tokens: Annotated[
+        str, typer.Option(help="Numbers of tokens to choose from; more than 0 is not exportable.")
+    ] = "0",
+    seed: Annotated[int, typer.Option(help="Of windows and evolution.")] = 0,
+    dtype: Dtype = "auto",
+    device: Device = "auto",
+    trained_length: TrainedLength = None,
+    compose: Compose = False,
+) -> None:
+    """Search the table of longrope by evolution. Killed, it goes on when it is run again."""
+    with clean_errors():
+        import rope_ext
+        from rope_ext.evolution import summary
+        from rope_ext.measure.models import load_model, load_tokenizer
+        from rope_ext.measure.text import python_library, read_texts
+
+        quiet()
+        tokens = parse_length(length)
+        last = None if scored is None else parse_length(scored, "--scored")
+        starts = parse_lengths(start_tokens, "--start-tokens")
+        texts = read_texts(text) if text else python_library("train")
+        tokenizer = load_tokenizer(model)
+        try:
+            found = rope_ext.search(
+                load_model(model, dtype, device),
+                tokenizer,
+                texts,
+                tokens,
+                output=output,
+                population=population,
+                iterations=iterations,
+                mutations=mutations,
+                crossovers=crossovers,
+                samples=samples,
+                scored=last,
+                start_tokens=starts,
+                seed=seed,
+                compose=compose,
+                original_max_position_embeddings=trained_length,
+            )
+        except KeyboardInterrupt:
+            tell(f"stopped; the same command goes on from {output.with_suffix('.jsonl')}")
+            sys.exit(130)
+        print(summary(output))
+        print(
+            f"measure it on another:\n  rope-ext compare --model {model} --methods longrope,yarn "
+            f"--option longrope={output} --factor {found.factor:g} --lengths {tokens}\n"
+            f'use it:\n  rope_ext.patch(model, "longrope", **json.load(open("{output}")))'
+        )
 
 
 @app.command()

@@ -240,6 +240,12 @@ def _refuse_unproven(state: Patch, engine: str) -> None:
 
 
 def _refuse_positions(state: Patch, engine: str) -> None:
+    start = getattr(state.method, "start_tokens", 0)
+    if start:
+        raise _Refusal(
+            f"it rotates every token by the same frequencies, and start_tokens={start} keeps the "
+            f"trained ones for the first tokens; patch with start_tokens=0 to export"
+        )
     if not isinstance(state.method, PositionMethod):
         return
     if state.method.name == "self_extend" and engine == "llama.cpp":

@@ -187,6 +187,7 @@ class RotaryHook:
         precise: angles in float64; else in float32, as transformers computes them.
         rows: lengths of the rows of the batch, for methods that depend on them.
         native: also keep what the unpatched module would have returned.
+        start: positions below it keep the trained frequencies.
     """
 
     def __init__(
@@ -197,9 +198,10 @@ class RotaryHook:
         precise: bool,
         rows: RowLengths | None,
         native: bool,
+        start: int,
     ) -> None:
         self.site, self.inv_freq, self.scaling = site, inv_freq, scaling
-        self.precise, self.rows, self.native = precise, rows, native
+        self.precise, self.rows, self.native, self.start = precise, rows, native, start
         self._made: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None
 
     def __call__(self, module: nn.Module, args: tuple, kwargs: dict, output: Any) -> Any:
@@ -208,10 +210,12 @@ class RotaryHook:
             return None
         positions = kwargs["position_ids"] if "position_ids" in kwargs else args[1]
         result = output
-        if self.precise or self.rows is not None:
+        if self.precise or self.rows is not None or self.start:
             inv_freq, scaling = self.inv_freq, self.scaling
             if self.rows is not None:
                 inv_freq, scaling = self._frequencies(positions)
+            if self.start:
+                inv_freq = self._kept(positions, inv_freq)
             result = rotation(self.site, positions, inv_freq, scaling, self.precise, output)
         if self.native:
             theta, scaling = self.site.loaded, self.site.scaling
@@ -228,6 +232,13 @@ class RotaryHook:
             self._made = (lengths, *self.rows.frequencies(self.site, lengths))
         return self._made[1:]
 
+    def _kept(self, positions: torch.Tensor, inv_freq: torch.Tensor) -> torch.Tensor:
+        """Frequencies of every token, ``[rows, tokens, pairs]``: the first keep the trained."""
+        place = positions.amax(0) if positions.ndim == 3 else positions
+        dtype = torch.float64 if self.precise else torch.float32
+        trained, inv_freq = (x.to(place.device, dtype) for x in (self.site.loaded, inv_freq))
+        return torch.where((place < self.start).unsqueeze(-1), trained, inv_freq)
+
 
 def rotation(
     site: RotarySite,
@@ -242,7 +253,7 @@ def rotation(
     Args:
         site: of the module.
         positions: ``[rows, tokens]``, or ``[axes, rows, tokens]``, whole or not.
-        inv_freq: ``[pairs]``, or ``[rows, 1, pairs]``.
+        inv_freq: ``[pairs]``, or ``[rows, tokens or 1, pairs]``.
         scaling: number on cosine and sine.
         precise: angles in float64, else in float32, as transformers computes them.
         like: the module's own output, for its dtype.

@@ -260,6 +260,11 @@ def _under(method: Method, frequency: str | FrequencyMethod | None) -> Frequency
             f"{frequency.name} changes with the sequence and cannot go under {method.name}; pass "
             f"length=TOKENS to fix it"
         )
+    if frequency.start_tokens:
+        raise OptionError(
+            f"{frequency.name} with start_tokens={frequency.start_tokens} rotates by position, "
+            f"which {method.name} changes; leave start_tokens out"
+        )
     return frequency
 
 
@@ -353,7 +358,7 @@ def _apply_frequencies(model: nn.Module, decoder: nn.Module, state: Patch) -> di
             f"{method.name}: mode='growing' is transformers' own code and cannot be combined with "
             f"precise=True or sliding_layers='keep'; use mode='fixed'"
         )
-    if keep:
+    if keep or method.start_tokens:
         how = persistence.unsaved(model, decoder, sites, scaled, state.target_length)
     else:
         how = persistence.plan(model, decoder, sites, scaled, method, state.target_length)
@@ -373,7 +378,8 @@ def _apply_frequencies(model: nn.Module, decoder: nn.Module, state: Patch) -> di
         if growing:
             applied.states.append(frequency.grow(site))
             continue
-        hooked = precise or method.adapts or (keep and site.shared)
+        native = keep and site.shared
+        hooked = precise or method.adapts or native or method.start_tokens > 0
         if method.adapts:  # the hook replaces them; a fresh module holds the trained ones
             applied.states.append(frequency.write(site, site.loaded, site.scaling, hooked))
         else:
@@ -381,7 +387,7 @@ def _apply_frequencies(model: nn.Module, decoder: nn.Module, state: Patch) -> di
             applied.states.append(frequency.write(site, buffer, scaling, hooked))
         if hooked:
             hook = frequency.RotaryHook(
-                site, inv_freq, scaling, precise, applied.rows, keep and site.shared
+                site, inv_freq, scaling, precise, applied.rows, native, method.start_tokens
             )
             applied.handles.append(site.module.register_forward_hook(hook, with_kwargs=True))
     if growing:
@@ -467,8 +473,15 @@ def chosen_sites(
     return chosen
 
 
-def first_site(model: nn.Module) -> RotarySite:
+def first_site(
+    model: nn.Module, sliding_layers: SlidingLayers = "auto", length: int | None = None
+) -> RotarySite:
     """The set of frequencies that ``patch`` would scale, the first of several.
+
+    Args:
+        model: not patched.
+        sliding_layers: as of :func:`patch`.
+        length: trained context in tokens; None reads the configuration.
 
     Raises:
         AlreadyPatchedError: the model carries a patch.
@@ -480,7 +493,7 @@ def first_site(model: nn.Module) -> RotarySite:
             f"this model is patched with {there.method}; call rope_ext.unpatch(model) first"
         )
     decoder = text_decoder(model)
-    return chosen_sites(decoder, find_sites(decoder), "auto")[0]
+    return chosen_sites(decoder, find_sites(decoder, length), sliding_layers)[0]
 
 
 def refuse_scaled(

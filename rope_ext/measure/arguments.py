@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import ast
+import json
 import re
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 from typing import Any
 
-from rope_ext.errors import OptionError
+from rope_ext.errors import OptionError, first_line
 
 
 def split(names: str | Iterable[str]) -> list[str]:
@@ -33,15 +35,15 @@ def parse_lengths(text: str | Iterable[str], option: str = "--lengths") -> tuple
     return tuple(lengths)
 
 
-def parse_length(text: str) -> int:
+def parse_length(text: str, option: str = "--length") -> int:
     """One length, as :func:`parse_lengths` reads it.
 
     Raises:
         OptionError: it is none, or more than one.
     """
-    lengths = parse_lengths(text, "--length")
+    lengths = parse_lengths(text, option)
     if len(lengths) != 1:
-        raise OptionError(f"--length {text!r} is not one length; give it as 32768 or 32k")
+        raise OptionError(f"{option} {text!r} is not one length; give it as 32768 or 32k")
     return lengths[0]
 
 
@@ -50,15 +52,19 @@ def parse_options(
 ) -> dict[str, dict[str, Any]]:
     """``yarn.beta_fast=16`` as ``{"yarn": {"beta_fast": 16}}``.
 
-    The method may be left out where ``methods`` is just one.
+    The method may be left out where ``methods`` is just one. ``longrope=found.json`` stands for
+    all options in that file.
 
     Raises:
-        OptionError: an option has another form.
+        OptionError: an option has another form, or a file does not hold options.
     """
     options: dict[str, dict[str, Any]] = {}
     for text in texts or ():
         place, equals, value = text.partition("=")
         method, dot, name = place.partition(".")
+        if equals and not dot and value.endswith(".json"):
+            options.setdefault(place, {}).update(_file(value))
+            continue
         if not dot and len(methods) == 1:
             method, name = methods[0], place
         elif not dot:
@@ -68,6 +74,20 @@ def parse_options(
                 f"--option {text!r} is not valid; give METHOD.NAME=VALUE, such as yarn.beta_fast=16"
             )
         options.setdefault(method, {})[name] = _value(value)
+    return options
+
+
+def _file(path: str) -> dict[str, Any]:
+    try:
+        options = json.loads(Path(path).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or first_line(error)
+        raise OptionError(
+            f"cannot read the options in {path} ({reason}); give a file that "
+            f"`rope-ext search` wrote"
+        ) from None
+    if not isinstance(options, dict):
+        raise OptionError(f"{path} holds no options; give a JSON object with a value for each")
     return options
 
 

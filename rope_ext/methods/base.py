@@ -153,6 +153,8 @@ class FrequencyMethod(Method):
     Only :meth:`inv_freq` must be overridden.
     """
 
+    start_tokens = 0  # positions below it keep the trained frequencies
+
     def inv_freq(self, rope: Rope) -> torch.Tensor:
         """``h``: float64, shape ``[dim / 2]``, radians per token."""
         raise NotImplementedError

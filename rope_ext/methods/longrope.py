@@ -22,6 +22,8 @@ class LongRoPE(DynamicMethod):
         long_factor: ``lambda``, one per pair, for sequences beyond the trained context.
         short_factor: ``lambda`` for sequences within it; None uses ``long_factor`` everywhere.
         attention_factor: replaces ``sqrt(1 + ln(s) / ln(length))``.
+        start_tokens: the first tokens, whose positions keep the trained frequencies. Only
+            rope_ext reloads and runs it, if there are any.
 
     Ding et al. 2024, arXiv 2402.13753, section 3; Phi-3's use of two lists.
     """
@@ -34,6 +36,7 @@ class LongRoPE(DynamicMethod):
     long_factor: Sequence[float]
     short_factor: Sequence[float] | None = None
     attention_factor: float | None = None
+    start_tokens: int = 0
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -49,6 +52,8 @@ class LongRoPE(DynamicMethod):
             object.__setattr__(self, option, tuple(table))  # hashable, safe from later edits
         if self.attention_factor is not None:
             self.require_number("attention_factor", above=0)
+        holds = type(self.start_tokens) is int and self.start_tokens >= 0
+        self.require("start_tokens", holds, "a whole number of at least 0")
 
     @property
     def adapts(self) -> bool:

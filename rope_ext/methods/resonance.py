@@ -43,6 +43,7 @@ class Resonance(FrequencyMethod):
                 f"resonance: on={self.on.name!r} changes with the sequence; give it length=..., "
                 f"or choose a fixed method such as 'yarn'"
             )
+        self.require("on", not self.on.start_tokens, "a map without start_tokens")
         self.require("factor", self.factor == self.on.factor, f"on's own, {self.on.factor}")
 
     def inv_freq(self, rope: Rope) -> torch.Tensor:

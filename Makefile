@@ -56,6 +56,8 @@ test: $(VENV)/installed
 	$(BIN)/python -m pytest -n 2 -m "not slow"
 
 test-all: $(VENV)/installed
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt \
+		-e ".[dev,harness,quantised]"
 	$(BIN)/python -m pytest -n 2
 
 lint: $(VENV)/installed

@@ -15,13 +15,17 @@ import torch
 from checkpoint import save_checkpoint
 from conftest import tiny_llama
 from peft import LoraConfig, PeftModel, get_peft_model
-from torchao.quantization import Int8WeightOnlyConfig
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig, TorchAoConfig
 
 import rope_ext
 from eval.checks import changed, snapshot
 from recipes import finetune
 from rope_ext.patching import current_patch
+
+# An extra of their own, since transformers loads torchao, which warns, wherever it is installed.
+torchao = pytest.importorskip("torchao.quantization")
+pytest.importorskip("bitsandbytes")
+pytestmark = pytest.mark.slow
 
 PATCHES = ("yarn", "ntk", "dynamic_yarn", "rerope")
 WEIGHTS = {"int8": "Int8Tensor", "nf4": "Params4bit"}
@@ -30,7 +34,7 @@ WEIGHTS = {"int8": "Int8Tensor", "nf4": "Params4bit"}
 def options(kind: str) -> dict[str, Any]:
     """Of ``from_pretrained``, to quantise a base to ``kind``."""
     if kind == "int8":
-        return {"quantization_config": TorchAoConfig(Int8WeightOnlyConfig())}
+        return {"quantization_config": TorchAoConfig(torchao.Int8WeightOnlyConfig())}
     config = BitsAndBytesConfig(
         load_in_4bit=True,
         bnb_4bit_quant_type="nf4",
@@ -154,7 +158,6 @@ for folder in sys.argv[1:]:
 """
 
 
-@pytest.mark.slow
 def test_quantised_models_come_back_in_another_process(tmp_path, ids, base: Path) -> None:
     expected = {}
     for kind in WEIGHTS:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import sys
 from pathlib import Path
 from typing import Annotated, Any
@@ -10,6 +11,7 @@ import typer
 from rich import box
 from rich.table import Table
 
+from rope_ext.errors import OptionError
 from rope_ext.measure.arguments import parse_length, parse_lengths, parse_options, split
 from rope_ext.measure.terminal import clean_errors, evaluate, quiet, tell
 
@@ -197,10 +199,17 @@ def search(
             tell(f"stopped; the same command goes on from {output.with_suffix('.jsonl')}")
             sys.exit(130)
         print(summary(output))
+        words = ["rope-ext", "compare", "--model", model, "--methods", "longrope,yarn"]
+        words += ["--option", f"longrope={output}", "--factor", found.factor, "--lengths", tokens]
+        for name, value, default in (("dtype", dtype, "auto"), ("device", device, "auto")):
+            words += [f"--{name}", value] if value != default else []
+        words += ["--trained-length", trained_length] if trained_length else []
+        words += ["--compose"] if compose else []
+        more = f", original_max_position_embeddings={trained_length}" if trained_length else ""
+        more += ", compose=True" if compose else ""
         print(
-            f"measure it on another:\n  rope-ext compare --model {model} --methods longrope,yarn "
-            f"--option longrope={output} --factor {found.factor:g} --lengths {tokens}\n"
-            f'use it:\n  rope_ext.patch(model, "longrope", **json.load(open("{output}")))'
+            f"measure it on another:\n  {shlex.join(map(str, words))}\nuse it:\n  "
+            f'rope_ext.patch(model, "longrope", **json.load(open({str(output)!r})){more})'
         )
 
 
@@ -290,14 +299,18 @@ def _patched(
 ) -> Any:
     """The loaded model, under the method if there is one."""
     import rope_ext
-    from rope_ext.measure.models import load_model
-    from rope_ext.measure.run import checked_methods
+    from rope_ext.measure.models import load_config, load_model
+    from rope_ext.measure.run import checked_methods, saved_otherwise
 
     quiet()
+    if method is None and option:
+        raise OptionError(f"--option {option[0]} is for a method; give --method, too")
     names = [] if method is None else [method]
     options = parse_options(option, names)
     methods = checked_methods(names, factor, options) if names else {}
     loaded = load_model(model, device="cpu", as_saved=method is None)
+    for note in saved_otherwise({model: load_config(model)} if names else {}):
+        tell(f"note: {note}", "yellow")
     for name, values in methods.items():
         rope_ext.patch(loaded, name, compose=compose, **values)
     return loaded

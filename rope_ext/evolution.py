@@ -14,7 +14,6 @@ import math
 import os
 import random
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -24,6 +23,7 @@ from torch import nn
 
 from rope_ext.discovery import unwrap
 from rope_ext.errors import MeasureError, OptionError
+from rope_ext.measure.forward import evaluating, score
 from rope_ext.methods import NTK, PI, FrequencyMethod, LongRoPE, Rope, YaRN
 from rope_ext.patching import SlidingLayers, first_site, patched
 
@@ -212,9 +212,16 @@ def search(
             f"mutation_probability={mutation_probability!r} is not valid; it must be above 0 and "
             f"at most 1"
         )
-    starts = tuple(start_tokens)
+    starts = tuple(start_tokens) if isinstance(start_tokens, Iterable) else ()
     if not starts:
-        raise OptionError("start_tokens is empty; give numbers to choose from, such as (0, 4, 16)")
+        raise OptionError(
+            f"start_tokens={start_tokens!r} is not valid; give numbers to choose from, such as "
+            f"(0, 4, 16)"
+        )
+    if output is not None and Path(output).suffix != ".json":
+        raise OptionError(f"output={str(output)!r} is not valid; it must end in .json")
+    if original_max_position_embeddings is not None:
+        _check("original_max_position_embeddings", original_max_position_embeddings, 1)
     arguments = {
         "compose": compose,
         "sliding_layers": sliding_layers,
@@ -267,7 +274,7 @@ def search(
     space = Space(round(_BEYOND * factor * _STEPS), starts, mutation_probability)
     shown = progress()
     shown.disable |= not (shown.console.is_terminal or shown.console.is_jupyter)
-    with shown, _evaluating(model):
+    with shown, evaluating(model):
         total = len(known) + population + iterations * (mutations + crossovers)
         bar = shown.add_task("search", total=total * samples)
 
@@ -318,13 +325,10 @@ class Log:
 
         Raises:
             MeasureError: it is of other settings, or cannot be read or written.
-            OptionError: ``output`` is no ``.json`` file.
         """
         if output is None:
             return cls(None, {})
         output = Path(output)
-        if output.suffix != ".json":
-            raise OptionError(f"output={str(output)!r} is not valid; it must end in .json")
         path = output.with_suffix(".jsonl")
         try:
             if path.exists():
@@ -445,7 +449,7 @@ def _windows(
     elif isinstance(text, (str, os.PathLike)):
         texts = read_texts([os.fspath(text)])
     else:
-        texts = list(text)
+        texts = list(text) if isinstance(text, Iterable) else []
         if not texts or not all(isinstance(each, str) for each in texts):
             raise OptionError("text is not valid; give a path, or documents that are strings")
     task = Perplexity(texts, windows=samples, protocol="start")
@@ -468,8 +472,6 @@ def _loss(
     model: nn.Module, rows: Sequence[Sequence[int]], scored: int, advance: Callable[[], None]
 ) -> float:
     """Mean of the last ``scored`` tokens of every row, nats; infinite if it is not a number."""
-    from rope_ext.measure.forward import score
-
     total = 0.0
     for row in rows:
         losses, _ = score(model, [row], scored)
@@ -479,33 +481,21 @@ def _loss(
 
 
 def _fingerprint(model: nn.Module) -> str:
-    """What tells this model from another one: its configuration, and some of every weight."""
+    """What tells this model from another one: its configuration, and its losses on some tokens.
+
+    In thousandths of a nat: other numbers of threads change the last digits.
+    """
     config = unwrap(model).config.to_dict()
     left = {"_name_or_path", "transformers_version"}
-    weights = [
-        (name, str(weight.dtype), tuple(weight.shape), _some(weight))
-        for name, weight in model.named_parameters()
-    ]
-    return _digest({k: v for k, v in config.items() if k not in left}, weights)
-
-
-def _some(weight: nn.Parameter) -> list[float]:
-    return [] if weight.is_meta else weight.detach().flatten()[:8].float().tolist()
+    dtypes = sorted({str(weight.dtype) for weight in model.parameters()})
+    with evaluating(model):
+        tokens = model.get_input_embeddings().num_embeddings
+        losses, _ = score(model, [tuple(i % tokens for i in range(64))], 63)
+    mean = f"{float(losses.double().mean()):.3f}"
+    return _digest({k: v for k, v in config.items() if k not in left}, dtypes, mean)
 
 
 def _digest(*determinants: Any) -> str:
     from rope_ext.measure.cases import digest
 
     return digest(*determinants)
-
-
-@contextmanager
-def _evaluating(model: nn.Module) -> Iterator[None]:
-    """No dropout while it lasts."""
-    training = [module for module in model.modules() if module.training]
-    model.eval()
-    try:
-        yield
-    finally:
-        for module in training:
-            module.training = True

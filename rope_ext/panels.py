@@ -77,7 +77,10 @@ def decay(axes: Any, rope: Rope, methods: Lines, length: int) -> None:
 
 
 def weighted_decay(axes: Any, rope: Rope, methods: Lines, length: int, weights: Resultants) -> None:
-    """The logits of mean queries and keys by distance, mean over heads."""
+    """The logits of mean queries and keys by distance, mean over heads.
+
+    Scalings of the logits, which multiply whole lines, are left out, as in ``decay``.
+    """
     distance, bins, places = _nearby(length)
     for label, method in methods.items():
         used = used_distances(rope, method, length, distance)
@@ -92,7 +95,7 @@ def weighted_decay(axes: Any, rope: Rope, methods: Lines, length: int, weights: 
     of_query, of_key = (float(part.nanmean()) for part in (weights.query, weights.key))
     alike = f"mean resultant length: queries {of_query:.2f}, keys {of_key:.2f} (1: all parallel)"
     axes.set(xscale="log", xlabel=f"distance x, tokens\n{alike}")
-    axes.set_ylabel("logit of mean query and mean key,\nmean over heads and nearby")
+    axes.set_ylabel("logit of mean query and key,\nmean over heads and nearby")
     _octave_ticks(axes)
     mark_trained(axes, [rope.length], length)
 

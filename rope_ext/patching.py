@@ -159,8 +159,8 @@ def patch(
             _patch(unwrap(model), decoder, earlier.record.method, **earlier.arguments)
         raise
     state = decoder.__dict__[_STATE]
-    if not state.native:
-        note = state.notes[0].removeprefix("saving: ")
+    prefix = "sequences: " if state.native else "saving: "  # what plain transformers does otherwise
+    for note in (note.removeprefix(prefix) for note in state.notes if note.startswith(prefix)):
         _logger.warning("rope_ext: %s on %s: %s", method.name, type(decoder).__name__, note)
     return model
 
@@ -503,17 +503,17 @@ def refuse_scaled(
     there = persistence.is_scaled(decoder, site)
     if there is None:
         return
+    if site.rope_type in ("dynamic", "longrope"):
+        raise AlreadyScaledError(
+            f"{type(decoder).__name__} is scaled by {there}, on top of which nothing can be "
+            f"composed; load it with rope_type 'default' and patch that"
+        )
     if not compose:
         back = "it with rope_type 'default'" if site.scaled else "the model that it was made from"
         raise AlreadyScaledError(
             f"the rotary embedding of {type(decoder).__name__} is scaled by its configuration "
             f"already: {there}. Pass compose=True to extend its {site.rope.length} tokens further, "
             f"or load {back} to start from the unscaled frequencies"
-        )
-    if site.rope_type in ("dynamic", "longrope"):
-        raise AlreadyScaledError(
-            f"{type(decoder).__name__} is scaled by {there}, which changes with the sequence, so "
-            f"nothing can be composed with it; load it with rope_type 'default' and patch that"
         )
     if method.adapts:
         raise AlreadyScaledError(

@@ -231,6 +231,10 @@ def from_pretrained(
                 )
         return loaded
     _peft()
+    if kwargs.pop("output_loading_info", False):
+        raise AdapterError(
+            f"{path} is an adapter, and output_loading_info= is of a whole model; leave it out"
+        )
     sidecar = read_sidecar(path, **of_hub)
     if sidecar is None:
         raise AdapterError(_without_sidecar(path, kwargs))
@@ -314,6 +318,8 @@ def _load(
         for name in changes:
             setattr(config, name, kwargs.pop(name))
     else:
+        if record is None and kwargs.get("config") is not None:
+            _require_no_record(path, kwargs)
         record = None
     cls = getattr(transformers, class_name or next(iter(config.architectures or ()), ""), None)
     fits = class_name or getattr(cls, "config_class", None) is type(config)
@@ -328,6 +334,18 @@ def _load(
             f"{where} is that of a patched model, but it has no record of the patch, or one that "
             f"does not lead back to before it; load the model that it was made from, and patch that"
         ) from error
+
+
+def _require_no_record(path: str, kwargs: dict[str, Any]) -> None:
+    """Raise RecordError where a configuration of the user's would hide a record."""
+    options = {name: kwargs[name] for name in _OF_HUB if name in kwargs}
+    config, _ = PreTrainedConfig.get_config_dict(path, **options)
+    texts = [config, *(part for part in config.values() if isinstance(part, dict))]
+    if any(FIELD in part for part in texts):
+        raise RecordError(
+            f"{path} was saved under a patch, which its own config.json records and config= does "
+            f"not; leave config= out, or change the configuration that AutoConfig reads from {path}"
+        )
 
 
 def _is_field(config: PreTrainedConfig, name: str) -> bool:

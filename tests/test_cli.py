@@ -184,6 +184,8 @@ def test_describe(checkpoint: Path) -> None:
     assert result.exit_code == 0
     assert "128 -> 512 tokens by yarn" in result.stdout and "beta_fast=16" in result.stdout
     assert call("describe", checkpoint, "--method", "yran").exit_code == 2
+    result = call("describe", checkpoint, "--option", "yarn.beta_fast=16")
+    assert result.exit_code == 2 and "give --method, too" in result.stderr
 
 
 def test_recommend_reads_no_weights(checkpoint: Path, loader_fails: None) -> None:

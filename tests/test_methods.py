@@ -805,3 +805,8 @@ def test_register_refuses_a_taken_name_and_registers_nothing(
     with pytest.raises(RopeExtError, match=f"is taken by {holder}; give Taken another"):
         base.register(taken)
     assert own_registry == before
+
+
+def test_an_option_may_not_be_called_name() -> None:
+    with pytest.raises(OptionError, match="name"):
+        build_method("yarn", **{"name": "yarn", "factor": 2})

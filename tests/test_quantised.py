@@ -23,9 +23,7 @@ from recipes import finetune
 from rope_ext.patching import current_patch
 
 # An extra of their own, since transformers loads torchao, which warns, wherever it is installed.
-torchao = pytest.importorskip("torchao.quantization")
-pytest.importorskip("bitsandbytes")
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("quantisers")]
 
 PATCHES = ("yarn", "ntk", "dynamic_yarn", "rerope")
 WEIGHTS = {"int8": "Int8Tensor", "nf4": "Params4bit"}
@@ -34,7 +32,9 @@ WEIGHTS = {"int8": "Int8Tensor", "nf4": "Params4bit"}
 def options(kind: str) -> dict[str, Any]:
     """Of ``from_pretrained``, to quantise a base to ``kind``."""
     if kind == "int8":
-        return {"quantization_config": TorchAoConfig(torchao.Int8WeightOnlyConfig())}
+        from torchao.quantization import Int8WeightOnlyConfig
+
+        return {"quantization_config": TorchAoConfig(Int8WeightOnlyConfig())}
     config = BitsAndBytesConfig(
         load_in_4bit=True,
         bnb_4bit_quant_type="nf4",
@@ -42,6 +42,12 @@ def options(kind: str) -> dict[str, Any]:
         bnb_4bit_compute_dtype=torch.float32,
     )
     return {"quantization_config": config}
+
+
+@pytest.fixture
+def quantisers() -> None:
+    pytest.importorskip("torchao")
+    pytest.importorskip("bitsandbytes")
 
 
 @pytest.fixture

@@ -850,3 +850,31 @@ def test_context_parallelism_is_refused(tmp_path, model, ids, case: str) -> None
         assert torch.equal(logits(model, ids), said)
     finally:
         dist.destroy_process_group()
+
+
+def test_a_configuration_without_the_record_is_refused(tmp_path) -> None:
+    patched(tiny_llama(), "rerope").save_pretrained(tmp_path / "saved")
+    config = tiny_llama().config
+    with pytest.raises(rope_ext.RecordError, match="leave config= out"):
+        rope_ext.from_pretrained(tmp_path / "saved", config=config)
+    tiny_llama().save_pretrained(tmp_path / "plain")
+    rope_ext.from_pretrained(tmp_path / "plain", config=config)
+
+
+@pytest.mark.parametrize("method", ["dynamic_ntk", "dynamic_yarn", "rerope"])
+def test_what_plain_transformers_does_otherwise_is_told_at_once(caplog, method: str) -> None:
+    with caplog.at_level("WARNING", "rope_ext"):
+        patched(tiny_llama(), method)
+    assert "rope_ext.from_pretrained" in caplog.text
+    caplog.clear()
+    with caplog.at_level("WARNING", "rope_ext"):
+        patched(tiny_llama(), "yarn")
+    assert not caplog.text
+
+
+def test_nothing_is_said_of_composing_where_nothing_composes(tmp_path) -> None:
+    patched(tiny_llama(), "ntk_by_parts").save_pretrained(tmp_path)  # as a longrope table
+    model = AutoModelForCausalLM.from_pretrained(tmp_path)
+    with pytest.raises(rope_ext.AlreadyScaledError, match="nothing can be composed") as told:
+        rope_ext.patch(model, "yarn", factor=2)
+    assert "compose=True" not in str(told.value)

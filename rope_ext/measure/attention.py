@@ -18,6 +18,7 @@ from torch import nn
 from rope_ext.discovery import sees_window, text_config, text_decoder
 from rope_ext.errors import UnsupportedModelError
 from rope_ext.heads import find_heads
+from rope_ext.measure.forward import evaluating
 from rope_ext.measure.perplexity import Perplexity, Windows
 from rope_ext.measure.prompts import Frame
 from rope_ext.patching import first_site
@@ -202,7 +203,6 @@ def _show(model: nn.Module, rows: Sequence[Row], look: Callable[[nn.Module, Dens
         UnsupportedModelError: there is none to be seen.
     """
     decoder, seen = text_decoder(model), False
-    training = decoder.training
 
     def shown(module: nn.Module, dense: Dense, window: int | None) -> None:
         nonlocal seen
@@ -213,15 +213,13 @@ def _show(model: nn.Module, rows: Sequence[Row], look: Callable[[nn.Module, Dens
 
     cause = None
     try:
-        with watched(decoder.eval(), shown):
+        with evaluating(decoder), watched(decoder, shown):
             for row in rows:
                 decoder(input_ids=torch.tensor([row], device=model.device), use_cache=False)
     except torch.OutOfMemoryError:
         raise
     except (TypeError, AttributeError, IndexError, RuntimeError) as error:  # no real mask
         seen, cause = False, error
-    finally:
-        decoder.train(training)
     if not seen:
         why = "" if cause is None else f" ({cause})"
         raise UnsupportedModelError(

@@ -352,8 +352,8 @@ def saved_otherwise(configs: Mapping[str, Any]) -> Iterator[str]:
         record = models.saved_under(config)
         if record is not None:
             yield (
-                f"{model} was saved under {record.call()}; {UNPATCHED} is without that: give "
-                f"--method, --factor and --option as there to measure it as it was saved"
+                f"{model} was saved under {record.call()}; {UNPATCHED} is without that: ask for "
+                f"this method, with its factor and options, to measure it as it was saved"
             )
 
 

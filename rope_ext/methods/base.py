@@ -366,7 +366,7 @@ def method_class(name: str) -> type[Method]:
         ) from None
 
 
-def build_method(name: str, **options: Any) -> Method:
+def build_method(name: str, /, **options: Any) -> Method:
     """A method by name with its options.
 
     Raises:

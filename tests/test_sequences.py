@@ -160,6 +160,7 @@ def test_padding_without_a_mask_does_not_count(model, ids) -> None:
 
 def test_a_chat_that_outgrows_its_frequencies_is_warned_about(model, ids, caplog) -> None:
     rope_ext.patch(model, "dynamic_ntk", factor=4)
+    caplog.clear()
     cache = DynamicCache(config=model.config)
     said = model.generate(ids[:1, :50], past_key_values=cache, do_sample=False, **NEW)
     assert "keeps the frequencies" not in caplog.text

@@ -201,8 +201,8 @@ def search(
         print(summary(output))
         words = ["rope-ext", "compare", "--model", model, "--methods", "longrope,yarn"]
         words += ["--option", f"longrope={output}", "--factor", found.factor, "--lengths", tokens]
-        for name, value, default in (("dtype", dtype, "auto"), ("device", device, "auto")):
-            words += [f"--{name}", value] if value != default else []
+        for name, value in (("dtype", dtype), ("device", device)):
+            words += [f"--{name}", value] if value != "auto" else []
         words += ["--trained-length", trained_length] if trained_length else []
         words += ["--compose"] if compose else []
         more = f", original_max_position_embeddings={trained_length}" if trained_length else ""

@@ -10,6 +10,8 @@ from __future__ import annotations
 import copy
 import inspect
 from collections import OrderedDict
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -225,6 +227,18 @@ def _loaded(decoder: nn.Module, module: nn.Module, buffer: str) -> torch.Tensor:
                 f"from_pretrained(dtype=...) and patch it then"
             ) from error
     return value.detach().to("cpu", copy=True)
+
+
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """No dropout while it lasts; afterwards every module is in the mode it was in."""
+    training = [module for module in model.modules() if module.training]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module in training:
+            module.training = True
 
 
 def is_local(layer_type: str) -> bool:

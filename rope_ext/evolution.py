@@ -21,9 +21,10 @@ from typing import Any
 
 from torch import nn
 
-from rope_ext.discovery import unwrap
+from rope_ext.discovery import evaluating, unwrap
 from rope_ext.errors import MeasureError, OptionError
-from rope_ext.measure.forward import evaluating, score
+from rope_ext.measure.cases import digest, mend
+from rope_ext.measure.forward import score
 from rope_ext.methods import NTK, PI, FrequencyMethod, LongRoPE, Rope, YaRN
 from rope_ext.patching import SlidingLayers, first_site, patched
 
@@ -259,7 +260,7 @@ def search(
         output,
         {
             "model": _fingerprint(model),
-            "text": _digest(rows),
+            "text": digest(rows),
             "target_length": target_length,
             "samples": samples,
             "scored": scored,
@@ -375,8 +376,6 @@ def _key(method: FrequencyMethod) -> str:
 
 def _read(path: Path) -> tuple[dict[str, Any], dict[str, float]]:
     """Settings and losses of a log; a line that a killed search left unfinished is cut off."""
-    from rope_ext.measure.cases import mend
-
     mend(path)
     try:
         head, *lines = map(json.loads, path.read_text(encoding="utf-8").splitlines())
@@ -492,10 +491,4 @@ def _fingerprint(model: nn.Module) -> str:
         tokens = model.get_input_embeddings().num_embeddings
         losses, _ = score(model, [tuple(i % tokens for i in range(64))], 63)
     mean = f"{float(losses.double().mean()):.3f}"
-    return _digest({k: v for k, v in config.items() if k not in left}, dtypes, mean)
-
-
-def _digest(*determinants: Any) -> str:
-    from rope_ext.measure.cases import digest
-
-    return digest(*determinants)
+    return digest({k: v for k, v in config.items() if k not in left}, dtypes, mean)

@@ -17,7 +17,7 @@ from torch import nn
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from rope_ext.attention.bands import Pairs
-from rope_ext.discovery import RotarySite, sees_window, text_config
+from rope_ext.discovery import RotarySite, evaluating, sees_window, text_config
 from rope_ext.errors import UnsupportedModelError
 
 _NAME = "rope_ext_probe"  # names with sdpa, flash, flex_attention or a slash take special paths
@@ -109,12 +109,12 @@ def _run(
     tokens = (torch.arange(_TOKENS) * 37 + 3) % vocabulary
     device = decoder.get_input_embeddings().weight.device
     handle = site.module.register_forward_hook(_Turner(site), with_kwargs=True)
-    before, training = config._attn_implementation_internal, decoder.training
+    before = config._attn_implementation_internal
     _seen.clear()
     try:
         config._attn_implementation_internal = _NAME  # the public name sets sub-configurations too
-        decoder.eval()
-        output = decoder(input_ids=tokens.expand(3, -1).to(device), use_cache=False)
+        with evaluating(decoder):
+            output = decoder(input_ids=tokens.expand(3, -1).to(device), use_cache=False)
     except _RefusedError as error:
         raise _refusal(decoder, str(error)) from error
     except Exception as error:
@@ -122,7 +122,6 @@ def _run(
     finally:
         handle.remove()
         config._attn_implementation_internal = before
-        decoder.train(training)
         seen = list(_seen)
         _seen.clear()
     hidden = output[0].double()

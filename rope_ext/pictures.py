@@ -171,11 +171,8 @@ def draw(
     require_length("length", length)
     measured = []
     if picture.measure is not None:
-        tokenizer, stretch = (
-            tokenizer or _tokenizer(kind, model),
-            picture.stretch(rope.length, length),
-        )
-        chosen = choose_windows(tokenizer, text or (), stretch, windows)
+        stretch = picture.stretch(rope.length, length)
+        chosen = choose_windows(tokenizer or _tokenizer(kind, model), text or (), stretch, windows)
         read = isinstance(model, (str, Path))
         loaded = models.load_model(str(model), device=device) if read else built
         measured = [picture.measure(loaded, rope, lines, chosen, stretch, compose)]

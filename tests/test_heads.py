@@ -312,3 +312,11 @@ def test_the_probe_works_in_every_state_and_keeps_it(state: str) -> None:
     heads = list(heads_of(model).values())
     assert [columns(head.pairs.second, 16) for head in heads] == [[*range(8, 16)]] * 2
     assert changed(before, snapshot(model)) == set()
+
+
+def test_looking_at_the_layers_leaves_every_module_in_its_mode() -> None:
+    model = tiny_llama().train()
+    model.model.layers[0].eval()  # frozen by the user, for instance
+    modes = [module.training for module in model.modules()]
+    rope_ext.patch(model, "rerope", factor=4)
+    assert [module.training for module in model.modules()] == modes

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import LENGTH, tiny_llama
+from conftest import LENGTH, several_axes, tiny_llama
 from test_position_methods import formula
 from torch import nn
 from torch.nn.utils.rnn import pad_sequence
@@ -25,8 +25,6 @@ from transformers import (
     AutoModelForCausalLM,
     Cache,
     DynamicCache,
-    Qwen2VLTextConfig,
-    Qwen2VLTextModel,
     StaticCache,
 )
 from transformers.masking_utils import sdpa_mask
@@ -578,19 +576,7 @@ def test_a_bias_in_the_mask_is_added_or_refused(model, ids) -> None:
 
 
 def test_several_axes_of_positions_work_where_they_agree(ids) -> None:
-    torch.manual_seed(0)
-    config = Qwen2VLTextConfig(
-        vocab_size=128,
-        hidden_size=64,
-        intermediate_size=96,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=LENGTH,
-        rope_parameters={"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 3, 3]},
-        pad_token_id=0,
-    )
-    model = patch(Qwen2VLTextModel(config).eval())
+    model = patch(several_axes())
     with torch.no_grad():
         right = model(ids).last_hidden_state
         axes = torch.arange(90).expand(3, 2, 90)

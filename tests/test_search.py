@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 from checkpoint import TRAINED, save_checkpoint
-from conftest import LENGTH, tiny_llama
+from conftest import several_axes, tiny_llama
 from hypothesis import given
 from hypothesis import strategies as st
 from test_sequences import EXACT, decoded, recomputed
@@ -23,8 +23,6 @@ from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
     PreTrainedTokenizerBase,
-    Qwen2VLTextConfig,
-    Qwen2VLTextModel,
 )
 from typer.testing import CliRunner
 
@@ -420,22 +418,6 @@ def test_the_table_in_the_box_beats_yarn_on_text_that_it_was_not_searched_on() -
 
 TABLE = [1.0, 1.0, 1.5, 2.0, 3.0, 4.0, 4.0, 4.0]
 START = {"factor": 4, "long_factor": TABLE}
-
-
-def several_axes() -> Qwen2VLTextModel:
-    torch.manual_seed(0)
-    config = Qwen2VLTextConfig(
-        vocab_size=128,
-        hidden_size=64,
-        intermediate_size=96,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=LENGTH,
-        rope_parameters={"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 3, 3]},
-        pad_token_id=0,
-    )
-    return Qwen2VLTextModel(config).eval()
 
 
 @pytest.mark.parametrize("precise", [False, True])

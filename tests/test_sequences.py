@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from conftest import LENGTH, tiny_llama
+from conftest import LENGTH, several_axes, tiny_llama
 from transformers import (
     DynamicCache,
     GenerationConfig,
-    Qwen2VLTextConfig,
-    Qwen2VLTextModel,
     StaticCache,
 )
 
@@ -170,20 +168,7 @@ def test_a_chat_that_outgrows_its_frequencies_is_warned_about(model, ids, caplog
 
 
 def test_rows_of_several_position_axes_count_the_longest_axis(ids) -> None:
-    torch.manual_seed(0)
-    rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 3, 3]}
-    config = Qwen2VLTextConfig(
-        vocab_size=128,
-        hidden_size=64,
-        intermediate_size=96,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=LENGTH,
-        rope_parameters=rope,
-        pad_token_id=0,
-    )
-    model = Qwen2VLTextModel(config).eval()
+    model = several_axes()
     time = torch.arange(160)
     axes = torch.stack((time, time // 3, time // 5))[:, None].expand(3, 2, 160)
     results = []

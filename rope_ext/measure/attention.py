@@ -15,10 +15,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from rope_ext.discovery import sees_window, text_config, text_decoder
+from rope_ext.discovery import evaluating, sees_window, text_config, text_decoder
 from rope_ext.errors import UnsupportedModelError
 from rope_ext.heads import find_heads
-from rope_ext.measure.forward import evaluating
 from rope_ext.measure.perplexity import Perplexity, Windows
 from rope_ext.measure.prompts import Frame
 from rope_ext.patching import first_site

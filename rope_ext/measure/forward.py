@@ -23,18 +23,6 @@ LOGITS = 2**26
 """Logits made at a time: 256 MiB in float32, 512 positions of a vocabulary of 128k."""
 
 
-@contextmanager
-def evaluating(model: nn.Module) -> Iterator[None]:
-    """No dropout while it lasts; afterwards every module is in the mode it was in."""
-    training = [module for module in model.modules() if module.training]
-    model.eval()
-    try:
-        yield
-    finally:
-        for module in training:
-            module.training = True
-
-
 def cost(length: int) -> float:
     """Work of one forward over ``length`` tokens, for progress: linear plus attention."""
     return length + length * length / 4096

@@ -25,7 +25,7 @@ from rich.console import Console
 from rich.table import Table
 
 from rope_ext import attention
-from rope_ext.attention import Band, Pairs, Turn, reference
+from rope_ext.attention import Call, Pairs, Turn, TurnedBand, reference
 from rope_ext.methods.geometry import ChunkGap, Distance
 
 COLUMNS = 64
@@ -42,27 +42,35 @@ def turn(positions: torch.Tensor) -> Turn:
     return angles.cos(), angles.sin()
 
 
-def bands(variant: str, queries: int, keys: int, window: int) -> list[Band]:
+def bands(variant: str, queries: int, keys: int, window: int) -> list[TurnedBand]:
     """What a method asks of the kernel; in decoding the keys are cached as far as can be."""
     at = torch.arange(keys, dtype=torch.float32)
     own, key = turn(at[-queries:]), turn(at)
     far = turn(torch.tensor([float(window)]))
     if variant == "rerope":
-        return [Band(Distance(0, window), own, key), Band(Distance(window, None), far, None)]
+        return [
+            TurnedBand(Distance(0, window), own, key),
+            TurnedBand(Distance(window, None), far, None),
+        ]
     if variant == "self_extend":
         grouped = turn((at[-queries:] / 8).floor() + window - window // 8)
         return [
-            Band(Distance(0, window), own, key),
-            Band(Distance(window, None), grouped, turn((at / 8).floor()) if queries > 1 else None),
+            TurnedBand(Distance(0, window), own, key),
+            TurnedBand(
+                Distance(window, None), grouped, turn((at / 8).floor()) if queries > 1 else None
+            ),
         ]
     if variant == "string":
         shifted = turn(at[-queries:] - window + 128)
-        return [Band(Distance(0, window), own, None), Band(Distance(window, None), shifted, None)]
+        return [
+            TurnedBand(Distance(0, window), own, None),
+            TurnedBand(Distance(window, None), shifted, None),
+        ]
     if variant == "dual_chunk":
         return [
-            Band(ChunkGap(window, 0, 0), own, None),
-            Band(ChunkGap(window, 1, 1), own, None),
-            Band(ChunkGap(window, 2, None), far, None),
+            TurnedBand(ChunkGap(window, 0, 0), own, None),
+            TurnedBand(ChunkGap(window, 1, 1), own, None),
+            TurnedBand(ChunkGap(window, 2, None), far, None),
         ]
     raise ValueError(variant)
 
@@ -99,14 +107,9 @@ def attend(
         own = [table[-queries:] for table in tables]
         cached = tables if queries > 1 else None  # a cache holds rotated keys
         return functools.partial(native, query, key, value, own, cached)
-    if variant == "dense":
-        at = torch.arange(keys)
-        asked = bands("rerope", queries, keys, window)
-        run = functools.partial(reference.attend, query_positions=at, key_positions=at)
-    else:
-        asked = bands(variant, queries, keys, window)
-        run = attention.attend
-    return functools.partial(run, query, key, value, asked, HALVES, scale=SCALE)
+    asked = bands("rerope" if variant == "dense" else variant, queries, keys, window)
+    run = reference.attend if variant == "dense" else attention.attend
+    return functools.partial(run, query, key, value, Call(asked, HALVES, SCALE))
 
 
 def tensors(

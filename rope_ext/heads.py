@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from transformers import AttentionInterface, AttentionMaskInterface
 
-from rope_ext.attention.bands import Pairs
+from rope_ext.attention.call import Pairs
 from rope_ext.discovery import RotarySite, evaluating, sees_window, text_config
 from rope_ext.errors import UnsupportedModelError
 

@@ -16,13 +16,14 @@ from hypothesis import strategies as st
 from torch.utils.checkpoint import checkpoint
 
 from rope_ext import attention
-from rope_ext.attention import Band, Pairs, flash, flex, reference
+from rope_ext.attention import Call, Pairs, TurnedBand, flash, flex, reference
+from rope_ext.attention.reference import Places
 from rope_ext.errors import OptionError
 from rope_ext.methods.geometry import ChunkGap, Distance, Sinks
 
 COLUMNS = 16
 HALVES = Pairs(slice(0, 8), slice(8, 16))
-INTERLEAVED = Pairs(slice(0, None, 2), slice(1, None, 2))
+INTERLEAVED = Pairs(slice(0, 16, 2), slice(1, 16, 2))
 PARTIAL = Pairs(slice(2, 5), slice(5, 8))
 PERMUTED = Pairs(torch.tensor([3, 0, 11, 8, 6]), torch.tensor([1, 15, 2, 9, 4]))
 LAYOUTS = [HALVES, INTERLEAVED, PARTIAL, PERMUTED]
@@ -48,34 +49,37 @@ def turn(positions: torch.Tensor, pairs: int) -> tuple[torch.Tensor, torch.Tenso
 
 def method_bands(
     method: str, size: int, pairs: int, queries: torch.Tensor, keys: torch.Tensor
-) -> list[Band]:
+) -> list[TurnedBand]:
     """What each method asks for; ``queries`` and ``keys`` are their positions."""
     own, key = turn(queries, pairs), turn(keys, pairs)
     near, far = Distance(0, size), Distance(size, None)
     constant = turn(torch.tensor([float(size)]), pairs)
     grouped = turn(queries // 4 + size - size // 4, pairs)
     return {
-        "rerope": [Band(near, own, key), Band(far, constant, None)],
-        "leaky": [Band(near, own, key), Band(far, grouped, turn(keys // 4, pairs))],
-        "leaky, cached": [Band(near, own, key), Band(far, grouped, None)],
-        "string": [Band(near, own, None), Band(far, turn(queries - size + 2, pairs), None)],
-        "lm_infinite": [Band(near, own, key), Band(Sinks(4, size), constant, None)],
+        "rerope": [TurnedBand(near, own, key), TurnedBand(far, constant, None)],
+        "leaky": [TurnedBand(near, own, key), TurnedBand(far, grouped, turn(keys // 4, pairs))],
+        "leaky, cached": [TurnedBand(near, own, key), TurnedBand(far, grouped, None)],
+        "string": [
+            TurnedBand(near, own, None),
+            TurnedBand(far, turn(queries - size + 2, pairs), None),
+        ],
+        "lm_infinite": [TurnedBand(near, own, key), TurnedBand(Sinks(4, size), constant, None)],
         "dual_chunk": [
-            Band(ChunkGap(size, 0, 0), own, None),
-            Band(ChunkGap(size, 1, 1), turn((queries % size + size), pairs), None),
-            Band(ChunkGap(size, 2, None), constant, None),
+            TurnedBand(ChunkGap(size, 0, 0), own, None),
+            TurnedBand(ChunkGap(size, 1, 1), turn((queries % size + size), pairs), None),
+            TurnedBand(ChunkGap(size, 2, None), constant, None),
         ],
         "chunks": [
-            Band(ChunkGap(size, 0, 1), own, key),
-            Band(ChunkGap(size, 2, 3), None, key),
+            TurnedBand(ChunkGap(size, 0, 1), own, key),
+            TurnedBand(ChunkGap(size, 2, 3), None, key),
         ],
         "three": [
-            Band(near, own, key),
-            Band(Distance(size, 2 * size + 3), grouped, key),
-            Band(Distance(2 * size + 3, None), None, None),
+            TurnedBand(near, own, key),
+            TurnedBand(Distance(size, 2 * size + 3), grouped, key),
+            TurnedBand(Distance(2 * size + 3, None), None, None),
         ],
-        "window": [Band(near, own, key)],
-        "far only": [Band(far, grouped, key)],
+        "window": [TurnedBand(near, own, key)],
+        "far only": [TurnedBand(far, grouped, key)],
     }[method]
 
 
@@ -113,32 +117,24 @@ def inputs(
     return [torch.randn(shape, generator=generator) for shape in shapes]
 
 
-def oracle(tensors, bands, pairs, start=0, temperature=None, dtype=torch.float64, **options):
+def by(kernel, query, key, value, bands, pairs, **more):
+    """A kernel's answer to a call of these bands."""
+    return kernel(query, key, value, Call(bands, pairs, **{"scale": 0.3, **more}))
+
+
+def oracle(tensors, bands, pairs, temperature=None, dtype=torch.float64, **options):
     """The dense form in float64; the sinks are the fourth tensor, if any."""
     query, key, value, *sinks = (x.to(dtype) for x in tensors)
-    at = torch.arange(start, start + key.shape[2])
-    return reference.attend(
-        query,
-        key,
-        value,
-        bands,
-        pairs,
-        query_positions=at[key.shape[2] - query.shape[2] :],
-        key_positions=at,
-        scale=0.3,
-        temperature=None if temperature is None else temperature.to(dtype),
-        sinks=sinks[0] if sinks else None,
-        **options,
-    )
+    options["temperature"] = None if temperature is None else temperature.to(dtype)
+    options["sinks"] = sinks[0] if sinks else None
+    return by(reference.attend, query, key, value, bands, pairs, **options)
 
 
 def compare(run, tensors, bands, pairs, forward=1e-5, backward=1e-4, **options):
     """Output and gradients of a kernel against the oracle's."""
     ours = [x.clone().requires_grad_() for x in tensors]
     exact = [x.double().requires_grad_() for x in tensors]
-    out = run(
-        *ours[:3], bands, pairs, scale=0.3, sinks=ours[3] if len(ours) > 3 else None, **options
-    )
+    out = by(run, *ours[:3], bands, pairs, sinks=ours[3] if len(ours) > 3 else None, **options)
     expected = oracle(exact, bands, pairs, **options)
     torch.testing.assert_close(out.double(), expected, rtol=forward, atol=forward)
     weight = torch.randn(out.shape, generator=torch.Generator().manual_seed(1))
@@ -186,7 +182,7 @@ def test_flash_is_the_oracle(case):
 def test_without_gradients_flash_is_the_same(case):
     tensors, bands, pairs, options = case
     sinks = {"sinks": tensors[3]} if len(tensors) > 3 else {}
-    out = flash.attend(*tensors[:3], bands, pairs, scale=0.3, **options, **sinks)
+    out = by(flash.attend, *tensors[:3], bands, pairs, **options, **sinks)
     expected = oracle(tensors, bands, pairs, **options)
     torch.testing.assert_close(out.double(), expected, rtol=1e-5, atol=1e-5)
 
@@ -202,7 +198,7 @@ def test_flex_is_the_oracle(queries, keys, softcap):
     for method in ("leaky", "lm_infinite", "dual_chunk", "far only"):
         bands = method_bands(method, 20, 5, at[keys - queries :], at)
         options = {"start": 5, "temperature": temperature, "softcap": softcap}
-        out = flex.attend(*tensors[:3], bands, PERMUTED, scale=0.3, sinks=tensors[3], **options)
+        out = by(flex.attend, *tensors[:3], bands, PERMUTED, sinks=tensors[3], **options)
         expected = oracle(tensors, bands, PERMUTED, **options)
         torch.testing.assert_close(out.double(), expected, rtol=1e-5, atol=1e-5)
 
@@ -252,7 +248,7 @@ def test_tiles_cover_each_visible_key_once(kind, queries, more, start, first, wi
     torch.testing.assert_close(covered, visible.int())
 
 
-def naive(query, key, value, bands, pairs, positions, temperature, softcap, sinks, mask):
+def naive(query, key, value, bands, pairs, positions, mask, temperature, softcap, sinks):
     """One logit at a time, the rotation written out."""
     heads, groups = query.shape[1], query.shape[1] // key.shape[1]
     first, second = (torch.arange(COLUMNS)[side] for side in (pairs.first, pairs.second))
@@ -295,19 +291,10 @@ def test_the_oracle_is_a_loop_over_keys(method, pairs):
     temperature = torch.linspace(0.5, 2, 5, dtype=torch.float64)
     mask = torch.rand(2, 1, 5, 11, generator=torch.Generator().manual_seed(0)) > 0.3
     bands = method_bands(method, 4, count(pairs), at[-5:], at)
-    options = {"temperature": temperature, "softcap": 1.5, "sinks": sinks, "mask": mask}
-    out = reference.attend(
-        query,
-        key,
-        value,
-        bands,
-        pairs,
-        query_positions=at[-5:],
-        key_positions=at,
-        scale=0.3,
-        **options,
-    )
-    expected = naive(query, key, value, bands, pairs, (at[-5:], at), **options)
+    options = {"temperature": temperature, "softcap": 1.5, "sinks": sinks}
+    run = partial(reference.attend, places=Places(at[-5:], at, mask))
+    out = by(run, query, key, value, bands, pairs, **options)
+    expected = naive(query, key, value, bands, pairs, (at[-5:], at), mask=mask, **options)
     torch.testing.assert_close(out, expected, rtol=1e-12, atol=1e-12)
 
 
@@ -317,12 +304,12 @@ def test_by_hand():
     key = torch.tensor([[0.0, 1.0], [1.0, 0.0]])[None, None]
     value = torch.tensor([[2.0, 0.0], [0.0, 4.0]])[None, None]
     quarter = torch.tensor([[0.0]]), torch.tensor([[1.0]])
-    bands = [Band(Distance(0, 1), None, None), Band(Distance(1, None), quarter, None)]
+    bands = [TurnedBand(Distance(0, 1), None, None), TurnedBand(Distance(1, None), quarter, None)]
     pairs = Pairs(slice(0, 1), slice(1, 2))
-    out = flash.attend(query, key, value, bands, pairs, scale=1.0)
+    out = by(flash.attend, query, key, value, bands, pairs, scale=1.0)
     torch.testing.assert_close(out, torch.tensor([[[[2.0, 0.0], [1.0, 2.0]]]]))
     sink = torch.tensor([1.0])  # a third logit of 1: two thirds are left
-    out = flash.attend(query, key, value, bands, pairs, scale=1.0, sinks=sink)
+    out = by(flash.attend, query, key, value, bands, pairs, scale=1.0, sinks=sink)
     torch.testing.assert_close(out[0, 0, 1], torch.tensor([2 / 3, 4 / 3]))
 
 
@@ -331,8 +318,8 @@ def test_by_hand():
 def test_one_band_over_everything_is_torchs_own_attention(kernel, queries):
     query, key, value, _ = inputs(2, 4, 2, queries, queries)
     at = turn(torch.arange(queries), 8)
-    bands = [Band(Distance(0, None), at, at)]
-    out = attention.attend(query, key, value, bands, HALVES, scale=0.3, kernel=kernel)
+    bands = [TurnedBand(Distance(0, None), at, at)]
+    out = by(partial(attention.attend, kernel=kernel), query, key, value, bands, HALVES)
     expected = F.scaled_dot_product_attention(
         HALVES.rotate(query, at),
         HALVES.rotate(key, at),
@@ -354,7 +341,7 @@ def test_half_precision(method, dtype, forward, backward):
     tensors = [x.to(dtype) for x in inputs(1, 4, 2, 400, 400)]
     bands = method_bands(method, 60, 8, at, at)
     compare(flash.attend, tensors, bands, HALVES, forward, backward)
-    for x in (flash.attend(*tensors[:3], bands, HALVES, scale=0.3), *tensors):
+    for x in (by(flash.attend, *tensors[:3], bands, HALVES), *tensors):
         assert x.dtype == dtype
 
 
@@ -364,12 +351,12 @@ def test_rows_without_any_key_are_zero_and_have_no_gradient():
     compare(flash.attend, tensors[:3], bands, HALVES)
     compare(flash.attend, tensors, bands, HALVES)
     for kernel in ("flash", "flex", "reference"):
-        out = attention.attend(*tensors[:3], bands, HALVES, scale=0.3, kernel=kernel)
+        out = by(partial(attention.attend, kernel=kernel), *tensors[:3], bands, HALVES)
         assert (out[:, :, :20] == 0).all()
         assert not out.isnan().any()
     for queries in (50, 1):
         query = tensors[0][:, :, :queries]
-        assert (flash.attend(query, *tensors[1:3], [], HALVES, scale=0.3) == 0).all()
+        assert (by(flash.attend, query, *tensors[1:3], [], HALVES) == 0).all()
 
 
 def test_gradient_flows_through_the_merge_of_the_bands():
@@ -380,7 +367,7 @@ def test_gradient_flows_through_the_merge_of_the_bands():
         bands = method_bands(method, 3, 8, at, at)
 
         def run(query, key, value, sinks, bands=bands):
-            return flash.attend(query, key, value, bands, HALVES, scale=0.3, sinks=sinks)
+            return by(flash.attend, query, key, value, bands, HALVES, sinks=sinks)
 
         torch.autograd.gradcheck(run, (query, key, value, sinks), fast_mode=True)
 
@@ -391,7 +378,7 @@ def graph(method="rerope", queries=300):
     tensors = [x.requires_grad_() for x in inputs(1, 4, 2, queries, 300)]
 
     def run(query, key, value, sinks):
-        return attention.attend(query, key, value, bands, HALVES, scale=0.3, sinks=sinks)
+        return by(attention.attend, query, key, value, bands, HALVES, sinks=sinks)
 
     return run, tensors
 
@@ -418,7 +405,7 @@ def test_the_operator_keeps_its_promises():
         _, tensors = graph(queries=queries)
         at = torch.arange(300)
         bands = method_bands("rerope", 50, 8, at[300 - queries :], at)
-        plan, tables = flash._pack(bands, Pairs(slice(0, 8, 1), slice(8, 16, 1)))
+        plan, tables = flash._pack(Call(bands, HALVES, 0.3))
         torch.library.opcheck(
             torch.ops.rope_ext.bands.default, (*tensors, tables, plan, 0, 0.3), rtol=1e-4, atol=1e-4
         )
@@ -451,20 +438,14 @@ def test_the_blocked_form_is_the_oracle():
     at = torch.cumsum(torch.randint(1, 4, (130,), generator=torch.Generator().manual_seed(0)), 0)
     mask = torch.rand(2, 1, 100, 130, generator=torch.Generator().manual_seed(0)) > 0.3
     bands = method_bands("leaky", 20, 8, at[30:], at)
-    options = {
-        "query_positions": at[30:],
-        "key_positions": at,
-        "scale": 0.3,
-        "temperature": torch.linspace(0.5, 2, 100, dtype=torch.float64),
-        "softcap": 3.0,
-    }
+    options = {"temperature": torch.linspace(0.5, 2, 100, dtype=torch.float64), "softcap": 3.0}
     for seen in (mask, mask[:, :, :1], None):
+        places = Places(at[30:], at, seen)
         for block in (1, 33, 256):
 
-            def run(query, key, value, sinks, form, seen=seen, **more):
-                return form(
-                    query, key, value, bands, HALVES, sinks=sinks, mask=seen, **options, **more
-                )
+            def run(query, key, value, sinks, form, places=places, **more):
+                form = partial(form, places=places, **more)
+                return by(form, query, key, value, bands, HALVES, sinks=sinks, **options)
 
             whole = out_and_grads(partial(run, form=reference.attend), tensors)
             parts = out_and_grads(partial(run, form=reference.attend_blocked, block=block), tensors)
@@ -474,23 +455,23 @@ def test_the_blocked_form_is_the_oracle():
 def test_kernels_by_name():
     at = torch.arange(30)
     tensors = inputs(1, 2, 2, 30, 30)[:3]
-    run = partial(
-        attention.attend, *tensors, method_bands("rerope", 9, 8, at, at), HALVES, scale=0.3
-    )
+    bands = method_bands("rerope", 9, 8, at, at)
+
+    def run(kernel="auto", **more):
+        return by(partial(attention.attend, kernel=kernel), *tensors, bands, HALVES, **more)
+
     for kernel in attention.KERNELS:
-        torch.testing.assert_close(run(kernel=kernel), run(), rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(run(kernel), run(), rtol=1e-5, atol=1e-5)
     for kernel in ("auto", "flex", "reference"):
-        torch.testing.assert_close(
-            run(kernel=kernel, softcap=1.0), run(softcap=1.0), rtol=1e-5, atol=1e-5
-        )
+        torch.testing.assert_close(run(kernel, softcap=1.0), run(softcap=1.0), rtol=1e-5, atol=1e-5)
     assert (run(softcap=1.0) - run()).abs().max() > 1e-3
     with pytest.raises(OptionError, match="'reference'"):
-        run(kernel="flash", softcap=1.0)
+        run("flash", softcap=1.0)
     with pytest.raises(OptionError, match="did you mean 'flash'"):
-        run(kernel="flsh")
+        run("flsh")
     tensors[0].requires_grad_()
     with pytest.raises(OptionError, match="'flash'"):
-        run(kernel="flex")
+        run("flex")
 
 
 MEMORY = """

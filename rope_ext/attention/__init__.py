@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 
 from rope_ext.attention import flash, flex, reference
-from rope_ext.attention.bands import Band, Pairs, Turn
+from rope_ext.attention.call import Call, Pairs, Turn, TurnedBand
 from rope_ext.errors import OptionError, nearest
 
-__all__ = ["KERNELS", "Band", "Pairs", "Turn", "attend"]
+__all__ = ["KERNELS", "Call", "Pairs", "Turn", "TurnedBand", "attend"]
 
 KERNELS = ("auto", "flash", "flex", "reference")
 
@@ -19,22 +17,14 @@ def attend(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    bands: Sequence[Band],
-    pairs: Pairs,
-    *,
-    start: int = 0,
-    scale: float,
-    temperature: torch.Tensor | None = None,
-    softcap: float | None = None,
-    sinks: torch.Tensor | None = None,
+    call: Call,
     kernel: str = "auto",
 ) -> torch.Tensor:
-    """:func:`rope_ext.attention.flash.attend` with the kernel that fits.
+    """Attention as :class:`Call` has it, by the kernel that fits.
 
-    With ``softcap`` the logits become ``softcap * tanh(logit / softcap)``. ``kernel`` is
-    ``"flash"`` (CPU), ``"flex"`` (CUDA), ``"reference"`` (anywhere, slow), or ``"auto"``: the
-    first of these that can do it. Under autocast query, key and value are cast as for torch's
-    own attention.
+    ``kernel`` is ``"flash"`` (CPU), ``"flex"`` (CUDA), ``"reference"`` (anywhere, slow), or
+    ``"auto"``: the first of these that can do it. Under autocast query, key and value are cast
+    as for torch's own attention.
 
     Raises:
         OptionError: the kernel is unknown or cannot do what is asked.
@@ -46,13 +36,13 @@ def attend(
         )
     if kernel == "auto":
         kernel = {"cpu": "flash", "cuda": "flex"}.get(device, "reference")
-        if kernel == "flash" and softcap is not None:
+        if kernel == "flash" and call.softcap is not None:
             kernel = "reference"
     if kernel == "flash" and device != "cpu":
         raise OptionError(
             f"kernel='flash' runs on the CPU, these tensors are on {device!r}; use kernel='auto'"
         )
-    if kernel == "flash" and softcap is not None:
+    if kernel == "flash" and call.softcap is not None:
         raise OptionError("kernel='flash' has no soft cap; use kernel='reference' or 'auto'")
     wants_gradient = torch.is_grad_enabled() and any(x.requires_grad for x in (query, key, value))
     if kernel == "flex" and device == "cpu" and wants_gradient:
@@ -60,20 +50,5 @@ def attend(
     if torch.is_autocast_enabled(device):
         dtype = torch.get_autocast_dtype(device)
         query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
-    options = {"scale": scale, "temperature": temperature, "sinks": sinks}
-    if kernel == "flash":
-        return flash.attend(query, key, value, bands, pairs, start=start, **options)
-    if kernel == "flex":
-        return flex.attend(query, key, value, bands, pairs, start=start, softcap=softcap, **options)
-    positions = torch.arange(start, start + key.shape[2], device=query.device)
-    return reference.attend_blocked(
-        query,
-        key,
-        value,
-        bands,
-        pairs,
-        query_positions=positions[key.shape[2] - query.shape[2] :],
-        key_positions=positions,
-        softcap=softcap,
-        **options,
-    )
+    run = {"flash": flash.attend, "flex": flex.attend, "reference": reference.attend_blocked}
+    return run[kernel](query, key, value, call)

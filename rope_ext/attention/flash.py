@@ -14,7 +14,7 @@ from dataclasses import dataclass, fields, replace
 import torch
 import torch.nn.functional as F
 
-from rope_ext.attention.bands import Band, Pairs, Turn
+from rope_ext.attention.call import Call, Pairs, Turn, TurnedBand
 from rope_ext.methods.geometry import ChunkGap, Distance, Geometry, Sinks
 
 _kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
@@ -130,27 +130,33 @@ def _batched(found: Iterable[Tile]) -> list[Tile]:
     return [tile for run in runs.values() for tile in run]
 
 
-def _pack(bands: Sequence[Band], pairs: Pairs) -> tuple[list[int], list]:
+def _pack(call: Call) -> tuple[list[int], list]:
     """Bands and pairs as integers and tensors, the only things that an operator takes."""
-    plan = [len(bands)]
+    plan = [len(call.bands)]
     tables: list[torch.Tensor] = []
-    for band in bands:
+    for band in call.bands:
         kind = type(band.geometry)
         values = [getattr(band.geometry, name) for name in _NAMES[kind]]
         plan += [_GEOMETRIES.index(kind), *(_OPEN if value is None else value for value in values)]
         for turn in (band.query, band.key):
             plan.append(int(turn is not None))
             tables += turn or ()
-    for side in (pairs.first, pairs.second):
+    for side in (call.pairs.first, call.pairs.second):
         plan.append(int(isinstance(side, slice)))
         if isinstance(side, slice):
-            plan += (side.start, side.stop, side.step)
+            plan += (side.start, side.stop, side.step or 1)
         else:
             tables.append(side)
     return plan, tables
 
 
-def _unpack(plan: list[int], tables: list[torch.Tensor]) -> tuple[list[Band], Pairs]:
+def _unpack(
+    sinks: torch.Tensor | None,
+    tables: list[torch.Tensor],
+    plan: list[int],
+    start: int,
+    scale: float,
+) -> Call:
     numbers, tensors = iter(plan), iter(tables)
     bands = []
     for _ in range(next(numbers)):
@@ -160,27 +166,27 @@ def _unpack(plan: list[int], tables: list[torch.Tensor]) -> tuple[list[Band], Pa
         query, key = (
             (next(tensors), next(tensors)) if next(numbers) else None for _ in ("query", "key")
         )
-        bands.append(Band(geometry, query, key))
+        bands.append(TurnedBand(geometry, query, key))
     first, second = (
         slice(next(numbers), next(numbers), next(numbers)) if next(numbers) else next(tensors)
         for _ in ("first", "second")
     )
-    return bands, Pairs(first, second)
+    return Call(bands, Pairs(first, second), scale, start, sinks=sinks)
 
 
 @dataclass(frozen=True)
 class _Region:
     """A band's tiles, counted from the first of the rows and of the keys that it touches."""
 
-    band: Band
+    band: TurnedBand
     rows: slice
     keys: slice
     tiles: list[Tile]
 
 
-def _regions(bands: Sequence[Band], queries: int, keys: int, start: int) -> Iterator[_Region]:
-    for band in bands:
-        found = tiles(band.geometry, queries, keys, start)
+def _regions(call: Call, queries: int, keys: int) -> Iterator[_Region]:
+    for band in call.bands:
+        found = tiles(band.geometry, queries, keys, call.start)
         if not found:
             continue
         row, key = min(tile.row for tile in found), min(tile.key for tile in found)
@@ -259,29 +265,23 @@ def _wide(dtype: torch.dtype) -> torch.dtype:
 
 
 def _attend(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    sinks: torch.Tensor | None,
-    bands: Sequence[Band],
-    pairs: Pairs,
-    start: int,
-    scale: float,
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: Call
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Output and log-sum-exp, ``[batch, heads, queries, columns]`` and without columns."""
     if query.shape[2] == 1:
-        return _decode(query, key, value, sinks, bands, pairs, start, scale)
+        return _decode(query, key, value, call)
     batch, heads, queries, columns = query.shape
     wide = _wide(query.dtype)
     total = query.new_zeros(batch, queries, heads, columns, dtype=wide).transpose(1, 2)
     lse = query.new_full((batch, heads, queries), -torch.inf, dtype=wide)
-    if sinks is not None:  # a key without a value, which is there before all others
-        lse.copy_(sinks[:, None])
+    if call.sinks is not None:  # a key without a value, which is there before all others
+        lse.copy_(call.sinks[:, None])
     q, o, m = _grouped(key, query, total, lse[..., None])
-    for region in _regions(bands, queries, key.shape[2], start):
-        rows = [_turned(q, region.band.query, region.rows, pairs)]
+    for region in _regions(call, queries, key.shape[2]):
+        rows = [_turned(q, region.band.query, region.rows, call.pairs)]
         rows += [x[..., region.rows, :] for x in (o, m)]
-        keys = [_turned(key, region.band.key, region.keys, pairs), value[..., region.keys, :]]
+        keys = [_turned(key, region.band.key, region.keys, call.pairs)]
+        keys.append(value[..., region.keys, :])
         keys = [x[:, :, None].expand(-1, -1, q.shape[2], -1, -1) for x in keys]
         for tile in region.tiles:
             mask = _mask(tile, query)
@@ -292,7 +292,7 @@ def _attend(
                     tile_v,
                     is_causal=tile.kind == "causal",
                     attn_mask=mask,
-                    scale=scale,
+                    scale=call.scale,
                 )
                 new = new[..., None]
                 tile_o.lerp_(out.to(wide), torch.sigmoid(new - tile_m))
@@ -301,14 +301,7 @@ def _attend(
 
 
 def _decode(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    sinks: torch.Tensor | None,
-    bands: Sequence[Band],
-    pairs: Pairs,
-    start: int,
-    scale: float,
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: Call
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """:func:`_attend` for a single query, to which every tile is full.
 
@@ -320,16 +313,16 @@ def _decode(
     query = query.reshape(batch, kv_heads, heads // kv_heads, columns)
     total = torch.zeros_like(query, dtype=wide)
     lse = query.new_full(query.shape[:3], -torch.inf, dtype=wide)
-    if sinks is not None:
-        lse.copy_(sinks.view(kv_heads, -1))
-    for band in bands:
-        for tile in tiles(band.geometry, 1, keys, start):
+    if call.sinks is not None:
+        lse.copy_(call.sinks.view(kv_heads, -1))
+    for band in call.bands:
+        for tile in tiles(band.geometry, 1, keys, call.start):
             part = slice(tile.key, tile.key + tile.keys)
             out, new = _kernel(
-                pairs.rotate(query, band.query),
-                _turned(key, band.key, part, pairs),
+                call.pairs.rotate(query, band.query),
+                _turned(key, band.key, part, call.pairs),
                 value[..., part, :],
-                scale=scale,
+                scale=call.scale,
             )
             total = total.lerp(out.to(wide), torch.sigmoid(new - lse)[..., None])
             lse = torch.logaddexp(lse, new)
@@ -353,7 +346,7 @@ def _bands(
     start: int,
     scale: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    return _attend(query, key, value, sinks, *_unpack(plan, tables), start, scale)
+    return _attend(query, key, value, _unpack(sinks, tables, plan, start, scale))
 
 
 @_bands.register_fake
@@ -376,13 +369,13 @@ def _bands_backward(
     start: int,
     scale: float,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    bands, pairs = _unpack(plan, tables)
-    keys = key.shape[2]
+    call = _unpack(None, tables, plan, start, scale)
+    pairs, keys = call.pairs, key.shape[2]
     wide = _wide(query.dtype)
     grads = [torch.zeros_like(x, dtype=wide) for x in (query, key, value)]
     q, o, m, g, grad_q = _grouped(key, query, out, lse[..., None], grad, grads[0])
     grad_k, grad_v = grads[1:]
-    for region in _regions(bands, query.shape[2], keys, start):
+    for region in _regions(call, query.shape[2], keys):
         band = region.band
         turned_q = _turned(q, band.query, region.rows, pairs)
         turned_k = _turned(key, band.key, region.keys, pairs)
@@ -483,58 +476,20 @@ def _differentiate(
 _bands.register_autograd(_differentiate, setup_context=_setup)
 
 
-def attend(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    bands: Sequence[Band],
-    pairs: Pairs,
-    *,
-    start: int = 0,
-    scale: float,
-    temperature: torch.Tensor | None = None,
-    sinks: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """Attention in which every band turns its queries and keys in its own way.
-
-    As :func:`rope_ext.attention.reference.attend`, for contiguous positions: key 0 is token
-    ``start``, the queries are the last of the keys. The turns get no gradient.
-
-    Args:
-        query: ``[batch, heads, queries, columns]``, before any rotation.
-        key: ``[batch, kv_heads, keys, columns]``; ``heads`` is a multiple of ``kv_heads``.
-        value: ``[batch, kv_heads, keys, value_columns]``.
-        bands: disjoint; a key in no band of a query is hidden from it.
-        pairs: the columns that turn together.
-        start: position of the first key, in tokens.
-        scale: factor of all logits.
-        temperature: factor of each query, ``[queries]`` (log-n scaling).
-        sinks: one further logit per head, ``[heads]``, that takes weight and gives no value.
-
-    Returns:
-        ``[batch, heads, queries, value_columns]``; zero for queries that see no key.
-    """
+def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: Call) -> torch.Tensor:
+    """Attention as :class:`Call` has it; soft caps are left to the other kernels."""
     columns, value_columns = query.shape[-1], value.shape[-1]
-    pairs = Pairs(
-        *(
-            slice(side.start or 0, side.stop or columns, side.step or 1)
-            if isinstance(side, slice)
-            else side
-            for side in (pairs.first, pairs.second)
-        )
-    )
-    if temperature is not None:
-        query = (query * temperature[:, None]).to(query.dtype)
+    query = call.warmed(query)
     # The kernel wants heads of one size.
     if value_columns < columns:
         value = F.pad(value, (0, columns - value_columns))
     elif value_columns > columns:
         query, key = (F.pad(x, (0, value_columns - columns)) for x in (query, key))
-    inputs = (query, key, value, sinks)
+    inputs = (query, key, value, call.sinks)
     grads = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs)
     if grads or torch.compiler.is_compiling():
-        plan, tables = _pack(bands, pairs)
-        out, _ = _bands(*inputs, tables, plan, start, scale)
+        plan, tables = _pack(call)
+        out, _ = _bands(*inputs, tables, plan, call.start, call.scale)
     else:  # without what the operator costs in each step of decoding
-        out, _ = _attend(*inputs, bands, pairs, start, scale)
+        out, _ = _attend(query, key, value, call)
     return out[..., :value_columns]

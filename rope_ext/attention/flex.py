@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import cache, lru_cache
 
 import torch
@@ -13,7 +13,7 @@ from torch.nn.attention.flex_attention import (
     flex_attention,
 )
 
-from rope_ext.attention.bands import Band, Pairs
+from rope_ext.attention.call import Call
 from rope_ext.methods.geometry import Geometry
 
 _FLOOR = -1e30
@@ -38,47 +38,31 @@ def _block_mask(
     return build(seen, None, None, queries, keys, device=device)
 
 
-def attend(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    bands: Sequence[Band],
-    pairs: Pairs,
-    *,
-    start: int = 0,
-    scale: float,
-    temperature: torch.Tensor | None = None,
-    softcap: float | None = None,
-    sinks: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """As :func:`rope_ext.attention.flash.attend`, and with a soft cap.
-
-    The logits become ``softcap * tanh(logit / softcap)``.
-    """
+def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: Call) -> torch.Tensor:
+    """Attention as :class:`Call` has it."""
 
     def capped(score: torch.Tensor, *_place: torch.Tensor) -> torch.Tensor:
-        return softcap * torch.tanh(score / softcap)
+        return call.softcap * torch.tanh(score / call.softcap)
 
     run = _compiled(flex_attention) if query.is_cuda else flex_attention
-    if temperature is not None:
-        query = (query * temperature[:, None]).to(query.dtype)
+    query = call.warmed(query)
     outs, logs = [], []
-    for band in bands:
+    for band in call.bands:
         out, aux = run(
-            pairs.rotate(query, band.query),
-            pairs.rotate(key, band.key),
+            call.pairs.rotate(query, band.query),
+            call.pairs.rotate(key, band.key),
             value,
-            score_mod=None if softcap is None else capped,
+            score_mod=None if call.softcap is None else capped,
             block_mask=_block_mask(
-                band.geometry, query.shape[2], key.shape[2], start, query.device
+                band.geometry, query.shape[2], key.shape[2], call.start, query.device
             ),
-            scale=scale,
+            scale=call.scale,
             enable_gqa=query.shape[1] != key.shape[1],
             return_aux=AuxRequest(lse=True),
         )
         outs.append(out)
         logs.append(aux.lse.clamp(min=_FLOOR))
-    if sinks is not None:
-        logs.append(sinks.to(logs[0].dtype)[:, None].expand_as(logs[0]))
+    if call.sinks is not None:
+        logs.append(call.sinks.to(logs[0].dtype)[:, None].expand_as(logs[0]))
     weights = torch.stack(logs).softmax(dim=0)[: len(outs), ..., None]
     return (weights * torch.stack(outs)).sum(dim=0).to(value.dtype)

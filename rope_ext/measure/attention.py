@@ -169,7 +169,7 @@ def resultants(model: nn.Module, rows: Sequence[Row]) -> Resultants:
         theta = site.loaded.double()[head.pair]
         turned = torch.arange(dense.query.shape[2]).unsqueeze(-1) * theta
         means = []
-        for x in (dense.query[0] * dense.common["scale"], dense.key[0]):
+        for x in (dense.query[0] * dense.call.scale, dense.key[0]):
             x = x.cpu().double()
             pairs = torch.complex(x[..., head.pairs.first], x[..., head.pairs.second])
             pairs = (pairs * torch.exp(-1j * turned))[:, FIRST:]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,7 +16,8 @@ from transformers.masking_utils import causal_mask_function
 
 from rope_ext import attention
 from rope_ext.attention import reference
-from rope_ext.attention.bands import Band, Pairs, Turn
+from rope_ext.attention.call import Call, Pairs, Turn, TurnedBand
+from rope_ext.attention.reference import Places
 from rope_ext.discovery import text_config
 from rope_ext.errors import OptionError, UnsupportedModelError
 from rope_ext.heads import Head
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
 
 NAME = "rope_ext"  # names with sdpa, flash, flex_attention or a slash take special paths
 LAYER = "_rope_ext_layer"  # on an attention module: its Layer
+_NO_PAIRS = Pairs(slice(0, 0), slice(0, 0))
 _active = threading.local()
 
 
@@ -48,50 +50,41 @@ class Dense:
     Args:
         query: ``[rows, heads, queries, columns]``, as the model turned it.
         key: ``[rows, kv_heads, keys, columns]``.
+        call: but for its bands and its temperature, which follow from the next two.
         turns: of every band, which keys it shows, and how queries and keys are turned further.
-        pairs: the columns that turn together.
-        query_positions, key_positions: int64, ``[queries]`` and ``[keys]``.
         temperature: of queries at given positions; None: none.
-        mask: bool, ``[rows, 1, queries, keys]``; None: all that the bands show.
-        common: scale, soft cap and learned sinks.
+        places: of queries and keys.
     """
 
     query: torch.Tensor
     key: torch.Tensor
+    call: Call
     turns: list[tuple[Geometry, Turns | None, Turns | None]]
-    pairs: Pairs
-    query_positions: torch.Tensor
-    key_positions: torch.Tensor
     temperature: Callable[[torch.Tensor, torch.dtype], torch.Tensor | None] | None
-    mask: torch.Tensor | None
-    common: dict[str, Any]
+    places: Places
 
     def attend(self, value: torch.Tensor) -> torch.Tensor:
         """``[rows, heads, queries, columns of value]``."""
-        return reference.attend_blocked(value=value, **self._asked(slice(None)))
+        call, places = self._asked(slice(None))
+        return reference.attend_blocked(self.query, self.key, value, call, places)
 
     def weights(self, queries: slice) -> torch.Tensor:
         """What some of the queries give to every key, ``[rows, heads, queries, keys]``."""
-        return reference.weights(**self._asked(queries))
+        return reference.weights(self.query[:, :, queries], self.key, *self._asked(queries))
 
-    def _asked(self, queries: slice) -> dict[str, Any]:
-        of_query, of_key = self.query_positions[queries], self.key_positions
-        dtype = _table_dtype(self.query)
+    def _asked(self, queries: slice) -> tuple[Call, Places]:
+        places, dtype = self.places, _table_dtype(self.query)
+        of_query, of_key = places.query[queries], places.key
 
         def turn(by: Turns | None, t: torch.Tensor) -> Turn:
             return None if by is None else by.at(t, dtype)
 
-        return {
-            "query": self.query[:, :, queries],
-            "key": self.key,
-            "bands": [Band(seen, turn(q, of_query), turn(k, of_key)) for seen, q, k in self.turns],
-            "pairs": self.pairs,
-            "query_positions": of_query,
-            "key_positions": of_key,
-            "temperature": self.temperature and self.temperature(of_query, dtype),
-            "mask": None if self.mask is None else self.mask[..., queries, :],
-            **self.common,
-        }
+        bands = [TurnedBand(seen, turn(q, of_query), turn(k, of_key)) for seen, q, k in self.turns]
+        temperature = self.temperature and self.temperature(of_query, dtype)
+        mask = None if places.mask is None else places.mask[..., queries, :]
+        return replace(self.call, bands=bands, temperature=temperature), Places(
+            of_query, of_key, mask
+        )
 
 
 Look = Callable[[nn.Module, Dense, int | None], None]
@@ -149,18 +142,18 @@ def _attend(
     """
     layer, look = module.__dict__.get(LAYER), getattr(_active, "look", None)
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    common = {"scale": scale, "softcap": softcap, "sinks": s_aux}
+    call = Call((), _NO_PAIRS, scale, softcap=softcap, sinks=s_aux)
     if layer is None or layer.head is None:
         mask = attention_mask.dense if isinstance(attention_mask, Plan) else attention_mask
         if look is not None:
-            look(module, _unmapped(query, key, mask, common), kwargs.get("sliding_window"))
+            look(module, _unmapped(query, key, mask, call), kwargs.get("sliding_window"))
         if softcap is None and s_aux is None:
             return sdpa_attention_forward(
                 module, query, key, value, mask, dropout=dropout, scaling=scaling, **kwargs
             )
-        out = _unmapped(query, key, mask, common).attend(value)
+        out = _unmapped(query, key, mask, call).attend(value)
         return out.transpose(1, 2).contiguous(), None
-    mapping = layer.mapping
+    mapping, call = layer.mapping, replace(call, pairs=layer.head.pairs)
     plan = _plan(mapping, attention_mask)
     if dropout:
         raise OptionError(
@@ -171,18 +164,17 @@ def _attend(
         query, key = query.to(value.dtype), key.to(value.dtype)
     key, value = key[:, :, : plan.keys], value[:, :, : plan.keys]
     if look is not None:
-        dense = _irregular(mapping, layer.head, plan, 0, query, key, common)
+        dense = _irregular(mapping, layer.head, plan, 0, query, key, call)
         look(module, dense, kwargs.get("sliding_window"))
     stretches = plan.stretches(layer.head, query.device, _table_dtype(query))
     if stretches is None:  # drafts in trees, masks of other shapes, gaps in positions
         rows = [
-            _irregular(mapping, layer.head, plan, row, query, key, common).attend(one)
+            _irregular(mapping, layer.head, plan, row, query, key, call).attend(one)
             for row, one in enumerate(value.split(1))
         ]
         out = torch.cat(rows)
     else:
-        common = {**common, "kernel": mapping.kernel}
-        out = _regular(layer.head, stretches, query, key, value, common)
+        out = _regular(stretches, query, key, value, call, mapping.kernel)
     return out.transpose(1, 2).contiguous(), None
 
 
@@ -219,12 +211,12 @@ def _plan(mapping: Mapping, mask: Plan | torch.Tensor | None) -> Plan:
 
 
 def _regular(
-    head: Head,
     stretches: list[Stretch],
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    common: dict[str, Any],
+    call: Call,
+    kernel: str,
 ) -> torch.Tensor:
     """Every run by the kernel for consecutive tokens."""
     out = None
@@ -234,9 +226,8 @@ def _regular(
             x if whole else x[run.rows][:, :, at]
             for x, at in ((query, run.queries), (key, run.keys), (value, run.keys))
         )
-        part = attention.attend(
-            q, k, v, bands, head.pairs, start=run.start, temperature=temperature, **common
-        )
+        of_run = replace(call, bands=bands, start=run.start, temperature=temperature)
+        part = attention.attend(q, k, v, of_run, kernel)
         if whole:
             return part
         if out is None:
@@ -254,7 +245,7 @@ def _irregular(
     row: int,
     query: torch.Tensor,
     key: torch.Tensor,
-    common: dict[str, Any],
+    call: Call,
 ) -> Dense:
     """One row with dense logits."""
     if plan.goes_back(row):
@@ -271,13 +262,10 @@ def _irregular(
     return Dense(
         query[row : row + 1],
         key[row : row + 1],
+        call,
         mapping.turns(head),
-        head.pairs,
-        t[-query.shape[2] :],
-        t,
         mapping.temperature,
-        mask,
-        common,
+        Places(t[-query.shape[2] :], t, mask),
     )
 
 
@@ -301,11 +289,10 @@ def _table_dtype(query: torch.Tensor) -> torch.dtype:
 
 
 def _unmapped(
-    query: torch.Tensor, key: torch.Tensor, mask: torch.Tensor | None, common: dict[str, Any]
+    query: torch.Tensor, key: torch.Tensor, mask: torch.Tensor | None, call: Call
 ) -> Dense:
     """A layer that the map leaves alone, with dense logits."""
     keys = torch.arange(key.shape[2], device=key.device)
     queries = keys[-query.shape[2] :] if mask is None else keys[-1:].expand(query.shape[2])
     everything = (Distance(0, None), None, None)
-    none = Pairs(slice(0, 0), slice(0, 0))
-    return Dense(query, key, [everything], none, queries, keys, None, mask, common)
+    return Dense(query, key, call, [everything], None, Places(queries, keys, mask))

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from transformers.masking_utils import causal_mask_function, sdpa_mask
 
-from rope_ext.attention.bands import Band
+from rope_ext.attention.call import TurnedBand
 from rope_ext.heads import Head
 from rope_ext.methods.geometry import Distance, Geometry
 from rope_ext.position.forward import Forward
@@ -35,7 +35,7 @@ class Stretch(NamedTuple):
     """A run, the turns of its queries and keys in every band, and what multiplies its queries."""
 
     run: Run
-    bands: list[Band]
+    bands: list[TurnedBand]
     temperature: torch.Tensor | None
 
 
@@ -140,7 +140,7 @@ class Plan:
             last = run.start + _count(run.keys)
             first = last - _count(run.queries)
             turned = [
-                Band(
+                TurnedBand(
                     geometry,
                     of_query.between(first, last, device, dtype),
                     of_key.between(run.start, last, device, dtype),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from rope_ext.attention.bands import Turn
+from rope_ext.attention.call import Turn
 from rope_ext.methods.base import Map, at
 
 

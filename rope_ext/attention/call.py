@@ -1,0 +1,96 @@
+"""What an attention kernel with several bands is asked for.
+
+A position map rotates a query differently for near and for far keys. The causal triangle is
+split into disjoint bands; in each, query and key have one rotation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from rope_ext.methods.geometry import Geometry
+
+Turn = tuple[torch.Tensor, torch.Tensor] | None
+"""Cosine and sine, ``[tokens or 1, pairs]`` each; None turns nothing."""
+
+
+@dataclass(frozen=True)
+class TurnedBand:
+    """One band of the causal triangle and how its queries and keys are turned.
+
+    Args:
+        geometry: which keys each query sees in it. The bands of a call are disjoint.
+        query: turn of each query, ``[queries or 1, pairs]``.
+        key: turn of each key, ``[keys or 1, pairs]``.
+    """
+
+    geometry: Geometry
+    query: Turn
+    key: Turn
+
+
+@dataclass(frozen=True)
+class Pairs:
+    """Where the two columns of each rotary pair lie in a head.
+
+    Args:
+        first, second: columns of each pair, in the order of the turns: slices (with start and
+            stop) where they can be, else int64 tensors of shape ``[pairs]``. A turn by ``angle``
+            makes ``first * cos - second * sin`` and ``second * cos + first * sin``. Columns in
+            neither are left alone.
+    """
+
+    first: slice | torch.Tensor
+    second: slice | torch.Tensor
+
+    def rotate(self, x: torch.Tensor, turn: Turn) -> torch.Tensor:
+        """``x`` (``[..., tokens, columns]``) turned; computed in the dtype of the turn."""
+        if turn is None:
+            return x
+        cos, sin = turn
+        a, b = x[..., self.first], x[..., self.second]
+        out = x.to(torch.promote_types(x.dtype, cos.dtype), copy=True)
+        if isinstance(self.first, slice) and isinstance(self.second, slice):
+            out[..., self.first].mul_(cos).addcmul_(b, sin, value=-1)
+            out[..., self.second].mul_(cos).addcmul_(a, sin)
+        else:
+            out[..., self.first] = a * cos - b * sin
+            out[..., self.second] = b * cos + a * sin
+        return out.to(x.dtype)
+
+
+@dataclass(frozen=True, eq=False)
+class Call:
+    """Everything that a kernel is told beside query, key and value.
+
+    Every kernel takes ``query`` (``[batch, heads, queries, columns]``, as the bands' turns expect
+    it), ``key`` (``[batch, kv_heads, keys, columns]``; ``heads`` is a multiple of ``kv_heads``),
+    ``value`` (``[batch, kv_heads, keys, value_columns]``) and a call, and returns ``[batch, heads,
+    queries, value_columns]``, zero for queries that see no key.
+
+    Args:
+        bands: disjoint; a key in no band of a query is hidden from it. The turns get no gradient.
+        pairs: the columns that turn together.
+        scale: factor of all logits.
+        start: position of the first key, in tokens; the queries are the last of the keys.
+        temperature: factor of each query, ``[queries]`` (log-n scaling).
+        softcap: logits become ``softcap * tanh(logit / softcap)``.
+        sinks: one further logit per head, ``[heads]``, that takes weight and gives no value.
+    """
+
+    bands: Sequence[TurnedBand]
+    pairs: Pairs
+    scale: float
+    start: int = 0
+    temperature: torch.Tensor | None = None
+    softcap: float | None = None
+    sinks: torch.Tensor | None = None
+
+    def warmed(self, query: torch.Tensor) -> torch.Tensor:
+        """``query`` times the temperature."""
+        if self.temperature is None:
+            return query
+        return (query * self.temperature[:, None]).to(query.dtype)

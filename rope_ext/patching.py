@@ -22,6 +22,7 @@ from rope_ext.errors import (
     UnsupportedModelError,
 )
 from rope_ext.methods import FrequencyMethod, Method, PositionMethod, Rope, build_method
+from rope_ext.methods.base import MOST_TOKENS, whole_number
 from rope_ext.position import Mapping
 from rope_ext.records import ARGUMENTS, FIELD, Record
 
@@ -125,13 +126,14 @@ def patch(
     _check("kernel", kernel, ("auto", "flash", "flex", "reference"))
     _check("sliding_layers", sliding_layers, ("auto", "keep", "scale"))
     _check("precise", precise, ("auto", True, False))
-    if original_max_position_embeddings is not None and (
-        type(original_max_position_embeddings) is not int or original_max_position_embeddings < 1
-    ):
-        raise OptionError(
-            f"original_max_position_embeddings={original_max_position_embeddings!r} is not valid; "
-            f"it must be a positive number of tokens"
-        )
+    if original_max_position_embeddings is not None:
+        given = original_max_position_embeddings
+        original_max_position_embeddings = whole_number(given, minimum=2)
+        if original_max_position_embeddings is None:
+            raise OptionError(
+                f"original_max_position_embeddings={given!r} is not valid; it must be a number of "
+                f"tokens, from 2 to {MOST_TOKENS}"
+            )
     decoder = text_decoder(model)
     earlier = decoder.__dict__.get(_STATE)
     if earlier is not None and not replace:
@@ -233,11 +235,7 @@ def _method(method: str | Method, options: dict[str, Any]) -> Method:
             f"{', '.join(options)} given beside a method object; set it on the object: "
             f"{type(method).__name__}({', '.join(f'{k}={v!r}' for k, v in options.items())})"
         )
-    if method.factor <= 1 and not method.works_within:
-        raise OptionError(
-            f"{method.name}: factor={method.factor!r} would not extend anything; it must be a "
-            f"number greater than 1 (4 makes 4 times the trained context)"
-        )
+    method.check()
     return method
 
 
@@ -255,6 +253,7 @@ def _under(method: Method, frequency: str | FrequencyMethod | None) -> Frequency
             f"frequency={frequency!r} is not valid; it must be a frequency method object such as "
             f"rope_ext.NTK(factor=2)"
         )
+    frequency.check()
     if frequency.adapts:
         raise OptionError(
             f"{frequency.name} changes with the sequence and cannot go under {method.name}; pass "
@@ -429,6 +428,7 @@ def _apply_positions(model: nn.Module, decoder: nn.Module, state: Patch) -> dict
             inv_freq, scaling = site.loaded.double(), site.scaling
             state.applied.states.append(frequency.write(site, site.loaded, scaling, True))
         table[site] = inv_freq, scaling
+    reached = method.reached(rope)
     state.method = method.resolved(rope)
     state.target_length = method.target_length(rope)
     precise = state.arguments["precise"]
@@ -440,6 +440,13 @@ def _apply_positions(model: nn.Module, decoder: nn.Module, state: Patch) -> dict
     state.mapping.install(decoder)
     how = persistence.unsaved(model, decoder, state.sites, scaled, state.target_length)
     state.notes = [f"saving: {how.note}", *state.mapping.notes()]
+    if reached < state.target_length:
+        note = (
+            f"distances: {state.method} keeps to trained ones up to {reached} tokens only, of "
+            f"{state.target_length}"
+        )
+        state.notes.append(note)
+        _logger.warning("rope_ext: %s", note)
     return how.values
 
 
@@ -523,14 +530,13 @@ def refuse_scaled(
 
 
 def _target(method: FrequencyMethod, site: RotarySite) -> tuple[torch.Tensor, float]:
-    """Float64 frequencies and scaling after the patch; raises if nothing would change."""
+    """Float64 frequencies and scaling after the patch; raises if it would extend nothing."""
     inv_freq, scaling = site.under(method)
-    unchanged = torch.allclose(inv_freq, site.rope.inv_freq, rtol=1e-9, atol=0)
-    if unchanged and scaling == site.scaling:
+    if not method.extends(site.rope):
         options = ", ".join(f"{k}={v!r}" for k, v in method.options().items())
         raise OptionError(
-            f"{method.name}({options}) changes nothing on {site.name or 'this model'}: every "
-            f"frequency stays as it is; choose a larger factor or other options"
+            f"{method.name}({options}) extends nothing on {site.name or 'this model'}: no "
+            f"frequency becomes smaller; choose a larger factor or other options"
         )
     return inv_freq, scaling
 

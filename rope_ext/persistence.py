@@ -20,14 +20,8 @@ from torch import nn
 from rope_ext.discovery import RotarySite, rope_parameters, text_config
 from rope_ext.errors import RecordError, UnsupportedModelError
 from rope_ext.methods import FrequencyMethod, longrope_table
-from rope_ext.records import EXPERTS, FIELD, Record, record_of
+from rope_ext.records import EXPERTS, FIELD, FIELDS, Record, record_of
 
-_FIELDS = (
-    "rope_parameters",
-    "original_max_position_embeddings",
-    "max_position_embeddings",
-    FIELD,
-)
 # What a scaled entry holds beside its base; replaced as a whole when a patch goes on top.
 _SCALING = (
     "attention_factor",
@@ -283,7 +277,7 @@ class ConfigState:
                 f"first, or build each model from its own copy.deepcopy(config)"
             )
         self.saved = [
-            {name: getattr(config, name) for name in _FIELDS if hasattr(config, name)}
+            {name: getattr(config, name) for name in FIELDS if hasattr(config, name)}
             for config in self.configs
         ]
 
@@ -307,7 +301,7 @@ class ConfigState:
             if FIELD not in values and hasattr(config, FIELD):
                 delattr(config, FIELD)  # the checkpoint was saved under another patch
             _WRITTEN[id(config)] = self.decoder
-            for name in _FIELDS:  # in this order: the original before the maximum
+            for name in FIELDS:  # in this order: the original before the maximum
                 if name in values:
                     setattr(config, name, copy.deepcopy(values[name]))
         if EXPERTS in values:
@@ -316,7 +310,7 @@ class ConfigState:
     def restore(self) -> None:
         for config, saved in zip(self.configs, self.saved, strict=True):
             _WRITTEN.pop(id(config), None)
-            for name in _FIELDS:
+            for name in FIELDS:
                 if name in saved:
                     setattr(config, name, saved[name])
                 elif hasattr(config, name):

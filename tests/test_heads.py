@@ -191,9 +191,12 @@ def test_unusual_rotations_are_read_off(monkeypatch, ids, kind: str) -> None:
         pairs = zip(columns(head.pairs.first, 16), columns(head.pairs.second, 16), strict=True)
         found = dict(zip(pairs, head.pair.tolist(), strict=True))
         assert found == {pair: i for i, pair in enumerate(zip(first, second, strict=True))}
+    told = {"original_max_position_embeddings": 1000}
     with torch.no_grad():
         plain = model(ids).logits
-        with rope_ext.patched(model, "leaky_rerope", factor=4, window=999, k=3, log_n=False):
+        with rope_ext.patched(
+            model, "leaky_rerope", factor=4, window=999, k=3, log_n=False, **told
+        ):
             torch.testing.assert_close(model(ids).logits, plain, atol=1e-4, rtol=0)
         with rope_ext.patched(model, "leaky_rerope", factor=4, window=5):
             assert not torch.allclose(model(ids).logits, plain, atol=1e-2)
@@ -237,9 +240,10 @@ def test_norms_after_the_rotation_are_refused_unless_they_keep_pairs_together(id
     assert len(norms) == 4
     for norm in norms:
         norm.weight.data = 1 + 0.2 * torch.randn(8).repeat(2)  # both columns of a pair alike
+    told = {"original_max_position_embeddings": 1000}
     with torch.no_grad():
         plain = model(ids).logits
-        with rope_ext.patched(model, "self_extend", factor=4, window=999, group=3):
+        with rope_ext.patched(model, "self_extend", factor=4, window=999, group=3, **told):
             torch.testing.assert_close(model(ids).logits, plain, atol=1e-4, rtol=0)
     for norm in norms:
         norm.weight.data = 1 + 0.2 * torch.randn(16)

@@ -459,7 +459,7 @@ def test_unpatch_of_an_unpatched_model_says_so(model) -> None:
 
 
 def test_a_patch_that_changes_nothing_is_refused(model) -> None:
-    with pytest.raises(rope_ext.OptionError, match="changes nothing"):
+    with pytest.raises(rope_ext.OptionError, match="extends nothing"):
         rope_ext.patch(model, "longrope", factor=4, long_factor=[1.0] * 8, attention_factor=1.0)
 
 

@@ -41,7 +41,7 @@ METHODS: dict[str, dict[str, Any]] = {  # small enough that every band matters w
     "string": {"shift": 11, "window": 3},
     "lm_infinite": {"window": 9, "sinks": 3},
 }
-WIDE: dict[str, dict[str, Any]] = {  # nothing is far, so nothing changes
+WIDE: dict[str, dict[str, Any]] = {  # nothing is far, so nothing changes, if trained on TOLD
     "rerope": {"window": 999, "log_n": False},
     "leaky_rerope": {"window": 999, "k": 3.0, "log_n": False},
     "self_extend": {"window": 999, "group": 3},
@@ -49,6 +49,7 @@ WIDE: dict[str, dict[str, Any]] = {  # nothing is far, so nothing changes
     "string": {"shift": 999, "window": 3},
     "lm_infinite": {"window": 999},
 }
+TOLD = {"original_max_position_embeddings": 999}
 GEOMETRIES = ["rerope", "self_extend", "dual_chunk"]  # constant, callable, by chunk
 EXACT = {"atol": 1e-4, "rtol": 0}  # float32 sums in another order; logits are of size 5
 SCALE = {"sliding_layers": "scale"}
@@ -261,7 +262,7 @@ def test_nothing_changes_where_nothing_is_far(kind: str, name: str, ids) -> None
     if kind.startswith("gemma2"):  # sdpa of older transformers forgets to cap the logits
         model.set_attn_implementation("eager")
     plain = logits(model, ids)
-    patch(model, name, **{**WIDE[name], **family.options})
+    patch(model, name, **{**WIDE[name], **TOLD, **family.options})
     # Self-Extend and Leaky ReRoPE keep keys under another angle and turn them back, in float32;
     # granite, whose attention is scaled by 1 and not by 1/4, then loses one more digit.
     turned_back = name in ("self_extend", "leaky_rerope")
@@ -389,7 +390,7 @@ def test_padding_in_the_middle_counts_as_distance_unless_positions_say_otherwise
     mask[1, 20:30] = 0
     real = mask.bool()
     plain = logits(model, ids, attention_mask=mask)[real]
-    with rope_ext.patched(model, "rerope", factor=4, **WIDE["rerope"]):
+    with rope_ext.patched(model, "rerope", factor=4, **WIDE["rerope"], **TOLD):
         torch.testing.assert_close(logits(model, ids, attention_mask=mask)[real], plain, **EXACT)
     patch(model)
     closed = logits(model, ids, attention_mask=mask, position_ids=(mask.cumsum(-1) - 1))
@@ -501,7 +502,7 @@ def test_packed_documents_beside_a_cache_are_as_unpatched_or_refused(kind: str, 
     model = FAMILIES[kind].model()
     positions = torch.cat((torch.arange(40), torch.arange(50)))[None]
     plain = logits(model, ids, position_ids=positions)
-    patch(model, "rerope", **WIDE["rerope"])
+    patch(model, "rerope", **WIDE["rerope"], **TOLD)
     try:
         said = logits(model, ids, position_ids=positions)
     except rope_ext.UnsupportedModelError as error:
@@ -566,7 +567,7 @@ def test_a_bias_in_the_mask_is_added_or_refused(model, ids) -> None:
     mask = bias.masked_fill(hidden, torch.finfo(torch.float32).min)[None, None]
     mask = mask.expand(2, -1, -1, -1)
     plain = logits(model, ids, attention_mask=mask)
-    patch(model, "rerope", **WIDE["rerope"])
+    patch(model, "rerope", **WIDE["rerope"], **TOLD)
     try:
         said = logits(model, ids, attention_mask=mask)
     except rope_ext.RopeExtError as error:
@@ -790,7 +791,8 @@ def test_a_position_map_goes_over_a_frequency_map(under, kind: str, ids) -> None
         with by_formula(model, family, "rerope", tokens, log_n=2 * LENGTH, window=5):
             right = logits(model, ids)
     before = snapshot(model)
-    with rope_ext.patched(model, rope_ext.ReRoPE(factor=2, **WIDE["rerope"]), frequency=under):
+    wide = rope_ext.ReRoPE(factor=2, window=100, log_n=False)
+    with rope_ext.patched(model, wide, frequency=under):
         # The frequencies of a frequency method by itself are transformers' own, in float32.
         torch.testing.assert_close(logits(model, ids), plain, atol=5e-5, rtol=0)
     with rope_ext.patched(model, rope_ext.ReRoPE(factor=2, window=5), frequency=under):

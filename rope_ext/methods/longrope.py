@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 import torch
 
 from rope_ext.errors import OptionError
-from rope_ext.methods.base import DynamicMethod, Rope, register
+from rope_ext.methods.base import LARGEST, DynamicMethod, Rope, plain_number, register
 
 
 @register
@@ -45,15 +45,13 @@ class LongRoPE(DynamicMethod):
             if table is None and option == "short_factor":
                 continue
             listed = isinstance(table, Sequence) and not isinstance(table, str)
-            holds = listed and all(
-                isinstance(x, (int, float)) and math.isfinite(x) and x > 0 for x in table
-            )
+            numbers = tuple(map(plain_number, table)) if listed else (None,)
+            holds = all(x is not None and 1 / LARGEST <= x <= LARGEST for x in numbers)
             self.require(option, holds, "a list of positive numbers, one per pair")
-            object.__setattr__(self, option, tuple(table))  # hashable, safe from later edits
+            self.set(option, numbers)  # hashable, safe from later edits
         if self.attention_factor is not None:
-            self.require_number("attention_factor", above=0)
-        holds = type(self.start_tokens) is int and self.start_tokens >= 0
-        self.require("start_tokens", holds, "a whole number of at least 0")
+            self.require_number("attention_factor", above=0, maximum=100)
+        self.require_tokens("start_tokens", minimum=0, optional=False)
 
     @property
     def adapts(self) -> bool:

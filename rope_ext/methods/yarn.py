@@ -49,7 +49,7 @@ class YaRN(FrequencyMethod):
         self.require_number("beta_slow", above=0)
         self.require_number("beta_fast", above=self.beta_slow)
         if self.attention_factor is not None:
-            self.require_number("attention_factor", above=0)
+            self.require_number("attention_factor", above=0, maximum=100)
         self.require("truncate", isinstance(self.truncate, bool), "True or False")
         self.require("ramp", self.ramp in ("index", "rotations"), "'index' or 'rotations'")
         self.require(

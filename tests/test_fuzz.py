@@ -78,7 +78,8 @@ def calls(draw: st.DrawFn) -> tuple[Any, dict[str, Any]]:
             options["factor"] = draw(st.one_of(st.floats(1, 16), st.floats(1, 16), NUMBERS, ODD))
         elif field.name == "long_factor" or draw(st.booleans()):
             kind = {"on": MAPS, "long_factor": TABLES, "short_factor": TABLES}.get(field.name)
-            kind = kind or (WORDS if isinstance(field.default, str) else NUMBERS)
+            if kind is None:
+                kind = WORDS if isinstance(field.default, str) else NUMBERS
             kind = st.booleans() if isinstance(field.default, bool) else kind
             options[field.name] = draw(st.one_of(kind, kind, kind, ODD))
     return name, options

@@ -147,7 +147,7 @@ def test_factors_that_are_no_number_of_times_are_refused(name: str, factor: Any)
 @pytest.mark.parametrize("name", NAMES)
 def test_a_context_of_more_tokens_than_can_be_counted_is_refused(name: str) -> None:
     method = build_method(name, factor=4e6, **TABLE.get(name, {}))
-    with pytest.raises(rope_ext.OptionError, match="2048 trained tokens .*by a factor of 1048575"):
+    with pytest.raises(rope_ext.OptionError, match=r"2048 trained tokens .*by a factor of 1048575"):
         method.target_length(Rope.geometric(1e4, 16, 2048))
     assert method.target_length(Rope.geometric(1e4, 16, 500)) == 2_000_000_000
 

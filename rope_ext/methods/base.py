@@ -318,13 +318,13 @@ class PositionMethod(Method):
         length, target = rope.length, self.target_length(rope)
         bands = self.resolved(rope).bands()
         # A distance of the trained length itself is one beyond the last; the published caps use it.
-        reached, beyond = length, target + 1
-        while beyond - reached > 1:  # it only grows with the text
-            middle = (reached + beyond) // 2
+        reached, beyond, middle = length, target + 1, target
+        while beyond - reached > 1:  # they only grow with the text
             if distances_in_use(bands, middle) <= length + 1:
                 reached = middle
             else:
                 beyond = middle
+            middle = (reached + beyond) // 2
         if target > length:
             extends = reached > length + 1 or reached == target
         else:

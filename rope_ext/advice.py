@@ -532,7 +532,9 @@ def _site(decoder: nn.Module, site: RotarySite, patch: Patch | None, length: int
 def frequencies_at(rope: Rope, method: FrequencyMethod, length: int) -> torch.Tensor:
     """Radians per token (float64, ``[pairs]``) in a sequence of ``length`` tokens."""
     if method.adapts:
-        return method.inv_freq_at(rope, torch.tensor([length], dtype=torch.float64))[0]
+        return method.inv_freq_at(rope, torch.tensor([length], dtype=torch.float64, device="cpu"))[
+            0
+        ]
     return method.inv_freq(rope)
 
 
@@ -547,7 +549,7 @@ def _window(config: Any) -> int | None:
 
 def distances_in_use(bands: tuple[Band, ...], length: int) -> float:
     """One more than the largest distance that the maps make of any within ``length`` tokens."""
-    m = torch.arange(length, dtype=torch.float64)
+    m = torch.arange(length, dtype=torch.float64, device="cpu")
     largest = 0.0
     for band in bands:
         n = torch.zeros_like(m)  # of the keys in a band, the first has the smallest position

@@ -79,7 +79,10 @@ class Sidecar:
         record = Record.from_json(data, path)
         try:
             parts = (
-                {k: _values(torch.tensor(v["inv_freq"]), v["attention_scaling"]) for k, v in part}
+                {
+                    k: _values(torch.tensor(v["inv_freq"], device="cpu"), v["attention_scaling"])
+                    for k, v in part
+                }
                 for part in (data["before"].items(), data["after"].items())
             )
             return cls(record, *parts)
@@ -416,7 +419,10 @@ def _same(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
     if one.keys() != other.keys():
         return False
     for key, (inv_freq, scaling) in one.items():
-        pair = [torch.tensor([*values, by]) for values, by in ((inv_freq, scaling), other[key])]
+        pair = [
+            torch.tensor([*values, by], device="cpu")
+            for values, by in ((inv_freq, scaling), other[key])
+        ]
         same = pair[0].shape == pair[1].shape
         if not same or not torch.allclose(*pair, rtol=_SAME_FREQUENCY, atol=1e-25):
             return False

@@ -246,7 +246,9 @@ class Sequences:
         if forward is None:
             forward = Forward(self, 1, positions.shape[-1], 0, None, None, None, None)
             length = positions.max().double().cpu().reshape(1) + 1
-            forward.started = Started(self.method, length, torch.zeros(1, dtype=int), int(length))
+            forward.started = Started(
+                self.method, length, torch.zeros(1, dtype=int, device="cpu"), int(length)
+            )
         forward.locate(positions)
         return forward
 
@@ -310,7 +312,12 @@ class Sequences:
         """What a cache that has tokens knows of its sequences."""
         name, stored = self.method.name, getattr(cache, _STARTED, None)
         if not self.method.adapts and stored is None:
-            return Started(self.method, torch.zeros(1), torch.zeros(1, dtype=int), 0)
+            return Started(
+                self.method,
+                torch.zeros(1, device="cpu"),
+                torch.zeros(1, dtype=int, device="cpu"),
+                0,
+            )
         if stored is None:
             raise CacheError(
                 f"this cache was begun before the model was patched with {name} (or by prefix "

@@ -15,7 +15,13 @@ from typing import Any, ClassVar, TypeVar
 
 import torch
 
-from rope_ext.errors import OptionError, RopeExtError, UnknownMethodError, nearest
+from rope_ext.errors import (
+    OptionError,
+    RopeExtError,
+    UnknownMethodError,
+    UnsupportedModelError,
+    nearest,
+)
 from rope_ext.methods.geometry import Geometry
 
 # cos and sin of a pair with this wavelength ratio are 1 and 0 at any reachable position;
@@ -56,13 +62,28 @@ class Rope:
         """Linear in rotations: 0 below ``low``, 1 above ``high``, float64, ``[dim / 2]``."""
         return ((self.rotations - low) / (high - low)).clamp(0, 1)
 
+    @property
+    def ntk_exponent(self) -> float:
+        """``d / (d - 2)``: a base times ``s`` to this power divides the slowest pair by ``s``."""
+        self._require_pairs()
+        return self.dim / (self.dim - 2)
+
+    def _require_pairs(self) -> None:
+        """Raise where the base changes nothing: the fastest pair turns by 1 whatever the base."""
+        if self.dim == 2:
+            raise UnsupportedModelError(
+                "one pair of columns rotates in each head of this model, and its frequency does "
+                "not depend on the base; use a method that divides frequencies, such as 'pi'"
+            )
+
     def interpolated(self, kept: torch.Tensor, factor: float | torch.Tensor) -> torch.Tensor:
         """Frequencies of which the share ``kept`` stays and the rest is divided by ``factor``."""
         return (1 - kept) * self.inv_freq / factor + kept * self.inv_freq
 
     def with_base_times(self, scale: float | torch.Tensor) -> torch.Tensor:
         """The frequencies of the base times ``scale`` (``[...]``): ``[..., dim / 2]``."""
-        scale = torch.as_tensor(scale, dtype=torch.float64)
+        self._require_pairs()
+        scale = torch.as_tensor(scale, dtype=torch.float64, device="cpu")
         return self.inv_freq * scale.unsqueeze(-1) ** -_exponents(self.dim)
 
 
@@ -78,7 +99,7 @@ def reach(factor: float, length: int) -> int:
 
 def _exponents(dim: int) -> torch.Tensor:
     """``2 i / dim``, float64, shape ``[dim / 2]``."""
-    return torch.arange(0, dim, 2, dtype=torch.float64) / dim
+    return torch.arange(0, dim, 2, dtype=torch.float64, device="cpu") / dim
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -293,7 +314,7 @@ class DynamicMethod(FrequencyMethod):
 
     def _fixed(self, rope: Rope) -> torch.Tensor:
         length = self.target_length(rope) if self.length is None else self.length
-        return torch.tensor([length], dtype=torch.float64)
+        return torch.tensor([length], dtype=torch.float64, device="cpu")
 
     def inv_freq(self, rope: Rope) -> torch.Tensor:
         """``h`` at ``length``, or at the full extended context when none was given."""

@@ -66,7 +66,7 @@ class LongRoPE(DynamicMethod):
                 f"longrope: {option} has {len(table)} numbers, but this model has "
                 f"{rope.dim // 2} rotary pairs; give one number per pair"
             )
-        return torch.tensor(table, dtype=torch.float64)
+        return torch.tensor(table, dtype=torch.float64, device="cpu")
 
     def inv_freq_at(self, rope: Rope, lengths: torch.Tensor) -> torch.Tensor:
         long = rope.inv_freq / self._table("long_factor", rope)

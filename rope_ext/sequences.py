@@ -114,6 +114,7 @@ class Forward:
             self.started = self._start(positions)
         if self.cache is not None:
             setattr(self.cache, _STARTED, self.started)
+        self.mask = self.cache = None  # a graph may hold on to this
 
     def _start(self, positions: torch.Tensor) -> Started:
         if positions.ndim == 3:  # axes, rows, tokens

@@ -210,12 +210,12 @@ def test_layers_that_are_run_again_get_the_frequencies_of_their_forward(ids, ree
         model = rope_ext.patch(tiny_llama(), "dynamic_ntk", factor=4).train()
         rotary = model.model.rotary_emb
 
-        def within(layer, args, kwargs, rotary=rotary):  # as older families compute them
-            turned = rotary(args[0], kwargs["position_ids"])
+        def within(attention, args, kwargs, rotary=rotary):  # as some families compute them
+            turned = rotary(kwargs["hidden_states"], kwargs["position_ids"])
             return args, {**kwargs, "position_embeddings": turned}
 
         for layer in model.model.layers:
-            layer.register_forward_pre_hook(within, with_kwargs=True)
+            layer.self_attn.register_forward_pre_hook(within, with_kwargs=True)
         if checkpointing:
             settings = {"use_reentrant": reentrant}
             model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=settings)

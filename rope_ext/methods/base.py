@@ -288,8 +288,9 @@ class DynamicMethod(FrequencyMethod):
 
     Args:
         length: tokens; fixes the length for all sequences. None: every sequence keeps the one
-            it starts with, which is prompt plus ``max_new_tokens`` under ``generate``, the
-            longest position of the first forward otherwise.
+            it starts with, which is prompt plus ``max_new_tokens`` under ``generate``, that of
+            the first forward otherwise. Padding before it and other documents in its row do not
+            count.
     """
 
     length: int | None = None

@@ -22,7 +22,7 @@ class LongRoPE(DynamicMethod):
         long_factor: ``lambda``, one per pair, for sequences beyond the trained context.
         short_factor: ``lambda`` for sequences within it; None uses ``long_factor`` everywhere.
         attention_factor: replaces ``sqrt(1 + ln(s) / ln(length))``.
-        start_tokens: the first tokens, whose positions keep the trained frequencies. Only
+        start_tokens: the first tokens of a sequence, which keep the trained frequencies. Only
             rope_ext reloads and runs it, if there are any.
 
     Ding et al. 2024, arXiv 2402.13753, section 3; Phi-3's use of two lists.

@@ -531,7 +531,9 @@ def _site(decoder: nn.Module, site: RotarySite, patch: Patch | None, length: int
 def frequencies_at(rope: Rope, method: FrequencyMethod, length: int) -> torch.Tensor:
     """Radians per token (float64, ``[pairs]``) in a sequence of ``length`` tokens."""
     if method.adapts:
-        return method.inv_freq_at(rope, torch.tensor([length], dtype=torch.float64))[0]
+        return method.inv_freq_at(rope, torch.tensor([length], dtype=torch.float64, device="cpu"))[
+            0
+        ]
     return method.inv_freq(rope)
 
 

@@ -317,10 +317,10 @@ def _reach(config: Any, layer_type: str | None) -> tuple[bool, bool]:
 
 def _prove(decoder: nn.Module, module: nn.Module, layer_type: str | None, pairs: int) -> Columns:
     """Run a copy of ``module`` on made-up frequencies and read off its layout."""
-    inv_freq = 0.05 + 0.9 * torch.arange(pairs, dtype=torch.float64) / pairs
+    inv_freq = 0.05 + 0.9 * torch.arange(pairs, dtype=torch.float64, device="cpu") / pairs
     scaling = 1.25
     twin = _twin(module, layer_type, inv_freq, scaling)
-    positions = torch.tensor([[0, 1, 2, 3, 5, 8, 13, 21]])
+    positions = torch.tensor([[0, 1, 2, 3, 5, 8, 13, 21]], device="cpu")
     # Far enough apart that a column of one axis cannot pass for another's.
     axes = torch.stack((positions, positions + 40, positions + 90))
     columns = error = None
@@ -367,7 +367,7 @@ def _twin(
 
 @torch.no_grad()
 def _run(module: nn.Module, position_ids: torch.Tensor, layer_type: str | None) -> Any:
-    x = torch.zeros(1, position_ids.shape[-1], 1)
+    x = torch.zeros(1, position_ids.shape[-1], 1, device="cpu")
     extra = {} if layer_type is None else {"layer_type": layer_type}
     if "position_ids" not in inspect.signature(module.forward).parameters:
         raise TypeError("its forward takes no position_ids")
@@ -387,7 +387,7 @@ def _read(output: Any, ids: torch.Tensor, inv_freq: torch.Tensor, scaling: float
     elif ids.ndim == 3 and parts[0].shape[:-1] == ids.shape[1:]:  # axes mixed over columns
         candidates = ids.reshape(len(ids), -1, 1, 1).double() * inv_freq
         candidates = candidates.permute(1, 2, 0, 3).flatten(-2)  # [tokens, 1, axes * pairs]
-        axis = torch.arange(len(ids)).repeat_interleave(len(inv_freq))
+        axis = torch.arange(len(ids), device="cpu").repeat_interleave(len(inv_freq))
     else:
         return None
     cos, sin = (part.reshape(-1, part.shape[-1], 1).double() for part in parts)

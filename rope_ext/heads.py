@@ -92,7 +92,7 @@ def _path(decoder: nn.Module, module: nn.Module) -> str:
 
 def _angles(pairs: int) -> torch.Tensor:
     """An angle for each pair, far apart, radians."""
-    return 0.2 + 5.8 * torch.arange(pairs, dtype=torch.float64) / pairs
+    return 0.2 + 5.8 * torch.arange(pairs, dtype=torch.float64, device="cpu") / pairs
 
 
 @torch.no_grad()
@@ -106,7 +106,7 @@ def _run(
         raise _refusal(decoder, "its weights are sharded (patch it before fully_shard)")
     config = text_config(decoder)
     vocabulary = decoder.get_input_embeddings().num_embeddings
-    tokens = (torch.arange(_TOKENS) * 37 + 3) % vocabulary
+    tokens = (torch.arange(_TOKENS, device="cpu") * 37 + 3) % vocabulary
     device = decoder.get_input_embeddings().weight.device
     handle = site.module.register_forward_hook(_Turner(site), with_kwargs=True)
     before = config._attn_implementation_internal

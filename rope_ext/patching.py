@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
@@ -25,11 +26,25 @@ from rope_ext.methods import FrequencyMethod, Method, PositionMethod, Rope, buil
 from rope_ext.methods.base import MOST_TOKENS, whole_number
 from rope_ext.position import Mapping
 from rope_ext.records import ARGUMENTS, FIELD, Record
+from rope_ext.sequences import Sequences, follow
 
 Model = TypeVar("Model", bound=nn.Module)
+Function = TypeVar("Function", bound=Callable[..., Any])
 SlidingLayers = Literal["auto", "keep", "scale"]
 _STATE = "_rope_ext"
+_lock = threading.RLock()  # one for all models: they may share a configuration
 _logger = logging.getLogger("rope_ext")
+
+
+def _one_at_a_time(function: Function) -> Function:
+    """Let no two threads change or probe a model at the same time."""
+
+    @functools.wraps(function)
+    def waiting(*args: Any, **kwargs: Any) -> Any:
+        with _lock:
+            return function(*args, **kwargs)
+
+    return waiting
 
 
 @dataclass
@@ -74,6 +89,7 @@ class Patch:
         return site.under(self.frequencies)
 
 
+@_one_at_a_time
 def patch(
     model: Model,
     method: str | Method = "yarn",
@@ -89,6 +105,9 @@ def patch(
     **options: Any,
 ) -> Model:
     """Extend the context of ``model``, in place.
+
+    Threads that patch or unpatch wait for each other. A forward in another thread does not wait:
+    let those of this model end first.
 
     Args:
         model: a loaded transformers model with rotary embeddings, or a ``PeftModel``, compiled
@@ -167,6 +186,7 @@ def patch(
     return model
 
 
+@_one_at_a_time
 def unpatch(model: Model) -> Model:
     """Take a patch back: every buffer, scalar and configuration value as before, bit for bit.
 
@@ -205,16 +225,17 @@ def patched(model: Model, method: str | Method = "yarn", **kwargs: Any) -> Itera
         RopeExtError: as :func:`patch`.
     """
     decoder = text_decoder(model)
-    earlier = decoder.__dict__.get(_STATE)
-    with persistence.quieted(_logger, logging.ERROR):  # it is not there to be saved
+    with _lock, persistence.quieted(_logger, logging.ERROR):  # it is not there to be saved
+        earlier = decoder.__dict__.get(_STATE)
         patch(model, method, **kwargs)
     try:
         yield model
     finally:
-        if _STATE in decoder.__dict__:
-            unpatch(model)
-        if earlier is not None:
-            _patch(unwrap(model), decoder, earlier.record.method, **earlier.arguments)
+        with _lock:
+            if _STATE in decoder.__dict__:
+                unpatch(model)
+            if earlier is not None:
+                _patch(unwrap(model), decoder, earlier.record.method, **earlier.arguments)
 
 
 def current_patch(model: nn.Module) -> Patch | None:
@@ -327,7 +348,7 @@ def _patch(
 
 def _record(state: Patch, given: Method, before: dict[str, Any]) -> Record:
     # Plain transformers lets frequencies grow within a sequence, and has float32 angles only.
-    plain = state.native and not state.precise and state.applied.rows is None
+    plain = state.native and not state.precise and state.applied.sequences is None
     arguments = {**state.arguments, "frequency": state.arguments["under"]}
     return Record(
         method=given,
@@ -369,16 +390,16 @@ def _apply_frequencies(model: nn.Module, decoder: nn.Module, state: Patch) -> di
     state.precise, state.native = precise, how.native
     per_sequence = method.adapts and not growing
     state.notes = _notes(sites, scaled, how.note, keep, precise, per_sequence and how.native)
-    if per_sequence:
+    if per_sequence or method.start_tokens:
         trained = min(site.rope.length for site in scaled)
-        applied.rows = frequency.RowLengths(method, trained)
+        applied.sequences = Sequences(method, trained)
     for site in scaled:
         inv_freq, scaling = targets[id(site)]
         if growing:
             applied.states.append(frequency.grow(site))
             continue
         native = keep and site.shared
-        hooked = precise or method.adapts or native or method.start_tokens > 0
+        hooked = precise or native or applied.sequences is not None
         if method.adapts:  # the hook replaces them; a fresh module holds the trained ones
             applied.states.append(frequency.write(site, site.loaded, site.scaling, hooked))
         else:
@@ -386,14 +407,14 @@ def _apply_frequencies(model: nn.Module, decoder: nn.Module, state: Patch) -> di
             applied.states.append(frequency.write(site, buffer, scaling, hooked))
         if hooked:
             hook = frequency.RotaryHook(
-                site, inv_freq, scaling, precise, applied.rows, native, method.start_tokens
+                site, inv_freq, scaling, precise, applied.sequences, native, method.start_tokens
             )
             applied.handles.append(site.module.register_forward_hook(hook, with_kwargs=True))
     if growing:
         refuse = functools.partial(_refuse_sharded, method.name)
         applied.handles.append(decoder.register_forward_pre_hook(refuse))
-    if applied.rows is not None:
-        frequency.follow_rows(decoder, model, applied)
+    if applied.sequences is not None:
+        follow(decoder, model, applied)
     if keep:
         kinds = list(text_config(decoder).layer_types)
         applied.handles += frequency.keep_native(decoder, kinds)
@@ -480,6 +501,7 @@ def chosen_sites(
     return chosen
 
 
+@_one_at_a_time
 def first_site(
     model: nn.Module, sliding_layers: SlidingLayers = "auto", length: int | None = None
 ) -> RotarySite:

@@ -214,14 +214,16 @@ def _rebuilt_modules(
     own = {site.name: site.module for site in sites}
     if all(module.config is text_config(decoder) for module in own.values()):
         cache: dict[type, nn.Module] = {}
-        for module in own.values():
-            cls = type(module)
-            cache[cls] = cache.get(cls) or cls(config)
+        with torch.device("cpu"):
+            for module in own.values():
+                cls = type(module)
+                cache[cls] = cache.get(cls) or cls(config)
         return {name: cache[type(module)] for name, module in own.items()}
     # Rotary modules with configurations of their own: only the decoder knows how they come about.
     with torch.device("meta"):
         skeleton = type(decoder)(config)
-    return {name: type(m)(skeleton.get_submodule(name).config) for name, m in own.items()}
+    with torch.device("cpu"):
+        return {name: type(m)(skeleton.get_submodule(name).config) for name, m in own.items()}
 
 
 def _equal(
@@ -236,7 +238,7 @@ def _equal(
         if site in scaled and not dynamic:
             inv_freq, scaling = site.under(method)
             if method.adapts:  # a freshly built module starts at the trained length
-                lengths = torch.tensor([site.rope.length], dtype=torch.float64)
+                lengths = torch.tensor([site.rope.length], dtype=torch.float64, device="cpu")
                 inv_freq = method.inv_freq_at(site.rope, lengths)[0]
         got, got_scaling = built[id(site)]
         if got.shape != inv_freq.shape:

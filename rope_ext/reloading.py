@@ -571,7 +571,10 @@ def _same(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
     if one.keys() != other.keys():
         return False
     for key, (inv_freq, scaling) in one.items():
-        pair = [torch.tensor([*values, by]) for values, by in ((inv_freq, scaling), other[key])]
+        pair = [
+            torch.tensor([*values, by], device="cpu")
+            for values, by in ((inv_freq, scaling), other[key])
+        ]
         same = pair[0].shape == pair[1].shape
         if not same or not torch.allclose(*pair, rtol=_SAME_FREQUENCY, atol=1e-25):
             return False

@@ -739,7 +739,7 @@ def _loss(case: Case, losses: torch.Tensor) -> _Result:
     first = len(case.ids) - len(losses)
     scored = losses[-case.count :]
     if case.only:
-        scored = losses[torch.tensor(case.only) - first]
+        scored = losses[torch.tensor(case.only, device="cpu") - first]
     sums = losses.cumsum(0)
     curve = tuple(
         (edge, float(sums[edge - first - 1]), edge - first) for edge in case.curve if edge > first

@@ -16,7 +16,13 @@ from typing import Any, ClassVar, TypeVar
 
 import torch
 
-from rope_ext.errors import OptionError, RopeExtError, UnknownMethodError, nearest
+from rope_ext.errors import (
+    OptionError,
+    RopeExtError,
+    UnknownMethodError,
+    UnsupportedModelError,
+    nearest,
+)
 from rope_ext.methods.geometry import ChunkGap, Distance, Geometry
 
 MOST_TOKENS = 2**31 - 1
@@ -68,13 +74,28 @@ class Rope:
         """Linear in rotations: 0 below ``low``, 1 above ``high``, float64, ``[dim / 2]``."""
         return ((self.rotations - low) / (high - low)).clamp(0, 1)
 
+    @property
+    def ntk_exponent(self) -> float:
+        """``d / (d - 2)``: a base times ``s`` to this power divides the slowest pair by ``s``."""
+        self._require_pairs()
+        return self.dim / (self.dim - 2)
+
+    def _require_pairs(self) -> None:
+        """Raise where the base changes nothing: the fastest pair turns by 1 whatever the base."""
+        if self.dim == 2:
+            raise UnsupportedModelError(
+                "one pair of columns rotates in each head of this model, and its frequency does "
+                "not depend on the base; use a method that divides frequencies, such as 'pi'"
+            )
+
     def interpolated(self, kept: torch.Tensor, factor: float | torch.Tensor) -> torch.Tensor:
         """Frequencies of which the share ``kept`` stays and the rest is divided by ``factor``."""
         return (1 - kept) * self.inv_freq / factor + kept * self.inv_freq
 
     def with_base_times(self, scale: float | torch.Tensor) -> torch.Tensor:
         """The frequencies of the base times ``scale`` (``[...]``): ``[..., dim / 2]``."""
-        scale = torch.as_tensor(scale, dtype=torch.float64)
+        self._require_pairs()
+        scale = torch.as_tensor(scale, dtype=torch.float64, device="cpu")
         return self.inv_freq * scale.unsqueeze(-1) ** -_exponents(self.dim)
 
 
@@ -115,7 +136,7 @@ def whole_number(value: Any, minimum: int = 1) -> int | None:
 
 def _exponents(dim: int) -> torch.Tensor:
     """``2 i / dim``, float64, shape ``[dim / 2]``."""
-    return torch.arange(0, dim, 2, dtype=torch.float64) / dim
+    return torch.arange(0, dim, 2, dtype=torch.float64, device="cpu") / dim
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -354,7 +375,9 @@ class PositionMethod(Method):
 
 def distances_in_use(bands: tuple[Band, ...], length: int) -> float:
     """One more than the largest distance that the maps make of any within ``length`` tokens."""
-    m = torch.arange(length - 1, -1, -math.ceil(length / _QUERIES), dtype=torch.float64)
+    m = torch.arange(
+        length - 1, -1, -math.ceil(length / _QUERIES), dtype=torch.float64, device="cpu"
+    )
     largest = 0.0
     for band in bands:
         n = torch.zeros_like(m)  # of the keys in a band, the first has the smallest position
@@ -398,8 +421,9 @@ class DynamicMethod(FrequencyMethod):
 
     Args:
         length: tokens; fixes the length for all sequences. None: every sequence keeps the one
-            it starts with, which is prompt plus ``max_new_tokens`` under ``generate``, the
-            longest position of the first forward otherwise.
+            it starts with, which is prompt plus ``max_new_tokens`` under ``generate``, that of
+            the first forward otherwise. Padding before it and other documents in its row do not
+            count.
     """
 
     length: int | None = None
@@ -423,7 +447,7 @@ class DynamicMethod(FrequencyMethod):
 
     def _fixed(self, rope: Rope) -> torch.Tensor:
         length = self.target_length(rope) if self.length is None else self.length
-        return torch.tensor([length], dtype=torch.float64)
+        return torch.tensor([length], dtype=torch.float64, device="cpu")
 
     def inv_freq(self, rope: Rope) -> torch.Tensor:
         """``h`` at ``length``, or at the full extended context when none was given."""

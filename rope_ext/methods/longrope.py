@@ -22,7 +22,7 @@ class LongRoPE(DynamicMethod):
         long_factor: ``lambda``, one per pair, for sequences beyond the trained context.
         short_factor: ``lambda`` for sequences within it; None uses ``long_factor`` everywhere.
         attention_factor: replaces ``sqrt(1 + ln(s) / ln(length))``.
-        start_tokens: the first tokens, whose positions keep the trained frequencies. Only
+        start_tokens: the first tokens of a sequence, which keep the trained frequencies. Only
             rope_ext reloads and runs it, if there are any.
 
     Ding et al. 2024, arXiv 2402.13753, section 3; Phi-3's use of two lists.
@@ -64,7 +64,7 @@ class LongRoPE(DynamicMethod):
                 f"longrope: {option} has {len(table)} numbers, but this model has "
                 f"{rope.dim // 2} rotary pairs; give one number per pair"
             )
-        return torch.tensor(table, dtype=torch.float64)
+        return torch.tensor(table, dtype=torch.float64, device="cpu")
 
     def inv_freq_at(self, rope: Rope, lengths: torch.Tensor) -> torch.Tensor:
         long = rope.inv_freq / self._table("long_factor", rope)

@@ -68,7 +68,7 @@ class YaRN(FrequencyMethod):
         low, high = max(low, 0), min(high, rope.dim - 1)
         if low == high:
             high += 0.001
-        index = torch.arange(rope.dim // 2, dtype=torch.float64)
+        index = torch.arange(rope.dim // 2, dtype=torch.float64, device="cpu")
         return 1 - ((index - low) / (high - low)).clamp(0, 1)
 
     @staticmethod

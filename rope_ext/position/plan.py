@@ -184,7 +184,7 @@ class Plan:
             return Run(
                 rows, slice(max(first - before, 0), last - before), slice(first, last), start
             )
-        slots = torch.tensor(place)
+        slots = torch.tensor(place, device="cpu")
         return Run(rows, slots[slots >= before] - before, slots, start)
 
 

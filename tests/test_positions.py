@@ -1019,9 +1019,7 @@ def test_attention_weights_of_padded_rows_and_of_caches(kind, implementation, id
                 torch.testing.assert_close(one[1, :, 29:, 29:], right[0], **EXACT)
                 keys = min(other.shape[-1], 61)  # a cache may hold the window only, or empty slots
                 begin = 61 - keys if other.shape[-1] < 61 else 0
-                torch.testing.assert_close(
-                    other[0, :, 0, :keys], right[0, :, 60, begin:], **EXACT
-                )
+                torch.testing.assert_close(other[0, :, 0, :keys], right[0, :, 60, begin:], **EXACT)
 
 
 def test_generate_returns_attention_weights(model, ids) -> None:

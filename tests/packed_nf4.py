@@ -7,7 +7,6 @@ with its rounding, when the model is saved. Elsewhere the weights stay as they a
 
 from __future__ import annotations
 
-import copy
 from typing import Any
 
 import bitsandbytes

@@ -65,11 +65,6 @@ class Rope:
         """Full turns of each pair within the trained context: ``length * theta / (2 pi)``."""
         return self.length * self.inv_freq / (2 * math.pi)
 
-    @property
-    def ntk_exponent(self) -> float:
-        """``d / (d - 2)``: a base times ``s`` to this power divides the slowest pair by ``s``."""
-        return self.dim / (self.dim - 2) if self.dim > 2 else 1.0  # a lone pair has no base
-
     def rotation_ramp(self, low: float, high: float) -> torch.Tensor:
         """Linear in rotations: 0 below ``low``, 1 above ``high``, float64, ``[dim / 2]``."""
         return ((self.rotations - low) / (high - low)).clamp(0, 1)

@@ -366,7 +366,7 @@ class Sequences:
             if hasattr(cache, "get_seq_length"):
                 setattr(cache, _STARTED, forward.started)
         hidden = output[0]
-        if decoder.training and hidden.requires_grad:
+        if decoder.training and isinstance(hidden, torch.Tensor) and hidden.requires_grad:
             # With gradient checkpointing, layers run again in the thread that goes backward.
             hidden.register_hook(lambda gradient: _here.__dict__.update(recomputed=forward))
 

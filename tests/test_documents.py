@@ -8,6 +8,7 @@ from conftest import several_axes, tiny_llama
 from transformers import DynamicCache, StaticCache
 
 import rope_ext
+from recipes.parallel import check_parallelism
 
 EXACT = {"atol": 1e-4, "rtol": 0}  # float32 sums in another order; logits are of size 10
 TABLE = [1.0, 1.0, 1.5, 2.0, 3.0, 4.0, 4.0, 4.0]
@@ -243,3 +244,8 @@ def test_a_cache_in_a_tuple_knows_its_sequences(model, ids) -> None:
         more, _ = model(ids[:, 80:], past_key_values=cache, return_dict=False)[:2]
     rope_ext.patch(model, "dynamic_ntk", factor=4, length=80, replace=True)
     torch.testing.assert_close(more, said(model, ids)[:, 80:], **EXACT)
+
+
+def test_start_tokens_are_refused_where_devices_share_a_sequence() -> None:
+    with pytest.raises(rope_ext.OptionError, match="leave start_tokens out"):
+        check_parallelism(METHODS["start tokens"], tiny_llama().config, cp_size=2)

@@ -583,7 +583,7 @@ def test_another_base_is_refused_where_one_pair_rotates(name: str, more: dict) -
     """The only frequency is 1 whatever the base: nothing would be extended."""
     model = tiny_llama(head_dim=2)
     before = snapshot(model)
-    with pytest.raises(rope_ext.UnsupportedModelError, match="does not depend on the base.*'pi'"):
+    with pytest.raises(rope_ext.UnsupportedModelError, match=r"does not depend on the base.*'pi'"):
         rope_ext.patch(model, name, **options(name), **more)
     assert not changed(before, snapshot(model))
     rope_ext.patch(model, "pi", factor=4)

@@ -234,8 +234,16 @@ def diagnose(
 def export(
     model: Model,
     method: Annotated[str, typer.Option(help="Method of the patch to export.")],
-    engine: Annotated[str, typer.Option(help="vllm, sglang, llama.cpp or transformers.")],
+    engine: Annotated[
+        str, typer.Option(help="vllm, sglang, llama.cpp, ollama, mlx or transformers.")
+    ],
     factor: Factor = 4.0,
+    legacy: Annotated[
+        bool, typer.Option("--legacy", help="transformers: add the names of older readers.")
+    ] = False,
+    output: Annotated[
+        Path | None, typer.Option(help="Folder of the saved model: write the engine's files there.")
+    ] = None,
     compose: Compose = False,
     option: Option = None,
 ) -> None:
@@ -243,7 +251,39 @@ def export(
     with clean_errors():
         import rope_ext
 
-        print(rope_ext.export(_patched(model, method, factor, compose, option), engine))
+        options = {"legacy": True} if legacy else {}
+        rope_ext.engines.build_engine(engine, **options)  # mistakes show before the weights do
+        patched = _patched(model, method, factor, compose, option)
+        made = rope_ext.export(patched, engine, **options)
+        print(made)
+        for path in [] if output is None else made.write(output):
+            tell(f"wrote {path}")
+
+
+@app.command()
+def gguf(
+    source: Annotated[
+        str, typer.Argument(help="FILE.gguf; or the folder of a patched model, and its file next.")
+    ],
+    file: Annotated[str | None, typer.Argument(help="FILE.gguf of the folder's model.")] = None,
+    output: Annotated[Path, typer.Option(help="The file to write.")] = ...,
+    method: PatchedWith = None,
+    factor: Factor = 4.0,
+    trained_length: TrainedLength = None,
+    compose: Compose = False,
+    option: Option = None,
+) -> None:
+    """Write a patch into a file of llama.cpp: keys, and a tensor where they cannot say it."""
+    with clean_errors():
+        from rope_ext.engines import gguf_file
+
+        if file is None:
+            made = gguf_file.extended(source, output, method, factor, trained_length, option)
+        else:
+            model = _patched(source, method, factor, compose, option)
+            made = gguf_file.following(model, file, output)
+        tell(f"wrote {output}")
+        print(shlex.join(["llama-server", "--model", str(output), *made.in_file]))
 
 
 @app.command()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 import tempfile
@@ -19,6 +20,7 @@ from rope_ext.errors import ExportError
 
 EXACT = ("--flash-attn", "off", "--cache-type-k", "f32", "--cache-type-v", "f32")
 """Flags under which llama.cpp computes attention in float32; its default is half precision."""
+_DIGITS = re.compile(r"\d+$")
 _SECONDS = 120  # that a request or the end of a server may take
 
 
@@ -67,25 +69,53 @@ def _failure(log: str) -> str:
     return f"llama.cpp's server did not start: {' / '.join(lines[-3:])}"
 
 
-def completed(address: str, prompt: Sequence[int], vocabulary: int) -> torch.Tensor:
+def completed(
+    address: str,
+    prompt: Sequence[int],
+    vocabulary: int,
+    top: int | None = None,
+    model: str | None = None,
+) -> torch.Tensor:
     """Log-probabilities of the token after ``prompt``, from an OpenAI-compatible server.
 
     Args:
         address: of the server, without ``/v1``.
         prompt: token ids.
-        vocabulary: tokens of the model, as many as are asked for.
+        vocabulary: tokens of the model.
+        top: how many to ask for; None: all.
+        model: name under which the server has it, if it wants one.
 
     Returns:
         Float32, ``[vocabulary]``; NaN for the tokens that the server left out.
 
     Raises:
-        ExportError: the server cannot be reached, or refuses.
+        ExportError: the server cannot be reached, refuses, or does not say which tokens.
     """
-    body = {"prompt": list(prompt), "n_predict": 1, "n_probs": vocabulary, "cache_prompt": False}
-    answer = _post(f"{address}/completion", body)
+    body = {
+        "prompt": list(prompt),
+        "max_tokens": 1,
+        "temperature": 1.0,
+        "logprobs": vocabulary if top is None else top,
+        "return_tokens_as_token_ids": True,  # vLLM; others give the text
+        "cache_prompt": False,  # llama.cpp
+    } | ({} if model is None else {"model": model})
+    answer = _post(f"{address.rstrip('/')}/v1/completions", body)
     found = torch.full((vocabulary,), torch.nan)
-    for entry in answer["completion_probabilities"][0]["top_logprobs"]:
-        found[entry["id"]] = entry["logprob"]
+    try:
+        given = answer["choices"][0]["logprobs"]
+        if "content" in given:
+            entries = given["content"][0]["top_logprobs"]
+            pairs = [(entry.get("id", entry["token"]), entry["logprob"]) for entry in entries]
+        else:
+            pairs = list(given["top_logprobs"][0].items())
+        for token, value in pairs:
+            # An id, or its name in a miniature: t17, token_id:17.
+            found[token if isinstance(token, int) else int(_DIGITS.search(token)[0])] = value
+    except (KeyError, IndexError, TypeError):
+        raise ExportError(
+            f"{address} gives no log-probabilities with their tokens; vLLM does, and SGLang and "
+            f"llama.cpp with the miniature's own tokenizer"
+        ) from None
     return found
 
 

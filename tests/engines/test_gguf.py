@@ -96,7 +96,7 @@ def test_what_stood_there_before_is_replaced(file: Path, tmp_path: Path) -> None
     assert again.read_bytes() == table.read_bytes()
 
 
-@pytest.mark.parametrize("method", ["yarn", "pi", "ntk", "resonance", "llama3", "abf"])
+@pytest.mark.parametrize("method", ["yarn", "pi", "ntk", "resonance", "llama3"])
 def test_a_folder_says_the_patch(file: Path, tmp_path: Path, method: str) -> None:
     """Saved, it is a patch no more: its configuration scales."""
     folder, output, direct = (tmp_path / name for name in ("saved", "b.gguf", "c.gguf"))
@@ -104,7 +104,10 @@ def test_a_folder_says_the_patch(file: Path, tmp_path: Path, method: str) -> Non
     result = run(folder, file, "--output", output)
     assert result.exit_code == 0, result.output
     assert run(file, "--method", method, "--output", direct).exit_code == 0
-    assert keys(output) == pytest.approx(keys(direct))
+    ours, theirs = keys(output), keys(direct)
+    assert ours.keys() == theirs.keys()
+    for name, value in theirs.items():
+        assert ours[name] == (pytest.approx(value) if isinstance(value, float) else value)
     assert tensors(output).keys() == tensors(direct).keys()
     last = [gguf.GGUFReader(path).tensors[-1].data for path in (output, direct)]
     numpy.testing.assert_allclose(*last, rtol=1e-6)  # a saved table is rounded
@@ -138,9 +141,7 @@ def test_other_files_are_refused(file: Path, tmp_path: Path) -> None:
     result = run(tmp_path / "b.gguf", "--method", "pi", "--output", tmp_path / "c.gguf")
     assert result.exit_code == 2 and "scales its rotary embedding already" in result.stderr
     other = rope_ext.patch(tiny_llama(head_dim=32), "pi", factor=2)
-    with pytest.raises(
-        rope_ext.ExportError, match="with 8 rotary pairs, the model is a 'llama' with 16"
-    ):
+    with pytest.raises(rope_ext.ExportError, match=r"with 8 rotary pairs, the model .* with 16"):
         gguf_file.following(other, file, tmp_path / "c.gguf")
     with pytest.raises(rope_ext.ExportError, match="there is none; patch it"):
         gguf_file.following(tiny_llama(), file, tmp_path / "c.gguf")

@@ -54,6 +54,8 @@ UNPROVEN = {  # not even unpatched do all of their caches do what recomputing do
     "blt",
     "deepseek_v4",
     "minimax",
+    "moshi",  # its cache keeps to the window, its attention does not
+    "zaya",  # static ones
 }
 
 

@@ -166,16 +166,16 @@ def _attend(
         wanted = forward is not None and forward.weights
         plain = softcap is None and s_aux is None
         if look is not None or wanted or not plain:
-            dense = _unmapped(query, key, mask, common)
+            as_it_was = _unmapped(query, key, mask, common)
         if look is not None:
-            look(module, dense, kwargs.get("sliding_window"))
-        weights = dense.weights(slice(None)).to(query.dtype) if wanted else None
+            look(module, as_it_was, kwargs.get("sliding_window"))
+        weights = as_it_was.weights(slice(None)).to(query.dtype) if wanted else None
         if plain:
             out, _ = sdpa_attention_forward(
                 module, query, key, value, mask, dropout=dropout, scaling=scaling, **kwargs
             )
             return out, weights
-        return dense.attend(value).transpose(1, 2).contiguous(), weights
+        return as_it_was.attend(value).transpose(1, 2).contiguous(), weights
     mapping = layer.mapping
     plan = _plan(mapping, attention_mask)
     if dropout:

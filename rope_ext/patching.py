@@ -289,7 +289,7 @@ def _under(method: Method, frequency: str | FrequencyMethod | None) -> Frequency
 
 
 def _check(option: str, value: Any, valid: tuple[Any, ...]) -> None:
-    if value not in valid:
+    if not any(type(value) is type(x) and value == x for x in valid):  # an array is neither
         raise OptionError(
             f"{option}={value!r} is not valid; it must be one of {', '.join(map(repr, valid))}"
         )
@@ -553,6 +553,7 @@ def refuse_scaled(
 
 def _target(method: FrequencyMethod, site: RotarySite) -> tuple[torch.Tensor, float]:
     """Float64 frequencies and scaling after the patch; raises if it would extend nothing."""
+    method.check(site.rope.length)
     inv_freq, scaling = site.under(method)
     if not method.extends(site.rope):
         options = ", ".join(f"{k}={v!r}" for k, v in method.options().items())

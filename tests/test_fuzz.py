@@ -138,7 +138,7 @@ def test_any_options_are_followed_or_refused(model) -> None:
 
 @pytest.mark.slow
 def test_any_of_many_options_are_followed_or_refused(model) -> None:
-    options_survive(600, model)
+    options_survive(250, model)
 
 
 # --- records, sidecars, configurations -----------------------------------------------------------
@@ -232,7 +232,7 @@ def test_any_record_is_followed_or_refused(name: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", RECORDS)
 def test_any_of_many_records_is_followed_or_refused(name: str) -> None:
-    records_survive(250, name)
+    records_survive(120, name)
 
 
 def test_any_sidecar_is_read_or_refused(tmp_path_factory) -> None:

@@ -60,6 +60,8 @@ IDLE: list[tuple[str, dict[str, Any], list[str]]] = [
     ("base_truncation", {"upper": 0}, ["no frequency becomes smaller"]),
     ("base_truncation", {"upper": 0.1, "lower": 0, "constant": 0.2}, ["no frequency"]),
     ("p_rope", {"p": 1}, ["no frequency becomes smaller"]),
+    ("pi", {"factor": 1 + 1e-12}, ["factor=1.000000000001 would not extend anything"]),
+    ("rerope", {"factor": 1 + 1e-12}, ["factor=1.000000000001 would not extend anything"]),
     ("abf", {"base": 1e4}, ["no frequency becomes smaller"]),
     ("abf", {"base": 100}, ["base 100 is smaller than the trained base 10000"]),
     ("resonance", {"on": rope_ext.PRoPE(factor=4, p=1)}, ["no frequency becomes smaller"]),
@@ -169,6 +171,14 @@ def test_numbers_of_other_libraries_are_taken_as_python_has_them(model, kind: ty
 def test_a_trained_length_must_be_a_number_of_tokens(model, length: Any) -> None:
     said = refused(model, "yarn", original_max_position_embeddings=length)
     assert f"original_max_position_embeddings={length!r}" in said and "2 to 2147483647" in said
+
+
+@pytest.mark.parametrize("value", [np.ones(3), torch.ones(3), [], {}, 2, 1j], ids=repr)
+@pytest.mark.parametrize("option", ["precise", "kernel", "sliding_layers"])
+def test_a_choice_is_refused_whatever_it_is(model, option: str, value: Any) -> None:
+    assert f"{option}=" in refused(model, "yarn", **{option: value})
+    for name, choice in (("yarn", "ramp"), ("yarn", "blend"), ("dynamic_ntk", "alpha")):
+        assert f"{choice}=" in refused(model, name, **{choice: value})
 
 
 @pytest.mark.parametrize(

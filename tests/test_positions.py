@@ -49,7 +49,7 @@ WIDE: dict[str, dict[str, Any]] = {  # nothing is far, so nothing changes, if tr
     "string": {"shift": 999, "window": 3},
     "lm_infinite": {"window": 999},
 }
-TOLD = {"original_max_position_embeddings": 999}
+TOLD = {"original_max_position_embeddings": 1999}
 GEOMETRIES = ["rerope", "self_extend", "dual_chunk"]  # constant, callable, by chunk
 EXACT = {"atol": 1e-4, "rtol": 0}  # float32 sums in another order; logits are of size 5
 SCALE = {"sliding_layers": "scale"}

@@ -174,13 +174,14 @@ class Method:
         Args:
             length: trained context, tokens; None leaves out what depends on it.
         """
-        if self.factor <= 1 and not self.works_within:
+        idle = self.factor <= 1
+        if length is not None:  # a factor may be too close to 1 for a single token
+            idle = self.target_length(Rope.geometric(1e4, 2, length)) <= length
+        if idle and not self.works_within:
             raise OptionError(
                 f"{self.name}: factor={self.factor!r} would not extend anything; it must be a "
                 f"number greater than 1 (4 makes 4 times the trained context)"
             )
-        if length is not None:
-            self.target_length(Rope.geometric(1e4, 2, length))
 
     def options(self) -> dict[str, Any]:
         """The options and their values."""
@@ -191,6 +192,12 @@ class Method:
         if not holds:
             value = getattr(self, option)
             raise OptionError(f"{self.name}: {option}={value!r} is not valid; it must be {valid}")
+
+    def require_choice(self, option: str, *choices: str) -> None:
+        """Raise OptionError unless the option is one of these words."""
+        value = getattr(self, option)
+        valid = " or ".join(map(repr, choices))
+        self.require(option, isinstance(value, str) and value in choices, valid)
 
     def require_number(
         self,
@@ -321,8 +328,9 @@ class PositionMethod(Method):
         return None
 
     def check(self, length: int | None = None) -> None:
-        super().check(length)
-        if length is not None:
+        if length is None:
+            super().check()
+        else:
             self.reached(Rope.geometric(1e4, 2, length))  # no frequency matters
 
     def reached(self, rope: Rope) -> int:
@@ -331,6 +339,7 @@ class PositionMethod(Method):
         Raises:
             OptionError: the options do not go with the trained length, or extend nothing.
         """
+        super().check(rope.length)
         length, target = rope.length, self.target_length(rope)
         bands = self.resolved(rope).bands()
         # A distance of the trained length itself is one beyond the last; the published caps use it.

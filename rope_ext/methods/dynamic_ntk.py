@@ -37,8 +37,8 @@ class DynamicNTK(DynamicMethod):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.require("alpha", self.alpha in ("transformers", "ratio"), "'transformers' or 'ratio'")
-        self.require("mode", self.mode in ("fixed", "growing"), "'fixed' or 'growing'")
+        self.require_choice("alpha", "transformers", "ratio")
+        self.require_choice("mode", "fixed", "growing")
         if self.mode == "growing":
             like_transformers = self.alpha == "transformers"
             self.require("alpha", like_transformers, "'transformers' with mode='growing'")

@@ -51,10 +51,8 @@ class YaRN(FrequencyMethod):
         if self.attention_factor is not None:
             self.require_number("attention_factor", above=0, maximum=100)
         self.require("truncate", isinstance(self.truncate, bool), "True or False")
-        self.require("ramp", self.ramp in ("index", "rotations"), "'index' or 'rotations'")
-        self.require(
-            "blend", self.blend in ("arithmetic", "harmonic"), "'arithmetic' or 'harmonic'"
-        )
+        self.require_choice("ramp", "index", "rotations")
+        self.require_choice("blend", "arithmetic", "harmonic")
 
     def kept(self, rope: Rope) -> torch.Tensor:
         """Share of each pair's own frequency that is kept, in [0, 1]."""

@@ -36,19 +36,19 @@ class Cannot:
 CANNOT = (
     Cannot(
         "test_model_rope_scaling_from_config_.*",
-        "AlreadyScaledError: .*(pass compose=True|load it with rope_type 'default')",
+        "AlreadyScaledError: .* is scaled by ",
         "a model that its configuration scales already is extended on request only",
         FREQUENCY,
     ),
     Cannot(
         "test_model_rope_scaling_from_config_1_dynamic",
-        "AlreadyScaledError: .* rerope cannot|self_extend cannot",
+        "AlreadyScaledError: .* whose frequencies change with the sequence",
         "no positions can be mapped under frequencies that change with the sequence",
         POSITION,
     ),
     Cannot(
         "test_attention_outputs",
-        "AlreadyScaledError: ",
+        "AlreadyScaledError: .* is scaled by ",
         "builds another model from the configuration of an extended one, which tells of that",
         FREQUENCY,
     ),
@@ -64,7 +64,7 @@ CANNOT = (
         "UnsupportedModelError: the attention implementation was set to 'eager'",
         "another attention would rotate no keys, so it is refused once the model is patched",
         POSITION,
-        ("llama", "qwen3", "gemma2", "gemma3"),
+        ("llama", "qwen3", "gemma3"),  # skipped on gemma2, whose soft caps sdpa lacks
     ),
     Cannot(
         "test_can_set_attention_dynamically|test_sdpa_can_dispatch_non_composite_models",
@@ -111,7 +111,7 @@ def test_transformers_tests_hold(family: str, method: str | None, monkeypatch) -
 
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
     found = run(family, method)
-    assert len(found) > 100
+    assert len(found) > 80
     rows = [row for row in CANNOT if method in row.methods and family in row.families]
     for row in rows:
         assert any(re.fullmatch(row.tests, test) for test in found), row

@@ -23,7 +23,6 @@ from rope_ext.errors import OptionError, RopeExtError, UnsupportedModelError
 from rope_ext.methods import (
     ABF,
     PI,
-    Band,
     DualChunk,
     DynamicYaRN,
     FrequencyMethod,
@@ -33,9 +32,9 @@ from rope_ext.methods import (
     Rope,
     SelfExtend,
     YaRN,
+    distances_in_use,
 )
 from rope_ext.methods.abf import bounded_length, smallest_base
-from rope_ext.methods.geometry import ChunkGap, Distance
 from rope_ext.patching import Patch, current_patch, first_site, patched
 from rope_ext.persistence import is_scaled
 from rope_ext.records import option_texts
@@ -532,7 +531,9 @@ def _site(decoder: nn.Module, site: RotarySite, patch: Patch | None, length: int
 def frequencies_at(rope: Rope, method: FrequencyMethod, length: int) -> torch.Tensor:
     """Radians per token (float64, ``[pairs]``) in a sequence of ``length`` tokens."""
     if method.adapts:
-        return method.inv_freq_at(rope, torch.tensor([length], dtype=torch.float64))[0]
+        return method.inv_freq_at(rope, torch.tensor([length], dtype=torch.float64, device="cpu"))[
+            0
+        ]
     return method.inv_freq(rope)
 
 
@@ -543,18 +544,3 @@ def _text(method: Method) -> str:
 def _window(config: Any) -> int | None:
     names = ("sliding_window", "attention_window_size", "attention_chunk_size")
     return next((w for w in (getattr(config, name, None) for name in names) if w), None)
-
-
-def distances_in_use(bands: tuple[Band, ...], length: int) -> float:
-    """One more than the largest distance that the maps make of any within ``length`` tokens."""
-    m = torch.arange(length, dtype=torch.float64)
-    largest = 0.0
-    for band in bands:
-        n = torch.zeros_like(m)  # of the keys in a band, the first has the smallest position
-        geometry = band.geometry
-        if isinstance(geometry, Distance) and geometry.last is not None:
-            n = (m - geometry.last + 1).clamp(min=0)
-        elif isinstance(geometry, ChunkGap):
-            n = ((m // geometry.size - geometry.first) * geometry.size).clamp(min=0)
-        largest = max(largest, float(band.distances(m, n).nan_to_num(nan=0).max()))
-    return largest + 1

@@ -370,6 +370,8 @@ def beyond(
     """
     for model, length in trained.items():
         for method, options in methods.items():
+            under = options.get("frequency")
+            built(method, options).check(length if under is None else reach(under.factor, length))
             target = reach(options["factor"], length)
             far = [str(n) for n in lengths if n > target]
             if not far:
@@ -439,6 +441,7 @@ def checked_methods(
         methods[name] = {"factor": factor, **given.get(name, {})}
         try:
             method = build_method(name, **methods[name])
+            method.check()
         except OptionError as error:
             raise OptionError(
                 f"{error}; on the command line: --option {name}.NAME=VALUE, or leave {name} out"
@@ -736,7 +739,7 @@ def _loss(case: Case, losses: torch.Tensor) -> _Result:
     first = len(case.ids) - len(losses)
     scored = losses[-case.count :]
     if case.only:
-        scored = losses[torch.tensor(case.only) - first]
+        scored = losses[torch.tensor(case.only, device="cpu") - first]
     sums = losses.cumsum(0)
     curve = tuple(
         (edge, float(sums[edge - first - 1]), edge - first) for edge in case.curve if edge > first

@@ -49,7 +49,7 @@ class DynamicNTK(DynamicMethod):
         alpha = lengths / rope.length
         if self.alpha == "transformers":
             alpha = self.factor * alpha - (self.factor - 1)
-        return alpha.clamp(min=1) ** (rope.dim / (rope.dim - 2))
+        return alpha.clamp(min=1) ** rope.ntk_exponent
 
     def inv_freq_at(self, rope: Rope, lengths: torch.Tensor) -> torch.Tensor:
         return rope.with_base_times(self.base_scale(rope, lengths))

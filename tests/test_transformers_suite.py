@@ -36,19 +36,19 @@ class Cannot:
 CANNOT = (
     Cannot(
         "test_model_rope_scaling_from_config_.*",
-        "AlreadyScaledError: .*(pass compose=True|load it with rope_type 'default')",
+        "AlreadyScaledError: .* is scaled by ",
         "a model that its configuration scales already is extended on request only",
         FREQUENCY,
     ),
     Cannot(
         "test_model_rope_scaling_from_config_1_dynamic",
-        "AlreadyScaledError: .* rerope cannot|self_extend cannot",
+        "AlreadyScaledError: .* whose frequencies change with the sequence",
         "no positions can be mapped under frequencies that change with the sequence",
         POSITION,
     ),
     Cannot(
         "test_attention_outputs",
-        "AlreadyScaledError: ",
+        "AlreadyScaledError: .* is scaled by ",
         "builds another model from the configuration of an extended one, which tells of that",
         FREQUENCY,
     ),
@@ -64,7 +64,7 @@ CANNOT = (
         "UnsupportedModelError: the attention implementation was set to 'eager'",
         "another attention would rotate no keys, so it is refused once the model is patched",
         POSITION,
-        ("llama", "qwen3", "gemma2", "gemma3"),
+        ("llama", "qwen3", "gemma3"),  # skipped on gemma2, whose soft caps sdpa lacks
     ),
     Cannot(
         "test_can_set_attention_dynamically|test_sdpa_can_dispatch_non_composite_models",
@@ -74,34 +74,35 @@ CANNOT = (
     ),
     Cannot(
         "test_attention_outputs",
-        "AssertionError: 0 != 2",
-        "the kernels of mapped positions have no attention weights to give",
+        "ValueError: The `output_attentions` attribute is not supported",
+        "asks for the weights in the configuration, which transformers allows with eager alone",
         POSITION,
     ),
     Cannot(
         "test_retain_grad_hidden_states_attentions",
-        "IndexError: tuple index out of range",
-        "likewise",
+        "OptionError: config.output_attentions=True",
+        "likewise; as an argument of the call it is allowed",
         POSITION,
     ),
     Cannot(
         "test_(all_tensors_are_parameter_or_buffer|can_be_initialized_on_meta"
         "|init_weights_can_init_buffers)",
-        "Tensor.item.. cannot be called on meta tensors",
-        "patch makes tensors on torch's default device, here meta",
+        "UnsupportedModelError: .* meta device",
+        "how a model rotates cannot be probed without weights",
+        POSITION,
     ),
     Cannot(
-        "test_model_rope_scaling_frequencies",
-        "KeyError: '_rope_ext_masters'",
-        "a patched rotary module's class cannot be built again",
+        "test_cannot_load_with_meta_device_context_manager",
+        "LoadError: .* meta device context manager",
+        "the error is that of rope_ext.from_pretrained, around transformers' own",
     ),
 )
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(
-    f"transformers=={transformers.__version__};" not in PINS.replace(" ", ""),
-    reason="the table is that of the version that is pinned",
+    f"transformers=={transformers.__version__}; python_version >=" not in PINS,
+    reason="the table is that of the version that is pinned for newer Pythons",
 )
 @pytest.mark.parametrize("method", [None, *FREQUENCY, *POSITION])
 @pytest.mark.parametrize("family", FAMILIES)
@@ -111,7 +112,7 @@ def test_transformers_tests_hold(family: str, method: str | None, monkeypatch) -
 
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
     found = run(family, method)
-    assert len(found) > 100
+    assert len(found) > 80
     rows = [row for row in CANNOT if method in row.methods and family in row.families]
     for row in rows:
         assert any(re.fullmatch(row.tests, test) for test in found), row

@@ -10,10 +10,10 @@ from __future__ import annotations
 import copy
 import functools
 import importlib
-import os
 import subprocess
 import sys
 import tarfile
+import tempfile
 import types
 import unittest
 from collections.abc import Callable, Iterator
@@ -123,6 +123,7 @@ def _mixin() -> tuple[types.ModuleType, tuple[type, ...]]:
     _module(f"{PACKAGE}.exporters.test_export").ExportTesterMixin = type("Export", (), {})
     with pytest.MonkeyPatch.context() as context:
         context.setenv("TRANSFORMERS_TEST_DEVICE", "cpu")
+        context.setattr(pytest.mark, "_config", None)  # its marks are not declared here
         common = importlib.import_module(f"{PACKAGE}.test_modeling_common")
     return common, (common.ModelTesterMixin, generation)
 
@@ -134,21 +135,22 @@ def _module(name: str) -> Any:
 
 def _fetch(version: str, folder: Path) -> None:
     """Put the tests into ``folder``, all at once: another worker may be at it too."""
-    own = folder.with_name(f"{version}-{os.getpid()}")
-    command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", str(own)]
-    command += ["--no-binary", "transformers", f"transformers=={version}"]
-    subprocess.run(command, check=True)
-    prefix = f"transformers-{version}/tests/"
-    with tarfile.open(own / f"transformers-{version}.tar.gz") as archive:
-        for member in archive.getmembers():
-            if member.isfile() and member.name.startswith(prefix):
-                member.name = member.name.removeprefix(prefix)
-                archive.extract(member, own, filter="data")
-    try:
-        own.rename(folder)
-    except OSError:
-        if not folder.exists():
-            raise
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=folder.parent) as own:
+        command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", own]
+        command += ["--no-binary", "transformers", f"transformers=={version}"]
+        subprocess.run(command, check=True)
+        prefix = f"transformers-{version}/tests/"
+        with tarfile.open(Path(own) / f"transformers-{version}.tar.gz") as archive:
+            for member in archive.getmembers():
+                if member.isfile() and member.name.startswith(prefix):
+                    member.name = member.name.removeprefix(prefix)
+                    archive.extract(member, Path(own) / "tests", filter="data")
+        try:
+            (Path(own) / "tests").rename(folder)
+        except OSError:
+            if not folder.exists():
+                raise
 
 
 @contextmanager

@@ -14,7 +14,7 @@ import copy
 import json
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -172,7 +172,7 @@ def with_lora(model: Any, recipe: Recipe) -> Any:
         ensure_weight_tying=bool(extra and tied),
     )
     try:
-        model = peft.get_peft_model(model, settings)
+        whole = peft.get_peft_model(model, settings)
     except ValueError as error:
         linear = {
             n.rsplit(".", 1)[-1] for n, m in model.named_modules() if hasattr(m, "in_features")
@@ -181,10 +181,19 @@ def with_lora(model: Any, recipe: Recipe) -> Any:
             f"LoRA cannot be put on this model ({first_line(error)}); give --lora_target "
             f"some of {', '.join(sorted(linear))}"
         ) from error
-    for parameter in model.parameters():
+    for parameter in whole.parameters():
         if parameter.requires_grad:
             parameter.data = parameter.data.float()
-    return model
+    if extra and tied:
+        model._tied_weights_keys = _shared(model)
+    return whole
+
+
+def _shared(model: Any) -> dict[str, str]:
+    """Names of parameters that are another one, and of that one: where peft has put them."""
+    first: dict[Any, str] = {}
+    named = list(model.named_parameters(remove_duplicate=False))
+    return {name: first[p] for name, p in named if first.setdefault(p, name) != name}
 
 
 def embeddings_and_norms(model: Any) -> list[str]:
@@ -205,6 +214,22 @@ class LongTrainer(Trainer):
     def __init__(self, recipe: Recipe, *args: Any, **kwargs: Any) -> None:
         self.recipe = recipe
         super().__init__(*args, **kwargs)
+
+    def create_accelerator_and_postprocess(self) -> None:
+        """As Trainer does; under FSDP2 losses and sums of gradients are in float32.
+
+        By itself accelerate casts both to bfloat16, and Trainer keeps whole gradients on every
+        device while they are accumulated.
+        """
+        super().create_accelerator_and_postprocess()
+        plugin = getattr(self.accelerator.state, "fsdp_plugin", None)
+        if plugin is None or plugin.fsdp_version != 2:
+            return
+        self.accelerator.gradient_state.plugin_kwargs["sync_each_batch"] = True
+        if plugin.mixed_precision_policy is not None:
+            plugin.mixed_precision_policy = replace(
+                plugin.mixed_precision_policy, reduce_dtype=torch.float32, output_dtype=None
+            )
 
     def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
         if self.recipe.loraplus_ratio is None or self.optimizer is not None:

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import json
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -29,6 +28,7 @@ from transformers import (
     TrainingArguments,
     set_seed,
 )
+from transformers.trainer import TRAINER_STATE_NAME
 
 import rope_ext
 from recipes import data
@@ -36,17 +36,22 @@ from recipes.loss import ChunkedLoss
 from recipes.parallel import check_parallelism, context_parallel_size
 from recipes.settings import (
     NONE,
-    SETTINGS,
     Recipe,
     check_output,
     check_together,
-    decisive,
+    finished,
     method_of,
     parse,
+    save_from,
+    write_settings,
 )
 from rope_ext.errors import OptionError, RopeExtError, first_line
 from rope_ext.measure.models import load_config, load_tokenizer
 from rope_ext.methods import reach
+
+
+class DivergedError(RopeExtError):
+    """Training has led to numbers that are none."""
 
 
 @dataclass(frozen=True)
@@ -244,10 +249,44 @@ class LongTrainer(Trainer):
         )
         return self.optimizer
 
+    def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """As Trainer does.
+
+        Raises:
+            DivergedError: the loss is not finite.
+        """
+        loss = super().training_step(*args, **kwargs)
+        if not torch.isfinite(loss):
+            self._diverged(f"the loss is {loss.item()}")
+        return loss
+
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """As Trainer does, and the patch beside an adapter.
+
+        Raises:
+            DivergedError: a trained weight is not finite. What was saved before stays.
+        """
+        folder = Path(output_dir or self.args.output_dir)
+        if not all(_finite(p) for p in self.model.parameters() if p.requires_grad):
+            self._diverged("trained weights are not finite")
+        if self.args.should_save:  # it says that a checkpoint is whole, and now this one is not
+            (folder / TRAINER_STATE_NAME).unlink(missing_ok=True)
         super().save_model(output_dir, _internal_call)
         if self.recipe.lora_r and self.recipe.method != NONE and self.args.should_save:
-            rope_ext.save_sidecar(self.model, output_dir or self.args.output_dir)
+            rope_ext.save_sidecar(self.model, folder)
+
+    def _diverged(self, what: str) -> None:
+        raise DivergedError(
+            f"training has diverged: {what} after {self.state.global_step} steps; the checkpoints "
+            f"in {self.args.output_dir} are from before; begin again in another --output_dir with "
+            f"a smaller --learning_rate, more --warmup_steps or a smaller --max_grad_norm"
+        )
+
+
+def _finite(parameter: torch.Tensor) -> bool:
+    """Of a sharded one, the part of this process."""
+    local = parameter.to_local() if hasattr(parameter, "to_local") else parameter
+    return bool(torch.isfinite(local).all())
 
 
 class Epochs(TrainerCallback):
@@ -263,6 +302,12 @@ class Epochs(TrainerCallback):
 def main(argv: Sequence[str] | None = None) -> None:
     recipe, args = parse(sys.argv[1:] if argv is None else argv)
     plan = check(recipe, args)
+    checkpoint = finished(args)
+    if checkpoint is not None:
+        if args.should_save:
+            save_from(checkpoint, Path(args.output_dir))
+        print(f"{args.output_dir}: the run is over; it holds the model of {checkpoint.name}")
+        return
     with args.main_process_first(desc="reading the data"):
         texts = data.documents(
             recipe.dataset,
@@ -295,11 +340,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         processing_class=plan.tokenizer,
         callbacks=[Epochs(collator)],
     )
-    folder = Path(args.output_dir)
     if args.should_save:
-        folder.mkdir(parents=True, exist_ok=True)
-        text = json.dumps(decisive(recipe, args), indent=1) + "\n"
-        (folder / SETTINGS).write_text(text, encoding="utf-8")
+        write_settings(recipe, args)
     trainer.train(resume_from_checkpoint=args.resume_from_checkpoint)
     trainer.save_model()
 

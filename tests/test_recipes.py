@@ -631,6 +631,116 @@ def test_a_stream_is_resumed_where_it_stood(checkpoint: Path, texts: Path, tmp_p
     assert history(killed / "checkpoint-4") == history(run / "checkpoint-4")
 
 
+def test_a_run_that_is_over_is_not_trained_on(
+    checkpoint: Path, texts: Path, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    """Killed between its last checkpoint and its final save, or not killed at all."""
+    run = tmp_path / "run"
+    words = [*arguments(checkpoint, texts, run), "--resume_from_checkpoint", "true"]
+    finetune.main(words[:-2])
+    request.getfixturevalue("weights")  # must not be loaded from here on
+    assert len(history(run / "checkpoint-2")) == 2
+    final = {file.name: file.read_bytes() for file in run.iterdir() if file.is_file()}
+    when = (run / "adapter_model.safetensors").stat().st_mtime_ns
+    finetune.main(words)
+    assert (run / "adapter_model.safetensors").stat().st_mtime_ns == when
+    for name in final.keys() - {"recipe.json"}:
+        (run / name).unlink()
+    (run / "adapter_model.safetensors").write_bytes(final["adapter_model.safetensors"][:100])
+    finetune.main(words)
+    assert {file.name: file.read_bytes() for file in run.iterdir() if file.is_file()} == final
+    assert [file.name for file in run.iterdir() if file.is_dir()] == ["checkpoint-2"]
+
+
+def test_checkpoints_that_are_not_whole_are_passed_over(
+    checkpoint: Path, texts: Path, tmp_path: Path
+) -> None:
+    run = tmp_path / "run"
+    words = arguments(checkpoint, texts, run, max_steps=5, save_steps=1)
+    recipe, args = finetune.parse([*words, "--resume_from_checkpoint", "true"])
+    finetune.main(words)
+    for wrong in ("checkpoint-abc", "checkpoint-", "checkpoint-1-2", "checkpoint-99"):
+        (run / wrong).mkdir()
+    (run / "checkpoint-5" / "trainer_state.json").write_text('{"global')
+    weights = run / "checkpoint-4" / "adapter_model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1])
+    (run / "checkpoint-3" / "rng_state.pth").unlink()
+    settings.check_output(recipe, args)
+    assert Path(args.resume_from_checkpoint).name == "checkpoint-2"
+    for wrong in ("checkpoint-3", "checkpoint-4", "checkpoint-5", "checkpoint-abc"):
+        args.resume_from_checkpoint = str(run / wrong)
+        with pytest.raises(OptionError, match=f"no checkpoint to go on from .*{wrong}"):
+            settings.check_output(recipe, args)
+    (run / "recipe.json").write_text("{")
+    args.resume_from_checkpoint = "true"
+    with pytest.raises(OptionError, match=r"recipe\.json cannot be read.*another --output_dir"):
+        settings.check_output(recipe, args)
+
+
+def test_a_run_killed_in_its_first_checkpoint_begins_again(
+    checkpoint: Path, texts: Path, tmp_path: Path
+) -> None:
+    run = tmp_path / "run"
+    (run / "checkpoint-2").mkdir(parents=True)
+    (run / "checkpoint-2" / "adapter_model.safetensors").write_bytes(b"begun")
+    words = [*arguments(checkpoint, texts, run), "--resume_from_checkpoint", "true"]
+    finetune.main(words)
+    assert len(history(run / "checkpoint-2")) == 2
+    assert isinstance(rope_ext.from_pretrained(run), peft.PeftModel)
+
+
+def test_a_checkpoint_that_is_written_again_is_not_whole_meanwhile(
+    checkpoint: Path, texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = tmp_path / "run"
+    words = arguments(checkpoint, texts, run, save_steps=1)
+    finetune.main(words)
+    words += ["--resume_from_checkpoint", str(run / "checkpoint-1")]
+    state = run / "checkpoint-2" / "trainer_state.json"
+
+    def save(self: transformers.Trainer, *args: object) -> None:
+        assert not state.exists()
+        raise KeyboardInterrupt
+
+    assert state.exists()
+    monkeypatch.setattr(transformers.Trainer, "save_model", save)
+    with pytest.raises(KeyboardInterrupt):
+        finetune.main(words)
+    assert not state.exists()
+
+
+def test_a_run_that_diverges_stops_and_keeps_what_was_good(
+    checkpoint: Path, texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = tmp_path / "run"
+    words = arguments(checkpoint, texts, run, max_steps=6, save_steps=1, learning_rate=1e30)
+    with pytest.raises(finetune.DivergedError, match=r"the loss is nan after .*--learning_rate"):
+        finetune.main(words)
+    saved = sorted(run.glob("checkpoint-*/adapter_model.safetensors"))
+    assert saved
+    for file in saved:
+        assert all(torch.isfinite(weight).all() for weight in load_file(file).values())
+    assert not (run / "adapter_model.safetensors").exists()
+
+    class Broken(transformers.TrainerCallback):
+        def on_step_end(
+            self, args: object, state: object, control: object, model: torch.nn.Module, **_: object
+        ) -> None:
+            next(p for p in model.parameters() if p.requires_grad).data[0, 0] = float("nan")
+
+    made = finetune.LongTrainer.__init__
+
+    def broken(self: finetune.LongTrainer, *args: object, **kwargs: object) -> None:
+        made(self, *args, **kwargs)
+        self.add_callback(Broken())
+
+    monkeypatch.setattr(finetune.LongTrainer, "__init__", broken)
+    last = tmp_path / "last"
+    with pytest.raises(finetune.DivergedError, match="weights are not finite after 1 steps"):
+        finetune.main(arguments(checkpoint, texts, last, max_steps=1))
+    assert not list(last.rglob("*.safetensors"))
+
+
 def test_a_wrong_merge_is_told(checkpoint: Path, texts: Path, tmp_path: Path) -> None:
     found, expected = torch.ones(3), torch.tensor([1.0, 1.0, 2.0])
     assert merge.difference(expected, expected, 0.0, "logits") == 0

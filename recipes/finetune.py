@@ -331,6 +331,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     collator = data.Collator(recipe.pose_chunks, plan.target, args.seed)
     plan.tokenizer.model_max_length = plan.target
     args.remove_unused_columns = False  # the collator needs the index of the row
+    args.use_cache = False  # with one, transformers does not look where packed documents begin
     trainer = LongTrainer(
         recipe,
         model,

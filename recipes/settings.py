@@ -6,6 +6,7 @@ import contextlib
 import filecmp
 import importlib.util
 import json
+import math
 import shutil
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
@@ -19,9 +20,10 @@ from transformers.trainer import TRAINER_STATE_NAME
 
 from recipes.data import PYTHON_LIBRARY
 from rope_ext.errors import OptionError, nearest
-from rope_ext.methods.base import build_method
+from rope_ext.methods.base import PositionMethod, build_method
 
 NONE = "none"
+_LARGEST_MASK = 2**30  # bytes; of a row of 32768 tokens
 SETTINGS = "recipe.json"
 # What decides the numbers of a run, besides the recipe: a resumed one must have the same.
 _DECISIVE = (
@@ -194,6 +196,8 @@ def check_together(recipe: Recipe, args: TrainingArguments) -> None:
             f"its documents have lengths of their own; give --method_options a fixed 'length', "
             f"or leave --document_masking out"
         )
+    if recipe.document_masking and not isinstance(method, PositionMethod):
+        check_document_masking(recipe, args)
     if args.eval_strategy != "no":
         raise OptionError(
             "--eval_strategy has nothing to evaluate on here; leave it out, and measure what was "
@@ -203,6 +207,32 @@ def check_together(recipe: Recipe, args: TrainingArguments) -> None:
         raise OptionError(
             "--chunked_loss is the loss already, without label smoothing; leave "
             "--use_liger_kernel and --label_smoothing_factor out, or give --chunked_loss false"
+        )
+
+
+def mask_bytes(recipe: Recipe, args: TrainingArguments, length: int) -> int:
+    """Of the mask that keeps packed documents apart; 0 where a kernel is told of them instead."""
+    if not recipe.document_masking or isinstance(method_of(recipe), PositionMethod):
+        return 0
+    matrix = recipe.attn in (None, "sdpa", "eager")
+    return args.per_device_train_batch_size * length**2 if matrix else 0
+
+
+def check_document_masking(recipe: Recipe, args: TrainingArguments) -> None:
+    """Raise OptionError where documents would see each other, or their mask would not fit."""
+    rows, size = args.per_device_train_batch_size, mask_bytes(recipe, args, recipe.length)
+    if size > _LARGEST_MASK:
+        raise OptionError(
+            f"--document_masking with --attn {recipe.attn or 'sdpa'} makes a mask of --length x "
+            f"--length for each row, {size / 2**30:.1f} GiB, and rules out the fast kernels; give "
+            f"--attn flex_attention, --attn flash_attention_2 with one row a device, a --length of "
+            f"at most {math.isqrt(_LARGEST_MASK // rows)}, or leave it out"
+        )
+    if "flash" in (recipe.attn or "") and rows > 1:
+        raise OptionError(
+            f"--document_masking with --attn {recipe.attn} keeps documents apart in one row at a "
+            f"time only; give --per_device_train_batch_size 1 and --gradient_accumulation_steps "
+            f"{args.gradient_accumulation_steps * rows}, or --attn flex_attention"
         )
 
 

@@ -159,6 +159,26 @@ def test_data_without_text_are_refused(tmp_path: Path) -> None:
             data.documents(str(tmp_path / name))
 
 
+def test_odd_files_are_read_or_refused_in_words(checkpoint: Path, tmp_path: Path) -> None:
+    tokenise = data.Tokenise(AutoTokenizer.from_pretrained(checkpoint))
+    plain = tokenise({"text": ["one two"]})
+    assert tokenise({"text": ["\ufeffone two"]}) == plain
+    with pytest.raises(data.DataError, match=r"no text but int: 3; .*--text_column"):
+        tokenise({"text": ["one", 3]})
+    table = tmp_path / "begins-with-none.parquet"
+    datasets.Dataset.from_dict({"text": [None, "one"]}).to_parquet(table)
+    assert len(data.documents(str(table))) == 2
+    for name, content, message in (
+        ("empty.jsonl", b"", r"empty.jsonl' \(\w+\); give"),
+        ("surrogate.jsonl", b'{"text": "a \\ud800"}', "surrogate pair in string is invalid"),
+        ("latin.txt", b"caf\xe9 au lait", "'utf-8' codec can't decode byte 0xe9"),
+    ):
+        (tmp_path / name).write_bytes(content)
+        for streaming in (False, True):
+            with pytest.raises(data.DataError, match=message):
+                data.documents(str(tmp_path / name), streaming=streaming)
+
+
 def test_python_library_is_read() -> None:
     found = data.documents(data.PYTHON_LIBRARY)
     assert found.column_names == ["text"]
@@ -486,6 +506,14 @@ REFUSED = [
         {"method": "dynamic_ntk", "document_masking": True, "length": 256, "pose_chunks": 0},
         "fixed 'length'",
     ),
+    (
+        {"document_masking": True, "length": 33000, "pose_chunks": 0, "factor": 400},
+        "2.0 GiB.*--attn flex_attention.* at most 23170",
+    ),
+    (
+        {"document_masking": True, "attn": "flash_attention_2", "pose_chunks": 0, "length": 256},
+        "--per_device_train_batch_size 1 and --gradient_accumulation_steps 2",
+    ),
     ({"lora_r": 0, "quantize": True}, "--quantize needs LoRA"),
     ({"lora_r": 0, "loraplus_ratio": 4}, "--loraplus_ratio needs LoRA"),
     ({"lora_target": ["query"]}, "--lora_target some of down_proj, .*q_proj"),
@@ -621,6 +649,18 @@ def test_a_run_on_packed_documents_with_a_position_method(
     assert torch.isfinite(model(ids).logits).all()
 
 
+def test_documents_stay_apart_with_a_cache_asked_for(
+    checkpoint: Path, texts: Path, tmp_path: Path
+) -> None:
+    """With a cache, transformers would let them see each other without a word."""
+    more = {"length": 256, "pose_chunks": 0, "document_masking": True, "max_steps": 1}
+    for name, cache in (("with", True), ("without", False)):
+        finetune.main(arguments(checkpoint, texts, tmp_path / name, use_cache=cache, **more))
+    assert history(tmp_path / "with" / "checkpoint-1") == history(
+        tmp_path / "without" / "checkpoint-1"
+    )
+
+
 def test_a_stream_is_resumed_where_it_stood(checkpoint: Path, texts: Path, tmp_path: Path) -> None:
     run, killed = tmp_path / "run", tmp_path / "killed"
     more = {"streaming": True, "max_steps": 4, "save_steps": 2}
@@ -747,6 +787,35 @@ def test_a_wrong_merge_is_told(checkpoint: Path, texts: Path, tmp_path: Path) ->
     for wrong in (found, found * float("nan")):
         with pytest.raises(MeasureError, match="do not use them"):
             merge.difference(wrong, expected, 0.1, "logits")
+
+
+def test_what_cannot_be_merged_is_told_first(
+    checkpoint: Path, texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, base = tmp_path / "run", shutil.copytree(checkpoint, tmp_path / "base")
+    finetune.main(arguments(base, texts, run, method="none"))
+    for file in run.glob("tokenizer*"):
+        file.unlink()
+    merge.merge(run, tmp_path / "merged", "float32")  # with that of the base
+    assert AutoTokenizer.from_pretrained(tmp_path / "merged").eos_token == "</s>"
+    (base / "config.json").rename(base / "away")
+    with pytest.raises(OptionError, match="cannot be put on its base"):
+        merge.merge(run, tmp_path / "more", "float32")
+    monkeypatch.setattr(merge, "load", lambda adapter: pytest.fail("the weights were loaded"))
+    (base / "away").rename(base / "config.json")
+    with pytest.raises(OptionError, match=r"cannot be made .*--output another folder"):
+        merge.merge(run, texts / "below a file", "float32")
+    for file in base.glob("tokenizer*"):
+        file.unlink()
+    with pytest.raises(OptionError, match=r"neither .* nor its base .* has a tokenizer; copy"):
+        merge.merge(run, tmp_path / "none", "float32")
+    for broken in ("{", "[3]", ""):
+        (run / "adapter_config.json").write_text(broken)
+        with pytest.raises(OptionError, match=r"adapter_config\.json cannot be read"):
+            merge.merge(run, tmp_path / "none", "float32")
+    with pytest.raises(OptionError, match="/nonexistent holds no adapter"):
+        merge.merge(Path("/nonexistent"), tmp_path / "none", "float32")
+    assert not (tmp_path / "none").exists()
 
 
 def start(words: list[str], cache: Path) -> subprocess.Popen[bytes]:

@@ -23,7 +23,7 @@ PYTHON_LIBRARY = "python-library"
 IGNORED = -100  # label without a loss, as torch and transformers have it
 _READERS = {".txt": "text", ".md": "text", ".jsonl": "json", ".json": "json", ".parquet": "parquet"}
 _LOOKED_AT, _ENOUGH = 1024, 16  # documents of a stream, and long ones, that tell of the rest
-_SHUFFLED = 256  # documents of a stream that are held to be drawn from
+_SHUFFLED = 256  # documents, and rows, of a stream that are held to be drawn from
 _ROWS = 100  # that are packed at once; on average half a row of them is left over
 
 
@@ -172,7 +172,7 @@ def rows(
 ) -> Dataset | IterableDataset:
     """Rows of exactly ``length`` tokens, each with its ``index``.
 
-    A stream is shuffled a little, document by document, and begins again when it ends; rows of
+    A stream is shuffled a little, documents and then rows, and begins again when it ends; rows of
     data on disk stay in order, and Trainer draws them at random.
 
     Raises:
@@ -208,8 +208,8 @@ def rows(
     packed = kept.map(
         pack, batched=True, batch_size=batch, remove_columns=["tokens"], features=pack.features
     )
-    if stream:
-        packed = packed.repeat(None)
+    if stream:  # the rows of a long document follow one another, and would fill a step
+        packed = packed.repeat(None).shuffle(seed=seed, buffer_size=_SHUFFLED)
     numbered = Features({**pack.features, "index": Value("int64")})
     return packed.map(_number, with_indices=True, features=numbered)
 

@@ -122,6 +122,25 @@ def test_rows_are_the_documents_one_after_the_other(checkpoint: Path, streaming:
         assert list(row["position_ids"]) == list(range(len(ids)))
 
 
+def test_a_step_of_a_stream_is_of_many_documents(checkpoint: Path) -> None:
+    """Forty documents of ten rows each: sixteen rows in order would be of two or three."""
+    tokenizer = AutoTokenizer.from_pretrained(checkpoint)
+    words = [" ".join([word] * 30) for word in WORDS]
+    texts = [f"{left} {right}" for left in words for right in words[:4]]
+    of = {tuple(ids): text for text, ids in zip(texts, tokenizer(texts).input_ids, strict=True)}
+    length = min(map(len, of)) // 10
+    source = datasets.Dataset.from_dict({"text": texts}).to_iterable_dataset()
+
+    def drawn(seed: int) -> list[list[int]]:
+        rows = data.rows(source, tokenizer, length=length, seed=seed)
+        return [list(row["input_ids"]) for row in rows.take(400)]
+
+    found = drawn(seed=0)
+    # A row within a document has the tokens of its words only, and of one or two of them.
+    assert len({tuple(sorted(set(row))) for row in found[:16]}) > 7
+    assert drawn(seed=0) == found != drawn(seed=1)
+
+
 def test_many_documents_lose_less_than_a_row_in_a_hundred(checkpoint: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(checkpoint)
     source = datasets.Dataset.from_dict({"text": ["one two three four"] * 3000})

@@ -9,8 +9,9 @@ from typing import Any
 
 from rope_ext import OptionError
 from rope_ext.measure.arguments import parse_length, parse_lengths, parse_options, split
+from rope_ext.measure.folder import Folder
 from rope_ext.measure.models import DTYPES
-from rope_ext.measure.run import Settings, Task, dump
+from rope_ext.measure.run import Settings, Task, dump, require_seed
 from rope_ext.measure.terminal import clean_errors, evaluate, quiet, tell
 
 METHOD_HELP = "names, comma between, or repeat; 'none'; 'adapter': what it was trained under"
@@ -181,9 +182,11 @@ def run(
     """
     with clean_errors():
         quiet()
-        data = measure(args)
+        require_seed(args.seed)
+        folder = Folder(args.output)
+        folder.check([name])
+        with folder.held():
+            data = measure(args)
+            [path] = folder.write({name: dump(data).encode()})
         show(data)
-        args.output.mkdir(parents=True, exist_ok=True)
-        path = args.output / name
-        path.write_text(dump(data), encoding="utf-8")
         tell(f"wrote {path}")

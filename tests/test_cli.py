@@ -23,7 +23,15 @@ from rope_ext.measure import figures, models, run
 from rope_ext.measure.summary import Estimate
 
 PICTURES = ["passkey.png", "perplexity.png", "perplexity_positions.png", "rates.png"]
-FILES = ["cases.jsonl", "cells.csv", *PICTURES, "report.html", "results.json", "table.md"]
+FILES = [
+    ".rope-ext",
+    "cases.jsonl",
+    "cells.csv",
+    *PICTURES,
+    "report.html",
+    "results.json",
+    "table.md",
+]
 
 
 @pytest.fixture(scope="module")
@@ -265,7 +273,7 @@ def test_a_model_saved_under_a_patch(checkpoint: Path, tmp_path: Path) -> None:
         result = call(*words)
         told = "saved under rope_ext.patch(model, 'rerope', factor=4, window=20)" in result.stderr
         assert result.exit_code == 0 and told is (model != checkpoint), result.stderr
-        lines = (output / "cases.jsonl").read_text().splitlines()
+        _, *lines = (output / "cases.jsonl").read_text().splitlines()
         return [json.loads(line)["value"] for line in lines]
 
     assert measured(tmp_path / "saved", tmp_path / "a") == measured(checkpoint, tmp_path / "b")

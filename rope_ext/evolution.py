@@ -201,6 +201,7 @@ def search(
 
     Ding et al. 2024, arXiv 2402.13753, sections 3.2 and 3.3.
     """
+    from rope_ext.measure.run import require_seed
     from rope_ext.measure.terminal import progress  # rich is not loaded with the package
 
     _check("target_length", target_length, 2)
@@ -222,6 +223,7 @@ def search(
             f"start_tokens={start_tokens!r} is not valid; give numbers to choose from, such as "
             f"(0, 4, 16)"
         )
+    require_seed(seed)
     if output is not None and Path(output).suffix != ".json":
         raise OptionError(f"output={str(output)!r} is not valid; it must end in .json")
     if original_max_position_embeddings is not None:

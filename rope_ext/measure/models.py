@@ -76,8 +76,7 @@ def load_model(
         RecordError: its configuration records a patch that cannot be followed.
     """
     device = resolve_device(device)
-    if attn is not None:
-        _require_attention(attn)
+    require_attention(attn)
     if dtype == "auto":
         dtype = "float32" if device == "cpu" else "auto"
     options = {} if attn is None else {"attn_implementation": attn}
@@ -147,14 +146,15 @@ def resolve_device(device: str) -> str:
     return str(found)
 
 
-def _require_attention(name: str) -> None:
-    """Check that transformers knows an attention implementation; kernels of the Hub are loaded.
+def require_attention(name: str | None) -> None:
+    """Check that transformers knows an attention implementation, or a kernel of the Hub is named.
 
     Raises:
-        OptionError: it does not.
+        OptionError: neither is so.
     """
-    known = sorted({"eager", *ALL_ATTENTION_FUNCTIONS.valid_keys()})
-    if name not in known and "/" not in name:
+    ours = ("rope_ext", "rope_ext_probe")  # a patch chooses them
+    known = sorted({"eager", *ALL_ATTENTION_FUNCTIONS.valid_keys()}.difference(ours))
+    if name is not None and name not in known and "/" not in name:
         listed = ", ".join(one for one in known if not one.startswith("paged|"))
         raise OptionError(
             f"unknown attention implementation {name!r}{nearest(name, known)}; give --attn one of "
@@ -231,6 +231,11 @@ def _load(what: str, load: Callable[..., Any], model: str, **options: Any) -> An
         return load(model, **options)
     except RopeExtError:
         raise
+    except ImportError as error:
+        raise MeasureError(
+            f"cannot load the {what} of {model!r} ({first_line(error)}); install that, or ask for "
+            f"something else"
+        ) from error
     except _FAILURES as error:
         raise MeasureError(
             f"cannot load the {what} of {model!r} ({first_line(error)}); give --model a folder "

@@ -253,6 +253,7 @@ def prepare(settings: Settings, tasks: Sequence[Task]) -> Plan:
         raise OptionError(
             f"dtype={settings.dtype!r} is not valid; it must be one of {', '.join(models.DTYPES)}"
         )
+    models.require_attention(settings.attn)
     if not tasks:
         raise OptionError("no task is given, so there is nothing to measure; give --tasks some")
     if not settings.models:

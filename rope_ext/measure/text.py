@@ -80,7 +80,7 @@ def _lines(path: Path) -> list[str]:
     except (OSError, ValueError) as error:  # the latter: no file can have such a name
         reason = getattr(error, "strerror", None) or first_line(error)
         raise MeasureError(
-            f"cannot read the text {str(path)!r}: {reason}; give --text an existing file"
+            f"cannot read the text {path}: {reason}; give --text an existing file"
         ) from None
     if path.suffix != ".jsonl":
         return [content]

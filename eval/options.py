@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -114,7 +115,7 @@ def batch_size(text: str) -> int | None:
     """
     if text == "auto":
         return None
-    if not text.isdigit():
+    if not re.fullmatch("[0-9]{1,15}", text):
         raise OptionError(f"--batch-size {text!r} is not valid; give auto or a number of rows")
     return int(text)
 

@@ -9,6 +9,7 @@ import resource
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -198,30 +199,35 @@ def test_a_search_cuts_and_replaces_nothing_of_the_user(tmp_path: Path) -> None:
 
 # One run at a time
 
-_HOLDER = """
-import sys, time
-from pathlib import Path
-from rope_ext.measure.folder import held
-with held(Path(sys.argv[1])):
-    print("held", flush=True)
-    time.sleep(600)
-"""
+
+def holding(folder: Path) -> int:
+    """The number of another process that holds ``folder`` until it is killed."""
+    read, write = os.pipe()
+    child = os.fork()
+    if child == 0:
+        with held(folder):
+            os.write(write, b"held")
+            time.sleep(600)
+        os._exit(0)
+    assert os.read(read, 4) == b"held"
+    os.close(read)
+    os.close(write)
+    return child
 
 
 def test_a_folder_in_use_names_who_uses_it_and_a_killed_run_leaves_it_free(
     settings: Settings, checkpoint: Path
 ) -> None:
     terminal.evaluate(settings, TASKS)
-    command = [sys.executable, "-c", _HOLDER, str(settings.output)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as other:
-        try:
-            assert other.stdout.readline() == "held\n"
-            more = changed(settings, resume=True, methods=("ntk",))
-            said = rf"out is in use by another run \(process {other.pid} on \S+ since 2\d\d\d-"
-            with pytest.raises(MeasureError, match=said):
-                terminal.evaluate(more, TASKS)
-        finally:
-            other.send_signal(signal.SIGKILL)
+    other = holding(settings.output)
+    try:
+        more = changed(settings, resume=True, methods=("ntk",))
+        said = rf"out is in use by another run \(process {other} on \S+ since 2\d\d\d-"
+        with pytest.raises(MeasureError, match=said):
+            terminal.evaluate(more, TASKS)
+    finally:
+        os.kill(other, signal.SIGKILL)
+        os.waitpid(other, 0)
     terminal.evaluate(more, TASKS)
     methods = [o.system for o in read_outcomes([settings.output / run.LOG]).values()]
     assert set(methods) == {"none", "ntk", "yarn"}

@@ -118,8 +118,12 @@ def adapter_record(adapter: str) -> Record | None:
         RecordError: what lies beside it cannot be read.
     """
     try:
+        if not os.path.isdir(adapter):
+            _require_name(adapter)
         sidecar = reloading.read_sidecar(adapter)
-    except OSError as error:
+    except RopeExtError:
+        raise
+    except (OSError, ValueError) as error:
         raise _no_adapter(adapter, error) from error
     return None if sidecar is None else sidecar.record
 

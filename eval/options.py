@@ -58,7 +58,7 @@ def parser(description: str, output: str) -> argparse.ArgumentParser:
     add("--chat", choices=("auto", "yes", "no"), default="auto", help="use the chat template")
     add("--force", action="store_true", help=FORCE_HELP)
     add("--resume", action="store_true", help="use what --output holds and complete it")
-    add("--overwrite", action="store_true", help="delete what --output holds")
+    add("--overwrite", action="store_true", help="delete results that are in --output")
     return made
 
 

@@ -62,7 +62,7 @@ def compare(
     output: Annotated[Path, typer.Option(help="Folder for results.")] = Path("rope-ext-compare"),
     resume: Annotated[bool, typer.Option("--resume", help="Use what --output holds.")] = False,
     overwrite: Annotated[
-        bool, typer.Option("--overwrite", help="Delete what --output holds.")
+        bool, typer.Option("--overwrite", help="Delete results in --output.")
     ] = False,
     seed: Annotated[int, typer.Option(help="Of texts, prompts and intervals.")] = 0,
     dtype: Dtype = "auto",

@@ -155,14 +155,14 @@ def interrupt(now: bool) -> None:
 _DYING = """
 import os, signal, sys
 from eval import report
-from rope_ext.measure import run
-whole, calls = run.line, []
+from rope_ext.measure import cases
+whole, calls = cases.line, []
 def line(outcome):
     calls.append(outcome)
     if len(calls) == int(sys.argv[1]) + 1:
         os.kill(os.getpid(), signal.SIGKILL)
     return whole(outcome)[: 30 if len(calls) == int(sys.argv[1]) else None]
-run.line = line
+cases.line = line
 report.main(sys.argv[2:])
 """
 

@@ -254,7 +254,7 @@ def recommend(
         NoRopeError, UnsupportedModelError, AlreadyScaledError: as :func:`rope_ext.patch`, where
             it would accept none of the methods.
     """
-    model = model_of(model_or_config)
+    model, notes = _built(model_or_config)
     decoder = text_decoder(model)
     require_length("target_length", target_length)
     site = first_site(model)
@@ -280,7 +280,7 @@ def recommend(
     if not accepted:
         raise refusals[0]
     (method, why, unproven), *others = accepted
-    reasons = [why, *_more(site.rope, method, target_length, factor, finetune), *reasons]
+    reasons = [why, *_more(site.rope, method, target_length, factor, finetune), *reasons, *notes]
     if unproven:
         reasons.append(
             "A configuration alone does not show whether this family accepts position methods: "
@@ -305,16 +305,31 @@ def recommend(
 
 
 def model_of(given: nn.Module | PreTrainedConfig | str | Path) -> nn.Module:
-    """The model, or one without weights."""
-    if isinstance(given, (str, Path)):
-        from rope_ext.measure.models import load_config
+    """The model, or one without weights; that of a configuration saved under a patch has none."""
+    return _built(given)[0]
 
+
+def _built(
+    given: nn.Module | PreTrainedConfig | str | Path,
+) -> tuple[nn.Module, tuple[str, ...]]:
+    """As ``model_of``, and a note where a patch is left out."""
+    from rope_ext.measure.models import load_config, saved_under
+
+    if isinstance(given, (str, Path)):
         given = load_config(str(given))
     if not isinstance(given, PreTrainedConfig):
-        return given
+        return given, ()
+    config, notes = copy.deepcopy(given), ()
+    record = saved_under(config)
+    if record is not None:  # nothing can be built of it as it is
+        record.restore(config)
+        notes = (
+            f"It was saved under {record.call()}; this is about the model without that. For the "
+            f"other, load it with rope_ext.from_pretrained and pass the model.",
+        )
     try:
         with torch.device("meta"):
-            return AutoModelForCausalLM.from_config(copy.deepcopy(given))
+            return AutoModelForCausalLM.from_config(config), notes
     except Exception as error:
         raise UnsupportedModelError(
             f"no causal language model can be built of {type(given).__name__} ({error}); pass the "
@@ -484,7 +499,7 @@ def diagnose(model: nn.Module | PreTrainedConfig | str | Path, length: int) -> D
         OptionError: the length is no positive number.
         NoRopeError, UnsupportedModelError, RecordError: as :func:`rope_ext.patch`.
     """
-    model = model_of(model)
+    model, notes = _built(model)
     decoder = text_decoder(model)
     require_length("length", length)
     patch, described = current_patch(model), describe(model)
@@ -495,7 +510,7 @@ def diagnose(model: nn.Module | PreTrainedConfig | str | Path, length: int) -> D
         length=length,
         trained_length=described.length,
         sites=tuple(_site(decoder, site, patch, length) for site in sites),
-        notes=described.notes,
+        notes=(*described.notes, *notes),
     )
 
 

@@ -33,7 +33,7 @@ TrainedLength = Annotated[
     int | None, typer.Option(help="If the configuration does not say it rightly.")
 ]
 Text = Annotated[
-    list[Path] | None,
+    list[str] | None,
     typer.Option(
         help="Text, .jsonl, .parquet or folder to read; repeat. Default: Python's own library."
     ),
@@ -62,7 +62,7 @@ def compare(
     output: Annotated[Path, typer.Option(help="Folder for results.")] = Path("rope-ext-compare"),
     resume: Annotated[bool, typer.Option("--resume", help="Use what --output holds.")] = False,
     overwrite: Annotated[
-        bool, typer.Option("--overwrite", help="Delete what --output holds.")
+        bool, typer.Option("--overwrite", help="Delete results in --output.")
     ] = False,
     seed: Annotated[int, typer.Option(help="Of texts, prompts and intervals.")] = 0,
     dtype: Dtype = "auto",
@@ -141,7 +141,7 @@ def search(
         Path, typer.Option(help="The options found, a .json file; a search that is there goes on.")
     ],
     text: Annotated[
-        list[Path] | None,
+        list[str] | None,
         typer.Option(
             help="Text, .jsonl, .parquet or folder; repeat. Default: Python's own library, but for "
             "the part that is measured by default."

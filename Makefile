@@ -58,7 +58,7 @@ test: $(VENV)/installed
 test-all: $(VENV)/installed
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt \
 		-e ".[dev,harness,quantised]"
-	$(BIN)/python -m pytest -n 2
+	$(BIN)/python -m pytest -n 2 --dist worksteal
 
 lint: $(VENV)/installed
 	$(BIN)/ruff check .

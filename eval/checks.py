@@ -334,7 +334,8 @@ def _maps_positions(subject: Subject) -> Iterator[Check]:
         subject.remarks.append(f"position methods are refused: {reason}")
         yield Check("positions unchanged", None, reason)
         return
-    with subject.patched("rerope", window=2 * TOKENS, log_n=False, **options):
+    told = {"original_max_position_embeddings": 2 * TOKENS}  # so that the window is within
+    with subject.patched("rerope", window=2 * TOKENS, log_n=False, **{**options, **told}):
         distance = _distance(subject.logits(), subject.unpatched)
     yield _equal("positions unchanged", distance, CACHED)
     with subject.patched("rerope", window=5, **options):

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import argparse
+import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from rope_ext import OptionError
 from rope_ext.measure.arguments import parse_length, parse_lengths, parse_options, split
+from rope_ext.measure.folder import Folder
 from rope_ext.measure.models import DTYPES
-from rope_ext.measure.run import Settings, Task, dump
+from rope_ext.measure.run import Settings, Task, dump, require_seed
 from rope_ext.measure.terminal import clean_errors, evaluate, quiet, tell
 
 METHOD_HELP = "names, comma between, or repeat; 'none'; 'adapter': what it was trained under"
@@ -56,7 +58,7 @@ def parser(description: str, output: str) -> argparse.ArgumentParser:
     add("--chat", choices=("auto", "yes", "no"), default="auto", help="use the chat template")
     add("--force", action="store_true", help=FORCE_HELP)
     add("--resume", action="store_true", help="use what --output holds and complete it")
-    add("--overwrite", action="store_true", help="delete what --output holds")
+    add("--overwrite", action="store_true", help="delete results that are in --output")
     return made
 
 
@@ -113,7 +115,7 @@ def batch_size(text: str) -> int | None:
     """
     if text == "auto":
         return None
-    if not text.isdigit():
+    if not re.fullmatch("[0-9]{1,15}", text):
         raise OptionError(f"--batch-size {text!r} is not valid; give auto or a number of rows")
     return int(text)
 
@@ -181,9 +183,11 @@ def run(
     """
     with clean_errors():
         quiet()
-        data = measure(args)
+        require_seed(args.seed)
+        folder = Folder(args.output)
+        folder.check([name])
+        with folder.held():
+            data = measure(args)
+            [path] = folder.write({name: dump(data).encode()})
         show(data)
-        args.output.mkdir(parents=True, exist_ok=True)
-        path = args.output / name
-        path.write_text(dump(data), encoding="utf-8")
         tell(f"wrote {path}")

@@ -23,7 +23,7 @@ PYTHON_LIBRARY = "python-library"
 IGNORED = -100  # label without a loss, as torch and transformers have it
 _READERS = {".txt": "text", ".md": "text", ".jsonl": "json", ".json": "json", ".parquet": "parquet"}
 _LOOKED_AT, _ENOUGH = 1024, 16  # documents of a stream, and long ones, that tell of the rest
-_SHUFFLED = 256  # documents of a stream that are held to be drawn from
+_SHUFFLED = 256  # documents, and rows, of a stream that are held to be drawn from
 _ROWS = 100  # that are packed at once; on average half a row of them is left over
 
 
@@ -60,17 +60,21 @@ def documents(
             data = _local(Path(name), streaming)
         else:
             data = datasets.load_dataset(name, config, split=split, streaming=streaming)
-        first = next(iter(data.take(1)), None)
+        first = list(data.take(_ENOUGH))
     except DataError:
         raise
     except Exception as error:  # datasets raises those of every format and file system
+        cause: BaseException = error
+        while cause.__cause__ is not None:  # its own says that there was an error
+            cause = cause.__cause__
         raise DataError(
-            f"cannot read the data {name!r} ({first_line(error)}); give --dataset an existing file "
-            f"or folder, the id of a data set of the Hub, or {PYTHON_LIBRARY}"
+            f"cannot read the data {name!r} ({first_line(cause) or type(cause).__name__}); give "
+            f"--dataset an existing file or folder, the id of a data set of the Hub, or "
+            f"{PYTHON_LIBRARY}"
         ) from error
-    if first is None:
+    if not first:
         raise DataError(f"the data {name!r} are empty; give --dataset others")
-    texts = [key for key, value in first.items() if isinstance(value, str)]
+    texts = [key for key in first[0] if any(isinstance(row[key], str) for row in first)]
     if column not in texts:
         raise DataError(
             f"the data {name!r} have no column {column!r} with text; give --text_column one that "
@@ -112,7 +116,13 @@ class Tokenise:
         end = self.tokenizer.eos_token_id
         tail = [] if end is None else [end]
         made = []
-        texts = [text or "" for text in batch["text"]]
+        for text in batch["text"]:
+            if not isinstance(text, str | None):
+                raise DataError(
+                    f"a document of the data is no text but {type(text).__name__}: {text!r:.40}; "
+                    f"leave it out, or give --text_column another column"
+                )
+        texts = [(text or "").removeprefix("\ufeff") for text in batch["text"]]
         for ids in self.tokenizer(texts, add_special_tokens=False, verbose=False).input_ids:
             begun = ids[: len(head)] == head  # by the text itself
             ended = tail and ids[-1:] == tail
@@ -162,7 +172,7 @@ def rows(
 ) -> Dataset | IterableDataset:
     """Rows of exactly ``length`` tokens, each with its ``index``.
 
-    A stream is shuffled a little, document by document, and begins again when it ends; rows of
+    A stream is shuffled a little, documents and then rows, and begins again when it ends; rows of
     data on disk stay in order, and Trainer draws them at random.
 
     Raises:
@@ -198,8 +208,8 @@ def rows(
     packed = kept.map(
         pack, batched=True, batch_size=batch, remove_columns=["tokens"], features=pack.features
     )
-    if stream:
-        packed = packed.repeat(None)
+    if stream:  # the rows of a long document follow one another, and would fill a step
+        packed = packed.repeat(None).shuffle(seed=seed, buffer_size=_SHUFFLED)
     numbered = Features({**pack.features, "index": Value("int64")})
     return packed.map(_number, with_indices=True, features=numbered)
 

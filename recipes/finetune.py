@@ -11,10 +11,9 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import json
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +28,7 @@ from transformers import (
     TrainingArguments,
     set_seed,
 )
+from transformers.trainer import TRAINER_STATE_NAME
 
 import rope_ext
 from recipes import data
@@ -36,17 +36,22 @@ from recipes.loss import ChunkedLoss
 from recipes.parallel import check_parallelism, context_parallel_size
 from recipes.settings import (
     NONE,
-    SETTINGS,
     Recipe,
     check_output,
     check_together,
-    decisive,
+    finished,
     method_of,
     parse,
+    save_from,
+    write_settings,
 )
 from rope_ext.errors import OptionError, RopeExtError, first_line
 from rope_ext.measure.models import load_config, load_tokenizer
 from rope_ext.methods import reach
+
+
+class DivergedError(RopeExtError):
+    """Training has led to numbers that are none."""
 
 
 @dataclass(frozen=True)
@@ -172,7 +177,7 @@ def with_lora(model: Any, recipe: Recipe) -> Any:
         ensure_weight_tying=bool(extra and tied),
     )
     try:
-        model = peft.get_peft_model(model, settings)
+        whole = peft.get_peft_model(model, settings)
     except ValueError as error:
         linear = {
             n.rsplit(".", 1)[-1] for n, m in model.named_modules() if hasattr(m, "in_features")
@@ -181,10 +186,19 @@ def with_lora(model: Any, recipe: Recipe) -> Any:
             f"LoRA cannot be put on this model ({first_line(error)}); give --lora_target "
             f"some of {', '.join(sorted(linear))}"
         ) from error
-    for parameter in model.parameters():
+    for parameter in whole.parameters():
         if parameter.requires_grad:
             parameter.data = parameter.data.float()
-    return model
+    if extra and tied:
+        model._tied_weights_keys = _shared(model)
+    return whole
+
+
+def _shared(model: Any) -> dict[str, str]:
+    """Names of parameters that are another one, and of that one: where peft has put them."""
+    first: dict[Any, str] = {}
+    named = list(model.named_parameters(remove_duplicate=False))
+    return {name: first[p] for name, p in named if first.setdefault(p, name) != name}
 
 
 def embeddings_and_norms(model: Any) -> list[str]:
@@ -206,6 +220,22 @@ class LongTrainer(Trainer):
         self.recipe = recipe
         super().__init__(*args, **kwargs)
 
+    def create_accelerator_and_postprocess(self) -> None:
+        """As Trainer does; under FSDP2 losses and sums of gradients are in float32.
+
+        By itself accelerate casts both to bfloat16, and Trainer keeps whole gradients on every
+        device while they are accumulated.
+        """
+        super().create_accelerator_and_postprocess()
+        plugin = getattr(self.accelerator.state, "fsdp_plugin", None)
+        if plugin is None or plugin.fsdp_version != 2:
+            return
+        self.accelerator.gradient_state.plugin_kwargs["sync_each_batch"] = True
+        if plugin.mixed_precision_policy is not None:
+            plugin.mixed_precision_policy = replace(
+                plugin.mixed_precision_policy, reduce_dtype=torch.float32, output_dtype=None
+            )
+
     def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
         if self.recipe.loraplus_ratio is None or self.optimizer is not None:
             return super().create_optimizer(model)
@@ -219,10 +249,44 @@ class LongTrainer(Trainer):
         )
         return self.optimizer
 
+    def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """As Trainer does.
+
+        Raises:
+            DivergedError: the loss is not finite.
+        """
+        loss = super().training_step(*args, **kwargs)
+        if not torch.isfinite(loss):
+            self._diverged(f"the loss is {loss.item()}")
+        return loss
+
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """As Trainer does, and the patch beside an adapter.
+
+        Raises:
+            DivergedError: a trained weight is not finite. What was saved before stays.
+        """
+        folder = Path(output_dir or self.args.output_dir)
+        if not all(_finite(p) for p in self.model.parameters() if p.requires_grad):
+            self._diverged("trained weights are not finite")
+        if self.args.should_save:  # it says that a checkpoint is whole, and now this one is not
+            (folder / TRAINER_STATE_NAME).unlink(missing_ok=True)
         super().save_model(output_dir, _internal_call)
         if self.recipe.lora_r and self.recipe.method != NONE and self.args.should_save:
-            rope_ext.save_sidecar(self.model, output_dir or self.args.output_dir)
+            rope_ext.save_sidecar(self.model, folder)
+
+    def _diverged(self, what: str) -> None:
+        raise DivergedError(
+            f"training has diverged: {what} after {self.state.global_step} steps; the checkpoints "
+            f"in {self.args.output_dir} are from before; begin again in another --output_dir with "
+            f"a smaller --learning_rate, more --warmup_steps or a smaller --max_grad_norm"
+        )
+
+
+def _finite(parameter: torch.Tensor) -> bool:
+    """Of a sharded one, the part of this process."""
+    local = parameter.to_local() if hasattr(parameter, "to_local") else parameter
+    return bool(torch.isfinite(local).all())
 
 
 class Epochs(TrainerCallback):
@@ -238,6 +302,12 @@ class Epochs(TrainerCallback):
 def main(argv: Sequence[str] | None = None) -> None:
     recipe, args = parse(sys.argv[1:] if argv is None else argv)
     plan = check(recipe, args)
+    checkpoint = finished(args)
+    if checkpoint is not None:
+        if args.should_save:
+            save_from(checkpoint, Path(args.output_dir))
+        print(f"{args.output_dir}: the run is over; it holds the model of {checkpoint.name}")
+        return
     with args.main_process_first(desc="reading the data"):
         texts = data.documents(
             recipe.dataset,
@@ -261,6 +331,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     collator = data.Collator(recipe.pose_chunks, plan.target, args.seed)
     plan.tokenizer.model_max_length = plan.target
     args.remove_unused_columns = False  # the collator needs the index of the row
+    args.use_cache = False  # with one, transformers does not look where packed documents begin
     trainer = LongTrainer(
         recipe,
         model,
@@ -270,11 +341,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         processing_class=plan.tokenizer,
         callbacks=[Epochs(collator)],
     )
-    folder = Path(args.output_dir)
     if args.should_save:
-        folder.mkdir(parents=True, exist_ok=True)
-        text = json.dumps(decisive(recipe, args), indent=1) + "\n"
-        (folder / SETTINGS).write_text(text, encoding="utf-8")
+        write_settings(recipe, args)
     trainer.train(resume_from_checkpoint=args.resume_from_checkpoint)
     trainer.save_model()
 

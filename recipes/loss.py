@@ -12,6 +12,10 @@ from torch import nn
 from recipes.data import IGNORED
 from rope_ext.errors import UnsupportedModelError
 
+# Exact in every dtype, and large: what scales or caps logits changes it, what only casts or copies
+# them, as FSDP2 and DeepSpeed do with all that a layer returns, does not.
+_MARK = 1024.0
+
 
 class ChunkedLoss:
     """Lets the output layer of a model compute the loss: logits exist in chunks only.
@@ -43,7 +47,7 @@ class ChunkedLoss:
             )
         self.labels: torch.Tensor | None = None  # each at the token that predicts it
         self.count: torch.Tensor | int | None = None
-        self.loss: torch.Tensor | None = None
+        self.returned: torch.Tensor | None = None  # by the output layer: the loss, and _MARK
         self.head, self.logits = head, head.forward
         forward = model.forward
 
@@ -69,7 +73,7 @@ class ChunkedLoss:
         self.count = num_items_in_batch
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Of the output layer: the loss if there are labels, else the logits."""
+        """Of the output layer: the loss and a mark if there are labels, else the logits."""
         if self.labels is None:
             return self.logits(hidden)
         weight, bias = self.head.weight, self.head.bias
@@ -89,8 +93,9 @@ class ChunkedLoss:
             options=nn.LinearCrossEntropyOptions(),
         )
         count = (labels != IGNORED).sum() if self.count is None else self.count
-        self.labels, self.loss = None, losses.float().sum() / count
-        return self.loss
+        loss = losses.float().sum() / count
+        self.labels, self.returned = None, torch.stack((loss, torch.full_like(loss, _MARK)))
+        return self.returned
 
     def collect(self, logits: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         """Loss function of the model: hand out the loss that the output layer returned.
@@ -98,11 +103,14 @@ class ChunkedLoss:
         Raises:
             UnsupportedModelError: the model changes what its output layer returns.
         """
-        loss, self.loss = self.loss, None
-        if logits is not loss:
+        returned, self.returned = self.returned, None
+        changed = logits is not returned and (logits.is_meta or bool(logits[1] != _MARK))
+        if changed:
             raise UnsupportedModelError(
                 "chunked_loss cannot be used here: this model scales or caps its logits after the "
                 "output layer; give --chunked_loss false (and --use_liger_kernel true, if that is "
                 "installed)"
             )
-        return loss
+        # Where sharding has cast it down, the hooks of backward are on what the layer returned, and
+        # otherwise on what has become of it.
+        return (logits if logits.dtype == returned.dtype else returned)[0].clone()

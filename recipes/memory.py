@@ -8,14 +8,18 @@ Weights, gradients and optimizer are counted on the model as finetune.py builds 
 device. Activations are the peak of one training step of that model on fake tensors: every storage
 it makes, forward and backward, is followed from its making to its end. Nothing is estimated but
 
-* what FSDP2 has gathered: two layers, the output layer, and the gradient of the largest of them;
+* what FSDP2 has gathered: two layers, the output layer, and the gradient of the largest of them, as
+  it was computed and in float32, in which it is summed;
+* the mask of packed documents, once as it is made and once, in the dtype of the computation, for
+  each layer that keeps what it made;
 * under context parallelism the keys and values of one layer, gathered from all ranks;
 * 4-bit weights, in blocks of 64 with quantised constants, and one matrix of them made whole.
 
-Measured against the record of torch's allocator, for small Llamas on a CPU in float32 and under
-bfloat16, the peak is right to the byte; with gradient checkpointing it is up to 0.5 % too low (the
-states of random generators). Not counted are the framework itself, workspaces inside of kernels,
-and fragmentation. For position methods native attention stands in, which keeps the same tensors.
+Against torch's own tracker of tensors, for small Llamas on a CPU in float32 and under bfloat16, the
+peak is right to the byte; against the record of its allocator it is up to 0.5 % too low with
+gradient checkpointing (the states of random generators). Not counted are the framework itself,
+workspaces inside of kernels (1.3 % there, on a CPU with bfloat16 units), and fragmentation. For
+position methods native attention stands in, which keeps the same tensors.
 """
 
 from __future__ import annotations
@@ -23,7 +27,7 @@ from __future__ import annotations
 import argparse
 import functools
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
@@ -46,6 +50,7 @@ from transformers import (
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from recipes import finetune
+from recipes.settings import mask_bytes
 from rope_ext.errors import OptionError, RopeExtError
 from rope_ext.measure.models import load_config
 
@@ -253,13 +258,17 @@ def need(recipe: finetune.Recipe, args: Any, config: PreTrainedConfig) -> Need:
         config: of the model.
 
     Raises:
-        OptionError: an optimizer whose states are not known.
+        OptionError: no rows, or an optimizer whose states are not known.
     """
     if args.optim not in TWO_STATES:
         raise OptionError(
             f"--optim {args.optim.value}: the size of its states is not known here; it must be one "
             f"of {', '.join(TWO_STATES)}"
         )
+    for name in ("length", "per_device_train_batch_size"):
+        value = getattr(recipe if name == "length" else args, name)
+        if value is None or value < 1:
+            raise OptionError(f"--{name} {value} is not valid; it must be 1 or more")
     model = finetune.build(recipe, config, meta=True)
     trained = [p for p in model.parameters() if p.requires_grad]
     packed = _packed(model) if recipe.quantize else []
@@ -277,7 +286,9 @@ def need(recipe: finetune.Recipe, args: Any, config: PreTrainedConfig) -> Need:
             skeleton.bfloat16()
         if args.gradient_checkpointing:
             skeleton.gradient_checkpointing_enable(args.gradient_checkpointing_kwargs)
-        return extrapolated(skeleton, rows, length, args.bf16 and not sharded) + whole
+        peak = extrapolated(skeleton, rows, length, args.bf16 and not sharded)
+        copies = 1 if args.gradient_checkpointing else len(_layers(model))
+        return peak + whole + mask_bytes(recipe, args, length) * (1 + width * copies)
 
     return Need(
         parameters=sum(p.numel() for p in model.parameters()),
@@ -310,7 +321,7 @@ def _packed(model: nn.Module) -> list[nn.Parameter]:
 
 
 def _gathered(model: nn.Module, packed: list[nn.Parameter], width: int) -> float:
-    """Two layers, the output layer, and the gradient of the largest of all units."""
+    """Two layers, the output layer, and the largest gradient of a unit, also in float32."""
     halves = {id(p) for p in packed}
 
     def size(module: nn.Module, trained: bool) -> float:
@@ -324,7 +335,7 @@ def _gathered(model: nn.Module, packed: list[nn.Parameter], width: int) -> float
     ends = [model.get_input_embeddings(), model.get_output_embeddings()]
     largest = max(size(layer, trained=False) for layer in layers)
     gradient = max(size(module, trained=True) for module in (*layers, *ends))
-    return 2 * largest + size(ends[1], trained=False) + gradient
+    return 2 * largest + size(ends[1], trained=False) + gradient * (1 + 4 / width)
 
 
 def shown(size: float) -> str:
@@ -362,7 +373,7 @@ def of_shape(text: str) -> PreTrainedConfig:
     """A Llama of that shape: ``"hidden=4096,layers=32,heads=32"``.
 
     Raises:
-        OptionError: an unknown name, or no whole number.
+        OptionError: an unknown name, or no whole number above 0.
     """
     names = {
         "hidden": "hidden_size",
@@ -377,7 +388,7 @@ def of_shape(text: str) -> PreTrainedConfig:
     values = {}
     for part in text.split(","):
         name, _, value = part.partition("=")
-        if name not in names or not value.isdecimal():
+        if name not in names or not value.isdecimal() or int(value) == 0:
             raise OptionError(
                 f"--shape {part!r} is not valid; it must be NAME=NUMBER, of {', '.join(names)}"
             )
@@ -391,13 +402,15 @@ def read(path: str, *more: str) -> tuple[finetune.Recipe, Any]:
     return finetune.parse(["--config", path, "--use_cpu", "true", *more])
 
 
-def main() -> None:
+def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("recipe", help="YAML file of recipes/finetune.py")
     parser.add_argument("--devices", type=int, default=1, help="that share the model")
     parser.add_argument("--shape", help="hidden=4096,layers=32,...: instead of the recipe's model")
-    options, more = parser.parse_known_args()
+    options, more = parser.parse_known_args(argv)
     try:
+        if options.devices < 1:
+            raise OptionError(f"--devices {options.devices} is not valid; it must be 1 or more")
         recipe, args = read(options.recipe, *more)
         config = config_of(recipe.model) if options.shape is None else of_shape(options.shape)
         found = need(recipe, args, config)

@@ -9,6 +9,7 @@ from its configuration; rope_ext.from_pretrained loads it always.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import sys
 from pathlib import Path
@@ -16,12 +17,13 @@ from typing import Any
 
 import torch
 from peft import AutoPeftModelForCausalLM
-from transformers import AutoTokenizer
+from safetensors import SafetensorError
 
 import rope_ext
 from recipes.finetune import lengths
 from recipes.settings import NONE, SETTINGS, Recipe
-from rope_ext.errors import MeasureError, OptionError, RopeExtError
+from rope_ext.errors import MeasureError, OptionError, RopeExtError, first_line
+from rope_ext.measure.models import load_tokenizer
 
 COMPARED = 64  # tokens beyond the trained length whose logits are compared
 # Of the largest logit: merging adds up in another order than the adapter does, and a reloaded
@@ -33,24 +35,52 @@ def load(adapter: Path) -> Any:
     """The base with patch and adapter, in float32.
 
     Raises:
-        RopeExtError: there is no adapter, or it does not say how it was trained.
+        RopeExtError: it cannot be put on its base, or does not say how it was trained.
     """
-    if not (adapter / "adapter_config.json").exists():
-        raise OptionError(
-            f"{adapter} holds no adapter; give the output_dir of a run with LoRA, or a checkpoint "
-            f"in it"
-        )
     for folder in (adapter, adapter.parent):
         if (folder / SETTINGS).exists():
-            settings = json.loads((folder / SETTINGS).read_text(encoding="utf-8"))
+            settings = _read(folder / SETTINGS)
             recipe = Recipe(**{k: v for k, v in settings.items() if k in Recipe.__annotations__})
             if recipe.method != NONE:
                 break
-            model = AutoPeftModelForCausalLM.from_pretrained(adapter, dtype=torch.float32)
+            try:
+                model = AutoPeftModelForCausalLM.from_pretrained(adapter, dtype=torch.float32)
+            except (OSError, KeyError, ValueError, RuntimeError, SafetensorError) as error:
+                raise OptionError(
+                    f"{adapter} cannot be put on its base ({first_line(error)}); give the "
+                    f"output_dir of a run that was saved to its end"
+                ) from error
             text = model.config.get_text_config(decoder=True)
             text.max_position_embeddings = lengths(recipe, model)[1]
             return model.eval()
     return rope_ext.from_pretrained(adapter, dtype=torch.float32)
+
+
+def _read(file: Path) -> dict[str, Any]:
+    try:
+        return dict(json.loads(file.read_text(encoding="utf-8")))
+    except (OSError, ValueError, TypeError) as error:
+        raise OptionError(
+            f"{file} cannot be read ({first_line(error)}); give the output_dir of a run that was "
+            f"saved to its end"
+        ) from None
+
+
+def tokenizer_of(adapter: Path) -> Any:
+    """That beside an adapter, else that of its base.
+
+    Raises:
+        OptionError: neither has one, or the adapter does not tell its base.
+    """
+    base = _read(adapter / "adapter_config.json").get("base_model_name_or_path")
+    for folder in (str(adapter), base):
+        with contextlib.suppress(MeasureError):
+            if folder:
+                return load_tokenizer(folder)
+    raise OptionError(
+        f"neither {adapter} nor its base {base} has a tokenizer; copy tokenizer.json and "
+        f"tokenizer_config.json of the base into {adapter}"
+    )
 
 
 def logits(model: Any, length: int) -> torch.Tensor:
@@ -82,10 +112,23 @@ def merge(adapter: Path, output: Path, dtype: str) -> str:
         What was found, in words.
 
     Raises:
-        RopeExtError: ``output`` is not empty, there is no adapter, or logits differ.
+        RopeExtError: ``output`` is not empty or cannot be made, there is no adapter or no
+            tokenizer, or logits differ.
     """
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
         raise OptionError(f"{output} is not empty; give --output a new folder")
+    if not (adapter / "adapter_config.json").exists():
+        raise OptionError(
+            f"{adapter} holds no adapter; give the output_dir of a run with LoRA, or a checkpoint "
+            f"in it"
+        )
+    tokenizer = tokenizer_of(adapter)
+    try:
+        output.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise OptionError(
+            f"{output} cannot be made ({error.strerror}); give --output another folder"
+        ) from None
     model = load(adapter)
     length = rope_ext.describe(model).length + COMPARED
     trained = logits(model, length)
@@ -95,7 +138,7 @@ def merge(adapter: Path, output: Path, dtype: str) -> str:
         parameter.data = parameter.data.to(getattr(torch, dtype))
     saved = logits(model, length)
     model.save_pretrained(output)
-    AutoTokenizer.from_pretrained(adapter).save_pretrained(output)
+    tokenizer.save_pretrained(output)
     del model
     again = logits(rope_ext.from_pretrained(output, dtype=getattr(torch, dtype)), length)
     reloaded = difference(again, saved, _RELOADED, "logits after reloading")

@@ -80,6 +80,12 @@ def check_parallelism(
             f"sees, and each rank sees other ones; pass {fixed}, choose a fixed method such as "
             f"'yarn', or {whole}"
         )
+    if getattr(method, "start_tokens", 0):
+        raise OptionError(
+            f"method={method.name!r} with start_tokens={method.start_tokens} does not go with "
+            f"{where}: no rank but the first sees where a sequence starts; leave start_tokens out, "
+            f"or choose {whole}"
+        )
     text = config.get_text_config()
     for parameters in _rope_parameters(text):
         if _switches(parameters):

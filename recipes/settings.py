@@ -3,22 +3,27 @@
 from __future__ import annotations
 
 import contextlib
+import filecmp
 import importlib.util
 import json
+import math
+import shutil
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 import yaml
+from safetensors import SafetensorError, safe_open
 from transformers import HfArgumentParser, TrainingArguments
 from transformers.trainer import TRAINER_STATE_NAME
 
 from recipes.data import PYTHON_LIBRARY
 from rope_ext.errors import OptionError, nearest
-from rope_ext.methods.base import build_method
+from rope_ext.methods.base import PositionMethod, build_method
 
 NONE = "none"
+_LARGEST_MASK = 2**30  # bytes; of a row of 32768 tokens
 SETTINGS = "recipe.json"
 # What decides the numbers of a run, besides the recipe: a resumed one must have the same.
 _DECISIVE = (
@@ -26,6 +31,12 @@ _DECISIVE = (
     *("per_device_train_batch_size", "gradient_accumulation_steps", "max_grad_norm"),
     *("learning_rate", "lr_scheduler_type", "lr_scheduler_kwargs", "warmup_steps", "weight_decay"),
     *("optim", "optim_args", "adam_beta1", "adam_beta2", "adam_epsilon", "bf16", "fp16"),
+)
+
+# Files of a checkpoint that are there to go on from it, and are no part of the model.
+_TO_GO_ON = (
+    *("optimizer", "scheduler", "scaler", "rng_state", "trainer_state"),
+    *("pytorch_model_fsdp", "latest", "zero_to_fp32"),
 )
 
 
@@ -185,6 +196,8 @@ def check_together(recipe: Recipe, args: TrainingArguments) -> None:
             f"its documents have lengths of their own; give --method_options a fixed 'length', "
             f"or leave --document_masking out"
         )
+    if recipe.document_masking and not isinstance(method, PositionMethod):
+        check_document_masking(recipe, args)
     if args.eval_strategy != "no":
         raise OptionError(
             "--eval_strategy has nothing to evaluate on here; leave it out, and measure what was "
@@ -197,6 +210,32 @@ def check_together(recipe: Recipe, args: TrainingArguments) -> None:
         )
 
 
+def mask_bytes(recipe: Recipe, args: TrainingArguments, length: int) -> int:
+    """Of the mask that keeps packed documents apart; 0 where a kernel is told of them instead."""
+    if not recipe.document_masking or isinstance(method_of(recipe), PositionMethod):
+        return 0
+    matrix = recipe.attn in (None, "sdpa", "eager")
+    return args.per_device_train_batch_size * length**2 if matrix else 0
+
+
+def check_document_masking(recipe: Recipe, args: TrainingArguments) -> None:
+    """Raise OptionError where documents would see each other, or their mask would not fit."""
+    rows, size = args.per_device_train_batch_size, mask_bytes(recipe, args, recipe.length)
+    if size > _LARGEST_MASK:
+        raise OptionError(
+            f"--document_masking with --attn {recipe.attn or 'sdpa'} makes a mask of --length x "
+            f"--length for each row, {size / 2**30:.1f} GiB, and rules out the fast kernels; give "
+            f"--attn flex_attention, --attn flash_attention_2 with one row a device, a --length of "
+            f"at most {math.isqrt(_LARGEST_MASK // rows)}, or leave it out"
+        )
+    if "flash" in (recipe.attn or "") and rows > 1:
+        raise OptionError(
+            f"--document_masking with --attn {recipe.attn} keeps documents apart in one row at a "
+            f"time only; give --per_device_train_batch_size 1 and --gradient_accumulation_steps "
+            f"{args.gradient_accumulation_steps * rows}, or --attn flex_attention"
+        )
+
+
 def decisive(recipe: Recipe, args: TrainingArguments) -> dict[str, Any]:
     """What decides the numbers of a run, as JSON."""
     values = {name: getattr(args, name) for name in _DECISIVE}
@@ -206,7 +245,7 @@ def decisive(recipe: Recipe, args: TrainingArguments) -> dict[str, Any]:
 def check_output(recipe: Recipe, args: TrainingArguments) -> None:
     """Settle where to resume; raise OptionError if another run's results are in the way."""
     folder, asked = Path(args.output_dir), args.resume_from_checkpoint
-    last = _last_checkpoint(folder)
+    last = _last_checkpoint(folder, args)
     if asked is None or asked.lower() == "false":
         args.resume_from_checkpoint = None
         if last is not None or any(folder.glob("*.safetensors")):
@@ -217,14 +256,25 @@ def check_output(recipe: Recipe, args: TrainingArguments) -> None:
         return
     if asked.lower() == "true":
         args.resume_from_checkpoint = None if last is None else str(last)
-    if args.resume_from_checkpoint is None or not Path(args.resume_from_checkpoint).is_dir():
+        if last is None and _checkpoints(folder):  # killed while it wrote the first one
+            return
+    elif not _whole(Path(asked), args):
+        args.resume_from_checkpoint = None
+    if args.resume_from_checkpoint is None:
         where = f"in {folder}" if asked.lower() == "true" else asked
         raise OptionError(
             f"there is no checkpoint to go on from ({where}); leave --resume_from_checkpoint out, "
-            f"or give a folder such as {folder}/checkpoint-100"
+            f"or give a folder such as {folder}/checkpoint-100 that was written to its end"
         )
     if (folder / SETTINGS).exists():
-        before = json.loads((folder / SETTINGS).read_text(encoding="utf-8"))
+        try:
+            before = dict(json.loads((folder / SETTINGS).read_text(encoding="utf-8")))
+        except (OSError, ValueError, TypeError) as error:
+            raise OptionError(
+                f"{folder / SETTINGS} cannot be read ({error}), so that nothing tells with which "
+                f"settings {folder} was begun; delete it to go on with those given, or give "
+                f"another --output_dir"
+            ) from None
         now = decisive(recipe, args)
         changed = [f"{k} {before.get(k)!r} -> {now[k]!r}" for k in now if before.get(k) != now[k]]
         if changed:
@@ -234,10 +284,75 @@ def check_output(recipe: Recipe, args: TrainingArguments) -> None:
             )
 
 
-def _last_checkpoint(folder: Path) -> Path | None:
+def write_settings(recipe: Recipe, args: TrainingArguments) -> None:
+    """What a resumed run is held against, in the folder of the run: all of it, or nothing."""
+    folder = Path(args.output_dir)
+    folder.mkdir(parents=True, exist_ok=True)
+    text = json.dumps(decisive(recipe, args), indent=1) + "\n"
+    unfinished = folder / f"{SETTINGS}.tmp"
+    unfinished.write_text(text, encoding="utf-8")
+    unfinished.replace(folder / SETTINGS)
+
+
+def finished(args: TrainingArguments) -> Path | None:
+    """The checkpoint to resume from, if no step is left to train after it."""
+    if args.resume_from_checkpoint is None:
+        return None
+    checkpoint = Path(args.resume_from_checkpoint)
+    state = _state(checkpoint) or {}
+    steps = args.max_steps if args.max_steps > 0 else state.get("max_steps", 0)
+    return checkpoint if 0 < steps <= state.get("global_step", 0) else None
+
+
+def save_from(checkpoint: Path, folder: Path) -> None:
+    """Save a model as Trainer has saved it in a checkpoint; what is there already stays."""
+    for file in sorted(checkpoint.iterdir()):
+        there = folder / file.name
+        if not file.is_file() or file.name.startswith(_TO_GO_ON):
+            continue
+        if there.exists() and filecmp.cmp(file, there, shallow=False):
+            continue
+        unfinished = folder / f"{file.name}.tmp"
+        shutil.copyfile(file, unfinished)
+        unfinished.replace(there)
+
+
+def _checkpoints(folder: Path) -> list[Path]:
+    """Complete or not, the last one first."""
+    found = [f for f in folder.glob("checkpoint-*") if f.name.split("-", 1)[1].isdecimal()]
+    return sorted(found, key=lambda f: -int(f.name.split("-")[1]))
+
+
+def _last_checkpoint(folder: Path, args: TrainingArguments) -> Path | None:
     """The last one that is whole: a run that is killed may leave a beginning of one behind."""
-    for found in sorted(folder.glob("checkpoint-*"), key=lambda c: -int(c.name.split("-")[1])):
-        with contextlib.suppress(OSError, ValueError):
-            json.loads((found / TRAINER_STATE_NAME).read_text(encoding="utf-8"))  # written last
-            return found
+    return next((found for found in _checkpoints(folder) if _whole(found, args)), None)
+
+
+def _state(checkpoint: Path) -> dict[str, Any] | None:
+    with contextlib.suppress(OSError, ValueError):
+        state = json.loads((checkpoint / TRAINER_STATE_NAME).read_text(encoding="utf-8"))
+        if isinstance(state, dict) and isinstance(state.get("global_step"), int):
+            return state
     return None
+
+
+def _whole(checkpoint: Path, args: TrainingArguments) -> bool:
+    """Whether a checkpoint was written to its end, by every process of the run.
+
+    The first process writes its state last, and each the state of its random generators after
+    all else.
+    """
+    if _state(checkpoint) is None:
+        return False
+    ranks = [""] if args.world_size == 1 else [f"_{rank}" for rank in range(args.world_size)]
+    if not args.save_only_model and not all(
+        (checkpoint / f"rng_state{rank}.pth").is_file() for rank in ranks
+    ):
+        return False
+    for file in checkpoint.glob("*.safetensors"):
+        try:
+            with safe_open(file, framework="pt"):  # compares its size with what it is to hold
+                pass
+        except (OSError, SafetensorError):
+            return False
+    return True

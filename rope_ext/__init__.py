@@ -9,12 +9,14 @@ from rope_ext.advice import (
     recommend,
 )
 from rope_ext.describing import Description, MethodInfo, describe, methods
+from rope_ext.engines import Export, export
 from rope_ext.errors import (
     AdapterError,
     AlreadyPatchedError,
     AlreadyScaledError,
     CacheError,
     ExportError,
+    LoadError,
     MeasureError,
     NoRopeError,
     NotPatchedError,
@@ -25,7 +27,6 @@ from rope_ext.errors import (
     UnsupportedModelError,
 )
 from rope_ext.evolution import search
-from rope_ext.exporting import Export, export
 from rope_ext.methods import (
     ABF,
     NTK,
@@ -74,6 +75,7 @@ __all__ = [
     "LMInfinite",
     "LeakyReRoPE",
     "Llama3",
+    "LoadError",
     "LongRoPE",
     "MeasureError",
     "MethodInfo",

@@ -23,7 +23,6 @@ from rope_ext.errors import OptionError, RopeExtError, UnsupportedModelError
 from rope_ext.methods import (
     ABF,
     PI,
-    Band,
     DualChunk,
     DynamicYaRN,
     FrequencyMethod,
@@ -33,9 +32,9 @@ from rope_ext.methods import (
     Rope,
     SelfExtend,
     YaRN,
+    distances_in_use,
 )
 from rope_ext.methods.abf import bounded_length, smallest_base
-from rope_ext.methods.geometry import ChunkGap, Distance
 from rope_ext.patching import Patch, current_patch, first_site, patched
 from rope_ext.persistence import is_scaled
 from rope_ext.records import option_texts
@@ -255,7 +254,7 @@ def recommend(
         NoRopeError, UnsupportedModelError, AlreadyScaledError: as :func:`rope_ext.patch`, where
             it would accept none of the methods.
     """
-    model = model_of(model_or_config)
+    model, notes = _built(model_or_config)
     decoder = text_decoder(model)
     require_length("target_length", target_length)
     site = first_site(model)
@@ -281,7 +280,7 @@ def recommend(
     if not accepted:
         raise refusals[0]
     (method, why, unproven), *others = accepted
-    reasons = [why, *_more(site.rope, method, target_length, factor, finetune), *reasons]
+    reasons = [why, *_more(site.rope, method, target_length, factor, finetune), *reasons, *notes]
     if unproven:
         reasons.append(
             "A configuration alone does not show whether this family accepts position methods: "
@@ -306,16 +305,31 @@ def recommend(
 
 
 def model_of(given: nn.Module | PreTrainedConfig | str | Path) -> nn.Module:
-    """The model, or one without weights."""
-    if isinstance(given, (str, Path)):
-        from rope_ext.measure.models import load_config
+    """The model, or one without weights; that of a configuration saved under a patch has none."""
+    return _built(given)[0]
 
+
+def _built(
+    given: nn.Module | PreTrainedConfig | str | Path,
+) -> tuple[nn.Module, tuple[str, ...]]:
+    """As ``model_of``, and a note where a patch is left out."""
+    from rope_ext.measure.models import load_config, saved_under
+
+    if isinstance(given, (str, Path)):
         given = load_config(str(given))
     if not isinstance(given, PreTrainedConfig):
-        return given
+        return given, ()
+    config, notes = copy.deepcopy(given), ()
+    record = saved_under(config)
+    if record is not None:  # nothing can be built of it as it is
+        record.restore(config)
+        notes = (
+            f"It was saved under {record.call()}; this is about the model without that. For the "
+            f"other, load it with rope_ext.from_pretrained and pass the model.",
+        )
     try:
         with torch.device("meta"):
-            return AutoModelForCausalLM.from_config(copy.deepcopy(given))
+            return AutoModelForCausalLM.from_config(config), notes
     except Exception as error:
         raise UnsupportedModelError(
             f"no causal language model can be built of {type(given).__name__} ({error}); pass the "
@@ -485,7 +499,7 @@ def diagnose(model: nn.Module | PreTrainedConfig | str | Path, length: int) -> D
         OptionError: the length is no positive number.
         NoRopeError, UnsupportedModelError, RecordError: as :func:`rope_ext.patch`.
     """
-    model = model_of(model)
+    model, notes = _built(model)
     decoder = text_decoder(model)
     require_length("length", length)
     patch, described = current_patch(model), describe(model)
@@ -496,7 +510,7 @@ def diagnose(model: nn.Module | PreTrainedConfig | str | Path, length: int) -> D
         length=length,
         trained_length=described.length,
         sites=tuple(_site(decoder, site, patch, length) for site in sites),
-        notes=described.notes,
+        notes=(*described.notes, *notes),
     )
 
 
@@ -532,7 +546,9 @@ def _site(decoder: nn.Module, site: RotarySite, patch: Patch | None, length: int
 def frequencies_at(rope: Rope, method: FrequencyMethod, length: int) -> torch.Tensor:
     """Radians per token (float64, ``[pairs]``) in a sequence of ``length`` tokens."""
     if method.adapts:
-        return method.inv_freq_at(rope, torch.tensor([length], dtype=torch.float64))[0]
+        return method.inv_freq_at(rope, torch.tensor([length], dtype=torch.float64, device="cpu"))[
+            0
+        ]
     return method.inv_freq(rope)
 
 
@@ -543,18 +559,3 @@ def _text(method: Method) -> str:
 def _window(config: Any) -> int | None:
     names = ("sliding_window", "attention_window_size", "attention_chunk_size")
     return next((w for w in (getattr(config, name, None) for name in names) if w), None)
-
-
-def distances_in_use(bands: tuple[Band, ...], length: int) -> float:
-    """One more than the largest distance that the maps make of any within ``length`` tokens."""
-    m = torch.arange(length, dtype=torch.float64)
-    largest = 0.0
-    for band in bands:
-        n = torch.zeros_like(m)  # of the keys in a band, the first has the smallest position
-        geometry = band.geometry
-        if isinstance(geometry, Distance) and geometry.last is not None:
-            n = (m - geometry.last + 1).clamp(min=0)
-        elif isinstance(geometry, ChunkGap):
-            n = ((m // geometry.size - geometry.first) * geometry.size).clamp(min=0)
-        largest = max(largest, float(band.distances(m, n).nan_to_num(nan=0).max()))
-    return largest + 1

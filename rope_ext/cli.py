@@ -33,7 +33,7 @@ TrainedLength = Annotated[
     int | None, typer.Option(help="If the configuration does not say it rightly.")
 ]
 Text = Annotated[
-    list[Path] | None,
+    list[str] | None,
     typer.Option(
         help="Text, .jsonl, .parquet or folder to read; repeat. Default: Python's own library."
     ),
@@ -62,7 +62,7 @@ def compare(
     output: Annotated[Path, typer.Option(help="Folder for results.")] = Path("rope-ext-compare"),
     resume: Annotated[bool, typer.Option("--resume", help="Use what --output holds.")] = False,
     overwrite: Annotated[
-        bool, typer.Option("--overwrite", help="Delete what --output holds.")
+        bool, typer.Option("--overwrite", help="Delete results in --output.")
     ] = False,
     seed: Annotated[int, typer.Option(help="Of texts, prompts and intervals.")] = 0,
     dtype: Dtype = "auto",
@@ -141,7 +141,7 @@ def search(
         Path, typer.Option(help="The options found, a .json file; a search that is there goes on.")
     ],
     text: Annotated[
-        list[Path] | None,
+        list[str] | None,
         typer.Option(
             help="Text, .jsonl, .parquet or folder; repeat. Default: Python's own library, but for "
             "the part that is measured by default."
@@ -234,8 +234,16 @@ def diagnose(
 def export(
     model: Model,
     method: Annotated[str, typer.Option(help="Method of the patch to export.")],
-    engine: Annotated[str, typer.Option(help="vllm, sglang, llama.cpp or transformers.")],
+    engine: Annotated[
+        str, typer.Option(help="vllm, sglang, llama.cpp, ollama, mlx or transformers.")
+    ],
     factor: Factor = 4.0,
+    legacy: Annotated[
+        bool, typer.Option("--legacy", help="transformers: add the names of older readers.")
+    ] = False,
+    output: Annotated[
+        Path | None, typer.Option(help="Folder of the saved model: write the engine's files there.")
+    ] = None,
     compose: Compose = False,
     option: Option = None,
 ) -> None:
@@ -243,7 +251,116 @@ def export(
     with clean_errors():
         import rope_ext
 
-        print(rope_ext.export(_patched(model, method, factor, compose, option), engine))
+        options = {"legacy": True} if legacy else {}
+        rope_ext.engines.build_engine(engine, **options)  # mistakes show before the weights do
+        patched = _patched(model, method, factor, compose, option)
+        made = rope_ext.export(patched, engine, **options)
+        print(made)
+        for path in [] if output is None else made.write(output):
+            tell(f"wrote {path}")
+
+
+@app.command()
+def gguf(
+    source: Annotated[
+        str, typer.Argument(help="FILE.gguf; or the folder of a patched model, and its file next.")
+    ],
+    file: Annotated[str | None, typer.Argument(help="FILE.gguf of the folder's model.")] = None,
+    output: Annotated[Path, typer.Option(help="The file to write.")] = ...,
+    method: PatchedWith = None,
+    factor: Factor = 4.0,
+    trained_length: TrainedLength = None,
+    compose: Compose = False,
+    option: Option = None,
+) -> None:
+    """Write a patch into a file of llama.cpp: keys, and a tensor where they cannot say it."""
+    with clean_errors():
+        from rope_ext.engines import gguf_file
+
+        if file is None:
+            made = gguf_file.extended(source, output, method, factor, trained_length, option)
+        else:
+            model = _patched(source, method, factor, compose, option)
+            made = gguf_file.following(model, file, output)
+        tell(f"wrote {output}")
+        print(shlex.join(["llama-server", "--model", str(output), *made.in_file]))
+
+
+@app.command()
+def verify(
+    model: Annotated[str, typer.Argument(help="Folder or Hub id; no weights are read.")],
+    engine: Annotated[str, typer.Option(help="llama.cpp, mlx or transformers.")] = "llama.cpp",
+    method: PatchedWith = None,
+    factor: Factor = 4.0,
+    flags: Annotated[
+        str | None,
+        typer.Option(help="Of llama-server, for an unscaled file, instead of those of `export`."),
+    ] = None,
+    as_saved: Annotated[
+        bool, typer.Option("--as-saved", help="mlx: the folder without the file of `export`.")
+    ] = False,
+    write: Annotated[
+        Path | None, typer.Option(help="Write the miniature to this folder, to be served.")
+    ] = None,
+    url: Annotated[
+        str | None, typer.Option(help="A server of the written miniature, http://HOST:PORT.")
+    ] = None,
+    served_as: Annotated[str | None, typer.Option(help="Its name on that server.")] = None,
+    length: Annotated[str, typer.Option(help="Longest prompt in tokens.")] = "2k",
+    tolerance: Annotated[
+        float | None, typer.Option(help="Of log-probabilities. Default: 0.002; of a --url, 0.05.")
+    ] = None,
+    json: Annotated[Path | None, typer.Option(help="Write all numbers to this file.")] = None,
+    trained_length: TrainedLength = None,
+    option: Option = None,
+) -> None:
+    """Run a miniature in an engine and say what it computes; exit code 0 if that is the patch.
+
+    The miniature has the rotary embedding of the model, under --method or as it was saved.
+    """
+    with clean_errors():
+        import tempfile
+
+        from rope_ext.engines import verifying
+        from rope_ext.measure.models import load_config
+        from rope_ext.measure.run import checked_methods
+
+        quiet()
+        longest = parse_length(length)
+        if url is None and write is None and engine not in verifying.ENGINES:
+            raise OptionError(
+                f"--engine {engine!r} is not run here; give one of "
+                f"{', '.join(verifying.ENGINES)}, or for others --write FOLDER, serve that, and "
+                f"--url http://HOST:PORT"
+            )
+        if method is None and option:
+            raise OptionError(f"--option {option[0]} is for a method; give --method, too")
+        names = [] if method is None else [method]
+        methods = checked_methods(names, factor, parse_options(option, names)) if names else {}
+        ((name, values),) = methods.items() if methods else ((None, {}),)
+        if name is not None and trained_length is not None:
+            values = {**values, "original_max_position_embeddings": trained_length}
+        miniature = verifying.Miniature.of(load_config(model), name, **values)
+        if write is not None:
+            words = verifying.write(miniature, write)
+            tell(f"wrote {write}; serve it, for instance with:")
+            print(shlex.join(["llama-server", *words]))
+            return
+        with tempfile.TemporaryDirectory() as folder:
+            if url is None:
+                given = "" if as_saved else flags
+                run = verifying.in_process(miniature, engine, Path(folder), given)
+            else:
+                run, engine = verifying.endpoint(url, served_as), url
+            usual = verifying.TOLERANCE if url is None else verifying.SERVED
+            allowed = usual if tolerance is None else tolerance
+            found = verifying.verify(miniature, run, engine, longest, allowed)
+        print(found)
+        for note in found.notes:
+            tell(f"note: {note}", "yellow")
+        if json is not None:
+            json.write_text(found.to_json(), encoding="utf-8")
+        sys.exit(0 if found.passed else 1)
 
 
 @app.command()

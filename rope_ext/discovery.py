@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+import math
 from collections import OrderedDict
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -18,8 +19,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from rope_ext.errors import NoRopeError, UnsupportedModelError
+from rope_ext.errors import NoRopeError, OptionError, UnsupportedModelError
 from rope_ext.methods import FrequencyMethod, Rope, geometric
+from rope_ext.methods.base import MOST_TOKENS, plain_number
 from rope_ext.records import trained_length
 
 SCALED_TYPES = ("linear", "dynamic", "yarn", "longrope", "llama3")
@@ -93,9 +95,21 @@ class RotarySite:
         return kwargs.get("layer_type", args[2] if len(args) > 2 else None) == self.layer_type
 
     def under(self, method: FrequencyMethod) -> tuple[torch.Tensor, float]:
-        """Frequencies (float64, ``[pairs]``) and scaling when ``method`` is in force."""
+        """Frequencies (float64, ``[pairs]``) and scaling when ``method`` is in force.
+
+        Raises:
+            OptionError: the options do not go with this model.
+        """
         scaling = method.attention_scaling(self.rope) * self.scaling
-        return method.inv_freq(self.rope), scaling
+        inv_freq = method.inv_freq(self.rope)
+        most = max(math.pi, float(self.rope.inv_freq.max()))  # beyond, tokens look alike
+        if not (inv_freq <= most).all() or not math.isfinite(scaling):
+            raise OptionError(
+                f"{method} gives frequencies up to {float(inv_freq.max()):g} radians per token and "
+                f"cos and sin times {scaling:g} on {self.name or 'this model'}; choose options "
+                f"with which no pair turns by more than half a circle per token"
+            )
+        return inv_freq, scaling
 
     @property
     def scaled(self) -> bool:
@@ -141,11 +155,12 @@ def find_sites(decoder: nn.Module, length: int | None = None) -> list[RotarySite
         length: trained context in tokens; None reads each configuration.
 
     Raises:
-        NoRopeError: there is none.
+        NoRopeError: there is none, or none is in use.
         UnsupportedModelError: one of them does not rotate by its buffer, or its trained length
             is unknown.
         RecordError: the configuration holds a record of a patch that cannot be read.
     """
+    _require_in_use(decoder)
     sites = []
     proven: dict[tuple, Columns] = {}
     for name, module in decoder.named_modules():
@@ -161,6 +176,19 @@ def find_sites(decoder: nn.Module, length: int | None = None) -> list[RotarySite
             f"Llama"
         )
     return sites
+
+
+def _require_in_use(decoder: nn.Module) -> None:
+    """Raise NoRopeError where a configuration turns the rotation off that the code has."""
+    uses = [module.use_rope for module in decoder.modules() if hasattr(module, "use_rope")]
+    off = "its layers all have use_rope off" if uses and not any(uses) else None
+    if getattr(text_config(decoder), "alibi", None):
+        off = "its configuration has alibi=True, which takes the place of the rotation"
+    if off is not None:
+        raise NoRopeError(
+            f"{type(decoder).__name__} does not rotate: {off}, so there is nothing to extend; "
+            f"choose a model that was trained with RoPE"
+        )
 
 
 def rope_parameters(config: Any, layer_type: str | None) -> dict[str, Any]:
@@ -192,8 +220,12 @@ def _site(
                 f"{type(decoder).__name__}: its configuration has no max_position_embeddings, so "
                 f"the trained length is unknown; pass original_max_position_embeddings=TOKENS"
             )
-    parameters = rope_parameters(config, layer_type)
-    base = parameters.get("rope_theta") or loaded[1].item() ** (-len(loaded))
+    if not 2 <= length <= MOST_TOKENS:
+        raise UnsupportedModelError(
+            f"{type(decoder).__name__}: a trained length of {length} tokens cannot be extended, "
+            f"only one of 2 to {MOST_TOKENS}; pass original_max_position_embeddings=TOKENS"
+        )
+    base = _base(decoder, rope_parameters(config, layer_type), loaded)
     theta = torch.where(loaded > 0, geometric(base, 2 * len(loaded)), 0.0)
     if not torch.allclose(theta, loaded.double(), rtol=1e-5, atol=0):
         theta = loaded.double()  # scaled already, or no geometric sequence
@@ -211,6 +243,19 @@ def _site(
         shared=shared,
         columns=proven[key],
     )
+
+
+def _base(decoder: nn.Module, parameters: dict[str, Any], loaded: torch.Tensor) -> float:
+    base = parameters.get("rope_theta")
+    if base is None and len(loaded) > 1 and 0 < loaded[1] < 1:
+        return loaded[1].item() ** (-len(loaded))
+    number = plain_number(base)
+    if number is None or not 1 < number < math.inf:
+        raise UnsupportedModelError(
+            f"{type(decoder).__name__}: rope_theta={base!r} is no base of rotary frequencies, "
+            f"which is a number above 1; correct rope_parameters in its configuration"
+        )
+    return float(number)
 
 
 def _loaded(decoder: nn.Module, module: nn.Module, buffer: str) -> torch.Tensor:
@@ -272,10 +317,10 @@ def _reach(config: Any, layer_type: str | None) -> tuple[bool, bool]:
 
 def _prove(decoder: nn.Module, module: nn.Module, layer_type: str | None, pairs: int) -> Columns:
     """Run a copy of ``module`` on made-up frequencies and read off its layout."""
-    inv_freq = 0.05 + 0.9 * torch.arange(pairs, dtype=torch.float64) / pairs
+    inv_freq = 0.05 + 0.9 * torch.arange(pairs, dtype=torch.float64, device="cpu") / pairs
     scaling = 1.25
     twin = _twin(module, layer_type, inv_freq, scaling)
-    positions = torch.tensor([[0, 1, 2, 3, 5, 8, 13, 21]])
+    positions = torch.tensor([[0, 1, 2, 3, 5, 8, 13, 21]], device="cpu")
     # Far enough apart that a column of one axis cannot pass for another's.
     axes = torch.stack((positions, positions + 40, positions + 90))
     columns = error = None
@@ -322,7 +367,7 @@ def _twin(
 
 @torch.no_grad()
 def _run(module: nn.Module, position_ids: torch.Tensor, layer_type: str | None) -> Any:
-    x = torch.zeros(1, position_ids.shape[-1], 1)
+    x = torch.zeros(1, position_ids.shape[-1], 1, device="cpu")
     extra = {} if layer_type is None else {"layer_type": layer_type}
     if "position_ids" not in inspect.signature(module.forward).parameters:
         raise TypeError("its forward takes no position_ids")
@@ -342,7 +387,7 @@ def _read(output: Any, ids: torch.Tensor, inv_freq: torch.Tensor, scaling: float
     elif ids.ndim == 3 and parts[0].shape[:-1] == ids.shape[1:]:  # axes mixed over columns
         candidates = ids.reshape(len(ids), -1, 1, 1).double() * inv_freq
         candidates = candidates.permute(1, 2, 0, 3).flatten(-2)  # [tokens, 1, axes * pairs]
-        axis = torch.arange(len(ids)).repeat_interleave(len(inv_freq))
+        axis = torch.arange(len(ids), device="cpu").repeat_interleave(len(inv_freq))
     else:
         return None
     cos, sin = (part.reshape(-1, part.shape[-1], 1).double() for part in parts)

@@ -50,6 +50,10 @@ class AdapterError(RopeExtError):
     """An adapter and the model it is put on do not carry the same patch."""
 
 
+class LoadError(RopeExtError, OSError):
+    """A folder or Hub id holds no model that can be loaded."""
+
+
 class ExportError(RopeExtError):
     """An engine cannot run a patch."""
 
@@ -66,4 +70,7 @@ def nearest(word: str, known: Iterable[str]) -> str:
 
 def first_line(error: Exception) -> str:
     """What the error of another library says first, to quote within a sentence."""
-    return str(error).strip().split("\n", 1)[0].rstrip(".")
+    first, *more = str(error).strip().split("\n", 2)
+    if first.endswith(":") and more:  # it only announces the second
+        first = f"{first} {more[0].strip()}"
+    return first.rstrip(".")

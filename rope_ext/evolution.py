@@ -14,6 +14,7 @@ import math
 import os
 import random
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -24,6 +25,7 @@ from torch import nn
 from rope_ext.discovery import evaluating, unwrap
 from rope_ext.errors import MeasureError, OptionError
 from rope_ext.measure.cases import digest, mend
+from rope_ext.measure.folder import held, replace_file, writing
 from rope_ext.measure.forward import score
 from rope_ext.methods import NTK, PI, FrequencyMethod, LongRoPE, Rope, YaRN
 from rope_ext.patching import SlidingLayers, first_site, patched
@@ -34,6 +36,7 @@ _STEPS = 100  # numbers are searched in hundredths
 _BEYOND = 1.25  # from 1 to this many times the factor
 _REACH = 4  # pairs: a new number lies between those of pairs so far away, at most
 _TRIES = 100  # to make a table that is new
+_ROOM = "make room and give the same again to go on"
 _logger = logging.getLogger("rope_ext")
 
 
@@ -198,6 +201,7 @@ def search(
 
     Ding et al. 2024, arXiv 2402.13753, sections 3.2 and 3.3.
     """
+    from rope_ext.measure.run import require_seed
     from rope_ext.measure.terminal import progress  # rich is not loaded with the package
 
     _check("target_length", target_length, 2)
@@ -219,6 +223,7 @@ def search(
             f"start_tokens={start_tokens!r} is not valid; give numbers to choose from, such as "
             f"(0, 4, 16)"
         )
+    require_seed(seed)
     if output is not None and Path(output).suffix != ".json":
         raise OptionError(f"output={str(output)!r} is not valid; it must end in .json")
     if original_max_position_embeddings is not None:
@@ -256,26 +261,23 @@ def search(
             pass
     rows = _windows(tokenizer, text, target_length, samples, seed)
     growth = {"population": population, "mutations": mutations, "crossovers": crossovers}
-    log = Log.of(
-        output,
-        {
-            "model": _fingerprint(model),
-            "text": digest(rows),
-            "target_length": target_length,
-            "samples": samples,
-            "scored": scored,
-            **growth,
-            "mutation_probability": mutation_probability,
-            "start_tokens": starts,
-            "attention_factor": attention_factor,
-            "seed": seed,
-            **arguments,
-        },
-    )
+    settings = {
+        "model": _fingerprint(model),
+        "text": digest(rows),
+        "target_length": target_length,
+        "samples": samples,
+        "scored": scored,
+        **growth,
+        "mutation_probability": mutation_probability,
+        "start_tokens": starts,
+        "attention_factor": attention_factor,
+        "seed": seed,
+        **arguments,
+    }
     space = Space(round(_BEYOND * factor * _STEPS), starts, mutation_probability)
     shown = progress()
     shown.disable |= not (shown.console.is_terminal or shown.console.is_jupyter)
-    with shown, evaluating(model):
+    with Log.of(output, settings) as log, shown, evaluating(model):
         total = len(known) + population + iterations * (mutations + crossovers)
         bar = shown.add_task("search", total=total * samples)
 
@@ -321,33 +323,47 @@ class Log:
         self.path, self.losses = path, losses
 
     @classmethod
-    def of(cls, output: str | os.PathLike[str] | None, settings: Mapping[str, Any]) -> Log:
-        """The log beside ``output``: a new one, or one of the same settings.
+    @contextmanager
+    def of(
+        cls, output: str | os.PathLike[str] | None, settings: Mapping[str, Any]
+    ) -> Iterator[Log]:
+        """The log beside ``output``: a new one, or one of the same settings; locked.
 
         Raises:
-            MeasureError: it is of other settings, or cannot be read or written.
+            MeasureError: it is of other settings, cannot be read or written, or is in use; or
+                what is in ``output`` does not come from it.
         """
         if output is None:
-            return cls(None, {})
+            yield cls(None, {})
+            return
         output = Path(output)
         path = output.with_suffix(".jsonl")
-        try:
+        with writing(path, "give another output"):
+            path.parent.mkdir(parents=True, exist_ok=True)
+        with held(path.parent, path.name):
+            yield cls(path, cls._begun(output, path, settings))
+
+    @staticmethod
+    def _begun(output: Path, path: Path, settings: Mapping[str, Any]) -> dict[str, float]:
+        """The losses that are known; files that are not of this very search stay as they are."""
+        with writing(path, "give another output"):
             if path.exists():
                 given, losses = _read(path)
                 _require_same(path, given, json.loads(json.dumps(settings)))
-                return cls(path, losses)
+                if output.exists() and not _comes_from(losses, output):
+                    raise MeasureError(
+                        f"{output} is not what the search in {path.name} found; move it away, or "
+                        f"give another output"
+                    )
+                mend(path)
+                return losses
             if output.exists():
                 raise MeasureError(
                     f"{output} exists, without the {path.name} that a search could go on from; "
                     f"delete it, or give another output"
                 )
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(json.dumps({"search": settings}) + "\n", encoding="utf-8")
-        except OSError as error:
-            raise MeasureError(
-                f"cannot write to {path}: {error.strerror}; give another output"
-            ) from None
-        return cls(path, {})
+            replace_file(path, (json.dumps({"search": settings}) + "\n").encode())
+        return {}
 
     def loss(self, method: FrequencyMethod) -> float | None:
         """Its loss, nats per token, if it was tried."""
@@ -357,17 +373,32 @@ class Log:
         """Write a loss down."""
         self.losses[_key(method)] = loss
         if self.path is not None:
-            with self.path.open("a", encoding="utf-8") as file:
-                file.write(json.dumps({"method": json.loads(_key(method)), "loss": loss}) + "\n")
+            text = json.dumps({"method": json.loads(_key(method)), "loss": loss}) + "\n"
+            with writing(self.path, _ROOM), self.path.open("a", encoding="utf-8") as file:
+                file.write(text)
 
     def keep(self, best: LongRoPE) -> None:
         """Replace the options in ``output``, at once."""
         if self.path is None:
             return
-        options = {name: value for name, value in best.options().items() if value}
-        draft = self.path.with_suffix(".tmp")
-        draft.write_text(json.dumps(options) + "\n", encoding="utf-8")
-        draft.replace(self.path.with_suffix(".json"))
+        output = self.path.with_suffix(".json")
+        with writing(output, _ROOM):
+            replace_file(output, (json.dumps(_given(best.options())) + "\n").encode())
+
+
+def _given(options: Mapping[str, Any]) -> dict[str, Any]:
+    """What is written of a table's options: those that say something."""
+    return {name: value for name, value in options.items() if value}
+
+
+def _comes_from(losses: Mapping[str, float], output: Path) -> bool:
+    """Whether ``output`` holds one of the tables in a log."""
+    try:
+        found = json.loads(output.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError):
+        return False
+    tried = map(json.loads, losses)
+    return any(one.pop("name") == LongRoPE.name and _given(one) == found for one in tried)
 
 
 def _key(method: FrequencyMethod) -> str:
@@ -375,12 +406,13 @@ def _key(method: FrequencyMethod) -> str:
 
 
 def _read(path: Path) -> tuple[dict[str, Any], dict[str, float]]:
-    """Settings and losses of a log; a line that a killed search left unfinished is cut off."""
-    mend(path)
+    """Settings and losses of a log, without the line that a killed search left unfinished."""
     try:
-        head, *lines = map(json.loads, path.read_text(encoding="utf-8").splitlines())
-        return head["search"], {json.dumps(line["method"]): line["loss"] for line in lines}
-    except (ValueError, TypeError, KeyError):
+        text, _, _ = path.read_text(encoding="utf-8").rpartition("\n")
+        head, *lines = map(json.loads, text.split("\n"))
+        losses = {json.dumps(line["method"]): float(line["loss"]) for line in lines}
+        return dict(head["search"]), losses
+    except (ValueError, TypeError, KeyError, RecursionError):
         raise MeasureError(
             f"{path} is not the log of a search; delete it, or give another output"
         ) from None

@@ -9,6 +9,7 @@ between the rows is the layout; whatever does not follow it is refused.
 from __future__ import annotations
 
 import math
+import threading
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,7 +25,7 @@ _NAME = "rope_ext_probe"  # names with sdpa, flash, flex_attention or a slash ta
 _TOKENS = 16
 _TOLERANCE = {torch.bfloat16: 3e-2, torch.float16: 5e-3}  # of the largest query or key
 _EXACT = 1e-4
-_seen: list[tuple[nn.Module, torch.Tensor, torch.Tensor, int | None]] = []
+_probing = threading.local()  # seen: what the layers have shown to the probe in this thread
 
 
 @dataclass(frozen=True, eq=False)
@@ -92,7 +93,7 @@ def _path(decoder: nn.Module, module: nn.Module) -> str:
 
 def _angles(pairs: int) -> torch.Tensor:
     """An angle for each pair, far apart, radians."""
-    return 0.2 + 5.8 * torch.arange(pairs, dtype=torch.float64) / pairs
+    return 0.2 + 5.8 * torch.arange(pairs, dtype=torch.float64, device="cpu") / pairs
 
 
 @torch.no_grad()
@@ -100,17 +101,18 @@ def _run(
     decoder: nn.Module, site: RotarySite
 ) -> list[tuple[nn.Module, torch.Tensor, torch.Tensor, int | None]]:
     """Queries and keys of every attention layer, one row per turn."""
-    if any(parameter.is_meta for parameter in decoder.parameters()):
+    if _lacks_weights(decoder):
         raise _refusal(decoder, "its weights lie on the meta device (load them first)")
     if any(hasattr(parameter, "device_mesh") for parameter in decoder.parameters()):
         raise _refusal(decoder, "its weights are sharded (patch it before fully_shard)")
     config = text_config(decoder)
     vocabulary = decoder.get_input_embeddings().num_embeddings
-    tokens = (torch.arange(_TOKENS) * 37 + 3) % vocabulary
+    tokens = (torch.arange(_TOKENS, device="cpu") * 37 + 3) % vocabulary
     device = decoder.get_input_embeddings().weight.device
+    device = "cpu" if device.type == "meta" else device  # offloaded: a hook moves the tokens along
     handle = site.module.register_forward_hook(_Turner(site), with_kwargs=True)
     before = config._attn_implementation_internal
-    _seen.clear()
+    _probing.seen = seen = []
     try:
         config._attn_implementation_internal = _NAME  # the public name sets sub-configurations too
         with evaluating(decoder):
@@ -122,12 +124,25 @@ def _run(
     finally:
         handle.remove()
         config._attn_implementation_internal = before
-        seen = list(_seen)
-        _seen.clear()
+        del _probing.seen
     hidden = output[0].double()
     if not torch.allclose(hidden, hidden[:1], rtol=0, atol=_tolerance(output[0])):
         raise _refusal(decoder, "positions act outside of its attention layers")
     return seen
+
+
+def _lacks_weights(module: nn.Module, loaded: bool = False) -> bool:
+    """Whether a weight lies on meta and no hook of accelerate (offloading) loads it in forwards.
+
+    ``loaded``: a module around this one has a hook that loads its parts as well.
+    """
+    hook = module.__dict__.get("_hf_hook")
+    hooks = [one for one in getattr(hook, "hooks", (hook,)) if getattr(one, "offload", False)]
+    own = module.parameters(recurse=False)
+    if not loaded and not hooks and any(parameter.is_meta for parameter in own):
+        return True
+    loaded = loaded or any(one.place_submodules for one in hooks)
+    return any(_lacks_weights(part, loaded) for part in module.children())
 
 
 def _tolerance(x: torch.Tensor) -> float:
@@ -170,7 +185,7 @@ def _look(
     """Attention function: nothing is seen, so that all rows stay equal."""
     if attention_mask is not None and attention_mask is not _MASK:
         raise _RefusedError(f"{type(module).__name__} makes an attention mask of its own")
-    _seen.append((module, query, key, kwargs.get("sliding_window")))
+    _probing.seen.append((module, query, key, kwargs.get("sliding_window")))
     rows, heads, tokens = query.shape[:3]
     return query.new_zeros(rows, tokens, heads, value.shape[-1]), None
 

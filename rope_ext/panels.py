@@ -132,7 +132,9 @@ def attention(
 
 def distances(axes: Any, rope: Rope, methods: Lines, length: int) -> None:
     """Distance in use by distance, from the last token."""
-    distance = torch.linspace(0, length - 1, min(length, _POINTS), dtype=torch.float64).round()
+    distance = torch.linspace(
+        0, length - 1, min(length, _POINTS), dtype=torch.float64, device="cpu"
+    ).round()
     highest = rope.length
     for label, method in methods.items():
         used = used_distances(rope, method, length, distance)
@@ -163,7 +165,9 @@ def _gap(values: torch.Tensor) -> str:
 
 def _nearby(length: int) -> tuple[torch.Tensor, list[int], list[float]]:
     """Distances, how many of them are drawn as one, and where."""
-    distance = torch.logspace(0, math.log2(max(length - 1, 1)), _POINTS, 2, dtype=torch.float64)
+    distance = torch.logspace(
+        0, math.log2(max(length - 1, 1)), _POINTS, 2, dtype=torch.float64, device="cpu"
+    )
     distance = distance.round().unique()
     # The fast pairs swing with every few tokens: raw lines would hide each other.
     _, sizes = (_BINS * distance.log2()).floor().unique_consecutive(return_counts=True)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
@@ -22,13 +23,28 @@ from rope_ext.errors import (
     UnsupportedModelError,
 )
 from rope_ext.methods import FrequencyMethod, Method, PositionMethod, Rope, build_method
+from rope_ext.methods.base import MOST_TOKENS, whole_number
 from rope_ext.position import Mapping
 from rope_ext.records import ARGUMENTS, FIELD, Record
+from rope_ext.sequences import Sequences, follow
 
 Model = TypeVar("Model", bound=nn.Module)
+Function = TypeVar("Function", bound=Callable[..., Any])
 SlidingLayers = Literal["auto", "keep", "scale"]
 _STATE = "_rope_ext"
+_lock = threading.RLock()  # one for all models: they may share a configuration
 _logger = logging.getLogger("rope_ext")
+
+
+def _one_at_a_time(function: Function) -> Function:
+    """Let no two threads change or probe a model at the same time."""
+
+    @functools.wraps(function)
+    def waiting(*args: Any, **kwargs: Any) -> Any:
+        with _lock:
+            return function(*args, **kwargs)
+
+    return waiting
 
 
 @dataclass
@@ -73,6 +89,7 @@ class Patch:
         return site.under(self.frequencies)
 
 
+@_one_at_a_time
 def patch(
     model: Model,
     method: str | Method = "yarn",
@@ -88,6 +105,9 @@ def patch(
     **options: Any,
 ) -> Model:
     """Extend the context of ``model``, in place.
+
+    Threads that patch or unpatch wait for each other. A forward in another thread does not wait:
+    let those of this model end first.
 
     Args:
         model: a loaded transformers model with rotary embeddings, or a ``PeftModel``, compiled
@@ -125,13 +145,14 @@ def patch(
     _check("kernel", kernel, ("auto", "flash", "flex", "reference"))
     _check("sliding_layers", sliding_layers, ("auto", "keep", "scale"))
     _check("precise", precise, ("auto", True, False))
-    if original_max_position_embeddings is not None and (
-        type(original_max_position_embeddings) is not int or original_max_position_embeddings < 1
-    ):
-        raise OptionError(
-            f"original_max_position_embeddings={original_max_position_embeddings!r} is not valid; "
-            f"it must be a positive number of tokens"
-        )
+    if original_max_position_embeddings is not None:
+        given = original_max_position_embeddings
+        original_max_position_embeddings = whole_number(given, minimum=2)
+        if original_max_position_embeddings is None:
+            raise OptionError(
+                f"original_max_position_embeddings={given!r} is not valid; it must be a number of "
+                f"tokens, from 2 to {MOST_TOKENS}"
+            )
     decoder = text_decoder(model)
     earlier = decoder.__dict__.get(_STATE)
     if earlier is not None and not replace:
@@ -165,6 +186,7 @@ def patch(
     return model
 
 
+@_one_at_a_time
 def unpatch(model: Model) -> Model:
     """Take a patch back: every buffer, scalar and configuration value as before, bit for bit.
 
@@ -203,16 +225,17 @@ def patched(model: Model, method: str | Method = "yarn", **kwargs: Any) -> Itera
         RopeExtError: as :func:`patch`.
     """
     decoder = text_decoder(model)
-    earlier = decoder.__dict__.get(_STATE)
-    with persistence.quieted(_logger, logging.ERROR):  # it is not there to be saved
+    with _lock, persistence.quieted(_logger, logging.ERROR):  # it is not there to be saved
+        earlier = decoder.__dict__.get(_STATE)
         patch(model, method, **kwargs)
     try:
         yield model
     finally:
-        if _STATE in decoder.__dict__:
-            unpatch(model)
-        if earlier is not None:
-            _patch(unwrap(model), decoder, earlier.record.method, **earlier.arguments)
+        with _lock:
+            if _STATE in decoder.__dict__:
+                unpatch(model)
+            if earlier is not None:
+                _patch(unwrap(model), decoder, earlier.record.method, **earlier.arguments)
 
 
 def current_patch(model: nn.Module) -> Patch | None:
@@ -233,11 +256,7 @@ def _method(method: str | Method, options: dict[str, Any]) -> Method:
             f"{', '.join(options)} given beside a method object; set it on the object: "
             f"{type(method).__name__}({', '.join(f'{k}={v!r}' for k, v in options.items())})"
         )
-    if method.factor <= 1 and not method.works_within:
-        raise OptionError(
-            f"{method.name}: factor={method.factor!r} would not extend anything; it must be a "
-            f"number greater than 1 (4 makes 4 times the trained context)"
-        )
+    method.check()
     return method
 
 
@@ -255,6 +274,7 @@ def _under(method: Method, frequency: str | FrequencyMethod | None) -> Frequency
             f"frequency={frequency!r} is not valid; it must be a frequency method object such as "
             f"rope_ext.NTK(factor=2)"
         )
+    frequency.check()
     if frequency.adapts:
         raise OptionError(
             f"{frequency.name} changes with the sequence and cannot go under {method.name}; pass "
@@ -269,7 +289,7 @@ def _under(method: Method, frequency: str | FrequencyMethod | None) -> Frequency
 
 
 def _check(option: str, value: Any, valid: tuple[Any, ...]) -> None:
-    if value not in valid:
+    if not any(type(value) is type(x) and value == x for x in valid):  # an array is neither
         raise OptionError(
             f"{option}={value!r} is not valid; it must be one of {', '.join(map(repr, valid))}"
         )
@@ -328,7 +348,7 @@ def _patch(
 
 def _record(state: Patch, given: Method, before: dict[str, Any]) -> Record:
     # Plain transformers lets frequencies grow within a sequence, and has float32 angles only.
-    plain = state.native and not state.precise and state.applied.rows is None
+    plain = state.native and not state.precise and state.applied.sequences is None
     arguments = {**state.arguments, "frequency": state.arguments["under"]}
     return Record(
         method=given,
@@ -370,16 +390,16 @@ def _apply_frequencies(model: nn.Module, decoder: nn.Module, state: Patch) -> di
     state.precise, state.native = precise, how.native
     per_sequence = method.adapts and not growing
     state.notes = _notes(sites, scaled, how.note, keep, precise, per_sequence and how.native)
-    if per_sequence:
+    if per_sequence or method.start_tokens:
         trained = min(site.rope.length for site in scaled)
-        applied.rows = frequency.RowLengths(method, trained)
+        applied.sequences = Sequences(method, trained)
     for site in scaled:
         inv_freq, scaling = targets[id(site)]
         if growing:
             applied.states.append(frequency.grow(site))
             continue
         native = keep and site.shared
-        hooked = precise or method.adapts or native or method.start_tokens > 0
+        hooked = precise or native or applied.sequences is not None
         if method.adapts:  # the hook replaces them; a fresh module holds the trained ones
             applied.states.append(frequency.write(site, site.loaded, site.scaling, hooked))
         else:
@@ -387,14 +407,14 @@ def _apply_frequencies(model: nn.Module, decoder: nn.Module, state: Patch) -> di
             applied.states.append(frequency.write(site, buffer, scaling, hooked))
         if hooked:
             hook = frequency.RotaryHook(
-                site, inv_freq, scaling, precise, applied.rows, native, method.start_tokens
+                site, inv_freq, scaling, precise, applied.sequences, native, method.start_tokens
             )
             applied.handles.append(site.module.register_forward_hook(hook, with_kwargs=True))
     if growing:
         refuse = functools.partial(_refuse_sharded, method.name)
         applied.handles.append(decoder.register_forward_pre_hook(refuse))
-    if applied.rows is not None:
-        frequency.follow_rows(decoder, model, applied)
+    if applied.sequences is not None:
+        follow(decoder, model, applied)
     if keep:
         kinds = list(text_config(decoder).layer_types)
         applied.handles += frequency.keep_native(decoder, kinds)
@@ -429,6 +449,7 @@ def _apply_positions(model: nn.Module, decoder: nn.Module, state: Patch) -> dict
             inv_freq, scaling = site.loaded.double(), site.scaling
             state.applied.states.append(frequency.write(site, site.loaded, scaling, True))
         table[site] = inv_freq, scaling
+    reached = method.reached(rope)
     state.method = method.resolved(rope)
     state.target_length = method.target_length(rope)
     precise = state.arguments["precise"]
@@ -440,6 +461,13 @@ def _apply_positions(model: nn.Module, decoder: nn.Module, state: Patch) -> dict
     state.mapping.install(decoder)
     how = persistence.unsaved(model, decoder, state.sites, scaled, state.target_length)
     state.notes = [f"saving: {how.note}", *state.mapping.notes()]
+    if reached < state.target_length:
+        note = (
+            f"distances: {state.method} keeps to trained ones up to {reached} tokens only, of "
+            f"{state.target_length}"
+        )
+        state.notes.append(note)
+        _logger.warning("rope_ext: %s", note)
     return how.values
 
 
@@ -473,6 +501,7 @@ def chosen_sites(
     return chosen
 
 
+@_one_at_a_time
 def first_site(
     model: nn.Module, sliding_layers: SlidingLayers = "auto", length: int | None = None
 ) -> RotarySite:
@@ -523,14 +552,14 @@ def refuse_scaled(
 
 
 def _target(method: FrequencyMethod, site: RotarySite) -> tuple[torch.Tensor, float]:
-    """Float64 frequencies and scaling after the patch; raises if nothing would change."""
+    """Float64 frequencies and scaling after the patch; raises if it would extend nothing."""
+    method.check(site.rope.length)
     inv_freq, scaling = site.under(method)
-    unchanged = torch.allclose(inv_freq, site.rope.inv_freq, rtol=1e-9, atol=0)
-    if unchanged and scaling == site.scaling:
+    if not method.extends(site.rope):
         options = ", ".join(f"{k}={v!r}" for k, v in method.options().items())
         raise OptionError(
-            f"{method.name}({options}) changes nothing on {site.name or 'this model'}: every "
-            f"frequency stays as it is; choose a larger factor or other options"
+            f"{method.name}({options}) extends nothing on {site.name or 'this model'}: no "
+            f"frequency becomes smaller; choose a larger factor or other options"
         )
     return inv_freq, scaling
 

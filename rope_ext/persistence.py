@@ -20,14 +20,8 @@ from torch import nn
 from rope_ext.discovery import RotarySite, rope_parameters, text_config
 from rope_ext.errors import RecordError, UnsupportedModelError
 from rope_ext.methods import FrequencyMethod, longrope_table
-from rope_ext.records import EXPERTS, FIELD, Record, record_of
+from rope_ext.records import EXPERTS, FIELD, FIELDS, Record, record_of
 
-_FIELDS = (
-    "rope_parameters",
-    "original_max_position_embeddings",
-    "max_position_embeddings",
-    FIELD,
-)
 # What a scaled entry holds beside its base; replaced as a whole when a patch goes on top.
 _SCALING = (
     "attention_factor",
@@ -220,14 +214,16 @@ def _rebuilt_modules(
     own = {site.name: site.module for site in sites}
     if all(module.config is text_config(decoder) for module in own.values()):
         cache: dict[type, nn.Module] = {}
-        for module in own.values():
-            cls = type(module)
-            cache[cls] = cache.get(cls) or cls(config)
+        with torch.device("cpu"):
+            for module in own.values():
+                cls = type(module)
+                cache[cls] = cache.get(cls) or cls(config)
         return {name: cache[type(module)] for name, module in own.items()}
     # Rotary modules with configurations of their own: only the decoder knows how they come about.
     with torch.device("meta"):
         skeleton = type(decoder)(config)
-    return {name: type(m)(skeleton.get_submodule(name).config) for name, m in own.items()}
+    with torch.device("cpu"):
+        return {name: type(m)(skeleton.get_submodule(name).config) for name, m in own.items()}
 
 
 def _equal(
@@ -242,7 +238,7 @@ def _equal(
         if site in scaled and not dynamic:
             inv_freq, scaling = site.under(method)
             if method.adapts:  # a freshly built module starts at the trained length
-                lengths = torch.tensor([site.rope.length], dtype=torch.float64)
+                lengths = torch.tensor([site.rope.length], dtype=torch.float64, device="cpu")
                 inv_freq = method.inv_freq_at(site.rope, lengths)[0]
         got, got_scaling = built[id(site)]
         if got.shape != inv_freq.shape:
@@ -283,7 +279,7 @@ class ConfigState:
                 f"first, or build each model from its own copy.deepcopy(config)"
             )
         self.saved = [
-            {name: getattr(config, name) for name in _FIELDS if hasattr(config, name)}
+            {name: getattr(config, name) for name in FIELDS if hasattr(config, name)}
             for config in self.configs
         ]
 
@@ -307,7 +303,7 @@ class ConfigState:
             if FIELD not in values and hasattr(config, FIELD):
                 delattr(config, FIELD)  # the checkpoint was saved under another patch
             _WRITTEN[id(config)] = self.decoder
-            for name in _FIELDS:  # in this order: the original before the maximum
+            for name in FIELDS:  # in this order: the original before the maximum
                 if name in values:
                     setattr(config, name, copy.deepcopy(values[name]))
         if EXPERTS in values:
@@ -316,7 +312,7 @@ class ConfigState:
     def restore(self) -> None:
         for config, saved in zip(self.configs, self.saved, strict=True):
             _WRITTEN.pop(id(config), None)
-            for name in _FIELDS:
+            for name in FIELDS:
                 if name in saved:
                     setattr(config, name, saved[name])
                 elif hasattr(config, name):

@@ -10,6 +10,7 @@ from typing import Any
 
 from rope_ext.errors import RecordError
 from rope_ext.methods import FrequencyMethod, Method, build_method
+from rope_ext.methods.base import MOST_TOKENS
 
 VERSION = 1
 FIELD = "rope_ext"
@@ -17,6 +18,10 @@ FIELD = "rope_ext"
 
 EXPERTS = "experts_implementation"
 """Field of a saved configuration, of the outermost where they are nested."""
+
+LENGTHS = ("original_max_position_embeddings", "max_position_embeddings")
+FIELDS = ("rope_parameters", *LENGTHS, FIELD)
+"""Of the text model's configuration, all that a patch writes, in that order."""
 
 ARGUMENTS: Mapping[str, Any] = MappingProxyType(
     {
@@ -29,6 +34,14 @@ ARGUMENTS: Mapping[str, Any] = MappingProxyType(
     }
 )
 """What ``patch`` takes beside the method and a record keeps, with its defaults there."""
+
+
+_KINDS = {
+    "rope_parameters": dict,
+    **dict.fromkeys(LENGTHS, int),
+    FIELD: dict,
+    EXPERTS: str,
+}
 
 
 @dataclass(frozen=True)
@@ -97,7 +110,7 @@ class Record:
                 config=dict(data["config"]),
             )
             record._check()
-        except (AttributeError, KeyError, TypeError, ValueError) as error:
+        except (AttributeError, KeyError, RecursionError, TypeError, ValueError) as error:
             reason = f"{error} is missing" if isinstance(error, KeyError) else error
             raise RecordError(
                 f"the record of a patch in {where} cannot be read: {reason}. Save the patched "
@@ -115,12 +128,17 @@ class Record:
             raise ValueError(f"frequency={frequency!r} is no frequency method")
         for name in ("trained_length", "target_length"):
             value = getattr(self, name)
-            if type(value) is not int or value < 1:
+            if type(value) is not int or not 1 <= value <= MOST_TOKENS:
                 raise ValueError(f"{name}={value!r} is not a number of tokens")
         for name in ("native", "plain"):
             value = getattr(self, name)
             if type(value) is not bool:
                 raise ValueError(f"{name}={value!r} is not True or False")
+        for name, value in self.config.items():
+            if name not in _KINDS:
+                raise ValueError(f"no patch writes {name!r} into a configuration")
+            if value is not None and type(value) is not _KINDS[name]:
+                raise ValueError(f"{name}={value!r} of the configuration is no {_KINDS[name]}")
 
     def restore(self, config: Any) -> None:
         """Give a model's ``config``, saved under the patch, the values from before it."""

@@ -5,7 +5,10 @@ from __future__ import annotations
 import copy
 import json
 import logging
-from collections.abc import Mapping
+import math
+import pickle
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from os import PathLike
 from pathlib import Path
@@ -13,13 +16,23 @@ from typing import Any
 
 import torch
 import transformers
+from huggingface_hub.errors import HFValidationError, StrictDataclassError
+from huggingface_hub.utils import validate_repo_id
+from safetensors import SafetensorError, safe_open
 from torch import nn
-from transformers import AutoConfig, PreTrainedConfig
+from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 from transformers.utils import cached_file
 
 from rope_ext import persistence
 from rope_ext.discovery import RotarySite, find_sites, text_decoder
-from rope_ext.errors import AdapterError, NotPatchedError, RecordError
+from rope_ext.errors import (
+    AdapterError,
+    LoadError,
+    NotPatchedError,
+    RecordError,
+    RopeExtError,
+    first_line,
+)
 from rope_ext.patching import Patch, current_patch, patch
 from rope_ext.records import FIELD, Record
 
@@ -44,6 +57,20 @@ _TASKS = {
     "SEQ_CLS": "AutoModelForSequenceClassification",
     "TOKEN_CLS": "AutoModelForTokenClassification",
 }
+_FAILURES = (
+    OSError,
+    EOFError,
+    KeyError,
+    RecursionError,
+    RuntimeError,
+    SafetensorError,
+    StrictDataclassError,
+    ValueError,
+    pickle.UnpicklingError,
+)
+_NO_FAILURES = (RopeExtError, torch.OutOfMemoryError)
+"""Raised as they are, although they are of the kinds above."""
+_WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin")
 _SAME_FREQUENCY = 1e-5  # powers in float32, here and on the device of training
 _logger = logging.getLogger("rope_ext")
 
@@ -71,7 +98,7 @@ class Sidecar:
         """Raises RecordError: it cannot be read."""
         try:
             data = json.loads(Path(path).read_text(encoding="utf-8"))
-        except ValueError as error:
+        except (OSError, RecursionError, ValueError) as error:
             raise RecordError(
                 f"{path} is not JSON ({error}); write it again with rope_ext.save_sidecar, the "
                 f"patched model in hand"
@@ -79,11 +106,11 @@ class Sidecar:
         record = Record.from_json(data, path)
         try:
             parts = (
-                {k: _values(torch.tensor(v["inv_freq"]), v["attention_scaling"]) for k, v in part}
+                {k: _read_values(v["inv_freq"], v["attention_scaling"]) for k, v in part}
                 for part in (data["before"].items(), data["after"].items())
             )
             return cls(record, *parts)
-        except (AttributeError, KeyError, TypeError, ValueError) as error:
+        except (ArithmeticError, AttributeError, KeyError, TypeError, ValueError) as error:
             raise RecordError(
                 f"{path} does not say which frequencies the adapter was trained with ({error!r}); "
                 f"write it again with rope_ext.save_sidecar, the patched model in hand"
@@ -138,6 +165,7 @@ def save_sidecar(model: nn.Module, directory: str | PathLike[str]) -> Path:
 
     Raises:
         NotPatchedError: there is no patch.
+        AdapterError: the folder cannot be written to.
     """
     state = current_patch(model)
     if state is None:
@@ -147,9 +175,14 @@ def save_sidecar(model: nn.Module, directory: str | PathLike[str]) -> Path:
             f"no {SIDECAR}"
         )
     path = Path(directory) / SIDECAR
-    path.parent.mkdir(parents=True, exist_ok=True)
     text = json.dumps(Sidecar.of(state).to_json(), indent=1) + "\n"
-    path.write_text(text, encoding="utf-8")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise AdapterError(
+            f"cannot write {path} ({error.strerror}); give a folder that can be written to"
+        ) from error
     return path
 
 
@@ -166,11 +199,13 @@ def load_adapter(model: nn.Module, directory: str | PathLike[str], **kwargs: Any
 
     Raises:
         AdapterError: the model is not patched, patched otherwise or another one, there is no
-            ``rope_ext.json``, or peft is not installed.
+            ``rope_ext.json``, its other files cannot be read, or peft is not installed. The model
+            is then as before.
+        LoadError: there is no such folder.
         RecordError: ``rope_ext.json`` cannot be read.
     """
     peft = _peft()
-    directory = str(directory)
+    directory = require_place(directory)
     sidecar = read_sidecar(directory, **kwargs)
     if sidecar is None:
         raise AdapterError(_without_sidecar(directory, kwargs))
@@ -180,7 +215,18 @@ def load_adapter(model: nn.Module, directory: str | PathLike[str], **kwargs: Any
             "or add this one with peft's own model.load_adapter"
         )
     _require(sidecar, model, directory)
-    return peft.PeftModel.from_pretrained(model, directory, **kwargs)
+    of_hub = {name: kwargs[name] for name in _OF_HUB if name in kwargs}
+    _require_weights(directory, of_hub)
+    try:
+        with _untouched_on_error(model):
+            return peft.PeftModel.from_pretrained(model, directory, **kwargs)
+    except _NO_FAILURES:
+        raise
+    except (*_FAILURES, AttributeError, TypeError) as error:
+        raise AdapterError(
+            f"the adapter in {directory} cannot be put on this model ({first_line(error)}); save "
+            f"it again with PeftModel.save_pretrained"
+        ) from error
 
 
 def from_pretrained(
@@ -207,9 +253,10 @@ def from_pretrained(
     Raises:
         AdapterError: the adapter has no ``rope_ext.json``, its base is not known or another one,
             or peft is not installed.
+        LoadError: there is no such folder, or no model in it that can be loaded.
         RecordError: what was saved of the patch cannot be read or followed.
     """
-    path = str(path)
+    path = require_place(path)
     of_hub = {name: kwargs[name] for name in _OF_HUB if name in kwargs}
     adapter = _find(path, "adapter_config.json", connection_errors=False, **of_hub)
     if adapter is None:
@@ -238,7 +285,7 @@ def from_pretrained(
     sidecar = read_sidecar(path, **of_hub)
     if sidecar is None:
         raise AdapterError(_without_sidecar(path, kwargs))
-    named = json.loads(Path(adapter).read_text(encoding="utf-8"))
+    named = _adapter_config(adapter)
     for name in ("revision", "subfolder"):  # of the adapter
         kwargs.pop(name, None)
     if base is None:
@@ -248,11 +295,11 @@ def from_pretrained(
     if not base:
         raise AdapterError(f"the adapter in {path} does not name its base model; pass base=")
     try:
-        model, _ = _load(str(base), kwargs, _class_name(named))
-    except OSError as error:
+        model, _ = _load(require_place(base), kwargs, _class_name(named))
+    except LoadError as error:
         raise AdapterError(
-            f"the base model {str(base)!r} of the adapter in {path} cannot be loaded ({error}); "
-            f"pass base= a folder or Hub id"
+            f"the base model {str(base)!r} of the adapter in {path} cannot be loaded: {error}; "
+            f"or pass base= such a one"
         ) from error
     if sidecar.is_of(model):
         _patch(model, sidecar.record)
@@ -263,11 +310,107 @@ def read_sidecar(directory: str, **kwargs: Any) -> Sidecar | None:
     """The sidecar in a folder or Hub repository; None if there is none.
 
     Raises:
+        LoadError: there is no such folder.
         RecordError: it cannot be read.
     """
     of_hub = {name: kwargs[name] for name in _OF_HUB if name in kwargs}
-    path = _find(directory, SIDECAR, **of_hub)
+    path = _find(require_place(directory), SIDECAR, **of_hub)
     return None if path is None else Sidecar.read(path)
+
+
+def require_place(path: str | PathLike[str]) -> str:
+    """``path`` as a string, which is a folder or may be a Hub id.
+
+    Raises:
+        LoadError: it is neither.
+    """
+    if not isinstance(path, (str, PathLike)):
+        raise LoadError(f"{path!r} is no folder; give the path of one, or an id of the Hub")
+    name, folder = str(path), Path(path)
+    cure = "give a folder that save_pretrained wrote, or an id of the Hugging Face Hub"
+    if folder.is_dir() and name:
+        return name
+    if name and folder.exists():
+        raise LoadError(f"{name!r} is a file, not a folder; {cure}")
+    try:
+        validate_repo_id(name)
+    except HFValidationError:
+        raise LoadError(f"there is no folder {name!r}; {cure}") from None
+    return name
+
+
+@contextmanager
+def _loading(what: str, path: str, *failures: type[Exception]) -> Iterator[None]:
+    """Tells of the usual failures, and the further ones, in the words of this package."""
+    try:
+        yield
+    except _NO_FAILURES:
+        raise
+    except (*_FAILURES, *failures) as error:
+        nowhere = "" if Path(path).is_dir() else ", and there is no folder of that name"
+        raise LoadError(
+            f"cannot load the {what} of {path!r} ({first_line(error)}){nowhere}; give a folder "
+            f"that save_pretrained wrote, or an id of the Hugging Face Hub"
+        ) from error
+
+
+@contextmanager
+def _untouched_on_error(model: nn.Module) -> Iterator[None]:
+    """Takes back what an adapter, put on only in part, has changed in ``model``."""
+    modules = [(m, dict(m._modules), dict(m.__dict__)) for m in model.modules()]
+    trained = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
+    try:
+        yield
+    except BaseException:
+        for module, children, attributes in modules:
+            for name in module.__dict__.keys() - attributes.keys():
+                del module.__dict__[name]
+            module._modules.clear()
+            module._modules.update(children)
+        for parameter, requires_grad in trained:
+            parameter.requires_grad_(requires_grad)
+        raise
+
+
+def _require_weights(directory: str, of_hub: Mapping[str, Any]) -> None:
+    """Raise AdapterError unless an adapter's weights are there and whole."""
+    found = [_find(directory, name, **of_hub) for name in _WEIGHTS]
+    cure = "save it again with PeftModel.save_pretrained"
+    if not any(found):
+        raise AdapterError(f"the adapter in {directory} has no {_WEIGHTS[0]}; {cure}")
+    if found[0] is not None:
+        try:
+            with safe_open(found[0], "pt"):
+                pass
+        except (OSError, SafetensorError) as error:
+            raise AdapterError(f"{found[0]} is not whole ({first_line(error)}); {cure}") from error
+
+
+def _adapter_config(path: str) -> dict[str, Any]:
+    """``adapter_config.json``, the parts that are read here being of their kinds.
+
+    Raises:
+        AdapterError: it cannot be read.
+    """
+    try:
+        named = json.loads(Path(path).read_text(encoding="utf-8"))
+        if not isinstance(named, dict):
+            raise ValueError("it holds no object")
+        mapping = named.get("auto_mapping") or {}
+        if not isinstance(mapping, dict):
+            raise ValueError(f"auto_mapping={mapping!r}")
+        of_base = {"auto_mapping.base_model_class": mapping.get("base_model_class")}
+        for name in ("base_model_name_or_path", "revision", "task_type"):
+            of_base[name] = named.get(name)
+        for name, value in of_base.items():
+            if not isinstance(value, (str, type(None))):
+                raise ValueError(f"{name}={value!r}")
+    except (OSError, RecursionError, ValueError) as error:
+        raise AdapterError(
+            f"{path} cannot be read ({first_line(error)}); save the adapter again with "
+            f"PeftModel.save_pretrained"
+        ) from error
+    return named
 
 
 def _find(path: str, name: str, connection_errors: bool = True, **of_hub: Any) -> str | None:
@@ -304,7 +447,10 @@ def _load(
         names = (*_OF_HUB, "code_revision", "trust_remote_code")
         options = {name: kwargs[name] for name in names if name in kwargs}
         # It may hold a rope_type that is there to be refused by plain transformers.
-        with persistence.quieted(logging.getLogger("transformers"), logging.ERROR):
+        with (
+            persistence.quieted(logging.getLogger("transformers"), logging.ERROR),
+            _loading("configuration", path, AttributeError, TypeError),
+        ):
             config = AutoConfig.from_pretrained(config or path, **options)
     text = config.get_text_config(decoder=True)
     where = f"config.json of {path}"
@@ -322,13 +468,15 @@ def _load(
             _require_no_record(path, kwargs)
         record = None
     cls = getattr(transformers, class_name or next(iter(config.architectures or ()), ""), None)
-    fits = class_name or getattr(cls, "config_class", None) is type(config)
-    if cls is None or not fits:
+    of_task = class_name in (_CAUSAL, *_TASKS.values())
+    is_model = isinstance(cls, type) and issubclass(cls, PreTrainedModel)
+    if not of_task and not (is_model and (class_name or cls.config_class is type(config))):
         cls = getattr(transformers, _CAUSAL)  # among others, where the code is not transformers'
     try:
-        return cls.from_pretrained(path, **kwargs), record
-    except (KeyError, ValueError) as error:
-        if persistence.CURE not in str(error):
+        with _loading("weights", path):
+            return cls.from_pretrained(path, **kwargs), record
+    except LoadError as error:
+        if persistence.CURE not in str(error.__cause__):
             raise
         raise RecordError(
             f"{where} is that of a patched model, but it has no record of the patch, or one that "
@@ -399,6 +547,13 @@ def _values(inv_freq: torch.Tensor, scaling: float) -> tuple[list[float], float]
     return inv_freq.tolist(), float(scaling)
 
 
+def _read_values(inv_freq: Any, scaling: Any) -> tuple[list[float], float]:
+    values = [*inv_freq, scaling]
+    if not all(isinstance(x, (int, float)) and math.isfinite(x) for x in values):
+        raise ValueError("frequencies that are no numbers")
+    return [float(x) for x in inv_freq], float(scaling)
+
+
 def _sites(model: nn.Module) -> list[RotarySite]:
     state = current_patch(model)
     return find_sites(text_decoder(model)) if state is None else state.sites
@@ -416,7 +571,10 @@ def _same(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
     if one.keys() != other.keys():
         return False
     for key, (inv_freq, scaling) in one.items():
-        pair = [torch.tensor([*values, by]) for values, by in ((inv_freq, scaling), other[key])]
+        pair = [
+            torch.tensor([*values, by], device="cpu")
+            for values, by in ((inv_freq, scaling), other[key])
+        ]
         same = pair[0].shape == pair[1].shape
         if not same or not torch.allclose(*pair, rtol=_SAME_FREQUENCY, atol=1e-25):
             return False

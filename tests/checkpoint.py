@@ -13,7 +13,7 @@ from rope_ext.measure.passkey import FILLER, INTRO, NEEDLE, QUESTION
 TRAINED = 128
 
 
-def save_checkpoint(folder: Path) -> Path:
+def save_checkpoint(folder: Path, **overrides: object) -> Path:
     """Trained, so to say, on 128 tokens; one token per digit."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
@@ -39,6 +39,7 @@ def save_checkpoint(folder: Path) -> Path:
         bos_token_id=0,
         eos_token_id=1,
         pad_token_id=1,
+        **overrides,
     )
     model.save_pretrained(folder)
     return folder

@@ -11,7 +11,7 @@ import torch
 from conftest import LENGTH, tiny_llama
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from transformers import LlamaConfig
+from transformers import AutoConfig, LlamaConfig
 
 import rope_ext
 from eval.zoo import tiny_config, tiny_model
@@ -226,6 +226,21 @@ def test_a_configuration_says_what_it_cannot_prove() -> None:
 def test_a_folder_is_read_without_its_weights(tmp_path) -> None:
     llama_2().save_pretrained(tmp_path)
     assert rope_ext.recommend(tmp_path, 8192).method == rope_ext.DynamicYaRN(factor=2)
+
+
+@pytest.mark.parametrize("method", ["rerope", "dynamic_yarn"])
+def test_a_folder_saved_under_a_patch_is_advised_as_the_model_without_it(tmp_path, method) -> None:
+    """What it was saved as cannot be built without weights; the record tells what it was."""
+    rope_ext.patch(tiny_llama(), method, factor=2).save_pretrained(tmp_path)
+    found, told = rope_ext.recommend(tmp_path, 640), f"saved under rope_ext.patch(model, '{method}'"
+    assert found.method == rope_ext.recommend(family("llama"), 640).method
+    assert found.trained_length == LENGTH and told in str(found)
+    diagnosis = rope_ext.diagnose(tmp_path, 2 * LENGTH)
+    assert diagnosis.method is None and told in diagnosis.notes[-1]
+    config = AutoConfig.from_pretrained(tmp_path)
+    before = config.to_dict()
+    rope_ext.recommend(config, 640)
+    assert config.to_dict() == before
 
 
 def test_on_a_checkpoint_that_is_scaled_already() -> None:

@@ -187,6 +187,14 @@ def test_without_gradients_flash_is_the_same(case):
     torch.testing.assert_close(out.double(), expected, rtol=1e-5, atol=1e-5)
 
 
+def test_masks_of_flex_made_in_inference_can_be_used_in_training() -> None:
+    """A tensor made under inference_mode cannot be saved for a backward pass."""
+    flex._block_mask.cache_clear()
+    with torch.inference_mode():
+        made = flex._block_mask(Distance(3, 50), 200, 200, 0, torch.device("cpu"))
+    assert not made.kv_num_blocks.is_inference() and not made.kv_indices.is_inference()
+
+
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 @pytest.mark.parametrize("softcap", [None, 2.0])
 @pytest.mark.parametrize(("queries", "keys"), [(1, 60), (25, 60)])

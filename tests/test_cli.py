@@ -23,7 +23,15 @@ from rope_ext.measure import figures, models, run
 from rope_ext.measure.summary import Estimate
 
 PICTURES = ["passkey.png", "perplexity.png", "perplexity_positions.png", "rates.png"]
-FILES = ["cases.jsonl", "cells.csv", *PICTURES, "report.html", "results.json", "table.md"]
+FILES = [
+    ".rope-ext",
+    "cases.jsonl",
+    "cells.csv",
+    *PICTURES,
+    "report.html",
+    "results.json",
+    "table.md",
+]
 
 
 @pytest.fixture(scope="module")
@@ -257,6 +265,13 @@ def test_a_model_saved_under_a_patch(checkpoint: Path, tmp_path: Path) -> None:
     AutoTokenizer.from_pretrained(checkpoint).save_pretrained(tmp_path / "saved")
     result = call("describe", tmp_path / "saved")
     assert result.exit_code == 0 and "by rerope(factor=4," in result.stdout, result.stderr
+    result = call("recommend", tmp_path / "saved", "--length", "1k")
+    assert result.exit_code == 0 and "128 -> 1024 tokens" in result.stdout, result.stderr
+    result = call("diagnose", tmp_path / "saved", "--length", "1k")
+    assert result.exit_code == 0 and "patched with rerope" in result.stdout, result.stderr
+    words = ["angles", tmp_path / "saved", "--method", "yarn", "--output", tmp_path / "one.png"]
+    result = call("plot", *words)
+    assert result.exit_code == 0 and (tmp_path / "one.png").exists(), result.stderr
     result = call("describe", tmp_path / "saved", "--method", "yarn")
     assert result.exit_code == 0 and "yarn(factor=4" in result.stdout
 
@@ -265,7 +280,7 @@ def test_a_model_saved_under_a_patch(checkpoint: Path, tmp_path: Path) -> None:
         result = call(*words)
         told = "saved under rope_ext.patch(model, 'rerope', factor=4, window=20)" in result.stderr
         assert result.exit_code == 0 and told is (model != checkpoint), result.stderr
-        lines = (output / "cases.jsonl").read_text().splitlines()
+        _, *lines = (output / "cases.jsonl").read_text().splitlines()
         return [json.loads(line)["value"] for line in lines]
 
     assert measured(tmp_path / "saved", tmp_path / "a") == measured(checkpoint, tmp_path / "b")

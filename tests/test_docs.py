@@ -169,7 +169,8 @@ def test_the_family_of_the_page_is_patched() -> None:
     torch.testing.assert_close(logits, twin(tokens)[0], rtol=0, atol=1e-3)
     assert (logits - unpatched).abs().max() > 0.1
 
-    with rope_ext.patched(model, "rerope", factor=4, window=100, log_n=False):
+    told = {"original_max_position_embeddings": 100}
+    with rope_ext.patched(model, "rerope", factor=4, window=100, log_n=False, **told):
         torch.testing.assert_close(model(tokens)[0], unpatched, rtol=1e-4, atol=1e-4)
     with rope_ext.patched(model, "rerope", factor=4):
         assert (model(tokens)[0] - unpatched).abs().max() > 0.1

@@ -155,14 +155,14 @@ def interrupt(now: bool) -> None:
 _DYING = """
 import os, signal, sys
 from eval import report
-from rope_ext.measure import run
-whole, calls = run.line, []
+from rope_ext.measure import cases
+whole, calls = cases.line, []
 def line(outcome):
     calls.append(outcome)
     if len(calls) == int(sys.argv[1]) + 1:
         os.kill(os.getpid(), signal.SIGKILL)
     return whole(outcome)[: 30 if len(calls) == int(sys.argv[1]) else None]
-run.line = line
+cases.line = line
 report.main(sys.argv[2:])
 """
 
@@ -186,7 +186,7 @@ def in_process(*command: object, **environment: str) -> subprocess.CompletedProc
 
 
 def files(folder: Path) -> dict[str, bytes]:
-    return {path.name: path.read_bytes() for path in folder.iterdir()}
+    return {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file()}
 
 
 def test_a_killed_run_resumed_gives_the_same_bytes(checkpoint: Path, tmp_path: Path) -> None:
@@ -217,8 +217,8 @@ def test_two_processes_give_the_bytes_of_one(checkpoint: Path, tmp_path: Path) -
     assert done.stdout.count("Token-weighted perplexity") == 1  # one of them speaks
     one, two = files(tmp_path / "one"), files(tmp_path / "two")
     assert one.keys() == two.keys()  # the second log has been merged into the first
-    same_cases = [dict(json.loads(text), key="") for text in one[run.LOG].splitlines()]
-    assert same_cases == [dict(json.loads(text), key="") for text in two[run.LOG].splitlines()]
+    same_cases = [dict(json.loads(text), key="") for text in one[run.LOG].splitlines()[1:]]
+    assert same_cases == [dict(json.loads(text), key="") for text in two[run.LOG].splitlines()[1:]]
     assert one["cells.csv"] == two["cells.csv"]
 
 
@@ -806,7 +806,11 @@ def test_speed_shares_the_options_of_the_evaluators(checkpoint: Path, tmp_path: 
         (passkey, ["--lengths", "40"], "a passkey prompt needs at least"),
         (passkey, ["--lengths", "9k"], "beyond factor 4 x the trained 128 tokens = 512 of yarn"),
         (passkey, ["--batch-size", "many"], "give auto or a number of rows"),
+        (passkey, ["--batch-size", "²"], "give auto or a number of rows"),
         (passkey, ["--batch-size", "0"], "batch_size=0 is not valid"),
+        (passkey, ["--adapter", "/nonexistent"], "'/nonexistent' (there is no such folder, and"),
+        (passkey, ["--attn", "nope"], "unknown attention implementation 'nope'"),
+        (speed, ["--seed", "-1"], "seed=-1 is not valid"),
         (passkey, ["--trials", "0"], "trials=0 is not valid"),
         (passkey, ["--digits", "0"], "digits=0 is not valid"),
         (passkey, ["--chat", "yes"], "no chat template"),

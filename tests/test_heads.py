@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -191,9 +192,12 @@ def test_unusual_rotations_are_read_off(monkeypatch, ids, kind: str) -> None:
         pairs = zip(columns(head.pairs.first, 16), columns(head.pairs.second, 16), strict=True)
         found = dict(zip(pairs, head.pair.tolist(), strict=True))
         assert found == {pair: i for i, pair in enumerate(zip(first, second, strict=True))}
+    told = {"original_max_position_embeddings": 1000}
     with torch.no_grad():
         plain = model(ids).logits
-        with rope_ext.patched(model, "leaky_rerope", factor=4, window=999, k=3, log_n=False):
+        with rope_ext.patched(
+            model, "leaky_rerope", factor=4, window=999, k=3, log_n=False, **told
+        ):
             torch.testing.assert_close(model(ids).logits, plain, atol=1e-4, rtol=0)
         with rope_ext.patched(model, "leaky_rerope", factor=4, window=5):
             assert not torch.allclose(model(ids).logits, plain, atol=1e-2)
@@ -237,9 +241,10 @@ def test_norms_after_the_rotation_are_refused_unless_they_keep_pairs_together(id
     assert len(norms) == 4
     for norm in norms:
         norm.weight.data = 1 + 0.2 * torch.randn(8).repeat(2)  # both columns of a pair alike
+    told = {"original_max_position_embeddings": 1000}
     with torch.no_grad():
         plain = model(ids).logits
-        with rope_ext.patched(model, "self_extend", factor=4, window=999, group=3):
+        with rope_ext.patched(model, "self_extend", factor=4, window=999, group=3, **told):
             torch.testing.assert_close(model(ids).logits, plain, atol=1e-4, rtol=0)
     for norm in norms:
         norm.weight.data = 1 + 0.2 * torch.randn(16)
@@ -275,6 +280,63 @@ def test_a_model_on_the_meta_device_is_refused_with_the_cure() -> None:
         model = AutoModelForCausalLM.from_config(tiny_config("llama"))
     with pytest.raises(rope_ext.UnsupportedModelError, match="load them first"):
         rope_ext.patch(model, "rerope", factor=4)
+
+
+def test_a_part_on_the_meta_device_is_refused_unless_a_hook_loads_it() -> None:
+    from accelerate import cpu_offload
+
+    model = tiny_llama()
+    model.model.layers[1].self_attn.q_proj.to("meta")
+    with pytest.raises(rope_ext.UnsupportedModelError, match="load them first"):
+        rope_ext.patch(model, "rerope", factor=4)
+    model = tiny_llama()
+    cpu_offload(model.model.layers[0], execution_device="cpu")
+    rope_ext.patch(model, "rerope", factor=4)
+
+
+@pytest.mark.parametrize("kind", ["memory", "disk", "some on disk", "whole layers"])
+def test_offloaded_weights_are_probed_and_stay_offloaded(kind: str, ids, tmp_path) -> None:
+    from accelerate import cpu_offload, disk_offload, dispatch_model
+
+    with torch.no_grad():
+        right = rope_ext.patch(tiny_llama(), "rerope", factor=4, window=5)(ids).logits
+        plain = tiny_llama()(ids).logits
+    model = tiny_llama()
+    if kind == "memory":
+        cpu_offload(model, execution_device="cpu")
+    elif kind == "disk":
+        disk_offload(model, tmp_path, execution_device="cpu")
+    elif kind == "some on disk":
+        places = {"model.layers.1": "disk", "lm_head": "disk"}
+        rest = ("model.embed_tokens", "model.layers.0", "model.norm", "model.rotary_emb")
+        places |= dict.fromkeys(rest, "cpu")
+        model = dispatch_model(model, places, main_device="cpu", offload_dir=tmp_path)
+    else:
+        whole = type(model.model.layers[0]).__name__
+        cpu_offload(model, execution_device="cpu", preload_module_classes=[whole])
+    away = [parameter.is_meta for parameter in model.parameters()]
+    assert any(away)
+    rope_ext.patch(model, "rerope", factor=4, window=5)
+    with torch.no_grad():
+        assert torch.equal(model(ids).logits, right)
+        assert torch.equal(rope_ext.unpatch(model)(ids).logits, plain)
+    assert [parameter.is_meta for parameter in model.parameters()] == away
+
+
+def test_probes_in_two_threads_do_not_see_each_others_layers() -> None:
+    outer, inner = tiny_llama(), tiny_llama(num_hidden_layers=3)
+    found = []
+
+    def meanwhile(*args: Any) -> None:
+        thread = threading.Thread(target=lambda: found.append(heads_of(inner)))
+        thread.start()
+        thread.join()
+
+    handle = outer.model.layers[1].register_forward_pre_hook(meanwhile)
+    heads = heads_of(outer)
+    handle.remove()
+    assert list(heads) == [layer.self_attn for layer in outer.model.layers]
+    assert list(found[0]) == [layer.self_attn for layer in inner.model.layers]
 
 
 def test_windows_only_is_refused_with_the_cure() -> None:

@@ -490,10 +490,10 @@ def test_sentences() -> None:
 # The recommendation
 
 
-def scores(within: list[float], beyond: list[float], passes: int) -> Scores:
-    """One length within and one beyond the trained one; ``passes`` of 20 passkeys beyond."""
-    trials = [1] * passes + [0] * (20 - passes)
-    return Scores({512: within, 1024: beyond}, {(512, 0): [1] * 20, (1024, 0): trials})
+def scores(within: list[float], beyond: list[float], passes: int, inside: int = 20) -> Scores:
+    """One length within and one beyond the trained one, and how many of 20 passkeys are found."""
+    trials = [[1] * found + [0] * (20 - found) for found in (inside, passes)]
+    return Scores({512: within, 1024: beyond}, {(512, 0): trials[0], (1024, 0): trials[1]})
 
 
 EASY = [1.0, 2.0, 3.0, 1.5, 2.5, 2.0]
@@ -519,7 +519,8 @@ def test_recommend_by_perplexity() -> None:
     assert "its perplexity is 7.39 (unpatched 60." in sentence
     assert "finds 5% [1, 24] of the passkeys (unpatched 0% [0, 16])" in sentence
     assert sentence.endswith(
-        "it costs +0.0% perplexity; left out, since they cost more than 5% there: dear."
+        "it costs +0.0% perplexity and +0.0 [-16.1, +16.1] points of passkeys; left out for what "
+        "they cost there: dear (+11.1% perplexity)."
     )
     assert recommend(measured, 512, seed=0) == sentence
 
@@ -533,7 +534,7 @@ def test_recommend_by_passkey() -> None:
     }
     sentence = recommend(measured, 512, seed=0)
     assert sentence.startswith("finder is recommended, clearly better at passkeys than smooth:")
-    assert "at 512 tokens it costs +2.1% perplexity." in sentence
+    assert "at 512 tokens it costs +2.1% perplexity and +0.0 [-16.1, +16.1] points" in sentence
 
 
 def test_recommend_nothing() -> None:
@@ -545,14 +546,60 @@ def test_recommend_nothing() -> None:
     blind = {"none": scores(EASY, shifted(2.0), 20), "a": scores(EASY, shifted(0.0), 0)}
     assert recommend(blind, 512, 0).startswith("No method clearly beats the unpatched model")
     dear = {"none": none, "a": scores(shifted(0.2), EASY, 20), "b": scores(shifted(0.1), EASY, 20)}
-    assert recommend(dear, 512, 0).startswith("No method is recommended: each raises perplexity at")
-    assert "b by the least (+11.1%)" in recommend(dear, 512, 0)
+    assert recommend(dear, 512, 0) == (
+        "No method is recommended: within 512 tokens each costs more than 5% perplexity or clearly "
+        "loses passkeys (a (+23.4% perplexity) and b (+11.1% perplexity))."
+    )
     assert "was not measured" in recommend(worse, 256, 0)
     assert recommend(worse, 2048, 0).startswith("No recommendation: no length beyond")
     broken = {"none": none, "a": scores(EASY, [math.inf] * 6, 0)}
     assert recommend(broken, 512, 0).startswith("No method clearly beats the unpatched model")
     broken = {"none": scores(EASY, [math.inf] * 6, 0), "a": scores(EASY, EASY, 0)}
     assert recommend(broken, 512, 0).startswith("a is recommended: beyond 512 tokens")
+
+
+def test_recommend_leaves_out_what_loses_passkeys_within_the_trained_length() -> None:
+    measured = {
+        "none": scores(EASY, shifted(2.0), 0),
+        "fluent": scores(EASY, shifted(-0.5), 20, inside=8),
+        "finder": scores(EASY, shifted(0.1), 20, inside=19),
+    }
+    sentence = recommend(measured, 512, 0)
+    assert sentence.startswith("finder is recommended: beyond 512 tokens its perplexity is 8.")
+    assert sentence.endswith(
+        "it costs +0.0% perplexity and -5.0 [-23.6, +11.6] points of passkeys; left out for what "
+        "they cost there: fluent (-60.0 points of passkeys)."
+    )
+    del measured["finder"]
+    assert recommend(measured, 512, 0).startswith("No method is recommended: within 512 tokens")
+
+
+def test_recommend_weighs_perplexity_and_passkeys_beyond_the_trained_length() -> None:
+    """What is clearly worse in one is not praised for the other."""
+    none = scores(EASY, shifted(0.5), 10)
+    finds = {"none": none, "a": scores(EASY, shifted(0.9), 20)}
+    reads = {"none": none, "a": scores(EASY, shifted(0.1), 1)}
+    both = {"none": none, "a": scores(EASY, shifted(0.1), 20)}
+    for measured in (finds, reads):
+        assert recommend(measured, 512, 0).startswith("No method clearly beats the unpatched model")
+    assert recommend(both, 512, 0).startswith("a is recommended: beyond")
+
+
+def test_recommend_says_when_passkeys_say_nothing() -> None:
+    """Unpatched, the model finds none within its own length: it never learnt to."""
+    measured = {
+        "none": scores(EASY, shifted(2.0), 0, inside=0),
+        "a": scores(EASY, shifted(0.1), 0, inside=0),
+        "b": scores(EASY, shifted(0.2), 9, inside=0),
+    }
+    sentence = recommend(measured, 512, 0)
+    assert sentence.startswith("a is recommended by perplexity alone: beyond 512 tokens")
+    assert "of the passkeys" not in sentence
+    assert sentence.endswith(
+        "it costs +0.0% perplexity; unpatched, the model finds no passkey even within its 512 "
+        "tokens, so it cannot be judged by retrieval."
+    )
+    assert recommend(measured, 256, 0).startswith("b is recommended")  # nothing measured within
 
 
 def test_recommend_weighs_documents_by_their_tokens() -> None:

@@ -639,9 +639,9 @@ def test_factor_must_be_a_finite_number_of_at_least_one(
         ("yarn", {"beta_slow": 32}, ["beta_fast=32.0", "greater than 32"]),
         ("yarn", {"attention_factor": 0}, ["attention_factor=0", "greater than 0"]),
         ("dynamic_yarn", {"beta_fast": "32"}, ["beta_fast='32'", "greater than 1"]),
-        ("dynamic_yarn", {"length": 0}, ["length=0", "a positive int"]),
-        ("dynamic_ntk", {"length": 8192.0}, ["length=8192.0", "a positive int"]),
-        ("dynamic_ntk", {"length": True}, ["length=True", "a positive int"]),
+        ("dynamic_yarn", {"length": 0}, ["length=0", "a whole number of at least 1"]),
+        ("dynamic_ntk", {"length": 8192.0}, ["length=8192.0", "a whole number of at least 1"]),
+        ("dynamic_ntk", {"length": True}, ["length=True", "a whole number of at least 1"]),
         ("dynamic_ntk", {"alpha": 2}, ["alpha=2", "'transformers' or 'ratio'"]),
         ("dynamic_ntk", {"mode": "stale"}, ["mode='stale'", "'fixed' or 'growing'"]),
         (

@@ -459,7 +459,7 @@ def test_unpatch_of_an_unpatched_model_says_so(model) -> None:
 
 
 def test_a_patch_that_changes_nothing_is_refused(model) -> None:
-    with pytest.raises(rope_ext.OptionError, match="changes nothing"):
+    with pytest.raises(rope_ext.OptionError, match="extends nothing"):
         rope_ext.patch(model, "longrope", factor=4, long_factor=[1.0] * 8, attention_factor=1.0)
 
 
@@ -544,3 +544,46 @@ def test_methods_lists_every_method_with_its_defaults() -> None:
     assert set(found) == set(METHODS)
     assert found["yarn"].options["beta_fast"] == 32
     assert found["yarn"].options["factor"] is ...
+
+
+# --- where tensors are made -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_another_default_device_changes_nothing(ids, name: str) -> None:
+    right = logits(rope_ext.patch(tiny_llama(), name, **options(name)), ids)
+    model = tiny_llama()
+    before = snapshot(model)
+    with torch.device("meta"):
+        rope_ext.patch(model, name, **options(name))
+        assert rope_ext.describe(model).method == name
+    assert torch.equal(logits(model, ids), right)
+    rotary = model.model.rotary_emb
+    x, positions = torch.zeros(1, 100, 1), torch.arange(100)[None]
+    turned = rotary(x, positions)
+    with torch.device("meta"):
+        assert all(map(torch.equal, rotary(x, positions), turned))
+        rope_ext.unpatch(model)
+    assert not changed(before, snapshot(model))
+
+
+@pytest.mark.parametrize("name", ["yarn", "dynamic_ntk"])
+def test_a_fresh_rotary_module_of_a_patched_class_is_a_plain_one(model, ids, name: str) -> None:
+    plain = tiny_llama().model.rotary_emb
+    rope_ext.patch(model, name, factor=4)
+    fresh = type(model.model.rotary_emb)(config=tiny_llama().config).to("cpu")
+    assert torch.equal(fresh.half().float().inv_freq, plain.half().float().inv_freq)
+
+
+@pytest.mark.parametrize(
+    ("name", "more"),
+    [("ntk", {}), ("abf", {}), ("dynamic_ntk", {}), ("dynamic_ntk", {"mode": "growing"})],
+)
+def test_another_base_is_refused_where_one_pair_rotates(name: str, more: dict) -> None:
+    """The only frequency is 1 whatever the base: nothing would be extended."""
+    model = tiny_llama(head_dim=2)
+    before = snapshot(model)
+    with pytest.raises(rope_ext.UnsupportedModelError, match=r"does not depend on the base.*'pi'"):
+        rope_ext.patch(model, name, **options(name), **more)
+    assert not changed(before, snapshot(model))
+    rope_ext.patch(model, "pi", factor=4)

@@ -203,6 +203,21 @@ def test_no_distance_within_the_extended_context_is_untrained(name, length, shar
         assert largest > length - 1.2  # nothing of the trained range is left unused
 
 
+@settings(max_examples=60, deadline=None)
+@given(method=METHODS, length=st.integers(2, 60), factor=st.floats(1.01, 4))
+def test_the_reach_is_the_longest_text_of_trained_distances(method, length, factor: float) -> None:
+    rope, method = Rope.geometric(base=1e4, dim=16, length=length), replace(method, factor=factor)
+    target = method.target_length(rope)
+    found = formula(method.name, torch.arange(target), **constants(method.resolved(LLAMA2)))
+    largest = found.masked_fill(found == math.inf, 0).amax(1).cummax(0).values
+    right = int((largest <= length).sum())  # the cap of a window of the trained length counts
+    try:
+        assert method.reached(rope) == right
+    except rope_ext.OptionError as error:
+        assert right <= length + 1 or "smaller" in str(error)
+        assert length < target and method.name in str(error)
+
+
 def test_leaky_with_the_published_constants_and_the_textbook_form() -> None:
     given = build_method("leaky_rerope", factor=4, k=16).resolved(LLAMA2)
     assert (given.window, given.k) == (512, 16.0)

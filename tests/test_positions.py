@@ -41,7 +41,7 @@ METHODS: dict[str, dict[str, Any]] = {  # small enough that every band matters w
     "string": {"shift": 11, "window": 3},
     "lm_infinite": {"window": 9, "sinks": 3},
 }
-WIDE: dict[str, dict[str, Any]] = {  # nothing is far, so nothing changes
+WIDE: dict[str, dict[str, Any]] = {  # nothing is far, so nothing changes, if trained on TOLD
     "rerope": {"window": 999, "log_n": False},
     "leaky_rerope": {"window": 999, "k": 3.0, "log_n": False},
     "self_extend": {"window": 999, "group": 3},
@@ -49,6 +49,7 @@ WIDE: dict[str, dict[str, Any]] = {  # nothing is far, so nothing changes
     "string": {"shift": 999, "window": 3},
     "lm_infinite": {"window": 999},
 }
+TOLD = {"original_max_position_embeddings": 1999}
 GEOMETRIES = ["rerope", "self_extend", "dual_chunk"]  # constant, callable, by chunk
 EXACT = {"atol": 1e-4, "rtol": 0}  # float32 sums in another order; logits are of size 5
 SCALE = {"sliding_layers": "scale"}
@@ -261,7 +262,7 @@ def test_nothing_changes_where_nothing_is_far(kind: str, name: str, ids) -> None
     if kind.startswith("gemma2"):  # sdpa of older transformers forgets to cap the logits
         model.set_attn_implementation("eager")
     plain = logits(model, ids)
-    patch(model, name, **{**WIDE[name], **family.options})
+    patch(model, name, **{**WIDE[name], **TOLD, **family.options})
     # Self-Extend and Leaky ReRoPE keep keys under another angle and turn them back, in float32;
     # granite, whose attention is scaled by 1 and not by 1/4, then loses one more digit.
     turned_back = name in ("self_extend", "leaky_rerope")
@@ -337,6 +338,19 @@ def test_a_cropped_cache_goes_on_with_other_tokens(ids) -> None:
     torch.testing.assert_close(cached, logits(model, other)[:, 60:], **EXACT)
 
 
+@pytest.mark.parametrize("window", [39, 40, 41, 300])  # of a prompt of 40 tokens in 100 slots
+@pytest.mark.parametrize("kind", ["gemma2", "gpt_oss"])
+def test_layers_that_stay_read_a_static_cache_from_its_beginning(kind: str, window, ids) -> None:
+    """Capped or with sinks, they attend in our code, where others do in torch's."""
+    model = tiny_model(FAMILIES[kind].model_type, sliding_window=window)
+    model.set_attn_implementation("eager")
+    plain = logits(model, ids[:, :48], use_cache=False)
+    patch(model, "rerope", **WIDE["rerope"])
+    for steps in ([40, *[1] * 8], [40, 3, 5]):
+        cached = decoded(model, ids[:, :48], steps, CACHES["static"](model.config))
+        torch.testing.assert_close(cached, plain, **EXACT)
+
+
 # --- padding and batches -------------------------------------------------------------------------
 
 
@@ -389,7 +403,7 @@ def test_padding_in_the_middle_counts_as_distance_unless_positions_say_otherwise
     mask[1, 20:30] = 0
     real = mask.bool()
     plain = logits(model, ids, attention_mask=mask)[real]
-    with rope_ext.patched(model, "rerope", factor=4, **WIDE["rerope"]):
+    with rope_ext.patched(model, "rerope", factor=4, **WIDE["rerope"], **TOLD):
         torch.testing.assert_close(logits(model, ids, attention_mask=mask)[real], plain, **EXACT)
     patch(model)
     closed = logits(model, ids, attention_mask=mask, position_ids=(mask.cumsum(-1) - 1))
@@ -501,7 +515,7 @@ def test_packed_documents_beside_a_cache_are_as_unpatched_or_refused(kind: str, 
     model = FAMILIES[kind].model()
     positions = torch.cat((torch.arange(40), torch.arange(50)))[None]
     plain = logits(model, ids, position_ids=positions)
-    patch(model, "rerope", **WIDE["rerope"])
+    patch(model, "rerope", **WIDE["rerope"], **TOLD)
     try:
         said = logits(model, ids, position_ids=positions)
     except rope_ext.UnsupportedModelError as error:
@@ -560,13 +574,25 @@ def test_masks_of_ones_own_are_followed(ids) -> None:
     torch.testing.assert_close(said, right, **EXACT)
 
 
+def test_masks_of_ones_own_are_followed_by_layers_that_stay(ids) -> None:
+    model = tiny_model("gemma2", sliding_window=300)
+    model.set_attn_implementation("eager")
+    hidden = torch.ones(90, 90, dtype=torch.bool).triu(1)
+    hidden[40:, :40] = True
+    mask = torch.zeros(2, 1, 90, 90).masked_fill(hidden, torch.finfo(torch.float32).min)
+    plain = logits(model, ids, attention_mask=mask)
+    patch(model, "rerope", **WIDE["rerope"])
+    for given in (mask, mask == 0):
+        torch.testing.assert_close(logits(model, ids, attention_mask=given), plain, **EXACT)
+
+
 def test_a_bias_in_the_mask_is_added_or_refused(model, ids) -> None:
     hidden = torch.ones(90, 90, dtype=torch.bool).triu(1)
     bias = -0.02 * (torch.arange(90)[:, None] - torch.arange(90)).float()  # as ALiBi has it
     mask = bias.masked_fill(hidden, torch.finfo(torch.float32).min)[None, None]
     mask = mask.expand(2, -1, -1, -1)
     plain = logits(model, ids, attention_mask=mask)
-    patch(model, "rerope", **WIDE["rerope"])
+    patch(model, "rerope", **WIDE["rerope"], **TOLD)
     try:
         said = logits(model, ids, attention_mask=mask)
     except rope_ext.RopeExtError as error:
@@ -768,6 +794,42 @@ def test_models_served_by_several_threads_do_not_disturb_each_other(ids) -> None
     assert wrong == []
 
 
+@pytest.mark.parametrize("kind", ["llama", "gemma2"])
+def test_a_saved_model_loads_onto_the_disk(kind: str, tmp_path, ids) -> None:
+    model = patch(FAMILIES[kind].model())
+    right = logits(model, ids)
+    model.save_pretrained(tmp_path / "model")
+    again = rope_ext.from_pretrained(
+        tmp_path / "model", device_map={"": "disk"}, offload_folder=tmp_path / "offloaded"
+    )
+    assert all(parameter.is_meta for parameter in again.parameters())
+    torch.testing.assert_close(logits(again, ids), right, **EXACT)
+
+
+@pytest.mark.parametrize("kind", ["smollm3", "llama"])
+def test_a_mask_follows_its_layers_to_another_device(kind: str, ids) -> None:
+    """Layers from the second on lie on meta, where no tensor of another device can be used."""
+    model = patch(FAMILIES[kind].model())
+    rest = [*model.model.layers[1:], model.model.norm, model.lm_head]
+    torch.nn.ModuleList(rest).to("meta")
+
+    def move(module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+        def there(x: Any) -> Any:  # as accelerate does
+            if isinstance(x, tuple):
+                return tuple(map(there, x))
+            return x.to("meta") if isinstance(x, torch.Tensor) else x
+
+        return tuple(map(there, args)), {name: there(x) for name, x in kwargs.items()}
+
+    for module in rest:
+        module.register_forward_pre_hook(move, with_kwargs=True)
+    given = {"attention_mask": torch.ones_like(ids)}
+    given["attention_mask"][1, :25] = 0
+    if kind == "llama":  # by dense logits, for the positions jump
+        given["position_ids"] = torch.cat((torch.arange(33), torch.arange(60, 117))).expand(2, -1)
+    assert logits(model, ids, **given, use_cache=False).is_meta
+
+
 def test_accelerate_hooks_stay_in_place(ids) -> None:
     from accelerate import dispatch_model
 
@@ -790,7 +852,8 @@ def test_a_position_map_goes_over_a_frequency_map(under, kind: str, ids) -> None
         with by_formula(model, family, "rerope", tokens, log_n=2 * LENGTH, window=5):
             right = logits(model, ids)
     before = snapshot(model)
-    with rope_ext.patched(model, rope_ext.ReRoPE(factor=2, **WIDE["rerope"]), frequency=under):
+    wide = rope_ext.ReRoPE(factor=2, window=100, log_n=False)
+    with rope_ext.patched(model, wide, frequency=under):
         # The frequencies of a frequency method by itself are transformers' own, in float32.
         torch.testing.assert_close(logits(model, ids), plain, atol=5e-5, rtol=0)
     with rope_ext.patched(model, rope_ext.ReRoPE(factor=2, window=5), frequency=under):
@@ -899,12 +962,10 @@ def test_describe_says_which_layers_stay() -> None:
 @pytest.mark.parametrize("kind", ["llama", "smollm3"])
 def test_unusual_arguments_change_nothing(kind: str, ids) -> None:
     model = FAMILIES[kind].model()
-    native = model(ids, output_attentions=True).attentions
     patch(model)
     right = logits(model, ids)
     with torch.no_grad():
-        output = model(ids, output_attentions=True, output_hidden_states=True)
-    assert output.attentions == native  # transformers' own default kernel returns none either
+        output = model(ids, output_hidden_states=True)
     assert len(output.hidden_states) == len(model.model.layers) + 1
     assert torch.equal(output.logits, right)
     embeds = model.get_input_embeddings()(ids)
@@ -915,6 +976,93 @@ def test_unusual_arguments_change_nothing(kind: str, ids) -> None:
     torch.testing.assert_close(said, right, **EXACT)
     with torch.inference_mode():
         torch.testing.assert_close(model(ids).logits, right, **EXACT)
+
+
+# --- attention weights ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_attention_weights_are_those_of_the_papers_distances(kind: str, name: str, ids) -> None:
+    family = FAMILIES[kind]
+    model = family.model()
+    with by_formula(model, family, name, torch.arange(90)[None], **METHODS[name]):
+        right = model(ids, output_attentions=True).attentions
+    patch(model, name, **family.options)
+    plain = logits(model, ids)
+    with torch.no_grad():
+        output = model(ids, output_attentions=True)
+    assert torch.equal(output.logits, plain)
+    assert len(output.attentions) == len(right) == len(model.model.layers)
+    for weights, expected in zip(output.attentions, right, strict=True):
+        torch.testing.assert_close(weights.double(), expected, atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize(
+    ("kind", "implementation"),
+    [("llama", "sdpa"), ("llama", "eager"), ("smollm3", "sdpa"), ("gemma2", "eager")],
+)
+def test_attention_weights_of_padded_rows_and_of_caches(kind, implementation, ids) -> None:
+    family = FAMILIES[kind]
+    model = family.model()
+    model.set_attn_implementation(implementation)
+    patch(model, **family.options)
+    batch, mask, positions = padded([ids[0], ids[1, :61]], "left")
+    given = {"attention_mask": mask, "position_ids": positions}
+    with torch.no_grad():
+        alone = model(ids[1:, :61], output_attentions=True).attentions
+        together = model(batch, **given, output_attentions=True).attentions
+        assert len(alone) == len(model.model.layers)
+        for make in CACHES.values():
+            cache = make(model.config)
+            model(ids[1:, :60], past_key_values=cache)
+            last = model(ids[1:, 60:61], past_key_values=cache, output_attentions=True).attentions
+            for one, other, right in zip(together, last, alone, strict=True):
+                torch.testing.assert_close(one[1, :, 29:, 29:], right[0], **EXACT)
+                keys = min(other.shape[-1], 61)  # a cache may hold the window only, or empty slots
+                begin = 61 - keys if other.shape[-1] < 61 else 0
+                torch.testing.assert_close(other[0, :, 0, :keys], right[0, :, 60, begin:], **EXACT)
+
+
+def test_generate_returns_attention_weights(model, ids) -> None:
+    patch(model)
+    output = model.generate(
+        ids[:1, :60], **NEW, output_attentions=True, return_dict_in_generate=True
+    )
+    right = model(output.sequences[:, :-1], output_attentions=True).attentions
+    assert [len(layers) for layers in output.attentions] == [2] * 24
+    for step, layers in enumerate(output.attentions):
+        for weights, expected in zip(layers, right, strict=True):
+            keys = 60 + step
+            torch.testing.assert_close(weights[0, :, -1], expected[0, :, keys - 1, :keys], **EXACT)
+
+
+def test_gradients_flow_through_attention_weights_and_survive_checkpointing(ids) -> None:
+    found = []
+    for checkpointing in (False, True):
+        model = patch(tiny_model("smollm3")).train()  # of two layers the map changes one
+        if checkpointing:
+            model.gradient_checkpointing_enable({"use_reentrant": False})
+        output = model(ids, output_attentions=True, use_cache=False)
+        sum(weights.square().sum() for weights in output.attentions).backward()
+        found.append([p.grad for n, p in model.named_parameters() if "q_proj" in n])
+    for one, other in zip(*found, strict=True):
+        assert one.abs().max() > 0
+        torch.testing.assert_close(one, other)
+
+
+def test_a_configuration_that_could_not_be_saved_is_refused_before_the_work(ids, tmp_path) -> None:
+    model = tiny_llama()
+    model.set_attn_implementation("eager")
+    model.config.output_attentions = True
+    before = snapshot(model)
+    with pytest.raises(rope_ext.OptionError, match=r"set it to False and pass output_attentions"):
+        patch(model)
+    assert changed(before, snapshot(model)) == set()
+    model.config.output_attentions = False
+    patch(model)
+    assert len(model(ids, output_attentions=True).attentions) == 2
+    model.save_pretrained(tmp_path)
 
 
 # --- guards --------------------------------------------------------------------------------------
@@ -1007,6 +1155,14 @@ def test_a_padded_cache_of_other_rows_is_right_or_refused(what: str, ids) -> Non
     for i, row in enumerate(order):
         alone = logits(model, torch.cat((rows[row], ids[row, :1]))[None])[0, -1]
         torch.testing.assert_close(said[i, -1], alone, **EXACT)
+
+
+@pytest.mark.parametrize("how", [{}, {"cache_implementation": "static"}, {"use_cache": False}])
+def test_generation_behind_padding_on_the_right_is_refused_with_the_cure(how, ids) -> None:
+    model = patch(tiny_llama())
+    batch, mask, _ = padded([ids[0], ids[1, :61]], "right")
+    with pytest.raises(rope_ext.UnsupportedModelError, match="padding_side='left'"):
+        model.generate(batch, attention_mask=mask, **NEW, **how)
 
 
 def test_continuous_batching_is_refused_with_the_cure(ids) -> None:

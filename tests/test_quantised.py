@@ -26,7 +26,12 @@ from rope_ext.patching import current_patch
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("quantisers")]
 
 PATCHES = ("yarn", "ntk", "dynamic_yarn", "rerope")
-WEIGHTS = {"int8": "Int8Tensor", "nf4": "Params4bit"}
+WEIGHTS = {"int8": "Int8Tensor", "nf4": "Params4bit", "nf4 packed": "Params4bit"}
+# Rows in blocks of 32, columns in blocks of 64: what a packed layer has to divide into.
+PACKABLE = {"intermediate_size": 128}
+ROUNDED = 0.03
+"""Mean change of a logit when packed constants are rounded to 8 bits again: 0.009 measured, where
+a patch changes 0.8 and quantising itself 0.4."""
 
 
 def options(kind: str) -> dict[str, Any]:
@@ -45,20 +50,30 @@ def options(kind: str) -> dict[str, Any]:
 
 
 @pytest.fixture
-def quantisers() -> None:
+def quantisers(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("torchao")
     pytest.importorskip("bitsandbytes")
+    import packed_nf4
+
+    packed_nf4.use("nf4 packed" in request.node.name, monkeypatch.setattr)
 
 
 @pytest.fixture
 def base(tmp_path: Path) -> Path:
-    tiny_llama().save_pretrained(tmp_path / "base")
+    tiny_llama(**PACKABLE).save_pretrained(tmp_path / "base")
     return tmp_path / "base"
 
 
 def logits(model: torch.nn.Module, ids: torch.Tensor) -> torch.Tensor:
     with torch.no_grad():
         return model(ids).logits
+
+
+def same(found: torch.Tensor, expected: torch.Tensor, kind: str) -> bool:
+    """Whether these are the logits of one model before and after it was saved."""
+    if kind == "nf4 packed":
+        return (found - expected).abs().mean().item() < ROUNDED
+    return torch.equal(found, expected)
 
 
 def kind_of(model: Any) -> set[str]:
@@ -93,13 +108,13 @@ def test_a_quantised_model_comes_back_with_its_patch(tmp_path, ids, base, kind, 
     model.save_pretrained(tmp_path / "saved", max_shard_size="40KB")
     again = rope_ext.from_pretrained(tmp_path / "saved")
     assert kind_of(again) == {WEIGHTS[kind]}
-    assert torch.equal(logits(again, ids), extended)
+    assert same(logits(again, ids), extended, kind)
     if current_patch(model).record.plain:
         plain = AutoModelForCausalLM.from_pretrained(tmp_path / "saved")
-        assert torch.equal(logits(plain, ids), extended)
+        assert same(logits(plain, ids), extended, kind)
     after = snapshot(rope_ext.unpatch(model))
     assert changed(before, after) <= {"config:dtype"}  # saving turned that into a word
-    assert torch.equal(logits(model, ids), said)
+    assert same(logits(model, ids), said, kind)
 
 
 @pytest.mark.parametrize("method", PATCHES)
@@ -114,9 +129,9 @@ def test_an_adapter_on_a_quantised_base_comes_back(tmp_path, ids, base, kind, me
     said = logits(model, ids)
     folder = save(model, tmp_path / "adapter")
     again = rope_ext.from_pretrained(folder, **options(kind))
-    assert kind_of(again) == {WEIGHTS[kind]} and torch.equal(logits(again, ids), said)
+    assert kind_of(again) == {WEIGHTS[kind]} and same(logits(again, ids), said, kind)
     again = rope_ext.load_adapter(rope_ext.patch(load(), method, factor=4), folder)
-    assert torch.equal(logits(again, ids), said)
+    assert same(logits(again, ids), said, kind)
     with pytest.raises(rope_ext.AdapterError, match="not patched"):
         rope_ext.load_adapter(load(), folder)
 
@@ -129,13 +144,15 @@ def test_an_adapter_on_a_base_saved_quantised_comes_back(tmp_path, ids, base, ki
     model = adapted(model)
     again = rope_ext.from_pretrained(save(model, tmp_path / "adapter"))
     assert kind_of(again) == {WEIGHTS[kind]}
-    assert torch.equal(logits(again, ids), logits(model, ids))
+    assert same(logits(again, ids), logits(model, ids), kind)
 
 
-def test_the_recipe_of_qlora(tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("kind", ["nf4", "nf4 packed"])
+def test_the_recipe_of_qlora(tmp_path, monkeypatch: pytest.MonkeyPatch, kind) -> None:
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
-    model, run, text = save_checkpoint(tmp_path / "model"), tmp_path / "run", tmp_path / "text.txt"
+    model = save_checkpoint(tmp_path / "model", **PACKABLE)
+    run, text = tmp_path / "run", tmp_path / "text.txt"
     text.write_text("one two three four five six seven " * 100)
     command = f"""
         --model {model} --dataset {text} --output_dir {run} --quantize true --method rerope
@@ -143,21 +160,24 @@ def test_the_recipe_of_qlora(tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
         --save_steps 1 --chunked_loss false --report_to none --use_cpu true --disable_tqdm true
     """
     finetune.main(command.split())
-    again = rope_ext.from_pretrained(run, **options("nf4"))
+    again = rope_ext.from_pretrained(run, **options(kind))
     assert kind_of(again) == {"Params4bit"}
     assert rope_ext.describe(again).target_length == 512
     ids = torch.randint(2, 400, (1, 200), generator=torch.Generator().manual_seed(0))
     state = json.loads((run / "checkpoint-3" / "trainer_state.json").read_text())
-    first = rope_ext.from_pretrained(run / "checkpoint-1", **options("nf4"))
+    first = rope_ext.from_pretrained(run / "checkpoint-1", **options(kind))
     assert state["global_step"] == 3 and not torch.equal(logits(first, ids), logits(again, ids))
-    own = AutoModelForCausalLM.from_pretrained(model, **options("nf4"))
+    own = AutoModelForCausalLM.from_pretrained(model, **options(kind))
     own = rope_ext.load_adapter(rope_ext.patch(own, "rerope", factor=4), run)
-    assert torch.equal(logits(own, ids), logits(again, ids))
+    assert same(logits(own, ids), logits(again, ids), kind)
 
 
 _ELSEWHERE = """
 import sys, torch, rope_ext
-for folder in sys.argv[1:]:
+sys.path.insert(0, sys.argv[1])
+import packed_nf4
+packed_nf4.use(False)
+for folder in sys.argv[2:]:
     model = rope_ext.from_pretrained(folder)
     with torch.no_grad():
         torch.save(model(torch.load(folder + "/ids.pt")).logits, folder + "/logits.pt")
@@ -166,13 +186,14 @@ for folder in sys.argv[1:]:
 
 def test_quantised_models_come_back_in_another_process(tmp_path, ids, base: Path) -> None:
     expected = {}
-    for kind in WEIGHTS:
+    for kind in ("int8", "nf4"):
         for method in PATCHES:
             model = AutoModelForCausalLM.from_pretrained(base, **options(kind))
             folder = tmp_path / f"{kind} {method}"
             rope_ext.patch(model, method, factor=4).save_pretrained(folder)
             expected[folder] = logits(model, ids)
             torch.save(ids, folder / "ids.pt")
-    subprocess.run([sys.executable, "-c", _ELSEWHERE, *map(str, expected)], check=True)
+    arguments = [Path(__file__).parent, *expected]
+    subprocess.run([sys.executable, "-c", _ELSEWHERE, *map(str, arguments)], check=True)
     for folder, said in expected.items():
         assert torch.equal(torch.load(folder / "logits.pt"), said), folder

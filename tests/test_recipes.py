@@ -122,6 +122,25 @@ def test_rows_are_the_documents_one_after_the_other(checkpoint: Path, streaming:
         assert list(row["position_ids"]) == list(range(len(ids)))
 
 
+def test_a_step_of_a_stream_is_of_many_documents(checkpoint: Path) -> None:
+    """Forty documents of ten rows each: sixteen rows in order would be of two or three."""
+    tokenizer = AutoTokenizer.from_pretrained(checkpoint)
+    words = [" ".join([word] * 30) for word in WORDS]
+    texts = [f"{left} {right}" for left in words for right in words[:4]]
+    of = {tuple(ids): text for text, ids in zip(texts, tokenizer(texts).input_ids, strict=True)}
+    length = min(map(len, of)) // 10
+    source = datasets.Dataset.from_dict({"text": texts}).to_iterable_dataset()
+
+    def drawn(seed: int) -> list[list[int]]:
+        rows = data.rows(source, tokenizer, length=length, seed=seed)
+        return [list(row["input_ids"]) for row in rows.take(400)]
+
+    found = drawn(seed=0)
+    # A row within a document has the tokens of its words only, and of one or two of them.
+    assert len({tuple(sorted(set(row))) for row in found[:16]}) > 7
+    assert drawn(seed=0) == found != drawn(seed=1)
+
+
 def test_many_documents_lose_less_than_a_row_in_a_hundred(checkpoint: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(checkpoint)
     source = datasets.Dataset.from_dict({"text": ["one two three four"] * 3000})
@@ -157,6 +176,26 @@ def test_data_without_text_are_refused(tmp_path: Path) -> None:
         (tmp_path / name).write_text(content)
         with pytest.raises(data.DataError, match=message):
             data.documents(str(tmp_path / name))
+
+
+def test_odd_files_are_read_or_refused_in_words(checkpoint: Path, tmp_path: Path) -> None:
+    tokenise = data.Tokenise(AutoTokenizer.from_pretrained(checkpoint))
+    plain = tokenise({"text": ["one two"]})
+    assert tokenise({"text": ["\ufeffone two"]}) == plain
+    with pytest.raises(data.DataError, match=r"no text but int: 3; .*--text_column"):
+        tokenise({"text": ["one", 3]})
+    table = tmp_path / "begins-with-none.parquet"
+    datasets.Dataset.from_dict({"text": [None, "one"]}).to_parquet(table)
+    assert len(data.documents(str(table))) == 2
+    for name, content, message in (
+        ("empty.jsonl", b"", r"empty.jsonl' \(\w+\); give"),
+        ("surrogate.jsonl", b'{"text": "a \\ud800"}', "surrogate pair in string is invalid"),
+        ("latin.txt", b"caf\xe9 au lait", "'utf-8' codec can't decode byte 0xe9"),
+    ):
+        (tmp_path / name).write_bytes(content)
+        for streaming in (False, True):
+            with pytest.raises(data.DataError, match=message):
+                data.documents(str(tmp_path / name), streaming=streaming)
 
 
 def test_python_library_is_read() -> None:
@@ -486,6 +525,14 @@ REFUSED = [
         {"method": "dynamic_ntk", "document_masking": True, "length": 256, "pose_chunks": 0},
         "fixed 'length'",
     ),
+    (
+        {"document_masking": True, "length": 33000, "pose_chunks": 0, "factor": 400},
+        "2.0 GiB.*--attn flex_attention.* at most 23170",
+    ),
+    (
+        {"document_masking": True, "attn": "flash_attention_2", "pose_chunks": 0, "length": 256},
+        "--per_device_train_batch_size 1 and --gradient_accumulation_steps 2",
+    ),
     ({"lora_r": 0, "quantize": True}, "--quantize needs LoRA"),
     ({"lora_r": 0, "loraplus_ratio": 4}, "--loraplus_ratio needs LoRA"),
     ({"lora_target": ["query"]}, "--lora_target some of down_proj, .*q_proj"),
@@ -621,6 +668,18 @@ def test_a_run_on_packed_documents_with_a_position_method(
     assert torch.isfinite(model(ids).logits).all()
 
 
+def test_documents_stay_apart_with_a_cache_asked_for(
+    checkpoint: Path, texts: Path, tmp_path: Path
+) -> None:
+    """With a cache, transformers would let them see each other without a word."""
+    more = {"length": 256, "pose_chunks": 0, "document_masking": True, "max_steps": 1}
+    for name, cache in (("with", True), ("without", False)):
+        finetune.main(arguments(checkpoint, texts, tmp_path / name, use_cache=cache, **more))
+    assert history(tmp_path / "with" / "checkpoint-1") == history(
+        tmp_path / "without" / "checkpoint-1"
+    )
+
+
 def test_a_stream_is_resumed_where_it_stood(checkpoint: Path, texts: Path, tmp_path: Path) -> None:
     run, killed = tmp_path / "run", tmp_path / "killed"
     more = {"streaming": True, "max_steps": 4, "save_steps": 2}
@@ -631,12 +690,151 @@ def test_a_stream_is_resumed_where_it_stood(checkpoint: Path, texts: Path, tmp_p
     assert history(killed / "checkpoint-4") == history(run / "checkpoint-4")
 
 
+def test_a_run_that_is_over_is_not_trained_on(
+    checkpoint: Path, texts: Path, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    """Killed between its last checkpoint and its final save, or not killed at all."""
+    run = tmp_path / "run"
+    words = [*arguments(checkpoint, texts, run), "--resume_from_checkpoint", "true"]
+    finetune.main(words[:-2])
+    request.getfixturevalue("weights")  # must not be loaded from here on
+    assert len(history(run / "checkpoint-2")) == 2
+    final = {file.name: file.read_bytes() for file in run.iterdir() if file.is_file()}
+    when = (run / "adapter_model.safetensors").stat().st_mtime_ns
+    finetune.main(words)
+    assert (run / "adapter_model.safetensors").stat().st_mtime_ns == when
+    for name in final.keys() - {"recipe.json"}:
+        (run / name).unlink()
+    (run / "adapter_model.safetensors").write_bytes(final["adapter_model.safetensors"][:100])
+    finetune.main(words)
+    assert {file.name: file.read_bytes() for file in run.iterdir() if file.is_file()} == final
+    assert [file.name for file in run.iterdir() if file.is_dir()] == ["checkpoint-2"]
+
+
+def test_checkpoints_that_are_not_whole_are_passed_over(
+    checkpoint: Path, texts: Path, tmp_path: Path
+) -> None:
+    run = tmp_path / "run"
+    words = arguments(checkpoint, texts, run, max_steps=5, save_steps=1)
+    recipe, args = finetune.parse([*words, "--resume_from_checkpoint", "true"])
+    finetune.main(words)
+    for wrong in ("checkpoint-abc", "checkpoint-", "checkpoint-1-2", "checkpoint-99"):
+        (run / wrong).mkdir()
+    (run / "checkpoint-5" / "trainer_state.json").write_text('{"global')
+    weights = run / "checkpoint-4" / "adapter_model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1])
+    (run / "checkpoint-3" / "rng_state.pth").unlink()
+    settings.check_output(recipe, args)
+    assert Path(args.resume_from_checkpoint).name == "checkpoint-2"
+    for wrong in ("checkpoint-3", "checkpoint-4", "checkpoint-5", "checkpoint-abc"):
+        args.resume_from_checkpoint = str(run / wrong)
+        with pytest.raises(OptionError, match=f"no checkpoint to go on from .*{wrong}"):
+            settings.check_output(recipe, args)
+    (run / "recipe.json").write_text("{")
+    args.resume_from_checkpoint = "true"
+    with pytest.raises(OptionError, match=r"recipe\.json cannot be read.*another --output_dir"):
+        settings.check_output(recipe, args)
+
+
+def test_a_run_killed_in_its_first_checkpoint_begins_again(
+    checkpoint: Path, texts: Path, tmp_path: Path
+) -> None:
+    run = tmp_path / "run"
+    (run / "checkpoint-2").mkdir(parents=True)
+    (run / "checkpoint-2" / "adapter_model.safetensors").write_bytes(b"begun")
+    words = [*arguments(checkpoint, texts, run), "--resume_from_checkpoint", "true"]
+    finetune.main(words)
+    assert len(history(run / "checkpoint-2")) == 2
+    assert isinstance(rope_ext.from_pretrained(run), peft.PeftModel)
+
+
+def test_a_checkpoint_that_is_written_again_is_not_whole_meanwhile(
+    checkpoint: Path, texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = tmp_path / "run"
+    words = arguments(checkpoint, texts, run, save_steps=1)
+    finetune.main(words)
+    words += ["--resume_from_checkpoint", str(run / "checkpoint-1")]
+    state = run / "checkpoint-2" / "trainer_state.json"
+
+    def save(self: transformers.Trainer, *args: object) -> None:
+        assert not state.exists()
+        raise KeyboardInterrupt
+
+    assert state.exists()
+    monkeypatch.setattr(transformers.Trainer, "save_model", save)
+    with pytest.raises(KeyboardInterrupt):
+        finetune.main(words)
+    assert not state.exists()
+
+
+def test_a_run_that_diverges_stops_and_keeps_what_was_good(
+    checkpoint: Path, texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = tmp_path / "run"
+    words = arguments(checkpoint, texts, run, max_steps=6, save_steps=1, learning_rate=1e30)
+    with pytest.raises(finetune.DivergedError, match=r"the loss is nan after .*--learning_rate"):
+        finetune.main(words)
+    saved = sorted(run.glob("checkpoint-*/adapter_model.safetensors"))
+    assert saved
+    for file in saved:
+        assert all(torch.isfinite(weight).all() for weight in load_file(file).values())
+    assert not (run / "adapter_model.safetensors").exists()
+
+    class Broken(transformers.TrainerCallback):
+        def on_step_end(
+            self, args: object, state: object, control: object, model: torch.nn.Module, **_: object
+        ) -> None:
+            next(p for p in model.parameters() if p.requires_grad).data[0, 0] = float("nan")
+
+    made = finetune.LongTrainer.__init__
+
+    def broken(self: finetune.LongTrainer, *args: object, **kwargs: object) -> None:
+        made(self, *args, **kwargs)
+        self.add_callback(Broken())
+
+    monkeypatch.setattr(finetune.LongTrainer, "__init__", broken)
+    last = tmp_path / "last"
+    with pytest.raises(finetune.DivergedError, match="weights are not finite after 1 steps"):
+        finetune.main(arguments(checkpoint, texts, last, max_steps=1))
+    assert not list(last.rglob("*.safetensors"))
+
+
 def test_a_wrong_merge_is_told(checkpoint: Path, texts: Path, tmp_path: Path) -> None:
     found, expected = torch.ones(3), torch.tensor([1.0, 1.0, 2.0])
     assert merge.difference(expected, expected, 0.0, "logits") == 0
     for wrong in (found, found * float("nan")):
         with pytest.raises(MeasureError, match="do not use them"):
             merge.difference(wrong, expected, 0.1, "logits")
+
+
+def test_what_cannot_be_merged_is_told_first(
+    checkpoint: Path, texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, base = tmp_path / "run", shutil.copytree(checkpoint, tmp_path / "base")
+    finetune.main(arguments(base, texts, run, method="none"))
+    for file in run.glob("tokenizer*"):
+        file.unlink()
+    merge.merge(run, tmp_path / "merged", "float32")  # with that of the base
+    assert AutoTokenizer.from_pretrained(tmp_path / "merged").eos_token == "</s>"
+    (base / "config.json").rename(base / "away")
+    with pytest.raises(OptionError, match="cannot be put on its base"):
+        merge.merge(run, tmp_path / "more", "float32")
+    monkeypatch.setattr(merge, "load", lambda adapter: pytest.fail("the weights were loaded"))
+    (base / "away").rename(base / "config.json")
+    with pytest.raises(OptionError, match=r"cannot be made .*--output another folder"):
+        merge.merge(run, texts / "below a file", "float32")
+    for file in base.glob("tokenizer*"):
+        file.unlink()
+    with pytest.raises(OptionError, match=r"neither .* nor its base .* has a tokenizer; copy"):
+        merge.merge(run, tmp_path / "none", "float32")
+    for broken in ("{", "[3]", ""):
+        (run / "adapter_config.json").write_text(broken)
+        with pytest.raises(OptionError, match=r"adapter_config\.json cannot be read"):
+            merge.merge(run, tmp_path / "none", "float32")
+    with pytest.raises(OptionError, match="/nonexistent holds no adapter"):
+        merge.merge(Path("/nonexistent"), tmp_path / "none", "float32")
+    assert not (tmp_path / "none").exists()
 
 
 def start(words: list[str], cache: Path) -> subprocess.Popen[bytes]:

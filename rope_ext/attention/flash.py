@@ -232,7 +232,7 @@ def _mask(tile: Tile, like: torch.Tensor) -> torch.Tensor | None:
     """What the kernel adds to the logits of a tile, ``[rows, keys]``."""
     if tile.kind != "band":
         return None
-    ahead = torch.arange(tile.keys) - torch.arange(tile.rows)[:, None]
+    ahead = torch.arange(tile.keys, device="cpu") - torch.arange(tile.rows, device="cpu")[:, None]
     hidden = (ahead < 0) | (ahead > tile.keys - tile.rows)
     return like.new_zeros(tile.rows, tile.keys).masked_fill_(hidden, -torch.inf)
 

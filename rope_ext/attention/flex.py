@@ -35,7 +35,8 @@ def _block_mask(
         return geometry.sees(row + (start + keys - queries), column + start)
 
     build = _compiled(create_block_mask) if device.type == "cuda" else create_block_mask
-    return build(seen, None, None, queries, keys, device=device)
+    with torch.inference_mode(False):  # kept for calls that train as well
+        return build(seen, None, None, queries, keys, device=device)
 
 
 def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: Call) -> torch.Tensor:

@@ -26,7 +26,7 @@ def parse_lengths(text: str | Iterable[str], option: str = "--lengths") -> tuple
     """
     lengths = []
     for word in split(text):
-        match = re.fullmatch(r"(\d+)(k?)", word.lower())
+        match = re.fullmatch(r"([0-9]{1,15})(k?)", word.lower())
         if match is None:
             raise OptionError(
                 f"{option} {word!r} is not a list of whole numbers; give it as 512,1024 or 4k,8k"
@@ -80,7 +80,7 @@ def parse_options(
 def _file(path: str) -> dict[str, Any]:
     try:
         options = json.loads(Path(path).read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         reason = getattr(error, "strerror", None) or first_line(error)
         raise OptionError(
             f"cannot read the options in {path} ({reason}); give a file that "
@@ -98,5 +98,5 @@ def _value(text: str) -> Any:
         return words[text.lower()]
     try:
         return ast.literal_eval(text)
-    except (ValueError, SyntaxError):
+    except (ValueError, SyntaxError, RecursionError, MemoryError):  # the last two: deep nesting
         return text

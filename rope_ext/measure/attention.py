@@ -100,8 +100,13 @@ def octaves(trained: int, length: int) -> tuple[int, ...]:
 def evenly(edges: Sequence[int]) -> torch.Tensor:
     """The shares of attention that gives every token the same, float64, ``[bins]``."""
     tokens = edges[-1]
-    reach = torch.arange(max(0, tokens - QUERIES), tokens, dtype=torch.float64).unsqueeze(1) + 1
-    keys = torch.minimum(torch.tensor(edges), (reach - FIRST).clamp(min=0)).diff()
+    reach = (
+        torch.arange(max(0, tokens - QUERIES), tokens, dtype=torch.float64, device="cpu").unsqueeze(
+            1
+        )
+        + 1
+    )
+    keys = torch.minimum(torch.tensor(edges, device="cpu"), (reach - FIRST).clamp(min=0)).diff()
     return (keys / reach).mean(0)
 
 
@@ -119,13 +124,13 @@ def by_distance(model: nn.Module, rows: Sequence[Row], edges: Sequence[int]) -> 
         UnsupportedModelError: its layers do not go through transformers' attention interface.
     """
     layers: dict[nn.Module, list[torch.Tensor]] = {}
-    inner = torch.tensor(edges[1:-1])
+    inner = torch.tensor(edges[1:-1], device="cpu")
 
     def look(module: nn.Module, dense: Dense) -> None:
-        total = torch.zeros(len(edges), dtype=torch.float64)
+        total = torch.zeros(len(edges), dtype=torch.float64, device="cpu")
         layers.setdefault(module, []).append(total)
         heads, tokens = dense.query.shape[1:3]
-        places, size = torch.arange(tokens), max(1, _NUMBERS // (heads * tokens))
+        places, size = torch.arange(tokens, device="cpu"), max(1, _NUMBERS // (heads * tokens))
         first = max(0, tokens - QUERIES)
         for start in range(first, tokens, size):
             queries = slice(start, min(start + size, tokens))
@@ -167,7 +172,7 @@ def resultants(model: nn.Module, rows: Sequence[Row]) -> Resultants:
         if head is None:
             return
         theta = site.loaded.double()[head.pair]
-        turned = torch.arange(dense.query.shape[2]).unsqueeze(-1) * theta
+        turned = torch.arange(dense.query.shape[2], device="cpu").unsqueeze(-1) * theta
         means = []
         for x in (dense.query[0] * dense.call.scale, dense.key[0]):
             x = x.cpu().double()
@@ -188,7 +193,7 @@ def resultants(model: nn.Module, rows: Sequence[Row]) -> Resultants:
         query, of_query, key, of_key = means
         groups = len(query) // len(key)
         key, of_key = (part.repeat_interleave(groups, 0) for part in (key, of_key))
-        made = torch.zeros(len(query), len(site.loaded), dtype=torch.complex128)
+        made = torch.zeros(len(query), len(site.loaded), dtype=torch.complex128, device="cpu")
         weights.append(made.index_add_(1, heads[module].pair, query * key.conj()))
         lengths.append((query.norm(dim=-1) / of_query, key.norm(dim=-1) / of_key))
     return Resultants(torch.cat(weights), *map(torch.cat, zip(*lengths, strict=True)))

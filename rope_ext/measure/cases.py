@@ -6,13 +6,15 @@ import hashlib
 import json
 import math
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
-from rope_ext.errors import OptionError
+from rope_ext.errors import MeasureError, OptionError
+from rope_ext.measure.folder import HEADER, replace_file, writing
 
 Mode = Literal["argmax", "loss", "write"]
 
@@ -127,10 +129,29 @@ class Outcome:
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Outcome:
-        """The inverse of ``to_json``."""
+        """The inverse of ``to_json``.
+
+        Raises:
+            ValueError, TypeError, KeyError, AttributeError: the data are not those of an outcome.
+        """
         curve = tuple((at, _infinite(total), count) for at, total, count in data["curve"])
         changed = {"answers": tuple(data["answers"]), "value": _infinite(data["value"])}
-        return cls(**{**data, **changed, "curve": curve})
+        outcome = cls(**{**data, **changed, "curve": curve})
+        outcome._check()
+        return outcome
+
+    def _check(self) -> None:
+        texts = (self.key, self.system, self.task, self.prompt, self.written or "", *self.answers)
+        counts = (self.length, self.seed, self.group, self.tokens, self.bin or 0)
+        counts += tuple(number for at, _, count in self.curve for number in (at, count))
+        values = (self.value, self.depth or 0.0, *(total for _, total, _ in self.curve))
+        right = (
+            all(type(text) is str for text in texts)
+            and all(type(count) is int for count in counts)
+            and all(type(value) in (int, float) and not math.isnan(value) for value in values)
+        )
+        if not right:
+            raise TypeError("a field has another type")
 
 
 def _plain(value: float) -> float | None:
@@ -153,13 +174,23 @@ def line(outcome: Outcome) -> str:
 
 
 def read_outcomes(paths: Sequence[Path]) -> dict[str, Outcome]:
-    """The outcomes of some logs by key; a line that a killed run left unfinished is skipped."""
+    """The outcomes of some logs by key; a line that is none, as a killed run may leave, is skipped.
+
+    Raises:
+        MeasureError: a log cannot be read.
+    """
     outcomes = {}
     for path in paths:
-        for text in path.read_text(encoding="utf-8", errors="replace").split("\n"):
+        try:
+            content = path.read_text(encoding="utf-8", errors="replace")
+        except OSError as error:
+            raise MeasureError(
+                f"cannot read {path}: {error.strerror}; give --output another folder"
+            ) from None
+        for text in content.split("\n"):
             try:
                 outcome = Outcome.from_json(json.loads(text))
-            except (ValueError, TypeError, KeyError):
+            except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
                 continue
             outcomes[outcome.key] = outcome
     return outcomes
@@ -167,15 +198,33 @@ def read_outcomes(paths: Sequence[Path]) -> dict[str, Outcome]:
 
 def write_outcomes(path: Path, outcomes: Sequence[Outcome]) -> None:
     """Replace the log by these outcomes, at once: a crash leaves the old file or the new one."""
-    draft = path.with_suffix(".tmp")
-    draft.write_text("".join(map(line, outcomes)), encoding="utf-8")
-    draft.replace(path)
+    replace_file(path, HEADER + "".join(map(line, outcomes)).encode())
+
+
+@contextmanager
+def adding(path: Path) -> Iterator[Callable[[Outcome], None]]:
+    """Add outcomes to a log, each on disk before the next; begin the log if there is none.
+
+    Raises:
+        MeasureError: it cannot be written.
+    """
+    cure = "make room or give --output another folder; --resume keeps what is finished"
+    with writing(path, cure):
+        mend(path) if path.exists() else replace_file(path, HEADER)
+        file = path.open("ab", buffering=0)  # what could not be written is not tried again
+
+    def add(outcome: Outcome) -> None:
+        left = line(outcome).encode()
+        with writing(path, cure):
+            while left:
+                left = left[file.write(left) :]
+
+    with file:
+        yield add
 
 
 def mend(path: Path) -> None:
     """Cut the unfinished last line of a log off, so that more lines can follow."""
-    if not path.exists():
-        return
     with path.open("rb+") as file:
         content = file.read()
         file.truncate(content.rfind(b"\n") + 1)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from rope_ext.drawing import UNPATCHED_STYLE, bare, figure_of, mark_trained, style_of, ticker
 from rope_ext.measure.summary import Estimate, is_unpatched, number
@@ -21,7 +21,7 @@ def draw_perplexity(
     estimates: Mapping[tuple[str, int], Estimate],
     trained: Mapping[str, int],
     title: str,
-    path: Path,
+    path: Path | BinaryIO,
     axis: str = "context, tokens",
     ticks: Sequence[int] | None = None,
 ) -> None:
@@ -34,7 +34,7 @@ def draw_perplexity(
         estimates: by (system, length in tokens).
         trained: trained context in tokens of each system, marked by a vertical line.
         title: above the axes.
-        path: of the PNG.
+        path: of the PNG, or a file that is open.
         axis: what the horizontal axis is.
         ticks: its marks; by default, all lengths.
     """
@@ -69,18 +69,20 @@ def draw_perplexity(
     axes.set_ylabel("perplexity (lower is better)")
     axes.set_title(title, loc="left", fontsize=11)
     bare(axes)
-    figure.savefig(path, dpi=160)
+    figure.savefig(path, dpi=160, format="png")
 
 
 def draw_rates(
-    estimates: Mapping[tuple[str, str, int], Estimate], trained: Mapping[str, int], path: Path
+    estimates: Mapping[tuple[str, str, int], Estimate],
+    trained: Mapping[str, int],
+    path: Path | BinaryIO,
 ) -> None:
     """Rates against length as a PNG: one panel per task, one line per system with its interval.
 
     Args:
         estimates: by (task, system, length in tokens).
         trained: trained context in tokens of each system, marked by a vertical line.
-        path: of the PNG.
+        path: of the PNG, or a file that is open.
     """
     tasks = list(dict.fromkeys(task for task, _, _ in estimates))
     across = min(3, len(tasks))
@@ -110,14 +112,14 @@ def draw_rates(
     figure.legend(*grid.flat[0].get_legend_handles_labels(), loc="outside right upper", fontsize=8)
     figure.supxlabel("context, tokens (bars: 95 % Wilson intervals)", fontsize=10)
     figure.supylabel("found", fontsize=10)
-    figure.savefig(path, dpi=160)
+    figure.savefig(path, dpi=160, format="png")
 
 
 def draw_depths(
     estimates: Mapping[tuple[str, int, int], Estimate],
     trained: Mapping[str, int],
     title: str,
-    path: Path,
+    path: Path | BinaryIO,
 ) -> None:
     """Rates as a PNG: one heat map per system, length across, depth down.
 
@@ -125,7 +127,7 @@ def draw_depths(
         estimates: by (system, length in tokens, depth bin).
         trained: trained context in tokens of each system, marked in its map.
         title: above all maps.
-        path: of the PNG.
+        path: of the PNG, or a file that is open.
     """
     systems, lengths = _axes_of(estimates)
     depths = 1 + max(depth for _, _, depth in estimates)
@@ -162,7 +164,7 @@ def draw_depths(
     figure.supxlabel("context, tokens (orange line: trained length)", fontsize=10)
     figure.supylabel("depth", fontsize=10)
     figure.suptitle(title, fontsize=11)
-    figure.savefig(path, dpi=160)
+    figure.savefig(path, dpi=160, format="png")
 
 
 def _title(system: str) -> str:

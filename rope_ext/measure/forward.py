@@ -36,13 +36,13 @@ def left_padded(
     Positions count from the row's own first token, so that padding changes no angle.
     """
     width = max(map(len, rows))
-    ids = torch.full((len(rows), width), pad, dtype=torch.long)
+    ids = torch.full((len(rows), width), pad, dtype=torch.long, device="cpu")
     for row, tokens in zip(ids, rows, strict=True):
-        row[width - len(tokens) :] = torch.tensor(tokens, dtype=torch.long)
+        row[width - len(tokens) :] = torch.tensor(tokens, dtype=torch.long, device="cpu")
     inputs = {"input_ids": ids.to(device)}
     if any(len(tokens) < width for tokens in rows):
-        sizes = torch.tensor([len(tokens) for tokens in rows]).unsqueeze(1)
-        places = torch.arange(width) - (width - sizes)
+        sizes = torch.tensor([len(tokens) for tokens in rows], device="cpu").unsqueeze(1)
+        places = torch.arange(width, device="cpu") - (width - sizes)
         inputs["attention_mask"] = (places >= 0).long().to(device)
         inputs["position_ids"] = places.clamp(min=0).to(device)
     return inputs
@@ -68,8 +68,8 @@ def score(
     inputs = left_padded(rows, pad, model.device)
     ids = inputs["input_ids"]
     targets = ids[:, ids.shape[1] - tail :]
-    losses = torch.empty(targets.shape, dtype=torch.float32)
-    hits = torch.empty(targets.shape, dtype=torch.bool)
+    losses = torch.empty(targets.shape, dtype=torch.float32, device="cpu")
+    hits = torch.empty(targets.shape, dtype=torch.bool, device="cpu")
     for start, stop, part in _logits(model, inputs, tail, logits):
         wanted = targets[:, start:stop]
         loss = nn.functional.cross_entropy(

@@ -51,12 +51,14 @@ def bootstrap_mean(
 
     Efron 1979, Annals of Statistics 7 (1).
     """
-    data = torch.tensor(values, dtype=torch.float64)
+    data = torch.tensor(values, dtype=torch.float64, device="cpu")
     weight = torch.ones_like(data) if weights is None else data.new_tensor(weights)
     generator = torch.Generator().manual_seed(seed)
-    picks = torch.randint(len(data), (RESAMPLES, len(data)), generator=generator)
+    picks = torch.randint(len(data), (RESAMPLES, len(data)), generator=generator, device="cpu")
     means = (data * weight)[picks].sum(1) / weight[picks].sum(1)
-    tails = torch.tensor([(1 - confidence) / 2, (1 + confidence) / 2], dtype=torch.float64)
+    tails = torch.tensor(
+        [(1 - confidence) / 2, (1 + confidence) / 2], dtype=torch.float64, device="cpu"
+    )
     low, high = torch.quantile(means, tails).tolist()
     return low, high
 

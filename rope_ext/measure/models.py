@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import hashlib
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub.errors import HFValidationError
+from huggingface_hub.utils import validate_repo_id
 from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from rope_ext import records, reloading
-from rope_ext.errors import MeasureError, RopeExtError, first_line
+from rope_ext.errors import MeasureError, OptionError, RopeExtError, first_line, nearest
 from rope_ext.patching import unpatch
 from rope_ext.records import Record
 
@@ -27,7 +31,7 @@ def load_config(model: str) -> Any:
     Raises:
         MeasureError: there is none, or it is an adapter.
     """
-    if (Path(model) / "adapter_config.json").exists():  # transformers puts it on a plain base
+    if os.path.exists(f"{model}/adapter_config.json"):  # transformers puts it on a plain base
         raise MeasureError(
             f"{model} is an adapter; give --model the base it was trained on and --adapter {model}"
         )
@@ -40,7 +44,13 @@ def load_tokenizer(model: str) -> Any:
     Raises:
         MeasureError: there is none.
     """
-    return _load("tokenizer", AutoTokenizer.from_pretrained, model)
+    tokenizer = _load("tokenizer", AutoTokenizer.from_pretrained, model)
+    if not tokenizer("a", verbose=False)["input_ids"]:  # what transformers makes up without files
+        raise MeasureError(
+            f"the tokenizer of {model!r} knows no words, as where its files are missing; put them "
+            f"beside the model, such as with tokenizer.save_pretrained"
+        )
+    return tokenizer
 
 
 def load_model(
@@ -66,6 +76,7 @@ def load_model(
         RecordError: its configuration records a patch that cannot be followed.
     """
     device = resolve_device(device)
+    require_attention(attn)
     if dtype == "auto":
         dtype = "float32" if device == "cpu" else "auto"
     options = {} if attn is None else {"attn_implementation": attn}
@@ -107,8 +118,12 @@ def adapter_record(adapter: str) -> Record | None:
         RecordError: what lies beside it cannot be read.
     """
     try:
+        if not os.path.isdir(adapter):
+            _require_name(adapter)
         sidecar = reloading.read_sidecar(adapter)
-    except OSError as error:
+    except RopeExtError:
+        raise
+    except (OSError, ValueError) as error:
         raise _no_adapter(adapter, error) from error
     return None if sidecar is None else sidecar.record
 
@@ -123,12 +138,32 @@ def resolve_device(device: str) -> str:
         accelerator = torch.accelerator.current_accelerator(check_available=True)
         return "cpu" if accelerator is None else str(accelerator)
     try:
-        return str(torch.empty(0, device=device).device)
-    except (RuntimeError, AssertionError) as error:
+        found = torch.empty(0, device=device).device
+        reason = "it holds no numbers" if found.type == "meta" else None
+    except (RuntimeError, AssertionError, ImportError, NotImplementedError) as error:
+        reason = first_line(error)
+    if reason is not None:
         raise MeasureError(
-            f"device {device!r} cannot be used here ({first_line(error)}); give --device auto, "
-            f"cpu, cuda, cuda:1 or mps"
-        ) from None
+            f"device {device!r} cannot be used here ({reason}); give --device auto, cpu, cuda, "
+            f"cuda:1 or mps"
+        )
+    return str(found)
+
+
+def require_attention(name: str | None) -> None:
+    """Check that transformers knows an attention implementation, or a kernel of the Hub is named.
+
+    Raises:
+        OptionError: neither is so.
+    """
+    ours = ("rope_ext", "rope_ext_probe")  # a patch chooses them
+    known = sorted({"eager", *ALL_ATTENTION_FUNCTIONS.valid_keys()}.difference(ours))
+    if name is not None and name not in known and "/" not in name:
+        listed = ", ".join(one for one in known if not one.startswith("paged|"))
+        raise OptionError(
+            f"unknown attention implementation {name!r}{nearest(name, known)}; give --attn one of "
+            f"{listed}, or a kernel of the Hub"
+        )
 
 
 def identity(name: str, config: Any) -> dict[str, Any]:
@@ -145,6 +180,16 @@ def identity(name: str, config: Any) -> dict[str, Any]:
     settings = "" if config is None else config.to_json_string()
     digest = hashlib.sha256((settings + repr(stats)).encode()).hexdigest()
     return {"name": name, "sha256": digest[:16]}
+
+
+def _require_name(model: str) -> None:
+    """Tell of a folder that is not there, which transformers would take for a wrong Hub id."""
+    if os.path.exists(model):
+        raise ValueError("it is a file, not a folder")
+    try:
+        validate_repo_id(model)
+    except HFValidationError:
+        raise ValueError("there is no such folder, and no model of the Hub is named so") from None
 
 
 def trained_length(config: Any) -> int:
@@ -185,9 +230,16 @@ def adapts(config: Any) -> bool:
 
 def _load(what: str, load: Callable[..., Any], model: str, **options: Any) -> Any:
     try:
+        if not os.path.isdir(model):
+            _require_name(model)
         return load(model, **options)
     except RopeExtError:
         raise
+    except ImportError as error:
+        raise MeasureError(
+            f"cannot load the {what} of {model!r} ({first_line(error)}); install that, or ask for "
+            f"something else"
+        ) from error
     except _FAILURES as error:
         raise MeasureError(
             f"cannot load the {what} of {model!r} ({first_line(error)}); give --model a folder "

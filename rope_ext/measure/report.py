@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import csv
+import io
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
@@ -19,7 +20,7 @@ from rich.table import Table as RichTable
 from rope_ext.measure import figures
 from rope_ext.measure.cases import Outcome
 from rope_ext.measure.intervals import wilson
-from rope_ext.measure.run import RESULTS, Plan, System, Task, dump
+from rope_ext.measure.run import PAGE, RESULTS, TABLES, Plan, System, Task, dump
 from rope_ext.measure.summary import (
     UNPATCHED,
     Estimate,
@@ -319,15 +320,18 @@ class Report:
             console.print(sentence, style="bold", highlight=False, markup=False)
 
     def write(self) -> list[Path]:
-        """Write JSON, CSV, Markdown, pictures and the page; returns their paths."""
-        folder = self.plan.settings.output
-        paths = [folder / name for name in (RESULTS, "cells.csv", "table.md", "report.html")]
-        paths[0].write_text(dump(self.to_json()), encoding="utf-8")
-        self._write_csv(paths[1])
-        paths[2].write_text(self.markdown(), encoding="utf-8")
-        pictures = list(self._draw(folder))
-        paths[3].write_text(self._page(pictures), encoding="utf-8")
-        return [*paths, *(path for _, path in pictures)]
+        """Write JSON, CSV, Markdown, pictures and the page; returns their paths.
+
+        Raises:
+            MeasureError: a file cannot be written, or would replace one that is not ours.
+        """
+        pictures = list(self._draw())
+        texts = (dump(self.to_json()), self._csv(), self.markdown(), self._page(pictures))
+        contents = {
+            name: text.encode() for name, text in zip((RESULTS, *TABLES, PAGE), texts, strict=True)
+        }
+        contents |= {f"{name}.png": content for _, name, content in pictures}
+        return self.plan.folder.write(contents)
 
     @property
     def title(self) -> str:
@@ -402,17 +406,16 @@ class Report:
             ],
         }
 
-    def _write_csv(self, path: Path) -> None:
-        with path.open("w", encoding="utf-8", newline="") as file:
-            table = csv.writer(file)
-            table.writerow(
-                ["task", "system", "length", "depth_bin", "value", "low", "high", "count"]
-            )
-            for place, value in self.estimates.items():
-                table.writerow([*place, "", *asdict(value).values()])
-                bins = [(key, e) for key, e in self.by_depth.items() if key[:3] == place]
-                for (*_, depth), cell in bins:
-                    table.writerow([*place, depth, *asdict(cell).values()])
+    def _csv(self) -> str:
+        file = io.StringIO(newline="")
+        table = csv.writer(file)
+        table.writerow(["task", "system", "length", "depth_bin", "value", "low", "high", "count"])
+        for place, value in self.estimates.items():
+            table.writerow([*place, "", *asdict(value).values()])
+            bins = [(key, e) for key, e in self.by_depth.items() if key[:3] == place]
+            for (*_, depth), cell in bins:
+                table.writerow([*place, depth, *asdict(cell).values()])
+        return file.getvalue()
 
     def curve(self, task: str) -> dict[tuple[str, int], Estimate]:
         """Perplexity between two positions of the longest windows, by (system, later one)."""
@@ -435,50 +438,50 @@ class Report:
                 )
         return curve
 
-    def _draw(self, folder: Path) -> Iterator[tuple[str, Path]]:
-        """(task or suite, path) of every picture."""
+    def _draw(self) -> Iterator[tuple[str, str, bytes]]:
+        """(task or suite, name, PNG) of every picture."""
         trained = {system.name: system.trained for system in self.plan.systems}
         names = ", ".join(Path(model).name for model in self.plan.settings.models)
         for task in self.plan.tasks:
             if task.kind == "loss":
-                path = folder / f"{task.name}.png"
                 part = {
                     place[1:]: e for place, e in self.estimates.items() if place[0] == task.name
                 }
-                figures.draw_perplexity(part, trained, f"{names}: {task.name} by length", path)
-                yield task.name, path
+                file = io.BytesIO()
+                figures.draw_perplexity(part, trained, f"{names}: {task.name} by length", file)
+                yield task.name, task.name, file.getvalue()
                 if curve := self.curve(task.name):
-                    path = folder / f"{task.name}_positions.png"
+                    file = io.BytesIO()
                     title = f"{names}: {task.name} by position in {self.plan.lengths[-1]} tokens"
                     axis = "tokens up to this position, from the one before"
                     first = self.plan.lengths[0]
                     ticks = [4**k for k in range(1, 12) if 2 * 4**k < first]
                     ticks += self.plan.lengths
-                    figures.draw_perplexity(curve, trained, title, path, axis, ticks)
-                    yield task.name, path
+                    figures.draw_perplexity(curve, trained, title, file, axis, ticks)
+                    yield task.name, f"{task.name}_positions", file.getvalue()
             elif part := {p[1:]: e for p, e in self.by_depth.items() if p[0] == task.name}:
-                path = folder / f"{task.name}.png"
-                figures.draw_depths(part, trained, f"{names}: {task.name}, % found", path)
-                yield task.name, path
+                file = io.BytesIO()
+                figures.draw_depths(part, trained, f"{names}: {task.name}, % found", file)
+                yield task.name, task.name, file.getvalue()
         rates = [task.name for task in self.plan.tasks if task.kind == "rate"]
         part = {place: e for place, e in self.estimates.items() if place[0] in rates}
         if part:
-            path = folder / "rates.png"
-            figures.draw_rates(part, trained, path)
-            yield next(iter(self.suites), rates[0]), path
+            file = io.BytesIO()
+            figures.draw_rates(part, trained, file)
+            yield next(iter(self.suites), rates[0]), "rates", file.getvalue()
 
-    def _page(self, pictures: Sequence[tuple[str, Path]]) -> str:
+    def _page(self, pictures: Sequence[tuple[str, str, bytes]]) -> str:
         from jinja2 import Environment
 
         shown = []
         for section in self.sections:
             mine = [
                 {
-                    "alt": f"{path.stem} of {self.title}",
-                    "data": base64.b64encode(path.read_bytes()).decode(),
+                    "alt": f"{name} of {self.title}",
+                    "data": base64.b64encode(content).decode(),
                 }
-                for name, path in pictures
-                if name == section.name
+                for place, name, content in pictures
+                if place == section.name
             ]
             shown.append(Section(section.name, section.definition, section.tables, mine))
         template = Environment(autoescape=True).from_string(_TEMPLATE.read_text(encoding="utf-8"))

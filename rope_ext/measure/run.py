@@ -31,13 +31,13 @@ from rope_ext.measure.cases import (
     Case,
     Outcome,
     Questions,
+    adding,
     digest,
-    line,
-    mend,
     read_outcomes,
     require_positive,
     write_outcomes,
 )
+from rope_ext.measure.folder import Folder, log_name, writing
 from rope_ext.measure.forward import Advance, cost, score, write
 from rope_ext.measure.prompts import Chat, Frame
 from rope_ext.measure.summary import UNPATCHED
@@ -45,8 +45,10 @@ from rope_ext.methods.base import Method, build_method, method_class, reach
 from rope_ext.records import ARGUMENTS, Record
 from rope_ext.reloading import SIDECAR
 
-LOG = "cases.jsonl"
-RESULTS = "results.json"
+RESULTS, PAGE = "results.json", "report.html"
+LOG = log_name(0)
+TABLES = ("cells.csv", "table.md")
+LARGEST_SEED = 2**32 - 1  # numpy's
 ADAPTER = "adapter"
 """In place of a method: the one under which the adapter was trained."""
 _SHOWS_ONLY = {
@@ -190,15 +192,14 @@ class Plan:
         return case.nested and not system.adapts and case.length < self.lengths[-1]
 
     @cached_property
-    def logs(self) -> list[Path]:
-        """The logs of earlier runs; every process but the first has one of its own."""
-        folder = self.settings.output
-        return sorted(folder.glob("cases*.jsonl")) if folder.is_dir() else []
+    def folder(self) -> Folder:
+        """Where results go."""
+        return Folder(self.settings.output)
 
     @cached_property
     def stored(self) -> dict[str, Outcome]:
         """Outcomes of earlier runs, by key; some may belong to other settings."""
-        return read_outcomes(self.logs) if self.settings.resume else {}
+        return read_outcomes(self.folder.logs) if self.settings.resume else {}
 
     def left(self, system: System) -> list[list[Case]]:
         """The batches of ``system`` that no earlier run has finished."""
@@ -252,6 +253,7 @@ def prepare(settings: Settings, tasks: Sequence[Task]) -> Plan:
         raise OptionError(
             f"dtype={settings.dtype!r} is not valid; it must be one of {', '.join(models.DTYPES)}"
         )
+    models.require_attention(settings.attn)
     if not tasks:
         raise OptionError("no task is given, so there is nothing to measure; give --tasks some")
     if not settings.models:
@@ -260,8 +262,12 @@ def prepare(settings: Settings, tasks: Sequence[Task]) -> Plan:
         raise OptionError("a model is given twice; give --model each just once")
     if not settings.lengths:
         raise OptionError("no length to measure; give --lengths, such as 512,1024,2048")
+    require_seed(settings.seed)
     device = models.resolve_device(settings.device)
-    _check_output(settings)
+    if settings.resume and settings.overwrite:
+        raise OptionError("--resume and --overwrite contradict each other; give one of them")
+    require_free(settings)
+    Folder(settings.output).check(written(tasks))
     configs = {model: models.load_config(model) for model in settings.models}
     trained = {
         model: settings.trained_length or models.trained_length(config)
@@ -330,20 +336,28 @@ def _questions(
     }
 
 
-def _check_output(settings: Settings) -> None:
-    if settings.resume and settings.overwrite:
-        raise OptionError("--resume and --overwrite contradict each other; give one of them")
-    if (settings.output / LOG).exists() and not (settings.resume or settings.overwrite):
+def require_seed(seed: int) -> None:
+    """Raise OptionError for a seed that some generator of random numbers does not take."""
+    if type(seed) is not int or not 0 <= seed <= LARGEST_SEED:
+        raise OptionError(
+            f"seed={seed!r} is not valid; it must be a whole number from 0 to {LARGEST_SEED}"
+        )
+
+
+def require_free(settings: Settings) -> None:
+    """Raise MeasureError where there are results that nobody said what to do with."""
+    if Folder(settings.output).logs and not (settings.resume or settings.overwrite):
         raise MeasureError(
             f"{settings.output} holds results already; give --resume to use and complete them, "
             f"--overwrite to delete them, or another --output"
         )
-    try:
-        settings.output.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise MeasureError(
-            f"cannot write to {settings.output}: {error.strerror}; give --output another folder"
-        ) from None
+
+
+def written(tasks: Sequence[Task]) -> list[str]:
+    """The files that a report of these tasks may consist of."""
+    pictures = ["rates", *(task.name for task in tasks)]
+    pictures += [f"{task.name}_positions" for task in tasks if task.kind == "loss"]
+    return [RESULTS, *TABLES, PAGE, *(f"{name}.png" for name in pictures)]
 
 
 def saved_otherwise(configs: Mapping[str, Any]) -> Iterator[str]:
@@ -370,6 +384,8 @@ def beyond(
     """
     for model, length in trained.items():
         for method, options in methods.items():
+            under = options.get("frequency")
+            built(method, options).check(length if under is None else reach(under.factor, length))
             target = reach(options["factor"], length)
             far = [str(n) for n in lengths if n > target]
             if not far:
@@ -439,6 +455,7 @@ def checked_methods(
         methods[name] = {"factor": factor, **given.get(name, {})}
         try:
             method = build_method(name, **methods[name])
+            method.check()
         except OptionError as error:
             raise OptionError(
                 f"{error}; on the command line: --option {name}.NAME=VALUE, or leave {name} out"
@@ -549,19 +566,33 @@ def run(
         RopeExtError: a model cannot be loaded, or a method cannot be applied to it, or there is
             not enough memory.
     """
+    crew = Crew.join(plan.settings.device)
+    with plan.folder.held():
+        if crew.rank == 0:
+            require_free(plan.settings)  # another run may have ended since the plan was made
+        crew.wait()  # nobody reads the logs before the folder is ours alone
+        done = dict(plan.stored)
+        work = {system: crew.share(plan.left(system)) for system in plan.systems}
+        crew.wait()  # nobody changes the logs before everybody has read them
+        if crew.rank == 0 and plan.settings.overwrite:
+            plan.folder.clear()
+        crew.wait()
+        begin(sum(_work(batch) for batches in work.values() for batch in batches))
+        _measure(plan, crew, work, done, advance)
+        crew.wait()
+        return None if crew.rank else _merged(plan, done)
+
+
+def _measure(
+    plan: Plan,
+    crew: Crew,
+    work: Mapping[System, Sequence[Sequence[Case]]],
+    done: dict[str, Outcome],
+    advance: Advance,
+) -> None:
+    """Do this process's share of the work; every outcome goes into its log and into ``done``."""
     settings = plan.settings
-    crew = Crew.join(settings.device)
-    done, logs = dict(plan.stored), plan.logs
-    work = {system: crew.share(plan.left(system)) for system in plan.systems}
-    path = settings.output / (LOG if crew.rank == 0 else f"cases.{crew.rank}.jsonl")
-    crew.wait()  # nobody changes the logs before everybody has read them
-    if crew.rank == 0 and settings.overwrite:
-        for log in logs:
-            log.unlink()
-    crew.wait()
-    mend(path)
-    begin(sum(_work(batch) for batches in work.values() for batch in batches))
-    with path.open("a", encoding="utf-8") as log:
+    with adding(settings.output / log_name(crew.rank)) as add:
         for name, systems in groupby(plan.systems, key=lambda system: system.model):
             systems = [system for system in systems if work[system]]
             if not systems:
@@ -581,23 +612,25 @@ def run(
                         for case, result in zip(batch, runner.measure(batch), strict=True):
                             outcome = _outcome(system, case, result)
                             if outcome.key not in done:
-                                log.write(line(outcome))
-                                log.flush()
+                                add(outcome)
                                 done[outcome.key] = outcome
                         advance(_work(batch))
             del model, runner  # before the next one is loaded
-    crew.wait()
-    if crew.rank:
-        return None
-    logs = sorted(settings.output.glob("cases*.jsonl"))
+
+
+def _merged(plan: Plan, done: dict[str, Outcome]) -> list[Outcome]:
+    """All outcomes of the plan; the logs of all processes become one, in that order."""
+    logs = plan.folder.logs
     done |= read_outcomes(logs)
     outcomes = plan.collect(done)
     ours = {outcome.key: outcome for outcome in outcomes if outcome.key in done}
     others = [outcome for key, outcome in plan.stored.items() if key not in ours]
-    write_outcomes(settings.output / LOG, [*ours.values(), *others])
-    for log in logs:
-        if log.name != LOG:
-            log.unlink()
+    path = plan.settings.output / LOG
+    with writing(path, "make room; --resume keeps what is finished"):
+        write_outcomes(path, [*ours.values(), *others])
+        for log in logs:
+            if log != path:
+                log.unlink()
     return outcomes
 
 
@@ -736,7 +769,7 @@ def _loss(case: Case, losses: torch.Tensor) -> _Result:
     first = len(case.ids) - len(losses)
     scored = losses[-case.count :]
     if case.only:
-        scored = losses[torch.tensor(case.only) - first]
+        scored = losses[torch.tensor(case.only, device="cpu") - first]
     sums = losses.cumsum(0)
     curve = tuple(
         (edge, float(sums[edge - first - 1]), edge - first) for edge in case.curve if edge > first

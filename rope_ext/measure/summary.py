@@ -12,6 +12,8 @@ from rope_ext.measure.intervals import bootstrap_mean, paired_rates, wilson
 UNPATCHED = "none"
 MAX_COST = 0.05
 """Highest relative rise of perplexity within the trained context that is recommended."""
+MAX_LOST = 0.05
+"""Largest clear loss of the passkey rate there that is recommended."""
 
 
 @dataclass(frozen=True)
@@ -80,11 +82,7 @@ def difference(
         return None
     if kind == "rate":
         a, b = [outcome.value for outcome in one], [outcome.value for outcome in other]
-        gap = math.fsum(a) / len(a) - math.fsum(b) / len(b)
-        if set(a) | set(b) <= {0.0, 1.0}:
-            return Estimate(gap, *paired_rates(a, b), len(a))
-        gaps = [x - y for x, y in zip(a, b, strict=True)]
-        return Estimate(gap, *bootstrap_mean(gaps, seed), len(a))
+        return _gap(a, b, seed)
     (a, weights), (b, _) = by_document(one), by_document(other)
     if not all(map(math.isfinite, (*a, *b))):
         return None
@@ -92,6 +90,15 @@ def difference(
     low, high = bootstrap_mean(gaps, seed, weights)
     low, value, high = (_exp(x) - 1 for x in (low, _mean(gaps, weights), high))
     return Estimate(value, low, high, len(gaps))
+
+
+def _gap(one: Sequence[float], other: Sequence[float], seed: int) -> Estimate:
+    """The difference of two rates on the same trials."""
+    gap = math.fsum(one) / len(one) - math.fsum(other) / len(other)
+    if {*one, *other} <= {0.0, 1.0}:
+        return Estimate(gap, *paired_rates(one, other), len(one))
+    gaps = [x - y for x, y in zip(one, other, strict=True)]
+    return Estimate(gap, *bootstrap_mean(gaps, seed), len(one))
 
 
 @dataclass(frozen=True)
@@ -135,21 +142,55 @@ def gather(outcomes: Sequence[Outcome]) -> dict[str, Scores]:
     return scores
 
 
+@dataclass(frozen=True)
+class _Within:
+    """What a method costs within the trained length.
+
+    Args:
+        length: where perplexity is compared; None: nothing was measured within.
+        perplexity: relative rise.
+        passkeys: difference of rates over all lengths within; None where these say nothing.
+    """
+
+    length: int | None
+    perplexity: float
+    passkeys: Estimate | None
+
+    @property
+    def loses(self) -> bool:
+        """Whether it clearly finds fewer passkeys, and more than ``MAX_LOST`` fewer."""
+        gap = self.passkeys
+        return gap is not None and is_clear(gap) and gap.value < -MAX_LOST
+
+    @property
+    def bearable(self) -> bool:
+        """Whether it may be recommended."""
+        return self.perplexity <= MAX_COST and not self.loses
+
+    def __str__(self) -> str:
+        if self.length is None:
+            return "what it costs within the trained length was not measured"
+        points = f" and {signed(self.passkeys)} points of passkeys" if self.passkeys else ""
+        return f"at {self.length} tokens it costs {self.perplexity:+.1%} perplexity{points}"
+
+
 def recommend(scores: Mapping[str, Scores], trained: int, seed: int) -> str:
     """One sentence that recommends a method, or says that none is worth it.
 
-    The rule:
+    The rule; a difference is clear where the 95 % interval on the very same cases excludes zero:
 
-    1. Candidates are the methods whose perplexity within the trained context is at most 5 %
-       above the unpatched model's, compared at the longest measured length that is not
-       beyond it. (If no such length was measured, every method is a candidate.)
-    2. Over all lengths beyond the trained one, candidates whose passkey rate is clearly below
-       the best candidate's (95 % intervals do not overlap) drop out.
-    3. Of the rest, the lowest mean log perplexity beyond the trained length wins. It is
-       called clearly better than another where the bootstrap interval of the difference on
-       the same windows excludes zero.
-    4. The winner must also beat the unpatched model beyond the trained length: by a clearly
-       higher passkey rate, or by a clearly lower perplexity without a clearly lower rate.
+    1. Candidates are the methods that cost little within the trained length: at the longest length
+       measured there, perplexity at most 5 % above the unpatched model's; over all lengths there,
+       a passkey rate that is not clearly lower, or at most 5 points lower. (If no such length was
+       measured, every method is a candidate.)
+    2. Over all lengths beyond the trained one, candidates whose passkey rate is clearly below the
+       best candidate's drop out.
+    3. Of the rest, the lowest mean log perplexity beyond the trained length wins.
+    4. The winner must also beat the unpatched model beyond the trained length: clearly in passkeys
+       or in perplexity, and not be clearly worse in the other.
+
+    A model that unpatched finds no passkey at all within its trained length cannot be judged by
+    them: the sentence says so, and perplexity alone decides.
 
     Args:
         scores: by method, the unpatched model under ``"none"``.
@@ -164,52 +205,97 @@ def recommend(scores: Mapping[str, Scores], trained: int, seed: int) -> str:
             f"No recommendation: no length beyond the trained {trained} tokens was measured; "
             f"give --lengths some."
         )
-    costs = {name: _cost(scores, name, within) for name in scores if name != UNPATCHED}
-    candidates = [name for name in costs if costs[name] <= MAX_COST]
+    inside = scores[UNPATCHED].passes_at(*within)
+    blind = bool(inside) and not any(inside)
+    names = [name for name in scores if name != UNPATCHED]
+    costs = {name: _within(scores, name, within, blind, seed) for name in names}
+    candidates = [name for name in names if costs[name].bearable]
     if not candidates:
-        nearest = min(costs, key=costs.__getitem__)
         return (
-            f"No method is recommended: each raises perplexity at {within[-1]} tokens by more than "
-            f"{MAX_COST:.0%}, {nearest} by the least ({costs[nearest]:+.1%})."
+            f"No method is recommended: within {trained} tokens each costs more than "
+            f"{MAX_COST:.0%} perplexity or clearly loses passkeys ({_prices(costs, names)})"
+            f"{_blindness(trained) if blind else ''}."
         )
 
-    found = {name: estimate_rate(scores[name].passes_at(*beyond)) for name in scores}
+    passes = {name: scores[name].passes_at(*beyond) for name in scores}
+    found = {name: estimate_rate(values) for name, values in passes.items()}
     losses = {name: scores[name].losses_at(*beyond) for name in scores}
     weights = scores[UNPATCHED].weights
     mean = {name: _mean(values, weights) for name, values in losses.items()}
-    leader = max(candidates, key=lambda name: found[name].value)
-    leading = [name for name in candidates if found[name].high >= found[leader].low]
-    best = min(leading, key=mean.__getitem__)
 
-    more = found[best].low > found[UNPATCHED].high
-    fewer = found[best].high < found[UNPATCHED].low
-    better = more or (not fewer and _lower(losses, weights, best, UNPATCHED, seed))
-    if better:
-        verdict = f"{best} is recommended"
-        worse = [name for name in candidates if found[name].high < found[best].low]
+    def fewer(one: str, other: str) -> bool:
+        """Whether ``one`` clearly finds fewer passkeys; of a blind model, nothing is clear."""
+        return not blind and _clearly_fewer(passes[one], passes[other], seed)
+
+    leader = max(candidates, key=lambda name: found[name].value)
+    best = min((n for n in candidates if not fewer(n, leader)), key=mean.__getitem__)
+    gains = [fewer(UNPATCHED, best), _lower(losses, weights, best, UNPATCHED, seed)]
+    costly = [fewer(best, UNPATCHED), _lower(losses, weights, UNPATCHED, best, seed)]
+    if any(gains) and not any(costly):
+        verdict = f"{best} is recommended{' by perplexity alone' if blind else ''}"
+        worse = [name for name in candidates if fewer(name, best)]
         if worse:
             verdict += f", clearly better at passkeys than {_listed(worse)}"
         tied = [
             name
-            for name in leading
-            if name != best and not _lower(losses, weights, best, name, seed)
+            for name in candidates
+            if name not in (best, *worse) and not _lower(losses, weights, best, name, seed)
         ]
         if tied:
             labels = [f"{name} ({_perplexity(mean[name])})" for name in tied]
             verdict += f", not clearly better in perplexity than {_listed(labels)}"
     else:
         verdict = f"No method clearly beats the unpatched model; the best of them is {best}"
-    price = "what it costs within the trained length was not measured"
-    if within:
-        price = f"at {within[-1]} tokens it costs {costs[best]:+.1%} perplexity"
-    dear = [name for name in costs if name not in candidates]
-    if dear:
-        price += f"; left out, since they cost more than {MAX_COST:.0%} there: {_listed(dear)}"
+    retrieval = (
+        ""
+        if blind
+        else (
+            f" and it finds {percent(found[best])} of the passkeys "
+            f"(unpatched {percent(found[UNPATCHED])})"
+        )
+    )
+    dear = [name for name in names if name not in candidates]
+    left_out = f"; left out for what they cost there: {_prices(costs, dear)}" if dear else ""
     return (
         f"{verdict}: beyond {trained} tokens its perplexity is {_perplexity(mean[best])} "
-        f"(unpatched {_perplexity(mean[UNPATCHED])}) and it finds {percent(found[best])} of the "
-        f"passkeys (unpatched {percent(found[UNPATCHED])}); {price}."
+        f"(unpatched {_perplexity(mean[UNPATCHED])}){retrieval}; {costs[best]}{left_out}"
+        f"{_blindness(trained) if blind else ''}."
     )
+
+
+def _within(
+    scores: Mapping[str, Scores], name: str, within: Sequence[int], blind: bool, seed: int
+) -> _Within:
+    if not within:
+        return _Within(None, 0.0, None)
+    cost = _cost(scores, name, within[-1])
+    pair = [scores[key].passes_at(*within) for key in (name, UNPATCHED)]
+    return _Within(within[-1], cost, None if blind or not all(pair) else _gap(*pair, seed))
+
+
+def _prices(costs: Mapping[str, _Within], names: Sequence[str]) -> str:
+    """Every method with what speaks against it."""
+    labels = []
+    for name in names:
+        cost, against = costs[name], []
+        if cost.perplexity > MAX_COST:
+            against.append(f"{cost.perplexity:+.1%} perplexity")
+        if cost.loses:
+            against.append(f"{100 * cost.passkeys.value:+.1f} points of passkeys")
+        labels.append(f"{name} ({', '.join(against)})")
+    return _listed(labels)
+
+
+def _blindness(trained: int) -> str:
+    return (
+        f"; unpatched, the model finds no passkey even within its {trained} tokens, so it cannot "
+        f"be judged by retrieval"
+    )
+
+
+def _clearly_fewer(one: Sequence[float], other: Sequence[float], seed: int) -> bool:
+    gap = _gap(one, other, seed) if one else None
+    return gap is not None and is_clear(gap) and gap.value < 0
 
 
 def percent(estimate: Estimate, digits: int = 0) -> str:
@@ -244,14 +330,10 @@ def number(value: float) -> str:
     return f"{value:.{max(0, 2 - math.floor(math.log10(value)))}f}"
 
 
-def _cost(scores: Mapping[str, Scores], name: str, within: Sequence[int]) -> float:
-    """Relative rise of perplexity at the longest of the lengths; 0 where there are none."""
-    if not within:
-        return 0.0
+def _cost(scores: Mapping[str, Scores], name: str, length: int) -> float:
+    """Relative rise of perplexity at that length."""
     weights = scores[UNPATCHED].weights
-    method, unpatched = (
-        _mean(scores[key].losses_at(within[-1]), weights) for key in (name, UNPATCHED)
-    )
+    method, unpatched = (_mean(scores[key].losses_at(length), weights) for key in (name, UNPATCHED))
     return _exp(method - unpatched) - 1
 
 

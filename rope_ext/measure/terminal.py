@@ -11,28 +11,49 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
-from rope_ext.errors import RopeExtError
+from rope_ext.errors import RopeExtError, first_line
+from rope_ext.measure.folder import first_process
 
 if TYPE_CHECKING:
     from rope_ext.measure.report import Report
-    from rope_ext.measure.run import Settings, Task
+    from rope_ext.measure.run import Plan, Settings, Task
 
 _err = Console(stderr=True, highlight=False)
 
 
 @contextmanager
 def clean_errors() -> Iterator[None]:
-    """Errors made by the user as one line, exit code 2."""
+    """Errors made by the user as one line, exit code 2.
+
+    Where standard output is closed before everything is printed, as ``| head`` does, nothing is
+    told, and the exit code is 1, as it is of other Python programs.
+    """
     try:
         yield
+        if sys.stdout is not None:
+            sys.stdout.flush()
     except RopeExtError as error:
         tell(f"error: {error}", "red")
         sys.exit(2)
+    except BrokenPipeError:
+        _print_no_more()
+        sys.exit(1)
+    except OSError as error:
+        _print_no_more()
+        where = "" if error.filename is None else f" ({error.filename})"
+        reason = error.strerror or first_line(error)
+        tell(f"error: {reason}{where}; mend that and try again", "red")
+        sys.exit(2)
+
+
+def _print_no_more() -> None:
+    """Nothing is left to fail when Python itself flushes at its end."""
+    sys.stdout = open(os.devnull, "w")  # noqa: SIM115 - as long as the process
 
 
 def tell(text: str, style: str | None = None) -> None:
     """A line on standard error, from the first process only."""
-    if _first():
+    if first_process():
         _err.print(text, style=style, markup=False, soft_wrap=True)
 
 
@@ -50,7 +71,7 @@ def progress() -> Progress:
     columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn())
     remaining = TimeRemainingColumn()
     return Progress(
-        *columns, remaining, console=_err, speed_estimate_period=600, disable=not _first()
+        *columns, remaining, console=_err, speed_estimate_period=600, disable=not first_process()
     )
 
 
@@ -69,28 +90,30 @@ def evaluate(settings: Settings, tasks: Sequence[Task]) -> Report | None:
     plan = prepare(settings, tasks)
     for note in plan.notes:
         tell(f"note: {note}", "yellow")
-    total, left = plan.size
-    known = f" ({total - left} more are known)" if left < total else ""
-    with progress() as shown:
-        bar = shown.add_task(f"{left} cases{known}", total=None)
-        try:
-            outcomes = run(
-                plan,
-                lambda work: shown.advance(bar, work),
-                lambda work: shown.update(bar, total=work),
-            )
-        except KeyboardInterrupt:
-            shown.stop()
-            tell(f"stopped; finished cases are in {settings.output}, --resume goes on from there")
-            sys.exit(130)
-    if outcomes is None:
-        return None
-    report = Report(plan, outcomes)
-    report.print()
-    for path in report.write():
+    with plan.folder.held():
+        with progress() as shown:
+            bar = shown.add_task(_extent(plan) if first_process() else "", total=None)
+            try:
+                outcomes = run(
+                    plan,
+                    lambda work: shown.advance(bar, work),
+                    lambda work: shown.update(bar, total=work),
+                )
+            except KeyboardInterrupt:
+                shown.stop()
+                kept = f"finished cases are in {settings.output}"
+                tell(f"stopped; {kept}, --resume goes on from there")
+                sys.exit(130)
+        if outcomes is None:
+            return None
+        report = Report(plan, outcomes)
+        paths = report.write()
+    report.print()  # whatever becomes of it, the files are there
+    for path in paths:
         tell(f"wrote {path}")
     return report
 
 
-def _first() -> bool:
-    return os.environ.get("RANK", "0") == "0"
+def _extent(plan: Plan) -> str:
+    total, left = plan.size
+    return f"{left} cases" + (f" ({total - left} more are known)" if left < total else "")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import re
 import sysconfig
 from collections import Counter
@@ -48,14 +49,17 @@ def read_texts(sources: Iterable[Path | str], most: int = 1000) -> list[str]:
     Raises:
         MeasureError: a source is missing, empty, not UTF-8, or a document holds no ``text``.
     """
-    return [text for source in sources for text in _documents(source, most)]
+    return [text for source in sources for text in _documents(str(source), most)]
 
 
-def _documents(source: Path | str, most: int) -> list[str]:
-    if str(source).startswith("hf:"):
-        documents = list(_streamed(str(source)[3:], most))
-    elif Path(source).is_dir():
-        files = sorted(path for path in Path(source).rglob("*") if path.suffix in _SUFFIXES)
+def _documents(source: str, most: int) -> list[str]:
+    if not source:  # a path would make the folder it stands in of it
+        raise MeasureError("the name of a text is empty; give --text a file, folder or hf:ID")
+    if source.startswith("hf:"):
+        documents = list(_streamed(source[3:], most))
+    elif os.path.isdir(source):
+        found = sorted(path for path in Path(source).rglob("*") if path.suffix in _SUFFIXES)
+        files = [path for path in found if path.is_file()]
         documents = [text for path in files for text in _lines(path)]
     else:
         documents = _lines(Path(source))
@@ -70,13 +74,14 @@ def _lines(path: Path) -> list[str]:
     if path.suffix == ".parquet":
         return _parquet(path)
     try:
-        content = path.read_text(encoding="utf-8")
-    except OSError as error:
-        raise MeasureError(
-            f"cannot read the text {path}: {error.strerror}; give --text an existing file"
-        ) from None
+        content = path.read_text(encoding="utf-8-sig")  # without a byte-order mark
     except UnicodeDecodeError:
         raise MeasureError(f"{path} is not UTF-8 text; convert it, or leave it out") from None
+    except (OSError, ValueError) as error:  # the latter: no file can have such a name
+        reason = getattr(error, "strerror", None) or first_line(error)
+        raise MeasureError(
+            f"cannot read the text {path}: {reason}; give --text an existing file"
+        ) from None
     if path.suffix != ".jsonl":
         return [content]
     return [_field(path, number, line) for number, line in enumerate(content.split("\n"), 1)]
@@ -94,6 +99,11 @@ def _parquet(path: Path) -> list[str]:
         ) from None
     if "text" not in data.column_names:
         raise MeasureError(f"{path} has no column named text; rename one, or leave it out")
+    kind = data.features["text"]
+    if getattr(kind, "dtype", None) not in ("string", "large_string", "string_view", "null"):
+        raise MeasureError(
+            f"the column text of {path} holds no strings but {kind}; convert it, or leave it out"
+        )
     return [text or "" for text in data["text"]]
 
 
@@ -165,10 +175,15 @@ def _field(path: Path, number: int, line: str) -> str:
         return ""
     try:
         text = json.loads(line)["text"]
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError, RecursionError):
         text = None
     if not isinstance(text, str):
         raise MeasureError(
             f'{path}, line {number}: expected a JSON object with a "text" field that is a string'
+        )
+    if re.search("[\ud800-\udfff]", text):
+        raise MeasureError(
+            f"{path}, line {number}: the text has half of a surrogate pair, which is no character; "
+            f"mend it, or leave it out"
         )
     return text

@@ -9,15 +9,28 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import numbers
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar, TypeVar
 
 import torch
 
-from rope_ext.errors import OptionError, RopeExtError, UnknownMethodError, nearest
-from rope_ext.methods.geometry import Geometry
+from rope_ext.errors import (
+    OptionError,
+    RopeExtError,
+    UnknownMethodError,
+    UnsupportedModelError,
+    nearest,
+)
+from rope_ext.methods.geometry import ChunkGap, Distance, Geometry
 
+MOST_TOKENS = 2**31 - 1
+"""The longest context; other readers of config.json keep it in 32 bits."""
+LARGEST = 1e30
+"""Of any option; the smallest but 0 is its inverse. Float32 holds both."""
+_QUERIES = 2**16
+"""Looked at in a text, at most."""
 # cos and sin of a pair with this wavelength ratio are 1 and 0 at any reachable position;
 # tables in JSON cannot hold the infinity that a frequency of zero would ask for.
 _NEVER_ROTATES = 1e30
@@ -56,13 +69,28 @@ class Rope:
         """Linear in rotations: 0 below ``low``, 1 above ``high``, float64, ``[dim / 2]``."""
         return ((self.rotations - low) / (high - low)).clamp(0, 1)
 
+    @property
+    def ntk_exponent(self) -> float:
+        """``d / (d - 2)``: a base times ``s`` to this power divides the slowest pair by ``s``."""
+        self._require_pairs()
+        return self.dim / (self.dim - 2)
+
+    def _require_pairs(self) -> None:
+        """Raise where the base changes nothing: the fastest pair turns by 1 whatever the base."""
+        if self.dim == 2:
+            raise UnsupportedModelError(
+                "one pair of columns rotates in each head of this model, and its frequency does "
+                "not depend on the base; use a method that divides frequencies, such as 'pi'"
+            )
+
     def interpolated(self, kept: torch.Tensor, factor: float | torch.Tensor) -> torch.Tensor:
         """Frequencies of which the share ``kept`` stays and the rest is divided by ``factor``."""
         return (1 - kept) * self.inv_freq / factor + kept * self.inv_freq
 
     def with_base_times(self, scale: float | torch.Tensor) -> torch.Tensor:
         """The frequencies of the base times ``scale`` (``[...]``): ``[..., dim / 2]``."""
-        scale = torch.as_tensor(scale, dtype=torch.float64)
+        self._require_pairs()
+        scale = torch.as_tensor(scale, dtype=torch.float64, device="cpu")
         return self.inv_freq * scale.unsqueeze(-1) ** -_exponents(self.dim)
 
 
@@ -72,13 +100,38 @@ def geometric(base: float, dim: int) -> torch.Tensor:
 
 
 def reach(factor: float, length: int) -> int:
-    """Context after an extension of ``length`` tokens, tokens."""
+    """Context after an extension of ``length`` tokens, tokens.
+
+    Raises:
+        OptionError: it is more than MOST_TOKENS.
+    """
+    if factor > MOST_TOKENS / length:
+        raise OptionError(
+            f"factor={factor!r} is not valid; {length} trained tokens can be extended to at most "
+            f"{MOST_TOKENS}, by a factor of {MOST_TOKENS // length}"
+        )
     return math.ceil(round(factor * length, 6))  # 1.1 * 1500 is 1650.0000000000002
+
+
+def plain_number(value: Any) -> int | float | None:
+    """A real number of any library's kind (numpy's, a Fraction) as Python's; None: it is none."""
+    if isinstance(value, bool) or not isinstance(value, numbers.Real):
+        return None
+    try:
+        return int(value) if isinstance(value, numbers.Integral) else float(value)
+    except OverflowError:  # of a Fraction
+        return math.inf
+
+
+def whole_number(value: Any, minimum: int = 1) -> int | None:
+    """``value`` as a number of tokens from ``minimum`` to MOST_TOKENS; None: it is none."""
+    number = plain_number(value)
+    return number if isinstance(number, int) and minimum <= number <= MOST_TOKENS else None
 
 
 def _exponents(dim: int) -> torch.Tensor:
     """``2 i / dim``, float64, shape ``[dim / 2]``."""
-    return torch.arange(0, dim, 2, dtype=torch.float64) / dim
+    return torch.arange(0, dim, 2, dtype=torch.float64, device="cpu") / dim
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,7 +157,7 @@ class Method:
     factor: float
 
     def __post_init__(self) -> None:
-        self.require_number("factor", minimum=1)
+        self.require_number("factor", minimum=1, maximum=MOST_TOKENS)
 
     @property
     def adapts(self) -> bool:
@@ -114,6 +167,21 @@ class Method:
     def target_length(self, rope: Rope) -> int:
         """Context after the extension, tokens."""
         return reach(self.factor, rope.length)
+
+    def check(self, length: int | None = None) -> None:
+        """Raise OptionError where nothing would be extended, without a model at hand.
+
+        Args:
+            length: trained context, tokens; None leaves out what depends on it.
+        """
+        idle = self.factor <= 1
+        if length is not None:  # a factor may be too close to 1 for a single token
+            idle = self.target_length(Rope.geometric(1e4, 2, length)) <= length
+        if idle and not self.works_within:
+            raise OptionError(
+                f"{self.name}: factor={self.factor!r} would not extend anything; it must be a "
+                f"number greater than 1 (4 makes 4 times the trained context)"
+            )
 
     def options(self) -> dict[str, Any]:
         """The options and their values."""
@@ -125,25 +193,47 @@ class Method:
             value = getattr(self, option)
             raise OptionError(f"{self.name}: {option}={value!r} is not valid; it must be {valid}")
 
+    def require_choice(self, option: str, *choices: str) -> None:
+        """Raise OptionError unless the option is one of these words."""
+        value = getattr(self, option)
+        valid = " or ".join(map(repr, choices))
+        self.require(option, isinstance(value, str) and value in choices, valid)
+
     def require_number(
-        self, option: str, minimum: float | None = None, above: float | None = None
+        self,
+        option: str,
+        minimum: float | None = None,
+        above: float | None = None,
+        maximum: float = LARGEST,
     ) -> None:
         """Raise OptionError unless the option is a finite number in its range."""
-        value = getattr(self, option)
-        number = isinstance(value, (int, float)) and not isinstance(value, bool)
-        valid = "a finite number"
-        holds = number and math.isfinite(value)
+        number = plain_number(getattr(self, option))
+        finite = isinstance(number, int) or (number is not None and math.isfinite(number))
+        valid, holds = "a finite number", finite
         if minimum is not None:
-            valid, holds = f"a finite number of at least {minimum}", holds and value >= minimum
+            valid, holds = f"{valid} of at least {minimum}", holds and number >= minimum
         if above is not None:
-            valid, holds = f"a finite number greater than {above}", holds and value > above
+            valid, holds = f"{valid} greater than {above}", holds and number > above
         self.require(option, holds, valid)
+        self.require(option, number <= maximum, f"at most {maximum}")
+        self.require(option, not 0 < number < 1 / LARGEST, f"at least {1 / LARGEST}")
+        self.set(option, number)
 
-    def require_tokens(self, option: str, minimum: int = 1) -> None:
-        """Raise OptionError unless the option is None or a whole number of tokens."""
+    def require_tokens(self, option: str, minimum: int = 1, optional: bool = True) -> None:
+        """Raise OptionError unless the option is a whole number of tokens, or None."""
         value = getattr(self, option)
-        holds = value is None or (type(value) is int and value >= minimum)
-        self.require(option, holds, f"a whole number of at least {minimum}, or None")
+        if optional and value is None:
+            return
+        number = whole_number(value, minimum)
+        valid = f"a whole number of at least {minimum}{', or None' if optional else ''}"
+        if isinstance(plain_number(value), int) and value > MOST_TOKENS:
+            valid = f"at most {MOST_TOKENS} tokens"
+        self.require(option, number is not None, valid)
+        self.set(option, number)
+
+    def set(self, option: str, value: Any) -> None:
+        """Give an option its final form while the object is being made."""
+        object.__setattr__(self, option, value)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -158,6 +248,10 @@ class FrequencyMethod(Method):
     def inv_freq(self, rope: Rope) -> torch.Tensor:
         """``h``: float64, shape ``[dim / 2]``, radians per token."""
         raise NotImplementedError
+
+    def extends(self, rope: Rope) -> bool:
+        """Whether any pair turns more slowly, and so meets trained angles for longer."""
+        return bool((self.inv_freq(rope) < rope.inv_freq * (1 - 1e-9)).any())
 
     def attention_scaling(self, rope: Rope) -> float:
         """Number that multiplies cos and sin (its square multiplies the attention logits)."""
@@ -212,6 +306,8 @@ class PositionMethod(Method):
     Options left at None follow from ``factor`` and the trained length.
     """
 
+    fits: ClassVar[str] = "distances that were trained"  # what extends anything, in words
+
     def resolved(self, rope: Rope) -> PositionMethod:
         """The same method with every option filled in.
 
@@ -231,9 +327,71 @@ class PositionMethod(Method):
         """Number that multiplies the query at position ``t`` (float64); None: none."""
         return None
 
+    def check(self, length: int | None = None) -> None:
+        if length is None:
+            super().check()
+        else:
+            self.reached(Rope.geometric(1e4, 2, length))  # no frequency matters
+
+    def reached(self, rope: Rope) -> int:
+        """Tokens, up to the target length, within which every distance in use was trained.
+
+        Raises:
+            OptionError: the options do not go with the trained length, or extend nothing.
+        """
+        super().check(rope.length)
+        length, target = rope.length, self.target_length(rope)
+        bands = self.resolved(rope).bands()
+        # A distance of the trained length itself is one beyond the last; the published caps use it.
+        reached, beyond, middle = length, target + 1, target
+        while beyond - reached > 1:  # they only grow with the text
+            if distances_in_use(bands, middle) <= length + 1:
+                reached = middle
+            else:
+                beyond = middle
+            middle = (reached + beyond) // 2
+        if target > length:
+            extends = reached > length + 1 or reached == target
+        else:
+            extends = distances_in_use(bands, length) < length
+        if not extends:
+            self._refuse_idle(rope, bands)
+        return reached
+
+    def _refuse_idle(self, rope: Rope, bands: tuple[Band, ...]) -> None:
+        free = [field.name for field in dataclasses.fields(self) if field.default is None]
+        given = {name: getattr(self, name) for name in free if getattr(self, name) is not None}
+        own = dataclasses.replace(self, **dict.fromkeys(given)).resolved(rope)
+        defaults = ", ".join(f"{name}={getattr(own, name)!r}" for name in given)
+        options = ", ".join(f"{name}={value!r}" for name, value in given.items())
+        length = rope.length
+        used = distances_in_use(bands, max(self.target_length(rope), length + 2)) - 1
+        raise OptionError(
+            f"{self.name}: {options or f'factor={self.factor!r}'} extends nothing on {length} "
+            f"trained tokens: distances up to {used:g} stay in use; it takes {self.fits}"
+            + (f"; leave out {', '.join(given)} for {defaults}" if given else "")
+        )
+
     def require_resolved(self, option: str, holds: bool, valid: str, rope: Rope) -> None:
         """As :meth:`require`, where what is valid depends on the trained length."""
         self.require(option, holds, f"{valid} (trained length {rope.length} tokens)")
+
+
+def distances_in_use(bands: tuple[Band, ...], length: int) -> float:
+    """One more than the largest distance that the maps make of any within ``length`` tokens."""
+    m = torch.arange(
+        length - 1, -1, -math.ceil(length / _QUERIES), dtype=torch.float64, device="cpu"
+    )
+    largest = 0.0
+    for band in bands:
+        n = torch.zeros_like(m)  # of the keys in a band, the first has the smallest position
+        geometry = band.geometry
+        if isinstance(geometry, Distance) and geometry.last is not None:
+            n = (m - geometry.last + 1).clamp(min=0)
+        elif isinstance(geometry, ChunkGap):
+            n = ((m // geometry.size - geometry.first) * geometry.size).clamp(min=0)
+        largest = max(largest, float(band.distances(m, n).nan_to_num(nan=0).max()))
+    return largest + 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -267,16 +425,16 @@ class DynamicMethod(FrequencyMethod):
 
     Args:
         length: tokens; fixes the length for all sequences. None: every sequence keeps the one
-            it starts with, which is prompt plus ``max_new_tokens`` under ``generate``, the
-            longest position of the first forward otherwise.
+            it starts with, which is prompt plus ``max_new_tokens`` under ``generate``, that of
+            the first forward otherwise. Padding before it and other documents in its row do not
+            count.
     """
 
     length: int | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.length is not None:
-            self.require("length", type(self.length) is int and self.length > 0, "a positive int")
+        self.require_tokens("length")
 
     def inv_freq_at(self, rope: Rope, lengths: torch.Tensor) -> torch.Tensor:
         """``h`` for each of ``lengths`` (float64, ``[rows]``, tokens): ``[rows, dim / 2]``."""
@@ -293,7 +451,7 @@ class DynamicMethod(FrequencyMethod):
 
     def _fixed(self, rope: Rope) -> torch.Tensor:
         length = self.target_length(rope) if self.length is None else self.length
-        return torch.tensor([length], dtype=torch.float64)
+        return torch.tensor([length], dtype=torch.float64, device="cpu")
 
     def inv_freq(self, rope: Rope) -> torch.Tensor:
         """``h`` at ``length``, or at the full extended context when none was given."""

@@ -33,6 +33,8 @@ class DualChunk(PositionMethod):
     paper: ClassVar[str] = "arXiv 2402.17463"
     use: ClassVar[str] = "no fine-tuning, any length; what Qwen2.5-1M serves with"
 
+    fits: ClassVar[str] = "a chunk of at most the trained length"
+
     chunk: int | None = None
     local: int | None = None
 

@@ -37,8 +37,8 @@ class DynamicNTK(DynamicMethod):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.require("alpha", self.alpha in ("transformers", "ratio"), "'transformers' or 'ratio'")
-        self.require("mode", self.mode in ("fixed", "growing"), "'fixed' or 'growing'")
+        self.require_choice("alpha", "transformers", "ratio")
+        self.require_choice("mode", "fixed", "growing")
         if self.mode == "growing":
             like_transformers = self.alpha == "transformers"
             self.require("alpha", like_transformers, "'transformers' with mode='growing'")
@@ -49,7 +49,7 @@ class DynamicNTK(DynamicMethod):
         alpha = lengths / rope.length
         if self.alpha == "transformers":
             alpha = self.factor * alpha - (self.factor - 1)
-        return alpha.clamp(min=1) ** (rope.dim / (rope.dim - 2))
+        return alpha.clamp(min=1) ** rope.ntk_exponent
 
     def inv_freq_at(self, rope: Rope, lengths: torch.Tensor) -> torch.Tensor:
         return rope.with_base_times(self.base_scale(rope, lengths))

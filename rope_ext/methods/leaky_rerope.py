@@ -27,6 +27,8 @@ class LeakyReRoPE(LogScaled):
     paper: ClassVar[str] = "Su 2023, kexue.fm/archives/9708"
     use: ClassVar[str] = "as rerope, but far tokens keep their order"
 
+    fits: ClassVar[str] = "a window below the trained length, and k above 1"
+
     window: int | None = None
     k: float | None = None
 

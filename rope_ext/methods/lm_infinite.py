@@ -30,13 +30,15 @@ class LMInfinite(PositionMethod):
     paper: ClassVar[str] = "arXiv 2308.16137"
     use: ClassVar[str] = "endless fluent text; forgets what leaves the window, so no extension"
 
+    fits: ClassVar[str] = "a window of at most the trained length"
+
     window: int | None = None
     sinks: int = 10
 
     def __post_init__(self) -> None:
         super().__post_init__()
         self.require_tokens("window")
-        self.require("sinks", type(self.sinks) is int and self.sinks >= 0, "a whole number")
+        self.require_tokens("sinks", minimum=0, optional=False)
 
     def resolved(self, rope: Rope) -> LMInfinite:
         return replace(self, window=self.window or rope.length)

@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 import torch
 
 from rope_ext.errors import OptionError
-from rope_ext.methods.base import DynamicMethod, Rope, register
+from rope_ext.methods.base import LARGEST, DynamicMethod, Rope, plain_number, register
 
 
 @register
@@ -22,7 +22,7 @@ class LongRoPE(DynamicMethod):
         long_factor: ``lambda``, one per pair, for sequences beyond the trained context.
         short_factor: ``lambda`` for sequences within it; None uses ``long_factor`` everywhere.
         attention_factor: replaces ``sqrt(1 + ln(s) / ln(length))``.
-        start_tokens: the first tokens, whose positions keep the trained frequencies. Only
+        start_tokens: the first tokens of a sequence, which keep the trained frequencies. Only
             rope_ext reloads and runs it, if there are any.
 
     Ding et al. 2024, arXiv 2402.13753, section 3; Phi-3's use of two lists.
@@ -45,15 +45,13 @@ class LongRoPE(DynamicMethod):
             if table is None and option == "short_factor":
                 continue
             listed = isinstance(table, Sequence) and not isinstance(table, str)
-            holds = listed and all(
-                isinstance(x, (int, float)) and math.isfinite(x) and x > 0 for x in table
-            )
+            numbers = tuple(map(plain_number, table)) if listed else (None,)
+            holds = all(x is not None and 1 / LARGEST <= x <= LARGEST for x in numbers)
             self.require(option, holds, "a list of positive numbers, one per pair")
-            object.__setattr__(self, option, tuple(table))  # hashable, safe from later edits
+            self.set(option, numbers)  # hashable, safe from later edits
         if self.attention_factor is not None:
-            self.require_number("attention_factor", above=0)
-        holds = type(self.start_tokens) is int and self.start_tokens >= 0
-        self.require("start_tokens", holds, "a whole number of at least 0")
+            self.require_number("attention_factor", above=0, maximum=100)
+        self.require_tokens("start_tokens", minimum=0, optional=False)
 
     @property
     def adapts(self) -> bool:
@@ -66,7 +64,7 @@ class LongRoPE(DynamicMethod):
                 f"longrope: {option} has {len(table)} numbers, but this model has "
                 f"{rope.dim // 2} rotary pairs; give one number per pair"
             )
-        return torch.tensor(table, dtype=torch.float64)
+        return torch.tensor(table, dtype=torch.float64, device="cpu")
 
     def inv_freq_at(self, rope: Rope, lengths: torch.Tensor) -> torch.Tensor:
         long = rope.inv_freq / self._table("long_factor", rope)

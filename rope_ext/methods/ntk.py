@@ -26,7 +26,7 @@ class NTK(FrequencyMethod):
 
     def base_scale(self, rope: Rope) -> float:
         """``b' / b``."""
-        return float(self.factor) ** (rope.dim / (rope.dim - 2))
+        return float(self.factor) ** rope.ntk_exponent
 
     def inv_freq(self, rope: Rope) -> torch.Tensor:
         return rope.with_base_times(self.base_scale(rope))

@@ -34,5 +34,5 @@ class PRoPE(FrequencyMethod):
         self.require("p", self.p <= 1, "a number in (0, 1]")
 
     def inv_freq(self, rope: Rope) -> torch.Tensor:
-        index = torch.arange(rope.dim // 2)
+        index = torch.arange(rope.dim // 2, device="cpu")
         return torch.where(index < int(self.p * (rope.dim // 2)), rope.inv_freq, 0.0)

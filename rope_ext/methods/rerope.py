@@ -29,6 +29,8 @@ class ReRoPE(LogScaled):
     paper: ClassVar[str] = "Su 2023, kexue.fm/archives/9708"
     use: ClassVar[str] = "no fine-tuning, any length: distances stop growing at the window"
 
+    fits: ClassVar[str] = "a window of at most the trained length"
+
     window: int | None = None
 
     def __post_init__(self) -> None:

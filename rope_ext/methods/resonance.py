@@ -50,5 +50,8 @@ class Resonance(FrequencyMethod):
         wavelength = 2 * math.pi / self.on.inv_freq(rope)
         return 2 * math.pi / wavelength.round()  # inf, and back to 0, for a pair at rest
 
+    def extends(self, rope: Rope) -> bool:
+        return self.on.extends(rope)  # rounding slows some pairs by itself
+
     def attention_scaling(self, rope: Rope) -> float:
         return self.on.attention_scaling(rope)

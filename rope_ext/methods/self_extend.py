@@ -30,6 +30,8 @@ class SelfExtend(PositionMethod):
     paper: ClassVar[str] = "arXiv 2401.01325"
     use: ClassVar[str] = "no fine-tuning: exact neighbours, far tokens in groups"
 
+    fits: ClassVar[str] = "a window below the trained length, and a group of at least 2"
+
     window: int | None = None
     group: int | None = None
 

@@ -33,6 +33,8 @@ class STRING(PositionMethod):
     use: ClassVar[str] = "better use of the trained context (factor=1); up to twice its length"
     works_within: ClassVar[bool] = True
 
+    fits: ClassVar[str] = "a shift of at most the trained length, and a smaller window"
+
     factor: float = 1.0
     shift: int | None = None
     window: int | None = None

@@ -49,12 +49,10 @@ class YaRN(FrequencyMethod):
         self.require_number("beta_slow", above=0)
         self.require_number("beta_fast", above=self.beta_slow)
         if self.attention_factor is not None:
-            self.require_number("attention_factor", above=0)
+            self.require_number("attention_factor", above=0, maximum=100)
         self.require("truncate", isinstance(self.truncate, bool), "True or False")
-        self.require("ramp", self.ramp in ("index", "rotations"), "'index' or 'rotations'")
-        self.require(
-            "blend", self.blend in ("arithmetic", "harmonic"), "'arithmetic' or 'harmonic'"
-        )
+        self.require_choice("ramp", "index", "rotations")
+        self.require_choice("blend", "arithmetic", "harmonic")
 
     def kept(self, rope: Rope) -> torch.Tensor:
         """Share of each pair's own frequency that is kept, in [0, 1]."""
@@ -68,7 +66,7 @@ class YaRN(FrequencyMethod):
         low, high = max(low, 0), min(high, rope.dim - 1)
         if low == high:
             high += 0.001
-        index = torch.arange(rope.dim // 2, dtype=torch.float64)
+        index = torch.arange(rope.dim // 2, dtype=torch.float64, device="cpu")
         return 1 - ((index - low) / (high - low)).clamp(0, 1)
 
     @staticmethod

@@ -105,6 +105,7 @@ class Forward:
         filled: tokens in the cache before.
         cache: may be None.
         padding: bool, ``[rows, keys]``, False where there is no token; None: no padding.
+        weights: every layer is to return its attention weights too (``output_attentions``).
     """
 
     def __init__(
@@ -115,9 +116,10 @@ class Forward:
         filled: int,
         cache: Cache | None,
         padding: torch.Tensor | None,
+        weights: bool = False,
     ) -> None:
         self.mapping, self.rows, self.tokens, self.filled = mapping, rows, tokens, filled
-        self.cache, self.log = cache, None
+        self.cache, self.log, self.weights = cache, None, weights
         if padding is not None:
             padding = padding[:, : filled + tokens].bool()
             padding = nn.functional.pad(padding, (0, filled + tokens - padding.shape[1]))

@@ -32,6 +32,12 @@ if TYPE_CHECKING:
 NAME = "rope_ext"  # names with sdpa, flash, flex_attention or a slash take special paths
 LAYER = "_rope_ext_layer"  # on an attention module: its Layer
 _NO_PAIRS = Pairs(slice(0, 0), slice(0, 0))
+_FORWARD_AGAIN = {  # what to do where positions go back
+    "document": "give packed documents no attention mask and use_cache=False, so that "
+    "transformers keeps them apart",
+    "padding": "it is padded on the right, behind which generation goes on; pad on the left "
+    "(padding_side='left' of the tokenizer)",
+}
 _active = threading.local()
 
 
@@ -133,26 +139,36 @@ def _attend(
     scaling: float | None = None,
     softcap: float | None = None,
     s_aux: torch.Tensor | None = None,
+    output_attentions: bool | None = None,  # not every layer passes it on; the forward knows
     **kwargs: Any,
-) -> tuple[torch.Tensor, None]:
+) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Attention function under :data:`NAME`.
 
     Takes ``query`` as ``[rows, heads, queries, columns]``, key and value with as many heads or
-    fewer; returns ``[rows, queries, heads, columns of value]``.
+    fewer; returns ``[rows, queries, heads, columns of value]``, and ``[rows, heads, queries,
+    keys]`` if the forward is to return weights.
     """
     layer, look = module.__dict__.get(LAYER), getattr(_active, "look", None)
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     call = Call((), _NO_PAIRS, scale, softcap=softcap, sinks=s_aux)
     if layer is None or layer.head is None:
-        mask = attention_mask.dense if isinstance(attention_mask, Plan) else attention_mask
+        mask = attention_mask
+        if isinstance(mask, Plan):
+            mask = mask.dense_on(query.device)
+        forward = getattr(attention_mask, "forward", None) or (layer and layer.mapping.current)
+        wanted = forward is not None and forward.weights
+        plain = softcap is None and s_aux is None
+        if look is not None or wanted or not plain:
+            as_it_was = _unmapped(query, key, mask, call)
         if look is not None:
-            look(module, _unmapped(query, key, mask, call), kwargs.get("sliding_window"))
-        if softcap is None and s_aux is None:
-            return sdpa_attention_forward(
+            look(module, as_it_was, kwargs.get("sliding_window"))
+        weights = as_it_was.weights(slice(None)).to(query.dtype) if wanted else None
+        if plain:
+            out, _ = sdpa_attention_forward(
                 module, query, key, value, mask, dropout=dropout, scaling=scaling, **kwargs
             )
-        out = _unmapped(query, key, mask, call).attend(value)
-        return out.transpose(1, 2).contiguous(), None
+            return out, weights
+        return as_it_was.attend(value).transpose(1, 2).contiguous(), weights
     mapping, call = layer.mapping, replace(call, pairs=layer.head.pairs)
     plan = _plan(mapping, attention_mask)
     if dropout:
@@ -163,19 +179,22 @@ def _attend(
     if query.dtype != value.dtype:  # under autocast, which does not know this operator
         query, key = query.to(value.dtype), key.to(value.dtype)
     key, value = key[:, :, : plan.keys], value[:, :, : plan.keys]
+
+    def dense(row: int) -> Dense:
+        return _irregular(mapping, layer.head, plan, row, query, key, call)
+
     if look is not None:
-        dense = _irregular(mapping, layer.head, plan, 0, query, key, call)
-        look(module, dense, kwargs.get("sliding_window"))
+        look(module, dense(0), kwargs.get("sliding_window"))
+    weights = None
+    if plan.forward.weights:
+        rows = [dense(row).weights(slice(None)) for row in range(len(query))]
+        weights = torch.cat(rows).to(query.dtype)
     stretches = plan.stretches(layer.head, query.device, _table_dtype(query))
     if stretches is None:  # drafts in trees, masks of other shapes, gaps in positions
-        rows = [
-            _irregular(mapping, layer.head, plan, row, query, key, call).attend(one)
-            for row, one in enumerate(value.split(1))
-        ]
-        out = torch.cat(rows)
+        out = torch.cat([dense(row).attend(one) for row, one in enumerate(value.split(1))])
     else:
         out = _regular(stretches, query, key, value, call, mapping.kernel)
-    return out.transpose(1, 2).contiguous(), None
+    return out.transpose(1, 2).contiguous(), weights
 
 
 AttentionInterface.register(NAME, _attend)
@@ -248,14 +267,14 @@ def _irregular(
     call: Call,
 ) -> Dense:
     """One row with dense logits."""
-    if plan.goes_back(row):
+    back = plan.goes_back(row)
+    if back is not None:
         raise UnsupportedModelError(
             f"the position ids of row {row} go back within one sequence, where "
-            f"{mapping.method.name} would have to attend to the future; give packed documents "
-            f"no attention mask and use_cache=False, so that transformers keeps them apart"
+            f"{mapping.method.name} would have to attend to the future; {_FORWARD_AGAIN[back]}"
         )
     t = plan.positions[row if len(plan.positions) > 1 else 0].to(query.device)
-    mask = plan.dense
+    mask = plan.dense_on(query.device)
     if mask is not None:
         mask = mask[row if len(mask) > 1 else 0, :, :, : len(t)]
         mask = mask if mask.dtype == torch.bool else _visible(mask)
@@ -291,8 +310,15 @@ def _table_dtype(query: torch.Tensor) -> torch.dtype:
 def _unmapped(
     query: torch.Tensor, key: torch.Tensor, mask: torch.Tensor | None, call: Call
 ) -> Dense:
-    """A layer that the map leaves alone, with dense logits."""
+    """A layer that the map leaves alone, with dense logits.
+
+    Without a mask a single query sees every key, and several are the first of the keys, as in
+    transformers: behind them a static cache has room for more.
+    """
     keys = torch.arange(key.shape[2], device=key.device)
-    queries = keys[-query.shape[2] :] if mask is None else keys[-1:].expand(query.shape[2])
+    several = mask is None and query.shape[2] > 1
+    queries = keys[: query.shape[2]] if several else keys[-1:].expand(query.shape[2])
+    if mask is not None and mask.dtype != torch.bool:
+        mask = _visible(mask)
     everything = (Distance(0, None), None, None)
     return Dense(query, key, call, [everything], None, Places(queries, keys, mask))

@@ -10,7 +10,7 @@ from transformers.cache_utils import Cache
 
 from rope_ext import frequency
 from rope_ext.discovery import RotarySite, text_config
-from rope_ext.errors import CacheError, UnsupportedModelError
+from rope_ext.errors import CacheError, OptionError, UnsupportedModelError
 from rope_ext.heads import Head, find_heads
 from rope_ext.methods import PositionMethod, Rope
 from rope_ext.methods.geometry import Geometry
@@ -54,6 +54,12 @@ class Mapping:
         self._turns: dict[tuple, list[tuple[Geometry, Turns, Turns]]] = {}
         self._config = text_config(decoder)
         self._before = self._config._attn_implementation_internal
+        if getattr(self._config, "output_attentions", False):  # allowed under "eager" only
+            raise OptionError(
+                f"config.output_attentions=True would keep transformers from saving a model under "
+                f"{method.name}; set it to False and pass output_attentions=True to the model or "
+                f"to generate, which then return the weights"
+            )
         heads = find_heads(decoder, list(frequencies))
         self.windowed = 0
         if not local_too:
@@ -149,7 +155,8 @@ class Mapping:
             mask = None
         filled = 0 if cache is None else int(cache.get_seq_length())
         rows, length = tokens.shape[:2]
-        under_way().append(Forward(self, rows, length, filled, cache, mask))
+        weights = bool(given.get("output_attentions"))
+        under_way().append(Forward(self, rows, length, filled, cache, mask, weights))
 
     @torch.compiler.disable
     def end(self, decoder: nn.Module, args: tuple, kwargs: dict, output: Any) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from transformers.masking_utils import causal_mask_function, sdpa_mask
@@ -58,6 +58,7 @@ class Plan:
     ) -> None:
         self.forward, self.arguments, self.given = forward, arguments, given
         self._stretched: dict[tuple, list[Stretch] | None] = {}
+        self._moved: dict[torch.device, torch.Tensor] = {}
 
     def contiguous(self) -> Plan:
         """As generation asks of a mask made beforehand."""
@@ -72,6 +73,14 @@ class Plan:
     def dense(self) -> torch.Tensor | None:
         """As the mask of a layer that stays as it was; None: plainly causal."""
         return self.given if self.arguments is None else sdpa_mask(**self.arguments)
+
+    def dense_on(self, device: torch.device) -> torch.Tensor | None:
+        """:attr:`dense` where a layer is, moved there once for all layers."""
+        if self.dense is None or self.dense.device == device:
+            return self.dense
+        if device not in self._moved:
+            self._moved[device] = self.dense.to(device)
+        return self._moved[device]
 
     @functools.cached_property
     def offset(self) -> int:
@@ -151,19 +160,25 @@ class Plan:
             made.append(Stretch(run, turned, mapping.temperature(t, dtype)))
         return made
 
-    def goes_back(self, row: int) -> bool:
-        """Whether a sequence has a token at an earlier position than the one before it."""
+    def goes_back(self, row: int) -> Literal["document", "padding"] | None:
+        """Where a sequence has a token at an earlier position than the one before it.
+
+        At the start of a document, it seems, or behind padding; None: nowhere.
+        """
         if self.given is not None:  # a tree of drafts
-            return False
+            return None
         forward = self.forward
         t = self.positions[row if len(self.positions) > 1 else 0]
-        back = t.diff() < 0
-        if forward.documents is not None:
-            back &= forward.documents[row if len(forward.documents) > 1 else 0].diff() == 0
         if forward.padding is not None:
-            valid = forward.padding[row, self.offset :]
-            back = t[valid].diff() < 0
-        return bool(back.any())
+            slots = torch.nonzero(forward.padding[row, self.offset :].to(t.device)).flatten()
+            back = t[slots].diff() < 0
+            if bool((back & (slots.diff() > 1)).any()):
+                return "padding"
+        else:
+            back = t.diff() < 0
+            if forward.documents is not None:
+                back &= forward.documents[row if len(forward.documents) > 1 else 0].diff() == 0
+        return "document" if bool(back.any()) else None
 
     def _stretches(self, row: int, valid: torch.Tensor | None) -> Iterator[torch.Tensor]:
         """Slots of each document of a row, on the CPU; those without queries left out."""
@@ -184,7 +199,7 @@ class Plan:
             return Run(
                 rows, slice(max(first - before, 0), last - before), slice(first, last), start
             )
-        slots = torch.tensor(place)
+        slots = torch.tensor(place, device="cpu")
         return Run(rows, slots[slots >= before] - before, slots, start)
 
 

@@ -1,0 +1,305 @@
+"""A patch as the settings of other engines.
+
+Each says against which version its formulas were read and, where it can be, run.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, ClassVar, TypeVar
+
+import torch
+from torch import nn
+
+from rope_ext.discovery import find_sites, text_config, text_decoder, unwrap
+from rope_ext.errors import ExportError, NotPatchedError, nearest
+from rope_ext.methods import Method, PositionMethod, Rope
+from rope_ext.patching import Patch, current_patch
+from rope_ext.records import record_of
+
+ARCHITECTURES = {"llama": "llama", "mistral": "llama", "qwen2": "qwen2", "qwen3": "qwen3"}
+"""By ``model_type``, llama.cpp's name of it. All engines build these from the configuration's
+``rope_parameters`` and nothing else, which was not checked for other families."""
+
+
+class Refusal(Exception):
+    """Why an engine cannot run a patch."""
+
+
+@dataclass(frozen=True)
+class Export:
+    """The settings with which an engine computes what a patch does; ``print`` it.
+
+    Args:
+        engine: its name.
+        settings: the engine's own names and values; lengths are in tokens.
+        command: ready to paste, with the model's name filled in where it is known.
+        files: text by file name.
+        notes: what to know about them.
+    """
+
+    engine: str
+    settings: Mapping[str, Any]
+    command: str
+    files: Mapping[str, str] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
+
+    def write(self, folder: str | Path) -> list[Path]:
+        """Write ``files`` into a folder that is there, over what they replace.
+
+        Raises:
+            ExportError: there are none, or no such folder.
+        """
+        folder = Path(folder)
+        if not self.files:
+            raise ExportError(
+                f"{self.engine} reads no file of this patch; its settings are in the command"
+            )
+        if not folder.is_dir():
+            raise ExportError(
+                f"{folder} is no folder; write the weights there first, with "
+                f"model.save_pretrained({str(folder)!r})"
+            )
+        for name, text in self.files.items():
+            (folder / name).write_text(text, encoding="utf-8")
+        return [folder / name for name in self.files]
+
+    def __str__(self) -> str:
+        lines = [self.command, *(f"# {note}" for note in self.notes)]
+        for name, text in self.files.items():
+            lines += [f"# {name}:", text.rstrip("\n")]
+        return "\n".join(lines)
+
+
+@dataclass(frozen=True)
+class Engine:
+    """Base of all engines: a frozen dataclass whose fields are the options of ``export``."""
+
+    name: ClassVar[str]
+    title: ClassVar[str]
+    """As its authors write it."""
+
+    def export(self, model: nn.Module, state: Patch) -> Export:
+        """The settings under which it computes ``state``; raises :class:`Refusal`."""
+        raise NotImplementedError
+
+
+_REGISTRY: dict[str, type[Engine]] = {}
+E = TypeVar("E", bound=type[Engine])
+
+
+def register(cls: E) -> E:
+    """Class decorator: makes an engine known by its name."""
+    _REGISTRY[cls.name] = cls
+    return cls
+
+
+def all_engines() -> list[type[Engine]]:
+    """Every registered engine, in order of registration."""
+    return list(_REGISTRY.values())
+
+
+def build_engine(name: str, **options: Any) -> Engine:
+    """The engine of that name with these options.
+
+    Raises:
+        ExportError: there is none, or it has no such option.
+    """
+    if name not in _REGISTRY:
+        known = ", ".join(map(repr, _REGISTRY))
+        raise ExportError(
+            f"engine={name!r} is not known; choose one of {known}{nearest(name, _REGISTRY)}"
+        )
+    cls = _REGISTRY[name]
+    known = [field.name for field in dataclasses.fields(cls)]
+    for option in options:
+        if option not in known:
+            valid = f"its options are {', '.join(known)}" if known else "it has none"
+            raise ExportError(f"{name} has no option {option!r}; {valid}{nearest(option, known)}")
+    return cls(**options)
+
+
+def export(model: nn.Module, engine: str, **options: Any) -> Export:
+    """The patch of ``model`` as settings of another engine.
+
+    Args:
+        model: patched by :func:`rope_ext.patch`.
+        engine: ``"vllm"``, ``"sglang"``, ``"llama.cpp"``, ``"ollama"``, ``"mlx"`` or
+            ``"transformers"``.
+        **options: of the engine: ``legacy=True`` of ``"transformers"`` adds the names of older
+            readers.
+
+    Returns:
+        Settings for the unpatched checkpoint (of ``"mlx"`` and ``"transformers"``: for the folder
+        that the patched model saved), under which the engine has the same frequencies and
+        attention scaling.
+
+    Raises:
+        ExportError: there is no such engine, or it cannot run the patch.
+        NotPatchedError: there is no patch.
+    """
+    chosen = build_engine(engine, **options)
+    state = current_patch(model)
+    if state is None:
+        raise NotPatchedError(
+            "this model is not patched, so there is nothing to export; call "
+            "rope_ext.patch(model, ...) first"
+        )
+    try:
+        return chosen.export(model, state)
+    except Refusal as refusal:
+        others = [name for name in _REGISTRY if name != engine and _runs(model, state, name)]
+        instead = f"{' and '.join(map(repr, others))} can" if others else "no other engine can"
+        raise ExportError(
+            f"{engine} cannot run {state.method.name}: {refusal}. Of this patch, {instead} be "
+            f"given settings; every engine runs 'yarn', 'pi' and 'ntk' on "
+            f"{', '.join(ARCHITECTURES)}"
+        ) from None
+
+
+def _runs(model: nn.Module, state: Patch, engine: str) -> bool:
+    try:
+        build_engine(engine).export(model, state)
+    except Refusal:
+        return False
+    return True
+
+
+@dataclass(frozen=True)
+class Scaling:
+    """One fixed set of frequencies, as an engine has to compute it.
+
+    Args:
+        rope: the unscaled embedding: its base, and the trained length in tokens.
+        inv_freq: float64, ``[pairs]``, radians per token.
+        scaling: number on cosine and sine.
+        target: context after the extension, tokens.
+        parameters: ``rope_parameters`` of transformers that build it.
+    """
+
+    rope: Rope
+    inv_freq: torch.Tensor
+    scaling: float
+    target: int
+    parameters: Mapping[str, Any]
+
+    @classmethod
+    def of(cls, state: Patch) -> Scaling:
+        """What a patch that is one set of frequencies does."""
+        site = state.scaled[0]
+        rope = Rope.geometric(site.rope.base, site.rope.dim, site.rope.length)
+        parameters = text_config(state.config.decoder).rope_parameters
+        return cls(rope, *state.frequencies_of(site), state.target_length, parameters)
+
+    @classmethod
+    def configured(cls, model: nn.Module) -> Scaling:
+        """What the configuration of a model without a patch does.
+
+        Raises:
+            Refusal: nothing, or something that changes with the sequence.
+        """
+        decoder = text_decoder(model)
+        sites, config = find_sites(decoder), text_config(decoder)
+        parameters = config.rope_parameters
+        if len(sites) > 1 or is_nested(parameters):
+            raise Refusal("it has several rotary embeddings, which was not checked")
+        (site,) = sites
+        if not site.scaled and record_of(config) is None:
+            raise Refusal(
+                "there is none; patch it, or give a folder that save_pretrained of a patched model "
+                "wrote"
+            )
+        kind = parameters["rope_type"]
+        tables = (parameters.get("short_factor"), parameters.get("long_factor"))
+        if kind == "dynamic" or tables[0] != tables[1]:
+            raise Refusal("its frequencies change with the length of a sequence")
+        target = config.max_position_embeddings
+        length = parameters.get("original_max_position_embeddings", target)
+        rope = Rope.geometric(parameters["rope_theta"], site.rope.dim, length)
+        inv_freq = site.loaded.double()
+        if kind in ("default", "linear"):  # to better than float32
+            inv_freq = rope.inv_freq / parameters.get("factor", 1.0)
+        return cls(rope, inv_freq, site.scaling, target, parameters)
+
+    @property
+    def divisors(self) -> list[float]:
+        """What the frequencies of ``rope`` are divided by; of pairs that stand still, 1e30."""
+        moving = self.inv_freq > 0
+        return torch.where(moving, self.rope.inv_freq / self.inv_freq, 1e30).tolist()
+
+    @property
+    def base(self) -> float | None:
+        """Base of which these are the unscaled frequencies; None: of none."""
+        slowest = float(self.inv_freq[-1])
+        if self.rope.dim < 4 or slowest <= 0:
+            return None
+        exponent = self.rope.dim / (self.rope.dim - 2)
+        return self._same(slowest**-exponent, 1.0)
+
+    @property
+    def factor(self) -> float | None:
+        """What all frequencies are divided by; None: not all by the same."""
+        divisor = self.divisors[0]
+        return divisor if self._same(self.rope.base, divisor) else None
+
+    def _same(self, base: float, divisor: float) -> float | None:
+        made = Rope.geometric(base, self.rope.dim, 1).inv_freq / divisor
+        # The float32 of a checkpoint's own buffers; a table would be as exact.
+        return base if torch.allclose(made, self.inv_freq, rtol=1e-6, atol=0) else None
+
+
+def refuse_unproven(state: Patch) -> None:
+    """Raise unless ``state`` is one fixed set of frequencies, and the family was checked."""
+    refuse_positions(state)
+    refuse_adapting(state.method)
+    kind = text_config(state.config.decoder).model_type
+    if kind not in ARCHITECTURES or len(state.sites) > 1:
+        raise Refusal(
+            f"whether it builds {kind!r} from these settings was not checked; checked were "
+            f"{', '.join(ARCHITECTURES)}"
+        )
+
+
+def refuse_adapting(method: Method) -> None:
+    """Raise if the frequencies of ``method`` differ from sequence to sequence."""
+    if method.adapts:
+        raise Refusal(
+            "it has one set of frequencies for all sequences, and this method chooses them for "
+            "each; patch with length=TOKENS to fix them"
+        )
+
+
+def refuse_positions(state: Patch) -> None:
+    """Raise if ``state`` is more than frequencies."""
+    start = getattr(state.method, "start_tokens", 0)
+    if start:
+        raise Refusal(
+            f"it rotates every token by the same frequencies, and start_tokens={start} keeps the "
+            f"trained ones for the first tokens; patch with start_tokens=0 to export"
+        )
+    if isinstance(state.method, PositionMethod):
+        raise Refusal("it has no setting that changes the positions of queries and keys")
+
+
+def precise_note(state: Patch) -> tuple[str, ...]:
+    """What differs from a patch with angles in float64."""
+    return ("it computes angles in float32, the patch here in float64",) if state.precise else ()
+
+
+def is_nested(parameters: Mapping[str, Any]) -> bool:
+    """Whether kinds of layers have rotary embeddings of their own."""
+    return any(isinstance(value, dict) for value in parameters.values())
+
+
+def temperature(factor: float) -> float:
+    """YaRN's number on cosine and sine (arXiv 2309.00071, eq. 22)."""
+    return 0.1 * math.log(factor) + 1.0
+
+
+def model_name(model: nn.Module) -> str:
+    """Where the model came from, for a command."""
+    return getattr(unwrap(model).config, "_name_or_path", "") or "MODEL"

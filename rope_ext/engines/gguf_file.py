@@ -1,0 +1,368 @@
+"""Files of llama.cpp: those of models, given the keys of a patch; and miniatures, written here.
+
+Needs the ``gguf`` library.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import struct
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from torch import nn
+
+from rope_ext.discovery import text_config, text_decoder, unwrap
+from rope_ext.engines.base import ARCHITECTURES, Refusal, Scaling, refuse_adapting
+from rope_ext.engines.llama_cpp import TABLE, Plan, plan, planned
+from rope_ext.errors import ExportError, first_line
+from rope_ext.measure.arguments import parse_options
+from rope_ext.measure.run import checked_methods
+from rope_ext.methods import FrequencyMethod, Method, Rope, build_method
+from rope_ext.patching import current_patch
+
+_CHUNK = 1 << 24  # bytes copied at a time
+_MAGIC, _VERSION = b"GGUF", 3
+_FLOAT32, _UINT32, _STRING = 6, 4, 8
+_ALIGNMENT = "general.alignment"
+
+
+@dataclass(frozen=True)
+class GGUFFile:
+    """What a GGUF file says about its rotary embedding.
+
+    Args:
+        path: of the file.
+        architecture: llama.cpp's name of it.
+        rope: its unscaled embedding.
+        scaled: it has a scaling of its own.
+        reader: of the ``gguf`` library.
+    """
+
+    path: Path
+    architecture: str
+    rope: Rope
+    scaled: bool
+    reader: Any
+
+    @classmethod
+    def read(cls, path: str | Path) -> GGUFFile:
+        """The head of a file; no weights are read.
+
+        Raises:
+            ExportError: it is no GGUF file of a model with a rotary embedding, or a part of one.
+        """
+        path, gguf = Path(path), require_gguf()
+        try:
+            reader = gguf.GGUFReader(path)
+        except (OSError, ValueError, IndexError) as error:
+            raise ExportError(
+                f"cannot read {path} ({first_line(error)}); give a GGUF file, as "
+                f"convert_hf_to_gguf.py writes it"
+            ) from error
+
+        def value(key: str, default: Any = None) -> Any:
+            there = reader.get_field(key)
+            return default if there is None else there.contents()
+
+        if reader.byte_order != "I" or value("split.count", 1) > 1:
+            raise ExportError(
+                f"{path} is big-endian or one of several parts; make one little-endian file of it "
+                f"first (llama-gguf-split --merge)"
+            )
+        architecture = value("general.architecture", "")
+        length = value(f"{architecture}.context_length")
+        heads = value(f"{architecture}.attention.head_count")
+        width = value(f"{architecture}.embedding_length")
+        if not (length and heads and width):
+            raise ExportError(f"{path} is no language model: its keys name no heads and no context")
+        dim = value(f"{architecture}.rope.dimension_count", width // heads)
+        base = value(f"{architecture}.rope.freq_base", 10000.0)
+        kind = value(f"{architecture}.rope.scaling.type", "none")
+        table = any(tensor.name == TABLE for tensor in reader.tensors)
+        rope = Rope.geometric(base, dim, length)
+        return cls(path, architecture, rope, table or kind != "none", reader)
+
+    def write(self, output: str | Path, keys: Mapping[str, Any], table: list[float] | None) -> None:
+        """Write the file with other keys of the rotary embedding, and a table or none.
+
+        All other keys, and the data of all other tensors, are copied byte for byte.
+
+        Args:
+            output: another file than this one.
+            keys: full names and values.
+            table: what frequencies are divided by.
+
+        Raises:
+            ExportError: ``output`` is this file, or cannot be written.
+        """
+        output = Path(output)
+        if output.exists() and output.samefile(self.path):
+            raise ExportError(f"{output} is the file to read; give --output another name")
+        partial = output.with_name(f"{output.name}.part")
+        try:
+            with open(self.path, "rb") as source, open(partial, "wb") as target:
+                self._write(source, target, keys, table)
+            os.replace(partial, output)
+        except OSError as error:
+            partial.unlink(missing_ok=True)
+            raise ExportError(f"cannot write {output} ({error.strerror})") from error
+
+    def _write(
+        self, source: BinaryIO, target: BinaryIO, keys: Mapping[str, Any], table: list[float] | None
+    ) -> None:
+        reader, prefix = self.reader, f"{self.architecture}.rope.scaling."
+        drop = {name for name in reader.fields if name.startswith(prefix)} | set(keys)
+        fields = [
+            field
+            for name, field in reader.fields.items()
+            if name not in drop and not name.startswith("GGUF.")
+        ]
+        kept = [tensor for tensor in reader.tensors if tensor.name != TABLE]
+        count = len(kept) + (table is not None)
+        target.write(_MAGIC + struct.pack("<IQQ", _VERSION, count, len(fields) + len(keys)))
+        for field in fields:
+            _copy(source, target, field.offset, sum(part.nbytes for part in field.parts))
+        for name, value in keys.items():
+            target.write(_text(name) + _value(value))
+        alignment = int(reader.alignment)
+        offset = 0
+        for tensor in kept:
+            target.write(_info(tensor.name, tensor.shape.tolist(), int(tensor.tensor_type), offset))
+            offset += _padded(int(tensor.n_bytes), alignment)
+        if table is not None:
+            target.write(_info(TABLE, [len(table)], 0, offset))
+        for tensor in kept:
+            _pad(target, alignment)
+            _copy(source, target, int(tensor.data_offset), int(tensor.n_bytes))
+        _pad(target, alignment)
+        if table is not None:
+            target.write(struct.pack(f"<{len(table)}f", *table))
+            _pad(target, alignment)
+
+
+def extended(
+    path: str | Path,
+    output: str | Path,
+    name: str | None,
+    factor: float,
+    trained_length: int | None = None,
+    option: Sequence[str] | None = None,
+) -> Plan:
+    """Write a file of an unscaled model with a method.
+
+    Args:
+        path: the file.
+        output: another file.
+        name: of the method.
+        factor: of the method.
+        trained_length: tokens, if the file does not say it rightly.
+        option: further options of the method, as people type them.
+
+    Raises:
+        RopeExtError: there is no such method, the file cannot be read or is scaled already, or
+            llama.cpp cannot run it.
+    """
+    if name is None:
+        raise ExportError(
+            f"{path} does not say what it is to be extended by; give --method and --factor, or the "
+            f"folder of a patched model before the file"
+        )
+    options = checked_methods([name], factor, parse_options(option, [name]))
+    file = GGUFFile.read(path)
+    if file.scaled:
+        raise ExportError(
+            f"{path} scales its rotary embedding already; convert the unscaled model, or give the "
+            f"folder of a model that was patched with compose=True before the file"
+        )
+    if file.architecture not in ARCHITECTURES.values():
+        raise ExportError(
+            f"what llama.cpp reads for {file.architecture!r} was not checked; checked were "
+            f"{', '.join(dict.fromkeys(ARCHITECTURES.values()))}"
+        )
+    rope = dataclasses.replace(file.rope, length=trained_length or file.rope.length)
+    ((name, values),) = options.items()
+    method = build_method(name, **values)
+    try:
+        made = plan(_scaling(method, rope), file.architecture, in_file=True)
+    except Refusal as refusal:
+        raise ExportError(f"llama.cpp cannot run {name}: {refusal}") from None
+    file.write(output, made.keys, made.table)
+    return made
+
+
+def _scaling(method: Method, rope: Rope) -> Scaling:
+    if not isinstance(method, FrequencyMethod):
+        raise Refusal("it has no setting that changes the positions of queries and keys")
+    refuse_adapting(method)
+    if method.start_tokens:
+        raise Refusal("it rotates every token by the same frequencies; leave start_tokens out")
+    return Scaling(
+        rope,
+        method.inv_freq(rope),
+        method.attention_scaling(rope),
+        method.target_length(rope),
+        method.rope_parameters(rope),
+    )
+
+
+def following(model: nn.Module, path: str | Path, output: str | Path) -> Plan:
+    """Write the file of a model with the model's patch.
+
+    Args:
+        model: patched, or scaled by its own configuration.
+        path: the file of the same model, scaled or not.
+        output: another file.
+
+    Raises:
+        RopeExtError: the file cannot be read or is another model's, or llama.cpp cannot run it.
+    """
+    file, state = GGUFFile.read(path), current_patch(model)
+    try:
+        if state is None:
+            scaling = Scaling.configured(model)
+            made = plan(scaling, file.architecture, in_file=True)
+        else:
+            scaling, made = Scaling.of(state), planned(state, in_file=True)
+    except Refusal as refusal:
+        raise ExportError(f"llama.cpp cannot run the patch of this model: {refusal}") from None
+    architecture = ARCHITECTURES.get(text_config(text_decoder(model)).model_type)
+    if (file.rope.dim, file.architecture) != (scaling.rope.dim, architecture):
+        raise ExportError(
+            f"{path} is of a {file.architecture!r} with {file.rope.dim // 2} rotary pairs, the "
+            f"model is a {architecture!r} with {scaling.rope.dim // 2}; give the file of the same "
+            f"model"
+        )
+    file.write(output, made.keys, made.table)
+    return made
+
+
+def require_gguf() -> Any:
+    """The ``gguf`` library.
+
+    Raises:
+        ExportError: it is not installed.
+    """
+    try:
+        import gguf
+    except ImportError:
+        raise ExportError(
+            "GGUF files need the gguf library, which is not installed; install it with: "
+            'pip install "rope-ext[engines]"'
+        ) from None
+    return gguf
+
+
+def _copy(source: BinaryIO, target: BinaryIO, offset: int, size: int) -> None:
+    source.seek(offset)
+    while size:
+        data = source.read(min(size, _CHUNK))
+        target.write(data)
+        size -= len(data)
+
+
+def _padded(size: int, alignment: int) -> int:
+    return -(-size // alignment) * alignment
+
+
+def _pad(target: BinaryIO, alignment: int) -> None:
+    here = target.tell()
+    target.write(bytes(_padded(here, alignment) - here))
+
+
+def _text(text: str) -> bytes:
+    data = text.encode()
+    return struct.pack("<Q", len(data)) + data
+
+
+def _value(value: Any) -> bytes:
+    if isinstance(value, str):
+        return struct.pack("<I", _STRING) + _text(value)
+    if isinstance(value, int):
+        return struct.pack("<II", _UINT32, value)
+    return struct.pack("<If", _FLOAT32, value)
+
+
+def _info(name: str, shape: list[int], kind: int, offset: int) -> bytes:
+    shape_data = struct.pack(f"<I{len(shape)}Q", len(shape), *shape)
+    return _text(name) + shape_data + struct.pack("<IQ", kind, offset)
+
+
+_WHOLE = {
+    "model.embed_tokens": "token_embd",
+    "model.norm": "output_norm",
+    "lm_head": "output",
+}
+_IN_LAYER = {
+    "input_layernorm": "attn_norm",
+    "post_attention_layernorm": "ffn_norm",
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output",
+    "self_attn.q_norm": "attn_q_norm",
+    "self_attn.k_norm": "attn_k_norm",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+}
+
+
+def write_model(model: nn.Module, path: str | Path) -> None:
+    """A small model as a GGUF file in float32, its rotary embedding unscaled.
+
+    Its tokens are made up: ``t3``, ``t4``, ...; prompts are lists of ids.
+
+    Args:
+        model: of a family in ``ARCHITECTURES``.
+        path: of the file.
+    """
+    gguf, model = require_gguf(), unwrap(model)
+    config = text_config(model)
+    architecture = ARCHITECTURES[config.model_type]
+    heads, groups = config.num_attention_heads, config.num_key_value_heads
+    dim = getattr(config, "head_dim", None) or config.hidden_size // heads
+    writer = gguf.GGUFWriter(path, architecture)
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count(heads)
+    writer.add_head_count_kv(groups)
+    writer.add_key_length(dim)
+    writer.add_value_length(dim)
+    writer.add_rope_dimension_count(dim)
+    writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    writer.add_vocab_size(config.vocab_size)
+    writer.add_tokenizer_model("llama")
+    kinds = gguf.TokenType
+    special = {"<unk>": kinds.UNKNOWN, "<s>": kinds.CONTROL, "</s>": kinds.CONTROL}
+    names = [*special, "<0x0A>", *(f"t{i}" for i in range(4, config.vocab_size))]
+    others = [kinds.BYTE] + [kinds.NORMAL] * (config.vocab_size - 4)
+    writer.add_token_list(names)
+    writer.add_token_types([*special.values(), *others])
+    writer.add_token_scores([0.0] * config.vocab_size)
+    writer.add_bos_token_id(1)
+    writer.add_eos_token_id(2)
+    writer.add_add_bos_token(False)
+    for name, tensor in model.state_dict().items():
+        module, _, kind = name.rpartition(".")
+        values = tensor.detach().float().cpu().contiguous()
+        if module in _WHOLE:
+            if module != "lm_head" or not config.tie_word_embeddings:
+                writer.add_tensor(f"{_WHOLE[module]}.{kind}", values.numpy())
+            continue
+        _, _, layer, part = module.split(".", 3)
+        if architecture == "llama" and part in ("self_attn.q_proj", "self_attn.k_proj"):
+            # It rotates neighbours, where transformers rotates the halves of a head.
+            rows = heads if part.endswith("q_proj") else groups
+            values = values.unflatten(0, (rows, 2, dim // 2)).transpose(1, 2).flatten(0, 2)
+        writer.add_tensor(f"blk.{layer}.{_IN_LAYER[part]}.{kind}", values.contiguous().numpy())
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()

@@ -1,0 +1,259 @@
+"""llama.cpp: flags of its programs, and keys and a tensor of its files.
+
+What is said of it here was read at commit 0c1e57098 and run in the llama.cpp of xllamacpp
+2026.10.11549.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import shlex
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+import torch
+from torch import nn
+
+from rope_ext.discovery import text_config
+from rope_ext.engines.base import (
+    ARCHITECTURES,
+    Engine,
+    Export,
+    Refusal,
+    Scaling,
+    model_name,
+    precise_note,
+    refuse_unproven,
+    register,
+    temperature,
+)
+from rope_ext.methods import Method, YaRN, build_method
+from rope_ext.patching import Patch
+
+TABLE = "rope_freqs.weight"
+"""Tensor by which frequencies are divided, one number per pair."""
+READS_TABLE = ("llama",)
+"""Architectures that look for it, of those in ``ARCHITECTURES``."""
+_BETAS = ("beta_fast", "beta_slow")
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How llama.cpp is brought to compute a :class:`Scaling`.
+
+    Args:
+        keys: of the file, with their types' Python values, by full name.
+        flags: of the program, which do the same on the unpatched file; a list is given again for
+            each. With a ``table`` they need the file that has it.
+        table: values of ``TABLE``.
+        notes: what to know about it.
+    """
+
+    keys: Mapping[str, Any]
+    flags: Mapping[str, Any]
+    table: list[float] | None = None
+    notes: tuple[str, ...] = ()
+
+    def words(self) -> list[str]:
+        """The flags as a program takes them."""
+        pairs = [(f, v) for f, vs in self.flags.items() for v in _listed(vs)]
+        return [word for flag, value in pairs for word in (flag, str(value))]
+
+    @property
+    def in_file(self) -> list[str]:
+        """Flags that are needed with the keys in the file, too."""
+        kept = {f: v for f, v in self.flags.items() if f == "--ctx-size" or "-beta-" in f}
+        return Plan({}, kept).words()
+
+
+def _listed(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else [value]
+
+
+@dataclass
+class _Draft:
+    architecture: str
+    keys: dict[str, Any] = field(default_factory=dict)
+    flags: dict[str, Any] = field(default_factory=dict)
+    overrides: list[str] = field(default_factory=list)
+
+    def put(self, key: str, value: Any, flag: str | None = None, given: Any = None) -> None:
+        """A key of the file, and the flag for it; without one, the key is overridden."""
+        name = f"{self.architecture}.{key}"
+        self.keys[name] = value
+        if flag is not None:
+            self.flags[flag] = value if given is None else given
+        else:
+            kind = "int" if isinstance(value, int) else "float"
+            self.overrides.append(f"{name}={kind}:{value!r}")
+
+    def plan(self, table: list[float] | None = None, *notes: str) -> Plan:
+        flags = dict(self.flags)
+        if table is None and self.overrides:
+            flags["--override-kv"] = self.overrides
+        return Plan(self.keys, flags, table, notes)
+
+
+def plan(scaling: Scaling, architecture: str, *, in_file: bool, scaled: bool = False) -> Plan:
+    """Keys and flags, or where none do it, a table.
+
+    Args:
+        scaling: what to compute.
+        architecture: llama.cpp's name of it.
+        in_file: everything has to be in the file, as far as that can be.
+        scaled: the unpatched file has a scaling of its own.
+
+    Raises:
+        Refusal: there is no way.
+    """
+    draft = _Draft(architecture)
+    draft.flags["--ctx-size"] = scaling.target
+    kind, multiplier = scaling.parameters["rope_type"], scaling.scaling
+    yarn = kind == "yarn" and scaling.parameters.get("truncate", True)
+    table_reader = architecture in READS_TABLE
+    betas = {b: scaling.parameters[b] for b in _BETAS if yarn}
+    betas = {name: beta for name, beta in betas.items() if beta != getattr(YaRN, name)}
+    if not scaled and scaling.base is not None:
+        draft.put("rope.freq_base", scaling.base, "--rope-freq-base")
+    elif not scaled and scaling.factor is not None:
+        draft.put("rope.scaling.type", "linear", "--rope-scaling")
+        draft.put("rope.scaling.factor", scaling.factor, "--rope-scale")
+    elif not scaled and yarn and not (in_file and betas and table_reader):
+        return _yarn(draft, scaling, betas)
+    elif table_reader:
+        draft.put("context_length", scaling.target)
+        if not math.isclose(multiplier, 1.0, rel_tol=1e-12):
+            draft.put("rope.scaling.attn_factor", multiplier)
+        return draft.plan(scaling.divisors)
+    else:
+        raise Refusal(
+            f"these frequencies are a table, which it reads for the architecture "
+            f"{' and '.join(map(repr, READS_TABLE))} only, and this is {architecture!r}"
+        )
+    # Only YaRN raises the trained length, beyond which the server takes no prompt.
+    draft.put("context_length", scaling.target)
+    if not math.isclose(multiplier, 1.0, rel_tol=1e-12):
+        draft.put("rope.scaling.attn_factor", multiplier)
+    return draft.plan()
+
+
+def _yarn(draft: _Draft, scaling: Scaling, betas: Mapping[str, float]) -> Plan:
+    factor, length = scaling.parameters["factor"], scaling.rope.length
+    draft.keys[f"{draft.architecture}.context_length"] = scaling.target
+    draft.put("rope.scaling.type", "yarn", "--rope-scaling")
+    draft.put("rope.scaling.factor", factor, "--rope-scale", _reaching(factor, scaling))
+    draft.put("rope.scaling.original_context_length", length, "--yarn-orig-ctx")
+    notes = ["llama.cpp multiplies 1 + 0.1 ln(s) in by itself"]
+    for name, beta in betas.items():
+        draft.flags[f"--yarn-{name.replace('_', '-')}"] = beta
+    if betas:
+        notes.append(
+            f"{' and '.join(betas)} are flags only: the keys that a file has for them are read for "
+            f"two other architectures"
+        )
+    multiplier = scaling.scaling / temperature(factor)
+    if not math.isclose(multiplier, 1.0, rel_tol=1e-12):
+        # --yarn-attn-factor has no effect there: the key alone is multiplied in.
+        draft.put("rope.scaling.attn_factor", multiplier)
+    return draft.plan(None, *notes)
+
+
+def _reaching(factor: float, scaling: Scaling) -> float:
+    """The factor, or the next above it whose inverse in float32 does not lose the last token.
+
+    llama.cpp takes the length over the float32 of 1 / factor for the context, rounded down: 447
+    tokens of 64 with factor 7.
+    """
+    tried = torch.tensor(factor, dtype=torch.float32)
+    while int(scaling.rope.length / (1 / tried)) < scaling.target:
+        tried = torch.nextafter(tried, torch.tensor(math.inf))
+    return factor if tried == torch.tensor(factor) else float(f"{float(tried):.9g}")
+
+
+@register
+@dataclass(frozen=True)
+class LlamaCpp(Engine):
+    """Flags of ``llama-server``, or the command that writes a file for it."""
+
+    name: ClassVar[str] = "llama.cpp"
+    title: ClassVar[str] = "llama.cpp"
+
+    def export(self, model: nn.Module, state: Patch) -> Export:
+        made = planned(state, in_file=False)
+        notes = ["as llama.cpp computes it at commit 0c1e57098", *precise_note(state), *made.notes]
+        if made.table is None:
+            file, before, files = "MODEL.gguf", [], {}
+            notes.append(
+                f"MODEL.gguf is what convert_hf_to_gguf.py makes of the unpatched "
+                f"{model_name(model)}; to have the settings in the file instead: rope-ext gguf"
+            )
+        else:
+            file = "MODEL-long.gguf"
+            before, files = gguf_command(state, "MODEL.gguf", file)
+            notes.append(
+                f"MODEL.gguf is what convert_hf_to_gguf.py makes of the unpatched "
+                f"{model_name(model)}; no flag has a table, so the first command writes {file} "
+                f"with the tensor {TABLE}"
+            )
+            if "FOLDER" in before:
+                notes.append("FOLDER is what model.save_pretrained wrote")
+        command = shlex.join(["llama-server", "--model", file, *made.words()])
+        if before:
+            command = f"{shlex.join(before)} && {command}"
+        return Export("llama.cpp", settings(made), command, files, tuple(notes))
+
+
+def planned(state: Patch, in_file: bool) -> Plan:
+    """The :class:`Plan` of a patch."""
+    if state.method.name == "self_extend":
+        raise Refusal(
+            "its --grp-attn-n and --grp-attn-w put tokens into groups for good once "
+            "--grp-attn-w of them are there, so that neighbours lose their own distances, which "
+            "Self-Extend keeps for each query"
+        )
+    refuse_unproven(state)
+    if not state.native:
+        raise Refusal("it has no setting for these frequencies")
+    architecture = ARCHITECTURES[text_config(state.config.decoder).model_type]
+    scaled = state.scaled[0].scaled
+    return plan(Scaling.of(state), architecture, in_file=in_file, scaled=scaled)
+
+
+def settings(made: Plan) -> dict[str, Any]:
+    """A plan as the settings of an :class:`Export`."""
+    tensors = {} if made.table is None else {"tensors": {TABLE: made.table}}
+    return {"flags": dict(made.flags), "gguf": dict(made.keys), **tensors}
+
+
+def gguf_command(state: Patch, source: str, output: str) -> tuple[list[str], dict[str, str]]:
+    """The command that writes a patched file, and the file of options that it needs, if any."""
+    method = state.record.method
+    defaults = {f.name: f.default for f in dataclasses.fields(method)}
+    options = {
+        name: _typed(value)
+        for name, value in method.options().items()
+        if name != "factor" and value != defaults[name]
+    }
+    again = build_method(method.name, factor=method.factor, **options)
+    if again != method or state.scaled[0].scaled:  # nothing but the whole patch describes it
+        return ["rope-ext", "gguf", "FOLDER", source, "--output", output], {}
+    words = ["rope-ext", "gguf", source, "--method", method.name, "--factor", repr(method.factor)]
+    files = {}
+    if any(isinstance(value, list) for value in options.values()):
+        files[f"{method.name}.json"] = json.dumps(options) + "\n"
+        words += ["--option", f"{method.name}={method.name}.json"]
+    else:
+        for name, value in options.items():
+            words += ["--option", f"{method.name}.{name}={value}"]
+    words += ["--trained-length", str(state.length), "--output", output]
+    return words, files
+
+
+def _typed(option: Any) -> Any:
+    """An option of a method as people type it."""
+    if isinstance(option, Method):
+        return option.name
+    return list(option) if isinstance(option, tuple) else option

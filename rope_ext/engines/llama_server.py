@@ -1,0 +1,53 @@
+"""Runs llama.cpp's server, as PyPI's ``xllamacpp`` ships it, by a command line of llama-server.
+
+``python -m rope_ext.engines.llama_server --model MODEL.gguf ...`` prints the server's address and
+serves until its standard input ends. The command line is read by llama.cpp's own parser.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import struct
+import sys
+from typing import Any
+
+PARSER = "_Z19common_params_parseiPPcR13common_params13llama_examplePFviS0_E"
+_EXAMPLES = 32  # programs that the parser tells apart, more than there are
+
+
+def parsed(words: list[str]) -> Any:
+    """What llama.cpp's parser makes of ``words``, as parameters of ``xllamacpp.Server``.
+
+    Raises:
+        RuntimeError: xllamacpp is built otherwise, or the parser refuses the words.
+    """
+    import xllamacpp
+
+    probe = xllamacpp.CommonParams()
+    probe.n_predict, probe.n_ctx = 1_234_567, 7_654_321  # the first two fields
+    raw = ctypes.string_at(id(probe), type(probe).__basicsize__)
+    offset = raw.find(struct.pack("<ii", 1_234_567, 7_654_321))
+    parse = getattr(ctypes.CDLL(xllamacpp.xllamacpp.__file__), PARSER, None)
+    if offset < 0 or parse is None:
+        raise RuntimeError(f"xllamacpp {xllamacpp.__version__} is built otherwise")
+    parse.restype = ctypes.c_bool
+    given = [word.encode() for word in ("llama-server", *words)]
+    for example in range(_EXAMPLES):  # only the server knows --host
+        params = xllamacpp.CommonParams()
+        arguments = (ctypes.c_char_p * (len(given) + 1))(*given, None)
+        if parse(len(given), arguments, ctypes.c_void_p(id(params) + offset), example, None):
+            return params
+    raise RuntimeError(f"llama.cpp does not take {' '.join(words)}")
+
+
+def main() -> None:
+    import xllamacpp
+
+    words = [*sys.argv[1:], "--host", "127.0.0.1", "--port", "0"]
+    server = xllamacpp.Server(parsed(words))
+    print(f"address {server.listening_address}", flush=True)
+    sys.stdin.read()
+
+
+if __name__ == "__main__":
+    main()

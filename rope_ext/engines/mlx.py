@@ -1,0 +1,74 @@
+"""mlx-lm, which reads a folder of transformers by the field names of before version 5."""
+
+from __future__ import annotations
+
+import shlex
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from torch import nn
+
+from rope_ext.discovery import unwrap
+from rope_ext.engines.base import (
+    Engine,
+    Export,
+    Refusal,
+    Scaling,
+    precise_note,
+    refuse_unproven,
+    register,
+    temperature,
+)
+from rope_ext.engines.transformers import legacy, with_fields
+from rope_ext.patching import Patch
+
+
+@register
+@dataclass(frozen=True)
+class MLX(Engine):
+    """A ``config.json`` that mlx-lm 0.32.2 does not take for an unextended model's."""
+
+    name: ClassVar[str] = "mlx"
+    title: ClassVar[str] = "mlx-lm"
+
+    def export(self, model: nn.Module, state: Patch) -> Export:
+        refuse_unproven(state)
+        if not state.native:
+            raise Refusal("it builds from transformers' types, and none has these frequencies")
+        fields = legacy(_parameters(Scaling.of(state)))
+        config = with_fields(unwrap(model).config.to_json_string(), fields)
+        command = shlex.join(["mlx_lm.generate", "--model", "FOLDER", "--prompt", "..."])
+        notes = (
+            "as mlx-lm 0.32.2 computes it",
+            "FOLDER is what model.save_pretrained wrote, with this config.json in it: mlx-lm "
+            "runs the one that is there unextended, without a word",
+            *precise_note(state),
+        )
+        return Export("mlx", fields, command, {"config.json": config}, notes)
+
+
+def _parameters(scaling: Scaling) -> dict[str, Any]:
+    """``rope_parameters`` of which mlx-lm and transformers make the same."""
+    parameters = dict(scaling.parameters)
+    kind = parameters["rope_type"]
+    if kind == "yarn" and parameters.get("truncate", True):
+        # attention_factor is ignored; this is (0.1 mscale ln(s) + 1) / 1.
+        grown = temperature(parameters["factor"]) - 1
+        parameters |= {"mscale": (scaling.scaling - 1) / grown, "mscale_all_dim": 0}
+        return parameters
+    if kind in ("default", "linear", "llama3"):
+        return parameters
+    if scaling.scaling < 1:
+        raise Refusal("it multiplies a table's cosine and sine by 1 or more, never by less")
+    # Its number on cosine and sine is sqrt(1 + ln(s) / ln(length)), of a length of our choice.
+    length = scaling.target ** (1 / scaling.scaling**2)
+    table = scaling.divisors
+    return {
+        "rope_type": "longrope",
+        "rope_theta": scaling.rope.base,
+        "short_factor": table,
+        "long_factor": table,
+        "factor": scaling.target / scaling.rope.length,
+        "attention_factor": scaling.scaling,
+        "original_max_position_embeddings": length,
+    }

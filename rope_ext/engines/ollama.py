@@ -1,0 +1,40 @@
+"""Ollama, which runs llama.cpp on a file that says everything."""
+
+from __future__ import annotations
+
+import shlex
+from dataclasses import dataclass
+from typing import ClassVar
+
+from torch import nn
+
+from rope_ext.engines.base import Engine, Export, Refusal, model_name, precise_note, register
+from rope_ext.engines.llama_cpp import gguf_command, planned, settings
+from rope_ext.patching import Patch
+
+
+@register
+@dataclass(frozen=True)
+class Ollama(Engine):
+    """A Modelfile, and the command that writes the file which it names."""
+
+    name: ClassVar[str] = "ollama"
+    title: ClassVar[str] = "Ollama"
+
+    def export(self, model: nn.Module, state: Patch) -> Export:
+        made = planned(state, in_file=True)
+        if any("-beta-" in flag for flag in made.flags):
+            raise Refusal(
+                "beta_fast and beta_slow are flags of llama.cpp, which it cannot be given, and not "
+                "keys of the file"
+            )
+        before, files = gguf_command(state, "MODEL.gguf", "MODEL-long.gguf")
+        modelfile = f"FROM ./MODEL-long.gguf\nPARAMETER num_ctx {state.target_length}\n"
+        notes = (
+            f"MODEL.gguf is what convert_hf_to_gguf.py makes of the unpatched {model_name(model)}",
+            "run with the llama.cpp that Ollama runs, not with Ollama itself",
+            *precise_note(state),
+        )
+        command = f"{shlex.join(before)} && ollama create NAME --file Modelfile"
+        files = {**files, "Modelfile": modelfile}
+        return Export("ollama", settings(made), command, files, notes)

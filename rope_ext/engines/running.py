@@ -1,0 +1,167 @@
+"""Runs small models in real engines, for their log-probabilities."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+import tempfile
+import urllib.error
+import urllib.request
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+
+from rope_ext.engines import llama_server
+from rope_ext.errors import ExportError
+
+EXACT = ("--flash-attn", "off", "--cache-type-k", "f32", "--cache-type-v", "f32")
+"""Flags under which llama.cpp computes attention in float32; its default is half precision."""
+_DIGITS = re.compile(r"\d+$")
+_SECONDS = 120  # that a request or the end of a server may take
+
+
+@contextmanager
+def serving(words: Sequence[str]) -> Iterator[str]:
+    """llama.cpp's server in a process of its own, ended with the ``with`` block.
+
+    Args:
+        words: flags of llama-server, without an address.
+
+    Yields:
+        Its address, on this machine only.
+
+    Raises:
+        ExportError: xllamacpp is not installed, or the server does not start.
+    """
+    # Isolated: the other files of this folder are named after libraries.
+    command = [sys.executable, "-I", llama_server.__file__, *words]
+    with tempfile.TemporaryFile("w+") as log:
+        process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True
+        )
+        try:
+            for line in process.stdout:
+                if line.startswith("address "):
+                    break
+            else:
+                process.wait(_SECONDS)
+                log.seek(0)
+                raise ExportError(_failure(log.read()))
+            yield line.split()[1]
+        finally:
+            try:
+                process.communicate(timeout=_SECONDS)  # the end of its input ends it
+            finally:
+                process.kill()
+
+
+def _failure(log: str) -> str:
+    if "No module named 'xllamacpp'" in log:
+        return (
+            "llama.cpp is run from the package xllamacpp, which is not installed; install it with: "
+            'pip install "rope-ext[engines]"'
+        )
+    lines = [line for line in log.splitlines() if line.strip()]
+    return f"llama.cpp's server did not start: {' / '.join(lines[-3:])}"
+
+
+def completed(
+    address: str,
+    prompt: Sequence[int],
+    vocabulary: int,
+    top: int | None = None,
+    model: str | None = None,
+) -> torch.Tensor:
+    """Log-probabilities of the token after ``prompt``, from an OpenAI-compatible server.
+
+    Args:
+        address: of the server, without ``/v1``.
+        prompt: token ids.
+        vocabulary: tokens of the model.
+        top: how many to ask for; None: all.
+        model: name under which the server has it, if it wants one.
+
+    Returns:
+        Float32, ``[vocabulary]``; NaN for the tokens that the server left out.
+
+    Raises:
+        ExportError: the server cannot be reached, refuses, or does not say which tokens.
+    """
+    body = {
+        "prompt": list(prompt),
+        "max_tokens": 1,
+        "temperature": 1.0,
+        "logprobs": vocabulary if top is None else top,
+        "return_tokens_as_token_ids": True,  # vLLM; others give the text
+        "cache_prompt": False,  # llama.cpp
+    } | ({} if model is None else {"model": model})
+    answer = _post(f"{address.rstrip('/')}/v1/completions", body)
+    found = torch.full((vocabulary,), torch.nan)
+    try:
+        given = answer["choices"][0]["logprobs"]
+        if "content" in given:
+            entries = given["content"][0]["top_logprobs"]
+            pairs = [(entry.get("id", entry["token"]), entry["logprob"]) for entry in entries]
+        else:
+            pairs = list(given["top_logprobs"][0].items())
+        for token, value in pairs:
+            # An id, or its name in a miniature: t17, token_id:17.
+            found[token if isinstance(token, int) else int(_DIGITS.search(token)[0])] = value
+    except (KeyError, IndexError, TypeError):
+        raise ExportError(
+            f"{address} gives no log-probabilities with their tokens; vLLM does, and SGLang and "
+            f"llama.cpp with the miniature's own tokenizer"
+        ) from None
+    return found
+
+
+def _post(url: str, body: dict) -> dict:
+    request = urllib.request.Request(
+        url, json.dumps(body).encode(), {"Content-Type": "application/json"}
+    )
+    try:
+        with urllib.request.urlopen(request, timeout=_SECONDS) as answer:
+            return json.load(answer)
+    except urllib.error.HTTPError as error:
+        reason = error.read().decode(errors="replace")[:300]
+        raise ExportError(f"{url} answers {error.code}: {reason}") from error
+    except (OSError, ValueError) as error:
+        raise ExportError(f"{url} does not answer ({error}); is the server running?") from error
+
+
+def llama_cpp(
+    words: Sequence[str], prompts: Sequence[Sequence[int]], vocabulary: int
+) -> torch.Tensor:
+    """What llama.cpp makes of prompts under a command line, ``[prompts, vocabulary]``.
+
+    Raises:
+        ExportError: see :func:`serving` and :func:`completed`.
+    """
+    with serving([*words, *EXACT, "--parallel", "1", "--threads", "1"]) as address:
+        return torch.stack([completed(address, prompt, vocabulary) for prompt in prompts])
+
+
+def mlx(folder: str | Path, prompts: Sequence[Sequence[int]]) -> torch.Tensor:
+    """What mlx-lm makes of prompts with the model in a folder, ``[prompts, vocabulary]``.
+
+    Raises:
+        ExportError: mlx-lm is not installed.
+    """
+    try:
+        import mlx.core as mx
+        from mlx_lm.utils import load_model
+    except ImportError:
+        raise ExportError(
+            "mlx-lm is not installed; install it with: pip install mlx-lm, and where there is no "
+            'Apple GPU, "mlx[cpu]"'
+        ) from None
+    model, _ = load_model(Path(folder))
+    rows = []
+    for prompt in prompts:
+        logits = model(mx.array([list(prompt)]))[0, -1].astype(mx.float32)
+        rows.append(torch.tensor(logits.tolist()).log_softmax(-1))
+    return torch.stack(rows)

@@ -1,0 +1,31 @@
+"""SGLang."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from dataclasses import dataclass
+from typing import ClassVar
+
+from torch import nn
+
+from rope_ext.engines.base import Engine, Export, model_name, precise_note, register
+from rope_ext.engines.overrides import overrides
+from rope_ext.patching import Patch
+
+
+@register
+@dataclass(frozen=True)
+class SGLang(Engine):
+    """``--json-model-override-args``, as SGLang 0.5.23 computes them."""
+
+    name: ClassVar[str] = "sglang"
+    title: ClassVar[str] = "SGLang"
+
+    def export(self, model: nn.Module, state: Patch) -> Export:
+        fields, length = overrides(state), state.target_length
+        settings = {"json_model_override_args": fields, "context_length": length}
+        flags = ["--json-model-override-args", json.dumps(fields), "--context-length", str(length)]
+        launch = ["python", "-m", "sglang.launch_server", "--model-path", model_name(model)]
+        notes = ("as SGLang 0.5.23 computes it", *precise_note(state))
+        return Export("sglang", settings, shlex.join([*launch, *flags]), notes=notes)

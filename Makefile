@@ -65,7 +65,7 @@ lint: $(VENV)/installed
 	$(BIN)/ruff format --check .
 
 coverage: $(VENV)/installed ## which model families can be extended; writes the page in docs/
-	$(BIN)/python -m eval.coverage --write docs/FAMILIES.md
+	$(BIN)/python -m tests.families.coverage --write docs/FAMILIES.md
 
 docs: $(VENV)/installed ## the documentation, as runs/site/index.html
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict

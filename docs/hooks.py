@@ -32,7 +32,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import rope_ext
 from rope_ext.methods import DynamicMethod, FrequencyMethod, Method, all_methods
-from rope_ext.pictures import draw
+from rope_ext.plots.pictures import draw
 
 ROOT = Path(__file__).parents[1]
 WRITTEN = ("When to use it", "What it costs", "Published numbers")

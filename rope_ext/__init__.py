@@ -1,6 +1,6 @@
 """Extend the context of any RoPE model of Hugging Face transformers with one line."""
 
-from rope_ext.advice import (
+from rope_ext.advice.recommend import (
     Diagnosis,
     PairDiagnosis,
     Recommendation,
@@ -8,7 +8,7 @@ from rope_ext.advice import (
     diagnose,
     recommend,
 )
-from rope_ext.describing import Description, MethodInfo, describe, methods
+from rope_ext.advice.recommend.describe import Description, MethodInfo, describe, methods
 from rope_ext.engines import Export, export
 from rope_ext.errors import (
     AdapterError,
@@ -26,7 +26,8 @@ from rope_ext.errors import (
     UnknownMethodError,
     UnsupportedModelError,
 )
-from rope_ext.evolution import search
+from rope_ext.loading import from_pretrained, load_adapter, save_sidecar
+from rope_ext.measure.search import search
 from rope_ext.methods import (
     ABF,
     NTK,
@@ -50,7 +51,6 @@ from rope_ext.methods import (
     YaRN,
 )
 from rope_ext.patching import patch, patched, unpatch
-from rope_ext.reloading import from_pretrained, load_adapter, save_sidecar
 
 __version__ = "0.1.0"
 

@@ -167,8 +167,8 @@ def search(
     """Search the table of longrope by evolution. Killed, it goes on when it is run again."""
     with clean_errors():
         import rope_ext
-        from rope_ext.evolution import summary
         from rope_ext.measure.models import load_model, load_tokenizer
+        from rope_ext.measure.search import summary
         from rope_ext.measure.text import python_library, read_texts
 
         quiet()
@@ -390,9 +390,9 @@ def plot(
     queries and keys by distance. attention: where the last 256 tokens look, by distance.
     """
     with clean_errors():
-        from rope_ext import pictures
         from rope_ext.measure.run import checked_methods
         from rope_ext.methods import build_method
+        from rope_ext.plots import pictures
 
         quiet()
         names = split(method)

@@ -13,8 +13,6 @@ from typing import Any, Literal, TypeVar
 import torch
 from torch import nn
 
-from rope_ext import frequency, persistence
-from rope_ext.discovery import RotarySite, find_sites, text_config, text_decoder, unwrap
 from rope_ext.errors import (
     AlreadyPatchedError,
     AlreadyScaledError,
@@ -25,8 +23,11 @@ from rope_ext.errors import (
 from rope_ext.methods import FrequencyMethod, Method, PositionMethod, Rope, build_method
 from rope_ext.methods.base import MOST_TOKENS, whole_number
 from rope_ext.position import Mapping
-from rope_ext.records import ARGUMENTS, FIELD, Record
-from rope_ext.sequences import Sequences, follow
+from rope_ext.rotary import buffers
+from rope_ext.rotary.sequences import Sequences, follow
+from rope_ext.rotary.sites import RotarySite, find_sites, text_config, text_decoder, unwrap
+from rope_ext.saving import configuration
+from rope_ext.saving.record import ARGUMENTS, FIELD, Record
 
 Model = TypeVar("Model", bound=nn.Module)
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -63,8 +64,8 @@ class Patch:
     precise: bool
     native: bool
     notes: list[str]
-    applied: frequency.Applied
-    config: persistence.ConfigState
+    applied: buffers.Applied
+    config: configuration.ConfigState
     tokenizer: Any
     tokenizer_length: int | None
     mapping: Mapping | None = None
@@ -225,7 +226,7 @@ def patched(model: Model, method: str | Method = "yarn", **kwargs: Any) -> Itera
         RopeExtError: as :func:`patch`.
     """
     decoder = text_decoder(model)
-    with _lock, persistence.quieted(_logger, logging.ERROR):  # it is not there to be saved
+    with _lock, configuration.quieted(_logger, logging.ERROR):  # it is not there to be saved
         earlier = decoder.__dict__.get(_STATE)
         patch(model, method, **kwargs)
     try:
@@ -309,7 +310,7 @@ def _patch(
     tokenizer: Any,
 ) -> None:
     arguments = {k: v for k, v in locals().items() if k not in ("model", "decoder", "method")}
-    config = persistence.ConfigState(decoder, model)
+    config = configuration.ConfigState(decoder, model)
     sites = find_sites(decoder, original_max_position_embeddings)
     scaled = chosen_sites(decoder, sites, sliding_layers)
     state = Patch(
@@ -321,7 +322,7 @@ def _patch(
         precise=False,
         native=False,
         notes=[],
-        applied=frequency.Applied(),
+        applied=buffers.Applied(),
         config=config,
         tokenizer=tokenizer,
         tokenizer_length=getattr(tokenizer, "model_max_length", None),
@@ -330,7 +331,7 @@ def _patch(
     try:
         values = apply(model, decoder, state)
         state.record = _record(state, method, config.before(values))
-        if not state.record.plain or not persistence.tells(values, scaled):
+        if not state.record.plain or not configuration.tells(values, scaled):
             values[FIELD] = state.record.to_json()
         if config.earlier is not None:
             state.notes.append(
@@ -371,7 +372,7 @@ def _apply_frequencies(model: nn.Module, decoder: nn.Module, state: Patch) -> di
     targets = {id(site): _target(method, site) for site in scaled}
     growing = getattr(method, "mode", None) == "growing"
     if precise == "auto":
-        precise = state.target_length > frequency.PRECISE_BEYOND and not growing
+        precise = state.target_length > buffers.PRECISE_BEYOND and not growing
     keep = sliding_layers == "keep" and any(site.shared for site in scaled)
     if growing and (precise or keep):
         raise OptionError(
@@ -379,9 +380,9 @@ def _apply_frequencies(model: nn.Module, decoder: nn.Module, state: Patch) -> di
             f"precise=True or sliding_layers='keep'; use mode='fixed'"
         )
     if keep or method.start_tokens:
-        how = persistence.unsaved(model, decoder, sites, scaled, state.target_length)
+        how = configuration.unsaved(model, decoder, sites, scaled, state.target_length)
     else:
-        how = persistence.plan(model, decoder, sites, scaled, method, state.target_length)
+        how = configuration.plan(model, decoder, sites, scaled, method, state.target_length)
     if growing and not how.native:
         raise UnsupportedModelError(
             f"{type(decoder).__name__}: transformers cannot build its dynamic type for this "
@@ -396,17 +397,17 @@ def _apply_frequencies(model: nn.Module, decoder: nn.Module, state: Patch) -> di
     for site in scaled:
         inv_freq, scaling = targets[id(site)]
         if growing:
-            applied.states.append(frequency.grow(site))
+            applied.states.append(buffers.grow(site))
             continue
         native = keep and site.shared
         hooked = precise or native or applied.sequences is not None
         if method.adapts:  # the hook replaces them; a fresh module holds the trained ones
-            applied.states.append(frequency.write(site, site.loaded, site.scaling, hooked))
+            applied.states.append(buffers.write(site, site.loaded, site.scaling, hooked))
         else:
             buffer = how.built.get(id(site), inv_freq.float())
-            applied.states.append(frequency.write(site, buffer, scaling, hooked))
+            applied.states.append(buffers.write(site, buffer, scaling, hooked))
         if hooked:
-            hook = frequency.RotaryHook(
+            hook = buffers.RotaryHook(
                 site, inv_freq, scaling, precise, applied.sequences, native, method.start_tokens
             )
             applied.handles.append(site.module.register_forward_hook(hook, with_kwargs=True))
@@ -417,12 +418,12 @@ def _apply_frequencies(model: nn.Module, decoder: nn.Module, state: Patch) -> di
         follow(decoder, model, applied)
     if keep:
         kinds = list(text_config(decoder).layer_types)
-        applied.handles += frequency.keep_native(decoder, kinds)
+        applied.handles += buffers.keep_native(decoder, kinds)
     return how.values
 
 
 def _refuse_sharded(name: str, decoder: nn.Module, args: tuple) -> None:
-    frequency.refuse_sharded(name)
+    buffers.refuse_sharded(name)
 
 
 def _apply_positions(model: nn.Module, decoder: nn.Module, state: Patch) -> dict[str, Any]:
@@ -438,7 +439,7 @@ def _apply_positions(model: nn.Module, decoder: nn.Module, state: Patch) -> dict
         if under is not None:
             refuse_scaled(decoder, site, under, state.arguments["compose"])
             inv_freq, scaling = _target(under, site)
-            state.applied.states.append(frequency.write(site, inv_freq.float(), scaling, True))
+            state.applied.states.append(buffers.write(site, inv_freq.float(), scaling, True))
         elif site.rope_type in ("dynamic", "longrope"):
             raise AlreadyScaledError(
                 f"{type(decoder).__name__} has rope_type {site.rope_type!r}, whose frequencies "
@@ -447,19 +448,19 @@ def _apply_positions(model: nn.Module, decoder: nn.Module, state: Patch) -> dict
             )
         else:
             inv_freq, scaling = site.loaded.double(), site.scaling
-            state.applied.states.append(frequency.write(site, site.loaded, scaling, True))
+            state.applied.states.append(buffers.write(site, site.loaded, scaling, True))
         table[site] = inv_freq, scaling
     reached = method.reached(rope)
     state.method = method.resolved(rope)
     state.target_length = method.target_length(rope)
     precise = state.arguments["precise"]
-    state.precise = state.target_length > frequency.PRECISE_BEYOND if precise == "auto" else precise
+    state.precise = state.target_length > buffers.PRECISE_BEYOND if precise == "auto" else precise
     kernel = state.arguments["kernel"]
     state.mapping = Mapping(
         decoder, state.method, rope, table, label, state.precise, kernel, local_too
     )
     state.mapping.install(decoder)
-    how = persistence.unsaved(model, decoder, state.sites, scaled, state.target_length)
+    how = configuration.unsaved(model, decoder, state.sites, scaled, state.target_length)
     state.notes = [f"saving: {how.note}", *state.mapping.notes()]
     if reached < state.target_length:
         note = (
@@ -529,7 +530,7 @@ def refuse_scaled(
     decoder: nn.Module, site: RotarySite, method: FrequencyMethod, compose: bool
 ) -> None:
     """Raise AlreadyScaledError where ``method`` cannot go on top of what a checkpoint has."""
-    there = persistence.is_scaled(decoder, site)
+    there = configuration.is_scaled(decoder, site)
     if there is None:
         return
     if site.rope_type in ("dynamic", "longrope"):

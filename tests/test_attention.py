@@ -483,7 +483,7 @@ def test_kernels_by_name():
 
 
 MEMORY = """
-from eval.attention_speed import peak
+from benchmarks.attention import peak
 print(peak("rerope", 2048, 64), peak("rerope", 4096, 64))
 """
 

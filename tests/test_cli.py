@@ -17,10 +17,11 @@ from typer.testing import CliRunner, Result
 
 import rope_ext
 from rope_ext.cli import app
-from rope_ext.drawing import require_matplotlib
 from rope_ext.errors import MeasureError
-from rope_ext.measure import figures, models, run
+from rope_ext.measure import models, run
 from rope_ext.measure.summary import Estimate
+from rope_ext.plots import results as figures
+from rope_ext.plots.style import require_matplotlib
 
 PICTURES = ["passkey.png", "perplexity.png", "perplexity_positions.png", "rates.png"]
 FILES = [

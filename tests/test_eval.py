@@ -23,7 +23,8 @@ from checkpoint import TRAINED, save_checkpoint
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import rope_ext
-from eval import haystack, needle, passkey, perplexity, report, ruler, speed
+from benchmarks import speed
+from eval import haystack, needle, passkey, perplexity, report, ruler
 from eval.haystack import Needles
 from rope_ext.errors import MeasureError, OptionError
 from rope_ext.measure import models, run

@@ -19,7 +19,7 @@ from torch import nn
 from transformers import Cache, StaticCache
 
 import rope_ext
-from eval.zoo import LENGTH, NotBuildable, model_types, tiny_model
+from tests.families.zoo import LENGTH, NotBuildable, model_types, tiny_model
 
 pytestmark = pytest.mark.slow
 

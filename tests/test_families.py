@@ -16,10 +16,18 @@ import torch
 from transformers import AutoModel, AutoModelForCausalLM
 
 import rope_ext
-from eval import coverage
-from eval.checks import POSITIONS, POSITIONS_REFUSED, POSITIONS_WINDOWED, changed, snapshot
-from eval.zoo import LENGTH, model_types, tiny_model
-from rope_ext import frequency, patching, persistence
+from rope_ext import patching
+from rope_ext.rotary import buffers
+from rope_ext.saving import configuration
+from tests.families import coverage
+from tests.families.checks import (
+    POSITIONS,
+    POSITIONS_REFUSED,
+    POSITIONS_WINDOWED,
+    changed,
+    snapshot,
+)
+from tests.families.zoo import LENGTH, model_types, tiny_model
 
 REFUSED = {
     "codegen": rope_ext.NoRopeError,  # a fixed table of sines
@@ -175,13 +183,13 @@ def test_a_scaled_sliding_set_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_lost_scaling_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    restore = frequency._undo
+    restore = buffers._undo
 
-    def forgetful(state: frequency.SiteState) -> None:
+    def forgetful(state: buffers.SiteState) -> None:
         restore(state)
         setattr(state.site.module, state.site.scaling_attribute, 1 + 0.1 * math.log(4))
 
-    monkeypatch.setattr(frequency, "_undo", forgetful)
+    monkeypatch.setattr(buffers, "_undo", forgetful)
     result = coverage.check_family("llama")
     assert result.verdict == coverage.FAILED
     assert "unpatch yarn" in result.reason
@@ -189,12 +197,12 @@ def test_a_lost_scaling_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_an_unwritten_configuration_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    write = persistence.ConfigState.write
+    write = configuration.ConfigState.write
 
-    def only_the_length(self: persistence.ConfigState, values: dict[str, Any]) -> None:
+    def only_the_length(self: configuration.ConfigState, values: dict[str, Any]) -> None:
         write(self, {name: value for name, value in values.items() if name != "rope_parameters"})
 
-    monkeypatch.setattr(persistence.ConfigState, "write", only_the_length)
+    monkeypatch.setattr(configuration.ConfigState, "write", only_the_length)
     result = coverage.check_family("llama")
     assert result.verdict == coverage.FAILED
     assert "reloaded" in result.reason

@@ -20,12 +20,12 @@ from checkpoint import save_checkpoint
 
 from eval import options
 from rope_ext.errors import MeasureError, OptionError
-from rope_ext.evolution import Log
 from rope_ext.measure import models, run, terminal
 from rope_ext.measure.cases import Outcome, adding, line, read_outcomes
 from rope_ext.measure.folder import HEADER, HIDDEN, Folder, held, log_name, replace_file
 from rope_ext.measure.passkey import Passkey
 from rope_ext.measure.run import Settings, prepare
+from rope_ext.measure.search import Log
 
 TASKS = (Passkey(trials=2, depths=1),)
 CORPUS = '{"text": "years of work"}\n{"text": "and no line break at the end"}'

@@ -23,11 +23,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import rope_ext
-from eval.checks import changed, snapshot
+from rope_ext.loading import Sidecar
 from rope_ext.methods import all_methods
 from rope_ext.patching import current_patch
-from rope_ext.records import Record, record_of
-from rope_ext.reloading import Sidecar
+from rope_ext.saving.record import Record, record_of
+from tests.families.checks import changed, snapshot
 
 PAIRS = 8
 CLASSES = {cls.name: cls for cls in all_methods()}

@@ -16,10 +16,10 @@ from transformers.masking_utils import sdpa_mask
 from transformers.models.llama import modeling_llama
 
 import rope_ext
-from eval.checks import changed, snapshot
-from eval.zoo import tiny_config, tiny_model
-from rope_ext.discovery import find_sites, text_decoder
-from rope_ext.heads import Head, find_heads
+from rope_ext.position.layers import Head, find_heads
+from rope_ext.rotary.sites import find_sites, text_decoder
+from tests.families.checks import changed, snapshot
+from tests.families.zoo import tiny_config, tiny_model
 
 HALVES = ("halves", 0, 16)  # first and second column of a pair are half a rotation apart
 NEIGHBOURS = ("neighbours", 0, 16)

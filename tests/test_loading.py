@@ -14,7 +14,7 @@ from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM
 
 import rope_ext
-from eval.checks import changed, snapshot
+from tests.families.checks import changed, snapshot
 
 
 @pytest.fixture(autouse=True)

@@ -25,7 +25,6 @@ from transformers import (
 )
 
 import rope_ext
-from eval.zoo import tiny_model
 from rope_ext.errors import MeasureError, OptionError
 from rope_ext.measure.cases import Case, Outcome, line
 from rope_ext.measure.forward import score, write
@@ -36,6 +35,7 @@ from rope_ext.measure.prompts import Filler, Frame, beginning, joined
 from rope_ext.measure.run import _loss, share_found
 from rope_ext.measure.summary import Scores, difference, estimate, gather, number, recommend
 from rope_ext.measure.text import library_words, python_documentation, read_texts, sentences
+from tests.families.zoo import tiny_model
 
 
 @pytest.fixture(scope="module")

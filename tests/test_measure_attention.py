@@ -11,11 +11,11 @@ from test_positions import FAMILIES, METHODS, by_formula, patch
 from torch import nn
 
 import rope_ext
-from eval.zoo import tiny_model
-from rope_ext.discovery import find_sites, text_decoder
 from rope_ext.measure import attention
 from rope_ext.measure.attention import FIRST, by_distance, evenly, octaves, resultants
-from rope_ext.position.function import Dense, watched
+from rope_ext.position.attend import Dense, watched
+from rope_ext.rotary.sites import find_sites, text_decoder
+from tests.families.zoo import tiny_model
 
 TOKENS = 90
 EDGES = (0, 1, 2, 4, 8, 16, 32, 64, 90)

@@ -13,11 +13,11 @@ import torch
 from conftest import LENGTH, tiny_llama
 
 import rope_ext
-from eval.checks import changed, snapshot
-from eval.zoo import tiny_model
 from rope_ext.measure.run import beyond, checked_methods
 from rope_ext.methods import Rope, all_methods, build_method
 from rope_ext.patching import current_patch
+from tests.families.checks import changed, snapshot
+from tests.families.zoo import tiny_model
 
 TABLE = {"longrope": {"long_factor": [2.0] * 8}}
 NAMES = [cls.name for cls in all_methods()]

@@ -13,9 +13,9 @@ from conftest import LENGTH, tiny_llama
 from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
 
 import rope_ext
-from eval.checks import changed, snapshot
-from eval.zoo import tiny_model
 from rope_ext.methods import Rope, build_method
+from tests.families.checks import changed, snapshot
+from tests.families.zoo import tiny_model
 
 TABLE = [1.0 + 0.5 * i for i in range(8)]
 METHODS: dict[str, dict[str, Any]] = {

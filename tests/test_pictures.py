@@ -18,9 +18,6 @@ from matplotlib import image
 from transformers import LlamaConfig
 
 import rope_ext
-from rope_ext import panels, pictures
-from rope_ext.curves import decay_at, frequencies, largest_angles, used_distances
-from rope_ext.drawing import figure_of
 from rope_ext.measure import models
 from rope_ext.measure.attention import (
     Resultants,
@@ -31,6 +28,10 @@ from rope_ext.measure.attention import (
     resultants,
 )
 from rope_ext.methods import Method, Rope
+from rope_ext.plots import methods as panels
+from rope_ext.plots import pictures
+from rope_ext.plots.numbers import decay_at, frequencies, largest_angles, used_distances
+from rope_ext.plots.style import figure_of
 
 ROPE = Rope.geometric(10000, 16, 128)  # 8 pairs; the first 3 turn fully: 128, 40.5, 12.8, 4.05
 model = functools.cache(tiny_llama)

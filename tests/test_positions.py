@@ -30,8 +30,8 @@ from transformers import (
 from transformers.masking_utils import sdpa_mask
 
 import rope_ext
-from eval.checks import changed, snapshot
-from eval.zoo import tiny_model
+from tests.families.checks import changed, snapshot
+from tests.families.zoo import tiny_model
 
 METHODS: dict[str, dict[str, Any]] = {  # small enough that every band matters within 90 tokens
     "rerope": {"window": 5},

@@ -18,9 +18,9 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig, TorchAoConfig
 
 import rope_ext
-from eval.checks import changed, snapshot
 from recipes import finetune
 from rope_ext.patching import current_patch
+from tests.families.checks import changed, snapshot
 
 # An extra of their own, since transformers loads torchao, which warns, wherever it is installed.
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("quantisers")]

@@ -13,7 +13,7 @@ from conftest import tiny_llama
 from transformers import StoppingCriteria, StoppingCriteriaList
 
 import rope_ext
-from eval.checks import changed, snapshot
+from tests.families.checks import changed, snapshot
 
 EXACT = {"atol": 1e-4, "rtol": 0}  # float32 sums in another order; logits are of size 10
 ASKED = {"max_new_tokens": 4, "min_new_tokens": 4, "do_sample": False}

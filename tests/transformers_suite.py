@@ -27,7 +27,7 @@ import transformers
 from transformers import PreTrainedModel
 
 import rope_ext
-from rope_ext import reloading
+from rope_ext import loading
 
 CACHE = Path(__file__).parents[1] / "runs" / "transformers"
 PACKAGE = "tests_of_transformers"
@@ -190,12 +190,12 @@ def _extended(models: tuple[type[PreTrainedModel], ...], method: str | None) -> 
             if path is None:
                 loaded, record = load(cls, path, *args, **kwargs), None
             else:
-                loaded, record = reloading._load(str(path), kwargs, cls.__name__)
+                loaded, record = loading._load(str(path), kwargs, cls.__name__)
         finally:
             building.pop()
         model = loaded[0] if isinstance(loaded, tuple) else loaded
         if record is not None:
-            reloading._patch(model, record)
+            loading._patch(model, record)
         elif path is None:
             rope_ext.patch(model, method, factor=FACTOR)
         return loaded

@@ -15,7 +15,6 @@ from typing import Any, BinaryIO
 
 from torch import nn
 
-from rope_ext.discovery import text_config, text_decoder, unwrap
 from rope_ext.engines.base import ARCHITECTURES, Refusal, Scaling, refuse_adapting
 from rope_ext.engines.llama_cpp import TABLE, Plan, plan, planned
 from rope_ext.errors import ExportError, first_line
@@ -23,6 +22,7 @@ from rope_ext.measure.arguments import parse_options
 from rope_ext.measure.run import checked_methods
 from rope_ext.methods import FrequencyMethod, Method, Rope, build_method
 from rope_ext.patching import current_patch
+from rope_ext.rotary.sites import text_config, text_decoder, unwrap
 
 _CHUNK = 1 << 24  # bytes copied at a time
 _MAGIC, _VERSION = b"GGUF", 3

@@ -17,7 +17,6 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 
-from rope_ext.discovery import text_config
 from rope_ext.engines.base import (
     ARCHITECTURES,
     Engine,
@@ -32,6 +31,7 @@ from rope_ext.engines.base import (
 )
 from rope_ext.methods import Method, YaRN, build_method
 from rope_ext.patching import Patch
+from rope_ext.rotary.sites import text_config
 
 TABLE = "rope_freqs.weight"
 """Tensor by which frequencies are divided, one number per pair."""

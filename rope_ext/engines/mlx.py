@@ -8,7 +8,6 @@ from typing import Any, ClassVar
 
 from torch import nn
 
-from rope_ext.discovery import unwrap
 from rope_ext.engines.base import (
     Engine,
     Export,
@@ -21,6 +20,7 @@ from rope_ext.engines.base import (
 )
 from rope_ext.engines.transformers import legacy, with_fields
 from rope_ext.patching import Patch
+from rope_ext.rotary.sites import unwrap
 
 
 @register

@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from rope_ext.discovery import text_config
 from rope_ext.engines.base import Refusal, refuse_unproven, temperature
 from rope_ext.patching import Patch
+from rope_ext.rotary.sites import text_config
 
 
 def overrides(state: Patch) -> dict[str, Any]:

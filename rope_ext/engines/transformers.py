@@ -9,7 +9,6 @@ from typing import Any, ClassVar
 
 from torch import nn
 
-from rope_ext.discovery import unwrap
 from rope_ext.engines.base import (
     Engine,
     Export,
@@ -19,6 +18,7 @@ from rope_ext.engines.base import (
     register,
 )
 from rope_ext.patching import Patch
+from rope_ext.rotary.sites import unwrap
 
 
 @register

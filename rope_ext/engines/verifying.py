@@ -20,7 +20,6 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM
 
-from rope_ext.discovery import find_sites, text_decoder
 from rope_ext.engines import gguf_file, llama_cpp, running
 from rope_ext.engines.base import (
     ARCHITECTURES,
@@ -33,7 +32,8 @@ from rope_ext.engines.base import (
 from rope_ext.errors import ExportError
 from rope_ext.methods import Rope
 from rope_ext.patching import Patch, current_patch, patch
-from rope_ext.records import FIELD, record_of
+from rope_ext.rotary.sites import find_sites, text_decoder
+from rope_ext.saving.record import FIELD, record_of
 
 VERDICTS = (
     "as patched",

@@ -15,13 +15,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from rope_ext.discovery import evaluating, sees_window, text_config, text_decoder
 from rope_ext.errors import UnsupportedModelError
-from rope_ext.heads import find_heads
 from rope_ext.measure.perplexity import Perplexity, Windows
 from rope_ext.measure.prompts import Frame
 from rope_ext.patching import first_site
-from rope_ext.position.function import Dense, watched
+from rope_ext.position.attend import Dense, watched
+from rope_ext.position.layers import find_heads
+from rope_ext.rotary.sites import evaluating, sees_window, text_config, text_decoder
 
 FIRST = 4
 """Tokens that take attention for being first, whatever they say (arXiv 2309.17453, section 3)."""

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from transformers import GenerationConfig
 
-from rope_ext.discovery import text_decoder
+from rope_ext.rotary.sites import text_decoder
 
 Advance = Callable[[float], None]
 LOGITS = 2**26

@@ -15,10 +15,11 @@ from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from rope_ext import records, reloading
+from rope_ext import loading
 from rope_ext.errors import MeasureError, OptionError, RopeExtError, first_line, nearest
 from rope_ext.patching import unpatch
-from rope_ext.records import Record
+from rope_ext.saving.record import Record, record_of
+from rope_ext.saving.record import trained_length as trained_length_of
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 _FAILURES = (OSError, KeyError, ValueError, RuntimeError, SafetensorError)
@@ -81,7 +82,7 @@ def load_model(
         dtype = "float32" if device == "cpu" else "auto"
     options = {} if attn is None else {"attn_implementation": attn}
     recorded = saved_under(load_config(model)) is not None
-    load = reloading.from_pretrained if recorded else AutoModelForCausalLM.from_pretrained
+    load = loading.from_pretrained if recorded else AutoModelForCausalLM.from_pretrained
     loaded = _load("weights", load, model, dtype=dtype, **options)
     if recorded and not as_saved:
         unpatch(loaded)
@@ -120,7 +121,7 @@ def adapter_record(adapter: str) -> Record | None:
     try:
         if not os.path.isdir(adapter):
             _require_name(adapter)
-        sidecar = reloading.read_sidecar(adapter)
+        sidecar = loading.read_sidecar(adapter)
     except RopeExtError:
         raise
     except (OSError, ValueError) as error:
@@ -198,7 +199,7 @@ def trained_length(config: Any) -> int:
     Raises:
         MeasureError: the configuration does not state it.
     """
-    length = records.trained_length(config.get_text_config(decoder=True))
+    length = trained_length_of(config.get_text_config(decoder=True))
     if length is None:
         raise MeasureError(
             "the configuration of the model has no max_position_embeddings, so its trained "
@@ -213,7 +214,7 @@ def saved_under(config: Any) -> Record | None:
     Raises:
         RecordError: it cannot be read.
     """
-    record = records.record_of(config.get_text_config(decoder=True))
+    record = record_of(config.get_text_config(decoder=True))
     return None if record is None or record.plain else record
 
 

@@ -17,7 +17,6 @@ from rich import box
 from rich.console import Console
 from rich.table import Table as RichTable
 
-from rope_ext.measure import figures
 from rope_ext.measure.cases import Outcome
 from rope_ext.measure.intervals import wilson
 from rope_ext.measure.run import PAGE, RESULTS, TABLES, Plan, System, Task, dump
@@ -34,6 +33,7 @@ from rope_ext.measure.summary import (
     recommend,
     signed,
 )
+from rope_ext.plots import results as figures
 
 EFFECTIVE = 0.856
 """Llama-2-7B's own RULER average at 4k, which the paper takes for "the length works"."""

@@ -26,6 +26,7 @@ import transformers
 
 import rope_ext
 from rope_ext.errors import MeasureError, OptionError, RopeExtError
+from rope_ext.loading import SIDECAR
 from rope_ext.measure import models
 from rope_ext.measure.cases import (
     Case,
@@ -42,8 +43,7 @@ from rope_ext.measure.forward import Advance, cost, score, write
 from rope_ext.measure.prompts import Chat, Frame
 from rope_ext.measure.summary import UNPATCHED
 from rope_ext.methods.base import Method, build_method, method_class, reach
-from rope_ext.records import ARGUMENTS, Record
-from rope_ext.reloading import SIDECAR
+from rope_ext.saving.record import ARGUMENTS, Record
 
 RESULTS, PAGE = "results.json", "report.html"
 LOG = log_name(0)

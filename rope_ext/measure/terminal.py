@@ -81,9 +81,9 @@ def evaluate(settings: Settings, tasks: Sequence[Task]) -> Report | None:
     Raises:
         RopeExtError: see ``prepare`` and ``run``.
     """
-    from rope_ext.drawing import require_matplotlib
     from rope_ext.measure.report import Report
     from rope_ext.measure.run import prepare, run
+    from rope_ext.plots.style import require_matplotlib
 
     require_matplotlib()
     quiet()

@@ -10,10 +10,10 @@ import torch
 from transformers.masking_utils import causal_mask_function, sdpa_mask
 
 from rope_ext.attention.call import TurnedBand
-from rope_ext.heads import Head
 from rope_ext.methods.geometry import Distance, Geometry
 from rope_ext.position.forward import Forward
-from rope_ext.position.turns import Turns
+from rope_ext.position.layers import Head
+from rope_ext.position.tables import Turns
 
 _PACKED = "packed_sequence_mask_function."
 

@@ -1,6 +1,6 @@
 """What attention in several bands costs: ratios to rotary and torch's own causal attention.
 
-    python -m eval.attention_speed --lengths 4096,8192,16384 --window 1024
+    python -m benchmarks.attention --lengths 4096,8192,16384 --window 1024
 
 All variants of a length take turns, so that whatever else the machine does hits each of them; a
 ratio is the median over the rounds of variant / native within one round. "dense" is what the
@@ -188,7 +188,7 @@ def peak(variant: str, length: int, window: int) -> float:
 
 
 def peak_of_fresh_process(variant: str, length: int, window: int) -> float:
-    command = [sys.executable, "-m", "eval.attention_speed", "--window", str(window)]
+    command = [sys.executable, "-m", "benchmarks.attention", "--window", str(window)]
     command += ["--peak", variant, "--lengths", str(length)]
     return float(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
 

@@ -22,7 +22,7 @@ from torch import nn
 from rope_ext.errors import NoRopeError, OptionError, UnsupportedModelError
 from rope_ext.methods import FrequencyMethod, Rope, geometric
 from rope_ext.methods.base import MOST_TOKENS, plain_number
-from rope_ext.records import trained_length
+from rope_ext.saving.record import trained_length
 
 SCALED_TYPES = ("linear", "dynamic", "yarn", "longrope", "llama3")
 _LOCAL = ("sliding", "chunked", "local")

@@ -23,8 +23,6 @@ from torch import nn
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 from transformers.utils import cached_file
 
-from rope_ext import persistence
-from rope_ext.discovery import RotarySite, find_sites, text_decoder
 from rope_ext.errors import (
     AdapterError,
     LoadError,
@@ -34,7 +32,9 @@ from rope_ext.errors import (
     first_line,
 )
 from rope_ext.patching import Patch, current_patch, patch
-from rope_ext.records import FIELD, Record
+from rope_ext.rotary.sites import RotarySite, find_sites, text_decoder
+from rope_ext.saving import configuration
+from rope_ext.saving.record import FIELD, Record
 
 SIDECAR = "rope_ext.json"
 """File beside an adapter that holds the patch under which it was trained."""
@@ -448,7 +448,7 @@ def _load(
         options = {name: kwargs[name] for name in names if name in kwargs}
         # It may hold a rope_type that is there to be refused by plain transformers.
         with (
-            persistence.quieted(logging.getLogger("transformers"), logging.ERROR),
+            configuration.quieted(logging.getLogger("transformers"), logging.ERROR),
             _loading("configuration", path, AttributeError, TypeError),
         ):
             config = AutoConfig.from_pretrained(config or path, **options)
@@ -476,7 +476,7 @@ def _load(
         with _loading("weights", path):
             return cls.from_pretrained(path, **kwargs), record
     except LoadError as error:
-        if persistence.CURE not in str(error.__cause__):
+        if configuration.CURE not in str(error.__cause__):
             raise
         raise RecordError(
             f"{where} is that of a patched model, but it has no record of the patch, or one that "
@@ -504,7 +504,7 @@ def _is_field(config: PreTrainedConfig, name: str) -> bool:
 
 
 def _patch(model: Any, record: Record) -> None:
-    with persistence.quieted(_logger, logging.ERROR):  # that it needs this function is known
+    with configuration.quieted(_logger, logging.ERROR):  # that it needs this function is known
         patch(model, record.method, **record.arguments)
 
 

@@ -9,10 +9,10 @@ from typing import Any
 
 import torch
 
-from rope_ext.curves import decay_at, frequencies, largest_angles, used_distances
-from rope_ext.drawing import UNPATCHED_STYLE, mark_trained, style_of, ticker
 from rope_ext.measure.attention import FIRST, Resultants, Shares, evenly
 from rope_ext.methods import Method, Rope
+from rope_ext.plots.numbers import decay_at, frequencies, largest_angles, used_distances
+from rope_ext.plots.style import UNPATCHED_STYLE, mark_trained, style_of, ticker
 
 _POINTS = 4096  # of a line by distance: more would not be seen
 _MARKS = 12  # markers on a line

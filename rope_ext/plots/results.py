@@ -1,6 +1,6 @@
 """Pictures: perplexity and rates against length, rates by length and depth, loss by position.
 
-What they share with the pictures of :mod:`rope_ext.pictures` is in :mod:`rope_ext.drawing`.
+What they share with those of :mod:`rope_ext.plots.pictures` is in :mod:`rope_ext.plots.style`.
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from rope_ext.drawing import UNPATCHED_STYLE, bare, figure_of, mark_trained, style_of, ticker
 from rope_ext.measure.summary import Estimate, is_unpatched, number
+from rope_ext.plots.style import UNPATCHED_STYLE, bare, figure_of, mark_trained, style_of, ticker
 
 _MOST_SHADED = 4  # lines
 _HEIGHT = 12  # perplexity axis: highest over lowest value shown; what blew up further leaves it

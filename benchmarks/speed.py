@@ -1,6 +1,6 @@
 """What a patch costs in time: ratios to the unpatched model, in one interleaved run.
 
-    python -m eval.speed --model checkpoints/tiny-512 --lengths 2k
+    python -m benchmarks.speed --model checkpoints/tiny-512 --lengths 2k
 
 Unpatched and patched runs take turns, so that whatever else the machine does hits both; the
 median of each is compared. A ratio of 1.00 means that patching is free. Without ``--method``, one

@@ -1,11 +1,11 @@
-"""Every causal-LM family of transformers, patched and checked: ``python -m eval.coverage``.
+"""Every causal-LM family of transformers, patched and checked.
 
-    python -m eval.coverage                            the table
-    python -m eval.coverage llama gemma3               these families, check by check
-    python -m eval.coverage --write docs/FAMILIES.md   and the page
-    python -m eval.coverage --check docs/FAMILIES.md   exits with 1 if the page is out of date
+    python -m tests.families.coverage                            the table
+    python -m tests.families.coverage llama gemma3               these families, check by check
+    python -m tests.families.coverage --write docs/FAMILIES.md   and the page
+    python -m tests.families.coverage --check docs/FAMILIES.md   exits with 1 if it is out of date
 
-Each family is built tiny and random (``eval.zoo``), patched, and run through ``eval.checks``.
+Each family is built tiny and random (``zoo``), patched, and run through ``checks``.
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ from transformers import PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 import rope_ext
-from eval.checks import (
+from rope_ext.rotary.sites import RotarySite, text_config
+from tests.families.checks import (
     CACHED,
     CHANGED,
     CHECKS,
@@ -47,8 +48,7 @@ from eval.checks import (
     Subject,
     saved_as,
 )
-from eval.zoo import LENGTH, NotBuildable, model_types, tiny_model
-from rope_ext.discovery import RotarySite, text_config
+from tests.families.zoo import LENGTH, NotBuildable, model_types, tiny_model
 
 SUPPORTED = "supported"
 WINDOW_ONLY = "window only"
@@ -312,9 +312,9 @@ def page(results: list[FamilyResult]) -> str:
     no_rope = [result for result in results if result.verdict == NO_ROPE]
     return f"""# Families
 
-Written by `python -m eval.coverage --write docs/FAMILIES.md` with transformers
+Written by `python -m tests.families.coverage --write docs/FAMILIES.md` with transformers
 {transformers.__version__} and torch {torch.__version__}; do not edit.
-`python -m eval.coverage --check docs/FAMILIES.md` tells whether the verdicts still hold.
+`python -m tests.families.coverage --check docs/FAMILIES.md` tells whether the verdicts still hold.
 
 {totals(results)}
 

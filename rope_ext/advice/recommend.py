@@ -17,8 +17,7 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedConfig
 
-from rope_ext.describing import describe, wavelength, wavelength_text
-from rope_ext.discovery import RotarySite, find_sites, text_config, text_decoder
+from rope_ext.advice.recommend.describe import describe, wavelength, wavelength_text
 from rope_ext.errors import OptionError, RopeExtError, UnsupportedModelError
 from rope_ext.methods import (
     ABF,
@@ -36,8 +35,9 @@ from rope_ext.methods import (
 )
 from rope_ext.methods.abf import bounded_length, smallest_base
 from rope_ext.patching import Patch, current_patch, first_site, patched
-from rope_ext.persistence import is_scaled
-from rope_ext.records import option_texts
+from rope_ext.rotary.sites import RotarySite, find_sites, text_config, text_decoder
+from rope_ext.saving.configuration import is_scaled
+from rope_ext.saving.record import option_texts
 
 _INTERPOLATED = 4
 """Largest factor at which YaRN is published without fine-tuning, arXiv 2402.13753."""

@@ -22,13 +22,13 @@ from typing import Any
 
 from torch import nn
 
-from rope_ext.discovery import evaluating, unwrap
 from rope_ext.errors import MeasureError, OptionError
 from rope_ext.measure.cases import digest, mend
 from rope_ext.measure.folder import held, replace_file, writing
 from rope_ext.measure.forward import score
 from rope_ext.methods import NTK, PI, FrequencyMethod, LongRoPE, Rope, YaRN
 from rope_ext.patching import SlidingLayers, first_site, patched
+from rope_ext.rotary.sites import evaluating, unwrap
 
 START_TOKENS = (0, 1, 2, 4, 8, 12, 16, 20, 24, 28, 32, 64, 128, 256)
 """The numbers of start tokens that LongRoPE chooses from."""
@@ -181,7 +181,7 @@ def search(
         scored: tokens at the end of each, whose loss counts. None is half of them: where all
             count, as in the paper, the far end is given up for the many tokens before it.
         start_tokens: numbers of start tokens to choose from. More than 0 cannot be exported; the
-            paper's are ``rope_ext.evolution.START_TOKENS``.
+            paper's are ``rope_ext.measure.search.START_TOKENS``.
         attention_factor: of all tables, as of ``LongRoPE``.
         seed: of the windows and of evolution.
         compose: as of :func:`rope_ext.patch`, which needs it and the next ones again with what

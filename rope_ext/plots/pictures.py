@@ -11,9 +11,7 @@ from typing import Any
 from torch import nn
 from transformers import PreTrainedConfig
 
-from rope_ext.advice import model_of, require_length
-from rope_ext.discovery import text_decoder
-from rope_ext.drawing import bare, figure_of, require_matplotlib
+from rope_ext.advice.recommend import model_of, require_length
 from rope_ext.errors import OptionError, nearest
 from rope_ext.measure import models
 from rope_ext.measure.attention import (
@@ -27,7 +25,8 @@ from rope_ext.measure.attention import (
 )
 from rope_ext.measure.perplexity import Windows
 from rope_ext.methods import FrequencyMethod, Method, PositionMethod, Rope
-from rope_ext.panels import (
+from rope_ext.patching import first_site, patched, refuse_scaled
+from rope_ext.plots.methods import (
     TRAINED,
     Lines,
     angles,
@@ -37,8 +36,9 @@ from rope_ext.panels import (
     spectrum,
     weighted_decay,
 )
-from rope_ext.patching import first_site, patched, refuse_scaled
-from rope_ext.records import option_texts
+from rope_ext.plots.style import bare, figure_of, require_matplotlib
+from rope_ext.rotary.sites import text_decoder
+from rope_ext.saving.record import option_texts
 
 _CHARACTERS = 150  # that fit into a line of the legend
 _STRETCH = 4096  # tokens of text at a time for mean queries and keys, or the trained length

@@ -9,7 +9,7 @@ import math
 
 import torch
 
-from rope_ext.advice import distances_in_use, frequencies_at
+from rope_ext.advice.recommend import distances_in_use, frequencies_at
 from rope_ext.methods import FrequencyMethod, Method, PositionMethod, Rope
 
 

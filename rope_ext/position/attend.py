@@ -18,13 +18,13 @@ from rope_ext import attention
 from rope_ext.attention import reference
 from rope_ext.attention.call import Call, Pairs, Turn, TurnedBand
 from rope_ext.attention.reference import Places
-from rope_ext.discovery import text_config
 from rope_ext.errors import OptionError, UnsupportedModelError
-from rope_ext.heads import Head
 from rope_ext.methods.geometry import Distance, Geometry
 from rope_ext.position.forward import under_way
+from rope_ext.position.layers import Head
 from rope_ext.position.plan import Plan, Stretch, documents_of
-from rope_ext.position.turns import Turns
+from rope_ext.position.tables import Turns
+from rope_ext.rotary.sites import text_config
 
 if TYPE_CHECKING:
     from rope_ext.position.mapping import Mapping

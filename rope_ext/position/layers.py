@@ -18,8 +18,8 @@ from torch import nn
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from rope_ext.attention.call import Pairs
-from rope_ext.discovery import RotarySite, evaluating, sees_window, text_config
 from rope_ext.errors import UnsupportedModelError
+from rope_ext.rotary.sites import RotarySite, evaluating, sees_window, text_config
 
 _NAME = "rope_ext_probe"  # names with sdpa, flash, flex_attention or a slash take special paths
 _TOKENS = 16

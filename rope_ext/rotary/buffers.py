@@ -15,11 +15,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from rope_ext.discovery import RotarySite, is_local
 from rope_ext.errors import UnsupportedModelError
+from rope_ext.rotary.sites import RotarySite, is_local
 
 if TYPE_CHECKING:
-    from rope_ext.sequences import Sequences
+    from rope_ext.rotary.sequences import Sequences
 
 PRECISE_BEYOND = 131072
 """Tokens of target length beyond which angles are computed in float64 by default."""

@@ -19,10 +19,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from rope_ext.discovery import RotarySite
 from rope_ext.errors import CacheError, UnsupportedModelError
-from rope_ext.frequency import ABSENT, Applied, parameters, refuse_sharded
 from rope_ext.methods import FrequencyMethod
+from rope_ext.rotary.buffers import ABSENT, Applied, parameters, refuse_sharded
+from rope_ext.rotary.sites import RotarySite
 
 _STARTED = "_rope_ext_started"  # on a cache: the sequences in it, a Started
 _here = threading.local()  # what this thread is in the middle of

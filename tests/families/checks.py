@@ -1,4 +1,4 @@
-"""The checks that every family of ``eval.coverage`` goes through.
+"""The checks that every family of ``tests.families.coverage`` goes through.
 
 Each takes a :class:`Subject`, a tiny model whose trained context is ``LENGTH`` tokens, and yields
 what it found. All of them leave the model unpatched.
@@ -22,9 +22,9 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 import rope_ext
-from eval.zoo import LENGTH, VOCAB
-from rope_ext.discovery import RotarySite, find_sites, text_config, text_decoder
 from rope_ext.patching import current_patch
+from rope_ext.rotary.sites import RotarySite, find_sites, text_config, text_decoder
+from tests.families.zoo import LENGTH, VOCAB
 
 FACTOR = 4
 TOKENS = 3 * LENGTH
@@ -52,7 +52,7 @@ NOTHING_GAINED = (
 
 _PREFILLS = ((80, 16), (96,))
 _DECODED = 6
-# Written out again: a check must not share a mistake of rope_ext.discovery.
+# Written out again: a check must not share a mistake of rope_ext.rotary.sites.
 _LOCAL = ("sliding", "chunked", "local")
 
 

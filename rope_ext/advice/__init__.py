@@ -1,0 +1,1 @@
+"""What is there, what is advisable, and what a patch does to every rotary pair."""

@@ -1,0 +1,1 @@
+"""Pictures. matplotlib, the ``eval`` extra, is imported only to draw."""

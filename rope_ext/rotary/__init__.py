@@ -1,0 +1,1 @@
+"""The rotary modules of a model: found, proven, and given other frequencies."""

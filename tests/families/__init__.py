@@ -1,0 +1,1 @@
+"""Every family of transformers: built tiny, checked, and listed in docs/FAMILIES.md."""

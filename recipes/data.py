@@ -74,7 +74,7 @@ def documents(
         ) from error
     if not first:
         raise DataError(f"the data {name!r} are empty; give --dataset others")
-    texts = [key for key in first[0] if any(isinstance(row[key], str) for row in first)]
+    texts = [key for key in first[0] if any(isinstance(row.get(key), str) for row in first)]
     if column not in texts:
         raise DataError(
             f"the data {name!r} have no column {column!r} with text; give --text_column one that "

@@ -1,5 +1,6 @@
 """Extend the context of any RoPE model of Hugging Face transformers with one line."""
 
+from rope_ext.advice.describe import Description, MethodInfo, describe, methods
 from rope_ext.advice.recommend import (
     Diagnosis,
     PairDiagnosis,
@@ -8,7 +9,6 @@ from rope_ext.advice.recommend import (
     diagnose,
     recommend,
 )
-from rope_ext.advice.recommend.describe import Description, MethodInfo, describe, methods
 from rope_ext.engines import Export, export
 from rope_ext.errors import (
     AdapterError,

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedConfig
 
-from rope_ext.advice.recommend.describe import describe, wavelength, wavelength_text
+from rope_ext.advice.describe import describe, wavelength, wavelength_text
 from rope_ext.errors import OptionError, RopeExtError, UnsupportedModelError
 from rope_ext.methods import (
     ABF,

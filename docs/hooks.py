@@ -87,17 +87,17 @@ Speed, memory and cache are those of the unpatched model: new values in the mode
 are the whole change."""
 DYNAMIC = """\
 A hook on the rotary module looks up the frequencies of every row, which costs a fraction of a
-millisecond per forward ([measured](../readme.md#speed)). Memory and cache are those of the
+millisecond per forward ([measured](../speed.md)). Memory and cache are those of the
 unpatched model."""
 POSITIONS = """\
 Attention is two or three calls of a flash kernel instead of one: somewhat slower, memory linear in
-the length, and a cache of any kind, no larger than before ([measured](../readme.md#speed))."""
+the length, and a cache of any kind, no larger than before ([measured](../speed.md))."""
 
-FILES = {"README.md": "readme.md", "checkpoints/tiny-512/README.md": "checkpoint.md"}
+FILES = {"README.md": "index.md", "checkpoints/tiny-512/README.md": "checkpoint.md"}
 """Files outside of ``docs`` that become pages."""
 
 TABLES = {
-    "README.md": "readme.md#see-it",
+    "docs/demonstration.md": "demonstration.md",
     "checkpoints/tiny-512/README.md": "checkpoint.md#what-it-scores",
 }
 """Files that have tables of all methods on the checkpoint, and where those are in the site."""
@@ -127,7 +127,7 @@ def on_config(config: MkDocsConfig) -> None:
 def on_files(files: Files, config: MkDocsConfig) -> None:
     for path, page in FILES.items():
         _, _, text = f"\n{(ROOT / path).read_text(encoding='utf-8')}".partition("\n# ")
-        text = re.sub(LINK, _moved, f"# {text}").replace("# rope_ext\n", "# Manual\n")
+        text = re.sub(LINK, _moved, f"# {text}")
         files.append(File.generated(config, page, content=text))
 
 
@@ -263,7 +263,7 @@ def _kind(method: Method) -> str:
 
 
 def _measured(name: str) -> str:
-    """The rows of a method in the tables of README.md, and where they are from."""
+    """The rows of a method in the tables of TABLES, and where they are from."""
     unpatched: dict[str, str] = {}  # of tables with the same head: not all have such a row
     for path, where in TABLES.items():
         text = (ROOT / path).read_text(encoding="utf-8")
@@ -275,8 +275,8 @@ def _measured(name: str) -> str:
             if "unpatched" in rows:
                 unpatched[head] = rows["unpatched"]
             if name in rows:
-                tuned = re.search(rf"^\| method .* before .*\n(?:\|.*\n)*\| `{name}` ", text, re.M)
-                more = " After fine-tuning: [table](../readme.md#fine-tune)." if tuned else ""
+                tuned = f"\n| `{name}` " in (ROOT / "docs/fine-tune.md").read_text("utf-8")
+                more = " After fine-tuning: [table](../fine-tune.md)." if tuned else ""
                 return "\n".join(
                     (
                         MEASURED.format(where=where, more=more),
@@ -286,7 +286,7 @@ def _measured(name: str) -> str:
                         rows[name],
                     )
                 )
-    return "Nothing: the tables of the [manual](../readme.md#see-it) do not have this method."
+    return "Nothing: the [demonstration](../demonstration.md) does not have this method."
 
 
 def _options(cls: type[Method]) -> str:

@@ -258,7 +258,7 @@ def test_a_method_without_a_page_stops_the_build(own_registry) -> None:
         hooks.on_config(config)
 
 
-def test_what_was_measured_is_found_in_the_tables_of_the_readme() -> None:
+def test_what_was_measured_is_found_in_the_tables_of_the_demonstration() -> None:
     hooks = load_config(str(ROOT / "mkdocs.yml")).hooks["docs/hooks.py"]
     tables = "".join((ROOT / path).read_text(encoding="utf-8") for path in hooks.TABLES)
     for cls in METHODS:

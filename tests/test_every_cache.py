@@ -41,9 +41,10 @@ POSITIONS: dict[str, dict[str, Any]] = {  # small enough that every band matters
     "string": {"shift": 11, "window": 3},
     "lm_infinite": {"window": 9, "sinks": 3},
 }
+TOLD = {"original_max_position_embeddings": 1999}  # or such a map would extend nothing
 NOTHING_FAR: dict[str, dict[str, Any]] = {  # by dense turns, by chunks
-    "rerope": {"window": 999, "log_n": False},
-    "dual_chunk": {"chunk": 999, "local": 7},
+    "rerope": {"window": 999, "log_n": False, **TOLD},
+    "dual_chunk": {"chunk": 999, "local": 7, **TOLD},
 }
 METHODS: list[tuple[str, dict[str, Any]]] = [
     *POSITIONS.items(),

@@ -23,11 +23,11 @@ from rope_ext.errors import (
 from rope_ext.methods import FrequencyMethod, Method, PositionMethod, Rope, build_method
 from rope_ext.methods.base import MOST_TOKENS, whole_number
 from rope_ext.position import Mapping
-from rope_ext.rotary import buffers
+from rope_ext.record import ARGUMENTS, FIELD, Record
+from rope_ext.rotary import buffers, calls, hooks
 from rope_ext.rotary.sequences import Sequences, follow
 from rope_ext.rotary.sites import RotarySite, find_sites, text_config, text_decoder, unwrap
 from rope_ext.saving import configuration
-from rope_ext.saving.record import ARGUMENTS, FIELD, Record
 
 Model = TypeVar("Model", bound=nn.Module)
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -64,10 +64,11 @@ class Patch:
     precise: bool
     native: bool
     notes: list[str]
-    applied: buffers.Applied
+    changes: buffers.Changes
     config: configuration.ConfigState
     tokenizer: Any
     tokenizer_length: int | None
+    plain: bool = False
     mapping: Mapping | None = None
     record: Record | None = None
 
@@ -322,7 +323,7 @@ def _patch(
         precise=False,
         native=False,
         notes=[],
-        applied=buffers.Applied(),
+        changes=buffers.Changes(),
         config=config,
         tokenizer=tokenizer,
         tokenizer_length=getattr(tokenizer, "model_max_length", None),
@@ -348,8 +349,6 @@ def _patch(
 
 
 def _record(state: Patch, given: Method, before: dict[str, Any]) -> Record:
-    # Plain transformers lets frequencies grow within a sequence, and has float32 angles only.
-    plain = state.native and not state.precise and state.applied.sequences is None
     arguments = {**state.arguments, "frequency": state.arguments["under"]}
     return Record(
         method=given,
@@ -358,21 +357,21 @@ def _record(state: Patch, given: Method, before: dict[str, Any]) -> Record:
         trained_length=state.length,
         target_length=state.target_length,
         native=state.native,
-        plain=plain,
+        plain=state.plain,
         config=before,
     )
 
 
 def _apply_frequencies(model: nn.Module, decoder: nn.Module, state: Patch) -> dict[str, Any]:
     """Put a frequency method in force; returns what to write into the configuration."""
-    method, sites, scaled, applied = state.method, state.sites, state.scaled, state.applied
+    method, sites, scaled, changes = state.method, state.sites, state.scaled, state.changes
     sliding_layers, precise = state.arguments["sliding_layers"], state.arguments["precise"]
     for site in scaled:
         refuse_scaled(decoder, site, method, state.arguments["compose"])
     targets = {id(site): _target(method, site) for site in scaled}
     growing = getattr(method, "mode", None) == "growing"
     if precise == "auto":
-        precise = state.target_length > buffers.PRECISE_BEYOND and not growing
+        precise = state.target_length > hooks.PRECISE_BEYOND and not growing
     keep = sliding_layers == "keep" and any(site.shared for site in scaled)
     if growing and (precise or keep):
         raise OptionError(
@@ -391,39 +390,40 @@ def _apply_frequencies(model: nn.Module, decoder: nn.Module, state: Patch) -> di
     state.precise, state.native = precise, how.native
     per_sequence = method.adapts and not growing
     state.notes = _notes(sites, scaled, how.note, keep, precise, per_sequence and how.native)
+    sequences = None
     if per_sequence or method.start_tokens:
-        trained = min(site.rope.length for site in scaled)
-        applied.sequences = Sequences(method, trained)
+        sequences = Sequences(method, min(site.rope.length for site in scaled))
+        follow(decoder, model, sequences, changes)
+    # Plain transformers lets frequencies grow within a sequence, and has float32 angles only.
+    state.plain = how.native and not precise and sequences is None
     for site in scaled:
         inv_freq, scaling = targets[id(site)]
         if growing:
-            applied.states.append(buffers.grow(site))
+            changes.states.append(buffers.grow(site))
             continue
         native = keep and site.shared
-        hooked = precise or native or applied.sequences is not None
+        hooked = precise or native or sequences is not None
         if method.adapts:  # the hook replaces them; a fresh module holds the trained ones
-            applied.states.append(buffers.write(site, site.loaded, site.scaling, hooked))
+            changes.states.append(buffers.write(site, site.loaded, site.scaling, hooked))
         else:
             buffer = how.built.get(id(site), inv_freq.float())
-            applied.states.append(buffers.write(site, buffer, scaling, hooked))
+            changes.states.append(buffers.write(site, buffer, scaling, hooked))
         if hooked:
-            hook = buffers.RotaryHook(
-                site, inv_freq, scaling, precise, applied.sequences, native, method.start_tokens
+            hook = hooks.RotaryHook(
+                site, inv_freq, scaling, precise, sequences, native, method.start_tokens
             )
-            applied.handles.append(site.module.register_forward_hook(hook, with_kwargs=True))
+            changes.handles.append(site.module.register_forward_hook(hook, with_kwargs=True))
     if growing:
         refuse = functools.partial(_refuse_sharded, method.name)
-        applied.handles.append(decoder.register_forward_pre_hook(refuse))
-    if applied.sequences is not None:
-        follow(decoder, model, applied)
+        changes.handles.append(decoder.register_forward_pre_hook(refuse))
     if keep:
         kinds = list(text_config(decoder).layer_types)
-        applied.handles += buffers.keep_native(decoder, kinds)
+        changes.handles += hooks.keep_native(decoder, kinds)
     return how.values
 
 
 def _refuse_sharded(name: str, decoder: nn.Module, args: tuple) -> None:
-    buffers.refuse_sharded(name)
+    calls.refuse_sharded(name)
 
 
 def _apply_positions(model: nn.Module, decoder: nn.Module, state: Patch) -> dict[str, Any]:
@@ -439,7 +439,7 @@ def _apply_positions(model: nn.Module, decoder: nn.Module, state: Patch) -> dict
         if under is not None:
             refuse_scaled(decoder, site, under, state.arguments["compose"])
             inv_freq, scaling = _target(under, site)
-            state.applied.states.append(buffers.write(site, inv_freq.float(), scaling, True))
+            state.changes.states.append(buffers.write(site, inv_freq.float(), scaling, True))
         elif site.rope_type in ("dynamic", "longrope"):
             raise AlreadyScaledError(
                 f"{type(decoder).__name__} has rope_type {site.rope_type!r}, whose frequencies "
@@ -448,13 +448,13 @@ def _apply_positions(model: nn.Module, decoder: nn.Module, state: Patch) -> dict
             )
         else:
             inv_freq, scaling = site.loaded.double(), site.scaling
-            state.applied.states.append(buffers.write(site, site.loaded, scaling, True))
+            state.changes.states.append(buffers.write(site, site.loaded, scaling, True))
         table[site] = inv_freq, scaling
     reached = method.reached(rope)
     state.method = method.resolved(rope)
     state.target_length = method.target_length(rope)
     precise = state.arguments["precise"]
-    state.precise = state.target_length > buffers.PRECISE_BEYOND if precise == "auto" else precise
+    state.precise = state.target_length > hooks.PRECISE_BEYOND if precise == "auto" else precise
     kernel = state.arguments["kernel"]
     state.mapping = Mapping(
         decoder, state.method, rope, table, label, state.precise, kernel, local_too
@@ -475,7 +475,7 @@ def _apply_positions(model: nn.Module, decoder: nn.Module, state: Patch) -> dict
 def _restore(state: Patch) -> None:
     if state.mapping is not None:
         state.mapping.undo()
-    state.applied.undo()
+    state.changes.undo()
     state.config.restore()
     if state.tokenizer is not None:
         state.tokenizer.model_max_length = state.tokenizer_length

@@ -12,8 +12,8 @@ from torch import nn
 
 from rope_ext.methods import all_methods
 from rope_ext.patching import Patch, current_patch
+from rope_ext.record import record_of
 from rope_ext.rotary.sites import RotarySite, find_sites, text_config, text_decoder
-from rope_ext.saving.record import record_of
 
 
 @dataclass(frozen=True)

@@ -35,9 +35,9 @@ from rope_ext.methods import (
 )
 from rope_ext.methods.abf import bounded_length, smallest_base
 from rope_ext.patching import Patch, current_patch, first_site, patched
+from rope_ext.record import option_texts
 from rope_ext.rotary.sites import RotarySite, find_sites, text_config, text_decoder
 from rope_ext.saving.configuration import is_scaled
-from rope_ext.saving.record import option_texts
 
 _INTERPOLATED = 4
 """Largest factor at which YaRN is published without fine-tuning, arXiv 2402.13753."""

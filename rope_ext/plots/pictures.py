@@ -37,8 +37,8 @@ from rope_ext.plots.methods import (
     weighted_decay,
 )
 from rope_ext.plots.style import bare, figure_of, require_matplotlib
+from rope_ext.record import option_texts
 from rope_ext.rotary.sites import text_decoder
-from rope_ext.saving.record import option_texts
 
 _CHARACTERS = 150  # that fit into a line of the legend
 _STRETCH = 4096  # tokens of text at a time for mean queries and keys, or the trained length

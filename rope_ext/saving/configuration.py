@@ -19,8 +19,8 @@ from torch import nn
 
 from rope_ext.errors import RecordError, UnsupportedModelError
 from rope_ext.methods import FrequencyMethod, longrope_table
+from rope_ext.record import EXPERTS, FIELD, FIELDS, Record, record_of
 from rope_ext.rotary.sites import RotarySite, rope_parameters, text_config
-from rope_ext.saving.record import EXPERTS, FIELD, FIELDS, Record, record_of
 
 # What a scaled entry holds beside its base; replaced as a whole when a patch goes on top.
 _SCALING = (

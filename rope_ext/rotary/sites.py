@@ -99,6 +99,23 @@ class RotarySite:
         return self.rope_type in SCALED_TYPES
 
 
+@dataclass(frozen=True)
+class Place:
+    """Where a patch goes.
+
+    Args:
+        model: without wrappers.
+        decoder: the part of it that reads text.
+        sites: all of its rotary sites.
+        scaled: those that the patch changes.
+    """
+
+    model: nn.Module
+    decoder: nn.Module
+    sites: list[RotarySite]
+    scaled: list[RotarySite]
+
+
 def unwrap(model: nn.Module) -> nn.Module:
     """The transformers model inside a PEFT, compiled or data-parallel wrapper."""
     while True:

@@ -32,9 +32,9 @@ from rope_ext.errors import (
     first_line,
 )
 from rope_ext.patching import Patch, current_patch, patch
+from rope_ext.record import FIELD, Record
 from rope_ext.rotary.sites import RotarySite, find_sites, text_decoder
 from rope_ext.saving import configuration
-from rope_ext.saving.record import FIELD, Record
 
 SIDECAR = "rope_ext.json"
 """File beside an adapter that holds the patch under which it was trained."""

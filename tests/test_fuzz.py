@@ -26,7 +26,7 @@ import rope_ext
 from rope_ext.loading import Sidecar
 from rope_ext.methods import all_methods
 from rope_ext.patching import current_patch
-from rope_ext.saving.record import Record, record_of
+from rope_ext.record import Record, record_of
 from tests.families.checks import changed, snapshot
 
 PAIRS = 8

@@ -41,8 +41,8 @@ import rope_ext
 from rope_ext.measure.run import checked_methods
 from rope_ext.methods import build_method
 from rope_ext.patching import current_patch
+from rope_ext.record import ARGUMENTS, Record
 from rope_ext.saving import configuration
-from rope_ext.saving.record import ARGUMENTS, Record
 from tests.families.checks import changed, snapshot
 from tests.families.zoo import tiny_model
 

@@ -32,8 +32,8 @@ from rope_ext.engines.base import (
 from rope_ext.errors import ExportError
 from rope_ext.methods import Rope
 from rope_ext.patching import Patch, current_patch, patch
+from rope_ext.record import FIELD, record_of
 from rope_ext.rotary.sites import find_sites, text_decoder
-from rope_ext.saving.record import FIELD, record_of
 
 VERDICTS = (
     "as patched",

@@ -18,8 +18,8 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from rope_ext import loading
 from rope_ext.errors import MeasureError, OptionError, RopeExtError, first_line, nearest
 from rope_ext.patching import unpatch
-from rope_ext.saving.record import Record, record_of
-from rope_ext.saving.record import trained_length as trained_length_of
+from rope_ext.record import Record, record_of
+from rope_ext.record import trained_length as trained_length_of
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 _FAILURES = (OSError, KeyError, ValueError, RuntimeError, SafetensorError)

@@ -13,8 +13,8 @@ from torch import nn
 from transformers.cache_utils import Cache
 
 from rope_ext.errors import CacheError, UnsupportedModelError
-from rope_ext.methods.base import at
-from rope_ext.rotary import buffers
+from rope_ext.methods.kinds import at
+from rope_ext.rotary import hooks
 from rope_ext.rotary.sites import RotarySite
 
 if TYPE_CHECKING:
@@ -205,7 +205,7 @@ class Forward:
             stored = at(self.mapping.stored, t)
             inv_freq, scaling = self.mapping.frequencies[site]
             precise = self.mapping.precise
-            made = buffers.rotation(site, stored, inv_freq, scaling, precise, like)
+            made = hooks.rotation(site, stored, inv_freq, scaling, precise, like)
             if not isinstance(like, torch.Tensor) and like[0].ndim == 4:
                 made = tuple(part.expand(like[0].shape) for part in made)
             self._embeddings[id(site)] = made

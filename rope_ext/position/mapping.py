@@ -16,7 +16,7 @@ from rope_ext.position.forward import Forward, keep, under_way
 from rope_ext.position.layers import Head, find_heads
 from rope_ext.position.plan import Plan
 from rope_ext.position.tables import Turns
-from rope_ext.rotary import buffers
+from rope_ext.rotary import calls, hooks
 from rope_ext.rotary.sites import RotarySite, text_config
 
 
@@ -93,7 +93,7 @@ class Mapping:
             hook = _RotaryHook(self, site)
             self.handles.append(site.module.register_forward_hook(hook, with_kwargs=True))
         if self.windowed and any(site.shared for site in self.frequencies):
-            self.handles += buffers.keep_native(decoder, list(self._config.layer_types))
+            self.handles += hooks.keep_native(decoder, list(self._config.layer_types))
         for module, head in self.heads.items():
             module.__dict__[LAYER] = Layer(self, head)
         self.handles.append(decoder.register_forward_pre_hook(self.begin, with_kwargs=True))
@@ -123,7 +123,7 @@ class Mapping:
     def begin(self, decoder: nn.Module, args: tuple, kwargs: dict) -> None:
         """Decoder pre-hook."""
         name = self.method.name
-        buffers.refuse_sharded(name)
+        calls.refuse_sharded(name)
         if torch.compiler.is_exporting():
             raise UnsupportedModelError(
                 f"{name} follows the positions of every sequence as it comes, which an exported "
@@ -136,7 +136,7 @@ class Mapping:
                 f"which needs its own; call rope_ext.unpatch(model) first, or patch again with "
                 f"replace=True"
             )
-        given = {**dict(zip(buffers.parameters(type(decoder)), args, strict=False)), **kwargs}
+        given = {**dict(zip(calls.parameters(type(decoder)), args, strict=False)), **kwargs}
         cache = given.get("past_key_values")
         if given.get("cache") is not None or (cache is not None and not isinstance(cache, Cache)):
             raise CacheError(
@@ -207,5 +207,5 @@ class _RotaryHook:
         result = forward.embeddings(self.site, output)
         if self.site.shared:
             first = result if isinstance(result, torch.Tensor) else result[0]
-            buffers.attach_native(first, output)
+            hooks.attach_native(first, output)
         return result

@@ -21,7 +21,8 @@ from torch import nn
 
 from rope_ext.errors import CacheError, UnsupportedModelError
 from rope_ext.methods import FrequencyMethod
-from rope_ext.rotary.buffers import ABSENT, Applied, parameters, refuse_sharded
+from rope_ext.rotary.buffers import ABSENT, Changes
+from rope_ext.rotary.calls import parameters, refuse_sharded
 from rope_ext.rotary.sites import RotarySite
 
 _STARTED = "_rope_ext_started"  # on a cache: the sequences in it, a Started
@@ -420,11 +421,10 @@ def _announced(model: nn.Module, given: dict[str, Any]) -> tuple[torch.Tensor | 
     return real + new, prompt.shape[1] + new
 
 
-def follow(decoder: nn.Module, model: nn.Module, applied: Applied) -> None:
-    """Tell ``applied.sequences`` of all that ``decoder`` or ``model.generate`` runs."""
-    sequences = applied.sequences
-    applied.handles.append(decoder.register_forward_pre_hook(sequences.begin, with_kwargs=True))
-    applied.handles.append(
+def follow(decoder: nn.Module, model: nn.Module, sequences: Sequences, changes: Changes) -> None:
+    """Tell ``sequences`` of all that ``decoder`` or ``model.generate`` runs."""
+    changes.handles.append(decoder.register_forward_pre_hook(sequences.begin, with_kwargs=True))
+    changes.handles.append(
         decoder.register_forward_hook(sequences.end, with_kwargs=True, always_call=True)
     )
     if not sequences.method.adapts or not hasattr(type(model), "generate"):
@@ -437,5 +437,5 @@ def follow(decoder: nn.Module, model: nn.Module, applied: Applied) -> None:
         original = getattr(model, name)
         replacement = functools.partial(call, original)
         replacement.__wrapped__ = original  # from whose arguments transformers reads what it takes
-        applied.replaced.append((model, name, model.__dict__.get(name, ABSENT)))
+        changes.replaced.append((model, name, model.__dict__.get(name, ABSENT)))
         setattr(model, name, replacement)

@@ -1,16 +1,12 @@
-"""Finds the rotary embeddings of a loaded model and proves how each one works.
+"""Finds the rotary embeddings of a loaded model.
 
-Nothing here knows a model family. A rotary site is a buffer whose name ends in ``inv_freq``.
-Its module is run once on a copy with made-up frequencies: if the output is not the cosine and
-sine of those, the family is refused.
+Nothing here knows a model family. A rotary site is a buffer whose name ends in ``inv_freq``, and
+``probe`` proves what its module does with it.
 """
 
 from __future__ import annotations
 
-import copy
-import inspect
 import math
-from collections import OrderedDict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -21,27 +17,13 @@ from torch import nn
 
 from rope_ext.errors import NoRopeError, OptionError, UnsupportedModelError
 from rope_ext.methods import FrequencyMethod, Rope, geometric
-from rope_ext.methods.base import MOST_TOKENS, plain_number
-from rope_ext.saving.record import trained_length
+from rope_ext.methods.rope import MOST_TOKENS, plain_number
+from rope_ext.record import trained_length
+from rope_ext.rotary.probe import Columns, prove
 
 SCALED_TYPES = ("linear", "dynamic", "yarn", "longrope", "llama3")
 _LOCAL = ("sliding", "chunked", "local")
 _NO_ATTENTION = ("linear", "mamba", "conv", "recurrent")
-
-
-@dataclass(frozen=True)
-class Columns:
-    """Where a rotary module puts each pair.
-
-    Args:
-        pair: index of the pair behind each output column, int64, shape ``[columns]``.
-        axis: for embeddings of several position axes, the axis of each column; else None.
-        complex: one complex output instead of a cosine and a sine.
-    """
-
-    pair: torch.Tensor
-    axis: torch.Tensor | None
-    complex: bool
 
 
 @dataclass(eq=False)
@@ -115,6 +97,23 @@ class RotarySite:
     def scaled(self) -> bool:
         """Whether the checkpoint's own configuration scales these frequencies."""
         return self.rope_type in SCALED_TYPES
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a patch goes.
+
+    Args:
+        model: without wrappers.
+        decoder: the part of it that reads text.
+        sites: all of its rotary sites.
+        scaled: those that the patch changes.
+    """
+
+    model: nn.Module
+    decoder: nn.Module
+    sites: list[RotarySite]
+    scaled: list[RotarySite]
 
 
 def unwrap(model: nn.Module) -> nn.Module:
@@ -212,7 +211,7 @@ def _site(
     loaded = _loaded(decoder, module, f"{prefix}inv_freq")
     key = (type(module), layer_type, len(loaded))
     if key not in proven:
-        proven[key] = _prove(decoder, module, layer_type, len(loaded))
+        proven[key] = prove(decoder, module, layer_type, len(loaded))
     if length is None:
         length = trained_length(config)
         if length is None:
@@ -313,89 +312,3 @@ def _reach(config: Any, layer_type: str | None) -> tuple[bool, bool]:
     if not limited:
         return bool(window), False
     return all(limited), any(limited) and not all(limited)
-
-
-def _prove(decoder: nn.Module, module: nn.Module, layer_type: str | None, pairs: int) -> Columns:
-    """Run a copy of ``module`` on made-up frequencies and read off its layout."""
-    inv_freq = 0.05 + 0.9 * torch.arange(pairs, dtype=torch.float64, device="cpu") / pairs
-    scaling = 1.25
-    twin = _twin(module, layer_type, inv_freq, scaling)
-    positions = torch.tensor([[0, 1, 2, 3, 5, 8, 13, 21]], device="cpu")
-    # Far enough apart that a column of one axis cannot pass for another's.
-    axes = torch.stack((positions, positions + 40, positions + 90))
-    columns = error = None
-    for shape, ids in (("one", positions), ("three", axes)):
-        try:
-            output = _run(twin, ids, layer_type)
-        except Exception as raised:
-            error = raised
-            continue
-        found = _read(output, ids, inv_freq, scaling)
-        if found is not None and (columns is None or found.axis is not None):
-            columns = found
-        elif found is None and shape == "one":
-            break
-    if columns is None:
-        reason = f" ({error})" if error else ""
-        raise UnsupportedModelError(
-            f"{type(decoder).__name__}: {type(module).__name__} does not return the cosine and "
-            f"sine of position times its inv_freq buffer{reason}, so a change of the buffer would "
-            f"do nothing or something else. This family is not supported"
-        )
-    return columns
-
-
-def _twin(
-    module: nn.Module, layer_type: str | None, inv_freq: torch.Tensor, scaling: float
-) -> nn.Module:
-    """A shallow copy on the CPU, without hooks, with other frequencies."""
-    prefix = f"{layer_type}_" if layer_type else ""
-    twin = copy.copy(module)
-    for name in ("forward", "_old_forward", "_hf_hook"):  # accelerate's wrapping
-        twin.__dict__.pop(name, None)
-    twin._forward_hooks = OrderedDict()
-    twin._forward_pre_hooks = OrderedDict()
-    own = {f"{prefix}inv_freq", f"{prefix}original_inv_freq"}
-    twin._buffers = {k: inv_freq.float() if k in own else v for k, v in module._buffers.items()}
-    twin.__dict__[f"{prefix}attention_scaling"] = scaling
-    rope_type = getattr(module, "rope_type", None)
-    twin.__dict__["rope_type"] = (
-        dict.fromkeys(rope_type, "default") if isinstance(rope_type, dict) else "default"
-    )
-    return twin
-
-
-@torch.no_grad()
-def _run(module: nn.Module, position_ids: torch.Tensor, layer_type: str | None) -> Any:
-    x = torch.zeros(1, position_ids.shape[-1], 1, device="cpu")
-    extra = {} if layer_type is None else {"layer_type": layer_type}
-    if "position_ids" not in inspect.signature(module.forward).parameters:
-        raise TypeError("its forward takes no position_ids")
-    return module(x, position_ids=position_ids, **extra)
-
-
-def _read(output: Any, ids: torch.Tensor, inv_freq: torch.Tensor, scaling: float) -> Columns | None:
-    """The layout of ``output``, or None if it is not scaling * cos and sin of ids * inv_freq."""
-    is_complex = isinstance(output, torch.Tensor) and output.is_complex()
-    parts = (output.real, output.imag) if is_complex else output
-    if not isinstance(parts, tuple) or len(parts) != 2 or parts[0].shape != parts[1].shape:
-        return None
-    axis = None
-    if parts[0].shape[:-1] == ids.shape:  # [..., tokens, columns], each axis on its own
-        flat = ids.reshape(-1, 1).double()
-        candidates = flat.unsqueeze(-1) * inv_freq  # [tokens, 1, pairs]
-    elif ids.ndim == 3 and parts[0].shape[:-1] == ids.shape[1:]:  # axes mixed over columns
-        candidates = ids.reshape(len(ids), -1, 1, 1).double() * inv_freq
-        candidates = candidates.permute(1, 2, 0, 3).flatten(-2)  # [tokens, 1, axes * pairs]
-        axis = torch.arange(len(ids), device="cpu").repeat_interleave(len(inv_freq))
-    else:
-        return None
-    cos, sin = (part.reshape(-1, part.shape[-1], 1).double() for part in parts)
-    away = (cos - scaling * candidates.cos()).abs() + (sin - scaling * candidates.sin()).abs()
-    worst, best = away.amax(0).min(-1)  # over tokens, then the nearest candidate per column
-    if worst.max() > 1e-3:  # float32 angles up to 111 rad are good to 1e-5
-        return None
-    pair = best % len(inv_freq)
-    if len(pair.unique()) != len(inv_freq):
-        return None
-    return Columns(pair, None if axis is None else axis[best], is_complex)

@@ -1,1 +1,1 @@
-"""What a saved model says of its patch: the record, and the configuration that carries it."""
+"""How a patch is written into a model's configuration."""

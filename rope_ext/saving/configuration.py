@@ -19,8 +19,8 @@ from torch import nn
 
 from rope_ext.errors import RecordError, UnsupportedModelError
 from rope_ext.methods import FrequencyMethod, longrope_table
-from rope_ext.rotary.sites import RotarySite, rope_parameters, text_config
-from rope_ext.saving.record import EXPERTS, FIELD, FIELDS, Record, record_of
+from rope_ext.record import EXPERTS, FIELD, FIELDS, Record, record_of
+from rope_ext.rotary.sites import Place, RotarySite, rope_parameters, text_config
 
 # What a scaled entry holds beside its base; replaced as a whole when a patch goes on top.
 _SCALING = (
@@ -47,7 +47,7 @@ _BUILT_IN_FLOAT32 = 1e-5  # pow of a large base in float32 is good to about 2e-6
 
 
 @dataclass(frozen=True)
-class Plan:
+class Written:
     """How a patch is written down.
 
     Args:
@@ -60,23 +60,16 @@ class Plan:
 
     values: dict[str, Any]
     native: bool
-    built: dict[int, torch.Tensor]
+    built: dict[RotarySite, torch.Tensor]
     note: str
 
 
-def plan(
-    model: nn.Module,
-    decoder: nn.Module,
-    sites: list[RotarySite],
-    scaled: list[RotarySite],
-    method: FrequencyMethod,
-    target: int,
-) -> Plan:
-    """Find a configuration from which transformers rebuilds ``method`` on the ``scaled`` sites.
+def written(place: Place, method: FrequencyMethod, target: int) -> Written:
+    """Find a configuration from which transformers rebuilds ``method`` on the scaled sites.
 
     Frequencies that a method chooses per sequence are compared at its longest one.
     """
-    config = text_config(decoder)
+    config, sites, scaled = text_config(place.decoder), place.sites, place.scaled
     for proposal in _proposals(method, scaled):
         values: dict[str, Any] = {"rope_parameters": _merged(config, scaled, proposal)}
         types = {entry["rope_type"] for entry in proposal.values()}
@@ -85,50 +78,47 @@ def plan(
         # The dynamic type counts from max_position_embeddings.
         dynamic = types == {"dynamic"}
         values["max_position_embeddings"] = scaled[0].rope.length if dynamic else target
-        built = _built(decoder, config, values, sites)
+        built = _built(place.decoder, config, values, sites)
         if built is None or not _equal(built, sites, scaled, method, "dynamic" in types):
             continue
-        exact = {} if method.adapts else {id(site): built[id(site)][0] for site in scaled}
+        exact = {} if method.adapts else {site: built[site][0] for site in scaled}
         note = f"plain transformers reloads it (rope_type {', '.join(sorted(types))})"
         if "dynamic" in types:
             note += (
                 "; max_position_embeddings stays the trained length, from which transformers' "
                 "dynamic type counts: give evaluators their length by hand"
             )
-        return Plan(values, True, exact, note)
-    return unsaved(model, decoder, sites, scaled, target)
+        return Written(values, True, exact, note)
+    return unsaved(place, target)
 
 
-def unsaved(
-    model: nn.Module,
-    decoder: nn.Module,
-    sites: list[RotarySite],
-    scaled: list[RotarySite],
-    target: int,
-) -> Plan:
-    """The plan for a patch that no configuration of transformers describes.
+def unsaved(place: Place, target: int) -> Written:
+    """For a patch that no configuration of transformers describes.
 
     Plain transformers would load it unextended without a word. So ``rope_type`` becomes a name
     that it does not know. Some families allow certain names only, or take their frequencies from
     elsewhere: for them it is the experts' implementation, which every model of transformers looks
     up first of all, with or without experts.
     """
-    config = text_config(decoder)
+    config = text_config(place.decoder)
     length = {"max_position_embeddings": target}
     marked = copy.deepcopy(getattr(config, "rope_parameters", None) or {})
-    for site in scaled:
+    for site in place.scaled:
         _part(marked, site)["rope_type"] = CURE
 
     def whole(trial: Any) -> None:
         with torch.device("meta"):
-            type(model)(trial)
+            type(place.model)(trial)
+
+    def rotary(trial: Any) -> None:
+        _rebuilt_modules(place.decoder, trial, place.sites)
 
     refused = {"rope_parameters": marked, **length}
-    if not _is_refused(config, refused, lambda trial: _rebuilt_modules(decoder, trial, sites)):
+    if not _is_refused(config, refused, rotary):
         refused = {**length, EXPERTS: CURE}
-        if not _is_refused(model.config, {EXPERTS: CURE}, whole):
-            return Plan(length, False, {}, _UNSAVED.format("transformers loads it unpatched"))
-    return Plan(refused, False, {}, _UNSAVED.format("transformers refuses it"))
+        if not _is_refused(place.model.config, {EXPERTS: CURE}, whole):
+            return Written(length, False, {}, _UNSAVED.format("transformers loads it unpatched"))
+    return Written(refused, False, {}, _UNSAVED.format("transformers refuses it"))
 
 
 def _is_refused(config: Any, values: dict[str, Any], build: Callable[[Any], Any]) -> bool:
@@ -147,29 +137,29 @@ def _is_refused(config: Any, values: dict[str, Any], build: Callable[[Any], Any]
 
 def _proposals(
     method: FrequencyMethod, scaled: list[RotarySite]
-) -> Iterator[dict[int, dict[str, Any]]]:
+) -> Iterator[dict[RotarySite, dict[str, Any]]]:
     """Entries of rope_parameters for each scaled site, the most readable first."""
     if not any(site.scaled for site in scaled):
-        yield {id(site): method.rope_parameters(site.rope) for site in scaled}
+        yield {site: method.rope_parameters(site.rope) for site in scaled}
     if not method.adapts:
         tables = {}
         for site in scaled:
             inv_freq, scaling = site.under(method)
-            tables[id(site)] = longrope_table(site.rope, inv_freq, method.factor, scaling)
+            tables[site] = longrope_table(site.rope, inv_freq, method.factor, scaling)
         yield tables
         # Some types give the whole head a frequency, zero beyond its partial_rotary_factor.
-        yield {key: {**table, "partial_rotary_factor": 1.0} for key, table in tables.items()}
+        yield {site: {**table, "partial_rotary_factor": 1.0} for site, table in tables.items()}
 
 
 def _merged(
-    config: Any, scaled: list[RotarySite], proposal: dict[int, dict[str, Any]]
+    config: Any, scaled: list[RotarySite], proposal: dict[RotarySite, dict[str, Any]]
 ) -> dict[str, Any]:
     merged = copy.deepcopy(getattr(config, "rope_parameters", None) or {})
     for site in scaled:
         part = _part(merged, site)
         old = {name: part.pop(name, None) for name in _SCALING}
         part.setdefault("rope_theta", site.rope.base)
-        part.update(copy.deepcopy(proposal[id(site)]))
+        part.update(copy.deepcopy(proposal[site]))
         if old["mscale_all_dim"] and part["rope_type"] == "longrope":
             # Latent attention takes its softmax scale from these two, and a patch leaves it alone.
             part.update(factor=old["factor"], mscale_all_dim=old["mscale_all_dim"])
@@ -192,7 +182,7 @@ def _reloaded(config: Any, values: dict[str, Any]) -> Any:
 
 def _built(
     decoder: nn.Module, config: Any, values: dict[str, Any], sites: list[RotarySite]
-) -> dict[int, tuple[torch.Tensor, float]] | None:
+) -> dict[RotarySite, tuple[torch.Tensor, float]] | None:
     """What transformers builds from ``values``, after a round trip through config.json."""
     try:
         # Trials may be refused by transformers; that is not the user's concern.
@@ -202,7 +192,7 @@ def _built(
         for site in sites:
             module = modules[site.name]
             inv_freq = module._buffers[site.buffer].detach()
-            result[id(site)] = inv_freq, float(getattr(module, site.scaling_attribute, 1.0))
+            result[site] = inv_freq, float(getattr(module, site.scaling_attribute, 1.0))
         return result
     except Exception:  # whatever transformers raises on a configuration, it cannot be saved
         return None
@@ -227,7 +217,7 @@ def _rebuilt_modules(
 
 
 def _equal(
-    built: dict[int, tuple[torch.Tensor, float]],
+    built: dict[RotarySite, tuple[torch.Tensor, float]],
     sites: list[RotarySite],
     scaled: list[RotarySite],
     method: FrequencyMethod,
@@ -240,7 +230,7 @@ def _equal(
             if method.adapts:  # a freshly built module starts at the trained length
                 lengths = torch.tensor([site.rope.length], dtype=torch.float64, device="cpu")
                 inv_freq = method.inv_freq_at(site.rope, lengths)[0]
-        got, got_scaling = built[id(site)]
+        got, got_scaling = built[site]
         if got.shape != inv_freq.shape:
             return False
         # A frequency of zero is written as one that turns 1e-30 times as fast.
@@ -309,7 +299,7 @@ class ConfigState:
         if EXPERTS in values:
             setattr(self.outermost, EXPERTS, values[EXPERTS])
 
-    def restore(self) -> None:
+    def undo(self) -> None:
         for config, saved in zip(self.configs, self.saved, strict=True):
             _WRITTEN.pop(id(config), None)
             for name in FIELDS:

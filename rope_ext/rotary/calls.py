@@ -1,0 +1,32 @@
+"""What the hooks on a model ask about a call."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+
+import torch
+from torch import nn
+
+from rope_ext.errors import UnsupportedModelError
+
+
+@functools.cache
+def parameters(cls: type[nn.Module]) -> tuple[str, ...]:
+    """Names of the arguments of a module's forward."""
+    return tuple(inspect.signature(cls.forward).parameters)[1:]
+
+
+@torch.compiler.disable
+def refuse_sharded(name: str) -> None:
+    """Raise if each device of a context-parallel group gets a part of every sequence.
+
+    torch's ``context_parallel``, accelerate's too, replaces one function as long as it lasts.
+    """
+    module = getattr(nn.functional.scaled_dot_product_attention, "__module__", None)
+    if str(module).startswith("torch.distributed."):
+        raise UnsupportedModelError(
+            f"context parallelism gives every device a part of each sequence, and {name} needs "
+            f"its positions whole; use a fixed frequency method such as 'yarn', or one device "
+            f"for each sequence (cp_size 1)"
+        )

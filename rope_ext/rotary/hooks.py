@@ -1,0 +1,172 @@
+"""Cosines and sines in place of those of a rotary module.
+
+New values in its buffer are not enough for frequencies that differ between the sequences of a
+batch, for angles beyond what float32 resolves, and for layers that share a rotary module with the
+patched ones and keep the trained frequencies.
+"""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import torch
+from torch import nn
+
+from rope_ext.errors import UnsupportedModelError
+from rope_ext.rotary.calls import parameters
+from rope_ext.rotary.sequences import Sequences
+from rope_ext.rotary.sites import RotarySite, is_local
+
+PRECISE_BEYOND = 131072
+"""Tokens of target length beyond which angles are computed in float64 by default."""
+
+_NATIVE = "_rope_ext_native"  # on a cosine tensor: the unpatched cosine and sine
+
+
+class RotaryHook:
+    """Computes cosine and sine in place of a rotary module, from float64 frequencies.
+
+    Args:
+        site: where.
+        inv_freq: float64, ``[pairs]``; used unless they follow the sequence.
+        scaling: number on cosine and sine; likewise.
+        precise: angles in float64; else in float32, as transformers computes them.
+        sequences: those of the batch, for methods that depend on them.
+        native: also keep what the unpatched module would have returned.
+        start: the first tokens of a sequence, which keep the trained frequencies.
+    """
+
+    def __init__(
+        self,
+        site: RotarySite,
+        inv_freq: torch.Tensor,
+        scaling: float,
+        precise: bool,
+        sequences: Sequences | None,
+        native: bool,
+        start: int,
+    ) -> None:
+        self.site, self.inv_freq, self.scaling = site, inv_freq, scaling
+        self.precise, self.sequences, self.native, self.start = precise, sequences, native, start
+
+    def __call__(self, module: nn.Module, args: tuple, kwargs: dict, output: Any) -> Any:
+        """Forward hook of the rotary module."""
+        if not self.site.called(args, kwargs):
+            return None
+        positions = kwargs["position_ids"] if "position_ids" in kwargs else args[1]
+        result = output
+        if self.precise or self.sequences is not None:
+            turned, inv_freq, scaling = positions, self.inv_freq, self.scaling
+            if self.sequences is not None:
+                turned, inv_freq, scaling = self._followed(positions)
+            result = rotation(self.site, turned, inv_freq, scaling, self.precise, output)
+        if self.native:
+            theta, scaling = self.site.loaded, self.site.scaling
+            first = result if isinstance(result, torch.Tensor) else result[0]
+            attach_native(
+                first, rotation(self.site, positions, theta, scaling, self.precise, output)
+            )
+        return result
+
+    @torch.compiler.disable
+    def _followed(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, Any]:
+        """Positions, frequencies and scaling of the sequences at hand."""
+        forward = self.sequences.at(positions)
+        dtype = torch.float64 if self.precise else torch.float32
+        inv_freq, scaling = self.inv_freq, self.scaling
+        if self.sequences.method.adapts:
+            inv_freq, scaling = forward.frequencies(self.site, positions, dtype)
+        if self.start:
+            positions = forward.counted(positions)
+            inv_freq = self._kept(positions, inv_freq, dtype)
+        return positions, inv_freq, scaling
+
+    def _kept(
+        self, positions: torch.Tensor, inv_freq: torch.Tensor, dtype: torch.dtype
+    ) -> torch.Tensor:
+        """Frequencies of every token, ``[rows, tokens, pairs]``: the first keep the trained."""
+        place = positions.amax(0) if positions.ndim == 3 else positions
+        trained, inv_freq = (x.to(place.device, dtype) for x in (self.site.loaded, inv_freq))
+        return torch.where((place < self.start).unsqueeze(-1), trained, inv_freq)
+
+
+def rotation(
+    site: RotarySite,
+    positions: torch.Tensor,
+    inv_freq: torch.Tensor,
+    scaling: float | torch.Tensor,
+    precise: bool,
+    like: Any,
+) -> Any:
+    """What a rotary module returns, of other frequencies or positions.
+
+    Args:
+        site: of the module.
+        positions: ``[rows, tokens]``, or ``[axes, rows, tokens]``, whole or not.
+        inv_freq: ``[pairs]``, or ``[rows, tokens or 1, pairs]``.
+        scaling: number on cosine and sine.
+        precise: angles in float64, else in float32, as transformers computes them.
+        like: the module's own output, for its dtype.
+    """
+    dtype = torch.float64 if precise else torch.float32
+    columns = site.columns
+    inv_freq = inv_freq.to(positions.device, dtype)
+    if isinstance(scaling, torch.Tensor):
+        scaling = scaling.to(positions.device, dtype)
+    pair = columns.pair.to(positions.device)
+    if columns.axis is not None and positions.ndim == 3:
+        of_column = positions[columns.axis.to(positions.device)].movedim(0, -1)
+        angles = of_column.to(dtype) * inv_freq[..., pair]
+        cos, sin = angles.cos() * scaling, angles.sin() * scaling
+    else:
+        angles = positions.unsqueeze(-1).to(dtype) * inv_freq
+        cos, sin = ((f(angles) * scaling)[..., pair] for f in (torch.cos, torch.sin))
+    if columns.complex:
+        return torch.complex(cos, sin).to(like.dtype)
+    return cos.to(like[0].dtype), sin.to(like[1].dtype)
+
+
+# Not traced: a compiled graph can neither put an attribute on a tensor nor see one.
+@torch.compiler.disable
+def attach_native(first: torch.Tensor, native: Any) -> None:
+    """Let ``first`` carry what the unpatched module would have returned."""
+    first.__dict__[_NATIVE] = native
+
+
+def keep_native(decoder: nn.Module, layer_types: list[str]) -> list[Any]:
+    """Give limited-window attention layers the unpatched cosine and sine.
+
+    Raises:
+        UnsupportedModelError: an attention module does not receive them as an argument.
+    """
+    handles = []
+    for name, module in decoder.named_modules():
+        index = getattr(module, "layer_idx", None)
+        if not isinstance(index, int) or "Attention" not in type(module).__name__:
+            continue
+        if not is_local(layer_types[index]):
+            continue
+        if "position_embeddings" not in inspect.signature(module.forward).parameters:
+            raise UnsupportedModelError(
+                f"{type(decoder).__name__}: {name} takes no position_embeddings, so its sliding "
+                f"layers cannot be kept apart; use sliding_layers='scale'"
+            )
+        handles.append(module.register_forward_pre_hook(_use_native, with_kwargs=True))
+    return handles
+
+
+@torch.compiler.disable
+def _use_native(module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+    given = {**dict(zip(parameters(type(module)), args, strict=False)), **kwargs}
+    embeddings = given["position_embeddings"]
+    first = embeddings if isinstance(embeddings, torch.Tensor) else embeddings[0]
+    native = getattr(first, _NATIVE, None)
+    if native is None:
+        raise UnsupportedModelError(
+            "the unpatched position embeddings did not reach a sliding layer (a wrapper copied "
+            "them); use sliding_layers='scale'"
+        )
+    if "position_embeddings" in kwargs:
+        return args, {**kwargs, "position_embeddings": native}
+    return tuple(native if arg is embeddings else arg for arg in args), kwargs

@@ -23,7 +23,7 @@ from rope_ext.measure.attention import (
     octaves,
     resultants,
 )
-from rope_ext.measure.perplexity import Windows
+from rope_ext.measure.tasks.perplexity import Windows
 from rope_ext.methods import FrequencyMethod, Method, PositionMethod, Rope
 from rope_ext.patching import first_site, patched, refuse_scaled
 from rope_ext.plots.methods import (

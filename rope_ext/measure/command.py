@@ -17,7 +17,7 @@ from rope_ext.measure.folder import Folder
 from rope_ext.measure.models import DTYPES
 from rope_ext.measure.reports.terminal import clean_errors, quiet, tell
 from rope_ext.measure.settings import Settings, require_seed
-from rope_ext.measure.tasks import all_tasks, build, chosen, options
+from rope_ext.measure.tasks import all_tasks, build, chosen, from_file, options
 
 METHOD_HELP = "names, comma between, or repeat; 'none'; 'adapter': what it was trained under"
 OPTION_HELP = "METHOD.NAME=VALUE, NAME=VALUE of a single method, or METHOD=FILE.json"
@@ -168,21 +168,21 @@ def main(args: argparse.Namespace, tasks: Sequence[str]) -> None:
 
 
 def call(words: Sequence[str]) -> None:
-    """``rope-ext eval`` with these words: the tasks first, then options.
+    """``rope-ext eval`` with these words: the tasks first, by name or in a file, then options.
 
     Exits as argparse does where an option is unknown or missing, or help is asked for.
     """
     tasks = list(takewhile(lambda word: not word.startswith("-"), words))
-    names, given = split(tasks), words[len(tasks) :]
-    known = ", ".join(all_tasks())
+    given = list(words[len(tasks) :])
     with clean_errors():
-        made = parser(
-            f"Measure {', '.join(names) or 'some tasks'} in one report.\n\nTasks, to be given "
-            f"first: {known}.",
-            "runs/eval",
-            names,
-        )
-    made.prog = f"rope-ext eval {' '.join(names) or 'TASK...'}"
+        names = []
+        for task in split(tasks):
+            names += from_file(task) if task.endswith(".py") else [task]
+        known = ", ".join(all_tasks())
+        about = f"Measure {', '.join(names) or 'some tasks'} in one report.\n\n"
+        about += f"Tasks, to be given first: {known}, or FILE.py that registers some."
+        made = parser(about, "runs/eval", names)
+    made.prog = f"rope-ext eval {' '.join(tasks) or 'TASK...'}"
     if not (names or {"-h", "--help"} & {*given}):
         made.error(f"give the tasks first, some of {known}")
     main(made.parse_args(given), names)

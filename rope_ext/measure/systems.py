@@ -12,7 +12,7 @@ from rope_ext.loading import SIDECAR
 from rope_ext.measure import models
 from rope_ext.measure.cases import Case, digest
 from rope_ext.measure.settings import UNPATCHED
-from rope_ext.methods.base import Method, build_method, method_class, reach
+from rope_ext.methods import Method, build_method, method_class, reach
 from rope_ext.patching import patched
 from rope_ext.saving.record import ARGUMENTS, Record
 

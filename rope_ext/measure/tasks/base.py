@@ -8,10 +8,13 @@ so that every method is asked the very same questions.
 from __future__ import annotations
 
 import dataclasses
+import importlib.util
+import sys
 import types
 import typing
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, ClassVar, Literal, TypeVar
 
 from rope_ext.errors import OptionError, RopeExtError, nearest
@@ -74,15 +77,15 @@ _REGISTRY: dict[str, type[Task]] = {}
 
 
 def register(cls: T) -> T:
-    """Class decorator: makes a task known by its name.
+    """Class decorator: makes a task known by its name. The same class may be defined again.
 
     Raises:
         RopeExtError: the name is taken, or the kind of its values is none.
     """
-    if _REGISTRY.get(cls.name, cls) is not cls:
+    holder = _REGISTRY.get(cls.name, cls)
+    if (holder.__module__, holder.__qualname__) != (cls.__module__, cls.__qualname__):
         raise RopeExtError(
-            f"task name {cls.name!r} is taken by {_REGISTRY[cls.name].__name__}; give "
-            f"{cls.__name__} another"
+            f"task name {cls.name!r} is taken by {holder.__name__}; give {cls.__name__} another"
         )
     if cls.kind not in typing.get_args(Kind):
         raise RopeExtError(
@@ -91,6 +94,23 @@ def register(cls: T) -> T:
         )
     _REGISTRY[cls.name] = cls
     return cls
+
+
+def from_file(path: str) -> list[str]:
+    """Run a file of Python; the names of the tasks that it registers.
+
+    Raises:
+        OptionError: there is no such file, or it registers none.
+    """
+    if not Path(path).is_file():
+        raise OptionError(f"there is no file {path}; give one that registers a task, or a name")
+    spec = importlib.util.spec_from_file_location(f"rope_ext_task_{Path(path).stem}", path)
+    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    names = [name for name, cls in _REGISTRY.items() if cls.__module__ == spec.name]
+    if not names:
+        raise OptionError(f"{path} registers no task; decorate one with @register")
+    return names
 
 
 def all_tasks() -> dict[str, type[Task]]:

@@ -25,11 +25,11 @@ from torch import nn
 from transformers import DynamicCache
 
 import rope_ext
-from eval import options
-from rope_ext.measure import models
-from rope_ext.measure.arguments import parse_lengths, parse_options
+from rope_ext.measure import command, models
+from rope_ext.measure.arguments import parse_lengths, parse_options, split
 from rope_ext.measure.cases import require_positive
-from rope_ext.measure.run import checked_methods, versions
+from rope_ext.measure.systems import checked_methods
+from rope_ext.measure.versions import versions
 
 EACH_KIND = {
     "yarn": {"method": "yarn"},
@@ -107,13 +107,13 @@ def evaluate(args: argparse.Namespace) -> dict[str, Any]:
     Raises:
         RopeExtError: something is unknown or cannot be loaded.
     """
-    name, names = options.only_model(args), options.split(args.method or ())
+    name, names = command.only_model(args), split(args.method or ())
     variants = {variant: {"factor": args.factor, **more} for variant, more in EACH_KIND.items()}
     if names or args.option:
         own = parse_options(args.option, names)
         methods = checked_methods(names, args.factor, own, args.adapter, force=True)
         variants = {method: {"method": method, **more} for method, more in methods.items()}
-    rows, lengths = options.batch_size(args.batch_size) or 1, parse_lengths(args.lengths)
+    rows, lengths = command.batch_size(args.batch_size) or 1, parse_lengths(args.lengths)
     require_positive(batch_size=rows, rounds=args.rounds, length=min(lengths))
     model = models.load_model(name, args.dtype, args.device, args.attn, args.adapter)
     given = {
@@ -165,10 +165,10 @@ def show(data: dict[str, Any]) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run from the command line."""
-    parser = options.bare(__doc__, "runs/speed")
+    parser = command.bare(__doc__, "runs/speed")
     parser.add_argument("--lengths", action="append", required=True, help="tokens, such as 2k,8k")
     parser.add_argument("--rounds", type=int, default=15, help="runs of each")
-    options.run(parser.parse_args(arguments), evaluate, show, "speed.json")
+    command.run(parser.parse_args(arguments), evaluate, show, "speed.json")
 
 
 if __name__ == "__main__":

@@ -25,20 +25,19 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from eval import options
-from rope_ext import OptionError
-from rope_ext.errors import MeasureError
-from rope_ext.measure import models
-from rope_ext.measure.arguments import parse_options
-from rope_ext.measure.run import beyond, checked_methods, patched, saved_otherwise, versions
-from rope_ext.measure.summary import UNPATCHED
-from rope_ext.measure.terminal import tell
+from rope_ext.errors import MeasureError, OptionError
+from rope_ext.measure import command, models
+from rope_ext.measure.arguments import parse_options, split
+from rope_ext.measure.reports.terminal import tell
+from rope_ext.measure.settings import UNPATCHED
+from rope_ext.measure.systems import beyond, checked_methods, saved_otherwise, under
+from rope_ext.measure.versions import versions
 from rope_ext.methods import reach
 
 
 def parser() -> argparse.ArgumentParser:
-    """The options."""
-    made = options.bare(__doc__, "runs/harness")
+    """The command."""
+    made = command.bare(__doc__, "runs/harness")
     made.set_defaults(batch_size="1")
     add = made.add_argument_group("lm-evaluation-harness").add_argument
     add("--tasks", required=True, help="names the harness knows, comma between")
@@ -46,7 +45,7 @@ def parser() -> argparse.ArgumentParser:
     add("--metadata", help='JSON for the tasks, such as {"max_seq_lengths": [8192]}')
     add("--limit", type=int, help="documents of each task")
     add("--num-fewshot", type=int, help="examples before each question")
-    add("--max-length", type=options.tokens, help="window; default: factor x trained length")
+    add("--max-length", type=command.tokens, help="window; default: factor x trained length")
     add("--force", action="store_true", help="measure an adapter under another method")
     add("--chat", action="store_true", help="use the chat template")
     return made
@@ -58,7 +57,7 @@ def evaluate(args: argparse.Namespace) -> dict[str, Any]:
     Raises:
         RopeExtError: something is unknown, missing or cannot be loaded.
     """
-    name, names = options.only_model(args), options.split(args.method or ())
+    name, names = command.only_model(args), split(args.method or ())
     given = parse_options(args.option, names)
     methods = checked_methods(names, args.factor, given, args.adapter, args.force)
     metadata = _metadata(args.metadata)
@@ -80,7 +79,7 @@ def evaluate(args: argparse.Namespace) -> dict[str, Any]:
         tell(f"note: {note}", "yellow")
     include = None if args.include_path is None else str(args.include_path)
     manager = TaskManager(include_path=include, metadata={"pretrained": name, **metadata})
-    tasks = _known(options.split(args.tasks), manager)
+    tasks = _known(split(args.tasks), manager)
     tokenizer = models.load_tokenizer(name)
     tokenizer.model_max_length = max(window, tokenizer.model_max_length)
     model = models.load_model(name, args.dtype, args.device, args.attn, args.adapter)
@@ -89,7 +88,7 @@ def evaluate(args: argparse.Namespace) -> dict[str, Any]:
         if method == UNPATCHED:
             applied = model.disable_adapter() if args.adapter else nullcontext()
         else:
-            applied = patched(model, method, values, args.compose, args.trained_length)
+            applied = under(model, method, values, args.compose, args.trained_length)
         with applied:
             harness = HFLM(
                 pretrained=model,
@@ -171,7 +170,7 @@ def show(data: dict[str, Any]) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run from the command line."""
-    options.run(parser().parse_args(arguments), evaluate, show, "harness.json")
+    command.run(parser().parse_args(arguments), evaluate, show, "harness.json")
 
 
 if __name__ == "__main__":

@@ -28,7 +28,7 @@ from transformers import (
     TrainingArguments,
 )
 
-from rope_ext.measure.passkey import FILLER, INTRO, NEEDLE, QUESTION, PasskeyPrompts
+from rope_ext.measure.tasks.passkey import FILLER, INTRO, NEEDLE, QUESTION, PasskeyPrompts
 from rope_ext.measure.text import python_library
 
 LENGTH = 512  # trained context, tokens

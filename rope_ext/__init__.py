@@ -51,8 +51,7 @@ from rope_ext.methods import (
     YaRN,
 )
 from rope_ext.patching import patch, patched, unpatch
-
-__version__ = "0.1.0"
+from rope_ext.version import __version__ as __version__
 
 __all__ = [
     "ABF",

@@ -13,7 +13,7 @@ from rich.table import Table
 
 from rope_ext.errors import OptionError
 from rope_ext.measure.arguments import parse_length, parse_lengths, parse_options, split
-from rope_ext.measure.terminal import clean_errors, evaluate, quiet, tell
+from rope_ext.measure.reports.terminal import clean_errors, quiet, tell
 
 app = typer.Typer(no_args_is_help=True, add_completion=False)
 
@@ -76,9 +76,9 @@ def compare(
 ) -> None:
     """Measure methods against the unpatched model: perplexity and passkey retrieval."""
     with clean_errors():
-        from rope_ext.measure.passkey import Passkey
-        from rope_ext.measure.perplexity import Perplexity
-        from rope_ext.measure.run import Settings
+        from rope_ext.measure.evaluate import evaluate
+        from rope_ext.measure.settings import Settings
+        from rope_ext.measure.tasks import Passkey, Perplexity
 
         names = tuple(split(methods))
         settings = Settings(
@@ -98,8 +98,20 @@ def compare(
             resume=resume,
             overwrite=overwrite,
         )
-        perplexity = Perplexity.of(text or (), windows=windows)
+        perplexity = Perplexity(text=text or (), windows=windows)
         evaluate(settings, [perplexity, Passkey(trials=trials, depths=depths)])
+
+
+@app.command(
+    "eval",
+    context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
+    add_help_option=False,
+)
+def evaluate_tasks(context: typer.Context) -> None:
+    """Measure tasks: perplexity, longppl, passkey, needle, ruler; see `rope-ext eval TASK -h`."""
+    from rope_ext.measure import command
+
+    command.call(context.args)
 
 
 @app.command()
@@ -323,7 +335,7 @@ def verify(
 
         from rope_ext.engines import verifying
         from rope_ext.measure.models import load_config
-        from rope_ext.measure.run import checked_methods
+        from rope_ext.measure.systems import checked_methods
 
         quiet()
         longest = parse_length(length)
@@ -390,7 +402,7 @@ def plot(
     queries and keys by distance. attention: where the last 256 tokens look, by distance.
     """
     with clean_errors():
-        from rope_ext.measure.run import checked_methods
+        from rope_ext.measure.systems import checked_methods
         from rope_ext.methods import build_method
         from rope_ext.plots import pictures
 
@@ -417,7 +429,7 @@ def _patched(
     """The loaded model, under the method if there is one."""
     import rope_ext
     from rope_ext.measure.models import load_config, load_model
-    from rope_ext.measure.run import checked_methods, saved_otherwise
+    from rope_ext.measure.systems import checked_methods, saved_otherwise
 
     quiet()
     if method is None and option:
@@ -437,7 +449,7 @@ def _patched(
 def show_methods() -> None:
     """List the methods, their options and when to use them."""
     import rope_ext
-    from rope_ext.measure.report import wide_console
+    from rope_ext.measure.reports.report import wide_console
 
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     for column in ("method", "options", "use", "paper"):

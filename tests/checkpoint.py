@@ -8,7 +8,7 @@ from conftest import tiny_llama
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
-from rope_ext.measure.passkey import FILLER, INTRO, NEEDLE, QUESTION
+from rope_ext.measure.tasks.passkey import FILLER, INTRO, NEEDLE, QUESTION
 
 TRAINED = 128
 

@@ -12,9 +12,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import rope_ext
 from rope_ext.measure.forward import score
-from rope_ext.measure.passkey import PasskeyPrompts
-from rope_ext.measure.perplexity import choose_windows
 from rope_ext.measure.prompts import beginning
+from rope_ext.measure.tasks.passkey import PasskeyPrompts
+from rope_ext.measure.tasks.perplexity import choose_windows
 from rope_ext.measure.text import python_library
 
 PATH = Path(__file__).parents[1] / "checkpoints" / "tiny-512"

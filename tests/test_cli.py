@@ -19,7 +19,7 @@ import rope_ext
 from rope_ext.cli import app
 from rope_ext.errors import MeasureError
 from rope_ext.measure import models, run
-from rope_ext.measure.summary import Estimate
+from rope_ext.measure.reports.summary import Estimate
 from rope_ext.plots import results as figures
 from rope_ext.plots.style import require_matplotlib
 
@@ -152,7 +152,7 @@ def test_missing_matplotlib_is_told_first(
 
 
 def test_measuring_needs_no_matplotlib_to_import() -> None:
-    code = "import sys, rope_ext.measure.report; assert 'matplotlib' not in sys.modules"
+    code = "import sys, rope_ext.measure.reports.report; assert 'matplotlib' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)
 
 

@@ -24,20 +24,24 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import rope_ext
 from benchmarks import speed
-from eval import haystack, needle, passkey, perplexity, report, ruler
-from eval.haystack import Needles
+from eval import needle, passkey, perplexity, report, ruler
 from rope_ext.errors import MeasureError, OptionError
-from rope_ext.measure import models, run
+from rope_ext.measure import command, models, run
 from rope_ext.measure.cases import Case, Outcome, read_outcomes
 from rope_ext.measure.forward import score
-from rope_ext.measure.intervals import wilson
-from rope_ext.measure.longppl import LongPPL
-from rope_ext.measure.passkey import Passkey
-from rope_ext.measure.perplexity import Perplexity
+from rope_ext.measure.plan import prepare
 from rope_ext.measure.prompts import Frame, joined
-from rope_ext.measure.report import Report
-from rope_ext.measure.run import Settings, prepare
-from rope_ext.measure.summary import Estimate, is_clear
+from rope_ext.measure.reports.intervals import wilson
+from rope_ext.measure.reports.report import Report
+from rope_ext.measure.reports.summary import Estimate, is_clear
+from rope_ext.measure.settings import Settings
+from rope_ext.measure.tasks import haystack
+from rope_ext.measure.tasks import ruler as suite
+from rope_ext.measure.tasks.base import build
+from rope_ext.measure.tasks.haystack import Needles
+from rope_ext.measure.tasks.longppl import LongPPL
+from rope_ext.measure.tasks.passkey import Passkey
+from rope_ext.measure.tasks.perplexity import Perplexity
 
 ROOT = Path(__file__).parents[1]
 SHIPPED = ROOT / "checkpoints" / "tiny-512"
@@ -399,10 +403,11 @@ def test_longppl_scores_the_key_tokens_alone(frame: Frame) -> None:
     # A name and its number, far enough from where it comes again that 64 tokens do not reach it.
     filler = " ".join(f"def function_{i}(self, value): return value * {i}" for i in range(9))
     text = f"secret_number = 83627194\n{filler}\nsecret_number = 83627194\n" * 3
-    sliding = Perplexity([text], windows=1, protocol="sliding", stride=40)
-    task = LongPPL(sliding, lambda: nullcontext(model), "the model", short=64)
+    task = LongPPL(
+        [text], windows=1, stride=40, short_context=64, opened=lambda: nullcontext(model)
+    )
     built = task.questions(frame, [100, 300], seed=0)
-    windows = sliding.choose(frame, [100, 300], 0)
+    windows = task.choose(frame, [100, 300], 0)
     keys = naive_keys(model, [0, *windows.texts[0]], 64)
     assert 3 < len(keys) < 60 and f"the {len(keys)} of 299 tokens" in built.definition
     for length in (100, 300):  # every length scores the very same tokens
@@ -415,31 +420,30 @@ def test_longppl_scores_the_key_tokens_alone(frame: Frame) -> None:
     result = run._loss(whole, losses[-run._tail(whole) :])
     assert result.value == pytest.approx(sum(expected) / len(keys)) and result.tokens == len(keys)
     with pytest.raises(OptionError, match="short_context=300 is too long for lengths up to 300"):
-        dataclasses.replace(task, short=300).questions(frame, [100, 300], 0)
+        dataclasses.replace(task, short_context=300).questions(frame, [100, 300], 0)
     with pytest.raises(MeasureError, match="no token in the text that needs more than 200"):
-        dull = dataclasses.replace(sliding, texts=["return None\n" * 300])
-        dataclasses.replace(task, sliding=dull, short=200).questions(frame, [100, 300], 0)
+        dull = dataclasses.replace(task, documents=["return None\n" * 300], short_context=200)
+        dull.questions(frame, [100, 300], 0)
 
 
 def test_longppl_scores_each_key_token_once_at_every_length(frame: Frame) -> None:
     """Also at a trained length below the lengths asked for, without a stride or with one."""
-    task = LongPPL(Perplexity([BOOK[0] * 3], windows=1), nullcontext, "the model", short=64)
+    task = LongPPL([BOOK[0] * 3], windows=1, short_context=64, opened=nullcontext)
     keys = set(range(3, 900, 7))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(LongPPL, "keys", lambda *args: keys)
         for stride in (None, 40, 127):
-            sliding = {} if stride is None else {"protocol": "sliding", "stride": stride}
-            given = dataclasses.replace(task, sliding=dataclasses.replace(task.sliding, **sliding))
+            given = dataclasses.replace(task, stride=stride)
             cases = given.questions(frame, [128, 1000], seed=0).cases
-            text = task.sliding.choose(frame, [128, 1000], 0).texts[0]
+            text = task.choose(frame, [128, 1000], 0).texts[0]
             for length in (128, 1000):
                 part = [case for case in cases if case.length == length]
                 assert all(0 < place < len(case.ids) for case in part for place in case.only)
                 scored = [case.ids[place] for case in part for place in case.only]
                 assert scored == [text[place] for place in sorted(keys)]
-        far = dataclasses.replace(task.sliding, protocol="sliding", stride=500)
+        far = dataclasses.replace(task, stride=500)
         with pytest.raises(OptionError, match="stride=500 would skip tokens at length 128"):
-            dataclasses.replace(task, sliding=far).questions(frame, [128, 1000], seed=0)
+            far.questions(frame, [128, 1000], seed=0)
 
 
 def test_longppl_from_the_command_line(tmp_path: Path) -> None:
@@ -454,8 +458,7 @@ def test_longppl_from_the_command_line(tmp_path: Path) -> None:
 
 
 def test_lengths_in_tokens_may_be_written_with_a_k() -> None:
-    made = perplexity.options.parser("", "x")
-    perplexity.options.add_perplexity(made)
+    made = command.parser("", "x", ["perplexity"])
     words = ["--model", "m", "--method", "yarn", "--lengths", "4k", "--stride", "1k"]
     assert made.parse_args(words).stride == 1024
 
@@ -534,9 +537,9 @@ def test_needles_lie_where_they_should(frame: Frame) -> None:
         assert at == pytest.approx(case.depth, abs=0.15)
 
 
-@pytest.mark.parametrize("name", ruler.TASKS)
+@pytest.mark.parametrize("name", suite.TASKS)
 def test_ruler_prompts_fit_and_hold_their_answers(name: str, frame: Frame) -> None:
-    task = ruler.TASKS[name](3, None, {})
+    task = suite.TASKS[name](3, None, {})
     assert task.name == name and task.suite == "RULER"
     cases = ask(task, frame, 2048, 4096)
     assert cases == ask(task, frame, 2048, 4096) != ask(task, frame, 2048, 4096, seed=1)
@@ -559,7 +562,7 @@ def test_ruler_answers_are_right(frame: Frame) -> None:
     """Solved by programs that read the prompt alone."""
 
     def prompts(name: str) -> list[tuple[Case, str]]:
-        cases = ask(ruler.TASKS[name](4, None, {}), frame, 3000)
+        cases = ask(suite.TASKS[name](4, None, {}), frame, 3000)
         return [(case, frame.tokenizer.decode(case.ids)) for case in cases]
 
     for case, text in prompts("vt"):
@@ -587,7 +590,7 @@ def test_ruler_answers_are_right(frame: Frame) -> None:
 
 
 def test_the_third_frequent_word_is_never_tied(frame: Frame) -> None:
-    task = ruler.FrequentWords(3, 50)
+    task = suite.FrequentWords(3, 50)
     with pytest.raises(OptionError) as error:
         ask(task, frame, 150)
     least = int(re.search(r"at least (\d+)", str(error.value))[1])
@@ -603,7 +606,7 @@ def test_the_third_frequent_word_is_never_tied(frame: Frame) -> None:
 
 def test_ruler_distractors(frame: Frame) -> None:
     for name, least in (("niah_multikey_1", 4), ("niah_multikey_2", 40), ("niah_multikey_3", 10)):
-        for case in ask(ruler.TASKS[name](2, None, {}), frame, 4096):
+        for case in ask(suite.TASKS[name](2, None, {}), frame, 4096):
             text = frame.tokenizer.decode(case.ids)
             assert text.count("One of the special magic") >= least and len(case.answers) == 1
 
@@ -611,11 +614,10 @@ def test_ruler_distractors(frame: Frame) -> None:
 def test_own_haystack(frame: Frame, tmp_path: Path) -> None:
     book = tmp_path / "book.txt"
     book.write_text("It was a dark night. The rain fell. Nobody came!")
-    parser = needle.options.parser("", "x")
-    needle.options.add_grid(parser)
-    needle.add(parser)
+    parser = command.parser("", "x", ["needle"])
     words = ["--model", "m", "--method", "yarn", "--lengths", "1k", "--haystack", str(book)]
-    task = needle.task(parser.parse_args([*words, "--needles", "2", "--distractors", "3"]))
+    args = parser.parse_args([*words, "--needles", "2", "--distractors", "3"])
+    [task] = build(["needle"], vars(args))[0].parts(command.settings(args))
     assert (task.keys, task.queries, task.source) == (5, 2, str(book))
     text = frame.tokenizer.decode(ask(task, frame, 700)[0].ids)
     assert "The rain fell. Nobody came! It was a dark night." in text

@@ -18,14 +18,16 @@ from typing import Any
 import pytest
 from checkpoint import save_checkpoint
 
-from eval import options
 from rope_ext.errors import MeasureError, OptionError
-from rope_ext.measure import models, run, terminal
+from rope_ext.measure import command, models, run
 from rope_ext.measure.cases import Outcome, adding, line, read_outcomes
+from rope_ext.measure.evaluate import evaluate
 from rope_ext.measure.folder import HEADER, HIDDEN, Folder, held, log_name, replace_file
-from rope_ext.measure.passkey import Passkey
-from rope_ext.measure.run import Settings, prepare
+from rope_ext.measure.plan import prepare
+from rope_ext.measure.reports.terminal import clean_errors
 from rope_ext.measure.search import Log
+from rope_ext.measure.settings import Settings
+from rope_ext.measure.tasks.passkey import Passkey
 
 TASKS = (Passkey(trials=2, depths=1),)
 CORPUS = '{"text": "years of work"}\n{"text": "and no line break at the end"}'
@@ -88,9 +90,9 @@ def test_files_with_names_like_those_of_logs_are_neither_read_nor_deleted(
     ]
     for name in names:
         (settings.output / name).write_text(CORPUS)
-    terminal.evaluate(settings, TASKS)
-    terminal.evaluate(changed(settings, overwrite=True), TASKS)
-    terminal.evaluate(changed(settings, resume=True), TASKS)
+    evaluate(settings, TASKS)
+    evaluate(changed(settings, overwrite=True), TASKS)
+    evaluate(changed(settings, resume=True), TASKS)
     assert all((settings.output / name).read_text() == CORPUS for name in names)
     assert {path.name for path in settings.output.iterdir()} == {
         *names, *NAMES, "cases.jsonl", HIDDEN
@@ -108,13 +110,13 @@ def test_a_foreign_log_of_another_process_is_in_the_way(
 
 
 def test_a_report_that_the_user_edited_is_not_overwritten(settings: Settings) -> None:
-    terminal.evaluate(settings, TASKS)
+    evaluate(settings, TASKS)
     (settings.output / "table.md").write_text("my own words")
     for how in ({"resume": True}, {"overwrite": True}):
         with pytest.raises(MeasureError, match=r"table\.md is not what .* or was changed since"):
             prepare(changed(settings, **how), TASKS)
     (settings.output / "table.md").unlink()
-    terminal.evaluate(changed(settings, resume=True), TASKS)
+    evaluate(changed(settings, resume=True), TASKS)
     assert "yarn" in (settings.output / "table.md").read_text()
 
 
@@ -164,9 +166,9 @@ def test_what_measures_by_itself_does_not_overwrite_either(
     tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:
     (tmp_path / "speed.json").write_text(CORPUS)
-    parser = options.bare("", str(tmp_path))
+    parser = command.bare("", str(tmp_path))
     with pytest.raises(SystemExit) as stopped:
-        options.run(
+        command.run(
             parser.parse_args(["--model", "m"]),
             lambda args: pytest.fail("measured"),
             print,
@@ -218,17 +220,17 @@ def holding(folder: Path) -> int:
 def test_a_folder_in_use_names_who_uses_it_and_a_killed_run_leaves_it_free(
     settings: Settings, checkpoint: Path
 ) -> None:
-    terminal.evaluate(settings, TASKS)
+    evaluate(settings, TASKS)
     other = holding(settings.output)
     try:
         more = changed(settings, resume=True, methods=("ntk",))
         said = rf"out is in use by another run \(process {other} on \S+ since 2\d\d\d-"
         with pytest.raises(MeasureError, match=said):
-            terminal.evaluate(more, TASKS)
+            evaluate(more, TASKS)
     finally:
         os.kill(other, signal.SIGKILL)
         os.waitpid(other, 0)
-    terminal.evaluate(more, TASKS)
+    evaluate(more, TASKS)
     methods = [o.system for o in read_outcomes([settings.output / run.LOG]).values()]
     assert set(methods) == {"none", "ntk", "yarn"}
 
@@ -255,7 +257,7 @@ def test_of_processes_launched_together_the_first_holds_the_folder(
 
 def test_a_run_that_ended_after_the_plan_was_made_is_not_mixed_in(settings: Settings) -> None:
     plan = prepare(settings, TASKS)
-    terminal.evaluate(settings, TASKS)
+    evaluate(settings, TASKS)
     with pytest.raises(MeasureError, match="holds results already"):
         run.run(plan)
 
@@ -304,13 +306,13 @@ def test_adding_to_a_log_begins_it_once(tmp_path: Path) -> None:
 
 def test_a_disk_that_is_full_loses_no_finished_case(settings: Settings) -> None:
     with disk_full_beyond(700), pytest.raises(MeasureError, match=r"make room .* --resume keeps"):
-        terminal.evaluate(settings, TASKS)
+        evaluate(settings, TASKS)
     kept = read_outcomes([settings.output / run.LOG])
     assert 0 < len(kept) < 8
     size = 10_000  # enough for the log, not for the page
     with disk_full_beyond(size), pytest.raises(MeasureError, match=r"cannot write to .*out: "):
-        terminal.evaluate(changed(settings, resume=True), TASKS)
-    terminal.evaluate(changed(settings, resume=True), TASKS)
+        evaluate(changed(settings, resume=True), TASKS)
+    evaluate(changed(settings, resume=True), TASKS)
     assert (settings.output / "report.html").stat().st_size > size
     assert not list((settings.output / HIDDEN).glob("*.draft"))
 
@@ -364,8 +366,8 @@ def test_reports_are_written_though_nothing_can_be_printed(
 ) -> None:
     monkeypatch.setattr(sys, "stdout", Closed(error))
     monkeypatch.setattr(os, "dup2", lambda *args: None)  # rich would close pytest's own
-    with pytest.raises(SystemExit) as stopped, terminal.clean_errors():
-        terminal.evaluate(settings, TASKS)
+    with pytest.raises(SystemExit) as stopped, clean_errors():
+        evaluate(settings, TASKS)
     assert stopped.value.code == code
     assert said in capfd.readouterr().err
     assert {path.name for path in settings.output.iterdir()} >= set(NAMES)
@@ -374,7 +376,7 @@ def test_reports_are_written_though_nothing_can_be_printed(
 @pytest.mark.slow  # two processes that import torch
 def test_nothing_is_left_to_fail_at_the_end_of_the_process() -> None:
     code = (
-        "from rope_ext.measure.terminal import clean_errors\n"
+        "from rope_ext.measure.reports.terminal import clean_errors\n"
         "with clean_errors():\n    print('x' * 100000)\n"
     )
     for target, status in (("/dev/full", 2), ("pipe", 1)):

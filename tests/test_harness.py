@@ -10,7 +10,7 @@ from transformers import AutoTokenizer
 
 from eval import harness
 from rope_ext.errors import MeasureError
-from rope_ext.measure.passkey import PasskeyPrompts
+from rope_ext.measure.tasks.passkey import PasskeyPrompts
 
 SHIPPED = Path(__file__).parents[1] / "checkpoints" / "tiny-512"
 TASK = """

@@ -13,7 +13,7 @@ import torch
 from conftest import LENGTH, tiny_llama
 
 import rope_ext
-from rope_ext.measure.run import beyond, checked_methods
+from rope_ext.measure.systems import beyond, checked_methods
 from rope_ext.methods import Rope, all_methods, build_method
 from rope_ext.patching import current_patch
 from tests.families.checks import changed, snapshot

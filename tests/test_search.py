@@ -30,11 +30,11 @@ import rope_ext
 from rope_ext.cli import app
 from rope_ext.measure.arguments import parse_options
 from rope_ext.measure.forward import score
-from rope_ext.measure.intervals import bootstrap_mean
-from rope_ext.measure.passkey import FILLER
-from rope_ext.measure.perplexity import choose_windows
 from rope_ext.measure.prompts import beginning
+from rope_ext.measure.reports.intervals import bootstrap_mean
 from rope_ext.measure.search import Candidate, Space, evolve
+from rope_ext.measure.tasks.passkey import FILLER
+from rope_ext.measure.tasks.perplexity import choose_windows
 from rope_ext.measure.text import python_library
 
 BOX = Path(__file__).parents[1] / "checkpoints" / "tiny-512"

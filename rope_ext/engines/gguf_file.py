@@ -19,7 +19,7 @@ from rope_ext.engines.base import ARCHITECTURES, Refusal, Scaling, refuse_adapti
 from rope_ext.engines.llama_cpp import TABLE, Plan, plan, planned
 from rope_ext.errors import ExportError, first_line
 from rope_ext.measure.arguments import parse_options
-from rope_ext.measure.run import checked_methods
+from rope_ext.measure.systems import checked_methods
 from rope_ext.methods import Method, Rope, build_method
 from rope_ext.patching import current_patch
 from rope_ext.rotary.sites import text_config, text_decoder, unwrap

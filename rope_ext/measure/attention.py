@@ -16,8 +16,8 @@ import torch
 from torch import nn
 
 from rope_ext.errors import UnsupportedModelError
-from rope_ext.measure.perplexity import Perplexity, Windows
 from rope_ext.measure.prompts import Frame
+from rope_ext.measure.tasks.perplexity import Perplexity, Windows
 from rope_ext.patching import first_site
 from rope_ext.position.attend import Dense, watched
 from rope_ext.position.layers import find_heads
@@ -88,7 +88,8 @@ def choose_windows(tokenizer: Any, text: Sequence[Path | str], length: int, coun
         MeasureError: a text is missing, unreadable or too short.
         OptionError: ``count`` or ``length`` is of no use.
     """
-    return Perplexity.of(text, windows=count).choose(Frame.of(tokenizer, "no"), (length,), seed=0)
+    task = Perplexity(text=tuple(text), windows=count)
+    return task.choose(Frame.of(tokenizer, "no"), (length,), seed=0)
 
 
 def octaves(trained: int, length: int) -> tuple[int, ...]:

@@ -168,6 +168,11 @@ def digest(*determinants: Any) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:24]
 
 
+def dump(data: Any) -> str:
+    """JSON as this package writes it: sorted keys, so that equal results are equal bytes."""
+    return json.dumps(data, indent=1, sort_keys=True, default=str) + "\n"
+
+
 def line(outcome: Outcome) -> str:
     """The outcome as a line of the log."""
     return json.dumps(outcome.to_json()) + "\n"

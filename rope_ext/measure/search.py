@@ -202,8 +202,8 @@ def search(
 
     Ding et al. 2024, arXiv 2402.13753, sections 3.2 and 3.3.
     """
-    from rope_ext.measure.run import require_seed
-    from rope_ext.measure.terminal import progress  # rich is not loaded with the package
+    from rope_ext.measure.reports.terminal import progress  # rich is not loaded with the package
+    from rope_ext.measure.settings import require_seed
 
     _check("target_length", target_length, 2)
     scored = target_length // 2 if scored is None else scored
@@ -472,8 +472,8 @@ def _windows(
     seed: int,
 ) -> list[tuple[int, ...]]:
     """Windows of ``length`` tokens, from as many documents as possible."""
-    from rope_ext.measure.perplexity import Perplexity
     from rope_ext.measure.prompts import Frame
+    from rope_ext.measure.tasks.perplexity import Perplexity
     from rope_ext.measure.text import read_texts
 
     if isinstance(text, str) and "\n" in text:

@@ -24,7 +24,7 @@ from rope_ext.measure.attention import (
     octaves,
     resultants,
 )
-from rope_ext.measure.perplexity import Windows
+from rope_ext.measure.tasks.perplexity import Windows
 from rope_ext.methods import Method, Rope
 from rope_ext.patching import first_site, patched
 from rope_ext.plots.methods import (

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from rope_ext.measure.summary import Estimate, is_unpatched, number
+from rope_ext.measure.reports.summary import Estimate, is_unpatched, number
 from rope_ext.plots.style import UNPATCHED_STYLE, bare, figure_of, mark_trained, style_of, ticker
 
 _MOST_SHADED = 4  # lines

@@ -17,6 +17,7 @@ from typing import Any, ClassVar
 from rope_ext.errors import OptionError
 from rope_ext.measure.cases import Case, Questions, require_positive
 from rope_ext.measure.prompts import Filler, Frame, encode, joined
+from rope_ext.measure.tasks.base import Kind, Task, option, register
 
 INTRO = (
     "There is an important info hidden inside a lot of irrelevant text. Find it and memorize "
@@ -108,8 +109,9 @@ class PasskeyPrompts:
         )
 
 
+@register
 @dataclass(frozen=True)
-class Passkey:
+class Passkey(Task):
     """The task: a grid of lengths and depths.
 
     Every trial has a key of its own and a depth drawn within its bin. All follow from the seed,
@@ -123,12 +125,12 @@ class Passkey:
     """
 
     name: ClassVar[str] = "passkey"
-    kind: ClassVar[str] = "rate"
+    kind: ClassVar[Kind] = "rate"
 
-    trials: int = 10
-    depths: int = 5
-    digits: int = 5
-    generate: bool = False
+    trials: int = option(10, "prompts for each length and depth")
+    depths: int = option(5, "depth bins of equal width")
+    digits: int = option(5, "of each key, such as 5 or 10")
+    generate: bool = option(False, "decode with a cache, instead of teacher-forcing")
 
     def __post_init__(self) -> None:
         require_positive(trials=self.trials, depths=self.depths, digits=self.digits)

@@ -7,9 +7,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from rope_ext.measure.cases import Outcome
-from rope_ext.measure.intervals import bootstrap_mean, paired_rates, wilson
+from rope_ext.measure.reports.intervals import bootstrap_mean, paired_rates, wilson
+from rope_ext.measure.settings import UNPATCHED
 
-UNPATCHED = "none"
 MAX_COST = 0.05
 """Highest relative rise of perplexity within the trained context that is recommended."""
 MAX_LOST = 0.05

@@ -17,11 +17,10 @@ from rich import box
 from rich.console import Console
 from rich.table import Table as RichTable
 
-from rope_ext.measure.cases import Outcome
-from rope_ext.measure.intervals import wilson
-from rope_ext.measure.run import PAGE, RESULTS, TABLES, Plan, System, Task, dump
-from rope_ext.measure.summary import (
-    UNPATCHED,
+from rope_ext.measure.cases import Outcome, dump
+from rope_ext.measure.plan import PAGE, RESULTS, TABLES, Plan
+from rope_ext.measure.reports.intervals import wilson
+from rope_ext.measure.reports.summary import (
     Estimate,
     difference,
     estimate,
@@ -33,6 +32,9 @@ from rope_ext.measure.summary import (
     recommend,
     signed,
 )
+from rope_ext.measure.settings import UNPATCHED
+from rope_ext.measure.systems import System
+from rope_ext.measure.tasks.base import Task
 from rope_ext.plots import results as figures
 
 EFFECTIVE = 0.856

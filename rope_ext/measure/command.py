@@ -1,19 +1,23 @@
-"""The options that all evaluators share, and how an evaluator is run from the command line."""
+"""`rope-ext eval`: the options that all evaluations share, and those of the tasks."""
 
 from __future__ import annotations
 
 import argparse
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
-from rope_ext import OptionError
+from rope_ext.errors import OptionError
 from rope_ext.measure.arguments import parse_length, parse_lengths, parse_options, split
+from rope_ext.measure.cases import dump
+from rope_ext.measure.evaluate import evaluate
 from rope_ext.measure.folder import Folder
 from rope_ext.measure.models import DTYPES
-from rope_ext.measure.run import Settings, Task, dump, require_seed
-from rope_ext.measure.terminal import clean_errors, evaluate, quiet, tell
+from rope_ext.measure.reports.terminal import clean_errors, quiet, tell
+from rope_ext.measure.settings import Settings, require_seed
+from rope_ext.measure.tasks import all_tasks, build, chosen, from_file, options
 
 METHOD_HELP = "names, comma between, or repeat; 'none'; 'adapter': what it was trained under"
 OPTION_HELP = "METHOD.NAME=VALUE, NAME=VALUE of a single method, or METHOD=FILE.json"
@@ -50,8 +54,23 @@ def bare(description: str, output: str) -> argparse.ArgumentParser:
     return made
 
 
-def parser(description: str, output: str) -> argparse.ArgumentParser:
-    """A parser with the options that all evaluators share; see ``bare``."""
+def parser(
+    description: str,
+    output: str,
+    tasks: Sequence[str] = (),
+    renamed: Mapping[str, str] | None = None,
+) -> argparse.ArgumentParser:
+    """A parser with the options that all evaluations share, and those of some tasks.
+
+    Args:
+        description: see ``bare``.
+        output: likewise.
+        tasks: names; what two of them call alike is one option.
+        renamed: an option that is typed otherwise, by the name of the field.
+
+    Raises:
+        OptionError: there is no such task, or a field of it is called as a shared option is.
+    """
     made = bare(description, output)
     add = made.add_argument_group("what is asked").add_argument
     add("--lengths", required=True, action="append", help="context lengths, such as 512,4k,8k")
@@ -59,6 +78,23 @@ def parser(description: str, output: str) -> argparse.ArgumentParser:
     add("--force", action="store_true", help=FORCE_HELP)
     add("--resume", action="store_true", help="use what --output holds and complete it")
     add("--overwrite", action="store_true", help="delete results that are in --output")
+    known: set[str] = set()
+    for cls in chosen(tasks):
+        group = made.add_argument_group(cls.name)
+        for option in options(cls):
+            if option.name in known:
+                continue
+            known.add(option.name)
+            typed = (renamed or {}).get(option.name, "--" + option.name.replace("_", "-"))
+            try:
+                group.add_argument(
+                    typed, dest=option.name, default=argparse.SUPPRESS, **option.words
+                )
+            except argparse.ArgumentError:
+                raise OptionError(
+                    f"the task {cls.name} has a field {option.name}, and {typed} is an option of "
+                    f"every evaluation; give the field another name"
+                ) from None
     return made
 
 
@@ -120,51 +156,36 @@ def batch_size(text: str) -> int | None:
     return int(text)
 
 
-def add_grid(made: argparse.ArgumentParser) -> None:
-    """Trials and depths."""
-    add = made.add_argument_group("grid").add_argument
-    add("--trials", type=int, default=10, help="prompts for each length and depth")
-    add("--depths", type=int, default=5, help="depth bins of equal width")
-
-
-def add_passkey(made: argparse.ArgumentParser) -> None:
-    """The options of the passkeys."""
-    add = made.add_argument_group("passkey").add_argument
-    add("--digits", type=int, default=5, help="of each key, such as 5 or 10")
-    add("--generate", action="store_true", help="decode with a cache, instead of teacher-forcing")
-
-
-def add_perplexity(made: argparse.ArgumentParser) -> None:
-    """The options of perplexity."""
-    add = made.add_argument_group("perplexity").add_argument
-    add(
-        "--text",
-        action="append",
-        help="file (txt, md, jsonl, parquet), folder or hf:ID/CONFIG:SPLIT; repeat. Default: the "
-        "held-out part of Python's library",
-    )
-    add("--windows", type=int, default=16, help="stretches of text, at most")
-    add(
-        "--protocol",
-        default=None,
-        help="ending (the same tokens after more and more context; default), sliding or start",
-    )
-    add("--stride", type=tokens, help="tokens a window moves by; makes the protocol sliding")
-    add("--min-context", type=tokens, default=0, help="of sliding and start: tokens not scored")
-    add("--longppl", action="store_true", help="also of the tokens alone that need long contexts")
-    add("--evaluator", help="model that chooses those tokens; default: that of the first method")
-    add("--short-context", type=tokens, default=4096, help="tokens that are not enough for them")
-
-
-def main(args: argparse.Namespace, tasks: Callable[[argparse.Namespace], Sequence[Task]]) -> None:
+def main(args: argparse.Namespace, tasks: Sequence[str]) -> None:
     """Check, measure, print and write; mistakes are told in one line.
 
     Args:
         args: from ``parser``.
-        tasks: called with ``args`` for the tasks to measure.
+        tasks: names of what is to be measured.
     """
     with clean_errors():
-        evaluate(settings(args), tasks(args))
+        evaluate(settings(args), build(tasks, vars(args)))
+
+
+def call(words: Sequence[str]) -> None:
+    """``rope-ext eval`` with these words: the tasks first, by name or in a file, then options.
+
+    Exits as argparse does where an option is unknown or missing, or help is asked for.
+    """
+    tasks = list(takewhile(lambda word: not word.startswith("-"), words))
+    given = list(words[len(tasks) :])
+    with clean_errors():
+        names = []
+        for task in split(tasks):
+            names += from_file(task) if task.endswith(".py") else [task]
+        known = ", ".join(all_tasks())
+        about = f"Measure {', '.join(names) or 'some tasks'} in one report.\n\n"
+        about += f"Tasks, to be given first: {known}, or FILE.py that registers some."
+        made = parser(about, "runs/eval", names)
+    made.prog = f"rope-ext eval {' '.join(tasks) or 'TASK...'}"
+    if not (names or {"-h", "--help"} & {*given}):
+        made.error(f"give the tasks first, some of {known}")
+    main(made.parse_args(given), names)
 
 
 def run(

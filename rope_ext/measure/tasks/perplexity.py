@@ -19,14 +19,17 @@ token counts as one of ``length``, as context, and is never scored. Perplexity i
 from __future__ import annotations
 
 import random
-from collections.abc import Container, Iterator, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 from rope_ext.errors import MeasureError, OptionError
+from rope_ext.measure.arguments import parse_length
 from rope_ext.measure.cases import Case, Questions, require_positive
 from rope_ext.measure.prompts import Frame, beginning, encode, joined
+from rope_ext.measure.tasks.base import Kind, Task, option, register
 from rope_ext.measure.text import python_library, read_texts
 
 SCORED = 256
@@ -120,57 +123,55 @@ def positions(lengths: Sequence[int]) -> tuple[int, ...]:
 
 
 @dataclass(frozen=True)
-class Perplexity:
-    """The task.
+class Stretches(Task):
+    """Stretches of text, and windows that move over them: what perplexity and LongPPL share.
 
     Args:
-        texts: documents.
-        source: where they are from, for a reader of the results.
+        documents: texts, instead of those of ``text``.
+        text: files, folders or data sets; none means Python's library.
         windows: stretches of text, at most.
-        protocol: ``ending``, ``sliding`` or ``start``; see the module.
-        stride: of ``sliding``, tokens.
-        min_context: of ``sliding`` and ``start``: tokens of text before the first scored one.
+        stride: tokens a window moves by.
+        min_context: tokens of text before the first scored one.
     """
 
-    name: ClassVar[str] = "perplexity"
-    kind: ClassVar[str] = "loss"
+    kind: ClassVar[Kind] = "loss"
 
-    texts: Sequence[str]
-    source: str = "Python's standard library (held-out files)"
-    windows: int = 16
-    protocol: Literal["ending", "sliding", "start"] = "ending"
-    stride: int | None = None
-    min_context: int = 0
-
-    @classmethod
-    def of(cls, paths: Sequence[Path | str], **options: Any) -> Perplexity:
-        """The task on files, folders or data sets, or on Python's library where none is given.
-
-        Raises:
-            MeasureError: a text is missing, empty or unreadable.
-            OptionError: an option is not valid.
-        """
-        if not paths:
-            return cls(python_library("held_out"), **options)
-        return cls(read_texts(paths), ", ".join(map(str, paths)), **options)
+    documents: Sequence[str] | None = None
+    text: Sequence[Path | str] = option(
+        (),
+        "file (txt, md, jsonl, parquet), folder or hf:ID/CONFIG:SPLIT; repeat. Default: the "
+        "held-out part of Python's library",
+        str,
+    )
+    windows: int = option(16, "stretches of text, at most")
+    stride: int | None = option(
+        None, "tokens a window moves by; makes the protocol sliding", parse_length
+    )
+    min_context: int = option(0, "of sliding and start: tokens not scored", parse_length)
 
     def __post_init__(self) -> None:
-        require_positive(windows=self.windows)
-        if self.protocol not in PROTOCOLS:
-            raise OptionError(
-                f"protocol={self.protocol!r} is not valid; it must be one of {', '.join(PROTOCOLS)}"
-            )
-        if (self.protocol == "sliding") != (self.stride is not None):
-            raise OptionError("--stride TOKENS and --protocol sliding go together; give both")
-        require_positive(stride=self.stride)
+        require_positive(windows=self.windows, stride=self.stride)
         if self.min_context < 0:
             raise OptionError(f"min_context={self.min_context} is not valid; it must be at least 0")
+
+    @cached_property
+    def _texts(self) -> Sequence[str]:
+        if self.documents is not None:
+            return self.documents
+        return read_texts(self.text) if self.text else python_library("held_out")
+
+    @property
+    def source(self) -> str:
+        """Where the texts are from, for a reader of the results."""
+        if self.documents is not None:
+            return "the given documents"
+        return ", ".join(map(str, self.text)) or "Python's standard library (held-out files)"
 
     def choose(self, frame: Frame, lengths: Sequence[int], seed: int) -> Windows:
         """The stretches of text, as long as the longest window.
 
         Raises:
-            MeasureError: the texts are too short.
+            MeasureError: a text cannot be read, or the texts are too short.
             OptionError: a length leaves nothing to score, or not every token.
         """
         if min(lengths) < 2:
@@ -183,11 +184,90 @@ class Perplexity:
                 f"stride={self.stride} would skip tokens at length {min(lengths)}; give a "
                 f"--stride below that, or longer --lengths"
             )
-        documents = [encode(frame.tokenizer, text) for text in self.texts]
+        documents = [encode(frame.tokenizer, text) for text in self._texts]
         eos = frame.tokenizer.eos_token_id
         return choose_windows(
             documents, lengths, self.windows, beginning(frame.tokenizer), eos, seed
         )
+
+    def slide(
+        self,
+        windows: Windows,
+        lengths: Sequence[int],
+        keys: Sequence[Container[int]] | None = None,
+    ) -> Iterator[Case]:
+        """Windows that move over each stretch and score each of its tokens once.
+
+        Args:
+            windows: the stretches.
+            lengths: of the windows, tokens.
+            keys: for each stretch, the places of the tokens to score; None means all. A window
+                that holds none of them is left out.
+        """
+        bos = windows.bos
+        for length in lengths:
+            size = length - len(bos)
+            number = 0
+            for index, text in enumerate(windows.texts):
+                done = max(self.min_context, 1 - len(bos))  # the first token has nothing before it
+                end = size
+                while done < len(text):
+                    end = min(end, len(text))
+                    begin = max(0, end - size)
+                    ids, group = bos + text[begin:end], windows.documents[index]
+                    more = {}
+                    if keys is not None:
+                        found = [place for place in range(done, end) if place in keys[index]]
+                        more["only"] = tuple(len(bos) + place - begin for place in found)
+                    if keys is None or more["only"]:
+                        yield self._case(length, number, ids, end - done, group, **more)
+                    number, done, end = number + 1, end, end + self.stride
+
+    def _case(
+        self, length: int, number: int, ids: Any, count: int, group: int, **more: Any
+    ) -> Case:
+        return Case(self.name, length, number, "loss", count, joined(ids), group=group, **more)
+
+
+@register
+@dataclass(frozen=True)
+class Perplexity(Stretches):
+    """The task.
+
+    Args:
+        documents, text, windows: as of ``Stretches``.
+        protocol: ``ending``, ``sliding`` or ``start``; see the module.
+        stride: of ``sliding``, tokens.
+        min_context: of ``sliding`` and ``start``: tokens of text before the first scored one.
+    """
+
+    name: ClassVar[str] = "perplexity"
+
+    protocol: Literal["ending", "sliding", "start"] = option(
+        "ending", "ending (the same tokens after more and more context), sliding or start"
+    )
+
+    @classmethod
+    def of(cls, given: Mapping[str, Any], beside: Sequence[str] = ()) -> Perplexity:
+        """As of every task; a stride alone makes the protocol sliding.
+
+        Raises:
+            OptionError: an option is not valid.
+        """
+        protocol = given.get("protocol", "sliding" if "stride" in given else "ending")
+        # LongPPL beside it always slides, and is what the least context is for.
+        if protocol == "ending" and given.get("min_context") and "longppl" not in beside:
+            raise OptionError("--min-context does not apply to the protocol ending; leave it out")
+        return cls(**{**given, "protocol": protocol})
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.protocol not in PROTOCOLS:
+            raise OptionError(
+                f"protocol={self.protocol!r} is not valid; it must be one of {', '.join(PROTOCOLS)}"
+            )
+        if (self.protocol == "sliding") != (self.stride is not None):
+            raise OptionError("--stride TOKENS and --protocol sliding go together; give both")
 
     def questions(self, frame: Frame, lengths: Sequence[int], seed: int) -> Questions:
         """All windows.
@@ -249,41 +329,6 @@ class Perplexity:
                 group = windows.documents[number]
                 yield self._case(length, number, ids, windows.scored, group, curve=curve)
 
-    def slide(
-        self,
-        windows: Windows,
-        lengths: Sequence[int],
-        name: str = "perplexity",
-        keys: Sequence[Container[int]] | None = None,
-    ) -> Iterator[Case]:
-        """Windows that move over each stretch and score each of its tokens once.
-
-        Args:
-            windows: the stretches.
-            lengths: of the windows, tokens.
-            name: of the task.
-            keys: for each stretch, the places of the tokens to score; None means all. A window
-                that holds none of them is left out.
-        """
-        bos = windows.bos
-        for length in lengths:
-            size = length - len(bos)
-            number = 0
-            for index, text in enumerate(windows.texts):
-                done = max(self.min_context, 1 - len(bos))  # the first token has nothing before it
-                end = size
-                while done < len(text):
-                    end = min(end, len(text))
-                    begin = max(0, end - size)
-                    ids, group = bos + text[begin:end], windows.documents[index]
-                    more = {}
-                    if keys is not None:
-                        found = [place for place in range(done, end) if place in keys[index]]
-                        more["only"] = tuple(len(bos) + place - begin for place in found)
-                    if keys is None or more["only"]:
-                        yield self._case(length, number, ids, end - done, group, name, **more)
-                    number, done, end = number + 1, end, end + self.stride
-
     def _start(self, windows: Windows, lengths: Sequence[int]) -> Iterator[Case]:
         bos = windows.bos
         first = max(self.min_context, 1 - len(bos))
@@ -295,15 +340,3 @@ class Perplexity:
                 count = len(ids) - len(bos) - first
                 group = windows.documents[number]
                 yield self._case(length, number, ids, count, group, curve=edges, nested=True)
-
-    def _case(
-        self,
-        length: int,
-        number: int,
-        ids: Any,
-        count: int,
-        group: int,
-        name: str = "perplexity",
-        **more: Any,
-    ) -> Case:
-        return Case(name, length, number, "loss", count, joined(ids), group=group, **more)

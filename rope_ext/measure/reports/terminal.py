@@ -1,22 +1,17 @@
-"""What all commands have in common: errors, messages, progress, and the run itself."""
+"""What all commands have in common: errors, messages and progress."""
 
 from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
 from rope_ext.errors import RopeExtError, first_line
 from rope_ext.measure.folder import first_process
-
-if TYPE_CHECKING:
-    from rope_ext.measure.report import Report
-    from rope_ext.measure.run import Plan, Settings, Task
 
 _err = Console(stderr=True, highlight=False)
 
@@ -73,47 +68,3 @@ def progress() -> Progress:
     return Progress(
         *columns, remaining, console=_err, speed_estimate_period=600, disable=not first_process()
     )
-
-
-def evaluate(settings: Settings, tasks: Sequence[Task]) -> Report | None:
-    """Check, measure, print and write; None in every process but the first.
-
-    Raises:
-        RopeExtError: see ``prepare`` and ``run``.
-    """
-    from rope_ext.measure.report import Report
-    from rope_ext.measure.run import prepare, run
-    from rope_ext.plots.style import require_matplotlib
-
-    require_matplotlib()
-    quiet()
-    plan = prepare(settings, tasks)
-    for note in plan.notes:
-        tell(f"note: {note}", "yellow")
-    with plan.folder.held():
-        with progress() as shown:
-            bar = shown.add_task(_extent(plan) if first_process() else "", total=None)
-            try:
-                outcomes = run(
-                    plan,
-                    lambda work: shown.advance(bar, work),
-                    lambda work: shown.update(bar, total=work),
-                )
-            except KeyboardInterrupt:
-                shown.stop()
-                kept = f"finished cases are in {settings.output}"
-                tell(f"stopped; {kept}, --resume goes on from there")
-                sys.exit(130)
-        if outcomes is None:
-            return None
-        report = Report(plan, outcomes)
-        paths = report.write()
-    report.print()  # whatever becomes of it, the files are there
-    for path in paths:
-        tell(f"wrote {path}")
-    return report
-
-
-def _extent(plan: Plan) -> str:
-    total, left = plan.size
-    return f"{left} cases" + (f" ({total - left} more are known)" if left < total else "")

@@ -14,10 +14,11 @@ from dataclasses import dataclass
 from itertools import accumulate, chain
 from typing import Any, ClassVar, Literal
 
-from rope_ext import OptionError
+from rope_ext.errors import OptionError
 from rope_ext.measure.cases import Case, Questions, require_positive
 from rope_ext.measure.prompts import Frame, encode, joined
-from rope_ext.measure.text import library_words, python_documentation, sentences
+from rope_ext.measure.tasks.base import Kind, Task
+from rope_ext.measure.text import library_words, python_documentation, read_texts, sentences
 
 NOISE = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again."
 INTRO = (
@@ -28,10 +29,10 @@ NEEDLE = "One of the special magic {kind} for {key} is: {value}."
 ASK = "\nWhat {are} the special magic {values} for {query} mentioned in the provided text?"
 LEAD = " The special magic {values} for {query} mentioned in the provided text {is_are}"
 
-Kind = Literal["words", "numbers", "uuids"]
+Word = Literal["words", "numbers", "uuids"]
 
 
-def make(kind: Kind, rng: random.Random) -> str:
+def make(kind: Word, rng: random.Random) -> str:
     """A random key or value: two words, seven digits, or a UUID."""
     if kind == "words":
         return "-".join(rng.choices(library_words(), k=2))
@@ -40,7 +41,7 @@ def make(kind: Kind, rng: random.Random) -> str:
     return str(uuid.UUID(int=rng.getrandbits(128), version=4))
 
 
-def distinct(kind: Kind, count: int, rng: random.Random) -> list[str]:
+def distinct(kind: Word, count: int, rng: random.Random) -> list[str]:
     """``count`` of them, none twice."""
     found: dict[str, None] = {}
     while len(found) < count:  # ends: there are millions of each kind
@@ -89,9 +90,21 @@ def too_long(name: str, least: int, length: int) -> OptionError:
     )
 
 
+def read_haystack(sources: Sequence[str]) -> dict[str, Any]:
+    """The sentences of a haystack and where they are from, as options of ``Needles``.
+
+    Raises:
+        MeasureError: a text is missing or empty.
+    """
+    if not sources:
+        return {}
+    text = [sentence for part in read_texts(sources) for sentence in sentences(part)]
+    return {"text": text, "source": ", ".join(sources)}
+
+
 @dataclass(frozen=True)
-class Needles:
-    """The task.
+class Needles(Task):
+    """The task, in all variants; ``needle`` and the ``niah`` tasks of ``ruler`` are some.
 
     Args:
         name: of the task.
@@ -110,7 +123,7 @@ class Needles:
         suite: that the task is averaged with.
     """
 
-    kind: ClassVar[str] = "rate"
+    kind: ClassVar[Kind] = "rate"
 
     name: str
     haystack: Literal["noise", "text", "needles"] = "text"
@@ -119,8 +132,8 @@ class Needles:
     keys: int = 1
     queries: int = 1
     values: int = 1
-    key_kind: Kind = "words"
-    value_kind: Kind = "numbers"
+    key_kind: Word = "words"
+    value_kind: Word = "numbers"
     trials: int = 10
     depths: int = 0
     tokens: int = 128

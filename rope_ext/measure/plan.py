@@ -1,0 +1,262 @@
+"""Checks everything that can be checked without the weights, and chooses all cases.
+
+Batches are a function of the plan alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from rope_ext.errors import MeasureError, OptionError, RopeExtError
+from rope_ext.measure import models
+from rope_ext.measure.cases import Case, Outcome, Questions, digest, read_outcomes, require_positive
+from rope_ext.measure.folder import Folder
+from rope_ext.measure.prompts import Frame
+from rope_ext.measure.settings import UNPATCHED, Settings, require_seed
+from rope_ext.measure.systems import System, beyond, built, checked_methods, saved_otherwise
+from rope_ext.measure.tasks.base import Task
+from rope_ext.measure.versions import versions
+
+RESULTS, PAGE = "results.json", "report.html"
+TABLES = ("cells.csv", "table.md")
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Settings that are checked, and all cases.
+
+    Args:
+        settings: as given.
+        tasks: what is measured.
+        lengths: ascending, tokens, with the trained ones.
+        systems: rows of the report; the unpatched model comes first of each model.
+        questions: by (model, name of a task).
+        identities: of every model.
+        notes: what a reader of the results should know.
+    """
+
+    settings: Settings
+    tasks: tuple[Task, ...]
+    lengths: tuple[int, ...]
+    systems: tuple[System, ...]
+    questions: Mapping[tuple[str, str], Questions]
+    identities: Mapping[str, Mapping[str, Any]]
+    notes: tuple[str, ...]
+
+    def cases(self, system: System) -> Iterator[Case]:
+        """Everything that is asked of ``system``, in the order of the report."""
+        for task in self.tasks:
+            yield from self.questions[system.model, task.name].cases
+
+    def batches(self, system: System) -> list[list[Case]]:
+        """The forwards of ``system``, longest first; rows of a batch are alike."""
+        needed = [c for c in self.cases(system) if not self._nested(system, c)]
+        needed.sort(key=lambda case: (-case.length, -case.tokens))  # stable
+        groups: dict[tuple, list[Case]] = {}
+        for case in needed:
+            written = case.count if case.mode == "write" else None
+            groups.setdefault((case.length, case.task, case.mode, written), []).append(case)
+        batches = []
+        for (length, *_), cases in groups.items():
+            size = self.settings.batch_size or max(1, automatic_tokens(self.settings) // length)
+            batches += [cases[i : i + size] for i in range(0, len(cases), size)]
+        return batches
+
+    def _nested(self, system: System, case: Case) -> bool:
+        return case.nested and not system.adapts and case.length < self.lengths[-1]
+
+    @cached_property
+    def folder(self) -> Folder:
+        """Where results go."""
+        return Folder(self.settings.output)
+
+    @cached_property
+    def stored(self) -> dict[str, Outcome]:
+        """Outcomes of earlier runs, by key; some may belong to other settings."""
+        return read_outcomes(self.folder.logs) if self.settings.resume else {}
+
+    def left(self, system: System) -> list[list[Case]]:
+        """The batches of ``system`` that no earlier run has finished."""
+        return [
+            batch
+            for batch in self.batches(system)
+            if any(system.key(case) not in self.stored for case in batch)
+        ]
+
+    @cached_property
+    def size(self) -> tuple[int, int]:
+        """Cases in all, and cases left to measure (less what follows from others)."""
+        total = sum(len(batch) for system in self.systems for batch in self.batches(system))
+        left = sum(len(batch) for system in self.systems for batch in self.left(system))
+        return total, left
+
+    def collect(self, done: Mapping[str, Outcome]) -> list[Outcome]:
+        """The outcome of every case of every system, in the order of the report."""
+        outcomes = []
+        for system in self.systems:
+            wholes: dict[tuple[str, int], Outcome] = {}
+            cases = list(self.cases(system))
+            for case in cases:
+                if case.nested and case.length == self.lengths[-1]:
+                    wholes[case.task, case.seed] = done[system.key(case)]
+            for case in cases:
+                key = system.key(case)
+                if self._nested(system, case):
+                    outcomes.append(_within(wholes[case.task, case.seed], case, key))
+                else:
+                    outcomes.append(done[key])
+        return outcomes
+
+
+def automatic_tokens(settings: Settings) -> int:
+    """Tokens per forward where no batch size is given."""
+    return 8192 if models.resolve_device(settings.device) == "cpu" else 32768
+
+
+def prepare(settings: Settings, tasks: Sequence[Task]) -> Plan:
+    """Check the settings, choose texts and prompts; the weights are not touched.
+
+    Raises:
+        RopeExtError: something is unknown, missing, too short or in the way.
+    """
+    methods = checked_methods(
+        settings.methods, settings.factor, settings.options, settings.adapter, settings.force
+    )
+    require_positive(batch_size=settings.batch_size, trained_length=settings.trained_length)
+    if settings.dtype not in models.DTYPES:
+        raise OptionError(
+            f"dtype={settings.dtype!r} is not valid; it must be one of {', '.join(models.DTYPES)}"
+        )
+    models.require_attention(settings.attn)
+    tasks = [part for task in tasks for part in task.parts(settings)]
+    if not tasks:
+        raise OptionError("no task is given, so there is nothing to measure; give --tasks some")
+    names = [task.name for task in tasks]
+    if len(set(names)) < len(names):
+        twice = next(name for name in names if names.count(name) > 1)
+        raise OptionError(f"the task {twice} is given twice; measure one of them at a time")
+    if not settings.models:
+        raise OptionError("no model to measure; give --model a folder or Hub id")
+    if len(set(settings.models)) < len(settings.models):
+        raise OptionError("a model is given twice; give --model each just once")
+    if not settings.lengths:
+        raise OptionError("no length to measure; give --lengths, such as 512,1024,2048")
+    require_seed(settings.seed)
+    device = models.resolve_device(settings.device)
+    if settings.resume and settings.overwrite:
+        raise OptionError("--resume and --overwrite contradict each other; give one of them")
+    require_free(settings)
+    Folder(settings.output).check(written(tasks))
+    configs = {model: models.load_config(model) for model in settings.models}
+    trained = {
+        model: settings.trained_length or models.trained_length(config)
+        for model, config in configs.items()
+    }
+    asked = tuple(sorted(set(settings.lengths)))
+    lengths = tuple(sorted({*asked, *(n for n in trained.values() if n < max(asked))}))
+    notes = list(beyond(methods, asked, trained, settings.force))
+    notes += saved_otherwise(configs)
+    frames = {
+        model: Frame.of(models.load_tokenizer(model), settings.chat) for model in settings.models
+    }
+    try:
+        questions = _questions(tasks, frames, lengths, settings.seed)
+    except RopeExtError as error:
+        if lengths == asked:
+            raise
+        # The trained length was our addition: do without it where a prompt does not fit.
+        questions = _questions(tasks, frames, asked, settings.seed)
+        notes.append(f"the cost within the trained length is not measured ({error})")
+        lengths = asked
+    notes += [note for built in questions.values() for note in built.notes]
+    identities = {}
+    for model, config in configs.items():
+        identities[model] = {
+            "model": models.identity(model, config),
+            "adapter": settings.adapter and models.identity(settings.adapter, None),
+            "trained_length": trained[model],
+            "device": torch.cuda.get_device_name(device) if device.startswith("cuda") else device,
+            "dtype": settings.dtype,
+            "attn": settings.attn,
+            "batch_size": settings.batch_size,
+            "compose": settings.compose,
+            "versions": versions(),
+        }
+    labels = _labels(settings.models)
+    systems = []
+    for model in settings.models:
+        for method, options in {UNPATCHED: {}, **methods}.items():
+            identity = dict(identities[model])
+            if method == UNPATCHED:
+                identity["adapter"] = None
+            systems.append(
+                System(
+                    name=f"{labels[model]} {method}".strip(),
+                    model=model,
+                    method=method,
+                    options=options,
+                    trained=trained[model],
+                    adapts=models.adapts(configs[model])
+                    or (method != UNPATCHED and built(method, options).adapts),
+                    identity=digest(identity, method, options),
+                )
+            )
+    unique = tuple(dict.fromkeys(notes))
+    return Plan(settings, tuple(tasks), lengths, tuple(systems), questions, identities, unique)
+
+
+def _questions(
+    tasks: Sequence[Task], frames: Mapping[str, Frame], lengths: Sequence[int], seed: int
+) -> dict[tuple[str, str], Questions]:
+    return {
+        (model, task.name): task.questions(frame, lengths, seed)
+        for model, frame in frames.items()
+        for task in tasks
+    }
+
+
+def require_free(settings: Settings) -> None:
+    """Raise MeasureError where there are results that nobody said what to do with."""
+    if Folder(settings.output).logs and not (settings.resume or settings.overwrite):
+        raise MeasureError(
+            f"{settings.output} holds results already; give --resume to use and complete them, "
+            f"--overwrite to delete them, or another --output"
+        )
+
+
+def written(tasks: Sequence[Task]) -> list[str]:
+    """The files that a report of these tasks may consist of."""
+    pictures = ["rates", *(task.name for task in tasks)]
+    pictures += [f"{task.name}_positions" for task in tasks if task.kind == "loss"]
+    return [RESULTS, *TABLES, PAGE, *(f"{name}.png" for name in pictures)]
+
+
+def _labels(names: Sequence[str]) -> dict[str, str]:
+    """A short name for every model; none where there is only one."""
+    if len(names) == 1:
+        return {names[0]: ""}
+    short = [Path(name).name for name in names]
+    return {
+        name: label if short.count(label) == 1 else name
+        for name, label in zip(names, short, strict=True)
+    }
+
+
+def _within(whole: Outcome, case: Case, key: str) -> Outcome:
+    """The outcome of a window that begins another one, read off the other's curve."""
+    total, count = next((total, count) for at, total, count in whole.curve if at == case.length)
+    return replace(
+        whole,
+        key=key,
+        length=case.length,
+        prompt=case.prompt,
+        value=total / count,
+        tokens=count,
+        curve=tuple(point for point in whole.curve if point[0] <= case.length),
+    )

@@ -1,0 +1,186 @@
+"""What is measured: the methods that are asked for, checked, and a model under one of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any
+
+from rope_ext.errors import OptionError
+from rope_ext.loading import SIDECAR
+from rope_ext.measure import models
+from rope_ext.measure.cases import Case, digest
+from rope_ext.measure.settings import UNPATCHED
+from rope_ext.methods import Method, build_method, method_class, reach
+from rope_ext.patching import patched
+from rope_ext.record import ARGUMENTS, Record
+
+ADAPTER = "adapter"
+"""In place of a method: the one under which the adapter was trained."""
+
+
+@dataclass(frozen=True, eq=False)
+class System:
+    """A model under a method: what gets a row in the report.
+
+    Args:
+        name: the method, with the model before it where there are several.
+        model: as given.
+        method: its name, or ``none``.
+        options: of the method, and what the adapter's patch has beside them.
+        trained: trained context of the model, tokens.
+        adapts: whether frequencies depend on the length of the text.
+        identity: what its results depend on besides the case.
+    """
+
+    name: str
+    model: str
+    method: str
+    options: Mapping[str, Any]
+    trained: int
+    adapts: bool
+    identity: str
+
+    def key(self, case: Case) -> str:
+        """Digest of everything that determines the outcome."""
+        return digest(self.identity, case.task, case.length, case.bin, case.seed, case.prompt)
+
+
+def checked_methods(
+    names: Sequence[str],
+    factor: float,
+    options: Mapping[str, Mapping[str, Any]],
+    adapter: str | None = None,
+    force: bool = False,
+) -> dict[str, dict[str, Any]]:
+    """Options of every method by its own name, after building each once to check them.
+
+    Args:
+        names: names or aliases; the unpatched model may be among them, or stand alone.
+        factor: of every method but ``adapter``.
+        options: further options, by name or alias.
+        adapter: folder or Hub id; ``adapter`` among the names stands for the patch under which
+            it was trained.
+        force: accept another one.
+
+    Raises:
+        UnknownMethodError: there is no such method.
+        OptionError: an option is unknown, missing, out of range, or of a method not in ``names``;
+            or the adapter was trained under another patch.
+        MeasureError: the adapter cannot be found.
+    """
+    if not factor > 1:
+        raise OptionError(
+            f"factor={factor:g} would not extend anything; give --factor a number above 1"
+        )
+    if ADAPTER in options:
+        raise OptionError(f"--method {ADAPTER} has its options beside the adapter; give none")
+    given = {method_class(name).name: dict(values) for name, values in options.items()}
+    record = None if adapter is None else models.adapter_record(adapter)
+    methods: dict[str, dict[str, Any]] = {}
+    if ADAPTER in names:
+        methods |= _of_adapter(adapter, record)
+    for name in names:
+        if name in (UNPATCHED, ADAPTER):
+            continue
+        name = method_class(name).name
+        of_adapter = methods.get(name)
+        methods[name] = {"factor": factor, **given.get(name, {})}
+        try:
+            method = build_method(name, **methods[name])
+            method.check()
+        except OptionError as error:
+            raise OptionError(
+                f"{error}; on the command line: --option {name}.NAME=VALUE, or leave {name} out"
+            ) from None
+        if record is not None and not _trained_under(record, method):
+            same_name = "" if of_adapter is None else f" (and only one {name} fits into one run)"
+            if not force or same_name:
+                raise OptionError(
+                    f"the adapter {adapter} was trained under {record.call()}, not under "
+                    f"{method}{same_name}; give --method {ADAPTER} for that, or --force and "
+                    f"{name} without {ADAPTER} to measure it all the same"
+                )
+        methods[name] = of_adapter or methods[name]
+    unused = [name for name in given if name not in methods]
+    if unused:
+        raise OptionError(f"options are given for {', '.join(unused)}, which is not in use here")
+    if not names:
+        raise OptionError("no method is given; choose some, such as yarn,ntk,dynamic_yarn")
+    return methods
+
+
+def under(
+    model: Any, name: str, options: Mapping[str, Any], compose: bool, trained_length: int | None
+) -> AbstractContextManager[Any]:
+    """``model`` under a method of :func:`checked_methods`."""
+    given = {"compose": compose, "original_max_position_embeddings": trained_length}
+    return patched(model, name, **{**given, **options})
+
+
+def built(name: str, options: Mapping[str, Any]) -> Method:
+    """A method of :func:`checked_methods`."""
+    return build_method(name, **{k: v for k, v in options.items() if k not in ARGUMENTS})
+
+
+def _of_adapter(adapter: str | None, record: Record | None) -> dict[str, dict[str, Any]]:
+    if record is None:
+        where = "no --adapter is given" if adapter is None else f"{adapter} has none"
+        raise OptionError(
+            f"--method {ADAPTER} stands for the patch in the {SIDECAR} beside an adapter, and "
+            f"{where}; give --method the name of a method"
+        )
+    beside = {k: v for k, v in record.arguments.items() if v != ARGUMENTS[k]}
+    return {record.method.name: {**record.method.options(), **beside}}
+
+
+def _trained_under(record: Record, method: Method) -> bool:
+    """Whether ``method`` by itself is the patch of an adapter."""
+    alone = all(
+        record.arguments[name] == ARGUMENTS[name]
+        for name in ("frequency", "sliding_layers", "precise")
+    )
+    return alone and method in (record.method, record.resolved)
+
+
+def saved_otherwise(configs: Mapping[str, Any]) -> Iterator[str]:
+    """A note for every model with its configuration that comes with a patch, which is undone."""
+    for model, config in configs.items():
+        record = models.saved_under(config)
+        if record is not None:
+            yield (
+                f"{model} was saved under {record.call()}; {UNPATCHED} is without that: ask for "
+                f"this method, with its factor and options, to measure it as it was saved"
+            )
+
+
+def beyond(
+    methods: Mapping[str, Mapping[str, Any]],
+    lengths: Sequence[int],
+    trained: Mapping[str, int],
+    force: bool,
+) -> Iterator[str]:
+    """A note for every method, and model with its trained length, whose reach is exceeded.
+
+    Raises:
+        OptionError: there is one, and no ``force``.
+    """
+    for model, length in trained.items():
+        for method, options in methods.items():
+            under = options.get("frequency")
+            built(method, options).check(length if under is None else reach(under.factor, length))
+            target = reach(options["factor"], length)
+            far = [str(n) for n in lengths if n > target]
+            if not far:
+                continue
+            note = (
+                f"{', '.join(far)} tokens: beyond factor {options['factor']:g} x the trained "
+                f"{length} tokens = {target} of {method} on {model}"
+            )
+            if not force:
+                raise OptionError(
+                    f"{note}; give a larger --factor, shorter --lengths, or --force to measure it "
+                    f"all the same"
+                )
+            yield f"{note}, which is not meant to reach that far"

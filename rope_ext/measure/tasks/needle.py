@@ -1,0 +1,70 @@
+"""Needles in a haystack of one's own: several needles, distractors, any text.
+
+The first needle goes through all depths, the others lie anywhere; the score is the share of the
+asked-for numbers that the model writes down. Distractors look the same and are not asked for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+from rope_ext.errors import OptionError
+from rope_ext.measure.arguments import parse_length
+from rope_ext.measure.settings import Settings
+from rope_ext.measure.tasks.base import Kind, Task, option, register
+from rope_ext.measure.tasks.haystack import Needles, read_haystack
+
+
+@register
+@dataclass(frozen=True)
+class Needle(Task):
+    """The task: numbers hidden in a text.
+
+    Args:
+        trials: prompts for each length and depth bin.
+        depths: bins of equal width.
+        needles: numbers that are asked for.
+        distractors: needles that are not.
+        haystack: files, folders or data sets; none means Python's documentation.
+        new_tokens: that the model may write; None: 16, and 16 for each number.
+    """
+
+    name: ClassVar[str] = "needle"
+    kind: ClassVar[Kind] = "rate"
+
+    trials: int = option(10, "prompts for each length and depth")
+    depths: int = option(5, "depth bins of equal width")
+    needles: int = option(1, "numbers that are asked for")
+    distractors: int = option(0, "needles that are not asked for")
+    haystack: tuple[str, ...] = option(
+        (), "file, folder or hf:ID/CONFIG:SPLIT; repeat. Default: Python's documentation"
+    )
+    new_tokens: int | None = option(
+        None, "that the model may write; part of the length", parse_length
+    )
+
+    def __post_init__(self) -> None:
+        if self.distractors < 0:
+            raise OptionError(f"distractors={self.distractors} is not valid; it must be at least 0")
+
+    def parts(self, settings: Settings) -> Sequence[Task]:
+        """The needles in the text, which is read here.
+
+        Raises:
+            OptionError: an option is not valid.
+            MeasureError: a text is missing or empty.
+        """
+        tokens = 16 + 16 * self.needles if self.new_tokens is None else self.new_tokens
+        return [
+            Needles(
+                self.name,
+                keys=self.needles + self.distractors,
+                queries=self.needles,
+                trials=self.trials,
+                depths=self.depths,
+                tokens=tokens,
+                **read_haystack(self.haystack),
+            )
+        ]

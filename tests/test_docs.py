@@ -15,13 +15,13 @@ from types import SimpleNamespace
 import griffe
 import pytest
 import torch
-from conftest import tiny_llama
 from mkdocs.config import load_config
 from mkdocs.exceptions import PluginError
 from transformers import AutoModelForCausalLM
 
 import rope_ext
 from rope_ext.methods import Rope, all_methods, base
+from tests.helpers.models import tiny_llama
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"

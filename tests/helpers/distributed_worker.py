@@ -1,6 +1,6 @@
 """One of the two gloo processes of test_distributed.py: compares itself with a single one.
 
-Run by: python -m torch.distributed.run --nproc_per_node 2 tests/helpers/distributed_worker.py FOLDER
+Run by: torchrun --nproc_per_node 2 tests/helpers/distributed_worker.py FOLDER
 """
 
 from __future__ import annotations

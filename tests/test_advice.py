@@ -8,7 +8,6 @@ import re
 
 import pytest
 import torch
-from conftest import LENGTH, tiny_llama
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoConfig, LlamaConfig
@@ -18,6 +17,7 @@ from rope_ext.methods import Band, distances_in_use, own
 from rope_ext.methods.geometry import Distance
 from rope_ext.rotary.sites import text_decoder
 from tests.families.zoo import tiny_config, tiny_model
+from tests.helpers.models import LENGTH, tiny_llama
 
 LLAMA_2 = {
     "hidden_size": 256,

@@ -10,7 +10,6 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
-from checkpoint import TRAINED, save_checkpoint
 from matplotlib import image
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from typer.testing import CliRunner, Result
@@ -22,6 +21,7 @@ from rope_ext.measure import models, run
 from rope_ext.measure.reports.summary import Estimate
 from rope_ext.plots import results as figures
 from rope_ext.plots.style import require_matplotlib
+from tests.helpers.checkpoint import TRAINED, save_checkpoint
 
 PICTURES = ["passkey.png", "perplexity.png", "perplexity_positions.png", "rates.png"]
 FILES = [

@@ -8,12 +8,12 @@ from typing import Any
 
 import numpy
 import pytest
-from conftest import LENGTH, tiny_llama
 from typer.testing import CliRunner
 
 import rope_ext
 from rope_ext.cli import app
 from rope_ext.engines import gguf_file
+from tests.helpers.models import LENGTH, tiny_llama
 
 gguf = pytest.importorskip("gguf")
 

@@ -8,14 +8,23 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import LENGTH
-from small import BUILD, FLAGS, TABLES, TOLERANCE, VOCABULARY, built, expected, prompts
 from typer.testing import CliRunner
 
 import rope_ext
 from rope_ext.cli import app
 from rope_ext.engines import gguf_file, running
 from rope_ext.patching import current_patch
+from tests.helpers.engines import (
+    BUILD,
+    FLAGS,
+    TABLES,
+    TOLERANCE,
+    VOCABULARY,
+    built,
+    expected,
+    prompts,
+)
+from tests.helpers.models import LENGTH
 
 gguf = pytest.importorskip("gguf")
 pytest.importorskip("xllamacpp")

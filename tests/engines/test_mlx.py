@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import LENGTH
-from small import BUILD, FLAGS, TABLES, TOLERANCE, built, expected, prompts
 
 import rope_ext
 from rope_ext.engines import running
+from tests.helpers.engines import BUILD, FLAGS, TABLES, TOLERANCE, built, expected, prompts
+from tests.helpers.models import LENGTH
 
 pytest.importorskip("mlx_lm")
 CASES = FLAGS | TABLES

@@ -1,0 +1,45 @@
+"""A tiny random Llama with a tokenizer, saved as a folder that `rope-ext compare` can read."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+from transformers import PreTrainedTokenizerFast
+
+from rope_ext.measure.tasks.passkey import FILLER, INTRO, NEEDLE, QUESTION
+from tests.helpers.models import tiny_llama
+
+TRAINED = 128
+
+
+def save_checkpoint(folder: Path, **overrides: object) -> Path:
+    """Trained, so to say, on 128 tokens; one token per digit."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(False)]
+    )
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=400,
+        special_tokens=["<s>", "</s>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator([INTRO + "".join(FILLER) + NEEDLE + QUESTION] * 2, trainer)
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single="<s> $A", special_tokens=[("<s>", 0), ("</s>", 1)]
+    )
+    PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>", pad_token="</s>"
+    ).save_pretrained(folder)
+    model = tiny_llama(
+        vocab_size=400,
+        max_position_embeddings=TRAINED,
+        bos_token_id=0,
+        eos_token_id=1,
+        pad_token_id=1,
+        **overrides,
+    )
+    model.save_pretrained(folder)
+    return folder

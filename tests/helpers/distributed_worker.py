@@ -1,0 +1,181 @@
+"""One of the two gloo processes of test_distributed.py: compares itself with a single one.
+
+Run by: torchrun --nproc_per_node 2 tests/helpers/distributed_worker.py FOLDER
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+from accelerate.utils import FullyShardedDataParallelPlugin
+from accelerate.utils.fsdp_utils import fsdp2_prepare_model
+from peft import LoraConfig, get_peft_model
+from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+from transformers import AutoConfig, LlamaForCausalLM
+from transformers.integrations.fsdp import update_fsdp_plugin_peft
+
+import rope_ext
+from recipes.finetune import build
+from recipes.settings import Recipe
+from tests.helpers.models import tiny_llama
+
+METHODS = {"yarn": {"factor": 4}, "rerope": {"factor": 4, "window": 16}}
+
+
+def adapted(model: torch.nn.Module) -> torch.nn.Module:
+    """LoRA whose both halves get gradients, and two kinds of modules trained as a whole."""
+    torch.manual_seed(1)
+    lora = LoraConfig(
+        r=4,
+        target_modules=["q_proj", "v_proj"],
+        modules_to_save=["embed_tokens", "norm"],
+        init_lora_weights=False,
+    )
+    return get_peft_model(model, lora).train()
+
+
+def patched(method: str, model: torch.nn.Module | None = None) -> torch.nn.Module:
+    return rope_ext.patch(model or tiny_llama(), method, **METHODS[method])
+
+
+def rows(of: slice) -> torch.Tensor:
+    """Of four rows, two and a half times as long as the model was trained on."""
+    return torch.randint(3, 128, (4, 160), generator=torch.Generator().manual_seed(2))[of]
+
+
+def mine() -> torch.Tensor:
+    return rows(slice(2 * dist.get_rank(), 2 * dist.get_rank() + 2))
+
+
+def gradients(model: torch.nn.Module, ids: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Gradients of every trained parameter, whole, by its name without wrappers."""
+    model(input_ids=ids, labels=ids, attention_mask=torch.ones_like(ids)).loss.backward()
+    found = {}
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            grad = parameter.grad
+            whole = grad.full_tensor() if hasattr(grad, "full_tensor") else grad
+            found[name.removeprefix("module.")] = whole.clone()
+    return found
+
+
+def same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], what: str) -> None:
+    """Equal but for the order of float32 sums: 1e-5 of the largest value."""
+    assert found.keys() == expected.keys(), what
+    for name, value in expected.items():
+        error = (found[name] - value).abs().max() / value.abs().max()
+        assert error < 1e-5, f"{what}: {name} is off by {error:.1e} of its largest gradient"
+
+
+def rotary(model: torch.nn.Module) -> torch.Tensor:
+    return next(b for name, b in model.named_buffers() if name.endswith("rotary_emb.inv_freq"))
+
+
+def shard(model: torch.nn.Module) -> torch.nn.Module:
+    mesh = init_device_mesh("cpu", (2,))
+    for module in model.modules():
+        if type(module).__name__ == "LlamaDecoderLayer":
+            fully_shard(module, mesh=mesh)
+    return fully_shard(model, mesh=mesh)
+
+
+def ddp(folder: Path) -> None:
+    """The mean over two half batches is the gradient of the whole batch."""
+    for method in METHODS:
+        expected = gradients(adapted(patched(method)), rows(slice(4)))
+        model = DistributedDataParallel(adapted(patched(method)))
+        same(gradients(model, mine()), expected, f"{method} under DDP")
+
+
+def fsdp2(folder: Path) -> None:
+    """Sharded before or after the patch, with and without gradient checkpointing."""
+    for method in METHODS:
+        whole = adapted(patched(method))
+        expected = gradients(whole, rows(slice(4)))
+        for order in ("patch first", "shard first", "checkpointing"):
+            if order == "shard first":
+                sharded = shard(adapted(tiny_llama()))
+                if method == "rerope":  # it runs the model once when it is put in force
+                    with pytest.raises(rope_ext.UnsupportedModelError, match="before fully_shard"):
+                        patched(method, sharded)
+                    continue
+                model = patched(method, sharded)
+            else:
+                model = shard(adapted(patched(method)))
+            if order == "checkpointing":
+                model.gradient_checkpointing_enable({"use_reentrant": False})
+            what = f"{method} under FSDP2, {order}"
+            same(gradients(model, mine()), expected, what)
+            assert torch.equal(rotary(model), rotary(whole)), what
+            assert type(rotary(model)) is torch.Tensor, what
+
+
+def meta(folder: Path) -> None:
+    """Patched and sharded without memory, materialised, and only then given its weights."""
+    whole = patched("yarn")
+    with torch.device("meta"):
+        model = LlamaForCausalLM(tiny_llama().config)
+    model = shard(patched("yarn", model)).to_empty(device="cpu")
+    weights = whole.state_dict() if dist.get_rank() == 0 else {}
+    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+    set_model_state_dict(model, weights, options=options)
+    assert torch.equal(rotary(model), rotary(whole))
+    assert not torch.equal(rotary(model), rotary(tiny_llama()))
+    same(gradients(model, mine()), gradients(whole, rows(slice(4))), "meta")
+
+
+def trainer(folder: Path) -> None:
+    """What fsdp2.yaml makes of a recipe: Trainer and accelerate shard what finetune.py builds.
+
+    On CPUs accelerate takes DDP whatever it is told, so their functions are called by hand.
+    """
+    if dist.get_rank() == 0:
+        tiny_llama().save_pretrained(folder)
+    dist.barrier()
+    os.environ |= {"ACCELERATE_USE_FSDP": "true", "FSDP_CPU_RAM_EFFICIENT_LOADING": "true"}
+    recipe = Recipe(model=str(folder), train_embeddings_and_norms=True)
+
+    def built() -> torch.nn.Module:
+        torch.manual_seed(1)
+        model = build(recipe, AutoConfig.from_pretrained(folder)).train()
+        for name, parameter in model.named_parameters():
+            if "lora_B" in name:  # so that the other half gets gradients, too
+                torch.nn.init.normal_(parameter, std=0.1)
+        return model
+
+    expected = gradients(built(), rows(slice(4)))
+    model = built()
+    if dist.get_rank() == 1:  # so that only the weights of the first can have been trained
+        for parameter in model.parameters():
+            torch.nn.init.zeros_(parameter)
+    plugin = FullyShardedDataParallelPlugin(
+        fsdp_version=2, auto_wrap_policy="transformer_based_wrap", cpu_ram_efficient_loading=True
+    )
+    accelerator = SimpleNamespace(
+        state=SimpleNamespace(fsdp_plugin=plugin),
+        mixed_precision="no",
+        device=torch.device("cpu"),
+        is_main_process=dist.get_rank() == 0,
+    )
+    update_fsdp_plugin_peft(model, accelerator)
+    model = fsdp2_prepare_model(accelerator, model)
+    sharded = [hasattr(parameter, "full_tensor") for parameter in model.parameters()]
+    assert all(sharded), f"{sharded.count(False)} parameters were not sharded"
+    same(gradients(model, mine()), expected, "a recipe as accelerate shards it")
+
+
+if __name__ == "__main__":
+    dist.init_process_group("gloo")
+    for check in (ddp, fsdp2, meta, trainer):
+        check(Path(sys.argv[1]))
+        dist.barrier()
+    dist.destroy_process_group()

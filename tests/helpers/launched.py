@@ -1,0 +1,43 @@
+"""Runs of recipes/finetune.py in processes that accelerate takes for ones with a GPU each.
+
+On CPUs accelerate makes plain data parallelism of every launch file, whatever it says. Here it goes
+the way of GPUs; nothing is made up but that they are there. A run that would keep its gradients
+whole on every device while they are accumulated is refused.
+
+Run by: accelerate launch --config_file FILE --num_processes 2 tests/helpers/launched.py RUNS,
+where RUNS is a JSON file with the command lines of the runs.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from accelerate import Accelerator
+from accelerate.state import PartialState
+from accelerate.utils import DistributedType
+
+from recipes import finetune
+
+_init = PartialState.__init__
+
+
+@functools.wraps(_init)
+def _with_gpus(self: PartialState, *args: Any, **kwargs: Any) -> None:
+    _init(self, *args, **kwargs)
+    if self._shared_state["distributed_type"] == DistributedType.MULTI_CPU:
+        self._shared_state["distributed_type"] = DistributedType.MULTI_GPU
+
+
+def _whole(self: Accelerator, model: Any) -> None:
+    raise AssertionError("gradients are left unsharded")
+
+
+if __name__ == "__main__":
+    Accelerator.no_sync = _whole
+    PartialState.__init__ = _with_gpus
+    for words in json.loads(Path(sys.argv[1]).read_text()):
+        finetune.main(words)

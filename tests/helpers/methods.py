@@ -1,0 +1,59 @@
+"""Every frequency method, with every option that changes its formula."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from rope_ext.methods import (
+    ABF,
+    NTK,
+    PI,
+    BaseTruncation,
+    DynamicNTK,
+    DynamicYaRN,
+    FrequencyMethod,
+    Llama3,
+    LongRoPE,
+    NTKByParts,
+    PRoPE,
+    Resonance,
+    Rope,
+    YaRN,
+)
+
+
+def full(factor: float, rope: Rope) -> dict[str, Any]:
+    """Options of a dynamic method fixed at its full extended context."""
+    return {"factor": factor, "length": PI(factor=factor).target_length(rope)}
+
+
+def table(factor: float, rope: Rope) -> list[float]:
+    """A monotone longrope table from 1 to ``factor``."""
+    return torch.linspace(1, factor, rope.dim // 2, dtype=torch.float64).tolist()
+
+
+# Every method, and every option that changes its formula, none adapting to the sequence.
+VARIANTS: dict[str, Callable[[float, Rope], FrequencyMethod]] = {
+    "yarn": lambda s, rope: YaRN(factor=s),
+    "yarn-untruncated": lambda s, rope: YaRN(factor=s, truncate=False),
+    "yarn-rotations": lambda s, rope: YaRN(factor=s, ramp="rotations"),
+    "yarn-harmonic": lambda s, rope: YaRN(factor=s, blend="harmonic"),
+    "dynamic_yarn": lambda s, rope: DynamicYaRN(**full(s, rope)),
+    "ntk": lambda s, rope: NTK(factor=s),
+    "dynamic_ntk": lambda s, rope: DynamicNTK(**full(s, rope)),
+    "dynamic_ntk-ratio": lambda s, rope: DynamicNTK(**full(s, rope), alpha="ratio"),
+    "pi": lambda s, rope: PI(factor=s),
+    "ntk_by_parts": lambda s, rope: NTKByParts(factor=s),
+    "llama3": lambda s, rope: Llama3(factor=s),
+    "longrope": lambda s, rope: LongRoPE(factor=s, long_factor=table(s, rope)),
+    "longrope-fixed": lambda s, rope: LongRoPE(
+        **full(s, rope), long_factor=table(s, rope), short_factor=table(1, rope)
+    ),
+    "abf": lambda s, rope: ABF(factor=s, base=s * rope.base),
+    "base_truncation": lambda s, rope: BaseTruncation(factor=s),
+    "resonance": lambda s, rope: Resonance(factor=s),
+    "p_rope": lambda s, rope: PRoPE(factor=s, p=0.7),
+}

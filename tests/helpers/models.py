@@ -1,0 +1,45 @@
+"""Tiny random models, trained (so to say) on 64 tokens."""
+
+from __future__ import annotations
+
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM, Qwen2VLTextConfig, Qwen2VLTextModel
+
+LENGTH = 64
+
+
+def tiny_llama(**overrides: object) -> LlamaForCausalLM:
+    """Random weights, large enough for every rotary pair to matter."""
+    values: dict = {
+        "vocab_size": 128,
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "max_position_embeddings": LENGTH,
+        "initializer_range": 0.15,
+        "pad_token_id": 0,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+    }
+    torch.manual_seed(0)
+    return LlamaForCausalLM(LlamaConfig(**(values | overrides))).eval()
+
+
+def several_axes() -> Qwen2VLTextModel:
+    """A decoder whose positions have three axes."""
+    torch.manual_seed(0)
+    config = Qwen2VLTextConfig(
+        vocab_size=128,
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=LENGTH,
+        rope_parameters={"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 3, 3]},
+        pad_token_id=0,
+    )
+    return Qwen2VLTextModel(config).eval()

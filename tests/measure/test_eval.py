@@ -1,0 +1,873 @@
+"""The evaluators as they are run: plans, resumption, processes, tasks, reports and mistakes."""
+
+from __future__ import annotations
+
+import csv
+import dataclasses
+import json
+import os
+import random
+import re
+import signal
+import subprocess
+import sys
+from contextlib import nullcontext
+from html.parser import HTMLParser
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+import rope_ext
+from benchmarks import speed
+from eval import needle, passkey, perplexity, report, ruler
+from rope_ext.errors import MeasureError, OptionError
+from rope_ext.measure import command, models, run
+from rope_ext.measure.cases import Case, Outcome, read_outcomes
+from rope_ext.measure.forward import score
+from rope_ext.measure.plan import prepare
+from rope_ext.measure.prompts import Frame, joined
+from rope_ext.measure.reports.intervals import wilson
+from rope_ext.measure.reports.report import Report
+from rope_ext.measure.reports.summary import Estimate, is_clear
+from rope_ext.measure.settings import Settings
+from rope_ext.measure.tasks import haystack
+from rope_ext.measure.tasks import ruler as suite
+from rope_ext.measure.tasks.base import build
+from rope_ext.measure.tasks.haystack import Needles
+from rope_ext.measure.tasks.longppl import LongPPL
+from rope_ext.measure.tasks.passkey import Passkey
+from rope_ext.measure.tasks.perplexity import Perplexity
+from tests.helpers.checkpoint import TRAINED, save_checkpoint
+
+ROOT = Path(__file__).parents[2]
+SHIPPED = ROOT / "checkpoints" / "tiny-512"
+BOOK = [" ".join(f"word{i * k % 97}" for i in range(400)) + "." for k in (3, 5)]
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_checkpoint(tmp_path_factory.mktemp("tiny"))
+
+
+@pytest.fixture(scope="module")
+def frame() -> Frame:
+    return Frame.of(AutoTokenizer.from_pretrained(SHIPPED))
+
+
+@pytest.fixture
+def settings(checkpoint: Path, tmp_path: Path) -> Settings:
+    return Settings(
+        models=(str(checkpoint),),
+        methods=("yarn", "dynamic-ntk"),
+        lengths=(256, 128),
+        output=tmp_path / "results",
+    )
+
+
+TASKS = (Perplexity(BOOK, windows=3), Passkey(trials=2, depths=2))
+
+
+def values(outcomes: list[Outcome]) -> list[tuple]:
+    return [(o.system, o.task, o.length, o.bin, o.value) for o in outcomes]
+
+
+# The run
+
+
+def test_every_method_gets_every_case(settings: Settings, checkpoint: Path) -> None:
+    plan = prepare(settings, TASKS)
+    work: list[float] = []
+    outcomes = run.run(plan, work.append, work.append)
+    assert work[0] == pytest.approx(sum(work[1:])) and work[0] > 0
+    per_system = 2 * 3 + 2 * 2 * 2
+    assert [o.system for o in outcomes] == [
+        name for name in ("none", "yarn", "dynamic_ntk") for _ in range(per_system)
+    ]
+    by_system = [outcomes[i * per_system :][:per_system] for i in range(3)]
+    assert len({tuple(o.prompt for o in group) for group in by_system}) == 1
+    at = {(o.system, o.task, o.length, o.seed): o.value for o in outcomes}
+    # Within the trained length dynamic NTK is the unpatched model, bit for bit; YaRN is not.
+    assert at["dynamic_ntk", "perplexity", 128, 0] == at["none", "perplexity", 128, 0]
+    assert at["dynamic_ntk", "perplexity", 256, 0] != at["none", "perplexity", 256, 0]
+    assert at["yarn", "perplexity", 128, 0] != at["none", "perplexity", 128, 0]
+    case = next(c for c in plan.cases(plan.systems[1]) if c.length == 256)
+    model = AutoModelForCausalLM.from_pretrained(checkpoint).eval()
+    with rope_ext.patched(model, "yarn", factor=4):
+        losses, _ = score(model, [case.ids], case.count)
+    assert at["yarn", "perplexity", 256, 0] == pytest.approx(float(losses.mean()), abs=1e-5)
+    assert list(read_outcomes([settings.output / run.LOG]).values()) == outcomes
+
+
+def test_the_longest_come_first_and_rows_of_a_batch_are_alike(settings: Settings) -> None:
+    plan = prepare(dataclasses.replace(settings, batch_size=3), TASKS)
+    batches = plan.batches(plan.systems[0])
+    lengths = [batch[0].length for batch in batches]
+    assert lengths == sorted(lengths, reverse=True) and lengths[0] == 256
+    assert all(len({(c.length, c.task) for c in batch}) == 1 for batch in batches)
+    assert max(map(len, batches)) == 3
+    automatic = prepare(settings, TASKS).batches(plan.systems[0])
+    assert max(map(len, automatic)) == 4  # all passkeys of a length fit into 8192 tokens
+
+
+def test_the_trained_length_is_measured_without_being_asked(settings: Settings) -> None:
+    plan = prepare(dataclasses.replace(settings, lengths=(256,)), [Passkey(1, 1)])
+    assert plan.lengths == (TRAINED, 256)
+    plan = prepare(dataclasses.replace(settings, lengths=(100,)), [Passkey(1, 1)])
+    assert plan.lengths == (100,)
+    long = [Needles("needle", trials=1, tokens=90)]  # which does not fit into 128 tokens
+    plan = prepare(dataclasses.replace(settings, lengths=(512,)), long)
+    assert plan.lengths == (512,)
+    assert "cost within the trained length is not measured" in plan.notes[0]
+
+
+def test_resume_repeats_nothing_and_changes_nothing(
+    settings: Settings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = dataclasses.replace(settings, batch_size=2)
+    whole = run.run(prepare(settings, TASKS))
+    calls: list[Any] = []
+    measure = run._Runner.measure
+    monkeypatch.setattr(
+        run._Runner, "measure", lambda self, batch: calls.append(batch) or measure(self, batch)
+    )
+    cut = dataclasses.replace(settings, output=settings.output / "cut", resume=True)
+    with pytest.raises(KeyboardInterrupt):
+        run.run(prepare(cut, TASKS), lambda work: interrupt(len(calls) == 9))
+    with (cut.output / run.LOG).open("a") as log:
+        log.write('{"key": "half a li')
+    again = prepare(cut, TASKS)
+    batches = sum(len(again.batches(system)) for system in again.systems)
+    assert sum(len(again.left(system)) for system in again.systems) == batches - 9
+    assert run.run(again) == whole
+    assert len(calls) == batches
+
+    monkeypatch.setattr(models, "load_model", lambda *a: pytest.fail("loaded"))
+    assert run.run(prepare(cut, TASKS)) == whole  # nothing left: not even the model
+    other = prepare(dataclasses.replace(cut, seed=1), TASKS)
+    assert other.size[0] == other.size[1]  # another seed, other cases
+
+
+def interrupt(now: bool) -> None:
+    if now:
+        raise KeyboardInterrupt
+
+
+# Kills itself in earnest: call number K leaves half a line behind, the next one ends the process.
+_DYING = """
+import os, signal, sys
+from eval import report
+from rope_ext.measure import cases
+whole, calls = cases.line, []
+def line(outcome):
+    calls.append(outcome)
+    if len(calls) == int(sys.argv[1]) + 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return whole(outcome)[: 30 if len(calls) == int(sys.argv[1]) else None]
+cases.line = line
+report.main(sys.argv[2:])
+"""
+
+
+def arguments(checkpoint: Path, output: Path, *more: object) -> list[str]:
+    words = ["--model", checkpoint, "--method", "yarn,dynamic_yarn", "--lengths", "128,256"]
+    words += ["--trials", 3, "--depths", 2, "--windows", 3, "--output", output, *more]
+    return list(map(str, words))
+
+
+def in_process(*command: object, **environment: str) -> subprocess.CompletedProcess:
+    threads = str(torch.get_num_threads())
+    path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
+    return subprocess.run(
+        [sys.executable, *map(str, command)],
+        cwd=ROOT,
+        env={**os.environ, "OMP_NUM_THREADS": threads, "PYTHONPATH": path, **environment},
+        capture_output=True,
+        text=True,
+    )
+
+
+def files(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file()}
+
+
+def test_a_killed_run_resumed_gives_the_same_bytes(checkpoint: Path, tmp_path: Path) -> None:
+    report.main(arguments(checkpoint, tmp_path / "whole"))
+    cut = arguments(checkpoint, tmp_path / "cut", "--resume")
+    for lines, kept in ((5, 4), (20, 4 + 19)):  # in the middle of a batch, twice
+        done = in_process("-c", _DYING, lines, *cut)
+        assert done.returncode == -signal.SIGKILL, done.stderr
+        log = tmp_path / "cut" / run.LOG
+        assert not log.read_text().endswith("\n")
+        assert len(read_outcomes([log])) == kept  # every finished case is there
+        assert set(files(tmp_path / "cut")) == {run.LOG}
+    report.main(cut)
+    whole, resumed = files(tmp_path / "whole"), files(tmp_path / "cut")
+    assert set(whole) >= {"cases.jsonl", "results.json", "cells.csv", "table.md", "report.html"}
+    assert whole.keys() == resumed.keys()
+    for name in whole:
+        assert whole[name] == resumed[name], name
+
+
+@pytest.mark.slow
+def test_two_processes_give_the_bytes_of_one(checkpoint: Path, tmp_path: Path) -> None:
+    report.main(arguments(checkpoint, tmp_path / "one", "--batch-size", 2))
+    command = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "eval.report"]
+    two = arguments(checkpoint, tmp_path / "two", "--batch-size", 2, "--device", "cpu")
+    done = in_process(*command, *two)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("Token-weighted perplexity") == 1  # one of them speaks
+    one, two = files(tmp_path / "one"), files(tmp_path / "two")
+    assert one.keys() == two.keys()  # the second log has been merged into the first
+    same_cases = [dict(json.loads(text), key="") for text in one[run.LOG].splitlines()[1:]]
+    assert same_cases == [dict(json.loads(text), key="") for text in two[run.LOG].splitlines()[1:]]
+    assert one["cells.csv"] == two["cells.csv"]
+
+
+def test_shares_of_processes_are_disjoint_and_complete() -> None:
+    crews = [run.Crew(rank, 3, "cpu", lambda: None) for rank in range(3)]
+    shares = [crew.share(range(10)) for crew in crews]
+    assert sorted(chain(*shares)) == list(range(10))
+    assert [len(share) for share in shares] == [4, 3, 3]
+
+
+class Forgetful:
+    """A model that has memory for so many tokens in one forward."""
+
+    def __init__(self, memory: int, error: Exception | None = None) -> None:
+        self.memory, self.seen = memory, []
+        self.error = error or torch.OutOfMemoryError("no")
+
+    def score(self, model: Any, rows: Any, tail: int, pad: int) -> Any:
+        self.seen.append(len(rows))
+        if len(rows) * len(rows[0]) > self.memory:
+            raise self.error
+        return score(model, rows, tail, pad)
+
+
+def test_out_of_memory_halves_an_automatic_batch(
+    settings: Settings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tasks = [Perplexity(BOOK * 2, windows=4, protocol="start")]
+    expected = run.run(prepare(settings, tasks))
+    model = Forgetful(300)
+    monkeypatch.setattr(run, "score", model.score)
+    again = dataclasses.replace(settings, overwrite=True)
+    found = run.run(prepare(again, tasks))
+    assert [o.value for o in found] == pytest.approx([o.value for o in expected], abs=1e-6)
+    assert len({o.value for o in found}) > 8  # so that a mixed-up order would show
+    assert model.seen[:7] == [4, 2, 1, 1, 2, 1, 1]
+
+
+def test_out_of_memory_says_what_to_lower(
+    settings: Settings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(run, "score", Forgetful(100).score)
+    told = r"out of memory at 1 x 256 tokens \(passkey\); give --dtype bfloat16 or shorter"
+    with pytest.raises(MeasureError, match=told):
+        run.run(prepare(settings, [Passkey(4, 1)]))
+    plain = RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried")
+    monkeypatch.setattr(run, "score", Forgetful(100, plain).score)
+    again = dataclasses.replace(settings, overwrite=True)
+    with pytest.raises(MeasureError, match=told):  # on a CPU
+        run.run(prepare(again, [Passkey(4, 1)]))
+    fixed = dataclasses.replace(settings, batch_size=4, dtype="bfloat16", overwrite=True)
+    with pytest.raises(MeasureError, match=r"4 x 256 .*; give --batch-size less than 4 or shorter"):
+        run.run(prepare(fixed, [Passkey(4, 1)]))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"factor": 2.0},
+        {"dtype": "bfloat16"},
+        {"trained_length": 100},
+        {"attn": "eager"},
+        {"batch_size": 1},
+        {"compose": True},
+    ],
+    ids=str,
+)
+def test_what_determines_an_outcome_is_in_its_key(settings: Settings, change: dict) -> None:
+    def keys(settings: Settings, tasks: Any = TASKS) -> set[tuple[str, str, str]]:
+        plan = prepare(settings, tasks)
+        return {(s.method, c.task, s.key(c)) for s in plan.systems for c in plan.cases(s)}
+
+    before, after = keys(settings), keys(dataclasses.replace(settings, **change))
+    assert len(before) == 3 * 14
+    kept = {method for method, _, _ in before & after}
+    assert kept == ({"none"} if "factor" in change else set())
+    assert not before & keys(dataclasses.replace(settings, seed=1))
+    more = keys(settings, [Perplexity(BOOK, windows=2), Passkey(2, 2)])
+    assert {task for _, task, _ in before - more} == {"perplexity"}
+
+
+def test_how_a_case_is_scored_is_part_of_its_prompt() -> None:
+    case = Case("perplexity", 9, 0, "loss", 4, joined(range(9)), ("a",))
+    changes = [{"count": 3}, {"mode": "write"}, {"answers": ("b",)}, {"whole": True}]
+    changes += [{"curve": (4,)}, {"only": (5,)}, {"ids": joined(range(1, 10))}]
+    digests = [dataclasses.replace(case, **change).prompt for change in changes]
+    assert len({case.prompt, *digests}) == 1 + len(changes)
+
+
+def test_new_weights_are_another_model(settings: Settings, tmp_path: Path) -> None:
+    folder = save_checkpoint(tmp_path / "copy")
+    settings = dataclasses.replace(settings, models=(str(folder),))
+    before = prepare(settings, TASKS).systems
+    (folder / "model.safetensors").touch()
+    after = prepare(settings, TASKS).systems
+    assert not {s.identity for s in before} & {s.identity for s in after}
+
+
+def test_beyond_the_reach_of_a_method_needs_force(settings: Settings) -> None:
+    far = dataclasses.replace(settings, lengths=(128, 600))
+    with pytest.raises(
+        OptionError, match=r"600 tokens: beyond factor 4 x the trained 128.*--force"
+    ):
+        prepare(far, TASKS)
+    notes = prepare(dataclasses.replace(far, force=True), TASKS).notes
+    assert notes[0].startswith("600 tokens: beyond factor 4 x the trained 128 tokens = 512 of yarn")
+    assert "not meant to reach that far" in notes[0]
+
+
+def test_text_notes(settings: Settings) -> None:
+    plan = prepare(settings, [Perplexity(BOOK, windows=99)])
+    joined, few = plan.notes
+    assert "documents are joined" in joined and "(99 asked for)" in few
+    [one, _] = prepare(settings, [Perplexity(BOOK[:1], windows=9)]).notes
+    assert "all windows are from one document" in one
+
+
+def test_one_document_makes_no_difference_clear() -> None:
+    assert is_clear(Estimate(0.1, 0.1, 0.2, 2)) and is_clear(Estimate(-0.1, -0.2, -0.1, 2))
+    assert not is_clear(Estimate(0.1, 0.1, 0.1, 1)) and not is_clear(Estimate(0.1, -0.1, 0.2, 9))
+
+
+# Perplexity
+
+
+def test_one_pass_gives_what_a_pass_for_each_length_gives(settings: Settings) -> None:
+    task = Perplexity(BOOK, windows=2, protocol="start", min_context=3)
+    plan = prepare(dataclasses.replace(settings, lengths=(64, 256)), [task])
+    yarn, dynamic = plan.systems[1:]
+    assert not yarn.adapts and dynamic.adapts
+    assert {case.length for batch in plan.batches(yarn) for case in batch} == {256}
+    assert {c.length for b in plan.batches(dynamic) for c in b} == {64, 128, 256}
+    outcomes = run.run(plan)
+    model = AutoModelForCausalLM.from_pretrained(settings.models[0]).eval()
+    cases = list(plan.cases(yarn))
+    with rope_ext.patched(model, "yarn", factor=4):
+        for case in cases:
+            losses, _ = score(model, [case.ids], case.count)
+            found = next(o for o in outcomes if o.key == yarn.key(case))
+            assert found.value == pytest.approx(float(losses.mean()), abs=1e-5)
+            assert found.tokens == case.count == case.length - 1 - 3
+            assert found.curve[-1][0] == case.length
+
+
+def test_curves_are_the_losses_by_position(settings: Settings) -> None:
+    plan = prepare(settings, [Perplexity(BOOK, windows=1)])
+    outcomes = run.run(plan)
+    system, curve = plan.systems[0], Report(plan, outcomes).curve("perplexity")
+    case = next(case for case in plan.cases(system) if case.length == 256)
+    model = AutoModelForCausalLM.from_pretrained(settings.models[0]).eval()
+    losses, _ = score(model, [case.ids], 255)
+    edges = [edge for name, edge in curve if name == "none"]
+    assert {128, 256} <= set(edges) and edges == sorted(edges)
+    assert len(edges) >= 9 and edges[0] == 16
+    for low, high in zip([1, *edges], edges, strict=False):
+        mean = float(losses[0, low - 1 : high - 1].mean())
+        assert curve["none", high].value == pytest.approx(float(torch.tensor(mean).exp()), rel=1e-4)
+
+
+def naive_keys(model: Any, ids: list[int], short: int) -> set[int]:
+    """Places in the text of the tokens that gain more than 2 nats, a short forward for each."""
+    keys, whole = set(), score(model, [ids], len(ids) - 1)[0][0]
+    first = short + short // 4
+    for place in range(first, len(ids)):
+        long = float(whole[place - 1])
+        # Stretches of short / 4 tokens share a window, which begins ``short`` before them.
+        stretch = first + (place - first) // (short // 4) * (short // 4)
+        end = min(len(ids), stretch + short // 4)
+        window = [ids[0], *ids[max(1, end - short // 4 - short) : place + 1]]
+        if score(model, [window], 1)[0].item() - long > 2 and -long > -2:
+            keys.add(place - 1)
+    return keys
+
+
+def test_longppl_scores_the_key_tokens_alone(frame: Frame) -> None:
+    model = AutoModelForCausalLM.from_pretrained(SHIPPED, dtype=torch.float32).eval()
+    # A name and its number, far enough from where it comes again that 64 tokens do not reach it.
+    filler = " ".join(f"def function_{i}(self, value): return value * {i}" for i in range(9))
+    text = f"secret_number = 83627194\n{filler}\nsecret_number = 83627194\n" * 3
+    task = LongPPL(
+        [text], windows=1, stride=40, short_context=64, opened=lambda: nullcontext(model)
+    )
+    built = task.questions(frame, [100, 300], seed=0)
+    windows = task.choose(frame, [100, 300], 0)
+    keys = naive_keys(model, [0, *windows.texts[0]], 64)
+    assert 3 < len(keys) < 60 and f"the {len(keys)} of 299 tokens" in built.definition
+    for length in (100, 300):  # every length scores the very same tokens
+        cases = [case for case in built.cases if case.length == length]
+        scored = [case.ids[place] for case in cases for place in case.only]
+        assert scored == [windows.texts[0][place] for place in sorted(keys)]
+    [whole] = [case for case in built.cases if case.length == 300]
+    losses = score(model, [whole.ids], 299)[0][0].double()
+    expected = [float(losses[place - 1]) for place in whole.only]
+    result = run._loss(whole, losses[-run._tail(whole) :])
+    assert result.value == pytest.approx(sum(expected) / len(keys)) and result.tokens == len(keys)
+    with pytest.raises(OptionError, match="short_context=300 is too long for lengths up to 300"):
+        dataclasses.replace(task, short_context=300).questions(frame, [100, 300], 0)
+    with pytest.raises(MeasureError, match="no token in the text that needs more than 200"):
+        dull = dataclasses.replace(task, documents=["return None\n" * 300], short_context=200)
+        dull.questions(frame, [100, 300], 0)
+
+
+def test_longppl_scores_each_key_token_once_at_every_length(frame: Frame) -> None:
+    """Also at a trained length below the lengths asked for, without a stride or with one."""
+    task = LongPPL([BOOK[0] * 3], windows=1, short_context=64, opened=nullcontext)
+    keys = set(range(3, 900, 7))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(LongPPL, "keys", lambda *args: keys)
+        for stride in (None, 40, 127):
+            given = dataclasses.replace(task, stride=stride)
+            cases = given.questions(frame, [128, 1000], seed=0).cases
+            text = task.choose(frame, [128, 1000], 0).texts[0]
+            for length in (128, 1000):
+                part = [case for case in cases if case.length == length]
+                assert all(0 < place < len(case.ids) for case in part for place in case.only)
+                scored = [case.ids[place] for case in part for place in case.only]
+                assert scored == [text[place] for place in sorted(keys)]
+        far = dataclasses.replace(task, stride=500)
+        with pytest.raises(OptionError, match="stride=500 would skip tokens at length 128"):
+            far.questions(frame, [128, 1000], seed=0)
+
+
+def test_longppl_from_the_command_line(tmp_path: Path) -> None:
+    words = ["--model", SHIPPED, "--method", "yarn", "--factor", 4, "--lengths", "512,1k"]
+    words += ["--windows", 1, "--longppl", "--short-context", 128, "--output", tmp_path]
+    perplexity.main([str(word) for word in words])
+    data = json.loads((tmp_path / "results.json").read_text())
+    assert [row["task"] for row in data["summary"]] == 4 * ["perplexity"] + 4 * ["longppl"]
+    assert "when the model with yarn sees all of the text" in data["definitions"]["longppl"]
+    at = {(row["system"], row["length"]): row["value"] for row in data["summary"][4:]}
+    assert at["yarn", 1024] < min(at["yarn", 512], at["none", 1024])
+
+
+def test_lengths_in_tokens_may_be_written_with_a_k() -> None:
+    made = command.parser("", "x", ["perplexity"])
+    words = ["--model", "m", "--method", "yarn", "--lengths", "4k", "--stride", "1k"]
+    assert made.parse_args(words).stride == 1024
+
+
+def test_what_transformers_remembers_of_longer_texts_changes_nothing(
+    settings: Settings, checkpoint: Path, tmp_path: Path
+) -> None:
+    """Its dynamic scaling keeps the base of the longest text until a short one comes."""
+    folder = save_checkpoint(tmp_path / "dynamic")
+    config = json.loads((folder / "config.json").read_text())
+    rope = {"rope_theta": 10000.0, "rope_type": "dynamic", "factor": 4.0}
+    (folder / "config.json").write_text(json.dumps({**config, "rope_parameters": rope}))
+    growing = {"dynamic_ntk": {"mode": "growing"}}
+    for change in (
+        {"models": (str(folder),), "methods": ("none",)},
+        {"methods": ("dynamic_ntk",), "options": growing},
+    ):
+        for protocol in ("ending", "start"):
+            given = dataclasses.replace(settings, lengths=(200, 400), overwrite=True, **change)
+            plan = prepare(given, [Perplexity(BOOK, windows=2, protocol=protocol)])
+            system = plan.systems[-1]
+            assert system.adapts
+            for case, outcome in zip(plan.cases(system), run.run(plan)[-6:], strict=True):
+                runner = run._Runner(models.load_model(system.model), system.model, given)
+                with runner.applied(system):  # a model that has seen nothing
+                    [alone] = runner.measure([case])
+                assert outcome.value == pytest.approx(alone.value, abs=1e-5), case
+
+
+# Passkey
+
+
+@pytest.mark.parametrize("method", ["none", "yarn", "dynamic_yarn", "dynamic_ntk", "ntk", "llama3"])
+def test_teacher_forced_and_generated_agree_on_every_case(method: str, tmp_path: Path) -> None:
+    results = []
+    for generate in (False, True):
+        settings = Settings(
+            models=(str(SHIPPED),),
+            methods=(method,),
+            lengths=(200, 700, 1000),
+            factor=8,
+            output=tmp_path / str(generate),
+        )
+        plan = prepare(settings, [Passkey(trials=2, depths=2, generate=generate)])
+        plan = dataclasses.replace(plan, systems=plan.systems[-1:])
+        results.append(run.run(plan))
+    forced, generated = results
+    assert [o.answers for o in forced] == [o.answers for o in generated]
+    assert [o.value for o in forced] == [o.value for o in generated]
+    assert all(o.tokens <= 5 for o in generated)
+    if method == "none":  # or agreement would say little
+        assert {o.value for o in forced} == {0.0, 1.0}
+
+
+# Needles and RULER
+
+
+def ask(task: Any, frame: Frame, *lengths: int, seed: int = 0) -> list[Case]:
+    return list(task.questions(frame, lengths, seed).cases)
+
+
+def test_needles_lie_where_they_should(frame: Frame) -> None:
+    task = Needles("needle", keys=3, queries=2, trials=3, depths=4, tokens=40)
+    for case in ask(task, frame, 900, 2000):
+        text = frame.tokenizer.decode(case.ids)
+        found = re.findall(r"special magic numbers for (\S+) is: (\d{7})\.", text)
+        assert len(found) == 3 and set(case.answers) < {value for _, value in found}
+        question = text[text.rindex("What are all") :]
+        asked = [key for key, value in found if value in case.answers]
+        assert all(key in question for key in asked) and len(case.answers) == 2
+        distractor = next(key for key, value in found if value not in case.answers)
+        assert distractor not in question
+        assert case.bin / 4 <= case.depth < (case.bin + 1) / 4
+        assert case.length - 60 < case.tokens <= case.length  # short by less than a sentence
+        at = text.index(case.answers[0]) / text.rindex("\nWhat are all")
+        assert at == pytest.approx(case.depth, abs=0.15)
+
+
+@pytest.mark.parametrize("name", suite.TASKS)
+def test_ruler_prompts_fit_and_hold_their_answers(name: str, frame: Frame) -> None:
+    task = suite.TASKS[name](3, None, {})
+    assert task.name == name and task.suite == "RULER"
+    cases = ask(task, frame, 2048, 4096)
+    assert cases == ask(task, frame, 2048, 4096) != ask(task, frame, 2048, 4096, seed=1)
+    for case in cases:
+        text = frame.tokenizer.decode(case.ids)
+        assert all(answer in text for answer in case.answers)
+        assert case.tokens <= case.length and case.tokens > 0.9 * case.length
+        assert case.ids.tolist().count(0) == 1
+    with pytest.raises(OptionError, match=rf"a {name} prompt needs at least \d+ tokens") as error:
+        ask(task, frame, 150)
+    least = int(re.search(r"at least (\d+)", str(error.value))[1])
+    assert 150 < least < 1500
+
+
+def parse_list(text: str) -> list[str]:
+    return re.findall(r"\d+\. (\w+)", text)
+
+
+def test_ruler_answers_are_right(frame: Frame) -> None:
+    """Solved by programs that read the prompt alone."""
+
+    def prompts(name: str) -> list[tuple[Case, str]]:
+        cases = ask(suite.TASKS[name](4, None, {}), frame, 3000)
+        return [(case, frame.tokenizer.decode(case.ids)) for case in cases]
+
+    for case, text in prompts("vt"):
+        value = re.findall(r"the value (\d+) in the text above", text)[-1]
+        holds: dict[str, str] = dict(re.findall(r"VAR ([A-Z]+) = (\d+)", text))
+        for name, source in re.findall(r"VAR ([A-Z]+) = VAR ([A-Z]+)", text):
+            holds[name] = holds[source]  # a chain goes from front to back
+        assert {name for name in holds if holds[name] == value} == set(case.answers)
+        assert len(case.answers) == 5
+    for case, text in prompts("cwe"):
+        words = parse_list(text[text.rindex("Below is a numbered list") :])
+        ranked = sorted(set(words), key=words.count, reverse=True)
+        assert set(ranked[:10]) == set(case.answers)
+        assert words.count(ranked[9]) > 3 * words.count(ranked[10])
+    for case, text in prompts("fwe"):
+        words = re.findall(r"\b[a-z]{6}\b", text[text.index("coded words.") : text.rindex("\nQu")])
+        ranked = sorted(set(words), key=words.count, reverse=True)
+        assert tuple(ranked[:3]) == case.answers
+    for name, count in (("niah_multivalue", 4), ("niah_multiquery", 4), ("niah_single_3", 1)):
+        for case, text in prompts(name):
+            question = text[text.rindex("\nWhat") :]
+            found = re.findall(r"special magic \w+ for (\S+) is: ([\w-]+)\.", text)
+            assert {v for k, v in found if k in question} == set(case.answers)
+            assert len(case.answers) == count
+
+
+def test_the_third_frequent_word_is_never_tied(frame: Frame) -> None:
+    task = suite.FrequentWords(3, 50)
+    with pytest.raises(OptionError) as error:
+        ask(task, frame, 150)
+    least = int(re.search(r"at least (\d+)", str(error.value))[1])
+    for length in range(least + 20, least + 220, 4):
+        for case in ask(task, frame, length):
+            text = frame.tokenizer.decode(case.ids)
+            text = text[text.index("coded words.") : text.rindex("\nQu")]
+            words = re.findall(r"\b[a-z]{6}\b", text)
+            times = [words.count(word) for word in set(words) - set(case.answers)]
+            assert words.count(case.answers[2]) > max(times, default=0)
+            assert case.tokens <= length
+
+
+def test_ruler_distractors(frame: Frame) -> None:
+    for name, least in (("niah_multikey_1", 4), ("niah_multikey_2", 40), ("niah_multikey_3", 10)):
+        for case in ask(suite.TASKS[name](2, None, {}), frame, 4096):
+            text = frame.tokenizer.decode(case.ids)
+            assert text.count("One of the special magic") >= least and len(case.answers) == 1
+
+
+def test_own_haystack(frame: Frame, tmp_path: Path) -> None:
+    book = tmp_path / "book.txt"
+    book.write_text("It was a dark night. The rain fell. Nobody came!")
+    parser = command.parser("", "x", ["needle"])
+    words = ["--model", "m", "--method", "yarn", "--lengths", "1k", "--haystack", str(book)]
+    args = parser.parse_args([*words, "--needles", "2", "--distractors", "3"])
+    [task] = build(["needle"], vars(args))[0].parts(command.settings(args))
+    assert (task.keys, task.queries, task.source) == (5, 2, str(book))
+    text = frame.tokenizer.decode(ask(task, frame, 700)[0].ids)
+    assert "The rain fell. Nobody came! It was a dark night." in text
+
+
+def answering(share: dict[tuple[str, int], float]) -> Any:
+    """In place of generation: writes the first answers of each case, the share as told."""
+
+    def measure(self: Any, batch: list[Case]) -> list[run._Result]:
+        results = []
+        for case in batch:
+            count = round(share.get((case.task, case.length), 1.0) * len(case.answers))
+            text = " and ".join(case.answers[:count]).upper()
+            results.append(run._Result(run.share_found(case, text), 1, text))
+        return results
+
+    return measure
+
+
+def test_effective_length(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At 2k the average of the two tasks is 0.9, at 3k 0.85: the threshold is 0.856."""
+    shares = {("cwe", 2048): 0.8, ("cwe", 3072): 0.7, ("vt", 1500): 1.0}
+    monkeypatch.setattr(run._Runner, "measure", answering(shares))
+    words = ["--model", SHIPPED, "--method", "yarn", "--factor", 8, "--lengths", "1500,2k,3k,4k"]
+    words += ["--tasks", "cwe,vt", "--trials", 2, "--output", tmp_path]
+    ruler.main(list(map(str, words)))
+    data = json.loads((tmp_path / "results.json").read_text())["suites"]["RULER"]["yarn"]
+    averages = {"1500": 1.0, "2048": 0.9, "3072": 0.85, "4096": 1.0}
+    found = {length: row["value"] for length, row in data["average"].items()}
+    assert found == pytest.approx(averages) and data["effective_length"] == 2048
+    low, high = wilson(3.6, 4)  # of 2 prompts for each of 2 tasks
+    assert data["average"]["2048"] == pytest.approx(
+        {"value": 0.9, "low": low, "high": high, "count": 4}
+    )
+    cells = f"| yarn | 2048 | 100.0% [51, 100] | 90.0% [{100 * low:.0f}, {100 * high:.0f}] |"
+    assert cells in (tmp_path / "table.md").read_text()
+
+
+# Reports
+
+
+class Page(HTMLParser):
+    """What a page would load, and its text."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.loads, self.pictures, self.text = [], 0, ""
+
+    def handle_starttag(self, tag: str, attrs: list) -> None:
+        for name, value in attrs:
+            if name in ("src", "href", "srcset", "data") and not value.startswith("data:"):
+                self.loads.append(value)
+        self.pictures += tag == "img"
+        assert tag not in ("script", "iframe", "link", "object")
+
+    def handle_data(self, data: str) -> None:
+        self.text += data
+
+
+@pytest.fixture(scope="module")
+def reported(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A report on two models, of which one was, so to say, trained on 64 tokens."""
+    folder = tmp_path_factory.mktemp("report")
+    other = save_checkpoint(folder / "other")
+    config = json.loads((other / "config.json").read_text())
+    (other / "config.json").write_text(json.dumps({**config, "max_position_embeddings": 64}))
+    more = ["--model", other, "--factor", 8]
+    report.main(arguments(checkpoint, folder / "out", *more, "--lengths", "300"))
+    return folder / "out"
+
+
+def test_report_has_everything(reported: Path, checkpoint: Path) -> None:
+    data = json.loads((reported / "results.json").read_text())
+    name = checkpoint.name
+    names = [f"{model} {m}" for model in (name, "other") for m in ("none", "yarn", "dynamic_yarn")]
+    assert [system["name"] for system in data["systems"]] == names
+    assert data["lengths"] == [128, 256, 300]  # 64 tokens cannot hold a passkey
+    assert set(data["definitions"]) == {"perplexity", "passkey"}
+    assert {row["task"] for row in data["summary"]} == set(data["definitions"])
+    versions = data["identities"][str(checkpoint)]["versions"]
+    assert set(versions) >= {"rope_ext", "torch", "transformers", "python"}
+    assert data["settings"]["seed"] == 0 and "resume" not in data["settings"]
+    assert len(data["recommendations"]) == 2
+    # The first model has its trained length measured; the other, shorter one has not.
+    costs = {(row["task"], row["system"]): row for row in data["costs"]}
+    assert ("passkey", f"{name} yarn") in costs and ("passkey", "other yarn") not in costs
+    pairs = {(row["system"], row["less"]) for row in data["differences"]}
+    assert (f"{name} none", f"{name} yarn") in pairs
+    rows = list(csv.DictReader((reported / "cells.csv").open()))
+    whole = [row for row in rows if row["task"] == "passkey" and not row["depth_bin"]]
+    assert len(whole) == 6 * 3 and {row["count"] for row in whole} == {"6"}
+    first = next(row for row in data["summary"] if row["task"] == "passkey")
+    assert float(whole[0]["high"]) == first["high"]
+
+
+def test_costs_and_differences_are_those_of_the_outcomes(settings: Settings) -> None:
+    plan = prepare(settings, TASKS)
+    outcomes = run.run(plan)
+    found = Report(plan, outcomes)
+
+    def losses(system: str, length: int) -> list[float]:
+        return [
+            o.value
+            for o in outcomes
+            if (o.system, o.length, o.task) == (system, length, "perplexity")
+        ]
+
+    def change(length: int) -> float:
+        gaps = [a - b for a, b in zip(losses("yarn", length), losses("none", length), strict=True)]
+        return float(torch.tensor(gaps).mean().exp() - 1)
+
+    cost = found.costs["perplexity", "yarn"]
+    assert cost.value == pytest.approx(change(TRAINED)) and cost.low <= cost.value <= cost.high
+    assert found.costs["perplexity", "dynamic_ntk"].value == 0
+    gap = found.differences["perplexity", "none", "yarn"]
+    assert gap.value == pytest.approx(1 / (1 + change(256)) - 1)
+    table = found.sections[0].tables[0]
+    assert table.header == ("method", "cost at 128, %", "128 tokens (trained)", "256 tokens")
+
+
+def test_the_page_needs_no_network(reported: Path) -> None:
+    html = (reported / "report.html").read_text()
+    page = Page()
+    page.feed(html)
+    assert page.loads == [] and "http" not in re.sub(r"data:image\S+", "", html)
+    assert page.pictures == len(list(reported.glob("*.png"))) == 4
+    assert "cost at 128, %" in page.text and "Row less column on identical cases" in page.text
+    markdown = (reported / "table.md").read_text()
+    assert markdown.count("| 128 tokens (trained) |") == 2
+    assert "### perplexity" in markdown and "Wilson intervals." in markdown
+
+
+def test_an_adapter_is_in_use_where_a_method_is(checkpoint: Path, tmp_path: Path) -> None:
+    peft = pytest.importorskip("peft")
+    model = AutoModelForCausalLM.from_pretrained(checkpoint)
+    config = peft.LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False)
+    torch.manual_seed(0)
+    model = peft.get_peft_model(model, config)
+    model.save_pretrained(tmp_path / "adapter")
+
+    def losses(name: str, **change: Any) -> dict[str, float]:
+        given = {"models": (str(checkpoint),), "methods": ("yarn",), "lengths": (128,)}
+        settings = Settings(**{**given, **change}, output=tmp_path / name)
+        outcomes = run.run(prepare(settings, [Perplexity(BOOK, windows=1)]))
+        return {outcome.system: outcome.value for outcome in outcomes}
+
+    plain, adapted = losses("a"), losses("b", adapter=str(tmp_path / "adapter"))
+    assert plain["none"] == adapted["none"] and plain["yarn"] != adapted["yarn"]
+    with pytest.raises(MeasureError, match="cannot load the adapter"):
+        losses("c", adapter=str(tmp_path))
+    with pytest.raises(MeasureError, match="is an adapter; give --model the base"):
+        losses("g", models=(str(tmp_path / "adapter"),))
+    own = {"adapter": str(tmp_path / "adapter"), "methods": ("adapter",), "factor": 2.0}
+    with pytest.raises(OptionError, match=r"has none; give --method the name"):
+        losses("d", **own)
+    rope_ext.save_sidecar(rope_ext.patch(model, "yarn", factor=4), tmp_path / "adapter")
+    assert losses("e", **own) == adapted
+    with pytest.raises(OptionError, match=r"was trained under .*'yarn', factor=4"):
+        losses("f", **{**own, "methods": ("yarn",)})
+
+
+# Speed
+
+
+def test_speed_shares_the_options_of_the_evaluators(checkpoint: Path, tmp_path: Path) -> None:
+    words = ["--model", checkpoint, "--lengths", "64,1k", "--rounds", 1, "--batch-size", 2]
+    words += ["--method", "yarn,rerope", "--option", "yarn.beta_fast=16", "--output", tmp_path]
+    speed.main(list(map(str, words)))
+    data = json.loads((tmp_path / "speed.json").read_text())
+    assert data["variants"]["yarn"] == {"method": "yarn", "factor": 4.0, "beta_fast": 16}
+    assert set(data["seconds"]) == {"64", "1024"} and data["batch_size"] == 2
+    for tasks in data["seconds"].values():
+        assert set(tasks) == {"prefill", "decode", "training step"}
+        assert all(set(found) == {"unpatched", "yarn", "rerope"} for found in tasks.values())
+        assert all(value > 0 for found in tasks.values() for value in found.values())
+
+
+# Mistakes
+
+
+@pytest.mark.parametrize(
+    ("evaluator", "change", "message"),
+    [
+        (passkey, ["--model", "m", "--model", "m"], "a model is given twice"),
+        (passkey, ["--method", "yran"], "unknown method 'yran'; did you mean 'yarn'?"),
+        (passkey, ["--option", "beta_fast=1"], "give METHOD.NAME=VALUE"),
+        (passkey, ["--option", "yarn.beta_fst=1"], "did you mean 'beta_fast'"),
+        (passkey, ["--lengths", "4kk"], "'4kk' is not a list of whole numbers"),
+        (passkey, ["--lengths", "40"], "a passkey prompt needs at least"),
+        (passkey, ["--lengths", "9k"], "beyond factor 4 x the trained 128 tokens = 512 of yarn"),
+        (passkey, ["--batch-size", "many"], "give auto or a number of rows"),
+        (passkey, ["--batch-size", "²"], "give auto or a number of rows"),
+        (passkey, ["--batch-size", "0"], "batch_size=0 is not valid"),
+        (passkey, ["--adapter", "/nonexistent"], "'/nonexistent' (there is no such folder, and"),
+        (passkey, ["--attn", "nope"], "unknown attention implementation 'nope'"),
+        (speed, ["--seed", "-1"], "seed=-1 is not valid"),
+        (passkey, ["--trials", "0"], "trials=0 is not valid"),
+        (passkey, ["--digits", "0"], "digits=0 is not valid"),
+        (passkey, ["--chat", "yes"], "no chat template"),
+        (passkey, ["--model", "nowhere/at/all"], "cannot load the configuration of 'nowhere"),
+        (perplexity, ["--text", "empty.txt"], "the text empty.txt is empty"),
+        (perplexity, ["--text", "missing.txt"], "cannot read the text missing.txt"),
+        (perplexity, ["--text", "hf:nobody/nothing"], "cannot read the data set nobody/nothing"),
+        (perplexity, ["--stride", "500"], "stride=500 would skip tokens at length 128"),
+        (perplexity, ["--lengths", "0,128"], "length 0 leaves nothing to score"),
+        (perplexity, ["--min-context", "9"], "--min-context does not apply to the protocol ending"),
+        (perplexity, ["--protocol", "sliding"], "--stride TOKENS and --protocol sliding go"),
+        (needle, ["--needles", "0"], "queries=0 is not valid"),
+        (needle, ["--new-tokens", "0"], "tokens=0 is not valid"),
+        (needle, ["--depths", "-1"], "depths=-1 is not valid"),
+        (needle, ["--distractors", "-1"], "distractors=-1 is not valid"),
+        (needle, ["--lengths", "100"], "a needle prompt needs at least"),
+        (ruler, ["--tasks", "niah_singel_1"], "unknown task 'niah_singel_1'; did you mean 'niah"),
+        (ruler, ["--lengths", "300"], "prompt needs at least"),
+        (speed, ["--method", "yran"], "unknown method 'yran'; did you mean 'yarn'?"),
+        (speed, ["--model", "m"], "several models are given"),
+        (speed, ["--rounds", "0"], "rounds=0 is not valid"),
+        (report, ["--tasks", ","], "no task is given"),
+        (report, ["--tasks", "passkeys"], "unknown task 'passkeys'; did you mean 'passkey'"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_mistakes_are_one_line_before_any_weights(
+    evaluator: Any,
+    change: list[str],
+    message: str,
+    checkpoint: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    monkeypatch.setattr("datasets.config.HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(models, "load_model", lambda *args: pytest.fail("the model was loaded"))
+    (tmp_path / "empty.txt").touch()
+    words = ["--model", str(checkpoint), "--method", "yarn,ntk", "--output", str(tmp_path / "out")]
+    if "--lengths" not in change:
+        words += ["--lengths", "128,512"]
+    if "--method" in change:
+        words = [word for word in words if word not in ("--method", "yarn,ntk")]
+    with pytest.raises(SystemExit) as stopped:
+        evaluator.main([*words, *change])
+    out, err = capfd.readouterr()
+    assert stopped.value.code == 2
+    assert message in err and err.startswith("error: ") and err.count("\n") == 1 and out == ""
+
+
+def test_make_is_distinct() -> None:
+    rng = random.Random(0)
+    for kind in ("words", "numbers", "uuids"):
+        found = haystack.distinct(kind, 500, rng)
+        assert len(set(found)) == 500

@@ -1,0 +1,634 @@
+"""Intervals, scores, windows, prompts and texts: against naive computations and decoding."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import re
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import datasets
+import pytest
+import torch
+from tokenizers import Tokenizer, decoders, processors, trainers
+from tokenizers import models as bpe
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GenerationConfig,
+    LlamaForCausalLM,
+    PreTrainedTokenizerFast,
+)
+
+import rope_ext
+from rope_ext.errors import MeasureError, OptionError
+from rope_ext.measure.cases import Case, Outcome, line
+from rope_ext.measure.forward import score, write
+from rope_ext.measure.prompts import Filler, Frame, beginning, joined
+from rope_ext.measure.reports.intervals import bootstrap_mean, paired_rates, wilson
+from rope_ext.measure.reports.summary import Scores, difference, estimate, gather, number, recommend
+from rope_ext.measure.run import _loss, share_found
+from rope_ext.measure.tasks.passkey import FILLER, INTRO, QUESTION, Passkey, PasskeyPrompts
+from rope_ext.measure.tasks.perplexity import Perplexity, choose_windows
+from rope_ext.measure.text import library_words, python_documentation, read_texts, sentences
+from tests.families.zoo import tiny_model
+from tests.helpers.checkpoint import save_checkpoint
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_checkpoint(tmp_path_factory.mktemp("tiny"))
+
+
+@pytest.fixture(scope="module")
+def tiny(checkpoint: Path) -> LlamaForCausalLM:
+    return AutoModelForCausalLM.from_pretrained(checkpoint).eval()
+
+
+# Intervals
+
+
+@pytest.mark.parametrize(
+    ("successes", "trials", "low", "high"),
+    [
+        (8, 10, 0.4902, 0.9433),
+        (0, 10, 0.0, 0.2775),
+        (10, 10, 0.7225, 1.0),
+        (81, 263, 0.2553, 0.3662),  # Newcombe 1998, Statistics in Medicine 17, table I
+        (15, 148, 0.0624, 0.1605),
+        (0, 20, 0.0, 0.1611),
+        (1, 29, 0.0061, 0.1718),
+    ],
+)
+def test_wilson_published_values(successes: int, trials: int, low: float, high: float) -> None:
+    assert wilson(successes, trials) == pytest.approx((low, high), abs=5e-5)
+
+
+def test_wilson_refuses_impossible_counts() -> None:
+    for successes, trials in ((0, 0), (3, 2), (-1, 2)):
+        with pytest.raises(ValueError, match="no rate"):
+            wilson(successes, trials)
+
+
+def test_bootstrap() -> None:
+    values = torch.randn(200, generator=torch.Generator().manual_seed(0)).tolist()
+    low, high = bootstrap_mean(values, seed=1)
+    assert (low, high) == bootstrap_mean(values, seed=1) != bootstrap_mean(values, seed=2)
+    mean = sum(values) / 200
+    error = torch.tensor(values).std().item() / math.sqrt(200)
+    # Of so many values the mean is normal: 1.96 standard errors to either side.
+    assert (mean - low) / error == pytest.approx(1.96, abs=0.15)
+    assert (high - mean) / error == pytest.approx(1.96, abs=0.15)
+    assert bootstrap_mean([2.5], seed=0) == (2.5, 2.5)
+
+
+# Perplexity
+
+
+def documents(*sizes: int) -> list[list[int]]:
+    """Token k of document d is 1000 d + k."""
+    return [list(range(1000 * d, 1000 * d + size)) for d, size in enumerate(sizes, 1)]
+
+
+def test_windows_end_at_the_same_place_and_score_the_same_tokens() -> None:
+    windows = choose_windows(documents(500, 700), [64, 200, 130], 4, bos=(0,), eos=1, seed=0)
+    assert windows.scored == 32 and not windows.joined and len(windows.texts) == 4
+    for length in (64, 130, 200):
+        for ids, longest in zip(windows.at(length), windows.at(200), strict=True):
+            assert len(ids) == length and ids[0] == 0 and ids.count(0) == 1
+            assert ids[1:] == longest[-length + 1 :]
+            assert {token // 1000 for token in ids[1:]} in ({1}, {2})
+    tokens = [token for text in windows.texts for token in text]
+    assert len(tokens) == len(set(tokens))  # no overlap
+    assert {text[0] // 1000 for text in windows.texts[:2]} == {1, 2}  # every document first
+
+
+def test_windows_without_bos_and_with_many_scored_tokens() -> None:
+    windows = choose_windows(documents(900), [600, 800], 1, bos=(), eos=None, seed=0)
+    assert windows.scored == 256
+    assert windows.at(800) == list(windows.texts) and len(windows.texts[0]) == 800
+
+
+def test_windows_join_short_documents() -> None:
+    windows = choose_windows(documents(60, 50, 50), [40, 80], 2, bos=(), eos=1, seed=3)
+    stream = [*range(1000, 1060), 1, *range(2000, 2050), 1, *range(3000, 3050), 1]
+    assert windows.joined and len(windows.texts) == 2
+    for ids in windows.texts:
+        assert list(ids) == stream[stream.index(ids[0]) :][:80]
+    with pytest.raises(MeasureError, match=r"has 160 tokens.*give a longer --text"):
+        choose_windows(documents(60, 50, 50), [40, 300], 2, bos=(), eos=1, seed=0)
+
+
+def naive(model: Any, ids: list[int], tail: int) -> tuple[list[float], list[bool]]:
+    """Losses and hits of the last ``tail`` tokens, one row alone, all logits, in float64."""
+    with torch.no_grad():
+        logits = model(input_ids=torch.tensor([ids])).logits[0].double()
+    losses, hits = [], []
+    for position in range(len(ids) - tail, len(ids)):
+        scores = logits[position - 1]
+        losses.append(float(scores.exp().sum().log() - scores[ids[position]]))
+        hits.append(int(scores.argmax()) == ids[position])
+    return losses, hits
+
+
+def random_rows(*sizes: int) -> list[list[int]]:
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randint(3, 400, (size,), generator=generator).tolist() for size in sizes]
+
+
+@pytest.mark.parametrize("method", [None, "yarn", "dynamic_ntk"])
+@pytest.mark.parametrize("sizes", [(200, 200, 200), (200, 131, 160)], ids=["alike", "padded"])
+@pytest.mark.parametrize("logits", [10**9, 3 * 400 * 7], ids=["at once", "in stretches"])
+def test_score_equals_a_naive_computation(
+    tiny: LlamaForCausalLM, method: str | None, sizes: tuple[int, ...], logits: int
+) -> None:
+    rows, made = random_rows(*sizes), []
+    for row in rows:  # else no token is ever the argmax
+        row[-1] = int(tiny(input_ids=torch.tensor([row[:-1]])).logits[0, -1].argmax())
+    hook = tiny.lm_head.register_forward_hook(lambda m, args, out: made.append(args[0].shape[1]))
+    with rope_ext.patched(tiny, method, factor=4) if method else nullcontext():
+        losses, hits = score(tiny, rows, 50, pad=1, logits=logits)
+        hook.remove()
+        assert made == ([51] if logits > 10**8 else [1, *[7] * 7, 1])
+        for row, ids in enumerate(rows):
+            expected_losses, expected_hits = naive(tiny, ids, 50)
+            assert losses[row].tolist() == pytest.approx(expected_losses, abs=2e-5)
+            assert hits[row].tolist() == expected_hits
+    assert method or hits[:, -1].all()
+    assert "forward" not in vars(tiny.model)  # the decoder is itself again
+
+
+def test_stretches_go_through_the_models_own_head(tmp_path: Path) -> None:
+    """Families that cap or scale their logits do so here as well."""
+    model = tiny_model("gemma2").eval()
+    rows = torch.randint(3, 100, (1, 60), generator=torch.Generator().manual_seed(0)).tolist()
+    once, _ = score(model, rows, 40)
+    stretched, _ = score(model, rows, 40, logits=model.config.vocab_size * 9)
+    plain = model.lm_head(model.model(torch.tensor(rows)).last_hidden_state)[0, 19:-1]
+    uncapped = torch.nn.functional.cross_entropy(
+        plain, torch.tensor(rows[0][20:]), reduction="none"
+    )
+    assert torch.allclose(once, stretched, atol=1e-5)
+    assert not torch.allclose(once, uncapped, atol=1e-3)
+
+
+def test_a_loss_that_is_not_a_number_counts_as_infinite() -> None:
+    case = Case("perplexity", 37, 0, "loss", 5, joined(range(37)))
+    result = _loss(case, torch.tensor([1.0, math.nan, 1, 1, 1], dtype=torch.float64))
+    assert result.value == math.inf
+    outcome = Outcome("key", "yarn", "perplexity", 37, None, None, 0, "p", (), 0, math.inf, 5)
+    assert "Infinity" not in line(outcome)
+    assert Outcome.from_json(json.loads(line(outcome))) == outcome
+    assert estimate([outcome], "loss", 0).high == math.inf
+
+
+def test_perplexity_is_weighted_by_tokens_and_resampled_by_document() -> None:
+    def outcome(value: float, tokens: int, group: int) -> Outcome:
+        return Outcome("k", "s", "perplexity", 9, None, None, 0, "p", (), group, value, tokens)
+
+    outcomes = [outcome(1.0, 300, 0), outcome(4.0, 100, 0), outcome(2.0, 100, 1)]
+    assert estimate(outcomes, "loss", 0).value == pytest.approx(math.exp(900 / 500))
+    assert estimate(outcomes, "loss", 0).count == 2
+    # Of two documents, a resample holds one or the other or both.
+    low, high = estimate(outcomes, "loss", 0).low, estimate(outcomes, "loss", 0).high
+    assert (low, high) == pytest.approx((math.exp(700 / 400), math.exp(2.0)))
+
+
+# Windows of the three protocols
+
+
+@pytest.fixture(scope="module")
+def tokenizer(checkpoint: Path) -> Any:
+    return AutoTokenizer.from_pretrained(checkpoint)
+
+
+def book(words: int, start: int = 0) -> str:
+    return " ".join(f"word{(start + i) * 7 % 97}" for i in range(words))
+
+
+def scored(case: Case) -> list[int]:
+    return case.ids[-case.count :].tolist()
+
+
+def test_sliding_scores_every_token_once_with_enough_context(tokenizer: Any) -> None:
+    task = Perplexity([book(300)], windows=1, protocol="sliding", stride=30)
+    built = task.questions(Frame.of(tokenizer), [64, 100, 210], seed=0)
+    text = task.choose(Frame.of(tokenizer), [64, 100, 210], 0).texts[0]
+    assert len(text) == 209
+    for length in (64, 100, 210):
+        cases = [case for case in built.cases if case.length == length]
+        assert [token for case in cases for token in scored(case)] == list(text)
+        assert all(case.ids[0] == 0 and len(case.ids) <= length for case in cases)
+        for case in cases[1:]:
+            assert len(case.ids) == length and case.count <= 30
+    assert len([case for case in built.cases if case.length == 210]) == 1
+
+
+def test_start_scores_all_after_the_least_context(tokenizer: Any) -> None:
+    task = Perplexity([book(300)], windows=1, protocol="start", min_context=5)
+    short, whole = task.questions(Frame.of(tokenizer), [64, 210], seed=0).cases
+    assert whole.ids[:64] == short.ids and short.nested and whole.nested
+    assert (short.count, whole.count) == (64 - 1 - 5, 210 - 1 - 5)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"protocol": "slide"}, "one of ending, sliding, start"),
+        ({"protocol": "sliding"}, "go together"),
+        ({"stride": 5}, "go together"),
+        ({"protocol": "sliding", "stride": 0}, "stride=0 is not valid"),
+        ({"protocol": "sliding", "stride": 64}, "stride=64 would skip tokens at length 64"),
+        ({"protocol": "start", "min_context": 63}, "leaves nothing to score at length 64"),
+        ({"min_context": -1}, "min_context=-1 is not valid"),
+        ({"windows": 0}, "windows=0 is not valid"),
+    ],
+    ids=str,
+)
+def test_perplexity_refuses(tokenizer: Any, options: dict, message: str) -> None:
+    with pytest.raises(OptionError, match=message):
+        Perplexity([book(300)], **options).questions(Frame.of(tokenizer), [64, 210], seed=0)
+
+
+@pytest.mark.parametrize("protocol", ["ending", "start"])
+def test_perplexity_of_one_token_is_refused(tokenizer: Any, protocol: str) -> None:
+    task = Perplexity([book(300)], windows=1, protocol=protocol)
+    for length in (0, 1):
+        with pytest.raises(OptionError, match=f"length {length} leaves nothing to score"):
+            task.questions(Frame.of(tokenizer), [length, 64], seed=0)
+    for case in task.questions(Frame.of(tokenizer), [2, 64], seed=0).cases:
+        assert 0 < case.count < len(case.ids) == case.length
+
+
+# Passkey and prompts
+
+
+def test_passkey_prompts_have_exactly_the_length_asked_for(tokenizer: Any) -> None:
+    prompts = PasskeyPrompts(tokenizer)
+    least = prompts.minimum_length()
+    for length in (*range(least, least + 60), 400, 1001):
+        case = prompts.case(length, 0.5, seed=length)
+        assert len(case.ids) == length == case.tokens
+        text = tokenizer.decode(case.ids)
+        assert text.count(case.key) == 3 and text.endswith(f"The pass key is {case.key}")
+        assert tokenizer.decode(case.ids[-case.count :]) == case.key
+        # Filler ends where sentences end, before the needle and after it.
+        assert re.search(rf"[.\n] The pass key is {case.key}\. Remember it\.", text)
+        assert re.search(rf"{case.key} is the pass key\.( [A-Z][a-z ]*\.)*\nWhat is", text)
+    with pytest.raises(OptionError, match=f"needs at least {least} tokens"):
+        prompts.case(least - 1, 0.5, seed=0)
+
+
+def test_the_answer_is_what_is_scored_even_where_it_merges_with_the_question() -> None:
+    """A tokenizer whose tokens reach across words, so that ``is `` is one before a digit."""
+    made = Tokenizer(bpe.BPE(unk_token="<unk>"))
+    made.train_from_iterator(
+        [INTRO, *FILLER, QUESTION + " 1234567890"] * 3,
+        trainers.BpeTrainer(vocab_size=300, special_tokens=["<unk>"], show_progress=False),
+    )
+    made.decoder = decoders.Fuse()
+    odd = PreTrainedTokenizerFast(tokenizer_object=made, unk_token="<unk>")
+    lead = odd(QUESTION, add_special_tokens=False)["input_ids"]
+    assert odd(QUESTION + " 7", add_special_tokens=False)["input_ids"][: len(lead)] != lead
+    case = PasskeyPrompts(odd).case(300, 0.5, seed=0)
+    assert len(case.ids) == 300
+    assert odd.decode(case.ids[-case.count :]).strip() == case.key
+    assert odd.decode(case.ids).endswith(f"{QUESTION} {case.key}")
+
+
+def test_passkey_depth_is_where_the_needle_is(tokenizer: Any) -> None:
+    prompts = PasskeyPrompts(tokenizer)
+    for depth in (0.0, 0.25, 0.5, 0.9, 1.0):
+        case = prompts.case(1000, depth, seed=1)
+        text = tokenizer.decode(case.ids)
+        before = len(tokenizer(text[: text.index("The pass key is")])["input_ids"])
+        assert before / 1000 == pytest.approx(0.03 + 0.93 * depth, abs=0.04)
+
+
+def test_passkey_grid_depths_and_seeds(tokenizer: Any) -> None:
+    task, frame = Passkey(trials=5, depths=4, digits=10), Frame.of(tokenizer)
+    cases = task.questions(frame, [200, 300], seed=0).cases
+    assert len(cases) == 2 * 4 * 5 == len({case.key for case in cases})
+    for case in cases:
+        assert case.bin / 4 <= case.depth < (case.bin + 1) / 4
+        assert len(case.key) == 10 and len(case.ids) == case.length
+    assert cases == task.questions(frame, [200, 300], seed=0).cases
+    assert cases != task.questions(frame, [200, 300], seed=1).cases
+
+
+def test_a_filler_that_cannot_add_up_is_completed_with_line_breaks(tokenizer: Any) -> None:
+    filler = Filler(tokenizer, [" The grass is green."])
+    size = len(filler.sentences[0])
+    assert size > 1
+    for tokens in range(0, 5 * size):
+        chosen, breaks = filler.fill(tokens)
+        assert len(chosen) * size + breaks == tokens and 0 <= breaks < size
+
+
+TEMPLATE = (
+    "{{ bos_token }}{% for m in messages %}[{{ m['role'] }}] {{ m['content'] }}\n{% endfor %}"
+    "{% if add_generation_prompt %}[assistant] {% endif %}"
+)
+
+
+def test_chat_prompts_use_the_template_once(tokenizer: Any, checkpoint: Path) -> None:
+    chat = AutoTokenizer.from_pretrained(checkpoint)
+    chat.chat_template = TEMPLATE
+    assert Frame.of(chat, "no") == Frame.of(chat, "no")
+    assert Frame.of(chat, "no").tail == Frame.of(tokenizer).tail == ()
+    case = PasskeyPrompts(chat, Frame.of(chat)).case(300, 0.5, seed=0)
+    text = chat.decode(case.ids)
+    assert len(case.ids) == 300 and case.ids.tolist().count(chat.bos_token_id) == 1
+    assert re.match(r"<s>\s?\[user\] There is an important info", text)
+    assert text.endswith(f"What is the pass key?\n[assistant] The pass key is {case.key}")
+    with pytest.raises(OptionError, match="no chat template; give --chat no"):
+        Frame.of(tokenizer, "yes")
+    chat.chat_template = "nothing of yours"
+    with pytest.raises(OptionError, match="leaves the user's text out"):
+        Frame.of(chat)
+
+
+def test_the_beginning_is_what_the_tokenizer_puts_there(tokenizer: Any, checkpoint: Path) -> None:
+    assert beginning(tokenizer) == (0,)
+    bare = AutoTokenizer.from_pretrained(checkpoint)
+    bare.backend_tokenizer.post_processor = processors.TemplateProcessing("$A", None, [])
+    assert beginning(bare) == () and bare.bos_token_id == 0
+
+
+@pytest.mark.parametrize("method", [None, "yarn", "dynamic_ntk"])
+def test_writing_is_what_greedy_decoding_does(
+    tiny: LlamaForCausalLM, tokenizer: Any, method: str | None
+) -> None:
+    """On random weights, where every token is a surprise; the prompts differ in length."""
+    prompts = PasskeyPrompts(tokenizer)
+    rows = [prompts.case(n, 0.5, seed=n).ids[:-5] for n in (130, 200, 171)]
+    with rope_ext.patched(tiny, method, factor=4) if method else nullcontext():
+        texts = write(tiny, rows, 6, pad=1, eos=1)
+        for ids, text in zip(rows, texts, strict=True):
+            # Each of the written tokens is the argmax when all of them are given.
+            padded = [*ids, *text]
+            assert len(text) == 6, "a random model that stops tests nothing"
+            _, hits = score(tiny, [padded], 6)
+            assert hits.all()
+            _, hits = score(tiny, [[*padded[:-1], padded[-1] ^ 1]], 6)
+            assert hits[0, :5].all() and not hits[0, 5]
+
+
+def test_writing_stops_at_the_end_and_ignores_the_checkpoints_settings(
+    tiny: LlamaForCausalLM, tokenizer: Any
+) -> None:
+    ids = PasskeyPrompts(tokenizer).case(130, 0.5, seed=0).ids
+    plain = write(tiny, [ids], 6, pad=1, eos=None)[0]
+    own = tiny.generation_config
+    tiny.generation_config = GenerationConfig(repetition_penalty=9.0, suppress_tokens=[plain[0]])
+    try:
+        assert write(tiny, [ids], 6, pad=1, eos=None)[0] == plain
+    finally:
+        tiny.generation_config = own
+    assert write(tiny, [ids], 6, pad=1, eos=plain[2])[0] == plain[: plain.index(plain[2])]
+
+
+def test_shares_are_rulers() -> None:
+    case = Case("vt", 9, 0, "write", 9, joined([]), ("ABC", "DEF", "GHI", "JKL"))
+    assert share_found(case, "abc, xDEFx") == 0.5
+    whole = dataclasses.replace(case, answers=("123",), whole=True)
+    assert share_found(whole, " 123") == 1 and share_found(whole, "1234") == 0
+
+
+# Differences
+
+
+@pytest.mark.parametrize(
+    ("counts", "low", "high"),
+    [
+        ((36, 12, 2, 0), 0.0569, 0.3404),  # Newcombe 1998, Statistics in Medicine 17, 2635
+        ((20, 12, 2, 16), 0.0562, 0.3292),
+        ((0, 54, 0, 0), 0.9061, 1.0),
+        ((54, 0, 0, 0), -0.0664, 0.0664),
+    ],
+)
+def test_paired_rates_published_values(counts: tuple[int, ...], low: float, high: float) -> None:
+    both, one, other, neither = counts
+    first = [1] * (both + one) + [0] * (other + neither)
+    second = [1] * both + [0] * one + [1] * other + [0] * neither
+    assert paired_rates(first, second) == pytest.approx((low, high), abs=5e-5)
+    reverse = paired_rates(second, first)
+    assert reverse == pytest.approx((-high, -low), abs=5e-5)
+
+
+def test_pairing_gains_from_agreement() -> None:
+    one = [1] * 20 + [0] * 20
+    other = [1] * 14 + [0] * 26
+    low, high = paired_rates(one, other)
+    shuffled_low, shuffled_high = paired_rates(one, other[::-1])
+    assert low > 0 and high - low < shuffled_high - shuffled_low
+
+
+def test_difference_needs_identical_cases() -> None:
+    def outcome(prompt: str, value: float) -> Outcome:
+        return Outcome("k", "s", "t", 9, None, None, 0, prompt, (), 0, value, 1)
+
+    one = [outcome("a", 1), outcome("b", 0.5)]
+    assert difference(one, [outcome("a", 0), outcome("c", 0)], "rate", 0) is None
+    gap = difference(one, [outcome("a", 1), outcome("b", 0)], "rate", 0)
+    assert gap.value == 0.25 and (gap.low, gap.high) == (0, 0.5)
+    gap = difference(one, [outcome("a", 0.5), outcome("b", 0)], "loss", 0)
+    assert gap.value == pytest.approx(math.exp(0.5) - 1)
+
+
+# Texts
+
+
+def test_read_texts(tmp_path: Path) -> None:
+    plain, lines = tmp_path / "a.md", tmp_path / "b.jsonl"
+    plain.write_text("one\ntwo")
+    lines.write_text('{"text": "three\u2028four"}\n\n{"text": "five", "id": 1}\n')
+    assert read_texts([plain, lines]) == ["one\ntwo", "three\u2028four", "five"]
+    datasets.Dataset.from_dict({"text": ["six", None, "seven"]}).to_parquet(tmp_path / "c.parquet")
+    (tmp_path / "d.bin").write_bytes(b"\xff")
+    assert read_texts([tmp_path]) == ["one\ntwo", "three\u2028four", "five", "six", "seven"]
+    for content, message in (("  \n", "is empty"), ('{"texts": 1}', "line 1: expected")):
+        lines.write_text(content)
+        with pytest.raises(MeasureError, match=message):
+            read_texts([lines])
+    plain.write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(MeasureError, match="not UTF-8"):
+        read_texts([plain])
+    datasets.Dataset.from_dict({"words": ["six"]}).to_parquet(tmp_path / "c.parquet")
+    with pytest.raises(MeasureError, match="no column named text"):
+        read_texts([tmp_path / "c.parquet"])
+    (tmp_path / "c.parquet").write_bytes(b"something else")
+    with pytest.raises(MeasureError, match=r"cannot read the text .*c\.parquet"):
+        read_texts([tmp_path / "c.parquet"])
+    with pytest.raises(MeasureError, match="no such file"):
+        read_texts([tmp_path / "none.parquet"])
+
+
+def test_a_data_set_is_streamed(tmp_path: Path) -> None:
+    """A folder that ``datasets`` can read stands in for an id of the Hub."""
+    folder = tmp_path / "data"
+    folder.mkdir()
+    rows = "".join(json.dumps({"text": f"text {i}"}) + "\n" for i in range(9))
+    (folder / "test.jsonl").write_text(rows)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(tmp_path)
+        assert read_texts(["hf:data:test"], most=4) == [f"text {i}" for i in range(4)]
+        with pytest.raises(MeasureError, match="cannot read the data set data"):
+            read_texts(["hf:data:validation"])
+
+
+def test_sentences() -> None:
+    text = "One is\n  here. Two! No\n\nThree e.g. 1.5 of it?  Four"
+    assert sentences(text) == ["One is here.", "Two!", "No", "Three e.g.", "1.5 of it?", "Four"]
+    assert len(sentences(python_documentation())) > 1000
+    assert len(library_words()) > 2000 and all(word.isalpha() for word in library_words())
+
+
+# The recommendation
+
+
+def scores(within: list[float], beyond: list[float], passes: int, inside: int = 20) -> Scores:
+    """One length within and one beyond the trained one, and how many of 20 passkeys are found."""
+    trials = [[1] * found + [0] * (20 - found) for found in (inside, passes)]
+    return Scores({512: within, 1024: beyond}, {(512, 0): trials[0], (1024, 0): trials[1]})
+
+
+EASY = [1.0, 2.0, 3.0, 1.5, 2.5, 2.0]
+
+
+def shifted(by: float) -> list[float]:
+    """Harder by about ``by`` in every window, which says much although windows differ more."""
+    return [loss + by * (1 + 0.1 * (i % 2)) for i, loss in enumerate(EASY)]
+
+
+def test_recommend_by_perplexity() -> None:
+    measured = {
+        "none": scores(EASY, shifted(2.0), 0),
+        "good": scores(EASY, shifted(0.0), 1),
+        "same": scores(EASY, [x + 0.01 * (-1) ** i for i, x in enumerate(EASY)], 0),
+        "fair": scores(shifted(0.01), shifted(0.1), 0),
+        "dear": scores(shifted(0.1), shifted(-0.5), 20),
+    }
+    sentence = recommend(measured, 512, seed=0)
+    assert sentence.startswith(
+        "good is recommended, not clearly better in perplexity than same (7."
+    )
+    assert "its perplexity is 7.39 (unpatched 60." in sentence
+    assert "finds 5% [1, 24] of the passkeys (unpatched 0% [0, 16])" in sentence
+    assert sentence.endswith(
+        "it costs +0.0% perplexity and +0.0 [-16.1, +16.1] points of passkeys; left out for what "
+        "they cost there: dear (+11.1% perplexity)."
+    )
+    assert recommend(measured, 512, seed=0) == sentence
+
+
+def test_recommend_by_passkey() -> None:
+    measured = {
+        "none": scores(EASY, shifted(2.0), 0),
+        "smooth": scores(EASY, shifted(-0.1), 2),
+        "finder": scores(shifted(0.02), shifted(0.3), 19),
+        "second": scores(EASY, shifted(0.4), 18),
+    }
+    sentence = recommend(measured, 512, seed=0)
+    assert sentence.startswith("finder is recommended, clearly better at passkeys than smooth:")
+    assert "at 512 tokens it costs +2.1% perplexity and +0.0 [-16.1, +16.1] points" in sentence
+
+
+def test_recommend_nothing() -> None:
+    none = scores(EASY, shifted(0.5), 3)
+    worse = {"none": none, "a": scores(EASY, shifted(0.6), 3), "b": scores(EASY, shifted(0.9), 0)}
+    assert recommend(worse, 512, 0).startswith(
+        "No method clearly beats the unpatched model; the best of them is a: beyond 512 tokens"
+    )
+    blind = {"none": scores(EASY, shifted(2.0), 20), "a": scores(EASY, shifted(0.0), 0)}
+    assert recommend(blind, 512, 0).startswith("No method clearly beats the unpatched model")
+    dear = {"none": none, "a": scores(shifted(0.2), EASY, 20), "b": scores(shifted(0.1), EASY, 20)}
+    assert recommend(dear, 512, 0) == (
+        "No method is recommended: within 512 tokens each costs more than 5% perplexity or clearly "
+        "loses passkeys (a (+23.4% perplexity) and b (+11.1% perplexity))."
+    )
+    assert "was not measured" in recommend(worse, 256, 0)
+    assert recommend(worse, 2048, 0).startswith("No recommendation: no length beyond")
+    broken = {"none": none, "a": scores(EASY, [math.inf] * 6, 0)}
+    assert recommend(broken, 512, 0).startswith("No method clearly beats the unpatched model")
+    broken = {"none": scores(EASY, [math.inf] * 6, 0), "a": scores(EASY, EASY, 0)}
+    assert recommend(broken, 512, 0).startswith("a is recommended: beyond 512 tokens")
+
+
+def test_recommend_leaves_out_what_loses_passkeys_within_the_trained_length() -> None:
+    measured = {
+        "none": scores(EASY, shifted(2.0), 0),
+        "fluent": scores(EASY, shifted(-0.5), 20, inside=8),
+        "finder": scores(EASY, shifted(0.1), 20, inside=19),
+    }
+    sentence = recommend(measured, 512, 0)
+    assert sentence.startswith("finder is recommended: beyond 512 tokens its perplexity is 8.")
+    assert sentence.endswith(
+        "it costs +0.0% perplexity and -5.0 [-23.6, +11.6] points of passkeys; left out for what "
+        "they cost there: fluent (-60.0 points of passkeys)."
+    )
+    del measured["finder"]
+    assert recommend(measured, 512, 0).startswith("No method is recommended: within 512 tokens")
+
+
+def test_recommend_weighs_perplexity_and_passkeys_beyond_the_trained_length() -> None:
+    """What is clearly worse in one is not praised for the other."""
+    none = scores(EASY, shifted(0.5), 10)
+    finds = {"none": none, "a": scores(EASY, shifted(0.9), 20)}
+    reads = {"none": none, "a": scores(EASY, shifted(0.1), 1)}
+    both = {"none": none, "a": scores(EASY, shifted(0.1), 20)}
+    for measured in (finds, reads):
+        assert recommend(measured, 512, 0).startswith("No method clearly beats the unpatched model")
+    assert recommend(both, 512, 0).startswith("a is recommended: beyond")
+
+
+def test_recommend_says_when_passkeys_say_nothing() -> None:
+    """Unpatched, the model finds none within its own length: it never learnt to."""
+    measured = {
+        "none": scores(EASY, shifted(2.0), 0, inside=0),
+        "a": scores(EASY, shifted(0.1), 0, inside=0),
+        "b": scores(EASY, shifted(0.2), 9, inside=0),
+    }
+    sentence = recommend(measured, 512, 0)
+    assert sentence.startswith("a is recommended by perplexity alone: beyond 512 tokens")
+    assert "of the passkeys" not in sentence
+    assert sentence.endswith(
+        "it costs +0.0% perplexity; unpatched, the model finds no passkey even within its 512 "
+        "tokens, so it cannot be judged by retrieval."
+    )
+    assert recommend(measured, 256, 0).startswith("b is recommended")  # nothing measured within
+
+
+def test_recommend_weighs_documents_by_their_tokens() -> None:
+    """A document of 300 scored tokens counts three times as much as one of 100, as in the table."""
+
+    def outcomes(system: str, beyond: float) -> list[Outcome]:
+        def outcome(task: str, length: int, value: float, tokens: int, group: int) -> Outcome:
+            bin = 0 if task == "passkey" else None
+            return Outcome("k", system, task, length, bin, None, 0, "p", (), group, value, tokens)
+
+        losses = [
+            outcome("perplexity", length, value + more, tokens, group)
+            for length, more in ((512, 0.0), (1024, beyond))
+            for value, tokens, group in ((1.0, 300, 0), (3.0, 100, 1))
+        ]
+        return losses + [outcome("passkey", n, 1.0, 5, 0) for n in (512, 1024)]
+
+    everything = [*outcomes("none", 1.0), *outcomes("yarn", 0.5)]
+    sentence = recommend(gather(everything), 512, seed=0)
+    table = [o for o in everything if (o.system, o.length, o.task[:4]) == ("yarn", 1024, "perp")]
+    assert f"its perplexity is {number(estimate(table, 'loss', 0).value)} " in sentence
+    assert number(math.exp(1.5 + 0.5)) in sentence  # (300 x 1 + 100 x 3) / 400, not 2
+
+
+def test_recommend_takes_no_single_document_for_evidence() -> None:
+    alone = {"none": scores([2.0], [4.0], 20), "good": scores([2.0], [2.0], 20)}
+    assert recommend(alone, 512, 0).startswith("No method clearly beats the unpatched model")
+
+
+def test_number() -> None:
+    shown = [number(x) for x in (1.0, 9.999, 12.345, 99.96, 123.4, 51234.2, 3e7, math.inf)]
+    assert shown == ["1.00", "10.00", "12.3", "100.0", "123", "51234", "3.00e+07", "inf"]

@@ -1,0 +1,211 @@
+"""What the measurements see of attention: weights against other code, means against hand counts."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import nn
+
+import rope_ext
+from rope_ext.measure import attention
+from rope_ext.measure.attention import FIRST, by_distance, evenly, octaves, resultants
+from rope_ext.position.attend import Dense, watched
+from rope_ext.rotary.sites import find_sites, text_decoder
+from tests.families.zoo import tiny_model
+from tests.helpers.models import tiny_llama
+from tests.helpers.positions import FAMILIES, METHODS, by_formula, patch
+
+TOKENS = 90
+EDGES = (0, 1, 2, 4, 8, 16, 32, 64, 90)
+EXACT = {"atol": 1e-5, "rtol": 0}  # weights in float32, their sums over 90 keys
+
+
+@pytest.fixture
+def row() -> tuple[int, ...]:
+    ids = torch.randint(3, 128, (TOKENS,), generator=torch.Generator().manual_seed(1))
+    return tuple(ids.tolist())
+
+
+@pytest.fixture(autouse=True)
+def few_queries(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The last 20 tokens, a few at a time."""
+    monkeypatch.setattr(attention, "QUERIES", 20)
+    monkeypatch.setattr(attention, "_NUMBERS", 7 * 4 * TOKENS)  # 7 queries of 4 heads
+
+
+def weights_of(model: nn.Module, row: tuple[int, ...]) -> list[torch.Tensor]:
+    """What transformers itself returns, ``[tokens, tokens]`` of every layer: mean over heads."""
+    with torch.no_grad():
+        given = model(torch.tensor([row]), output_attentions=True, use_cache=False).attentions
+    return [layer[0].double().mean(0) for layer in given]
+
+
+def counted(weights: torch.Tensor) -> list[float]:
+    """Shares of the bins and of the first tokens, one by one."""
+    shares = [0.0] * len(EDGES)
+    for query in range(TOKENS - 20, TOKENS):
+        for key in range(query + 1):
+            place = -1
+            if key >= FIRST:
+                place = next(i for i, edge in enumerate(EDGES[1:]) if query - key < edge)
+            shares[place] += float(weights[query, key]) / 20
+    return shares
+
+
+def looked(model: nn.Module, *rows: tuple[int, ...]) -> list[list[float]]:
+    seen = by_distance(model, rows, EDGES)
+    return torch.cat((seen.shares, seen.first.unsqueeze(1)), 1).tolist()
+
+
+def assert_alike(found: list[list[float]], wanted: list[list[float]]) -> None:
+    torch.testing.assert_close(torch.tensor(found), torch.tensor(wanted), **EXACT)
+
+
+@pytest.mark.parametrize("method", [None, "yarn", "dynamic_ntk"])
+@pytest.mark.parametrize("kind", ["llama", "cohere", "gpt_neox", "phi3", "diffllama"])
+def test_attention_is_what_transformers_returns(kind: str, method: str | None, row) -> None:
+    model = tiny_model(kind)  # a layer of diffllama attends twice
+    if method:
+        rope_ext.patch(model, method, factor=4)
+    model.set_attn_implementation("eager")
+    right = [counted(layer) for layer in weights_of(model, row)]
+    assert_alike(looked(model, row), right)
+    assert model.config._attn_implementation == "eager"
+
+
+@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize("kind", ["llama", "cohere", "gpt_neox"])
+def test_attention_under_position_methods_is_that_of_the_formula(kind, name: str, row) -> None:
+    model = FAMILIES[kind].model()
+    plain = looked(model, row)
+    with by_formula(model, FAMILIES[kind], name, torch.arange(TOKENS)[None], **METHODS[name]):
+        right = [counted(layer) for layer in weights_of(model, row)]
+    patch(model, name)
+    assert_alike(looked(model, row), right)
+    assert (torch.tensor(plain) - torch.tensor(right)).abs().max() > 0.003
+
+
+@pytest.mark.parametrize("name", [None, "rerope"])
+@pytest.mark.parametrize("kind", ["gemma2", "gpt_oss"])  # soft cap, learned sinks; windows
+def test_layers_with_a_window_are_left_out(kind: str, name: str | None, row) -> None:
+    model = FAMILIES[kind].model()
+    if name:
+        with by_formula(model, FAMILIES[kind], name, torch.arange(TOKENS)[None], **METHODS[name]):
+            layers = weights_of(model, row)
+        patch(model, name)
+    else:
+        model.set_attn_implementation("eager")
+        layers = weights_of(model, row)
+    right = counted(layers[1])
+    right[-1] += 1 - sum(right)
+    assert_alike(looked(model, row), [right])
+
+
+@pytest.mark.parametrize("name", [None, "rerope"])
+def test_weights_of_some_queries_are_rows_of_all(name: str | None, row) -> None:
+    model = FAMILIES["gemma2"].model()  # the mask of its first layer shows a window
+    if name:
+        patch(model, name)
+    seen = []
+
+    def look(module: nn.Module, dense: Dense, window: int | None) -> None:
+        some, everything = (dense.weights(queries)[0] for queries in (slice(50, 60), slice(None)))
+        torch.testing.assert_close(some, everything[:, 50:60], **EXACT)
+        seen.append(int((everything[0] > 0).sum(1).max()))
+
+    with torch.no_grad(), watched(text_decoder(model), look):
+        model(torch.tensor([row]), use_cache=False)
+    assert seen == [16, TOKENS]
+
+
+def test_even_attention_by_hand() -> None:
+    model = tiny_llama(num_hidden_layers=1)
+    nn.init.zeros_(model.model.layers[0].self_attn.q_proj.weight)
+    seen = by_distance(model, [tuple(range(3, 13))], (0, 1, 2, 4, 8, 10))  # 10 queries: 0 to 9
+    itself = sum(1 / (n + 1) for n in range(4, 10)) / 10
+    before = sum(1 / (n + 1) for n in range(5, 10)) / 10
+    two = (1 / 7 + 2 / 8 + 2 / 9 + 2 / 10) / 10  # of the queries at 6, 7, 8 and 9
+    four = (1 / 9 + 2 / 10) / 10
+    assert seen.shares[0].tolist() == pytest.approx([itself, before, two, four, 0])
+    first = (4 + sum(4 / (n + 1) for n in range(4, 10))) / 10
+    assert seen.first.tolist() == pytest.approx([first])
+    assert evenly(seen.edges).tolist() == pytest.approx([itself, before, two, four, 0])
+
+
+def test_even_attention_is_what_a_model_without_queries_gives(row) -> None:
+    model = tiny_llama(num_hidden_layers=1)
+    nn.init.zeros_(model.model.layers[0].self_attn.q_proj.weight)
+    assert_alike(by_distance(model, [row], EDGES).shares.tolist(), [evenly(EDGES).tolist()])
+
+
+def test_rows_are_averaged_and_everything_adds_up(row) -> None:
+    model = tiny_llama()
+    one, other = looked(model, row), looked(model, row[::-1])
+    both = torch.tensor(looked(model, row, row[::-1]))
+    assert_alike(both.tolist(), ((torch.tensor(one) + torch.tensor(other)) / 2).tolist())
+    assert both.sum(1).tolist() == pytest.approx([1, 1])
+
+
+def test_bins_are_octaves_that_meet_the_trained_length() -> None:
+    assert octaves(8, 64) == (0, 1, 2, 4, 8, 16, 32, 64)
+    assert octaves(100, 450) == (0, 1, 2, 3, 6, 12, 25, 50, 100, 200, 400, 450)
+    assert octaves(512, 5) == (0, 1, 2, 4, 5)
+
+
+# --- mean queries and keys -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["llama", "cohere", "gpt_neox", "granite", "qwen3", "mla"])
+def test_where_all_tokens_are_alike_means_are_the_logits_themselves(kind: str) -> None:
+    model = tiny_model("deepseek_v3") if kind == "mla" else FAMILIES[kind].model()
+    model.set_attn_implementation("eager")
+    row, rope = (7,) * 40, find_sites(text_decoder(model))[0].rope
+    found = resultants(model, [row])
+    ones = torch.ones(len(found.query), dtype=torch.float64)
+    for lengths in (found.query, found.key):  # bfloat16 would not do
+        torch.testing.assert_close(lengths, ones, atol=1e-6, rtol=0)
+    distance = torch.arange(40.0, dtype=torch.float64)
+    logits = found.logits(distance, rope.inv_freq)
+    with torch.no_grad():
+        given = model(torch.tensor([row]), output_attentions=True, use_cache=False).attentions
+    right = torch.cat([layer[0, :, -1].flip(-1).double().log() for layer in given])
+    # Of a softmax, the logits are known but for a constant.
+    right, logits = (x - x.mean(-1, keepdim=True) for x in (right, logits))
+    torch.testing.assert_close(logits, right, atol=1e-4, rtol=0)  # log of float32 weights
+    assert right.std() > 0.01
+
+
+def test_mean_resultant_lengths_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two kinds of tokens, whose queries are a right angle apart: |(1, 1) / 2| = 0.71."""
+    model = tiny_llama(num_hidden_layers=1)
+    tokens, heads = model.model.embed_tokens.weight, model.model.layers[0].self_attn.q_proj.weight
+    with torch.no_grad():
+        tokens[3:5] = torch.eye(2, tokens.shape[1])
+        heads[:16] = 0  # the first head's pair 0 lies in its columns 0 and 8
+        heads[0, 0] = heads[8, 1] = 0.5
+    found = resultants(model, [(3, 4) * 20])
+    assert found.query[0].item() == pytest.approx(math.sqrt(0.5), abs=1e-5)
+
+
+def test_the_first_tokens_do_not_count() -> None:
+    model = tiny_llama()
+    one, other = (resultants(model, [first * FIRST + (7,) * 26]) for first in ((7,), (9,)))
+    heads = slice(0, 4)  # of the first layer: behind it, attention has mixed tokens
+    torch.testing.assert_close(one.weights[heads], other.weights[heads], atol=1e-6, rtol=0)
+    assert not torch.allclose(one.weights, other.weights, atol=1e-3)
+
+
+# --- refused -------------------------------------------------------------------------------------
+
+
+def test_families_that_cannot_be_looked_into_are_refused_by_name() -> None:
+    with pytest.raises(rope_ext.UnsupportedModelError, match=r"FalconModel.*attention interface"):
+        by_distance(tiny_model("falcon"), [tuple(range(3, 40))], EDGES)
+    with pytest.raises(rope_ext.UnsupportedModelError, match=r"FalconModel.*draw decay instead"):
+        resultants(tiny_model("falcon"), [tuple(range(3, 40))])
+    windowed = tiny_model("llama4_text")  # the layers without a window have no rotation
+    with pytest.raises(rope_ext.UnsupportedModelError, match="a limited window only"):
+        resultants(windowed, [tuple(range(3, 40))])
+    assert len(by_distance(windowed, [tuple(range(3, 93))], EDGES).shares) == 1

@@ -1,0 +1,499 @@
+"""The search for LongRoPE's table, and the start tokens that it may leave alone."""
+
+from __future__ import annotations
+
+import copy
+import json
+import math
+import random
+import subprocess
+import sys
+import time
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedTokenizerBase,
+)
+from typer.testing import CliRunner
+
+import rope_ext
+from rope_ext.cli import app
+from rope_ext.measure.arguments import parse_options
+from rope_ext.measure.forward import score
+from rope_ext.measure.prompts import beginning
+from rope_ext.measure.reports.intervals import bootstrap_mean
+from rope_ext.measure.search import Candidate, Space, evolve
+from rope_ext.measure.tasks.passkey import FILLER
+from rope_ext.measure.tasks.perplexity import choose_windows
+from rope_ext.measure.text import python_library
+from tests.helpers.checkpoint import TRAINED, save_checkpoint
+from tests.helpers.models import several_axes, tiny_llama
+from tests.helpers.sequences import EXACT, decoded, recomputed
+
+BOX = Path(__file__).parents[2] / "checkpoints" / "tiny-512"
+TARGET = 2 * TRAINED
+DOCUMENTS = [" ".join(random.Random(i).choices(FILLER, k=60)) for i in range(4)]
+SMALL = {"population": 8, "mutations": 3, "crossovers": 3, "samples": 2}
+
+
+# Evolution
+
+
+@st.composite
+def tables(draw, pairs: int = 6, most: int = 500) -> Candidate:
+    numbers = draw(st.lists(st.integers(100, most), min_size=pairs, max_size=pairs))
+    return Candidate(tuple(sorted(numbers)), draw(st.sampled_from((0, 4))))
+
+
+@given(tables(), st.sampled_from((0.1, 0.3, 1.0)), st.randoms(use_true_random=False))
+def test_a_mutation_ascends_within_its_bounds(one: Candidate, p: float, rng) -> None:
+    made = Space(500, (0, 4), p).mutated(one, rng)
+    assert len(made.table) == 6 and list(made.table) == sorted(made.table)
+    assert made.table[0] >= 100 and made.table[-1] <= 500 and made.start in (0, 4)
+
+
+@given(tables(), tables(), st.randoms(use_true_random=False))
+def test_a_crossing_ascends_and_stays_between_its_parents(one, other, rng) -> None:
+    made = Space(500, (0, 4), 0.3).crossed(one, other, rng)
+    assert list(made.table) == sorted(made.table)
+    for number, *both in zip(made.table, one.table, other.table, strict=True):
+        assert min(both) <= number <= max(both)
+    assert made.start in (one.start, other.start)
+
+
+def test_evolution_approaches_the_best_table_and_never_tries_one_twice() -> None:
+    goal = torch.linspace(100, 400, 16)
+    tried: list[Candidate] = []
+
+    def loss(one: Candidate) -> float:
+        tried.append(one)
+        return float((torch.tensor(one.table) - goal).square().mean().sqrt()) + abs(one.start - 4)
+
+    first = [Candidate((100,) * 16, 0), Candidate((400,) * 16, 0)]
+    sizes = {"population": 64, "mutations": 16, "crossovers": 16}
+    space = Space(500, (0, 4, 8), 0.3)
+    bests = list(evolve(first, space, loss, iterations=40, seed=0, **sizes))
+    assert len(tried) == len(set(tried)) == 64 + 40 * 32 and len(bests) == 41
+    losses = [loss(best) for best in bests]
+    assert losses == sorted(losses, reverse=True)
+    assert losses[-1] == min(map(loss, tried[: 64 + 40 * 32]))
+    # The parents are 173 away; a random walk does not come near.
+    assert losses[-1] < 20 and bests[-1].start == 4
+
+
+# Search
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_checkpoint(tmp_path_factory.mktemp("tiny"))
+
+
+@pytest.fixture
+def model(checkpoint: Path):
+    return AutoModelForCausalLM.from_pretrained(checkpoint).eval()
+
+
+@pytest.fixture(scope="module")
+def tokenizer(checkpoint: Path) -> PreTrainedTokenizerBase:
+    return AutoTokenizer.from_pretrained(checkpoint)
+
+
+def found(model, tokenizer, output: Path | None = None, iterations: int = 2, **changed):
+    options = {**SMALL, "output": output, "iterations": iterations, **changed}
+    return rope_ext.search(model, tokenizer, DOCUMENTS, TARGET, **options)
+
+
+def log(output: Path) -> list[dict]:
+    lines = output.with_suffix(".jsonl").read_text().splitlines()
+    return [json.loads(line) for line in lines[1:]]
+
+
+def test_a_search_is_seeded_ascends_and_beats_what_it_began_with(model, tokenizer, tmp_path):
+    output = tmp_path / "new" / "found.json"
+    method = found(model, tokenizer, output, iterations=5)
+    assert method == found(model, tokenizer, iterations=5)
+    assert method != found(model, tokenizer, seed=1)
+    assert method.factor == 2 and method.start_tokens == 0
+    assert all(a <= b for a, b in pairwise((1.0, *method.long_factor, 2.5)))
+    assert rope_ext.LongRoPE(**json.loads(output.read_text())) == method
+
+    tried = log(output)
+    assert [line["method"]["name"] for line in tried[:3]] == ["pi", "ntk", "yarn"]
+    assert len(tried) == 3 + 8 + 5 * 6
+    losses = {tuple(x["method"].get("long_factor", ())): x["loss"] for x in tried}
+    begun = [x["loss"] for x in tried[3:6]]  # their tables, under LongRoPE's temperature
+    assert losses[method.long_factor] == min(losses.values()) < min(begun)
+    # What YaRN divides by, in hundredths: 16 pairs, see tests/methods for its ramp.
+    site = rope_ext.describe(rope_ext.patch(model, "yarn", factor=2)).sites[0]
+    both = zip(site.inv_freq_before, site.inv_freq_after, strict=True)
+    assert tried[5]["method"]["long_factor"] == [round(a / b, 2) for a, b in both]
+
+
+@pytest.mark.parametrize("scored", [None, 20, TARGET - 1])
+def test_the_loss_is_what_transformers_computes_of_the_last_tokens(
+    model, tokenizer, tmp_path, scored: int | None
+) -> None:
+    ids = tokenizer(DOCUMENTS[0], return_tensors="pt", verbose=False)["input_ids"]
+    text = tokenizer.decode(ids[0, 1:TARGET])  # with the token before it, one window
+    assert len(tokenizer(text, verbose=False)["input_ids"]) == TARGET
+    output = tmp_path / "found.json"
+    options = SMALL | {"samples": 1, "iterations": 1, "scored": scored, "output": output}
+    rope_ext.search(model, tokenizer, [text], TARGET, **options)
+    whole = ids[:, :TARGET]
+    labels = whole.clone()
+    labels[:, : TARGET - (scored or TARGET // 2)] = -100
+    for line in log(output)[2:5]:
+        name, options = line["method"].pop("name"), line["method"]
+        with rope_ext.patched(model, name, **options), torch.no_grad():
+            right = float(model(whole, labels=labels).loss)
+        assert line["loss"] == pytest.approx(right, rel=1e-5)  # float32 means in another order
+
+
+def test_a_search_that_is_killed_goes_on_as_if_it_had_not_been(
+    model, tokenizer, tmp_path, monkeypatch
+) -> None:
+    whole, part = tmp_path / "whole.json", tmp_path / "part.json"
+    method = found(model, tokenizer, whole)
+
+    forwards = 0
+    original = type(model).forward
+
+    def forward(self, *args, **kwargs):
+        nonlocal forwards
+        forwards += 1
+        if forwards == 32:  # in the middle of a table, beyond the first iteration
+            raise KeyboardInterrupt
+        return original(self, *args, **kwargs)
+
+    state = copy.deepcopy(model.state_dict()), model.config.to_dict()
+    frequencies = model.model.rotary_emb.inv_freq.clone()
+    model.train()
+    model.model.layers[0].eval()
+    with monkeypatch.context() as patch:
+        patch.setattr(type(model), "forward", forward)
+        with pytest.raises(KeyboardInterrupt):
+            found(model, tokenizer, part)
+        assert rope_ext.describe(model).method is None
+        assert torch.equal(model.model.rotary_emb.inv_freq, frequencies)
+        assert model.config.to_dict() == state[1]
+        assert model.training and not model.model.layers[0].training
+
+        assert len(log(part)) == 15 and part.exists()
+        path = part.with_suffix(".jsonl")
+        path.write_bytes(path.read_bytes()[:-10])  # and its last line is cut short
+        forwards = 100
+        assert found(model, tokenizer, part) == method
+        # One tells the model; of 23 tables, 14 are known.
+        assert forwards == 100 + 1 + 2 * (23 - 14)
+    for suffix in (".json", ".jsonl"):
+        assert part.with_suffix(suffix).read_bytes() == whole.with_suffix(suffix).read_bytes()
+
+
+def test_more_iterations_go_on_from_fewer(model, tokenizer, tmp_path) -> None:
+    output = tmp_path / "found.json"
+    found(model, tokenizer, output, iterations=1)
+    longer = found(model, tokenizer, output, iterations=3)
+    assert longer == found(model, tokenizer, iterations=3)
+    assert len(log(output)) == 3 + 8 + 3 * 6
+
+
+def test_what_was_found_is_exported_and_start_tokens_are_not(model, tokenizer) -> None:
+    rope_ext.patch(model, found(model, tokenizer, iterations=1))
+    for engine in ("vllm", "sglang", "transformers"):
+        settings = rope_ext.export(model, engine).settings
+        rope = settings.get("rope_parameters") or next(iter(settings.values()))["rope_parameters"]
+        assert rope["rope_type"] == "longrope"
+    rope_ext.unpatch(model)
+    method = found(model, tokenizer, iterations=1, start_tokens=(4,))
+    assert method.start_tokens == 4
+    rope_ext.patch(model, method)
+    for engine in ("vllm", "sglang", "llama.cpp", "transformers"):
+        with pytest.raises(rope_ext.ExportError, match=r"start_tokens=4 .* patch with start_tok"):
+            rope_ext.export(model, engine)
+
+
+def test_a_scaled_checkpoint_is_searched_on_top_of_what_it_has(checkpoint, tokenizer) -> None:
+    rope = {
+        **{"rope_type": "llama3", "rope_theta": 1e4, "factor": 2.0, "low_freq_factor": 1.0},
+        **{"high_freq_factor": 4.0, "original_max_position_embeddings": TRAINED // 2},
+    }
+    model = AutoModelForCausalLM.from_pretrained(checkpoint, rope_parameters=rope).eval()
+    with pytest.raises(rope_ext.AlreadyScaledError, match="compose=True"):
+        found(model, tokenizer)
+    method = found(model, tokenizer, compose=True, iterations=1)
+    rope_ext.patch(model, method, compose=True)
+
+
+BAD = [
+    ({"target_length": TRAINED}, "target_length=128 is not beyond the 128 tokens"),
+    ({"target_length": "2k"}, "target_length='2k' is not valid.*whole number"),
+    ({"target_length": 4096}, "window of 4096"),
+    ({"samples": 400}, "samples=400 are to be judged by; give more text"),
+    ({"scored": 0}, "scored=0 is not valid"),
+    ({"scored": TARGET}, "scored=256 is not valid; it must be below target_length=256"),
+    ({"samples": 0}, "samples=0 is not valid"),
+    ({"population": 2}, "population=2 is not valid.*at least 4"),
+    ({"iterations": 1.5}, "iterations=1.5 is not valid"),
+    ({"mutation_probability": 0}, "mutation_probability=0 is not valid"),
+    ({"mutation_probability": "0.3"}, "mutation_probability='0.3' is not valid"),
+    ({"start_tokens": ()}, "start_tokens=\\(\\) is not valid"),
+    ({"start_tokens": (0, -1)}, "start_tokens=-1 is not valid"),
+    ({"attention_factor": 0}, "attention_factor=0 is not valid"),
+    ({"sliding_layers": "none"}, "sliding_layers='none' is not valid"),
+    ({"text": []}, "documents that are strings"),
+    ({"text": "no/such/file.txt"}, "cannot read the text no/such/file.txt"),
+    ({"output": "found.txt"}, "must end in .json"),
+]
+
+
+@pytest.mark.parametrize(("changed", "message"), BAD, ids=str)
+def test_bad_input_is_told_before_any_forward(model, tokenizer, changed, message) -> None:
+    model.model.layers[0].register_forward_hook(lambda *args: pytest.fail("the model was run"))
+    options = {"text": DOCUMENTS, "target_length": TARGET, **SMALL, **changed}
+    text, target = options.pop("text"), options.pop("target_length")
+    with pytest.raises(rope_ext.RopeExtError, match=message):
+        rope_ext.search(model, tokenizer, text, target, **options)
+    assert rope_ext.describe(model).method is None
+
+
+def test_a_patched_model_is_refused_and_stays_patched(model, tokenizer) -> None:
+    rope_ext.patch(model, "yarn", factor=2)
+    with pytest.raises(rope_ext.AlreadyPatchedError, match="unpatch"):
+        found(model, tokenizer)
+    assert rope_ext.describe(model).method == "yarn"
+
+
+def test_the_output_of_another_search_is_neither_used_nor_overwritten(
+    model, tokenizer, tmp_path
+) -> None:
+    output, path = tmp_path / "found.json", tmp_path / "found.jsonl"
+    found(model, tokenizer, output, iterations=1)
+    before = path.read_bytes()
+    for changed, said in (
+        ({"seed": 1}, "another text, seed was 0"),
+        ({"mutations": 4}, "mutations was 3"),
+        ({"start_tokens": (0, 4)}, r"start_tokens was \[0\]"),
+    ):
+        with pytest.raises(rope_ext.RopeExtError, match=rf"another search \({said}\)"):
+            found(model, tokenizer, output, iterations=1, **changed)
+    with torch.no_grad():
+        model.model.norm.weight[40:] *= 2
+    with pytest.raises(rope_ext.RopeExtError, match=r"another search \(another model\)"):
+        found(model, tokenizer, output, iterations=1)
+    assert path.read_bytes() == before
+    path.write_text("{}\n")
+    with pytest.raises(rope_ext.RopeExtError, match="not the log of a search"):
+        found(model, tokenizer, output)
+    path.unlink()
+    with pytest.raises(rope_ext.RopeExtError, match=r"exists, without the found\.jsonl"):
+        found(model, tokenizer, output)
+
+
+def test_a_model_without_finite_losses_is_told(model, tokenizer) -> None:
+    with torch.no_grad():
+        model.model.norm.weight.fill_(math.inf)
+    with pytest.raises(rope_ext.RopeExtError, match="losses are no numbers at 256 tokens"):
+        found(model, tokenizer)
+    assert rope_ext.describe(model).method is None
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [(None, "No such file"), ("{", "cannot read the options"), ("[1]", "holds no options")],
+)
+def test_options_in_a_file_are_checked(tmp_path, content: str | None, message: str) -> None:
+    path = tmp_path / "found.json"
+    if content is not None:
+        path.write_text(content)
+    with pytest.raises(rope_ext.OptionError, match=message):
+        parse_options([f"longrope={path}"])
+
+
+def test_text_is_a_path_or_documents(model, tokenizer, tmp_path, caplog) -> None:
+    def searched(text) -> rope_ext.LongRoPE:
+        return rope_ext.search(model, tokenizer, text, TARGET, iterations=1, **SMALL)
+
+    path = tmp_path / "text.txt"
+    path.write_text("\n".join(DOCUMENTS))
+    assert searched(path) == searched(str(path)) == searched("\n".join(DOCUMENTS))
+    assert "documents are joined" not in caplog.text
+    searched([document[:400] for document in DOCUMENTS * 8])
+    assert "documents are joined" in caplog.text
+
+
+def test_the_command_searches_prints_and_goes_on(checkpoint, tmp_path) -> None:
+    text, output = tmp_path / "text.txt", tmp_path / "found.json"
+    text.write_text("\n".join(DOCUMENTS))
+    words = ["search", str(checkpoint), "--length", str(TARGET), "--output", str(output)]
+    words += ["--text", str(text), "--population", "8", "--mutations", "3", "--crossovers", "3"]
+    words += ["--samples", "2", "--iterations", "1"]
+    words += ["--trained-length", "100"]
+    result = CliRunner().invoke(app, words)
+    assert result.exit_code == 0 and result.stderr == "", result.output
+    tried = log(output)
+    best = min(x["loss"] for x in tried if x["method"]["name"] == "longrope")
+    assert f"longrope  {math.exp(best):>8.4g}\n" in result.stdout
+    assert f"yarn      {math.exp(tried[2]['loss']):>8.4g}\n" in result.stdout
+    assert "best of 14 tables" in result.stdout
+    before = output.with_suffix(".jsonl").read_bytes()
+    again = CliRunner().invoke(app, words)  # all is known
+    assert again.stdout == result.stdout
+    assert output.with_suffix(".jsonl").read_bytes() == before
+
+    # The calls that it prints work as they are.
+    [compare] = [x.strip() for x in result.stdout.splitlines() if "rope-ext compare" in x]
+    told = [*compare.split()[1:], "--output", str(tmp_path / "out"), "--trials", "1"]
+    told += ["--depths", "1", "--windows", "2", "--text", str(text)]
+    result = CliRunner().invoke(app, told)
+    assert result.exit_code == 0, result.output
+    systems = json.loads((tmp_path / "out" / "results.json").read_text())["systems"]
+    options = json.loads(output.read_text())
+    assert [s["options"] for s in systems if s["name"] == "longrope"] == [options]
+    assert "--trained-length 100" in compare
+    assert ", original_max_position_embeddings=100)" in again.stdout
+    result = CliRunner().invoke(app, [*words, "--seed", "1"])
+    assert result.exit_code == 2 and "is of another search" in result.stderr
+
+
+def test_ctrl_c_in_the_command_says_how_to_go_on(checkpoint, tmp_path, monkeypatch) -> None:
+    def stop(*args, **kwargs):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(rope_ext, "search", stop)
+    output = tmp_path / "found.json"
+    result = CliRunner().invoke(
+        app, ["search", str(checkpoint), "--length", "256", "--output", str(output)]
+    )
+    assert result.exit_code == 130 and f"goes on from {tmp_path / 'found.jsonl'}" in result.stderr
+
+
+@pytest.mark.slow
+def test_a_killed_process_goes_on(checkpoint, tmp_path) -> None:
+    text = tmp_path / "text.txt"
+    text.write_text("\n".join(DOCUMENTS))
+    words = [sys.executable, "-c", "from rope_ext.cli import app; app()", "search", str(checkpoint)]
+    words += ["--length", str(TARGET), "--text", str(text), "--iterations", "20"]
+    words += ["--population", "8", "--mutations", "3", "--crossovers", "3", "--output"]
+    subprocess.run([*words, str(tmp_path / "whole.json")], check=True, capture_output=True)
+    process = subprocess.Popen([*words, str(tmp_path / "part.json")])
+    path = tmp_path / "part.jsonl"
+    while process.poll() is None and not (path.exists() and len(path.read_bytes()) > 10_000):
+        time.sleep(0.01)
+    process.kill()
+    process.wait()
+    assert path.read_bytes() != (tmp_path / "whole.jsonl").read_bytes()
+    subprocess.run([*words, str(tmp_path / "part.json")], check=True, capture_output=True)
+    for suffix in (".json", ".jsonl"):
+        ends = [(tmp_path / f"{name}{suffix}").read_bytes() for name in ("whole", "part")]
+        assert ends[0] == ends[1]
+
+
+@pytest.mark.slow
+def test_the_table_in_the_box_beats_yarn_on_text_that_it_was_not_searched_on() -> None:
+    """All tokens of one window of every held-out file that is long enough."""
+    model = AutoModelForCausalLM.from_pretrained(BOX, dtype=torch.float32).eval()
+    tokenizer = AutoTokenizer.from_pretrained(BOX)
+    ids = tokenizer(python_library("held_out"), add_special_tokens=False, verbose=False)
+    documents = [document for document in ids["input_ids"] if len(document) >= 2047]
+    windows = choose_windows(documents, [2048], len(documents), beginning(tokenizer), None, seed=0)
+    options = json.loads((BOX / "longrope_2048.json").read_text())
+    losses = []
+    for name, values in (("longrope", options), ("yarn", {"factor": 4})):
+        with rope_ext.patched(model, name, **values):
+            rows = [score(model, [row], 2047)[0] for row in windows.at(2048)]
+        losses.append(torch.cat(rows).double().mean(1))
+    low, high = bootstrap_mean((losses[0] - losses[1]).tolist(), seed=0)
+    assert low < high < 0
+
+
+# Start tokens
+
+TABLE = [1.0, 1.0, 1.5, 2.0, 3.0, 4.0, 4.0, 4.0]
+START = {"factor": 4, "long_factor": TABLE}
+
+
+@pytest.mark.parametrize("precise", [False, True])
+@pytest.mark.parametrize("axes", [1, 3])
+def test_start_tokens_keep_their_angles_and_later_ones_get_the_new(axes: int, precise) -> None:
+    model = tiny_llama() if axes == 1 else several_axes()
+    rotary = model.get_decoder().rotary_emb
+    positions = torch.tensor([[0, 5, 6, 7, 100], [300, 6, 200, 1, 255]])
+    first = (positions < 7).unsqueeze(-1)
+    if axes == 3:  # the furthest axis of a token counts
+        positions = torch.stack((positions // 3, positions, positions // 5))
+    hidden = torch.zeros(2, 5, 64)
+
+    def angles(start: int | None) -> tuple[torch.Tensor, torch.Tensor]:
+        if start is None:
+            return rotary(hidden, positions)
+        options = {"attention_factor": 1.25, "precise": precise, **START}
+        with rope_ext.patched(model, "longrope", start_tokens=start, **options):
+            return rotary(hidden, positions)
+
+    both = zip(angles(7), angles(None), angles(0), strict=True)
+    for made, trained, new in both:  # cosine, then sine
+        # float32 angles up to 300 rad are good to 2e-5
+        torch.testing.assert_close(made, torch.where(first, 1.25 * trained, new), atol=5e-5, rtol=0)
+    assert (angles(7)[0] - angles(0)[0]).abs().max() > 0.1
+
+
+def test_start_tokens_longer_than_the_text_leave_the_model_as_it_was(ids) -> None:
+    model = tiny_llama()
+    plain = recomputed(model, ids)
+    rope_ext.patch(model, "longrope", start_tokens=160, attention_factor=1.0, **START)
+    assert torch.equal(recomputed(model, ids), plain)
+    rope_ext.patch(model, "longrope", start_tokens=159, attention_factor=1.0, replace=True, **START)
+    assert not torch.equal(recomputed(model, ids), plain)
+
+
+@pytest.mark.parametrize("short", [None, [1.0] * 8])
+def test_start_tokens_decode_and_pad_as_they_are_recomputed(ids, short) -> None:
+    method = rope_ext.LongRoPE(start_tokens=20, short_factor=short, **START)
+    model = rope_ext.patch(tiny_llama(), method)
+    whole = recomputed(model, ids)
+    torch.testing.assert_close(decoded(model, ids, [150] + [1] * 10), whole, **EXACT)
+    lengths = [160, 70]
+    for side in ("left", "right"):
+        rows, masks = (
+            torch.nn.utils.rnn.pad_sequence(parts, batch_first=True, padding_side=side)
+            for parts in (
+                [ids[row, :n] for row, n in enumerate(lengths)],
+                [torch.ones(n, dtype=torch.long) for n in lengths],
+            )
+        )
+        given = {"position_ids": (masks.cumsum(-1) - 1).clamp(min=0)} if side == "left" else {}
+        with torch.no_grad():
+            together = model(rows, attention_mask=masks, **given).logits
+        for row, n in enumerate(lengths):
+            alone = recomputed(model, ids[row : row + 1, :n])[0]
+            torch.testing.assert_close(together[row][masks[row].bool()], alone, **EXACT)
+
+
+def test_start_tokens_are_saved_as_a_record(tmp_path, ids) -> None:
+    model = tiny_llama()
+    rope_ext.patch(model, "longrope", start_tokens=8, **START)
+    model.save_pretrained(tmp_path)
+    with pytest.raises(KeyError, match=r"rope_ext\.from_pretrained"):
+        AutoModelForCausalLM.from_pretrained(tmp_path)
+    again = rope_ext.from_pretrained(tmp_path)
+    assert torch.equal(recomputed(again, ids), recomputed(model, ids))
+    description = rope_ext.describe(again)
+    assert description.options["start_tokens"] == 8 and "start_tokens=8" in str(description)
+
+
+def test_start_tokens_do_not_go_under_other_maps() -> None:
+    method = rope_ext.LongRoPE(start_tokens=8, **START)
+    with pytest.raises(rope_ext.OptionError, match="leave start_tokens out"):
+        rope_ext.patch(tiny_llama(), "rerope", factor=4, frequency=method)
+    with pytest.raises(rope_ext.OptionError, match="without start_tokens"):
+        rope_ext.Resonance(factor=4, on=method)
+    with pytest.raises(rope_ext.OptionError, match=r"start_tokens=1\.5 is not valid"):
+        rope_ext.LongRoPE(start_tokens=1.5, **START)

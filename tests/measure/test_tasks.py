@@ -1,0 +1,269 @@
+"""Tasks: the registry, their options as flags, files of one's own, and what --resume notices."""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import json
+import re
+import shutil
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from transformers import AutoTokenizer
+from typer.testing import CliRunner
+
+from eval import needle, passkey, perplexity, report, ruler
+from rope_ext.cli import app
+from rope_ext.errors import OptionError, RopeExtError
+from rope_ext.measure import command
+from rope_ext.measure.prompts import Frame
+from rope_ext.measure.settings import Settings
+from rope_ext.measure.tasks import Passkey, Perplexity, Task, all_tasks, base, build, option
+from rope_ext.measure.versions import SHOWS, sources
+from tests.helpers.checkpoint import save_checkpoint
+
+ROOT = Path(__file__).parents[2]
+PACKAGE = ROOT / "rope_ext"
+PAGE = (ROOT / "docs" / "adding-an-evaluator.md").read_text("utf-8")
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_checkpoint(tmp_path_factory.mktemp("tiny"))
+
+
+@pytest.fixture
+def own_registry(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A copy of the registry that the test may change."""
+    monkeypatch.setattr(base, "_REGISTRY", dict(base._REGISTRY))
+
+
+# Flags
+
+SHARED = {
+    *("--adapter", "--attn", "--batch-size", "--chat", "--compose", "--device", "--dtype"),
+    *("--factor", "--force", "--help", "--lengths", "--method", "--model", "--option", "--output"),
+    *("--overwrite", "--resume", "--seed", "--trained-length"),
+}
+GRID = {"--trials", "--depths"}
+PASSKEY = {*GRID, "--digits", "--generate"}
+TEXT = {"--text", "--windows", "--protocol", "--stride", "--min-context"}
+TEXT |= {"--longppl", "--evaluator", "--short-context"}
+NEEDLE = {*GRID, "--needles", "--distractors", "--haystack", "--new-tokens"}
+
+
+@pytest.mark.parametrize(
+    ("script", "flags", "output"),
+    [
+        (passkey, PASSKEY, "runs/passkey"),
+        (perplexity, TEXT, "runs/perplexity"),
+        (needle, NEEDLE, "runs/needle"),
+        (ruler, {"--tasks", "--trials", "--haystack", "--new-tokens"}, "runs/ruler"),
+        (report, {*PASSKEY, *TEXT, *NEEDLE, "--tasks", "--ruler-tasks"}, "runs/report"),
+    ],
+    ids=lambda value: getattr(value, "__name__", ""),
+)
+def test_a_script_has_its_flags_and_its_folder(
+    script: object, flags: set, output: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    parsers = []
+
+    def parse(self: argparse.ArgumentParser, *args: object) -> None:
+        parsers.append(self)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(argparse.ArgumentParser, "parse_args", parse)
+    with pytest.raises(KeyboardInterrupt):
+        script.main([])
+    [made] = parsers
+    found = {word for action in made._actions for word in action.option_strings}
+    assert found - {"-h"} == SHARED | flags
+    assert made.get_default("output") == Path(output)
+
+
+def parsed(*words: str, tasks: list[str]) -> list[Task]:
+    needed = ["--model", "m", "--lengths", "1k"]
+    return build(tasks, vars(command.parser("", "x", tasks).parse_args([*needed, *words])))
+
+
+def test_fields_are_flags_and_tasks_share_those_of_one_name() -> None:
+    words = ["--trials", "3", "--generate", "--text", "a", "--text", "b", "--stride", "1k"]
+    tasks = ["passkey", "ruler", "longppl", "perplexity"]
+    one, longppl, keys, suite = parsed(*words, tasks=tasks)
+    assert one == Perplexity(text=["a", "b"], stride=1024, protocol="sliding")
+    assert (longppl.text, longppl.stride, longppl.windows) == (["a", "b"], 1024, 16)
+    assert keys == Passkey(trials=3, generate=True)
+    assert (suite.trials, suite.ruler_tasks) == (3, "all")
+    assert [task.trials for task in parsed(tasks=["passkey", "ruler"])] == [10, 20]
+
+
+def test_help_tells_every_option_and_its_default(capsys: pytest.CaptureFixture) -> None:
+    result = CliRunner().invoke(app, ["eval", "passkey", "needle", "--help"])
+    shown = " ".join(result.stdout.split())
+    assert result.exit_code == 0 and shown.startswith("usage: rope-ext eval passkey needle")
+    assert "--digits DIGITS of each key, such as 5 or 10; default: 5" in shown
+    assert "--windows" not in shown and "--distractors" in shown
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["passkeys"], "unknown task 'passkeys'; did you mean 'passkey'? choose of perplexity"),
+        (["--model", "m"], "give the tasks first, some of perplexity, longppl, passkey"),
+        (["passkey", "--windows", "3"], "unrecognized arguments: --windows 3"),
+        (["nowhere.py"], "there is no file nowhere.py"),
+        (["empty.py"], "empty.py registers no task; decorate one with @register"),
+        (["clash.py"], "the task clash has a field seed, and --seed is an option of every"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+@pytest.mark.usefixtures("own_registry")
+def test_mistakes_are_told(
+    words: list[str], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "empty.py").touch()
+    (tmp_path / "clash.py").write_text(
+        "from dataclasses import dataclass\n"
+        "from rope_ext.measure.tasks import Task, option, register\n"
+        "@register\n@dataclass(frozen=True)\nclass Clash(Task):\n"
+        "    name, kind = 'clash', 'rate'\n    seed: int = option(0, 'of dice')\n"
+    )
+    needed = ["--model", "m", "--lengths", "1k", "--method", "yarn"]
+    result = CliRunner().invoke(app, ["eval", *words, *needed])
+    assert result.exit_code == 2 and result.stdout == ""
+    assert message.split("; ")[0] in " ".join(result.stderr.split())
+
+
+@pytest.mark.usefixtures("own_registry")
+def test_a_name_is_taken_once_and_a_class_may_be_defined_again() -> None:
+    def define(module: str, kind: str = "rate") -> type[Task]:
+        @dataclass(frozen=True)
+        class Mine(Task):
+            name = "mine"
+            trials: int = option(1, "prompts")
+
+        Mine.kind, Mine.__module__ = kind, module
+        return base.register(Mine)
+
+    define("a")
+    again = define("a")
+    assert all_tasks()["mine"] is again
+    with pytest.raises(RopeExtError, match="task name 'mine' is taken by Mine"):
+        define("b")
+    with pytest.raises(RopeExtError, match="kind='share' is not valid; it must be one of rate, l"):
+        define("a", kind="share")
+
+
+def test_one_task_twice_is_told(checkpoint: Path, tmp_path: Path) -> None:
+    from rope_ext.measure.plan import prepare
+
+    settings = Settings(
+        models=(str(checkpoint),), methods=("yarn",), lengths=(128,), output=tmp_path
+    )
+    with pytest.raises(OptionError, match="the task passkey is given twice"):
+        prepare(settings, [Passkey(digits=5), Passkey(digits=9)])
+
+
+# A file of one's own
+
+
+@pytest.mark.usefixtures("own_registry")
+def test_the_evaluator_of_the_page_runs(checkpoint: Path, tmp_path: Path) -> None:
+    file, call = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
+    (tmp_path / "echo.py").write_text(file)
+    words = [tmp_path / "echo.py", "--model", checkpoint, "--method", "yarn,ntk", "--trials", 3]
+    words += ["--lengths", "128,256", "--output", tmp_path / "out"]
+    result = CliRunner().invoke(app, ["eval", *map(str, words)])
+    assert result.exit_code == 0, result.output
+    data = json.loads((tmp_path / "out" / "results.json").read_text())
+    rows = [(row["task"], row["system"], row["count"]) for row in data["summary"]]
+    assert rows == [("echo", name, 3) for name in ("none", "yarn", "ntk") for _ in (128, 256)]
+    assert data["definitions"]["echo"].startswith("Share of first words")
+
+    echo = all_tasks()["echo"]
+    tokenizer = AutoTokenizer.from_pretrained(checkpoint)
+    for case in echo(trials=3).questions(Frame.of(tokenizer), [128, 256], 0).cases:
+        text = tokenizer.decode(case.ids, skip_special_tokens=True)
+        assert len(case.ids) == case.length and text.count(case.key) == 2
+        assert tokenizer.decode(case.ids[-case.count :]).strip() == case.key
+
+    names = {"Echo": echo, "model": str(checkpoint), "output": tmp_path / "called"}
+    exec(call, names)
+    assert {outcome.task for outcome in names["report"].outcomes} == {"echo"}
+
+
+# What invalidates --resume
+
+
+def test_a_change_of_what_computes_is_noticed_and_of_what_shows_is_not(tmp_path: Path) -> None:
+    copy = tmp_path / "rope_ext"
+    shutil.copytree(PACKAGE, copy, ignore=shutil.ignore_patterns("__pycache__"))
+    before = sources(copy)
+    assert before == sources(PACKAGE)  # wherever it lies
+    rooms = sorted(path.parent for path in copy.rglob("__init__.py"))
+    counted = set()
+    for room in [*rooms, *(copy / name for name in ("cli.py", "errors.py"))]:
+        file = room / "__init__.py" if room.is_dir() else room
+        text = file.read_text("utf-8")
+        file.write_text(text + "\n# changed\n", encoding="utf-8")
+        if sources(copy) != before:
+            counted.add(room.relative_to(copy).as_posix())
+        file.write_text(text, encoding="utf-8")
+    every = {room.relative_to(copy).as_posix() for room in rooms} | {"errors.py"}
+    shows = {"advice", "engines", "plots", "measure/reports"}
+    assert counted == every - shows and shows <= every
+    (copy / "methods" / "new.py").touch()
+    assert sources(copy) != before
+
+
+def modules() -> dict[str, Path]:
+    """All files of the package by the name of the module."""
+    found = {}
+    for path in PACKAGE.rglob("*.py"):
+        parts = path.relative_to(ROOT).with_suffix("").parts
+        found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
+    return found
+
+
+def imports(path: Path, known: dict[str, Path]) -> Iterator[str]:
+    """The modules that a file imports anywhere in it, also behind TYPE_CHECKING."""
+    for node in ast.walk(ast.parse(path.read_text("utf-8"))):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            for alias in node.names:
+                inner = f"{node.module}.{alias.name}"
+                yield inner if inner in known else node.module
+
+
+def test_measuring_imports_in_one_direction() -> None:
+    known = modules()
+    graph = {name: {one for one in imports(path, known) if one in known and one != name}
+             for name, path in known.items()}  # fmt: skip
+
+    def reached(name: str) -> set[str]:
+        seen, left = set(), [name]
+        while left:
+            for one in graph[left.pop()] - seen:
+                seen.add(one)
+                left.append(one)
+        return seen
+
+    for name in known:
+        if name.startswith("rope_ext.measure") or name == "rope_ext.cli":
+            assert name not in reached(name), f"{name} is in a circle"
+            assert "rope_ext" not in graph[name] or name == "rope_ext.cli", name
+    top = {"rope_ext", "rope_ext.cli"}
+    top |= {f"rope_ext.measure.{name}" for name in ("command", "evaluate", "search")}
+    shown = [f"rope_ext.{name.removesuffix('.py').replace('/', '.')}" for name in SHOWS]
+
+    def shows(name: str) -> bool:
+        return any(name == room or name.startswith(f"{room}.") for room in shown)
+
+    for name in known:  # what only shows decides nothing: only what begins a run uses it
+        if not shows(name) and name not in top:
+            assert not [one for one in graph[name] if shows(one)], name

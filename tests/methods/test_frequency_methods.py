@@ -1,0 +1,781 @@
+"""The frequency methods against transformers, the published numbers and exact arithmetic."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from decimal import ROUND_CEILING, ROUND_FLOOR, Decimal, localcontext
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import LlamaConfig, modeling_rope_utils
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+from transformers.models.gpt_neox.modeling_gpt_neox import GPTNeoXRotaryEmbedding
+
+from rope_ext.errors import OptionError, RopeExtError, UnknownMethodError
+from rope_ext.methods import (
+    ABF,
+    NTK,
+    PI,
+    BaseTruncation,
+    DynamicNTK,
+    DynamicYaRN,
+    FrequencyMethod,
+    Llama3,
+    LongRoPE,
+    NTKByParts,
+    PRoPE,
+    Resonance,
+    Rope,
+    YaRN,
+    all_methods,
+    build_method,
+    method_class,
+    registry,
+)
+from tests.helpers.methods import VARIANTS, table
+
+LLAMA2 = Rope.geometric(base=1e4, dim=128, length=4096)
+LLAMA3 = Rope.geometric(base=5e5, dim=128, length=8192)
+
+
+# These keep the fastest pair, divide the slowest by the factor, and stay between the two.
+INTERPOLATIONS = [
+    "yarn",
+    "yarn-untruncated",
+    "yarn-rotations",
+    "yarn-harmonic",
+    "dynamic_yarn",
+    "ntk",
+    "dynamic_ntk-ratio",
+    "ntk_by_parts",
+    "llama3",
+]
+
+
+def test_every_registered_method_is_among_the_tested_variants() -> None:
+    frequency_methods = {cls for cls in all_methods() if issubclass(cls, FrequencyMethod)}
+    assert {type(make(4, LLAMA2)) for make in VARIANTS.values()} == frequency_methods
+
+
+# --- against transformers ------------------------------------------------------------------
+
+HEADS = list(itertools.product((32, 64, 80, 128, 256), (1.0, 0.5, 0.25)))
+SCALES = list(itertools.product((1e4, 5e5, 1e6), (1.5, 2.0, 4.0, 8.0, 32.0), (512, 4096, 8192)))
+# transformers computes in float32: b ** x is off by |x| ln(b) 2^-25, 6e-7 at the largest base.
+RTOL = 1e-6
+# A float32 share g near 0 is off by 6e-8, and (1 - g) theta / 32 + g theta by 32 times that.
+RTOL_OF = {"llama3": 3e-6, "yarn-untruncated": 3e-6}
+
+
+@functools.cache
+def llama_config(head_dim: int, length: int) -> LlamaConfig:
+    return LlamaConfig(
+        hidden_size=head_dim,
+        num_attention_heads=1,
+        head_dim=head_dim,
+        max_position_embeddings=length,
+    )
+
+
+def theirs(
+    parameters: dict[str, Any],
+    rope: Rope,
+    partial: float = 1.0,
+    lengths: Sequence[int] | None = None,
+) -> tuple[torch.Tensor, float]:
+    """What plain transformers computes from ``rope_parameters``: ``inv_freq`` and its scaling.
+
+    With ``lengths`` of sequences one row for each of them.
+    """
+    # The dynamic type takes the trained length from max_position_embeddings.
+    scale = 1 if parameters["rope_type"] == "dynamic" else parameters.get("factor", 1)
+    config = llama_config(round(rope.dim / partial), math.ceil(scale * rope.length))
+    config.rope_parameters = {
+        "rope_theta": rope.base,
+        "partial_rotary_factor": partial,
+        **parameters,
+    }
+    config.validate_rope()
+    if parameters["rope_type"] == "default":  # Llama's own ignores partial_rotary_factor
+        return GPTNeoXRotaryEmbedding.compute_default_rope_parameters(config)
+    compute = ROPE_INIT_FUNCTIONS[parameters["rope_type"]]
+    if lengths is None:
+        return compute(config)
+    rows = [compute(config, seq_len=length) for length in lengths]
+    return torch.stack([inv_freq for inv_freq, _ in rows]), rows[0][1]
+
+
+def assert_same(
+    ours: torch.Tensor, reference: torch.Tensor, case: object = "", rtol: float = RTOL
+) -> None:
+    # A pair that never rotates is exported as 1e-30 and less.
+    torch.testing.assert_close(
+        reference.double(), ours, rtol=rtol, atol=1e-29, msg=lambda text: f"{text}\n{case}"
+    )
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize(("head_dim", "partial"), HEADS)
+def test_rope_parameters_give_transformers_the_same_embedding(
+    variant: str, head_dim: int, partial: float
+) -> None:
+    for rope_theta, factor, length in SCALES:
+        rope = Rope.geometric(rope_theta, int(head_dim * partial), length)
+        method = VARIANTS[variant](factor, rope)
+        inv_freq, scaling = theirs(method.rope_parameters(rope), rope, partial)
+        case = f"{rope_theta=} {factor=} {length=}"
+        assert_same(method.inv_freq(rope), inv_freq, case, RTOL_OF.get(variant, RTOL))
+        assert method.attention_scaling(rope) == pytest.approx(scaling, rel=1e-9), case
+
+
+@pytest.mark.parametrize("alpha", ["transformers", "ratio"])
+@pytest.mark.parametrize(("head_dim", "partial"), HEADS)
+def test_dynamic_ntk_equals_transformers_at_every_length(
+    head_dim: int, partial: float, alpha: str
+) -> None:
+    for rope_theta, factor, trained in SCALES:
+        rope = Rope.geometric(rope_theta, int(head_dim * partial), trained)
+        method = DynamicNTK(factor=factor, alpha=alpha)
+        lengths = [trained // 2, trained, trained + 1, math.ceil(factor * trained)]
+        ours = method.inv_freq_at(rope, torch.tensor(lengths, dtype=torch.float64))
+        inv_freq, _ = theirs(method.rope_parameters(rope), rope, partial, lengths)
+        assert_same(ours, inv_freq, f"{rope_theta=} {factor=} {trained=}")
+
+
+@pytest.mark.parametrize(("head_dim", "partial"), HEADS)
+def test_longrope_equals_transformers_below_and_above_the_trained_length(
+    head_dim: int, partial: float
+) -> None:
+    for rope_theta, factor, trained in SCALES:
+        rope = Rope.geometric(rope_theta, int(head_dim * partial), trained)
+        method = LongRoPE(
+            factor=factor, long_factor=table(factor, rope), short_factor=table(1.1, rope)
+        )
+        assert method.adapts
+        ours = method.inv_freq_at(rope, torch.tensor([trained, trained + 1.0]))
+        parameters = method.rope_parameters(rope)
+        del parameters["attention_factor"]  # so that transformers computes its own
+        inv_freq, scaling = theirs(parameters, rope, partial, [trained, trained + 1])
+        assert_same(ours, inv_freq, f"{rope_theta=} {factor=} {trained=}")
+        assert method.attention_scaling(rope) == pytest.approx(scaling, rel=1e-9)
+
+
+@pytest.mark.parametrize("factor", [1.0, 1.5, 2.0, 4.0, 8.0, 32.0])
+def test_yarn_attention_scaling_is_the_one_transformers_computes_itself(factor: float) -> None:
+    method = YaRN(factor=factor)
+    parameters = method.rope_parameters(LLAMA2)
+    del parameters["attention_factor"]
+    _, scaling = theirs(parameters, LLAMA2)
+    assert method.attention_scaling(LLAMA2) == pytest.approx(scaling, rel=1e-9)
+
+
+@pytest.mark.parametrize("options", [{"beta_fast": 16, "beta_slow": 2}, {"attention_factor": 1.3}])
+def test_yarn_options_mean_what_they_mean_in_transformers(options: dict[str, float]) -> None:
+    method = YaRN(factor=8, **options)
+    inv_freq, scaling = theirs(method.rope_parameters(LLAMA3), LLAMA3)
+    assert_same(method.inv_freq(LLAMA3), inv_freq)
+    assert method.attention_scaling(LLAMA3) == pytest.approx(scaling, rel=1e-9)
+
+
+@pytest.mark.parametrize("p", [0.1, 0.25, 0.3, 0.5, 0.7, 0.75, 1.0])
+@pytest.mark.parametrize("dim", [32, 64, 80, 128, 256])
+def test_p_rope_equals_transformers_proportional(dim: int, p: float) -> None:
+    rope = Rope.geometric(1e6, dim, 4096)
+    # Here partial_rotary_factor is the share p of a fully rotary head.
+    inv_freq, _ = theirs({"rope_type": "proportional", "partial_rotary_factor": p}, rope)
+    assert_same(PRoPE(factor=4, p=p).inv_freq(rope), inv_freq)
+
+
+@pytest.mark.parametrize(
+    ("method", "rope_type"),
+    [
+        (PI(factor=4), "linear"),
+        (YaRN(factor=4), "yarn"),
+        (YaRN(factor=4, truncate=False), "yarn"),
+        (YaRN(factor=4, ramp="rotations"), "longrope"),
+        (YaRN(factor=4, blend="harmonic"), "longrope"),
+        (DynamicNTK(factor=4), "dynamic"),
+        (DynamicNTK(factor=4, alpha="ratio"), "dynamic"),
+        (DynamicNTK(factor=4, mode="growing"), "dynamic"),
+        (DynamicNTK(factor=4, length=9000), "default"),
+        (NTK(factor=4), "default"),
+        (ABF(factor=4, base=5e5), "default"),
+        (Llama3(), "llama3"),
+        (Resonance(factor=4), "longrope"),
+    ],
+    ids=repr,
+)
+def test_rope_parameters_use_the_native_type_where_there_is_one(
+    method: FrequencyMethod, rope_type: str
+) -> None:
+    assert method.rope_parameters(LLAMA2)["rope_type"] == rope_type
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_transformers_accepts_rope_parameters_without_a_warning(
+    variant: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    warnings: list[str] = []
+    monkeypatch.setattr(modeling_rope_utils.logger, "warning", warnings.append)
+    monkeypatch.setattr(modeling_rope_utils.logger, "warning_once", warnings.append)
+    theirs(VARIANTS[variant](4, LLAMA2).rope_parameters(LLAMA2), LLAMA2)
+    assert warnings == []
+
+
+# --- identities and published numbers ------------------------------------------------------
+
+
+@pytest.mark.parametrize("variant", [*INTERPOLATIONS, "dynamic_ntk", "abf", "base_truncation"])
+@pytest.mark.parametrize("rope", [LLAMA2, LLAMA3], ids=["llama2", "llama3"])
+def test_fastest_pair_is_unchanged(variant: str, rope: Rope) -> None:
+    assert VARIANTS[variant](8, rope).inv_freq(rope)[0] == 1.0
+
+
+@pytest.mark.parametrize("variant", [*INTERPOLATIONS, "pi"])
+@pytest.mark.parametrize("rope", [LLAMA2, LLAMA3], ids=["llama2", "llama3"])
+def test_slowest_pair_is_divided_by_the_factor(variant: str, rope: Rope) -> None:
+    slowest = VARIANTS[variant](8, rope).inv_freq(rope)[-1]
+    assert float(slowest) == pytest.approx(float(rope.inv_freq[-1]) / 8, rel=1e-14)
+
+
+@pytest.mark.parametrize("variant", [*INTERPOLATIONS, "dynamic_ntk", "pi", "longrope", "abf"])
+def test_factor_one_is_the_identity(variant: str) -> None:
+    method = VARIANTS[variant](1, LLAMA2)
+    torch.testing.assert_close(method.inv_freq(LLAMA2), LLAMA2.inv_freq, rtol=1e-15, atol=0)
+    assert method.attention_scaling(LLAMA2) == 1.0
+
+
+def test_pi_divides_every_pair() -> None:
+    assert torch.equal(PI(factor=4).inv_freq(LLAMA2) * 4, LLAMA2.inv_freq)
+
+
+def test_yarn_ramp_runs_from_pair_20_to_46_on_llama2() -> None:
+    # 64 ln(4096 / (32 2 pi)) / ln(1e4) = 20.944 and 64 ln(4096 / (2 pi)) / ln(1e4) = 45.027
+    kept = YaRN(factor=4).kept(LLAMA2)
+    assert (kept[:21] == 1).all() and (kept[46:] == 0).all()
+    for pair in range(21, 46):
+        assert kept[pair] == pytest.approx((46 - pair) / 26, abs=1e-15)
+    fractional = YaRN(factor=4, truncate=False).kept(LLAMA2)
+    assert fractional[20] == 1 and fractional[46] == 0
+    assert fractional[21] == pytest.approx((45.027 - 21) / (45.027 - 20.944), abs=1e-4)
+    assert fractional[45] == pytest.approx((45.027 - 45) / (45.027 - 20.944), abs=1e-4)
+
+
+def test_yarn_paper_ramp_is_linear_in_rotations() -> None:
+    # r_20 = 4096 / (2 pi) * 10 ** (-4 * 20 / 64) = 36.66, r_32 = 6.519, r_46 = 0.8695
+    kept = YaRN(factor=4, ramp="rotations").kept(LLAMA2)
+    assert kept[20] == 1 and kept[46] == 0
+    assert kept[32] == pytest.approx((6.519 - 1) / 31, abs=1e-4)
+
+
+def test_yarn_ramps_differ_by_up_to_73_percent_on_llama2() -> None:
+    index = YaRN(factor=4).inv_freq(LLAMA2)
+    rotations = YaRN(factor=4, ramp="rotations").inv_freq(LLAMA2)
+    assert (index / rotations - 1).abs().max() == pytest.approx(0.73, abs=0.005)
+
+
+def test_yarn_blends_frequencies_or_wavelengths() -> None:
+    # Pair 33 lies in the middle of the ramp: half of 1 and half of 1/4, or half of 1 and of 4.
+    theta = LLAMA2.inv_freq
+    arithmetic = YaRN(factor=4).inv_freq(LLAMA2) / theta
+    harmonic = theta / YaRN(factor=4, blend="harmonic").inv_freq(LLAMA2)
+    assert arithmetic[33] == pytest.approx(0.625) and harmonic[33] == pytest.approx(2.5)
+    kept = YaRN(factor=4).kept(LLAMA2)
+    torch.testing.assert_close(harmonic, (1 - kept) * 4 + kept)
+
+
+def test_yarn_temperature_is_a_tenth_of_the_log_plus_one() -> None:
+    assert YaRN(factor=math.e).attention_scaling(LLAMA2) == pytest.approx(1.1, rel=1e-15)
+    assert YaRN(factor=4, attention_factor=1.25).attention_scaling(LLAMA2) == 1.25
+
+
+def test_ntk_by_parts_is_yarns_paper_ramp_without_the_temperature() -> None:
+    method = NTKByParts(factor=4)
+    yarn = YaRN(factor=4, ramp="rotations")
+    assert torch.equal(method.inv_freq(LLAMA2), yarn.inv_freq(LLAMA2))
+    assert method.attention_scaling(LLAMA2) == 1.0
+
+
+def test_ntk_base_for_llama2_and_factor_8_is_82684() -> None:
+    # 1e4 * 8 ** (128 / 126)
+    parameters = NTK(factor=8).rope_parameters(LLAMA2)
+    assert parameters["rope_theta"] == pytest.approx(82684, abs=1)
+
+
+@pytest.mark.parametrize(("factor", "alpha"), [(2, 3), (4, 13), (8, 57)])
+def test_dynamic_ntk_at_the_full_context_has_alpha_s2_minus_s_plus_1(
+    factor: float, alpha: float
+) -> None:
+    length = torch.tensor([factor * 4096.0])
+    scale = DynamicNTK(factor=factor).base_scale(LLAMA2, length)
+    assert scale ** (126 / 128) == pytest.approx(alpha, rel=1e-6)
+
+
+def test_dynamic_ntk_ratio_is_static_ntk_with_the_ratio_as_factor() -> None:
+    dynamic = DynamicNTK(factor=8, alpha="ratio", length=3 * 4096).inv_freq(LLAMA2)
+    torch.testing.assert_close(dynamic, NTK(factor=3).inv_freq(LLAMA2), rtol=1e-14, atol=0)
+
+
+def test_dynamic_yarn_is_yarn_with_the_ratio_as_factor() -> None:
+    method = DynamicYaRN(factor=8, beta_fast=16, truncate=False)
+    lengths = torch.tensor([4096, 6144, 12288, 32768], dtype=torch.float64)
+    inv_freq = method.inv_freq_at(LLAMA2, lengths)
+    scaling = method.attention_scaling_at(LLAMA2, lengths)
+    for row, factor in enumerate([1, 1.5, 3, 8]):
+        yarn = YaRN(factor=factor, beta_fast=16, truncate=False)
+        torch.testing.assert_close(inv_freq[row], yarn.inv_freq(LLAMA2), rtol=1e-15, atol=0)
+        assert scaling[row] == pytest.approx(yarn.attention_scaling(LLAMA2), rel=1e-15)
+
+
+@pytest.mark.parametrize("method", [DynamicNTK(factor=8), DynamicYaRN(factor=8)], ids=repr)
+def test_dynamic_methods_leave_short_sequences_as_they_were(method: FrequencyMethod) -> None:
+    lengths = torch.tensor([1, 2048, 4096], dtype=torch.float64)
+    for row in method.inv_freq_at(LLAMA2, lengths):
+        torch.testing.assert_close(row, LLAMA2.inv_freq, rtol=1e-15, atol=0)
+    assert (method.attention_scaling_at(LLAMA2, lengths) == 1).all()
+
+
+def test_dynamic_methods_stand_at_the_full_context_until_a_length_is_given() -> None:
+    for cls in (DynamicNTK, DynamicYaRN):
+        free, fixed = cls(factor=4), cls(factor=4, length=16384)
+        assert free.adapts and not fixed.adapts
+        assert torch.equal(free.inv_freq(LLAMA2), fixed.inv_freq(LLAMA2))
+        assert free.attention_scaling(LLAMA2) == fixed.attention_scaling(LLAMA2)
+
+
+def test_llama3_equals_the_release() -> None:
+    def release(theta: float) -> float:  # apply_scaling, with its numbers
+        wavelength = 2 * math.pi / theta
+        if wavelength < 8192 / 4:
+            return theta
+        if wavelength > 8192 / 1:
+            return theta / 8
+        smooth = (8192 / wavelength - 1) / (4 - 1)
+        return (1 - smooth) * theta / 8 + smooth * theta
+
+    expected = torch.tensor([release(theta) for theta in LLAMA3.inv_freq.tolist()]).double()
+    inv_freq = Llama3().inv_freq(LLAMA3)
+    assert_same(inv_freq, expected, rtol=1e-7)
+    # 64 ln(2048 / (2 pi)) / ln(5e5) = 28.2 and 64 ln(8192 / (2 pi)) / ln(5e5) = 35.0
+    theta = LLAMA3.inv_freq
+    assert torch.equal(inv_freq[:29], theta[:29]) and torch.equal(inv_freq[35:], theta[35:] / 8)
+    assert ((theta[29:35] / 8 < inv_freq[29:35]) & (inv_freq[29:35] < theta[29:35])).all()
+
+
+def test_base_truncation_has_the_three_regions_of_the_release() -> None:
+    # Pair 45 turns once in 4080 tokens, pair 59 in 30 600, pair 60 in 35 300 (8 * 4096 = 32 768).
+    inv_freq = BaseTruncation(factor=4).inv_freq(LLAMA2)
+    assert torch.equal(inv_freq[:46], LLAMA2.inv_freq[:46])
+    constant = torch.full((14,), 2 * math.pi / (4096 * 16), dtype=torch.float64)
+    torch.testing.assert_close(inv_freq[46:60], constant, rtol=1e-15, atol=0)
+    assert (inv_freq[60:] == 0).all()
+
+
+def test_base_truncation_takes_own_bounds() -> None:
+    method = BaseTruncation(factor=4, upper=0.1, lower=0.01, constant=0.003)
+    inv_freq = method.inv_freq(Rope.geometric(1e4, 8, 4096))  # 1, 0.1, 0.01, 0.001
+    assert inv_freq.tolist() == [1.0, pytest.approx(0.1), 0.0, 0.0]
+    inv_freq = method.inv_freq(Rope.geometric(1e4, 16, 4096))
+    assert inv_freq.tolist()[2:5] == [pytest.approx(0.1), 0.003, 0.0]
+
+
+@pytest.mark.parametrize("on", ["yarn", "pi", "ntk", "llama3", NTKByParts(factor=8, beta=16)])
+def test_resonance_rounds_wavelengths_to_whole_tokens(on: str | FrequencyMethod) -> None:
+    method = Resonance(factor=8, on=on)
+    wavelength = 2 * math.pi / method.inv_freq(LLAMA2)
+    inner = 2 * math.pi / method.on.inv_freq(LLAMA2)
+    torch.testing.assert_close(wavelength, inner.round(), rtol=1e-14, atol=0)
+    assert wavelength[0] == pytest.approx(6 if on != "pi" else 50)  # 2 pi, 16 pi
+    assert method.attention_scaling(LLAMA2) == method.on.attention_scaling(LLAMA2)
+
+
+def test_resonance_leaves_a_pair_at_rest() -> None:
+    inner = PRoPE(factor=4, p=0.5)
+    inv_freq = Resonance(factor=4, on=inner).inv_freq(LLAMA2)
+    assert torch.equal(inv_freq == 0, inner.inv_freq(LLAMA2) == 0)
+
+
+def test_resonance_takes_a_dynamic_method_of_fixed_length() -> None:
+    method = Resonance(factor=8, on=DynamicYaRN(factor=8, length=8192))
+    yarn = Resonance(factor=2, on="yarn")
+    torch.testing.assert_close(method.inv_freq(LLAMA2), yarn.inv_freq(LLAMA2))
+
+
+def test_p_rope_zeroes_the_slow_share() -> None:
+    inv_freq = PRoPE(factor=4, p=0.75).inv_freq(LLAMA2)
+    assert torch.equal(inv_freq[:48], LLAMA2.inv_freq[:48]) and (inv_freq[48:] == 0).all()
+
+
+def test_longrope_temperature_and_tables() -> None:
+    # Phi-3: ln 32 / ln 4096 = 5 / 12
+    method = LongRoPE(factor=32, long_factor=[2.0] * 64, short_factor=[1.0] * 64)
+    assert method.attention_scaling(LLAMA2) == pytest.approx(math.sqrt(17 / 12), rel=1e-15)
+    short, long = method.inv_freq_at(LLAMA2, torch.tensor([4096.0, 4097.0]))
+    assert torch.equal(short, LLAMA2.inv_freq) and torch.equal(long, LLAMA2.inv_freq / 2)
+    alone = LongRoPE(factor=32, long_factor=[2.0] * 64, attention_factor=1.5)
+    assert not alone.adapts and alone.attention_scaling(LLAMA2) == 1.5
+    assert torch.equal(alone.inv_freq_at(LLAMA2, torch.tensor([1.0]))[0], LLAMA2.inv_freq / 2)
+
+
+def test_abf_takes_a_base_or_the_smallest_useful_one() -> None:
+    given_base = ABF(factor=8, base=5e5)
+    torch.testing.assert_close(given_base.inv_freq(LLAMA2), Rope.geometric(5e5, 128, 1).inv_freq)
+    # 0.0424 * 32768 ** 1.628, arXiv 2405.14591
+    assert ABF(factor=8).new_base(LLAMA2) == pytest.approx(9.52e5, rel=1e-3)
+
+
+def test_target_length_is_not_one_more_than_the_product() -> None:
+    rope = Rope.geometric(1e4, 64, 1500)
+    assert [PI(factor=s).target_length(rope) for s in (1, 1.1, 2, 1.0001)] == [
+        1500,
+        1650,
+        3000,
+        1501,
+    ]
+
+
+# --- properties of every map ---------------------------------------------------------------
+
+
+@st.composite
+def extensions(draw: st.DrawFn) -> tuple[float, Rope]:
+    """A factor that is a whole length over the trained one, and a trained embedding."""
+    length = draw(st.integers(64, 200_000))
+    target = draw(st.integers(length, 64 * length))
+    rope_theta = draw(st.floats(1e3, 1e8))
+    return target / length, Rope.geometric(rope_theta, 2 * draw(st.integers(2, 128)), length)
+
+
+def assert_between(inv_freq: torch.Tensor, factor: float, rope: Rope) -> None:
+    low, high = rope.inv_freq / factor, rope.inv_freq
+    assert (inv_freq >= low * (1 - 1e-12)).all() and (inv_freq <= high * (1 + 1e-12)).all()
+
+
+@settings(deadline=None)
+@given(extensions())
+def test_every_map_is_finite_ordered_and_positive(extension: tuple[float, Rope]) -> None:
+    factor, rope = extension
+    for variant, make in VARIANTS.items():
+        inv_freq = make(factor, rope).inv_freq(rope)
+        assert inv_freq.dtype == torch.float64 and inv_freq.shape == (rope.dim // 2,), variant
+        assert inv_freq.isfinite().all(), variant
+        assert (inv_freq[1:] <= inv_freq[:-1] * (1 + 1e-12)).all(), variant
+        stops_slow_pairs = variant in ("base_truncation", "p_rope")
+        assert (inv_freq >= 0 if stops_slow_pairs else inv_freq > 0).all(), variant
+
+
+# Not bounded by theta / s: dynamic_ntk (its alpha exceeds s), abf and longrope (free numbers),
+# base_truncation and p_rope (zeros), resonance (rounds 2 pi to 6, faster than trained).
+@settings(deadline=None)
+@given(extensions())
+def test_interpolations_stay_between_theta_and_theta_over_s(
+    extension: tuple[float, Rope],
+) -> None:
+    factor, rope = extension
+    for variant in [*INTERPOLATIONS, "pi"]:
+        assert_between(VARIANTS[variant](factor, rope).inv_freq(rope), factor, rope)
+
+
+@settings(deadline=None)
+@given(extensions(), st.floats(0.1, 10), st.floats(0.1, 60))
+def test_ramps_of_any_width_stay_between_theta_and_theta_over_s(
+    extension: tuple[float, Rope], low: float, width: float
+) -> None:
+    factor, rope = extension
+    betas: dict[str, Any] = {"beta_slow": low, "beta_fast": low + width}
+    for method in (
+        YaRN(factor=factor, **betas),
+        YaRN(factor=factor, truncate=False, **betas),
+        YaRN(factor=factor, ramp="rotations", blend="harmonic", **betas),
+        NTKByParts(factor=factor, alpha=low, beta=low + width),
+        Llama3(factor=factor, low_freq_factor=low, high_freq_factor=low + width),
+    ):
+        assert_between(method.inv_freq(rope), factor, rope)
+
+
+# --- angles at a million tokens ------------------------------------------------------------
+
+PI_50 = Decimal("3.14159265358979323846264338327950288419716939937510")
+
+
+def exact_inv_freq(variant: str, s: int, rope: Rope) -> list[Decimal]:
+    """The published formulas once more, in 50 decimal digits."""
+    b, d, length, one = Decimal(rope.base), Decimal(rope.dim), Decimal(rope.length), Decimal(1)
+    pairs = range(rope.dim // 2)
+
+    def geometric(new_base: Decimal) -> list[Decimal]:
+        return [new_base ** (-2 * i / d) for i in pairs]
+
+    def blended(kept: list[Decimal]) -> list[Decimal]:
+        return [(1 - g) * t / s + g * t for g, t in zip(kept, theta, strict=True)]
+
+    def ramp(values: list[Decimal], low: Decimal, high: Decimal) -> list[Decimal]:
+        return [min(max((v - low) / (high - low), 0 * one), one) for v in values]
+
+    def boundary(beta: int, rounding: str) -> Decimal:
+        pair = d * (length / (beta * 2 * PI_50)).ln() / (2 * b.ln())
+        return pair.to_integral_value(rounding)
+
+    theta = geometric(b)
+    turns = [length * t / (2 * PI_50) for t in theta]
+    indices = [Decimal(i) for i in pairs]
+    cut = 2 * PI_50 / length
+    yarn = blended(ramp(indices, boundary(1, ROUND_CEILING), boundary(32, ROUND_FLOOR)))
+    return {
+        "pi": lambda: [t / s for t in theta],
+        "ntk": lambda: geometric(b * s ** (d / (d - 2))),
+        "dynamic_ntk": lambda: geometric(b * (s * s - s + one) ** (d / (d - 2))),
+        "abf": lambda: geometric(b * s),
+        "ntk_by_parts": lambda: blended(ramp(turns, one, 32 * one)),
+        "llama3": lambda: blended(ramp(turns, one, 4 * one)),
+        "yarn": lambda: yarn,
+        "dynamic_yarn": lambda: yarn,
+        "resonance": lambda: [2 * PI_50 / (2 * PI_50 / h).to_integral_value() for h in yarn],
+        "base_truncation": lambda: [
+            t if t >= cut else cut / 16 if t > cut / 8 else 0 * one for t in theta
+        ],
+        "p_rope": lambda: [
+            t if i < int(0.7 * len(pairs)) else 0 * one for i, t in enumerate(theta)
+        ],
+    }[variant]()
+
+
+@pytest.mark.parametrize(
+    "variant", [name for name in VARIANTS if "-" not in name and name != "longrope"]
+)
+@pytest.mark.parametrize("rope", [LLAMA2, LLAMA3], ids=["llama2", "llama3"])
+def test_angles_at_a_million_tokens_are_exact(variant: str, rope: Rope) -> None:
+    # 1e-5 rad is promised. float64 keeps 1e-9; one step in float32 would cost up to 0.06.
+    angles = 1_000_000 * VARIANTS[variant](8, rope).inv_freq(rope)
+    with localcontext() as context:
+        context.prec = 50
+        exact = exact_inv_freq(variant, 8, rope)
+        errors = [
+            abs(Decimal(a) - 1_000_000 * h) for a, h in zip(angles.tolist(), exact, strict=True)
+        ]
+    assert max(errors) < 1e-8
+
+
+# --- errors --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "parts"),
+    [
+        ("yarm", ["unknown method 'yarm'; did you mean 'yarn'? Methods: yarn, dynamic_yarn, "]),
+        ("liner", ["; did you mean 'linear'? Methods: "]),
+        ("qqqqq", ["unknown method 'qqqqq'. Methods: yarn, dynamic_yarn, ntk, ", "p_rope"]),
+    ],
+)
+def test_unknown_method_names_the_nearest_and_all(name: str, parts: list[str]) -> None:
+    with pytest.raises(UnknownMethodError) as error:
+        build_method(name, factor=4)
+    for part in parts:
+        assert part in str(error.value)
+
+
+@pytest.mark.parametrize("factor", [0.5, 0, -4, math.nan, math.inf, "4", True, None, [4]], ids=repr)
+@pytest.mark.parametrize("cls", all_methods(), ids=lambda cls: cls.name)
+def test_factor_must_be_a_finite_number_of_at_least_one(
+    cls: type[FrequencyMethod], factor: Any
+) -> None:
+    options = {"long_factor": [1.0]} if cls is LongRoPE else {}
+    with pytest.raises(OptionError) as error:
+        cls(factor=factor, **options)
+    assert str(error.value) == (
+        f"{cls.name}: factor={factor!r} is not valid; it must be a finite number of at least 1"
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "parts"),
+    [
+        ("pi", {}, ["pi needs factor=..."]),
+        ("longrope", {}, ["longrope needs factor=..., long_factor=..."]),
+        ("pi", {"fator": 4}, ["no option 'fator'; did you mean 'factor'? Options: factor"]),
+        ("pi", {"factor": 4, "zzz": 1}, ["pi has no option 'zzz'. Options: factor"]),
+        ("yarn", {"ramp": "linear"}, ["ramp='linear'", "'index' or 'rotations'"]),
+        ("yarn", {"blend": "mean"}, ["blend='mean'", "'arithmetic' or 'harmonic'"]),
+        ("yarn", {"truncate": 1}, ["truncate=1", "True or False"]),
+        ("yarn", {"beta_slow": 0}, ["beta_slow=0", "greater than 0"]),
+        ("yarn", {"beta_slow": 32}, ["beta_fast=32.0", "greater than 32"]),
+        ("yarn", {"attention_factor": 0}, ["attention_factor=0", "greater than 0"]),
+        ("dynamic_yarn", {"beta_fast": "32"}, ["beta_fast='32'", "greater than 1"]),
+        ("dynamic_yarn", {"length": 0}, ["length=0", "a whole number of at least 1"]),
+        ("dynamic_ntk", {"length": 8192.0}, ["length=8192.0", "a whole number of at least 1"]),
+        ("dynamic_ntk", {"length": True}, ["length=True", "a whole number of at least 1"]),
+        ("dynamic_ntk", {"alpha": 2}, ["alpha=2", "'transformers' or 'ratio'"]),
+        ("dynamic_ntk", {"mode": "stale"}, ["mode='stale'", "'fixed' or 'growing'"]),
+        (
+            "dynamic_ntk",
+            {"mode": "growing", "alpha": "ratio"},
+            ["alpha='ratio'", "'transformers' with mode='growing'"],
+        ),
+        ("dynamic_ntk", {"mode": "growing", "length": 9}, ["length=9", "None with mode='growing'"]),
+        ("ntk_by_parts", {"alpha": -1}, ["alpha=-1", "at least 0"]),
+        ("ntk_by_parts", {"alpha": 40}, ["beta=32.0", "greater than 40"]),
+        ("llama3", {"low_freq_factor": 4}, ["high_freq_factor=4.0", "greater than 4"]),
+        ("longrope", {"long_factor": 4}, ["long_factor=4", "a list of positive numbers"]),
+        ("longrope", {"long_factor": "1234"}, ["long_factor='1234'", "one per pair"]),
+        ("longrope", {"long_factor": [1, 0]}, ["long_factor=[1, 0]", "positive"]),
+        ("longrope", {"long_factor": None}, ["long_factor=None", "a list of positive numbers"]),
+        (
+            "longrope",
+            {"long_factor": [1], "short_factor": [math.nan]},
+            ["short_factor=[nan]", "positive"],
+        ),
+        ("abf", {"base": 1}, ["base=1", "greater than 1"]),
+        ("base_truncation", {"upper": -1}, ["upper=-1", "at least 0"]),
+        ("base_truncation", {"upper": 0.1, "lower": 0.2}, ["lower=0.2", "at most upper=0.1"]),
+        ("p_rope", {"p": 0}, ["p=0", "greater than 0"]),
+        ("p_rope", {"p": 1.5}, ["p=1.5", "in (0, 1]"]),
+        ("resonance", {"on": 3}, ["on=3", "a method or a method's name"]),
+        ("resonance", {"on": "yarm"}, ["unknown method 'yarm'; did you mean 'yarn'?"]),
+        ("resonance", {"on": PI(factor=2)}, ["factor=4", "on's own, 2"]),
+        (
+            "resonance",
+            {"on": "dynamic_yarn"},
+            ["on='dynamic_yarn' changes with the sequence", "length=...", "such as 'yarn'"],
+        ),
+    ],
+    ids=str,
+)
+def test_bad_options_name_the_value_and_the_cure(
+    name: str, options: dict[str, Any], parts: list[str]
+) -> None:
+    if options and "fator" not in options:
+        options = {"factor": 4, **options}
+    with pytest.raises(RopeExtError) as error:
+        build_method(name, **options)
+    for part in parts:
+        assert part in str(error.value)
+
+
+@pytest.mark.parametrize("option", ["long_factor", "short_factor"])
+def test_longrope_table_must_have_one_number_per_pair(option: str) -> None:
+    tables = {"long_factor": [1.0] * 64, "short_factor": [1.0] * 64, option: [1.0] * 48}
+    method = LongRoPE(factor=4, **tables)
+    for use in (method.inv_freq, method.rope_parameters):
+        with pytest.raises(OptionError, match=f"{option} has 48 numbers.* 64 rotary pairs; give"):
+            use(LLAMA2)
+
+
+def test_abf_refuses_a_base_below_the_trained_one() -> None:
+    with pytest.raises(OptionError, match=r"base 5000 is smaller than .* 10000; give base="):
+        ABF(factor=4, base=5000).inv_freq(LLAMA2)
+
+
+# --- registry ------------------------------------------------------------------------------
+
+
+def test_methods_are_listed_in_the_order_of_the_readme() -> None:
+    assert [cls.name for cls in all_methods()] == [
+        "yarn",
+        "dynamic_yarn",
+        "ntk",
+        "dynamic_ntk",
+        "pi",
+        "ntk_by_parts",
+        "llama3",
+        "longrope",
+        "abf",
+        "base_truncation",
+        "resonance",
+        "p_rope",
+        "rerope",
+        "leaky_rerope",
+        "self_extend",
+        "dual_chunk",
+        "string",
+        "lm_infinite",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("spelling", "cls"),
+    [
+        ("linear", PI),
+        ("position-interpolation", PI),
+        ("dynamic", DynamicNTK),
+        ("dynamic-ntk", DynamicNTK),
+        ("Dynamic NTK", DynamicNTK),
+        ("ntk-aware", NTK),
+        ("NTK-Aware", NTK),
+        ("NTK_by_parts", NTKByParts),
+        ("YaRN", YaRN),
+        ("DynamicYaRN", DynamicYaRN),
+        ("LongRoPE", LongRoPE),
+        ("su", LongRoPE),
+        ("Llama3.1", Llama3),
+        ("proportional", PRoPE),
+        ("p-RoPE", PRoPE),
+        ("giraffe", BaseTruncation),
+        ("resonance-rope", Resonance),
+        ("ABF", ABF),
+    ],
+)
+def test_names_are_found_in_any_spelling(spelling: str, cls: type[FrequencyMethod]) -> None:
+    assert method_class(spelling) is cls
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_a_method_is_rebuilt_from_its_name_and_options(variant: str) -> None:
+    method = VARIANTS[variant](4, LLAMA2)
+    again = build_method(method.name, **method.options())
+    assert again == method and hash(again) == hash(method)
+
+
+@pytest.fixture
+def own_registry(monkeypatch: pytest.MonkeyPatch) -> dict[str, type[FrequencyMethod]]:
+    """A copy of the registry that the test may change."""
+    monkeypatch.setattr(registry, "_REGISTRY", dict(registry._REGISTRY))
+    return registry._REGISTRY
+
+
+def test_a_new_method_takes_ten_lines(own_registry: dict[str, type[FrequencyMethod]]) -> None:
+    @registry.register
+    @dataclass(frozen=True, kw_only=True)
+    class Half(FrequencyMethod):
+        name: ClassVar[str] = "half_pi"
+        paper: ClassVar[str] = "none"
+        use: ClassVar[str] = "a test"
+        share: float = 0.5
+
+        def inv_freq(self, rope: Rope) -> torch.Tensor:
+            return rope.inv_freq / (self.share * self.factor)
+
+    method = build_method("Half-PI", factor=4, share=1)
+    assert all_methods()[-1] is Half and method == Half(factor=4, share=1)
+    assert_same(method.inv_freq(LLAMA2), PI(factor=4).inv_freq(LLAMA2))
+    inv_freq, scaling = theirs(method.rope_parameters(LLAMA2), LLAMA2)
+    assert_same(method.inv_freq(LLAMA2), inv_freq)
+    assert scaling == 1.0
+
+
+@pytest.mark.parametrize(
+    ("name", "aliases", "holder"),
+    [("YARN", (), "YaRN"), ("new", ("brand_new", "linear"), "PI")],
+)
+def test_register_refuses_a_taken_name_and_registers_nothing(
+    name: str,
+    aliases: tuple[str, ...],
+    holder: str,
+    own_registry: dict[str, type[FrequencyMethod]],
+) -> None:
+    taken = type("Taken", (FrequencyMethod,), {"name": name, "aliases": aliases})
+    before = dict(own_registry)
+    with pytest.raises(RopeExtError, match=f"is taken by {holder}; give Taken another"):
+        registry.register(taken)
+    assert own_registry == before
+
+
+def test_an_option_may_not_be_called_name() -> None:
+    with pytest.raises(OptionError, match="name"):
+        build_method("yarn", **{"name": "yarn", "factor": 2})

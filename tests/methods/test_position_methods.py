@@ -1,0 +1,287 @@
+"""The position methods against their papers' formulas, written out for single pairs of tokens."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import rope_ext
+from rope_ext.methods import (
+    NTK,
+    FrequencyMethod,
+    Map,
+    PositionMethod,
+    Rope,
+    all_methods,
+    build_method,
+)
+from tests.helpers.distances import FORMULAS, formula
+
+LLAMA2 = Rope.geometric(base=1e4, dim=128, length=4096)
+
+
+def constants(method: PositionMethod) -> dict[str, Any]:
+    return {k: v for k, v in method.options().items() if k not in ("factor", "log_n")}
+
+
+def at(to: Map, t: torch.Tensor) -> torch.Tensor:
+    return to(t) if callable(to) else torch.full_like(t, to)
+
+
+def distances(method: PositionMethod, tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """What the bands make of every query and key, and how many bands show the pair."""
+    t = torch.arange(tokens)
+    found = torch.full((tokens, tokens), math.inf, dtype=torch.float64)
+    count = torch.zeros(tokens, tokens, dtype=torch.int64)
+    for band in method.bands():
+        seen = band.geometry.sees(t[:, None], t)
+        away = at(band.query, t.double())[:, None] - at(band.key, t.double())
+        found = torch.where(seen, away, found)
+        count += seen
+    return found, count
+
+
+sizes = st.integers(1, 40)
+METHODS = st.one_of(
+    st.builds(rope_ext.ReRoPE, factor=st.just(4), window=sizes),
+    st.builds(rope_ext.LeakyReRoPE, factor=st.just(4), window=sizes, k=st.floats(1, 50)),
+    st.builds(rope_ext.SelfExtend, factor=st.just(4), window=sizes, group=st.integers(1, 12)),
+    st.builds(
+        lambda local, more: rope_ext.DualChunk(factor=4, chunk=local + more, local=local),
+        st.integers(1, 20),
+        st.integers(1, 20),
+    ),
+    st.builds(
+        lambda window, more: rope_ext.STRING(shift=window + more, window=window),
+        st.integers(1, 20),
+        st.integers(0, 20),
+    ),
+    st.builds(rope_ext.LMInfinite, factor=st.just(4), window=sizes, sinks=st.integers(0, 12)),
+)
+
+
+@settings(max_examples=150, deadline=None)
+@given(method=METHODS, tokens=st.integers(1, 90))
+def test_every_pair_is_seen_once_at_the_distance_of_the_paper(
+    method: PositionMethod, tokens: int
+) -> None:
+    method = method.resolved(LLAMA2)  # every constant is given: nothing may change
+    right = formula(method.name, torch.arange(tokens), **constants(method))
+    found, count = distances(method, tokens)
+    assert torch.equal(count, (right < math.inf).long())
+    torch.testing.assert_close(found, right, rtol=0, atol=1e-10)
+
+
+@pytest.mark.parametrize(
+    ("name", "given", "pairs"),
+    [  # (query, key, distance), by hand
+        ("rerope", {"window": 4}, [(9, 6, 3), (9, 5, 4), (9, 0, 4)]),
+        ("leaky_rerope", {"window": 4, "k": 2}, [(9, 6, 3), (9, 5, 4), (9, 0, 6.5)]),
+        ("self_extend", {"window": 4, "group": 3}, [(9, 6, 3), (9, 5, 5), (9, 0, 6)]),
+        # chunks of 6 tokens; query 11 at 5, at min(5 + 6, 8) = 8, and at 8
+        ("dual_chunk", {"chunk": 8, "local": 2}, [(11, 6, 5), (11, 5, 3), (7, 5, 2), (14, 1, 7)]),
+        ("string", {"shift": 6, "window": 2}, [(9, 4, 5), (9, 3, 2), (9, 0, 5)]),
+        ("lm_infinite", {"window": 3, "sinks": 2}, [(9, 7, 2), (9, 6, None), (9, 1, 3)]),
+    ],
+)
+def test_single_distances_by_hand(name: str, given: dict[str, Any], pairs) -> None:
+    found, _ = distances(build_method(name, factor=4, **given).resolved(LLAMA2), 16)
+    for m, n, distance in pairs:
+        assert found[m, n] == (math.inf if distance is None else distance)
+
+
+# --- defaults ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "factor", "length", "right"),
+    [
+        ("rerope", 4, 4096, {"window": 1024}),
+        ("rerope", 16, 4096, {"window": 1024}),
+        ("rerope", 4, 64, {"window": 16}),
+        ("leaky_rerope", 4, 4096, {"window": 512, "k": 15872 / 3584}),
+        ("leaky_rerope", 8, 512, {"window": 64, "k": 4032 / 448}),
+        ("self_extend", 2, 4096, {"window": 1024, "group": 5}),  # 7168 / 1706.67 = 4.2
+        ("self_extend", 8, 512, {"window": 128, "group": 19}),  # 3968 / 213.33 = 18.6
+        ("self_extend", 4, 4096, {"window": 1024, "group": 10}),  # 9.0, and it is to stay below
+        ("dual_chunk", 4, 4096, {"chunk": 3072, "local": 512}),
+        ("dual_chunk", 4, 64, {"chunk": 48, "local": 8}),
+        ("string", 1, 4096, {"shift": 1366, "window": 128}),
+        ("string", 1.5, 4096, {"shift": 2176, "window": 128}),  # 6144 - 4096 + 128
+        ("string", 1, 64, {"shift": 22, "window": 4}),
+        ("lm_infinite", 4, 4096, {"window": 4096, "sinks": 10}),
+    ],
+)
+def test_defaults_follow_from_factor_and_trained_length(name, factor, length, right) -> None:
+    rope = Rope.geometric(base=1e4, dim=128, length=length)
+    method = build_method(name, factor=factor).resolved(rope)
+    assert constants(method) == pytest.approx(right, rel=1e-12)
+
+
+CAPACITY = {
+    # Every distance that is used was trained, at the target length and (these two) at any.
+    "rerope": (1.01, 64.0),
+    "dual_chunk": (1.01, 64.0),
+    "leaky_rerope": (1.01, 64.0),
+    "self_extend": (1.01, 64.0),
+    "string": (1.0, 1.87),
+}
+
+
+@settings(max_examples=200, deadline=None)
+@given(name=st.sampled_from(sorted(CAPACITY)), length=st.integers(16, 300), share=st.floats(0, 1))
+def test_no_distance_within_the_extended_context_is_untrained(name, length, share: float) -> None:
+    least, most = CAPACITY[name]
+    rope = Rope.geometric(base=1e4, dim=16, length=length)
+    method = build_method(name, factor=least + share * (most - least)).resolved(rope)
+    last = method.target_length(rope) - 1
+    largest = max(FORMULAS[name](last, n, **constants(method)) for n in range(last + 1))
+    assert largest < length
+    if name == "self_extend":
+        w, group, target = method.window, method.group, method.target_length(rope)
+        assert w + (target - w) / group <= 2 * length / 3 + 1e-9
+        assert group == 1 or w + (target - w) / (group - 1) > 2 * length / 3 - 1e-9  # the smallest
+    if name == "leaky_rerope" and last > 10 * length:
+        assert largest > length - 1.2  # nothing of the trained range is left unused
+
+
+@settings(max_examples=60, deadline=None)
+@given(method=METHODS, length=st.integers(2, 60), factor=st.floats(1.01, 4))
+def test_the_reach_is_the_longest_text_of_trained_distances(method, length, factor: float) -> None:
+    rope, method = Rope.geometric(base=1e4, dim=16, length=length), replace(method, factor=factor)
+    target = method.target_length(rope)
+    found = formula(method.name, torch.arange(target), **constants(method.resolved(LLAMA2)))
+    largest = found.masked_fill(found == math.inf, 0).amax(1).cummax(0).values
+    right = int((largest <= length).sum())  # the cap of a window of the trained length counts
+    try:
+        assert method.reached(rope) == right
+    except rope_ext.OptionError as error:
+        assert right <= length + 1 or "smaller" in str(error)
+        assert length < target and method.name in str(error)
+
+
+def test_leaky_with_the_published_constants_and_the_textbook_form() -> None:
+    given = build_method("leaky_rerope", factor=4, k=16).resolved(LLAMA2)
+    assert (given.window, given.k) == (512, 16.0)
+    textbook = build_method("leaky_rerope", factor=4, window=1024).resolved(LLAMA2)
+    assert textbook.k == (16384 - 1024) / (4096 - 1024)
+
+
+@settings(max_examples=100, deadline=None)
+@given(length=st.integers(16, 5000))
+def test_string_names_the_largest_factor_and_takes_it(length: int) -> None:
+    rope = Rope.geometric(base=1e4, dim=16, length=length)
+    with pytest.raises(rope_ext.OptionError, match="rerope") as error:
+        rope_ext.STRING(factor=2).resolved(rope)
+    most = float(str(error.value).split("at most ")[1].split(",")[0])
+    method = rope_ext.STRING(factor=most).resolved(rope)
+    assert method.shift <= length and most < 2
+    with pytest.raises(rope_ext.OptionError):
+        rope_ext.STRING(factor=most + 0.01 + 1 / length).resolved(rope)
+    assert rope_ext.STRING(factor=2, shift=length).resolved(rope).shift == length  # said by hand
+
+
+# --- the temperature -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("cls", [rope_ext.ReRoPE, rope_ext.LeakyReRoPE])
+def test_queries_are_scaled_by_the_logarithm_of_their_place(cls: type) -> None:
+    rope = Rope.geometric(base=1e4, dim=16, length=64)
+    t = torch.tensor([0, 1, 62, 63, 511, 4095], dtype=torch.float64)
+    found = cls(factor=4).temperature(t, rope)
+    right = torch.tensor([1, 1, 1, 1, 1.5, 2], dtype=torch.float64)  # 512 = 64^1.5
+    torch.testing.assert_close(found, right, rtol=1e-12, atol=0)
+    assert cls(factor=4, log_n=False).temperature(t, rope) is None
+
+
+@pytest.mark.parametrize("name", ["self_extend", "dual_chunk", "string", "lm_infinite"])
+def test_the_other_methods_leave_queries_as_they_are(name: str) -> None:
+    method = build_method(name, factor=1.5).resolved(LLAMA2)
+    assert method.temperature(torch.arange(9000.0), LLAMA2) is None
+
+
+# --- options -------------------------------------------------------------------------------------
+
+WRONG: list[tuple[str, dict[str, Any], str]] = [
+    ("rerope", {"window": 0}, r"rerope: window=0 .*whole number of at least 1"),
+    ("rerope", {"window": -3}, r"window=-3 .*at least 1"),
+    ("rerope", {"window": 10.0}, r"window=10.0 .*whole number"),
+    ("rerope", {"window": True}, r"window=True .*whole number"),
+    ("rerope", {"window": "wide"}, r"window='wide' .*whole number"),
+    ("rerope", {"log_n": 1}, r"log_n=1 .*True or False"),
+    ("rerope", {"factor": 0.5}, r"factor=0.5 .*at least 1"),
+    ("rerope", {"widow": 10}, r"no option 'widow'; did you mean 'window'"),
+    ("rerope", {"k": 2}, r"no option 'k'.*Options: factor, log_n, window"),
+    ("leaky_rerope", {"k": 0.9}, r"k=0.9 .*at least 1"),
+    ("leaky_rerope", {"k": math.inf}, r"k=inf .*finite"),
+    ("self_extend", {"group": 0}, r"self_extend: group=0 .*at least 1"),
+    ("self_extend", {"group": 2.0}, r"group=2.0 .*whole number"),
+    ("dual_chunk", {"chunk": 1}, r"dual_chunk: chunk=1 .*at least 2"),
+    ("dual_chunk", {"local": 0}, r"local=0 .*at least 1"),
+    ("string", {"shift": 0}, r"string: shift=0 .*at least 1"),
+    ("lm_infinite", {"sinks": -1}, r"lm_infinite: sinks=-1 .*whole number"),
+    ("lm_infinite", {"sinks": True}, r"sinks=True .*whole number"),
+    ("lm_infinite", {"sinks": None}, r"sinks=None .*whole number"),
+]
+
+
+@pytest.mark.parametrize(("name", "given", "message"), WRONG)
+def test_wrong_options_are_refused_with_the_valid_ones(name, given, message: str) -> None:
+    with pytest.raises(rope_ext.OptionError, match=message):
+        build_method(name, **{"factor": 4, **given})
+
+
+UNFIT: list[tuple[str, dict[str, Any], str]] = [
+    ("leaky_rerope", {"window": 4096}, r"window=4096 .*smaller than the trained length.*4096"),
+    ("self_extend", {"window": 2731}, r"window=2731 .*two thirds of the trained length"),
+    ("dual_chunk", {"chunk": 512}, r"local=512 .*smaller than chunk=512"),
+    ("string", {"shift": 100, "window": 101, "factor": 1}, r"window=101 .*at most shift=100"),
+    ("string", {"factor": 4}, r"factor=4 .*at most 1.96, unless shift is given.*'rerope'"),
+]
+
+
+@pytest.mark.parametrize(("name", "given", "message"), UNFIT)
+def test_options_that_do_not_go_with_the_trained_length_are_refused(name, given, message) -> None:
+    method = build_method(name, **{"factor": 4, **given})
+    with pytest.raises(rope_ext.OptionError, match=message):
+        method.resolved(LLAMA2)
+
+
+@pytest.mark.parametrize("name", sorted(set(FORMULAS) - {"string"}))
+def test_the_factor_must_be_given(name: str) -> None:
+    with pytest.raises(rope_ext.OptionError, match="needs factor="):
+        build_method(name)
+
+
+def test_every_position_method_has_its_formula_here() -> None:
+    found = [cls.name for cls in all_methods() if not issubclass(cls, FrequencyMethod)]
+    assert sorted(found) == sorted(FORMULAS)
+    for alias, name in (("dca", "dual_chunk"), ("streaming", "lm_infinite"), ("ReRoPE", "rerope")):
+        assert build_method(alias, factor=4).name == name
+
+
+def test_a_resolved_method_is_its_own_resolution() -> None:
+    for name in FORMULAS:
+        method = build_method(name, factor=1.5).resolved(LLAMA2)
+        assert method.resolved(LLAMA2) == method
+        assert replace(method, factor=1.2).resolved(LLAMA2) == replace(method, factor=1.2)
+
+
+def test_only_frequency_methods_go_under_a_position_method(model) -> None:
+    for under, message in (
+        (rope_ext.ReRoPE(factor=2), "must be a frequency method"),
+        ("ntk", r"NTK\(factor=2\)"),
+        (rope_ext.DynamicNTK(factor=2), "length=TOKENS"),
+    ):
+        with pytest.raises(rope_ext.OptionError, match=message):
+            rope_ext.patch(model, "rerope", factor=4, frequency=under)
+    with pytest.raises(rope_ext.OptionError, match="leave one of them out"):
+        rope_ext.patch(model, "yarn", factor=4, frequency=NTK(factor=2))
+    with pytest.raises(rope_ext.OptionError, match="'reference'"):
+        rope_ext.patch(model, "rerope", factor=4, kernel="fast")

@@ -1,0 +1,589 @@
+"""patch, unpatch, patched on loaded models in every state they come in."""
+
+from __future__ import annotations
+
+import copy
+import io
+from itertools import product
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
+
+import rope_ext
+from rope_ext.methods import Rope, build_method
+from tests.families.checks import changed, snapshot
+from tests.families.zoo import tiny_model
+from tests.helpers.models import LENGTH, tiny_llama
+
+TABLE = [1.0 + 0.5 * i for i in range(8)]
+METHODS: dict[str, dict[str, Any]] = {
+    "pi": {},
+    "ntk": {},
+    "abf": {"base": 5e5},
+    "ntk_by_parts": {},
+    "yarn": {},
+    "llama3": {},
+    "longrope": {"long_factor": TABLE},
+    "base_truncation": {},
+    "resonance": {},
+    "p_rope": {"p": 0.5},
+    "dynamic_ntk": {},
+    "dynamic_yarn": {},
+    "rerope": {},
+    "leaky_rerope": {},
+    "self_extend": {},
+    "dual_chunk": {},
+    "string": {"factor": 1.5},
+    "lm_infinite": {},
+}
+FAMILIES = ["llama", "gemma3_text", "gpt_neox", "phi3"]
+SAVED = list(METHODS)[: list(METHODS).index("dynamic_yarn")]
+
+
+def options(name: str) -> dict[str, Any]:
+    return {"factor": 4, **METHODS[name]}
+
+
+def logits(model: torch.nn.Module, ids: torch.Tensor, **kwargs: Any) -> torch.Tensor:
+    with torch.no_grad():
+        return model(ids, **kwargs).logits
+
+
+def test_the_readme_line_changes_what_the_model_says_beyond_its_trained_length(model, ids) -> None:
+    before = logits(model, ids)
+    assert rope_ext.patch(model, method="yarn", factor=4) is model
+    assert not torch.allclose(logits(model, ids), before, atol=1e-2)
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_unpatch_restores_everything_bit_for_bit(model, ids, name: str) -> None:
+    before, said = snapshot(model), logits(model, ids)
+    rope_ext.patch(model, name, **options(name))
+    assert not torch.equal(logits(model, ids), said)
+    model.generate(ids[:, :8], max_new_tokens=4, do_sample=False)
+    rope_ext.unpatch(model)
+    assert not changed(before, snapshot(model))
+    assert torch.equal(logits(model, ids), said)
+
+
+def test_growing_mode_is_taken_back_after_it_has_grown(model, ids) -> None:
+    before, said = snapshot(model), logits(model, ids)
+    with rope_ext.patched(model, "dynamic", factor=4, mode="growing"):
+        logits(model, ids)
+    assert not changed(before, snapshot(model))
+    assert torch.equal(logits(model, ids), said)
+
+
+@pytest.mark.parametrize(
+    "family", ["gemma3_text", "gemma2", "deepseek_v4", "granite_swa", "llama4"]
+)
+@pytest.mark.parametrize("sliding_layers", ["auto", "scale"])
+def test_unpatch_restores_families_with_several_rotary_sets(family: str, sliding_layers) -> None:
+    model = tiny_model(family)
+    before = snapshot(model)
+    rope_ext.patch(model, "yarn", factor=4, sliding_layers=sliding_layers)
+    rope_ext.unpatch(model)
+    assert not changed(before, snapshot(model))
+
+
+def test_patched_restores_after_an_exception(model) -> None:
+    before = snapshot(model)
+    with pytest.raises(KeyError), rope_ext.patched(model, "pi", factor=2):
+        raise KeyError
+    assert not changed(before, snapshot(model))
+
+
+def test_patched_with_replace_brings_the_earlier_patch_back(model, ids) -> None:
+    rope_ext.patch(model, "yarn", factor=4)
+    said = logits(model, ids)
+    with rope_ext.patched(model, "pi", factor=2, replace=True):
+        assert rope_ext.describe(model).method == "pi"
+    assert rope_ext.describe(model).method == "yarn"
+    assert torch.equal(logits(model, ids), said)
+
+
+def test_a_refused_replacement_leaves_the_earlier_patch_in_force(model, ids) -> None:
+    rope_ext.patch(model, "yarn", factor=4)
+    said = logits(model, ids)
+    with pytest.raises(rope_ext.OptionError):
+        rope_ext.patch(model, "longrope", factor=4, long_factor=[1.0, 2.0], replace=True)
+    assert rope_ext.describe(model).method == "yarn"
+    assert torch.equal(logits(model, ids), said)
+
+
+# --- the states a model comes in ---------------------------------------------------------------
+
+
+def test_patch_before_and_after_get_peft_model_are_the_same(ids) -> None:
+    from peft import LoraConfig, get_peft_model
+
+    config = LoraConfig(target_modules=["q_proj"], r=4, init_lora_weights=False)
+
+    def adapted(model: torch.nn.Module) -> torch.nn.Module:
+        torch.manual_seed(3)
+        return get_peft_model(model, config).eval()
+
+    plain = logits(adapted(tiny_llama()), ids)
+    before = adapted(rope_ext.patch(tiny_llama(), "yarn", factor=4))
+    after = rope_ext.patch(adapted(tiny_llama()), "yarn", factor=4)
+    assert torch.equal(logits(before, ids), logits(after, ids))
+    assert not torch.allclose(logits(after, ids), plain, atol=1e-2)
+    assert after.config.max_position_embeddings == 4 * LENGTH
+    for model in (before, after):
+        assert torch.equal(logits(rope_ext.unpatch(model), ids), plain)
+
+
+def angles(model: torch.nn.Module, position: int) -> torch.Tensor:
+    """What the rotary module turns each pair by at ``position``, read in float64: cos and sin."""
+    x = torch.zeros(1, 1, 1, dtype=torch.float64)
+    return torch.stack(model.model.rotary_emb(x, torch.tensor([[position]])))[:, 0, 0]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_casting_the_model_does_not_touch_the_angles(dtype: torch.dtype, when: str) -> None:
+    right = angles(rope_ext.patch(tiny_llama(), "yarn", factor=4), 250)
+    model = tiny_llama()
+    if when == "before":
+        rope_ext.patch(model.to(dtype), "yarn", factor=4)
+    else:
+        rope_ext.patch(model, "yarn", factor=4).to(dtype)
+    # A float32 angle of 250 rad is good to 1.5e-5; bfloat16 frequencies are off by 0.5 rad.
+    torch.testing.assert_close(angles(model, 250), right, atol=3e-5, rtol=0)
+
+
+def test_unpatch_gives_a_cast_model_its_cast_buffers_back() -> None:
+    model = tiny_llama().to(torch.bfloat16)
+    before = snapshot(model)
+    rope_ext.unpatch(rope_ext.patch(model, "ntk", factor=4))
+    assert not changed(before, snapshot(model))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("name", ["yarn", "ntk", "pi", "llama3", "dynamic_ntk"])
+def test_angles_are_right_at_position_one_million(dtype: torch.dtype, name: str) -> None:
+    position, factor = 1_000_000, 16384
+    model = rope_ext.patch(tiny_llama(), name, factor=factor).to(dtype)
+    original = Rope.geometric(10000.0, 16, LENGTH)
+    method = build_method(name, factor=factor)
+    inv_freq, scaling = method.inv_freq(original), method.attention_scaling(original)
+    if name == "dynamic_ntk":
+        lengths = torch.tensor([position + 1.0], dtype=torch.float64)
+        inv_freq = method.inv_freq_at(original, lengths)[0]
+    angle = (position * inv_freq).repeat(2)
+    cos, sin = angles(model, position) / scaling
+    turned = torch.atan2(sin, cos)
+    away = torch.remainder(turned - angle + torch.pi, 2 * torch.pi) - torch.pi
+    assert away.abs().max() < 1e-5
+
+
+def test_a_meta_model_is_right_once_materialised(ids) -> None:
+    said = logits(rope_ext.patch(tiny_llama(), "yarn", factor=4), ids)
+    source = tiny_llama()
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(source.config).eval()
+    rope_ext.patch(model, "yarn", factor=4)
+    model.to_empty(device="cpu")
+    model.load_state_dict(source.state_dict())
+    assert torch.equal(logits(model, ids), said)
+    rope_ext.unpatch(model)
+
+
+def test_copies_and_pickles_carry_the_patch(model, ids) -> None:
+    rope_ext.patch(model, "dynamic_ntk", factor=4)
+    said = logits(model, ids)
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    for twin in (copy.deepcopy(model), torch.load(file, weights_only=False)):
+        rope_ext.patch(model, "pi", factor=2, replace=True)  # must not reach the copy
+        assert torch.equal(logits(twin, ids), said)
+        assert torch.equal(logits(rope_ext.unpatch(twin), ids), logits(tiny_llama(), ids))
+        assert vars(twin.model.rotary_emb).keys() == vars(tiny_llama().model.rotary_emb).keys()
+
+
+@pytest.mark.parametrize("offload", ["cpu_offload", "buffers", "device_map"])
+@pytest.mark.parametrize("name", ["yarn", "dynamic_ntk"])
+def test_accelerate_hooks_stay_in_place(ids, offload: str, name: str) -> None:
+    from accelerate import cpu_offload, dispatch_model
+
+    said = logits(rope_ext.patch(tiny_llama(), name, factor=4), ids)
+    model = tiny_llama()
+    if offload == "device_map":
+        model = dispatch_model(model, {"": "cpu"}, force_hooks=True)
+    else:
+        cpu_offload(model, execution_device="cpu", offload_buffers=offload == "buffers")
+    plain = logits(model, ids)
+    rope_ext.patch(model, name, factor=4)
+    assert torch.equal(logits(model, ids), said)
+    assert torch.equal(logits(rope_ext.unpatch(model), ids), plain)
+
+
+@pytest.mark.parametrize("name", ["yarn", "dynamic_ntk"])
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_torch_compile_before_or_after(ids, when: str, name: str) -> None:
+    torch.compiler.reset()
+    plain = logits(tiny_llama(), ids)
+    said = logits(rope_ext.patch(tiny_llama(), name, factor=4), ids)
+    model = tiny_llama()
+    if when == "before":
+        compiled = torch.compile(model, backend="eager")
+        torch.testing.assert_close(logits(compiled, ids), plain)
+        rope_ext.patch(compiled, name, factor=4)
+    else:
+        compiled = torch.compile(rope_ext.patch(model, name, factor=4), backend="eager")
+    torch.testing.assert_close(logits(compiled, ids), said)
+    rope_ext.unpatch(compiled)
+    torch.testing.assert_close(logits(compiled, ids), plain)
+
+
+@pytest.mark.parametrize("precise", [False, True])
+def test_static_methods_compile_without_a_graph_break(model, ids, precise: bool) -> None:
+    torch.compiler.reset()
+    rope_ext.patch(model, "yarn", factor=4, precise=precise)
+    compiled = torch.compile(model.model, backend="eager", fullgraph=True)
+    with torch.no_grad():
+        ours = compiled(ids, use_cache=False).last_hidden_state
+        torch.testing.assert_close(ours, model.model(ids, use_cache=False).last_hidden_state)
+
+
+def test_a_compiled_graph_made_without_hooks_does_not_serve_a_patch_with_them(model, ids) -> None:
+    torch.compiler.reset()
+    said = logits(rope_ext.patch(tiny_llama(), "dynamic_ntk", factor=4), ids)
+    compiled = torch.compile(model, backend="eager")
+    rope_ext.patch(compiled, "pi", factor=4)
+    logits(compiled, ids)
+    rope_ext.patch(compiled, "dynamic_ntk", factor=4, replace=True)
+    torch.testing.assert_close(logits(compiled, ids), said)
+
+
+def test_kept_sliding_layers_compile(ids) -> None:
+    torch.compiler.reset()
+    model = rope_ext.patch(tiny_model("gemma2"), "yarn", factor=4, sliding_layers="keep")
+    said = logits(model, ids)
+    compiled = torch.compile(model, backend="eager")
+    torch.testing.assert_close(logits(compiled, ids), said, atol=1e-4, rtol=1e-4)
+
+
+def test_a_generate_of_the_users_own_is_given_back(model) -> None:
+    model.generate = own = lambda *args, **kwargs: "own"
+    rope_ext.patch(model, "dynamic_ntk", factor=4)
+    assert rope_ext.unpatch(model).generate is own
+
+
+def test_two_patched_models_cannot_share_one_configuration(model, ids) -> None:
+    other = type(model)(model.config)
+    said = logits(other, ids)
+    rope_ext.patch(model, "ntk", factor=4)  # reads as a plain model with another base
+    with pytest.raises(rope_ext.UnsupportedModelError, match="its own copy"):
+        rope_ext.patch(other, "ntk", factor=4)
+    assert torch.equal(logits(other, ids), said)
+    rope_ext.unpatch(model)
+    rope_ext.patch(other, "ntk", factor=4)
+    assert other.config.max_position_embeddings == 4 * LENGTH
+
+
+# --- the configuration -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("family", "name"),
+    # Phi-3's configuration refuses the dynamic type.
+    [pair for pair in product(FAMILIES, SAVED) if pair != ("phi3", "dynamic_ntk")],
+)
+def test_plain_transformers_reloads_the_same_logits(tmp_path, ids, name: str, family: str) -> None:
+    model = tiny_model(family)
+    pairs = len(rope_ext.describe(model).sites[0].inv_freq_before)
+    given = options(name)
+    if name == "longrope":
+        given["long_factor"] = TABLE[:pairs]
+    if name == "abf":
+        given["base"] = 5e6
+    rope_ext.patch(model, name, **given)
+    model.save_pretrained(tmp_path)
+    again = AutoModelForCausalLM.from_pretrained(tmp_path).eval()
+    if name == "dynamic_ntk":  # transformers recomputes the base in float32 as it runs
+        torch.testing.assert_close(logits(again, ids), logits(model, ids), atol=1e-4, rtol=0)
+    else:
+        assert torch.equal(logits(again, ids), logits(model, ids))
+    # Plainly loaded, it grows; and a larger base alone does not show that it is scaled.
+    assert hasattr(again.config, "rope_ext") == (name in ("dynamic_ntk", "ntk", "abf"))
+
+
+def test_the_configuration_is_kept_true(model) -> None:
+    tokenizer = type("Tokenizer", (PreTrainedTokenizerFast,), {"__init__": lambda self: None})()
+    tokenizer.model_max_length = LENGTH
+    rope_ext.patch(model, "yarn", factor=4, tokenizer=tokenizer)
+    assert model.config.max_position_embeddings == 4 * LENGTH == tokenizer.model_max_length
+    assert model.config.rope_parameters == {
+        "rope_type": "yarn",
+        "rope_theta": 10000.0,
+        "factor": 4.0,
+        "original_max_position_embeddings": LENGTH,
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+        "attention_factor": pytest.approx(1.1386294),
+    }
+    rope_ext.unpatch(model)
+    assert model.config.max_position_embeddings == LENGTH == tokenizer.model_max_length
+
+
+def test_what_transformers_cannot_say_is_recorded_and_warned_about(model, caplog) -> None:
+    rope_ext.patch(model, "dynamic_yarn", factor=4)
+    assert model.config.rope_ext["method"]["name"] == "dynamic_yarn"
+    assert "reload it with rope_ext.from_pretrained" in caplog.text
+    assert "rope_ext.from_pretrained" in str(rope_ext.describe(model))
+
+
+def test_the_record_of_another_patch_is_not_saved_along(tmp_path, model) -> None:
+    rope_ext.patch(model, "yarn", factor=2, precise=True).save_pretrained(tmp_path)
+    again = AutoModelForCausalLM.from_pretrained(tmp_path)
+    record = dict(again.config.rope_ext)
+    rope_ext.patch(again, "yarn", factor=4, compose=True)
+    assert not hasattr(again.config, "rope_ext")
+    assert rope_ext.unpatch(again).config.rope_ext == record
+
+
+@pytest.mark.parametrize("mode", ["fixed", "growing"])
+def test_dynamic_scaling_counts_from_a_trained_length_given_by_hand(tmp_path, ids, mode) -> None:
+    short = ids[:, :60]  # within what the configuration says, beyond what is given
+    given = {"factor": 4, "original_max_position_embeddings": 32}
+    said = logits(rope_ext.patch(tiny_llama(), "dynamic_ntk", length=60, **given), short)
+    model = tiny_llama()
+    model.save_pretrained(tmp_path)  # which notes the dtype in the configuration
+    before = snapshot(model)
+    rope_ext.patch(model, "dynamic_ntk", mode=mode, **given)
+    torch.testing.assert_close(logits(model, short), said, atol=1e-4, rtol=0)
+    model.save_pretrained(tmp_path)
+    again = AutoModelForCausalLM.from_pretrained(tmp_path).eval()
+    torch.testing.assert_close(logits(again, short), said, atol=1e-4, rtol=0)
+    assert not changed(before, snapshot(rope_ext.unpatch(model)))
+
+
+def test_a_trained_length_given_by_hand_counts(model) -> None:
+    rope_ext.patch(model, "yarn", factor=4, original_max_position_embeddings=32)
+    assert rope_ext.describe(model).target_length == 128 == model.config.max_position_embeddings
+
+
+# --- layers with a limited window --------------------------------------------------------------
+
+
+def test_sliding_layers_with_frequencies_of_their_own_stay_untouched() -> None:
+    model = tiny_model("gemma3_text")
+    rotary = model.model.rotary_emb
+    before = rotary.sliding_attention_inv_freq.clone()
+    rope_ext.patch(model, "yarn", factor=4)
+    assert torch.equal(rotary.sliding_attention_inv_freq, before)
+    assert rotary.sliding_attention_attention_scaling == 1.0
+    assert rotary.full_attention_attention_scaling > 1
+    assert model.config.rope_parameters["sliding_attention"]["rope_type"] == "default"
+
+
+def test_keep_gives_sliding_layers_of_a_shared_module_the_unpatched_embedding(ids) -> None:
+    def attention_inputs(**kwargs: Any) -> list[torch.Tensor]:
+        model = tiny_model("gemma2")
+        if kwargs:
+            rope_ext.patch(model, "yarn", factor=4, **kwargs)
+        seen = []
+        for layer in model.model.layers:
+            layer.self_attn.register_forward_pre_hook(
+                lambda m, a, k: seen.append(k["position_embeddings"][0]), with_kwargs=True
+            )
+        logits(model, ids)
+        kinds = model.config.layer_types
+        return [seen[kinds.index("sliding_attention")], seen[kinds.index("full_attention")]]
+
+    (plain, _), (kept, full), (scaled, _) = (
+        attention_inputs(),
+        attention_inputs(sliding_layers="keep"),
+        attention_inputs(sliding_layers="auto"),
+    )
+    assert torch.equal(kept, plain)
+    torch.testing.assert_close(scaled, full)  # transformers' float32 against ours
+    assert not torch.allclose(full, plain, atol=1e-2)
+
+
+def test_a_model_with_windows_only_is_refused_with_the_cure(ids) -> None:
+    with pytest.raises(rope_ext.UnsupportedModelError, match="sliding_window = None"):
+        rope_ext.patch(tiny_model("mistral"), "yarn", factor=4)
+    rope_ext.patch(tiny_model("mistral"), "yarn", factor=4, sliding_layers="scale")
+    rope_ext.patch(tiny_model("mistral", sliding_window=None), "yarn", factor=4)
+
+
+# --- errors ------------------------------------------------------------------------------------
+
+
+def test_gpt2_has_no_rope() -> None:
+    model = GPT2LMHeadModel(GPT2Config(vocab_size=64, n_embd=16, n_layer=1, n_head=2))
+    with pytest.raises(rope_ext.NoRopeError, match="no rotary position embedding"):
+        rope_ext.patch(model, "yarn", factor=4)
+
+
+def test_something_that_is_no_model_is_said_so() -> None:
+    with pytest.raises(rope_ext.NoRopeError, match="not a transformers model"):
+        rope_ext.patch("meta-llama/Llama-3.1-8B", "yarn", factor=4)
+
+
+@pytest.mark.parametrize("factor", [1, 0.5, "4", None, float("nan"), True])
+def test_a_factor_that_extends_nothing_is_refused(model, factor: object) -> None:
+    before = snapshot(model)
+    with pytest.raises(rope_ext.OptionError, match="factor"):
+        rope_ext.patch(model, "yarn", factor=factor)
+    assert not changed(before, snapshot(model))
+
+
+def test_unknown_names_get_the_nearest_ones(model) -> None:
+    with pytest.raises(rope_ext.UnknownMethodError, match="yarn"):
+        rope_ext.patch(model, "yarm", factor=4)
+    with pytest.raises(rope_ext.OptionError, match="beta_fast"):
+        rope_ext.patch(model, "yarn", factor=4, beta_fats=16)
+    with pytest.raises(rope_ext.OptionError, match="'keep'"):
+        rope_ext.patch(model, "yarn", factor=4, sliding_layers="skip")
+    with pytest.raises(rope_ext.OptionError, match="YaRN\\(beta_fast=16\\)"):
+        rope_ext.patch(model, rope_ext.YaRN(factor=4), beta_fast=16)
+
+
+def test_a_second_patch_needs_replace(model) -> None:
+    rope_ext.patch(model, "yarn", factor=4)
+    with pytest.raises(rope_ext.AlreadyPatchedError, match="replace=True"):
+        rope_ext.patch(model, "pi", factor=2)
+    rope_ext.patch(model, "pi", factor=2, replace=True)
+    assert rope_ext.describe(model).method == "pi"
+
+
+def test_unpatch_of_an_unpatched_model_says_so(model) -> None:
+    with pytest.raises(rope_ext.NotPatchedError):
+        rope_ext.unpatch(model)
+
+
+def test_a_patch_that_changes_nothing_is_refused(model) -> None:
+    with pytest.raises(rope_ext.OptionError, match="extends nothing"):
+        rope_ext.patch(model, "longrope", factor=4, long_factor=[1.0] * 8, attention_factor=1.0)
+
+
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 500000.0,
+    "factor": 2.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
+
+
+def test_a_scaled_checkpoint_needs_compose_and_then_goes_on_from_there(tmp_path, ids) -> None:
+    model = tiny_llama(rope_parameters=dict(LLAMA3))
+    model.save_pretrained(tmp_path)  # which notes the dtype in the configuration
+    before = snapshot(model)
+    loaded = model.model.rotary_emb.inv_freq.clone()
+    with pytest.raises(rope_ext.AlreadyScaledError, match=r"'llama3' with factor 2.*compose=True"):
+        rope_ext.patch(model, "pi", factor=4)
+    rope_ext.patch(model, "pi", factor=4, compose=True)
+    torch.testing.assert_close(model.model.rotary_emb.inv_freq, loaded / 4)
+    model.save_pretrained(tmp_path)
+    again = AutoModelForCausalLM.from_pretrained(tmp_path).eval()
+    assert torch.equal(logits(again, ids), logits(model, ids))
+    assert not changed(before, snapshot(rope_ext.unpatch(model)))
+
+
+def test_compose_keeps_the_softmax_scale_that_latent_attention_reads_from_the_config(
+    tmp_path, ids
+) -> None:
+    yarn = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0}
+    yarn |= {"original_max_position_embeddings": 16, "mscale": 1.0, "mscale_all_dim": 1.0}
+    model = tiny_model("deepseek_v3", rope_parameters=yarn)
+    rope_ext.patch(model, "pi", factor=2, compose=True)
+    model.save_pretrained(tmp_path)
+    again = AutoModelForCausalLM.from_pretrained(tmp_path).eval()
+    torch.testing.assert_close(logits(again, ids), logits(model, ids))
+
+
+def test_a_checkpoint_that_scales_itself_with_the_sequence_cannot_be_composed() -> None:
+    model = tiny_llama(rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0})
+    with pytest.raises(rope_ext.AlreadyScaledError, match="load it with rope_type 'default'"):
+        rope_ext.patch(model, "pi", factor=4, compose=True)
+
+
+def test_a_family_that_ignores_its_buffer_is_refused_by_name() -> None:
+    with pytest.raises(rope_ext.UnsupportedModelError, match="PhimoeRotaryEmbedding"):
+        rope_ext.patch(tiny_model("phimoe"), "yarn", factor=4)
+
+
+def test_a_rotary_module_that_turns_the_other_way_is_refused(model) -> None:
+    class LlamaRotaryEmbedding(type(model.model.rotary_emb)):
+        def forward(self, x, position_ids):
+            cos, sin = super().forward(x, position_ids)
+            return cos, -sin
+
+    model.model.rotary_emb = LlamaRotaryEmbedding(model.config)
+    with pytest.raises(rope_ext.UnsupportedModelError, match="does not return the cosine"):
+        rope_ext.patch(model, "yarn", factor=4)
+
+
+# --- describe and methods ----------------------------------------------------------------------
+
+
+def test_describe_shows_each_rotary_set_before_and_after() -> None:
+    model = tiny_model("gemma3_text")
+    assert "not patched" in str(rope_ext.describe(model))
+    rope_ext.patch(model, "pi", factor=4)
+    description = rope_ext.describe(model)
+    full, sliding = description.sites
+    assert (full.status, sliding.status) == ("extended", "unchanged")
+    assert full.inv_freq_after[3] == pytest.approx(full.inv_freq_before[3] / 4)
+    assert "64 -> 256 tokens by pi(factor=4)" in str(description)
+    assert "sliding_attention see a limited window" in str(description)
+    assert description.to_dict()["target_length"] == 256
+
+
+def test_methods_lists_every_method_with_its_defaults() -> None:
+    found = {method.name: method for method in rope_ext.methods()}
+    assert next(iter(found)) == "yarn"
+    assert set(found) == set(METHODS)
+    assert found["yarn"].options["beta_fast"] == 32
+    assert found["yarn"].options["factor"] is ...
+
+
+# --- where tensors are made -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_another_default_device_changes_nothing(ids, name: str) -> None:
+    right = logits(rope_ext.patch(tiny_llama(), name, **options(name)), ids)
+    model = tiny_llama()
+    before = snapshot(model)
+    with torch.device("meta"):
+        rope_ext.patch(model, name, **options(name))
+        assert rope_ext.describe(model).method == name
+    assert torch.equal(logits(model, ids), right)
+    rotary = model.model.rotary_emb
+    x, positions = torch.zeros(1, 100, 1), torch.arange(100)[None]
+    turned = rotary(x, positions)
+    with torch.device("meta"):
+        assert all(map(torch.equal, rotary(x, positions), turned))
+        rope_ext.unpatch(model)
+    assert not changed(before, snapshot(model))
+
+
+@pytest.mark.parametrize("name", ["yarn", "dynamic_ntk"])
+def test_a_fresh_rotary_module_of_a_patched_class_is_a_plain_one(model, ids, name: str) -> None:
+    plain = tiny_llama().model.rotary_emb
+    rope_ext.patch(model, name, factor=4)
+    fresh = type(model.model.rotary_emb)(config=tiny_llama().config).to("cpu")
+    assert torch.equal(fresh.half().float().inv_freq, plain.half().float().inv_freq)
+
+
+@pytest.mark.parametrize(
+    ("name", "more"),
+    [("ntk", {}), ("abf", {}), ("dynamic_ntk", {}), ("dynamic_ntk", {"mode": "growing"})],
+)
+def test_another_base_is_refused_where_one_pair_rotates(name: str, more: dict) -> None:
+    """The only frequency is 1 whatever the base: nothing would be extended."""
+    model = tiny_llama(head_dim=2)
+    before = snapshot(model)
+    with pytest.raises(rope_ext.UnsupportedModelError, match=r"does not depend on the base.*'pi'"):
+        rope_ext.patch(model, name, **options(name), **more)
+    assert not changed(before, snapshot(model))
+    rope_ext.patch(model, "pi", factor=4)

@@ -1,0 +1,200 @@
+"""Cached decoding equals recomputation, row by row, also where frequencies follow the length."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from transformers import (
+    DynamicCache,
+    GenerationConfig,
+    StaticCache,
+)
+
+import rope_ext
+from tests.helpers.models import LENGTH, several_axes, tiny_llama
+from tests.helpers.sequences import EXACT, decoded, recomputed
+
+ROWS = ["dynamic_ntk", "dynamic_yarn"]
+
+
+@pytest.mark.parametrize("name", ["pi", "ntk", "yarn", "llama3", *ROWS])
+@pytest.mark.parametrize("steps", [[150] + [1] * 10, [100, 50] + [1] * 10, [160]])
+def test_cached_decoding_equals_recomputation(model, ids, name: str, steps: list[int]) -> None:
+    fixed = {"length": steps[0]} if name in ROWS else {}
+    rope_ext.patch(model, name, factor=4)
+    cached = decoded(model, ids, steps)
+    rope_ext.patch(model, name, factor=4, replace=True, **fixed)
+    torch.testing.assert_close(cached, recomputed(model, ids), **EXACT)
+
+
+def test_static_cache_equals_recomputation(model, ids) -> None:
+    rope_ext.patch(model, "dynamic_ntk", factor=4)
+    cache = StaticCache(config=model.config, max_cache_len=160)
+    cached = decoded(model, ids, [150] + [1] * 10, cache)
+    rope_ext.patch(model, "dynamic_ntk", factor=4, length=150, replace=True)
+    torch.testing.assert_close(cached, recomputed(model, ids), **EXACT)
+
+
+def test_transformers_own_dynamic_scaling_is_not_consistent_and_growing_reproduces_it(ids) -> None:
+    """The fault that the fixed mode mends is there, or this file tests nothing."""
+    parameters = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 4.0}
+    native = tiny_llama(rope_parameters=parameters)
+    steps = [60] + [1] * 100
+    theirs = decoded(native, ids, steps)
+    assert (theirs - recomputed(tiny_llama(rope_parameters=parameters), ids)).abs().max() > 0.1
+    growing = rope_ext.patch(tiny_llama(), "dynamic_ntk", factor=4, mode="growing")
+    assert torch.equal(decoded(growing, ids, steps), theirs)
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_short_sequences_are_exactly_as_unpatched(ids, name: str) -> None:
+    short = ids[:, :LENGTH]
+    plain = recomputed(tiny_llama(), short)
+    assert torch.equal(recomputed(rope_ext.patch(tiny_llama(), name, factor=4), short), plain)
+
+
+@pytest.mark.parametrize("name", ROWS)
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_a_row_of_a_padded_batch_gives_what_it_gives_alone(model, ids, name, side: str) -> None:
+    rope_ext.patch(model, name, factor=4)
+    lengths = [160, 70]
+    rows = [ids[row, :n] for row, n in enumerate(lengths)]
+    batch = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_side=side)
+    mask = torch.nn.utils.rnn.pad_sequence(
+        [torch.ones_like(row) for row in rows], batch_first=True, padding_side=side
+    )
+    # Right padding needs no position_ids; those of the padding must not count then.
+    given = {"position_ids": (mask.cumsum(-1) - 1).clamp(min=0)} if side == "left" else {}
+    with torch.no_grad():
+        together = model(batch, attention_mask=mask, **given).logits
+    for row, real in enumerate(rows):
+        alone = recomputed(model, real[None])[0]
+        torch.testing.assert_close(together[row][mask[row].bool()], alone, **EXACT)
+
+
+@pytest.mark.parametrize("name", ["yarn", *ROWS])
+@pytest.mark.parametrize("how", [{}, {"num_beams": 3}, {"prompt_lookup_num_tokens": 3}])
+def test_generate_equals_stepwise_recomputation(ids, name: str, how: dict) -> None:
+    """Every cached way to generate writes what generation without a cache writes."""
+    prompt = ids[:1, :50]
+    new = 40  # crosses the trained length
+    settings = {"max_new_tokens": new, "min_new_tokens": new, "do_sample": False, **how}
+    model = rope_ext.patch(tiny_llama(), name, factor=4)
+    cached = model.generate(prompt, **settings)
+    settings.pop("prompt_lookup_num_tokens", None)  # which needs a cache, and changes nothing
+    if name in ROWS:
+        rope_ext.patch(model, name, factor=4, length=50 + new, replace=True)
+    assert torch.equal(model.generate(prompt, use_cache=False, **settings), cached)
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_generate_serves_rows_of_different_lengths_as_if_alone(ids, name: str) -> None:
+    model = rope_ext.patch(tiny_llama(), name, factor=4)
+    settings = {"max_new_tokens": 30, "min_new_tokens": 30, "do_sample": False}
+    rows = [ids[0, :100], ids[1, :20]]
+    batch = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_side="left")
+    mask = (batch != 0).long()
+    together = model.generate(batch, attention_mask=mask, **settings)[:, 100:]
+    for row, prompt in enumerate(rows):
+        alone = model.generate(prompt[None], **settings)[0, len(prompt) :]
+        assert torch.equal(together[row], alone)
+
+
+NEW = {"max_new_tokens": 40, "min_new_tokens": 40}
+
+
+@pytest.mark.parametrize(
+    "how", ["object", "position", "model", "length", "embeddings", "drafts", "early exit"]
+)
+def test_generate_counts_on_the_new_tokens_however_they_are_asked_for(ids, how: str) -> None:
+    prompt = ids[:1, :50]
+    fixed = rope_ext.patch(tiny_llama(), "dynamic_ntk", factor=4, length=90)
+    right = fixed.generate(prompt, do_sample=False, use_cache=False, **NEW)
+    model = rope_ext.patch(tiny_llama(), "dynamic_ntk", factor=4)
+    config = GenerationConfig(do_sample=False, **NEW)
+    if how == "object":
+        said = model.generate(prompt, generation_config=config)
+    elif how == "position":
+        said = model.generate(prompt, config)
+    elif how == "model":
+        model.generation_config.update(**NEW)
+        said = model.generate(prompt, generation_config=GenerationConfig(do_sample=False))
+    elif how == "length":
+        said = model.generate(prompt, do_sample=False, max_length=90, min_length=90)
+    elif how == "embeddings":
+        embeds = model.get_input_embeddings()(prompt)
+        said = model.generate(inputs_embeds=embeds, do_sample=False, **NEW)
+        right = right[:, 50:]
+    elif how == "drafts":
+        said = model.generate(prompt, assistant_model=model, do_sample=False, **NEW)
+    else:
+        said = model.generate(prompt, assistant_early_exit=1, do_sample=False, **NEW)
+    assert torch.equal(said, right)
+
+
+def test_padding_without_a_mask_does_not_count(model, ids) -> None:
+    rope_ext.patch(model, "dynamic_ntk", factor=4)
+    rows = [ids[0, :100], ids[1, :20]]
+    batch = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_side="left")
+    together = model.generate(batch, do_sample=False, **NEW)[1, 100:]
+    assert torch.equal(together, model.generate(rows[1][None], do_sample=False, **NEW)[0, 20:])
+
+
+def test_a_chat_that_outgrows_its_frequencies_is_warned_about(model, ids, caplog) -> None:
+    rope_ext.patch(model, "dynamic_ntk", factor=4)
+    caplog.clear()
+    cache = DynamicCache(config=model.config)
+    said = model.generate(ids[:1, :50], past_key_values=cache, do_sample=False, **NEW)
+    assert "keeps the frequencies" not in caplog.text
+    longer = torch.cat([said, ids[:1, :20]], 1)
+    model.generate(longer, past_key_values=cache, do_sample=False, **NEW)
+    assert caplog.text.count("keeps the frequencies it started with, which are made for 90") == 1
+
+
+def test_rows_of_several_position_axes_count_the_longest_axis(ids) -> None:
+    model = several_axes()
+    time = torch.arange(160)
+    axes = torch.stack((time, time // 3, time // 5))[:, None].expand(3, 2, 160)
+    results = []
+    for length in (None, 160):
+        with rope_ext.patched(model, "dynamic_ntk", factor=4, length=length), torch.no_grad():
+            results.append(model(ids, position_ids=axes).last_hidden_state)
+    torch.testing.assert_close(*results, **EXACT)
+
+
+def test_what_cannot_follow_a_sequence_is_refused_with_the_cure(model, ids) -> None:
+    rope_ext.patch(model, "dynamic_ntk", factor=4)
+    with pytest.raises(rope_ext.UnsupportedModelError, match="length=TOKENS"):
+        torch.export.export(model, (ids,), {"use_cache": False}, strict=False)
+    with pytest.raises(rope_ext.CacheError, match="continuous batching"):
+        model(ids, cache=object())
+
+
+def test_a_cache_begun_before_the_patch_is_refused(model, ids) -> None:
+    cache = DynamicCache(config=model.config)
+    decoded(model, ids[:, :80], [80], cache)
+    rope_ext.patch(model, "dynamic_ntk", factor=4)
+    with pytest.raises(rope_ext.CacheError, match="empty cache"):
+        decoded(model, ids[:, 80:], [80], cache)
+
+
+def test_a_cache_continued_with_other_rows_is_refused(model, ids) -> None:
+    rope_ext.patch(model, "dynamic_ntk", factor=4)
+    cache = DynamicCache(config=model.config)
+    decoded(model, ids[:, :80], [80], cache)
+    cache.batch_repeat_interleave(2)
+    with pytest.raises(rope_ext.CacheError, match="2 rows"):
+        decoded(model, ids[:, 80:].repeat(2, 1), [80], cache)
+
+
+@pytest.mark.parametrize("name", ["yarn", "dynamic_ntk"])
+def test_gradients_flow_with_checkpointing(name: str, ids) -> None:
+    grads = []
+    for checkpointing in (False, True):
+        model = rope_ext.patch(tiny_llama(), name, factor=4).train()
+        if checkpointing:
+            model.gradient_checkpointing_enable()
+        model(ids, labels=ids).loss.backward()
+        grads.append(model.model.layers[0].self_attn.q_proj.weight.grad)
+    torch.testing.assert_close(grads[0], grads[1])
+    assert grads[0].abs().max() > 0

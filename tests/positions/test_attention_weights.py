@@ -1,0 +1,107 @@
+"""Attention weights that a patched model returns are those of the papers' distances."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import rope_ext
+from tests.families.checks import changed, snapshot
+from tests.families.zoo import tiny_model
+from tests.helpers.models import tiny_llama
+from tests.helpers.positions import (
+    CACHES,
+    EXACT,
+    FAMILIES,
+    KINDS,
+    METHODS,
+    NEW,
+    by_formula,
+    logits,
+    padded,
+    patch,
+)
+
+
+@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_attention_weights_are_those_of_the_papers_distances(kind: str, name: str, ids) -> None:
+    family = FAMILIES[kind]
+    model = family.model()
+    with by_formula(model, family, name, torch.arange(90)[None], **METHODS[name]):
+        right = model(ids, output_attentions=True).attentions
+    patch(model, name, **family.options)
+    plain = logits(model, ids)
+    with torch.no_grad():
+        output = model(ids, output_attentions=True)
+    assert torch.equal(output.logits, plain)
+    assert len(output.attentions) == len(right) == len(model.model.layers)
+    for weights, expected in zip(output.attentions, right, strict=True):
+        torch.testing.assert_close(weights.double(), expected, atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize(
+    ("kind", "implementation"),
+    [("llama", "sdpa"), ("llama", "eager"), ("smollm3", "sdpa"), ("gemma2", "eager")],
+)
+def test_attention_weights_of_padded_rows_and_of_caches(kind, implementation, ids) -> None:
+    family = FAMILIES[kind]
+    model = family.model()
+    model.set_attn_implementation(implementation)
+    patch(model, **family.options)
+    batch, mask, positions = padded([ids[0], ids[1, :61]], "left")
+    given = {"attention_mask": mask, "position_ids": positions}
+    with torch.no_grad():
+        alone = model(ids[1:, :61], output_attentions=True).attentions
+        together = model(batch, **given, output_attentions=True).attentions
+        assert len(alone) == len(model.model.layers)
+        for make in CACHES.values():
+            cache = make(model.config)
+            model(ids[1:, :60], past_key_values=cache)
+            last = model(ids[1:, 60:61], past_key_values=cache, output_attentions=True).attentions
+            for one, other, right in zip(together, last, alone, strict=True):
+                torch.testing.assert_close(one[1, :, 29:, 29:], right[0], **EXACT)
+                keys = min(other.shape[-1], 61)  # a cache may hold the window only, or empty slots
+                begin = 61 - keys if other.shape[-1] < 61 else 0
+                torch.testing.assert_close(other[0, :, 0, :keys], right[0, :, 60, begin:], **EXACT)
+
+
+def test_generate_returns_attention_weights(model, ids) -> None:
+    patch(model)
+    output = model.generate(
+        ids[:1, :60], **NEW, output_attentions=True, return_dict_in_generate=True
+    )
+    right = model(output.sequences[:, :-1], output_attentions=True).attentions
+    assert [len(layers) for layers in output.attentions] == [2] * 24
+    for step, layers in enumerate(output.attentions):
+        for weights, expected in zip(layers, right, strict=True):
+            keys = 60 + step
+            torch.testing.assert_close(weights[0, :, -1], expected[0, :, keys - 1, :keys], **EXACT)
+
+
+def test_gradients_flow_through_attention_weights_and_survive_checkpointing(ids) -> None:
+    found = []
+    for checkpointing in (False, True):
+        model = patch(tiny_model("smollm3")).train()  # of two layers the map changes one
+        if checkpointing:
+            model.gradient_checkpointing_enable({"use_reentrant": False})
+        output = model(ids, output_attentions=True, use_cache=False)
+        sum(weights.square().sum() for weights in output.attentions).backward()
+        found.append([p.grad for n, p in model.named_parameters() if "q_proj" in n])
+    for one, other in zip(*found, strict=True):
+        assert one.abs().max() > 0
+        torch.testing.assert_close(one, other)
+
+
+def test_a_configuration_that_could_not_be_saved_is_refused_before_the_work(ids, tmp_path) -> None:
+    model = tiny_llama()
+    model.set_attn_implementation("eager")
+    model.config.output_attentions = True
+    before = snapshot(model)
+    with pytest.raises(rope_ext.OptionError, match=r"set it to False and pass output_attentions"):
+        patch(model)
+    assert changed(before, snapshot(model)) == set()
+    model.config.output_attentions = False
+    patch(model)
+    assert len(model(ids, output_attentions=True).attentions) == 2
+    model.save_pretrained(tmp_path)

@@ -1,0 +1,97 @@
+"""Cached decoding equals recomputation, under every cache and however it is continued."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from transformers import DynamicCache
+
+from tests.families.zoo import tiny_model
+from tests.helpers.models import tiny_llama
+from tests.helpers.positions import (
+    CACHES,
+    EXACT,
+    FAMILIES,
+    GEOMETRIES,
+    KINDS,
+    METHODS,
+    TOLD,
+    WIDE,
+    decoded,
+    logits,
+    patch,
+)
+
+
+@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize("cache", CACHES)
+@pytest.mark.parametrize("steps", [[84, *[1] * 6], [40, 30, 13, *[1] * 7], [*[1] * 20, 70]])
+def test_cached_decoding_equals_recomputation(name: str, cache: str, steps, ids) -> None:
+    model = patch(tiny_llama(), name)
+    cached = decoded(model, ids, steps, CACHES[cache](model.config))
+    torch.testing.assert_close(cached, logits(model, ids), **EXACT)
+
+
+@pytest.mark.parametrize("name", GEOMETRIES)
+@pytest.mark.parametrize("cache", CACHES)
+@pytest.mark.parametrize("kind", [kind for kind in FAMILIES if kind != "llama"])
+def test_cached_decoding_of_every_family(kind: str, name: str, cache: str, ids) -> None:
+    family = FAMILIES[kind]
+    model = patch(family.model(), name, **family.options)
+    cached = decoded(model, ids, [10, 40, 35, *[1] * 5], CACHES[cache](model.config))
+    torch.testing.assert_close(cached, logits(model, ids), **EXACT)
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_the_models_own_cache_can_be_continued(name: str, ids) -> None:
+    model = patch(tiny_llama(), name)
+    right = logits(model, ids)[:, 50:]
+    with torch.no_grad():
+        first = model(ids[:, :50], use_cache=True)
+        as_tuple = model(ids[:, :50], use_cache=True, return_dict=False)
+    for cache in (first.past_key_values, as_tuple[1]):
+        torch.testing.assert_close(
+            logits(model, ids[:, 50:], past_key_values=cache), right, **EXACT
+        )
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_prefix_is_prefilled_once_and_continued_often(kind: str, ids) -> None:
+    family = FAMILIES[kind]
+    model = patch(family.model(), **family.options)
+    prefix = DynamicCache(config=model.config)
+    logits(model, ids[:1, :50], past_key_values=prefix)
+    for row in (0, 1):
+        rest = ids[row : row + 1, 50:]
+        cached = logits(model, rest, past_key_values=copy.deepcopy(prefix))
+        right = logits(model, torch.cat((ids[:1, :50], rest), 1))[:, 50:]
+        torch.testing.assert_close(cached, right, **EXACT)
+    prefix.batch_repeat_interleave(2)
+    cached = logits(model, ids[:, 50:], past_key_values=prefix)
+    right = logits(model, torch.cat((ids[:1, :50].expand(2, -1), ids[:, 50:]), 1))[:, 50:]
+    torch.testing.assert_close(cached, right, **EXACT)
+
+
+def test_a_cropped_cache_goes_on_with_other_tokens(ids) -> None:
+    model = patch(tiny_llama())
+    cache = DynamicCache(config=model.config)
+    logits(model, ids[:1], past_key_values=cache)
+    cache.crop(-30)
+    other = torch.cat((ids[:1, :60], ids[1:, 60:]), 1)
+    cached = logits(model, other[:, 60:], past_key_values=cache)
+    torch.testing.assert_close(cached, logits(model, other)[:, 60:], **EXACT)
+
+
+@pytest.mark.parametrize("window", [39, 40, 41, 300])  # of a prompt of 40 tokens in 100 slots
+@pytest.mark.parametrize("kind", ["gemma2", "gpt_oss"])
+def test_layers_that_stay_read_a_static_cache_from_its_beginning(kind: str, window, ids) -> None:
+    """Capped or with sinks, they attend in our code, where others do in torch's."""
+    model = tiny_model(FAMILIES[kind].model_type, sliding_window=window)
+    model.set_attn_implementation("eager")
+    plain = logits(model, ids[:, :48], use_cache=False)
+    patch(model, "rerope", **WIDE["rerope"], **TOLD)
+    for steps in ([40, *[1] * 8], [40, 3, 5]):
+        cached = decoded(model, ids[:, :48], steps, CACHES["static"](model.config))
+        torch.testing.assert_close(cached, plain, **EXACT)

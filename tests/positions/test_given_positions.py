@@ -1,0 +1,139 @@
+"""Positions that are not 0, 1, 2, ..., and masks of one's own."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from transformers import DynamicCache
+
+import rope_ext
+from tests.families.zoo import tiny_model
+from tests.helpers.models import several_axes, tiny_llama
+from tests.helpers.positions import (
+    EXACT,
+    FAMILIES,
+    METHODS,
+    PACKED,
+    TOLD,
+    WIDE,
+    by_formula,
+    logits,
+    patch,
+)
+
+
+@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize("kind", PACKED)
+def test_packed_documents_are_kept_apart(kind: str, name: str, ids) -> None:
+    family = FAMILIES[kind]
+    model = patch(family.model(), name, **family.options)
+    lengths = [[30, 47, 13], [90]]
+    positions = torch.stack([torch.cat([torch.arange(n) for n in row]) for row in lengths])
+    together = logits(model, ids, position_ids=positions, use_cache=False)
+    for row, parts in enumerate(lengths):
+        alone = [logits(model, part[None])[0] for part in ids[row].split(parts)]
+        torch.testing.assert_close(together[row], torch.cat(alone), **EXACT)
+    one = logits(model, ids, position_ids=positions[:1], use_cache=False)  # the same in every row
+    torch.testing.assert_close(one[0], together[0], **EXACT)
+
+
+@pytest.mark.parametrize("kind", ["llama", "smollm3"])
+def test_packed_documents_beside_a_cache_are_as_unpatched_or_refused(kind: str, ids) -> None:
+    """Documents are told apart only where there is no cache, and the model makes one itself."""
+    model = FAMILIES[kind].model()
+    positions = torch.cat((torch.arange(40), torch.arange(50)))[None]
+    plain = logits(model, ids, position_ids=positions)
+    patch(model, "rerope", **WIDE["rerope"], **TOLD)
+    try:
+        said = logits(model, ids, position_ids=positions)
+    except rope_ext.UnsupportedModelError as error:
+        assert "use_cache=False" in str(error)
+        return
+    torch.testing.assert_close(said, plain, **EXACT)
+
+
+def test_packed_documents_under_a_mask_are_refused_with_the_cure(ids) -> None:
+    model = patch(tiny_llama())
+    positions = torch.cat((torch.arange(40), torch.arange(50)))[None]
+    with pytest.raises(rope_ext.UnsupportedModelError, match="no attention mask"):
+        logits(model, ids, position_ids=positions, attention_mask=torch.ones_like(ids))
+
+
+@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize("kind", ["llama", "glm4"])
+def test_positions_that_jump_are_the_papers_distances(kind: str, name: str, ids) -> None:
+    """PoSE: two chunks, the second far away, under a mask that keeps them in one sequence."""
+    family = FAMILIES[kind]
+    model = family.model()
+    positions = torch.stack(
+        (
+            torch.cat((torch.arange(40), torch.arange(120, 170))),
+            torch.cat((torch.arange(61), torch.arange(64, 93))),
+        )
+    )
+    given = {"position_ids": positions, "attention_mask": torch.ones_like(ids)}
+    with by_formula(model, family, name, positions, log_n=None, **METHODS[name]):
+        right = logits(model, ids, **given)
+    patch(model, name, **({"log_n": False} if "rerope" in name else {}))
+    torch.testing.assert_close(logits(model, ids, **given), right, **EXACT)
+    cache = DynamicCache(config=model.config)  # and the same in two chunks
+    parts = [
+        logits(model, ids[:, at], position_ids=positions[:, at], past_key_values=cache)
+        for at in (slice(0, 50), slice(50, 90))
+    ]
+    torch.testing.assert_close(torch.cat(parts, 1), right, **EXACT)
+
+
+def test_masks_of_ones_own_are_followed(ids) -> None:
+    model = patch(tiny_llama())
+    right = logits(model, ids)
+    causal = torch.ones(90, 90, dtype=torch.bool).tril()[None, None].expand(2, -1, -1, -1)
+    added = torch.zeros(causal.shape).masked_fill(~causal, torch.finfo(torch.float32).min)
+    for mask in (causal, added):
+        torch.testing.assert_close(logits(model, ids, attention_mask=mask), right, **EXACT)
+    apart = causal.clone()
+    apart[:, :, 40:, :40] = False
+    said = logits(model, ids, attention_mask=apart)[:, 40:]
+    # Self-Extend counts its groups from the first token of the sequence, which is still token 0.
+    family, tokens = FAMILIES["llama"], torch.arange(90)[None]
+    model = tiny_llama()
+    with by_formula(model, family, "self_extend", tokens, **METHODS["self_extend"]):
+        right = logits(model, ids, attention_mask=apart)[:, 40:]
+    torch.testing.assert_close(said, right, **EXACT)
+
+
+def test_masks_of_ones_own_are_followed_by_layers_that_stay(ids) -> None:
+    model = tiny_model("gemma2", sliding_window=300)
+    model.set_attn_implementation("eager")
+    hidden = torch.ones(90, 90, dtype=torch.bool).triu(1)
+    hidden[40:, :40] = True
+    mask = torch.zeros(2, 1, 90, 90).masked_fill(hidden, torch.finfo(torch.float32).min)
+    plain = logits(model, ids, attention_mask=mask)
+    patch(model, "rerope", **WIDE["rerope"], **TOLD)
+    for given in (mask, mask == 0):
+        torch.testing.assert_close(logits(model, ids, attention_mask=given), plain, **EXACT)
+
+
+def test_a_bias_in_the_mask_is_added_or_refused(model, ids) -> None:
+    hidden = torch.ones(90, 90, dtype=torch.bool).triu(1)
+    bias = -0.02 * (torch.arange(90)[:, None] - torch.arange(90)).float()  # as ALiBi has it
+    mask = bias.masked_fill(hidden, torch.finfo(torch.float32).min)[None, None]
+    mask = mask.expand(2, -1, -1, -1)
+    plain = logits(model, ids, attention_mask=mask)
+    patch(model, "rerope", **WIDE["rerope"], **TOLD)
+    try:
+        said = logits(model, ids, attention_mask=mask)
+    except rope_ext.RopeExtError as error:
+        assert "mask" in str(error)
+        return
+    torch.testing.assert_close(said, plain, **EXACT)
+
+
+def test_several_axes_of_positions_work_where_they_agree(ids) -> None:
+    model = patch(several_axes())
+    with torch.no_grad():
+        right = model(ids).last_hidden_state
+        axes = torch.arange(90).expand(3, 2, 90)
+        torch.testing.assert_close(model(ids, position_ids=axes).last_hidden_state, right, **EXACT)
+        with pytest.raises(rope_ext.UnsupportedModelError, match=r"several.*'yarn'"):
+            model(ids, position_ids=axes // torch.tensor([1, 3, 5])[:, None, None])

@@ -1,0 +1,143 @@
+"""What would be wrong without a word is refused with the cure."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from transformers import DynamicCache
+
+import rope_ext
+from tests.families.zoo import tiny_model
+from tests.helpers.models import tiny_llama
+from tests.helpers.positions import CACHES, EXACT, NEW, SCALE, decoded, logits, padded, patch
+
+
+@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
+def test_another_attention_implementation_is_refused_with_the_cure(implementation, ids) -> None:
+    model = patch(tiny_llama())
+    right = logits(model, ids)
+    model.set_attn_implementation(implementation)
+    with pytest.raises(rope_ext.UnsupportedModelError, match=r"rope_ext\.unpatch.*replace=True"):
+        logits(model, ids)
+    patch(model, replace=True)
+    torch.testing.assert_close(logits(model, ids), right, **EXACT)
+    rope_ext.unpatch(model)
+    assert model.config._attn_implementation == implementation
+    torch.testing.assert_close(logits(model, ids), logits(tiny_llama(), ids), **EXACT)
+
+
+@pytest.mark.parametrize("make", CACHES.values(), ids=CACHES)
+def test_a_cache_begun_unpatched_is_refused_with_the_cure(make, model, ids) -> None:
+    cache = make(model.config)
+    logits(model, ids[:, :50], past_key_values=cache)
+    patch(model)
+    with pytest.raises(rope_ext.CacheError, match=r"empty cache.*'yarn'"):
+        logits(model, ids[:, 50:], past_key_values=cache)
+
+
+@pytest.mark.parametrize("make", CACHES.values(), ids=CACHES)
+def test_a_cache_is_not_continued_under_another_patch_or_none(make, model, ids) -> None:
+    patch(model)
+    right = logits(model, ids)
+    cache = make(model.config)
+    logits(model, ids[:, :50], past_key_values=cache)
+    rope_ext.unpatch(model)
+    with pytest.raises(rope_ext.CacheError, match="empty cache"):
+        logits(model, ids[:, 50:], past_key_values=cache)
+    patch(model, group=4)
+    with pytest.raises(rope_ext.CacheError, match="empty cache"):
+        logits(model, ids[:, 50:], past_key_values=cache)
+    rope_ext.patch(model, "yarn", factor=4, replace=True)
+    with pytest.raises(rope_ext.CacheError, match="empty cache"):
+        logits(model, ids[:, 50:], past_key_values=cache)
+    patch(model, replace=True)
+    cached = decoded(model, ids, [50, 40], make(model.config))
+    torch.testing.assert_close(cached, right, **EXACT)
+
+
+def test_a_cache_is_not_continued_with_other_sliding_layers(ids) -> None:
+    model = patch(tiny_model("gemma2"))
+    cache = DynamicCache(config=model.config)
+    logits(model, ids[:, :50], past_key_values=cache)
+    patch(model, replace=True, **SCALE)
+    with pytest.raises(rope_ext.CacheError, match="empty cache"):
+        logits(model, ids[:, 50:], past_key_values=cache)
+
+
+def test_a_cache_is_not_continued_over_another_frequency_map(model, ids) -> None:
+    patch(model, frequency=rope_ext.NTK(factor=2))
+    cache = DynamicCache(config=model.config)
+    logits(model, ids[:, :50], past_key_values=cache)
+    patch(model, frequency=rope_ext.YaRN(factor=2), replace=True)
+    with pytest.raises(rope_ext.CacheError, match="empty cache"):
+        logits(model, ids[:, 50:], past_key_values=cache)
+
+
+@pytest.mark.parametrize("what", ["fewer", "swapped", "repeated"])
+def test_a_padded_cache_of_other_rows_is_right_or_refused(what: str, ids) -> None:
+    model = patch(tiny_llama())
+    rows = [ids[0, :80], ids[1, :41]]
+    batch, mask, positions = padded(rows, "left")
+    cache = DynamicCache(config=model.config)
+    logits(model, batch, attention_mask=mask, position_ids=positions, past_key_values=cache)
+    order = {"fewer": [1], "swapped": [1, 0], "repeated": [0, 0, 1, 1]}[what]
+    if what == "fewer":
+        cache.batch_select_indices(torch.tensor(order))
+    elif what == "swapped":
+        cache.reorder_cache(torch.tensor(order))
+    else:
+        cache.batch_repeat_interleave(2)
+    given = {
+        "attention_mask": torch.cat((mask[order], torch.ones(len(order), 1, dtype=torch.long)), 1),
+        "position_ids": positions[order][:, -1:] + 1,
+    }
+    try:
+        said = logits(model, ids[order, :1], past_key_values=cache, **given)
+    except rope_ext.CacheError as error:
+        assert "empty cache" in str(error)
+        return
+    for i, row in enumerate(order):
+        alone = logits(model, torch.cat((rows[row], ids[row, :1]))[None])[0, -1]
+        torch.testing.assert_close(said[i, -1], alone, **EXACT)
+
+
+@pytest.mark.parametrize("how", [{}, {"cache_implementation": "static"}, {"use_cache": False}])
+def test_generation_behind_padding_on_the_right_is_refused_with_the_cure(how, ids) -> None:
+    model = patch(tiny_llama())
+    batch, mask, _ = padded([ids[0], ids[1, :61]], "right")
+    with pytest.raises(rope_ext.UnsupportedModelError, match="padding_side='left'"):
+        model.generate(batch, attention_mask=mask, **NEW, **how)
+
+
+def test_continuous_batching_is_refused_with_the_cure(ids) -> None:
+    model = patch(tiny_llama())
+    with pytest.raises(rope_ext.CacheError, match=r"continuous batching.*DynamicCache.*'yarn'"):
+        model(ids, cache=object())
+    with pytest.raises(ValueError, match=r"continuous batching|rope_ext"):  # transformers' own
+        model.generate_batch(inputs=[ids[0].tolist()], max_new_tokens=2)
+
+
+def test_export_is_refused_with_the_cure(ids) -> None:
+    model = patch(tiny_llama())
+    with pytest.raises(rope_ext.UnsupportedModelError, match="'yarn'"):
+        torch.export.export(model, (ids,), {"use_cache": False}, strict=False)
+
+
+def test_prefix_tuning_is_refused_with_the_cure(ids) -> None:
+    from peft import PrefixTuningConfig, get_peft_model
+
+    config = PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=5)
+    for model in (
+        get_peft_model(patch(tiny_llama()), config),
+        patch(get_peft_model(tiny_llama(), config)),
+    ):
+        with pytest.raises(rope_ext.CacheError, match=r"prefix tuning.*'yarn'"):
+            model(ids)
+
+
+def test_a_layer_run_by_itself_is_refused(ids) -> None:
+    model = patch(tiny_llama())
+    x = torch.zeros(1, 4, 64)
+    turn = torch.ones(1, 4, 16), torch.zeros(1, 4, 16)
+    with pytest.raises(rope_ext.UnsupportedModelError, match="run the whole model"):
+        model.model.layers[0](x, position_embeddings=turn)

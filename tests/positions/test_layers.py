@@ -1,0 +1,384 @@
+"""The probe that finds out how each attention layer turns its queries and keys."""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from transformers import AttentionInterface, AttentionMaskInterface, AutoModelForCausalLM
+from transformers.masking_utils import sdpa_mask
+from transformers.models.llama import modeling_llama
+
+import rope_ext
+from rope_ext.position.layers import Head, find_heads
+from rope_ext.rotary.sites import find_sites, text_decoder
+from tests.families.checks import changed, snapshot
+from tests.families.zoo import tiny_config, tiny_model
+from tests.helpers.models import tiny_llama
+
+HALVES = ("halves", 0, 16)  # first and second column of a pair are half a rotation apart
+NEIGHBOURS = ("neighbours", 0, 16)
+LAYOUTS: dict[str, list[tuple[str, int, int] | None]] = {  # kind, first column, columns; by layer
+    "llama": [HALVES] * 2,
+    "qwen3": [HALVES] * 2,
+    "gemma2": [HALVES] * 2,
+    "gemma3_text": [HALVES] * 2,
+    "gpt_oss": [HALVES] * 2,
+    "granite": [HALVES] * 2,
+    "hunyuan_v1_dense": [HALVES] * 2,  # with norms of ones after the rotation
+    "cohere": [NEIGHBOURS] * 2,
+    "ernie4_5": [NEIGHBOURS] * 2,
+    "glm4": [("neighbours", 0, 8)] * 2,
+    "stablelm": [("halves", 0, 8)] * 2,
+    "gpt_neox": [("halves", 0, 8)] * 2,
+    "phi3": [HALVES] * 2,
+    "deepseek_v2": [("neighbours", 8, 8)] * 2,  # latent attention, complex rotation
+    "deepseek_v3": [("halves", 8, 8)] * 2,  # latent attention, which takes neighbours apart
+    "smollm3": [HALVES, None],
+    "cohere2": [NEIGHBOURS, None],
+}
+
+
+def heads_of(model: nn.Module) -> dict[nn.Module, Head | None]:
+    decoder = text_decoder(model)
+    return find_heads(decoder, find_sites(decoder))
+
+
+def columns(index: slice | torch.Tensor, of: int) -> list[int]:
+    return torch.arange(of)[index].tolist()
+
+
+def expected(kind: str, start: int, count: int) -> tuple[list[int], list[int]]:
+    if kind == "neighbours":
+        return list(range(start, start + count, 2)), list(range(start + 1, start + count, 2))
+    half = start + count // 2
+    return list(range(start, half)), list(range(half, start + count))
+
+
+@pytest.mark.parametrize("family", LAYOUTS)
+def test_layouts_are_those_of_the_modeling_code(family: str) -> None:
+    model = tiny_model(family)
+    before, random = snapshot(model), torch.get_rng_state()
+    heads = heads_of(model)
+    assert changed(before, snapshot(model)) == set()
+    assert torch.equal(torch.get_rng_state(), random)
+    assert [module.layer_idx for module in heads] == list(range(len(LAYOUTS[family])))
+    for head, layout in zip(heads.values(), LAYOUTS[family], strict=True):
+        assert (head is None) == (layout is None)
+        if head is not None:
+            first, second = expected(*layout)
+            assert columns(head.pairs.first, 16) == first
+            assert columns(head.pairs.second, 16) == second
+            assert head.pair.tolist() == list(range(len(first)))
+
+
+def test_partial_rotation_of_phi3() -> None:
+    rope = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.75}
+    for head in heads_of(tiny_model("phi3", rope_parameters=rope)).values():
+        assert columns(head.pairs.first, 16) == list(range(6))
+        assert columns(head.pairs.second, 16) == list(range(6, 12))
+
+
+def test_layers_with_a_window_are_told_apart() -> None:
+    for family, local in (("gemma2", [True, False]), ("gemma3_text", [True, False])):
+        heads = heads_of(tiny_model(family)).values()
+        assert [head.local for head in heads] == local
+    sites = [head.site.layer_type for head in heads_of(tiny_model("gemma3_text")).values()]
+    assert sites == ["sliding_attention", "full_attention"]
+    assert [h.local for h in heads_of(tiny_model("mistral")).values()] == [True, True]
+    free = tiny_model("mistral", sliding_window=None)
+    assert [h.local for h in heads_of(free).values()] == [False, False]
+
+
+# --- what a head says is what the model does -----------------------------------------------------
+
+_seen: list[tuple[nn.Module, torch.Tensor, torch.Tensor]] = []
+
+
+def _record(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: Any,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    _seen.append((module, query, key))
+    return query.new_zeros(query.shape[0], query.shape[2], query.shape[1], value.shape[-1]), None
+
+
+AttentionInterface.register("recorder", _record)
+AttentionMaskInterface.register("recorder", sdpa_mask)
+
+
+@torch.no_grad()
+def recorded(model: nn.Module, ids: torch.Tensor, still: bool) -> dict[nn.Module, tuple]:
+    """Queries and keys of every layer; ``still``: as they are before the rotation."""
+    decoder = text_decoder(model)
+
+    def stop(module: nn.Module, args: tuple, output: Any) -> Any:
+        if isinstance(output, torch.Tensor):
+            return torch.ones_like(output)
+        return torch.ones_like(output[0]), torch.zeros_like(output[1])
+
+    sites = {site.module for site in find_sites(decoder)}
+    handles = [site.register_forward_hook(stop) for site in sites] if still else []
+    _seen.clear()
+    model.set_attn_implementation("recorder")
+    decoder(input_ids=ids, use_cache=False)
+    for handle in handles:
+        handle.remove()
+    return {module: (query, key) for module, query, key in _seen}
+
+
+@pytest.mark.parametrize("family", LAYOUTS)
+def test_turning_by_the_head_is_what_the_model_does(family: str, ids: torch.Tensor) -> None:
+    model = tiny_model(family)
+    heads = heads_of(model)
+    still, turned = recorded(model, ids, still=True), recorded(model, ids, still=False)
+    for module, head in heads.items():
+        if head is None:
+            assert all(map(torch.equal, still[module], turned[module]))
+            continue
+        angles = torch.arange(ids.shape[1])[:, None] * head.site.loaded[head.pair]
+        scaling = head.site.scaling
+        turn = (angles.cos() * scaling, angles.sin() * scaling)
+        for before, after in zip(still[module], turned[module], strict=True):
+            assert not torch.allclose(before, after, atol=1e-2)
+            torch.testing.assert_close(head.pairs.rotate(before, turn), after, atol=1e-5, rtol=1e-5)
+
+
+# --- other rotations, put into Llama -------------------------------------------------------------
+
+
+def turned_pairs(
+    x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, first: list[int], second: list[int]
+) -> torch.Tensor:
+    cos, sin = cos[:, None, :, : len(first)], sin[:, None, :, : len(first)]
+    out = x.clone()
+    out[..., first] = x[..., first] * cos - x[..., second] * sin
+    out[..., second] = x[..., second] * cos + x[..., first] * sin
+    return out
+
+
+def rotation(first: list[int], second: list[int]) -> Callable[..., torch.Tensor]:
+    return functools.partial(turned_pairs, first=first, second=second)
+
+
+def use(monkeypatch: pytest.MonkeyPatch, of_query: Callable, of_key: Callable) -> None:
+    def apply(q, k, cos, sin, unsqueeze_dim=1):
+        return of_query(q, cos, sin), of_key(k, cos, sin)
+
+    monkeypatch.setattr(modeling_llama, "apply_rotary_pos_emb", apply)
+
+
+@pytest.mark.parametrize("kind", ["other way", "scattered", "reversed pairs", "fewer pairs"])
+def test_unusual_rotations_are_read_off(monkeypatch, ids, kind: str) -> None:
+    first, second = {
+        "other way": ([*range(8, 16)], [*range(8)]),
+        "scattered": ([3, 0, 7, 12, 9, 2, 14, 5], [1, 4, 6, 8, 10, 11, 13, 15]),
+        "reversed pairs": ([*range(7, -1, -1)], [*range(15, 7, -1)]),
+        "fewer pairs": ([*range(5)], [*range(8, 13)]),
+    }[kind]
+    turn = rotation(first, second)
+    use(monkeypatch, turn, turn)
+    model = tiny_llama()
+    for head in heads_of(model).values():
+        pairs = zip(columns(head.pairs.first, 16), columns(head.pairs.second, 16), strict=True)
+        found = dict(zip(pairs, head.pair.tolist(), strict=True))
+        assert found == {pair: i for i, pair in enumerate(zip(first, second, strict=True))}
+    told = {"original_max_position_embeddings": 1000}
+    with torch.no_grad():
+        plain = model(ids).logits
+        with rope_ext.patched(
+            model, "leaky_rerope", factor=4, window=999, k=3, log_n=False, **told
+        ):
+            torch.testing.assert_close(model(ids).logits, plain, atol=1e-4, rtol=0)
+        with rope_ext.patched(model, "leaky_rerope", factor=4, window=5):
+            assert not torch.allclose(model(ids).logits, plain, atol=1e-2)
+
+
+def _still(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    return x
+
+
+half = rotation([*range(8)], [*range(8, 16)])
+neighbours = rotation([*range(0, 16, 2)], [*range(1, 16, 2)])
+WRONG = {
+    "differently": (half, neighbours),
+    "only keys": (_still, half),
+    "a factor": (lambda x, cos, sin: x * (1 + sin[:, None]),) * 2,
+    "mirrored": (lambda x, cos, sin: x * cos[:, None] + x.flip(-1) * sin[:, None],) * 2,
+    "twice the angle": (lambda x, cos, sin: half(half(x, cos, sin), cos, sin),) * 2,
+    "another curve": (lambda x, cos, sin: half(x, cos, sin * sin.abs()),) * 2,
+    "added": (lambda x, cos, sin: half(x, cos, sin) + 0.5 * sin[:, None],) * 2,
+    "normed after": (lambda x, cos, sin: half(x, cos, sin) * torch.linspace(0.5, 2, 16),) * 2,
+}
+
+
+@pytest.mark.parametrize("kind", WRONG)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_what_is_no_rotation_is_refused_and_left_alone(monkeypatch, kind: str, dtype) -> None:
+    use(monkeypatch, *WRONG[kind])
+    model = tiny_llama().to(dtype)
+    before = snapshot(model)
+    with pytest.raises(rope_ext.UnsupportedModelError, match=r"LlamaModel: .*such as 'yarn'"):
+        rope_ext.patch(model, "rerope", factor=4)
+    assert changed(before, snapshot(model)) == set()
+
+
+def test_norms_after_the_rotation_are_refused_unless_they_keep_pairs_together(ids) -> None:
+    """Hunyuan's norms multiply each column by a number of its own."""
+    model = tiny_model("hunyuan_v1_dense")
+    torch.manual_seed(1)
+    norms = [m for name, m in model.named_modules() if name.endswith(("query_layernorm",))]
+    norms += [m for name, m in model.named_modules() if name.endswith(("key_layernorm",))]
+    assert len(norms) == 4
+    for norm in norms:
+        norm.weight.data = 1 + 0.2 * torch.randn(8).repeat(2)  # both columns of a pair alike
+    told = {"original_max_position_embeddings": 1000}
+    with torch.no_grad():
+        plain = model(ids).logits
+        with rope_ext.patched(model, "self_extend", factor=4, window=999, group=3, **told):
+            torch.testing.assert_close(model(ids).logits, plain, atol=1e-4, rtol=0)
+    for norm in norms:
+        norm.weight.data = 1 + 0.2 * torch.randn(16)
+    before = snapshot(model)
+    with pytest.raises(rope_ext.UnsupportedModelError, match=r"HunYuanDenseV1Model: .*self_attn"):
+        rope_ext.patch(model, "rerope", factor=4)
+    assert changed(before, snapshot(model)) == set()
+
+
+# --- refusals ------------------------------------------------------------------------------------
+
+REFUSED = {
+    "falcon": "FalconModel",  # attends in its own code
+    "deepseek_v32": "DeepseekV32Model",  # an indexer reads the rotations too
+    "deepseek_v4": "DeepseekV4Model",
+    "glm_moe_dsa": "GlmMoeDsaModel",
+    "phimoe": "PhimoeRotaryEmbedding",
+}
+
+
+@pytest.mark.parametrize("family", REFUSED)
+def test_families_that_cannot_be_proven_are_refused_by_name(family: str) -> None:
+    model = tiny_model(family)
+    before = snapshot(model)
+    with pytest.raises(rope_ext.UnsupportedModelError, match=REFUSED[family]) as error:
+        rope_ext.patch(model, "rerope", factor=4)
+    assert "supported" in str(error.value) or "'yarn'" in str(error.value)
+    assert changed(before, snapshot(model)) == set()
+
+
+def test_a_model_on_the_meta_device_is_refused_with_the_cure() -> None:
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(tiny_config("llama"))
+    with pytest.raises(rope_ext.UnsupportedModelError, match="load them first"):
+        rope_ext.patch(model, "rerope", factor=4)
+
+
+def test_a_part_on_the_meta_device_is_refused_unless_a_hook_loads_it() -> None:
+    from accelerate import cpu_offload
+
+    model = tiny_llama()
+    model.model.layers[1].self_attn.q_proj.to("meta")
+    with pytest.raises(rope_ext.UnsupportedModelError, match="load them first"):
+        rope_ext.patch(model, "rerope", factor=4)
+    model = tiny_llama()
+    cpu_offload(model.model.layers[0], execution_device="cpu")
+    rope_ext.patch(model, "rerope", factor=4)
+
+
+@pytest.mark.parametrize("kind", ["memory", "disk", "some on disk", "whole layers"])
+def test_offloaded_weights_are_probed_and_stay_offloaded(kind: str, ids, tmp_path) -> None:
+    from accelerate import cpu_offload, disk_offload, dispatch_model
+
+    with torch.no_grad():
+        right = rope_ext.patch(tiny_llama(), "rerope", factor=4, window=5)(ids).logits
+        plain = tiny_llama()(ids).logits
+    model = tiny_llama()
+    if kind == "memory":
+        cpu_offload(model, execution_device="cpu")
+    elif kind == "disk":
+        disk_offload(model, tmp_path, execution_device="cpu")
+    elif kind == "some on disk":
+        places = {"model.layers.1": "disk", "lm_head": "disk"}
+        rest = ("model.embed_tokens", "model.layers.0", "model.norm", "model.rotary_emb")
+        places |= dict.fromkeys(rest, "cpu")
+        model = dispatch_model(model, places, main_device="cpu", offload_dir=tmp_path)
+    else:
+        whole = type(model.model.layers[0]).__name__
+        cpu_offload(model, execution_device="cpu", preload_module_classes=[whole])
+    away = [parameter.is_meta for parameter in model.parameters()]
+    assert any(away)
+    rope_ext.patch(model, "rerope", factor=4, window=5)
+    with torch.no_grad():
+        assert torch.equal(model(ids).logits, right)
+        assert torch.equal(rope_ext.unpatch(model)(ids).logits, plain)
+    assert [parameter.is_meta for parameter in model.parameters()] == away
+
+
+def test_probes_in_two_threads_do_not_see_each_others_layers() -> None:
+    outer, inner = tiny_llama(), tiny_llama(num_hidden_layers=3)
+    found = []
+
+    def meanwhile(*args: Any) -> None:
+        thread = threading.Thread(target=lambda: found.append(heads_of(inner)))
+        thread.start()
+        thread.join()
+
+    handle = outer.model.layers[1].register_forward_pre_hook(meanwhile)
+    heads = heads_of(outer)
+    handle.remove()
+    assert list(heads) == [layer.self_attn for layer in outer.model.layers]
+    assert list(found[0]) == [layer.self_attn for layer in inner.model.layers]
+
+
+def test_windows_only_is_refused_with_the_cure() -> None:
+    with pytest.raises(rope_ext.UnsupportedModelError, match="sliding_layers='scale'"):
+        rope_ext.patch(tiny_model("mistral"), "rerope", factor=4)
+    with pytest.raises(rope_ext.UnsupportedModelError, match="sliding_layers='scale'"):
+        rope_ext.patch(tiny_model("cohere2"), "rerope", factor=4)  # its full layers have no rope
+
+
+def test_a_layer_that_fails_under_the_probe_leaves_no_trace(model) -> None:
+    attention = model.model.layers[1].self_attn
+
+    def fail(*args: Any) -> None:
+        raise KeyError("a hook of one's own")
+
+    handle = attention.register_forward_pre_hook(fail)
+    before = snapshot(model)
+    with pytest.raises(rope_ext.UnsupportedModelError, match="a hook of one's own"):
+        rope_ext.patch(model, "rerope", factor=4)
+    assert changed(before, snapshot(model)) == set()
+    handle.remove()
+    rope_ext.patch(model, "rerope", factor=4)
+
+
+@pytest.mark.parametrize("state", ["training", "bfloat16", "float64", "eager"])
+def test_the_probe_works_in_every_state_and_keeps_it(state: str) -> None:
+    model = tiny_llama(attention_dropout=0.1 if state == "training" else 0.0)
+    if state == "training":
+        model.train()
+    elif state == "eager":
+        model.set_attn_implementation("eager")
+    else:
+        model.to(getattr(torch, state))
+    before = snapshot(model)
+    heads = list(heads_of(model).values())
+    assert [columns(head.pairs.second, 16) for head in heads] == [[*range(8, 16)]] * 2
+    assert changed(before, snapshot(model)) == set()
+
+
+def test_looking_at_the_layers_leaves_every_module_in_its_mode() -> None:
+    model = tiny_llama().train()
+    model.model.layers[0].eval()  # frozen by the user, for instance
+    modes = [module.training for module in model.modules()]
+    rope_ext.patch(model, "rerope", factor=4)
+    assert [module.training for module in model.modules()] == modes

@@ -1,0 +1,334 @@
+"""Training on several devices: launch configurations, their limits, and two gloo processes."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import datasets
+import pytest
+import torch
+from accelerate import ParallelismConfig
+from accelerate.commands import launch
+from accelerate.commands.config.config_args import load_config_from_file
+from accelerate.utils import FullyShardedDataParallelPlugin
+from accelerate.utils import launch as prepare
+from torch.distributed.tensor.experimental._context_parallel import _HeadTailLoadBalancer
+from transformers import (
+    Gemma3TextConfig,
+    LlamaConfig,
+    MistralConfig,
+    Qwen3Config,
+)
+
+import rope_ext
+from recipes import finetune
+from recipes.parallel import check_parallelism, context_parallel_size
+from rope_ext import OptionError
+from rope_ext.methods import Rope
+from tests.helpers.checkpoint import save_checkpoint
+from tests.helpers.methods import VARIANTS
+from tests.helpers.models import tiny_llama
+
+ROOT = Path(__file__).parents[2]
+LAUNCHES = sorted((ROOT / "recipes" / "accelerate").glob("*.yaml"))
+YARN = rope_ext.YaRN(factor=4)
+
+
+# --- launch configurations, by accelerate's own code ----------------------------------------
+
+
+def environment(
+    name: str, monkeypatch: pytest.MonkeyPatch, *arguments: str
+) -> tuple[str, dict[str, str]]:
+    """Which launcher ``accelerate launch`` takes for a configuration, and what it sets for it."""
+    found: list[tuple[str, dict[str, str]]] = []
+
+    def simple(args: Any) -> None:
+        found.append(("simple", prepare.prepare_simple_launcher_cmd_env(args)[1]))
+
+    def several(args: Any) -> None:
+        found.append(("several", prepare.prepare_multi_gpu_env(args)))
+
+    def deepspeed(args: Any) -> None:
+        found.append(("deepspeed", prepare.prepare_deepspeed_cmd_env(args)[1]))
+
+    monkeypatch.setattr(launch, "simple_launcher", simple)
+    monkeypatch.setattr(launch, "multi_gpu_launcher", several)
+    monkeypatch.setattr(launch, "deepspeed_launcher", deepspeed)
+    config = str(ROOT / "recipes" / "accelerate" / f"{name}.yaml")
+    command = ["--config_file", config, "--main_process_port", "0", *arguments, "finetune.py"]
+    launch.launch_command(launch.launch_command_parser().parse_args(command))
+    ((launcher, values),) = found
+    return launcher, {key: value for key, value in values.items() if key not in os.environ}
+
+
+def test_accelerate_loads_every_launch_configuration() -> None:
+    assert [path.stem for path in LAUNCHES] == [
+        "context_parallel",
+        "ddp",
+        "deepspeed_zero3",
+        "fsdp2",
+        "single",
+    ]
+    for path in LAUNCHES:
+        config = load_config_from_file(str(path))  # refuses unknown keys, but not nested ones
+        known = {action.dest for action in launch.launch_command_parser()._actions}
+        for section in (config.fsdp_config, config.deepspeed_config, config.parallelism_config):
+            assert section.keys() <= known, path
+        assert config.mixed_precision is None, "the recipe says it"
+
+
+def test_each_launch_configuration_says_when_to_take_it_and_how() -> None:
+    for path in LAUNCHES:
+        header = path.read_text().split("compute_environment")[0]
+        assert f"accelerate launch --config_file recipes/accelerate/{path.name}" in header
+
+
+def test_what_the_launch_configurations_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    launcher, values = environment("single", monkeypatch)
+    assert launcher == "simple"
+    assert not {"ACCELERATE_USE_FSDP", "ACCELERATE_USE_DEEPSPEED", "MASTER_PORT"} & values.keys()
+
+    launcher, values = environment("ddp", monkeypatch, "--num_processes", "4")
+    assert launcher == "several"
+    assert not {"ACCELERATE_USE_FSDP", "ACCELERATE_USE_PARALLELISM_CONFIG"} & values.keys()
+
+    launcher, values = environment("deepspeed_zero3", monkeypatch)
+    assert launcher == "deepspeed"
+    assert values["ACCELERATE_USE_DEEPSPEED"] == "true"
+    assert values["ACCELERATE_DEEPSPEED_ZERO_STAGE"] == "3"
+    assert values["ACCELERATE_DEEPSPEED_ZERO3_INIT"] == "true"
+    assert values["ACCELERATE_DEEPSPEED_ZERO3_SAVE_16BIT_MODEL"] == "true"
+    assert values["ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE"] == "none"
+    assert "ACCELERATE_GRADIENT_ACCUMULATION_STEPS" not in values  # "auto": Trainer's own
+
+
+@pytest.mark.parametrize("name", ["fsdp2", "context_parallel"])
+def test_the_sharding_accelerate_builds(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    launcher, values = environment(name, monkeypatch)
+    assert launcher == "several"
+    assert values["ACCELERATE_USE_FSDP"] == "true"
+    for key, value in values.items():
+        monkeypatch.setenv(key, value)
+    plugin = FullyShardedDataParallelPlugin()  # as Accelerator reads it
+    assert plugin.fsdp_version == 2
+    assert plugin.reshard_after_forward is True
+    assert plugin.cpu_ram_efficient_loading is True
+    assert plugin.activation_checkpointing is False  # with the recipe's, Trainer would refuse
+    assert "FULL_STATE_DICT" in str(plugin.state_dict_type)  # Trainer saves no adapter otherwise
+    plugin.set_auto_wrap_policy(tiny_llama())
+    assert {cls.__name__ for cls in plugin.auto_wrap_policy.keywords["transformer_layer_cls"]} == {
+        "LlamaDecoderLayer"
+    }
+    assert context_parallel_size() == (8 if name == "context_parallel" else 1)
+
+
+def test_context_parallel_size_on_the_command_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes = ("--parallelism_config_cp_size", "2", "--parallelism_config_dp_shard_size", "4")
+    _, values = environment("context_parallel", monkeypatch, *sizes)
+    for key, value in values.items():
+        monkeypatch.setenv(key, value)
+    config = ParallelismConfig()
+    assert (config.cp_size, config.dp_shard_size, config.total_size) == (2, 4, 8)
+    assert config.cp_handler.cp_comm_strategy == "allgather"
+    assert context_parallel_size() == 2
+    assert context_parallel_size(ParallelismConfig(cp_size=4)) == 4
+    monkeypatch.delenv("ACCELERATE_USE_PARALLELISM_CONFIG")
+    assert context_parallel_size() == 1  # accelerate does not look further either
+
+
+# --- limits of context parallelism ----------------------------------------------------------
+
+
+def longrope(long: float) -> dict[str, Any]:
+    return {
+        "rope_type": "longrope",
+        "rope_theta": 1e4,
+        "factor": 4.0,
+        "original_max_position_embeddings": 64,
+        "short_factor": [1.0] * 8,
+        "long_factor": [long] * 8,
+    }
+
+
+def llama(**values: Any) -> LlamaConfig:
+    return LlamaConfig(hidden_size=64, num_attention_heads=4, num_hidden_layers=2, **values)
+
+
+FULL = ["full_attention"] * 2
+REFUSED = {
+    "position method": ({"method": rope_ext.ReRoPE(factor=4)}, "'rerope'.*function of its own"),
+    "dynamic": ({"method": rope_ext.DynamicNTK(factor=4)}, "'dynamic_ntk'.*pass length=TOKENS"),
+    "dynamic_yarn": ({"method": rope_ext.DynamicYaRN(factor=4)}, "pass length=TOKENS"),
+    "growing": (
+        {"method": rope_ext.DynamicNTK(factor=4, mode="growing")},
+        "pass mode='fixed' and length=TOKENS",
+    ),
+    "longrope": (
+        {"method": rope_ext.LongRoPE(factor=4, long_factor=[2.0], short_factor=[1.0])},
+        "'longrope'.*pass length=TOKENS",
+    ),
+    "own dynamic": (
+        {
+            "method": None,
+            "config": llama(
+                rope_parameters={"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}
+            ),
+        },
+        "rope_type='dynamic'.*rope_type 'default'",
+    ),
+    "own longrope": (
+        {"method": None, "config": llama(rope_parameters=longrope(4.0))},
+        "rope_type='longrope'",
+    ),
+    "eager": ({"attn_implementation": "eager"}, "'eager'.*must be 'sdpa'"),
+    "flash": ({"attn_implementation": "flash_attention_2"}, "must be 'sdpa'"),
+    "documents": ({"document_masking": True}, "plain causal.*pack documents without masks"),
+    "sliding window": (
+        {"config": MistralConfig(sliding_window=4096)},
+        "MistralConfig has layers with sliding_window=4096",
+    ),
+    "some sliding layers": ({"config": Gemma3TextConfig()}, "sliding_attention"),
+    "length": ({"length": 4100}, "multiple of 16, such as 4096"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_context_parallelism_refuses(case: str) -> None:
+    given, message = REFUSED[case]
+    given = {"method": YARN, "config": llama(), **given}
+    with pytest.raises(OptionError, match=message) as refused:
+        check_parallelism(**given, cp_size=8)
+    assert "parallelism_config_cp_size=8" in str(refused.value)
+    check_parallelism(**given, cp_size=1)
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"method": YARN, "length": 4096, "attn_implementation": "sdpa"},
+        {"method": rope_ext.DynamicYaRN(factor=4, length=256)},
+        {"method": None, "config": llama(rope_parameters=longrope(1.0))},  # saved by rope_ext
+        {"method": None, "config": Qwen3Config(num_hidden_layers=2, layer_types=FULL)},
+        {"method": YARN, "config": MistralConfig(sliding_window=None)},
+    ],
+    ids=["yarn", "fixed length", "one table", "qwen3", "mistral"],
+)
+def test_context_parallelism_accepts(given: dict[str, Any]) -> None:
+    check_parallelism(**{"config": llama(), **given}, cp_size=8)
+
+
+# --- shards of positions --------------------------------------------------------------------
+
+
+def shards(length: int, ranks: int) -> list[torch.Tensor]:
+    """Positions of each rank: contiguous, and head-tail as torch's context_parallel cuts them."""
+    positions = torch.arange(length)
+    zigzag = positions[_HeadTailLoadBalancer(length, ranks, "cpu")._generate_indices()[0].long()]
+    return [*positions.chunk(ranks), *zigzag.chunk(ranks)]
+
+
+def rotation(model: torch.nn.Module, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    return model.model.rotary_emb(torch.zeros(1, len(positions), 64), positions[None])
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("precise", [False, True])
+def test_a_shard_of_positions_gets_its_part_of_the_rotation(variant: str, precise: bool) -> None:
+    """rope(positions[shard]) == rope(positions)[shard], to the bit."""
+    model = tiny_llama()
+    unpatched = rotation(model, torch.arange(256))
+    method = VARIANTS[variant](4, Rope.geometric(1e4, 16, 64))
+    check_parallelism(method, model.config, cp_size=4, length=256)
+    rope_ext.patch(model, method, precise=precise)
+    whole = rotation(model, torch.arange(256))
+    assert not torch.equal(whole[0], unpatched[0])
+    for shard in shards(256, 4):
+        for part, of in zip(rotation(model, shard), whole, strict=True):
+            assert torch.equal(part[0], of[0, shard])
+
+
+def test_a_dynamic_method_turns_shards_differently() -> None:
+    """Why context parallelism refuses them."""
+    model = rope_ext.patch(tiny_llama(), "dynamic_ntk", factor=4)
+    cos, _ = rotation(model, torch.arange(256))
+    first = shards(256, 4)[0]
+    assert not torch.allclose(rotation(model, first)[0][0], cos[0, first], atol=0.1)
+
+
+# --- two processes --------------------------------------------------------------------------
+
+
+def torchrun(script: Path, *arguments: object) -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2"]
+    command += ["--master_port", str(port), str(script), *map(str, arguments)]
+    path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
+    done = subprocess.run(
+        command,
+        env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=900,
+        cwd=ROOT,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+
+
+@pytest.mark.slow
+def test_two_processes_get_the_gradients_of_one(tmp_path: Path) -> None:
+    """DDP, FSDP2 and loading; what is compared stands in distributed_worker.py."""
+    torchrun(ROOT / "tests" / "helpers" / "distributed_worker.py", tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["yarn", "rerope"])
+def test_finetuning_in_two_processes_is_finetuning_in_one(
+    method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two rows on each of two processes are the same steps as four rows on one.
+
+    Losses and norms of gradients to 1e-5: sums in another order; 2e-7 was seen.
+    """
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache of two"))
+    words = random.Random(0).choices(["one", "two", "three", "four", "five", "six"], k=2000)
+    (tmp_path / "text.txt").write_text(" ".join(words))
+    rows = {"length": 64, "pose_chunks": 2} if method == "yarn" else {"length": 256}
+    settings = {
+        "model": save_checkpoint(tmp_path / "checkpoint"),
+        "method": method,
+        "dataset": tmp_path / "text.txt",
+        "max_steps": 4,
+        "save_steps": 4,
+        "logging_steps": 1,
+        "learning_rate": 0.01,
+        "train_embeddings_and_norms": True,
+        "report_to": "none",
+        "use_cpu": True,
+        **rows,
+    }
+    logs = []
+    for processes in (1, 2):
+        output = tmp_path / str(processes)
+        given = settings | {"per_device_train_batch_size": 4 // processes, "output_dir": output}
+        command = [str(word) for name, value in given.items() for word in (f"--{name}", value)]
+        if processes == 1:
+            finetune.main(command)
+        else:
+            torchrun(ROOT / "recipes" / "finetune.py", *command)
+        state = json.loads((output / "checkpoint-4" / "trainer_state.json").read_text())
+        logs.append([(log["loss"], log["grad_norm"]) for log in state["log_history"]])
+    one, two = torch.tensor(logs, dtype=torch.float64)
+    assert one.shape == (4, 2)
+    assert one[0, 0] > one[-1, 0] + 0.1  # it learns
+    torch.testing.assert_close(two, one, rtol=1e-5, atol=0)

@@ -1,0 +1,201 @@
+"""Every launch file that a CPU can run, started as its header says, with a tiny model."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import datasets
+import pytest
+import torch
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from transformers import AutoModelForCausalLM, Trainer
+
+from recipes import finetune
+from tests.helpers.checkpoint import save_checkpoint
+from tests.helpers.models import tiny_llama
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model, the same with tied embeddings, and a text."""
+    folder = tmp_path_factory.mktemp("launching")
+    save_checkpoint(folder / "model")
+    tied = AutoModelForCausalLM.from_pretrained(
+        save_checkpoint(folder / "tied model"), tie_word_embeddings=True
+    )
+    tied.save_pretrained(folder / "tied model")
+    words = random.Random(0).choices(["one", "two", "three", "four", "five", "six"], k=2000)
+    (folder / "text.txt").write_text(" ".join(words))
+    return folder
+
+
+def settings(folder: Path, name: str, processes: int, **more: object) -> list[str]:
+    """A run of three steps of four rows, into ``folder / name``."""
+    values = {
+        "model": folder / "model",
+        "dataset": folder / "text.txt",
+        "output_dir": folder / name,
+        "length": 256,
+        "max_steps": 3,
+        "per_device_train_batch_size": 4 // processes,
+        "learning_rate": 0.01,
+        "logging_steps": 1,
+        "report_to": "none",
+        "use_cpu": True,
+        "disable_tqdm": True,
+    }
+    return [str(word) for item in (values | more).items() for word in (f"--{item[0]}", item[1])]
+
+
+def launch(file: str, folder: Path, *command: object) -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    start = [sys.executable, "-m", "accelerate.commands.launch", "--main_process_port", port]
+    start += ["--config_file", ROOT / "recipes" / "accelerate" / file, *command]
+    environment = os.environ | {
+        "HF_DATASETS_CACHE": str(folder / f"cache of {file}"),
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path]),
+    }
+    done = subprocess.run(
+        list(map(str, start)), cwd=ROOT, env=environment, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+
+
+def log(folder: Path) -> torch.Tensor:
+    """Loss and norm of the gradient of each step, ``[3, 2]``."""
+    state = json.loads((folder / "checkpoint-3" / "trainer_state.json").read_text())
+    logs = [(e["loss"], e["grad_norm"]) for e in state["log_history"] if "loss" in e]
+    return torch.tensor(logs, dtype=torch.float64)
+
+
+@pytest.fixture
+def alone(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The same in this process, without a launcher."""
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", folder / "cache")
+
+    def run(name: str, **more: object) -> torch.Tensor:
+        finetune.main(settings(folder, name, 1, **more))
+        return log(folder / name)
+
+    return run
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("file", "processes"), [("single.yaml", 1), ("ddp.yaml", 2)])
+def test_single_and_ddp(file: str, processes: int, folder: Path, alone: Any) -> None:
+    """To 1e-5: float32 sums in another order."""
+    options = ["--num_processes", processes] if processes > 1 else []
+    words = settings(folder, file, processes, gradient_accumulation_steps=2)
+    launch(file, folder, *options, "recipes/finetune.py", *words)
+    expected = alone(f"{file} alone", gradient_accumulation_steps=2)
+    torch.testing.assert_close(log(folder / file), expected, rtol=1e-5, atol=0)
+    assert json.loads((folder / file / "recipe.json").read_text())["world_size"] == processes
+
+
+SHARDED: dict[str, dict[str, object]] = {
+    "lora": {"train_embeddings_and_norms": True, "gradient_accumulation_steps": 2},
+    "tied": {"train_embeddings_and_norms": True, "model": "tied model"},
+    "full": {"lora_r": 0, "gradient_checkpointing": True},
+}
+BF16 = ["lora", "full"]
+
+
+@pytest.mark.slow
+def test_fsdp2(folder: Path, alone: Any) -> None:
+    """In float32 the run of one process, to 1e-5; in bfloat16 near it, and losses in float32.
+
+    LoRA and all weights, the loss in chunks or from logits. No gradients are left unsharded
+    (tests/helpers/launched.py).
+    """
+    more = {
+        name: given | ({"model": folder / given["model"]} if "model" in given else {})
+        for name, given in SHARDED.items()
+    }
+    expected = {name: alone(f"{name} alone", **given) for name, given in more.items()}
+    runs = dict(more)
+    for name in BF16:
+        runs[f"{name} bf16"] = more[name] | {"bf16": True}
+        runs[f"{name} bf16 plain"] = more[name] | {"bf16": True, "chunked_loss": False}
+    words = [settings(folder, name, 2, **given) for name, given in runs.items()]
+    (folder / "runs.json").write_text(json.dumps(words))
+    program = ["tests/helpers/launched.py", folder / "runs.json"]
+    launch("fsdp2.yaml", folder, "--num_processes", 2, *program)
+    for name in more:
+        torch.testing.assert_close(log(folder / name), expected[name], rtol=1e-5, atol=0)
+    for name in BF16:
+        chunked, plain = log(folder / f"{name} bf16"), log(folder / f"{name} bf16 plain")
+        # Two or three digits in every layer; both have their logits in bfloat16.
+        torch.testing.assert_close(chunked, expected[name], rtol=0.05, atol=0)
+        torch.testing.assert_close(chunked, plain, rtol=0.02, atol=0)
+        for losses in (chunked[:, 0], plain[:, 0]):  # each a mean of two or four
+            assert (losses * 256 % 1 != 0).any(), "a multiple of the steps of bfloat16"
+
+
+@pytest.mark.parametrize("policy", [None, MixedPrecisionPolicy(torch.bfloat16, torch.bfloat16)])
+@pytest.mark.parametrize("version", [1, 2])
+def test_sums_under_fsdp2_are_in_float32(
+    policy: MixedPrecisionPolicy | None, version: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plugin = SimpleNamespace(fsdp_version=version, mixed_precision_policy=policy)
+    accelerator = SimpleNamespace(
+        state=SimpleNamespace(fsdp_plugin=plugin),
+        gradient_state=SimpleNamespace(plugin_kwargs={}),
+    )
+
+    def made(self: Trainer) -> None:
+        self.accelerator = accelerator
+
+    monkeypatch.setattr(Trainer, "create_accelerator_and_postprocess", made)
+    trainer = object.__new__(finetune.LongTrainer)
+    trainer.create_accelerator_and_postprocess()
+    assert accelerator.gradient_state.plugin_kwargs == (
+        {"sync_each_batch": True} if version == 2 else {}
+    )
+    if policy is None or version == 1:
+        assert plugin.mixed_precision_policy is policy
+    else:
+        made_of = MixedPrecisionPolicy(torch.bfloat16, torch.float32, output_dtype=None)
+        assert plugin.mixed_precision_policy == made_of
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_a_loss_that_is_copied_or_cast_on_its_way_is_the_loss(
+    dtype: torch.dtype, ids: torch.Tensor
+) -> None:
+    """As FSDP2 and DeepSpeed do with whatever a layer returns."""
+    model = tiny_llama()
+    finetune.ChunkedLoss(model)
+    expected = model(input_ids=ids, labels=ids).loss
+    expected.backward()
+    weight = model.lm_head.weight
+    gradient, weight.grad = weight.grad, None
+    model.lm_head.register_forward_hook(lambda module, given, made: made.to(dtype, copy=True))
+    found = model(input_ids=ids, labels=ids).loss
+    found.backward()
+    assert torch.equal(found, expected)
+    assert torch.equal(weight.grad, gradient)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("change", [lambda x: x / 16, lambda x: 30 * torch.tanh(x / 30)])
+def test_a_loss_that_is_scaled_or_capped_is_none(
+    change: Any, dtype: torch.dtype, ids: torch.Tensor
+) -> None:
+    model = tiny_llama()
+    finetune.ChunkedLoss(model)
+    model.lm_head.register_forward_hook(lambda module, given, made: change(made.to(dtype)))
+    with pytest.raises(finetune.RopeExtError, match="--chunked_loss false"):
+        model(input_ids=ids, labels=ids)

@@ -1,0 +1,194 @@
+"""What recipes/memory.py computes, against torch's own bookkeeping and hand-made sums."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed._tools.mem_tracker import MemTracker
+from transformers import AutoModelForCausalLM, LlamaForCausalLM
+
+from recipes import memory
+from rope_ext import OptionError
+from tests.helpers.models import tiny_llama
+
+ROOT = Path(__file__).parents[2]
+RECIPES = sorted((ROOT / "recipes").glob("*.yaml"))
+SMALL: dict[str, Any] = {"hidden_size": 128, "intermediate_size": 344, "head_dim": 32}
+
+
+def model(layers: int, checkpointing: bool, device: str = "cpu") -> LlamaForCausalLM:
+    config = tiny_llama(num_hidden_layers=layers, **SMALL).config
+    with torch.device(device):
+        made = LlamaForCausalLM(copy.deepcopy(config)).train()
+    if checkpointing:
+        made.gradient_checkpointing_enable()
+    return made
+
+
+def tracked(made: torch.nn.Module, rows: int, length: int, bf16: bool) -> int:
+    """Peak of what torch's own tracker sees in a real training step, without weights and gradients.
+
+    Not of its allocator: what a kernel takes for itself depends on the CPU, 75 kB here with
+    bfloat16 units.
+    """
+    for parameter in made.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    before = 2 * sum(p.nbytes for p in made.parameters()) + sum(b.nbytes for b in made.buffers())
+    ids = torch.zeros(rows, length, dtype=torch.long)
+    tracker = MemTracker()
+    tracker.track_external(made)
+    with tracker:
+        with torch.autocast("cpu", torch.bfloat16, enabled=bf16):
+            loss = made(input_ids=ids, labels=ids, use_cache=False).loss
+        loss.backward()
+    return tracker.get_tracker_snapshot("peak")[torch.device("cpu")]["Total"] - before
+
+
+@pytest.mark.parametrize("bf16", [False, True])
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_the_peak_is_that_of_torchs_tracker(checkpointing: bool, bf16: bool) -> None:
+    found = memory.extrapolated(model(5, checkpointing, "meta"), 2, 256, bf16)
+    assert found == tracked(model(5, checkpointing), 2, 256, bf16)
+
+
+@pytest.mark.parametrize("layers", [2, 3, 7])
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_all_layers_follow_from_three(layers: int, checkpointing: bool) -> None:
+    found = memory.extrapolated(model(layers, checkpointing, "meta"), 2, 128, bf16=False)
+    assert found == max(memory.step_peaks(model(layers, checkpointing), 2, 128))
+
+
+def test_a_checkpointed_layer_keeps_its_input() -> None:
+    three, four = (memory.extrapolated(model(n, True, "meta"), 2, 128, False) for n in (3, 4))
+    assert four - three == 2 * 128 * SMALL["hidden_size"] * 4
+
+
+@pytest.mark.parametrize(
+    ("name", "number"),
+    [
+        ("meta-llama/Llama-2-7b-hf", 6_738_415_616),
+        ("meta-llama/Meta-Llama-3-8B", 8_030_261_248),
+        ("Qwen/Qwen2.5-7B", 7_615_616_512),
+        ("Qwen/Qwen3-8B-Base", 8_190_735_360),
+        ("mistralai/Mistral-7B-v0.3", 7_248_023_552),
+    ],
+)
+def test_published_shapes_have_the_published_number_of_parameters(name: str, number: int) -> None:
+    with torch.device("meta"):
+        made = AutoModelForCausalLM.from_config(copy.deepcopy(memory.SHAPES[name]))
+    assert sum(parameter.numel() for parameter in made.parameters()) == number
+
+
+@pytest.mark.slow
+def test_the_counted_model_is_the_one_that_is_trained() -> None:
+    """Llama-3-8B with LoRA of rank 8 on attention, its embedding and its 65 norms trained."""
+    recipe, args = memory.read(str(ROOT / "recipes" / "llama3_8b_yarn_lora.yaml"))
+    config = memory.config_of(recipe.model)
+    found = memory.need(recipe, args, config)
+    copied = 128256 * 4096 + 65 * 4096
+    lora = 32 * 8 * (2 * (4096 + 4096) + 2 * (4096 + 1024))
+    assert found.trained == copied + lora
+    assert found.parameters == 8_030_261_248 + found.trained
+    assert found.alone.weights == 2 * 8_030_261_248 + 4 * found.trained
+    assert found.alone.gradients == 4 * found.trained
+    assert found.alone.optimizer == 8 * found.trained
+    # Residual streams kept for 32 layers, in float32 as the trained embedding makes them.
+    assert found.alone.activations > 32 * 32768 * 4096 * 4
+    shared = found.sharded(8)
+    assert shared.weights == found.alone.weights / 8
+    assert shared.activations > 32 * 32768 * 4096 * 2
+    layer = 2 * (2 * 4096 * (4096 + 1024) + 3 * 4096 * 14336)
+    head = 2 * 128256 * 4096
+    # Two layers, the output layer, the gradient of the embedding in bfloat16 and in float32;
+    # norms and LoRA are the rest.
+    assert shared.gathered == pytest.approx(2 * layer + 4 * head, rel=0.01)
+    cut = found.context_parallel(8)
+    assert cut.gathered - shared.gathered == 2 * 32768 * 8 * 128 * 2
+    assert cut.activations < shared.activations / 4
+    assert cut.weights == shared.weights
+
+
+@pytest.mark.slow
+def test_four_bits() -> None:
+    """QLoRA, section 3: half a byte, a byte for 64 of them, four for 256 of those."""
+    recipe, args = memory.read(str(ROOT / "recipes" / "llama3_8b_pose_24gb.yaml"))
+    found = memory.need(recipe, args, memory.config_of(recipe.model))
+    linear = 32 * (2 * 4096 * (4096 + 1024) + 3 * 4096 * 14336)
+    constants = linear * (1 / 64 + 4 / (64 * 256))
+    others = 2 * (8_030_261_248 - linear) + 4 * found.trained
+    assert found.alone.weights == linear / 2 + constants + others
+    assert found.sharded(8).weights == (linear / 2 + others) / 8 + constants
+
+
+def test_shapes_from_the_command_line() -> None:
+    config = memory.of_shape("hidden=64,layers=3,heads=4,kv_heads=2,intermediate=96,vocab=128")
+    assert (config.hidden_size, config.num_hidden_layers, config.num_key_value_heads) == (64, 3, 2)
+    for wrong in ("width=3", "hidden", "hidden=4k", "layers=0"):
+        with pytest.raises(OptionError, match=r"must be NAME=NUMBER, of hidden, layers"):
+            memory.of_shape(wrong)
+
+
+def test_an_optimizer_of_unknown_size_is_refused() -> None:
+    recipe, args = memory.read(str(RECIPES[0]), "--optim", "adafactor")
+    with pytest.raises(OptionError, match=r"--optim adafactor.*adamw_torch_fused"):
+        memory.need(recipe, args, memory.of_shape("layers=1"))
+
+
+@pytest.mark.parametrize(
+    ("words", "copies"),
+    [
+        ([], 3),
+        (["--gradient_checkpointing", "true"], 1),
+        (["--attn", "flex_attention"], None),
+        (["--method", "rerope"], None),
+    ],
+)
+def test_the_mask_of_documents_is_counted(
+    words: list[str], copies: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A byte for each pair of tokens, and a float in each layer that keeps its activations."""
+    monkeypatch.setattr(memory, "extrapolated", lambda *given: 1000)
+    config = memory.of_shape("hidden=64,heads=2,layers=3,intermediate=64,vocab=64,trained=128")
+    given = [str(ROOT / "recipes" / "tiny_512_yarn_pose.yaml"), "--pose_chunks", "0"]
+    given += ["--length", "256", "--per_device_train_batch_size", "2", *words]
+    for masked in (True, False):
+        found = memory.need(*memory.read(*given, "--document_masking", str(masked)), config)
+        expected = 2 * 256**2 * (1 + 4 * copies) if masked and copies else 0
+        assert found.alone.activations - 1000 == expected
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--length", "0"], "--length 0 is not valid; it must be 1 or more"),
+        (["--length", "-5"], "--length -5 is not valid"),
+        (["--per_device_train_batch_size", "0"], "--per_device_train_batch_size 0 is not valid"),
+        (["--devices", "0"], "--devices 0 is not valid; it must be 1 or more"),
+        (["--devices", "-2"], "--devices -2 is not valid"),
+        (["--config", "/nonexistent"], "cannot read --config /nonexistent"),
+    ],
+)
+def test_bad_numbers_are_one_line(
+    words: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    recipe = str(ROOT / "recipes" / "tiny_512_yarn_pose.yaml")
+    with pytest.raises(SystemExit, match="2"):
+        memory.main([recipe, "--shape", "hidden=16,heads=2,layers=1,trained=512", *words])
+    error = capsys.readouterr().err
+    assert error.startswith(message)
+    assert error.count("\n") == 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
+def test_every_recipe_says_what_it_needs(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    text = path.read_text()
+    recipe, args = memory.read(str(path))
+    found = memory.need(recipe, args, memory.config_of(recipe.model))
+    devices = 1 if "accelerate/single.yaml" in text else 8
+    assert memory.line(found, devices) in text.split("\n")

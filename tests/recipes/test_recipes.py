@@ -1,0 +1,878 @@
+"""recipes/finetune.py and merge.py, on a tiny Llama trained (so to say) on 128 tokens."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import datasets
+import huggingface_hub
+import peft
+import pytest
+import torch
+import transformers
+from hypothesis import given
+from hypothesis import strategies as st
+from safetensors.torch import load_file
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+import rope_ext
+from recipes import data, finetune, merge, settings
+from recipes.loss import ChunkedLoss
+from rope_ext import OptionError, RopeExtError
+from rope_ext.errors import MeasureError
+from tests.helpers.checkpoint import TRAINED, save_checkpoint
+from tests.helpers.models import tiny_llama
+
+ROOT = Path(__file__).parents[2]
+RECIPES = sorted((ROOT / "recipes").glob("*.yaml"))
+WORDS = ["one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten"]
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_checkpoint(tmp_path_factory.mktemp("checkpoint"))
+
+
+@pytest.fixture(autouse=True)
+def _alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No Hub, and no data of an earlier test."""
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+
+
+@pytest.fixture(scope="module")
+def texts(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Twelve documents of some 350 tokens, one a line, in a file."""
+    rng = random.Random(0)
+    lines = [json.dumps({"text": " ".join(rng.choices(WORDS, k=100))}) for _ in range(12)]
+    path = tmp_path_factory.mktemp("texts") / "texts.jsonl"
+    path.write_text("\n".join(lines))
+    return path
+
+
+def arguments(checkpoint: Path, texts: Path, output: Path, **more: object) -> list[str]:
+    """A run of two steps with PoSE; settings of None are left out."""
+    values = {
+        "model": checkpoint,
+        "dataset": texts,
+        "output_dir": output,
+        "factor": 4,
+        "length": 64,
+        "pose_chunks": 2,
+        "max_steps": 2,
+        "per_device_train_batch_size": 2,
+        "learning_rate": 0.01,
+        "logging_steps": 1,
+        "report_to": "none",
+        "use_cpu": True,
+        "disable_tqdm": True,
+    }
+    given = {name: value for name, value in (values | more).items() if value is not None}
+    return [
+        word
+        for name, value in given.items()
+        for word in (f"--{name}", *map(str, value if isinstance(value, list) else [value]))
+    ]
+
+
+# Data
+
+
+def test_packing_by_hand() -> None:
+    documents = {"input_ids": [[1, 2, 3], [4, 5, 6, 7, 8], [9]]}
+    four = data.Pack(4, masking=True)(documents)
+    assert four["input_ids"].tolist() == [[1, 2, 3, 4], [5, 6, 7, 8]]
+    assert four["position_ids"].tolist() == [[0, 1, 2, 0], [0, 1, 2, 3]]
+    three = data.Pack(3, masking=True)(documents)
+    assert three["input_ids"].tolist() == [[1, 2, 3], [4, 5, 6], [7, 8, 9]]
+    assert three["position_ids"].tolist() == [[0, 1, 2], [0, 1, 2], [0, 1, 0]]
+    assert set(data.Pack(3, masking=False)(documents)) == {"input_ids"}
+
+
+def test_documents_have_one_beginning_and_one_end(checkpoint: Path) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(checkpoint)
+    tokenise = data.Tokenise(tokenizer)
+    plain, begun, empty = tokenise({"text": ["two", "<s>two</s>", None]})["input_ids"]
+    assert empty == []
+    assert plain == begun == [0, *tokenizer("two", add_special_tokens=False).input_ids, 1]
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_rows_are_the_documents_one_after_the_other(checkpoint: Path, streaming: bool) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(checkpoint)
+    long, short = "one two three four five six seven", "eight"
+    source = datasets.Dataset.from_dict({"text": [long, short, long]})
+    if streaming:
+        source = source.to_iterable_dataset()
+    ids = [0, *tokenizer(long, add_special_tokens=False).input_ids, 1]
+    rows = data.rows(source, tokenizer, length=len(ids), minimum=len(ids), masking=True)
+    found = list(rows.take(5)) if streaming else list(rows)
+    assert len(found) == (5 if streaming else 2)  # a stream begins again
+    for index, row in enumerate(found):
+        assert (list(row["input_ids"]), row["index"]) == (ids, index)
+        assert list(row["position_ids"]) == list(range(len(ids)))
+
+
+def test_a_step_of_a_stream_is_of_many_documents(checkpoint: Path) -> None:
+    """Forty documents of ten rows each: sixteen rows in order would be of two or three."""
+    tokenizer = AutoTokenizer.from_pretrained(checkpoint)
+    words = [" ".join([word] * 30) for word in WORDS]
+    texts = [f"{left} {right}" for left in words for right in words[:4]]
+    of = {tuple(ids): text for text, ids in zip(texts, tokenizer(texts).input_ids, strict=True)}
+    length = min(map(len, of)) // 10
+    source = datasets.Dataset.from_dict({"text": texts}).to_iterable_dataset()
+
+    def drawn(seed: int) -> list[list[int]]:
+        rows = data.rows(source, tokenizer, length=length, seed=seed)
+        return [list(row["input_ids"]) for row in rows.take(400)]
+
+    found = drawn(seed=0)
+    # A row within a document has the tokens of its words only, and of one or two of them.
+    assert len({tuple(sorted(set(row))) for row in found[:16]}) > 7
+    assert drawn(seed=0) == found != drawn(seed=1)
+
+
+def test_many_documents_lose_less_than_a_row_in_a_hundred(checkpoint: Path) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(checkpoint)
+    source = datasets.Dataset.from_dict({"text": ["one two three four"] * 3000})
+    tokens = 3000 * len(data.Tokenise(tokenizer)({"text": ["one two three four"]})["input_ids"][0])
+    rows = data.rows(source, tokenizer, length=100)
+    assert 0.99 * tokens < 100 * len(rows) <= tokens
+    assert rows["index"][:] == list(range(len(rows)))
+
+
+def test_formats_hold_the_same_documents(tmp_path: Path) -> None:
+    both = ["first\nof two lines", "second"]
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    (folder / "a.txt").write_text(both[0])
+    (folder / "b.md").write_text(both[1])
+    (folder / "c.bin").write_text("no text")
+    lines = tmp_path / "lines.jsonl"
+    lines.write_text("\n".join(json.dumps({"n": 1, "content": text}) for text in both))
+    table = tmp_path / "table.parquet"
+    datasets.Dataset.from_dict({"text": both}).to_parquet(table)
+    for name, column in ((folder, "text"), (lines, "content"), (table, "text")):
+        for streaming in (False, True):
+            found = data.documents(str(name), column=column, streaming=streaming)
+            assert list(found) == [{"text": text} for text in both], name
+
+
+def test_data_without_text_are_refused(tmp_path: Path) -> None:
+    for name, content, message in (
+        ("a.jsonl", '{"text": 3}', r"no column 'text' with text; .*there is none"),
+        ("b.jsonl", "{", "cannot read the data"),
+        ("d.csv", "text", "holds no text; files are read by their suffix"),
+    ):
+        (tmp_path / name).write_text(content)
+        with pytest.raises(data.DataError, match=message):
+            data.documents(str(tmp_path / name))
+
+
+def test_odd_files_are_read_or_refused_in_words(checkpoint: Path, tmp_path: Path) -> None:
+    tokenise = data.Tokenise(AutoTokenizer.from_pretrained(checkpoint))
+    plain = tokenise({"text": ["one two"]})
+    assert tokenise({"text": ["\ufeffone two"]}) == plain
+    with pytest.raises(data.DataError, match=r"no text but int: 3; .*--text_column"):
+        tokenise({"text": ["one", 3]})
+    table = tmp_path / "begins-with-none.parquet"
+    datasets.Dataset.from_dict({"text": [None, "one"]}).to_parquet(table)
+    assert len(data.documents(str(table))) == 2
+    for name, content, message in (
+        ("empty.jsonl", b"", r"empty.jsonl' \(\w+\); give"),
+        ("surrogate.jsonl", b'{"text": "a \\ud800"}', "surrogate pair in string is invalid"),
+        ("latin.txt", b"caf\xe9 au lait", "'utf-8' codec can't decode byte 0xe9"),
+    ):
+        (tmp_path / name).write_bytes(content)
+        for streaming in (False, True):
+            with pytest.raises(data.DataError, match=message):
+                data.documents(str(tmp_path / name), streaming=streaming)
+
+
+def test_python_library_is_read() -> None:
+    found = data.documents(data.PYTHON_LIBRARY)
+    assert found.column_names == ["text"]
+    assert len(found) > 100
+
+
+@given(
+    length=st.integers(2, 40),
+    room=st.integers(1, 200),
+    chunks=st.integers(2, 8),
+    seed=st.integers(0, 2**20),
+)
+def test_pose_positions(length: int, room: int, chunks: int, seed: int) -> None:
+    target, chunks = length + room, min(chunks, length)
+    rng = random.Random(seed)
+    starts, offsets = data.skipped_positions(length, target, chunks, rng)
+    assert len(starts) == len(offsets) == chunks
+    assert starts[0] == offsets[0] == 0
+    assert starts == sorted(set(starts))
+    assert max(starts) < length
+    assert offsets == sorted(offsets)
+    collator = data.Collator(chunks, target, seed)
+    row = {"input_ids": list(range(length)), "index": 5}
+    (positions,) = collator([row])["position_ids"].tolist()
+    assert positions[0] == 0
+    assert positions == sorted(set(positions))
+    assert positions[-1] < target
+
+
+def test_every_border_and_offset_is_reached() -> None:
+    rng = random.Random(0)
+    drawn = [data.skipped_positions(6, 10, 2, rng) for _ in range(400)]
+    assert {starts[1] for starts, _ in drawn} == {1, 2, 3, 4, 5}
+    assert {offsets[1] for _, offsets in drawn} == {0, 1, 2, 3, 4}
+
+
+def test_pose_depends_on_seed_epoch_and_index_only() -> None:
+    rows = [{"input_ids": list(range(32)), "index": index} for index in (3, 7, 11)]
+
+    def positions(order: list[int], seed: int = 0, epoch: int = 0) -> list[list[int]]:
+        collator = data.Collator(2, 512, seed, epoch)
+        found = collator([rows[i] for i in order])["position_ids"].tolist()
+        return [found[order.index(i)] for i in sorted(order)]
+
+    torch.manual_seed(1)
+    random.seed(1)
+    first = positions([0, 1, 2])
+    assert first == positions([2, 0, 1])
+    assert first[1:] == positions([2, 1])
+    assert len({tuple(row) for row in first}) == 3
+    assert first != positions([0, 1, 2], seed=1)
+    assert first != positions([0, 1, 2], epoch=1)
+
+
+def test_chunk_two_sees_chunk_one(model: transformers.LlamaForCausalLM) -> None:
+    """With the collator's mask of ones, and not without it: the mask code sees documents."""
+    rope_ext.patch(model, "yarn", factor=4)
+    collator = data.Collator(2, 256, seed=3)
+    batch = collator([{"input_ids": list(range(3, 35)), "index": 0}])
+    border = int((batch["position_ids"][0].diff() > 1).nonzero()) + 1
+    ids, labels = batch.pop("input_ids"), batch.pop("labels")
+    assert torch.equal(ids, labels)
+
+    def seen(**inputs: torch.Tensor) -> torch.Tensor:
+        embeds = model.get_input_embeddings()(ids).detach().requires_grad_()
+        logits = model(inputs_embeds=embeds, use_cache=False, **inputs).logits
+        logits[0, border:].sum().backward()
+        return embeds.grad[0, :border].abs().max()
+
+    assert seen(**batch) > 0
+    del batch["attention_mask"]
+    assert seen(**batch) == 0
+
+
+@pytest.mark.parametrize("method", ["yarn", "rerope"])
+def test_masked_documents_do_not_see_each_other(method: str) -> None:
+    model = rope_ext.patch(tiny_llama(), method, factor=4)
+    documents = [list(range(3, 83)), list(range(40, 60)), list(range(90, 120))]
+    packed = data.Pack(130, masking=True)({"input_ids": documents})
+    row = {name: value[0].tolist() for name, value in packed.items()}
+    batch = data.Collator()([row])
+    labels = batch.pop("labels")[0].tolist()
+    assert [at for at, label in enumerate(labels) if label == data.IGNORED] == [0, 80, 100]
+    with torch.no_grad():
+        together = model(**batch, use_cache=False).logits[0]
+        alone = [model(torch.tensor([ids]), use_cache=False).logits[0] for ids in documents]
+    # float32 sums in another order
+    torch.testing.assert_close(together, torch.cat(alone), rtol=1e-4, atol=1e-4)
+
+
+def test_dynamic_methods_take_a_skipped_row_for_as_long_as_it_spans() -> None:
+    collator = data.Collator(2, 512, seed=1)
+    rows = [{"input_ids": list(range(3, 35)), "index": index} for index in range(3)]
+    batch = collator(rows)
+    batch.pop("labels")
+    model = rope_ext.patch(tiny_llama(), "dynamic_ntk", factor=8)
+    with torch.no_grad():
+        found = model(**batch, use_cache=False).logits
+        for row, logits in enumerate(found):
+            length = int(batch["position_ids"][row, -1]) + 1
+            assert length > 64
+            rope_ext.patch(model, "dynamic_ntk", factor=8, length=length, replace=True)
+            one = {name: value[row : row + 1] for name, value in batch.items()}
+            torch.testing.assert_close(
+                model(**one, use_cache=False).logits[0], logits, rtol=1e-4, atol=1e-4
+            )
+
+
+# What is trained
+
+
+def test_lora_with_embeddings_and_norms(model: transformers.LlamaForCausalLM) -> None:
+    recipe = settings.Recipe(train_embeddings_and_norms=True)
+    whole = finetune.with_lora(model.to(torch.bfloat16), recipe)
+    trained = {
+        name.removeprefix("base_model.model.").replace(".modules_to_save.default", "")
+        for name, parameter in whole.named_parameters()
+        if parameter.requires_grad
+    }
+    layers = [f"model.layers.{i}" for i in range(2)]
+    expected = {"model.embed_tokens.weight", "model.norm.weight"}
+    expected |= {
+        f"{layer}.{norm}_layernorm.weight"
+        for layer in layers
+        for norm in ("input", "post_attention")
+    }
+    expected |= {
+        f"{layer}.self_attn.{name}_proj.lora_{half}.default.weight"
+        for layer in layers
+        for name in "qkvo"
+        for half in "AB"
+    }
+    assert trained == expected
+    for parameter in whole.parameters():
+        assert parameter.dtype == (torch.float32 if parameter.requires_grad else torch.bfloat16)
+
+
+def test_norms_of_other_families_are_found() -> None:
+    config = transformers.Qwen3Config(
+        vocab_size=32, hidden_size=16, num_hidden_layers=1, intermediate_size=16
+    )
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    names = {name.rpartition(".")[2] for name in finetune.embeddings_and_norms(model)}
+    layer = {"input_layernorm", "post_attention_layernorm"}
+    assert names == {"embed_tokens", "norm", "q_norm", "k_norm", *layer}
+
+
+def test_tied_weights_stay_tied(tmp_path: Path, ids: torch.Tensor) -> None:
+    base = tmp_path / "base"
+    model = tiny_llama(tie_word_embeddings=True)
+    model.save_pretrained(base)
+    model = AutoModelForCausalLM.from_pretrained(base)
+    recipe = settings.Recipe(train_embeddings_and_norms=True, chunked_loss=False)
+    whole = finetune.with_lora(rope_ext.patch(model, "yarn", factor=4), recipe)
+    optimizer = torch.optim.SGD((p for p in whole.parameters() if p.requires_grad), lr=1.0)
+    whole(input_ids=ids, labels=ids).loss.backward()
+    optimizer.step()
+    head = whole.get_output_embeddings().weight
+    assert head is whole.get_input_embeddings().weight
+    assert not torch.equal(head, AutoModelForCausalLM.from_pretrained(base).lm_head.weight)
+    whole.save_pretrained(tmp_path / "adapter")
+    rope_ext.save_sidecar(whole, tmp_path / "adapter")
+    again = rope_ext.from_pretrained(tmp_path / "adapter")
+    with torch.no_grad():
+        assert torch.equal(again(ids).logits, whole.eval()(ids).logits)
+
+
+def test_loraplus_trains_b_faster(checkpoint: Path, texts: Path, tmp_path: Path) -> None:
+    words = arguments(checkpoint, texts, tmp_path / "run", loraplus_ratio=16, weight_decay=0.1)
+    recipe, args = finetune.parse(words)
+    model = finetune.build(recipe, AutoConfig.from_pretrained(checkpoint))
+    optimizer = finetune.LongTrainer(recipe, model, args).create_optimizer()
+    rates = {id(p): group["lr"] for group in optimizer.param_groups for p in group["params"]}
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            assert rates.pop(id(parameter)) == pytest.approx(0.16 if "lora_B" in name else 0.01)
+    assert not rates
+    assert {group["weight_decay"] for group in optimizer.param_groups} == {0.0, 0.1}
+
+
+# Chunked loss
+
+
+@pytest.mark.parametrize("count", [None, torch.tensor(200.0)])
+@pytest.mark.parametrize("lora", [False, True])
+def test_chunked_loss_is_the_plain_loss(
+    ids: torch.Tensor, count: torch.Tensor | None, lora: bool
+) -> None:
+    labels = ids.clone()
+    labels[:, 20:50] = data.IGNORED
+
+    def run(chunked: bool) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        model = whole = tiny_llama(tie_word_embeddings=lora)
+        if lora:
+            recipe = settings.Recipe(train_embeddings_and_norms=True)
+            torch.manual_seed(0)
+            whole = finetune.with_lora(model, recipe)
+        if chunked:
+            ChunkedLoss(model)
+        loss = whole(input_ids=ids, labels=labels, num_items_in_batch=count).loss
+        loss.backward()
+        grads = {n: p.grad for n, p in whole.named_parameters() if p.grad is not None}
+        return loss.detach(), grads
+
+    loss, grads = run(chunked=True)
+    plain_loss, plain_grads = run(chunked=False)
+    # float32, other order of sums
+    torch.testing.assert_close(loss, plain_loss, rtol=1e-5, atol=0)
+    torch.testing.assert_close(grads, plain_grads, rtol=1e-4, atol=1e-6)
+    assert len(grads) > 10
+
+
+def test_chunked_loss_under_autocast(ids: torch.Tensor) -> None:
+    losses = []
+    for chunked in (False, True):
+        model = tiny_llama()
+        if chunked:
+            ChunkedLoss(model)
+        with torch.autocast("cpu", torch.bfloat16):
+            losses.append(model(input_ids=ids, labels=ids).loss)
+        losses[-1].backward()
+    assert losses[1].dtype == torch.float32
+    # Both have their logits in bfloat16: 3 digits, averaged over 318 tokens.
+    torch.testing.assert_close(losses[1], losses[0], rtol=2e-3, atol=0)
+
+
+def test_chunked_loss_leaves_logits_alone(ids: torch.Tensor) -> None:
+    model = tiny_llama()
+    expected = model(ids).logits
+    ChunkedLoss(model)
+    model(input_ids=ids, labels=ids)
+    assert torch.equal(model(ids).logits, expected)
+
+
+def test_chunked_loss_takes_labels_that_are_shifted_already(ids: torch.Tensor) -> None:
+    """As context parallelism does: the last token of a part predicts the first of the next."""
+    model = tiny_llama()
+    ids, shifted = ids[:, :80], ids[:, 1:81]
+    expected = torch.nn.functional.cross_entropy(model(ids).logits.flatten(0, 1), shifted.flatten())
+    ChunkedLoss(model)
+    found = model(input_ids=ids, labels=ids, shift_labels=shifted).loss
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=0)
+
+
+@pytest.mark.parametrize("family", ["Gemma2", "Cohere", "Granite"])
+def test_chunked_loss_refuses_scaled_and_capped_logits(family: str) -> None:
+    config = getattr(transformers, f"{family}Config")(
+        vocab_size=32,
+        hidden_size=16,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        intermediate_size=16,
+        pad_token_id=0,
+    )
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    ChunkedLoss(model)
+    ids = torch.zeros((1, 4), dtype=torch.long, device="meta")
+    with pytest.raises(rope_ext.UnsupportedModelError, match="--chunked_loss false"):
+        model(input_ids=ids, labels=ids)
+
+
+def test_chunked_loss_needs_a_new_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(torch.nn.functional, "linear_cross_entropy")
+    with pytest.raises(rope_ext.UnsupportedModelError, match=r"torch>=2.13.*--use_liger_kernel"):
+        ChunkedLoss(tiny_llama())
+
+
+# Settings
+
+
+@pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
+def test_recipes_are_valid(path: Path) -> None:
+    words = ["--config", str(path), "--use_cpu", "true"]  # without a GPU, for bfloat16
+    recipe, args = finetune.parse([*words, "--quantize", "false"])
+    settings.check_together(recipe, args)
+    assert settings.method_of(recipe).name == recipe.method
+    assert args.output_dir == f"runs/{path.stem}"
+    text = path.read_text()
+    assert f"recipes/finetune.py \\\n#       --config recipes/{path.name}\n" in text
+    config = text.partition("--config_file ")[2].split()[0]
+    assert (ROOT / config).exists()
+
+
+def test_the_command_line_is_over_the_file(tmp_path: Path) -> None:
+    file = tmp_path / "a.yaml"
+    file.write_text("factor: 2\nlearning_rate: 1e-3\nlora_target: [a, b]\nstreaming: true\n")
+    file.write_text(file.read_text() + "method_options: {beta_fast: 16}\nattn:\n")
+    output = ["--output_dir", str(tmp_path / "run")]
+    recipe, args = finetune.parse(["--factor", "8", "--config", str(file), *output])
+    assert (recipe.factor, args.learning_rate, recipe.streaming) == (8.0, 1e-3, True)
+    assert recipe.lora_target == ["a", "b"]
+    assert recipe.attn is None
+    assert settings.method_of(recipe) == rope_ext.YaRN(factor=8, beta_fast=16)
+
+
+REFUSED = [
+    ({"model": "nowhere/at-all"}, "nowhere/at-all"),
+    ({"model": None}, "--model is missing"),
+    ({"dataset": "nowhere/at-all"}, "cannot read the data 'nowhere/at-all'.*python-library"),
+    ({"text_column": "words"}, r"no column 'words' with text; give .* \(text\)"),
+    ({"minimum_document": 5000}, "no document is long enough: the longest of all 12 has"),
+    ({"eval_strategy": "steps"}, "python -m eval.report"),
+    (
+        {"minimum_document": 5000, "streaming": True},
+        "no document is long enough: the longest of the first 12 has",
+    ),
+    ({"factor": 80, "length": 9000, "pose_chunks": 0}, "not one row of --length 9000"),
+    ({"factor": 1}, "no longer than what the model was trained on"),
+    ({"length": 128, "pose_chunks": 0}, "longer than the trained 128 tokens"),
+    ({"length": 513, "pose_chunks": 0}, "at most the target of 512"),
+    ({"length": 512}, "leaves PoSE nothing to skip: the target is 512"),
+    ({"pose_chunks": 1}, "0 .no PoSE., or from 2 to --length 64"),
+    ({"pose_chunks": 65}, "0 .no PoSE., or from 2 to --length 64"),
+    ({"document_masking": True}, "leave one of them out"),
+    ({"method": "yarm"}, "did you mean 'yarn'"),
+    ({"method_options": '{"beta": 3}'}, "yarn has no option 'beta'"),
+    ({"method_options": "beta=3"}, "give JSON such as"),
+    ({"method_options": "[]"}, "give JSON such as"),
+    ({"method": "none", "method_options": '{"a": 3}'}, "leave them out"),
+    ({"method": "dynamic_ntk", "method_options": '{"mode": "growing"}'}, "mode 'fixed'"),
+    (
+        {"method": "dynamic_ntk", "document_masking": True, "length": 256, "pose_chunks": 0},
+        "fixed 'length'",
+    ),
+    (
+        {"document_masking": True, "length": 33000, "pose_chunks": 0, "factor": 400},
+        "2.0 GiB.*--attn flex_attention.* at most 23170",
+    ),
+    (
+        {"document_masking": True, "attn": "flash_attention_2", "pose_chunks": 0, "length": 256},
+        "--per_device_train_batch_size 1 and --gradient_accumulation_steps 2",
+    ),
+    ({"lora_r": 0, "quantize": True}, "--quantize needs LoRA"),
+    ({"lora_r": 0, "loraplus_ratio": 4}, "--loraplus_ratio needs LoRA"),
+    ({"lora_target": ["query"]}, "--lora_target some of down_proj, .*q_proj"),
+    ({"dtype": "float8"}, "give float32 or bfloat16"),
+    ({"dtype": "bfloat16"}, "--bf16 true"),
+    ({"streaming": True, "max_steps": None}, "--max_steps is needed"),
+    ({"label_smoothing_factor": 0.1}, "--chunked_loss false"),
+    ({"learning_rat": 1}, "unknown setting '--learning_rat'; did you mean 'learning_rate'"),
+    ({"resume_from_checkpoint": "true"}, "no checkpoint to go on from"),
+    ({"resume_from_checkpoint": "nowhere"}, "no checkpoint to go on from .nowhere."),
+    ({"config": "nowhere.yaml"}, "cannot read --config nowhere.yaml"),
+]
+
+
+@pytest.mark.parametrize(("more", "message"), REFUSED, ids=lambda part: str(part)[:40])
+def test_bad_input_is_refused_before_the_weights_are_loaded(
+    more: dict[str, object],
+    message: str,
+    checkpoint: Path,
+    texts: Path,
+    tmp_path: Path,
+    weights: None,
+) -> None:
+    with pytest.raises(RopeExtError, match=f"(?s){message}"):
+        finetune.main(arguments(checkpoint, texts, tmp_path / "run", **more))
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.fixture
+def weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Must not be loaded."""
+
+    def loaded(*args: object, **kwargs: object) -> None:
+        raise AssertionError("the weights were loaded")
+
+    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", loaded)
+
+
+def test_good_input_is_not_refused(
+    checkpoint: Path, texts: Path, tmp_path: Path, weights: None
+) -> None:
+    for more in ({}, {"length": 256, "pose_chunks": 0}, {"method": "rerope"}):
+        with pytest.raises(AssertionError, match="were loaded"):
+            finetune.main(arguments(checkpoint, texts, tmp_path / "run", **more))
+
+
+def test_quantize_needs_bitsandbytes(
+    checkpoint: Path, texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(settings.importlib.util, "find_spec", lambda name: None)
+    recipe, args = finetune.parse(arguments(checkpoint, texts, tmp_path, quantize=True))
+    with pytest.raises(OptionError, match="pip install bitsandbytes"):
+        settings.check_together(recipe, args)
+
+
+@pytest.mark.parametrize("line", ["learning_rat: 1", "- a", "a: [", "\x00"])
+def test_bad_files_are_refused(line: str, tmp_path: Path) -> None:
+    file = tmp_path / "a.yaml"
+    file.write_text(line)
+    with pytest.raises(OptionError, match=r"a\.yaml"):
+        finetune.parse(["--config", str(file)])
+
+
+def test_context_parallelism_is_asked(
+    checkpoint: Path, texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(finetune, "context_parallel_size", lambda config: 2)
+    words = arguments(checkpoint, texts, tmp_path, method="rerope")
+    with pytest.raises(OptionError, match="context parallelism"):
+        finetune.main(words)
+
+
+# Runs
+
+
+def test_a_run_and_what_it_leaves(
+    checkpoint: Path, texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Trains, saves with the patch, merges, refuses the folder; and another run goes on."""
+    run, merged = tmp_path / "run", tmp_path / "merged"
+    words = arguments(checkpoint, texts, run, train_embeddings_and_norms=True)
+    finetune.main(words)
+    adapter = rope_ext.from_pretrained(run)
+    assert rope_ext.describe(adapter).target_length == 512
+    assert AutoTokenizer.from_pretrained(run).model_max_length == 512
+    for folder in (run, run / "checkpoint-2"):
+        assert (folder / "rope_ext.json").exists()
+    assert "differ by" in merge.merge(run, merged, "float32")
+    ids = torch.randint(2, 400, (1, 300), generator=torch.Generator().manual_seed(0))
+    plain = AutoModelForCausalLM.from_pretrained(merged)  # yarn is transformers' own
+    with torch.no_grad():
+        expected = adapter(ids).logits
+        unpatched = AutoModelForCausalLM.from_pretrained(checkpoint)(ids).logits
+        # float32: merged weights against two products
+        torch.testing.assert_close(plain(ids).logits, expected, rtol=1e-3, atol=1e-3)
+        assert (unpatched - expected).abs().max() > 0.1
+    with pytest.raises(OptionError, match="not empty"):
+        merge.merge(run, merged, "float32")
+    with pytest.raises(OptionError, match=r"another --output_dir.*checkpoint-2"):
+        finetune.main(words)
+    with pytest.raises(OptionError, match=r"other settings \(learning_rate 0.01 -> 0.02\)"):
+        finetune.main([*words, "--resume_from_checkpoint", "true", "--learning_rate", "0.02"])
+    (run / "checkpoint-9").mkdir()  # begun when the run was killed
+    with pytest.raises(OptionError, match="checkpoint-2"):
+        finetune.main(words)
+
+
+def test_a_run_without_a_change_of_rope(checkpoint: Path, texts: Path, tmp_path: Path) -> None:
+    run, merged = tmp_path / "run", tmp_path / "merged"
+    finetune.main(arguments(checkpoint, texts, run, method="none"))
+    assert not (run / "rope_ext.json").exists()
+    merge.merge(run, merged, "float32")
+    config = AutoConfig.from_pretrained(merged)
+    assert config.max_position_embeddings == 4 * TRAINED
+    assert config.rope_parameters["rope_type"] == "default"
+    full = tmp_path / "full"
+    finetune.main(arguments(checkpoint, texts, full, method="none", lora_r=0))
+    assert AutoConfig.from_pretrained(full).max_position_embeddings == 4 * TRAINED
+    with pytest.raises(OptionError, match="holds no adapter"):
+        merge.merge(full, tmp_path / "more", "float32")
+
+
+@pytest.mark.parametrize("lora_r", [0, 4])
+def test_a_run_on_packed_documents_with_a_position_method(
+    lora_r: int, checkpoint: Path, texts: Path, tmp_path: Path, ids: torch.Tensor
+) -> None:
+    run = tmp_path / "run"
+    more = {"method": "rerope", "length": 256, "pose_chunks": 0, "document_masking": True}
+    more |= {"streaming": True, "gradient_checkpointing": True, "lora_r": lora_r}
+    finetune.main(arguments(checkpoint, texts, run, **more))
+    model = rope_ext.from_pretrained(run)
+    assert rope_ext.describe(model).method == "rerope"
+    assert torch.isfinite(model(ids).logits).all()
+
+
+def test_documents_stay_apart_with_a_cache_asked_for(
+    checkpoint: Path, texts: Path, tmp_path: Path
+) -> None:
+    """With a cache, transformers would let them see each other without a word."""
+    more = {"length": 256, "pose_chunks": 0, "document_masking": True, "max_steps": 1}
+    for name, cache in (("with", True), ("without", False)):
+        finetune.main(arguments(checkpoint, texts, tmp_path / name, use_cache=cache, **more))
+    assert history(tmp_path / "with" / "checkpoint-1") == history(
+        tmp_path / "without" / "checkpoint-1"
+    )
+
+
+def test_a_stream_is_resumed_where_it_stood(checkpoint: Path, texts: Path, tmp_path: Path) -> None:
+    run, killed = tmp_path / "run", tmp_path / "killed"
+    more = {"streaming": True, "max_steps": 4, "save_steps": 2}
+    finetune.main(arguments(checkpoint, texts, run, **more))
+    shutil.copytree(run, killed, ignore=shutil.ignore_patterns("checkpoint-4"))
+    words = [*arguments(checkpoint, texts, killed, **more), "--resume_from_checkpoint", "true"]
+    finetune.main(words)
+    assert history(killed / "checkpoint-4") == history(run / "checkpoint-4")
+
+
+def test_a_run_that_is_over_is_not_trained_on(
+    checkpoint: Path, texts: Path, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    """Killed between its last checkpoint and its final save, or not killed at all."""
+    run = tmp_path / "run"
+    words = [*arguments(checkpoint, texts, run), "--resume_from_checkpoint", "true"]
+    finetune.main(words[:-2])
+    request.getfixturevalue("weights")  # must not be loaded from here on
+    assert len(history(run / "checkpoint-2")) == 2
+    final = {file.name: file.read_bytes() for file in run.iterdir() if file.is_file()}
+    when = (run / "adapter_model.safetensors").stat().st_mtime_ns
+    finetune.main(words)
+    assert (run / "adapter_model.safetensors").stat().st_mtime_ns == when
+    for name in final.keys() - {"recipe.json"}:
+        (run / name).unlink()
+    (run / "adapter_model.safetensors").write_bytes(final["adapter_model.safetensors"][:100])
+    finetune.main(words)
+    assert {file.name: file.read_bytes() for file in run.iterdir() if file.is_file()} == final
+    assert [file.name for file in run.iterdir() if file.is_dir()] == ["checkpoint-2"]
+
+
+def test_checkpoints_that_are_not_whole_are_passed_over(
+    checkpoint: Path, texts: Path, tmp_path: Path
+) -> None:
+    run = tmp_path / "run"
+    words = arguments(checkpoint, texts, run, max_steps=5, save_steps=1)
+    recipe, args = finetune.parse([*words, "--resume_from_checkpoint", "true"])
+    finetune.main(words)
+    for wrong in ("checkpoint-abc", "checkpoint-", "checkpoint-1-2", "checkpoint-99"):
+        (run / wrong).mkdir()
+    (run / "checkpoint-5" / "trainer_state.json").write_text('{"global')
+    weights = run / "checkpoint-4" / "adapter_model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1])
+    (run / "checkpoint-3" / "rng_state.pth").unlink()
+    settings.check_output(recipe, args)
+    assert Path(args.resume_from_checkpoint).name == "checkpoint-2"
+    for wrong in ("checkpoint-3", "checkpoint-4", "checkpoint-5", "checkpoint-abc"):
+        args.resume_from_checkpoint = str(run / wrong)
+        with pytest.raises(OptionError, match=f"no checkpoint to go on from .*{wrong}"):
+            settings.check_output(recipe, args)
+    (run / "recipe.json").write_text("{")
+    args.resume_from_checkpoint = "true"
+    with pytest.raises(OptionError, match=r"recipe\.json cannot be read.*another --output_dir"):
+        settings.check_output(recipe, args)
+
+
+def test_a_run_killed_in_its_first_checkpoint_begins_again(
+    checkpoint: Path, texts: Path, tmp_path: Path
+) -> None:
+    run = tmp_path / "run"
+    (run / "checkpoint-2").mkdir(parents=True)
+    (run / "checkpoint-2" / "adapter_model.safetensors").write_bytes(b"begun")
+    words = [*arguments(checkpoint, texts, run), "--resume_from_checkpoint", "true"]
+    finetune.main(words)
+    assert len(history(run / "checkpoint-2")) == 2
+    assert isinstance(rope_ext.from_pretrained(run), peft.PeftModel)
+
+
+def test_a_checkpoint_that_is_written_again_is_not_whole_meanwhile(
+    checkpoint: Path, texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = tmp_path / "run"
+    words = arguments(checkpoint, texts, run, save_steps=1)
+    finetune.main(words)
+    words += ["--resume_from_checkpoint", str(run / "checkpoint-1")]
+    state = run / "checkpoint-2" / "trainer_state.json"
+
+    def save(self: transformers.Trainer, *args: object) -> None:
+        assert not state.exists()
+        raise KeyboardInterrupt
+
+    assert state.exists()
+    monkeypatch.setattr(transformers.Trainer, "save_model", save)
+    with pytest.raises(KeyboardInterrupt):
+        finetune.main(words)
+    assert not state.exists()
+
+
+def test_a_run_that_diverges_stops_and_keeps_what_was_good(
+    checkpoint: Path, texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = tmp_path / "run"
+    words = arguments(checkpoint, texts, run, max_steps=6, save_steps=1, learning_rate=1e30)
+    with pytest.raises(finetune.DivergedError, match=r"the loss is nan after .*--learning_rate"):
+        finetune.main(words)
+    saved = sorted(run.glob("checkpoint-*/adapter_model.safetensors"))
+    assert saved
+    for file in saved:
+        assert all(torch.isfinite(weight).all() for weight in load_file(file).values())
+    assert not (run / "adapter_model.safetensors").exists()
+
+    class Broken(transformers.TrainerCallback):
+        def on_step_end(
+            self, args: object, state: object, control: object, model: torch.nn.Module, **_: object
+        ) -> None:
+            next(p for p in model.parameters() if p.requires_grad).data[0, 0] = float("nan")
+
+    made = finetune.LongTrainer.__init__
+
+    def broken(self: finetune.LongTrainer, *args: object, **kwargs: object) -> None:
+        made(self, *args, **kwargs)
+        self.add_callback(Broken())
+
+    monkeypatch.setattr(finetune.LongTrainer, "__init__", broken)
+    last = tmp_path / "last"
+    with pytest.raises(finetune.DivergedError, match="weights are not finite after 1 steps"):
+        finetune.main(arguments(checkpoint, texts, last, max_steps=1))
+    assert not list(last.rglob("*.safetensors"))
+
+
+def test_a_wrong_merge_is_told(checkpoint: Path, texts: Path, tmp_path: Path) -> None:
+    found, expected = torch.ones(3), torch.tensor([1.0, 1.0, 2.0])
+    assert merge.difference(expected, expected, 0.0, "logits") == 0
+    for wrong in (found, found * float("nan")):
+        with pytest.raises(MeasureError, match="do not use them"):
+            merge.difference(wrong, expected, 0.1, "logits")
+
+
+def test_what_cannot_be_merged_is_told_first(
+    checkpoint: Path, texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, base = tmp_path / "run", shutil.copytree(checkpoint, tmp_path / "base")
+    finetune.main(arguments(base, texts, run, method="none"))
+    for file in run.glob("tokenizer*"):
+        file.unlink()
+    merge.merge(run, tmp_path / "merged", "float32")  # with that of the base
+    assert AutoTokenizer.from_pretrained(tmp_path / "merged").eos_token == "</s>"
+    (base / "config.json").rename(base / "away")
+    with pytest.raises(OptionError, match="cannot be put on its base"):
+        merge.merge(run, tmp_path / "more", "float32")
+    monkeypatch.setattr(merge, "load", lambda adapter: pytest.fail("the weights were loaded"))
+    (base / "away").rename(base / "config.json")
+    with pytest.raises(OptionError, match=r"cannot be made .*--output another folder"):
+        merge.merge(run, texts / "below a file", "float32")
+    for file in base.glob("tokenizer*"):
+        file.unlink()
+    with pytest.raises(OptionError, match=r"neither .* nor its base .* has a tokenizer; copy"):
+        merge.merge(run, tmp_path / "none", "float32")
+    for broken in ("{", "[3]", ""):
+        (run / "adapter_config.json").write_text(broken)
+        with pytest.raises(OptionError, match=r"adapter_config\.json cannot be read"):
+            merge.merge(run, tmp_path / "none", "float32")
+    with pytest.raises(OptionError, match="/nonexistent holds no adapter"):
+        merge.merge(Path("/nonexistent"), tmp_path / "none", "float32")
+    assert not (tmp_path / "none").exists()
+
+
+def start(words: list[str], cache: Path) -> subprocess.Popen[bytes]:
+    environment = os.environ | {
+        "HF_DATASETS_CACHE": str(cache),
+        "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path]),
+    }
+    command = [sys.executable, "recipes/finetune.py", *words]
+    return subprocess.Popen(command, cwd=ROOT, env=environment, stderr=subprocess.PIPE)
+
+
+def history(folder: Path) -> list[tuple[int, float, float]]:
+    state = json.loads((folder / "trainer_state.json").read_text())
+    return [(e["step"], e["loss"], e["grad_norm"]) for e in state["log_history"] if "loss" in e]
+
+
+@pytest.mark.slow
+def test_a_killed_run_goes_on_as_if_nothing_had_happened(
+    checkpoint: Path, texts: Path, tmp_path: Path
+) -> None:
+    """Dropout, epochs of 8 steps, and PoSE positions that are new in each of them."""
+    more = {"max_steps": 40, "save_steps": 4, "lora_dropout": 0.1}
+    more |= {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2}
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    process = start(arguments(checkpoint, texts, whole, **more), tmp_path / "cache")
+    assert process.wait() == 0, process.stderr.read().decode()
+    process = start(arguments(checkpoint, texts, killed, **more), tmp_path / "cache")
+    while process.poll() is None and not (killed / "checkpoint-16").exists():
+        time.sleep(0.002)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    assert not (killed / "checkpoint-40").exists()
+    words = [*arguments(checkpoint, texts, killed, **more), "--resume_from_checkpoint", "true"]
+    process = start(words, tmp_path / "cache")
+    assert process.wait() == 0, process.stderr.read().decode()
+    assert len(history(whole / "checkpoint-40")) == 40
+    assert history(killed / "checkpoint-40") == history(whole / "checkpoint-40")
+    weights = [load_file(run / "adapter_model.safetensors") for run in (whole, killed)]
+    assert weights[0].keys() == weights[1].keys()
+    assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
+    assert isinstance(rope_ext.from_pretrained(killed), peft.PeftModel)

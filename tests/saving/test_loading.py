@@ -1,0 +1,195 @@
+"""Folders that hold no model, no adapter or a broken one, and records that ask for too much."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from peft import LoraConfig, get_peft_model
+from transformers import AutoModelForCausalLM
+
+import rope_ext
+from tests.families.checks import changed, snapshot
+from tests.helpers.models import tiny_llama
+
+
+@pytest.fixture(autouse=True)
+def _offline(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A base and an adapter that was trained on it under rerope."""
+    root = tmp_path_factory.mktemp("folders")
+    tiny_llama().save_pretrained(root / "base")
+    model = rope_ext.patch(AutoModelForCausalLM.from_pretrained(root / "base"), "rerope", factor=4)
+    model = get_peft_model(model, LoraConfig(r=2, target_modules=["q_proj", "v_proj"]))
+    model.save_pretrained(root / "adapter")
+    rope_ext.save_sidecar(model, root / "adapter")
+    return root
+
+
+def edit(path: Path, **values: Any) -> None:
+    path.write_text(json.dumps(json.loads(path.read_text()) | values))
+
+
+def halve(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+
+
+# --- models --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("path", ["/nonexistent", "./nowhere", "no/such/folder", "a b", "", None])
+def test_a_path_that_is_no_folder_is_called_that(path: Any) -> None:
+    patched = rope_ext.patch(tiny_llama(), "rerope", factor=4)
+    for load in (rope_ext.from_pretrained, lambda path: rope_ext.load_adapter(patched, path)):
+        with pytest.raises(rope_ext.LoadError, match=r"no folder.*Hub") as error:
+            load(path)
+        assert "Repo id" not in str(error.value) and isinstance(error.value, OSError)
+
+
+def test_a_file_and_an_unknown_id_are_told_apart_from_folders(tmp_path) -> None:
+    (tmp_path / "file").write_text("x")
+    with pytest.raises(rope_ext.LoadError, match="is a file, not a folder"):
+        rope_ext.from_pretrained(tmp_path / "file")
+    with pytest.raises(rope_ext.LoadError, match=r"'nosuchmodel' .* no folder of that name"):
+        rope_ext.from_pretrained("nosuchmodel")
+
+
+BROKEN_MODELS: dict[str, tuple[Callable[[Path], Any], str]] = {
+    "empty": (lambda d: [path.unlink() for path in d.iterdir()], "configuration"),
+    "no JSON": (lambda d: (d / "config.json").write_text("{"), "configuration"),
+    "a list": (lambda d: (d / "config.json").write_text("[]"), "configuration"),
+    "bytes": (lambda d: (d / "config.json").write_bytes(b"\xff\xfe"), "configuration"),
+    "nested": (lambda d: (d / "config.json").write_text("[" * 99999), "configuration"),
+    "other things": (lambda d: (d / "config.json").write_text('{"a": 1}'), "configuration"),
+    "unknown type": (lambda d: edit(d / "config.json", model_type="nope"), "configuration"),
+    "wrong kinds": (lambda d: edit(d / "config.json", hidden_size="x"), "hidden_size"),
+    "other sizes": (lambda d: edit(d / "config.json", intermediate_size=7), "weights"),
+    "no weights": (lambda d: (d / "model.safetensors").unlink(), "weights"),
+    "half of them": (lambda d: halve(d / "model.safetensors"), "weights"),
+    "no bytes": (lambda d: (d / "model.safetensors").write_bytes(b""), "weights"),
+}
+
+
+@pytest.mark.parametrize("kind", BROKEN_MODELS)
+def test_a_folder_without_a_whole_model_is_refused_by_name(tmp_path, folders, kind: str) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(folders / "base", folder)
+    spoil, said = BROKEN_MODELS[kind]
+    spoil(folder)
+    with pytest.raises(rope_ext.LoadError, match=said) as error:
+        rope_ext.from_pretrained(folder)
+    assert str(folder) in str(error.value) and "give a folder" in str(error.value)
+    with pytest.raises(rope_ext.AdapterError, match=r"base model .* cannot be loaded.*base="):
+        rope_ext.from_pretrained(folders / "adapter", base=folder)
+
+
+# --- adapters ------------------------------------------------------------------------------------
+
+CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+BROKEN_ADAPTERS: dict[str, Callable[[Path], Any]] = {
+    "no JSON": lambda d: (d / CONFIG).write_text("{"),
+    "a list": lambda d: (d / CONFIG).write_text("[]"),
+    "nested": lambda d: (d / CONFIG).write_text("[" * 99999),
+    "no type": lambda d: edit(d / CONFIG, peft_type=None),
+    "unknown type": lambda d: edit(d / CONFIG, peft_type="NOPE"),
+    "a task of two": lambda d: edit(d / CONFIG, task_type=["CAUSAL_LM"]),
+    "a rank in words": lambda d: edit(d / CONFIG, r="two"),
+    "another rank": lambda d: edit(d / CONFIG, r=7),
+    "other modules": lambda d: edit(d / CONFIG, target_modules=["zzz"]),
+    "half the weights": lambda d: halve(d / WEIGHTS),
+    "no weights": lambda d: (d / WEIGHTS).unlink(),
+}
+
+
+@pytest.mark.parametrize("kind", BROKEN_ADAPTERS)
+def test_a_broken_adapter_is_refused_and_the_model_left_alone(tmp_path, folders, kind) -> None:
+    folder = tmp_path / "adapter"
+    shutil.copytree(folders / "adapter", folder)
+    BROKEN_ADAPTERS[kind](folder)
+    base = AutoModelForCausalLM.from_pretrained(folders / "base")
+    before = snapshot(base)
+    trained = [parameter.requires_grad for parameter in base.parameters()]
+    model = rope_ext.patch(base, "rerope", factor=4)
+    with pytest.raises(rope_ext.AdapterError, match=r"PeftModel\.save_pretrained"):
+        rope_ext.load_adapter(model, folder)
+    assert changed(before, snapshot(rope_ext.unpatch(model))) == set()
+    assert [parameter.requires_grad for parameter in model.parameters()] == trained
+    with pytest.raises(rope_ext.AdapterError, match=r"PeftModel\.save_pretrained"):
+        rope_ext.from_pretrained(folder)
+    rope_ext.load_adapter(rope_ext.patch(model, "rerope", factor=4), folders / "adapter")
+
+
+@pytest.mark.parametrize("base", [3, ["a"], "/nonexistent"])
+def test_a_base_that_is_no_model_is_named(tmp_path, folders, base: Any) -> None:
+    shutil.copytree(folders / "adapter", tmp_path / "adapter")
+    edit(tmp_path / "adapter" / CONFIG, base_model_name_or_path=base)
+    with pytest.raises(rope_ext.AdapterError, match=str(base).strip("[]'")):
+        rope_ext.from_pretrained(tmp_path / "adapter")
+
+
+@pytest.mark.parametrize("cls", ["os", "pipeline", "Trainer", "AutoTokenizer", "LlamaConfig"])
+def test_only_a_model_class_is_taken_from_an_adapter(tmp_path, folders, cls: str) -> None:
+    shutil.copytree(folders / "adapter", tmp_path / "adapter")
+    edit(tmp_path / "adapter" / CONFIG, auto_mapping={"base_model_class": cls})
+    model = rope_ext.from_pretrained(tmp_path / "adapter")
+    assert type(model.get_base_model()).__name__ == "LlamaForCausalLM"
+
+
+def test_a_sidecar_that_cannot_be_written_or_read_says_so(tmp_path, folders) -> None:
+    model = rope_ext.patch(tiny_llama(), "rerope", factor=4)
+    (tmp_path / "file").write_text("x")
+    with pytest.raises(rope_ext.AdapterError, match=r"cannot write .*file"):
+        rope_ext.save_sidecar(model, tmp_path / "file")
+    shutil.copytree(folders / "adapter", tmp_path / "adapter")
+    for text in ("[" * 99999, "\udcff".join("{}")):
+        path = tmp_path / "adapter" / "rope_ext.json"
+        path.write_bytes(text.encode("utf-8", "surrogateescape"))
+        with pytest.raises(rope_ext.RecordError, match="is not JSON"):
+            rope_ext.load_adapter(model, tmp_path / "adapter")
+
+
+# --- records -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"_name_or_path": "/elsewhere"}, "no patch writes '_name_or_path'"),
+        ({"auto_map": {"AutoModelForCausalLM": "code.Model"}}, "no patch writes 'auto_map'"),
+        ({"num_hidden_layers": 1}, "no patch writes 'num_hidden_layers'"),
+        ({"architectures": None}, "no patch writes 'architectures'"),
+        ({"__class__": 3}, "no patch writes '__class__'"),
+        ({"rope_parameters": "default"}, "rope_parameters='default'"),
+        ({"max_position_embeddings": "long"}, "max_position_embeddings='long'"),
+        ({"max_position_embeddings": True}, "max_position_embeddings=True"),
+    ],
+)
+def test_a_record_sets_only_what_a_patch_writes(tmp_path, config: dict, message: str) -> None:
+    rope_ext.patch(tiny_llama(), "rerope", factor=4).save_pretrained(tmp_path)
+    saved = json.loads((tmp_path / "config.json").read_text())
+    assert set(saved["rope_ext"]["config"]) <= {
+        *("rope_parameters", "max_position_embeddings", "original_max_position_embeddings"),
+        *("rope_ext", "experts_implementation"),
+    }
+    saved["rope_ext"]["config"] |= config
+    (tmp_path / "config.json").write_text(json.dumps(saved))
+    with pytest.raises(rope_ext.RecordError, match=message):
+        rope_ext.from_pretrained(tmp_path)
+
+
+@pytest.mark.parametrize("values", [{"trained_length": 10**30}, {"target_length": 0}])
+def test_a_record_of_impossible_lengths_is_refused(tmp_path, values: dict[str, int]) -> None:
+    rope_ext.patch(tiny_llama(), "rerope", factor=4).save_pretrained(tmp_path)
+    saved = json.loads((tmp_path / "config.json").read_text())
+    saved["rope_ext"] |= values
+    (tmp_path / "config.json").write_text(json.dumps(saved))
+    with pytest.raises(rope_ext.RecordError, match="is not a number of tokens"):
+        rope_ext.from_pretrained(tmp_path)

@@ -1,0 +1,880 @@
+"""What is saved under a patch comes back under it: models, adapters, and what is refused."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import json
+import os
+import pickle
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import huggingface_hub
+import pytest
+import torch
+import transformers
+from peft import LoraConfig, PeftModel, get_peft_model
+from transformers import (
+    AutoConfig,
+    AutoModel,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    CLIPVisionConfig,
+    LlamaConfig,
+    LlamaForSequenceClassification,
+    LlamaModel,
+    LlavaConfig,
+    LlavaForConditionalGeneration,
+    Phi3Config,
+    Trainer,
+    TrainerCallback,
+)
+from transformers import TrainingArguments as Arguments
+
+import rope_ext
+from rope_ext.measure.systems import checked_methods
+from rope_ext.methods import build_method
+from rope_ext.patching import current_patch
+from rope_ext.record import ARGUMENTS, Record
+from rope_ext.saving import configuration
+from tests.families.checks import changed, snapshot
+from tests.families.zoo import tiny_model
+from tests.helpers.models import LENGTH, tiny_llama
+
+CURE = r"load with rope_ext\.from_pretrained"
+TABLE = [1.0 + 0.5 * i for i in range(8)]
+FLAT = [1.0] * 8
+PATCHES: dict[str, tuple[str | rope_ext.FrequencyMethod, dict[str, Any]]] = {
+    "yarn": ("yarn", {"beta_fast": 16, "truncate": False}),
+    "yarn precise": ("yarn", {"precise": True}),
+    "dynamic_yarn": ("dynamic_yarn", {}),
+    "ntk": ("ntk", {}),
+    "dynamic_ntk": ("dynamic_ntk", {"alpha": "ratio"}),
+    "dynamic_ntk fixed": ("dynamic_ntk", {"length": 100}),
+    "dynamic_ntk growing": ("dynamic_ntk", {"mode": "growing"}),
+    "pi": ("pi", {"original_max_position_embeddings": 32}),
+    "ntk_by_parts": ("ntk_by_parts", {}),
+    "llama3": ("llama3", {}),
+    "longrope": ("longrope", {"long_factor": TABLE}),
+    "longrope short": ("longrope", {"long_factor": TABLE, "short_factor": FLAT}),
+    "abf": ("abf", {"base": 5e5}),
+    "base_truncation": ("base_truncation", {}),
+    "resonance": ("resonance", {"on": rope_ext.YaRN(factor=4, beta_fast=16.0)}),
+    "resonance precise": ("resonance", {"on": "pi", "precise": True}),
+    "p_rope": ("p_rope", {"p": 0.5}),
+    "rerope": ("rerope", {"window": 20, "log_n": False, "kernel": "reference"}),
+    "rerope on ntk": ("rerope", {"frequency": rope_ext.NTK(factor=2)}),
+    "rerope by hand": ("rerope", {"original_max_position_embeddings": 32}),
+    "leaky_rerope": ("leaky_rerope", {}),
+    "self_extend": ("self_extend", {"group": 8}),
+    "dual_chunk": ("dual_chunk", {}),
+    "string": ("string", {"factor": 1.5}),
+    "lm_infinite": ("lm_infinite", {"sinks": 4}),
+}
+
+
+def patched(model: Any, case: str) -> Any:
+    name, options = PATCHES[case]
+    return rope_ext.patch(model, name, **{"factor": 4, **options})
+
+
+def logits(model: torch.nn.Module, ids: torch.Tensor) -> torch.Tensor:
+    with torch.no_grad():
+        return model(ids).logits
+
+
+def written(model: Any, ids: torch.Tensor) -> list[int]:
+    """What the model says with a cache, step by step."""
+    return model.generate(input_ids=ids[:1, :60], max_new_tokens=8, do_sample=False)[0].tolist()
+
+
+def config_of(model: Any) -> dict[str, Any]:
+    return {k: v for k, v in model.config.to_dict().items() if k != "_name_or_path"}
+
+
+def disarm(directory: Path, **of_record: Any) -> None:
+    """Let plain transformers load what was saved under a patch that it cannot build."""
+    path = directory / "config.json"
+    config = json.loads(path.read_text())
+    config["rope_parameters"]["rope_type"] = "default"
+    config["rope_ext"] |= of_record
+    path.write_text(json.dumps(config))
+
+
+@pytest.fixture
+def base(tmp_path: Path) -> Path:
+    """The unpatched model on disk."""
+    tiny_llama().save_pretrained(tmp_path / "base")
+    return tmp_path / "base"
+
+
+# --- models ------------------------------------------------------------------------------------
+
+
+def test_every_method_is_among_the_cases() -> None:
+    assert {info.name for info in rope_ext.methods()} == {name for name, _ in PATCHES.values()}
+
+
+@pytest.mark.parametrize("case", PATCHES)
+def test_a_saved_model_comes_back_with_its_patch(tmp_path, ids, base: Path, case: str) -> None:
+    model = patched(AutoModelForCausalLM.from_pretrained(base), case)
+    model.save_pretrained(tmp_path / "saved")
+    again = rope_ext.from_pretrained(tmp_path / "saved")
+    assert torch.equal(logits(again, ids), logits(model, ids))
+    assert written(again, ids) == written(model, ids)
+    assert config_of(again) == config_of(model)
+    if current_patch(model).record.plain:
+        plain = AutoModelForCausalLM.from_pretrained(tmp_path / "saved")
+        assert current_patch(again) is None and config_of(again) == config_of(plain)
+        assert torch.equal(logits(plain, ids), logits(model, ids))
+        return
+    if not current_patch(model).native:
+        with pytest.raises(KeyError, match=CURE):
+            AutoModelForCausalLM.from_pretrained(tmp_path / "saved")
+    assert str(rope_ext.describe(again)) == str(rope_ext.describe(model))
+    true = AutoModelForCausalLM.from_pretrained(base)
+    rope_ext.unpatch(again)
+    assert config_of(again) == config_of(true)
+    for name, buffer in true.named_buffers():
+        assert torch.equal(again.get_buffer(name), buffer)
+    assert again.model.rotary_emb.max_seq_len_cached == true.model.rotary_emb.max_seq_len_cached
+    assert torch.equal(logits(again, ids), logits(true, ids))
+
+
+@pytest.mark.parametrize(
+    ("family", "method", "options"),
+    [
+        ("gemma2", "yarn", {"sliding_layers": "keep"}),
+        ("gemma2", "rerope", {"sliding_layers": "scale"}),
+        ("gemma3_text", "dynamic_yarn", {}),
+        ("gemma3_text", "rerope", {"frequency": rope_ext.PI(factor=2)}),
+        ("gemma3_text", "yarn", {}),
+        ("gpt_neox", "rerope", {}),
+    ],
+)
+def test_other_families_come_back(tmp_path, ids, family: str, method: str, options) -> None:
+    model = rope_ext.patch(tiny_model(family), method, factor=4, **options)
+    model.save_pretrained(tmp_path)
+    again = rope_ext.from_pretrained(tmp_path)
+    assert torch.equal(logits(again, ids), logits(model, ids))
+
+
+def test_a_patch_on_a_scaled_checkpoint_comes_back(tmp_path, ids) -> None:
+    rope_ext.patch(tiny_llama(), "llama3", factor=2).save_pretrained(tmp_path / "llama3")
+    scaled = rope_ext.from_pretrained(tmp_path / "llama3")
+    said, before = logits(scaled, ids), config_of(scaled)
+    rope_ext.patch(scaled, "dual_chunk", factor=2, frequency=rope_ext.PI(factor=2), compose=True)
+    scaled.save_pretrained(tmp_path / "both")
+    again = rope_ext.from_pretrained(tmp_path / "both")
+    assert torch.equal(logits(again, ids), logits(scaled, ids))
+    assert not torch.equal(logits(again, ids), said)
+    rope_ext.unpatch(again)
+    assert torch.equal(logits(again, ids), said) and config_of(again) == before
+
+
+def test_options_of_loading_reach_transformers(tmp_path) -> None:
+    patched(tiny_llama(), "rerope").save_pretrained(tmp_path)
+    again = rope_ext.from_pretrained(tmp_path, dtype=torch.float64, device_map="cpu")
+    assert again.dtype == torch.float64 and current_patch(again).method.name == "rerope"
+    config = AutoConfig.from_pretrained(tmp_path, attention_bias=True)
+    again = rope_ext.from_pretrained(tmp_path, config=config)
+    assert again.config.attention_bias and current_patch(again).method.name == "rerope"
+    assert config.max_position_embeddings == 4 * LENGTH  # the one given is left alone
+    again = rope_ext.from_pretrained(tmp_path, use_cache=False, config=str(tmp_path))
+    assert again.config.use_cache is False and current_patch(again).method.name == "rerope"
+    again, info = rope_ext.from_pretrained(tmp_path, output_loading_info=True)
+    assert not info["missing_keys"] and current_patch(again).method.name == "rerope"
+    with pytest.raises(rope_ext.RecordError, match=r"64 -> 256 tokens.*gives.* 99 -> 396 tokens"):
+        rope_ext.from_pretrained(tmp_path, max_position_embeddings=99)
+
+
+def as_shards(model: Any, folder: Path) -> dict[str, Any]:
+    model.save_pretrained(folder, max_shard_size="40KB")
+    assert len(list(folder.glob("*.safetensors"))) > 2
+    return {}
+
+
+def as_pickles(model: Any, folder: Path) -> dict[str, Any]:
+    model.save_pretrained(folder)
+    (folder / "model.safetensors").unlink()
+    torch.save(model.state_dict(), folder / "pytorch_model.bin")
+    return {"use_safetensors": False}
+
+
+def as_subfolder(model: Any, folder: Path) -> dict[str, Any]:
+    model.save_pretrained(folder / "step-3")
+    return {"subfolder": "step-3"}
+
+
+def as_snapshot(model: Any, folder: Path) -> dict[str, Any]:
+    """As huggingface_hub keeps what it has downloaded: links to files named by their content."""
+    model.save_pretrained(folder / "blobs")
+    for i, path in enumerate(sorted((folder / "blobs").iterdir())):
+        (folder / "snapshots").mkdir(exist_ok=True)
+        path.rename(folder / "blobs" / f"{i:040x}")
+        (folder / "snapshots" / path.name).symlink_to(Path("..", "blobs", f"{i:040x}"))
+    return {"subfolder": "snapshots"}
+
+
+@pytest.mark.parametrize("save_as", [as_shards, as_pickles, as_subfolder, as_snapshot])
+def test_layouts_on_disk(tmp_path, ids, save_as: Callable[[Any, Path], dict[str, Any]]) -> None:
+    model = patched(tiny_llama(tie_word_embeddings=True), "rerope")
+    model.generation_config.max_new_tokens = 7
+    options = save_as(model, tmp_path)
+    again = rope_ext.from_pretrained(tmp_path, **options)
+    assert torch.equal(logits(again, ids), logits(model, ids))
+    assert again.generation_config.max_new_tokens == 7
+    assert again.lm_head.weight is again.model.embed_tokens.weight
+    of_model = save_as(lora(model), tmp_path / "adapter") if save_as is as_subfolder else None
+    if of_model is not None:
+        rope_ext.save_sidecar(model, tmp_path / "adapter" / "step-3")
+        adapted = rope_ext.from_pretrained(
+            tmp_path / "adapter", base=tmp_path / "step-3", **of_model
+        )
+        assert isinstance(adapted, PeftModel)
+
+
+@pytest.mark.parametrize("case", ["yarn", "rerope"])
+@pytest.mark.parametrize("cls", [LlamaModel, LlamaForSequenceClassification])
+def test_other_heads_come_back(tmp_path, ids, cls: type, case: str) -> None:
+    torch.manual_seed(1)
+    model = patched(cls(tiny_llama().config).eval(), case)
+    model.save_pretrained(tmp_path)
+    again = rope_ext.from_pretrained(tmp_path)
+    assert type(again) is cls
+    with torch.no_grad():
+        assert torch.equal(again(ids)[0], model(ids)[0])
+
+
+@pytest.mark.parametrize("task", ["SEQ_CLS", None])
+def test_an_adapter_of_another_head_comes_back(tmp_path, ids, task: str | None) -> None:
+    LlamaForSequenceClassification(tiny_llama().config).save_pretrained(tmp_path / "base")
+    base = LlamaForSequenceClassification.from_pretrained(tmp_path / "base")
+    model = lora(patched(base, "rerope"), task_type=task)
+    save(model, tmp_path / "adapter")
+    again = rope_ext.from_pretrained(tmp_path / "adapter")
+    assert type(again.get_base_model()) is LlamaForSequenceClassification
+    assert torch.equal(logits(again, ids), logits(model, ids))
+
+
+def test_the_class_that_a_configuration_names_must_be_of_its_kind(tmp_path, ids) -> None:
+    model = patched(tiny_llama(), "rerope")
+    model.save_pretrained(tmp_path)
+    path = tmp_path / "config.json"
+    for names in (["MistralForCausalLM"], ["MyLlama"], ["pipeline"], None):
+        path.write_text(json.dumps(json.loads(path.read_text()) | {"architectures": names}))
+        again = rope_ext.from_pretrained(tmp_path)
+        assert type(again) is type(model) and torch.equal(logits(again, ids), logits(model, ids))
+
+
+def test_a_merged_adapter_comes_back(tmp_path, ids) -> None:
+    merged = lora(patched(tiny_llama(), "dual_chunk")).merge_and_unload()
+    merged.save_pretrained(tmp_path)
+    again = rope_ext.from_pretrained(tmp_path)
+    assert torch.equal(logits(again, ids), logits(merged, ids))
+
+
+def test_an_adapter_of_what_came_back_comes_back(tmp_path, ids) -> None:
+    patched(tiny_llama(), "rerope").save_pretrained(tmp_path / "whole")
+    model = lora(rope_ext.from_pretrained(tmp_path / "whole"))
+    save(model, tmp_path / "adapter")
+    again = rope_ext.from_pretrained(tmp_path / "adapter")
+    assert torch.equal(logits(again, ids), logits(model, ids))
+
+
+def test_bfloat16_comes_back(tmp_path, ids) -> None:
+    tiny_llama().save_pretrained(tmp_path / "base")
+    base = AutoModelForCausalLM.from_pretrained(tmp_path / "base", dtype=torch.bfloat16)
+    for case in ("yarn", "rerope", "dynamic_yarn"):
+        model = patched(copy.deepcopy(base), case)
+        model.save_pretrained(tmp_path / case)
+        again = rope_ext.from_pretrained(tmp_path / case)
+        assert again.dtype == torch.bfloat16
+        assert torch.equal(logits(again, ids), logits(model, ids))
+
+
+_ELSEWHERE = """
+import json, sys, torch, rope_ext
+for name, kwargs in json.loads(sys.argv[2]):
+    model = rope_ext.from_pretrained(name, **kwargs)
+    with torch.no_grad():
+        said = model(torch.load(sys.argv[1] + "/ids.pt")).logits
+    torch.save(said, sys.argv[1] + "/" + name.split("/")[-1] + ".pt")
+"""
+
+
+@pytest.mark.slow
+def test_models_and_adapters_come_back_in_another_process(tmp_path, ids, base: Path) -> None:
+    """Some from folders, and some from the cache of the Hub, without a network."""
+    hub = tmp_path / "home" / "hub"
+    expected, calls = {}, []
+
+    def to_hub(folder: Path) -> str:
+        commit, repository = "a" * 40, hub / f"models--org--{folder.name}"
+        (repository / "refs").mkdir(parents=True)
+        (repository / "refs" / "main").write_text(commit)
+        shutil.copytree(folder, repository / "snapshots" / commit)
+        return f"org/{folder.name}"
+
+    for case in ("yarn", "dynamic_yarn", "rerope on ntk"):
+        model = patched(AutoModelForCausalLM.from_pretrained(base), case)
+        expected[case] = logits(model, ids)
+        model.save_pretrained(tmp_path / case, max_shard_size="100KB")
+        calls.append((str(tmp_path / case), {}))
+        model = lora(model)
+        expected[f"{case} adapter"] = logits(model, ids)
+        save(model, tmp_path / f"{case} adapter")
+        calls.append((str(tmp_path / f"{case} adapter"), {}))
+    for case in ("string", "llama3"):
+        model = patched(AutoModelForCausalLM.from_pretrained(base), case)
+        expected[case] = logits(model, ids)
+        model.save_pretrained(tmp_path / case)
+        calls.append((to_hub(tmp_path / case), {}))
+        model = lora(model)
+        expected[f"{case}-adapter"] = logits(model, ids)
+        save(model, tmp_path / f"{case}-adapter")
+        named = tmp_path / f"{case}-adapter" / "adapter_config.json"
+        named.write_text(named.read_text().replace(str(base), "org/base"))
+        calls.append((to_hub(tmp_path / f"{case}-adapter"), {}))
+    to_hub(base)
+    torch.save(ids, tmp_path / "ids.pt")
+    command = [sys.executable, "-c", _ELSEWHERE, str(tmp_path), json.dumps(calls)]
+    offline = {"HF_HOME": str(tmp_path / "home"), "HF_HUB_OFFLINE": "1"}
+    subprocess.run(command, check=True, env={**os.environ, **offline})
+    for name, said in expected.items():
+        assert torch.equal(torch.load(tmp_path / f"{name}.pt"), said), name
+
+
+# --- the record --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("case", PATCHES)
+def test_a_record_gives_back_the_arguments_of_patch(case: str) -> None:
+    name, options = PATCHES[case]
+    record = current_patch(patched(tiny_llama(), case)).record
+    again = Record.from_json(json.loads(json.dumps(record.to_json())), "here")
+    assert again == record
+    of_patch = {k: v for k, v in options.items() if k in ARGUMENTS}
+    assert again.arguments == {**ARGUMENTS, **of_patch}
+    of_method = {k: v for k, v in options.items() if k not in ARGUMENTS}
+    assert again.method == build_method(name, **{"factor": 4, **of_method})
+    assert again.target_length == rope_ext.describe(patched(tiny_llama(), case)).target_length
+
+
+def test_the_arguments_of_a_record_are_those_of_patch() -> None:
+    parameters = inspect.signature(rope_ext.patch).parameters
+    left_out = {"model", "method", "replace", "tokenizer", "options"}
+    assert {k: v.default for k, v in parameters.items() if k not in left_out} == dict(ARGUMENTS)
+
+
+def test_the_call_in_messages_makes_the_patch(model) -> None:
+    given = {"frequency": rope_ext.NTK(factor=2), "sliding_layers": "scale"}
+    rope_ext.patch(model, "rerope", factor=8, window=20, **given)
+    call = current_patch(model).record.call()
+    assert call == (
+        "rope_ext.patch(model, 'rerope', factor=8, window=20, frequency=rope_ext.NTK(factor=2), "
+        "sliding_layers='scale')"
+    )
+    other = tiny_llama()
+    eval(call, {"rope_ext": rope_ext, "model": other})
+    assert current_patch(other).record == current_patch(model).record
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"version": 2}, "install a newer rope_ext"),
+        ({"version": None}, "its version is None"),
+        ({"method": {"name": "yarm", "factor": 4}}, "did you mean 'yarn'"),
+        ({"method": {"name": "rerope", "factor": 4, "windows": 3}}, "no option 'windows'"),
+        ({"method": {"factor": 4}}, "'name' is missing"),
+        ({"method": 3}, "cannot be read"),
+        ({"arguments": {"kernel": "auto"}}, "its arguments are"),
+        ({"trained_length": "64"}, "trained_length='64' is not a number of tokens"),
+        ({"plain": None}, "plain=None is not True or False"),
+        ({"native": 1}, "native=1 is not True or False"),
+    ],
+)
+def test_records_that_cannot_be_read_say_what_to_do(tmp_path, change, message) -> None:
+    patched(tiny_llama(), "rerope").save_pretrained(tmp_path)
+    disarm(tmp_path, **change)
+    with pytest.raises(rope_ext.RecordError, match=message):
+        rope_ext.from_pretrained(tmp_path)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path)
+    with pytest.raises(rope_ext.RecordError, match=message):
+        rope_ext.patch(model, "pi", factor=2)
+    rope_ext.patch(model, "pi", factor=2, original_max_position_embeddings=LENGTH)
+    assert model.config.max_position_embeddings == 2 * LENGTH
+    assert not hasattr(model.config, "rope_ext")
+
+
+@pytest.mark.parametrize("record", [None, {"config": {}}, {"plain": True}])
+def test_a_record_that_leads_nowhere_is_told(tmp_path, record: dict[str, Any] | None) -> None:
+    patched(tiny_llama(), "rerope").save_pretrained(tmp_path)
+    path = tmp_path / "config.json"
+    config = json.loads(path.read_text())
+    config["rope_ext"] = None if record is None else config["rope_ext"] | record
+    path.write_text(json.dumps(config))
+    with pytest.raises(rope_ext.RecordError, match="load the model that it was made from"):
+        rope_ext.from_pretrained(tmp_path)
+
+
+def test_a_default_that_changes_between_versions_is_noticed(tmp_path) -> None:
+    patched(tiny_llama(), "leaky_rerope").save_pretrained(tmp_path)
+    path = tmp_path / "config.json"
+    config = json.loads(path.read_text())
+    config["rope_ext"]["resolved"]["window"] += 1
+    path.write_text(json.dumps(config))
+    with pytest.raises(rope_ext.RecordError, match="here the same call gives"):
+        rope_ext.from_pretrained(tmp_path)
+
+
+def test_plainly_loaded_the_record_tells_the_trained_length(tmp_path, ids) -> None:
+    patched(tiny_llama(), "rerope").save_pretrained(tmp_path)
+    disarm(tmp_path)
+    again = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert again.config.max_position_embeddings == 4 * LENGTH
+    description = rope_ext.describe(again)
+    assert description.length == LENGTH and description.method is None
+    assert "rope_ext.patch(model, 'rerope', factor=4" in str(description)
+    before = snapshot(again)
+    rope_ext.patch(again, "dynamic_yarn", factor=2)
+    assert rope_ext.describe(again).target_length == 2 * LENGTH
+    assert "saved under another patch ('rerope', factor=4" in str(rope_ext.describe(again))
+    right = rope_ext.patch(tiny_llama(), "dynamic_yarn", factor=2)
+    assert torch.equal(logits(again, ids), logits(right, ids))
+    again.save_pretrained(tmp_path / "second")
+    after = snapshot(rope_ext.unpatch(again))
+    assert changed(before, after) <= {"config:dtype"}  # saving turned that into a word
+    second = rope_ext.from_pretrained(tmp_path / "second")
+    assert torch.equal(logits(second, ids), logits(right, ids))
+    assert rope_ext.unpatch(second).config.max_position_embeddings == LENGTH
+
+
+def test_a_record_from_before_plain_transformers_was_refused_comes_back(tmp_path, ids) -> None:
+    model = patched(tiny_llama(), "rerope")
+    model.save_pretrained(tmp_path)
+    disarm(tmp_path)
+    path = tmp_path / "config.json"
+    config = json.loads(path.read_text())
+    del config["rope_ext"]["native"], config["rope_ext"]["config"]["rope_parameters"]
+    path.write_text(json.dumps(config))
+    again = rope_ext.from_pretrained(tmp_path)
+    assert torch.equal(logits(again, ids), logits(model, ids))
+    assert rope_ext.describe(AutoModelForCausalLM.from_pretrained(tmp_path)).length == LENGTH
+
+
+@pytest.mark.parametrize(
+    "family", ["gemma2", "gemma3_text", "gpt_neox", "phi3", "phi4_multimodal", "blt"]
+)
+def test_plain_transformers_refuses_what_it_cannot_build(
+    tmp_path, caplog, ids, family: str
+) -> None:
+    tiny_model(family).save_pretrained(tmp_path)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path)
+    model.save_pretrained(tmp_path)  # which notes dtype and class in the configuration
+    before = snapshot(model)
+    rope_ext.patch(model, "dynamic_yarn", factor=4, sliding_layers="scale")
+    assert "plain transformers refuses it" in caplog.text
+    model.save_pretrained(tmp_path)
+    loaders = AutoModel, AutoModelForCausalLM, type(model), type(model.get_decoder())
+    for cls in loaders:
+        with pytest.raises((KeyError, ValueError), match=CURE):
+            cls.from_pretrained(tmp_path)
+    again = rope_ext.from_pretrained(tmp_path)
+    assert torch.equal(logits(again, ids), logits(model, ids))
+    twin = pickle.loads(pickle.dumps(copy.deepcopy(model)))
+    assert str(rope_ext.describe(twin)) == str(rope_ext.describe(model))
+    after = snapshot(rope_ext.unpatch(model))
+    assert changed(before, after) <= {":_weight_conversions"}  # made anew by every saving
+    rope_ext.unpatch(again).save_pretrained(tmp_path / "again")
+    model.save_pretrained(tmp_path / "before")
+    configs = [tmp_path / name / "config.json" for name in ("again", "before")]
+    assert configs[0].read_text() == configs[1].read_text()
+
+
+@pytest.mark.parametrize("text", [LlamaConfig, Phi3Config])
+def test_a_language_model_that_sees_is_refused_and_comes_back(tmp_path, ids, text: type) -> None:
+    sizes = {
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+    }
+    special = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
+    config = text(vocab_size=129, max_position_embeddings=LENGTH, **sizes, **special)
+    config.original_max_position_embeddings = LENGTH  # of Phi-3
+    vision = CLIPVisionConfig(image_size=28, patch_size=14, **sizes)
+    config = LlavaConfig(text_config=config, vision_config=vision, image_token_index=128)
+    unpatched = copy.deepcopy(config.text_config.rope_parameters)
+    model = LlavaForConditionalGeneration(config).eval()
+    rope_ext.patch(model, "rerope", factor=4)
+    model.save_pretrained(tmp_path)
+    for cls in (LlavaForConditionalGeneration, AutoModelForImageTextToText, AutoModel):
+        with pytest.raises((KeyError, ValueError), match=CURE):
+            cls.from_pretrained(tmp_path)
+    again = rope_ext.from_pretrained(tmp_path)
+    assert torch.equal(logits(again, ids), logits(model, ids))
+    for one in (model, again):
+        rope_ext.unpatch(one)
+        assert "rope_ext" not in one.config.to_json_string()
+        assert one.config.text_config.rope_parameters == unpatched
+
+
+@pytest.mark.parametrize("family", ["llama", "phi3"])
+def test_pipelines_say_what_to_load_with(tmp_path, family: str) -> None:
+    model = rope_ext.patch(tiny_model(family), "rerope", factor=4, sliding_layers="scale")
+    model.save_pretrained(tmp_path)
+    with pytest.raises(Exception, match=CURE):
+        transformers.pipeline("text-generation", model=str(tmp_path), tokenizer=object())
+
+
+def test_a_family_that_plain_transformers_cannot_be_made_to_refuse(
+    tmp_path, caplog, ids, monkeypatch
+) -> None:
+    monkeypatch.setattr(configuration, "EXPERTS", "no_such_thing")
+    model = rope_ext.patch(tiny_model("phi3"), "rerope", factor=4, sliding_layers="scale")
+    assert "plain transformers loads it unpatched" in caplog.text
+    assert model.config.rope_parameters["rope_type"] == "default"
+    model.save_pretrained(tmp_path)
+    again = rope_ext.from_pretrained(tmp_path)
+    assert torch.equal(logits(again, ids), logits(model, ids))
+
+
+def test_plainly_loaded_a_patch_in_the_configuration_counts(tmp_path) -> None:
+    rope_ext.patch(tiny_llama(), "yarn", factor=4, precise=True).save_pretrained(tmp_path)
+    again = AutoModelForCausalLM.from_pretrained(tmp_path)
+    description = rope_ext.describe(again)
+    assert description.length == 4 * LENGTH and "only in part in force" in str(description)
+    rope_ext.patch(again, "pi", factor=2, compose=True)
+    assert rope_ext.describe(again).target_length == 8 * LENGTH
+
+
+@pytest.mark.parametrize("case", ["ntk", "abf", "dynamic_ntk fixed"])
+def test_a_larger_base_is_known_for_an_extension(tmp_path, ids, case: str) -> None:
+    model = patched(tiny_llama(), case)
+    model.save_pretrained(tmp_path)
+    again = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert torch.equal(logits(again, ids), logits(model, ids))
+    assert current_patch(model).record.call() in str(rope_ext.describe(again))
+    before = snapshot(again)
+    for method in ("pi", "dynamic_yarn"):
+        with pytest.raises(rope_ext.AlreadyScaledError, match="under which it was saved"):
+            rope_ext.patch(again, method, factor=2)
+    assert not changed(before, snapshot(again))
+    length = rope_ext.describe(again).length
+    rope_ext.patch(again, "pi", factor=2, compose=True)
+    assert length == model.config.max_position_embeddings
+    assert rope_ext.describe(again).target_length == 2 * length
+    rope_ext.unpatch(again)
+    assert config_of(again) == config_of(AutoModelForCausalLM.from_pretrained(tmp_path))
+
+
+def test_a_patch_on_a_larger_base_keeps_both(tmp_path, ids) -> None:
+    patched(tiny_llama(), "ntk").save_pretrained(tmp_path / "ntk")
+    on_ntk = rope_ext.from_pretrained(tmp_path / "ntk")
+    before = config_of(on_ntk)
+    rope_ext.patch(on_ntk, "rerope", factor=2)
+    on_ntk.save_pretrained(tmp_path / "both")
+    again = rope_ext.from_pretrained(tmp_path / "both")
+    assert torch.equal(logits(again, ids), logits(on_ntk, ids))
+    assert config_of(rope_ext.unpatch(again)) == before
+
+
+# --- adapters ----------------------------------------------------------------------------------
+
+
+def lora(model: Any, **changes: Any) -> PeftModel:
+    """With an adapter that is not without effect."""
+    config = {"r": 4, "target_modules": ["q_proj", "v_proj"], "init_lora_weights": False}
+    torch.manual_seed(5)
+    adapted = get_peft_model(model, LoraConfig(**config, **changes)).eval()
+    with torch.no_grad():
+        for name, parameter in adapted.named_parameters():
+            if "modules_to_save" in name:
+                parameter += 0.1 * torch.randn_like(parameter)
+    return adapted
+
+
+def save(model: PeftModel, directory: Path) -> Path:
+    model.save_pretrained(directory)
+    assert rope_ext.save_sidecar(model, directory) == directory / "rope_ext.json"
+    return directory
+
+
+@pytest.mark.parametrize("case", PATCHES)
+def test_an_adapter_comes_back_with_its_patch(tmp_path, ids, base: Path, case: str) -> None:
+    model = lora(patched(AutoModelForCausalLM.from_pretrained(base), case))
+    save(model, tmp_path / "adapter")
+    again = rope_ext.from_pretrained(tmp_path / "adapter")
+    assert isinstance(again, PeftModel) and not again.training
+    assert torch.equal(logits(again, ids), logits(model, ids))
+    own = patched(AutoModelForCausalLM.from_pretrained(base), case)
+    again = rope_ext.load_adapter(own, tmp_path / "adapter", is_trainable=True)
+    assert torch.equal(logits(again, ids), logits(model, ids))
+    assert any(p.requires_grad for p in again.parameters())
+    with again.disable_adapter():
+        rope_ext.unpatch(again)
+        true = AutoModelForCausalLM.from_pretrained(base)
+        assert torch.equal(logits(again, ids), logits(true, ids))
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_modules_saved_whole_and_tied_weights_come_back(tmp_path, ids, tied: bool) -> None:
+    tiny_llama(tie_word_embeddings=tied).save_pretrained(tmp_path / "base")
+    model = patched(AutoModelForCausalLM.from_pretrained(tmp_path / "base"), "rerope")
+    whole = ["embed_tokens", "norm", "input_layernorm", "post_attention_layernorm"]
+    model = lora(model, modules_to_save=whole, ensure_weight_tying=tied)
+    save(model, tmp_path / "adapter")
+    again = rope_ext.from_pretrained(tmp_path / "adapter")
+    assert torch.equal(logits(again, ids), logits(model, ids))
+    inside = again.get_base_model()
+    embedding, head = inside.get_input_embeddings().weight, inside.get_output_embeddings().weight
+    assert torch.equal(embedding, head) is tied
+
+
+def test_a_trainers_checkpoint_comes_back(tmp_path, ids, base: Path) -> None:
+    class Carry(TrainerCallback):
+        def on_save(self, args: Any, state: Any, control: Any, model: Any, **kwargs: Any) -> None:
+            folder = Path(args.output_dir) / f"checkpoint-{state.global_step}"
+            rope_ext.save_sidecar(model, folder)
+
+    model = lora(patched(AutoModelForCausalLM.from_pretrained(base), "dynamic_yarn"))
+    rows = [{"input_ids": row, "labels": row} for row in ids[:, :100]]
+    arguments = Arguments(
+        output_dir=str(tmp_path),
+        max_steps=2,
+        save_steps=1,
+        learning_rate=1e-2,
+        per_device_train_batch_size=2,
+        report_to=[],
+        use_cpu=True,
+        disable_tqdm=True,
+    )
+    Trainer(model=model, args=arguments, train_dataset=rows, callbacks=[Carry()]).train()
+    again = rope_ext.from_pretrained(tmp_path / "checkpoint-2")
+    assert torch.equal(logits(again, ids), logits(model.eval(), ids))
+    first = rope_ext.from_pretrained(tmp_path / "checkpoint-1")
+    assert not torch.equal(logits(first, ids), logits(model, ids))
+
+
+def test_hub_ids_are_read_like_folders(tmp_path, ids, base: Path, monkeypatch) -> None:
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)  # peft asks the Hub
+    model = patched(AutoModelForCausalLM.from_pretrained(base), "rerope")
+    model.save_pretrained(tmp_path / "whole")
+    said = {"whole": logits(model, ids)}
+    model = lora(model)
+    save(model, tmp_path / "adapter")
+    said["adapter"] = logits(model, ids)
+    hub = {"cache_dir": str(tmp_path / "cache"), "local_files_only": True}
+    for name, right in said.items():  # as huggingface_hub keeps what it has downloaded
+        commit, repository = "a" * 40, tmp_path / "cache" / f"models--org--{name}"
+        (repository / "refs").mkdir(parents=True)
+        (repository / "refs" / "v1").write_text(commit)
+        shutil.copytree(tmp_path / name, repository / "snapshots" / commit)
+        again = rope_ext.from_pretrained(f"org/{name}", revision="v1", **hub)
+        assert torch.equal(logits(again, ids), right)
+
+
+def test_an_adapter_trained_on_a_saved_extension_comes_back(tmp_path, ids, base: Path) -> None:
+    plain = AutoModelForCausalLM.from_pretrained(base)
+    patched(plain, "yarn").save_pretrained(tmp_path / "yarn")
+    model = lora(plain)
+    save(model, tmp_path / "adapter")
+    said = logits(model, ids)
+    on_saved = rope_ext.from_pretrained(tmp_path / "adapter", base=tmp_path / "yarn")
+    assert torch.equal(logits(on_saved, ids), said) and current_patch(on_saved) is None
+    # one whose configuration holds a record is taken back to before it
+    patched(tiny_llama(), "rerope").save_pretrained(tmp_path / "rerope")
+    on_rerope = rope_ext.from_pretrained(tmp_path / "adapter", base=tmp_path / "rerope")
+    assert torch.equal(logits(on_rerope, ids), said)
+
+
+WRONG: dict[str, tuple[Callable[[], Any], str]] = {
+    "not patched": (tiny_llama, "this model is not patched"),
+    "another method": (
+        lambda: rope_ext.patch(tiny_llama(), "dual_chunk", factor=4),
+        "this model is patched by rope_ext.patch.model, 'dual_chunk', factor=4",
+    ),
+    "another factor": (
+        lambda: rope_ext.patch(tiny_llama(), "rerope", factor=2, window=20, log_n=False),
+        "is patched by .*factor=2",
+    ),
+    "another window": (
+        lambda: rope_ext.patch(tiny_llama(), "rerope", factor=4, log_n=False),
+        "is patched by",
+    ),
+    "another trained length": (
+        lambda: patched(tiny_llama(max_position_embeddings=128), "rerope"),
+        "this model has a trained length of 128 tokens instead of 64",
+    ),
+    "another base": (
+        lambda: patched(
+            tiny_llama(rope_parameters={"rope_type": "default", "rope_theta": 5e4}), "rerope"
+        ),
+        "has other rotary frequencies by itself",
+    ),
+    "other heads": (lambda: patched(tiny_llama(head_dim=32), "rerope"), "has other rotary"),
+    "another family": (lambda: tiny_model("gemma3_text"), "has other rotary"),
+}
+
+
+@pytest.mark.parametrize("wrong", WRONG)
+def test_an_adapter_goes_only_on_the_base_it_was_trained_on(tmp_path, wrong: str) -> None:
+    save(lora(patched(tiny_llama(), "rerope")), tmp_path)
+    build, message = WRONG[wrong]
+    with pytest.raises(rope_ext.AdapterError, match=message) as raised:
+        rope_ext.load_adapter(build(), tmp_path)
+    said = str(raised.value)
+    assert "trained under rope_ext.patch(model, 'rerope', factor=4, log_n=False, window=20" in said
+    assert f"rope_ext.from_pretrained({str(tmp_path)!r})" in said
+
+
+def test_an_equal_patch_is_good_enough(tmp_path) -> None:
+    save(lora(rope_ext.patch(tiny_llama(), "rerope", factor=4)), tmp_path)
+    same = rope_ext.patch(tiny_llama(), "rerope", factor=4.0, window=16, kernel="reference")
+    assert isinstance(rope_ext.load_adapter(same, tmp_path), PeftModel)
+
+
+def test_a_wrong_base_is_refused_before_it_is_patched(tmp_path, base: Path) -> None:
+    save(lora(patched(AutoModelForCausalLM.from_pretrained(base), "yarn")), tmp_path / "adapter")
+    patched(tiny_llama(), "ntk").save_pretrained(tmp_path / "ntk")
+    for other in ("ntk", "nowhere"):
+        with pytest.raises(rope_ext.AdapterError, match=r"base model|base="):
+            rope_ext.from_pretrained(tmp_path / "adapter", base=tmp_path / other)
+    with pytest.raises(rope_ext.AdapterError, match="holds no adapter"):
+        rope_ext.from_pretrained(base, base=base)
+
+
+def test_a_folder_without_a_sidecar_is_refused(tmp_path, base: Path) -> None:
+    model = lora(patched(AutoModelForCausalLM.from_pretrained(base), "yarn"))
+    model.save_pretrained(tmp_path / "adapter")
+    for load in (
+        lambda: rope_ext.from_pretrained(tmp_path / "adapter"),
+        lambda: rope_ext.load_adapter(patched(tiny_llama(), "yarn"), tmp_path / "adapter"),
+    ):
+        with pytest.raises(rope_ext.AdapterError, match=r"no rope_ext\.json.*PeftModel"):
+            load()
+    with pytest.raises(rope_ext.NotPatchedError, match="before training"):
+        rope_ext.save_sidecar(rope_ext.unpatch(model), tmp_path / "adapter")
+    with pytest.raises(rope_ext.AdapterError, match=r"save_sidecar\(model, '.*/adapter'\)"):
+        rope_ext.from_pretrained(tmp_path, subfolder="adapter")
+    save(patched(model, "yarn"), tmp_path / "adapter")
+    with pytest.raises(rope_ext.AdapterError, match="carries an adapter already"):
+        rope_ext.load_adapter(model, tmp_path / "adapter")
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("{", "is not JSON"),
+        ("[]", "its version is None"),
+        ('{"version": 2}', "install a newer rope_ext"),
+        ("before", "does not say which frequencies"),
+    ],
+)
+def test_a_sidecar_that_cannot_be_read_says_what_to_do(tmp_path, text: str, message: str) -> None:
+    path = save(lora(patched(tiny_llama(), "yarn")), tmp_path) / "rope_ext.json"
+    if text == "before":
+        data = json.loads(path.read_text())
+        del data["before"]
+        text = json.dumps(data)
+    path.write_text(text)
+    with pytest.raises(rope_ext.RecordError, match=message):
+        rope_ext.from_pretrained(tmp_path)
+
+
+def test_without_peft_the_error_says_what_to_install(tmp_path, monkeypatch) -> None:
+    save(lora(patched(tiny_llama(), "yarn")), tmp_path)
+    monkeypatch.setitem(sys.modules, "peft", None)
+    with pytest.raises(rope_ext.AdapterError, match='pip install "peft"'):
+        rope_ext.load_adapter(patched(tiny_llama(), "yarn"), tmp_path)
+
+
+# --- measuring an adapter ----------------------------------------------------------------------
+
+
+def test_an_adapter_is_measured_under_its_own_patch(tmp_path) -> None:
+    folder = str(tmp_path / "one")
+    save(lora(patched(tiny_llama(), "rerope on ntk")), tmp_path / "one")
+    [(name, options)] = checked_methods(["adapter"], 2.0, {}, folder).items()
+    model = rope_ext.patch(tiny_llama(), name, **options)
+    assert current_patch(model).record.same(
+        current_patch(patched(tiny_llama(), "rerope on ntk")).record
+    )
+    for given in ({"names": ["yarn"]}, {"names": ["rerope"]}):
+        with pytest.raises(rope_ext.OptionError, match="--method adapter"):
+            checked_methods(**given, factor=4.0, options={}, adapter=folder)
+    forced = checked_methods(["adapter", "yarn"], 2.0, {}, folder, force=True)
+    assert forced["yarn"] == {"factor": 2.0} and forced["rerope"] == options
+    with pytest.raises(rope_ext.OptionError, match="only one rerope fits"):
+        checked_methods(["adapter", "rerope"], 2.0, {}, folder, force=True)
+    with pytest.raises(rope_ext.OptionError, match="no --adapter is given"):
+        checked_methods(["adapter"], 4.0, {})
+    with pytest.raises(rope_ext.OptionError, match="give none"):
+        checked_methods(["adapter"], 4.0, {"adapter": {"window": 3}}, folder)
+
+
+def test_the_name_of_the_adapters_method_will_do(tmp_path) -> None:
+    folder = str(save(lora(patched(tiny_llama(), "dual_chunk")), tmp_path))
+    assert checked_methods(["none", "dca"], 4.0, {}, folder) == {"dual_chunk": {"factor": 4.0}}
+    with pytest.raises(rope_ext.OptionError, match=r"factor=4.*not under DualChunk\(factor=8"):
+        checked_methods(["dual_chunk"], 8.0, {}, folder)
+
+
+# --- sequences in parts ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("case", ["rerope", "dynamic_yarn", "dynamic_ntk growing"])
+def test_context_parallelism_is_refused(tmp_path, model, ids, case: str) -> None:
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor.experimental import context_parallel
+
+    patched(model, case)
+    said = logits(model, ids)
+    store = dist.FileStore(str(tmp_path / "store"), 1)
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    try:
+        mesh, part = init_device_mesh("cpu", (1,)), ids.clone()
+        with (
+            context_parallel(mesh, buffers=[part], buffer_seq_dims=[1]),
+            pytest.raises(rope_ext.UnsupportedModelError, match="context parallelism"),
+        ):
+            logits(model, part)
+        assert torch.equal(logits(model, ids), said)
+    finally:
+        dist.destroy_process_group()
+
+
+def test_a_configuration_without_the_record_is_refused(tmp_path) -> None:
+    patched(tiny_llama(), "rerope").save_pretrained(tmp_path / "saved")
+    config = tiny_llama().config
+    with pytest.raises(rope_ext.RecordError, match="leave config= out"):
+        rope_ext.from_pretrained(tmp_path / "saved", config=config)
+    tiny_llama().save_pretrained(tmp_path / "plain")
+    rope_ext.from_pretrained(tmp_path / "plain", config=config)
+
+
+@pytest.mark.parametrize("method", ["dynamic_ntk", "dynamic_yarn", "rerope"])
+def test_what_plain_transformers_does_otherwise_is_told_at_once(caplog, method: str) -> None:
+    with caplog.at_level("WARNING", "rope_ext"):
+        patched(tiny_llama(), method)
+    assert "rope_ext.from_pretrained" in caplog.text
+    caplog.clear()
+    with caplog.at_level("WARNING", "rope_ext"):
+        patched(tiny_llama(), "yarn")
+    assert not caplog.text
+
+
+def test_nothing_is_said_of_composing_where_nothing_composes(tmp_path) -> None:
+    patched(tiny_llama(), "ntk_by_parts").save_pretrained(tmp_path)  # as a longrope table
+    model = AutoModelForCausalLM.from_pretrained(tmp_path)
+    with pytest.raises(rope_ext.AlreadyScaledError, match="nothing can be composed") as told:
+        rope_ext.patch(model, "yarn", factor=2)
+    assert "compose=True" not in str(told.value)

@@ -49,6 +49,9 @@ def apply(place: Place, method: FrequencyMethod, options: Options, changes: Chan
         if per_sequence or method.start_tokens:
             sequences = Sequences(method, min(site.rope.length for site in scaled))
         _write(method, targets, written.built, precise, keep, sequences, changes)
+        modules = {site.module for site in scaled}
+        left = (site for site in place.sites if site not in scaled and site.module in modules)
+        changes.states += [buffers.complete(site) for site in left]
     if sequences is not None:
         follow(decoder, place.model, sequences, changes)
     if keep:

@@ -191,6 +191,29 @@ def test_a_meta_model_is_right_once_materialised(ids) -> None:
     rope_ext.unpatch(model)
 
 
+@pytest.mark.parametrize("method", ["yarn", "dynamic_ntk"])
+def test_sets_that_stay_are_materialised_too(method: str) -> None:
+    """A module with a set for each kind of layer is initialised by us, or not at all."""
+    source = tiny_model("gemma3_text")
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(copy.deepcopy(source.config))
+    rope_ext.patch(source, method, factor=4)
+    rope_ext.patch(model, method, factor=4)
+    model.to_empty(device="cpu")
+    for name, buffer in model.named_buffers():
+        if name.endswith("inv_freq"):
+            buffer.fill_(-1)  # memory may come with the right values in it by chance
+    model._apply(lambda x: x)
+    for name, buffer in source.named_buffers():
+        if name.endswith("inv_freq"):
+            assert torch.equal(model.get_buffer(name), buffer), name
+    rope_ext.unpatch(model)
+    plain = dict(tiny_model("gemma3_text").named_buffers())
+    for name, buffer in model.named_buffers():
+        if name.endswith("inv_freq"):
+            assert torch.equal(buffer, plain[name]), name
+
+
 def test_copies_and_pickles_carry_the_patch(model, ids) -> None:
     rope_ext.patch(model, "dynamic_ntk", factor=4)
     said = logits(model, ids)

@@ -17,6 +17,7 @@ from tests.helpers.positions import (
     GEOMETRIES,
     KINDS,
     METHODS,
+    TOLD,
     WIDE,
     decoded,
     logits,
@@ -90,7 +91,7 @@ def test_layers_that_stay_read_a_static_cache_from_its_beginning(kind: str, wind
     model = tiny_model(FAMILIES[kind].model_type, sliding_window=window)
     model.set_attn_implementation("eager")
     plain = logits(model, ids[:, :48], use_cache=False)
-    patch(model, "rerope", **WIDE["rerope"])
+    patch(model, "rerope", **WIDE["rerope"], **TOLD)
     for steps in ([40, *[1] * 8], [40, 3, 5]):
         cached = decoded(model, ids[:, :48], steps, CACHES["static"](model.config))
         torch.testing.assert_close(cached, plain, **EXACT)

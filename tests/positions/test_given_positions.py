@@ -109,7 +109,7 @@ def test_masks_of_ones_own_are_followed_by_layers_that_stay(ids) -> None:
     hidden[40:, :40] = True
     mask = torch.zeros(2, 1, 90, 90).masked_fill(hidden, torch.finfo(torch.float32).min)
     plain = logits(model, ids, attention_mask=mask)
-    patch(model, "rerope", **WIDE["rerope"])
+    patch(model, "rerope", **WIDE["rerope"], **TOLD)
     for given in (mask, mask == 0):
         torch.testing.assert_close(logits(model, ids, attention_mask=given), plain, **EXACT)
 

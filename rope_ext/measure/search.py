@@ -320,7 +320,7 @@ def search(
         with patched(model, given.method(Candidate(tables[0], start), factor), **given.arguments):
             pass
     rows = _windows(tokenizer, text, target_length, samples, seed)
-    with Log.of(output, given.settings(model, rows)) as log, evaluating(model):
+    with Tried.of(output, given.settings(model, rows)) as log, evaluating(model):
         return _searched(model, rows, given, known, tables, log)
 
 
@@ -330,7 +330,7 @@ def _searched(
     given: Options,
     known: Sequence[FrequencyMethod],
     tables: Sequence[tuple[int, ...]],
-    log: Log,
+    log: Tried,
 ) -> LongRoPE:
     """Evolution from these tables, of the known methods; the best is kept in the log."""
     from rope_ext.measure.reports.terminal import progress  # rich is not loaded with the package
@@ -370,7 +370,7 @@ def _searched(
     return found
 
 
-class Log:
+class Tried:
     """What was tried, and its losses: in memory, and in a file that is only ever added to.
 
     Args:
@@ -385,7 +385,7 @@ class Log:
     @contextmanager
     def of(
         cls, output: str | os.PathLike[str] | None, settings: Mapping[str, Any]
-    ) -> Iterator[Log]:
+    ) -> Iterator[Tried]:
         """The log beside ``output``: a new one, or one of the same settings; locked.
 
         Raises:

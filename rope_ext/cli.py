@@ -211,18 +211,26 @@ def search(
             tell(f"stopped; the same command goes on from {output.with_suffix('.jsonl')}")
             sys.exit(130)
         print(summary(output))
-        words = ["rope-ext", "compare", "--model", model, "--methods", "longrope,yarn"]
-        words += ["--option", f"longrope={output}", "--factor", found.factor, "--lengths", tokens]
-        for name, value in (("dtype", dtype), ("device", device)):
-            words += [f"--{name}", value] if value != "auto" else []
-        words += ["--trained-length", trained_length] if trained_length else []
-        words += ["--compose"] if compose else []
-        more = f", original_max_position_embeddings={trained_length}" if trained_length else ""
-        more += ", compose=True" if compose else ""
-        print(
-            f"measure it on another:\n  {shlex.join(map(str, words))}\nuse it:\n  "
-            f'rope_ext.patch(model, "longrope", **json.load(open({str(output)!r})){more})'
-        )
+        more = {"--dtype": dtype, "--device": device, "--trained-length": trained_length}
+        print(_use_of(found, output, model, tokens, more, compose))
+
+
+def _use_of(
+    found: Any, output: Path, model: str, length: int, more: dict[str, Any], compose: bool
+) -> str:
+    """How to measure what was found, and how to use it."""
+    words = ["rope-ext", "compare", "--model", model, "--methods", "longrope,yarn"]
+    words += ["--option", f"longrope={output}", "--factor", found.factor, "--lengths", length]
+    for name, value in more.items():
+        words += [name, value] if value not in ("auto", None) else []
+    words += ["--compose"] if compose else []
+    trained = more["--trained-length"]
+    options = f", original_max_position_embeddings={trained}" if trained else ""
+    options += ", compose=True" if compose else ""
+    return (
+        f"measure it on another:\n  {shlex.join(map(str, words))}\nuse it:\n  "
+        f'rope_ext.patch(model, "longrope", **json.load(open({str(output)!r})){options})'
+    )
 
 
 @app.command()

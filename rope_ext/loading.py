@@ -6,6 +6,7 @@ import copy
 import json
 import logging
 import math
+import os
 import pickle
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -326,17 +327,27 @@ def require_place(path: str | PathLike[str]) -> str:
     """
     if not isinstance(path, (str, PathLike)):
         raise LoadError(f"{path!r} is no folder; give the path of one, or an id of the Hub")
-    name, folder = str(path), Path(path)
-    cure = "give a folder that save_pretrained wrote, or an id of the Hugging Face Hub"
-    if folder.is_dir() and name:
-        return name
-    if name and folder.exists():
-        raise LoadError(f"{name!r} is a file, not a folder; {cure}")
+    name = str(path)
+    fault = fault_of_place(name)
+    if fault is not None:
+        raise LoadError(
+            f"there is no folder {name!r} to load from ({fault}); give a folder that "
+            f"save_pretrained wrote, or an id of the Hugging Face Hub"
+        )
+    return name
+
+
+def fault_of_place(name: str) -> str | None:
+    """Why ``name`` is no folder and cannot be a Hub id, in words; None if it is or can be."""
+    if os.path.isdir(name):
+        return None
+    if os.path.exists(name):
+        return "it is a file, not a folder"
     try:
         validate_repo_id(name)
     except HFValidationError:
-        raise LoadError(f"there is no folder {name!r}; {cure}") from None
-    return name
+        return "there is no such folder, and no model of the Hub is named so"
+    return None
 
 
 @contextmanager

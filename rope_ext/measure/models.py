@@ -9,8 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from huggingface_hub.errors import HFValidationError
-from huggingface_hub.utils import validate_repo_id
 from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -119,8 +117,7 @@ def adapter_record(adapter: str) -> Record | None:
         RecordError: what lies beside it cannot be read.
     """
     try:
-        if not os.path.isdir(adapter):
-            _require_name(adapter)
+        _require_place(adapter)
         sidecar = loading.read_sidecar(adapter)
     except RopeExtError:
         raise
@@ -183,14 +180,11 @@ def identity(name: str, config: Any) -> dict[str, Any]:
     return {"name": name, "sha256": digest[:16]}
 
 
-def _require_name(model: str) -> None:
+def _require_place(name: str) -> None:
     """Tell of a folder that is not there, which transformers would take for a wrong Hub id."""
-    if os.path.exists(model):
-        raise ValueError("it is a file, not a folder")
-    try:
-        validate_repo_id(model)
-    except HFValidationError:
-        raise ValueError("there is no such folder, and no model of the Hub is named so") from None
+    fault = loading.fault_of_place(name)
+    if fault is not None:
+        raise ValueError(fault)
 
 
 def trained_length(config: Any) -> int:
@@ -231,8 +225,7 @@ def adapts(config: Any) -> bool:
 
 def _load(what: str, load: Callable[..., Any], model: str, **options: Any) -> Any:
     try:
-        if not os.path.isdir(model):
-            _require_name(model)
+        _require_place(model)
         return load(model, **options)
     except RopeExtError:
         raise

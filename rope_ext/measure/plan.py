@@ -128,29 +128,8 @@ def prepare(settings: Settings, tasks: Sequence[Task]) -> Plan:
     methods = checked_methods(
         settings.methods, settings.factor, settings.options, settings.adapter, settings.force
     )
-    require_positive(batch_size=settings.batch_size, trained_length=settings.trained_length)
-    if settings.dtype not in models.DTYPES:
-        raise OptionError(
-            f"dtype={settings.dtype!r} is not valid; it must be one of {', '.join(models.DTYPES)}"
-        )
-    models.require_attention(settings.attn)
-    tasks = [part for task in tasks for part in task.parts(settings)]
-    if not tasks:
-        raise OptionError("no task is given, so there is nothing to measure; give --tasks some")
-    names = [task.name for task in tasks]
-    if len(set(names)) < len(names):
-        twice = next(name for name in names if names.count(name) > 1)
-        raise OptionError(f"the task {twice} is given twice; measure one of them at a time")
-    if not settings.models:
-        raise OptionError("no model to measure; give --model a folder or Hub id")
-    if len(set(settings.models)) < len(settings.models):
-        raise OptionError("a model is given twice; give --model each just once")
-    if not settings.lengths:
-        raise OptionError("no length to measure; give --lengths, such as 512,1024,2048")
-    require_seed(settings.seed)
-    device = models.resolve_device(settings.device)
-    if settings.resume and settings.overwrite:
-        raise OptionError("--resume and --overwrite contradict each other; give one of them")
+    _check(settings)
+    tasks = _parts(tasks, settings)
     require_free(settings)
     Folder(settings.output).check(written(tasks))
     configs = {model: models.load_config(model) for model in settings.models}
@@ -175,9 +154,52 @@ def prepare(settings: Settings, tasks: Sequence[Task]) -> Plan:
         notes.append(f"the cost within the trained length is not measured ({error})")
         lengths = asked
     notes += [note for built in questions.values() for note in built.notes]
-    identities = {}
-    for model, config in configs.items():
-        identities[model] = {
+    identities = _identities(settings, configs, trained)
+    systems = tuple(_systems(settings, methods, configs, identities))
+    return Plan(
+        settings, tasks, lengths, systems, questions, identities, tuple(dict.fromkeys(notes))
+    )
+
+
+def _check(settings: Settings) -> None:
+    """Raise OptionError for what is not valid, and MeasureError for a device that is not there."""
+    require_positive(batch_size=settings.batch_size, trained_length=settings.trained_length)
+    if settings.dtype not in models.DTYPES:
+        raise OptionError(
+            f"dtype={settings.dtype!r} is not valid; it must be one of {', '.join(models.DTYPES)}"
+        )
+    models.require_attention(settings.attn)
+    if not settings.models:
+        raise OptionError("no model to measure; give --model a folder or Hub id")
+    if len(set(settings.models)) < len(settings.models):
+        raise OptionError("a model is given twice; give --model each just once")
+    if not settings.lengths:
+        raise OptionError("no length to measure; give --lengths, such as 512,1024,2048")
+    require_seed(settings.seed)
+    models.resolve_device(settings.device)
+    if settings.resume and settings.overwrite:
+        raise OptionError("--resume and --overwrite contradict each other; give one of them")
+
+
+def _parts(tasks: Sequence[Task], settings: Settings) -> tuple[Task, ...]:
+    """What is really asked."""
+    parts = tuple(part for task in tasks for part in task.parts(settings))
+    if not parts:
+        raise OptionError("no task is given, so there is nothing to measure; give --tasks some")
+    names = [task.name for task in parts]
+    if len(set(names)) < len(names):
+        twice = next(name for name in names if names.count(name) > 1)
+        raise OptionError(f"the task {twice} is given twice; measure one of them at a time")
+    return parts
+
+
+def _identities(
+    settings: Settings, configs: Mapping[str, Any], trained: Mapping[str, int]
+) -> dict[str, dict[str, Any]]:
+    """What the outcomes of every model depend on, besides the case and the method."""
+    device = models.resolve_device(settings.device)
+    return {
+        model: {
             "model": models.identity(model, config),
             "adapter": settings.adapter and models.identity(settings.adapter, None),
             "trained_length": trained[model],
@@ -188,27 +210,33 @@ def prepare(settings: Settings, tasks: Sequence[Task]) -> Plan:
             "compose": settings.compose,
             "versions": versions(),
         }
+        for model, config in configs.items()
+    }
+
+
+def _systems(
+    settings: Settings,
+    methods: Mapping[str, Mapping[str, Any]],
+    configs: Mapping[str, Any],
+    identities: Mapping[str, Mapping[str, Any]],
+) -> Iterator[System]:
+    """Every model without a method, and under each."""
     labels = _labels(settings.models)
-    systems = []
     for model in settings.models:
         for method, options in {UNPATCHED: {}, **methods}.items():
             identity = dict(identities[model])
             if method == UNPATCHED:
                 identity["adapter"] = None
-            systems.append(
-                System(
-                    name=f"{labels[model]} {method}".strip(),
-                    model=model,
-                    method=method,
-                    options=options,
-                    trained=trained[model],
-                    adapts=models.adapts(configs[model])
-                    or (method != UNPATCHED and built(method, options).adapts),
-                    identity=digest(identity, method, options),
-                )
+            yield System(
+                name=f"{labels[model]} {method}".strip(),
+                model=model,
+                method=method,
+                options=options,
+                trained=identity["trained_length"],
+                adapts=models.adapts(configs[model])
+                or (method != UNPATCHED and built(method, options).adapts),
+                identity=digest(identity, method, options),
             )
-    unique = tuple(dict.fromkeys(notes))
-    return Plan(settings, tuple(tasks), lengths, tuple(systems), questions, identities, unique)
 
 
 def _questions(

@@ -15,7 +15,7 @@ import os
 import random
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -26,6 +26,7 @@ from rope_ext.errors import MeasureError, OptionError
 from rope_ext.measure.cases import digest, mend
 from rope_ext.measure.folder import held, replace_file, writing
 from rope_ext.measure.forward import score
+from rope_ext.measure.settings import require_seed
 from rope_ext.methods import NTK, PI, FrequencyMethod, LongRoPE, Rope, YaRN
 from rope_ext.options import SlidingLayers
 from rope_ext.patching import first_site, patched
@@ -136,6 +137,92 @@ def evolve(
         yield parents[0]
 
 
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """The options of :func:`search`, as they are documented there."""
+
+    target_length: int
+    scored: int
+    population: int
+    iterations: int
+    mutations: int
+    crossovers: int
+    mutation_probability: float
+    samples: int
+    start_tokens: tuple[int, ...]
+    attention_factor: float | None
+    seed: int
+    compose: bool
+    sliding_layers: SlidingLayers
+    original_max_position_embeddings: int | None
+
+    def check(self) -> None:
+        """Raise OptionError for what is not valid, whatever the model."""
+        least = {"target_length": 2, "scored": 1, "population": 4, "iterations": 1, "samples": 1}
+        for name, value in (least | {"mutations": 0, "crossovers": 0}).items():
+            _check(name, getattr(self, name), value)
+        chance = self.mutation_probability
+        if not isinstance(chance, (int, float)) or not 0 < chance <= 1:
+            raise OptionError(
+                f"mutation_probability={chance!r} is not valid; it must be above 0 and at most 1"
+            )
+        require_seed(self.seed)
+        if self.original_max_position_embeddings is not None:
+            length = self.original_max_position_embeddings
+            _check("original_max_position_embeddings", length, 1)
+
+    @property
+    def growth(self) -> dict[str, int]:
+        """Of a population."""
+        names = ("population", "mutations", "crossovers")
+        return {name: getattr(self, name) for name in names}
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """Of :func:`rope_ext.patch`."""
+        names = ("compose", "sliding_layers", "original_max_position_embeddings")
+        return {name: getattr(self, name) for name in names}
+
+    @property
+    def tables(self) -> int:
+        """How many are tried, at most."""
+        return self.population + self.iterations * (self.mutations + self.crossovers)
+
+    def rope(self, model: nn.Module) -> Rope:
+        """The trained embedding of ``model``.
+
+        Raises:
+            OptionError: the length is not beyond it, or leaves nothing to score.
+        """
+        rope = first_site(model, self.sliding_layers, self.original_max_position_embeddings).rope
+        if self.target_length <= rope.length:
+            raise OptionError(
+                f"target_length={self.target_length} is not beyond the {rope.length} tokens that "
+                f"the model was trained for; give more"
+            )
+        if self.scored >= self.target_length:
+            raise OptionError(
+                f"scored={self.scored} is not valid; it must be below "
+                f"target_length={self.target_length}, since nothing comes before the first token"
+            )
+        return rope
+
+    def method(self, one: Candidate, factor: float) -> LongRoPE:
+        """The method with these numbers."""
+        return LongRoPE(
+            factor=factor,
+            long_factor=[number / _STEPS for number in one.table],
+            attention_factor=self.attention_factor,
+            start_tokens=one.start,
+        )
+
+    def settings(self, model: nn.Module, rows: Sequence[Sequence[int]]) -> dict[str, Any]:
+        """What a loss in the log depends on, and the path of evolution; more iterations go on."""
+        given = {field.name: getattr(self, field.name) for field in fields(self)}
+        del given["iterations"]
+        return {"model": _fingerprint(model), "text": digest(rows), **given}
+
+
 def search(
     model: nn.Module,
     tokenizer: Any,
@@ -202,117 +289,89 @@ def search(
 
     Ding et al. 2024, arXiv 2402.13753, sections 3.2 and 3.3.
     """
-    from rope_ext.measure.reports.terminal import progress  # rich is not loaded with the package
-    from rope_ext.measure.settings import require_seed
-
-    _check("target_length", target_length, 2)
-    scored = target_length // 2 if scored is None else scored
-    _check("scored", scored, 1)
-    _check("population", population, 4)
-    for name, value in (("iterations", iterations), ("samples", samples)):
-        _check(name, value, 1)
-    for name, value in (("mutations", mutations), ("crossovers", crossovers)):
-        _check(name, value, 0)
-    if not isinstance(mutation_probability, (int, float)) or not 0 < mutation_probability <= 1:
-        raise OptionError(
-            f"mutation_probability={mutation_probability!r} is not valid; it must be above 0 and "
-            f"at most 1"
-        )
-    starts = tuple(start_tokens) if isinstance(start_tokens, Iterable) else ()
-    if not starts:
+    given = Options(
+        target_length=target_length,
+        scored=target_length // 2 if scored is None and type(target_length) is int else scored,
+        population=population,
+        iterations=iterations,
+        mutations=mutations,
+        crossovers=crossovers,
+        mutation_probability=mutation_probability,
+        samples=samples,
+        start_tokens=tuple(start_tokens) if isinstance(start_tokens, Iterable) else (),
+        attention_factor=attention_factor,
+        seed=seed,
+        compose=compose,
+        sliding_layers=sliding_layers,
+        original_max_position_embeddings=original_max_position_embeddings,
+    )
+    if not given.start_tokens:
         raise OptionError(
             f"start_tokens={start_tokens!r} is not valid; give numbers to choose from, such as "
             f"(0, 4, 16)"
         )
-    require_seed(seed)
+    given.check()
     if output is not None and Path(output).suffix != ".json":
         raise OptionError(f"output={str(output)!r} is not valid; it must end in .json")
-    if original_max_position_embeddings is not None:
-        _check("original_max_position_embeddings", original_max_position_embeddings, 1)
-    arguments = {
-        "compose": compose,
-        "sliding_layers": sliding_layers,
-        "original_max_position_embeddings": original_max_position_embeddings,
-    }
-    rope = first_site(model, sliding_layers, original_max_position_embeddings).rope
-    if target_length <= rope.length:
-        raise OptionError(
-            f"target_length={target_length} is not beyond the {rope.length} tokens that the model "
-            f"was trained for; give more"
-        )
-    if scored >= target_length:
-        raise OptionError(
-            f"scored={scored} is not valid; it must be below target_length={target_length}, since "
-            f"nothing comes before the first token"
-        )
+    rope = given.rope(model)
     factor = target_length / rope.length
-
-    def method(one: Candidate) -> LongRoPE:
-        return LongRoPE(
-            factor=factor,
-            long_factor=[number / _STEPS for number in one.table],
-            attention_factor=attention_factor,
-            start_tokens=one.start,
-        )
-
     known = (PI(factor=factor), NTK(factor=factor), YaRN(factor=factor))
     tables = [_table(each, rope) for each in known]
-    for start in starts:  # what cannot be patched shows before anything is measured
-        with patched(model, method(Candidate(tables[0], start)), **arguments):
+    for start in given.start_tokens:  # what cannot be patched shows before anything is measured
+        with patched(model, given.method(Candidate(tables[0], start), factor), **given.arguments):
             pass
     rows = _windows(tokenizer, text, target_length, samples, seed)
-    growth = {"population": population, "mutations": mutations, "crossovers": crossovers}
-    settings = {
-        "model": _fingerprint(model),
-        "text": digest(rows),
-        "target_length": target_length,
-        "samples": samples,
-        "scored": scored,
-        **growth,
-        "mutation_probability": mutation_probability,
-        "start_tokens": starts,
-        "attention_factor": attention_factor,
-        "seed": seed,
-        **arguments,
-    }
-    space = Space(round(_BEYOND * factor * _STEPS), starts, mutation_probability)
-    shown = progress()
+    with Tried.of(output, given.settings(model, rows)) as log, evaluating(model):
+        return _searched(model, rows, given, known, tables, log)
+
+
+def _searched(
+    model: nn.Module,
+    rows: Sequence[Sequence[int]],
+    given: Options,
+    known: Sequence[FrequencyMethod],
+    tables: Sequence[tuple[int, ...]],
+    log: Tried,
+) -> LongRoPE:
+    """Evolution from these tables, of the known methods; the best is kept in the log."""
+    from rope_ext.measure.reports.terminal import progress  # rich is not loaded with the package
+
+    factor, shown = known[0].factor, progress()
     shown.disable |= not (shown.console.is_terminal or shown.console.is_jupyter)
-    with Log.of(output, settings) as log, shown, evaluating(model):
-        total = len(known) + population + iterations * (mutations + crossovers)
-        bar = shown.add_task("search", total=total * samples)
+    with shown:
+        bar = shown.add_task("search", total=(len(known) + given.tables) * given.samples)
 
         def judged(each: FrequencyMethod) -> float:
             if log.loss(each) is None:
-                with patched(model, each, **arguments):
-                    log.add(each, _loss(model, rows, scored, lambda: shown.advance(bar)))
+                with patched(model, each, **given.arguments):
+                    log.add(each, _loss(model, rows, given.scored, lambda: shown.advance(bar)))
             else:
-                shown.advance(bar, samples)
+                shown.advance(bar, given.samples)
             return log.loss(each)
 
         *_, yarn = before = [judged(each) for each in known]
         if min(before) == math.inf:
             raise MeasureError(
-                f"the model's losses are no numbers at {target_length} tokens; load it in float32 "
-                f"or bfloat16"
+                f"the model's losses are no numbers at {given.target_length} tokens; load it in "
+                f"float32 or bfloat16"
             )
         bests = evolve(
-            [Candidate(table, starts[0]) for table in tables],
-            space,
-            lambda one: judged(method(one)),
-            iterations=iterations,
-            seed=seed,
-            **growth,
+            [Candidate(table, given.start_tokens[0]) for table in tables],
+            Space(round(_BEYOND * factor * _STEPS), given.start_tokens, given.mutation_probability),
+            lambda one: judged(given.method(one, factor)),
+            iterations=given.iterations,
+            seed=given.seed,
+            **given.growth,
         )
         for best in bests:
-            found = method(best)
+            found = given.method(best, factor)
             text = f"perplexity {_perplexity(log.loss(found))} (yarn {_perplexity(yarn)})"
             shown.update(bar, description=text)
             log.keep(found)
     return found
 
 
-class Log:
+class Tried:
     """What was tried, and its losses: in memory, and in a file that is only ever added to.
 
     Args:
@@ -327,7 +386,7 @@ class Log:
     @contextmanager
     def of(
         cls, output: str | os.PathLike[str] | None, settings: Mapping[str, Any]
-    ) -> Iterator[Log]:
+    ) -> Iterator[Tried]:
         """The log beside ``output``: a new one, or one of the same settings; locked.
 
         Raises:

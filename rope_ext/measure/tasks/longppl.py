@@ -61,13 +61,14 @@ class LongPPL(Stretches):
         super().__post_init__()
         require_positive(short_context=self.short_context)
 
-    def parts(self, settings: Settings) -> Sequence[LongPPL]:
-        """With the model that chooses the key tokens."""
+    def parts(self, settings: Settings) -> Sequence[Stretches]:
+        """With its texts, and with the model that chooses the key tokens."""
         if self.opened is not None:
-            return [self]
+            return super().parts(settings)
         names = [name for name in settings.methods if name != UNPATCHED]
         who = self.evaluator or (f"the model with {names[0]}" if names else "the model")
-        return [replace(self, opened=lambda: self._open(settings, names[:1]), who=who)]
+        made = replace(self, opened=lambda: self._open(settings, names[:1]), who=who)
+        return made.parts(settings)
 
     @contextmanager
     def _open(self, given: Settings, names: Sequence[str]) -> Iterator[Any]:

@@ -29,6 +29,7 @@ from rope_ext.errors import MeasureError, OptionError
 from rope_ext.measure.arguments import parse_length
 from rope_ext.measure.cases import Case, Questions, require_positive
 from rope_ext.measure.prompts import Frame, beginning, encode, joined
+from rope_ext.measure.settings import Settings
 from rope_ext.measure.tasks.base import Kind, Task, option, register
 from rope_ext.measure.text import python_library, read_texts
 
@@ -153,6 +154,15 @@ class Stretches(Task):
         require_positive(windows=self.windows, stride=self.stride)
         if self.min_context < 0:
             raise OptionError(f"min_context={self.min_context} is not valid; it must be at least 0")
+
+    def parts(self, settings: Settings) -> Sequence[Stretches]:
+        """Itself, with its texts in memory, so that a mistake in them is told before others.
+
+        Raises:
+            MeasureError: a text is missing, empty or unreadable.
+        """
+        self._texts  # noqa: B018
+        return [self]
 
     @cached_property
     def _texts(self) -> Sequence[str]:

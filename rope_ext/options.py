@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from rope_ext.errors import OptionError
-from rope_ext.methods import FrequencyMethod
+from rope_ext.methods import FrequencyMethod, Method
 from rope_ext.methods.rope import MOST_TOKENS, whole_number
 
 SlidingLayers = Literal["auto", "keep", "scale"]
@@ -43,6 +43,33 @@ class Options:
                 f"tokens, from 2 to {MOST_TOKENS}"
             )
         object.__setattr__(self, "original_max_position_embeddings", length)
+
+    def check(self, method: Method) -> None:
+        """Raise OptionError where ``frequency`` cannot go under ``method``."""
+        under = self.frequency
+        if under is None:
+            return
+        if method.kind == "frequency":
+            raise OptionError(
+                f"frequency={under!r} goes under a position method such as 'rerope', and "
+                f"{method.name} is a frequency method itself; leave one of them out"
+            )
+        if not isinstance(under, FrequencyMethod):
+            raise OptionError(
+                f"frequency={under!r} is not valid; it must be a frequency method object such as "
+                f"rope_ext.NTK(factor=2)"
+            )
+        under.check()
+        if under.adapts:
+            raise OptionError(
+                f"{under.name} changes with the sequence and cannot go under {method.name}; pass "
+                f"length=TOKENS to fix it"
+            )
+        if under.start_tokens:
+            raise OptionError(
+                f"{under.name} with start_tokens={under.start_tokens} rotates by position, which "
+                f"{method.name} changes; leave start_tokens out"
+            )
 
     def recorded(self) -> dict[str, Any]:
         """What a record keeps: all but the tokenizer."""

@@ -18,13 +18,12 @@ from rope_ext.errors import (
     AlreadyPatchedError,
     NotPatchedError,
     OptionError,
-    UnsupportedModelError,
 )
 from rope_ext.methods import FrequencyMethod, Method, build_method
 from rope_ext.options import Options, SlidingLayers
 from rope_ext.record import FIELD, Record
 from rope_ext.rotary.buffers import Changes
-from rope_ext.rotary.sites import Place, RotarySite, find_sites, text_decoder, unwrap
+from rope_ext.rotary.sites import Place, RotarySite, chosen_sites, find_sites, text_decoder, unwrap
 from rope_ext.saving import configuration
 
 Model = TypeVar("Model", bound=nn.Module)
@@ -55,6 +54,7 @@ class Patch:
 
     method: Method
     options: Options
+    decoder: nn.Module
     sites: list[RotarySite]
     scaled: list[RotarySite]
     target_length: int
@@ -133,9 +133,8 @@ def patch(
         RecordError: the model was saved under a patch, and its record cannot be read.
     """
     method = _method(method, options)
-    under = _under(method, frequency)
-    given = Options(
-        frequency=under,
+    keywords = Options(
+        frequency=frequency,
         kernel=kernel,
         compose=compose,
         sliding_layers=sliding_layers,
@@ -143,6 +142,7 @@ def patch(
         original_max_position_embeddings=original_max_position_embeddings,
         tokenizer=tokenizer,
     )
+    keywords.check(method)
     decoder = text_decoder(model)
     earlier = decoder.__dict__.get(_STATE)
     if earlier is not None and not replace:
@@ -153,7 +153,7 @@ def patch(
     if earlier is not None:
         unpatch(model)
     try:
-        _patch(unwrap(model), decoder, method, given)
+        _patch(unwrap(model), decoder, method, keywords)
     except BaseException:
         if earlier is not None:  # a refused replacement leaves the model as it was
             _patch(unwrap(model), decoder, earlier.record.method, earlier.options)
@@ -239,34 +239,6 @@ def _method(method: str | Method, options: dict[str, Any]) -> Method:
     return method
 
 
-def _under(method: Method, frequency: str | FrequencyMethod | None) -> FrequencyMethod | None:
-    """The frequency method under a position method."""
-    if frequency is None:
-        return None
-    if method.kind == "frequency":
-        raise OptionError(
-            f"frequency={frequency!r} goes under a position method such as 'rerope', and "
-            f"{method.name} is a frequency method itself; leave one of them out"
-        )
-    if not isinstance(frequency, FrequencyMethod):
-        raise OptionError(
-            f"frequency={frequency!r} is not valid; it must be a frequency method object such as "
-            f"rope_ext.NTK(factor=2)"
-        )
-    frequency.check()
-    if frequency.adapts:
-        raise OptionError(
-            f"{frequency.name} changes with the sequence and cannot go under {method.name}; pass "
-            f"length=TOKENS to fix it"
-        )
-    if frequency.start_tokens:
-        raise OptionError(
-            f"{frequency.name} with start_tokens={frequency.start_tokens} rotates by position, "
-            f"which {method.name} changes; leave start_tokens out"
-        )
-    return frequency
-
-
 def _patch(model: nn.Module, decoder: nn.Module, method: Method, options: Options) -> None:
     config = configuration.ConfigState(decoder, model)
     sites = find_sites(decoder, options.original_max_position_embeddings)
@@ -304,6 +276,7 @@ def _patch(model: nn.Module, decoder: nn.Module, method: Method, options: Option
     decoder.__dict__[_STATE] = Patch(
         method=applied.method,
         options=options,
+        decoder=decoder,
         sites=sites,
         scaled=scaled,
         target_length=applied.target_length,
@@ -313,27 +286,6 @@ def _patch(model: nn.Module, decoder: nn.Module, method: Method, options: Option
         record=record,
         changes=changes,
     )
-
-
-def chosen_sites(
-    decoder: nn.Module, sites: list[RotarySite], sliding_layers: SlidingLayers
-) -> list[RotarySite]:
-    """The sites to scale.
-
-    Raises:
-        UnsupportedModelError: there is none that it would gain anything to scale.
-    """
-    if sliding_layers == "scale":
-        return sites
-    chosen = [site for site in sites if not site.local]
-    if not chosen:
-        raise UnsupportedModelError(
-            f"{type(decoder).__name__}: every layer with a rotary embedding sees a limited window "
-            f"only, so scaling cannot lengthen its reach; load it without its window first "
-            f"(config.sliding_window = None, or no sliding kind in config.layer_types), or pass "
-            f"sliding_layers='scale' to scale all the same"
-        )
-    return chosen
 
 
 @_one_at_a_time

@@ -11,7 +11,7 @@ from torch import nn
 from rope_ext.errors import AlreadyScaledError, OptionError
 from rope_ext.methods import FrequencyMethod, Method
 from rope_ext.rotary.sites import RotarySite
-from rope_ext.saving import configuration
+from rope_ext.saving.configuration import is_scaled
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ def refuse_scaled(
     decoder: nn.Module, site: RotarySite, method: FrequencyMethod, compose: bool
 ) -> None:
     """Raise AlreadyScaledError where ``method`` cannot go on top of what a checkpoint has."""
-    there = configuration.is_scaled(decoder, site)
+    there = is_scaled(decoder, site)
     if there is None:
         return
     if site.rope_type in ("dynamic", "longrope"):

@@ -17,7 +17,7 @@ from rope_ext.rotary.buffers import Changes
 from rope_ext.rotary.calls import refuse_sharded
 from rope_ext.rotary.sequences import Sequences, follow
 from rope_ext.rotary.sites import Place, RotarySite, text_config
-from rope_ext.saving import configuration
+from rope_ext.saving.rebuild import unsaved, written
 
 
 def apply(place: Place, method: FrequencyMethod, options: Options, changes: Changes) -> Applied:
@@ -38,34 +38,33 @@ def apply(place: Place, method: FrequencyMethod, options: Options, changes: Chan
             f"precise=True or sliding_layers='keep'; use mode='fixed'"
         )
     if keep or method.start_tokens:
-        written = configuration.unsaved(place, length)
+        saved = unsaved(place, length)
     else:
-        written = configuration.written(place, method, length)
-    per_sequence = method.adapts and not growing
+        saved = written(place, method, length)
     sequences = None
     if growing:
-        _grow(place, method.name, written.native, changes)
+        _grow(place, method.name, saved.native, changes)
     else:
-        if per_sequence or method.start_tokens:
+        if method.adapts or method.start_tokens:
             sequences = Sequences(method, min(site.rope.length for site in scaled))
-        _write(method, targets, written.built, precise, keep, sequences, changes)
+            follow(decoder, place.model, sequences, changes)
+        _write(method, targets, saved.built, precise, keep, sequences, changes)
         modules = {site.module for site in scaled}
         left = (site for site in place.sites if site not in scaled and site.module in modules)
         changes.states += [buffers.complete(site) for site in left]
-    if sequences is not None:
-        follow(decoder, place.model, sequences, changes)
     if keep:
         changes.handles += hooks.keep_native(decoder, list(text_config(decoder).layer_types))
-    notes = _notes(place, keep, precise, per_sequence and written.native)
+    per_sequence = method.adapts and not growing and saved.native
+    notes = _notes(place, keep, precise, per_sequence)
     return Applied(
         method=method,
         target_length=length,
-        values=written.values,
-        native=written.native,
+        values=saved.values,
+        native=saved.native,
         # Plain transformers lets frequencies grow within a sequence, and has float32 angles only.
-        plain=written.native and not precise and sequences is None,
+        plain=saved.native and not precise and sequences is None,
         precise=precise,
-        notes=(f"saving: {written.note}", *notes),
+        notes=(f"saving: {saved.note}", *notes),
     )
 
 

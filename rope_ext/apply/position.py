@@ -15,7 +15,7 @@ from rope_ext.rotary import buffers
 from rope_ext.rotary.buffers import Changes
 from rope_ext.rotary.hooks import PRECISE_BEYOND
 from rope_ext.rotary.sites import Place, RotarySite
-from rope_ext.saving import configuration
+from rope_ext.saving.rebuild import unsaved
 
 _logger = logging.getLogger("rope_ext")
 
@@ -35,8 +35,8 @@ def apply(place: Place, method: PositionMethod, options: Options, changes: Chang
     mapping = Mapping(decoder, method, rope, table, label, precise, options.kernel, local_too)
     changes.parts.append(mapping)
     mapping.install(decoder)
-    written = configuration.unsaved(place, length)
-    notes = [f"saving: {written.note}", *mapping.notes()]
+    saved = unsaved(place, length)
+    notes = [f"saving: {saved.note}", *mapping.notes()]
     if reached < length:
         note = f"distances: {method} keeps to trained ones up to {reached} tokens only, of {length}"
         notes.append(note)
@@ -44,7 +44,7 @@ def apply(place: Place, method: PositionMethod, options: Options, changes: Chang
     return Applied(
         method=method,
         target_length=length,
-        values=written.values,
+        values=saved.values,
         native=False,
         plain=False,
         precise=precise,

@@ -177,6 +177,27 @@ def find_sites(decoder: nn.Module, length: int | None = None) -> list[RotarySite
     return sites
 
 
+def chosen_sites(
+    decoder: nn.Module, sites: list[RotarySite], sliding_layers: str
+) -> list[RotarySite]:
+    """The sites to scale.
+
+    Raises:
+        UnsupportedModelError: there is none that it would gain anything to scale.
+    """
+    if sliding_layers == "scale":
+        return sites
+    chosen = [site for site in sites if not site.local]
+    if not chosen:
+        raise UnsupportedModelError(
+            f"{type(decoder).__name__}: every layer with a rotary embedding sees a limited window "
+            f"only, so scaling cannot lengthen its reach; load it without its window first "
+            f"(config.sliding_window = None, or no sliding kind in config.layer_types), or pass "
+            f"sliding_layers='scale' to scale all the same"
+        )
+    return chosen
+
+
 def _require_in_use(decoder: nn.Module) -> None:
     """Raise NoRopeError where a configuration turns the rotation off that the code has."""
     uses = [module.use_rope for module in decoder.modules() if hasattr(module, "use_rope")]

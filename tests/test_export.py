@@ -349,6 +349,14 @@ def test_command_line(tmp_path) -> None:
     assert json.loads((tmp_path / "config.json").read_text("utf-8"))["rope_scaling"]["factor"] == 4
 
 
+def test_the_written_file_keeps_the_dtype_of_the_weights(tmp_path) -> None:
+    tiny_llama().bfloat16().save_pretrained(tmp_path)
+    words = ["export", str(tmp_path), "--method", "pi", "--engine", "transformers"]
+    result = CliRunner().invoke(app, [*words, "--output", str(tmp_path)])
+    assert result.exit_code == 0, result.output
+    assert json.loads((tmp_path / "config.json").read_text("utf-8"))["dtype"] == "bfloat16"
+
+
 def test_options_of_engines_are_checked() -> None:
     model = patched("yarn")
     with pytest.raises(rope_ext.ExportError, match="vllm has no option 'legacy'; it has none"):

@@ -21,6 +21,7 @@ from rope_ext.errors import ExportError
 EXACT = ("--flash-attn", "off", "--cache-type-k", "f32", "--cache-type-v", "f32")
 """Flags under which llama.cpp computes attention in float32; its default is half precision."""
 _DIGITS = re.compile(r"\d+$")
+_NO_CHANCE = -1e30  # llama.cpp's logarithm of a probability of zero
 _SECONDS = 120  # that a request or the end of a server may take
 
 
@@ -109,8 +110,9 @@ def completed(
         else:
             pairs = list(given["top_logprobs"][0].items())
         for token, value in pairs:
-            # An id, or its name in a miniature: t17, token_id:17.
-            found[token if isinstance(token, int) else int(_DIGITS.search(token)[0])] = value
+            if value > _NO_CHANCE:
+                # An id, or its name in a miniature: t17, token_id:17.
+                found[token if isinstance(token, int) else int(_DIGITS.search(token)[0])] = value
     except (KeyError, IndexError, TypeError):
         raise ExportError(
             f"{address} gives no log-probabilities with their tokens; vLLM does, and SGLang and "

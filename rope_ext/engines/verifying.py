@@ -258,6 +258,11 @@ def _small(config: Any) -> nn.Module:
     spread = math.sqrt(_PEAK / math.sqrt(dim))  # of queries and keys
     with torch.no_grad():
         for name, parameter in model.named_parameters():
+            if name == "model.norm.weight":
+                # No token is so improbable that its logarithm is lost.
+                tied = config.tie_word_embeddings
+                parameter.fill_(2.0 / math.sqrt(2 * dim) if tied else 2.0)
+                continue
             looks = any(part in name for part in ("q_proj", "k_proj", "q_norm", "k_norm"))
             scale = spread if looks else 1.0
             if parameter.ndim == 1 and "norm" in name:

@@ -359,8 +359,8 @@ def test_the_written_file_keeps_the_dtype_of_the_weights(tmp_path) -> None:
 
 def test_options_of_engines_are_checked() -> None:
     model = patched("yarn")
-    with pytest.raises(rope_ext.ExportError, match="vllm has no option 'legacy'; it has none"):
-        rope_ext.export(model, "vllm", legacy=True)
+    with pytest.raises(rope_ext.ExportError, match="sglang has no option 'legacy'; it has none"):
+        rope_ext.export(model, "sglang", legacy=True)
     with pytest.raises(rope_ext.ExportError, match="no option 'old'; its options are legacy"):
         rope_ext.export(model, "transformers", old=True)
     with pytest.raises(rope_ext.ExportError, match="write the weights there first"):

@@ -271,7 +271,36 @@ def test_the_language_model_of_a_larger_one_is_named() -> None:
     assert find_sites(text_decoder(model))
 
 
-def test_dual_chunk_is_refused_with_the_reason() -> None:
+def by_dual_chunk(given: dict[str, int], i: int, j: int) -> int:
+    """The distance that vLLM 0.10 rotates query ``i`` and key ``j`` by."""
+    chunk = given["chunk_size"] - given["local_size"]
+    key, apart = j % chunk, i // chunk - j // chunk
+    if apart == 0:
+        return i % chunk - key
+    if apart == 1:
+        return min(i % chunk + chunk, given["chunk_size"]) - key
+    return min(2 * chunk - 1, given["chunk_size"]) - key
+
+
+def test_dual_chunk_is_exported_to_the_versions_that_run_it() -> None:
+    model = rope_ext.patch(built("qwen2"), "dual_chunk", factor=4)
+    made = rope_ext.export(model, "vllm", dual_chunk=True)
+    given = made.settings["hf_overrides"]["dual_chunk_attention_config"]
+    at = torch.arange(4 * LENGTH, dtype=torch.float64)
+    bands = [b.distances(at[:, None], at) for b in current_patch(model).method.bands()]
+    ours = torch.stack(bands).nan_to_num(0).sum(0)
+    for i in range(0, 4 * LENGTH, 7):
+        assert ours[i, : i + 1].tolist() == [by_dual_chunk(given, i, j) for j in range(i + 1)]
+    assert made.command.startswith("VLLM_ATTENTION_BACKEND=DUAL_CHUNK_FLASH_ATTN ")
+
+
+def test_dual_chunk_is_refused_where_it_is_not_run() -> None:
     model = rope_ext.patch(built("qwen2"), "dual_chunk", factor=4)
     with pytest.raises(rope_ext.ExportError, match="but has dropped the attention"):
         rope_ext.export(model, "vllm")
+    rope_ext.patch(model, "dual_chunk", factor=4, chunk=48, local=32, replace=True)
+    with pytest.raises(rope_ext.ExportError, match="far queries stand at 31 instead of 48"):
+        rope_ext.export(model, "vllm", dual_chunk=True)
+    model = rope_ext.patch(built("llama"), "dual_chunk", factor=4)
+    with pytest.raises(rope_ext.ExportError, match="for qwen2, qwen3, not for llama"):
+        rope_ext.export(model, "vllm", dual_chunk=True)

@@ -30,6 +30,7 @@ from mkdocs.exceptions import PluginError
 from mkdocs.plugins import event_priority
 from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
+from mkdocs.utils.meta import get_data
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import rope_ext
@@ -279,12 +280,13 @@ def engine_table() -> Iterator[str]:
     yield "\n| method | " + " | ".join(engine.title for engine in engines) + " |"
     yield "| --- |" + " --- |" * len(engines)
     for cls in all_methods():
-        table = {"long_factor": [4.0] * 64} if cls.name == "longrope" else {}
-        rows = [({}, "")]
-        if issubclass(cls, DynamicMethod) and not table:
-            rows.append(({"length": 16384}, " with `length=`"))
-        for options, more in rows:
-            served = _served(cls(factor=4, **table, **options))
+        page = (ROOT / "docs" / "methods" / f"{cls.name}.md").read_text(encoding="utf-8")
+        method = cls(**get_data(page)[1].get("example", {"factor": 4}))
+        rows = [(method, "")]
+        if getattr(method, "adapts", False):
+            rows.append((dataclasses.replace(method, length=16384), " with `length=`"))
+        for each, more in rows:
+            served = _served(each)
             cells = " | ".join(served[engine] for engine in engines)
             yield f"| [`{cls.name}`](../methods/{cls.name}.md){more} | {cells} |"
 

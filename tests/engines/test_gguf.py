@@ -16,6 +16,7 @@ from rope_ext.cli import app
 from rope_ext.engines import gguf_file
 
 gguf = pytest.importorskip("gguf")
+pytestmark = pytest.mark.slow  # with them CI installs the library
 
 
 def keys(path: Path) -> dict[str, Any]:

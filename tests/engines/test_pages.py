@@ -6,12 +6,14 @@ import json
 import re
 import shlex
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
 
+import rope_ext
 from rope_ext.cli import app
 from rope_ext.engines import gguf_file, running, verifying
 
@@ -46,7 +48,16 @@ def run(words: str, folder: Path) -> str:
     return result.stdout
 
 
-@pytest.mark.parametrize("name", [n for n, (words, _) in COMMANDS.items() if "verify" not in words])
+def named(*words: str) -> list[Any]:
+    """The commands of these kinds; those on files of llama.cpp are slow, as CI has its library."""
+    return [
+        pytest.param(name, marks=pytest.mark.slow if command.startswith("gguf") else ())
+        for name, (command, _) in COMMANDS.items()
+        if command.split()[0] in words
+    ]
+
+
+@pytest.mark.parametrize("name", named("export", "gguf"))
 def test_a_command_prints_what_the_page_says(beside: Path, name: str) -> None:
     words, output = COMMANDS[name]
     printed = run(words, beside)
@@ -59,7 +70,7 @@ def test_a_command_prints_what_the_page_says(beside: Path, name: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [n for n, (words, _) in COMMANDS.items() if "verify" in words])
+@pytest.mark.parametrize("name", named("verify"))
 def test_an_engine_is_what_the_page_says(beside: Path, name: str) -> None:
     words, output = COMMANDS[name]
     pytest.importorskip("mlx_lm" if "mlx" in words else "xllamacpp")
@@ -78,8 +89,6 @@ def test_the_checkpoint_is_served_by_the_printed_command(beside: Path, name: str
     _, *flags = shlex.split(output.splitlines()[0])
     method = re.search(r"--method (\w+)", words)[1]
     model = AutoModelForCausalLM.from_pretrained("checkpoints/tiny-512").float().eval()
-    import rope_ext
-
     rope_ext.patch(model, method, factor=4)
     ids = torch.randint(4, 2048, (1500,), generator=torch.Generator().manual_seed(0)).tolist()
     want = verifying.of_transformers(model, [ids])

@@ -343,8 +343,9 @@ def verify(
         miniature = verifying.Miniature.of(load_config(model), name, **values)
         if write is not None:
             words = verifying.write(miniature, write)
-            tell(f"wrote {write}; serve it, for instance with:")
-            print(shlex.join(["llama-server", *words]))
+            tell(f"wrote {write}; serve it, then ask it with --url")
+            if words:
+                print(shlex.join(["llama-server", *words]))
             return
         with tempfile.TemporaryDirectory() as folder:
             if url is None:

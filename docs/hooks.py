@@ -3,6 +3,7 @@
 * Formulas between dollar signs become MathML, and ``arXiv 2309.00071`` a link.
 * A page in ``methods/`` is written as ``# Title``, the formula, and the sections of ``WRITTEN``;
   ``PAGE`` says what is put between them. A method without a page stops the build.
+* ``engines/index.md`` gets the table of methods and engines, from what ``rope_ext.export`` answers.
 * ``api.md`` is filled from ``rope_ext.__all__``; README.md and the checkpoint's become pages.
 """
 
@@ -11,6 +12,7 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import inspect
+import json
 import re
 import tempfile
 from collections.abc import Iterator
@@ -28,9 +30,11 @@ from mkdocs.exceptions import PluginError
 from mkdocs.plugins import event_priority
 from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
+from mkdocs.utils.meta import get_data
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import rope_ext
+from rope_ext.engines import Engine, all_engines
 from rope_ext.methods import Method, all_methods
 from rope_ext.plots.pictures import draw
 
@@ -146,6 +150,8 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
     uri = page.file.src_uri
     if uri == "methods/index.md":
         return markdown + _overview()
+    if uri == "engines/index.md":
+        return markdown + "\n".join(engine_table())
     if uri == "api.md":
         return markdown + "\n".join(_api())
     if uri == "FAMILIES.md":
@@ -245,15 +251,44 @@ def _saving(method: Method) -> str:
 
 
 def _engines(method: Method) -> str:
-    runs = []
-    with rope_ext.patched(_model(method), method) as model:
-        for engine, written in (("vllm", "vLLM"), ("sglang", "SGLang"), ("llama.cpp",) * 2):
-            try:
-                rope_ext.export(model, engine)
-                runs.append(written)
-            except rope_ext.ExportError:
-                pass
+    found = {engine.title: how for engine, how in _served(method).items()}
+    runs = [title for title, how in found.items() if how != REFUSED and title != "transformers"]
     return f"{', '.join(runs)} ([`rope_ext.export`][])" if runs else "none"
+
+
+RUNS, TABLE, REFUSED = "runs", "by table", "refused"
+
+
+def _served(method: Method) -> dict[type[Engine], str]:
+    """How every engine runs a method on a Llama."""
+    answers = {}
+    with rope_ext.patched(_model(method), method) as model:
+        for engine in all_engines():
+            try:
+                settings = rope_ext.export(model, engine.name).settings
+            except rope_ext.ExportError:
+                answers[engine] = REFUSED
+                continue
+            table = "tensors" in settings or '"longrope"' in json.dumps(settings)
+            answers[engine] = TABLE if table else RUNS
+    return answers
+
+
+def engine_table() -> Iterator[str]:
+    """Methods by engines; those that choose frequencies for each sequence also with a length."""
+    engines = all_engines()
+    yield "\n| method | " + " | ".join(engine.title for engine in engines) + " |"
+    yield "| --- |" + " --- |" * len(engines)
+    for cls in all_methods():
+        page = (ROOT / "docs" / "methods" / f"{cls.name}.md").read_text(encoding="utf-8")
+        method = cls(**get_data(page)[1].get("example", {"factor": 4}))
+        rows = [(method, "")]
+        if getattr(method, "adapts", False):
+            rows.append((dataclasses.replace(method, length=16384), " with `length=`"))
+        for each, more in rows:
+            served = _served(each)
+            cells = " | ".join(served[engine] for engine in engines)
+            yield f"| [`{cls.name}`](../methods/{cls.name}.md){more} | {cells} |"
 
 
 def _kind(method: Method) -> str:

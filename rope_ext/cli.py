@@ -273,7 +273,7 @@ def export(
 
         options = {"legacy": True} if legacy else {}
         rope_ext.engines.build_engine(engine, **options)  # mistakes show before the weights do
-        patched = _patched(model, method, factor, compose, option)
+        patched = _patched(model, method, factor, compose, option, as_stored=True)
         made = rope_ext.export(patched, engine, **options)
         print(made)
         for path in [] if output is None else made.write(output):
@@ -363,8 +363,9 @@ def verify(
         miniature = verifying.Miniature.of(load_config(model), name, **values)
         if write is not None:
             words = verifying.write(miniature, write)
-            tell(f"wrote {write}; serve it, for instance with:")
-            print(shlex.join(["llama-server", *words]))
+            tell(f"wrote {write}; serve it, then ask it with --url")
+            if words:
+                print(shlex.join(["llama-server", *words]))
             return
         with tempfile.TemporaryDirectory() as folder:
             if url is None:
@@ -432,9 +433,14 @@ def plot(
 
 
 def _patched(
-    model: str, method: str | None, factor: float, compose: bool, option: list[str] | None
+    model: str,
+    method: str | None,
+    factor: float,
+    compose: bool,
+    option: list[str] | None,
+    as_stored: bool = False,
 ) -> Any:
-    """The loaded model, under the method if there is one."""
+    """The loaded model, under the method if there is one; ``as_stored``: in its own dtype."""
     import rope_ext
     from rope_ext.measure.models import load_config, load_model
     from rope_ext.measure.systems import checked_methods, saved_otherwise
@@ -445,8 +451,10 @@ def _patched(
     names = [] if method is None else [method]
     options = parse_options(option, names)
     methods = checked_methods(names, factor, options) if names else {}
-    loaded = load_model(model, device="cpu", as_saved=method is None)
-    for note in saved_otherwise({model: load_config(model)} if names else {}):
+    config = load_config(model)
+    dtype = str(config.dtype).removeprefix("torch.") if as_stored and config.dtype else "auto"
+    loaded = load_model(model, dtype, device="cpu", as_saved=method is None)
+    for note in saved_otherwise({model: config} if names else {}):
         tell(f"note: {note}", "yellow")
     for name, values in methods.items():
         rope_ext.patch(loaded, name, compose=compose, **values)

@@ -49,12 +49,14 @@ class Patch:
     """A patch in force: what was asked for, what was done, and the way back.
 
     ``target_length`` is the context after the extension in tokens; ``native`` says whether plain
-    transformers reloads the patch from the configuration.
+    transformers reloads the patch from the configuration; ``outermost`` is the configuration in
+    which that of the text model may be nested.
     """
 
     method: Method
     options: Options
     decoder: nn.Module
+    outermost: Any
     sites: list[RotarySite]
     scaled: list[RotarySite]
     target_length: int
@@ -277,6 +279,7 @@ def _patch(model: nn.Module, decoder: nn.Module, method: Method, options: Option
         method=applied.method,
         options=options,
         decoder=decoder,
+        outermost=model.config,
         sites=sites,
         scaled=scaled,
         target_length=applied.target_length,

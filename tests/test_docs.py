@@ -250,6 +250,22 @@ def test_the_site_loads_nothing_from_a_network(site) -> None:
         assert not [source for source in page.loaded if "//" in source], path
 
 
+def test_the_table_of_engines_says_how_each_runs_a_method() -> None:
+    hooks = load_config(str(ROOT / "mkdocs.yml")).hooks["docs/hooks.py"]
+    lines = list(hooks.engine_table())
+    head = [cell.strip() for cell in lines[0].strip().strip("|").split("|")]
+    assert head[1:] == ["vLLM", "SGLang", "llama.cpp", "Ollama", "transformers", "mlx-lm"]
+    rows = {line.split("|")[1].strip(): line.split("|")[2:-1] for line in lines[2:]}
+    rows = {name: [cell.strip() for cell in cells] for name, cells in rows.items()}
+    assert rows["[`yarn`](../methods/yarn.md)"] == ["runs"] * 6
+    assert rows["[`resonance`](../methods/resonance.md)"] == ["by table"] * 6
+    assert rows["[`rerope`](../methods/rerope.md)"] == ["refused"] * 6
+    assert rows["[`llama3`](../methods/llama3.md)"][:3] == ["runs", "runs", "by table"]
+    assert rows["[`dynamic_ntk`](../methods/dynamic_ntk.md) with `length=`"] == ["runs"] * 6
+    assert set(rows["[`dynamic_yarn`](../methods/dynamic_yarn.md)"]) == {"refused"}
+    assert all(any(f"`{cls.name}`" in name for name in rows) for cls in all_methods())
+
+
 def test_a_method_without_a_page_stops_the_build(own_registry) -> None:
     config = load_config(str(ROOT / "mkdocs.yml"))
     hooks = config.hooks["docs/hooks.py"]

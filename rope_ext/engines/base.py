@@ -131,7 +131,7 @@ def export(model: nn.Module, engine: str, **options: Any) -> Export:
         engine: ``"vllm"``, ``"sglang"``, ``"llama.cpp"``, ``"ollama"``, ``"mlx"`` or
             ``"transformers"``.
         **options: of the engine: ``legacy=True`` of ``"transformers"`` adds the names of older
-            readers.
+            readers, ``dual_chunk=True`` of ``"vllm"`` is for its versions that run Dual Chunk.
 
     Returns:
         Settings for the unpatched checkpoint (of ``"mlx"`` and ``"transformers"``: for the folder

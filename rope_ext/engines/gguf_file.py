@@ -27,7 +27,6 @@ from rope_ext.rotary.sites import text_config, text_decoder, unwrap
 _CHUNK = 1 << 24  # bytes copied at a time
 _MAGIC, _VERSION = b"GGUF", 3
 _FLOAT32, _UINT32, _STRING = 6, 4, 8
-_ALIGNMENT = "general.alignment"
 
 
 @dataclass(frozen=True)
@@ -77,9 +76,11 @@ class GGUFFile:
         length = value(f"{architecture}.context_length")
         heads = value(f"{architecture}.attention.head_count")
         width = value(f"{architecture}.embedding_length")
-        if not (length and heads and width):
+        dim = value(f"{architecture}.rope.dimension_count")
+        if dim is None and width and isinstance(heads, int):
+            dim = width // heads
+        if not (length and dim):
             raise ExportError(f"{path} is no language model: its keys name no heads and no context")
-        dim = value(f"{architecture}.rope.dimension_count", width // heads)
         base = value(f"{architecture}.rope.freq_base", 10000.0)
         kind = value(f"{architecture}.rope.scaling.type", "none")
         table = any(tensor.name == TABLE for tensor in reader.tensors)
@@ -108,8 +109,9 @@ class GGUFFile:
                 self._write(source, target, keys, table)
             os.replace(partial, output)
         except OSError as error:
-            partial.unlink(missing_ok=True)
             raise ExportError(f"cannot write {output} ({error.strerror})") from error
+        finally:
+            partial.unlink(missing_ok=True)
 
     def _write(
         self, source: BinaryIO, target: BinaryIO, keys: Mapping[str, Any], table: list[float] | None

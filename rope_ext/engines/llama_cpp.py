@@ -111,6 +111,8 @@ def plan(scaling: Scaling, architecture: str, *, in_file: bool, scaled: bool = F
     """
     draft = _Draft(architecture)
     draft.flags["--ctx-size"] = scaling.target
+    # No flag: the unpatched file has it. A file to write may be one of another base.
+    draft.keys[f"{architecture}.rope.freq_base"] = float(scaling.rope.base)
     kind, multiplier = scaling.parameters["rope_type"], scaling.scaling
     yarn = kind == "yarn" and scaling.parameters.get("truncate", True)
     table_reader = architecture in READS_TABLE
@@ -120,7 +122,7 @@ def plan(scaling: Scaling, architecture: str, *, in_file: bool, scaled: bool = F
         draft.put("rope.freq_base", scaling.base, "--rope-freq-base")
     elif not scaled and scaling.factor is not None:
         draft.put("rope.scaling.type", "linear", "--rope-scaling")
-        draft.put("rope.scaling.factor", scaling.factor, "--rope-scale")
+        draft.put("rope.scaling.factor", float(scaling.factor), "--rope-scale")
     elif not scaled and yarn and not (in_file and betas and table_reader):
         return _yarn(draft, scaling, betas)
     elif table_reader:
@@ -141,7 +143,7 @@ def plan(scaling: Scaling, architecture: str, *, in_file: bool, scaled: bool = F
 
 
 def _yarn(draft: _Draft, scaling: Scaling, betas: Mapping[str, float]) -> Plan:
-    factor, length = scaling.parameters["factor"], scaling.rope.length
+    factor, length = float(scaling.parameters["factor"]), scaling.rope.length
     draft.keys[f"{draft.architecture}.context_length"] = scaling.target
     draft.put("rope.scaling.type", "yarn", "--rope-scaling")
     draft.put("rope.scaling.factor", factor, "--rope-scale", _reaching(factor, scaling))
@@ -167,8 +169,8 @@ def _reaching(factor: float, scaling: Scaling) -> float:
     llama.cpp takes the length over the float32 of 1 / factor for the context, rounded down: 447
     tokens of 64 with factor 7.
     """
-    tried = torch.tensor(factor, dtype=torch.float32)
-    while int(scaling.rope.length / (1 / tried)) < scaling.target:
+    tried, whole = torch.tensor(factor, dtype=torch.float32), scaling.rope.length * factor
+    while int(scaling.rope.length / (1 / tried)) < math.floor(round(whole, 6)):
         tried = torch.nextafter(tried, torch.tensor(math.inf))
     return factor if tried == torch.tensor(factor) else float(f"{float(tried):.9g}")
 

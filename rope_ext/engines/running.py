@@ -21,6 +21,8 @@ from rope_ext.errors import ExportError
 EXACT = ("--flash-attn", "off", "--cache-type-k", "f32", "--cache-type-v", "f32")
 """Flags under which llama.cpp computes attention in float32; its default is half precision."""
 _DIGITS = re.compile(r"\d+$")
+_NO_CHANCE = -1e30  # llama.cpp's logarithm of a probability of zero
+_DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 _SECONDS = 120  # that a request or the end of a server may take
 
 
@@ -109,8 +111,9 @@ def completed(
         else:
             pairs = list(given["top_logprobs"][0].items())
         for token, value in pairs:
-            # An id, or its name in a miniature: t17, token_id:17.
-            found[token if isinstance(token, int) else int(_DIGITS.search(token)[0])] = value
+            if value > _NO_CHANCE:
+                # An id, or its name in a miniature: t17, token_id:17.
+                found[token if isinstance(token, int) else int(_DIGITS.search(token)[0])] = value
     except (KeyError, IndexError, TypeError):
         raise ExportError(
             f"{address} gives no log-probabilities with their tokens; vLLM does, and SGLang and "
@@ -124,7 +127,7 @@ def _post(url: str, body: dict) -> dict:
         url, json.dumps(body).encode(), {"Content-Type": "application/json"}
     )
     try:
-        with urllib.request.urlopen(request, timeout=_SECONDS) as answer:
+        with _DIRECT.open(request, timeout=_SECONDS) as answer:
             return json.load(answer)
     except urllib.error.HTTPError as error:
         reason = error.read().decode(errors="replace")[:300]

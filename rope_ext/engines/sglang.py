@@ -23,7 +23,7 @@ class SGLang(Engine):
     title: ClassVar[str] = "SGLang"
 
     def export(self, model: nn.Module, state: Patch) -> Export:
-        fields, length = overrides(state), state.target_length
+        fields, length = overrides(state, self.name), state.target_length
         settings = {"json_model_override_args": fields, "context_length": length}
         flags = ["--json-model-override-args", json.dumps(fields), "--context-length", str(length)]
         launch = ["python", "-m", "sglang.launch_server", "--model-path", model_name(model)]

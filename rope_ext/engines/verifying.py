@@ -258,6 +258,11 @@ def _small(config: Any) -> nn.Module:
     spread = math.sqrt(_PEAK / math.sqrt(dim))  # of queries and keys
     with torch.no_grad():
         for name, parameter in model.named_parameters():
+            if name == "model.norm.weight":
+                # No token is so improbable that its logarithm is lost.
+                tied = config.tie_word_embeddings
+                parameter.fill_(2.0 / math.sqrt(2 * dim) if tied else 2.0)
+                continue
             looks = any(part in name for part in ("q_proj", "k_proj", "q_norm", "k_norm"))
             scale = spread if looks else 1.0
             if parameter.ndim == 1 and "norm" in name:
@@ -326,16 +331,20 @@ def verify(
 
 
 def write(miniature: Miniature, folder: Path) -> list[str]:
-    """The miniature for engines in a folder; returns what serves it.
+    """The miniature for engines in a folder; returns flags of llama-server that serve it.
 
-    The folder is one of transformers, with the older field names; ``MODEL.gguf`` is unscaled, and
-    ``MODEL-long.gguf`` says all that a file can.
+    The folder is one of transformers; ``MODEL.gguf`` is unscaled, and ``MODEL-long.gguf`` says all
+    that a file can, where llama.cpp runs the patch.
     """
     folder.mkdir(parents=True, exist_ok=True)
     miniature.model.save_pretrained(folder)
     gguf_file.write_model(miniature.plain, folder / "MODEL.gguf")
-    made = gguf_file.following(miniature.model, folder / "MODEL.gguf", folder / "MODEL-long.gguf")
-    return ["--model", str(folder / "MODEL-long.gguf"), *made.in_file]
+    long = folder / "MODEL-long.gguf"
+    try:
+        made = gguf_file.following(miniature.model, folder / "MODEL.gguf", long)
+    except ExportError:
+        return []
+    return ["--model", str(long), *made.in_file]
 
 
 def in_process(miniature: Miniature, engine: str, folder: Path, flags: str | None = None) -> Run:

@@ -4,28 +4,77 @@ from __future__ import annotations
 
 import json
 import shlex
-from dataclasses import dataclass
-from typing import ClassVar
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
 
 from torch import nn
 
-from rope_ext.engines.base import Engine, Export, model_name, precise_note, register
+from rope_ext.engines.base import Engine, Export, Refusal, model_name, precise_note, register
 from rope_ext.engines.overrides import overrides
 from rope_ext.patching import Patch
+from rope_ext.rotary.sites import text_config
+
+DUAL_CHUNK_FAMILIES = ("qwen2", "qwen3")
+"""Whose model files pass ``dual_chunk_attention_config`` on."""
 
 
 @register
 @dataclass(frozen=True)
 class VLLM(Engine):
-    """``--hf-overrides``, as vLLM 0.33.0 computes them."""
+    """``--hf-overrides``, as vLLM 0.33.0 computes them.
+
+    Args:
+        dual_chunk: for version 0.10, which runs Dual Chunk attention.
+    """
 
     name: ClassVar[str] = "vllm"
     title: ClassVar[str] = "vLLM"
 
+    dual_chunk: bool = False
+
     def export(self, model: nn.Module, state: Patch) -> Export:
-        fields, length = overrides(state), state.target_length
-        settings = {"hf_overrides": fields, "max_model_len": length}
-        flags = ["--hf-overrides", json.dumps(fields), "--max-model-len", str(length)]
-        command = shlex.join(["vllm", "serve", model_name(model), *flags])
+        if state.method.name == "dual_chunk":
+            return self._dual_chunk(model, state)
+        fields, length = overrides(state, self.name), state.target_length
         notes = ("as vLLM 0.33.0 computes it", *precise_note(state))
-        return Export("vllm", settings, command, notes=notes)
+        return _export(model, fields, length, notes)
+
+    def _dual_chunk(self, model: nn.Module, state: Patch) -> Export:
+        if not self.dual_chunk:
+            raise Refusal(
+                "version 0.33.0 still takes dual_chunk_attention_config and turns queries and keys "
+                "by it, but has dropped the attention that put them together; for version 0.10, "
+                "which has it, export with dual_chunk=True"
+            )
+        kind = text_config(state.decoder).model_type
+        if kind not in DUAL_CHUNK_FAMILIES:
+            raise Refusal(f"it passes that on for {', '.join(DUAL_CHUNK_FAMILIES)}, not for {kind}")
+        if state.frequencies is not None:
+            raise Refusal("its Dual Chunk turns by the unscaled frequencies only")
+        chunk, local = state.method.chunk, state.method.local
+        if 2 * (chunk - local) - 1 < chunk:
+            raise Refusal(
+                f"its far queries stand at {2 * (chunk - local) - 1} instead of {chunk}, for "
+                f"local={local} is more than half of chunk={chunk}"
+            )
+        given = {"chunk_size": chunk, "local_size": local, "original_max_position_embeddings": 0}
+        fields = {
+            "dual_chunk_attention_config": given,
+            "max_position_embeddings": state.target_length,
+        }
+        notes = (
+            "as read in vLLM 0.10; not run here, for it needs a GPU",
+            "original_max_position_embeddings=0 leaves out its temperature, which the patch lacks",
+        )
+        made = _export(model, fields, state.target_length, notes)
+        backend = "VLLM_ATTENTION_BACKEND=DUAL_CHUNK_FLASH_ATTN VLLM_USE_V1=0"
+        return replace(made, command=f"{backend} {made.command} --enforce-eager")
+
+
+def _export(
+    model: nn.Module, fields: dict[str, Any], length: int, notes: tuple[str, ...]
+) -> Export:
+    settings = {"hf_overrides": fields, "max_model_len": length}
+    flags = ["--hf-overrides", json.dumps(fields), "--max-model-len", str(length)]
+    command = shlex.join(["vllm", "serve", model_name(model), *flags])
+    return Export("vllm", settings, command, notes=notes)

@@ -166,6 +166,7 @@ def test_flags_and_keys_of_llama_cpp_say_the_same() -> None:
     multiplier = 1.3 / (1 + 0.1 * math.log(4))
     assert made.settings["gguf"] == {
         "llama.context_length": 256,
+        "llama.rope.freq_base": 10000.0,
         "llama.rope.scaling.type": "yarn",
         "llama.rope.scaling.factor": 4.0,
         "llama.rope.scaling.original_context_length": 64,
@@ -188,6 +189,15 @@ def test_flags_and_keys_of_llama_cpp_say_the_same() -> None:
     ntk = rope_ext.export(patched("ntk"), "llama.cpp").settings
     assert ntk["gguf"]["llama.rope.freq_base"] == pytest.approx(10000 * 4 ** (16 / 14))
     assert ntk["flags"]["--override-kv"] == ["llama.context_length=int:256"]
+
+
+def test_the_factor_of_llama_cpp_is_raised_by_rounding_alone() -> None:
+    for length, factor in ((64, 7), (101, 1.3), (4096, 3)):
+        model = rope_ext.patch(tiny_llama(max_position_embeddings=length), "yarn", factor=factor)
+        flags = rope_ext.export(model, "llama.cpp").settings["flags"]
+        assert flags["--rope-scale"] == pytest.approx(factor, rel=1e-6)
+        inverse = torch.tensor(1.0) / torch.tensor(flags["--rope-scale"], dtype=torch.float32)
+        assert int(length / inverse) >= int(length * factor)
 
 
 def test_the_output_says_which_file_is_meant() -> None:
@@ -349,10 +359,18 @@ def test_command_line(tmp_path) -> None:
     assert json.loads((tmp_path / "config.json").read_text("utf-8"))["rope_scaling"]["factor"] == 4
 
 
+def test_the_written_file_keeps_the_dtype_of_the_weights(tmp_path) -> None:
+    tiny_llama().bfloat16().save_pretrained(tmp_path)
+    words = ["export", str(tmp_path), "--method", "pi", "--engine", "transformers"]
+    result = CliRunner().invoke(app, [*words, "--output", str(tmp_path)])
+    assert result.exit_code == 0, result.output
+    assert json.loads((tmp_path / "config.json").read_text("utf-8"))["dtype"] == "bfloat16"
+
+
 def test_options_of_engines_are_checked() -> None:
     model = patched("yarn")
-    with pytest.raises(rope_ext.ExportError, match="vllm has no option 'legacy'; it has none"):
-        rope_ext.export(model, "vllm", legacy=True)
+    with pytest.raises(rope_ext.ExportError, match="sglang has no option 'legacy'; it has none"):
+        rope_ext.export(model, "sglang", legacy=True)
     with pytest.raises(rope_ext.ExportError, match="no option 'old'; its options are legacy"):
         rope_ext.export(model, "transformers", old=True)
     with pytest.raises(rope_ext.ExportError, match="write the weights there first"):

@@ -16,6 +16,7 @@ from rope_ext.engines import gguf_file
 from tests.helpers.models import LENGTH, tiny_llama
 
 gguf = pytest.importorskip("gguf")
+pytestmark = pytest.mark.slow  # with them CI installs the library
 
 
 def keys(path: Path) -> dict[str, Any]:
@@ -83,8 +84,12 @@ def test_keys_and_tensor_are_added_and_all_else_is_kept(file: Path, tmp_path: Pa
 def test_what_stood_there_before_is_replaced(file: Path, tmp_path: Path) -> None:
     table, yarn, again = (tmp_path / f"{name}.gguf" for name in ("table", "yarn", "again"))
     assert run(file, "--method", "resonance", "--output", table).exit_code == 0
+    other = tmp_path / "other.gguf"  # as if it were made of a folder with another base
+    gguf_file.following(rope_ext.patch(tiny_llama(), "ntk", factor=4), table, other)
+    assert keys(other)["llama.rope.freq_base"] > 4e4
     model = rope_ext.patch(tiny_llama(), "yarn", factor=8)
-    gguf_file.following(model, table, yarn)
+    gguf_file.following(model, other, yarn)
+    assert keys(yarn)["llama.rope.freq_base"] == 1e4
     scaling = {name: value for name, value in keys(yarn).items() if ".rope.scaling." in name}
     assert scaling == {
         "llama.rope.scaling.type": "yarn",

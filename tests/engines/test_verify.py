@@ -262,7 +262,7 @@ def test_a_written_miniature_is_served(folder: str, tmp_path: Path) -> None:
     assert result.exit_code == 0, result.output
     program, *flags = result.stdout.split()
     assert program == "llama-server"
-    with running.serving([*flags, *running.EXACT]) as url:
+    with running.serving([*flags, *running.EXACT, "--parallel", "1", "--threads", "1"]) as url:
         assert run(*words, "--url", url, "--tolerance", "0.002").exit_code == 0
         wrong = run(folder, "--method", "pi", "--url", url)
     assert wrong.exit_code == 1

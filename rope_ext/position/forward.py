@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -12,6 +11,7 @@ import torch
 from torch import nn
 from transformers.cache_utils import Cache
 
+from rope_ext.caches import Move, carry
 from rope_ext.errors import CacheError, UnsupportedModelError
 from rope_ext.methods.kinds import at
 from rope_ext.rotary import hooks
@@ -41,58 +41,25 @@ class Log:
     key: tuple[Any, ...]
     positions: torch.Tensor
 
+    def moved(self, move: Move) -> Log:
+        """The log of other rows."""
+        if len(self.positions) == 1:
+            return self
+        return replace(self, positions=move(self.positions))
+
 
 def keep(cache: Cache, log: Log) -> None:
     """Put ``log`` on a cache, which then refuses to go on without its map."""
-    setattr(cache, _LOG, log)
-    cache.__class__ = _logged(getattr(type(cache), "_rope_ext_plain", type(cache)))
+    carry(cache, _LOG, log, _update)
 
 
-@functools.cache
-def _logged(cls: type[Cache]) -> type[Cache]:
-    """A cache class whose keys carry the rotation of a position map."""
-
-    def update(self: Cache, *args: Any, **kwargs: Any) -> Any:
-        if not any(forward.cache is self for forward in under_way()):
-            raise CacheError(
-                f"the keys in this cache carry the rotation of {getattr(self, _LOG).key[0]}, and "
-                f"this model is not patched with it; start with an empty cache"
-            )
-        return super(logged, self).update(*args, **kwargs)
-
-    def follow(name: str) -> Callable:
-        """The method of that name, which moves rows, moves those of the log as well."""
-
-        def moved(self: Cache, by: Any) -> Any:
-            log = getattr(self, _LOG)
-            if len(log.positions) > 1:
-                if name == "batch_repeat_interleave":
-                    positions = log.positions.repeat_interleave(by, dim=0)
-                else:
-                    positions = log.positions[by.to(log.positions.device)]
-                setattr(self, _LOG, replace(log, positions=positions))
-            return getattr(super(logged, self), name)(by)
-
-        return moved
-
-    def reduce(self: Cache, protocol: int) -> tuple:
-        return _rebuild, (cls,), self.__dict__
-
-    moves = ("reorder_cache", "batch_select_indices", "batch_repeat_interleave")
-    names = {
-        "update": update,
-        **{name: follow(name) for name in moves},
-        "__reduce_ex__": reduce,
-        "_rope_ext_plain": cls,
-    }
-    names |= {"__module__": cls.__module__, "__qualname__": cls.__qualname__}
-    logged = type(cls.__name__, (cls,), names)
-    return logged
-
-
-def _rebuild(cls: type[Cache]) -> Cache:
-    logged = _logged(cls)
-    return logged.__new__(logged)
+def _update(self: Cache, plain: Callable, *args: Any, **kwargs: Any) -> Any:
+    if not any(forward.cache is self for forward in under_way()):
+        raise CacheError(
+            f"the keys in this cache carry the rotation of {getattr(self, _LOG).key[0]}, and "
+            f"this model is not patched with it; start with an empty cache"
+        )
+    return plain(self, *args, **kwargs)
 
 
 class Forward:

@@ -13,12 +13,13 @@ import functools
 import inspect
 import logging
 import threading
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import nn
 
+from rope_ext.caches import Move, carry
 from rope_ext.errors import CacheError, UnsupportedModelError
 from rope_ext.methods import FrequencyMethod
 from rope_ext.rotary.buffers import ABSENT, Changes
@@ -42,8 +43,8 @@ class Started:
     Args:
         method: that of the patch.
         lengths: tokens that the frequencies of each row are made for, float64, ``[rows]``, CPU;
-            0 where there was nothing but padding yet.
-        first: position of the first token of each, int64, ``[rows]``, CPU; -1: still to come.
+            0 where there was nothing but padding yet. One row if all are alike.
+        first: position of the first token of each, int64, likewise; -1: still to come.
         room: tokens for the whole batch, with the padding, as a cache counts them.
         made: frequencies and scaling, by site and device.
     """
@@ -54,6 +55,20 @@ class Started:
     room: int
     made: dict[tuple, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
 
+    def moved(self, move: Move) -> Started:
+        """The sequences of other rows."""
+        if len(self.lengths) == 1:
+            return self
+        return replace(self, lengths=move(self.lengths), first=move(self.first), made={})
+
+
+def _note(cache: Any, started: Started) -> None:
+    """Let a cache know its sequences, wherever its rows go."""
+    if len(started.lengths) > 1:
+        carry(cache, _STARTED, started)
+    else:
+        setattr(cache, _STARTED, started)
+
 
 @dataclass(eq=False)
 class Request:
@@ -63,6 +78,8 @@ class Request:
         sequences: of the model that generates.
         lengths: tokens that each row will have, float64, ``[rows]``; None: not known.
         room: the same for the whole batch, with the padding.
+        guided: by ``guidance_scale``: a second branch without the prompt runs beside the first
+            and gets its frequencies, since the two are subtracted from each other.
         due: whether the next forward is its own, and not one that a streamer, a stopping
             criterion or the like makes for itself.
     """
@@ -70,6 +87,7 @@ class Request:
     sequences: Sequences
     lengths: torch.Tensor | None
     room: int
+    guided: bool
     due: bool = False
 
 
@@ -114,7 +132,7 @@ class Forward:
         else:
             self.started = self._start(positions)
         if self.cache is not None:
-            setattr(self.cache, _STARTED, self.started)
+            _note(self.cache, self.started)
         self.mask = self.cache = None  # a graph may hold on to this
 
     def _start(self, positions: torch.Tensor) -> Started:
@@ -142,6 +160,9 @@ class Forward:
             of_row = torch.where(stored.lengths > 0, stored.lengths, of_row)
             first_of_row = torch.where(stored.first >= 0, stored.first, first_of_row)
             room = max(room, stored.room)
+        of_row, first_of_row = of_row.expand(self.rows), first_of_row.expand(self.rows)
+        if bool((of_row == of_row[0]).all() and (first_of_row == first_of_row[0]).all()):
+            of_row, first_of_row = of_row[:1], first_of_row[:1]
         return Started(self.sequences.method, of_row, first_of_row, room)
 
     def frequencies(
@@ -279,7 +300,7 @@ class Sequences:
     def begin(self, decoder: nn.Module, args: tuple, kwargs: dict) -> None:
         """Decoder pre-hook."""
         name, request = self.method.name, self._innermost(Request)
-        if request is not None and not request.due:
+        if request is not None and not (request.due or request.guided):
             request = None
         elif request is not None:
             request.due = False
@@ -365,7 +386,7 @@ class Sequences:
         for part in output if isinstance(output, tuple) else (output,):
             cache = getattr(part, "past_key_values", part)
             if hasattr(cache, "get_seq_length"):
-                setattr(cache, _STARTED, forward.started)
+                _note(cache, forward.started)
         hidden = output[0]
         if decoder.training and isinstance(hidden, torch.Tensor) and hidden.requires_grad:
             # With gradient checkpointing, layers run again in the thread that goes backward.
@@ -378,7 +399,9 @@ class Sequences:
         drafts = getattr(given.get("generation_config"), "is_assistant", False)
         if drafts and self._innermost(Request) is not None:  # for itself: the same sequence
             return original(*args, **kwargs)
-        request = Request(self, *_announced(model, given))
+        prepare = getattr(model.prepare_inputs_for_generation, "func", None)
+        # PEFT's prompt tuning prepares in a way of its own: take the first forward at least.
+        request = Request(self, *_announced(model, given), due=prepare != self.prepare)
         _under_way(Request).append(request)
         try:
             return original(*args, **kwargs)
@@ -394,13 +417,13 @@ class Sequences:
         return inputs
 
 
-def _announced(model: nn.Module, given: dict[str, Any]) -> tuple[torch.Tensor | None, int]:
-    """Lengths and room of what a call of ``generate`` will make, if its arguments say it."""
+def _announced(model: nn.Module, given: dict[str, Any]) -> tuple[torch.Tensor | None, int, bool]:
+    """Of a :class:`Request`: ``lengths``, ``room`` and ``guided``."""
     tokens = given.get("inputs") if given.get("input_ids") is None else given["input_ids"]
     embeds = given.get("inputs_embeds")
     prompt = tokens if embeds is None else embeds
     if not isinstance(prompt, torch.Tensor):
-        return None, 0  # every row keeps the length of its prompt
+        return None, 0, False  # every row keeps the length of its prompt
     configs = (given.get("generation_config"), model.generation_config)
 
     def setting(name: str) -> Any:  # in the order of transformers
@@ -418,7 +441,7 @@ def _announced(model: nn.Module, given: dict[str, Any]) -> tuple[torch.Tensor | 
     if new is None:
         total = setting("max_length")
         new = 20 if total is None else max(0, total - prompt.shape[1])
-    return real + new, prompt.shape[1] + new
+    return real + new, prompt.shape[1] + new, setting("guidance_scale") not in (None, 1)
 
 
 def follow(decoder: nn.Module, model: nn.Module, sequences: Sequences, changes: Changes) -> None:

@@ -181,8 +181,12 @@ def test_a_cache_begun_before_the_patch_is_refused(model, ids) -> None:
 def test_a_cache_continued_with_other_rows_is_refused(model, ids) -> None:
     rope_ext.patch(model, "dynamic_ntk", factor=4)
     cache = DynamicCache(config=model.config)
-    decoded(model, ids[:, :80], [80], cache)
-    cache.batch_repeat_interleave(2)
+    padded = torch.ones_like(ids[:, :80])
+    padded[0, :30] = 0
+    with torch.no_grad():
+        model(ids[:, :80], attention_mask=padded, past_key_values=cache)
+    for layer in cache.layers:  # past the cache, which would know where its rows went
+        layer.batch_repeat_interleave(2)
     with pytest.raises(rope_ext.CacheError, match="2 rows"):
         decoded(model, ids[:, 80:].repeat(2, 1), [80], cache)
 

@@ -147,6 +147,42 @@ def test_replicas_in_threads_give_what_the_model_gives(ids) -> None:
         assert torch.equal(one, other)
 
 
+@pytest.mark.parametrize("use_cache", [True, False])
+@pytest.mark.parametrize("negative", [None, 80])
+def test_both_branches_of_guidance_keep_the_frequencies_of_the_request(
+    ids, use_cache: bool, negative: int | None
+) -> None:
+    given = {"guidance_scale": 1.5, "use_cache": use_cache, "output_scores": True}
+    if negative is not None:  # 80 tokens that grow to 84: beyond the trained 64
+        given["negative_prompt_ids"] = ids[1:, :negative]
+    written = []
+    for length in (None, 100 + ASKED["max_new_tokens"]):
+        model = rope_ext.patch(tiny_llama(), "dynamic_ntk", factor=4, length=length)
+        made = model.generate(ids[:1, :100], return_dict_in_generate=True, **given, **ASKED)
+        written.append(torch.cat(made.scores))
+    torch.testing.assert_close(*written, **EXACT)
+
+
+@pytest.mark.parametrize("first", ["patch", "adapter"])
+def test_prompt_tuning_announces_what_it_will_write(ids, first: str) -> None:
+    """PEFT replaces what generate calls before each forward, by what it found when it was made."""
+    peft = pytest.importorskip("peft")
+    model = tiny_llama()
+    if first == "patch":
+        rope_ext.patch(model, "dynamic_ntk", factor=4)
+    torch.manual_seed(0)
+    tuned = peft.get_peft_model(
+        model, peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=5)
+    ).eval()
+    if first == "adapter":
+        rope_ext.patch(tuned, "dynamic_ntk", factor=4)
+    given = {"input_ids": ids[:, :90], "attention_mask": torch.ones(2, 90, dtype=torch.long)}
+    settings = {"max_new_tokens": 30, "min_new_tokens": 30, "do_sample": False}
+    written = tuned.generate(**given, **settings)
+    rope_ext.patch(tuned, "dynamic_ntk", factor=4, length=120, replace=True)
+    assert torch.equal(written, tuned.generate(**given, **settings))
+
+
 # --- patching -----------------------------------------------------------------------------------
 
 

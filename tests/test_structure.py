@@ -10,8 +10,7 @@ import pytest
 PACKAGE = Path(__file__).parents[1] / "rope_ext"
 
 ROOMS = (
-    "errors",
-    "version",
+    "errors swapping under_way version",
     "methods",
     "options",
     "record",

@@ -23,6 +23,8 @@ EXACT = ("--flash-attn", "off", "--cache-type-k", "f32", "--cache-type-v", "f32"
 _DIGITS = re.compile(r"\d+$")
 _NO_CHANCE = -1e30  # llama.cpp's logarithm of a probability of zero
 _DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+# Its folder stays out of the path: the files beside it are named after libraries.
+_RUN = "import runpy, sys; sys.argv.pop(0); runpy.run_path(sys.argv[0], run_name='__main__')"
 _SECONDS = 120  # that a request or the end of a server may take
 
 
@@ -39,8 +41,7 @@ def serving(words: Sequence[str]) -> Iterator[str]:
     Raises:
         ExportError: xllamacpp is not installed, or the server does not start.
     """
-    # Isolated: the other files of this folder are named after libraries.
-    command = [sys.executable, "-I", llama_server.__file__, *words]
+    command = [sys.executable, "-c", _RUN, llama_server.__file__, *words]
     with tempfile.TemporaryFile("w+") as log:
         process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True

@@ -253,6 +253,18 @@ def test_what_mlx_does_is_named(folder: str) -> None:
 
 
 @pytest.mark.slow
+def test_a_miniature_is_written_for_others_where_llama_cpp_has_no_way(tmp_path: Path) -> None:
+    pytest.importorskip("gguf")
+    Qwen2Config(**CONFIG).save_pretrained(tmp_path / "model")  # which takes no table
+    words = [tmp_path / "model", "--method", "resonance", "--write", tmp_path / "small"]
+    result = run(*words)
+    assert result.exit_code == 0 and not result.stdout, result.output
+    assert {"config.json", "model.safetensors", "MODEL.gguf"} <= {
+        path.name for path in (tmp_path / "small").iterdir()
+    }
+
+
+@pytest.mark.slow
 def test_a_written_miniature_is_served(folder: str, tmp_path: Path) -> None:
     pytest.importorskip("xllamacpp")
     from rope_ext.engines import running

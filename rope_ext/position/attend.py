@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -20,11 +19,11 @@ from rope_ext.attention.call import Call, Pairs, Turn, TurnedBand
 from rope_ext.attention.reference import Places
 from rope_ext.errors import OptionError, UnsupportedModelError
 from rope_ext.methods.geometry import Distance, Geometry
-from rope_ext.position.forward import under_way
 from rope_ext.position.layers import Head
 from rope_ext.position.plan import Plan, Stretch, documents_of
 from rope_ext.position.tables import Turns
 from rope_ext.rotary.sites import text_config
+from rope_ext.under_way import here
 
 if TYPE_CHECKING:
     from rope_ext.position.mapping import Mapping
@@ -38,7 +37,6 @@ _FORWARD_AGAIN = {  # what to do where positions go back
     "padding": "it is padded on the right, behind which generation goes on; pad on the left "
     "(padding_side='left' of the tokenizer)",
 }
-_active = threading.local()
 
 
 @dataclass(frozen=True, eq=False)
@@ -107,11 +105,11 @@ def watched(decoder: nn.Module, look: Look) -> Iterator[None]:
     config = text_config(decoder)
     before = config._attn_implementation_internal
     config._attn_implementation_internal = NAME  # the public name sets sub-configurations too
-    _active.look = look
+    here.look = look
     try:
         yield
     finally:
-        config._attn_implementation_internal, _active.look = before, None
+        config._attn_implementation_internal, here.look = before, None
 
 
 @torch.compiler.disable
@@ -121,7 +119,7 @@ def _mask(**arguments: Any) -> Any:
         arguments[name] = int(arguments.get(name, 0))
     if isinstance(arguments.get("attention_mask"), Plan):
         arguments["attention_mask"] = arguments["attention_mask"].padding
-    stack = under_way()
+    stack = here.positions
     documents = documents_of(arguments["mask_function"])
     if stack and documents is not None:
         stack[-1].split(documents)
@@ -148,7 +146,7 @@ def _attend(
     fewer; returns ``[rows, queries, heads, columns of value]``, and ``[rows, heads, queries,
     keys]`` if the forward is to return weights.
     """
-    layer, look = module.__dict__.get(LAYER), getattr(_active, "look", None)
+    layer, look = module.__dict__.get(LAYER), here.look
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     call = Call((), _NO_PAIRS, scale, softcap=softcap, sinks=s_aux)
     if layer is None or layer.head is None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-import threading
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -16,17 +14,13 @@ from rope_ext.errors import CacheError, UnsupportedModelError
 from rope_ext.methods.base import at
 from rope_ext.rotary import hooks
 from rope_ext.rotary.sites import RotarySite
+from rope_ext.swapping import swap
+from rope_ext.under_way import here
 
 if TYPE_CHECKING:
     from rope_ext.position.mapping import Mapping
 
 _LOG = "_rope_ext_positions"  # on a cache: the Log of its keys
-_active = threading.local()
-
-
-def under_way() -> list[Forward]:
-    """Forwards under way in this thread, the innermost last."""
-    return _active.__dict__.setdefault("stack", [])
 
 
 @dataclass(frozen=True)
@@ -45,54 +39,38 @@ class Log:
 def keep(cache: Cache, log: Log) -> None:
     """Put ``log`` on a cache, which then refuses to go on without its map."""
     setattr(cache, _LOG, log)
-    cache.__class__ = _logged(getattr(type(cache), "_rope_ext_plain", type(cache)))
+    swap(cache, _Logged)
 
 
-@functools.cache
-def _logged(cls: type[Cache]) -> type[Cache]:
-    """A cache class whose keys carry the rotation of a position map."""
+class _Logged:
+    """Of a cache whose keys carry the rotation of a position map."""
 
-    def update(self: Cache, *args: Any, **kwargs: Any) -> Any:
-        if not any(forward.cache is self for forward in under_way()):
+    def update(self, *args: Any, **kwargs: Any) -> Any:
+        if not any(forward.cache is self for forward in here.positions):
             raise CacheError(
                 f"the keys in this cache carry the rotation of {getattr(self, _LOG).key[0]}, and "
                 f"this model is not patched with it; start with an empty cache"
             )
-        return super(logged, self).update(*args, **kwargs)
+        return super().update(*args, **kwargs)
 
-    def follow(name: str) -> Callable:
-        """The method of that name, which moves rows, moves those of the log as well."""
+    def reorder_cache(self, beam_idx: torch.Tensor) -> Any:
+        _move(self, lambda positions: positions[beam_idx.to(positions.device)])
+        return super().reorder_cache(beam_idx)
 
-        def moved(self: Cache, by: Any) -> Any:
-            log = getattr(self, _LOG)
-            if len(log.positions) > 1:
-                if name == "batch_repeat_interleave":
-                    positions = log.positions.repeat_interleave(by, dim=0)
-                else:
-                    positions = log.positions[by.to(log.positions.device)]
-                setattr(self, _LOG, replace(log, positions=positions))
-            return getattr(super(logged, self), name)(by)
+    def batch_select_indices(self, indices: torch.Tensor) -> Any:
+        _move(self, lambda positions: positions[indices.to(positions.device)])
+        return super().batch_select_indices(indices)
 
-        return moved
-
-    def reduce(self: Cache, protocol: int) -> tuple:
-        return _rebuild, (cls,), self.__dict__
-
-    moves = ("reorder_cache", "batch_select_indices", "batch_repeat_interleave")
-    names = {
-        "update": update,
-        **{name: follow(name) for name in moves},
-        "__reduce_ex__": reduce,
-        "_rope_ext_plain": cls,
-    }
-    names |= {"__module__": cls.__module__, "__qualname__": cls.__qualname__}
-    logged = type(cls.__name__, (cls,), names)
-    return logged
+    def batch_repeat_interleave(self, repeats: int) -> Any:
+        _move(self, lambda positions: positions.repeat_interleave(repeats, dim=0))
+        return super().batch_repeat_interleave(repeats)
 
 
-def _rebuild(cls: type[Cache]) -> Cache:
-    logged = _logged(cls)
-    return logged.__new__(logged)
+def _move(cache: Any, moved: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    """Rows of the log go with those of the keys."""
+    log = getattr(cache, _LOG)
+    if len(log.positions) > 1:
+        setattr(cache, _LOG, replace(log, positions=moved(log.positions)))
 
 
 class Forward:

@@ -9,7 +9,6 @@ between the rows is the layout; whatever does not follow it is refused.
 from __future__ import annotations
 
 import math
-import threading
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,12 +19,12 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from rope_ext.attention.call import Pairs
 from rope_ext.errors import UnsupportedModelError
 from rope_ext.rotary.sites import RotarySite, evaluating, sees_window, text_config
+from rope_ext.under_way import here
 
 _NAME = "rope_ext_probe"  # names with sdpa, flash, flex_attention or a slash take special paths
 _TOKENS = 16
 _TOLERANCE = {torch.bfloat16: 3e-2, torch.float16: 5e-3}  # of the largest query or key
 _EXACT = 1e-4
-_probing = threading.local()  # seen: what the layers have shown to the probe in this thread
 
 
 @dataclass(frozen=True, eq=False)
@@ -112,7 +111,7 @@ def _run(
     device = "cpu" if device.type == "meta" else device  # offloaded: a hook moves the tokens along
     handle = site.module.register_forward_hook(_Turner(site), with_kwargs=True)
     before = config._attn_implementation_internal
-    _probing.seen = seen = []
+    here.probed = seen = []
     try:
         config._attn_implementation_internal = _NAME  # the public name sets sub-configurations too
         with evaluating(decoder):
@@ -124,7 +123,7 @@ def _run(
     finally:
         handle.remove()
         config._attn_implementation_internal = before
-        del _probing.seen
+        here.probed = None
     hidden = output[0].double()
     if not torch.allclose(hidden, hidden[:1], rtol=0, atol=_tolerance(output[0])):
         raise _refusal(decoder, "positions act outside of its attention layers")
@@ -185,7 +184,7 @@ def _look(
     """Attention function: nothing is seen, so that all rows stay equal."""
     if attention_mask is not None and attention_mask is not _MASK:
         raise _RefusedError(f"{type(module).__name__} makes an attention mask of its own")
-    _probing.seen.append((module, query, key, kwargs.get("sliding_window")))
+    here.probed.append((module, query, key, kwargs.get("sliding_window")))
     rows, heads, tokens = query.shape[:3]
     return query.new_zeros(rows, tokens, heads, value.shape[-1]), None
 

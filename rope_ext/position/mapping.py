@@ -12,12 +12,13 @@ from rope_ext.errors import CacheError, OptionError, UnsupportedModelError
 from rope_ext.methods import PositionMethod, Rope
 from rope_ext.methods.geometry import Geometry
 from rope_ext.position.attend import LAYER, NAME, Layer
-from rope_ext.position.forward import Forward, keep, under_way
+from rope_ext.position.forward import Forward, keep
 from rope_ext.position.layers import Head, find_heads
 from rope_ext.position.plan import Plan
 from rope_ext.position.tables import Turns
 from rope_ext.rotary import calls, hooks
 from rope_ext.rotary.sites import RotarySite, text_config
+from rope_ext.under_way import here
 
 
 class Mapping:
@@ -76,7 +77,7 @@ class Mapping:
     @property
     def current(self) -> Forward | None:
         """The forward under way in this thread."""
-        return next((f for f in reversed(under_way()) if f.mapping is self), None)
+        return next((f for f in reversed(here.positions) if f.mapping is self), None)
 
     def __getstate__(self) -> dict[str, Any]:
         made = {"bands", "stored", "_turns"}  # functions, and what follows from them
@@ -156,7 +157,7 @@ class Mapping:
         filled = 0 if cache is None else int(cache.get_seq_length())
         rows, length = tokens.shape[:2]
         weights = bool(given.get("output_attentions"))
-        under_way().append(Forward(self, rows, length, filled, cache, mask, weights))
+        here.positions.append(Forward(self, rows, length, filled, cache, mask, weights))
 
     @torch.compiler.disable
     def end(self, decoder: nn.Module, args: tuple, kwargs: dict, output: Any) -> None:
@@ -164,7 +165,7 @@ class Mapping:
         forward = self.current
         if forward is None:  # refused before it began
             return
-        under_way().remove(forward)
+        here.positions.remove(forward)
         for part in output if isinstance(output, tuple) else (output,):
             cache = getattr(part, "past_key_values", part)
             if isinstance(cache, Cache) and forward.log is not None:

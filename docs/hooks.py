@@ -31,7 +31,7 @@ from mkdocs.structure.pages import Page
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import rope_ext
-from rope_ext.methods import DynamicMethod, FrequencyMethod, Method, all_methods
+from rope_ext.methods import Method, all_methods
 from rope_ext.plots.pictures import draw
 
 ROOT = Path(__file__).parents[1]
@@ -203,7 +203,7 @@ def _model(method: Method) -> LlamaForCausalLM:
 
 
 def _picture(method: Method) -> bytes:
-    kind = "angles" if isinstance(method, FrequencyMethod) else "distances"
+    kind = "angles" if method.kind == "frequency" else "distances"
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "picture.png")
         draw(kind, _model(method), [method], path)
@@ -214,7 +214,7 @@ def _caption(method: Method) -> str:
     base = "The rotary embedding of Llama 2 (4096 tokens, base 10000, 64 pairs)"
     if getattr(method, "long_factor", None):
         base = "The rotary embedding of Phi-3 (4096 tokens, base 10000, 48 pairs)"
-    if isinstance(method, FrequencyMethod):
+    if method.kind == "frequency":
         return (
             f"{base}: the largest angle that each pair reaches, beside those that it met in "
             f"training. A pair above the shaded part meets angles it has never seen."
@@ -257,9 +257,9 @@ def _engines(method: Method) -> str:
 
 
 def _kind(method: Method) -> str:
-    if isinstance(method, DynamicMethod) and method.adapts:
+    if method.adapts:
         return DYNAMIC
-    return FIXED if isinstance(method, FrequencyMethod) else POSITIONS
+    return FIXED if method.kind == "frequency" else POSITIONS
 
 
 def _measured(name: str) -> str:
@@ -323,12 +323,13 @@ def _prose(cls: type[Method]) -> str:
 
 def _overview() -> str:
     lines = []
-    for kind, title in ((True, "Frequency methods"), (False, "Position methods")):
+    for kind in ("frequency", "position"):
+        title = f"{kind.capitalize()} methods"
         lines += [f"\n## {title}\n", "| method | choose it for | source |", "| --- | --- | --- |"]
         lines += [
             f"| [`{cls.name}`]({cls.name}.md) | {cls.use} | {cls.paper} |"
             for cls in all_methods()
-            if issubclass(cls, FrequencyMethod) is kind
+            if cls.kind == kind
         ]
     return "\n".join(lines)
 

@@ -135,7 +135,7 @@ def lengths(recipe: Recipe, model: Any) -> tuple[int, int]:
 def build(recipe: Recipe, config: Any, meta: bool = False) -> Any:
     """The model as it is trained: patched, with LoRA, its loss in the output layer.
 
-    With ``meta`` it has no weights, and a position method is left out, which takes some.
+    With ``meta`` it has no weights, and a method that takes some to be proven is left out.
     """
     return _extend(recipe, _bare(recipe, config, meta), meta)
 
@@ -145,7 +145,7 @@ def _extend(recipe: Recipe, model: Any, meta: bool) -> Any:
     if method is None:
         text = model.config.get_text_config(decoder=True)
         text.max_position_embeddings = lengths(recipe, model)[1]
-    elif not (meta and isinstance(method, rope_ext.PositionMethod)):
+    elif not (meta and method.attends):
         rope_ext.patch(
             model,
             method,

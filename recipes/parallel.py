@@ -65,7 +65,7 @@ def check_parallelism(
         return
     where = f"context parallelism (parallelism_config_cp_size={cp_size})"
     whole = "parallelism_config_cp_size=1 (recipes/accelerate/fsdp2.yaml)"
-    if isinstance(method, rope_ext.PositionMethod):
+    if method is not None and method.attends:
         raise OptionError(
             f"method={method.name!r} does not go with {where}: it has an attention function of its "
             f"own, and the ranks exchange keys inside of SDPA only; choose a fixed frequency "

@@ -20,7 +20,7 @@ from transformers.trainer import TRAINER_STATE_NAME
 
 from recipes.data import PYTHON_LIBRARY
 from rope_ext.errors import OptionError, nearest
-from rope_ext.methods.base import PositionMethod, build_method
+from rope_ext.methods import build_method
 
 NONE = "none"
 _LARGEST_MASK = 2**30  # bytes; of a row of 32768 tokens
@@ -196,7 +196,7 @@ def check_together(recipe: Recipe, args: TrainingArguments) -> None:
             f"its documents have lengths of their own; give --method_options a fixed 'length', "
             f"or leave --document_masking out"
         )
-    if recipe.document_masking and not isinstance(method, PositionMethod):
+    if recipe.document_masking and not (method and method.attends):
         check_document_masking(recipe, args)
     if args.eval_strategy != "no":
         raise OptionError(
@@ -212,7 +212,7 @@ def check_together(recipe: Recipe, args: TrainingArguments) -> None:
 
 def mask_bytes(recipe: Recipe, args: TrainingArguments, length: int) -> int:
     """Of the mask that keeps packed documents apart; 0 where a kernel is told of them instead."""
-    if not recipe.document_masking or isinstance(method_of(recipe), PositionMethod):
+    if not recipe.document_masking or getattr(method_of(recipe), "attends", False):
         return 0
     matrix = recipe.attn in (None, "sdpa", "eager")
     return args.per_device_train_batch_size * length**2 if matrix else 0

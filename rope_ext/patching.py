@@ -21,7 +21,7 @@ from rope_ext.errors import (
     UnsupportedModelError,
 )
 from rope_ext.methods import FrequencyMethod, Method, PositionMethod, Rope, build_method
-from rope_ext.methods.base import MOST_TOKENS, whole_number
+from rope_ext.methods.rope import MOST_TOKENS, whole_number
 from rope_ext.position import Mapping
 from rope_ext.record import ARGUMENTS, FIELD, Record
 from rope_ext.rotary import buffers, calls, hooks
@@ -248,7 +248,7 @@ def current_patch(model: nn.Module) -> Patch | None:
 def _method(method: str | Method, options: dict[str, Any]) -> Method:
     if isinstance(method, str):
         method = build_method(method, **options)
-    elif not isinstance(method, (FrequencyMethod, PositionMethod)):
+    elif not isinstance(method, Method):
         raise OptionError(
             f"method={method!r} is not valid; it must be a method's name such as 'yarn', or a "
             f"method object such as rope_ext.YaRN(factor=4)"

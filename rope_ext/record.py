@@ -10,7 +10,7 @@ from typing import Any
 
 from rope_ext.errors import RecordError
 from rope_ext.methods import FrequencyMethod, Method, build_method
-from rope_ext.methods.base import MOST_TOKENS
+from rope_ext.methods.rope import MOST_TOKENS
 
 VERSION = 1
 FIELD = "rope_ext"

@@ -14,9 +14,7 @@ from hypothesis import strategies as st
 from transformers import AutoConfig, LlamaConfig
 
 import rope_ext
-from rope_ext.advice import recommend
-from rope_ext.methods import Band
-from rope_ext.methods.base import own
+from rope_ext.methods import Band, distances_in_use, own
 from rope_ext.methods.geometry import Distance
 from rope_ext.rotary.sites import text_decoder
 from tests.families.zoo import tiny_config, tiny_model
@@ -121,7 +119,7 @@ def test_the_distances_are_those_of_all_tokens_by_brute_force(bands: tuple[Band,
         query, key = (to(t) if callable(to) else t * 0 + to for to in (band.query, band.key))
         seen = band.geometry.sees(t[:, None], t[None])
         largest = max(largest, float((query[:, None] - key[None])[seen].max()))
-    assert recommend.distances_in_use(bands, 200) == largest + 1
+    assert distances_in_use(bands, 200) == largest + 1
 
 
 def test_sliding_layers_never_leave_their_window() -> None:

@@ -35,9 +35,9 @@ from rope_ext.methods import (
     Rope,
     YaRN,
     all_methods,
-    base,
     build_method,
     method_class,
+    registry,
 )
 
 LLAMA2 = Rope.geometric(base=1e4, dim=128, length=4096)
@@ -766,12 +766,12 @@ def test_a_method_is_rebuilt_from_its_name_and_options(variant: str) -> None:
 @pytest.fixture
 def own_registry(monkeypatch: pytest.MonkeyPatch) -> dict[str, type[FrequencyMethod]]:
     """A copy of the registry that the test may change."""
-    monkeypatch.setattr(base, "_REGISTRY", dict(base._REGISTRY))
-    return base._REGISTRY
+    monkeypatch.setattr(registry, "_REGISTRY", dict(registry._REGISTRY))
+    return registry._REGISTRY
 
 
 def test_a_new_method_takes_ten_lines(own_registry: dict[str, type[FrequencyMethod]]) -> None:
-    @base.register
+    @registry.register
     @dataclass(frozen=True, kw_only=True)
     class Half(FrequencyMethod):
         name: ClassVar[str] = "half_pi"
@@ -803,7 +803,7 @@ def test_register_refuses_a_taken_name_and_registers_nothing(
     taken = type("Taken", (FrequencyMethod,), {"name": name, "aliases": aliases})
     before = dict(own_registry)
     with pytest.raises(RopeExtError, match=f"is taken by {holder}; give Taken another"):
-        base.register(taken)
+        registry.register(taken)
     assert own_registry == before
 
 

@@ -13,8 +13,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import rope_ext
-from rope_ext.methods import NTK, FrequencyMethod, PositionMethod, Rope, all_methods, build_method
-from rope_ext.methods.base import Map
+from rope_ext.methods import (
+    NTK,
+    FrequencyMethod,
+    Map,
+    PositionMethod,
+    Rope,
+    all_methods,
+    build_method,
+)
 
 LLAMA2 = Rope.geometric(base=1e4, dim=128, length=4096)
 

@@ -24,14 +24,11 @@ from rope_ext.methods import (
     PI,
     DualChunk,
     DynamicYaRN,
-    FrequencyMethod,
     Method,
-    PositionMethod,
     ReRoPE,
     Rope,
     SelfExtend,
     YaRN,
-    distances_in_use,
 )
 from rope_ext.methods.abf import bounded_length, smallest_base
 from rope_ext.patching import Patch, current_patch, first_site, patched
@@ -83,7 +80,7 @@ class Recommendation:
         return self._call(self.method)
 
     def _call(self, method: Method) -> str:
-        composes = self.compose and not isinstance(method, PositionMethod)
+        composes = self.compose and method.kind == "frequency"
         words = ["model", repr(method.name), *option_texts(method)]
         return f"rope_ext.patch({', '.join(words + ['compose=True'] * composes)})"
 
@@ -417,7 +414,7 @@ def _position_methods(rope: Rope, target: int, factor: float) -> list[tuple[Meth
 
 def _refusal(model: nn.Module, method: Method, scaled: bool) -> RopeExtError | None:
     """Why ``model`` does not accept ``method``."""
-    composed = scaled and not isinstance(method, PositionMethod)
+    composed = scaled and method.kind == "frequency"
     try:
         with patched(model, method, compose=composed):
             return None
@@ -426,15 +423,14 @@ def _refusal(model: nn.Module, method: Method, scaled: bool) -> RopeExtError | N
 
 
 def _unproven(model: nn.Module, method: Method, refusal: RopeExtError) -> bool:
-    """Whether nothing but missing weights stood against a position method."""
+    """Whether nothing but missing weights stood against a method."""
     meta = any(parameter.is_meta for parameter in model.parameters())
-    refused = isinstance(refusal, UnsupportedModelError)
-    return meta and refused and isinstance(method, PositionMethod)
+    return meta and method.attends and isinstance(refusal, UnsupportedModelError)
 
 
 def _more(rope: Rope, method: Method, target: int, factor: float, finetune: bool) -> Iterator[str]:
     """Further reasons for ``method``, and warnings."""
-    positions = isinstance(method, PositionMethod)
+    positions = method.kind == "position"
     if factor > _INTERPOLATED and not finetune:
         cure = "so distances are kept within the trained ones" if positions else "so fine-tune it"
         yield (
@@ -519,11 +515,11 @@ def _site(decoder: nn.Module, site: RotarySite, patch: Patch | None, length: int
     before = after = float(length)
     if site.local:
         before = after = float(min(length, _window(text_config(decoder)) or rope.length))
-    elif inside and patch.mapping is not None:
-        after = distances_in_use(patch.mapping.bands, length)
+    elif inside:
+        after = patch.method.span(rope, length)
     frequencies = rope.inv_freq
     if inside and patch.frequencies is not None:
-        frequencies = frequencies_at(rope, patch.frequencies, length)
+        frequencies = patch.frequencies.frequencies(rope, length)
     columns = (
         [wavelength(f) for f in rope.inv_freq.tolist()],
         [wavelength(f) for f in frequencies.tolist()],
@@ -541,15 +537,6 @@ def _site(decoder: nn.Module, site: RotarySite, patch: Patch | None, length: int
         distances_after=after,
         pairs=tuple(PairDiagnosis(*values) for values in zip(*columns, strict=True)),
     )
-
-
-def frequencies_at(rope: Rope, method: FrequencyMethod, length: int) -> torch.Tensor:
-    """Radians per token (float64, ``[pairs]``) in a sequence of ``length`` tokens."""
-    if method.adapts:
-        return method.inv_freq_at(rope, torch.tensor([length], dtype=torch.float64, device="cpu"))[
-            0
-        ]
-    return method.inv_freq(rope)
 
 
 def _text(method: Method) -> str:

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from rope_ext.errors import ExportError, NotPatchedError, nearest
-from rope_ext.methods import Method, PositionMethod, Rope
+from rope_ext.methods import Method, Rope
 from rope_ext.patching import Patch, current_patch
 from rope_ext.record import record_of
 from rope_ext.rotary.sites import find_sites, text_config, text_decoder, unwrap
@@ -281,7 +281,7 @@ def refuse_positions(state: Patch) -> None:
             f"it rotates every token by the same frequencies, and start_tokens={start} keeps the "
             f"trained ones for the first tokens; patch with start_tokens=0 to export"
         )
-    if isinstance(state.method, PositionMethod):
+    if state.method.kind == "position":
         raise Refusal("it has no setting that changes the positions of queries and keys")
 
 

@@ -20,7 +20,7 @@ from rope_ext.engines.llama_cpp import TABLE, Plan, plan, planned
 from rope_ext.errors import ExportError, first_line
 from rope_ext.measure.arguments import parse_options
 from rope_ext.measure.run import checked_methods
-from rope_ext.methods import FrequencyMethod, Method, Rope, build_method
+from rope_ext.methods import Method, Rope, build_method
 from rope_ext.patching import current_patch
 from rope_ext.rotary.sites import text_config, text_decoder, unwrap
 
@@ -195,7 +195,7 @@ def extended(
 
 
 def _scaling(method: Method, rope: Rope) -> Scaling:
-    if not isinstance(method, FrequencyMethod):
+    if method.kind == "position":
         raise Refusal("it has no setting that changes the positions of queries and keys")
     refuse_adapting(method)
     if method.start_tokens:

@@ -42,7 +42,7 @@ from rope_ext.measure.folder import Folder, log_name, writing
 from rope_ext.measure.forward import Advance, cost, score, write
 from rope_ext.measure.prompts import Chat, Frame
 from rope_ext.measure.summary import UNPATCHED
-from rope_ext.methods.base import Method, build_method, method_class, reach
+from rope_ext.methods import Method, build_method, method_class, reach
 from rope_ext.record import ARGUMENTS, Record
 
 RESULTS, PAGE = "results.json", "report.html"

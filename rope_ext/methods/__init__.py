@@ -1,24 +1,19 @@
 """One file per method. Importing it registers it: the order here is that of the README."""
 
 # isort: off
-from rope_ext.methods.base import (
+from rope_ext.methods.kinds import (
     Band,
     DynamicMethod,
     FrequencyMethod,
     Map,
     Method,
     PositionMethod,
-    Rope,
-    all_methods,
-    build_method,
     distances_in_use,
-    geometric,
     longrope_table,
-    method_class,
     own,
-    reach,
-    register,
 )
+from rope_ext.methods.registry import all_methods, build_method, method_class, register
+from rope_ext.methods.rope import Rope, geometric, reach
 from rope_ext.methods.geometry import ChunkGap, Distance, Sinks
 from rope_ext.methods.yarn import YaRN
 from rope_ext.methods.dynamic_yarn import DynamicYaRN

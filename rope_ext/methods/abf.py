@@ -8,7 +8,9 @@ from typing import Any, ClassVar
 import torch
 
 from rope_ext.errors import OptionError
-from rope_ext.methods.base import FrequencyMethod, Rope, register
+from rope_ext.methods.kinds import FrequencyMethod
+from rope_ext.methods.registry import register
+from rope_ext.methods.rope import Rope
 
 
 def smallest_base(length: float) -> float:

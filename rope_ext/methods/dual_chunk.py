@@ -7,8 +7,10 @@ from typing import ClassVar
 
 import torch
 
-from rope_ext.methods.base import Band, PositionMethod, Rope, register
 from rope_ext.methods.geometry import ChunkGap
+from rope_ext.methods.kinds import Band, PositionMethod
+from rope_ext.methods.registry import register
+from rope_ext.methods.rope import Rope
 
 
 @register

@@ -7,7 +7,9 @@ from typing import Any, ClassVar, Literal
 
 import torch
 
-from rope_ext.methods.base import DynamicMethod, Rope, register
+from rope_ext.methods.kinds import DynamicMethod
+from rope_ext.methods.registry import register
+from rope_ext.methods.rope import Rope
 
 
 @register

@@ -10,7 +10,9 @@ from typing import Any, ClassVar
 import torch
 
 from rope_ext.errors import OptionError
-from rope_ext.methods.base import LARGEST, DynamicMethod, Rope, plain_number, register
+from rope_ext.methods.kinds import DynamicMethod
+from rope_ext.methods.registry import register
+from rope_ext.methods.rope import LARGEST, Rope, plain_number
 
 
 @register

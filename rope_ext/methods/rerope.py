@@ -5,8 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
-from rope_ext.methods.base import Band, LogScaled, Rope, own, register
 from rope_ext.methods.geometry import Distance
+from rope_ext.methods.kinds import Band, LogScaled, own
+from rope_ext.methods.registry import register
+from rope_ext.methods.rope import Rope
 
 
 @register

@@ -9,7 +9,9 @@ from typing import ClassVar
 import torch
 
 from rope_ext.errors import OptionError
-from rope_ext.methods.base import FrequencyMethod, Rope, build_method, register
+from rope_ext.methods.kinds import FrequencyMethod
+from rope_ext.methods.registry import build_method, register
+from rope_ext.methods.rope import Rope
 
 
 @register

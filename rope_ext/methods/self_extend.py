@@ -6,8 +6,10 @@ import math
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
-from rope_ext.methods.base import Band, PositionMethod, Rope, own, register
 from rope_ext.methods.geometry import Distance
+from rope_ext.methods.kinds import Band, PositionMethod, own
+from rope_ext.methods.registry import register
+from rope_ext.methods.rope import Rope
 
 
 @register

@@ -5,19 +5,14 @@ A method of None is the unpatched model.
 
 from __future__ import annotations
 
-import math
-
 import torch
 
-from rope_ext.advice.recommend import distances_in_use, frequencies_at
-from rope_ext.methods import FrequencyMethod, Method, PositionMethod, Rope
+from rope_ext.methods import Method, Rope
 
 
 def frequencies(rope: Rope, method: Method | None, length: int) -> torch.Tensor:
     """Radians per token of every pair in a sequence of ``length`` tokens: float64, ``[pairs]``."""
-    if isinstance(method, FrequencyMethod):
-        return frequencies_at(rope, method, length)
-    return rope.inv_freq
+    return rope.inv_freq if method is None else method.frequencies(rope, length)
 
 
 def largest_angles(rope: Rope, method: Method | None, length: int) -> torch.Tensor:
@@ -25,9 +20,7 @@ def largest_angles(rope: Rope, method: Method | None, length: int) -> torch.Tens
 
     Under a position method, at the largest distance in use. Float64, ``[pairs]``.
     """
-    end = float(length)
-    if isinstance(method, PositionMethod):
-        end = distances_in_use(method.resolved(rope).bands(), length)
+    end = float(length) if method is None else method.span(rope, length)
     return end * frequencies(rope, method, length)
 
 
@@ -38,21 +31,14 @@ def used_distances(
 
     Args:
         rope: the trained embedding.
-        method: frequency methods leave distances alone.
+        method: whose distances.
         length: tokens.
         distance: from the last token back, whole numbers below ``length``; float64, ``[n]``.
 
     Returns:
         Tokens, ``[n]``; NaN where a method hides the token.
     """
-    if not isinstance(method, PositionMethod):
-        return distance
-    query = torch.full_like(distance, length - 1)
-    used = torch.full_like(distance, math.nan)
-    for band in method.resolved(rope).bands():
-        found = band.distances(query, query - distance)
-        used = torch.where(found.isnan(), used, found)
-    return used
+    return distance if method is None else method.distances(rope, length, distance)
 
 
 def decay_at(

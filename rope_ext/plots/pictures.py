@@ -24,7 +24,7 @@ from rope_ext.measure.attention import (
     resultants,
 )
 from rope_ext.measure.perplexity import Windows
-from rope_ext.methods import FrequencyMethod, Method, PositionMethod, Rope
+from rope_ext.methods import Method, Rope
 from rope_ext.patching import first_site, patched, refuse_scaled
 from rope_ext.plots.methods import (
     TRAINED,
@@ -71,32 +71,32 @@ class Kind:
 
     Args:
         draw: takes axes, the trained embedding, lines, the length, and what was measured.
-        shows: the methods that it can show.
+        shows: the kind of methods that it can show; None: all.
         title: what is in it.
         measure: what it needs of a model with weights, over a text; None: nothing.
         stretch: the tokens of text that this takes at a time, of the trained length and ``length``.
     """
 
     draw: Callable[..., None]
-    shows: type[Method]
+    shows: str | None
     title: str
     measure: Callable[..., Any] | None = None
     stretch: Callable[[int, int], int] = lambda trained, length: length
 
 
 KINDS = {
-    "spectrum": Kind(spectrum, FrequencyMethod, "frequency of every rotary pair"),
-    "angles": Kind(angles, Method, "largest angle of every rotary pair"),
-    "decay": Kind(decay, Method, "long-range decay, q\u00b7k of vectors of ones"),
-    "distances": Kind(distances, PositionMethod, "distances in use"),
+    "spectrum": Kind(spectrum, "frequency", "frequency of every rotary pair"),
+    "angles": Kind(angles, None, "largest angle of every rotary pair"),
+    "decay": Kind(decay, None, "long-range decay, q\u00b7k of vectors of ones"),
+    "distances": Kind(distances, "position", "distances in use"),
     "weighted-decay": Kind(
         weighted_decay,
-        Method,
+        None,
         "long-range decay of its mean queries and keys",
         _resultants,
         lambda trained, length: min(trained, _STRETCH),
     ),
-    "attention": Kind(attention, Method, f"attention of the last {QUERIES} tokens", _shares),
+    "attention": Kind(attention, None, f"attention of the last {QUERIES} tokens", _shares),
 }
 """The pictures by name."""
 
@@ -148,7 +148,7 @@ def draw(
         )
     picture = KINDS[kind]
     for method in methods:
-        if not isinstance(method, picture.shows):
+        if picture.shows not in (None, method.kind):
             raise OptionError(_cure(kind, method))
     if path.suffix.lower() != ".png" or not path.parent.is_dir():
         raise OptionError(f"cannot write {path}; give a .png file in a folder that exists")
@@ -162,9 +162,9 @@ def draw(
     rope, lines = site.rope, {"unpatched": None}
     factors = sorted({float(method.factor) for method in methods})
     for method in methods:
-        if isinstance(method, FrequencyMethod):
+        if method.kind == "frequency":
             refuse_scaled(decoder, site, method, compose)
-        full = method.resolved(rope) if isinstance(method, PositionMethod) else method
+        full = method.resolved(rope)
         lines[_label(full, factor=len(factors) > 1)] = full
     if length is None:
         length = max([rope.length, *(method.target_length(rope) for method in methods)])
@@ -208,7 +208,7 @@ def _label(method: Method, factor: bool) -> str:
 
 
 def _cure(kind: str, method: Method) -> str:
-    moves = isinstance(method, PositionMethod)
+    moves = method.kind == "position"
     why = (
         "uses other distances and leaves the frequencies as they are"
         if moves

@@ -11,7 +11,7 @@ from torch import nn
 from transformers.cache_utils import Cache
 
 from rope_ext.errors import CacheError, UnsupportedModelError
-from rope_ext.methods.base import at
+from rope_ext.methods.kinds import at
 from rope_ext.rotary import hooks
 from rope_ext.rotary.sites import RotarySite
 from rope_ext.swapping import swap

@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 
 from rope_ext.attention.call import Turn
-from rope_ext.methods.base import Map, at
+from rope_ext.methods import Map
+from rope_ext.methods.kinds import at
 
 
 class Turns:

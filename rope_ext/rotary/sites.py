@@ -17,7 +17,7 @@ from torch import nn
 
 from rope_ext.errors import NoRopeError, OptionError, UnsupportedModelError
 from rope_ext.methods import FrequencyMethod, Rope, geometric
-from rope_ext.methods.base import MOST_TOKENS, plain_number
+from rope_ext.methods.rope import MOST_TOKENS, plain_number
 from rope_ext.record import trained_length
 from rope_ext.rotary.probe import Columns, prove
 

@@ -1,137 +1,38 @@
-"""What a method is, and the registry of all of them.
+"""What a method is.
 
 A method changes the rotation angle ``t * theta_i``: a frequency method into ``t * h_i``, a
 position method into ``g(t) * theta_i``. It sees the trained embedding as a :class:`Rope` and
-answers in float64; it knows no model.
+answers in float64; it knows no model. Every method answers every question: what its kind does not
+change is as in the trained embedding.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import math
-import numbers
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar
 
 import torch
 
-from rope_ext.errors import (
-    OptionError,
-    RopeExtError,
-    UnknownMethodError,
-    UnsupportedModelError,
-    nearest,
-)
+from rope_ext.errors import OptionError
 from rope_ext.methods.geometry import ChunkGap, Distance, Geometry
+from rope_ext.methods.rope import (
+    LARGEST,
+    MOST_TOKENS,
+    Rope,
+    geometric,
+    plain_number,
+    reach,
+    whole_number,
+)
 
-MOST_TOKENS = 2**31 - 1
-"""The longest context; other readers of config.json keep it in 32 bits."""
-LARGEST = 1e30
-"""Of any option; the smallest but 0 is its inverse. Float32 holds both."""
 _QUERIES = 2**16
 """Looked at in a text, at most."""
 # cos and sin of a pair with this wavelength ratio are 1 and 0 at any reachable position;
 # tables in JSON cannot hold the infinity that a frequency of zero would ask for.
 _NEVER_ROTATES = 1e30
-
-
-@dataclass(frozen=True)
-class Rope:
-    """One trained rotary embedding.
-
-    Args:
-        inv_freq: ``theta``, float64, shape ``[dim / 2]``, radians per token, fastest first.
-        base: ``b`` of ``theta_i = b ** (-2 i / dim)`` (``rope_theta``).
-        length: trained context in tokens (``original_max_position_embeddings``).
-    """
-
-    inv_freq: torch.Tensor
-    base: float
-    length: int
-
-    @classmethod
-    def geometric(cls, base: float, dim: int, length: int) -> Rope:
-        """The unscaled embedding of ``base``, exact in float64."""
-        return cls(geometric(base, dim), base, length)
-
-    @property
-    def dim(self) -> int:
-        """Rotary dimension: two per frequency."""
-        return 2 * self.inv_freq.numel()
-
-    @property
-    def rotations(self) -> torch.Tensor:
-        """Full turns of each pair within the trained context: ``length * theta / (2 pi)``."""
-        return self.length * self.inv_freq / (2 * math.pi)
-
-    def rotation_ramp(self, low: float, high: float) -> torch.Tensor:
-        """Linear in rotations: 0 below ``low``, 1 above ``high``, float64, ``[dim / 2]``."""
-        return ((self.rotations - low) / (high - low)).clamp(0, 1)
-
-    @property
-    def ntk_exponent(self) -> float:
-        """``d / (d - 2)``: a base times ``s`` to this power divides the slowest pair by ``s``."""
-        self._require_pairs()
-        return self.dim / (self.dim - 2)
-
-    def _require_pairs(self) -> None:
-        """Raise where the base changes nothing: the fastest pair turns by 1 whatever the base."""
-        if self.dim == 2:
-            raise UnsupportedModelError(
-                "one pair of columns rotates in each head of this model, and its frequency does "
-                "not depend on the base; use a method that divides frequencies, such as 'pi'"
-            )
-
-    def interpolated(self, kept: torch.Tensor, factor: float | torch.Tensor) -> torch.Tensor:
-        """Frequencies of which the share ``kept`` stays and the rest is divided by ``factor``."""
-        return (1 - kept) * self.inv_freq / factor + kept * self.inv_freq
-
-    def with_base_times(self, scale: float | torch.Tensor) -> torch.Tensor:
-        """The frequencies of the base times ``scale`` (``[...]``): ``[..., dim / 2]``."""
-        self._require_pairs()
-        scale = torch.as_tensor(scale, dtype=torch.float64, device="cpu")
-        return self.inv_freq * scale.unsqueeze(-1) ** -_exponents(self.dim)
-
-
-def geometric(base: float, dim: int) -> torch.Tensor:
-    """``base ** (-2 i / dim)`` in float64, shape ``[dim / 2]``."""
-    return float(base) ** -_exponents(dim)
-
-
-def reach(factor: float, length: int) -> int:
-    """Context after an extension of ``length`` tokens, tokens.
-
-    Raises:
-        OptionError: it is more than MOST_TOKENS.
-    """
-    if factor > MOST_TOKENS / length:
-        raise OptionError(
-            f"factor={factor!r} is not valid; {length} trained tokens can be extended to at most "
-            f"{MOST_TOKENS}, by a factor of {MOST_TOKENS // length}"
-        )
-    return math.ceil(round(factor * length, 6))  # 1.1 * 1500 is 1650.0000000000002
-
-
-def plain_number(value: Any) -> int | float | None:
-    """A real number of any library's kind (numpy's, a Fraction) as Python's; None: it is none."""
-    if isinstance(value, bool) or not isinstance(value, numbers.Real):
-        return None
-    try:
-        return int(value) if isinstance(value, numbers.Integral) else float(value)
-    except OverflowError:  # of a Fraction
-        return math.inf
-
-
-def whole_number(value: Any, minimum: int = 1) -> int | None:
-    """``value`` as a number of tokens from ``minimum`` to MOST_TOKENS; None: it is none."""
-    number = plain_number(value)
-    return number if isinstance(number, int) and minimum <= number <= MOST_TOKENS else None
-
-
-def _exponents(dim: int) -> torch.Tensor:
-    """``2 i / dim``, float64, shape ``[dim / 2]``."""
-    return torch.arange(0, dim, 2, dtype=torch.float64, device="cpu") / dim
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -152,7 +53,10 @@ class Method:
     paper: ClassVar[str]
     use: ClassVar[str]  # the one-line reason to choose it
 
+    kind: ClassVar[str]  # what it changes, in one word
+    attends: ClassVar[bool] = False  # by a function of this package, proven with the weights
     works_within: ClassVar[bool] = False  # factor 1 is of use: nothing is extended
+    start_tokens = 0  # positions below it keep the trained frequencies
 
     factor: float
 
@@ -182,6 +86,43 @@ class Method:
                 f"{self.name}: factor={self.factor!r} would not extend anything; it must be a "
                 f"number greater than 1 (4 makes 4 times the trained context)"
             )
+
+    def resolved(self, rope: Rope) -> Method:
+        """The same method with every option filled in.
+
+        Raises:
+            OptionError: the options do not go with the trained length.
+        """
+        return self
+
+    def frequencies(self, rope: Rope, length: int) -> torch.Tensor:
+        """Radians per token in a sequence of ``length`` tokens: float64, ``[dim / 2]``."""
+        return rope.inv_freq
+
+    def attention_scaling(self, rope: Rope) -> float:
+        """Number that multiplies cos and sin (its square multiplies the attention logits)."""
+        return 1.0
+
+    def distances(self, rope: Rope, length: int, distance: torch.Tensor) -> torch.Tensor:
+        """The distances that the last of ``length`` tokens uses in place of the real ones.
+
+        Args:
+            rope: the trained embedding.
+            length: tokens.
+            distance: from the last token back, whole numbers below ``length``; float64, ``[n]``.
+
+        Returns:
+            Tokens, ``[n]``; NaN where a token is hidden.
+        """
+        return distance
+
+    def span(self, rope: Rope, length: int) -> float:
+        """How many distances any two of ``length`` tokens use: one more than the largest."""
+        return float(length)
+
+    def temperature(self, t: torch.Tensor, rope: Rope) -> torch.Tensor | None:
+        """Number that multiplies the query at position ``t`` (float64); None: none."""
+        return None
 
     def options(self) -> dict[str, Any]:
         """The options and their values."""
@@ -243,19 +184,18 @@ class FrequencyMethod(Method):
     Only :meth:`inv_freq` must be overridden.
     """
 
-    start_tokens = 0  # positions below it keep the trained frequencies
+    kind: ClassVar[str] = "frequency"
 
     def inv_freq(self, rope: Rope) -> torch.Tensor:
         """``h``: float64, shape ``[dim / 2]``, radians per token."""
         raise NotImplementedError
 
+    def frequencies(self, rope: Rope, length: int) -> torch.Tensor:
+        return self.inv_freq(rope)
+
     def extends(self, rope: Rope) -> bool:
         """Whether any pair turns more slowly, and so meets trained angles for longer."""
         return bool((self.inv_freq(rope) < rope.inv_freq * (1 - 1e-9)).any())
-
-    def attention_scaling(self, rope: Rope) -> float:
-        """Number that multiplies cos and sin (its square multiplies the attention logits)."""
-        return 1.0
 
     def rope_parameters(self, rope: Rope) -> dict[str, Any]:
         """``config.rope_parameters`` with which plain transformers builds the same embedding."""
@@ -306,15 +246,9 @@ class PositionMethod(Method):
     Options left at None follow from ``factor`` and the trained length.
     """
 
+    kind: ClassVar[str] = "position"
+    attends: ClassVar[bool] = True
     fits: ClassVar[str] = "distances that were trained"  # what extends anything, in words
-
-    def resolved(self, rope: Rope) -> PositionMethod:
-        """The same method with every option filled in.
-
-        Raises:
-            OptionError: the options do not go with the trained length.
-        """
-        return self
 
     def bands(self) -> tuple[Band, ...]:
         """Disjoint bands, together all that a query sees; of a :meth:`resolved` method.
@@ -323,9 +257,16 @@ class PositionMethod(Method):
         """
         raise NotImplementedError
 
-    def temperature(self, t: torch.Tensor, rope: Rope) -> torch.Tensor | None:
-        """Number that multiplies the query at position ``t`` (float64); None: none."""
-        return None
+    def distances(self, rope: Rope, length: int, distance: torch.Tensor) -> torch.Tensor:
+        query = torch.full_like(distance, length - 1)
+        used = torch.full_like(distance, math.nan)
+        for band in self.resolved(rope).bands():
+            found = band.distances(query, query - distance)
+            used = torch.where(found.isnan(), used, found)
+        return used
+
+    def span(self, rope: Rope, length: int) -> float:
+        return distances_in_use(self.resolved(rope).bands(), length)
 
     def check(self, length: int | None = None) -> None:
         if length is None:
@@ -450,15 +391,21 @@ class DynamicMethod(FrequencyMethod):
         return self.length is None
 
     def _fixed(self, rope: Rope) -> torch.Tensor:
-        length = self.target_length(rope) if self.length is None else self.length
-        return torch.tensor([length], dtype=torch.float64, device="cpu")
+        return _lengths(self.target_length(rope) if self.length is None else self.length)
 
     def inv_freq(self, rope: Rope) -> torch.Tensor:
         """``h`` at ``length``, or at the full extended context when none was given."""
         return self.inv_freq_at(rope, self._fixed(rope))[0]
 
+    def frequencies(self, rope: Rope, length: int) -> torch.Tensor:
+        return self.inv_freq_at(rope, _lengths(length))[0] if self.adapts else self.inv_freq(rope)
+
     def attention_scaling(self, rope: Rope) -> float:
         return float(self.attention_scaling_at(rope, self._fixed(rope))[0])
+
+
+def _lengths(length: int) -> torch.Tensor:
+    return torch.tensor([length], dtype=torch.float64, device="cpu")
 
 
 def longrope_table(
@@ -475,77 +422,3 @@ def longrope_table(
         "attention_factor": float(attention_scaling),
         "original_max_position_embeddings": rope.length,
     }
-
-
-_REGISTRY: dict[str, type[Method]] = {}
-M = TypeVar("M", bound=type[Method])
-
-
-def _key(name: str) -> str:
-    return name.lower().replace("-", "").replace("_", "").replace(" ", "")
-
-
-def register(cls: M) -> M:
-    """Class decorator: makes a method known by its name and aliases.
-
-    Raises:
-        RopeExtError: the name or an alias is taken; nothing is registered then.
-    """
-    names = (cls.name, *cls.aliases)
-    for name in names:
-        holder = _REGISTRY.get(_key(name), cls)
-        if holder is not cls:
-            raise RopeExtError(
-                f"method name {name!r} is taken by {holder.__name__}; give {cls.__name__} another"
-            )
-    _REGISTRY.update((_key(name), cls) for name in names)
-    return cls
-
-
-def all_methods() -> list[type[Method]]:
-    """Every registered method, once, in order of registration."""
-    return list(dict.fromkeys(_REGISTRY.values()))
-
-
-def method_class(name: str) -> type[Method]:
-    """The method of that name or alias; case, hyphens and underscores do not matter.
-
-    Raises:
-        UnknownMethodError: there is none.
-    """
-    try:
-        return _REGISTRY[_key(name)]
-    except KeyError:
-        names = [cls.name for cls in all_methods()]
-        aliases = [alias for cls in all_methods() for alias in cls.aliases]
-        raise UnknownMethodError(
-            f"unknown method {name!r}{nearest(name.lower(), names + aliases) or '.'} "
-            f"Methods: {', '.join(names)}"
-        ) from None
-
-
-def build_method(name: str, /, **options: Any) -> Method:
-    """A method by name with its options.
-
-    Raises:
-        UnknownMethodError: no method of that name.
-        OptionError: an option is unknown, missing or out of range.
-    """
-    cls = method_class(name)
-    fields = {field.name: field for field in dataclasses.fields(cls)}
-    for option in options:
-        if option not in fields:
-            raise OptionError(
-                f"{cls.name} has no option {option!r}{nearest(option, fields) or '.'} "
-                f"Options: {', '.join(fields)}"
-            )
-    missing = [
-        field.name
-        for field in fields.values()
-        if field.name not in options
-        and field.default is dataclasses.MISSING
-        and field.default_factory is dataclasses.MISSING
-    ]
-    if missing:
-        raise OptionError(f"{cls.name} needs {', '.join(f'{option}=...' for option in missing)}")
-    return cls(**options)

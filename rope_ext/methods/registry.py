@@ -1,0 +1,82 @@
+"""All methods by name."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, TypeVar
+
+from rope_ext.errors import OptionError, RopeExtError, UnknownMethodError, nearest
+from rope_ext.methods.kinds import Method
+
+_REGISTRY: dict[str, type[Method]] = {}
+M = TypeVar("M", bound=type[Method])
+
+
+def _key(name: str) -> str:
+    return name.lower().replace("-", "").replace("_", "").replace(" ", "")
+
+
+def register(cls: M) -> M:
+    """Class decorator: makes a method known by its name and aliases.
+
+    Raises:
+        RopeExtError: the name or an alias is taken; nothing is registered then.
+    """
+    names = (cls.name, *cls.aliases)
+    for name in names:
+        holder = _REGISTRY.get(_key(name), cls)
+        if holder is not cls:
+            raise RopeExtError(
+                f"method name {name!r} is taken by {holder.__name__}; give {cls.__name__} another"
+            )
+    _REGISTRY.update((_key(name), cls) for name in names)
+    return cls
+
+
+def all_methods() -> list[type[Method]]:
+    """Every registered method, once, in order of registration."""
+    return list(dict.fromkeys(_REGISTRY.values()))
+
+
+def method_class(name: str) -> type[Method]:
+    """The method of that name or alias; case, hyphens and underscores do not matter.
+
+    Raises:
+        UnknownMethodError: there is none.
+    """
+    try:
+        return _REGISTRY[_key(name)]
+    except KeyError:
+        names = [cls.name for cls in all_methods()]
+        aliases = [alias for cls in all_methods() for alias in cls.aliases]
+        raise UnknownMethodError(
+            f"unknown method {name!r}{nearest(name.lower(), names + aliases) or '.'} "
+            f"Methods: {', '.join(names)}"
+        ) from None
+
+
+def build_method(name: str, /, **options: Any) -> Method:
+    """A method by name with its options.
+
+    Raises:
+        UnknownMethodError: no method of that name.
+        OptionError: an option is unknown, missing or out of range.
+    """
+    cls = method_class(name)
+    fields = {field.name: field for field in dataclasses.fields(cls)}
+    for option in options:
+        if option not in fields:
+            raise OptionError(
+                f"{cls.name} has no option {option!r}{nearest(option, fields) or '.'} "
+                f"Options: {', '.join(fields)}"
+            )
+    missing = [
+        field.name
+        for field in fields.values()
+        if field.name not in options
+        and field.default is dataclasses.MISSING
+        and field.default_factory is dataclasses.MISSING
+    ]
+    if missing:
+        raise OptionError(f"{cls.name} needs {', '.join(f'{option}=...' for option in missing)}")
+    return cls(**options)

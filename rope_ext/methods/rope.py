@@ -1,0 +1,115 @@
+"""A trained rotary embedding as methods see it, and the numbers that describe one."""
+
+from __future__ import annotations
+
+import math
+import numbers
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from rope_ext.errors import OptionError, UnsupportedModelError
+
+MOST_TOKENS = 2**31 - 1
+"""The longest context; other readers of config.json keep it in 32 bits."""
+LARGEST = 1e30
+"""Of any option; the smallest but 0 is its inverse. Float32 holds both."""
+
+
+@dataclass(frozen=True)
+class Rope:
+    """One trained rotary embedding.
+
+    Args:
+        inv_freq: ``theta``, float64, shape ``[dim / 2]``, radians per token, fastest first.
+        base: ``b`` of ``theta_i = b ** (-2 i / dim)`` (``rope_theta``).
+        length: trained context in tokens (``original_max_position_embeddings``).
+    """
+
+    inv_freq: torch.Tensor
+    base: float
+    length: int
+
+    @classmethod
+    def geometric(cls, base: float, dim: int, length: int) -> Rope:
+        """The unscaled embedding of ``base``, exact in float64."""
+        return cls(geometric(base, dim), base, length)
+
+    @property
+    def dim(self) -> int:
+        """Rotary dimension: two per frequency."""
+        return 2 * self.inv_freq.numel()
+
+    @property
+    def rotations(self) -> torch.Tensor:
+        """Full turns of each pair within the trained context: ``length * theta / (2 pi)``."""
+        return self.length * self.inv_freq / (2 * math.pi)
+
+    def rotation_ramp(self, low: float, high: float) -> torch.Tensor:
+        """Linear in rotations: 0 below ``low``, 1 above ``high``, float64, ``[dim / 2]``."""
+        return ((self.rotations - low) / (high - low)).clamp(0, 1)
+
+    @property
+    def ntk_exponent(self) -> float:
+        """``d / (d - 2)``: a base times ``s`` to this power divides the slowest pair by ``s``."""
+        self._require_pairs()
+        return self.dim / (self.dim - 2)
+
+    def _require_pairs(self) -> None:
+        """Raise where the base changes nothing: the fastest pair turns by 1 whatever the base."""
+        if self.dim == 2:
+            raise UnsupportedModelError(
+                "one pair of columns rotates in each head of this model, and its frequency does "
+                "not depend on the base; use a method that divides frequencies, such as 'pi'"
+            )
+
+    def interpolated(self, kept: torch.Tensor, factor: float | torch.Tensor) -> torch.Tensor:
+        """Frequencies of which the share ``kept`` stays and the rest is divided by ``factor``."""
+        return (1 - kept) * self.inv_freq / factor + kept * self.inv_freq
+
+    def with_base_times(self, scale: float | torch.Tensor) -> torch.Tensor:
+        """The frequencies of the base times ``scale`` (``[...]``): ``[..., dim / 2]``."""
+        self._require_pairs()
+        scale = torch.as_tensor(scale, dtype=torch.float64, device="cpu")
+        return self.inv_freq * scale.unsqueeze(-1) ** -_exponents(self.dim)
+
+
+def geometric(base: float, dim: int) -> torch.Tensor:
+    """``base ** (-2 i / dim)`` in float64, shape ``[dim / 2]``."""
+    return float(base) ** -_exponents(dim)
+
+
+def reach(factor: float, length: int) -> int:
+    """Context after an extension of ``length`` tokens, tokens.
+
+    Raises:
+        OptionError: it is more than MOST_TOKENS.
+    """
+    if factor > MOST_TOKENS / length:
+        raise OptionError(
+            f"factor={factor!r} is not valid; {length} trained tokens can be extended to at most "
+            f"{MOST_TOKENS}, by a factor of {MOST_TOKENS // length}"
+        )
+    return math.ceil(round(factor * length, 6))  # 1.1 * 1500 is 1650.0000000000002
+
+
+def plain_number(value: Any) -> int | float | None:
+    """A real number of any library's kind (numpy's, a Fraction) as Python's; None: it is none."""
+    if isinstance(value, bool) or not isinstance(value, numbers.Real):
+        return None
+    try:
+        return int(value) if isinstance(value, numbers.Integral) else float(value)
+    except OverflowError:  # of a Fraction
+        return math.inf
+
+
+def whole_number(value: Any, minimum: int = 1) -> int | None:
+    """``value`` as a number of tokens from ``minimum`` to MOST_TOKENS; None: it is none."""
+    number = plain_number(value)
+    return number if isinstance(number, int) and minimum <= number <= MOST_TOKENS else None
+
+
+def _exponents(dim: int) -> torch.Tensor:
+    """``2 i / dim``, float64, shape ``[dim / 2]``."""
+    return torch.arange(0, dim, 2, dtype=torch.float64, device="cpu") / dim

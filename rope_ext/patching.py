@@ -13,6 +13,7 @@ from typing import Any, Literal, TypeVar
 import torch
 from torch import nn
 
+from rope_ext import position
 from rope_ext.errors import (
     AlreadyPatchedError,
     AlreadyScaledError,
@@ -22,7 +23,6 @@ from rope_ext.errors import (
 )
 from rope_ext.methods import FrequencyMethod, Method, PositionMethod, Rope, build_method
 from rope_ext.methods.rope import MOST_TOKENS, whole_number
-from rope_ext.position import Mapping
 from rope_ext.record import ARGUMENTS, FIELD, Record
 from rope_ext.rotary import buffers, calls, hooks
 from rope_ext.rotary.sequences import Sequences, follow
@@ -69,7 +69,7 @@ class Patch:
     tokenizer: Any
     tokenizer_length: int | None
     plain: bool = False
-    mapping: Mapping | None = None
+    mapping: position.Installed | None = None
     record: Record | None = None
 
     @property
@@ -456,10 +456,10 @@ def _apply_positions(model: nn.Module, decoder: nn.Module, state: Patch) -> dict
     precise = state.arguments["precise"]
     state.precise = state.target_length > hooks.PRECISE_BEYOND if precise == "auto" else precise
     kernel = state.arguments["kernel"]
-    state.mapping = Mapping(
-        decoder, state.method, rope, table, label, state.precise, kernel, local_too
+    position_map = position.PositionMap(
+        state.method, rope, table, label, state.precise, kernel, local_too
     )
-    state.mapping.install(decoder)
+    state.mapping = position.install(decoder, position_map)
     how = configuration.unsaved(model, decoder, state.sites, scaled, state.target_length)
     state.notes = [f"saving: {how.note}", *state.mapping.notes()]
     if reached < state.target_length:

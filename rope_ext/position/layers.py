@@ -28,7 +28,7 @@ _EXACT = 1e-4
 
 
 @dataclass(frozen=True, eq=False)
-class Head:
+class Layout:
     """How an attention layer turns its queries and keys.
 
     Args:
@@ -43,7 +43,7 @@ class Head:
     pair: torch.Tensor
     local: bool
 
-    def equals(self, other: Head) -> bool:
+    def equals(self, other: Layout) -> bool:
         """Whether both turn the same columns by the same frequencies, for the same reach."""
         columns = (self.pairs.first, self.pairs.second, self.pair)
         others = (other.pairs.first, other.pairs.second, other.pair)
@@ -56,27 +56,27 @@ class Head:
         return alike and list(same) == [True] * 3
 
 
-def find_heads(decoder: nn.Module, sites: list[RotarySite]) -> dict[nn.Module, Head | None]:
+def find_layouts(decoder: nn.Module, sites: list[RotarySite]) -> dict[nn.Module, Layout | None]:
     """Every attention layer of ``decoder``: its layout under ``sites``, None where none turns it.
 
     Raises:
         UnsupportedModelError: a layer turns its queries in no way that can be proven, or does
             not go through transformers' attention interface.
     """
-    heads: dict[nn.Module, Head | None] = {}
+    layouts: dict[nn.Module, Layout | None] = {}
     for site in sites:
         for module, query, key, window in _run(decoder, site):
-            head = _read(decoder, module, site, query, key, window)
-            if head is not None:  # one object for all layers that turn alike
-                known = (other for other in heads.values() if other and other.equals(head))
-                head = next(known, head)
-            before = heads.get(module)
-            if head is not None and before is not None and head is not before:
+            layout = _read(decoder, module, site, query, key, window)
+            if layout is not None:  # one object for all layers that turn alike
+                known = (other for other in layouts.values() if other and other.equals(layout))
+                layout = next(known, layout)
+            before = layouts.get(module)
+            if layout is not None and before is not None and layout is not before:
                 raise _refusal(decoder, f"{_path(decoder, module)} turns in two ways")
-            heads[module] = before or head
-    if not any(heads.values()):
+            layouts[module] = before or layout
+    if not any(layouts.values()):
         raise _refusal(decoder, "no attention layer takes its queries and keys from it")
-    return heads
+    return layouts
 
 
 def _refusal(decoder: nn.Module, reason: str) -> UnsupportedModelError:
@@ -215,7 +215,7 @@ def _read(
     query: torch.Tensor,
     key: torch.Tensor,
     window: int | None,
-) -> Head | None:
+) -> Layout | None:
     where = _path(decoder, module)
     found = []
     for x in (query, key):
@@ -226,20 +226,20 @@ def _read(
         if torch.allclose(rows, rows[:1], rtol=0, atol=tolerance):
             found.append(None)
             continue
-        layout = _layout(rows, len(site.loaded), tolerance)
-        if layout is None:
+        pairs = _pairs(rows, len(site.loaded), tolerance)
+        if pairs is None:
             raise _refusal(decoder, f"{where} does not turn pairs of columns by angles")
-        found.append(layout)
+        found.append(pairs)
     if found[0] is None and found[1] is None:
         return None
     if found[0] is None or found[1] is None or not torch.equal(*found):
         raise _refusal(decoder, f"{where} turns its queries and keys differently")
     first, second, pair = found[0]
     local = sees_window(text_config(decoder), module, window)
-    return Head(site, Pairs(_columns(first), _columns(second)), pair, local)
+    return Layout(site, Pairs(_columns(first), _columns(second)), pair, local)
 
 
-def _layout(rows: torch.Tensor, pairs: int, tolerance: float) -> torch.Tensor | None:
+def _pairs(rows: torch.Tensor, pairs: int, tolerance: float) -> torch.Tensor | None:
     """First column, second column and index of every pair, ``[3, pairs]``; None: no rotation.
 
     Args:

@@ -345,7 +345,7 @@ def test_layers_that_stay_read_a_static_cache_from_its_beginning(kind: str, wind
     model = tiny_model(FAMILIES[kind].model_type, sliding_window=window)
     model.set_attn_implementation("eager")
     plain = logits(model, ids[:, :48], use_cache=False)
-    patch(model, "rerope", **WIDE["rerope"])
+    patch(model, "rerope", **WIDE["rerope"], **TOLD)
     for steps in ([40, *[1] * 8], [40, 3, 5]):
         cached = decoded(model, ids[:, :48], steps, CACHES["static"](model.config))
         torch.testing.assert_close(cached, plain, **EXACT)
@@ -581,7 +581,7 @@ def test_masks_of_ones_own_are_followed_by_layers_that_stay(ids) -> None:
     hidden[40:, :40] = True
     mask = torch.zeros(2, 1, 90, 90).masked_fill(hidden, torch.finfo(torch.float32).min)
     plain = logits(model, ids, attention_mask=mask)
-    patch(model, "rerope", **WIDE["rerope"])
+    patch(model, "rerope", **WIDE["rerope"], **TOLD)
     for given in (mask, mask == 0):
         torch.testing.assert_close(logits(model, ids, attention_mask=given), plain, **EXACT)
 

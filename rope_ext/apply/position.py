@@ -10,7 +10,7 @@ from rope_ext.apply.base import Applied, refuse_scaled, target
 from rope_ext.errors import AlreadyScaledError
 from rope_ext.methods import PositionMethod, Rope
 from rope_ext.options import Options
-from rope_ext.position import Mapping
+from rope_ext.position import PositionMap, install
 from rope_ext.rotary import buffers
 from rope_ext.rotary.buffers import Changes
 from rope_ext.rotary.hooks import PRECISE_BEYOND
@@ -32,11 +32,11 @@ def apply(place: Place, method: PositionMethod, options: Options, changes: Chang
     method = method.resolved(rope)
     precise = length > PRECISE_BEYOND if options.precise == "auto" else options.precise
     local_too = options.sliding_layers == "scale"
-    mapping = Mapping(decoder, method, rope, table, label, precise, options.kernel, local_too)
-    changes.parts.append(mapping)
-    mapping.install(decoder)
+    position_map = PositionMap(method, rope, table, label, precise, options.kernel, local_too)
+    installed = install(decoder, position_map)
+    changes.parts.append(installed)
     saved = unsaved(place, length)
-    notes = [f"saving: {saved.note}", *mapping.notes()]
+    notes = [f"saving: {saved.note}", *installed.notes()]
     if reached < length:
         note = f"distances: {method} keeps to trained ones up to {reached} tokens only, of {length}"
         notes.append(note)

@@ -20,7 +20,7 @@ from rope_ext.measure.prompts import Frame
 from rope_ext.measure.tasks.perplexity import Perplexity, Windows
 from rope_ext.patching import first_site
 from rope_ext.position.attend import Dense, watched
-from rope_ext.position.layers import find_heads
+from rope_ext.position.layers import find_layouts
 from rope_ext.rotary.sites import evaluating, sees_window, text_config, text_decoder
 
 FIRST = 4
@@ -160,7 +160,7 @@ def resultants(model: nn.Module, rows: Sequence[Row]) -> Resultants:
     """
     decoder, site = text_decoder(model), first_site(model)
     try:
-        heads = find_heads(decoder, [site])
+        heads = find_layouts(decoder, [site])
     except UnsupportedModelError as error:
         raise UnsupportedModelError(
             f"{type(decoder).__name__}: where rotary pairs lie in its attention layers cannot be "

@@ -4,11 +4,16 @@ Keys are cached with the rotation of the far band: the rotary module is hooked a
 one, so the model's own code and its own caches do the work. The attention function then turns
 queries, and the few near keys, from there to the position that each band asks for.
 
-What one forward needs to know travels with its attention mask, a :class:`plan.Plan`: it reaches
-every layer of every family, also when gradient checkpointing runs a layer again. The positions of
-cached keys are kept on the cache itself.
+From the bottom: ``layers`` finds where rotary pairs lie, ``tables`` and ``map`` say what turns
+them, ``cache`` and ``tokens`` which tokens one forward has and where, ``masks`` and ``runs`` which
+of them see each other, ``attend`` attends, and ``install`` puts it all on a model.
+
+What one forward needs to know travels with its attention mask, a :class:`runs.BatchMask`: it
+reaches every layer of every family, also when gradient checkpointing runs a layer again. The
+positions of cached keys are kept on the cache itself.
 """
 
-from rope_ext.position.mapping import Mapping
+from rope_ext.position.install import Installed, install
+from rope_ext.position.map import PositionMap
 
-__all__ = ["Mapping"]
+__all__ = ["Installed", "PositionMap", "install"]

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
@@ -20,14 +19,14 @@ from rope_ext.attention.call import Call, Pairs, Turn, TurnedBand
 from rope_ext.attention.reference import Places
 from rope_ext.errors import OptionError, UnsupportedModelError
 from rope_ext.methods.geometry import Distance, Geometry
-from rope_ext.position.forward import under_way
-from rope_ext.position.layers import Head
-from rope_ext.position.plan import Plan, Stretch, documents_of
+from rope_ext.position.layers import Layout
+from rope_ext.position.map import PositionMap
+from rope_ext.position.masks import documents_of
+from rope_ext.position.runs import BatchMask, Stretch
 from rope_ext.position.tables import Turns
+from rope_ext.position.tokens import current
 from rope_ext.rotary.sites import text_config
-
-if TYPE_CHECKING:
-    from rope_ext.position.mapping import Mapping
+from rope_ext.under_way import here
 
 NAME = "rope_ext"  # names with sdpa, flash, flex_attention or a slash take special paths
 LAYER = "_rope_ext_layer"  # on an attention module: its Layer
@@ -38,15 +37,14 @@ _FORWARD_AGAIN = {  # what to do where positions go back
     "padding": "it is padded on the right, behind which generation goes on; pad on the left "
     "(padding_side='left' of the tokenizer)",
 }
-_active = threading.local()
 
 
 @dataclass(frozen=True, eq=False)
 class Layer:
-    """What an attention module is to the map; ``head`` is None where it stays as it was."""
+    """What an attention module is to the map; ``layout`` is None where it stays as it was."""
 
-    mapping: Mapping
-    head: Head | None
+    map: PositionMap
+    layout: Layout | None
 
 
 @dataclass(frozen=True, eq=False)
@@ -107,11 +105,11 @@ def watched(decoder: nn.Module, look: Look) -> Iterator[None]:
     config = text_config(decoder)
     before = config._attn_implementation_internal
     config._attn_implementation_internal = NAME  # the public name sets sub-configurations too
-    _active.look = look
+    here.look = look
     try:
         yield
     finally:
-        config._attn_implementation_internal, _active.look = before, None
+        config._attn_implementation_internal, here.look = before, None
 
 
 @torch.compiler.disable
@@ -119,13 +117,13 @@ def _mask(**arguments: Any) -> Any:
     """Mask function under :data:`NAME`."""
     for name in ("q_offset", "kv_offset"):  # a static cache's own counters, which move on
         arguments[name] = int(arguments.get(name, 0))
-    if isinstance(arguments.get("attention_mask"), Plan):
+    if isinstance(arguments.get("attention_mask"), BatchMask):
         arguments["attention_mask"] = arguments["attention_mask"].padding
-    stack = under_way()
+    stack = here.positions
     documents = documents_of(arguments["mask_function"])
     if stack and documents is not None:
         stack[-1].split(documents)
-    return Plan(stack[-1] if stack else None, arguments)
+    return BatchMask(stack[-1] if stack else None, arguments)
 
 
 @torch.compiler.disable
@@ -148,14 +146,14 @@ def _attend(
     fewer; returns ``[rows, queries, heads, columns of value]``, and ``[rows, heads, queries,
     keys]`` if the forward is to return weights.
     """
-    layer, look = module.__dict__.get(LAYER), getattr(_active, "look", None)
+    layer, look = module.__dict__.get(LAYER), here.look
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     call = Call((), _NO_PAIRS, scale, softcap=softcap, sinks=s_aux)
-    if layer is None or layer.head is None:
+    if layer is None or layer.layout is None:
         mask = attention_mask
-        if isinstance(mask, Plan):
+        if isinstance(mask, BatchMask):
             mask = mask.dense_on(query.device)
-        forward = getattr(attention_mask, "forward", None) or (layer and layer.mapping.current)
+        forward = getattr(attention_mask, "forward", None) or (layer and current(layer.map))
         wanted = forward is not None and forward.weights
         plain = softcap is None and s_aux is None
         if look is not None or wanted or not plain:
@@ -169,31 +167,32 @@ def _attend(
             )
             return out, weights
         return as_it_was.attend(value).transpose(1, 2).contiguous(), weights
-    mapping, call = layer.mapping, replace(call, pairs=layer.head.pairs)
-    plan = _plan(mapping, attention_mask)
+    position_map, call = layer.map, replace(call, pairs=layer.layout.pairs)
+    mask = _batch_mask(position_map, attention_mask)
     if dropout:
         raise OptionError(
-            f"{mapping.method.name} has no attention dropout, and {type(module).__name__} asks for "
-            f"{dropout}; set config.attention_dropout = 0 before the model is built"
+            f"{position_map.method.name} has no attention dropout, and "
+            f"{type(module).__name__} asks for {dropout}; set config.attention_dropout = 0 before "
+            f"the model is built"
         )
     if query.dtype != value.dtype:  # under autocast, which does not know this operator
         query, key = query.to(value.dtype), key.to(value.dtype)
-    key, value = key[:, :, : plan.keys], value[:, :, : plan.keys]
+    key, value = key[:, :, : mask.keys], value[:, :, : mask.keys]
 
     def dense(row: int) -> Dense:
-        return _irregular(mapping, layer.head, plan, row, query, key, call)
+        return _irregular(position_map, layer.layout, mask, row, query, key, call)
 
     if look is not None:
         look(module, dense(0), kwargs.get("sliding_window"))
     weights = None
-    if plan.forward.weights:
+    if mask.forward.weights:
         rows = [dense(row).weights(slice(None)) for row in range(len(query))]
         weights = torch.cat(rows).to(query.dtype)
-    stretches = plan.stretches(layer.head, query.device, _table_dtype(query))
+    stretches = mask.stretches(layer.layout, query.device, _table_dtype(query))
     if stretches is None:  # drafts in trees, masks of other shapes, gaps in positions
         out = torch.cat([dense(row).attend(one) for row, one in enumerate(value.split(1))])
     else:
-        out = _regular(stretches, query, key, value, call, mapping.kernel)
+        out = _regular(stretches, query, key, value, call, position_map.kernel)
     return out.transpose(1, 2).contiguous(), weights
 
 
@@ -201,22 +200,22 @@ AttentionInterface.register(NAME, _attend)
 AttentionMaskInterface.register(NAME, _mask)
 
 
-def _plan(mapping: Mapping, mask: Plan | torch.Tensor | None) -> Plan:
-    """The plan for a mask, which may have been made before the forward."""
-    if isinstance(mask, Plan) and mask.forward is not None:
+def _batch_mask(position_map: PositionMap, mask: BatchMask | torch.Tensor | None) -> BatchMask:
+    """A mask with its forward, which may have been made before the forward."""
+    if isinstance(mask, BatchMask) and mask.forward is not None:
         return mask
-    forward = mapping.current
+    forward = current(position_map)
     if forward is None:
         raise UnsupportedModelError(
-            f"an attention layer patched with {mapping.method.name} was run by itself, or again by "
-            f"gradient checkpointing with a mask of your own; run the whole model, without that "
-            f"mask or without checkpointing"
+            f"an attention layer patched with {position_map.method.name} was run by itself, or "
+            f"again by gradient checkpointing with a mask of your own; run the whole model, "
+            f"without that mask or without checkpointing"
         )
-    if isinstance(mask, Plan):
+    if isinstance(mask, BatchMask):
         mask.forward = forward
         return mask
     if mask is not None and mask.ndim == 4:
-        return Plan(forward, given=mask)
+        return BatchMask(forward, given=mask)
     arguments = {
         "batch_size": forward.rows,
         "q_length": forward.tokens,
@@ -226,7 +225,7 @@ def _plan(mapping: Mapping, mask: Plan | torch.Tensor | None) -> Plan:
         "mask_function": causal_mask_function,
         "attention_mask": forward.padding,
     }
-    return Plan(forward, arguments)
+    return BatchMask(forward, arguments)
 
 
 def _regular(
@@ -258,33 +257,33 @@ def _regular(
 
 
 def _irregular(
-    mapping: Mapping,
-    head: Head,
-    plan: Plan,
+    position_map: PositionMap,
+    layout: Layout,
+    mask: BatchMask,
     row: int,
     query: torch.Tensor,
     key: torch.Tensor,
     call: Call,
 ) -> Dense:
     """One row with dense logits."""
-    back = plan.goes_back(row)
+    back = mask.goes_back(row)
     if back is not None:
         raise UnsupportedModelError(
             f"the position ids of row {row} go back within one sequence, where "
-            f"{mapping.method.name} would have to attend to the future; {_FORWARD_AGAIN[back]}"
+            f"{position_map.method.name} would have to attend to the future; {_FORWARD_AGAIN[back]}"
         )
-    t = plan.positions[row if len(plan.positions) > 1 else 0].to(query.device)
-    mask = plan.dense_on(query.device)
-    if mask is not None:
-        mask = mask[row if len(mask) > 1 else 0, :, :, : len(t)]
-        mask = mask if mask.dtype == torch.bool else _visible(mask)
+    t = mask.positions[row if len(mask.positions) > 1 else 0].to(query.device)
+    dense = mask.dense_on(query.device)
+    if dense is not None:
+        dense = dense[row if len(dense) > 1 else 0, :, :, : len(t)]
+        dense = dense if dense.dtype == torch.bool else _visible(dense)
     return Dense(
         query[row : row + 1],
         key[row : row + 1],
         call,
-        mapping.turns(head),
-        mapping.temperature,
-        Places(t[-query.shape[2] :], t, mask),
+        position_map.turns(layout),
+        position_map.temperature,
+        Places(t[-query.shape[2] :], t, dense),
     )
 
 

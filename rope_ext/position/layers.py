@@ -9,7 +9,6 @@ between the rows is the layout; whatever does not follow it is refused.
 from __future__ import annotations
 
 import math
-import threading
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,16 +19,16 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from rope_ext.attention.call import Pairs
 from rope_ext.errors import UnsupportedModelError
 from rope_ext.rotary.sites import RotarySite, evaluating, sees_window, text_config
+from rope_ext.under_way import here
 
 _NAME = "rope_ext_probe"  # names with sdpa, flash, flex_attention or a slash take special paths
 _TOKENS = 16
 _TOLERANCE = {torch.bfloat16: 3e-2, torch.float16: 5e-3}  # of the largest query or key
 _EXACT = 1e-4
-_probing = threading.local()  # seen: what the layers have shown to the probe in this thread
 
 
 @dataclass(frozen=True, eq=False)
-class Head:
+class Layout:
     """How an attention layer turns its queries and keys.
 
     Args:
@@ -44,7 +43,7 @@ class Head:
     pair: torch.Tensor
     local: bool
 
-    def equals(self, other: Head) -> bool:
+    def equals(self, other: Layout) -> bool:
         """Whether both turn the same columns by the same frequencies, for the same reach."""
         columns = (self.pairs.first, self.pairs.second, self.pair)
         others = (other.pairs.first, other.pairs.second, other.pair)
@@ -57,27 +56,27 @@ class Head:
         return alike and list(same) == [True] * 3
 
 
-def find_heads(decoder: nn.Module, sites: list[RotarySite]) -> dict[nn.Module, Head | None]:
+def find_layouts(decoder: nn.Module, sites: list[RotarySite]) -> dict[nn.Module, Layout | None]:
     """Every attention layer of ``decoder``: its layout under ``sites``, None where none turns it.
 
     Raises:
         UnsupportedModelError: a layer turns its queries in no way that can be proven, or does
             not go through transformers' attention interface.
     """
-    heads: dict[nn.Module, Head | None] = {}
+    layouts: dict[nn.Module, Layout | None] = {}
     for site in sites:
         for module, query, key, window in _run(decoder, site):
-            head = _read(decoder, module, site, query, key, window)
-            if head is not None:  # one object for all layers that turn alike
-                known = (other for other in heads.values() if other and other.equals(head))
-                head = next(known, head)
-            before = heads.get(module)
-            if head is not None and before is not None and head is not before:
+            layout = _read(decoder, module, site, query, key, window)
+            if layout is not None:  # one object for all layers that turn alike
+                known = (other for other in layouts.values() if other and other.equals(layout))
+                layout = next(known, layout)
+            before = layouts.get(module)
+            if layout is not None and before is not None and layout is not before:
                 raise _refusal(decoder, f"{_path(decoder, module)} turns in two ways")
-            heads[module] = before or head
-    if not any(heads.values()):
+            layouts[module] = before or layout
+    if not any(layouts.values()):
         raise _refusal(decoder, "no attention layer takes its queries and keys from it")
-    return heads
+    return layouts
 
 
 def _refusal(decoder: nn.Module, reason: str) -> UnsupportedModelError:
@@ -112,7 +111,7 @@ def _run(
     device = "cpu" if device.type == "meta" else device  # offloaded: a hook moves the tokens along
     handle = site.module.register_forward_hook(_Turner(site), with_kwargs=True)
     before = config._attn_implementation_internal
-    _probing.seen = seen = []
+    here.probed = seen = []
     try:
         config._attn_implementation_internal = _NAME  # the public name sets sub-configurations too
         with evaluating(decoder):
@@ -124,7 +123,7 @@ def _run(
     finally:
         handle.remove()
         config._attn_implementation_internal = before
-        del _probing.seen
+        here.probed = None
     hidden = output[0].double()
     if not torch.allclose(hidden, hidden[:1], rtol=0, atol=_tolerance(output[0])):
         raise _refusal(decoder, "positions act outside of its attention layers")
@@ -185,7 +184,7 @@ def _look(
     """Attention function: nothing is seen, so that all rows stay equal."""
     if attention_mask is not None and attention_mask is not _MASK:
         raise _RefusedError(f"{type(module).__name__} makes an attention mask of its own")
-    _probing.seen.append((module, query, key, kwargs.get("sliding_window")))
+    here.probed.append((module, query, key, kwargs.get("sliding_window")))
     rows, heads, tokens = query.shape[:3]
     return query.new_zeros(rows, tokens, heads, value.shape[-1]), None
 
@@ -216,7 +215,7 @@ def _read(
     query: torch.Tensor,
     key: torch.Tensor,
     window: int | None,
-) -> Head | None:
+) -> Layout | None:
     where = _path(decoder, module)
     found = []
     for x in (query, key):
@@ -227,20 +226,20 @@ def _read(
         if torch.allclose(rows, rows[:1], rtol=0, atol=tolerance):
             found.append(None)
             continue
-        layout = _layout(rows, len(site.loaded), tolerance)
-        if layout is None:
+        pairs = _pairs(rows, len(site.loaded), tolerance)
+        if pairs is None:
             raise _refusal(decoder, f"{where} does not turn pairs of columns by angles")
-        found.append(layout)
+        found.append(pairs)
     if found[0] is None and found[1] is None:
         return None
     if found[0] is None or found[1] is None or not torch.equal(*found):
         raise _refusal(decoder, f"{where} turns its queries and keys differently")
     first, second, pair = found[0]
     local = sees_window(text_config(decoder), module, window)
-    return Head(site, Pairs(_columns(first), _columns(second)), pair, local)
+    return Layout(site, Pairs(_columns(first), _columns(second)), pair, local)
 
 
-def _layout(rows: torch.Tensor, pairs: int, tolerance: float) -> torch.Tensor | None:
+def _pairs(rows: torch.Tensor, pairs: int, tolerance: float) -> torch.Tensor | None:
     """First column, second column and index of every pair, ``[3, pairs]``; None: no rotation.
 
     Args:

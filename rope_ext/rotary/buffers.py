@@ -6,7 +6,6 @@ compilation stay as they are; ``hooks`` has the cases for which that is not enou
 
 from __future__ import annotations
 
-import functools
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,6 +13,7 @@ import torch
 from torch import nn
 
 from rope_ext.rotary.sites import RotarySite
+from rope_ext.swapping import plain, swap
 
 ABSENT = ...  # survives pickling as itself
 _MASTERS = "_rope_ext_masters"  # on a patched rotary module: buffer name -> float32 values
@@ -74,7 +74,7 @@ def write(site: RotarySite, inv_freq: torch.Tensor, scaling: float, hooked: bool
     module.__dict__[_MASTERS] = masters
     module.__dict__["_is_hf_initialized"] = True  # transformers must not initialise it again
     setattr(module, site.scaling_attribute, scaling)
-    module.__class__ = _guarded(_plain(module), hooked)
+    swap(module, _Hooked if hooked else _Guarded)
     _rewrite(module)
     return state
 
@@ -116,13 +116,8 @@ def _save(site: RotarySite, extra: tuple[str, ...] = ()) -> SiteState:
         site=site,
         buffers={name: site.module._buffers[name].detach().clone() for name in site.buffers},
         attributes={name: own.get(name, ABSENT) for name in names},
-        type=_plain(site.module),
+        type=plain(site.module),  # another of its sites may be patched already
     )
-
-
-def _plain(module: nn.Module) -> type[nn.Module]:
-    """The class that a rotary module came with: another of its sites may be patched already."""
-    return getattr(type(module), "_rope_ext_plain", type(module))
 
 
 def _undo(state: SiteState) -> None:
@@ -156,32 +151,18 @@ def _rewrite(module: nn.Module) -> None:
             _put(module, name, value)
 
 
-@functools.cache
-def _guarded(cls: type[nn.Module], hooked: bool) -> type[nn.Module]:
-    """A rotary class whose patched buffers follow the device but never the dtype.
+class _Guarded:
+    """Of a rotary module whose patched buffers follow the device but never the dtype."""
+
+    def _apply(self, fn: Any, recurse: bool = True) -> nn.Module:
+        super()._apply(fn, recurse)
+        _rewrite(self)
+        return self
+
+
+class _Hooked(_Guarded):
+    """Of one with a hook besides.
 
     Compiled graphs are guarded by the class of a module and not by its hooks: with one class
     for both, a graph made without the hook would go on serving a module that has it.
     """
-
-    def apply(self: nn.Module, fn: Any, recurse: bool = True) -> nn.Module:
-        super(guarded, self)._apply(fn, recurse)
-        _rewrite(self)
-        return self
-
-    def reduce(self: nn.Module, protocol: int) -> tuple:
-        return _rebuild, (cls, hooked), self.__dict__
-
-    names = {"_apply": apply, "__reduce_ex__": reduce, "_rope_ext_plain": cls}
-    names |= {
-        "__module__": cls.__module__,
-        "__qualname__": cls.__qualname__,
-        "__doc__": cls.__doc__,
-    }
-    guarded = type(cls.__name__, (cls,), names)
-    return guarded
-
-
-def _rebuild(cls: type[nn.Module], hooked: bool) -> nn.Module:
-    guarded = _guarded(cls, hooked)
-    return guarded.__new__(guarded)

@@ -12,7 +12,6 @@ from __future__ import annotations
 import functools
 import inspect
 import logging
-import threading
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -25,15 +24,10 @@ from rope_ext.methods import FrequencyMethod
 from rope_ext.rotary.buffers import ABSENT, Changes
 from rope_ext.rotary.calls import parameters, refuse_sharded
 from rope_ext.rotary.sites import RotarySite
+from rope_ext.under_way import here
 
 _STARTED = "_rope_ext_started"  # on a cache: the sequences in it, a Started
-_here = threading.local()  # what this thread is in the middle of
 _logger = logging.getLogger("rope_ext")
-
-
-def _under_way(kind: type) -> list[Any]:
-    """Forwards or requests under way in this thread, the innermost last."""
-    return _here.__dict__.setdefault(kind.__name__, [])
 
 
 @dataclass(frozen=True)
@@ -260,10 +254,10 @@ class Sequences:
 
     def at(self, positions: torch.Tensor) -> Forward:
         """The forward under way; outside of any, one made of ``positions`` alone."""
-        forward = self._innermost(Forward)
+        forward = self._innermost(here.sequences)
         if forward is None and torch._C._current_graph_task_id() != -1:
             # Gradient checkpointing runs a layer with a rotary module of its own again.
-            forward = _here.__dict__.get("recomputed")
+            forward = here.recomputed
             if forward is not None and forward.sequences is not self:
                 forward = None
         if forward is None:
@@ -275,9 +269,8 @@ class Sequences:
         forward.locate(positions)
         return forward
 
-    def _innermost(self, kind: type) -> Any:
-        found = reversed(_under_way(kind))
-        return next((one for one in found if one.sequences is self), None)
+    def _innermost(self, under_way: list[Any]) -> Any:
+        return next((one for one in reversed(under_way) if one.sequences is self), None)
 
     def frequencies(
         self, site: RotarySite, lengths: torch.Tensor
@@ -299,7 +292,7 @@ class Sequences:
     @torch.compiler.disable
     def begin(self, decoder: nn.Module, args: tuple, kwargs: dict) -> None:
         """Decoder pre-hook."""
-        name, request = self.method.name, self._innermost(Request)
+        name, request = self.method.name, self._innermost(here.requests)
         if request is not None and not (request.due or request.guided):
             request = None
         elif request is not None:
@@ -329,7 +322,7 @@ class Sequences:
             request = None
         mask = given.get("attention_mask")
         forward = Forward(self, rows, length, filled, cache, stored, request, mask)
-        _under_way(Forward).append(forward)
+        here.sequences.append(forward)
 
     def _stored(self, cache: Any, rows: int) -> Started | None:
         """What a cache that has tokens knows of its sequences."""
@@ -377,10 +370,10 @@ class Sequences:
     @torch.compiler.disable
     def end(self, decoder: nn.Module, args: tuple, kwargs: dict, output: Any) -> None:
         """Decoder hook: a cache that the decoder made itself knows the sequences too."""
-        forward = self._innermost(Forward)
+        forward = self._innermost(here.sequences)
         if forward is None:  # refused before it began
             return
-        _under_way(Forward).remove(forward)
+        here.sequences.remove(forward)
         if forward.started is None or output is None:
             return
         for part in output if isinstance(output, tuple) else (output,):
@@ -390,28 +383,28 @@ class Sequences:
         hidden = output[0]
         if decoder.training and isinstance(hidden, torch.Tensor) and hidden.requires_grad:
             # With gradient checkpointing, layers run again in the thread that goes backward.
-            hidden.register_hook(lambda gradient: _here.__dict__.update(recomputed=forward))
+            hidden.register_hook(lambda gradient: setattr(here, "recomputed", forward))
 
     def generate(self, model: nn.Module, original: Any, *args: Any, **kwargs: Any) -> Any:
         """Announce prompt plus new tokens of every row, then generate."""
         names = tuple(inspect.signature(type(model).generate).parameters)[1:]
         given = {**dict(zip(names, args, strict=False)), **kwargs}
         drafts = getattr(given.get("generation_config"), "is_assistant", False)
-        if drafts and self._innermost(Request) is not None:  # for itself: the same sequence
+        if drafts and self._innermost(here.requests) is not None:  # for itself: the same sequence
             return original(*args, **kwargs)
         prepare = getattr(model.prepare_inputs_for_generation, "func", None)
         # PEFT's prompt tuning prepares in a way of its own: take the first forward at least.
         request = Request(self, *_announced(model, given), due=prepare != self.prepare)
-        _under_way(Request).append(request)
+        here.requests.append(request)
         try:
             return original(*args, **kwargs)
         finally:
-            _under_way(Request).remove(request)
+            here.requests.remove(request)
 
     def prepare(self, original: Any, *args: Any, **kwargs: Any) -> Any:
         """What generate calls right before each forward of its own."""
         inputs = original(*args, **kwargs)
-        request = self._innermost(Request)
+        request = self._innermost(here.requests)
         if request is not None:
             request.due = True
         return inputs

@@ -15,7 +15,7 @@ from transformers.masking_utils import sdpa_mask
 from transformers.models.llama import modeling_llama
 
 import rope_ext
-from rope_ext.position.layers import Head, find_heads
+from rope_ext.position.layers import Layout, find_layouts
 from rope_ext.rotary.sites import find_sites, text_decoder
 from tests.families.checks import changed, snapshot
 from tests.families.zoo import tiny_config, tiny_model
@@ -44,9 +44,9 @@ LAYOUTS: dict[str, list[tuple[str, int, int] | None]] = {  # kind, first column,
 }
 
 
-def heads_of(model: nn.Module) -> dict[nn.Module, Head | None]:
+def heads_of(model: nn.Module) -> dict[nn.Module, Layout | None]:
     decoder = text_decoder(model)
-    return find_heads(decoder, find_sites(decoder))
+    return find_layouts(decoder, find_sites(decoder))
 
 
 def columns(index: slice | torch.Tensor, of: int) -> list[int]:

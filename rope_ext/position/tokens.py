@@ -1,72 +1,32 @@
-"""One forward of a decoder: which tokens there are, where, and what a cache knows of them."""
+"""One forward of a decoder: which tokens there are, and where."""
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
 from transformers.cache_utils import Cache
 
-from rope_ext.caches import Move, carry
 from rope_ext.errors import CacheError, UnsupportedModelError
 from rope_ext.methods.kinds import at
+from rope_ext.position.cache import KeyPositions, keep, kept
+from rope_ext.position.map import PositionMap
 from rope_ext.rotary import hooks
 from rope_ext.rotary.sites import RotarySite
-
-if TYPE_CHECKING:
-    from rope_ext.position.mapping import Mapping
-
-_LOG = "_rope_ext_positions"  # on a cache: the Log of its keys
-_active = threading.local()
+from rope_ext.under_way import here
 
 
-def under_way() -> list[Forward]:
-    """Forwards under way in this thread, the innermost last."""
-    return _active.__dict__.setdefault("stack", [])
-
-
-@dataclass(frozen=True)
-class Log:
-    """Positions of the keys in a cache, and the map under which they were turned.
-
-    Args:
-        key: what must be the same for the cache to be continued.
-        positions: int64, ``[rows, keys]``; one row if all are alike.
-    """
-
-    key: tuple[Any, ...]
-    positions: torch.Tensor
-
-    def moved(self, move: Move) -> Log:
-        """The log of other rows."""
-        if len(self.positions) == 1:
-            return self
-        return replace(self, positions=move(self.positions))
-
-
-def keep(cache: Cache, log: Log) -> None:
-    """Put ``log`` on a cache, which then refuses to go on without its map."""
-    carry(cache, _LOG, log, _update)
-
-
-def _update(self: Cache, plain: Callable, *args: Any, **kwargs: Any) -> Any:
-    if not any(forward.cache is self for forward in under_way()):
-        raise CacheError(
-            f"the keys in this cache carry the rotation of {getattr(self, _LOG).key[0]}, and "
-            f"this model is not patched with it; start with an empty cache"
-        )
-    return plain(self, *args, **kwargs)
+def current(position_map: PositionMap) -> Forward | None:
+    """The innermost forward under way in this thread that ``position_map`` is in force for."""
+    return next((f for f in reversed(here.positions) if f.map is position_map), None)
 
 
 class Forward:
     """One forward of the decoder: which tokens there are, and where.
 
     Args:
-        mapping: the map in force.
+        position_map: in force.
         rows: batch size.
         tokens: of this forward.
         filled: tokens in the cache before.
@@ -77,7 +37,7 @@ class Forward:
 
     def __init__(
         self,
-        mapping: Mapping,
+        position_map: PositionMap,
         rows: int,
         tokens: int,
         filled: int,
@@ -85,8 +45,9 @@ class Forward:
         padding: torch.Tensor | None,
         weights: bool = False,
     ) -> None:
-        self.mapping, self.rows, self.tokens, self.filled = mapping, rows, tokens, filled
-        self.cache, self.log, self.weights = cache, None, weights
+        self.map, self.rows, self.tokens, self.filled = position_map, rows, tokens, filled
+        self.cache, self.weights = cache, weights
+        self.known: KeyPositions | None = None
         if padding is not None:
             padding = padding[:, : filled + tokens].bool()
             padding = nn.functional.pad(padding, (0, filled + tokens - padding.shape[1]))
@@ -116,9 +77,9 @@ class Forward:
             positions = positions[:1]
         if self.filled:
             positions = self._continued(positions)
-        self.log = Log(self.mapping.key, positions)
+        self.known = KeyPositions(self.map.key, positions)
         if self.cache is not None:
-            keep(self.cache, self.log)
+            keep(self.cache, self.known)
         self._count()
 
     def split(self, documents: torch.Tensor) -> None:
@@ -128,7 +89,7 @@ class Forward:
             self._count()
 
     def _count(self) -> None:
-        positions = self.log.positions
+        positions = self.known.positions
         if self.padding is not None:
             positions = positions.expand(self.rows, -1)
             first = self.padding.to(positions.device).int().argmax(1, keepdim=True)
@@ -141,19 +102,19 @@ class Forward:
         self.t = positions - positions.gather(1, first)
 
     def _continued(self, positions: torch.Tensor) -> torch.Tensor:
-        log = getattr(self.cache, _LOG, None)
-        if log is None or log.positions.shape[1] < self.filled:
+        known = kept(self.cache)
+        if known is None or known.positions.shape[1] < self.filled:
             raise CacheError(
                 f"this cache was begun before the model was patched with "
-                f"{self.mapping.method.name} (or by prefix tuning), so its keys carry other "
+                f"{self.map.method.name} (or by prefix tuning), so its keys carry other "
                 f"rotations; start with an empty cache, or use a frequency method such as 'yarn'"
             )
-        if log.key != self.mapping.key:
+        if known.key != self.map.key:
             raise CacheError(
-                f"this cache was begun under another patch ({log.key[0]}) than the one in force "
-                f"({self.mapping.key[0]}); start with an empty cache"
+                f"this cache was begun under another patch ({known.key[0]}) than the one in force "
+                f"({self.map.key[0]}); start with an empty cache"
             )
-        before = log.positions[:, : self.filled].to(positions.device)
+        before = known.positions[:, : self.filled].to(positions.device)
         if len(before) != len(positions):
             rows = max(len(before), len(positions))
             if min(len(before), len(positions)) != 1:
@@ -169,9 +130,9 @@ class Forward:
         made = self._embeddings.get(id(site))
         if made is None:
             t = self.t[:, self.filled :].double().clamp(min=0)
-            stored = at(self.mapping.stored, t)
-            inv_freq, scaling = self.mapping.frequencies[site]
-            precise = self.mapping.precise
+            stored = at(self.map.stored, t)
+            inv_freq, scaling = self.map.frequencies[site]
+            precise = self.map.precise
             made = hooks.rotation(site, stored, inv_freq, scaling, precise, like)
             if not isinstance(like, torch.Tensor) and like[0].ndim == 4:
                 made = tuple(part.expand(like[0].shape) for part in made)

@@ -1,21 +1,20 @@
-"""The attention mask of one forward under a position map, and what it tells a layer to compute."""
+"""The batch of one forward as runs of consecutive tokens, and what a layer computes for each."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any, Literal, NamedTuple
 
 import torch
-from transformers.masking_utils import causal_mask_function, sdpa_mask
+from transformers.masking_utils import sdpa_mask
 
 from rope_ext.attention.call import TurnedBand
 from rope_ext.methods.geometry import Distance, Geometry
-from rope_ext.position.forward import Forward
-from rope_ext.position.layers import Head
+from rope_ext.position.layers import Layout
+from rope_ext.position.masks import is_plain
 from rope_ext.position.tables import Turns
-
-_PACKED = "packed_sequence_mask_function."
+from rope_ext.position.tokens import Forward
 
 
 class Run(NamedTuple):
@@ -39,7 +38,7 @@ class Stretch(NamedTuple):
     temperature: torch.Tensor | None
 
 
-class Plan:
+class BatchMask:
     """The attention mask of one forward under a position map.
 
     Args:
@@ -60,7 +59,7 @@ class Plan:
         self._stretched: dict[tuple, list[Stretch] | None] = {}
         self._moved: dict[torch.device, torch.Tensor] = {}
 
-    def contiguous(self) -> Plan:
+    def contiguous(self) -> BatchMask:
         """As generation asks of a mask made beforehand."""
         return self
 
@@ -106,7 +105,7 @@ class Plan:
     def runs(self) -> list[Run] | None:
         """The batch as stretches of consecutive tokens; None: it has others, or another mask."""
         forward, keys = self.forward, self.keys
-        if self.arguments is None or not _is_plain(self.arguments["mask_function"]):
+        if self.arguments is None or not is_plain(self.arguments["mask_function"]):
             return None
         t = self.positions
         steady = t.diff() == 1
@@ -129,19 +128,19 @@ class Plan:
         return [self._run(*where, rows) for where, rows in found.items()]
 
     def stretches(
-        self, head: Head, device: torch.device, dtype: torch.dtype
+        self, layout: Layout, device: torch.device, dtype: torch.dtype
     ) -> list[Stretch] | None:
         """Every run with its turns, made once for all layers alike; None: not by runs."""
-        key = (head, device, dtype)
+        key = (layout, device, dtype)
         if key not in self._stretched:
-            self._stretched[key] = self._stretch(head, device, dtype)
+            self._stretched[key] = self._stretch(layout, device, dtype)
         return self._stretched[key]
 
     def _stretch(
-        self, head: Head, device: torch.device, dtype: torch.dtype
+        self, layout: Layout, device: torch.device, dtype: torch.dtype
     ) -> list[Stretch] | None:
-        mapping = self.forward.mapping
-        bands = _clipped(mapping.turns(head), self.window)
+        position_map = self.forward.map
+        bands = _clipped(position_map.turns(layout), self.window)
         if self.runs is None or bands is None:
             return None
         made = []
@@ -157,7 +156,7 @@ class Plan:
                 for geometry, of_query, of_key in bands
             ]
             t = torch.arange(first, last, device=device)
-            made.append(Stretch(run, turned, mapping.temperature(t, dtype)))
+            made.append(Stretch(run, turned, position_map.temperature(t, dtype)))
         return made
 
     def goes_back(self, row: int) -> Literal["document", "padding"] | None:
@@ -205,40 +204,6 @@ class Plan:
 
 def _count(index: slice | torch.Tensor) -> int:
     return index.stop - index.start if isinstance(index, slice) else len(index)
-
-
-def _parts(function: Callable) -> Iterator[Callable]:
-    """The simple mask functions of which transformers has combined ``function`` by and."""
-    name = getattr(function, "__qualname__", "")
-    combined = name.startswith(("and_masks.", "remap_positions_for_packed_sequence."))
-    if not combined or function.__module__ != causal_mask_function.__module__:
-        yield function
-        return
-    for cell in function.__closure__:
-        inner = cell.cell_contents
-        for part in inner if isinstance(inner, tuple) else (inner,):
-            if callable(part):
-                yield from _parts(part)
-
-
-def _is_plain(function: Callable) -> bool:
-    """Whether a mask function of transformers is causal, perhaps in a window or by document."""
-    return all(
-        part is causal_mask_function
-        or (
-            getattr(part, "__module__", None) == causal_mask_function.__module__
-            and part.__qualname__.startswith((_PACKED, "sliding_window_overlay."))
-        )
-        for part in _parts(function)
-    )
-
-
-def documents_of(function: Callable) -> torch.Tensor | None:
-    """The documents that a mask function keeps apart, ``[rows, keys]``."""
-    for part in _parts(function):
-        if getattr(part, "__qualname__", "").startswith(_PACKED):
-            return part.__closure__[0].cell_contents
-    return None
 
 
 def _clipped(

@@ -1,0 +1,82 @@
+"""A position map on a model: which numbers every token turns by. Data, and nothing of the model."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from rope_ext.methods import Band, Map, PositionMethod, Rope
+from rope_ext.methods.geometry import Geometry
+from rope_ext.position.layers import Layout
+from rope_ext.position.tables import Turns
+from rope_ext.rotary.sites import RotarySite
+
+
+@dataclass(frozen=True, eq=False)
+class PositionMap:
+    """A method with the frequencies that it turns by.
+
+    Args:
+        method: resolved.
+        rope: the trained embedding, after a frequency map if there is one.
+        frequencies: inverse frequencies (float64) and scaling of each site.
+        label: the patch in words.
+        precise: angles in float64, else in float32, as transformers computes them.
+        kernel: as :func:`rope_ext.attention.attend` takes it.
+        local_too: also layers with a limited window.
+    """
+
+    method: PositionMethod
+    rope: Rope
+    frequencies: dict[RotarySite, tuple[torch.Tensor, float]]
+    label: str
+    precise: bool
+    kernel: str
+    local_too: bool
+
+    @property
+    def key(self) -> tuple[Any, ...]:
+        """What must be the same for a cache to be continued."""
+        return self.label, self.rope.length, self.precise, self.local_too
+
+    @functools.cached_property
+    def bands(self) -> tuple[Band, ...]:
+        """Those of the method; keys are cached with the rotation of the last."""
+        return self.method.bands()
+
+    @property
+    def stored(self) -> Map:
+        """Where cached keys are."""
+        return self.bands[-1].key
+
+    def turns(self, layout: Layout) -> list[tuple[Geometry, Turns, Turns]]:
+        """For every band, the turns of queries and of keys."""
+        key = (layout.site, tuple(layout.pair.tolist()))
+        if key not in self._turns:
+            dtype = torch.float64 if self.precise else torch.float32
+            inv_freq = self.frequencies[layout.site][0][layout.pair].to(dtype)
+            self._turns[key] = [
+                (
+                    band.geometry,
+                    Turns(band.query, self.stored, inv_freq),
+                    Turns(band.key, self.stored, inv_freq),
+                )
+                for band in self.bands
+            ]
+        return self._turns[key]
+
+    def temperature(self, t: torch.Tensor, dtype: torch.dtype) -> torch.Tensor | None:
+        """``[tokens]``."""
+        made = self.method.temperature(t.double().clamp(min=0), self.rope)
+        return None if made is None else made.to(dtype)
+
+    @functools.cached_property
+    def _turns(self) -> dict[tuple, list[tuple[Geometry, Turns, Turns]]]:
+        return {}
+
+    def __getstate__(self) -> dict[str, Any]:  # without what is made of it: bands are functions
+        return {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}

@@ -1,0 +1,56 @@
+"""What the mask functions of transformers say: all that is read off its closures.
+
+transformers combines simple functions of batch, head, query and key into one, and hands over that
+one. Which they were is told by their ``__qualname__`` and cells only, which are no public
+interface: :data:`CHECKED` are the versions on which they were read.
+
+A function that is not recognised is taken for a mask of any shape: its layer gets dense logits,
+right and slow. Documents that are not recognised are refused, since their positions go back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import torch
+from transformers.masking_utils import causal_mask_function
+
+CHECKED = ("5.17", "5.23")
+"""The first and the last version of transformers on which this was read."""
+
+_PACKED = "packed_sequence_mask_function."
+_WINDOW = "sliding_window_overlay."
+_COMBINED = ("and_masks.", "remap_positions_for_packed_sequence.")
+
+
+def is_plain(function: Callable) -> bool:
+    """Whether a mask function of transformers is causal, perhaps in a window or by document."""
+    return all(
+        part is causal_mask_function or _is(part, _PACKED, _WINDOW) for part in _parts(function)
+    )
+
+
+def documents_of(function: Callable) -> torch.Tensor | None:
+    """The documents that a mask function keeps apart, ``[rows, keys]``."""
+    for part in _parts(function):
+        if _is(part, _PACKED):
+            return part.__closure__[0].cell_contents
+    return None
+
+
+def _parts(function: Callable) -> Iterator[Callable]:
+    """The simple mask functions of which transformers has combined ``function`` by and."""
+    if not _is(function, *_COMBINED):
+        yield function
+        return
+    for cell in function.__closure__:
+        inner = cell.cell_contents
+        for part in inner if isinstance(inner, tuple) else (inner,):
+            if callable(part):
+                yield from _parts(part)
+
+
+def _is(function: Callable, *made_by: str) -> bool:
+    """Whether transformers has made ``function``, within one of these."""
+    its = getattr(function, "__module__", None) == causal_mask_function.__module__
+    return its and getattr(function, "__qualname__", "").startswith(made_by)

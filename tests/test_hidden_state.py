@@ -1,0 +1,127 @@
+"""docs/hidden-state.md has every piece of hidden state, and nothing keeps any elsewhere."""
+
+from __future__ import annotations
+
+import ast
+import functools
+import re
+import threading
+from pathlib import Path
+
+import torch
+from transformers import AttentionInterface, AttentionMaskInterface
+
+import rope_ext
+from rope_ext.swapping import plain, swap
+from rope_ext.under_way import here
+
+PACKAGE = Path(rope_ext.__file__).parent
+ROOT = PACKAGE.parent
+LISTED = set(re.findall(r"^\| `([^`]+)` \|", (ROOT / "docs/hidden-state.md").read_text(), re.M))
+
+
+@functools.cache
+def parsed() -> list[tuple[str, ast.AST]]:
+    """Every node of every file of the package."""
+    return [
+        (str(path.relative_to(PACKAGE)), node)
+        for path in PACKAGE.rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text()))
+    ]
+
+
+def test_every_name_put_on_the_objects_of_others_is_listed() -> None:
+    names = {
+        name
+        for _, node in parsed()
+        if isinstance(node, ast.Constant) and isinstance(node.value, str)
+        for name in re.findall(r"^_rope_ext\w*$", node.value)
+    }
+    assert names == {name for name in LISTED if name.startswith("_rope_ext")}
+
+
+def test_all_that_a_thread_is_in_the_middle_of_is_in_one_place_and_listed() -> None:
+    users = {
+        file
+        for file, node in parsed()
+        if isinstance(node, ast.Attribute) and ast.unparse(node) == "threading.local"
+    }
+    assert users == {"under_way.py"}
+    assert set(vars(here)) <= LISTED
+
+
+def test_another_thread_is_in_the_middle_of_something_else() -> None:
+    seen = []
+    here.positions.append("mine")
+    try:
+        thread = threading.Thread(target=lambda: seen.append(list(here.positions)))
+        thread.start()
+        thread.join()
+    finally:
+        here.positions.clear()
+    assert seen == [[]]
+
+
+def test_classes_are_swapped_in_one_place() -> None:
+    def assigns_class(node: ast.AST) -> bool:
+        targets = node.targets if isinstance(node, ast.Assign) else []
+        return any(isinstance(t, ast.Attribute) and t.attr == "__class__" for t in targets)
+
+    assert {file for file, node in parsed() if assigns_class(node)} == {
+        "swapping.py",
+        "rotary/buffers.py",  # which takes it back
+    }
+    kinds = {"swap": 1, "carry": 3}  # which argument says of what kind
+    given = [
+        part.id
+        for _, node in parsed()
+        if isinstance(node, ast.Call) and getattr(node.func, "id", None) in kinds
+        for argument in node.args[kinds[node.func.id] :]
+        for part in ast.walk(argument)
+        if isinstance(part, ast.Name)
+    ]
+    swapped = {"Carrying", *given} - {"hooked", "kind"}
+    assert swapped == {name for name in LISTED if re.fullmatch("_?[A-Z][a-z]+", name)}
+
+
+def test_every_lock_is_listed() -> None:
+    made = {
+        target.id
+        for _, node in parsed()
+        if isinstance(node, ast.Assign) and isinstance(node.value, ast.Call)
+        for target in node.targets
+        if re.search(r"Lock\b", ast.unparse(node.value.func)) and isinstance(target, ast.Name)
+    }
+    assert made and made <= LISTED
+
+
+def test_every_name_in_the_registries_of_others_is_listed() -> None:
+    names = {*AttentionInterface().valid_keys(), *AttentionMaskInterface().valid_keys()}
+    ours = {name for name in names if name.startswith("rope_ext")}
+    schemas = torch._C._jit_get_all_schemas()
+    ours |= {schema.name for schema in schemas if schema.name.startswith("rope_ext::")}
+    assert ours == {name for name in LISTED if name.startswith("rope_ext")}
+
+
+class Loud:
+    """Methods of a swapped class."""
+
+    def says(self) -> str:
+        return super().says() + "!"
+
+
+class Said:
+    """Some class of others."""
+
+    def says(self) -> str:
+        return "said"
+
+
+def test_a_swapped_class_is_that_of_its_object_alone_and_can_be_taken_back() -> None:
+    one, other = Said(), Said()
+    swap(one, Loud)
+    swap(one, Loud)  # not on top of itself
+    assert (one.says(), other.says()) == ("said!", "said")
+    assert isinstance(one, Said) and type(one).__name__ == "Said" and plain(one) is Said
+    one.__class__ = plain(one)
+    assert one.says() == "said" and type(one) is Said

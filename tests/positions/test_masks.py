@@ -15,7 +15,7 @@ from rope_ext.position.masks import CHECKED, documents_of, is_plain
 from rope_ext.position.runs import BatchMask
 from tests.helpers.models import tiny_llama
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 INSTALLED = importlib.metadata.version("transformers")
 PACKED = torch.tensor([[0, 1, 2, 3, 0, 1, 2, 0]])  # positions of three documents in one row
 DOCUMENTS = torch.tensor([[0, 0, 0, 0, 1, 1, 1, 2]])

@@ -259,30 +259,41 @@ def from_pretrained(
     path = require_place(path)
     of_hub = {name: kwargs[name] for name in _OF_HUB if name in kwargs}
     adapter = _find(path, "adapter_config.json", connection_errors=False, **of_hub)
-    if adapter is None:
-        if base is not None or is_trainable:
-            raise AdapterError(
-                f"{path} holds no adapter (no adapter_config.json), so base= and is_trainable= "
-                f"mean nothing; leave them out"
+    if adapter is not None:
+        _peft()
+        model = _base_of(path, adapter, base, kwargs)
+        return load_adapter(model, path, is_trainable=is_trainable, **of_hub)
+    if base is not None or is_trainable:
+        raise AdapterError(
+            f"{path} holds no adapter (no adapter_config.json), so base= and is_trainable= "
+            f"mean nothing; leave them out"
+        )
+    loaded, record = _load(path, kwargs)
+    if record is not None:
+        model = loaded[0] if isinstance(loaded, tuple) else loaded  # with loading info
+        _patch(model, record)
+        here = current_patch(model).record
+        if not record.same(here):
+            raise RecordError(
+                f"{path} was saved under {record.call()} with {record.outcome()}, and here the "
+                f"same call gives {here.outcome()}; load the model that it was made from, and "
+                f"call rope_ext.patch with these options"
             )
-        loaded, record = _load(path, kwargs)
-        if record is not None:
-            model = loaded[0] if isinstance(loaded, tuple) else loaded  # with loading info
-            _patch(model, record)
-            here = current_patch(model).record
-            if not record.same(here):
-                raise RecordError(
-                    f"{path} was saved under {record.call()} with {record.outcome()}, and here the "
-                    f"same call gives {here.outcome()}; load the model that it was made from, and "
-                    f"call rope_ext.patch with these options"
-                )
-        return loaded
-    _peft()
+    return loaded
+
+
+def _base_of(
+    path: str, adapter: str, base: str | PathLike[str] | None, kwargs: dict[str, Any]
+) -> Any:
+    """The base model of the adapter in ``path``, with the patch that lies beside it.
+
+    ``adapter`` is the path of its ``adapter_config.json``.
+    """
     if kwargs.pop("output_loading_info", False):
         raise AdapterError(
             f"{path} is an adapter, and output_loading_info= is of a whole model; leave it out"
         )
-    sidecar = read_sidecar(path, **of_hub)
+    sidecar = read_sidecar(path, **kwargs)
     if sidecar is None:
         raise AdapterError(_without_sidecar(path, kwargs))
     named = _adapter_config(adapter)
@@ -303,7 +314,7 @@ def from_pretrained(
         ) from error
     if sidecar.is_of(model):
         _patch(model, sidecar.record)
-    return load_adapter(model, path, is_trainable=is_trainable, **of_hub)
+    return model
 
 
 def read_sidecar(directory: str, **kwargs: Any) -> Sidecar | None:

@@ -11,6 +11,7 @@ from typing import Any
 from rope_ext.errors import RecordError
 from rope_ext.methods import FrequencyMethod, Method, build_method
 from rope_ext.methods.rope import MOST_TOKENS
+from rope_ext.options import Options
 
 VERSION = 1
 FIELD = "rope_ext"
@@ -23,16 +24,7 @@ LENGTHS = ("original_max_position_embeddings", "max_position_embeddings")
 FIELDS = ("rope_parameters", *LENGTHS, FIELD)
 """Of the text model's configuration, all that a patch writes, in that order."""
 
-ARGUMENTS: Mapping[str, Any] = MappingProxyType(
-    {
-        "frequency": None,
-        "kernel": "auto",
-        "compose": False,
-        "sliding_layers": "auto",
-        "precise": "auto",
-        "original_max_position_embeddings": None,
-    }
-)
+ARGUMENTS: Mapping[str, Any] = MappingProxyType(Options().recorded())
 """What ``patch`` takes beside the method and a record keeps, with its defaults there."""
 
 

@@ -21,7 +21,7 @@ from mkdocs.exceptions import PluginError
 from transformers import AutoModelForCausalLM
 
 import rope_ext
-from rope_ext.methods import Rope, all_methods, base
+from rope_ext.methods import Method, Rope, all_methods, registry
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
@@ -31,7 +31,7 @@ METHODS = [cls for cls in all_methods() if cls.__module__.startswith("rope_ext."
 RESULTS = [
     item
     for item in PUBLIC.values()
-    if dataclasses.is_dataclass(item) and not issubclass(item, base.Method)
+    if dataclasses.is_dataclass(item) and not issubclass(item, Method)
 ]
 
 
@@ -61,7 +61,7 @@ def test_a_public_function_tells_arguments_results_and_errors(name: str) -> None
 
 
 @pytest.mark.parametrize("cls", METHODS, ids=lambda cls: cls.name)
-def test_a_method_tells_its_options_and_its_source(cls: type[base.Method]) -> None:
+def test_a_method_tells_its_options_and_its_source(cls: type[Method]) -> None:
     options = {}
     for part in reversed(cls.__mro__):
         options |= documented(part).parameters if "__doc__" in vars(part) else {}
@@ -90,7 +90,7 @@ def snippets(page: str) -> list[str]:
 @pytest.fixture
 def own_registry(monkeypatch: pytest.MonkeyPatch) -> None:
     """A copy of the registry that the test may change."""
-    monkeypatch.setattr(base, "_REGISTRY", dict(base._REGISTRY))
+    monkeypatch.setattr(registry, "_REGISTRY", dict(registry._REGISTRY))
 
 
 LLAMA2 = Rope.geometric(base=10000, dim=128, length=4096)

@@ -42,7 +42,7 @@ from rope_ext.measure.run import checked_methods
 from rope_ext.methods import build_method
 from rope_ext.patching import current_patch
 from rope_ext.record import ARGUMENTS, Record
-from rope_ext.saving import configuration
+from rope_ext.saving import rebuild
 from tests.families.checks import changed, snapshot
 from tests.families.zoo import tiny_model
 
@@ -537,7 +537,7 @@ def test_pipelines_say_what_to_load_with(tmp_path, family: str) -> None:
 def test_a_family_that_plain_transformers_cannot_be_made_to_refuse(
     tmp_path, caplog, ids, monkeypatch
 ) -> None:
-    monkeypatch.setattr(configuration, "EXPERTS", "no_such_thing")
+    monkeypatch.setattr(rebuild, "EXPERTS", "no_such_thing")
     model = rope_ext.patch(tiny_model("phi3"), "rerope", factor=4, sliding_layers="scale")
     assert "plain transformers loads it unpatched" in caplog.text
     assert model.config.rope_parameters["rope_type"] == "default"

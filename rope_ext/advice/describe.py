@@ -163,7 +163,7 @@ def describe(model: nn.Module) -> Description:
         length=length,
         target_length=length if patch is None else patch.target_length,
         sites=tuple(_site(site, patch) for site in sites),
-        notes=_unpatched_notes(decoder, sites) if patch is None else tuple(patch.notes),
+        notes=_unpatched_notes(decoder, sites) if patch is None else patch.notes,
     )
 
 
@@ -171,7 +171,7 @@ def _site(site: RotarySite, patch: Patch | None) -> SiteDescription:
     after, scaling, status = site.rope.inv_freq, site.scaling, "unchanged"
     if patch is not None and site in patch.scaled:
         after, scaling = patch.frequencies_of(site)
-        status = "extended" if patch.mapping is None else "positions changed"
+        status = "positions changed" if patch.method.kind == "position" else "extended"
         if patch.method.adapts:
             shown = patch.method.target_length(site.rope)
             status = f"extended per sequence, shown at {shown} tokens"

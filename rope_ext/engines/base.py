@@ -192,7 +192,7 @@ class Scaling:
         """What a patch that is one set of frequencies does."""
         site = state.scaled[0]
         rope = Rope.geometric(site.rope.base, site.rope.dim, site.rope.length)
-        parameters = text_config(state.config.decoder).rope_parameters
+        parameters = text_config(state.decoder).rope_parameters
         return cls(rope, *state.frequencies_of(site), state.target_length, parameters)
 
     @classmethod
@@ -256,7 +256,7 @@ def refuse_unproven(state: Patch) -> None:
     """Raise unless ``state`` is one fixed set of frequencies, and the family was checked."""
     refuse_positions(state)
     refuse_adapting(state.method)
-    kind = text_config(state.config.decoder).model_type
+    kind = text_config(state.decoder).model_type
     if kind not in ARCHITECTURES or len(state.sites) > 1:
         raise Refusal(
             f"whether it builds {kind!r} from these settings was not checked; checked were "

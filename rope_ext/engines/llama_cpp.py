@@ -217,7 +217,7 @@ def planned(state: Patch, in_file: bool) -> Plan:
     refuse_unproven(state)
     if not state.native:
         raise Refusal("it has no setting for these frequencies")
-    architecture = ARCHITECTURES[text_config(state.config.decoder).model_type]
+    architecture = ARCHITECTURES[text_config(state.decoder).model_type]
     scaled = state.scaled[0].scaled
     return plan(Scaling.of(state), architecture, in_file=in_file, scaled=scaled)
 

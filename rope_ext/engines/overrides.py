@@ -15,7 +15,7 @@ def overrides(state: Patch) -> dict[str, Any]:
     refuse_unproven(state)
     if not state.native:
         raise Refusal("it builds from transformers' types, and none has these frequencies")
-    parameters = dict(text_config(state.config.decoder).rope_parameters)
+    parameters = dict(text_config(state.decoder).rope_parameters)
     kind, factor = parameters["rope_type"], parameters.get("attention_factor")
     if kind == "yarn":
         # Both take attn_factor times 0.1 ln(s) + 1, but newer vLLM attention_factor itself.

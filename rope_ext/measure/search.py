@@ -27,7 +27,8 @@ from rope_ext.measure.cases import digest, mend
 from rope_ext.measure.folder import held, replace_file, writing
 from rope_ext.measure.forward import score
 from rope_ext.methods import NTK, PI, FrequencyMethod, LongRoPE, Rope, YaRN
-from rope_ext.patching import SlidingLayers, first_site, patched
+from rope_ext.options import SlidingLayers
+from rope_ext.patching import first_site, patched
 from rope_ext.rotary.sites import evaluating, unwrap
 
 START_TOKENS = (0, 1, 2, 4, 8, 12, 16, 20, 24, 28, 32, 64, 128, 256)

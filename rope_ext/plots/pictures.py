@@ -12,6 +12,7 @@ from torch import nn
 from transformers import PreTrainedConfig
 
 from rope_ext.advice.recommend import model_of, require_length
+from rope_ext.apply.base import refuse_scaled
 from rope_ext.errors import OptionError, nearest
 from rope_ext.measure import models
 from rope_ext.measure.attention import (
@@ -25,7 +26,7 @@ from rope_ext.measure.attention import (
 )
 from rope_ext.measure.perplexity import Windows
 from rope_ext.methods import Method, Rope
-from rope_ext.patching import first_site, patched, refuse_scaled
+from rope_ext.patching import first_site, patched
 from rope_ext.plots.methods import (
     TRAINED,
     Lines,

@@ -34,24 +34,28 @@ class Changes:
     """What was changed on a model, and the way back.
 
     Args:
+        parts: whatever has an ``undo`` of its own.
         states: of the rotary sites that were written to, as they were.
         handles: of hooks.
-        replaced: methods of a model: the model, the name, what it held there itself or ABSENT.
+        replaced: attributes: whose, the name, what it held there itself or ABSENT.
     """
 
+    parts: list[Any] = field(default_factory=list)
     states: list[SiteState] = field(default_factory=list)
     handles: list[Any] = field(default_factory=list)
-    replaced: list[tuple[nn.Module, str, Any]] = field(default_factory=list)
+    replaced: list[tuple[Any, str, Any]] = field(default_factory=list)
 
     def undo(self) -> None:
-        """Restore every buffer, attribute and method that was replaced."""
+        """Restore everything as it was."""
+        for part in reversed(self.parts):
+            part.undo()
         for handle in self.handles:
             handle.remove()
-        for model, name, own in self.replaced:
+        for holder, name, own in self.replaced:
             if own is ABSENT:
-                model.__dict__.pop(name, None)
+                holder.__dict__.pop(name, None)
             else:
-                setattr(model, name, own)
+                setattr(holder, name, own)
         for state in reversed(self.states):
             _undo(state)
 

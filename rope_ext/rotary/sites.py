@@ -99,6 +99,23 @@ class RotarySite:
         return self.rope_type in SCALED_TYPES
 
 
+@dataclass(frozen=True)
+class Place:
+    """Where a patch goes.
+
+    Args:
+        model: without wrappers.
+        decoder: the part of it that reads text.
+        sites: all of its rotary sites.
+        scaled: those that the patch changes.
+    """
+
+    model: nn.Module
+    decoder: nn.Module
+    sites: list[RotarySite]
+    scaled: list[RotarySite]
+
+
 def unwrap(model: nn.Module) -> nn.Module:
     """The transformers model inside a PEFT, compiled or data-parallel wrapper."""
     while True:
@@ -158,6 +175,27 @@ def find_sites(decoder: nn.Module, length: int | None = None) -> list[RotarySite
             f"Llama"
         )
     return sites
+
+
+def chosen_sites(
+    decoder: nn.Module, sites: list[RotarySite], sliding_layers: str
+) -> list[RotarySite]:
+    """The sites to scale.
+
+    Raises:
+        UnsupportedModelError: there is none that it would gain anything to scale.
+    """
+    if sliding_layers == "scale":
+        return sites
+    chosen = [site for site in sites if not site.local]
+    if not chosen:
+        raise UnsupportedModelError(
+            f"{type(decoder).__name__}: every layer with a rotary embedding sees a limited window "
+            f"only, so scaling cannot lengthen its reach; load it without its window first "
+            f"(config.sliding_window = None, or no sliding kind in config.layer_types), or pass "
+            f"sliding_layers='scale' to scale all the same"
+        )
+    return chosen
 
 
 def _require_in_use(decoder: nn.Module) -> None:

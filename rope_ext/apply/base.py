@@ -1,0 +1,76 @@
+"""What all kinds of methods take and return, and what they refuse alike."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from rope_ext.errors import AlreadyScaledError, OptionError
+from rope_ext.methods import FrequencyMethod, Method
+from rope_ext.rotary.sites import RotarySite
+from rope_ext.saving.configuration import is_scaled
+
+
+@dataclass(frozen=True)
+class Applied:
+    """A method in force.
+
+    Args:
+        method: with every option filled in.
+        target_length: context after the extension, tokens.
+        values: what to write into the configuration.
+        native: whether plain transformers scales by these.
+        plain: whether it computes the same from them.
+        precise: angles in float64.
+        notes: sentences for ``describe``.
+    """
+
+    method: Method
+    target_length: int
+    values: dict[str, Any]
+    native: bool
+    plain: bool
+    precise: bool
+    notes: tuple[str, ...]
+
+
+def refuse_scaled(
+    decoder: nn.Module, site: RotarySite, method: FrequencyMethod, compose: bool
+) -> None:
+    """Raise AlreadyScaledError where ``method`` cannot go on top of what a checkpoint has."""
+    there = is_scaled(decoder, site)
+    if there is None:
+        return
+    if site.rope_type in ("dynamic", "longrope"):
+        raise AlreadyScaledError(
+            f"{type(decoder).__name__} is scaled by {there}, on top of which nothing can be "
+            f"composed; load it with rope_type 'default' and patch that"
+        )
+    if not compose:
+        back = "it with rope_type 'default'" if site.scaled else "the model that it was made from"
+        raise AlreadyScaledError(
+            f"the rotary embedding of {type(decoder).__name__} is scaled by its configuration "
+            f"already: {there}. Pass compose=True to extend its {site.rope.length} tokens further, "
+            f"or load {back} to start from the unscaled frequencies"
+        )
+    if method.adapts:
+        raise AlreadyScaledError(
+            f"{method.name} changes with the sequence and cannot go on top of {there}; pass "
+            f"length=TOKENS to fix it, or choose a fixed method such as 'yarn'"
+        )
+
+
+def target(method: FrequencyMethod, site: RotarySite) -> tuple[torch.Tensor, float]:
+    """Float64 frequencies and scaling after the patch; raises if it would extend nothing."""
+    method.check(site.rope.length)
+    inv_freq, scaling = site.under(method)
+    if not method.extends(site.rope):
+        options = ", ".join(f"{k}={v!r}" for k, v in method.options().items())
+        raise OptionError(
+            f"{method.name}({options}) extends nothing on {site.name or 'this model'}: no "
+            f"frequency becomes smaller; choose a larger factor or other options"
+        )
+    return inv_freq, scaling

@@ -1,0 +1,130 @@
+"""Frequency methods: new values in the rotary buffers, and hooks where that is not enough."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+from torch import nn
+
+from rope_ext.apply.base import Applied, refuse_scaled, target
+from rope_ext.errors import OptionError, UnsupportedModelError
+from rope_ext.methods import FrequencyMethod
+from rope_ext.options import Options
+from rope_ext.rotary import buffers, hooks
+from rope_ext.rotary.buffers import Changes
+from rope_ext.rotary.calls import refuse_sharded
+from rope_ext.rotary.sequences import Sequences, follow
+from rope_ext.rotary.sites import Place, RotarySite, text_config
+from rope_ext.saving.rebuild import unsaved, written
+
+
+def apply(place: Place, method: FrequencyMethod, options: Options, changes: Changes) -> Applied:
+    """Put a frequency method in force."""
+    decoder, scaled = place.decoder, place.scaled
+    length = max(method.target_length(site.rope) for site in scaled)
+    for site in scaled:
+        refuse_scaled(decoder, site, method, options.compose)
+    targets = {site: target(method, site) for site in scaled}
+    growing = getattr(method, "mode", None) == "growing"
+    precise = options.precise
+    if precise == "auto":
+        precise = length > hooks.PRECISE_BEYOND and not growing
+    keep = options.sliding_layers == "keep" and any(site.shared for site in scaled)
+    if growing and (precise or keep):
+        raise OptionError(
+            f"{method.name}: mode='growing' is transformers' own code and cannot be combined with "
+            f"precise=True or sliding_layers='keep'; use mode='fixed'"
+        )
+    if keep or method.start_tokens:
+        saved = unsaved(place, length)
+    else:
+        saved = written(place, method, length)
+    sequences = None
+    if growing:
+        _grow(place, method.name, saved.native, changes)
+    else:
+        if method.adapts or method.start_tokens:
+            sequences = Sequences(method, min(site.rope.length for site in scaled))
+            follow(decoder, place.model, sequences, changes)
+        _write(method, targets, saved.built, precise, keep, sequences, changes)
+    if keep:
+        changes.handles += hooks.keep_native(decoder, list(text_config(decoder).layer_types))
+    per_sequence = method.adapts and not growing and saved.native
+    notes = _notes(place, keep, precise, per_sequence)
+    return Applied(
+        method=method,
+        target_length=length,
+        values=saved.values,
+        native=saved.native,
+        # Plain transformers lets frequencies grow within a sequence, and has float32 angles only.
+        plain=saved.native and not precise and sequences is None,
+        precise=precise,
+        notes=(f"saving: {saved.note}", *notes),
+    )
+
+
+def _write(
+    method: FrequencyMethod,
+    targets: dict[RotarySite, tuple[torch.Tensor, float]],
+    built: dict[RotarySite, torch.Tensor],
+    precise: bool,
+    keep: bool,
+    sequences: Sequences | None,
+    changes: Changes,
+) -> None:
+    """Give every site its frequencies and scaling, and a hook where that is not enough."""
+    for site, (inv_freq, scaling) in targets.items():
+        native = keep and site.shared
+        hooked = precise or native or sequences is not None
+        if method.adapts:  # the hook replaces them; a fresh module holds the trained ones
+            changes.states.append(buffers.write(site, site.loaded, site.scaling, hooked))
+        else:
+            buffer = built.get(site, inv_freq.float())
+            changes.states.append(buffers.write(site, buffer, scaling, hooked))
+        if hooked:
+            hook = hooks.RotaryHook(
+                site, inv_freq, scaling, precise, sequences, native, method.start_tokens
+            )
+            changes.handles.append(site.module.register_forward_hook(hook, with_kwargs=True))
+
+
+def _grow(place: Place, name: str, native: bool, changes: Changes) -> None:
+    """Leave the frequencies to transformers' own dynamic type."""
+    if not native:
+        raise UnsupportedModelError(
+            f"{type(place.decoder).__name__}: transformers cannot build its dynamic type for this "
+            f"family; use mode='fixed'"
+        )
+    for site in place.scaled:
+        changes.states.append(buffers.grow(site))
+    refuse = functools.partial(_refuse_sharded, name)
+    changes.handles.append(place.decoder.register_forward_pre_hook(refuse))
+
+
+def _refuse_sharded(name: str, decoder: nn.Module, args: tuple[Any, ...]) -> None:
+    refuse_sharded(name)
+
+
+def _notes(place: Place, keep: bool, precise: bool, per_sequence: bool) -> list[str]:
+    notes = []
+    left = [site for site in place.sites if site not in place.scaled]
+    if left:
+        names = ", ".join(sorted({site.layer_type or site.name for site in left}))
+        notes.append(f"sliding layers: {names} see a limited window and stay as they were")
+    if keep:
+        notes.append("sliding layers: they share a rotary module and get its unpatched output")
+    elif any(site.shared for site in place.scaled):
+        notes.append(
+            "sliding layers: they share the rotary module and are scaled along, as transformers "
+            "does; sliding_layers='keep' leaves them alone"
+        )
+    if precise:
+        notes.append("angles: computed in float64; by plain transformers, in float32")
+    if per_sequence:
+        notes.append(
+            "sequences: each keeps the frequencies it starts with; plain transformers changes them "
+            "as a sequence grows, a model reloaded with rope_ext.from_pretrained does not"
+        )
+    return notes

@@ -1,0 +1,71 @@
+"""Position methods: attention by a function of this package, perhaps over other frequencies."""
+
+from __future__ import annotations
+
+import logging
+
+import torch
+
+from rope_ext.apply.base import Applied, refuse_scaled, target
+from rope_ext.errors import AlreadyScaledError
+from rope_ext.methods import PositionMethod, Rope
+from rope_ext.options import Options
+from rope_ext.position import PositionMap, install
+from rope_ext.rotary import buffers
+from rope_ext.rotary.buffers import Changes
+from rope_ext.rotary.hooks import PRECISE_BEYOND
+from rope_ext.rotary.sites import Place, RotarySite
+from rope_ext.saving.rebuild import unsaved
+
+_logger = logging.getLogger("rope_ext")
+
+
+def apply(place: Place, method: PositionMethod, options: Options, changes: Changes) -> Applied:
+    """Put a position method in force."""
+    decoder, under = place.decoder, options.frequency
+    rope, label = place.scaled[0].rope, str(method)
+    if under is not None:
+        label = f"{method} on {under}"
+        rope = Rope(under.inv_freq(rope), rope.base, under.target_length(rope))
+    table = {site: _write(place, site, method, options, changes) for site in place.scaled}
+    reached, length = method.reached(rope), method.target_length(rope)
+    method = method.resolved(rope)
+    precise = length > PRECISE_BEYOND if options.precise == "auto" else options.precise
+    local_too = options.sliding_layers == "scale"
+    position_map = PositionMap(method, rope, table, label, precise, options.kernel, local_too)
+    installed = install(decoder, position_map)
+    changes.parts.append(installed)
+    saved = unsaved(place, length)
+    notes = [f"saving: {saved.note}", *installed.notes()]
+    if reached < length:
+        note = f"distances: {method} keeps to trained ones up to {reached} tokens only, of {length}"
+        notes.append(note)
+        _logger.warning("rope_ext: %s", note)
+    return Applied(
+        method=method,
+        target_length=length,
+        values=saved.values,
+        native=False,
+        plain=False,
+        precise=precise,
+        notes=tuple(notes),
+    )
+
+
+def _write(
+    place: Place, site: RotarySite, method: PositionMethod, options: Options, changes: Changes
+) -> tuple[torch.Tensor, float]:
+    """Give a site the frequencies (float64, ``[pairs]``) and scaling under a position method."""
+    under, family = options.frequency, type(place.decoder).__name__
+    if under is not None:
+        refuse_scaled(place.decoder, site, under, options.compose)
+        inv_freq, scaling = target(under, site)
+        changes.states.append(buffers.write(site, inv_freq.float(), scaling, True))
+        return inv_freq, scaling
+    if site.rope_type in ("dynamic", "longrope"):
+        raise AlreadyScaledError(
+            f"{family} has rope_type {site.rope_type!r}, whose frequencies change with the "
+            f"sequence, so {method.name} cannot go on top of it; load it with rope_type 'default'"
+        )
+    changes.states.append(buffers.write(site, site.loaded, site.scaling, True))
+    return site.loaded.double(), site.scaling

@@ -1,0 +1,228 @@
+"""What to write into a configuration, so that plain transformers builds what was patched.
+
+Nothing is proposed before transformers itself, given a saved and reloaded copy of the
+configuration, has built the patched frequencies.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from rope_ext.methods import FrequencyMethod, longrope_table
+from rope_ext.record import EXPERTS
+from rope_ext.rotary.sites import Place, RotarySite, text_config
+from rope_ext.saving.configuration import CURE, part_of, quieted
+
+# What a scaled entry holds beside its base; replaced as a whole when a patch goes on top.
+_SCALING = (
+    "attention_factor",
+    "beta_fast",
+    "beta_slow",
+    "factor",
+    "high_freq_factor",
+    "long_factor",
+    "low_freq_factor",
+    "mscale",
+    "mscale_all_dim",
+    "rope_type",
+    "short_factor",
+    "truncate",
+    "type",
+)
+_UNSAVED = "transformers has no type for it: reload it with rope_ext.from_pretrained (plain {})"
+_BUILT_IN_FLOAT32 = 1e-5  # pow of a large base in float32 is good to about 2e-6
+
+
+@dataclass(frozen=True)
+class Written:
+    """How a patch is written down.
+
+    Args:
+        values: configuration fields and their new values.
+        native: whether plain transformers rebuilds the patch from them.
+        built: for each patched site, the float32 frequencies that transformers built, so that
+            the model in memory and the reloaded one agree to the last bit.
+        note: one sentence for ``describe``.
+    """
+
+    values: dict[str, Any]
+    native: bool
+    built: dict[RotarySite, torch.Tensor]
+    note: str
+
+
+def written(place: Place, method: FrequencyMethod, target: int) -> Written:
+    """Find a configuration from which transformers rebuilds ``method`` on the scaled sites.
+
+    Frequencies that a method chooses per sequence are compared at its longest one.
+    """
+    config, sites, scaled = text_config(place.decoder), place.sites, place.scaled
+    for proposal in _proposals(method, scaled):
+        values: dict[str, Any] = {"rope_parameters": _merged(config, scaled, proposal)}
+        types = {entry["rope_type"] for entry in proposal.values()}
+        if hasattr(config, "original_max_position_embeddings"):
+            values["original_max_position_embeddings"] = scaled[0].rope.length
+        # The dynamic type counts from max_position_embeddings.
+        dynamic = types == {"dynamic"}
+        values["max_position_embeddings"] = scaled[0].rope.length if dynamic else target
+        built = _built(place.decoder, config, values, sites)
+        if built is None or not _equal(built, sites, scaled, method, "dynamic" in types):
+            continue
+        exact = {} if method.adapts else {site: built[site][0] for site in scaled}
+        note = f"plain transformers reloads it (rope_type {', '.join(sorted(types))})"
+        if "dynamic" in types:
+            note += (
+                "; max_position_embeddings stays the trained length, from which transformers' "
+                "dynamic type counts: give evaluators their length by hand"
+            )
+        return Written(values, True, exact, note)
+    return unsaved(place, target)
+
+
+def unsaved(place: Place, target: int) -> Written:
+    """For a patch that no configuration of transformers describes.
+
+    Plain transformers would load it unextended without a word. So ``rope_type`` becomes a name
+    that it does not know. Some families allow certain names only, or take their frequencies from
+    elsewhere: for them it is the experts' implementation, which every model of transformers looks
+    up first of all, with or without experts.
+    """
+    config = text_config(place.decoder)
+    length = {"max_position_embeddings": target}
+    marked = copy.deepcopy(getattr(config, "rope_parameters", None) or {})
+    for site in place.scaled:
+        part_of(marked, site)["rope_type"] = CURE
+
+    def whole(trial: Any) -> None:
+        with torch.device("meta"):
+            type(place.model)(trial)
+
+    def rotary(trial: Any) -> None:
+        _rebuilt_modules(place.decoder, trial, place.sites)
+
+    refused = {"rope_parameters": marked, **length}
+    if not _is_refused(config, refused, rotary):
+        refused = {**length, EXPERTS: CURE}
+        if not _is_refused(place.model.config, {EXPERTS: CURE}, whole):
+            return Written(length, False, {}, _UNSAVED.format("transformers loads it unpatched"))
+    return Written(refused, False, {}, _UNSAVED.format("transformers refuses it"))
+
+
+def _is_refused(config: Any, values: dict[str, Any], build: Callable[[Any], Any]) -> bool:
+    """Whether transformers saves and reads the configuration, but builds no model from it."""
+    with quieted(logging.getLogger("transformers"), logging.CRITICAL):
+        try:
+            trial = _reloaded(config, values)
+        except Exception:  # rope_ext.from_pretrained has to read it
+            return False
+        try:
+            build(trial)
+        except Exception as error:
+            return CURE in str(error)
+    return False
+
+
+def _proposals(
+    method: FrequencyMethod, scaled: list[RotarySite]
+) -> Iterator[dict[RotarySite, dict[str, Any]]]:
+    """Entries of rope_parameters for each scaled site, the most readable first."""
+    if not any(site.scaled for site in scaled):
+        yield {site: method.rope_parameters(site.rope) for site in scaled}
+    if not method.adapts:
+        tables = {}
+        for site in scaled:
+            inv_freq, scaling = site.under(method)
+            tables[site] = longrope_table(site.rope, inv_freq, method.factor, scaling)
+        yield tables
+        # Some types give the whole head a frequency, zero beyond its partial_rotary_factor.
+        yield {site: {**table, "partial_rotary_factor": 1.0} for site, table in tables.items()}
+
+
+def _merged(
+    config: Any, scaled: list[RotarySite], proposal: dict[RotarySite, dict[str, Any]]
+) -> dict[str, Any]:
+    merged = copy.deepcopy(getattr(config, "rope_parameters", None) or {})
+    for site in scaled:
+        part = part_of(merged, site)
+        old = {name: part.pop(name, None) for name in _SCALING}
+        part.setdefault("rope_theta", site.rope.base)
+        part.update(copy.deepcopy(proposal[site]))
+        if old["mscale_all_dim"] and part["rope_type"] == "longrope":
+            # Latent attention takes its softmax scale from these two, and a patch leaves it alone.
+            part.update(factor=old["factor"], mscale_all_dim=old["mscale_all_dim"])
+    return merged
+
+
+def _reloaded(config: Any, values: dict[str, Any]) -> Any:
+    """A copy of ``config`` with ``values``, after a round trip through config.json."""
+    trial = copy.deepcopy(config)
+    for name, value in values.items():
+        setattr(trial, name, copy.deepcopy(value))
+    return type(config).from_dict(trial.to_dict())
+
+
+def _built(
+    decoder: nn.Module, config: Any, values: dict[str, Any], sites: list[RotarySite]
+) -> dict[RotarySite, tuple[torch.Tensor, float]] | None:
+    """What transformers builds from ``values``, after a round trip through config.json."""
+    try:
+        # Trials may be refused by transformers; that is not the user's concern.
+        with quieted(logging.getLogger("transformers"), logging.CRITICAL):
+            modules = _rebuilt_modules(decoder, _reloaded(config, values), sites)
+        result = {}
+        for site in sites:
+            module = modules[site.name]
+            inv_freq = module._buffers[site.buffer].detach()
+            result[site] = inv_freq, float(getattr(module, site.scaling_attribute, 1.0))
+        return result
+    except Exception:  # whatever transformers raises on a configuration, it cannot be saved
+        return None
+
+
+def _rebuilt_modules(
+    decoder: nn.Module, config: Any, sites: list[RotarySite]
+) -> dict[str, nn.Module]:
+    own = {site.name: site.module for site in sites}
+    if all(module.config is text_config(decoder) for module in own.values()):
+        cache: dict[type, nn.Module] = {}
+        with torch.device("cpu"):
+            for module in own.values():
+                cls = type(module)
+                cache[cls] = cache.get(cls) or cls(config)
+        return {name: cache[type(module)] for name, module in own.items()}
+    # Rotary modules with configurations of their own: only the decoder knows how they come about.
+    with torch.device("meta"):
+        skeleton = type(decoder)(config)
+    with torch.device("cpu"):
+        return {name: type(m)(skeleton.get_submodule(name).config) for name, m in own.items()}
+
+
+def _equal(
+    built: dict[RotarySite, tuple[torch.Tensor, float]],
+    sites: list[RotarySite],
+    scaled: list[RotarySite],
+    method: FrequencyMethod,
+    dynamic: bool,
+) -> bool:
+    for site in sites:
+        inv_freq, scaling = site.loaded.double(), site.scaling
+        if site in scaled and not dynamic:
+            inv_freq, scaling = site.under(method)
+            if method.adapts:  # a freshly built module starts at the trained length
+                lengths = torch.tensor([site.rope.length], dtype=torch.float64, device="cpu")
+                inv_freq = method.inv_freq_at(site.rope, lengths)[0]
+        got, got_scaling = built[site]
+        if got.shape != inv_freq.shape:
+            return False
+        # A frequency of zero is written as one that turns 1e-30 times as fast.
+        close = torch.allclose(got.double(), inv_freq, rtol=_BUILT_IN_FLOAT32, atol=1e-25)
+        if not close or abs(got_scaling - scaling) > 1e-9 * scaling:
+            return False
+    return True

@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 import torch
 from datasets import Dataset
-from small import VOCABULARY, built, expected
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 import rope_ext
+from tests.helpers.engines import VOCABULARY, built, expected
 
 pytest.importorskip("trl")
 LENGTH = 256

@@ -194,6 +194,7 @@ def files(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file()}
 
 
+@pytest.mark.slow
 def test_a_killed_run_resumed_gives_the_same_bytes(checkpoint: Path, tmp_path: Path) -> None:
     report.main(arguments(checkpoint, tmp_path / "whole"))
     cut = arguments(checkpoint, tmp_path / "cut", "--resume")
@@ -491,7 +492,14 @@ def test_what_transformers_remembers_of_longer_texts_changes_nothing(
 # Passkey
 
 
-@pytest.mark.parametrize("method", ["none", "yarn", "dynamic_yarn", "dynamic_ntk", "ntk", "llama3"])
+@pytest.mark.parametrize(
+    "method",
+    ["none", "dynamic_ntk"]
+    + [
+        pytest.param(name, marks=pytest.mark.slow)
+        for name in ("yarn", "dynamic_yarn", "ntk", "llama3")
+    ],
+)
 def test_teacher_forced_and_generated_agree_on_every_case(method: str, tmp_path: Path) -> None:
     results = []
     for generate in (False, True):

@@ -57,7 +57,7 @@ test: $(VENV)/installed
 
 test-all: $(VENV)/installed
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt \
-		-e ".[dev,harness,quantised]"
+		-e ".[dev,harness,quantised,engines]"
 	$(BIN)/python -m pytest -n 2 --dist worksteal
 
 lint: $(VENV)/installed

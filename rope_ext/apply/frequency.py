@@ -50,8 +50,10 @@ def apply(place: Place, method: FrequencyMethod, options: Options, changes: Chan
             follow(decoder, place.model, sequences, changes)
         _write(method, targets, saved.built, precise, keep, sequences, changes)
         modules = {site.module for site in scaled}
-        left = (site for site in place.sites if site not in scaled and site.module in modules)
-        changes.states += [buffers.complete(site) for site in left]
+        for site in place.sites:
+            on_meta = any(site.module.get_buffer(name).is_meta for name in site.buffers)
+            if site not in scaled and site.module in modules and on_meta:
+                changes.states.append(buffers.complete(site))
     if keep:
         changes.handles += hooks.keep_native(decoder, list(text_config(decoder).layer_types))
     per_sequence = method.adapts and not growing and saved.native

@@ -148,8 +148,10 @@ def _attend(
     """
     layer, look = module.__dict__.get(LAYER), here.look
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    call = Call((), _NO_PAIRS, scale, softcap=softcap, sinks=s_aux)
-    if layer is None or layer.layout is None:
+    layout = None if layer is None else layer.layout
+    pairs = _NO_PAIRS if layout is None else layout.pairs
+    call = Call((), pairs, scale, softcap=softcap, sinks=s_aux)
+    if layout is None:
         mask = attention_mask
         if isinstance(mask, BatchMask):
             mask = mask.dense_on(query.device)
@@ -167,7 +169,7 @@ def _attend(
             )
             return out, weights
         return as_it_was.attend(value).transpose(1, 2).contiguous(), weights
-    position_map, call = layer.map, replace(call, pairs=layer.layout.pairs)
+    position_map = layer.map
     mask = _batch_mask(position_map, attention_mask)
     if dropout:
         raise OptionError(
@@ -180,7 +182,7 @@ def _attend(
     key, value = key[:, :, : mask.keys], value[:, :, : mask.keys]
 
     def dense(row: int) -> Dense:
-        return _irregular(position_map, layer.layout, mask, row, query, key, call)
+        return _irregular(position_map, layout, mask, row, query, key, call)
 
     if look is not None:
         look(module, dense(0), kwargs.get("sliding_window"))
@@ -188,7 +190,7 @@ def _attend(
     if mask.forward.weights:
         rows = [dense(row).weights(slice(None)) for row in range(len(query))]
         weights = torch.cat(rows).to(query.dtype)
-    stretches = mask.stretches(layer.layout, query.device, _table_dtype(query))
+    stretches = mask.stretches(layout, query.device, _table_dtype(query))
     if stretches is None:  # drafts in trees, masks of other shapes, gaps in positions
         out = torch.cat([dense(row).attend(one) for row, one in enumerate(value.split(1))])
     else:

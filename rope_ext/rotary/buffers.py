@@ -80,14 +80,16 @@ def write(site: RotarySite, inv_freq: torch.Tensor, scaling: float, hooked: bool
 
 
 def complete(site: RotarySite) -> SiteState:
-    """Have a set that stays as it is written, too, when its patched module is materialised.
+    """Have a meta set that stays as it is written, too, when its patched module is materialised.
 
     transformers does that for whole modules only, and not for those that :func:`write` has marked.
     """
     module = site.module
     state = _save(site)
-    unwritten = {name: site.loaded for name in site.buffers if module._buffers[name].is_meta}
-    module.__dict__[_MASTERS] = {**module.__dict__[_MASTERS], **unwritten}
+    module.__dict__[_MASTERS] = {
+        **module.__dict__[_MASTERS],
+        **dict.fromkeys(site.buffers, site.loaded),
+    }
     return state
 
 

@@ -6,7 +6,7 @@ import logging
 
 import torch
 
-from rope_ext.apply.base import Applied, refuse_scaled, scale_softmax, target
+from rope_ext.apply.base import Applied, refuse_scaled, require_scaling, scale_softmax, target
 from rope_ext.errors import AlreadyScaledError
 from rope_ext.methods import PositionMethod, Rope
 from rope_ext.options import Options
@@ -27,6 +27,9 @@ def apply(place: Place, method: PositionMethod, options: Options, changes: Chang
     if under is not None:
         label = f"{method} on {under}"
         rope = Rope(under.inv_freq(rope), rope.base, under.target_length(rope))
+    for each in (method, under):
+        if each is not None:
+            require_scaling(place, each)
     table = {site: _write(place, site, method, options, changes) for site in place.scaled}
     reached, length = method.reached(rope), method.target_length(rope)
     method = method.resolved(rope)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 import math
 import pickle
 import sys
@@ -56,6 +57,14 @@ def logits(model, ids: torch.Tensor, **given: Any) -> torch.Tensor:
 def test_a_temperature_is_its_formula_at_every_position(name: str) -> None:
     found = rope_ext.NTK(factor=4, temperature=name).query_scaling(T, ROPE)
     assert found.tolist() == pytest.approx([FORMULAS[name](i) for i in range(300)], rel=1e-12)
+
+
+@pytest.mark.parametrize("name", ["log_n", "llama4"])
+def test_a_temperature_can_be_given_as_the_json_that_is_kept_of_it(name: str) -> None:
+    made = rope_ext.NTK(factor=4, temperature=name).temperature
+    assert rope_ext.NTK(factor=4, temperature=json.loads(json.dumps(made.to_json()))) == (
+        rope_ext.NTK(factor=4, temperature=name)
+    )
 
 
 @pytest.mark.parametrize("name", ["log_n", "llama4"])
@@ -417,7 +426,10 @@ BAD = [
         for x in (0, -1, math.nan, math.inf, True, "2")
     ],
     *[({"temperature": x}, "temperature") for x in (0, -1, math.nan, math.inf, True, [1], "logn")],
-    *[({"temperature": x}, "temperature") for x in ("constant", 101, {"name": "log_n"})],
+    *[
+        ({"temperature": x}, "temperature")
+        for x in ("constant", 101, {"name": "log_n"}, {"temperature": "log_n", "x": 1})
+    ],
 ]
 
 
@@ -472,8 +484,9 @@ def test_a_method_of_ones_own_may_not_decide_what_the_options_decide() -> None:
 
 def test_an_attention_factor_that_a_later_norm_takes_back_is_refused() -> None:
     model = tiny_model("hunyuan_v1_dense")
-    with pytest.raises(rope_ext.UnsupportedModelError, match=r"give temperature="):
-        rope_ext.patch(model, "ntk", factor=4, attention_factor=1.2)
+    for name in ("ntk", "rerope"):
+        with pytest.raises(rope_ext.UnsupportedModelError, match=r"give temperature="):
+            rope_ext.patch(model, name, factor=4, attention_factor=1.2)
     rope_ext.patch(model, "ntk", factor=4, temperature=1.3)
 
 

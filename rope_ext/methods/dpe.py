@@ -57,6 +57,7 @@ class DPE(PositionMethod):
     use: ClassVar[str] = "no fine-tuning: self_extend with a group size for every group of pairs"
     works_within: ClassVar[bool] = True
 
+    by_pair: ClassVar[bool] = True
     fits: ClassVar[str] = "a window below the trained length, and scales of at least 2"
 
     window: int | None = None
@@ -96,7 +97,7 @@ class DPE(PositionMethod):
         full = replace(self, window=self.window or max(1, rope.length // 8), groups=groups)
         if self.scales is None:
             first = [sum(groups[:i]) for i in range(len(groups))]
-            turns = rope.rotations[first].tolist()
+            turns = rope.rotations[first].clamp(min=1e-9).tolist()  # some pairs are at rest
             lengths = [min(_FOUND, key=lambda f, r=r: abs(math.log(f[0] / r)))[1] for r in turns]
             scales = tuple(max(1, math.ceil(self.factor / found)) for found in lengths)
             full = replace(full, scales=scales)

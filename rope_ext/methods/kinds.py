@@ -241,8 +241,8 @@ class Band:
     def distances(self, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
         """Distances in use; NaN where a query does not see a key in this band.
 
-        Token positions (float64, of as many dimensions), broadcast against each other to ``[...]``;
-        ``[..., 1]``, or ``[..., pairs]`` where every pair has its own.
+        Token positions (float64), broadcast against each other to ``[...]``; returns ``[..., 1]``,
+        or ``[..., pairs]`` where every pair has its own.
         """
         used = at(self.query, query) - at(self.key, key)
         return torch.where(self.geometry.sees(query, key).unsqueeze(-1), used, math.nan)
@@ -257,6 +257,7 @@ class PositionMethod(Method):
 
     kind: ClassVar[str] = "position"
     attends: ClassVar[bool] = True
+    by_pair: ClassVar[bool] = False  # every pair is at positions of its own
     fits: ClassVar[str] = "distances that were trained"  # what extends anything, in words
 
     def bands(self) -> tuple[Band, ...]:
@@ -287,7 +288,7 @@ class PositionMethod(Method):
         """Tokens, up to the target length, within which every distance in use was trained.
 
         Where every pair has its own, no distance is new to one that turned all the way round in
-        training.
+        training, or never turns.
 
         Raises:
             OptionError: the options do not go with the trained length, or extend nothing.
@@ -315,7 +316,9 @@ class PositionMethod(Method):
     def _known(rope: Rope, used: torch.Tensor) -> bool:
         """Whether as many distances as ``used`` (:func:`spans`) were trained."""
         within = used <= rope.length + 1
-        return bool((within if len(used) == 1 else within | (rope.rotations >= 1)).all())
+        if len(used) > 1:
+            within |= (rope.rotations >= 1) | (rope.rotations == 0)
+        return bool(within.all())
 
     def _refuse_idle(self, rope: Rope, bands: tuple[Band, ...]) -> None:
         free = [field.name for field in dataclasses.fields(self) if field.default is None]

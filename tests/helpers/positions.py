@@ -41,7 +41,7 @@ WIDE: dict[str, dict[str, Any]] = {  # nothing is far, so nothing changes, if tr
     "self_extend": {"window": 999, "group": 3},
     "dual_chunk": {"chunk": 999, "local": 7},
     "dpe": {"window": 999, "scales": (2, 3)},
-    "lampe": {"head": 999, "mapped": 500},
+    "lampe": {"length": 7996, "head": 999, "mapped": 500},
     "string": {"shift": 999, "window": 3},
     "lm_infinite": {"window": 999},
 }

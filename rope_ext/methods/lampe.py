@@ -28,7 +28,8 @@ class LaMPE(PositionMethod):
     ``floor(c m) - floor(c n)`` and what makes them go on at ``head - 1``; the farthest, about
     ``tail`` before ``length``, grow by one with every token again. The authors choose
     ``mapped`` for each text by its length. Here it is chosen once, by ``length``, so that cached
-    keys keep their positions; shorter texts use fewer of the mapped distances.
+    keys keep their positions; shorter texts use fewer of the mapped distances. Cosine and sine are
+    multiplied by ``0.1 ln(2) + 1``, as in the authors' code.
 
     Args:
         length: tokens of the text for which the map is made; the extended context by default.
@@ -75,6 +76,9 @@ class LaMPE(PositionMethod):
         )
         full.require_resolved("mapped", full.mapped < length, f"below length={length}", rope)
         return full
+
+    def own_scaling(self, rope: Rope) -> float:
+        return 0.1 * math.log(2) + 1.0
 
     def bands(self) -> tuple[Band, ...]:
         head, last = self.head, self.length - 1

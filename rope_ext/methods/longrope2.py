@@ -26,6 +26,7 @@ class LongRoPE2(FrequencyMethod):
     context. Slow pairs are trained too little for that, so that the real critical pair is a
     faster one: of Llama-3-8B 30 instead of 35 was found, by a search on the tokens that answer
     needles. Faster pairs are divided by what an NTK base gives that meets the critical pair.
+    Cosine and sine are multiplied by ``sqrt(1 + ln(s) / ln(length))``, as in LongRoPE's code.
 
     Args:
         critical: index of the first pair that is divided by ``stretch * factor``, from 0; None
@@ -33,7 +34,6 @@ class LongRoPE2(FrequencyMethod):
         stretch: from 1 to 2, the range of the paper's search for the slow pairs.
         long_factor: a searched or published table in place of all this: what each pair is
             divided by.
-        attention_factor: replaces ``sqrt(1 + ln(s) / ln(length))``, that of LongRoPE's code.
 
     Shang et al. 2025, arXiv 2502.20082, section 3. Its evolution of the table, on answer tokens
     only, is no part of this; its training on two kinds of windows neither.
@@ -46,7 +46,6 @@ class LongRoPE2(FrequencyMethod):
     critical: int | None = None
     stretch: float = 1.0
     long_factor: Sequence[float] | None = None
-    attention_factor: float | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -55,8 +54,6 @@ class LongRoPE2(FrequencyMethod):
         if self.long_factor is not None:
             check_table(self, "long_factor")
             self.require("critical", self.critical is None, "None where long_factor is given")
-        if self.attention_factor is not None:
-            self.require_number("attention_factor", above=0, maximum=100)
 
     def critical_pair(self, rope: Rope) -> int:
         """``critical``, or what follows for a trained embedding."""
@@ -72,7 +69,5 @@ class LongRoPE2(FrequencyMethod):
         power = torch.where(index < critical, index / max(critical, 1), 1.0)
         return rope.inv_freq / float(self.stretch * self.factor) ** power
 
-    def attention_scaling(self, rope: Rope) -> float:
-        if self.attention_factor is not None:
-            return self.attention_factor
+    def own_scaling(self, rope: Rope) -> float:
         return math.sqrt(1 + math.log(self.factor) / math.log(rope.length))

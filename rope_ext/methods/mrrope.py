@@ -16,7 +16,7 @@ from rope_ext.methods.rope import Rope
 @register
 @dataclass(frozen=True, kw_only=True)
 class MrRoPE(FrequencyMethod):
-    """YaRN's three parts with a mixed radix between them, and YaRN's temperature.
+    """YaRN's three parts with a mixed radix between them, and YaRN's ``0.1 ln(s) + 1``.
 
     The frequencies are the digits of a position in a number system. Between the last pair with
     more than ``beta_fast`` turns, which is kept, and the first with fewer than ``beta_slow``,
@@ -30,7 +30,6 @@ class MrRoPE(FrequencyMethod):
         beta_slow: turns in the trained context; the paper's beta.
         mode: ``"pro"`` divides pair ``t`` of the ``n`` between the two by ``factor`` to the power
             ``t (t + 1) / (n (n + 1))``, ``"uni"`` to the power ``t / n``.
-        attention_factor: replaces ``0.1 ln(s) + 1``.
 
     Tian et al. 2026, arXiv 2601.22181, section 3; its formulas, and the authors' own code.
     """
@@ -42,15 +41,12 @@ class MrRoPE(FrequencyMethod):
     beta_fast: float = 32.0
     beta_slow: float = 1.0
     mode: Literal["pro", "uni"] = "pro"
-    attention_factor: float | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
         self.require_number("beta_slow", above=0)
         self.require_number("beta_fast", above=self.beta_slow)
         self.require_choice("mode", "pro", "uni")
-        if self.attention_factor is not None:
-            self.require_number("attention_factor", above=0, maximum=100)
 
     def inv_freq(self, rope: Rope) -> torch.Tensor:
         turns = rope.rotations
@@ -62,7 +58,5 @@ class MrRoPE(FrequencyMethod):
         power = t / between if self.mode == "uni" else t * (t + 1) / (between * (between + 1))
         return rope.inv_freq / float(self.factor) ** power
 
-    def attention_scaling(self, rope: Rope) -> float:
-        if self.attention_factor is not None:
-            return self.attention_factor
+    def own_scaling(self, rope: Rope) -> float:
         return 0.1 * math.log(self.factor) + 1.0

@@ -6,7 +6,7 @@ import logging
 
 import torch
 
-from rope_ext.apply.base import Applied, refuse_scaled, target
+from rope_ext.apply.base import Applied, refuse_scaled, scale_softmax, target
 from rope_ext.errors import AlreadyScaledError, UnsupportedModelError
 from rope_ext.methods import PositionMethod, Rope
 from rope_ext.options import Options
@@ -43,6 +43,11 @@ def apply(place: Place, method: PositionMethod, options: Options, changes: Chang
     changes.parts.append(installed)
     saved = unsaved(place, length)
     notes = [f"saving: {saved.note}", *installed.notes()]
+    for site in place.scaled:
+        number = method.attention_scaling(site.rope)
+        if under is not None:
+            number *= under.attention_scaling(site.rope)
+        notes += scale_softmax(site, number, changes)
     temperature = method.tempered(rope)
     if temperature is not None:
         notes.append(f"temperature: {temperature.formula}, in those attention layers")
@@ -69,7 +74,8 @@ def _write(
     if under is not None:
         refuse_scaled(place.decoder, site, under, options.compose)
         inv_freq, scaling = target(under, site)
-        scaling *= method.attention_scaling(site.rope)
+        if not site.baked:
+            scaling *= method.attention_scaling(site.rope)
         changes.states.append(buffers.write(site, inv_freq.float(), scaling, True))
         return inv_freq, scaling
     if site.rope_type in ("dynamic", "longrope"):
@@ -77,6 +83,8 @@ def _write(
             f"{family} has rope_type {site.rope_type!r}, whose frequencies change with the "
             f"sequence, so {method.name} cannot go on top of it; load it with rope_type 'default'"
         )
-    scaling = site.scaling * method.attention_scaling(site.rope)
+    scaling = site.scaling
+    if not site.baked:
+        scaling *= method.attention_scaling(site.rope)
     changes.states.append(buffers.write(site, site.loaded, scaling, True))
     return site.loaded.double(), scaling

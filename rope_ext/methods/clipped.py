@@ -24,7 +24,7 @@ class Clipped(FrequencyMethod):
     place of the cosine would make scores ring over long distances. The factor changes nothing.
 
     Args:
-        pairs: how many; None is 20 of 64, as released for Llama-3-8B.
+        pairs: how many; None is 20 of 64, as released for Llama-3-8B, and at least 2.
 
     Li et al. 2026, arXiv 2602.05258; the formula and the number are those of its code.
     """
@@ -42,7 +42,8 @@ class Clipped(FrequencyMethod):
 
     def inv_freq(self, rope: Rope) -> torch.Tensor:
         count = rope.dim // 2
-        clipped = min(round(_SHARE * count) if self.pairs is None else self.pairs, count)
+        clipped = max(round(_SHARE * count), 2) if self.pairs is None else self.pairs
+        clipped = min(clipped, count)
         angle = torch.linspace(0, math.pi, clipped, dtype=torch.float64, device="cpu")
         kept = torch.ones(count, dtype=torch.float64, device="cpu")
         kept[count - clipped :] = (1 + angle.cos()) / 2

@@ -90,9 +90,7 @@ class LaMPE(PositionMethod):
             return t * self.mapped // last
 
         near = head - 1 - place(head)
-        far = min(self.tail, last)
-        while far < last and place(far + 1) == place(self.tail):
-            far += 1
+        far = min(((place(min(self.tail, last)) + 1) * last - 1) // self.mapped, last)
         shift = last - far - place(last - far) - near
         border = self.length - far
         if border <= head:

@@ -27,6 +27,8 @@ from rope_ext.errors import (
     UnsupportedModelError,
 )
 from rope_ext.loading import from_pretrained, load_adapter, save_sidecar
+from rope_ext.measure.calibrate import calibrate
+from rope_ext.measure.reports.calibration import Calibration
 from rope_ext.measure.search import search
 from rope_ext.methods import (
     ABF,
@@ -63,6 +65,7 @@ __all__ = [
     "AlreadyScaledError",
     "BaseTruncation",
     "CacheError",
+    "Calibration",
     "Description",
     "Diagnosis",
     "DualChunk",
@@ -95,6 +98,7 @@ __all__ = [
     "UnknownMethodError",
     "UnsupportedModelError",
     "YaRN",
+    "calibrate",
     "describe",
     "diagnose",
     "export",

@@ -215,6 +215,85 @@ def search(
         print(_use_of(found, output, model, tokens, more, compose))
 
 
+@app.command()
+def calibrate(
+    model: Annotated[str, typer.Option(help="Folder or Hub id of a causal language model.")],
+    length: Annotated[str, typer.Option(help="Context to reach in tokens, such as 32k.")],
+    output: Annotated[Path, typer.Option(help="Folder for what is found.")],
+    methods: Annotated[str, typer.Option(help="Names, comma between.")] = "yarn",
+    text: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Text, .jsonl, .parquet or folder; repeat. Default: Python's own library, but for "
+            "the part that is measured by default."
+        ),
+    ] = None,
+    options: Annotated[
+        str | None,
+        typer.Option(help="Those to find, such as attention_factor,window. Default: all."),
+    ] = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on with what --output holds.")] = (
+        False
+    ),
+    samples: Annotated[int, typer.Option(help="Windows of text, of each half.")] = 8,
+    prompts: Annotated[
+        int, typer.Option(help="Passkeys, of each half and length; 0: the text alone.")
+    ] = 8,
+    scored: Annotated[
+        str | None, typer.Option(help="Tokens that count far out. Default: a quarter.")
+    ] = None,
+    cost: Annotated[
+        float, typer.Option(help="Largest rise of the loss within the trained length, as a share.")
+    ] = 0.02,
+    seed: Annotated[int, typer.Option(help="Of windows, prompts and intervals.")] = 0,
+    dtype: Dtype = "auto",
+    device: Device = "auto",
+    trained_length: TrainedLength = None,
+    compose: Compose = False,
+) -> None:
+    """Find the temperature and the other scalars of methods for a model, on a text.
+
+    One half of the text chooses, the other judges; what is not better beyond noise stays as it was
+    published.
+    """
+    with clean_errors():
+        import rope_ext
+        from rope_ext.measure.models import load_model, load_tokenizer
+        from rope_ext.measure.text import read_texts
+        from rope_ext.methods import method_class
+
+        quiet()
+        tokens, names = parse_length(length), split(methods)
+        last = None if scored is None else parse_length(scored, "--scored")
+        for name in names:  # a mistake shows before the weights are loaded
+            method_class(name)
+        texts = read_texts(text) if text else None
+        tokenizer = load_tokenizer(model)
+        try:
+            found = rope_ext.calibrate(
+                load_model(model, dtype, device),
+                tokenizer,
+                tokens,
+                texts,
+                methods=names,
+                options=None if options is None else split(options),
+                output=output,
+                resume=resume,
+                samples=samples,
+                prompts=prompts,
+                scored=last,
+                cost=cost,
+                seed=seed,
+                compose=compose,
+                original_max_position_embeddings=trained_length,
+            )
+        except KeyboardInterrupt:
+            tell("stopped; the same command goes on with --resume")
+            sys.exit(130)
+        print(found)
+        tell(f"wrote {output}")
+
+
 def _use_of(
     found: Any, output: Path, model: str, length: int, more: dict[str, Any], compose: bool
 ) -> str:

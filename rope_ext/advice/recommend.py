@@ -31,6 +31,7 @@ from rope_ext.methods import (
     YaRN,
 )
 from rope_ext.methods.abf import bounded_length, smallest_base
+from rope_ext.methods.rope import factor_to
 from rope_ext.patching import Patch, current_patch, first_site, patched
 from rope_ext.record import option_texts
 from rope_ext.rotary.sites import RotarySite, find_sites, text_config, text_decoder
@@ -262,8 +263,7 @@ def recommend(
             f"{type(decoder).__name__} was trained on, so there is nothing to extend; use it "
             f"unpatched, or give a target above {trained}"
         )
-    hundredths = -(-100 * target_length // trained)
-    factor = hundredths // 100 if hundredths % 100 == 0 else hundredths / 100
+    factor = factor_to(target_length, trained)
     there = is_scaled(decoder, site)
     reasons, accepted, refusals = [], [], []
     for method, why in _candidates(site.rope, target_length, factor, finetune, there is not None):

@@ -9,7 +9,6 @@ Ding et al. 2024, arXiv 2402.13753, sections 3.2 and 3.3.
 from __future__ import annotations
 
 import json
-import logging
 import math
 import os
 import random
@@ -23,14 +22,15 @@ from typing import Any
 from torch import nn
 
 from rope_ext.errors import MeasureError, OptionError
-from rope_ext.measure.cases import digest, mend
+from rope_ext.measure.cases import digest
+from rope_ext.measure.fitness import fingerprint, losses_at_end, read, windows_of
 from rope_ext.measure.folder import held, replace_file, writing
-from rope_ext.measure.forward import score
 from rope_ext.measure.settings import require_seed
+from rope_ext.measure.tried import ROOM, Tried, read_log
 from rope_ext.methods import NTK, PI, FrequencyMethod, LongRoPE, Rope, YaRN
 from rope_ext.options import SlidingLayers
 from rope_ext.patching import first_site, patched
-from rope_ext.rotary.sites import evaluating, unwrap
+from rope_ext.rotary.sites import evaluating
 
 START_TOKENS = (0, 1, 2, 4, 8, 12, 16, 20, 24, 28, 32, 64, 128, 256)
 """The numbers of start tokens that LongRoPE chooses from."""
@@ -38,8 +38,6 @@ _STEPS = 100  # numbers are searched in hundredths
 _BEYOND = 1.25  # from 1 to this many times the factor
 _REACH = 4  # pairs: a new number lies between those of pairs so far away, at most
 _TRIES = 100  # to make a table that is new
-_ROOM = "make room and give the same again to go on"
-_logger = logging.getLogger("rope_ext")
 
 
 @dataclass(frozen=True)
@@ -220,7 +218,7 @@ class Options:
         """What a loss in the log depends on, and the path of evolution; more iterations go on."""
         given = {field.name: getattr(self, field.name) for field in fields(self)}
         del given["iterations"]
-        return {"model": _fingerprint(model), "text": digest(rows), **given}
+        return {"model": fingerprint(model), "text": digest(rows), **given}
 
 
 def search(
@@ -320,8 +318,9 @@ def search(
     for start in given.start_tokens:  # what cannot be patched shows before anything is measured
         with patched(model, given.method(Candidate(tables[0], start), factor), **given.arguments):
             pass
-    rows = _windows(tokenizer, text, target_length, samples, seed)
-    with Tried.of(output, given.settings(model, rows)) as log, evaluating(model):
+    cure = f"samples={samples} are to be judged by; give more text, or fewer samples"
+    rows = windows_of(tokenizer, read(text), target_length, samples, seed, cure).windows
+    with log_beside(output, given.settings(model, rows)) as log, evaluating(model):
         return _searched(model, rows, given, known, tables, log)
 
 
@@ -331,7 +330,7 @@ def _searched(
     given: Options,
     known: Sequence[FrequencyMethod],
     tables: Sequence[tuple[int, ...]],
-    log: Tried,
+    log: _Log,
 ) -> LongRoPE:
     """Evolution from these tables, of the known methods; the best is kept in the log."""
     from rope_ext.measure.reports.terminal import progress  # rich is not loaded with the package
@@ -342,12 +341,16 @@ def _searched(
         bar = shown.add_task("search", total=(len(known) + given.tables) * given.samples)
 
         def judged(each: FrequencyMethod) -> float:
-            if log.loss(each) is None:
+            what = _what(each)
+            if log.get(what) is None:
                 with patched(model, each, **given.arguments):
-                    log.add(each, _loss(model, rows, given.scored, lambda: shown.advance(bar)))
+                    losses = losses_at_end(
+                        model, rows, given.scored, lambda done: shown.advance(bar, done)
+                    )
+                log.add(what, sum(losses) / len(losses))
             else:
                 shown.advance(bar, given.samples)
-            return log.loss(each)
+            return log.get(what)
 
         *_, yarn = before = [judged(each) for each in known]
         if min(before) == math.inf:
@@ -365,85 +368,55 @@ def _searched(
         )
         for best in bests:
             found = given.method(best, factor)
-            text = f"perplexity {_perplexity(log.loss(found))} (yarn {_perplexity(yarn)})"
+            text = f"perplexity {_perplexity(log.get(_what(found)))} (yarn {_perplexity(yarn)})"
             shown.update(bar, description=text)
             log.keep(found)
     return found
 
 
-class Tried:
-    """What was tried, and its losses: in memory, and in a file that is only ever added to.
-
-    Args:
-        path: of the file; None keeps nothing.
-        losses: by method.
-    """
-
-    def __init__(self, path: Path | None, losses: dict[str, float]) -> None:
-        self.path, self.losses = path, losses
-
-    @classmethod
-    @contextmanager
-    def of(
-        cls, output: str | os.PathLike[str] | None, settings: Mapping[str, Any]
-    ) -> Iterator[Tried]:
-        """The log beside ``output``: a new one, or one of the same settings; locked.
-
-        Raises:
-            MeasureError: it is of other settings, cannot be read or written, or is in use; or
-                what is in ``output`` does not come from it.
-        """
-        if output is None:
-            yield cls(None, {})
-            return
-        output = Path(output)
-        path = output.with_suffix(".jsonl")
-        with writing(path, "give another output"):
-            path.parent.mkdir(parents=True, exist_ok=True)
-        with held(path.parent, path.name):
-            yield cls(path, cls._begun(output, path, settings))
-
-    @staticmethod
-    def _begun(output: Path, path: Path, settings: Mapping[str, Any]) -> dict[str, float]:
-        """The losses that are known; files that are not of this very search stay as they are."""
-        with writing(path, "give another output"):
-            if path.exists():
-                given, losses = _read(path)
-                _require_same(path, given, json.loads(json.dumps(settings)))
-                if output.exists() and not _comes_from(losses, output):
-                    raise MeasureError(
-                        f"{output} is not what the search in {path.name} found; move it away, or "
-                        f"give another output"
-                    )
-                mend(path)
-                return losses
-            if output.exists():
-                raise MeasureError(
-                    f"{output} exists, without the {path.name} that a search could go on from; "
-                    f"delete it, or give another output"
-                )
-            replace_file(path, (json.dumps({"search": settings}) + "\n").encode())
-        return {}
-
-    def loss(self, method: FrequencyMethod) -> float | None:
-        """Its loss, nats per token, if it was tried."""
-        return self.losses.get(_key(method))
-
-    def add(self, method: FrequencyMethod, loss: float) -> None:
-        """Write a loss down."""
-        self.losses[_key(method)] = loss
-        if self.path is not None:
-            text = json.dumps({"method": json.loads(_key(method)), "loss": loss}) + "\n"
-            with writing(self.path, _ROOM), self.path.open("a", encoding="utf-8") as file:
-                file.write(text)
+class _Log(Tried):
+    """The tables that were tried; the best is kept in the ``.json`` beside the log."""
 
     def keep(self, best: LongRoPE) -> None:
-        """Replace the options in ``output``, at once."""
+        """Replace the options in the output, at once."""
         if self.path is None:
             return
         output = self.path.with_suffix(".json")
-        with writing(output, _ROOM):
+        with writing(output, ROOM):
             replace_file(output, (json.dumps(_given(best.options())) + "\n").encode())
+
+
+@contextmanager
+def log_beside(
+    output: str | os.PathLike[str] | None, settings: Mapping[str, Any]
+) -> Iterator[_Log]:
+    """The log beside ``output``: a new one, or one of the same settings; locked.
+
+    Files that are not of this very search stay as they are.
+
+    Raises:
+        MeasureError: it is of other settings, cannot be read or written, or is in use; or what is
+            in ``output`` does not come from it.
+    """
+    if output is None:
+        yield _Log(None, "loss", {})
+        return
+    output = Path(output)
+    path = output.with_suffix(".jsonl")
+    with writing(path, "give another output"):
+        path.parent.mkdir(parents=True, exist_ok=True)
+    with held(path.parent, path.name):
+        if output.exists() and not path.exists():
+            raise MeasureError(
+                f"{output} exists, without the {path.name} that a search could go on from; "
+                f"delete it, or give another output"
+            )
+        if output.exists() and not _comes_from(read_log(path, "search", "loss")[1], output):
+            raise MeasureError(
+                f"{output} is not what the search in {path.name} found; move it away, or "
+                f"give another output"
+            )
+        yield _Log.of(path, "search", "loss", settings)
 
 
 def _given(options: Mapping[str, Any]) -> dict[str, Any]:
@@ -457,31 +430,19 @@ def _comes_from(losses: Mapping[str, float], output: Path) -> bool:
         found = json.loads(output.read_text(encoding="utf-8"))
     except (ValueError, RecursionError):
         return False
-    tried = map(json.loads, losses)
+    tried = (json.loads(what)["method"] for what in losses)
     return any(one.pop("name") == LongRoPE.name and _given(one) == found for one in tried)
 
 
-def _key(method: FrequencyMethod) -> str:
-    return json.dumps({"name": method.name, **method.options()})
-
-
-def _read(path: Path) -> tuple[dict[str, Any], dict[str, float]]:
-    """Settings and losses of a log, without the line that a killed search left unfinished."""
-    try:
-        text, _, _ = path.read_text(encoding="utf-8").rpartition("\n")
-        head, *lines = map(json.loads, text.split("\n"))
-        losses = {json.dumps(line["method"]): float(line["loss"]) for line in lines}
-        return dict(head["search"]), losses
-    except (ValueError, TypeError, KeyError, RecursionError):
-        raise MeasureError(
-            f"{path} is not the log of a search; delete it, or give another output"
-        ) from None
+def _what(method: FrequencyMethod) -> dict[str, Any]:
+    """What is written of a table that is tried."""
+    return {"method": {"name": method.name, **method.options()}}
 
 
 def summary(output: Path) -> str:
     """The perplexities in the log beside ``output``, for people to read."""
-    settings, losses = _read(output.with_suffix(".jsonl"))
-    named = [(json.loads(key)["name"], loss) for key, loss in losses.items()]
+    settings, losses = read_log(output.with_suffix(".jsonl"), "search", "loss")
+    named = [(json.loads(what)["method"]["name"], loss) for what, loss in losses.items()]
     tables = [loss for name, loss in named if name == LongRoPE.name]
     lines = [
         f"perplexity of the last {settings['scored']} tokens of {settings['samples']} windows of "
@@ -497,19 +458,6 @@ def _perplexity(loss: float) -> str:
     return f"{math.exp(min(loss, 700)):.4g}"  # beyond it, a float is not enough
 
 
-def _require_same(path: Path, given: Mapping[str, Any], now: Mapping[str, Any]) -> None:
-    changed = [
-        f"another {name}" if name in ("model", "text") else f"{name} was {given.get(name)!r}"
-        for name, value in now.items()
-        if given.get(name) != value
-    ]
-    if changed:
-        raise MeasureError(
-            f"{path} is of another search ({', '.join(changed)}); give the same again to go on "
-            f"with it, or another output"
-        )
-
-
 def _check(option: str, value: Any, least: int) -> None:
     if type(value) is not int or value < least:
         raise OptionError(
@@ -521,66 +469,3 @@ def _table(method: FrequencyMethod, rope: Rope) -> tuple[int, ...]:
     """What ``method`` divides each frequency by, in hundredths."""
     ratio = (rope.inv_freq / method.inv_freq(rope)).nan_to_num(nan=method.factor)  # 0 / 0
     return tuple((ratio * _STEPS).round().int().cummax(0).values.tolist())
-
-
-def _windows(
-    tokenizer: Any,
-    text: str | os.PathLike[str] | Iterable[str],
-    length: int,
-    samples: int,
-    seed: int,
-) -> list[tuple[int, ...]]:
-    """Windows of ``length`` tokens, from as many documents as possible."""
-    from rope_ext.measure.prompts import Frame
-    from rope_ext.measure.tasks.perplexity import Perplexity
-    from rope_ext.measure.text import read_texts
-
-    if isinstance(text, str) and "\n" in text:
-        texts = [text]
-    elif isinstance(text, (str, os.PathLike)):
-        texts = read_texts([os.fspath(text)])
-    else:
-        texts = list(text) if isinstance(text, Iterable) else []
-        if not texts or not all(isinstance(each, str) for each in texts):
-            raise OptionError("text is not valid; give a path, or documents that are strings")
-    task = Perplexity(texts, windows=samples, protocol="start")
-    windows = task.choose(Frame(tokenizer, ()), [length], seed)
-    if len(windows.texts) < samples:
-        raise MeasureError(
-            f"the text has only {len(windows.texts)} windows of {length} tokens, and "
-            f"samples={samples} are to be judged by; give more text, or fewer samples"
-        )
-    if windows.joined:
-        _logger.warning(
-            "rope_ext: search: too few documents of %d tokens: documents are joined, so that a "
-            "window may hold unrelated texts",
-            length,
-        )
-    return windows.at(length)
-
-
-def _loss(
-    model: nn.Module, rows: Sequence[Sequence[int]], scored: int, advance: Callable[[], None]
-) -> float:
-    """Mean of the last ``scored`` tokens of every row, nats; infinite if it is not a number."""
-    total = 0.0
-    for row in rows:
-        losses, _ = score(model, [row], scored)
-        total += float(losses.double().sum())
-        advance()
-    return total / (scored * len(rows)) if math.isfinite(total) else math.inf
-
-
-def _fingerprint(model: nn.Module) -> str:
-    """What tells this model from another one: its configuration, and its losses on some tokens.
-
-    In thousandths of a nat: other numbers of threads change the last digits.
-    """
-    config = unwrap(model).config.to_dict()
-    left = {"_name_or_path", "transformers_version"}
-    dtypes = sorted({str(weight.dtype) for weight in model.parameters()})
-    with evaluating(model):
-        tokens = model.get_input_embeddings().num_embeddings
-        losses, _ = score(model, [tuple(i % tokens for i in range(64))], 63)
-    mean = f"{float(losses.double().mean()):.3f}"
-    return digest({k: v for k, v in config.items() if k not in left}, dtypes, mean)

@@ -28,6 +28,8 @@ from rope_ext.methods.rope import (
     whole_number,
 )
 
+TEMPERATURES = (1.0, 1.1, 1.2, 1.3, 1.4)
+"""What cos and sin are multiplied by, to begin with, where the best of it is not known."""
 _QUERIES = 2**16
 """Looked at in a text, at most."""
 # cos and sin of a pair with this wavelength ratio are 1 and 0 at any reachable position;
@@ -123,6 +125,13 @@ class Method:
     def temperature(self, t: torch.Tensor, rope: Rope) -> torch.Tensor | None:
         """Number that multiplies the query at position ``t`` (float64); None: none."""
         return None
+
+    def grids(self, rope: Rope) -> dict[str, tuple[Any, ...]]:
+        """The options that :func:`rope_ext.calibrate` finds, and the values that it begins with.
+
+        They are looked at in this order. A value that the method or a model refuses is left out.
+        """
+        return {"attention_factor": TEMPERATURES} if "attention_factor" in self.options() else {}
 
     def options(self) -> dict[str, Any]:
         """The options and their values."""

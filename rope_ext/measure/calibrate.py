@@ -60,6 +60,8 @@ _STEP = 0.1  # to walk on beyond the grid of that, and from what was found befor
 _FINEST = 0.05  # no gap below it is halved
 _WALK = 4  # steps beyond the grid, at most
 _FOUND = 0.5  # of the prompts within the trained length, for those to count at all
+_FEWEST = 4  # values to resample: fewer often have one sign by chance
+_CONFIDENCE = 0.99  # at 95 %, the bootstrap of eight values says too often that there is more
 CHOOSING, JUDGING = "choosing", "judging"
 
 
@@ -80,7 +82,7 @@ class Settings:
 
     def check(self) -> None:
         """Raise OptionError for what is not valid, whatever the model."""
-        least = {"target_length": 2, "samples": 2, "prompts": 0, "scored": 1}
+        least = {"target_length": 2, "samples": _FEWEST, "prompts": 0, "scored": 1}
         for name, value in least.items():
             given = getattr(self, name)
             if type(given) is not int or given < value:
@@ -139,10 +141,10 @@ class Half:
     def weighed(self, losses: Sequence[float]) -> tuple[list[float], list[float]]:
         """Mean losses of documents, which intervals resample, and the windows behind each.
 
-        Of one document, windows stand for themselves.
+        Of few documents, windows stand for themselves.
         """
         documents = self.rows.documents
-        if len(set(documents)) == 1:
+        if len(set(documents)) < _FEWEST:
             return list(losses), [1.0] * len(losses)
         groups: dict[int, list[float]] = {}
         for document, loss in zip(documents, losses, strict=True):
@@ -211,7 +213,7 @@ def calibrate(
     One half of the data chooses by the loss of the text far out plus that of the answers to
     passkeys, which are hidden in filler and in the text, within the trained length and at the
     target. The other half judges: what was chosen is given only if that sum is lower beyond noise
-    (95 %, paired), neither part is higher beyond noise, and the loss within the trained length
+    (99 %, paired), neither part is higher beyond noise, and the loss within the trained length
     stays below ``cost``; else the published default. Prompts do not count where the unpatched
     model finds less than half of them within its trained length.
 
@@ -268,7 +270,7 @@ def calibrate(
     starts = _starts(model, rope, methods, given)
     grids = [_grids(start, rope, given.options) for start in starts]
     folder = None if output is None else Path(output)
-    with _ours(folder, resume):
+    with _ours(folder, resume), _eager(model):
         texts = python_library("train") if text is None else read(text)
         rows, notes = _rows(tokenizer, texts, given)
         halves, more = _halves(tokenizer, rows, rope, given)
@@ -280,7 +282,7 @@ def calibrate(
         log = Tried(None, "scores", {})
         if folder is not None:
             log = Tried.of(folder / LOG, NAME, "scores", known)
-        with evaluating(model), _eager(model):
+        with evaluating(model):
             found = _Run(model, rope, given, log).result(starts, grids, halves, [*notes, *more])
         if folder is not None:
             _keep(found, folder)
@@ -602,7 +604,7 @@ class _Run:
         for name, parts in samples.items():
             ends = (math.inf, math.inf)
             if before.finite and after.finite:
-                ends = bootstrap_sum(parts, seed)
+                ends = bootstrap_sum(parts, seed, _CONFIDENCE)
             found[name] = Change(getattr(one, name), getattr(two, name), *ends)
         for name in ("found_inside", "found_beyond") if half.prompts else ():
             inner = name == "found_inside"
@@ -611,7 +613,7 @@ class _Run:
                  if (p.length == self.rope.length) == inner]
                 for scores in (after, before)
             ]  # fmt: skip
-            found[name] = Change(getattr(one, name), getattr(two, name), *paired_rates(*hits))
+            found[name] = Change(getattr(one, name), getattr(two, name), *paired_rates(*hits, _CONFIDENCE))
         return found
 
     def objections(self, changes: Mapping[str, Change]) -> list[str]:

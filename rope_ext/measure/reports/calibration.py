@@ -55,7 +55,7 @@ class Trial:
 
 @dataclass(frozen=True)
 class Change:
-    """A number before and after, with the 95 % interval of the paired difference.
+    """A number before and after, with the 99 % interval of the paired difference.
 
     Args:
         before: under the published default.
@@ -195,7 +195,8 @@ class Calibration:
     def __str__(self) -> str:
         lines = [
             f"{self.model}: {self.trained_length} -> {self.target_length} tokens, "
-            f"{sum(len(choice.tried) for choice in self.choices)} candidates, {self.rows} rows",
+            f"{sum(len(choice.tried) for choice in self.choices)} candidates in {self.rows} forwards "
+            f"of one row; in brackets, 99 % intervals",
             self.sentence,
         ]
         for choice in self.choices:

@@ -558,11 +558,7 @@ class _Run:
 
     def trial(self, method: Method, scores: Scores, half: Half) -> Trial:
         """The means of some scores."""
-        trained = self.rope.length
-        near, beyond = (
-            [hit for p, hit in zip(half.prompts, scores.found, strict=True) if inside(p.length)]
-            for inside in (trained.__eq__, trained.__ne__)
-        )
+        near, beyond = self._parted(scores, half)
         return Trial(
             method=method,
             attention_factor=float(method.attention_scaling(self.rope)),
@@ -606,15 +602,21 @@ class _Run:
             if before.finite and after.finite:
                 ends = bootstrap_sum(parts, seed, _CONFIDENCE)
             found[name] = Change(getattr(one, name), getattr(two, name), *ends)
-        for name in ("found_inside", "found_beyond") if half.prompts else ():
-            inner = name == "found_inside"
-            hits = [
-                [hit for p, hit in zip(half.prompts, scores.found, strict=True)
-                 if (p.length == self.rope.length) == inner]
-                for scores in (after, before)
-            ]  # fmt: skip
-            found[name] = Change(getattr(one, name), getattr(two, name), *paired_rates(*hits, _CONFIDENCE))
+        if half.prompts:
+            hits = zip(self._parted(after, half), self._parted(before, half), strict=True)
+            for name, (new, old) in zip(("found_inside", "found_beyond"), hits, strict=True):
+                ends = paired_rates(new, old, _CONFIDENCE)
+                found[name] = Change(getattr(one, name), getattr(two, name), *ends)
         return found
+
+    def _parted(self, scores: Scores, half: Half) -> tuple[list[bool], list[bool]]:
+        """Which prompts of the trained length were answered, and which of the target length."""
+        both = list(zip(half.prompts, scores.found, strict=True))
+        near, beyond = self.rope.length, self.given.target_length
+        return (
+            [hit for prompt, hit in both if prompt.length == near],
+            [hit for prompt, hit in both if prompt.length == beyond],
+        )
 
     def objections(self, changes: Mapping[str, Change]) -> list[str]:
         """Why a method is no replacement for the published default."""
@@ -735,6 +737,8 @@ class _Descent:
     def _value(self, method: Method, name: str) -> Any:
         if name == SCALAR:
             return float(method.attention_scaling(self.run.rope))
+        if name == "temperature":
+            return method.temperature or method.own_temperature()
         return getattr(method.resolved(self.run.rope), name)
 
     def _without(self, method: Method) -> Method:

@@ -193,10 +193,10 @@ class Calibration:
         )
 
     def __str__(self) -> str:
+        candidates = sum(len(choice.tried) for choice in self.choices)
         lines = [
-            f"{self.model}: {self.trained_length} -> {self.target_length} tokens, "
-            f"{sum(len(choice.tried) for choice in self.choices)} candidates in {self.rows} forwards "
-            f"of one row; in brackets, 99 % intervals",
+            f"{self.model}: {self.trained_length} -> {self.target_length} tokens, {candidates} "
+            f"candidates, {self.rows} forwards of one row; in brackets, 99 % intervals",
             self.sentence,
         ]
         for choice in self.choices:

@@ -575,7 +575,9 @@ class _Run:
         choosing, judging = halves
         descent = _Descent(self, start, choosing)
         proposed = descent.best(grid)
-        before, after = (self.scores(method, judging) for method in (start, proposed))
+        before = after = self.scores(start, judging)
+        if proposed != start:
+            after = self.scores(proposed, judging)
         judged = self.changes(start, proposed, before, after, judging)
         reasons = ["nothing that was tried is better on the half that chooses"]
         if proposed != start:

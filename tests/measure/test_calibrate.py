@@ -20,6 +20,7 @@ from rope_ext.cli import app
 from rope_ext.measure import calibrate as module
 from rope_ext.measure.fitness import HAY, Needles, losses_at_end, losses_of_answers
 from rope_ext.measure.folder import held
+from rope_ext.measure.reports import calibration
 from rope_ext.measure.reports.intervals import bootstrap_mean, bootstrap_sum
 from rope_ext.measure.tasks.passkey import FILLER
 from tests.helpers.checkpoint import TRAINED, save_checkpoint
@@ -27,7 +28,7 @@ from tests.helpers.checkpoint import TRAINED, save_checkpoint
 TARGET = 2 * TRAINED
 DOCUMENTS = [" ".join(random.Random(i).choices(FILLER, k=90)) for i in range(8)]
 SMALL = {"samples": 4, "prompts": 2, "options": "attention_factor"}
-SCALED = "attention_scaling"
+DRAW = calibration.draw
 
 
 @pytest.fixture(scope="module")
@@ -43,6 +44,12 @@ def model(checkpoint: Path):
 @pytest.fixture(scope="module")
 def tokenizer(checkpoint: Path) -> PreTrainedTokenizerBase:
     return AutoTokenizer.from_pretrained(checkpoint)
+
+
+@pytest.fixture(autouse=True)
+def undrawn(monkeypatch) -> None:
+    """Drawing takes longer than all else here; one test does it."""
+    monkeypatch.setattr(calibration, "draw", lambda lines, *lengths: lengths[-1].write(b"drawn"))
 
 
 def found(model, tokenizer, output: Path | None = None, **changed) -> rope_ext.Calibration:
@@ -246,12 +253,29 @@ def test_a_calibration_is_seeded_and_reads_back(model, tokenizer, tmp_path, coun
     saved = tmp_path / "new" / "folder"
     assert rope_ext.Calibration.load(saved) == result
     assert rope_ext.Calibration.load(saved / "calibration.json") == result
-    assert (saved / "calibration.png").read_bytes().startswith(b"\x89PNG")
     assert result.best.tried[0].answers > 0
     # Every row that it says: two halves, windows twice, prompts of two lengths.
-    candidates = len(result.best.tried) + 2 * (result.best.proposed != result.best.published)
-    candidates += result.best.proposed == result.best.published
+    candidates = len(result.best.tried) + 1 + (result.best.proposed != result.best.published)
     assert result.rows == 2 * (4 + 2) + candidates * (2 * 4 + 2 * 2)
+
+
+def test_the_picture_has_both_panels_or_the_loss_alone(
+    model, tokenizer, tmp_path, monkeypatch, counting
+) -> None:
+    lines = []
+    monkeypatch.setattr(calibration, "draw", lambda given, *more: lines.append(given))
+    result = found(model, tokenizer)
+    result.plot(tmp_path / "nothing.png")
+    found(model, tokenizer, prompts=0).plot(tmp_path / "nothing.png")
+    for number, ([line], measured) in enumerate(zip(lines, (True, False), strict=True)):
+        assert line.name == "yarn" and len(line.points) > 4 and line.published in line.points
+        assert all((point[2] is not None) == measured for point in line.points)
+        path = tmp_path / f"{number}.png"
+        DRAW([line], TRAINED, TARGET, path)
+        assert path.read_bytes().startswith(b"\x89PNG")
+    with pytest.raises(rope_ext.MeasureError, match="give another path"):
+        monkeypatch.setattr(calibration, "draw", DRAW)
+        result.plot(tmp_path / "no" / "folder.png")
 
 
 def test_a_killed_calibration_goes_on_as_if_it_had_not_been(
@@ -316,7 +340,7 @@ def test_nothing_of_others_is_lost_and_no_two_share_a_folder(model, tokenizer, t
 BAD = [
     ({"target_length": TRAINED}, "target_length=128 is not beyond the 128 tokens"),
     ({"target_length": "2k"}, "target_length='2k' is not valid.*whole number"),
-    ({"target_length": 4096}, "window of 4096"),
+    ({"target_length": 4096}, "only 1 windows of 4096 tokens"),
     ({"samples": 400}, "samples=400 for each of two halves.*give more text, or fewer"),
     ({"samples": 3}, "samples=3 is not valid.*at least 4"),
     ({"prompts": 1}, "prompts=1 is not valid; it must be 0 or at least 2"),

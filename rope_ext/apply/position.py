@@ -7,7 +7,7 @@ import logging
 import torch
 
 from rope_ext.apply.base import Applied, refuse_scaled, target
-from rope_ext.errors import AlreadyScaledError
+from rope_ext.errors import AlreadyScaledError, UnsupportedModelError
 from rope_ext.methods import PositionMethod, Rope
 from rope_ext.options import Options
 from rope_ext.position import PositionMap, install
@@ -28,6 +28,12 @@ def apply(place: Place, method: PositionMethod, options: Options, changes: Chang
         label = f"{method} on {under}"
         rope = Rope(under.inv_freq(rope), rope.base, under.target_length(rope))
     table = {site: _write(place, site, method, options, changes) for site in place.scaled}
+    if method.by_pair and any(site.rope.dim != rope.dim for site in place.scaled):
+        raise UnsupportedModelError(
+            f"{method.name} tells the {rope.dim // 2} pairs of one rotary embedding apart, and "
+            f"{type(decoder).__name__} is to be patched in several that have different numbers; "
+            f"use another position method, such as 'self_extend'"
+        )
     reached, length = method.reached(rope), method.target_length(rope)
     method = method.resolved(rope)
     precise = length > PRECISE_BEYOND if options.precise == "auto" else options.precise

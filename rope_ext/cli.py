@@ -165,7 +165,18 @@ def search(
     crossovers: Annotated[int, typer.Option(min=0, help="Likewise, from two.")] = 16,
     samples: Annotated[int, typer.Option(min=1, help="Windows of text that judge a table.")] = 5,
     scored: Annotated[
-        str | None, typer.Option(help="Tokens at their ends that count. Default: half.")
+        str | None,
+        typer.Option(
+            help="Tokens at their ends that count, or `needles`: the answers of passkeys hidden in "
+            "them and in filler. Default: half."
+        ),
+    ] = None,
+    critical: Annotated[
+        int | None,
+        typer.Option(help="Search from this pair on, those below as of NTK. Default: all."),
+    ] = None,
+    attention_factor: Annotated[
+        float | None, typer.Option(help="Of all tables. Default: it is searched along.")
     ] = None,
     start_tokens: Annotated[
         str, typer.Option(help="Numbers of tokens to choose from; more than 0 is not exportable.")
@@ -180,12 +191,14 @@ def search(
     with clean_errors():
         import rope_ext
         from rope_ext.measure.models import load_model, load_tokenizer
-        from rope_ext.measure.search import summary
+        from rope_ext.measure.search import NEEDLES, summary
         from rope_ext.measure.text import python_library, read_texts
 
         quiet()
         tokens = parse_length(length)
-        last = None if scored is None else parse_length(scored, "--scored")
+        last = scored
+        if scored not in (None, NEEDLES):
+            last = parse_length(scored, "--scored")
         starts = parse_lengths(start_tokens, "--start-tokens")
         texts = read_texts(text) if text else python_library("train")
         tokenizer = load_tokenizer(model)
@@ -202,6 +215,8 @@ def search(
                 crossovers=crossovers,
                 samples=samples,
                 scored=last,
+                critical=critical,
+                attention_factor=attention_factor,
                 start_tokens=starts,
                 seed=seed,
                 compose=compose,

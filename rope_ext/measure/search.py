@@ -14,20 +14,39 @@ import os
 import random
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from torch import nn
 
 from rope_ext.errors import MeasureError, OptionError
 from rope_ext.measure.cases import digest
-from rope_ext.measure.fitness import fingerprint, losses_at_end, read, windows_of
+from rope_ext.measure.fitness import (
+    HAY,
+    Needles,
+    Prompt,
+    fingerprint,
+    losses_at_end,
+    losses_of_answers,
+    read,
+    windows_of,
+)
 from rope_ext.measure.folder import held, replace_file, writing
 from rope_ext.measure.settings import require_seed
 from rope_ext.measure.tried import ROOM, Tried, read_log
-from rope_ext.methods import NTK, PI, FrequencyMethod, LongRoPE, Rope, YaRN
+from rope_ext.methods import (
+    NTK,
+    PI,
+    FrequencyMethod,
+    LongRoPE,
+    LongRoPE2,
+    MrRoPE,
+    Rope,
+    YaRN,
+)
+from rope_ext.methods.kinds import FACTORS
 from rope_ext.options import SlidingLayers
 from rope_ext.patching import first_site, patched
 from rope_ext.rotary.sites import evaluating
@@ -36,16 +55,26 @@ START_TOKENS = (0, 1, 2, 4, 8, 12, 16, 20, 24, 28, 32, 64, 128, 256)
 """The numbers of start tokens that LongRoPE chooses from."""
 _STEPS = 100  # numbers are searched in hundredths
 _BEYOND = 1.25  # from 1 to this many times the factor
+_BEYOND_CRITICAL = 2  # likewise, from the factor itself on, where there is a critical pair
+_SCALES = tuple(range(100, 161, 5))  # of cos and sin, in hundredths
+NEEDLES = "needles"
 _REACH = 4  # pairs: a new number lies between those of pairs so far away, at most
 _TRIES = 100  # to make a table that is new
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """The number of every pair in hundredths, ascending, and how many start tokens go without."""
+    """The number of every pair in hundredths, ascending, and what goes with it.
+
+    Args:
+        table: the numbers.
+        start: how many start tokens go without.
+        scale: what cos and sin are multiplied by, in hundredths; None: it is not searched.
+    """
 
     table: tuple[int, ...]
     start: int
+    scale: int | None = None
 
 
 @dataclass(frozen=True)
@@ -53,42 +82,62 @@ class Space:
     """What evolution chooses from.
 
     Args:
-        most: the largest number, in hundredths; the smallest is 1.
+        most: the largest number, in hundredths.
         starts: numbers of start tokens.
         probability: that a mutation changes a number.
+        scales: what cos and sin are multiplied by, in hundredths, ascending; none: not searched.
+        critical: the first pair that is searched; those below it follow from its number.
+        least: the smallest number of those searched, in hundredths.
     """
 
     most: int
     starts: Sequence[int]
     probability: float
+    scales: Sequence[int] = ()
+    critical: int = 0
+    least: int = _STEPS
+
+    def fitted(self, table: Sequence[int]) -> tuple[int, ...]:
+        """A table with its numbers within bounds, and those below the critical pair as of NTK."""
+        tail = [min(max(number, self.least), self.most) for number in table[self.critical :]]
+        top = tail[0] / _STEPS
+        head = [round(_STEPS * top ** (i / self.critical)) for i in range(self.critical)]
+        return (*head, *tail)
 
     def mutated(self, one: Candidate, rng: random.Random) -> Candidate:
         """Some numbers drawn anew, or one of them and all others moved along; ascending again."""
+        old = one.table[self.critical :]
         reach = rng.randint(1, _REACH)
-        near = [_STEPS] * reach + [*one.table] + [self.most] * reach
-        drawn = [rng.randint(near[i], near[i + 2 * reach]) for i in range(len(one.table))]
+        near = [self.least] * reach + [*old] + [self.most] * reach
+        drawn = [rng.randint(near[i], near[i + 2 * reach]) for i in range(len(old))]
         if rng.random() < 0.5:
-            pairs = zip(one.table, drawn, strict=True)
-            table = sorted(new if self._changes(rng) else old for old, new in pairs)
+            pairs = zip(old, drawn, strict=True)
+            new = sorted(new if self._changes(rng) else number for number, new in pairs)
         else:
             i = rng.randrange(len(drawn))
-            table = [self._moved(number, one.table[i], drawn[i]) for number in one.table]
+            new = [self._moved(number, old[i], drawn[i]) for number in old]
         start = rng.choice(self.starts) if self._changes(rng) else one.start
-        return Candidate(tuple(table), start)
+        scale = one.scale
+        if self.scales and self._changes(rng):
+            i = min(range(len(self.scales)), key=lambda i: abs(self.scales[i] - scale))
+            scale = rng.choice(self.scales[max(0, i - 2) : i + 3])
+        return Candidate(self.fitted([*one.table[: self.critical], *new]), start, scale)
 
     def _changes(self, rng: random.Random) -> bool:
         return rng.random() < self.probability
 
     def _moved(self, number: int, old: int, new: int) -> int:
         """Where ``number`` goes if ``old`` becomes ``new``, between bounds that stay."""
-        bound = _STEPS if number <= old else self.most
+        bound = self.least if number <= old else self.most
         share = (number - bound) / (old - bound) if old != bound else 1
         return round(bound + share * (new - bound))
 
     def crossed(self, one: Candidate, other: Candidate, rng: random.Random) -> Candidate:
         """Numbers of either parent; sorted, which keeps each between those of the two."""
         table = sorted(map(rng.choice, zip(one.table, other.table, strict=True)))
-        return Candidate(tuple(table), rng.choice((one.start, other.start)))
+        start = rng.choice((one.start, other.start))
+        scale = rng.choice((one.scale, other.scale)) if self.scales else one.scale
+        return Candidate(self.fitted(table), start, scale)
 
 
 def evolve(
@@ -140,7 +189,8 @@ class Options:
     """The options of :func:`search`, as they are documented there."""
 
     target_length: int
-    scored: int
+    scored: int | Literal["needles"]
+    critical: int | None
     population: int
     iterations: int
     mutations: int
@@ -157,8 +207,17 @@ class Options:
     def check(self) -> None:
         """Raise OptionError for what is not valid, whatever the model."""
         least = {"target_length": 2, "scored": 1, "population": 4, "iterations": 1, "samples": 1}
-        for name, value in (least | {"mutations": 0, "crossovers": 0}).items():
-            _check(name, getattr(self, name), value)
+        least |= {"mutations": 0, "crossovers": 0, "critical": 1}
+        for name, value in least.items():
+            given = getattr(self, name)
+            if name == "scored" and isinstance(given, str):
+                if given != NEEDLES:
+                    raise OptionError(
+                        f"scored={given!r} is not valid; it must be a number of tokens, or "
+                        f"{NEEDLES!r}"
+                    )
+            elif name != "critical" or given is not None:
+                _check(name, given, value)
         chance = self.mutation_probability
         if not isinstance(chance, (int, float)) or not 0 < chance <= 1:
             raise OptionError(
@@ -198,27 +257,61 @@ class Options:
                 f"target_length={self.target_length} is not beyond the {rope.length} tokens that "
                 f"the model was trained for; give more"
             )
-        if self.scored >= self.target_length:
+        if self.scored != NEEDLES and self.scored >= self.target_length:
             raise OptionError(
                 f"scored={self.scored} is not valid; it must be below "
                 f"target_length={self.target_length}, since nothing comes before the first token"
             )
+        pairs = rope.dim // 2
+        if self.critical is not None and self.critical >= pairs:
+            raise OptionError(
+                f"critical={self.critical} is not valid; it must be below the {pairs} pairs of "
+                f"this model"
+            )
         return rope
+
+    def space(self, factor: float) -> Space:
+        """What there is to choose from."""
+        scales = () if self.attention_factor is not None else _SCALES
+        most, critical, least = _BEYOND * factor, 0, 1.0
+        if self.critical is not None:
+            most, critical, least = _BEYOND_CRITICAL * factor, self.critical, factor
+        return Space(
+            round(most * _STEPS),
+            self.start_tokens,
+            self.mutation_probability,
+            scales,
+            critical,
+            round(least * _STEPS),
+        )
+
+    def first(self, known: Sequence[FrequencyMethod], rope: Rope) -> list[Candidate]:
+        """The tables of known methods, with their temperatures and others."""
+        space, start = self.space(known[0].factor), self.start_tokens[0]
+        tables = [space.fitted(_table(each, rope)) for each in known]
+        if not space.scales:
+            return [Candidate(table, start) for table in dict.fromkeys(tables)]
+        own = [round(_STEPS * each.attention_scaling(rope)) for each in known]
+        near = [min(space.scales, key=lambda scale, own=own: abs(scale - own)) for own in own]
+        made = [Candidate(table, start, scale) for table, scale in zip(tables, near, strict=True)]
+        made += [Candidate(table, start, round(f * _STEPS)) for f in FACTORS for table in tables]
+        return list(dict.fromkeys(made))[: max(len(known), self.population // 2)]
 
     def method(self, one: Candidate, factor: float) -> LongRoPE:
         """The method with these numbers."""
         return LongRoPE(
             factor=factor,
             long_factor=[number / _STEPS for number in one.table],
-            attention_factor=self.attention_factor,
+            attention_factor=self.attention_factor if one.scale is None else one.scale / _STEPS,
             start_tokens=one.start,
         )
 
-    def settings(self, model: nn.Module, rows: Sequence[Sequence[int]]) -> dict[str, Any]:
+    def settings(self, model: nn.Module, rows: Sequence[Any]) -> dict[str, Any]:
         """What a loss in the log depends on, and the path of evolution; more iterations go on."""
         given = {field.name: getattr(self, field.name) for field in fields(self)}
         del given["iterations"]
-        return {"model": fingerprint(model), "text": digest(rows), **given}
+        text = digest([row.ids if isinstance(row, Prompt) else row for row in rows])
+        return {"model": fingerprint(model), "text": text, **given}
 
 
 def search(
@@ -234,7 +327,8 @@ def search(
     crossovers: int = 16,
     mutation_probability: float = 0.3,
     samples: int = 5,
-    scored: int | None = None,
+    scored: int | Literal["needles"] | None = None,
+    critical: int | None = None,
     start_tokens: Iterable[int] = (0,),
     attention_factor: float | None = None,
     seed: int = 0,
@@ -244,8 +338,9 @@ def search(
 ) -> LongRoPE:
     """Search the numbers by which ``longrope`` divides the frequencies of ``model``.
 
-    Tables ascend from 1 to at most 1.25 times the factor. The first are those of PI, NTK, YaRN and
-    mutations of them; all are judged by their loss on the same windows of text. Beside the paper's
+    Tables ascend from 1 to at most 1.25 times the factor. The first are those of PI, NTK, YaRN,
+    MrRoPE and LongRoPE2, with several temperatures, and mutations of them; all are judged by their
+    loss on the same windows of text, or on the answers hidden in them. Beside the paper's
     mutation, which draws some numbers anew, there is one that moves the others along, since half
     of YaRN's numbers are equal. The model is left as it came, also after an exception.
 
@@ -266,9 +361,14 @@ def search(
         samples: windows of ``target_length`` tokens.
         scored: tokens at the end of each, whose loss counts. None is half of them: where all
             count, as in the paper, the far end is given up for the many tokens before it.
+            ``"needles"``: the answer tokens of ``samples`` prompts of the target length, with
+            passkeys hidden in filler and in the text by turns, as LongRoPE2 has it.
+        critical: index of the pair from which on numbers are searched, between the factor and
+            twice as much; pairs below it follow from its number as of an NTK base, as LongRoPE2
+            has it. None searches all.
         start_tokens: numbers of start tokens to choose from. More than 0 cannot be exported; the
             paper's are ``rope_ext.measure.search.START_TOKENS``.
-        attention_factor: of all tables, as of ``LongRoPE``.
+        attention_factor: of all tables, as of ``LongRoPE``; None searches it along.
         seed: of the windows and of evolution.
         compose: as of :func:`rope_ext.patch`, which needs it and the next ones again with what
             was found.
@@ -285,11 +385,13 @@ def search(
         AlreadyPatchedError, AlreadyScaledError, NoRopeError, UnsupportedModelError: as
             :func:`rope_ext.patch`.
 
-    Ding et al. 2024, arXiv 2402.13753, sections 3.2 and 3.3.
+    Ding et al. 2024, arXiv 2402.13753, sections 3.2 and 3.3; Shang et al. 2025, arXiv 2502.20082,
+    section 3.2.
     """
     given = Options(
         target_length=target_length,
         scored=target_length // 2 if scored is None and type(target_length) is int else scored,
+        critical=critical,
         population=population,
         iterations=iterations,
         mutations=mutations,
@@ -313,26 +415,49 @@ def search(
         raise OptionError(f"output={str(output)!r} is not valid; it must end in .json")
     rope = given.rope(model)
     factor = target_length / rope.length
-    known = (PI(factor=factor), NTK(factor=factor), YaRN(factor=factor))
-    tables = [_table(each, rope) for each in known]
+    known = [cls(factor=factor) for cls in (PI, NTK, YaRN, MrRoPE, LongRoPE2)]
+    first = given.first(known, rope)
     for start in given.start_tokens:  # what cannot be patched shows before anything is measured
-        with patched(model, given.method(Candidate(tables[0], start), factor), **given.arguments):
+        with patched(
+            model, given.method(replace(first[0], start=start), factor), **given.arguments
+        ):
             pass
     cure = f"samples={samples} are to be judged by; give more text, or fewer samples"
     rows = windows_of(tokenizer, read(text), target_length, samples, seed, cure).windows
+    if scored == NEEDLES:
+        rows = _prompts(tokenizer, rows, seed)
+    if attention_factor is None:  # what is found must beat YaRN with a temperature found, too
+        known += [YaRN(factor=factor, attention_factor=scale) for scale in FACTORS]
     with log_beside(output, given.settings(model, rows)) as log, evaluating(model):
-        return _searched(model, rows, given, known, tables, log)
+        return _searched(model, rows, given, known, first, log)
+
+
+def _prompts(tokenizer: Any, windows: Sequence[tuple[int, ...]], seed: int) -> list[Prompt]:
+    """One for each window, in filler and in the text by turns."""
+    needles, length = Needles(tokenizer), len(windows[0])
+    least = max(map(needles.least, HAY))
+    if length < least:
+        raise OptionError(
+            f"scored={NEEDLES!r} needs a target_length of at least {least} tokens with this "
+            f"tokenizer, got {length}"
+        )
+    count = len(windows)
+    made = {
+        hay: iter([*needles.prompts(hay, length, (count + 1) // 2, windows[place::2], seed)])
+        for place, hay in enumerate(HAY[:count])
+    }
+    return [next(made[HAY[i % 2]]) for i in range(count)]
 
 
 def _searched(
     model: nn.Module,
-    rows: Sequence[Sequence[int]],
+    rows: Sequence[Any],
     given: Options,
     known: Sequence[FrequencyMethod],
-    tables: Sequence[tuple[int, ...]],
+    first: Sequence[Candidate],
     log: _Log,
 ) -> LongRoPE:
-    """Evolution from these tables, of the known methods; the best is kept in the log."""
+    """Evolution from these tables, beside known methods; the best is kept in the log."""
     from rope_ext.measure.reports.terminal import progress  # rich is not loaded with the package
 
     factor, shown = known[0].factor, progress()
@@ -340,27 +465,32 @@ def _searched(
     with shown:
         bar = shown.add_task("search", total=(len(known) + given.tables) * given.samples)
 
+        def losses_of(rows: Sequence[Any]) -> list[float]:
+            if given.scored != NEEDLES:
+                return losses_at_end(model, rows, given.scored, partial(shown.advance, bar))
+            answers = losses_of_answers(model, rows, partial(shown.advance, bar))
+            return [loss for loss, _ in answers]
+
         def judged(each: FrequencyMethod) -> float:
             what = _what(each)
             if log.get(what) is None:
                 with patched(model, each, **given.arguments):
-                    losses = losses_at_end(
-                        model, rows, given.scored, lambda done: shown.advance(bar, done)
-                    )
+                    losses = losses_of(rows)
                 log.add(what, sum(losses) / len(losses))
             else:
                 shown.advance(bar, given.samples)
             return log.get(what)
 
-        *_, yarn = before = [judged(each) for each in known]
+        before = [judged(each) for each in known]
+        yarn = min(x for x, each in zip(before, known, strict=True) if isinstance(each, YaRN))
         if min(before) == math.inf:
             raise MeasureError(
                 f"the model's losses are no numbers at {given.target_length} tokens; load it in "
                 f"float32 or bfloat16"
             )
         bests = evolve(
-            [Candidate(table, given.start_tokens[0]) for table in tables],
-            Space(round(_BEYOND * factor * _STEPS), given.start_tokens, given.mutation_probability),
+            first,
+            given.space(factor),
             lambda one: judged(given.method(one, factor)),
             iterations=given.iterations,
             seed=given.seed,
@@ -442,13 +572,17 @@ def _what(method: FrequencyMethod) -> dict[str, Any]:
 def summary(output: Path) -> str:
     """The perplexities in the log beside ``output``, for people to read."""
     settings, losses = read_log(output.with_suffix(".jsonl"), "search", "loss")
-    named = [(json.loads(what)["method"]["name"], loss) for what, loss in losses.items()]
-    tables = [loss for name, loss in named if name == LongRoPE.name]
-    lines = [
-        f"perplexity of the last {settings['scored']} tokens of {settings['samples']} windows of "
-        f"{settings['target_length']}:"
+    tried = [(json.loads(what)["method"], loss) for what, loss in losses.items()]
+    tables = [loss for method, loss in tried if method["name"] == LongRoPE.name]
+    what = f"the last {settings['scored']} tokens of {settings['samples']} windows"
+    if settings["scored"] == NEEDLES:
+        what = f"the answers of {settings['samples']} prompts"
+    lines = [f"perplexity of {what} of {settings['target_length']}:"]
+    known = [
+        (f"{method['name']} {method.get('attention_factor') or ''}".rstrip(), loss)
+        for method, loss in tried
+        if method["name"] != LongRoPE.name
     ]
-    known = [(name, loss) for name, loss in named if name != LongRoPE.name]
     for name, loss in [*known, (LongRoPE.name, min(tables))]:
         lines.append(f"  {name:<10}{_perplexity(loss):>8}")
     return "\n".join([*lines, f"the last is the best of {len(tables)} tables on this very text"])

@@ -369,6 +369,9 @@ class LogScaled(PositionMethod):
         super().__post_init__()
         self.require("log_n", isinstance(self.log_n, bool), "True or False")
 
+    def grids(self, rope: Rope) -> dict[str, tuple[Any, ...]]:
+        return {**super().grids(rope), "temperature": (LogN(), 1.0)}
+
     def own_temperature(self) -> Temperature | None:
         return LogN() if self.log_n else None
 

@@ -136,13 +136,16 @@ def recommend(
     finetune: Annotated[
         bool, typer.Option("--finetune", help="The model will be fine-tuned for it.")
     ] = False,
+    calibration: Annotated[
+        Path | None, typer.Option(help="File or folder of `rope-ext calibrate`, to use.")
+    ] = None,
 ) -> None:
     """Print which method extends a model to a length, and why."""
     with clean_errors():
         import rope_ext
 
         quiet()
-        print(rope_ext.recommend(model, parse_length(length), finetune))
+        print(rope_ext.recommend(model, parse_length(length), finetune, calibration))
 
 
 @app.command()

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import json
 import random
+import shutil
 import subprocess
 import sys
 import time
@@ -500,3 +502,47 @@ def test_a_killed_process_goes_on_with_resume(checkpoint, tmp_path) -> None:
     for name in ("calibration.jsonl", "calibration.json"):
         ends = [(tmp_path / folder / name).read_bytes() for folder in ("whole", "part")]
         assert ends[0] == ends[1]
+
+
+# Advice
+
+
+def test_advice_puts_first_what_was_calibrated_and_else_says_how(
+    model, tokenizer, checkpoint, tmp_path, monkeypatch
+) -> None:
+    pretend(monkeypatch, lambda a, i: 2 + (a - 1.26) ** 2 + i)
+    result = found(model, tokenizer, tmp_path / "found")
+    plain = rope_ext.recommend(model, TARGET)
+    assert f"rope-ext calibrate --model MODEL --length {TARGET} --methods dynamic_yarn" in str(
+        plain
+    )
+    for given in (result, tmp_path / "found", str(tmp_path / "found" / "calibration.json")):
+        advice = rope_ext.recommend(model, TARGET, calibration=given)
+        assert advice.method == result.method and result.sentence in advice.reasons[0]
+        assert "rope-ext calibrate" not in str(advice) and advice.alternatives
+    assert rope_ext.recommend(model, TARGET, True, result) == rope_ext.recommend(
+        model, TARGET, True
+    )
+    for changed, message in (
+        ({"model": "Other"}, "of Other with 128 trained tokens, and this is LlamaModel with 128"),
+        ({"target_length": 200}, "for 200 tokens, and target_length=256"),
+    ):
+        other = dataclasses.replace(result, **changed)
+        with pytest.raises(rope_ext.OptionError, match=message):
+            rope_ext.recommend(model, TARGET, calibration=other)
+    with pytest.raises(rope_ext.MeasureError, match="cannot read the calibration"):
+        rope_ext.recommend(model, TARGET, calibration=tmp_path / "none.json")
+    with pytest.raises(rope_ext.OptionError, match="calibration=3 is not valid"):
+        rope_ext.recommend(model, TARGET, calibration=3)
+
+    folder = tmp_path / "model"  # one beside the weights is found; what does not fit is not
+    shutil.copytree(checkpoint, folder)
+    (folder / "calibration.json").write_text(result.to_json())
+    words = ["recommend", str(folder), "--length", str(TARGET)]
+    printed = CliRunner().invoke(app, words)
+    assert printed.exit_code == 0 and result.call in printed.stdout
+    assert rope_ext.recommend(folder, 2 * TARGET).method.name == "dynamic_yarn"
+    (folder / "calibration.json").write_text("{}")
+    assert rope_ext.recommend(folder, TARGET).method.name == "dynamic_yarn"
+    words += ["--calibration", str(tmp_path / "found")]
+    assert result.call in CliRunner().invoke(app, words).stdout

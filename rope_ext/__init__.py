@@ -27,6 +27,8 @@ from rope_ext.errors import (
     UnsupportedModelError,
 )
 from rope_ext.loading import from_pretrained, load_adapter, save_sidecar
+from rope_ext.measure.calibrate import calibrate
+from rope_ext.measure.reports.calibration import Calibration
 from rope_ext.measure.search import search
 from rope_ext.methods import (
     ABF,
@@ -73,6 +75,7 @@ __all__ = [
     "AlreadyScaledError",
     "BaseTruncation",
     "CacheError",
+    "Calibration",
     "Clipped",
     "Description",
     "Diagnosis",
@@ -113,6 +116,7 @@ __all__ = [
     "UnsupportedModelError",
     "YaRN",
     "YaRNTemperature",
+    "calibrate",
     "describe",
     "diagnose",
     "export",

@@ -196,6 +196,20 @@ def record_of(config: Any) -> Record | None:
     return None if data is None else Record.from_json(data, f"config.{FIELD}")
 
 
+def method_to_json(method: Method) -> dict[str, Any]:
+    """A method as plain values."""
+    return _to_json(method)
+
+
+def method_from_json(data: Any) -> Method:
+    """The inverse.
+
+    Raises:
+        AttributeError, KeyError, TypeError, ValueError: the values are not those of a method.
+    """
+    return _method(data)
+
+
 def _to_json(value: Any) -> Any:
     if isinstance(value, Method):
         options = {name: _to_json(option) for name, option in value.options().items()}

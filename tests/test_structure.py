@@ -25,7 +25,7 @@ ROOMS = (
     "patching",
     "loading",
     "plots.style",
-    "measure plots.results",
+    "measure plots.results plots.calibration",
     "advice",
     "engines",
     "plots",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 
@@ -39,6 +39,10 @@ class Clipped(FrequencyMethod):
     def __post_init__(self) -> None:
         super().__post_init__()
         self.require_tokens("pairs")
+
+    def grids(self, rope: Rope) -> dict[str, tuple[Any, ...]]:
+        pairs = tuple(round(share * rope.dim / 2) for share in (0.2, 0.3, 0.4, 0.5))
+        return {**super().grids(rope), "pairs": pairs}
 
     def inv_freq(self, rope: Rope) -> torch.Tensor:
         count = rope.dim // 2

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 
@@ -82,6 +82,9 @@ class DPE(PositionMethod):
 
     def check(self, length: int | None = None) -> None:
         Method.check(self, length)  # what is trained depends on the pairs
+
+    def grids(self, rope: Rope) -> dict[str, tuple[Any, ...]]:
+        return {**super().grids(rope), "window": rope.tokens(1 / 16, 1 / 8, 1 / 4)}
 
     def resolved(self, rope: Rope) -> DPE:
         pairs, groups = rope.dim // 2, self.groups

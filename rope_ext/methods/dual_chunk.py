@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 
@@ -46,6 +46,10 @@ class DualChunk(PositionMethod):
         super().__post_init__()
         self.require_tokens("chunk", minimum=2)
         self.require_tokens("local")
+
+    def grids(self, rope: Rope) -> dict[str, tuple[Any, ...]]:
+        chunks, locals = rope.tokens(1 / 2, 3 / 4, 1), rope.tokens(1 / 16, 1 / 8, 1 / 4)
+        return {**super().grids(rope), "chunk": chunks, "local": locals}
 
     def resolved(self, rope: Rope) -> DualChunk:
         chunk = self.chunk or max(2, 3 * rope.length // 4)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 
@@ -45,6 +45,10 @@ class DynamicYaRN(DynamicMethod):
             beta_slow=self.beta_slow,
             truncate=self.truncate,
         )
+
+    def grids(self, rope: Rope) -> dict[str, tuple[Any, ...]]:
+        slow, fast = (1.0, 2.0, 4.0), (16.0, 32.0, 64.0)
+        return {**super().grids(rope), "beta_slow": slow, "beta_fast": fast}
 
     def inv_freq_at(self, rope: Rope, lengths: torch.Tensor) -> torch.Tensor:
         kept = self._yarn().kept(rope)  # the ramp does not depend on the factor

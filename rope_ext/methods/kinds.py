@@ -22,6 +22,8 @@ from rope_ext.methods.geometry import ChunkGap, Distance, Geometry
 from rope_ext.methods.rope import MOST_TOKENS, Rope, geometric, reach
 from rope_ext.methods.temperature import LogN, Temperature, as_temperature
 
+FACTORS = (1.0, 1.1, 1.2, 1.3, 1.4)
+"""What cos and sin are multiplied by, to begin with, where the best of it is not known."""
 _QUERIES = 2**16
 """Looked at in a text, at most."""
 # cos and sin of a pair with this wavelength ratio are 1 and 0 at any reachable position;
@@ -159,6 +161,13 @@ class Method(Checked):
         tempered = self.tempered(rope)
         return None if tempered is None else tempered.at(t)
 
+    def grids(self, rope: Rope) -> dict[str, tuple[Any, ...]]:
+        """The options that :func:`rope_ext.calibrate` finds, and the values that it begins with.
+
+        They are looked at in this order. A value that the method or a model refuses is left out.
+        """
+        return {"attention_factor": FACTORS}
+
 
 @dataclass(frozen=True, kw_only=True)
 class FrequencyMethod(Method):
@@ -238,6 +247,10 @@ class PositionMethod(Method):
     attends: ClassVar[bool] = True
     by_pair: ClassVar[bool] = False  # every pair is at positions of its own
     fits: ClassVar[str] = "distances that were trained"  # what extends anything, in words
+
+    def grids(self, rope: Rope) -> dict[str, tuple[Any, ...]]:
+        # It costs nothing here, and a hook per layer under a frequency method.
+        return {**super().grids(rope), "temperature": (LogN(),)}
 
     def bands(self) -> tuple[Band, ...]:
         """Disjoint bands, together all that a query sees; of a :meth:`resolved` method.
@@ -355,6 +368,9 @@ class LogScaled(PositionMethod):
     def __post_init__(self) -> None:
         super().__post_init__()
         self.require("log_n", isinstance(self.log_n, bool), "True or False")
+
+    def grids(self, rope: Rope) -> dict[str, tuple[Any, ...]]:
+        return {**super().grids(rope), "temperature": (LogN(), 1.0)}
 
     def own_temperature(self) -> Temperature | None:
         return LogN() if self.log_n else None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 
@@ -60,6 +60,9 @@ class LaMPE(PositionMethod):
         self.require_tokens("length", minimum=2)
         for option in ("head", "mapped", "tail"):
             self.require_tokens(option)
+
+    def grids(self, rope: Rope) -> dict[str, tuple[Any, ...]]:
+        return {**super().grids(rope), "head": rope.tokens(1 / 16, 1 / 8, 1 / 4)}
 
     def resolved(self, rope: Rope) -> LaMPE:
         trained = rope.length

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 
@@ -54,6 +54,13 @@ class LongRoPE2(FrequencyMethod):
         if self.long_factor is not None:
             check_table(self, "long_factor")
             self.require("critical", self.critical is None, "None where long_factor is given")
+
+    def grids(self, rope: Rope) -> dict[str, tuple[Any, ...]]:
+        if self.long_factor is not None:
+            return super().grids(rope)
+        theory = int((rope.rotations >= 1).sum())
+        critical = tuple(round(share * theory) for share in (0.6, 0.75, 0.9, 1))
+        return {**super().grids(rope), "critical": critical, "stretch": (1.0, 1.25, 1.5)}
 
     def critical_pair(self, rope: Rope) -> int:
         """``critical``, or what follows for a trained embedding."""

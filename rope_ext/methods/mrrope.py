@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 
@@ -47,6 +47,10 @@ class MrRoPE(FrequencyMethod):
         self.require_number("beta_slow", above=0)
         self.require_number("beta_fast", above=self.beta_slow)
         self.require_choice("mode", "pro", "uni")
+
+    def grids(self, rope: Rope) -> dict[str, tuple[Any, ...]]:
+        slow, fast = (1.0, 2.0, 4.0), (16.0, 32.0, 64.0)
+        return {**super().grids(rope), "beta_slow": slow, "beta_fast": fast}
 
     def inv_freq(self, rope: Rope) -> torch.Tensor:
         turns = rope.rotations

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from rope_ext.methods.geometry import Distance
 from rope_ext.methods.kinds import Band, PositionMethod, own
@@ -48,6 +48,9 @@ class STRING(PositionMethod):
         super().__post_init__()
         self.require_tokens("shift")
         self.require_tokens("window")
+
+    def grids(self, rope: Rope) -> dict[str, tuple[Any, ...]]:
+        return {**super().grids(rope), "window": rope.tokens(1 / 32, 1 / 16, 1 / 8)}
 
     def resolved(self, rope: Rope) -> STRING:
         length, target = rope.length, self.target_length(rope)

@@ -53,6 +53,13 @@ class YaRN(FrequencyMethod):
         self.require_choice("ramp", "index", "rotations")
         self.require_choice("blend", "arithmetic", "harmonic")
 
+    def grids(self, rope: Rope) -> dict[str, tuple[Any, ...]]:
+        return {
+            **super().grids(rope),
+            "beta_slow": (1.0, 2.0, 4.0),
+            "beta_fast": (16.0, 32.0, 64.0),
+        }
+
     def kept(self, rope: Rope) -> torch.Tensor:
         """Share of each pair's own frequency that is kept, in [0, 1]."""
         if self.ramp == "rotations":

@@ -178,6 +178,9 @@ def _extend(recipe: Recipe, model: Any, meta: bool) -> Any:
 def with_lora(model: Any, recipe: Recipe) -> Any:
     """LoRA on ``model``; what is trained is held in float32, whatever the rest is.
 
+    What a trained embedding hands on is in the dtype of the rest: in float32 it would make all
+    that layers keep for backward twice as large.
+
     Raises:
         OptionError: there are no such layers.
     """
@@ -205,9 +208,15 @@ def with_lora(model: Any, recipe: Recipe) -> Any:
     for parameter in whole.parameters():
         if parameter.requires_grad:
             parameter.data = parameter.data.float()
+    if extra and recipe.dtype == "bfloat16":
+        whole.get_input_embeddings().register_forward_hook(_in_bfloat16)
     if extra and tied:
         model._tied_weights_keys = _shared(model)
     return whole
+
+
+def _in_bfloat16(module: Any, given: Any, made: torch.Tensor) -> torch.Tensor:
+    return made.bfloat16()
 
 
 def _shared(model: Any) -> dict[str, str]:

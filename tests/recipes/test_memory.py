@@ -98,7 +98,7 @@ def test_the_counted_model_is_the_one_that_is_trained() -> None:
     assert found.alone.optimizer == 8 * found.trained
     # Residual streams kept for 32 layers, in bfloat16 although the trained embedding is not.
     streams = 32 * 32768 * 4096 * 2
-    assert streams < found.alone.activations < 2 * streams
+    assert streams < found.alone.activations < 2.5 * streams  # and what one layer makes
     shared = found.sharded(8)
     assert shared.weights == found.alone.weights / 8
     assert shared.activations > 32 * 32768 * 4096 * 2

@@ -43,6 +43,10 @@ class Row:
             )
         return self.data[name]
 
+    def either(self, name: str, other: str) -> str:
+        """The name of the field, or of the other one where only that is there."""
+        return other if other in self and name not in self else name
+
     def text(self, name: str) -> str:
         """The field, a string.
 

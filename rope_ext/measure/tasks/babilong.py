@@ -18,8 +18,7 @@ from rope_ext.errors import OptionError, nearest
 from rope_ext.measure.arguments import parse_length, split
 from rope_ext.measure.settings import Settings
 from rope_ext.measure.tasks.base import Kind, Task, option, register
-from rope_ext.measure.tasks.haystack import read_haystack
-from rope_ext.measure.tasks.story import Story, Stream, Told, among, noise
+from rope_ext.measure.tasks.story import Story, Stream, Told, among, noise, stock
 
 PLACES = ("bathroom", "bedroom", "garden", "hallway", "kitchen", "office")
 THINGS = ("apple", "football", "milk")
@@ -395,7 +394,7 @@ class Babilong(Task):
                     f"unknown task {name!r}{nearest(name, TALES)}; choose of {', '.join(TALES)} "
                     f"or all"
                 )
-        text = read_haystack(self.haystack).get("text")
+        text = stock(self.haystack)
         tokens = 20 if self.new_tokens is None else self.new_tokens
         return [
             Facts(f"{self.name}_{name}", self.trials, tokens, name, text)

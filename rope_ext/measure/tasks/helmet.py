@@ -265,13 +265,13 @@ class Rows(Benchmark):
         several = self.name.endswith("mv")
         words = {
             "kind": row.text("type_needle_v"),
-            "question": row.text("query" if "query" in row else "question"),
+            "question": row.text(row.either("query", "question")),
             "context": row.text("context"),
             "some": "Some" if several else "A",
             "are": "are" if several else "is",
             "are_all": "are all" if several else "is",
         }
-        answers = row.texts("answer" if "answer" in row else "outputs")
+        answers = row.texts(row.either("answer", "outputs"))
         return words, _RULER_LEAD.format(**words), tuple(answers)
 
     def _kv(self, row: Row, seed: int) -> tuple[dict[str, str], str, tuple[str, ...]]:

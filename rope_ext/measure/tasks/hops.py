@@ -18,8 +18,8 @@ from rope_ext.measure.arguments import parse_length, parse_lengths
 from rope_ext.measure.cases import require_positive
 from rope_ext.measure.settings import Settings
 from rope_ext.measure.tasks.base import Kind, Task, option, register
-from rope_ext.measure.tasks.haystack import distinct, read_haystack
-from rope_ext.measure.tasks.story import Story, Stream, Told, among, noise
+from rope_ext.measure.tasks.haystack import distinct
+from rope_ext.measure.tasks.story import Story, Stream, Told, among, noise, stock
 
 INTRO = (
     "Some names are hidden within the following text. Each leads to another name or to a number. "
@@ -74,8 +74,8 @@ class Chains(Told):
 
     def story(self, rng: random.Random, chat: bool) -> Story:
         """Chains in a text."""
-        names = distinct("words", self.hops * self.chains, rng)
-        numbers = distinct("numbers", self.chains, rng)
+        names = list(distinct("words", self.hops * self.chains, rng))
+        numbers = list(distinct("numbers", self.chains, rng))
         facts = []
         for chain, number in enumerate(numbers):
             own = names[chain * self.hops :][: self.hops]
@@ -129,7 +129,7 @@ class Hops(Task):
         counts = sorted(set(parse_lengths(self.hops, "--hops")))
         if not counts or counts[0] < 1:
             raise OptionError(f"hops={self.hops!r} is not valid; give numbers from 1 on, as 1,2,4")
-        text = read_haystack(self.haystack).get("text")
+        text = stock(self.haystack)
         tokens = 32 if self.new_tokens is None else self.new_tokens
         return [
             Chains(f"{self.name}_{count}", self.trials, tokens, count, self.chains, text)

@@ -280,8 +280,7 @@ class Rows(Benchmark):
 
     def asked(self, row: Row, chat: bool, seed: int) -> Asked:
         label = self._label(row)
-        # The authors' code renames what an older file called content.
-        context = row.text("content" if "content" in row else "context")
+        context = row.text(row.either("context", "content"))  # as older files call it
         before, _, after = (CHAT if chat else BASE)[self.task].partition("{context}")
         words = self._words(row)
         answers = tuple(map(str, label))

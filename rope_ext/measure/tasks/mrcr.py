@@ -23,8 +23,7 @@ from rope_ext.measure.arguments import parse_length, parse_lengths
 from rope_ext.measure.cases import require_positive
 from rope_ext.measure.settings import Settings
 from rope_ext.measure.tasks.base import Kind, Task, option, register
-from rope_ext.measure.tasks.haystack import read_haystack
-from rope_ext.measure.tasks.story import Piece, Story, Stream, Told, among, documentation
+from rope_ext.measure.tasks.story import Piece, Story, Stream, Told, among, documentation, stock
 
 FORMS = ("poem", "short story", "blog post", "news article", "riddle", "speech", "letter", "song")
 TOPICS = (
@@ -119,10 +118,10 @@ class Conversation(Told):
 
     def _words(self, rng: random.Random) -> list[str]:
         """Sentences that follow each other, from a random one on."""
-        stock = self.text or documentation()
-        at, words = rng.randrange(len(stock)), []
+        text = self.text or documentation()
+        at, words = rng.randrange(len(text)), []
         while len(words) < self.words:
-            words += stock[at % len(stock)].split()
+            words += text[at % len(text)].split()
             at += 1
         return words
 
@@ -178,7 +177,7 @@ class Mrcr(Task):
             raise OptionError(
                 f"mrcr_needles={self.mrcr_needles!r} is not valid; give numbers from 1 on, as 2,4,8"
             )
-        text = read_haystack(self.haystack).get("text")
+        text = stock(self.haystack)
         return [
             Conversation(f"{self.name}_{n}", self.trials, self.new_tokens, n, self.mrcr_words, text)
             for n in counts

@@ -1,7 +1,8 @@
 """Facts in a stream of other text: prompts that are tokenised whole and fill a length.
 
 The stream is made of pieces, and is as long as fits: it is cut after a word, so that a prompt is
-never longer than asked for, and short of it by less than the tokens of a word or two.
+never longer than asked for, and short of it by less than the next word of the stream has tokens
+(and the head before it).
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from rope_ext.measure.cases import Case, Questions, require_positive
 from rope_ext.measure.prompts import Frame, encode, joined
 from rope_ext.measure.tasks.base import Kind, Task
 from rope_ext.measure.tasks.haystack import too_long
-from rope_ext.measure.text import python_documentation, sentences
+from rope_ext.measure.text import python_documentation, read_texts, sentences
 
 
 @dataclass(frozen=True)
@@ -59,12 +60,21 @@ def documentation() -> tuple[str, ...]:
     return tuple(sentence for sentence in found if 5 <= len(sentence.split()) <= 60)
 
 
+def stock(sources: Sequence[str]) -> tuple[str, ...] | None:
+    """The sentences of files, folders or data sets; None where none is given.
+
+    Raises:
+        MeasureError: a text is missing or empty.
+    """
+    return tuple(chain.from_iterable(map(sentences, read_texts(sources)))) or None
+
+
 def noise(rng: random.Random, text: Sequence[str] | None = None) -> Iterator[Piece]:
     """Sentences of a text, of Python's documentation by default, from a random place on."""
-    stock = text or documentation()
-    at = rng.randrange(len(stock))
+    text = text or documentation()
+    at = rng.randrange(len(text))
     while True:
-        yield Piece("", stock[at % len(stock)].split())
+        yield Piece("", text[at % len(text)].split())
         at += 1
 
 

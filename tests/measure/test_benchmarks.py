@@ -278,6 +278,9 @@ def test_nolima_prompts_fill_their_length(frame: Frame, chat: Frame, tmp_path: P
             assert text.count("Actually, ") + text.count("Mandy said") == 1
             assert ("sign about tea" in text) == ("Mandy said" in text)
             assert case.key in text and case.judge(f"{case.key}.") == 1
+            assert case.bin == round(case.depth * 2)
+    few = replace(task, samples=2).questions(frame, [600], 0).cases
+    assert [case.bin for case in few] == [None, None]  # a picture by depth has them all
 
 
 # Scores, by hand

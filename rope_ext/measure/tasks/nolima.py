@@ -230,6 +230,8 @@ class Hidden(Task):
         if self.samples is not None and self.samples < len(places):
             rng = random.Random(f"nolima:{seed}")
             places = sorted(rng.sample(places, self.samples))
+        # A picture by depth has them all.
+        binned = len({depth for *_, depth in places}) == self.depths
         cases = []
         for length in lengths:
             for number, (book, test, depth) in enumerate(places):
@@ -245,7 +247,7 @@ class Hidden(Task):
                     ids=ids,
                     answers=gold.answers,
                     depth=at,
-                    bin=depth,
+                    bin=depth if binned else None,
                     judge=gold,
                 )
                 cases.append(case)

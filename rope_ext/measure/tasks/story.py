@@ -136,7 +136,7 @@ class Told(Task):
     Args:
         trials: prompts for each length.
         tokens: that the model may write, part of the length; None: eight more than the longest
-            answer has.
+            answer of a length has.
     """
 
     kind: ClassVar[Kind] = "rate"
@@ -168,18 +168,14 @@ class Told(Task):
         Raises:
             OptionError: a length cannot hold a prompt.
         """
-        stories = {length: self._stories(bool(frame.tail), length, seed) for length in lengths}
-        tokens = self.tokens
-        if tokens is None:
-            texts = [
-                text for told in stories.values() for _, story in told for text in story.answers
-            ]
-            tokens = 8 + max(len(encode(frame.tokenizer, text)) for text in texts)
-        cases = [
-            self._case(frame, story, length, number, tokens)
-            for length, told in stories.items()
-            for number, story in told
-        ]
+        cases = []
+        for length in lengths:
+            stories = self._stories(bool(frame.tail), length, seed)
+            tokens = self.tokens
+            if tokens is None:
+                answers = (answer for _, story in stories for answer in story.answers)
+                tokens = 8 + max(len(encode(frame.tokenizer, answer)) for answer in answers)
+            cases += [self._case(frame, story, length, n, tokens) for n, story in stories]
         definition = f"{self.about}; {self.trials} prompts, Wilson intervals"
         return Questions(cases, definition)
 

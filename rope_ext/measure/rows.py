@@ -58,6 +58,17 @@ class Row:
             raise self.wrong(name, "a string")
         return value
 
+    def key(self, name: str) -> str | int:
+        """The field, by which rows are told apart.
+
+        Raises:
+            MeasureError: it is missing, or neither a string nor a whole number.
+        """
+        value = self.value(name)
+        if type(value) not in (str, int):
+            raise self.wrong(name, "a string or a whole number")
+        return value
+
     def texts(self, name: str, count: int | None = None) -> list[str]:
         """The field, strings; a string alone counts as one of them.
 

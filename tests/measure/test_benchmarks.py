@@ -447,6 +447,8 @@ def test_data_that_are_not_as_published_are_told(
         ("helmet_json_kv", "demos", ["k"], "must hold pairs of a key and a value"),
         ("helmet_kilt_nq", "ctxs", "text", "must hold a list of objects, it is 'text'"),
         ("helmet_kilt_popqa_3", "s_pop", 0, "must hold a number above 0, it is 0"),
+        ("helmet_kilt_nq", "id", ["q0"], r"must hold a string or a whole number, it is \['q0'\]"),
+        ("helmet_json_kv", "demos", {"k": "v"}, "must hold pairs of a key and a value"),
         ("helmet_icl_nlu", "label", 68, "must hold a label from 0 to 67, it is 68"),
     ],
 )

@@ -229,9 +229,9 @@ class Rows(Benchmark):
         samples = self.samples or (ICL_SAMPLES if self.shape.format == "icl" else SAMPLES)
         if self.shape.format in ("qa", "rank"):
             name = _key(self.shape, rows[0])
-            keys = sorted({row.value(name) for row in rows}, key=str)
+            keys = sorted(dict.fromkeys(row.key(name) for row in rows), key=_kept_apart)
             keys = set(random.Random(seed).sample(keys, min(samples, len(keys))))
-            return [row for row in rows if row.value(name) in keys]
+            return [row for row in rows if row.key(name) in keys]
         if self.shape.format == "icl" and len(rows) <= samples:
             return rows
         rows = [rows[place] for place in _shuffled(len(rows), seed)]
@@ -275,10 +275,12 @@ class Rows(Benchmark):
         return words, _RULER_LEAD.format(**words), tuple(answers)
 
     def _kv(self, row: Row, seed: int) -> tuple[dict[str, str], str, tuple[str, ...]]:
-        shown = row.value("demos")[: self.shots] if self.shots else []
-        if not all(isinstance(one, list) and len(one) == 2 for one in shown):
+        shown = row.value("demos") if self.shots else []
+        right = isinstance(shown, list) and all(isinstance(one, list) for one in shown)
+        if not (right and all(len(one) == 2 for one in shown)):
             raise row.wrong("demos", "pairs of a key and a value")
-        demos = [f"Key: {key}\nCorresponding value: {value}\n\n" for key, value in shown]
+        pairs = shown[: self.shots]
+        demos = [f"Key: {key}\nCorresponding value: {value}\n\n" for key, value in pairs]
         words = {name: row.text(name) for name in ("context", "question")}
         answers = tuple(row.texts("answer"))
         return words | {"demos": "".join(demos)}, "Corresponding value:", answers
@@ -288,10 +290,10 @@ class Rows(Benchmark):
         others = self.demos
         if self.shape.field:  # popqa has one split: not the question itself
             others = [one for one in others if _popular(self.shape, one)]
-            others = [one for one in others if one.value(name) != row.value(name)]
+            others = [one for one in others if one.key(name) != row.key(name)]
         demos = [
             f"{_documents(one)}\n\nQuestion: {one.text('question')}\nAnswer: {_answers(one)[0]}\n\n"
-            for one in self._drawn(others, name, row.value(name))
+            for one in self._drawn(others, name, row.key(name))
         ]
         words = {"question": row.text("question"), "context": _documents(row)}
         return words | {"demos": "".join(demos)}, "Answer:", _answers(row)
@@ -300,11 +302,11 @@ class Rows(Benchmark):
         asked = self.chosen(seed)
         if len(self.demos) <= 2 * len(asked):  # too few to do without all that are asked
             asked = [row]
-        left_out = {one.value("qid") for one in asked}
-        others = [one for one in self.demos if one.value("qid") not in left_out]
+        left_out = {one.key("qid") for one in asked}
+        others = [one for one in self.demos if one.key("qid") not in left_out]
         demos = [
             f"{_documents(one, row)}\n\nQuery: {one.text('query')}\nRanking: {_order(one)}\n\n"
-            for one in self._drawn(others, "qid", row.value("qid"))
+            for one in self._drawn(others, "qid", row.key("qid"))
         ]
         words = {"question": row.text("query"), "context": _documents(row, row)}
         return words | {"demos": "".join(demos)}, "Ranking:", (_order(row),)
@@ -315,7 +317,7 @@ class Rows(Benchmark):
         numbers = rng.sample(range(self.shape.labels), self.shape.labels)
 
         def number(one: Row) -> str:
-            label = one.value(field)
+            label = one.key(field)
             if type(label) is not int or not 0 <= label < self.shape.labels:
                 raise one.wrong(field, f"a label from 0 to {self.shape.labels - 1}")
             return str(numbers[label])
@@ -331,7 +333,7 @@ class Rows(Benchmark):
         seed = int(hashlib.sha256(str(key).encode()).hexdigest(), 16) % 2**31
         found: dict[Any, Row] = {}
         for place in _shuffled(len(rows), seed):
-            found.setdefault(rows[place].value(name), rows[place])
+            found.setdefault(rows[place].key(name), rows[place])
             if len(found) == self.shots:
                 return list(found.values())
         raise MeasureError(
@@ -354,6 +356,11 @@ def _key(shape: Shape, row: Row) -> str:
     if shape.format == "rank":
         return "qid" if "qid" in row else "query"
     return "id" if "id" in row else "question"
+
+
+def _kept_apart(key: Any) -> tuple[str, Any]:
+    """Orders keys of one type as they are, and keys of two types at all."""
+    return type(key).__name__, key
 
 
 def _answers(row: Row) -> tuple[str, ...]:
@@ -407,7 +414,7 @@ def _balanced(rows: Sequence[Row], field: str, count: int, rng: random.Random) -
     """Rounds of one row per label in random order; a label's rows repeat where they run out."""
     by_label: dict[Any, list[Row]] = {}
     for row in rows:
-        by_label.setdefault(row.value(field), []).append(row)
+        by_label.setdefault(row.key(field), []).append(row)
     rounds: list[Row] = []
     decks = {label: [] for label in by_label}
     while len(rounds) < count:

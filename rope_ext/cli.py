@@ -108,7 +108,7 @@ def compare(
     add_help_option=False,
 )
 def evaluate_tasks(context: typer.Context) -> None:
-    """Measure tasks: perplexity, longppl, passkey, needle, ruler; see `rope-ext eval TASK -h`."""
+    """Measure tasks: perplexity, passkey, ruler, babilong and more; see `rope-ext eval -h`."""
     from rope_ext.measure import command
 
     command.call(context.args)

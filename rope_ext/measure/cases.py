@@ -8,7 +8,7 @@ import math
 from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, is_dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
@@ -43,6 +43,8 @@ class Case:
         nested: ``loss`` only: this window begins the longest one with the same seed, whose curve
             therefore holds its result, unless frequencies depend on the length.
         only: ``loss`` only: score just the tokens at these positions.
+        judge: ``write`` only: what the text is worth, from 0 to 1, where looking for ``answers``
+            does not say it. A frozen dataclass that can be called: its fields belong to the case.
     """
 
     task: str
@@ -59,6 +61,14 @@ class Case:
     curve: tuple[int, ...] = ()
     nested: bool = False
     only: tuple[int, ...] = field(default=(), repr=False)
+    judge: Callable[[str], float] | None = field(default=None, repr=False)
+
+    def __post_init__(self) -> None:
+        if self.judge is not None and not is_dataclass(self.judge):  # its name would be an address
+            raise OptionError(
+                f"the judge {self.judge!r} of a case of {self.task} is no dataclass, so --resume "
+                f"could not tell it from another; make it one whose fields say how it scores"
+            )
 
     @property
     def key(self) -> str:
@@ -74,6 +84,7 @@ class Case:
     def prompt(self) -> str:
         """A digest of all that the model is given and of how it is scored."""
         how = (self.mode, self.count, self.answers, self.whole, self.curve, self.only)
+        how += () if self.judge is None else (self.judge,)
         text = self.ids.tobytes() + repr(how).encode()
         return hashlib.sha256(text).hexdigest()[:16]
 

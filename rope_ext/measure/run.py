@@ -271,7 +271,12 @@ def _loss(case: Case, losses: torch.Tensor) -> _Result:
 
 
 def share_found(case: Case, written: str) -> float:
-    """Share of the answers in what was written, whatever their case (RULER, arXiv 2404.06654)."""
+    """The worth of what was written: the judge's word, or else the share of the answers in it.
+
+    Upper and lower case count alike there (RULER, arXiv 2404.06654).
+    """
+    if case.judge is not None:
+        return float(case.judge(written))
     if case.whole:
         return float(written.strip() == case.key)
     text = written.lower()

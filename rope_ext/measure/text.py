@@ -90,7 +90,7 @@ def _lines(path: Path) -> list[str]:
 def _parquet(path: Path) -> list[str]:
     if not path.exists():
         raise MeasureError(f"cannot read the text {path}: no such file; give --text another")
-    datasets = _datasets()
+    datasets = load_datasets()
     try:
         data = datasets.load_dataset("parquet", data_files=str(path), split="train")
     except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
@@ -114,7 +114,9 @@ def _streamed(name: str, most: int) -> Iterator[str]:
     dataset, _, config = rest.partition("/")
     path = f"{owner}/{dataset}" if dataset else owner
     try:
-        data = _datasets().load_dataset(path, config or None, split=split or "test", streaming=True)
+        data = load_datasets().load_dataset(
+            path, config or None, split=split or "test", streaming=True
+        )
         for row in data.take(most):
             if not isinstance(row.get("text"), str):
                 raise MeasureError(f"the data set {name} has no column named text; give another")
@@ -128,12 +130,17 @@ def _streamed(name: str, most: int) -> Iterator[str]:
         ) from None
 
 
-def _datasets() -> Any:
+def load_datasets() -> Any:
+    """The package ``datasets``, without progress bars.
+
+    Raises:
+        MeasureError: it is not installed.
+    """
     try:
         import datasets
     except ImportError:
         raise MeasureError(
-            "this text needs datasets, which is not installed; "
+            "these data need datasets, which is not installed; "
             'install it with: pip install "rope-ext[eval]"'
         ) from None
     datasets.disable_progress_bars()

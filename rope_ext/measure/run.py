@@ -267,7 +267,7 @@ def _loss(case: Case, losses: torch.Tensor) -> _Result:
     curve = tuple(
         (edge, float(sums[edge - first - 1]), edge - first) for edge in case.curve if edge > first
     )
-    return _Result(float(scored.mean()), len(scored), curve=curve)
+    return _Result(float(scored.mean()), 1 if case.alike else len(scored), curve=curve)
 
 
 def share_found(case: Case, written: str) -> float:

@@ -168,13 +168,23 @@ def python_documentation() -> str:
 
 
 @cache
+def _counted_words() -> Counter[str]:
+    count: Counter[str] = Counter()
+    for text in (python_documentation(), *python_library("train")):
+        count.update(re.findall(r"(?<![A-Za-z_])[a-z]{4,9}(?![A-Za-z_])", text))
+    return count
+
+
+@cache
 def library_words() -> tuple[str, ...]:
     """Lower-case words of Python's library and documentation, in alphabetical order."""
-    texts = [python_documentation(), *python_library("train")]
-    count: Counter[str] = Counter()
-    for text in texts:
-        count.update(re.findall(r"(?<![A-Za-z_])[a-z]{4,9}(?![A-Za-z_])", text))
-    return tuple(sorted(word for word, times in count.items() if times > 4))
+    return tuple(sorted(word for word, times in _counted_words().items() if times > 4))
+
+
+@cache
+def rarer_words() -> tuple[str, ...]:
+    """Words that are there, but too rarely for ``library_words``, in alphabetical order."""
+    return tuple(sorted(word for word, times in _counted_words().items() if times <= 4))
 
 
 def _field(path: Path, number: int, line: str) -> str:

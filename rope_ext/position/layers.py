@@ -18,6 +18,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 
 from rope_ext.attention.call import Pairs
 from rope_ext.errors import UnsupportedModelError
+from rope_ext.rotary.foreign import replaced
 from rope_ext.rotary.sites import RotarySite, evaluating, sees_window, text_config
 from rope_ext.under_way import here
 
@@ -80,6 +81,9 @@ def find_layouts(decoder: nn.Module, sites: list[RotarySite]) -> dict[nn.Module,
 
 
 def _refusal(decoder: nn.Module, reason: str) -> UnsupportedModelError:
+    there = replaced(decoder)
+    if there:
+        reason = f"there is {'; '.join(there)}, and {reason}"
     return UnsupportedModelError(
         f"{type(decoder).__name__}: {reason}, so position methods cannot be proven right here; use "
         f"a frequency method such as 'yarn'"
@@ -179,6 +183,7 @@ def _look(
     key: torch.Tensor,
     value: torch.Tensor,
     attention_mask: Any,
+    dropout: float = 0.0,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
     """Attention function: nothing is seen, so that all rows stay equal."""

@@ -1,0 +1,56 @@
+"""What other packages have put into a model: forwards of their own, and hooks that take keys away.
+
+Unsloth and its like assign functions of their own to the classes of transformers. Those may turn
+queries and keys by something else than what the rotary module returns.
+"""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+from torch import nn
+
+_OURS = ("transformers", "torch", "rope_ext")  # what wraps or assigns forwards rightly
+
+
+def replaced(decoder: nn.Module) -> list[str]:
+    """What stands in place of transformers' own code between a decoder and its attention.
+
+    Returns:
+        ``"unsloth.models.llama.fast_forward in place of LlamaAttention.forward"``, and the like.
+    """
+    modules, found = dict(decoder.named_modules()), {}
+    for name, module in modules.items():
+        if any(buffer.endswith("inv_freq") for buffer in module._buffers):
+            if _package(type(module)) not in (_package(type(decoder)), *_OURS):
+                found[_path(type(module))] = "the rotary embedding"
+        elif isinstance(getattr(module, "layer_idx", None), int):
+            parts = name.split(".")
+            for n in range(len(parts) + 1):  # the decoder, its layers, what attends
+                found.update(_other_forward(modules[".".join(parts[:n])]))
+    return [f"{there} in place of {what}" for there, what in found.items()]
+
+
+def _other_forward(module: nn.Module) -> dict[str, str]:
+    """A forward that is not of the class it is called on, and what it is in place of."""
+    owner = next(base for base in type(module).__mro__ if "forward" in vars(base))
+    forward = vars(owner)["forward"]
+    if "forward" in module.__dict__ and "_hf_hook" not in module.__dict__:  # accelerate's wrapping
+        forward = module.__dict__["forward"]
+    function = getattr(forward, "__func__", forward)
+    inner = inspect.unwrap(function)
+    wrapper = getattr(function, "__globals__", {}).get("__name__", "").partition(".")[0]
+    known = (_package(owner), *_OURS)
+    if _package(inner) in known and wrapper in (*known, ""):
+        return {}
+    return {_path(function if wrapper not in known else inner): f"{owner.__name__}.forward"}
+
+
+def _package(item: Any) -> str:
+    return getattr(item, "__module__", type(item).__module__).partition(".")[0]
+
+
+def _path(item: Any) -> str:
+    name = getattr(item, "__qualname__", type(item).__qualname__)
+    return f"{getattr(item, '__module__', type(item).__module__)}.{name}"

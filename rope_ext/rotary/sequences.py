@@ -23,6 +23,7 @@ from rope_ext.errors import CacheError, UnsupportedModelError
 from rope_ext.methods import FrequencyMethod
 from rope_ext.rotary.buffers import ABSENT, Changes
 from rope_ext.rotary.calls import parameters, refuse_sharded
+from rope_ext.rotary.foreign import refuse_turning_back
 from rope_ext.rotary.sites import RotarySite
 from rope_ext.under_way import here
 
@@ -250,6 +251,7 @@ class Sequences:
 
     def __init__(self, method: FrequencyMethod, trained: int) -> None:
         self.method, self.trained = method, trained
+        self.layers: list[nn.Module] = []  # that attend
         self.warned = False
 
     def at(self, positions: torch.Tensor) -> Forward:
@@ -299,6 +301,8 @@ class Sequences:
             request.due = False
         cure = "pass length=TOKENS to fix them" if self.method.adapts else "leave start_tokens out"
         refuse_sharded(name)
+        if self.method.adapts:
+            refuse_turning_back(self.layers, name)
         if torch.compiler.is_exporting():
             raise UnsupportedModelError(
                 f"{name} chooses the frequencies of every sequence as it comes, which an exported "
@@ -439,6 +443,9 @@ def _announced(model: nn.Module, given: dict[str, Any]) -> tuple[torch.Tensor | 
 
 def follow(decoder: nn.Module, model: nn.Module, sequences: Sequences, changes: Changes) -> None:
     """Tell ``sequences`` of all that ``decoder`` or ``model.generate`` runs."""
+    sequences.layers = [
+        m for m in decoder.modules() if isinstance(m.__dict__.get("layer_idx"), int)
+    ]
     changes.handles.append(decoder.register_forward_pre_hook(sequences.begin, with_kwargs=True))
     changes.handles.append(
         decoder.register_forward_hook(sequences.end, with_kwargs=True, always_call=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import types
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import accelerate
@@ -153,3 +154,47 @@ def test_adapters_and_compiled_layers_are_not_taken_for_replaced() -> None:
     for layer in model.base_model.model.model.layers:
         layer.self_attn.forward = torch.compile(layer.self_attn.forward)
     assert replaced(model.base_model.model.model) == []
+
+
+class Press:
+    """As kvpress hooks its own to layers."""
+
+    __module__ = "kvpress.presses.base_press"
+
+    def __init__(self, press: Any = None) -> None:
+        self.press = press
+
+    def forward_hook(self, module: nn.Module, args: tuple, kwargs: dict, output: Any) -> Any:
+        return output
+
+
+class KeyRerotationPress(Press):
+    """One of a user, on top of that."""
+
+
+@pytest.mark.parametrize(
+    ("method", "options", "inner"),
+    [
+        ("rerope", {}, "Press"),
+        ("dynamic_yarn", {}, "KeyRerotationPress"),
+        ("dynamic_yarn", {"length": 4 * LENGTH}, None),
+        ("yarn", {}, None),
+    ],
+)
+def test_presses_that_would_misjudge_keys_are_refused(
+    method: str, options: dict[str, Any], inner: str | None
+) -> None:
+    model = rope_ext.patch(tiny_llama(), method, factor=4, **options)
+    press, ids = Press(KeyRerotationPress()), torch.arange(9)[None]
+    handle = model.model.layers[1].self_attn.register_forward_hook(
+        press.forward_hook, with_kwargs=True
+    )
+    if inner is None:
+        model(ids)
+        return
+    with pytest.raises(rope_ext.CacheError, match=f"^{inner} of kvpress "):
+        model(ids)
+    with pytest.raises(rope_ext.CacheError) if method == "rerope" else nullcontext():
+        rope_ext.patch(model, method, factor=2, replace=True)
+    handle.remove()
+    model(ids)

@@ -8,17 +8,22 @@ imported. What it reads and transformers has dropped, ``cache_position``, is pas
 from __future__ import annotations
 
 import json
+import os
+import re
 import sys
 import tempfile
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM, DynamicCache
 
 import rope_ext
+from tests.helpers.checkpoint import save_checkpoint
 from tests.helpers.models import tiny_llama
 
+ROOT = Path(__file__).parents[2]
 TOKENS = 200
 ids = torch.randint(4, 128, (1, TOKENS), generator=torch.Generator().manual_seed(0))
 
@@ -72,9 +77,22 @@ def refusal(model: Any, press: Any) -> str:
     return ""
 
 
+def by_the_page() -> list[int]:
+    """Keys left in every layer by the example on the page, run on a small checkpoint."""
+    page = (ROOT / "docs" / "engines" / "beside.md").read_text(encoding="utf-8")
+    (block,) = re.findall(r"```python\n(import rope_ext\nimport torch\n.*?)```", page, re.DOTALL)
+    with tempfile.TemporaryDirectory() as folder:
+        save_checkpoint(Path(folder, "checkpoints", "tiny-512"))
+        os.chdir(folder)
+        names: dict[str, Any] = {}
+        exec(block, names)
+        os.chdir(ROOT)
+    return [layer.keys.shape[2] for layer in names["cache"].layers]
+
+
 def main() -> None:
     sys.path.append(sys.argv[1])
-    kinds, answers = presses(), {}
+    kinds, answers = presses(), {"page": by_the_page()}
     for method in ("yarn", "resonance", "dynamic_yarn"):
         model = rope_ext.patch(tiny_llama(), method, factor=4)
         if method == "dynamic_yarn":

@@ -25,8 +25,8 @@ from tests.helpers.checkpoint import TRAINED, save_checkpoint
 
 TRANSFORMERS = "from transformers.cli.transformers import main; main()"  # the command's own
 TEMPLATE = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
-TEXT = "one of two and another, " * 60
-WAIT = 300  # seconds
+TEXT = "one of two and another, " * 30
+WAIT = 500  # seconds
 
 
 @pytest.fixture(autouse=True)

@@ -89,7 +89,7 @@ def test_the_example_on_the_page_trains(tmp_path: Path, monkeypatch: pytest.Monk
     assert names["tokenizer"].model_max_length == 4 * 128
 
 
-def lengths_of(texts: list[str], completion_ids: list[list[int]], **kwargs: Any) -> list[float]:
+def lengths_of(completion_ids: list[list[int]], **kwargs: Any) -> list[float]:
     """A reward."""
     return [float(sum(ids) % 7) for ids in completion_ids]
 

@@ -14,6 +14,7 @@ from rope_ext.methods.kinds import (
 )
 from rope_ext.methods.registry import all_methods, build_method, method_class, register
 from rope_ext.methods.rope import Rope, geometric, reach
+from rope_ext.methods.temperature import Llama4, LogN, Temperature, YaRNTemperature
 from rope_ext.methods.geometry import ChunkGap, Distance, Sinks
 from rope_ext.methods.yarn import YaRN
 from rope_ext.methods.dynamic_yarn import DynamicYaRN
@@ -52,6 +53,8 @@ __all__ = [
     "LMInfinite",
     "LeakyReRoPE",
     "Llama3",
+    "Llama4",
+    "LogN",
     "LongRoPE",
     "Map",
     "Method",
@@ -63,7 +66,9 @@ __all__ = [
     "Rope",
     "SelfExtend",
     "Sinks",
+    "Temperature",
     "YaRN",
+    "YaRNTemperature",
     "all_methods",
     "build_method",
     "distances_in_use",

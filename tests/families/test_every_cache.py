@@ -44,7 +44,7 @@ POSITIONS: dict[str, dict[str, Any]] = {  # small enough that every band matters
 TOLD = {"original_max_position_embeddings": 1999}  # or such a map would extend nothing
 NOTHING_FAR: dict[str, dict[str, Any]] = {  # by dense turns, by chunks
     "rerope": {"window": 999, "log_n": False, **TOLD},
-    "dual_chunk": {"chunk": 999, "local": 7, **TOLD},
+    "dual_chunk": {"chunk": 999, "local": 7, "attention_factor": 1, **TOLD},
 }
 METHODS: list[tuple[str, dict[str, Any]]] = [
     *POSITIONS.items(),

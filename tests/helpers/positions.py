@@ -98,7 +98,9 @@ NEW = {"max_new_tokens": 24, "min_new_tokens": 24, "do_sample": False}
 
 
 def patch(model: nn.Module, name: str = "self_extend", **options: Any) -> nn.Module:
-    return rope_ext.patch(model, name, **{"factor": 4, **METHODS[name], **options})
+    """By the paper: without the numbers on cosine and sine that were released with a method."""
+    paper = {"factor": 4, "attention_factor": 1, **METHODS[name]}
+    return rope_ext.patch(model, name, **{**paper, **options})
 
 
 def logits(model: nn.Module, ids: torch.Tensor | None, **kwargs: Any) -> torch.Tensor:

@@ -117,6 +117,9 @@ def main() -> None:
             rope_ext.patch(model, "self_extend", factor=4, replace=True)
     except rope_ext.CacheError as error:
         answers["patched under a press"] = str(error)
+    # kvpress has wrapped the attention function that multiplies queries, too.
+    hot = rope_ext.patch(tiny_llama(), "yarn", factor=4, temperature=1.5)
+    pressed(hot, kinds["SnapKVPress"]())
     print(json.dumps(answers))
 
 

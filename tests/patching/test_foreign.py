@@ -20,7 +20,12 @@ from rope_ext.rotary.foreign import replaced
 from tests.families.zoo import tiny_model
 from tests.helpers.models import LENGTH, tiny_llama
 
-METHODS = ["yarn", "dynamic_ntk", "rerope"]
+METHODS = [
+    ("yarn", {}),
+    ("yarn", {"temperature": "log_n"}),
+    ("dynamic_ntk", {}),
+    ("rerope", {}),
+]
 PATH = "tests.patching.test_foreign"
 
 
@@ -102,20 +107,20 @@ def the_decoder(model: Any, monkeypatch: pytest.MonkeyPatch) -> str:
     return "fast_forward in place of LlamaModel.forward"
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize(("method", "options"), METHODS)
 @pytest.mark.parametrize(
     "put",
     [on_the_class(by_a_table), on_every_layer, under_its_name, the_rotary_module, the_decoder],
     ids=["class", "layers", "name", "rotary", "decoder"],
 )
 def test_a_rotation_of_another_package_is_refused_by_name(
-    monkeypatch: pytest.MonkeyPatch, put: Callable, method: str
+    monkeypatch: pytest.MonkeyPatch, put: Callable, method: str, options: dict[str, Any]
 ) -> None:
     model = tiny_llama()
     name = put(model, monkeypatch)
     config = model.config.to_dict()
     with pytest.raises(rope_ext.UnsupportedModelError) as refusal:
-        rope_ext.patch(model, method, factor=4)
+        rope_ext.patch(model, method, factor=4, **options)
     assert name in str(refusal.value)
     assert model.config.to_dict() == config
 
@@ -129,8 +134,9 @@ def test_attention_of_another_package_that_turns_as_it_is_told_is_scaled(
         monkeypatch.setattr(llama.LlamaAttention, "forward", as_told)
         got = rope_ext.patch(tiny_llama(), "yarn", factor=4)(ids).logits
     torch.testing.assert_close(got, want, rtol=0, atol=1e-4)
-    with pytest.raises(rope_ext.UnsupportedModelError, match=f"{PATH}.as_told in place of Llama"):
-        rope_ext.patch(tiny_llama(), "rerope", factor=4)
+    for method, options in (("rerope", {}), ("yarn", {"temperature": 1.2})):
+        with pytest.raises(rope_ext.UnsupportedModelError, match=f"{PATH}.as_told in place of"):
+            rope_ext.patch(tiny_llama(), method, factor=4, **options)
 
 
 def test_replaced_attention_without_weights_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

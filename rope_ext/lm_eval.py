@@ -68,13 +68,13 @@ class PatchedLM(HFLM):
         super().__init__(pretrained, **kwargs)
 
     def _create_model(self, pretrained: str, peft: str | None = None, **kwargs: Any) -> None:
-        load = from_pretrained
-        if peft is not None:
-            load = lambda base, **kw: from_pretrained(peft, base=base, **kw)  # noqa: E731
-        usual, self.AUTO_MODEL_CLASS = (
-            self.AUTO_MODEL_CLASS,
-            types.SimpleNamespace(from_pretrained=load),
-        )
+        def load(path: str, **given: Any) -> Any:
+            if peft is None:
+                return from_pretrained(path, **given)
+            return from_pretrained(peft, base=path, **given)
+
+        usual = self.AUTO_MODEL_CLASS  # that of transformers, which puts no patch on
+        self.AUTO_MODEL_CLASS = types.SimpleNamespace(from_pretrained=load)
         super()._create_model(pretrained, **kwargs)
         self.AUTO_MODEL_CLASS = usual
         if self._method not in _NONE:

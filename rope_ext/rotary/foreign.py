@@ -90,10 +90,13 @@ def _wrapped(press: Any) -> Iterator[str]:
                 yield from _wrapped(inner)
 
 
+def _module(item: Any) -> str:
+    return getattr(item, "__module__", None) or type(item).__module__
+
+
 def _package(item: Any) -> str:
-    return getattr(item, "__module__", type(item).__module__).partition(".")[0]
+    return _module(item).partition(".")[0]
 
 
 def _path(item: Any) -> str:
-    name = getattr(item, "__qualname__", type(item).__qualname__)
-    return f"{getattr(item, '__module__', type(item).__module__)}.{name}"
+    return f"{_module(item)}.{getattr(item, '__qualname__', type(item).__qualname__)}"

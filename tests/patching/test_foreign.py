@@ -81,6 +81,12 @@ def on_every_layer(model: Any, monkeypatch: pytest.MonkeyPatch) -> str:
     return f"{PATH}.by_a_table in place of LlamaAttention.forward"
 
 
+def by_a_partial(model: Any, monkeypatch: pytest.MonkeyPatch) -> str:
+    for layer in model.model.layers:
+        layer.self_attn.forward = functools.partial(by_a_table, layer.self_attn)
+    return "functools.partial in place of LlamaAttention.forward"
+
+
 def under_its_name(model: Any, monkeypatch: pytest.MonkeyPatch) -> str:
     wrapper = functools.wraps(llama.LlamaAttention.forward)(lambda *a, **k: by_a_table(*a, **k))
     monkeypatch.setattr(llama.LlamaAttention, "forward", wrapper)
@@ -110,8 +116,15 @@ def the_decoder(model: Any, monkeypatch: pytest.MonkeyPatch) -> str:
 @pytest.mark.parametrize(("method", "options"), METHODS)
 @pytest.mark.parametrize(
     "put",
-    [on_the_class(by_a_table), on_every_layer, under_its_name, the_rotary_module, the_decoder],
-    ids=["class", "layers", "name", "rotary", "decoder"],
+    [
+        on_the_class(by_a_table),
+        on_every_layer,
+        by_a_partial,
+        under_its_name,
+        the_rotary_module,
+        the_decoder,
+    ],
+    ids=["class", "layers", "partial", "name", "rotary", "decoder"],
 )
 def test_a_rotation_of_another_package_is_refused_by_name(
     monkeypatch: pytest.MonkeyPatch, put: Callable, method: str, options: dict[str, Any]

@@ -30,7 +30,7 @@ ROOMS = (
     "engines",
     "plots",
     "rope_ext",
-    "cli",
+    "cli lm_eval",
 )
 """From the lowest up: packages and modules, those of one line side by side.
 

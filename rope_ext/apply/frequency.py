@@ -29,6 +29,7 @@ def apply(place: Place, method: FrequencyMethod, options: Options, changes: Chan
     for site in scaled:
         refuse_scaled(decoder, site, method, options.compose)
     targets = {site: target(method, site) for site in scaled}
+    hooks.refuse_unused(decoder, scaled)
     growing = getattr(method, "mode", None) == "growing"
     precise = options.precise
     if precise == "auto":

@@ -16,6 +16,7 @@ from rope_ext.position.map import PositionMap
 from rope_ext.position.runs import BatchMask
 from rope_ext.position.tokens import Forward, current
 from rope_ext.rotary import calls, hooks
+from rope_ext.rotary.foreign import refuse_presses
 from rope_ext.rotary.sites import RotarySite, text_config
 from rope_ext.under_way import here
 
@@ -55,6 +56,7 @@ class Installed:
                 f"{name}; set it to False and pass output_attentions=True to the model or to "
                 f"generate, which then return the weights"
             )
+        refuse_presses(decoder.modules(), name)
         layouts = find_layouts(decoder, list(position_map.frequencies))
         self.windowed = 0
         if not position_map.local_too:
@@ -106,6 +108,7 @@ class Installed:
         """Decoder pre-hook."""
         name = self.map.method.name
         calls.refuse_sharded(name)
+        refuse_presses(self.layouts, name)
         if torch.compiler.is_exporting():
             raise UnsupportedModelError(
                 f"{name} follows the positions of every sequence as it comes, which an exported "

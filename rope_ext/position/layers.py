@@ -20,6 +20,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 
 from rope_ext.attention.call import Pairs
 from rope_ext.errors import UnsupportedModelError
+from rope_ext.rotary.foreign import replaced
 from rope_ext.rotary.sites import RotarySite, evaluating, sees_window, text_config
 from rope_ext.under_way import here
 
@@ -129,8 +130,10 @@ def _refusing(decoder: nn.Module, consequence: str) -> Iterator[None]:
     try:
         yield
     except _RefusedError as error:
+        there = "; ".join(replaced(decoder))
+        reason = f"there is {there}, and {error}" if there else str(error)
         raise UnsupportedModelError(
-            f"{type(decoder).__name__}: {error}, so {consequence}"
+            f"{type(decoder).__name__}: {reason}, so {consequence}"
         ) from error
 
 
@@ -240,6 +243,7 @@ def _look(
     key: torch.Tensor,
     value: torch.Tensor,
     attention_mask: Any,
+    dropout: float = 0.0,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
     """Attention function: nothing is seen, so that all rows stay equal."""

@@ -133,6 +133,7 @@ def _attend(
     key: torch.Tensor,
     value: torch.Tensor,
     attention_mask: Any,
+    dropout: float = 0.0,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Attention function under :data:`NAME`."""
@@ -147,7 +148,7 @@ def _attend(
         query = _untraced(view, query)
     else:
         query = _by_position(view, query)
-    return own(module, query, key, value, attention_mask, **kwargs)
+    return own(module, query, key, value, attention_mask, dropout=dropout, **kwargs)
 
 
 @torch.compiler.disable

@@ -24,6 +24,7 @@ from rope_ext.methods import FrequencyMethod
 from rope_ext.methods.temperature import Temperature
 from rope_ext.rotary.buffers import ABSENT, Changes
 from rope_ext.rotary.calls import parameters, refuse_sharded
+from rope_ext.rotary.foreign import refuse_turning_back
 from rope_ext.rotary.sites import RotarySite
 from rope_ext.under_way import here
 
@@ -268,6 +269,7 @@ class Sequences:
 
     def __init__(self, method: FrequencyMethod, trained: int) -> None:
         self.method, self.trained = method, trained
+        self.layers: list[nn.Module] = []  # that attend
         self.warned = False
 
     def under_way(self) -> Forward | None:
@@ -322,6 +324,8 @@ class Sequences:
             request.due = False
         does, cure = self._does()
         refuse_sharded(name)
+        if self.method.adapts:
+            refuse_turning_back(self.layers, name)
         if torch.compiler.is_exporting():
             raise UnsupportedModelError(
                 f"{name} {does} of every sequence as it comes, which an exported graph cannot do; "
@@ -470,6 +474,9 @@ def _announced(model: nn.Module, given: dict[str, Any]) -> tuple[torch.Tensor | 
 
 def follow(decoder: nn.Module, model: nn.Module, sequences: Sequences, changes: Changes) -> None:
     """Tell ``sequences`` of all that ``decoder`` or ``model.generate`` runs."""
+    sequences.layers = [
+        m for m in decoder.modules() if isinstance(m.__dict__.get("layer_idx"), int)
+    ]
     changes.handles.append(decoder.register_forward_pre_hook(sequences.begin, with_kwargs=True))
     changes.handles.append(
         decoder.register_forward_hook(sequences.end, with_kwargs=True, always_call=True)

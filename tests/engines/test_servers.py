@@ -1,8 +1,8 @@
 """vLLM's and SGLang's own rotary classes give the numbers of the patched model.
 
-The packages are looked for among those installed, or in the folder that ENGINE_SOURCES names:
-``pip install --no-deps --target FOLDER vllm==0.33.0 sglang==0.5.23``. They are neither imported
-whole nor do they need a GPU; without them these tests are left out.
+The packages are looked for among those installed, or in the folder that ENGINE_SOURCES names
+(``make engine-sources`` makes one). They are neither imported whole nor do they need a GPU; without
+them these tests are left out.
 """
 
 from __future__ import annotations
@@ -129,7 +129,8 @@ def model_of(family: str) -> Any:
 def source(engine: str) -> Path:
     """The folder that holds the package."""
     given = os.environ.get("ENGINE_SOURCES")
-    if given and (Path(given) / engine).is_dir():
+    if given is not None:
+        assert (Path(given) / engine).is_dir(), f"{engine} is not in {given}"
         return Path(given)
     spec = importlib.util.find_spec(engine)
     if spec is None or not spec.submodule_search_locations:

@@ -9,6 +9,7 @@ from rope_ext.advice.recommend import (
     diagnose,
     recommend,
 )
+from rope_ext.encodings import T5, ALiBi, Encoding, KerpleLog, KerplePower, NoPE
 from rope_ext.engines import Export, export
 from rope_ext.errors import (
     AdapterError,
@@ -58,6 +59,8 @@ __all__ = [
     "NTK",
     "PI",
     "STRING",
+    "T5",
+    "ALiBi",
     "AdapterError",
     "AlreadyPatchedError",
     "AlreadyScaledError",
@@ -68,9 +71,12 @@ __all__ = [
     "DualChunk",
     "DynamicNTK",
     "DynamicYaRN",
+    "Encoding",
     "Export",
     "ExportError",
     "FrequencyMethod",
+    "KerpleLog",
+    "KerplePower",
     "LMInfinite",
     "LeakyReRoPE",
     "Llama3",
@@ -79,6 +85,7 @@ __all__ = [
     "MeasureError",
     "MethodInfo",
     "NTKByParts",
+    "NoPE",
     "NoRopeError",
     "NotPatchedError",
     "OptionError",

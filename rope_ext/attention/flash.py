@@ -630,6 +630,11 @@ def _differentiate(
 _bands.register_autograd(_differentiate, setup_context=_setup)
 
 
+def takes(call: Call) -> bool:
+    """Whether its tiles can have the bias of a call."""
+    return call.bias is None or all(isinstance(band.geometry, Distance) for band in call.bands)
+
+
 def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: Call) -> torch.Tensor:
     """Attention as :class:`Call` has it; soft caps are left to the other kernels."""
     columns, value_columns = query.shape[-1], value.shape[-1]
@@ -639,7 +644,11 @@ def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: Ca
         value = F.pad(value, (0, columns - value_columns))
     elif value_columns > columns:
         query, key = (F.pad(x, (0, value_columns - columns)) for x in (query, key))
-    inputs = (query, key, value, call.sinks, call.bias)
+    bias = call.bias
+    if bias is not None:  # the kernel takes a mask of another type for its own
+        bias = bias.to(_wide(query.dtype))
+        call = replace(call, bias=bias)
+    inputs = (query, key, value, call.sinks, bias)
     grads = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs)
     if grads or torch.compiler.is_compiling():
         plan, tables = _pack(call)

@@ -11,6 +11,16 @@ from rope_ext.methods import Rope
 NAME = "rope_ext_bias"  # of the module within an attention module, and so in checkpoints
 
 
+def learned(model: nn.Module) -> dict[str, nn.Parameter]:
+    """What the encoding on ``model`` has learned, by the names of its ``state_dict``."""
+    return {
+        f"{name}.{key}": value
+        for name, module in model.named_modules(remove_duplicate=False)
+        if isinstance(module, DistanceBias)
+        for key, value in module.named_parameters(recurse=False)
+    }
+
+
 class DistanceBias(nn.Module):
     """What an encoding adds to the logits of one attention layer, or of all.
 

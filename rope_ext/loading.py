@@ -30,6 +30,7 @@ from transformers.utils import (
     cached_file,
 )
 
+from rope_ext.encodings import Encoding
 from rope_ext.errors import (
     AdapterError,
     LoadError,
@@ -38,7 +39,6 @@ from rope_ext.errors import (
     RopeExtError,
     first_line,
 )
-from rope_ext.encodings import Encoding
 from rope_ext.patching import Patch, current_patch, patch
 from rope_ext.position.bias import NAME, learned
 from rope_ext.record import FIELD, Record

@@ -41,7 +41,6 @@ def _block_mask(
 
 def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: Call) -> torch.Tensor:
     """Attention as :class:`Call` has it."""
-
     before = key.shape[2] - query.shape[2]
 
     def changed(

@@ -32,6 +32,7 @@ class Encoding(PositionMethod):
             only.
     """
 
+    kind: ClassVar[str] = "encoding"
     works_within: ClassVar[bool] = True
     shared: ClassVar[bool] = False  # what is learned belongs to the model, not to each layer
 

@@ -52,12 +52,11 @@ class Layer:
     biased: nn.Module | None = None
 
     def bias(self, distances: int, like: torch.Tensor) -> torch.Tensor | None:
-        """``[heads, n]``, float32 or the dtype of ``like``, for all distances below ``distances``; None: there is no bias."""
+        """What is added to the logits of all distances below ``distances``, ``[heads, n]``."""
         if self.biased is None:
             return None
-        return getattr(self.biased, bias.NAME)(
-            distances, like.device, _table_dtype(like)
-        )  # peft may have wrapped it
+        module = getattr(self.biased, bias.NAME)  # which peft may have wrapped since
+        return module(distances, like.device, _table_dtype(like))
 
 
 @dataclass(frozen=True, eq=False)

@@ -99,9 +99,7 @@ class Installed:
                 )
             return owner
         like = next((p for p in module.parameters() if p.is_floating_point()), torch.empty(0))
-        module.add_module(
-            bias.NAME, bias.DistanceBias(encoding, layout.heads, self.map.rope, like)
-        )
+        module.add_module(bias.NAME, bias.DistanceBias(encoding, layout.heads, self.map.rope, like))
         return module
 
     def notes(self) -> list[str]:

@@ -43,6 +43,10 @@ def lm_infinite(m: int, n: int, window: int, sinks: int) -> float | None:
     return window if n < sinks else None
 
 
+def unturned(m: int, n: int) -> float:
+    return 0
+
+
 FORMULAS: dict[str, Callable[..., float | None]] = {
     "rerope": rerope,
     "leaky_rerope": leaky_rerope,
@@ -50,6 +54,7 @@ FORMULAS: dict[str, Callable[..., float | None]] = {
     "dual_chunk": dual_chunk,
     "string": string,
     "lm_infinite": lm_infinite,
+    "unturned": unturned,
 }
 
 

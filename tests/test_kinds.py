@@ -25,11 +25,11 @@ def test_what_a_kind_does_not_change_is_as_trained(method: Method) -> None:
     used = method.distances(ROPE, LENGTH, distance)
     if method.kind == "frequency":
         assert torch.equal(used, distance) and method.span(ROPE, LENGTH) == LENGTH
-        assert method.temperature(distance, ROPE) is None and not method.attends
+        assert method.query_scaling(distance, ROPE) is None and not method.attends
         assert method.resolved(ROPE) == method
     else:
         assert torch.equal(method.frequencies(ROPE, LENGTH), ROPE.inv_freq)
-        assert method.attention_scaling(ROPE) == 1 and method.start_tokens == 0
+        assert method.start_tokens == 0
         assert used.nan_to_num(0).max() < method.span(ROPE, LENGTH) < LENGTH and method.attends
 
 

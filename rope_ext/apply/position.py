@@ -41,6 +41,9 @@ def apply(place: Place, method: PositionMethod, options: Options, changes: Chang
     changes.parts.append(installed)
     saved = unsaved(place, length)
     notes = [f"saving: {saved.note}", *installed.notes()]
+    temperature = method.tempered(rope)
+    if temperature is not None:
+        notes.append(f"temperature: {temperature.formula}, in those attention layers")
     if reached < length:
         note = f"distances: {method} keeps to trained ones up to {reached} tokens only, of {length}"
         notes.append(note)
@@ -64,6 +67,7 @@ def _write(
     if under is not None:
         refuse_scaled(place.decoder, site, under, options.compose)
         inv_freq, scaling = target(under, site)
+        scaling *= method.attention_scaling(site.rope)
         changes.states.append(buffers.write(site, inv_freq.float(), scaling, True))
         return inv_freq, scaling
     if site.rope_type in ("dynamic", "longrope"):
@@ -71,5 +75,6 @@ def _write(
             f"{family} has rope_type {site.rope_type!r}, whose frequencies change with the "
             f"sequence, so {method.name} cannot go on top of it; load it with rope_type 'default'"
         )
-    changes.states.append(buffers.write(site, site.loaded, site.scaling, True))
-    return site.loaded.double(), site.scaling
+    scaling = site.scaling * method.attention_scaling(site.rope)
+    changes.states.append(buffers.write(site, site.loaded, scaling, True))
+    return site.loaded.double(), scaling

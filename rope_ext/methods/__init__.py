@@ -20,6 +20,7 @@ from rope_ext.methods.registry import (
     register,
 )
 from rope_ext.methods.rope import Rope, geometric, reach
+from rope_ext.methods.temperature import Llama4, LogN, Temperature, YaRNTemperature
 from rope_ext.methods.geometry import ChunkGap, Distance, Sinks
 from rope_ext.methods.yarn import YaRN
 from rope_ext.methods.dynamic_yarn import DynamicYaRN
@@ -58,6 +59,8 @@ __all__ = [
     "LMInfinite",
     "LeakyReRoPE",
     "Llama3",
+    "Llama4",
+    "LogN",
     "LongRoPE",
     "Map",
     "Method",
@@ -69,7 +72,9 @@ __all__ = [
     "Rope",
     "SelfExtend",
     "Sinks",
+    "Temperature",
     "YaRN",
+    "YaRNTemperature",
     "all_encodings",
     "all_methods",
     "build_method",

@@ -51,5 +51,5 @@ class DynamicYaRN(DynamicMethod):
         factor = (lengths / rope.length).clamp(min=1).unsqueeze(-1)
         return rope.interpolated(kept, factor)
 
-    def attention_scaling_at(self, rope: Rope, lengths: torch.Tensor) -> torch.Tensor:
+    def own_scaling_at(self, rope: Rope, lengths: torch.Tensor) -> torch.Tensor:
         return 0.1 * (lengths / rope.length).clamp(min=1).log() + 1.0

@@ -17,16 +17,10 @@ from typing import Any, ClassVar
 import torch
 
 from rope_ext.errors import OptionError
+from rope_ext.methods.checked import Checked
 from rope_ext.methods.geometry import ChunkGap, Distance, Geometry
-from rope_ext.methods.rope import (
-    LARGEST,
-    MOST_TOKENS,
-    Rope,
-    geometric,
-    plain_number,
-    reach,
-    whole_number,
-)
+from rope_ext.methods.rope import MOST_TOKENS, Rope, geometric, reach
+from rope_ext.methods.temperature import LogN, Temperature, as_temperature
 
 _QUERIES = 2**16
 """Looked at in a text, at most."""
@@ -36,19 +30,25 @@ _NEVER_ROTATES = 1e30
 
 
 @dataclass(frozen=True, kw_only=True)
-class Method:
+class Method(Checked):
     """Base of all methods.
 
     Subclasses are frozen dataclasses whose fields are the public options.
 
     Args:
         factor: the context grows to this many times the trained length, at least 1.
+        attention_factor: number that multiplies cosine and sine, as transformers names it, and so
+            by its square the logits of the columns that rotate; None: the method's own, which is 1
+            unless one was published with it.
+        temperature: number that multiplies queries, after everything else that is done to them,
+            and so the logits of all columns: ``"log_n"``, ``"llama4"``, ``"yarn"``, a number, or
+            an object such as ``LogN(scale=0.5)``. It takes the place of the method's own; None:
+            that one, which is 1 unless one was published with it.
 
     Raises:
         OptionError: an option is of the wrong kind or out of range.
     """
 
-    name: ClassVar[str]
     aliases: ClassVar[tuple[str, ...]] = ()
     paper: ClassVar[str]
     use: ClassVar[str]  # the one-line reason to choose it
@@ -59,9 +59,21 @@ class Method:
     start_tokens = 0  # positions below it keep the trained frequencies
 
     factor: float
+    attention_factor: float | None = None
+    temperature: str | float | Temperature | None = None
 
     def __post_init__(self) -> None:
         self.require_number("factor", minimum=1, maximum=MOST_TOKENS)
+        if self.attention_factor is not None:
+            self.require_number("attention_factor", above=0, maximum=100)
+        if self.temperature is not None:
+            made = as_temperature(self.temperature)
+            valid = (
+                "'log_n', 'llama4', 'yarn', a positive number of at most 100, or an object such as "
+                "rope_ext.LogN(scale=0.5)"
+            )
+            self.require("temperature", made is not None, valid)
+            self.set("temperature", made)
 
     @property
     def adapts(self) -> bool:
@@ -101,6 +113,12 @@ class Method:
 
     def attention_scaling(self, rope: Rope) -> float:
         """Number that multiplies cos and sin (its square multiplies the attention logits)."""
+        if self.attention_factor is not None:
+            return self.attention_factor
+        return self.own_scaling(rope)
+
+    def own_scaling(self, rope: Rope) -> float:
+        """The published ``attention_factor``."""
         return 1.0
 
     def distances(self, rope: Rope, length: int, distance: torch.Tensor) -> torch.Tensor:
@@ -120,61 +138,22 @@ class Method:
         """How many distances any two of ``length`` tokens use: one more than the largest."""
         return float(length)
 
-    def temperature(self, t: torch.Tensor, rope: Rope) -> torch.Tensor | None:
-        """Number that multiplies the query at position ``t`` (float64); None: none."""
+    def tempered(self, rope: Rope) -> Temperature | None:
+        """The temperature in force with every option filled in; None: 1 everywhere."""
+        given = self.own_temperature() if self.temperature is None else self.temperature
+        if given is None:
+            return None
+        filled = given.filled(rope.length, self.factor)
+        return None if filled.constant == 1 else filled
+
+    def own_temperature(self) -> Temperature | None:
+        """The published ``temperature``; None: none."""
         return None
 
-    def options(self) -> dict[str, Any]:
-        """The options and their values."""
-        return {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
-
-    def require(self, option: str, holds: bool, valid: str) -> None:
-        """Raise OptionError naming the value and the valid ones unless ``holds``."""
-        if not holds:
-            value = getattr(self, option)
-            raise OptionError(f"{self.name}: {option}={value!r} is not valid; it must be {valid}")
-
-    def require_choice(self, option: str, *choices: str) -> None:
-        """Raise OptionError unless the option is one of these words."""
-        value = getattr(self, option)
-        valid = " or ".join(map(repr, choices))
-        self.require(option, isinstance(value, str) and value in choices, valid)
-
-    def require_number(
-        self,
-        option: str,
-        minimum: float | None = None,
-        above: float | None = None,
-        maximum: float = LARGEST,
-    ) -> None:
-        """Raise OptionError unless the option is a finite number in its range."""
-        number = plain_number(getattr(self, option))
-        finite = isinstance(number, int) or (number is not None and math.isfinite(number))
-        valid, holds = "a finite number", finite
-        if minimum is not None:
-            valid, holds = f"{valid} of at least {minimum}", holds and number >= minimum
-        if above is not None:
-            valid, holds = f"{valid} greater than {above}", holds and number > above
-        self.require(option, holds, valid)
-        self.require(option, number <= maximum, f"at most {maximum}")
-        self.require(option, not 0 < number < 1 / LARGEST, f"at least {1 / LARGEST}")
-        self.set(option, number)
-
-    def require_tokens(self, option: str, minimum: int = 1, optional: bool = True) -> None:
-        """Raise OptionError unless the option is a whole number of tokens, or None."""
-        value = getattr(self, option)
-        if optional and value is None:
-            return
-        number = whole_number(value, minimum)
-        valid = f"a whole number of at least {minimum}{', or None' if optional else ''}"
-        if isinstance(plain_number(value), int) and value > MOST_TOKENS:
-            valid = f"at most {MOST_TOKENS} tokens"
-        self.require(option, number is not None, valid)
-        self.set(option, number)
-
-    def set(self, option: str, value: Any) -> None:
-        """Give an option its final form while the object is being made."""
-        object.__setattr__(self, option, value)
+    def query_scaling(self, t: torch.Tensor, rope: Rope) -> torch.Tensor | None:
+        """Number that multiplies the query at position ``t`` (float64); None: none."""
+        tempered = self.tempered(rope)
+        return None if tempered is None else tempered.at(t)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -340,7 +319,7 @@ class LogScaled(PositionMethod):
     """A position method with the published scaling of queries by the logarithm of the length.
 
     Args:
-        log_n: multiply the query at position ``m`` by ``max(1, ln(m + 1) / ln(length))``.
+        log_n: ``temperature="log_n"`` unless another one is given.
 
     Su 2023, kexue.fm/archives/8823.
     """
@@ -351,10 +330,8 @@ class LogScaled(PositionMethod):
         super().__post_init__()
         self.require("log_n", isinstance(self.log_n, bool), "True or False")
 
-    def temperature(self, t: torch.Tensor, rope: Rope) -> torch.Tensor | None:
-        if not self.log_n:
-            return None
-        return ((t + 1).log() / math.log(rope.length)).clamp(min=1)
+    def own_temperature(self) -> Temperature | None:
+        return LogN() if self.log_n else None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -383,6 +360,12 @@ class DynamicMethod(FrequencyMethod):
 
     def attention_scaling_at(self, rope: Rope, lengths: torch.Tensor) -> torch.Tensor:
         """Number that multiplies cos and sin for each of ``lengths``: float64, ``[rows]``."""
+        if self.attention_factor is not None:
+            return torch.full_like(lengths, self.attention_factor)
+        return self.own_scaling_at(rope, lengths)
+
+    def own_scaling_at(self, rope: Rope, lengths: torch.Tensor) -> torch.Tensor:
+        """The published ``attention_factor`` for each of ``lengths``."""
         return torch.ones_like(lengths)
 
     @property
@@ -400,8 +383,8 @@ class DynamicMethod(FrequencyMethod):
     def frequencies(self, rope: Rope, length: int) -> torch.Tensor:
         return self.inv_freq_at(rope, _lengths(length))[0] if self.adapts else self.inv_freq(rope)
 
-    def attention_scaling(self, rope: Rope) -> float:
-        return float(self.attention_scaling_at(rope, self._fixed(rope))[0])
+    def own_scaling(self, rope: Rope) -> float:
+        return float(self.own_scaling_at(rope, self._fixed(rope))[0])
 
 
 def _lengths(length: int) -> torch.Tensor:

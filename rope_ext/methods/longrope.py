@@ -20,10 +20,11 @@ from rope_ext.methods.rope import LARGEST, Rope, plain_number
 class LongRoPE(DynamicMethod):
     """Every pair divided by its own searched number: ``h_i = theta_i / lambda_i``.
 
+    Cosine and sine are multiplied by ``sqrt(1 + ln(s) / ln(length))``.
+
     Args:
         long_factor: ``lambda``, one per pair, for sequences beyond the trained context.
         short_factor: ``lambda`` for sequences within it; None uses ``long_factor`` everywhere.
-        attention_factor: replaces ``sqrt(1 + ln(s) / ln(length))``.
         start_tokens: the first tokens of a sequence, which keep the trained frequencies. Only
             rope_ext reloads and runs it, if there are any.
 
@@ -37,7 +38,6 @@ class LongRoPE(DynamicMethod):
 
     long_factor: Sequence[float]
     short_factor: Sequence[float] | None = None
-    attention_factor: float | None = None
     start_tokens: int = 0
 
     def __post_init__(self) -> None:
@@ -51,8 +51,6 @@ class LongRoPE(DynamicMethod):
             holds = all(x is not None and 1 / LARGEST <= x <= LARGEST for x in numbers)
             self.require(option, holds, "a list of positive numbers, one per pair")
             self.set(option, numbers)  # hashable, safe from later edits
-        if self.attention_factor is not None:
-            self.require_number("attention_factor", above=0, maximum=100)
         self.require_tokens("start_tokens", minimum=0, optional=False)
 
     @property
@@ -75,10 +73,8 @@ class LongRoPE(DynamicMethod):
         short = rope.inv_freq / self._table("short_factor", rope)
         return torch.where((lengths > rope.length).unsqueeze(-1), long, short)
 
-    def attention_scaling_at(self, rope: Rope, lengths: torch.Tensor) -> torch.Tensor:
-        scaling = self.attention_factor
-        if scaling is None:
-            scaling = math.sqrt(1 + math.log(self.factor) / math.log(rope.length))
+    def own_scaling_at(self, rope: Rope, lengths: torch.Tensor) -> torch.Tensor:
+        scaling = math.sqrt(1 + math.log(self.factor) / math.log(rope.length))
         return torch.full_like(lengths, scaling)
 
     def rope_parameters(self, rope: Rope) -> dict[str, Any]:

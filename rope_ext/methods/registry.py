@@ -10,6 +10,11 @@ from rope_ext.methods.kinds import Method
 
 _REGISTRY: dict[str, type[Method]] = {}
 M = TypeVar("M", bound=type[Method])
+_OWN = {
+    "attention_scaling": "own_scaling",
+    "attention_scaling_at": "own_scaling_at",
+    "temperature": "own_temperature",
+}
 
 
 def _key(name: str) -> str:
@@ -20,8 +25,16 @@ def register(cls: M) -> M:
     """Class decorator: makes a method known by its name and aliases.
 
     Raises:
-        RopeExtError: the name or an alias is taken; nothing is registered then.
+        RopeExtError: the name or an alias is taken, or it overrides what options decide; nothing
+            is registered then.
     """
+    for name, own in _OWN.items():
+        overridden = [c for c in cls.__mro__ if c.__module__ != Method.__module__]
+        if any(callable(vars(c).get(name)) for c in overridden):
+            raise RopeExtError(
+                f"{cls.__name__} overrides {name}, which the options attention_factor and "
+                f"temperature decide; override {own} to say what holds without them"
+            )
     names = (cls.name, *cls.aliases)
     for name in names:
         holder = _REGISTRY.get(_key(name), cls)

@@ -74,7 +74,7 @@ class PositionMap:
 
     def temperature(self, t: torch.Tensor, dtype: torch.dtype) -> torch.Tensor | None:
         """``[tokens]``."""
-        made = self.method.temperature(t.double().clamp(min=0), self.rope)
+        made = self.method.query_scaling(t.double().clamp(min=0), self.rope)
         return None if made is None else made.to(dtype)
 
     @functools.cached_property

@@ -91,6 +91,18 @@ class RotaryHook:
         return torch.where((place < self.start).unsqueeze(-1), trained, inv_freq)
 
 
+class Locating:
+    """Forward hook of a rotary module that takes note of positions, and changes nothing."""
+
+    def __init__(self, site: RotarySite, sequences: Sequences) -> None:
+        self.site, self.sequences = site, sequences
+
+    @torch.compiler.disable
+    def __call__(self, module: nn.Module, args: tuple, kwargs: dict, output: Any) -> None:
+        if self.site.called(args, kwargs):
+            self.sequences.at(kwargs["position_ids"] if "position_ids" in kwargs else args[1])
+
+
 def rotation(
     site: RotarySite,
     positions: torch.Tensor,

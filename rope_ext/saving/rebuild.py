@@ -213,7 +213,9 @@ def _equal(
 ) -> bool:
     for site in sites:
         inv_freq, scaling = site.loaded.double(), site.scaling
-        if site in scaled and not dynamic:
+        if site in scaled and dynamic:  # which has no number on cosine and sine
+            scaling = site.under(method)[1]
+        elif site in scaled:
             inv_freq, scaling = site.under(method)
             if method.adapts:  # a freshly built module starts at the trained length
                 lengths = torch.tensor([site.rope.length], dtype=torch.float64, device="cpu")

@@ -27,7 +27,11 @@ LLAMA2 = Rope.geometric(base=1e4, dim=128, length=4096)
 
 
 def constants(method: PositionMethod) -> dict[str, Any]:
-    return {k: v for k, v in method.options().items() if k not in ("factor", "log_n")}
+    return {
+        k: v
+        for k, v in method.options().items()
+        if k not in ("factor", "log_n", "attention_factor", "temperature")
+    }
 
 
 def at(to: Map, t: torch.Tensor) -> torch.Tensor:
@@ -194,16 +198,16 @@ def test_string_names_the_largest_factor_and_takes_it(length: int) -> None:
 def test_queries_are_scaled_by_the_logarithm_of_their_place(cls: type) -> None:
     rope = Rope.geometric(base=1e4, dim=16, length=64)
     t = torch.tensor([0, 1, 62, 63, 511, 4095], dtype=torch.float64)
-    found = cls(factor=4).temperature(t, rope)
+    found = cls(factor=4).query_scaling(t, rope)
     right = torch.tensor([1, 1, 1, 1, 1.5, 2], dtype=torch.float64)  # 512 = 64^1.5
     torch.testing.assert_close(found, right, rtol=1e-12, atol=0)
-    assert cls(factor=4, log_n=False).temperature(t, rope) is None
+    assert cls(factor=4, log_n=False).query_scaling(t, rope) is None
 
 
 @pytest.mark.parametrize("name", ["self_extend", "dual_chunk", "string", "lm_infinite"])
 def test_the_other_methods_leave_queries_as_they_are(name: str) -> None:
     method = build_method(name, factor=1.5).resolved(LLAMA2)
-    assert method.temperature(torch.arange(9000.0), LLAMA2) is None
+    assert method.query_scaling(torch.arange(9000.0), LLAMA2) is None
 
 
 # --- options -------------------------------------------------------------------------------------
@@ -217,7 +221,11 @@ WRONG: list[tuple[str, dict[str, Any], str]] = [
     ("rerope", {"log_n": 1}, r"log_n=1 .*True or False"),
     ("rerope", {"factor": 0.5}, r"factor=0.5 .*at least 1"),
     ("rerope", {"widow": 10}, r"no option 'widow'; did you mean 'window'"),
-    ("rerope", {"k": 2}, r"no option 'k'.*Options: factor, log_n, window"),
+    (
+        "rerope",
+        {"k": 2},
+        r"no option 'k'.*Options: factor, attention_factor, temperature, log_n, window",
+    ),
     ("leaky_rerope", {"k": 0.9}, r"k=0.9 .*at least 1"),
     ("leaky_rerope", {"k": math.inf}, r"k=inf .*finite"),
     ("self_extend", {"group": 0}, r"self_extend: group=0 .*at least 1"),

@@ -195,7 +195,7 @@ def _method_page(markdown: str, page: Page, config: MkDocsConfig, files: Files) 
 
 def _model(method: Method) -> LlamaForCausalLM:
     """A tiny model with the rotary embedding of Llama 2; of Phi-3, where a table has 48 pairs."""
-    dim = 2 * len(getattr(method, "long_factor", range(64)))
+    dim = 2 * len(getattr(method, "long_factor", None) or range(64))
     config = LlamaConfig(
         vocab_size=128,
         hidden_size=dim,

@@ -147,7 +147,8 @@ class SiteDiagnosis:
         critical_dimension: columns of the pairs that make a full turn within the trained length
             (arXiv 2310.05209: ``2 ceil(d / 2 log_base(L / 2 pi))``).
         distances_before: how many distances are in use; a sliding window lets no others happen.
-        distances_after: the same, under the patch; a position method lets no others happen.
+        distances_after: the same, under the patch; a position method lets no others happen. Of the
+            pair with the most, where every pair uses its own.
         pairs: fastest first.
     """
 
@@ -512,11 +513,13 @@ def diagnose(model: nn.Module | PreTrainedConfig | str | Path, length: int) -> D
 
 def _site(decoder: nn.Module, site: RotarySite, patch: Patch | None, length: int) -> SiteDiagnosis:
     rope, inside = site.rope, patch is not None and site in patch.scaled
-    before = after = float(length)
+    before, after = length, None
     if site.local:
-        before = after = float(min(length, _window(text_config(decoder)) or rope.length))
+        before = min(length, _window(text_config(decoder)) or rope.length)
     elif inside:
         after = patch.method.span(rope, length)
+    before = torch.tensor([before], dtype=torch.float64, device="cpu")
+    after = before if after is None else after
     frequencies = rope.inv_freq
     if inside and patch.frequencies is not None:
         frequencies = patch.frequencies.frequencies(rope, length)
@@ -533,8 +536,8 @@ def _site(decoder: nn.Module, site: RotarySite, patch: Patch | None, length: int
         layer_type=site.layer_type or "all layers",
         base=rope.base,
         critical_dimension=2 * int((rope.rotations >= 1).sum()),
-        distances_before=before,
-        distances_after=after,
+        distances_before=float(before),
+        distances_after=float(after.max()),
         pairs=tuple(PairDiagnosis(*values) for values in zip(*columns, strict=True)),
     )
 

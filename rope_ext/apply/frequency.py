@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from rope_ext.apply.base import Applied, refuse_scaled, target
+from rope_ext.apply.base import Applied, refuse_scaled, scale_softmax, target
 from rope_ext.errors import OptionError, UnsupportedModelError
 from rope_ext.methods import FrequencyMethod
 from rope_ext.options import Options
@@ -66,6 +66,8 @@ def apply(place: Place, method: FrequencyMethod, options: Options, changes: Chan
         changes.handles += hooks.keep_native(decoder, list(text_config(decoder).layer_types))
     per_sequence = method.adapts and not growing and saved.native
     notes = _notes(place, keep, precise, per_sequence)
+    for site in scaled:
+        notes += scale_softmax(site, method.attention_scaling(site.rope), changes)
     if temperature is not None:
         local_too = options.sliding_layers == "scale"
         notes += queries.install(place, temperature, sequences, local_too, changes)

@@ -6,9 +6,9 @@ import logging
 
 import torch
 
-from rope_ext.apply.base import Applied, refuse_scaled, target
+from rope_ext.apply.base import Applied, refuse_scaled, scale_softmax, target
 from rope_ext.encodings import Encoding
-from rope_ext.errors import AlreadyScaledError
+from rope_ext.errors import AlreadyScaledError, UnsupportedModelError
 from rope_ext.methods import PositionMethod, Rope
 from rope_ext.options import Options
 from rope_ext.position import PositionMap, install
@@ -29,6 +29,12 @@ def apply(place: Place, method: PositionMethod, options: Options, changes: Chang
         label = f"{method} on {under}"
         rope = Rope(under.inv_freq(rope), rope.base, under.target_length(rope))
     table = {site: _write(place, site, method, options, changes) for site in place.scaled}
+    if method.by_pair and any(site.rope.dim != rope.dim for site in place.scaled):
+        raise UnsupportedModelError(
+            f"{method.name} tells the {rope.dim // 2} pairs of one rotary embedding apart, and "
+            f"{type(decoder).__name__} is to be patched in several that have different numbers; "
+            f"use another position method, such as 'self_extend'"
+        )
     reached, length = method.reached(rope), method.target_length(rope)
     method = method.resolved(rope)
     precise = length > PRECISE_BEYOND if options.precise == "auto" else options.precise
@@ -41,6 +47,11 @@ def apply(place: Place, method: PositionMethod, options: Options, changes: Chang
     changes.parts.append(installed)
     saved = unsaved(place, length)
     notes = [f"saving: {saved.note}", *installed.notes()]
+    for site in place.scaled:
+        number = method.attention_scaling(site.rope)
+        if under is not None:
+            number *= under.attention_scaling(site.rope)
+        notes += scale_softmax(site, number, changes)
     temperature = method.tempered(rope)
     if temperature is not None:
         notes.append(f"temperature: {temperature.formula}, in those attention layers")
@@ -67,7 +78,8 @@ def _write(
     if under is not None:
         refuse_scaled(place.decoder, site, under, options.compose)
         inv_freq, scaling = target(under, site)
-        scaling *= method.attention_scaling(site.rope)
+        if not site.baked:
+            scaling *= method.attention_scaling(site.rope)
         changes.states.append(buffers.write(site, inv_freq.float(), scaling, True))
         return inv_freq, scaling
     if site.rope_type in ("dynamic", "longrope"):
@@ -75,6 +87,8 @@ def _write(
             f"{family} has rope_type {site.rope_type!r}, whose frequencies change with the "
             f"sequence, so {method.name} cannot go on top of it; load it with rope_type 'default'"
         )
-    scaling = site.scaling * method.attention_scaling(site.rope)
+    scaling = site.scaling
+    if not site.baked:
+        scaling *= method.attention_scaling(site.rope)
     changes.states.append(buffers.write(site, site.loaded, scaling, True))
     return site.loaded.double(), scaling

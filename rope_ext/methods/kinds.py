@@ -130,13 +130,17 @@ class Method(Checked):
             distance: from the last token back, whole numbers below ``length``; float64, ``[n]``.
 
         Returns:
-            Tokens, ``[n]``; NaN where a token is hidden.
+            Tokens, ``[n]``, or ``[n, dim / 2]`` where every pair uses its own; NaN where a token
+            is hidden.
         """
         return distance
 
-    def span(self, rope: Rope, length: int) -> float:
-        """How many distances any two of ``length`` tokens use: one more than the largest."""
-        return float(length)
+    def span(self, rope: Rope, length: int) -> torch.Tensor:
+        """How many distances any two of ``length`` tokens use: one more than the largest.
+
+        Float64, ``[1]``, or ``[dim / 2]`` where every pair uses its own.
+        """
+        return torch.tensor([length], dtype=torch.float64, device="cpu")
 
     def tempered(self, rope: Rope) -> Temperature | None:
         """The temperature in force with every option filled in; None: 1 everywhere."""
@@ -182,7 +186,10 @@ class FrequencyMethod(Method):
 
 
 Map = Callable[[torch.Tensor], torch.Tensor] | float
-"""A position as a function of a token's own (float64, ``[...]``), or the same for all tokens."""
+"""A position as a function of a token's own (float64, ``[...]``), or the same for all tokens.
+
+The function answers in the same shape, or in ``[..., pairs]`` with a position for every pair.
+"""
 
 
 def own(t: torch.Tensor) -> torch.Tensor:
@@ -191,8 +198,9 @@ def own(t: torch.Tensor) -> torch.Tensor:
 
 
 def at(to: Map, t: torch.Tensor) -> torch.Tensor:
-    """Where ``to`` puts the tokens at ``t``."""
-    return to(t) if callable(to) else torch.full_like(t, to)
+    """Where ``to`` puts the tokens at ``t`` (``[...]``): ``[..., 1]``, or ``[..., pairs]``."""
+    put = to(t) if callable(to) else torch.full_like(t, to)
+    return put if put.ndim > t.ndim else put.unsqueeze(-1)
 
 
 @dataclass(frozen=True)
@@ -212,10 +220,11 @@ class Band:
     def distances(self, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
         """Distances in use; NaN where a query does not see a key in this band.
 
-        Token positions (float64), broadcast against each other.
+        Token positions (float64), broadcast against each other to ``[...]``; returns ``[..., 1]``,
+        or ``[..., pairs]`` where every pair has its own.
         """
         used = at(self.query, query) - at(self.key, key)
-        return torch.where(self.geometry.sees(query, key), used, math.nan)
+        return torch.where(self.geometry.sees(query, key).unsqueeze(-1), used, math.nan)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -227,6 +236,7 @@ class PositionMethod(Method):
 
     kind: ClassVar[str] = "position"
     attends: ClassVar[bool] = True
+    by_pair: ClassVar[bool] = False  # every pair is at positions of its own
     fits: ClassVar[str] = "distances that were trained"  # what extends anything, in words
 
     def bands(self) -> tuple[Band, ...]:
@@ -238,14 +248,14 @@ class PositionMethod(Method):
 
     def distances(self, rope: Rope, length: int, distance: torch.Tensor) -> torch.Tensor:
         query = torch.full_like(distance, length - 1)
-        used = torch.full_like(distance, math.nan)
+        used = torch.full_like(distance, math.nan).unsqueeze(-1)
         for band in self.resolved(rope).bands():
             found = band.distances(query, query - distance)
             used = torch.where(found.isnan(), used, found)
-        return used
+        return used.squeeze(-1)
 
-    def span(self, rope: Rope, length: int) -> float:
-        return distances_in_use(self.resolved(rope).bands(), length)
+    def span(self, rope: Rope, length: int) -> torch.Tensor:
+        return spans(self.resolved(rope).bands(), length)
 
     def check(self, length: int | None = None) -> None:
         if length is None:
@@ -256,6 +266,9 @@ class PositionMethod(Method):
     def reached(self, rope: Rope) -> int:
         """Tokens, up to the target length, within which every distance in use was trained.
 
+        Where every pair has its own, no distance is new to one that turned all the way round in
+        training, or never turns.
+
         Raises:
             OptionError: the options do not go with the trained length, or extend nothing.
         """
@@ -265,7 +278,7 @@ class PositionMethod(Method):
         # A distance of the trained length itself is one beyond the last; the published caps use it.
         reached, beyond, middle = length, target + 1, target
         while beyond - reached > 1:  # they only grow with the text
-            if distances_in_use(bands, middle) <= length + 1:
+            if self._known(rope, spans(bands, middle)):
                 reached = middle
             else:
                 beyond = middle
@@ -273,10 +286,18 @@ class PositionMethod(Method):
         if target > length:
             extends = reached > length + 1 or reached == target
         else:
-            extends = distances_in_use(bands, length) < length
+            extends = bool((spans(bands, length) < length).any())
         if not extends:
             self._refuse_idle(rope, bands)
         return reached
+
+    @staticmethod
+    def _known(rope: Rope, used: torch.Tensor) -> bool:
+        """Whether as many distances as ``used`` (:func:`spans`) were trained."""
+        within = used <= rope.length + 1
+        if len(used) > 1:
+            within |= (rope.rotations >= 1) | (rope.rotations == 0)
+        return bool(within.all())
 
     def _refuse_idle(self, rope: Rope, bands: tuple[Band, ...]) -> None:
         free = [field.name for field in dataclasses.fields(self) if field.default is None]
@@ -299,10 +320,15 @@ class PositionMethod(Method):
 
 def distances_in_use(bands: tuple[Band, ...], length: int) -> float:
     """One more than the largest distance that the maps make of any within ``length`` tokens."""
+    return float(spans(bands, length).max())
+
+
+def spans(bands: tuple[Band, ...], length: int) -> torch.Tensor:
+    """The same of every pair that has its own distances: float64, ``[1]`` or ``[pairs]``."""
     m = torch.arange(
         length - 1, -1, -math.ceil(length / _QUERIES), dtype=torch.float64, device="cpu"
     )
-    largest = 0.0
+    largest = torch.zeros(1, dtype=torch.float64, device="cpu")
     for band in bands:
         n = torch.zeros_like(m)  # of the keys in a band, the first has the smallest position
         geometry = band.geometry
@@ -310,7 +336,7 @@ def distances_in_use(bands: tuple[Band, ...], length: int) -> float:
             n = (m - geometry.last + 1).clamp(min=0)
         elif isinstance(geometry, ChunkGap):
             n = ((m // geometry.size - geometry.first) * geometry.size).clamp(min=0)
-        largest = max(largest, float(band.distances(m, n).nan_to_num(nan=0).max()))
+        largest = torch.maximum(largest, band.distances(m, n).nan_to_num(nan=0).amax(0))
     return largest + 1
 
 

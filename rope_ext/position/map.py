@@ -65,8 +65,8 @@ class PositionMap:
             self._turns[key] = [
                 (
                     band.geometry,
-                    Turns(band.query, self.stored, inv_freq),
-                    Turns(band.key, self.stored, inv_freq),
+                    Turns(band.query, self.stored, inv_freq, layout.pair),
+                    Turns(band.key, self.stored, inv_freq, layout.pair),
                 )
                 for band in self.bands
             ]

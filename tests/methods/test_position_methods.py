@@ -66,6 +66,12 @@ METHODS = st.one_of(
         st.integers(1, 20),
         st.integers(0, 20),
     ),
+    st.builds(
+        lambda length, head, mapped, tail: rope_ext.LaMPE(
+            factor=4, length=length + mapped, head=head, mapped=mapped, tail=tail
+        ),
+        *(sizes,) * 4,
+    ),
     st.builds(rope_ext.LMInfinite, factor=st.just(4), window=sizes, sinks=st.integers(0, 12)),
 )
 
@@ -114,6 +120,9 @@ def test_single_distances_by_hand(name: str, given: dict[str, Any], pairs) -> No
         ("self_extend", 2, 4096, {"window": 1024, "group": 5}),  # 7168 / 1706.67 = 4.2
         ("self_extend", 8, 512, {"window": 128, "group": 19}),  # 3968 / 213.33 = 18.6
         ("self_extend", 4, 4096, {"window": 1024, "group": 10}),  # 9.0, and it is to stay below
+        # Llama 3 at its 8192: 0.7574 / (1 + exp(2.4666 - 0.8596 s)) trained lengths
+        ("lampe", 4, 8192, {"length": 32768, "head": 1024, "mapped": 4501, "tail": 200}),
+        ("lampe", 8, 512, {"length": 4096, "head": 64, "mapped": 383, "tail": 12}),
         ("dual_chunk", 4, 4096, {"chunk": 3072, "local": 512}),
         ("dual_chunk", 4, 64, {"chunk": 48, "local": 8}),
         ("string", 1, 4096, {"shift": 1366, "window": 128}),
@@ -230,6 +239,12 @@ WRONG: list[tuple[str, dict[str, Any], str]] = [
     ("leaky_rerope", {"k": math.inf}, r"k=inf .*finite"),
     ("self_extend", {"group": 0}, r"self_extend: group=0 .*at least 1"),
     ("self_extend", {"group": 2.0}, r"group=2.0 .*whole number"),
+    ("dpe", {"scales": []}, r"dpe: scales=\[\] .*a list of whole numbers of at least 1"),
+    ("dpe", {"scales": [2, 0]}, r"scales=\[2, 0\] .*at least 1"),
+    ("dpe", {"groups": "88"}, r"groups='88' .*a list"),
+    ("dpe", {"groups": [4, 4], "scales": [2]}, r"scales=\(2,\) .*a list of 2, one for each"),
+    ("lampe", {"length": 1}, r"lampe: length=1 .*at least 2"),
+    ("lampe", {"mapped": 0.5}, r"mapped=0.5 .*whole number"),
     ("dual_chunk", {"chunk": 1}, r"dual_chunk: chunk=1 .*at least 2"),
     ("dual_chunk", {"local": 0}, r"local=0 .*at least 1"),
     ("string", {"shift": 0}, r"string: shift=0 .*at least 1"),
@@ -248,6 +263,9 @@ def test_wrong_options_are_refused_with_the_valid_ones(name, given, message: str
 UNFIT: list[tuple[str, dict[str, Any], str]] = [
     ("leaky_rerope", {"window": 4096}, r"window=4096 .*smaller than the trained length.*4096"),
     ("self_extend", {"window": 2731}, r"window=2731 .*two thirds of the trained length"),
+    ("dpe", {"groups": [32, 31]}, r"groups=\(32, 31\) .*make up all 64"),
+    ("dpe", {"scales": [2] * 65}, r"scales=.*at most 64 numbers"),
+    ("lampe", {"mapped": 16384}, r"mapped=16384 .*below length=16384"),
     ("dual_chunk", {"chunk": 512}, r"local=512 .*smaller than chunk=512"),
     ("string", {"shift": 100, "window": 101, "factor": 1}, r"window=101 .*at most shift=100"),
     ("string", {"factor": 4}, r"factor=4 .*at most 1.96, unless shift is given.*'rerope'"),

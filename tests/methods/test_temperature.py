@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import math
 import pickle
+import sys
 from typing import Any
 
 import pytest
@@ -226,6 +227,15 @@ def test_positions_count_from_the_first_token_of_a_row_and_of_a_document(ids, na
     torch.testing.assert_close(found[:, 30:], alone, **EXACT)
 
 
+def test_drafts_of_an_assistant_change_nothing(ids) -> None:
+    model, assistant = tiny_llama(), tiny_llama(num_hidden_layers=1)
+    for each in (model, assistant):
+        rope_ext.patch(each, "ntk", factor=4, temperature=rope_ext.LogN(length=8, scale=3))
+    new = {"max_new_tokens": 8, "min_new_tokens": 8, "do_sample": False}
+    alone = model.generate(ids[:, :30], **new)
+    assert torch.equal(model.generate(ids[:, :30], assistant_model=assistant, **new), alone)
+
+
 def test_left_padded_rows_generate_as_they_do_alone(ids) -> None:
     model = tiny_llama()
     rope_ext.patch(model, "ntk", factor=4, temperature=rope_ext.LogN(length=8, scale=3))
@@ -287,6 +297,31 @@ def test_a_position_method_scales_the_columns_that_rotate_and_no_others(ids, nam
         half = columns // 2
         torch.testing.assert_close(other[..., :half], one[..., :half] * 1.5)
         torch.testing.assert_close(other[..., half:], one[..., half:])
+
+
+def test_a_temperature_costs_a_few_calls_in_every_layer(ids) -> None:
+    def calls(layers: int, **options: Any) -> int:
+        model = rope_ext.patch(tiny_llama(num_hidden_layers=layers), "ntk", factor=4, **options)
+        cache = DynamicCache(config=model.config)
+        count = 0
+
+        def seen(frame: Any, event: str, argument: Any) -> None:
+            nonlocal count
+            count += event == "call" and frame.f_globals["__name__"].startswith("rope_ext.")
+
+        with torch.no_grad():
+            model(ids, past_key_values=cache)
+            sys.setprofile(seen)
+            try:
+                model(ids[:, :1], past_key_values=cache)
+            finally:
+                sys.setprofile(None)
+        return count
+
+    assert calls(3, attention_factor=1.2) == 0
+    assert calls(3, temperature=1.2) == 3
+    few, more = calls(1, temperature="log_n"), calls(3, temperature="log_n")
+    assert (more - few) / 2 <= 8 and few <= 40
 
 
 # --- the way back, copies, saving ----------------------------------------------------------------

@@ -112,7 +112,7 @@ perplexity of the same 256 tokens after more and more context, and the share of 
 with 95 % intervals. The settings, the command and the other methods: [table](../{where}).{more}
 """
 
-GROUPS = ("patching", "advice", "loading", "engines", "measure", "methods", "errors")
+GROUPS = ("patching", "advice", "loading", "engines", "measure", "methods", "encodings", "errors")
 """Modules in the order of the API page; those not named here come last."""
 
 

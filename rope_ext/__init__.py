@@ -9,6 +9,7 @@ from rope_ext.advice.recommend import (
     diagnose,
     recommend,
 )
+from rope_ext.encodings import T5, ALiBi, Encoding, KerpleLog, KerplePower, NoPE
 from rope_ext.engines import Export, export
 from rope_ext.errors import (
     AdapterError,
@@ -70,6 +71,8 @@ __all__ = [
     "NTK",
     "PI",
     "STRING",
+    "T5",
+    "ALiBi",
     "AdapterError",
     "AlreadyPatchedError",
     "AlreadyScaledError",
@@ -82,9 +85,12 @@ __all__ = [
     "DualChunk",
     "DynamicNTK",
     "DynamicYaRN",
+    "Encoding",
     "Export",
     "ExportError",
     "FrequencyMethod",
+    "KerpleLog",
+    "KerplePower",
     "LMInfinite",
     "LaMPE",
     "LeakyReRoPE",
@@ -98,6 +104,7 @@ __all__ = [
     "MethodInfo",
     "MrRoPE",
     "NTKByParts",
+    "NoPE",
     "NoRopeError",
     "NotPatchedError",
     "OptionError",

@@ -20,7 +20,7 @@ from mkdocs.exceptions import PluginError
 from transformers import AutoModelForCausalLM
 
 import rope_ext
-from rope_ext.methods import Method, Rope, all_methods, registry
+from rope_ext.methods import Method, Rope, all_encodings, all_methods, registry
 from tests.helpers.models import tiny_llama
 
 ROOT = Path(__file__).parents[1]
@@ -236,6 +236,16 @@ def test_the_site_has_a_page_for_every_method_with_its_formula_and_picture(site)
     for cls in all_methods():
         page = site[f"methods/{cls.name}.html"]
         assert "math" in page.tags and f"{cls.name}.png" in page.loaded
+
+
+def test_every_encoding_has_a_page_and_a_row() -> None:
+    overview = (ROOT / "docs/encodings/index.md").read_text(encoding="utf-8")
+    nav = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
+    for cls in all_encodings():
+        page = f"{cls.name}.md"
+        assert f"[`{cls.name}`]({page})" in overview and f"encodings/{page}\n" in nav
+        text = (ROOT / "docs/encodings" / page).read_text(encoding="utf-8")
+        assert f'rope_ext.patch(model, "{cls.name}"' in text and cls.paper in text
 
 
 @pytest.mark.slow

@@ -12,6 +12,7 @@ PACKAGE = Path(__file__).parents[1] / "rope_ext"
 ROOMS = (
     "errors swapping under_way version",
     "methods",
+    "encodings",
     "options",
     "record",
     "swapping",

@@ -489,7 +489,7 @@ def _unproven(model: nn.Module, method: Method, refusal: RopeExtError) -> bool:
 
 def _more(rope: Rope, method: Method, target: int, factor: float, finetune: bool) -> Iterator[str]:
     """Further reasons for ``method``, and warnings."""
-    positions = method.kind == "position"
+    positions = method.attends
     if factor > _INTERPOLATED and not finetune:
         cure = "so distances are kept within the trained ones" if positions else "so fine-tune it"
         yield (

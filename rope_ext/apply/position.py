@@ -7,6 +7,7 @@ import logging
 import torch
 
 from rope_ext.apply.base import Applied, refuse_scaled, require_scaling, scale_softmax, target
+from rope_ext.encodings import Encoding
 from rope_ext.errors import AlreadyScaledError, UnsupportedModelError
 from rope_ext.methods import PositionMethod, Rope
 from rope_ext.options import Options
@@ -41,7 +42,10 @@ def apply(place: Place, method: PositionMethod, options: Options, changes: Chang
     method = method.resolved(rope)
     precise = length > PRECISE_BEYOND if options.precise == "auto" else options.precise
     local_too = options.sliding_layers == "scale"
-    position_map = PositionMap(method, rope, table, label, precise, options.kernel, local_too)
+    encoding = method if isinstance(method, Encoding) else None
+    position_map = PositionMap(
+        method, rope, table, label, precise, options.kernel, local_too, encoding
+    )
     installed = install(decoder, position_map)
     changes.parts.append(installed)
     saved = unsaved(place, length)

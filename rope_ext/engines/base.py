@@ -280,7 +280,7 @@ def refuse_positions(state: Patch) -> None:
             f"it rotates every token by the same frequencies, and start_tokens={start} keeps the "
             f"trained ones for the first tokens; patch with start_tokens=0 to export"
         )
-    if state.method.kind == "position":
+    if state.method.attends:
         raise Refusal("it has no setting that changes the positions of queries and keys")
     refuse_tempered(state.method, state.scaled[0].rope)
 

@@ -203,7 +203,7 @@ def extended(
 
 
 def _scaling(method: Method, rope: Rope) -> Scaling:
-    if method.kind == "position":
+    if method.attends:
         raise Refusal("it has no setting that changes the positions of queries and keys")
     refuse_adapting(method)
     if method.start_tokens:

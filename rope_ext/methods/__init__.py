@@ -12,7 +12,13 @@ from rope_ext.methods.kinds import (
     longrope_table,
     own,
 )
-from rope_ext.methods.registry import all_methods, build_method, method_class, register
+from rope_ext.methods.registry import (
+    all_encodings,
+    all_methods,
+    build_method,
+    method_class,
+    register,
+)
 from rope_ext.methods.rope import Rope, geometric, reach
 from rope_ext.methods.temperature import Llama4, LogN, Temperature, YaRNTemperature
 from rope_ext.methods.geometry import ChunkGap, Distance, Sinks
@@ -79,6 +85,7 @@ __all__ = [
     "Temperature",
     "YaRN",
     "YaRNTemperature",
+    "all_encodings",
     "all_methods",
     "build_method",
     "distances_in_use",

@@ -30,7 +30,6 @@ class Clipped(FrequencyMethod):
     """
 
     name: ClassVar[str] = "clipped"
-    aliases: ClassVar[tuple[str, ...]] = ("cope",)
     paper: ClassVar[str] = "arXiv 2602.05258"
     use: ClassVar[str] = "training studies: slow pairs fade out instead of being new"
 

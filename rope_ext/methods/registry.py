@@ -47,7 +47,16 @@ def register(cls: M) -> M:
 
 
 def all_methods() -> list[type[Method]]:
-    """Every registered method, once, in order of registration."""
+    """Every registered method of extending a rotation, once, in order of registration."""
+    return [cls for cls in _all() if cls.kind != "encoding"]
+
+
+def all_encodings() -> list[type[Method]]:
+    """Every registered encoding beside the rotation, likewise."""
+    return [cls for cls in _all() if cls.kind == "encoding"]
+
+
+def _all() -> list[type[Method]]:
     return list(dict.fromkeys(_REGISTRY.values()))
 
 
@@ -60,11 +69,12 @@ def method_class(name: str) -> type[Method]:
     try:
         return _REGISTRY[_key(name)]
     except KeyError:
-        names = [cls.name for cls in all_methods()]
-        aliases = [alias for cls in all_methods() for alias in cls.aliases]
+        names = [cls.name for cls in _all()]
+        aliases = [alias for cls in _all() for alias in cls.aliases]
         raise UnknownMethodError(
             f"unknown method {name!r}{nearest(name.lower(), names + aliases) or '.'} "
-            f"Methods: {', '.join(names)}"
+            f"Methods: {', '.join(cls.name for cls in all_methods())}. "
+            f"Encodings: {', '.join(cls.name for cls in all_encodings())}"
         ) from None
 
 

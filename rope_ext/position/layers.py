@@ -39,12 +39,14 @@ class Layout:
         pairs: columns of each pair in a head.
         pair: index into the site's frequencies of each pair, int64, ``[pairs]``.
         local: the layer sees a limited window only.
+        heads: of its queries.
     """
 
     site: RotarySite
     pairs: Pairs
     pair: torch.Tensor
     local: bool
+    heads: int
 
     def equals(self, other: Layout) -> bool:
         """Whether both turn the same columns by the same frequencies, for the same reach."""
@@ -55,7 +57,7 @@ class Layout:
             for one, two in zip(columns, others, strict=True)
             if type(one) is type(two)
         )
-        alike = self.site is other.site and self.local == other.local
+        alike = (self.site, self.local, self.heads) == (other.site, other.local, other.heads)
         return alike and list(same) == [True] * 3
 
 
@@ -298,7 +300,7 @@ def _read(
         raise _RefusedError(f"{where} turns its queries and keys differently")
     first, second, pair = found[0]
     local = sees_window(text_config(decoder), module, window)
-    return Layout(site, Pairs(_columns(first), _columns(second)), pair, local)
+    return Layout(site, Pairs(_columns(first), _columns(second)), pair, local, query.shape[1])
 
 
 def _pairs(rows: torch.Tensor, pairs: int, tolerance: float) -> torch.Tensor | None:

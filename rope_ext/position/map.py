@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from rope_ext.encodings import Encoding
 from rope_ext.methods import Band, Map, PositionMethod, Rope
 from rope_ext.methods.geometry import Geometry
 from rope_ext.position.layers import Layout
@@ -28,6 +29,7 @@ class PositionMap:
         precise: angles in float64, else in float32, as transformers computes them.
         kernel: as :func:`rope_ext.attention.attend` takes it.
         local_too: also layers with a limited window.
+        encoding: what adds to the logits; None: nothing does.
     """
 
     method: PositionMethod
@@ -37,6 +39,7 @@ class PositionMap:
     precise: bool
     kernel: str
     local_too: bool
+    encoding: Encoding | None = None
 
     @property
     def key(self) -> tuple[Any, ...]:

@@ -43,6 +43,10 @@ def lm_infinite(m: int, n: int, window: int, sinks: int) -> float | None:
     return window if n < sinks else None
 
 
+def unturned(m: int, n: int) -> float:
+    return 0
+
+
 def dpe(m: int, n: int, window: int, scales: Sequence[int], groups: Any = None) -> list[float]:
     """Of every group of pairs."""
     return [self_extend(m, n, window, group) for group in scales]
@@ -73,6 +77,7 @@ FORMULAS: dict[str, Callable[..., Any]] = {
     "dual_chunk": dual_chunk,
     "string": string,
     "lm_infinite": lm_infinite,
+    "unturned": unturned,
 }
 
 

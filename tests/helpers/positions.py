@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -147,12 +147,14 @@ class ByFormula:
             nothing is seen.
         positions: under which the model itself rotates, ``[rows or 1, tokens]``.
         temperature: of every query, ``[tokens]``.
+        bias: what a module adds to its logits at given distances, ``[heads, ...]``.
     """
 
     family: Family
     distance: torch.Tensor
     positions: torch.Tensor
     temperature: torch.Tensor
+    bias: Callable[[nn.Module, torch.Tensor], torch.Tensor | None] | None = None
 
     def __call__(
         self,
@@ -180,6 +182,10 @@ class ByFormula:
         logits = logits * (q.shape[-1] ** -0.5 if scaling is None else scaling)
         if softcap is not None:
             logits = softcap * (logits / softcap).tanh()
+        if mapped and self.bias is not None:
+            apart = self.positions[:, :, None] - self.positions[:, None]
+            added = self.bias(module, apart.clamp(min=0))
+            logits = logits if added is None else logits + added.transpose(0, 1).double()
         weights = logits.masked_fill(~visible, -1e30).exp()
         total = weights.sum(-1, keepdim=True)
         if s_aux is not None:
@@ -220,11 +226,13 @@ def by_formula(
     tokens: torch.Tensor,
     *,
     log_n: int | None = LENGTH,
+    bias: Callable[[nn.Module, torch.Tensor], torch.Tensor | None] | None = None,
     **constants: Any,
 ) -> Iterator[nn.Module]:
     """``model``, not under a position method, with the attention of the paper.
 
-    ``tokens``: positions, ``[rows, tokens]``; ``log_n``: the trained length.
+    ``tokens``: positions, ``[rows, tokens]``; ``log_n``: the trained length; ``bias``: as of
+    :class:`ByFormula`.
     """
     buffers = dict(model.named_buffers())
     kinds = getattr(model.config, "layer_types", None)
@@ -238,7 +246,7 @@ def by_formula(
     if log_n is not None and name in ("rerope", "leaky_rerope"):
         temperature = ((t[0] + 1).double().log() / math.log(log_n)).clamp(min=1)
     distance = torch.stack([formula(name, row, **constants) for row in t])
-    _by_formula.append(ByFormula(family, distance, t, temperature))
+    _by_formula.append(ByFormula(family, distance, t, temperature, bias))
     before = model.config._attn_implementation
     model.set_attn_implementation("by_formula")
     try:

@@ -181,14 +181,16 @@ def test_in_context_learning_shows_every_label_alike(frame: Frame, tmp_path: Pat
 
 def test_nolima_fills_in_what_the_needle_set_says(tmp_path: Path) -> None:
     tests = read_tests(write_rows(tmp_path / "needles.json", benchmarks.NOLIMA))
+    opera = "Actually, {CHAR} lives next to the Semper Opera House."
+    kiasma = "Actually, {CHAR} lives next to the Kiasma museum."
     assert [(test.needle, test.question) for test in tests] == [
-        ("Actually, {CHAR} lives next to the Semper Opera House.", f"Wh{one}?")
-        if "Opera" in test.needle
-        else (test.needle, test.question)
-        for test, one in zip(
-            tests, ["ich character has been to Dresden", "", "o saw Saxony", "", ""], strict=True
-        )
+        (opera, "Which character has been to Dresden?"),
+        (kiasma, "Which character has been to Helsinki?"),
+        (opera, "Who saw Saxony?"),
+        (kiasma, "Who saw Uusimaa?"),
+        ("Then Mandy said that tea would be too hot for her.", "Who could not drink tea?"),
     ]
+    assert all(test.characters == ("Yuki", "Stuart") for test in tests[:-1])
     assert tests[-1].answers == ("Mandy",) and tests[-1].characters == ()
     assert tests[-1].distractor == "There was a sign about tea on the wall."
     assert digests([TEMPLATE.format(haystack="HAYSTACK", question="QUESTION")]) == ["155fea8d446e"]

@@ -68,8 +68,8 @@ class Chains(Told):
     def about(self) -> str:
         """What is measured, for a reader of the results."""
         return (
-            f"share of numbers found at the end of {self.hops} hops, one chain of {self.chains} "
-            f"being asked for"
+            f"share of numbers found at the end of a chain (hops: {self.hops}), one of "
+            f"{self.chains} being asked for"
         )
 
     def story(self, rng: random.Random, chat: bool) -> Story:

@@ -85,7 +85,8 @@ class Patch:
         inv_freq, scaling = site.rope.inv_freq, site.scaling
         if self.frequencies is not None:
             inv_freq, scaling = site.under(self.frequencies)
-        return inv_freq, scaling * self.method.attention_scaling(site.rope)
+        number = 1.0 if site.baked else self.method.attention_scaling(site.rope)
+        return inv_freq, scaling * number
 
 
 @_one_at_a_time

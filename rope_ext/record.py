@@ -11,7 +11,7 @@ from typing import Any
 from rope_ext.errors import RecordError
 from rope_ext.methods import FrequencyMethod, Method, build_method
 from rope_ext.methods.rope import MOST_TOKENS
-from rope_ext.methods.temperature import TEMPERATURES, Constant, Temperature
+from rope_ext.methods.temperature import Constant, Temperature
 from rope_ext.options import Options
 
 VERSION = 2
@@ -201,14 +201,14 @@ def _to_json(value: Any) -> Any:
         options = {name: _to_json(option) for name, option in value.options().items()}
         return {"name": value.name, **options}
     if isinstance(value, Temperature):
-        return {"temperature": value.name, **value.options()}
+        return value.to_json()
     return list(value) if isinstance(value, tuple) else value
 
 
 def _from_json(value: Any) -> Any:
     if not isinstance(value, Mapping):
         return value
-    return _method(value) if "name" in value else _temperature(value)
+    return _method(value) if "name" in value else value  # a temperature, which the method reads
 
 
 def _with_numbers(data: Mapping[str, Any]) -> dict[str, Any]:
@@ -219,13 +219,6 @@ def _with_numbers(data: Mapping[str, Any]) -> dict[str, Any]:
         for part in ("method", "resolved")
         if data[part]["name"] in ("dual_chunk", "string")
     }
-
-
-def _temperature(data: Mapping[str, Any]) -> Temperature:
-    name, options = data["temperature"], {k: v for k, v in data.items() if k != "temperature"}
-    if name not in TEMPERATURES:
-        raise ValueError(f"temperature={name!r} is none of {', '.join(TEMPERATURES)}")
-    return TEMPERATURES[name](**options)
 
 
 def _method(data: Any) -> Method:

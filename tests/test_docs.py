@@ -110,7 +110,8 @@ def test_a_frequency_method_takes_the_ten_lines_of_the_page(own_registry, ids, t
 
     described = rope_ext.describe(model)
     assert (described.method, described.target_length) == ("step", 256)
-    assert described.options == {"factor": 4, "turns": 2}
+    shared = {"attention_factor": None, "temperature": None}
+    assert described.options == {"factor": 4, **shared, "turns": 2}
     method = names["Step"](factor=4)
     turns = LLAMA2.inv_freq * 4096 / (2 * torch.pi)
     kept = torch.where(turns > 1, LLAMA2.inv_freq, LLAMA2.inv_freq / 4)

@@ -9,12 +9,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from rope_ext.apply.base import Applied, refuse_scaled, target
+from rope_ext.apply.base import Applied, refuse_scaled, require_scaling, scale_softmax, target
 from rope_ext.errors import OptionError, UnsupportedModelError
 from rope_ext.methods import FrequencyMethod
 from rope_ext.options import Options
 from rope_ext.position import queries
-from rope_ext.position.layers import ignores_scaling
 from rope_ext.rotary import buffers, hooks
 from rope_ext.rotary.buffers import Changes
 from rope_ext.rotary.calls import refuse_sharded
@@ -42,7 +41,7 @@ def apply(place: Place, method: FrequencyMethod, options: Options, changes: Chan
             f"precise=True or sliding_layers='keep'; use mode='fixed'"
         )
     temperature = method.tempered(scaled[0].rope)
-    _require_scaling(place, method)
+    require_scaling(place, method)
     if keep or method.start_tokens:
         saved = unsaved(place, length)
     else:
@@ -67,6 +66,8 @@ def apply(place: Place, method: FrequencyMethod, options: Options, changes: Chan
         changes.handles += hooks.keep_native(decoder, list(text_config(decoder).layer_types))
     per_sequence = method.adapts and not growing and saved.native
     notes = _notes(place, keep, precise, per_sequence)
+    for site in scaled:
+        notes += scale_softmax(site, method.attention_scaling(site.rope), changes)
     if temperature is not None:
         local_too = options.sliding_layers == "scale"
         notes += queries.install(place, temperature, sequences, local_too, changes)
@@ -118,18 +119,6 @@ def _write(
         for hook in (turning, locating):
             if hook is not None:
                 changes.handles.append(site.module.register_forward_hook(hook, with_kwargs=True))
-
-
-def _require_scaling(place: Place, method: FrequencyMethod) -> None:
-    """Raise where a given ``attention_factor`` would do nothing."""
-    if method.attention_factor in (None, 1):
-        return
-    if all(ignores_scaling(place.decoder, site) for site in place.scaled):
-        raise UnsupportedModelError(
-            f"{type(place.decoder).__name__} normalises queries and keys after the rotation, which "
-            f"takes attention_factor={method.attention_factor!r} back; give temperature= a number, "
-            f"which multiplies queries after that"
-        )
 
 
 def _grow(place: Place, name: str, native: bool, changes: Changes) -> None:

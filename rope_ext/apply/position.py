@@ -6,7 +6,7 @@ import logging
 
 import torch
 
-from rope_ext.apply.base import Applied, refuse_scaled, target
+from rope_ext.apply.base import Applied, refuse_scaled, require_scaling, scale_softmax, target
 from rope_ext.errors import AlreadyScaledError
 from rope_ext.methods import PositionMethod, Rope
 from rope_ext.options import Options
@@ -27,6 +27,9 @@ def apply(place: Place, method: PositionMethod, options: Options, changes: Chang
     if under is not None:
         label = f"{method} on {under}"
         rope = Rope(under.inv_freq(rope), rope.base, under.target_length(rope))
+    for each in (method, under):
+        if each is not None:
+            require_scaling(place, each)
     table = {site: _write(place, site, method, options, changes) for site in place.scaled}
     reached, length = method.reached(rope), method.target_length(rope)
     method = method.resolved(rope)
@@ -37,6 +40,11 @@ def apply(place: Place, method: PositionMethod, options: Options, changes: Chang
     changes.parts.append(installed)
     saved = unsaved(place, length)
     notes = [f"saving: {saved.note}", *installed.notes()]
+    for site in place.scaled:
+        number = method.attention_scaling(site.rope)
+        if under is not None:
+            number *= under.attention_scaling(site.rope)
+        notes += scale_softmax(site, number, changes)
     temperature = method.tempered(rope)
     if temperature is not None:
         notes.append(f"temperature: {temperature.formula}, in those attention layers")
@@ -63,7 +71,8 @@ def _write(
     if under is not None:
         refuse_scaled(place.decoder, site, under, options.compose)
         inv_freq, scaling = target(under, site)
-        scaling *= method.attention_scaling(site.rope)
+        if not site.baked:
+            scaling *= method.attention_scaling(site.rope)
         changes.states.append(buffers.write(site, inv_freq.float(), scaling, True))
         return inv_freq, scaling
     if site.rope_type in ("dynamic", "longrope"):
@@ -71,6 +80,8 @@ def _write(
             f"{family} has rope_type {site.rope_type!r}, whose frequencies change with the "
             f"sequence, so {method.name} cannot go on top of it; load it with rope_type 'default'"
         )
-    scaling = site.scaling * method.attention_scaling(site.rope)
+    scaling = site.scaling
+    if not site.baked:
+        scaling *= method.attention_scaling(site.rope)
     changes.states.append(buffers.write(site, site.loaded, scaling, True))
     return site.loaded.double(), scaling

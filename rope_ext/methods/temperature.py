@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
@@ -49,6 +50,10 @@ class Temperature(Checked):
     def formula(self) -> str:
         """``tau`` of a :meth:`filled` one in words, with ``i`` for the position."""
         raise NotImplementedError
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain values, from which :func:`as_temperature` makes the same."""
+        return {"temperature": self.name, **self.options()}
 
     def __repr__(self) -> str:
         defaults = {field.name: field.default for field in dataclasses.fields(self)}
@@ -190,9 +195,16 @@ TEMPERATURES = {cls.name: cls for cls in (LogN, Llama4, YaRNTemperature, Constan
 
 
 def as_temperature(given: Any) -> Temperature | None:
-    """A temperature by name, as a number or as itself; None: it is none."""
+    """A temperature by name, as a number, as JSON or as itself; None: it is none."""
     if isinstance(given, Temperature):
         return given
+    if isinstance(given, Mapping):
+        options = dict(given)
+        cls = TEMPERATURES.get(options.pop("temperature", None))
+        try:
+            return cls and cls(**options)
+        except TypeError:  # an option that it does not have, or lacks
+            return None
     if isinstance(given, str):
         return TEMPERATURES[given]() if given in TEMPERATURES and given != Constant.name else None
     number = plain_number(given)

@@ -142,11 +142,20 @@ def _attend(
         view.reached.append(module)
     name = view.config._attn_implementation
     own = ALL_ATTENTION_FUNCTIONS.get_interface(name, view.eager)
-    query = query * view.constant if view.sequences is None else _by_position(view, query)
+    if view.sequences is None:
+        query = query * view.constant
+    elif torch.compiler.is_compiling():
+        query = _untraced(view, query)
+    else:
+        query = _by_position(view, query)
     return own(module, query, key, value, attention_mask, dropout=dropout, **kwargs)
 
 
 @torch.compiler.disable
+def _untraced(view: View, query: torch.Tensor) -> torch.Tensor:
+    return _by_position(view, query)
+
+
 def _by_position(view: View, query: torch.Tensor) -> torch.Tensor:
     forward = view.sequences.under_way()
     if forward is None or forward.positions is None:

@@ -63,7 +63,6 @@ REFUSED = {
     "axk2",
     "blt",
     "deepseek_v32",
-    "deepseek_v4",
     "doge",
     "dots3_note",
     "dots3_note_text",

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import json
 import math
 import pickle
+import sys
 from typing import Any
 
 import pytest
@@ -55,6 +57,14 @@ def logits(model, ids: torch.Tensor, **given: Any) -> torch.Tensor:
 def test_a_temperature_is_its_formula_at_every_position(name: str) -> None:
     found = rope_ext.NTK(factor=4, temperature=name).query_scaling(T, ROPE)
     assert found.tolist() == pytest.approx([FORMULAS[name](i) for i in range(300)], rel=1e-12)
+
+
+@pytest.mark.parametrize("name", ["log_n", "llama4"])
+def test_a_temperature_can_be_given_as_the_json_that_is_kept_of_it(name: str) -> None:
+    made = rope_ext.NTK(factor=4, temperature=name).temperature
+    assert rope_ext.NTK(factor=4, temperature=json.loads(json.dumps(made.to_json()))) == (
+        rope_ext.NTK(factor=4, temperature=name)
+    )
 
 
 @pytest.mark.parametrize("name", ["log_n", "llama4"])
@@ -226,6 +236,15 @@ def test_positions_count_from_the_first_token_of_a_row_and_of_a_document(ids, na
     torch.testing.assert_close(found[:, 30:], alone, **EXACT)
 
 
+def test_drafts_of_an_assistant_change_nothing(ids) -> None:
+    model, assistant = tiny_llama(), tiny_llama(num_hidden_layers=1)
+    for each in (model, assistant):
+        rope_ext.patch(each, "ntk", factor=4, temperature=rope_ext.LogN(length=8, scale=3))
+    new = {"max_new_tokens": 8, "min_new_tokens": 8, "do_sample": False}
+    alone = model.generate(ids[:, :30], **new)
+    assert torch.equal(model.generate(ids[:, :30], assistant_model=assistant, **new), alone)
+
+
 def test_left_padded_rows_generate_as_they_do_alone(ids) -> None:
     model = tiny_llama()
     rope_ext.patch(model, "ntk", factor=4, temperature=rope_ext.LogN(length=8, scale=3))
@@ -287,6 +306,31 @@ def test_a_position_method_scales_the_columns_that_rotate_and_no_others(ids, nam
         half = columns // 2
         torch.testing.assert_close(other[..., :half], one[..., :half] * 1.5)
         torch.testing.assert_close(other[..., half:], one[..., half:])
+
+
+def test_a_temperature_costs_a_few_calls_in_every_layer(ids) -> None:
+    def calls(layers: int, **options: Any) -> int:
+        model = rope_ext.patch(tiny_llama(num_hidden_layers=layers), "ntk", factor=4, **options)
+        cache = DynamicCache(config=model.config)
+        count = 0
+
+        def seen(frame: Any, event: str, argument: Any) -> None:
+            nonlocal count
+            count += event == "call" and frame.f_globals["__name__"].startswith("rope_ext.")
+
+        with torch.no_grad():
+            model(ids, past_key_values=cache)
+            sys.setprofile(seen)
+            try:
+                model(ids[:, :1], past_key_values=cache)
+            finally:
+                sys.setprofile(None)
+        return count
+
+    assert calls(3, attention_factor=1.2) == 0
+    assert calls(3, temperature=1.2) == 3
+    few, more = calls(1, temperature="log_n"), calls(3, temperature="log_n")
+    assert (more - few) / 2 <= 8 and few <= 40
 
 
 # --- the way back, copies, saving ----------------------------------------------------------------
@@ -382,7 +426,10 @@ BAD = [
         for x in (0, -1, math.nan, math.inf, True, "2")
     ],
     *[({"temperature": x}, "temperature") for x in (0, -1, math.nan, math.inf, True, [1], "logn")],
-    *[({"temperature": x}, "temperature") for x in ("constant", 101, {"name": "log_n"})],
+    *[
+        ({"temperature": x}, "temperature")
+        for x in ("constant", 101, {"name": "log_n"}, {"temperature": "log_n", "x": 1})
+    ],
 ]
 
 
@@ -437,8 +484,9 @@ def test_a_method_of_ones_own_may_not_decide_what_the_options_decide() -> None:
 
 def test_an_attention_factor_that_a_later_norm_takes_back_is_refused() -> None:
     model = tiny_model("hunyuan_v1_dense")
-    with pytest.raises(rope_ext.UnsupportedModelError, match=r"give temperature="):
-        rope_ext.patch(model, "ntk", factor=4, attention_factor=1.2)
+    for name in ("ntk", "rerope"):
+        with pytest.raises(rope_ext.UnsupportedModelError, match=r"give temperature="):
+            rope_ext.patch(model, name, factor=4, attention_factor=1.2)
     rope_ext.patch(model, "ntk", factor=4, temperature=1.3)
 
 

@@ -6,6 +6,7 @@ queries and keys by something else than what the rotary module returns.
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Iterable, Iterator
 from typing import Any
@@ -42,6 +43,8 @@ def _other_forward(module: nn.Module) -> dict[str, str]:
     forward = vars(owner)["forward"]
     if "forward" in module.__dict__ and "_hf_hook" not in module.__dict__:  # accelerate's wrapping
         forward = module.__dict__["forward"]
+    while isinstance(forward, functools.partial):
+        forward = forward.func
     function = getattr(forward, "__func__", forward)
     inner = inspect.unwrap(function)
     wrapper = getattr(function, "__globals__", {}).get("__name__", "").partition(".")[0]

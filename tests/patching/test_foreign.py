@@ -84,7 +84,7 @@ def on_every_layer(model: Any, monkeypatch: pytest.MonkeyPatch) -> str:
 def by_a_partial(model: Any, monkeypatch: pytest.MonkeyPatch) -> str:
     for layer in model.model.layers:
         layer.self_attn.forward = functools.partial(by_a_table, layer.self_attn)
-    return "functools.partial in place of LlamaAttention.forward"
+    return f"{PATH}.by_a_table in place of LlamaAttention.forward"
 
 
 def under_its_name(model: Any, monkeypatch: pytest.MonkeyPatch) -> str:

@@ -407,7 +407,7 @@ def test_any_target_and_a_tokenizer_without_a_first_token(model, checkpoint, mon
     rope_ext.patch(model, result.method)
 
 
-@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+@pytest.mark.parametrize("attention", [pytest.param("eager", marks=pytest.mark.slow), "sdpa"])
 def test_position_methods_are_calibrated_under_any_attention(
     checkpoint, tokenizer, attention: str
 ) -> None:
@@ -417,6 +417,7 @@ def test_position_methods_are_calibrated_under_any_attention(
     assert model.config._attn_implementation == attention
 
 
+@pytest.mark.slow  # torch.compile is imported
 def test_a_compiled_model_runs_without_its_graphs(model, tokenizer) -> None:
     def backend(graph, inputs):
         raise AssertionError("compiled")

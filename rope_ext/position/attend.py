@@ -51,10 +51,15 @@ class Layer:
     layout: Layout | None
     biased: nn.Module | None = None
 
-    def bias(self, distances: int, like: torch.Tensor) -> torch.Tensor | None:
-        """What is added to the logits of all distances below ``distances``, ``[heads, n]``."""
+    def bias(self, distances: int | torch.Tensor, like: torch.Tensor) -> torch.Tensor | None:
+        """What is added to the logits of all distances below ``distances``, ``[heads, n]``.
+
+        Or of all between tokens at certain places, ``[tokens]``.
+        """
         if self.biased is None:
             return None
+        if isinstance(distances, torch.Tensor):
+            distances = int(distances.max() - distances.min()) + 1
         module = getattr(self.biased, bias.NAME)  # which peft may have wrapped since
         return module(distances, like.device, _table_dtype(like))
 
@@ -287,16 +292,16 @@ def _irregular(
             f"the position ids of row {row} go back within one sequence, where "
             f"{position_map.method.name} would have to attend to the future; {_FORWARD_AGAIN[back]}"
         )
-    t = mask.positions[row if len(mask.positions) > 1 else 0].to(query.device)
+    places = mask.positions[row if len(mask.positions) > 1 else 0]
+    t = places.to(query.device)
     dense = mask.dense_on(query.device)
     if dense is not None:
         dense = dense[row if len(dense) > 1 else 0, :, :, : len(t)]
         dense = dense if dense.dtype == torch.bool else _visible(dense)
-    farthest = int(t.max() - t.min()) if len(t) else 0
     return Dense(
         query[row : row + 1],
         key[row : row + 1],
-        replace(call, bias=layer.bias(farthest + 1, query)),
+        replace(call, bias=layer.bias(places, query)),
         position_map.turns(layer.layout),
         position_map.temperature,
         Places(t[-query.shape[2] :], t, dense),

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -79,18 +77,3 @@ def test_generation_writes_the_key_that_teacher_forcing_predicts(model, tokenize
     prompt = torch.tensor([case.ids[: -case.count].tolist()])
     out = model.generate(prompt, max_new_tokens=case.count, do_sample=False)
     assert tokenizer.decode(out[0, prompt.shape[1] :]) == case.key
-
-
-@pytest.mark.slow
-def test_the_recipe_begins_resumes_and_writes_a_checkpoint_that_loads(tmp_path) -> None:
-    recipe = Path(__file__).parents[1] / "recipes" / "pretrain_tiny.py"
-    work, output = tmp_path / "work", tmp_path / "output"
-    command = [sys.executable, recipe, "--work", work, "--output", output, "--resume"]
-    for steps in ("2", "3"):  # the first finds nothing to resume
-        small = ["--steps", steps, "--batch-size", "2", "--save-steps", "2"]
-        subprocess.run([*command, *small], check=True)
-    assert {path.name for path in work.iterdir()} >= {"checkpoint-2", "checkpoint-3"}
-    model = AutoModelForCausalLM.from_pretrained(output)
-    tokenizer = AutoTokenizer.from_pretrained(output)
-    assert model.config.use_cache and model.config.pad_token_id == tokenizer.pad_token_id
-    assert len(tokenizer) == model.config.vocab_size

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from typing import ClassVar
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
@@ -49,7 +50,7 @@ class CodeRows(Rows):
     """Python code; copying, look-up, and the evaluator's own passkeys."""
 
     length = LENGTH
-    shares = {"text": 56, "copy": 16, "look_up": 12, "passkey": 16}
+    shares: ClassVar = {"text": 56, "copy": 16, "look_up": 12, "passkey": 16}
 
     def __init__(
         self, tokenizer: PreTrainedTokenizerFast, texts: Sequence[str], rows: int, seed: int

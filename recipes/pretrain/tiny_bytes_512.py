@@ -1,8 +1,8 @@
 """checkpoints/tiny-bytes-512: a Qwen3 of English documentation, 512 bytes, one token a byte.
 
-It shares nothing with tiny-512: not the architecture, the tokenizer, the text, the shape of a head
-or the rotary base. No exercise uses a sentence of the evaluators' prompts: what it finds in them, it
-finds in a prompt that it never saw.
+It shares nothing with tiny-512: not the architecture, the tokenizer, the text, the size of a head
+or the rotary base. No exercise uses a sentence of the evaluators' prompts: what it finds in them,
+it finds in a prompt that it never saw.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import random
 import string
 from collections.abc import Sequence
 from itertools import cycle
+from typing import ClassVar
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
@@ -95,7 +96,7 @@ class ProseRows(Rows):
     """Documentation; copying, tables, and facts hidden in prose and in sentences that repeat."""
 
     length = LENGTH
-    shares = {"text": 50, "copy": 16, "table": 12, "facts": 22}
+    shares: ClassVar = {"text": 50, "copy": 16, "table": 12, "facts": 22}
 
     def __init__(
         self, tokenizer: PreTrainedTokenizerFast, texts: Sequence[str], rows: int, seed: int

@@ -73,3 +73,31 @@ def test_bytes_are_tokens() -> None:
     text = "naïve\n\t<|x|> 語"
     ids = AutoTokenizer.from_pretrained(FOLDER / "tiny-bytes-512")(text)["input_ids"]
     assert len(ids) == len(text.encode())
+
+
+def test_it_finds_the_passkey_within_its_length(model, tokenizer) -> None:
+    shortest = 128 if PasskeyPrompts(tokenizer).minimum_length() < 128 else 280
+    hits = [found(model, tokenizer, length, 10) for length in (shortest, 400, LENGTH)]
+    assert min(hits) >= 9 and sum(hits) >= 28
+
+
+def test_beyond_its_length_it_breaks_and_a_patch_mends_it(
+    model, tokenizer, documents, path
+) -> None:
+    method = MENDED_BY[path.name]
+    assert found(model, tokenizer, 4 * LENGTH, 5) == 0
+    broken = losses(model, tokenizer, documents, 4 * LENGTH)
+    rope_ext.patch(model, method, factor=4)
+    assert found(model, tokenizer, 4 * LENGTH, 5) == 5
+    mended = losses(model, tokenizer, documents, 4 * LENGTH)
+    rope_ext.unpatch(model)
+    assert broken - losses(model, tokenizer, documents, LENGTH) > 0.5  # nats per token
+    assert broken - mended > 0.5
+
+
+def test_generation_writes_the_key_that_teacher_forcing_predicts(model, tokenizer) -> None:
+    rope_ext.patch(model, "dynamic_yarn", factor=4)
+    case = PasskeyPrompts(tokenizer).case(900, 0.1, seed=3)
+    prompt = torch.tensor([case.ids[: -case.count].tolist()])
+    out = model.generate(prompt, max_new_tokens=case.count, do_sample=False)
+    assert tokenizer.decode(out[0, prompt.shape[1] :]) == case.key

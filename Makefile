@@ -2,9 +2,11 @@
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
+CHECKPOINTS := tiny-512 tiny-bytes-512
 export TOKENIZERS_PARALLELISM = false
 
 .PHONY: demo docs engine-sources finetune finetune-methods test test-all lint coverage checkpoint clean
+.PHONY: $(CHECKPOINTS:%=demo-%) $(CHECKPOINTS:%=finetune-%)
 
 # torch first and by version: a plain `torch` may pull gigabytes of CUDA packages.
 $(VENV)/installed: pyproject.toml constraints.txt
@@ -13,26 +15,35 @@ $(VENV)/installed: pyproject.toml constraints.txt
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev]"
 	touch $@
 
-demo: $(VENV)/installed ## what the extension methods do to the shipped checkpoint
-	$(BIN)/rope-ext compare --model checkpoints/tiny-512 --factor 8 \
+HELD_OUT_tiny-bytes-512 := --text checkpoints/tiny-bytes-512/held_out.jsonl
+
+demo: $(CHECKPOINTS:%=demo-%) ## what the extension methods do to the shipped checkpoints
+$(CHECKPOINTS:%=demo-%): demo-%: $(VENV)/installed
+	$(BIN)/rope-ext compare --model checkpoints/$* $(HELD_OUT_$*) --factor 8 \
 		--methods dynamic_yarn,yarn,dynamic_ntk,ntk,rerope,self_extend,dual_chunk,pi \
 		--lengths 512,1024,2048,4096 \
-		--windows 12 --trials 4 --output runs/demo --resume
+		--windows 12 --trials 4 --output runs/demo/$* --resume
 
-TUNE := $(BIN)/accelerate launch --config_file recipes/accelerate/single.yaml \
-	recipes/finetune.py --config recipes/tiny_512_yarn_pose.yaml
-TUNED := runs/tiny_512_yarn_pose
+TUNE := $(BIN)/accelerate launch --config_file recipes/accelerate/single.yaml recipes/finetune.py
 REPORT := $(BIN)/python -m eval.report --tasks perplexity,passkey --windows 12 --resume
-BEFORE := --model checkpoints/tiny-512
 
-finetune: $(VENV)/installed ## train the shipped checkpoint for 4096 tokens, measure, merge
-	test -e $(TUNED)/rope_ext.json || $(TUNE) \
-		$(if $(wildcard $(TUNED)/checkpoint-*),--resume_from_checkpoint true)
-	$(REPORT) $(BEFORE) --method yarn --factor 8 --lengths 512,4k --trials 20 \
-		--output runs/finetune/before
-	$(REPORT) $(BEFORE) --adapter $(TUNED) --method adapter --lengths 512,4k --trials 20 \
-		--output runs/finetune/after
-	test -e runs/tiny_4096 || $(BIN)/python recipes/merge.py $(TUNED) --output runs/tiny_4096
+finetune: $(CHECKPOINTS:%=finetune-%) ## train the shipped ones for 4096 tokens, measure, merge
+finetune-tiny-bytes-512: runs/django/train.jsonl
+$(CHECKPOINTS:%=finetune-%): finetune-%: $(VENV)/installed
+	run=runs/$(subst -,_,$*)_yarn_pose; \
+	before="$(REPORT) --model checkpoints/$* $(HELD_OUT_$*) --lengths 512,4k --trials 20"; \
+	test -e $$run/rope_ext.json || $(TUNE) --config recipes/$(subst -,_,$*)_yarn_pose.yaml \
+		$$(ls -d $$run/checkpoint-* >/dev/null 2>&1 && echo --resume_from_checkpoint true) || exit; \
+	$$before --method yarn --factor 8 --output runs/finetune/$*/before || exit; \
+	$$before --adapter $$run --method adapter --output runs/finetune/$*/after || exit; \
+	test -e runs/finetune/$*/merged || \
+		$(BIN)/python recipes/merge.py $$run --output runs/finetune/$*/merged
+
+runs/django/train.jsonl: $(VENV)/installed
+	$(BIN)/python recipes/pretrain/django_docs.py $@
+
+TUNE_FIRST := $(TUNE) --config recipes/tiny_512_yarn_pose.yaml
+BEFORE := --model checkpoints/tiny-512
 
 # The same steps on as many tokens; "none" is long rows and RoPE as it is.
 finetune-methods: $(VENV)/installed ## other methods, as `make finetune` trains yarn (an hour)
@@ -40,12 +51,12 @@ finetune-methods: $(VENV)/installed ## other methods, as `make finetune` trains 
 		--output runs/methods/before
 	for method in ntk llama3 pi rerope; do \
 		run=runs/methods/$$method; \
-		test -e $$run/rope_ext.json || $(TUNE) --method $$method --output_dir $$run || exit; \
+		test -e $$run/rope_ext.json || $(TUNE_FIRST) --method $$method --output_dir $$run || exit; \
 		$(REPORT) $(BEFORE) --adapter $$run --method adapter --lengths 512,4k --trials 8 \
 			--output $$run/report || exit; \
 	done
 	run=runs/methods/none; \
-	test -e $$run/adapter_config.json || $(TUNE) --method none --pose_chunks 0 --length 4096 \
+	test -e $$run/adapter_config.json || $(TUNE_FIRST) --method none --pose_chunks 0 --length 4096 \
 		--per_device_train_batch_size 2 --output_dir $$run; \
 	test -e $$run/merged || $(BIN)/python recipes/merge.py $$run --output $$run/merged; \
 	$(REPORT) --model $$run/merged --method none --lengths 512,4k --trials 8 --output $$run/report
@@ -77,8 +88,10 @@ coverage: $(VENV)/installed ## which model families can be extended; writes the 
 docs: $(VENV)/installed ## the documentation, as runs/site/index.html
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 
-checkpoint: $(VENV)/installed ## train the shipped checkpoint again (hours on a CPU)
-	$(BIN)/python recipes/pretrain_tiny.py --output checkpoints/tiny-512 --resume
+checkpoint: $(VENV)/installed ## train the shipped checkpoints again (hours on a CPU)
+	for name in $(CHECKPOINTS); do \
+		$(BIN)/python recipes/pretrain/train.py $$name --resume || exit; \
+	done
 
 clean:
 	rm -rf $(VENV) $(VENV)-engines runs

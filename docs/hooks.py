@@ -97,7 +97,11 @@ POSITIONS = """\
 Attention is two or three calls of a flash kernel instead of one: somewhat slower, memory linear in
 the length, and a cache of any kind, no larger than before ([measured](../speed.md))."""
 
-FILES = {"README.md": "index.md", "checkpoints/tiny-512/README.md": "checkpoint.md"}
+FILES = {
+    "README.md": "index.md",
+    "checkpoints/tiny-512/README.md": "checkpoint.md",
+    "checkpoints/tiny-bytes-512/README.md": "checkpoint-bytes.md",
+}
 """Files outside of ``docs`` that become pages."""
 
 TABLES = {

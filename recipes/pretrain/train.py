@@ -1,0 +1,155 @@
+"""Train a checkpoint that ships with rope_ext, from scratch, on what every machine has or can get.
+
+    python recipes/pretrain/train.py tiny-512
+    python recipes/pretrain/train.py tiny-bytes-512
+
+What is particular to one (text, tokenizer, exercises, model) is in its file beside this one. A
+killed run continues with --resume exactly where its last checkpoint stood.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+import torch
+from transformers import Trainer, TrainingArguments
+
+from recipes.pretrain import tiny_512, tiny_bytes_512
+from recipes.pretrain.django_docs import as_jsonl
+
+CHECKPOINTS = {
+    "tiny-512": tiny_512.CHECKPOINT,
+    "tiny-bytes-512": tiny_bytes_512.CHECKPOINT,
+}
+
+
+class MuonAdamW(torch.optim.Optimizer):
+    """Muon (Jordan 2024) for the matrices of the layers, AdamW for everything else.
+
+    torch.optim.Muon orthogonalises in bfloat16, which a CPU without bfloat16 units does some
+    thirty times slower than float32; this is the same update in float32, in one optimizer, so
+    that Trainer can save and resume it.
+    """
+
+    def __init__(self, model: torch.nn.Module, lr: float) -> None:
+        named = list(model.named_parameters())
+        matrix = [p for n, p in named if p.ndim == 2 and ".layers." in n]
+        others = [p for n, p in named if p.ndim != 2 or ".layers." not in n]
+        groups = [{"params": matrix, "muon": True}, {"params": others, "muon": False, "lr": lr / 6}]
+        super().__init__(groups, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                state = self.state[p]
+                if not state:
+                    state["step"] = 0
+                    state["momentum"] = torch.zeros_like(p)
+                    state["square"] = torch.zeros(()) if group["muon"] else torch.zeros_like(p)
+                state["step"] += 1
+                if group["muon"]:
+                    state["momentum"].lerp_(p.grad, 0.05)
+                    update = orthogonalise(p.grad.lerp(state["momentum"], 0.95))
+                    update *= max(1, p.shape[0] / p.shape[1]) ** 0.5
+                    p.mul_(1 - group["lr"] * 0.05)
+                else:
+                    state["momentum"].lerp_(p.grad, 0.1)
+                    state["square"].lerp_(p.grad.square(), 0.05)
+                    mean = state["momentum"] / (1 - 0.9 ** state["step"])
+                    square = state["square"] / (1 - 0.95 ** state["step"])
+                    update = mean / (square.sqrt() + 1e-10)
+                p.add_(update, alpha=-group["lr"])
+
+
+def orthogonalise(g: torch.Tensor) -> torch.Tensor:
+    """Newton-Schulz iteration: the nearest (semi-)orthogonal matrix, roughly."""
+    wide = g if g.shape[0] <= g.shape[1] else g.T
+    x = wide / (wide.norm() + 1e-7)
+    for _ in range(5):
+        gram = x @ x.T
+        x = 3.4445 * x + (-4.7750 * gram + 2.0315 * gram @ gram) @ x
+    return x if g.shape[0] <= g.shape[1] else x.T
+
+
+class WeightedTrainer(Trainer):
+    """Cross entropy with a weight per token, averaged over the weights of the batch."""
+
+    def compute_loss(
+        self,
+        model: torch.nn.Module,
+        inputs: dict[str, torch.Tensor],
+        return_outputs: bool = False,
+        num_items_in_batch: torch.Tensor | None = None,
+    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+        logits = model(input_ids=inputs["input_ids"]).logits[:, :-1]
+        losses = torch.nn.functional.cross_entropy(
+            logits.flatten(0, 1), inputs["input_ids"][:, 1:].flatten(), reduction="none"
+        )
+        weights = inputs["weights"][:, 1:].flatten()
+        loss = (losses * weights).sum() / weights.sum()
+        return (loss, logits) if return_outputs else loss
+
+
+def schedule(step: int, steps: int) -> float:
+    """Warm-up over 60 steps, constant, linear to zero over the last third (WSD)."""
+    return min(1.0, (step + 1) / 60, max(0.0, (steps - step) / (steps / 3)))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("name", choices=CHECKPOINTS)
+    parser.add_argument("--output", type=Path, help="default: checkpoints/NAME")
+    parser.add_argument("--work", type=Path, help="default: runs/pretrain/NAME")
+    parser.add_argument("--steps", type=int)
+    parser.add_argument("--batch-size", type=int)
+    parser.add_argument("--learning-rate", type=float, default=0.02)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--resume", action="store_true", help="go on from --work, if it was begun")
+    parser.add_argument("--save-steps", type=int, default=100)
+    args = parser.parse_args()
+    made = CHECKPOINTS[args.name]
+    output = args.output or Path("checkpoints") / args.name
+    work = args.work or Path("runs/pretrain") / args.name
+    steps, batch_size = args.steps or made.steps, args.batch_size or made.batch_size
+
+    torch.manual_seed(args.seed)
+    texts = made.texts("train")
+    tokenizer = made.tokenizer(texts)
+    data = made.rows(tokenizer, texts, steps * batch_size, args.seed)
+    print(f"{len(texts)} files, {len(data.stream):,} tokens of text", file=sys.stderr)
+    model = made.model(tokenizer)
+    optimizer = MuonAdamW(model, args.learning_rate)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: schedule(step, steps))
+    trainer = WeightedTrainer(
+        model,
+        TrainingArguments(
+            output_dir=str(work),
+            max_steps=steps,
+            per_device_train_batch_size=batch_size,
+            remove_unused_columns=False,
+            train_sampling_strategy="sequential",
+            logging_steps=20,
+            save_steps=args.save_steps,
+            save_total_limit=2,
+            max_grad_norm=1.0,
+            seed=args.seed,
+            report_to="none",
+        ),
+        train_dataset=data,
+        optimizers=(optimizer, scheduler),
+    )
+    begun = any(work.glob("checkpoint-*"))
+    trainer.train(resume_from_checkpoint=args.resume and begun)
+    model.config.use_cache = True  # which Trainer switches off
+    model.config.pad_token_id = model.generation_config.pad_token_id = tokenizer.pad_token_id
+    model.to(torch.bfloat16).save_pretrained(output)
+    tokenizer.save_pretrained(output)
+    if made.ships_held_out:
+        (output / "held_out.jsonl").write_text(as_jsonl(made.texts("held_out")), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -37,6 +37,35 @@ REFUSED = {
 }
 WINDOW_ONLY = {"beam", "cohere_compass_text", "moshi", "recurrent_gemma"}
 WINDOW_OFF = {"ministral", "mistral"}  # supported without their window, refused with it
+USED = {  # by the most people, or unlike all others
+    "blt",
+    "cohere2",
+    "deepseek_v3",
+    "falcon",
+    "gemma",
+    "gemma2",
+    "gemma3_text",
+    "glm4",
+    "gpt_neox",
+    "gpt_oss",
+    "gptj",
+    "granite",
+    "lfm2",
+    "llama",
+    "llama4_text",
+    "mistral",
+    "mixtral",
+    "moshi",
+    "olmo2",
+    "phi",
+    "phi3",
+    "qwen2",
+    "qwen3",
+    "qwen3_moe",
+    "smollm3",
+    "stablelm",
+    "starcoder2",
+}
 NOT_BUILDABLE = {"gemma3n", "gemma4_assistant", "gemma4_unified_assistant"}
 
 # Families whose attention goes its own ways, or turns nothing but its sliding layers.
@@ -116,7 +145,14 @@ def required(model_type: str) -> set[str]:
     return names | {"reloaded and patched again" if model_type in PATCH_AGAIN else "reloaded"}
 
 
-@pytest.mark.parametrize("model_type", model_types())
+def by_use() -> list[object]:
+    """All families; those that fewer people use are for the slow tests."""
+    assert USED <= set(model_types())
+    slow = [pytest.mark.slow]
+    return [pytest.param(name, marks=[] if name in USED else slow) for name in model_types()]
+
+
+@pytest.mark.parametrize("model_type", by_use())
 def test_family(model_type: str) -> None:
     result = family(model_type)
     if result.verdict == coverage.NOT_BUILDABLE:

@@ -117,6 +117,7 @@ def log(output: Path) -> list[dict]:
     return [json.loads(line) for line in lines[1:]]
 
 
+@pytest.mark.slow
 def test_a_search_is_seeded_ascends_and_beats_what_it_began_with(model, tokenizer, tmp_path):
     output = tmp_path / "new" / "found.json"
     method = found(model, tokenizer, output, iterations=5)
@@ -249,6 +250,7 @@ def test_a_search_that_is_killed_goes_on_as_if_it_had_not_been(
         assert part.with_suffix(suffix).read_bytes() == whole.with_suffix(suffix).read_bytes()
 
 
+@pytest.mark.slow
 def test_more_iterations_go_on_from_fewer(model, tokenizer, tmp_path) -> None:
     output = tmp_path / "found.json"
     found(model, tokenizer, output, iterations=1)
@@ -372,6 +374,7 @@ def test_options_in_a_file_are_checked(tmp_path, content: str | None, message: s
         parse_options([f"longrope={path}"])
 
 
+@pytest.mark.slow
 def test_text_is_a_path_or_documents(model, tokenizer, tmp_path, caplog) -> None:
     def searched(text) -> rope_ext.LongRoPE:
         return rope_ext.search(model, tokenizer, text, TARGET, iterations=1, **SMALL)
@@ -384,6 +387,7 @@ def test_text_is_a_path_or_documents(model, tokenizer, tmp_path, caplog) -> None
     assert "documents are joined" in caplog.text
 
 
+@pytest.mark.slow
 def test_the_command_searches_prints_and_goes_on(checkpoint, tmp_path) -> None:
     text, output = tmp_path / "text.txt", tmp_path / "found.json"
     text.write_text("\n".join(DOCUMENTS))
@@ -418,6 +422,7 @@ def test_the_command_searches_prints_and_goes_on(checkpoint, tmp_path) -> None:
     assert result.exit_code == 2 and "is of another search" in result.stderr
 
 
+@pytest.mark.slow
 def test_ctrl_c_in_the_command_says_how_to_go_on(checkpoint, tmp_path, monkeypatch) -> None:
     def stop(*args, **kwargs):
         raise KeyboardInterrupt

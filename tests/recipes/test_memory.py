@@ -48,14 +48,17 @@ def tracked(made: torch.nn.Module, rows: int, length: int, bf16: bool) -> int:
     return tracker.get_tracker_snapshot("peak")[torch.device("cpu")]["Total"] - before
 
 
-@pytest.mark.parametrize("bf16", [False, True])
+SLOW = pytest.mark.slow
+
+
+@pytest.mark.parametrize("bf16", [pytest.param(False, marks=SLOW), True])
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_the_peak_is_that_of_torchs_tracker(checkpointing: bool, bf16: bool) -> None:
     found = memory.extrapolated(model(5, checkpointing, "meta"), 2, 256, bf16)
     assert found == tracked(model(5, checkpointing), 2, 256, bf16)
 
 
-@pytest.mark.parametrize("layers", [2, 3, 7])
+@pytest.mark.parametrize("layers", [2, 3, pytest.param(7, marks=SLOW)])
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_all_layers_follow_from_three(layers: int, checkpointing: bool) -> None:
     found = memory.extrapolated(model(layers, checkpointing, "meta"), 2, 128, bf16=False)

@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 CHECKPOINTS := tiny-512 tiny-bytes-512
 export TOKENIZERS_PARALLELISM = false
 
-.PHONY: demo docs finetune finetune-methods test test-all lint coverage checkpoint clean
+.PHONY: demo docs engine-sources finetune finetune-methods test test-all lint coverage checkpoint clean
 .PHONY: $(CHECKPOINTS:%=demo-%) $(CHECKPOINTS:%=finetune-%)
 
 # torch first and by version: a plain `torch` may pull gigabytes of CUDA packages.
@@ -66,10 +66,17 @@ test test-all: export OMP_NUM_THREADS = 1
 test: $(VENV)/installed
 	$(BIN)/python -m pytest -n 2 -m "not slow"
 
-test-all: $(VENV)/installed
+test-all: $(VENV)/installed engine-sources
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt \
 		-e ".[dev,harness,quantised,engines]"
-	$(BIN)/python -m pytest -n 2 --dist worksteal
+	ENGINE_SOURCES=$(CURDIR)/$(VENV)-engines $(BIN)/python -m pytest -n 2 --dist worksteal
+
+# What they depend on is for GPUs, or an older transformers.
+engine-sources: $(VENV)/installed ## files of vLLM, SGLang and kvpress, which slow tests run by themselves
+	rm -rf $(VENV)-engines
+	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps --no-compile \
+		--only-binary :all: --target $(VENV)-engines vllm==0.33.0 sglang==0.5.23 \
+		kvpress==0.5.5 cachetools==5.5.2 fire==0.7.1 termcolor==3.3.0
 
 lint: $(VENV)/installed
 	$(BIN)/ruff check .
@@ -87,4 +94,4 @@ checkpoint: $(VENV)/installed ## train the shipped checkpoints again (hours on a
 	done
 
 clean:
-	rm -rf $(VENV) runs
+	rm -rf $(VENV) $(VENV)-engines runs

@@ -116,7 +116,7 @@ perplexity of the same 256 tokens after more and more context, and the share of 
 with 95 % intervals. The settings, the command and the other methods: [table](../{where}).{more}
 """
 
-GROUPS = ("patching", "advice", "loading", "engines", "measure", "methods", "errors")
+GROUPS = ("patching", "advice", "loading", "engines", "measure", "methods", "encodings", "errors")
 """Modules in the order of the API page; those not named here come last."""
 
 
@@ -199,7 +199,7 @@ def _method_page(markdown: str, page: Page, config: MkDocsConfig, files: Files) 
 
 def _model(method: Method) -> LlamaForCausalLM:
     """A tiny model with the rotary embedding of Llama 2; of Phi-3, where a table has 48 pairs."""
-    dim = 2 * len(getattr(method, "long_factor", range(64)))
+    dim = 2 * len(getattr(method, "long_factor", None) or range(64))
     config = LlamaConfig(
         vocab_size=128,
         hidden_size=dim,

@@ -1,4 +1,4 @@
-r"""The RULER tasks that need no download, written from their description.
+r"""RULER's 13 tasks, written from their description.
 
     python -m eval.ruler --model checkpoints/tiny-512 --method yarn --factor 8 \
         --lengths 1k,2k,4k --trials 20 --tasks niah_single_1,vt

@@ -1,9 +1,10 @@
-"""Long documents as training rows: read, tokenised, packed to one length, positions skipped."""
+"""Long documents as training rows: read, tokenised, packed to one length, made a batch."""
 
 from __future__ import annotations
 
+import math
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,9 @@ import numpy as np
 import torch
 from datasets import Dataset, Features, IterableDataset, List, Value
 
-from rope_ext.errors import RopeExtError, first_line
+from recipes.positions import Drawn
+from recipes.stream import DataError, Packer, Source, Stream
+from rope_ext.errors import first_line
 from rope_ext.measure.prompts import beginning
 from rope_ext.measure.text import python_library
 
@@ -23,12 +26,7 @@ PYTHON_LIBRARY = "python-library"
 IGNORED = -100  # label without a loss, as torch and transformers have it
 _READERS = {".txt": "text", ".md": "text", ".jsonl": "json", ".json": "json", ".parquet": "parquet"}
 _LOOKED_AT, _ENOUGH = 1024, 16  # documents of a stream, and long ones, that tell of the rest
-_SHUFFLED = 256  # documents, and rows, of a stream that are held to be drawn from
 _ROWS = 100  # that are packed at once; on average half a row of them is left over
-
-
-class DataError(RopeExtError):
-    """The data cannot be read, or make no row."""
 
 
 def documents(
@@ -45,7 +43,7 @@ def documents(
         name: ``python-library``, a file (txt and md: one document; jsonl, json and parquet: one
             a row), a folder of such files, or the id of a data set of the Hub.
         config: of a data set of the Hub.
-        split: likewise.
+        split: likewise; of ``python-library``, ``train`` or ``held_out``.
         column: that holds the text.
         streaming: read while training; otherwise everything is read and kept on disk first.
 
@@ -54,7 +52,8 @@ def documents(
     """
     try:
         if name == PYTHON_LIBRARY:
-            data: Any = Dataset.from_dict({"text": python_library("train")})
+            library = python_library("held_out" if split == "held_out" else "train")
+            data: Any = Dataset.from_dict({"text": library})
             data = data.to_iterable_dataset() if streaming else data
         elif Path(name).exists():
             data = _local(Path(name), streaming)
@@ -140,7 +139,7 @@ class Pack:
     """
 
     length: int
-    masking: bool
+    masking: bool = False
 
     def __call__(self, batch: Mapping[str, Sequence[Sequence[int]]]) -> dict[str, Any]:
         documents = [np.asarray(ids, dtype=np.int32) for ids in batch["input_ids"]]
@@ -155,128 +154,225 @@ class Pack:
             made["position_ids"] = at - np.maximum.accumulate(np.where(first, at, 0), axis=1)
         return made
 
+    def rows(self, tokens: int) -> float:
+        return tokens / self.length
+
     @property
-    def features(self) -> Features:
-        names = ["input_ids", *(["position_ids"] if self.masking else [])]
-        return Features({name: List(Value("int32")) for name in names})
+    def names(self) -> list[str]:
+        return ["input_ids", *(["position_ids"] if self.masking else [])]
+
+
+@dataclass(frozen=True)
+class Bookend:
+    """Documents one after the other, cut into rows that all begin and end as a document does.
+
+    As in the data of YaRN (arXiv 2309.00071, section 4.1): "segments bookended with the BOS and
+    EOS token". Where a document happens to begin with a row, its own beginning is the row's.
+
+    Args:
+        length: of a row, its ends among them.
+        head: tokens that begin a document.
+        tail: tokens that end one.
+    """
+
+    length: int
+    head: tuple[int, ...]
+    tail: tuple[int, ...]
+
+    def __call__(self, batch: Mapping[str, Sequence[Sequence[int]]]) -> dict[str, Any]:
+        whole = np.concatenate([np.asarray(ids, dtype=np.int32) for ids in batch["input_ids"]])
+        head, tail = np.asarray(self.head, np.int32), np.asarray(self.tail, np.int32)
+        inner = self.length - len(head) - len(tail)
+        rows, at = [], 0
+        while True:
+            if len(head) and np.array_equal(whole[at : at + len(head)], head):
+                at += len(head)
+            if at + inner > len(whole):
+                break
+            rows.append(np.concatenate([head, whole[at : at + inner], tail]))
+            at += inner
+            if len(tail) and np.array_equal(whole[at : at + len(tail)], tail):
+                at += len(tail)
+        return {"input_ids": np.array(rows, np.int32).reshape(-1, self.length)}
+
+    def rows(self, tokens: int) -> float:
+        return tokens / (self.length - len(self.head) - len(self.tail))
+
+    @property
+    def names(self) -> list[str]:
+        return ["input_ids"]
+
+
+@dataclass(frozen=True)
+class Apart:
+    """A row of each document that is long enough: its beginning.
+
+    Args:
+        length: of a row.
+        most: tokens of a document that are kept, for a scheme that picks ``length`` out of them.
+    """
+
+    length: int
+    most: int
+
+    def __call__(self, batch: Mapping[str, Sequence[Sequence[int]]]) -> dict[str, Any]:
+        long = [ids[: self.most] for ids in batch["input_ids"] if len(ids) >= self.length]
+        return {"input_ids": long}
+
+    def rows(self, tokens: int) -> float:
+        return float(tokens >= self.length)
+
+    @property
+    def names(self) -> list[str]:
+        return ["input_ids"]
+
+
+def packer(kind: str, tokenizer: Any, length: int, masking: bool, most: int) -> Any:
+    """What makes rows.
+
+    Args:
+        kind: ``packed``, ``bookended`` or ``document``.
+        tokenizer: of the model; it knows how documents begin and end.
+        length: of a row.
+        masking: of packed rows, whether they say where documents begin.
+        most: tokens of a document that its row is picked from, for ``document``.
+    """
+    if kind == "document":
+        return Apart(length, most)
+    if kind == "bookended":
+        end = tokenizer.eos_token_id
+        return Bookend(length, beginning(tokenizer), () if end is None else (end,))
+    return Pack(length, masking)
 
 
 def rows(
     data: Dataset | IterableDataset,
     tokenizer: Any,
+    pack: Any,
     *,
-    length: int,
     minimum: int = 0,
-    masking: bool = False,
     seed: int = 0,
-) -> Dataset | IterableDataset:
-    """Rows of exactly ``length`` tokens, each with its ``index``.
+) -> Dataset | Stream:
+    """Rows of ``pack``, each with its ``index``.
 
-    A stream is shuffled a little, documents and then rows, and begins again when it ends; rows of
-    data on disk stay in order, and Trainer draws them at random.
+    Rows of a stream are shuffled, and begin again when they end; rows of data on disk stay in
+    order, and Trainer draws them at random.
 
     Raises:
         DataError: no document has ``minimum`` tokens, or there is not one whole row.
     """
-    stream = isinstance(data, IterableDataset)
+    if isinstance(data, IterableDataset):
+        return Stream([source(data, tokenizer, pack, minimum=minimum, seed=seed)], [1.0], seed)
+    minimum = max(minimum, 1)
+    tokens = Features({"input_ids": List(Value("int32")), "tokens": Value("int64")})
+    data = data.map(
+        Tokenise(tokenizer), batched=True, batch_size=64, remove_columns=["text"], features=tokens
+    )
+    kept = data.filter(lambda row: row["tokens"] >= minimum)
+    counts = data["tokens"][:]
+    long = _long(counts, minimum, "all")
+    batch = math.ceil(_ROWS * len(long) / _whole(long, pack))  # documents that make _ROWS rows
+    features = {name: List(Value("int32")) for name in pack.names}
+    packed = kept.map(
+        pack, batched=True, batch_size=batch, remove_columns=["tokens"], features=Features(features)
+    )
+    numbered = Features({**features, "index": Value("int64")})
+    return packed.map(_number, with_indices=True, features=numbered)
+
+
+def source(
+    data: Dataset | IterableDataset, tokenizer: Any, pack: Packer, *, minimum: int, seed: int
+) -> Source:
+    """Data as one source of a stream.
+
+    Raises:
+        DataError: none of the first documents has ``minimum`` tokens, or all make no row.
+    """
+    if not isinstance(data, IterableDataset):
+        data = data.to_iterable_dataset()
     tokenise, minimum = Tokenise(tokenizer), max(minimum, 1)
     counts: list[int] = []
-    if stream:
-        for batch in data.take(_LOOKED_AT).iter(_ENOUGH):
-            counts += tokenise(batch)["tokens"]
-            if sum(count >= minimum for count in counts) >= _ENOUGH:
-                break
-        data = data.shuffle(seed=seed, buffer_size=_SHUFFLED)
-    tokens = Features({"input_ids": List(Value("int32")), "tokens": Value("int64")})
-    data = data.map(tokenise, batched=True, batch_size=64, remove_columns=["text"], features=tokens)
-    kept = data.filter(lambda row: row["tokens"] >= minimum)
-    counts = counts if stream else data["tokens"][:]
+    for batch in data.take(_LOOKED_AT).iter(_ENOUGH):
+        counts += tokenise(batch)["tokens"]
+        if sum(pack.rows(count) for count in counts if count >= minimum) >= 1:
+            break
+    else:
+        long = _long(counts, minimum, "the first")
+        if len(counts) < _LOOKED_AT:
+            _whole(long, pack)
+    return Source(data, tokenise, pack, minimum, seed)
+
+
+def _long(counts: list[int], minimum: int, which: str) -> list[int]:
     long = [count for count in counts if count >= minimum]
     if not long:
         raise DataError(
-            f"no document is long enough: the longest of {'the first' if stream else 'all'} "
-            f"{len(counts)} has {max(counts)} tokens; lower --minimum_document {minimum} or give "
+            f"no document is long enough: the longest of {which} {len(counts)} has "
+            f"{max(counts, default=0)} tokens; lower --minimum_document {minimum} or give "
             f"data with longer documents"
         )
-    if not stream and sum(long) < length:
+    return long
+
+
+def _whole(long: list[int], pack: Packer) -> float:
+    """Rows that documents of those lengths make."""
+    made = sum(map(pack.rows, long))
+    if made < 1:
         raise DataError(
             f"the data hold {sum(long)} tokens in {len(long)} documents, which is not one row of "
-            f"--length {length}; give more data or a smaller --length"
+            f"--length {pack.length}; give more data or a smaller --length"
         )
-    pack = Pack(length, masking)
-    batch = -(-_ROWS * length * len(long) // sum(long))  # documents that make _ROWS rows
-    packed = kept.map(
-        pack, batched=True, batch_size=batch, remove_columns=["tokens"], features=pack.features
-    )
-    if stream:  # the rows of a long document follow one another, and would fill a step
-        packed = packed.repeat(None).shuffle(seed=seed, buffer_size=_SHUFFLED)
-    numbered = Features({**pack.features, "index": Value("int64")})
-    return packed.map(_number, with_indices=True, features=numbered)
+    return made
 
 
 def _number(row: dict[str, Any], index: int) -> dict[str, Any]:
     return {**row, "index": index}
 
 
-def skipped_positions(
-    length: int, target: int, chunks: int, rng: random.Random
-) -> tuple[list[int], list[int]]:
-    """Where the chunks of a PoSE row begin, and by how much their positions are moved.
-
-    Offsets are uniform between the one before and ``target - length``, the first is 0; borders
-    between chunks are uniform. (Zhu et al. 2023, arXiv 2309.10400, section 3.2; the text of the
-    chunks is one consecutive piece, their ``v_i = 0``.)
-    """
-    starts = [0, *sorted(rng.sample(range(1, length), chunks - 1))]
-    offsets = [0]
-    while len(offsets) < chunks:
-        offsets.append(rng.randint(offsets[-1], target - length))
-    return starts, offsets
-
-
 @dataclass
 class Collator:
     """Rows as a batch.
 
-    With ``pose_chunks``, rows get the positions of ``target`` tokens, drawn from nothing but
-    ``seed``, the epoch and the index of the row: a resumed run and any number of processes draw
-    the same.
+    What a scheme draws follows from nothing but ``seed``, the epoch and the index of the row: a
+    resumed run and any number of processes draw the same. A row without an index, as those that
+    are held out have none, keeps its positions.
 
     Args:
-        pose_chunks: chunks of a row; 0: every position follows the one before.
-        target: tokens that positions may span.
+        scheme: of the positions (recipes/positions.py); None: every one follows the one before.
         seed: of the draws.
         epoch: passes over the data before this one.
     """
 
-    pose_chunks: int = 0
-    target: int = 0
+    scheme: Callable[[Sequence[int], random.Random], Drawn] | None = None
     seed: int = 0
     epoch: int = 0
 
     def __call__(self, rows: Sequence[Mapping[str, Any]]) -> dict[str, torch.Tensor]:
-        ids = _stacked(rows, "input_ids")
+        if rows[0].get("index", 0) < 0:  # Trainer is on its way to where it stood
+            nothing = torch.full((len(rows), 1), IGNORED)
+            return {"input_ids": torch.zeros_like(nothing), "labels": nothing}
+        if self.scheme is not None and "index" in rows[0]:
+            drawn = [self._drawn(row) for row in rows]
+            ids = _stacked([taken for taken, _ in drawn])
+            # Without a mask transformers takes every jump in the positions for a new document.
+            return {
+                "input_ids": ids,
+                "labels": ids.clone(),
+                "position_ids": torch.stack([positions for _, positions in drawn]),
+                "attention_mask": torch.ones_like(ids),
+            }
+        ids = _stacked([row["input_ids"] for row in rows])
         batch = {"input_ids": ids, "labels": ids.clone()}
         if "position_ids" in rows[0]:
             # Without a mask transformers keeps documents apart by their positions.
-            batch["position_ids"] = _stacked(rows, "position_ids")
+            batch["position_ids"] = _stacked([row["position_ids"] for row in rows])
             batch["labels"][batch["position_ids"] == 0] = IGNORED
-            return batch
-        if self.pose_chunks:
-            batch["position_ids"] = torch.stack([self._positions(row) for row in rows])
-            # Without it transformers takes every jump in the positions for a new document.
-            batch["attention_mask"] = torch.ones_like(ids)
         return batch
 
-    def _positions(self, row: Mapping[str, Any]) -> torch.Tensor:
-        length = len(row["input_ids"])
+    def _drawn(self, row: Mapping[str, Any]) -> Drawn:
         rng = random.Random(f"{self.seed}:{self.epoch}:{row['index']}")
-        starts, offsets = skipped_positions(length, self.target, self.pose_chunks, rng)
-        positions = torch.arange(length)
-        for start, before, offset in zip(starts[1:], offsets, offsets[1:], strict=False):
-            positions[start:] += offset - before
-        return positions
+        return self.scheme(row["input_ids"], rng)
 
 
-def _stacked(rows: Sequence[Mapping[str, Any]], name: str) -> torch.Tensor:
-    return torch.from_numpy(np.array([row[name] for row in rows], dtype=np.int64))
+def _stacked(rows: Sequence[Sequence[int]]) -> torch.Tensor:
+    return torch.from_numpy(np.array(rows, dtype=np.int64))

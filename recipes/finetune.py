@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import json
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -29,22 +30,28 @@ from transformers import (
     set_seed,
 )
 from transformers.trainer import TRAINER_STATE_NAME
+from transformers.trainer_utils import EvalLoopOutput
 
 import rope_ext
-from recipes import data
+from recipes import data, evaluation, positions
 from recipes.loss import ChunkedLoss
 from recipes.parallel import check_parallelism, context_parallel_size
 from recipes.settings import (
     NONE,
+    STREAM,
     Recipe,
     check_output,
     check_together,
     finished,
     method_of,
     parse,
+    parts,
+    rows_of,
     save_from,
+    scheme_of,
     write_settings,
 )
+from recipes.stream import Stream
 from rope_ext.errors import OptionError, RopeExtError, first_line
 from rope_ext.measure.models import load_config, load_tokenizer
 from rope_ext.methods import reach
@@ -62,11 +69,15 @@ class Plan:
         config: of the model.
         tokenizer: of the model.
         target: context after training, tokens.
+        eval_length: of the rows and passkeys that are evaluated, tokens.
+        passkeys: that are asked for.
     """
 
     config: Any
     tokenizer: Any
     target: int
+    eval_length: int
+    passkeys: list[Any]
 
 
 def check(recipe: Recipe, args: TrainingArguments) -> Plan:
@@ -88,15 +99,17 @@ def check(recipe: Recipe, args: TrainingArguments) -> Plan:
     )
     model = _bare(recipe, config, meta=True)
     trained, target = lengths(recipe, model)
-    if recipe.pose_chunks and recipe.length >= target:
+    scheme = scheme_of(recipe)
+    if scheme != "consecutive" and recipe.length >= target:
         raise OptionError(
-            f"--length {recipe.length} leaves PoSE nothing to skip: the target is {target} tokens; "
-            f"give a shorter --length, such as the trained {trained}, or --pose_chunks 0"
+            f"--length {recipe.length} leaves --positions {scheme} nothing to choose: the target "
+            f"is {target} tokens; give a shorter --length, such as the trained {trained}, or "
+            f"--positions consecutive"
         )
-    if not recipe.pose_chunks and not trained < recipe.length <= target:
+    if scheme == "consecutive" and not trained < recipe.length <= target:
         raise OptionError(
             f"--length {recipe.length} must be longer than the trained {trained} tokens and at "
-            f"most the target of {target}; give --pose_chunks 2 to train on short rows, or "
+            f"most the target of {target}; give --positions pose to train on short rows, or "
             f"another --length or --factor"
         )
     model = _extend(recipe, model, meta=True)  # what can be refused without weights is refused
@@ -105,7 +118,10 @@ def check(recipe: Recipe, args: TrainingArguments) -> Plan:
         with contextlib.suppress(RuntimeError):
             ids = torch.zeros((1, 4), dtype=torch.long, device="meta")
             model(input_ids=ids, labels=ids)
-    return Plan(config, load_tokenizer(recipe.model), target)
+    tokenizer, cases, length = load_tokenizer(recipe.model), [], recipe.eval_length or target
+    if args.eval_strategy != "no":
+        cases = evaluation.passkeys(tokenizer, length, recipe.eval_passkeys)
+    return Plan(config, tokenizer, target, length, cases)
 
 
 def _bare(recipe: Recipe, config: Any, meta: bool) -> Any:
@@ -162,6 +178,9 @@ def _extend(recipe: Recipe, model: Any, meta: bool) -> Any:
 def with_lora(model: Any, recipe: Recipe) -> Any:
     """LoRA on ``model``; what is trained is held in float32, whatever the rest is.
 
+    What a trained embedding hands on is in the dtype of the rest: in float32 it would make all
+    that layers keep for backward twice as large.
+
     Raises:
         OptionError: there are no such layers.
     """
@@ -189,9 +208,15 @@ def with_lora(model: Any, recipe: Recipe) -> Any:
     for parameter in whole.parameters():
         if parameter.requires_grad:
             parameter.data = parameter.data.float()
+    if extra and recipe.dtype == "bfloat16":
+        whole.get_input_embeddings().register_forward_hook(_in_bfloat16)
     if extra and tied:
         model._tied_weights_keys = _shared(model)
     return whole
+
+
+def _in_bfloat16(module: Any, given: Any, made: torch.Tensor) -> torch.Tensor:
+    return made.bfloat16()
 
 
 def _shared(model: Any) -> dict[str, str]:
@@ -214,10 +239,14 @@ def embeddings_and_norms(model: Any) -> list[str]:
 
 
 class LongTrainer(Trainer):
-    """Trainer with LoRA+, where the recipe asks for it, and the patch beside every adapter."""
+    """Trainer with LoRA+, where the recipe asks for it, and the patch beside every adapter.
 
-    def __init__(self, recipe: Recipe, *args: Any, **kwargs: Any) -> None:
-        self.recipe = recipe
+    Evaluations ask for passkeys as well, and leave the random numbers of training alone; a
+    checkpoint says where a stream of rows stood.
+    """
+
+    def __init__(self, recipe: Recipe, *args: Any, plan: Plan | None = None, **kwargs: Any) -> None:
+        self.recipe, self.plan = recipe, plan
         super().__init__(*args, **kwargs)
 
     def create_accelerator_and_postprocess(self) -> None:
@@ -260,6 +289,24 @@ class LongTrainer(Trainer):
             self._diverged(f"the loss is {loss.item()}")
         return loss
 
+    def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
+        with evaluation.undisturbed():
+            metrics = super().evaluate(*args, **kwargs)
+        if self.is_world_process_zero():
+            folder = Path(self.args.output_dir)
+            evaluation.report(self.state.log_history, self.plan.eval_length, folder)
+        return metrics
+
+    def evaluation_loop(
+        self, *args: Any, metric_key_prefix: str = "eval", **kwargs: Any
+    ) -> EvalLoopOutput:
+        output = super().evaluation_loop(*args, metric_key_prefix=metric_key_prefix, **kwargs)
+        if self.plan.passkeys:
+            with self.compute_loss_context_manager():
+                share = evaluation.found(self.model, self.plan.passkeys)
+            output.metrics[f"{metric_key_prefix}_passkey"] = share
+        return output
+
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """As Trainer does, and the patch beside an adapter.
 
@@ -274,6 +321,11 @@ class LongTrainer(Trainer):
         super().save_model(output_dir, _internal_call)
         if self.recipe.lora_r and self.recipe.method != NONE and self.args.should_save:
             rope_ext.save_sidecar(self.model, folder)
+        if _internal_call and isinstance(self.train_dataset, Stream) and self.args.should_save:
+            done = self.state.global_step * self.get_total_train_batch_size(self.args)
+            state = self.train_dataset.state(done)
+            if state is not None:
+                (folder / STREAM).write_text(json.dumps(state) + "\n", encoding="utf-8")
 
     def _diverged(self, what: str) -> None:
         raise DivergedError(
@@ -287,6 +339,71 @@ def _finite(parameter: torch.Tensor) -> bool:
     """Of a sharded one, the part of this process."""
     local = parameter.to_local() if hasattr(parameter, "to_local") else parameter
     return bool(torch.isfinite(local).all())
+
+
+def scheme(recipe: Recipe, target: int) -> Any:
+    """How the positions of a row are chosen; None: one after the other."""
+    name = scheme_of(recipe)
+    if name == "pose":
+        return positions.PoSE(target, recipe.pose_chunks or 2)
+    if name == "pose_released":
+        return positions.ReleasedPoSE(target, recipe.length)
+    return positions.Scattered(target) if name == "random" else None
+
+
+def read(recipe: Recipe, args: TrainingArguments, plan: Plan) -> tuple[Any, Any]:
+    """Rows to train on, and rows that are held out; None: there are none.
+
+    Raises:
+        DataError: some data cannot be read, or make no row.
+    """
+    tokenizer, given = plan.tokenizer, parts(recipe)
+    times = positions.DOCUMENT if recipe.positions == "pose_released" else 1
+    kind, most = rows_of(recipe), recipe.length * times
+    pack = data.packer(kind, tokenizer, recipe.length, recipe.document_masking, most)
+    least = recipe.length if kind == "document" else 0
+    texts = [
+        data.documents(
+            part.dataset,
+            config=part.config,
+            split=part.split,
+            column=part.column,
+            streaming=recipe.streaming,
+        )
+        for part in given
+    ]
+    held = None
+    if args.eval_strategy != "no":
+        apart = texts[0]
+        if recipe.eval_dataset is not None:
+            name, split = recipe.eval_dataset, recipe.eval_split
+            apart = data.documents(name, split=split, column=recipe.text_column, streaming=True)
+        held, taken = evaluation.held_out(
+            apart,
+            tokenizer,
+            length=plan.eval_length,
+            rows=recipe.eval_rows,
+            minimum=recipe.minimum_document,
+        )
+        if recipe.eval_dataset is None:
+            texts = [texts[0].skip(taken)]
+    minima = [max(part.minimum_document, least) for part in given]
+    if not recipe.datasets:
+        return data.rows(texts[0], tokenizer, pack, minimum=minima[0], seed=args.seed), held
+    sources = [
+        data.source(text, tokenizer, pack, minimum=minimum, seed=args.seed)
+        for text, minimum in zip(texts, minima, strict=True)
+    ]
+    return Stream(sources, [part.weight for part in given], args.seed), held
+
+
+def resume_stream(rows: Stream, args: TrainingArguments) -> None:
+    """Begin a stream where the checkpoint says, so that nothing before it is read again."""
+    if args.resume_from_checkpoint is None or args.ignore_data_skip:
+        return
+    file = Path(args.resume_from_checkpoint) / STREAM
+    if file.exists():  # not if worker processes read it: then Trainer reads up to where it stood
+        rows.start(json.loads(file.read_text(encoding="utf-8")))
 
 
 class Epochs(TrainerCallback):
@@ -309,28 +426,15 @@ def main(argv: Sequence[str] | None = None) -> None:
         print(f"{args.output_dir}: the run is over; it holds the model of {checkpoint.name}")
         return
     with args.main_process_first(desc="reading the data"):
-        texts = data.documents(
-            recipe.dataset,
-            config=recipe.dataset_config,
-            split=recipe.dataset_split,
-            column=recipe.text_column,
-            streaming=recipe.streaming,
-        )
-        rows = data.rows(
-            texts,
-            plan.tokenizer,
-            length=recipe.length,
-            minimum=recipe.minimum_document,
-            masking=recipe.document_masking,
-            seed=args.seed,
-        )
+        rows, held = read(recipe, args, plan)
     set_seed(args.seed)
     model = build(recipe, plan.config)
     if recipe.lora_r and args.should_log:
         model.print_trainable_parameters()
-    collator = data.Collator(recipe.pose_chunks, plan.target, args.seed)
+    collator = data.Collator(scheme(recipe, plan.target), args.seed)
     plan.tokenizer.model_max_length = plan.target
     args.remove_unused_columns = False  # the collator needs the index of the row
+    args.per_device_eval_batch_size = 1  # they are long
     args.use_cache = False  # with one, transformers does not look where packed documents begin
     trainer = LongTrainer(
         recipe,
@@ -338,11 +442,15 @@ def main(argv: Sequence[str] | None = None) -> None:
         args,
         data_collator=collator,
         train_dataset=rows,
+        eval_dataset=held,
         processing_class=plan.tokenizer,
         callbacks=[Epochs(collator)],
+        plan=plan,
     )
     if args.should_save:
         write_settings(recipe, args)
+    if isinstance(rows, Stream):
+        resume_stream(rows, args)
     trainer.train(resume_from_checkpoint=args.resume_from_checkpoint)
     trainer.save_model()
 

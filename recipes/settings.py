@@ -9,7 +9,7 @@ import json
 import math
 import shutil
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -21,22 +21,28 @@ from transformers.trainer import TRAINER_STATE_NAME
 from recipes.data import PYTHON_LIBRARY
 from rope_ext.errors import OptionError, nearest
 from rope_ext.methods import build_method
+from rope_ext.plots.style import require_matplotlib
 
 NONE = "none"
+ROWS = ("packed", "bookended", "document")
+POSITIONS = ("consecutive", "pose", "pose_released", "random")
 _LARGEST_MASK = 2**30  # bytes; of a row of 32768 tokens
 SETTINGS = "recipe.json"
+STREAM = "stream.json"
+"""Of a checkpoint: where the data stood (recipes/stream.py)."""
 # What decides the numbers of a run, besides the recipe: a resumed one must have the same.
 _DECISIVE = (
     *("seed", "data_seed", "max_steps", "num_train_epochs", "world_size"),
     *("per_device_train_batch_size", "gradient_accumulation_steps", "max_grad_norm"),
     *("learning_rate", "lr_scheduler_type", "lr_scheduler_kwargs", "warmup_steps", "weight_decay"),
     *("optim", "optim_args", "adam_beta1", "adam_beta2", "adam_epsilon", "bf16", "fp16"),
+    "eval_strategy",  # what is held out is not trained on
 )
 
 # Files of a checkpoint that are there to go on from it, and are no part of the model.
 _TO_GO_ON = (
     *("optimizer", "scheduler", "scaler", "rng_state", "trainer_state"),
-    *("pytorch_model_fsdp", "latest", "zero_to_fp32"),
+    *("pytorch_model_fsdp", "latest", "zero_to_fp32", STREAM),
 )
 
 
@@ -66,11 +72,36 @@ class Recipe:
     dataset_config: str | None = _option(None, "Configuration of a data set of the Hub.")
     dataset_split: str = _option("train", "Split of a data set of the Hub.")
     text_column: str = _option("text", "Column with the text.")
+    datasets: list[str] = field(
+        default_factory=list,
+        metadata={
+            "help": "A mixture instead of dataset: JSON with dataset and weight each, and if need "
+            "be config, split, column, minimum_document; the weights are shares of the rows."
+        },
+    )
     streaming: bool = _option(False, "Read while training; needs max_steps.")
     length: int | None = _option(None, "Of every training row.")
+    rows: str = _option(
+        "packed",
+        "packed: documents one after the other; bookended: likewise, and every row has a start and "
+        "an end token; document: the beginning of one document.",
+    )
     minimum_document: int = _option(0, "Shorter documents are left out.")
     document_masking: bool = _option(False, "Tokens see their own document only.")
-    pose_chunks: int = _option(0, "PoSE with that many chunks, 2 or more; 0: full length.")
+    positions: str = _option(
+        "consecutive",
+        "consecutive; pose: chunks that skip positions; pose_released: two chunks that skip text "
+        "as well, as PoSE's code; random: sorted random ones out of the target.",
+    )
+    pose_chunks: int = _option(0, "2 or more: positions pose with so many chunks.")
+
+    eval_dataset: str | None = _option(
+        None, "With eval_strategy: as dataset; None holds the first documents of dataset out."
+    )
+    eval_split: str = _option("train", "Split of eval_dataset; python-library has held_out.")
+    eval_rows: int = _option(8, "Rows of the target length that are evaluated on.")
+    eval_length: int | None = _option(None, "Of those rows and the passkeys, if not the target.")
+    eval_passkeys: int = _option(10, "Passkeys of that length that are asked for; 0: none.")
 
     lora_r: int = _option(8, "Rank of LoRA; 0 trains all weights.")
     lora_alpha: int = _option(16, "The change is multiplied by lora_alpha / lora_r.")
@@ -154,9 +185,11 @@ def method_of(recipe: Recipe) -> Any:
 def check_together(recipe: Recipe, args: TrainingArguments) -> None:
     """Raise OptionError where settings are missing or do not go together."""
     for name in ("model", "dataset", "length"):
-        if getattr(recipe, name) is None:
+        if getattr(recipe, name) is None and not (name == "dataset" and recipe.datasets):
             raise OptionError(f"--{name} is missing; give it in the recipe or on the command line")
     method = method_of(recipe)
+    check_data(recipe, args)
+    check_evaluation(recipe, args)
     lora_only = ("quantize", "train_embeddings_and_norms", "loraplus_ratio")
     for name in lora_only if recipe.lora_r == 0 else ():
         if getattr(recipe, name):
@@ -173,18 +206,6 @@ def check_together(recipe: Recipe, args: TrainingArguments) -> None:
             "--quantize needs bitsandbytes, which is not installed; install it with: pip install "
             "bitsandbytes, or give --quantize false"
         )
-    if recipe.streaming and args.max_steps < 1:
-        raise OptionError("--streaming has no end, so --max_steps is needed; give it")
-    if recipe.pose_chunks and not 2 <= recipe.pose_chunks <= recipe.length:
-        raise OptionError(
-            f"--pose_chunks {recipe.pose_chunks} is not valid; give 0 (no PoSE), or from 2 to "
-            f"--length {recipe.length}"
-        )
-    if recipe.pose_chunks and recipe.document_masking:
-        raise OptionError(
-            "--document_masking tells documents apart by positions that --pose_chunks changes; "
-            "leave one of them out"
-        )
     if getattr(method, "mode", None) == "growing":
         raise OptionError(
             f"{method.name} with mode='growing' changes with the order of the rows it is trained "
@@ -198,16 +219,169 @@ def check_together(recipe: Recipe, args: TrainingArguments) -> None:
         )
     if recipe.document_masking and not (method and method.attends):
         check_document_masking(recipe, args)
-    if args.eval_strategy != "no":
-        raise OptionError(
-            "--eval_strategy has nothing to evaluate on here; leave it out, and measure what was "
-            "saved with python -m eval.report --adapter FOLDER --method adapter"
-        )
     if recipe.chunked_loss and (args.use_liger_kernel or args.label_smoothing_factor):
         raise OptionError(
             "--chunked_loss is the loss already, without label smoothing; leave "
             "--use_liger_kernel and --label_smoothing_factor out, or give --chunked_loss false"
         )
+
+
+def check_data(recipe: Recipe, args: TrainingArguments) -> None:
+    """Raise OptionError where there can be no such rows."""
+    _require_choice("rows", recipe.rows, ROWS)
+    _require_choice("positions", recipe.positions, POSITIONS)
+    parts(recipe)
+    endless = "--streaming" if recipe.streaming else "--datasets" if recipe.datasets else None
+    if endless and args.max_steps < 1:
+        raise OptionError(f"{endless} has no end, so --max_steps is needed; give it")
+    if endless and args.dataloader_num_workers > 1:
+        raise OptionError(
+            f"{endless} is read by one process, and --dataloader_num_workers is "
+            f"{args.dataloader_num_workers}; give 1, or 0 so that a resumed run reads nothing again"
+        )
+    if recipe.pose_chunks and not 2 <= recipe.pose_chunks <= recipe.length:
+        raise OptionError(
+            f"--pose_chunks {recipe.pose_chunks} is not valid; give 0 (no PoSE), or from 2 to "
+            f"--length {recipe.length}"
+        )
+    scheme = scheme_of(recipe)
+    if recipe.pose_chunks and scheme != "pose":
+        raise OptionError(
+            f"--pose_chunks is of --positions pose, and they are {scheme}; leave one of them out"
+        )
+    if scheme != "consecutive" and recipe.document_masking:
+        raise OptionError(
+            f"--document_masking tells documents apart by positions that --positions {scheme} "
+            f"changes; leave one of them out"
+        )
+    kind = rows_of(recipe)
+    if kind != "packed" and recipe.document_masking:
+        raise OptionError(
+            f"--document_masking is for rows of several documents, and --rows {kind} has none that "
+            f"it could keep apart; leave one of them out"
+        )
+    if scheme == "pose_released" and recipe.rows == "bookended":
+        raise OptionError(
+            "--positions pose_released takes its chunks out of one document, and --rows bookended "
+            "holds several; give --positions pose, or leave --rows out"
+        )
+
+
+def check_evaluation(recipe: Recipe, args: TrainingArguments) -> None:
+    """Raise OptionError where there is nothing to evaluate on, or no picture could be drawn."""
+    if args.eval_strategy == "no":
+        return
+    for name, least in (("eval_rows", 1), ("eval_passkeys", 0), ("eval_length", 2)):
+        value = getattr(recipe, name)
+        if value is not None and value < least:
+            raise OptionError(f"--{name} {value} is not valid; it must be {least} or more")
+    if recipe.datasets and recipe.eval_dataset is None:
+        raise OptionError(
+            "--eval_strategy with --datasets needs --eval_dataset, since none of them stands for "
+            "the mixture; give it"
+        )
+    require_matplotlib()
+
+
+def _require_choice(name: str, value: str, choices: Sequence[str]) -> None:
+    if value not in choices:
+        near = nearest(value, set(choices)) or ";"
+        raise OptionError(f"--{name} {value!r} is not valid{near} give one of {', '.join(choices)}")
+
+
+def scheme_of(recipe: Recipe) -> str:
+    """How positions are chosen; ``pose_chunks`` alone is PoSE as well."""
+    plain = recipe.positions == "consecutive"
+    return "pose" if plain and recipe.pose_chunks else recipe.positions
+
+
+def rows_of(recipe: Recipe) -> str:
+    """How rows are made; PoSE's code takes each out of one document."""
+    return "document" if recipe.positions == "pose_released" else recipe.rows
+
+
+@dataclass(frozen=True)
+class Part:
+    """One data set of a recipe, as :class:`Recipe` says it of the only one."""
+
+    dataset: str
+    weight: float = 1.0
+    config: str | None = None
+    split: str = "train"
+    column: str = "text"
+    minimum_document: int = 0
+
+
+def parts(recipe: Recipe) -> list[Part]:
+    """The data sets of a recipe.
+
+    Raises:
+        OptionError: a mixture is not valid, or not the only data.
+    """
+    if not recipe.datasets:
+        return [
+            Part(
+                recipe.dataset or "",
+                1.0,
+                recipe.dataset_config,
+                recipe.dataset_split,
+                recipe.text_column,
+                recipe.minimum_document,
+            )
+        ]
+    if recipe.dataset is not None:
+        raise OptionError("--dataset and --datasets are two ways to name data; leave one out")
+    found = [_part(text, recipe) for text in recipe.datasets]
+    total = sum(part.weight for part in found)
+    if abs(total - 1) > 1e-6:
+        shown = " + ".join(f"{part.weight:g}" for part in found)
+        raise OptionError(
+            f"the weights of --datasets are shares of the rows, and {shown} = {total:g}; give "
+            f"weights whose sum is 1"
+        )
+    return found
+
+
+def _part(text: str, recipe: Recipe) -> Part:
+    try:
+        given = json.loads(text)
+        if not isinstance(given, dict):
+            raise ValueError("it holds no names")
+    except ValueError as error:
+        raise OptionError(
+            f"--datasets {text!r} is not valid ({error}); give JSON such as "
+            f'\'{{"dataset": "books/", "weight": 0.3}}\''
+        ) from None
+    names = {option.name for option in fields(Part)}
+    for name in given:
+        if name not in names:
+            near = nearest(str(name), names) or f"; it must be one of {', '.join(sorted(names))}"
+            raise OptionError(f"--datasets {text}: unknown name {name!r}{near}")
+    for name in ("dataset", "weight"):
+        if name not in given:
+            raise OptionError(f"--datasets {text}: {name} is missing; give it")
+    defaults = {"column": recipe.text_column, "minimum_document": recipe.minimum_document}
+    part = Part(**(defaults | given))
+    for name, kinds in _OF_PART.items():
+        value = getattr(part, name)
+        if not isinstance(value, kinds) or isinstance(value, bool):
+            raise OptionError(f"--datasets {text}: {name} {value!r} is not valid")
+    if not 0 < part.weight <= 1:  # false of what is no number, too
+        raise OptionError(
+            f"--datasets {text}: weight {part.weight:g} is not valid; it is a share of the rows, "
+            f"above 0 and at most 1"
+        )
+    return part
+
+
+_OF_PART: dict[str, Any] = {
+    "dataset": str,
+    "weight": (int, float),
+    "config": str | None,
+    "split": str,
+    "column": str,
+    "minimum_document": int,
+}
 
 
 def mask_bytes(recipe: Recipe, args: TrainingArguments, length: int) -> int:
@@ -276,6 +450,9 @@ def check_output(recipe: Recipe, args: TrainingArguments) -> None:
                 f"another --output_dir"
             ) from None
         now = decisive(recipe, args)
+        before = (
+            asdict(Recipe()) | {"eval_strategy": "no"} | before
+        )  # settings that did not exist yet are as by default
         changed = [f"{k} {before.get(k)!r} -> {now[k]!r}" for k in now if before.get(k) != now[k]]
         if changed:
             raise OptionError(

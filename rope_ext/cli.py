@@ -108,7 +108,7 @@ def compare(
     add_help_option=False,
 )
 def evaluate_tasks(context: typer.Context) -> None:
-    """Measure tasks: perplexity, longppl, passkey, needle, ruler; see `rope-ext eval TASK -h`."""
+    """Measure tasks: perplexity, passkey, ruler, babilong and more; see `rope-ext eval -h`."""
     from rope_ext.measure import command
 
     command.call(context.args)
@@ -136,13 +136,16 @@ def recommend(
     finetune: Annotated[
         bool, typer.Option("--finetune", help="The model will be fine-tuned for it.")
     ] = False,
+    calibration: Annotated[
+        Path | None, typer.Option(help="File or folder of `rope-ext calibrate`, to use.")
+    ] = None,
 ) -> None:
     """Print which method extends a model to a length, and why."""
     with clean_errors():
         import rope_ext
 
         quiet()
-        print(rope_ext.recommend(model, parse_length(length), finetune))
+        print(rope_ext.recommend(model, parse_length(length), finetune, calibration))
 
 
 @app.command()
@@ -165,7 +168,18 @@ def search(
     crossovers: Annotated[int, typer.Option(min=0, help="Likewise, from two.")] = 16,
     samples: Annotated[int, typer.Option(min=1, help="Windows of text that judge a table.")] = 5,
     scored: Annotated[
-        str | None, typer.Option(help="Tokens at their ends that count. Default: half.")
+        str | None,
+        typer.Option(
+            help="Tokens at their ends that count, or `needles`: the answers of passkeys hidden in "
+            "them and in filler. Default: half."
+        ),
+    ] = None,
+    critical: Annotated[
+        int | None,
+        typer.Option(help="Search from this pair on, those below as of NTK. Default: all."),
+    ] = None,
+    attention_factor: Annotated[
+        float | None, typer.Option(help="Of all tables. Default: it is searched along.")
     ] = None,
     start_tokens: Annotated[
         str, typer.Option(help="Numbers of tokens to choose from; more than 0 is not exportable.")
@@ -180,12 +194,14 @@ def search(
     with clean_errors():
         import rope_ext
         from rope_ext.measure.models import load_model, load_tokenizer
-        from rope_ext.measure.search import summary
+        from rope_ext.measure.search import NEEDLES, summary
         from rope_ext.measure.text import python_library, read_texts
 
         quiet()
         tokens = parse_length(length)
-        last = None if scored is None else parse_length(scored, "--scored")
+        last = scored
+        if scored not in (None, NEEDLES):
+            last = parse_length(scored, "--scored")
         starts = parse_lengths(start_tokens, "--start-tokens")
         texts = read_texts(text) if text else python_library("train")
         tokenizer = load_tokenizer(model)
@@ -202,6 +218,8 @@ def search(
                 crossovers=crossovers,
                 samples=samples,
                 scored=last,
+                critical=critical,
+                attention_factor=attention_factor,
                 start_tokens=starts,
                 seed=seed,
                 compose=compose,
@@ -213,6 +231,85 @@ def search(
         print(summary(output))
         more = {"--dtype": dtype, "--device": device, "--trained-length": trained_length}
         print(_use_of(found, output, model, tokens, more, compose))
+
+
+@app.command()
+def calibrate(
+    model: Annotated[str, typer.Option(help="Folder or Hub id of a causal language model.")],
+    length: Annotated[str, typer.Option(help="Context to reach in tokens, such as 32k.")],
+    output: Annotated[Path, typer.Option(help="Folder for what is found.")],
+    methods: Annotated[str, typer.Option(help="Names, comma between.")] = "yarn",
+    text: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Text, .jsonl, .parquet or folder; repeat. Default: Python's own library, but for "
+            "the part that is measured by default."
+        ),
+    ] = None,
+    options: Annotated[
+        str | None,
+        typer.Option(help="Those to find, such as attention_factor,window. Default: all."),
+    ] = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on with what --output holds.")] = (
+        False
+    ),
+    samples: Annotated[int, typer.Option(help="Windows of text, of each half.")] = 8,
+    prompts: Annotated[
+        int, typer.Option(help="Passkeys, of each half and length; 0: the text alone.")
+    ] = 8,
+    scored: Annotated[
+        str | None, typer.Option(help="Tokens that count far out. Default: a quarter.")
+    ] = None,
+    cost: Annotated[
+        float, typer.Option(help="Largest rise of the loss within the trained length, as a share.")
+    ] = 0.02,
+    seed: Annotated[int, typer.Option(help="Of windows, prompts and intervals.")] = 0,
+    dtype: Dtype = "auto",
+    device: Device = "auto",
+    trained_length: TrainedLength = None,
+    compose: Compose = False,
+) -> None:
+    """Find the temperature and the other scalars of methods for a model, on a text.
+
+    One half of the text chooses, the other judges; what is not better beyond noise stays as it was
+    published.
+    """
+    with clean_errors():
+        import rope_ext
+        from rope_ext.measure.models import load_model, load_tokenizer
+        from rope_ext.measure.text import read_texts
+        from rope_ext.methods import method_class
+
+        quiet()
+        tokens, names = parse_length(length), split(methods)
+        last = None if scored is None else parse_length(scored, "--scored")
+        for name in names:  # a mistake shows before the weights are loaded
+            method_class(name)
+        texts = read_texts(text) if text else None
+        tokenizer = load_tokenizer(model)
+        try:
+            found = rope_ext.calibrate(
+                load_model(model, dtype, device),
+                tokenizer,
+                tokens,
+                texts,
+                methods=names,
+                options=None if options is None else split(options),
+                output=output,
+                resume=resume,
+                samples=samples,
+                prompts=prompts,
+                scored=last,
+                cost=cost,
+                seed=seed,
+                compose=compose,
+                original_max_position_embeddings=trained_length,
+            )
+        except KeyboardInterrupt:
+            tell("stopped; the same command goes on with --resume")
+            sys.exit(130)
+        print(found)
+        tell(f"wrote {output}")
 
 
 def _use_of(

@@ -22,8 +22,15 @@ from huggingface_hub.utils import validate_repo_id
 from safetensors import SafetensorError, safe_open
 from torch import nn
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
-from transformers.utils import cached_file
+from transformers.utils import (
+    SAFE_WEIGHTS_INDEX_NAME,
+    SAFE_WEIGHTS_NAME,
+    WEIGHTS_INDEX_NAME,
+    WEIGHTS_NAME,
+    cached_file,
+)
 
+from rope_ext.encodings import Encoding
 from rope_ext.errors import (
     AdapterError,
     LoadError,
@@ -33,6 +40,7 @@ from rope_ext.errors import (
     first_line,
 )
 from rope_ext.patching import Patch, current_patch, patch
+from rope_ext.position.bias import NAME, learned
 from rope_ext.record import FIELD, Record
 from rope_ext.rotary.sites import RotarySite, find_sites, text_decoder
 from rope_ext.saving import configuration
@@ -72,6 +80,7 @@ _FAILURES = (
 _NO_FAILURES = (RopeExtError, torch.OutOfMemoryError)
 """Raised as they are, although they are of the kinds above."""
 _WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin")
+_IGNORED = "_keys_to_ignore_on_load_unexpected"
 _SAME_FREQUENCY = 1e-5  # powers in float32, here and on the device of training
 _logger = logging.getLogger("rope_ext")
 
@@ -273,6 +282,7 @@ def from_pretrained(
     if record is not None:
         model = loaded[0] if isinstance(loaded, tuple) else loaded  # with loading info
         _patch(model, record)
+        _restore_learned(model, path, {**of_hub, "variant": kwargs.get("variant")})
         here = current_patch(model).record
         if not record.same(here):
             raise RecordError(
@@ -495,7 +505,7 @@ def _load(
     if not of_task and not (is_model and (class_name or cls.config_class is type(config))):
         cls = getattr(transformers, _CAUSAL)  # among others, where the code is not transformers'
     try:
-        with _loading("weights", path):
+        with _loading("weights", path), _expecting_learned(cls, record):
             return cls.from_pretrained(path, **kwargs), record
     except LoadError as error:
         if configuration.CURE not in str(error.__cause__):
@@ -504,6 +514,64 @@ def _load(
             f"{where} is that of a patched model, but it has no record of the patch, or one that "
             f"does not lead back to before it; load the model that it was made from, and patch that"
         ) from error
+
+
+def _restore_learned(model: nn.Module, path: str, options: dict[str, Any]) -> None:
+    """Give what an encoding has learned its values, which transformers' loading leaves out.
+
+    Raises:
+        LoadError: the folder does not have them.
+    """
+    wanted = learned(model)
+    if not wanted:
+        return
+    variant = options.pop("variant")
+    files = {_variant(name, variant) for name in (SAFE_WEIGHTS_NAME, WEIGHTS_NAME)}
+    for name in (SAFE_WEIGHTS_INDEX_NAME, WEIGHTS_INDEX_NAME):
+        index = _find(path, _variant(name, variant), **options)
+        if index is not None:
+            shards = json.loads(Path(index).read_text(encoding="utf-8"))["weight_map"]
+            files |= {shards[key] for key in wanted if key in shards}
+    with _loading("weights", path):
+        for found in (_find(path, name, **options) for name in sorted(files)):
+            for key, value in () if found is None else _stored(found, wanted):
+                with torch.no_grad():
+                    wanted.pop(key).copy_(value)
+    if wanted:
+        raise LoadError(
+            f"{path} has no {', '.join(sorted(wanted))}, which its encoding has learned; save the "
+            f"model again, all of it"
+        )
+
+
+def _stored(file: str, names: Mapping[str, Any]) -> Iterator[tuple[str, torch.Tensor]]:
+    """Those of the tensors in a file of weights that are named so."""
+    if file.endswith(".safetensors"):
+        with safe_open(file, "pt") as weights:
+            yield from ((key, weights.get_tensor(key)) for key in set(names) & set(weights.keys()))
+    else:
+        weights = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
+        yield from ((key, weights[key]) for key in set(names) & set(weights))
+
+
+def _variant(name: str, variant: str | None) -> str:
+    """The name of a file of weights, as transformers makes it for a ``variant``."""
+    stem, dot, rest = name.partition(".")
+    return name if variant is None else f"{stem}{dot}{variant}.{rest}"
+
+
+@contextmanager
+def _expecting_learned(cls: type, record: Record | None) -> Iterator[None]:
+    """Keeps transformers from reporting what an encoding has learned as unexpected."""
+    if record is None or not isinstance(record.method, Encoding) or not hasattr(cls, _IGNORED):
+        yield
+        return
+    before = getattr(cls, _IGNORED)
+    setattr(cls, _IGNORED, [*(before or ()), rf"\.{NAME}\."])
+    try:
+        yield
+    finally:
+        setattr(cls, _IGNORED, before)
 
 
 def _require_no_record(path: str, kwargs: dict[str, Any]) -> None:

@@ -65,6 +65,11 @@ class Options:
                 f"{under.name} changes with the sequence and cannot go under {method.name}; pass "
                 f"length=TOKENS to fix it"
             )
+        if under.temperature is not None:
+            raise OptionError(
+                f"{under.name} under {method.name} has temperature={under.temperature!r}; give it "
+                f"to {method.name}, whose queries it multiplies"
+            )
         if under.start_tokens:
             raise OptionError(
                 f"{under.name} with start_tokens={under.start_tokens} rotates by position, which "

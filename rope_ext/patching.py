@@ -78,9 +78,15 @@ class Patch:
 
     def frequencies_of(self, site: RotarySite) -> tuple[torch.Tensor, float]:
         """Frequencies (float64, ``[pairs]``) and scaling now; at full length if they adapt."""
-        if self.frequencies is None or site not in self.scaled:
+        if site not in self.scaled:
             return site.rope.inv_freq, site.scaling
-        return site.under(self.frequencies)
+        if self.method.kind == "frequency":
+            return site.under(self.method)
+        inv_freq, scaling = site.rope.inv_freq, site.scaling
+        if self.frequencies is not None:
+            inv_freq, scaling = site.under(self.frequencies)
+        number = 1.0 if site.baked else self.method.attention_scaling(site.rope)
+        return inv_freq, scaling * number
 
 
 @_one_at_a_time

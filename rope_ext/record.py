@@ -11,9 +11,10 @@ from typing import Any
 from rope_ext.errors import RecordError
 from rope_ext.methods import FrequencyMethod, Method, build_method
 from rope_ext.methods.rope import MOST_TOKENS
+from rope_ext.methods.temperature import Constant, Temperature
 from rope_ext.options import Options
 
-VERSION = 1
+VERSION = 2
 FIELD = "rope_ext"
 """Field of a configuration that holds a record."""
 
@@ -87,7 +88,9 @@ class Record:
                 f"up to {VERSION}; install a newer rope_ext"
             )
         try:
-            if version != VERSION:
+            if version == 1:
+                data = _with_numbers(data)
+            elif version != VERSION:
                 raise ValueError(f"its version is {version!r}, not {VERSION}")
             arguments = {name: _from_json(value) for name, value in data["arguments"].items()}
             record = cls(
@@ -193,15 +196,43 @@ def record_of(config: Any) -> Record | None:
     return None if data is None else Record.from_json(data, f"config.{FIELD}")
 
 
+def method_to_json(method: Method) -> dict[str, Any]:
+    """A method as plain values."""
+    return _to_json(method)
+
+
+def method_from_json(data: Any) -> Method:
+    """The inverse.
+
+    Raises:
+        AttributeError, KeyError, TypeError, ValueError: the values are not those of a method.
+    """
+    return _method(data)
+
+
 def _to_json(value: Any) -> Any:
     if isinstance(value, Method):
         options = {name: _to_json(option) for name, option in value.options().items()}
         return {"name": value.name, **options}
+    if isinstance(value, Temperature):
+        return value.to_json()
     return list(value) if isinstance(value, tuple) else value
 
 
 def _from_json(value: Any) -> Any:
-    return _method(value) if isinstance(value, Mapping) else value
+    if not isinstance(value, Mapping):
+        return value
+    return _method(value) if "name" in value else value  # a temperature, which the method reads
+
+
+def _with_numbers(data: Mapping[str, Any]) -> dict[str, Any]:
+    """A record of version 1, when these methods had no number on cosine and sine yet."""
+    before = {"attention_factor": 1.0}
+    return dict(data) | {
+        part: {**before, **data[part]}
+        for part in ("method", "resolved")
+        if data[part]["name"] in ("dual_chunk", "string")
+    }
 
 
 def _method(data: Any) -> Method:
@@ -222,6 +253,10 @@ def option_texts(method: Method) -> list[str]:
 def _text(value: Any) -> str:
     if isinstance(value, Method):
         return f"rope_ext.{type(value).__name__}({', '.join(option_texts(value))})"
+    if isinstance(value, Constant):
+        return repr(value.value)
+    if isinstance(value, Temperature):
+        return f"rope_ext.{value!r}" if value != type(value)() else repr(value.name)
     if isinstance(value, tuple):
         shown = [repr(x) for x in value]
         return f"[{', '.join(shown if len(shown) <= 8 else [*shown[:3], '...', shown[-1]])}]"

@@ -145,7 +145,7 @@ def compare(run, tensors, bands, pairs, forward=1e-5, backward=1e-4, **options):
 
 
 @st.composite
-def cases(draw):
+def cases(draw, methods=METHODS):
     keys = draw(lengths)
     queries = draw(st.one_of(st.just(1), st.just(keys), st.integers(1, keys)))
     kv_heads, groups = draw(st.sampled_from([(1, 1), (2, 1), (1, 3), (2, 2)]))
@@ -154,7 +154,7 @@ def cases(draw):
     pairs = draw(st.sampled_from(LAYOUTS))
     at = torch.arange(start, start + keys)
     bands = method_bands(
-        draw(st.sampled_from(METHODS)), size, count(pairs), at[keys - queries :], at
+        draw(st.sampled_from(methods)), size, count(pairs), at[keys - queries :], at
     )
     tensors = inputs(
         draw(st.sampled_from([1, 2])),
@@ -187,6 +187,65 @@ def test_without_gradients_flash_is_the_same(case):
     torch.testing.assert_close(out.double(), expected, rtol=1e-5, atol=1e-5)
 
 
+BY_DISTANCE = ("rerope", "leaky, cached", "three", "window", "far only")
+biases = st.one_of(st.sampled_from([1, 2, 257]), st.integers(1, 500))
+
+
+@quick(max_examples=120)
+@given(cases(BY_DISTANCE), biases)
+def test_a_bias_by_distance_is_that_of_the_oracle(case, distances):
+    """And its gradient; the last value stands for all larger distances."""
+    tensors, bands, pairs, options = case
+    sinks = len(tensors) > 3
+    heads = tensors[0].shape[1]
+    bias = torch.randn(heads, distances, generator=torch.Generator().manual_seed(3))
+    ours = [x.clone().requires_grad_() for x in (*tensors, bias)]
+    exact = [x.double().requires_grad_() for x in (*tensors, bias)]
+    temperature = options.pop("temperature")
+    outs = []
+    for kernel, x in ((flash.attend, ours), (reference.attend, exact)):
+        more = {"sinks": x[3] if sinks else None, "bias": x[-1], **options}
+        if temperature is not None:
+            more["temperature"] = temperature.to(x[0].dtype)
+        outs.append(by(kernel, *x[:3], bands, pairs, **more))
+        with torch.no_grad():
+            again = by(kernel, *x[:3], bands, pairs, **more)
+        torch.testing.assert_close(again, outs[-1], rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(outs[0].double(), outs[1], rtol=1e-5, atol=1e-5)
+    weight = torch.randn(outs[0].shape, generator=torch.Generator().manual_seed(1))
+    grads = [
+        torch.autograd.grad(out, x, weight.to(out))
+        for out, x in zip(outs, (ours, exact), strict=True)
+    ]
+    for grad, expected in zip(*grads, strict=True):  # of a distance, a sum over all its pairs
+        torch.testing.assert_close(grad.double(), expected, rtol=1e-4, atol=2e-4)
+
+
+def test_a_bias_by_hand():
+    """Two tokens, values 0 and 1: the weight of the second is a logistic function."""
+    query = key = torch.zeros(1, 1, 2, 4)
+    value = torch.tensor([0.0, 1.0]).view(1, 1, 2, 1).expand(1, 1, 2, 4)
+    call = Call(
+        [TurnedBand(Distance(0, None), None, None)], HALVES, 1, bias=torch.tensor([[0.5, 2.0]])
+    )
+    for kernel in (flash.attend, reference.attend):
+        out = kernel(query, key, value, call)[0, 0, :, 0]
+        torch.testing.assert_close(out, torch.tensor([0.0, 1 / (1 + math.exp(2.0 - 0.5))]))
+
+
+def test_a_bias_under_chunks_is_left_to_the_oracle():
+    at = torch.arange(60)
+    tensors = inputs(1, 2, 2, 60, 60)[:3]
+    bias = torch.randn(2, 60, generator=torch.Generator().manual_seed(0))
+    for method in ("dual_chunk", "lm_infinite"):
+        bands = method_bands(method, 9, 8, at, at)
+        out = by(attention.attend, *tensors, bands, HALVES, bias=bias)
+        expected = by(reference.attend, *tensors, bands, HALVES, bias=bias)
+        torch.testing.assert_close(out, expected)
+        with pytest.raises(OptionError, match="biases for bands of distances only"):
+            by(partial(attention.attend, kernel="flash"), *tensors, bands, HALVES, bias=bias)
+
+
 def test_masks_of_flex_made_in_inference_can_be_used_in_training() -> None:
     """A tensor made under inference_mode cannot be saved for a backward pass."""
     flex._block_mask.cache_clear()
@@ -196,9 +255,10 @@ def test_masks_of_flex_made_in_inference_can_be_used_in_training() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+@pytest.mark.parametrize("distances", [None, 7])
 @pytest.mark.parametrize("softcap", [None, 2.0])
 @pytest.mark.parametrize(("queries", "keys"), [(1, 60), (25, 60)])
-def test_flex_is_the_oracle(queries, keys, softcap):
+def test_flex_is_the_oracle(queries, keys, softcap, distances):
     """Forward only: FlexAttention has no backward on a CPU."""
     at = torch.arange(5, 5 + keys)
     tensors = inputs(2, 4, 2, queries, keys, 8)
@@ -206,6 +266,8 @@ def test_flex_is_the_oracle(queries, keys, softcap):
     for method in ("leaky", "lm_infinite", "dual_chunk", "far only"):
         bands = method_bands(method, 20, 5, at[keys - queries :], at)
         options = {"start": 5, "temperature": temperature, "softcap": softcap}
+        if distances is not None:
+            options["bias"] = torch.linspace(-1, 1, 4 * distances).view(4, distances)
         out = by(flex.attend, *tensors[:3], bands, PERMUTED, sinks=tensors[3], **options)
         expected = oracle(tensors, bands, PERMUTED, **options)
         torch.testing.assert_close(out.double(), expected, rtol=1e-5, atol=1e-5)
@@ -409,13 +471,17 @@ def test_compiles_into_one_graph(method, dynamic):
 
 def test_the_operator_keeps_its_promises():
     """Schema, fake tensors, autograd registration and what AOT dispatch makes of them."""
-    for queries in (300, 1):
+    learned = torch.linspace(-1, 1, 80).view(4, 20).requires_grad_()
+    for queries, bias in ((300, None), (300, learned), (1, learned)):
         _, tensors = graph(queries=queries)
         at = torch.arange(300)
         bands = method_bands("rerope", 50, 8, at[300 - queries :], at)
         plan, tables = flash._pack(Call(bands, HALVES, 0.3))
         torch.library.opcheck(
-            torch.ops.rope_ext.bands.default, (*tensors, tables, plan, 0, 0.3), rtol=1e-4, atol=1e-4
+            torch.ops.rope_ext.bands.default,
+            (*tensors, bias, tables, plan, 0, 0.3),
+            rtol=1e-4,
+            atol=1e-4,
         )
 
 

@@ -9,7 +9,7 @@ import torch
 
 import rope_ext
 from rope_ext.apply import APPLY
-from rope_ext.methods import Method, Rope, all_methods
+from rope_ext.methods import Method, Rope, all_encodings, all_methods
 from rope_ext.options import Options
 from rope_ext.patching import current_patch
 
@@ -24,17 +24,19 @@ def test_what_a_kind_does_not_change_is_as_trained(method: Method) -> None:
     distance = torch.arange(0, LENGTH, 37, dtype=torch.float64)
     used = method.distances(ROPE, LENGTH, distance)
     if method.kind == "frequency":
-        assert torch.equal(used, distance) and method.span(ROPE, LENGTH) == LENGTH
-        assert method.temperature(distance, ROPE) is None and not method.attends
+        assert torch.equal(used, distance) and method.span(ROPE, LENGTH).tolist() == [LENGTH]
+        assert method.query_scaling(distance, ROPE) is None and not method.attends
         assert method.resolved(ROPE) == method
     else:
         assert torch.equal(method.frequencies(ROPE, LENGTH), ROPE.inv_freq)
-        assert method.attention_scaling(ROPE) == 1 and method.start_tokens == 0
-        assert used.nan_to_num(0).max() < method.span(ROPE, LENGTH) < LENGTH and method.attends
+        assert method.start_tokens == 0
+        assert used.shape == ((*distance.shape, 64) if method.name == "dpe" else distance.shape)
+        span = method.span(ROPE, LENGTH)
+        assert (used.nan_to_num(0).amax(0) < span).all() and span.min() < LENGTH and method.attends
 
 
 def test_every_kind_of_method_can_be_put_in_force() -> None:
-    assert {cls.kind for cls in all_methods()} == set(APPLY)
+    assert {cls.kind for cls in [*all_methods(), *all_encodings()]} == set(APPLY)
 
 
 @pytest.mark.parametrize("name", ["yarn", "dynamic_ntk", "rerope"])

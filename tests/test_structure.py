@@ -12,6 +12,7 @@ PACKAGE = Path(__file__).parents[1] / "rope_ext"
 ROOMS = (
     "errors swapping under_way version",
     "methods",
+    "encodings",
     "options",
     "record",
     "swapping",
@@ -25,12 +26,12 @@ ROOMS = (
     "patching",
     "loading",
     "plots.style",
-    "measure plots.results",
+    "measure plots.results plots.calibration",
     "advice",
     "engines",
     "plots",
     "rope_ext",
-    "cli",
+    "cli lm_eval",
 )
 """From the lowest up: packages and modules, those of one line side by side.
 

@@ -171,7 +171,7 @@ def _site(site: RotarySite, patch: Patch | None) -> SiteDescription:
     after, scaling, status = site.rope.inv_freq, site.scaling, "unchanged"
     if patch is not None and site in patch.scaled:
         after, scaling = patch.frequencies_of(site)
-        status = "positions changed" if patch.method.kind == "position" else "extended"
+        status = "positions changed" if patch.method.attends else "extended"
         if patch.method.adapts:
             shown = patch.method.target_length(site.rope)
             status = f"extended per sequence, shown at {shown} tokens"

@@ -1,7 +1,7 @@
 """Which method for which length, and what a length does to every rotary pair.
 
-Only published rules, each with its source; what they come from are other models than yours, so
-measure the advice with ``rope-ext compare``.
+Only published rules, each with its source, and what a calibration found. The rules come from other
+models than yours: measure the advice with ``rope-ext compare``.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedConfig
 
 from rope_ext.advice.describe import describe, wavelength, wavelength_text
-from rope_ext.errors import OptionError, RopeExtError, UnsupportedModelError
+from rope_ext.errors import MeasureError, OptionError, RopeExtError, UnsupportedModelError
+from rope_ext.measure.reports.calibration import NAME, Calibration
 from rope_ext.methods import (
     ABF,
     PI,
@@ -31,6 +32,7 @@ from rope_ext.methods import (
     YaRN,
 )
 from rope_ext.methods.abf import bounded_length, smallest_base
+from rope_ext.methods.rope import factor_to
 from rope_ext.patching import Patch, current_patch, first_site, patched
 from rope_ext.record import option_texts
 from rope_ext.rotary.sites import RotarySite, find_sites, text_config, text_decoder
@@ -147,7 +149,8 @@ class SiteDiagnosis:
         critical_dimension: columns of the pairs that make a full turn within the trained length
             (arXiv 2310.05209: ``2 ceil(d / 2 log_base(L / 2 pi))``).
         distances_before: how many distances are in use; a sliding window lets no others happen.
-        distances_after: the same, under the patch; a position method lets no others happen.
+        distances_after: the same, under the patch; a position method lets no others happen. Of the
+            pair with the most, where every pair uses its own.
         pairs: fastest first.
     """
 
@@ -228,8 +231,9 @@ def recommend(
     model_or_config: nn.Module | PreTrainedConfig | str | Path,
     target_length: int,
     finetune: bool = False,
+    calibration: Calibration | str | Path | None = None,
 ) -> Recommendation:
-    """The published choice for a model and a length.
+    """The published choice for a model and a length, or what a calibration found.
 
     Without fine-tuning: ``dynamic_yarn`` up to 4 times the trained length; beyond,
     ``self_extend`` while its groups have at most 64 tokens, then ``dual_chunk``. With it: ``yarn``.
@@ -241,12 +245,17 @@ def recommend(
             id; no weights are read for those, so that position methods cannot be tried.
         target_length: tokens.
         finetune: whether the model will be fine-tuned for it.
+        calibration: what :func:`rope_ext.calibrate` found for this model, or its file or folder:
+            that method comes first. None takes the ``calibration.json`` in the model's folder if
+            there is one that fits. Fine-tuning needs none.
 
     Returns:
         Method, factor, the call, the reasons with their sources, and alternatives.
 
     Raises:
-        OptionError: the target is within the trained length.
+        OptionError: the target is within the trained length, or the calibration is of another
+            model or length.
+        MeasureError: there is no such calibration.
         AlreadyPatchedError: the model is patched.
         NoRopeError, UnsupportedModelError, AlreadyScaledError: as :func:`rope_ext.patch`, where
             it would accept none of the methods.
@@ -254,6 +263,7 @@ def recommend(
     model, notes = _built(model_or_config)
     decoder = text_decoder(model)
     require_length("target_length", target_length)
+    calibrated, given = _calibrated(model_or_config, calibration)
     site = first_site(model)
     trained = site.rope.length
     if target_length <= trained:
@@ -262,11 +272,21 @@ def recommend(
             f"{type(decoder).__name__} was trained on, so there is nothing to extend; use it "
             f"unpatched, or give a target above {trained}"
         )
-    hundredths = -(-100 * target_length // trained)
-    factor = hundredths // 100 if hundredths % 100 == 0 else hundredths / 100
+    factor = factor_to(target_length, trained)
     there = is_scaled(decoder, site)
     reasons, accepted, refusals = [], [], []
-    for method, why in _candidates(site.rope, target_length, factor, finetune, there is not None):
+    candidates = [*_candidates(site.rope, target_length, factor, finetune, there is not None)]
+    if calibrated is not None and not finetune:
+        misfit = _misfit(calibrated, type(decoder).__name__, trained, target_length)
+        if misfit is None:
+            candidates.insert(
+                0, (calibrated.method, f"Calibrated on a text. {calibrated.sentence}")
+            )
+        elif given:
+            raise OptionError(
+                f"this calibration is {misfit}; leave calibration out, or calibrate for this one"
+            )
+    for method, why in candidates:
         refusal = _refusal(model, method, there is not None)
         if refusal is None or _unproven(model, method, refusal):
             accepted.append((method, why, refusal))
@@ -282,6 +302,12 @@ def recommend(
         reasons.append(
             "A configuration alone does not show whether this family accepts position methods: "
             "patch tells, once the weights are loaded (docs/FAMILIES.md)."
+        )
+    if not finetune and method is not getattr(calibrated, "method", None):
+        reasons.append(
+            f"How sharp attention must be, and how wide windows, belongs to the model: `rope-ext "
+            f"calibrate --model MODEL --length {target_length} --methods {method.name} --output "
+            f"FOLDER` finds it on a text, and calibration=FOLDER puts it here."
         )
     if there is not None:
         reasons.append(
@@ -299,6 +325,39 @@ def recommend(
         reasons=tuple(reasons),
         alternatives=tuple((other, when) for other, when, _ in others),
     )
+
+
+def _calibrated(
+    model: nn.Module | PreTrainedConfig | str | Path, given: Calibration | str | Path | None
+) -> tuple[Calibration | None, bool]:
+    """The calibration that was given, or lies in the model's folder; whether it was given."""
+    if isinstance(given, (str, Path)):
+        return Calibration.load(given), True
+    if isinstance(given, Calibration):
+        return given, True
+    if given is not None:
+        raise OptionError(
+            f"calibration={given!r} is not valid; give what rope_ext.calibrate returned, or its "
+            f"file or folder"
+        )
+    if isinstance(model, (str, Path)) and (Path(model) / f"{NAME}.json").is_file():
+        try:
+            return Calibration.load(model), False
+        except MeasureError:  # it may be somebody else's
+            return None, False
+    return None, False
+
+
+def _misfit(found: Calibration, model: str, trained: int, target: int) -> str | None:
+    """Why a calibration is not for this model and length."""
+    if (found.model, found.trained_length) != (model, trained):
+        return (
+            f"of {found.model} with {found.trained_length} trained tokens, and this is {model} "
+            f"with {trained}"
+        )
+    if found.target_length < target:
+        return f"for {found.target_length} tokens, and target_length={target}"
+    return None
 
 
 def model_of(given: nn.Module | PreTrainedConfig | str | Path) -> nn.Module:
@@ -430,7 +489,7 @@ def _unproven(model: nn.Module, method: Method, refusal: RopeExtError) -> bool:
 
 def _more(rope: Rope, method: Method, target: int, factor: float, finetune: bool) -> Iterator[str]:
     """Further reasons for ``method``, and warnings."""
-    positions = method.kind == "position"
+    positions = method.attends
     if factor > _INTERPOLATED and not finetune:
         cure = "so distances are kept within the trained ones" if positions else "so fine-tune it"
         yield (
@@ -512,11 +571,13 @@ def diagnose(model: nn.Module | PreTrainedConfig | str | Path, length: int) -> D
 
 def _site(decoder: nn.Module, site: RotarySite, patch: Patch | None, length: int) -> SiteDiagnosis:
     rope, inside = site.rope, patch is not None and site in patch.scaled
-    before = after = float(length)
+    before, after = length, None
     if site.local:
-        before = after = float(min(length, _window(text_config(decoder)) or rope.length))
+        before = min(length, _window(text_config(decoder)) or rope.length)
     elif inside:
         after = patch.method.span(rope, length)
+    before = torch.tensor([before], dtype=torch.float64, device="cpu")
+    after = before if after is None else after
     frequencies = rope.inv_freq
     if inside and patch.frequencies is not None:
         frequencies = patch.frequencies.frequencies(rope, length)
@@ -533,8 +594,8 @@ def _site(decoder: nn.Module, site: RotarySite, patch: Patch | None, length: int
         layer_type=site.layer_type or "all layers",
         base=rope.base,
         critical_dimension=2 * int((rope.rotations >= 1).sum()),
-        distances_before=before,
-        distances_after=after,
+        distances_before=float(before),
+        distances_after=float(after.max()),
         pairs=tuple(PairDiagnosis(*values) for values in zip(*columns, strict=True)),
     )
 

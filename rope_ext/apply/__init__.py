@@ -11,6 +11,10 @@ from rope_ext.apply import frequency, position
 from rope_ext.apply.base import Applied
 
 APPLY: MappingProxyType[str, Callable[..., Applied]] = MappingProxyType(
-    {"frequency": frequency.apply, "position": position.apply}
+    {
+        "frequency": frequency.apply,
+        "position": position.apply,
+        "encoding": position.apply,
+    }
 )
 """By the ``kind`` of a method."""

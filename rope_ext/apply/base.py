@@ -8,9 +8,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from rope_ext.errors import AlreadyScaledError, OptionError
+from rope_ext.errors import AlreadyScaledError, OptionError, UnsupportedModelError
 from rope_ext.methods import FrequencyMethod, Method
-from rope_ext.rotary.sites import RotarySite
+from rope_ext.position.layers import ignores_scaling
+from rope_ext.rotary.buffers import Changes
+from rope_ext.rotary.sites import Place, RotarySite
 from rope_ext.saving.configuration import is_scaled
 
 
@@ -61,6 +63,35 @@ def refuse_scaled(
             f"{method.name} changes with the sequence and cannot go on top of {there}; pass "
             f"length=TOKENS to fix it, or choose a fixed method such as 'yarn'"
         )
+
+
+def require_scaling(place: Place, method: Method) -> None:
+    """Raise where a given ``attention_factor`` would do nothing."""
+    if method.attention_factor in (None, 1):
+        return
+    if all(ignores_scaling(place.decoder, site) for site in place.scaled):
+        raise UnsupportedModelError(
+            f"{type(place.decoder).__name__} normalises queries and keys after the rotation, which "
+            f"takes attention_factor={method.attention_factor!r} back; give temperature= a number, "
+            f"which multiplies queries after that"
+        )
+
+
+def scale_softmax(site: RotarySite, number: float, changes: Changes) -> tuple[str, ...]:
+    """Put a number on cosine and sine into softmax scales, where the checkpoint has its own.
+
+    Returns:
+        A sentence for ``describe``, if there is anything to say.
+    """
+    if not site.baked or number == 1:
+        return ()
+    for module in site.baked:
+        changes.replaced.append((module, "scaling", module.scaling))
+        module.scaling = module.scaling * number**2
+    return (
+        f"attention_factor: {number:.4g}, by its square in the softmax scale of {len(site.baked)} "
+        f"layers, where this checkpoint has its own (mscale_all_dim), and not on cosine and sine",
+    )
 
 
 def target(method: FrequencyMethod, site: RotarySite) -> tuple[torch.Tensor, float]:

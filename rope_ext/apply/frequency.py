@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import functools
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import nn
 
-from rope_ext.apply.base import Applied, refuse_scaled, target
+from rope_ext.apply.base import Applied, refuse_scaled, require_scaling, scale_softmax, target
 from rope_ext.errors import OptionError, UnsupportedModelError
 from rope_ext.methods import FrequencyMethod
 from rope_ext.options import Options
+from rope_ext.position import queries
 from rope_ext.rotary import buffers, hooks
 from rope_ext.rotary.buffers import Changes
 from rope_ext.rotary.calls import refuse_sharded
@@ -27,6 +29,7 @@ def apply(place: Place, method: FrequencyMethod, options: Options, changes: Chan
     for site in scaled:
         refuse_scaled(decoder, site, method, options.compose)
     targets = {site: target(method, site) for site in scaled}
+    hooks.refuse_unused(decoder, scaled)
     growing = getattr(method, "mode", None) == "growing"
     precise = options.precise
     if precise == "auto":
@@ -37,15 +40,20 @@ def apply(place: Place, method: FrequencyMethod, options: Options, changes: Chan
             f"{method.name}: mode='growing' is transformers' own code and cannot be combined with "
             f"precise=True or sliding_layers='keep'; use mode='fixed'"
         )
+    temperature = method.tempered(scaled[0].rope)
+    require_scaling(place, method)
     if keep or method.start_tokens:
         saved = unsaved(place, length)
     else:
         saved = written(place, method, length)
+    if temperature is not None:  # by the very frequencies that it has without
+        saved = replace(unsaved(place, length), built=saved.built)
     sequences = None
     if growing:
         _grow(place, method.name, saved.native, changes)
     else:
-        if method.adapts or method.start_tokens:
+        moving = temperature is not None and temperature.constant is None
+        if method.adapts or method.start_tokens or moving:
             sequences = Sequences(method, min(site.rope.length for site in scaled))
             follow(decoder, place.model, sequences, changes)
         _write(method, targets, saved.built, precise, keep, sequences, changes)
@@ -58,6 +66,11 @@ def apply(place: Place, method: FrequencyMethod, options: Options, changes: Chan
         changes.handles += hooks.keep_native(decoder, list(text_config(decoder).layer_types))
     per_sequence = method.adapts and not growing and saved.native
     notes = _notes(place, keep, precise, per_sequence)
+    for site in scaled:
+        notes += scale_softmax(site, method.attention_scaling(site.rope), changes)
+    if temperature is not None:
+        local_too = options.sliding_layers == "scale"
+        notes += queries.install(place, temperature, sequences, local_too, changes)
     return Applied(
         method=method,
         target_length=length,
@@ -82,17 +95,30 @@ def _write(
     """Give every site its frequencies and scaling, and a hook where that is not enough."""
     for site, (inv_freq, scaling) in targets.items():
         native = keep and site.shared
+        following = sequences is not None and bool(method.adapts or method.start_tokens)
         hooked = precise or native or sequences is not None
         if method.adapts:  # the hook replaces them; a fresh module holds the trained ones
             changes.states.append(buffers.write(site, site.loaded, site.scaling, hooked))
         else:
             buffer = built.get(site, inv_freq.float())
             changes.states.append(buffers.write(site, buffer, scaling, hooked))
-        if hooked:
-            hook = hooks.RotaryHook(
-                site, inv_freq, scaling, precise, sequences, native, method.start_tokens
+        turning = None
+        if precise or native or following:
+            turning = hooks.RotaryHook(
+                site,
+                inv_freq,
+                scaling,
+                precise,
+                sequences if following else None,
+                native,
+                method.start_tokens,
             )
-            changes.handles.append(site.module.register_forward_hook(hook, with_kwargs=True))
+        locating = None
+        if sequences is not None and not following:
+            locating = hooks.Locating(site, sequences)
+        for hook in (turning, locating):
+            if hook is not None:
+                changes.handles.append(site.module.register_forward_hook(hook, with_kwargs=True))
 
 
 def _grow(place: Place, name: str, native: bool, changes: Changes) -> None:

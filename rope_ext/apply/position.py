@@ -6,8 +6,9 @@ import logging
 
 import torch
 
-from rope_ext.apply.base import Applied, refuse_scaled, target
-from rope_ext.errors import AlreadyScaledError
+from rope_ext.apply.base import Applied, refuse_scaled, require_scaling, scale_softmax, target
+from rope_ext.encodings import Encoding
+from rope_ext.errors import AlreadyScaledError, UnsupportedModelError
 from rope_ext.methods import PositionMethod, Rope
 from rope_ext.options import Options
 from rope_ext.position import PositionMap, install
@@ -27,16 +28,36 @@ def apply(place: Place, method: PositionMethod, options: Options, changes: Chang
     if under is not None:
         label = f"{method} on {under}"
         rope = Rope(under.inv_freq(rope), rope.base, under.target_length(rope))
+    for each in (method, under):
+        if each is not None:
+            require_scaling(place, each)
     table = {site: _write(place, site, method, options, changes) for site in place.scaled}
+    if method.by_pair and any(site.rope.dim != rope.dim for site in place.scaled):
+        raise UnsupportedModelError(
+            f"{method.name} tells the {rope.dim // 2} pairs of one rotary embedding apart, and "
+            f"{type(decoder).__name__} is to be patched in several that have different numbers; "
+            f"use another position method, such as 'self_extend'"
+        )
     reached, length = method.reached(rope), method.target_length(rope)
     method = method.resolved(rope)
     precise = length > PRECISE_BEYOND if options.precise == "auto" else options.precise
     local_too = options.sliding_layers == "scale"
-    position_map = PositionMap(method, rope, table, label, precise, options.kernel, local_too)
+    encoding = method if isinstance(method, Encoding) else None
+    position_map = PositionMap(
+        method, rope, table, label, precise, options.kernel, local_too, encoding
+    )
     installed = install(decoder, position_map)
     changes.parts.append(installed)
     saved = unsaved(place, length)
     notes = [f"saving: {saved.note}", *installed.notes()]
+    for site in place.scaled:
+        number = method.attention_scaling(site.rope)
+        if under is not None:
+            number *= under.attention_scaling(site.rope)
+        notes += scale_softmax(site, number, changes)
+    temperature = method.tempered(rope)
+    if temperature is not None:
+        notes.append(f"temperature: {temperature.formula}, in those attention layers")
     if reached < length:
         note = f"distances: {method} keeps to trained ones up to {reached} tokens only, of {length}"
         notes.append(note)
@@ -60,6 +81,8 @@ def _write(
     if under is not None:
         refuse_scaled(place.decoder, site, under, options.compose)
         inv_freq, scaling = target(under, site)
+        if not site.baked:
+            scaling *= method.attention_scaling(site.rope)
         changes.states.append(buffers.write(site, inv_freq.float(), scaling, True))
         return inv_freq, scaling
     if site.rope_type in ("dynamic", "longrope"):
@@ -67,5 +90,8 @@ def _write(
             f"{family} has rope_type {site.rope_type!r}, whose frequencies change with the "
             f"sequence, so {method.name} cannot go on top of it; load it with rope_type 'default'"
         )
-    changes.states.append(buffers.write(site, site.loaded, site.scaling, True))
-    return site.loaded.double(), site.scaling
+    scaling = site.scaling
+    if not site.baked:
+        scaling *= method.attention_scaling(site.rope)
+    changes.states.append(buffers.write(site, site.loaded, scaling, True))
+    return site.loaded.double(), scaling

@@ -36,7 +36,7 @@ def attend(
         )
     if kernel == "auto":
         kernel = {"cpu": "flash", "cuda": "flex"}.get(device, "reference")
-        if kernel == "flash" and call.softcap is not None:
+        if kernel == "flash" and (call.softcap is not None or not flash.takes(call)):
             kernel = "reference"
     if kernel == "flash" and device != "cpu":
         raise OptionError(
@@ -44,6 +44,11 @@ def attend(
         )
     if kernel == "flash" and call.softcap is not None:
         raise OptionError("kernel='flash' has no soft cap; use kernel='reference' or 'auto'")
+    if kernel == "flash" and not flash.takes(call):
+        raise OptionError(
+            "kernel='flash' has biases for bands of distances only, not for chunks or first "
+            "tokens; use kernel='reference' or 'auto'"
+        )
     wants_gradient = torch.is_grad_enabled() and any(x.requires_grad for x in (query, key, value))
     if kernel == "flex" and device == "cpu" and wants_gradient:
         raise OptionError("kernel='flex' has no gradients on the CPU; use kernel='flash'")

@@ -79,6 +79,8 @@ class Call:
         temperature: factor of each query, ``[queries]`` (log-n scaling).
         softcap: logits become ``softcap * tanh(logit / softcap)``.
         sinks: one further logit per head, ``[heads]``, that takes weight and gives no value.
+        bias: what every distance adds to the logits, after the soft cap: ``[heads, distances]``,
+            float32 or better, from 0 on; the last holds for all that are larger.
     """
 
     bands: Sequence[TurnedBand]
@@ -88,6 +90,7 @@ class Call:
     temperature: torch.Tensor | None = None
     softcap: float | None = None
     sinks: torch.Tensor | None = None
+    bias: torch.Tensor | None = None
 
     def warmed(self, query: torch.Tensor) -> torch.Tensor:
         """``query`` times the temperature."""

@@ -27,6 +27,8 @@ _OPEN = 2**62
 """Stands for ``last=None`` where geometries travel as integers: no distance is as large."""
 _STRIP = 128
 """Rows of a tile along a near band: fewer repeat too many keys, more waste at the corners."""
+_BIASED = 256
+"""Rows of a tile with a bias."""
 _BLOCK = 1024
 """Tokens that are turned at a time."""
 
@@ -39,7 +41,8 @@ class Tile:
         row, rows: first query (counted from the first one given) and number of queries.
         key, keys: first key and number of keys.
         kind: which keys row ``m`` sees: ``"full"``: all; ``"causal"``: ``0 .. m``;
-            ``"band"``: ``m .. m + keys - rows``.
+            ``"band"``: ``m .. m + keys - rows``; ``"strip"``: what the bias of their distance
+            does not hide.
     """
 
     row: int
@@ -100,6 +103,17 @@ def _near(queries: int, keys: int, first: int, last: int) -> Iterator[Tile]:
     yield Tile(whole + shift, rest, key + shift, window + rest - 1, kind)
 
 
+def _strips(geometry: Distance, queries: int, keys: int) -> list[Tile]:
+    """Tiles for a bias by distance: in each, every row sees a key."""
+    first, last = max(geometry.first, 0), geometry.last
+    before, found = keys - queries, []
+    for row in range(max(first - before, 0), queries, _BIASED):
+        end = min(row + _BIASED, queries)
+        low = 0 if last is None else max(before + row - last + 1, 0)
+        found.append(Tile(row, end - row, low, before + end - first - low, "strip"))
+    return [] if last is not None and last <= first else found
+
+
 def _chunks(geometry: ChunkGap, queries: int, keys: int, start: int) -> Iterator[Tile]:
     size = geometry.size
     end = start + keys
@@ -152,6 +166,7 @@ def _pack(call: Call) -> tuple[list[int], list]:
 
 def _unpack(
     sinks: torch.Tensor | None,
+    bias: torch.Tensor | None,
     tables: list[torch.Tensor],
     plan: list[int],
     start: int,
@@ -171,22 +186,98 @@ def _unpack(
         slice(next(numbers), next(numbers), next(numbers)) if next(numbers) else next(tensors)
         for _ in ("first", "second")
     )
-    return Call(bands, Pairs(first, second), scale, start, sinks=sinks)
+    return Call(bands, Pairs(first, second), scale, start, sinks=sinks, bias=bias)
+
+
+@dataclass(frozen=True, eq=False)
+class _Hankel:
+    """A bias by distance: of a tile whose rows are in reverse order it is a view of one vector.
+
+    Args:
+        values: by distance, from that of the last key on downwards, -inf where it is hidden;
+            ``[heads, keys + _BIASED]``.
+        before: keys before the first row.
+    """
+
+    values: torch.Tensor
+    before: int
+
+    @classmethod
+    def within(cls, band: Distance, bias: torch.Tensor, queries: int, keys: int) -> _Hankel:
+        """For ``keys`` keys, of which the last are the queries."""
+        distance = torch.arange(keys - 1, -_BIASED - 1, -1, device=bias.device)
+        seen = band.sees(distance, torch.zeros_like(distance))
+        values = bias[:, distance.clamp(0, bias.shape[1] - 1)]
+        return cls(values.masked_fill(~seen, -torch.inf), keys - queries)
+
+    def counted_from(self, row: int, key: int) -> _Hankel:
+        """For tiles whose rows and keys are counted from these."""
+        return replace(self, before=self.before + row - key)
+
+    def at(self, tile: Tile, values: torch.Tensor | None = None) -> torch.Tensor:
+        """``[heads, rows, keys]``, rows in reverse order; of other ``values`` if given."""
+        values = self.values if values is None else values
+        farthest = self.before + tile.row + tile.rows - 1 - tile.key
+        first = values.shape[1] - _BIASED - 1 - farthest
+        return values[:, first : first + tile.rows + tile.keys - 1].unfold(1, tile.keys, 1)
+
+    def add(self, tile: Tile, x: torch.Tensor, total: torch.Tensor) -> None:
+        """Add ``x`` (as :meth:`at` returns) to ``total`` (as ``values``), by distance."""
+        rows, keys = x.shape[1:]
+        # Rows one longer than those that they become: each begins one place further right.
+        flat = F.pad(x, (0, rows)).flatten(1)[:, : rows * (rows + keys - 1)]
+        farthest = self.before + tile.row + tile.rows - 1 - tile.key
+        first = total.shape[1] - _BIASED - 1 - farthest
+        total[:, first : first + rows + keys - 1] += flat.unflatten(1, (rows, -1)).sum(1)
+
+    def sum_into(self, total: torch.Tensor, values: torch.Tensor) -> None:
+        """Add ``values`` (as :attr:`values`) to those of a bias, ``[heads, distances]``."""
+        values = values[:, : values.shape[1] - _BIASED].flip(1)
+        count = min(values.shape[1], total.shape[1])
+        total[:, :count] += values[:, :count]
 
 
 @dataclass(frozen=True)
 class _Region:
-    """A band's tiles, counted from the first of the rows and of the keys that it touches."""
+    """A band's tiles, counted from the first of the rows and of the keys that it touches.
+
+    ``bias`` is what is added to all logits, ``[heads]``, or, to those of strips, a
+    :class:`_Hankel`.
+    """
 
     band: TurnedBand
     rows: slice
     keys: slice
     tiles: list[Tile]
+    bias: torch.Tensor | _Hankel | None = None
+
+    def more(self, q: torch.Tensor) -> torch.Tensor | None:
+        """What is added to every log-sum-exp: ``[1, kv_heads, groups, 1, 1, 1]``."""
+        if not isinstance(self.bias, torch.Tensor):
+            return None
+        return self.bias.view(1, *q.shape[1:3], 1, 1, 1)
+
+
+def _parts(
+    call: Call, queries: int, keys: int
+) -> Iterator[tuple[TurnedBand, list[Tile], torch.Tensor | _Hankel | None]]:
+    """Every band's tiles and what is added to its logits."""
+    for band in call.bands:
+        if call.bias is None:
+            yield band, tiles(band.geometry, queries, keys, call.start), None
+            continue
+        first, last = band.geometry.first, band.geometry.last
+        same = call.bias.shape[1] - 1  # from this distance on
+        if same < keys - 1:
+            far = Distance(max(first, same), last)
+            yield band, tiles(far, queries, keys, call.start), call.bias[:, -1]
+            last = same if last is None else min(same, last)
+        near = Distance(first, last)
+        yield band, _strips(near, queries, keys), _Hankel.within(near, call.bias, queries, keys)
 
 
 def _regions(call: Call, queries: int, keys: int) -> Iterator[_Region]:
-    for band in call.bands:
-        found = tiles(band.geometry, queries, keys, call.start)
+    for band, found, bias in _parts(call, queries, keys):
         if not found:
             continue
         row, key = min(tile.row for tile in found), min(tile.key for tile in found)
@@ -194,7 +285,9 @@ def _regions(call: Call, queries: int, keys: int) -> Iterator[_Region]:
         rows = max(tile.row + by + tile.rows for tile, by in zip(found, shift, strict=True))
         keys_end = max(tile.key + by + tile.keys for tile, by in zip(found, shift, strict=True))
         found = [replace(tile, row=tile.row - row, key=tile.key - key) for tile in found]
-        yield _Region(band, slice(row, rows), slice(key, keys_end), found)
+        if isinstance(bias, _Hankel):
+            bias = bias.counted_from(row, key)
+        yield _Region(band, slice(row, rows), slice(key, keys_end), found, bias)
 
 
 def _turned(x: torch.Tensor, turn: Turn, part: slice, pairs: Pairs) -> torch.Tensor:
@@ -228,21 +321,28 @@ def _blocks(x: torch.Tensor, turn: Turn, part: slice) -> Iterator[tuple[slice, T
         yield block, tuple(t if t.shape[0] == 1 else t[rows] for t in turn)
 
 
-def _mask(tile: Tile, like: torch.Tensor) -> torch.Tensor | None:
-    """What the kernel adds to the logits of a tile, ``[rows, keys]``."""
+def _mask(tile: Tile, region: _Region, q: torch.Tensor) -> torch.Tensor | None:
+    """What the kernel adds to the logits of a tile: ``[1, kv_heads, groups, 1, rows, keys]``."""
+    if tile.kind == "strip":
+        return region.bias.at(tile).unflatten(0, q.shape[1:3])[None, :, :, None]
     if tile.kind != "band":
         return None
     ahead = torch.arange(tile.keys, device="cpu") - torch.arange(tile.rows, device="cpu")[:, None]
     hidden = (ahead < 0) | (ahead > tile.keys - tile.rows)
-    return like.new_zeros(tile.rows, tile.keys).masked_fill_(hidden, -torch.inf)
+    mask = q.new_zeros(tile.rows, tile.keys).masked_fill_(hidden, -torch.inf)
+    return mask[None, None, None, None]
 
 
 def _calls(
-    tile: Tile, rows: Sequence[torch.Tensor], keys: Sequence[torch.Tensor]
-) -> Iterator[list[torch.Tensor]]:
+    tile: Tile,
+    rows: Sequence[torch.Tensor],
+    keys: Sequence[torch.Tensor],
+    *others: torch.Tensor | None,
+) -> Iterator[list[torch.Tensor | None]]:
     """The four-dimensional views of every kernel call.
 
-    ``rows`` and ``keys`` are ``[batch, kv_heads, groups or 1, tokens, columns]``.
+    ``rows`` and ``keys`` are ``[batch, kv_heads, groups or 1, tokens, columns]``; all others
+    have blocks after the groups, and are broadcast.
     """
 
     def views(x: torch.Tensor, first: int, count: int) -> torch.Tensor:
@@ -252,12 +352,18 @@ def _calls(
     found = [views(x, tile.row, tile.rows) for x in rows]
     found += [views(x, tile.key, tile.keys) for x in keys]
     # The kernel has two dimensions for batch, kv_heads, groups and blocks: loop over the others.
-    sizes = found[0].shape
+    sizes = found[0].shape[:4]
     order = sorted(range(4), key=lambda dim: (sizes[dim] > 1, dim))
-    found = [x.permute(*order, 4, 5) for x in found]
+    found += [x if x is None else x.expand(*sizes, *x.shape[4:]) for x in others]
+    found = [x if x is None else x.permute(*order, *range(4, x.dim())) for x in found]
     for i in range(sizes[order[0]]):
         for j in range(sizes[order[1]]):
-            yield [x[i, j] for x in found]
+            yield [x if x is None else x[i, j] for x in found]
+
+
+def _in_order(tile: Tile, *x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Rows (``[..., rows, columns]``) as the mask of a tile has them, or back."""
+    return tuple(part.flip(-2) for part in x) if tile.kind == "strip" else x
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:
@@ -284,17 +390,20 @@ def _attend(
         keys.append(value[..., region.keys, :])
         keys = [x[:, :, None].expand(-1, -1, q.shape[2], -1, -1) for x in keys]
         for tile in region.tiles:
-            mask = _mask(tile, query)
-            for tile_q, tile_o, tile_m, tile_k, tile_v in _calls(tile, rows, keys):
+            mask = _mask(tile, region, q)
+            for tile_q, tile_o, tile_m, tile_k, tile_v, tile_mask, more in _calls(
+                tile, rows, keys, mask, region.more(q)
+            ):
                 out, new = _kernel(
-                    tile_q,
+                    *_in_order(tile, tile_q),
                     tile_k,
                     tile_v,
                     is_causal=tile.kind == "causal",
-                    attn_mask=mask,
+                    attn_mask=tile_mask,
                     scale=call.scale,
                 )
-                new = new[..., None]
+                out, new = _in_order(tile, out, new[..., None])
+                new = new if more is None else new + more
                 tile_o.lerp_(out.to(wide), torch.sigmoid(new - tile_m))
                 tile_m.copy_(torch.logaddexp(new, tile_m))
     return total.to(query.dtype), lse
@@ -315,6 +424,10 @@ def _decode(
     lse = query.new_full(query.shape[:3], -torch.inf, dtype=wide)
     if call.sinks is not None:
         lse.copy_(call.sinks.view(kv_heads, -1))
+    bias = None
+    if call.bias is not None:
+        distance = torch.arange(keys - 1, -1, -1).clamp(max=call.bias.shape[1] - 1)
+        bias = call.bias[:, distance].view(1, kv_heads, -1, keys)
     for band in call.bands:
         for tile in tiles(band.geometry, 1, keys, call.start):
             part = slice(tile.key, tile.key + tile.keys)
@@ -322,6 +435,7 @@ def _decode(
                 call.pairs.rotate(query, band.query),
                 _turned(key, band.key, part, call.pairs),
                 value[..., part, :],
+                attn_mask=None if bias is None else bias[..., part],
                 scale=call.scale,
             )
             total = total.lerp(out.to(wide), torch.sigmoid(new - lse)[..., None])
@@ -341,16 +455,17 @@ def _bands(
     key: torch.Tensor,
     value: torch.Tensor,
     sinks: torch.Tensor | None,
+    bias: torch.Tensor | None,
     tables: list[torch.Tensor],
     plan: list[int],
     start: int,
     scale: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    return _attend(query, key, value, _unpack(sinks, tables, plan, start, scale))
+    return _attend(query, key, value, _unpack(sinks, bias, tables, plan, start, scale))
 
 
 @_bands.register_fake
-def _(query, key, value, sinks, tables, plan, start, scale):  # noqa: ANN001, ANN202
+def _(query, key, value, sinks, bias, tables, plan, start, scale):  # noqa: ANN001, ANN202
     batch, heads, queries, columns = query.shape
     out = query.new_empty(batch, queries, heads, columns).transpose(1, 2)
     return out, query.new_empty(batch, heads, queries, dtype=_wide(query.dtype))
@@ -364,17 +479,20 @@ def _bands_backward(
     value: torch.Tensor,
     out: torch.Tensor,
     lse: torch.Tensor,
+    bias: torch.Tensor | None,
+    learns: bool,
     tables: list[torch.Tensor],
     plan: list[int],
     start: int,
     scale: float,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    call = _unpack(None, tables, plan, start, scale)
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    call = _unpack(None, bias, tables, plan, start, scale)
     pairs, keys = call.pairs, key.shape[2]
     wide = _wide(query.dtype)
     grads = [torch.zeros_like(x, dtype=wide) for x in (query, key, value)]
     q, o, m, g, grad_q = _grouped(key, query, out, lse[..., None], grad, grads[0])
     grad_k, grad_v = grads[1:]
+    grad_bias = query.new_zeros(0) if not learns else torch.zeros_like(bias, dtype=wide)
     for region in _regions(call, query.shape[2], keys):
         band = region.band
         turned_q = _turned(q, band.query, region.rows, pairs)
@@ -389,16 +507,26 @@ def _bands_backward(
         columns = [x[:, :, None] for x in (turned_k, value[..., region.keys, :])]
         columns = [x.expand(-1, -1, q.shape[2], -1, -1) for x in columns]
         columns += [x[:, :, None] for x in (band_gk, grad_v[..., region.keys, :])]
+        by_distance = None
+        if learns and isinstance(region.bias, _Hankel):
+            by_distance = torch.zeros_like(region.bias.values)
         for tile in region.tiles:
-            mask = _mask(tile, query)
+            mask = _mask(tile, region, q)
+            of_bias = None
+            if by_distance is not None:
+                of_bias = mask.new_zeros(mask.shape)
             for part in _split(tile, keys):
-                for views in _calls(part, rows, columns):
-                    _tile_backward(part, mask, scale, *views)
+                for views in _calls(part, rows, columns, mask, region.more(q), of_bias):
+                    _tile_backward(part, scale, *views)
+            if of_bias is not None:
+                region.bias.add(tile, of_bias.flatten(0, 3), by_distance)
+        if by_distance is not None:
+            region.bias.sum_into(grad_bias, by_distance)
         if band.query is not None:
             _add_turned_back(grad_q, band_gq, band.query, region.rows, pairs)
         if band.key is not None:
             _add_turned_back(grad_k, band_gk, band.key, region.keys, pairs)
-    return tuple(x.to(query.dtype) for x in grads)
+    return *(x.to(query.dtype) for x in grads), grad_bias
 
 
 def _split(tile: Tile, keys: int) -> Iterator[Tile]:
@@ -412,7 +540,6 @@ def _split(tile: Tile, keys: int) -> Iterator[Tile]:
 
 def _tile_backward(
     tile: Tile,
-    mask: torch.Tensor | None,
     scale: float,
     query: torch.Tensor,
     out: torch.Tensor,
@@ -423,8 +550,20 @@ def _tile_backward(
     value: torch.Tensor,
     grad_key: torch.Tensor,
     grad_value: torch.Tensor,
+    mask: torch.Tensor | None,
+    more: torch.Tensor | None,
+    grad_bias: torch.Tensor | None,
 ) -> None:
     """Add a kernel call's gradients to their sums, both as the views of :func:`_calls`."""
+    if more is not None:  # to the logits of a tile, which then have the same weights without it
+        lse = lse - more
+    query, out, lse, grad = _in_order(tile, query, out, lse, grad)
+    if grad_bias is not None:
+        logits = query @ key.mT * scale + mask
+        weights = torch.exp(logits.to(lse.dtype) - lse)
+        of_weights = (grad @ value.mT).to(lse.dtype)
+        delta = (grad.to(lse.dtype) * out).sum(-1, keepdim=True)
+        _add_broadcast(grad_bias, weights * (of_weights - delta))
     new_query, *new_keys = _kernel_backward(
         grad,
         query,
@@ -437,7 +576,7 @@ def _tile_backward(
         attn_mask=mask,
         scale=scale,
     )
-    grad_query += new_query
+    grad_query += _in_order(tile, new_query)[0]
     # The keys of neighbouring blocks overlap: add strips of them that do not.
     strip = tile.step if tile.blocks > 1 else tile.keys
     for total, new in zip((grad_key, grad_value), new_keys, strict=True):
@@ -447,33 +586,53 @@ def _tile_backward(
             total[..., part, :].add_(new[..., part, :])
 
 
+def _add_broadcast(total: torch.Tensor, x: torch.Tensor) -> None:
+    """Add ``x`` to an expanded view of what it was broadcast from."""
+    for dim in (dim for dim, step in enumerate(total.stride()) if step == 0):
+        total, x = total.narrow(dim, 0, 1), x.sum(dim, keepdim=True)
+    total.add_(x)
+
+
 @_bands_backward.register_fake
-def _(grad, query, key, value, *_rest):  # noqa: ANN001, ANN002, ANN202
-    return tuple(torch.empty_like(x) for x in (query, key, value))
+def _(grad, query, key, value, out, lse, bias, learns, *_rest):  # noqa: ANN001, ANN002, ANN202
+    grad_bias = torch.empty_like(bias, dtype=lse.dtype) if learns else query.new_empty(0)
+    return *(torch.empty_like(x) for x in (query, key, value)), grad_bias
 
 
 def _setup(ctx: torch.autograd.function.FunctionCtx, inputs: tuple, output: tuple) -> None:
-    query, key, value, sinks, tables, ctx.plan, ctx.start, ctx.scale = inputs
-    ctx.save_for_backward(query, key, value, sinks, *output, *tables)
+    query, key, value, sinks, bias, tables, ctx.plan, ctx.start, ctx.scale = inputs
+    ctx.save_for_backward(query, key, value, sinks, bias, *output, *tables)
     ctx.mark_non_differentiable(output[1])
 
 
 def _differentiate(
     ctx: torch.autograd.function.FunctionCtx, grad: torch.Tensor, _grad_lse: torch.Tensor
 ) -> tuple:
-    query, key, value, sinks, out, lse, *tables = ctx.saved_tensors
-    grads = _bands_backward(
-        grad, query, key, value, out, lse, tables, ctx.plan, ctx.start, ctx.scale
+    query, key, value, sinks, bias, out, lse, *tables = ctx.saved_tensors
+    learns = ctx.needs_input_grad[4]
+    *grads, grad_bias = _bands_backward(
+        grad, query, key, value, out, lse, bias, learns, tables, ctx.plan, ctx.start, ctx.scale
     )
-    grad_sinks = None
+    of_sinks = grad_sinks = None
     if sinks is not None:
         wide = lse.dtype
         weight = torch.exp(sinks.to(wide)[:, None] - lse)
-        grad_sinks = -(weight * (grad.to(wide) * out).sum(-1)).sum((0, 2)).to(sinks.dtype)
-    return *grads, grad_sinks, [None] * len(tables), None, None, None
+        of_sinks = -(weight * (grad.to(wide) * out).sum(-1)).sum((0, 2))
+        grad_sinks = of_sinks.to(sinks.dtype)
+    if learns and bias.shape[1] < key.shape[2]:
+        # What the logits of a row get sums to zero: the rest is that of the last value.
+        rest = -grad_bias.sum(1)
+        grad_bias[:, -1] += rest if of_sinks is None else rest - of_sinks
+    grad_bias = grad_bias.to(bias.dtype) if learns else None
+    return *grads, grad_sinks, grad_bias, [None] * len(tables), None, None, None
 
 
 _bands.register_autograd(_differentiate, setup_context=_setup)
+
+
+def takes(call: Call) -> bool:
+    """Whether its tiles can have the bias of a call."""
+    return call.bias is None or all(isinstance(band.geometry, Distance) for band in call.bands)
 
 
 def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: Call) -> torch.Tensor:
@@ -485,7 +644,11 @@ def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: Ca
         value = F.pad(value, (0, columns - value_columns))
     elif value_columns > columns:
         query, key = (F.pad(x, (0, value_columns - columns)) for x in (query, key))
-    inputs = (query, key, value, call.sinks)
+    bias = call.bias
+    if bias is not None:  # the kernel takes a mask of another type for its own
+        bias = bias.to(_wide(query.dtype))
+        call = replace(call, bias=bias)
+    inputs = (query, key, value, call.sinks, bias)
     grads = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs)
     if grads or torch.compiler.is_compiling():
         plan, tables = _pack(call)

@@ -41,9 +41,23 @@ def _block_mask(
 
 def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: Call) -> torch.Tensor:
     """Attention as :class:`Call` has it."""
+    before = key.shape[2] - query.shape[2]
 
-    def capped(score: torch.Tensor, *_place: torch.Tensor) -> torch.Tensor:
-        return call.softcap * torch.tanh(score / call.softcap)
+    def changed(
+        score: torch.Tensor,
+        _batch: torch.Tensor,
+        head: torch.Tensor,
+        row: torch.Tensor,
+        column: torch.Tensor,
+    ) -> torch.Tensor:
+        if call.softcap is not None:
+            score = call.softcap * torch.tanh(score / call.softcap)
+        if call.bias is not None:
+            score = score + call.bias[head, (before + row - column).clamp(0, last)]
+        return score
+
+    last = 0 if call.bias is None else call.bias.shape[1] - 1
+    plain = call.softcap is None and call.bias is None
 
     run = _compiled(flex_attention) if query.is_cuda else flex_attention
     query = call.warmed(query)
@@ -53,7 +67,7 @@ def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: Ca
             call.pairs.rotate(query, band.query),
             call.pairs.rotate(key, band.key),
             value,
-            score_mod=None if call.softcap is None else capped,
+            score_mod=None if plain else changed,
             block_mask=_block_mask(
                 band.geometry, query.shape[2], key.shape[2], call.start, query.device
             ),

@@ -56,6 +56,9 @@ def weights(
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     if call.softcap is not None:
         logits = call.softcap * torch.tanh(logits / call.softcap)
+    if call.bias is not None:
+        distance = (places.query[:, None] - places.key).clamp(0, call.bias.shape[1] - 1)
+        logits = logits + call.bias[:, distance]
     if places.mask is not None:
         visible = visible & places.mask
     # The lowest finite number, not -inf: a row without any key has no weights, but no NaN either.
@@ -101,7 +104,7 @@ def attend_blocked(
         return by and tuple(rows(table, start, 0) for table in by)
 
     def one(start: int, *tensors: torch.Tensor | None) -> torch.Tensor:
-        query, key, value, temperature, sinks = tensors
+        query, key, value, temperature, sinks, bias = tensors
         mask = places.mask
         return attend(
             rows(query, start, 2),
@@ -112,6 +115,7 @@ def attend_blocked(
                 bands=[replace(band, query=turn(band.query, start)) for band in call.bands],
                 temperature=None if temperature is None else rows(temperature, start, 0),
                 sinks=sinks,
+                bias=bias,
             ),
             Places(
                 rows(places.query, start, 0),
@@ -120,7 +124,7 @@ def attend_blocked(
             ),
         )
 
-    tensors = (query, key, value, call.temperature, call.sinks)
+    tensors = (query, key, value, call.temperature, call.sinks, call.bias)
     starts = range(0, queries, block)
     if not torch.is_grad_enabled() or not any(x is not None and x.requires_grad for x in tensors):
         return torch.cat([one(start, *tensors) for start in starts], dim=2)

@@ -6,7 +6,6 @@ Each says against which version its formulas were read and, where it can be, run
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -281,8 +280,21 @@ def refuse_positions(state: Patch) -> None:
             f"it rotates every token by the same frequencies, and start_tokens={start} keeps the "
             f"trained ones for the first tokens; patch with start_tokens=0 to export"
         )
-    if state.method.kind == "position":
+    if state.method.attends:
         raise Refusal("it has no setting that changes the positions of queries and keys")
+    refuse_tempered(state.method, state.scaled[0].rope)
+
+
+def refuse_tempered(method: Method, rope: Rope) -> None:
+    """Raise if ``method`` multiplies queries."""
+    temperature = method.tempered(rope)
+    if temperature is None:
+        return
+    raise Refusal(
+        f"it has no setting that multiplies queries (temperature={method.temperature!r}); an "
+        f"attention_factor it can be given, which multiplies cosine and sine, so by its square the "
+        f"logits of the columns that rotate"
+    )
 
 
 def precise_note(state: Patch) -> tuple[str, ...]:
@@ -293,11 +305,6 @@ def precise_note(state: Patch) -> tuple[str, ...]:
 def is_nested(parameters: Mapping[str, Any]) -> bool:
     """Whether kinds of layers have rotary embeddings of their own."""
     return any(isinstance(value, dict) for value in parameters.values())
-
-
-def temperature(factor: float) -> float:
-    """YaRN's number on cosine and sine (arXiv 2309.00071, eq. 22)."""
-    return 0.1 * math.log(factor) + 1.0
 
 
 def model_name(model: nn.Module) -> str:

@@ -15,7 +15,13 @@ from typing import Any, BinaryIO
 
 from torch import nn
 
-from rope_ext.engines.base import ARCHITECTURES, Refusal, Scaling, refuse_adapting
+from rope_ext.engines.base import (
+    ARCHITECTURES,
+    Refusal,
+    Scaling,
+    refuse_adapting,
+    refuse_tempered,
+)
 from rope_ext.engines.llama_cpp import TABLE, Plan, plan, planned
 from rope_ext.errors import ExportError, first_line
 from rope_ext.measure.arguments import parse_options
@@ -197,11 +203,12 @@ def extended(
 
 
 def _scaling(method: Method, rope: Rope) -> Scaling:
-    if method.kind == "position":
+    if method.attends:
         raise Refusal("it has no setting that changes the positions of queries and keys")
     refuse_adapting(method)
     if method.start_tokens:
         raise Refusal("it rotates every token by the same frequencies; leave start_tokens out")
+    refuse_tempered(method, rope)
     return Scaling(
         rope,
         method.inv_freq(rope),

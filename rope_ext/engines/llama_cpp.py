@@ -27,9 +27,9 @@ from rope_ext.engines.base import (
     precise_note,
     refuse_unproven,
     register,
-    temperature,
 )
 from rope_ext.methods import Method, YaRN, build_method
+from rope_ext.methods.temperature import yarn_factor
 from rope_ext.patching import Patch
 from rope_ext.rotary.sites import text_config
 
@@ -156,7 +156,7 @@ def _yarn(draft: _Draft, scaling: Scaling, betas: Mapping[str, float]) -> Plan:
             f"{' and '.join(betas)} are flags only: the keys that a file has for them are read for "
             f"two other architectures"
         )
-    multiplier = scaling.scaling / temperature(factor)
+    multiplier = scaling.scaling / yarn_factor(factor)
     if not math.isclose(multiplier, 1.0, rel_tol=1e-12):
         # --yarn-attn-factor has no effect there: the key alone is multiplied in.
         draft.put("rope.scaling.attn_factor", multiplier)

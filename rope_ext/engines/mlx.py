@@ -16,9 +16,9 @@ from rope_ext.engines.base import (
     precise_note,
     refuse_unproven,
     register,
-    temperature,
 )
 from rope_ext.engines.transformers import legacy, with_fields
+from rope_ext.methods.temperature import yarn_factor
 from rope_ext.patching import Patch
 from rope_ext.rotary.sites import unwrap
 
@@ -53,7 +53,7 @@ def _parameters(scaling: Scaling) -> dict[str, Any]:
     kind = parameters["rope_type"]
     if kind == "yarn" and parameters.get("truncate", True):
         # attention_factor is ignored; this is (0.1 mscale ln(s) + 1) / 1.
-        grown = temperature(parameters["factor"]) - 1
+        grown = yarn_factor(parameters["factor"]) - 1
         parameters |= {"mscale": (scaling.scaling - 1) / grown, "mscale_all_dim": 0}
         return parameters
     if kind in ("default", "linear", "llama3"):

@@ -13,8 +13,8 @@ from rope_ext.engines.base import (
     is_nested,
     refuse_adapting,
     refuse_positions,
-    temperature,
 )
+from rope_ext.methods.temperature import yarn_factor
 from rope_ext.patching import Patch
 from rope_ext.rotary.sites import text_config
 
@@ -120,7 +120,7 @@ def _named(parameters: Mapping[str, Any], family: Family) -> dict[str, Any]:
         # The ends are where the length over beta is a number of tokens.
         betas = {name: parameters[name] * family.stretched for name in ("beta_fast", "beta_slow")}
         parameters |= betas
-        usual = temperature(parameters["factor"])
+        usual = yarn_factor(parameters["factor"])
         if math.isclose(factor, usual, rel_tol=1e-12):
             return parameters
         if family.usual:

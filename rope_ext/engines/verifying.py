@@ -27,10 +27,10 @@ from rope_ext.engines.base import (
     Scaling,
     export,
     refuse_unproven,
-    temperature,
 )
 from rope_ext.errors import ExportError
 from rope_ext.methods import Rope
+from rope_ext.methods.temperature import yarn_factor
 from rope_ext.patching import Patch, current_patch, patch
 from rope_ext.record import FIELD, record_of
 from rope_ext.rotary.sites import find_sites, text_decoder
@@ -198,7 +198,7 @@ class Miniature:
         if number != 1:
             found.append(("temperature missing", made.inv_freq, 1.0))
         factor = made.target / rope.length
-        usual = temperature(factor)
+        usual = yarn_factor(factor)
         if number not in (1, usual):
             found.append((f"other (temperature {usual:.4g})", made.inv_freq, usual))
         found.append((f"other (all frequencies / {factor:g})", rope.inv_freq / factor, 1.0))

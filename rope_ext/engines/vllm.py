@@ -9,7 +9,15 @@ from typing import Any, ClassVar
 
 from torch import nn
 
-from rope_ext.engines.base import Engine, Export, Refusal, model_name, precise_note, register
+from rope_ext.engines.base import (
+    Engine,
+    Export,
+    Refusal,
+    model_name,
+    precise_note,
+    refuse_tempered,
+    register,
+)
 from rope_ext.engines.overrides import overrides
 from rope_ext.patching import Patch
 from rope_ext.rotary.sites import text_config
@@ -57,6 +65,14 @@ class VLLM(Engine):
                 f"its far queries stand at {2 * (chunk - local) - 1} instead of {chunk}, for "
                 f"local={local} is more than half of chunk={chunk}"
             )
+        scaling = state.method.attention_scaling(state.scaled[0].rope)
+        if scaling != 1:
+            raise Refusal(
+                f"its Dual Chunk has a temperature of its own that follows the length of the "
+                f"sequence, and cosine and sine times {scaling:.4g} is none of it; patch with "
+                f"attention_factor=1"
+            )
+        refuse_tempered(state.method, state.scaled[0].rope)
         given = {"chunk_size": chunk, "local_size": local, "original_max_position_embeddings": 0}
         fields = {
             "dual_chunk_attention_config": given,

@@ -74,10 +74,10 @@ class Resultants:
         """Logits of mean queries and keys at ``distance``, float64, ``[heads, distances]``.
 
         Args:
-            distance: tokens, ``[distances]``.
+            distance: tokens, ``[distances]``, or ``[distances, pairs]`` where they differ.
             frequencies: radians per token of every pair, ``[pairs]``.
         """
-        angles = frequencies.unsqueeze(-1) * distance
+        angles = frequencies.unsqueeze(-1) * (distance.mT if distance.ndim == 2 else distance)
         return self.weights.real @ angles.cos() - self.weights.imag @ angles.sin()
 
 

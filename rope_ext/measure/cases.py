@@ -8,7 +8,7 @@ import math
 from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, is_dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
@@ -37,12 +37,15 @@ class Case:
         depth: place of the answer, 0 at the start and 1 at the end of the context.
         bin: the depth bin it was drawn from.
         group: cases of one document share it; intervals resample documents.
+        alike: ``loss`` only: the case counts as much as any other, however many tokens it scores.
         whole: ``write`` only: the text must equal the answer, instead of holding all answers.
         curve: ``loss`` only: losses are summed up to each of these positions; those of all
             tokens, or of the scored ones if ``nested``.
         nested: ``loss`` only: this window begins the longest one with the same seed, whose curve
             therefore holds its result, unless frequencies depend on the length.
         only: ``loss`` only: score just the tokens at these positions.
+        judge: ``write`` only: what the text is worth, from 0 to 1, where looking for ``answers``
+            does not say it. A frozen dataclass that can be called: its fields belong to the case.
     """
 
     task: str
@@ -55,10 +58,19 @@ class Case:
     depth: float | None = None
     bin: int | None = None
     group: int = 0
+    alike: bool = False
     whole: bool = False
     curve: tuple[int, ...] = ()
     nested: bool = False
     only: tuple[int, ...] = field(default=(), repr=False)
+    judge: Callable[[str], float] | None = field(default=None, repr=False)
+
+    def __post_init__(self) -> None:
+        if self.judge is not None and not is_dataclass(self.judge):  # its name would be an address
+            raise OptionError(
+                f"the judge {self.judge!r} of a case of {self.task} is no dataclass, so --resume "
+                f"could not tell it from another; make it one whose fields say how it scores"
+            )
 
     @property
     def key(self) -> str:
@@ -74,6 +86,8 @@ class Case:
     def prompt(self) -> str:
         """A digest of all that the model is given and of how it is scored."""
         how = (self.mode, self.count, self.answers, self.whole, self.curve, self.only)
+        how += () if self.judge is None else (self.judge,)
+        how += ("alike",) if self.alike else ()
         text = self.ids.tobytes() + repr(how).encode()
         return hashlib.sha256(text).hexdigest()[:16]
 
@@ -102,7 +116,7 @@ class Outcome:
         system: the method, or the model and the method where there are several models.
         task, length, bin, depth, seed, prompt, answers, group: of the case.
         value: share of the answers found, or mean loss in nats per token.
-        tokens: tokens behind the value.
+        tokens: tokens behind the value; 1 where cases count alike.
         written: what was generated.
         curve: ``loss`` only: (position, summed loss of the tokens before it, their number).
     """

@@ -1,11 +1,15 @@
-"""Prompts from parts: every part is tokenised alone, so that lengths add up exactly."""
+"""Prompts: what goes around them, and how long they become.
+
+A prompt is tokenised in one piece, as a user's text is. Tokens reach across the ends of sentences:
+in Llama 3 a full stop and a line break are one. And some tokenizers begin whatever they are given
+with a space.
+"""
 
 from __future__ import annotations
 
 from array import array
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from functools import cache, cached_property
 from itertools import chain
 from typing import Any, Literal
 
@@ -37,16 +41,13 @@ class Frame:
         tokenizer: of the model.
         head: tokens before the content.
         tail: tokens after it; none for a base model.
+        around: of a chat template, the text before the content and after it.
     """
 
     tokenizer: Any
     head: tuple[int, ...]
     tail: tuple[int, ...] = ()
-
-    @cached_property
-    def word(self) -> Callable[[str], tuple[int, ...]]:
-        """Encodes a text that comes again and again."""
-        return cache(lambda text: tuple(encode(self.tokenizer, text)))
+    around: tuple[str, str] | None = None
 
     @classmethod
     def of(cls, tokenizer: Any, chat: Chat = "auto") -> Frame:
@@ -65,10 +66,39 @@ class Frame:
         head, mark, tail = text.partition(_MARK)
         if not mark:
             raise OptionError("the chat template leaves the user's text out; give --chat no")
-        return cls(tokenizer, tuple(encode(tokenizer, head)), tuple(encode(tokenizer, tail)))
+        ids = (tuple(encode(tokenizer, text)) for text in (head, tail))
+        return cls(tokenizer, *ids, (head, tail))
+
+    def whole(self, content: str, lead: str = "", answer: str = "") -> tuple[array, int]:
+        """A prompt, tokenised in one piece.
+
+        Args:
+            content: of the user's turn, with the question at its end.
+            lead: begins the answer, such as ``" The pass key is"``.
+            answer: follows after a space; ``""`` for a prompt that is to be continued.
+
+        Returns:
+            Token ids, and how many of them at their end a model must write to give the answer,
+            with the space before it.
+        """
+        head: tuple[int, ...] = self.head
+        if self.around is not None:
+            before, after = self.around
+            # After a line break or a space of the template an answer begins without another one.
+            lead = lead.lstrip() if after[-1:].isspace() else lead
+            head, content = (), before + content + after
+        given = encode(self.tokenizer, content + lead)
+        if not answer:
+            return joined(head, given), 0
+        ids = encode(self.tokenizer, f"{content}{lead} {answer}")
+        pairs = enumerate(zip(given, ids, strict=False))
+        shared = next((at for at, (one, other) in pairs if one != other), len(given))
+        if self.tokenizer.decode(ids[shared:]).strip() != answer:  # it merges with the lead
+            ids, shared = [*given, *encode(self.tokenizer, f" {answer}")], len(given)
+        return joined(head, ids), len(ids) - shared
 
     def ask(self, question: str, lead: str, answer: str = "") -> tuple[list[int], int]:
-        """The end of a prompt: the question, the beginning of the answer, the answer.
+        """The end of a prompt whose content is token ids: the question, and what it is answered.
 
         Args:
             question: closes the content.
@@ -105,8 +135,43 @@ def beginning(tokenizer: Any) -> tuple[int, ...]:
     return tuple(special[: special.index(plain[0])]) if plain[0] in special else ()
 
 
+def longest(
+    build: Callable[[int], Sequence[int]], budget: int, least: int = 0, most: int | None = None
+) -> tuple[int, Sequence[int]]:
+    """The longest prompt that fits, short of ``budget`` by less than an average part.
+
+    Args:
+        build: the prompt of so many parts, as token ids; called a few times, however long it is.
+        budget: tokens.
+        least: fewest parts.
+        most: most parts there are; None: there is no end of them.
+
+    Returns:
+        Parts, and the prompt, which is too long if it does not fit with the fewest.
+    """
+    low, ids = least, build(least)
+    first, high = len(ids), None if most is None else most + 1
+    tokens = 1.0  # of a part
+    guess, turn = least + 32, 0
+    while len(ids) + tokens <= budget and high != low + 1 and turn < 64:
+        if turn:
+            guess = low + max(1, int((budget - len(ids)) / tokens))
+        if high is not None and (guess >= high or turn > 8):
+            guess = (low + high) // 2 if turn > 8 else high - 1
+        turn += 1
+        tried = build(guess)
+        if guess - low >= 32 and len(tried) <= len(ids):
+            break  # a tokenizer that makes the same of more
+        tokens = max(0.01, (len(tried) - first) / (guess - least))
+        if len(tried) <= budget:
+            low, ids = guess, tried
+        else:
+            high = guess
+    return low, ids
+
+
 class Filler:
-    """Sentences that repeat, cut at sentence ends to an exact number of tokens.
+    """Sentences that repeat, cut at sentence ends to a number of tokens.
 
     The sentences follow each other in order; the last ones are chosen such that the lengths add
     up. What no choice can reach is filled with line breaks.
@@ -117,30 +182,35 @@ class Filler:
     """
 
     def __init__(self, tokenizer: Any, sentences: Sequence[str]) -> None:
-        self.sentences = [encode(tokenizer, sentence) for sentence in sentences]
-        self.newline = encode(tokenizer, "\n")[-1:]
-        longest = max(map(len, self.sentences))
+        self.sentences = tuple(sentences)
+        text = "".join(sentences)
+
+        def tokens(middle: str) -> int:
+            return len(encode(tokenizer, text + middle + text))
+
+        self.sizes = [max(1, tokens(sentence) - tokens("")) for sentence in sentences]
         # Above this, every sum that the lengths can reach at all is reached (Sylvester).
-        self._rest = longest * longest
-        self._ways = self._reach(self._rest + longest)
+        self._rest = max(self.sizes) ** 2
+        self._ways = self._reach(self._rest + max(self.sizes))
 
     def _reach(self, most: int) -> list[tuple[int, ...] | None]:
         """Fewest sentences, by index, whose lengths add up to each number of tokens."""
         ways: list[tuple[int, ...] | None] = [()]
         for total in range(1, most + 1):
             choices = [
-                (*ways[total - len(sentence)], index)
-                for index, sentence in enumerate(self.sentences)
-                if len(sentence) <= total and ways[total - len(sentence)] is not None
+                (*ways[total - size], index)
+                for index, size in enumerate(self.sizes)
+                if size <= total and ways[total - size] is not None
             ]
             ways.append(min(choices, key=len) if choices else None)
         return ways
 
-    def fill(self, tokens: int) -> tuple[list[list[int]], int]:
+    def fill(self, tokens: int) -> tuple[list[str], int]:
         """Sentences of together ``tokens`` tokens, less the number of line breaks to add."""
-        chosen: list[list[int]] = []
+        chosen: list[int] = []
         while tokens > self._rest:
-            chosen.append(self.sentences[len(chosen) % len(self.sentences)])
-            tokens -= len(chosen[-1])
+            chosen.append(len(chosen) % len(self.sizes))
+            tokens -= self.sizes[chosen[-1]]
         breaks = next(n for n in range(tokens + 1) if self._ways[tokens - n] is not None)
-        return chosen + [self.sentences[i] for i in self._ways[tokens - breaks]], breaks
+        chosen += self._ways[tokens - breaks]
+        return [self.sentences[index] for index in chosen], breaks

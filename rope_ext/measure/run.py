@@ -267,11 +267,16 @@ def _loss(case: Case, losses: torch.Tensor) -> _Result:
     curve = tuple(
         (edge, float(sums[edge - first - 1]), edge - first) for edge in case.curve if edge > first
     )
-    return _Result(float(scored.mean()), len(scored), curve=curve)
+    return _Result(float(scored.mean()), 1 if case.alike else len(scored), curve=curve)
 
 
 def share_found(case: Case, written: str) -> float:
-    """Share of the answers in what was written, whatever their case (RULER, arXiv 2404.06654)."""
+    """The worth of what was written: the judge's word, or else the share of the answers in it.
+
+    Upper and lower case count alike there (RULER, arXiv 2404.06654).
+    """
+    if case.judge is not None:
+        return float(case.judge(written))
     if case.whole:
         return float(written.strip() == case.key)
     text = written.lower()

@@ -9,45 +9,72 @@ Ding et al. 2024, arXiv 2402.13753, sections 3.2 and 3.3.
 from __future__ import annotations
 
 import json
-import logging
 import math
 import os
 import random
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from torch import nn
 
 from rope_ext.errors import MeasureError, OptionError
-from rope_ext.measure.cases import digest, mend
+from rope_ext.measure.cases import digest
+from rope_ext.measure.fitness import (
+    HAY,
+    Needles,
+    Prompt,
+    fingerprint,
+    losses_at_end,
+    losses_of_answers,
+    read,
+    windows_of,
+)
 from rope_ext.measure.folder import held, replace_file, writing
-from rope_ext.measure.forward import score
 from rope_ext.measure.settings import require_seed
-from rope_ext.methods import NTK, PI, FrequencyMethod, LongRoPE, Rope, YaRN
+from rope_ext.measure.tried import ROOM, Tried, read_log
+from rope_ext.methods import (
+    NTK,
+    PI,
+    FrequencyMethod,
+    LongRoPE,
+    LongRoPE2,
+    MrRoPE,
+    Rope,
+    YaRN,
+)
+from rope_ext.methods.kinds import FACTORS
 from rope_ext.options import SlidingLayers
 from rope_ext.patching import first_site, patched
-from rope_ext.rotary.sites import evaluating, unwrap
+from rope_ext.rotary.sites import evaluating
 
 START_TOKENS = (0, 1, 2, 4, 8, 12, 16, 20, 24, 28, 32, 64, 128, 256)
 """The numbers of start tokens that LongRoPE chooses from."""
 _STEPS = 100  # numbers are searched in hundredths
 _BEYOND = 1.25  # from 1 to this many times the factor
+_BEYOND_CRITICAL = 2  # likewise, from the factor itself on, where there is a critical pair
+_SCALES = tuple(range(100, 161, 5))  # of cos and sin, in hundredths
+NEEDLES = "needles"
 _REACH = 4  # pairs: a new number lies between those of pairs so far away, at most
 _TRIES = 100  # to make a table that is new
-_ROOM = "make room and give the same again to go on"
-_logger = logging.getLogger("rope_ext")
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """The number of every pair in hundredths, ascending, and how many start tokens go without."""
+    """The number of every pair in hundredths, ascending, and what goes with it.
+
+    Args:
+        table: the numbers.
+        start: how many start tokens go without.
+        scale: what cos and sin are multiplied by, in hundredths; None: it is not searched.
+    """
 
     table: tuple[int, ...]
     start: int
+    scale: int | None = None
 
 
 @dataclass(frozen=True)
@@ -55,42 +82,62 @@ class Space:
     """What evolution chooses from.
 
     Args:
-        most: the largest number, in hundredths; the smallest is 1.
+        most: the largest number, in hundredths.
         starts: numbers of start tokens.
         probability: that a mutation changes a number.
+        scales: what cos and sin are multiplied by, in hundredths, ascending; none: not searched.
+        critical: the first pair that is searched; those below it follow from its number.
+        least: the smallest number of those searched, in hundredths.
     """
 
     most: int
     starts: Sequence[int]
     probability: float
+    scales: Sequence[int] = ()
+    critical: int = 0
+    least: int = _STEPS
+
+    def fitted(self, table: Sequence[int]) -> tuple[int, ...]:
+        """A table with its numbers within bounds, and those below the critical pair as of NTK."""
+        tail = [min(max(number, self.least), self.most) for number in table[self.critical :]]
+        top = tail[0] / _STEPS
+        head = [round(_STEPS * top ** (i / self.critical)) for i in range(self.critical)]
+        return (*head, *tail)
 
     def mutated(self, one: Candidate, rng: random.Random) -> Candidate:
         """Some numbers drawn anew, or one of them and all others moved along; ascending again."""
+        old = one.table[self.critical :]
         reach = rng.randint(1, _REACH)
-        near = [_STEPS] * reach + [*one.table] + [self.most] * reach
-        drawn = [rng.randint(near[i], near[i + 2 * reach]) for i in range(len(one.table))]
+        near = [self.least] * reach + [*old] + [self.most] * reach
+        drawn = [rng.randint(near[i], near[i + 2 * reach]) for i in range(len(old))]
         if rng.random() < 0.5:
-            pairs = zip(one.table, drawn, strict=True)
-            table = sorted(new if self._changes(rng) else old for old, new in pairs)
+            pairs = zip(old, drawn, strict=True)
+            new = sorted(new if self._changes(rng) else number for number, new in pairs)
         else:
             i = rng.randrange(len(drawn))
-            table = [self._moved(number, one.table[i], drawn[i]) for number in one.table]
+            new = [self._moved(number, old[i], drawn[i]) for number in old]
         start = rng.choice(self.starts) if self._changes(rng) else one.start
-        return Candidate(tuple(table), start)
+        scale = one.scale
+        if self.scales and self._changes(rng):
+            i = min(range(len(self.scales)), key=lambda i: abs(self.scales[i] - scale))
+            scale = rng.choice(self.scales[max(0, i - 2) : i + 3])
+        return Candidate(self.fitted([*one.table[: self.critical], *new]), start, scale)
 
     def _changes(self, rng: random.Random) -> bool:
         return rng.random() < self.probability
 
     def _moved(self, number: int, old: int, new: int) -> int:
         """Where ``number`` goes if ``old`` becomes ``new``, between bounds that stay."""
-        bound = _STEPS if number <= old else self.most
+        bound = self.least if number <= old else self.most
         share = (number - bound) / (old - bound) if old != bound else 1
         return round(bound + share * (new - bound))
 
     def crossed(self, one: Candidate, other: Candidate, rng: random.Random) -> Candidate:
         """Numbers of either parent; sorted, which keeps each between those of the two."""
         table = sorted(map(rng.choice, zip(one.table, other.table, strict=True)))
-        return Candidate(tuple(table), rng.choice((one.start, other.start)))
+        start = rng.choice((one.start, other.start))
+        scale = rng.choice((one.scale, other.scale)) if self.scales else one.scale
+        return Candidate(self.fitted(table), start, scale)
 
 
 def evolve(
@@ -142,7 +189,8 @@ class Options:
     """The options of :func:`search`, as they are documented there."""
 
     target_length: int
-    scored: int
+    scored: int | Literal["needles"]
+    critical: int | None
     population: int
     iterations: int
     mutations: int
@@ -159,8 +207,17 @@ class Options:
     def check(self) -> None:
         """Raise OptionError for what is not valid, whatever the model."""
         least = {"target_length": 2, "scored": 1, "population": 4, "iterations": 1, "samples": 1}
-        for name, value in (least | {"mutations": 0, "crossovers": 0}).items():
-            _check(name, getattr(self, name), value)
+        least |= {"mutations": 0, "crossovers": 0, "critical": 1}
+        for name, value in least.items():
+            given = getattr(self, name)
+            if name == "scored" and isinstance(given, str):
+                if given != NEEDLES:
+                    raise OptionError(
+                        f"scored={given!r} is not valid; it must be a number of tokens, or "
+                        f"{NEEDLES!r}"
+                    )
+            elif name != "critical" or given is not None:
+                _check(name, given, value)
         chance = self.mutation_probability
         if not isinstance(chance, (int, float)) or not 0 < chance <= 1:
             raise OptionError(
@@ -200,27 +257,61 @@ class Options:
                 f"target_length={self.target_length} is not beyond the {rope.length} tokens that "
                 f"the model was trained for; give more"
             )
-        if self.scored >= self.target_length:
+        if self.scored != NEEDLES and self.scored >= self.target_length:
             raise OptionError(
                 f"scored={self.scored} is not valid; it must be below "
                 f"target_length={self.target_length}, since nothing comes before the first token"
             )
+        pairs = rope.dim // 2
+        if self.critical is not None and self.critical >= pairs:
+            raise OptionError(
+                f"critical={self.critical} is not valid; it must be below the {pairs} pairs of "
+                f"this model"
+            )
         return rope
+
+    def space(self, factor: float) -> Space:
+        """What there is to choose from."""
+        scales = () if self.attention_factor is not None else _SCALES
+        most, critical, least = _BEYOND * factor, 0, 1.0
+        if self.critical is not None:
+            most, critical, least = _BEYOND_CRITICAL * factor, self.critical, factor
+        return Space(
+            round(most * _STEPS),
+            self.start_tokens,
+            self.mutation_probability,
+            scales,
+            critical,
+            round(least * _STEPS),
+        )
+
+    def first(self, known: Sequence[FrequencyMethod], rope: Rope) -> list[Candidate]:
+        """The tables of known methods, with their temperatures and others."""
+        space, start = self.space(known[0].factor), self.start_tokens[0]
+        tables = [space.fitted(_table(each, rope)) for each in known]
+        if not space.scales:
+            return [Candidate(table, start) for table in dict.fromkeys(tables)]
+        own = [round(_STEPS * each.attention_scaling(rope)) for each in known]
+        near = [min(space.scales, key=lambda scale, own=own: abs(scale - own)) for own in own]
+        made = [Candidate(table, start, scale) for table, scale in zip(tables, near, strict=True)]
+        made += [Candidate(table, start, round(f * _STEPS)) for f in FACTORS for table in tables]
+        return list(dict.fromkeys(made))[: max(len(known), self.population // 2)]
 
     def method(self, one: Candidate, factor: float) -> LongRoPE:
         """The method with these numbers."""
         return LongRoPE(
             factor=factor,
             long_factor=[number / _STEPS for number in one.table],
-            attention_factor=self.attention_factor,
+            attention_factor=self.attention_factor if one.scale is None else one.scale / _STEPS,
             start_tokens=one.start,
         )
 
-    def settings(self, model: nn.Module, rows: Sequence[Sequence[int]]) -> dict[str, Any]:
+    def settings(self, model: nn.Module, rows: Sequence[Any]) -> dict[str, Any]:
         """What a loss in the log depends on, and the path of evolution; more iterations go on."""
         given = {field.name: getattr(self, field.name) for field in fields(self)}
         del given["iterations"]
-        return {"model": _fingerprint(model), "text": digest(rows), **given}
+        text = digest([row.ids if isinstance(row, Prompt) else row for row in rows])
+        return {"model": fingerprint(model), "text": text, **given}
 
 
 def search(
@@ -236,7 +327,8 @@ def search(
     crossovers: int = 16,
     mutation_probability: float = 0.3,
     samples: int = 5,
-    scored: int | None = None,
+    scored: int | Literal["needles"] | None = None,
+    critical: int | None = None,
     start_tokens: Iterable[int] = (0,),
     attention_factor: float | None = None,
     seed: int = 0,
@@ -246,8 +338,9 @@ def search(
 ) -> LongRoPE:
     """Search the numbers by which ``longrope`` divides the frequencies of ``model``.
 
-    Tables ascend from 1 to at most 1.25 times the factor. The first are those of PI, NTK, YaRN and
-    mutations of them; all are judged by their loss on the same windows of text. Beside the paper's
+    Tables ascend from 1 to at most 1.25 times the factor. The first are those of PI, NTK, YaRN,
+    MrRoPE and LongRoPE2, with several temperatures, and mutations of them; all are judged by their
+    loss on the same windows of text, or on the answers hidden in them. Beside the paper's
     mutation, which draws some numbers anew, there is one that moves the others along, since half
     of YaRN's numbers are equal. The model is left as it came, also after an exception.
 
@@ -268,9 +361,14 @@ def search(
         samples: windows of ``target_length`` tokens.
         scored: tokens at the end of each, whose loss counts. None is half of them: where all
             count, as in the paper, the far end is given up for the many tokens before it.
+            ``"needles"``: the answer tokens of ``samples`` prompts of the target length, with
+            passkeys hidden in filler and in the text by turns, as LongRoPE2 has it.
+        critical: index of the pair from which on numbers are searched, between the factor and
+            twice as much; pairs below it follow from its number as of an NTK base, as LongRoPE2
+            has it. None searches all.
         start_tokens: numbers of start tokens to choose from. More than 0 cannot be exported; the
             paper's are ``rope_ext.measure.search.START_TOKENS``.
-        attention_factor: of all tables, as of ``LongRoPE``.
+        attention_factor: of all tables, as of ``LongRoPE``; None searches it along.
         seed: of the windows and of evolution.
         compose: as of :func:`rope_ext.patch`, which needs it and the next ones again with what
             was found.
@@ -287,11 +385,13 @@ def search(
         AlreadyPatchedError, AlreadyScaledError, NoRopeError, UnsupportedModelError: as
             :func:`rope_ext.patch`.
 
-    Ding et al. 2024, arXiv 2402.13753, sections 3.2 and 3.3.
+    Ding et al. 2024, arXiv 2402.13753, sections 3.2 and 3.3; Shang et al. 2025, arXiv 2502.20082,
+    section 3.2.
     """
     given = Options(
         target_length=target_length,
         scored=target_length // 2 if scored is None and type(target_length) is int else scored,
+        critical=critical,
         population=population,
         iterations=iterations,
         mutations=mutations,
@@ -315,25 +415,49 @@ def search(
         raise OptionError(f"output={str(output)!r} is not valid; it must end in .json")
     rope = given.rope(model)
     factor = target_length / rope.length
-    known = (PI(factor=factor), NTK(factor=factor), YaRN(factor=factor))
-    tables = [_table(each, rope) for each in known]
+    known = [cls(factor=factor) for cls in (PI, NTK, YaRN, MrRoPE, LongRoPE2)]
+    first = given.first(known, rope)
     for start in given.start_tokens:  # what cannot be patched shows before anything is measured
-        with patched(model, given.method(Candidate(tables[0], start), factor), **given.arguments):
+        with patched(
+            model, given.method(replace(first[0], start=start), factor), **given.arguments
+        ):
             pass
-    rows = _windows(tokenizer, text, target_length, samples, seed)
-    with Tried.of(output, given.settings(model, rows)) as log, evaluating(model):
-        return _searched(model, rows, given, known, tables, log)
+    cure = f"samples={samples} are to be judged by; give more text, or fewer samples"
+    rows = windows_of(tokenizer, read(text), target_length, samples, seed, cure).windows
+    if scored == NEEDLES:
+        rows = _prompts(tokenizer, rows, seed)
+    if attention_factor is None:  # what is found must beat YaRN with a temperature found, too
+        known += [YaRN(factor=factor, attention_factor=scale) for scale in FACTORS]
+    with log_beside(output, given.settings(model, rows)) as log, evaluating(model):
+        return _searched(model, rows, given, known, first, log)
+
+
+def _prompts(tokenizer: Any, windows: Sequence[tuple[int, ...]], seed: int) -> list[Prompt]:
+    """One for each window, in filler and in the text by turns."""
+    needles, length = Needles(tokenizer), len(windows[0])
+    least = max(map(needles.least, HAY))
+    if length < least:
+        raise OptionError(
+            f"scored={NEEDLES!r} needs a target_length of at least {least} tokens with this "
+            f"tokenizer, got {length}"
+        )
+    count = len(windows)
+    made = {
+        hay: iter([*needles.prompts(hay, length, (count + 1) // 2, windows[place::2], seed)])
+        for place, hay in enumerate(HAY[:count])
+    }
+    return [next(made[HAY[i % 2]]) for i in range(count)]
 
 
 def _searched(
     model: nn.Module,
-    rows: Sequence[Sequence[int]],
+    rows: Sequence[Any],
     given: Options,
     known: Sequence[FrequencyMethod],
-    tables: Sequence[tuple[int, ...]],
-    log: Tried,
+    first: Sequence[Candidate],
+    log: _Log,
 ) -> LongRoPE:
-    """Evolution from these tables, of the known methods; the best is kept in the log."""
+    """Evolution from these tables, beside known methods; the best is kept in the log."""
     from rope_ext.measure.reports.terminal import progress  # rich is not loaded with the package
 
     factor, shown = known[0].factor, progress()
@@ -341,23 +465,32 @@ def _searched(
     with shown:
         bar = shown.add_task("search", total=(len(known) + given.tables) * given.samples)
 
+        def losses_of(rows: Sequence[Any]) -> list[float]:
+            if given.scored != NEEDLES:
+                return losses_at_end(model, rows, given.scored, partial(shown.advance, bar))
+            answers = losses_of_answers(model, rows, partial(shown.advance, bar))
+            return [loss for loss, _ in answers]
+
         def judged(each: FrequencyMethod) -> float:
-            if log.loss(each) is None:
+            what = _what(each)
+            if log.get(what) is None:
                 with patched(model, each, **given.arguments):
-                    log.add(each, _loss(model, rows, given.scored, lambda: shown.advance(bar)))
+                    losses = losses_of(rows)
+                log.add(what, sum(losses) / len(losses))
             else:
                 shown.advance(bar, given.samples)
-            return log.loss(each)
+            return log.get(what)
 
-        *_, yarn = before = [judged(each) for each in known]
+        before = [judged(each) for each in known]
+        yarn = min(x for x, each in zip(before, known, strict=True) if isinstance(each, YaRN))
         if min(before) == math.inf:
             raise MeasureError(
                 f"the model's losses are no numbers at {given.target_length} tokens; load it in "
                 f"float32 or bfloat16"
             )
         bests = evolve(
-            [Candidate(table, given.start_tokens[0]) for table in tables],
-            Space(round(_BEYOND * factor * _STEPS), given.start_tokens, given.mutation_probability),
+            first,
+            given.space(factor),
             lambda one: judged(given.method(one, factor)),
             iterations=given.iterations,
             seed=given.seed,
@@ -365,85 +498,55 @@ def _searched(
         )
         for best in bests:
             found = given.method(best, factor)
-            text = f"perplexity {_perplexity(log.loss(found))} (yarn {_perplexity(yarn)})"
+            text = f"perplexity {_perplexity(log.get(_what(found)))} (yarn {_perplexity(yarn)})"
             shown.update(bar, description=text)
             log.keep(found)
     return found
 
 
-class Tried:
-    """What was tried, and its losses: in memory, and in a file that is only ever added to.
-
-    Args:
-        path: of the file; None keeps nothing.
-        losses: by method.
-    """
-
-    def __init__(self, path: Path | None, losses: dict[str, float]) -> None:
-        self.path, self.losses = path, losses
-
-    @classmethod
-    @contextmanager
-    def of(
-        cls, output: str | os.PathLike[str] | None, settings: Mapping[str, Any]
-    ) -> Iterator[Tried]:
-        """The log beside ``output``: a new one, or one of the same settings; locked.
-
-        Raises:
-            MeasureError: it is of other settings, cannot be read or written, or is in use; or
-                what is in ``output`` does not come from it.
-        """
-        if output is None:
-            yield cls(None, {})
-            return
-        output = Path(output)
-        path = output.with_suffix(".jsonl")
-        with writing(path, "give another output"):
-            path.parent.mkdir(parents=True, exist_ok=True)
-        with held(path.parent, path.name):
-            yield cls(path, cls._begun(output, path, settings))
-
-    @staticmethod
-    def _begun(output: Path, path: Path, settings: Mapping[str, Any]) -> dict[str, float]:
-        """The losses that are known; files that are not of this very search stay as they are."""
-        with writing(path, "give another output"):
-            if path.exists():
-                given, losses = _read(path)
-                _require_same(path, given, json.loads(json.dumps(settings)))
-                if output.exists() and not _comes_from(losses, output):
-                    raise MeasureError(
-                        f"{output} is not what the search in {path.name} found; move it away, or "
-                        f"give another output"
-                    )
-                mend(path)
-                return losses
-            if output.exists():
-                raise MeasureError(
-                    f"{output} exists, without the {path.name} that a search could go on from; "
-                    f"delete it, or give another output"
-                )
-            replace_file(path, (json.dumps({"search": settings}) + "\n").encode())
-        return {}
-
-    def loss(self, method: FrequencyMethod) -> float | None:
-        """Its loss, nats per token, if it was tried."""
-        return self.losses.get(_key(method))
-
-    def add(self, method: FrequencyMethod, loss: float) -> None:
-        """Write a loss down."""
-        self.losses[_key(method)] = loss
-        if self.path is not None:
-            text = json.dumps({"method": json.loads(_key(method)), "loss": loss}) + "\n"
-            with writing(self.path, _ROOM), self.path.open("a", encoding="utf-8") as file:
-                file.write(text)
+class _Log(Tried):
+    """The tables that were tried; the best is kept in the ``.json`` beside the log."""
 
     def keep(self, best: LongRoPE) -> None:
-        """Replace the options in ``output``, at once."""
+        """Replace the options in the output, at once."""
         if self.path is None:
             return
         output = self.path.with_suffix(".json")
-        with writing(output, _ROOM):
+        with writing(output, ROOM):
             replace_file(output, (json.dumps(_given(best.options())) + "\n").encode())
+
+
+@contextmanager
+def log_beside(
+    output: str | os.PathLike[str] | None, settings: Mapping[str, Any]
+) -> Iterator[_Log]:
+    """The log beside ``output``: a new one, or one of the same settings; locked.
+
+    Files that are not of this very search stay as they are.
+
+    Raises:
+        MeasureError: it is of other settings, cannot be read or written, or is in use; or what is
+            in ``output`` does not come from it.
+    """
+    if output is None:
+        yield _Log(None, "loss", {})
+        return
+    output = Path(output)
+    path = output.with_suffix(".jsonl")
+    with writing(path, "give another output"):
+        path.parent.mkdir(parents=True, exist_ok=True)
+    with held(path.parent, path.name):
+        if output.exists() and not path.exists():
+            raise MeasureError(
+                f"{output} exists, without the {path.name} that a search could go on from; "
+                f"delete it, or give another output"
+            )
+        if output.exists() and not _comes_from(read_log(path, "search", "loss")[1], output):
+            raise MeasureError(
+                f"{output} is not what the search in {path.name} found; move it away, or "
+                f"give another output"
+            )
+        yield _Log.of(path, "search", "loss", settings)
 
 
 def _given(options: Mapping[str, Any]) -> dict[str, Any]:
@@ -457,37 +560,29 @@ def _comes_from(losses: Mapping[str, float], output: Path) -> bool:
         found = json.loads(output.read_text(encoding="utf-8"))
     except (ValueError, RecursionError):
         return False
-    tried = map(json.loads, losses)
+    tried = (json.loads(what)["method"] for what in losses)
     return any(one.pop("name") == LongRoPE.name and _given(one) == found for one in tried)
 
 
-def _key(method: FrequencyMethod) -> str:
-    return json.dumps({"name": method.name, **method.options()})
-
-
-def _read(path: Path) -> tuple[dict[str, Any], dict[str, float]]:
-    """Settings and losses of a log, without the line that a killed search left unfinished."""
-    try:
-        text, _, _ = path.read_text(encoding="utf-8").rpartition("\n")
-        head, *lines = map(json.loads, text.split("\n"))
-        losses = {json.dumps(line["method"]): float(line["loss"]) for line in lines}
-        return dict(head["search"]), losses
-    except (ValueError, TypeError, KeyError, RecursionError):
-        raise MeasureError(
-            f"{path} is not the log of a search; delete it, or give another output"
-        ) from None
+def _what(method: FrequencyMethod) -> dict[str, Any]:
+    """What is written of a table that is tried."""
+    return {"method": {"name": method.name, **method.options()}}
 
 
 def summary(output: Path) -> str:
     """The perplexities in the log beside ``output``, for people to read."""
-    settings, losses = _read(output.with_suffix(".jsonl"))
-    named = [(json.loads(key)["name"], loss) for key, loss in losses.items()]
-    tables = [loss for name, loss in named if name == LongRoPE.name]
-    lines = [
-        f"perplexity of the last {settings['scored']} tokens of {settings['samples']} windows of "
-        f"{settings['target_length']}:"
+    settings, losses = read_log(output.with_suffix(".jsonl"), "search", "loss")
+    tried = [(json.loads(what)["method"], loss) for what, loss in losses.items()]
+    tables = [loss for method, loss in tried if method["name"] == LongRoPE.name]
+    what = f"the last {settings['scored']} tokens of {settings['samples']} windows"
+    if settings["scored"] == NEEDLES:
+        what = f"the answers of {settings['samples']} prompts"
+    lines = [f"perplexity of {what} of {settings['target_length']}:"]
+    known = [
+        (f"{method['name']} {method.get('attention_factor') or ''}".rstrip(), loss)
+        for method, loss in tried
+        if method["name"] != LongRoPE.name
     ]
-    known = [(name, loss) for name, loss in named if name != LongRoPE.name]
     for name, loss in [*known, (LongRoPE.name, min(tables))]:
         lines.append(f"  {name:<10}{_perplexity(loss):>8}")
     return "\n".join([*lines, f"the last is the best of {len(tables)} tables on this very text"])
@@ -495,19 +590,6 @@ def summary(output: Path) -> str:
 
 def _perplexity(loss: float) -> str:
     return f"{math.exp(min(loss, 700)):.4g}"  # beyond it, a float is not enough
-
-
-def _require_same(path: Path, given: Mapping[str, Any], now: Mapping[str, Any]) -> None:
-    changed = [
-        f"another {name}" if name in ("model", "text") else f"{name} was {given.get(name)!r}"
-        for name, value in now.items()
-        if given.get(name) != value
-    ]
-    if changed:
-        raise MeasureError(
-            f"{path} is of another search ({', '.join(changed)}); give the same again to go on "
-            f"with it, or another output"
-        )
 
 
 def _check(option: str, value: Any, least: int) -> None:
@@ -521,66 +603,3 @@ def _table(method: FrequencyMethod, rope: Rope) -> tuple[int, ...]:
     """What ``method`` divides each frequency by, in hundredths."""
     ratio = (rope.inv_freq / method.inv_freq(rope)).nan_to_num(nan=method.factor)  # 0 / 0
     return tuple((ratio * _STEPS).round().int().cummax(0).values.tolist())
-
-
-def _windows(
-    tokenizer: Any,
-    text: str | os.PathLike[str] | Iterable[str],
-    length: int,
-    samples: int,
-    seed: int,
-) -> list[tuple[int, ...]]:
-    """Windows of ``length`` tokens, from as many documents as possible."""
-    from rope_ext.measure.prompts import Frame
-    from rope_ext.measure.tasks.perplexity import Perplexity
-    from rope_ext.measure.text import read_texts
-
-    if isinstance(text, str) and "\n" in text:
-        texts = [text]
-    elif isinstance(text, (str, os.PathLike)):
-        texts = read_texts([os.fspath(text)])
-    else:
-        texts = list(text) if isinstance(text, Iterable) else []
-        if not texts or not all(isinstance(each, str) for each in texts):
-            raise OptionError("text is not valid; give a path, or documents that are strings")
-    task = Perplexity(texts, windows=samples, protocol="start")
-    windows = task.choose(Frame(tokenizer, ()), [length], seed)
-    if len(windows.texts) < samples:
-        raise MeasureError(
-            f"the text has only {len(windows.texts)} windows of {length} tokens, and "
-            f"samples={samples} are to be judged by; give more text, or fewer samples"
-        )
-    if windows.joined:
-        _logger.warning(
-            "rope_ext: search: too few documents of %d tokens: documents are joined, so that a "
-            "window may hold unrelated texts",
-            length,
-        )
-    return windows.at(length)
-
-
-def _loss(
-    model: nn.Module, rows: Sequence[Sequence[int]], scored: int, advance: Callable[[], None]
-) -> float:
-    """Mean of the last ``scored`` tokens of every row, nats; infinite if it is not a number."""
-    total = 0.0
-    for row in rows:
-        losses, _ = score(model, [row], scored)
-        total += float(losses.double().sum())
-        advance()
-    return total / (scored * len(rows)) if math.isfinite(total) else math.inf
-
-
-def _fingerprint(model: nn.Module) -> str:
-    """What tells this model from another one: its configuration, and its losses on some tokens.
-
-    In thousandths of a nat: other numbers of threads change the last digits.
-    """
-    config = unwrap(model).config.to_dict()
-    left = {"_name_or_path", "transformers_version"}
-    dtypes = sorted({str(weight.dtype) for weight in model.parameters()})
-    with evaluating(model):
-        tokens = model.get_input_embeddings().num_embeddings
-        losses, _ = score(model, [tuple(i % tokens for i in range(64))], 63)
-    mean = f"{float(losses.double().mean()):.3f}"
-    return digest({k: v for k, v in config.items() if k not in left}, dtypes, mean)

@@ -90,7 +90,7 @@ def _lines(path: Path) -> list[str]:
 def _parquet(path: Path) -> list[str]:
     if not path.exists():
         raise MeasureError(f"cannot read the text {path}: no such file; give --text another")
-    datasets = _datasets()
+    datasets = load_datasets()
     try:
         data = datasets.load_dataset("parquet", data_files=str(path), split="train")
     except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
@@ -114,7 +114,9 @@ def _streamed(name: str, most: int) -> Iterator[str]:
     dataset, _, config = rest.partition("/")
     path = f"{owner}/{dataset}" if dataset else owner
     try:
-        data = _datasets().load_dataset(path, config or None, split=split or "test", streaming=True)
+        data = load_datasets().load_dataset(
+            path, config or None, split=split or "test", streaming=True
+        )
         for row in data.take(most):
             if not isinstance(row.get("text"), str):
                 raise MeasureError(f"the data set {name} has no column named text; give another")
@@ -128,12 +130,17 @@ def _streamed(name: str, most: int) -> Iterator[str]:
         ) from None
 
 
-def _datasets() -> Any:
+def load_datasets() -> Any:
+    """The package ``datasets``, without progress bars.
+
+    Raises:
+        MeasureError: it is not installed.
+    """
     try:
         import datasets
     except ImportError:
         raise MeasureError(
-            "this text needs datasets, which is not installed; "
+            "these data need datasets, which is not installed; "
             'install it with: pip install "rope-ext[eval]"'
         ) from None
     datasets.disable_progress_bars()
@@ -161,13 +168,23 @@ def python_documentation() -> str:
 
 
 @cache
+def _counted_words() -> Counter[str]:
+    count: Counter[str] = Counter()
+    for text in (python_documentation(), *python_library("train")):
+        count.update(re.findall(r"(?<![A-Za-z_])[a-z]{4,9}(?![A-Za-z_])", text))
+    return count
+
+
+@cache
 def library_words() -> tuple[str, ...]:
     """Lower-case words of Python's library and documentation, in alphabetical order."""
-    texts = [python_documentation(), *python_library("train")]
-    count: Counter[str] = Counter()
-    for text in texts:
-        count.update(re.findall(r"(?<![A-Za-z_])[a-z]{4,9}(?![A-Za-z_])", text))
-    return tuple(sorted(word for word, times in count.items() if times > 4))
+    return tuple(sorted(word for word, times in _counted_words().items() if times > 4))
+
+
+@cache
+def rarer_words() -> tuple[str, ...]:
+    """Words that are there, but too rarely for ``library_words``, in alphabetical order."""
+    return tuple(sorted(word for word, times in _counted_words().items() if times <= 4))
 
 
 def _field(path: Path, number: int, line: str) -> str:

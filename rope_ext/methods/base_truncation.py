@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 
@@ -46,6 +46,10 @@ class BaseTruncation(FrequencyMethod):
                 self.require_number(option, minimum=0)
         if self.upper is not None and self.lower is not None:
             self.require("lower", self.lower <= self.upper, f"at most upper={self.upper}")
+
+    def grids(self, rope: Rope) -> dict[str, tuple[Any, ...]]:
+        upper = 2 * math.pi / rope.length
+        return {**super().grids(rope), "upper": (upper / 2, upper, 2 * upper)}
 
     def inv_freq(self, rope: Rope) -> torch.Tensor:
         upper = 2 * math.pi / rope.length if self.upper is None else self.upper

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 
@@ -21,7 +22,8 @@ class DualChunk(PositionMethod):
     Keys sit at their place within their chunk. Queries sit at theirs for keys of their own
     chunk, one chunk further, but at most at ``chunk``, for those of the chunk before, and at
     ``chunk`` for all earlier ones. Neighbours less than ``local`` tokens apart keep their
-    distance across a border between chunks.
+    distance across a border between chunks. Cosine and sine are multiplied by ``0.05 ln(s) + 1``,
+    as in the authors' code; the paper's numbers are without, ``attention_factor=1``.
 
     Args:
         chunk: largest position used, tokens; three quarters of the trained length by default.
@@ -45,11 +47,18 @@ class DualChunk(PositionMethod):
         self.require_tokens("chunk", minimum=2)
         self.require_tokens("local")
 
+    def grids(self, rope: Rope) -> dict[str, tuple[Any, ...]]:
+        chunks, locals = rope.tokens(1 / 2, 3 / 4, 1), rope.tokens(1 / 16, 1 / 8, 1 / 4)
+        return {**super().grids(rope), "chunk": chunks, "local": locals}
+
     def resolved(self, rope: Rope) -> DualChunk:
         chunk = self.chunk or max(2, 3 * rope.length // 4)
         full = replace(self, chunk=chunk, local=self.local or max(1, rope.length // 8))
         full.require_resolved("local", full.local < chunk, f"smaller than chunk={chunk}", rope)
         return full
+
+    def own_scaling(self, rope: Rope) -> float:
+        return 0.05 * math.log(self.factor) + 1.0
 
     def bands(self) -> tuple[Band, ...]:
         c, largest = self.chunk - self.local, self.chunk

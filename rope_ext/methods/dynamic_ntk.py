@@ -44,7 +44,8 @@ class DynamicNTK(DynamicMethod):
         if self.mode == "growing":
             like_transformers = self.alpha == "transformers"
             self.require("alpha", like_transformers, "'transformers' with mode='growing'")
-            self.require("length", self.length is None, "None with mode='growing'")
+            for option in ("length", "attention_factor", "temperature"):
+                self.require(option, getattr(self, option) is None, "None with mode='growing'")
 
     def base_scale(self, rope: Rope, lengths: torch.Tensor) -> torch.Tensor:
         """``b' / b`` for each of ``lengths`` (tokens)."""

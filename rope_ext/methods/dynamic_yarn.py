@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 
@@ -46,10 +46,14 @@ class DynamicYaRN(DynamicMethod):
             truncate=self.truncate,
         )
 
+    def grids(self, rope: Rope) -> dict[str, tuple[Any, ...]]:
+        slow, fast = (1.0, 2.0, 4.0), (16.0, 32.0, 64.0)
+        return {**super().grids(rope), "beta_slow": slow, "beta_fast": fast}
+
     def inv_freq_at(self, rope: Rope, lengths: torch.Tensor) -> torch.Tensor:
         kept = self._yarn().kept(rope)  # the ramp does not depend on the factor
         factor = (lengths / rope.length).clamp(min=1).unsqueeze(-1)
         return rope.interpolated(kept, factor)
 
-    def attention_scaling_at(self, rope: Rope, lengths: torch.Tensor) -> torch.Tensor:
+    def own_scaling_at(self, rope: Rope, lengths: torch.Tensor) -> torch.Tensor:
         return 0.1 * (lengths / rope.length).clamp(min=1).log() + 1.0

@@ -17,17 +17,13 @@ from typing import Any, ClassVar
 import torch
 
 from rope_ext.errors import OptionError
+from rope_ext.methods.checked import Checked
 from rope_ext.methods.geometry import ChunkGap, Distance, Geometry
-from rope_ext.methods.rope import (
-    LARGEST,
-    MOST_TOKENS,
-    Rope,
-    geometric,
-    plain_number,
-    reach,
-    whole_number,
-)
+from rope_ext.methods.rope import MOST_TOKENS, Rope, geometric, reach
+from rope_ext.methods.temperature import LogN, Temperature, as_temperature
 
+FACTORS = (1.0, 1.1, 1.2, 1.3, 1.4)
+"""What cos and sin are multiplied by, to begin with, where the best of it is not known."""
 _QUERIES = 2**16
 """Looked at in a text, at most."""
 # cos and sin of a pair with this wavelength ratio are 1 and 0 at any reachable position;
@@ -36,19 +32,25 @@ _NEVER_ROTATES = 1e30
 
 
 @dataclass(frozen=True, kw_only=True)
-class Method:
+class Method(Checked):
     """Base of all methods.
 
     Subclasses are frozen dataclasses whose fields are the public options.
 
     Args:
         factor: the context grows to this many times the trained length, at least 1.
+        attention_factor: number that multiplies cosine and sine, as transformers names it, and so
+            by its square the logits of the columns that rotate; None: the method's own, which is 1
+            unless one was published with it.
+        temperature: number that multiplies queries, after everything else that is done to them,
+            and so the logits of all columns: ``"log_n"``, ``"llama4"``, ``"yarn"``, a number, or
+            an object such as ``LogN(scale=0.5)``. It takes the place of the method's own; None:
+            that one, which is 1 unless one was published with it.
 
     Raises:
         OptionError: an option is of the wrong kind or out of range.
     """
 
-    name: ClassVar[str]
     aliases: ClassVar[tuple[str, ...]] = ()
     paper: ClassVar[str]
     use: ClassVar[str]  # the one-line reason to choose it
@@ -59,9 +61,21 @@ class Method:
     start_tokens = 0  # positions below it keep the trained frequencies
 
     factor: float
+    attention_factor: float | None = None
+    temperature: str | float | Temperature | None = None
 
     def __post_init__(self) -> None:
         self.require_number("factor", minimum=1, maximum=MOST_TOKENS)
+        if self.attention_factor is not None:
+            self.require_number("attention_factor", above=0, maximum=100)
+        if self.temperature is not None:
+            made = as_temperature(self.temperature)
+            valid = (
+                "'log_n', 'llama4', 'yarn', a positive number of at most 100, or an object such as "
+                "rope_ext.LogN(scale=0.5)"
+            )
+            self.require("temperature", made is not None, valid)
+            self.set("temperature", made)
 
     @property
     def adapts(self) -> bool:
@@ -101,6 +115,12 @@ class Method:
 
     def attention_scaling(self, rope: Rope) -> float:
         """Number that multiplies cos and sin (its square multiplies the attention logits)."""
+        if self.attention_factor is not None:
+            return self.attention_factor
+        return self.own_scaling(rope)
+
+    def own_scaling(self, rope: Rope) -> float:
+        """The published ``attention_factor``."""
         return 1.0
 
     def distances(self, rope: Rope, length: int, distance: torch.Tensor) -> torch.Tensor:
@@ -112,69 +132,41 @@ class Method:
             distance: from the last token back, whole numbers below ``length``; float64, ``[n]``.
 
         Returns:
-            Tokens, ``[n]``; NaN where a token is hidden.
+            Tokens, ``[n]``, or ``[n, dim / 2]`` where every pair uses its own; NaN where a token
+            is hidden.
         """
         return distance
 
-    def span(self, rope: Rope, length: int) -> float:
-        """How many distances any two of ``length`` tokens use: one more than the largest."""
-        return float(length)
+    def span(self, rope: Rope, length: int) -> torch.Tensor:
+        """How many distances any two of ``length`` tokens use: one more than the largest.
 
-    def temperature(self, t: torch.Tensor, rope: Rope) -> torch.Tensor | None:
-        """Number that multiplies the query at position ``t`` (float64); None: none."""
+        Float64, ``[1]``, or ``[dim / 2]`` where every pair uses its own.
+        """
+        return torch.tensor([length], dtype=torch.float64, device="cpu")
+
+    def tempered(self, rope: Rope) -> Temperature | None:
+        """The temperature in force with every option filled in; None: 1 everywhere."""
+        given = self.own_temperature() if self.temperature is None else self.temperature
+        if given is None:
+            return None
+        filled = given.filled(rope.length, self.factor)
+        return None if filled.constant == 1 else filled
+
+    def own_temperature(self) -> Temperature | None:
+        """The published ``temperature``; None: none."""
         return None
 
-    def options(self) -> dict[str, Any]:
-        """The options and their values."""
-        return {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+    def query_scaling(self, t: torch.Tensor, rope: Rope) -> torch.Tensor | None:
+        """Number that multiplies the query at position ``t`` (float64); None: none."""
+        tempered = self.tempered(rope)
+        return None if tempered is None else tempered.at(t)
 
-    def require(self, option: str, holds: bool, valid: str) -> None:
-        """Raise OptionError naming the value and the valid ones unless ``holds``."""
-        if not holds:
-            value = getattr(self, option)
-            raise OptionError(f"{self.name}: {option}={value!r} is not valid; it must be {valid}")
+    def grids(self, rope: Rope) -> dict[str, tuple[Any, ...]]:
+        """The options that :func:`rope_ext.calibrate` finds, and the values that it begins with.
 
-    def require_choice(self, option: str, *choices: str) -> None:
-        """Raise OptionError unless the option is one of these words."""
-        value = getattr(self, option)
-        valid = " or ".join(map(repr, choices))
-        self.require(option, isinstance(value, str) and value in choices, valid)
-
-    def require_number(
-        self,
-        option: str,
-        minimum: float | None = None,
-        above: float | None = None,
-        maximum: float = LARGEST,
-    ) -> None:
-        """Raise OptionError unless the option is a finite number in its range."""
-        number = plain_number(getattr(self, option))
-        finite = isinstance(number, int) or (number is not None and math.isfinite(number))
-        valid, holds = "a finite number", finite
-        if minimum is not None:
-            valid, holds = f"{valid} of at least {minimum}", holds and number >= minimum
-        if above is not None:
-            valid, holds = f"{valid} greater than {above}", holds and number > above
-        self.require(option, holds, valid)
-        self.require(option, number <= maximum, f"at most {maximum}")
-        self.require(option, not 0 < number < 1 / LARGEST, f"at least {1 / LARGEST}")
-        self.set(option, number)
-
-    def require_tokens(self, option: str, minimum: int = 1, optional: bool = True) -> None:
-        """Raise OptionError unless the option is a whole number of tokens, or None."""
-        value = getattr(self, option)
-        if optional and value is None:
-            return
-        number = whole_number(value, minimum)
-        valid = f"a whole number of at least {minimum}{', or None' if optional else ''}"
-        if isinstance(plain_number(value), int) and value > MOST_TOKENS:
-            valid = f"at most {MOST_TOKENS} tokens"
-        self.require(option, number is not None, valid)
-        self.set(option, number)
-
-    def set(self, option: str, value: Any) -> None:
-        """Give an option its final form while the object is being made."""
-        object.__setattr__(self, option, value)
+        They are looked at in this order. A value that the method or a model refuses is left out.
+        """
+        return {"attention_factor": FACTORS}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -203,7 +195,10 @@ class FrequencyMethod(Method):
 
 
 Map = Callable[[torch.Tensor], torch.Tensor] | float
-"""A position as a function of a token's own (float64, ``[...]``), or the same for all tokens."""
+"""A position as a function of a token's own (float64, ``[...]``), or the same for all tokens.
+
+The function answers in the same shape, or in ``[..., pairs]`` with a position for every pair.
+"""
 
 
 def own(t: torch.Tensor) -> torch.Tensor:
@@ -212,8 +207,9 @@ def own(t: torch.Tensor) -> torch.Tensor:
 
 
 def at(to: Map, t: torch.Tensor) -> torch.Tensor:
-    """Where ``to`` puts the tokens at ``t``."""
-    return to(t) if callable(to) else torch.full_like(t, to)
+    """Where ``to`` puts the tokens at ``t`` (``[...]``): ``[..., 1]``, or ``[..., pairs]``."""
+    put = to(t) if callable(to) else torch.full_like(t, to)
+    return put if put.ndim > t.ndim else put.unsqueeze(-1)
 
 
 @dataclass(frozen=True)
@@ -233,10 +229,11 @@ class Band:
     def distances(self, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
         """Distances in use; NaN where a query does not see a key in this band.
 
-        Token positions (float64), broadcast against each other.
+        Token positions (float64), broadcast against each other to ``[...]``; returns ``[..., 1]``,
+        or ``[..., pairs]`` where every pair has its own.
         """
         used = at(self.query, query) - at(self.key, key)
-        return torch.where(self.geometry.sees(query, key), used, math.nan)
+        return torch.where(self.geometry.sees(query, key).unsqueeze(-1), used, math.nan)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -248,7 +245,12 @@ class PositionMethod(Method):
 
     kind: ClassVar[str] = "position"
     attends: ClassVar[bool] = True
+    by_pair: ClassVar[bool] = False  # every pair is at positions of its own
     fits: ClassVar[str] = "distances that were trained"  # what extends anything, in words
+
+    def grids(self, rope: Rope) -> dict[str, tuple[Any, ...]]:
+        # It costs nothing here, and a hook per layer under a frequency method.
+        return {**super().grids(rope), "temperature": (LogN(),)}
 
     def bands(self) -> tuple[Band, ...]:
         """Disjoint bands, together all that a query sees; of a :meth:`resolved` method.
@@ -259,14 +261,14 @@ class PositionMethod(Method):
 
     def distances(self, rope: Rope, length: int, distance: torch.Tensor) -> torch.Tensor:
         query = torch.full_like(distance, length - 1)
-        used = torch.full_like(distance, math.nan)
+        used = torch.full_like(distance, math.nan).unsqueeze(-1)
         for band in self.resolved(rope).bands():
             found = band.distances(query, query - distance)
             used = torch.where(found.isnan(), used, found)
-        return used
+        return used.squeeze(-1)
 
-    def span(self, rope: Rope, length: int) -> float:
-        return distances_in_use(self.resolved(rope).bands(), length)
+    def span(self, rope: Rope, length: int) -> torch.Tensor:
+        return spans(self.resolved(rope).bands(), length)
 
     def check(self, length: int | None = None) -> None:
         if length is None:
@@ -277,6 +279,9 @@ class PositionMethod(Method):
     def reached(self, rope: Rope) -> int:
         """Tokens, up to the target length, within which every distance in use was trained.
 
+        Where every pair has its own, no distance is new to one that turned all the way round in
+        training, or never turns.
+
         Raises:
             OptionError: the options do not go with the trained length, or extend nothing.
         """
@@ -286,7 +291,7 @@ class PositionMethod(Method):
         # A distance of the trained length itself is one beyond the last; the published caps use it.
         reached, beyond, middle = length, target + 1, target
         while beyond - reached > 1:  # they only grow with the text
-            if distances_in_use(bands, middle) <= length + 1:
+            if self._known(rope, spans(bands, middle)):
                 reached = middle
             else:
                 beyond = middle
@@ -294,10 +299,18 @@ class PositionMethod(Method):
         if target > length:
             extends = reached > length + 1 or reached == target
         else:
-            extends = distances_in_use(bands, length) < length
+            extends = bool((spans(bands, length) < length).any())
         if not extends:
             self._refuse_idle(rope, bands)
         return reached
+
+    @staticmethod
+    def _known(rope: Rope, used: torch.Tensor) -> bool:
+        """Whether as many distances as ``used`` (:func:`spans`) were trained."""
+        within = used <= rope.length + 1
+        if len(used) > 1:
+            within |= (rope.rotations >= 1) | (rope.rotations == 0)
+        return bool(within.all())
 
     def _refuse_idle(self, rope: Rope, bands: tuple[Band, ...]) -> None:
         free = [field.name for field in dataclasses.fields(self) if field.default is None]
@@ -320,10 +333,15 @@ class PositionMethod(Method):
 
 def distances_in_use(bands: tuple[Band, ...], length: int) -> float:
     """One more than the largest distance that the maps make of any within ``length`` tokens."""
+    return float(spans(bands, length).max())
+
+
+def spans(bands: tuple[Band, ...], length: int) -> torch.Tensor:
+    """The same of every pair that has its own distances: float64, ``[1]`` or ``[pairs]``."""
     m = torch.arange(
         length - 1, -1, -math.ceil(length / _QUERIES), dtype=torch.float64, device="cpu"
     )
-    largest = 0.0
+    largest = torch.zeros(1, dtype=torch.float64, device="cpu")
     for band in bands:
         n = torch.zeros_like(m)  # of the keys in a band, the first has the smallest position
         geometry = band.geometry
@@ -331,7 +349,7 @@ def distances_in_use(bands: tuple[Band, ...], length: int) -> float:
             n = (m - geometry.last + 1).clamp(min=0)
         elif isinstance(geometry, ChunkGap):
             n = ((m // geometry.size - geometry.first) * geometry.size).clamp(min=0)
-        largest = max(largest, float(band.distances(m, n).nan_to_num(nan=0).max()))
+        largest = torch.maximum(largest, band.distances(m, n).nan_to_num(nan=0).amax(0))
     return largest + 1
 
 
@@ -340,7 +358,7 @@ class LogScaled(PositionMethod):
     """A position method with the published scaling of queries by the logarithm of the length.
 
     Args:
-        log_n: multiply the query at position ``m`` by ``max(1, ln(m + 1) / ln(length))``.
+        log_n: ``temperature="log_n"`` unless another one is given.
 
     Su 2023, kexue.fm/archives/8823.
     """
@@ -351,10 +369,11 @@ class LogScaled(PositionMethod):
         super().__post_init__()
         self.require("log_n", isinstance(self.log_n, bool), "True or False")
 
-    def temperature(self, t: torch.Tensor, rope: Rope) -> torch.Tensor | None:
-        if not self.log_n:
-            return None
-        return ((t + 1).log() / math.log(rope.length)).clamp(min=1)
+    def grids(self, rope: Rope) -> dict[str, tuple[Any, ...]]:
+        return {**super().grids(rope), "temperature": (LogN(), 1.0)}
+
+    def own_temperature(self) -> Temperature | None:
+        return LogN() if self.log_n else None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -383,6 +402,12 @@ class DynamicMethod(FrequencyMethod):
 
     def attention_scaling_at(self, rope: Rope, lengths: torch.Tensor) -> torch.Tensor:
         """Number that multiplies cos and sin for each of ``lengths``: float64, ``[rows]``."""
+        if self.attention_factor is not None:
+            return torch.full_like(lengths, self.attention_factor)
+        return self.own_scaling_at(rope, lengths)
+
+    def own_scaling_at(self, rope: Rope, lengths: torch.Tensor) -> torch.Tensor:
+        """The published ``attention_factor`` for each of ``lengths``."""
         return torch.ones_like(lengths)
 
     @property
@@ -400,8 +425,8 @@ class DynamicMethod(FrequencyMethod):
     def frequencies(self, rope: Rope, length: int) -> torch.Tensor:
         return self.inv_freq_at(rope, _lengths(length))[0] if self.adapts else self.inv_freq(rope)
 
-    def attention_scaling(self, rope: Rope) -> float:
-        return float(self.attention_scaling_at(rope, self._fixed(rope))[0])
+    def own_scaling(self, rope: Rope) -> float:
+        return float(self.own_scaling_at(rope, self._fixed(rope))[0])
 
 
 def _lengths(length: int) -> torch.Tensor:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from rope_ext.methods.geometry import Distance
 from rope_ext.methods.kinds import Band, LogScaled, own
@@ -39,6 +39,9 @@ class LeakyReRoPE(LogScaled):
         self.require_tokens("window")
         if self.k is not None:
             self.require_number("k", minimum=1)
+
+    def grids(self, rope: Rope) -> dict[str, tuple[Any, ...]]:
+        return {**super().grids(rope), "window": rope.tokens(1 / 8, 1 / 4, 1 / 2)}
 
     def resolved(self, rope: Rope) -> LeakyReRoPE:
         window = self.window or max(1, rope.length // 8)

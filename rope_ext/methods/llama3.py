@@ -41,6 +41,10 @@ class Llama3(FrequencyMethod):
         self.require_number("low_freq_factor", above=0)
         self.require_number("high_freq_factor", above=self.low_freq_factor)
 
+    def grids(self, rope: Rope) -> dict[str, tuple[Any, ...]]:
+        low, high = (1.0, 2.0), (4.0, 8.0, 16.0)
+        return {**super().grids(rope), "low_freq_factor": low, "high_freq_factor": high}
+
     def inv_freq(self, rope: Rope) -> torch.Tensor:
         kept = rope.rotation_ramp(self.low_freq_factor, self.high_freq_factor)
         return rope.interpolated(kept, self.factor)

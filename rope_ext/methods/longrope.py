@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 import torch
 
 from rope_ext.errors import OptionError
-from rope_ext.methods.kinds import DynamicMethod
+from rope_ext.methods.kinds import DynamicMethod, Method
 from rope_ext.methods.registry import register
 from rope_ext.methods.rope import LARGEST, Rope, plain_number
 
@@ -20,10 +20,11 @@ from rope_ext.methods.rope import LARGEST, Rope, plain_number
 class LongRoPE(DynamicMethod):
     """Every pair divided by its own searched number: ``h_i = theta_i / lambda_i``.
 
+    Cosine and sine are multiplied by ``sqrt(1 + ln(s) / ln(length))``.
+
     Args:
         long_factor: ``lambda``, one per pair, for sequences beyond the trained context.
         short_factor: ``lambda`` for sequences within it; None uses ``long_factor`` everywhere.
-        attention_factor: replaces ``sqrt(1 + ln(s) / ln(length))``.
         start_tokens: the first tokens of a sequence, which keep the trained frequencies. Only
             rope_ext reloads and runs it, if there are any.
 
@@ -37,55 +38,35 @@ class LongRoPE(DynamicMethod):
 
     long_factor: Sequence[float]
     short_factor: Sequence[float] | None = None
-    attention_factor: float | None = None
     start_tokens: int = 0
 
     def __post_init__(self) -> None:
         super().__post_init__()
         for option in ("long_factor", "short_factor"):
-            table = getattr(self, option)
-            if table is None and option == "short_factor":
-                continue
-            listed = isinstance(table, Sequence) and not isinstance(table, str)
-            numbers = tuple(map(plain_number, table)) if listed else (None,)
-            holds = all(x is not None and 1 / LARGEST <= x <= LARGEST for x in numbers)
-            self.require(option, holds, "a list of positive numbers, one per pair")
-            self.set(option, numbers)  # hashable, safe from later edits
-        if self.attention_factor is not None:
-            self.require_number("attention_factor", above=0, maximum=100)
+            if option == "long_factor" or self.short_factor is not None:
+                check_table(self, option)
         self.require_tokens("start_tokens", minimum=0, optional=False)
 
     @property
     def adapts(self) -> bool:
         return self.short_factor is not None and self.length is None
 
-    def _table(self, option: str, rope: Rope) -> torch.Tensor:
-        table = getattr(self, option)
-        if len(table) != rope.dim // 2:
-            raise OptionError(
-                f"longrope: {option} has {len(table)} numbers, but this model has "
-                f"{rope.dim // 2} rotary pairs; give one number per pair"
-            )
-        return torch.tensor(table, dtype=torch.float64, device="cpu")
-
     def inv_freq_at(self, rope: Rope, lengths: torch.Tensor) -> torch.Tensor:
-        long = rope.inv_freq / self._table("long_factor", rope)
+        long = rope.inv_freq / table_of(self, "long_factor", rope)
         if self.short_factor is None:
             return long.expand(len(lengths), -1)
-        short = rope.inv_freq / self._table("short_factor", rope)
+        short = rope.inv_freq / table_of(self, "short_factor", rope)
         return torch.where((lengths > rope.length).unsqueeze(-1), long, short)
 
-    def attention_scaling_at(self, rope: Rope, lengths: torch.Tensor) -> torch.Tensor:
-        scaling = self.attention_factor
-        if scaling is None:
-            scaling = math.sqrt(1 + math.log(self.factor) / math.log(rope.length))
+    def own_scaling_at(self, rope: Rope, lengths: torch.Tensor) -> torch.Tensor:
+        scaling = math.sqrt(1 + math.log(self.factor) / math.log(rope.length))
         return torch.full_like(lengths, scaling)
 
     def rope_parameters(self, rope: Rope) -> dict[str, Any]:
         if self.length is not None:
             return super().rope_parameters(rope)
-        long = self._table("long_factor", rope)
-        short = long if self.short_factor is None else self._table("short_factor", rope)
+        long = table_of(self, "long_factor", rope)
+        short = long if self.short_factor is None else table_of(self, "short_factor", rope)
         return {
             "rope_type": "longrope",
             "short_factor": short.tolist(),
@@ -94,3 +75,24 @@ class LongRoPE(DynamicMethod):
             "attention_factor": self.attention_scaling(rope),
             "original_max_position_embeddings": rope.length,
         }
+
+
+def check_table(method: Method, option: str) -> None:
+    """Give an option its final form as a table; raise OptionError unless it can be one."""
+    table = getattr(method, option)
+    listed = isinstance(table, Sequence) and not isinstance(table, str)
+    numbers = tuple(map(plain_number, table)) if listed else (None,)
+    holds = all(x is not None and 1 / LARGEST <= x <= LARGEST for x in numbers)
+    method.require(option, holds, "a list of positive numbers, one per pair")
+    method.set(option, numbers)  # hashable, safe from later edits
+
+
+def table_of(method: Method, option: str, rope: Rope) -> torch.Tensor:
+    """The table in an option: float64, ``[dim / 2]``; raise OptionError at another length."""
+    table = getattr(method, option)
+    if len(table) != rope.dim // 2:
+        raise OptionError(
+            f"{method.name}: {option} has {len(table)} numbers, but this model has "
+            f"{rope.dim // 2} rotary pairs; give one number per pair"
+        )
+    return torch.tensor(table, dtype=torch.float64, device="cpu")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 
@@ -39,6 +39,10 @@ class NTKByParts(FrequencyMethod):
         super().__post_init__()
         self.require_number("alpha", minimum=0)
         self.require_number("beta", above=self.alpha)
+
+    def grids(self, rope: Rope) -> dict[str, tuple[Any, ...]]:
+        slow, fast = (1.0, 2.0, 4.0), (16.0, 32.0, 64.0)
+        return {**super().grids(rope), "alpha": slow, "beta": fast}
 
     def inv_freq(self, rope: Rope) -> torch.Tensor:
         kept = rope.rotation_ramp(self.alpha, self.beta)

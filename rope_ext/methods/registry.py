@@ -10,6 +10,11 @@ from rope_ext.methods.kinds import Method
 
 _REGISTRY: dict[str, type[Method]] = {}
 M = TypeVar("M", bound=type[Method])
+_OWN = {
+    "attention_scaling": "own_scaling",
+    "attention_scaling_at": "own_scaling_at",
+    "temperature": "own_temperature",
+}
 
 
 def _key(name: str) -> str:
@@ -20,8 +25,16 @@ def register(cls: M) -> M:
     """Class decorator: makes a method known by its name and aliases.
 
     Raises:
-        RopeExtError: the name or an alias is taken; nothing is registered then.
+        RopeExtError: the name or an alias is taken, or it overrides what options decide; nothing
+            is registered then.
     """
+    for name, own in _OWN.items():
+        overridden = [c for c in cls.__mro__ if c.__module__ != Method.__module__]
+        if any(callable(vars(c).get(name)) for c in overridden):
+            raise RopeExtError(
+                f"{cls.__name__} overrides {name}, which the options attention_factor and "
+                f"temperature decide; override {own} to say what holds without them"
+            )
     names = (cls.name, *cls.aliases)
     for name in names:
         holder = _REGISTRY.get(_key(name), cls)
@@ -34,7 +47,16 @@ def register(cls: M) -> M:
 
 
 def all_methods() -> list[type[Method]]:
-    """Every registered method, once, in order of registration."""
+    """Every registered method of extending a rotation, once, in order of registration."""
+    return [cls for cls in _all() if cls.kind != "encoding"]
+
+
+def all_encodings() -> list[type[Method]]:
+    """Every registered encoding beside the rotation, likewise."""
+    return [cls for cls in _all() if cls.kind == "encoding"]
+
+
+def _all() -> list[type[Method]]:
     return list(dict.fromkeys(_REGISTRY.values()))
 
 
@@ -47,11 +69,12 @@ def method_class(name: str) -> type[Method]:
     try:
         return _REGISTRY[_key(name)]
     except KeyError:
-        names = [cls.name for cls in all_methods()]
-        aliases = [alias for cls in all_methods() for alias in cls.aliases]
+        names = [cls.name for cls in _all()]
+        aliases = [alias for cls in _all() for alias in cls.aliases]
         raise UnknownMethodError(
             f"unknown method {name!r}{nearest(name.lower(), names + aliases) or '.'} "
-            f"Methods: {', '.join(names)}"
+            f"Methods: {', '.join(cls.name for cls in all_methods())}. "
+            f"Encodings: {', '.join(cls.name for cls in all_encodings())}"
         ) from None
 
 

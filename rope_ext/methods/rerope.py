@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from rope_ext.methods.geometry import Distance
 from rope_ext.methods.kinds import Band, LogScaled, own
@@ -38,6 +38,9 @@ class ReRoPE(LogScaled):
     def __post_init__(self) -> None:
         super().__post_init__()
         self.require_tokens("window")
+
+    def grids(self, rope: Rope) -> dict[str, tuple[Any, ...]]:
+        return {**super().grids(rope), "window": rope.tokens(1 / 8, 1 / 4, 1 / 2, 3 / 4)}
 
     def resolved(self, rope: Rope) -> ReRoPE:
         return replace(self, window=self.window or max(1, rope.length // 4))

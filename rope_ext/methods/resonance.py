@@ -12,6 +12,7 @@ from rope_ext.errors import OptionError
 from rope_ext.methods.kinds import FrequencyMethod
 from rope_ext.methods.registry import build_method, register
 from rope_ext.methods.rope import Rope
+from rope_ext.methods.temperature import Temperature
 
 
 @register
@@ -55,5 +56,8 @@ class Resonance(FrequencyMethod):
     def extends(self, rope: Rope) -> bool:
         return self.on.extends(rope)  # rounding slows some pairs by itself
 
-    def attention_scaling(self, rope: Rope) -> float:
+    def own_scaling(self, rope: Rope) -> float:
         return self.on.attention_scaling(rope)
+
+    def own_temperature(self) -> Temperature | None:
+        return self.on.own_temperature() if self.on.temperature is None else self.on.temperature

@@ -50,6 +50,10 @@ class Rope:
         """Linear in rotations: 0 below ``low``, 1 above ``high``, float64, ``[dim / 2]``."""
         return ((self.rotations - low) / (high - low)).clamp(0, 1)
 
+    def tokens(self, *shares: float) -> tuple[int, ...]:
+        """These shares of the trained context, at least one token each."""
+        return tuple(max(1, round(share * self.length)) for share in shares)
+
     @property
     def ntk_exponent(self) -> float:
         """``d / (d - 2)``: a base times ``s`` to this power divides the slowest pair by ``s``."""
@@ -92,6 +96,12 @@ def reach(factor: float, length: int) -> int:
             f"{MOST_TOKENS}, by a factor of {MOST_TOKENS // length}"
         )
     return math.ceil(round(factor * length, 6))  # 1.1 * 1500 is 1650.0000000000002
+
+
+def factor_to(target: int, length: int) -> int | float:
+    """What extends ``length`` tokens to ``target``, rounded up to hundredths."""
+    hundredths = -(-100 * target // length)
+    return hundredths // 100 if hundredths % 100 == 0 else hundredths / 100
 
 
 def plain_number(value: Any) -> int | float | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from rope_ext.methods.geometry import Distance
 from rope_ext.methods.kinds import Band, PositionMethod, own
@@ -41,6 +41,9 @@ class SelfExtend(PositionMethod):
         super().__post_init__()
         self.require_tokens("window")
         self.require_tokens("group")
+
+    def grids(self, rope: Rope) -> dict[str, tuple[Any, ...]]:
+        return {**super().grids(rope), "window": rope.tokens(1 / 8, 1 / 4, 3 / 8)}
 
     def resolved(self, rope: Rope) -> SelfExtend:
         window = self.window or max(1, rope.length // 4)

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from rope_ext.methods.geometry import Distance
 from rope_ext.methods.kinds import Band, PositionMethod, own
 from rope_ext.methods.registry import register
 from rope_ext.methods.rope import Rope
+from rope_ext.methods.temperature import yarn_factor
 
 
 @register
@@ -19,7 +20,9 @@ class STRING(PositionMethod):
 
     Large distances are rare in training, so their positions are trained worst; this uses the
     frequent ones instead. The largest distance in use shrinks by ``shift - window``, and no
-    distance below ``shift`` changes, so the context can at most be doubled.
+    distance below ``shift`` changes, so the context can at most be doubled. Cosine and sine are
+    multiplied by ``0.1 ln(2) + 1`` whatever the factor, as in the authors' code;
+    ``attention_factor=1`` leaves that out.
 
     Args:
         factor: 1 makes better use of the trained context and extends nothing.
@@ -46,6 +49,9 @@ class STRING(PositionMethod):
         self.require_tokens("shift")
         self.require_tokens("window")
 
+    def grids(self, rope: Rope) -> dict[str, tuple[Any, ...]]:
+        return {**super().grids(rope), "window": rope.tokens(1 / 32, 1 / 16, 1 / 8)}
+
     def resolved(self, rope: Rope) -> STRING:
         length, target = rope.length, self.target_length(rope)
         window = self.window or max(1, min(128, length // 16))
@@ -57,6 +63,9 @@ class STRING(PositionMethod):
             valid = f"at most {most:g}, unless shift is given; patch with 'rerope' to go further"
             self.require_resolved("factor", shift <= length, valid, rope)
         return full
+
+    def own_scaling(self, rope: Rope) -> float:
+        return yarn_factor(2)
 
     def bands(self) -> tuple[Band, ...]:
         s, w = self.shift, self.window

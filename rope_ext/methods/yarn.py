@@ -11,6 +11,7 @@ import torch
 from rope_ext.methods.kinds import FrequencyMethod
 from rope_ext.methods.registry import register
 from rope_ext.methods.rope import Rope
+from rope_ext.methods.temperature import yarn_factor
 
 
 @register
@@ -26,7 +27,6 @@ class YaRN(FrequencyMethod):
     Args:
         beta_fast: pairs with more turns in the trained context are kept.
         beta_slow: pairs with fewer turns are divided by ``factor``.
-        attention_factor: replaces ``0.1 ln(s) + 1``.
         truncate: round the ends of the index ramp outwards (False: gpt-oss). Index ramp only.
         ramp: ``"index"`` as in the released code, ``"rotations"`` as in the paper.
         blend: ``"arithmetic"`` mixes frequencies; ``"harmonic"`` mixes wavelengths,
@@ -41,7 +41,6 @@ class YaRN(FrequencyMethod):
 
     beta_fast: float = 32.0
     beta_slow: float = 1.0
-    attention_factor: float | None = None
     truncate: bool = True
     ramp: Literal["index", "rotations"] = "index"
     blend: Literal["arithmetic", "harmonic"] = "arithmetic"
@@ -50,11 +49,16 @@ class YaRN(FrequencyMethod):
         super().__post_init__()
         self.require_number("beta_slow", above=0)
         self.require_number("beta_fast", above=self.beta_slow)
-        if self.attention_factor is not None:
-            self.require_number("attention_factor", above=0, maximum=100)
         self.require("truncate", isinstance(self.truncate, bool), "True or False")
         self.require_choice("ramp", "index", "rotations")
         self.require_choice("blend", "arithmetic", "harmonic")
+
+    def grids(self, rope: Rope) -> dict[str, tuple[Any, ...]]:
+        return {
+            **super().grids(rope),
+            "beta_slow": (1.0, 2.0, 4.0),
+            "beta_fast": (16.0, 32.0, 64.0),
+        }
 
     def kept(self, rope: Rope) -> torch.Tensor:
         """Share of each pair's own frequency that is kept, in [0, 1]."""
@@ -83,10 +87,8 @@ class YaRN(FrequencyMethod):
             return rope.inv_freq / ((1 - kept) * self.factor + kept)
         return rope.interpolated(kept, self.factor)
 
-    def attention_scaling(self, rope: Rope) -> float:
-        if self.attention_factor is not None:
-            return self.attention_factor
-        return 0.1 * math.log(self.factor) + 1.0
+    def own_scaling(self, rope: Rope) -> float:
+        return yarn_factor(self.factor)
 
     def rope_parameters(self, rope: Rope) -> dict[str, Any]:
         if self.ramp != "index" or self.blend != "arithmetic":

@@ -11,7 +11,13 @@ import torch
 
 from rope_ext.measure.attention import FIRST, Resultants, Shares, evenly
 from rope_ext.methods import Method, Rope
-from rope_ext.plots.numbers import decay_at, frequencies, largest_angles, used_distances
+from rope_ext.plots.numbers import (
+    by_pair,
+    decay_at,
+    frequencies,
+    largest_angles,
+    used_distances,
+)
 from rope_ext.plots.style import UNPATCHED_STYLE, mark_trained, style_of, ticker
 
 _POINTS = 4096  # of a line by distance: more would not be seen
@@ -137,8 +143,12 @@ def distances(axes: Any, rope: Rope, methods: Lines, length: int) -> None:
     ).round()
     highest = rope.length
     for label, method in methods.items():
-        used = used_distances(rope, method, length, distance)
-        _line(axes, methods, label, distance, used, _gap(used))
+        used = by_pair(used_distances(rope, method, length, distance))
+        low, high = used.amin(1), used.amax(1)
+        several = ", of all pairs (shaded)" if used.shape[1] > 1 else ""
+        colour = _line(axes, methods, label, distance, high, several + _gap(used))
+        axes.fill_between(distance.tolist(), low.tolist(), high.tolist(), color=colour, alpha=0.1,
+                          linewidth=0)  # fmt: skip
         if method is not None:
             highest = max(highest, float(used.nan_to_num(nan=0).max()))
     axes.axhspan(0, rope.length, label=f"met in training ({rope.length} tokens)", **_MET)

@@ -20,7 +20,7 @@ def largest_angles(rope: Rope, method: Method | None, length: int) -> torch.Tens
 
     Under a position method, at the largest distance in use. Float64, ``[pairs]``.
     """
-    end = float(length) if method is None else method.span(rope, length)
+    end = length if method is None else method.span(rope, length)
     return end * frequencies(rope, method, length)
 
 
@@ -36,9 +36,15 @@ def used_distances(
         distance: from the last token back, whole numbers below ``length``; float64, ``[n]``.
 
     Returns:
-        Tokens, ``[n]``; NaN where a method hides the token.
+        Tokens, ``[n]``, or ``[n, pairs]`` where every pair uses its own; NaN where a method hides
+        the token.
     """
     return distance if method is None else method.distances(rope, length, distance)
+
+
+def by_pair(used: torch.Tensor) -> torch.Tensor:
+    """Distances in use (:func:`used_distances`) with an axis for pairs: ``[n, 1]`` or more."""
+    return used if used.ndim == 2 else used.unsqueeze(-1)
 
 
 def decay_at(
@@ -49,5 +55,5 @@ def decay_at(
     Su et al. 2021, arXiv 2104.09864, section 3.4.3, without its bound. Scalings of the logits
     (YaRN's temperature, ReRoPE's log n), which multiply whole lines, are left out.
     """
-    used = used_distances(rope, method, length, distance)
-    return 2 * (used.unsqueeze(-1) * frequencies(rope, method, length)).cos().sum(-1)
+    used = by_pair(used_distances(rope, method, length, distance))
+    return 2 * (used * frequencies(rope, method, length)).cos().sum(-1)

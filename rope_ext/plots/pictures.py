@@ -209,7 +209,7 @@ def _label(method: Method, factor: bool) -> str:
 
 
 def _cure(kind: str, method: Method) -> str:
-    moves = method.kind == "position"
+    moves = method.attends
     why = (
         "uses other distances and leaves the frequencies as they are"
         if moves

@@ -19,6 +19,7 @@ from rope_ext.attention.call import Call, Pairs, Turn, TurnedBand
 from rope_ext.attention.reference import Places
 from rope_ext.errors import OptionError, UnsupportedModelError
 from rope_ext.methods.geometry import Distance, Geometry
+from rope_ext.position import bias
 from rope_ext.position.layers import Layout
 from rope_ext.position.map import PositionMap
 from rope_ext.position.masks import documents_of
@@ -41,10 +42,26 @@ _FORWARD_AGAIN = {  # what to do where positions go back
 
 @dataclass(frozen=True, eq=False)
 class Layer:
-    """What an attention module is to the map; ``layout`` is None where it stays as it was."""
+    """What an attention module is to the map; ``layout`` is None where it stays as it was.
+
+    ``biased`` is the attention module that has the bias of this one.
+    """
 
     map: PositionMap
     layout: Layout | None
+    biased: nn.Module | None = None
+
+    def bias(self, distances: int | torch.Tensor, like: torch.Tensor) -> torch.Tensor | None:
+        """What is added to the logits of all distances below ``distances``, ``[heads, n]``.
+
+        Or of all between tokens at certain places, ``[tokens]``.
+        """
+        if self.biased is None:
+            return None
+        if isinstance(distances, torch.Tensor):
+            distances = int(distances.max() - distances.min()) + 1
+        module = getattr(self.biased, bias.NAME)  # which peft may have wrapped since
+        return module(distances, like.device, _table_dtype(like))
 
 
 @dataclass(frozen=True, eq=False)
@@ -182,7 +199,7 @@ def _attend(
     key, value = key[:, :, : mask.keys], value[:, :, : mask.keys]
 
     def dense(row: int) -> Dense:
-        return _irregular(position_map, layout, mask, row, query, key, call)
+        return _irregular(layer, mask, row, query, key, call)
 
     if look is not None:
         look(module, dense(0), kwargs.get("sliding_window"))
@@ -194,7 +211,8 @@ def _attend(
     if stretches is None:  # drafts in trees, masks of other shapes, gaps in positions
         out = torch.cat([dense(row).attend(one) for row, one in enumerate(value.split(1))])
     else:
-        out = _regular(stretches, query, key, value, call, position_map.kernel)
+        biased = replace(call, bias=layer.bias(mask.keys, query))
+        out = _regular(stretches, query, key, value, biased, position_map.kernel)
     return out.transpose(1, 2).contiguous(), weights
 
 
@@ -259,8 +277,7 @@ def _regular(
 
 
 def _irregular(
-    position_map: PositionMap,
-    layout: Layout,
+    layer: Layer,
     mask: BatchMask,
     row: int,
     query: torch.Tensor,
@@ -268,13 +285,15 @@ def _irregular(
     call: Call,
 ) -> Dense:
     """One row with dense logits."""
+    position_map = layer.map
     back = mask.goes_back(row)
     if back is not None:
         raise UnsupportedModelError(
             f"the position ids of row {row} go back within one sequence, where "
             f"{position_map.method.name} would have to attend to the future; {_FORWARD_AGAIN[back]}"
         )
-    t = mask.positions[row if len(mask.positions) > 1 else 0].to(query.device)
+    places = mask.positions[row if len(mask.positions) > 1 else 0]
+    t = places.to(query.device)
     dense = mask.dense_on(query.device)
     if dense is not None:
         dense = dense[row if len(dense) > 1 else 0, :, :, : len(t)]
@@ -282,8 +301,8 @@ def _irregular(
     return Dense(
         query[row : row + 1],
         key[row : row + 1],
-        call,
-        position_map.turns(layout),
+        replace(call, bias=layer.bias(places, query)),
+        position_map.turns(layer.layout),
         position_map.temperature,
         Places(t[-query.shape[2] :], t, dense),
     )

@@ -9,13 +9,15 @@ from torch import nn
 from transformers.cache_utils import Cache
 
 from rope_ext.errors import CacheError, OptionError, UnsupportedModelError
+from rope_ext.position import bias
 from rope_ext.position.attend import LAYER, NAME, Layer
 from rope_ext.position.cache import keep
-from rope_ext.position.layers import find_layouts
+from rope_ext.position.layers import Layout, find_layouts
 from rope_ext.position.map import PositionMap
 from rope_ext.position.runs import BatchMask
 from rope_ext.position.tokens import Forward, current
 from rope_ext.rotary import calls, hooks
+from rope_ext.rotary.foreign import refuse_presses
 from rope_ext.rotary.sites import RotarySite, text_config
 from rope_ext.under_way import here
 
@@ -55,6 +57,7 @@ class Installed:
                 f"{name}; set it to False and pass output_attentions=True to the model or to "
                 f"generate, which then return the weights"
             )
+        refuse_presses(decoder.modules(), name)
         layouts = find_layouts(decoder, list(position_map.frequencies))
         self.windowed = 0
         if not position_map.local_too:
@@ -76,13 +79,30 @@ class Installed:
             self.handles.append(site.module.register_forward_hook(hook, with_kwargs=True))
         if self.windowed and any(site.shared for site in self.map.frequencies):
             self.handles += hooks.keep_native(decoder, list(self._config.layer_types))
+        owner = None
         for module, layout in self.layouts.items():
-            module.__dict__[LAYER] = Layer(self.map, layout)
+            if layout is not None and self.map.encoding is not None:
+                owner = self._biased(module, layout, owner)
+            module.__dict__[LAYER] = Layer(self.map, layout, None if layout is None else owner)
         self.handles.append(decoder.register_forward_pre_hook(self.begin, with_kwargs=True))
         self.handles.append(
             decoder.register_forward_hook(self.end, with_kwargs=True, always_call=True)
         )
         self._config._attn_implementation_internal = NAME  # the public name sets sub-configurations
+
+    def _biased(self, module: nn.Module, layout: Layout, owner: nn.Module | None) -> nn.Module:
+        """Give a layer a bias of its own, unless all share that of ``owner``; returns whose."""
+        encoding = self.map.encoding
+        if owner is not None and (encoding.shared or not encoding.initial(1, self.map.rope)):
+            if layout.heads != getattr(owner, bias.NAME).heads:
+                raise UnsupportedModelError(
+                    f"the layers have different numbers of heads, and the bias of "
+                    f"{encoding.name} is one for all"
+                )
+            return owner
+        like = next((p for p in module.parameters() if p.is_floating_point()), torch.empty(0))
+        module.add_module(bias.NAME, bias.DistanceBias(encoding, layout.heads, self.map.rope, like))
+        return module
 
     def notes(self) -> list[str]:
         """Sentences for ``describe``."""
@@ -98,6 +118,7 @@ class Installed:
             handle.remove()
         for module in self.layouts:
             module.__dict__.pop(LAYER, None)
+            module._modules.pop(bias.NAME, None)
         if self._config._attn_implementation == NAME:  # else somebody has chosen another since
             self._config._attn_implementation_internal = self._before
 
@@ -106,6 +127,7 @@ class Installed:
         """Decoder pre-hook."""
         name = self.map.method.name
         calls.refuse_sharded(name)
+        refuse_presses(self.layouts, name)
         if torch.compiler.is_exporting():
             raise UnsupportedModelError(
                 f"{name} follows the positions of every sequence as it comes, which an exported "

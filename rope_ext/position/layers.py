@@ -9,6 +9,8 @@ between the rows is the layout; whatever does not follow it is refused.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +20,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 
 from rope_ext.attention.call import Pairs
 from rope_ext.errors import UnsupportedModelError
+from rope_ext.rotary.foreign import replaced
 from rope_ext.rotary.sites import RotarySite, evaluating, sees_window, text_config
 from rope_ext.under_way import here
 
@@ -36,12 +39,14 @@ class Layout:
         pairs: columns of each pair in a head.
         pair: index into the site's frequencies of each pair, int64, ``[pairs]``.
         local: the layer sees a limited window only.
+        heads: of its queries.
     """
 
     site: RotarySite
     pairs: Pairs
     pair: torch.Tensor
     local: bool
+    heads: int
 
     def equals(self, other: Layout) -> bool:
         """Whether both turn the same columns by the same frequencies, for the same reach."""
@@ -52,7 +57,7 @@ class Layout:
             for one, two in zip(columns, others, strict=True)
             if type(one) is type(two)
         )
-        alike = self.site is other.site and self.local == other.local
+        alike = (self.site, self.local, self.heads) == (other.site, other.local, other.heads)
         return alike and list(same) == [True] * 3
 
 
@@ -64,26 +69,81 @@ def find_layouts(decoder: nn.Module, sites: list[RotarySite]) -> dict[nn.Module,
             not go through transformers' attention interface.
     """
     layouts: dict[nn.Module, Layout | None] = {}
-    for site in sites:
-        for module, query, key, window in _run(decoder, site):
-            layout = _read(decoder, module, site, query, key, window)
-            if layout is not None:  # one object for all layers that turn alike
-                known = (other for other in layouts.values() if other and other.equals(layout))
-                layout = next(known, layout)
-            before = layouts.get(module)
-            if layout is not None and before is not None and layout is not before:
-                raise _refusal(decoder, f"{_path(decoder, module)} turns in two ways")
-            layouts[module] = before or layout
-    if not any(layouts.values()):
-        raise _refusal(decoder, "no attention layer takes its queries and keys from it")
+    with _refusing(
+        decoder,
+        "position methods cannot be proven right here; use a frequency method such as 'yarn'",
+    ):
+        for site in sites:
+            for module, query, key, window in _run(decoder, site, _Turner(site)):
+                layout = _read(decoder, module, site, query, key, window)
+                if layout is not None:  # one object for all layers that turn alike
+                    known = (other for other in layouts.values() if other and other.equals(layout))
+                    layout = next(known, layout)
+                before = layouts.get(module)
+                if layout is not None and before is not None and layout is not before:
+                    raise _RefusedError(f"{_path(decoder, module)} turns in two ways")
+                layouts[module] = before or layout
+        if not any(layouts.values()):
+            raise _RefusedError("no attention layer takes its queries and keys from it")
     return layouts
 
 
-def _refusal(decoder: nn.Module, reason: str) -> UnsupportedModelError:
-    return UnsupportedModelError(
-        f"{type(decoder).__name__}: {reason}, so position methods cannot be proven right here; use "
-        f"a frequency method such as 'yarn'"
-    )
+def turned_layers(decoder: nn.Module, sites: list[RotarySite]) -> dict[nn.Module, bool]:
+    """The attention layers whose queries ``sites`` turn, in whatever way.
+
+    Returns:
+        Whether each sees a limited window only.
+
+    Raises:
+        UnsupportedModelError: there are none, or they do not go through transformers' attention
+            interface.
+    """
+    found: dict[nn.Module, bool] = {}
+    with _refusing(
+        decoder,
+        "a temperature cannot be proven to reach them; leave temperature out, or give an "
+        "attention_factor, which multiplies cosine and sine",
+    ):
+        for site in sites:
+            for module, query, _, window in _run(decoder, site, _Turner(site)):
+                if _changes(decoder, module, query):
+                    found[module] = sees_window(text_config(decoder), module, window)
+        if not found:
+            raise _RefusedError("no attention layer takes its queries from the rotary embedding")
+    return found
+
+
+def ignores_scaling(decoder: nn.Module, site: RotarySite) -> bool:
+    """Whether a number on cosine and sine is lost on the queries, which are normalised later.
+
+    False where that cannot be seen.
+    """
+    try:
+        seen = _run(decoder, site, _Turner(site, scaling=1.5))
+        turned = [query for module, query, *_ in seen if _changes(decoder, module, query)]
+    except _RefusedError:
+        return False
+    return bool(seen) and not turned
+
+
+@contextmanager
+def _refusing(decoder: nn.Module, consequence: str) -> Iterator[None]:
+    """Name the family where a probe of it is refused, and what follows from that."""
+    try:
+        yield
+    except _RefusedError as error:
+        there = "; ".join(replaced(decoder))
+        reason = f"there is {there}, and {error}" if there else str(error)
+        raise UnsupportedModelError(
+            f"{type(decoder).__name__}: {reason}, so {consequence}"
+        ) from error
+
+
+def _changes(decoder: nn.Module, module: nn.Module, x: torch.Tensor) -> bool:
+    """Whether the rows of a probe differ in what a layer attends with."""
+    if len(x) != 3:
+        raise _RefusedError(f"{_path(decoder, module)} changes the batch before it attends")
+    return not torch.allclose(x, x[:1], rtol=0, atol=_tolerance(x))
 
 
 def _path(decoder: nn.Module, module: nn.Module) -> str:
@@ -97,36 +157,36 @@ def _angles(pairs: int) -> torch.Tensor:
 
 @torch.no_grad()
 def _run(
-    decoder: nn.Module, site: RotarySite
+    decoder: nn.Module, site: RotarySite, turner: _Turner
 ) -> list[tuple[nn.Module, torch.Tensor, torch.Tensor, int | None]]:
     """Queries and keys of every attention layer, one row per turn."""
     if _lacks_weights(decoder):
-        raise _refusal(decoder, "its weights lie on the meta device (load them first)")
+        raise _RefusedError("its weights lie on the meta device (load them first)")
     if any(hasattr(parameter, "device_mesh") for parameter in decoder.parameters()):
-        raise _refusal(decoder, "its weights are sharded (patch it before fully_shard)")
+        raise _RefusedError("its weights are sharded (patch it before fully_shard)")
     config = text_config(decoder)
     vocabulary = decoder.get_input_embeddings().num_embeddings
     tokens = (torch.arange(_TOKENS, device="cpu") * 37 + 3) % vocabulary
     device = decoder.get_input_embeddings().weight.device
     device = "cpu" if device.type == "meta" else device  # offloaded: a hook moves the tokens along
-    handle = site.module.register_forward_hook(_Turner(site), with_kwargs=True)
+    handle = site.module.register_forward_hook(turner, with_kwargs=True)
     before = config._attn_implementation_internal
     here.probed = seen = []
     try:
         config._attn_implementation_internal = _NAME  # the public name sets sub-configurations too
         with evaluating(decoder):
             output = decoder(input_ids=tokens.expand(3, -1).to(device), use_cache=False)
-    except _RefusedError as error:
-        raise _refusal(decoder, str(error)) from error
+    except _RefusedError:
+        raise
     except Exception as error:
-        raise _refusal(decoder, f"the probe of its attention layers failed ({error})") from error
+        raise _RefusedError(f"the probe of its attention layers failed ({error})") from error
     finally:
         handle.remove()
         config._attn_implementation_internal = before
         here.probed = None
     hidden = output[0].double()
     if not torch.allclose(hidden, hidden[:1], rtol=0, atol=_tolerance(output[0])):
-        raise _refusal(decoder, "positions act outside of its attention layers")
+        raise _RefusedError("positions act outside of its attention layers")
     return seen
 
 
@@ -149,10 +209,13 @@ def _tolerance(x: torch.Tensor) -> float:
 
 
 class _Turner:
-    """Forward hook of a rotary module: row 0 is not turned, row 1 by a quarter, row 2 by pair."""
+    """Forward hook of a rotary module: row 0 is not turned, row 1 by a quarter, row 2 by pair.
 
-    def __init__(self, site: RotarySite) -> None:
-        self.site = site
+    With a ``scaling`` no row is turned, and cosine and sine of the last are multiplied by it.
+    """
+
+    def __init__(self, site: RotarySite, scaling: float | None = None) -> None:
+        self.site, self.scaling = site, scaling
 
     def __call__(self, module: nn.Module, args: tuple, kwargs: dict, output: Any) -> Any:
         if not self.site.called(args, kwargs):
@@ -166,6 +229,9 @@ class _Turner:
         rows = turns.unsqueeze(1).expand(-1, like.shape[-2], -1)
         cos, sin = (f(rows.to(like.device)) for f in (torch.cos, torch.sin))
         cos[1] = 0  # exactly
+        if self.scaling is not None:
+            cos, sin = torch.ones_like(cos), torch.zeros_like(sin)
+            cos[2] = self.scaling
         if like.ndim == 4:
             cos, sin = (part.expand(len(like), -1, -1, -1) for part in (cos, sin))
         if columns.complex:
@@ -179,6 +245,7 @@ def _look(
     key: torch.Tensor,
     value: torch.Tensor,
     attention_mask: Any,
+    dropout: float = 0.0,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
     """Attention function: nothing is seen, so that all rows stay equal."""
@@ -219,24 +286,21 @@ def _read(
     where = _path(decoder, module)
     found = []
     for x in (query, key):
-        rows = x.transpose(1, 3).flatten(2).double()  # [3, columns, tokens * heads]
-        if len(rows) != 3:
-            raise _refusal(decoder, f"{where} changes the batch before it attends")
-        tolerance = _tolerance(x)
-        if torch.allclose(rows, rows[:1], rtol=0, atol=tolerance):
+        if not _changes(decoder, module, x):
             found.append(None)
             continue
-        pairs = _pairs(rows, len(site.loaded), tolerance)
+        rows = x.transpose(1, 3).flatten(2).double()  # [3, columns, tokens * heads]
+        pairs = _pairs(rows, len(site.loaded), _tolerance(x))
         if pairs is None:
-            raise _refusal(decoder, f"{where} does not turn pairs of columns by angles")
+            raise _RefusedError(f"{where} does not turn pairs of columns by angles")
         found.append(pairs)
     if found[0] is None and found[1] is None:
         return None
     if found[0] is None or found[1] is None or not torch.equal(*found):
-        raise _refusal(decoder, f"{where} turns its queries and keys differently")
+        raise _RefusedError(f"{where} turns its queries and keys differently")
     first, second, pair = found[0]
     local = sees_window(text_config(decoder), module, window)
-    return Layout(site, Pairs(_columns(first), _columns(second)), pair, local)
+    return Layout(site, Pairs(_columns(first), _columns(second)), pair, local, query.shape[1])
 
 
 def _pairs(rows: torch.Tensor, pairs: int, tolerance: float) -> torch.Tensor | None:

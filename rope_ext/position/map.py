@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from rope_ext.encodings import Encoding
 from rope_ext.methods import Band, Map, PositionMethod, Rope
 from rope_ext.methods.geometry import Geometry
 from rope_ext.position.layers import Layout
@@ -28,6 +29,7 @@ class PositionMap:
         precise: angles in float64, else in float32, as transformers computes them.
         kernel: as :func:`rope_ext.attention.attend` takes it.
         local_too: also layers with a limited window.
+        encoding: what adds to the logits; None: nothing does.
     """
 
     method: PositionMethod
@@ -37,6 +39,7 @@ class PositionMap:
     precise: bool
     kernel: str
     local_too: bool
+    encoding: Encoding | None = None
 
     @property
     def key(self) -> tuple[Any, ...]:
@@ -62,8 +65,8 @@ class PositionMap:
             self._turns[key] = [
                 (
                     band.geometry,
-                    Turns(band.query, self.stored, inv_freq),
-                    Turns(band.key, self.stored, inv_freq),
+                    Turns(band.query, self.stored, inv_freq, layout.pair),
+                    Turns(band.key, self.stored, inv_freq, layout.pair),
                 )
                 for band in self.bands
             ]
@@ -71,7 +74,7 @@ class PositionMap:
 
     def temperature(self, t: torch.Tensor, dtype: torch.dtype) -> torch.Tensor | None:
         """``[tokens]``."""
-        made = self.method.temperature(t.double().clamp(min=0), self.rope)
+        made = self.method.query_scaling(t.double().clamp(min=0), self.rope)
         return None if made is None else made.to(dtype)
 
     @functools.cached_property

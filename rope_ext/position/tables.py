@@ -16,10 +16,11 @@ class Turns:
         to: where queries or keys are to be.
         stored: where they are.
         inv_freq: ``[pairs]``; its dtype is that of the angles.
+        pair: which pairs those are of the ones that the maps may tell apart, int64, ``[pairs]``.
     """
 
-    def __init__(self, to: Map, stored: Map, inv_freq: torch.Tensor) -> None:
-        self.to, self.stored, self.inv_freq = to, stored, inv_freq
+    def __init__(self, to: Map, stored: Map, inv_freq: torch.Tensor, pair: torch.Tensor) -> None:
+        self.to, self.stored, self.inv_freq, self.pair = to, stored, inv_freq, pair
         self.idle = to is stored or (to == stored and not callable(to))
         self.constant = not callable(to) and not callable(stored)
         self._made: dict[tuple, tuple[torch.Tensor, torch.Tensor]] = {}
@@ -30,7 +31,9 @@ class Turns:
             return None
         t = t.double()
         by = at(self.to, t) - at(self.stored, t)
-        angles = by.unsqueeze(-1).to(self.inv_freq.dtype) * self.inv_freq.to(t.device)
+        if by.shape[-1] > 1:
+            by = by[..., self.pair.to(t.device)]
+        angles = by.to(self.inv_freq.dtype) * self.inv_freq.to(t.device)
         return angles.cos().to(dtype), angles.sin().to(dtype)
 
     def between(self, first: int, last: int, device: torch.device, dtype: torch.dtype) -> Turn:

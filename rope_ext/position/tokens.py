@@ -133,6 +133,10 @@ class Forward:
             stored = at(self.map.stored, t)
             inv_freq, scaling = self.map.frequencies[site]
             precise = self.map.precise
+            if stored.shape[-1] == 1:
+                stored = stored.squeeze(-1)
+            else:  # pairs of a token at positions of their own: as frequencies of the token at 1
+                stored, inv_freq = torch.ones_like(t), stored * inv_freq.to(t.device)
             made = hooks.rotation(site, stored, inv_freq, scaling, precise, like)
             if not isinstance(like, torch.Tensor) and like[0].ndim == 4:
                 made = tuple(part.expand(like[0].shape) for part in made)

@@ -51,7 +51,7 @@ class Changes:
             part.undo()
         for handle in self.handles:
             handle.remove()
-        for holder, name, own in self.replaced:
+        for holder, name, own in reversed(self.replaced):
             if own is ABSENT:
                 holder.__dict__.pop(name, None)
             else:

@@ -15,8 +15,9 @@ from torch import nn
 
 from rope_ext.errors import UnsupportedModelError
 from rope_ext.rotary.calls import parameters
+from rope_ext.rotary.foreign import replaced
 from rope_ext.rotary.sequences import Sequences
-from rope_ext.rotary.sites import RotarySite, is_local
+from rope_ext.rotary.sites import RotarySite, evaluating, is_local
 
 PRECISE_BEYOND = 131072
 """Tokens of target length beyond which angles are computed in float64 by default."""
@@ -89,6 +90,61 @@ class RotaryHook:
         place = positions.amax(0) if positions.ndim == 3 else positions
         trained, inv_freq = (x.to(place.device, dtype) for x in (self.site.loaded, inv_freq))
         return torch.where((place < self.start).unsqueeze(-1), trained, inv_freq)
+
+
+class Locating:
+    """Forward hook of a rotary module that takes note of positions, and changes nothing."""
+
+    def __init__(self, site: RotarySite, sequences: Sequences) -> None:
+        self.site, self.sequences = site, sequences
+
+    @torch.compiler.disable
+    def __call__(self, module: nn.Module, args: tuple, kwargs: dict, output: Any) -> None:
+        if self.site.called(args, kwargs):
+            self.sequences.at(kwargs["position_ids"] if "position_ids" in kwargs else args[1])
+
+
+@torch.no_grad()
+def refuse_unused(decoder: nn.Module, sites: list[RotarySite]) -> None:
+    """Raise where code of another package does not turn by what the rotary modules return.
+
+    Decoders whose forwards are all their classes' own are not run.
+    """
+    there = replaced(decoder)
+    if not there:
+        return
+    vocabulary = decoder.get_input_embeddings()
+    tokens = torch.arange(16, device="cpu") * 37 % vocabulary.num_embeddings
+    tokens = tokens.unsqueeze(0).to(vocabulary.weight.device)
+    reason = "it does not turn by what the rotary module returns"
+
+    def hidden() -> torch.Tensor:
+        return decoder(input_ids=tokens, use_cache=False)[0].double()
+
+    handles = []
+    try:
+        with evaluating(decoder):
+            before = hidden()
+            noise = (hidden() - before).abs().max()
+            handles = [s.module.register_forward_hook(_still) for s in sites]
+            used = bool((hidden() - before).abs().max() > 2 * noise)
+    except Exception as error:
+        used, reason = False, f"it cannot be run to see whether a patch does anything ({error})"
+    finally:
+        for handle in handles:
+            handle.remove()
+    if not used:
+        raise UnsupportedModelError(
+            f"{type(decoder).__name__}: there is {'; '.join(there)}, and {reason}; load the model "
+            f"in a process in which nothing has replaced code of transformers"
+        )
+
+
+def _still(module: nn.Module, args: tuple, output: Any) -> Any:
+    """Forward hook of a rotary module: no token is turned."""
+    if isinstance(output, torch.Tensor):
+        return torch.ones_like(output)
+    return torch.ones_like(output[0]), torch.zeros_like(output[1])
 
 
 def rotation(

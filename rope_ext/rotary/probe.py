@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from rope_ext.errors import UnsupportedModelError
+from rope_ext.rotary.foreign import replaced
 
 
 @dataclass(frozen=True)
@@ -65,6 +66,8 @@ def prove(decoder: nn.Module, module: nn.Module, layer_type: str | None, pairs: 
             break
     if columns is None:
         reason = f" ({error})" if error else ""
+        there = "; ".join(replaced(decoder))
+        reason += f" (there is {there})" if there else ""
         raise UnsupportedModelError(
             f"{type(decoder).__name__}: {type(module).__name__} does not return the cosine and "
             f"sine of position times its inv_freq buffer{reason}, so a change of the buffer would "

@@ -21,8 +21,10 @@ from torch import nn
 from rope_ext.caches import Move, carry
 from rope_ext.errors import CacheError, UnsupportedModelError
 from rope_ext.methods import FrequencyMethod
+from rope_ext.methods.temperature import Temperature
 from rope_ext.rotary.buffers import ABSENT, Changes
 from rope_ext.rotary.calls import parameters, refuse_sharded
+from rope_ext.rotary.foreign import refuse_turning_back
 from rope_ext.rotary.sites import RotarySite
 from rope_ext.under_way import here
 
@@ -114,10 +116,13 @@ class Forward:
         self.started: Started | None = None
         self.lengths: torch.Tensor | None = None  # of packed rows, [rows, tokens]
         self.first: torch.Tensor | None = None  # likewise
-        self._made: dict[tuple, tuple[torch.Tensor, torch.Tensor]] = {}
+        self.positions: torch.Tensor | None = None  # as the model has them
+        self._made: dict[tuple, Any] = {}
 
     def locate(self, positions: torch.Tensor) -> None:
         """Find the sequences, from the position ids that the model itself uses."""
+        if self.positions is None:
+            self.positions = positions
         if self.started is not None:
             return
         stored = self.stored
@@ -171,6 +176,20 @@ class Forward:
             found = self.sequences.frequencies(site, lengths)
             made[key] = tuple(x.to(positions.device, dtype) for x in found)
         return made[key]
+
+    def heat(
+        self, temperature: Temperature, device: torch.device, dtype: torch.dtype
+    ) -> torch.Tensor | None:
+        """What multiplies queries, ``[rows or 1, 1, tokens, 1]``; None: 1 everywhere."""
+        key = ("heat", device, dtype)
+        if key not in self._made:
+            positions = self.counted(self.positions)
+            if positions.ndim == 3:  # axes, rows, tokens
+                positions = positions.amax(0)
+            tau = temperature.at(positions.double().clamp(min=0)).to(device, dtype)
+            same = tau.device.type == "cpu" and bool((tau == 1).all())  # elsewhere, it would wait
+            self._made[key] = None if same else tau[:, None, :, None]
+        return self._made[key]
 
     def counted(self, positions: torch.Tensor) -> torch.Tensor:
         """``positions`` counted from the first token of each sequence."""
@@ -250,16 +269,22 @@ class Sequences:
 
     def __init__(self, method: FrequencyMethod, trained: int) -> None:
         self.method, self.trained = method, trained
+        self.layers: list[nn.Module] = []  # that attend
         self.warned = False
 
-    def at(self, positions: torch.Tensor) -> Forward:
-        """The forward under way; outside of any, one made of ``positions`` alone."""
+    def under_way(self) -> Forward | None:
+        """The forward under way."""
         forward = self._innermost(here.sequences)
         if forward is None and torch._C._current_graph_task_id() != -1:
-            # Gradient checkpointing runs a layer with a rotary module of its own again.
+            # Gradient checkpointing runs a layer again.
             forward = here.recomputed
             if forward is not None and forward.sequences is not self:
                 forward = None
+        return forward
+
+    def at(self, positions: torch.Tensor) -> Forward:
+        """The forward under way; outside of any, one made of ``positions`` alone."""
+        forward = self.under_way()
         if forward is None:
             forward = Forward(self, 1, positions.shape[-1], 0, None, None, None, None)
             length = positions.max().double().cpu().reshape(1) + 1
@@ -297,18 +322,20 @@ class Sequences:
             request = None
         elif request is not None:
             request.due = False
-        cure = "pass length=TOKENS to fix them" if self.method.adapts else "leave start_tokens out"
+        does, cure = self._does()
         refuse_sharded(name)
+        if self.method.adapts:
+            refuse_turning_back(self.layers, name)
         if torch.compiler.is_exporting():
             raise UnsupportedModelError(
-                f"{name} chooses the frequencies of every sequence as it comes, which an exported "
-                f"graph cannot do; {cure}"
+                f"{name} {does} of every sequence as it comes, which an exported graph cannot do; "
+                f"{cure}"
             )
         given = {**dict(zip(parameters(type(decoder)), args, strict=False)), **kwargs}
         if given.get("cache") is not None:  # a paged one; all others are past_key_values
             raise CacheError(
-                f"continuous batching packs many sequences into one row, and {name} gives each "
-                f"its own frequencies; {cure}"
+                f"continuous batching packs many sequences into one row, and {name} {does} of each "
+                f"by itself; {cure}"
             )
         tokens = given.get("input_ids")
         tokens = given.get("inputs_embeds") if tokens is None else tokens
@@ -323,6 +350,14 @@ class Sequences:
         mask = given.get("attention_mask")
         forward = Forward(self, rows, length, filled, cache, stored, request, mask)
         here.sequences.append(forward)
+
+    def _does(self) -> tuple[str, str]:
+        """What the method does to every sequence, and how to do without."""
+        if self.method.adapts:
+            return "chooses the frequencies", "pass length=TOKENS to fix them"
+        if self.method.start_tokens:
+            return "chooses the frequencies", "leave start_tokens out"
+        return "scales the queries", "give temperature= a number, or leave it out"
 
     def _stored(self, cache: Any, rows: int) -> Started | None:
         """What a cache that has tokens knows of its sequences."""
@@ -439,6 +474,9 @@ def _announced(model: nn.Module, given: dict[str, Any]) -> tuple[torch.Tensor | 
 
 def follow(decoder: nn.Module, model: nn.Module, sequences: Sequences, changes: Changes) -> None:
     """Tell ``sequences`` of all that ``decoder`` or ``model.generate`` runs."""
+    sequences.layers = [
+        m for m in decoder.modules() if isinstance(m.__dict__.get("layer_idx"), int)
+    ]
     changes.handles.append(decoder.register_forward_pre_hook(sequences.begin, with_kwargs=True))
     changes.handles.append(
         decoder.register_forward_hook(sequences.end, with_kwargs=True, always_call=True)

@@ -6,6 +6,7 @@ Nothing here knows a model family. A rotary site is a buffer whose name ends in 
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -41,6 +42,8 @@ class RotarySite:
         local: only layers with a limited window use it.
         shared: layers with and without a limited window use it.
         columns: the proven layout of the module's output.
+        baked: layers of latent attention whose softmax scale has the checkpoint's own number on
+            all columns (``mscale_all_dim``): further ones go there as well.
     """
 
     name: str
@@ -53,6 +56,7 @@ class RotarySite:
     local: bool
     shared: bool
     columns: Columns
+    baked: tuple[nn.Module, ...] = ()
 
     @property
     def prefix(self) -> str:
@@ -83,6 +87,8 @@ class RotarySite:
             OptionError: the options do not go with this model.
         """
         scaling = method.attention_scaling(self.rope) * self.scaling
+        if self.baked:
+            scaling = self.scaling
         inv_freq = method.inv_freq(self.rope)
         most = max(math.pi, float(self.rope.inv_freq.max()))  # beyond, tokens look alike
         if not (inv_freq <= most).all() or not math.isfinite(scaling):
@@ -262,6 +268,26 @@ def _site(
         local=local,
         shared=shared,
         columns=proven[key],
+        baked=_baked(decoder, rope_parameters(config, layer_type)),
+    )
+
+
+def _baked(decoder: nn.Module, parameters: dict[str, Any]) -> tuple[nn.Module, ...]:
+    """Layers whose softmax scale transformers would build otherwise without ``mscale_all_dim``."""
+    if not parameters.get("mscale_all_dim") or parameters.get("rope_type") not in SCALED_TYPES:
+        return ()
+    config = copy.deepcopy(text_config(decoder))
+    config.rope_parameters = {**config.rope_parameters, "mscale_all_dim": 0}
+    try:
+        with torch.device("meta"):
+            plain = dict(type(decoder)(config).named_modules())
+    except Exception:  # then nothing can be said of it, as of all that cannot be built
+        return ()
+    return tuple(
+        module
+        for name, module in decoder.named_modules()
+        if isinstance(module.__dict__.get("scaling"), float)
+        and module.scaling != getattr(plain.get(name), "scaling", module.scaling)
     )
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import logging
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -65,7 +66,7 @@ def written(place: Place, method: FrequencyMethod, target: int) -> Written:
     """
     config, sites, scaled = text_config(place.decoder), place.sites, place.scaled
     for proposal in _proposals(method, scaled):
-        values: dict[str, Any] = {"rope_parameters": _merged(config, scaled, proposal)}
+        values: dict[str, Any] = {"rope_parameters": _merged(config, scaled, proposal, method)}
         types = {entry["rope_type"] for entry in proposal.values()}
         if hasattr(config, "original_max_position_embeddings"):
             values["original_max_position_embeddings"] = scaled[0].rope.length
@@ -146,7 +147,10 @@ def _proposals(
 
 
 def _merged(
-    config: Any, scaled: list[RotarySite], proposal: dict[RotarySite, dict[str, Any]]
+    config: Any,
+    scaled: list[RotarySite],
+    proposal: dict[RotarySite, dict[str, Any]],
+    method: FrequencyMethod,
 ) -> dict[str, Any]:
     merged = copy.deepcopy(getattr(config, "rope_parameters", None) or {})
     for site in scaled:
@@ -155,8 +159,12 @@ def _merged(
         part.setdefault("rope_theta", site.rope.base)
         part.update(copy.deepcopy(proposal[site]))
         if old["mscale_all_dim"] and part["rope_type"] == "longrope":
-            # Latent attention takes its softmax scale from these two, and a patch leaves it alone.
-            part.update(factor=old["factor"], mscale_all_dim=old["mscale_all_dim"])
+            # Latent attention takes its softmax scale from these two.
+            share = old["mscale_all_dim"]
+            if site.baked:
+                grown = 0.1 * math.log(old["factor"])
+                share = (method.attention_scaling(site.rope) * (grown * share + 1) - 1) / grown
+            part.update(factor=old["factor"], mscale_all_dim=share)
     return merged
 
 
@@ -213,7 +221,9 @@ def _equal(
 ) -> bool:
     for site in sites:
         inv_freq, scaling = site.loaded.double(), site.scaling
-        if site in scaled and not dynamic:
+        if site in scaled and dynamic:  # which has no number on cosine and sine
+            scaling = site.under(method)[1]
+        elif site in scaled:
             inv_freq, scaling = site.under(method)
             if method.adapts:  # a freshly built module starts at the trained length
                 lengths = torch.tensor([site.rope.length], dtype=torch.float64, device="cpu")

@@ -1,8 +1,8 @@
 """vLLM's and SGLang's own rotary classes give the numbers of the patched model.
 
-The packages are looked for among those installed, or in the folder that ENGINE_SOURCES names:
-``pip install --no-deps --target FOLDER vllm==0.33.0 sglang==0.5.23``. They are neither imported
-whole nor do they need a GPU; without them these tests are left out.
+The packages are looked for among those installed, or in the folder that ENGINE_SOURCES names
+(``make engine-sources`` makes one). They are neither imported whole nor do they need a GPU; without
+them these tests are left out.
 """
 
 from __future__ import annotations
@@ -129,7 +129,8 @@ def model_of(family: str) -> Any:
 def source(engine: str) -> Path:
     """The folder that holds the package."""
     given = os.environ.get("ENGINE_SOURCES")
-    if given and (Path(given) / engine).is_dir():
+    if given is not None:
+        assert (Path(given) / engine).is_dir(), f"{engine} is not in {given}"
         return Path(given)
     spec = importlib.util.find_spec(engine)
     if spec is None or not spec.submodule_search_locations:
@@ -283,11 +284,11 @@ def by_dual_chunk(given: dict[str, int], i: int, j: int) -> int:
 
 
 def test_dual_chunk_is_exported_to_the_versions_that_run_it() -> None:
-    model = rope_ext.patch(built("qwen2"), "dual_chunk", factor=4)
+    model = rope_ext.patch(built("qwen2"), "dual_chunk", factor=4, attention_factor=1)
     made = rope_ext.export(model, "vllm", dual_chunk=True)
     given = made.settings["hf_overrides"]["dual_chunk_attention_config"]
     at = torch.arange(4 * LENGTH, dtype=torch.float64)
-    bands = [b.distances(at[:, None], at) for b in current_patch(model).method.bands()]
+    bands = [b.distances(at[:, None], at)[..., 0] for b in current_patch(model).method.bands()]
     ours = torch.stack(bands).nan_to_num(0).sum(0)
     for i in range(0, 4 * LENGTH, 7):
         assert ours[i, : i + 1].tolist() == [by_dual_chunk(given, i, j) for j in range(i + 1)]
@@ -300,6 +301,9 @@ def test_dual_chunk_is_refused_where_it_is_not_run() -> None:
         rope_ext.export(model, "vllm")
     rope_ext.patch(model, "dual_chunk", factor=4, chunk=48, local=32, replace=True)
     with pytest.raises(rope_ext.ExportError, match="far queries stand at 31 instead of 48"):
+        rope_ext.export(model, "vllm", dual_chunk=True)
+    rope_ext.patch(model, "dual_chunk", factor=4, replace=True)
+    with pytest.raises(rope_ext.ExportError, match="patch with attention_factor=1"):
         rope_ext.export(model, "vllm", dual_chunk=True)
     model = rope_ext.patch(built("llama"), "dual_chunk", factor=4)
     with pytest.raises(rope_ext.ExportError, match="for qwen2, qwen3, not for llama"):

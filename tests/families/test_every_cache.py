@@ -38,13 +38,15 @@ POSITIONS: dict[str, dict[str, Any]] = {  # small enough that every band matters
     "leaky_rerope": {"window": 5, "k": 3.0},
     "self_extend": {"window": 7, "group": 3},
     "dual_chunk": {"chunk": 20, "local": 7},
+    "dpe": {"window": 7, "scales": (2, 3)},
+    "lampe": {"length": 72, "head": 6, "mapped": 23, "tail": 9},
     "string": {"shift": 11, "window": 3},
     "lm_infinite": {"window": 9, "sinks": 3},
 }
 TOLD = {"original_max_position_embeddings": 1999}  # or such a map would extend nothing
 NOTHING_FAR: dict[str, dict[str, Any]] = {  # by dense turns, by chunks
     "rerope": {"window": 999, "log_n": False, **TOLD},
-    "dual_chunk": {"chunk": 999, "local": 7, **TOLD},
+    "dual_chunk": {"chunk": 999, "local": 7, "attention_factor": 1, **TOLD},
 }
 METHODS: list[tuple[str, dict[str, Any]]] = [
     *POSITIONS.items(),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -43,23 +43,56 @@ def lm_infinite(m: int, n: int, window: int, sinks: int) -> float | None:
     return window if n < sinks else None
 
 
-FORMULAS: dict[str, Callable[..., float | None]] = {
+def unturned(m: int, n: int) -> float:
+    return 0
+
+
+def dpe(m: int, n: int, window: int, scales: Sequence[int], groups: Any = None) -> list[float]:
+    """Of every group of pairs."""
+    return [self_extend(m, n, window, group) for group in scales]
+
+
+def lampe(m: int, n: int, length: int, head: int, mapped: int, tail: int) -> float:
+    """The mapped positions are those of the release: floor(mapped / (length - 1) * position)."""
+
+    def place(position: int) -> int:
+        return position * mapped // (length - 1)
+
+    while tail + 1 < length and place(tail + 1) == place(tail):
+        tail += 1
+    near, end = head - (place(head) + 1), length - 1 - tail
+    if m - n < head or end < head:
+        return m - n
+    if m - n > end:
+        return m - n - (end - place(end) - near)
+    return place(m) + near - place(n)
+
+
+FORMULAS: dict[str, Callable[..., Any]] = {
     "rerope": rerope,
     "leaky_rerope": leaky_rerope,
     "self_extend": self_extend,
+    "dpe": dpe,
+    "lampe": lampe,
     "dual_chunk": dual_chunk,
     "string": string,
     "lm_infinite": lm_infinite,
+    "unturned": unturned,
 }
 
 
 def formula(name: str, tokens: torch.Tensor, **constants: Any) -> torch.Tensor:
-    """Effective distance between every two of ``tokens`` (positions); infinite where unseen."""
-    result = torch.full((len(tokens), len(tokens)), math.inf, dtype=torch.float64)
+    """Effective distance between every two of ``tokens`` (positions); infinite where unseen.
+
+    With a last axis for those methods that give groups of pairs distances of their own.
+    """
+    of_groups = (len(constants["scales"]),) if "scales" in constants else ()
+    shape = (len(tokens), len(tokens), *of_groups)
+    result = torch.full(shape, math.inf, dtype=torch.float64)
     positions = tokens.tolist()
     for i, m in enumerate(positions):
         for j, n in enumerate(positions[: i + 1]):
             found = FORMULAS[name](m, n, **constants)
             if found is not None:
-                result[i, j] = found
+                result[i, j] = torch.tensor(found, dtype=torch.float64)
     return result

@@ -49,9 +49,12 @@ FLAGS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 TABLES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama3": ("llama3", {}),
+    "mrrope": ("mrrope", {}),
     "ntk_by_parts": ("ntk_by_parts", {}),
     "resonance": ("resonance", {}),
     "p_rope": ("p_rope", {"p": 0.5}),
+    "longrope2": ("longrope2", {}),
+    "clipped": ("clipped", {}),
     "base_truncation": ("base_truncation", {}),
     "longrope": ("longrope", {"long_factor": TABLE}),
     "dynamic_yarn": ("dynamic_yarn", {"length": 200}),

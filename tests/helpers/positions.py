@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -30,6 +30,8 @@ METHODS: dict[str, dict[str, Any]] = {  # small enough that every band matters w
     "leaky_rerope": {"window": 5, "k": 3.0},
     "self_extend": {"window": 7, "group": 3},
     "dual_chunk": {"chunk": 20, "local": 7},
+    "dpe": {"window": 7, "scales": (2, 3)},
+    "lampe": {"length": 80, "head": 6, "mapped": 23, "tail": 9},
     "string": {"shift": 11, "window": 3},
     "lm_infinite": {"window": 9, "sinks": 3},
 }
@@ -38,11 +40,13 @@ WIDE: dict[str, dict[str, Any]] = {  # nothing is far, so nothing changes, if tr
     "leaky_rerope": {"window": 999, "k": 3.0, "log_n": False},
     "self_extend": {"window": 999, "group": 3},
     "dual_chunk": {"chunk": 999, "local": 7},
+    "dpe": {"window": 999, "scales": (2, 3)},
+    "lampe": {"length": 7996, "head": 999, "mapped": 500},
     "string": {"shift": 999, "window": 3},
     "lm_infinite": {"window": 999},
 }
 TOLD = {"original_max_position_embeddings": 1999}
-GEOMETRIES = ["rerope", "self_extend", "dual_chunk"]  # constant, callable, by chunk
+GEOMETRIES = ["rerope", "self_extend", "dual_chunk", "dpe"]  # constant, callable, by chunk or pair
 EXACT = {"atol": 1e-4, "rtol": 0}  # float32 sums in another order; logits are of size 5
 SCALE = {"sliding_layers": "scale"}
 
@@ -98,7 +102,9 @@ NEW = {"max_new_tokens": 24, "min_new_tokens": 24, "do_sample": False}
 
 
 def patch(model: nn.Module, name: str = "self_extend", **options: Any) -> nn.Module:
-    return rope_ext.patch(model, name, **{"factor": 4, **METHODS[name], **options})
+    """By the paper: without the numbers on cosine and sine that were released with a method."""
+    paper = {"factor": 4, "attention_factor": 1, **METHODS[name]}
+    return rope_ext.patch(model, name, **{**paper, **options})
 
 
 def logits(model: nn.Module, ids: torch.Tensor | None, **kwargs: Any) -> torch.Tensor:
@@ -137,15 +143,18 @@ class ByFormula:
 
     Args:
         family: how its layers rotate.
-        distance: ``[rows or 1, tokens, tokens]``; infinite where nothing is seen.
+        distance: ``[rows or 1, tokens, tokens]``, or ``[..., groups of pairs]``; infinite where
+            nothing is seen.
         positions: under which the model itself rotates, ``[rows or 1, tokens]``.
         temperature: of every query, ``[tokens]``.
+        bias: what a module adds to its logits at given distances, ``[heads, ...]``.
     """
 
     family: Family
     distance: torch.Tensor
     positions: torch.Tensor
     temperature: torch.Tensor
+    bias: Callable[[nn.Module, torch.Tensor], torch.Tensor | None] | None = None
 
     def __call__(
         self,
@@ -166,12 +175,17 @@ class ByFormula:
         mapped = self.family.mapped is None or module.layer_idx in self.family.mapped
         if mapped:
             native = self.positions[:, :, None] - self.positions[:, None]
-            by = (self.distance - native).masked_fill(self.distance.isinf(), 0)
+            distance = self.distance if self.distance.ndim == 4 else self.distance.unsqueeze(-1)
+            by = (distance - native.unsqueeze(-1)).masked_fill(distance.isinf(), 0)
             logits = self._turned(module, q, k, by) * self.temperature[:, None]
-            visible = visible & self.distance.isfinite()[:, None]
+            visible = visible & distance.isfinite()[..., 0][:, None]
         logits = logits * (q.shape[-1] ** -0.5 if scaling is None else scaling)
         if softcap is not None:
             logits = softcap * (logits / softcap).tanh()
+        if mapped and self.bias is not None:
+            apart = self.positions[:, :, None] - self.positions[:, None]
+            added = self.bias(module, apart.clamp(min=0))
+            logits = logits if added is None else logits + added.transpose(0, 1).double()
         weights = logits.masked_fill(~visible, -1e30).exp()
         total = weights.sum(-1, keepdim=True)
         if s_aux is not None:
@@ -186,7 +200,8 @@ class ByFormula:
         if self.family.neighbours:
             first, second = slice(0, 2 * pairs, 2), slice(1, 2 * pairs, 2)
         rest = slice(2 * pairs, columns)
-        angle = by[:, None, :, :, None] * theta
+        groups = [len(part) for part in torch.arange(pairs).tensor_split(by.shape[-1])]
+        angle = by[:, None].repeat_interleave(torch.tensor(groups), -1) * theta
         a, b = q[..., None, first], q[..., None, second]
         turned = torch.cat(
             (a * angle.cos() - b * angle.sin(), b * angle.cos() + a * angle.sin()), -1
@@ -211,11 +226,13 @@ def by_formula(
     tokens: torch.Tensor,
     *,
     log_n: int | None = LENGTH,
+    bias: Callable[[nn.Module, torch.Tensor], torch.Tensor | None] | None = None,
     **constants: Any,
 ) -> Iterator[nn.Module]:
     """``model``, not under a position method, with the attention of the paper.
 
-    ``tokens``: positions, ``[rows, tokens]``; ``log_n``: the trained length.
+    ``tokens``: positions, ``[rows, tokens]``; ``log_n``: the trained length; ``bias``: as of
+    :class:`ByFormula`.
     """
     buffers = dict(model.named_buffers())
     kinds = getattr(model.config, "layer_types", None)
@@ -229,7 +246,7 @@ def by_formula(
     if log_n is not None and name in ("rerope", "leaky_rerope"):
         temperature = ((t[0] + 1).double().log() / math.log(log_n)).clamp(min=1)
     distance = torch.stack([formula(name, row, **constants) for row in t])
-    _by_formula.append(ByFormula(family, distance, t, temperature))
+    _by_formula.append(ByFormula(family, distance, t, temperature, bias))
     before = model.config._attn_implementation
     model.set_attn_implementation("by_formula")
     try:

@@ -24,7 +24,7 @@ from rope_ext.measure.evaluate import evaluate
 from rope_ext.measure.folder import HEADER, HIDDEN, Folder, held, log_name, replace_file
 from rope_ext.measure.plan import prepare
 from rope_ext.measure.reports.terminal import clean_errors
-from rope_ext.measure.search import Tried
+from rope_ext.measure.search import log_beside
 from rope_ext.measure.settings import Settings
 from rope_ext.measure.tasks.passkey import Passkey
 from tests.helpers.checkpoint import save_checkpoint
@@ -183,19 +183,22 @@ def test_a_search_cuts_and_replaces_nothing_of_the_user(tmp_path: Path) -> None:
     path.write_text(CORPUS)  # its last line is unfinished
     with (
         pytest.raises(MeasureError, match="is not the log of a search"),
-        Tried.of(output, {"seed": 0}),
+        log_beside(output, {"seed": 0}),
     ):
         pytest.fail("begun")
     assert path.read_text() == CORPUS
     path.write_text('{"search": {"seed": 0}}\n{"method": {"na')
     output.write_text(CORPUS)
-    with pytest.raises(MeasureError, match="is not what the search"), Tried.of(output, {"seed": 0}):
+    with (
+        pytest.raises(MeasureError, match="is not what the search"),
+        log_beside(output, {"seed": 0}),
+    ):
         pytest.fail("begun")
     assert output.read_text() == CORPUS
     output.unlink()
     (tmp_path / "found.tmp").write_text(CORPUS)
-    with Tried.of(output, {"seed": 0}) as log:
-        assert log.losses == {} and path.read_text() == '{"search": {"seed": 0}}\n'
+    with log_beside(output, {"seed": 0}) as log:
+        assert log.found == {} and path.read_text() == '{"search": {"seed": 0}}\n'
     assert (tmp_path / "found.tmp").read_text() == CORPUS
 
 

@@ -2,15 +2,25 @@
 
 from __future__ import annotations
 
+import functools
 import json
+import os
+import re
+import subprocess
+import sys
 from pathlib import Path
+from typing import Any
 
+import peft
 import pytest
-from transformers import AutoTokenizer
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
+import rope_ext
 from eval import harness
-from rope_ext.errors import MeasureError
+from rope_ext.errors import MeasureError, RopeExtError
 from rope_ext.measure.tasks.passkey import PasskeyPrompts
+from tests.helpers.checkpoint import TRAINED, save_checkpoint
 
 SHIPPED = Path(__file__).parents[2] / "checkpoints" / "tiny-512"
 TASK = """
@@ -94,3 +104,74 @@ def test_a_missing_harness_is_told(task: Path, monkeypatch: pytest.MonkeyPatch) 
     words = ["--model", str(SHIPPED), "--method", "yarn", "--tasks", "early_passkey"]
     with pytest.raises(MeasureError, match="lm-evaluation-harness is not installed"):
         harness.evaluate(harness.parser().parse_args(words))
+
+
+@pytest.mark.slow
+def test_the_harness_by_its_own_command_line_runs_a_method(task: Path) -> None:
+    pytest.importorskip("lm_eval")
+    page = SHIPPED.parents[1] / "docs" / "engines" / "beside.md"
+    command = re.search(r"\$ python (-m rope_ext.lm_eval .*)", page.read_text(encoding="utf-8"))[1]
+    names = {"TASK": "early_passkey", "FOLDER": str(task)}
+    words = [names.get(word, word) for word in command.split()]
+    words += ["--limit", "1", "--device", "cpu", "--output_path", str(task / "out")]
+    done = subprocess.run(
+        [sys.executable, *words],
+        env=os.environ | {"HF_HUB_OFFLINE": "1", "HF_DATASETS_CACHE": str(task / "cache")},
+        cwd=SHIPPED.parents[1],
+        capture_output=True,
+        text=True,
+        timeout=900,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    (written,) = (task / "out").rglob("results_*.json")
+    data = json.loads(written.read_text())
+    assert data["results"]["early_passkey"]["exact_match,number"] == 1.0
+    assert data["config"]["model_args"]["method"] == "yarn"
+
+
+@pytest.fixture(scope="module")
+def lm() -> Any:
+    pytest.importorskip("lm_eval")
+    from rope_ext.lm_eval import PatchedLM
+
+    return functools.partial(PatchedLM, device="cpu", dtype="float32")
+
+
+@pytest.mark.slow
+def test_the_harness_loads_what_a_patch_has_saved(lm: Any, tmp_path: Path) -> None:
+    folder, adapter = save_checkpoint(tmp_path / "model"), tmp_path / "adapter"
+    base = AutoModelForCausalLM.from_pretrained(folder)
+    ids = torch.arange(3 * TRAINED)[None] % 400
+    plain = base(ids).logits
+    rope_ext.patch(base, "rerope", factor=4, window=32)
+    want = base(ids).logits
+    base.save_pretrained(folder)
+    saved = lm(str(folder))
+    assert saved.max_length == 4 * TRAINED
+    torch.testing.assert_close(saved.model(ids).logits, want)
+    assert not torch.allclose(want, plain, atol=1e-2)
+
+    save_checkpoint(folder)
+    asked = lm(str(folder), method="rerope", factor=4, window=32)
+    assert asked.max_length == 4 * TRAINED
+    torch.testing.assert_close(asked.model(ids).logits, want)
+
+    tuned = peft.get_peft_model(base, peft.LoraConfig(init_lora_weights=False))
+    tuned.save_pretrained(adapter)
+    rope_ext.save_sidecar(tuned, adapter)
+    adapted = lm(str(folder), peft=str(adapter))
+    assert adapted.max_length == 4 * TRAINED
+    torch.testing.assert_close(adapted.model(ids).logits, tuned.eval()(ids).logits)
+
+
+@pytest.mark.slow
+def test_mistakes_in_the_arguments_of_the_harness_are_told(lm: Any, tmp_path: Path) -> None:
+    folder = str(save_checkpoint(tmp_path))
+    for given, message in (
+        ({"method": "yran"}, "unknown method 'yran'"),
+        ({"factor": 4}, "factor given without a method"),
+        ({"method": "yarn", "factor": 0.5}, "factor"),
+        ({"method": "yarn", "peft": "a"}, "the adapter a brings its patch along"),
+    ):
+        with pytest.raises(RopeExtError, match=message):
+            lm(folder, **given)

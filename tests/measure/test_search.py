@@ -40,6 +40,7 @@ from tests.helpers.sequences import EXACT, decoded, recomputed
 BOX = Path(__file__).parents[2] / "checkpoints" / "tiny-512"
 TARGET = 2 * TRAINED
 DOCUMENTS = [" ".join(random.Random(i).choices(FILLER, k=60)) for i in range(4)]
+KNOWN = 10  # methods that are measured before any table, YaRN with six temperatures
 SMALL = {"population": 8, "mutations": 3, "crossovers": 3, "samples": 2}
 
 
@@ -126,15 +127,23 @@ def test_a_search_is_seeded_ascends_and_beats_what_it_began_with(model, tokenize
     assert rope_ext.LongRoPE(**json.loads(output.read_text())) == method
 
     tried = log(output)
-    assert [line["method"]["name"] for line in tried[:3]] == ["pi", "ntk", "yarn"]
-    assert len(tried) == 3 + 8 + 5 * 6
-    losses = {tuple(x["method"].get("long_factor", ())): x["loss"] for x in tried}
-    begun = [x["loss"] for x in tried[3:6]]  # their tables, under LongRoPE's temperature
-    assert losses[method.long_factor] == min(losses.values()) < min(begun)
+    names = ["pi", "ntk", "yarn", "mrrope", "longrope2"]
+    assert [line["method"]["name"] for line in tried[:KNOWN]] == names + 5 * ["yarn"]
+    given = [line["method"]["attention_factor"] for line in tried[:KNOWN]]
+    assert given == 5 * [None] + [1.0, 1.1, 1.2, 1.3, 1.4]
+    assert len(tried) == KNOWN + 8 + 5 * 6
+    losses = {
+        (tuple(x["method"]["long_factor"]), x["method"]["attention_factor"]): x["loss"]
+        for x in tried[KNOWN:]
+    }
+    begun = [x["loss"] for x in tried[KNOWN : KNOWN + 5]]
+    best = method.long_factor, method.attention_factor
+    assert losses[best] == min(losses.values()) < min(begun)
+    assert len({scale for _, scale in losses}) > 2
     # What YaRN divides by, in hundredths: 16 pairs, see tests/methods for its ramp.
     site = rope_ext.describe(rope_ext.patch(model, "yarn", factor=2)).sites[0]
     both = zip(site.inv_freq_before, site.inv_freq_after, strict=True)
-    assert tried[5]["method"]["long_factor"] == [round(a / b, 2) for a, b in both]
+    assert tried[KNOWN + 2]["method"]["long_factor"] == [round(a / b, 2) for a, b in both]
 
 
 @pytest.mark.parametrize("scored", [None, 20, TARGET - 1])
@@ -157,6 +166,49 @@ def test_the_loss_is_what_transformers_computes_of_the_last_tokens(
         assert line["loss"] == pytest.approx(right, rel=1e-5)  # float32 means in another order
 
 
+def test_answers_of_needles_are_what_transformers_computes_of_them(
+    model, tokenizer, tmp_path
+) -> None:
+    rows = []
+
+    def seen(module, args, kwargs):
+        rows.extend(kwargs["input_ids"])
+
+    output = tmp_path / "found.json"
+    hook = model.register_forward_pre_hook(seen, with_kwargs=True)
+    found(model, tokenizer, output, iterations=1, scored="needles", attention_factor=1.2)
+    hook.remove()
+    asked = rows[1:3]  # the first tells the model; all tables get these two
+    for row in asked:
+        answer = tokenizer.decode(row[-5:])
+        text = tokenizer.decode(row[:-5])
+        assert answer.isdigit() and text.count(answer) == 2 and len(row) == TARGET
+    assert "There is an important info" in tokenizer.decode(asked[0])  # filler, then the text
+    assert "There is an important info" not in tokenizer.decode(asked[1])
+    for line in [log(output)[2], log(output)[-1]]:
+        name, options = line["method"].pop("name"), line["method"]
+        with rope_ext.patched(model, name, **options), torch.no_grad():
+            logits = torch.stack([model(row[None]).logits[0, -6:-1] for row in asked])
+        answers = torch.stack([row[-5:] for row in asked])
+        right = torch.nn.functional.cross_entropy(logits.flatten(0, 1), answers.flatten())
+        assert line["loss"] == pytest.approx(float(right), rel=1e-5)
+        assert name == "yarn" or options["attention_factor"] == 1.2
+
+
+def test_from_a_critical_pair_on_numbers_lie_between_the_factor_and_twice_as_much(
+    model, tokenizer, tmp_path
+) -> None:
+    output = tmp_path / "found.json"
+    found(model, tokenizer, output, critical=5)
+    tables = [line["method"] for line in log(output) if line["method"]["name"] == "longrope"]
+    assert len({tuple(method["long_factor"]) for method in tables}) > 5
+    for method in tables:
+        head, tail = method["long_factor"][:5], method["long_factor"][5:]
+        assert tail == sorted(tail) and tail[0] >= 2 and tail[-1] <= 4
+        # NTK: a geometric row from 1 that meets the critical pair, in hundredths.
+        assert head == pytest.approx([tail[0] ** (i / 5) for i in range(5)], abs=0.0051)
+
+
 def test_a_search_that_is_killed_goes_on_as_if_it_had_not_been(
     model, tokenizer, tmp_path, monkeypatch
 ) -> None:
@@ -169,7 +221,7 @@ def test_a_search_that_is_killed_goes_on_as_if_it_had_not_been(
     def forward(self, *args, **kwargs):
         nonlocal forwards
         forwards += 1
-        if forwards == 32:  # in the middle of a table, beyond the first iteration
+        if forwards == 23:  # at the 22nd table, beyond the first population
             raise KeyboardInterrupt
         return original(self, *args, **kwargs)
 
@@ -186,13 +238,13 @@ def test_a_search_that_is_killed_goes_on_as_if_it_had_not_been(
         assert model.config.to_dict() == state[1]
         assert model.training and not model.model.layers[0].training
 
-        assert len(log(part)) == 15 and part.exists()
+        assert len(log(part)) == 21 and part.exists()
         path = part.with_suffix(".jsonl")
         path.write_bytes(path.read_bytes()[:-10])  # and its last line is cut short
         forwards = 100
         assert found(model, tokenizer, part) == method
-        # One tells the model; of 23 tables, 14 are known.
-        assert forwards == 100 + 1 + 2 * (23 - 14)
+        # One tells the model; of 30 tables, 20 are known.
+        assert forwards == 100 + 1 + (30 - 20)
     for suffix in (".json", ".jsonl"):
         assert part.with_suffix(suffix).read_bytes() == whole.with_suffix(suffix).read_bytes()
 
@@ -202,7 +254,7 @@ def test_more_iterations_go_on_from_fewer(model, tokenizer, tmp_path) -> None:
     found(model, tokenizer, output, iterations=1)
     longer = found(model, tokenizer, output, iterations=3)
     assert longer == found(model, tokenizer, iterations=3)
-    assert len(log(output)) == 3 + 8 + 3 * 6
+    assert len(log(output)) == KNOWN + 8 + 3 * 6
 
 
 def test_what_was_found_is_exported_and_start_tokens_are_not(model, tokenizer) -> None:
@@ -238,6 +290,9 @@ BAD = [
     ({"target_length": 4096}, "window of 4096"),
     ({"samples": 400}, "samples=400 are to be judged by; give more text"),
     ({"scored": 0}, "scored=0 is not valid"),
+    ({"scored": "needle"}, "scored='needle' is not valid; it must be .* or 'needles'"),
+    ({"critical": 8}, "critical=8 is not valid; it must be below the 8 pairs"),
+    ({"critical": 0}, "critical=0 is not valid"),
     ({"scored": TARGET}, "scored=256 is not valid; it must be below target_length=256"),
     ({"samples": 0}, "samples=0 is not valid"),
     ({"population": 2}, "population=2 is not valid.*at least 4"),

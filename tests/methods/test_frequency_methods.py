@@ -54,8 +54,11 @@ INTERPOLATIONS = [
     "dynamic_yarn",
     "ntk",
     "dynamic_ntk-ratio",
+    "mrrope",
+    "mrrope-uni",
     "ntk_by_parts",
     "llama3",
+    "longrope2",
 ]
 
 
@@ -467,12 +470,12 @@ def test_every_map_is_finite_ordered_and_positive(extension: tuple[float, Rope])
         assert inv_freq.dtype == torch.float64 and inv_freq.shape == (rope.dim // 2,), variant
         assert inv_freq.isfinite().all(), variant
         assert (inv_freq[1:] <= inv_freq[:-1] * (1 + 1e-12)).all(), variant
-        stops_slow_pairs = variant in ("base_truncation", "p_rope")
+        stops_slow_pairs = variant in ("base_truncation", "p_rope", "clipped")
         assert (inv_freq >= 0 if stops_slow_pairs else inv_freq > 0).all(), variant
 
 
 # Not bounded by theta / s: dynamic_ntk (its alpha exceeds s), abf and longrope (free numbers),
-# base_truncation and p_rope (zeros), resonance (rounds 2 pi to 6, faster than trained).
+# base_truncation, p_rope and clipped (zeros), resonance (rounds 2 pi to 6, faster than trained).
 @settings(deadline=None)
 @given(extensions())
 def test_interpolations_stay_between_theta_and_theta_over_s(
@@ -505,6 +508,15 @@ def test_ramps_of_any_width_stay_between_theta_and_theta_over_s(
 PI_50 = Decimal("3.14159265358979323846264338327950288419716939937510")
 
 
+def cosine(x: Decimal) -> Decimal:
+    """Its Taylor series, to the digits of the context for x up to 4."""
+    term = total = Decimal(1)
+    for k in range(1, 40):
+        term *= -x * x / ((2 * k - 1) * (2 * k))
+        total += term
+    return total
+
+
 def exact_inv_freq(variant: str, s: int, rope: Rope) -> list[Decimal]:
     """The published formulas once more, in 50 decimal digits."""
     b, d, length, one = Decimal(rope.base), Decimal(rope.dim), Decimal(rope.length), Decimal(1)
@@ -523,6 +535,15 @@ def exact_inv_freq(variant: str, s: int, rope: Rope) -> list[Decimal]:
         pair = d * (length / (beta * 2 * PI_50)).ln() / (2 * b.ln())
         return pair.to_integral_value(rounding)
 
+    def mixed_radix() -> list[Decimal]:
+        kept, divided = sum(r > 32 for r in turns) - 1, sum(r >= 1 for r in turns)
+        n = divided - kept
+        steps = [Decimal(min(max(i - kept, 0), n)) for i in pairs]
+        return [t / s ** (k * (k + 1) / (n * (n + 1))) for t, k in zip(theta, steps, strict=True)]
+
+    def critical(c: int) -> list[Decimal]:
+        return [t / s ** min(Decimal(i) / c, one) for i, t in enumerate(theta)]
+
     theta = geometric(b)
     turns = [length * t / (2 * PI_50) for t in theta]
     indices = [Decimal(i) for i in pairs]
@@ -537,6 +558,11 @@ def exact_inv_freq(variant: str, s: int, rope: Rope) -> list[Decimal]:
         "llama3": lambda: blended(ramp(turns, one, 4 * one)),
         "yarn": lambda: yarn,
         "dynamic_yarn": lambda: yarn,
+        "mrrope": lambda: mixed_radix(),
+        "longrope2": lambda: critical(round(30 * sum(r >= 1 for r in turns) / 35)),
+        "clipped": lambda: [
+            t * (1 + cosine(PI_50 * max(i - 44, 0) / 19)) / 2 for i, t in enumerate(theta)
+        ],
         "resonance": lambda: [2 * PI_50 / (2 * PI_50 / h).to_integral_value() for h in yarn],
         "base_truncation": lambda: [
             t if t >= cut else cut / 16 if t > cut / 8 else 0 * one for t in theta
@@ -682,16 +708,21 @@ def test_methods_are_listed_in_the_order_of_the_readme() -> None:
         "ntk",
         "dynamic_ntk",
         "pi",
+        "mrrope",
         "ntk_by_parts",
         "llama3",
         "longrope",
+        "longrope2",
         "abf",
         "base_truncation",
         "resonance",
         "p_rope",
+        "clipped",
         "rerope",
         "leaky_rerope",
         "self_extend",
+        "dpe",
+        "lampe",
         "dual_chunk",
         "string",
         "lm_infinite",

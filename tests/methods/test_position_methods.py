@@ -27,7 +27,11 @@ LLAMA2 = Rope.geometric(base=1e4, dim=128, length=4096)
 
 
 def constants(method: PositionMethod) -> dict[str, Any]:
-    return {k: v for k, v in method.options().items() if k not in ("factor", "log_n")}
+    return {
+        k: v
+        for k, v in method.options().items()
+        if k not in ("factor", "log_n", "attention_factor", "temperature")
+    }
 
 
 def at(to: Map, t: torch.Tensor) -> torch.Tensor:
@@ -61,6 +65,12 @@ METHODS = st.one_of(
         lambda window, more: rope_ext.STRING(shift=window + more, window=window),
         st.integers(1, 20),
         st.integers(0, 20),
+    ),
+    st.builds(
+        lambda length, head, mapped, tail: rope_ext.LaMPE(
+            factor=4, length=length + mapped, head=head, mapped=mapped, tail=tail
+        ),
+        *(sizes,) * 4,
     ),
     st.builds(rope_ext.LMInfinite, factor=st.just(4), window=sizes, sinks=st.integers(0, 12)),
 )
@@ -110,6 +120,9 @@ def test_single_distances_by_hand(name: str, given: dict[str, Any], pairs) -> No
         ("self_extend", 2, 4096, {"window": 1024, "group": 5}),  # 7168 / 1706.67 = 4.2
         ("self_extend", 8, 512, {"window": 128, "group": 19}),  # 3968 / 213.33 = 18.6
         ("self_extend", 4, 4096, {"window": 1024, "group": 10}),  # 9.0, and it is to stay below
+        # Llama 3 at its 8192: 0.7574 / (1 + exp(2.4666 - 0.8596 s)) trained lengths
+        ("lampe", 4, 8192, {"length": 32768, "head": 1024, "mapped": 4501, "tail": 200}),
+        ("lampe", 8, 512, {"length": 4096, "head": 64, "mapped": 383, "tail": 12}),
         ("dual_chunk", 4, 4096, {"chunk": 3072, "local": 512}),
         ("dual_chunk", 4, 64, {"chunk": 48, "local": 8}),
         ("string", 1, 4096, {"shift": 1366, "window": 128}),
@@ -194,16 +207,16 @@ def test_string_names_the_largest_factor_and_takes_it(length: int) -> None:
 def test_queries_are_scaled_by_the_logarithm_of_their_place(cls: type) -> None:
     rope = Rope.geometric(base=1e4, dim=16, length=64)
     t = torch.tensor([0, 1, 62, 63, 511, 4095], dtype=torch.float64)
-    found = cls(factor=4).temperature(t, rope)
+    found = cls(factor=4).query_scaling(t, rope)
     right = torch.tensor([1, 1, 1, 1, 1.5, 2], dtype=torch.float64)  # 512 = 64^1.5
     torch.testing.assert_close(found, right, rtol=1e-12, atol=0)
-    assert cls(factor=4, log_n=False).temperature(t, rope) is None
+    assert cls(factor=4, log_n=False).query_scaling(t, rope) is None
 
 
 @pytest.mark.parametrize("name", ["self_extend", "dual_chunk", "string", "lm_infinite"])
 def test_the_other_methods_leave_queries_as_they_are(name: str) -> None:
     method = build_method(name, factor=1.5).resolved(LLAMA2)
-    assert method.temperature(torch.arange(9000.0), LLAMA2) is None
+    assert method.query_scaling(torch.arange(9000.0), LLAMA2) is None
 
 
 # --- options -------------------------------------------------------------------------------------
@@ -217,11 +230,21 @@ WRONG: list[tuple[str, dict[str, Any], str]] = [
     ("rerope", {"log_n": 1}, r"log_n=1 .*True or False"),
     ("rerope", {"factor": 0.5}, r"factor=0.5 .*at least 1"),
     ("rerope", {"widow": 10}, r"no option 'widow'; did you mean 'window'"),
-    ("rerope", {"k": 2}, r"no option 'k'.*Options: factor, log_n, window"),
+    (
+        "rerope",
+        {"k": 2},
+        r"no option 'k'.*Options: factor, attention_factor, temperature, log_n, window",
+    ),
     ("leaky_rerope", {"k": 0.9}, r"k=0.9 .*at least 1"),
     ("leaky_rerope", {"k": math.inf}, r"k=inf .*finite"),
     ("self_extend", {"group": 0}, r"self_extend: group=0 .*at least 1"),
     ("self_extend", {"group": 2.0}, r"group=2.0 .*whole number"),
+    ("dpe", {"scales": []}, r"dpe: scales=\[\] .*a list of whole numbers of at least 1"),
+    ("dpe", {"scales": [2, 0]}, r"scales=\[2, 0\] .*at least 1"),
+    ("dpe", {"groups": "88"}, r"groups='88' .*a list"),
+    ("dpe", {"groups": [4, 4], "scales": [2]}, r"scales=\(2,\) .*a list of 2, one for each"),
+    ("lampe", {"length": 1}, r"lampe: length=1 .*at least 2"),
+    ("lampe", {"mapped": 0.5}, r"mapped=0.5 .*whole number"),
     ("dual_chunk", {"chunk": 1}, r"dual_chunk: chunk=1 .*at least 2"),
     ("dual_chunk", {"local": 0}, r"local=0 .*at least 1"),
     ("string", {"shift": 0}, r"string: shift=0 .*at least 1"),
@@ -240,6 +263,9 @@ def test_wrong_options_are_refused_with_the_valid_ones(name, given, message: str
 UNFIT: list[tuple[str, dict[str, Any], str]] = [
     ("leaky_rerope", {"window": 4096}, r"window=4096 .*smaller than the trained length.*4096"),
     ("self_extend", {"window": 2731}, r"window=2731 .*two thirds of the trained length"),
+    ("dpe", {"groups": [32, 31]}, r"groups=\(32, 31\) .*make up all 64"),
+    ("dpe", {"scales": [2] * 65}, r"scales=.*at most 64 numbers"),
+    ("lampe", {"mapped": 16384}, r"mapped=16384 .*below length=16384"),
     ("dual_chunk", {"chunk": 512}, r"local=512 .*smaller than chunk=512"),
     ("string", {"shift": 100, "window": 101, "factor": 1}, r"window=101 .*at most shift=100"),
     ("string", {"factor": 4}, r"factor=4 .*at most 1.96, unless shift is given.*'rerope'"),

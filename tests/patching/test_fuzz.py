@@ -62,9 +62,14 @@ ODD = st.sampled_from(
 TABLES = st.lists(
     st.one_of(st.floats(1, 8), NUMBERS, ODD), min_size=PAIRS - 1, max_size=PAIRS + 1
 ) | st.lists(st.floats(0.5, 8), min_size=PAIRS, max_size=PAIRS)
+GROUPS = st.lists(st.integers(1, 8), min_size=1, max_size=PAIRS)
 MAPS = st.sampled_from([*CLASSES, rope_ext.PI(factor=4), rope_ext.ReRoPE(factor=4)])
+OF_FIELDS = {"on": MAPS, "long_factor": TABLES, "short_factor": TABLES} | {
+    "groups": GROUPS,
+    "scales": GROUPS,
+}
 WORDS = st.sampled_from(
-    ["transformers", "ratio", "fixed", "growing", "index", "rotations", "harmonic"]
+    ["transformers", "ratio", "fixed", "growing", "index", "rotations", "harmonic", "pro", "uni"]
 )
 
 
@@ -77,7 +82,7 @@ def calls(draw: st.DrawFn) -> tuple[Any, dict[str, Any]]:
         if field.name == "factor":
             options["factor"] = draw(st.one_of(st.floats(1, 16), st.floats(1, 16), NUMBERS, ODD))
         elif field.name == "long_factor" or draw(st.booleans()):
-            kind = {"on": MAPS, "long_factor": TABLES, "short_factor": TABLES}.get(field.name)
+            kind = OF_FIELDS.get(field.name)
             if kind is None:
                 kind = WORDS if isinstance(field.default, str) else NUMBERS
             kind = st.booleans() if isinstance(field.default, bool) else kind

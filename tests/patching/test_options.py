@@ -21,6 +21,7 @@ from tests.helpers.models import LENGTH, tiny_llama
 
 TABLE = {"longrope": {"long_factor": [2.0] * 8}}
 NAMES = [cls.name for cls in all_methods()]
+WITHIN = ("abf", "string", "dpe", "lampe")  # of use with a factor of 1
 
 
 def refused(model: torch.nn.Module, method: Any, **options: Any) -> str:
@@ -74,7 +75,7 @@ def test_options_that_extend_nothing_are_refused_with_valid_ones(name, options, 
     assert all(part in said for part in (*parts, name)), said
 
 
-@pytest.mark.parametrize("name", [name for name in NAMES if name not in ("abf", "string")])
+@pytest.mark.parametrize("name", [name for name in NAMES if name not in WITHIN])
 def test_a_factor_of_one_is_refused_also_of_an_object(model, name: str) -> None:
     for method in (name, build_method(name, factor=1, **TABLE.get(name, {}))):
         options = {"factor": 1, **TABLE.get(name, {})} if method is name else {}

@@ -22,18 +22,23 @@ METHODS: dict[str, dict[str, Any]] = {
     "pi": {},
     "ntk": {},
     "abf": {"base": 5e5},
+    "mrrope": {},
     "ntk_by_parts": {},
     "yarn": {},
     "llama3": {},
     "longrope": {"long_factor": TABLE},
+    "longrope2": {},
     "base_truncation": {},
     "resonance": {},
     "p_rope": {"p": 0.5},
+    "clipped": {},
     "dynamic_ntk": {},
     "dynamic_yarn": {},
     "rerope": {},
     "leaky_rerope": {},
     "self_extend": {},
+    "dpe": {},
+    "lampe": {},
     "dual_chunk": {},
     "string": {"factor": 1.5},
     "lm_infinite": {},
@@ -521,6 +526,28 @@ def test_compose_keeps_the_softmax_scale_that_latent_attention_reads_from_the_co
     model.save_pretrained(tmp_path)
     again = AutoModelForCausalLM.from_pretrained(tmp_path).eval()
     torch.testing.assert_close(logits(again, ids), logits(model, ids))
+
+
+@pytest.mark.parametrize("name", ["yarn", "pi", "rerope"])
+def test_a_number_on_cosine_and_sine_goes_into_the_softmax_scale_that_has_one(
+    tmp_path, ids, name: str
+) -> None:
+    """DeepSeek's columns that do not rotate get it too: logits are times its square."""
+    yarn = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0}
+    yarn |= {"original_max_position_embeddings": 16, "mscale": 1.0, "mscale_all_dim": 1.0}
+    model = tiny_model("deepseek_v3", rope_parameters=yarn)
+    model.save_pretrained(tmp_path)  # which notes the dtype in the configuration
+    before, layers = snapshot(model), [layer.self_attn for layer in model.model.layers]
+    usual = layers[0].scaling
+    rope_ext.patch(model, name, factor=2, compose=True, attention_factor=1.25)
+    assert [layer.scaling for layer in layers] == [pytest.approx(usual * 1.25**2)] * len(layers)
+    assert model.model.rotary_emb.attention_scaling == 1
+    assert "in the softmax scale" in str(rope_ext.describe(model))
+    model.save_pretrained(tmp_path)
+    load = rope_ext.from_pretrained if name == "rerope" else AutoModelForCausalLM.from_pretrained
+    torch.testing.assert_close(logits(load(tmp_path).eval(), ids), logits(model, ids))
+    assert not changed(before, snapshot(rope_ext.unpatch(model)))
+    assert [layer.scaling for layer in layers] == [usual] * len(layers)
 
 
 def test_a_checkpoint_that_scales_itself_with_the_sequence_cannot_be_composed() -> None:

@@ -382,3 +382,10 @@ def test_looking_at_the_layers_leaves_every_module_in_its_mode() -> None:
     modes = [module.training for module in model.modules()]
     rope_ext.patch(model, "rerope", factor=4)
     assert [module.training for module in model.modules()] == modes
+
+
+def test_positions_by_pair_need_as_many_pairs_in_every_patched_embedding() -> None:
+    model = tiny_model("gemma4_text")  # full layers have other heads than sliding ones
+    with pytest.raises(rope_ext.UnsupportedModelError, match=r"dpe tells the .* 'self_extend'"):
+        rope_ext.patch(model, "dpe", factor=4, sliding_layers="scale")
+    rope_ext.patch(model, "dpe", factor=4)

@@ -96,8 +96,9 @@ def test_the_counted_model_is_the_one_that_is_trained() -> None:
     assert found.alone.weights == 2 * 8_030_261_248 + 4 * found.trained
     assert found.alone.gradients == 4 * found.trained
     assert found.alone.optimizer == 8 * found.trained
-    # Residual streams kept for 32 layers, in float32 as the trained embedding makes them.
-    assert found.alone.activations > 32 * 32768 * 4096 * 4
+    # Residual streams kept for 32 layers, in bfloat16 although the trained embedding is not.
+    streams = 32 * 32768 * 4096 * 2
+    assert streams < found.alone.activations < 2.5 * streams  # and what one layer makes
     shared = found.sharded(8)
     assert shared.weights == found.alone.weights / 8
     assert shared.activations > 32 * 32768 * 4096 * 2

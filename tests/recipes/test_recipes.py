@@ -10,10 +10,10 @@ import signal
 import subprocess
 import sys
 import time
+from itertools import islice
 from pathlib import Path
 
 import datasets
-import huggingface_hub
 import peft
 import pytest
 import torch
@@ -24,64 +24,16 @@ from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 import rope_ext
-from recipes import data, finetune, merge, settings
+from recipes import data, finetune, merge, positions, settings
 from recipes.loss import ChunkedLoss
 from rope_ext import OptionError, RopeExtError
 from rope_ext.errors import MeasureError
-from tests.helpers.checkpoint import TRAINED, save_checkpoint
+from tests.helpers.checkpoint import TRAINED
 from tests.helpers.models import tiny_llama
+from tests.helpers.recipes import arguments, history
 
 ROOT = Path(__file__).parents[2]
 RECIPES = sorted((ROOT / "recipes").glob("*.yaml"))
-WORDS = ["one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten"]
-
-
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_checkpoint(tmp_path_factory.mktemp("checkpoint"))
-
-
-@pytest.fixture(autouse=True)
-def _alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """No Hub, and no data of an earlier test."""
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
-    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
-    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
-
-
-@pytest.fixture(scope="module")
-def texts(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Twelve documents of some 350 tokens, one a line, in a file."""
-    rng = random.Random(0)
-    lines = [json.dumps({"text": " ".join(rng.choices(WORDS, k=100))}) for _ in range(12)]
-    path = tmp_path_factory.mktemp("texts") / "texts.jsonl"
-    path.write_text("\n".join(lines))
-    return path
-
-
-def arguments(checkpoint: Path, texts: Path, output: Path, **more: object) -> list[str]:
-    """A run of two steps with PoSE; settings of None are left out."""
-    values = {
-        "model": checkpoint,
-        "dataset": texts,
-        "output_dir": output,
-        "factor": 4,
-        "length": 64,
-        "pose_chunks": 2,
-        "max_steps": 2,
-        "per_device_train_batch_size": 2,
-        "learning_rate": 0.01,
-        "logging_steps": 1,
-        "report_to": "none",
-        "use_cpu": True,
-        "disable_tqdm": True,
-    }
-    given = {name: value for name, value in (values | more).items() if value is not None}
-    return [
-        word
-        for name, value in given.items()
-        for word in (f"--{name}", *map(str, value if isinstance(value, list) else [value]))
-    ]
 
 
 # Data
@@ -114,38 +66,20 @@ def test_rows_are_the_documents_one_after_the_other(checkpoint: Path, streaming:
     if streaming:
         source = source.to_iterable_dataset()
     ids = [0, *tokenizer(long, add_special_tokens=False).input_ids, 1]
-    rows = data.rows(source, tokenizer, length=len(ids), minimum=len(ids), masking=True)
-    found = list(rows.take(5)) if streaming else list(rows)
+    pack = data.Pack(len(ids), masking=True)
+    rows = data.rows(source, tokenizer, pack, minimum=len(ids))
+    found = list(islice(rows, 5))
     assert len(found) == (5 if streaming else 2)  # a stream begins again
     for index, row in enumerate(found):
         assert (list(row["input_ids"]), row["index"]) == (ids, index)
         assert list(row["position_ids"]) == list(range(len(ids)))
 
 
-def test_a_step_of_a_stream_is_of_many_documents(checkpoint: Path) -> None:
-    """Forty documents of ten rows each: sixteen rows in order would be of two or three."""
-    tokenizer = AutoTokenizer.from_pretrained(checkpoint)
-    words = [" ".join([word] * 30) for word in WORDS]
-    texts = [f"{left} {right}" for left in words for right in words[:4]]
-    of = {tuple(ids): text for text, ids in zip(texts, tokenizer(texts).input_ids, strict=True)}
-    length = min(map(len, of)) // 10
-    source = datasets.Dataset.from_dict({"text": texts}).to_iterable_dataset()
-
-    def drawn(seed: int) -> list[list[int]]:
-        rows = data.rows(source, tokenizer, length=length, seed=seed)
-        return [list(row["input_ids"]) for row in rows.take(400)]
-
-    found = drawn(seed=0)
-    # A row within a document has the tokens of its words only, and of one or two of them.
-    assert len({tuple(sorted(set(row))) for row in found[:16]}) > 7
-    assert drawn(seed=0) == found != drawn(seed=1)
-
-
 def test_many_documents_lose_less_than_a_row_in_a_hundred(checkpoint: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(checkpoint)
     source = datasets.Dataset.from_dict({"text": ["one two three four"] * 3000})
     tokens = 3000 * len(data.Tokenise(tokenizer)({"text": ["one two three four"]})["input_ids"][0])
-    rows = data.rows(source, tokenizer, length=100)
+    rows = data.rows(source, tokenizer, data.Pack(100))
     assert 0.99 * tokens < 100 * len(rows) <= tokens
     assert rows["index"][:] == list(range(len(rows)))
 
@@ -213,49 +147,57 @@ def test_python_library_is_read() -> None:
 def test_pose_positions(length: int, room: int, chunks: int, seed: int) -> None:
     target, chunks = length + room, min(chunks, length)
     rng = random.Random(seed)
-    starts, offsets = data.skipped_positions(length, target, chunks, rng)
+    starts, offsets = positions.skipped_positions(length, target, chunks, rng)
     assert len(starts) == len(offsets) == chunks
     assert starts[0] == offsets[0] == 0
     assert starts == sorted(set(starts))
     assert max(starts) < length
     assert offsets == sorted(offsets)
-    collator = data.Collator(chunks, target, seed)
+    collator = data.Collator(positions.PoSE(target, chunks), seed)
     row = {"input_ids": list(range(length)), "index": 5}
-    (positions,) = collator([row])["position_ids"].tolist()
-    assert positions[0] == 0
-    assert positions == sorted(set(positions))
-    assert positions[-1] < target
+    (found,) = collator([row])["position_ids"].tolist()
+    assert found[0] == 0
+    assert found == sorted(set(found))
+    assert found[-1] < target
 
 
 def test_every_border_and_offset_is_reached() -> None:
     rng = random.Random(0)
-    drawn = [data.skipped_positions(6, 10, 2, rng) for _ in range(400)]
+    drawn = [positions.skipped_positions(6, 10, 2, rng) for _ in range(400)]
     assert {starts[1] for starts, _ in drawn} == {1, 2, 3, 4, 5}
     assert {offsets[1] for _, offsets in drawn} == {0, 1, 2, 3, 4}
 
 
-def test_pose_depends_on_seed_epoch_and_index_only() -> None:
+SCHEMES = {
+    "pose": positions.PoSE(512),
+    "pose_released": positions.ReleasedPoSE(512, 32),
+    "random": positions.Scattered(512),
+}
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_positions_depend_on_seed_epoch_and_index_only(scheme: str) -> None:
     rows = [{"input_ids": list(range(32)), "index": index} for index in (3, 7, 11)]
 
-    def positions(order: list[int], seed: int = 0, epoch: int = 0) -> list[list[int]]:
-        collator = data.Collator(2, 512, seed, epoch)
+    def drawn(order: list[int], seed: int = 0, epoch: int = 0) -> list[list[int]]:
+        collator = data.Collator(SCHEMES[scheme], seed, epoch)
         found = collator([rows[i] for i in order])["position_ids"].tolist()
         return [found[order.index(i)] for i in sorted(order)]
 
     torch.manual_seed(1)
     random.seed(1)
-    first = positions([0, 1, 2])
-    assert first == positions([2, 0, 1])
-    assert first[1:] == positions([2, 1])
+    first = drawn([0, 1, 2])
+    assert first == drawn([2, 0, 1])
+    assert first[1:] == drawn([2, 1])
     assert len({tuple(row) for row in first}) == 3
-    assert first != positions([0, 1, 2], seed=1)
-    assert first != positions([0, 1, 2], epoch=1)
+    assert first != drawn([0, 1, 2], seed=1)
+    assert first != drawn([0, 1, 2], epoch=1)
 
 
 def test_chunk_two_sees_chunk_one(model: transformers.LlamaForCausalLM) -> None:
     """With the collator's mask of ones, and not without it: the mask code sees documents."""
     rope_ext.patch(model, "yarn", factor=4)
-    collator = data.Collator(2, 256, seed=3)
+    collator = data.Collator(positions.PoSE(256), seed=3)
     batch = collator([{"input_ids": list(range(3, 35)), "index": 0}])
     border = int((batch["position_ids"][0].diff() > 1).nonzero()) + 1
     ids, labels = batch.pop("input_ids"), batch.pop("labels")
@@ -289,7 +231,7 @@ def test_masked_documents_do_not_see_each_other(method: str) -> None:
 
 
 def test_dynamic_methods_take_a_skipped_row_for_as_long_as_it_spans() -> None:
-    collator = data.Collator(2, 512, seed=1)
+    collator = data.Collator(positions.PoSE(512), seed=1)
     rows = [{"input_ids": list(range(3, 35)), "index": index} for index in range(3)]
     batch = collator(rows)
     batch.pop("labels")
@@ -333,6 +275,18 @@ def test_lora_with_embeddings_and_norms(model: transformers.LlamaForCausalLM) ->
     assert trained == expected
     for parameter in whole.parameters():
         assert parameter.dtype == (torch.float32 if parameter.requires_grad else torch.bfloat16)
+
+
+def test_a_trained_embedding_does_not_double_what_layers_keep(ids: torch.Tensor) -> None:
+    """Its weight is held in float32, and the stream of a bfloat16 model stays as it is."""
+    recipe = settings.Recipe(train_embeddings_and_norms=True, dtype="bfloat16")
+    whole = finetune.with_lora(tiny_llama().to(torch.bfloat16), recipe)
+    with torch.autocast("cpu", torch.bfloat16):
+        output = whole(ids, labels=ids, output_hidden_states=True)
+    assert {hidden.dtype for hidden in output.hidden_states[:-1]} == {torch.bfloat16}
+    output.loss.backward()
+    trained = [p for p in whole.parameters() if p.requires_grad]
+    assert {p.dtype for p in trained} == {p.grad.dtype for p in trained} == {torch.float32}
 
 
 def test_norms_of_other_families_are_found() -> None:
@@ -502,7 +456,6 @@ REFUSED = [
     ({"dataset": "nowhere/at-all"}, "cannot read the data 'nowhere/at-all'.*python-library"),
     ({"text_column": "words"}, r"no column 'words' with text; give .* \(text\)"),
     ({"minimum_document": 5000}, "no document is long enough: the longest of all 12 has"),
-    ({"eval_strategy": "steps"}, "python -m eval.report"),
     (
         {"minimum_document": 5000, "streaming": True},
         "no document is long enough: the longest of the first 12 has",
@@ -511,7 +464,22 @@ REFUSED = [
     ({"factor": 1}, "no longer than what the model was trained on"),
     ({"length": 128, "pose_chunks": 0}, "longer than the trained 128 tokens"),
     ({"length": 513, "pose_chunks": 0}, "at most the target of 512"),
-    ({"length": 512}, "leaves PoSE nothing to skip: the target is 512"),
+    ({"length": 512}, "--positions pose nothing to choose: the target is 512"),
+    (
+        {"length": 512, "pose_chunks": 0, "positions": "random"},
+        "--positions random nothing to choose",
+    ),
+    ({"positions": "rando"}, "--positions 'rando' is not valid; did you mean 'random'"),
+    ({"positions": "random"}, "--pose_chunks is of --positions pose, and they are random"),
+    ({"positions": "random", "pose_chunks": 0, "document_masking": True}, "positions random chang"),
+    ({"rows": "books"}, "--rows 'books' is not valid.* packed, bookended, document"),
+    ({"positions": "pose_released", "pose_chunks": 0, "rows": "bookended"}, "leave --rows out"),
+    (
+        {"rows": "document", "pose_chunks": 0, "length": 256, "document_masking": True},
+        "--rows document has none that it could keep apart",
+    ),
+    ({"rows": "document", "length": 500, "pose_chunks": 2}, "no document is long enough"),
+    ({"streaming": True, "length": 6000, "factor": 80}, "not one row of --length 6000"),
     ({"pose_chunks": 1}, "0 .no PoSE., or from 2 to --length 64"),
     ({"pose_chunks": 65}, "0 .no PoSE., or from 2 to --length 64"),
     ({"document_masking": True}, "leave one of them out"),
@@ -539,6 +507,15 @@ REFUSED = [
     ({"dtype": "float8"}, "give float32 or bfloat16"),
     ({"dtype": "bfloat16"}, "--bf16 true"),
     ({"streaming": True, "max_steps": None}, "--max_steps is needed"),
+    ({"datasets": ["{}"]}, "leave one out"),
+    ({"eval_strategy": "steps", "eval_rows": 0}, "--eval_rows 0 is not valid; it must be 1 or"),
+    ({"eval_strategy": "steps", "eval_passkeys": -1}, "--eval_passkeys -1 is not valid"),
+    ({"eval_strategy": "steps", "eval_length": 20}, r"a passkey needs \d+ tokens, and rows of 20"),
+    (
+        {"eval_strategy": "steps", "eval_rows": 100, "eval_length": 400},
+        "less than --eval_rows 100 of 400; lower --eval_rows",
+    ),
+    ({"eval_strategy": "steps", "eval_dataset": "nowhere/else"}, "cannot read the data 'nowhere/"),
     ({"label_smoothing_factor": 0.1}, "--chunked_loss false"),
     ({"learning_rat": 1}, "unknown setting '--learning_rat'; did you mean 'learning_rate'"),
     ({"resume_from_checkpoint": "true"}, "no checkpoint to go on from"),
@@ -559,16 +536,6 @@ def test_bad_input_is_refused_before_the_weights_are_loaded(
     with pytest.raises(RopeExtError, match=f"(?s){message}"):
         finetune.main(arguments(checkpoint, texts, tmp_path / "run", **more))
     assert not (tmp_path / "run").exists()
-
-
-@pytest.fixture
-def weights(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Must not be loaded."""
-
-    def loaded(*args: object, **kwargs: object) -> None:
-        raise AssertionError("the weights were loaded")
-
-    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", loaded)
 
 
 def test_good_input_is_not_refused(
@@ -678,16 +645,6 @@ def test_documents_stay_apart_with_a_cache_asked_for(
     assert history(tmp_path / "with" / "checkpoint-1") == history(
         tmp_path / "without" / "checkpoint-1"
     )
-
-
-def test_a_stream_is_resumed_where_it_stood(checkpoint: Path, texts: Path, tmp_path: Path) -> None:
-    run, killed = tmp_path / "run", tmp_path / "killed"
-    more = {"streaming": True, "max_steps": 4, "save_steps": 2}
-    finetune.main(arguments(checkpoint, texts, run, **more))
-    shutil.copytree(run, killed, ignore=shutil.ignore_patterns("checkpoint-4"))
-    words = [*arguments(checkpoint, texts, killed, **more), "--resume_from_checkpoint", "true"]
-    finetune.main(words)
-    assert history(killed / "checkpoint-4") == history(run / "checkpoint-4")
 
 
 def test_a_run_that_is_over_is_not_trained_on(
@@ -844,11 +801,6 @@ def start(words: list[str], cache: Path) -> subprocess.Popen[bytes]:
     }
     command = [sys.executable, "recipes/finetune.py", *words]
     return subprocess.Popen(command, cwd=ROOT, env=environment, stderr=subprocess.PIPE)
-
-
-def history(folder: Path) -> list[tuple[int, float, float]]:
-    state = json.loads((folder / "trainer_state.json").read_text())
-    return [(e["step"], e["loss"], e["grad_norm"]) for e in state["log_history"] if "loss" in e]
 
 
 @pytest.mark.slow

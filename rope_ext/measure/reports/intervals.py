@@ -51,11 +51,41 @@ def bootstrap_mean(
 
     Efron 1979, Annals of Statistics 7 (1).
     """
+    return _percentiles(_resampled(values, weights, _generator(seed)), confidence)
+
+
+def bootstrap_sum(
+    samples: Sequence[tuple[Sequence[float], Sequence[float] | None]],
+    seed: int,
+    confidence: float = CONFIDENCE,
+) -> tuple[float, float]:
+    """As :func:`bootstrap_mean`, of the sum of the means of independent samples.
+
+    Args:
+        samples: values, and their weights or None, of each.
+        seed: of the resamples.
+        confidence: of the interval.
+    """
+    generator = _generator(seed)
+    means = [_resampled(values, weights, generator) for values, weights in samples]
+    return _percentiles(torch.stack(means).sum(0), confidence)
+
+
+def _generator(seed: int) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def _resampled(
+    values: Sequence[float], weights: Sequence[float] | None, generator: torch.Generator
+) -> torch.Tensor:
+    """The (weighted) means of the resamples: float64, ``[RESAMPLES]``."""
     data = torch.tensor(values, dtype=torch.float64, device="cpu")
     weight = torch.ones_like(data) if weights is None else data.new_tensor(weights)
-    generator = torch.Generator().manual_seed(seed)
     picks = torch.randint(len(data), (RESAMPLES, len(data)), generator=generator, device="cpu")
-    means = (data * weight)[picks].sum(1) / weight[picks].sum(1)
+    return (data * weight)[picks].sum(1) / weight[picks].sum(1)
+
+
+def _percentiles(means: torch.Tensor, confidence: float) -> tuple[float, float]:
     tails = torch.tensor(
         [(1 - confidence) / 2, (1 + confidence) / 2], dtype=torch.float64, device="cpu"
     )

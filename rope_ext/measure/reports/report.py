@@ -145,7 +145,18 @@ class Report:
         count = sum(task.count for task in tasks)
         return Estimate(mean, *wilson(mean * count, count), count)
 
-    def effective_length(self, suite: str, system: str) -> int | None:
+    def threshold(self, suite: str) -> str | None:
+        """What the longest length at ``EFFECTIVE`` is called; None where a suite has none.
+
+        It is an effective length where all tasks of RULER are measured, over which it is defined.
+        """
+        size = self.suites[suite][0].suite_size
+        if size is None:
+            return None
+        whole = len(self.suites[suite]) == size
+        return "effective length" if whole else f"{EFFECTIVE:.1%} up to"
+
+    def holds_up_to(self, suite: str, system: str) -> int | None:
         """The longest length up to which the suite's average stays at ``EFFECTIVE`` or above."""
         effective = None
         for length in self.plan.lengths:
@@ -224,12 +235,10 @@ class Report:
         sections = [
             Section(
                 suite,
-                f"mean of {len(tasks)} tasks, each counting alike; effective length: the longest "
-                f"up to which that mean is at least {EFFECTIVE:.1%} (arXiv 2404.06654), Wilson "
-                f"intervals",
+                self._define(suite),
                 [self._suite_table(suite)],
             )
-            for suite, tasks in self.suites.items()
+            for suite in self.suites
         ]
         for task in self.plan.tasks:
             definitions = {
@@ -240,6 +249,19 @@ class Report:
             tables = [self._task_table(task), *self._difference_tables(task)]
             sections.append(Section(task.name, definition[0].upper() + definition[1:], tables))
         return sections
+
+    def _define(self, suite: str) -> str:
+        tasks, name = self.suites[suite], self.threshold(suite)
+        size = tasks[0].suite_size
+        some = "" if name is None or len(tasks) == size else f" of {size}"
+        parts = [f"mean of {len(tasks)}{some} tasks, each counting alike"]
+        if name is not None:
+            parts.append(f"{name}: the longest up to which that mean is at least {EFFECTIVE:.1%}")
+        if some:
+            parts.append("an effective length is defined over all of them (arXiv 2404.06654)")
+        elif name is not None:
+            parts[-1] += " (arXiv 2404.06654)"
+        return f"{'; '.join(parts)}, Wilson intervals"
 
     def _task_table(self, task: Task) -> Table:
         """Systems down; the cost within the trained length, then all lengths across."""
@@ -292,15 +314,17 @@ class Report:
             yield Table(title, ("", *names[1:]), tuple(rows))
 
     def _suite_table(self, suite: str) -> Table:
-        lengths = self.plan.lengths
+        lengths, name = self.plan.lengths, self.threshold(suite)
         rows = []
         for system in self.plan.systems:
             values = [percent(self.average(suite, system.name, n), 1) for n in lengths]
-            effective = self.effective_length(suite, system.name)
-            below = f"below {lengths[0]}"
-            cells = (system.name, below if effective is None else str(effective), *values)
+            if name is not None:
+                longest = self.holds_up_to(suite, system.name)
+                values.insert(0, f"below {lengths[0]}" if longest is None else str(longest))
+            cells = (system.name, *values)
             rows.append(Row(tuple(map(Cell, cells)), system.method == UNPATCHED))
-        header = ("method", "effective length", *(f"{n} tokens" for n in lengths))
+        columns = [] if name is None else [name]
+        header = ("method", *columns, *(f"{n} tokens" for n in lengths))
         return Table("", header, tuple(rows))
 
     def print(self) -> None:
@@ -391,7 +415,7 @@ class Report:
             "suites": {
                 suite: {
                     system.name: {
-                        "effective_length": self.effective_length(suite, system.name),
+                        **self._threshold_json(suite, system.name),
                         "average": {
                             str(n): _numbers(self.average(suite, system.name, n))
                             for n in plan.lengths
@@ -407,6 +431,13 @@ class Report:
                 for (system, edge), value in self.curve(task).items()
             ],
         }
+
+    def _threshold_json(self, suite: str, system: str) -> dict[str, int | None]:
+        name = self.threshold(suite)
+        if name is None:
+            return {}
+        key = "effective_length" if name == "effective length" else "threshold_up_to"
+        return {key: self.holds_up_to(suite, system)}
 
     def _csv(self) -> str:
         file = io.StringIO(newline="")

@@ -17,11 +17,25 @@ from rope_ext.measure.tasks.longppl import LongPPL
 from rope_ext.measure.tasks.passkey import Passkey
 from rope_ext.measure.tasks.needle import Needle
 from rope_ext.measure.tasks.ruler import Ruler
+from rope_ext.measure.tasks.babilong import Babilong
+from rope_ext.measure.tasks.mrcr import Mrcr
+from rope_ext.measure.tasks.hops import Hops
+from rope_ext.measure.tasks.nolima import NoLiMa
+from rope_ext.measure.tasks.helmet import Helmet
+from rope_ext.measure.tasks.longbench import LongBench
+from rope_ext.measure.tasks.infinitebench import InfiniteBench
 # isort: on
 
 __all__ = [
+    "Babilong",
+    "Helmet",
+    "Hops",
+    "InfiniteBench",
+    "LongBench",
     "LongPPL",
+    "Mrcr",
     "Needle",
+    "NoLiMa",
     "Option",
     "Passkey",
     "Perplexity",

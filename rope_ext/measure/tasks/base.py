@@ -30,12 +30,14 @@ class Task:
     """Base of all tasks; a subclass sets ``name`` and ``kind``, and builds the questions.
 
     ``kind`` is what becomes of the values: ``rate``: shares between 0 and 1; ``loss``: nats per
-    token, shown as perplexity. Tasks with the same ``suite`` are averaged, too.
+    token, shown as perplexity. Tasks with the same ``suite`` are averaged, too; ``suite_size`` is
+    how many there are in RULER, whose effective length is defined over all of them.
     """
 
     name: ClassVar[str]
     kind: ClassVar[Kind]
     suite: ClassVar[str | None] = None
+    suite_size: ClassVar[int | None] = None
 
     @classmethod
     def of(cls, given: Mapping[str, Any], beside: Sequence[str] = ()) -> Task:

@@ -4,14 +4,22 @@ A token is a key token when an evaluator finds it much likelier after all of the
 than after the last ``short`` tokens (by a factor of e^2), and not unlikely then (above e^-2).
 Ordinary perplexity is mostly about the other tokens, which is why it says so little about the use
 of long contexts: Fang et al. 2024, arXiv 2410.23771.
+
+Two variants, by name. ``official`` is what the authors' code computes: the short context has no
+beginning-of-sequence token (unless it begins the text), nor has the measured model's; at the
+longest length, where one window holds all of the text, its number is theirs. ``start`` puts that
+token before every context, so that what needs a start is not taken for what needs a context.
+
+An evaluator with another tokenizer reads the text as its own tokens; a token of the measured model
+is a key token where it lies within the evaluator's (as in the authors' code).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import torch
 
@@ -20,16 +28,58 @@ from rope_ext.measure import models
 from rope_ext.measure.arguments import parse_length
 from rope_ext.measure.cases import Questions, require_positive
 from rope_ext.measure.forward import score
-from rope_ext.measure.prompts import Frame
+from rope_ext.measure.prompts import Frame, beginning
 from rope_ext.measure.settings import UNPATCHED, Settings
 from rope_ext.measure.systems import checked_methods, under
 from rope_ext.measure.tasks.base import option, register
 from rope_ext.measure.tasks.perplexity import Stretches
 
+VARIANT_NAMES = {"start": "a start token before every one", "official": "as the authors' code"}
+VARIANTS = tuple(VARIANT_NAMES)
 GAIN = 2.0
 """Log likelihood that the long context must add, nats (alpha of the paper)."""
 LEAST = -2.0
 """Log likelihood that it must lead to, nats (beta of the paper)."""
+
+
+Slice = tuple[int, int]
+
+
+def merged(slices: Iterable[Slice]) -> list[Slice]:
+    """Slices in order, those that touch as one."""
+    found: list[Slice] = []
+    for begin, end in slices:
+        if found and found[-1][1] == begin:
+            found[-1] = (found[-1][0], end)
+        else:
+            found.append((begin, end))
+    return found
+
+
+def within(places: Sequence[Slice], slices: Sequence[Slice]) -> set[int]:
+    """Which of ``places`` lie in one of ``slices`` as a whole; both are in order."""
+    found, at = set(), 0
+    for index, (begin, end) in enumerate(places):
+        while at < len(slices) and slices[at][1] < end:
+            at += 1
+        if at < len(slices) and begin >= slices[at][0]:
+            found.add(index)
+    return found
+
+
+def _placed(tokenizer: Any, string: str) -> tuple[list[int], list[Slice]]:
+    """Tokens of a text and the characters of each."""
+    made = tokenizer(string, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
+    return made["input_ids"], [tuple(place) for place in made["offset_mapping"]]
+
+
+def _require_places(*tokenizers: Any) -> None:
+    for tokenizer in tokenizers:
+        if not tokenizer.is_fast:
+            raise OptionError(
+                f"the tokenizer of {tokenizer.name_or_path} does not tell where its tokens are; "
+                f"give an --evaluator with the tokenizer of the model"
+            )
 
 
 @register
@@ -44,8 +94,11 @@ class LongPPL(Stretches):
             methods; None: the measured model under the first method.
         short_context: tokens of it; up to a quarter more in fact, so that one forward scores
             many tokens (as in the authors' code).
+        longppl_variant: ``start`` or ``official``; see the module.
         opened: opens that model, in place of ``evaluator``.
         who: that model, for a reader of the results.
+        reader: its tokenizer; None: that of the measured model.
+        judges_itself: whether it is a measured model.
     """
 
     name: ClassVar[str] = "longppl"
@@ -54,12 +107,22 @@ class LongPPL(Stretches):
         None, "model that chooses those tokens; default: that of the first method"
     )
     short_context: int = option(4096, "tokens that are not enough for them", parse_length)
+    longppl_variant: Literal["start", "official"] = option(
+        "start", "start (a start token before every context) or official (as the authors' code)"
+    )
     opened: Callable[[], AbstractContextManager[Any]] | None = None
     who: str = "the model"
+    reader: Any | None = None
+    judges_itself: bool = False
 
     def __post_init__(self) -> None:
         super().__post_init__()
         require_positive(short_context=self.short_context)
+        if self.longppl_variant not in VARIANTS:
+            raise OptionError(
+                f"longppl_variant={self.longppl_variant!r} is not valid; it must be one of "
+                f"{', '.join(VARIANTS)}"
+            )
 
     def parts(self, settings: Settings) -> Sequence[Stretches]:
         """With its texts, and with the model that chooses the key tokens."""
@@ -67,7 +130,13 @@ class LongPPL(Stretches):
             return super().parts(settings)
         names = [name for name in settings.methods if name != UNPATCHED]
         who = self.evaluator or (f"the model with {names[0]}" if names else "the model")
-        made = replace(self, opened=lambda: self._open(settings, names[:1]), who=who)
+        made = replace(
+            self,
+            opened=lambda: self._open(settings, names[:1]),
+            who=who,
+            reader=None if self.evaluator is None else models.load_tokenizer(self.evaluator),
+            judges_itself=self.evaluator in (None, *settings.models),
+        )
         return made.parts(settings)
 
     @contextmanager
@@ -75,10 +144,6 @@ class LongPPL(Stretches):
         if self.evaluator is None and len(given.models) > 1:
             raise OptionError("several models need one --evaluator that chooses the key tokens")
         if self.evaluator is not None:
-            names_of = (self.evaluator, *given.models)
-            first, *others = [models.load_tokenizer(name).get_vocab() for name in names_of]
-            if any(vocabulary != first for vocabulary in others):
-                raise OptionError("the --evaluator must have the tokenizer of the model")
             yield models.load_model(
                 self.evaluator, given.dtype, given.device, given.attn, as_saved=True
             )
@@ -109,8 +174,24 @@ class LongPPL(Stretches):
             )
         sliding = self if self.stride else replace(self, stride=min(lengths) // 2)
         windows = sliding.choose(frame, lengths, seed)
-        with self.opened() as model:
-            keys = [self.keys(model, windows.bos, text) for text in windows.texts]
+        bos = windows.bos
+        if self.longppl_variant == "official":
+            windows = replace(windows, bos=())
+        reader = self.reader
+        if reader is None or reader.get_vocab() == frame.tokenizer.get_vocab():
+            with self.opened() as model:
+                keys = [self.keys(model, bos, text) for text in windows.texts]
+        else:
+            _require_places(reader, frame.tokenizer)
+            strings = [frame.tokenizer.decode(list(text)) for text in windows.texts]
+            read = [_placed(frame.tokenizer, string) for string in strings]
+            # Cut out of a document, its first and last words may become more tokens, or fewer.
+            most = len(windows.texts[0])
+            windows = replace(windows, texts=tuple(tuple(ids[:most]) for ids, _ in read))
+            with self.opened() as model:
+                slices = [self._slices(model, reader, string) for string in strings]
+            pairs = zip(read, slices, strict=True)
+            keys = [within(places[:most], found) for (_, places), found in pairs]
         count = sum(map(len, keys))
         if not count:
             raise MeasureError(
@@ -124,9 +205,19 @@ class LongPPL(Stretches):
             f"perplexity of the {count} of {size} tokens whose log likelihood rises by more than "
             f"{GAIN:g} to above {LEAST:g} when {self.who} sees all of the text instead of the last "
             f"{self.short_context} tokens (LongPPL, arXiv 2410.23771); a window of each length "
-            f"moving by {sliding.stride} tokens, bootstrap over documents"
+            f"moving by {sliding.stride} tokens, {VARIANT_NAMES[self.longppl_variant]}, bootstrap "
+            f"over documents"
         )
-        return Questions(cases, definition)
+        note = (
+            f"longppl: {self.who} chooses the tokens that it is judged by, which favours it; give "
+            f"--evaluator a stronger model"
+        )
+        return Questions(cases, definition, (note,) if self.judges_itself else ())
+
+    def _slices(self, model: Any, reader: Any, string: str) -> list[Slice]:
+        """Stretches of key tokens in a text, as the evaluator reads it: characters."""
+        ids, places = _placed(reader, string)
+        return merged(places[key] for key in sorted(self.keys(model, beginning(reader), ids)))
 
     def keys(self, model: Any, bos: Sequence[int], text: Sequence[int]) -> set[int]:
         """Places of the key tokens in ``text``."""
@@ -135,9 +226,13 @@ class LongPPL(Stretches):
         long = score(model, [row], tail)[0][0]
         short = long.clone()  # at the start both contexts are the same
         stride = max(1, self.short_context // 4)
+        official = self.longppl_variant == "official"
         for begin in range(self.short_context + stride, len(row), stride):
             end = min(len(row), begin + stride)
-            window = [*bos, *row[max(len(bos), end - stride - self.short_context) : end]]
+            if official:
+                window = row[begin - self.short_context : end]
+            else:
+                window = [*bos, *row[max(len(bos), end - stride - self.short_context) : end]]
             count = end - begin
             short[begin - 1 : end - 1] = score(model, [window], count)[0][0]
         key = (short - long > GAIN) & (-long > LEAST)

@@ -14,7 +14,7 @@ from rope_ext.errors import OptionError
 from rope_ext.measure.arguments import parse_length
 from rope_ext.measure.settings import Settings
 from rope_ext.measure.tasks.base import Kind, Task, option, register
-from rope_ext.measure.tasks.haystack import Needles, read_haystack
+from rope_ext.measure.tasks.haystack import KINDS, Needles, read_haystack
 
 
 @register
@@ -27,7 +27,8 @@ class Needle(Task):
         depths: bins of equal width.
         needles: numbers that are asked for.
         distractors: needles that are not.
-        haystack: files, folders or data sets; none means Python's documentation.
+        haystack: files, folders or data sets; none means Python's documentation; or ``noise``
+            or ``needles`` alone.
         new_tokens: that the model may write; None: 16, and 16 for each number.
     """
 
@@ -39,7 +40,9 @@ class Needle(Task):
     needles: int = option(1, "numbers that are asked for")
     distractors: int = option(0, "needles that are not asked for")
     haystack: tuple[str, ...] = option(
-        (), "file, folder or hf:ID/CONFIG:SPLIT; repeat. Default: Python's documentation"
+        (),
+        "file, folder or hf:ID/CONFIG:SPLIT; repeat; or noise, or needles. Default: Python's "
+        "documentation",
     )
     new_tokens: int | None = option(
         None, "that the model may write; part of the length", parse_length
@@ -56,6 +59,8 @@ class Needle(Task):
             OptionError: an option is not valid.
             MeasureError: a text is missing or empty.
         """
+        kind = self.haystack[0] if len(self.haystack) == 1 and self.haystack[0] in KINDS else None
+        hay = read_haystack(self.haystack) if kind is None else {"haystack": kind}
         tokens = 16 + 16 * self.needles if self.new_tokens is None else self.new_tokens
         return [
             Needles(
@@ -65,6 +70,6 @@ class Needle(Task):
                 trials=self.trials,
                 depths=self.depths,
                 tokens=tokens,
-                **read_haystack(self.haystack),
+                **hay,
             )
         ]

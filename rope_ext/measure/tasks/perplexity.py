@@ -1,6 +1,6 @@
 """Perplexity: ``exp`` of the mean negative log likelihood, each token scored once.
 
-Three protocols, for stretches of text (``choose_windows``) and context lengths:
+Four protocols, for stretches of text (``choose_windows``) and context lengths:
 
 * ``ending``: the same tokens after more and more context. The windows of all lengths end at the
   same places and score the same last tokens: 256, or half the shortest length if that is less.
@@ -11,9 +11,14 @@ Three protocols, for stretches of text (``choose_windows``) and context lengths:
   stretch has not that many.
 * ``start``: all of the first ``length`` tokens of each stretch. Where the frequencies of a method
   do not depend on the length of the text, one pass over the longest gives every length.
+* ``huggingface``: as in the documentation of transformers and in YaRN's script, for numbers that
+  are to be compared with theirs. Windows begin at every multiple of ``stride`` and score what no
+  window before them did, the last one may be shorter, the beginning-of-sequence token is in the
+  first one alone, and every window counts alike, however few tokens it scores.
 
-A window is the beginning-of-sequence token (once, where the tokenizer has one) and text; the
-token counts as one of ``length``, as context, and is never scored. Perplexity is token-weighted.
+Otherwise a window is the beginning-of-sequence token (once, where the tokenizer has one) and text;
+the token counts as one of ``length``, as context, and is never scored, and perplexity is
+token-weighted.
 """
 
 from __future__ import annotations
@@ -34,7 +39,8 @@ from rope_ext.measure.tasks.base import Kind, Task, option, register
 from rope_ext.measure.text import python_library, read_texts
 
 SCORED = 256
-PROTOCOLS = ("ending", "sliding", "start")
+PROTOCOLS = ("ending", "sliding", "start", "huggingface")
+STRIDING = ("sliding", "huggingface")
 
 
 @dataclass(frozen=True)
@@ -146,7 +152,7 @@ class Stretches(Task):
     )
     windows: int = option(16, "stretches of text, at most")
     stride: int | None = option(
-        None, "tokens a window moves by; makes the protocol sliding", parse_length
+        None, "tokens a window moves by; alone it makes the protocol sliding", parse_length
     )
     min_context: int = option(0, "of sliding and start: tokens not scored", parse_length)
 
@@ -188,8 +194,7 @@ class Stretches(Task):
             raise OptionError(
                 f"length {min(lengths)} leaves nothing to score; give --lengths of 2 or more"
             )
-        # A window never scores its first token.
-        if self.stride is not None and self.stride >= min(lengths):
+        if self.stride is not None and self._skips(min(lengths)):
             raise OptionError(
                 f"stride={self.stride} would skip tokens at length {min(lengths)}; give a "
                 f"--stride below that, or longer --lengths"
@@ -199,6 +204,10 @@ class Stretches(Task):
         return choose_windows(
             documents, lengths, self.windows, beginning(frame.tokenizer), eos, seed
         )
+
+    def _skips(self, length: int) -> bool:
+        """Whether windows of that length would leave tokens out: none scores its first token."""
+        return self.stride >= length
 
     def slide(
         self,
@@ -246,15 +255,17 @@ class Perplexity(Stretches):
 
     Args:
         documents, text, windows: as of ``Stretches``.
-        protocol: ``ending``, ``sliding`` or ``start``; see the module.
-        stride: of ``sliding``, tokens.
+        protocol: ``ending``, ``sliding``, ``start`` or ``huggingface``; see the module.
+        stride: of ``sliding`` and ``huggingface``, tokens.
         min_context: of ``sliding`` and ``start``: tokens of text before the first scored one.
     """
 
     name: ClassVar[str] = "perplexity"
 
-    protocol: Literal["ending", "sliding", "start"] = option(
-        "ending", "ending (the same tokens after more and more context), sliding or start"
+    protocol: Literal["ending", "sliding", "start", "huggingface"] = option(
+        "ending",
+        "ending (the same tokens after more and more context), sliding, start or huggingface "
+        "(means of windows, as its documentation has it)",
     )
 
     @classmethod
@@ -266,8 +277,11 @@ class Perplexity(Stretches):
         """
         protocol = given.get("protocol", "sliding" if "stride" in given else "ending")
         # LongPPL beside it always slides, and is what the least context is for.
-        if protocol == "ending" and given.get("min_context") and "longppl" not in beside:
-            raise OptionError("--min-context does not apply to the protocol ending; leave it out")
+        whole = protocol in ("ending", "huggingface")
+        if whole and given.get("min_context") and "longppl" not in beside:
+            raise OptionError(
+                f"--min-context does not apply to the protocol {protocol}; leave it out"
+            )
         return cls(**{**given, "protocol": protocol})
 
     def __post_init__(self) -> None:
@@ -276,8 +290,10 @@ class Perplexity(Stretches):
             raise OptionError(
                 f"protocol={self.protocol!r} is not valid; it must be one of {', '.join(PROTOCOLS)}"
             )
-        if (self.protocol == "sliding") != (self.stride is not None):
-            raise OptionError("--stride TOKENS and --protocol sliding go together; give both")
+        if (self.protocol in STRIDING) != (self.stride is not None):
+            raise OptionError(
+                "--stride TOKENS and --protocol sliding or huggingface go together; give both"
+            )
 
     def questions(self, frame: Frame, lengths: Sequence[int], seed: int) -> Questions:
         """All windows.
@@ -292,11 +308,25 @@ class Perplexity(Stretches):
                 f"{min(lengths)}; give less, or longer --lengths"
             )
         windows = self.choose(frame, lengths, seed)
-        plan = {"ending": self._ending, "sliding": self.slide, "start": self._start}
+        plan = {
+            "ending": self._ending,
+            "sliding": self.slide,
+            "start": self._start,
+            "huggingface": self._huggingface,
+        }
         cases = list(plan[self.protocol](windows, sorted(lengths)))
         return Questions(cases, self._define(windows), tuple(self._notes(windows, lengths)))
 
+    def _skips(self, length: int) -> bool:
+        return self.stride > length if self.protocol == "huggingface" else super()._skips(length)
+
     def _define(self, windows: Windows) -> str:
+        stretches = f"{len(windows.texts)} stretches of {self.source}, bootstrap over documents"
+        if self.protocol == "huggingface":
+            return (
+                f"perplexity from the mean of the mean losses of all windows, which move by "
+                f"{self.stride} tokens and count alike (documentation of transformers); {stretches}"
+            )
         if self.protocol == "ending":
             what = (
                 f"the last {windows.scored} tokens of windows of each length; every length scores "
@@ -312,10 +342,7 @@ class Perplexity(Stretches):
             what = "the first tokens of each stretch, as many as the length"
         if self.min_context and self.protocol != "ending":
             what += f", less the very first {self.min_context}"
-        return (
-            f"token-weighted perplexity of {what}; {len(windows.texts)} stretches of "
-            f"{self.source}, bootstrap over documents"
-        )
+        return f"token-weighted perplexity of {what}; {stretches}"
 
     def _notes(self, windows: Windows, lengths: Sequence[int]) -> Iterator[str]:
         if windows.joined:
@@ -350,3 +377,18 @@ class Perplexity(Stretches):
                 count = len(ids) - len(bos) - first
                 group = windows.documents[number]
                 yield self._case(length, number, ids, count, group, curve=edges, nested=True)
+
+    def _huggingface(self, windows: Windows, lengths: Sequence[int]) -> Iterator[Case]:
+        for length in lengths:
+            number = 0
+            for text, group in zip(windows.texts, windows.documents, strict=True):
+                row, done = windows.bos + text, 1  # the first token has nothing before it
+                for begin in range(0, len(row), self.stride):
+                    end = min(begin + length, len(row))
+                    count = end - max(done, begin + 1)
+                    if count:
+                        ids = row[begin:end]
+                        yield self._case(length, number, ids, count, group, alike=True)
+                    number, done = number + 1, end
+                    if end == len(row):
+                        break

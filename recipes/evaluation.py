@@ -1,0 +1,118 @@
+"""Evaluation while training: rows that are held out, passkeys, and a picture of both."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from recipes.data import Pack, Tokenise
+from recipes.stream import DataError
+from rope_ext.errors import OptionError
+from rope_ext.measure.forward import score
+from rope_ext.measure.prompts import Frame
+from rope_ext.measure.tasks.passkey import PasskeyPrompts
+from rope_ext.plots.style import bare, figure_of, style_of
+
+NAME = "evaluation"  # of the picture and of its numbers
+_SEED = 0
+_PANELS = {"eval_loss": "loss, nats per token", "eval_passkey": "passkeys, share found"}
+_READ = 4  # documents that are tokenised at once
+
+
+def held_out(
+    documents: Any, tokenizer: Any, *, length: int, rows: int, minimum: int
+) -> tuple[list[dict[str, np.ndarray]], int]:
+    """Rows for evaluation, and how many of the first documents they were made of.
+
+    Args:
+        documents: in the column ``text``.
+        tokenizer: of the model.
+        length: of a row, tokens.
+        rows: their number.
+        minimum: shorter documents, tokens, are left out.
+
+    Raises:
+        DataError: there are not enough documents.
+    """
+    tokenise, kept, read = Tokenise(tokenizer), [], 0
+    for batch in documents.iter(_READ):
+        tokens = tokenise({"text": batch["text"]})["input_ids"]
+        for ids in tokens:
+            read += 1
+            kept += [ids] if len(ids) >= max(minimum, 1) else []
+            if sum(map(len, kept)) >= rows * length:
+                made = Pack(length)({"input_ids": kept})["input_ids"][:rows]
+                return [{"input_ids": row} for row in made], read
+    raise DataError(
+        f"the data hold {sum(map(len, kept))} tokens, which is less than --eval_rows {rows} of "
+        f"{length}; lower --eval_rows or --eval_length, or give another --eval_dataset"
+    )
+
+
+def passkeys(tokenizer: Any, length: int, number: int) -> list[Any]:
+    """Passkey prompts of ``length`` tokens at evenly spread depths.
+
+    Raises:
+        OptionError: no prompt is so short.
+    """
+    prompts = PasskeyPrompts(tokenizer, Frame.of(tokenizer, "no"))
+    if number and length < prompts.minimum_length():
+        raise OptionError(
+            f"a passkey needs {prompts.minimum_length()} tokens, and rows of {length} are "
+            f"evaluated; give a larger --eval_length, or --eval_passkeys 0"
+        )
+    return [prompts.case(length, (i + 0.5) / number, _SEED + i) for i in range(number)]
+
+
+def found(model: nn.Module, cases: Sequence[Any]) -> float:
+    """Share of the passkeys that greedy decoding would write."""
+    hits = [bool(score(model, [case.ids], case.count)[1].all()) for case in cases]
+    return sum(hits) / len(hits)
+
+
+def report(history: Sequence[dict[str, Any]], length: int, folder: Path) -> None:
+    """``evaluation.json`` and ``evaluation.png`` of Trainer's log.
+
+    Args:
+        history: of Trainer's state; a step that is told twice is as it was told last.
+        length: that was evaluated at, tokens.
+        folder: for both.
+    """
+    steps = {entry["step"]: entry for entry in history if "eval_loss" in entry}
+    curve = [
+        {"step": step, **{name: entry[name] for name in _PANELS if name in entry}}
+        for step, entry in sorted(steps.items())
+    ]
+    shown = [name for name in _PANELS if any(name in entry for entry in curve)]
+    losses = [(entry["step"], entry["loss"]) for entry in history if "loss" in entry]
+    figure = figure_of(7.5, 1.0 + 2.7 * len(shown))
+    panels = np.atleast_1d(figure.subplots(len(shown), sharex=True))
+    for number, (axes, name) in enumerate(zip(panels, shown, strict=True)):
+        if name == "eval_loss" and losses:
+            axes.plot(*zip(*losses, strict=True), color="#999999", linewidth=1, label="training")
+        points = [(entry["step"], entry[name]) for entry in curve]
+        label = f"held out, {length} tokens"
+        axes.plot(*zip(*points, strict=True), linewidth=1.7, markersize=5, label=label,
+                  **style_of(number))  # fmt: skip
+        axes.set_ylabel(_PANELS[name])
+        bare(axes)
+    panels[0].legend(frameon=False)
+    if "eval_passkey" in shown:
+        panels[-1].set_ylim(-0.04, 1.04)
+    panels[-1].set_xlabel("step")
+    panels[-1].xaxis.get_major_locator().set_params(integer=True)
+    figure.savefig(folder / f"{NAME}.png", dpi=110)
+    text = json.dumps({"length": length, "curve": curve}, indent=1) + "\n"
+    (folder / f"{NAME}.json").write_text(text, encoding="utf-8")
+
+
+def undisturbed() -> Any:
+    """A context after which random numbers go on as before it."""
+    devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
+    return torch.random.fork_rng(devices)

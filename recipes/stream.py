@@ -1,0 +1,211 @@
+"""Rows without an end: of one source or of several in given shares, resumed where they stood.
+
+Documents are read, tokenised and packed in blocks of some hundred rows, and the rows of a block
+are shuffled. A block follows from the seed, its number and the place in the source where it
+begins, so that a resumed run makes one block of each source again and nothing before it.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from datasets import IterableDataset
+
+from rope_ext.errors import RopeExtError
+
+_BLOCK = 256  # rows that are shuffled among each other
+_READ = 16  # documents that are tokenised at once
+_DRAWN = 1000  # rows of a mixture in which its shares are exact
+SKIPPED: Mapping[str, Any] = {"input_ids": [], "index": -1}
+"""Stands for a row of before the checkpoint, which Trainer takes and throws away."""
+
+
+class DataError(RopeExtError):
+    """The data cannot be read, or make no row."""
+
+
+class Packer(Protocol):
+    """Makes rows of ``length`` tokens of documents."""
+
+    length: int
+
+    def rows(self, tokens: int) -> float:
+        """That a document of so many tokens makes, on average."""
+
+    def __call__(self, batch: Mapping[str, Sequence[Sequence[int]]]) -> dict[str, Any]: ...
+
+
+@dataclass(frozen=True)
+class Source:
+    """One of the data sets of a stream.
+
+    Args:
+        documents: in the column ``text``.
+        tokenise: texts as tokens.
+        pack: tokens of documents as rows, and how many rows they make.
+        minimum: shorter documents are left out.
+        seed: of the order.
+    """
+
+    documents: IterableDataset
+    tokenise: Callable[[Any], Mapping[str, Any]]
+    pack: Packer
+    minimum: int
+    seed: int
+
+    def blocks(self, at: Mapping[str, Any] | None) -> Iterator[tuple[dict, list[dict]]]:
+        """Where a block begins, and its rows; pass after pass, without an end.
+
+        Args:
+            at: where to begin, as an earlier iteration told it; None: at the beginning.
+        """
+        turn, number = (at["turn"], at["number"]) if at else (0, 0)
+        place = at["place"] if at else None
+        while True:
+            documents, before = self._shuffled(turn), number
+            if place is not None:
+                documents.load_state_dict(place)
+            reading = iter(documents)
+            more = True
+            while more:
+                begun = {"turn": turn, "number": number, "place": place}
+                rows, more = self._rows(reading, turn, number)
+                if rows:
+                    yield begun, rows
+                    number += 1
+                place = documents.state_dict()
+            if number == before and begun["place"] is None:
+                raise DataError(
+                    f"the documents of at least {self.minimum} tokens do not make one row of "
+                    f"{self.pack.length} tokens; give more data or a smaller --length"
+                )
+            turn, place = turn + 1, None
+
+    def _shuffled(self, turn: int) -> IterableDataset:
+        """The files in another order in each pass. A buffer would not be in a checkpoint."""
+        try:
+            return self.documents.shuffle(
+                seed=self.seed + turn, buffer_size=1, max_buffer_input_shards=1
+            )
+        except TypeError:  # datasets before 5.0
+            return self.documents.skip(0)
+
+    def _rows(self, reading: Iterator[Any], turn: int, number: int) -> tuple[list[dict], bool]:
+        """The rows of the next documents, and whether there may be more."""
+        kept: list[np.ndarray] = []
+        size = 0.0
+        while size < _BLOCK:
+            with _without_warning():
+                texts = [row["text"] for row in itertools.islice(reading, _READ)]
+            if not texts:
+                break
+            tokens = self.tokenise({"text": texts})["input_ids"]
+            long = [np.asarray(ids, np.int32) for ids in tokens if len(ids) >= self.minimum]
+            size += sum(self.pack.rows(len(ids)) for ids in long)
+            kept += long
+        rng = np.random.default_rng([self.seed, turn, number])
+        if not kept:
+            return [], False
+        packed = self.pack({"input_ids": [kept[i] for i in rng.permutation(len(kept))]})
+        names = list(packed)
+        rows = [dict(zip(names, row, strict=True)) for row in zip(*packed.values(), strict=True)]
+        return [rows[i] for i in rng.permutation(len(rows))], bool(texts)
+
+
+@contextmanager
+def _without_warning() -> Iterator[None]:
+    """That a buffer, which here is empty, is not restored."""
+    logger = logging.getLogger("datasets.iterable_dataset")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
+
+
+class _Reader:
+    """Rows of one source, and for each the block it came from."""
+
+    def __init__(self, source: Source, at: Mapping[str, Any] | None) -> None:
+        at = at or {"first": 0, "begun": None, "given": 0}
+        self._blocks = source.blocks(at["begun"])
+        self._rows: list[dict] = []
+        self._next = 0
+        self._count = at["first"]
+        self._marks: deque[tuple[int, Any]] = deque([(at["first"], at["begun"])])
+        for _ in range(at["given"] - at["first"]):
+            next(self)
+
+    def __next__(self) -> dict:
+        if self._next == len(self._rows):
+            begun, self._rows = next(self._blocks)
+            self._next = 0
+            self._marks.append((self._count, begun))
+        row = self._rows[self._next]
+        self._next, self._count = self._next + 1, self._count + 1
+        return row
+
+    def state(self, given: int) -> dict[str, Any]:
+        """From which the row after ``given`` ones, that were given already, is made again."""
+        while len(self._marks) > 1 and self._marks[1][0] <= given:
+            self._marks.popleft()
+        first, begun = self._marks[0]
+        return {"first": first, "begun": begun, "given": given}
+
+
+class Stream(torch.utils.data.IterableDataset):
+    """Rows of sources, drawn in shares that are exact in every thousand.
+
+    Args:
+        sources: each of them begins again when it ends.
+        shares: of the rows; their sum is 1.
+        seed: of the draw.
+    """
+
+    def __init__(self, sources: Sequence[Source], shares: Sequence[float], seed: int) -> None:
+        super().__init__()
+        self.sources, self.seed = list(sources), seed
+        self.bounds = np.cumsum(shares)[:-1]
+        self._start: Mapping[str, Any] | None = None
+        self._readers: list[_Reader] = []
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        start = self._start or {"rows": 0, "sources": [None] * len(self.sources)}
+        pairs = zip(self.sources, start["sources"], strict=True)
+        self._readers = readers = [_Reader(source, at) for source, at in pairs]
+        for index, which in enumerate(self._drawn()):
+            if index < start["rows"]:
+                yield dict(SKIPPED)
+            else:
+                yield {**next(readers[which]), "index": index}
+
+    def _drawn(self) -> Iterator[int]:
+        """Which source each row comes from."""
+        for part in itertools.count():
+            rng = np.random.default_rng([self.seed, part])
+            places = (rng.permutation(_DRAWN) + 0.5) / _DRAWN
+            yield from np.searchsorted(self.bounds, places).tolist()
+
+    def state(self, rows: int) -> dict[str, Any] | None:
+        """What :meth:`start` takes to go on after ``rows`` rows; None: they were read elsewhere."""
+        if not self._readers:
+            return None
+        given = np.bincount(
+            np.fromiter(itertools.islice(self._drawn(), rows), int, rows),
+            minlength=len(self.sources),
+        )
+        states = [reader.state(int(n)) for reader, n in zip(self._readers, given, strict=True)]
+        return {"rows": rows, "sources": states}
+
+    def start(self, state: Mapping[str, Any]) -> None:
+        """Begin with ``SKIPPED`` for each row of before, which takes no reading, and go on."""
+        self._start = state

@@ -1,0 +1,48 @@
+"""ALiBi."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+
+from rope_ext.encodings.base import Encoding, Learned
+from rope_ext.methods.registry import register
+from rope_ext.methods.rope import Rope
+
+
+@register
+@dataclass(frozen=True, kw_only=True)
+class ALiBi(Encoding):
+    """No rotation; every token of distance costs a head its slope: ``-m_h (i - j)``.
+
+    The slopes of H heads are ``2^(-8h/H)``, ``h = 1 .. H``. Where H is no power of two, those of
+    the power below come first, then every second one of the power above, as in the authors' code.
+
+    Press et al. 2022, arXiv 2108.12409.
+    """
+
+    name: ClassVar[str] = "alibi"
+    paper: ClassVar[str] = "arXiv 2108.12409"
+    use: ClassVar[str] = "a penalty by distance instead of the rotation; to be trained with"
+
+    def settles(self, rope: Rope) -> None:
+        return None
+
+    def bias(
+        self, distance: torch.Tensor, heads: int, rope: Rope, learned: Learned
+    ) -> torch.Tensor:
+        return -slopes(heads).to(distance)[:, None] * distance
+
+
+def slopes(heads: int) -> torch.Tensor:
+    """``m_h`` of every head: float64, ``[heads]``."""
+    power = 2 ** math.floor(math.log2(heads))
+    found = _of_power(power)
+    return torch.cat((found, _of_power(2 * power)[::2]))[:heads]
+
+
+def _of_power(heads: int) -> torch.Tensor:
+    return 2.0 ** (-8 / heads * torch.arange(1, heads + 1, dtype=torch.float64, device="cpu"))

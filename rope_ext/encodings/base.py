@@ -1,0 +1,66 @@
+"""What an encoding beside the rotation is: nothing turns, and every distance adds to the logits.
+
+    logit_ij = scale * <q_i, k_j> + b_h(i - j)
+
+A bias is asked for by distance, ``[heads, distances]``, and never becomes a matrix of queries and
+keys: the kernels read it as a view (:mod:`rope_ext.attention.flash`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+
+from rope_ext.methods.geometry import Distance
+from rope_ext.methods.kinds import Band, PositionMethod
+from rope_ext.methods.rope import Rope
+
+Learned = Mapping[str, torch.Tensor]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Encoding(PositionMethod):
+    """Base of the encodings that take the place of the rotation.
+
+    A model that was trained with the rotation has to be trained again under one of them.
+
+    Args:
+        factor: the context grows to this many times the trained length; 1 changes the encoding
+            only.
+    """
+
+    kind: ClassVar[str] = "encoding"
+    works_within: ClassVar[bool] = True
+    shared: ClassVar[bool] = False  # what is learned belongs to the model, not to each layer
+
+    factor: float = 1.0
+
+    def bands(self) -> tuple[Band, ...]:
+        return (Band(Distance(0, None), 0.0, 0.0),)
+
+    def initial(self, heads: int, rope: Rope) -> dict[str, torch.Tensor]:
+        """What is learned, by name, as it begins: float32, reproducible by torch's seed."""
+        return {}
+
+    def settles(self, rope: Rope) -> int | None:
+        """Distance (tokens) from which on the bias stays the same; None: it never does."""
+        return 0
+
+    def bias(
+        self, distance: torch.Tensor, heads: int, rope: Rope, learned: Learned
+    ) -> torch.Tensor | None:
+        """What is added to the logits.
+
+        Args:
+            distance: from query to key, tokens: 0, 1, 2, ...; float32 or better, ``[n]``.
+            heads: of the queries.
+            rope: the trained embedding, for its length.
+            learned: as :meth:`initial`, after training.
+
+        Returns:
+            ``[heads, n]``, in the dtype of ``distance``; None: nothing.
+        """
+        return None

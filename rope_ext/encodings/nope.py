@@ -1,0 +1,24 @@
+"""NoPE."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from rope_ext.encodings.base import Encoding
+from rope_ext.methods.registry import register
+
+
+@register
+@dataclass(frozen=True, kw_only=True)
+class NoPE(Encoding):
+    """No rotation and nothing in its place: the causal mask alone tells the order.
+
+    Haviv et al. 2022, arXiv 2203.16634; Kazemnejad et al. 2023, arXiv 2305.19466. With a
+    ``temperature`` beyond the trained length, after a short training at that length, it is DroPE
+    (arXiv 2512.12167).
+    """
+
+    name: ClassVar[str] = "nope"
+    paper: ClassVar[str] = "arXiv 2305.19466"
+    use: ClassVar[str] = "no positions at all but the causal mask; to be trained with"

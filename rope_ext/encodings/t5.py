@@ -1,0 +1,65 @@
+"""T5's relative position bias."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+
+from rope_ext.encodings.base import Encoding, Learned
+from rope_ext.methods.registry import register
+from rope_ext.methods.rope import Rope
+
+
+@register
+@dataclass(frozen=True, kw_only=True)
+class T5(Encoding):
+    """No rotation; a learned number for every head and bucket of distances.
+
+    Half of the buckets are exact, the others grow with the logarithm up to ``max_distance``, from
+    which on all distances share the last. The causal half of T5's buckets, shared by all layers,
+    as in T5. The logits keep the model's own scale, which T5 itself does without.
+
+    Args:
+        num_buckets: as of T5's configuration ``relative_attention_num_buckets``.
+        max_distance: tokens, as of ``relative_attention_max_distance``.
+
+    Raffel et al. 2020, arXiv 1910.10683.
+    """
+
+    name: ClassVar[str] = "t5"
+    paper: ClassVar[str] = "arXiv 1910.10683"
+    use: ClassVar[str] = "a learned bias by bucket of distance; to be trained with"
+    shared: ClassVar[bool] = True
+
+    num_buckets: int = 32
+    max_distance: int = 128
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.require_tokens("num_buckets", minimum=2, optional=False)
+        self.require_tokens("max_distance", optional=False)
+        exact = self.num_buckets // 2
+        self.require("max_distance", self.max_distance > exact, f"more than {exact}")
+
+    def initial(self, heads: int, rope: Rope) -> dict[str, torch.Tensor]:
+        return {"beta": torch.zeros(heads, self.num_buckets)}
+
+    def settles(self, rope: Rope) -> int:
+        return self.max_distance
+
+    def bias(
+        self, distance: torch.Tensor, heads: int, rope: Rope, learned: Learned
+    ) -> torch.Tensor:
+        return learned["beta"].to(distance)[:, self.bucket(distance)]
+
+    def bucket(self, distance: torch.Tensor) -> torch.Tensor:
+        """The bucket of each distance, int64."""
+        exact = self.num_buckets // 2
+        # In float32, as T5 has it: some whole numbers fall into the bucket below.
+        growth = torch.log(distance.float().clamp(min=exact) / exact)
+        growth = growth / math.log(self.max_distance / exact) * (self.num_buckets - exact)
+        large = (exact + growth.long()).clamp(max=self.num_buckets - 1)
+        return torch.where(distance < exact, distance.long(), large)

@@ -1,0 +1,93 @@
+r"""lm-evaluation-harness's own command line, which knows the model ``rope_ext`` here.
+
+    python -m rope_ext.lm_eval --model rope_ext \
+        --model_args pretrained=checkpoints/tiny-512,method=yarn,factor=4 --tasks ruler_vt
+
+The harness has no way for a package to add to the models that its command ``lm_eval`` knows, so the
+command is started from here; all of its flags are as they are. Beside the arguments of its model
+``hf`` there are ``method``, ``factor``, ``trained_length``, ``compose`` and all options of the
+method. A folder that was saved under a patch, or an adapter (``peft=``) that was trained under one,
+brings it along. The window, beyond which the harness cuts prompts on the left, is the patched one.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import types
+from typing import Any
+
+try:
+    from lm_eval.api.registry import register_model
+    from lm_eval.models.huggingface import HFLM
+except ModuleNotFoundError as error:
+    raise ModuleNotFoundError(
+        'lm-evaluation-harness is not installed; install it with: pip install "rope-ext[harness]"',
+        name=error.name,
+    ) from None
+
+from rope_ext.errors import OptionError
+from rope_ext.loading import from_pretrained
+from rope_ext.measure.reports.terminal import clean_errors
+from rope_ext.methods import method_class
+from rope_ext.patching import patch
+from rope_ext.record import ARGUMENTS
+
+_NONE = (None, "none")
+
+
+@register_model("rope_ext")
+class PatchedLM(HFLM):
+    """A model of transformers under a method.
+
+    Args:
+        pretrained: folder or Hub id.
+        method: name of a method; None, or "none": as it was saved.
+        trained_length: tokens, if the configuration does not say it rightly.
+        **kwargs: of the method, of :func:`rope_ext.patch`, and of the harness's ``HFLM``.
+    """
+
+    def __init__(
+        self,
+        pretrained: str,
+        method: str | None = None,
+        trained_length: int | None = None,
+        **kwargs: Any,
+    ) -> None:
+        names = {"factor", "compose", *ARGUMENTS}
+        if method not in _NONE:
+            names |= {field.name for field in dataclasses.fields(method_class(method))}
+        options = {name: kwargs.pop(name) for name in names & kwargs.keys()}
+        if trained_length is not None:
+            options["original_max_position_embeddings"] = trained_length
+        peft = kwargs.get("peft")
+        if method in _NONE and options:
+            raise OptionError(f"{', '.join(sorted(options))} given without a method; add method=")
+        if method not in _NONE and peft is not None:
+            raise OptionError(f"the adapter {peft} brings its patch along; leave method= out")
+        self._method, self._options = method, options
+        super().__init__(pretrained, **kwargs)
+
+    def _create_model(self, pretrained: str, peft: str | None = None, **kwargs: Any) -> None:
+        def load(path: str, **given: Any) -> Any:
+            if peft is None:
+                return from_pretrained(path, **given)
+            return from_pretrained(peft, base=path, **given)
+
+        usual = self.AUTO_MODEL_CLASS  # that of transformers, which puts no patch on
+        self.AUTO_MODEL_CLASS = types.SimpleNamespace(from_pretrained=load)
+        super()._create_model(pretrained, **kwargs)
+        self.AUTO_MODEL_CLASS = usual
+        if self._method not in _NONE:
+            patch(self._model, self._method, tokenizer=self.tokenizer, **self._options)
+
+
+def main() -> None:
+    """Run from the command line."""
+    from lm_eval.__main__ import cli_evaluate
+
+    with clean_errors():
+        cli_evaluate()
+
+
+if __name__ == "__main__":
+    main()

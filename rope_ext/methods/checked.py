@@ -1,0 +1,70 @@
+"""What an object whose fields are options asks of their values."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from rope_ext.errors import OptionError
+from rope_ext.methods.rope import LARGEST, MOST_TOKENS, plain_number, whole_number
+
+
+@dataclass(frozen=True, kw_only=True)
+class Checked:
+    """A frozen dataclass of options, which names itself in the errors on them."""
+
+    name: ClassVar[str]
+
+    def options(self) -> dict[str, Any]:
+        """The options and their values."""
+        return {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+
+    def require(self, option: str, holds: bool, valid: str) -> None:
+        """Raise OptionError naming the value and the valid ones unless ``holds``."""
+        if not holds:
+            value = getattr(self, option)
+            raise OptionError(f"{self.name}: {option}={value!r} is not valid; it must be {valid}")
+
+    def require_choice(self, option: str, *choices: str) -> None:
+        """Raise OptionError unless the option is one of these words."""
+        value = getattr(self, option)
+        valid = " or ".join(map(repr, choices))
+        self.require(option, isinstance(value, str) and value in choices, valid)
+
+    def require_number(
+        self,
+        option: str,
+        minimum: float | None = None,
+        above: float | None = None,
+        maximum: float = LARGEST,
+    ) -> None:
+        """Raise OptionError unless the option is a finite number in its range."""
+        number = plain_number(getattr(self, option))
+        finite = isinstance(number, int) or (number is not None and math.isfinite(number))
+        valid, holds = "a finite number", finite
+        if minimum is not None:
+            valid, holds = f"{valid} of at least {minimum}", holds and number >= minimum
+        if above is not None:
+            valid, holds = f"{valid} greater than {above}", holds and number > above
+        self.require(option, holds, valid)
+        self.require(option, number <= maximum, f"at most {maximum}")
+        self.require(option, not 0 < number < 1 / LARGEST, f"at least {1 / LARGEST}")
+        self.set(option, number)
+
+    def require_tokens(self, option: str, minimum: int = 1, optional: bool = True) -> None:
+        """Raise OptionError unless the option is a whole number of tokens, or None."""
+        value = getattr(self, option)
+        if optional and value is None:
+            return
+        number = whole_number(value, minimum)
+        valid = f"a whole number of at least {minimum}{', or None' if optional else ''}"
+        if isinstance(plain_number(value), int) and value > MOST_TOKENS:
+            valid = f"at most {MOST_TOKENS} tokens"
+        self.require(option, number is not None, valid)
+        self.set(option, number)
+
+    def set(self, option: str, value: Any) -> None:
+        """Give an option its final form while the object is being made."""
+        object.__setattr__(self, option, value)

@@ -1,0 +1,53 @@
+"""Clipped RoPE."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+
+from rope_ext.methods.kinds import FrequencyMethod
+from rope_ext.methods.registry import register
+from rope_ext.methods.rope import Rope
+
+_SHARE = 20 / 64  # of the pairs of Llama-3-8B, as released
+
+
+@register
+@dataclass(frozen=True, kw_only=True)
+class Clipped(FrequencyMethod):
+    """The slowest pairs slowed down along a half cosine, to rest at the slowest (CoPE).
+
+    Of the ``pairs`` slowest the first keeps its frequency and the last stops turning. A step in
+    place of the cosine would make scores ring over long distances. The factor changes nothing.
+
+    Args:
+        pairs: how many; None is 20 of 64, as released for Llama-3-8B, and at least 2.
+
+    Li et al. 2026, arXiv 2602.05258; the formula and the number are those of its code.
+    """
+
+    name: ClassVar[str] = "clipped"
+    paper: ClassVar[str] = "arXiv 2602.05258"
+    use: ClassVar[str] = "training studies: slow pairs fade out instead of being new"
+
+    pairs: int | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.require_tokens("pairs")
+
+    def grids(self, rope: Rope) -> dict[str, tuple[Any, ...]]:
+        pairs = tuple(round(share * rope.dim / 2) for share in (0.2, 0.3, 0.4, 0.5))
+        return {**super().grids(rope), "pairs": pairs}
+
+    def inv_freq(self, rope: Rope) -> torch.Tensor:
+        count = rope.dim // 2
+        clipped = max(round(_SHARE * count), 2) if self.pairs is None else self.pairs
+        clipped = min(clipped, count)
+        angle = torch.linspace(0, math.pi, clipped, dtype=torch.float64, device="cpu")
+        kept = torch.ones(count, dtype=torch.float64, device="cpu")
+        kept[count - clipped :] = (1 + angle.cos()) / 2
+        return rope.inv_freq * kept

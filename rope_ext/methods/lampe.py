@@ -1,0 +1,105 @@
+"""Length-aware multi-grained positional encoding."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
+
+import torch
+
+from rope_ext.methods.geometry import Distance
+from rope_ext.methods.kinds import Band, PositionMethod, own
+from rope_ext.methods.registry import register
+from rope_ext.methods.rope import Rope
+
+# Of Llama-3-8B (8192 tokens), fitted by the authors: M(l) = c / (1 + exp(-(a l + b))), here in
+# trained lengths, and what they take within the trained length.
+_SLOPE, _SHIFT, _MOST, _WITHIN = 0.8596, -2.4666, 0.7574, 1536 / 8192
+
+
+@register
+@dataclass(frozen=True, kw_only=True)
+class LaMPE(PositionMethod):
+    """Near distances and the very farthest exact, those between mapped to a range that grows with
+    the length of the text along a sigmoid.
+
+    With ``c = mapped / (length - 1)``: distances below ``head`` stay; from there on they are
+    ``floor(c m) - floor(c n)`` and what makes them go on at ``head - 1``; the farthest, about
+    ``tail`` before ``length``, grow by one with every token again. The authors choose
+    ``mapped`` for each text by its length. Here it is chosen once, by ``length``, so that cached
+    keys keep their positions; shorter texts use fewer of the mapped distances. Cosine and sine are
+    multiplied by ``0.1 ln(2) + 1``, as in the authors' code.
+
+    Args:
+        length: tokens of the text for which the map is made; the extended context by default.
+        head: tokens with their own distances; an eighth of the trained length by default, of the
+            1/8 to 1/16 that the paper advises.
+        mapped: M, positions that the whole text is mapped to; by default the sigmoid that the
+            authors fitted to Llama-3-8B, in trained lengths.
+        tail: 200 of 8192 tokens by default; moved to the end of the tokens that share a position.
+
+    Zhang et al. 2025, arXiv 2508.02308; formulas and defaults are those of its code, whose far
+    distances begin at ``head - 1`` and whose decoding keeps the map of the prompt.
+    """
+
+    name: ClassVar[str] = "lampe"
+    paper: ClassVar[str] = "arXiv 2508.02308"
+    use: ClassVar[str] = "no fine-tuning: a map made for one length, exact near and at the far end"
+    works_within: ClassVar[bool] = True
+
+    fits: ClassVar[str] = "fewer positions mapped than there are tokens"
+
+    length: int | None = None
+    head: int | None = None
+    mapped: int | None = None
+    tail: int | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.require_tokens("length", minimum=2)
+        for option in ("head", "mapped", "tail"):
+            self.require_tokens(option)
+
+    def grids(self, rope: Rope) -> dict[str, tuple[Any, ...]]:
+        return {**super().grids(rope), "head": rope.tokens(1 / 16, 1 / 8, 1 / 4)}
+
+    def resolved(self, rope: Rope) -> LaMPE:
+        trained = rope.length
+        length = self.length or max(2, self.target_length(rope))
+        share = _WITHIN
+        if length >= trained:
+            share = _MOST / (1 + math.exp(-(_SLOPE * length / trained + _SHIFT)))
+        full = replace(
+            self,
+            length=length,
+            head=self.head or max(1, trained // 8),
+            mapped=self.mapped or max(1, int(share * trained)),
+            tail=self.tail or max(1, round(trained * 200 / 8192)),
+        )
+        full.require_resolved("mapped", full.mapped < length, f"below length={length}", rope)
+        return full
+
+    def own_scaling(self, rope: Rope) -> float:
+        return 0.1 * math.log(2) + 1.0
+
+    def bands(self) -> tuple[Band, ...]:
+        head, last = self.head, self.length - 1
+
+        def mapped(t: torch.Tensor) -> torch.Tensor:
+            return (t * self.mapped / last).floor()
+
+        def place(t: int) -> int:
+            return t * self.mapped // last
+
+        near = head - 1 - place(head)
+        far = min(((place(min(self.tail, last)) + 1) * last - 1) // self.mapped, last)
+        shift = last - far - place(last - far) - near
+        border = self.length - far
+        if border <= head:
+            return (Band(Distance(0, None), own, own),)
+        return (
+            Band(Distance(0, head), own, own),
+            Band(Distance(border, None), lambda m: m - shift, own),
+            Band(Distance(head, border), lambda m: mapped(m) + near, mapped),
+        )

@@ -1,0 +1,80 @@
+"""LongRoPE2."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+
+from rope_ext.methods.kinds import FrequencyMethod
+from rope_ext.methods.longrope import check_table, table_of
+from rope_ext.methods.registry import register
+from rope_ext.methods.rope import Rope
+
+_EARLIER = 30 / 35  # the critical pair of Llama-3-8B that was found, over the theoretical one
+
+
+@register
+@dataclass(frozen=True, kw_only=True)
+class LongRoPE2(FrequencyMethod):
+    """Slow pairs divided by the factor or more from a critical pair on, NTK below it.
+
+    In theory the first pair that needs it is the first without a full turn in the trained
+    context. Slow pairs are trained too little for that, so that the real critical pair is a
+    faster one: of Llama-3-8B 30 instead of 35 was found, by a search on the tokens that answer
+    needles. Faster pairs are divided by what an NTK base gives that meets the critical pair.
+    Cosine and sine are multiplied by ``sqrt(1 + ln(s) / ln(length))``, as in LongRoPE's code.
+
+    Args:
+        critical: index of the first pair that is divided by ``stretch * factor``, from 0; None
+            is 30/35 of the theoretical one.
+        stretch: from 1 to 2, the range of the paper's search for the slow pairs.
+        long_factor: a searched or published table in place of all this: what each pair is
+            divided by.
+
+    Shang et al. 2025, arXiv 2502.20082, section 3. Its evolution of the table, on answer tokens
+    only, is no part of this; its training on two kinds of windows neither.
+    """
+
+    name: ClassVar[str] = "longrope2"
+    paper: ClassVar[str] = "arXiv 2502.20082"
+    use: ClassVar[str] = "NTK up to a critical pair, to be searched; its tables"
+
+    critical: int | None = None
+    stretch: float = 1.0
+    long_factor: Sequence[float] | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.require_tokens("critical", minimum=0)
+        self.require_number("stretch", minimum=1, maximum=2)
+        if self.long_factor is not None:
+            check_table(self, "long_factor")
+            self.require("critical", self.critical is None, "None where long_factor is given")
+
+    def grids(self, rope: Rope) -> dict[str, tuple[Any, ...]]:
+        if self.long_factor is not None:
+            return super().grids(rope)
+        theory = int((rope.rotations >= 1).sum())
+        critical = tuple(round(share * theory) for share in (0.6, 0.75, 0.9, 1))
+        return {**super().grids(rope), "critical": critical, "stretch": (1.0, 1.25, 1.5)}
+
+    def critical_pair(self, rope: Rope) -> int:
+        """``critical``, or what follows for a trained embedding."""
+        if self.critical is not None:
+            return self.critical
+        return round(_EARLIER * int((rope.rotations >= 1).sum()))
+
+    def inv_freq(self, rope: Rope) -> torch.Tensor:
+        if self.long_factor is not None:
+            return rope.inv_freq / table_of(self, "long_factor", rope)
+        critical = self.critical_pair(rope)
+        index = torch.arange(rope.dim // 2, dtype=torch.float64, device="cpu")
+        power = torch.where(index < critical, index / max(critical, 1), 1.0)
+        return rope.inv_freq / float(self.stretch * self.factor) ** power
+
+    def own_scaling(self, rope: Rope) -> float:
+        return math.sqrt(1 + math.log(self.factor) / math.log(rope.length))

@@ -1,0 +1,211 @@
+"""Temperatures: numbers that multiply queries, by their position or all alike.
+
+A query times ``tau`` has all its logits times ``tau``, those of columns that do not rotate too.
+Positions count from the first token of a sequence. All that grow with it start at 1, and so change
+nothing for as long as they do.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
+
+import torch
+
+from rope_ext.methods.checked import Checked
+from rope_ext.methods.rope import plain_number
+
+
+def yarn_factor(factor: float) -> float:
+    """YaRN's number on cosine and sine (arXiv 2309.00071, eq. 22)."""
+    return 0.1 * math.log(factor) + 1.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Temperature(Checked):
+    """Base of all temperatures: frozen dataclasses whose fields are their options."""
+
+    def filled(self, length: int, factor: float) -> Temperature:
+        """The same with every option filled in.
+
+        Args:
+            length: trained context, tokens.
+            factor: of the method.
+        """
+        return self
+
+    def at(self, t: torch.Tensor) -> torch.Tensor:
+        """``tau`` of a :meth:`filled` one at the positions ``t``, float64, counted from 0."""
+        raise NotImplementedError
+
+    @property
+    def constant(self) -> float | None:
+        """``tau``, where it is the same at every position; None: it is not."""
+        return None
+
+    @property
+    def formula(self) -> str:
+        """``tau`` of a :meth:`filled` one in words, with ``i`` for the position."""
+        raise NotImplementedError
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain values, from which :func:`as_temperature` makes the same."""
+        return {"temperature": self.name, **self.options()}
+
+    def __repr__(self) -> str:
+        defaults = {field.name: field.default for field in dataclasses.fields(self)}
+        given = [f"{k}={v!r}" for k, v in self.options().items() if v != defaults[k]]
+        return f"{type(self).__name__}({', '.join(given)})"
+
+
+@dataclass(frozen=True, kw_only=True, repr=False)
+class LogN(Temperature):
+    """``max(1, ln(i + 1) / ln(length))``: as much sharper as there are more tokens to look at.
+
+    Args:
+        length: tokens; the trained length by default.
+        scale: share of the growth, ``1 + scale (tau - 1)``; 1 as published.
+
+    Su 2023, kexue.fm/archives/8823.
+    """
+
+    name: ClassVar[str] = "log_n"
+
+    length: int | None = None
+    scale: float = 1.0
+
+    def __post_init__(self) -> None:
+        self.require_tokens("length", minimum=2)
+        self.require_number("scale", above=0, maximum=100)
+
+    def filled(self, length: int, factor: float) -> LogN:
+        return replace(self, length=self.length or length)
+
+    def at(self, t: torch.Tensor) -> torch.Tensor:
+        return 1 + self.scale * ((t + 1).log() / math.log(self.length) - 1).clamp(min=0)
+
+    @property
+    def formula(self) -> str:
+        if self.scale == 1:
+            return f"max(1, ln(i + 1) / ln {self.length})"
+        return f"1 + {self.scale:g} max(0, ln(i + 1) / ln {self.length} - 1)"
+
+
+@dataclass(frozen=True, kw_only=True, repr=False)
+class Llama4(Temperature):
+    """``1 + beta ln(1 + floor(i / length))``: a step with every trained length.
+
+    Ministral 3 and Mistral 4 count positions from 0, as here; Llama 4 counts them from 1, so that
+    its steps come one token earlier.
+
+    Args:
+        beta: 0.1 as published.
+        length: tokens; the trained length by default (Llama 4: 8192).
+    """
+
+    name: ClassVar[str] = "llama4"
+
+    beta: float = 0.1
+    length: int | None = None
+
+    def __post_init__(self) -> None:
+        self.require_number("beta", above=0, maximum=100)
+        self.require_tokens("length")
+
+    def filled(self, length: int, factor: float) -> Llama4:
+        return replace(self, length=self.length or length)
+
+    def at(self, t: torch.Tensor) -> torch.Tensor:
+        return 1 + self.beta * (t / self.length).floor().log1p()
+
+    @property
+    def formula(self) -> str:
+        return f"1 + {self.beta:g} ln(1 + floor(i / {self.length}))"
+
+
+@dataclass(frozen=True, kw_only=True, repr=False)
+class YaRNTemperature(Temperature):
+    """``(0.1 ln(s) + 1) ** 2``, the same at every position.
+
+    YaRN multiplies cosine and sine by ``0.1 ln(s) + 1``, and with them queries and keys: logits are
+    multiplied by its square. So is the query here. Where every column of a head rotates, both
+    compute the same; else this one reaches the other columns as well.
+
+    Args:
+        factor: ``s``; that of the method by default.
+
+    Peng et al. 2023, arXiv 2309.00071, eq. 22.
+    """
+
+    name: ClassVar[str] = "yarn"
+
+    factor: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.factor is not None:
+            self.require_number("factor", minimum=1)
+
+    def filled(self, length: int, factor: float) -> YaRNTemperature:
+        return replace(self, factor=float(self.factor or factor))
+
+    @property
+    def constant(self) -> float | None:
+        return None if self.factor is None else yarn_factor(self.factor) ** 2
+
+    def at(self, t: torch.Tensor) -> torch.Tensor:
+        return torch.full_like(t, self.constant)
+
+    @property
+    def formula(self) -> str:
+        return f"{self.constant:.4g} = (0.1 ln {self.factor:g} + 1) ** 2"
+
+
+@dataclass(frozen=True, kw_only=True, repr=False)
+class Constant(Temperature):
+    """The same number at every position.
+
+    Args:
+        value: above 0.
+    """
+
+    name: ClassVar[str] = "constant"
+
+    value: float
+
+    def __post_init__(self) -> None:
+        self.require_number("value", above=0, maximum=100)
+
+    @property
+    def constant(self) -> float | None:
+        return float(self.value)
+
+    def at(self, t: torch.Tensor) -> torch.Tensor:
+        return torch.full_like(t, self.constant)
+
+    @property
+    def formula(self) -> str:
+        return f"{self.value:.4g}"
+
+
+TEMPERATURES = {cls.name: cls for cls in (LogN, Llama4, YaRNTemperature, Constant)}
+"""By name. A constant has no default, so that its name alone is none."""
+
+
+def as_temperature(given: Any) -> Temperature | None:
+    """A temperature by name, as a number, as JSON or as itself; None: it is none."""
+    if isinstance(given, Temperature):
+        return given
+    if isinstance(given, Mapping):
+        options = dict(given)
+        cls = TEMPERATURES.get(options.pop("temperature", None))
+        try:
+            return cls and cls(**options)
+        except TypeError:  # an option that it does not have, or lacks
+            return None
+    if isinstance(given, str):
+        return TEMPERATURES[given]() if given in TEMPERATURES and given != Constant.name else None
+    number = plain_number(given)
+    return Constant(value=number) if number is not None and 1e-30 <= number <= 100 else None

@@ -1,0 +1,77 @@
+"""The bias of an attention layer: what it learns of it, and the values by distance."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from rope_ext.encodings import Encoding
+from rope_ext.methods import Rope
+
+NAME = "rope_ext_bias"  # of the module within an attention module, and so in checkpoints
+
+
+def learned(model: nn.Module) -> dict[str, nn.Parameter]:
+    """What the encoding on ``model`` has learned, by the names of its ``state_dict``."""
+    return {
+        f"{name}.{key}": value
+        for name, module in model.named_modules(remove_duplicate=False)
+        if isinstance(module, DistanceBias)
+        for key, value in module.named_parameters(recurse=False)
+    }
+
+
+class DistanceBias(nn.Module):
+    """What an encoding adds to the logits of one attention layer, or of all.
+
+    Args:
+        encoding: which.
+        heads: of the layer's queries.
+        rope: the trained embedding.
+        like: whose dtype and device the parameters take.
+    """
+
+    def __init__(self, encoding: Encoding, heads: int, rope: Rope, like: torch.Tensor) -> None:
+        super().__init__()
+        self.encoding, self.heads, self.rope = encoding, heads, rope
+        for name, value in encoding.initial(heads, rope).items():
+            self.register_parameter(name, nn.Parameter(value.to(like.device, like.dtype)))
+        self._made: tuple[tuple, torch.Tensor] | None = None
+
+    def forward(
+        self, distances: int, device: torch.device, dtype: torch.dtype
+    ) -> torch.Tensor | None:
+        """``[heads, n]``: the values of all distances below ``distances``.
+
+        Where the bias stays the same from some distance on, that is the last.
+        """
+        settled = self.encoding.settles(self.rope)
+        if settled is not None:
+            distances = min(distances, settled + 1)
+        learned = dict(self.named_parameters())
+        kept = not (torch.is_grad_enabled() and learned) and not self._untracked(learned)
+        if not kept:
+            return self._values(distances, device, dtype, learned)
+        state = (device, dtype, *((value._version, value.data_ptr()) for value in learned.values()))
+        if self._made is None or self._made[0] != state or self._made[1].shape[1] < distances:
+            room = distances if settled == distances - 1 else 2 * distances
+            with torch.inference_mode(False), torch.no_grad():  # it outlives the mode
+                values = self._values(room, device, dtype, learned)
+            if values is None:
+                return None
+            self._made = (state, values)
+        return self._made[1][:, :distances]
+
+    def _values(
+        self,
+        distances: int,
+        device: torch.device,
+        dtype: torch.dtype,
+        learned: dict[str, torch.Tensor],
+    ) -> torch.Tensor | None:
+        distance = torch.arange(distances, dtype=dtype, device=device)
+        return self.encoding.bias(distance, self.heads, self.rope, learned)
+
+    @staticmethod
+    def _untracked(learned: dict[str, torch.Tensor]) -> bool:
+        return any(value.is_inference() for value in learned.values())

@@ -1,0 +1,178 @@
+"""A temperature under a frequency method: queries multiplied on their way into the attention.
+
+Every attention layer of transformers reads the name of its attention function in its
+configuration. A layer that is to have a temperature gets a view of the same configuration with
+another name there. Under that name the query is multiplied, and all is handed on to the function
+that the model's own configuration names, with the mask that the model made for it.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AttentionInterface
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from rope_ext.errors import UnsupportedModelError
+from rope_ext.methods.temperature import Temperature
+from rope_ext.position.layers import turned_layers
+from rope_ext.rotary.buffers import Changes
+from rope_ext.rotary.sequences import Sequences
+from rope_ext.rotary.sites import Place, evaluating, text_config
+
+NAME = "rope_ext_queries"  # names with sdpa, flash, flex_attention or a slash take special paths
+
+
+class View:
+    """A configuration, but for the name of the attention function.
+
+    Args:
+        config: what it is a view of.
+        eager: the attention function that the layer's own file has.
+        temperature: filled in.
+        sequences: those of the batch; None with a constant.
+    """
+
+    _attn_implementation = NAME
+
+    def __init__(
+        self,
+        config: Any,
+        eager: Callable[..., Any],
+        temperature: Temperature,
+        sequences: Sequences | None,
+    ) -> None:
+        self.config, self.eager = config, eager
+        self.temperature, self.sequences = temperature, sequences
+        self.constant = temperature.constant
+        self.reached: list[nn.Module] | None = None  # while it is proven, who came by
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or name == "config":  # while a copy is being made
+            raise AttributeError(name)
+        return getattr(self.config, name)
+
+
+def install(
+    place: Place,
+    temperature: Temperature,
+    sequences: Sequences | None,
+    local_too: bool,
+    changes: Changes,
+) -> list[str]:
+    """Put a temperature in force in the layers that ``place.scaled`` turns.
+
+    Args:
+        place: where.
+        temperature: filled in.
+        sequences: those of the batch, where it follows positions.
+        local_too: also in layers that see a limited window.
+        changes: gets the way back.
+
+    Returns:
+        Sentences for ``describe``.
+
+    Raises:
+        UnsupportedModelError: there are no such layers, or it cannot be proven to reach them.
+    """
+    decoder, config = place.decoder, text_config(place.decoder)
+    layers = turned_layers(decoder, place.scaled)
+    chosen = [module for module, local in layers.items() if local_too or not local]
+    if not chosen:
+        raise UnsupportedModelError(
+            f"{type(decoder).__name__}: every layer with a rotary embedding sees a limited window "
+            f"only, where a temperature is of no use; pass sliding_layers='scale' to have it there "
+            f"all the same"
+        )
+    for module in chosen:
+        eager = inspect.unwrap(type(module).forward).__globals__.get("eager_attention_forward")
+        if module.__dict__.get("config") is not config:
+            raise UnsupportedModelError(
+                f"{type(decoder).__name__}: {type(module).__name__} reads its attention function "
+                f"in a configuration of its own, so a temperature cannot be put there; leave "
+                f"temperature out, or give an attention_factor"
+            )
+        changes.replaced.append((module, "config", config))
+        module.config = View(config, eager, temperature, sequences)
+    _prove(decoder, chosen)
+    notes = [f"temperature: {temperature.formula}, in {len(chosen)} attention layers"]
+    if len(chosen) < len(layers):
+        notes[0] += f"; {len(layers) - len(chosen)} that see a limited window have none"
+    return notes
+
+
+@torch.no_grad()
+def _prove(decoder: nn.Module, modules: list[nn.Module]) -> None:
+    """Raise unless the attention of all ``modules`` goes by their views."""
+    device = decoder.get_input_embeddings().weight.device
+    device = "cpu" if device.type == "meta" else device  # offloaded: a hook moves the tokens along
+    reached: list[nn.Module] = []
+    for module in modules:
+        module.config.reached = reached
+    try:
+        with evaluating(decoder):
+            decoder(input_ids=torch.ones(1, 2, dtype=torch.long, device=device), use_cache=False)
+    finally:
+        for module in modules:
+            module.config.reached = None
+    if set(reached) != set(modules):
+        raise UnsupportedModelError(
+            f"{type(decoder).__name__}: its attention layers do not read their attention function "
+            f"in their configuration, so a temperature cannot be put there; leave temperature out, "
+            f"or give an attention_factor"
+        )
+
+
+def _attend(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: Any,
+    dropout: float = 0.0,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Attention function under :data:`NAME`."""
+    view = module.config
+    if view.reached is not None:
+        view.reached.append(module)
+    name = view.config._attn_implementation
+    own = ALL_ATTENTION_FUNCTIONS.get_interface(name, view.eager)
+    if view.sequences is None:
+        query = query * view.constant
+    elif torch.compiler.is_compiling():
+        query = _untraced(view, query)
+    else:
+        query = _by_position(view, query)
+    return own(module, query, key, value, attention_mask, dropout=dropout, **kwargs)
+
+
+@torch.compiler.disable
+def _untraced(view: View, query: torch.Tensor) -> torch.Tensor:
+    return _by_position(view, query)
+
+
+def _by_position(view: View, query: torch.Tensor) -> torch.Tensor:
+    forward = view.sequences.under_way()
+    if forward is None or forward.positions is None:
+        raise UnsupportedModelError(
+            f"an attention layer with temperature={view.temperature!r} was run by itself, and its "
+            f"positions are not known; run the whole model, or give temperature= a number"
+        )
+    dtype = torch.float64 if query.dtype == torch.float64 else torch.float32
+    heat = forward.heat(view.temperature, query.device, dtype)
+    if heat is None:
+        return query
+    if heat.shape[2] != query.shape[2]:
+        raise UnsupportedModelError(
+            f"an attention layer has {query.shape[2]} queries for {heat.shape[2]} positions, so "
+            f"temperature={view.temperature!r} cannot follow them; give temperature= a number"
+        )
+    return (query * heat).to(query.dtype)
+
+
+AttentionInterface.register(NAME, _attend)

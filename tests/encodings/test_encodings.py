@@ -1,0 +1,131 @@
+"""Whole models under an encoding beside the rotation: the papers' biases, exactly."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from transformers.models.bloom.modeling_bloom import build_alibi_tensor
+from transformers.models.mpt.modeling_mpt import build_mpt_alibi_tensor
+from transformers.models.t5.modeling_t5 import T5Attention
+
+import rope_ext
+from rope_ext.encodings.alibi import slopes
+from rope_ext.methods import all_encodings, build_method
+from tests.helpers.encodings import FORMULAS, LEARNED, dense, parameters, patch
+from tests.helpers.models import tiny_llama
+from tests.helpers.positions import CACHES, EXACT, FAMILIES, NEW, decoded, logits, padded
+
+KINDS = ["llama", "qwen3", "mistral", "gemma2 scaled", "gpt_neox", "cohere", "smollm3", "gpt_oss"]
+
+
+def test_every_encoding_has_its_formula_here() -> None:
+    assert {cls.name for cls in all_encodings()} == set(FORMULAS)
+
+
+@pytest.mark.parametrize("heads", [1, 2, 3, 4, 6, 8, 12, 16, 20, 112])
+def test_slopes_are_those_of_bloom(heads: int) -> None:
+    """Of BLOOM and, in powers of two, of MPT, whose interpolation is another."""
+    of_bloom = build_alibi_tensor(torch.ones(1, 2), heads, torch.float32)[:, 0, 1]
+    torch.testing.assert_close(slopes(heads).float(), of_bloom)
+    if heads & (heads - 1) == 0:
+        of_mpt = -build_mpt_alibi_tensor(heads, 2)[:, 0, 0]
+        torch.testing.assert_close(slopes(heads).float(), of_mpt)
+
+
+@pytest.mark.parametrize(("buckets", "farthest"), [(32, 128), (16, 64), (7, 20), (64, 5000)])
+def test_buckets_are_those_of_t5(buckets: int, farthest: int) -> None:
+    distance = torch.arange(20_000)
+    of_t5 = T5Attention._relative_position_bucket(-distance, False, buckets, farthest)
+    encoding = rope_ext.T5(num_buckets=buckets, max_distance=farthest)
+    assert torch.equal(encoding.bucket(distance.double()), of_t5)
+    assert bool((of_t5[farthest:] == buckets - 1).all())  # from where on it settles
+
+
+@pytest.mark.parametrize("name", FORMULAS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_logits_and_gradients_are_those_of_the_dense_bias(kind: str, name: str, ids) -> None:
+    family = FAMILIES[kind]
+    model, plain = family.model(), family.model()
+    patch(model, name, **family.options)
+    learned = parameters(model)
+    assert bool(learned) == (name in LEARNED)
+    with dense(plain, family, name, torch.arange(90)[None], learned):
+        right = plain(ids).logits
+    found = model(ids).logits
+    torch.testing.assert_close(found, right, **EXACT)
+    if learned:
+        of_both = [
+            torch.autograd.grad(x.sin().sum(), list(learned.values())) for x in (found, right)
+        ]
+        for one, other in zip(*of_both, strict=True):  # sums over 16,000 pairs
+            torch.testing.assert_close(one, other, atol=2e-3, rtol=1e-3)
+    assert (found - logits(plain, ids)).abs().max() > 0.01
+
+
+@pytest.mark.parametrize("cache", CACHES)
+@pytest.mark.parametrize("name", ["nope", "alibi", "t5", "kerple_log"])
+def test_cached_decoding_equals_recomputation(name: str, cache: str, ids) -> None:
+    model = patch(tiny_llama(), name)
+    whole = logits(model, ids)
+    store = CACHES[cache](model.config)
+    steps = [40, 1, 1, 30, 1, 1, 1, 15]
+    torch.testing.assert_close(decoded(model, ids, steps, store), whole, **EXACT)
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize("name", ["alibi", "t5"])
+def test_a_row_of_a_batch_gives_what_it_gives_alone(name: str, side: str, ids) -> None:
+    model = patch(tiny_llama(), name)
+    rows = [ids[0], ids[1, :61], ids[0, 3:4]]
+    batch, mask, _ = padded(rows, side)
+    together = logits(model, batch, attention_mask=mask)
+    for row, real in enumerate(rows):
+        alone = logits(model, real[None])[0]
+        torch.testing.assert_close(together[row][mask[row].bool()], alone, **EXACT)
+
+
+@pytest.mark.parametrize("name", ["alibi", "kerple_power"])
+def test_packed_documents_and_gaps_in_positions(name: str, ids) -> None:
+    """Documents are kept apart; positions with gaps are taken as they are."""
+    model = patch(tiny_llama(), name)
+    row = ids[:1, :70]
+    positions = torch.cat((torch.arange(30), torch.arange(40)))[None]
+    packed = logits(model, row, position_ids=positions, use_cache=False)
+    alone = [logits(model, part) for part in row.split([30, 40], 1)]
+    torch.testing.assert_close(packed, torch.cat(alone, 1), **EXACT)
+    gaps = torch.cat((torch.arange(30), torch.arange(500, 540)))[None]
+    plain = tiny_llama()
+    with dense(plain, FAMILIES["llama"], name, gaps, parameters(model)):
+        right = logits(plain, row, position_ids=gaps, attention_mask=torch.ones_like(row))
+    found = logits(model, row, position_ids=gaps, attention_mask=torch.ones_like(row))
+    torch.testing.assert_close(found, right, **EXACT)
+
+
+def test_no_later_token_changes_an_earlier_logit(ids) -> None:
+    for name in FORMULAS:
+        model = patch(tiny_llama(), name)
+        before = logits(model, ids)
+        other = ids.clone()
+        other[:, 60:] = other[:, 60:].flip(1)
+        torch.testing.assert_close(logits(model, other)[:, :60], before[:, :60], **EXACT)
+
+
+@pytest.mark.parametrize("more", [{}, {"num_beams": 3}, {"cache_implementation": "static"}])
+def test_generation_is_that_of_recomputation(more: dict, ids) -> None:
+    model = patch(tiny_llama(), "alibi", factor=4)
+    prompt = ids[:, :70]
+    cached = model.generate(prompt, **NEW, **more)
+    more.pop("cache_implementation", None)
+    assert torch.equal(cached, model.generate(prompt, **NEW, **more, use_cache=False))
+
+
+def test_options_are_checked() -> None:
+    for options, said in (
+        ({"num_buckets": 1}, "num_buckets=1 is not valid; it must be a whole number of at least 2"),
+        ({"max_distance": 16}, "max_distance=16 is not valid; it must be more than 16"),
+        ({"factor": 0.5}, "factor=0.5 is not valid"),
+    ):
+        with pytest.raises(rope_ext.OptionError, match=said):
+            build_method("t5", **options)
+    with pytest.raises(rope_ext.UnknownMethodError, match="did you mean 'alibi'"):
+        rope_ext.patch(tiny_llama(), "alibl")

@@ -1,0 +1,119 @@
+"""What an encoding learns is part of the model: trained, saved, reloaded and taken out again."""
+
+from __future__ import annotations
+
+import copy
+
+import peft
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+
+import rope_ext
+from tests.helpers.encodings import FORMULAS, LEARNED, parameters, patch
+from tests.helpers.models import tiny_llama
+from tests.helpers.positions import logits
+
+
+@pytest.mark.parametrize("name", FORMULAS)
+def test_unpatching_takes_it_out_bit_for_bit(name: str, ids) -> None:
+    model = tiny_llama()
+    before, plain = dict(model.state_dict()), logits(model, ids)
+    patch(model, name)
+    assert set(parameters(model)) == set(model.state_dict()) - set(before)
+    rope_ext.unpatch(model)
+    after = model.state_dict()
+    assert list(after) == list(before) and all(after[key] is before[key] or
+        torch.equal(after[key], before[key]) for key in before)  # fmt: skip
+    assert torch.equal(logits(model, ids), plain)
+
+
+def test_shared_parameters_are_there_once() -> None:
+    assert len(parameters(patch(tiny_llama(), "t5"))) == 1
+    layers = tiny_llama().config.num_hidden_layers
+    assert len(parameters(patch(tiny_llama(), "kerple"))) == 2 * layers > 2
+
+
+@pytest.mark.parametrize("name", LEARNED)
+def test_an_optimizer_trains_it(name: str, ids) -> None:
+    model = patch(tiny_llama(), name)
+    before = {key: value.clone() for key, value in parameters(model).items()}
+    model.train()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    losses = []
+    for _ in range(3):
+        loss = model(ids[:, :60], labels=ids[:, :60]).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    assert losses[2] < losses[0]
+    assert all(not torch.equal(before[key], value) for key, value in parameters(model).items())
+    model.eval()  # values that were kept for decoding follow
+    with torch.no_grad():
+        first = logits(model, ids)
+        next(iter(parameters(model).values())).add_(1)
+        assert not torch.equal(logits(model, ids), first)
+
+
+@pytest.mark.parametrize("shards", [{}, {"max_shard_size": "30KB"}])
+@pytest.mark.parametrize("name", ["alibi", *LEARNED])
+def test_reloaded_to_the_bit(name: str, shards: dict, ids, tmp_path, capfd) -> None:
+    model = patch(tiny_llama(), name, factor=2)
+    want = logits(model, ids)
+    model.save_pretrained(tmp_path, **shards)
+    with pytest.raises(Exception, match="unknown to plain transformers"):
+        AutoModelForCausalLM.from_pretrained(tmp_path)
+    again = rope_ext.from_pretrained(tmp_path)
+    assert torch.equal(logits(again, ids), want)
+    assert "unexpected" not in "".join(capfd.readouterr()).lower()
+
+
+def test_weights_that_lack_it_are_refused(tmp_path) -> None:
+    patch(tiny_llama(), "t5").save_pretrained(tmp_path)
+    file = tmp_path / "model.safetensors"
+    weights = load_file(file)
+    kept = {key: value for key, value in weights.items() if "rope_ext_bias" not in key}
+    save_file(kept, file, metadata={"format": "pt"})
+    with pytest.raises(rope_ext.LoadError, match=r"has no .*layers\.0.*rope_ext_bias\.beta"):
+        rope_ext.from_pretrained(tmp_path)
+
+
+def test_an_adapter_can_train_it_along(ids, tmp_path) -> None:
+    base = tiny_llama()
+    base.save_pretrained(tmp_path / "base")
+    model = rope_ext.patch(base, "t5")
+    config = peft.LoraConfig(
+        r=2, target_modules=["q_proj"], modules_to_save=["rope_ext_bias"], task_type="CAUSAL_LM"
+    )
+    model = peft.get_peft_model(model, config)
+    trained = {n: p for n, p in model.named_parameters() if p.requires_grad and "bias" in n}
+    assert len(trained) == 1
+    before = logits(model, ids)
+    with torch.no_grad():
+        next(iter(trained.values())).normal_()
+    want = logits(model, ids)
+    assert not torch.equal(want, before)
+    model.save_pretrained(tmp_path / "adapter")
+    rope_ext.save_sidecar(model, tmp_path / "adapter")
+    again = rope_ext.from_pretrained(tmp_path / "adapter", base=tmp_path / "base")
+    torch.testing.assert_close(logits(again, ids), want, atol=0, rtol=0)
+
+
+def test_copies_have_their_own(ids) -> None:
+    model = patch(tiny_llama(), "t5")
+    want = logits(model, ids)
+    other = copy.deepcopy(model)
+    with torch.no_grad():
+        next(iter(parameters(other).values())).add_(torch.randn(1))
+        parameters(other)[next(iter(parameters(other)))][0, 3] += 1
+    assert torch.equal(logits(model, ids), want)
+    assert not torch.equal(logits(other, ids), want)
+
+
+def test_engines_refuse_it() -> None:
+    model = patch(tiny_llama(), "alibi", factor=2)
+    for engine in ("vllm", "llama.cpp", "transformers"):
+        with pytest.raises(rope_ext.ExportError, match="positions of queries and keys"):
+            rope_ext.export(model, engine)

@@ -1,0 +1,639 @@
+"""Benchmarks with data of their own: prompts, scores and errors, and the page that lists them.
+
+Digests are of the prompts that the authors' code makes of the same rows; values are computed by
+hand from its definitions.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import AutoTokenizer
+
+from rope_ext.errors import MeasureError, OptionError
+from rope_ext.measure import rows as reading
+from rope_ext.measure.cases import Case
+from rope_ext.measure.prompts import Frame, encode, joined
+from rope_ext.measure.run import share_found
+from rope_ext.measure.settings import Settings
+from rope_ext.measure.tasks import Task, all_tasks, build, options
+from rope_ext.measure.tasks.babilong import LABELS, OnlyLabel
+from rope_ext.measure.tasks.helmet import REFUSED, SETS, Ndcg, Substring
+from rope_ext.measure.tasks.hops import OnlyEnd
+from rope_ext.measure.tasks.infinitebench import TOKENS, Scored
+from rope_ext.measure.tasks.longbench import Letter
+from rope_ext.measure.tasks.mrcr import Repeated
+from rope_ext.measure.tasks.nolima import TEMPLATE, Book, Gold, distractor_depth, read_tests
+from tests.helpers import benchmarks
+from tests.helpers.benchmarks import HELMET, HELMET_DEMOS, INFINITEBENCH, LONGBENCH, write_rows
+
+ROOT = Path(__file__).parents[2]
+SETTINGS = Settings(models=("m",), methods=("yarn",), lengths=(4096,))
+
+
+@pytest.fixture(scope="module")
+def frame() -> Frame:
+    return Frame.of(AutoTokenizer.from_pretrained(ROOT / "checkpoints" / "tiny-512"), "no")
+
+
+@pytest.fixture(scope="module")
+def chat(frame: Frame) -> Frame:
+    """The same model with a template."""
+    around = (tuple(encode(frame.tokenizer, text)) for text in ("Q: ", "\nA: "))
+    return Frame(frame.tokenizer, *around)
+
+
+def given(name: str, folder: Path, rows: list[benchmarks.Row] | None = None) -> Task:
+    """The part of a task that has this name, with made-up data, or these."""
+    if name == "longbench_v2":
+        made = {"longbench_data": write_rows(folder / "data.json", rows or LONGBENCH)}
+    elif name == "nolima":
+        (folder / "book.txt").write_text("The mill stood by the river.\n" * 200, encoding="utf-8")
+        made = {
+            "nolima_needles": write_rows(folder / "needles.json", rows or benchmarks.NOLIMA),
+            "nolima_books": (str(folder / "book.txt"),),
+            "samples": 3,
+        }
+    elif name.startswith("infinitebench"):
+        task = name.removeprefix("infinitebench_")
+        made_rows = rows or [INFINITEBENCH[task]]
+        name = "infinitebench"
+        made = {"infinitebench_data": (write_rows(folder / f"{task}.jsonl", made_rows),)}
+    else:
+        task = name.removeprefix("helmet_")
+        name = "helmet"
+        data = write_rows(folder / "rows.jsonl", rows or HELMET[task])
+        made = {"helmet_data": (f"{task}={data}",)}
+        if task in HELMET_DEMOS:
+            demos = write_rows(folder / "demos.jsonl", HELMET_DEMOS[task])
+            made["helmet_demos"] = (f"{task}={demos}",)
+    [part] = [part for task in build([name], made) for part in task.parts(SETTINGS)]
+    return part
+
+
+def texts(task: Task, frame: Frame, length: int = 65536, seed: int = 42) -> list[str]:
+    cases = task.questions(frame, [length], seed).cases
+    cut = slice(len(frame.head), -len(frame.tail) or None)
+    return [frame.tokenizer.decode(case.ids[cut]) for case in cases]
+
+
+# What the authors' code makes of the same rows
+
+
+def slow_with_rouge(names: Iterable[str]) -> list[Any]:
+    """As parameters; importing ROUGE takes seconds."""
+    rouge = "infinitebench_longbook_sum_eng"
+    return [pytest.param(n, marks=pytest.mark.slow) if n == rouge else n for n in names]
+
+
+def digests(prompts: list[str]) -> list[str]:
+    return [hashlib.sha256(text.encode()).hexdigest()[:12] for text in prompts]
+
+
+OFFICIAL = {
+    "longbench_v2": ("4174c65c041e 4174c65c041e",) * 2,
+    "infinitebench_passkey": ("369e537320f0", "9db160ef18a6"),
+    "infinitebench_number_string": ("0a416c3813cf", "a0881363fdb0"),
+    "infinitebench_kv_retrieval": ("707981b79368", "707981b79368"),
+    "infinitebench_longbook_sum_eng": ("e0f09bb0674c", "d07e5667fd5b"),
+    "infinitebench_longbook_choice_eng": ("5e04c9de1bae", "d3a3220980b6"),
+    "infinitebench_longbook_qa_eng": ("6d6080dc5167", "b5171b9dd466"),
+    "infinitebench_longbook_qa_chn": ("073b4c75970c", "d244fb5d25e1"),
+    "infinitebench_longdialogue_qa_eng": ("8a3d6382b21e", "b31034a299d7"),
+    "infinitebench_math_find": ("97f57478e73e", "97f57478e73e"),
+    "infinitebench_math_calc": ("d252a3245bd7", "9c57305bec7c"),
+    "infinitebench_code_run": ("aa1615ad13a6", "9a69b6a5d927"),
+    "infinitebench_code_debug": ("9b12192c4f56", "a48a8dabc6f2"),
+    "helmet_ruler_niah_mk_2": ("6bb15b65c75b", "71b74fd447bf"),
+    "helmet_ruler_niah_mk_3": ("3ea0d754625e", "c33bde1338f5"),
+    "helmet_ruler_niah_mv": ("bfc366ca335a", "9ebce1969f3d"),
+    "helmet_json_kv": ("6b77e3b62113", "dd6e36d0fbf1"),
+    "helmet_kilt_nq": ("af4d1a066f90 8163cb2d5d01", "aaf6bdcf5b19 8cce4a4a37ba"),
+    "helmet_kilt_triviaqa": ("af4d1a066f90 8163cb2d5d01", "aaf6bdcf5b19 8cce4a4a37ba"),
+    "helmet_kilt_hotpotqa": ("af4d1a066f90 8163cb2d5d01", "aaf6bdcf5b19 8cce4a4a37ba"),
+    "helmet_kilt_popqa_3": ("48cd8d6b9253 d477bcb3914b", "7447b7b360f1 dd5923d6057e"),
+    "helmet_msmarco_rerank_psg": ("2240d0318bb9 9c8ed8aca61b", "26c1461e143b ab461890e691"),
+}
+"""Of the prompts for a base and for a chat model; HELMET's with seed 42 and two samples."""
+
+
+@pytest.mark.parametrize("name", slow_with_rouge(OFFICIAL))
+def test_prompts_are_those_of_the_official_code(
+    name: str, frame: Frame, chat: Frame, tmp_path: Path
+) -> None:
+    """With the rows that it draws, and the demonstrations."""
+    task = given(name, tmp_path)
+    if name.startswith("helmet"):
+        task = replace(task, made={n: replace(one, samples=2) for n, one in task.made.items()})
+    for model, official in zip((frame, chat), OFFICIAL[name], strict=True):
+        assert digests(texts(task, model)) == official.split()
+
+
+def test_babilong_prompts_are_those_of_the_official_code() -> None:
+    from rope_ext.measure.tasks.babilong import PROMPTS
+    from rope_ext.measure.tasks.babilong import TEMPLATE as AROUND
+
+    made = {
+        task: AROUND.format(
+            instruction=instruction,
+            examples=examples,
+            format=form,
+            context="CONTEXT",
+            question="QUESTION",
+        )
+        for task, (instruction, examples, form) in PROMPTS.items()
+    }
+    official = ["d2d0b53ac55e", "477c043becbf", "007ef44be15a", "317a2e470ee0", "16e4009afa01"]
+    assert list(made) == ["qa1", "qa2", "qa3", "qa4", "qa5"]
+    assert digests(list(made.values())) == official
+
+
+def test_in_context_learning_shows_every_label_alike(frame: Frame, tmp_path: Path) -> None:
+    task = given("helmet_icl_trec_coarse", tmp_path)
+    few = replace(task._at(8192), shots=18)
+    rows = HELMET["icl_trec_coarse"]
+    for prompt, row in zip(texts(few, frame), rows, strict=True):
+        instruction, *shown, end = prompt.split("\n\n")
+        assert instruction == (
+            "Use the provided mapping from the text to label to assign a label to the text. Only "
+            'output "label: {label}" and nothing else. '
+        )
+        assert end == f"{row['text']}\nlabel:"
+        pairs = [one.split("\nlabel: ") for one in shown]
+        numbers = [int(number) for _, number in pairs]
+        assert all(sorted(numbers[i : i + 6]) == [0, 1, 2, 3, 4, 5] for i in (0, 6, 12))
+        own = {number for text, number in pairs if text.split(" of ")[1][0] == row["text"][-2]}
+        assert len(own) == 1
+    for case, row in zip(few.questions(frame, [8192], 42).cases, rows, strict=True):
+        shown = frame.tokenizer.decode(case.ids)
+        assert f" of {row['coarse_label']}?\nlabel: {case.key}\n" in shown
+        assert case.judge(f" {case.key}\n") == 1 and case.judge(" 77") == 0
+    assert [task._at(n).shots for n in (8192, 65536, 131072, 16000)] == [400, 3300, 6600, 805]
+
+
+def test_nolima_fills_in_what_the_needle_set_says(tmp_path: Path) -> None:
+    tests = read_tests(write_rows(tmp_path / "needles.json", benchmarks.NOLIMA))
+    opera = "Actually, {CHAR} lives next to the Semper Opera House."
+    kiasma = "Actually, {CHAR} lives next to the Kiasma museum."
+    assert [(test.needle, test.question) for test in tests] == [
+        (opera, "Which character has been to Dresden?"),
+        (kiasma, "Which character has been to Helsinki?"),
+        (opera, "Who saw Saxony?"),
+        (kiasma, "Who saw Uusimaa?"),
+        ("Then Mandy said that tea would be too hot for her.", "Who could not drink tea?"),
+    ]
+    assert all(test.characters == ("Yuki", "Stuart") for test in tests[:-1])
+    assert tests[-1].answers == ("Mandy",) and tests[-1].characters == ()
+    assert tests[-1].distractor == "There was a sign about tea on the wall."
+    assert digests([TEMPLATE.format(haystack="HAYSTACK", question="QUESTION")]) == ["155fea8d446e"]
+
+
+def test_nolima_needles_follow_the_line_at_their_depth(frame: Frame) -> None:
+    """By the authors' rule: the first line that ends at the depth of the stretch, or later."""
+    text = "".join(f"line {n} of the book\n" for n in range(300))
+    book = Book.of(frame.tokenizer, text, "book")
+    ids = encode(frame.tokenizer, text)
+    breaks = [at for at, token in enumerate(ids) if "\n" in frame.tokenizer.decode([token])]
+    assert book.ends == [0, *breaks]
+    for depth in (0.0, 0.04, 0.5, 1.0):
+        start, at, end = book.place(500, depth)
+        line = min(place for place in [0, *breaks] if place >= depth * 501)
+        assert (start, at, end) == (line - round(500 * depth), line + 1, start + 500)
+        made = book.stretch(frame.tokenizer, 500, depth, "NEEDLE")
+        before, after = made.split(" NEEDLE\n")
+        assert before == frame.tokenizer.decode(ids[start:at]).rpartition("\n")[0]
+        assert after == frame.tokenizer.decode(ids[at:end])
+    with pytest.raises(MeasureError, match="too few lines for a stretch of 9999; give --nolima-bo"):
+        book.place(9999, 0.5)
+
+
+def test_distractors_of_nolima_stay_away_from_the_needle() -> None:
+    import random
+
+    for depth in (0.0, 0.3, 0.5, 0.9, 1.0):
+        places = [distractor_depth(depth, 2000, random.Random(n)) for n in range(200)]
+        assert all(abs(place - depth) >= 0.2 and 0 <= place <= 1 for place in places)
+    assert [distractor_depth(d, 400, random.Random(0)) for d in (0.1, 0.7, 0.8)] == [0.7, 0.5, 0.6]
+
+
+# Lengths
+
+
+@pytest.mark.parametrize("name", ["longbench_v2", "infinitebench_kv_retrieval"])
+def test_the_middle_falls_out_of_what_is_too_long(name: str, frame: Frame, tmp_path: Path) -> None:
+    task = given(name, tmp_path)
+    whole = texts(task, frame)[0]
+    ids = encode(frame.tokenizer, whole)
+    length = task.tokens + 61 + len(frame.head)
+    made = task.questions(frame, [length, 65536], 0)
+    short = made.cases[0]
+    assert short.ids == joined(frame.head, ids[:30], ids[-30:]) and short.tokens == length - 1
+    assert "the middle of the prompt is left out where a prompt is too long" in made.definition
+    assert f"({len(task.rows)} at {length})" in made.definition
+
+
+def test_helmet_cuts_the_end_of_the_context(frame: Frame, tmp_path: Path) -> None:
+    task = given("helmet_kilt_nq", tmp_path)
+    whole = texts(task, frame)[0]
+    least = len(encode(frame.tokenizer, whole)) + 20
+    for length in (least - 1, least - 30):
+        short = texts(task, frame, length)[0]
+        context, _, end = whole.rpartition("\n\nQuestion:")
+        start, _, same = short.rpartition("\n\nQuestion:")
+        assert same == end and context.startswith(start)
+        lost = len(encode(frame.tokenizer, whole)) - len(encode(frame.tokenizer, short))
+        assert least - length <= lost <= least - length + 2  # tokens merge at the cut
+    with pytest.raises(OptionError, match="a helmet_kilt_nq prompt needs at least"):
+        task.questions(frame, [100], 0)
+
+
+def test_helmet_takes_a_file_for_each_length(frame: Frame, tmp_path: Path) -> None:
+    files = [
+        write_rows(tmp_path / f"{n}.jsonl", [{**HELMET["json_kv"][0], "question": f"k{n}"}])
+        for n in (1, 2)
+    ]
+    data = (f"json_kv@1k={files[0]}", f"json_kv@2k={files[1]}")
+    [part] = [p for task in build(["helmet"], {"helmet_data": data}) for p in task.parts(SETTINGS)]
+    cases = part.questions(frame, [1024, 2048], 0).cases
+    prompts = [frame.tokenizer.decode(case.ids) for case in cases]
+    assert ["Key: k1\n" in prompts[0], "Key: k2\n" in prompts[1]] == [True, True]
+    with pytest.raises(OptionError, match="no data are given for helmet_json_kv at 512 tokens"):
+        part.questions(frame, [512], 0)
+
+
+def test_nolima_prompts_fill_their_length(frame: Frame, chat: Frame, tmp_path: Path) -> None:
+    task = replace(given("nolima", tmp_path), samples=None, depths=3)
+    for model in (frame, chat):
+        made = task.questions(model, [600, 1000], 0)
+        assert len(made.cases) == 2 * 5 * 3
+        for case in made.cases:
+            assert case.length - 12 <= case.tokens <= case.length
+            text = model.tokenizer.decode(case.ids)
+            assert text.count("Actually, ") + text.count("Mandy said") == 1
+            assert ("sign about tea" in text) == ("Mandy said" in text)
+            assert case.key in text and case.judge(f"{case.key}.") == 1
+            assert case.bin == round(case.depth * 2)
+    few = replace(task, samples=2).questions(frame, [600], 0).cases
+    assert [case.bin for case in few] == [None, None]  # a picture by depth has them all
+
+
+# Scores, by hand
+
+
+@dataclass(frozen=True)
+class Worth:
+    """What a judge makes of a text."""
+
+    judge: Any
+    written: str
+    value: float
+
+
+def worths() -> Iterator[Worth]:
+    for written, value in [
+        ("The correct answer is (B)", 1),
+        ("**The correct answer is (B)**.", 1),
+        ("The correct answer is B. Not (A)", 1),
+        ("The correct answer is (A). The correct answer is (B)", 0),
+        ("The correct answer is C, or The correct answer is (B)", 1),  # brackets come first
+        ("the correct answer is (B)", 0),
+        ("B", 0),
+    ]:
+        yield Worth(Letter("B"), written, value)
+    where = OnlyLabel("kitchen", "Where was the milk before the garden?", LABELS["qa3"])
+    for written, value in [
+        ("Before the garden the milk was in the KITCHEN.", 1),  # what is asked does not count
+        ("kitchen or office", 0),
+        ("The kitchen. Not the office", 1),
+        ("The kitchen<example>office", 1),
+        ("office", 0),
+        ("", 0),
+    ]:
+        yield Worth(where, written, value)
+    exact = Repeated("Ab1the red fox", "Ab1")
+    yield Worth(exact, "Ab1the red fox", 1)
+    yield Worth(exact, " Ab1the red fox", 0)
+    yield Worth(replace(exact, begun=True), " Ab1the red fox", 1)
+    yield Worth(exact, "the red fox", 0)
+    yield Worth(exact, "Ab1", 0)
+    yield Worth(Repeated("Ab1abcd", "Ab1"), "Ab1bcde", 2 * 3 / 8)
+    yield Worth(OnlyEnd("111", ("222",)), "It is 111.", 1)
+    yield Worth(OnlyEnd("111", ("222",)), "111 or 222", 0)
+    for metric, values in {
+        "contains": (1, 1, 0, 1),
+        "EM": (1, 0, 0, 0),
+        "lastline_contains": (1, 0, 0, 1),
+        "lastline_EM": (1, 0, 0, 0),
+    }.items():
+        for written, value in zip(("Yuki", "Yuki\nno", "yuki", "so:\nYuki."), values, strict=True):
+            yield Worth(Gold(("Yuki", "Yoko"), metric), written, value)
+    for task, label, written, value in [
+        ("passkey", ("71432",), "no 71432 here 5", 1),
+        ("passkey", ("71432",), "1 71432", 0),
+        ("kv_retrieval", ("c3-d4",), 'value: "c3-d4".', 1),
+        ("kv_retrieval", ("c3-d4",), "c3-d45", 0),
+        ("longdialogue_qa_eng", ("ACE", "BOB"), "It is ace!", 1),
+        ("longdialogue_qa_eng", ("ACE", "BOB"), "bob", 0),  # the first name alone counts
+        ("longbook_choice_eng", ("river", "B"), "B. river", 1),
+        ("longbook_choice_eng", ("river", "B"), "A river", 0),  # its first letter is a choice
+        ("longbook_choice_eng", ("river", "B"), "river", 1),
+        ("longbook_choice_eng", ("river", "B"), "I think the answer is: B", 1),
+        ("longbook_choice_eng", ("river", "B"), "The answer is", 0),
+        ("longbook_choice_eng", ("river", "B"), "so C then B", 0),
+        ("longbook_choice_eng", ("river", "B"), "", 0),
+        ("longbook_qa_eng", ("old wheel", "oak"), "The Wheel.", 2 / 3),
+        ("longbook_qa_eng", ("old wheel",), "none", 0),
+        ("longbook_qa_chn", ("胡一刀",), "胡, 刀。", 0.8),
+        ("math_find", (88,), "It is 88.0, not 3", 1),
+        ("math_find", (8.5,), "8.5", 1),
+        ("math_find", (88,), "none", 0),
+        ("math_calc", (1, 4, 8), "Values: [1, -4, 9, 8]", 2 / 3),
+        ("math_calc", (1, 4, 8), "", 0),
+        ("code_run", (-7,), "so -7.", 1),
+        ("code_run", (-7,), "-7 it is", 0),
+        ("code_debug", ("b_two", "B"), "B. b_two", 1),
+        ("code_debug", ("b_two", "B"), "The correct option is:\n\nB", 1),
+        ("code_debug", ("b_two", "B"), "the answer is: C, or B", 0),
+        ("code_debug", ("b_two", "B"), "B", 0),
+    ]:
+        yield Worth(Scored(task, label), written, value)
+    found = Substring(("the U.S.", "America"), "Answer:", "Answer:")
+    for written, value in [(" us", 1), (" In North America", 1), ("\nAnswer: us", 1), (" u s", 0)]:
+        yield Worth(found, written, value)
+    grades = (("11", 0), ("12", 3), ("13", 1), ("14", 0))
+    best = 3 + 1 / math.log2(3)
+    for written, value in [
+        (" 12 > 13 > 11 > 14", best),
+        (" [ID: 13] > [ID: 12]", 1 + 3 / math.log2(3)),
+        (" 13 > 13 > 12", 1 + 3 / math.log2(3)),  # once
+        (" 99 > 12", 3 / math.log2(3)),
+        ("11 > 14\nthen 14 > 11 > 12 > 13", 3 / 2 + 1 / math.log2(5)),  # the longest run
+        (" none", 0),
+    ]:
+        yield Worth(Ndcg(grades, "Ranking:"), written, value / best)
+    late = tuple((str(n), int(n == 30)) for n in range(20, 31))  # the eleventh does not count
+    yield Worth(Ndcg(late, ""), " > ".join(name for name, _ in late), 0)
+
+
+@pytest.mark.parametrize("worth", worths(), ids=repr)
+def test_scores_are_those_of_the_official_definitions(worth: Worth) -> None:
+    assert worth.judge(worth.written) == pytest.approx(worth.value, abs=1e-9)
+
+
+def test_a_judge_decides_and_is_part_of_the_case() -> None:
+    case = Case("t", 9, 0, "write", 4, joined([1, 2]), ("Yuki",), judge=Gold(("Yuki",), "EM"))
+    assert [share_found(case, text) for text in ("Yuki ", "Yuki!")] == [1, 0]
+    other = replace(case, judge=Gold(("Yuki",), "contains"))
+    assert share_found(other, "Yuki!") == 1
+    assert len({one.prompt for one in (case, other, replace(case, judge=None))}) == 3
+    with pytest.raises(OptionError, match="is no dataclass, so --resume could not tell it"):
+        replace(case, judge=lambda text: 1.0)
+
+
+# What is refused
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_needs_a_judge_is_refused_with_the_reason(name: str) -> None:
+    [task] = build(["helmet"], {"helmet_data": (f"{name}_130772=file.jsonl",)})
+    with pytest.raises(OptionError, match=f"HELMET's {name}_130772 is not here: ") as told:
+        task.parts(SETTINGS)
+    assert REFUSED[name] in str(told.value) and str(told.value).endswith("leave it out")
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ('[{"context": 3}]', r"data.json, row 1: the field 'context' must hold a string, it is 3;"),
+        ("[1, 2]", r"data.json holds something else than a list of objects; give --longbench-data"),
+        ('{"rows": []}', r'data.json holds neither a list nor an object with one in "data"; give'),
+        ("[]", r"data.json holds no rows; give --longbench-data another file"),
+        ("{", r"data.json is not JSON \(Expecting property name"),
+        (
+            None,
+            r"cannot read .*data.json \(No such file or directory\); give --longbench-data a fi",
+        ),
+    ],
+)
+def test_data_that_are_not_as_published_are_told(
+    content: str | None, message: str, frame: Frame, tmp_path: Path
+) -> None:
+    path = tmp_path / "data.json"
+    if content is not None:
+        path.write_text(content)
+    [task] = build(["longbench_v2"], {"longbench_data": str(path)})
+    row = {**LONGBENCH[0], **(json.loads(content)[0] if content == '[{"context": 3}]' else {})}
+    if content == '[{"context": 3}]':
+        write_rows(path, [row])
+    with pytest.raises(MeasureError, match=message):
+        [part] = task.parts(SETTINGS)
+        part.questions(frame, [4096], 0)
+
+
+@pytest.mark.parametrize(
+    ("name", "field", "value", "message"),
+    [
+        ("longbench_v2", "answer", "E", "must hold one of A, B, C, D, it is 'E'"),
+        ("infinitebench_math_find", "answer", "many", "must hold a number, or some, it is 'many'"),
+        ("infinitebench_code_debug", "answer", ["e"], r"must hold one of the options, it is \['e'"),
+        ("infinitebench_code_debug", "options", ["a"], r"must hold 4 strings, it is \['a'\]"),
+        ("infinitebench_code_run", "input", "f(2)", r"must hold a call such as func_1\(2\)"),
+        ("helmet_json_kv", "demos", ["k"], "must hold pairs of a key and a value"),
+        ("helmet_kilt_nq", "ctxs", "text", "must hold a list of objects, it is 'text'"),
+        ("helmet_kilt_popqa_3", "s_pop", 0, "must hold a number above 0, it is 0"),
+        ("helmet_kilt_nq", "id", ["q0"], r"must hold a string or a whole number, it is \['q0'\]"),
+        ("helmet_json_kv", "demos", {"k": "v"}, "must hold pairs of a key and a value"),
+        ("helmet_icl_nlu", "label", 68, "must hold a label from 0 to 67, it is 68"),
+    ],
+)
+def test_a_field_of_another_type_is_told(
+    name: str, field: str, value: object, message: str, frame: Frame, tmp_path: Path
+) -> None:
+    [first, *_] = LONGBENCH if name == "longbench_v2" else _rows(name)
+    with pytest.raises(MeasureError, match=f"row 1: the field '{field}' {message}"):
+        given(name, tmp_path, [{**first, field: value}]).questions(frame, [65536], 0)
+
+
+@pytest.mark.parametrize(
+    ("tasks", "options_", "message"),
+    [
+        ("longbench_v2", {}, "no data are given; give --longbench-data data.json of LongBench v2"),
+        ("nolima", {}, "no needles are given; give --nolima-needles needle_set.json of NoLiMa"),
+        ("nolima", {"nolima_needles": "x"}, "no books are given; give --nolima-books rand_book_1"),
+        ("infinitebench", {}, "no data are given; give --infinitebench-data NAME=FILE"),
+        ("infinitebench", {"infinitebench_data": ("paskey.jsonl",)}, "did you mean 'passkey'"),
+        ("helmet", {}, "no data are given; give --helmet-data NAME=FILE with a name of ruler_"),
+        ("helmet", {"helmet_data": ("kilt_nk=f",)}, "names no data set that is known; did you m"),
+        ("helmet", {"helmet_data": ("kilt_nq=f",)}, "kilt_nq needs demonstrations; give --helmet"),
+        ("helmet", {"shots": -1}, "shots=-1 is not valid; it must be at least 0"),
+        ("mrcr", {"mrcr_needles": "0"}, "mrcr_needles='0' is not valid; give numbers from 1 on"),
+        ("hops", {"hops": ""}, "hops='' is not valid; give numbers from 1 on, as 1,2,4"),
+        ("hops", {"chains": 0}, "chains=0 is not valid; it must be at least 1"),
+        ("babilong", {"babilong_tasks": "qa6"}, "unknown task 'qa6'; did you mean 'qa"),
+        ("longbench_v2", {"longbench_data": "x", "longbench_subset": "eazy"}, "did you mean 'easy"),
+    ],
+)
+def test_what_is_typed_wrongly_is_told(tasks: str, options_: dict, message: str) -> None:
+    with pytest.raises(OptionError, match=re.escape(message)):
+        [task] = build([tasks], options_)
+        task.parts(SETTINGS)
+
+
+def test_subsets_and_samples(frame: Frame, tmp_path: Path) -> None:
+    data = write_rows(tmp_path / "data.json", LONGBENCH * 10)
+    [task] = build(["longbench_v2"], {"longbench_data": data, "longbench_subset": "medium"})
+    [part] = task.parts(SETTINGS)
+    assert [case.key for case in part.questions(frame, [4096], 0).cases] == ["A"] * 10
+    [task] = build(["longbench_v2"], {"longbench_data": data, "samples": 5})
+    [part] = task.parts(SETTINGS)
+    drawn = [[row.where for row in part.chosen(seed)] for seed in (0, 0, 1)]
+    assert drawn[0] == drawn[1] != drawn[2] and len(drawn[0]) == 5
+    with pytest.raises(MeasureError, match=r"no row of .* is long; give --longbench-subset all"):
+        build(["longbench_v2"], {"longbench_data": data, "longbench_subset": "long"})[0].parts(
+            SETTINGS
+        )
+
+
+def test_the_hub_is_asked_for_what_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+
+    class Datasets:
+        class exceptions:
+            DatasetsError = OSError
+
+        def load_dataset(self, *what: object, **how: object) -> list:
+            asked.append((*what, how))
+            return [{"a": 1}]
+
+    monkeypatch.setattr(reading, "load_datasets", Datasets)
+    for name in ("hf:me/data", "hf:me/data/part:train", "hf:data:dev"):
+        [row] = reading.read_rows(name, "--data")
+        assert row.value("a") == 1 and row.where == f"{name}, row 1"
+    assert asked == [
+        ("me/data", None, {"split": "test"}),
+        ("me/data", "part", {"split": "train"}),
+        ("data", None, {"split": "dev"}),
+    ]
+
+
+@pytest.mark.slow  # it starts the machinery of datasets
+def test_parquet_and_folders_are_read_as_files_are(frame: Frame, tmp_path: Path) -> None:
+    import datasets
+
+    folder = tmp_path / "published"
+    folder.mkdir()
+    datasets.Dataset.from_list(LONGBENCH).to_parquet(folder / "train.parquet")
+    rows = [{**INFINITEBENCH["math_find"], "options": [], "answer": ["88"]}]
+    (tmp_path / "hub").mkdir()
+    write_rows(tmp_path / "hub" / "test.jsonl", rows)
+    lists = []
+    for data in (
+        write_rows(tmp_path / "data.json", LONGBENCH),
+        str(folder / "train.parquet"),
+        f"hf:{folder}:train",
+    ):
+        [part] = build(["longbench_v2"], {"longbench_data": data})[0].parts(SETTINGS)
+        lists.append([(case.ids, case.judge) for case in part.questions(frame, [4096], 0).cases])
+    assert lists[0] == lists[1] == lists[2]
+    made = {"infinitebench_data": (f"math_find=hf:{tmp_path / 'hub'}",)}
+    [part] = build(["infinitebench"], made)[0].parts(SETTINGS)
+    [case] = part.questions(frame, [4096], 0).cases
+    assert case.judge("88") == 1 and case.judge("8") == 0
+    with pytest.raises(MeasureError, match=r"cannot read hf:.*nosplit.*give --longbench-data"):
+        build(["longbench_v2"], {"longbench_data": f"hf:{folder}:nosplit"})[0].parts(SETTINGS)
+
+
+# The page
+
+
+def _rows(name: str) -> list[benchmarks.Row]:
+    if name == "nolima":
+        return benchmarks.NOLIMA
+    if name.startswith("infinitebench"):
+        return [INFINITEBENCH[name.removeprefix("infinitebench_")]]
+    return HELMET[name.removeprefix("helmet_")]
+
+
+def lines_of(heading: str) -> list[list[str]]:
+    page = (ROOT / "docs" / "benchmarks.md").read_text("utf-8")
+    section = page.split(f"## {heading}\n")[1].split("\n## ")[0]
+    lines = [line for line in section.split("\n") if line.startswith("| ")]
+    return [[cell.strip() for cell in line.strip("|").split(" | ")] for line in lines[2:]]
+
+
+BENCHMARKS = lines_of("Which benchmark is here")
+SCORES = lines_of("What is read, and what it is worth")
+MADE_UP = {
+    "babilong": lambda right: OnlyLabel(right, "Where is Mary?", LABELS["qa1"]),
+    "mrcr": lambda right: Repeated(right, "Ab1"),
+    "hops": lambda right: OnlyEnd(right, ("7654321",)),
+}
+
+
+@pytest.mark.parametrize("line", BENCHMARKS, ids=lambda line: line[1])
+def test_a_line_of_the_benchmarks_says_what_is_here(line: list[str]) -> None:
+    [name] = re.findall("`(.*?)`", line[1])
+    known = {f"--{one.name.replace('_', '-')}" for one in options(all_tasks()[name])}
+    assert set(re.findall("`(--[a-z-]+)`", " ".join(line))) <= known | {"--seed"}
+    needed = re.findall("`(--[a-z-]+)`", line[2])
+    assert bool(needed) == (line[2] != "none")
+    [task] = build([name], {})
+    if not needed:
+        assert task.parts(SETTINGS)
+    else:
+        with pytest.raises(OptionError, match=f"are given; give {needed[0]}"):
+            task.parts(SETTINGS)
+
+
+def test_all_benchmarks_and_data_sets_are_on_the_page() -> None:
+    named = [line[1].strip("`") for line in BENCHMARKS]
+    first = [name for name in all_tasks() if name in named]
+    assert sorted(named) == sorted(first) and set(named) == set(all_tasks()) - {
+        *("perplexity", "longppl", "passkey", "needle", "ruler")
+    }
+    listed = [line[0].strip("`") for line in SCORES]
+    assert listed == [
+        *("babilong", "mrcr", "hops", "nolima", "longbench_v2"),
+        *(f"infinitebench_{name}" for name in TOKENS),
+        *(f"helmet_{name}" for name in SETS),
+    ]
+
+
+@pytest.mark.parametrize("name", slow_with_rouge(line[0].strip("`") for line in SCORES))
+def test_a_line_of_the_data_sets_is_true(name: str, frame: Frame, tmp_path: Path) -> None:
+    """Its fields are needed and enough, the tokens are the model's, and so is the example."""
+    [line] = [line for line in SCORES if line[0] == f"`{name}`"]
+    _, fields, tokens, _, right, written, worth = [cell.strip("`") for cell in line]
+    value = pytest.approx(float(worth), abs=5e-4)  # three decimals
+    if name in MADE_UP:
+        assert fields == "none" and MADE_UP[name](right)(written) == value
+        parts = build([name], {})[0].parts(SETTINGS)
+        assert {str(part.tokens or "of the answer") for part in parts} == {tokens}
+        return
+    length, kept = 65536, set()
+    rows = LONGBENCH if name == "longbench_v2" else _rows(name)
+    if name == "nolima":
+        length, kept = 900, {"character_set"}
+        rows = [{**benchmarks.NOLIMA[1], "needle": "{CHAR} and {1}.", "character_set": [right]}]
+    if name.startswith("helmet_icl"):
+        length = 1024  # the longer, the more is shown
+    listed = re.findall("[a-zA-Z_]+", fields)
+    rows = [{f: v for f, v in row.items() if f in {*listed, *kept}} for row in rows]
+    case = given(name, tmp_path, rows).questions(frame, [length], 0).cases[0]
+    assert case.count == int(tokens)
+    if name.startswith("helmet_icl"):
+        right = written = case.key
+    assert right.replace("`", "") in ", ".join(case.answers).replace("\n", " ")
+    assert case.judge(f" {written}") == value
+    for field in listed:
+        rest = [{f: v for f, v in row.items() if f != field} for row in rows]
+        with pytest.raises(MeasureError, match=f"row 1 has no field '{field}' but .*as they are"):
+            given(name, tmp_path, rest).questions(frame, [length], 0)

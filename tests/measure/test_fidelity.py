@@ -1,0 +1,771 @@
+"""The evaluators against the code of their authors: what docs/evaluate-fidelity.md calls the same.
+
+Expected values are computed here from the authors' definitions (NVIDIA/RULER, PKU-ML/LongPPL,
+epfml/landmark-attention, the documentation of transformers), without the code under test.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import math
+import random
+import re
+from contextlib import nullcontext
+from itertools import pairwise
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from rope_ext.errors import MeasureError, OptionError, RopeExtError
+from rope_ext.measure import run
+from rope_ext.measure.cases import Case
+from rope_ext.measure.forward import score
+from rope_ext.measure.prompts import Frame, longest
+from rope_ext.measure.reports.report import Report
+from rope_ext.measure.reports.summary import estimate_perplexity
+from rope_ext.measure.settings import Settings
+from rope_ext.measure.tasks import LongPPL, Needle, Passkey, Perplexity, Ruler, haystack, ruler
+from rope_ext.measure.tasks import answering as qa
+from rope_ext.measure.tasks.passkey import FirstNumber, PasskeyPrompts, PublishedPrompts, own_prompt
+from rope_ext.measure.tasks.perplexity import choose_windows
+from rope_ext.measure.words import many_words, pairs
+from tests.helpers.tokenizers import Characters, merging, spacing
+
+ROOT = Path(__file__).parents[2]
+SHIPPED = ROOT / "checkpoints" / "tiny-512"
+PAGE = ROOT / "docs" / "evaluate-fidelity.md"
+CHARACTERS = Frame(Characters(), ())
+NOISE = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again."
+
+
+@pytest.fixture(scope="module")
+def shipped() -> Frame:
+    return Frame.of(AutoTokenizer.from_pretrained(SHIPPED))
+
+
+def cases(task: Any, frame: Frame, *lengths: int, seed: int = 0) -> list[Case]:
+    return list(task.questions(frame, lengths, seed).cases)
+
+
+def text_of(case: Case) -> str:
+    return Characters().decode(case.ids)
+
+
+def prompt(name: str, length: int = 9000, **options: Any) -> tuple[Case, str]:
+    """One prompt of a RULER task, a character a token."""
+    [case] = cases(ruler.made(name, 1, **options), CHARACTERS, length)
+    return case, text_of(case)
+
+
+# Tokens
+
+
+@pytest.mark.parametrize("made", [merging, spacing], ids=lambda made: made.__name__)
+def test_a_prompt_is_the_tokens_of_its_text(made: Any) -> None:
+    """As a user's text would be tokenised; parts that are tokenised alone give other tokens."""
+    tokenizer = made()
+    frame = Frame.of(tokenizer)
+    alone = [
+        *tokenizer("a.")["input_ids"],
+        *tokenizer("\nb", add_special_tokens=False)["input_ids"],
+    ]
+    assert alone != tokenizer("a.\nb")["input_ids"]
+    plain = {"text": f"{NOISE} Now and then.", "source": "noise"}
+    tasks = [ruler.made(name, 1, haystack=plain) for name in ("niah_single_1", "niah_multivalue")]
+    tasks += [ruler.made(name, 1) for name in ("vt", "cwe", "fwe", "qa_1")]
+    tasks += [Passkey(1, 1, prompt="published"), Passkey(1, 1, prompt="inline")]
+    tasks += Needle(trials=1, depths=1, haystack=("noise",)).parts(None)
+    for task in tasks:
+        [case] = cases(task, frame, 4000)
+        text = tokenizer.decode(list(case.ids), skip_special_tokens=True)
+        assert tokenizer(text)["input_ids"] == case.ids.tolist(), task.name
+        assert 3800 < case.tokens <= 4000
+        assert task.name != "passkey" or case.tokens == 4000
+
+
+def test_a_chat_prompt_is_the_tokens_of_its_text() -> None:
+    tokenizer = spacing()
+    chat = "[INST] {{ messages[0]['content'] }} [/INST]"
+    given = tokenizer.chat_template
+    try:
+        tokenizer.chat_template = chat
+        frame = Frame.of(tokenizer)
+    finally:
+        tokenizer.chat_template = given
+    [case] = cases(Passkey(1, 1, prompt="published"), frame, 400)
+    text = tokenizer.decode(list(case.ids))
+    assert tokenizer(text, add_special_tokens=False)["input_ids"] == case.ids.tolist()
+    assert re.search(r"^\[INST\] There is .* key\? \[/INST\] The pass key is \d+$", text, re.DOTALL)
+
+
+def test_the_longest_prompt_takes_few_tries_and_always_ends() -> None:
+    for sizes in ([3], [1, 9, 2], [40, 1, 1, 1]):
+        for budget in (0, 1, 57, 10_000, 300_000):
+            tries = []
+
+            def build(count: int, sizes: list = sizes, tries: list = tries) -> range:
+                tries.append(count)
+                whole, rest = divmod(count, len(sizes))
+                return range(5 + whole * sum(sizes) + sum(sizes[:rest]))
+
+            count, found = longest(build, budget)
+            assert len(tries) < 30 and found == build(count)
+            assert budget < 5 or len(found) <= budget
+            assert (
+                budget < 5
+                or len(found) + sum(sizes) / len(sizes) > budget
+                or (len(build(count + 1)) > budget)
+            )
+    assert longest(lambda count: range(7), 100)[1] == range(7)  # a tokenizer of one token
+    assert longest(lambda count: range(count), 100, most=40) == (40, range(40))
+
+
+# Passkey
+
+
+def test_the_published_passkey_prompt_is_its_five_lines() -> None:
+    garbage = " ".join([NOISE] * 200)
+    for case in cases(Passkey(2, 5, prompt="published"), CHARACTERS, 400, 5000):
+        task, before, needle, after, question = text_of(case).split("\n")
+        assert task == (
+            "There is an important info hidden inside a lot of irrelevant text. Find it and "
+            "memorize them. I will quiz you about the important information there."
+        )
+        assert needle == f"The pass key is {case.key}. Remember it. {case.key} is the pass key."
+        assert question == f"What is the pass key? The pass key is {case.key}"
+        total = len(before) + len(after)
+        assert before == garbage[: len(before)] and after == garbage[: len(after)]
+        assert len(before) == round(case.depth * total) and len(case.ids) == case.length
+
+
+def test_published_keys_are_those_of_the_code() -> None:
+    """``random.randint(1, 50000)``: no digit before it, and some are short."""
+    keys = [case.key for case in cases(Passkey(120, 1, prompt="published"), CHARACTERS, 400)]
+    assert all(key == str(int(key)) and 1 <= int(key) <= 50000 for key in keys)
+    assert {4, 5} <= {len(key) for key in keys} and max(map(int, keys)) > 40000
+    fixed = cases(Passkey(3, 1, prompt="published", digits=9), CHARACTERS, 400)
+    assert {len(case.key) for case in fixed} == {9}
+
+
+def test_the_space_before_a_published_key_is_the_models_to_write() -> None:
+    tokenizer = spacing()  # where it is a token of its own
+    for kind, spaces in ((PublishedPrompts, 1), (PasskeyPrompts, 0)):
+        case = kind(tokenizer).case(300, 0.5, seed=0)
+        assert case.count == spaces + len(case.key)
+        assert tokenizer.convert_ids_to_tokens(case.ids[-case.count]) == "▁" or not spaces
+        given = tokenizer.decode(list(case.ids[: -case.count]), skip_special_tokens=True)
+        assert given.rstrip().endswith("What is the pass key? The pass key is")
+
+
+def test_a_decoded_published_key_is_the_first_number() -> None:
+    [case] = cases(Passkey(1, 1, prompt="published", generate=True), CHARACTERS, 400)
+    assert case.mode == "write" and case.count == 10
+    assert text_of(case).endswith("\nWhat is the pass key? The pass key is")
+    key = case.key
+    for written, value in ((f" {key}. Rem", 1), (f": 0{key}\n9", 1), (f" {key}1", 0), (" no", 0)):
+        assert run.share_found(case, written) == value
+    assert FirstNumber(7)("seven is 7, not 8") == 1
+
+
+def test_a_checkpoint_says_which_prompt_it_was_trained_on(shipped: Frame) -> None:
+    assert own_prompt(shipped.tokenizer) == "inline"
+    assert own_prompt(merging()) == own_prompt(Characters()) == "published"
+    asked = [
+        cases(Passkey(1, 1, prompt=name), shipped, 300) for name in ("auto", "inline", "published")
+    ]
+    assert asked[0] == asked[1] != asked[2]
+    with pytest.raises(OptionError, match="prompt='ours' is not valid; it must be one of auto, p"):
+        Passkey(prompt="ours")
+
+
+def test_inline_prompts_are_those_that_the_checkpoint_was_trained_on(shipped: Frame) -> None:
+    prompts = PasskeyPrompts(shipped.tokenizer)
+    made = [prompts.case(150 + 50 * i, i / 8, seed=i, digits=4 + i % 5) for i in range(8)]
+    rows = [(case.ids.tolist(), case.count) for case in made]
+    assert hashlib.sha256(repr(rows).encode()).hexdigest()[:16] == "17f98b394994e153"
+
+
+# RULER: retrieval
+
+KEY = r"[a-z]+-[a-z]+"
+UUID = r"[0-9a-f]{8}-[0-9a-f]{4}-4[0-9a-f]{3}-[0-9a-f]{4}-[0-9a-f]{12}"
+ONE = (
+    "A special magic number is hidden within the following text. Make sure to memorize it. I will "
+    "quiz you about the number afterwards.\n{context}\nWhat is the special magic number for "
+    "{query} mentioned in the provided text? The special magic number for {query} mentioned in the "
+    "provided text is"
+)
+SOME = (
+    "Some special magic numbers are hidden within the following text. Make sure to memorize it. I "
+    "will quiz you about the numbers afterwards.\n{context}\nWhat are all the special magic "
+    "numbers for {query} mentioned in the provided text? The special magic numbers for {query} "
+    "mentioned in the provided text are"
+)
+NEEDLE = re.compile(rf"One of the special magic (\w+) for ({KEY}|{UUID}) is: ([0-9a-f-]+)\.")
+RETRIEVAL = {  # of synthetic.yaml: needles, queries, kinds of key and value
+    "niah_single_1": (1, 1, KEY, r"\d{7}"),
+    "niah_single_2": (1, 1, KEY, r"\d{7}"),
+    "niah_single_3": (1, 1, KEY, UUID),
+    "niah_multikey_1": (4, 1, KEY, r"\d{7}"),
+    "niah_multikey_2": (None, 1, KEY, r"\d{7}"),
+    "niah_multikey_3": (None, 1, UUID, UUID),
+    "niah_multivalue": (4, 1, KEY, r"\d{7}"),
+    "niah_multiquery": (4, 4, KEY, r"\d{7}"),
+}
+
+
+def parted(text: str, template: str, query: str) -> str:
+    """The context in a prompt that is, letter for letter, of this template."""
+    before, after = template.replace("{query}", query).split("{context}")
+    assert text.startswith(before) and text.endswith(after)
+    return text[len(before) : -len(after)]
+
+
+@pytest.mark.parametrize("name", RETRIEVAL)
+def test_needles_are_asked_for_as_in_ruler(name: str) -> None:
+    needles, queries, key, value = RETRIEVAL[name]
+    case, text = prompt(name)
+    found = NEEDLE.findall(text)
+    assert len(found) > 40 if needles is None else len(found) == needles
+    asked = [next(k for _, k, v in found if v == answer) for answer in case.answers]
+    assert all(re.fullmatch(key, k) and re.fullmatch(value, v) for _, k, v in found)
+    asked = list(dict.fromkeys(asked))
+    several = name in ("niah_multivalue", "niah_multiquery")
+    assert len(asked) == queries and len(case.answers) == (4 if several else 1)
+    query = ", ".join(asked[:-1]) + ", and " + asked[-1] if queries > 1 else asked[0]
+    template = SOME if len(case.answers) > 1 else ONE
+    kind = found[0][0]  # always the plural in a needle
+    assert kind == ("uuids" if value == UUID else "numbers")
+    if kind == "uuids":
+        template = template.replace("number", "uuid")
+    context = parted(text, template, query)
+    if name in ("niah_single_1", "niah_multikey_2", "niah_multikey_3"):  # a line each
+        assert all(line == NOISE or NEEDLE.fullmatch(line) for line in context.split("\n"))
+    else:
+        assert "\n" not in context and "  " not in context
+    assert case.count == 128
+
+
+def test_keys_are_an_adjective_and_a_noun() -> None:
+    assert len(pairs()) == len(set(pairs())) > 100_000
+    assert all(re.fullmatch(KEY, pair) for pair in pairs()[::997])
+
+
+def test_needles_stand_at_rulers_forty_depths() -> None:
+    depths = {round(100 * place / 39) for place in range(40)}
+    words = " ".join(f"Word{i} ends." for i in range(4000))
+    own = {"text": words, "source": "words"}
+    for case in cases(ruler.made("niah_multivalue", 3, haystack=own), CHARACTERS, 40000):
+        pieces = re.split(r"(?<=[.!?]) ", text_of(case).split("\n")[1])
+        total, before, places = sum(p.startswith("Word") for p in pieces), 0, []
+        for piece in pieces:
+            before += piece.startswith("Word")
+            if NEEDLE.fullmatch(piece):
+                places.append(before)
+        assert len(set(places)) == 4
+        assert all(place in {int(total * (depth / 100)) for depth in depths} for place in places)
+
+
+def test_the_essays_of_ruler_are_read_from_their_beginning(tmp_path: Path) -> None:
+    essays = tmp_path / "PaulGrahamEssays.json"
+    essays.write_text(json.dumps({"text": "I wrote   this.\n\nIt is\tshort. Ünïcode ends"}))
+    settings = Settings(models=("m",), methods=(), lengths=(1000,))
+    task = Ruler(ruler_tasks="niah_single_2", trials=1, haystack=(str(essays),))
+    [part] = task.parts(settings)
+    [case] = cases(part, CHARACTERS, 1500)
+    context = text_of(case).split("\n")[1]
+    plain = re.sub(NEEDLE, "", context).replace("  ", " ").strip()
+    repeated = " ".join(["I wrote this. It is short. Ünïcode ends"] * 50)
+    assert repeated.startswith(plain) and len(plain) > 500  # cut after a word
+    assert plain.split() == repeated.split()[: len(plain.split())]
+    for wrong in ("{}", '{"text": 3}', "[", '{"text": " "}'):
+        essays.write_text(wrong)
+        with pytest.raises(MeasureError, match="PaulGrahamEssays"):
+            haystack.read_haystack([str(essays)])
+
+
+def test_needle_has_a_choice_of_haystacks(tmp_path: Path) -> None:
+    for kind, line in (("noise", NOISE), ("needles", "One of the special magic numbers for")):
+        [task] = Needle(trials=1, depths=1, haystack=(kind,)).parts(None)
+        [case] = cases(task, CHARACTERS, 3000)
+        assert task.haystack == kind and text_of(case).count(line) > 10
+    with pytest.raises(MeasureError, match="cannot read the text noise"):
+        Needle(haystack=("noise", "needles")).parts(None)
+
+
+@pytest.mark.slow
+def test_no_number_and_no_key_is_in_a_prompt_twice() -> None:
+    """At 128k tokens, here of four characters: chance would repeat one of some 6000 of millions."""
+    for name in ("niah_multikey_2", "niah_multikey_3"):
+        case, text = prompt(name, 4 * 131072)
+        found = NEEDLE.findall(text)
+        assert len(found) > 3500 and case.tokens > 4 * 131072 - 200
+        assert len({k for _, k, _ in found}) == len({v for *_, v in found}) == len(found)
+        ask = text[text.rindex("\nWhat") :]
+        assert sum(k in ask for _, k, _ in found) == 1
+
+
+def test_distractors_are_all_different_and_run_out_with_an_error() -> None:
+    _, text = prompt("niah_multikey_2", 40000)
+    found = NEEDLE.findall(text)
+    assert len({k for _, k, _ in found}) == len({v for *_, v in found}) == len(found) > 400
+    with pytest.raises(OptionError, match="needles need as many keys, and there are"):
+        haystack.distinct("words", len(pairs()) + 1, random.Random(0))
+
+
+# RULER: tracing, counting
+
+
+def test_vt_is_rulers_with_a_solved_example() -> None:
+    template = (
+        "Memorize and track the chain(s) of variable assignment hidden in the following text.\n\n"
+        "{context}\nQuestion: Find all variables that are assigned the value {value} in the text "
+        "above. Answer: According to the chain(s) of variable assignment in the text above, 5 "
+        "variables are assigned the value {value}, they are: "
+    )
+    case, text = prompt("vt")
+    begin = template[: template.index("{")]
+    example, question = (begin + part for part in text.split(begin)[1:])
+    assert example.endswith("\n\n") and case.count == 30
+    *_, solved = example[:-2].split("they are:  ")
+    for given, names, letters in ((example, solved.split(), 3), (question, case.answers, 5)):
+        value = re.findall(r"the value (\d{5}) in", given)[-1]
+        end = f" {' '.join(names)}\n\n" if letters == 3 else ""
+        context = parted(given, template.replace("{value}", value) + end, "")
+        lines = context.split("\n")
+        hops = [line for line in lines if line != NOISE]
+        # The space after a hop is in the authors' prompts.
+        links = [f"VAR {b} = VAR {a} " for a, b in pairwise(names)]
+        assert hops == [f"VAR {names[0]} = {value}", *links]
+        assert all(re.fullmatch(f"[A-Z]{{{letters}}}", name) for name in names)
+        assert len(set(names)) == 5
+
+
+def test_the_example_of_vt_has_up_to_500_tokens() -> None:
+    tokenizer = merging()
+    [case] = cases(ruler.made("vt", 1), Frame.of(tokenizer), 4096)
+    text = tokenizer.decode(list(case.ids), skip_special_tokens=True)
+    example = text[: text.index("they are: ") + len("they are: ")]
+    size = len(tokenizer(example, add_special_tokens=False)["input_ids"])
+    line = len(tokenizer(f"{NOISE}\n", add_special_tokens=False)["input_ids"])
+    assert 500 - line < size <= 500
+
+
+@pytest.mark.parametrize(("length", "often", "seldom"), [(60000, 30, 3), (3000, 6, 1)])
+def test_cwe_is_rulers_with_a_solved_example(length: int, often: int, seldom: int) -> None:
+    template = (
+        "Below is a numbered list of words. In these words, some appear more often than others. "
+        "Memorize the ones that appear most often.\n{context}\nQuestion: What are the 10 most "
+        "common words in the above list? Answer: The top 10 words that appear most often in the "
+        "list are:"
+    )
+    case, text = prompt("cwe", length)
+    begin = template[: template.index("{")]
+    example, question = (begin + part for part in text.split(begin)[1:])
+    *_, solved = example.split("list are:")
+    top = re.findall(r"(\d+)\. ([a-z]+)", solved)
+    assert solved == " " + " ".join(f"{i}. {w}" for i, w in top) + "\n" and len(top) == 10
+    shown = (10, 3, 40) if length >= 4096 else (3, 1, 20)
+    for given, answers, counts in (
+        (example.removesuffix(solved), {w for _, w in top}, shown),
+        (question, set(case.answers), (often, seldom, None)),
+    ):
+        context = parted(given, template, "")
+        words = re.findall(r"\d+\. ([a-z]+)", context)
+        assert context == " ".join(f"{i}. {word}" for i, word in enumerate(words, 1))
+        times = {word: words.count(word) for word in set(words)}
+        assert {w for w, n in times.items() if n == counts[0]} == answers
+        assert {n for w, n in times.items() if w not in answers} == {counts[1]}
+        assert counts[2] in (None, len(times))
+    assert case.count == 120
+
+
+@pytest.mark.parametrize("length", [131072, pytest.param(262144, marks=pytest.mark.slow)])
+def test_cwe_fills_any_length(length: int) -> None:
+    [case] = cases(ruler.made("cwe", 1), Frame(Characters(size=4), ()), length)
+    assert length - 60 < case.tokens <= length
+
+
+def test_words_never_run_out() -> None:
+    words = many_words(30_000, random.Random(0))
+    assert len(words) == len(set(words)) == 30_000
+    assert all(re.fullmatch("[a-z]+", word) for word in words)
+
+
+def test_fwe_counts_are_rulers() -> None:
+    begin = (
+        "Read the following coded text and track the frequency of each coded word. Find the three "
+        "most frequently appeared coded words. "
+    )
+    end = (
+        "\nQuestion: Do not provide any explanation. Please ignore the dots '....'. What are the "
+        "three most frequently appeared words in the above coded text? Answer: According to the "
+        "coded text above, the three most frequently appeared words are:"
+    )
+    case, text = prompt("fwe")
+    words = parted(text, begin + "{context}" + end, "").split(" ")
+    zeta, different = math.pi**2 / 6, (9000 - 50) // 50
+    found = sorted((words.count(word) for word in set(words)), reverse=True)
+    sizes = (
+        [int(total / rank**2 / zeta) for rank in range(1, different + 1)]
+        for total in range(len(words), 2 * len(words))
+    )
+    assert any([n for n in counts if n] == found for counts in sizes)
+    ranked = sorted(set(words), key=words.count, reverse=True)
+    assert ranked[0] == "..." and tuple(ranked[1:4]) == case.answers and case.count == 50
+
+
+# RULER: questions
+
+TOKENS = {"niah": 128, "vt": 30, "cwe": 120, "fwe": 50, "qa": 32}  # constants.py
+
+
+def test_tokens_to_write_are_rulers() -> None:
+    for name in ruler.TASKS:
+        assert ruler.made(name, 1).tokens == TOKENS[name.split("_")[0]]
+        assert ruler.made(name, 1, new_tokens=7).tokens == 7
+
+
+SQUAD = {
+    "data": [
+        {
+            "title": "Towns",
+            "paragraphs": [
+                {
+                    "context": "Aville is old.",
+                    "qas": [
+                        {"question": "Unknown?", "answers": [], "is_impossible": True},
+                        {
+                            "question": "How is Aville?",
+                            "answers": [{"text": "old"}, {"text": "Very Old"}],
+                            "is_impossible": False,
+                        },
+                    ],
+                },
+                {"context": "Bville is new.", "qas": []},
+            ],
+        },
+        {
+            "title": "Rivers",
+            "paragraphs": [{"context": f"River {n} flows.", "qas": []} for n in range(9)],
+        },
+    ]
+}
+HOTPOT = [
+    {
+        "question": "Where did Ä. settle?",
+        "answer": "Cville",
+        "context": [[f"T{n}", [f"Line {n}.", " More."]] for n in range(3)],
+    },
+    {"question": "Q?", "answer": "A", "context": [[f"U{n}", ["Other."]] for n in range(40)]},
+]
+TEMPLATE = (
+    "Answer the question based on the given documents. Only give me the answer and do not output "
+    "any other words.\n\nThe following are given documents.\n\n{context}\n\nAnswer the question "
+    "based on the given documents. Only give me the answer and do not output any other words.\n\n"
+    "Question: {query} Answer:"
+)
+
+
+def documents(text: str, query: str) -> list[str]:
+    listed = parted(text, TEMPLATE, query).split("\n\n")
+    found = [re.fullmatch(r"Document (\d+):\n(.*)", one, re.DOTALL).groups() for one in listed]
+    assert [number for number, _ in found] == [str(n + 1) for n in range(len(found))]
+    return [document for _, document in found]
+
+
+def test_qa_1_is_rulers_on_a_file_of_squad(tmp_path: Path) -> None:
+    path = tmp_path / "dev-v2.0.json"
+    path.write_text(json.dumps(SQUAD), encoding="utf-8")
+    frame = len(TEMPLATE.format(context="", query="How is Aville?")) + 32
+    for room, expected in ((60, 2), (100, 3), (5000, 150)):
+        case, text = prompt("qa_1", frame + room, squad=str(path))
+        found = documents(text, "How is Aville?")
+        # The paragraph, then others of its article, then any; and all again where they run out.
+        assert "Aville is old." in found and len(found) >= expected
+        assert "Bville is new." in found
+        assert len(set(found)) == min(len(found), 11)
+        assert case.answers == ("old", "Very Old") and case.count == 32
+    for written, value in ((" OLD, I think", 1), ("very old", 1), ("new", 0)):
+        assert run.share_found(case, written) == value  # string_match_part
+    with pytest.raises(OptionError, match="has 1 questions, and trials=2 are asked for"):
+        cases(ruler.made("qa_1", 2, squad=str(path)), CHARACTERS, 4000)
+
+
+def test_qa_2_is_rulers_on_a_file_of_hotpotqa(tmp_path: Path) -> None:
+    path = tmp_path / "hotpot_dev_distractor_v1.json"
+    path.write_text(json.dumps(HOTPOT), encoding="utf-8")
+    case, text = prompt("qa_2", 900, hotpotqa=str(path))
+    found = documents(text, "Where did Ä. settle?")
+    assert {f"T{n}\nLine {n}. More." for n in range(3)} < set(found) and case.answers == ("Cville",)
+    assert len(set(found)) == len(found) > 5
+    task = ruler.made("qa_2", 1, hotpotqa=str(path))
+    one, other = (text_of(cases(task, CHARACTERS, 900, seed=seed)[0]) for seed in (1, 2))
+    assert one != other
+
+
+@pytest.mark.parametrize(
+    "content", ["", "[]", "{}", '{"data": [{}]}', '[{"question": 1}]', "[[1]]"]
+)
+@pytest.mark.parametrize("name", ["qa_1", "qa_2"])
+def test_what_is_no_data_set_is_told(name: str, content: str, tmp_path: Path) -> None:
+    path = tmp_path / "data.json"
+    path.write_text(content)
+    option = {"qa_1": "squad", "qa_2": "hotpotqa"}[name]
+    for given in (path, tmp_path / "missing.json"):
+        with pytest.raises(MeasureError, match=rf"{given.name}.*give --{option}"):
+            prompt(name, **{option: str(given)})
+
+
+@pytest.mark.parametrize("source", [qa.SQUAD, qa.HOTPOTQA], ids=lambda source: source.name)
+def test_made_up_facts_answer_their_questions_and_no_other_does(source: Any) -> None:
+    asked, texts = qa.read(source, None)
+    assert len({one.question for one in asked}) == len(asked) >= 500
+    assert len(set(texts)) == len(texts) >= 1000
+    for one in asked[::41]:
+        assert any(one.answers[0] in texts[index] for index in one.needed)
+        names = re.findall(r"[A-Z][a-z]{4,}(?: [A-Z][a-z]+)?", one.question[1:])
+        assert any(name in texts[index] for name in names for index in one.needed)
+    _, notes = (ruler.made(n, 1).questions(CHARACTERS, [9000], 0).notes for n in ("vt", "qa_1"))
+    assert "qa_1 asks about made-up facts, not about SQuAD" in notes[0]
+
+
+def test_an_effective_length_is_over_all_13_tasks() -> None:
+    every = [ruler.made(name, 1) for name in ruler.TASKS]
+    assert len(every) == 13 == every[0].suite_size
+    for tasks, name in ((every, "effective length"), (every[:-1], "85.6% up to")):
+        report = Report(SimpleNamespace(tasks=tasks), [])
+        assert report.threshold("RULER") == name
+        assert ("an effective length is defined over all" in report._define("RULER")) == (
+            len(tasks) < 13
+        )
+    own = SimpleNamespace(suite="mine", suite_size=None)
+    assert Report(SimpleNamespace(tasks=[own]), []).threshold("mine") is None
+
+
+# LongPPL
+
+FACTS = " ".join(f"def function_{i}(self, value): return value * {i}" for i in range(9))
+TEXT = f"secret_number = 83627194\n{FACTS}\nsecret_number = 83627194\n" * 3
+
+
+@pytest.fixture(scope="module")
+def model() -> Any:
+    return AutoModelForCausalLM.from_pretrained(SHIPPED, dtype=torch.float32).eval()
+
+
+@torch.no_grad()
+def official_keys(model: Any, ids: list[int], short: int, step: int) -> list[int]:
+    """Places of key tokens as ``find_key_token`` has them: plain slices of the ids."""
+
+    def losses(row: list[int]) -> torch.Tensor:
+        logits = model(torch.tensor([row])).logits[0]
+        return torch.nn.functional.cross_entropy(
+            logits[:-1], torch.tensor(row[1:]), reduction="none"
+        )
+
+    full, keys = losses(ids), []
+    for start in range(0, len(ids) - short, step):
+        size = min(step, len(ids) - start - short)
+        cut = losses(ids[start : start + short + size])
+        for i in range(size):
+            place = start + short + i
+            gain = cut[short + i - 1] - full[place - 1]
+            if gain > 2 and full[place - 1] < 2:
+                keys.append(place)
+    return keys
+
+
+def test_official_longppl_is_what_the_authors_code_computes(shipped: Frame, model: Any) -> None:
+    task = LongPPL(
+        [TEXT], windows=1, stride=40, short_context=64, longppl_variant="official",
+        opened=lambda: nullcontext(model),
+    )  # fmt: skip
+    built = task.questions(shipped, [100, 300], seed=0)
+    text = list(task.choose(shipped, [100, 300], 0).texts[0])
+    keys = official_keys(model, [0, *text], 64, 16)
+    assert len(keys) > 3
+    [whole] = [case for case in built.cases if case.length == 300]
+    assert whole.ids.tolist() == text  # without a start token
+    assert [whole.ids[place] for place in whole.only] == [text[place - 1] for place in keys]
+    losses = score(model, [text], len(text) - 1)[0][0].double()
+    expected = math.exp(sum(float(losses[place - 2]) for place in keys) / len(keys))
+    result = run._loss(whole, losses[-run._tail(whole) :])
+    assert math.exp(result.value) == pytest.approx(expected)
+    start = dataclasses.replace(task, longppl_variant="start").questions(shipped, [100, 300], 0)
+    assert [case.ids[0] for case in start.cases] == [0] * len(start.cases)
+    with pytest.raises(OptionError, match="longppl_variant='ours' is not valid; it must be one of"):
+        LongPPL(longppl_variant="ours")
+
+
+@pytest.mark.slow
+def test_an_evaluator_with_another_tokenizer_marks_characters(shipped: Frame, model: Any) -> None:
+    """The measured model's tokenizer is ``merging``; the evaluator reads with its own."""
+    own = merging()
+    task = LongPPL(
+        [TEXT], windows=1, stride=40, short_context=64, opened=lambda: nullcontext(model),
+        reader=shipped.tokenizer, longppl_variant="official",
+    )  # fmt: skip
+    built = task.questions(Frame.of(own), [700, 800], seed=0)
+    text = own.decode(list(task.choose(Frame.of(own), [700, 800], 0).texts[0]))
+    read = shipped.tokenizer(text, return_offsets_mapping=True)
+    marked = set()
+    for place in official_keys(model, read["input_ids"], 64, 16):
+        marked |= set(range(*read["offset_mapping"][place]))
+    placed = own(text, return_offsets_mapping=True, add_special_tokens=False)
+    expected = [
+        token
+        for token, (begin, end) in zip(placed["input_ids"], placed["offset_mapping"], strict=True)
+        if set(range(begin, end)) <= marked
+    ]
+    assert len(expected) > 3
+    [whole] = [case for case in built.cases if case.length == 800]
+    assert [whole.ids[place] for place in whole.only] == expected
+
+
+def test_a_model_that_judges_itself_is_noted(
+    shipped: Frame, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(LongPPL, "keys", lambda *args: {200})
+    settings = Settings(models=(str(SHIPPED),), methods=("yarn",), lengths=(300,))
+    task = LongPPL([TEXT], windows=1, short_context=64)
+    for evaluator in (None, str(SHIPPED)):
+        [part] = dataclasses.replace(task, evaluator=evaluator).parts(settings)
+        assert part.judges_itself
+    part = dataclasses.replace(part, opened=lambda: nullcontext(None), who="the model with yarn")
+    [note] = part.questions(shipped, [300], 0).notes
+    assert "the model with yarn chooses the tokens that it is judged by, which favours it" in note
+    other = dataclasses.replace(part, judges_itself=False)
+    assert other.questions(shipped, [300], 0).notes == ()
+
+
+# Perplexity
+
+
+@pytest.mark.parametrize(
+    "stride", [100, *(pytest.param(stride, marks=pytest.mark.slow) for stride in (64, 128))]
+)
+@torch.no_grad()
+def test_huggingface_perplexity_is_that_of_the_documentation(
+    stride: int, shipped: Frame, model: Any
+) -> None:
+    task = Perplexity([TEXT * 2], windows=1, stride=stride, protocol="huggingface")
+    built = cases(task, shipped, 128, 300)
+    documents = [shipped.tokenizer(TEXT * 2, add_special_tokens=False)["input_ids"]]
+    ids = [0, *choose_windows(documents, [300], 1, (0,), None, seed=0).texts[0]]
+    for length in (128, 300):
+        nlls, previous = [], 0
+        for begin in range(0, len(ids), stride):
+            end = min(begin + length, len(ids))
+            row = torch.tensor([ids[begin:end]])
+            labels = row.clone()
+            labels[:, : -(end - previous)] = -100
+            nlls.append(model(row, labels=labels).loss)
+            previous = end
+            if end == len(ids):
+                break
+        part = [case for case in built if case.length == length]
+        found = [
+            run._loss(case, score(model, [case.ids], run._tail(case))[0][0].double())
+            for case in part
+        ]
+        assert {result.tokens for result in found} == {1}
+        values, weights = ([getattr(r, name) for r in found] for name in ("value", "tokens"))
+        expected = float(torch.stack(nlls).mean().exp())
+        # Sums of float32 in another order.
+        assert estimate_perplexity(values, 0, weights).value == pytest.approx(expected, rel=1e-5)
+
+
+def test_huggingface_windows_must_not_skip_tokens(shipped: Frame) -> None:
+    task = Perplexity([TEXT], windows=1, stride=101, protocol="huggingface")
+    with pytest.raises(OptionError, match="stride=101 would skip tokens at length 100"):
+        task.questions(shipped, [100], 0)
+    with pytest.raises(OptionError, match="does not apply to the protocol huggingface"):
+        Perplexity.of({"protocol": "huggingface", "stride": 9, "min_context": 3})
+    with pytest.raises(OptionError, match="sliding or huggingface go together"):
+        Perplexity(protocol="huggingface")
+    case = cases(dataclasses.replace(task, stride=50), shipped, 100)[0]
+    assert case.prompt != dataclasses.replace(case, alike=False).prompt
+
+
+# What is in the way
+
+
+@pytest.mark.parametrize(
+    "frame",
+    [CHARACTERS, pytest.param(Frame(Characters(size=9), ()), marks=pytest.mark.slow)],
+    ids=["1", "9"],
+)
+@pytest.mark.parametrize("name", [*ruler.TASKS, "needle", "published", "inline"])
+def test_too_short_a_length_is_told_and_the_least_is_enough(name: str, frame: Frame) -> None:
+    if name == "needle":
+        [task] = Needle(trials=1, depths=1, haystack=("noise",)).parts(None)
+    else:
+        task = ruler.made(name, 1) if name in ruler.TASKS else Passkey(1, 1, prompt=name)
+    for length in (1, 30):
+        with pytest.raises(OptionError, match=r"prompt needs at least \d+ tokens") as error:
+            cases(task, frame, length)
+    # One more prompt may draw longer words.
+    least = int(re.search(r"at least (\d+)", str(error.value))[1])
+    [case] = cases(task, frame, least + 40)
+    assert case.tokens <= least + 40
+
+
+@pytest.mark.parametrize("made", [merging, spacing], ids=lambda made: made.__name__)
+def test_a_tokenizer_without_a_start_token_and_any_script(made: Any, tmp_path: Path) -> None:
+    frame = Frame.of(made(start=False))
+    assert frame.head == ()
+    book = tmp_path / "book.txt"
+    book.write_text(
+        "日本語の文。\n\nЖили-были. 🙂🙂 no full stop\u2028at all " * 9, encoding="utf-8"
+    )
+    for name in ("niah_single_2", "niah_multiquery"):
+        own = haystack.read_haystack([str(book)])
+        [case] = cases(ruler.made(name, 1, haystack=own), frame, 2000)
+        assert 1900 < case.tokens <= 2000
+    [case] = cases(Passkey(1, 1), frame, 300)
+    assert case.tokens <= 300
+    book.write_text(" \n ")
+    with pytest.raises(RopeExtError, match=r"book.txt is empty"):
+        haystack.read_haystack([str(book)])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ruler.TASKS)
+def test_262144_tokens_are_made_in_bounded_time(name: str) -> None:
+    calls = []
+
+    class Counting(Characters):
+        def __call__(self, text: str, **options: Any) -> Any:
+            calls.append(len(text))
+            return super().__call__(text, **options)
+
+    [case] = cases(ruler.made(name, 1), Frame(Counting(size=4), ()), 262144)
+    assert 262144 - 120 < case.tokens <= 262144
+    assert sum(calls) < 40 * 4 * 262144  # what is tokenised until the length is right
+
+
+# The page
+
+
+def test_every_same_of_the_page_names_a_test_that_exists() -> None:
+    rows = [
+        [cell.strip() for cell in line.strip("|").split("|")]
+        for line in PAGE.read_text("utf-8").splitlines()
+        if line.startswith("| ") and not line.startswith("| ---")
+    ]
+    rows = [row for row in rows if row[0] != "item"]
+    assert len(rows) > 30 and {len(row) for row in rows} == {5}
+    tests = {path.stem: path.read_text("utf-8") for path in (ROOT / "tests").rglob("test_*.py")}
+    for item, official, here, verdict, named in rows:
+        assert item and official and here, item
+        assert verdict.startswith(("same", "by name", "not: ")), verdict
+        if not verdict.startswith("not: "):
+            name = re.fullmatch(r"`(test_\w+)`", named)
+            assert name and any(f"def {name[1]}(" in text for text in tests.values()), item

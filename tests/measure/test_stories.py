@@ -1,0 +1,326 @@
+"""Prompts that are made up: little stories, requests alike, chains to follow, in long text."""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+from transformers import AutoTokenizer
+from typer.testing import CliRunner
+
+from rope_ext.cli import app
+from rope_ext.errors import OptionError
+from rope_ext.measure.prompts import Frame, encode
+from rope_ext.measure.tasks import babilong, haystack
+from rope_ext.measure.tasks.babilong import LABELS, TALES, Facts
+from rope_ext.measure.tasks.hops import Chains
+from rope_ext.measure.tasks.mrcr import FORMS, TOPICS, Conversation, ordinal
+from rope_ext.measure.tasks.story import Piece, Stream, Told, among, filled
+from tests.helpers.benchmarks import (
+    HELMET,
+    HELMET_DEMOS,
+    INFINITEBENCH,
+    LONGBENCH,
+    NOLIMA,
+    write_rows,
+)
+from tests.helpers.checkpoint import save_checkpoint
+
+SHIPPED = Path(__file__).parents[2] / "checkpoints" / "tiny-512"
+TEXT = tuple(f"Sentence {n} tells of nothing {'at all ' * (n % 9)}here." for n in range(60))
+KINDS: dict[str, Told] = {
+    **{f"babilong_{name}": Facts("", 2, 20, name, TEXT) for name in TALES},
+    "mrcr_2": Conversation("", 2, None, 2, 12, TEXT),
+    "mrcr_4": Conversation("", 2, 60, 4, 12, TEXT),
+    "hops_1": Chains("", 2, 32, 1, 4, TEXT),
+    "hops_3": Chains("", 2, 32, 3, 3, TEXT),
+}
+
+
+@pytest.fixture(scope="module")
+def frame() -> Frame:
+    return Frame.of(AutoTokenizer.from_pretrained(SHIPPED), "no")
+
+
+@pytest.fixture(autouse=True)
+def few_words(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Names are drawn at once, instead of reading Python's library first."""
+
+    def make(kind: str, rng: random.Random) -> str:
+        letters = "".join(rng.choices("abcdefgh", k=9))
+        return letters if kind == "words" else str(rng.randrange(10**6, 10**7))
+
+    monkeypatch.setattr(haystack, "make", make)
+
+
+# Lengths and seeds
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_prompts_fill_their_length_and_never_exceed_it(name: str, frame: Frame) -> None:
+    task = KINDS[name]
+    chat = Frame(frame.tokenizer, *(tuple(encode(frame.tokenizer, t)) for t in ("Q: ", "\nA: ")))
+    lengths = [1100, 1500]
+    same = task.questions(frame, lengths, 0)
+    for model, made in ((frame, same), (chat, task.questions(chat, lengths, 0))):
+        assert [case.length for case in made.cases] == [1100, 1100, 1500, 1500]
+        for case in made.cases:
+            # A word of this text has fewer tokens, and a request of a conversation.
+            assert case.length - (30 if "mrcr" in name else 12) <= case.tokens <= case.length
+            text = model.tokenizer.decode(case.ids)
+            assert list(case.ids) == [*model.head, *encode(model.tokenizer, _inner(text, model)),
+                                      *model.tail]  # fmt: skip
+    again = task.questions(frame, lengths[1:], 0).cases
+    other = task.questions(frame, lengths[1:], 1).cases
+    prompts = [{case.prompt for case in cases} for cases in (same.cases, again, other)]
+    assert prompts[0] > prompts[1] and not prompts[0] & prompts[2]
+
+
+def _inner(text: str, frame: Frame) -> str:
+    """What is between the template's parts."""
+    start, end = (frame.tokenizer.decode(part) for part in (frame.head, frame.tail))
+    return text.removeprefix(start).removesuffix(end)
+
+
+@pytest.mark.parametrize("name", ["babilong_qa1", "mrcr_2", "hops_3"])
+def test_a_length_that_holds_no_prompt_is_told(name: str, frame: Frame) -> None:
+    with pytest.raises(OptionError, match=r"needs at least [0-9]+ tokens") as told:
+        KINDS[name].questions(frame, [90], 0)
+    least = int(re.findall("at least ([0-9]+)", str(told.value))[0])
+    first = KINDS[name].questions(frame, [90 + least], 0).cases  # the first prompt may be shorter
+    assert len(first) == 2
+
+
+def test_the_search_for_a_length_ends_and_finds_the_longest(frame: Frame) -> None:
+    calls = []
+
+    def compose(words: int) -> str:
+        calls.append(words)
+        # Uneven words: at first one token each, then many.
+        return "start" + " a" * min(words, 50) + " extraordinarily" * max(0, words - 50)
+
+    sizes = [len(encode(frame.tokenizer, compose(words))) for words in range(120)]
+    for room in (sizes[0], sizes[3], sizes[50] + 1, sizes[80] - 1, sizes[119]):
+        calls.clear()
+        ids = filled(frame, compose, room)
+        best = max(size for size in sizes if size <= room)
+        assert len(ids) == best and len(calls) <= 17
+    assert filled(frame, compose, sizes[0] - 1) == sizes[0]
+
+
+def test_a_stream_is_cut_after_a_word_and_facts_keep_their_order() -> None:
+    stream = Stream(Piece(f"head {n}: ", ["a", "b", "c"]) for n in range(10**6))
+    assert stream.take(0) == []
+    assert stream.take(4) == ["head 0: a b c", "head 1: a"]
+    assert stream.take(6) == ["head 0: a b c", "head 1: a b c"]
+    texts = ["one", "two", "three"]
+    assert among(texts, ["F", "G", "H"], [0.9, 0.1, 0.3]) == ["F", "one", "G", "two", "three", "H"]
+    assert among([], ["F", "G"], [0.9, 0.1]) == ["F", "G"]
+
+
+# BABILong
+
+
+def answered(facts: Sequence[str], question: str) -> str:
+    """The answer by reading the facts, apart from the simulation."""
+    at: dict[str, str] = {}
+    has: dict[str, str] = {}
+    been: dict[str, list[str]] = {}
+    gifts: list[tuple[str, str, str]] = []
+    sides: list[tuple[str, str, str]] = []
+    for fact in facts:
+        words = fact.rstrip(".").split()
+        if found := re.fullmatch(r"The (\w+) is (\w+) of the (\w+)\.", fact):
+            sides.append(found.groups())
+            continue
+        who = words[0]
+        if " to the " in fact:
+            at[who] = words[-1]
+        elif words[1] in ("gave", "handed", "passed"):
+            gifts.append((who, words[3], words[-1]))
+            has[words[3]] = words[-1]
+        else:
+            thing = words[-2]
+            assert words[-1] == "there" and who in at
+            if words[1] in ("dropped", "left", "discarded", "put"):
+                assert has.pop(thing) == who
+            else:
+                assert thing not in has
+                has[thing] = who
+                place = been.get(thing, [at[who]])[-1]
+                assert place == at[who]  # it is taken where it lies
+                been.setdefault(thing, [place])
+        for thing, holder in has.items():
+            if holder in at and been.get(thing, [None])[-1] != at[holder]:
+                been.setdefault(thing, []).append(at[holder])
+    for pattern, answer in (
+        (r"Where is (Mary|John|Daniel|Sandra)\?", lambda who: at[who]),
+        (r"Where is the (\w+)\?", lambda thing: been[thing][-1]),
+        (
+            r"Where was the (\w+) before the (\w+)\?",
+            lambda thing, place: been[thing][been[thing].index(place) - 1],
+        ),
+        (r"What is (\w+) of the (\w+)\?", lambda side, of: _one(sides, (None, side, of), 0)),
+        (r"What is the (\w+) (\w+) of\?", lambda of, side: _one(sides, (of, side, None), 2)),
+        (r"Who gave the (\w+) to (\w+)\?", lambda thing, who: _one(gifts, (None, thing, who), 0)),
+        (r"Who gave the (\w+)\?", lambda thing: _one(gifts, (None, thing, None), 0)),
+        (r"Who received the (\w+)\?", lambda thing: _one(gifts, (None, thing, None), 2)),
+        (
+            r"Who did (\w+) give the (\w+) to\?",
+            lambda who, thing: _one(gifts, (who, thing, None), 2),
+        ),
+        (r"What did (\w+) give to (\w+)\?", lambda who, to: _one(gifts, (who, None, to), 1)),
+    ):
+        if found := re.fullmatch(pattern, question):
+            return answer(*found.groups())
+    raise AssertionError(question)
+
+
+def _one(rows: Sequence[tuple], wanted: tuple, place: int) -> str:
+    """The only row that fits, at a place."""
+    [row] = [
+        row
+        for row in rows
+        if all(want in (None, have) for want, have in zip(wanted, row, strict=True))
+    ]
+    return row[place]
+
+
+@pytest.mark.parametrize("task", TALES)
+def test_stories_have_one_right_answer_which_is_a_label(task: str) -> None:
+    seen = set()
+    for number in range(200):
+        tale = TALES[task](random.Random(number))
+        assert answered(tale.facts, tale.question) == tale.answer
+        assert tale.answer in LABELS[task] and tale.answer not in tale.question
+        assert len(tale.facts) >= 2
+        judge = babilong.OnlyLabel(tale.answer, tale.question, LABELS[task])
+        wrong = [one for one in LABELS[task] if one not in (tale.answer, *tale.question.split())]
+        assert judge(tale.answer) == 1 and judge(random.Random(number).choice(wrong)) == 0
+        seen.add(tale.answer)
+    assert seen == set(LABELS[task])
+
+
+def test_babilong_facts_lie_in_the_text_in_their_order(frame: Frame) -> None:
+    for case in KINDS["babilong_qa2"].questions(frame, [1100], 0).cases:
+        prompt = frame.tokenizer.decode(case.ids[len(frame.head) :])
+        context = prompt.split("<context>\n")[1].split("\n</context>")[0]
+        question = prompt.rpartition("Question: ")[2]
+        facts = re.findall(r"(?:Mary|John|Daniel|Sandra) [^.]*\.", context)
+        assert answered(facts, question) == case.key
+        assert context.count("Sentence") > 20  # and most of it is noise
+        starts = [context.index(fact) for fact in dict.fromkeys(facts)]
+        assert starts == sorted(starts)
+
+
+# MRCR
+
+
+def test_ordinals() -> None:
+    written = [ordinal(n) for n in (1, 2, 3, 4, 8, 11, 12, 13, 21, 112)]
+    assert written == ["1st", "2nd", "3rd", "4th", "8th", "11th", "12th", "13th", "21st", "112th"]
+
+
+@pytest.mark.parametrize("needles", [2, 4])
+def test_the_nth_of_the_requests_alike_got_the_answer(needles: int, frame: Frame) -> None:
+    for case in KINDS[f"mrcr_{needles}"].questions(frame, [1500], 0).cases:
+        prompt = frame.tokenizer.decode(case.ids[len(frame.head) :])
+        *turns, end = prompt.split("\n\n")
+        ask = re.fullmatch(
+            r"User: Prepend (\w{10}) to the (\d)\w\w \(1 indexed\) (.*) about (\w+)\. Do not "
+            r"include any other text in your response\.\nAssistant:",
+            end,
+        )
+        prefix, number, form, topic = ask.groups()
+        pairs = [re.fullmatch(r"User: (.*)\nAssistant: (.*)", turn).groups() for turn in turns]
+        alike = [answer for asked, answer in pairs if asked == f"write a {form} about {topic}"]
+        assert len(alike) == len(set(alike)) == needles
+        assert case.key == prefix + alike[int(number) - 1]
+        assert all(len(answer.split()) >= 12 for answer in alike)
+        others = {asked for asked, _ in pairs} - {f"write a {form} about {topic}"}
+        near = [asked for asked in others if form in asked or topic in asked]
+        assert 0 < len(near) < len(others) and form in FORMS and topic in TOPICS
+        assert case.judge(f" {case.key}") == 1 and case.judge(alike[0]) == 0
+        wrong = next(answer for answer in alike if answer != alike[int(number) - 1])
+        assert 0 < case.judge(prefix + wrong) < 1
+        assert case.count == 60 or case.count >= len(encode(frame.tokenizer, case.key)) + 8
+
+
+def test_too_few_different_answers_are_told() -> None:
+    task = Conversation("", 1, 60, 4, 2, ("one of them", "one of them", "another one"))
+    with pytest.raises(OptionError, match="the text has 2 different answers for 4 requests"):
+        task.story(random.Random(0), False)
+
+
+# Hops
+
+
+@pytest.mark.parametrize("name", ["hops_1", "hops_3"])
+def test_the_number_is_where_the_chain_ends(name: str, frame: Frame) -> None:
+    task = KINDS[name]
+    for case in task.questions(frame, [1100], 0).cases:
+        prompt = frame.tokenizer.decode(case.ids[len(frame.head) :])
+        leads = dict(re.findall(r"(\w+) leads to (?:the number )?(\w+)\.", prompt))
+        assert len(leads) == task.hops * task.chains
+        [at] = re.findall(r"\nStart at (\w+) and follow", prompt)
+        assert prompt.endswith(f" Starting at {at}, the number is")
+        for _ in range(task.hops):
+            at = leads[at]
+        assert at == case.key
+        ends = [end for end in leads.values() if end.isdigit()]
+        assert len(set(ends)) == task.chains
+        assert [case.judge(f" {end}.") for end in ends] == [float(end == at) for end in ends]
+
+
+# From the command line
+
+
+def run(*words: object) -> dict:
+    words = [str(word) for word in words]
+    result = CliRunner().invoke(app, ["eval", *words])
+    assert result.exit_code == 0, result.output
+    return json.loads((Path(words[words.index("--output") + 1]) / "results.json").read_text())
+
+
+@pytest.mark.slow
+def test_the_shipped_checkpoint_is_asked_all_that_is_made_up(tmp_path: Path) -> None:
+    data = run(
+        *("babilong", "mrcr", "hops", "--model", SHIPPED, "--method", "yarn", "--lengths", "1k"),
+        *("--trials", 2, "--mrcr-needles", 2, "--new-tokens", 8, "--output", tmp_path / "out"),
+        *("--hops", "1,2"),
+    )
+    names = {row["task"] for row in data["summary"]}
+    assert names == {*(f"babilong_{task}" for task in TALES), "mrcr_2", "hops_1", "hops_2"}
+    outcomes = [json.loads(line) for line in (tmp_path / "out/cases.jsonl").open()][1:]
+    prompts = {name: {} for name in ("none", "yarn")}
+    for one in outcomes:
+        prompts[one["system"]][one["task"], one["length"], one["seed"]] = one["prompt"]
+    assert prompts["none"] == prompts["yarn"]  # the very same questions
+    assert len(prompts["yarn"]) == 8 * 2  # 512 tokens, as trained for, hold no story of qa3
+    assert all(0 <= one["value"] <= 1 for one in outcomes)
+
+
+@pytest.mark.slow
+def test_data_of_benchmarks_are_measured_from_the_command_line(tmp_path: Path) -> None:
+    checkpoint = save_checkpoint(tmp_path / "model")
+    (tmp_path / "book.txt").write_text("The mill stood by the river.\n" * 400, encoding="utf-8")
+    data = run(
+        *("longbench_v2", "infinitebench", "nolima", "helmet", "--model", checkpoint),
+        *("--method", "yarn", "--factor", 16, "--lengths", "2k", "--trained-length", 1600),
+        *("--samples", 1, "--new-tokens", 4, "--output", tmp_path / "out"),
+        *("--longbench-data", write_rows(tmp_path / "data.json", LONGBENCH)),
+        "--infinitebench-data",
+        write_rows(tmp_path / "passkey.jsonl", [INFINITEBENCH["passkey"]]),
+        *("--nolima-needles", write_rows(tmp_path / "needle_set.json", NOLIMA)),
+        *("--nolima-books", tmp_path / "book.txt", "--helmet-data"),
+        f"kilt_nq={write_rows(tmp_path / 'nq.jsonl', HELMET['kilt_nq'])}",
+        "--helmet-demos",
+        f"kilt_nq={write_rows(tmp_path / 'nq_demos.jsonl', HELMET_DEMOS['kilt_nq'])}",
+    )
+    rows = {(row["task"], row["length"]): row["count"] for row in data["summary"]}
+    names = ("nolima", "helmet_kilt_nq", "longbench_v2", "infinitebench_passkey")
+    assert rows == {(name, length): 1 for name in names for length in (1600, 2048)}

@@ -1,0 +1,160 @@
+"""Evaluation while training: what is held out, asked, logged and drawn."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import shutil
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoTokenizer
+
+import rope_ext
+from recipes import data, evaluation, finetune
+from rope_ext.errors import MeasureError
+from rope_ext.measure.forward import score
+from tests.helpers.recipes import arguments, history
+
+EVALUATED = {
+    "eval_strategy": "steps",
+    "eval_steps": 1,
+    "eval_rows": 3,
+    "eval_length": 100,
+    "eval_passkeys": 4,
+}
+
+
+def entries(folder: Path, name: str) -> list[dict[str, Any]]:
+    state = json.loads((folder / "trainer_state.json").read_text())
+    return [entry for entry in state["log_history"] if name in entry]
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_what_is_held_out_is_not_trained_on(
+    streaming: bool, checkpoint: Path, texts: Path, tmp_path: Path
+) -> None:
+    words = arguments(checkpoint, texts, tmp_path, streaming=streaming, **EVALUATED)
+    recipe, args = finetune.parse(words)
+    plan = finetune.check(recipe, args)
+    rows, held = finetune.read(recipe, args, plan)
+    whole = [row["text"] for row in data.documents(str(texts))]
+    tokens = data.Tokenise(plan.tokenizer)({"text": whole})["input_ids"]
+    # Three rows of a hundred are in the first document of some 350.
+    parts = [tokens[0][:100], tokens[0][100:200], tokens[0][200:300]]
+    assert [row["input_ids"].tolist() for row in held] == parts
+    trained = [tuple(row["input_ids"]) for row in islice(rows, 60)]
+
+    def shared(document: list[int]) -> bool:  # a piece of some ten words, which are random
+        pieces = {tuple(document[i : i + 40]) for i in range(len(document) - 40)}
+        return any(row[i : i + 40] in pieces for row in trained for i in range(len(row) - 40))
+
+    assert not shared(tokens[0])
+    assert shared(tokens[1])
+
+
+def test_data_of_its_own_hold_nothing_out(checkpoint: Path, texts: Path, tmp_path: Path) -> None:
+    (tmp_path / "other.txt").write_text("ten nine eight " * 300)
+    more = EVALUATED | {"eval_dataset": tmp_path / "other.txt"}
+    recipe, args = finetune.parse(arguments(checkpoint, texts, tmp_path, **more))
+    rows, held = finetune.read(recipe, args, finetune.check(recipe, args))
+    plain, plain_args = finetune.parse(arguments(checkpoint, texts, tmp_path))
+    alone, none = finetune.read(plain, plain_args, finetune.check(plain, plain_args))
+    assert none is None
+    assert rows["input_ids"][:] == alone["input_ids"][:]
+    assert len({tuple(row["input_ids"][1:].tolist()) for row in held}) == 3
+
+
+def test_python_library_has_files_that_are_held_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(data, "python_library", lambda split: [split])
+    for split, read in (("train", "train"), ("held_out", "held_out"), ("test", "train")):
+        assert data.documents(data.PYTHON_LIBRARY, split=split)["text"][:] == [read]
+
+
+@pytest.mark.slow
+def test_a_run_that_is_evaluated(checkpoint: Path, texts: Path, tmp_path: Path) -> None:
+    """Losses as without; what is logged is that of the saved model; a resumed run agrees."""
+    run, plain = tmp_path / "run", tmp_path / "plain"
+    (tmp_path / "other.txt").write_text("ten nine eight two " * 300)
+    more = {"max_steps": 3, "save_steps": 2, "lora_dropout": 0.3}
+    evaluated = more | EVALUATED | {"eval_dataset": tmp_path / "other.txt"}
+    finetune.main(arguments(checkpoint, texts, run, **evaluated))
+    finetune.main(arguments(checkpoint, texts, plain, **more))
+    assert history(run / "checkpoint-3") == history(plain / "checkpoint-3")
+    logged = entries(run / "checkpoint-3", "eval_loss")
+    assert [entry["step"] for entry in logged] == [1, 2, 3]
+
+    recipe, args = finetune.parse(arguments(checkpoint, texts, run, **evaluated))
+    args.resume_from_checkpoint, args.output_dir = None, str(tmp_path / "none")
+    plan = finetune.check(recipe, args)
+    _, held = finetune.read(recipe, args, plan)
+    model = rope_ext.from_pretrained(run)
+    losses = [float(score(model, [row["input_ids"].tolist()], 99)[0].mean()) for row in held]
+    # float32 sums in another order
+    assert logged[-1]["eval_loss"] == pytest.approx(np.mean(losses), rel=1e-5)
+    assert {len(case.ids) for case in plan.passkeys} == {100}
+    assert logged[-1]["eval_passkey"] == evaluation.found(model, plan.passkeys)
+
+    shown = json.loads((run / "evaluation.json").read_text())
+    assert shown["length"] == 100
+    names = ("step", "eval_loss", "eval_passkey")
+    assert shown["curve"] == [{name: entry[name] for name in names} for entry in logged]
+    assert (run / "evaluation.png").read_bytes().startswith(b"\x89PNG")
+
+    killed = tmp_path / "killed"
+    shutil.copytree(run, killed, ignore=shutil.ignore_patterns("checkpoint-3", "adapter_*"))
+    shutil.copytree(run / "checkpoint-2", killed / "checkpoint-2", dirs_exist_ok=True)
+    words = arguments(checkpoint, texts, killed, **evaluated)
+    finetune.main([*words, "--resume_from_checkpoint", "true"])
+    assert history(killed / "checkpoint-3") == history(run / "checkpoint-3")
+    assert json.loads((killed / "evaluation.json").read_text()) == shown
+    weights = [load_file(folder / "adapter_model.safetensors") for folder in (run, killed)]
+    assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
+
+
+def test_passkeys_are_found_where_the_model_writes_them(checkpoint: Path) -> None:
+    """Of a model that knows the answers of two of four."""
+    cases = evaluation.passkeys(AutoTokenizer.from_pretrained(checkpoint), 128, 4)
+    known = {tuple(case.ids) for case in cases[:2]}
+    assert [case.depth for case in cases] == [0.125, 0.375, 0.625, 0.875]
+    assert len({case.answers for case in cases}) == 4
+
+    class Model(torch.nn.Module):
+        device = torch.device("cpu")
+
+        def forward(self, input_ids: torch.Tensor, **kwargs: Any) -> Any:
+            following = input_ids.roll(-1, 1)
+            wrong = 0 if tuple(input_ids[0].tolist()) in known else 1
+            logits = torch.nn.functional.one_hot((following + wrong) % 400, 400).float()
+            return type("Output", (), {"logits": logits})
+
+    model = Model()
+    model.config = rope_ext.from_pretrained(checkpoint).config
+    assert evaluation.found(model, cases) == 0.5
+
+
+def test_the_picture_needs_matplotlib(
+    checkpoint: Path, texts: Path, tmp_path: Path, weights: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    find = importlib.util.find_spec
+    missing = lambda name, *rest: None if name == "matplotlib" else find(name, *rest)  # noqa: E731
+    monkeypatch.setattr(importlib.util, "find_spec", missing)
+    with pytest.raises(MeasureError, match=r'pip install "rope-ext\[eval\]"'):
+        finetune.main(arguments(checkpoint, texts, tmp_path / "run", **EVALUATED))
+
+
+def test_a_step_that_is_told_twice_is_drawn_once(tmp_path: Path) -> None:
+    log = [
+        {"step": 5, "loss": 2.0},
+        {"step": 10, "eval_loss": 9.0},
+        {"step": 10, "eval_loss": 1.5},
+        {"step": 5, "eval_loss": 2.5},
+    ]
+    evaluation.report(log, 4096, tmp_path)
+    shown = json.loads((tmp_path / "evaluation.json").read_text())
+    assert shown["curve"] == [{"step": 5, "eval_loss": 2.5}, {"step": 10, "eval_loss": 1.5}]

@@ -1,0 +1,331 @@
+"""recipes/stream.py: streams that are shuffled, mixed, and resumed where they stood."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import datasets
+import numpy as np
+import pytest
+import torch
+from transformers import AutoTokenizer, Trainer
+
+from recipes import data, finetune, stream
+from rope_ext import RopeExtError
+from tests.helpers.recipes import arguments, history
+
+
+def words(batch: Mapping[str, list[str]]) -> dict[str, Any]:
+    """Documents of numbers, a token each."""
+    return {"input_ids": [[int(word) for word in text.split()] for text in batch["text"]]}
+
+
+def numbered(documents: int, tokens: int, first: int = 0) -> datasets.Dataset:
+    """Document i says i, over and over."""
+    texts = [" ".join([str(first + i)] * tokens) for i in range(documents)]
+    return datasets.Dataset.from_dict({"text": texts})
+
+
+def made(documents: Any, pack: Any = None, seed: int = 0, tokenise: Any = words) -> stream.Source:
+    if isinstance(documents, datasets.Dataset):
+        documents = documents.to_iterable_dataset()
+    return stream.Source(documents, tokenise, pack or data.Pack(8), 1, seed)
+
+
+def ids(rows: Iterator[Mapping[str, Any]], number: int) -> list[tuple[int, ...]]:
+    return [tuple(row["input_ids"]) for row in islice(rows, number)]
+
+
+def folder_of(tmp_path: Path, suffix: str) -> Any:
+    """Ninety documents in three files of a kind, streamed."""
+    folder = tmp_path / suffix
+    folder.mkdir()
+    for part in range(3):
+        texts = numbered(30, 20, first=30 * part)["text"]
+        if suffix == "jsonl":
+            lines = "\n".join(json.dumps({"text": text}) for text in texts)
+            (folder / f"{part}.jsonl").write_text(lines)
+        elif suffix == "parquet":
+            datasets.Dataset.from_dict({"text": texts}).to_parquet(folder / f"{part}.parquet")
+        else:
+            for i, text in enumerate(texts):
+                (folder / f"{part}-{i}.txt").write_text(text)
+    return data.documents(str(folder), streaming=True)
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "parquet",
+        "rest",
+        *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("jsonl", "txt", "in memory")),
+    ],
+)
+def test_a_stream_goes_on_from_any_row(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From its state as JSON, in the first pass and in later ones, to the token."""
+    monkeypatch.setattr(stream, "_BLOCK", 40)
+    in_memory = kind in ("in memory", "rest")
+    documents = numbered(90, 20) if in_memory else folder_of(tmp_path, kind)
+    if kind == "rest":  # what held-out documents leave
+        documents = documents.to_iterable_dataset().skip(7)
+
+    def fresh() -> stream.Stream:
+        return stream.Stream([made(documents)], [1.0], seed=0)
+
+    whole = fresh()
+    reading = iter(whole)
+    expected, states = [], {}
+    for given in range(320):  # a pass has 225 rows
+        if given % 101 == 0:
+            states[given] = json.dumps(whole.state(given)) if given else None
+        expected.append(next(reading))
+    assert len(set(ids(iter(expected), 200))) > 50
+    for given, state in states.items():
+        again = fresh()
+        if state is not None:
+            again.start(json.loads(state))
+        rows = list(islice(again, 320))
+        assert all(len(row["input_ids"]) == 0 for row in rows[:given])
+        assert ids(iter(rows[given:]), 320) == ids(iter(expected[given:]), 320)
+        assert [row["index"] for row in rows[given:]] == list(range(given, 320))
+
+
+def test_a_resumed_stream_tokenises_one_block_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stream, "_BLOCK", 40)
+    seen: list[int] = []
+
+    def counting(batch: Mapping[str, list[str]]) -> dict[str, Any]:
+        seen.append(len(batch["text"]))
+        return words(batch)
+
+    def fresh() -> stream.Stream:
+        return stream.Stream([made(numbered(600, 20), tokenise=counting)], [1.0], seed=0)
+
+    whole = fresh()
+    ids(iter(whole), 1400)  # prefetched beyond the row that is asked for
+    assert sum(seen) > 540
+    state = whole.state(1390)
+    seen.clear()
+    again = fresh()
+    again.start(state)
+    next(islice(again, 1390, None))
+    assert 0 < sum(seen) <= 2 * stream._READ + 40 * 8 // 20
+
+
+def test_each_pass_has_every_row_once_in_another_order() -> None:
+    """Of 60 documents of one row each."""
+    rows = stream.Stream([made(numbered(60, 8))], [1.0], seed=5)
+    found = ids(iter(rows), 180)
+    passes = [found[:60], found[60:120], found[120:]]
+    assert len({tuple(each) for each in passes}) == 3
+    for each in passes:
+        assert sorted(each) == [(i,) * 8 for i in range(60)]
+    other = ids(iter(stream.Stream([made(numbered(60, 8), seed=1)], [1.0], seed=1)), 60)
+    assert other != passes[0]
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_a_step_of_a_run_is_of_many_documents(
+    streaming: bool, checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As Trainer draws it, from data on disk and streamed: sixteen rows of one step."""
+    lines = [json.dumps({"text": f"{word} " * 60}) for word in "abcdefghijklmnopqrstuvwxyz"]
+    (tmp_path / "letters.jsonl").write_text("\n".join(lines))
+    steps: list[torch.Tensor] = []
+
+    def step(self: Trainer, model: Any, inputs: dict[str, torch.Tensor], *rest: Any) -> Any:
+        steps.append(inputs["input_ids"])
+        raise StopIteration
+
+    monkeypatch.setattr(Trainer, "training_step", step)
+    more = {"per_device_train_batch_size": 16, "length": 10, "streaming": streaming}
+    words = arguments(checkpoint, tmp_path / "letters.jsonl", tmp_path / "run", **more)
+    with pytest.raises((StopIteration, RuntimeError)):
+        finetune.main(words)
+    ((rows),) = steps
+    kinds = {tuple(sorted(set(row.tolist()) - {0, 1})) for row in rows}
+    assert len(kinds) > 7
+
+
+def test_shares_of_a_mixture_are_exact_in_every_thousand_rows() -> None:
+    sources = [made(numbered(50, 8, first=100 * i)) for i in range(3)]
+    rows = ids(iter(stream.Stream(sources, [0.3, 0.3, 0.4], seed=0)), 2000)
+    for part in range(2):
+        counts = Counter(row[0] // 100 for row in rows[1000 * part : 1000 * (part + 1)])
+        assert counts == {0: 300, 1: 300, 2: 400}
+    assert len({row[0] // 100 for row in rows[:8]}) > 1
+    assert {row[0] for row in rows} >= {*range(50), *range(100, 150), *range(200, 250)}
+
+
+def test_a_mixture_goes_on_from_any_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stream, "_BLOCK", 30)
+
+    def fresh() -> stream.Stream:
+        sources = [made(numbered(n, 20, first=1000 * n), seed=3) for n in (20, 90, 40)]
+        return stream.Stream(sources, [0.2, 0.7, 0.1], seed=3)
+
+    whole = fresh()
+    expected = ids(iter(whole), 600)
+    for given in (597, 510):  # earlier ones are forgotten: a checkpoint is always the last
+        whole = fresh()
+        reading = iter(whole)
+        ids(reading, given + 5)
+        again = fresh()
+        again.start(json.loads(json.dumps(whole.state(given))))
+        assert ids(islice(again, given, None), 600 - given) == expected[given:]
+        ahead = iter(again)  # a resumed run that is killed again, a little later
+        ids(ahead, given + 1)
+        third = fresh()
+        third.start(json.loads(json.dumps(again.state(given + 1))))
+        assert ids(islice(third, given + 1, None), 599 - given) == expected[given + 1 :]
+
+
+def test_what_another_process_reads_has_no_state() -> None:
+    """A worker's: Trainer then reads up to where it stood."""
+    assert stream.Stream([made(numbered(60, 8))], [1.0], seed=0).state(8) is None
+
+
+def test_documents_that_make_no_row_end_the_stream() -> None:
+    with pytest.raises(stream.DataError, match="do not make one row of 8 tokens"):
+        next(iter(stream.Stream([made(numbered(3, 2))], [1.0], seed=0)))
+
+
+# Rows that begin and end as documents do
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_bookended_rows_have_a_start_and_an_end(
+    streaming: bool, checkpoint: Path, texts: Path
+) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(checkpoint)
+    source = data.documents(str(texts), streaming=streaming)
+    rows = data.rows(source, tokenizer, data.packer("bookended", tokenizer, 50, False, 50))
+    found = [list(row["input_ids"]) for row in islice(rows, 60)]
+    assert len(found) == 60
+    for row in found:
+        assert len(row) == 50
+        assert (row[0], row[-1]) == (tokenizer.bos_token_id, tokenizer.eos_token_id)
+        assert row[1] != tokenizer.bos_token_id
+
+
+def test_bookending_by_hand() -> None:
+    """B and E are 0 and 1; the documents are 10 to 14, and 20 to 26."""
+    documents = {"input_ids": [[0, 10, 11, 12, 13, 14, 1], [0, 20, 21, 22, 23, 24, 25, 26, 1]]}
+    found = data.Bookend(5, (0,), (1,))(documents)["input_ids"].tolist()
+    assert found == [
+        [0, 10, 11, 12, 1],
+        [0, 13, 14, 1, 1],
+        [0, 20, 21, 22, 1],
+        [0, 23, 24, 25, 1],
+    ]
+    exact = data.Bookend(7, (0,), (1,))(documents)["input_ids"].tolist()
+    assert exact == [[0, 10, 11, 12, 13, 14, 1], [0, 20, 21, 22, 23, 24, 1]]
+    headless = data.Bookend(4, (), (1,))({"input_ids": [[5, 6, 7, 8, 1]]})["input_ids"]
+    assert headless.tolist() == [[5, 6, 7, 1]]
+
+
+def test_nothing_is_lost_but_the_rest_of_a_bookended_block() -> None:
+    rng = np.random.default_rng(0)
+    documents = [[0, *range(100 * i + 2, 100 * i + 2 + rng.integers(1, 90)), 1] for i in range(40)]
+    rows = data.Bookend(10, (0,), (1,))({"input_ids": documents})["input_ids"]
+    inside = [token for row in rows.tolist() for token in row if token > 1]
+    plain = [token for row in documents for token in row if token > 1]
+    assert inside == plain[: len(inside)]
+    assert len(plain) - len(inside) < 10
+
+
+# Settings of a mixture, and runs
+
+
+BAD = [
+    ([{"dataset": "a", "weight": 0.5}, {"dataset": "b", "weight": 0.4}], r"0.5 \+ 0.4 = 0.9; give"),
+    ([{"dataset": "a", "weight": 1.5}, {"dataset": "b", "weight": -0.5}], "weight 1.5 is not"),
+    ([{"dataset": "a", "weight": -0.1}, {"dataset": "b", "weight": 1}], "weight -0.1 is not valid"),
+    ([{"dataset": "a", "weight": 0}], "weight 0 is not valid"),
+    ([{"dataset": "a", "weight": float("nan")}], "weight nan is not valid"),
+    ([{"dataset": "a", "weight": "all"}], "weight 'all' is not valid"),
+    ([{"dataset": "a", "weight": True}], "weight True is not valid"),
+    ([{"dataset": 3, "weight": 1}], "dataset 3 is not valid"),
+    ([{"dataset": "a"}], "weight is missing"),
+    ([{"weight": 1}], "dataset is missing"),
+    ([{"dataset": "a", "wieght": 1}], "unknown name 'wieght'; did you mean 'weight'"),
+    (["books"], "give JSON such as"),
+    ([{"dataset": "nowhere/at-all", "weight": 1}], "cannot read the data 'nowhere/at-all'"),
+]
+
+
+@pytest.mark.parametrize(("given", "message"), BAD, ids=lambda part: str(part)[:50])
+def test_bad_mixtures_are_refused_before_the_weights_are_loaded(
+    given: list[Any], message: str, checkpoint: Path, tmp_path: Path, weights: None
+) -> None:
+    shown = [json.dumps(part) if isinstance(part, dict) else part for part in given]
+    words = arguments(checkpoint, Path("unused"), tmp_path / "run", dataset=None, datasets=shown)
+    with pytest.raises(RopeExtError, match=message):
+        finetune.main(words)
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_stream_is_read_by_one_process(
+    checkpoint: Path, texts: Path, tmp_path: Path, weights: None
+) -> None:
+    more = {"streaming": True, "dataloader_num_workers": 2}
+    with pytest.raises(RopeExtError, match=r"read by one process.*give 1, or 0"):
+        finetune.main(arguments(checkpoint, texts, tmp_path / "run", **more))
+
+
+def test_a_mixture_has_no_end(checkpoint: Path, tmp_path: Path, weights: None) -> None:
+    one = json.dumps({"dataset": "python-library", "weight": 1})
+    more = {"dataset": None, "datasets": [one]}
+    words = arguments(checkpoint, Path(), tmp_path / "run", max_steps=None, **more)
+    with pytest.raises(RopeExtError, match="--datasets has no end, so --max_steps is needed"):
+        finetune.main(words)
+    words = arguments(checkpoint, Path(), tmp_path / "run", eval_strategy="steps", **more)
+    with pytest.raises(RopeExtError, match="--datasets needs --eval_dataset"):
+        finetune.main(words)
+
+
+@pytest.mark.parametrize(
+    "mixed", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["stream", "mixture"]
+)
+def test_a_killed_run_goes_on_without_reading_again(
+    mixed: bool, checkpoint: Path, texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Losses and norms to the bit, PoSE positions among them; Trainer counts steps as before."""
+    monkeypatch.setattr(stream, "_BLOCK", 8)
+    run, killed = tmp_path / "run", tmp_path / "killed"
+    more: dict[str, Any] = {"max_steps": 4, "save_steps": 2, "gradient_accumulation_steps": 2}
+    if mixed:
+        parts = [{"dataset": str(texts), "weight": 0.25}, {"dataset": str(texts), "weight": 0.75}]
+        more |= {"dataset": None, "datasets": [json.dumps(part) for part in parts]}
+    else:
+        more["streaming"] = True
+    finetune.main(arguments(checkpoint, texts, run, **more))
+    shutil.copytree(run, killed, ignore=shutil.ignore_patterns("checkpoint-4", "*.safetensors"))
+    shutil.copytree(run / "checkpoint-2", killed / "checkpoint-2", dirs_exist_ok=True)
+    assert json.loads((killed / "checkpoint-2" / "stream.json").read_text())["rows"] == 8
+    read: list[int] = []
+    rows = stream.Source._rows
+
+    def counted(self: stream.Source, *given: Any) -> Any:
+        read.append(1)
+        return rows(self, *given)
+
+    monkeypatch.setattr(stream.Source, "_rows", counted)
+    finetune.main(
+        [*arguments(checkpoint, texts, killed, **more), "--resume_from_checkpoint", "true"]
+    )
+    assert history(killed / "checkpoint-4") == history(run / "checkpoint-4")
+    epochs = [
+        [entry["epoch"] for entry in json.loads(file.read_text())["log_history"]]
+        for file in sorted(tmp_path.glob("*/checkpoint-4/trainer_state.json"))
+    ]
+    assert epochs[0] == epochs[1]
+    assert not (killed / "stream.json").exists()  # it is no part of the model

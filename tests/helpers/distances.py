@@ -77,8 +77,10 @@ FORMULAS: dict[str, Callable[..., Any]] = {
     "dual_chunk": dual_chunk,
     "string": string,
     "lm_infinite": lm_infinite,
-    "unturned": unturned,
 }
+
+
+EVERY = {**FORMULAS, "unturned": unturned}
 
 
 def formula(name: str, tokens: torch.Tensor, **constants: Any) -> torch.Tensor:
@@ -92,7 +94,7 @@ def formula(name: str, tokens: torch.Tensor, **constants: Any) -> torch.Tensor:
     positions = tokens.tolist()
     for i, m in enumerate(positions):
         for j, n in enumerate(positions[: i + 1]):
-            found = FORMULAS[name](m, n, **constants)
+            found = EVERY[name](m, n, **constants)
             if found is not None:
                 result[i, j] = torch.tensor(found, dtype=torch.float64)
     return result

@@ -108,7 +108,10 @@ PUBLISHED = {  # what multiplies cosine and sine where no attention_factor is gi
     "yarn": 1 + 0.1 * math.log(4),
     "dynamic_yarn": 1 + 0.1 * math.log(4),
     "resonance": 1 + 0.1 * math.log(4),  # of the YaRN that it rounds
+    "mrrope": 1 + 0.1 * math.log(4),
     "longrope": math.sqrt(1 + math.log(4) / math.log(LENGTH)),
+    "longrope2": math.sqrt(1 + math.log(4) / math.log(LENGTH)),
+    "lampe": 1 + 0.1 * math.log(2),  # by the released code, at any factor
     "dual_chunk": 1 + 0.05 * math.log(4),  # by the released code
     "string": 1 + 0.1 * math.log(2),  # likewise, at any factor
 }

@@ -191,7 +191,7 @@ BY_DISTANCE = ("rerope", "leaky, cached", "three", "window", "far only")
 biases = st.one_of(st.sampled_from([1, 2, 257]), st.integers(1, 500))
 
 
-@quick(max_examples=120)
+@quick(max_examples=60)
 @given(cases(BY_DISTANCE), biases)
 def test_a_bias_by_distance_is_that_of_the_oracle(case, distances):
     """And its gradient; the last value stands for all larger distances."""
@@ -255,10 +255,11 @@ def test_masks_of_flex_made_in_inference_can_be_used_in_training() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
-@pytest.mark.parametrize("distances", [None, 7])
-@pytest.mark.parametrize("softcap", [None, 2.0])
-@pytest.mark.parametrize(("queries", "keys"), [(1, 60), (25, 60)])
-def test_flex_is_the_oracle(queries, keys, softcap, distances):
+@pytest.mark.parametrize(
+    ("queries", "softcap", "distances"),
+    [(1, None, None), (25, 2.0, None), (1, 2.0, 7), (25, None, 7)],
+)
+def test_flex_is_the_oracle(queries, softcap, distances, keys=60):
     """Forward only: FlexAttention has no backward on a CPU."""
     at = torch.arange(5, 5 + keys)
     tensors = inputs(2, 4, 2, queries, keys, 8)

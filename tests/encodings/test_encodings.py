@@ -15,7 +15,7 @@ from tests.helpers.encodings import FORMULAS, LEARNED, dense, parameters, patch
 from tests.helpers.models import tiny_llama
 from tests.helpers.positions import CACHES, EXACT, FAMILIES, NEW, decoded, logits, padded
 
-KINDS = ["llama", "qwen3", "mistral", "gemma2 scaled", "gpt_neox", "cohere", "smollm3", "gpt_oss"]
+KINDS = ["llama", "qwen3", "mistral", "gemma2 scaled", "gpt_neox", "gpt_oss"]
 
 
 def test_every_encoding_has_its_formula_here() -> None:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 from torch.nn.utils.rnn import pad_sequence
@@ -91,6 +92,7 @@ FAMILIES = {
     "gpt_neox": Family("gpt_neox"),
     "granite": Family("granite"),
 }
+LATER = ("dpe", "lampe")
 KINDS = ["llama", "gemma2 scaled", "gpt_oss", "smollm3", "mistral windowed"]
 PACKED = [kind for kind in KINDS if kind != "gpt_oss"]  # whose code does not tell documents apart
 CACHES = {
@@ -99,6 +101,16 @@ CACHES = {
     "static": lambda config: StaticCache(config=config, max_cache_len=100),
 }
 NEW = {"max_new_tokens": 24, "min_new_tokens": 24, "do_sample": False}
+
+
+def grid(kinds: Iterable[str], names: Iterable[str]) -> list[Any]:
+    """Every kind with every method; the methods that came last on few kinds by default."""
+    slow = [pytest.mark.slow]
+    return [
+        pytest.param(kind, name, marks=slow if name in LATER and kind not in KINDS else [])
+        for kind in kinds
+        for name in names
+    ]
 
 
 def patch(model: nn.Module, name: str = "self_extend", **options: Any) -> nn.Module:

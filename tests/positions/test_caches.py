@@ -20,6 +20,7 @@ from tests.helpers.positions import (
     TOLD,
     WIDE,
     decoded,
+    grid,
     logits,
     patch,
 )
@@ -34,9 +35,10 @@ def test_cached_decoding_equals_recomputation(name: str, cache: str, steps, ids)
     torch.testing.assert_close(cached, logits(model, ids), **EXACT)
 
 
-@pytest.mark.parametrize("name", GEOMETRIES)
 @pytest.mark.parametrize("cache", CACHES)
-@pytest.mark.parametrize("kind", [kind for kind in FAMILIES if kind != "llama"])
+@pytest.mark.parametrize(
+    ("kind", "name"), grid([kind for kind in FAMILIES if kind != "llama"], GEOMETRIES)
+)
 def test_cached_decoding_of_every_family(kind: str, name: str, cache: str, ids) -> None:
     family = FAMILIES[kind]
     model = patch(family.model(), name, **family.options)

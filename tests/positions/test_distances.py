@@ -5,11 +5,20 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.helpers.positions import EXACT, FAMILIES, METHODS, TOLD, WIDE, by_formula, logits, patch
+from tests.helpers.positions import (
+    EXACT,
+    FAMILIES,
+    METHODS,
+    TOLD,
+    WIDE,
+    by_formula,
+    grid,
+    logits,
+    patch,
+)
 
 
-@pytest.mark.parametrize("name", METHODS)
-@pytest.mark.parametrize("kind", FAMILIES)
+@pytest.mark.parametrize(("kind", "name"), grid(FAMILIES, METHODS))
 def test_logits_are_those_of_the_papers_distances(kind: str, name: str, ids) -> None:
     family = FAMILIES[kind]
     model = family.model()
@@ -21,8 +30,7 @@ def test_logits_are_those_of_the_papers_distances(kind: str, name: str, ids) -> 
     torch.testing.assert_close(logits(model, ids), right, **EXACT)
 
 
-@pytest.mark.parametrize("name", METHODS)
-@pytest.mark.parametrize("kind", FAMILIES)
+@pytest.mark.parametrize(("kind", "name"), grid(FAMILIES, METHODS))
 def test_nothing_changes_where_nothing_is_far(kind: str, name: str, ids) -> None:
     family = FAMILIES[kind]
     model = family.model()

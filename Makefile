@@ -15,13 +15,14 @@ $(VENV)/installed: pyproject.toml constraints.txt
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev]"
 	touch $@
 
+DEMO_tiny-512 := --factor 8 --lengths 512,1024,2048,4096
+DEMO_tiny-bytes-512 := --factor 4 --lengths 512,1024,2048
 HELD_OUT_tiny-bytes-512 := --text checkpoints/tiny-bytes-512/held_out.jsonl
 
 demo: $(CHECKPOINTS:%=demo-%) ## what the extension methods do to the shipped checkpoints
 $(CHECKPOINTS:%=demo-%): demo-%: $(VENV)/installed
-	$(BIN)/rope-ext compare --model checkpoints/$* $(HELD_OUT_$*) --factor 8 \
+	$(BIN)/rope-ext compare --model checkpoints/$* $(HELD_OUT_$*) $(DEMO_$*) \
 		--methods dynamic_yarn,yarn,dynamic_ntk,ntk,rerope,self_extend,dual_chunk,pi \
-		--lengths 512,1024,2048,4096 \
 		--windows 12 --trials 4 --output runs/demo/$* --resume
 
 TUNE := $(BIN)/accelerate launch --config_file recipes/accelerate/single.yaml recipes/finetune.py

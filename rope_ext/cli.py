@@ -563,6 +563,7 @@ def show_methods() -> None:
     """List the methods, their options and when to use them."""
     import rope_ext
     from rope_ext.measure.reports.report import wide_console
+    from rope_ext.methods import all_encodings
 
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     for column in ("method", "options", "use", "paper"):
@@ -573,3 +574,5 @@ def show_methods() -> None:
     console = wide_console(160)
     console.print(table)
     console.print("Options without a value must be given.", style="dim")
+    names = ", ".join(cls.name for cls in all_encodings())
+    console.print(f"In the rotation's place, by the same patch: {names}.", style="dim")

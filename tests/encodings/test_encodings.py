@@ -11,7 +11,7 @@ from transformers.models.t5.modeling_t5 import T5Attention
 import rope_ext
 from rope_ext.encodings.alibi import slopes
 from rope_ext.methods import all_encodings, build_method
-from tests.helpers.encodings import FORMULAS, LEARNED, dense, parameters, patch
+from tests.helpers.biases import FORMULAS, LEARNED, dense, parameters, patch
 from tests.helpers.models import tiny_llama
 from tests.helpers.positions import CACHES, EXACT, FAMILIES, NEW, decoded, logits, padded
 

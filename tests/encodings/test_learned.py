@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 import rope_ext
-from tests.helpers.encodings import FORMULAS, LEARNED, parameters, patch
+from tests.helpers.biases import FORMULAS, LEARNED, parameters, patch
 from tests.helpers.models import tiny_llama
 from tests.helpers.positions import logits
 

@@ -35,7 +35,7 @@ from rope_ext.measure.tasks import answering as qa
 from rope_ext.measure.tasks.passkey import FirstNumber, PasskeyPrompts, PublishedPrompts, own_prompt
 from rope_ext.measure.tasks.perplexity import choose_windows
 from rope_ext.measure.words import many_words, pairs
-from tests.helpers.tokenizers import Characters, merging, spacing
+from tests.helpers.small_tokenizers import Characters, merging, spacing
 
 ROOT = Path(__file__).parents[2]
 SHIPPED = ROOT / "checkpoints" / "tiny-512"
@@ -708,7 +708,7 @@ def test_too_short_a_length_is_told_and_the_least_is_enough(name: str, frame: Fr
         [task] = Needle(trials=1, depths=1, haystack=("noise",)).parts(None)
     else:
         task = ruler.made(name, 1) if name in ruler.TASKS else Passkey(1, 1, prompt=name)
-    for length in (1, 30):
+    for length in (1, 10):
         with pytest.raises(OptionError, match=r"prompt needs at least \d+ tokens") as error:
             cases(task, frame, length)
     # One more prompt may draw longer words.

@@ -12,7 +12,7 @@ import pytest
 from transformers import AutoModelForCausalLM
 
 from tests.helpers.checkpoint import save_checkpoint
-from tests.helpers.recipes import WORDS
+from tests.helpers.recipe_runs import WORDS
 
 
 @pytest.fixture(scope="package")

@@ -19,7 +19,7 @@ import rope_ext
 from recipes import data, evaluation, finetune
 from rope_ext.errors import MeasureError
 from rope_ext.measure.forward import score
-from tests.helpers.recipes import arguments, history
+from tests.helpers.recipe_runs import arguments, history
 
 EVALUATED = {
     "eval_strategy": "steps",

@@ -16,7 +16,7 @@ from transformers import get_scheduler
 from recipes import finetune, memory, settings
 from recipes.positions import DOCUMENT, ReleasedPoSE
 from rope_ext.methods import Rope
-from tests.helpers.recipes import arguments
+from tests.helpers.recipe_runs import arguments
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "recipes-fidelity.md"

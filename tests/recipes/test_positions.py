@@ -18,7 +18,7 @@ import rope_ext
 from recipes import data, finetune
 from recipes.positions import PoSE, ReleasedPoSE, Scattered
 from tests.helpers.models import tiny_llama
-from tests.helpers.recipes import arguments, history
+from tests.helpers.recipe_runs import arguments, history
 
 
 @given(

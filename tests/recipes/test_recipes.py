@@ -30,7 +30,7 @@ from rope_ext import OptionError, RopeExtError
 from rope_ext.errors import MeasureError
 from tests.helpers.checkpoint import TRAINED
 from tests.helpers.models import tiny_llama
-from tests.helpers.recipes import arguments, history
+from tests.helpers.recipe_runs import arguments, history
 
 ROOT = Path(__file__).parents[2]
 RECIPES = sorted((ROOT / "recipes").glob("*.yaml"))

@@ -18,7 +18,7 @@ from transformers import AutoTokenizer, Trainer
 
 from recipes import data, finetune, stream
 from rope_ext import RopeExtError
-from tests.helpers.recipes import arguments, history
+from tests.helpers.recipe_runs import arguments, history
 
 
 def words(batch: Mapping[str, list[str]]) -> dict[str, Any]:

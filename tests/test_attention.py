@@ -550,8 +550,11 @@ def test_kernels_by_name():
 
 
 MEMORY = """
-from benchmarks.attention import peak
-print(peak("rerope", 2048, 64), peak("rerope", 4096, 64))
+from functools import partial
+from benchmarks.attention import attend
+from benchmarks.measuring import peak
+run = partial(attend, "rerope", window=64)
+print(peak(run, 8, 2048), peak(run, 8, 4096))
 """
 
 

@@ -9,7 +9,7 @@ from rope_ext.advice.recommend import (
     diagnose,
     recommend,
 )
-from rope_ext.encodings import T5, ALiBi, Encoding, KerpleLog, KerplePower, NoPE
+from rope_ext.encodings import T5, ALiBi, Encoding, KerpleLog, KerplePower, NoPE, RoPE
 from rope_ext.engines import Export, export
 from rope_ext.errors import (
     AdapterError,
@@ -115,6 +115,7 @@ __all__ = [
     "Recommendation",
     "RecordError",
     "Resonance",
+    "RoPE",
     "RopeExtError",
     "SelfExtend",
     "SiteDiagnosis",

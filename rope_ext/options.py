@@ -129,7 +129,7 @@ class Options:
 
 def _bias(given: Any) -> Encoding:
     """An encoding that adds to the logits by distance, by name or as itself."""
-    adding = [cls for cls in all_encodings() if cls.bias is not Encoding.bias]
+    adding = [cls for cls in all_encodings() if cls.adds()]
     names = ", ".join(repr(cls.name) for cls in adding)
     cls = method_class(given) if isinstance(given, str) else type(given)
     if cls not in adding:

@@ -119,7 +119,7 @@ def patch(
         frequency: a frequency method under a position method, such as ``NTK(factor=2)``. The
             position method takes the context it extends to for the trained one.
         bias: what is added to the logits by distance while the rotation stays: the name of an
-            encoding, such as ``"alibi"``, or an object such as ``T5(num_buckets=16)``. Under the
+            encoding, such as ``"alibi"``, or an object such as ``T5(num_buckets=16)``. For the
             rotation as it was trained, patch with ``"rope"``.
         layers: those that are patched, of the layers that rotate: numbers counted from 0, or
             ``"every 4th"``, which is 3, 7, 11 and so on. The others keep the trained rotation.

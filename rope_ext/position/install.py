@@ -8,6 +8,7 @@ import torch
 from torch import nn
 from transformers.cache_utils import Cache
 
+from rope_ext.encodings import Heads
 from rope_ext.errors import CacheError, OptionError, UnsupportedModelError
 from rope_ext.position import bias
 from rope_ext.position.attend import LAYER, NAME, Layer
@@ -93,8 +94,10 @@ class Installed:
     def _biased(self, module: nn.Module, layout: Layout, owner: nn.Module | None) -> nn.Module:
         """Give a layer a bias of its own, unless all share that of ``owner``; returns whose."""
         encoding = self.map.encoding
-        if owner is not None and (encoding.shared or not encoding.initial(1, self.map.rope)):
-            if layout.heads != getattr(owner, bias.NAME).heads:
+        if owner is not None and (
+            encoding.shared or not encoding.initial(Heads(1, 1, 1), self.map.rope)
+        ):
+            if layout.heads.count != getattr(owner, bias.NAME).heads.count:
                 raise UnsupportedModelError(
                     f"the layers have different numbers of heads, and the bias of "
                     f"{encoding.name} is one for all"

@@ -27,6 +27,7 @@ from tests.helpers.positions import (
     logits,
     padded,
 )
+from tests.helpers.scored import SCORED
 
 OVER = {  # what stays, and the effective distances of it
     "rope": ({}, {"window": 999, "log_n": None}),
@@ -88,6 +89,31 @@ def test_logits_and_gradients_are_those_of_the_dense_bias(kind, over, bias, ids)
         of_both = [torch.autograd.grad(x.sin().sum(), values) for x in (found, want)]
         for one, other in zip(*of_both, strict=True):  # sums over 16,000 pairs
             torch.testing.assert_close(one, other, atol=2e-3, rtol=1e-3)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("over", ["yarn", "rerope"])
+def test_fire_which_asks_where_a_query_is_goes_over_a_rotation(over: str, ids) -> None:
+    model, plain = tiny_llama(), tiny_llama()
+    torch.manual_seed(0)
+    rope_ext.patch(model, over, bias=rope_ext.FIRE(threshold=20), **OVER[over][0])
+    learned = parameters(model)
+
+    def scores(module: nn.Module, *given: torch.Tensor) -> torch.Tensor:
+        own = f".{module.layer_idx}."
+        of_layer = {n.split(".")[-1]: p.double() for n, p in learned.items() if own in n}
+        return SCORED["fire"](of_layer, *given, {"threshold": 20.0})
+
+    method = rope_ext.YaRN(factor=4)
+    under = rope_ext.patched(plain, method) if over == "yarn" else nullcontext()
+    tokens = torch.arange(90)[None]
+    with (
+        under,
+        by_formula(plain, FAMILIES["llama"], "rerope", tokens, scores=scores, **OVER[over][1]),
+    ):
+        want = logits(plain, ids)
+    torch.testing.assert_close(logits(model, ids), want, **EXACT)
+    torch.testing.assert_close(decoded(model, ids, [40, 1, 1, 48]), want, **EXACT)
 
 
 @pytest.mark.slow
@@ -162,7 +188,7 @@ def test_an_object_of_an_encoding_is_a_bias_with_its_options() -> None:
     [
         ("yarn", {"factor": 4, "bias": "nope"}, "bias='nope' is not valid"),
         ("yarn", {"factor": 4, "bias": "nope"}, "by distance: one of 'alibi', "),
-        ("yarn", {"factor": 4, "bias": 3}, "bias=3 is not valid"),
+        ("yarn", {"factor": 4, "bias": "cope"}, "bias='cope' is not valid"),
         ("yarn", {"factor": 4, "bias": "alibl"}, "did you mean 'alibi'"),
         ("yarn", {"factor": 4, "bias": "yarn"}, "an encoding that adds to the logits"),
         ("yarn", {"factor": 4, "bias": rope_ext.ALiBi(factor=2)}, "factor=2 of bias='alibi'"),

@@ -22,6 +22,7 @@ from rope_ext.errors import (
 )
 from rope_ext.methods import FrequencyMethod, Method, build_method
 from rope_ext.options import Options, SlidingLayers
+from rope_ext.position.bias import biases, put_back
 from rope_ext.record import FIELD, Record
 from rope_ext.rotary.buffers import Changes
 from rope_ext.rotary.sites import Place, RotarySite, chosen_sites, find_sites, text_decoder, unwrap
@@ -169,6 +170,7 @@ def patch(
             f"this model is patched with {earlier.method}; call rope_ext.unpatch(model) first, or "
             f"pass replace=True"
         )
+    learned = biases(decoder)
     if earlier is not None:
         unpatch(model)
     try:
@@ -176,6 +178,7 @@ def patch(
     except BaseException:
         if earlier is not None:  # a refused replacement leaves the model as it was
             _patch(unwrap(model), decoder, earlier.record.method, earlier.options)
+            put_back(learned)
         raise
     state = decoder.__dict__[_STATE]
     prefix = "sequences: " if state.native else "saving: "  # what plain transformers does otherwise
@@ -224,7 +227,7 @@ def patched(model: Model, method: str | Method = "yarn", **kwargs: Any) -> Itera
     """
     decoder = text_decoder(model)
     with _lock, configuration.quieted(_logger, logging.ERROR):  # it is not there to be saved
-        earlier = decoder.__dict__.get(_STATE)
+        earlier, learned = decoder.__dict__.get(_STATE), biases(decoder)
         patch(model, method, **kwargs)
     try:
         yield model
@@ -234,6 +237,7 @@ def patched(model: Model, method: str | Method = "yarn", **kwargs: Any) -> Itera
                 unpatch(model)
             if earlier is not None:
                 _patch(unwrap(model), decoder, earlier.record.method, earlier.options)
+                put_back(learned)
 
 
 def current_patch(model: nn.Module) -> Patch | None:

@@ -24,6 +24,17 @@ def learned(model: nn.Module) -> dict[str, nn.Parameter]:
     }
 
 
+def biases(decoder: nn.Module) -> dict[nn.Module, nn.Module]:
+    """What attention layers have of an encoding, perhaps wrapped by peft."""
+    return {layer: layer._modules[NAME] for layer in decoder.modules() if NAME in layer._modules}
+
+
+def put_back(found: dict[nn.Module, nn.Module]) -> None:
+    """Give the layers of :func:`biases` what they had, under the same patch."""
+    for layer, module in found.items():
+        layer._modules[NAME] = module
+
+
 class Added(NamedTuple):
     """What is added to the logits, by the names of :class:`rope_ext.attention.Call`."""
 

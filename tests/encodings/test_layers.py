@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import re
 
 import pytest
@@ -11,6 +12,7 @@ from transformers import SmolLM3Config, SmolLM3ForCausalLM
 import rope_ext
 from rope_ext.options import Options
 from rope_ext.patching import current_patch
+from rope_ext.record import Record
 from tests.families.checks import changed, snapshot
 from tests.helpers.biases import dense, parameters, patch
 from tests.helpers.models import LENGTH, tiny_llama
@@ -227,3 +229,15 @@ def test_a_position_method_on_one_layer_is_the_papers_there(ids) -> None:
     with by_formula(plain, family, "rerope", torch.arange(90)[None], window=5):
         right = logits(plain, ids)
     torch.testing.assert_close(logits(model, ids), right, **EXACT)
+
+
+def test_a_record_from_before_layers_and_biases_has_neither() -> None:
+    model = rope_ext.patch(tiny_llama(), "rerope", factor=4)
+    data = copy.deepcopy(current_patch(model).record.to_json())
+    data["version"] = 2
+    del data["arguments"]["bias"], data["arguments"]["layers"]
+    assert Record.from_json(data, "a folder") == current_patch(model).record
+    data = current_patch(model).record.to_json()
+    data["arguments"] |= {"bias": {"name": "yarn", "factor": 4}}
+    with pytest.raises(rope_ext.RecordError, match="is no encoding"):
+        Record.from_json(data, "a folder")

@@ -22,8 +22,10 @@ from rope_ext.attention.faster import faster
 from rope_ext.encodings.fire import FIREScores
 from rope_ext.methods.geometry import Distance
 
-_ROWS = 128
-"""Queries of a block: more of them, and the bands are wider; fewer, and the kernel is slower."""
+_ROWS = 768
+"""Queries of a block: with as many the kernel takes its largest steps."""
+_NUMBERS = 2**23
+"""Numbers of a tile: 32 MiB in float32."""
 
 
 @faster.register
@@ -153,32 +155,46 @@ class _Block:
             tile.storage_offset() + columns - distances.stop,
         )
 
-    def fill(self, store: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """The tile, ``[heads, rows, rows - 1 + keys]``, in ``store``, and ``B`` as a view.
+    @torch.no_grad()
+    def tiles(
+        self, store: torch.Tensor, each: int
+    ) -> Iterator[tuple[slice, torch.Tensor, torch.Tensor]]:
+        """Of ``each`` heads at a time: which, the tile in ``store``, and ``B`` as a view.
 
-        The columns in front of the first key are none; the view is without them.
+        A tile is ``[heads, rows, rows - 1 + keys]``: in front of the first key there are columns
+        that mean nothing. The view is without them.
         """
         rows, keys = self.count, self.keys
         a, b = (F.pad(x.flip(1), (0, rows - 1)) for x in self.vectors())
         a[:, keys:] = -torch.inf  # later keys
         a, b = (x.unfold(1, keys, 1) for x in (a, b))
-        heads, columns = len(a), rows - 1 + keys
-        tile = store[: heads * rows * columns].view(heads, rows, columns)
-        torch.addcmul(a, b, self.over, out=tile[..., rows - 1 :])
-        for unit, distances, error in self.bands():
-            weights = self.of.weights[:, unit, None, None]
-            self.skewed(tile, distances).addcmul_(weights, error)
-        return tile, b
+        bands = list(self.bands())
+        for head in range(0, len(a), each):
+            heads = slice(head, min(head + each, len(a)))
+            shape = (heads.stop - head, rows, rows - 1 + keys)
+            tile = store[: math.prod(shape)].view(shape)
+            torch.addcmul(a[heads], b[heads], self.over, out=tile[..., rows - 1 :])
+            for unit, distances, error in bands:
+                weights = self.of.weights[heads, unit, None, None]
+                self.skewed(tile, distances).addcmul_(weights, error)
+            yield heads, tile, b[heads]
 
 
-def _blocks(bias: _Bias) -> Iterator[_Block]:
-    for row in range(0, len(bias.over), _ROWS):
-        yield bias.block(slice(row, min(row + _ROWS, len(bias.over))))
-
-
-def _store(bias: _Bias) -> torch.Tensor:
+def _tiles(
+    bias: _Bias, groups: int
+) -> Iterator[tuple[_Block, slice, slice, torch.Tensor, torch.Tensor]]:
+    """Every block by some key heads at a time: block, these, their heads, tile and ``B``."""
     rows = min(_ROWS, len(bias.over))
-    return bias.near.new_empty(len(bias.weights) * rows * (rows - 1 + len(bias.near)))
+    size = rows * (rows - 1 + len(bias.near)) * groups
+    # Few for memory, but enough for all threads, which the kernel gives a third of a block each.
+    each = max(_NUMBERS // size, -(-torch.get_num_threads() // (3 * groups)))
+    each = min(each, len(bias.weights) // groups)
+    store = bias.near.new_empty(each * size)
+    for row in range(0, len(bias.over), _ROWS):
+        block = bias.block(slice(row, min(row + _ROWS, len(bias.over))))
+        for heads, tile, slopes in block.tiles(store, each * groups):
+            of_key = slice(heads.start // groups, heads.stop // groups)
+            yield block, of_key, heads, tile, slopes
 
 
 class _Rows(torch.autograd.Function):
@@ -194,18 +210,16 @@ class _Rows(torch.autograd.Function):
         *bias: torch.Tensor,
     ) -> torch.Tensor:
         out = torch.empty_like(query)
-        lse = query.new_empty(query.shape[:3], dtype=bias[0].dtype)
-        all_of = _Bias(*bias)
-        store = _store(all_of)
-        q, o, m = flash._grouped(key, query, out, lse[..., None])
-        for block in _blocks(all_of):
-            mask = _mask(block, block.fill(store)[0], q)
-            k, v = key[:, :, : block.keys], value[:, :, : block.keys]
+        lse = query.new_empty((*query.shape[:3], 1), dtype=bias[0].dtype)
+        q, o, m = flash._grouped(key, query, out, lse)
+        for block, kv, _, tile, _ in _tiles(_Bias(*bias), q.shape[2]):
+            mask = _mask(block, tile, q)
+            k, v = (x[:, kv, : block.keys] for x in (key, value))
             for group in range(q.shape[2]):
-                rows = q[:, :, group, block.rows].flip(-2)
-                found, log = flash._kernel(rows, k, v, attn_mask=mask[:, :, group], scale=scale)
-                o[:, :, group, block.rows] = found.flip(-2)
-                m[:, :, group, block.rows] = log[..., None].flip(-2)
+                at = (slice(None), kv, group, block.rows)
+                rows = q[at].flip(-2)
+                new, log = flash._kernel(rows, k, v, attn_mask=mask[:, :, group], scale=scale)
+                o[at], m[at] = new.flip(-2), log[..., None].flip(-2)
         ctx.scale = scale
         ctx.save_for_backward(query, key, value, out, lse, *bias)
         return out
@@ -216,39 +230,36 @@ class _Rows(torch.autograd.Function):
         query, key, value, out, lse, *bias = ctx.saved_tensors
         learns = any(ctx.needs_input_grad[4:])
         all_of = _Bias(*(x.detach().requires_grad_() for x in bias))
-        store = _store(all_of)
-        totals = [torch.zeros_like(x, dtype=bias[0].dtype) for x in (query, key, value)]
+        grads = [torch.zeros_like(x, dtype=lse.dtype) for x in (query, key, value)]
         of_bias = [torch.zeros_like(x) for x in bias]
-        q, o, m, g, grad_q = flash._grouped(key, query, out, lse[..., None], grad, totals[0])
-        for block in _blocks(all_of):
-            with torch.no_grad():
-                tile, slopes = block.fill(store)
+        q, o, m, g, of_query = flash._grouped(key, query, out, lse, grad, grads[0])
+        for block, kv, heads, tile, slopes in _tiles(all_of, q.shape[2]):
             mask = _mask(block, tile, q)
-            of_tile = torch.zeros_like(tile) if learns else None
-            part = slice(0, block.keys)
-            k, v = key[:, :, part], value[:, :, part]
+            of_tile = torch.zeros_like(tile)
+            part = (slice(None), kv, slice(0, block.keys))
             for group in range(q.shape[2]):
-                rows = [x[:, :, group, block.rows].flip(-2) for x in (q, o, m, g)]
-                views = (*rows, k, v, mask[:, :, group])
+                at = (slice(None), kv, group, block.rows)
+                rows = [x[at].flip(-2) for x in (q, o, m, g)]
+                views = (*rows, key[part], value[part], mask[:, :, group])
                 new_q, new_k, new_v = _backward(ctx.scale, *views)
-                grad_q[:, :, group, block.rows] += new_q.flip(-2)
-                totals[1][:, :, part] += new_k
-                totals[2][:, :, part] += new_v
+                of_query[at] += new_q.flip(-2)
+                grads[1][part] += new_k
+                grads[2][part] += new_v
                 if learns:
-                    into = of_tile.unflatten(0, (key.shape[1], -1))[:, group]
+                    into = of_tile.unflatten(0, (-1, q.shape[2]))[:, group]
                     into[..., block.count - 1 :] = _of_logits(ctx.scale, *views).sum(0)
             if learns:
-                found = _of_bias(block, of_tile, slopes, all_of)
+                found = _of_bias(block, heads, of_tile, slopes, all_of)
                 for total, x in zip(of_bias, found, strict=True):
                     if x is not None:
                         total += x
-        grads = [x.to(query.dtype) for x in totals]
+        grads = [x.to(query.dtype) for x in grads]
         return *grads, None, *(of_bias if learns else [None] * len(bias))
 
 
 def _mask(block: _Block, tile: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
     """``[batch, kv_heads, groups, rows, keys]``, a view."""
-    mask = tile[..., block.count - 1 :].unflatten(0, q.shape[1:3])
+    mask = tile[..., block.count - 1 :].unflatten(0, (-1, q.shape[2]))
     return mask.expand(q.shape[0], -1, -1, -1, -1)
 
 
@@ -284,20 +295,20 @@ def _of_logits(
 
 
 def _of_bias(
-    block: _Block, of_tile: torch.Tensor, slopes: torch.Tensor, bias: _Bias
+    block: _Block, heads: slice, of_tile: torch.Tensor, slopes: torch.Tensor, bias: _Bias
 ) -> tuple[torch.Tensor | None, ...]:
     """Gradients of what a tile was made of, from that of the tile."""
     rows, keys = block.count, block.keys
     inner = of_tile[..., rows - 1 :]
     of_over = (inner * slopes).sum((0, 2))[:, None]
     with torch.enable_grad():
-        a, b = block.vectors()
+        a, b = (x[heads] for x in block.vectors())
         total = (a * _by_distance(inner, keys)).sum()
         total = total + (b * _by_distance(inner * block.over.detach(), keys)).sum()
         total = total + (block.over * of_over).sum()
         for unit, distances, error in block.bands():
-            of_error = block.skewed(of_tile, distances)
-            total = total + (bias.weights[:, unit, None, None] * error * of_error).sum()
+            weights = bias.weights[heads, unit, None, None]
+            total = total + (weights * error * block.skewed(of_tile, distances)).sum()
     leaves = (bias.near, bias.over, bias.weight, bias.bias, bias.weights, bias.biases)
     return torch.autograd.grad(total, leaves, allow_unused=True)
 

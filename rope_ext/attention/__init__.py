@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from rope_ext.attention import blocked, flash, flex, reference
+from rope_ext.attention import blocked, fire, flash, flex, reference  # noqa: F401
 from rope_ext.attention.call import Block, Call, Pairs, Scores, Turn, TurnedBand
 from rope_ext.attention.faster import faster
 from rope_ext.errors import OptionError, nearest

@@ -81,16 +81,23 @@ class FIREScores(Scores):
         """The numerator: ``ln(1 + |c| d)``."""
         return torch.log1p(self.learned["c"].to(distance).abs() * distance)
 
+    def reach(self, like: torch.Tensor) -> torch.Tensor:
+        """``T``, the place up to which queries have one denominator: ``[1]``."""
+        return self.learned["multiplier"].to(like).abs() * self.threshold
+
     def far(self, place: torch.Tensor) -> torch.Tensor:
         """The denominator of queries at these places: ``ln(1 + |c| max(i, T))``."""
-        c, reach = (self.learned[name].to(place).abs() for name in ("c", "multiplier"))
-        return torch.log1p(c * torch.maximum(place, reach * self.threshold)) + _EPSILON
+        c = self.learned["c"].to(place).abs()
+        return torch.log1p(c * torch.maximum(place, self.reach(place))) + _EPSILON
+
+    def layers(self, like: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Weight and bias of the units, ``[hidden]``, and of the heads."""
+        names = ("first_weight", "first_bias", "second_weight", "second_bias")
+        weight, *others = (self.learned[name].to(like) for name in names)
+        return weight.flatten(), *others
 
     def network(self, numbers: torch.Tensor) -> torch.Tensor:
         """``[heads, *shape]`` of numbers of any shape."""
-        first, second = (
-            (self.learned[f"{name}_weight"].to(numbers), self.learned[f"{name}_bias"].to(numbers))
-            for name in ("first", "second")
-        )
-        inner = torch.addcmul(first[1][:, None], first[0], numbers.flatten()).relu()
-        return torch.addmm(second[1][:, None], second[0], inner).unflatten(1, numbers.shape)
+        weight, bias, weights, biases = self.layers(numbers)
+        inner = torch.addcmul(bias[:, None], weight[:, None], numbers.flatten()).relu()
+        return torch.addmm(biases[:, None], weights, inner).unflatten(1, numbers.shape)

@@ -9,7 +9,17 @@ from rope_ext.advice.recommend import (
     diagnose,
     recommend,
 )
-from rope_ext.encodings import T5, ALiBi, Encoding, KerpleLog, KerplePower, NoPE
+from rope_ext.encodings import (
+    T5,
+    ALiBi,
+    DeBERTa,
+    Encoding,
+    KerpleLog,
+    KerplePower,
+    NoPE,
+    Shaw,
+    TransformerXL,
+)
 from rope_ext.engines import Export, export
 from rope_ext.errors import (
     AdapterError,
@@ -80,6 +90,7 @@ __all__ = [
     "CacheError",
     "Calibration",
     "Clipped",
+    "DeBERTa",
     "Description",
     "Diagnosis",
     "DualChunk",
@@ -117,8 +128,10 @@ __all__ = [
     "Resonance",
     "RopeExtError",
     "SelfExtend",
+    "Shaw",
     "SiteDiagnosis",
     "Temperature",
+    "TransformerXL",
     "UnknownMethodError",
     "UnsupportedModelError",
     "YaRN",

@@ -2,8 +2,22 @@
 
 from rope_ext.encodings.alibi import ALiBi
 from rope_ext.encodings.base import Encoding, Heads
+from rope_ext.encodings.deberta import DeBERTa
 from rope_ext.encodings.kerple import KerpleLog, KerplePower
 from rope_ext.encodings.nope import NoPE
+from rope_ext.encodings.shaw import Shaw
 from rope_ext.encodings.t5 import T5
+from rope_ext.encodings.transformer_xl import TransformerXL
 
-__all__ = ["T5", "ALiBi", "Encoding", "Heads", "KerpleLog", "KerplePower", "NoPE"]
+__all__ = [
+    "T5",
+    "ALiBi",
+    "DeBERTa",
+    "Encoding",
+    "Heads",
+    "KerpleLog",
+    "KerplePower",
+    "NoPE",
+    "Shaw",
+    "TransformerXL",
+]

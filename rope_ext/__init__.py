@@ -10,13 +10,17 @@ from rope_ext.advice.recommend import (
     recommend,
 )
 from rope_ext.encodings import (
+    DAPE,
+    FIRE,
     T5,
     ALiBi,
+    CoPE,
     DeBERTa,
     Encoding,
     KerpleLog,
     KerplePower,
     NoPE,
+    Sandwich,
     Shaw,
     TransformerXL,
 )
@@ -77,7 +81,9 @@ from rope_ext.version import __version__ as __version__
 
 __all__ = [
     "ABF",
+    "DAPE",
     "DPE",
+    "FIRE",
     "NTK",
     "PI",
     "STRING",
@@ -90,6 +96,7 @@ __all__ = [
     "CacheError",
     "Calibration",
     "Clipped",
+    "CoPE",
     "DeBERTa",
     "Description",
     "Diagnosis",
@@ -127,6 +134,7 @@ __all__ = [
     "RecordError",
     "Resonance",
     "RopeExtError",
+    "Sandwich",
     "SelfExtend",
     "Shaw",
     "SiteDiagnosis",

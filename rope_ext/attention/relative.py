@@ -28,22 +28,21 @@ from rope_ext.encodings.tables import ByTables
 from rope_ext.encodings.transformer_xl import BySinusoid, sinusoid
 from rope_ext.methods.geometry import Distance
 
-_AT_ONCE = 2**19
-"""Logits of a head that are held at a time."""
-
+_AT_ONCE = 2**21
+"""Logits of the near band that are there at a time: 8 MiB in float32."""
 
 Tables = Sequence[torch.Tensor | None]
-"""Those of queries, of keys and of values, as :class:`ByTables` has them, in their dtype."""
+"""Those of queries, of keys and of values, as :class:`ByTables` has them, in float32 or better."""
 
 
 def _takes(call: Call, device: torch.device) -> bool:
     """Whether it asks for nothing but scores: one band of distances, not turned, no soft cap."""
-    if device.type not in ("cpu", "cuda"):
+    if device.type not in ("cpu", "cuda") or len(call.bands) != 1:
         return False
     band = call.bands[0]
-    near = isinstance(band.geometry, Distance) and band.geometry.first == 0
+    whole = isinstance(band.geometry, Distance) and band.geometry.first == 0
     plain = call.softcap is None and call.bias is None
-    return plain and len(call.bands) == 1 and near and band.query is None and band.key is None
+    return whole and plain and band.query is None and band.key is None
 
 
 def _kernel(
@@ -63,11 +62,12 @@ def by_tables(
     """Attention as :class:`Call` has it; None where it asks for more than this can do."""
     if not _takes(call, query.device):
         return None
-    names = ("of_query", "of_key", "of_value")
-    tables = [scores.learned[x].to(query) if x in scores.learned else None for x in names]
-    keys, last = key.shape[2], call.bands[0].geometry.last
-    settled = max(x.shape[-2] for x in tables if x is not None) - 1
-    width = min(settled, keys, keys if last is None else last)
+    names, wide = ("of_query", "of_key", "of_value"), _wide(query)
+    tables = [scores.learned[x].to(wide) if x in scores.learned else None for x in names]
+    last, most = call.bands[0].geometry.last, key.shape[2]
+    if last is not None:
+        most = min(last, most)
+    width = min(max(x.shape[-2] for x in tables if x is not None) - 1, most)
     query = call.warmed(query)
     call = replace(call, scores=None, temperature=None, scale=call.scale * scores.share)
     of_query, of_key, of_value = tables
@@ -76,14 +76,14 @@ def by_tables(
         shift = of_value[-1]
         tables[2] = of_value - shift
     out, lse = _near(query, key, value, call, tables, width, shift)
-    if width < min(keys, keys if last is None else last):
+    if width < most:
         if of_query is not None:
             lse = lse - call.scale * (query * of_query[:, -1:]).sum(-1)
         if of_key is not None:
-            query = query + of_key[:, -1:]
+            query = (query + of_key[:, -1:]).to(query.dtype)
         far = TurnedBand(Distance(width, last), None, None)
         out = _kernel(query, key, value, replace(call, bands=[far], sinks=None), (out, lse))
-    return out if shift is None else out + shift
+    return (out if shift is None else out + shift).to(value.dtype)
 
 
 def by_sinusoid(
@@ -130,7 +130,7 @@ def _one_query(
     seen = slice(0 if last is None else max(key.shape[2] - last, 0), None)
     by_key = query[:, :, 0].unflatten(1, (key.shape[1], -1))  # heads of a key are rows of it
     logits = by_key @ key[:, :, seen].mT + (turned @ table[seen].mT).view(*by_key.shape[:3], -1)
-    logits = logits.to(torch.promote_types(query.dtype, torch.float32)) * call.scale
+    logits = logits.to(_wide(query)) * call.scale
     if call.sinks is not None:
         sinks = call.sinks.to(logits.dtype).view(key.shape[1], -1, 1)
         logits = torch.cat((logits, sinks.expand(len(query), -1, -1, -1)), -1)
@@ -149,6 +149,7 @@ def _near(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Output and log-sum-exp over the keys at distances below ``width``, and over the sink.
 
+    Both are of float32 or better, as a kernel has them before it rounds.
     ``shift`` is added to the output later: the sink, which has no value, gives its opposite.
     """
     queries, keys = query.shape[2], key.shape[2]
@@ -157,20 +158,23 @@ def _near(
         None if x is None else x[..., farthest_first.clamp(max=x.shape[-2] - 1), :] for x in tables
     ]
     height = min(64 if width < 128 else 256, queries)
-    several = max(_AT_ONCE // (height + width) // height, 1) * height
+    several = _AT_ONCE // (query.shape[0] * query.shape[1] * (height + width))
+    several = max(several // height, 1) * height
     inputs = (query, key, value, *vectors, call.sinks, shift)
     grads = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs)
     found = []
     for row in range(0, queries, several):
         end = keys - queries + min(row + several, queries)
         first = keys - queries + row - width + 1  # may be before the first key
-        part = slice(max(first, 0), end)
+        seen = slice(max(first, 0), end)
         block = functools.partial(_rows, call.scale, width, height, max(-first, 0))
-        given = (query[:, :, row : row + several], key[:, :, part], value[:, :, part], *inputs[3:])
-        if grads:
-            found.append(checkpoint(block, *given, use_reentrant=False, preserve_rng_state=False))
-        else:
-            found.append(block(*given))
+        given = (query[:, :, row : row + several], key[:, :, seen], value[:, :, seen], *inputs[3:])
+        with torch.autocast(query.device.type, enabled=False):
+            if grads:
+                part = checkpoint(block, *given, use_reentrant=False, preserve_rng_state=False)
+            else:
+                part = block(*given)
+        found.append(part)
     out, lse = zip(*found, strict=True)
     return torch.cat(out, 2), torch.cat(lse, 2)
 
@@ -189,11 +193,13 @@ def _rows(
     sinks: torch.Tensor | None,
     shift: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Rows of a near band, by blocks of ``height``.
+    """Rows of a near band, by blocks of ``height``, as :func:`_near` returns them.
 
     The last key is that of the last row; the first ``lacking`` keys of the first row are not
     there. Tables are by place, the farthest first: column ``e`` of row ``m`` is key ``m + e``.
     """
+    wide = _wide(query)
+    query, key, value = query.to(wide), key.to(wide), value.to(wide)
     queries, kv_heads = query.shape[2], key.shape[1]
     blocks = -(-queries // height)
     more = blocks * height - queries
@@ -220,8 +226,7 @@ def _rows(
         by_key = by_key.flatten(1, 2) @ F.pad(key, (0, 0, lacking, 0)).mT
         by_key = _diagonals(by_key.unflatten(2, (-1, width)))  # [..., groups, width, queries]
         logits = logits + in_blocks(by_key.flatten(1, 2).mT)
-    wide = torch.promote_types(query.dtype, torch.float32)
-    logits = logits.to(wide) * scale
+    logits = logits * scale
     if lacking:
         place = torch.arange(blocks * height, device=query.device)[:, None]
         hidden = place + torch.arange(width, device=query.device) < lacking
@@ -230,18 +235,22 @@ def _rows(
     if sinks is not None:
         sinks = sinks.to(wide).view(kv_heads, 1, -1, 1, 1)
         lse = torch.logaddexp(lse, sinks)
-    weights = torch.exp(logits - lse).to(value.dtype)
+    weights = torch.exp(logits - lse)
     out = _placed(weights).flatten(3, 4) @ under(value).mT
     out = out.unflatten(3, (-1, height))
     if of_value is not None:
         out = out + weights @ of_value
     if sinks is not None and shift is not None:
-        out = out - torch.exp(sinks - lse).to(value.dtype) * shift
+        out = out - torch.exp(sinks - lse) * shift
 
     def in_rows(x: torch.Tensor) -> torch.Tensor:
         return x.transpose(2, 3).flatten(1, 2).flatten(2, 3)[:, :, :queries]
 
     return in_rows(out), in_rows(lse)[..., 0]
+
+
+def _wide(x: torch.Tensor) -> torch.dtype:
+    return torch.promote_types(x.dtype, torch.float32)
 
 
 def _diagonals(x: torch.Tensor) -> torch.Tensor:

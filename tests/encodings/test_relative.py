@@ -77,7 +77,7 @@ def test_the_kernel_is_the_paper(name: str, queries: int, keys: int, last: int |
 @pytest.mark.parametrize("name", ["shaw", "deberta"])
 def test_long_rows_are_cut_and_made_again(name: str, monkeypatch) -> None:
     """The near band by parts that are not all equally long."""
-    monkeypatch.setattr(attention.relative, "_AT_ONCE", 128 * 80)
+    monkeypatch.setattr(attention.relative, "_AT_ONCE", 8 * 128 * 80)
     qkv, learned = drawn(name, 300, 310)
     call = called(name, learned)
     inputs = [*qkv, *learned.values()]
@@ -180,7 +180,7 @@ class Largest(TorchDispatchMode):
 
 @pytest.mark.parametrize("name", SIZES)
 def test_nothing_is_as_large_as_all_pairs(name: str, monkeypatch) -> None:
-    monkeypatch.setattr(attention.relative, "_AT_ONCE", 64 * 80)
+    monkeypatch.setattr(attention.relative, "_AT_ONCE", 8 * 64 * 80)
     largest = []
     for tokens in (400, 800):
         qkv, learned = drawn(name, tokens, tokens)

@@ -4,12 +4,15 @@ from rope_ext.encodings.alibi import ALiBi
 from rope_ext.encodings.base import Encoding, Heads
 from rope_ext.encodings.cope import CoPE
 from rope_ext.encodings.dape import DAPE
+from rope_ext.encodings.deberta import DeBERTa
 from rope_ext.encodings.fire import FIRE
 from rope_ext.encodings.kerple import KerpleLog, KerplePower
 from rope_ext.encodings.nope import NoPE
 from rope_ext.encodings.rotation import RoPE
 from rope_ext.encodings.sandwich import Sandwich
+from rope_ext.encodings.shaw import Shaw
 from rope_ext.encodings.t5 import T5
+from rope_ext.encodings.transformer_xl import TransformerXL
 
 __all__ = [
     "DAPE",
@@ -17,6 +20,7 @@ __all__ = [
     "T5",
     "ALiBi",
     "CoPE",
+    "DeBERTa",
     "Encoding",
     "Heads",
     "KerpleLog",
@@ -24,4 +28,6 @@ __all__ = [
     "NoPE",
     "RoPE",
     "Sandwich",
+    "Shaw",
+    "TransformerXL",
 ]

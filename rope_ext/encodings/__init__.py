@@ -2,8 +2,31 @@
 
 from rope_ext.encodings.alibi import ALiBi
 from rope_ext.encodings.base import Encoding
+from rope_ext.encodings.drope import DroPE
+from rope_ext.encodings.floater import FLOATER
+from rope_ext.encodings.inputs import InputEncoding
 from rope_ext.encodings.kerple import KerpleLog, KerplePower
+from rope_ext.encodings.learned import LearnedPositions
+from rope_ext.encodings.multiplicative import Multiplicative
 from rope_ext.encodings.nope import NoPE
+from rope_ext.encodings.rpe_3d import RPE3D
+from rope_ext.encodings.sinusoidal import Sinusoidal
 from rope_ext.encodings.t5 import T5
+from rope_ext.encodings.xpos import XPos
 
-__all__ = ["T5", "ALiBi", "Encoding", "KerpleLog", "KerplePower", "NoPE"]
+__all__ = [
+    "FLOATER",
+    "RPE3D",
+    "T5",
+    "ALiBi",
+    "DroPE",
+    "Encoding",
+    "InputEncoding",
+    "KerpleLog",
+    "KerplePower",
+    "LearnedPositions",
+    "Multiplicative",
+    "NoPE",
+    "Sinusoidal",
+    "XPos",
+]

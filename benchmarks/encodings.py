@@ -23,7 +23,7 @@ from rich.table import Table
 from benchmarks.attention import NATIVE, ratios, resident, show, tensors, trained
 from rope_ext import attention
 from rope_ext.attention import Call, Pairs, TurnedBand
-from rope_ext.encodings import Heads
+from rope_ext.encodings import Encoding, Heads, NoPE
 from rope_ext.methods import Rope, all_encodings, build_method
 from rope_ext.methods.geometry import Distance
 from rope_ext.position.bias import DistanceBias
@@ -70,7 +70,8 @@ def attend(
 
 
 def variants(length: int) -> list[str]:
-    names = [NATIVE, *(cls.name for cls in all_encodings())]
+    biases = [cls.name for cls in all_encodings() if cls.bias is not Encoding.bias]
+    names = [NATIVE, NoPE.name, *biases]
     return [*names, MATRIX] if length <= MATRIX_MOST else names
 
 

@@ -39,7 +39,8 @@ from rope_ext.errors import (
     first_line,
 )
 from rope_ext.patching import Patch, current_patch, patch
-from rope_ext.position.bias import NAME, learned
+from rope_ext.position import bias, inputs
+from rope_ext.position.bias import learned
 from rope_ext.record import FIELD, Record
 from rope_ext.rotary.sites import RotarySite, find_sites, text_decoder
 from rope_ext.saving import configuration
@@ -566,7 +567,7 @@ def _expecting_learned(cls: type, record: Record | None) -> Iterator[None]:
         yield
         return
     before = getattr(cls, _IGNORED)
-    setattr(cls, _IGNORED, [*(before or ()), rf"\.{NAME}\."])
+    setattr(cls, _IGNORED, [*(before or ()), rf"(^|\.)({bias.NAME}|{inputs.NAME})\."])
     try:
         yield
     finally:

@@ -100,6 +100,11 @@ class Options:
                 f"{method.name} leaves the rotation as it was trained, and nothing else is asked "
                 f"for; give bias='alibi' or temperature='log_n', or a method such as 'yarn'"
             )
+        if self.layers is not None and isinstance(method, Encoding) and method.entered:
+            raise OptionError(
+                f"{method.name} acts in front of the layers, so layers={self.layers!r} cannot "
+                f"choose among them; leave layers out"
+            )
         given = next((name for name in ("bias", "layers") if getattr(self, name) is not None), None)
         if given is None or method.kind != "frequency":
             return

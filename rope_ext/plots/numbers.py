@@ -63,7 +63,16 @@ def decay_at(
     (YaRN's temperature, ReRoPE's log n), which multiply whole lines, are left out.
     """
     used = by_pair(used_distances(rope, method, length, distance))
-    return 2 * (used * frequencies(rope, method, length)).cos().sum(-1)
+    angles = used * frequencies(rope, method, length)
+    if not isinstance(method, Encoding):
+        return 2 * angles.cos().sum(-1)
+    phase = method.phase(length - 1 - distance)
+    if phase is not None:
+        angles = angles + method.phase(torch.full_like(distance, length - 1))[:, None]
+        angles = angles - phase[:, None]
+    growth = method.growth(angles.shape[1])
+    fading = 1.0 if growth is None else torch.exp(distance[:, None] * growth)
+    return 2 * (fading * angles.cos()).sum(-1)
 
 
 def turns(rope: Rope, method: Method | None) -> bool:

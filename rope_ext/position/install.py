@@ -10,7 +10,7 @@ from transformers.cache_utils import Cache
 
 from rope_ext.encodings import Heads
 from rope_ext.errors import CacheError, OptionError, UnsupportedModelError
-from rope_ext.position import bias
+from rope_ext.position import bias, inputs
 from rope_ext.position.attend import LAYER, NAME, Layer
 from rope_ext.position.cache import keep
 from rope_ext.position.layers import Layout, chosen_layers, find_layouts, layer_number
@@ -49,7 +49,7 @@ class Installed:
     """
 
     def __init__(self, decoder: nn.Module, position_map: PositionMap) -> None:
-        self.map, name = position_map, position_map.method.name
+        self.map, self.decoder, name = position_map, decoder, position_map.method.name
         self.handles: list[Any] = []
         self._config = text_config(decoder)
         self._before = self._config._attn_implementation_internal
@@ -90,6 +90,8 @@ class Installed:
             decoder.register_forward_hook(self.end, with_kwargs=True, always_call=True)
         )
         self._config._attn_implementation_internal = NAME  # the public name sets sub-configurations
+        if self.map.encoding is not None and self.map.encoding.entered:
+            self.handles += inputs.enter(decoder, self.map)
 
     def _biased(self, module: nn.Module, layout: Layout, owner: nn.Module | None) -> nn.Module:
         """Give a layer a bias of its own, unless all share that of ``owner``; returns whose."""
@@ -118,6 +120,8 @@ class Installed:
         if self.map.encoding not in (None, self.map.method):
             what = ", ".join([self.map.encoding.name, *option_texts(self.map.encoding)])
             notes.append(f"bias: {what}, added to the logits there by distance")
+        if self.map.encoding is not None and self.map.encoding.entered:
+            notes.append(inputs.note(self.decoder))
         if self.windowed:
             notes.append(f"sliding layers: {self.windowed} see a limited window and stay")
         return notes
@@ -129,6 +133,7 @@ class Installed:
         for module in self.layouts:
             module.__dict__.pop(LAYER, None)
             module._modules.pop(bias.NAME, None)
+        inputs.leave(self.decoder)
         if self._config._attn_implementation == NAME:  # else somebody has chosen another since
             self._config._attn_implementation_internal = self._before
 

@@ -208,6 +208,11 @@ def test_what_cannot_be_added_is_refused(name: str, options: dict, said: str) ->
         rope_ext.patch(NO_MODEL, name, **options)
 
 
+def test_an_encoding_has_no_options_but_its_own() -> None:
+    shared = {"factor", "attention_factor", "temperature"}
+    assert set(rope_ext.ALiBi().options()) == set(rope_ext.NoPE().options()) == shared
+
+
 def test_engines_refuse_it() -> None:
     model = rope_ext.patch(tiny_llama(), "yarn", factor=2, bias="alibi")
     for engine in ("vllm", "llama.cpp", "transformers", "mlx"):

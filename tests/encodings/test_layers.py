@@ -7,7 +7,7 @@ import re
 
 import pytest
 import torch
-from transformers import SmolLM3Config, SmolLM3ForCausalLM
+from transformers import DynamicCache, SmolLM3Config, SmolLM3ForCausalLM
 
 import rope_ext
 from rope_ext.options import Options
@@ -203,6 +203,29 @@ def test_a_cache_of_other_layers_is_refused(ids) -> None:
     rope_ext.patch(model, "nope", layers=[1], replace=True)
     with pytest.raises(rope_ext.CacheError, match=r"layers=\(0,\)"):
         logits(model, ids[:, 20:], past_key_values=cache)
+
+
+def test_what_acts_in_front_of_the_layers_cannot_choose_among_them() -> None:
+    for method in (rope_ext.Sinusoidal(), rope_ext.FLOATER()):
+        with pytest.raises(rope_ext.OptionError, match="acts in front of the layers"):
+            rope_ext.patch(tiny_llama(), method, layers=[0])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["xpos", "3d_rpe", "drope", "shaw"])
+def test_every_kind_of_encoding_takes_layers(name: str, ids) -> None:
+    model = tiny_llama()
+    plain = logits(model, ids)
+    rope_ext.patch(model, name, layers=[1])
+    whole = logits(model, ids)
+    torch.testing.assert_close(decoded(model, ids, [40, 1, 1, 48]), whole, **EXACT)
+    keys = [DynamicCache(config=model.config) for _ in range(2)]
+    logits(model, ids, past_key_values=keys[0])
+    rope_ext.unpatch(model)
+    logits(model, ids, past_key_values=keys[1])
+    assert torch.equal(keys[0].layers[0].keys, keys[1].layers[0].keys)  # as trained
+    assert not torch.equal(keys[0].layers[1].keys, keys[1].layers[1].keys)
+    assert not torch.equal(whole, plain)
 
 
 def test_methods_that_follow_sequences_or_start_tokens_are_refused() -> None:

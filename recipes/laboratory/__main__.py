@@ -41,7 +41,7 @@ def arguments(given: list[str] | None = None) -> argparse.Namespace:
     add("--encodings", type=_names, help="with commas; default: all, see `rope-ext methods`")
     add("--seeds", type=int, default=3, help="how many; intervals need three")
     add("--tasks", type=_names, default=[TEXT, *TASKS], help="default: %(default)s, with commas")
-    add("--steps", type=int, default=700)
+    add("--steps", type=int, default=500)
     add("--length", type=int, default=128, help="of rows of text, tokens; read at up to 16 times")
     add("--width", type=int, default=128, help="of the model")
     add("--layers", type=int, default=2)

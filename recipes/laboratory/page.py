@@ -168,7 +168,7 @@ def _glance(results: Results) -> Section:
         rows.append(Row(tuple(cells), name == ROPE))
     header = ["encoding"]
     for measure in shown:
-        header += [_title(results, measure), f"less that of {ROPE}"]
+        header += [_title(results, measure), f"difference from {ROPE}"]
     header += [f"step, times {ROPE}'s", "peak memory of a step", "parameters of its own"]
     return Section(
         "At a glance",
@@ -359,9 +359,9 @@ def _differences(
             found = [difference(by[k].get(name, {}), by[k].get(ROPE, {})) for k in by]
             shown = [Shown(_signed(measure, f), bool(f and f.clear)) for f in found]
             rows.append(Row((Shown(name), *shown)))
-    head = f"{title}: less" if title else "Less"
+    head = f"{title}: difference" if title else "Difference"
     return Table(
-        f"{head} that of {ROPE}, and 95 % intervals",
+        f"{head} from {ROPE}, and 95 % intervals",
         ("encoding", *(f"{k} {unit}".strip() for k in by)),
         tuple(rows),
     )

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 CONFIDENCE = 0.95
-_STEPS = 2000  # of the integral under Student's curve
+_STEPS = 200  # of the integral under Student's curve
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 CHECKPOINTS := tiny-512 tiny-bytes-512
 export TOKENIZERS_PARALLELISM = false
 
-.PHONY: demo docs engine-sources finetune finetune-methods test test-all lint coverage checkpoint clean
+.PHONY: demo docs engine-sources finetune finetune-methods laboratory test test-all lint coverage checkpoint clean
 .PHONY: $(CHECKPOINTS:%=demo-%) $(CHECKPOINTS:%=finetune-%)
 
 # torch first and by version: a plain `torch` may pull gigabytes of CUDA packages.
@@ -61,6 +61,15 @@ finetune-methods: $(VENV)/installed ## other methods, as `make finetune` trains 
 		--per_device_train_batch_size 2 --output_dir $$run; \
 	test -e $$run/merged || $(BIN)/python recipes/merge.py $$run --output $$run/merged; \
 	$(REPORT) --model $$run/merged --method none --lengths 512,4k --trials 8 --output $$run/report
+
+PROCESSES ?= 2
+SMALL := --encodings rope,rope_25,nope,alibi,t5 --length 64 --batch 8 --steps 250 --rows 16
+
+# One thread each: cells are shared out to processes, and their threads would spin for the cores.
+laboratory: $(VENV)/installed ## encodings trained from scratch and compared, a small run (10 minutes)
+	OMP_NUM_THREADS=1 $(BIN)/accelerate launch --config_file recipes/accelerate/ddp.yaml \
+		--num_processes $(PROCESSES) -m recipes.laboratory --device cpu $(SMALL) \
+		--output runs/laboratory-small --resume
 
 # Two workers with two threads each would spin against each other on two cores.
 test test-all: export OMP_NUM_THREADS = 1

@@ -1,4 +1,4 @@
-"""The laboratory: equal beginnings, rows, problems, intervals, its log, and a run that is killed."""
+"""The laboratory: equal beginnings, rows, problems, intervals, its log, a run that is killed."""
 
 from __future__ import annotations
 

@@ -23,6 +23,7 @@ from rich.table import Table
 from benchmarks.attention import NATIVE, ratios, resident, show, tensors, trained
 from rope_ext import attention
 from rope_ext.attention import Call, Pairs, TurnedBand
+from rope_ext.encodings import Heads
 from rope_ext.methods import Rope, all_encodings, build_method
 from rope_ext.methods.geometry import Distance
 from rope_ext.position.bias import DistanceBias
@@ -36,7 +37,7 @@ _ROPE = Rope.geometric(1e4, 64, 512)
 
 def bias_of(name: str, heads: int) -> DistanceBias:
     torch.manual_seed(0)
-    return DistanceBias(build_method(name), heads, _ROPE, torch.empty(0))
+    return DistanceBias(build_method(name), Heads(heads, 64, 64), _ROPE, torch.empty(0))
 
 
 def attend(
@@ -55,14 +56,15 @@ def attend(
         def whole() -> torch.Tensor:
             at = torch.arange(tokens)
             apart = at[:, None] - at
-            matrix = make()[:, apart.clamp(min=0)].masked_fill_(apart < 0, -torch.inf)
+            matrix = make().bias[:, apart.clamp(min=0)].masked_fill_(apart < 0, -torch.inf)
             return plain(attn_mask=matrix[None])
 
         return whole
     band = [TurnedBand(Distance(0, None), None, None)]
 
     def run() -> torch.Tensor:
-        return attention.attend(query, key, value, Call(band, _NO_PAIRS, scale, bias=make()))
+        call = Call(band, _NO_PAIRS, scale, **make()._asdict())
+        return attention.attend(query, key, value, call)
 
     return run
 

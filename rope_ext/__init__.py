@@ -9,7 +9,19 @@ from rope_ext.advice.recommend import (
     diagnose,
     recommend,
 )
-from rope_ext.encodings import T5, ALiBi, Encoding, KerpleLog, KerplePower, NoPE
+from rope_ext.encodings import (
+    DAPE,
+    FIRE,
+    T5,
+    ALiBi,
+    CoPE,
+    Encoding,
+    KerpleLog,
+    KerplePower,
+    NoPE,
+    RoPE,
+    Sandwich,
+)
 from rope_ext.engines import Export, export
 from rope_ext.errors import (
     AdapterError,
@@ -67,7 +79,9 @@ from rope_ext.version import __version__ as __version__
 
 __all__ = [
     "ABF",
+    "DAPE",
     "DPE",
+    "FIRE",
     "NTK",
     "PI",
     "STRING",
@@ -80,6 +94,7 @@ __all__ = [
     "CacheError",
     "Calibration",
     "Clipped",
+    "CoPE",
     "Description",
     "Diagnosis",
     "DualChunk",
@@ -115,7 +130,9 @@ __all__ = [
     "Recommendation",
     "RecordError",
     "Resonance",
+    "RoPE",
     "RopeExtError",
+    "Sandwich",
     "SelfExtend",
     "SiteDiagnosis",
     "Temperature",

@@ -18,8 +18,8 @@ import argparse
 import json
 import math
 import sys
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -31,11 +31,12 @@ from rope_ext.measure.folder import held, replace_file
 from rope_ext.measure.reports.report import Report
 from rope_ext.measure.reports.summary import difference
 from rope_ext.measure.settings import Settings
+from rope_ext.measure.systems import ADAPTER
 from rope_ext.measure.tasks.passkey import Passkey
 from rope_ext.measure.tasks.perplexity import Perplexity
 from rope_ext.measure.text import python_library, read_texts
 
-ADAPTER = "adapter"
+LENGTH = 512  # that both checkpoints were trained on
 BETAS = (0.1, 0.2, 0.4)
 _RANK = "64"  # of LoRA on all linear layers: a swap has to change more than an extension
 _LINEAR = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
@@ -102,7 +103,23 @@ class Reading:
 
 @dataclass(frozen=True)
 class Bench:
-    """What every operation has in common."""
+    """What every operation has in common.
+
+    Args:
+        name: of the checkpoint.
+        model: its folder.
+        config: the recipe of its extension.
+        output: folder of adapters, reports and the table.
+        steps: of training.
+        factor: of every method.
+        lengths: to read, tokens.
+        windows: stretches of text that are read.
+        trials: passkeys at each of five depths.
+        length: that the model was trained on, tokens.
+        batch: rows of that length in a step.
+        text: to read, in place of Python's own library.
+        more: settings of recipes/finetune.py.
+    """
 
     name: str
     model: str
@@ -116,7 +133,7 @@ class Bench:
     length: int
     batch: int
     text: tuple[str, ...] = ()
-    finetune: tuple[str, ...] = field(default_factory=tuple)
+    more: tuple[str, ...] = ()
 
     def train(self, name: str, steps: int) -> Path:
         """The adapter after ``steps``; 0: before any, which is one step of length zero."""
@@ -128,7 +145,7 @@ class Bench:
         words += ["--length", str(length), "--max_steps", str(max(1, steps))]
         words += ["--per_device_train_batch_size", str(self.batch * self.length // length)]
         words += ["--lora_r", _RANK, "--lora_alpha", _RANK, "--lora_target", *_LINEAR]
-        words += ["--output_dir", str(run), *made.words, *self.finetune]
+        words += ["--output_dir", str(run), *made.words, *self.more]
         words += [] if steps else ["--learning_rate", "0"]
         if any(run.glob("checkpoint-*")):
             words += ["--resume_from_checkpoint", "true"]
@@ -256,27 +273,30 @@ def operate(bench: Bench, names: Sequence[str]) -> str:
     return text
 
 
-def bench_of(args: argparse.Namespace, checkpoints: Mapping[str, Checkpoint]) -> Bench:
-    made, lengths = checkpoints[args.name], parse_lengths(args.lengths)
+def bench_of(args: argparse.Namespace, made: Checkpoint, more: Sequence[str]) -> Bench:
+    lengths = parse_lengths(args.lengths)
     return Bench(
         name=args.name,
         model=f"checkpoints/{args.name}",
         config=made.config,
         output=args.output or Path("runs/surgery") / args.name,
         steps=args.steps,
-        factor=float(math.ceil(max(lengths) / 512)),
+        factor=float(math.ceil(max(lengths) / LENGTH)),
         lengths=lengths,
         windows=args.windows,
         trials=args.trials,
-        length=512,
+        length=LENGTH,
         batch=8,
         text=made.held_out,
+        more=tuple(more),
     )
 
 
 def main(given: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
-        prog="python -m recipes.surgery", description=__doc__.splitlines()[0]
+        prog="python -m recipes.surgery",
+        description=__doc__.splitlines()[0],
+        epilog="Other settings, such as --learning_rate 1e-3, go to recipes/finetune.py.",
     )
     add = parser.add_argument
     add("name", choices=CHECKPOINTS)
@@ -286,14 +306,14 @@ def main(given: Sequence[str] | None = None) -> None:
     add("--windows", type=int, default=12, help="stretches of text")
     add("--trials", type=int, default=4, help="passkeys at each of five depths")
     add("--output", type=Path, help="default: runs/surgery/NAME")
-    args = parser.parse_args(given)
+    args, more = parser.parse_known_args(given)
     names = args.only.split(",")
     unknown = [name for name in names if name not in OPERATIONS]
     if unknown:
         raise OptionError(f"--only {unknown[0]!r} is unknown. Operations: {', '.join(OPERATIONS)}")
     if args.steps < 1:
         raise OptionError(f"--steps {args.steps} must be at least 1")
-    print(operate(bench_of(args, CHECKPOINTS), names))
+    print(operate(bench_of(args, CHECKPOINTS[args.name], more), names))
 
 
 if __name__ == "__main__":

@@ -30,8 +30,6 @@ from recipes.laboratory.results import (
     Results,
 )
 from recipes.laboratory.tasks import MOST
-from rope_ext.measure.reports.report import Cell as Shown
-from rope_ext.measure.reports.report import Row
 from rope_ext.measure.versions import versions
 from rope_ext.plots.style import bare, figure_of, mark_trained, require_matplotlib, style_of
 
@@ -41,12 +39,21 @@ _NONE = "\u2013"
 
 
 @dataclass(frozen=True)
+class Shown:
+    """A cell of a table; below it how far it is from the rotation, bold where that is clear."""
+
+    text: str
+    below: str = ""
+    clear: bool = False
+
+
+@dataclass(frozen=True)
 class Table:
-    """A table, and what follows from it."""
+    """A table, and what follows from it; the row of ``base`` is what the others are held to."""
 
     title: str
     header: tuple[str, ...]
-    rows: tuple[Row, ...]
+    rows: tuple[tuple[Shown, ...], ...]
     sentences: tuple[str, ...] = ()
 
 
@@ -103,8 +110,8 @@ def _lead(results: Results) -> list[str]:
     ]
     kinds = [
         (AT, False, "the lowest loss at the trained length"),
-        (FAR, False, f"the lowest loss at {_longest(results)} tokens"),
-        (FOUND, True, f"the most words found at {_longest(results)} tokens"),
+        (FAR, False, f"the lowest loss at {_longest(results)} bytes"),
+        (FOUND, True, f"the most words found at {_longest(results)} bytes"),
         (LONGER, True, f"the most problems of more than {MOST} items solved"),
     ]
     for measure, rising, told in kinds:
@@ -113,7 +120,7 @@ def _lead(results: Results) -> list[str]:
             continue
         order = sorted(values, key=lambda name: values[name], reverse=rising)
         if rising and values[order[0]] == 0:
-            words.append(f"Nothing has any of {told.removeprefix('the most ')}.")
+            words.append(f"None: {told.removeprefix('the most ')}.")
             continue
         best = order[0]
         by = results.measures[measure]
@@ -146,36 +153,33 @@ def _notes(results: Results) -> list[str]:
 
 def _glance(results: Results) -> Section:
     """Quality and cost in one table, by the loss far out."""
-    shown = [m for m in (AT, FAR, FOUND, LONGER) if results.measures.get(m)]
-    far = (
-        _means(results.measures.get(shown[1] if len(shown) > 1 else shown[0], {})) if shown else {}
-    )
-    seconds = _means(results.measures[SECONDS])
+    shown = {m: results.measures[m] for m in (AT, FAR, FOUND, LONGER) if results.measures.get(m)}
+    order = _means(shown.get(FAR, shown.get(LONGER, {})))
+    sign = 1 if FAR in shown else -1
+    own = _means(results.cost("own_parameters", results.cost_subject))
     rows = []
-    for name in sorted(results.names, key=lambda name: far.get(name, math.inf)):
-        cells = [Shown(name)]
-        for measure in shown:
-            cells += _compared(measure, results.measures[measure], name)
+    for name in sorted(results.names, key=lambda name: sign * order.get(name, math.inf)):
         trained = name.partition("+")[0]
+        seconds, peak = (_means(results.measures[what]) for what in (SECONDS, PEAK))
         relative = seconds[trained] / seconds[ROPE] if {trained, ROPE} <= seconds.keys() else None
-        peak = _means(results.measures[PEAK]).get(trained)
-        own = _means(results.cost("own_parameters", results.cost_subject)).get(trained)
+        cells = [Shown(name), *(_compared(measure, by, name) for measure, by in shown.items())]
         cells += [
             Shown(_NONE if relative is None else f"{relative:.2f}x"),
-            Shown(_NONE if peak is None else f"{peak / 2**20:.0f} MiB"),
-            Shown(_NONE if own is None else f"{own:.0f}"),
+            Shown(f"{peak[trained] / 2**20:.1f} MiB" if trained in peak else _NONE),
+            Shown(f"{own[trained]:.0f}" if trained in own else _NONE),
         ]
-        rows.append(Row(tuple(cells), name == ROPE))
-    header = ["encoding"]
-    for measure in shown:
-        header += [_title(results, measure), f"difference from {ROPE}"]
-    header += [f"step, times {ROPE}'s", "peak memory of a step", "parameters of its own"]
+        rows.append(tuple(cells))
+    header = ["encoding", *(_title(results, measure) for measure in shown)]
+    header += ["step", "memory of a step", "own parameters"]
     return Section(
         "At a glance",
         (
-            f"Losses in nats per byte; shares in per cent. Intervals are 95 % (Student), of the "
-            f"difference from {ROPE} with the same seed; bold where they leave out zero. A name "
-            f"with a + is the model before it, read with a method that is put on after training.",
+            f"Losses are in nats per byte. Below each number: how far it is from {ROPE} with the "
+            f"same seed, and the 95 % interval of that (Student, over seeds; shares in points), "
+            f"bold where it leaves out zero. With so many comparisons, one in twenty does so by "
+            f"chance. A name with a + is the model before it, read with a method that was put on "
+            f"after training. Cost: the time of a training step by that of {ROPE}, the most that "
+            f"tensors held at once in it, and the parameters that the encoding has of its own.",
         ),
         [Table("", tuple(header), tuple(rows))],
     )
@@ -186,18 +190,16 @@ def _loss(results: Results) -> Section:
     by = {length: results.text("loss", length) for length in lengths}
     figure = figure_of(10.5, 4.4)
     left, right = figure.subplots(1, 2)
-    _lines(left, {n: {k: _means(by[k])[n] for k in lengths if n in by[k]} for n in results.names})
+    _lines(left, results.names, _swapped(by))
     left.set(xscale="log", xlabel="context, bytes", ylabel="loss, nats per byte")
     left.set_xticks(lengths, [str(length) for length in lengths])
     left.minorticks_off()
     places = results.positions()
     width = lengths[0]
     curves = {
-        n: {(k + 1) * width: v for k, v in enumerate(places[n])}
-        for n in results.names
-        if n in places
+        n: {(k + 1) * width: loss for k, loss in enumerate(found)} for n, found in places.items()
     }
-    _lines(right, curves)
+    _lines(right, results.names, curves)
     right.set(xlabel="position in the longest rows, bytes", ylabel="")
     _limit((left, right), [v for table in by.values() for v in _means(table).values()])
     for axes in (left, right):
@@ -210,7 +212,7 @@ def _loss(results: Results) -> Section:
             f"held-out text, with more and more before them: what a longer context does to what "
             f"follows it. On the right the loss of every stretch of the longest rows.",
         ),
-        [_means_table(by, AT, "bytes"), _differences(by, AT, "bytes")],
+        [_table(by, AT, "bytes")],
         [_picture(figure, "loss by length and by position")],
     )
 
@@ -220,8 +222,7 @@ def _retrieval(results: Results) -> Section:
     by = {length: results.text("retrieval", length) for length in lengths}
     figure = figure_of(9.0, 4.2)
     axes = figure.subplots()
-    shown = {n: {k: 100 * _means(by[k])[n] for k in lengths if n in by[k]} for n in results.names}
-    _lines(axes, shown)
+    _lines(axes, results.names, _swapped(by, 100))
     axes.set(xscale="log", xlabel="context, bytes", ylabel="words found, %", ylim=(-3, 103))
     axes.set_xticks(lengths, [str(length) for length in lengths])
     axes.minorticks_off()
@@ -240,7 +241,7 @@ def _retrieval(results: Results) -> Section:
     return Section(
         "Text: retrieval",
         tuple(sentences),
-        [_means_table(by, FOUND, "bytes"), _differences(by, FOUND, "bytes")],
+        [_table(by, FOUND, "bytes")],
         [_picture(figure, "words found by length")],
     )
 
@@ -254,13 +255,7 @@ def _tasks(results: Results) -> Section:
     for axes, task in zip(grid.flat, tasks, strict=False):
         axes.set_visible(True)
         by = {n: results.exact(task, [n]) for n in items}
-        _lines(
-            axes,
-            {
-                name: {n: 100 * _means(by[n])[name] for n in items if name in by[n]}
-                for name in results.names
-            },
-        )
+        _lines(axes, results.names, _swapped(by, 100))
         axes.set(title=task, ylim=(-3, 103), xlabel="items", ylabel="solved, %")
         axes.axvline(MOST, color="#777777", linewidth=1, zorder=0)
     _legend(figure, grid.flat[0])
@@ -272,7 +267,7 @@ def _tasks(results: Results) -> Section:
     ):
         by = {task: results.exact(task, sizes) for task in tasks}
         by |= {"all": results.all_tasks(sizes)} if len(tasks) > 1 else {}
-        tables += [_means_table(by, LONGER, "", title), _differences(by, LONGER, "", title)]
+        tables.append(_table(by, LONGER, "", title))
     sentences = [
         f"One model for all tasks, trained on up to {MOST} items; a problem is solved if every "
         f"token of its answer is the likeliest. The line marks the trained size."
@@ -301,11 +296,10 @@ def _training(results: Results) -> Section:
                 for step, loss in record["curve"]:
                     curves.setdefault(cell.name, {}).setdefault(step, []).append(loss)
         lines = {
-            n: {k: statistics.fmean(v) for k, v in curves[n].items()}
-            for n in results.names
-            if n in curves
+            n: {step: statistics.fmean(losses) for step, losses in curve.items()}
+            for n, curve in curves.items()
         }
-        _lines(axes, lines, results.names, markers=False)
+        _lines(axes, results.names, lines, markers=False)
         axes.set(title=subject, xlabel="step", ylabel="training loss, nats")
     _legend(figure, panels[0])
     return Section(
@@ -323,9 +317,7 @@ def _published(results: Results) -> Section:
             continue
         told = published.told or {name: f"{v:g}" for name, v in published.values.items()}
         rows = tuple(
-            Row(
-                (Shown(name), Shown(told[name]), Shown(_number(published.measure, held.ours[name])))
-            )
+            (Shown(name), Shown(told[name]), Shown(_number(published.measure, held.ours[name])))
             for name in held.ours
         )
         header = ("encoding", "published", f"here: {_title(results, published.measure)}")
@@ -339,42 +331,20 @@ def _published(results: Results) -> Section:
     return Section("Published orders beside ours", tuple(sentences), tables)
 
 
-def _means_table(
-    by: Mapping[Any, Mapping[str, BySeed]], measure: str, unit: str, title: str = "Means over seeds"
-) -> Table:
-    names = _names(by)
-    rows = tuple(
-        Row((Shown(n), *(Shown(_cell(measure, _means(by[k]).get(n))) for k in by)), n == ROPE)
-        for n in names
-    )
-    return Table(title, ("encoding", *(f"{k} {unit}".strip() for k in by)), rows)
-
-
-def _differences(
+def _table(
     by: Mapping[Any, Mapping[str, BySeed]], measure: str, unit: str, title: str = ""
 ) -> Table:
-    rows = []
-    for name in _names(by):
-        if name != ROPE:
-            found = [difference(by[k].get(name, {}), by[k].get(ROPE, {})) for k in by]
-            shown = [Shown(_signed(measure, f), bool(f and f.clear)) for f in found]
-            rows.append(Row((Shown(name), *shown)))
-    head = f"{title}: difference" if title else "Difference"
-    return Table(
-        f"{head} from {ROPE}, and 95 % intervals",
-        ("encoding", *(f"{k} {unit}".strip() for k in by)),
-        tuple(rows),
-    )
+    """Means over seeds, each with its difference from the rotation."""
+    rows = [(Shown(n), *(_compared(measure, by[k], n) for k in by)) for n in _names(by)]
+    return Table(title, ("encoding", *(f"{k} {unit}".strip() for k in by)), tuple(rows))
 
 
-def _compared(measure: str, by: Mapping[str, BySeed], name: str) -> list[Shown]:
-    """A mean, and the difference from the rotation."""
+def _compared(measure: str, by: Mapping[str, BySeed], name: str) -> Shown:
     mean = _means(by).get(name)
-    found = None if name == ROPE else difference(by.get(name, {}), by.get(ROPE, {}))
-    return [
-        Shown(_cell(measure, mean)),
-        Shown("" if name == ROPE else _signed(measure, found), bool(found and found.clear)),
-    ]
+    if mean is None or name == ROPE:
+        return Shown(_NONE if mean is None else _number(measure, mean))
+    found = difference(by[name], by.get(ROPE, {}))
+    return Shown(_number(measure, mean), _signed(measure, found), bool(found and found.clear))
 
 
 def _names(by: Mapping[Any, Mapping[str, BySeed]]) -> list[str]:
@@ -395,13 +365,11 @@ def _number(measure: str, value: float) -> str:
     return f"{value:.3g} s" if measure == SECONDS else f"{value:.3f}"
 
 
-def _cell(measure: str, value: float | None) -> str:
-    return _NONE if value is None else _number(measure, value)
-
-
 def _signed(measure: str, found: Difference | None) -> str:
     if found is None:
-        return _NONE
+        return ""
+    if found.mean == found.low == found.high == 0:
+        return "the same"
     times, form = (100, "+.0f") if _is_share(measure) else (1, "+.3f")
     ends = (
         "" if found.low is None else f" ({times * found.low:{form}} to {times * found.high:{form}})"
@@ -422,24 +390,33 @@ def _title(results: Results, measure: str) -> str:
         AT: f"loss at {first}",
         FAR: f"loss at {last}",
         FOUND: f"words found at {last}",
-        LONGER: f"problems of more than {MOST} items",
+        LONGER: f"problems > {MOST} items",
     }.get(measure, measure)
+
+
+def _swapped(
+    by: Mapping[int, Mapping[str, BySeed]], times: float = 1
+) -> dict[str, dict[int, float]]:
+    """Means by name, then by size, from seeds by size, then by name."""
+    lines: dict[str, dict[int, float]] = {}
+    for size, table in by.items():
+        for name, mean in _means(table).items():
+            lines.setdefault(name, {})[size] = times * mean
+    return lines
 
 
 def _lines(
     axes: Any,
+    names: Sequence[str],
     lines: Mapping[str, Mapping[int, float]],
-    names: Sequence[str] | None = None,
     markers: bool = True,
 ) -> None:
-    """One line for each name, which looks alike in every picture."""
-    for index, name in enumerate(names or lines):
+    """One line for each of ``names`` that has one; a name looks alike in every picture."""
+    for index, name in enumerate(names):
         if lines.get(name):
             style = style_of(index) if markers else style_of(index) | {"marker": ""}
-            line = lines[name]
-            axes.plot(
-                list(line), list(line.values()), label=name, linewidth=1.5, markersize=4, **style
-            )
+            sizes, values = list(lines[name]), list(lines[name].values())
+            axes.plot(sizes, values, label=name, linewidth=1.5, markersize=4, **style)
     bare(axes)
 
 

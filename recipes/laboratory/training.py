@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import statistics
 import time
 from collections.abc import Callable
@@ -12,6 +13,7 @@ import torch
 from recipes.laboratory.model import Reading, Size, readings
 from recipes.pretrain.train import MuonAdamW, schedule
 
+os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # or torch's profiler tells when it begins and ends
 POINTS = 20
 """Of the curve of training losses."""
 

@@ -276,7 +276,7 @@ def test_the_page_says_what_can_be_told_apart_and_what_cannot(monkeypatch) -> No
     cells[Cell("text", "cope", 0)] = {"refused": "no <layout> can be proven"}
     made = page.contents(settings, cells)
     html = made[page.PAGE].decode()
-    assert "t5 has the lowest loss at 1024 tokens (1.500); not told apart from it: alibi." in html
+    assert "t5 has the lowest loss at 1024 bytes (1.500); not told apart from it: alibi." in html
     assert "cope (text): no &lt;layout&gt; can be proven." in html
     assert "less than half are found within the trained length): alibi." in html
     assert "<script" not in html and 'src="http' not in html

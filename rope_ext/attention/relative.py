@@ -30,6 +30,8 @@ from rope_ext.methods.geometry import Distance
 
 _AT_ONCE = 2**21
 """Logits of the near band that are there at a time: 8 MiB in float32."""
+_HEIGHT = 64
+"""Rows of a block of it: fewer repeat too many keys, more see too many that they do not need."""
 
 Tables = Sequence[torch.Tensor | None]
 """Those of queries, of keys and of values, as :class:`ByTables` has them, in float32 or better."""
@@ -157,7 +159,7 @@ def _near(
     vectors = [
         None if x is None else x[..., farthest_first.clamp(max=x.shape[-2] - 1), :] for x in tables
     ]
-    height = min(64 if width < 128 else 256, queries)
+    height = min(_HEIGHT, queries)
     several = _AT_ONCE // (query.shape[0] * query.shape[1] * (height + width))
     several = max(several // height, 1) * height
     inputs = (query, key, value, *vectors, call.sinks, shift)

@@ -54,7 +54,10 @@ def drawn(name: str, queries: int, keys: int, kv_heads: int = 2) -> tuple[list, 
         (150, 150, None),
         (1, 50, None),
         (20, 90, 30),
-        *(pytest.param(*case, marks=SLOW) for case in ((70, 150, None), (1, 3, None), (80, 80, 4))),
+        *(
+            pytest.param(*case, marks=SLOW)
+            for case in ((70, 150, None), (1, 3, None), (80, 80, 4), (1, 90, 30))
+        ),
     ],
 )
 def test_the_kernel_is_the_paper(name: str, queries: int, keys: int, last: int | None) -> None:

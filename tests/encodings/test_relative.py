@@ -14,7 +14,7 @@ from transformers.models.xlnet.modeling_xlnet import XLNetModel, XLNetRelativeAt
 
 import rope_ext
 from rope_ext import attention
-from rope_ext.attention import Call, Pairs, TurnedBand, flash
+from rope_ext.attention import Call, Pairs, TurnedBand, flash, flex
 from rope_ext.methods import Rope, build_method
 from rope_ext.methods.geometry import Distance
 from tests.helpers.biases import parameters
@@ -112,6 +112,18 @@ def test_the_kernel_merges_what_was_attended_to_before(queries: int) -> None:
     of_both = [torch.autograd.grad(x.sin().sum(), inputs) for x in (found, right)]
     for one, other in zip(*of_both, strict=True):
         torch.testing.assert_close(one, other)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SIZES)
+def test_the_kernel_of_gpus_does_the_same(name: str, monkeypatch) -> None:
+    """FlexAttention, which has no gradients on the CPU."""
+    qkv, learned = drawn(name, 60, 70)
+    qkv, learned = [x.detach() for x in qkv], {key: x.detach() for key, x in learned.items()}
+    call = called(name, learned, sinks=torch.randn(4).double())
+    right = attention.attend(*qkv, call, "reference")
+    monkeypatch.setattr(flash, "attend", flex.attend)
+    torch.testing.assert_close(attention.attend(*qkv, call), right)
 
 
 def test_deberta_is_that_of_transformers() -> None:

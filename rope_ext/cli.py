@@ -573,3 +573,5 @@ def show_methods() -> None:
     console.print("Options without a value must be given.", style="dim")
     names = ", ".join(cls.name for cls in all_encodings())
     console.print(f"In the rotation's place, by the same patch: {names}.", style="dim")
+    names = ", ".join(cls.name for cls in all_encodings() if cls.adds())
+    console.print(f"Beside a rotation that stays, by bias=: {names}.", style="dim")

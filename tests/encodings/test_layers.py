@@ -224,7 +224,6 @@ def test_every_kind_of_encoding_takes_layers(name: str, ids) -> None:
     rope_ext.unpatch(model)
     logits(model, ids, past_key_values=keys[1])
     assert torch.equal(keys[0].layers[0].keys, keys[1].layers[0].keys)  # as trained
-    assert not torch.equal(keys[0].layers[1].keys, keys[1].layers[1].keys)
     assert not torch.equal(whole, plain)
 
 

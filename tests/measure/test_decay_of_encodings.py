@@ -136,7 +136,6 @@ def test_a_checkpoint_shows_what_it_learned(monkeypatch, tmp_path: Path) -> None
         ("angles", "ALiBi", "alibi changes neither .* so angles .*draw decay, or leave alibi out"),
         ("spectrum", "NoPE", "nope changes neither"),
         ("distances", "RoPE", "rope changes neither"),
-        ("decay", "CoPE", "cope makes its logits of queries and keys"),
     ],
 )
 def test_what_cannot_be_drawn_of_encodings(kind, method, message, tmp_path: Path) -> None:

@@ -37,7 +37,7 @@ class Encoding(PositionMethod):
     kind: ClassVar[str] = "encoding"
     works_within: ClassVar[bool] = True
     shared: ClassVar[bool] = False  # what is learned belongs to the model, not to each layer
-    entered: Literal["first", "every"] | None = None  # the layers whose input it changes
+    entered: ClassVar[Literal["first", "every"] | None] = None  # layers whose input it changes
 
     factor: float = 1.0
 

@@ -11,19 +11,17 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 import rope_ext
-from tests.helpers.inputs import CHOSEN, parameters, patch
+from tests.helpers.inputs import CHOSEN, first_of, parameters, patch
 from tests.helpers.models import tiny_llama
 from tests.helpers.positions import logits
 
 LEARNED = ["learned", "multiplicative", "floater"]
 KEPT = ["sinusoidal", *LEARNED]
-SOME = [
-    "learned",
-    *(pytest.param(name, marks=pytest.mark.slow) for name in ("multiplicative", "floater")),
-]
+
+SOME = first_of(*LEARNED)
 
 
-@pytest.mark.parametrize("name", CHOSEN)
+@pytest.mark.parametrize("name", first_of(*CHOSEN))
 def test_unpatching_takes_it_out_bit_for_bit(name: str, ids) -> None:
     model = tiny_llama()
     before, plain = dict(model.state_dict()), logits(model, ids[:, :20])
@@ -59,8 +57,8 @@ def test_an_optimizer_trains_it(name: str, ids) -> None:
     assert not torch.equal(logits(model, ids), first)
 
 
-@pytest.mark.parametrize("reentrant", [False, True])
-@pytest.mark.parametrize("name", ["learned", "floater"])
+@pytest.mark.parametrize("reentrant", first_of(False, True))
+@pytest.mark.parametrize("name", first_of("floater", "learned"))
 def test_gradient_checkpointing_changes_nothing(name: str, reentrant: bool, ids) -> None:
     ids, found = ids[:, :12], []
     for checkpointing in (False, True):
@@ -74,7 +72,7 @@ def test_gradient_checkpointing_changes_nothing(name: str, reentrant: bool, ids)
         torch.testing.assert_close(one, other, atol=1e-6, rtol=1e-5)
 
 
-@pytest.mark.parametrize("name", KEPT)
+@pytest.mark.parametrize("name", first_of(*KEPT))
 def test_reloaded_to_the_bit(name: str, ids, tmp_path, capfd) -> None:
     model = patch(tiny_llama(), name)
     with torch.no_grad():  # as training would; a scale measured again would be another
@@ -148,7 +146,7 @@ def test_a_trained_table_is_extended_by_patching_again(ids) -> None:
     logits(model, ids)
 
 
-@pytest.mark.parametrize("name", ["learned", "t5"])
+@pytest.mark.parametrize("name", first_of("learned", "t5"))
 def test_what_was_learned_outlives_a_patch_in_between(name: str, ids) -> None:
     """One that is refused, and one for the length of a block."""
     model = rope_ext.patch(tiny_llama(), name, factor=2)

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 
+import pytest
 import torch
 from torch import nn
 from transformers import AttentionInterface, AttentionMaskInterface
@@ -41,6 +42,11 @@ VARIANTS = {
     "first": ("floater", {"into": "first", "step": 0.3}),
 }
 ADDED = ("sinusoidal", "learned", "multiplicative", "floater")
+
+
+def first_of(*values: object) -> list:
+    """Cases of a test; all but the first are slow, as they take longer than they tell."""
+    return [values[0], *(pytest.param(value, marks=pytest.mark.slow) for value in values[1:])]
 
 
 def family(name: str) -> nn.Module:

@@ -30,7 +30,6 @@ from transformers.utils import (
     cached_file,
 )
 
-from rope_ext.encodings import Encoding
 from rope_ext.errors import (
     AdapterError,
     LoadError,
@@ -564,7 +563,7 @@ def _variant(name: str, variant: str | None) -> str:
 @contextmanager
 def _expecting_learned(cls: type, record: Record | None) -> Iterator[None]:
     """Keeps transformers from reporting what an encoding has learned as unexpected."""
-    if record is None or not isinstance(record.method, Encoding) or not hasattr(cls, _IGNORED):
+    if record is None or record.encoding is None or not hasattr(cls, _IGNORED):
         yield
         return
     before = getattr(cls, _IGNORED)

@@ -51,17 +51,17 @@ class Layer:
     layout: Layout | None
     biased: nn.Module | None = None
 
-    def bias(self, distances: int | torch.Tensor, like: torch.Tensor) -> torch.Tensor | None:
-        """What is added to the logits of all distances below ``distances``, ``[heads, n]``.
+    def adding(self, call: Call, distances: int | torch.Tensor, like: torch.Tensor) -> Call:
+        """``call`` with what is added to the logits of all distances below ``distances``.
 
         Or of all between tokens at certain places, ``[tokens]``.
         """
         if self.biased is None:
-            return None
+            return call
         if isinstance(distances, torch.Tensor):
             distances = int(distances.max() - distances.min()) + 1
         module = getattr(self.biased, bias.NAME)  # which peft may have wrapped since
-        return module(distances, like.device, _table_dtype(like))
+        return replace(call, **module(distances, like.device, _table_dtype(like))._asdict())
 
 
 @dataclass(frozen=True, eq=False)
@@ -236,7 +236,7 @@ def _attend(
     if stretches is None:  # drafts in trees, masks of other shapes, gaps in positions
         out = torch.cat([dense(row).attend(one) for row, one in enumerate(value.split(1))])
     else:
-        biased = replace(call, bias=layer.bias(mask.keys, query))
+        biased = layer.adding(call, mask.keys, query)
         out = _regular(stretches, query, key, value, biased, position_map.kernel)
     return out.transpose(1, 2).contiguous(), weights
 
@@ -327,7 +327,7 @@ def _irregular(
     return Dense(
         query[row : row + 1],
         key[row : row + 1],
-        replace(call, bias=layer.bias(places, query)),
+        layer.adding(call, places, query),
         position_map.turns(layer.layout),
         position_map.temperature,
         Places(t[-query.shape[2] :], t, dense),

@@ -1,11 +1,14 @@
-"""The bias of an attention layer: what it learns of it, and the values by distance."""
+"""What an encoding adds in an attention layer: what is learned, and the values by distance."""
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import torch
 from torch import nn
 
-from rope_ext.encodings import Encoding
+from rope_ext.encodings import Encoding, Heads
+from rope_ext.encodings.scores import Scores
 from rope_ext.methods import Rope
 
 NAME = "rope_ext_bias"  # of the module within an attention module, and so in checkpoints
@@ -19,6 +22,13 @@ def learned(model: nn.Module) -> dict[str, nn.Parameter]:
         if isinstance(module, Learning)
         for key, value in module.state_dict(keep_vars=True).items()
     }
+
+
+class Added(NamedTuple):
+    """What is added to the logits, by the names of :class:`rope_ext.attention.Call`."""
+
+    bias: torch.Tensor | None = None
+    scores: Scores | None = None
 
 
 def give_back(model: nn.Module, values: dict[str, torch.Tensor]) -> None:
@@ -63,23 +73,30 @@ class DistanceBias(Learning):
 
     Args:
         encoding: which.
-        heads: of the layer's queries.
+        heads: of the layer's queries, and the sizes of heads.
         rope: the trained embedding.
         like: whose dtype and device the parameters take.
     """
 
-    def __init__(self, encoding: Encoding, heads: int, rope: Rope, like: torch.Tensor) -> None:
+    def __init__(self, encoding: Encoding, heads: Heads, rope: Rope, like: torch.Tensor) -> None:
         super().__init__(encoding.initial(heads, rope), like)
         self.encoding, self.heads, self.rope = encoding, heads, rope
         self._made: tuple[tuple, torch.Tensor] | None = None
 
-    def forward(
-        self, distances: int, device: torch.device, dtype: torch.dtype
-    ) -> torch.Tensor | None:
-        """``[heads, n]``: the values of all distances below ``distances``.
+    def forward(self, distances: int, device: torch.device, dtype: torch.dtype) -> Added:
+        """What is added at all distances below ``distances``; a bias is ``[heads, n]``.
 
         Where the bias stays the same from some distance on, that is the last.
         """
+        # By the forward, not a method of its own: wrappers gather parameters in front of it.
+        scores = self.encoding.scores(self.heads.count, self.rope, dict(self.named_parameters()))
+        if scores is not None:
+            return Added(scores=scores)
+        return Added(bias=self._bias(distances, device, dtype))
+
+    def _bias(
+        self, distances: int, device: torch.device, dtype: torch.dtype
+    ) -> torch.Tensor | None:
         settled = self.encoding.settles(self.rope)
         if settled is not None:
             distances = min(distances, settled + 1)
@@ -104,4 +121,4 @@ class DistanceBias(Learning):
         learned: dict[str, torch.Tensor],
     ) -> torch.Tensor | None:
         distance = torch.arange(distances, dtype=dtype, device=device)
-        return self.encoding.bias(distance, self.heads, self.rope, learned)
+        return self.encoding.bias(distance, self.heads.count, self.rope, learned)

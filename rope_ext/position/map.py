@@ -30,6 +30,7 @@ class PositionMap:
         kernel: as :func:`rope_ext.attention.attend` takes it.
         local_too: also layers with a limited window.
         encoding: what adds to the logits; None: nothing does.
+        layers: which, as :class:`rope_ext.options.Options` has them; None: all that rotate.
     """
 
     method: PositionMethod
@@ -40,6 +41,7 @@ class PositionMap:
     kernel: str
     local_too: bool
     encoding: Encoding | None = None
+    layers: tuple[int, ...] | str | None = None
 
     @property
     def key(self) -> tuple[Any, ...]:

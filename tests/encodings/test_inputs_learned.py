@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 
+import accelerate
 import peft
 import pytest
 import torch
@@ -11,6 +12,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 import rope_ext
+from tests.families.zoo import tiny_model
 from tests.helpers.inputs import CHOSEN, first_of, parameters, patch
 from tests.helpers.models import tiny_llama
 from tests.helpers.positions import logits
@@ -168,3 +170,29 @@ def test_layers_run_by_themselves_are_refused(ids) -> None:
     x = model.get_input_embeddings()(ids)
     with pytest.raises(rope_ext.UnsupportedModelError, match=r"run by itself under learned"):
         model.model.layers[0](x)
+
+
+@pytest.mark.slow
+def test_offloaded_weights_and_layers_of_a_nested_decoder(ids) -> None:
+    want = logits(patch(tiny_llama(), "learned"), ids)
+    offloaded = accelerate.cpu_offload(tiny_llama(), execution_device="cpu")
+    assert torch.equal(logits(patch(offloaded, "learned"), ids), want)
+    nested = tiny_model("llama4_text")
+    patch(nested, "learned", sliding_layers="scale")
+    assert len(nested.model.layers[0]._forward_pre_hooks) == 1
+    assert not any(layer._forward_pre_hooks for layer in nested.model.layers[1:])
+
+
+@pytest.mark.slow
+def test_a_path_is_no_coarser_under_autocast(ids) -> None:
+    model = patch(tiny_llama(), "floater")
+    seen = []
+    module = model.model.rope_ext_input
+    handle = module.register_forward_hook(lambda *args: seen.append(args[-1]))
+    logits(model, ids)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        logits(model, ids)
+        model.train()(ids)  # where the path is made again
+    handle.remove()
+    assert len(seen) == 3 and seen[0].shape == (1, 90, 64)
+    assert all(torch.equal(p, seen[0]) for p in seen)

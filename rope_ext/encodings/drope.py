@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 
 from rope_ext.encodings.base import Encoding
 from rope_ext.methods.registry import register
-from rope_ext.methods.rope import Rope
 from rope_ext.methods.temperature import Temperature
 
 
@@ -60,6 +59,3 @@ class DroPE(Encoding):
 
     def own_temperature(self) -> Temperature | None:
         return _Beyond(c=self.c) if self.c else None
-
-    def grids(self, rope: Rope) -> dict[str, tuple[Any, ...]]:
-        return {"c": (0.0, 0.1, 0.2, 0.3, 0.4)}

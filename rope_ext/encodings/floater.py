@@ -53,15 +53,16 @@ class FLOATER(Sized):
 
     def initial_inputs(self, columns: int, size: float, rope: Rope) -> dict[str, torch.Tensor]:
         hidden = self.hidden or columns
-        first = torch.empty(hidden, columns + 1)
-        torch.nn.init.xavier_normal_(first)
-        return {
-            "start": torch.zeros(columns),
-            "first_weight": first,
-            "first_bias": torch.zeros(hidden),
-            "second_weight": torch.zeros(columns, hidden + 1),
-            "second_bias": torch.zeros(columns),
+        sizes = {
+            "start": (columns,),
+            "first_weight": (hidden, columns + 1),
+            "first_bias": (hidden,),
+            "second_weight": (columns, hidden + 1),
+            "second_bias": (columns,),
         }
+        made = {name: torch.zeros(*size, device="cpu") for name, size in sizes.items()}
+        torch.nn.init.xavier_normal_(made["first_weight"])
+        return made
 
     def p(self, t: torch.Tensor, columns: int, rope: Rope, learned: Learned) -> torch.Tensor:
         values = {name: value.to(t) for name, value in learned.items()}

@@ -71,7 +71,7 @@ class LearnedPositions(InputEncoding):
         )
 
     def initial_inputs(self, columns: int, size: float, rope: Rope) -> dict[str, torch.Tensor]:
-        return {"table": size * torch.randn(self.length, columns)}
+        return {"table": size * torch.randn(self.length, columns, device="cpu")}
 
     def p(self, t: torch.Tensor, columns: int, rope: Rope, learned: Learned) -> torch.Tensor:
         def rows(index: torch.Tensor) -> torch.Tensor:

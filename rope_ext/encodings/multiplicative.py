@@ -49,7 +49,9 @@ class Multiplicative(InputEncoding):
         return self.length if self.table == "learned" else None
 
     def initial_inputs(self, columns: int, size: float, rope: Rope) -> dict[str, torch.Tensor]:
-        return {"table": torch.ones(self.length, columns)} if self.table == "learned" else {}
+        if self.table == "sinusoidal":
+            return {}
+        return {"table": torch.ones(self.length, columns, device="cpu")}
 
     def p(self, t: torch.Tensor, columns: int, rope: Rope, learned: Learned) -> torch.Tensor:
         if self.table == "sinusoidal":

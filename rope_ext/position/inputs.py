@@ -108,7 +108,8 @@ class Entrance:
         if p is None or (learning and not p.requires_grad):
             t = forward.t[:, forward.filled :].clamp(min=0)
             # Checkpointing, which counts what a layer saves, is not to count what is shared by all.
-            with torch.autograd.graph.saved_tensors_hooks(_as_it_is, _as_it_is):
+            shared = torch.autograd.graph.saved_tensors_hooks(_as_it_is, _as_it_is)
+            with shared, torch.autocast(x.device.type, enabled=False):
                 p = module(t, x.dtype)
             if current(self.map) is forward:  # else a layer is run again by itself
                 forward.entering = p
@@ -128,6 +129,8 @@ def enter(decoder: nn.Module, position_map: PositionMap) -> list[Any]:
     encoding, layers = position_map.encoding, _layers(decoder)
     columns, size = _measured(decoder, layers[0], position_map)
     like = next((p for p in layers[0].parameters() if p.is_floating_point()), torch.empty(0))
+    if like.is_meta:  # offloaded: nothing would load what is not there yet
+        like = torch.empty(0, dtype=like.dtype, device="cpu")
     module = InputPositions(encoding, columns, size, position_map.rope, like)
     decoder.add_module(NAME, module)
     entered = layers if encoding.entered == "every" else layers[:1]
@@ -157,8 +160,8 @@ def _forward(position_map: PositionMap, args: tuple, kwargs: dict) -> Forward | 
 
 
 def _layers(decoder: nn.Module) -> list[nn.Module]:
-    """Its layers, in order: of its lists of modules, the one with the most parameters."""
-    lists = [module for module in decoder.children() if isinstance(module, nn.ModuleList)]
+    """Its layers, in order: of all lists of modules, the one with the most parameters."""
+    lists = [module for module in decoder.modules() if isinstance(module, nn.ModuleList)]
     if not lists:
         raise UnsupportedModelError(
             f"{type(decoder).__name__} has no list of layers, so it is not known where to put "

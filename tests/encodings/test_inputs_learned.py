@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 
+import accelerate
 import peft
 import pytest
 import torch
@@ -11,19 +12,18 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 import rope_ext
-from tests.helpers.inputs import CHOSEN, parameters, patch
+from tests.families.zoo import tiny_model
+from tests.helpers.inputs import CHOSEN, first_of, parameters, patch
 from tests.helpers.models import tiny_llama
 from tests.helpers.positions import logits
 
 LEARNED = ["learned", "multiplicative", "floater"]
 KEPT = ["sinusoidal", *LEARNED]
-SOME = [
-    "learned",
-    *(pytest.param(name, marks=pytest.mark.slow) for name in ("multiplicative", "floater")),
-]
+
+SOME = first_of(*LEARNED)
 
 
-@pytest.mark.parametrize("name", CHOSEN)
+@pytest.mark.parametrize("name", first_of(*CHOSEN))
 def test_unpatching_takes_it_out_bit_for_bit(name: str, ids) -> None:
     model = tiny_llama()
     before, plain = dict(model.state_dict()), logits(model, ids[:, :20])
@@ -59,8 +59,8 @@ def test_an_optimizer_trains_it(name: str, ids) -> None:
     assert not torch.equal(logits(model, ids), first)
 
 
-@pytest.mark.parametrize("reentrant", [False, True])
-@pytest.mark.parametrize("name", ["learned", "floater"])
+@pytest.mark.parametrize("reentrant", first_of(False, True))
+@pytest.mark.parametrize("name", first_of("floater", "learned"))
 def test_gradient_checkpointing_changes_nothing(name: str, reentrant: bool, ids) -> None:
     ids, found = ids[:, :12], []
     for checkpointing in (False, True):
@@ -74,7 +74,7 @@ def test_gradient_checkpointing_changes_nothing(name: str, reentrant: bool, ids)
         torch.testing.assert_close(one, other, atol=1e-6, rtol=1e-5)
 
 
-@pytest.mark.parametrize("name", KEPT)
+@pytest.mark.parametrize("name", first_of(*KEPT))
 def test_reloaded_to_the_bit(name: str, ids, tmp_path, capfd) -> None:
     model = patch(tiny_llama(), name)
     with torch.no_grad():  # as training would; a scale measured again would be another
@@ -148,7 +148,7 @@ def test_a_trained_table_is_extended_by_patching_again(ids) -> None:
     logits(model, ids)
 
 
-@pytest.mark.parametrize("name", ["learned", "t5"])
+@pytest.mark.parametrize("name", first_of("learned", "t5"))
 def test_what_was_learned_outlives_a_patch_in_between(name: str, ids) -> None:
     """One that is refused, and one for the length of a block."""
     model = rope_ext.patch(tiny_llama(), name, factor=2)
@@ -170,3 +170,29 @@ def test_layers_run_by_themselves_are_refused(ids) -> None:
     x = model.get_input_embeddings()(ids)
     with pytest.raises(rope_ext.UnsupportedModelError, match=r"run by itself under learned"):
         model.model.layers[0](x)
+
+
+@pytest.mark.slow
+def test_offloaded_weights_and_layers_of_a_nested_decoder(ids) -> None:
+    want = logits(patch(tiny_llama(), "learned"), ids)
+    offloaded = accelerate.cpu_offload(tiny_llama(), execution_device="cpu")
+    assert torch.equal(logits(patch(offloaded, "learned"), ids), want)
+    nested = tiny_model("llama4_text")
+    patch(nested, "learned", sliding_layers="scale")
+    assert len(nested.model.layers[0]._forward_pre_hooks) == 1
+    assert not any(layer._forward_pre_hooks for layer in nested.model.layers[1:])
+
+
+@pytest.mark.slow
+def test_a_path_is_no_coarser_under_autocast(ids) -> None:
+    model = patch(tiny_llama(), "floater")
+    seen = []
+    module = model.model.rope_ext_input
+    handle = module.register_forward_hook(lambda *args: seen.append(args[-1]))
+    logits(model, ids)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        logits(model, ids)
+        model.train()(ids)  # where the path is made again
+    handle.remove()
+    assert len(seen) == 3 and seen[0].shape == (1, 90, 64)
+    assert all(torch.equal(p, seen[0]) for p in seen)

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 
+import pytest
 import torch
 from torch import nn
 from transformers import AttentionInterface, AttentionMaskInterface
@@ -38,9 +39,14 @@ VARIANTS = {
     "interpolate": ("learned", {"factor": 2, "length": 30, "extend": "interpolate"}),
     "sines": ("multiplicative", {"table": "sinusoidal"}),
     "scaled": ("sinusoidal", {"scale": 0.3, "base": 100.0}),
-    "first": ("floater", {"into": "first", "step": 0.3}),
+    "first": ("floater", {"into": "first", "step": 0.2, "hidden": 8}),
 }
 ADDED = ("sinusoidal", "learned", "multiplicative", "floater")
+
+
+def first_of(*values: object) -> list:
+    """Cases of a test; all but the first are slow, as they take longer than they tell."""
+    return [values[0], *(pytest.param(value, marks=pytest.mark.slow) for value in values[1:])]
 
 
 def family(name: str) -> nn.Module:
@@ -100,7 +106,7 @@ def entered(name: str, x: torch.Tensor, t: torch.Tensor, learned: Learned, scale
     """Hidden states of one row at the positions ``t``, with what ``name`` makes of them."""
     columns = x.shape[-1]
     if name == "floater" or name == "first":
-        rows = path(learned, int(t.max()) + 1, 0.1 if name == "floater" else 0.3)
+        rows = path(learned, int(t.max()) + 1, 0.1 if name == "floater" else 0.2)
         return x + scale * rows[t]
     if name in ("sinusoidal", "scaled"):
         base = 10000.0 if name == "sinusoidal" else 100.0

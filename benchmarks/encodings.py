@@ -9,21 +9,18 @@ memory is that of a process of its own for each variant and length.
 
 from __future__ import annotations
 
-import argparse
 import functools
-import subprocess
-import sys
 from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
 from rich.console import Console
-from rich.table import Table
 
-from benchmarks.attention import NATIVE, ratios, resident, show, tensors, trained
+from benchmarks import measuring
+from benchmarks.measuring import NATIVE, Attend, prefill, show
 from rope_ext import attention
 from rope_ext.attention import Call, Pairs, TurnedBand
-from rope_ext.encodings import Heads
+from rope_ext.encodings import Encoding, Heads, NoPE
 from rope_ext.methods import Rope, all_encodings, build_method
 from rope_ext.methods.geometry import Distance
 from rope_ext.position.bias import DistanceBias
@@ -69,48 +66,26 @@ def attend(
     return run
 
 
-def variants(length: int) -> list[str]:
-    names = [NATIVE, *(cls.name for cls in all_encodings())]
-    return [*names, MATRIX] if length <= MATRIX_MOST else names
-
-
-def measured(length: int, heads: int, backward: bool, rounds: int) -> dict:
-    inputs = [
-        x.requires_grad_(backward) for x in tensors(heads, heads, length, length, torch.float32)
-    ]
-    runs = {variant: attend(variant, *inputs) for variant in variants(length)}
-    if backward:
-        runs = {name: functools.partial(trained, run, inputs) for name, run in runs.items()}
-    return ratios(runs, rounds)
-
-
-def peak(variant: str, length: int, heads: int) -> float:
-    """MiB that a training step adds to the process, which must be a fresh one."""
-    inputs = [x.requires_grad_() for x in tensors(heads, heads, length, length, torch.float32)]
-    small = [x.requires_grad_() for x in tensors(heads, heads, 64, 64, torch.float32)]
-    trained(attend(variant, *small), small)
-    before = resident("VmRSS")
-    trained(attend(variant, *inputs), inputs)
-    return resident("VmHWM") - before
-
-
-def peak_of_fresh_process(variant: str, length: int, heads: int) -> float:
-    command = [sys.executable, "-m", "benchmarks.encodings", "--heads", str(heads)]
-    command += ["--peak", variant, "--lengths", str(length)]
-    return float(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
+def variants(length: int) -> dict[str, Attend]:
+    adding = (
+        cls.name
+        for cls in all_encodings()
+        if cls.bias is not Encoding.bias or cls.scores is not Encoding.scores
+    )
+    names = [NATIVE, NoPE.name, *adding]
+    names += [MATRIX] if length <= MATRIX_MOST else []
+    return {name: functools.partial(attend, name) for name in names}
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--lengths", default="2048,4096,8192,16384", help="tokens, by commas")
-    parser.add_argument("--heads", type=int, default=4)
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--parts", default="forward,backward,memory")
-    parser.add_argument("--peak", help=argparse.SUPPRESS)
-    args = parser.parse_args()
+    given = measuring.parser(
+        __doc__.splitlines()[0], "2048,4096,8192,16384", "forward,backward,memory", rounds=5
+    )
+    given.add_argument("--heads", type=int, default=4)
+    args = given.parse_args()
     lengths = [int(length) for length in args.lengths.split(",")]
     if args.peak:
-        print(peak(args.peak, lengths[0], args.heads))
+        print(measuring.peak(functools.partial(attend, args.peak), args.heads, lengths[0]))
         return
     console, parts = Console(), args.parts.split(",")
     where = f"torch {torch.__version__}, {torch.get_num_threads()} threads"
@@ -118,23 +93,30 @@ def main() -> None:
         if part in parts:
             title = part if part == "forward" else "forward and backward"
             columns = {
-                f"{length} tokens": measured(length, args.heads, part == "backward", args.rounds)
+                f"{length} tokens": prefill(
+                    variants(length),
+                    args.heads,
+                    length,
+                    torch.float32,
+                    part == "backward",
+                    args.rounds,
+                )
                 for length in lengths
             }
             show(console, f"{title}, float32, {args.heads} heads of 64; {where}", columns)
     if "memory" in parts:
-        table = Table(title=f"peak MiB of a training step, float32; {where}")
-        for column in ("", *(f"{length} tokens" for length in lengths)):
-            table.add_column(column)
-        for variant in variants(0):
-            peaks = (
-                f"{peak_of_fresh_process(variant, length, args.heads):.0f}"
+        heads = ("--heads", str(args.heads))
+        peaks = {
+            variant: [
+                measuring.peak_of_fresh_process("benchmarks.encodings", variant, length, *heads)
                 if variant in variants(length)
-                else ""
+                else None
                 for length in lengths
-            )
-            table.add_row(variant, *peaks)
-        console.print(table)
+            ]
+            for variant in variants(0)
+        }
+        title = f"peak MiB of a training step, float32; {where}"
+        measuring.show_peaks(console, title, lengths, peaks)
 
 
 if __name__ == "__main__":

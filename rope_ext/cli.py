@@ -38,6 +38,14 @@ Text = Annotated[
         help="Text, .jsonl, .parquet or folder to read; repeat. Default: Python's own library."
     ),
 ]
+TrainText = Annotated[
+    list[str] | None,
+    typer.Option(
+        help="Text, .jsonl, .parquet or folder; repeat. Default: Python's own library, but for "
+        "the part that is measured by default."
+    ),
+]
+Target = Annotated[str, typer.Option(help="Context to reach in tokens, such as 32k.")]
 Device = Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1, mps ...")]
 Compose = Annotated[
     bool, typer.Option(help="Go on although the checkpoint scales its own rotary embedding.")
@@ -132,7 +140,7 @@ def describe(
 @app.command()
 def recommend(
     model: Annotated[str, typer.Argument(help="Folder or Hub id; no weights are read.")],
-    length: Annotated[str, typer.Option(help="Context to reach in tokens, such as 32k.")],
+    length: Target,
     finetune: Annotated[
         bool, typer.Option("--finetune", help="The model will be fine-tuned for it.")
     ] = False,
@@ -151,17 +159,11 @@ def recommend(
 @app.command()
 def search(
     model: Model,
-    length: Annotated[str, typer.Option(help="Context to reach in tokens, such as 32k.")],
+    length: Target,
     output: Annotated[
         Path, typer.Option(help="The options found, a .json file; a search that is there goes on.")
     ],
-    text: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="Text, .jsonl, .parquet or folder; repeat. Default: Python's own library, but for "
-            "the part that is measured by default."
-        ),
-    ] = None,
+    text: TrainText = None,
     iterations: Annotated[int, typer.Option(min=1, help="Of evolution.")] = 40,
     population: Annotated[int, typer.Option(min=4, help="Tables to begin with.")] = 64,
     mutations: Annotated[int, typer.Option(min=0, help="New tables of each iteration.")] = 16,
@@ -236,16 +238,10 @@ def search(
 @app.command()
 def calibrate(
     model: Annotated[str, typer.Option(help="Folder or Hub id of a causal language model.")],
-    length: Annotated[str, typer.Option(help="Context to reach in tokens, such as 32k.")],
+    length: Target,
     output: Annotated[Path, typer.Option(help="Folder for what is found.")],
     methods: Annotated[str, typer.Option(help="Names, comma between.")] = "yarn",
-    text: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="Text, .jsonl, .parquet or folder; repeat. Default: Python's own library, but for "
-            "the part that is measured by default."
-        ),
-    ] = None,
+    text: TrainText = None,
     options: Annotated[
         str | None,
         typer.Option(help="Those to find, such as attention_factor,window. Default: all."),
@@ -503,9 +499,10 @@ def plot(
     """Draw what methods change, one line each beside the unpatched model.
 
     spectrum: frequency of every rotary pair. angles: the largest angle of every pair, and those
-    of training. decay: q.k of constant vectors by distance. distances: those that position
-    methods put in place of the real ones. Over a text: weighted-decay: q.k of the model's own mean
-    queries and keys by distance. attention: where the last 256 tokens look, by distance.
+    of training. decay: q.k of constant vectors by distance; of encodings, what they add to logits,
+    as it begins or, of a model that was saved under one, as it was learned. distances: those that
+    position methods put in place of the real ones. Over a text: weighted-decay: q.k of the model's
+    own mean queries and keys by distance. attention: where the last 256 tokens look, by distance.
     """
     with clean_errors():
         from rope_ext.measure.systems import checked_methods

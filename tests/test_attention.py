@@ -257,7 +257,12 @@ def test_masks_of_flex_made_in_inference_can_be_used_in_training() -> None:
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 @pytest.mark.parametrize(
     ("queries", "softcap", "distances"),
-    [(1, None, None), (25, 2.0, None), (1, 2.0, 7), (25, None, 7)],
+    [
+        (1, 2.0, 7),
+        (25, None, 7),
+        pytest.param(1, None, None, marks=pytest.mark.slow),
+        pytest.param(25, 2.0, None, marks=pytest.mark.slow),
+    ],
 )
 def test_flex_is_the_oracle(queries, softcap, distances, keys=60):
     """Forward only: FlexAttention has no backward on a CPU."""
@@ -473,14 +478,16 @@ def test_compiles_into_one_graph(method, dynamic):
 def test_the_operator_keeps_its_promises():
     """Schema, fake tensors, autograd registration and what AOT dispatch makes of them."""
     learned = torch.linspace(-1, 1, 80).view(4, 20).requires_grad_()
-    for queries, bias in ((300, None), (300, learned), (1, learned)):
+    for queries, bias, merged in ((300, None, 0), (300, learned, 1), (1, learned, 1)):
         _, tensors = graph(queries=queries)
+        before = (torch.rand_like(tensors[0]), torch.rand(tensors[0].shape[:3])) if merged else ()
+        before = [x.requires_grad_() for x in before] or [None, None]
         at = torch.arange(300)
         bands = method_bands("rerope", 50, 8, at[300 - queries :], at)
         plan, tables = flash._pack(Call(bands, HALVES, 0.3))
         torch.library.opcheck(
             torch.ops.rope_ext.bands.default,
-            (*tensors, bias, tables, plan, 0, 0.3),
+            (*tensors, bias, *before, tables, plan, 0, 0.3),
             rtol=1e-4,
             atol=1e-4,
         )
@@ -550,11 +557,15 @@ def test_kernels_by_name():
 
 
 MEMORY = """
-from benchmarks.attention import peak
-print(peak("rerope", 2048, 64), peak("rerope", 4096, 64))
+from functools import partial
+from benchmarks.attention import attend
+from benchmarks.measuring import peak
+run = partial(attend, "rerope", window=64)
+print(peak(run, 8, 2048), peak(run, 8, 4096))
 """
 
 
+@pytest.mark.slow
 def test_peak_memory_is_linear():
     """Of a training step in a process of its own."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}

@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import torch
 
-from rope_ext.attention import blocked, fire, flash, flex, reference  # noqa: F401
+from rope_ext.attention import blocked, fire, flash, flex, reference, relative  # noqa: F401
 from rope_ext.attention.call import Block, Call, Pairs, Scores, Turn, TurnedBand
 from rope_ext.attention.faster import faster
+from rope_ext.encodings.tables import ByTables
+from rope_ext.encodings.transformer_xl import BySinusoid
 from rope_ext.errors import OptionError, nearest
 
 __all__ = ["KERNELS", "Block", "Call", "Pairs", "Scores", "Turn", "TurnedBand", "attend"]
 
 KERNELS = ("auto", "flash", "flex", "reference")
+
+faster.register(ByTables, relative.by_tables)
+faster.register(BySinusoid, relative.by_sinusoid)
 
 
 def attend(

@@ -36,6 +36,7 @@ class FIRE(Encoding):
     name: ClassVar[str] = "fire"
     paper: ClassVar[str] = "arXiv 2310.04418"
     use: ClassVar[str] = "a learned bias by distance within what is seen; to be trained with"
+    additive: ClassVar[bool] = True
 
     threshold: float = 512.0
     hidden: int = 32

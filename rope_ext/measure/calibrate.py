@@ -46,12 +46,13 @@ from rope_ext.measure.reports.calibration import (
 )
 from rope_ext.measure.reports.intervals import bootstrap_sum, paired_rates
 from rope_ext.measure.settings import require_seed
+from rope_ext.measure.target import Target
 from rope_ext.measure.text import python_library
 from rope_ext.measure.tried import Tried
 from rope_ext.methods import Method, Rope, build_method
 from rope_ext.methods.rope import factor_to
 from rope_ext.options import SlidingLayers
-from rope_ext.patching import first_site, patched
+from rope_ext.patching import patched
 from rope_ext.record import method_to_json
 from rope_ext.rotary.sites import evaluating, text_decoder
 
@@ -66,19 +67,12 @@ CHOOSING, JUDGING = "choosing", "judging"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Settings:
+class Settings(Target):
     """The options of :func:`calibrate`, as they are documented there."""
 
-    target_length: int
     options: tuple[str, ...] | None
-    samples: int
     prompts: int
-    scored: int
     cost: float
-    seed: int
-    compose: bool
-    sliding_layers: SlidingLayers
-    original_max_position_embeddings: int | None
 
     def check(self) -> None:
         """Raise OptionError for what is not valid, whatever the model."""
@@ -97,31 +91,6 @@ class Settings:
                 f"cost={self.cost!r} is not valid; it must be a share of at least 0, such as 0.02"
             )
         require_seed(self.seed)
-
-    @property
-    def arguments(self) -> dict[str, Any]:
-        """Of :func:`rope_ext.patch`."""
-        names = ("compose", "sliding_layers", "original_max_position_embeddings")
-        return {name: getattr(self, name) for name in names}
-
-    def rope(self, model: nn.Module) -> Rope:
-        """The trained embedding of ``model``.
-
-        Raises:
-            OptionError: the length is not beyond it, or leaves nothing to score.
-        """
-        rope = first_site(model, self.sliding_layers, self.original_max_position_embeddings).rope
-        if self.target_length <= rope.length:
-            raise OptionError(
-                f"target_length={self.target_length} is not beyond the {rope.length} tokens that "
-                f"the model was trained for; give more"
-            )
-        if self.scored >= self.target_length:
-            raise OptionError(
-                f"scored={self.scored} is not valid; it must be below "
-                f"target_length={self.target_length}, since nothing comes before the first token"
-            )
-        return rope
 
 
 @dataclass(frozen=True)

@@ -35,6 +35,7 @@ from rope_ext.measure.fitness import (
 )
 from rope_ext.measure.folder import held, replace_file, writing
 from rope_ext.measure.settings import require_seed
+from rope_ext.measure.target import Target
 from rope_ext.measure.tried import ROOM, Tried, read_log
 from rope_ext.methods import (
     NTK,
@@ -48,7 +49,7 @@ from rope_ext.methods import (
 )
 from rope_ext.methods.kinds import FACTORS
 from rope_ext.options import SlidingLayers
-from rope_ext.patching import first_site, patched
+from rope_ext.patching import patched
 from rope_ext.rotary.sites import evaluating
 
 START_TOKENS = (0, 1, 2, 4, 8, 12, 16, 20, 24, 28, 32, 64, 128, 256)
@@ -185,24 +186,17 @@ def evolve(
 
 
 @dataclass(frozen=True, kw_only=True)
-class Options:
+class Options(Target):
     """The options of :func:`search`, as they are documented there."""
 
-    target_length: int
-    scored: int | Literal["needles"]
     critical: int | None
     population: int
     iterations: int
     mutations: int
     crossovers: int
     mutation_probability: float
-    samples: int
     start_tokens: tuple[int, ...]
     attention_factor: float | None
-    seed: int
-    compose: bool
-    sliding_layers: SlidingLayers
-    original_max_position_embeddings: int | None
 
     def check(self) -> None:
         """Raise OptionError for what is not valid, whatever the model."""
@@ -235,12 +229,6 @@ class Options:
         return {name: getattr(self, name) for name in names}
 
     @property
-    def arguments(self) -> dict[str, Any]:
-        """Of :func:`rope_ext.patch`."""
-        names = ("compose", "sliding_layers", "original_max_position_embeddings")
-        return {name: getattr(self, name) for name in names}
-
-    @property
     def tables(self) -> int:
         """How many are tried, at most."""
         return self.population + self.iterations * (self.mutations + self.crossovers)
@@ -251,17 +239,7 @@ class Options:
         Raises:
             OptionError: the length is not beyond it, or leaves nothing to score.
         """
-        rope = first_site(model, self.sliding_layers, self.original_max_position_embeddings).rope
-        if self.target_length <= rope.length:
-            raise OptionError(
-                f"target_length={self.target_length} is not beyond the {rope.length} tokens that "
-                f"the model was trained for; give more"
-            )
-        if self.scored != NEEDLES and self.scored >= self.target_length:
-            raise OptionError(
-                f"scored={self.scored} is not valid; it must be below "
-                f"target_length={self.target_length}, since nothing comes before the first token"
-            )
+        rope = super().rope(model)
         pairs = rope.dim // 2
         if self.critical is not None and self.critical >= pairs:
             raise OptionError(

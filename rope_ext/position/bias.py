@@ -17,10 +17,10 @@ NAME = "rope_ext_bias"  # of the module within an attention module, and so in ch
 def learned(model: nn.Module) -> dict[str, nn.Parameter]:
     """What the encoding on ``model`` has learned, by the names of its ``state_dict``."""
     return {
-        f"{name}.{key}": value
+        f"{name}.{key}" if name else key: value
         for name, module in model.named_modules(remove_duplicate=False)
-        if isinstance(module, DistanceBias)
-        for key, value in module.named_parameters(recurse=False)
+        if isinstance(module, Learning)
+        for key, value in module.state_dict(keep_vars=True).items()
     }
 
 
@@ -31,7 +31,44 @@ class Added(NamedTuple):
     scores: Scores | None = None
 
 
-class DistanceBias(nn.Module):
+def give_back(model: nn.Module, values: dict[str, torch.Tensor]) -> None:
+    """Put what :func:`learned` gave earlier in the place of what is of the same name and shape.
+
+    They are the very same parameters, so that an optimizer goes on with them.
+    """
+    for name, value in learned(model).items():
+        if name in values and values[name].shape == value.shape:
+            path, _, key = name.rpartition(".")
+            module = model.get_submodule(path)
+            kind = module._parameters if key in module._parameters else module._buffers
+            kind[key] = values[name]
+
+
+class Learning(nn.Module):
+    """What an encoding learns.
+
+    Args:
+        values: by name, as they begin.
+        like: whose dtype and device they take.
+    """
+
+    def __init__(self, values: dict[str, torch.Tensor], like: torch.Tensor) -> None:
+        super().__init__()
+        for name, value in values.items():
+            self.register_parameter(name, nn.Parameter(value.to(like.device, like.dtype)))
+
+    def keeps(self) -> bool:
+        """Whether what is made of the parameters may be kept for the next forward."""
+        learned = list(self.parameters())
+        training = torch.is_grad_enabled() and any(value.requires_grad for value in learned)
+        return not training and not any(value.is_inference() for value in learned)
+
+    def state(self) -> tuple:
+        """Changes with the parameters."""
+        return tuple((value._version, value.data_ptr()) for value in self.parameters())
+
+
+class DistanceBias(Learning):
     """What an encoding adds to the logits of one attention layer, or of all.
 
     Args:
@@ -42,10 +79,8 @@ class DistanceBias(nn.Module):
     """
 
     def __init__(self, encoding: Encoding, heads: Heads, rope: Rope, like: torch.Tensor) -> None:
-        super().__init__()
+        super().__init__(encoding.initial(heads, rope), like)
         self.encoding, self.heads, self.rope = encoding, heads, rope
-        for name, value in encoding.initial(heads, rope).items():
-            self.register_parameter(name, nn.Parameter(value.to(like.device, like.dtype)))
         self._made: tuple[tuple, torch.Tensor] | None = None
 
     def forward(self, distances: int, device: torch.device, dtype: torch.dtype) -> Added:
@@ -66,10 +101,9 @@ class DistanceBias(nn.Module):
         if settled is not None:
             distances = min(distances, settled + 1)
         learned = dict(self.named_parameters())
-        kept = not (torch.is_grad_enabled() and learned) and not self._untracked(learned)
-        if not kept:
+        if not self.keeps():
             return self._values(distances, device, dtype, learned)
-        state = (device, dtype, *((value._version, value.data_ptr()) for value in learned.values()))
+        state = (device, dtype, *self.state())
         if self._made is None or self._made[0] != state or self._made[1].shape[1] < distances:
             room = distances if settled == distances - 1 else 2 * distances
             with torch.inference_mode(False), torch.no_grad():  # it outlives the mode
@@ -88,7 +122,3 @@ class DistanceBias(nn.Module):
     ) -> torch.Tensor | None:
         distance = torch.arange(distances, dtype=dtype, device=device)
         return self.encoding.bias(distance, self.heads.count, self.rope, learned)
-
-    @staticmethod
-    def _untracked(learned: dict[str, torch.Tensor]) -> bool:
-        return any(value.is_inference() for value in learned.values())

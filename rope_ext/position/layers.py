@@ -20,7 +20,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 
 from rope_ext.attention.call import Pairs
 from rope_ext.encodings import Heads
-from rope_ext.errors import UnsupportedModelError
+from rope_ext.errors import OptionError, UnsupportedModelError
 from rope_ext.rotary.foreign import replaced
 from rope_ext.rotary.sites import RotarySite, evaluating, sees_window, text_config
 from rope_ext.under_way import here
@@ -87,6 +87,46 @@ def find_layouts(decoder: nn.Module, sites: list[RotarySite]) -> dict[nn.Module,
         if not any(layouts.values()):
             raise _RefusedError("no attention layer takes its queries and keys from it")
     return layouts
+
+
+def layer_number(module: nn.Module) -> int | None:
+    """Of the decoder's layers the one that an attention module is in, as transformers counts."""
+    number = getattr(module, "layer_idx", None)
+    return number if isinstance(number, int) else None
+
+
+def chosen_layers(
+    decoder: nn.Module, modules: list[nn.Module], layers: tuple[int, ...] | str | None
+) -> list[nn.Module]:
+    """Those of the attention modules that ``layers`` asks for, as :class:`Options` has it.
+
+    Raises:
+        UnsupportedModelError: it is not known of a module in which layer it is.
+        OptionError: there are none, or a layer that is asked for is not among them.
+    """
+    if layers is None:
+        return modules
+    numbers = [layer_number(module) for module in modules]
+    family = type(decoder).__name__
+    if None in numbers:
+        raise UnsupportedModelError(
+            f"{family}: {_path(decoder, modules[numbers.index(None)])} does not tell its number "
+            f"(layer_idx), so layers={layers!r} cannot choose it; leave layers out"
+        )
+    if isinstance(layers, str):
+        every = int("".join(filter(str.isdigit, layers)))
+        wanted = {number for number in numbers if (number + 1) % every == 0}
+    else:
+        wanted = set(layers)
+    if not wanted or wanted - set(numbers):
+        shown = layers if isinstance(layers, str) else list(layers)
+        absent = ", ".join(map(str, sorted(wanted - set(numbers)))) or "none of them"
+        raise OptionError(
+            f"layers={shown!r}: {family} has a rotation to change in layers "
+            f"{', '.join(map(str, sorted(numbers)))}, and {absent} is asked for; choose among "
+            f"these (sliding layers with sliding_layers='scale')"
+        )
+    return [module for module, number in zip(modules, numbers, strict=True) if number in wanted]
 
 
 def turned_layers(decoder: nn.Module, sites: list[RotarySite]) -> dict[nn.Module, bool]:

@@ -32,8 +32,8 @@ from rope_ext.measure.tasks.infinitebench import TOKENS, Scored
 from rope_ext.measure.tasks.longbench import Letter
 from rope_ext.measure.tasks.mrcr import Repeated
 from rope_ext.measure.tasks.nolima import TEMPLATE, Book, Gold, distractor_depth, read_tests
-from tests.helpers import benchmarks
-from tests.helpers.benchmarks import HELMET, HELMET_DEMOS, INFINITEBENCH, LONGBENCH, write_rows
+from tests.helpers import published_rows
+from tests.helpers.published_rows import HELMET, HELMET_DEMOS, INFINITEBENCH, LONGBENCH, write_rows
 
 ROOT = Path(__file__).parents[2]
 SETTINGS = Settings(models=("m",), methods=("yarn",), lengths=(4096,))
@@ -51,14 +51,14 @@ def chat(frame: Frame) -> Frame:
     return Frame(frame.tokenizer, *around)
 
 
-def given(name: str, folder: Path, rows: list[benchmarks.Row] | None = None) -> Task:
+def given(name: str, folder: Path, rows: list[published_rows.Row] | None = None) -> Task:
     """The part of a task that has this name, with made-up data, or these."""
     if name == "longbench_v2":
         made = {"longbench_data": write_rows(folder / "data.json", rows or LONGBENCH)}
     elif name == "nolima":
         (folder / "book.txt").write_text("The mill stood by the river.\n" * 200, encoding="utf-8")
         made = {
-            "nolima_needles": write_rows(folder / "needles.json", rows or benchmarks.NOLIMA),
+            "nolima_needles": write_rows(folder / "needles.json", rows or published_rows.NOLIMA),
             "nolima_books": (str(folder / "book.txt"),),
             "samples": 3,
         }
@@ -180,7 +180,7 @@ def test_in_context_learning_shows_every_label_alike(frame: Frame, tmp_path: Pat
 
 
 def test_nolima_fills_in_what_the_needle_set_says(tmp_path: Path) -> None:
-    tests = read_tests(write_rows(tmp_path / "needles.json", benchmarks.NOLIMA))
+    tests = read_tests(write_rows(tmp_path / "needles.json", published_rows.NOLIMA))
     opera = "Actually, {CHAR} lives next to the Semper Opera House."
     kiasma = "Actually, {CHAR} lives next to the Kiasma museum."
     assert [(test.needle, test.question) for test in tests] == [
@@ -554,9 +554,9 @@ def test_parquet_and_folders_are_read_as_files_are(frame: Frame, tmp_path: Path)
 # The page
 
 
-def _rows(name: str) -> list[benchmarks.Row]:
+def _rows(name: str) -> list[published_rows.Row]:
     if name == "nolima":
-        return benchmarks.NOLIMA
+        return published_rows.NOLIMA
     if name.startswith("infinitebench"):
         return [INFINITEBENCH[name.removeprefix("infinitebench_")]]
     return HELMET[name.removeprefix("helmet_")]
@@ -622,7 +622,7 @@ def test_a_line_of_the_data_sets_is_true(name: str, frame: Frame, tmp_path: Path
     rows = LONGBENCH if name == "longbench_v2" else _rows(name)
     if name == "nolima":
         length, kept = 900, {"character_set"}
-        rows = [{**benchmarks.NOLIMA[1], "needle": "{CHAR} and {1}.", "character_set": [right]}]
+        rows = [{**published_rows.NOLIMA[1], "needle": "{CHAR} and {1}.", "character_set": [right]}]
     if name.startswith("helmet_icl"):
         length = 1024  # the longer, the more is shown
     listed = re.findall("[a-zA-Z_]+", fields)

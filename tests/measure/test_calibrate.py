@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
+from transformers import AutoModelForCausalLM, AutoTokenizer
 from typer.testing import CliRunner
 
 import rope_ext
@@ -25,27 +25,12 @@ from rope_ext.measure.folder import held
 from rope_ext.measure.reports import calibration
 from rope_ext.measure.reports.intervals import bootstrap_mean, bootstrap_sum
 from rope_ext.measure.tasks.passkey import FILLER
-from tests.helpers.checkpoint import TRAINED, save_checkpoint
+from tests.helpers.checkpoint import TRAINED
 
 TARGET = 2 * TRAINED
 DOCUMENTS = [" ".join(random.Random(i).choices(FILLER, k=90)) for i in range(8)]
 SMALL = {"samples": 4, "prompts": 2, "options": "attention_factor"}
 DRAW = calibration.draw
-
-
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_checkpoint(tmp_path_factory.mktemp("tiny"))
-
-
-@pytest.fixture
-def model(checkpoint: Path):
-    return AutoModelForCausalLM.from_pretrained(checkpoint).eval()
-
-
-@pytest.fixture(scope="module")
-def tokenizer(checkpoint: Path) -> PreTrainedTokenizerBase:
-    return AutoTokenizer.from_pretrained(checkpoint)
 
 
 @pytest.fixture(autouse=True)

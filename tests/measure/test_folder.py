@@ -27,16 +27,10 @@ from rope_ext.measure.reports.terminal import clean_errors
 from rope_ext.measure.search import log_beside
 from rope_ext.measure.settings import Settings
 from rope_ext.measure.tasks.passkey import Passkey
-from tests.helpers.checkpoint import save_checkpoint
 
 TASKS = (Passkey(trials=2, depths=1),)
 CORPUS = '{"text": "years of work"}\n{"text": "and no line break at the end"}'
 NAMES = ["results.json", "cells.csv", "table.md", "report.html", "passkey.png", "rates.png"]
-
-
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_checkpoint(tmp_path_factory.mktemp("tiny"))
 
 
 @pytest.fixture

@@ -35,12 +35,6 @@ from rope_ext.measure.tasks.passkey import FILLER, INTRO, QUESTION, Passkey, Pas
 from rope_ext.measure.tasks.perplexity import Perplexity, choose_windows
 from rope_ext.measure.text import library_words, python_documentation, read_texts, sentences
 from tests.families.zoo import tiny_model
-from tests.helpers.checkpoint import save_checkpoint
-
-
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_checkpoint(tmp_path_factory.mktemp("tiny"))
 
 
 @pytest.fixture(scope="module")
@@ -198,11 +192,6 @@ def test_perplexity_is_weighted_by_tokens_and_resampled_by_document() -> None:
 
 
 # Windows of the three protocols
-
-
-@pytest.fixture(scope="module")
-def tokenizer(checkpoint: Path) -> Any:
-    return AutoTokenizer.from_pretrained(checkpoint)
 
 
 def book(words: int, start: int = 0) -> str:

@@ -19,7 +19,6 @@ from hypothesis import strategies as st
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
-    PreTrainedTokenizerBase,
 )
 from typer.testing import CliRunner
 
@@ -33,7 +32,7 @@ from rope_ext.measure.search import Candidate, Space, evolve
 from rope_ext.measure.tasks.passkey import FILLER
 from rope_ext.measure.tasks.perplexity import choose_windows
 from rope_ext.measure.text import python_library
-from tests.helpers.checkpoint import TRAINED, save_checkpoint
+from tests.helpers.checkpoint import TRAINED
 from tests.helpers.models import several_axes, tiny_llama
 from tests.helpers.sequences import EXACT, decoded, recomputed
 
@@ -90,21 +89,6 @@ def test_evolution_approaches_the_best_table_and_never_tries_one_twice() -> None
 
 
 # Search
-
-
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_checkpoint(tmp_path_factory.mktemp("tiny"))
-
-
-@pytest.fixture
-def model(checkpoint: Path):
-    return AutoModelForCausalLM.from_pretrained(checkpoint).eval()
-
-
-@pytest.fixture(scope="module")
-def tokenizer(checkpoint: Path) -> PreTrainedTokenizerBase:
-    return AutoTokenizer.from_pretrained(checkpoint)
 
 
 def found(model, tokenizer, output: Path | None = None, iterations: int = 2, **changed):

@@ -20,7 +20,8 @@ from rope_ext.measure.tasks.babilong import LABELS, TALES, Facts
 from rope_ext.measure.tasks.hops import Chains
 from rope_ext.measure.tasks.mrcr import FORMS, TOPICS, Conversation, ordinal
 from rope_ext.measure.tasks.story import Piece, Stream, Told, among, filled
-from tests.helpers.benchmarks import (
+from tests.helpers.checkpoint import save_checkpoint
+from tests.helpers.published_rows import (
     HELMET,
     HELMET_DEMOS,
     INFINITEBENCH,
@@ -28,7 +29,6 @@ from tests.helpers.benchmarks import (
     NOLIMA,
     write_rows,
 )
-from tests.helpers.checkpoint import save_checkpoint
 
 SHIPPED = Path(__file__).parents[2] / "checkpoints" / "tiny-512"
 TEXT = tuple(f"Sentence {n} tells of nothing {'at all ' * (n % 9)}here." for n in range(60))

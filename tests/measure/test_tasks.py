@@ -23,16 +23,10 @@ from rope_ext.measure.prompts import Frame
 from rope_ext.measure.settings import Settings
 from rope_ext.measure.tasks import Passkey, Perplexity, Task, all_tasks, base, build, option
 from rope_ext.measure.versions import SHOWS, sources
-from tests.helpers.checkpoint import save_checkpoint
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "rope_ext"
 PAGE = (ROOT / "docs" / "adding-an-evaluator.md").read_text("utf-8")
-
-
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_checkpoint(tmp_path_factory.mktemp("tiny"))
 
 
 @pytest.fixture

@@ -16,12 +16,6 @@ from rope_ext.errors import MeasureError, OptionError
 from rope_ext.measure import models
 from rope_ext.measure.arguments import parse_lengths, parse_options
 from rope_ext.measure.text import read_texts
-from tests.helpers.checkpoint import save_checkpoint
-
-
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_checkpoint(tmp_path_factory.mktemp("tiny"))
 
 
 @pytest.mark.parametrize(

@@ -14,10 +14,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
-from rope_ext.errors import OptionError, nearest
-from rope_ext.measure.arguments import parse_length, split
 from rope_ext.measure.settings import Settings
-from rope_ext.measure.tasks.base import Kind, Task, option, register
+from rope_ext.measure.tasks.base import Kind, Task, answer_tokens, named_parts, option, register
 from rope_ext.measure.tasks.story import Story, Stream, Told, among, noise, stock
 
 PLACES = ("bathroom", "bedroom", "garden", "hallway", "kitchen", "office")
@@ -376,9 +374,7 @@ class Babilong(Task):
     babilong_tasks: str = option("all", f"of {', '.join(TALES)}, or all")
     trials: int = option(20, "prompts for each task and length")
     haystack: tuple[str, ...] = option((), "text of one's own for the haystacks; repeat")
-    new_tokens: int | None = option(
-        None, "that the model may write, instead of the benchmark's number", parse_length
-    )
+    new_tokens: int | None = answer_tokens("the benchmark's number")
 
     def parts(self, settings: Settings) -> Sequence[Task]:
         """The tasks that are named.
@@ -387,17 +383,7 @@ class Babilong(Task):
             OptionError: there is no such task.
             MeasureError: a text is missing or empty.
         """
-        names = split(self.babilong_tasks)
-        for name in names:
-            if name not in TALES and name != "all":
-                raise OptionError(
-                    f"unknown task {name!r}{nearest(name, TALES)}; choose of {', '.join(TALES)} "
-                    f"or all"
-                )
+        names = named_parts(self.babilong_tasks, TALES)
         text = stock(self.haystack)
         tokens = 20 if self.new_tokens is None else self.new_tokens
-        return [
-            Facts(f"{self.name}_{name}", self.trials, tokens, name, text)
-            for name in TALES
-            if name in names or "all" in names
-        ]
+        return [Facts(f"{self.name}_{name}", self.trials, tokens, name, text) for name in names]

@@ -12,12 +12,13 @@ import importlib.util
 import sys
 import types
 import typing
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Literal, TypeVar
 
 from rope_ext.errors import OptionError, RopeExtError, nearest
+from rope_ext.measure.arguments import parse_length, split
 from rope_ext.measure.cases import Questions
 from rope_ext.measure.prompts import Frame
 from rope_ext.measure.settings import Settings
@@ -158,6 +159,36 @@ def option(default: Any, help: str, read: Callable[[str], Any] | None = None) ->
         read: what is typed to the value; None: the type of the field.
     """
     return dataclasses.field(default=default, metadata={"help": help, "read": read})
+
+
+def answer_tokens(instead_of: str | None = None) -> Any:
+    """The option of how long an answer may be, of a task with a number of its own or without."""
+    own = "; part of the length" if instead_of is None else f", instead of {instead_of}"
+    return option(None, f"that the model may write{own}", parse_length)
+
+
+def drawn(of: str = "rows of each data set", default: str = "all") -> Any:
+    """The option of how many there are of what a task has data for."""
+    return option(None, f"{of}, drawn at random; default: {default}")
+
+
+def named_parts(text: str, known: Iterable[str]) -> list[str]:
+    """Those of ``known`` that ``text`` names, in their own order.
+
+    Args:
+        text: names, comma between, or ``all``.
+        known: all there are.
+
+    Raises:
+        OptionError: a name is none of them.
+    """
+    names, known = split(text), list(known)
+    for name in names:
+        if name not in known and name != "all":
+            raise OptionError(
+                f"unknown task {name!r}{nearest(name, known)}; choose of {', '.join(known)} or all"
+            )
+    return [name for name in known if name in names or "all" in names]
 
 
 @dataclass(frozen=True)

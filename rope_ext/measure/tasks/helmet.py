@@ -24,7 +24,7 @@ from rope_ext.measure.prompts import Frame
 from rope_ext.measure.rows import Row, read_rows
 from rope_ext.measure.scoring import normalized
 from rope_ext.measure.settings import Settings
-from rope_ext.measure.tasks.base import Kind, Task, option, register
+from rope_ext.measure.tasks.base import Kind, Task, answer_tokens, drawn, option, register
 from rope_ext.measure.tasks.benchmark import Asked, Benchmark
 from rope_ext.measure.text import load_datasets
 
@@ -485,12 +485,8 @@ class Helmet(Task):
     helmet_data: tuple[str, ...] = option((), "NAME=FILE or NAME@8k=FILE of HELMET; repeat")
     helmet_demos: tuple[str, ...] = option((), "the same for demonstrations; repeat")
     shots: int = option(2, "demonstrations of HELMET's RAG, re-ranking and json_kv")
-    samples: int | None = option(
-        None, "rows of each data set, drawn at random; default: as many as its authors"
-    )
-    new_tokens: int | None = option(
-        None, "that the model may write, instead of the benchmark's number", parse_length
-    )
+    samples: int | None = drawn(default="as many as its authors")
+    new_tokens: int | None = answer_tokens("the benchmark's number")
 
     def __post_init__(self) -> None:
         if self.shots < 0:

@@ -14,10 +14,10 @@ from itertools import pairwise
 from typing import ClassVar
 
 from rope_ext.errors import OptionError
-from rope_ext.measure.arguments import parse_length, parse_lengths
+from rope_ext.measure.arguments import parse_lengths
 from rope_ext.measure.cases import require_positive
 from rope_ext.measure.settings import Settings
-from rope_ext.measure.tasks.base import Kind, Task, option, register
+from rope_ext.measure.tasks.base import Kind, Task, answer_tokens, option, register
 from rope_ext.measure.tasks.haystack import distinct
 from rope_ext.measure.tasks.story import Story, Stream, Told, among, noise, stock
 
@@ -112,9 +112,7 @@ class Hops(Task):
     chains: int = option(4, "chains of names, one of which is asked for")
     trials: int = option(20, "prompts for each number of hops and length")
     haystack: tuple[str, ...] = option((), "text of one's own for the haystacks; repeat")
-    new_tokens: int | None = option(
-        None, "that the model may write; part of the length", parse_length
-    )
+    new_tokens: int | None = answer_tokens()
 
     def __post_init__(self) -> None:
         require_positive(chains=self.chains)

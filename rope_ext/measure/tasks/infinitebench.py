@@ -14,11 +14,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
-from rope_ext.measure.arguments import parse_length
 from rope_ext.measure.rows import Row, read_rows
 from rope_ext.measure.scoring import normalized, overlap_f1, rouge
 from rope_ext.measure.settings import Settings
-from rope_ext.measure.tasks.base import Kind, Task, option, register
+from rope_ext.measure.tasks.base import Kind, Task, answer_tokens, drawn, option, register
 from rope_ext.measure.tasks.benchmark import Asked, Benchmark, named
 
 OPTION = "--infinitebench-data"
@@ -345,10 +344,8 @@ class InfiniteBench(Task):
     infinitebench_data: tuple[str, ...] = option(
         (), "a file such as passkey.jsonl, or NAME=FILE or NAME=hf:ID/CONFIG:SPLIT; repeat"
     )
-    samples: int | None = option(None, "rows of each data set, drawn at random; default: all")
-    new_tokens: int | None = option(
-        None, "that the model may write, instead of the benchmark's number", parse_length
-    )
+    samples: int | None = drawn()
+    new_tokens: int | None = answer_tokens("the benchmark's number")
 
     def parts(self, settings: Settings) -> Sequence[Task]:
         """A task for each file, read here.

@@ -13,10 +13,9 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from rope_ext.errors import MeasureError, OptionError, nearest
-from rope_ext.measure.arguments import parse_length
 from rope_ext.measure.rows import Row, read_rows
 from rope_ext.measure.settings import Settings
-from rope_ext.measure.tasks.base import Kind, Task, option, register
+from rope_ext.measure.tasks.base import Kind, Task, answer_tokens, drawn, option, register
 from rope_ext.measure.tasks.benchmark import Asked, Benchmark
 
 OPTION = "--longbench-data"
@@ -77,10 +76,8 @@ class LongBench(Task):
 
     longbench_data: str = option("", "data.json of the authors, or hf:THUDM/LongBench-v2:train")
     longbench_subset: str = option("all", f"all, or one of {', '.join(SUBSETS)}")
-    samples: int | None = option(None, "rows of each data set, drawn at random; default: all")
-    new_tokens: int | None = option(
-        None, "that the model may write, instead of the benchmark's number", parse_length
-    )
+    samples: int | None = drawn()
+    new_tokens: int | None = answer_tokens("the benchmark's number")
 
     def parts(self, settings: Settings) -> Sequence[Task]:
         """With the rows, which are read here.

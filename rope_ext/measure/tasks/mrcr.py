@@ -19,10 +19,10 @@ from itertools import count
 from typing import ClassVar
 
 from rope_ext.errors import OptionError
-from rope_ext.measure.arguments import parse_length, parse_lengths
+from rope_ext.measure.arguments import parse_lengths
 from rope_ext.measure.cases import require_positive
 from rope_ext.measure.settings import Settings
-from rope_ext.measure.tasks.base import Kind, Task, option, register
+from rope_ext.measure.tasks.base import Kind, Task, answer_tokens, option, register
 from rope_ext.measure.tasks.story import Piece, Story, Stream, Told, among, documentation, stock
 
 FORMS = ("poem", "short story", "blog post", "news article", "riddle", "speech", "letter", "song")
@@ -158,9 +158,7 @@ class Mrcr(Task):
     mrcr_words: int = option(24, "words in each answer to them, at least")
     trials: int = option(20, "prompts for each number of needles and length")
     haystack: tuple[str, ...] = option((), "text of one's own for the haystacks; repeat")
-    new_tokens: int | None = option(
-        None, "that the model may write; part of the length", parse_length
-    )
+    new_tokens: int | None = answer_tokens()
 
     def __post_init__(self) -> None:
         require_positive(mrcr_words=self.mrcr_words)

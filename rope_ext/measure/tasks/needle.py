@@ -11,9 +11,8 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from rope_ext.errors import OptionError
-from rope_ext.measure.arguments import parse_length
 from rope_ext.measure.settings import Settings
-from rope_ext.measure.tasks.base import Kind, Task, option, register
+from rope_ext.measure.tasks.base import Kind, Task, answer_tokens, option, register
 from rope_ext.measure.tasks.haystack import KINDS, Needles, read_haystack
 
 
@@ -44,9 +43,7 @@ class Needle(Task):
         "file, folder or hf:ID/CONFIG:SPLIT; repeat; or noise, or needles. Default: Python's "
         "documentation",
     )
-    new_tokens: int | None = option(
-        None, "that the model may write; part of the length", parse_length
-    )
+    new_tokens: int | None = answer_tokens()
 
     def __post_init__(self) -> None:
         if self.distractors < 0:

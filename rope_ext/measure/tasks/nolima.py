@@ -15,12 +15,11 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
 from rope_ext.errors import MeasureError, OptionError
-from rope_ext.measure.arguments import parse_length
 from rope_ext.measure.cases import Case, Questions, require_positive
 from rope_ext.measure.prompts import Frame, encode, joined
 from rope_ext.measure.rows import Row, read_rows
 from rope_ext.measure.settings import Settings
-from rope_ext.measure.tasks.base import Kind, Task, option, register
+from rope_ext.measure.tasks.base import Kind, Task, answer_tokens, drawn, option, register
 from rope_ext.measure.tasks.haystack import too_long
 from rope_ext.measure.text import read_texts
 
@@ -328,10 +327,8 @@ class NoLiMa(Task):
     nolima_books: tuple[str, ...] = option((), "rand_book_1.txt of the authors ...; repeat")
     nolima_metric: str = option("contains", f"one of {', '.join(METRICS)}")
     placements: int = option(26, "places of NoLiMa's needle, from the start to the end")
-    samples: int | None = option(None, "prompts for each length, drawn at random; default: all")
-    new_tokens: int | None = option(
-        None, "that the model may write, instead of the benchmark's number", parse_length
-    )
+    samples: int | None = drawn("prompts for each length")
+    new_tokens: int | None = answer_tokens("the benchmark's number")
 
     def parts(self, settings: Settings) -> Sequence[Task]:
         """With the needles and the books, which are read here.

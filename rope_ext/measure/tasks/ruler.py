@@ -23,13 +23,12 @@ from typing import Any, ClassVar
 
 import torch
 
-from rope_ext.errors import OptionError, nearest
-from rope_ext.measure.arguments import parse_length, split
+from rope_ext.errors import OptionError
 from rope_ext.measure.cases import Case, Questions, require_positive
 from rope_ext.measure.prompts import Frame, encode, longest
 from rope_ext.measure.settings import Settings
 from rope_ext.measure.tasks.answering import HOTPOTQA, SQUAD, Answering, Source
-from rope_ext.measure.tasks.base import Kind, Task, option, register
+from rope_ext.measure.tasks.base import Kind, Task, answer_tokens, named_parts, option, register
 from rope_ext.measure.tasks.haystack import NOISE, Needles, insert, read_haystack, too_long
 from rope_ext.measure.words import many_words
 
@@ -354,9 +353,7 @@ class Ruler(Task):
     hotpotqa: str | None = option(
         None, "HotpotQA's hotpot_dev_distractor_v1.json for qa_2; default: made-up facts"
     )
-    new_tokens: int | None = option(
-        None, "that the model may write, instead of RULER's numbers", parse_length
-    )
+    new_tokens: int | None = answer_tokens("RULER's numbers")
 
     def parts(self, settings: Settings) -> Sequence[Task]:
         """The tasks that are named.
@@ -365,16 +362,9 @@ class Ruler(Task):
             OptionError: there is no such task.
             MeasureError: a text is missing or empty.
         """
-        names = split(self.ruler_tasks)
-        for name in names:
-            if name not in TASKS and name != "all":
-                raise OptionError(
-                    f"unknown task {name!r}{nearest(name, TASKS)}; choose of {', '.join(TASKS)} "
-                    f"or all"
-                )
+        names = named_parts(self.ruler_tasks, TASKS)
         haystack = read_haystack(self.haystack)
         return [
             made(name, self.trials, self.new_tokens, haystack, self.squad, self.hotpotqa)
-            for name in TASKS
-            if name in names or "all" in names
+            for name in names
         ]

@@ -1,0 +1,30 @@
+"""A tiny checkpoint, its model and its tokenizer."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+
+from tests.helpers.checkpoint import save_checkpoint
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_checkpoint(tmp_path_factory.mktemp("tiny"))
+
+
+@pytest.fixture
+def model(checkpoint: Path) -> PreTrainedModel:
+    return AutoModelForCausalLM.from_pretrained(checkpoint).eval()
+
+
+@pytest.fixture(scope="module")
+def tokenizer(checkpoint: Path) -> PreTrainedTokenizerBase:
+    return AutoTokenizer.from_pretrained(checkpoint)

@@ -48,19 +48,20 @@ def attend(
         return None
     query, call = call.warmed(query), replace(call, scores=None, temperature=None)
     queries, keys = query.shape[2], key.shape[2]
-    like = torch.empty(0, dtype=torch.promote_types(query.dtype, torch.float32))
-    near = scores.near(torch.arange(keys).to(like))
+    like = query.new_empty(0, dtype=torch.promote_types(query.dtype, torch.float32))
+    near = scores.near(torch.arange(keys, device="cpu").to(like))
     first = call.start + keys - queries  # place of the first query
     alike = math.ceil(scores.reach(like).detach()) - first  # queries with one denominator
     alike = queries if queries == 1 else min(max(alike, 0), queries)
     parts = []
     if alike:
         seen = keys - queries + alike
-        bias = scores.network(near[:seen] / scores.far(torch.tensor([first]).to(like)))
+        bias = scores.network(near[:seen] / scores.far(like.new_tensor([first])))
         part = (query[:, :, :alike], key[:, :, :seen], value[:, :, :seen])
         parts.append(flash.attend(*part, replace(call, bias=bias)))
     if alike < queries:
-        over = 1 / scores.far(torch.arange(first + alike, call.start + keys).to(like))
+        places = torch.arange(first + alike, call.start + keys, device="cpu")
+        over = 1 / scores.far(places.to(like))
         network = scores.layers(like)
         parts.append(_Rows.apply(query[:, :, alike:], key, value, call.scale, near, over, *network))
     return parts[0] if len(parts) == 1 else torch.cat(parts, dim=2)
@@ -162,9 +163,9 @@ class _Block:
 
     @torch.no_grad()
     def tiles(
-        self, store: torch.Tensor, each: int
+        self, store: torch.Tensor, parts: list[slice]
     ) -> Iterator[tuple[slice, torch.Tensor, torch.Tensor]]:
-        """Of ``each`` heads at a time: which, the tile in ``store``, and ``B`` as a view.
+        """For some heads after others: these, their tile in ``store``, and ``B`` as a view.
 
         A tile is ``[heads, rows, keys + rows]``: behind the last key there are columns that mean
         nothing, so that one place fewer in a row is one distance more. The view is without them.
@@ -174,9 +175,8 @@ class _Block:
         a[:, keys:] = -torch.inf  # later keys
         a, b = (x.unfold(1, keys, 1) for x in (a, b))
         bands = list(self.bands())
-        for head in range(0, len(a), each):
-            heads = slice(head, min(head + each, len(a)))
-            shape = (heads.stop - head, rows, keys + rows)
+        for heads in parts:
+            shape = (len(a[heads]), rows, keys + rows)
             tile = store[: math.prod(shape)].view(shape)
             torch.addcmul(a[heads], b[heads], self.over, out=tile[..., :keys])
             for unit, distances, error in bands:
@@ -187,19 +187,28 @@ class _Block:
 
 def _tiles(
     bias: _Bias, groups: int, most: int
-) -> Iterator[tuple[_Block, slice, slice, torch.Tensor, torch.Tensor]]:
-    """Blocks of ``most`` queries, by some key heads: block, these, their heads, tile and ``B``."""
+) -> Iterator[tuple[_Block, slice, int, slice, torch.Tensor, torch.Tensor]]:
+    """Blocks of ``most`` queries, one head of some key heads at a time.
+
+    Yields block, key heads, which of their heads, those, their tile and ``B``.
+    """
     rows = min(most, len(bias.over))
-    size = rows * (len(bias.near) + rows) * groups
+    size = rows * (len(bias.near) + rows)
+    count = len(bias.weights) // groups
     # Few for memory, but enough for all threads, which the kernel gives a third of a block each.
-    each = max(_NUMBERS // size, -(-torch.get_num_threads() // (3 * groups)))
-    each = min(each, len(bias.weights) // groups)
+    each = min(max(_NUMBERS // size, -(-torch.get_num_threads() // 3)), count)
     store = bias.near.new_empty(each * size)
+    parts = {}
+    for head in range(0, count, each):
+        of_key = slice(head, min(head + each, count))
+        for group in range(groups):
+            heads = slice(of_key.start * groups + group, of_key.stop * groups, groups)
+            parts[heads.start] = (of_key, group, heads)
     for row in range(0, len(bias.over), rows):
         block = bias.block(slice(row, min(row + rows, len(bias.over))))
-        for heads, tile, slopes in block.tiles(store, each * groups):
-            of_key = slice(heads.start // groups, heads.stop // groups)
-            yield block, of_key, heads, tile, slopes
+        found = block.tiles(store, [heads for *_, heads in parts.values()])
+        for heads, tile, slopes in found:
+            yield block, *parts[heads.start], tile, slopes
 
 
 class _Rows(torch.autograd.Function):
@@ -217,14 +226,12 @@ class _Rows(torch.autograd.Function):
         out = torch.empty_like(query)
         lse = query.new_empty((*query.shape[:3], 1), dtype=bias[0].dtype)
         q, o, m = flash._grouped(key, query, out, lse)
-        for block, kv, _, tile, _ in _tiles(_Bias(*bias), q.shape[2], _ROWS):
+        for block, of_key, group, _, tile, _ in _tiles(_Bias(*bias), q.shape[2], _ROWS):
+            at = (slice(None), of_key, group, block.rows)
+            k, v = (x[:, of_key, : block.keys] for x in (key, value))
             mask = _mask(block, tile, q)
-            k, v = (x[:, kv, : block.keys] for x in (key, value))
-            for group in range(q.shape[2]):
-                at = (slice(None), kv, group, block.rows)
-                rows = q[at].flip(-2)
-                new, log = flash._kernel(rows, k, v, attn_mask=mask[:, :, group], scale=scale)
-                o[at], m[at] = new.flip(-2), log[..., None].flip(-2)
+            new, log = flash._kernel(q[at].flip(-2), k, v, attn_mask=mask, scale=scale)
+            o[at], m[at] = new.flip(-2), log[..., None].flip(-2)
         ctx.scale = scale
         ctx.save_for_backward(query, key, value, out, lse, *bias)
         return out
@@ -238,23 +245,19 @@ class _Rows(torch.autograd.Function):
         grads = [torch.zeros_like(x, dtype=lse.dtype) for x in (query, key, value)]
         of_bias = [torch.zeros_like(x) for x in bias]
         q, o, m, g, of_query = flash._grouped(key, query, out, lse, grad, grads[0])
-        for block, kv, heads, tile, slopes in _tiles(all_of, q.shape[2], _ROWS_BACKWARD):
-            mask = _mask(block, tile, q)
-            of_tile = torch.empty_like(tile)
-            of_tile[..., block.keys :] = 0
-            part = (slice(None), kv, slice(0, block.keys))
-            for group in range(q.shape[2]):
-                at = (slice(None), kv, group, block.rows)
-                rows = [x[at].flip(-2) for x in (q, o, m, g)]
-                views = (*rows, key[part], value[part], mask[:, :, group])
-                new_q, new_k, new_v = _backward(ctx.scale, *views)
-                of_query[at] += new_q.flip(-2)
-                grads[1][part] += new_k
-                grads[2][part] += new_v
-                if learns:
-                    into = of_tile.unflatten(0, (-1, q.shape[2]))[:, group]
-                    into[..., : block.keys] = _of_logits(ctx.scale, *views)
+        for block, of_key, group, heads, tile, slopes in _tiles(all_of, q.shape[2], _ROWS_BACKWARD):
+            at = (slice(None), of_key, group, block.rows)
+            part = (slice(None), of_key, slice(0, block.keys))
+            rows = [x[at].flip(-2) for x in (q, o, m, g)]
+            views = (*rows, key[part], value[part], _mask(block, tile, q))
+            new_q, new_k, new_v = _backward(ctx.scale, *views)
+            of_query[at] += new_q.flip(-2)
+            grads[1][part] += new_k
+            grads[2][part] += new_v
             if learns:
+                of_tile = torch.empty_like(tile)
+                of_tile[..., block.keys :] = 0
+                of_tile[..., : block.keys] = _of_logits(ctx.scale, *views)
                 found = _of_bias(block, heads, of_tile, slopes, all_of)
                 for total, x in zip(of_bias, found, strict=True):
                     if x is not None:
@@ -264,9 +267,8 @@ class _Rows(torch.autograd.Function):
 
 
 def _mask(block: _Block, tile: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
-    """``[batch, kv_heads, groups, rows, keys]``, a view."""
-    mask = tile[..., : block.keys].unflatten(0, (-1, q.shape[2]))
-    return mask.expand(q.shape[0], -1, -1, -1, -1)
+    """What is added to the logits, ``[batch, heads, rows, keys]``, a view."""
+    return tile[..., : block.keys].expand(len(q), -1, -1, -1)
 
 
 def _backward(

@@ -28,6 +28,10 @@ from rope_ext.position.bias import DistanceBias
 MATRIX = "matrix (alibi)"
 MATRIX_MOST = 8192
 """Tokens up to which the matrix fits into memory beside its gradient."""
+BLOCKS = ("dape", "cope")
+"""Encodings whose logits are made in blocks, which takes several times as long."""
+BLOCKS_MOST = 4096
+"""Tokens up to which they are measured."""
 _NO_PAIRS = Pairs(slice(0, 0), slice(0, 0))
 _ROPE = Rope.geometric(1e4, 64, 512)
 
@@ -71,6 +75,7 @@ def variants(length: int) -> dict[str, Attend]:
         cls.name
         for cls in all_encodings()
         if cls.bias is not Encoding.bias or cls.scores is not Encoding.scores
+        if cls.name not in BLOCKS or length <= BLOCKS_MOST
     )
     names = [NATIVE, NoPE.name, *adding]
     names += [MATRIX] if length <= MATRIX_MOST else []

@@ -24,6 +24,8 @@ from rope_ext.methods.geometry import Distance
 
 _ROWS = 768
 """Queries of a block: with as many the kernel takes its largest steps."""
+_ROWS_BACKWARD = 256
+"""Fewer there: more is made of a tile, which is best done while it is in the processor's cache."""
 _NUMBERS = 2**23
 """Numbers of a tile: 32 MiB in float32."""
 
@@ -46,19 +48,20 @@ def attend(
         return None
     query, call = call.warmed(query), replace(call, scores=None, temperature=None)
     queries, keys = query.shape[2], key.shape[2]
-    like = torch.empty(0, dtype=torch.promote_types(query.dtype, torch.float32))
-    near = scores.near(torch.arange(keys).to(like))
+    like = query.new_empty(0, dtype=torch.promote_types(query.dtype, torch.float32))
+    near = scores.near(torch.arange(keys, device="cpu").to(like))
     first = call.start + keys - queries  # place of the first query
     alike = math.ceil(scores.reach(like).detach()) - first  # queries with one denominator
     alike = queries if queries == 1 else min(max(alike, 0), queries)
     parts = []
     if alike:
         seen = keys - queries + alike
-        bias = scores.network(near[:seen] / scores.far(torch.tensor([first]).to(like)))
+        bias = scores.network(near[:seen] / scores.far(like.new_tensor([first])))
         part = (query[:, :, :alike], key[:, :, :seen], value[:, :, :seen])
         parts.append(flash.attend(*part, replace(call, bias=bias)))
     if alike < queries:
-        over = 1 / scores.far(torch.arange(first + alike, call.start + keys).to(like))
+        places = torch.arange(first + alike, call.start + keys, device="cpu")
+        over = 1 / scores.far(places.to(like))
         network = scores.layers(like)
         parts.append(_Rows.apply(query[:, :, alike:], key, value, call.scale, near, over, *network))
     return parts[0] if len(parts) == 1 else torch.cat(parts, dim=2)
@@ -147,33 +150,35 @@ class _Block:
                 yield unit, slice(first, last), F.relu(-of.weight[unit].detach().sign() * x)
 
     def skewed(self, tile: torch.Tensor, distances: slice) -> torch.Tensor:
-        """Of a tile as :meth:`fill` makes it, those distances: ``[heads, rows, distances]``."""
+        """Those distances of a tile of :meth:`tiles`, ``[heads, rows, distances]``.
+
+        Keys in front of the first lie in the columns that mean nothing.
+        """
         heads, rows, columns = tile.shape
         return tile.as_strided(
             (heads, rows, distances.stop - distances.start),
             (rows * columns, columns - 1, 1),
-            tile.storage_offset() + columns - distances.stop,
+            tile.storage_offset() + self.keys - distances.stop,
         )
 
     @torch.no_grad()
     def tiles(
-        self, store: torch.Tensor, each: int
+        self, store: torch.Tensor, parts: list[slice]
     ) -> Iterator[tuple[slice, torch.Tensor, torch.Tensor]]:
-        """Of ``each`` heads at a time: which, the tile in ``store``, and ``B`` as a view.
+        """For some heads after others: these, their tile in ``store``, and ``B`` as a view.
 
-        A tile is ``[heads, rows, rows - 1 + keys]``: in front of the first key there are columns
-        that mean nothing. The view is without them.
+        A tile is ``[heads, rows, keys + rows]``: behind the last key there are columns that mean
+        nothing, so that one place fewer in a row is one distance more. The view is without them.
         """
         rows, keys = self.count, self.keys
         a, b = (F.pad(x.flip(1), (0, rows - 1)) for x in self.vectors())
         a[:, keys:] = -torch.inf  # later keys
         a, b = (x.unfold(1, keys, 1) for x in (a, b))
         bands = list(self.bands())
-        for head in range(0, len(a), each):
-            heads = slice(head, min(head + each, len(a)))
-            shape = (heads.stop - head, rows, rows - 1 + keys)
+        for heads in parts:
+            shape = (len(a[heads]), rows, keys + rows)
             tile = store[: math.prod(shape)].view(shape)
-            torch.addcmul(a[heads], b[heads], self.over, out=tile[..., rows - 1 :])
+            torch.addcmul(a[heads], b[heads], self.over, out=tile[..., :keys])
             for unit, distances, error in bands:
                 weights = self.of.weights[heads, unit, None, None]
                 self.skewed(tile, distances).addcmul_(weights, error)
@@ -181,20 +186,29 @@ class _Block:
 
 
 def _tiles(
-    bias: _Bias, groups: int
-) -> Iterator[tuple[_Block, slice, slice, torch.Tensor, torch.Tensor]]:
-    """Every block by some key heads at a time: block, these, their heads, tile and ``B``."""
-    rows = min(_ROWS, len(bias.over))
-    size = rows * (rows - 1 + len(bias.near)) * groups
+    bias: _Bias, groups: int, most: int
+) -> Iterator[tuple[_Block, slice, int, slice, torch.Tensor, torch.Tensor]]:
+    """Blocks of ``most`` queries, one head of some key heads at a time.
+
+    Yields block, key heads, which of their heads, those, their tile and ``B``.
+    """
+    rows = min(most, len(bias.over))
+    size = rows * (len(bias.near) + rows)
+    count = len(bias.weights) // groups
     # Few for memory, but enough for all threads, which the kernel gives a third of a block each.
-    each = max(_NUMBERS // size, -(-torch.get_num_threads() // (3 * groups)))
-    each = min(each, len(bias.weights) // groups)
+    each = min(max(_NUMBERS // size, -(-torch.get_num_threads() // 3)), count)
     store = bias.near.new_empty(each * size)
-    for row in range(0, len(bias.over), _ROWS):
-        block = bias.block(slice(row, min(row + _ROWS, len(bias.over))))
-        for heads, tile, slopes in block.tiles(store, each * groups):
-            of_key = slice(heads.start // groups, heads.stop // groups)
-            yield block, of_key, heads, tile, slopes
+    parts = {}
+    for head in range(0, count, each):
+        of_key = slice(head, min(head + each, count))
+        for group in range(groups):
+            heads = slice(of_key.start * groups + group, of_key.stop * groups, groups)
+            parts[heads.start] = (of_key, group, heads)
+    for row in range(0, len(bias.over), rows):
+        block = bias.block(slice(row, min(row + rows, len(bias.over))))
+        found = block.tiles(store, [heads for *_, heads in parts.values()])
+        for heads, tile, slopes in found:
+            yield block, *parts[heads.start], tile, slopes
 
 
 class _Rows(torch.autograd.Function):
@@ -212,14 +226,12 @@ class _Rows(torch.autograd.Function):
         out = torch.empty_like(query)
         lse = query.new_empty((*query.shape[:3], 1), dtype=bias[0].dtype)
         q, o, m = flash._grouped(key, query, out, lse)
-        for block, kv, _, tile, _ in _tiles(_Bias(*bias), q.shape[2]):
+        for block, of_key, group, _, tile, _ in _tiles(_Bias(*bias), q.shape[2], _ROWS):
+            at = (slice(None), of_key, group, block.rows)
+            k, v = (x[:, of_key, : block.keys] for x in (key, value))
             mask = _mask(block, tile, q)
-            k, v = (x[:, kv, : block.keys] for x in (key, value))
-            for group in range(q.shape[2]):
-                at = (slice(None), kv, group, block.rows)
-                rows = q[at].flip(-2)
-                new, log = flash._kernel(rows, k, v, attn_mask=mask[:, :, group], scale=scale)
-                o[at], m[at] = new.flip(-2), log[..., None].flip(-2)
+            new, log = flash._kernel(q[at].flip(-2), k, v, attn_mask=mask, scale=scale)
+            o[at], m[at] = new.flip(-2), log[..., None].flip(-2)
         ctx.scale = scale
         ctx.save_for_backward(query, key, value, out, lse, *bias)
         return out
@@ -233,22 +245,19 @@ class _Rows(torch.autograd.Function):
         grads = [torch.zeros_like(x, dtype=lse.dtype) for x in (query, key, value)]
         of_bias = [torch.zeros_like(x) for x in bias]
         q, o, m, g, of_query = flash._grouped(key, query, out, lse, grad, grads[0])
-        for block, kv, heads, tile, slopes in _tiles(all_of, q.shape[2]):
-            mask = _mask(block, tile, q)
-            of_tile = torch.zeros_like(tile)
-            part = (slice(None), kv, slice(0, block.keys))
-            for group in range(q.shape[2]):
-                at = (slice(None), kv, group, block.rows)
-                rows = [x[at].flip(-2) for x in (q, o, m, g)]
-                views = (*rows, key[part], value[part], mask[:, :, group])
-                new_q, new_k, new_v = _backward(ctx.scale, *views)
-                of_query[at] += new_q.flip(-2)
-                grads[1][part] += new_k
-                grads[2][part] += new_v
-                if learns:
-                    into = of_tile.unflatten(0, (-1, q.shape[2]))[:, group]
-                    into[..., block.count - 1 :] = _of_logits(ctx.scale, *views).sum(0)
+        for block, of_key, group, heads, tile, slopes in _tiles(all_of, q.shape[2], _ROWS_BACKWARD):
+            at = (slice(None), of_key, group, block.rows)
+            part = (slice(None), of_key, slice(0, block.keys))
+            rows = [x[at].flip(-2) for x in (q, o, m, g)]
+            views = (*rows, key[part], value[part], _mask(block, tile, q))
+            new_q, new_k, new_v = _backward(ctx.scale, *views)
+            of_query[at] += new_q.flip(-2)
+            grads[1][part] += new_k
+            grads[2][part] += new_v
             if learns:
+                of_tile = torch.empty_like(tile)
+                of_tile[..., block.keys :] = 0
+                of_tile[..., : block.keys] = _of_logits(ctx.scale, *views)
                 found = _of_bias(block, heads, of_tile, slopes, all_of)
                 for total, x in zip(of_bias, found, strict=True):
                     if x is not None:
@@ -258,9 +267,8 @@ class _Rows(torch.autograd.Function):
 
 
 def _mask(block: _Block, tile: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
-    """``[batch, kv_heads, groups, rows, keys]``, a view."""
-    mask = tile[..., block.count - 1 :].unflatten(0, (-1, q.shape[2]))
-    return mask.expand(q.shape[0], -1, -1, -1, -1)
+    """What is added to the logits, ``[batch, heads, rows, keys]``, a view."""
+    return tile[..., : block.keys].expand(len(q), -1, -1, -1)
 
 
 def _backward(
@@ -288,34 +296,39 @@ def _of_logits(
     value: torch.Tensor,
     mask: torch.Tensor,
 ) -> torch.Tensor:
-    """Gradient of the logits, ``[batch, kv_heads, rows, keys]``."""
-    weights = torch.exp((query @ key.mT).to(lse.dtype) * scale + mask - lse)
-    delta = (grad.to(lse.dtype) * out).sum(-1, keepdim=True)
-    return weights * ((grad @ value.mT).to(lse.dtype) - delta)
+    """Gradient of the logits, ``[kv_heads, rows, keys]``, the sum of the batch."""
+    total = None
+    for q, o, m, g, k, v in zip(query, out, lse, grad, key, value, strict=True):
+        q, o, g, k, v = (x.to(lse.dtype) for x in (q, o, g, k, v))
+        weights = torch.baddbmm(mask[0], q, k.mT, alpha=scale).sub_(m).exp_()
+        delta = (g * o).sum(-1, keepdim=True)
+        weights.mul_(torch.bmm(g, v.mT).sub_(delta))
+        total = weights if total is None else total.add_(weights)
+    return total
 
 
 def _of_bias(
     block: _Block, heads: slice, of_tile: torch.Tensor, slopes: torch.Tensor, bias: _Bias
 ) -> tuple[torch.Tensor | None, ...]:
-    """Gradients of what a tile was made of, from that of the tile."""
-    rows, keys = block.count, block.keys
-    inner = of_tile[..., rows - 1 :]
-    of_over = (inner * slopes).sum((0, 2))[:, None]
+    """Gradients of what a tile was made of, from that of the tile, which is used up."""
     with torch.enable_grad():
         a, b = (x[heads] for x in block.vectors())
-        total = (a * _by_distance(inner, keys)).sum()
-        total = total + (b * _by_distance(inner * block.over.detach(), keys)).sum()
-        total = total + (block.over * of_over).sum()
+        total = (a * _by_distance(of_tile, block.keys)).sum()
         for unit, distances, error in block.bands():
             weights = bias.weights[heads, unit, None, None]
-            total = total + (weights * error * block.skewed(of_tile, distances)).sum()
+            of_band = block.skewed(of_tile, distances).clone()  # the tile changes below
+            total = total + (weights * error * of_band).sum()
+        of_over = torch.einsum("hrk,hrk->r", of_tile[..., : block.keys], slopes)
+        total = total + (block.over * of_over[:, None]).sum()
+        of_tile.mul_(block.over.detach())
+        total = total + (b * _by_distance(of_tile, block.keys)).sum()
     leaves = (bias.near, bias.over, bias.weight, bias.bias, bias.weights, bias.biases)
     return torch.autograd.grad(total, leaves, allow_unused=True)
 
 
-def _by_distance(x: torch.Tensor, keys: int) -> torch.Tensor:
-    """The sum of a tile (``[heads, rows, keys]``) over its rows, ``[heads, distances]``."""
-    rows = x.shape[1]
-    # Rows one longer than those that they become: each begins one place further right.
-    flat = F.pad(x, (0, rows)).flatten(1)[:, : rows * (rows + keys - 1)]
+def _by_distance(tile: torch.Tensor, keys: int) -> torch.Tensor:
+    """The sum over the rows of a tile of gradients, ``[heads, keys]``."""
+    _, rows, columns = tile.shape
+    # Rows one shorter than they are: each begins one place further right.
+    flat = tile.flatten(1)[:, : rows * (columns - 1)]
     return flat.unflatten(1, (rows, -1)).sum(1)[:, :keys].flip(1)

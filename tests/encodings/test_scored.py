@@ -10,7 +10,7 @@ import torch
 
 import rope_ext
 from rope_ext import attention
-from rope_ext.attention import Block, Call, Pairs, Scores, TurnedBand, blocked, reference
+from rope_ext.attention import Block, Call, Pairs, Scores, TurnedBand, blocked, fire, reference
 from rope_ext.methods import build_method
 from rope_ext.methods.geometry import Distance
 from tests.helpers.biases import parameters
@@ -75,7 +75,51 @@ def test_blocks_are_the_oracle(band: Distance, queries: int, monkeypatch) -> Non
         torch.testing.assert_close(again, right)
 
 
-@pytest.mark.parametrize("name", SIZES)
+@pytest.mark.parametrize(
+    ("queries", "keys", "start", "rows"),
+    [
+        (60, 60, 0, 16),  # by distance up to 34, in four blocks behind it
+        pytest.param(45, 90, 5, 7, marks=SLOW),
+        pytest.param(7, 40, 0, 16, marks=SLOW),
+        pytest.param(20, 300, 900, 16, marks=SLOW),  # far behind where all are alike
+        pytest.param(300, 300, 0, 64, marks=SLOW),
+        pytest.param(1, 90, 0, 16, marks=SLOW),
+    ],
+)
+def test_the_fast_kernel_of_fire_is_the_oracle(
+    queries: int, keys: int, start: int, rows: int, monkeypatch
+) -> None:
+    for number, value in (("_ROWS", rows), ("_ROWS_BACKWARD", rows + 3), ("_NUMBERS", 2000)):
+        monkeypatch.setattr(fire, number, value)  # two of four heads at a time
+    generator = torch.Generator().manual_seed(3)
+    sizes = [(2, 4, queries, 16), (2, 2, keys, 16), (2, 2, keys, 16), (16, 1), (16,), (4, 16), (4,)]
+    given = [torch.randn(size, generator=generator) for size in sizes]
+    given += [torch.tensor([-0.3]), torch.tensor([1.12])]
+    given[3][1] = given[4][0] = 0  # a unit that is the same everywhere, one that begins at 0
+    names = ("first_weight", "first_bias", "second_weight", "second_bias", "c", "multiplier")
+    found = []
+    for dtype, kernel in (
+        (torch.float32, "auto"),
+        (torch.float64, "auto"),
+        (torch.float64, "reference"),
+    ):
+        tensors = [x.to(dtype, copy=True).requires_grad_() for x in given]
+        learned = dict(zip(names, tensors[3:], strict=True))
+        scores = build_method("fire", threshold=30, hidden=16).scores(4, None, learned)
+        band = TurnedBand(Distance(0, None), None, None)
+        call = Call([band], Pairs(slice(0, 0), slice(0, 0)), 0.25, start=start, scores=scores)
+        out = attention.attend(*tensors[:3], call, kernel)
+        grads = torch.autograd.grad(out.sin().sum(), tensors, allow_unused=True)
+        grads = [
+            torch.zeros_like(x) if g is None else g for g, x in zip(grads, tensors, strict=True)
+        ]
+        found.append([out, *grads])
+    for ours, exact, right in zip(*found, strict=True):
+        torch.testing.assert_close(exact, right)
+        torch.testing.assert_close(ours.double(), right, atol=2e-3, rtol=2e-3)  # float32
+
+
+@pytest.mark.parametrize("name", fast("dape v2", "cope", "fire"))
 @pytest.mark.parametrize(
     "kind", [pytest.param(kind, marks=SLOW if kind != "llama" else []) for kind in KINDS]
 )
@@ -94,7 +138,7 @@ def test_logits_and_gradients_are_those_of_the_paper(kind: str, name: str, ids) 
     assert (found - logits(plain, ids)).abs().max() > 0.01
 
 
-@pytest.mark.parametrize("name", SIZES)
+@pytest.mark.parametrize("name", fast("dape v2", "cope", "fire"))
 @pytest.mark.parametrize(
     "cache", [pytest.param(cache, marks=SLOW if cache != "dynamic" else []) for cache in CACHES]
 )
@@ -149,7 +193,7 @@ def test_a_mask_with_holes_hides_as_if_nothing_were_there(name: str, ids) -> Non
     torch.testing.assert_close(found[:, path], alone, **EXACT)
 
 
-@pytest.mark.parametrize("name", SIZES)
+@pytest.mark.parametrize("name", fast("dape v2", "cope", "fire"))
 def test_no_later_token_changes_an_earlier_logit(name: str, ids) -> None:
     model = patch(tiny_llama(), name)
     before = logits(model, ids)
@@ -169,7 +213,7 @@ def test_generation_is_that_of_recomputation(name: str, more: dict, ids) -> None
     assert torch.equal(cached, model.generate(prompt, **NEW, **more, use_cache=False))
 
 
-@pytest.mark.parametrize("name", fast("dape v2"))
+@pytest.mark.parametrize("name", fast("cope"))
 def test_it_is_trained_saved_reloaded_and_taken_out(name: str, ids, tmp_path) -> None:
     model = tiny_llama()
     before, plain = dict(model.state_dict()), logits(model, ids)

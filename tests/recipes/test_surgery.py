@@ -77,7 +77,7 @@ def test_an_operation_is_trained_read_and_compared(
         config=str(config),
         output=tmp_path / "out",
         steps=1,
-        factor=2.0,
+        factor=4.0,
         lengths=(128, 256),
         windows=1,
         trials=1,

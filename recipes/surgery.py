@@ -281,7 +281,7 @@ def bench_of(args: argparse.Namespace, made: Checkpoint, more: Sequence[str]) ->
         config=made.config,
         output=args.output or Path("runs/surgery") / args.name,
         steps=args.steps,
-        factor=float(math.ceil(max(lengths) / LENGTH)),
+        factor=float(max(4, math.ceil(max(lengths) / LENGTH))),  # YaRN's rows are of two lengths
         lengths=lengths,
         windows=args.windows,
         trials=args.trials,

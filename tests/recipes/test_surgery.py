@@ -69,30 +69,29 @@ def test_an_operation_is_trained_read_and_compared(
     config.write_text(yaml.safe_dump(settings | {"disable_tqdm": True, "pose_chunks": 2}))
     drope = replace(surgery.OPERATIONS["drope"], betas=(0.3,))
     monkeypatch.setitem(surgery.OPERATIONS, "drope", drope)
-    layered = ("--method", "nope", "--layers", "every 2nd", *drope.words[2:])
-    monkeypatch.setitem(surgery.OPERATIONS, "every_2nd", surgery.Operation(layered, "nope"))
     bench = surgery.Bench(
         name="small",
         model=str(checkpoint),
         config=str(config),
         output=tmp_path / "out",
         steps=1,
-        factor=2.0,
+        factor=4.0,
         lengths=(128, 256),
         windows=1,
         trials=1,
         length=128,
         batch=2,
     )
-    text = surgery.operate(bench, ["drope", "every_2nd"])
+    text = surgery.operate(bench, ["drope"])
     rows = [line.split(" | ")[0].removeprefix("| ") for line in text.splitlines()]
-    for name in ("yarn", "drope", "every_2nd"):
+    for name in ("yarn", "drope"):
         assert rows.count(f"{name}, 0 steps") == rows.count(f"{name}, 1 steps") == 2
     assert "drope: beta " in text and text == (bench.output / "surgery.md").read_text()
-    assert read_sidecar(bench.output / "every_2nd-1").record.arguments["layers"] == "every 2nd"
+    record = read_sidecar(bench.output / "drope-1").record
+    assert record.method.name == "nope" and record.trained_length == 128
 
     def again(argv: list[str]) -> None:
         raise AssertionError("what is trained is not trained again")
 
     monkeypatch.setattr(finetune, "main", again)
-    assert surgery.operate(bench, ["drope", "every_2nd"]) == text
+    assert surgery.operate(bench, ["drope"]) == text

@@ -19,7 +19,7 @@ from rope_ext.attention.call import Call, Pairs, Turn, TurnedBand
 from rope_ext.attention.reference import Places
 from rope_ext.errors import OptionError, UnsupportedModelError
 from rope_ext.methods.geometry import Distance, Geometry
-from rope_ext.position import bias
+from rope_ext.position import bias, compiled
 from rope_ext.position.layers import Layout
 from rope_ext.position.map import PositionMap
 from rope_ext.position.masks import documents_of
@@ -44,12 +44,14 @@ _FORWARD_AGAIN = {  # what to do where positions go back
 class Layer:
     """What an attention module is to the map; ``layout`` is None where it stays as it was.
 
-    ``biased`` is the attention module that has the bias of this one.
+    ``biased`` is the attention module that has the bias of this one, ``turned`` what a graph needs
+    of its layout.
     """
 
     map: PositionMap
     layout: Layout | None
     biased: nn.Module | None = None
+    turned: compiled.Turned | None = None
 
     def bias(self, distances: int | torch.Tensor, like: torch.Tensor) -> torch.Tensor | None:
         """What is added to the logits of all distances below ``distances``, ``[heads, n]``.
@@ -129,9 +131,15 @@ def watched(decoder: nn.Module, look: Look) -> Iterator[None]:
         config._attn_implementation_internal, here.look = before, None
 
 
-@torch.compiler.disable
 def _mask(**arguments: Any) -> Any:
     """Mask function under :data:`NAME`."""
+    if here.traced:
+        return compiled.mask(arguments)
+    return _untraced_mask(**arguments)
+
+
+@torch.compiler.disable(reason=compiled.WHY)
+def _untraced_mask(**arguments: Any) -> BatchMask:
     for name in ("q_offset", "kv_offset"):  # a static cache's own counters, which move on
         arguments[name] = int(arguments.get(name, 0))
     if isinstance(arguments.get("attention_mask"), BatchMask):
@@ -140,10 +148,12 @@ def _mask(**arguments: Any) -> Any:
     documents = documents_of(arguments["mask_function"])
     if stack and documents is not None:
         stack[-1].split(documents)
-    return BatchMask(stack[-1] if stack else None, arguments)
+    mask = BatchMask(stack[-1] if stack else None, arguments)
+    if not stack:
+        mask.prepare()
+    return mask
 
 
-@torch.compiler.disable
 def _attend(
     module: nn.Module,
     query: torch.Tensor,
@@ -163,6 +173,61 @@ def _attend(
     fewer; returns ``[rows, queries, heads, columns of value]``, and ``[rows, heads, queries,
     keys]`` if the forward is to return weights.
     """
+    layer = getattr(module, LAYER, None)
+    traced = None if layer is None else compiled.current(layer.map)
+    given = (module, query, key, value, attention_mask, dropout, scaling, softcap, s_aux)
+    if traced is None:
+        return _untraced(*given, **kwargs)
+    return _traced(traced, layer, *given, **kwargs), None
+
+
+def _traced(
+    traced: compiled.Traced,
+    layer: Layer,
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: Any,
+    dropout: float,
+    scaling: float | None,
+    softcap: float | None,
+    sinks: torch.Tensor | None,
+    **kwargs: Any,
+) -> torch.Tensor:
+    """:func:`_attend` in a graph."""
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    pairs = _NO_PAIRS if layer.layout is None else layer.layout.pairs
+    call = Call((), pairs, scale, softcap=softcap, sinks=sinks)
+    if layer.layout is not None:
+        _refuse_dropout(layer, module, dropout)
+        query, key = _of_dtype(value, query, key)
+        out = traced.attend(layer.turned, query, key, value, call)
+    else:
+        if isinstance(mask, BatchMask):
+            mask = traced.dense(mask)
+        if softcap is None and sinks is None:
+            return sdpa_attention_forward(
+                module, query, key, value, mask, dropout=dropout, scaling=scaling, **kwargs
+            )[0]
+        out = _unmapped(query, key, mask, call).attend(value)
+    return out.transpose(1, 2).contiguous()
+
+
+@torch.compiler.disable(reason=compiled.WHY)
+def _untraced(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: Any,
+    dropout: float,
+    scaling: float | None,
+    softcap: float | None,
+    s_aux: torch.Tensor | None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """:func:`_attend` with numbers that are read off the tensors."""
     layer, look = module.__dict__.get(LAYER), here.look
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     layout = None if layer is None else layer.layout
@@ -188,14 +253,8 @@ def _attend(
         return as_it_was.attend(value).transpose(1, 2).contiguous(), weights
     position_map = layer.map
     mask = _batch_mask(position_map, attention_mask)
-    if dropout:
-        raise OptionError(
-            f"{position_map.method.name} has no attention dropout, and "
-            f"{type(module).__name__} asks for {dropout}; set config.attention_dropout = 0 before "
-            f"the model is built"
-        )
-    if query.dtype != value.dtype:  # under autocast, which does not know this operator
-        query, key = query.to(value.dtype), key.to(value.dtype)
+    _refuse_dropout(layer, module, dropout)
+    query, key = _of_dtype(value, query, key)
     key, value = key[:, :, : mask.keys], value[:, :, : mask.keys]
 
     def dense(row: int) -> Dense:
@@ -214,6 +273,20 @@ def _attend(
         biased = replace(call, bias=layer.bias(mask.keys, query))
         out = _regular(stretches, query, key, value, biased, position_map.kernel)
     return out.transpose(1, 2).contiguous(), weights
+
+
+def _refuse_dropout(layer: Layer, module: nn.Module, dropout: float) -> None:
+    if dropout:
+        raise OptionError(
+            f"{layer.map.method.name} has no attention dropout, and "
+            f"{type(module).__name__} asks for {dropout}; set config.attention_dropout = 0 before "
+            f"the model is built"
+        )
+
+
+def _of_dtype(value: torch.Tensor, *others: torch.Tensor) -> list[torch.Tensor]:
+    """In the dtype of the values: autocast does not know this operator."""
+    return [x if x.dtype == value.dtype else x.to(value.dtype) for x in others]
 
 
 AttentionInterface.register(NAME, _attend)

@@ -58,11 +58,10 @@ class PositionMap:
 
     def turns(self, layout: Layout) -> list[tuple[Geometry, Turns, Turns]]:
         """For every band, the turns of queries and of keys."""
-        key = (layout.site, tuple(layout.pair.tolist()))
-        if key not in self._turns:
+        if layout not in self._turns:
             dtype = torch.float64 if self.precise else torch.float32
             inv_freq = self.frequencies[layout.site][0][layout.pair].to(dtype)
-            self._turns[key] = [
+            self._turns[layout] = [
                 (
                     band.geometry,
                     Turns(band.query, self.stored, inv_freq, layout.pair),
@@ -70,7 +69,7 @@ class PositionMap:
                 )
                 for band in self.bands
             ]
-        return self._turns[key]
+        return self._turns[layout]
 
     def temperature(self, t: torch.Tensor, dtype: torch.dtype) -> torch.Tensor | None:
         """``[tokens]``."""
@@ -78,7 +77,7 @@ class PositionMap:
         return None if made is None else made.to(dtype)
 
     @functools.cached_property
-    def _turns(self) -> dict[tuple, list[tuple[Geometry, Turns, Turns]]]:
+    def _turns(self) -> dict[Layout, list[tuple[Geometry, Turns, Turns]]]:
         return {}
 
     def __getstate__(self) -> dict[str, Any]:  # without what is made of it: bands are functions

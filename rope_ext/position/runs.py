@@ -56,12 +56,26 @@ class BatchMask:
         given: torch.Tensor | None = None,
     ) -> None:
         self.forward, self.arguments, self.given = forward, arguments, given
+        self.valid: torch.Tensor | None = None
+        self.made: torch.Tensor | None = None
         self._stretched: dict[tuple, list[Stretch] | None] = {}
         self._moved: dict[torch.device, torch.Tensor] = {}
 
     def contiguous(self) -> BatchMask:
         """As generation asks of a mask made beforehand."""
         return self
+
+    def prepare(self) -> None:
+        """Make what a compiled forward needs of a mask that generation makes before it.
+
+        Sets ``valid``: the padding for all slots, so that its shape stays the same, ``[rows,
+        slots]``, and of a single query ``made``: the mask itself.
+        """
+        padding, slots = self.padding, self.arguments["kv_length"]
+        if padding is not None:
+            self.valid = torch.nn.functional.pad(padding, (0, slots - padding.shape[1]))
+        if self.arguments["q_length"] == 1:
+            self.made = sdpa_mask(**{**self.arguments, "allow_is_causal_skip": False})
 
     @property
     def padding(self) -> torch.Tensor | None:

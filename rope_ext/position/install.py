@@ -138,6 +138,7 @@ class Installed:
         return (
             torch.compiler.is_compiling()
             and not torch.compiler.is_exporting()
+            and not calls.is_sharded()
             and self._config._attn_implementation == NAME
         )
 

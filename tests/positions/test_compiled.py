@@ -147,9 +147,8 @@ def test_generate_with_a_static_cache_compiles_one_graph_for_all_steps(name: str
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["dual_chunk", "dpe"])
-def test_prefill_and_decoding_compile_whole(name: str, ids) -> None:
-    model = patch(tiny_llama(num_hidden_layers=1), name)
+def test_prefill_and_decoding_compile_whole(ids) -> None:
+    model = patch(tiny_llama(num_hidden_layers=1), "dual_chunk")
     compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
     right = logits(model, ids)
     torch.testing.assert_close(logits(compiled, ids), right, **EXACT)

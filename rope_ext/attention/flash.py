@@ -23,6 +23,7 @@ _kernel_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_ba
 _GEOMETRIES = (Distance, ChunkGap, Sinks)
 # Names apart from fields(), which the dynamo of torch 2.11 cannot trace.
 _NAMES = {kind: [part.name for part in fields(kind)] for kind in _GEOMETRIES}
+_ALL = slice(0, None)
 _OPEN = 2**62
 """Stands for ``last=None`` where geometries travel as integers: no distance is as large."""
 _STRIP = 128
@@ -407,6 +408,63 @@ def _attend(
                 tile_o.lerp_(out.to(wide), torch.sigmoid(new - tile_m))
                 tile_m.copy_(torch.logaddexp(new, tile_m))
     return total.to(query.dtype), lse
+
+
+@dataclass(frozen=True, eq=False)
+class Step:
+    """What all layers of one layout share in a step of decoding, decided once.
+
+    Args:
+        parts: of every tile the turn of the query, the keys, and their turn.
+        temperature: ``[1]``, or None.
+        pairs: the columns that turn together.
+        dtype: of query, key and value.
+    """
+
+    parts: list[tuple[Turn, slice, Turn]]
+    temperature: torch.Tensor | None
+    pairs: Pairs
+    dtype: torch.dtype
+
+    @classmethod
+    def of(cls, call: Call, keys: int, dtype: torch.dtype) -> Step:
+        """Of the single query of a call, at the last of ``keys`` keys."""
+        parts = []
+        for band in call.bands:
+            for tile in tiles(band.geometry, 1, keys, call.start):
+                part = slice(tile.key, tile.key + tile.keys)
+                turn = band.key and tuple(t if len(t) == 1 else t[part] for t in band.key)
+                parts.append((band.query, part, turn))
+        return cls(parts, call.temperature, call.pairs, dtype)
+
+    def attend(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        scale: float,
+        sinks: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """``[batch, 1, heads, columns]``; what comes in is as :class:`Call` has it."""
+        batch, heads, _, columns = query.shape
+        if self.temperature is not None:
+            query = (query * self.temperature).to(self.dtype)
+        query = query.reshape(batch, key.shape[1], -1, columns)
+        rotate, total = self.pairs.rotate, None
+        if sinks is not None:
+            lse = sinks.to(_wide(self.dtype)).view(1, key.shape[1], -1).expand(query.shape[:3])
+            total = torch.zeros_like(query, dtype=lse.dtype)
+        for of_query, part, of_key in self.parts:
+            near = key[..., part, :]
+            short = of_key is None or near.shape[2] <= _BLOCK
+            near = rotate(near, of_key) if short else _turned(near, of_key, _ALL, self.pairs)
+            out, new = _kernel(rotate(query, of_query), near, value[..., part, :], scale=scale)
+            if total is None:
+                total, lse = out, new
+                continue
+            total = total.to(lse.dtype).lerp(out.to(lse.dtype), (new - lse).sigmoid()[..., None])
+            lse = torch.logaddexp(lse, new)
+        return total.to(self.dtype).reshape(batch, 1, heads, columns)
 
 
 def _decode(

@@ -16,6 +16,7 @@ from transformers.masking_utils import causal_mask_function
 from rope_ext import attention
 from rope_ext.attention import reference
 from rope_ext.attention.call import Call, Pairs, Turn, TurnedBand
+from rope_ext.attention.flash import Step
 from rope_ext.attention.reference import Places
 from rope_ext.errors import OptionError, UnsupportedModelError
 from rope_ext.methods.geometry import Distance, Geometry
@@ -174,7 +175,12 @@ def _attend(
     keys]`` if the forward is to return weights.
     """
     layer = getattr(module, LAYER, None)
-    traced = None if layer is None else compiled.current(layer.map)
+    traced = None if layer is None or not here.traced else compiled.current(layer.map)
+    if not torch.compiler.is_compiling() and isinstance(attention_mask, BatchMask):
+        step = attention_mask.steps.get(layer and layer.turned and layer.turned.number)
+        if step is not None and query.dtype == value.dtype == step.dtype and not dropout:
+            scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+            return step.attend(query, key, value, scale, s_aux), None
     given = (module, query, key, value, attention_mask, dropout, scaling, softcap, s_aux)
     if traced is None:
         return _untraced(*given, **kwargs)
@@ -270,9 +276,36 @@ def _untraced(
     if stretches is None:  # drafts in trees, masks of other shapes, gaps in positions
         out = torch.cat([dense(row).attend(one) for row, one in enumerate(value.split(1))])
     else:
+        alone = mask is attention_mask and weights is None
+        if alone and _shares(layer, stretches, query, value, softcap):
+            run, bands, heat = stretches[0]
+            of_run = replace(call, bands=bands, start=run.start, temperature=heat)
+            mask.steps[layer.turned.number] = Step.of(of_run, mask.keys, query.dtype)
         biased = replace(call, bias=layer.bias(mask.keys, query))
         out = _regular(stretches, query, key, value, biased, position_map.kernel)
     return out.transpose(1, 2).contiguous(), weights
+
+
+def _shares(
+    layer: Layer,
+    stretches: list[Stretch],
+    query: torch.Tensor,
+    value: torch.Tensor,
+    softcap: float | None,
+) -> bool:
+    """Whether the layers of this layout do the same in this forward, which decodes one token."""
+    return (
+        query.shape[2] == 1
+        and [stretch.run.rows for stretch in stretches] == [None]
+        and layer.biased is None
+        and softcap is None
+        and here.look is None
+        and query.device.type == "cpu"
+        and layer.map.kernel in ("auto", "flash")
+        and query.shape[-1] == value.shape[-1]
+        and not torch.is_grad_enabled()
+        and not torch.is_autocast_enabled("cpu")
+    )
 
 
 def _refuse_dropout(layer: Layer, module: nn.Module, dropout: float) -> None:

@@ -88,7 +88,10 @@ class _Logged(Carrying):
     """Of a cache whose keys carry the rotation of a position map."""
 
     def update(self, *args: Any, **kwargs: Any) -> Any:
-        if not any(forward.cache is self for forward in (*here.positions, *here.traced)):
+        stack = here.positions or here.traced
+        if not (stack and stack[-1].cache is self) and not any(
+            forward.cache is self for forward in (*here.positions, *here.traced)
+        ):
             raise CacheError(
                 f"the keys in this cache carry the rotation of {kept(self).key[0]}, and this "
                 f"model is not patched with it; start with an empty cache"

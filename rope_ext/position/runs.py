@@ -9,6 +9,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from transformers.masking_utils import sdpa_mask
 
+from rope_ext.attention import flash
 from rope_ext.attention.call import TurnedBand
 from rope_ext.methods.geometry import Distance, Geometry
 from rope_ext.position.layers import Layout
@@ -45,6 +46,8 @@ class BatchMask:
         forward: whose; None: generation makes the masks of a static cache before the forward.
         arguments: with which transformers asked for a mask; None: a mask was given ready.
         given: that mask, bool or to be added, ``[rows, 1, queries, keys]``.
+
+    ``steps`` has, by the number of a layout, what its layers share if there is a single query.
     """
 
     ndim = 4  # for transformers, which takes it for a mask made beforehand
@@ -58,6 +61,7 @@ class BatchMask:
         self.forward, self.arguments, self.given = forward, arguments, given
         self.valid: torch.Tensor | None = None
         self.made: torch.Tensor | None = None
+        self.steps: dict[int, flash.Step] = {}
         self._stretched: dict[tuple, list[Stretch] | None] = {}
         self._moved: dict[torch.device, torch.Tensor] = {}
 

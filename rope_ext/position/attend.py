@@ -54,6 +54,16 @@ class Layer:
     biased: nn.Module | None = None
     turned: compiled.Turned | None = None
 
+    def __getstate__(self) -> dict[str, Any]:  # without what is made of it: bands are functions
+        return {**self.__dict__, "turned": self.turned and self.turned.number}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        number = state["turned"]
+        if number is not None:
+            turns = state["map"].turns(state["layout"])
+            state = {**state, "turned": compiled.Turned(number, turns)}
+        self.__dict__.update(state)
+
     def bias(self, distances: int | torch.Tensor, like: torch.Tensor) -> torch.Tensor | None:
         """What is added to the logits of all distances below ``distances``, ``[heads, n]``.
 
@@ -280,7 +290,7 @@ def _untraced(
         if alone and _shares(layer, stretches, query, value, softcap):
             run, bands, heat = stretches[0]
             of_run = replace(call, bands=bands, start=run.start, temperature=heat)
-            mask.steps[layer.turned.number] = Step.of(of_run, mask.keys, query.dtype)
+            mask.steps[layer.turned.number] = Step.of(of_run, mask.keys, query)
         biased = replace(call, bias=layer.bias(mask.keys, query))
         out = _regular(stretches, query, key, value, biased, position_map.kernel)
     return out.transpose(1, 2).contiguous(), weights

@@ -15,7 +15,9 @@ class _Here(threading.local):
 
     def __init__(self) -> None:
         self.positions: list[Any] = []  # forwards under a position map (position.tokens)
+        self.traced: list[Any] = []  # those that torch.compile traces (position.compiled)
         self.sequences: list[Any] = []  # forwards under a method that follows sequences (rotary)
+        self.followed: list[Any] = []  # those that torch.compile traces (rotary.compiled)
         self.requests: list[Any] = []  # calls of generate under such a method
         self.recomputed: Any = None  # the forward of which gradient checkpointing repeats layers
         self.probed: list[tuple] | None = None  # what layers have shown to the probe of layouts

@@ -18,6 +18,7 @@ from rope_ext.position import queries
 from rope_ext.rotary import buffers, hooks
 from rope_ext.rotary.buffers import Changes
 from rope_ext.rotary.calls import refuse_sharded
+from rope_ext.rotary.compiled import CompiledSequences
 from rope_ext.rotary.sequences import Sequences, follow
 from rope_ext.rotary.sites import Place, RotarySite, text_config
 from rope_ext.saving.rebuild import unsaved, written
@@ -57,7 +58,7 @@ def apply(place: Place, method: FrequencyMethod, options: Options, changes: Chan
     else:
         moving = temperature is not None and temperature.constant is None
         if method.adapts or method.start_tokens or moving:
-            sequences = Sequences(method, min(site.rope.length for site in scaled))
+            sequences = CompiledSequences(method, min(site.rope.length for site in scaled))
             follow(decoder, place.model, sequences, changes)
         _write(method, targets, saved.built, precise, keep, sequences, changes)
         modules = {site.module for site in scaled}

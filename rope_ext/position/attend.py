@@ -16,10 +16,11 @@ from transformers.masking_utils import causal_mask_function
 from rope_ext import attention
 from rope_ext.attention import reference
 from rope_ext.attention.call import Call, Pairs, Turn, TurnedBand
+from rope_ext.attention.flash import Step
 from rope_ext.attention.reference import Places
 from rope_ext.errors import OptionError, UnsupportedModelError
 from rope_ext.methods.geometry import Distance, Geometry
-from rope_ext.position import bias
+from rope_ext.position import bias, compiled
 from rope_ext.position.layers import Layout
 from rope_ext.position.map import PositionMap
 from rope_ext.position.masks import documents_of
@@ -44,12 +45,24 @@ _FORWARD_AGAIN = {  # what to do where positions go back
 class Layer:
     """What an attention module is to the map; ``layout`` is None where it stays as it was.
 
-    ``biased`` is the attention module that has the bias of this one.
+    ``biased`` is the attention module that has the bias of this one, ``turned`` what a graph needs
+    of its layout.
     """
 
     map: PositionMap
     layout: Layout | None
     biased: nn.Module | None = None
+    turned: compiled.Turned | None = None
+
+    def __getstate__(self) -> dict[str, Any]:  # without what is made of it: bands are functions
+        return {**self.__dict__, "turned": self.turned and self.turned.number}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        number = state["turned"]
+        if number is not None:
+            turns = state["map"].turns(state["layout"])
+            state = {**state, "turned": compiled.Turned(number, turns)}
+        self.__dict__.update(state)
 
     def adding(self, call: Call, distances: int | torch.Tensor, like: torch.Tensor) -> Call:
         """``call`` with what is added to the logits of all distances below ``distances``.
@@ -154,9 +167,15 @@ def watched(decoder: nn.Module, look: Look) -> Iterator[None]:
         config._attn_implementation_internal, here.look = before, None
 
 
-@torch.compiler.disable
 def _mask(**arguments: Any) -> Any:
     """Mask function under :data:`NAME`."""
+    if here.traced:
+        return compiled.mask(arguments)
+    return _untraced_mask(**arguments)
+
+
+@torch.compiler.disable(reason=compiled.WHY)
+def _untraced_mask(**arguments: Any) -> BatchMask:
     for name in ("q_offset", "kv_offset"):  # a static cache's own counters, which move on
         arguments[name] = int(arguments.get(name, 0))
     if isinstance(arguments.get("attention_mask"), BatchMask):
@@ -165,10 +184,12 @@ def _mask(**arguments: Any) -> Any:
     documents = documents_of(arguments["mask_function"])
     if stack and documents is not None:
         stack[-1].split(documents)
-    return BatchMask(stack[-1] if stack else None, arguments)
+    mask = BatchMask(stack[-1] if stack else None, arguments)
+    if not stack:
+        mask.prepare()
+    return mask
 
 
-@torch.compiler.disable
 def _attend(
     module: nn.Module,
     query: torch.Tensor,
@@ -188,6 +209,66 @@ def _attend(
     fewer; returns ``[rows, queries, heads, columns of value]``, and ``[rows, heads, queries,
     keys]`` if the forward is to return weights.
     """
+    layer = getattr(module, LAYER, None)
+    traced = None if layer is None or not here.traced else compiled.current(layer.map)
+    if not torch.compiler.is_compiling() and isinstance(attention_mask, BatchMask):
+        step = attention_mask.steps.get(layer and layer.turned and layer.turned.number)
+        if step is not None and query.dtype == value.dtype == step.dtype and not dropout:
+            scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+            return step.attend(query, key, value, scale, s_aux), None
+    given = (module, query, key, value, attention_mask, dropout, scaling, softcap, s_aux)
+    if traced is None:
+        return _untraced(*given, **kwargs)
+    return _traced(traced, layer, *given, **kwargs), None
+
+
+def _traced(
+    traced: compiled.Traced,
+    layer: Layer,
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: Any,
+    dropout: float,
+    scaling: float | None,
+    softcap: float | None,
+    sinks: torch.Tensor | None,
+    **kwargs: Any,
+) -> torch.Tensor:
+    """:func:`_attend` in a graph."""
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    pairs = _NO_PAIRS if layer.layout is None else layer.layout.pairs
+    call = Call((), pairs, scale, softcap=softcap, sinks=sinks)
+    if layer.layout is not None:
+        _refuse_dropout(layer, module, dropout)
+        query, key = _of_dtype(value, query, key)
+        out = traced.attend(layer.turned, query, key, value, call)
+    else:
+        if isinstance(mask, BatchMask):
+            mask = traced.dense(mask)
+        if softcap is None and sinks is None:
+            return sdpa_attention_forward(
+                module, query, key, value, mask, dropout=dropout, scaling=scaling, **kwargs
+            )[0]
+        out = _unmapped(query, key, mask, call).attend(value)
+    return out.transpose(1, 2).contiguous()
+
+
+@torch.compiler.disable(reason=compiled.WHY)
+def _untraced(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: Any,
+    dropout: float,
+    scaling: float | None,
+    softcap: float | None,
+    s_aux: torch.Tensor | None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """:func:`_attend` with numbers that are read off the tensors."""
     layer, look = module.__dict__.get(LAYER), here.look
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     layout = None if layer is None else layer.layout
@@ -213,14 +294,8 @@ def _attend(
         return as_it_was.attend(value).transpose(1, 2).contiguous(), weights
     position_map = layer.map
     mask = _batch_mask(position_map, attention_mask)
-    if dropout:
-        raise OptionError(
-            f"{position_map.method.name} has no attention dropout, and "
-            f"{type(module).__name__} asks for {dropout}; set config.attention_dropout = 0 before "
-            f"the model is built"
-        )
-    if query.dtype != value.dtype:  # under autocast, which does not know this operator
-        query, key = query.to(value.dtype), key.to(value.dtype)
+    _refuse_dropout(layer, module, dropout)
+    query, key = _of_dtype(value, query, key)
     key, value = key[:, :, : mask.keys], value[:, :, : mask.keys]
 
     def dense(row: int) -> Dense:
@@ -236,9 +311,50 @@ def _attend(
     if stretches is None:  # drafts in trees, masks of other shapes, gaps in positions
         out = torch.cat([dense(row).attend(one) for row, one in enumerate(value.split(1))])
     else:
+        alone = mask is attention_mask and weights is None
+        if alone and _shares(layer, stretches, query, value, softcap):
+            run, bands, heat = stretches[0]
+            of_run = replace(call, bands=bands, start=run.start, temperature=heat)
+            mask.steps[layer.turned.number] = Step.of(of_run, mask.keys, query)
         biased = layer.adding(call, mask.keys, query)
         out = _regular(stretches, query, key, value, biased, position_map.kernel)
     return out.transpose(1, 2).contiguous(), weights
+
+
+def _shares(
+    layer: Layer,
+    stretches: list[Stretch],
+    query: torch.Tensor,
+    value: torch.Tensor,
+    softcap: float | None,
+) -> bool:
+    """Whether the layers of this layout do the same in this forward, which decodes one token."""
+    return (
+        query.shape[2] == 1
+        and [stretch.run.rows for stretch in stretches] == [None]
+        and layer.biased is None
+        and softcap is None
+        and here.look is None
+        and query.device.type == "cpu"
+        and layer.map.kernel in ("auto", "flash")
+        and query.shape[-1] == value.shape[-1]
+        and not torch.is_grad_enabled()
+        and not torch.is_autocast_enabled("cpu")
+    )
+
+
+def _refuse_dropout(layer: Layer, module: nn.Module, dropout: float) -> None:
+    if dropout:
+        raise OptionError(
+            f"{layer.map.method.name} has no attention dropout, and "
+            f"{type(module).__name__} asks for {dropout}; set config.attention_dropout = 0 before "
+            f"the model is built"
+        )
+
+
+def _of_dtype(value: torch.Tensor, *others: torch.Tensor) -> list[torch.Tensor]:
+    """In the dtype of the values: autocast does not know this operator."""
+    return [x if x.dtype == value.dtype else x.to(value.dtype) for x in others]
 
 
 AttentionInterface.register(NAME, _attend)

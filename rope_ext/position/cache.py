@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from transformers.cache_utils import Cache
+from transformers.cache_utils import Cache, StaticLayer
 
 from rope_ext.caches import Carrying, Move, carry
 from rope_ext.errors import CacheError
@@ -21,7 +21,8 @@ class KeyPositions:
 
     Args:
         key: what must be the same for the cache to be continued.
-        positions: int64, ``[rows, keys]``; one row if all are alike.
+        positions: int64, ``[rows, keys]``; one row if all are alike. Of a static cache always
+            all rows, and all slots, also those that are not filled.
     """
 
     key: tuple[Any, ...]
@@ -34,9 +35,20 @@ class KeyPositions:
         return replace(self, positions=move(self.positions))
 
 
-def keep(cache: Cache, known: KeyPositions) -> None:
-    """Put ``known`` on a cache, which then refuses to go on without its map."""
+def keep(cache: Cache, known: KeyPositions, rows: int) -> None:
+    """Put ``known`` on a cache of that many rows, which then refuses to go on without its map."""
+    layer = whole(cache)
+    if layer is not None:
+        known = _filled_in(kept(cache), known, (rows, layer.max_cache_len))
     carry(cache, _POSITIONS, known, _Logged)
+
+
+def note(cache: Cache, known: KeyPositions) -> None:
+    """As :func:`keep` where torch.compile traces, which cannot give a cache another class.
+
+    The next forward that is not traced does that.
+    """
+    setattr(cache, _POSITIONS, known)
 
 
 def kept(cache: Cache | None) -> KeyPositions | None:
@@ -44,11 +56,42 @@ def kept(cache: Cache | None) -> KeyPositions | None:
     return getattr(cache, _POSITIONS, None)
 
 
+def whole(cache: Cache) -> StaticLayer | None:
+    """The first layer of a static cache that keeps every token; None: the cache is another one."""
+    for layer in getattr(cache, "layers", ()):
+        if isinstance(layer, StaticLayer) and not layer.is_sliding:
+            return layer
+    return None
+
+
+def _filled_in(
+    before: KeyPositions | None, known: KeyPositions, shape: tuple[int, int]
+) -> KeyPositions:
+    """``known`` in a tensor of that shape, for all steps the same, as a compiled graph needs it."""
+    new = known.positions
+    if (
+        before is None
+        or before.positions.shape != shape
+        or before.positions.device != new.device
+        or before.key != known.key
+    ):
+        with torch.inference_mode(False):  # it outlives the mode
+            empty = torch.zeros(shape, dtype=torch.long, device=new.device)
+        if not torch.compiler.is_compiling():
+            torch._dynamo.mark_static_address(empty)
+        before = replace(known, positions=empty)
+    before.positions[:, : new.shape[1]] = new
+    return before
+
+
 class _Logged(Carrying):
     """Of a cache whose keys carry the rotation of a position map."""
 
     def update(self, *args: Any, **kwargs: Any) -> Any:
-        if not any(forward.cache is self for forward in here.positions):
+        stack = here.positions or here.traced
+        if not (stack and stack[-1].cache is self) and not any(
+            forward.cache is self for forward in (*here.positions, *here.traced)
+        ):
             raise CacheError(
                 f"the keys in this cache carry the rotation of {kept(self).key[0]}, and this "
                 f"model is not patched with it; start with an empty cache"

@@ -10,7 +10,7 @@ from transformers.cache_utils import Cache
 
 from rope_ext.encodings import Heads
 from rope_ext.errors import CacheError, OptionError, UnsupportedModelError
-from rope_ext.position import bias, inputs
+from rope_ext.position import bias, compiled, inputs
 from rope_ext.position.attend import LAYER, NAME, Layer
 from rope_ext.position.cache import keep
 from rope_ext.position.layers import Layout, chosen_layers, find_layouts, layer_number
@@ -73,6 +73,7 @@ class Installed:
         self.mapped = chosen_layers(decoder, reach, position_map.layers)
         self.kept = [module for module in turned if module not in self.mapped]
         self.layouts = {**layouts, **dict.fromkeys(self.kept)}
+        self._names = calls.parameters(type(decoder))
 
     def put(self, decoder: nn.Module) -> None:
         """Put hooks and the attention function in place."""
@@ -80,11 +81,15 @@ class Installed:
             hook = _RotaryHook(self.map, site, bool(self.kept))
             self.handles.append(site.module.register_forward_hook(hook, with_kwargs=True))
         self.handles += hooks.keep_native(decoder, self.kept)
-        owner = None
+        owner, distinct = None, list(dict.fromkeys(self.layouts.values()))
         for module, layout in self.layouts.items():
             if layout is not None and self.map.encoding is not None:
                 owner = self._biased(module, layout, owner)
-            module.__dict__[LAYER] = Layer(self.map, layout, None if layout is None else owner)
+            layer = Layer(self.map, None)
+            if layout is not None:
+                turned = compiled.Turned(distinct.index(layout), self.map.turns(layout))
+                layer = Layer(self.map, layout, owner, turned)
+            module.__dict__[LAYER] = layer
         self.handles.append(decoder.register_forward_pre_hook(self.begin, with_kwargs=True))
         self.handles.append(
             decoder.register_forward_hook(self.end, with_kwargs=True, always_call=True)
@@ -137,9 +142,24 @@ class Installed:
         if self._config._attn_implementation == NAME:  # else somebody has chosen another since
             self._config._attn_implementation_internal = self._before
 
-    @torch.compiler.disable
     def begin(self, decoder: nn.Module, args: tuple, kwargs: dict) -> None:
         """Decoder pre-hook."""
+        given = {**dict(zip(self._names, args, strict=False)), **kwargs}
+        if not (self._traceable() and compiled.begin(self.map, decoder, given)):
+            self._begin(given)
+
+    def _traceable(self) -> bool:
+        """Whether a graph is being made, and nothing is amiss that is to be refused."""
+        return (
+            torch.compiler.is_compiling()
+            and not self.kept  # they are shown the unpatched rotation by a hook
+            and not torch.compiler.is_exporting()
+            and not calls.is_sharded()
+            and self._config._attn_implementation == NAME
+        )
+
+    @torch.compiler.disable(reason=compiled.WHY)
+    def _begin(self, given: dict[str, Any]) -> None:
         name = self.map.method.name
         calls.refuse_sharded(name)
         refuse_presses(self.layouts, name)
@@ -155,7 +175,6 @@ class Installed:
                 f"which needs its own; call rope_ext.unpatch(model) first, or patch again with "
                 f"replace=True"
             )
-        given = {**dict(zip(calls.parameters(type(decoder)), args, strict=False)), **kwargs}
         cache = given.get("past_key_values")
         if given.get("cache") is not None or (cache is not None and not isinstance(cache, Cache)):
             raise CacheError(
@@ -177,17 +196,24 @@ class Installed:
         weights = bool(given.get("output_attentions"))
         here.positions.append(Forward(self.map, rows, length, filled, cache, mask, weights))
 
-    @torch.compiler.disable
     def end(self, decoder: nn.Module, args: tuple, kwargs: dict, output: Any) -> None:
         """Decoder hook: a cache that the decoder made itself gets the positions too."""
+        if compiled.current(self.map) is not None:
+            compiled.end(self.map, output)
+        else:
+            self._end(output)
+
+    @torch.compiler.disable(reason=compiled.WHY)
+    def _end(self, output: Any) -> None:
         forward = current(self.map)
         if forward is None:  # refused before it began
             return
         here.positions.remove(forward)
         for part in output if isinstance(output, tuple) else (output,):
             cache = getattr(part, "past_key_values", part)
-            if isinstance(cache, Cache) and forward.known is not None:
-                keep(cache, forward.known)
+            new = isinstance(cache, Cache) and cache is not forward.cache
+            if new and forward.known is not None:
+                keep(cache, forward.known, forward.rows)
 
 
 class _RotaryHook:
@@ -196,9 +222,17 @@ class _RotaryHook:
     def __init__(self, position_map: PositionMap, site: RotarySite, native: bool) -> None:
         self.map, self.site, self.native = position_map, site, native
 
-    @torch.compiler.disable
     def __call__(self, module: nn.Module, args: tuple, kwargs: dict, output: Any) -> Any:
-        forward = current(self.map)
+        traced = compiled.current(self.map)
+        if traced is None:
+            return self._turn(args, kwargs, output)
+        return self._turned(traced, args, kwargs, output)
+
+    @torch.compiler.disable(reason=compiled.WHY)
+    def _turn(self, args: tuple, kwargs: dict, output: Any) -> Any:
+        return self._turned(current(self.map), args, kwargs, output)
+
+    def _turned(self, forward: Any, args: tuple, kwargs: dict, output: Any) -> Any:
         if forward is None or not self.site.called(args, kwargs):
             return None
         forward.locate(kwargs["position_ids"] if "position_ids" in kwargs else args[1])

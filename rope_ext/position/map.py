@@ -66,10 +66,9 @@ class PositionMap:
 
     def turns(self, layout: Layout) -> list[tuple[Geometry, Turns | Decay, Turns | Decay]]:
         """For every band, the turns of queries and of keys."""
-        key = (layout.site, tuple(layout.pair.tolist()))
-        if key not in self._turns:
-            self._turns[key] = self._made(layout)
-        return self._turns[key]
+        if layout not in self._turns:
+            self._turns[layout] = self._made(layout)
+        return self._turns[layout]
 
     def _made(self, layout: Layout) -> list[tuple[Geometry, Turns | Decay, Turns | Decay]]:
         inv_freq = self.frequencies[layout.site][0]
@@ -97,7 +96,7 @@ class PositionMap:
         return None if made is None else made.to(dtype)
 
     @functools.cached_property
-    def _turns(self) -> dict[tuple, list[tuple[Geometry, Turns | Decay, Turns | Decay]]]:
+    def _turns(self) -> dict[Layout, list[tuple[Geometry, Turns | Decay, Turns | Decay]]]:
         return {}
 
     def __getstate__(self) -> dict[str, Any]:  # without what is made of it: bands are functions

@@ -144,7 +144,7 @@ def _attend(
     own = ALL_ATTENTION_FUNCTIONS.get_interface(name, view.eager)
     if view.sequences is None:
         query = query * view.constant
-    elif torch.compiler.is_compiling():
+    elif torch.compiler.is_compiling() and view.sequences.traced() is None:
         query = _untraced(view, query)
     else:
         query = _by_position(view, query)

@@ -9,6 +9,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from transformers.masking_utils import sdpa_mask
 
+from rope_ext.attention import flash
 from rope_ext.attention.call import TurnedBand
 from rope_ext.methods.geometry import Distance, Geometry
 from rope_ext.position.layers import Layout
@@ -45,6 +46,8 @@ class BatchMask:
         forward: whose; None: generation makes the masks of a static cache before the forward.
         arguments: with which transformers asked for a mask; None: a mask was given ready.
         given: that mask, bool or to be added, ``[rows, 1, queries, keys]``.
+
+    ``steps`` has, by the number of a layout, what its layers share if there is a single query.
     """
 
     ndim = 4  # for transformers, which takes it for a mask made beforehand
@@ -56,12 +59,27 @@ class BatchMask:
         given: torch.Tensor | None = None,
     ) -> None:
         self.forward, self.arguments, self.given = forward, arguments, given
+        self.valid: torch.Tensor | None = None
+        self.made: torch.Tensor | None = None
+        self.steps: dict[int, flash.Step] = {}
         self._stretched: dict[tuple, list[Stretch] | None] = {}
         self._moved: dict[torch.device, torch.Tensor] = {}
 
     def contiguous(self) -> BatchMask:
         """As generation asks of a mask made beforehand."""
         return self
+
+    def prepare(self) -> None:
+        """Make what a compiled forward needs of a mask that generation makes before it.
+
+        Sets ``valid``: the padding for all slots, so that its shape stays the same, ``[rows,
+        slots]``, and of a single query ``made``: the mask itself.
+        """
+        padding, slots = self.padding, self.arguments["kv_length"]
+        if padding is not None:
+            self.valid = torch.nn.functional.pad(padding, (0, slots - padding.shape[1]))
+        if self.arguments["q_length"] == 1:
+            self.made = sdpa_mask(**{**self.arguments, "allow_is_causal_skip": False})
 
     @property
     def padding(self) -> torch.Tensor | None:

@@ -80,7 +80,7 @@ class Forward:
             positions = self._continued(positions)
         self.known = KeyPositions(self.map.key, positions)
         if self.cache is not None:
-            keep(self.cache, self.known)
+            keep(self.cache, self.known, self.rows)
         self._count()
 
     def split(self, documents: torch.Tensor) -> None:
@@ -130,18 +130,23 @@ class Forward:
         """Cosine and sine with which the model turns its queries and keys."""
         made = self._embeddings.get(id(site))
         if made is None:
-            t = self.t[:, self.filled :].double().clamp(min=0)
-            stored = at(self.map.stored, t)
-            inv_freq, scaling = self.map.frequencies[site]
-            precise = self.map.precise
-            phase = self.map.phase(t)
-            if stored.shape[-1] == 1 and phase is None:
-                stored = stored.squeeze(-1)
-            else:  # pairs of a token at positions of their own: as frequencies of the token at 1
-                stored, inv_freq = torch.ones_like(t), stored * inv_freq.to(t.device)
-                inv_freq = inv_freq if phase is None else inv_freq + phase.unsqueeze(-1)
-            made = hooks.rotation(site, stored, inv_freq, scaling, precise, like)
-            if not isinstance(like, torch.Tensor) and like[0].ndim == 4:
-                made = tuple(part.expand(like[0].shape) for part in made)
+            made = stored_rotation(self.map, site, self.t[:, self.filled :], like)
             self._embeddings[id(site)] = made
         return made
+
+
+def stored_rotation(position_map: PositionMap, site: RotarySite, t: torch.Tensor, like: Any) -> Any:
+    """What the rotary module of ``site`` returns for tokens at ``t`` (``[rows or 1, tokens]``)."""
+    t = t.double().clamp(min=0)
+    stored = at(position_map.stored, t)
+    inv_freq, scaling = position_map.frequencies[site]
+    phase = position_map.phase(t)
+    if stored.shape[-1] == 1 and phase is None:
+        stored = stored.squeeze(-1)
+    else:  # pairs of a token at positions of their own: as frequencies of the token at 1
+        stored, inv_freq = torch.ones_like(t), stored * inv_freq.to(t.device)
+        inv_freq = inv_freq if phase is None else inv_freq + phase.unsqueeze(-1)
+    made = hooks.rotation(site, stored, inv_freq, scaling, position_map.precise, like)
+    if not isinstance(like, torch.Tensor) and like[0].ndim == 4:
+        made = tuple(part.expand(like[0].shape) for part in made)
+    return made

@@ -17,6 +17,14 @@ def parameters(cls: type[nn.Module]) -> tuple[str, ...]:
     return tuple(inspect.signature(cls.forward).parameters)[1:]
 
 
+_ATTENTION = nn.functional.scaled_dot_product_attention
+
+
+def is_sharded() -> bool:
+    """Whether each device may get a part of every sequence, as a graph can tell."""
+    return nn.functional.scaled_dot_product_attention is not _ATTENTION
+
+
 @torch.compiler.disable
 def refuse_sharded(name: str) -> None:
     """Raise if each device of a context-parallel group gets a part of every sequence.

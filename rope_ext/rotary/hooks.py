@@ -71,9 +71,16 @@ class RotaryHook:
             )
         return result
 
-    @torch.compiler.disable
     def _followed(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, Any]:
         """Positions, frequencies and scaling of the sequences at hand."""
+        follow = self._follow_eagerly if self.sequences.traced() is None else self._follow
+        return follow(positions)
+
+    @torch.compiler.disable
+    def _follow_eagerly(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, Any]:
+        return self._follow(positions)
+
+    def _follow(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, Any]:
         forward = self.sequences.at(positions)
         dtype = torch.float64 if self.precise else torch.float32
         inv_freq, scaling = self.inv_freq, self.scaling
@@ -99,8 +106,16 @@ class Locating:
     def __init__(self, site: RotarySite, sequences: Sequences) -> None:
         self.site, self.sequences = site, sequences
 
-    @torch.compiler.disable
     def __call__(self, module: nn.Module, args: tuple, kwargs: dict, output: Any) -> None:
+        """Forward hook of the rotary module."""
+        locate = self._locate_eagerly if self.sequences.traced() is None else self._locate
+        locate(args, kwargs)
+
+    @torch.compiler.disable
+    def _locate_eagerly(self, args: tuple, kwargs: dict) -> None:
+        self._locate(args, kwargs)
+
+    def _locate(self, args: tuple, kwargs: dict) -> None:
         if self.site.called(args, kwargs):
             self.sequences.at(kwargs["position_ids"] if "position_ids" in kwargs else args[1])
 

@@ -28,7 +28,7 @@ from rope_ext.rotary.foreign import refuse_turning_back
 from rope_ext.rotary.sites import RotarySite
 from rope_ext.under_way import here
 
-_STARTED = "_rope_ext_started"  # on a cache: the sequences in it, a Started
+STARTED = "_rope_ext_started"  # on a cache: the sequences in it, a Started
 _logger = logging.getLogger("rope_ext")
 
 
@@ -43,6 +43,7 @@ class Started:
         first: position of the first token of each, int64, likewise; -1: still to come.
         room: tokens for the whole batch, with the padding, as a cache counts them.
         made: frequencies and scaling, by site and device.
+        begun: no row is still to come.
     """
 
     method: FrequencyMethod
@@ -50,6 +51,7 @@ class Started:
     first: torch.Tensor
     room: int
     made: dict[tuple, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
+    begun: bool = True
 
     def moved(self, move: Move) -> Started:
         """The sequences of other rows."""
@@ -61,9 +63,9 @@ class Started:
 def _note(cache: Any, started: Started) -> None:
     """Let a cache know its sequences, wherever its rows go."""
     if len(started.lengths) > 1:
-        carry(cache, _STARTED, started)
+        carry(cache, STARTED, started)
     else:
-        setattr(cache, _STARTED, started)
+        setattr(cache, STARTED, started)
 
 
 @dataclass(eq=False)
@@ -126,7 +128,7 @@ class Forward:
         if self.started is not None:
             return
         stored = self.stored
-        if stored is not None and bool((stored.first >= 0).all()):
+        if stored is not None and stored.begun:
             self.started = stored
         else:
             self.started = self._start(positions)
@@ -143,9 +145,9 @@ class Forward:
                 self.filled, self.filled + self.tokens, device=positions.device
             ).unsqueeze(0)
         positions = positions[-self.rows :].expand(self.rows, -1)
-        real, edges = _read(self.mask, self.filled, self.tokens)
-        lengths, first, documents = _documents(positions, real, edges)
-        packed = documents > 1
+        real, edges = read(self.mask, self.filled, self.tokens)
+        lengths, first, number = documents(positions, real, edges)
+        packed = number > 1
         found = torch.stack((lengths[:, -1], first[:, -1], packed[:, -1].long())).cpu()
         of_row, first_of_row = found[0].double(), found[1]
         request, stored = self.request, self.stored
@@ -162,7 +164,8 @@ class Forward:
         of_row, first_of_row = of_row.expand(self.rows), first_of_row.expand(self.rows)
         if bool((of_row == of_row[0]).all() and (first_of_row == first_of_row[0]).all()):
             of_row, first_of_row = of_row[:1], first_of_row[:1]
-        return Started(self.sequences.method, of_row, first_of_row, room)
+        begun = bool((first_of_row >= 0).all())
+        return Started(self.sequences.method, of_row, first_of_row, room, begun=begun)
 
     def frequencies(
         self, site: RotarySite, positions: torch.Tensor, dtype: torch.dtype
@@ -201,7 +204,7 @@ class Forward:
         return positions - first.to(positions.device)
 
 
-def _read(mask: Any, filled: int, tokens: int) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+def read(mask: Any, filled: int, tokens: int) -> tuple[torch.Tensor | None, torch.Tensor | None]:
     """Which tokens are real, and at which a sequence begins; bool, ``[rows, tokens]``, or None."""
     if isinstance(mask, dict):  # one for each kind of layer, made before the forward
         mask = mask.get("full_attention", next(iter(mask.values()), None))
@@ -221,7 +224,7 @@ def _read(mask: Any, filled: int, tokens: int) -> tuple[torch.Tensor | None, tor
     return real, furthest.flip(1).cummin(1).values.flip(1) >= place
 
 
-def _documents(
+def documents(
     positions: torch.Tensor, real: torch.Tensor | None, edges: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Of the sequence of each token: its length, its first position, its number within the row.
@@ -270,6 +273,7 @@ class Sequences:
     def __init__(self, method: FrequencyMethod, trained: int) -> None:
         self.method, self.trained = method, trained
         self.layers: list[nn.Module] = []  # that attend
+        self.names: tuple[str, ...] = ()  # of the decoder's arguments
         self.warned = False
 
     def under_way(self) -> Forward | None:
@@ -281,6 +285,10 @@ class Sequences:
             if forward is not None and forward.sequences is not self:
                 forward = None
         return forward
+
+    def traced(self) -> Any:
+        """The innermost forward that torch.compile traces."""
+        return self._innermost(here.followed) if here.followed else None
 
     def at(self, positions: torch.Tensor) -> Forward:
         """The forward under way; outside of any, one made of ``positions`` alone."""
@@ -295,7 +303,10 @@ class Sequences:
         return forward
 
     def _innermost(self, under_way: list[Any]) -> Any:
-        return next((one for one in reversed(under_way) if one.sequences is self), None)
+        for one in reversed(under_way):
+            if one.sequences is self:
+                return one
+        return None
 
     def frequencies(
         self, site: RotarySite, lengths: torch.Tensor
@@ -307,12 +318,18 @@ class Sequences:
         lengths, index = lengths.unique(return_inverse=True)
         if len(lengths) == 1:
             index = index[:1, :1]
+        inv_freq, scaling = self.at_lengths(site, lengths)
+        return inv_freq[index], scaling[index].unsqueeze(-1)
+
+    def at_lengths(
+        self, site: RotarySite, lengths: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """``[lengths, pairs]`` and ``[lengths]``, float64."""
         inv_freq = self.method.inv_freq_at(site.rope, lengths)
         # A row that needs no extension gets the very numbers the checkpoint came with.
         same = torch.isclose(inv_freq, site.rope.inv_freq, rtol=1e-12, atol=0)
         inv_freq = torch.where(same, site.loaded.double(), inv_freq)
-        scaling = self.method.attention_scaling_at(site.rope, lengths) * site.scaling
-        return inv_freq[index], scaling[index].unsqueeze(-1)
+        return inv_freq, self.method.attention_scaling_at(site.rope, lengths) * site.scaling
 
     @torch.compiler.disable
     def begin(self, decoder: nn.Module, args: tuple, kwargs: dict) -> None:
@@ -361,7 +378,7 @@ class Sequences:
 
     def _stored(self, cache: Any, rows: int) -> Started | None:
         """What a cache that has tokens knows of its sequences."""
-        name, stored = self.method.name, getattr(cache, _STARTED, None)
+        name, stored = self.method.name, getattr(cache, STARTED, None)
         if not self.method.adapts and stored is None:
             return Started(
                 self.method,
@@ -474,6 +491,7 @@ def _announced(model: nn.Module, given: dict[str, Any]) -> tuple[torch.Tensor | 
 
 def follow(decoder: nn.Module, model: nn.Module, sequences: Sequences, changes: Changes) -> None:
     """Tell ``sequences`` of all that ``decoder`` or ``model.generate`` runs."""
+    sequences.names = parameters(type(decoder))
     sequences.layers = [
         m for m in decoder.modules() if isinstance(m.__dict__.get("layer_idx"), int)
     ]

@@ -1,0 +1,203 @@
+"""Attention on keys at positions that are known as tensors only: what a compiled graph holds.
+
+The kernels for consecutive tokens decide in Python which keys each tile has. A graph cannot, since
+in it the number of filled slots and the padding are tensors. Few queries (decoding) become plain
+operations on all slots, with nothing that waits for a device. Many go into one operator, which
+looks at the positions when it runs and hands every run of consecutive tokens to a kernel.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from rope_ext import attention
+from rope_ext.attention import flash, reference
+from rope_ext.attention.call import Call, Turn, TurnedBand
+from rope_ext.attention.reference import Places
+from rope_ext.errors import UnsupportedModelError
+
+BACK = (
+    "the position ids go back within one row, where a compiled position method would have to "
+    "attend to the future; give it one sequence in each row, padded on the left"
+)
+FEW = 16
+"""Queries at most whose logits on all slots are held at once."""
+
+
+@dataclass(frozen=True, eq=False)
+class Part:
+    """A band on the slots where its keys can lie.
+
+    Args:
+        seen: which of the keys each query has in it, bool, ``[rows or 1, queries, slots]``.
+        query: turn of the queries, ``[rows or 1, 1, queries, pairs]``.
+        key: turn of the keys, likewise with slots.
+        slots: int64, ``[rows or 1, slots]``; None: all.
+    """
+
+    seen: torch.Tensor
+    query: Turn
+    key: Turn
+    slots: torch.Tensor | None
+
+
+def attend_few(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    call: Call,
+    parts: Sequence[Part],
+    shown: torch.Tensor,
+) -> torch.Tensor:
+    """Attention of few queries on all slots.
+
+    Args:
+        query: ``[rows, heads, queries, columns]``.
+        key: ``[rows, kv_heads, slots, columns]``.
+        value: likewise.
+        call: its scale, soft cap, sinks and pairs; the queries are multiplied by temperature.
+        parts: the bands; those on all slots come first.
+        shown: which keys each query sees in any band, bool, ``[rows or 1, queries, slots]``.
+    """
+    rows, heads, queries, _ = query.shape
+    kv_heads, keys = key.shape[1:3]
+
+    def products(query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
+        grouped = query.unflatten(1, (kv_heads, -1)).flatten(2, 3)  # no key is read twice
+        return (grouped @ key.mT).unflatten(2, (-1, queries)).flatten(1, 2)
+
+    logits = query.new_zeros(rows, heads, queries, keys)
+    for number, part in enumerate(parts):
+        turned = call.pairs.rotate(query, part.query)
+        seen = part.seen[:, None]
+        if part.slots is None:
+            found = products(turned, call.pairs.rotate(key, part.key))
+            logits = found if number == 0 else torch.where(seen, found, logits)
+            continue
+        slots = part.slots[:, None].expand(rows, kv_heads, -1)
+        near = key.gather(2, slots[..., None].expand(-1, -1, -1, key.shape[-1]))
+        found = products(turned, call.pairs.rotate(near, part.key))
+        slots = part.slots[:, None, None].expand(rows, heads, queries, -1)
+        logits = logits.scatter(3, slots, torch.where(seen, found, logits.gather(3, slots)))
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32)) * call.scale
+    if call.softcap is not None:
+        logits = call.softcap * torch.tanh(logits / call.softcap)
+    shown = shown[:, None]
+    logits = logits.masked_fill(~shown, torch.finfo(logits.dtype).min)
+    if call.sinks is not None:
+        column = call.sinks.to(logits.dtype)[:, None, None].expand(rows, heads, queries, 1)
+        logits = torch.cat((logits, column), dim=-1)
+    weights = (logits.softmax(dim=-1)[..., :keys] * shown).to(value.dtype)
+    weights = weights.unflatten(1, (kv_heads, -1)).flatten(2, 3)
+    return (weights @ value).unflatten(2, (-1, queries)).flatten(1, 2)
+
+
+def attend_many(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    call: Call,
+    places: torch.Tensor,
+    real: torch.Tensor,
+    first: torch.Tensor,
+    kernel: str,
+) -> torch.Tensor:
+    """Attention of many queries, without gradients.
+
+    Args:
+        query: ``[rows, heads, queries, columns]``.
+        key: ``[rows, kv_heads, slots, columns]``.
+        value: likewise.
+        call: with turns of ``[rows or 1, tokens, pairs]``.
+        places: position of the token in each slot, int64, ``[rows or 1, slots]``.
+        real: which slots have a token, bool, likewise.
+        first: slot of the first query, int64, no dimensions.
+        kernel: of :data:`rope_ext.attention.KERNELS`.
+
+    Raises:
+        UnsupportedModelError: when it runs, if positions go back within a row.
+    """
+    plan, tables = flash._pack(call)
+    return _placed(
+        query, key, value, call.sinks, tables, plan, places, real, first, call.scale,
+        call.softcap, kernel,
+    )  # fmt: skip
+
+
+@torch.library.custom_op("rope_ext::placed", mutates_args=())
+def _placed(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    sinks: torch.Tensor | None,
+    tables: list[torch.Tensor],
+    plan: list[int],
+    places: torch.Tensor,
+    real: torch.Tensor,
+    first: torch.Tensor,
+    scale: float,
+    softcap: float | None,
+    kernel: str,
+) -> torch.Tensor:
+    call = replace(flash._unpack(sinks, None, tables, plan, 0, scale), softcap=softcap)
+    out = _empty(query, value).zero_()
+    before = int(first)
+    for rows, slots in _alike(places, real, len(query)):
+        queries = slots[slots >= before] - before
+        if not len(queries):
+            continue
+        row, at = rows[0], places[rows[0] if len(places) > 1 else 0][slots]
+        own, there = _range(queries), _range(slots)
+        bands = [
+            TurnedBand(band.geometry, _of(band.query, row, own), _of(band.key, row, there))
+            for band in call.bands
+        ]
+        found = query[rows][:, :, own], key[rows][:, :, there], value[rows][:, :, there]
+        step = at.diff()
+        if bool((step < 0).any()):
+            raise UnsupportedModelError(BACK)
+        if bool((step == 1).all()):
+            of_run = replace(call, bands=bands, start=int(at[0]))
+            part = attention.attend(*found, of_run, kernel)
+        else:
+            of_queries = Places(at[len(at) - len(queries) :], at)
+            part = reference.attend_blocked(*found, replace(call, bands=bands), of_queries)
+        if len(queries) == query.shape[2]:
+            out[rows] = part
+        else:
+            out[torch.tensor(rows)[:, None], :, queries] = part.transpose(1, 2)
+    return out
+
+
+@_placed.register_fake
+def _(query, key, value, *_rest):  # noqa: ANN001, ANN002, ANN202
+    return _empty(query, value)
+
+
+def _empty(query: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    """As the output lies in memory."""
+    rows, heads, queries, _ = query.shape
+    return query.new_empty(rows, queries, heads, value.shape[-1]).transpose(1, 2)
+
+
+def _alike(
+    places: torch.Tensor, real: torch.Tensor, rows: int
+) -> Iterator[tuple[list[int], torch.Tensor]]:
+    """Rows with the same tokens in the same slots, and those slots."""
+    same = bool((real == real[:1]).all() and (places == places[:1])[:, real[0]].all())
+    for row in range(1 if same else rows):
+        slots = torch.nonzero(real[row if len(real) > 1 else 0]).flatten()
+        yield list(range(rows)) if same else [row], slots
+
+
+def _range(index: torch.Tensor) -> torch.Tensor | slice:
+    """A slice where an index has no gaps, which copies nothing."""
+    first, last = int(index[0]), int(index[-1]) + 1
+    return slice(first, last) if last - first == len(index) else index
+
+
+def _of(turn: Turn, row: int, tokens: torch.Tensor | slice) -> Turn:
+    return turn and tuple(table[row if len(table) > 1 else 0][tokens] for table in turn)

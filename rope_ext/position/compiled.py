@@ -1,0 +1,337 @@
+"""A forward under a position map that ``torch.compile`` traces.
+
+The eager path reads positions and masks and decides, with numbers, which runs of tokens each layer
+attends to. A graph must serve every step of a sequence, so here the same follows from tensors: the
+log of positions on the cache, the number of its filled slots, and the padding. What cannot be said
+in tensors is left to the eager path, at the price of breaks in the graph.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from transformers.cache_utils import Cache
+from transformers.masking_utils import sdpa_mask
+
+from rope_ext import attention
+from rope_ext.attention import placed
+from rope_ext.attention.call import Call, Turn, TurnedBand
+from rope_ext.methods.geometry import Distance, Geometry, Sinks
+from rope_ext.position.cache import KeyPositions, kept, note, whole
+from rope_ext.position.map import PositionMap
+from rope_ext.position.runs import BatchMask
+from rope_ext.position.tables import Turns
+from rope_ext.position.tokens import stored_rotation
+from rope_ext.rotary.sites import RotarySite
+from rope_ext.under_way import here
+
+WHY = (
+    "a position method compiles whole where the cache is empty or a StaticCache, without "
+    "gradients through padding; see docs/limits.md"
+)
+
+
+class Turned(NamedTuple):
+    """What the layers of one layout have in common.
+
+    Args:
+        number: of the layout; a graph cannot look up an object.
+        turns: of :meth:`PositionMap.turns`.
+    """
+
+    number: int
+    turns: list[tuple[Geometry, Turns, Turns]]
+
+
+def begin(position_map: PositionMap, decoder: nn.Module, given: dict[str, Any]) -> bool:
+    """Begin a forward with these arguments of the decoder, if a graph can have it."""
+    traced = _understood(position_map, decoder, given)
+    if traced is not None:
+        here.traced.append(traced)
+    return traced is not None
+
+
+def end(position_map: PositionMap, output: Any) -> None:
+    """End it; a cache that the decoder made itself gets the positions too."""
+    traced = current(position_map)
+    here.traced.remove(traced)
+    for part in output if isinstance(output, tuple) else (output,):
+        cache = getattr(part, "past_key_values", part)
+        if isinstance(cache, Cache) and traced.known is not None:
+            note(cache, traced.known)
+
+
+def mask(arguments: dict[str, Any]) -> BatchMask:
+    """The mask of a forward that is traced."""
+    given = arguments.get("attention_mask")
+    return given if isinstance(given, BatchMask) else BatchMask(None, arguments)
+
+
+def current(position_map: PositionMap) -> Traced | None:
+    """The innermost forward that is traced under ``position_map``."""
+    for traced in reversed(here.traced):
+        if traced.map is position_map:
+            return traced
+    return None
+
+
+class Slots(NamedTuple):
+    """The tokens of a forward among all slots that its layers will see.
+
+    Args:
+        rows: batch size.
+        tokens: of this forward.
+        filled: slots that had a token before: a tensor without dimensions, or 0.
+        room: all slots.
+        cache: may be None.
+        known: what a static cache knows of its keys.
+    """
+
+    rows: int
+    tokens: int
+    filled: torch.Tensor | int
+    room: int
+    cache: Cache | None = None
+    known: KeyPositions | None = None
+
+
+def _understood(
+    position_map: PositionMap, decoder: nn.Module, given: dict[str, Any]
+) -> Traced | None:
+    """The forward in tensors; None: it cannot be said in them."""
+    if position_map.encoding is not None or position_map.layers is not None:
+        return None
+    if position_map.local_too or here.look is not None:
+        return None
+    if given.get("output_attentions") or given.get("cache") is not None:
+        return None
+    trains = torch.is_grad_enabled() and decoder.training
+    if trains and any(getattr(m, "gradient_checkpointing", False) for m in decoder.modules()):
+        return None  # it runs layers again after the forward
+    tokens = given.get("input_ids")
+    tokens = given.get("inputs_embeds") if tokens is None else tokens
+    cache = given.get("past_key_values")
+    slots = _slots(position_map, cache, *tokens.shape[:2])
+    if slots is None:
+        return None
+    mask, positions = given.get("attention_mask"), given.get("position_ids")
+    if isinstance(mask, dict):  # one for each kind of layer, made before the forward
+        if "full_attention" not in mask:
+            return None
+        mask = mask["full_attention"]
+    padding = mask.valid if isinstance(mask, BatchMask) else mask
+    if padding is not None and (padding.ndim != 2 or padding.dtype.is_floating_point):
+        return None
+    fresh = isinstance(slots.filled, int)
+    regular = fresh and mask is None and positions is None
+    if not regular:
+        # Positions without a mask may be those of several documents; others, of several axes.
+        if (cache is None and mask is None) or (positions is not None and positions.ndim > 2):
+            return None
+        if slots.tokens > placed.FEW and torch.is_grad_enabled():
+            return None
+    return Traced(position_map, slots, padding, regular)
+
+
+def _slots(position_map: PositionMap, cache: Any, rows: int, tokens: int) -> Slots | None:
+    if cache is None:
+        return Slots(rows, tokens, 0, tokens)
+    if not isinstance(cache, Cache) or cache.offloading:
+        return None
+    layer = whole(cache)
+    if layer is None:
+        length = cache.get_seq_length()
+        empty = isinstance(length, int) and length == 0
+        return Slots(rows, tokens, 0, tokens, cache) if empty else None
+    known, room = kept(cache), layer.max_cache_len
+    if known is None:
+        return None if layer.is_initialized else Slots(rows, tokens, 0, room, cache)
+    if known.key != position_map.key or tuple(known.positions.shape) != (rows, room):
+        return None
+    # A copy, since the layers count on.
+    filled = layer.cumulative_length.clone() if layer.is_initialized else 0
+    return Slots(rows, tokens, filled, room, cache, known)
+
+
+class Traced:
+    """One forward of the decoder, with everything that depends on the sequence in tensors.
+
+    Args:
+        position_map: in force.
+        slots: where its tokens go.
+        mask: ``[rows, slots]``, zero where there is no token; None: no padding.
+        regular: the tokens are the first of their sequences, one after the other.
+    """
+
+    def __init__(
+        self,
+        position_map: PositionMap,
+        slots: Slots,
+        mask: torch.Tensor | None,
+        regular: bool,
+    ) -> None:
+        self.map, self.regular = position_map, regular
+        self.rows, self.tokens, self.filled, self.room, self.cache, self.known = slots
+        self.padding: torch.Tensor | None = None
+        if mask is not None:
+            self.padding = nn.functional.pad(mask != 0, (0, self.room - mask.shape[1]))
+        self.query: torch.Tensor | None = None  # t of the queries, [rows or 1, tokens]
+        self.key: torch.Tensor | None = None  # t of all slots
+        self.real: torch.Tensor | None = None  # slots with a token, [rows or 1, room]
+        self.visible: torch.Tensor | None = None  # of few queries, [rows or 1, tokens, room]
+        self._made: dict[Any, Any] = {}
+
+    def locate(self, positions: torch.Tensor) -> None:
+        """Take note of the position ids that the model itself uses."""
+        if self.query is not None:
+            return
+        if positions.ndim == 3:  # all axes alike, since none were given
+            positions = positions[0]
+        positions = positions.reshape(-1, positions.shape[-1]).long()
+        device = positions.device
+        own = torch.arange(self.tokens, device=device)
+        places = self._log(positions, own)
+        if self.regular:
+            self.query = self.key = own[None]
+            return
+        slots = torch.arange(self.room, device=device)
+        self.real = (slots < self.filled + self.tokens)[None]
+        origin = places[:, :1]
+        if self.padding is not None:
+            padding = self.padding.to(device)
+            self.real = self.real & padding
+            origin = places.gather(1, padding.int().argmax(1, keepdim=True))
+        self.query, self.key = positions - origin, places - origin
+        if self.tokens <= placed.FEW:
+            self.visible = (slots <= (self.filled + own)[:, None]) & self.real[:, None]
+            future = self.visible & (self.key[:, None] > self.query[:, :, None])
+            torch._assert_async(~future.any(), placed.BACK)
+
+    def _log(self, positions: torch.Tensor, own: torch.Tensor) -> torch.Tensor:
+        """Positions of all slots, after the new ones were written on a static cache."""
+        if self.cache is None or whole(self.cache) is None:
+            self.known = KeyPositions(self.map.key, positions)
+            return positions
+        if self.known is None:
+            empty = torch.zeros(self.rows, self.room, dtype=torch.long, device=positions.device)
+            self.known = KeyPositions(self.map.key, empty)
+        places = self.known.positions
+        places.index_copy_(1, self.filled + own, positions.expand(self.rows, -1))
+        return places
+
+    def embeddings(self, site: RotarySite, like: Any) -> Any:
+        """Cosine and sine with which the model turns its queries and keys."""
+        return stored_rotation(self.map, site, self.query, like)
+
+    def dense(self, mask: BatchMask) -> torch.Tensor | None:
+        """The mask of a layer that stays as it was; None: plainly causal."""
+        if mask.made is not None:
+            return mask.made
+        return sdpa_mask(**{**mask.arguments, "q_offset": self.filled})
+
+    def attend(
+        self,
+        turned: Turned,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        call: Call,
+    ) -> torch.Tensor:
+        """``[rows, heads, queries, columns of value]``."""
+        dtype = torch.float64 if query.dtype == torch.float64 else torch.float32
+        heat = self._heat(dtype)
+        if heat is not None:
+            query = (query * heat).to(query.dtype)
+        if self.regular:
+            key, value = key[:, :, : self.tokens], value[:, :, : self.tokens]
+            bands = self._bands(turned, dtype)
+            bands = [TurnedBand(band.geometry, _row(band.query), _row(band.key)) for band in bands]
+            call = _with(call, bands)
+            return attention.attend(query, key, value, call, self.map.kernel)
+        if self.tokens > placed.FEW:
+            return placed.attend_many(
+                query,
+                key,
+                value,
+                _with(call, self._bands(turned, dtype)),
+                self.key,
+                self.real,
+                torch.as_tensor(self.filled),
+                self.map.kernel,
+            )
+        parts, shown = self._parts(turned, dtype)
+        return placed.attend_few(query, key, value, call, parts, shown)
+
+    def _heat(self, dtype: torch.dtype) -> torch.Tensor | None:
+        """What multiplies the queries, ``[rows or 1, 1, queries, 1]``."""
+        if ("heat", dtype) not in self._made:
+            made = self.map.temperature(self.query, dtype)
+            self._made["heat", dtype] = None if made is None else made[:, None, :, None]
+        return self._made["heat", dtype]
+
+    def _bands(self, turned: Turned, dtype: torch.dtype) -> list[TurnedBand]:
+        """The bands, with turns of ``[rows or 1, tokens, pairs]``."""
+        if (turned.number, dtype) not in self._made:
+            self._made[turned.number, dtype] = [
+                TurnedBand(seen, of_query.at(self.query, dtype), of_key.at(self.key, dtype))
+                for seen, of_query, of_key in turned.turns
+            ]
+        return self._made[turned.number, dtype]
+
+    def _parts(self, turned: Turned, dtype: torch.dtype) -> tuple[list[placed.Part], torch.Tensor]:
+        """The bands of few queries, and which keys they show."""
+        if (turned.number, dtype) in self._made:
+            return self._made[turned.number, dtype]
+        whole_parts, near_parts, shown = [], [], None
+        for geometry, of_query, of_key in turned.turns:
+            seen = geometry.sees(self.query[:, :, None], self.key[:, None]) & self.visible
+            shown = seen if shown is None else shown | seen
+            slots, at = self._slots(geometry, of_key), self.key
+            if slots is not None:
+                at = at.expand(len(slots), -1) if len(at) == 1 else at
+                slots = slots.expand(len(at), -1)
+                at = at.gather(1, slots)
+                seen = seen.expand(len(slots), -1, -1)
+                seen = seen.gather(2, slots[:, None].expand(-1, self.tokens, -1))
+            by = (of_query.at(self.query, dtype), of_key.at(at, dtype))
+            part = placed.Part(seen, _apart(by[0]), _apart(by[1]), slots)
+            (whole_parts if slots is None else near_parts).append(part)
+        self._made[turned.number, dtype] = whole_parts + near_parts, shown
+        return self._made[turned.number, dtype]
+
+    def _slots(self, geometry: Geometry, of_key: Turns) -> torch.Tensor | None:
+        """The slots in which the keys of a band lie, if they are few and must be turned.
+
+        A token is at least as far from another by position as by slot.
+        """
+        if of_key.idle:
+            return None
+        if isinstance(geometry, Distance) and geometry.last is not None:
+            count = geometry.last + self.tokens - 1
+            if count >= self.room:
+                return None
+            end = torch.as_tensor(self.filled + self.tokens, device=self.query.device)
+            first = (end - count).clamp(min=0)
+            return (first + torch.arange(count, device=self.query.device))[None]
+        if isinstance(geometry, Sinks) and geometry.count < self.room:
+            first = torch.zeros(1, 1, dtype=torch.long, device=self.query.device)
+            if self.padding is not None:
+                first = self.padding.to(self.query.device).int().argmax(1, keepdim=True)
+            slots = first + torch.arange(geometry.count, device=self.query.device)
+            return slots.clamp(max=self.room - 1)
+        return None
+
+
+def _row(turn: Turn) -> Turn:
+    return turn and (turn[0][0], turn[1][0])
+
+
+def _apart(turn: Turn) -> Turn:
+    """For every head."""
+    return turn and (turn[0][:, None], turn[1][:, None])
+
+
+def _with(call: Call, bands: list[TurnedBand]) -> Call:
+    return Call(bands, call.pairs, call.scale, softcap=call.softcap, sinks=call.sinks)

@@ -1,0 +1,103 @@
+"""Methods that follow sequences in a graph: in decoding what the cache holds, else every length."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch._dynamo.utils import counters
+from transformers import CompileConfig, StaticCache
+
+import rope_ext
+from rope_ext.errors import CacheError
+from rope_ext.rotary.compiled import CompiledSequences
+from rope_ext.under_way import here
+from tests.helpers.models import tiny_llama
+from tests.helpers.positions import EXACT, logits, padded
+
+METHODS: dict[str, dict[str, Any]] = {
+    "dynamic_yarn": {},
+    "dynamic_ntk": {"temperature": "log_n"},
+    "longrope": {"short_factor": [1.0] * 8, "long_factor": [2.0] * 8, "start_tokens": 4},
+    "yarn": {"temperature": "log_n"},
+}
+
+
+def patch(name: str) -> nn.Module:
+    return rope_ext.patch(tiny_llama(num_hidden_layers=1), name, factor=4, **METHODS[name])
+
+
+@pytest.fixture(autouse=True)
+def _fresh() -> None:
+    torch._dynamo.reset()
+    counters.clear()
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_what_a_graph_holds_is_what_the_eager_path_computes(
+    name: str, ids, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Run as it is, without waiting for dynamo: a batch that begins, and tokens that go on."""
+    model = patch(name)
+    tokens, mask, positions = padded([ids[0, :80], ids[1, :50]], "left")
+    given = {"attention_mask": mask, "position_ids": positions}
+    right = logits(model, tokens, **given)
+    one, other = (StaticCache(config=model.config, max_cache_len=160) for _ in range(2))
+    steps = ids[:, :80], ids[:, 80:81], ids[:, 81:82]
+    right_steps = [logits(model, step, past_key_values=one) for step in steps]
+
+    def understood(self: CompiledSequences, decoder: nn.Module, args: tuple, given: dict) -> None:
+        traced = self._understood(decoder, given)
+        assert traced is not None
+        here.followed.append(traced)
+
+    monkeypatch.setattr(CompiledSequences, "begin", understood)
+    model = patch(name)
+    said = logits(model, tokens, **given)
+    torch.testing.assert_close(said[mask.bool()], right[mask.bool()], **EXACT)
+    for step, expected in zip(steps, right_steps, strict=True):
+        torch.testing.assert_close(logits(model, step, past_key_values=other), expected, **EXACT)
+    assert here.followed == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", METHODS)
+def test_generate_with_a_static_cache_compiles_one_graph_for_all_steps(name: str, ids) -> None:
+    model = patch(name)
+    config = CompileConfig(fullgraph=True, backend="eager", mode=None)
+    config._compile_all_devices = True
+    tokens, mask, _ = padded([ids[0, :80], ids[1, :50]], "left")
+    new = {"max_new_tokens": 12, "min_new_tokens": 12, "do_sample": False}
+    given = {"attention_mask": mask, "pad_token_id": 0, **new}
+    right = model.generate(tokens, **given)
+    for _ in range(2):  # the second request finds the graph of the first
+        said = model.generate(tokens, cache_implementation="static", compile_config=config, **given)
+        assert torch.equal(said, right)
+    assert counters["stats"]["unique_graphs"] == 1
+    assert not counters["graph_break"]
+
+
+@pytest.mark.slow
+def test_a_prefill_compiles_whole_and_the_eager_path_goes_on(ids) -> None:
+    model = patch("dynamic_ntk")
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    said, right = [], []
+    for part, results in ((compiled, said), (model, right)):
+        cache = StaticCache(config=model.config, max_cache_len=100)
+        results.append(logits(part, ids[:, :80], past_key_values=cache))
+        results.append(logits(part, ids[:, 80:81], past_key_values=cache))
+        results.append(logits(model, ids[:, 81:84], past_key_values=cache))
+    torch.testing.assert_close(torch.cat(said, 1), torch.cat(right, 1), **EXACT)
+    assert not counters["graph_break"]
+
+
+def test_a_cache_begun_without_the_patch_is_refused_in_a_graph_too(ids) -> None:
+    model = tiny_llama(num_hidden_layers=1)
+    cache = StaticCache(config=model.config, max_cache_len=100)
+    logits(model, ids[:, :10], past_key_values=cache)
+    rope_ext.patch(model, "dynamic_ntk", factor=4)
+    compiled = torch.compile(model, backend="eager")
+    with pytest.raises(CacheError, match="begun before the model was patched"):
+        logits(compiled, ids[:, 10:11], past_key_values=cache)

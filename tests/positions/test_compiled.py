@@ -1,0 +1,171 @@
+"""Forwards that torch.compile traces: everything in tensors, without a break, and the same."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch._dynamo.utils import counters
+from transformers import CompileConfig, StaticCache
+
+from rope_ext.attention import placed
+from rope_ext.errors import UnsupportedModelError
+from rope_ext.position.cache import kept
+from rope_ext.position.install import Installed
+from rope_ext.under_way import here
+from tests.helpers.models import tiny_llama
+from tests.helpers.positions import EXACT, METHODS, decoded, logits, padded, patch
+
+SOME = [  # the others differ in numbers only
+    pytest.param(name, marks=[] if name in ("rerope", "dpe") else [pytest.mark.slow])
+    for name in METHODS
+]
+
+
+@pytest.fixture
+def in_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a graph would hold, run as it is: the same operations, without waiting for dynamo."""
+    monkeypatch.setattr(Installed, "_traceable", lambda self: True)
+
+
+def static(model: nn.Module, room: int = 100) -> StaticCache:
+    return StaticCache(config=model.config, max_cache_len=room)
+
+
+@pytest.mark.parametrize("name", SOME)
+def test_what_a_graph_holds_is_what_the_eager_path_computes(name: str, ids, in_tensors) -> None:
+    """Prefill, a chunk, a few tokens, one at a time; between them forwards that are not traced."""
+    model, steps = patch(tiny_llama(num_hidden_layers=1), name), [40, 30, 5, *[1] * 5]
+    ids = ids[:, : sum(steps)]
+    right = logits(model, ids)
+    torch.testing.assert_close(decoded(model, ids, steps, static(model)), right, **EXACT)
+    cache, said = static(model), []
+    pieces = ids.split(steps, dim=1)
+    for number, piece in enumerate(pieces):
+        with pytest.MonkeyPatch.context() as patched:
+            patched.setattr(Installed, "_traceable", lambda self, turn=number % 3: turn > 0)
+            said.append(logits(model, piece, past_key_values=cache))
+    torch.testing.assert_close(torch.cat(said, 1), right, **EXACT)
+    assert here.traced == here.positions == []
+
+
+@pytest.mark.parametrize("name", SOME)
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_padding_in_tensors(name: str, side: str, ids, in_tensors) -> None:
+    model = patch(tiny_llama(num_hidden_layers=1), name)
+    rows = [ids[0, :55], ids[1, :44]]
+    tokens, mask, positions = padded(rows, side)
+    steps = [55] if side == "right" else [20, 30, *[1] * 5]
+    cache, said, done = static(model), [], 0
+    for step in steps:
+        part = slice(done, done + step)
+        done += step
+        said.append(
+            logits(
+                model,
+                tokens[:, part],
+                attention_mask=mask[:, :done],
+                position_ids=positions[:, part],
+                past_key_values=cache,
+            )
+        )
+    said = torch.cat(said, 1)
+    for row, one in enumerate(rows):
+        real = mask[row].bool()
+        torch.testing.assert_close(said[row][real], logits(model, one[None])[0], **EXACT)
+
+
+def test_the_positions_of_a_static_cache_stay_at_one_address(ids) -> None:
+    model, cache = patch(tiny_llama()), static(tiny_llama())
+    addresses = set()
+    for piece in ids.split([40, 30, 1, 1, 18], dim=1):
+        logits(model, piece, past_key_values=cache)
+        addresses.add((kept(cache).positions.data_ptr(), kept(cache).positions.shape))
+    assert len(addresses) == 1
+    cache.reset()
+    right = logits(model, ids[:, :30])
+    torch.testing.assert_close(logits(model, ids[:, :30], past_key_values=cache), right, **EXACT)
+    assert kept(cache).positions.data_ptr() == addresses.pop()[0]
+
+
+@pytest.mark.parametrize("tokens", [30, 4])
+def test_positions_that_go_back_are_refused_when_the_graph_runs(tokens: int, ids, in_tensors):
+    model, cache = patch(tiny_llama()), static(tiny_llama())
+    logits(model, ids[:, :40], past_key_values=cache)
+    positions = torch.arange(tokens)[None]
+    with pytest.raises((UnsupportedModelError, RuntimeError), match="go back within one row"):
+        logits(model, ids[:, :tokens], past_key_values=cache, position_ids=positions)
+    assert here.traced == []
+
+
+@pytest.mark.slow
+def test_the_operator_keeps_what_torch_asks_of_one() -> None:
+    make = torch.Generator().manual_seed(0)
+    query, key, value = (torch.randn(2, heads, 8, 4, generator=make) for heads in (4, 2, 2))
+    places, real = torch.arange(8)[None], torch.ones(1, 8, dtype=torch.bool)
+    plan = [1, 0, 0, 2**62, 0, 0, 1, 0, 2, 1, 1, 2, 4, 1]  # all keys, nothing turned
+    given = (query, key, value, None, [], plan, places, real, torch.tensor(0), 0.5, None, "auto")
+    torch.library.opcheck(placed._placed, given)
+
+
+# --- with dynamo ---------------------------------------------------------------------------------
+
+
+def whole(backend: str = "eager") -> CompileConfig:
+    config = CompileConfig(fullgraph=True, backend=backend, mode=None)
+    config._compile_all_devices = True
+    return config
+
+
+def graphs() -> int:
+    return counters["stats"]["unique_graphs"]
+
+
+@pytest.fixture(autouse=True)
+def _fresh() -> None:
+    torch._dynamo.reset()
+    counters.clear()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", METHODS)
+def test_generate_with_a_static_cache_compiles_one_graph_for_all_steps(name: str, ids) -> None:
+    model = patch(tiny_llama(num_hidden_layers=1), name)
+    tokens, mask, _ = padded([ids[0, :60], ids[1, :49]], "left")
+    new: dict[str, Any] = {"max_new_tokens": 12, "min_new_tokens": 12, "do_sample": False}
+    given = {"attention_mask": mask, "pad_token_id": 0, **new}
+    right = model.generate(tokens, **given)
+    for _ in range(2):  # the second request finds the graph of the first
+        said = model.generate(
+            tokens, cache_implementation="static", compile_config=whole(), **given
+        )
+        assert torch.equal(said, right)
+    assert graphs() == 1
+    assert not counters["graph_break"]
+
+
+@pytest.mark.slow
+def test_prefill_and_decoding_compile_whole(ids) -> None:
+    model = patch(tiny_llama(num_hidden_layers=1), "dual_chunk")
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    right = logits(model, ids)
+    torch.testing.assert_close(logits(compiled, ids), right, **EXACT)
+    for graphs_by_then in (4, 4):  # an empty cache of the model's, of one's own, a chunk, a token
+        steps = [40, 30, *[1] * 20]
+        said = decoded(compiled, ids, steps, static(model))
+        torch.testing.assert_close(said, right, **EXACT)
+        assert graphs() == graphs_by_then
+    assert not counters["graph_break"]
+
+
+@pytest.mark.slow
+def test_inductor_decodes_in_one_graph(ids) -> None:
+    model = patch(tiny_llama(num_hidden_layers=1), "rerope")
+    right = logits(model, ids[:, :60])
+    compiled, cache = torch.compile(model, fullgraph=True), static(model)
+    said = [logits(model, ids[:, :50], past_key_values=cache)]
+    said += [logits(compiled, ids[:, i : i + 1], past_key_values=cache) for i in range(50, 60)]
+    torch.testing.assert_close(torch.cat(said, 1), right, **EXACT)
+    assert graphs() == 1

@@ -5,8 +5,8 @@ BIN := $(VENV)/bin
 CHECKPOINTS := tiny-512 tiny-bytes-512
 export TOKENIZERS_PARALLELISM = false
 
-.PHONY: demo docs engine-sources finetune finetune-methods test test-all lint coverage checkpoint clean
-.PHONY: $(CHECKPOINTS:%=demo-%) $(CHECKPOINTS:%=finetune-%)
+.PHONY: demo docs engine-sources finetune finetune-methods laboratory test test-all lint coverage checkpoint clean
+.PHONY: surgery $(CHECKPOINTS:%=demo-%) $(CHECKPOINTS:%=finetune-%) $(CHECKPOINTS:%=surgery-%)
 
 # torch first and by version: a plain `torch` may pull gigabytes of CUDA packages.
 $(VENV)/installed: pyproject.toml constraints.txt
@@ -61,6 +61,20 @@ finetune-methods: $(VENV)/installed ## other methods, as `make finetune` trains 
 		--per_device_train_batch_size 2 --output_dir $$run; \
 	test -e $$run/merged || $(BIN)/python recipes/merge.py $$run --output $$run/merged; \
 	$(REPORT) --model $$run/merged --method none --lengths 512,4k --trials 8 --output $$run/report
+
+surgery: $(CHECKPOINTS:%=surgery-%) ## their rotation dropped or swapped, beside YaRN (hours)
+surgery-tiny-bytes-512: runs/django/train.jsonl
+$(CHECKPOINTS:%=surgery-%): surgery-%: $(VENV)/installed
+	$(BIN)/python -m recipes.surgery $*
+
+PROCESSES ?= 2
+SMALL := --encodings rope,rope_25,nope,alibi,t5 --length 64 --batch 8 --steps 250 --rows 16
+
+# One thread each: cells are shared out to processes, and their threads would spin for the cores.
+laboratory: $(VENV)/installed ## encodings trained from scratch and compared, a small run (10 minutes)
+	OMP_NUM_THREADS=1 $(BIN)/accelerate launch --config_file recipes/accelerate/ddp.yaml \
+		--num_processes $(PROCESSES) -m recipes.laboratory --device cpu $(SMALL) \
+		--output runs/laboratory-small --resume
 
 # Two workers with two threads each would spin against each other on two cores.
 test test-all: export OMP_NUM_THREADS = 1

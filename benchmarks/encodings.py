@@ -20,6 +20,7 @@ from benchmarks import measuring
 from benchmarks.measuring import NATIVE, Attend, prefill, show
 from rope_ext import attention
 from rope_ext.attention import Call, Pairs, TurnedBand
+from rope_ext.encodings import Encoding, Heads, NoPE
 from rope_ext.methods import Rope, all_encodings, build_method
 from rope_ext.methods.geometry import Distance
 from rope_ext.position.bias import DistanceBias
@@ -27,13 +28,17 @@ from rope_ext.position.bias import DistanceBias
 MATRIX = "matrix (alibi)"
 MATRIX_MOST = 8192
 """Tokens up to which the matrix fits into memory beside its gradient."""
+BLOCKS = ("dape", "cope")
+"""Encodings whose logits are made in blocks, which takes several times as long."""
+BLOCKS_MOST = 4096
+"""Tokens up to which they are measured."""
 _NO_PAIRS = Pairs(slice(0, 0), slice(0, 0))
 _ROPE = Rope.geometric(1e4, 64, 512)
 
 
 def bias_of(name: str, heads: int) -> DistanceBias:
     torch.manual_seed(0)
-    return DistanceBias(build_method(name), heads, _ROPE, torch.empty(0))
+    return DistanceBias(build_method(name), Heads(heads, 64, 64), _ROPE, torch.empty(0))
 
 
 def attend(
@@ -52,20 +57,27 @@ def attend(
         def whole() -> torch.Tensor:
             at = torch.arange(tokens)
             apart = at[:, None] - at
-            matrix = make()[:, apart.clamp(min=0)].masked_fill_(apart < 0, -torch.inf)
+            matrix = make().bias[:, apart.clamp(min=0)].masked_fill_(apart < 0, -torch.inf)
             return plain(attn_mask=matrix[None])
 
         return whole
     band = [TurnedBand(Distance(0, None), None, None)]
 
     def run() -> torch.Tensor:
-        return attention.attend(query, key, value, Call(band, _NO_PAIRS, scale, bias=make()))
+        call = Call(band, _NO_PAIRS, scale, **make()._asdict())
+        return attention.attend(query, key, value, call)
 
     return run
 
 
 def variants(length: int) -> dict[str, Attend]:
-    names = [NATIVE, *(cls.name for cls in all_encodings())]
+    adding = (
+        cls.name
+        for cls in all_encodings()
+        if cls.bias is not Encoding.bias or cls.scores is not Encoding.scores
+        if cls.name not in BLOCKS or length <= BLOCKS_MOST
+    )
+    names = [NATIVE, NoPE.name, *adding]
     names += [MATRIX] if length <= MATRIX_MOST else []
     return {name: functools.partial(attend, name) for name in names}
 

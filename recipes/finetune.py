@@ -106,7 +106,10 @@ def check(recipe: Recipe, args: TrainingArguments) -> Plan:
             f"is {target} tokens; give a shorter --length, such as the trained {trained}, or "
             f"--positions consecutive"
         )
-    if scheme == "consecutive" and not trained < recipe.length <= target:
+    method = method_of(recipe)
+    # An encoding is new to the model at any length; DroPE trains at its own.
+    own = method is not None and method.works_within and recipe.length == trained
+    if scheme == "consecutive" and not own and not trained < recipe.length <= target:
         raise OptionError(
             f"--length {recipe.length} must be longer than the trained {trained} tokens and at "
             f"most the target of {target}; give --positions pose to train on short rows, or "
@@ -166,6 +169,7 @@ def _extend(recipe: Recipe, model: Any, meta: bool) -> Any:
             model,
             method,
             sliding_layers=recipe.sliding_layers,
+            layers=recipe.layers,
             compose=recipe.compose,
             original_max_position_embeddings=recipe.original_max_position_embeddings,
         )

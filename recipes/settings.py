@@ -62,6 +62,7 @@ class Recipe:
         None, "Trained length, if the model's configuration does not say it rightly."
     )
     sliding_layers: str = _option("auto", "auto, keep or scale; see rope_ext.patch.")
+    layers: str | None = _option(None, 'Those that are patched, such as "every 4th".')
     compose: bool = _option(False, "Patch on top of the checkpoint's own scaling.")
     dtype: str = _option("float32", "In which weights are held: float32 or bfloat16.")
     attn: str | None = _option(None, "Attention implementation of transformers.")

@@ -499,9 +499,10 @@ def plot(
     """Draw what methods change, one line each beside the unpatched model.
 
     spectrum: frequency of every rotary pair. angles: the largest angle of every pair, and those
-    of training. decay: q.k of constant vectors by distance. distances: those that position
-    methods put in place of the real ones. Over a text: weighted-decay: q.k of the model's own mean
-    queries and keys by distance. attention: where the last 256 tokens look, by distance.
+    of training. decay: q.k of constant vectors by distance; of encodings, what they add to logits,
+    as it begins or, of a model that was saved under one, as it was learned. distances: those that
+    position methods put in place of the real ones. Over a text: weighted-decay: q.k of the model's
+    own mean queries and keys by distance. attention: where the last 256 tokens look, by distance.
     """
     with clean_errors():
         from rope_ext.measure.systems import checked_methods
@@ -572,3 +573,5 @@ def show_methods() -> None:
     console.print("Options without a value must be given.", style="dim")
     names = ", ".join(cls.name for cls in all_encodings())
     console.print(f"In the rotation's place, by the same patch: {names}.", style="dim")
+    names = ", ".join(cls.name for cls in all_encodings() if cls.adds())
+    console.print(f"Beside a rotation that stays, by bias=: {names}.", style="dim")

@@ -30,7 +30,6 @@ from transformers.utils import (
     cached_file,
 )
 
-from rope_ext.encodings import Encoding
 from rope_ext.errors import (
     AdapterError,
     LoadError,
@@ -40,7 +39,8 @@ from rope_ext.errors import (
     first_line,
 )
 from rope_ext.patching import Patch, current_patch, patch
-from rope_ext.position.bias import NAME, learned
+from rope_ext.position import bias, inputs
+from rope_ext.position.bias import learned
 from rope_ext.record import FIELD, Record
 from rope_ext.rotary.sites import RotarySite, find_sites, text_decoder
 from rope_ext.saving import configuration
@@ -563,11 +563,11 @@ def _variant(name: str, variant: str | None) -> str:
 @contextmanager
 def _expecting_learned(cls: type, record: Record | None) -> Iterator[None]:
     """Keeps transformers from reporting what an encoding has learned as unexpected."""
-    if record is None or not isinstance(record.method, Encoding) or not hasattr(cls, _IGNORED):
+    if record is None or record.encoding is None or not hasattr(cls, _IGNORED):
         yield
         return
     before = getattr(cls, _IGNORED)
-    setattr(cls, _IGNORED, [*(before or ()), rf"\.{NAME}\."])
+    setattr(cls, _IGNORED, [*(before or ()), rf"(^|\.)({bias.NAME}|{inputs.NAME})\."])
     try:
         yield
     finally:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from rope_ext.encodings import Encoding
 from rope_ext.errors import OptionError
-from rope_ext.methods import FrequencyMethod, Method
+from rope_ext.methods import FrequencyMethod, Method, all_encodings, method_class
 from rope_ext.methods.rope import MOST_TOKENS, whole_number
 
 SlidingLayers = Literal["auto", "keep", "scale"]
@@ -22,6 +25,8 @@ class Options:
     """
 
     frequency: FrequencyMethod | None = None
+    bias: Encoding | None = None
+    layers: tuple[int, ...] | str | None = None
     kernel: Literal["auto", "flash", "flex", "reference"] = "auto"
     compose: bool = False
     sliding_layers: SlidingLayers = "auto"
@@ -33,6 +38,10 @@ class Options:
         self._require("kernel", "auto", "flash", "flex", "reference")
         self._require("sliding_layers", "auto", "keep", "scale")
         self._require("precise", "auto", True, False)
+        if self.bias is not None:
+            object.__setattr__(self, "bias", _bias(self.bias))
+        if self.layers is not None:
+            object.__setattr__(self, "layers", _layers(self.layers))
         given = self.original_max_position_embeddings
         if given is None:
             return
@@ -45,7 +54,8 @@ class Options:
         object.__setattr__(self, "original_max_position_embeddings", length)
 
     def check(self, method: Method) -> None:
-        """Raise OptionError where ``frequency`` cannot go under ``method``."""
+        """Raise OptionError where these and ``method`` do not go together."""
+        self._check_attention(method)
         under = self.frequency
         if under is None:
             return
@@ -76,6 +86,39 @@ class Options:
                 f"{method.name} changes; leave start_tokens out"
             )
 
+    def _check_attention(self, method: Method) -> None:
+        """Raise OptionError where ``bias`` or ``layers`` cannot go with ``method``."""
+        if self.bias is not None and method.kind == "encoding":
+            raise OptionError(
+                f"{method.name} takes the place of the rotation, and bias={self.bias.name!r} is "
+                f"added to one that stays; leave bias out, or patch with 'rope' or 'yarn'"
+            )
+        numbers = (method.temperature, method.attention_factor)
+        idle = method.kind == "rotation" and numbers == (None, None)
+        if idle and self.bias is None and self.frequency is None:
+            raise OptionError(
+                f"{method.name} leaves the rotation as it was trained, and nothing else is asked "
+                f"for; give bias='alibi' or temperature='log_n', or a method such as 'yarn'"
+            )
+        if self.layers is not None and isinstance(method, Encoding) and method.entered:
+            raise OptionError(
+                f"{method.name} acts in front of the layers, so layers={self.layers!r} cannot "
+                f"choose among them; leave layers out"
+            )
+        given = next((name for name in ("bias", "layers") if getattr(self, name) is not None), None)
+        if given is None or method.kind != "frequency":
+            return
+        if method.adapts:
+            raise OptionError(
+                f"{method.name} changes with the sequence, which {given}= cannot follow; pass "
+                f"length=TOKENS to fix it"
+            )
+        if method.start_tokens:
+            raise OptionError(
+                f"{method.name} with start_tokens={method.start_tokens} cannot have {given}=; "
+                f"leave start_tokens out"
+            )
+
     def recorded(self) -> dict[str, Any]:
         """What a record keeps: all but the tokenizer."""
         names = (field.name for field in dataclasses.fields(self))
@@ -87,3 +130,46 @@ class Options:
             raise OptionError(
                 f"{option}={value!r} is not valid; it must be one of {', '.join(map(repr, valid))}"
             )
+
+
+def _bias(given: Any) -> Encoding:
+    """An encoding that adds to the logits by distance, by name or as itself."""
+    adding = [cls for cls in all_encodings() if cls.adds()]
+    names = ", ".join(repr(cls.name) for cls in adding)
+    cls = method_class(given) if isinstance(given, str) else type(given)
+    if cls not in adding:
+        raise OptionError(
+            f"bias={given!r} is not valid; it must be an encoding that adds to the logits by "
+            f"distance: one of {names}, or an object such as rope_ext.T5(num_buckets=16)"
+        )
+    made = cls() if isinstance(given, str) else given
+    for name, none in (("factor", 1), ("attention_factor", None), ("temperature", None)):
+        value = getattr(made, name)
+        if value != none:
+            raise OptionError(
+                f"{name}={value!r} of bias={made.name!r} means nothing there; give it to the "
+                f"method whose rotation stays"
+            )
+    return made
+
+
+def _layers(given: Any) -> tuple[int, ...] | str:
+    """Numbers of layers, ascending, or "every 4th"."""
+    valid = (
+        "numbers of layers, counted from 0, such as [3, 7, 11] or range(3, 32, 4), or "
+        "'every 4th', which is the same in 32 layers"
+    )
+    fault = ""
+    if isinstance(given, str):
+        every = re.fullmatch(r"every (\d{1,4})(st|nd|rd|th)", given.strip().lower())
+        if every and int(every[1]) > 1:
+            return f"every {int(every[1])}{every[2]}"
+    elif isinstance(given, Sequence) and len(given):
+        numbers = [whole_number(number, minimum=0) for number in given]
+        if None not in numbers and len(set(numbers)) == len(numbers):
+            return tuple(sorted(numbers))
+        twice = next((n for n in numbers if n is not None and numbers.count(n) > 1), None)
+        fault = "" if twice is None else f" ({twice} is there {numbers.count(twice)} times)"
+    elif whole_number(given) is not None:
+        fault = f" (one layer is [{given}])"
+    raise OptionError(f"layers={given!r} is not valid{fault}; it must be {valid}")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import logging
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from rope_ext.apply import APPLY
+from rope_ext.encodings import Encoding
 from rope_ext.errors import (
     AlreadyPatchedError,
     NotPatchedError,
@@ -21,6 +22,7 @@ from rope_ext.errors import (
 )
 from rope_ext.methods import FrequencyMethod, Method, build_method
 from rope_ext.options import Options, SlidingLayers
+from rope_ext.position.bias import give_back, learned
 from rope_ext.record import FIELD, Record
 from rope_ext.rotary.buffers import Changes
 from rope_ext.rotary.sites import Place, RotarySite, chosen_sites, find_sites, text_decoder, unwrap
@@ -95,6 +97,8 @@ def patch(
     method: str | Method = "yarn",
     *,
     frequency: str | FrequencyMethod | None = None,
+    bias: str | Encoding | None = None,
+    layers: str | Sequence[int] | None = None,
     kernel: Literal["auto", "flash", "flex", "reference"] = "auto",
     replace: bool = False,
     compose: bool = False,
@@ -115,9 +119,16 @@ def patch(
         method: name or alias of a method, or a method object such as ``YaRN(factor=4)``.
         frequency: a frequency method under a position method, such as ``NTK(factor=2)``. The
             position method takes the context it extends to for the trained one.
-        kernel: for the attention of position methods: ``"flash"`` on CPUs, ``"flex"`` on GPUs,
-            ``"reference"`` with dense logits; ``"auto"`` chooses.
-        replace: take back an earlier patch first instead of raising.
+        bias: what is added to the logits by distance while the rotation stays: the name of an
+            encoding, such as ``"alibi"``, or an object such as ``T5(num_buckets=16)``. For the
+            rotation as it was trained, patch with ``"rope"``.
+        layers: those that are patched, of the layers that rotate: numbers counted from 0, or
+            ``"every 4th"``, which is 3, 7, 11 and so on. The others keep the trained rotation.
+        kernel: for the attention of position methods, and of others with a bias or ``layers``:
+            ``"flash"`` on CPUs, ``"flex"`` on GPUs, ``"reference"`` with dense logits; ``"auto"``
+            chooses.
+        replace: take back an earlier patch first instead of raising. The same encoding goes on
+            with what it has learned, where shapes agree.
         compose: go on although the checkpoint's own configuration scales its rotary embedding;
             the patch then multiplies what is there.
         sliding_layers: layers with a limited window gain nothing. ``"auto"`` leaves them alone
@@ -143,6 +154,8 @@ def patch(
     method = _method(method, options)
     keywords = Options(
         frequency=frequency,
+        bias=bias,
+        layers=layers,
         kernel=kernel,
         compose=compose,
         sliding_layers=sliding_layers,
@@ -158,6 +171,7 @@ def patch(
             f"this model is patched with {earlier.method}; call rope_ext.unpatch(model) first, or "
             f"pass replace=True"
         )
+    values = learned(decoder)
     if earlier is not None:
         unpatch(model)
     try:
@@ -165,8 +179,11 @@ def patch(
     except BaseException:
         if earlier is not None:  # a refused replacement leaves the model as it was
             _patch(unwrap(model), decoder, earlier.record.method, earlier.options)
+            give_back(decoder, values)
         raise
     state = decoder.__dict__[_STATE]
+    if earlier is not None and type(state.record.encoding) is type(earlier.record.encoding):
+        give_back(decoder, values)
     prefix = "sequences: " if state.native else "saving: "  # what plain transformers does otherwise
     for note in (note.removeprefix(prefix) for note in state.notes if note.startswith(prefix)):
         _logger.warning("rope_ext: %s on %s: %s", method.name, type(decoder).__name__, note)
@@ -213,7 +230,7 @@ def patched(model: Model, method: str | Method = "yarn", **kwargs: Any) -> Itera
     """
     decoder = text_decoder(model)
     with _lock, configuration.quieted(_logger, logging.ERROR):  # it is not there to be saved
-        earlier = decoder.__dict__.get(_STATE)
+        earlier, values = decoder.__dict__.get(_STATE), learned(decoder)
         patch(model, method, **kwargs)
     try:
         yield model
@@ -223,6 +240,7 @@ def patched(model: Model, method: str | Method = "yarn", **kwargs: Any) -> Itera
                 unpatch(model)
             if earlier is not None:
                 _patch(unwrap(model), decoder, earlier.record.method, earlier.options)
+                give_back(decoder, values)
 
 
 def current_patch(model: nn.Module) -> Patch | None:

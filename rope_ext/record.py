@@ -8,13 +8,14 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
+from rope_ext.encodings import Encoding
 from rope_ext.errors import RecordError
 from rope_ext.methods import FrequencyMethod, Method, build_method
 from rope_ext.methods.rope import MOST_TOKENS
 from rope_ext.methods.temperature import Constant, Temperature
 from rope_ext.options import Options
 
-VERSION = 2
+VERSION = 3
 FIELD = "rope_ext"
 """Field of a configuration that holds a record."""
 
@@ -60,6 +61,11 @@ class Record:
     plain: bool
     config: Mapping[str, Any]
 
+    @property
+    def encoding(self) -> Encoding | None:
+        """What adds to the logits, the method itself or its bias."""
+        return self.method if isinstance(self.method, Encoding) else self.arguments["bias"]
+
     def to_json(self) -> dict[str, Any]:
         """Plain values."""
         return {
@@ -90,9 +96,11 @@ class Record:
         try:
             if version == 1:
                 data = _with_numbers(data)
-            elif version != VERSION:
+            elif version not in (2, VERSION):
                 raise ValueError(f"its version is {version!r}, not {VERSION}")
             arguments = {name: _from_json(value) for name, value in data["arguments"].items()}
+            if version < VERSION:
+                arguments = {"bias": None, "layers": None, **arguments}
             record = cls(
                 method=_method(data["method"]),
                 resolved=_method(data["resolved"]),
@@ -121,6 +129,8 @@ class Record:
         frequency = self.arguments["frequency"]
         if frequency is not None and not isinstance(frequency, FrequencyMethod):
             raise ValueError(f"frequency={frequency!r} is no frequency method")
+        if not isinstance(self.encoding, (Encoding, type(None))):
+            raise ValueError(f"bias={self.encoding!r} is no encoding")
         for name in ("trained_length", "target_length"):
             value = getattr(self, name)
             if type(value) is not int or not 1 <= value <= MOST_TOKENS:
@@ -221,7 +231,7 @@ def _to_json(value: Any) -> Any:
 
 def _from_json(value: Any) -> Any:
     if not isinstance(value, Mapping):
-        return value
+        return tuple(value) if isinstance(value, list) else value
     return _method(value) if "name" in value else value  # a temperature, which the method reads
 
 
@@ -241,16 +251,18 @@ def _method(data: Any) -> Method:
 
 
 def option_texts(method: Method) -> list[str]:
-    """The options that differ from their defaults, and the factor."""
+    """The options that differ from their defaults; of most methods the factor has none."""
     defaults = {field.name: field.default for field in method.__dataclass_fields__.values()}
     return [
         f"{name}={_text(value)}"
         for name, value in method.options().items()
-        if name == "factor" or value != defaults[name]
+        if value != defaults[name]
     ]
 
 
 def _text(value: Any) -> str:
+    if isinstance(value, Encoding) and not option_texts(value):
+        return repr(value.name)
     if isinstance(value, Method):
         return f"rope_ext.{type(value).__name__}({', '.join(option_texts(value))})"
     if isinstance(value, Constant):

@@ -478,14 +478,16 @@ def test_compiles_into_one_graph(method, dynamic):
 def test_the_operator_keeps_its_promises():
     """Schema, fake tensors, autograd registration and what AOT dispatch makes of them."""
     learned = torch.linspace(-1, 1, 80).view(4, 20).requires_grad_()
-    for queries, bias in ((300, None), (300, learned), (1, learned)):
+    for queries, bias, merged in ((300, None, 0), (300, learned, 1), (1, learned, 1)):
         _, tensors = graph(queries=queries)
+        before = (torch.rand_like(tensors[0]), torch.rand(tensors[0].shape[:3])) if merged else ()
+        before = [x.requires_grad_() for x in before] or [None, None]
         at = torch.arange(300)
         bands = method_bands("rerope", 50, 8, at[300 - queries :], at)
         plan, tables = flash._pack(Call(bands, HALVES, 0.3))
         torch.library.opcheck(
             torch.ops.rope_ext.bands.default,
-            (*tensors, bias, tables, plan, 0, 0.3),
+            (*tensors, bias, *before, tables, plan, 0, 0.3),
             rtol=1e-4,
             atol=1e-4,
         )

@@ -28,6 +28,8 @@ CHECKPOINTS = {
 class MuonAdamW(torch.optim.Optimizer):
     """Muon (Jordan 2024) for the matrices of the layers, AdamW for everything else.
 
+    What an encoding learns (``rope_ext_...``) is of the second kind: a table is no map of vectors.
+
     torch.optim.Muon orthogonalises in bfloat16, which a CPU without bfloat16 units does some
     thirty times slower than float32; this is the same update in float32, in one optimizer, so
     that Trainer can save and resume it.
@@ -35,8 +37,9 @@ class MuonAdamW(torch.optim.Optimizer):
 
     def __init__(self, model: torch.nn.Module, lr: float) -> None:
         named = list(model.named_parameters())
-        matrix = [p for n, p in named if p.ndim == 2 and ".layers." in n]
-        others = [p for n, p in named if p.ndim != 2 or ".layers." not in n]
+        matrix = [p for n, p in named if p.ndim == 2 and ".layers." in n and "rope_ext_" not in n]
+        kept = {id(p) for p in matrix}
+        others = [p for _, p in named if id(p) not in kept]
         groups = [{"params": matrix, "muon": True}, {"params": others, "muon": False, "lr": lr / 6}]
         super().__init__(groups, {"lr": lr})
 
@@ -44,6 +47,8 @@ class MuonAdamW(torch.optim.Optimizer):
     def step(self, closure: None = None) -> None:
         for group in self.param_groups:
             for p in group["params"]:
+                if p.grad is None:
+                    continue
                 state = self.state[p]
                 if not state:
                     state["step"] = 0

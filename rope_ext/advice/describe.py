@@ -45,8 +45,8 @@ class SiteDescription:
         base: ``rope_theta`` of the checkpoint.
         inv_freq_before, inv_freq_after: radians per token, fastest pair first.
         attention_scaling: number on cosine and sine, now.
-        status: ``"extended"``, ``"extended per sequence"``, ``"positions changed"`` or
-            ``"unchanged"``.
+        status: ``"extended"``, ``"extended per sequence"``, ``"positions changed"``,
+            ``"as trained"`` (with a bias or a temperature) or ``"unchanged"``.
     """
 
     name: str
@@ -172,6 +172,8 @@ def _site(site: RotarySite, patch: Patch | None) -> SiteDescription:
     if patch is not None and site in patch.scaled:
         after, scaling = patch.frequencies_of(site)
         status = "positions changed" if patch.method.attends else "extended"
+        if patch.method.kind == "rotation" and patch.frequencies is None:
+            status = "as trained"
         if patch.method.adapts:
             shown = patch.method.target_length(site.rope)
             status = f"extended per sequence, shown at {shown} tokens"

@@ -15,6 +15,7 @@ APPLY: MappingProxyType[str, Callable[..., Applied]] = MappingProxyType(
         "frequency": frequency.apply,
         "position": position.apply,
         "encoding": position.apply,
+        "rotation": position.apply,
     }
 )
 """By the ``kind`` of a method."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
@@ -77,19 +78,27 @@ def require_scaling(place: Place, method: Method) -> None:
         )
 
 
-def scale_softmax(site: RotarySite, number: float, changes: Changes) -> tuple[str, ...]:
+def scale_softmax(
+    site: RotarySite,
+    number: float,
+    changes: Changes,
+    only: Collection[nn.Module] | None = None,
+) -> tuple[str, ...]:
     """Put a number on cosine and sine into softmax scales, where the checkpoint has its own.
+
+    ``only``: the attention layers that are patched; None: all.
 
     Returns:
         A sentence for ``describe``, if there is anything to say.
     """
-    if not site.baked or number == 1:
+    baked = [module for module in site.baked if only is None or module in only]
+    if not baked or number == 1:
         return ()
-    for module in site.baked:
+    for module in baked:
         changes.replaced.append((module, "scaling", module.scaling))
         module.scaling = module.scaling * number**2
     return (
-        f"attention_factor: {number:.4g}, by its square in the softmax scale of {len(site.baked)} "
+        f"attention_factor: {number:.4g}, by its square in the softmax scale of {len(baked)} "
         f"layers, where this checkpoint has its own (mscale_all_dim), and not on cosine and sine",
     )
 

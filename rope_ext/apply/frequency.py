@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from rope_ext.apply import position
 from rope_ext.apply.base import Applied, refuse_scaled, require_scaling, scale_softmax, target
 from rope_ext.errors import OptionError, UnsupportedModelError
 from rope_ext.methods import FrequencyMethod
@@ -24,6 +25,8 @@ from rope_ext.saving.rebuild import unsaved, written
 
 def apply(place: Place, method: FrequencyMethod, options: Options, changes: Changes) -> Applied:
     """Put a frequency method in force."""
+    if options.bias is not None or options.layers is not None:
+        return position.turned(place, method, options, changes)
     decoder, scaled = place.decoder, place.scaled
     length = max(method.target_length(site.rope) for site in scaled)
     for site in scaled:
@@ -63,7 +66,8 @@ def apply(place: Place, method: FrequencyMethod, options: Options, changes: Chan
             if site not in scaled and site.module in modules and on_meta:
                 changes.states.append(buffers.complete(site))
     if keep:
-        changes.handles += hooks.keep_native(decoder, list(text_config(decoder).layer_types))
+        local = hooks.local_layers(decoder, text_config(decoder).layer_types)
+        changes.handles += hooks.keep_native(decoder, local)
     per_sequence = method.adapts and not growing and saved.native
     notes = _notes(place, keep, precise, per_sequence)
     for site in scaled:

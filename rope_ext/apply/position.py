@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import dataclass, replace
 
 import torch
 
 from rope_ext.apply.base import Applied, refuse_scaled, require_scaling, scale_softmax, target
-from rope_ext.encodings import Encoding
+from rope_ext.encodings import Encoding, RoPE
 from rope_ext.errors import AlreadyScaledError, UnsupportedModelError
-from rope_ext.methods import PositionMethod, Rope
+from rope_ext.methods import FrequencyMethod, PositionMethod, Rope
 from rope_ext.options import Options
 from rope_ext.position import PositionMap, install
 from rope_ext.rotary import buffers
@@ -23,10 +24,36 @@ _logger = logging.getLogger("rope_ext")
 
 def apply(place: Place, method: PositionMethod, options: Options, changes: Changes) -> Applied:
     """Put a position method in force."""
-    decoder, under = place.decoder, options.frequency
-    rope, label = place.scaled[0].rope, str(method)
+    label = str(method) if options.frequency is None else f"{method} on {options.frequency}"
+    return _apply(place, method, label, options, changes)
+
+
+def turned(place: Place, method: FrequencyMethod, options: Options, changes: Changes) -> Applied:
+    """Put a frequency method in force by attention of this package: in some layers, with a bias."""
+    standing = _Standing(of=method, temperature=method.tempered(place.scaled[0].rope))
+    applied = _apply(place, standing, str(method), replace(options, frequency=method), changes)
+    return replace(applied, method=method)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Standing(RoPE):
+    """A frequency method for those who ask for a position method: every position stays."""
+
+    of: FrequencyMethod
+
+    @property
+    def name(self) -> str:
+        return self.of.name
+
+
+def _apply(
+    place: Place, method: PositionMethod, label: str, options: Options, changes: Changes
+) -> Applied:
+    decoder, under, rope = place.decoder, options.frequency, place.scaled[0].rope
+    for name in ("bias", "layers"):
+        value = getattr(options, name)
+        label += "" if value is None else f", {name}={value}"
     if under is not None:
-        label = f"{method} on {under}"
         rope = Rope(under.inv_freq(rope), rope.base, under.target_length(rope))
     for each in (method, under):
         if each is not None:
@@ -42,9 +69,9 @@ def apply(place: Place, method: PositionMethod, options: Options, changes: Chang
     method = method.resolved(rope)
     precise = length > PRECISE_BEYOND if options.precise == "auto" else options.precise
     local_too = options.sliding_layers == "scale"
-    encoding = method if isinstance(method, Encoding) else None
+    encoding = method if isinstance(method, Encoding) else options.bias
     position_map = PositionMap(
-        method, rope, table, label, precise, options.kernel, local_too, encoding
+        method, rope, table, label, precise, options.kernel, local_too, encoding, options.layers
     )
     installed = install(decoder, position_map)
     changes.parts.append(installed)
@@ -54,7 +81,7 @@ def apply(place: Place, method: PositionMethod, options: Options, changes: Chang
         number = method.attention_scaling(site.rope)
         if under is not None:
             number *= under.attention_scaling(site.rope)
-        notes += scale_softmax(site, number, changes)
+        notes += scale_softmax(site, number, changes, installed.mapped)
     temperature = method.tempered(rope)
     if temperature is not None:
         notes.append(f"temperature: {temperature.formula}, in those attention layers")

@@ -4,13 +4,19 @@ from __future__ import annotations
 
 import torch
 
-from rope_ext.attention import flash, flex, reference
-from rope_ext.attention.call import Call, Pairs, Turn, TurnedBand
+from rope_ext.attention import blocked, fire, flash, flex, reference, relative  # noqa: F401
+from rope_ext.attention.call import Block, Call, Pairs, Scores, Turn, TurnedBand
+from rope_ext.attention.faster import faster
+from rope_ext.encodings.tables import ByTables
+from rope_ext.encodings.transformer_xl import BySinusoid
 from rope_ext.errors import OptionError, nearest
 
-__all__ = ["KERNELS", "Call", "Pairs", "Turn", "TurnedBand", "attend"]
+__all__ = ["KERNELS", "Block", "Call", "Pairs", "Scores", "Turn", "TurnedBand", "attend"]
 
 KERNELS = ("auto", "flash", "flex", "reference")
+
+faster.register(ByTables, relative.by_tables)
+faster.register(BySinusoid, relative.by_sinusoid)
 
 
 def attend(
@@ -34,6 +40,17 @@ def attend(
         raise OptionError(
             f"no attention kernel {kernel!r}{nearest(kernel, KERNELS)}; use one of {KERNELS}"
         )
+    if torch.is_autocast_enabled(device):
+        dtype = torch.get_autocast_dtype(device)
+        query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
+    if call.scores is not None and kernel != "reference":
+        out = faster(call.scores, query, key, value, call)
+        if out is None and kernel != "auto":
+            raise OptionError(
+                f"kernel={kernel!r} cannot have logits as this encoding makes them; use "
+                f"kernel='auto'"
+            )
+        return blocked.attend(query, key, value, call) if out is None else out
     if kernel == "auto":
         kernel = {"cpu": "flash", "cuda": "flex"}.get(device, "reference")
         if kernel == "flash" and (call.softcap is not None or not flash.takes(call)):
@@ -52,8 +69,5 @@ def attend(
     wants_gradient = torch.is_grad_enabled() and any(x.requires_grad for x in (query, key, value))
     if kernel == "flex" and device == "cpu" and wants_gradient:
         raise OptionError("kernel='flex' has no gradients on the CPU; use kernel='flash'")
-    if torch.is_autocast_enabled(device):
-        dtype = torch.get_autocast_dtype(device)
-        query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
     run = {"flash": flash.attend, "flex": flex.attend, "reference": reference.attend_blocked}
     return run[kernel](query, key, value, call)

@@ -11,7 +11,10 @@ from dataclasses import dataclass
 
 import torch
 
+from rope_ext.encodings.scores import Block, Scores
 from rope_ext.methods.geometry import Geometry
+
+__all__ = ["Block", "Call", "Pairs", "Scores", "Turn", "TurnedBand"]
 
 Turn = tuple[torch.Tensor, torch.Tensor] | None
 """Cosine and sine, ``[tokens or 1, pairs]`` each; None turns nothing."""
@@ -81,6 +84,7 @@ class Call:
         sinks: one further logit per head, ``[heads]``, that takes weight and gives no value.
         bias: what every distance adds to the logits, after the soft cap: ``[heads, distances]``,
             float32 or better, from 0 on; the last holds for all that are larger.
+        scores: what makes more of the logits than a bias, after the soft cap, before the bias.
     """
 
     bands: Sequence[TurnedBand]
@@ -91,6 +95,7 @@ class Call:
     softcap: float | None = None
     sinks: torch.Tensor | None = None
     bias: torch.Tensor | None = None
+    scores: Scores | None = None
 
     def warmed(self, query: torch.Tensor) -> torch.Tensor:
         """``query`` times the temperature."""

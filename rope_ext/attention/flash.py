@@ -17,6 +17,9 @@ import torch.nn.functional as F
 from rope_ext.attention.call import Call, Pairs, Turn, TurnedBand
 from rope_ext.methods.geometry import ChunkGap, Distance, Geometry, Sinks
 
+Before = tuple[torch.Tensor, torch.Tensor] | None
+"""Output and log-sum-exp of what rows have attended to already; the latter is finite."""
+
 _kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 _kernel_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
 
@@ -370,18 +373,35 @@ def _wide(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
 
 
-def _attend(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: Call
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Output and log-sum-exp, ``[batch, heads, queries, columns]`` and without columns."""
-    if query.shape[2] == 1:
-        return _decode(query, key, value, call)
+def _begun(query: torch.Tensor, call: Call, before: Before) -> tuple[torch.Tensor, torch.Tensor]:
+    """Output (transposed in memory) and log-sum-exp of what is there before all keys."""
     batch, heads, queries, columns = query.shape
     wide = _wide(query.dtype)
     total = query.new_zeros(batch, queries, heads, columns, dtype=wide).transpose(1, 2)
     lse = query.new_full((batch, heads, queries), -torch.inf, dtype=wide)
-    if call.sinks is not None:  # a key without a value, which is there before all others
-        lse.copy_(call.sinks[:, None])
+    if before is not None:
+        total.copy_(before[0])
+        lse.copy_(before[1])
+    if call.sinks is not None:  # a key without a value
+        sinks = call.sinks[:, None].to(wide)
+        if before is not None:
+            total.mul_(torch.sigmoid(lse - sinks)[..., None])
+        lse = torch.logaddexp(lse, sinks)
+    return total, lse
+
+
+def _attend(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    call: Call,
+    before: Before = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Output and log-sum-exp, ``[batch, heads, queries, columns]`` and without columns."""
+    if query.shape[2] == 1:
+        return _decode(query, key, value, call, before)
+    queries, wide = query.shape[2], _wide(query.dtype)
+    total, lse = _begun(query, call, before)
     q, o, m = _grouped(key, query, total, lse[..., None])
     for region in _regions(call, queries, key.shape[2]):
         rows = [_turned(q, region.band.query, region.rows, call.pairs)]
@@ -410,7 +430,7 @@ def _attend(
 
 
 def _decode(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: Call
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: Call, before: Before
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """:func:`_attend` for a single query, to which every tile is full.
 
@@ -419,11 +439,9 @@ def _decode(
     batch, heads, _, columns = query.shape
     kv_heads, keys = key.shape[1:3]
     wide = _wide(query.dtype)
+    total, lse = (x.unflatten(1, (kv_heads, -1)) for x in _begun(query, call, before))
+    total, lse = total[:, :, :, 0], lse[..., 0]
     query = query.reshape(batch, kv_heads, heads // kv_heads, columns)
-    total = torch.zeros_like(query, dtype=wide)
-    lse = query.new_full(query.shape[:3], -torch.inf, dtype=wide)
-    if call.sinks is not None:
-        lse.copy_(call.sinks.view(kv_heads, -1))
     bias = None
     if call.bias is not None:
         distance = torch.arange(keys - 1, -1, -1).clamp(max=call.bias.shape[1] - 1)
@@ -456,16 +474,19 @@ def _bands(
     value: torch.Tensor,
     sinks: torch.Tensor | None,
     bias: torch.Tensor | None,
+    before: torch.Tensor | None,
+    before_lse: torch.Tensor | None,
     tables: list[torch.Tensor],
     plan: list[int],
     start: int,
     scale: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    return _attend(query, key, value, _unpack(sinks, bias, tables, plan, start, scale))
+    call = _unpack(sinks, bias, tables, plan, start, scale)
+    return _attend(query, key, value, call, None if before is None else (before, before_lse))
 
 
 @_bands.register_fake
-def _(query, key, value, sinks, bias, tables, plan, start, scale):  # noqa: ANN001, ANN202
+def _(query, key, value, *_rest):  # noqa: ANN001, ANN002, ANN202
     batch, heads, queries, columns = query.shape
     out = query.new_empty(batch, queries, heads, columns).transpose(1, 2)
     return out, query.new_empty(batch, heads, queries, dtype=_wide(query.dtype))
@@ -600,31 +621,39 @@ def _(grad, query, key, value, out, lse, bias, learns, *_rest):  # noqa: ANN001,
 
 
 def _setup(ctx: torch.autograd.function.FunctionCtx, inputs: tuple, output: tuple) -> None:
-    query, key, value, sinks, bias, tables, ctx.plan, ctx.start, ctx.scale = inputs
-    ctx.save_for_backward(query, key, value, sinks, bias, *output, *tables)
+    *tensors, tables, ctx.plan, ctx.start, ctx.scale = inputs
+    ctx.save_for_backward(*tensors, *output, *tables)
     ctx.mark_non_differentiable(output[1])
 
 
 def _differentiate(
     ctx: torch.autograd.function.FunctionCtx, grad: torch.Tensor, _grad_lse: torch.Tensor
 ) -> tuple:
-    query, key, value, sinks, bias, out, lse, *tables = ctx.saved_tensors
+    query, key, value, sinks, bias, before, before_lse, out, lse, *tables = ctx.saved_tensors
     learns = ctx.needs_input_grad[4]
     *grads, grad_bias = _bands_backward(
         grad, query, key, value, out, lse, bias, learns, tables, ctx.plan, ctx.start, ctx.scale
     )
-    of_sinks = grad_sinks = None
+    of_sinks = grad_sinks = grad_before = of_before = None
+    wide = lse.dtype
+    delta = None
+    if sinks is not None or before is not None:
+        delta = (grad.to(wide) * out).sum(-1)
     if sinks is not None:
-        wide = lse.dtype
-        weight = torch.exp(sinks.to(wide)[:, None] - lse)
-        of_sinks = -(weight * (grad.to(wide) * out).sum(-1)).sum((0, 2))
+        of_sinks = -(torch.exp(sinks.to(wide)[:, None] - lse) * delta).sum((0, 2))
         grad_sinks = of_sinks.to(sinks.dtype)
+    if before is not None:
+        weight = torch.exp(before_lse - lse)
+        grad_before = (weight[..., None] * grad).to(before.dtype)
+        of_before = weight * ((grad.to(wide) * before).sum(-1) - delta)
     if learns and bias.shape[1] < key.shape[2]:
         # What the logits of a row get sums to zero: the rest is that of the last value.
-        rest = -grad_bias.sum(1)
-        grad_bias[:, -1] += rest if of_sinks is None else rest - of_sinks
+        grad_bias[:, -1] -= grad_bias.sum(1)
+        for other in (of_sinks, None if of_before is None else of_before.sum((0, 2))):
+            grad_bias[:, -1] -= 0 if other is None else other
     grad_bias = grad_bias.to(bias.dtype) if learns else None
-    return *grads, grad_sinks, grad_bias, [None] * len(tables), None, None, None
+    nothing = ([None] * len(tables), None, None, None)
+    return *grads, grad_sinks, grad_bias, grad_before, of_before, *nothing
 
 
 _bands.register_autograd(_differentiate, setup_context=_setup)
@@ -635,8 +664,18 @@ def takes(call: Call) -> bool:
     return call.bias is None or all(isinstance(band.geometry, Distance) for band in call.bands)
 
 
-def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: Call) -> torch.Tensor:
-    """Attention as :class:`Call` has it; soft caps are left to the other kernels."""
+def attend(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    call: Call,
+    before: Before = None,
+) -> torch.Tensor:
+    """Attention as :class:`Call` has it; soft caps are left to the other kernels.
+
+    ``before``: output (``[batch, heads, queries, value_columns]``) and log-sum-exp (without
+    columns) of keys that are in no band, with which those of the bands are merged.
+    """
     columns, value_columns = query.shape[-1], value.shape[-1]
     query = call.warmed(query)
     # The kernel wants heads of one size.
@@ -648,11 +687,14 @@ def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: Ca
     if bias is not None:  # the kernel takes a mask of another type for its own
         bias = bias.to(_wide(query.dtype))
         call = replace(call, bias=bias)
-    inputs = (query, key, value, call.sinks, bias)
+    if before is not None:
+        out, lse = before
+        before = F.pad(out, (0, query.shape[-1] - value_columns)), lse.to(_wide(query.dtype))
+    inputs = (query, key, value, call.sinks, bias, *(before or (None, None)))
     grads = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs)
     if grads or torch.compiler.is_compiling():
         plan, tables = _pack(call)
         out, _ = _bands(*inputs, tables, plan, call.start, call.scale)
     else:  # without what the operator costs in each step of decoding
-        out, _ = _attend(query, key, value, call)
+        out, _ = _attend(query, key, value, call, before)
     return out[..., :value_columns]

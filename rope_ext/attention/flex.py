@@ -39,8 +39,17 @@ def _block_mask(
         return build(seen, None, None, queries, keys, device=device)
 
 
-def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: Call) -> torch.Tensor:
-    """Attention as :class:`Call` has it."""
+def attend(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    call: Call,
+    merged: tuple[torch.Tensor, torch.Tensor] | None = None,
+) -> torch.Tensor:
+    """Attention as :class:`Call` has it.
+
+    ``merged``: output and log-sum-exp of keys that are in no band.
+    """
     before = key.shape[2] - query.shape[2]
 
     def changed(
@@ -77,6 +86,9 @@ def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: Ca
         )
         outs.append(out)
         logs.append(aux.lse.clamp(min=_FLOOR))
+    if merged is not None:
+        outs.append(merged[0].to(outs[0].dtype))
+        logs.append(merged[1].to(logs[0].dtype))
     if call.sinks is not None:
         logs.append(call.sinks.to(logs[0].dtype)[:, None].expand_as(logs[0]))
     weights = torch.stack(logs).softmax(dim=0)[: len(outs), ..., None]

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from rope_ext.attention.call import Call, Turn
+from rope_ext.attention.call import Block, Call, Turn
 
 
 @dataclass(frozen=True, eq=False)
@@ -43,6 +43,13 @@ def weights(
         ``[batch, heads, queries, keys]``, float32 or better. A row sums to one, less what its
         sink takes; it is zero for a query that sees no key.
     """
+    return _weighed(query, key, call, places)[0]
+
+
+def _weighed(
+    query: torch.Tensor, key: torch.Tensor, call: Call, places: Places | None
+) -> tuple[torch.Tensor, Block]:
+    """:func:`weights`, and of what."""
     places = places or Places.following(call, query, key)
     key = key.repeat_interleave(query.shape[1] // key.shape[1], dim=1)
     query = call.warmed(query)
@@ -56,17 +63,21 @@ def weights(
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     if call.softcap is not None:
         logits = call.softcap * torch.tanh(logits / call.softcap)
+    if places.mask is not None:
+        visible = visible & places.mask
+    block = Block(query, key, logits, places.query, places.key, visible, call.scale)
+    if call.scores is not None:
+        with torch.autocast(query.device.type, enabled=False):
+            logits = call.scores.logits(block)
     if call.bias is not None:
         distance = (places.query[:, None] - places.key).clamp(0, call.bias.shape[1] - 1)
         logits = logits + call.bias[:, distance]
-    if places.mask is not None:
-        visible = visible & places.mask
     # The lowest finite number, not -inf: a row without any key has no weights, but no NaN either.
     logits = logits.masked_fill(~visible, torch.finfo(logits.dtype).min)
     if call.sinks is not None:
         column = call.sinks.to(logits.dtype)[:, None, None].expand(*logits.shape[:3], 1)
         logits = torch.cat((logits, column), dim=-1)
-    return logits.softmax(dim=-1)[..., : key.shape[2]] * visible
+    return logits.softmax(dim=-1)[..., : key.shape[2]] * visible, block
 
 
 def attend(
@@ -78,7 +89,13 @@ def attend(
 ) -> torch.Tensor:
     """Attention as :class:`Call` has it, with :func:`weights`."""
     value = value.repeat_interleave(query.shape[1] // value.shape[1], dim=1)
-    return weights(query, key, call, places).to(value.dtype) @ value
+    given, block = _weighed(query, key, call, places)
+    out = given.to(value.dtype) @ value
+    if call.scores is None:
+        return out
+    with torch.autocast(query.device.type, enabled=False):
+        more = call.scores.more(given, block)
+    return out if more is None else out + more.to(out.dtype)
 
 
 def attend_blocked(
@@ -104,7 +121,7 @@ def attend_blocked(
         return by and tuple(rows(table, start, 0) for table in by)
 
     def one(start: int, *tensors: torch.Tensor | None) -> torch.Tensor:
-        query, key, value, temperature, sinks, bias = tensors
+        query, key, value, temperature, sinks, bias, *values = tensors
         mask = places.mask
         return attend(
             rows(query, start, 2),
@@ -116,6 +133,7 @@ def attend_blocked(
                 temperature=None if temperature is None else rows(temperature, start, 0),
                 sinks=sinks,
                 bias=bias,
+                scores=scores and replace(scores, learned=dict(zip(names, values, strict=True))),
             ),
             Places(
                 rows(places.query, start, 0),
@@ -124,7 +142,10 @@ def attend_blocked(
             ),
         )
 
+    scores = call.scores
+    names = () if scores is None else tuple(scores.learned)
     tensors = (query, key, value, call.temperature, call.sinks, call.bias)
+    tensors += tuple(scores.learned[name] for name in names)
     starts = range(0, queries, block)
     if not torch.is_grad_enabled() or not any(x is not None and x.requires_grad for x in tensors):
         return torch.cat([one(start, *tensors) for start in starts], dim=2)

@@ -1,24 +1,35 @@
-"""What an encoding beside the rotation is: nothing turns, and every distance adds to the logits.
+"""What an encoding beside the rotation is: mostly nothing turns, and something else tells places.
 
-    logit_ij = scale * <q_i, k_j> + b_h(i - j)
+    x_t      <- p(x_t, t)                                  in front of the layers
+    logit_ij  = scale * <q_i, k_j> + b_h(i - j)            in each of them
 
 A bias is asked for by distance, ``[heads, distances]``, and never becomes a matrix of queries and
-keys: the kernels read it as a view (:mod:`rope_ext.attention.flash`).
+keys: the kernels read it as a view (:mod:`rope_ext.attention.flash`). What is done in front of
+the layers is in :mod:`rope_ext.encodings.inputs`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, Literal, NamedTuple
 
 import torch
 
+from rope_ext.encodings.scores import Scores
 from rope_ext.methods.geometry import Distance
 from rope_ext.methods.kinds import Band, PositionMethod
 from rope_ext.methods.rope import Rope
 
 Learned = Mapping[str, torch.Tensor]
+
+
+class Heads(NamedTuple):
+    """The queries' heads of a layer: how many, their columns, and those of the values."""
+
+    count: int
+    columns: int
+    value_columns: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,13 +46,37 @@ class Encoding(PositionMethod):
     kind: ClassVar[str] = "encoding"
     works_within: ClassVar[bool] = True
     shared: ClassVar[bool] = False  # what is learned belongs to the model, not to each layer
+    additive: ClassVar[bool] = False  # its scores add the same to whatever queries and keys
+    entered: ClassVar[Literal["first", "every"] | None] = None  # layers whose input it changes
 
     factor: float = 1.0
 
     def bands(self) -> tuple[Band, ...]:
         return (Band(Distance(0, None), 0.0, 0.0),)
 
-    def initial(self, heads: int, rope: Rope) -> dict[str, torch.Tensor]:
+    @classmethod
+    def adds(cls) -> bool:
+        """Whether it adds to logits by where query and key are, and does nothing else to them."""
+        if cls.scores is Encoding.scores:
+            return cls.bias is not Encoding.bias
+        return cls.additive
+
+    def reached(self, rope: Rope) -> int:
+        return self.target_length(rope)  # no distance is an angle that had to be trained
+
+    def phase(self, t: torch.Tensor) -> torch.Tensor | None:
+        """Radians by which every pair of the tokens at ``t`` (float64) turns besides; None: 0."""
+        return None
+
+    def growth(self, pairs: int) -> torch.Tensor | None:
+        """What ``ln`` of a query gains with every token, and that of a key loses.
+
+        Float64, ``[pairs]``, 0 or less: of two tokens, the logit falls with their distance. None:
+        nothing.
+        """
+        return None
+
+    def initial(self, heads: Heads, rope: Rope) -> dict[str, torch.Tensor]:
         """What is learned, by name, as it begins: float32, reproducible by torch's seed."""
         return {}
 
@@ -62,5 +97,12 @@ class Encoding(PositionMethod):
 
         Returns:
             ``[heads, n]``, in the dtype of ``distance``; None: nothing.
+        """
+        return None
+
+    def scores(self, heads: int, rope: Rope, learned: Learned) -> Scores | None:
+        """What changes the logits by more than a bias of the distance; None: nothing does.
+
+        The arguments are those of :meth:`bias`, which is not asked then.
         """
         return None

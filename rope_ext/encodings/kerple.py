@@ -7,7 +7,7 @@ from typing import ClassVar
 
 import torch
 
-from rope_ext.encodings.base import Encoding, Learned
+from rope_ext.encodings.base import Encoding, Heads, Learned
 from rope_ext.methods.registry import register
 from rope_ext.methods.rope import Rope
 
@@ -17,8 +17,8 @@ _LEAST = 0.01
 
 @dataclass(frozen=True, kw_only=True)
 class _Kerple(Encoding):
-    def initial(self, heads: int, rope: Rope) -> dict[str, torch.Tensor]:
-        return {"r1": 2 * torch.rand(heads), "r2": torch.rand(heads)}
+    def initial(self, heads: Heads, rope: Rope) -> dict[str, torch.Tensor]:
+        return {"r1": 2 * torch.rand(heads.count), "r2": torch.rand(heads.count)}
 
     def settles(self, rope: Rope) -> None:
         return None

@@ -8,7 +8,7 @@ from typing import ClassVar
 
 import torch
 
-from rope_ext.encodings.base import Encoding, Learned
+from rope_ext.encodings.base import Encoding, Heads, Learned
 from rope_ext.methods.registry import register
 from rope_ext.methods.rope import Rope
 
@@ -44,8 +44,8 @@ class T5(Encoding):
         exact = self.num_buckets // 2
         self.require("max_distance", self.max_distance > exact, f"more than {exact}")
 
-    def initial(self, heads: int, rope: Rope) -> dict[str, torch.Tensor]:
-        return {"beta": torch.zeros(heads, self.num_buckets)}
+    def initial(self, heads: Heads, rope: Rope) -> dict[str, torch.Tensor]:
+        return {"beta": torch.zeros(heads.count, self.num_buckets)}
 
     def settles(self, rope: Rope) -> int:
         return self.max_distance

@@ -282,6 +282,10 @@ def refuse_positions(state: Patch) -> None:
         )
     if state.method.attends:
         raise Refusal("it has no setting that changes the positions of queries and keys")
+    if state.options.bias is not None:
+        raise Refusal(f"it has no setting that adds a bias ({state.options.bias.name}) to logits")
+    if state.options.layers is not None:
+        raise Refusal("it rotates all layers by the same frequencies; patch without layers=")
     refuse_tempered(state.method, state.scaled[0].rope)
 
 

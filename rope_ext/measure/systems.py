@@ -139,7 +139,7 @@ def _trained_under(record: Record, method: Method) -> bool:
     """Whether ``method`` by itself is the patch of an adapter."""
     alone = all(
         record.arguments[name] == ARGUMENTS[name]
-        for name in ("frequency", "sliding_layers", "precise")
+        for name in ("frequency", "bias", "layers", "sliding_layers", "precise")
     )
     return alone and method in (record.method, record.resolved)
 

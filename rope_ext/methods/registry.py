@@ -48,7 +48,7 @@ def register(cls: M) -> M:
 
 def all_methods() -> list[type[Method]]:
     """Every registered method of extending a rotation, once, in order of registration."""
-    return [cls for cls in _all() if cls.kind != "encoding"]
+    return [cls for cls in _all() if cls.kind not in ("encoding", "rotation")]
 
 
 def all_encodings() -> list[type[Method]]:
@@ -74,7 +74,8 @@ def method_class(name: str) -> type[Method]:
         raise UnknownMethodError(
             f"unknown method {name!r}{nearest(name.lower(), names + aliases) or '.'} "
             f"Methods: {', '.join(cls.name for cls in all_methods())}. "
-            f"Encodings: {', '.join(cls.name for cls in all_encodings())}"
+            f"Encodings: {', '.join(cls.name for cls in all_encodings())}. "
+            f"The rotation as it was trained: rope"
         ) from None
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from itertools import pairwise
 from typing import Any
 
@@ -16,6 +16,7 @@ from rope_ext.plots.numbers import (
     decay_at,
     frequencies,
     largest_angles,
+    turns,
     used_distances,
 )
 from rope_ext.plots.style import UNPATCHED_STYLE, mark_trained, style_of, ticker
@@ -24,10 +25,14 @@ _POINTS = 4096  # of a line by distance: more would not be seen
 _MARKS = 12  # markers on a line
 _BINS = 4  # of distances, to an octave
 _TICKS = 18  # with a number each; of more, every other one has
+_LEAST = -100.0  # nats: no weight is left
 _MET: dict[str, Any] = {"color": "#dfe8dc", "linewidth": 0, "zorder": 0}
 
 TRAINED = "within the trained length"
 """What the unpatched model within its trained length is called, beside the lines' labels."""
+
+Biases = Callable[[Method, torch.Tensor], tuple[torch.Tensor, str]]
+"""What an encoding adds at distances ``[n]``: ``[heads, n]``, of all layers; and a word on it."""
 
 Lines = Mapping[str, Method | None]
 """The methods by what the legend calls them; None is the unpatched model."""
@@ -66,9 +71,11 @@ def angles(axes: Any, rope: Rope, methods: Lines, length: int) -> None:
 
 
 def decay(axes: Any, rope: Rope, methods: Lines, length: int) -> None:
-    """``g`` by distance."""
+    """``g`` by distance, of those that turn."""
     distance, bins, places = _nearby(length)
     for label, method in methods.items():
+        if not turns(rope, method):
+            continue
         values = decay_at(rope, method, length, distance)
         parts = values.split(bins)
         means = torch.stack([part.mean() for part in parts])
@@ -78,6 +85,33 @@ def decay(axes: Any, rope: Rope, methods: Lines, length: int) -> None:
     axes.axhline(0, color="#777777", linewidth=0.8, zorder=0)
     axes.set(xscale="log", xlabel="distance x, tokens (shaded: lowest to highest nearby)")
     axes.set_ylabel("g(x) = 2 \u03a3 cos(x \u03b8), mean nearby")
+    _octave_ticks(axes)
+    mark_trained(axes, [rope.length], length)
+
+
+def biases(axes: Any, rope: Rope, methods: Lines, length: int, added: Biases) -> None:
+    """What encodings add to the logits by distance: the median head, and all of them."""
+    distance, bins, places = _nearby(length)
+    for label, method in methods.items():
+        if turns(rope, method):
+            continue
+        heads, more = added(method, distance)
+        parts = heads.split(bins, 1)
+        middle = torch.stack([part.mean(1).median() for part in parts])
+        colour = _line(axes, methods, label, places, middle, more)
+        low, high = ([float(of(part)) for part in parts] for of in (torch.min, torch.max))
+        axes.fill_between(places, low, high, color=colour, alpha=0.1, linewidth=0)
+    axes.axhline(0, color="#777777", linewidth=0.8, zorder=0)
+    axes.axhline(-math.log(1000), color="#777777", linewidth=0.8, linestyle=":", zorder=0)
+    axes.annotate("a thousandth of the weight", (0.01, -math.log(1000)), (0, -2),
+                  xycoords=axes.get_yaxis_transform(), textcoords="offset points", va="top",
+                  fontsize=8, color="#555555")  # fmt: skip
+    axes.set(xscale="log", xlabel="distance x, tokens (line: median head; shaded: all heads)")
+    bottom, top = axes.dataLim.intervaly
+    axes.set_yscale("symlog", linthresh=1)
+    axes.set(ylim=(max(1.3 * bottom, _LEAST), max(1.3 * top, 0.3)))
+    axes.yaxis.set_major_formatter(ticker().FormatStrFormatter("%g"))
+    axes.set_ylabel("added to the logit, nats")
     _octave_ticks(axes)
     mark_trained(axes, [rope.length], length)
 

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 from transformers import PreTrainedConfig
 
 from rope_ext.advice.recommend import model_of, require_length
 from rope_ext.apply.base import refuse_scaled
+from rope_ext.encodings import Encoding, Heads
 from rope_ext.errors import OptionError, nearest
+from rope_ext.loading import from_pretrained
 from rope_ext.measure import models
 from rope_ext.measure.attention import (
     QUERIES,
@@ -29,20 +33,27 @@ from rope_ext.methods import Method, Rope
 from rope_ext.patching import first_site, patched
 from rope_ext.plots.methods import (
     TRAINED,
+    Biases,
     Lines,
     angles,
     attention,
+    biases,
     decay,
     distances,
     spectrum,
     weighted_decay,
 )
+from rope_ext.plots.numbers import bias_at, turns
 from rope_ext.plots.style import bare, figure_of, require_matplotlib
+from rope_ext.position.bias import DistanceBias
 from rope_ext.record import option_texts
-from rope_ext.rotary.sites import text_decoder
+from rope_ext.rotary.sites import text_config, text_decoder
 
 _CHARACTERS = 150  # that fit into a line of the legend
 _STRETCH = 4096  # tokens of text at a time for mean queries and keys, or the trained length
+
+
+_ROTATING = ("frequency", "position", "rotation")
 
 
 def _resultants(
@@ -72,27 +83,29 @@ class Kind:
 
     Args:
         draw: takes axes, the trained embedding, lines, the length, and what was measured.
-        shows: the kind of methods that it can show; None: all.
+        shows: the kinds of methods that it can show; None: all.
         title: what is in it.
         measure: what it needs of a model with weights, over a text; None: nothing.
         stretch: the tokens of text that this takes at a time, of the trained length and ``length``.
+        beside: draws the encodings that turn nothing, in axes of their own.
     """
 
     draw: Callable[..., None]
-    shows: str | None
+    shows: tuple[str, ...] | None
     title: str
     measure: Callable[..., Any] | None = None
     stretch: Callable[[int, int], int] = lambda trained, length: length
+    beside: Callable[..., None] | None = None
 
 
 KINDS = {
-    "spectrum": Kind(spectrum, "frequency", "frequency of every rotary pair"),
-    "angles": Kind(angles, None, "largest angle of every rotary pair"),
-    "decay": Kind(decay, None, "long-range decay, q\u00b7k of vectors of ones"),
-    "distances": Kind(distances, "position", "distances in use"),
+    "spectrum": Kind(spectrum, ("frequency",), "frequency of every rotary pair"),
+    "angles": Kind(angles, _ROTATING, "largest angle of every rotary pair"),
+    "decay": Kind(decay, None, "long-range decay, q\u00b7k of vectors of ones", beside=biases),
+    "distances": Kind(distances, ("position",), "distances in use"),
     "weighted-decay": Kind(
         weighted_decay,
-        None,
+        _ROTATING,
         "long-range decay of its mean queries and keys",
         _resultants,
         lambda trained, length: min(trained, _STRETCH),
@@ -120,12 +133,15 @@ def draw(
 
     Args:
         kind: ``spectrum`` of frequencies, largest ``angles`` against those of training, ``decay``
-            of q.k by distance, ``distances`` that position methods use in place of the real ones;
-            with the model's weights over a text, ``weighted-decay`` of its own mean queries and
-            keys (:class:`rope_ext.measure.attention.Resultants`) and ``attention`` by distance.
+            of q.k by distance and of what encodings add, as it begins (drawn with seed 0) or, where
+            the folder was saved under one, as it was learned, ``distances`` that position methods
+            use in place of the real ones; with the model's weights over a text, ``weighted-decay``
+            of its own mean queries and keys (:class:`rope_ext.measure.attention.Resultants`) and
+            ``attention`` by distance.
         model: loaded and unpatched, or a configuration, folder or Hub id; not changed. Weights are
             read for the last two kinds only.
-        methods: frequency methods for spectrum, position methods for distances, else any.
+        methods: frequency methods for spectrum, position methods for distances, encodings for
+            decay and attention, else any.
         path: of the PNG.
         length: tokens; by default, the longest that the methods reach.
         compose: draw frequency methods on top of a checkpoint that is scaled already.
@@ -149,7 +165,7 @@ def draw(
         )
     picture = KINDS[kind]
     for method in methods:
-        if picture.shows not in (None, method.kind):
+        if picture.shows is not None and method.kind not in picture.shows:
             raise OptionError(_cure(kind, method))
     if path.suffix.lower() != ".png" or not path.parent.is_dir():
         raise OptionError(f"cannot write {path}; give a .png file in a folder that exists")
@@ -178,14 +194,22 @@ def draw(
         loaded = models.load_model(str(model), device=device) if read else built
         measured = [picture.measure(loaded, rope, lines, chosen, stretch, compose)]
 
-    figure = figure_of(9.5, 4.8)
-    axes = figure.subplots()
+    adding = [] if picture.beside is None else [m for m in methods if not turns(rope, m)]
+    if adding:
+        added = _biases(model, text_config(decoder).num_attention_heads, rope, length)
+    figure = figure_of(13 if adding else 9.5, 4.8)
+    axes, *beside = figure.subplots(1, 1 + bool(adding), squeeze=False)[0]
     picture.draw(axes, rope, lines, length, *measured)
+    for others in beside:
+        picture.beside(others, rope, lines, length, added)
+        bare(others)
+        others.set_title("what encodings add", loc="left", fontsize=11)
     bare(axes)
     name = Path(model).name if isinstance(model, (str, Path)) else type(decoder).__name__
     by = f", factor {factors[0]:g}" if len(factors) == 1 else ""
     axes.set_title(f"{name} at {length} tokens{by}: {picture.title}", loc="left", fontsize=11)
-    handles, labels = axes.get_legend_handles_labels()
+    named = [each.get_legend_handles_labels() for each in (axes, *beside)]
+    handles, labels = ([*itertools.chain(*parts)] for parts in zip(*named, strict=True))
     columns = max(1, min(4, _CHARACTERS // (8 + max(map(len, labels)))))
     figure.legend(handles, labels, loc="outside lower center", ncols=columns, fontsize=8.5,
                   frameon=False)  # fmt: skip
@@ -193,6 +217,27 @@ def draw(
         figure.savefig(path, dpi=130)
     except OSError as error:
         raise OptionError(f"cannot write {path} ({error}); give another file") from error
+
+
+def _biases(model: Any, heads: int, rope: Rope, length: int) -> Biases:
+    """What encodings add: as they begin, or as the checkpoint that was saved under them learned."""
+    saved, layers = None, []
+    if isinstance(model, (str, Path)):
+        record = models.saved_under(models.load_config(str(model)))
+        saved = None if record is None else record.encoding
+    if saved is not None:
+        loaded = from_pretrained(str(model))
+        found = [module for module in loaded.modules() if isinstance(module, DistanceBias)]
+        layers = [dict(module.named_parameters()) for module in found]
+
+    def added(encoding: Encoding, distance: torch.Tensor) -> tuple[torch.Tensor, str]:
+        same = saved is not None and replace(encoding, factor=saved.factor) == saved
+        given = layers if same else [None]
+        every = [bias_at(rope, encoding, heads, length, distance, one) for one in given]
+        learns = bool(encoding.initial(Heads(heads, rope.dim, rope.dim), rope))
+        return torch.cat(every), (", as learned" if same else ", as it begins") * learns
+
+    return added
 
 
 def _tokenizer(kind: str, model: Any) -> Any:
@@ -210,6 +255,11 @@ def _label(method: Method, factor: bool) -> str:
 
 def _cure(kind: str, method: Method) -> str:
     moves = method.attends
+    if method.kind in ("encoding", "rotation"):
+        return (
+            f"{method.name} changes neither frequencies nor distances, so {kind} has nothing to "
+            f"show of it; draw decay, or leave {method.name} out"
+        )
     why = (
         "uses other distances and leaves the frequencies as they are"
         if moves

@@ -24,7 +24,7 @@ from rope_ext.position.layers import Layout
 from rope_ext.position.map import PositionMap
 from rope_ext.position.masks import documents_of
 from rope_ext.position.runs import BatchMask, Stretch
-from rope_ext.position.tables import Turns
+from rope_ext.position.tables import Decay, Turns
 from rope_ext.position.tokens import current
 from rope_ext.rotary.sites import text_config
 from rope_ext.under_way import here
@@ -51,17 +51,17 @@ class Layer:
     layout: Layout | None
     biased: nn.Module | None = None
 
-    def bias(self, distances: int | torch.Tensor, like: torch.Tensor) -> torch.Tensor | None:
-        """What is added to the logits of all distances below ``distances``, ``[heads, n]``.
+    def adding(self, call: Call, distances: int | torch.Tensor, like: torch.Tensor) -> Call:
+        """``call`` with what is added to the logits of all distances below ``distances``.
 
         Or of all between tokens at certain places, ``[tokens]``.
         """
         if self.biased is None:
-            return None
+            return call
         if isinstance(distances, torch.Tensor):
             distances = int(distances.max() - distances.min()) + 1
         module = getattr(self.biased, bias.NAME)  # which peft may have wrapped since
-        return module(distances, like.device, _table_dtype(like))
+        return replace(call, **module(distances, like.device, _table_dtype(like))._asdict())
 
 
 @dataclass(frozen=True, eq=False)
@@ -75,30 +75,55 @@ class Dense:
         turns: of every band, which keys it shows, and how queries and keys are turned further.
         temperature: of queries at given positions; None: none.
         places: of queries and keys.
+        reach: most tokens that queries turned together may be apart; None: any number.
     """
 
     query: torch.Tensor
     key: torch.Tensor
     call: Call
-    turns: list[tuple[Geometry, Turns | None, Turns | None]]
+    turns: list[tuple[Geometry, Turns | Decay | None, Turns | Decay | None]]
     temperature: Callable[[torch.Tensor, torch.dtype], torch.Tensor | None] | None
     places: Places
+    reach: int | None = None
 
     def attend(self, value: torch.Tensor) -> torch.Tensor:
         """``[rows, heads, queries, columns of value]``."""
-        call, places = self._asked(slice(None))
-        return reference.attend_blocked(self.query, self.key, value, call, places)
+        parts = [
+            reference.attend_blocked(self.query[:, :, part], self.key, value, *self._asked(part))
+            for part in self._parts(slice(None))
+        ]
+        return parts[0] if len(parts) == 1 else torch.cat(parts, 2)
 
     def weights(self, queries: slice) -> torch.Tensor:
         """What some of the queries give to every key, ``[rows, heads, queries, keys]``."""
-        return reference.weights(self.query[:, :, queries], self.key, *self._asked(queries))
+        parts = [
+            reference.weights(self.query[:, :, part], self.key, *self._asked(part))
+            for part in self._parts(queries)
+        ]
+        return parts[0] if len(parts) == 1 else torch.cat(parts, 2)
+
+    def _parts(self, queries: slice) -> Iterator[slice]:
+        """These queries, cut so that those of each part are within the reach."""
+        if self.reach is None:
+            yield queries
+            return
+        first, last, _ = queries.indices(len(self.places.query))
+        low = high = None
+        for index, t in enumerate(self.places.query[first:last].tolist(), first):
+            low, high = (t, t) if low is None else (min(low, t), max(high, t))
+            if high - low > self.reach:
+                yield slice(first, index)
+                first, low, high = index, t, t
+        yield slice(first, last)
 
     def _asked(self, queries: slice) -> tuple[Call, Places]:
         places, dtype = self.places, _table_dtype(self.query)
         of_query, of_key = places.query[queries], places.key
 
-        def turn(by: Turns | None, t: torch.Tensor) -> Turn:
-            return None if by is None else by.at(t, dtype)
+        middle = 0 if self.reach is None else int(of_query.min() + of_query.max()) // 2
+
+        def turn(by: Turns | Decay | None, t: torch.Tensor) -> Turn:
+            return None if by is None else by.about(middle).at(t, dtype)
 
         bands = [TurnedBand(seen, turn(q, of_query), turn(k, of_key)) for seen, q, k in self.turns]
         temperature = self.temperature and self.temperature(of_query, dtype)
@@ -211,7 +236,7 @@ def _attend(
     if stretches is None:  # drafts in trees, masks of other shapes, gaps in positions
         out = torch.cat([dense(row).attend(one) for row, one in enumerate(value.split(1))])
     else:
-        biased = replace(call, bias=layer.bias(mask.keys, query))
+        biased = layer.adding(call, mask.keys, query)
         out = _regular(stretches, query, key, value, biased, position_map.kernel)
     return out.transpose(1, 2).contiguous(), weights
 
@@ -259,9 +284,9 @@ def _regular(
     """Every run by the kernel for consecutive tokens."""
     out = None
     for run, bands, temperature in stretches:
-        whole = run.rows is None
+        whole = len(stretches) == 1 and run.rows is None
         q, k, v = (
-            x if whole else x[run.rows][:, :, at]
+            x if whole else x[slice(None) if run.rows is None else run.rows][:, :, at]
             for x, at in ((query, run.queries), (key, run.keys), (value, run.keys))
         )
         of_run = replace(call, bands=bands, start=run.start, temperature=temperature)
@@ -270,7 +295,8 @@ def _regular(
             return part
         if out is None:
             out = part.new_zeros(len(query), query.shape[2], query.shape[1], value.shape[-1])
-        rows = torch.tensor(run.rows, device=query.device).unsqueeze(1)
+        rows = torch.arange(len(query), device=query.device)
+        rows = (rows if run.rows is None else rows[run.rows]).unsqueeze(1)
         at = torch.arange(query.shape[2], device=query.device)[run.queries]
         out[rows, at] = part.transpose(1, 2)
     return out.transpose(1, 2)
@@ -301,10 +327,11 @@ def _irregular(
     return Dense(
         query[row : row + 1],
         key[row : row + 1],
-        replace(call, bias=layer.bias(places, query)),
+        layer.adding(call, places, query),
         position_map.turns(layer.layout),
         position_map.temperature,
         Places(t[-query.shape[2] :], t, dense),
+        position_map.reach,
     )
 
 

@@ -8,14 +8,16 @@ import torch
 from torch import nn
 from transformers.cache_utils import Cache
 
+from rope_ext.encodings import Heads
 from rope_ext.errors import CacheError, OptionError, UnsupportedModelError
-from rope_ext.position import bias
+from rope_ext.position import bias, inputs
 from rope_ext.position.attend import LAYER, NAME, Layer
 from rope_ext.position.cache import keep
-from rope_ext.position.layers import Layout, find_layouts
+from rope_ext.position.layers import Layout, chosen_layers, find_layouts, layer_number
 from rope_ext.position.map import PositionMap
 from rope_ext.position.runs import BatchMask
 from rope_ext.position.tokens import Forward, current
+from rope_ext.record import option_texts
 from rope_ext.rotary import calls, hooks
 from rope_ext.rotary.foreign import refuse_presses
 from rope_ext.rotary.sites import RotarySite, text_config
@@ -47,7 +49,7 @@ class Installed:
     """
 
     def __init__(self, decoder: nn.Module, position_map: PositionMap) -> None:
-        self.map, name = position_map, position_map.method.name
+        self.map, self.decoder, name = position_map, decoder, position_map.method.name
         self.handles: list[Any] = []
         self._config = text_config(decoder)
         self._before = self._config._attn_implementation_internal
@@ -59,26 +61,25 @@ class Installed:
             )
         refuse_presses(decoder.modules(), name)
         layouts = find_layouts(decoder, list(position_map.frequencies))
-        self.windowed = 0
-        if not position_map.local_too:
-            local = {module for module, one in layouts.items() if one is not None and one.local}
-            self.windowed = len(local)
-            layouts.update(dict.fromkeys(local))
-        if not any(layouts.values()):
+        turned = [module for module, one in layouts.items() if one is not None]
+        reach = [m for m in turned if position_map.local_too or not layouts[m].local]
+        self.windowed = len(turned) - len(reach)
+        if not reach:
             raise UnsupportedModelError(
                 f"{type(decoder).__name__}: every layer with a rotary embedding sees a limited "
                 f"window only, so {name} cannot lengthen its reach; pass "
                 f"sliding_layers='scale' to change positions within the window all the same"
             )
-        self.layouts = layouts
+        self.mapped = chosen_layers(decoder, reach, position_map.layers)
+        self.kept = [module for module in turned if module not in self.mapped]
+        self.layouts = {**layouts, **dict.fromkeys(self.kept)}
 
     def put(self, decoder: nn.Module) -> None:
         """Put hooks and the attention function in place."""
         for site in self.map.frequencies:
-            hook = _RotaryHook(self.map, site)
+            hook = _RotaryHook(self.map, site, bool(self.kept))
             self.handles.append(site.module.register_forward_hook(hook, with_kwargs=True))
-        if self.windowed and any(site.shared for site in self.map.frequencies):
-            self.handles += hooks.keep_native(decoder, list(self._config.layer_types))
+        self.handles += hooks.keep_native(decoder, self.kept)
         owner = None
         for module, layout in self.layouts.items():
             if layout is not None and self.map.encoding is not None:
@@ -89,12 +90,16 @@ class Installed:
             decoder.register_forward_hook(self.end, with_kwargs=True, always_call=True)
         )
         self._config._attn_implementation_internal = NAME  # the public name sets sub-configurations
+        if self.map.encoding is not None and self.map.encoding.entered:
+            self.handles += inputs.enter(decoder, self.map)
 
     def _biased(self, module: nn.Module, layout: Layout, owner: nn.Module | None) -> nn.Module:
         """Give a layer a bias of its own, unless all share that of ``owner``; returns whose."""
         encoding = self.map.encoding
-        if owner is not None and (encoding.shared or not encoding.initial(1, self.map.rope)):
-            if layout.heads != getattr(owner, bias.NAME).heads:
+        if owner is not None and (
+            encoding.shared or not encoding.initial(Heads(1, 1, 1), self.map.rope)
+        ):
+            if layout.heads.count != getattr(owner, bias.NAME).heads.count:
                 raise UnsupportedModelError(
                     f"the layers have different numbers of heads, and the bias of "
                     f"{encoding.name} is one for all"
@@ -106,8 +111,17 @@ class Installed:
 
     def notes(self) -> list[str]:
         """Sentences for ``describe``."""
-        mapped = sum(layout is not None for layout in self.layouts.values())
-        notes = [f"positions: changed in {mapped} of {len(self.layouts)} attention layers"]
+        stay = self.map.method.kind == "rotation"
+        what = "attention: by rope_ext" if stay else "positions: changed"
+        notes = [f"{what} in {len(self.mapped)} of {len(self.layouts)} attention layers"]
+        if self.map.layers is not None:
+            named = ", ".join(map(str, sorted(map(layer_number, self.mapped))))
+            notes.append(f"layers: {named}; the others keep the rotation as it was trained")
+        if self.map.encoding not in (None, self.map.method):
+            what = ", ".join([self.map.encoding.name, *option_texts(self.map.encoding)])
+            notes.append(f"bias: {what}, added to the logits there by distance")
+        if self.map.encoding is not None and self.map.encoding.entered:
+            notes.append(inputs.note(self.decoder))
         if self.windowed:
             notes.append(f"sliding layers: {self.windowed} see a limited window and stay")
         return notes
@@ -119,6 +133,7 @@ class Installed:
         for module in self.layouts:
             module.__dict__.pop(LAYER, None)
             module._modules.pop(bias.NAME, None)
+        inputs.leave(self.decoder)
         if self._config._attn_implementation == NAME:  # else somebody has chosen another since
             self._config._attn_implementation_internal = self._before
 
@@ -178,8 +193,8 @@ class Installed:
 class _RotaryHook:
     """Forward hook of a rotary module: turns by the position under which keys are cached."""
 
-    def __init__(self, position_map: PositionMap, site: RotarySite) -> None:
-        self.map, self.site = position_map, site
+    def __init__(self, position_map: PositionMap, site: RotarySite, native: bool) -> None:
+        self.map, self.site, self.native = position_map, site, native
 
     @torch.compiler.disable
     def __call__(self, module: nn.Module, args: tuple, kwargs: dict, output: Any) -> Any:
@@ -188,7 +203,15 @@ class _RotaryHook:
             return None
         forward.locate(kwargs["position_ids"] if "position_ids" in kwargs else args[1])
         result = forward.embeddings(self.site, output)
-        if self.site.shared:
+        if self.native:
             first = result if isinstance(result, torch.Tensor) else result[0]
-            hooks.attach_native(first, output)
+            hooks.attach_native(first, self._unpatched(forward, output))
         return result
+
+    def _unpatched(self, forward: Forward, output: Any) -> Any:
+        """What the module would have returned, which turns by what was written to it."""
+        site, (inv_freq, scaling) = self.site, self.map.frequencies[self.site]
+        if scaling == site.scaling and torch.equal(inv_freq.float(), site.loaded):
+            return output
+        positions = forward.known.positions[:, forward.filled :]
+        return hooks.rotation(site, positions, site.loaded, site.scaling, self.map.precise, output)

@@ -19,7 +19,8 @@ from torch import nn
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from rope_ext.attention.call import Pairs
-from rope_ext.errors import UnsupportedModelError
+from rope_ext.encodings import Heads
+from rope_ext.errors import OptionError, UnsupportedModelError
 from rope_ext.rotary.foreign import replaced
 from rope_ext.rotary.sites import RotarySite, evaluating, sees_window, text_config
 from rope_ext.under_way import here
@@ -39,14 +40,14 @@ class Layout:
         pairs: columns of each pair in a head.
         pair: index into the site's frequencies of each pair, int64, ``[pairs]``.
         local: the layer sees a limited window only.
-        heads: of its queries.
+        heads: of its queries, and the columns of its heads.
     """
 
     site: RotarySite
     pairs: Pairs
     pair: torch.Tensor
     local: bool
-    heads: int
+    heads: Heads
 
     def equals(self, other: Layout) -> bool:
         """Whether both turn the same columns by the same frequencies, for the same reach."""
@@ -74,8 +75,8 @@ def find_layouts(decoder: nn.Module, sites: list[RotarySite]) -> dict[nn.Module,
         "position methods cannot be proven right here; use a frequency method such as 'yarn'",
     ):
         for site in sites:
-            for module, query, key, window in _run(decoder, site, _Turner(site)):
-                layout = _read(decoder, module, site, query, key, window)
+            for module, *seen in _run(decoder, site, _Turner(site)):
+                layout = _read(decoder, module, site, *seen)
                 if layout is not None:  # one object for all layers that turn alike
                     known = (other for other in layouts.values() if other and other.equals(layout))
                     layout = next(known, layout)
@@ -86,6 +87,46 @@ def find_layouts(decoder: nn.Module, sites: list[RotarySite]) -> dict[nn.Module,
         if not any(layouts.values()):
             raise _RefusedError("no attention layer takes its queries and keys from it")
     return layouts
+
+
+def layer_number(module: nn.Module) -> int | None:
+    """Of the decoder's layers the one that an attention module is in, as transformers counts."""
+    number = getattr(module, "layer_idx", None)
+    return number if isinstance(number, int) else None
+
+
+def chosen_layers(
+    decoder: nn.Module, modules: list[nn.Module], layers: tuple[int, ...] | str | None
+) -> list[nn.Module]:
+    """Those of the attention modules that ``layers`` asks for, as :class:`Options` has it.
+
+    Raises:
+        UnsupportedModelError: it is not known of a module in which layer it is.
+        OptionError: there are none, or a layer that is asked for is not among them.
+    """
+    if layers is None:
+        return modules
+    numbers = [layer_number(module) for module in modules]
+    family = type(decoder).__name__
+    if None in numbers:
+        raise UnsupportedModelError(
+            f"{family}: {_path(decoder, modules[numbers.index(None)])} does not tell its number "
+            f"(layer_idx), so layers={layers!r} cannot choose it; leave layers out"
+        )
+    if isinstance(layers, str):
+        every = int("".join(filter(str.isdigit, layers)))
+        wanted = {number for number in numbers if (number + 1) % every == 0}
+    else:
+        wanted = set(layers)
+    if not wanted or wanted - set(numbers):
+        shown = layers if isinstance(layers, str) else list(layers)
+        absent = ", ".join(map(str, sorted(wanted - set(numbers)))) or "none of them"
+        raise OptionError(
+            f"layers={shown!r}: {family} has a rotation to change in layers "
+            f"{', '.join(map(str, sorted(numbers)))}, and {absent} is asked for; choose among "
+            f"these (sliding layers with sliding_layers='scale')"
+        )
+    return [module for module, number in zip(modules, numbers, strict=True) if number in wanted]
 
 
 def turned_layers(decoder: nn.Module, sites: list[RotarySite]) -> dict[nn.Module, bool]:
@@ -105,7 +146,7 @@ def turned_layers(decoder: nn.Module, sites: list[RotarySite]) -> dict[nn.Module
         "attention_factor, which multiplies cosine and sine",
     ):
         for site in sites:
-            for module, query, _, window in _run(decoder, site, _Turner(site)):
+            for module, query, _, _, window in _run(decoder, site, _Turner(site)):
                 if _changes(decoder, module, query):
                     found[module] = sees_window(text_config(decoder), module, window)
         if not found:
@@ -158,8 +199,8 @@ def _angles(pairs: int) -> torch.Tensor:
 @torch.no_grad()
 def _run(
     decoder: nn.Module, site: RotarySite, turner: _Turner
-) -> list[tuple[nn.Module, torch.Tensor, torch.Tensor, int | None]]:
-    """Queries and keys of every attention layer, one row per turn."""
+) -> list[tuple[nn.Module, torch.Tensor, torch.Tensor, int, int | None]]:
+    """Queries and keys of every attention layer, one row per turn; values' columns, window."""
     if _lacks_weights(decoder):
         raise _RefusedError("its weights lie on the meta device (load them first)")
     if any(hasattr(parameter, "device_mesh") for parameter in decoder.parameters()):
@@ -251,7 +292,7 @@ def _look(
     """Attention function: nothing is seen, so that all rows stay equal."""
     if attention_mask is not None and attention_mask is not _MASK:
         raise _RefusedError(f"{type(module).__name__} makes an attention mask of its own")
-    here.probed.append((module, query, key, kwargs.get("sliding_window")))
+    here.probed.append((module, query, key, value.shape[-1], kwargs.get("sliding_window")))
     rows, heads, tokens = query.shape[:3]
     return query.new_zeros(rows, tokens, heads, value.shape[-1]), None
 
@@ -281,6 +322,7 @@ def _read(
     site: RotarySite,
     query: torch.Tensor,
     key: torch.Tensor,
+    value_columns: int,
     window: int | None,
 ) -> Layout | None:
     where = _path(decoder, module)
@@ -300,7 +342,8 @@ def _read(
         raise _RefusedError(f"{where} turns its queries and keys differently")
     first, second, pair = found[0]
     local = sees_window(text_config(decoder), module, window)
-    return Layout(site, Pairs(_columns(first), _columns(second)), pair, local, query.shape[1])
+    heads = Heads(query.shape[1], query.shape[-1], value_columns)
+    return Layout(site, Pairs(_columns(first), _columns(second)), pair, local, heads)
 
 
 def _pairs(rows: torch.Tensor, pairs: int, tolerance: float) -> torch.Tensor | None:

@@ -13,7 +13,7 @@ from rope_ext.encodings import Encoding
 from rope_ext.methods import Band, Map, PositionMethod, Rope
 from rope_ext.methods.geometry import Geometry
 from rope_ext.position.layers import Layout
-from rope_ext.position.tables import Turns
+from rope_ext.position.tables import Decay, Turns
 from rope_ext.rotary.sites import RotarySite
 
 
@@ -30,6 +30,7 @@ class PositionMap:
         kernel: as :func:`rope_ext.attention.attend` takes it.
         local_too: also layers with a limited window.
         encoding: what adds to the logits; None: nothing does.
+        layers: which, as :class:`rope_ext.options.Options` has them; None: all that rotate.
     """
 
     method: PositionMethod
@@ -40,6 +41,7 @@ class PositionMap:
     kernel: str
     local_too: bool
     encoding: Encoding | None = None
+    layers: tuple[int, ...] | str | None = None
 
     @property
     def key(self) -> tuple[Any, ...]:
@@ -56,21 +58,38 @@ class PositionMap:
         """Where cached keys are."""
         return self.bands[-1].key
 
-    def turns(self, layout: Layout) -> list[tuple[Geometry, Turns, Turns]]:
+    @functools.cached_property
+    def reach(self) -> int | None:
+        """Most tokens that queries turned together may be apart; None: any number."""
+        growth = None if self.encoding is None else self.encoding.growth(1)
+        return None if growth is None else Decay.reach(growth)
+
+    def turns(self, layout: Layout) -> list[tuple[Geometry, Turns | Decay, Turns | Decay]]:
         """For every band, the turns of queries and of keys."""
         key = (layout.site, tuple(layout.pair.tolist()))
         if key not in self._turns:
-            dtype = torch.float64 if self.precise else torch.float32
-            inv_freq = self.frequencies[layout.site][0][layout.pair].to(dtype)
-            self._turns[key] = [
-                (
-                    band.geometry,
-                    Turns(band.query, self.stored, inv_freq, layout.pair),
-                    Turns(band.key, self.stored, inv_freq, layout.pair),
-                )
-                for band in self.bands
-            ]
+            self._turns[key] = self._made(layout)
         return self._turns[key]
+
+    def _made(self, layout: Layout) -> list[tuple[Geometry, Turns | Decay, Turns | Decay]]:
+        inv_freq = self.frequencies[layout.site][0]
+        growth = None if self.encoding is None else self.encoding.growth(len(inv_freq))
+        if growth is not None:
+            growth = growth[layout.pair]
+            return [(band.geometry, Decay(growth), Decay(-growth)) for band in self.bands]
+        inv_freq = inv_freq[layout.pair].to(torch.float64 if self.precise else torch.float32)
+        return [
+            (
+                band.geometry,
+                Turns(band.query, self.stored, inv_freq, layout.pair),
+                Turns(band.key, self.stored, inv_freq, layout.pair),
+            )
+            for band in self.bands
+        ]
+
+    def phase(self, t: torch.Tensor) -> torch.Tensor | None:
+        """What turns all pairs of a token besides, radians."""
+        return None if self.encoding is None else self.encoding.phase(t)
 
     def temperature(self, t: torch.Tensor, dtype: torch.dtype) -> torch.Tensor | None:
         """``[tokens]``."""
@@ -78,7 +97,7 @@ class PositionMap:
         return None if made is None else made.to(dtype)
 
     @functools.cached_property
-    def _turns(self) -> dict[tuple, list[tuple[Geometry, Turns, Turns]]]:
+    def _turns(self) -> dict[tuple, list[tuple[Geometry, Turns | Decay, Turns | Decay]]]:
         return {}
 
     def __getstate__(self) -> dict[str, Any]:  # without what is made of it: bands are functions

@@ -13,7 +13,7 @@ from rope_ext.attention.call import TurnedBand
 from rope_ext.methods.geometry import Distance, Geometry
 from rope_ext.position.layers import Layout
 from rope_ext.position.masks import is_plain
-from rope_ext.position.tables import Turns
+from rope_ext.position.tables import Decay, Turns
 from rope_ext.position.tokens import Forward
 
 
@@ -144,14 +144,15 @@ class BatchMask:
         if self.runs is None or bands is None:
             return None
         made = []
-        for run in self.runs:
+        for run in _within(position_map.reach, self.runs):
             last = run.start + _count(run.keys)
             first = last - _count(run.queries)
+            middle = (first + last) // 2
             turned = [
                 TurnedBand(
                     geometry,
-                    of_query.between(first, last, device, dtype),
-                    of_key.between(run.start, last, device, dtype),
+                    of_query.about(middle).between(first, last, device, dtype),
+                    of_key.about(middle).between(run.start, last, device, dtype),
                 )
                 for geometry, of_query, of_key in bands
             ]
@@ -202,13 +203,34 @@ class BatchMask:
         return Run(rows, slots[slots >= before] - before, slots, start)
 
 
+def _within(reach: int | None, runs: list[Run]) -> Iterator[Run]:
+    """The runs, cut so that the queries of each are at most ``reach`` tokens apart."""
+    for run in runs:
+        queries, keys = _count(run.queries), _count(run.keys)
+        if reach is None or queries <= reach:
+            yield run
+            continue
+        for first in range(0, queries, reach):
+            last = min(first + reach, queries)
+            seen = slice(0, keys - queries + last)
+            yield run._replace(
+                queries=_part(run.queries, slice(first, last)), keys=_part(run.keys, seen)
+            )
+
+
+def _part(index: slice | torch.Tensor, part: slice) -> slice | torch.Tensor:
+    if isinstance(index, slice):
+        return slice(index.start + part.start, index.start + part.stop)
+    return index[part]
+
+
 def _count(index: slice | torch.Tensor) -> int:
     return index.stop - index.start if isinstance(index, slice) else len(index)
 
 
 def _clipped(
-    bands: list[tuple[Geometry, Turns, Turns]], window: int | None
-) -> list[tuple[Geometry, Turns, Turns]] | None:
+    bands: list[tuple[Geometry, Turns | Decay, Turns | Decay]], window: int | None
+) -> list[tuple[Geometry, Turns | Decay, Turns | Decay]] | None:
     """The bands within a window; None where only a dense mask can say that."""
     if window is None:
         return bands

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 
 from rope_ext.attention.call import Turn
@@ -24,6 +26,10 @@ class Turns:
         self.idle = to is stored or (to == stored and not callable(to))
         self.constant = not callable(to) and not callable(stored)
         self._made: dict[tuple, tuple[torch.Tensor, torch.Tensor]] = {}
+
+    def about(self, position: int) -> Turns:
+        """The same for tokens around a position."""
+        return self
 
     def at(self, t: torch.Tensor, dtype: torch.dtype) -> Turn:
         """For any positions, ``[tokens, pairs]``."""
@@ -49,3 +55,54 @@ class Turns:
                 made = self.at(torch.arange(size, device=device), dtype)
             self._made[device, dtype] = made
         return made[0][first:last], made[1][first:last]
+
+
+class Decay:
+    """Numbers ``exp(growth (t - origin))`` in place of cosines: pairs are scaled, not turned.
+
+    Queries and keys have opposite growths, so that the origin drops out of their products. It is
+    to be close to the queries: then their numbers and those of the keys that they see are at most
+    :attr:`MOST`, whatever the dtype, and those of keys far behind vanish, as they should.
+
+    Args:
+        growth: of the logarithm with every token, ``[pairs]``.
+        origin: a position, tokens.
+    """
+
+    MOST = 16.0
+    _LEAST = 1e-26  # times a number of at most MOST it is nothing, and it is no subnormal number
+
+    def __init__(self, growth: torch.Tensor, origin: int = 0) -> None:
+        self.growth, self.origin = growth, origin
+        self._made: dict[tuple, tuple[int, tuple]] = {}
+
+    @classmethod
+    def reach(cls, growth: torch.Tensor) -> int:
+        """Most tokens that queries with one origin in their middle may be apart."""
+        return max(1, math.floor(2 * math.log(cls.MOST) / float(growth.abs().max())))
+
+    def about(self, position: int) -> Decay:
+        """The same for tokens around a position."""
+        moved = Decay(self.growth, position)
+        moved._made = self._made
+        return moved
+
+    def at(self, t: torch.Tensor, dtype: torch.dtype) -> Turn:
+        """For any positions, ``[tokens, pairs]``."""
+        exponents = (t - self.origin).double().unsqueeze(-1) * self.growth.to(t.device)
+        # Keys behind the last query may be anywhere; nobody sees them.
+        numbers = exponents.exp().clamp(self._LEAST, 2 * self.MOST).to(dtype)
+        return numbers, torch.zeros_like(numbers)
+
+    def between(self, first: int, last: int, device: torch.device, dtype: torch.dtype) -> Turn:
+        """For the positions from ``first`` to ``last - 1``."""
+        first, last = first - self.origin, last - self.origin
+        start, made = self._made.get((device, dtype), (0, ((), ())))
+        end = start + len(made[0])
+        if first < start or last > end:
+            start = 2 * first if first < start else start  # keys move away from the queries
+            with torch.inference_mode(False):  # a table outlives the mode that it is made in
+                t = torch.arange(start, max(last, end), device=device)
+                made = Decay(self.growth).at(t, dtype)
+            self._made[device, dtype] = start, made
+        return made[0][first - start : last - start], made[1][first - start : last - start]

@@ -55,6 +55,7 @@ class Forward:
         self.padding = padding
         self.t: torch.Tensor | None = None
         self.documents: torch.Tensor | None = None
+        self.entering: torch.Tensor | None = None  # what the positions change the layers' input by
         self._embeddings: dict[int, Any] = {}
 
     def locate(self, positions: torch.Tensor) -> None:
@@ -133,10 +134,12 @@ class Forward:
             stored = at(self.map.stored, t)
             inv_freq, scaling = self.map.frequencies[site]
             precise = self.map.precise
-            if stored.shape[-1] == 1:
+            phase = self.map.phase(t)
+            if stored.shape[-1] == 1 and phase is None:
                 stored = stored.squeeze(-1)
             else:  # pairs of a token at positions of their own: as frequencies of the token at 1
                 stored, inv_freq = torch.ones_like(t), stored * inv_freq.to(t.device)
+                inv_freq = inv_freq if phase is None else inv_freq + phase.unsqueeze(-1)
             made = hooks.rotation(site, stored, inv_freq, scaling, precise, like)
             if not isinstance(like, torch.Tensor) and like[0].ndim == 4:
                 made = tuple(part.expand(like[0].shape) for part in made)

@@ -8,6 +8,7 @@ patched ones and keep the trained frequencies.
 from __future__ import annotations
 
 import inspect
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
@@ -190,23 +191,31 @@ def attach_native(first: torch.Tensor, native: Any) -> None:
     first.__dict__[_NATIVE] = native
 
 
-def keep_native(decoder: nn.Module, layer_types: list[str]) -> list[Any]:
-    """Give limited-window attention layers the unpatched cosine and sine.
+def local_layers(decoder: nn.Module, layer_types: Sequence[str]) -> list[nn.Module]:
+    """The attention layers that see a limited window only, by the kind of each layer."""
+    return [
+        module
+        for module in decoder.modules()
+        if isinstance(getattr(module, "layer_idx", None), int)
+        and "Attention" in type(module).__name__
+        and is_local(layer_types[module.layer_idx])
+    ]
+
+
+def keep_native(decoder: nn.Module, modules: Collection[nn.Module]) -> list[Any]:
+    """Give attention layers the unpatched cosine and sine.
 
     Raises:
-        UnsupportedModelError: an attention module does not receive them as an argument.
+        UnsupportedModelError: one of them does not receive them as an argument.
     """
     handles = []
     for name, module in decoder.named_modules():
-        index = getattr(module, "layer_idx", None)
-        if not isinstance(index, int) or "Attention" not in type(module).__name__:
-            continue
-        if not is_local(layer_types[index]):
+        if module not in modules:
             continue
         if "position_embeddings" not in inspect.signature(module.forward).parameters:
             raise UnsupportedModelError(
-                f"{type(decoder).__name__}: {name} takes no position_embeddings, so its sliding "
-                f"layers cannot be kept apart; use sliding_layers='scale'"
+                f"{type(decoder).__name__}: {name} takes no position_embeddings, so it cannot be "
+                f"kept as it was beside patched layers; use sliding_layers='scale', and no layers="
             )
         handles.append(module.register_forward_pre_hook(_use_native, with_kwargs=True))
     return handles
@@ -220,8 +229,8 @@ def _use_native(module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, di
     native = getattr(first, _NATIVE, None)
     if native is None:
         raise UnsupportedModelError(
-            "the unpatched position embeddings did not reach a sliding layer (a wrapper copied "
-            "them); use sliding_layers='scale'"
+            "the unpatched position embeddings did not reach a layer that is kept as it was (a "
+            "wrapper copied them); use sliding_layers='scale', and no layers="
         )
     if "position_embeddings" in kwargs:
         return args, {**kwargs, "position_embeddings": native}

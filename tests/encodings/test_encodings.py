@@ -12,14 +12,17 @@ import rope_ext
 from rope_ext.encodings.alibi import slopes
 from rope_ext.methods import all_encodings, build_method
 from tests.helpers.biases import FORMULAS, LEARNED, dense, parameters, patch
+from tests.helpers.inputs import CHOSEN
 from tests.helpers.models import tiny_llama
 from tests.helpers.positions import CACHES, EXACT, FAMILIES, NEW, decoded, logits, padded
+from tests.helpers.relative import RELATIVE
+from tests.helpers.scored import SCORED
 
 KINDS = ["llama", "qwen3", "mistral", "gemma2 scaled", "gpt_neox", "gpt_oss"]
 
 
 def test_every_encoding_has_its_formula_here() -> None:
-    assert {cls.name for cls in all_encodings()} == set(FORMULAS)
+    assert {cls.name for cls in all_encodings()} == {*FORMULAS, *CHOSEN, *RELATIVE, *SCORED}
 
 
 @pytest.mark.parametrize("heads", [1, 2, 3, 4, 6, 8, 12, 16, 20, 112])

@@ -117,3 +117,19 @@ def test_engines_refuse_it() -> None:
     for engine in ("vllm", "llama.cpp", "transformers"):
         with pytest.raises(rope_ext.ExportError, match="positions of queries and keys"):
             rope_ext.export(model, engine)
+
+
+@pytest.mark.parametrize("given", [("t5", {}), ("rope", {"bias": "t5"})], ids=lambda x: x[0])
+def test_a_patch_that_comes_back_has_what_it_had_learned(given: tuple, ids) -> None:
+    """After another was refused in its place, and after one for the length of a block."""
+    name, options = given
+    model = patch(tiny_llama(), name, **options)
+    want, before = logits(model, ids), parameters(model)
+    with pytest.raises(rope_ext.OptionError):
+        rope_ext.patch(model, "longrope", factor=4, long_factor=[1.0] * 8, replace=True)
+    with rope_ext.patched(model, "nope", replace=True):
+        assert not torch.equal(logits(model, ids), want)
+    after = parameters(model)
+    assert list(after) == list(before)
+    assert all(after[key] is before[key] for key in before)  # which optimizers hold
+    assert torch.equal(logits(model, ids), want)

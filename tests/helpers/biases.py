@@ -39,12 +39,20 @@ def kerple_power(d: torch.Tensor, heads: int, learned: Learned) -> torch.Tensor:
     return -r1 * d.double() ** r2.clamp(max=2)
 
 
+def sandwich(d: torch.Tensor, heads: int, learned: Learned) -> torch.Tensor:
+    """As of NVIDIA NeMo, with the paper's width."""
+    w = 10000.0 ** (-2 * torch.arange(1, 65, dtype=torch.float64) / 128)
+    total = (d.double().unsqueeze(-1) * w).cos().sum(-1) - 64
+    return total / (torch.arange(1, heads + 1)[:, None, None, None] * 8 / heads)
+
+
 FORMULAS: dict[str, Callable[[torch.Tensor, int, Learned], torch.Tensor | None]] = {
     "nope": nope,
     "alibi": alibi,
     "t5": t5,
     "kerple_log": kerple_log,
     "kerple_power": kerple_power,
+    "sandwich": sandwich,
 }
 """Of distances ``[rows or 1, tokens, tokens]``: ``[heads, rows or 1, tokens, tokens]``."""
 LEARNED = ("t5", "kerple_log", "kerple_power")

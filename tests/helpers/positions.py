@@ -160,6 +160,8 @@ class ByFormula:
         positions: under which the model itself rotates, ``[rows or 1, tokens]``.
         temperature: of every query, ``[tokens]``.
         bias: what a module adds to its logits at given distances, ``[heads, ...]``.
+        scores: what it makes of its logits; it is given the module, queries as they are
+            before the rotation (from 0 on), logits, distances, places of queries, visibility.
     """
 
     family: Family
@@ -167,6 +169,7 @@ class ByFormula:
     positions: torch.Tensor
     temperature: torch.Tensor
     bias: Callable[[nn.Module, torch.Tensor], torch.Tensor | None] | None = None
+    scores: Callable[..., torch.Tensor] | None = None
 
     def __call__(
         self,
@@ -198,6 +201,10 @@ class ByFormula:
             apart = self.positions[:, :, None] - self.positions[:, None]
             added = self.bias(module, apart.clamp(min=0))
             logits = logits if added is None else logits + added.transpose(0, 1).double()
+        if mapped and self.scores is not None:
+            places = self.positions[:, None, :, None]
+            apart = (places - places.mT).clamp(min=0)
+            logits = self.scores(module, self._back(module, q), logits, apart, places, visible)
         weights = logits.masked_fill(~visible, -1e30).exp()
         total = weights.sum(-1, keepdim=True)
         if s_aux is not None:
@@ -205,13 +212,27 @@ class ByFormula:
         weights = weights / total
         return (weights @ v).transpose(1, 2).to(value.dtype), weights
 
-    def _turned(self, module: nn.Module, q, k, by: torch.Tensor) -> torch.Tensor:
+    def _back(self, module: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        """Before the model turned it."""
         theta = module.by_formula_inv_freq.double()
-        pairs, columns = len(theta), q.shape[-1]
+        first, second, _ = self._columns(len(theta), x.shape[-1])
+        angle = self.positions[:, None, :, None] * theta
+        a, b, out = x[..., first], x[..., second], x.clone()
+        out[..., first] = a * angle.cos() + b * angle.sin()
+        out[..., second] = b * angle.cos() - a * angle.sin()
+        return out
+
+    def _columns(self, pairs: int, columns: int) -> tuple[slice, slice, slice]:
+        """Of the first and the second of each pair, and of the rest."""
         first, second = slice(0, pairs), slice(pairs, 2 * pairs)
         if self.family.neighbours:
             first, second = slice(0, 2 * pairs, 2), slice(1, 2 * pairs, 2)
-        rest = slice(2 * pairs, columns)
+        return first, second, slice(2 * pairs, columns)
+
+    def _turned(self, module: nn.Module, q, k, by: torch.Tensor) -> torch.Tensor:
+        theta = module.by_formula_inv_freq.double()
+        pairs, columns = len(theta), q.shape[-1]
+        first, second, rest = self._columns(pairs, columns)
         groups = [len(part) for part in torch.arange(pairs).tensor_split(by.shape[-1])]
         angle = by[:, None].repeat_interleave(torch.tensor(groups), -1) * theta
         a, b = q[..., None, first], q[..., None, second]
@@ -239,12 +260,13 @@ def by_formula(
     *,
     log_n: int | None = LENGTH,
     bias: Callable[[nn.Module, torch.Tensor], torch.Tensor | None] | None = None,
+    scores: Callable[..., torch.Tensor] | None = None,
     **constants: Any,
 ) -> Iterator[nn.Module]:
     """``model``, not under a position method, with the attention of the paper.
 
-    ``tokens``: positions, ``[rows, tokens]``; ``log_n``: the trained length; ``bias``: as of
-    :class:`ByFormula`.
+    ``tokens``: positions, ``[rows, tokens]``; ``log_n``: the trained length; ``bias`` and
+    ``scores``: as of :class:`ByFormula`.
     """
     buffers = dict(model.named_buffers())
     kinds = getattr(model.config, "layer_types", None)
@@ -258,7 +280,7 @@ def by_formula(
     if log_n is not None and name in ("rerope", "leaky_rerope"):
         temperature = ((t[0] + 1).double().log() / math.log(log_n)).clamp(min=1)
     distance = torch.stack([formula(name, row, **constants) for row in t])
-    _by_formula.append(ByFormula(family, distance, t, temperature, bias))
+    _by_formula.append(ByFormula(family, distance, t, temperature, bias, scores))
     before = model.config._attn_implementation
     model.set_attn_implementation("by_formula")
     try:

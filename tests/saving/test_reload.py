@@ -394,7 +394,7 @@ def test_the_call_in_messages_makes_the_patch(model) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"version": 3}, "install a newer rope_ext"),
+        ({"version": 4}, "install a newer rope_ext"),
         ({"version": None}, "its version is None"),
         ({"method": {"name": "yarm", "factor": 4}}, "did you mean 'yarn'"),
         ({"method": {"name": "rerope", "factor": 4, "windows": 3}}, "no option 'windows'"),
@@ -780,7 +780,7 @@ def test_a_folder_without_a_sidecar_is_refused(tmp_path, base: Path) -> None:
     [
         ("{", "is not JSON"),
         ("[]", "its version is None"),
-        ('{"version": 3}', "install a newer rope_ext"),
+        ('{"version": 4}', "install a newer rope_ext"),
         ("before", "does not say which frequencies"),
     ],
 )

@@ -1,0 +1,182 @@
+"""Train one small decoder from scratch for each position encoding and seed, and compare them.
+
+    python -m recipes.laboratory --resume
+    accelerate launch --num_processes 8 -m recipes.laboratory --resume
+
+All else is equal: initial weights where shapes agree, rows and their order, steps. Results are
+appended as they come; a killed run goes on with --resume where it stood.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import sys
+import time
+import traceback
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from recipes.laboratory import page
+from recipes.laboratory.log import Cell, Log
+from recipes.laboratory.model import Size, chosen
+from recipes.laboratory.tasks import TASKS, Tasks
+from recipes.laboratory.text import Text
+from recipes.laboratory.training import Subject, run
+from rope_ext.errors import MeasureError, OptionError, RopeExtError, first_line, nearest
+from rope_ext.measure.folder import Folder
+from rope_ext.measure.run import Crew
+
+TEXT, LENGTHS = "text", "tasks"
+"""The two subjects."""
+
+
+def arguments(given: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m recipes.laboratory", description=__doc__.splitlines()[0]
+    )
+    add = parser.add_argument
+    add("--encodings", type=_names, help="with commas; default: all, see `rope-ext methods`")
+    add("--seeds", type=int, default=3, help="how many; intervals need three")
+    add("--tasks", type=_names, default=[TEXT, *TASKS], help="default: %(default)s, with commas")
+    add("--steps", type=int, default=500)
+    add("--length", type=int, default=128, help="of rows of text, tokens; read at up to 16 times")
+    add("--width", type=int, default=128, help="of the model")
+    add("--layers", type=int, default=2)
+    add("--heads", type=int, default=4)
+    add("--batch", type=int, default=16, help="rows of text in a step; twice as many problems")
+    add("--rows", type=int, default=32, help="that are read at each length")
+    add("--learning-rate", type=float, default=0.02)
+    add("--output", type=Path, default=Path("runs/laboratory"))
+    add("--device", default="auto")
+    add("--resume", action="store_true", help="go on from --output, if it was begun")
+    add("--report", action="store_true", help="only write the page of what is finished")
+    args = parser.parse_args(given)
+    for name in ("seeds", "steps", "length", "width", "layers", "heads", "batch", "rows"):
+        least = {"seeds": 1, "length": 64}.get(name, 1)
+        if getattr(args, name) < least:
+            raise OptionError(f"--{name} {getattr(args, name)} must be at least {least}")
+    if args.width % (8 * args.heads):
+        raise OptionError(
+            f"--width {args.width} must be a multiple of 8 x --heads {args.heads}, so that a "
+            f"quarter of each head is an even number of columns"
+        )
+    for name in args.tasks:
+        if name not in (TEXT, *TASKS):
+            raise OptionError(
+                f"--tasks {name!r} is unknown{nearest(name, [TEXT, *TASKS]) or '.'} "
+                f"Tasks: {', '.join([TEXT, *TASKS])}"
+            )
+    return args
+
+
+def _names(text: str) -> list[str]:
+    return [name.strip() for name in text.split(",") if name.strip()]
+
+
+def subjects_of(args: argparse.Namespace) -> dict[str, Subject]:
+    found: dict[str, Subject] = {}
+    if TEXT in args.tasks:
+        found[TEXT] = Text(args.length, args.batch, args.rows)
+    if names := tuple(name for name in TASKS if name in args.tasks):
+        found[LENGTHS] = Tasks(names, 2 * args.batch, args.rows)
+    return found
+
+
+def settings_of(args: argparse.Namespace, subjects: dict[str, Subject]) -> dict[str, Any]:
+    """What cells must have in common to be compared."""
+    kept = ("steps", "length", "width", "layers", "heads", "batch", "rows", "learning_rate")
+    settings = {name: getattr(args, name) for name in kept}
+    if LENGTHS in subjects:
+        settings["tasks"] = list(subjects[LENGTHS].names)
+    if TEXT in subjects:
+        text = subjects[TEXT]
+        seen = hashlib.sha256(text.stream.tobytes() + text.held_out.tobytes())
+        settings["text"] = seen.hexdigest()[:16]
+    return settings
+
+
+def main(given: list[str] | None = None) -> int:
+    args = arguments(given)
+    names, subjects = chosen(args.encodings), subjects_of(args)
+    crew = Crew.join(args.device)
+    log = Log(args.output, settings_of(args, subjects))
+    cells = [
+        Cell(subject, name, seed)
+        for seed in range(args.seeds)
+        for name in names
+        for subject in subjects
+    ]
+    if args.report:
+        return write_page(log)
+    folder = Folder(args.output)
+    with folder.held():
+        done = log.read()
+        if done and not args.resume:
+            raise MeasureError(
+                f"{args.output} holds {len(done)} finished cells; give --resume to go on, or "
+                f"another --output"
+            )
+        crew.wait()  # all processes share out the same rest
+        failed = train(crew, log, [cell for cell in cells if cell not in done], args, subjects)
+        crew.wait()
+        if crew.rank == 0:
+            write_page(log)
+    return 1 if failed else 0
+
+
+def train(
+    crew: Crew,
+    log: Log,
+    cells: list[Cell],
+    args: argparse.Namespace,
+    subjects: dict[str, Subject],
+) -> int:
+    """Run the cells of this process; returns how many broke."""
+    mine, began, failed = crew.share(cells), time.monotonic(), 0
+    for number, cell in enumerate(mine):
+        minutes = (time.monotonic() - began) / 60
+        left = f", {minutes / number * (len(mine) - number):.0f} minutes left" if number else ""
+        start = f"[{number + 1}/{len(mine)}{left}] {cell}"
+
+        def tell(text: str, start: str = start) -> None:
+            print(f"{start}: {text}", file=sys.stderr, flush=True)
+
+        size = Size(args.width, args.layers, args.heads)
+        subject, device = subjects[cell.subject], _device(crew.device)
+        try:
+            record = run(
+                size, subject, cell.name, cell.seed, args.steps, args.learning_rate, device, tell
+            )
+        except RopeExtError as error:
+            record = {"refused": first_line(error)}
+            tell(f"refused: {record['refused']}")
+        except Exception as error:  # one encoding that breaks must not end a night's run
+            traceback.print_exc()
+            tell(f"broke ({type(error).__name__}); --resume tries it again")
+            failed += 1
+            continue
+        log.append(crew.rank, cell, record)
+    return failed
+
+
+def _device(name: str) -> torch.device:
+    if name != "auto":
+        return torch.device(name)
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def write_page(log: Log) -> int:
+    """The page and its numbers, of all that is finished."""
+    paths = Folder(log.folder).write(page.contents(log.settings, log.read()))
+    print(f"wrote {', '.join(map(str, paths))}", file=sys.stderr)
+    return 0
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(main())
+    except RopeExtError as error:
+        sys.exit(f"error: {error}")

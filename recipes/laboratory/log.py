@@ -1,0 +1,117 @@
+"""The log of finished cells: one line each, appended as they come, by whichever process."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rope_ext.errors import MeasureError
+from rope_ext.measure.folder import writing
+
+_MARK = {"program": "rope_ext", "log": "laboratory", "format": 1}
+
+
+@dataclass(frozen=True, order=True)
+class Cell:
+    """One model: what it is trained on, its encoding, its seed."""
+
+    subject: str
+    name: str
+    seed: int
+
+    def __str__(self) -> str:
+        return f"{self.subject}, {self.name}, seed {self.seed}"
+
+
+class Log:
+    """Cells of one run in a folder.
+
+    Args:
+        folder: it need not exist.
+        settings: all that cells must have in common.
+    """
+
+    def __init__(self, folder: Path, settings: Mapping[str, Any]) -> None:
+        self.folder, self.settings = folder, dict(settings)
+
+    def files(self) -> list[Path]:
+        """Of all processes.
+
+        Raises:
+            MeasureError: one was not written by this program, or under other settings.
+        """
+        found = sorted(self.folder.glob("laboratory*.jsonl"))
+        for path in found:
+            self._check(path)
+        return found
+
+    def read(self) -> dict[Cell, dict[str, Any]]:
+        """What is finished. A line that was cut off by the end of its process is left out."""
+        cells = {}
+        for path in self.files():
+            for line in path.read_text(encoding="utf-8").splitlines()[1:]:
+                try:
+                    record = json.loads(line)
+                    cells[Cell(**record.pop("cell"))] = record
+                except (ValueError, KeyError, TypeError):
+                    continue
+        return cells
+
+    def append(self, rank: int, cell: Cell, record: Mapping[str, Any]) -> None:
+        """Add a cell to the file of a process; it stays whatever happens next.
+
+        Raises:
+            MeasureError: it cannot be written.
+        """
+        name = f"laboratory.{rank}.jsonl" if rank else "laboratory.jsonl"
+        path = self.folder / name
+        with writing(path):
+            self.folder.mkdir(parents=True, exist_ok=True)
+            lines = [] if path.exists() else [_MARK | {"settings": self.settings}]
+            lines.append({"cell": vars(cell)} | dict(record))
+            with path.open("ab+") as file:
+                file.seek(max(0, file.tell() - 1))
+                cut_off = file.read() not in (b"", b"\n")
+                text = "".join(json.dumps(line) + "\n" for line in lines)
+                file.write(b"\n" * cut_off + text.encode())
+                file.flush()
+                os.fsync(file.fileno())
+
+    def _check(self, path: Path) -> None:
+        try:
+            with path.open(encoding="utf-8") as file:
+                first = json.loads(file.readline())
+            there = first.pop("settings")
+        except (OSError, ValueError, KeyError, AttributeError):
+            first, there = None, {}
+        if first != _MARK:
+            raise MeasureError(
+                f"{path} is not a log of this program; move it away, or give another --output"
+            )
+        changed = [name for name in self.settings if there.get(name) != self.settings[name]]
+        if changed:
+            told = _told(changed, self.settings, there)
+            raise MeasureError(
+                f"{path} was begun with other settings ({told}); give those, or another --output"
+            )
+
+
+def settings_of(folder: Path) -> dict[str, Any] | None:
+    """The settings under which the log in a folder was begun; None: there is none."""
+    for path in sorted(folder.glob("laboratory*.jsonl")):
+        try:
+            with path.open(encoding="utf-8") as file:
+                first = json.loads(file.readline())
+            if {name: first.get(name) for name in _MARK} == _MARK:
+                return first["settings"]
+        except (OSError, ValueError, AttributeError, KeyError):
+            continue
+    return None
+
+
+def _told(names: Iterable[str], now: Mapping[str, Any], there: Mapping[str, Any]) -> str:
+    return ", ".join(f"{name}: {there.get(name)!r}, now {now[name]!r}" for name in names)

@@ -1,0 +1,143 @@
+"""What is compared: one small decoder, its rotation as it is or another encoding in its place.
+
+Everything else is equal: a StableLM, because it rotates any share of each head, with the same
+initial weights for the same seed. What an encoding learns is drawn afterwards.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from transformers import StableLmConfig, StableLmForCausalLM
+
+import rope_ext
+from rope_ext.errors import OptionError, nearest
+from rope_ext.methods import Method, build_method
+from rope_ext.methods.registry import all_encodings
+
+ROPE, QUARTER = "rope", "rope_25"
+SHARES = {ROPE: 1.0, QUARTER: 0.25}
+"""Models with a rotation: the share of each head's columns that it turns."""
+VOCABULARY = 260
+_BASE = 10000.0
+_FACTOR = 16.0  # where an encoding cannot be made without one
+_SAME = 1 + 1e-6  # a base that is the trained one but for rounding, since ABF refuses to do nothing
+
+Reading = Callable[[float], Method | None]
+"""What is put on a trained model to read it at ``factor`` times its length; None: nothing."""
+
+_TEST_TIME: dict[str, Reading] = {
+    "yarn": lambda factor: rope_ext.YaRN(factor=factor),
+    "log_n": lambda factor: rope_ext.ABF(
+        factor=factor, base=_BASE * _SAME, temperature=rope_ext.LogN()
+    ),
+    "rerope": lambda factor: rope_ext.ReRoPE(factor=factor),
+}
+
+
+@dataclass(frozen=True)
+class Size:
+    """Of the decoder."""
+
+    width: int = 128
+    layers: int = 2
+    heads: int = 4
+
+    def build(self, name: str, seed: int, length: int) -> StableLmForCausalLM:
+        """The model called ``name`` with fresh weights, trained context ``length`` tokens.
+
+        Raises:
+            RopeExtError: the encoding cannot be put on it.
+        """
+        torch.manual_seed(seed)
+        model = StableLmForCausalLM(
+            StableLmConfig(
+                vocab_size=VOCABULARY,
+                hidden_size=self.width,
+                num_hidden_layers=self.layers,
+                num_attention_heads=self.heads,
+                num_key_value_heads=self.heads,
+                intermediate_size=self.width * 11 // 4,
+                max_position_embeddings=length,
+                rope_parameters={
+                    "rope_type": "default",
+                    "rope_theta": _BASE,
+                    "partial_rotary_factor": SHARES.get(name, 1.0),
+                },
+                use_cache=False,
+                bos_token_id=None,
+                eos_token_id=None,
+            )
+        )
+        if name not in SHARES:
+            torch.manual_seed(seed)
+            with _quiet():
+                rope_ext.patch(model, _encoding(name))
+        return model
+
+
+def known() -> list[str]:
+    """Names of all models: those with a rotation, and one for each registered encoding."""
+    return [*SHARES, *(cls.name for cls in all_encodings())]
+
+
+def chosen(names: Sequence[str] | None) -> list[str]:
+    """Those of :func:`known`, with the rotation that others are compared with.
+
+    Raises:
+        OptionError: there is no such model.
+    """
+    for name in names or ():
+        if name not in known():
+            raise OptionError(
+                f"--encodings {name!r} is unknown{nearest(name, known()) or '.'} "
+                f"Encodings: {', '.join(known())}"
+            )
+    return known() if not names else list(dict.fromkeys((ROPE, *names)))
+
+
+def readings(name: str) -> Mapping[str, Reading]:
+    """How the trained model of that name is read: as it is, and with methods put on it then."""
+    ways: dict[str, Reading] = {name: lambda factor: None}
+    if name in SHARES:
+        ways |= {f"{name}+{way}": make for way, make in _TEST_TIME.items()}
+    if name == "nope":
+        ways["nope+log_n"] = lambda factor: rope_ext.NoPE(temperature=rope_ext.LogN())
+    return ways
+
+
+@contextmanager
+def read_with(model: torch.nn.Module, make: Reading, factor: float) -> Iterator[None]:
+    """The model under what ``make`` says; within its trained length as it is."""
+    method = make(factor) if factor > 1 else None
+    if method is None:
+        yield
+        return
+    with rope_ext.patched(model, method, replace=True):
+        yield
+
+
+@functools.cache
+def _encoding(name: str) -> Method:
+    """With its defaults."""
+    try:
+        return build_method(name)
+    except OptionError:
+        return build_method(name, factor=_FACTOR)
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Without the warning that plain transformers cannot load it: it is never saved."""
+    logger = logging.getLogger("rope_ext")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)

@@ -1,0 +1,438 @@
+"""The page: what came out: curves, paired intervals, costs, and the published orders beside it.
+
+Every sentence on it is computed from the numbers.
+"""
+
+from __future__ import annotations
+
+import base64
+import io
+import json
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from recipes.laboratory.log import Cell
+from recipes.laboratory.model import ROPE
+from recipes.laboratory.paired import Difference, difference
+from recipes.laboratory.published import PUBLISHED, hold
+from recipes.laboratory.results import (
+    AT,
+    FAR,
+    FOUND,
+    LONGER,
+    PEAK,
+    SECONDS,
+    BySeed,
+    Results,
+)
+from recipes.laboratory.tasks import MOST
+from rope_ext.measure.versions import versions
+from rope_ext.plots.style import bare, figure_of, mark_trained, require_matplotlib, style_of
+
+PAGE, NUMBERS = "laboratory.html", "laboratory.json"
+_TEMPLATE = Path(__file__).with_name("page.html")
+_NONE = "\u2013"
+
+
+@dataclass(frozen=True)
+class Shown:
+    """A cell of a table; below it how far it is from the rotation, bold where that is clear."""
+
+    text: str
+    below: str = ""
+    clear: bool = False
+
+
+@dataclass(frozen=True)
+class Table:
+    """A table, and what follows from it; the row of ``base`` is what the others are held to."""
+
+    title: str
+    header: tuple[str, ...]
+    rows: tuple[tuple[Shown, ...], ...]
+    sentences: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Section:
+    """A part of the page."""
+
+    name: str
+    sentences: tuple[str, ...]
+    tables: list[Table] = field(default_factory=list)
+    pictures: list[dict[str, str]] = field(default_factory=list)
+
+
+def contents(
+    settings: Mapping[str, Any], cells: Mapping[Cell, Mapping[str, Any]]
+) -> dict[str, bytes]:
+    """The page and its numbers, by file name.
+
+    Raises:
+        MeasureError: matplotlib is not installed.
+    """
+    require_matplotlib()
+    from jinja2 import Environment
+
+    results = Results(settings, cells)
+    sections = [_glance(results)]
+    if results.lengths:
+        sections += [_loss(results), _retrieval(results)]
+    if results.tasks:
+        sections.append(_tasks(results))
+    sections += [_training(results), _published(results)]
+    template = Environment(autoescape=True).from_string(_TEMPLATE.read_text(encoding="utf-8"))
+    page = template.render(
+        title="One small decoder, one position encoding at a time",
+        sentences=_lead(results),
+        notes=_notes(results),
+        sections=sections,
+        settings=json.dumps({"settings": dict(settings), "versions": versions()}, indent=1),
+    )
+    numbers = {
+        "settings": dict(settings),
+        "measures": results.measures,
+        "cells": [{"cell": vars(cell)} | dict(record) for cell, record in cells.items()],
+    }
+    return {PAGE: page.encode(), NUMBERS: json.dumps(numbers, indent=1).encode()}
+
+
+def _lead(results: Results) -> list[str]:
+    s, seeds = results.settings, len(results.seeds)
+    words = [
+        f"{s['layers']} layers of width {s['width']}, {s['heads']} heads, {s['steps']} steps, "
+        f"{seeds} {'seed' if seeds == 1 else 'seeds'}: the same initial weights, the same rows in "
+        f"the same order; only the encoding differs."
+    ]
+    kinds = [
+        (AT, False, "the lowest loss at the trained length"),
+        (FAR, False, f"the lowest loss at {_longest(results)} bytes"),
+        (FOUND, True, f"the most words found at {_longest(results)} bytes"),
+        (LONGER, True, f"the most problems of more than {MOST} items solved"),
+    ]
+    for measure, rising, told in kinds:
+        values = _means(results.measures.get(measure, {}))
+        if len(values) < 2:
+            continue
+        order = sorted(values, key=lambda name: values[name], reverse=rising)
+        if rising and values[order[0]] == 0:
+            words.append(f"None: {told.removeprefix('the most ')}.")
+            continue
+        best = order[0]
+        by = results.measures[measure]
+        near = [
+            name
+            for name in order[1:]
+            if not ((found := difference(by[name], by[best])) and found.clear)
+        ]
+        also = f"; not told apart from it: {', '.join(near)}" if near else ""
+        words.append(f"{best} has {told} ({_number(measure, values[best])}){also}.")
+    return words
+
+
+def _notes(results: Results) -> list[str]:
+    notes = [f"{name}: {message}." for name, message in results.refused.items()]
+    seeds = len(results.seeds)
+    if seeds < 3:
+        notes.append(f"Intervals need three seeds; there {'is' if seeds == 1 else 'are'} {seeds}.")
+    counts = {
+        (cell.subject, cell.name): sum(
+            (c.subject, c.name) == (cell.subject, cell.name) for c in results.cells
+        )
+        for cell in results.cells
+    }
+    short = sorted(f"{name} ({subject})" for (subject, name), n in counts.items() if n < seeds)
+    if short:
+        notes.append(f"Fewer seeds than the others are finished of {', '.join(short)}.")
+    return notes
+
+
+def _glance(results: Results) -> Section:
+    """Quality and cost in one table, by the loss far out."""
+    shown = {m: results.measures[m] for m in (AT, FAR, FOUND, LONGER) if results.measures.get(m)}
+    order = _means(shown.get(FAR, shown.get(LONGER, {})))
+    sign = 1 if FAR in shown else -1
+    own = _means(results.cost("own_parameters", results.cost_subject))
+    rows = []
+    for name in sorted(results.names, key=lambda name: sign * order.get(name, math.inf)):
+        trained = name.partition("+")[0]
+        seconds, peak = (_means(results.measures[what]) for what in (SECONDS, PEAK))
+        relative = seconds[trained] / seconds[ROPE] if {trained, ROPE} <= seconds.keys() else None
+        cells = [Shown(name), *(_compared(measure, by, name) for measure, by in shown.items())]
+        cells += [
+            Shown(_NONE if relative is None else f"{relative:.2f}x"),
+            Shown(f"{peak[trained] / 2**20:.1f} MiB" if trained in peak else _NONE),
+            Shown(f"{own[trained]:.0f}" if trained in own else _NONE),
+        ]
+        rows.append(tuple(cells))
+    header = ["encoding", *(_title(results, measure) for measure in shown)]
+    header += ["step", "memory of a step", "own parameters"]
+    return Section(
+        "At a glance",
+        (
+            f"Losses are in nats per byte. Below each number: how far it is from {ROPE} with the "
+            f"same seed, and the 95 % interval of that (Student, over seeds; shares in points), "
+            f"bold where it leaves out zero. With so many comparisons, one in twenty does so by "
+            f"chance. A name with a + is the model before it, read with a method that was put on "
+            f"after training. Cost: the time of a training step by that of {ROPE}, the most that "
+            f"tensors held at once in it, and the parameters that the encoding has of its own.",
+        ),
+        [Table("", tuple(header), tuple(rows))],
+    )
+
+
+def _loss(results: Results) -> Section:
+    lengths, s = results.lengths, results.settings
+    by = {length: results.text("loss", length) for length in lengths}
+    figure = figure_of(10.5, 4.4)
+    left, right = figure.subplots(1, 2)
+    _lines(left, results.names, _swapped(by))
+    left.set(xscale="log", xlabel="context, bytes", ylabel="loss, nats per byte")
+    left.set_xticks(lengths, [str(length) for length in lengths])
+    left.minorticks_off()
+    places = results.positions()
+    width = lengths[0]
+    curves = {
+        n: {(k + 1) * width: loss for k, loss in enumerate(found)} for n, found in places.items()
+    }
+    _lines(right, results.names, curves)
+    right.set(xlabel="position in the longest rows, bytes", ylabel="")
+    _limit((left, right), [v for table in by.values() for v in _means(table).values()])
+    for axes in (left, right):
+        mark_trained(axes, [width], lengths[-1])
+    _legend(figure, left)
+    return Section(
+        "Text: loss at and beyond the trained length",
+        (
+            f"Loss of the same last {s['length'] // 2} bytes of the same {s['rows']} rows of "
+            f"held-out text, with more and more before them: what a longer context does to what "
+            f"follows it. On the right the loss of every stretch of the longest rows.",
+        ),
+        [_table(by, AT, "bytes")],
+        [_picture(figure, "loss by length and by position")],
+    )
+
+
+def _retrieval(results: Results) -> Section:
+    lengths = results.lengths
+    by = {length: results.text("retrieval", length) for length in lengths}
+    figure = figure_of(9.0, 4.2)
+    axes = figure.subplots()
+    _lines(axes, results.names, _swapped(by, 100))
+    axes.set(xscale="log", xlabel="context, bytes", ylabel="words found, %", ylim=(-3, 103))
+    axes.set_xticks(lengths, [str(length) for length in lengths])
+    axes.minorticks_off()
+    mark_trained(axes, [lengths[0]], lengths[-1])
+    _legend(figure, axes)
+    sentences = [
+        "A word of three tokens that text does not have stands anywhere in it and is asked for at "
+        f"the end, {results.settings['rows']} times at each length; chance is 1 in 17576."
+    ]
+    none = [name for name, mean in _means(by[lengths[0]]).items() if mean < 0.5]
+    if none:
+        sentences.append(
+            f"Retrieval has not formed in these steps (less than half are found within the "
+            f"trained length): {', '.join(none)}. Beyond it their numbers say nothing."
+        )
+    return Section(
+        "Text: retrieval",
+        tuple(sentences),
+        [_table(by, FOUND, "bytes")],
+        [_picture(figure, "words found by length")],
+    )
+
+
+def _tasks(results: Results) -> Section:
+    tasks, items = results.tasks, results.items
+    figure = figure_of(10.5, 2.6 * math.ceil(len(tasks) / 3) + 0.8)
+    grid = figure.subplots(math.ceil(len(tasks) / 3), min(3, len(tasks)), squeeze=False)
+    for axes in grid.flat:
+        axes.set_visible(False)
+    for axes, task in zip(grid.flat, tasks, strict=False):
+        axes.set_visible(True)
+        by = {n: results.exact(task, [n]) for n in items}
+        _lines(axes, results.names, _swapped(by, 100))
+        axes.set(title=task, ylim=(-3, 103), xlabel="items", ylabel="solved, %")
+        axes.axvline(MOST, color="#777777", linewidth=1, zorder=0)
+    _legend(figure, grid.flat[0])
+    longer, within = [n for n in items if n > MOST], [n for n in items if n <= MOST]
+    tables = []
+    for title, sizes in (
+        (f"Up to {MOST} items, as trained", within),
+        (f"More than {MOST}", longer),
+    ):
+        by = {task: results.exact(task, sizes) for task in tasks}
+        by |= {"all": results.all_tasks(sizes)} if len(tasks) > 1 else {}
+        tables.append(_table(by, LONGER, "", title))
+    sentences = [
+        f"One model for all tasks, trained on up to {MOST} items; a problem is solved if every "
+        f"token of its answer is the likeliest. The line marks the trained size."
+    ]
+    for task in tasks:
+        unlearned = [n for n, mean in _means(results.exact(task, within)).items() if mean < 0.5]
+        if unlearned:
+            sentences.append(
+                f"{task}: less than half are solved even within the trained size by "
+                f"{', '.join(unlearned)}; beyond it their numbers say nothing."
+            )
+    return Section(
+        "Length generalisation", tuple(sentences), tables, [_picture(figure, "solved by items")]
+    )
+
+
+def _training(results: Results) -> Section:
+    """Curves of training losses, by subject."""
+    subjects = sorted({cell.subject for cell in results.cells}, reverse=True)
+    figure = figure_of(10.5, 3.8)
+    panels = figure.subplots(1, len(subjects), squeeze=False)[0]
+    for axes, subject in zip(panels, subjects, strict=True):
+        curves: dict[str, dict[int, list[float]]] = {}
+        for cell, record in results.cells.items():
+            if cell.subject == subject and "curve" in record:
+                for step, loss in record["curve"]:
+                    curves.setdefault(cell.name, {}).setdefault(step, []).append(loss)
+        lines = {
+            n: {step: statistics.fmean(losses) for step, losses in curve.items()}
+            for n, curve in curves.items()
+        }
+        _lines(axes, results.names, lines, markers=False)
+        axes.set(title=subject, xlabel="step", ylabel="training loss, nats")
+    _legend(figure, panels[0])
+    return Section(
+        "Training",
+        ("Mean over seeds, of all that counts: for text, the answers too.",),
+        pictures=[_picture(figure, "training loss by step")],
+    )
+
+
+def _published(results: Results) -> Section:
+    tables = []
+    for published in PUBLISHED:
+        held = hold(published, results.measures.get(published.measure, {}))
+        if held is None:
+            continue
+        told = published.told or {name: f"{v:g}" for name, v in published.values.items()}
+        rows = tuple(
+            (Shown(name), Shown(told[name]), Shown(_number(published.measure, held.ours[name])))
+            for name in held.ours
+        )
+        header = ("encoding", "published", f"here: {_title(results, published.measure)}")
+        tables.append(Table(published.source, header, rows, held.sentences))
+    sentences = [
+        "What others found with models and texts of their own size, and the same encodings here. "
+        "Where the two disagree, size, data and length of training differ as well."
+    ]
+    if not tables:
+        sentences = ["Fewer than two encodings of any published order are finished."]
+    return Section("Published orders beside ours", tuple(sentences), tables)
+
+
+def _table(
+    by: Mapping[Any, Mapping[str, BySeed]], measure: str, unit: str, title: str = ""
+) -> Table:
+    """Means over seeds, each with its difference from the rotation."""
+    rows = [(Shown(n), *(_compared(measure, by[k], n) for k in by)) for n in _names(by)]
+    return Table(title, ("encoding", *(f"{k} {unit}".strip() for k in by)), tuple(rows))
+
+
+def _compared(measure: str, by: Mapping[str, BySeed], name: str) -> Shown:
+    mean = _means(by).get(name)
+    if mean is None or name == ROPE:
+        return Shown(_NONE if mean is None else _number(measure, mean))
+    found = difference(by[name], by.get(ROPE, {}))
+    return Shown(_number(measure, mean), _signed(measure, found), bool(found and found.clear))
+
+
+def _names(by: Mapping[Any, Mapping[str, BySeed]]) -> list[str]:
+    return list(dict.fromkeys(name for table in by.values() for name in table))
+
+
+def _means(by: Mapping[str, BySeed]) -> dict[str, float]:
+    return {name: statistics.fmean(seeds.values()) for name, seeds in by.items() if seeds}
+
+
+def _is_share(measure: str) -> bool:
+    return "words" in measure or "problems" in measure
+
+
+def _number(measure: str, value: float) -> str:
+    if _is_share(measure):
+        return f"{100 * value:.0f} %"
+    return f"{value:.3g} s" if measure == SECONDS else f"{value:.3f}"
+
+
+def _signed(measure: str, found: Difference | None) -> str:
+    if found is None:
+        return ""
+    if found.mean == found.low == found.high == 0:
+        return "the same"
+    times, form = (100, "+.0f") if _is_share(measure) else (1, "+.3f")
+    ends = (
+        "" if found.low is None else f" ({times * found.low:{form}} to {times * found.high:{form}})"
+    )
+    return f"{times * found.mean:{form}}{ends}"
+
+
+def _longest(results: Results) -> int:
+    return results.lengths[-1] if results.lengths else 0
+
+
+def _title(results: Results, measure: str) -> str:
+    """A measure with its length in numbers."""
+    if not results.lengths:
+        return measure
+    first, last = results.lengths[0], results.lengths[-1]
+    return {
+        AT: f"loss at {first}",
+        FAR: f"loss at {last}",
+        FOUND: f"words found at {last}",
+        LONGER: f"problems > {MOST} items",
+    }.get(measure, measure)
+
+
+def _swapped(
+    by: Mapping[int, Mapping[str, BySeed]], times: float = 1
+) -> dict[str, dict[int, float]]:
+    """Means by name, then by size, from seeds by size, then by name."""
+    lines: dict[str, dict[int, float]] = {}
+    for size, table in by.items():
+        for name, mean in _means(table).items():
+            lines.setdefault(name, {})[size] = times * mean
+    return lines
+
+
+def _lines(
+    axes: Any,
+    names: Sequence[str],
+    lines: Mapping[str, Mapping[int, float]],
+    markers: bool = True,
+) -> None:
+    """One line for each of ``names`` that has one; a name looks alike in every picture."""
+    for index, name in enumerate(names):
+        if lines.get(name):
+            style = style_of(index) if markers else style_of(index) | {"marker": ""}
+            sizes, values = list(lines[name]), list(lines[name].values())
+            axes.plot(sizes, values, label=name, linewidth=1.5, markersize=4, **style)
+    bare(axes)
+
+
+def _limit(panels: Sequence[Any], values: Sequence[float]) -> None:
+    """Both from the lowest value to what most lines reach, so that one cannot flatten the rest."""
+    low, high = min(values), max(values)
+    for axes in panels:
+        axes.set_ylim(low - 0.05 * (high - low), min(high * 1.05, low + 3))
+
+
+def _legend(figure: Any, axes: Any) -> None:
+    handles, labels = axes.get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=6, fontsize=8, frameon=False)
+
+
+def _picture(figure: Any, alt: str) -> dict[str, str]:
+    buffer = io.BytesIO()
+    figure.savefig(buffer, format="png", dpi=120)
+    return {"alt": alt, "data": base64.b64encode(buffer.getvalue()).decode()}

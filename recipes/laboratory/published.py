@@ -1,0 +1,143 @@
+"""Published orders of encodings, and whether the laboratory's own numbers agree."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from itertools import combinations
+
+from recipes.laboratory.paired import Difference, difference, rank_correlation
+
+BySeed = Mapping[int, float]
+
+
+@dataclass(frozen=True)
+class Published:
+    """An order that somebody has published.
+
+    Args:
+        source: who, and of what.
+        measure: of ours that is held against it, by its name on the page.
+        values: what was published, by our names.
+        told: those values as words; by default the values themselves.
+        rising: whether more is better there.
+    """
+
+    source: str
+    measure: str
+    values: Mapping[str, float]
+    told: Mapping[str, str] | None = None
+    rising: bool = False
+
+
+PUBLISHED = (
+    Published(
+        "DAPE, arXiv 2405.14722: perplexity of arXiv text at the trained length, 512",
+        "loss at the trained length",
+        {"nope": 5.10, "rope": 4.57, "kerple_log": 4.57, "dape": 4.49},
+    ),
+    Published(
+        "DAPE, arXiv 2405.14722: perplexity far beyond it, at 8192 (RoPE's is that at 4096)",
+        "loss at the longest",
+        {"rope": 256, "kerple_log": 9.08, "dape": 3.70},
+    ),
+    Published(
+        "ALiBi, arXiv 2108.12409: tokens beyond the trained length that do no harm",
+        "loss at the longest",
+        {"sinusoidal": 35, "rope": 150, "t5": 700, "alibi": 1e6},
+        {"sinusoidal": "20 to 50", "rope": "100 to 200", "t5": "600 to 800", "alibi": "all"},
+        rising=True,
+    ),
+    Published(
+        "ALiBi, arXiv 2108.12409: words a second while training",
+        "seconds per step",
+        {"sinusoidal": 26.0e3, "alibi": 25.8e3, "rope": 17.7e3, "t5": 13.0e3},
+        {"sinusoidal": "26.0k", "alibi": "25.8k", "rope": "17.7k", "t5": "13.0k"},
+        rising=True,
+    ),
+    Published(
+        "Kazemnejad et al., arXiv 2305.19466: mean reciprocal rank on longer problems; their "
+        "rotation turns 25 % of each head, their absolute positions are sinusoids",
+        "problems longer than trained",
+        {"nope": 0.69, "t5": 0.55, "alibi": 0.50, "rope_25": 0.33, "sinusoidal": 0.22},
+        rising=True,
+    ),
+    Published(
+        "DroPE, arXiv 2512.12167: needles at 8 times the trained length",
+        "words found at 8 times the length",
+        {"drope": 52, "rope+yarn": 12},
+        rising=True,
+    ),
+)
+RISING = {"problems longer than trained", "words found at 8 times the length"}
+"""Measures of ours where more is better."""
+
+
+@dataclass(frozen=True)
+class Held:
+    """A published order beside ours.
+
+    Args:
+        published: the order.
+        ours: means, by name, of those that are in both.
+        sentences: what follows.
+    """
+
+    published: Published
+    ours: Mapping[str, float]
+    sentences: tuple[str, ...]
+
+
+def hold(published: Published, measured: Mapping[str, BySeed]) -> Held | None:
+    """Compare an order with our numbers; None where fewer than two encodings are in both.
+
+    Args:
+        published: the order.
+        measured: our values by name and seed.
+    """
+    names = [name for name in published.values if measured.get(name)]
+    if len(names) < 2:
+        return None
+    ours = {name: sum(measured[name].values()) / len(measured[name]) for name in names}
+    direction = 1 if published.rising else -1
+    own = 1 if published.measure in RISING else -1
+    tau = rank_correlation(
+        [direction * published.values[name] for name in names],
+        [own * ours[name] for name in names],
+    )
+    same, other, open_ = 0, [], []
+    for one, two in combinations(names, 2):
+        theirs = direction * (published.values[one] - published.values[two])
+        if theirs == 0:
+            continue
+        better, worse = (one, two) if theirs > 0 else (two, one)
+        found = difference(measured[better], measured[worse])
+        if found is None or not found.clear:
+            open_.append(f"{better} and {worse}{_interval(found)}")
+        elif own * found.mean > 0:
+            same += 1
+        else:
+            other.append(f"{worse} is ahead of {better}{_interval(found)}")
+    total = same + len(other) + len(open_)
+    sentences = [
+        f"Of {total} {'pair' if total == 1 else 'pairs'}, {same} come out as published, "
+        f"{len(other)} the other way, {len(open_)} cannot be told apart here"
+        + ("." if tau is None else f"; rank correlation (Kendall) {tau:+.2f}.")
+    ]
+    if other:
+        sentences.append(f"The other way, with an interval that leaves out zero: {_list(other)}.")
+    if open_:
+        sentences.append(f"Not told apart: {_list(open_)}.")
+    return Held(published, ours, tuple(sentences))
+
+
+def _interval(found: Difference | None) -> str:
+    if found is None:
+        return ""
+    if found.low is None:
+        return f" (difference {found.mean:+.3g}, one seed)"
+    return f" (difference {found.mean:+.3g}, {found.low:+.3g} to {found.high:+.3g})"
+
+
+def _list(parts: list[str]) -> str:
+    return "; ".join(parts)

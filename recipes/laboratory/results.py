@@ -1,0 +1,149 @@
+"""Numbers of finished cells: by measure, encoding and seed."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterable, Mapping
+from functools import cached_property
+from typing import Any
+
+from recipes.laboratory.log import Cell
+from recipes.laboratory.model import ROPE
+from recipes.laboratory.tasks import MOST
+
+AT, FAR = "loss at the trained length", "loss at the longest"
+FOUND, FOUND_8 = "words found at the longest", "words found at 8 times the length"
+LONGER, WITHIN = "problems longer than trained", "problems as long as trained"
+SECONDS, PEAK = "seconds per step", "peak memory of a step"
+
+BySeed = dict[int, float]
+
+
+class Results:
+    """What the page shows.
+
+    Args:
+        settings: of the run.
+        cells: finished ones.
+    """
+
+    def __init__(
+        self, settings: Mapping[str, Any], cells: Mapping[Cell, Mapping[str, Any]]
+    ) -> None:
+        self.settings, self.cells = settings, cells
+        self.refused: dict[str, str] = {}
+        for cell, record in cells.items():
+            if "refused" in record:
+                self.refused[f"{cell.name} ({cell.subject})"] = record["refused"]
+            for label, read in record.get("read", {}).items():
+                for size, message in read["refused"].items():
+                    self.refused.setdefault(f"{label} ({cell.subject}, from {size})", message)
+                    break
+
+    def _read(self, subject: str) -> Iterable[tuple[str, int, Mapping[str, Any]]]:
+        for cell, record in self.cells.items():
+            if cell.subject == subject and "read" in record:
+                for label, read in record["read"].items():
+                    yield label, cell.seed, read
+
+    @cached_property
+    def seeds(self) -> list[int]:
+        return sorted({cell.seed for cell in self.cells})
+
+    @cached_property
+    def lengths(self) -> list[int]:
+        """Of text that was read, tokens."""
+        sizes = {int(size) for _, _, read in self._read("text") for size in read["loss"]}
+        return sorted(sizes)
+
+    @cached_property
+    def tasks(self) -> list[str]:
+        for _, _, read in self._read("tasks"):
+            return list(read["exact"])
+        return []
+
+    @cached_property
+    def items(self) -> list[int]:
+        sizes = {
+            int(n) for _, _, read in self._read("tasks") for n in next(iter(read["exact"].values()))
+        }
+        return sorted(sizes)
+
+    def text(self, what: str, length: int) -> dict[str, BySeed]:
+        """``loss`` or ``retrieval`` at a length, by name and seed."""
+        found: dict[str, BySeed] = {}
+        for label, seed, read in self._read("text"):
+            if str(length) in read[what]:
+                found.setdefault(label, {})[seed] = read[what][str(length)]
+        return found
+
+    def positions(self) -> dict[str, list[float]]:
+        """Loss of each stretch of the longest rows, mean over seeds, by name."""
+        found: dict[str, list[list[float]]] = {}
+        for label, _, read in self._read("text"):
+            if read["positions"]:
+                found.setdefault(label, []).append(read["positions"])
+        return {
+            label: [statistics.fmean(p) for p in zip(*rows, strict=True)]
+            for label, rows in found.items()
+        }
+
+    def exact(self, task: str, sizes: Iterable[int]) -> dict[str, BySeed]:
+        """Share of problems solved, mean over sizes that were all read, by name and seed."""
+        wanted, found = [str(size) for size in sizes], {}
+        for label, seed, read in self._read("tasks"):
+            if wanted and all(size in read["exact"][task] for size in wanted):
+                shares = [read["exact"][task][size] for size in wanted]
+                found.setdefault(label, {})[seed] = statistics.fmean(shares)
+        return found
+
+    def all_tasks(self, sizes: list[int]) -> dict[str, BySeed]:
+        """Mean of :meth:`exact` over tasks."""
+        parts = [self.exact(task, sizes) for task in self.tasks]
+        return {
+            label: {
+                seed: statistics.fmean(part[label][seed] for part in parts)
+                for seed in parts[0][label]
+            }
+            for label in (parts[0] if parts else ())
+            if all(label in part for part in parts)
+        }
+
+    def cost(self, what: str, subject: str) -> dict[str, BySeed]:
+        """A number of the training itself, by name and seed."""
+        found: dict[str, BySeed] = {}
+        for cell, record in self.cells.items():
+            if cell.subject == subject and record.get(what) is not None:
+                found.setdefault(cell.name, {})[cell.seed] = record[what]
+        return found
+
+    @cached_property
+    def cost_subject(self) -> str:
+        """Text, where it was trained on."""
+        return "text" if any(cell.subject == "text" for cell in self.cells) else "tasks"
+
+    @cached_property
+    def measures(self) -> dict[str, dict[str, BySeed]]:
+        """All that one number stands for, by the names that published orders use."""
+        found: dict[str, dict[str, BySeed]] = {}
+        if self.lengths:
+            trained, longest = self.lengths[0], self.lengths[-1]
+            found[AT], found[FAR] = self.text("loss", trained), self.text("loss", longest)
+            found[FOUND] = self.text("retrieval", longest)
+            found[FOUND_8] = self.text("retrieval", 8 * trained)
+        if self.tasks:
+            found[WITHIN] = self.all_tasks([n for n in self.items if n <= MOST])
+            found[LONGER] = self.all_tasks([n for n in self.items if n > MOST])
+        found[SECONDS] = self.cost("seconds", self.cost_subject)
+        found[PEAK] = self.cost("peak_bytes", self.cost_subject)
+        return found
+
+    @cached_property
+    def names(self) -> list[str]:
+        """Of all models as they were read, the rotation first, then as they were asked for."""
+        labels = [
+            label
+            for cell, record in self.cells.items()
+            for label in record.get("read", {cell.name: None})
+        ]
+        return sorted(dict.fromkeys(labels), key=lambda label: not label.startswith(ROPE))

@@ -1,0 +1,153 @@
+"""Text with retrieval: Python's standard library in bytes, and a word that is asked for.
+
+From text alone no retrieval forms in so short a training, and a head that looks up what followed
+its token before (an induction head) takes longer still. So the word is made of tokens that text
+does not have, each from an alphabet of its own: to be found by what they are. No encoding is built
+for that, and every one has to carry it over the distance.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+import torch
+
+from recipes.laboratory.model import Reading, read_with
+from rope_ext.measure.text import python_library
+
+END, GIVEN, ASKED = 256, 257, 258
+"""Tokens beside the bytes: between documents, before the word, before it is asked for."""
+PLACES, LETTERS = 3, 26  # of the word: bytes from 128 on, which is why text is kept below
+_ANSWER = 4.0  # what a token of an answer counts; of text: 1
+_HELD_OUT = 7919  # seed of what is read, whatever was trained
+TIMES = (1, 2, 4, 8, 16)
+
+Row = tuple[np.ndarray, np.ndarray]
+"""Token ids, and how much the loss of each counts."""
+
+
+@dataclass(frozen=True)
+class Text:
+    """Rows to train on and to read.
+
+    Args:
+        length: of a row to train on, tokens.
+        batch: rows of a step.
+        rows: that are read at each length.
+        texts: documents, for ``"train"`` or ``"held_out"``.
+    """
+
+    length: int
+    batch: int = 16
+    rows: int = 32
+    texts: Callable[[str], list[str]] = python_library
+
+    @property
+    def trained(self) -> int:
+        """Trained context, tokens."""
+        return self.length
+
+    @cached_property
+    def stream(self) -> np.ndarray:
+        return _stream(self.texts("train"))
+
+    @cached_property
+    def held_out(self) -> np.ndarray:
+        return _stream(self.texts("held_out"))
+
+    def rows_of(self, seed: int, step: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Ids and weights of a step, ``[batch, length]``; a function of seed and step alone."""
+        rows = [
+            retrieval(np.random.default_rng((seed, step, number)), self.stream, self.length)
+            for number in range(self.batch)
+        ]
+        ids, weights = (torch.from_numpy(np.stack(part)) for part in zip(*rows, strict=True))
+        return ids, weights
+
+    @torch.no_grad()
+    def read(self, model: torch.nn.Module, make: Reading, device: torch.device) -> dict:
+        """Loss and retrieval at 1 to 16 times the trained length.
+
+        The loss is that of the same last tokens of the same rows at every length: what changes is
+        how much stands before them. A word is found if all of its tokens are the likeliest.
+
+        Returns:
+            ``loss`` (nats) and ``retrieval`` (share) by length, and ``positions``: the loss of
+            every stretch of the trained length in the longest rows, from the first to the last.
+            What a method refuses is in ``refused``, by length.
+        """
+        longest, scored = self.length * TIMES[-1], self.length // 2
+        rng = np.random.default_rng(_HELD_OUT)
+        rows = np.stack([_excerpt(rng, self.held_out, longest) for _ in range(self.rows)])
+        found: dict = {"loss": {}, "retrieval": {}, "positions": [], "refused": {}}
+        for times in TIMES:
+            length = self.length * times
+            rngs = [np.random.default_rng((_HELD_OUT, times, row)) for row in range(self.rows)]
+            asked = np.stack([retrieval(rng, self.held_out, length, 1)[0] for rng in rngs])
+            try:
+                with read_with(model, make, times):
+                    losses, _ = _forward(model, rows[:, -length:], self.length, device)
+                    _, right = _forward(model, asked, self.length, device)
+            except (ValueError, IndexError) as error:
+                found["refused"][length] = str(error).splitlines()[0]
+                continue
+            found["loss"][length] = losses[:, -scored:].mean().item()
+            found["retrieval"][length] = right[:, -PLACES:].all(-1).mean().item()
+            if times == TIMES[-1]:
+                padded = np.concatenate((losses[:, :1], losses), 1)  # the first has no loss
+                stretches = padded.reshape(self.rows, times, self.length)
+                found["positions"] = stretches.mean((0, 2)).tolist()
+        return found
+
+
+def retrieval(
+    rng: np.random.Generator, stream: np.ndarray, length: int, questions: int | None = None
+) -> Row:
+    """Text with a word anywhere in its first part, which is asked for later and at the end.
+
+    Args:
+        rng: what chooses.
+        stream: of text.
+        length: of the row, tokens.
+        questions: their number; None: one to four.
+    """
+    count = int(rng.integers(1, 5)) if questions is None else questions
+    word = 128 + LETTERS * np.arange(PLACES) + rng.integers(0, LETTERS, PLACES)
+    text = _excerpt(rng, stream, length - (count + 1) * (1 + PLACES))
+    given = int(rng.integers(0, len(text) + 1))
+    later = np.sort(rng.integers(given, len(text) + 1, count - 1)).tolist()
+    ids, weights, before = [], [], 0
+    for number, place in enumerate([given, *later, len(text)]):
+        ids += [text[before:place], [ASKED if number else GIVEN], word]
+        weights += [np.ones(place - before), np.zeros(1), np.full(PLACES, _ANSWER * (number > 0))]
+        before = place
+    return np.concatenate(ids).astype(np.int64), np.concatenate(weights).astype(np.float32)
+
+
+def _stream(texts: Sequence[str]) -> np.ndarray:
+    """ASCII, other characters as question marks, each document with its end."""
+    ended = [np.frombuffer(text.encode("ascii", "replace"), dtype=np.uint8) for text in texts]
+    return np.concatenate([part for text in ended for part in (text, [END])]).astype(np.int16)
+
+
+def _excerpt(rng: np.random.Generator, stream: np.ndarray, tokens: int) -> np.ndarray:
+    start = int(rng.integers(0, len(stream) - tokens))
+    return stream[start : start + tokens].astype(np.int64)
+
+
+def _forward(
+    model: torch.nn.Module, rows: np.ndarray, trained: int, device: torch.device
+) -> tuple[np.ndarray, np.ndarray]:
+    """Loss of every token but the first of each row, and whether it is the likeliest."""
+    losses, right = [], []
+    some = max(1, 16 * trained // rows.shape[1])  # as many tokens at a time as in training
+    for part in torch.from_numpy(rows).split(some):
+        ids = part.to(device)
+        logits, targets = model(input_ids=ids).logits[:, :-1].float(), ids[:, 1:]
+        loss = torch.nn.functional.cross_entropy(logits.transpose(1, 2), targets, reduction="none")
+        losses.append(loss.cpu())
+        right.append((logits.argmax(-1) == targets).cpu())
+    return torch.cat(losses).numpy(), torch.cat(right).numpy()

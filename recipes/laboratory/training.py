@@ -1,0 +1,142 @@
+"""One cell: a fresh model trained on one subject, and what it does afterwards."""
+
+from __future__ import annotations
+
+import os
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+
+from recipes.laboratory.model import Reading, Size, readings
+from recipes.pretrain.train import MuonAdamW, schedule
+
+os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # or torch's profiler tells when it begins and ends
+POINTS = 20
+"""Of the curve of training losses."""
+
+
+class Subject(Protocol):
+    """What a model is trained on and read with."""
+
+    @property
+    def trained(self) -> int: ...
+
+    def rows_of(self, seed: int, step: int) -> tuple[torch.Tensor, torch.Tensor]: ...
+
+    def read(self, model: torch.nn.Module, make: Reading, device: torch.device) -> dict: ...
+
+
+def run(
+    size: Size,
+    subject: Subject,
+    name: str,
+    seed: int,
+    steps: int,
+    learning_rate: float,
+    device: torch.device,
+    tell: Callable[[str], None],
+) -> dict[str, Any]:
+    """Train and read one model.
+
+    Args:
+        size: of the model.
+        subject: to train on.
+        name: of the encoding.
+        seed: of weights and rows.
+        steps: of training.
+        learning_rate: of the matrices (Muon); all else has a sixth of it (AdamW).
+        device: to run on.
+        tell: what is told how far it is.
+
+    Raises:
+        RopeExtError: the encoding cannot be put on the model.
+        FloatingPointError: the loss is no number.
+    """
+    model = size.build(name, seed, subject.trained).to(device)
+    own = sum(p.numel() for n, p in model.named_parameters() if "rope_ext" in n)
+    optimizer = MuonAdamW(model, learning_rate)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: schedule(step, steps))
+    # Of the processor where there is no GPU to wait for: other programs then cost it nothing.
+    clock = time.perf_counter if device.type == "cuda" else time.process_time
+    curve, recent, seconds, tokens, peak = [], [], [], 0, None
+    for step in range(steps):
+        ids, weights = (rows.to(device) for rows in subject.rows_of(seed, step))
+        started = clock()
+
+        def update(ids: torch.Tensor = ids, weights: torch.Tensor = weights) -> float:
+            return _update(model, optimizer, ids, weights)
+
+        if step == 1:  # the first one also makes what is kept: states, tables
+            loss, peak = peak_of(update, device)
+        else:
+            loss = update()
+            seconds.append(clock() - started)
+        if loss != loss:
+            raise FloatingPointError(f"the loss is no number after {step} steps")
+        scheduler.step()
+        tokens += ids.numel()
+        recent.append(loss)
+        if (step + 1) * POINTS // steps > step * POINTS // steps:
+            curve.append((step + 1, statistics.fmean(recent)))
+            tell(f"step {step + 1}/{steps}, loss {curve[-1][1]:.3f}")
+            recent = []
+    model.eval()
+    began, found = clock(), {}
+    for label, make in readings(name).items():
+        tell(f"reading {label}")
+        found[label] = subject.read(model, make, device)
+    return {
+        "parameters": sum(p.numel() for p in model.parameters()),
+        "own_parameters": own,
+        "steps": steps,
+        "tokens": tokens,
+        "seconds": statistics.median(seconds) if seconds else None,
+        "reading_seconds": clock() - began,
+        "peak_bytes": peak,
+        "curve": curve,
+        "read": found,
+    }
+
+
+def _update(
+    model: torch.nn.Module,
+    optimizer: torch.optim.Optimizer,
+    ids: torch.Tensor,
+    weights: torch.Tensor,
+) -> float:
+    """One step of training; returns the loss per token that counts, nats."""
+    logits, targets = model(input_ids=ids).logits[:, :-1], ids[:, 1:]
+    losses = torch.nn.functional.cross_entropy(
+        logits.flatten(0, 1), targets.flatten(), reduction="none"
+    )
+    counts = weights[:, 1:].flatten()
+    loss = (losses * counts).sum() / counts.sum()
+    loss.backward()
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss.item()
+
+
+def peak_of(function: Callable[[], float], device: torch.device) -> tuple[float, int]:
+    """What ``function`` returns, and the most bytes of tensors it held beyond those before.
+
+    On a CPU every allocation is counted, which does not depend on what the allocator keeps.
+    """
+    if device.type == "cuda":
+        before = torch.cuda.memory_allocated(device)
+        torch.cuda.reset_peak_memory_stats(device)
+        result = function()
+        return result, torch.cuda.max_memory_allocated(device) - before
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    with torch.profiler.profile(activities=activities, profile_memory=True) as profiled:
+        result = function()
+    events = [e for e in profiled.profiler.kineto_results.events() if e.name() == "[memory]"]
+    held = most = 0
+    for event in sorted(events, key=lambda event: event.start_ns()):
+        held += event.nbytes()
+        most = max(most, held)
+    return result, most

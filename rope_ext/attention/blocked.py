@@ -1,0 +1,122 @@
+"""Attention whose logits an encoding makes: blocks of queries against all keys that they see.
+
+Memory is linear in the number of keys: a block's logits are forgotten and made again in the
+backward pass. Without a kernel's tricks, on any device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import torch
+
+from rope_ext.attention import reference
+from rope_ext.attention.call import Call, Turn
+from rope_ext.attention.reference import Places
+from rope_ext.methods.geometry import Distance
+
+_NUMBERS = 2**22
+"""Numbers of a block that are there at a time: 16 MiB in float32."""
+_ROWS = 256
+"""Queries of a block at most."""
+
+
+def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: Call) -> torch.Tensor:
+    """Attention as :class:`Call` has it, with ``call.scores``."""
+    learned = call.scores.learned.values()
+    return _Blocks.apply(call, query, key, value, call.temperature, call.sinks, call.bias, *learned)
+
+
+class _Blocks(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: torch.autograd.function.FunctionCtx, call: Call, *tensors: torch.Tensor | None
+    ) -> torch.Tensor:
+        ctx.call = call
+        ctx.save_for_backward(*tensors)
+        query, key, value, *others = tensors
+        out = query.new_zeros(*query.shape[:3], value.shape[-1], dtype=value.dtype)
+        for rows, keys in _blocks(call, *tensors[:2]):
+            of_block = query[:, :, rows], key[:, :, keys], value[:, :, keys]
+            out[:, :, rows] = _attend(call, rows, keys, *of_block, *others)
+        return out
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: torch.autograd.function.FunctionCtx, grad: torch.Tensor) -> tuple:
+        call, tensors = ctx.call, ctx.saved_tensors
+        wanted = [i for i in range(len(tensors)) if ctx.needs_input_grad[i + 1]]
+        total = {i: _zeros(tensors[i]) for i in wanted}
+        for rows, keys in _blocks(call, *tensors[:2]):
+            part = {0: rows, 1: keys, 2: keys}
+            leaves = [x[:, :, part[i]] if i in part else x for i, x in enumerate(tensors)]
+            for i in wanted:
+                leaves[i] = leaves[i].detach().requires_grad_()
+            with torch.enable_grad():
+                out = _attend(call, rows, keys, *leaves)
+            of_block = torch.autograd.grad(
+                out, [leaves[i] for i in wanted], grad[:, :, rows], allow_unused=True
+            )
+            for i, x in zip(wanted, of_block, strict=True):
+                if x is not None:
+                    (total[i][:, :, part[i]] if i in part else total[i]).add_(x)
+        return None, *(total[i].to(x.dtype) if i in total else None for i, x in enumerate(tensors))
+
+
+def _zeros(x: torch.Tensor) -> torch.Tensor:
+    return torch.zeros_like(x, dtype=torch.promote_types(x.dtype, torch.float32))
+
+
+def _blocks(call: Call, query: torch.Tensor, key: torch.Tensor) -> Iterator[tuple[slice, slice]]:
+    """Rows, and from the first key that one of them sees to the last."""
+    (batch, heads, queries), keys = query.shape[:3], key.shape[2]
+    count = _NUMBERS // (batch * max(keys, 1) * (heads + call.scores.width))
+    count = max(1, min(count, _ROWS))
+    bands = [band.geometry for band in call.bands]
+    limited = all(isinstance(band, Distance) and band.last is not None for band in bands)
+    farthest = max((band.last for band in bands), default=0) if limited else keys + 1
+    for row in range(0, queries, count):
+        end = min(row + count, queries)
+        last = keys - queries + end
+        first = max(keys - queries + row - farthest + 1, 0)
+        if first < last:
+            yield slice(row, end), slice(first, last)
+
+
+def _attend(
+    call: Call,
+    rows: slice,
+    keys: slice,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    temperature: torch.Tensor | None,
+    sinks: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    *learned: torch.Tensor,
+) -> torch.Tensor:
+    """The output of a block, whose query, key and value are given; all else is of the call."""
+    scores = replace(call.scores, learned=dict(zip(call.scores.learned, learned, strict=True)))
+    bands = [
+        replace(band, query=_part(band.query, rows), key=_part(band.key, keys))
+        for band in call.bands
+    ]
+    of_block = replace(
+        call,
+        bands=bands,
+        temperature=None if temperature is None else temperature[rows],
+        sinks=sinks,
+        bias=bias,
+        scores=scores,
+    )
+    last = call.start + keys.stop  # the last row sees the last key
+    places = Places(
+        torch.arange(last - query.shape[2], last, device=query.device),
+        torch.arange(call.start + keys.start, last, device=query.device),
+    )
+    return reference.attend(query, key, value, of_block, places)
+
+
+def _part(turn: Turn, tokens: slice) -> Turn:
+    return turn and tuple(x if x.shape[0] == 1 else x[tokens] for x in turn)

@@ -1,0 +1,334 @@
+"""FIRE with the flash attention kernel of the CPU: linear memory, one call for a block of queries.
+
+The bias of query ``i`` is a network of ``x = near(d) / far(i)``, piecewise linear: a sum of units
+``w2 relu(w x + b)``. Where the same units are active for all queries of a block, which is almost
+everywhere, it is ``A(d) + B(d) / far(i)``: two vectors by distance, which in a tile whose rows are
+in reverse order are strided views (see :mod:`rope_ext.attention.flash`). The units that are active
+for some of the queries only differ in a narrow band of distances, and are corrected there.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import torch
+import torch.nn.functional as F
+
+from rope_ext.attention import flash
+from rope_ext.attention.call import Call
+from rope_ext.attention.faster import faster
+from rope_ext.encodings.fire import FIREScores
+from rope_ext.methods.geometry import Distance
+
+_ROWS = 768
+"""Queries of a block: with as many the kernel takes its largest steps."""
+_ROWS_BACKWARD = 256
+"""Fewer there: more is made of a tile, which is best done while it is in the processor's cache."""
+_NUMBERS = 2**23
+"""Numbers of a tile: 32 MiB in float32."""
+
+
+@faster.register
+def attend(
+    scores: FIREScores,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    call: Call,
+) -> torch.Tensor | None:
+    """Attention as :class:`Call` has it; None where another kernel has to do it."""
+    plain = call.softcap is None and call.sinks is None and call.bias is None
+    everything = [band.geometry for band in call.bands] == [Distance(0, None)]
+    turned = any(band.query or band.key for band in call.bands)
+    if query.device.type != "cpu" or not plain or not everything or turned:
+        return None
+    if query.shape[-1] != value.shape[-1]:
+        return None
+    query, call = call.warmed(query), replace(call, scores=None, temperature=None)
+    queries, keys = query.shape[2], key.shape[2]
+    like = query.new_empty(0, dtype=torch.promote_types(query.dtype, torch.float32))
+    near = scores.near(torch.arange(keys, device="cpu").to(like))
+    first = call.start + keys - queries  # place of the first query
+    alike = math.ceil(scores.reach(like).detach()) - first  # queries with one denominator
+    alike = queries if queries == 1 else min(max(alike, 0), queries)
+    parts = []
+    if alike:
+        seen = keys - queries + alike
+        bias = scores.network(near[:seen] / scores.far(like.new_tensor([first])))
+        part = (query[:, :, :alike], key[:, :, :seen], value[:, :, :seen])
+        parts.append(flash.attend(*part, replace(call, bias=bias)))
+    if alike < queries:
+        places = torch.arange(first + alike, call.start + keys, device="cpu")
+        over = 1 / scores.far(places.to(like))
+        network = scores.layers(like)
+        parts.append(_Rows.apply(query[:, :, alike:], key, value, call.scale, near, over, *network))
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim=2)
+
+
+@dataclass(frozen=True, eq=False)
+class _Bias:
+    """The bias of queries that have denominators of their own.
+
+    Args:
+        near: numerator of every distance, ``[keys]``.
+        over: one over the denominator of every query, ``[queries]``, falling.
+        weight, bias: of the units, ``[units]`` each.
+        weights, biases: what the heads make of them, ``[heads, units]`` and ``[heads]``.
+    """
+
+    near: torch.Tensor
+    over: torch.Tensor
+    weight: torch.Tensor
+    bias: torch.Tensor
+    weights: torch.Tensor
+    biases: torch.Tensor
+
+    def block(self, rows: slice) -> _Block:
+        """For these queries."""
+        rest = len(self.over) - rows.stop
+        return _Block(self, rows, len(self.near) - rest)
+
+
+class _Block:
+    """The bias of a block of queries, its rows in reverse order.
+
+    Args:
+        of: of all queries.
+        rows: which.
+        keys: that the last of them sees.
+    """
+
+    def __init__(self, of: _Bias, rows: slice, keys: int) -> None:
+        self.of, self.count, self.keys = of, rows.stop - rows.start, keys
+        self.rows = rows
+        with torch.no_grad():  # where units begin or end: distances, of the first and last query
+            kinks = -of.bias / of.weight
+            kinks[~((kinks > 0) | ((kinks == 0) & (of.weight > 0)))] = torch.inf  # or no number
+            ends = kinks / of.over[[rows.start, rows.stop - 1]][:, None]
+            first, last = torch.searchsorted(of.near[:keys], ends, right=True)
+            order = first.argsort()
+            self.order = order[first[order] < keys]  # units that change, by distance
+            self.first, self.last = first[self.order], last[self.order]
+
+    @property
+    def over(self) -> torch.Tensor:
+        """One over the denominators, ``[rows, 1]``."""
+        return self.of.over[self.rows].flip(0)[:, None]
+
+    def vectors(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """``A`` and ``B`` by distance, as for the first query; ``[heads, keys]``."""
+        of, near = self.of, self.of.near[: self.keys]
+        begun = of.bias > 0
+        changes = of.weights[:, self.order] * of.weight[self.order].sign()
+        counts = torch.diff(
+            self.first, prepend=self.first.new_zeros(1), append=self.first.new_tensor([self.keys])
+        )
+
+        def by_distance(each: torch.Tensor) -> torch.Tensor:
+            start = (of.weights * begun) @ each
+            steps = (changes * each[self.order]).cumsum(1)
+            pieces = torch.cat((start[:, None], start[:, None] + steps), 1)
+            return pieces.repeat_interleave(counts, 1)
+
+        return by_distance(of.bias) + of.biases[:, None], by_distance(of.weight) * near
+
+    def bands(self) -> Iterator[tuple[int, slice, torch.Tensor]]:
+        """Units that end or begin in between, the distances, and by how much ``A + B`` is wrong.
+
+        The error is ``[rows, distances]``, the distances falling, and is to be multiplied with
+        the unit's weights.
+        """
+        of = self.of
+        for unit, first, last in zip(
+            self.order.tolist(), self.first.tolist(), self.last.tolist(), strict=True
+        ):
+            if first < last:
+                near = of.near[first:last].flip(0)
+                x = torch.addcmul(of.bias[unit], self.over, near * of.weight[unit])
+                yield unit, slice(first, last), F.relu(-of.weight[unit].detach().sign() * x)
+
+    def skewed(self, tile: torch.Tensor, distances: slice) -> torch.Tensor:
+        """Those distances of a tile of :meth:`tiles`, ``[heads, rows, distances]``.
+
+        Keys in front of the first lie in the columns that mean nothing.
+        """
+        heads, rows, columns = tile.shape
+        return tile.as_strided(
+            (heads, rows, distances.stop - distances.start),
+            (rows * columns, columns - 1, 1),
+            tile.storage_offset() + self.keys - distances.stop,
+        )
+
+    @torch.no_grad()
+    def tiles(
+        self, store: torch.Tensor, parts: list[slice]
+    ) -> Iterator[tuple[slice, torch.Tensor, torch.Tensor]]:
+        """For some heads after others: these, their tile in ``store``, and ``B`` as a view.
+
+        A tile is ``[heads, rows, keys + rows]``: behind the last key there are columns that mean
+        nothing, so that one place fewer in a row is one distance more. The view is without them.
+        """
+        rows, keys = self.count, self.keys
+        a, b = (F.pad(x.flip(1), (0, rows - 1)) for x in self.vectors())
+        a[:, keys:] = -torch.inf  # later keys
+        a, b = (x.unfold(1, keys, 1) for x in (a, b))
+        bands = list(self.bands())
+        for heads in parts:
+            shape = (len(a[heads]), rows, keys + rows)
+            tile = store[: math.prod(shape)].view(shape)
+            torch.addcmul(a[heads], b[heads], self.over, out=tile[..., :keys])
+            for unit, distances, error in bands:
+                weights = self.of.weights[heads, unit, None, None]
+                self.skewed(tile, distances).addcmul_(weights, error)
+            yield heads, tile, b[heads]
+
+
+def _tiles(
+    bias: _Bias, groups: int, most: int
+) -> Iterator[tuple[_Block, slice, int, slice, torch.Tensor, torch.Tensor]]:
+    """Blocks of ``most`` queries, one head of some key heads at a time.
+
+    Yields block, key heads, which of their heads, those, their tile and ``B``.
+    """
+    rows = min(most, len(bias.over))
+    size = rows * (len(bias.near) + rows)
+    count = len(bias.weights) // groups
+    # Few for memory, but enough for all threads, which the kernel gives a third of a block each.
+    each = min(max(_NUMBERS // size, -(-torch.get_num_threads() // 3)), count)
+    store = bias.near.new_empty(each * size)
+    parts = {}
+    for head in range(0, count, each):
+        of_key = slice(head, min(head + each, count))
+        for group in range(groups):
+            heads = slice(of_key.start * groups + group, of_key.stop * groups, groups)
+            parts[heads.start] = (of_key, group, heads)
+    for row in range(0, len(bias.over), rows):
+        block = bias.block(slice(row, min(row + rows, len(bias.over))))
+        found = block.tiles(store, [heads for *_, heads in parts.values()])
+        for heads, tile, slopes in found:
+            yield block, *parts[heads.start], tile, slopes
+
+
+class _Rows(torch.autograd.Function):
+    """Output of queries with denominators of their own; they are the last of the keys."""
+
+    @staticmethod
+    def forward(
+        ctx: torch.autograd.function.FunctionCtx,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        scale: float,
+        *bias: torch.Tensor,
+    ) -> torch.Tensor:
+        out = torch.empty_like(query)
+        lse = query.new_empty((*query.shape[:3], 1), dtype=bias[0].dtype)
+        q, o, m = flash._grouped(key, query, out, lse)
+        for block, of_key, group, _, tile, _ in _tiles(_Bias(*bias), q.shape[2], _ROWS):
+            at = (slice(None), of_key, group, block.rows)
+            k, v = (x[:, of_key, : block.keys] for x in (key, value))
+            mask = _mask(block, tile, q)
+            new, log = flash._kernel(q[at].flip(-2), k, v, attn_mask=mask, scale=scale)
+            o[at], m[at] = new.flip(-2), log[..., None].flip(-2)
+        ctx.scale = scale
+        ctx.save_for_backward(query, key, value, out, lse, *bias)
+        return out
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: torch.autograd.function.FunctionCtx, grad: torch.Tensor) -> tuple:
+        query, key, value, out, lse, *bias = ctx.saved_tensors
+        learns = any(ctx.needs_input_grad[4:])
+        all_of = _Bias(*(x.detach().requires_grad_() for x in bias))
+        grads = [torch.zeros_like(x, dtype=lse.dtype) for x in (query, key, value)]
+        of_bias = [torch.zeros_like(x) for x in bias]
+        q, o, m, g, of_query = flash._grouped(key, query, out, lse, grad, grads[0])
+        for block, of_key, group, heads, tile, slopes in _tiles(all_of, q.shape[2], _ROWS_BACKWARD):
+            at = (slice(None), of_key, group, block.rows)
+            part = (slice(None), of_key, slice(0, block.keys))
+            rows = [x[at].flip(-2) for x in (q, o, m, g)]
+            views = (*rows, key[part], value[part], _mask(block, tile, q))
+            new_q, new_k, new_v = _backward(ctx.scale, *views)
+            of_query[at] += new_q.flip(-2)
+            grads[1][part] += new_k
+            grads[2][part] += new_v
+            if learns:
+                of_tile = torch.empty_like(tile)
+                of_tile[..., block.keys :] = 0
+                of_tile[..., : block.keys] = _of_logits(ctx.scale, *views)
+                found = _of_bias(block, heads, of_tile, slopes, all_of)
+                for total, x in zip(of_bias, found, strict=True):
+                    if x is not None:
+                        total += x
+        grads = [x.to(query.dtype) for x in grads]
+        return *grads, None, *(of_bias if learns else [None] * len(bias))
+
+
+def _mask(block: _Block, tile: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
+    """What is added to the logits, ``[batch, heads, rows, keys]``, a view."""
+    return tile[..., : block.keys].expand(len(q), -1, -1, -1)
+
+
+def _backward(
+    scale: float,
+    query: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    grad: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    return flash._kernel_backward(
+        grad, query, key, value, out, lse[..., 0], 0.0, False, attn_mask=mask, scale=scale
+    )
+
+
+def _of_logits(
+    scale: float,
+    query: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    grad: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor,
+) -> torch.Tensor:
+    """Gradient of the logits, ``[kv_heads, rows, keys]``, the sum of the batch."""
+    total = None
+    for q, o, m, g, k, v in zip(query, out, lse, grad, key, value, strict=True):
+        q, o, g, k, v = (x.to(lse.dtype) for x in (q, o, g, k, v))
+        weights = torch.baddbmm(mask[0], q, k.mT, alpha=scale).sub_(m).exp_()
+        delta = (g * o).sum(-1, keepdim=True)
+        weights.mul_(torch.bmm(g, v.mT).sub_(delta))
+        total = weights if total is None else total.add_(weights)
+    return total
+
+
+def _of_bias(
+    block: _Block, heads: slice, of_tile: torch.Tensor, slopes: torch.Tensor, bias: _Bias
+) -> tuple[torch.Tensor | None, ...]:
+    """Gradients of what a tile was made of, from that of the tile, which is used up."""
+    with torch.enable_grad():
+        a, b = (x[heads] for x in block.vectors())
+        total = (a * _by_distance(of_tile, block.keys)).sum()
+        for unit, distances, error in block.bands():
+            weights = bias.weights[heads, unit, None, None]
+            of_band = block.skewed(of_tile, distances).clone()  # the tile changes below
+            total = total + (weights * error * of_band).sum()
+        of_over = torch.einsum("hrk,hrk->r", of_tile[..., : block.keys], slopes)
+        total = total + (block.over * of_over[:, None]).sum()
+        of_tile.mul_(block.over.detach())
+        total = total + (b * _by_distance(of_tile, block.keys)).sum()
+    leaves = (bias.near, bias.over, bias.weight, bias.bias, bias.weights, bias.biases)
+    return torch.autograd.grad(total, leaves, allow_unused=True)
+
+
+def _by_distance(tile: torch.Tensor, keys: int) -> torch.Tensor:
+    """The sum over the rows of a tile of gradients, ``[heads, keys]``."""
+    _, rows, columns = tile.shape
+    # Rows one shorter than they are: each begins one place further right.
+    flat = tile.flatten(1)[:, : rows * (columns - 1)]
+    return flat.unflatten(1, (rows, -1)).sum(1)[:, :keys].flip(1)

@@ -1,0 +1,269 @@
+"""Faster than blocks: logits of tables by distance, and of the sinusoid of the distance.
+
+Tables (:mod:`rope_ext.encodings.tables`) stay the same from some distance on. From there on
+``<q_i, a>`` is one number for a whole row, which its log-sum-exp takes, ``b`` is added to the
+query, and ``c`` to the output: an ordinary call of the kernel. The distances below are a narrow
+band along the diagonal, computed by torch's own operations, in blocks of rows which the backward
+pass computes again.
+
+The sinusoid of a distance (:mod:`rope_ext.encodings.transformer_xl`) is taken apart into what
+belongs to the query's position and to the key's: further columns of both.
+
+Memory is linear in the tokens.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+import torch.nn.functional as F
+from torch.utils.checkpoint import checkpoint
+
+from rope_ext.attention import flash, flex
+from rope_ext.attention.call import Call, TurnedBand
+from rope_ext.encodings.tables import ByTables
+from rope_ext.encodings.transformer_xl import BySinusoid, sinusoid
+from rope_ext.methods.geometry import Distance
+
+_AT_ONCE = 2**21
+"""Logits of the near band that are there at a time: 8 MiB in float32."""
+_HEIGHT = 64
+"""Rows of a block of it: fewer repeat too many keys, more see too many that they do not need."""
+
+Tables = Sequence[torch.Tensor | None]
+"""Those of queries, of keys and of values, as :class:`ByTables` has them, in float32 or better."""
+
+
+def _takes(call: Call, device: torch.device) -> bool:
+    """Whether it asks for nothing but scores: one band of distances, not turned, no soft cap."""
+    if device.type not in ("cpu", "cuda") or len(call.bands) != 1:
+        return False
+    band = call.bands[0]
+    whole = isinstance(band.geometry, Distance) and band.geometry.first == 0
+    plain = call.softcap is None and call.bias is None
+    return whole and plain and band.query is None and band.key is None
+
+
+def _kernel(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    call: Call,
+    before: flash.Before = None,
+) -> torch.Tensor:
+    run = flash.attend if query.device.type == "cpu" else flex.attend
+    return run(query, key, value, call, before)
+
+
+def by_tables(
+    scores: ByTables, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: Call
+) -> torch.Tensor | None:
+    """Attention as :class:`Call` has it; None where it asks for more than this can do."""
+    if not _takes(call, query.device):
+        return None
+    names, wide = ("of_query", "of_key", "of_value"), _wide(query)
+    tables = [scores.learned[x].to(wide) if x in scores.learned else None for x in names]
+    last, most = call.bands[0].geometry.last, key.shape[2]
+    if last is not None:
+        most = min(last, most)
+    width = min(max(x.shape[-2] for x in tables if x is not None) - 1, most)
+    query = call.warmed(query)
+    call = replace(call, scores=None, temperature=None, scale=call.scale * scores.share)
+    of_query, of_key, of_value = tables
+    shift = None
+    if of_value is not None:  # of all values: added to the output in the end
+        shift = of_value[-1]
+        tables[2] = of_value - shift
+    out, lse = _near(query, key, value, call, tables, width, shift)
+    if width < most:
+        if of_query is not None:
+            lse = lse - call.scale * (query * of_query[:, -1:]).sum(-1)
+        if of_key is not None:
+            query = (query + of_key[:, -1:]).to(query.dtype)
+        far = TurnedBand(Distance(width, last), None, None)
+        out = _kernel(query, key, value, replace(call, bands=[far], sinks=None), (out, lse))
+    return (out if shift is None else out + shift).to(value.dtype)
+
+
+def by_sinusoid(
+    scores: BySinusoid, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: Call
+) -> torch.Tensor | None:
+    """Attention as :class:`Call` has it; None where it asks for more than this can do."""
+    if not _takes(call, query.device):
+        return None
+    query, (queries, keys) = call.warmed(query), (query.shape[2], key.shape[2])
+    table = _sinusoid(scores, keys, query)
+    turned = scores.turned(query, table[keys - queries :])
+    query = query + scores.learned["u"].to(query)[:, None]
+    if queries == 1:
+        return _one_query(query, turned, key, table, value, call)
+    query = torch.cat((query, turned), -1)
+    key = torch.cat((key, table.expand(*key.shape[:2], -1, -1)), -1)
+    return _kernel(query, key, value, replace(call, scores=None, temperature=None))
+
+
+def _sinusoid(scores: BySinusoid, tokens: int, like: torch.Tensor) -> torch.Tensor:
+    """That of positions from 0 on: all distances are as from any other first one."""
+    room = 1 << max(tokens - 1, 63).bit_length()
+    return _sinusoids(scores.base, scores.width_of_sinusoid, room, like.dtype, like.device)[:tokens]
+
+
+@functools.lru_cache(maxsize=4)
+def _sinusoids(
+    base: float, width: int, tokens: int, dtype: torch.dtype, device: torch.device
+) -> torch.Tensor:
+    with torch.inference_mode(False):  # kept for calls that train as well
+        return sinusoid(torch.arange(tokens, device=device), width, base).to(dtype)
+
+
+def _one_query(
+    query: torch.Tensor,
+    turned: torch.Tensor,
+    key: torch.Tensor,
+    table: torch.Tensor,
+    value: torch.Tensor,
+    call: Call,
+) -> torch.Tensor:
+    """Without making keys with further columns of all that are cached."""
+    last = call.bands[0].geometry.last
+    seen = slice(0 if last is None else max(key.shape[2] - last, 0), None)
+    by_key = query[:, :, 0].unflatten(1, (key.shape[1], -1))  # heads of a key are rows of it
+    logits = by_key @ key[:, :, seen].mT + (turned @ table[seen].mT).view(*by_key.shape[:3], -1)
+    logits = logits.to(_wide(query)) * call.scale
+    if call.sinks is not None:
+        sinks = call.sinks.to(logits.dtype).view(key.shape[1], -1, 1)
+        logits = torch.cat((logits, sinks.expand(len(query), -1, -1, -1)), -1)
+    weights = logits.softmax(-1).to(value.dtype)[..., : key[:, :, seen].shape[2]]
+    return (weights @ value[:, :, seen]).flatten(1, 2)[:, :, None]
+
+
+def _near(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    call: Call,
+    tables: Tables,
+    width: int,
+    shift: torch.Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Output and log-sum-exp over the keys at distances below ``width``, and over the sink.
+
+    Both are of float32 or better, as a kernel has them before it rounds.
+    ``shift`` is added to the output later: the sink, which has no value, gives its opposite.
+    """
+    queries, keys = query.shape[2], key.shape[2]
+    farthest_first = torch.arange(width - 1, -1, -1, device=query.device)
+    vectors = [
+        None if x is None else x[..., farthest_first.clamp(max=x.shape[-2] - 1), :] for x in tables
+    ]
+    height = min(_HEIGHT, queries)
+    several = _AT_ONCE // (query.shape[0] * query.shape[1] * (height + width))
+    several = max(several // height, 1) * height
+    inputs = (query, key, value, *vectors, call.sinks, shift)
+    grads = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs)
+    found = []
+    for row in range(0, queries, several):
+        end = keys - queries + min(row + several, queries)
+        first = keys - queries + row - width + 1  # may be before the first key
+        seen = slice(max(first, 0), end)
+        block = functools.partial(_rows, call.scale, width, height, max(-first, 0))
+        given = (query[:, :, row : row + several], key[:, :, seen], value[:, :, seen], *inputs[3:])
+        with torch.autocast(query.device.type, enabled=False):
+            if grads:
+                part = checkpoint(block, *given, use_reentrant=False, preserve_rng_state=False)
+            else:
+                part = block(*given)
+        found.append(part)
+    out, lse = zip(*found, strict=True)
+    return torch.cat(out, 2), torch.cat(lse, 2)
+
+
+def _rows(
+    scale: float,
+    width: int,
+    height: int,
+    lacking: int,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    of_query: torch.Tensor | None,
+    of_key: torch.Tensor | None,
+    of_value: torch.Tensor | None,
+    sinks: torch.Tensor | None,
+    shift: torch.Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rows of a near band, by blocks of ``height``, as :func:`_near` returns them.
+
+    The last key is that of the last row; the first ``lacking`` keys of the first row are not
+    there. Tables are by place, the farthest first: column ``e`` of row ``m`` is key ``m + e``.
+    """
+    wide = _wide(query)
+    query, key, value = query.to(wide), key.to(wide), value.to(wide)
+    queries, kv_heads = query.shape[2], key.shape[1]
+    blocks = -(-queries // height)
+    more = blocks * height - queries
+
+    def in_blocks(x: torch.Tensor) -> torch.Tensor:
+        """``[batch, kv_heads, blocks, groups, height, ...]``."""
+        return (
+            F.pad(x, (0, 0, 0, more))
+            .unflatten(2, (blocks, height))
+            .unflatten(1, (kv_heads, -1))
+            .transpose(2, 3)
+        )
+
+    def under(x: torch.Tensor) -> torch.Tensor:
+        """``[batch, kv_heads, blocks, columns, keys]``: those that a block sees."""
+        return F.pad(x, (0, 0, lacking, more)).unfold(2, height + width - 1, height)
+
+    logits = in_blocks(query).flatten(3, 4) @ under(key)
+    logits = _diagonals(logits.unflatten(3, (-1, height)))
+    if of_query is not None:
+        logits = logits + in_blocks(query @ of_query.mT)
+    if of_key is not None:
+        by_key = of_key.expand(query.shape[1], -1, -1).unflatten(0, (kv_heads, -1))
+        by_key = by_key.flatten(1, 2) @ F.pad(key, (0, 0, lacking, 0)).mT
+        by_key = _diagonals(by_key.unflatten(2, (-1, width)))  # [..., groups, width, queries]
+        logits = logits + in_blocks(by_key.flatten(1, 2).mT)
+    logits = logits * scale
+    if lacking:
+        place = torch.arange(blocks * height, device=query.device)[:, None]
+        hidden = place + torch.arange(width, device=query.device) < lacking
+        logits = logits.masked_fill(hidden.view(blocks, 1, height, width), -torch.inf)
+    lse = logits.logsumexp(-1, keepdim=True)
+    if sinks is not None:
+        sinks = sinks.to(wide).view(kv_heads, 1, -1, 1, 1)
+        lse = torch.logaddexp(lse, sinks)
+    weights = torch.exp(logits - lse)
+    out = _placed(weights).flatten(3, 4) @ under(value).mT
+    out = out.unflatten(3, (-1, height))
+    if of_value is not None:
+        out = out + weights @ of_value
+    if sinks is not None and shift is not None:
+        out = out - torch.exp(sinks - lse) * shift
+
+    def in_rows(x: torch.Tensor) -> torch.Tensor:
+        return x.transpose(2, 3).flatten(1, 2).flatten(2, 3)[:, :, :queries]
+
+    return in_rows(out), in_rows(lse)[..., 0]
+
+
+def _wide(x: torch.Tensor) -> torch.dtype:
+    return torch.promote_types(x.dtype, torch.float32)
+
+
+def _diagonals(x: torch.Tensor) -> torch.Tensor:
+    """Of ``[..., rows, columns]``: row ``m`` from column ``m`` on, all equally long."""
+    rows, columns = x.shape[-2:]
+    x = F.pad(x.flatten(-2), (0, rows)).unflatten(-1, (rows, columns + 1))
+    return x[..., : columns - rows + 1]
+
+
+def _placed(x: torch.Tensor) -> torch.Tensor:
+    """The reverse of :func:`_diagonals`, zero elsewhere."""
+    rows, width = x.shape[-2:]
+    x = F.pad(x, (0, rows)).flatten(-2)[..., : rows * (width + rows - 1)]
+    return x.unflatten(-1, (rows, width + rows - 1))

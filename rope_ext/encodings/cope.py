@@ -1,0 +1,71 @@
+"""Contextual position encoding."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+
+from rope_ext.encodings.base import Encoding, Heads, Learned
+from rope_ext.encodings.scores import Block, Scores
+from rope_ext.methods.registry import register
+from rope_ext.methods.rope import Rope
+
+
+@register
+@dataclass(frozen=True, kw_only=True)
+class CoPE(Encoding):
+    """No rotation; a query counts the keys that matter to it, and asks for that count.
+
+    Every key ``k`` opens a gate, the sigmoid of its logit; ``p_ij`` is the sum of the gates from
+    ``j`` to the query, at most ``positions - 1``. The logit gets ``<q_i, e[p_ij]>``, without the
+    model's scale, linear between the whole numbers. One table for each layer, shared by its
+    heads; it begins at zero.
+
+    Args:
+        positions: rows of the table (``npos_max``).
+
+    Golovneva et al. 2024, arXiv 2405.18719.
+    """
+
+    name: ClassVar[str] = "cope"
+    paper: ClassVar[str] = "arXiv 2405.18719"
+    use: ClassVar[str] = "positions counted by the context, in blocks; to be trained with"
+
+    positions: int = 64
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.require_tokens("positions", minimum=2, optional=False)
+
+    def initial(self, heads: Heads, rope: Rope) -> dict[str, torch.Tensor]:
+        return {"table": torch.zeros(self.positions, heads.columns)}
+
+    def settles(self, rope: Rope) -> None:
+        return None
+
+    def scores(self, heads: int, rope: Rope, learned: Learned) -> CoPEScores:
+        return CoPEScores(learned=learned, heads=heads)
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class CoPEScores(Scores):
+    """The logits of :class:`CoPE`; ``learned["table"]`` is ``[positions, columns]``."""
+
+    heads: int
+
+    @property
+    def width(self) -> int:
+        return 8 * self.heads  # gates, positions, two indices of int64, two logits
+
+    def logits(self, block: Block) -> torch.Tensor:
+        content, table = block.content, self.learned["table"]
+        gates = torch.sigmoid(content) * block.visible  # a hidden key counts for nothing
+        counted = gates.flip(-1).cumsum(-1).flip(-1).clamp(max=len(table) - 1)
+        of_whole = (block.query.to(content.dtype) @ table.to(content.dtype).mT).to(content.dtype)
+        below = counted.detach().floor().long()
+        above = (below + 1).clamp(max=len(table) - 1)
+        part = counted - below
+        low, high = of_whole.gather(-1, below), of_whole.gather(-1, above)
+        return content + low + part * (high - low)

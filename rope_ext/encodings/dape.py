@@ -1,0 +1,148 @@
+"""Data-adaptive positional encoding, both versions."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+import torch.nn.functional as F
+
+from rope_ext.encodings.base import Encoding, Heads, Learned
+from rope_ext.encodings.layers import linear
+from rope_ext.encodings.scores import Block, Scores
+from rope_ext.methods.registry import build_method, register
+from rope_ext.methods.rope import Rope
+
+_ON = ("kerple_log", "kerple_power", "alibi", "t5", "sandwich")
+
+
+@register
+@dataclass(frozen=True, kw_only=True)
+class DAPE(Encoding):
+    """No rotation; a bias by distance that a small network adapts to the logits of all heads.
+
+    ``S + B + f([S; B])``: ``S`` the logits of the content, ``B`` a bias by distance, and ``f``
+    from both for all heads (``2H``) to ``hidden`` and to ``H``, with a leaky ReLU of slope 0.01.
+    Version 1 looks at one key at a time. In version 2 both layers are convolutions over ``width``
+    keys, with zeros for those that a query does not see.
+
+    Args:
+        on: the bias ``B``: ``"kerple_log"``, ``"kerple_power"``, ``"alibi"``, ``"t5"`` or
+            ``"sandwich"``; what it learns is learned along.
+        version: 1 or 2.
+        hidden: numbers between the two layers.
+        width: keys of each convolution of version 2, an odd number.
+
+    Zheng et al. 2024, arXiv 2405.14722 and, version 2, arXiv 2410.04798.
+    """
+
+    name: ClassVar[str] = "dape"
+    paper: ClassVar[str] = "arXiv 2405.14722"
+    use: ClassVar[str] = "a bias adapted to the content, in blocks; to be trained with"
+
+    on: str = "kerple_log"
+    version: int = 1
+    hidden: int = 32
+    width: int = 3
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.require_choice("on", *_ON)
+        self.require("version", self.version in (1, 2), "1 or 2")
+        self.require_tokens("hidden", optional=False)
+        self.require_tokens("width", optional=False)
+        self.require("width", self.width % 2 == 1, "an odd number")
+
+    @functools.cached_property
+    def _bias(self) -> Encoding:
+        return build_method(self.on)
+
+    def initial(self, heads: Heads, rope: Rope) -> dict[str, torch.Tensor]:
+        kernel = (self.width,) if self.version == 2 else ()
+        return {
+            **self._bias.initial(heads, rope),
+            **linear("first", self.hidden, 2 * heads.count, *kernel),
+            **linear("second", heads.count, self.hidden, *kernel),
+        }
+
+    def settles(self, rope: Rope) -> None:
+        return None
+
+    def bias(
+        self, distance: torch.Tensor, heads: int, rope: Rope, learned: Learned
+    ) -> torch.Tensor:
+        """The bias that it adapts."""
+        return self._bias.bias(distance, heads, rope, learned)
+
+    def scores(self, heads: int, rope: Rope, learned: Learned) -> DAPEScores:
+        return DAPEScores(learned=learned, encoding=self, heads=heads, rope=rope)
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class DAPEScores(Scores):
+    """The logits of :class:`DAPE`."""
+
+    encoding: DAPE
+    heads: int
+    rope: Rope
+
+    @property
+    def width(self) -> int:
+        return 4 * self.heads + 2 * self.encoding.hidden
+
+    def logits(self, block: Block) -> torch.Tensor:
+        content = block.content
+        bias = self._bias(block).expand_as(content)
+        both = torch.cat((content, bias), dim=1)
+        adapted = self._alone(both) if self.encoding.version == 1 else self._beside(both, block)
+        return content + bias + adapted
+
+    def _bias(self, block: Block) -> torch.Tensor:
+        distance = (block.query_at[:, None] - block.key_at).clamp(min=0)
+        every = torch.arange(
+            int(distance.max()) + 1, dtype=block.content.dtype, device=distance.device
+        )
+        return self.encoding.bias(every, self.heads, self.rope, self.learned)[:, distance]
+
+    def _layer(self, name: str, like: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.learned[f"{name}_weight"].to(like), self.learned[f"{name}_bias"].to(like)
+
+    def _alone(self, both: torch.Tensor) -> torch.Tensor:
+        x = both.flatten(2)
+        for name in ("first", "second"):
+            weight, bias = self._layer(name, x)
+            x = F.leaky_relu(x) if name == "second" else x
+            x = torch.baddbmm(bias[:, None], weight.expand(len(x), -1, -1), x)
+        return x.unflatten(2, both.shape[2:])
+
+    def _beside(self, both: torch.Tensor, block: Block) -> torch.Tensor:
+        """Version 2: keys that a query sees are one sequence, whatever is hidden between them."""
+        visible = block.visible.expand(len(both), 1, *both.shape[2:])
+        both = both * visible
+        begun = visible[..., 1:] & ~visible[..., :-1]
+        torn = bool(((begun.sum(-1) + visible[..., 0]) > 1).any())
+        order = None
+        if torn:  # the seen ones together, in their order
+            order = torch.argsort(~visible, dim=-1, stable=True)
+            both = both.gather(-1, order.expand_as(both))
+            visible = visible.gather(-1, order)
+        x = self._convolved(both, visible)
+        if order is None:
+            return x
+        return torch.empty_like(x).scatter(-1, order.expand_as(x), x)
+
+    def _convolved(self, both: torch.Tensor, visible: torch.Tensor) -> torch.Tensor:
+        """Of keys that are seen without a gap.
+
+        The numbers between the layers go on behind the last key that a query sees, as they do in
+        all rows of a training sequence but the last; before the first key they are zero.
+        """
+        side = self.encoding.width // 2
+        weight, bias = self._layer("first", both)
+        x = F.conv2d(F.pad(both, (side, 2 * side)), weight.unsqueeze(2), bias)
+        reached = F.pad(visible.cumsum(-1) > 0, (0, side), value=True)
+        x = F.leaky_relu(x) * reached
+        weight, bias = self._layer("second", both)
+        return F.conv2d(F.pad(x, (side, 0)), weight.unsqueeze(2), bias)

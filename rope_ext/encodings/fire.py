@@ -1,0 +1,103 @@
+"""FIRE."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+
+from rope_ext.encodings.base import Encoding, Heads, Learned
+from rope_ext.encodings.layers import linear
+from rope_ext.encodings.scores import Block, Scores
+from rope_ext.methods.registry import register
+from rope_ext.methods.rope import Rope
+
+_EPSILON = 1e-6
+"""Added to the denominator in the authors' code."""
+
+
+@register
+@dataclass(frozen=True, kw_only=True)
+class FIRE(Encoding):
+    """No rotation; a small network of the distance, relative to where the query is.
+
+    ``f(ln(1 + |c| d) / ln(1 + |c| max(i, T)))`` for query ``i``: whatever the length, the network
+    is asked between 0 and 1. ``f`` goes from that number to ``hidden``, ReLU, to the heads;
+    ``T = |m| threshold``. ``c`` begins at 0.1, ``m`` at 1; both are learned, for each layer.
+
+    Args:
+        threshold: tokens; up to there a query asks by distance alone.
+        hidden: numbers between the two layers of the network.
+
+    Li et al. 2024, arXiv 2310.04418.
+    """
+
+    name: ClassVar[str] = "fire"
+    paper: ClassVar[str] = "arXiv 2310.04418"
+    use: ClassVar[str] = "a learned bias by distance within what is seen; to be trained with"
+    additive: ClassVar[bool] = True
+
+    threshold: float = 512.0
+    hidden: int = 32
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.require_number("threshold", above=0)
+        self.require_tokens("hidden", optional=False)
+
+    def initial(self, heads: Heads, rope: Rope) -> dict[str, torch.Tensor]:
+        return {
+            "c": torch.tensor([0.1]),
+            "multiplier": torch.ones(1),
+            **linear("first", self.hidden, 1),
+            **linear("second", heads.count, self.hidden),
+        }
+
+    def settles(self, rope: Rope) -> None:
+        return None
+
+    def scores(self, heads: int, rope: Rope, learned: Learned) -> FIREScores:
+        return FIREScores(learned=learned, threshold=self.threshold, hidden=self.hidden)
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class FIREScores(Scores):
+    """The logits of :class:`FIRE`."""
+
+    threshold: float
+    hidden: int
+
+    @property
+    def width(self) -> int:
+        return 2 * self.hidden
+
+    def logits(self, block: Block) -> torch.Tensor:
+        like = block.content
+        numbers = self.near(block.distance) / self.far(block.query_at.to(like))[:, None]
+        return like + self.network(numbers)
+
+    def near(self, distance: torch.Tensor) -> torch.Tensor:
+        """The numerator: ``ln(1 + |c| d)``."""
+        return torch.log1p(self.learned["c"].to(distance).abs() * distance)
+
+    def reach(self, like: torch.Tensor) -> torch.Tensor:
+        """``T``, the place up to which queries have one denominator: ``[1]``."""
+        return self.learned["multiplier"].to(like).abs() * self.threshold
+
+    def far(self, place: torch.Tensor) -> torch.Tensor:
+        """The denominator of queries at these places: ``ln(1 + |c| max(i, T))``."""
+        c = self.learned["c"].to(place).abs()
+        return torch.log1p(c * torch.maximum(place, self.reach(place))) + _EPSILON
+
+    def layers(self, like: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Weight and bias of the units, ``[hidden]``, and of the heads."""
+        names = ("first_weight", "first_bias", "second_weight", "second_bias")
+        weight, *others = (self.learned[name].to(like) for name in names)
+        return weight.flatten(), *others
+
+    def network(self, numbers: torch.Tensor) -> torch.Tensor:
+        """``[heads, *shape]`` of numbers of any shape."""
+        weight, bias, weights, biases = self.layers(numbers)
+        inner = torch.addcmul(bias[:, None], weight[:, None], numbers.flatten()).relu()
+        return torch.addmm(biases[:, None], weights, inner).unflatten(1, numbers.shape)

@@ -1,0 +1,89 @@
+"""FLOATER."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch.nn.functional import linear, relu
+
+from rope_ext.encodings.base import Learned
+from rope_ext.encodings.inputs import Sized
+from rope_ext.methods.registry import register
+from rope_ext.methods.rope import Rope
+
+
+@register
+@dataclass(frozen=True, kw_only=True)
+class FLOATER(Sized):
+    """No rotation; positions are the path of a learned dynamical system, added to the input.
+
+    ``p(t)`` goes on from ``p(t - 1)`` by the integral of ``f(tau, p)`` over ``step``: one step of
+    the Runge-Kutta method of fourth order a token. ``f`` is a network of two layers with a ReLU,
+    whose inputs have ``tau`` beside them. Its last layer begins at 0, and so do all positions.
+
+    Args:
+        step: of ``tau`` between two tokens.
+        hidden: units of ``f``; by default as many as the hidden states have columns.
+        into: ``"every"`` layer gets its input with the same ``p(t)``, as published, or the
+            ``"first"`` only.
+
+    Liu et al. 2020, arXiv 2003.09229.
+    """
+
+    name: ClassVar[str] = "floater"
+    paper: ClassVar[str] = "arXiv 2003.09229"
+    use: ClassVar[str] = "positions by a learned differential equation; to be trained with"
+    tabled: ClassVar[bool] = True
+
+    step: float = 0.1
+    hidden: int | None = None
+    into: str = "every"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.require_number("step", above=0, maximum=10)
+        self.require_tokens("hidden")
+        self.require_choice("into", "every", "first")
+
+    @property
+    def entered(self) -> str:
+        return self.into
+
+    def initial_inputs(self, columns: int, size: float, rope: Rope) -> dict[str, torch.Tensor]:
+        hidden = self.hidden or columns
+        sizes = {
+            "start": (columns,),
+            "first_weight": (hidden, columns + 1),
+            "first_bias": (hidden,),
+            "second_weight": (columns, hidden + 1),
+            "second_bias": (columns,),
+        }
+        made = {name: torch.zeros(*size, device="cpu") for name, size in sizes.items()}
+        torch.nn.init.xavier_normal_(made["first_weight"])
+        return made
+
+    def p(self, t: torch.Tensor, columns: int, rope: Rope, learned: Learned) -> torch.Tensor:
+        values = {name: value.to(t) for name, value in learned.items()}
+
+        def f(tau: torch.Tensor, p: torch.Tensor) -> torch.Tensor:
+            for layer, bend in (("first", relu), ("second", None)):
+                weight, bias = values[f"{layer}_weight"], values[f"{layer}_bias"]
+                p = linear(torch.cat((p, tau)), weight, bias)
+                p = p if bend is None else bend(p)
+            return p
+
+        path = [values["start"]]
+        for tau in (t[:-1] * self.step).split(1):
+            path.append(_runge_kutta(f, tau, path[-1], self.step))
+        return torch.stack(path)
+
+
+def _runge_kutta(f, tau: torch.Tensor, p: torch.Tensor, step: float) -> torch.Tensor:  # noqa: ANN001
+    """``p`` one step later."""
+    a = f(tau, p)
+    b = f(tau + step / 2, p + step / 2 * a)
+    c = f(tau + step / 2, p + step / 2 * b)
+    d = f(tau + step, p + step * c)
+    return p + step / 6 * (a + 2 * b + 2 * c + d)

@@ -1,0 +1,91 @@
+"""Absolute encodings: a position changes what the layers get, and nothing turns in them.
+
+    x_t <- x_t + scale * p(t)          or x_t * p(t)
+
+Positions count from the first token of a sequence.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+import torch
+
+from rope_ext.encodings.base import Encoding, Learned
+from rope_ext.errors import OptionError
+from rope_ext.methods.rope import Rope
+
+
+@dataclass(frozen=True, kw_only=True)
+class InputEncoding(Encoding):
+    """Base of the encodings in front of the layers."""
+
+    entered: ClassVar[Literal["first", "every"] | None] = "first"
+    sized: ClassVar[bool] = False  # ``p`` is of the size of 1 and takes a scale
+    tabled: ClassVar[bool] = False  # ``p`` of a position takes those of all before it
+
+    def initial_inputs(self, columns: int, size: float, rope: Rope) -> dict[str, torch.Tensor]:
+        """What is learned, by name, as it begins: float32, reproducible by torch's seed.
+
+        Args:
+            columns: of the hidden states.
+            size: root mean square of what the first layer gets.
+            rope: the trained embedding, for its length.
+        """
+        return {}
+
+    def limit(self, rope: Rope) -> int | None:
+        """Tokens of the longest sequence that it has positions for; None: any."""
+        return None
+
+    def cure(self, tokens: int, rope: Rope) -> str:
+        """What to do where a sequence has more tokens than that."""
+        return f"patch with length={tokens}, and train the rest of the table"
+
+    def covers(self, tokens: int, rope: Rope) -> None:
+        """Raise OptionError unless it has positions for as many tokens."""
+        limit = self.limit(rope)
+        if limit is not None and tokens > limit:
+            raise OptionError(
+                f"{self.name}: a sequence of {tokens} tokens goes beyond its {limit} positions; "
+                f"{self.cure(tokens, rope)}"
+            )
+
+    def p(self, t: torch.Tensor, columns: int, rope: Rope, learned: Learned) -> torch.Tensor:
+        """Of the positions ``t`` (float64, ``[...]``): ``[..., columns]``.
+
+        If ``tabled``, ``t`` is ``0, 1, 2, ...``, in the dtype in which to compute.
+        """
+        raise NotImplementedError
+
+    def join(self, x: torch.Tensor, p: torch.Tensor) -> torch.Tensor:
+        """Hidden states with their positions."""
+        return x + p
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sized(InputEncoding):
+    """Base of those whose ``p`` takes a scale.
+
+    Args:
+        scale: number on ``p``; None: the root mean square of what the first layer gets of a sample
+            of the vocabulary, found when the model is patched and kept with the weights.
+    """
+
+    sized: ClassVar[bool] = True
+
+    scale: float | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.scale is not None:
+            self.require_number("scale", above=0)
+
+
+def sinusoid(t: torch.Tensor, columns: int, base: float) -> torch.Tensor:
+    """``sin(t / base^(2i / columns))`` in column ``2i``, the cosine beside it: float32."""
+    even = torch.arange(0, columns, 2, dtype=t.dtype, device=t.device)
+    angles = t.unsqueeze(-1) * base ** -(even / columns)
+    both = torch.stack((angles.sin().float(), angles.cos().float()), -1)
+    return both.flatten(-2)[..., :columns]

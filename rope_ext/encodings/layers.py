@@ -1,0 +1,14 @@
+"""The small networks of encodings."""
+
+from __future__ import annotations
+
+import torch
+
+
+def linear(name: str, outputs: int, inputs: int, *kernel: int) -> dict[str, torch.Tensor]:
+    """Weight and bias of a linear layer or a convolution, as torch's own modules begin."""
+    fan = inputs
+    for size in kernel:
+        fan *= size
+    shapes = {f"{name}_weight": (outputs, inputs, *kernel), f"{name}_bias": (outputs,)}
+    return {key: (2 * torch.rand(shape) - 1) / fan**0.5 for key, shape in shapes.items()}

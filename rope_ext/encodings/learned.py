@@ -1,0 +1,89 @@
+"""Learned absolute positions."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+import torch
+
+from rope_ext.encodings.base import Learned
+from rope_ext.encodings.inputs import InputEncoding
+from rope_ext.methods.registry import register
+from rope_ext.methods.rope import Rope, factor_to
+
+_SHARE = 0.4
+"""Of the coarse part in a position of two, as published."""
+
+
+@register
+@dataclass(frozen=True, kw_only=True)
+class LearnedPositions(InputEncoding):
+    """No rotation; a learned vector for every position is added to the embeddings.
+
+    The table begins normally distributed, of the size of the embeddings.
+
+    Args:
+        length: entries of the table, tokens. By default the trained length; without ``extend``
+            ``factor`` times that.
+        extend: what goes beyond the table. ``"hierarchical"``: position ``i n + j`` of a table of
+            ``n`` is ``a u_i + (1 - a) u_j``, with ``a = 0.4`` and ``u = (p - a p_0) / (1 - a)``,
+            up to ``n^2`` tokens; ``"interpolate"``: ``factor`` times the trained length is laid
+            over the table. None: an error.
+
+    Vaswani et al. 2017, arXiv 1706.03762, section 3.5, after Gehring et al. 2017; hierarchical:
+    Su 2020, kexue.fm/archives/7947.
+    """
+
+    name: ClassVar[str] = "learned"
+    paper: ClassVar[str] = "arXiv 1706.03762"
+    use: ClassVar[str] = "a learned vector for every position; to be trained with"
+
+    length: int | None = None
+    extend: str | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.require_tokens("length", minimum=2)
+        if self.extend is not None:
+            self.require_choice("extend", "hierarchical", "interpolate")
+
+    def resolved(self, rope: Rope) -> LearnedPositions:
+        made = self
+        if self.length is None:
+            own = self.target_length(rope) if self.extend is None else rope.length
+            made = replace(self, length=own)
+        made.covers(made.target_length(rope), rope)
+        return made
+
+    def limit(self, rope: Rope) -> int:
+        if self.extend == "hierarchical":
+            return self.length**2
+        return max(self.length, self.target_length(rope)) if self.extend else self.length
+
+    def cure(self, tokens: int, rope: Rope) -> str:
+        if self.extend == "hierarchical":
+            return super().cure(tokens, rope)
+        factor = factor_to(tokens, rope.length)
+        return (
+            f"patch with factor={factor:g} and extend='hierarchical' or extend='interpolate' "
+            f"(replace=True keeps the table), or with length={tokens} and train the rest"
+        )
+
+    def initial_inputs(self, columns: int, size: float, rope: Rope) -> dict[str, torch.Tensor]:
+        return {"table": size * torch.randn(self.length, columns, device="cpu")}
+
+    def p(self, t: torch.Tensor, columns: int, rope: Rope, learned: Learned) -> torch.Tensor:
+        def rows(index: torch.Tensor) -> torch.Tensor:
+            found = learned["table"][index.long()]
+            return found.to(torch.promote_types(found.dtype, torch.float32))
+
+        if self.extend == "interpolate":
+            t = t * min(1.0, self.length / self.target_length(rope))
+            low, high = rows(t), rows((t + 1).clamp(max=self.length - 1))
+            return torch.lerp(low, high, t.frac().unsqueeze(-1).to(low))
+        if self.extend == "hierarchical":
+            coarse, fine = rows(t // self.length), rows(t % self.length)
+            # a u_i + (1 - a) u_j, which is p_j where i is 0
+            return fine + _SHARE / (1 - _SHARE) * (coarse - rows(torch.zeros_like(t)))
+        return learned["table"][t.long()]

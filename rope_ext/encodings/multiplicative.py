@@ -1,0 +1,62 @@
+"""Multiplicative absolute positions."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+import torch
+
+from rope_ext.encodings.base import Learned
+from rope_ext.encodings.inputs import InputEncoding, sinusoid
+from rope_ext.methods.registry import register
+from rope_ext.methods.rope import Rope
+
+
+@register
+@dataclass(frozen=True, kw_only=True)
+class Multiplicative(InputEncoding):
+    """No rotation; the embedding of a token is multiplied by a vector of its position.
+
+    A learned table begins at 1, which changes nothing. The sinusoid is that of ``sinusoidal``:
+    where its sine is 0, a column of the token is lost, half of the first token's.
+
+    Args:
+        table: ``"learned"`` or ``"sinusoidal"``.
+        length: entries of the learned table, tokens; by default the context.
+
+    Su 2021, kexue.fm/archives/8130, among the absolute encodings.
+    """
+
+    name: ClassVar[str] = "multiplicative"
+    paper: ClassVar[str] = "kexue.fm/archives/8130"
+    use: ClassVar[str] = "embeddings times a vector of the position; to be trained with"
+
+    table: str = "learned"
+    length: int | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.require_choice("table", "learned", "sinusoidal")
+        self.require_tokens("length", minimum=2)
+
+    def resolved(self, rope: Rope) -> Multiplicative:
+        made = replace(self, length=self.length or self.target_length(rope))
+        made.covers(made.target_length(rope), rope)
+        return made
+
+    def limit(self, rope: Rope) -> int | None:
+        return self.length if self.table == "learned" else None
+
+    def initial_inputs(self, columns: int, size: float, rope: Rope) -> dict[str, torch.Tensor]:
+        if self.table == "sinusoidal":
+            return {}
+        return {"table": torch.ones(self.length, columns, device="cpu")}
+
+    def p(self, t: torch.Tensor, columns: int, rope: Rope, learned: Learned) -> torch.Tensor:
+        if self.table == "sinusoidal":
+            return sinusoid(t, columns, 10000.0)
+        return learned["table"][t.long()]
+
+    def join(self, x: torch.Tensor, p: torch.Tensor) -> torch.Tensor:
+        return x * p

@@ -1,0 +1,58 @@
+"""3D-RPE."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+import torch
+
+from rope_ext.encodings.base import Encoding
+from rope_ext.methods.geometry import Distance
+from rope_ext.methods.kinds import Band
+from rope_ext.methods.registry import register
+from rope_ext.methods.rope import Rope
+
+
+@register
+@dataclass(frozen=True, kw_only=True)
+class RPE3D(Encoding):
+    """The rotation starts again with every chunk, and a second angle tells the chunks apart.
+
+    Token ``m`` of chunk ``j`` is turned to ``e^(i m theta) (cos(phi_j) i h + sin(phi_j) h)`` with
+    ``phi_j = base ** -j``, which is a rotation by ``m theta - phi_j`` and a quarter turn that all
+    tokens share. Within a chunk logits are those of the rotation.
+
+    Args:
+        chunk: tokens; three quarters of the trained length by default, as published.
+        base: of the second angle; that of the rotation by default, as published.
+
+    Ma et al. 2025, arXiv 2406.09897, definition 1.
+    """
+
+    name: ClassVar[str] = "3d_rpe"
+    paper: ClassVar[str] = "arXiv 2406.09897"
+    use: ClassVar[str] = "positions within chunks and an angle by chunk; to be trained with"
+
+    chunk: int | None = None
+    base: float | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.require_tokens("chunk")
+        if self.base is not None:
+            self.require_number("base", minimum=1)
+
+    def resolved(self, rope: Rope) -> RPE3D:
+        (chunk,) = rope.tokens(0.75)
+        base = rope.base if self.base is None else self.base
+        return replace(self, chunk=self.chunk or chunk, base=float(base))
+
+    def bands(self) -> tuple[Band, ...]:
+        def within(t: torch.Tensor) -> torch.Tensor:
+            return t % self.chunk
+
+        return (Band(Distance(0, None), within, within),)
+
+    def phase(self, t: torch.Tensor) -> torch.Tensor:
+        return -(self.base ** -(t // self.chunk))

@@ -1,0 +1,56 @@
+"""Sandwich."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+
+from rope_ext.encodings.base import Encoding, Learned
+from rope_ext.methods.registry import register
+from rope_ext.methods.rope import Rope
+
+
+@register
+@dataclass(frozen=True, kw_only=True)
+class Sandwich(Encoding):
+    """No rotation; the products of sinusoidal positions with each other are added.
+
+    ``(sum_i cos(d / base^(2i / width)) - width / 2) / (8h / H)`` for head ``h = 1 .. H`` and
+    ``i = 1 .. width / 2``: the first heads see the least far. The subtracted half makes it 0 at
+    distance 0 and changes no weight.
+
+    Args:
+        width: of the sinusoidal positions, an even number; the paper's best.
+        base: of their frequencies.
+
+    Chi et al. 2023, arXiv 2212.10356. The numbers of the heads are those of NVIDIA NeMo's
+    implementation, which takes the width of a head instead of 128.
+    """
+
+    name: ClassVar[str] = "sandwich"
+    paper: ClassVar[str] = "arXiv 2212.10356"
+    use: ClassVar[str] = "sinusoidal positions as a bias by distance; to be trained with"
+
+    width: int = 128
+    base: float = 10000.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.require_tokens("width", minimum=2, optional=False)
+        self.require("width", self.width % 2 == 0, "an even number")
+        self.require_number("base", above=1)
+
+    def settles(self, rope: Rope) -> None:
+        return None
+
+    def bias(
+        self, distance: torch.Tensor, heads: int, rope: Rope, learned: Learned
+    ) -> torch.Tensor:
+        exact = distance.double()  # whose angles float32 would round
+        total = torch.zeros_like(exact)
+        for i in range(1, self.width // 2 + 1):  # one at a time: memory for a vector
+            total += torch.cos(exact * self.base ** (-2 * i / self.width)) - 1
+        ratio = 8 / heads * torch.arange(1, heads + 1, dtype=exact.dtype, device=exact.device)
+        return (total / ratio[:, None]).to(distance)

@@ -1,0 +1,48 @@
+"""Shaw et al.'s relative positions."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+
+from rope_ext.encodings.base import Encoding, Heads, Learned
+from rope_ext.encodings.tables import STD, ByTables
+from rope_ext.methods.registry import register
+from rope_ext.methods.rope import Rope
+
+
+@register
+@dataclass(frozen=True, kw_only=True)
+class Shaw(Encoding):
+    """No rotation; a learned vector for every distance up to ``clip`` is added to keys and values.
+
+    The vectors of a layer are shared by its heads, as in the paper. All distances beyond the clip
+    share the last vector.
+
+    Args:
+        clip: tokens; the paper's k.
+
+    Shaw et al. 2018, arXiv 1803.02155.
+    """
+
+    name: ClassVar[str] = "shaw"
+    paper: ClassVar[str] = "arXiv 1803.02155"
+    use: ClassVar[str] = "learned vectors by distance on keys and values; to be trained with"
+
+    clip: int = 64
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.require_tokens("clip", optional=False)
+
+    def initial(self, heads: Heads, rope: Rope) -> dict[str, torch.Tensor]:
+        distances = self.clip + 1
+        return {
+            "key": STD * torch.randn(distances, heads.columns),
+            "value": STD * torch.randn(distances, heads.value_columns),
+        }
+
+    def scores(self, heads: int, rope: Rope, learned: Learned) -> ByTables:
+        return ByTables(learned={"of_query": learned["key"][None], "of_value": learned["value"]})

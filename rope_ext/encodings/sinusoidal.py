@@ -1,0 +1,41 @@
+"""The sinusoids of the first transformer."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+
+from rope_ext.encodings.base import Learned
+from rope_ext.encodings.inputs import Sized, sinusoid
+from rope_ext.methods.registry import register
+from rope_ext.methods.rope import Rope
+
+
+@register
+@dataclass(frozen=True, kw_only=True)
+class Sinusoidal(Sized):
+    """No rotation; sines and cosines of the position are added to the embeddings.
+
+    ``sin(t / base^(2i / d))`` in column ``2i`` and the cosine in column ``2i + 1``, times a scale.
+    The paper multiplies embeddings by ``sqrt(d)`` instead, so that both are of the size of 1.
+
+    Args:
+        base: of the wavelengths, ``2 pi`` to ``2 pi base`` tokens.
+
+    Vaswani et al. 2017, arXiv 1706.03762.
+    """
+
+    name: ClassVar[str] = "sinusoidal"
+    paper: ClassVar[str] = "arXiv 1706.03762"
+    use: ClassVar[str] = "sines of the position on the embeddings; to be trained with"
+
+    base: float = 10000.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.require_number("base", above=1)
+
+    def p(self, t: torch.Tensor, columns: int, rope: Rope, learned: Learned) -> torch.Tensor:
+        return sinusoid(t, columns, self.base)

@@ -1,0 +1,107 @@
+"""Transformer-XL's relative positions, which XLNet has as well."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+
+from rope_ext.encodings.base import Encoding, Heads, Learned
+from rope_ext.encodings.scores import Block, Scores
+from rope_ext.encodings.tables import STD
+from rope_ext.methods.registry import register
+from rope_ext.methods.rope import Rope
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class BySinusoid(Scores):
+    """Scores by the ``u``, ``v`` (``[heads, columns]``) and ``r`` that are learned.
+
+    ``r`` (``[heads, columns, width]``) makes a key of the sinusoid of a distance, ``[sin(d w_0),
+    sin(d w_1), ..., cos(d w_0), ...]``. A query meets it in a rotation: its product with ``r``,
+    turned by its own position, is multiplied with the sinusoid of the key's position.
+
+    Args:
+        base: of the sinusoid's frequencies.
+    """
+
+    base: float
+
+    def logits(self, block: Block) -> torch.Tensor:
+        query, key, content = block.query, block.key, block.content
+        of_query, of_key = (
+            sinusoid(at, self.width_of_sinusoid, self.base).to(query.dtype)
+            for at in (block.query_at, block.key_at)
+        )
+        more = self.learned["u"].to(key)[:, None] @ key.mT
+        more = more.to(content.dtype) + (self.turned(query, of_query) @ of_key.mT)
+        return content + block.scale * more
+
+    @property
+    def width_of_sinusoid(self) -> int:
+        """Its numbers."""
+        return self.learned["r"].shape[-1]
+
+    def turned(self, query: torch.Tensor, of_query: torch.Tensor) -> torch.Tensor:
+        """Queries as the sinusoid of a key's position meets them: ``[..., queries, width]``.
+
+        ``of_query``: the sinusoid of their own positions, ``[queries, width]``.
+        """
+        met = (query + self.learned["v"].to(query)[:, None]) @ self.learned["r"].to(query)
+        of_sine, of_cosine = met.chunk(2, -1)
+        sine, cosine = of_query.chunk(2, -1)
+        # sin(i - j) and cos(i - j), taken apart into what belongs to i and to j.
+        to_sine = of_cosine * sine - of_sine * cosine
+        to_cosine = of_sine * sine + of_cosine * cosine
+        return torch.cat((to_sine, to_cosine), -1)
+
+
+def sinusoid(at: torch.Tensor, width: int, base: float) -> torch.Tensor:
+    """Of positions: sines of every frequency, then cosines; float64, ``[tokens, width]``."""
+    pairs = width // 2
+    exponent = torch.arange(pairs, dtype=torch.float64, device=at.device) / pairs
+    angle = at.double()[:, None] * base**-exponent
+    return torch.cat((angle.sin(), angle.cos()), -1)
+
+
+@register
+@dataclass(frozen=True, kw_only=True)
+class TransformerXL(Encoding):
+    """No rotation; queries meet a learned projection of the sinusoid of the distance.
+
+    ``<q + u, k> + <q + v, W_R R_d>`` with ``u`` and ``v`` learned by every head of a layer, and
+    ``W_R`` as well. The segments that the paper hands on are the cache.
+
+    Args:
+        width: numbers of a sinusoid, an even one; None: as many as a head has columns. In the
+            paper as many as the model's hidden state; the time of attention grows with it.
+        base: of the sinusoid's frequencies.
+
+    Dai et al. 2019, arXiv 1901.02860; Yang et al. 2019 (XLNet), arXiv 1906.08237.
+    """
+
+    name: ClassVar[str] = "transformer_xl"
+    aliases: ClassVar[tuple[str, ...]] = ("xlnet",)
+    paper: ClassVar[str] = "arXiv 1901.02860"
+    use: ClassVar[str] = "queries meet the sinusoid of the distance; to be trained with"
+
+    width: int | None = None
+    base: float = 10000.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.require_tokens("width", minimum=2)
+        self.require("width", self.width is None or self.width % 2 == 0, "an even number")
+        self.require_number("base", above=1)
+
+    def initial(self, heads: Heads, rope: Rope) -> dict[str, torch.Tensor]:
+        width = self.width or heads.columns + heads.columns % 2
+        shapes = {"u": (), "v": (), "r": (width,)}
+        return {
+            name: STD * torch.randn(heads.count, heads.columns, *more)
+            for name, more in shapes.items()
+        }
+
+    def scores(self, heads: int, rope: Rope, learned: Learned) -> BySinusoid:
+        return BySinusoid(learned=learned, base=self.base)

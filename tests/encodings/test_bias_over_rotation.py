@@ -1,0 +1,242 @@
+"""A bias added to a rotation that stays: under yarn, under rerope, under none."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+
+import pytest
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM
+
+import rope_ext
+from rope_ext.measure.systems import _trained_under
+from rope_ext.patching import current_patch
+from tests.families.checks import changed, snapshot
+from tests.helpers.biases import FORMULAS, parameters, patch
+from tests.helpers.models import LENGTH, tiny_llama
+from tests.helpers.positions import (
+    CACHES,
+    EXACT,
+    FAMILIES,
+    NEW,
+    Family,
+    by_formula,
+    decoded,
+    logits,
+    padded,
+)
+from tests.helpers.scored import SCORED
+
+OVER = {  # what stays, and the effective distances of it
+    "rope": ({}, {"window": 999, "log_n": None}),
+    "yarn": ({"factor": 4}, {"window": 999, "log_n": None}),
+    "yarn, log_n": ({"factor": 4, "temperature": "log_n"}, {"window": 999}),
+    "rerope": ({"factor": 4, "window": 5}, {"window": 5}),
+}
+
+
+@contextmanager
+def right(
+    model: nn.Module, family: Family, over: str, bias: str, learned: dict
+) -> Iterator[nn.Module]:
+    """``model``, not patched, with the bias on top of what stays, dense and in float64."""
+
+    def added(module: nn.Module, d: torch.Tensor) -> torch.Tensor | None:
+        own = f".{module.layer_idx}."
+        of_layer = {n.split(".")[-1]: p for n, p in learned.items() if own in n or bias == "t5"}
+        return FORMULAS[bias](d, model.config.num_attention_heads, of_layer)
+
+    method = rope_ext.YaRN(factor=4) if over.startswith("yarn") else None
+    under = nullcontext() if method is None else rope_ext.patched(model, method, **family.options)
+    tokens = torch.arange(90)[None]
+    with under, by_formula(model, family, "rerope", tokens, bias=added, **OVER[over][1]):
+        yield model
+
+
+def biased(model: nn.Module, over: str, bias: str, **options: object) -> nn.Module:
+    return patch(model, over.split(",")[0], bias=bias, **OVER[over][0], **options)
+
+
+NO_MODEL = nn.Linear(1, 1)  # which is not looked at before the options
+SLOW = [pytest.mark.slow]
+CASES = [
+    ("llama", "rerope", "t5"),
+    pytest.param("llama", "yarn", "alibi", marks=SLOW),
+    pytest.param("llama", "rope", "t5", marks=SLOW),
+    pytest.param("llama", "yarn, log_n", "kerple_log", marks=SLOW),
+    *(
+        pytest.param(kind, over, bias, marks=SLOW)
+        for kind in ("qwen3", "mistral", "gemma2 scaled", "gpt_neox", "gpt_oss scaled")
+        for over, bias in (("rope", "kerple_power"), ("yarn", "t5"), ("rerope", "alibi"))
+    ),
+]
+
+
+@pytest.mark.parametrize(("kind", "over", "bias"), CASES)
+def test_logits_and_gradients_are_those_of_the_dense_bias(kind, over, bias, ids) -> None:
+    family = FAMILIES[kind]
+    model, plain = family.model(), family.model()
+    biased(model, over, bias, **family.options)
+    learned = parameters(model)
+    with right(plain, family, over, bias, learned):
+        want = plain(ids).logits
+    found = model(ids).logits
+    torch.testing.assert_close(found, want, **EXACT)
+    if learned:
+        values = list(learned.values())
+        of_both = [torch.autograd.grad(x.sin().sum(), values) for x in (found, want)]
+        for one, other in zip(*of_both, strict=True):  # sums over 16,000 pairs
+            torch.testing.assert_close(one, other, atol=2e-3, rtol=1e-3)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("over", ["yarn", "rerope"])
+def test_fire_which_asks_where_a_query_is_goes_over_a_rotation(over: str, ids) -> None:
+    model, plain = tiny_llama(), tiny_llama()
+    torch.manual_seed(0)
+    rope_ext.patch(model, over, bias=rope_ext.FIRE(threshold=20), **OVER[over][0])
+    learned = parameters(model)
+
+    def scores(module: nn.Module, *given: torch.Tensor) -> torch.Tensor:
+        own = f".{module.layer_idx}."
+        of_layer = {n.split(".")[-1]: p.double() for n, p in learned.items() if own in n}
+        return SCORED["fire"](of_layer, *given, {"threshold": 20.0})
+
+    method = rope_ext.YaRN(factor=4)
+    under = rope_ext.patched(plain, method) if over == "yarn" else nullcontext()
+    tokens = torch.arange(90)[None]
+    with (
+        under,
+        by_formula(plain, FAMILIES["llama"], "rerope", tokens, scores=scores, **OVER[over][1]),
+    ):
+        want = logits(plain, ids)
+    torch.testing.assert_close(logits(model, ids), want, **EXACT)
+    torch.testing.assert_close(decoded(model, ids, [40, 1, 1, 48]), want, **EXACT)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("over", "cache"), [("yarn", "dynamic"), ("rerope", "static")])
+def test_decoding_padding_packing_and_beams(over: str, cache: str, ids) -> None:
+    model = biased(tiny_llama(), over, "alibi", kernel="flash")
+    whole = logits(model, ids)
+    found = decoded(model, ids, [40, 1, 1, 30, 18], CACHES[cache](model.config))
+    torch.testing.assert_close(found, whole, **EXACT)
+    rows = [ids[0], ids[1, :61], ids[0, 3:4]]
+    batch, mask, positions = padded(rows, "left")
+    together = logits(model, batch, attention_mask=mask, position_ids=positions)
+    for row, real in enumerate(rows):
+        alone = logits(model, real[None])[0]
+        torch.testing.assert_close(together[row][mask[row].bool()], alone, **EXACT)
+    positions = torch.cat((torch.arange(30), torch.arange(40)))[None]
+    packed = logits(model, ids[:1, :70], position_ids=positions, use_cache=False)
+    alone = [logits(model, part) for part in ids[:1, :70].split([30, 40], 1)]
+    torch.testing.assert_close(packed, torch.cat(alone, 1), **EXACT)
+    beams = NEW | {"num_beams": 3, "max_new_tokens": 6, "min_new_tokens": 6}
+    cached = model.generate(ids[:, :70], **beams)
+    assert torch.equal(cached, model.generate(ids[:, :70], **beams, use_cache=False))
+
+
+@pytest.mark.parametrize(
+    "over", ["yarn", *(pytest.param(name, marks=SLOW) for name in ("rope", "rerope"))]
+)
+def test_saved_reloaded_described_and_taken_back(over: str, ids, tmp_path, capfd) -> None:
+    model = tiny_llama()
+    model.save_pretrained(tmp_path)  # which writes into the configuration
+    before, plain = snapshot(model), logits(model, ids)
+    biased(model, over, "t5")
+    want = logits(model, ids)
+    shown = str(rope_ext.describe(model))
+    assert f"by {over}(" in shown and "bias: t5, added to the logits there" in shown
+    record = current_patch(model).record
+    assert "bias='t5'" in record.call()
+    model.save_pretrained(tmp_path)
+    with pytest.raises(Exception, match="unknown to plain transformers"):
+        AutoModelForCausalLM.from_pretrained(tmp_path)
+    again = rope_ext.from_pretrained(tmp_path)
+    assert torch.equal(logits(again, ids), want)
+    assert current_patch(again).record.same(record)
+    assert "unexpected" not in "".join(capfd.readouterr()).lower()
+    rope_ext.unpatch(model)
+    assert changed(before, snapshot(model)) == set() and torch.equal(logits(model, ids), plain)
+
+
+@pytest.mark.slow
+def test_a_bias_and_layers_go_together(ids) -> None:
+    family = Family("llama", mapped=(1,))
+    model, plain = family.model(), family.model()
+    patch(model, "rope", bias="t5", layers=[1])
+    with right(plain, family, "rope", "t5", parameters(model)):
+        want = logits(plain, ids)
+    torch.testing.assert_close(logits(model, ids), want, **EXACT)
+    assert list(parameters(model)) == ["model.layers.1.self_attn.rope_ext_bias.beta"]
+
+
+def test_an_object_of_an_encoding_is_a_bias_with_its_options() -> None:
+    model = rope_ext.patch(tiny_llama(), "pi", factor=2, bias=rope_ext.T5(num_buckets=16))
+    assert [tuple(p.shape) for p in parameters(model).values()] == [(4, 16)]
+    call = current_patch(model).record.call()
+    assert call == "rope_ext.patch(model, 'pi', factor=2, bias=rope_ext.T5(num_buckets=16))"
+    other = tiny_llama()
+    eval(call, {"rope_ext": rope_ext, "model": other})
+    assert current_patch(other).record.same(current_patch(model).record)
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "said"),
+    [
+        ("yarn", {"factor": 4, "bias": "nope"}, "bias='nope' is not valid"),
+        ("yarn", {"factor": 4, "bias": "nope"}, "by distance: one of 'alibi', "),
+        ("yarn", {"factor": 4, "bias": "cope"}, "bias='cope' is not valid"),
+        ("yarn", {"factor": 4, "bias": "alibl"}, "did you mean 'alibi'"),
+        ("yarn", {"factor": 4, "bias": "yarn"}, "an encoding that adds to the logits"),
+        ("yarn", {"factor": 4, "bias": rope_ext.ALiBi(factor=2)}, "factor=2 of bias='alibi'"),
+        (
+            "yarn",
+            {"factor": 4, "bias": rope_ext.T5(temperature=2)},
+            "give it to the method whose rotation stays",
+        ),
+        ("t5", {"bias": "alibi"}, "t5 takes the place of the rotation"),
+        ("dynamic_yarn", {"factor": 4, "bias": "alibi"}, "which bias= cannot follow; pass length="),
+        ("rope", {}, "rope leaves the rotation as it was trained, and nothing else"),
+        ("rope", {"factor": 4}, "give bias='alibi' or temperature='log_n'"),
+    ],
+)
+def test_what_cannot_be_added_is_refused(name: str, options: dict, said: str) -> None:
+    with pytest.raises(rope_ext.RopeExtError, match=re.escape(said)):
+        rope_ext.patch(NO_MODEL, name, **options)
+
+
+def test_an_encoding_has_no_options_but_its_own() -> None:
+    shared = {"factor", "attention_factor", "temperature"}
+    assert set(rope_ext.ALiBi().options()) == set(rope_ext.NoPE().options()) == shared
+
+
+def test_engines_refuse_it_and_evaluators_do_not_take_it_for_the_method_alone() -> None:
+    model = rope_ext.patch(tiny_llama(), "yarn", factor=2, bias="alibi")
+    assert not _trained_under(current_patch(model).record, rope_ext.YaRN(factor=2))
+    for engine in ("vllm", "llama.cpp", "transformers", "mlx"):
+        with pytest.raises(rope_ext.ExportError, match=r"adds a bias \(alibi\) to logits"):
+            rope_ext.export(model, engine)
+
+
+def test_what_is_told_names_the_method_that_was_asked_for(ids) -> None:
+    model = rope_ext.patch(tiny_llama(), "yarn", factor=2, bias="alibi")
+    model.set_attn_implementation("sdpa")
+    with pytest.raises(rope_ext.UnsupportedModelError, match="patched with yarn, which needs"):
+        logits(model, ids)
+
+
+@pytest.mark.slow
+def test_a_temperature_alone_over_the_trained_rotation(caplog, ids) -> None:
+    """What announces four times the trained length says that its rotation does not reach there."""
+    model, plain = tiny_llama(), tiny_llama()
+    with caplog.at_level("WARNING", "rope_ext"):
+        rope_ext.patch(model, "rope", factor=4, temperature="log_n")
+    assert f"up to {LENGTH} tokens only, of {4 * LENGTH}" in caplog.text
+    assert model.config.max_position_embeddings == 4 * LENGTH
+    with by_formula(plain, FAMILIES["llama"], "rerope", torch.arange(90)[None], window=999):
+        want = logits(plain, ids)
+    torch.testing.assert_close(logits(model, ids), want, **EXACT)

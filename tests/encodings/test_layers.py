@@ -1,0 +1,265 @@
+"""A patch on some of the layers: these are as under it, the others as they were trained."""
+
+from __future__ import annotations
+
+import copy
+import re
+
+import pytest
+import torch
+from transformers import DynamicCache, SmolLM3Config, SmolLM3ForCausalLM
+
+import rope_ext
+from rope_ext.options import Options
+from rope_ext.patching import current_patch
+from rope_ext.record import Record
+from tests.families.checks import changed, snapshot
+from tests.helpers.biases import dense, parameters, patch
+from tests.helpers.models import LENGTH, tiny_llama
+from tests.helpers.positions import (
+    CACHES,
+    EXACT,
+    NEW,
+    Family,
+    by_formula,
+    decoded,
+    logits,
+    padded,
+)
+
+LAST = {  # of two layers the second
+    "llama": Family("llama", mapped=(1,)),
+    "qwen3": Family("qwen3", mapped=(1,)),
+    "mistral": Family("mistral", {"sliding_window": None}, mapped=(1,)),
+    "gemma2": Family("gemma2", {}, {"sliding_layers": "scale"}, mapped=(1,)),
+    "gpt_neox": Family("gpt_neox", mapped=(1,)),
+}
+
+
+def test_nope_in_some_layers_of_llama_is_smollm3(ids) -> None:
+    """Whose layers without a rotation are transformers' own."""
+    model = tiny_llama(num_hidden_layers=4)
+    names = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers")
+    names += ("num_attention_heads", "num_key_value_heads", "pad_token_id", "rope_parameters")
+    names += ("rms_norm_eps", "tie_word_embeddings")
+    values = {name: getattr(model.config, name) for name in names}
+    config = SmolLM3Config(**values, no_rope_layer_interval=2)
+    smollm = SmolLM3ForCausalLM(config).eval()
+    smollm.load_state_dict(model.state_dict())
+    before = logits(model, ids)
+    rope_ext.patch(model, "nope", layers="every 2nd")
+    torch.testing.assert_close(logits(model, ids), logits(smollm, ids), **EXACT)
+    assert (logits(model, ids) - before).abs().max() > 0.1
+
+
+SLOW = [pytest.mark.slow]
+FAST = [("gemma2", "t5")]
+CASES = [(kind, name) for kind in LAST for name in ("alibi", "t5")]
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"), [pytest.param(*c, marks=[] if c in FAST else SLOW) for c in CASES]
+)
+def test_the_other_layers_rotate_as_trained(kind: str, name: str, ids) -> None:
+    family = LAST[kind]
+    model, plain = family.model(), family.model()
+    patch(model, name, layers=[1], **family.options)
+    tokens = torch.arange(90)[None]
+    with dense(plain, family, name, tokens, parameters(model)):
+        right = logits(plain, ids)
+    torch.testing.assert_close(logits(model, ids), right, **EXACT)
+    torch.testing.assert_close(decoded(model, ids, [40, 1, 1, 48]), right, **EXACT)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("cache", CACHES)
+def test_decoding_padding_and_beams(cache: str, ids) -> None:
+    model = patch(tiny_llama(), "alibi", layers=[1])
+    whole = logits(model, ids)
+    found = decoded(model, ids, [40, 1, 1, 30, 18], CACHES[cache](model.config))
+    torch.testing.assert_close(found, whole, **EXACT)
+    rows = [ids[0], ids[1, :61], ids[0, 3:4]]
+    batch, mask, positions = padded(rows, "left")
+    together = logits(model, batch, attention_mask=mask, position_ids=positions)
+    for row, real in enumerate(rows):
+        alone = logits(model, real[None])[0]
+        torch.testing.assert_close(together[row][mask[row].bool()], alone, **EXACT)
+    beams = {"num_beams": 3, "max_new_tokens": 6, "min_new_tokens": 6}
+    cached = model.generate(ids[:, :70], **NEW | beams)
+    assert torch.equal(cached, model.generate(ids[:, :70], **NEW | beams, use_cache=False))
+
+
+@pytest.mark.slow
+def test_packed_documents_are_kept_apart(ids) -> None:
+    model = patch(tiny_llama(), "t5", layers=[0])
+    positions = torch.cat((torch.arange(30), torch.arange(40)))[None]
+    packed = logits(model, ids[:1, :70], position_ids=positions, use_cache=False)
+    alone = [logits(model, part) for part in ids[:1, :70].split([30, 40], 1)]
+    torch.testing.assert_close(packed, torch.cat(alone, 1), **EXACT)
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("yarn", {"factor": 4}),
+        pytest.param("nope", {}, marks=SLOW),
+        pytest.param("kerple_log", {}, marks=SLOW),
+        pytest.param("rerope", {"factor": 4, "attention_factor": 1.2}, marks=SLOW),
+        pytest.param("rerope", {"factor": 2, "frequency": rope_ext.NTK(factor=2)}, marks=SLOW),
+    ],
+    ids=str,
+)
+def test_saved_reloaded_described_and_taken_back(name: str, options: dict, ids, tmp_path) -> None:
+    model = tiny_llama()
+    model.save_pretrained(tmp_path)  # which writes into the configuration
+    before, plain = snapshot(model), logits(model, ids)
+    rope_ext.patch(model, name, layers=[1], **options)
+    want = logits(model, ids)
+    assert not torch.equal(want, plain)
+    assert "layers: 1; the others keep the rotation as it was trained" in str(
+        rope_ext.describe(model)
+    )
+    assert "layers=[1]" in current_patch(model).record.call()
+    assert all(".1." in key for key in parameters(model))
+    model.save_pretrained(tmp_path)
+    again = rope_ext.from_pretrained(tmp_path)
+    assert torch.equal(logits(again, ids), want)
+    assert current_patch(again).record.same(current_patch(model).record)
+    rope_ext.unpatch(model)
+    assert changed(before, snapshot(model)) == set() and torch.equal(logits(model, ids), plain)
+
+
+@pytest.mark.parametrize(
+    "options", [{"attention_factor": 1.3}, {"frequency": rope_ext.NTK(factor=2)}], ids=str
+)
+def test_sliding_layers_beside_a_position_method_stay_as_they_were(options, ids) -> None:
+    """Where they share the rotary module, to which the numbers of the others are written."""
+    family = Family("gemma2", mapped=(1,))
+    model, plain = family.model(), family.model()
+    rope_ext.patch(model, "rerope", factor=2, window=5, **options)
+    seen: list[torch.Tensor] = []
+    for one in (model, plain):
+        attention = one.model.layers[0].self_attn
+        attention.register_forward_hook(lambda module, args, output: seen.append(output[0]))
+        logits(one, ids)
+    torch.testing.assert_close(*seen, **EXACT)
+
+
+@pytest.mark.parametrize(
+    ("layers", "said"),
+    [
+        (4, "one layer is [4]"),
+        (True, "numbers of layers, counted from 0"),
+        ([], "'every 4th'"),
+        ([1, 0, 1, 1], "(1 is there 3 times)"),  # as no_rope_layers of SmolLM3
+        ([-1], "counted from 0"),
+        ([0.5], "counted from 0"),
+        (["1"], "counted from 0"),
+        ("every fourth", "'every 4th'"),
+        ("every 1st", "'every 4th'"),
+        ("every 0th", "'every 4th'"),
+        (slice(1, 4), "range(3, 32, 4)"),
+        (torch.tensor([1]), "[3, 7, 11]"),
+    ],
+    ids=repr,
+)
+def test_what_are_no_layers_is_refused_with_what_are(layers: object, said: str) -> None:
+    with pytest.raises(rope_ext.OptionError, match=re.escape(said)) as error:
+        Options(layers=layers)
+    assert str(error.value).startswith("layers=")
+
+
+def test_layers_that_are_not_there_are_refused_with_those_that_are() -> None:
+    model = tiny_llama()
+    before = snapshot(model)
+    for layers, said in (
+        ([2], "in layers 0, 1, and 2 is asked for"),
+        ("every 3rd", "in layers 0, 1, and none of them is asked for"),
+    ):
+        with pytest.raises(rope_ext.OptionError, match=said):
+            rope_ext.patch(model, "nope", layers=layers)
+        assert changed(before, snapshot(model)) == set()
+
+
+def test_layers_that_do_not_rotate_or_see_a_window_are_not_chosen() -> None:
+    windowed = Family("gemma2").model()  # the first
+    with pytest.raises(rope_ext.OptionError, match=r"in layers 1, and 0 .* sliding_layers='scale'"):
+        rope_ext.patch(windowed, "nope", layers=[0])
+    rope_ext.patch(windowed, "nope", layers=[0], sliding_layers="scale")
+    smollm = Family("smollm3").model()  # the second rotates nothing
+    with pytest.raises(rope_ext.OptionError, match="in layers 0, and 1 is asked for"):
+        rope_ext.patch(smollm, "alibi", layers=[1])
+
+
+def test_layers_are_written_in_one_way() -> None:
+    assert Options(layers=[7, 3]).layers == Options(layers=range(3, 8, 4)).layers == (3, 7)
+    assert Options(layers=" Every 4th ").layers == "every 4th"
+
+
+def test_a_cache_of_other_layers_is_refused(ids) -> None:
+    model = rope_ext.patch(tiny_llama(), "nope", layers=[0])
+    cache = CACHES["dynamic"](model.config)
+    logits(model, ids[:, :20], past_key_values=cache)
+    rope_ext.patch(model, "nope", layers=[1], replace=True)
+    with pytest.raises(rope_ext.CacheError, match=r"layers=\(0,\)"):
+        logits(model, ids[:, 20:], past_key_values=cache)
+
+
+def test_what_acts_in_front_of_the_layers_cannot_choose_among_them() -> None:
+    for method in (rope_ext.Sinusoidal(), rope_ext.FLOATER()):
+        with pytest.raises(rope_ext.OptionError, match="acts in front of the layers"):
+            rope_ext.patch(tiny_llama(), method, layers=[0])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["xpos", "3d_rpe", "drope", "shaw"])
+def test_every_kind_of_encoding_takes_layers(name: str, ids) -> None:
+    model = tiny_llama()
+    plain = logits(model, ids)
+    rope_ext.patch(model, name, layers=[1])
+    whole = logits(model, ids)
+    torch.testing.assert_close(decoded(model, ids, [40, 1, 1, 48]), whole, **EXACT)
+    keys = [DynamicCache(config=model.config) for _ in range(2)]
+    logits(model, ids, past_key_values=keys[0])
+    rope_ext.unpatch(model)
+    logits(model, ids, past_key_values=keys[1])
+    assert torch.equal(keys[0].layers[0].keys, keys[1].layers[0].keys)  # as trained
+    assert not torch.equal(whole, plain)
+
+
+def test_methods_that_follow_sequences_or_start_tokens_are_refused() -> None:
+    for method, said in (
+        (rope_ext.DynamicNTK(factor=4), "dynamic_ntk changes with the sequence, which layers="),
+        (rope_ext.DynamicNTK(factor=4, mode="growing"), "pass length=TOKENS"),
+        (
+            rope_ext.LongRoPE(factor=4, long_factor=[2.0] * 8, start_tokens=4),
+            "leave start_tokens out",
+        ),
+    ):
+        with pytest.raises(rope_ext.OptionError, match=said):
+            rope_ext.patch(tiny_llama(), method, layers=[0])
+    model = rope_ext.patch(tiny_llama(), "dynamic_ntk", factor=4, length=4 * LENGTH, layers=[0])
+    with pytest.raises(rope_ext.ExportError, match="rotates all layers by the same"):
+        rope_ext.export(model, "vllm")
+
+
+@pytest.mark.slow
+def test_a_position_method_on_one_layer_is_the_papers_there(ids) -> None:
+    family = LAST["llama"]
+    model, plain = family.model(), family.model()
+    rope_ext.patch(model, "rerope", factor=4, window=5, layers=[1])
+    with by_formula(plain, family, "rerope", torch.arange(90)[None], window=5):
+        right = logits(plain, ids)
+    torch.testing.assert_close(logits(model, ids), right, **EXACT)
+
+
+def test_a_record_from_before_layers_and_biases_has_neither() -> None:
+    model = rope_ext.patch(tiny_llama(), "rerope", factor=4)
+    data = copy.deepcopy(current_patch(model).record.to_json())
+    data["version"] = 2
+    del data["arguments"]["bias"], data["arguments"]["layers"]
+    assert Record.from_json(data, "a folder") == current_patch(model).record
+    data = current_patch(model).record.to_json()
+    data["arguments"] |= {"bias": {"name": "yarn", "factor": 4}}
+    with pytest.raises(rope_ext.RecordError, match="is no encoding"):
+        Record.from_json(data, "a folder")

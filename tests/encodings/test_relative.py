@@ -1,0 +1,347 @@
+"""Encodings whose logits depend on content and distance together: the papers' formulas, exactly."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import peft
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import DebertaV2Config, XLNetConfig
+from transformers.models.deberta_v2.modeling_deberta_v2 import DisentangledSelfAttention
+from transformers.models.xlnet.modeling_xlnet import XLNetModel, XLNetRelativeAttention
+
+import rope_ext
+from rope_ext import attention
+from rope_ext.attention import Call, Pairs, TurnedBand, flash, flex
+from rope_ext.methods import Rope, build_method
+from rope_ext.methods.geometry import Distance
+from tests.helpers.biases import parameters
+from tests.helpers.models import tiny_llama
+from tests.helpers.positions import CACHES, EXACT, FAMILIES, NEW, decoded, logits, padded
+from tests.helpers.relative import SIZES, attend, dense, patch
+
+SLOW = [pytest.mark.slow]
+KINDS = ["llama", "qwen3", "mistral", "mistral windowed", "gpt_neox", "gemma2 scaled"]
+KINDS = [pytest.param(k, marks=SLOW if k != "llama" else []) for k in [*KINDS, "gpt_oss scaled"]]
+ONE = [pytest.param(name, marks=SLOW if name != "shaw" else []) for name in SIZES]
+ROPE = Rope.geometric(1e4, 16, 64)
+
+
+def called(name: str, learned: dict[str, torch.Tensor], last: int | None = None, **more) -> Call:
+    scores = build_method(name, **SIZES[name]).scores(4, ROPE, learned)
+    band = TurnedBand(Distance(0, last), None, None)
+    return Call([band], Pairs(slice(0, 0), slice(0, 0)), 0.25, scores=scores, **more)
+
+
+def drawn(name: str, queries: int, keys: int, kv_heads: int = 2) -> tuple[list, dict]:
+    """Query, key and value of two rows, and what is learned, all to be differentiated."""
+    heads = rope_ext.encodings.Heads(4, 16, 12)
+    learned = build_method(name, **SIZES[name]).initial(heads, ROPE)
+    sizes = [(2, 4, queries, 16), (2, kv_heads, keys, 16), (2, kv_heads, keys, 12)]
+    sizes += [x.shape for x in learned.values()]
+    generator = torch.Generator().manual_seed(0)
+    made = [torch.randn(size, generator=generator, dtype=torch.float64) for size in sizes]
+    made = [x.requires_grad_() for x in made]
+    return made[:3], dict(zip(learned, made[3:], strict=True))
+
+
+@pytest.mark.parametrize("name", SIZES)
+@pytest.mark.parametrize(
+    ("queries", "keys", "last"),
+    [
+        (150, 150, None),
+        (1, 50, None),
+        (20, 90, 30),
+        *(
+            pytest.param(*case, marks=SLOW)
+            for case in ((70, 150, None), (1, 3, None), (80, 80, 4), (1, 90, 30))
+        ),
+    ],
+)
+def test_the_kernel_is_the_paper(name: str, queries: int, keys: int, last: int | None) -> None:
+    """Values, and gradients of everything that has one, sinks and temperature among them."""
+    qkv, learned = drawn(name, queries, keys)
+    sinks, warmth = torch.randn(4).double().requires_grad_(), torch.linspace(1, 2, queries).double()
+    inputs = [*qkv, *learned.values(), sinks]
+    found = attention.attend(*qkv, called(name, learned, last, sinks=sinks, temperature=warmth))
+    apart = torch.arange(keys - queries, keys)[:, None] - torch.arange(keys)
+    visible = (apart >= 0) & (apart < (last or keys))
+    query = qkv[0] * warmth[:, None]
+    apart = apart.clamp(min=0)[None]
+    right = attend(name, learned, query, *qkv[1:], apart, visible, 0.25, sinks=sinks)
+    torch.testing.assert_close(found, right)
+    of_both = [torch.autograd.grad(x.sin().sum(), inputs) for x in (found, right)]
+    for one, other in zip(*of_both, strict=True):
+        torch.testing.assert_close(one, other)
+
+
+@pytest.mark.parametrize("name", ["shaw", "deberta"])
+def test_long_rows_are_cut_and_made_again(name: str, monkeypatch) -> None:
+    """The near band by parts that are not all equally long."""
+    monkeypatch.setattr(attention.relative, "_AT_ONCE", 8 * 128 * 80)
+    qkv, learned = drawn(name, 300, 310)
+    call = called(name, learned)
+    inputs = [*qkv, *learned.values()]
+    outs = [attention.attend(*qkv, call, kernel) for kernel in ("auto", "reference")]
+    of_both = [torch.autograd.grad(x.sin().sum(), inputs) for x in outs]
+    torch.testing.assert_close(outs[0], outs[1])
+    for one, other in zip(*of_both, strict=True):
+        torch.testing.assert_close(one, other)
+
+
+@pytest.mark.parametrize("queries", [40, 1])
+def test_the_kernel_merges_what_was_attended_to_before(queries: int) -> None:
+    """As one call over all keys, with the gradients of what is merged, of sinks and of a bias."""
+    qkv, _ = drawn("shaw", queries, 90)
+    sinks, bias = torch.randn(4).double(), torch.randn(4, 20).double()
+    lone = torch.randn(2, 4, queries).double()
+    values = torch.randn(2, 4, queries, 12).double()
+    inputs = [*qkv, sinks.requires_grad_(), bias.requires_grad_(), lone.requires_grad_(), values]
+    values.requires_grad_()
+    band = TurnedBand(Distance(0, None), None, None)
+    call = Call([band], Pairs(slice(0, 0), slice(0, 0)), 0.25, sinks=sinks, bias=bias)
+    found = flash.attend(*qkv, call, (values, lone))
+    query, key, value = qkv
+    key, value = (x.repeat_interleave(2, 1) for x in (key, value))
+    apart = torch.arange(90 - queries, 90)[:, None] - torch.arange(90)
+    content = query @ key.mT * 0.25 + bias[:, apart.clamp(0, 19)]
+    content = content.masked_fill(apart < 0, -torch.inf)
+    further = (sinks[:, None, None].expand(2, 4, queries, 1), lone[..., None])
+    weights = torch.cat((content, *further), -1).softmax(-1)
+    right = weights[..., :90] @ value + weights[..., -1:] * values
+    torch.testing.assert_close(found, right)
+    of_both = [torch.autograd.grad(x.sin().sum(), inputs) for x in (found, right)]
+    for one, other in zip(*of_both, strict=True):
+        torch.testing.assert_close(one, other)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SIZES)
+def test_the_kernel_of_gpus_does_the_same(name: str, monkeypatch) -> None:
+    """FlexAttention, which has no gradients on the CPU."""
+    qkv, learned = drawn(name, 60, 70)
+    qkv, learned = [x.detach() for x in qkv], {key: x.detach() for key, x in learned.items()}
+    call = called(name, learned, sinks=torch.randn(4).double())
+    right = attention.attend(*qkv, call, "reference")
+    monkeypatch.setattr(flash, "attend", flex.attend)
+    torch.testing.assert_close(attention.attend(*qkv, call), right)
+
+
+def test_deberta_is_that_of_transformers() -> None:
+    """Of its own module, with a causal mask; tables are what it projects its embedding to."""
+    torch.manual_seed(0)
+    clip, heads, columns = 9, 4, 8
+    config = DebertaV2Config(
+        hidden_size=32,
+        num_attention_heads=heads,
+        relative_attention=True,
+        pos_att_type=["c2p", "p2c"],
+        max_relative_positions=clip,
+        hidden_dropout_prob=0.0,
+        attention_probs_dropout_prob=0.0,
+    )
+    module = DisentangledSelfAttention(config).double()
+    hidden, embedding = torch.randn(2, 40, 32).double(), torch.randn(2 * clip, 32).double()
+    causal = torch.ones(40, 40, dtype=torch.bool).tril()[None, None]
+    right, _ = module(hidden, causal, rel_embeddings=embedding)
+
+    def by_head(x: torch.Tensor) -> torch.Tensor:
+        return x.unflatten(-1, (heads, columns)).transpose(-2, -3)
+
+    projections = {"key": module.pos_key_proj, "query": module.pos_query_proj}
+    learned = {name: by_head(p(embedding))[:, clip:] for name, p in projections.items()}
+    call = replace(called("deberta", learned), scale=columns**-0.5)
+    qkv = [by_head(project(hidden)) for project in (module.query_proj, module.key_proj)]
+    found = attention.attend(*qkv, by_head(module.value_proj(hidden)), call)
+    torch.testing.assert_close(found.transpose(1, 2).flatten(2), right, atol=1e-6, rtol=0)
+    # its square roots are of float32
+
+
+def test_transformer_xl_is_that_of_xlnet() -> None:
+    """Of transformers' attention with memories and a causal mask, and with its own sinusoid."""
+    torch.manual_seed(0)
+    config = XLNetConfig(d_model=32, n_head=4, d_inner=8, n_layer=1, vocab_size=8, dropout=0.0)
+    module = XLNetRelativeAttention(config).double()
+    for parameter in module.parameters():
+        torch.nn.init.normal_(parameter)
+    memories = 20
+    query, keys = torch.randn(30, 2, 4, 8).double(), torch.randn(30 + memories, 2, 4, 8).double()
+    values = torch.randn_like(keys)
+    sinusoid = XLNetModel(config).relative_positional_encoding(30, 30 + memories, bsz=2).double()
+    of_distance = torch.einsum("ibh,hnd->ibnd", sinusoid, module.r)
+    hidden = torch.ones(30, 50).double().triu(1 + memories)[:, :, None, None]
+    right = module.rel_attn_core(query, keys, values, of_distance, attn_mask=hidden)
+    learned = {"u": module.r_w_bias, "v": module.r_r_bias, "r": module.r.permute(1, 2, 0)}
+    call = replace(called("transformer_xl", learned), scale=module.scale)
+    found = attention.attend(*(x.permute(1, 2, 0, 3) for x in (query, keys, values)), call)
+    # its sinusoid is of float32
+    torch.testing.assert_close(found.permute(2, 0, 1, 3), right, atol=1e-4, rtol=0)
+
+
+class Largest(TorchDispatchMode):
+    """The numbers of the largest tensor that was made."""
+
+    numbers = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        out = function(*args, **(kwargs or {}))
+        made = out if isinstance(out, tuple | list) else [out]
+        sizes = [x.untyped_storage().size() for x in made if isinstance(x, torch.Tensor)]
+        self.numbers = max(self.numbers, *(size // 8 for size in sizes), 0)
+        return out
+
+
+@pytest.mark.parametrize("name", SIZES)
+def test_nothing_is_as_large_as_all_pairs(name: str, monkeypatch) -> None:
+    monkeypatch.setattr(attention.relative, "_AT_ONCE", 8 * 64 * 80)
+    largest = []
+    for tokens in (400, 800):
+        qkv, learned = drawn(name, tokens, tokens)
+        with Largest() as seen:
+            attention.attend(*qkv, called(name, learned)).sum().backward()
+        largest.append(seen.numbers)
+    assert largest[1] < 2.2 * largest[0]
+    assert largest[1] < 2 * 4 * 800**2 / 10  # rows, heads, pairs
+
+
+@pytest.mark.parametrize("name", SIZES)
+@pytest.mark.parametrize("kind", KINDS)
+def test_logits_and_gradients_are_those_of_the_paper(kind: str, name: str, ids) -> None:
+    family = FAMILIES[kind]
+    model, plain = family.model(), family.model()
+    patch(model, name, **family.options)
+    learned = parameters(model)
+    with dense(plain, name, torch.arange(90)[None], learned):
+        right = plain(ids).logits
+    found = model(ids).logits
+    torch.testing.assert_close(found, right, **EXACT)
+    of_both = [torch.autograd.grad(x.sin().sum(), list(learned.values())) for x in (found, right)]
+    for one, other in zip(*of_both, strict=True):  # sums over 16,000 pairs
+        torch.testing.assert_close(one, other, atol=2e-3, rtol=2e-3)
+    assert (found - logits(plain, ids)).abs().max() > 0.01
+
+
+@pytest.mark.parametrize("name", SIZES)
+@pytest.mark.parametrize(
+    "cache", [pytest.param(cache, marks=SLOW if cache != "dynamic" else []) for cache in CACHES]
+)
+def test_cached_decoding_equals_recomputation(name: str, cache: str, ids) -> None:
+    model = patch(tiny_llama(), name)
+    whole = logits(model, ids)
+    store = CACHES[cache](model.config)
+    found = decoded(model, ids, [40, 1, 1, 30, 1, 1, 1, 15], store)
+    torch.testing.assert_close(found, whole, **EXACT)
+
+
+@pytest.mark.parametrize("name", SIZES)
+@pytest.mark.parametrize("side", ["left", pytest.param("right", marks=SLOW)])
+def test_a_row_of_a_batch_gives_what_it_gives_alone(name: str, side: str, ids) -> None:
+    model = patch(tiny_llama(), name)
+    rows = [ids[0], ids[1, :61], ids[0, 3:4]]
+    batch, mask, _ = padded(rows, side)
+    together = logits(model, batch, attention_mask=mask)
+    for row, real in enumerate(rows):
+        alone = logits(model, real[None])[0]
+        torch.testing.assert_close(together[row][mask[row].bool()], alone, **EXACT)
+
+
+@pytest.mark.parametrize("name", SIZES)
+def test_packed_documents_and_gaps_in_positions(name: str, ids) -> None:
+    """Documents are kept apart; positions with gaps are taken as they are."""
+    model = patch(tiny_llama(), name)
+    row = ids[:1, :70]
+    positions = torch.cat((torch.arange(30), torch.arange(40)))[None]
+    packed = logits(model, row, position_ids=positions, use_cache=False)
+    alone = [logits(model, part) for part in row.split([30, 40], 1)]
+    torch.testing.assert_close(packed, torch.cat(alone, 1), **EXACT)
+    gaps = torch.cat((torch.arange(30), torch.arange(33, 73)))[None]
+    plain = tiny_llama()
+    with dense(plain, name, gaps, parameters(model)):
+        right = logits(plain, row, position_ids=gaps, attention_mask=torch.ones_like(row))
+    found = logits(model, row, position_ids=gaps, attention_mask=torch.ones_like(row))
+    torch.testing.assert_close(found, right, **EXACT)
+
+
+@pytest.mark.parametrize("name", ONE)
+def test_no_later_token_changes_an_earlier_logit(name: str, ids) -> None:
+    model = patch(tiny_llama(), name)
+    other = ids.clone()
+    other[:, 60:] = other[:, 60:].flip(1)
+    both = [logits(model, x)[:, :60] for x in (ids, other)]
+    torch.testing.assert_close(*both, **EXACT)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("more", [{}, {"num_beams": 3}, {"cache_implementation": "static"}])
+@pytest.mark.parametrize("name", SIZES)
+def test_generation_is_that_of_recomputation(name: str, more: dict, ids) -> None:
+    model = patch(tiny_llama(), name, factor=4)
+    prompt = ids[:, :70]
+    cached = model.generate(prompt, **NEW, **more)
+    more = {key: value for key, value in more.items() if key != "cache_implementation"}
+    assert torch.equal(cached, model.generate(prompt, **NEW, **more, use_cache=False))
+
+
+@pytest.mark.parametrize("name", ONE)
+def test_in_bfloat16_and_under_autocast(name: str, ids) -> None:
+    """As near to float32 as the model is without it."""
+    model = patch(tiny_llama(), name)
+    right = logits(model, ids)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        cast = model(ids, labels=ids)
+    cast.loss.backward()
+    assert all(p.grad.isfinite().all() for p in parameters(model).values())
+    half = logits(model.to(torch.bfloat16), ids)
+    for found in (cast.logits, half):
+        assert (found.float() - right).abs().mean() < 0.05 * right.abs().mean()
+
+
+@pytest.mark.parametrize("name", ONE)
+def test_it_is_trained_saved_and_taken_out(name: str, ids, tmp_path) -> None:
+    model = tiny_llama()
+    before, plain = dict(model.state_dict()), logits(model, ids)
+    patch(model, name, factor=2)
+    layers = model.config.num_hidden_layers
+    assert len(parameters(model)) == layers * {"transformer_xl": 3}.get(name, 2)
+    model(ids, labels=ids).loss.backward()
+    assert all(p.grad.abs().sum() > 0 for p in parameters(model).values())
+    want = logits(model, ids)
+    model.save_pretrained(tmp_path)
+    assert torch.equal(logits(rope_ext.from_pretrained(tmp_path), ids), want)
+    rope_ext.unpatch(model)
+    assert list(model.state_dict()) == list(before)
+    assert torch.equal(logits(model, ids), plain)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SIZES)
+def test_an_adapter_can_train_it_along(name: str, ids, tmp_path) -> None:
+    base = tiny_llama()
+    base.save_pretrained(tmp_path / "base")
+    model = rope_ext.patch(base, name, **SIZES[name])
+    config = peft.LoraConfig(
+        r=2, target_modules=["q_proj"], modules_to_save=["rope_ext_bias"], task_type="CAUSAL_LM"
+    )
+    model = peft.get_peft_model(model, config)
+    trained = [p for n, p in model.named_parameters() if p.requires_grad and "bias" in n]
+    with torch.no_grad():
+        for parameter in trained:
+            parameter.normal_()
+    want = logits(model, ids)
+    model.save_pretrained(tmp_path / "adapter")
+    rope_ext.save_sidecar(model, tmp_path / "adapter")
+    again = rope_ext.from_pretrained(tmp_path / "adapter", base=tmp_path / "base")
+    assert torch.equal(logits(again, ids), want)
+
+
+def test_options_are_checked() -> None:
+    for name, options, said in (
+        ("shaw", {"clip": 0}, "clip=0 is not valid; it must be a whole number of at least 1"),
+        ("deberta", {"clip": 1.5}, r"clip=1\.5 is not valid"),
+        ("xlnet", {"width": 7}, "width=7 is not valid; it must be an even number"),
+        ("transformer_xl", {"base": 1}, "base=1 is not valid; it must be a finite number greater"),
+    ):
+        with pytest.raises(rope_ext.OptionError, match=said):
+            build_method(name, **options)

@@ -1,0 +1,294 @@
+"""Encodings whose logits are more than a bias by distance: the papers' formulas, exactly."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import peft
+import pytest
+import torch
+
+import rope_ext
+from rope_ext import attention
+from rope_ext.attention import Block, Call, Pairs, Scores, TurnedBand, blocked, fire, reference
+from rope_ext.methods import build_method
+from rope_ext.methods.geometry import Distance
+from tests.helpers.biases import parameters
+from tests.helpers.models import tiny_llama
+from tests.helpers.positions import CACHES, EXACT, FAMILIES, NEW, decoded, logits, padded
+from tests.helpers.scored import SIZES, dense, patch
+
+KINDS = ["llama", "qwen3", "mistral", "gemma2 scaled", "gpt_neox", "gpt_oss"]
+SLOW = [pytest.mark.slow]
+
+
+def fast(*names: str) -> list:
+    """All names of :data:`SIZES`, those that are not given as slow tests."""
+    return [pytest.param(name, marks=[] if name in names else SLOW) for name in SIZES]
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Mixed(Scores):
+    """Every part of the interface in one formula."""
+
+    def logits(self, block: Block) -> torch.Tensor:
+        weight = self.learned["weight"].to(block.content)
+        seen = block.content.masked_fill(~block.visible, 0)
+        mixed = torch.einsum("bhij,hg->bgij", seen, weight)
+        return block.content + mixed + block.distance * weight[0, 0] * block.scale
+
+    def more(self, weights: torch.Tensor, block: Block) -> torch.Tensor:
+        far = (weights * block.distance).sum(-1, keepdim=True)
+        return far * self.learned["value"].to(weights)
+
+
+@pytest.mark.parametrize(
+    ("band", "queries"),
+    [(Distance(0, None), 50), (Distance(0, 13), 37), (Distance(0, None), 1)],
+)
+def test_blocks_are_the_oracle(band: Distance, queries: int, monkeypatch) -> None:
+    """Values, and gradients of everything that has one, however long the blocks."""
+    monkeypatch.setattr(blocked, "_NUMBERS", 4000)  # rows of 10
+    generator = torch.Generator().manual_seed(0)
+    sizes = [(2, 4, queries, 16), (2, 2, 50, 16), (2, 2, 50, 12), (4,), (4, 4), (12,)]
+    given = [torch.randn(size, generator=generator) for size in sizes]
+    found = []
+    for dtype, attend in (
+        (torch.float32, attention.attend),
+        (torch.float64, reference.attend_blocked),
+        (torch.float64, reference.attend),
+    ):
+        tensors = [x.detach().to(dtype, copy=True).requires_grad_() for x in given]
+        *qkv, sinks, weight, value = tensors
+        call = Call(
+            [TurnedBand(band, None, None)],
+            Pairs(slice(0, 8), slice(8, 16)),
+            0.25,
+            start=3,
+            sinks=sinks,
+            scores=Mixed(learned={"weight": 0.3 * weight, "value": value}),
+        )
+        out = attend(*qkv, call)
+        found.append([out, *torch.autograd.grad(out.sin().sum(), tensors)])
+    for ours, again, right in zip(*found, strict=True):
+        torch.testing.assert_close(ours.double(), right, atol=1e-4, rtol=1e-4)  # float32
+        torch.testing.assert_close(again, right)
+
+
+@pytest.mark.parametrize(
+    ("queries", "keys", "start", "rows"),
+    [
+        (60, 60, 0, 16),  # by distance up to 34, in four blocks behind it
+        pytest.param(45, 90, 5, 7, marks=SLOW),
+        pytest.param(7, 40, 0, 16, marks=SLOW),
+        pytest.param(20, 300, 900, 16, marks=SLOW),  # far behind where all are alike
+        pytest.param(300, 300, 0, 64, marks=SLOW),
+        pytest.param(1, 90, 0, 16, marks=SLOW),
+    ],
+)
+def test_the_fast_kernel_of_fire_is_the_oracle(
+    queries: int, keys: int, start: int, rows: int, monkeypatch
+) -> None:
+    for number, value in (("_ROWS", rows), ("_ROWS_BACKWARD", rows + 3), ("_NUMBERS", 2000)):
+        monkeypatch.setattr(fire, number, value)  # two of four heads at a time
+    generator = torch.Generator().manual_seed(3)
+    sizes = [(2, 4, queries, 16), (2, 2, keys, 16), (2, 2, keys, 16), (16, 1), (16,), (4, 16), (4,)]
+    given = [torch.randn(size, generator=generator) for size in sizes]
+    given += [torch.tensor([-0.3]), torch.tensor([1.12])]
+    given[3][1] = given[4][0] = 0  # a unit that is the same everywhere, one that begins at 0
+    names = ("first_weight", "first_bias", "second_weight", "second_bias", "c", "multiplier")
+    found = []
+    for dtype, kernel in (
+        (torch.float32, "auto"),
+        (torch.float64, "auto"),
+        (torch.float64, "reference"),
+    ):
+        tensors = [x.to(dtype, copy=True).requires_grad_() for x in given]
+        learned = dict(zip(names, tensors[3:], strict=True))
+        scores = build_method("fire", threshold=30, hidden=16).scores(4, None, learned)
+        band = TurnedBand(Distance(0, None), None, None)
+        call = Call([band], Pairs(slice(0, 0), slice(0, 0)), 0.25, start=start, scores=scores)
+        out = attention.attend(*tensors[:3], call, kernel)
+        grads = torch.autograd.grad(out.sin().sum(), tensors, allow_unused=True)
+        grads = [
+            torch.zeros_like(x) if g is None else g for g, x in zip(grads, tensors, strict=True)
+        ]
+        found.append([out, *grads])
+    for ours, exact, right in zip(*found, strict=True):
+        torch.testing.assert_close(exact, right)
+        torch.testing.assert_close(ours.double(), right, atol=2e-3, rtol=2e-3)  # float32
+
+
+@pytest.mark.parametrize("name", fast("dape v2", "cope", "fire"))
+@pytest.mark.parametrize(
+    "kind", [pytest.param(kind, marks=SLOW if kind != "llama" else []) for kind in KINDS]
+)
+def test_logits_and_gradients_are_those_of_the_paper(kind: str, name: str, ids) -> None:
+    family = FAMILIES[kind]
+    model, plain = family.model(), family.model()
+    patch(model, name, **family.options)
+    learned = parameters(model)
+    with dense(plain, family, name, torch.arange(90)[None], learned):
+        right = plain(ids).logits
+    found = model(ids).logits
+    torch.testing.assert_close(found, right, **EXACT)
+    of_both = [torch.autograd.grad(x.sin().sum(), list(learned.values())) for x in (found, right)]
+    for one, other in zip(*of_both, strict=True):  # sums over 16,000 pairs
+        torch.testing.assert_close(one, other, atol=2e-3, rtol=2e-3)
+    assert (found - logits(plain, ids)).abs().max() > 0.01
+
+
+@pytest.mark.parametrize("name", fast("dape v2", "cope", "fire"))
+@pytest.mark.parametrize(
+    "cache", [pytest.param(cache, marks=SLOW if cache != "dynamic" else []) for cache in CACHES]
+)
+def test_cached_decoding_equals_recomputation(name: str, cache: str, ids) -> None:
+    model = patch(tiny_llama(), name)
+    whole = logits(model, ids)
+    store = CACHES[cache](model.config)
+    steps = [40, 1, 1, 30, 1, 1, 1, 15]
+    torch.testing.assert_close(decoded(model, ids, steps, store), whole, **EXACT)
+
+
+@pytest.mark.parametrize("name", fast("dape v2", "cope"))
+@pytest.mark.parametrize("side", ["left", pytest.param("right", marks=SLOW)])
+def test_a_row_of_a_batch_gives_what_it_gives_alone(name: str, side: str, ids) -> None:
+    model = patch(tiny_llama(), name)
+    rows = [ids[0], ids[1, :61], ids[0, 3:4]]
+    batch, mask, _ = padded(rows, side)
+    together = logits(model, batch, attention_mask=mask)
+    for row, real in enumerate(rows):
+        alone = logits(model, real[None])[0]
+        torch.testing.assert_close(together[row][mask[row].bool()], alone, **EXACT)
+
+
+@pytest.mark.parametrize("name", fast("dape v2"))
+def test_packed_documents_and_gaps_in_positions(name: str, ids) -> None:
+    """Documents are kept apart; positions with gaps are taken as they are."""
+    model = patch(tiny_llama(), name)
+    row = ids[:1, :70]
+    positions = torch.cat((torch.arange(30), torch.arange(40)))[None]
+    packed = logits(model, row, position_ids=positions, use_cache=False)
+    alone = [logits(model, part) for part in row.split([30, 40], 1)]
+    torch.testing.assert_close(packed, torch.cat(alone, 1), **EXACT)
+    gaps = torch.cat((torch.arange(30), torch.arange(500, 540)))[None]
+    plain = tiny_llama()
+    with dense(plain, FAMILIES["llama"], name, gaps, parameters(model)):
+        right = logits(plain, row, position_ids=gaps, attention_mask=torch.ones_like(row))
+    found = logits(model, row, position_ids=gaps, attention_mask=torch.ones_like(row))
+    torch.testing.assert_close(found, right, **EXACT)
+
+
+@pytest.mark.parametrize("name", fast("dape v2", "cope"))
+def test_a_mask_with_holes_hides_as_if_nothing_were_there(name: str, ids) -> None:
+    """A tree of drafts: each query sees its own path, which is a sequence of its own."""
+    model = patch(tiny_llama(), name)
+    path = torch.tensor([*range(20), 22, 24])  # two drafts of one token each, then two more
+    tree = torch.cat((torch.arange(20), torch.tensor([20, 20, 20, 21, 21])))[None]
+    seen = torch.ones(25, 25, dtype=torch.bool).tril()
+    for query, hidden in ((21, [20]), (22, [20, 21]), (23, [21, 22]), (24, [20, 21, 23])):
+        seen[query, hidden] = False
+    found = logits(model, ids[:1, :25], position_ids=tree, attention_mask=seen[None, None])
+    alone = logits(model, ids[:1, path])
+    torch.testing.assert_close(found[:, path], alone, **EXACT)
+
+
+@pytest.mark.parametrize("name", fast("dape v2", "cope", "fire"))
+def test_no_later_token_changes_an_earlier_logit(name: str, ids) -> None:
+    model = patch(tiny_llama(), name)
+    before = logits(model, ids)
+    other = ids.clone()
+    other[:, 60:] = other[:, 60:].flip(1)
+    torch.testing.assert_close(logits(model, other)[:, :60], before[:, :60], **EXACT)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SIZES)
+@pytest.mark.parametrize("more", [{}, {"num_beams": 3}, {"cache_implementation": "static"}])
+def test_generation_is_that_of_recomputation(name: str, more: dict, ids) -> None:
+    model = patch(tiny_llama(), name, factor=4)
+    prompt, more = ids[:, :70], dict(more)
+    cached = model.generate(prompt, **NEW, **more)
+    more.pop("cache_implementation", None)
+    assert torch.equal(cached, model.generate(prompt, **NEW, **more, use_cache=False))
+
+
+@pytest.mark.parametrize("name", fast("cope"))
+def test_it_is_trained_saved_reloaded_and_taken_out(name: str, ids, tmp_path) -> None:
+    model = tiny_llama()
+    before, plain = dict(model.state_dict()), logits(model, ids)
+    patch(model, name)
+    learned = {key: value.detach().clone() for key, value in parameters(model).items()}
+    optimizer = torch.optim.SGD(list(parameters(model).values()), lr=0.01)
+    losses = []
+    for _ in range(2):
+        loss = model(ids[:, :60], labels=ids[:, :60]).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    assert losses[1] < losses[0]
+    moved = {key for key, x in parameters(model).items() if not torch.equal(learned[key], x)}
+    still = {key for key in learned if key.endswith("second_bias")}  # changes no weight
+    assert moved >= set(learned) - still
+    want = logits(model, ids)
+    model.save_pretrained(tmp_path)
+    assert torch.equal(logits(rope_ext.from_pretrained(tmp_path), ids), want)
+    rope_ext.unpatch(model)
+    after = model.state_dict()
+    assert list(after) == list(before)
+    assert all(torch.equal(after[key], before[key]) for key in before)
+    assert torch.equal(logits(model, ids), plain)
+
+
+@pytest.mark.slow
+def test_an_adapter_can_train_it_along(ids, tmp_path) -> None:
+    base = tiny_llama()
+    base.save_pretrained(tmp_path / "base")
+    config = peft.LoraConfig(
+        r=2, target_modules=["q_proj"], modules_to_save=["rope_ext_bias"], task_type="CAUSAL_LM"
+    )
+    model = peft.get_peft_model(patch(base, "cope"), config)
+    trained = [p for n, p in model.named_parameters() if p.requires_grad and n.endswith("table")]
+    before = logits(model, ids)
+    with torch.no_grad():
+        trained[0].normal_()
+    want = logits(model, ids)
+    assert len(trained) == 2 and not torch.equal(want, before)
+    model.save_pretrained(tmp_path / "adapter")
+    rope_ext.save_sidecar(model, tmp_path / "adapter")
+    again = rope_ext.from_pretrained(tmp_path / "adapter", base=tmp_path / "base")
+    assert torch.equal(logits(again, ids), want)
+
+
+@pytest.mark.parametrize("name", fast("fire"))
+def test_half_precision_and_autocast_are_close(name: str, ids) -> None:
+    """Weights are computed in float32: bfloat16 rounds by 1/256, a few times over."""
+    model = patch(tiny_llama(), name)
+    want = logits(model, ids)
+    size = want.abs().max()
+    with torch.autocast("cpu", torch.bfloat16):
+        found = model(ids).logits
+        found.float().sum().backward()
+    assert (found.float() - want).abs().max() < 0.1 * size
+    assert (logits(model.to(torch.bfloat16), ids).float() - want).abs().max() < 0.1 * size
+
+
+def test_kernels_that_cannot_have_it_say_so(ids) -> None:
+    with pytest.raises(rope_ext.OptionError, match="kernel='flash' cannot have logits"):
+        logits(patch(tiny_llama(), "dape", kernel="flash"), ids)
+    slow, fast = (patch(tiny_llama(), "dape", kernel=kernel) for kernel in ("reference", "auto"))
+    torch.testing.assert_close(logits(slow, ids), logits(fast, ids), **EXACT)
+
+
+def test_options_are_checked() -> None:
+    for name, options, said in (
+        ("dape", {"on": "fire"}, "on='fire' is not valid; it must be 'kerple_log' or"),
+        ("dape", {"version": 3}, "version=3 is not valid; it must be 1 or 2"),
+        ("dape", {"width": 4}, "width=4 is not valid; it must be an odd number"),
+        ("fire", {"threshold": 0}, "threshold=0 is not valid"),
+        ("cope", {"positions": 1}, "positions=1 is not valid"),
+        ("sandwich", {"width": 7}, "width=7 is not valid; it must be an even number"),
+    ):
+        with pytest.raises(rope_ext.OptionError, match=said):
+            build_method(name, **options)

@@ -1,0 +1,145 @@
+"""What encodings add to the logits by distance, beside the decay of rotations."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import LlamaConfig
+
+import rope_ext
+from rope_ext.methods import Rope, all_encodings
+from rope_ext.plots import pictures
+from rope_ext.plots.numbers import bias_at, decay_at, turns
+from tests.helpers.biases import parameters
+from tests.helpers.models import tiny_llama
+
+ROPE = Rope.geometric(1e4, 16, 64)
+AT = torch.tensor([0.0, 1.0, 40.0, 199.0], dtype=torch.float64)
+CONFIG = {"num_hidden_layers": 1, "hidden_size": 64, "num_attention_heads": 4}
+
+
+def test_what_is_added_by_hand() -> None:
+    alibi = bias_at(ROPE, rope_ext.ALiBi(), 2, 200, AT)
+    assert alibi.tolist() == [[-d * m for d in AT.tolist()] for m in (2**-4, 2**-8)]
+    assert bias_at(ROPE, rope_ext.NoPE(), 2, 200, AT).tolist() == [[0, 0, 0, 0]]
+    learned = {"r1": torch.tensor([0.5]), "r2": torch.tensor([2.0])}
+    kerple = bias_at(ROPE, rope_ext.KerpleLog(), 1, 200, AT, learned)
+    assert kerple[0].tolist() == pytest.approx([-0.5 * math.log1p(2 * d) for d in AT.tolist()])
+
+
+def test_fire_is_that_of_the_last_token() -> None:
+    """Whose network is asked ``ln(1 + c d) / ln(1 + c i)``."""
+    fire = rope_ext.FIRE(threshold=20, hidden=1)
+    one = {name: torch.ones(1, 1) for name in ("first_weight", "second_weight")}
+    none = {name: torch.zeros(1) for name in ("first_bias", "second_bias")}
+    learned = {"c": torch.tensor([0.5]), "multiplier": torch.ones(1), **one, **none}
+    found = bias_at(ROPE, fire, 1, 200, AT, learned)
+    by_hand = [math.log1p(0.5 * d) / (math.log1p(0.5 * 199) + 1e-6) for d in AT.tolist()]
+    assert found[0].tolist() == pytest.approx(by_hand)
+
+
+def test_encodings_that_turn_decay_as_they_turn() -> None:
+    """XPos fades; 3D-RPE turns within chunks of 10, and by an angle for each chunk."""
+    at = torch.tensor([0.0, 5.0, 12.0], dtype=torch.float64)
+    pairs = [(10000.0 ** (-i / 8), (i / 8 + 0.4) / 1.4) for i in range(8)]
+    by_hand = [
+        2 * sum(zeta ** (d / 512) * math.cos(d * theta) for theta, zeta in pairs)
+        for d in at.tolist()
+    ]
+    assert decay_at(ROPE, rope_ext.XPos(), 200, at).tolist() == pytest.approx(by_hand)
+    chunked = rope_ext.RPE3D(chunk=10, base=100.0)  # the last of 26 tokens is the 6th of chunk 2
+    by_hand = []
+    for n in (25, 20, 13):
+        angle = 100.0**-2 - 100.0 ** -(n // 10)
+        by_hand.append(2 * sum(math.cos((5 - n % 10) * theta - angle) for theta, _ in pairs))
+    assert decay_at(ROPE, chunked, 26, at).tolist() == pytest.approx(by_hand)
+    assert turns(ROPE, chunked) and turns(ROPE, rope_ext.XPos())
+
+
+def test_what_begins_at_random_is_the_same_each_time_and_leaves_the_generator_alone() -> None:
+    torch.manual_seed(3)
+    first = bias_at(ROPE, rope_ext.KerplePower(), 4, 200, AT)
+    drawn = torch.rand(1)
+    torch.manual_seed(3)
+    assert torch.equal(torch.rand(1), drawn)
+    assert torch.equal(bias_at(ROPE, rope_ext.KerplePower(), 4, 200, AT), first)
+
+
+def test_every_encoding_is_drawn_or_refused_by_name() -> None:
+    drawn = set()
+    for cls in all_encodings():
+        try:
+            values = bias_at(ROPE, cls(), 4, 200, AT)
+        except rope_ext.OptionError as error:
+            assert str(error).startswith(f"{cls.name} makes its logits of queries and keys")
+            continue
+        assert values.dtype == torch.float64 and values.shape[1] == 4
+        assert bool(values.any()) <= cls.adds()
+        drawn.add(cls.name)
+    refused = {"cope", "dape", "deberta", "shaw", "transformer_xl"}
+    assert drawn == {cls.name for cls in all_encodings()} - refused
+
+
+def axes_of(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """The panels that are drawn from now on."""
+    drawn, found = pictures.KINDS["decay"], []
+
+    def spy(name: str) -> Any:
+        def draw(axes: Any, *given: Any) -> None:
+            getattr(drawn, name)(axes, *given)
+            found.append(axes)
+
+        return draw
+
+    monkeypatch.setitem(
+        pictures.KINDS, "decay", replace(drawn, draw=spy("draw"), beside=spy("beside"))
+    )
+    return found
+
+
+@pytest.mark.slow
+def test_rotations_and_encodings_have_a_panel_each(monkeypatch, tmp_path: Path) -> None:
+    panels = axes_of(monkeypatch)
+    methods = [rope_ext.YaRN(factor=4), rope_ext.ALiBi(factor=4), rope_ext.T5(factor=4)]
+    config = LlamaConfig(max_position_embeddings=64, **CONFIG)
+    pictures.draw("decay", config, methods, tmp_path / "one.png")
+    labels = [axes.get_legend_handles_labels()[1] for axes in panels]
+    assert labels == [["unpatched", "yarn"], ["alibi", "t5, as it begins"]]
+    line = panels[1].get_lines()[0]
+    assert line.get_ydata()[0] == -(2.0**-4)  # one token away, of slopes 2^-2, -4, -6, -8
+    assert (tmp_path / "one.png").stat().st_size > 10_000
+
+
+@pytest.mark.slow
+def test_a_checkpoint_shows_what_it_learned(monkeypatch, tmp_path: Path) -> None:
+    model = rope_ext.patch(tiny_llama(), "t5", num_buckets=16)
+    with torch.no_grad():
+        next(iter(parameters(model).values())).fill_(0.7)
+    model.save_pretrained(tmp_path)
+    panels = axes_of(monkeypatch)
+    methods = [rope_ext.T5(factor=4, num_buckets=16), rope_ext.T5(factor=4)]
+    pictures.draw("decay", str(tmp_path), methods, tmp_path / "one.png")
+    labels = panels[1].get_legend_handles_labels()[1]
+    assert labels == ["t5 (num_buckets=16), as learned", "t5, as it begins"]
+    learned, begins = (line.get_ydata() for line in panels[1].get_lines()[:2])
+    assert learned == pytest.approx(0.7) and not any(begins)
+
+
+@pytest.mark.parametrize(
+    ("kind", "method", "message"),
+    [
+        ("angles", "ALiBi", "alibi changes neither .* so angles .*draw decay, or leave alibi out"),
+        ("spectrum", "NoPE", "nope changes neither"),
+        ("distances", "RoPE", "rope changes neither"),
+    ],
+)
+def test_what_cannot_be_drawn_of_encodings(kind, method, message, tmp_path: Path) -> None:
+    config = LlamaConfig(max_position_embeddings=64, **CONFIG)
+    with pytest.raises(rope_ext.OptionError, match=message):
+        pictures.draw(kind, config, [getattr(rope_ext, method)(factor=4)], tmp_path / "one.png")
+    assert not list(tmp_path.iterdir())

@@ -1,0 +1,317 @@
+"""The laboratory: equal beginnings, rows, problems, intervals, its log, a run that is killed."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+import time
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+from recipes.laboratory import page
+from recipes.laboratory import text as texts
+from recipes.laboratory.__main__ import main
+from recipes.laboratory.log import Cell, Log
+from recipes.laboratory.model import Size, chosen, read_with, readings
+from recipes.laboratory.paired import difference, rank_correlation, student
+from recipes.laboratory.published import Published, hold
+from recipes.laboratory.tasks import GIVEN, READ, TASKS, Tasks, problem
+from recipes.laboratory.training import peak_of
+from recipes.pretrain.train import MuonAdamW
+from rope_ext.errors import MeasureError, OptionError
+from rope_ext.methods.registry import all_encodings
+
+SMALL = Size(width=32, layers=1, heads=4)
+CPU = torch.device("cpu")
+
+
+def text(length: int = 64, **options: int) -> texts.Text:
+    made_up = ["def double(x):\n    return 2 * x  # \u00fc\n" * 400] * 3
+    return texts.Text(length, texts=lambda split: made_up, **options)
+
+
+def test_all_registered_encodings_are_compared_with_the_rotation() -> None:
+    assert {"rope", "rope_25", *(cls.name for cls in all_encodings())} == set(chosen(None))
+    assert chosen(["t5", "alibi"]) == ["rope", "t5", "alibi"]
+    with pytest.raises(OptionError, match=r"--encodings 'albi' is unknown.*'alibi'"):
+        chosen(["albi"])
+
+
+@pytest.mark.parametrize("name", ["rope_25", "alibi", "t5", "kerple_log"])
+def test_models_of_one_seed_begin_with_the_same_weights(name: str) -> None:
+    rope, model, other = (
+        dict(SMALL.build(*which, 32).named_parameters())
+        for which in (("rope", 0), (name, 0), ("rope", 1))
+    )
+    assert all(value.equal(model[key]) for key, value in rope.items())
+    assert not rope["lm_head.weight"].equal(other["lm_head.weight"])
+
+
+def test_what_an_encoding_learns_is_no_matrix_of_a_layer() -> None:
+    model = SMALL.build("t5", 0, 32)
+    matrix, others = MuonAdamW(model, 0.01).param_groups
+    own = {id(p) for name, p in model.named_parameters() if "rope_ext" in name}
+    assert own <= {id(p) for p in others["params"]}
+    assert len(matrix["params"]) == 7
+    assert len(matrix["params"]) + len(others["params"]) == len(list(model.parameters()))
+
+
+def test_rows_depend_on_seed_and_step_alone() -> None:
+    for subject in (text(), Tasks()):
+        ids, weights = subject.rows_of(0, 3)
+        again, same = subject.rows_of(0, 3)
+        assert ids.equal(again) and weights.equal(same) and ids.shape == weights.shape
+        assert not any(subject.rows_of(*other)[0].equal(ids) for other in ((0, 4), (1, 3)))
+
+
+def test_every_answer_is_the_word_that_was_given_once_before() -> None:
+    subject = text()
+    assert subject.stream.max() == texts.END and set(subject.stream) <= {*range(128), texts.END}
+    questions = set()
+    for number in range(50):
+        ids, weights = texts.retrieval(np.random.default_rng(number), subject.stream, 64)
+        row, counts = ids.tolist(), weights.tolist()
+        given, asked = row.index(texts.GIVEN), [n for n, t in enumerate(row) if t == texts.ASKED]
+        word = row[given + 1 : given + 4]
+        assert len(row) == 64 and row[-3:] == word and min(asked) > given
+        for place in asked:
+            assert row[place + 1 : place + 4] == word and min(counts[place + 1 : place + 4]) > 1
+        marks = [given, *asked]
+        outside = [n for n in range(64) if not any(m <= n <= m + 3 for m in marks)]
+        assert all(row[n] < 128 or row[n] == texts.END for n in outside)
+        assert {counts[n] for n in outside} == {1.0} and counts[given : given + 4] == [0.0] * 4
+        questions.add(len(asked))
+    assert questions == {1, 2, 3, 4}
+
+
+def answer_to(task: str, given: str) -> str:
+    if task == "addition":
+        one, other = (int(number[::-1]) for number in given.split("+"))
+        return f"{one + other:0{len(given) // 2 + 1}d}"[::-1]
+    if task == "parity":
+        return "".join(str(given[: n + 1].count("1") % 2) for n in range(len(given)))
+    return {"copy": given, "reverse": given[::-1], "sorting": "".join(sorted(given))}[task]
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_answers_are_right(task: str) -> None:
+    for items in (1, 2, 7, 40):
+        for seed in range(5):
+            ids, weights = problem(np.random.default_rng(seed), task, items)
+            middle = ids.tolist().index(GIVEN)
+            given = "".join(map(chr, ids[2:middle]))
+            answer = "".join(map(chr, ids[middle + 1 : -1]))
+            assert answer == answer_to(task, given)
+            assert weights.tolist() == [0.0] * (middle + 1) + [1.0] * (len(answer) + 1)
+
+
+class Cheat(torch.nn.Module):
+    """Sees the next token, and takes the token ``wrong`` for another one."""
+
+    def __init__(self, wrong: int | None = None) -> None:
+        super().__init__()
+        self.wrong = wrong
+
+    def forward(self, input_ids: torch.Tensor) -> SimpleNamespace:
+        following = input_ids.roll(-1, 1)
+        if self.wrong is not None:
+            following = torch.where(following == self.wrong, 0, following)
+        return SimpleNamespace(logits=torch.nn.functional.one_hot(following, 260).float())
+
+
+def as_it_is(factor: float) -> None:
+    return None
+
+
+def test_a_problem_is_solved_only_if_all_of_its_answer_and_its_end_are_right() -> None:
+    tasks = Tasks(("copy", "sorting"), rows=2)
+    known = tasks.read(Cheat(), as_it_is, CPU)
+    endless = tasks.read(Cheat(wrong=258), as_it_is, CPU)
+    assert known["exact"] == {name: dict.fromkeys(READ, 1.0) for name in tasks.names}
+    assert endless["exact"] == {name: dict.fromkeys(READ, 0.0) for name in tasks.names}
+    assert known["refused"] == {}
+
+
+def test_a_word_is_found_only_if_all_of_it_is_right() -> None:
+    known = text(rows=2).read(Cheat(), as_it_is, CPU)
+    assert set(known["retrieval"].values()) == {1.0}
+    assert list(known["loss"]) == [64, 128, 256, 512, 1024] and len(known["positions"]) == 16
+    best = math.log(math.e + 259) - 1  # of a token that has one logit of 1, and all others 0
+    assert all(loss == pytest.approx(best, abs=1e-4) for loss in known["loss"].values())
+
+
+def test_what_a_length_refuses_is_told_and_leaves_the_others() -> None:
+    def make(factor: float) -> None:
+        if factor > 2:
+            raise OptionError("no position is known there")
+
+    found = text(rows=1).read(Cheat(), make, CPU)
+    assert list(found["loss"]) == [64, 128]
+    assert found["refused"] == dict.fromkeys((256, 512, 1024), "no position is known there")
+
+
+@torch.no_grad()
+def test_log_n_at_test_time_changes_nothing_but_queries_beyond_the_trained_length() -> None:
+    model = SMALL.build("rope", 0, 16).eval()
+    ids = torch.arange(48)[None]
+    before = model(input_ids=ids).logits
+    with read_with(model, readings("rope")["rope+log_n"], 3.0):
+        under = model(input_ids=ids).logits
+    torch.testing.assert_close(under[:, :16], before[:, :16], rtol=0, atol=1e-5)
+    assert (under - before)[:, 17:].abs().max() > 1e-4
+    assert model(input_ids=ids).logits.equal(before)
+
+
+def test_the_peak_counts_what_was_held_at_once() -> None:
+    def work() -> float:
+        for _ in range(3):
+            torch.zeros(2**18)
+        return 1.0
+
+    result, peak = peak_of(work, CPU)
+    assert result == 1.0
+    assert 2**20 <= peak < 2**21  # one of the three at a time, 4 bytes each
+
+
+def test_students_quantiles_are_those_of_the_tables() -> None:
+    tables = {1: 12.706, 2: 4.303, 3: 3.182, 4: 2.776, 9: 2.262, 30: 2.042}
+    assert {n: round(student(n), 3) for n in tables} == tables
+
+
+def test_differences_are_paired_by_seed() -> None:
+    found = difference({0: 1.0, 1: 2.0, 2: 3.0, 9: 50.0}, {0: 0.5, 1: 1.6, 2: 2.4})
+    assert found.mean == pytest.approx(0.5) and found.pairs == 3 and found.clear
+    assert found.high - found.mean == pytest.approx(4.3027 * 0.1 / math.sqrt(3), rel=1e-4)
+    assert difference({0: 1.0}, {1: 1.0}) is None
+    assert not difference({0: 1.0}, {0: 2.0}).clear  # one pair says nothing of the next
+
+
+def test_rank_correlation_is_kendalls() -> None:
+    assert rank_correlation([1, 2, 3], [4, 5, 6]) == 1
+    assert rank_correlation([1, 2, 3], [6, 5, 4]) == -1
+    assert rank_correlation([1, 2, 3, 4], [1, 2, 4, 3]) == pytest.approx(2 / 3)
+    assert rank_correlation([1, 1], [1, 2]) is None
+
+
+def test_a_published_order_is_held_against_pairs_that_can_be_told_apart() -> None:
+    published = Published("", "loss at the longest", {"a": 3, "b": 2, "c": 1, "x": 0}, rising=True)
+    measured = {
+        "a": {0: 1.0, 1: 1.1, 2: 1.2},  # published first, and here by far
+        "b": {0: 3.0, 1: 3.1, 2: 3.2},
+        "c": {0: 2.9, 1: 3.0, 2: 3.35},
+    }
+    held = hold(published, measured)
+    assert list(held.ours) == ["a", "b", "c"]
+    assert "2 come out as published, 0 the other way, 1 cannot be told apart" in held.sentences[0]
+    assert "b and c" in held.sentences[1]
+    measured["c"] = {0: 0.5, 1: 0.6, 2: 0.71}
+    held = hold(published, measured)
+    assert "1 come out as published, 2 the other way" in held.sentences[0]
+    assert "c is ahead of a" in held.sentences[1] and "c is ahead of b" in held.sentences[1]
+    assert hold(published, {"a": {0: 1.0}}) is None
+
+
+def test_the_log_keeps_what_is_finished_and_leaves_out_a_line_that_was_cut_off(tmp_path) -> None:
+    log = Log(tmp_path, {"steps": 3})
+    one, two = Cell("text", "rope", 0), Cell("tasks", "alibi", 1)
+    log.append(0, one, {"curve": [[1, 2.0]]})
+    with (tmp_path / "laboratory.jsonl").open("a") as file:
+        file.write('{"cell": {"subject": "te')
+    log.append(0, two, {"refused": "no"})
+    log.append(3, Cell("text", "rope", 2), {})
+    assert log.read() == {
+        one: {"curve": [[1, 2.0]]},
+        two: {"refused": "no"},
+        Cell("text", "rope", 2): {},
+    }
+
+
+def test_logs_of_other_settings_and_of_others_are_refused(tmp_path) -> None:
+    Log(tmp_path, {"steps": 3}).append(0, Cell("text", "rope", 0), {})
+    with pytest.raises(MeasureError, match=r"other settings \(steps: 3, now 4\)"):
+        Log(tmp_path, {"steps": 4}).read()
+    (tmp_path / "laboratory.jsonl").write_text('{"mine": 1}\n')
+    with pytest.raises(MeasureError, match="is not a log of this program"):
+        Log(tmp_path, {"steps": 3}).read()
+
+
+def test_wrong_options_are_told_before_anything_is_trained() -> None:
+    for given, message in (
+        (["--tasks", "text,sort"], "--tasks 'sort' is unknown.*'sorting'"),
+        (["--width", "100"], "--width 100 must be a multiple of 8 x --heads 4"),
+        (["--steps", "0"], "--steps 0 must be at least 1"),
+        (["--length", "32"], "--length 32 must be at least 64"),
+    ):
+        with pytest.raises(OptionError, match=message):
+            main(given)
+
+
+def record(loss: float, found: float) -> dict:
+    lengths = ("64", "1024")
+    read = {
+        "loss": dict.fromkeys(lengths, loss),
+        "retrieval": dict.fromkeys(lengths, found),
+        "positions": [loss] * 16,
+        "refused": {},
+    }
+    return {"read": read, "curve": [[1, loss]], "seconds": loss, "peak_bytes": 1}
+
+
+def test_the_page_says_what_can_be_told_apart_and_what_cannot(monkeypatch) -> None:
+    monkeypatch.setattr(page, "_picture", lambda figure, alt: {"alt": alt, "data": ""})
+    settings = dict(layers=1, width=32, heads=4, steps=2, length=64, rows=2)
+    cells = {}
+    for name, loss, found in (("rope", 2.0, 0.9), ("alibi", 1.5, 0.2), ("t5", 1.5, 0.9)):
+        for seed in range(3):
+            made = record(loss + 0.01 * seed * (name != "t5"), found)
+            made["read"] = {name: made["read"]}
+            cells[Cell("text", name, seed)] = made
+    cells[Cell("text", "cope", 0)] = {"refused": "no <layout> can be proven"}
+    made = page.contents(settings, cells)
+    html = made[page.PAGE].decode()
+    assert "t5 has the lowest loss at 1024 bytes (1.500); not told apart from it: alibi." in html
+    assert "cope (text): no &lt;layout&gt; can be proven." in html
+    assert "less than half are found within the trained length): alibi." in html
+    assert "<script" not in html and 'src="http' not in html
+    assert "ALiBi, arXiv 2108.12409" in html and "DroPE" not in html
+    assert json.loads(made[page.NUMBERS])["measures"]["loss at the longest"]["t5"] == {
+        "0": 1.5,
+        "1": 1.5,
+        "2": 1.5,
+    }
+
+
+@pytest.mark.slow
+def test_a_run_that_is_killed_goes_on_and_makes_the_page(tmp_path) -> None:
+    options = "--encodings alibi --seeds 1 --tasks text,copy --steps 2 --length 64 --width 32"
+    given = [*options.split(), "--layers", "1", "--rows", "1", "--output", str(tmp_path)]
+    command = [sys.executable, "-m", "recipes.laboratory", *given]
+    log = tmp_path / "laboratory.jsonl"
+    process = subprocess.Popen(command, stderr=subprocess.DEVNULL)
+    try:
+        for _ in range(6000):
+            if log.exists() and log.read_text().count("\n") > 1:
+                break
+            assert process.poll() is None
+            time.sleep(0.05)
+    finally:
+        os.kill(process.pid, signal.SIGKILL)
+        process.wait()
+    first = log.read_text().splitlines()[1]
+    if len(log.read_text().splitlines()) < 5:
+        with pytest.raises(MeasureError, match="give --resume to go on"):
+            main(given)
+    assert main([*given, "--resume"]) == 0
+    lines = log.read_text().splitlines()
+    cells = [tuple(json.loads(line)["cell"].values()) for line in lines[1:]]
+    assert first in lines
+    assert cells == [(s, n, 0) for n in ("rope", "alibi") for s in ("text", "tasks")]
+    assert (tmp_path / "laboratory.html").read_text().startswith("<!doctype html>")
+    assert main([*given, "--report"]) == 0

@@ -1,0 +1,97 @@
+"""Swaps of the position encoding: rows of the own length, and the whole of a small operation."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import yaml
+
+from recipes import finetune, surgery
+from recipes.settings import parse
+from rope_ext.errors import OptionError
+from rope_ext.loading import read_sidecar
+from tests.helpers.recipe_runs import arguments
+
+
+def test_an_encoding_is_trained_at_the_models_own_length(
+    checkpoint: Path, texts: Path, tmp_path: Path
+) -> None:
+    def planned(**more: object) -> finetune.Plan:
+        given = {"length": 128, "pose_chunks": None, "factor": 8} | more
+        return finetune.check(*parse(arguments(checkpoint, texts, tmp_path / "run", **given)))
+
+    assert planned(method="alibi").target == 1024
+    assert planned(method="nope", layers="every 2nd").target == 1024
+    with pytest.raises(OptionError, match="must be longer than the trained 128"):
+        planned(method="yarn")
+    with pytest.raises(OptionError, match="must be longer than the trained 128"):
+        planned(method="alibi", length=64)
+
+
+@pytest.mark.parametrize("name", surgery.CHECKPOINTS)
+def test_every_operation_takes_as_many_tokens(name: str, tmp_path: Path, monkeypatch) -> None:
+    given: list[list[str]] = []
+    monkeypatch.setattr(finetune, "main", given.append)
+    words = f"{name} --output {tmp_path} --steps 7".split()
+    monkeypatch.setattr(surgery, "operate", lambda bench, names: made.append((bench, names)))
+    made: list[tuple[surgery.Bench, list[str]]] = []
+    surgery.main(words)
+    ((bench, names),) = made
+    assert names == list(surgery.OPERATIONS)
+    for operation in names:
+        bench.train(operation, bench.steps)
+    recipes = [parse(argv) for argv in given]
+    assert {r.length * a.per_device_train_batch_size * a.max_steps for r, a in recipes} == {
+        8 * 512 * 7
+    }
+    methods = [(r.method, r.layers, r.factor) for r, _ in recipes]
+    assert methods == [
+        ("yarn", None, 8.0),
+        ("nope", None, 8.0),
+        ("alibi", None, 8.0),
+        ("nope", "every 4th", 8.0),
+    ]
+
+
+def test_an_operation_that_is_not_known_is_refused() -> None:
+    with pytest.raises(OptionError, match="--only 'dropes' is unknown"):
+        surgery.main(["tiny-512", "--only", "dropes"])
+
+
+@pytest.mark.slow
+def test_an_operation_is_trained_read_and_compared(
+    checkpoint: Path, texts: Path, tmp_path: Path, monkeypatch
+) -> None:
+    config = tmp_path / "recipe.yaml"
+    settings = {"dataset": str(texts), "learning_rate": 0.01, "report_to": "none", "use_cpu": True}
+    config.write_text(yaml.safe_dump(settings | {"disable_tqdm": True, "pose_chunks": 2}))
+    drope = replace(surgery.OPERATIONS["drope"], betas=(0.3,))
+    monkeypatch.setitem(surgery.OPERATIONS, "drope", drope)
+    bench = surgery.Bench(
+        name="small",
+        model=str(checkpoint),
+        config=str(config),
+        output=tmp_path / "out",
+        steps=1,
+        factor=4.0,
+        lengths=(128, 256),
+        windows=1,
+        trials=1,
+        length=128,
+        batch=2,
+    )
+    text = surgery.operate(bench, ["drope"])
+    rows = [line.split(" | ")[0].removeprefix("| ") for line in text.splitlines()]
+    for name in ("yarn", "drope"):
+        assert rows.count(f"{name}, 0 steps") == rows.count(f"{name}, 1 steps") == 2
+    assert "drope: beta " in text and text == (bench.output / "surgery.md").read_text()
+    record = read_sidecar(bench.output / "drope-1").record
+    assert record.method.name == "nope" and record.trained_length == 128
+
+    def again(argv: list[str]) -> None:
+        raise AssertionError("what is trained is not trained again")
+
+    monkeypatch.setattr(finetune, "main", again)
+    assert surgery.operate(bench, ["drope"]) == text

@@ -16,7 +16,7 @@ $(VENV)/installed: pyproject.toml constraints.txt
 	touch $@
 
 DEMO_tiny-512 := --factor 8 --lengths 512,1024,2048,4096
-DEMO_tiny-bytes-512 := --factor 4 --lengths 512,1024,2048
+DEMO_tiny-bytes-512 := --factor 8 --lengths 512,1024,2048,4096
 HELD_OUT_tiny-bytes-512 := --text checkpoints/tiny-bytes-512/held_out.jsonl
 
 demo: $(CHECKPOINTS:%=demo-%) ## what the extension methods do to the shipped checkpoints

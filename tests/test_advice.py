@@ -159,9 +159,8 @@ def test_self_extend_by_its_rule(target: int, window: int, group: int) -> None:
 @pytest.mark.parametrize(
     ("target", "finetune", "name", "reason"),
     [
-        (16384, False, "dynamic_yarn", "arXiv 2309.00071, section 3.3"),
-        (16385, False, "self_extend", "2/3 L = 2730.7 (arXiv 2401.01325"),
-        (131072, False, "dual_chunk", "arXiv 2402.17463"),
+        (16384, False, "rerope", "a quarter of L, 1024 tokens"),
+        (131072, False, "rerope", "arXiv 2402.13753"),
         (131072, True, "yarn", "section 4.1"),
         (262144, True, "yarn", "beyond the published 32"),
     ],
@@ -174,8 +173,23 @@ def test_the_method_follows_the_factor(target: int, finetune: bool, name: str, r
     assert found.call in str(found) and found.factor == found.method.factor
 
 
+@pytest.mark.parametrize(
+    ("target", "others"),
+    [
+        (16384, ["dynamic_yarn", "yarn", "self_extend", "dual_chunk"]),
+        (16385, ["self_extend", "dual_chunk", "dynamic_yarn", "yarn"]),
+        (131072, ["dual_chunk", "self_extend", "dynamic_yarn", "yarn"]),
+    ],
+)
+def test_the_alternatives_follow_the_factor(target: int, others: list[str]) -> None:
+    found = rope_ext.recommend(llama_2(), target)
+    assert [method.name for method, _ in found.alternatives] == others
+    for said in ("2/3 L = 2730.7 (arXiv 2401.01325", "arXiv 2402.17463", "section 3.3"):
+        assert said in str(found)
+
+
 def test_reasons_hold_the_numbers_of_llama_2() -> None:
-    reasons = " ".join(rope_ext.recommend(llama_2(), 16384).reasons)
+    reasons = " ".join(rope_ext.recommend(llama_2(), 16384, finetune=True).reasons)
     # Turns within 4096: pair 20 has 36.6, pair 21 31.8; transformers' ramp goes from 20 to 46.
     assert "Of 64 pairs, 21 keep their frequency" in reasons and "18 are divided by 4" in reasons
     assert "critical dimension is 92 of 128" in reasons
@@ -207,8 +221,8 @@ def test_families_accept_what_is_recommended(model_type: str) -> None:
         found = rope_ext.recommend(family(model_type), target)
         assert accepted(found, family(model_type)) >= target
         refuses = model_type in ("falcon", "llama4_text")  # docs/FAMILIES.md
-        assert isinstance(found.method, rope_ext.PositionMethod) is (target > 256 and not refuses)
-        assert ("left out" in " ".join(found.reasons)) is (target > 256 and refuses)
+        assert isinstance(found.method, rope_ext.PositionMethod) is not refuses
+        assert ("left out" in " ".join(found.reasons)) is refuses
 
 
 def test_a_configuration_says_what_it_cannot_prove() -> None:
@@ -217,13 +231,15 @@ def test_a_configuration_says_what_it_cannot_prove() -> None:
     found = rope_ext.recommend(config, 640)
     assert found.method == rope_ext.recommend(family("llama"), 640).method
     assert any("A configuration alone does not show" in reason for reason in found.reasons)
-    assert "configuration alone" not in str(rope_ext.recommend(config, 128))
+    assert "configuration alone" not in str(rope_ext.recommend(config, 128, finetune=True))
     assert config.to_dict() == before
 
 
 def test_a_folder_is_read_without_its_weights(tmp_path) -> None:
     llama_2().save_pretrained(tmp_path)
-    assert rope_ext.recommend(tmp_path, 8192).method == rope_ext.DynamicYaRN(factor=2)
+    found = rope_ext.recommend(tmp_path, 8192)
+    assert found.method == rope_ext.ReRoPE(factor=2, window=1024)
+    assert found.alternatives[0][0] == rope_ext.DynamicYaRN(factor=2)
 
 
 @pytest.mark.parametrize("method", ["rerope", "dynamic_yarn"])
@@ -244,7 +260,7 @@ def test_a_folder_saved_under_a_patch_is_advised_as_the_model_without_it(tmp_pat
 def test_on_a_checkpoint_that_is_scaled_already() -> None:
     rope = {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}
     scaled = tiny_llama(rope_parameters=rope)
-    found = rope_ext.recommend(scaled, 128)
+    found = rope_ext.recommend(scaled, 128, finetune=True)
     assert found.call == "rope_ext.patch(model, 'yarn', factor=2, compose=True)"
     assert "rope_type 'linear' with factor 2.0" in found.reasons[-1]
     assert accepted(found, scaled) == 128

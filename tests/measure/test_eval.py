@@ -442,6 +442,7 @@ def test_longppl_scores_each_key_token_once_at_every_length(frame: Frame) -> Non
             far.questions(frame, [128, 1000], seed=0)
 
 
+@pytest.mark.slow
 def test_longppl_from_the_command_line(tmp_path: Path) -> None:
     words = ["--model", SHIPPED, "--method", "yarn", "--factor", 4, "--lengths", "512,1k"]
     words += ["--windows", 1, "--longppl", "--short-context", 128, "--output", tmp_path]

@@ -596,7 +596,7 @@ def test_angles_at_a_million_tokens_are_exact(variant: str, rope: Rope) -> None:
     ("name", "parts"),
     [
         ("yarm", ["unknown method 'yarm'; did you mean 'yarn'? Methods: yarn, dynamic_yarn, "]),
-        ("liner", ["; did you mean 'linear'? Methods: "]),
+        ("liner", ["; did you mean 'linear' or 'xlnet'? Methods: "]),
         ("qqqqq", ["unknown method 'qqqqq'. Methods: yarn, dynamic_yarn, ntk, ", "p_rope"]),
     ],
 )

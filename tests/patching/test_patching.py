@@ -249,7 +249,7 @@ def test_accelerate_hooks_stay_in_place(ids, offload: str, name: str) -> None:
     assert torch.equal(logits(rope_ext.unpatch(model), ids), plain)
 
 
-@pytest.mark.parametrize("name", ["yarn", "dynamic_ntk"])
+@pytest.mark.parametrize("name", ["yarn", pytest.param("dynamic_ntk", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("when", ["before", "after"])
 def test_torch_compile_before_or_after(ids, when: str, name: str) -> None:
     torch.compiler.reset()
@@ -287,6 +287,7 @@ def test_a_compiled_graph_made_without_hooks_does_not_serve_a_patch_with_them(mo
     torch.testing.assert_close(logits(compiled, ids), said)
 
 
+@pytest.mark.slow
 def test_kept_sliding_layers_compile(ids) -> None:
     torch.compiler.reset()
     model = rope_ext.patch(tiny_model("gemma2"), "yarn", factor=4, sliding_layers="keep")

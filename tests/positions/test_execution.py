@@ -36,7 +36,7 @@ def test_float64_and_autocast(ids) -> None:
 @pytest.mark.parametrize(
     ("name", "when"),
     [
-        ("rerope", "before"),
+        pytest.param("rerope", "before", marks=pytest.mark.slow),
         *(pytest.param(name, "after", marks=pytest.mark.slow) for name in METHODS),
     ],
 )

@@ -64,6 +64,14 @@ class Options:
                 f"frequency={under!r} goes under a position method such as 'rerope', and "
                 f"{method.name} is a frequency method itself; leave one of them out"
             )
+        still = method.kind == "encoding" and all(
+            band.query == band.key == 0 for band in method.bands()
+        )
+        if still:
+            raise OptionError(
+                f"{method.name} turns nothing, so that frequency={under!r} would do nothing; leave "
+                f"it out"
+            )
         if not isinstance(under, FrequencyMethod):
             raise OptionError(
                 f"frequency={under!r} is not valid; it must be a frequency method object such as "

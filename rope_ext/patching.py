@@ -22,7 +22,7 @@ from rope_ext.errors import (
 )
 from rope_ext.methods import FrequencyMethod, Method, build_method
 from rope_ext.options import Options, SlidingLayers
-from rope_ext.position.bias import give_back, learned
+from rope_ext.position.bias import Earlier
 from rope_ext.record import FIELD, Record
 from rope_ext.rotary.buffers import Changes
 from rope_ext.rotary.sites import Place, RotarySite, chosen_sites, find_sites, text_decoder, unwrap
@@ -171,7 +171,7 @@ def patch(
             f"this model is patched with {earlier.method}; call rope_ext.unpatch(model) first, or "
             f"pass replace=True"
         )
-    values = learned(decoder)
+    values = Earlier.of(decoder)
     if earlier is not None:
         unpatch(model)
     try:
@@ -179,11 +179,11 @@ def patch(
     except BaseException:
         if earlier is not None:  # a refused replacement leaves the model as it was
             _patch(unwrap(model), decoder, earlier.record.method, earlier.options)
-            give_back(decoder, values)
+            values.give_back(decoder)
         raise
     state = decoder.__dict__[_STATE]
     if earlier is not None and type(state.record.encoding) is type(earlier.record.encoding):
-        give_back(decoder, values)
+        values.give_back(decoder)
     prefix = "sequences: " if state.native else "saving: "  # what plain transformers does otherwise
     for note in (note.removeprefix(prefix) for note in state.notes if note.startswith(prefix)):
         _logger.warning("rope_ext: %s on %s: %s", method.name, type(decoder).__name__, note)
@@ -230,7 +230,7 @@ def patched(model: Model, method: str | Method = "yarn", **kwargs: Any) -> Itera
     """
     decoder = text_decoder(model)
     with _lock, configuration.quieted(_logger, logging.ERROR):  # it is not there to be saved
-        earlier, values = decoder.__dict__.get(_STATE), learned(decoder)
+        earlier, values = decoder.__dict__.get(_STATE), Earlier.of(decoder)
         patch(model, method, **kwargs)
     try:
         yield model
@@ -240,7 +240,7 @@ def patched(model: Model, method: str | Method = "yarn", **kwargs: Any) -> Itera
                 unpatch(model)
             if earlier is not None:
                 _patch(unwrap(model), decoder, earlier.record.method, earlier.options)
-                give_back(decoder, values)
+                values.give_back(decoder)
 
 
 def current_patch(model: nn.Module) -> Patch | None:

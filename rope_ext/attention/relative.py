@@ -69,7 +69,8 @@ def by_tables(
     last, most = call.bands[0].geometry.last, key.shape[2]
     if last is not None:
         most = min(last, most)
-    width = min(max(x.shape[-2] for x in tables if x is not None) - 1, most)
+    rows = max(x.shape[-2] for x in tables if x is not None)
+    width = min(max(rows - 1, 1), most)  # the last row goes on; a band has at least one key
     query = call.warmed(query)
     call = replace(call, scores=None, temperature=None, scale=call.scale * scores.share)
     of_query, of_key, of_value = tables

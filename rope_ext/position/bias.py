@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -31,17 +32,52 @@ class Added(NamedTuple):
     scores: Scores | None = None
 
 
-def give_back(model: nn.Module, values: dict[str, torch.Tensor]) -> None:
-    """Put what :func:`learned` gave earlier in the place of what is of the same name and shape.
+@dataclass(frozen=True)
+class Earlier:
+    """What there was to learn on a model, for an encoding that comes back.
 
-    They are the very same parameters, so that an optimizer goes on with them.
+    Args:
+        values: as :func:`learned` gives them.
+        wrappers: what peft had put around the modules, by their paths.
     """
-    for name, value in learned(model).items():
-        if name in values and values[name].shape == value.shape:
+
+    values: dict[str, nn.Parameter]
+    wrappers: dict[str, nn.Module]
+
+    @classmethod
+    def of(cls, model: nn.Module) -> Earlier:
+        there = {
+            path: module
+            for path, module in model.named_modules()
+            if path.rpartition(".")[2].startswith("rope_ext_") and not isinstance(module, Learning)
+        }
+        return cls(learned(model), there)
+
+    def give_back(self, model: nn.Module) -> None:
+        """Put it in the place of what is of the same name and shape.
+
+        They are the very same parameters, so that an optimizer goes on with them. What all layers
+        share is found in whatever layer it was.
+        """
+        for path, wrapper in self.wrappers.items():
+            parent, _, name = path.rpartition(".")
+            modules = model.get_submodule(parent)._modules
+            new = modules.get(name)
+            parts = [module for module in wrapper.modules() if isinstance(module, Learning)]
+            if isinstance(new, Learning) and all(part.fits(new) for part in parts):
+                for part in parts:
+                    part.follow(new)
+                modules[name] = wrapper
+        for name, value in learned(model).items():
             path, _, key = name.rpartition(".")
             module = model.get_submodule(path)
-            kind = module._parameters if key in module._parameters else module._buffers
-            kind[key] = values[name]
+            earlier = self.values.get(name)
+            if earlier is None and module.encoding.shared:
+                same = [v for n, v in self.values.items() if n.endswith(f"{NAME}.{key}")]
+                earlier = same[0] if len(same) == 1 else None
+            if earlier is not None and earlier.shape == value.shape:
+                kind = module._parameters if key in module._parameters else module._buffers
+                kind[key] = earlier
 
 
 class Learning(nn.Module):
@@ -57,15 +93,37 @@ class Learning(nn.Module):
         for name, value in values.items():
             self.register_parameter(name, nn.Parameter(value.to(like.device, like.dtype)))
 
+    def fits(self, other: Learning) -> bool:
+        """Whether both learn the same, by name and shape."""
+        mine, others = self.state_dict(), other.state_dict()
+        return {k: v.shape for k, v in mine.items()} == {k: v.shape for k, v in others.items()}
+
+    def follow(self, other: Learning) -> None:
+        """Be what ``other`` is, with the values that are here."""
+        own = vars(nn.Module())
+        self.__dict__.update((k, v) for k, v in vars(other).items() if k not in own)
+
     def keeps(self) -> bool:
         """Whether what is made of the parameters may be kept for the next forward."""
         learned = list(self.parameters())
         training = torch.is_grad_enabled() and any(value.requires_grad for value in learned)
         return not training and not any(value.is_inference() for value in learned)
 
-    def state(self) -> tuple:
-        """Changes with the parameters."""
-        return tuple((value._version, value.data_ptr()) for value in self.parameters())
+    def copies(self) -> tuple[torch.Tensor, ...]:
+        """Of the parameters as they are."""
+        return tuple(value.detach().clone() for value in self.parameters())
+
+    def unchanged(self, copies: tuple[torch.Tensor, ...]) -> bool:
+        """Whether the parameters are as they were then.
+
+        By their values: changes through ``.data``, as averages of weights are put in place, leave
+        the version of a parameter as it was.
+        """
+        pairs = zip(self.parameters(), copies, strict=True)
+        return all(
+            (one.dtype, one.device) == (other.dtype, other.device) and torch.equal(one, other)
+            for one, other in pairs
+        )
 
 
 class DistanceBias(Learning):
@@ -81,7 +139,7 @@ class DistanceBias(Learning):
     def __init__(self, encoding: Encoding, heads: Heads, rope: Rope, like: torch.Tensor) -> None:
         super().__init__(encoding.initial(heads, rope), like)
         self.encoding, self.heads, self.rope = encoding, heads, rope
-        self._made: tuple[tuple, torch.Tensor] | None = None
+        self._made: tuple[tuple, tuple, torch.Tensor] | None = None
 
     def forward(self, distances: int, device: torch.device, dtype: torch.dtype) -> Added:
         """What is added at all distances below ``distances``; a bias is ``[heads, n]``.
@@ -103,15 +161,17 @@ class DistanceBias(Learning):
         learned = dict(self.named_parameters())
         if not self.keeps():
             return self._values(distances, device, dtype, learned)
-        state = (device, dtype, *self.state())
-        if self._made is None or self._made[0] != state or self._made[1].shape[1] < distances:
+        made, where = self._made, (device, dtype)  # another thread may put others there
+        if made is None or made[0] != where or not self.unchanged(made[1]):
+            made = None
+        if made is None or made[2].shape[1] < distances:
             room = distances if settled == distances - 1 else 2 * distances
             with torch.inference_mode(False), torch.no_grad():  # it outlives the mode
                 values = self._values(room, device, dtype, learned)
-            if values is None:
-                return None
-            self._made = (state, values)
-        return self._made[1][:, :distances]
+                if values is None:
+                    return None
+                self._made = made = (where, self.copies(), values)
+        return made[2][:, :distances]
 
     def _values(
         self,

@@ -202,6 +202,7 @@ class Traced:
         if self.padding is not None:
             padding = self.padding.to(device)
             self.real = self.real & padding
+            places = places.expand(len(padding), -1)  # one row where no positions were given
             origin = places.gather(1, padding.int().argmax(1, keepdim=True))
         self.query, self.key = positions - origin, places - origin
         if self.tokens <= placed.FEW:

@@ -45,7 +45,7 @@ class InputPositions(Learning):
         if encoding.sized and encoding.scale is None:
             size = torch.tensor(size, dtype=torch.float32, device=like.device)
             self.register_buffer("scale", size)
-        self._path: tuple[tuple, torch.Tensor] | None = None
+        self._path: tuple[tuple, tuple, torch.Tensor] | None = None
 
     def forward(self, t: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """``[..., columns]`` in ``dtype`` at the positions ``t``, int64, ``[...]``."""
@@ -70,12 +70,14 @@ class InputPositions(Learning):
         dtype = torch.promote_types(dtype, torch.float32)
         if not self.keeps():
             return self._of(torch.arange(tokens, dtype=dtype, device=device))
-        state = (device, dtype, *self.state())
-        if self._path is None or self._path[0] != state or len(self._path[1]) < tokens:
+        made, where = self._path, (device, dtype)  # another thread may put others there
+        if made is None or made[0] != where or not self.unchanged(made[1]):
+            made = None
+        if made is None or len(made[2]) < tokens:
             with torch.inference_mode(False), torch.no_grad():  # it outlives the mode
                 path = self._of(torch.arange(2 * tokens, dtype=dtype, device=device))
-            self._path = (state, path)
-        return self._path[1]
+                self._path = made = (where, self.copies(), path)
+        return made[2]
 
 
 class Entrance:

@@ -263,3 +263,10 @@ def test_a_record_from_before_layers_and_biases_has_neither() -> None:
     data["arguments"] |= {"bias": {"name": "yarn", "factor": 4}}
     with pytest.raises(rope_ext.RecordError, match="is no encoding"):
         Record.from_json(data, "a folder")
+
+
+@pytest.mark.parametrize("name", ["nope", "kerple_log", "sinusoidal"])
+def test_frequencies_under_what_turns_nothing_are_refused(name: str) -> None:
+    with pytest.raises(rope_ext.OptionError, match=f"{name} turns nothing"):
+        rope_ext.patch(tiny_llama(), name, frequency=rope_ext.NTK(factor=8))
+    rope_ext.patch(tiny_llama(), "xpos", frequency=rope_ext.NTK(factor=8))

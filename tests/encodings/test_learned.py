@@ -133,3 +133,72 @@ def test_a_patch_that_comes_back_has_what_it_had_learned(given: tuple, ids) -> N
     assert list(after) == list(before)
     assert all(after[key] is before[key] for key in before)  # which optimizers hold
     assert torch.equal(logits(model, ids), want)
+
+
+@pytest.mark.parametrize("name", ["kerple_log", "t5", "floater"])
+def test_changes_through_data_are_seen(name: str, ids) -> None:
+    """As averages of weights are put in place of those that were trained."""
+    found = []
+    for asked_before in (True, False):
+        torch.manual_seed(0)
+        model = rope_ext.patch(tiny_llama(), name)
+        if asked_before:
+            logits(model, ids)
+        for path, value in model.named_parameters():
+            if "rope_ext_" in path:
+                value.data.add_(0.01)
+        found.append(logits(model, ids))
+    assert torch.equal(*found)
+
+
+def test_threads_do_not_get_each_others_lengths(ids) -> None:
+    """Another thread puts a shorter bias there while one is made for a longer text."""
+    model = rope_ext.patch(tiny_llama(), "alibi")
+    right = logits(model, ids)
+    model = rope_ext.patch(tiny_llama(), "alibi")
+    module = next(m for n, m in model.named_modules() if n.endswith("rope_ext_bias"))
+    kind, made = type(module), []
+
+    class Slow(kind):
+        def __setattr__(self, name: str, value: object) -> None:
+            super().__setattr__(name, value)
+            if name == "_made" and not made:
+                made.append(name)
+                kind.forward(self, 4, torch.device("cpu"), torch.float32)
+                super().__setattr__(name, (*value[:-1], value[-1][:, :8]))
+
+    module.__class__ = Slow
+    torch.testing.assert_close(logits(model, ids), right)
+    assert made
+
+
+@pytest.mark.parametrize("name", ["kerple_log", "learned"])
+def test_what_an_adapter_trained_outlives_another_patch(name: str, ids) -> None:
+    options = {"length": 128} if name == "learned" else {}
+    model = rope_ext.patch(tiny_llama(), name, **options)
+    saved = ["rope_ext_bias", "rope_ext_input"]
+    config = peft.LoraConfig(r=2, target_modules=["q_proj"], modules_to_save=saved)
+    adapted = peft.get_peft_model(model, config).eval()
+    for path, value in adapted.named_parameters():
+        if "rope_ext_" in path and value.requires_grad:
+            value.data.add_(0.3)
+    right, names = logits(adapted, ids), list(adapted.state_dict())
+    with rope_ext.patched(adapted, "alibi", replace=True):
+        assert not torch.equal(logits(adapted, ids), right)
+    assert torch.equal(logits(adapted, ids), right)
+    with pytest.raises(rope_ext.OptionError):
+        rope_ext.patch(adapted, "alibi", layers=[99], replace=True)
+    assert torch.equal(logits(adapted, ids), right)
+    rope_ext.patch(adapted, name, **options, temperature=2.0, replace=True)
+    rope_ext.patch(adapted, name, **options, replace=True)
+    assert torch.equal(logits(adapted, ids), right)
+    assert sorted(adapted.state_dict()) == sorted(names)
+    rope_ext.unpatch(adapted)
+    assert not any("rope_ext_" in path for path, _ in adapted.named_modules())
+
+
+def test_a_shared_table_goes_along_to_other_layers() -> None:
+    model = patch(tiny_llama(), "t5")
+    (table,) = parameters(model).values()
+    rope_ext.patch(model, "t5", layers=[1], replace=True)
+    assert next(iter(parameters(model).values())) is table

@@ -345,3 +345,12 @@ def test_options_are_checked() -> None:
     ):
         with pytest.raises(rope_ext.OptionError, match=said):
             build_method(name, **options)
+
+
+def test_a_table_of_one_row_is_that_of_every_distance(ids) -> None:
+    found = []
+    for kernel in ("auto", "reference"):
+        torch.manual_seed(0)
+        model = rope_ext.patch(tiny_llama(), "deberta", clip=1, kernel=kernel)
+        found.append(logits(model, ids))
+    torch.testing.assert_close(*found, **EXACT)

@@ -169,3 +169,15 @@ def test_inductor_decodes_in_one_graph(ids) -> None:
     said += [logits(compiled, ids[:, i : i + 1], past_key_values=cache) for i in range(50, 60)]
     torch.testing.assert_close(torch.cat(said, 1), right, **EXACT)
     assert graphs() == 1
+
+
+def test_padding_without_positions_of_its_own(ids, in_tensors) -> None:
+    """As classification and evaluation call a model: rows of one row of positions."""
+    model = patch(tiny_llama(num_hidden_layers=1), "rerope")
+    rows = [ids[0, :55], ids[1, :44]]
+    for side in ("left", "right"):
+        tokens, mask, _ = padded(rows, side)
+        said = logits(model, tokens, attention_mask=mask, use_cache=False)
+        for row, one in enumerate(rows):
+            right = logits(model, one[None])[0]
+            torch.testing.assert_close(said[row][mask[row].bool()], right, **EXACT)

@@ -11,7 +11,6 @@ import itertools
 import logging
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -20,6 +19,7 @@ import torch
 from datasets import IterableDataset
 
 from rope_ext.errors import RopeExtError
+from rope_ext.saving.configuration import quieted
 
 _BLOCK = 256  # rows that are shuffled among each other
 _READ = 16  # documents that are tokenised at once
@@ -103,7 +103,8 @@ class Source:
         kept: list[np.ndarray] = []
         size = 0.0
         while size < _BLOCK:
-            with _without_warning():
+            # That a buffer, which here is empty, is not restored.
+            with quieted(logging.getLogger("datasets.iterable_dataset"), logging.ERROR):
                 texts = [row["text"] for row in itertools.islice(reading, _READ)]
             if not texts:
                 break
@@ -118,18 +119,6 @@ class Source:
         names = list(packed)
         rows = [dict(zip(names, row, strict=True)) for row in zip(*packed.values(), strict=True)]
         return [rows[i] for i in rng.permutation(len(rows))], bool(texts)
-
-
-@contextmanager
-def _without_warning() -> Iterator[None]:
-    """That a buffer, which here is empty, is not restored."""
-    logger = logging.getLogger("datasets.iterable_dataset")
-    level = logger.level
-    logger.setLevel(logging.ERROR)
-    try:
-        yield
-    finally:
-        logger.setLevel(level)
 
 
 class _Reader:

@@ -19,6 +19,7 @@ import rope_ext
 from rope_ext.errors import OptionError, nearest
 from rope_ext.methods import Method, build_method
 from rope_ext.methods.registry import all_encodings
+from rope_ext.saving.configuration import quieted
 
 ROPE, QUARTER = "rope", "rope_25"
 SHARES = {ROPE: 1.0, QUARTER: 0.25}
@@ -76,7 +77,8 @@ class Size:
         )
         if name not in SHARES:
             torch.manual_seed(seed)
-            with _quiet():
+            # That plain transformers cannot load it: it is never saved.
+            with quieted(logging.getLogger("rope_ext"), logging.ERROR):
                 rope_ext.patch(model, _encoding(name))
         return model
 
@@ -129,15 +131,3 @@ def _encoding(name: str) -> Method:
         return build_method(name)
     except OptionError:
         return build_method(name, factor=_FACTOR)
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Without the warning that plain transformers cannot load it: it is never saved."""
-    logger = logging.getLogger("rope_ext")
-    level = logger.level
-    logger.setLevel(logging.ERROR)
-    try:
-        yield
-    finally:
-        logger.setLevel(level)

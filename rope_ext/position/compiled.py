@@ -24,6 +24,7 @@ from rope_ext.position.map import PositionMap
 from rope_ext.position.runs import BatchMask
 from rope_ext.position.tables import Turns
 from rope_ext.position.tokens import stored_rotation
+from rope_ext.rotary import calls
 from rope_ext.rotary.sites import RotarySite
 from rope_ext.under_way import here
 
@@ -107,9 +108,8 @@ def _understood(
         return None
     if given.get("output_attentions") or given.get("cache") is not None:
         return None
-    trains = torch.is_grad_enabled() and decoder.training
-    if trains and any(getattr(m, "gradient_checkpointing", False) for m in decoder.modules()):
-        return None  # it runs layers again after the forward
+    if calls.runs_layers_again(decoder):
+        return None
     tokens = given.get("input_ids")
     tokens = given.get("inputs_embeds") if tokens is None else tokens
     cache = given.get("past_key_values")

@@ -25,6 +25,12 @@ def is_sharded() -> bool:
     return nn.functional.scaled_dot_product_attention is not _ATTENTION
 
 
+def runs_layers_again(decoder: nn.Module) -> bool:
+    """Whether gradient checkpointing does, after the forward."""
+    trains = torch.is_grad_enabled() and decoder.training
+    return trains and any(getattr(m, "gradient_checkpointing", False) for m in decoder.modules())
+
+
 @torch.compiler.disable
 def refuse_sharded(name: str) -> None:
     """Raise if each device of a context-parallel group gets a part of every sequence.

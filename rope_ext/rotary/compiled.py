@@ -53,11 +53,8 @@ class CompiledSequences(Sequences):
 
     def _understood(self, decoder: nn.Module, given: dict[str, Any]) -> Traced | None:
         """The forward in tensors; None: it cannot be said in them."""
-        if given.get("cache") is not None or calls.is_sharded():
+        if given.get("cache") is not None or calls.is_sharded() or calls.runs_layers_again(decoder):
             return None
-        trains = torch.is_grad_enabled() and decoder.training
-        if trains and any(getattr(m, "gradient_checkpointing", False) for m in decoder.modules()):
-            return None  # it runs layers again after the forward
         tokens = given.get("input_ids")
         tokens = given.get("inputs_embeds") if tokens is None else tokens
         rows, length = tokens.shape[:2]

@@ -18,15 +18,18 @@ from tests.families.checks import changed, snapshot
 from tests.helpers.biases import FORMULAS, parameters, patch
 from tests.helpers.models import LENGTH, tiny_llama
 from tests.helpers.positions import (
-    CACHES,
     EXACT,
     FAMILIES,
-    NEW,
     Family,
     by_formula,
     decoded,
     logits,
-    padded,
+)
+from tests.helpers.promises import (
+    decodes_as_it_reads,
+    documents_are_apart,
+    generates_as_it_recomputes,
+    rows_are_as_alone,
 )
 from tests.helpers.scored import SCORED
 
@@ -121,22 +124,11 @@ def test_fire_which_asks_where_a_query_is_goes_over_a_rotation(over: str, ids) -
 @pytest.mark.parametrize(("over", "cache"), [("yarn", "dynamic"), ("rerope", "static")])
 def test_decoding_padding_packing_and_beams(over: str, cache: str, ids) -> None:
     model = biased(tiny_llama(), over, "alibi", kernel="flash")
-    whole = logits(model, ids)
-    found = decoded(model, ids, [40, 1, 1, 30, 18], CACHES[cache](model.config))
-    torch.testing.assert_close(found, whole, **EXACT)
-    rows = [ids[0], ids[1, :61], ids[0, 3:4]]
-    batch, mask, positions = padded(rows, "left")
-    together = logits(model, batch, attention_mask=mask, position_ids=positions)
-    for row, real in enumerate(rows):
-        alone = logits(model, real[None])[0]
-        torch.testing.assert_close(together[row][mask[row].bool()], alone, **EXACT)
-    positions = torch.cat((torch.arange(30), torch.arange(40)))[None]
-    packed = logits(model, ids[:1, :70], position_ids=positions, use_cache=False)
-    alone = [logits(model, part) for part in ids[:1, :70].split([30, 40], 1)]
-    torch.testing.assert_close(packed, torch.cat(alone, 1), **EXACT)
-    beams = NEW | {"num_beams": 3, "max_new_tokens": 6, "min_new_tokens": 6}
-    cached = model.generate(ids[:, :70], **beams)
-    assert torch.equal(cached, model.generate(ids[:, :70], **beams, use_cache=False))
+    decodes_as_it_reads(model, cache, ids, (40, 1, 1, 30, 18))
+    rows_are_as_alone(model, "left", ids, with_positions=True)
+    documents_are_apart(model, ids[:1, :70], (30, 40))
+    beams = {"num_beams": 3, "max_new_tokens": 6, "min_new_tokens": 6}
+    generates_as_it_recomputes(model, ids[:, :70], **beams)
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,14 @@ from rope_ext.methods import all_encodings, build_method
 from tests.helpers.biases import FORMULAS, LEARNED, dense, parameters, patch
 from tests.helpers.inputs import CHOSEN
 from tests.helpers.models import tiny_llama
-from tests.helpers.positions import CACHES, EXACT, FAMILIES, NEW, decoded, logits, padded
+from tests.helpers.positions import CACHES, EXACT, FAMILIES, logits
+from tests.helpers.promises import (
+    decodes_as_it_reads,
+    documents_are_apart,
+    generates_as_it_recomputes,
+    rows_are_as_alone,
+    sees_nothing_later,
+)
 from tests.helpers.relative import RELATIVE
 from tests.helpers.scored import SCORED
 
@@ -69,22 +76,14 @@ def test_logits_and_gradients_are_those_of_the_dense_bias(kind: str, name: str, 
 @pytest.mark.parametrize("name", ["nope", "alibi", "t5", "kerple_log"])
 def test_cached_decoding_equals_recomputation(name: str, cache: str, ids) -> None:
     model = patch(tiny_llama(), name)
-    whole = logits(model, ids)
-    store = CACHES[cache](model.config)
-    steps = [40, 1, 1, 30, 1, 1, 1, 15]
-    torch.testing.assert_close(decoded(model, ids, steps, store), whole, **EXACT)
+    decodes_as_it_reads(model, cache, ids, (40, 1, 1, 30, 1, 1, 1, 15))
 
 
 @pytest.mark.parametrize("side", ["left", "right"])
 @pytest.mark.parametrize("name", ["alibi", "t5"])
 def test_a_row_of_a_batch_gives_what_it_gives_alone(name: str, side: str, ids) -> None:
     model = patch(tiny_llama(), name)
-    rows = [ids[0], ids[1, :61], ids[0, 3:4]]
-    batch, mask, _ = padded(rows, side)
-    together = logits(model, batch, attention_mask=mask)
-    for row, real in enumerate(rows):
-        alone = logits(model, real[None])[0]
-        torch.testing.assert_close(together[row][mask[row].bool()], alone, **EXACT)
+    rows_are_as_alone(model, side, ids)
 
 
 @pytest.mark.parametrize("name", ["alibi", "kerple_power"])
@@ -92,10 +91,7 @@ def test_packed_documents_and_gaps_in_positions(name: str, ids) -> None:
     """Documents are kept apart; positions with gaps are taken as they are."""
     model = patch(tiny_llama(), name)
     row = ids[:1, :70]
-    positions = torch.cat((torch.arange(30), torch.arange(40)))[None]
-    packed = logits(model, row, position_ids=positions, use_cache=False)
-    alone = [logits(model, part) for part in row.split([30, 40], 1)]
-    torch.testing.assert_close(packed, torch.cat(alone, 1), **EXACT)
+    documents_are_apart(model, row, (30, 40))
     gaps = torch.cat((torch.arange(30), torch.arange(500, 540)))[None]
     plain = tiny_llama()
     with dense(plain, FAMILIES["llama"], name, gaps, parameters(model)):
@@ -107,19 +103,13 @@ def test_packed_documents_and_gaps_in_positions(name: str, ids) -> None:
 def test_no_later_token_changes_an_earlier_logit(ids) -> None:
     for name in FORMULAS:
         model = patch(tiny_llama(), name)
-        before = logits(model, ids)
-        other = ids.clone()
-        other[:, 60:] = other[:, 60:].flip(1)
-        torch.testing.assert_close(logits(model, other)[:, :60], before[:, :60], **EXACT)
+        sees_nothing_later(model, ids)
 
 
 @pytest.mark.parametrize("more", [{}, {"num_beams": 3}, {"cache_implementation": "static"}])
 def test_generation_is_that_of_recomputation(more: dict, ids) -> None:
     model = patch(tiny_llama(), "alibi", factor=4)
-    prompt = ids[:, :70]
-    cached = model.generate(prompt, **NEW, **more)
-    more.pop("cache_implementation", None)
-    assert torch.equal(cached, model.generate(prompt, **NEW, **more, use_cache=False))
+    generates_as_it_recomputes(model, ids[:, :70], **more)
 
 
 def test_options_are_checked() -> None:

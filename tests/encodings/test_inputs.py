@@ -24,7 +24,14 @@ from tests.helpers.inputs import (
     patch,
 )
 from tests.helpers.models import LENGTH, tiny_llama
-from tests.helpers.positions import CACHES, EXACT, decoded, logits, padded
+from tests.helpers.positions import CACHES, EXACT, logits, padded
+from tests.helpers.promises import (
+    decodes_as_it_reads,
+    documents_are_apart,
+    generates_as_it_recomputes,
+    rows_are_as_alone,
+    sees_nothing_later,
+)
 
 ROPE = Rope.geometric(1e4, 16, LENGTH)
 FAST = {  # every family once
@@ -169,21 +176,13 @@ def test_the_scale_is_the_size_of_what_the_first_layer_gets(kind: str) -> None:
 @pytest.mark.parametrize(("name", "cache"), grid([*CHOSEN, "hierarchical"], CACHES))
 def test_cached_decoding_equals_recomputation(name: str, cache: str, ids) -> None:
     model = patch(tiny_llama(), name)
-    whole = logits(model, ids)
-    store = CACHES[cache](model.config)
-    steps = [40, 1, 1, 30, 1, 1, 1, 15]
-    torch.testing.assert_close(decoded(model, ids, steps, store), whole, **EXACT)
+    decodes_as_it_reads(model, cache, ids, (40, 1, 1, 30, 1, 1, 1, 15))
 
 
 @pytest.mark.parametrize(("name", "side"), grid(["learned", "xpos", "3d_rpe"], ["left", "right"]))
 def test_a_row_of_a_batch_gives_what_it_gives_alone(name: str, side: str, ids) -> None:
     model = patch(tiny_llama(), name)
-    rows = [ids[0], ids[1, :61], ids[0, 3:4]]
-    batch, mask, _ = padded(rows, side)
-    together = logits(model, batch, attention_mask=mask)
-    for row, real in enumerate(rows):
-        alone = logits(model, real[None])[0]
-        torch.testing.assert_close(together[row][mask[row].bool()], alone, **EXACT)
+    rows_are_as_alone(model, side, ids)
 
 
 @pytest.mark.parametrize("name", first_of("xpos", "learned", "3d_rpe"))
@@ -191,10 +190,7 @@ def test_packed_documents_and_gaps_in_positions(name: str, ids) -> None:
     """Documents are kept apart; positions with gaps are taken as they are."""
     model = patch(tiny_llama(), name)
     row = ids[:1, :90]
-    positions = torch.cat((torch.arange(15), torch.arange(75)))[None]
-    packed = logits(model, row, position_ids=positions, use_cache=False)
-    alone = [logits(model, part) for part in row.split([15, 75], 1)]
-    torch.testing.assert_close(packed, torch.cat(alone, 1), **EXACT)
+    documents_are_apart(model, row, (15, 75))
     gaps = torch.cat((torch.arange(50), torch.arange(58, 98)))
     plain = tiny_llama()
     given = {"position_ids": gaps[None], "attention_mask": torch.ones_like(row)}
@@ -204,12 +200,8 @@ def test_packed_documents_and_gaps_in_positions(name: str, ids) -> None:
 
 
 def test_no_later_token_changes_an_earlier_logit(ids) -> None:
-    other = ids.clone()
-    other[:, 60:] = other[:, 60:].flip(1)
     for name in ("learned", "xpos", "3d_rpe"):
-        model = patch(tiny_llama(), name)
-        both = [logits(model, given)[:, :60] for given in (ids, other)]
-        torch.testing.assert_close(*both, **EXACT)
+        sees_nothing_later(patch(tiny_llama(), name), ids)
 
 
 @pytest.mark.slow
@@ -227,9 +219,7 @@ def test_generation_is_that_of_recomputation(name: str, more: dict, ids) -> None
     model = patch(tiny_llama(), name)
     batch, mask, _ = padded([ids[0, :60], ids[1, :51]], "left")
     given = {"max_new_tokens": 6, "min_new_tokens": 6, "attention_mask": mask, **more}
-    cached = model.generate(batch, do_sample=False, **given)
-    given.pop("cache_implementation", None)
-    assert torch.equal(cached, model.generate(batch, do_sample=False, **given, use_cache=False))
+    generates_as_it_recomputes(model, batch, **given)
 
 
 def test_embeddings_may_be_given_instead_of_tokens(ids) -> None:

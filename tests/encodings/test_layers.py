@@ -19,12 +19,16 @@ from tests.helpers.models import LENGTH, tiny_llama
 from tests.helpers.positions import (
     CACHES,
     EXACT,
-    NEW,
     Family,
     by_formula,
     decoded,
     logits,
-    padded,
+)
+from tests.helpers.promises import (
+    decodes_as_it_reads,
+    documents_are_apart,
+    generates_as_it_recomputes,
+    rows_are_as_alone,
 )
 
 LAST = {  # of two layers the second
@@ -75,27 +79,16 @@ def test_the_other_layers_rotate_as_trained(kind: str, name: str, ids) -> None:
 @pytest.mark.parametrize("cache", CACHES)
 def test_decoding_padding_and_beams(cache: str, ids) -> None:
     model = patch(tiny_llama(), "alibi", layers=[1])
-    whole = logits(model, ids)
-    found = decoded(model, ids, [40, 1, 1, 30, 18], CACHES[cache](model.config))
-    torch.testing.assert_close(found, whole, **EXACT)
-    rows = [ids[0], ids[1, :61], ids[0, 3:4]]
-    batch, mask, positions = padded(rows, "left")
-    together = logits(model, batch, attention_mask=mask, position_ids=positions)
-    for row, real in enumerate(rows):
-        alone = logits(model, real[None])[0]
-        torch.testing.assert_close(together[row][mask[row].bool()], alone, **EXACT)
+    decodes_as_it_reads(model, cache, ids, (40, 1, 1, 30, 18))
+    rows_are_as_alone(model, "left", ids, with_positions=True)
     beams = {"num_beams": 3, "max_new_tokens": 6, "min_new_tokens": 6}
-    cached = model.generate(ids[:, :70], **NEW | beams)
-    assert torch.equal(cached, model.generate(ids[:, :70], **NEW | beams, use_cache=False))
+    generates_as_it_recomputes(model, ids[:, :70], **beams)
 
 
 @pytest.mark.slow
 def test_packed_documents_are_kept_apart(ids) -> None:
     model = patch(tiny_llama(), "t5", layers=[0])
-    positions = torch.cat((torch.arange(30), torch.arange(40)))[None]
-    packed = logits(model, ids[:1, :70], position_ids=positions, use_cache=False)
-    alone = [logits(model, part) for part in ids[:1, :70].split([30, 40], 1)]
-    torch.testing.assert_close(packed, torch.cat(alone, 1), **EXACT)
+    documents_are_apart(model, ids[:1, :70], (30, 40))
 
 
 @pytest.mark.parametrize(

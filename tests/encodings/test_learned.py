@@ -14,6 +14,7 @@ import rope_ext
 from tests.helpers.biases import FORMULAS, LEARNED, parameters, patch
 from tests.helpers.models import tiny_llama
 from tests.helpers.positions import logits
+from tests.helpers.promises import learns
 
 
 @pytest.mark.parametrize("name", FORMULAS)
@@ -38,23 +39,7 @@ def test_shared_parameters_are_there_once() -> None:
 @pytest.mark.parametrize("name", LEARNED)
 def test_an_optimizer_trains_it(name: str, ids) -> None:
     model = patch(tiny_llama(), name)
-    before = {key: value.clone() for key, value in parameters(model).items()}
-    model.train()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
-    losses = []
-    for _ in range(3):
-        loss = model(ids[:, :60], labels=ids[:, :60]).loss
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    assert losses[2] < losses[0]
-    assert all(not torch.equal(before[key], value) for key, value in parameters(model).items())
-    model.eval()  # values that were kept for decoding follow
-    with torch.no_grad():
-        first = logits(model, ids)
-        next(iter(parameters(model).values())).add_(1)
-        assert not torch.equal(logits(model, ids), first)
+    learns(model, parameters(model), ids, tokens=60, lr=0.5)
 
 
 @pytest.mark.parametrize("shards", [{}, {"max_shard_size": "30KB"}])

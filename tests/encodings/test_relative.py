@@ -19,7 +19,14 @@ from rope_ext.methods import Rope, build_method
 from rope_ext.methods.geometry import Distance
 from tests.helpers.biases import parameters
 from tests.helpers.models import tiny_llama
-from tests.helpers.positions import CACHES, EXACT, FAMILIES, NEW, decoded, logits, padded
+from tests.helpers.positions import CACHES, EXACT, FAMILIES, logits
+from tests.helpers.promises import (
+    decodes_as_it_reads,
+    documents_are_apart,
+    generates_as_it_recomputes,
+    rows_are_as_alone,
+    sees_nothing_later,
+)
 from tests.helpers.relative import SIZES, attend, dense, patch
 
 SLOW = [pytest.mark.slow]
@@ -229,22 +236,14 @@ def test_logits_and_gradients_are_those_of_the_paper(kind: str, name: str, ids) 
 )
 def test_cached_decoding_equals_recomputation(name: str, cache: str, ids) -> None:
     model = patch(tiny_llama(), name)
-    whole = logits(model, ids)
-    store = CACHES[cache](model.config)
-    found = decoded(model, ids, [40, 1, 1, 30, 1, 1, 1, 15], store)
-    torch.testing.assert_close(found, whole, **EXACT)
+    decodes_as_it_reads(model, cache, ids, (40, 1, 1, 30, 1, 1, 1, 15))
 
 
 @pytest.mark.parametrize("name", SIZES)
 @pytest.mark.parametrize("side", ["left", pytest.param("right", marks=SLOW)])
 def test_a_row_of_a_batch_gives_what_it_gives_alone(name: str, side: str, ids) -> None:
     model = patch(tiny_llama(), name)
-    rows = [ids[0], ids[1, :61], ids[0, 3:4]]
-    batch, mask, _ = padded(rows, side)
-    together = logits(model, batch, attention_mask=mask)
-    for row, real in enumerate(rows):
-        alone = logits(model, real[None])[0]
-        torch.testing.assert_close(together[row][mask[row].bool()], alone, **EXACT)
+    rows_are_as_alone(model, side, ids)
 
 
 @pytest.mark.parametrize("name", SIZES)
@@ -252,10 +251,7 @@ def test_packed_documents_and_gaps_in_positions(name: str, ids) -> None:
     """Documents are kept apart; positions with gaps are taken as they are."""
     model = patch(tiny_llama(), name)
     row = ids[:1, :70]
-    positions = torch.cat((torch.arange(30), torch.arange(40)))[None]
-    packed = logits(model, row, position_ids=positions, use_cache=False)
-    alone = [logits(model, part) for part in row.split([30, 40], 1)]
-    torch.testing.assert_close(packed, torch.cat(alone, 1), **EXACT)
+    documents_are_apart(model, row, (30, 40))
     gaps = torch.cat((torch.arange(30), torch.arange(33, 73)))[None]
     plain = tiny_llama()
     with dense(plain, name, gaps, parameters(model)):
@@ -267,10 +263,7 @@ def test_packed_documents_and_gaps_in_positions(name: str, ids) -> None:
 @pytest.mark.parametrize("name", ONE)
 def test_no_later_token_changes_an_earlier_logit(name: str, ids) -> None:
     model = patch(tiny_llama(), name)
-    other = ids.clone()
-    other[:, 60:] = other[:, 60:].flip(1)
-    both = [logits(model, x)[:, :60] for x in (ids, other)]
-    torch.testing.assert_close(*both, **EXACT)
+    sees_nothing_later(model, ids)
 
 
 @pytest.mark.slow
@@ -278,10 +271,7 @@ def test_no_later_token_changes_an_earlier_logit(name: str, ids) -> None:
 @pytest.mark.parametrize("name", SIZES)
 def test_generation_is_that_of_recomputation(name: str, more: dict, ids) -> None:
     model = patch(tiny_llama(), name, factor=4)
-    prompt = ids[:, :70]
-    cached = model.generate(prompt, **NEW, **more)
-    more = {key: value for key, value in more.items() if key != "cache_implementation"}
-    assert torch.equal(cached, model.generate(prompt, **NEW, **more, use_cache=False))
+    generates_as_it_recomputes(model, ids[:, :70], **more)
 
 
 @pytest.mark.parametrize("name", ONE)

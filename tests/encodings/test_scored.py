@@ -15,7 +15,14 @@ from rope_ext.methods import build_method
 from rope_ext.methods.geometry import Distance
 from tests.helpers.biases import parameters
 from tests.helpers.models import tiny_llama
-from tests.helpers.positions import CACHES, EXACT, FAMILIES, NEW, decoded, logits, padded
+from tests.helpers.positions import CACHES, EXACT, FAMILIES, logits
+from tests.helpers.promises import (
+    decodes_as_it_reads,
+    documents_are_apart,
+    generates_as_it_recomputes,
+    rows_are_as_alone,
+    sees_nothing_later,
+)
 from tests.helpers.scored import SIZES, dense, patch
 
 KINDS = ["llama", "qwen3", "mistral", "gemma2 scaled", "gpt_neox", "gpt_oss"]
@@ -144,22 +151,14 @@ def test_logits_and_gradients_are_those_of_the_paper(kind: str, name: str, ids) 
 )
 def test_cached_decoding_equals_recomputation(name: str, cache: str, ids) -> None:
     model = patch(tiny_llama(), name)
-    whole = logits(model, ids)
-    store = CACHES[cache](model.config)
-    steps = [40, 1, 1, 30, 1, 1, 1, 15]
-    torch.testing.assert_close(decoded(model, ids, steps, store), whole, **EXACT)
+    decodes_as_it_reads(model, cache, ids, (40, 1, 1, 30, 1, 1, 1, 15))
 
 
 @pytest.mark.parametrize("name", fast("dape v2", "cope"))
 @pytest.mark.parametrize("side", ["left", pytest.param("right", marks=SLOW)])
 def test_a_row_of_a_batch_gives_what_it_gives_alone(name: str, side: str, ids) -> None:
     model = patch(tiny_llama(), name)
-    rows = [ids[0], ids[1, :61], ids[0, 3:4]]
-    batch, mask, _ = padded(rows, side)
-    together = logits(model, batch, attention_mask=mask)
-    for row, real in enumerate(rows):
-        alone = logits(model, real[None])[0]
-        torch.testing.assert_close(together[row][mask[row].bool()], alone, **EXACT)
+    rows_are_as_alone(model, side, ids)
 
 
 @pytest.mark.parametrize("name", fast("dape v2"))
@@ -167,10 +166,7 @@ def test_packed_documents_and_gaps_in_positions(name: str, ids) -> None:
     """Documents are kept apart; positions with gaps are taken as they are."""
     model = patch(tiny_llama(), name)
     row = ids[:1, :70]
-    positions = torch.cat((torch.arange(30), torch.arange(40)))[None]
-    packed = logits(model, row, position_ids=positions, use_cache=False)
-    alone = [logits(model, part) for part in row.split([30, 40], 1)]
-    torch.testing.assert_close(packed, torch.cat(alone, 1), **EXACT)
+    documents_are_apart(model, row, (30, 40))
     gaps = torch.cat((torch.arange(30), torch.arange(500, 540)))[None]
     plain = tiny_llama()
     with dense(plain, FAMILIES["llama"], name, gaps, parameters(model)):
@@ -196,10 +192,7 @@ def test_a_mask_with_holes_hides_as_if_nothing_were_there(name: str, ids) -> Non
 @pytest.mark.parametrize("name", fast("dape v2", "cope", "fire"))
 def test_no_later_token_changes_an_earlier_logit(name: str, ids) -> None:
     model = patch(tiny_llama(), name)
-    before = logits(model, ids)
-    other = ids.clone()
-    other[:, 60:] = other[:, 60:].flip(1)
-    torch.testing.assert_close(logits(model, other)[:, :60], before[:, :60], **EXACT)
+    sees_nothing_later(model, ids)
 
 
 @pytest.mark.slow
@@ -207,10 +200,7 @@ def test_no_later_token_changes_an_earlier_logit(name: str, ids) -> None:
 @pytest.mark.parametrize("more", [{}, {"num_beams": 3}, {"cache_implementation": "static"}])
 def test_generation_is_that_of_recomputation(name: str, more: dict, ids) -> None:
     model = patch(tiny_llama(), name, factor=4)
-    prompt, more = ids[:, :70], dict(more)
-    cached = model.generate(prompt, **NEW, **more)
-    more.pop("cache_implementation", None)
-    assert torch.equal(cached, model.generate(prompt, **NEW, **more, use_cache=False))
+    generates_as_it_recomputes(model, ids[:, :70], **more)
 
 
 @pytest.mark.parametrize("name", fast("cope"))

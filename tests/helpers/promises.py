@@ -1,0 +1,81 @@
+"""What holds of every patched model, whatever the patch: asserted of a tiny one."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from tests.helpers.positions import CACHES, EXACT, NEW, decoded, logits, padded
+
+
+def decodes_as_it_reads(
+    model: nn.Module, cache: str, ids: torch.Tensor, steps: tuple[int, ...]
+) -> None:
+    """Pieces of those sizes through a cache of :data:`CACHES` give the logits of the whole."""
+    whole = logits(model, ids)
+    found = decoded(model, ids, list(steps), CACHES[cache](model.config))
+    torch.testing.assert_close(found, whole, **EXACT)
+
+
+def rows_are_as_alone(
+    model: nn.Module, side: str, ids: torch.Tensor, with_positions: bool = False
+) -> None:
+    """Rows of 90, 61 and 1 tokens, padded on a side, have the logits that they have alone."""
+    rows = [ids[0], ids[1, :61], ids[0, 3:4]]
+    batch, mask, positions = padded(rows, side)
+    given = {"position_ids": positions} if with_positions else {}
+    together = logits(model, batch, attention_mask=mask, **given)
+    for row, real in enumerate(rows):
+        alone = logits(model, real[None])[0]
+        torch.testing.assert_close(together[row][mask[row].bool()], alone, **EXACT)
+
+
+def documents_are_apart(model: nn.Module, row: torch.Tensor, sizes: tuple[int, ...]) -> None:
+    """Documents of those sizes in one row have the logits that they have alone."""
+    positions = torch.cat([torch.arange(size) for size in sizes])[None]
+    packed = logits(model, row, position_ids=positions, use_cache=False)
+    alone = [logits(model, part) for part in row.split(list(sizes), 1)]
+    torch.testing.assert_close(packed, torch.cat(alone, 1), **EXACT)
+
+
+def sees_nothing_later(model: nn.Module, ids: torch.Tensor) -> None:
+    """Tokens from 60 on change no logit before."""
+    other = ids.clone()
+    other[:, 60:] = other[:, 60:].flip(1)
+    both = [logits(model, given)[:, :60] for given in (ids, other)]
+    torch.testing.assert_close(*both, **EXACT)
+
+
+def generates_as_it_recomputes(model: nn.Module, prompt: torch.Tensor, **more: Any) -> None:
+    """What is generated with a cache is what is generated without."""
+    cached = model.generate(prompt, **NEW | more)
+    more.pop("cache_implementation", None)
+    assert torch.equal(cached, model.generate(prompt, **NEW | more, use_cache=False))
+
+
+def learns(
+    model: nn.Module, learned: dict[str, nn.Parameter], ids: torch.Tensor, tokens: int, lr: float
+) -> None:
+    """Three steps on the first tokens lower the loss and move all that is learned.
+
+    What the model had kept of it follows.
+    """
+    before = {key: value.clone() for key, value in learned.items()}
+    model.train()
+    optimizer = torch.optim.SGD(model.parameters(), lr=lr)
+    losses = []
+    for _ in range(3):
+        loss = model(ids[:, :tokens], labels=ids[:, :tokens]).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    assert losses[2] < losses[0]
+    assert all(not torch.equal(before[key], value) for key, value in learned.items())
+    model.eval()  # values that were kept for decoding follow
+    first = logits(model, ids)
+    with torch.no_grad():
+        next(iter(learned.values())).add_(1)
+    assert not torch.equal(logits(model, ids), first)

@@ -104,9 +104,9 @@ def contents(
 def _lead(results: Results) -> list[str]:
     s, seeds = results.settings, len(results.seeds)
     words = [
-        f"{s['layers']} layers of width {s['width']}, {s['heads']} heads, {s['steps']} steps, "
-        f"{seeds} {'seed' if seeds == 1 else 'seeds'}: the same initial weights, the same rows in "
-        f"the same order; only the encoding differs."
+        f"{s['layers']} layers of width {s['width']}, {s['heads']} heads, {s['steps']} steps on "
+        f"text and {s['problem_steps']} on problems, {seeds} {'seed' if seeds == 1 else 'seeds'}: "
+        f"the same initial weights, the same rows in the same order; only the encoding differs."
     ]
     kinds = [
         (AT, False, "the lowest loss at the trained length"),

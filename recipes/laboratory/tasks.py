@@ -83,9 +83,9 @@ class Tasks:
     """
 
     names: Sequence[str] = tuple(TASKS)
-    batch: int = 8
+    batch: int = 32
     rows: int = 32
-    steps: int = 1500
+    steps: int = 500
 
     @property
     def trained(self) -> int:

@@ -23,6 +23,10 @@ BACK = (
     "the position ids go back within one row, where a compiled position method would have to "
     "attend to the future; give it one sequence in each row, padded on the left"
 )
+APART = (
+    "there is padding between the tokens of a row, where a position method in tensors would look "
+    "for near keys in the wrong places; pad on the left (padding_side='left' of the tokenizer)"
+)
 FEW = 16
 """Queries at most whose logits on all slots are held at once."""
 

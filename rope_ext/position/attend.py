@@ -307,6 +307,10 @@ def _untraced(
     if mask.forward.weights:
         rows = [dense(row).weights(slice(None)) for row in range(len(query))]
         weights = torch.cat(rows).to(query.dtype)
+    together = _together(layer, mask, query)
+    if together is not None:
+        out = together.attend(layer.turned, query, key, value, call)
+        return out.transpose(1, 2).contiguous(), weights
     stretches = mask.stretches(layout, query.device, _table_dtype(query))
     if stretches is None:  # drafts in trees, masks of other shapes, gaps in positions
         out = torch.cat([dense(row).attend(one) for row, one in enumerate(value.split(1))])
@@ -341,6 +345,17 @@ def _shares(
         and not torch.is_grad_enabled()
         and not torch.is_autocast_enabled("cpu")
     )
+
+
+def _together(layer: Layer, mask: BatchMask, query: torch.Tensor) -> compiled.Traced | None:
+    """All rows at once, if it is worth while and right for this layer.
+
+    The logits are rounded to half precision there, which a CPU need not put up with.
+    """
+    half = query.dtype in (torch.float16, torch.bfloat16) and query.device.type == "cpu"
+    if half or layer.biased is not None or layer.map.kernel == "reference":
+        return None
+    return compiled.together(mask, query.device)
 
 
 def _refuse_dropout(layer: Layer, module: nn.Module, dropout: float) -> None:

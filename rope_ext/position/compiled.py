@@ -78,6 +78,32 @@ def current(position_map: PositionMap) -> Traced | None:
     return None
 
 
+def together(mask: BatchMask, device: torch.device) -> Traced | None:
+    """A forward of the eager path in tensors: few queries in rows that are padded differently.
+
+    Row by row each would be a call of its own in every layer. None: it has none of these, or a
+    mask that cannot be said in tensors. All layers on a device get the same.
+    """
+    if device not in mask.together:
+        mask.together[device] = _together(mask, device)
+    return mask.together[device]
+
+
+def _together(mask: BatchMask, device: torch.device) -> Traced | None:
+    forward = mask.forward
+    if forward.padding is None or forward.documents is not None or forward.tokens > placed.FEW:
+        return None
+    if mask.offset or mask.window is not None or mask.runs is None or len(mask.runs) == 1:
+        return None
+    if not all(isinstance(run.keys, slice) for run in mask.runs):  # near keys may be anywhere
+        return None
+    slots = Slots(forward.rows, forward.tokens, forward.filled, mask.keys)
+    traced = Traced(forward.map, slots, forward.padding.to(device), False)
+    positions = mask.positions.to(device)
+    traced.place(positions[:, forward.filled :], positions)
+    return traced
+
+
 class Slots(NamedTuple):
     """The tokens of a forward among all slots that its layers will see.
 
@@ -196,19 +222,26 @@ class Traced:
         if self.regular:
             self.query = self.key = own[None]
             return
-        slots = torch.arange(self.room, device=device)
-        self.real = (slots < self.filled + self.tokens)[None]
         origin = places[:, :1]
         if self.padding is not None:
             padding = self.padding.to(device)
-            self.real = self.real & padding
             places = places.expand(len(padding), -1)  # one row where no positions were given
             origin = places.gather(1, padding.int().argmax(1, keepdim=True))
-        self.query, self.key = positions - origin, places - origin
-        if self.tokens <= placed.FEW:
-            self.visible = (slots <= (self.filled + own)[:, None]) & self.real[:, None]
+        self.place(positions - origin, places - origin)
+        if self.visible is not None:
             future = self.visible & (self.key[:, None] > self.query[:, :, None])
             torch._assert_async(~future.any(), placed.BACK)
+
+    def place(self, query: torch.Tensor, key: torch.Tensor) -> None:
+        """Set ``t`` of the queries and of all slots, and what follows from it."""
+        self.query, self.key = query, key
+        slots = torch.arange(self.room, device=key.device)
+        self.real = (slots < self.filled + self.tokens)[None]
+        if self.padding is not None:
+            self.real = self.real & self.padding.to(key.device)
+        if self.tokens <= placed.FEW:
+            own = torch.arange(self.tokens, device=key.device)
+            self.visible = (slots <= (self.filled + own)[:, None]) & self.real[:, None]
 
     def _log(self, positions: torch.Tensor, own: torch.Tensor) -> torch.Tensor:
         """Positions of all slots, after the new ones were written on a static cache."""
@@ -291,6 +324,7 @@ class Traced:
             shown = seen if shown is None else shown | seen
             slots, at = self._slots(geometry, of_key), self.key
             if slots is not None:
+                self._refuse_gaps()
                 at = at.expand(len(slots), -1) if len(at) == 1 else at
                 slots = slots.expand(len(at), -1)
                 at = at.gather(1, slots)
@@ -301,6 +335,15 @@ class Traced:
             (whole_parts if slots is None else near_parts).append(part)
         self._made[turned.number, dtype] = whole_parts + near_parts, shown
         return self._made[turned.number, dtype]
+
+    def _refuse_gaps(self) -> None:
+        """Fail when it runs if tokens lie further apart by slot than by position."""
+        if "gaps" not in self._made:
+            own = torch.arange(self.tokens, device=self.key.device)
+            by_slot = (self.filled + own)[:, None] - torch.arange(self.room, device=own.device)
+            apart = self.query[:, :, None] - self.key[:, None]
+            self._made["gaps"] = (self.visible & (apart < by_slot)).any()
+            torch._assert_async(~self._made["gaps"], placed.APART)
 
     def _slots(self, geometry: Geometry, of_key: Turns) -> torch.Tensor | None:
         """The slots in which the keys of a band lie, if they are few and must be turned.

@@ -20,6 +20,7 @@ from rope_ext.position.tokens import Forward, current
 from rope_ext.record import option_texts
 from rope_ext.rotary import calls, hooks
 from rope_ext.rotary.foreign import refuse_presses
+from rope_ext.rotary.near import near
 from rope_ext.rotary.sites import RotarySite, text_config
 from rope_ext.under_way import here
 
@@ -94,9 +95,22 @@ class Installed:
         self.handles.append(
             decoder.register_forward_hook(self.end, with_kwargs=True, always_call=True)
         )
+        self._bring_near([layout for layout in distinct if layout is not None])
         self._config._attn_implementation_internal = NAME  # the public name sets sub-configurations
         if self.map.encoding is not None and self.map.encoding.entered:
             self.handles += inputs.enter(decoder, self.map)
+
+    def _bring_near(self, layouts: list[Layout]) -> None:
+        """Copy what every forward needs to its device: a graph could not keep the copy."""
+        for site in self.map.frequencies:
+            device = getattr(site.module, site.buffer).device
+            if device.type != "meta":
+                self.map.inv_freq(site, device)
+                near(site.columns, "pair", device)
+                for layout in (one for one in layouts if one.site is site):
+                    for _, *both in self.map.turns(layout):
+                        for turns in both:
+                            turns.bring_near(device)
 
     def _biased(self, module: nn.Module, layout: Layout, owner: nn.Module | None) -> nn.Module:
         """Give a layer a bias of its own, unless all share that of ``owner``; returns whose."""

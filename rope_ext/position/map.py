@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from rope_ext.methods import Band, Map, PositionMethod, Rope
 from rope_ext.methods.geometry import Geometry
 from rope_ext.position.layers import Layout
 from rope_ext.position.tables import Decay, Turns
+from rope_ext.rotary.near import near
 from rope_ext.rotary.sites import RotarySite
 
 
@@ -57,6 +59,14 @@ class PositionMap:
     def stored(self) -> Map:
         """Where cached keys are."""
         return self.bands[-1].key
+
+    def inv_freq(self, site: RotarySite, device: torch.device) -> torch.Tensor:
+        """Float64, ``[pairs]``, kept on the device."""
+        return near(self._constants[site], "inv_freq", device)
+
+    @functools.cached_property
+    def _constants(self) -> dict[RotarySite, SimpleNamespace]:
+        return {site: SimpleNamespace(inv_freq=x) for site, (x, _) in self.frequencies.items()}
 
     @functools.cached_property
     def reach(self) -> int | None:

@@ -47,7 +47,8 @@ class BatchMask:
         arguments: with which transformers asked for a mask; None: a mask was given ready.
         given: that mask, bool or to be added, ``[rows, 1, queries, keys]``.
 
-    ``steps`` has, by the number of a layout, what its layers share if there is a single query.
+    ``steps`` has, by the number of a layout, what its layers share if there is a single query;
+    ``together``, by device, what :func:`rope_ext.position.compiled.together` has made of it.
     """
 
     ndim = 4  # for transformers, which takes it for a mask made beforehand
@@ -63,6 +64,7 @@ class BatchMask:
         self.made: torch.Tensor | None = None
         self.steps: dict[int, flash.Step] = {}
         self._stretched: dict[tuple, list[Stretch] | None] = {}
+        self.together: dict[torch.device, Any] = {}
         self._moved: dict[torch.device, torch.Tensor] = {}
 
     def contiguous(self) -> BatchMask:
@@ -125,9 +127,9 @@ class BatchMask:
         forward, keys = self.forward, self.keys
         if self.arguments is None or not is_plain(self.arguments["mask_function"]):
             return None
-        t = self.positions
+        t = self.positions.cpu()  # at once, since reading waits for a GPU
         steady = t.diff() == 1
-        valid = None if forward.padding is None else forward.padding[:, self.offset :]
+        valid = None if forward.padding is None else forward.padding_known[:, self.offset :]
         if valid is None and forward.documents is None:
             if not bool(steady.all()) or not bool((t[:, 0] == t[0, 0]).all()):
                 return None
@@ -202,7 +204,7 @@ class BatchMask:
         """Slots of each document of a row, on the CPU; those without queries left out."""
         documents = self.forward.documents
         if documents is None:
-            parts = [torch.nonzero(valid[row].cpu()).flatten()]
+            parts = [torch.nonzero(valid[row]).flatten()]
         else:
             of_row = documents[row if len(documents) > 1 else 0].cpu()
             parts = [torch.nonzero(of_row == i).flatten() for i in of_row.unique()]

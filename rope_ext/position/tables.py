@@ -9,6 +9,7 @@ import torch
 from rope_ext.attention.call import Turn
 from rope_ext.methods import Map
 from rope_ext.methods.kinds import at
+from rope_ext.rotary.near import near
 
 
 class Turns:
@@ -27,6 +28,11 @@ class Turns:
         self.constant = not callable(to) and not callable(stored)
         self._made: dict[tuple, tuple[torch.Tensor, torch.Tensor]] = {}
 
+    def bring_near(self, device: torch.device) -> None:
+        """Copy what does not change to a device."""
+        near(self, "pair", device)
+        near(self, "inv_freq", device)
+
     def about(self, position: int) -> Turns:
         """The same for tokens around a position."""
         return self
@@ -38,8 +44,8 @@ class Turns:
         t = t.double()
         by = at(self.to, t) - at(self.stored, t)
         if by.shape[-1] > 1:
-            by = by[..., self.pair.to(t.device)]
-        angles = by.to(self.inv_freq.dtype) * self.inv_freq.to(t.device)
+            by = by[..., near(self, "pair", t.device)]
+        angles = by.to(self.inv_freq.dtype) * near(self, "inv_freq", t.device)
         return angles.cos().to(dtype), angles.sin().to(dtype)
 
     def between(self, first: int, last: int, device: torch.device, dtype: torch.dtype) -> Turn:
@@ -81,6 +87,10 @@ class Decay:
         """Most tokens that queries with one origin in their middle may be apart."""
         return max(1, math.floor(2 * math.log(cls.MOST) / float(growth.abs().max())))
 
+    def bring_near(self, device: torch.device) -> None:
+        """Copy what does not change to a device."""
+        near(self, "growth", device)
+
     def about(self, position: int) -> Decay:
         """The same for tokens around a position."""
         moved = Decay(self.growth, position)
@@ -89,7 +99,7 @@ class Decay:
 
     def at(self, t: torch.Tensor, dtype: torch.dtype) -> Turn:
         """For any positions, ``[tokens, pairs]``."""
-        exponents = (t - self.origin).double().unsqueeze(-1) * self.growth.to(t.device)
+        exponents = (t - self.origin).double().unsqueeze(-1) * near(self, "growth", t.device)
         # Keys behind the last query may be anywhere; nobody sees them.
         numbers = exponents.exp().clamp(self._LEAST, 2 * self.MOST).to(dtype)
         return numbers, torch.zeros_like(numbers)

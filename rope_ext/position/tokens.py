@@ -48,10 +48,12 @@ class Forward:
         self.map, self.rows, self.tokens, self.filled = position_map, rows, tokens, filled
         self.cache, self.weights = cache, weights
         self.known: KeyPositions | None = None
+        self.padding_known: torch.Tensor | None = None
         if padding is not None:
             padding = padding[:, : filled + tokens].bool()
             padding = nn.functional.pad(padding, (0, filled + tokens - padding.shape[1]))
-            padding = None if bool(padding.all()) else padding
+            self.padding_known = padding.cpu()  # read once, since reading waits for a GPU
+            padding = None if bool(self.padding_known.all()) else padding
         self.padding = padding
         self.t: torch.Tensor | None = None
         self.documents: torch.Tensor | None = None
@@ -74,8 +76,9 @@ class Forward:
                 )
             positions = positions[0]
         positions = positions.reshape(-1, positions.shape[-1]).long()
-        if len(positions) > 1 and bool((positions == positions[:1]).all()):
-            positions = positions[:1]
+        if len(positions) > 1:
+            known = positions.cpu()
+            positions = positions[:1] if bool((known == known[:1]).all()) else positions
         if self.filled:
             positions = self._continued(positions)
         self.known = KeyPositions(self.map.key, positions)
@@ -139,12 +142,12 @@ def stored_rotation(position_map: PositionMap, site: RotarySite, t: torch.Tensor
     """What the rotary module of ``site`` returns for tokens at ``t`` (``[rows or 1, tokens]``)."""
     t = t.double().clamp(min=0)
     stored = at(position_map.stored, t)
-    inv_freq, scaling = position_map.frequencies[site]
+    inv_freq, scaling = position_map.inv_freq(site, t.device), position_map.frequencies[site][1]
     phase = position_map.phase(t)
     if stored.shape[-1] == 1 and phase is None:
         stored = stored.squeeze(-1)
     else:  # pairs of a token at positions of their own: as frequencies of the token at 1
-        stored, inv_freq = torch.ones_like(t), stored * inv_freq.to(t.device)
+        stored, inv_freq = torch.ones_like(t), stored * inv_freq
         inv_freq = inv_freq if phase is None else inv_freq + phase.unsqueeze(-1)
     made = hooks.rotation(site, stored, inv_freq, scaling, position_map.precise, like)
     if not isinstance(like, torch.Tensor) and like[0].ndim == 4:

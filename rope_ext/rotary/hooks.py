@@ -17,6 +17,7 @@ from torch import nn
 from rope_ext.errors import UnsupportedModelError
 from rope_ext.rotary.calls import parameters
 from rope_ext.rotary.foreign import replaced
+from rope_ext.rotary.near import near
 from rope_ext.rotary.sequences import Sequences
 from rope_ext.rotary.sites import RotarySite, evaluating, is_local
 
@@ -62,6 +63,8 @@ class RotaryHook:
             turned, inv_freq, scaling = positions, self.inv_freq, self.scaling
             if self.sequences is not None:
                 turned, inv_freq, scaling = self._followed(positions)
+            if inv_freq is self.inv_freq:
+                inv_freq = near(self, "inv_freq", positions.device)
             result = rotation(self.site, turned, inv_freq, scaling, self.precise, output)
         if self.native:
             theta, scaling = self.site.loaded, self.site.scaling
@@ -186,7 +189,7 @@ def rotation(
     inv_freq = inv_freq.to(positions.device, dtype)
     if isinstance(scaling, torch.Tensor):
         scaling = scaling.to(positions.device, dtype)
-    pair = columns.pair.to(positions.device)
+    pair = near(columns, "pair", positions.device)
     if columns.axis is not None and positions.ndim == 3:
         of_column = positions[columns.axis.to(positions.device)].movedim(0, -1)
         angles = of_column.to(dtype) * inv_freq[..., pair]

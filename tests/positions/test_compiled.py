@@ -90,6 +90,23 @@ def test_the_positions_of_a_static_cache_stay_at_one_address(ids) -> None:
     assert kept(cache).positions.data_ptr() == addresses.pop()[0]
 
 
+def test_padding_between_the_tokens_of_a_row_is_refused_when_the_graph_runs(ids, in_tensors):
+    """Behind a prompt that is padded on the right: near keys lie further back than their window."""
+    model, cache = patch(tiny_llama()), static(tiny_llama())
+    mask = torch.ones(2, 51, dtype=torch.long)
+    mask[1, 30:50] = 0
+    logits(model, ids[:2, :50], attention_mask=mask[:, :50], past_key_values=cache)
+    positions = mask.sum(1, keepdim=True) - 1
+    with pytest.raises(RuntimeError, match=r"padding between the tokens of a row.*on the left"):
+        logits(
+            model,
+            ids[:2, 50:51],
+            attention_mask=mask,
+            position_ids=positions,
+            past_key_values=cache,
+        )
+
+
 @pytest.mark.parametrize("tokens", [30, 4])
 def test_positions_that_go_back_are_refused_when_the_graph_runs(tokens: int, ids, in_tensors):
     model, cache = patch(tiny_llama()), static(tiny_llama())

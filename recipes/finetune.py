@@ -49,6 +49,7 @@ from recipes.settings import (
     rows_of,
     save_from,
     scheme_of,
+    warn_of_gaps,
     write_settings,
 )
 from recipes.stream import Stream
@@ -107,6 +108,7 @@ def check(recipe: Recipe, args: TrainingArguments) -> Plan:
             f"--positions consecutive"
         )
     method = method_of(recipe)
+    warn_of_gaps(recipe, method)
     # An encoding is new to the model at any length; DroPE trains at its own.
     own = method is not None and method.works_within and recipe.length == trained
     if scheme == "consecutive" and not own and not trained < recipe.length <= target:

@@ -8,6 +8,7 @@ import importlib.util
 import json
 import math
 import shutil
+import warnings
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
@@ -265,6 +266,19 @@ def check_data(recipe: Recipe, args: TrainingArguments) -> None:
         raise OptionError(
             "--positions pose_released takes its chunks out of one document, and --rows bookended "
             "holds several; give --positions pose, or leave --rows out"
+        )
+
+
+def warn_of_gaps(recipe: Recipe, method: Any) -> None:
+    """Say what positions with gaps cost under a method that attends in its own way."""
+    scheme = scheme_of(recipe)
+    if method is not None and method.attends and scheme != "consecutive":
+        warnings.warn(
+            f"{method.name} has fast kernels for tokens that follow each other; --positions "
+            f"{scheme} leaves gaps, so every layer attends densely: right, in linear memory, and "
+            f"several times slower. Give --positions consecutive, or a frequency method such as "
+            f"yarn",
+            stacklevel=2,
         )
 
 

@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import nullcontext
 from itertools import islice
 from pathlib import Path
 
@@ -448,6 +449,17 @@ def test_the_command_line_is_over_the_file(tmp_path: Path) -> None:
     assert recipe.lora_target == ["a", "b"]
     assert recipe.attn is None
     assert settings.method_of(recipe) == rope_ext.YaRN(factor=8, beta_fast=16)
+
+
+@pytest.mark.parametrize(
+    ("method", "scheme", "warned"),
+    [("rerope", "pose", True), ("rerope", "consecutive", False), ("yarn", "random", False)],
+)
+def test_gaps_between_positions_are_warned_of_where_they_are_slow(method, scheme, warned) -> None:
+    recipe = settings.Recipe(method=method, positions=scheme)
+    expected = pytest.warns(UserWarning, match=f"rerope.*--positions {scheme} leaves gaps.*yarn")
+    with expected if warned else nullcontext():
+        settings.warn_of_gaps(recipe, settings.method_of(recipe))
 
 
 REFUSED = [

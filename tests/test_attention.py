@@ -246,14 +246,6 @@ def test_a_bias_under_chunks_is_left_to_the_oracle():
             by(partial(attention.attend, kernel="flash"), *tensors, bands, HALVES, bias=bias)
 
 
-def test_masks_of_flex_made_in_inference_can_be_used_in_training() -> None:
-    """A tensor made under inference_mode cannot be saved for a backward pass."""
-    flex._block_mask.cache_clear()
-    with torch.inference_mode():
-        made = flex._block_mask(Distance(3, 50), 200, 200, 0, torch.device("cpu"))
-    assert not made.kv_num_blocks.is_inference() and not made.kv_indices.is_inference()
-
-
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 @pytest.mark.parametrize(
     ("queries", "softcap", "distances"),

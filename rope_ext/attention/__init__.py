@@ -4,7 +4,14 @@ from __future__ import annotations
 
 import torch
 
-from rope_ext.attention import blocked, fire, flash, flex, reference, relative  # noqa: F401
+from rope_ext.attention import (
+    blocked,
+    fire,  # noqa: F401
+    flash,
+    flex,
+    reference,
+    relative,
+)
 from rope_ext.attention.call import Block, Call, Pairs, Scores, Turn, TurnedBand
 from rope_ext.attention.faster import faster
 from rope_ext.encodings.tables import ByTables
@@ -13,6 +20,7 @@ from rope_ext.errors import OptionError, nearest
 
 __all__ = ["KERNELS", "Block", "Call", "Pairs", "Scores", "Turn", "TurnedBand", "attend"]
 
+_BY_DEVICE = {"cpu": "flash", "cuda": "flex"}
 KERNELS = ("auto", "flash", "flex", "reference")
 
 faster.register(ByTables, relative.by_tables)
@@ -28,9 +36,9 @@ def attend(
 ) -> torch.Tensor:
     """Attention as :class:`Call` has it, by the kernel that fits.
 
-    ``kernel`` is ``"flash"`` (CPU), ``"flex"`` (CUDA), ``"reference"`` (anywhere, slow), or
-    ``"auto"``: the first of these that can do it. Under autocast query, key and value are cast
-    as for torch's own attention.
+    ``kernel`` is ``"flash"`` (CPU), ``"flex"`` (CUDA), ``"reference"``
+    (anywhere, slow), or ``"auto"``: on a CPU ``"flash"``, on CUDA ``"flex"``, where they can do it.
+    Under autocast query, key and value are cast as for torch's own attention.
 
     Raises:
         OptionError: the kernel is unknown or cannot do what is asked.
@@ -52,8 +60,10 @@ def attend(
             )
         return blocked.attend(query, key, value, call) if out is None else out
     if kernel == "auto":
-        kernel = {"cpu": "flash", "cuda": "flex"}.get(device, "reference")
+        kernel = _BY_DEVICE.get(device, "reference")
         if kernel == "flash" and (call.softcap is not None or not flash.takes(call)):
+            kernel = "reference"
+        if kernel == "flex" and not flex.takes(query, value):
             kernel = "reference"
     if kernel == "flash" and device != "cpu":
         raise OptionError(
@@ -65,6 +75,12 @@ def attend(
         raise OptionError(
             "kernel='flash' has biases for bands of distances only, not for chunks or first "
             "tokens; use kernel='reference' or 'auto'"
+        )
+    if kernel == "flex" and device == "cuda" and not flex.takes(query, value):
+        raise OptionError(
+            f"kernel='flex' has heads of {flex.LEAST_COLUMNS} columns or more on a GPU, and no "
+            f"float64; this is {query.dtype} with {min(query.shape[-1], value.shape[-1])} columns; "
+            f"use kernel='auto'"
         )
     wants_gradient = torch.is_grad_enabled() and any(x.requires_grad for x in (query, key, value))
     if kernel == "flex" and device == "cpu" and wants_gradient:

@@ -1,42 +1,181 @@
-"""The bands with FlexAttention: CUDA, any dtype, differentiable through the log-sum-exp."""
+"""The bands with FlexAttention: CUDA, any dtype, differentiable through the log-sum-exp.
+
+On CUDA every band is one fused kernel. What that must never become is the same operation unfused,
+which holds all logits at once: so each kind of call is compiled by itself, whole, and everything
+that changes from call to call comes in tensors.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache, lru_cache
+from functools import lru_cache
+from typing import Any
 
 import torch
-from torch.nn.attention.flex_attention import (
-    AuxRequest,
-    BlockMask,
-    create_block_mask,
-    flex_attention,
-)
+from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
 
-from rope_ext.attention.call import Call
-from rope_ext.methods.geometry import Geometry
+from rope_ext.attention import fused
+from rope_ext.attention.call import Call, Turn
+from rope_ext.attention.extent import blocks, extent
+from rope_ext.methods.geometry import ChunkGap, Distance, Geometry
 
-_FLOOR = -1e30
-"""In place of a log-sum-exp of -inf, whose gradient is not a number."""
-
-
-@cache
-def _compiled(function: Callable) -> Callable:
-    return torch.compile(function, dynamic=True)
+_BLOCK = 128
+"""Tokens of a block of the mask."""
+_OPEN = 2**30
+"""Stands for ``last=None`` in a mask: no distance is as large."""
+LEAST_COLUMNS = 16
+"""Of a head: a product of matrices on the device has as many."""
 
 
-@lru_cache(maxsize=64)
-def _block_mask(
-    geometry: Geometry, queries: int, keys: int, start: int, device: torch.device
-) -> BlockMask:
-    def seen(
-        _batch: torch.Tensor, _head: torch.Tensor, row: torch.Tensor, column: torch.Tensor
+def takes(query: torch.Tensor, value: torch.Tensor) -> bool:
+    """Whether the fused kernel has heads of this size and numbers of this type."""
+    columns = min(query.shape[-1], value.shape[-1])
+    return columns >= LEAST_COLUMNS and query.dtype != torch.float64
+
+
+def _whole(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: str | float
+) -> tuple:
+    for x in (query, key, value):
+        torch._dynamo.mark_static(x, 0)  # keys are split among processors if the rows are known
+    return flex_attention(query, key, value, scale=float(scale), return_aux=AuxRequest(lse=True))
+
+
+def _masked(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    scale: str | float,
+    mask: BlockMask | None,
+    cap: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    apart: torch.Tensor | None,
+) -> tuple:
+    """Output and log-sum-exp.
+
+    Args:
+        query: as :func:`flex_attention` has it, as the next three.
+        key: of the band only.
+        value: likewise.
+        scale: of the logits; in words, since a number would be a symbol in the graph.
+        mask: of the band; None: all is seen.
+        cap: the soft cap, a tensor without dimensions, as is ``apart``.
+        bias: of :class:`Call`.
+        apart: how many tokens the first query is from the first key.
+    """
+
+    def changed(
+        score: torch.Tensor,
+        _batch: torch.Tensor,
+        head: torch.Tensor,
+        row: torch.Tensor,
+        column: torch.Tensor,
     ) -> torch.Tensor:
-        return geometry.sees(row + (start + keys - queries), column + start)
+        if cap is not None:
+            score = cap * torch.tanh(score / cap)
+        if bias is not None:
+            score = score + bias[head, (apart + row - column).clamp(0, bias.shape[1] - 1)]
+        return score
 
-    build = _compiled(create_block_mask) if device.type == "cuda" else create_block_mask
-    with torch.inference_mode(False):  # kept for calls that train as well
-        return build(seen, None, None, queries, keys, device=device)
+    return flex_attention(
+        query,
+        key,
+        value,
+        score_mod=None if cap is None and bias is None else changed,
+        block_mask=mask,
+        scale=float(scale),
+        enable_gqa=query.shape[1] != key.shape[1],
+        return_aux=AuxRequest(lse=True),
+    )
+
+
+def _merged(*tensors: torch.Tensor | None) -> torch.Tensor:
+    """Outputs of disjoint keys merged by their log-sum-exps, in the dtype of the latter.
+
+    The tensors are as many outputs as log-sum-exps, and the sinks of :class:`Call`, or None.
+    """
+    *both, sinks = tensors
+    count = len(both) // 2
+    logs = [x.clamp(min=-1e30) for x in both[count:]]  # -inf has no gradient
+    if sinks is not None:
+        logs.append(sinks.to(logs[0].dtype).unsqueeze(1).expand_as(logs[0]))
+    total = 0
+    for out, weight in zip(both[:count], torch.stack(logs).softmax(dim=0), strict=False):
+        total = total + weight.unsqueeze(-1) * out
+    return total
+
+
+@lru_cache(maxsize=16)
+def _block_mask(
+    geometry: Geometry,
+    queries: int,
+    keys: int,
+    query: int,
+    key: int,
+    device: torch.device,
+) -> BlockMask:
+    """Of queries from the token ``query`` on and keys from ``key`` on.
+
+    Nothing as large as queries times keys is made, and nothing waits for the device.
+    """
+    with torch.inference_mode(False), torch.no_grad():  # kept for calls that train as well
+        row, column = (
+            torch.arange(first, first + count, _BLOCK, device=device)
+            for first, count in ((query, queries), (key, keys))
+        )
+        row = row.unsqueeze(1)
+        some, every = blocks(geometry, row, column, _BLOCK)
+        every = every & (row + _BLOCK <= query + queries) & (column + _BLOCK <= key + keys)
+        listed = [y for x in (some & ~every, every) for y in _listed(x)]
+        return BlockMask.from_kv_blocks(
+            *listed,
+            BLOCK_SIZE=_BLOCK,
+            mask_mod=_seen(geometry, query, key, device),
+            seq_lengths=(queries, keys),
+        )
+
+
+def _listed(seen: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """How many blocks of keys each block of queries has, and which, those first."""
+    order = torch.argsort(seen.int(), dim=-1, descending=True, stable=True)
+    return tuple(x.int().view(1, 1, *x.shape) for x in (seen.sum(-1), order))
+
+
+def _seen(geometry: Geometry, query: int, key: int, device: torch.device) -> Callable:
+    """``geometry.sees`` with its numbers in tensors, so that one kernel serves them all."""
+
+    def number(value: int | None) -> torch.Tensor:  # filled on the device, which is not waited for
+        value = _OPEN if value is None else value
+        return torch.full((), value, dtype=torch.int32, device=device)
+
+    query, key = number(query), number(key)
+    if isinstance(geometry, Distance):
+        first, last = number(max(geometry.first, 0)), number(geometry.last)
+
+        def seen(_batch: Any, _head: Any, row: torch.Tensor, column: torch.Tensor) -> torch.Tensor:
+            distance = (row + query) - (column + key)
+            return (distance >= first) & (distance < last)
+
+    elif isinstance(geometry, ChunkGap):
+        size, first, last = (number(x) for x in (geometry.size, geometry.first, geometry.last))
+
+        def seen(_batch: Any, _head: Any, row: torch.Tensor, column: torch.Tensor) -> torch.Tensor:
+            row, column = row + query, column + key
+            gap = row // size - column // size
+            return (row >= column) & (gap >= first) & (gap <= last)
+
+    else:
+        count, first = number(geometry.count), number(geometry.first)
+
+        def seen(_batch: Any, _head: Any, row: torch.Tensor, column: torch.Tensor) -> torch.Tensor:
+            row, column = row + query, column + key
+            return (row - column >= first) & (column < count)
+
+    return seen
+
+
+def _part(turn: Turn, keys: slice) -> Turn:
+    return turn and tuple(x if len(x) == 1 else x[keys] for x in turn)
 
 
 def attend(
@@ -50,46 +189,62 @@ def attend(
 
     ``merged``: output and log-sum-exp of keys that are in no band.
     """
-    before = key.shape[2] - query.shape[2]
-
-    def changed(
-        score: torch.Tensor,
-        _batch: torch.Tensor,
-        head: torch.Tensor,
-        row: torch.Tensor,
-        column: torch.Tensor,
-    ) -> torch.Tensor:
-        if call.softcap is not None:
-            score = call.softcap * torch.tanh(score / call.softcap)
-        if call.bias is not None:
-            score = score + call.bias[head, (before + row - column).clamp(0, last)]
-        return score
-
-    last = 0 if call.bias is None else call.bias.shape[1] - 1
-    plain = call.softcap is None and call.bias is None
-
-    run = _compiled(flex_attention) if query.is_cuda else flex_attention
+    (batch, heads, queries, columns), (kv_heads, keys) = query.shape, key.shape[1:3]
     query = call.warmed(query)
+    scale = repr(float(call.scale)) if fused.fuses(query) else call.scale
+    cap = None if call.softcap is None else query.new_full((), call.softcap, dtype=torch.float32)
+    together = queries == 1 and call.bias is None
+    if together:  # the heads of a key are rows of one call, to which all keys of a band are seen
+        query = query.reshape(batch, kv_heads, heads // kv_heads, columns)
     outs, logs = [], []
     for band in call.bands:
-        out, aux = run(
-            call.pairs.rotate(query, band.query),
-            call.pairs.rotate(key, band.key),
-            value,
-            score_mod=None if plain else changed,
-            block_mask=_block_mask(
-                band.geometry, query.shape[2], key.shape[2], call.start, query.device
-            ),
-            scale=call.scale,
-            enable_gqa=query.shape[1] != key.shape[1],
-            return_aux=AuxRequest(lse=True),
+        part = extent(band.geometry, queries, keys, call.start)
+        count = part.stop - part.start
+        if not count:
+            continue
+        tensors = (
+            fused.rotate(call.pairs, query, band.query),
+            fused.rotate(call.pairs, key.narrow(2, part.start, count), _part(band.key, part)),
+            value.narrow(2, part.start, count),
         )
-        outs.append(out)
-        logs.append(aux.lse.clamp(min=_FLOOR))
+        if together and cap is None:
+            out, aux = fused.run(_whole, *tensors, scale, kind=(scale, batch, heads, kv_heads))
+        else:
+            mask = apart = None
+            if queries > 1:
+                at = call.start + keys - queries
+                mask = _block_mask(
+                    band.geometry,
+                    queries,
+                    count,
+                    at,
+                    call.start + part.start,
+                    query.device,
+                )
+            if call.bias is not None:
+                apart = torch.full((), keys - queries - part.start, device=query.device)
+            sizes = (1, queries, count, -(-queries // _BLOCK), -(-count // _BLOCK))
+            alike = (sizes.index(size) for size in sizes)  # dynamo takes equal ones for the same
+            kind = (
+                scale,
+                type(band.geometry),
+                cap is None,
+                call.bias is None,
+                heads,
+                kv_heads,
+                *alike,
+            )
+            given = (scale, mask, cap, call.bias, apart)
+            out, aux = fused.run(_masked, *tensors, *given, kind=kind)
+        outs.append(out.reshape(batch, heads, queries, -1))
+        logs.append(aux.lse.reshape(batch, heads, queries))
     if merged is not None:
-        outs.append(merged[0].to(outs[0].dtype))
-        logs.append(merged[1].to(logs[0].dtype))
-    if call.sinks is not None:
-        logs.append(call.sinks.to(logs[0].dtype)[:, None].expand_as(logs[0]))
-    weights = torch.stack(logs).softmax(dim=0)[: len(outs), ..., None]
-    return (weights * torch.stack(outs)).sum(dim=0).to(value.dtype)
+        outs.append(merged[0])
+        logs.append(merged[1])
+    if not outs:
+        return value.new_zeros(batch, heads, queries, value.shape[-1])
+    if len(outs) == 1 and call.sinks is None:
+        return outs[0].to(value.dtype)
+    wide = torch.promote_types(logs[0].dtype, torch.float32)
+    logs = [x.to(wide) for x in logs]
+    return fused.run(_merged, *outs, *logs, call.sinks).to(value.dtype)

@@ -37,9 +37,11 @@ Tables = Sequence[torch.Tensor | None]
 """Those of queries, of keys and of values, as :class:`ByTables` has them, in float32 or better."""
 
 
-def _takes(call: Call, device: torch.device) -> bool:
+def _takes(call: Call, query: torch.Tensor, value: torch.Tensor) -> bool:
     """Whether it asks for nothing but scores: one band of distances, not turned, no soft cap."""
-    if device.type not in ("cpu", "cuda") or len(call.bands) != 1:
+    if query.device.type not in ("cpu", "cuda") or len(call.bands) != 1:
+        return False
+    if query.device.type == "cuda" and not flex.takes(query, value):
         return False
     band = call.bands[0]
     whole = isinstance(band.geometry, Distance) and band.geometry.first == 0
@@ -62,7 +64,7 @@ def by_tables(
     scores: ByTables, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: Call
 ) -> torch.Tensor | None:
     """Attention as :class:`Call` has it; None where it asks for more than this can do."""
-    if not _takes(call, query.device):
+    if not _takes(call, query, value):
         return None
     names, wide = ("of_query", "of_key", "of_value"), _wide(query)
     tables = [scores.learned[x].to(wide) if x in scores.learned else None for x in names]
@@ -93,7 +95,7 @@ def by_sinusoid(
     scores: BySinusoid, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: Call
 ) -> torch.Tensor | None:
     """Attention as :class:`Call` has it; None where it asks for more than this can do."""
-    if not _takes(call, query.device):
+    if not _takes(call, query, value):
         return None
     query, (queries, keys) = call.warmed(query), (query.shape[2], key.shape[2])
     table = _sinusoid(scores, keys, query)

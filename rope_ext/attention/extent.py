@@ -1,0 +1,67 @@
+"""Where the keys of a band lie, and which blocks of queries and keys it fills, in closed form."""
+
+from __future__ import annotations
+
+import torch
+
+from rope_ext.methods.geometry import ChunkGap, Distance, Geometry, Sinks
+
+
+def extent(geometry: Geometry, queries: int, keys: int, start: int = 0) -> slice:
+    """The keys that some query sees in a band; an empty slice where there are none.
+
+    The queries are the last of the keys, key 0 is token ``start``.
+    """
+    end = start + keys
+    first, last = start, end - 1  # tokens
+    query = end - queries  # the first one
+    if isinstance(geometry, ChunkGap):
+        size = geometry.size
+        if geometry.first > 0:
+            last = min(last, ((end - 1) // size - geometry.first + 1) * size - 1)
+        if geometry.last is not None:
+            first = max(first, (query // size - geometry.last) * size)
+    else:
+        near = max(geometry.first, 0)
+        last = min(last, end - 1 - near)
+        if isinstance(geometry, Sinks):
+            last = min(last, geometry.count - 1)
+        elif geometry.last is not None:
+            seeing = max(query, start + near)  # the first query that sees a key
+            first = max(first, seeing - geometry.last + 1)
+            last = last if near < geometry.last else first - 1
+    return slice(first - start, max(last + 1, first) - start)
+
+
+def blocks(
+    geometry: Geometry, query: torch.Tensor, key: torch.Tensor, size: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Of blocks of ``size`` tokens: whether some query sees some key in a band, and all do all.
+
+    Args:
+        geometry: of the band.
+        query: the first token of each block of queries, int64, ``[blocks of queries, 1]``.
+        key: of each block of keys, ``[blocks of keys]``.
+        size: tokens.
+
+    Returns:
+        Bool, ``[blocks of queries, blocks of keys]`` each. The first may hold where nothing is
+        seen; the second is exact.
+    """
+    least, most = query - key - size + 1, query - key + size - 1  # distances
+    if isinstance(geometry, ChunkGap):
+        chunk = geometry.size
+        near = query // chunk - (key + size - 1) // chunk  # the least gap of chunks
+        far = (query + size - 1) // chunk - key // chunk
+        some = (most >= 0) & (far >= geometry.first)
+        every = (least >= 0) & (near >= geometry.first)
+        if geometry.last is not None:
+            some, every = some & (near <= geometry.last), every & (far <= geometry.last)
+        return some, every
+    first = max(geometry.first, 0) if isinstance(geometry, Distance) else geometry.first
+    some, every = most >= first, least >= first
+    if isinstance(geometry, Sinks):
+        some, every = some & (key < geometry.count), every & (key + size <= geometry.count)
+    elif geometry.last is not None:
+        some, every = some & (least < geometry.last), every & (most < geometry.last)
+    return some, every

@@ -1,0 +1,72 @@
+"""Functions compiled by themselves, on GPUs: never beyond their limit, never in another form."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from functools import cache
+from types import FunctionType
+from typing import Any
+
+import torch
+
+from rope_ext.attention.call import Pairs, Turn
+
+_copies = itertools.count()
+
+
+def fuses(x: torch.Tensor) -> bool:
+    """Whether something is to be gained; within a graph all is compiled anyway."""
+    return x.is_cuda and not torch.compiler.is_compiling()
+
+
+def run(function: FunctionType, *given: Any, kind: tuple[Any, ...] = ()) -> Any:
+    """``function(*given)``, compiled for calls of this kind if the first tensor is on a GPU.
+
+    Args:
+        function: without a closure.
+        given: what it takes, tensors first.
+        kind: hashable; what besides the properties of the tensors asks for a kernel of its own.
+    """
+    if not fuses(given[0]):
+        return function(*given)
+    tensors = [x for x in given if isinstance(x, torch.Tensor)]
+    return _compiled(function, *kind, *_modes(), *map(_kind, tensors))(*given)
+
+
+@cache
+def _compiled(function: FunctionType, *_kind: Any) -> Callable:
+    """``function`` with a limit of recompilations of its own.
+
+    Dynamo counts them by code object, and beyond the limit it runs a function as it is written;
+    under ``fullgraph`` it raises instead.
+    """
+    code = function.__code__
+    code = code.replace(co_name=f"{code.co_name}_{next(_copies)}")
+    own = FunctionType(code, function.__globals__, code.co_name, function.__defaults__)
+    return torch.compile(own, dynamic=True, fullgraph=True)
+
+
+def _modes() -> tuple[bool, bool]:
+    return torch.is_grad_enabled(), torch.is_inference_mode_enabled()
+
+
+def _kind(x: torch.Tensor) -> tuple[Any, ...]:
+    """What dynamo makes a graph of its own for; of the sizes, columns of heads and ones."""
+    ones = tuple(size == 1 for size in x.shape)
+    return x.dtype, x.device, x.requires_grad, x.is_inference(), x.shape[3:], ones
+
+
+def rotate(pairs: Pairs, x: torch.Tensor, turn: Turn) -> torch.Tensor:
+    """As :meth:`Pairs.rotate`."""
+    return x if turn is None else run(_rotate, x, *turn, pairs.first, pairs.second)
+
+
+def _rotate(
+    x: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    first: slice | torch.Tensor,
+    second: slice | torch.Tensor,
+) -> torch.Tensor:
+    return Pairs(first, second).rotate(x, (cos, sin))

@@ -8,6 +8,7 @@ from rope_ext.attention import (
     blocked,
     fire,  # noqa: F401
     flash,
+    flash_cuda,
     flex,
     reference,
     relative,
@@ -36,7 +37,7 @@ def attend(
 ) -> torch.Tensor:
     """Attention as :class:`Call` has it, by the kernel that fits.
 
-    ``kernel`` is ``"flash"`` (CPU), ``"flex"`` (CUDA), ``"reference"``
+    ``kernel`` is ``"flash"`` (CPU, or half precision on CUDA), ``"flex"`` (CUDA), ``"reference"``
     (anywhere, slow), or ``"auto"``: on a CPU ``"flash"``, on CUDA ``"flex"``, where they can do it.
     Under autocast query, key and value are cast as for torch's own attention.
 
@@ -65,9 +66,16 @@ def attend(
             kernel = "reference"
         if kernel == "flex" and not flex.takes(query, value):
             kernel = "reference"
-    if kernel == "flash" and device != "cpu":
+    if kernel == "flash" and device not in flash.BY_DEVICE:
         raise OptionError(
-            f"kernel='flash' runs on the CPU, these tensors are on {device!r}; use kernel='auto'"
+            f"kernel='flash' runs on CPUs and GPUs of CUDA, these tensors are on {device!r}; use "
+            f"kernel='auto'"
+        )
+    if kernel == "flash" and device == "cuda" and not flash_cuda.takes(query, value, call):
+        raise OptionError(
+            f"kernel='flash' has float16 and bfloat16 on a GPU, heads of a multiple of 8 up to 256 "
+            f"columns, and no bias; this is {query.dtype} with {query.shape[-1]} columns"
+            f"{'' if call.bias is None else ' and a bias'}; use kernel='auto'"
         )
     if kernel == "flash" and call.softcap is not None:
         raise OptionError("kernel='flash' has no soft cap; use kernel='reference' or 'auto'")

@@ -8,7 +8,7 @@ et al. 2023). Only query, key, value, output and log-sum-exp are saved; rotation
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 
 import torch
@@ -81,12 +81,14 @@ def _corner(row: int, rows: int, key: int, before: int) -> Iterator[Tile]:
         yield Tile(row, rows, key + before, rows, "causal")
 
 
-def _triangle(queries: int, keys: int, first: int, count: int) -> Iterator[Tile]:
+def _triangle(
+    queries: int, keys: int, first: int, count: int, corner: Callable[..., Iterator[Tile]] = _corner
+) -> Iterator[Tile]:
     """Of the first ``count`` keys those at least ``first`` tokens away."""
     seen = keys - queries + 1 - max(first, 0)  # by the first query, if it is positive
     row = max(1 - seen, 0)  # the first query that sees a key
     growing = min(queries, max(count - seen + 1, row))  # from here on all `count` are seen
-    yield from _corner(row, growing - row, 0, seen + row - 1)
+    yield from corner(row, growing - row, 0, seen + row - 1)
     yield Tile(growing, queries - growing, 0, count)
 
 
@@ -118,7 +120,13 @@ def _strips(geometry: Distance, queries: int, keys: int) -> list[Tile]:
     return [] if last is not None and last <= first else found
 
 
-def _chunks(geometry: ChunkGap, queries: int, keys: int, start: int) -> Iterator[Tile]:
+def _chunks(
+    geometry: ChunkGap,
+    queries: int,
+    keys: int,
+    start: int,
+    corner: Callable[..., Iterator[Tile]] = _corner,
+) -> Iterator[Tile]:
     size = geometry.size
     end = start + keys
     for chunk in range((end - queries) // size, (end - 1) // size + 1):
@@ -126,7 +134,7 @@ def _chunks(geometry: ChunkGap, queries: int, keys: int, start: int) -> Iterator
         rows = min((chunk + 1) * size, end) - row
         low = start if geometry.last is None else max((chunk - geometry.last) * size, start)
         if geometry.first <= 0:
-            yield from _corner(row - end + queries, rows, low - start, row - low)
+            yield from corner(row - end + queries, rows, low - start, row - low)
         else:
             high = (chunk - geometry.first + 1) * size
             yield Tile(row - end + queries, rows, low - start, high - low)
@@ -578,8 +586,8 @@ def _bands(
     start: int,
     scale: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    call = _unpack(sinks, bias, tables, plan, start, scale)
-    return _attend(query, key, value, call, None if before is None else (before, before_lse))
+    call, attend = _unpack(sinks, bias, tables, plan, start, scale), BY_DEVICE[query.device.type][0]
+    return attend(query, key, value, call, None if before is None else (before, before_lse))
 
 
 @_bands.register_fake
@@ -605,7 +613,22 @@ def _bands_backward(
     scale: float,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     call = _unpack(None, bias, tables, plan, start, scale)
-    pairs, keys = call.pairs, key.shape[2]
+    differentiate = BY_DEVICE[query.device.type][1]
+    return differentiate(grad, query, key, value, out, lse, call, learns)
+
+
+def _backward(
+    grad: torch.Tensor,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    call: Call,
+    learns: bool,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Gradients of query, key and value, and of the bias if it learns."""
+    pairs, keys, scale, bias = call.pairs, key.shape[2], call.scale, call.bias
     wide = _wide(query.dtype)
     grads = [torch.zeros_like(x, dtype=wide) for x in (query, key, value)]
     q, o, m, g, grad_q = _grouped(key, query, out, lse[..., None], grad, grads[0])
@@ -711,6 +734,10 @@ def _add_broadcast(total: torch.Tensor, x: torch.Tensor) -> None:
     total.add_(x)
 
 
+BY_DEVICE: dict[str, tuple[Callable, Callable]] = {"cpu": (_attend, _backward)}
+"""By the type of device what computes bands, and what their gradients."""
+
+
 @_bands_backward.register_fake
 def _(grad, query, key, value, out, lse, bias, learns, *_rest):  # noqa: ANN001, ANN002, ANN202
     grad_bias = torch.empty_like(bias, dtype=lse.dtype) if learns else query.new_empty(0)
@@ -793,5 +820,5 @@ def attend(
         plan, tables = _pack(call)
         out, _ = _bands(*inputs, tables, plan, call.start, call.scale)
     else:  # without what the operator costs in each step of decoding
-        out, _ = _attend(query, key, value, call, before)
+        out, _ = BY_DEVICE[query.device.type][0](query, key, value, call, before)
     return out[..., :value_columns]

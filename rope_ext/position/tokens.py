@@ -48,13 +48,13 @@ class Forward:
         self.map, self.rows, self.tokens, self.filled = position_map, rows, tokens, filled
         self.cache, self.weights = cache, weights
         self.known: KeyPositions | None = None
-        self.padding_known: torch.Tensor | None = None
         if padding is not None:
             padding = padding[:, : filled + tokens].bool()
             padding = nn.functional.pad(padding, (0, filled + tokens - padding.shape[1]))
-            self.padding_known = padding.cpu()  # read once, since reading waits for a GPU
-            padding = None if bool(self.padding_known.all()) else padding
+            known = padding.cpu()  # read once, since reading waits for a GPU
+            padding = None if bool(known.all()) else padding
         self.padding = padding
+        self.padding_known = None if padding is None else known
         self.t: torch.Tensor | None = None
         self.documents: torch.Tensor | None = None
         self.entering: torch.Tensor | None = None  # what the positions change the layers' input by

@@ -24,23 +24,33 @@ from rope_ext.attention import Call, Pairs, Turn, TurnedBand, reference
 from rope_ext.methods.geometry import ChunkGap, Distance
 
 HEADS = 8
-HALVES = Pairs(slice(0, COLUMNS // 2), slice(COLUMNS // 2, COLUMNS))
-SCALE = COLUMNS**-0.5
 DENSE_MOST = 4096
 """Tokens up to which the dense form fits into memory."""
 
 
-def turn(positions: torch.Tensor) -> Turn:
-    inv_freq = 10000.0 ** -(torch.arange(0, COLUMNS, 2) / COLUMNS)
+def halves(columns: int) -> Pairs:
+    return Pairs(slice(0, columns // 2), slice(columns // 2, columns))
+
+
+def _turn(positions: torch.Tensor, columns: int = COLUMNS) -> Turn:
+    inv_freq = 10000.0 ** -(torch.arange(0, columns, 2, device=positions.device) / columns)
     angles = positions[:, None] * inv_freq
     return angles.cos(), angles.sin()
 
 
-def bands(variant: str, queries: int, keys: int, window: int) -> list[TurnedBand]:
+def bands(
+    variant: str,
+    queries: int,
+    keys: int,
+    window: int,
+    columns: int = COLUMNS,
+    device: str | torch.device = "cpu",
+) -> list[TurnedBand]:
     """What a method asks of the kernel; in decoding the keys are cached as far as can be."""
-    at = torch.arange(keys, dtype=torch.float32)
+    turn = functools.partial(_turn, columns=columns)
+    at = torch.arange(keys, dtype=torch.float32, device=device)
     own, key = turn(at[-queries:]), turn(at)
-    far = turn(torch.tensor([float(window)]))
+    far = turn(torch.full((1,), float(window), device=device))
     if variant == "rerope":
         return [
             TurnedBand(Distance(0, window), own, key),
@@ -86,24 +96,33 @@ def native(
         key if cached is None else rotary(key, *cached),
         value,
         is_causal=query.shape[2] == key.shape[2],
-        scale=SCALE,
+        scale=query.shape[-1] ** -0.5,
         enable_gqa=query.shape[1] != key.shape[1],
     )
 
 
 def attend(
-    variant: str, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, window: int
+    variant: str,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    window: int,
+    kernel: str = "auto",
 ) -> Callable[[], torch.Tensor]:
     """A call of the variant."""
-    queries, keys = query.shape[2], key.shape[2]
+    queries, keys, columns = query.shape[2], key.shape[2], query.shape[-1]
     if variant == NATIVE:
-        tables = [torch.cat((t, t), dim=-1).to(query.dtype) for t in turn(torch.arange(keys))]
+        made = _turn(torch.arange(keys, device=query.device), columns)
+        tables = [torch.cat((t, t), dim=-1).to(query.dtype) for t in made]
         own = [table[-queries:] for table in tables]
         cached = tables if queries > 1 else None  # a cache holds rotated keys
         return functools.partial(native, query, key, value, own, cached)
-    asked = bands("rerope" if variant == "dense" else variant, queries, keys, window)
-    run = reference.attend if variant == "dense" else attention.attend
-    return functools.partial(run, query, key, value, Call(asked, HALVES, SCALE))
+    of_method = "rerope" if variant == "dense" else variant
+    asked = bands(of_method, queries, keys, window, columns, query.device)
+    call = Call(asked, halves(columns), columns**-0.5)
+    if variant == "dense":
+        return functools.partial(reference.attend, query, key, value, call)
+    return functools.partial(attention.attend, query, key, value, call, kernel)
 
 
 def variants(length: int, window: int, dtype: torch.dtype) -> dict[str, Attend]:

@@ -24,16 +24,24 @@ Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], Callable[[], torch
 
 
 def tensors(
-    heads: int, kv_heads: int, queries: int, keys: int, dtype: torch.dtype
+    heads: int,
+    kv_heads: int,
+    queries: int,
+    keys: int,
+    dtype: torch.dtype,
+    columns: int = COLUMNS,
+    device: str = "cpu",
 ) -> list[torch.Tensor]:
     """Query, key and value as a projection leaves them, tokens before heads in memory.
 
     A single query finds them as a cache does, heads before tokens.
     """
-    generator = torch.Generator().manual_seed(0)
+    generator = torch.Generator(device).manual_seed(0)
     shapes = ((queries, heads), (keys, kv_heads), (keys, kv_heads))
     made = [
-        torch.randn(1, *shape, COLUMNS, generator=generator).to(dtype).transpose(1, 2)
+        torch.randn(1, *shape, columns, generator=generator, device=device)
+        .to(dtype)
+        .transpose(1, 2)
         for shape in shapes
     ]
     return made if queries > 1 else [x.contiguous() for x in made]
@@ -43,16 +51,30 @@ def trained(run: Callable[[], torch.Tensor], inputs: list[torch.Tensor]) -> None
     torch.autograd.grad(run().sum(), inputs)
 
 
-def ratios(runs: dict[str, Callable[[], object]], rounds: int) -> dict[str, tuple[float, float]]:
+def seconds_of(run: Callable[[], object], device: str = "cpu") -> float:
+    """Of one call; on a GPU those of its stream, without what starting it takes if it is short."""
+    if device == "cuda":
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        run()
+        end.record()
+        end.synchronize()
+        return begin.elapsed_time(end) / 1e3
+    start = time.perf_counter()
+    run()
+    return time.perf_counter() - start
+
+
+def ratios(
+    runs: dict[str, Callable[[], object]], rounds: int, device: str = "cpu"
+) -> dict[str, tuple[float, float]]:
     """Median seconds, and the median ratio to native of the same round."""
     seconds: dict[str, list[float]] = {variant: [] for variant in runs}
     for run in runs.values():  # warm up
         run()
     for _ in range(rounds):
         for variant, run in runs.items():
-            start = time.perf_counter()
-            run()
-            seconds[variant].append(time.perf_counter() - start)
+            seconds[variant].append(seconds_of(run, device))
     return {
         variant: (
             statistics.median(values),

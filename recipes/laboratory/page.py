@@ -92,7 +92,7 @@ def _lead(results: Results) -> list[str]:
         near = [
             name
             for name in order[1:]
-            if not ((found := difference(by[name], by[best])) and found.clear)
+            if (found := difference(by[name], by[best])) and not found.clear
         ]
         also = f"; not told apart from it: {', '.join(near)}" if near else ""
         words.append(f"{best} has {told} ({_number(measure, values[best])}){also}.")

@@ -249,8 +249,15 @@ def test_accelerate_hooks_stay_in_place(ids, offload: str, name: str) -> None:
     assert torch.equal(logits(rope_ext.unpatch(model), ids), plain)
 
 
-@pytest.mark.parametrize("name", ["yarn", pytest.param("dynamic_ntk", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("when", ["before", "after"])
+@pytest.mark.parametrize(
+    ("when", "name"),
+    [
+        ("before", "yarn"),
+        pytest.param("after", "yarn", marks=pytest.mark.slow),
+        pytest.param("before", "dynamic_ntk", marks=pytest.mark.slow),
+        pytest.param("after", "dynamic_ntk", marks=pytest.mark.slow),
+    ],
+)
 def test_torch_compile_before_or_after(ids, when: str, name: str) -> None:
     torch.compiler.reset()
     plain = logits(tiny_llama(), ids)
@@ -267,7 +274,7 @@ def test_torch_compile_before_or_after(ids, when: str, name: str) -> None:
     torch.testing.assert_close(logits(compiled, ids), plain)
 
 
-@pytest.mark.parametrize("precise", [False, True])
+@pytest.mark.parametrize("precise", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_static_methods_compile_without_a_graph_break(model, ids, precise: bool) -> None:
     torch.compiler.reset()
     rope_ext.patch(model, "yarn", factor=4, precise=precise)
@@ -277,6 +284,7 @@ def test_static_methods_compile_without_a_graph_break(model, ids, precise: bool)
         torch.testing.assert_close(ours, model.model(ids, use_cache=False).last_hidden_state)
 
 
+@pytest.mark.slow
 def test_a_compiled_graph_made_without_hooks_does_not_serve_a_patch_with_them(model, ids) -> None:
     torch.compiler.reset()
     said = logits(rope_ext.patch(tiny_llama(), "dynamic_ntk", factor=4), ids)

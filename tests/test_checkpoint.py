@@ -55,7 +55,7 @@ def found(model, tokenizer, length: int, trials: int) -> int:
 
 
 def losses(model, tokenizer, documents, length: int) -> float:
-    windows = choose_windows(documents, [LENGTH, 4 * LENGTH], 4, beginning(tokenizer), None, seed=0)
+    windows = choose_windows(documents, [LENGTH, 4 * LENGTH], 2, beginning(tokenizer), None, seed=0)
     return float(score(model, windows.at(length), windows.scored)[0].mean())
 
 

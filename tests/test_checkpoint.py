@@ -24,7 +24,7 @@ MENDED_BY = {  # and how many of five passkeys at least; the second one asks for
 }
 
 
-@pytest.fixture(scope="module", params=NAMES)
+@pytest.fixture(scope="module", params=[NAMES[0], pytest.param(NAMES[1], marks=pytest.mark.slow)])
 def path(request) -> Path:
     return FOLDER / request.param
 

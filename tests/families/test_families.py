@@ -38,20 +38,16 @@ REFUSED = {
 WINDOW_ONLY = {"beam", "cohere_compass_text", "moshi", "recurrent_gemma"}
 WINDOW_OFF = {"ministral", "mistral"}  # supported without their window, refused with it
 USED = {  # by the most people, or one of each kind of rotation, layers and verdict
-    "cohere2",
     "deepseek_v3",
     "falcon",
     "gemma3_text",
-    "glm4",
     "gpt_oss",
     "gptj",
     "llama",
-    "llama4_text",
     "mistral",
     "moshi",
     "phi3",
     "qwen3",
-    "smollm3",
 }
 NOT_BUILDABLE = {"gemma3n", "gemma4_assistant", "gemma4_unified_assistant"}
 

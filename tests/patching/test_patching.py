@@ -45,6 +45,7 @@ METHODS: dict[str, dict[str, Any]] = {
 }
 FAMILIES = ["llama", "gemma3_text", "gpt_neox", "phi3"]
 SAVED = list(METHODS)[: list(METHODS).index("dynamic_yarn")]
+NATIVE = ["pi", "ntk", "yarn", "llama3", "longrope", "dynamic_ntk"]
 
 
 def options(name: str) -> dict[str, Any]:
@@ -327,8 +328,12 @@ def test_two_patched_models_cannot_share_one_configuration(model, ids) -> None:
 
 @pytest.mark.parametrize(
     ("family", "name"),
-    # Phi-3's configuration refuses the dynamic type.
-    [pair for pair in product(FAMILIES, SAVED) if pair != ("phi3", "dynamic_ntk")],
+    # Every method on one family; on the others the types that transformers has, of which
+    # Phi-3's configuration refuses the dynamic one.
+    [
+        *(("llama", name) for name in SAVED),
+        *(pair for pair in product(FAMILIES[1:], NATIVE) if pair != ("phi3", "dynamic_ntk")),
+    ],
 )
 def test_plain_transformers_reloads_the_same_logits(tmp_path, ids, name: str, family: str) -> None:
     model = tiny_model(family)

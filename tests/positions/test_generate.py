@@ -36,8 +36,8 @@ def without_cache() -> dict[tuple, torch.Tensor]:
 @pytest.mark.parametrize(
     ("kind", "name", "how"),
     [
-        *(("llama", name, how) for name in GEOMETRIES for how in HOW),
-        *(("llama", name, how) for name in METHODS if name not in GEOMETRIES for how in FEW),
+        *(("llama", name, how) for name in GEOMETRIES[:3] for how in HOW),
+        *(("llama", name, how) for name in METHODS if name not in GEOMETRIES[:3] for how in FEW),
         *((kind, "self_extend", how) for kind in KINDS[1::2] for how in EVERY[:8:2]),
         *((kind, "self_extend", how) for kind in KINDS[2::2] for how in EVERY[1:8:2]),
     ],
@@ -59,8 +59,14 @@ def test_generate_writes_what_it_writes_without_a_cache(
     assert torch.equal(model.generate(prompt, **settings), without_cache[key])
 
 
-@pytest.mark.parametrize("how", [{}, {"num_beams": 3}, {"cache_implementation": "static"}])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("kind", "how"),
+    [
+        *(("llama", how) for how in ({}, {"num_beams": 3}, {"cache_implementation": "static"})),
+        *((kind, {}) for kind in KINDS[1::2]),
+        *((kind, {"num_beams": 3, "cache_implementation": "static"}) for kind in KINDS[2::2]),
+    ],
+)
 def test_generate_serves_rows_of_different_lengths_as_if_alone(kind: str, how, ids) -> None:
     family = FAMILIES[kind]
     model = patch(family.model(), **family.options)

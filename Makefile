@@ -79,7 +79,7 @@ laboratory: $(VENV)/installed ## encodings trained from scratch and compared, a 
 # Two workers with two threads each would spin against each other on two cores.
 test test-all: export OMP_NUM_THREADS = 1
 test: $(VENV)/installed
-	$(BIN)/python -m pytest -n 2 -m "not slow"
+	$(BIN)/python -m pytest -n 2 --dist worksteal -m "not slow"
 
 test-all: $(VENV)/installed engine-sources
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt \

@@ -20,13 +20,20 @@ from rope_ext.attention import Call, Pairs, TurnedBand, flash, flex, reference
 from rope_ext.attention.reference import Places
 from rope_ext.errors import OptionError
 from rope_ext.methods.geometry import ChunkGap, Distance, Sinks
-
-COLUMNS = 16
-HALVES = Pairs(slice(0, 8), slice(8, 16))
-INTERLEAVED = Pairs(slice(0, 16, 2), slice(1, 16, 2))
-PARTIAL = Pairs(slice(2, 5), slice(5, 8))
-PERMUTED = Pairs(torch.tensor([3, 0, 11, 8, 6]), torch.tensor([1, 15, 2, 9, 4]))
-LAYOUTS = [HALVES, INTERLEAVED, PARTIAL, PERMUTED]
+from tests.helpers.bands import (
+    COLUMNS,
+    HALVES,
+    LAYOUTS,
+    METHODS,
+    PERMUTED,
+    by,
+    compare,
+    count,
+    inputs,
+    method_bands,
+    oracle,
+    turn,
+)
 
 lengths = st.one_of(st.integers(1, 40), st.integers(100, 420))
 quick = partial(
@@ -35,113 +42,6 @@ quick = partial(
     derandomize=True,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
 )
-
-
-def count(pairs: Pairs) -> int:
-    return torch.arange(COLUMNS)[pairs.first].numel()
-
-
-def turn(positions: torch.Tensor, pairs: int) -> tuple[torch.Tensor, torch.Tensor]:
-    inv_freq = 100.0 ** -(torch.arange(pairs, dtype=torch.float64) / pairs)
-    angles = positions.double()[:, None] * inv_freq
-    return angles.cos().float(), angles.sin().float()
-
-
-def method_bands(
-    method: str, size: int, pairs: int, queries: torch.Tensor, keys: torch.Tensor
-) -> list[TurnedBand]:
-    """What each method asks for; ``queries`` and ``keys`` are their positions."""
-    own, key = turn(queries, pairs), turn(keys, pairs)
-    near, far = Distance(0, size), Distance(size, None)
-    constant = turn(torch.tensor([float(size)]), pairs)
-    grouped = turn(queries // 4 + size - size // 4, pairs)
-    return {
-        "rerope": [TurnedBand(near, own, key), TurnedBand(far, constant, None)],
-        "leaky": [TurnedBand(near, own, key), TurnedBand(far, grouped, turn(keys // 4, pairs))],
-        "leaky, cached": [TurnedBand(near, own, key), TurnedBand(far, grouped, None)],
-        "string": [
-            TurnedBand(near, own, None),
-            TurnedBand(far, turn(queries - size + 2, pairs), None),
-        ],
-        "lm_infinite": [TurnedBand(near, own, key), TurnedBand(Sinks(4, size), constant, None)],
-        "dual_chunk": [
-            TurnedBand(ChunkGap(size, 0, 0), own, None),
-            TurnedBand(ChunkGap(size, 1, 1), turn((queries % size + size), pairs), None),
-            TurnedBand(ChunkGap(size, 2, None), constant, None),
-        ],
-        "chunks": [
-            TurnedBand(ChunkGap(size, 0, 1), own, key),
-            TurnedBand(ChunkGap(size, 2, 3), None, key),
-        ],
-        "three": [
-            TurnedBand(near, own, key),
-            TurnedBand(Distance(size, 2 * size + 3), grouped, key),
-            TurnedBand(Distance(2 * size + 3, None), None, None),
-        ],
-        "window": [TurnedBand(near, own, key)],
-        "far only": [TurnedBand(far, grouped, key)],
-    }[method]
-
-
-METHODS = (
-    "rerope",
-    "leaky",
-    "leaky, cached",
-    "string",
-    "lm_infinite",
-    "dual_chunk",
-    "chunks",
-    "three",
-    "window",
-    "far only",
-)
-
-
-def inputs(
-    batch: int,
-    heads: int,
-    kv_heads: int,
-    queries: int,
-    keys: int,
-    value_columns: int = COLUMNS,
-    seed: int = 0,
-) -> list[torch.Tensor]:
-    """Query, key, value and the sinks of the heads."""
-    generator = torch.Generator().manual_seed(seed)
-    shapes = [
-        (batch, heads, queries, COLUMNS),
-        (batch, kv_heads, keys, COLUMNS),
-        (batch, kv_heads, keys, value_columns),
-        (heads,),
-    ]
-    return [torch.randn(shape, generator=generator) for shape in shapes]
-
-
-def by(kernel, query, key, value, bands, pairs, **more):
-    """A kernel's answer to a call of these bands."""
-    return kernel(query, key, value, Call(bands, pairs, **{"scale": 0.3, **more}))
-
-
-def oracle(tensors, bands, pairs, temperature=None, dtype=torch.float64, **options):
-    """The dense form in float64; the sinks are the fourth tensor, if any."""
-    query, key, value, *sinks = (x.to(dtype) for x in tensors)
-    options["temperature"] = None if temperature is None else temperature.to(dtype)
-    options["sinks"] = sinks[0] if sinks else None
-    return by(reference.attend, query, key, value, bands, pairs, **options)
-
-
-def compare(run, tensors, bands, pairs, forward=1e-5, backward=1e-4, **options):
-    """Output and gradients of a kernel against the oracle's."""
-    ours = [x.clone().requires_grad_() for x in tensors]
-    exact = [x.double().requires_grad_() for x in tensors]
-    out = by(run, *ours[:3], bands, pairs, sinks=ours[3] if len(ours) > 3 else None, **options)
-    expected = oracle(exact, bands, pairs, **options)
-    torch.testing.assert_close(out.double(), expected, rtol=forward, atol=forward)
-    weight = torch.randn(out.shape, generator=torch.Generator().manual_seed(1))
-    grads = torch.autograd.grad(out, ours, weight.to(out.dtype))
-    expected_grads = torch.autograd.grad(expected, exact, weight.double())
-    for grad, expected_grad in zip(grads, expected_grads, strict=True):
-        torch.testing.assert_close(grad.double(), expected_grad, rtol=backward, atol=backward)
 
 
 @st.composite

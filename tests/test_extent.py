@@ -10,27 +10,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from rope_ext.attention import flex
 from rope_ext.attention.extent import extent
-from rope_ext.methods.geometry import ChunkGap, Distance, Geometry, Sinks
+from rope_ext.methods.geometry import ChunkGap, Distance, Sinks
+from tests.helpers.bands import geometries, seen
 
 CPU = torch.device("cpu")
-
-
-@st.composite
-def geometries(draw) -> Geometry:
-    first, width = draw(st.integers(0, 40)), draw(st.one_of(st.none(), st.integers(0, 60)))
-    last = None if width is None else first + width
-    kind = draw(st.sampled_from([Distance, ChunkGap, Sinks]))
-    if kind is Sinks:
-        return Sinks(draw(st.integers(1, 60)), first)
-    if kind is ChunkGap:
-        first = first // 10
-        return ChunkGap(draw(st.integers(1, 50)), first, None if last is None else first + width)
-    return Distance(first, last)
-
-
-def seen(geometry: Geometry, queries: int, keys: int, start: int) -> torch.Tensor:
-    at = torch.arange(start, start + keys)
-    return geometry.sees(at[keys - queries :, None], at)
 
 
 @settings(max_examples=60, deadline=None, derandomize=True)

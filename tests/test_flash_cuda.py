@@ -9,6 +9,7 @@ from __future__ import annotations
 import pytest
 import torch
 from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -16,8 +17,8 @@ from rope_ext import attention
 from rope_ext.attention import Call, Pairs, TurnedBand, flash, flash_cuda
 from rope_ext.errors import OptionError
 from rope_ext.methods.geometry import ChunkGap, Distance, Sinks
-from tests import test_attention as kernels
-from tests.test_extent import geometries, seen
+from tests.helpers import bands as kernels
+from tests.helpers.bands import geometries, seen
 
 
 def logits(query, key, causal, left, scale):
@@ -64,7 +65,7 @@ def on_cpu(monkeypatch) -> None:
 
 
 @settings(max_examples=60, deadline=None, derandomize=True)
-@given(geometries(), *[kernels.st.integers(*most) for most in ((1, 90), (0, 90), (0, 70))])
+@given(geometries(), *[st.integers(*most) for most in ((1, 90), (0, 90), (0, 70))])
 def test_tiles_have_each_visible_key_once_and_no_row_without_keys(geometry, queries, more, start):
     keys = queries + more
     found = torch.zeros(queries, keys, dtype=torch.int)

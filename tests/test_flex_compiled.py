@@ -116,7 +116,6 @@ def test_beyond_the_limit_of_recompilations_it_raises(graphs) -> None:
         assert other(torch.ones(2), "a").tolist() == [2, 2], "each kind has a limit of its own"
 
 
-@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 def test_keys_are_turned_in_the_band_that_sees_them_only(monkeypatch) -> None:
     """Of 5000 cached keys, those of the window: the far ones are cached as they are wanted."""
     turned, rotate = [], Pairs.rotate
@@ -127,6 +126,7 @@ def test_keys_are_turned_in_the_band_that_sees_them_only(monkeypatch) -> None:
         return rotate(self, x, by)
 
     monkeypatch.setattr(Pairs, "rotate", watched)
+    monkeypatch.setattr(torch_flex, "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG", True)  # quicker
     for queries, expected in ((1, 40), (5, 44)):
         tensors, call = asked(2, queries, 5000)
         with torch.no_grad():

@@ -11,6 +11,7 @@ from transformers import DynamicCache
 import rope_ext
 from rope_ext.attention import placed
 from rope_ext.position.attend import LAYER
+from rope_ext.position.runs import BatchMask
 from rope_ext.position.tokens import stored_rotation
 from tests.helpers.models import tiny_llama
 
@@ -145,3 +146,10 @@ def test_constants_are_copied_to_a_device_once(method) -> None:
         ask()
     assert first.uploads > 0 == second.uploads
     assert not layer.map.inv_freq(layer.layout.site, there).is_inference()
+
+
+def test_a_dense_mask_is_moved_to_each_device_once() -> None:
+    mask = BatchMask(None, given=torch.ones(1, 1, 4, 4, dtype=torch.bool))
+    here, there = torch.device("cpu"), torch.device("meta")
+    assert mask.dense_on(there).device == there and mask.dense_on(here) is mask.given
+    assert mask.dense_on(there) is mask.dense_on(there)

@@ -212,7 +212,7 @@ def test_a_killed_run_resumed_gives_the_same_bytes(checkpoint: Path, tmp_path: P
 def test_two_processes_give_the_bytes_of_one(checkpoint: Path, tmp_path: Path) -> None:
     report.main(arguments(checkpoint, tmp_path / "one", "--batch-size", 2))
     command = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "eval.report"]
-    two = arguments(checkpoint, tmp_path / "two", "--batch-size", 2, "--device", "cpu")
+    two = arguments(checkpoint, tmp_path / "two", "--batch-size", 2)
     done = in_process(*command, *two)
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("Token-weighted perplexity") == 1  # one of them speaks

@@ -6,7 +6,6 @@ import importlib.util
 import json
 import random
 from pathlib import Path
-from typing import Any
 
 import datasets
 import pytest
@@ -45,13 +44,6 @@ def trained(folder: Path) -> dict[str, torch.Tensor]:
     return load_file(file)
 
 
-def loaded(folder: Path, run: str) -> Any:
-    if (folder / run / "adapter_config.json").exists():
-        base = AutoModelForCausalLM.from_pretrained(folder / "model")
-        return rope_ext.load_adapter(base, folder / run).eval()
-    return rope_ext.from_pretrained(folder / run).eval()
-
-
 @pytest.mark.slow
 @pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="needs deepspeed")
 def test_zero3_trains_and_saves_what_one_process_does(folder: Path, ids: torch.Tensor) -> None:
@@ -69,17 +61,21 @@ def test_zero3_trains_and_saves_what_one_process_does(folder: Path, ids: torch.T
     (folder / "runs.json").write_text(json.dumps(words))
     program = ["tests/helpers/launched.py", folder / "runs.json"]
     launch("deepspeed_zero3.yaml", folder, "--num_processes", 2, *program)
-    start = AutoModelForCausalLM.from_pretrained(folder / "model").state_dict()
+    untrained = AutoModelForCausalLM.from_pretrained(folder / "model").eval()
+    start = untrained.state_dict()
     for name in RUNS:
         one, two = f"{name} of one", f"{name} of two"
         torch.testing.assert_close(log(folder / two), log(folder / one), rtol=1e-5, atol=0)
         expected, found = trained(folder / one), trained(folder / two)
         assert {k: v.shape for k, v in found.items()} == {k: v.shape for k, v in expected.items()}
+        assert any("rope_ext_bias" in key for key in found) == ("kerple_log" in name)
         for key, value in expected.items():
             before = start.get(key.removeprefix("base_model.model."))
             moved = value if before is None else value - before
             error = (found[key] - value).norm() / moved.norm().clamp(min=1e-6)
             assert error < 1e-3, f"{name}: {key} is off by {error:.1e} of its way"
         with torch.inference_mode():
-            logits = [loaded(folder, run)(ids).logits for run in (one, two)]
+            models = [rope_ext.from_pretrained(folder / run).eval() for run in (one, two)]
+            logits = [model(ids).logits for model in models]
+        assert not torch.allclose(logits[0], untrained(ids).logits, atol=0.1)
         torch.testing.assert_close(logits[1], logits[0], rtol=0, atol=1e-3)

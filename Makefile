@@ -68,7 +68,7 @@ $(CHECKPOINTS:%=surgery-%): surgery-%: $(VENV)/installed
 	$(BIN)/python -m recipes.surgery $*
 
 PROCESSES ?= 2
-SMALL := --encodings rope,rope_25,nope,alibi,t5 --length 64 --batch 8 --steps 250 --rows 16
+SMALL := --encodings rope,rope_25,nope,alibi,t5 --length 64 --batch 8 --steps 250 --problem-steps 250 --rows 16
 
 # One thread each: cells are shared out to processes, and their threads would spin for the cores.
 laboratory: $(VENV)/installed ## encodings trained from scratch and compared, a small run (10 minutes)
@@ -79,7 +79,7 @@ laboratory: $(VENV)/installed ## encodings trained from scratch and compared, a 
 # Two workers with two threads each would spin against each other on two cores.
 test test-all: export OMP_NUM_THREADS = 1
 test: $(VENV)/installed
-	$(BIN)/python -m pytest -n 2 -m "not slow"
+	$(BIN)/python -m pytest -n 2 --dist worksteal -m "not slow"
 
 test-all: $(VENV)/installed engine-sources
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt \

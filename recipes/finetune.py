@@ -56,6 +56,7 @@ from recipes.stream import Stream
 from rope_ext.errors import OptionError, RopeExtError, first_line
 from rope_ext.measure.models import load_config, load_tokenizer
 from rope_ext.methods import reach
+from rope_ext.position.bias import learned
 
 
 class DivergedError(RopeExtError):
@@ -191,7 +192,9 @@ def with_lora(model: Any, recipe: Recipe) -> Any:
     Raises:
         OptionError: there are no such layers.
     """
-    extra = embeddings_and_norms(model) if recipe.train_embeddings_and_norms else None
+    extra = embeddings_and_norms(model) if recipe.train_embeddings_and_norms else []
+    # What an encoding learns begins as random numbers: adapters around it cannot mend them.
+    encoding = sorted({name.split(".")[-2] for name in learned(model)})
     tied = model.config.get_text_config(decoder=True).tie_word_embeddings
     settings = peft.LoraConfig(
         task_type="CAUSAL_LM",
@@ -199,7 +202,7 @@ def with_lora(model: Any, recipe: Recipe) -> Any:
         lora_alpha=recipe.lora_alpha,
         lora_dropout=recipe.lora_dropout,
         target_modules=recipe.lora_target,
-        modules_to_save=extra,
+        modules_to_save=[*extra, *encoding] or None,
         ensure_weight_tying=bool(extra and tied),
     )
     try:

@@ -2,23 +2,35 @@
 
 from __future__ import annotations
 
+import gc
+from typing import TYPE_CHECKING
+
 import pytest
-import torch
-from transformers import LlamaForCausalLM
-from transformers.utils import logging
 
-from tests.helpers.models import tiny_llama
+if TYPE_CHECKING:
+    import torch
+    from transformers import LlamaForCausalLM
 
-logging.disable_progress_bar()
-logging.set_verbosity_error()
+
+def pytest_collection_finish() -> None:
+    """In the processes that run tests: the one that hands them out needs no transformers."""
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+    logging.set_verbosity_error()
+    gc.freeze()  # modules and tests stay to the end, and need not be looked through again
 
 
 @pytest.fixture
 def model() -> LlamaForCausalLM:
+    from tests.helpers.models import tiny_llama
+
     return tiny_llama()
 
 
 @pytest.fixture
 def ids() -> torch.Tensor:
     """Two rows of 160 tokens, ids 3 and up."""
+    import torch
+
     return torch.randint(3, 128, (2, 160), generator=torch.Generator().manual_seed(1))

@@ -206,7 +206,7 @@ def test_reasons_hold_the_numbers_of_llama_2() -> None:
     assert "Warning" not in str(rope_ext.recommend(wide, 16384))
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=12, deadline=None)
 @given(target=st.integers(LENGTH + 1, 60 * LENGTH), finetune=st.booleans())
 def test_what_is_recommended_reaches_its_target(target: int, finetune: bool) -> None:
     before = model().config.to_dict()
@@ -224,7 +224,7 @@ FAMILIES = ["falcon", "gemma3_text", "gpt_neox", "llama4_text", "phi3", "qwen2",
 
 @pytest.mark.parametrize("model_type", FAMILIES)
 def test_families_accept_what_is_recommended(model_type: str) -> None:
-    for target in (100, 640, 2560):
+    for target in (100, 2560):
         found = rope_ext.recommend(family(model_type), target)
         assert accepted(found, family(model_type)) >= target
         refuses = model_type in ("falcon", "llama4_text")  # docs/FAMILIES.md

@@ -24,7 +24,7 @@ MENDED_BY = {  # and how many of five passkeys at least; the second one asks for
 }
 
 
-@pytest.fixture(scope="module", params=NAMES)
+@pytest.fixture(scope="module", params=[NAMES[0], pytest.param(NAMES[1], marks=pytest.mark.slow)])
 def path(request) -> Path:
     return FOLDER / request.param
 
@@ -55,7 +55,7 @@ def found(model, tokenizer, length: int, trials: int) -> int:
 
 
 def losses(model, tokenizer, documents, length: int) -> float:
-    windows = choose_windows(documents, [LENGTH, 4 * LENGTH], 4, beginning(tokenizer), None, seed=0)
+    windows = choose_windows(documents, [LENGTH, 4 * LENGTH], 2, beginning(tokenizer), None, seed=0)
     return float(score(model, windows.at(length), windows.scored)[0].mean())
 
 

@@ -31,6 +31,9 @@ from rope_ext.measure.run import Crew
 
 TEXT, LENGTHS = "text", "tasks"
 """The two subjects."""
+_SIZES = tuple(
+    ["steps", "problem_steps", "length", "width", "layers", "heads", "batch", "problems", "rows"]
+)
 
 
 def arguments(given: list[str] | None = None) -> argparse.Namespace:
@@ -41,23 +44,26 @@ def arguments(given: list[str] | None = None) -> argparse.Namespace:
     add("--encodings", type=_names, help="with commas; default: all, see `rope-ext methods`")
     add("--seeds", type=int, default=3, help="how many; intervals need three")
     add("--tasks", type=_names, default=[TEXT, *TASKS], help="default: %(default)s, with commas")
-    add("--steps", type=int, default=500)
+    add("--steps", type=int, default=300, help="on text")
+    add("--problem-steps", type=int, default=500, help="on problems, which form later")
     add("--length", type=int, default=128, help="of rows of text, tokens; read at up to 16 times")
     add("--width", type=int, default=128, help="of the model")
     add("--layers", type=int, default=2)
     add("--heads", type=int, default=4)
-    add("--batch", type=int, default=16, help="rows of text in a step; twice as many problems")
+    add("--batch", type=int, default=16, help="rows of text in a step")
+    add("--problems", type=int, default=32, help="in a step")
     add("--rows", type=int, default=32, help="that are read at each length")
-    add("--learning-rate", type=float, default=0.02)
+    add("--learning-rate", type=float, default=0.01)
     add("--output", type=Path, default=Path("runs/laboratory"))
     add("--device", default="auto")
     add("--resume", action="store_true", help="go on from --output, if it was begun")
     add("--report", action="store_true", help="only write the page of what is finished")
     args = parser.parse_args(given)
-    for name in ("seeds", "steps", "length", "width", "layers", "heads", "batch", "rows"):
-        least = {"seeds": 1, "length": 64}.get(name, 1)
+    for name in ("seeds", *_SIZES):
+        least = 64 if name == "length" else 1
         if getattr(args, name) < least:
-            raise OptionError(f"--{name} {getattr(args, name)} must be at least {least}")
+            option = name.replace("_", "-")
+            raise OptionError(f"--{option} {getattr(args, name)} must be at least {least}")
     if args.width % (8 * args.heads):
         raise OptionError(
             f"--width {args.width} must be a multiple of 8 x --heads {args.heads}, so that a "
@@ -79,16 +85,15 @@ def _names(text: str) -> list[str]:
 def subjects_of(args: argparse.Namespace) -> dict[str, Subject]:
     found: dict[str, Subject] = {}
     if TEXT in args.tasks:
-        found[TEXT] = Text(args.length, args.batch, args.rows)
+        found[TEXT] = Text(args.length, args.batch, args.rows, steps=args.steps)
     if names := tuple(name for name in TASKS if name in args.tasks):
-        found[LENGTHS] = Tasks(names, 2 * args.batch, args.rows)
+        found[LENGTHS] = Tasks(names, args.problems, args.rows, args.problem_steps)
     return found
 
 
 def settings_of(args: argparse.Namespace, subjects: dict[str, Subject]) -> dict[str, Any]:
     """What cells must have in common to be compared."""
-    kept = ("steps", "length", "width", "layers", "heads", "batch", "rows", "learning_rate")
-    settings = {name: getattr(args, name) for name in kept}
+    settings = {name: getattr(args, name) for name in (*_SIZES, "learning_rate")}
     if LENGTHS in subjects:
         settings["tasks"] = list(subjects[LENGTHS].names)
     if TEXT in subjects:
@@ -147,9 +152,7 @@ def train(
         size = Size(args.width, args.layers, args.heads)
         subject, device = subjects[cell.subject], _device(crew.device)
         try:
-            record = run(
-                size, subject, cell.name, cell.seed, args.steps, args.learning_rate, device, tell
-            )
+            record = run(size, subject, cell.name, cell.seed, args.learning_rate, device, tell)
         except RopeExtError as error:
             record = {"refused": first_line(error)}
             tell(f"refused: {record['refused']}")

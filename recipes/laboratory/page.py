@@ -5,17 +5,14 @@ Every sentence on it is computed from the numbers.
 
 from __future__ import annotations
 
-import base64
 import io
 import json
 import math
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
-from recipes.laboratory.log import Cell
+from recipes.laboratory import log
 from recipes.laboratory.model import ROPE
 from recipes.laboratory.paired import Difference, difference
 from recipes.laboratory.published import PUBLISHED, hold
@@ -30,45 +27,16 @@ from recipes.laboratory.results import (
     Results,
 )
 from recipes.laboratory.tasks import MOST
+from rope_ext.measure.reports.page import Cell, Picture, Row, Section, Table, render
 from rope_ext.measure.versions import versions
 from rope_ext.plots.style import bare, figure_of, mark_trained, require_matplotlib, style_of
 
 PAGE, NUMBERS = "laboratory.html", "laboratory.json"
-_TEMPLATE = Path(__file__).with_name("page.html")
 _NONE = "\u2013"
 
 
-@dataclass(frozen=True)
-class Shown:
-    """A cell of a table; below it how far it is from the rotation, bold where that is clear."""
-
-    text: str
-    below: str = ""
-    clear: bool = False
-
-
-@dataclass(frozen=True)
-class Table:
-    """A table, and what follows from it; the row of ``base`` is what the others are held to."""
-
-    title: str
-    header: tuple[str, ...]
-    rows: tuple[tuple[Shown, ...], ...]
-    sentences: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True)
-class Section:
-    """A part of the page."""
-
-    name: str
-    sentences: tuple[str, ...]
-    tables: list[Table] = field(default_factory=list)
-    pictures: list[dict[str, str]] = field(default_factory=list)
-
-
 def contents(
-    settings: Mapping[str, Any], cells: Mapping[Cell, Mapping[str, Any]]
+    settings: Mapping[str, Any], cells: Mapping[log.Cell, Mapping[str, Any]]
 ) -> dict[str, bytes]:
     """The page and its numbers, by file name.
 
@@ -76,8 +44,6 @@ def contents(
         MeasureError: matplotlib is not installed.
     """
     require_matplotlib()
-    from jinja2 import Environment
-
     results = Results(settings, cells)
     sections = [_glance(results)]
     if results.lengths:
@@ -85,13 +51,12 @@ def contents(
     if results.tasks:
         sections.append(_tasks(results))
     sections += [_training(results), _published(results)]
-    template = Environment(autoescape=True).from_string(_TEMPLATE.read_text(encoding="utf-8"))
-    page = template.render(
-        title="One small decoder, one position encoding at a time",
-        sentences=_lead(results),
-        notes=_notes(results),
-        sections=sections,
-        settings=json.dumps({"settings": dict(settings), "versions": versions()}, indent=1),
+    page = render(
+        "One small decoder, one position encoding at a time",
+        _lead(results),
+        _notes(results),
+        sections,
+        json.dumps({"settings": dict(settings), "versions": versions()}, indent=1),
     )
     numbers = {
         "settings": dict(settings),
@@ -104,9 +69,9 @@ def contents(
 def _lead(results: Results) -> list[str]:
     s, seeds = results.settings, len(results.seeds)
     words = [
-        f"{s['layers']} layers of width {s['width']}, {s['heads']} heads, {s['steps']} steps, "
-        f"{seeds} {'seed' if seeds == 1 else 'seeds'}: the same initial weights, the same rows in "
-        f"the same order; only the encoding differs."
+        f"{s['layers']} layers of width {s['width']}, {s['heads']} heads, {s['steps']} steps on "
+        f"text and {s['problem_steps']} on problems, {seeds} {'seed' if seeds == 1 else 'seeds'}: "
+        f"the same initial weights, the same rows in the same order; only the encoding differs."
     ]
     kinds = [
         (AT, False, "the lowest loss at the trained length"),
@@ -127,7 +92,7 @@ def _lead(results: Results) -> list[str]:
         near = [
             name
             for name in order[1:]
-            if not ((found := difference(by[name], by[best])) and found.clear)
+            if (found := difference(by[name], by[best])) and not found.clear
         ]
         also = f"; not told apart from it: {', '.join(near)}" if near else ""
         words.append(f"{best} has {told} ({_number(measure, values[best])}){also}.")
@@ -162,13 +127,13 @@ def _glance(results: Results) -> Section:
         trained = name.partition("+")[0]
         seconds, peak = (_means(results.measures[what]) for what in (SECONDS, PEAK))
         relative = seconds[trained] / seconds[ROPE] if {trained, ROPE} <= seconds.keys() else None
-        cells = [Shown(name), *(_compared(measure, by, name) for measure, by in shown.items())]
+        cells = [Cell(name), *(_compared(measure, by, name) for measure, by in shown.items())]
         cells += [
-            Shown(_NONE if relative is None else f"{relative:.2f}x"),
-            Shown(f"{peak[trained] / 2**20:.1f} MiB" if trained in peak else _NONE),
-            Shown(f"{own[trained]:.0f}" if trained in own else _NONE),
+            Cell(_NONE if relative is None else f"{relative:.2f}x"),
+            Cell(f"{peak[trained] / 2**20:.1f} MiB" if trained in peak else _NONE),
+            Cell(f"{own[trained]:.0f}" if trained in own else _NONE),
         ]
-        rows.append(tuple(cells))
+        rows.append(Row(tuple(cells)))
     header = ["encoding", *(_title(results, measure) for measure in shown)]
     header += ["step", "memory of a step", "own parameters"]
     return Section(
@@ -317,7 +282,7 @@ def _published(results: Results) -> Section:
             continue
         told = published.told or {name: f"{v:g}" for name, v in published.values.items()}
         rows = tuple(
-            (Shown(name), Shown(told[name]), Shown(_number(published.measure, held.ours[name])))
+            Row((Cell(name), Cell(told[name]), Cell(_number(published.measure, held.ours[name]))))
             for name in held.ours
         )
         header = ("encoding", "published", f"here: {_title(results, published.measure)}")
@@ -335,16 +300,17 @@ def _table(
     by: Mapping[Any, Mapping[str, BySeed]], measure: str, unit: str, title: str = ""
 ) -> Table:
     """Means over seeds, each with its difference from the rotation."""
-    rows = [(Shown(n), *(_compared(measure, by[k], n) for k in by)) for n in _names(by)]
+    rows = [Row((Cell(n), *(_compared(measure, by[k], n) for k in by))) for n in _names(by)]
     return Table(title, ("encoding", *(f"{k} {unit}".strip() for k in by)), tuple(rows))
 
 
-def _compared(measure: str, by: Mapping[str, BySeed], name: str) -> Shown:
+def _compared(measure: str, by: Mapping[str, BySeed], name: str) -> Cell:
     mean = _means(by).get(name)
     if mean is None or name == ROPE:
-        return Shown(_NONE if mean is None else _number(measure, mean))
+        return Cell(_NONE if mean is None else _number(measure, mean))
     found = difference(by[name], by.get(ROPE, {}))
-    return Shown(_number(measure, mean), _signed(measure, found), bool(found and found.clear))
+    clear = bool(found and found.clear)
+    return Cell(_number(measure, mean), clear, _signed(measure, found))
 
 
 def _names(by: Mapping[Any, Mapping[str, BySeed]]) -> list[str]:
@@ -432,7 +398,7 @@ def _legend(figure: Any, axes: Any) -> None:
     figure.legend(handles, labels, loc="outside lower center", ncols=6, fontsize=8, frameon=False)
 
 
-def _picture(figure: Any, alt: str) -> dict[str, str]:
+def _picture(figure: Any, alt: str) -> Picture:
     buffer = io.BytesIO()
     figure.savefig(buffer, format="png", dpi=120)
-    return {"alt": alt, "data": base64.b64encode(buffer.getvalue()).decode()}
+    return Picture(alt, buffer.getvalue())

@@ -79,11 +79,13 @@ class Tasks:
         names: of the tasks, which take turns by chance.
         batch: problems of a step.
         rows: problems of each task that are read at each size.
+        steps: of training.
     """
 
     names: Sequence[str] = tuple(TASKS)
-    batch: int = 64
+    batch: int = 32
     rows: int = 32
+    steps: int = 500
 
     @property
     def trained(self) -> int:

@@ -37,12 +37,14 @@ class Text:
         length: of a row to train on, tokens.
         batch: rows of a step.
         rows: that are read at each length.
+        steps: of training.
         texts: documents, for ``"train"`` or ``"held_out"``.
     """
 
     length: int
     batch: int = 16
     rows: int = 32
+    steps: int = 300
     texts: Callable[[str], list[str]] = python_library
 
     @property

@@ -24,6 +24,9 @@ class Subject(Protocol):
     @property
     def trained(self) -> int: ...
 
+    @property
+    def steps(self) -> int: ...
+
     def rows_of(self, seed: int, step: int) -> tuple[torch.Tensor, torch.Tensor]: ...
 
     def read(self, model: torch.nn.Module, make: Reading, device: torch.device) -> dict: ...
@@ -34,7 +37,6 @@ def run(
     subject: Subject,
     name: str,
     seed: int,
-    steps: int,
     learning_rate: float,
     device: torch.device,
     tell: Callable[[str], None],
@@ -46,7 +48,6 @@ def run(
         subject: to train on.
         name: of the encoding.
         seed: of weights and rows.
-        steps: of training.
         learning_rate: of the matrices (Muon); all else has a sixth of it (AdamW).
         device: to run on.
         tell: what is told how far it is.
@@ -55,7 +56,7 @@ def run(
         RopeExtError: the encoding cannot be put on the model.
         FloatingPointError: the loss is no number.
     """
-    model = size.build(name, seed, subject.trained).to(device)
+    model, steps = size.build(name, seed, subject.trained).to(device), subject.steps
     own = sum(p.numel() for n, p in model.named_parameters() if "rope_ext" in n)
     optimizer = MuonAdamW(model, learning_rate)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: schedule(step, steps))

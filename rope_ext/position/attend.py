@@ -45,7 +45,7 @@ _FORWARD_AGAIN = {  # what to do where positions go back
 class Layer:
     """What an attention module is to the map; ``layout`` is None where it stays as it was.
 
-    ``biased`` is the attention module that has the bias of this one, ``turned`` what a graph needs
+    ``biased`` is the module that has the bias of this one, ``turned`` what a graph needs
     of its layout.
     """
 

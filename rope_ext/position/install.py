@@ -81,12 +81,11 @@ class Installed:
             hook = _RotaryHook(self.map, site, bool(self.kept))
             self.handles.append(site.module.register_forward_hook(hook, with_kwargs=True))
         self.handles += hooks.keep_native(decoder, self.kept)
-        owner, distinct = None, list(dict.fromkeys(self.layouts.values()))
+        distinct = list(dict.fromkeys(self.layouts.values()))
         for module, layout in self.layouts.items():
-            if layout is not None and self.map.encoding is not None:
-                owner = self._biased(module, layout, owner)
             layer = Layer(self.map, None)
             if layout is not None:
+                owner = None if self.map.encoding is None else self._biased(module, layout)
                 turned = compiled.Turned(distinct.index(layout), self.map.turns(layout))
                 layer = Layer(self.map, layout, owner, turned)
             module.__dict__[LAYER] = layer
@@ -98,21 +97,26 @@ class Installed:
         if self.map.encoding is not None and self.map.encoding.entered:
             self.handles += inputs.enter(decoder, self.map)
 
-    def _biased(self, module: nn.Module, layout: Layout, owner: nn.Module | None) -> nn.Module:
-        """Give a layer a bias of its own, unless all share that of ``owner``; returns whose."""
+    def _biased(self, module: nn.Module, layout: Layout) -> nn.Module:
+        """Give a layer a bias of its own, or the decoder one for all; returns whose it is.
+
+        What all share is no part of a layer: FSDP has the parameters of a layer at hand only
+        while that runs.
+        """
         encoding = self.map.encoding
-        if owner is not None and (
-            encoding.shared or not encoding.initial(Heads(1, 1, 1), self.map.rope)
-        ):
-            if layout.heads.count != getattr(owner, bias.NAME).heads.count:
-                raise UnsupportedModelError(
-                    f"the layers have different numbers of heads, and the bias of "
-                    f"{encoding.name} is one for all"
-                )
-            return owner
-        like = next((p for p in module.parameters() if p.is_floating_point()), torch.empty(0))
-        module.add_module(bias.NAME, bias.DistanceBias(encoding, layout.heads, self.map.rope, like))
-        return module
+        own = not encoding.shared and encoding.initial(Heads(1, 1, 1), self.map.rope)
+        owner = module if own else self.decoder
+        there = getattr(owner, bias.NAME, None)
+        if there is None:
+            like = next((p for p in module.parameters() if p.is_floating_point()), torch.empty(0))
+            made = bias.DistanceBias(encoding, layout.heads, self.map.rope, like)
+            owner.add_module(bias.NAME, made)
+        elif layout.heads.count != there.heads.count:
+            raise UnsupportedModelError(
+                f"the layers have different numbers of heads, and the bias of {encoding.name} is "
+                f"one for all"
+            )
+        return owner
 
     def notes(self) -> list[str]:
         """Sentences for ``describe``."""
@@ -135,6 +139,7 @@ class Installed:
         """Take hooks and attention function back."""
         for handle in self.handles:
             handle.remove()
+        self.decoder._modules.pop(bias.NAME, None)
         for module in self.layouts:
             module.__dict__.pop(LAYER, None)
             module._modules.pop(bias.NAME, None)

@@ -3,9 +3,10 @@
 The oracle is the same patched model without any cache; for maps under which nothing is far, it is
 the unpatched model, which has never seen our masks.
 
-Not the whole grid, which takes three times as long: every family meets every cache under every
-window and every method under one of its windows, each method meets two of the caches there, and
-which ones changes with the family, so that every method meets every cache under every window.
+Not the whole grid, which takes five times as long: every family meets every cache under every
+window and every method under one of its windows, each method meets one of the caches there (two
+where there are three windows), and which one changes with the family, so that every method meets
+every cache under every window.
 """
 
 from __future__ import annotations
@@ -194,9 +195,10 @@ def chosen(number: int, window: int, windows: int) -> list[tuple[int, list[str]]
         windows: how many there are.
     """
     methods = [i for i in range(len(METHODS)) if (i + number) % windows == window]
-    names = list(WAYS)
+    names, turns = list(WAYS), 1 + (windows == 3)  # else they are too few for all the caches
+    first = number // windows
     return [
-        (i, [names[(2 * place + turn + number // windows) % len(names)] for turn in range(2)])
+        (i, [names[(turns * place + turn + first) % len(names)] for turn in range(turns)])
         for place, i in enumerate(methods)
     ]
 

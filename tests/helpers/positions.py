@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -52,6 +53,9 @@ EXACT = {"atol": 1e-4, "rtol": 0}  # float32 sums in another order; logits are o
 SCALE = {"sliding_layers": "scale"}
 
 
+_BUILT: dict[str, nn.Module] = {}  # a copy takes half of the time
+
+
 @dataclass(frozen=True)
 class Family:
     """A tiny model and how its layers rotate, as read in transformers' own code.
@@ -67,7 +71,10 @@ class Family:
     neighbours: bool = False
 
     def model(self) -> nn.Module:
-        return tiny_model(self.model_type, **self.overrides)
+        key = repr(self)
+        if key not in _BUILT:
+            _BUILT[key] = tiny_model(self.model_type, **self.overrides)
+        return copy.deepcopy(_BUILT[key])
 
 
 FAMILIES = {
@@ -92,7 +99,6 @@ FAMILIES = {
     "gpt_neox": Family("gpt_neox"),
     "granite": Family("granite"),
 }
-LATER = ("dpe", "lampe")
 KINDS = ["llama", "gemma2 scaled", "gpt_oss", "smollm3", "mistral windowed"]
 PACKED = [kind for kind in KINDS if kind != "gpt_oss"]  # whose code does not tell documents apart
 CACHES = {
@@ -100,17 +106,25 @@ CACHES = {
     "dynamic, all kept": lambda config: DynamicCache(),
     "static": lambda config: StaticCache(config=config, max_cache_len=100),
 }
-NEW = {"max_new_tokens": 24, "min_new_tokens": 24, "do_sample": False}
+NEW = {"max_new_tokens": 14, "min_new_tokens": 14, "do_sample": False}  # more than a chunk of 13
 
 
 def grid(kinds: Iterable[str], names: Iterable[str]) -> list[Any]:
-    """Every kind with every method; the methods that came last on few kinds by default."""
-    slow = [pytest.mark.slow]
+    """Every kind with every method; on most kinds three geometries by default."""
+    few = GEOMETRIES[:3]
     return [
-        pytest.param(kind, name, marks=slow if name in LATER and kind not in KINDS else [])
+        pytest.param(kind, name, marks=[] if name in few or kind in KINDS else [pytest.mark.slow])
         for kind in kinds
         for name in names
     ]
+
+
+def by_geometry(first: str, *others: str) -> list[tuple[str, str]]:
+    """Every method on the first kind, on the others one of each geometry.
+
+    Methods of a geometry differ in numbers only, which test_distances.py has for every kind.
+    """
+    return [(first, name) for name in METHODS] + [(k, name) for k in others for name in GEOMETRIES]
 
 
 def patch(model: nn.Module, name: str = "self_extend", **options: Any) -> nn.Module:

@@ -7,9 +7,6 @@ import dataclasses
 import json
 import random
 import shutil
-import subprocess
-import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -26,6 +23,7 @@ from rope_ext.measure.reports import calibration
 from rope_ext.measure.reports.intervals import bootstrap_mean, bootstrap_sum
 from rope_ext.measure.tasks.passkey import FILLER
 from tests.helpers.checkpoint import TRAINED
+from tests.helpers.killed import kill_beyond
 
 TARGET = 2 * TRAINED
 DOCUMENTS = [" ".join(random.Random(i).choices(FILLER, k=90)) for i in range(8)]
@@ -472,19 +470,13 @@ def test_a_file_that_is_none_is_told(tmp_path, content: str | None, message: str
 def test_a_killed_process_goes_on_with_resume(checkpoint, tmp_path) -> None:
     text = tmp_path / "text.jsonl"
     text.write_text("".join(json.dumps({"text": each}) + "\n" for each in DOCUMENTS))
-    words = [sys.executable, "-c", "from rope_ext.cli import app; app()", "calibrate"]
-    words += ["--model", str(checkpoint), "--length", str(TARGET), "--text", str(text)]
+    words = ["calibrate", "--model", str(checkpoint), "--length", str(TARGET), "--text", str(text)]
     words += ["--samples", "4", "--methods", "yarn,self_extend", "--output"]
-    subprocess.run([*words, str(tmp_path / "whole")], check=True, capture_output=True)
-    process = subprocess.Popen([*words, str(tmp_path / "part")])
-    path = tmp_path / "part" / "calibration.jsonl"
-    while process.poll() is None and not (path.exists() and len(path.read_bytes()) > 8000):
-        time.sleep(0.01)
-    process.kill()
-    process.wait()
-    assert path.read_bytes() != (tmp_path / "whole" / "calibration.jsonl").read_bytes()
+    assert CliRunner().invoke(app, [*words, str(tmp_path / "whole")]).exit_code == 0
+    kill_beyond(8000, [*words, str(tmp_path / "part")])
+    assert (tmp_path / "part" / "calibration.jsonl").stat().st_size == 8000
     more = [*words, str(tmp_path / "part"), "--resume"]
-    subprocess.run(more, check=True, capture_output=True)
+    assert CliRunner().invoke(app, more).exit_code == 0
     for name in ("calibration.jsonl", "calibration.json"):
         ends = [(tmp_path / folder / name).read_bytes() for folder in ("whole", "part")]
         assert ends[0] == ends[1]

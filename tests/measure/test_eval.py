@@ -156,6 +156,7 @@ _DYING = """
 import os, signal, sys
 from eval import report
 from rope_ext.measure import cases
+assert "matplotlib" not in sys.modules
 whole, calls = cases.line, []
 def line(outcome):
     calls.append(outcome)
@@ -397,21 +398,21 @@ def naive_keys(model: Any, ids: list[int], short: int) -> set[int]:
 def test_longppl_scores_the_key_tokens_alone(frame: Frame) -> None:
     model = AutoModelForCausalLM.from_pretrained(SHIPPED, dtype=torch.float32).eval()
     # A name and its number, far enough from where it comes again that 64 tokens do not reach it.
-    filler = " ".join(f"def function_{i}(self, value): return value * {i}" for i in range(9))
+    filler = " ".join(f"def function_{i}(self, value): return value * {i}" for i in range(6))
     text = f"secret_number = 83627194\n{filler}\nsecret_number = 83627194\n" * 3
     task = LongPPL(
         [text], windows=1, stride=40, short_context=64, opened=lambda: nullcontext(model)
     )
-    built = task.questions(frame, [100, 300], seed=0)
-    windows = task.choose(frame, [100, 300], 0)
+    built = task.questions(frame, [100, 200], seed=0)
+    windows = task.choose(frame, [100, 200], 0)
     keys = naive_keys(model, [0, *windows.texts[0]], 64)
-    assert 3 < len(keys) < 60 and f"the {len(keys)} of 299 tokens" in built.definition
-    for length in (100, 300):  # every length scores the very same tokens
+    assert 3 < len(keys) < 60 and f"the {len(keys)} of 199 tokens" in built.definition
+    for length in (100, 200):  # every length scores the very same tokens
         cases = [case for case in built.cases if case.length == length]
         scored = [case.ids[place] for case in cases for place in case.only]
         assert scored == [windows.texts[0][place] for place in sorted(keys)]
-    [whole] = [case for case in built.cases if case.length == 300]
-    losses = score(model, [whole.ids], 299)[0][0].double()
+    [whole] = [case for case in built.cases if case.length == 200]
+    losses = score(model, [whole.ids], 199)[0][0].double()
     expected = [float(losses[place - 1]) for place in whole.only]
     result = run._loss(whole, losses[-run._tail(whole) :])
     assert result.value == pytest.approx(sum(expected) / len(keys)) and result.tokens == len(keys)
@@ -502,7 +503,7 @@ def test_teacher_forced_and_generated_agree_on_every_case(method: str, tmp_path:
         settings = Settings(
             models=(str(SHIPPED),),
             methods=(method,),
-            lengths=(200, 700, 1000),
+            lengths=(200, 1000),
             factor=8,
             output=tmp_path / str(generate),
         )
@@ -543,10 +544,11 @@ def test_needles_lie_where_they_should(frame: Frame) -> None:
 
 @pytest.mark.parametrize("name", suite.TASKS)
 def test_ruler_prompts_fit_and_hold_their_answers(name: str, frame: Frame) -> None:
-    task = suite.made(name, 3)
+    task = suite.made(name, 1)
     assert task.name == name and task.suite == "RULER"
-    cases = ask(task, frame, 2048, 4096)
-    assert cases == ask(task, frame, 2048, 4096) != ask(task, frame, 2048, 4096, seed=1)
+    cases = ask(task, frame, 2048, 3000)
+    short = [case for case in cases if case.length == 2048]
+    assert short == ask(task, frame, 2048) != ask(task, frame, 2048, seed=1)
     for case in cases:
         text = frame.tokenizer.decode(case.ids)
         assert all(answer in text for answer in case.answers)
@@ -566,7 +568,7 @@ def test_ruler_answers_are_right(frame: Frame) -> None:
     """Solved by programs that read the prompt alone."""
 
     def prompts(name: str) -> list[tuple[Case, str]]:
-        cases = ask(suite.made(name, 4), frame, 3000)
+        cases = ask(suite.made(name, 2), frame, 2500)
         return [(case, frame.tokenizer.decode(case.ids)) for case in cases]
 
     for case, text in prompts("vt"):
@@ -598,7 +600,7 @@ def test_the_third_frequent_word_is_never_tied(frame: Frame) -> None:
     with pytest.raises(OptionError) as error:
         ask(task, frame, 150)
     least = int(re.search(r"at least (\d+)", str(error.value))[1])
-    for length in range(least + 20, least + 220, 4):
+    for length in range(least + 20, least + 220, 8):
         for case in ask(task, frame, length):
             text = frame.tokenizer.decode(case.ids)
             text = text[text.index("coded words.") : text.rindex("\nQu")]
@@ -789,7 +791,7 @@ def test_an_adapter_is_in_use_where_a_method_is(checkpoint: Path, tmp_path: Path
 
 
 def test_speed_shares_the_options_of_the_evaluators(checkpoint: Path, tmp_path: Path) -> None:
-    words = ["--model", checkpoint, "--lengths", "64,1k", "--rounds", 1, "--batch-size", 2]
+    words = ["--model", checkpoint, "--lengths", "64,256", "--rounds", 1, "--batch-size", 2]
     words += ["--method", "yarn,rerope", "--option", "yarn.beta_fast=16", "--output", tmp_path]
     words += ["--parts", "models", "--dtype", "float32"]
     speed.main(list(map(str, words)))
@@ -798,7 +800,7 @@ def test_speed_shares_the_options_of_the_evaluators(checkpoint: Path, tmp_path: 
     assert data["kinds"] == {"yarn": "frequency", "rerope": "position"}
     [(where, lengths)] = data["models"].items()
     assert where.startswith("float32 on ") and data["batch_size"] == 2 and data["attention"] == {}
-    assert set(lengths) == {"64", "1024"}
+    assert set(lengths) == {"64", "256"}
     for tasks in lengths.values():
         assert set(tasks) == {"prefill", "decode", "training step"}
         assert all(set(found) == {"native", "yarn", "rerope"} for found in tasks.values())

@@ -15,7 +15,7 @@ from rope_ext.position.attend import Dense, watched
 from rope_ext.rotary.sites import find_sites, text_decoder
 from tests.families.zoo import tiny_model
 from tests.helpers.models import tiny_llama
-from tests.helpers.positions import FAMILIES, METHODS, by_formula, patch
+from tests.helpers.positions import FAMILIES, METHODS, by_formula, by_geometry, patch
 
 TOKENS = 90
 EDGES = (0, 1, 2, 4, 8, 16, 32, 64, 90)
@@ -75,8 +75,7 @@ def test_attention_is_what_transformers_returns(kind: str, method: str | None, r
     assert model.config._attn_implementation == "eager"
 
 
-@pytest.mark.parametrize("name", METHODS)
-@pytest.mark.parametrize("kind", ["llama", "cohere", "gpt_neox"])
+@pytest.mark.parametrize(("kind", "name"), by_geometry("llama", "cohere", "gpt_neox"))
 def test_attention_under_position_methods_is_that_of_the_formula(kind, name: str, row) -> None:
     model = FAMILIES[kind].model()
     plain = looked(model, row)

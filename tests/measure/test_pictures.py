@@ -142,9 +142,8 @@ def test_a_picture_is_drawn_and_the_model_left_alone(kind, checkpoint: str, tmp_
     pictures.draw(kind, model, METHODS[kind], path, **reading(kind, checkpoint))
     pixels = image.imread(path)
     assert pixels.shape[0] > 500 and pixels.shape[1] > 1000
-    colours = {tuple(pixel) for pixel in pixels[::3, ::3, :3].reshape(-1, 3).round(2).tolist()}
     for wanted in ((0.0, 0.45, 0.7), (0.84, 0.37, 0.0)):  # of the first and second method
-        assert any(math.dist(wanted, colour) < 0.02 for colour in colours)
+        assert (abs(pixels[..., :3] - wanted).max(-1) < 0.02).any()
     assert all(before[name].equal(buffer) for name, buffer in model.named_buffers())
     assert model.config._attn_implementation == "sdpa"
 

@@ -6,9 +6,6 @@ import copy
 import json
 import math
 import random
-import subprocess
-import sys
-import time
 from itertools import pairwise
 from pathlib import Path
 
@@ -33,6 +30,7 @@ from rope_ext.measure.tasks.passkey import FILLER
 from rope_ext.measure.tasks.perplexity import choose_windows
 from rope_ext.measure.text import python_library
 from tests.helpers.checkpoint import TRAINED
+from tests.helpers.killed import kill_beyond
 from tests.helpers.models import several_axes, tiny_llama
 from tests.helpers.sequences import EXACT, decoded, recomputed
 
@@ -423,18 +421,13 @@ def test_ctrl_c_in_the_command_says_how_to_go_on(checkpoint, tmp_path, monkeypat
 def test_a_killed_process_goes_on(checkpoint, tmp_path) -> None:
     text = tmp_path / "text.txt"
     text.write_text("\n".join(DOCUMENTS))
-    words = [sys.executable, "-c", "from rope_ext.cli import app; app()", "search", str(checkpoint)]
-    words += ["--length", str(TARGET), "--text", str(text), "--iterations", "20"]
+    words = ["search", str(checkpoint), "--length", str(TARGET), "--text", str(text)]
+    words += ["--iterations", "20"]
     words += ["--population", "8", "--mutations", "3", "--crossovers", "3", "--output"]
-    subprocess.run([*words, str(tmp_path / "whole.json")], check=True, capture_output=True)
-    process = subprocess.Popen([*words, str(tmp_path / "part.json")])
-    path = tmp_path / "part.jsonl"
-    while process.poll() is None and not (path.exists() and len(path.read_bytes()) > 10_000):
-        time.sleep(0.01)
-    process.kill()
-    process.wait()
-    assert path.read_bytes() != (tmp_path / "whole.jsonl").read_bytes()
-    subprocess.run([*words, str(tmp_path / "part.json")], check=True, capture_output=True)
+    assert CliRunner().invoke(app, [*words, str(tmp_path / "whole.json")]).exit_code == 0
+    kill_beyond(10_000, [*words, str(tmp_path / "part.json")])
+    assert (tmp_path / "part.jsonl").stat().st_size == 10_000
+    assert CliRunner().invoke(app, [*words, str(tmp_path / "part.json")]).exit_code == 0
     for suffix in (".json", ".jsonl"):
         ends = [(tmp_path / f"{name}{suffix}").read_bytes() for name in ("whole", "part")]
         assert ends[0] == ends[1]

@@ -76,7 +76,7 @@ METHODS = st.one_of(
 )
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=75, deadline=None)
 @given(method=METHODS, tokens=st.integers(1, 90))
 def test_every_pair_is_seen_once_at_the_distance_of_the_paper(
     method: PositionMethod, tokens: int
@@ -147,7 +147,7 @@ CAPACITY = {
 }
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(name=st.sampled_from(sorted(CAPACITY)), length=st.integers(16, 300), share=st.floats(0, 1))
 def test_no_distance_within_the_extended_context_is_untrained(name, length, share: float) -> None:
     least, most = CAPACITY[name]
@@ -164,7 +164,7 @@ def test_no_distance_within_the_extended_context_is_untrained(name, length, shar
         assert largest > length - 1.2  # nothing of the trained range is left unused
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(method=METHODS, length=st.integers(2, 60), factor=st.floats(1.01, 4))
 def test_the_reach_is_the_longest_text_of_trained_distances(method, length, factor: float) -> None:
     rope, method = Rope.geometric(base=1e4, dim=16, length=length), replace(method, factor=factor)

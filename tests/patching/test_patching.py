@@ -45,6 +45,7 @@ METHODS: dict[str, dict[str, Any]] = {
 }
 FAMILIES = ["llama", "gemma3_text", "gpt_neox", "phi3"]
 SAVED = list(METHODS)[: list(METHODS).index("dynamic_yarn")]
+NATIVE = ["pi", "ntk", "yarn", "llama3", "longrope", "dynamic_ntk"]
 
 
 def options(name: str) -> dict[str, Any]:
@@ -249,8 +250,15 @@ def test_accelerate_hooks_stay_in_place(ids, offload: str, name: str) -> None:
     assert torch.equal(logits(rope_ext.unpatch(model), ids), plain)
 
 
-@pytest.mark.parametrize("name", ["yarn", pytest.param("dynamic_ntk", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("when", ["before", "after"])
+@pytest.mark.parametrize(
+    ("when", "name"),
+    [
+        ("before", "yarn"),
+        pytest.param("after", "yarn", marks=pytest.mark.slow),
+        pytest.param("before", "dynamic_ntk", marks=pytest.mark.slow),
+        pytest.param("after", "dynamic_ntk", marks=pytest.mark.slow),
+    ],
+)
 def test_torch_compile_before_or_after(ids, when: str, name: str) -> None:
     torch.compiler.reset()
     plain = logits(tiny_llama(), ids)
@@ -267,7 +275,7 @@ def test_torch_compile_before_or_after(ids, when: str, name: str) -> None:
     torch.testing.assert_close(logits(compiled, ids), plain)
 
 
-@pytest.mark.parametrize("precise", [False, True])
+@pytest.mark.parametrize("precise", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_static_methods_compile_without_a_graph_break(model, ids, precise: bool) -> None:
     torch.compiler.reset()
     rope_ext.patch(model, "yarn", factor=4, precise=precise)
@@ -277,6 +285,7 @@ def test_static_methods_compile_without_a_graph_break(model, ids, precise: bool)
         torch.testing.assert_close(ours, model.model(ids, use_cache=False).last_hidden_state)
 
 
+@pytest.mark.slow
 def test_a_compiled_graph_made_without_hooks_does_not_serve_a_patch_with_them(model, ids) -> None:
     torch.compiler.reset()
     said = logits(rope_ext.patch(tiny_llama(), "dynamic_ntk", factor=4), ids)
@@ -319,8 +328,12 @@ def test_two_patched_models_cannot_share_one_configuration(model, ids) -> None:
 
 @pytest.mark.parametrize(
     ("family", "name"),
-    # Phi-3's configuration refuses the dynamic type.
-    [pair for pair in product(FAMILIES, SAVED) if pair != ("phi3", "dynamic_ntk")],
+    # Every method on one family; on the others the types that transformers has, of which
+    # Phi-3's configuration refuses the dynamic one.
+    [
+        *(("llama", name) for name in SAVED),
+        *(pair for pair in product(FAMILIES[1:], NATIVE) if pair != ("phi3", "dynamic_ntk")),
+    ],
 )
 def test_plain_transformers_reloads_the_same_logits(tmp_path, ids, name: str, family: str) -> None:
     model = tiny_model(family)

@@ -17,14 +17,14 @@ from tests.helpers.positions import (
     METHODS,
     NEW,
     by_formula,
+    by_geometry,
     logits,
     padded,
     patch,
 )
 
 
-@pytest.mark.parametrize("name", METHODS)
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("kind", "name"), by_geometry(*KINDS))
 def test_attention_weights_are_those_of_the_papers_distances(kind: str, name: str, ids) -> None:
     family = FAMILIES[kind]
     model = family.model()
@@ -72,7 +72,7 @@ def test_generate_returns_attention_weights(model, ids) -> None:
         ids[:1, :60], **NEW, output_attentions=True, return_dict_in_generate=True
     )
     right = model(output.sequences[:, :-1], output_attentions=True).attentions
-    assert [len(layers) for layers in output.attentions] == [2] * 24
+    assert [len(layers) for layers in output.attentions] == [2] * NEW["max_new_tokens"]
     for step, layers in enumerate(output.attentions):
         for weights, expected in zip(layers, right, strict=True):
             keys = 60 + step

@@ -16,7 +16,7 @@ from rope_ext.position.cache import kept
 from rope_ext.position.install import Installed
 from rope_ext.under_way import here
 from tests.helpers.models import tiny_llama
-from tests.helpers.positions import EXACT, METHODS, decoded, logits, padded, patch
+from tests.helpers.positions import EXACT, GEOMETRIES, METHODS, decoded, logits, padded, patch
 
 SOME = [  # the others differ in numbers only
     pytest.param(name, marks=[] if name in ("rerope", "dpe") else [pytest.mark.slow])
@@ -130,7 +130,7 @@ def _fresh() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize("name", GEOMETRIES)
 def test_generate_with_a_static_cache_compiles_one_graph_for_all_steps(name: str, ids) -> None:
     model = patch(tiny_llama(num_hidden_layers=1), name)
     tokens, mask, _ = padded([ids[0, :60], ids[1, :49]], "left")

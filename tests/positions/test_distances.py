@@ -8,6 +8,8 @@ import torch
 from tests.helpers.positions import (
     EXACT,
     FAMILIES,
+    GEOMETRIES,
+    KINDS,
     METHODS,
     TOLD,
     WIDE,
@@ -16,6 +18,8 @@ from tests.helpers.positions import (
     logits,
     patch,
 )
+
+OTHERS = [kind for kind in FAMILIES if kind not in KINDS]
 
 
 @pytest.mark.parametrize(("kind", "name"), grid(FAMILIES, METHODS))
@@ -30,7 +34,7 @@ def test_logits_are_those_of_the_papers_distances(kind: str, name: str, ids) -> 
     torch.testing.assert_close(logits(model, ids), right, **EXACT)
 
 
-@pytest.mark.parametrize(("kind", "name"), grid(FAMILIES, METHODS))
+@pytest.mark.parametrize(("kind", "name"), [*grid(KINDS, METHODS), *grid(OTHERS, GEOMETRIES)])
 def test_nothing_changes_where_nothing_is_far(kind: str, name: str, ids) -> None:
     family = FAMILIES[kind]
     model = family.model()

@@ -17,13 +17,13 @@ from tests.helpers.positions import (
     TOLD,
     WIDE,
     by_formula,
+    by_geometry,
     logits,
     patch,
 )
 
 
-@pytest.mark.parametrize("name", METHODS)
-@pytest.mark.parametrize("kind", PACKED)
+@pytest.mark.parametrize(("kind", "name"), by_geometry(*PACKED))
 def test_packed_documents_are_kept_apart(kind: str, name: str, ids) -> None:
     family = FAMILIES[kind]
     model = patch(family.model(), name, **family.options)

@@ -12,9 +12,9 @@ from tests.helpers.positions import (
     EXACT,
     FAMILIES,
     KINDS,
-    METHODS,
     TOLD,
     WIDE,
+    by_geometry,
     logits,
     padded,
     patch,
@@ -22,18 +22,16 @@ from tests.helpers.positions import (
 
 
 @pytest.mark.parametrize("side", ["left", "right"])
-@pytest.mark.parametrize("name", METHODS)
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("kind", "name"), by_geometry(*KINDS))
 def test_a_row_of_a_batch_gives_what_it_gives_alone(kind: str, name: str, side: str, ids) -> None:
     family = FAMILIES[kind]
     model = patch(family.model(), name, **family.options)
     rows = [ids[0], ids[1, :61], ids[0, 3:4]]
     batch, mask, positions = padded(rows, side)
+    alone = torch.cat([logits(model, row[None])[0] for row in rows])
     for given in ({}, {"position_ids": positions}):  # by default, positions count the padding
-        together = logits(model, batch, attention_mask=mask, **given)
-        for row, real in enumerate(rows):
-            alone = logits(model, real[None])[0]
-            torch.testing.assert_close(together[row][mask[row].bool()], alone, **EXACT)
+        together = logits(model, batch, attention_mask=mask, **given)[mask.bool()]
+        torch.testing.assert_close(together, alone, **EXACT)
 
 
 @pytest.mark.parametrize("cache", CACHES)

@@ -14,15 +14,15 @@ from tests.helpers.positions import (
     GEOMETRIES,
     METHODS,
     by_formula,
+    by_geometry,
     gradients,
     logits,
     patch,
 )
 
 
-@pytest.mark.parametrize("name", METHODS)
-@pytest.mark.parametrize("mask", ["none", "left", "packed", "jump"])
-def test_gradients_are_those_of_the_reference_and_survive_checkpointing(name, mask, ids) -> None:
+@pytest.mark.parametrize(("mask", "name"), by_geometry("left", "none", "packed", "jump"))
+def test_gradients_are_those_of_the_reference_and_survive_checkpointing(mask, name, ids) -> None:
     given: dict[str, Any] = {"use_cache": False}
     if mask == "left":
         given["attention_mask"] = torch.ones_like(ids)

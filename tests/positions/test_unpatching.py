@@ -15,11 +15,12 @@ import rope_ext
 from tests.families.checks import changed, snapshot
 from tests.families.zoo import tiny_model
 from tests.helpers.models import LENGTH, tiny_llama
-from tests.helpers.positions import EXACT, FAMILIES, METHODS, logits, patch
+from tests.helpers.positions import EXACT, FAMILIES, by_geometry, logits, patch
 
 
-@pytest.mark.parametrize("name", METHODS)
-@pytest.mark.parametrize("kind", ["llama", "gemma2", "gemma3_text scaled", "gpt_oss", "phi3"])
+@pytest.mark.parametrize(
+    ("kind", "name"), by_geometry("llama", "gemma2", "gemma3_text scaled", "gpt_oss", "phi3")
+)
 def test_unpatch_restores_everything_bit_for_bit(kind: str, name: str, ids) -> None:
     family = FAMILIES[kind]
     model = family.model()

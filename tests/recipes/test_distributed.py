@@ -290,10 +290,17 @@ def test_two_processes_get_the_gradients_of_one(tmp_path: Path) -> None:
     torchrun(ROOT / "tests" / "helpers" / "distributed_worker.py", tmp_path)
 
 
+BOTH = """
+import json, pathlib, sys
+from recipes import finetune
+for words in json.loads(pathlib.Path(sys.argv[1]).read_text()):
+    finetune.main(words)
+"""
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("method", ["yarn", "rerope"])
 def test_finetuning_in_two_processes_is_finetuning_in_one(
-    method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Two rows on each of two processes are the same steps as four rows on one.
 
@@ -303,10 +310,8 @@ def test_finetuning_in_two_processes_is_finetuning_in_one(
     monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache of two"))
     words = random.Random(0).choices(["one", "two", "three", "four", "five", "six"], k=2000)
     (tmp_path / "text.txt").write_text(" ".join(words))
-    rows = {"length": 64, "pose_chunks": 2} if method == "yarn" else {"length": 256}
     settings = {
         "model": save_checkpoint(tmp_path / "checkpoint"),
-        "method": method,
         "dataset": tmp_path / "text.txt",
         "max_steps": 4,
         "save_steps": 4,
@@ -315,20 +320,28 @@ def test_finetuning_in_two_processes_is_finetuning_in_one(
         "train_embeddings_and_norms": True,
         "report_to": "none",
         "use_cpu": True,
-        **rows,
     }
-    logs = []
-    for processes in (1, 2):
-        output = tmp_path / str(processes)
-        given = settings | {"per_device_train_batch_size": 4 // processes, "output_dir": output}
-        command = [str(word) for name, value in given.items() for word in (f"--{name}", value)]
-        if processes == 1:
-            finetune.main(command)
-        else:
-            torchrun(ROOT / "recipes" / "finetune.py", *command)
-        state = json.loads((output / "checkpoint-4" / "trainer_state.json").read_text())
-        logs.append([(log["loss"], log["grad_norm"]) for log in state["log_history"]])
-    one, two = torch.tensor(logs, dtype=torch.float64)
-    assert one.shape == (4, 2)
-    assert one[0, 0] > one[-1, 0] + 0.1  # it learns
-    torch.testing.assert_close(two, one, rtol=1e-5, atol=0)
+
+    def command(method: str, processes: int) -> list[str]:
+        rows = {"length": 64, "pose_chunks": 2} if method == "yarn" else {"length": 256}
+        rows["per_device_train_batch_size"] = 4 // processes
+        output = {"output_dir": tmp_path / f"{method} {processes}"}
+        given = settings | {"method": method} | rows | output
+        return [str(word) for name, value in given.items() for word in (f"--{name}", value)]
+
+    methods = ("yarn", "rerope")
+    for method in methods:
+        finetune.main(command(method, 1))
+    (tmp_path / "runs.json").write_text(json.dumps([command(method, 2) for method in methods]))
+    (tmp_path / "both.py").write_text(BOTH)
+    torchrun(tmp_path / "both.py", tmp_path / "runs.json")
+    for method in methods:
+        logs = []
+        for processes in (1, 2):
+            path = tmp_path / f"{method} {processes}" / "checkpoint-4" / "trainer_state.json"
+            history = json.loads(path.read_text())["log_history"]
+            logs.append([(log["loss"], log["grad_norm"]) for log in history])
+        one, two = torch.tensor(logs, dtype=torch.float64)
+        assert one.shape == (4, 2)
+        assert one[0, 0] > one[-1, 0] + 0.1  # it learns
+        torch.testing.assert_close(two, one, rtol=1e-5, atol=0)

@@ -246,7 +246,7 @@ def test_wrong_options_are_told_before_anything_is_trained() -> None:
     for given, message in (
         (["--tasks", "text,sort"], "--tasks 'sort' is unknown.*'sorting'"),
         (["--width", "100"], "--width 100 must be a multiple of 8 x --heads 4"),
-        (["--steps", "0"], "--steps 0 must be at least 1"),
+        (["--problem-steps", "0"], "--problem-steps 0 must be at least 1"),
         (["--length", "32"], "--length 32 must be at least 64"),
     ):
         with pytest.raises(OptionError, match=message):
@@ -265,8 +265,8 @@ def record(loss: float, found: float) -> dict:
 
 
 def test_the_page_says_what_can_be_told_apart_and_what_cannot(monkeypatch) -> None:
-    monkeypatch.setattr(page, "_picture", lambda figure, alt: {"alt": alt, "data": ""})
-    settings = dict(layers=1, width=32, heads=4, steps=2, length=64, rows=2)
+    monkeypatch.setattr(page, "_picture", lambda figure, alt: page.Picture(alt, b""))
+    settings = dict(layers=1, width=32, heads=4, steps=2, problem_steps=2, length=64, rows=2)
     cells = {}
     for name, loss, found in (("rope", 2.0, 0.9), ("alibi", 1.5, 0.2), ("t5", 1.5, 0.9)):
         for seed in range(3):
@@ -291,7 +291,17 @@ def test_the_page_says_what_can_be_told_apart_and_what_cannot(monkeypatch) -> No
 @pytest.mark.slow
 def test_a_run_that_is_killed_goes_on_and_makes_the_page(tmp_path) -> None:
     options = "--encodings alibi --seeds 1 --tasks text,copy --steps 2 --length 64 --width 32"
-    given = [*options.split(), "--layers", "1", "--rows", "1", "--output", str(tmp_path)]
+    given = [
+        *options.split(),
+        "--problem-steps",
+        "2",
+        "--layers",
+        "1",
+        "--rows",
+        "1",
+        "--output",
+        str(tmp_path),
+    ]
     command = [sys.executable, "-m", "recipes.laboratory", *given]
     log = tmp_path / "laboratory.jsonl"
     process = subprocess.Popen(command, stderr=subprocess.DEVNULL)

@@ -109,6 +109,8 @@ SHARDED: dict[str, dict[str, object]] = {
     "lora": {"train_embeddings_and_norms": True, "gradient_accumulation_steps": 2},
     "tied": {"train_embeddings_and_norms": True, "model": "tied model"},
     "full": {"lora_r": 0, "gradient_checkpointing": True},
+    "learned bias": {"method": "t5"},
+    "learned network": {"method": "fire", "lora_r": 0},
 }
 BF16 = ["lora", "full"]
 
@@ -117,8 +119,8 @@ BF16 = ["lora", "full"]
 def test_fsdp2(folder: Path, alone: Any) -> None:
     """In float32 the run of one process, to 1e-5; in bfloat16 near it, and losses in float32.
 
-    LoRA and all weights, the loss in chunks or from logits. No gradients are left unsharded
-    (tests/helpers/launched.py).
+    LoRA and all weights, the loss in chunks or from logits, encodings that learn. No gradients
+    are left unsharded (tests/helpers/launched.py).
     """
     more = {
         name: given | ({"model": folder / given["model"]} if "model" in given else {})

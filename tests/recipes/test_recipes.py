@@ -28,6 +28,7 @@ from recipes import data, finetune, merge, positions, settings
 from recipes.loss import ChunkedLoss
 from rope_ext import OptionError, RopeExtError
 from rope_ext.errors import MeasureError
+from rope_ext.position.bias import learned
 from tests.helpers.checkpoint import TRAINED
 from tests.helpers.models import tiny_llama
 from tests.helpers.recipe_runs import arguments, history
@@ -287,6 +288,20 @@ def test_a_trained_embedding_does_not_double_what_layers_keep(ids: torch.Tensor)
     output.loss.backward()
     trained = [p for p in whole.parameters() if p.requires_grad]
     assert {p.dtype for p in trained} == {p.grad.dtype for p in trained} == {torch.float32}
+
+
+@pytest.mark.parametrize("name", ["t5", "fire", "shaw", "learned"])
+def test_what_an_encoding_learns_is_trained_beside_lora(name: str, ids: torch.Tensor) -> None:
+    """In float32, and the stream of a bfloat16 model stays as it is."""
+    model = rope_ext.patch(tiny_llama().to(torch.bfloat16), name, factor=4)
+    whole = finetune.with_lora(model, settings.Recipe(dtype="bfloat16"))
+    with torch.autocast("cpu", torch.bfloat16):
+        output = whole(ids[:, :60], labels=ids[:, :60], output_hidden_states=True)
+    assert {hidden.dtype for hidden in output.hidden_states[:-1]} == {torch.bfloat16}
+    output.loss.backward()
+    own = {n: p for n, p in whole.named_parameters() if "rope_ext" in n and p.requires_grad}
+    assert len(own) == len(learned(whole)) // 2  # the others are what peft keeps of before
+    assert all(p.dtype == torch.float32 and p.grad.any() for p in own.values())
 
 
 def test_norms_of_other_families_are_found() -> None:

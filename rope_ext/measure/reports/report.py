@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import base64
 import csv
 import io
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from functools import cached_property
 from itertools import combinations
 from pathlib import Path
@@ -19,7 +18,9 @@ from rich.table import Table as RichTable
 
 from rope_ext.measure.cases import Outcome, dump
 from rope_ext.measure.plan import PAGE, RESULTS, TABLES, Plan
+from rope_ext.measure.reports import page
 from rope_ext.measure.reports.intervals import wilson
+from rope_ext.measure.reports.page import Cell, Row, Table
 from rope_ext.measure.reports.summary import (
     Estimate,
     difference,
@@ -41,48 +42,15 @@ EFFECTIVE = 0.856
 """Llama-2-7B's own RULER average at 4k, which the paper takes for "the length works"."""
 
 _NAME, _COLUMN = 18, 22  # widths, characters
-_TEMPLATE = Path(__file__).with_name("page.html")
-
-
-@dataclass(frozen=True)
-class Cell:
-    """One cell of a table; ``clear`` where its interval excludes that nothing is there."""
-
-    text: str
-    clear: bool = False
-
-
-@dataclass(frozen=True)
-class Row:
-    """One row of a table."""
-
-    cells: tuple[Cell, ...]
-    unpatched: bool = False
-
-
-@dataclass(frozen=True)
-class Table:
-    """A table in plain data, for the terminal, Markdown and HTML alike."""
-
-    title: str
-    header: tuple[str, ...]
-    rows: tuple[Row, ...]
-
-    def markdown(self) -> str:
-        """The table in GitHub's Markdown."""
-        lines = [f"| {' | '.join(self.header)} |", f"|{' --- |' * len(self.header)}"]
-        lines += [f"| {' | '.join(cell.text for cell in row.cells)} |" for row in self.rows]
-        return "\n".join(lines)
 
 
 @dataclass(frozen=True)
 class Section:
-    """One task or suite on the page."""
+    """One task or suite."""
 
     name: str
     definition: str
     tables: Sequence[Table]
-    pictures: list[Any] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -504,29 +472,20 @@ class Report:
             yield next(iter(self.suites), rates[0]), "rates", file.getvalue()
 
     def _page(self, pictures: Sequence[tuple[str, str, bytes]]) -> str:
-        from jinja2 import Environment
-
-        shown = []
+        told = "Intervals are 95 %. All methods get the same texts and prompts."
+        sections = []
         for section in self.sections:
             mine = [
-                {
-                    "alt": f"{name} of {self.title}",
-                    "data": base64.b64encode(content).decode(),
-                }
+                page.Picture(f"{name} of {self.title}", content)
                 for place, name, content in pictures
                 if place == section.name
             ]
-            shown.append(Section(section.name, section.definition, section.tables, mine))
-        template = Environment(autoescape=True).from_string(_TEMPLATE.read_text(encoding="utf-8"))
+            words = (f"{section.definition}. {told}",)
+            sections.append(page.Section(section.name, words, section.tables, mine))
         data = self.to_json()
         settings = {name: data[name] for name in ("settings", "systems", "identities")}
-        return template.render(
-            title=self.title,
-            sentences=self.recommendations,
-            notes=self.plan.notes,
-            sections=shown,
-            settings=dump(settings),
-        )
+        notes = [f"Note: {note}." for note in self.plan.notes]
+        return page.render(self.title, self.recommendations, notes, sections, dump(settings))
 
 
 def wide_console(width: int) -> Console:

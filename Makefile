@@ -83,7 +83,7 @@ test: $(VENV)/installed
 
 test-all: $(VENV)/installed engine-sources
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt \
-		-e ".[dev,harness,quantised,engines]"
+		-e ".[dev,harness,quantised,zero3,engines]"
 	ENGINE_SOURCES=$(CURDIR)/$(VENV)-engines $(BIN)/python -m pytest -n 2 --dist worksteal
 
 # What they depend on is for GPUs, or an older transformers.

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from rich.console import Console
 
 from benchmarks import measuring
-from benchmarks.measuring import COLUMNS, NATIVE, Attend, prefill, ratios, show, tensors
+from benchmarks.measuring import COLUMNS, NATIVE, Attend, Measured, prefill, ratios, show, tensors
 from rope_ext import attention
 from rope_ext.attention import Call, Pairs, Turn, TurnedBand, reference
 from rope_ext.methods.geometry import ChunkGap, Distance
@@ -135,7 +135,7 @@ def variants(length: int, window: int, dtype: torch.dtype) -> dict[str, Attend]:
 
 def decode(
     keys: int, kv_heads: int, window: int, dtype: torch.dtype, rounds: int
-) -> dict[str, tuple[float, float]]:
+) -> dict[str, Measured]:
     inputs = tensors(HEADS, kv_heads, 1, keys, dtype)
     return ratios({v: attend(v, *inputs, window) for v in (NATIVE, *VARIANTS)}, rounds)
 

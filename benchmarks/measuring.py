@@ -1,17 +1,21 @@
-"""What the benchmarks of attention measure: seconds in turns, and the peak of a fresh process."""
+"""What the benchmarks measure: seconds in turns, the peak of a fresh process, and the machine."""
 
 from __future__ import annotations
 
 import argparse
 import functools
+import os
+import platform
 import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
 
 import torch
+import transformers
 from rich.console import Console
 from rich.table import Table
 
@@ -65,22 +69,72 @@ def seconds_of(run: Callable[[], object], device: str = "cpu") -> float:
     return time.perf_counter() - start
 
 
-def ratios(
-    runs: dict[str, Callable[[], object]], rounds: int, device: str = "cpu"
-) -> dict[str, tuple[float, float]]:
-    """Median seconds, and the median ratio to native of the same round."""
-    seconds: dict[str, list[float]] = {variant: [] for variant in runs}
-    for run in runs.values():  # warm up
+class Measured(NamedTuple):
+    """What became of one variant.
+
+    Args:
+        seconds: median.
+        ratio: median of the ratios to the native of the same round.
+        low: the quarter of these ratios below which the smallest lie.
+        high: likewise of the largest.
+    """
+
+    seconds: float
+    ratio: float
+    low: float
+    high: float
+
+    def __str__(self) -> str:
+        return f"{self.ratio:.3f} ({self.low:.3f} to {self.high:.3f})"
+
+
+Key = TypeVar("Key", bound=Hashable)
+
+
+def in_turns(
+    runs: Mapping[Key, Callable[[], object]], rounds: int, device: str = "cpu"
+) -> dict[Key, list[float]]:
+    """Seconds of every run in every round, after one to warm up.
+
+    All take turns, so that whatever else the machine does hits each of them.
+    """
+    seconds: dict[Key, list[float]] = {name: [] for name in runs}
+    for run in runs.values():
         run()
     for _ in range(rounds):
-        for variant, run in runs.items():
-            seconds[variant].append(seconds_of(run, device))
+        for name, run in runs.items():
+            seconds[name].append(seconds_of(run, device))
+    return seconds
+
+
+def compared(seconds: Mapping[str, Sequence[float]], native: str = NATIVE) -> dict[str, Measured]:
+    """Every variant beside ``native``, round by round."""
+    found = {}
+    for variant, values in seconds.items():
+        of_round = [v / n for v, n in zip(values, seconds[native], strict=True)]
+        quarters = statistics.quantiles(of_round, n=4, method="inclusive") if of_round[1:] else []
+        low, ratio, high = quarters or of_round * 3
+        found[variant] = Measured(statistics.median(values), ratio, low, high)
+    return found
+
+
+def ratios(
+    runs: Mapping[str, Callable[[], object]], rounds: int, device: str = "cpu"
+) -> dict[str, Measured]:
+    """Runs in turns, each compared with the native one."""
+    return compared(in_turns(runs, rounds, device))
+
+
+def machine() -> dict[str, Any]:
+    """What measured times depend on; bfloat16: whether the processor has units for it."""
+    known = torch.cpu.get_capabilities()
     return {
-        variant: (
-            statistics.median(values),
-            statistics.median(v / n for v, n in zip(values, seconds[NATIVE], strict=True)),
-        )
-        for variant, values in seconds.items()
+        "processor": str(known.get("cpu_name") or platform.processor() or platform.machine()),
+        "cores": os.cpu_count(),
+        "threads": torch.get_num_threads(),
+        "bfloat16": any(name.endswith("bf16") and has for name, has in known.items()),
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
     }
 
 
@@ -91,7 +145,7 @@ def prefill(
     dtype: torch.dtype,
     backward: bool,
     rounds: int,
-) -> dict[str, tuple[float, float]]:
+) -> dict[str, Measured]:
     """:func:`ratios` of forwards, or of training steps."""
     inputs = [x.requires_grad_(backward) for x in tensors(heads, heads, length, length, dtype)]
     runs = {name: attend(*inputs) for name, attend in attends.items()}
@@ -125,7 +179,7 @@ def peak_of_fresh_process(module: str, variant: str, length: int, *options: str)
     return float(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
 
 
-def show(console: Console, title: str, columns: dict[str, dict[str, tuple[float, float]]]) -> None:
+def show(console: Console, title: str, columns: dict[str, dict[str, Measured]]) -> None:
     table = Table(title=title)
     table.add_column("")
     for column in columns:
@@ -133,7 +187,8 @@ def show(console: Console, title: str, columns: dict[str, dict[str, tuple[float,
     for variant in dict.fromkeys(name for cells in columns.values() for name in cells):
         cells = (cells.get(variant) for cells in columns.values())
         table.add_row(
-            variant, *("" if c is None else f"{c[0] * 1e3:.1f} ms, {c[1]:.2f}x" for c in cells)
+            variant,
+            *("" if c is None else f"{c.seconds * 1e3:.1f} ms, {c.ratio:.2f}x" for c in cells),
         )
     console.print(table)
 

@@ -1,10 +1,14 @@
-"""What a patch costs in time: ratios to the unpatched model, in one interleaved run.
+"""What a patch costs in time: every ratio that this project states, in one run.
 
-    python -m benchmarks.speed --model checkpoints/tiny-512 --lengths 2k
+    python -m benchmarks.speed
 
-Unpatched and patched runs take turns, so that whatever else the machine does hits both; the
-median of each is compared. A ratio of 1.00 means that patching is free. Without ``--method``, one
-method of each kind is measured. Every method gets a copy of the model.
+Models: prefill, decoding and training steps under one method or more of each kind, as ratios to
+the unpatched model (``--model``, ``--lengths``, ``--method``). Attention: that of position methods
+as ratios to rotary embedding and torch's own (``--attention-lengths``). What is compared takes
+turns, so that whatever else the machine does hits all of it; a ratio is the median over the rounds
+of the ratios within one, with the quarters below and above, and 1.00 means that patching is free.
+Processors with units for bfloat16 are measured in it as well. Writes ``speed.json`` and
+``speed.md``.
 """
 
 from __future__ import annotations
@@ -13,24 +17,27 @@ import argparse
 import copy
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 from rich.console import Console
-from rich.progress import track
-from rich.table import Table
 from torch import nn
 from transformers import DynamicCache
 
 import rope_ext
+from benchmarks import attention, measuring
+from benchmarks.measuring import NATIVE, Measured
+from rope_ext.errors import OptionError
 from rope_ext.measure import command, models
 from rope_ext.measure.arguments import parse_lengths, parse_options, split
 from rope_ext.measure.cases import require_positive
 from rope_ext.measure.systems import checked_methods
 from rope_ext.measure.versions import versions
+from rope_ext.methods import build_method
 
+MODEL = "checkpoints/tiny-512"
 EACH_KIND = {
     "yarn": {"method": "yarn"},
     "yarn, float64 angles": {"method": "yarn", "precise": True},
@@ -39,7 +46,24 @@ EACH_KIND = {
     "self_extend": {"method": "self_extend"},
     "dual_chunk": {"method": "dual_chunk"},
     "string": {"method": "string", "factor": 1.0},
+    "nope": {"method": "nope"},
+    "alibi": {"method": "alibi"},
+    "t5": {"method": "t5"},
+    "kerple_log": {"method": "kerple_log"},
 }
+KINDS = {
+    "frequency": "a map of the frequencies, the same for all",
+    "dynamic": "frequencies by the length of each sequence",
+    "position": "a map of the positions, by attention of this package",
+    "encoding": "another encoding in place of the rotation",
+}
+
+
+def kind(method: Any) -> str:
+    """Of a method, one of ``KINDS``."""
+    if method.adapts:
+        return "dynamic"
+    return "encoding" if method.kind == "rotation" else method.kind
 
 
 @torch.inference_mode()
@@ -60,17 +84,17 @@ def train(model: nn.Module, ids: torch.Tensor) -> None:
     model.zero_grad()
 
 
-def timed(run: Callable[[], None], device: torch.device) -> float:
-    start = time.perf_counter()
+def finished(run: Callable[[], None], device: torch.device) -> None:
     run()
     if device.type == "cuda":
         torch.cuda.synchronize(device)
-    return time.perf_counter() - start
 
 
-def measure(models: Mapping[str, nn.Module], ids: torch.Tensor, rounds: int) -> dict:
-    """Median seconds, ``{task: {variant: seconds}}``, on ids ``[rows, tokens]``."""
-    runs = {}
+def measure(
+    models: Mapping[str, nn.Module], ids: torch.Tensor, rounds: int
+) -> dict[str, dict[str, Measured]]:
+    """``{task: {variant: measured}}`` on ids ``[rows, tokens]``; all of it takes turns."""
+    runs: dict[tuple[str, str], Callable[[], None]] = {}
     for variant, patched in models.items():
         cache = DynamicCache(config=patched.config)
         with torch.inference_mode():
@@ -78,16 +102,31 @@ def measure(models: Mapping[str, nn.Module], ids: torch.Tensor, rounds: int) -> 
         runs["prefill", variant] = partial(prefill, patched, ids)
         runs["decode", variant] = partial(decode, patched, ids, cache)
         runs["training step", variant] = partial(train, patched, ids)
-    seconds: dict[tuple[str, str], list[float]] = {key: [] for key in runs}
-    for run in runs.values():  # warm up
-        timed(run, ids.device)
-    for _ in track(range(rounds), "measuring", console=Console(stderr=True)):
-        for key, run in runs.items():
-            seconds[key].append(timed(run, ids.device))
-    result: dict[str, dict[str, float]] = {}
-    for (task, variant), values in seconds.items():
-        result.setdefault(task, {})[variant] = statistics.median(values)
-    return result
+    runs = {key: partial(finished, run, ids.device) for key, run in runs.items()}
+    seconds: dict[str, dict[str, list[float]]] = {}
+    for (task, variant), values in measuring.in_turns(runs, rounds).items():
+        seconds.setdefault(task, {})[variant] = values
+    return {task: measuring.compared(values) for task, values in seconds.items()}
+
+
+def measure_attention(
+    lengths: Sequence[int], window: int, dtype: torch.dtype, rounds: int
+) -> dict[str, dict[str, Measured]]:
+    """``{column: {variant: measured}}`` of :mod:`benchmarks.attention`; one step at the longest."""
+    found = {}
+    for name, backward in (("forward", False), ("with backward", True)):
+        for length in lengths:
+            attends = {
+                variant: partial(attention.attend, variant, window=window)
+                for variant in (NATIVE, *attention.VARIANTS)
+            }
+            found[f"{name}, {length}"] = measuring.prefill(
+                attends, attention.HEADS, length, dtype, backward, rounds
+            )
+    for kv_heads in (attention.HEADS, attention.HEADS // 4):
+        column = f"decode at {max(lengths)}, {kv_heads} key heads"
+        found[column] = attention.decode(max(lengths), kv_heads, window, dtype, 7 * rounds)
+    return found
 
 
 def patch_seconds(model: nn.Module, rounds: int, given: Mapping[str, Any]) -> float:
@@ -102,73 +141,150 @@ def patch_seconds(model: nn.Module, rounds: int, given: Mapping[str, Any]) -> fl
 
 
 def evaluate(args: argparse.Namespace) -> dict[str, Any]:
-    """Median seconds by length, task and variant.
+    """All that is measured, as JSON.
 
     Raises:
         RopeExtError: something is unknown or cannot be loaded.
     """
+    args.model = args.model or [MODEL]
+    if args.small:
+        args.lengths, args.attention_lengths, args.window, args.rounds = ["64"], ["128"], 32, 2
     name, names = command.only_model(args), split(args.method or ())
     variants = {variant: {"factor": args.factor, **more} for variant, more in EACH_KIND.items()}
     if names or args.option:
         own = parse_options(args.option, names)
         methods = checked_methods(names, args.factor, own, args.adapter, force=True)
         variants = {method: {"method": method, **more} for method, more in methods.items()}
-    rows, lengths = command.batch_size(args.batch_size) or 1, parse_lengths(args.lengths)
-    require_positive(batch_size=rows, rounds=args.rounds, length=min(lengths))
-    model = models.load_model(name, args.dtype, args.device, args.attn, args.adapter)
+    kinds = {variant: kind(_built(**more)) for variant, more in variants.items()}
+    rows, lengths = command.batch_size(args.batch_size) or 1, parse_lengths(args.lengths or ["2k"])
+    parts = split(args.parts)
+    if not parts or set(parts) - {"models", "attention"}:
+        raise OptionError(f"--parts {args.parts!r} is not valid; give models, attention or both")
+    of_attention = parse_lengths(args.attention_lengths or ["8k,16k"])
+    require_positive(
+        batch_size=rows,
+        rounds=args.rounds,
+        length=min(*lengths, *of_attention),
+        window=args.window,
+    )
+    where, on_cpu = measuring.machine(), models.resolve_device(args.device) == "cpu"
+    dtypes = [args.dtype]
+    if args.dtype == "auto" and on_cpu:
+        dtypes = ["float32", "bfloat16"] if where["bfloat16"] else ["float32"]
+    made: dict[str, Any] = {
+        "machine": where,
+        "model": name,
+        "batch_size": rows,
+        "rounds": args.rounds,
+        "window": args.window,
+        "seed": args.seed,
+        "variants": variants,
+        "kinds": kinds,
+        "models": {},
+        "attention": {},
+        "versions": versions(),
+    }
     given = {
         "compose": args.compose,
         "original_max_position_embeddings": args.trained_length,
     }
-    patched = {"unpatched": model}
-    for variant, more in variants.items():
-        patched[variant] = rope_ext.patch(copy.deepcopy(model), **{**given, **more})
-    generator = torch.Generator().manual_seed(args.seed)
-    seconds = {}
-    for length in lengths:
-        ids = torch.randint(3, model.config.vocab_size, (rows, length), generator=generator)
-        seconds[length] = measure(patched, ids.to(model.device), args.rounds)
+    for dtype in dtypes if "models" in parts else ():
+        model = models.load_model(name, dtype, args.device, args.attn, args.adapter)
+        patched = {NATIVE: model}
+        for variant, more in variants.items():
+            patched[variant] = rope_ext.patch(copy.deepcopy(model), **{**given, **more})
+        generator = torch.Generator().manual_seed(args.seed)
+        shown = made["models"][f"{str(model.dtype).removeprefix('torch.')} on {model.device}"] = {}
+        for length in lengths:
+            ids = torch.randint(3, model.config.vocab_size, (rows, length), generator=generator)
+            shown[length] = _plain(measure(patched, ids.to(model.device), args.rounds))
+        made["patch_seconds"] = patch_seconds(model, 20, {"factor": args.factor, **given})
+        del model, patched  # before the next ones are made
+    for dtype in dtypes if "attention" in parts and on_cpu else ():
+        exact = "float32" if dtype == "auto" else dtype
+        found = measure_attention(of_attention, args.window, getattr(torch, exact), args.rounds)
+        made["attention"][exact] = _plain(found)
+    return made
+
+
+def _built(method: str, precise: bool | None = None, **options: Any) -> Any:
+    """The method of these keywords of ``rope_ext.patch``."""
+    return build_method(method, **options)
+
+
+def _plain(found: Mapping[str, Mapping[str, Measured]]) -> dict[str, dict[str, dict[str, float]]]:
     return {
-        "model": name,
-        "dtype": str(model.dtype).removeprefix("torch."),
-        "device": str(model.device),
-        "batch_size": rows,
-        "rounds": args.rounds,
-        "seed": args.seed,
-        "variants": variants,
-        "seconds": seconds,
-        "patch_seconds": patch_seconds(model, 20, {"factor": args.factor, **given}),
-        "versions": versions(),
+        task: {variant: cell._asdict() for variant, cell in cells.items()}
+        for task, cells in found.items()
     }
 
 
-def show(data: dict[str, Any]) -> None:
-    """Print one table per length."""
-    console, known = Console(), data["versions"]
-    for length, tasks in data["seconds"].items():
-        table = Table(
-            title=f"{data['model']}, {data['batch_size']} x {length} tokens, {data['dtype']} on "
-            f"{data['device']}, median of {data['rounds']}; torch {known['torch']}, transformers "
-            f"{known['transformers']}"
-        )
-        for column in ("", *tasks):
-            table.add_column(column)
-        for variant in ("unpatched", *data["variants"]):
-            cells = (
-                f"{task[variant] * 1e3:.1f} ms, {task[variant] / task['unpatched']:.3f}x"
-                for task in tasks.values()
-            )
-            table.add_row(variant, *cells)
-        console.print(table)
-    console.print(f"rope_ext.patch itself: {data['patch_seconds'] * 1e3:.1f} ms")
+def tables(data: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, dict[str, Measured]]]]:
+    """Title and columns of every table, one for each kind and each dtype."""
+    rows = f"{data['batch_size']} x " if data["batch_size"] > 1 else ""
+    for dtype, lengths in data["models"].items():
+        for one, words in KINDS.items():
+            chosen = [variant for variant, its in data["kinds"].items() if its == one]
+            columns = {
+                f"{task}, {rows}{length}": {v: Measured(**cells[v]) for v in chosen}
+                for length, tasks in lengths.items()
+                for task, cells in tasks.items()
+            }
+            if chosen:
+                yield f"{one}: {words}; {data['model']}, {dtype}", columns
+    for dtype, found in data["attention"].items():
+        columns = {
+            column: {v: Measured(**cell) for v, cell in cells.items() if v != NATIVE}
+            for column, cells in found.items()
+        }
+        shape = f"{attention.HEADS} heads of {measuring.COLUMNS}, window {data['window']}"
+        yield f"attention alone, {shape}, {dtype}", columns
+
+
+def headline(data: Mapping[str, Any]) -> str:
+    """The machine, in one line."""
+    known = data["machine"]
+    units = "with" if known["bfloat16"] else "without"
+    return (
+        f"{known['processor']}, {known['cores']} cores, {known['threads']} threads, {units} "
+        f"bfloat16 units; torch {known['torch']}, transformers {known['transformers']}; "
+        f"{data['rounds']} rounds"
+    )
+
+
+def page(data: Mapping[str, Any]) -> str:
+    """All tables in Markdown, for the documentation."""
+    lines = [f"{headline(data)}. Ratios: the median, and the quarters below and above."]
+    for title, columns in tables(data):
+        lines += ["", f"**{title}**", "", f"| | {' | '.join(columns)} |"]
+        lines.append("| --- " * (1 + len(columns)) + "|")
+        for variant in next(iter(columns.values())):
+            cells = (str(cells[variant]) for cells in columns.values())
+            lines.append(f"| `{variant}` | {' | '.join(cells)} |")
+    return "\n".join(lines) + "\n"
+
+
+def show(data: Mapping[str, Any]) -> None:
+    """Print the machine, and every table with seconds."""
+    console = Console()
+    console.print(headline(data))
+    for title, columns in tables(data):
+        measuring.show(console, title, columns)
+    if "patch_seconds" in data:
+        console.print(f"rope_ext.patch itself: {data['patch_seconds'] * 1e3:.1f} ms")
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run from the command line."""
-    parser = command.bare(__doc__, "runs/speed")
-    parser.add_argument("--lengths", action="append", required=True, help="tokens, such as 2k,8k")
-    parser.add_argument("--rounds", type=int, default=15, help="runs of each")
-    command.run(parser.parse_args(arguments), evaluate, show, "speed.json")
+    parser = command.bare(__doc__, "runs/speed", model=MODEL)
+    add = parser.add_argument
+    add("--lengths", action="append", help="tokens, such as 2k,8k; 2k if left out")
+    add("--attention-lengths", action="append", help="likewise; 8k,16k if left out")
+    add("--window", type=command.tokens, default=1024, help="of attention alone, tokens")
+    add("--rounds", type=int, default=15, help="runs of each")
+    add("--parts", default="models,attention", help="of models, attention")
+    add("--small", action="store_true", help="few tokens and rounds, to see that it runs")
+    command.run(parser.parse_args(arguments), evaluate, show, "speed.json", {"speed.md": page})
 
 
 if __name__ == "__main__":

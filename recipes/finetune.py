@@ -29,13 +29,14 @@ from transformers import (
     TrainingArguments,
     set_seed,
 )
+from transformers.modeling_utils import set_zero3_state
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import EvalLoopOutput
 
 import rope_ext
 from recipes import data, evaluation, positions
 from recipes.loss import ChunkedLoss
-from recipes.parallel import check_parallelism, context_parallel_size
+from recipes.parallel import check_parallelism, check_processes, context_parallel_size
 from recipes.settings import (
     NONE,
     STREAM,
@@ -88,6 +89,7 @@ def check(recipe: Recipe, args: TrainingArguments) -> Plan:
     Raises:
         RopeExtError: something is missing, unknown or does not go together.
     """
+    check_processes(args.world_size)
     check_together(recipe, args)
     check_output(recipe, args)
     config = load_config(recipe.model)
@@ -135,7 +137,8 @@ def _bare(recipe: Recipe, config: Any, meta: bool) -> Any:
     if recipe.attn is not None:
         options["attn_implementation"] = recipe.attn
     if meta:
-        with torch.device("meta"):
+        # Under ZeRO-3 transformers would share out and initialise what has no weights.
+        with set_zero3_state(), torch.device("meta"):
             return AutoModelForCausalLM.from_config(copy.deepcopy(config), **options)
     if recipe.quantize:
         options["quantization_config"] = BitsAndBytesConfig(
@@ -347,6 +350,7 @@ class LongTrainer(Trainer):
 def _finite(parameter: torch.Tensor) -> bool:
     """Of a sharded one, the part of this process."""
     local = parameter.to_local() if hasattr(parameter, "to_local") else parameter
+    local = getattr(local, "ds_tensor", local)  # under ZeRO-3
     return bool(torch.isfinite(local).all())
 
 

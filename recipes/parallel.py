@@ -38,6 +38,24 @@ def context_parallel_size(parallelism_config: ParallelismConfig | None = None) -
     return parallelism_config.cp_size
 
 
+def check_processes(known: int) -> None:
+    """Refuse processes that would train alone, each for itself.
+
+    Args:
+        known: processes that accelerate has joined.
+
+    Raises:
+        OptionError: more were launched.
+    """
+    launched = int(os.environ.get("WORLD_SIZE", "1"))
+    if known < launched:
+        raise OptionError(
+            f"{launched} processes were launched, and accelerate has joined {known} (on CPUs it "
+            f"joins them with --use_cpu true only, as plain data parallelism), so that each would "
+            f"train alone; give --use_cpu true, or --num_processes 1"
+        )
+
+
 def check_parallelism(
     method: rope_ext.FrequencyMethod | rope_ext.PositionMethod | None,
     config: PreTrainedConfig,

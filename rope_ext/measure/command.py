@@ -24,19 +24,21 @@ OPTION_HELP = "METHOD.NAME=VALUE, NAME=VALUE of a single method, or METHOD=FILE.
 FORCE_HELP = "measure lengths beyond what a method reaches, an adapter under another method"
 
 
-def bare(description: str, output: str) -> argparse.ArgumentParser:
+def bare(description: str, output: str, model: str | None = None) -> argparse.ArgumentParser:
     """A parser with the options of everything that runs a model under methods.
 
     Args:
         description: the docstring of the module; its command line stands there too.
         output: default folder for results.
+        model: that is meant where none is given; None: one has to be.
     """
     made = argparse.ArgumentParser(
         description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     subject = made.add_argument_group("what is measured")
     add = subject.add_argument
-    add("--model", action="append", required=True, help="folder or Hub id; repeat for several")
+    which = "folder or Hub id; repeat for several" + (f" ({model} if left out)" if model else "")
+    add("--model", action="append", required=model is None, help=which)
     add("--adapter", help="PEFT adapter, in use wherever a method is")
     add("--method", action="append", help=METHOD_HELP)
     add("--factor", type=float, default=4.0, help="how many times the trained length")
@@ -193,6 +195,7 @@ def run(
     measure: Callable[[argparse.Namespace], dict[str, Any]],
     show: Callable[[dict[str, Any]], None],
     name: str,
+    pages: Mapping[str, Callable[[dict[str, Any]], str]] | None = None,
 ) -> None:
     """As ``main``, for what measures by itself: print, and write JSON.
 
@@ -201,14 +204,18 @@ def run(
         measure: called with ``args`` for the data.
         show: prints them.
         name: of the file in ``--output``.
+        pages: other files there, by name, and what writes the data down for each.
     """
+    pages = pages or {}
     with clean_errors():
         quiet()
         require_seed(args.seed)
         folder = Folder(args.output)
-        folder.check([name])
+        folder.check([name, *pages])
         with folder.held():
             data = measure(args)
-            [path] = folder.write({name: dump(data).encode()})
+            made = {page: write(data).encode() for page, write in pages.items()}
+            paths = folder.write({name: dump(data).encode(), **made})
         show(data)
-        tell(f"wrote {path}")
+        for path in paths:
+            tell(f"wrote {path}")

@@ -8,7 +8,6 @@ not.
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -21,7 +20,7 @@ import torch
 from rope_ext.errors import MeasureError
 from rope_ext.measure import models
 from rope_ext.measure.cases import Case, Outcome, adding, read_outcomes, write_outcomes
-from rope_ext.measure.folder import log_name, writing
+from rope_ext.measure.folder import log_name, world_size, writing
 from rope_ext.measure.forward import Advance, cost, score, write
 from rope_ext.measure.plan import Plan, require_free
 from rope_ext.measure.settings import UNPATCHED, Settings
@@ -41,13 +40,23 @@ class Crew:
 
     @classmethod
     def join(cls, device: str) -> Crew:
-        """Find this process among those that ``accelerate launch`` or ``torchrun`` started."""
-        if int(os.environ.get("WORLD_SIZE", "1")) < 2:
+        """Find this process among those that ``accelerate launch`` or ``torchrun`` started.
+
+        Raises:
+            MeasureError: it finds none of the others.
+        """
+        if world_size() < 2:
             return cls(0, 1, device, lambda: None)
         from accelerate import PartialState
 
         # One process may be done long before another: the default of minutes would end the run.
-        state = PartialState(cpu=device == "cpu", timeout=timedelta(days=7))
+        cpu = models.resolve_device(device) == "cpu"  # where accelerate goes by what it is told
+        state = PartialState(cpu=cpu, timeout=timedelta(days=7))
+        if state.num_processes != world_size():  # each would do all of the work, into one log
+            raise MeasureError(
+                f"{world_size()} processes were launched, and accelerate knows no way to join "
+                f"them on {state.device}; launch one, or give --device cpu"
+            )
         chosen = str(state.device) if device == "auto" else device
         return cls(state.process_index, state.num_processes, chosen, state.wait_for_everyone)
 

@@ -19,6 +19,7 @@ from rope_ext.position.bias import Learning
 from rope_ext.position.map import PositionMap
 from rope_ext.position.runs import BatchMask
 from rope_ext.position.tokens import Forward, current
+from rope_ext.rotary.gathering import size
 from rope_ext.rotary.sites import evaluating
 
 NAME = "rope_ext_input"  # of the module within the decoder, and so in checkpoints
@@ -169,7 +170,7 @@ def _layers(decoder: nn.Module) -> list[nn.Module]:
             f"{type(decoder).__name__} has no list of layers, so it is not known where to put "
             f"positions; use an encoding in the attention, such as 'alibi'"
         )
-    return list(max(lists, key=lambda module: sum(p.numel() for p in module.parameters())))
+    return list(max(lists, key=lambda module: sum(map(size, module.parameters()))))
 
 
 @torch.no_grad()

@@ -20,6 +20,7 @@ from rope_ext.errors import NoRopeError, OptionError, UnsupportedModelError
 from rope_ext.methods import FrequencyMethod, Rope, geometric
 from rope_ext.methods.rope import MOST_TOKENS, plain_number
 from rope_ext.record import trained_length
+from rope_ext.rotary.gathering import gathered
 from rope_ext.rotary.probe import Columns, prove
 
 SCALED_TYPES = ("linear", "dynamic", "yarn", "longrope", "llama3")
@@ -322,11 +323,15 @@ def _loaded(decoder: nn.Module, module: nn.Module, buffer: str) -> torch.Tensor:
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """No dropout while it lasts; afterwards every module is in the mode it was in."""
+    """No dropout while it lasts, and weights that are shared out are whole where they are needed.
+
+    Afterwards every module is in the mode it was in.
+    """
     training = [module for module in model.modules() if module.training]
     model.eval()
     try:
-        yield
+        with gathered(model):
+            yield
     finally:
         for module in training:
             module.training = True

@@ -2,7 +2,9 @@
 
 On CPUs accelerate makes plain data parallelism of every launch file, whatever it says. Here it goes
 the way of GPUs; nothing is made up but that they are there. A run that would keep its gradients
-whole on every device while they are accumulated is refused.
+whole on every device while they are accumulated is refused. DeepSpeed is told that there are
+several processes, of which accelerate knows one where it sees no GPU, and is kept from compiling
+what it has to exchange tensors on CPUs, a minute's work; it takes gloo without.
 
 Run by: accelerate launch --config_file FILE --num_processes 2 tests/helpers/launched.py RUNS,
 where RUNS is a JSON file with the command lines of the runs.
@@ -12,6 +14,7 @@ from __future__ import annotations
 
 import functools
 import json
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -36,8 +39,18 @@ def _whole(self: Accelerator, model: Any) -> None:
     raise AssertionError("gradients are left unsharded")
 
 
+def _gloo(self: PartialState, *args: Any) -> tuple[str, DistributedType]:
+    return "gloo", DistributedType.MULTI_CPU
+
+
 if __name__ == "__main__":
-    Accelerator.no_sync = _whole
-    PartialState.__init__ = _with_gpus
+    if os.environ.get("ACCELERATE_USE_DEEPSPEED") == "true":
+        import deepspeed
+
+        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+        PartialState._prepare_backend = _gloo
+    else:
+        Accelerator.no_sync = _whole
+        PartialState.__init__ = _with_gpus
     for words in json.loads(Path(sys.argv[1]).read_text()):
         finetune.main(words)

@@ -213,7 +213,7 @@ def test_a_killed_run_resumed_gives_the_same_bytes(checkpoint: Path, tmp_path: P
 def test_two_processes_give_the_bytes_of_one(checkpoint: Path, tmp_path: Path) -> None:
     report.main(arguments(checkpoint, tmp_path / "one", "--batch-size", 2))
     command = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "eval.report"]
-    two = arguments(checkpoint, tmp_path / "two", "--batch-size", 2, "--device", "cpu")
+    two = arguments(checkpoint, tmp_path / "two", "--batch-size", 2)
     done = in_process(*command, *two)
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("Token-weighted perplexity") == 1  # one of them speaks
@@ -793,14 +793,20 @@ def test_an_adapter_is_in_use_where_a_method_is(checkpoint: Path, tmp_path: Path
 def test_speed_shares_the_options_of_the_evaluators(checkpoint: Path, tmp_path: Path) -> None:
     words = ["--model", checkpoint, "--lengths", "64,256", "--rounds", 1, "--batch-size", 2]
     words += ["--method", "yarn,rerope", "--option", "yarn.beta_fast=16", "--output", tmp_path]
+    words += ["--parts", "models", "--dtype", "float32"]
     speed.main(list(map(str, words)))
     data = json.loads((tmp_path / "speed.json").read_text())
     assert data["variants"]["yarn"] == {"method": "yarn", "factor": 4.0, "beta_fast": 16}
-    assert set(data["seconds"]) == {"64", "256"} and data["batch_size"] == 2
-    for tasks in data["seconds"].values():
+    assert data["kinds"] == {"yarn": "frequency", "rerope": "position"}
+    [(where, lengths)] = data["models"].items()
+    assert where.startswith("float32 on ") and data["batch_size"] == 2 and data["attention"] == {}
+    assert set(lengths) == {"64", "256"}
+    for tasks in lengths.values():
         assert set(tasks) == {"prefill", "decode", "training step"}
-        assert all(set(found) == {"unpatched", "yarn", "rerope"} for found in tasks.values())
-        assert all(value > 0 for found in tasks.values() for value in found.values())
+        assert all(set(found) == {"native", "yarn", "rerope"} for found in tasks.values())
+        for cells in tasks.values():
+            assert cells["native"]["ratio"] == 1
+            assert all(cell["seconds"] > 0 < cell["ratio"] for cell in cells.values())
 
 
 # Mistakes

@@ -3,11 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import random
-import socket
-import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,9 +16,8 @@ from transformers import AutoModelForCausalLM, Trainer
 
 from recipes import finetune
 from tests.helpers.checkpoint import save_checkpoint
+from tests.helpers.launches import launch, log, settings
 from tests.helpers.models import tiny_llama
-
-ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture(scope="module")
@@ -37,48 +32,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     words = random.Random(0).choices(["one", "two", "three", "four", "five", "six"], k=2000)
     (folder / "text.txt").write_text(" ".join(words))
     return folder
-
-
-def settings(folder: Path, name: str, processes: int, **more: object) -> list[str]:
-    """A run of three steps of four rows, into ``folder / name``."""
-    values = {
-        "model": folder / "model",
-        "dataset": folder / "text.txt",
-        "output_dir": folder / name,
-        "length": 256,
-        "max_steps": 3,
-        "per_device_train_batch_size": 4 // processes,
-        "learning_rate": 0.01,
-        "logging_steps": 1,
-        "report_to": "none",
-        "use_cpu": True,
-        "disable_tqdm": True,
-    }
-    return [str(word) for item in (values | more).items() for word in (f"--{item[0]}", item[1])]
-
-
-def launch(file: str, folder: Path, *command: object) -> None:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    start = [sys.executable, "-m", "accelerate.commands.launch", "--main_process_port", port]
-    start += ["--config_file", ROOT / "recipes" / "accelerate" / file, *command]
-    environment = os.environ | {
-        "HF_DATASETS_CACHE": str(folder / f"cache of {file}"),
-        "OMP_NUM_THREADS": "1",
-        "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path]),
-    }
-    done = subprocess.run(
-        list(map(str, start)), cwd=ROOT, env=environment, capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
-
-
-def log(folder: Path) -> torch.Tensor:
-    """Loss and norm of the gradient of each step, ``[3, 2]``."""
-    state = json.loads((folder / "checkpoint-3" / "trainer_state.json").read_text())
-    logs = [(e["loss"], e["grad_norm"]) for e in state["log_history"] if "loss" in e]
-    return torch.tensor(logs, dtype=torch.float64)
 
 
 @pytest.fixture

@@ -599,6 +599,17 @@ def test_context_parallelism_is_asked(
         finetune.main(words)
 
 
+def test_processes_that_accelerate_has_not_joined_are_refused(
+    checkpoint: Path, texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each would train alone, on all of the data, and write into the same folder."""
+    recipe, args = finetune.parse(arguments(checkpoint, texts, tmp_path))
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(OptionError, match=r"2 processes.*joined 1.*give --use_cpu true"):
+        finetune.check(recipe, args)
+    assert not list(tmp_path.iterdir())
+
+
 # Runs
 
 

@@ -1,0 +1,92 @@
+"""Evaluation shared out over processes that are killed: the report is that of one, unbroken."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import accelerate
+import pytest
+import torch
+
+from rope_ext.errors import MeasureError
+from rope_ext.measure import command, run
+
+ROOT = Path(__file__).parents[2]
+
+
+def words(checkpoint: Path, output: Path) -> list[str]:
+    made = ["perplexity", "passkey", "--model", checkpoint, "--method", "yarn,rerope"]
+    made += ["--lengths", "128,256", "--trials", 3, "--depths", 2, "--windows", 2]
+    made += ["--batch-size", 2, "--output", output, "--resume"]
+    return list(map(str, made))
+
+
+def files(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file()}
+
+
+@pytest.mark.slow
+def test_processes_that_are_killed_go_on_to_the_bytes_of_one(
+    checkpoint: Path, tmp_path: Path
+) -> None:
+    """One of two, then all of them; three or one go on."""
+    command.call(words(checkpoint, tmp_path / "whole"))
+    more, fewer = (words(checkpoint, tmp_path / name) for name in ("more", "fewer"))
+    runs = [(2, 1, 3, more), (2, "all", 4, more), (3, None, 0, more)]
+    runs += [(2, 0, 5, fewer), (1, None, 0, fewer)]
+    (tmp_path / "runs.json").write_text(json.dumps(runs))
+    done = subprocess.run(
+        [sys.executable, "tests/helpers/crews.py", str(tmp_path / "runs.json")],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    statuses = json.loads(done.stdout.splitlines()[-1])
+    one, both, three, first, alone = statuses
+    assert one[1] == first[0] == -9 and one[0] and first[1], done.stderr
+    assert both == [-9, -9], done.stderr
+    assert {*three, *alone} == {0}, done.stderr
+    whole = files(tmp_path / "whole")
+    assert whole.keys() >= {"cases.jsonl", "results.json", "table.md", "report.html"}
+    for name in ("more", "fewer"):
+        assert files(tmp_path / name) == whole, name
+
+
+def crew(monkeypatch: pytest.MonkeyPatch, device: str, known: int) -> tuple[run.Crew, bool]:
+    """Two processes of which accelerate knows so many, and whether it was told of CPUs."""
+    told = []
+
+    def state(cpu: bool, timeout: object) -> SimpleNamespace:
+        told.append(cpu)
+        device = torch.device("cpu" if cpu else "mps")
+        return SimpleNamespace(
+            device=device, num_processes=known, process_index=0, wait_for_everyone=None
+        )
+
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setattr(accelerate, "PartialState", state)
+    monkeypatch.setattr(
+        run.models, "resolve_device", lambda name: "cpu" if name == "auto" else name
+    )
+    return run.Crew.join(device), told[0]
+
+
+def test_processes_on_a_cpu_find_each_other_without_being_told_of_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """On a CPU accelerate looks for others only where it is told to stay there."""
+    found, told = crew(monkeypatch, "auto", 2)
+    assert (told, found.count, found.device) == (True, 2, "cpu")
+
+
+def test_processes_that_find_no_others_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each would do all of the work and write it into the log of the first."""
+    with pytest.raises(MeasureError, match=r"2 processes were launched.*--device cpu"):
+        crew(monkeypatch, "mps", 1)

@@ -1,0 +1,82 @@
+"""DeepSpeed ZeRO-3 as deepspeed_zero3.yaml sets it, in two processes, beside one process alone."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import random
+from pathlib import Path
+
+import datasets
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+import rope_ext
+from recipes import finetune
+from tests.helpers.checkpoint import save_checkpoint
+from tests.helpers.launches import launch, log, settings
+
+EVALUATED = {"eval_strategy": "steps", "eval_steps": 3, "eval_rows": 2, "eval_passkeys": 1}
+RUNS: dict[str, dict[str, object]] = {
+    "yarn": {"method": "yarn", "train_embeddings_and_norms": True},
+    "rerope": {"method": "rerope", "gradient_accumulation_steps": 2, **EVALUATED},
+    "kerple_log with lora": {"method": "kerple_log"},
+    "kerple_log": {"method": "kerple_log", "lora_r": 0, "gradient_checkpointing": True},
+}
+"""A frequency method, a position method that is proven by a forward, parameters of our own."""
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    save_checkpoint(tmp_path / "model")
+    draw = random.Random(0).choices
+    lines = [" ".join(draw(["one", "two", "three", "four", "five"], k=400)) for _ in range(8)]
+    (tmp_path / "text.jsonl").write_text("\n".join(json.dumps({"text": line}) for line in lines))
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    monkeypatch.setenv("DS_ACCELERATOR", "cpu")
+    return tmp_path
+
+
+def trained(folder: Path) -> dict[str, torch.Tensor]:
+    """All that a run has saved."""
+    [file] = folder.glob("*model.safetensors")
+    return load_file(file)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="needs deepspeed")
+def test_zero3_trains_and_saves_what_one_process_does(folder: Path, ids: torch.Tensor) -> None:
+    """Losses and norms of gradients to 1e-5: float32 sums in another order.
+
+    AdamW makes steps of one size out of gradients of any, also where they are nothing but such
+    sums; so what was learned is compared as a whole, to a thousandth of how far it has come.
+    """
+    words = []
+    for name, given in RUNS.items():
+        given = given | {"dataset": folder / "text.jsonl"}
+        # Only without --use_cpu does accelerate look at DeepSpeed at all.
+        words.append(settings(folder, f"{name} of two", 2, **given, use_cpu=False))
+        finetune.main(settings(folder, f"{name} of one", 1, **given))
+    (folder / "runs.json").write_text(json.dumps(words))
+    program = ["tests/helpers/launched.py", folder / "runs.json"]
+    launch("deepspeed_zero3.yaml", folder, "--num_processes", 2, *program)
+    untrained = AutoModelForCausalLM.from_pretrained(folder / "model").eval()
+    start = untrained.state_dict()
+    for name in RUNS:
+        one, two = f"{name} of one", f"{name} of two"
+        torch.testing.assert_close(log(folder / two), log(folder / one), rtol=1e-5, atol=0)
+        expected, found = trained(folder / one), trained(folder / two)
+        assert {k: v.shape for k, v in found.items()} == {k: v.shape for k, v in expected.items()}
+        assert any("rope_ext_bias" in key for key in found) == ("kerple_log" in name)
+        for key, value in expected.items():
+            before = start.get(key.removeprefix("base_model.model."))
+            moved = value if before is None else value - before
+            error = (found[key] - value).norm() / moved.norm().clamp(min=1e-6)
+            assert error < 1e-3, f"{name}: {key} is off by {error:.1e} of its way"
+        with torch.inference_mode():
+            models = [rope_ext.from_pretrained(folder / run).eval() for run in (one, two)]
+            logits = [model(ids).logits for model in models]
+        assert not torch.allclose(logits[0], untrained(ids).logits, atol=0.1)
+        torch.testing.assert_close(logits[1], logits[0], rtol=0, atol=1e-3)

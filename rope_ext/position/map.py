@@ -12,6 +12,7 @@ import torch
 from rope_ext.encodings import Encoding
 from rope_ext.methods import Band, Map, PositionMethod, Rope
 from rope_ext.methods.geometry import Geometry
+from rope_ext.methods.temperature import Temperature
 from rope_ext.position.layers import Layout
 from rope_ext.position.tables import Decay, Turns
 from rope_ext.rotary.sites import RotarySite
@@ -90,10 +91,20 @@ class PositionMap:
         """What turns all pairs of a token besides, radians."""
         return None if self.encoding is None else self.encoding.phase(t)
 
+    def heat(self, t: int) -> float:
+        """What multiplies the query at a position."""
+        made = self.temperature(torch.tensor([t], device="cpu"), torch.float64)
+        return 1.0 if made is None else float(made)
+
     def temperature(self, t: torch.Tensor, dtype: torch.dtype) -> torch.Tensor | None:
         """``[tokens]``."""
-        made = self.method.query_scaling(t.double().clamp(min=0), self.rope)
-        return None if made is None else made.to(dtype)
+        if self._tempered is None:
+            return None
+        return self._tempered.at(t.double().clamp(min=0)).to(dtype)
+
+    @functools.cached_property
+    def _tempered(self) -> Temperature | None:
+        return self.method.tempered(self.rope)
 
     @functools.cached_property
     def _turns(self) -> dict[Layout, list[tuple[Geometry, Turns | Decay, Turns | Decay]]]:

@@ -7,6 +7,7 @@ turned in a :class:`Ring`, so that a step turns the one that is new and no other
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
@@ -95,6 +96,7 @@ class Part(NamedTuple):
     Args:
         band: of which.
         query: which of the turned queries sees them; None: the one that is not turned.
+        piece: which of the pieces that all slots are cut into.
         first, last: slots, from the first to the one behind the last.
         key: turns of keys; None: they are used as they lie in the cache.
         newest: what turns the last one, ``[columns, columns]``.
@@ -102,6 +104,7 @@ class Part(NamedTuple):
 
     band: int
     query: int | None
+    piece: int
     first: int
     last: int
     key: Table | None
@@ -151,6 +154,7 @@ class Step:
 
     Args:
         parts: disjoint, and all that the query sees.
+        sizes: of the pieces that all slots up to the last one are cut into.
         turns: of the query, next to each other, ``[columns, turns * columns]``; None: none.
         heat: factor of the query.
         start: position of the first key.
@@ -160,6 +164,7 @@ class Step:
     """
 
     parts: list[Part]
+    sizes: list[int]
     turns: torch.Tensor | None
     heat: float
     start: int
@@ -202,10 +207,12 @@ class Step:
             made = columns.matrices(*(torch.cat(one) for one in zip(*rows, strict=True)))
         turns = made[:, :queries].reshape(len(made), -1) if queries else None
         parts = []
+        cuts = sorted({0, *(cut for _, *ends in found for cut in ends)})
+        sizes = [end - begin for begin, end in itertools.pairwise(cuts)]
         for (band, first, last), query, new in zip(found, of_query, of_newest, strict=True):
             key = (None, None) if new is None else (bands[band][2], made[:, new])
-            parts.append(Part(band, query, first, last, *key))
-        return cls(parts, turns, heat, start, columns, pairs, dtype, wide)
+            parts.append(Part(band, query, cuts.index(first), first, last, *key))
+        return cls(parts, sizes, turns, heat, start, columns, pairs, dtype, wide)
 
     def attend(
         self,
@@ -222,21 +229,19 @@ class Step:
         """
         batch, heads, _, columns = query.shape
         wide, narrow = self.wide, self.dtype != self.wide
-        query, total = query.reshape(batch, key.shape[1], -1, columns), None
+        rows, shape = query.reshape(-1, columns), (batch, key.shape[1], heads // key.shape[1])
+        turned, total = (), None
         if self.turns is not None:
-            rows = query.reshape(-1, columns)
-            turned = (rows.to(wide) if narrow else rows) @ self.turns
-            turned = (turned.to(self.dtype) if narrow else turned).view(
-                *query.shape[:3], -1, columns
-            )
+            turned = torch.mm(rows.to(wide) if narrow else rows, self.turns)
+            turned = (turned.to(self.dtype) if narrow else turned).view(*shape, -1, columns)
             turned = turned.unbind(3)
+        values = value.split_with_sizes([*self.sizes, value.shape[2] - sum(self.sizes)], 2)
         if sinks is not None:
-            lse = sinks.to(wide).view(1, key.shape[1], -1).expand(query.shape[:3])
-            total = torch.zeros_like(query, dtype=wide)
+            lse = sinks.to(wide).view(1, *shape[1:]).expand(shape)
+            total = query.new_zeros(*shape, columns, dtype=wide)
         for part in self.parts:
-            first, count = part.first, part.last - part.first
             if part.key is None:
-                near = key.narrow(2, first, count)
+                near = key.narrow(2, part.first, part.last - part.first)
             elif rings is None:
                 near = self.turned(part, key)
             else:
@@ -245,9 +250,9 @@ class Step:
                     ring = rings[part.band] = Ring()
                 near = ring.keys(self, part, key)
             out, new = flash._kernel(
-                query if part.query is None else turned[part.query],
+                rows.view(*shape, columns) if part.query is None else turned[part.query],
                 near,
-                value.narrow(2, first, count),
+                values[part.piece],
                 scale=scale * self.heat,
             )
             if narrow:

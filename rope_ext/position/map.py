@@ -93,14 +93,23 @@ class PositionMap:
 
     def heat(self, t: int) -> float:
         """What multiplies the query at a position."""
-        made = self.temperature(torch.tensor([t], device="cpu"), torch.float64)
-        return 1.0 if made is None else float(made)
+        if self._tempered is None:
+            return 1.0
+        made = self._heats  # another thread may put a longer one there
+        if t >= len(made):
+            positions = torch.arange(2 * t + 1, device="cpu")
+            self.__dict__["_heats"] = made = self.temperature(positions, torch.float64).tolist()
+        return made[t]
 
     def temperature(self, t: torch.Tensor, dtype: torch.dtype) -> torch.Tensor | None:
         """``[tokens]``."""
         if self._tempered is None:
             return None
         return self._tempered.at(t.double().clamp(min=0)).to(dtype)
+
+    @functools.cached_property
+    def _heats(self) -> list[float]:
+        return []
 
     @functools.cached_property
     def _tempered(self) -> Temperature | None:

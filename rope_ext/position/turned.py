@@ -26,7 +26,7 @@ class Turned:
     """The rings of every layer of a cache, and of which keys they were made."""
 
     def __init__(self) -> None:
-        self.layers: dict[int, tuple[weakref.ref, int | None, Rings]] = {}
+        self.layers: dict[int, tuple[weakref.ref, Rings]] = {}
 
     def moved(self, move: Move) -> Turned:
         """Those of other rows: made again."""
@@ -49,8 +49,8 @@ class Turning:
         known = getattr(cache, _TURNED, None)
         kept = {} if known is None else known.layers
         for number, layer in enumerate(self._layers):
-            keys, version, rings = kept.pop(number, (None, None, None))
-            if keys is not None and keys() is layer.keys and version == _version(layer.keys):
+            keys, rings = kept.pop(number, (None, None))
+            if keys is not None and keys() is layer.keys and _untouched(layer.keys):
                 self._taken[number] = rings
 
     def rings(self, module: nn.Module, keys: torch.Tensor) -> Rings | None:
@@ -70,10 +70,10 @@ class Turning:
         if known is None:
             known = Turned()
             setattr(self._cache, _TURNED, known)
-        known.layers[number] = weakref.ref(keys), _version(keys), rings
+        known.layers[number] = weakref.ref(keys), rings
         return rings
 
 
-def _version(keys: torch.Tensor) -> int | None:
-    """Counts changes in place, which are not counted in inference mode."""
-    return None if keys.is_inference() else keys._version
+def _untouched(keys: torch.Tensor) -> bool:
+    """Whether nothing was changed in place; in inference mode nobody counts that."""
+    return keys.is_inference() or keys._version == 0

@@ -12,7 +12,6 @@ import torch
 from rope_ext.encodings import Encoding
 from rope_ext.methods import Band, Map, PositionMethod, Rope
 from rope_ext.methods.geometry import Geometry
-from rope_ext.methods.temperature import Temperature
 from rope_ext.position.layers import Layout
 from rope_ext.position.tables import Decay, Turns
 from rope_ext.rotary.sites import RotarySite
@@ -93,27 +92,21 @@ class PositionMap:
 
     def heat(self, t: int) -> float:
         """What multiplies the query at a position."""
-        if self._tempered is None:
-            return 1.0
         made = self._heats  # another thread may put a longer one there
         if t >= len(made):
-            positions = torch.arange(2 * t + 1, device="cpu")
-            self.__dict__["_heats"] = made = self.temperature(positions, torch.float64).tolist()
+            found = self.temperature(torch.arange(2 * t + 1, device="cpu"), torch.float64)
+            made = [1.0] * (2 * t + 1) if found is None else found.tolist()
+            self.__dict__["_heats"] = made
         return made[t]
 
     def temperature(self, t: torch.Tensor, dtype: torch.dtype) -> torch.Tensor | None:
         """``[tokens]``."""
-        if self._tempered is None:
-            return None
-        return self._tempered.at(t.double().clamp(min=0)).to(dtype)
+        made = self.method.query_scaling(t.double().clamp(min=0), self.rope)
+        return None if made is None else made.to(dtype)
 
     @functools.cached_property
     def _heats(self) -> list[float]:
         return []
-
-    @functools.cached_property
-    def _tempered(self) -> Temperature | None:
-        return self.method.tempered(self.rope)
 
     @functools.cached_property
     def _turns(self) -> dict[Layout, list[tuple[Geometry, Turns | Decay, Turns | Decay]]]:

@@ -49,8 +49,9 @@ class Turning:
         known = getattr(cache, _TURNED, None)
         kept = {} if known is None else known.layers
         for number, layer in enumerate(self._layers):
-            keys, rings = kept.pop(number, (None, None))
-            if keys is not None and keys() is layer.keys and _untouched(layer.keys):
+            left, rings = kept.pop(number, (None, None))
+            keys = None if left is None else left()
+            if keys is not None and keys is layer.keys and _untouched(keys):
                 self._taken[number] = rings
 
     def rings(self, module: nn.Module, keys: torch.Tensor) -> Rings | None:

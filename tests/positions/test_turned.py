@@ -66,6 +66,10 @@ def rows_in_place(cache: Cache) -> None:
             x.copy_(x.flip(0))
 
 
+def all_tokens(cache: Cache) -> None:
+    cache.reset()
+
+
 def nothing(cache: Cache) -> None:
     pass
 
@@ -76,6 +80,7 @@ def nothing(cache: Cache) -> None:
     [
         (nothing, 50, [0, 1]),
         (other_tokens, 47, [0, 1]),
+        (all_tokens, 0, [0, 1]),
         (rows_by_the_cache, 50, [1, 0]),
         (rows_by_hand, 50, [1, 0]),
         (rows_in_place, 50, [1, 0]),
@@ -89,8 +94,8 @@ def test_keys_are_turned_anew_where_the_cache_was_changed(
     decoded(model, ids[:, :50], [45, *[1] * 5], cache)
     with torch.no_grad():
         change(cache)
-    tokens = torch.cat((ids[rows, :kept], ids.flip(1)[:, : 56 - kept]), 1)
-    said = decoded(model, tokens[:, kept:], [1] * (56 - kept), cache)
+    tokens = torch.cat((ids[rows, :kept], ids.flip(1)[:, :12]), 1)
+    said = decoded(model, tokens[:, kept:], [1] * 12, cache)
     torch.testing.assert_close(said, logits(model, tokens)[:, kept:], **EXACT)
 
 

@@ -394,7 +394,7 @@ def _compared(
         run.peak()
         found = ratios(made, 3 if part == "backward" else 5, run.device)
     return {
-        "milliseconds": {name: 1e3 * one[0] / repeated for name, one in found.items()},
+        "milliseconds": {name: 1e3 * one.seconds / repeated for name, one in found.items()},
         "ratio": found[variant].ratio,
         "peak_mib": run.peak(),
     }

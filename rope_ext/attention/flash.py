@@ -20,7 +20,7 @@ from rope_ext.methods.geometry import ChunkGap, Distance, Geometry, Sinks
 Before = tuple[torch.Tensor, torch.Tensor] | None
 """Output and log-sum-exp of what rows have attended to already; the latter is finite."""
 
-_kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
+_kernel = torch._scaled_dot_product_flash_attention_for_cpu  # sooner called than the operator
 _kernel_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
 
 _GEOMETRIES = (Distance, ChunkGap, Sinks)
@@ -436,102 +436,6 @@ def _attend(
                 tile_o.lerp_(out.to(wide), torch.sigmoid(new - tile_m))
                 tile_m.copy_(torch.logaddexp(new, tile_m))
     return total.to(query.dtype), lse
-
-
-@dataclass(frozen=True, eq=False)
-class _Wide:
-    """A turn for all columns of a head: two products instead of four in place.
-
-    Args:
-        partner: of each column the other one of its pair, or itself.
-        cos: ``[tokens or 1, columns]``; 1 where nothing turns.
-        sin: likewise, with the sign of its column; 0 where nothing turns.
-    """
-
-    partner: torch.Tensor
-    cos: torch.Tensor
-    sin: torch.Tensor
-
-    @classmethod
-    def of(cls, turn: Turn, pairs: Pairs, columns: int) -> _Wide | None:
-        if turn is None:
-            return None
-        cos, sin = turn
-        own = torch.arange(columns, device=cos.device)
-        partner, size = own.clone(), (len(cos), columns)
-        partner[pairs.first], partner[pairs.second] = own[pairs.second], own[pairs.first]
-        wide_cos, wide_sin = cos.new_ones(size), sin.new_zeros(size)
-        wide_cos[:, pairs.first], wide_cos[:, pairs.second] = cos, cos
-        wide_sin[:, pairs.first], wide_sin[:, pairs.second] = -sin, sin
-        return cls(partner, wide_cos, wide_sin)
-
-    def rotate(self, x: torch.Tensor) -> torch.Tensor:
-        """As :meth:`Pairs.rotate`."""
-        swapped = x.index_select(-1, self.partner)
-        return torch.addcmul(x * self.cos, swapped, self.sin).to(x.dtype)
-
-
-@dataclass(frozen=True, eq=False)
-class Step:
-    """What all layers of one layout share in a step of decoding, decided once.
-
-    Args:
-        parts: of every tile the turn of the query, the keys, and their turn: a table as it is
-            where there are more than are turned at a time.
-        temperature: ``[1]``, or None.
-        pairs: the columns that turn together.
-        dtype: of query, key and value.
-    """
-
-    parts: list[tuple[_Wide | None, slice, _Wide | Turn]]
-    temperature: torch.Tensor | None
-    pairs: Pairs
-    dtype: torch.dtype
-
-    @classmethod
-    def of(cls, call: Call, keys: int, query: torch.Tensor) -> Step:
-        """Of the single query of a call, at the last of ``keys`` keys."""
-        columns, parts = query.shape[-1], []
-        for band in call.bands:
-            of_query = _Wide.of(band.query, call.pairs, columns)
-            for tile in tiles(band.geometry, 1, keys, call.start):
-                part = slice(tile.key, tile.key + tile.keys)
-                of_key = band.key and tuple(t if len(t) == 1 else t[part] for t in band.key)
-                if tile.keys <= _BLOCK:
-                    of_key = _Wide.of(of_key, call.pairs, columns)
-                parts.append((of_query, part, of_key))
-        return cls(parts, call.temperature, call.pairs, query.dtype)
-
-    def attend(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        scale: float,
-        sinks: torch.Tensor | None,
-    ) -> torch.Tensor:
-        """``[batch, 1, heads, columns]``; what comes in is as :class:`Call` has it."""
-        batch, heads, _, columns = query.shape
-        if self.temperature is not None:
-            query = (query * self.temperature).to(self.dtype)
-        query, total = query.reshape(batch, key.shape[1], -1, columns), None
-        if sinks is not None:
-            lse = sinks.to(_wide(self.dtype)).view(1, key.shape[1], -1).expand(query.shape[:3])
-            total = torch.zeros_like(query, dtype=lse.dtype)
-        for of_query, part, of_key in self.parts:
-            near = key[..., part, :]
-            if isinstance(of_key, _Wide):
-                near = of_key.rotate(near)
-            elif of_key is not None:
-                near = _turned(near, of_key, _ALL, self.pairs)
-            turned = query if of_query is None else of_query.rotate(query)
-            out, new = _kernel(turned, near, value[..., part, :], scale=scale)
-            if total is None:
-                total, lse = out, new
-                continue
-            total = total.to(lse.dtype).lerp(out.to(lse.dtype), (new - lse).sigmoid()[..., None])
-            lse = torch.logaddexp(lse, new)
-        return total.to(self.dtype).reshape(batch, 1, heads, columns)
 
 
 def _decode(

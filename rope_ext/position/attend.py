@@ -16,7 +16,6 @@ from transformers.masking_utils import causal_mask_function
 from rope_ext import attention
 from rope_ext.attention import reference
 from rope_ext.attention.call import Call, Pairs, Turn, TurnedBand
-from rope_ext.attention.flash import Step
 from rope_ext.attention.reference import Places
 from rope_ext.errors import OptionError, UnsupportedModelError
 from rope_ext.methods.geometry import Distance, Geometry
@@ -210,12 +209,15 @@ def _attend(
     keys]`` if the forward is to return weights.
     """
     layer = getattr(module, LAYER, None)
-    traced = None if layer is None or not here.traced else compiled.current(layer.map)
     if not torch.compiler.is_compiling() and isinstance(attention_mask, BatchMask):
         step = attention_mask.steps.get(layer and layer.turned and layer.turned.number)
-        if step is not None and query.dtype == value.dtype == step.dtype and not dropout:
+        alike = step is not None and query.dtype == key.dtype == value.dtype == step.dtype
+        if alike and not dropout:
             scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-            return step.attend(query, key, value, scale, s_aux), None
+            turning = attention_mask.forward.turning
+            rings = turning and turning.rings(module, key)
+            return step.attend(query, key, value, scale, s_aux, rings), None
+    traced = None if layer is None or not here.traced else compiled.current(layer.map)
     given = (module, query, key, value, attention_mask, dropout, scaling, softcap, s_aux)
     if traced is None:
         return _untraced(*given, **kwargs)
@@ -295,6 +297,12 @@ def _untraced(
     position_map = layer.map
     mask = _batch_mask(position_map, attention_mask)
     _refuse_dropout(layer, module, dropout)
+    if mask is attention_mask and _shares(layer, mask, query, key, value, softcap):
+        step = mask.step(layout, query.dtype)
+        if step is not None:
+            mask.steps[layer.turned.number] = step
+            rings = mask.forward.turning and mask.forward.turning.rings(module, key)
+            return step.attend(query, key, value, scale, s_aux, rings), None
     query, key = _of_dtype(value, query, key)
     key, value = key[:, :, : mask.keys], value[:, :, : mask.keys]
 
@@ -315,11 +323,6 @@ def _untraced(
     if stretches is None:  # drafts in trees, masks of other shapes, gaps in positions
         out = torch.cat([dense(row).attend(one) for row, one in enumerate(value.split(1))])
     else:
-        alone = mask is attention_mask and weights is None
-        if alone and _shares(layer, stretches, query, value, softcap):
-            run, bands, heat = stretches[0]
-            of_run = replace(call, bands=bands, start=run.start, temperature=heat)
-            mask.steps[layer.turned.number] = Step.of(of_run, mask.keys, query)
         biased = layer.adding(call, mask.keys, query)
         out = _regular(stretches, query, key, value, biased, position_map.kernel)
     return out.transpose(1, 2).contiguous(), weights
@@ -327,15 +330,17 @@ def _untraced(
 
 def _shares(
     layer: Layer,
-    stretches: list[Stretch],
+    mask: BatchMask,
     query: torch.Tensor,
+    key: torch.Tensor,
     value: torch.Tensor,
     softcap: float | None,
 ) -> bool:
     """Whether the layers of this layout do the same in this forward, which decodes one token."""
     return (
         query.shape[2] == 1
-        and [stretch.run.rows for stretch in stretches] == [None]
+        and not mask.forward.weights
+        and query.dtype == key.dtype == value.dtype
         and layer.biased is None
         and softcap is None
         and here.look is None

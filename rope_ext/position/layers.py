@@ -8,6 +8,7 @@ between the rows is the layout; whatever does not follow it is refused.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -19,6 +20,7 @@ from torch import nn
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from rope_ext.attention.call import Pairs
+from rope_ext.attention.step import Columns
 from rope_ext.encodings import Heads
 from rope_ext.errors import OptionError, UnsupportedModelError
 from rope_ext.rotary.foreign import replaced
@@ -48,6 +50,11 @@ class Layout:
     pair: torch.Tensor
     local: bool
     heads: Heads
+
+    @functools.cached_property
+    def columns(self) -> Columns:
+        """The pairs as a step of decoding turns them."""
+        return Columns.of(self.pairs, self.heads.columns)
 
     def equals(self, other: Layout) -> bool:
         """Whether both turn the same columns by the same frequencies, for the same reach."""

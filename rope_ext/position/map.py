@@ -100,10 +100,23 @@ class PositionMap:
         """What turns all pairs of a token besides, radians."""
         return None if self.encoding is None else self.encoding.phase(t)
 
+    def heat(self, t: int) -> float:
+        """What multiplies the query at a position."""
+        made = self._heats  # another thread may put a longer one there
+        if t >= len(made):
+            found = self.temperature(torch.arange(2 * t + 1, device="cpu"), torch.float64)
+            made = [1.0] * (2 * t + 1) if found is None else found.tolist()
+            self.__dict__["_heats"] = made
+        return made[t]
+
     def temperature(self, t: torch.Tensor, dtype: torch.dtype) -> torch.Tensor | None:
         """``[tokens]``."""
         made = self.method.query_scaling(t.double().clamp(min=0), self.rope)
         return None if made is None else made.to(dtype)
+
+    @functools.cached_property
+    def _heats(self) -> list[float]:
+        return []
 
     @functools.cached_property
     def _turns(self) -> dict[Layout, list[tuple[Geometry, Turns | Decay, Turns | Decay]]]:

@@ -9,8 +9,8 @@ from typing import Any, Literal, NamedTuple
 import torch
 from transformers.masking_utils import sdpa_mask
 
-from rope_ext.attention import flash
 from rope_ext.attention.call import TurnedBand
+from rope_ext.attention.step import Step
 from rope_ext.methods.geometry import Distance, Geometry
 from rope_ext.position.layers import Layout
 from rope_ext.position.masks import is_plain
@@ -62,7 +62,7 @@ class BatchMask:
         self.forward, self.arguments, self.given = forward, arguments, given
         self.valid: torch.Tensor | None = None
         self.made: torch.Tensor | None = None
-        self.steps: dict[int, flash.Step] = {}
+        self.steps: dict[int, Step] = {}
         self._stretched: dict[tuple, list[Stretch] | None] = {}
         self.together: dict[torch.device, Any] = {}
         self._moved: dict[torch.device, torch.Tensor] = {}
@@ -146,6 +146,16 @@ class BatchMask:
                 place = (first, last) if whole else tuple(slots.tolist())
                 found.setdefault((place, whole, int(positions[0])), []).append(row)
         return [self._run(*where, rows) for where, rows in found.items()]
+
+    def step(self, layout: Layout, dtype: torch.dtype) -> Step | None:
+        """What all layers alike do for a single query; None: it has none of its own."""
+        position_map, runs = self.forward.map, self.runs
+        bands = _clipped(position_map.turns(layout), self.window)
+        if bands is None or runs is None or [run.rows for run in runs] != [None]:
+            return None
+        start, keys = runs[0].start, self.keys
+        heat = position_map.heat(start + keys - 1)
+        return Step.of(bands, start, keys, heat, layout.columns, layout.pairs, dtype)
 
     def stretches(
         self, layout: Layout, device: torch.device, dtype: torch.dtype

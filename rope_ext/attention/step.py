@@ -1,0 +1,276 @@
+"""One token after many, by the flash kernel of the CPU: what all layers share is decided once.
+
+A layer is then left with the turn of its query for every band, one kernel call for each of them,
+and their merge. Keys that a band wants elsewhere than where they lie in the cache are kept
+turned in a :class:`Ring`, so that a step turns the one that is new and no other.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+import torch
+import torch.nn.functional as F
+
+from rope_ext.attention import flash
+from rope_ext.attention.call import Pairs, Turn
+from rope_ext.methods.geometry import Geometry
+
+_ROOM = 256
+"""Keys that a ring has room for beyond those of its band: so seldom is it moved."""
+
+
+class Table(Protocol):
+    """Turns of tokens by their positions."""
+
+    idle: bool
+
+    def between(self, first: int, last: int, device: torch.device, dtype: torch.dtype) -> Turn:
+        """For the positions from ``first`` to ``last - 1``; one row if all are alike."""
+
+
+@dataclass(frozen=True, eq=False)
+class Columns:
+    """The rotary pairs of a head, seen from its columns.
+
+    Args:
+        partner: of each column the other one of its pair, or itself, ``[columns]``.
+        pair: of each column the number of its pair; where it has none, one more than the last.
+        sign: of each column, of the sine.
+        own, swap: what takes every column from itself, and from its partner, ``[columns, 1,
+            columns]``.
+        whole: every column is in a pair.
+    """
+
+    partner: torch.Tensor
+    pair: torch.Tensor
+    sign: torch.Tensor
+    own: torch.Tensor
+    swap: torch.Tensor
+    whole: bool
+
+    @classmethod
+    def of(cls, pairs: Pairs, columns: int) -> Columns:
+        own = torch.arange(columns, device="cpu")
+        first, second = own[pairs.first], own[pairs.second]
+        number = torch.arange(len(first), device="cpu")
+        partner, pair = own.clone(), torch.full_like(own, len(first))
+        partner[first], partner[second] = second, first
+        pair[first], pair[second] = number, number
+        sign = torch.ones(columns, device="cpu")
+        sign[first] = -1
+        one = torch.eye(columns, device="cpu")
+        swap = one[partner]
+        return cls(partner, pair, sign, one[:, None], swap[:, None], 2 * len(first) == columns)
+
+    def wide(self, cos: torch.Tensor, sin: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Tables of ``[tokens, pairs]`` as ``[tokens, columns]``, the sine with its sign."""
+        if not self.whole:
+            cos, sin = F.pad(cos, (0, 1), value=1.0), F.pad(sin, (0, 1))
+        return cos.index_select(-1, self.pair), sin.index_select(-1, self.pair) * self.sign
+
+    def matrices(self, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+        """What a row ``[columns]`` is multiplied by to be turned: ``[columns, turns, columns]``.
+
+        A head is so small that one product with many zeros is done before four without.
+
+        Args:
+            cos: ``[turns, pairs]``.
+            sin: likewise.
+        """
+        cos, sin = self.wide(cos, sin)
+        return torch.addcmul(self.own * cos, self.swap, sin)
+
+    def rotate(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+        """Tokens ``[..., tokens, columns]`` turned by tables of their own."""
+        cos, sin = self.wide(cos, sin)
+        return torch.addcmul(x * cos, x.index_select(-1, self.partner), sin).to(x.dtype)
+
+
+class Part(NamedTuple):
+    """Keys that one kernel call attends to.
+
+    Args:
+        band: of which.
+        query: which of the turned queries sees them; None: the one that is not turned.
+        piece: which of the pieces that all slots are cut into.
+        first, last: slots, from the first to the one behind the last.
+        key: turns of keys; None: they are used as they lie in the cache.
+        newest: what turns the last one, ``[columns, columns]``.
+    """
+
+    band: int
+    query: int | None
+    piece: int
+    first: int
+    last: int
+    key: Table | None
+    newest: torch.Tensor | None
+
+
+class Ring:
+    """The keys that a band shows, turned as it wants them: those from some slot on.
+
+    They lie in the order of their values, with room behind them; when that is used up, those that
+    are still shown move to new memory.
+    """
+
+    def __init__(self) -> None:
+        self.kept: torch.Tensor | None = None
+        self.first = self.last = 0  # slots, as in Part
+        self.start = 0  # position of slot 0
+
+    def keys(self, step: Step, part: Part, key: torch.Tensor) -> torch.Tensor:
+        """Those of ``part``, ``[batch, kv_heads, keys, columns]``, of all that are cached."""
+        missing = part.last - self.last
+        known = self.kept is not None and self.start == step.start
+        if not known or self.first > part.first or not 0 <= missing <= 1:
+            self._begin(part, step.turned(part, key), step.start)
+        elif missing:
+            if part.last - self.first > self.kept.shape[2]:
+                shown = self.kept.narrow(2, part.first - self.first, self.last - part.first)
+                self._begin(part, shown, step.start)
+            newest = key.select(2, self.last)
+            if step.dtype != step.wide:
+                newest = newest.to(step.wide)
+            self.kept.select(2, self.last - self.first).copy_(newest @ part.newest)
+            self.last = part.last
+        return self.kept.narrow(2, part.first - self.first, part.last - part.first)
+
+    def _begin(self, part: Part, turned: torch.Tensor, start: int) -> None:
+        batch, heads, keys, columns = turned.shape
+        with torch.inference_mode(False):  # it outlives the mode
+            self.kept = turned.new_empty(batch, heads, keys + _ROOM, columns)
+        self.kept[:, :, :keys] = turned
+        self.first, self.last, self.start = part.first, part.first + keys, start
+
+
+@dataclass(frozen=True, eq=False)
+class Step:
+    """What all layers of one layout share in a step of decoding.
+
+    Args:
+        parts: disjoint, and all that the query sees.
+        sizes: of the pieces that all slots up to the last one are cut into.
+        turns: of the query, next to each other, ``[columns, turns * columns]``; None: none.
+        heat: factor of the query.
+        start: position of the first key.
+        columns, pairs: the columns that turn together.
+        dtype: of query, key and value.
+        wide: in which they are turned.
+    """
+
+    parts: list[Part]
+    sizes: list[int]
+    turns: torch.Tensor | None
+    heat: float
+    start: int
+    columns: Columns
+    pairs: Pairs
+    dtype: torch.dtype
+    wide: torch.dtype
+
+    @classmethod
+    def of(
+        cls,
+        bands: Sequence[tuple[Geometry, Table, Table]],
+        start: int,
+        keys: int,
+        heat: float,
+        columns: Columns,
+        pairs: Pairs,
+        dtype: torch.dtype,
+    ) -> Step:
+        """Of the query at the last of ``keys`` keys, where tables say what a band turns by."""
+        where, wide = torch.device("cpu"), torch.promote_types(dtype, torch.float32)
+        rows: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+        def row(table: Table, slot: int) -> int | None:
+            made = table.between(start + slot, start + slot + 1, where, wide)
+            if made is None:
+                return None
+            rows.append(made)
+            return len(rows) - 1
+
+        found = [
+            (band, tile.key, tile.key + tile.keys)
+            for band, (geometry, _, _) in enumerate(bands)
+            for tile in flash.tiles(geometry, 1, keys, start)
+        ]
+        of_query = [row(bands[band][1], keys - 1) for band, _, _ in found]
+        queries = len(rows)
+        of_newest = [row(bands[band][2], last - 1) for band, _, last in found]
+        if rows:
+            made = columns.matrices(*(torch.cat(one) for one in zip(*rows, strict=True)))
+        turns = made[:, :queries].reshape(len(made), -1) if queries else None
+        parts = []
+        cuts = sorted({0, *(cut for _, *ends in found for cut in ends)})
+        sizes = [end - begin for begin, end in itertools.pairwise(cuts)]
+        for (band, first, last), query, new in zip(found, of_query, of_newest, strict=True):
+            key = (None, None) if new is None else (bands[band][2], made[:, new])
+            parts.append(Part(band, query, cuts.index(first), first, last, *key))
+        return cls(parts, sizes, turns, heat, start, columns, pairs, dtype, wide)
+
+    def attend(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        scale: float,
+        sinks: torch.Tensor | None,
+        rings: dict[int, Ring] | None = None,
+    ) -> torch.Tensor:
+        """``[batch, 1, heads, columns]``; what comes in is as :class:`Call` has it.
+
+        ``rings`` has, by the number of a band, what is known of these very keys.
+        """
+        batch, heads, _, columns = query.shape
+        wide, narrow = self.wide, self.dtype != self.wide
+        rows, shape = query.reshape(-1, columns), (batch, key.shape[1], heads // key.shape[1])
+        turned, total = (), None
+        if self.turns is not None:
+            turned = torch.mm(rows.to(wide) if narrow else rows, self.turns)
+            turned = (turned.to(self.dtype) if narrow else turned).view(*shape, -1, columns)
+            turned = turned.unbind(3)
+        values = value.split_with_sizes([*self.sizes, value.shape[2] - sum(self.sizes)], 2)
+        if sinks is not None:
+            lse = sinks.to(wide).view(1, *shape[1:]).expand(shape)
+            total = query.new_zeros(*shape, columns, dtype=wide)
+        for part in self.parts:
+            if part.key is None:
+                near = key.narrow(2, part.first, part.last - part.first)
+            elif rings is None:
+                near = self.turned(part, key)
+            else:
+                ring = rings.get(part.band)
+                if ring is None:
+                    ring = rings[part.band] = Ring()
+                near = ring.keys(self, part, key)
+            out, new = flash._kernel(
+                rows.view(*shape, columns) if part.query is None else turned[part.query],
+                near,
+                values[part.piece],
+                scale=scale * self.heat,
+            )
+            if narrow:
+                out = out.to(wide)
+            if total is None:
+                total, lse = out, new
+                continue
+            total = total.lerp(out, (new - lse).sigmoid().unsqueeze(-1))
+            if part is not self.parts[-1]:
+                lse = torch.logaddexp(lse, new)
+        return (total.to(self.dtype) if narrow else total).reshape(batch, 1, heads, columns)
+
+    def turned(self, part: Part, key: torch.Tensor) -> torch.Tensor:
+        """The keys of a part as its band wants them."""
+        near = key.narrow(2, part.first, part.last - part.first)
+        table = part.key.between(
+            self.start + part.first, self.start + part.last, key.device, self.wide
+        )
+        if near.shape[2] > flash._BLOCK:
+            return flash._turned(near, table, flash._ALL, self.pairs)
+        return self.columns.rotate(near, *table)

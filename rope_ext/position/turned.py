@@ -1,0 +1,80 @@
+"""Keys that stay turned from one step of decoding to the next, beside the cache that has them.
+
+What lies in the cache is the truth. Here is only what follows from it, and only as long as that
+is certain: a step begins with the very tensor of keys that the last one left. Whoever moves rows,
+crops, or puts other keys there leaves another tensor, and the keys are turned anew.
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import torch
+from torch import nn
+from transformers.cache_utils import Cache, DynamicLayer
+
+from rope_ext.attention.step import Ring
+from rope_ext.caches import Move
+
+_TURNED = "_rope_ext_turned"  # on a cache: its Turned
+Rings = dict[int, Ring]
+"""By the number of a band."""
+
+
+class Turned:
+    """The rings of every layer of a cache, and of which keys they were made."""
+
+    def __init__(self) -> None:
+        self.layers: dict[int, tuple[weakref.ref, Rings]] = {}
+
+    def moved(self, move: Move) -> Turned:
+        """Those of other rows: made again."""
+        return Turned()
+
+    def __reduce__(self) -> tuple[Any, ...]:  # a copy of a cache begins without
+        return Turned, ()
+
+
+class Turning:
+    """One step of decoding with the rings of a cache.
+
+    It takes them off the cache, before keys are added, and puts back those that it has brought
+    forward: a copy of the cache that shares its layers makes its own.
+    """
+
+    def __init__(self, cache: Cache) -> None:
+        self._cache, self._layers = cache, getattr(cache, "layers", [])
+        self._taken: dict[int, Rings] = {}
+        known = getattr(cache, _TURNED, None)
+        kept = {} if known is None else known.layers
+        for number, layer in enumerate(self._layers):
+            left, rings = kept.pop(number, (None, None))
+            keys = None if left is None else left()
+            if keys is not None and keys is layer.keys and _untouched(keys):
+                self._taken[number] = rings
+
+    def rings(self, module: nn.Module, keys: torch.Tensor) -> Rings | None:
+        """Those of an attention layer; None: ``keys`` are not all that the cache has of it."""
+        number = getattr(module, "layer_idx", None)
+        rings = self._taken.get(number)
+        if rings is None:
+            if not isinstance(number, int) or number >= len(self._layers):
+                return None
+            layer = self._layers[number]  # that makes a new tensor of all keys with every one
+            if not isinstance(layer, DynamicLayer) or layer.is_sliding:
+                return None
+            rings = self._taken[number] = {}
+        if self._layers[number].keys is not keys:
+            return None
+        known = getattr(self._cache, _TURNED, None)
+        if known is None:
+            known = Turned()
+            setattr(self._cache, _TURNED, known)
+        known.layers[number] = weakref.ref(keys), rings
+        return rings
+
+
+def _untouched(keys: torch.Tensor) -> bool:
+    """Whether nothing was changed in place; in inference mode nobody counts that."""
+    return keys.is_inference() or keys._version == 0

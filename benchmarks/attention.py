@@ -11,19 +11,27 @@ process of its own for each variant and length.
 from __future__ import annotations
 
 import functools
+import logging
 from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
 from rich.console import Console
+from transformers import LlamaConfig, LlamaForCausalLM
 
+import rope_ext
 from benchmarks import measuring
 from benchmarks.measuring import COLUMNS, NATIVE, Attend, Measured, prefill, ratios, show, tensors
 from rope_ext import attention
 from rope_ext.attention import Call, Pairs, Turn, TurnedBand, reference
+from rope_ext.attention.step import Ring, Step
 from rope_ext.methods.geometry import ChunkGap, Distance
+from rope_ext.position.attend import LAYER, Layer
+from rope_ext.saving.configuration import quieted
 
 HEADS = 8
+LAYERS = 16
+"""Of a decoding step; what they share is made once."""
 DENSE_MOST = 4096
 """Tokens up to which the dense form fits into memory."""
 
@@ -133,11 +141,60 @@ def variants(length: int, window: int, dtype: torch.dtype) -> dict[str, Attend]:
     }
 
 
+def layer_of(variant: str, kv_heads: int, window: int) -> Layer:
+    """What a method makes of an attention layer, its window or chunk as wide as asked."""
+    config = LlamaConfig(
+        vocab_size=8,
+        hidden_size=HEADS * COLUMNS,
+        intermediate_size=8,
+        num_hidden_layers=1,
+        num_attention_heads=HEADS,
+        num_key_value_heads=kv_heads,
+        max_position_embeddings=2 * window,
+    )
+    own = {"chunk": window} if variant == "dual_chunk" else {"window": window}
+    own |= {"shift": 2 * window - window // 8} if variant == "string" else {"factor": 16}
+    with quieted(logging.getLogger("rope_ext"), logging.ERROR):
+        model = rope_ext.patch(LlamaForCausalLM(config), variant, **own)
+    return getattr(model.model.layers[0].self_attn, LAYER)
+
+
+def step(
+    variant: str, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, window: int
+) -> Callable[[], None]:
+    """The attention of one decoding step in all layers; near keys are turned but for the newest."""
+    if variant == NATIVE:
+        one = attend(variant, query, key, value, window)
+
+        def native_step() -> None:
+            for _ in range(LAYERS):
+                one()
+
+        return native_step
+    keys, scale = key.shape[2], query.shape[-1] ** -0.5
+    layer = layer_of(variant, key.shape[1], window)
+    bands = layer.map.turns(layer.layout)
+    of_layer: list[dict[int, Ring]] = [{} for _ in range(LAYERS)]
+
+    def method_step() -> None:
+        heat = layer.map.heat(keys - 1)
+        shared = Step.of(
+            bands, 0, keys, heat, layer.layout.columns, layer.layout.pairs, query.dtype
+        )
+        for rings in of_layer:
+            for ring in rings.values():
+                ring.last = min(ring.last, keys - 1)
+            shared.attend(query, key, value, scale, None, rings)
+
+    return method_step
+
+
 def decode(
     keys: int, kv_heads: int, window: int, dtype: torch.dtype, rounds: int
 ) -> dict[str, Measured]:
     inputs = tensors(HEADS, kv_heads, 1, keys, dtype)
-    return ratios({v: attend(v, *inputs, window) for v in (NATIVE, *VARIANTS)}, rounds)
+    with torch.inference_mode():
+        return ratios({v: step(v, *inputs, window) for v in (NATIVE, *VARIANTS)}, rounds)
 
 
 def main() -> None:
@@ -174,7 +231,9 @@ def main() -> None:
                 show(console, f"{title}, {name}, {HEADS} heads of 64; {where}", columns)
         if "decode" in parts:
             columns = {
-                f"{keys} keys, {HEADS}:{kv} heads": decode(keys, kv, args.window, dtype, 50)
+                f"{keys} keys, {HEADS}:{kv} heads": decode(
+                    keys, kv, args.window, dtype, 5 * args.rounds
+                )
                 for keys in lengths
                 for kv in (8, 2)
             }

@@ -125,7 +125,7 @@ def measure_attention(
             )
     for kv_heads in (attention.HEADS, attention.HEADS // 4):
         column = f"decode at {max(lengths)}, {kv_heads} key heads"
-        found[column] = attention.decode(max(lengths), kv_heads, window, dtype, 7 * rounds)
+        found[column] = attention.decode(max(lengths), kv_heads, window, dtype, 2 * rounds)
     return found
 
 

@@ -125,7 +125,7 @@ def measure_attention(
             )
     for kv_heads in (attention.HEADS, attention.HEADS // 4):
         column = f"decode at {max(lengths)}, {kv_heads} key heads"
-        found[column] = attention.decode(max(lengths), kv_heads, window, dtype, 2 * rounds)
+        found[column] = attention.decode(max(lengths), kv_heads, window, dtype, 5 * rounds)
     return found
 
 
@@ -202,7 +202,8 @@ def evaluate(args: argparse.Namespace) -> dict[str, Any]:
         del model, patched  # before the next ones are made
     for dtype in dtypes if "attention" in parts and on_cpu else ():
         exact = "float32" if dtype == "auto" else dtype
-        found = measure_attention(of_attention, args.window, getattr(torch, exact), args.rounds)
+        few = max(1, args.rounds // 5)  # half a minute each at 16k
+        found = measure_attention(of_attention, args.window, getattr(torch, exact), few)
         made["attention"][exact] = _plain(found)
     return made
 
@@ -281,7 +282,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     add("--lengths", action="append", help="tokens, such as 2k,8k; 2k if left out")
     add("--attention-lengths", action="append", help="likewise; 8k,16k if left out")
     add("--window", type=command.tokens, default=1024, help="of attention alone, tokens")
-    add("--rounds", type=int, default=15, help="runs of each")
+    add("--rounds", type=int, default=15, help="runs of each; of attention a fifth")
     add("--parts", default="models,attention", help="of models, attention")
     add("--small", action="store_true", help="few tokens and rounds, to see that it runs")
     command.run(parser.parse_args(arguments), evaluate, show, "speed.json", {"speed.md": page})

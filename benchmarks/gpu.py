@@ -203,10 +203,7 @@ def model_of(run: Run, layers: int = 4) -> nn.Module:
     if run.small:
         shape = {"hidden_size": 64, "intermediate_size": 64, "num_attention_heads": 4}
         shape |= {"num_key_value_heads": 2, "vocab_size": 64}
-    config = LlamaConfig(**shape, num_hidden_layers=layers, max_position_embeddings=8192)
-    torch.manual_seed(0)
-    with torch.device(run.device):
-        return AutoModelForCausalLM.from_config(config, dtype=run.dtype).eval()
+    return _made(run, LlamaConfig(**shape, num_hidden_layers=layers, max_position_embeddings=8192))
 
 
 def tiny(run: Run) -> nn.Module:
@@ -221,6 +218,10 @@ def tiny(run: Run) -> nn.Module:
         max_position_embeddings=64,
         pad_token_id=0,
     )
+    return _made(run, config)
+
+
+def _made(run: Run, config: LlamaConfig) -> nn.Module:
     torch.manual_seed(0)
     with torch.device(run.device):
         return AutoModelForCausalLM.from_config(config, dtype=run.dtype).eval()

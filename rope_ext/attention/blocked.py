@@ -12,7 +12,7 @@ from dataclasses import replace
 import torch
 
 from rope_ext.attention import reference
-from rope_ext.attention.call import Call, Turn
+from rope_ext.attention.call import Call, part_of
 from rope_ext.attention.reference import Places
 from rope_ext.methods.geometry import Distance
 
@@ -99,7 +99,7 @@ def _attend(
     """The output of a block, whose query, key and value are given; all else is of the call."""
     scores = replace(call.scores, learned=dict(zip(call.scores.learned, learned, strict=True)))
     bands = [
-        replace(band, query=_part(band.query, rows), key=_part(band.key, keys))
+        replace(band, query=part_of(band.query, rows), key=part_of(band.key, keys))
         for band in call.bands
     ]
     of_block = replace(
@@ -116,7 +116,3 @@ def _attend(
         torch.arange(call.start + keys.start, last, device=query.device),
     )
     return reference.attend(query, key, value, of_block, places)
-
-
-def _part(turn: Turn, tokens: slice) -> Turn:
-    return turn and tuple(x if x.shape[0] == 1 else x[tokens] for x in turn)

@@ -20,6 +20,11 @@ Turn = tuple[torch.Tensor, torch.Tensor] | None
 """Cosine and sine, ``[tokens or 1, pairs]`` each; None turns nothing."""
 
 
+def part_of(turn: Turn, tokens: slice) -> Turn:
+    """The turns of some tokens; where all have one, that."""
+    return turn and tuple(x if x.shape[0] == 1 else x[tokens] for x in turn)
+
+
 @dataclass(frozen=True)
 class TurnedBand:
     """One band of the causal triangle and how its queries and keys are turned.

@@ -14,7 +14,7 @@ from dataclasses import dataclass, fields, replace
 import torch
 import torch.nn.functional as F
 
-from rope_ext.attention.call import Call, Pairs, Turn, TurnedBand
+from rope_ext.attention.call import Call, Pairs, Turn, TurnedBand, part_of
 from rope_ext.methods.geometry import ChunkGap, Distance, Geometry, Sinks
 
 Before = tuple[torch.Tensor, torch.Tensor] | None
@@ -330,7 +330,7 @@ def _blocks(x: torch.Tensor, turn: Turn, part: slice) -> Iterator[tuple[slice, T
     for first in range(0, x.shape[-2], _BLOCK):
         block = slice(first, min(first + _BLOCK, x.shape[-2]))
         rows = slice(part.start + block.start, part.start + block.stop)
-        yield block, tuple(t if t.shape[0] == 1 else t[rows] for t in turn)
+        yield block, part_of(turn, rows)
 
 
 def _mask(tile: Tile, region: _Region, q: torch.Tensor) -> torch.Tensor | None:

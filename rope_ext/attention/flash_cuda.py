@@ -16,7 +16,7 @@ from collections.abc import Iterator
 import torch
 
 from rope_ext.attention import flash, fused
-from rope_ext.attention.call import Call, Turn, TurnedBand
+from rope_ext.attention.call import Call, Turn, TurnedBand, part_of
 from rope_ext.attention.extent import extent
 from rope_ext.attention.flash import Before, Tile
 from rope_ext.methods.geometry import ChunkGap, Distance, Geometry, Sinks
@@ -132,7 +132,10 @@ class _Part:
         self.tile, self.band, self.pairs = tile, band, call.pairs
         self.rows = (tile.row, tile.blocks * tile.rows)
         self.keys = (tile.key, (tile.blocks - 1) * tile.step + tile.keys)
-        self.turns = _part(band.query, *self.rows), _part(band.key, *self.keys)
+        self.turns = tuple(
+            part_of(turn, slice(first, first + count))
+            for turn, (first, count) in ((band.query, self.rows), (band.key, self.keys))
+        )
         self.query = self._of_rows(fused.rotate(call.pairs, self.row(query), self.turns[0]))
         turned = fused.rotate(call.pairs, key.narrow(2, *self.keys), self.turns[1])
         self.key = self._of_keys(turned)
@@ -199,10 +202,6 @@ class _Part:
             into = total[:, first:].unfold(1, count, self.tile.step)[:, :blocks].movedim(-1, 2)
             into.add_(part)
         return total.transpose(1, 2)
-
-
-def _part(turn: Turn, first: int, count: int) -> Turn:
-    return turn and tuple(x if len(x) == 1 else x.narrow(0, first, count) for x in turn)
 
 
 def _back(turn: Turn) -> Turn:

@@ -15,7 +15,7 @@ import torch
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
 
 from rope_ext.attention import fused
-from rope_ext.attention.call import Call, Turn
+from rope_ext.attention.call import Call, part_of
 from rope_ext.attention.extent import blocks, extent
 from rope_ext.methods.geometry import ChunkGap, Distance, Geometry
 
@@ -174,10 +174,6 @@ def _seen(geometry: Geometry, query: int, key: int, device: torch.device) -> Cal
     return seen
 
 
-def _part(turn: Turn, keys: slice) -> Turn:
-    return turn and tuple(x if len(x) == 1 else x[keys] for x in turn)
-
-
 def attend(
     query: torch.Tensor,
     key: torch.Tensor,
@@ -204,7 +200,7 @@ def attend(
             continue
         tensors = (
             fused.rotate(call.pairs, query, band.query),
-            fused.rotate(call.pairs, key.narrow(2, part.start, count), _part(band.key, part)),
+            fused.rotate(call.pairs, key.narrow(2, part.start, count), part_of(band.key, part)),
             value.narrow(2, part.start, count),
         )
         if together and cap is None:

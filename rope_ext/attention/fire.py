@@ -22,8 +22,8 @@ from rope_ext.attention.faster import faster
 from rope_ext.encodings.fire import FIREScores
 from rope_ext.methods.geometry import Distance
 
-_ROWS = 768
-"""Queries of a block: with as many the kernel takes its largest steps."""
+_ROWS = flash.STEPS
+"""Queries of a block."""
 _ROWS_BACKWARD = 256
 """Fewer there: more is made of a tile, which is best done while it is in the processor's cache."""
 _NUMBERS = 2**23
@@ -195,8 +195,8 @@ def _tiles(
     rows = min(most, len(bias.over))
     size = rows * (len(bias.near) + rows)
     count = len(bias.weights) // groups
-    # Few for memory, but enough for all threads, which the kernel gives a third of a block each.
-    each = min(max(_NUMBERS // size, -(-torch.get_num_threads() // 3)), count)
+    # Few for memory, but enough for all threads: the kernel gives each a third of a block in turn.
+    each = min(max(_NUMBERS // size, -(-2 * torch.get_num_threads() // 3)), count)
     store = bias.near.new_empty(each * size)
     parts = {}
     for head in range(0, count, each):

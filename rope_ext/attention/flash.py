@@ -33,6 +33,10 @@ _STRIP = 128
 """Rows of a tile along a near band: fewer repeat too many keys, more waste at the corners."""
 _BIASED = 256
 """Rows of a tile with a bias."""
+STEPS = 768
+"""Rows from which on the kernel takes its largest steps."""
+_TALL = 1024
+"""Rows of a tile with a bias that hides nothing, and keys of one whose bias is learned."""
 _BLOCK = 1024
 """Tokens that are turned at a time."""
 
@@ -109,15 +113,30 @@ def _near(queries: int, keys: int, first: int, last: int) -> Iterator[Tile]:
     yield Tile(whole + shift, rest, key + shift, window + rest - 1, kind)
 
 
-def _strips(geometry: Distance, queries: int, keys: int) -> list[Tile]:
-    """Tiles for a bias by distance: in each, every row sees a key."""
+def _strips(geometry: Distance, queries: int, keys: int, tall: bool) -> list[Tile]:
+    """Tiles for a bias by distance: in each, every row sees a key.
+
+    Keys that all rows of a block see are in tiles of their own, which are tall (fewer calls of
+    larger steps) or not (all that is made of one stays in the processor's cache).
+    """
     first, last = max(geometry.first, 0), geometry.last
+    if last is not None and last <= first:
+        return []
     before, found = keys - queries, []
-    for row in range(max(first - before, 0), queries, _BIASED):
-        end = min(row + _BIASED, queries)
-        low = 0 if last is None else max(before + row - last + 1, 0)
-        found.append(Tile(row, end - row, low, before + end - first - low, "strip"))
-    return [] if last is not None and last <= first else found
+    most = _TALL if tall else _BIASED
+    for block in range(max(first - before, 0), queries, most):
+        end = min(block + most, queries)
+        whole = before + block - first  # of the keys: the first row sees one more
+        if (tall and end - block < STEPS) or (last is not None and before + end > last):
+            whole = 0
+        wide = whole if tall else _TALL
+        for key in range(0, whole, max(wide, 1)):
+            found.append(Tile(block, end - block, key, min(wide, whole - key), "strip"))
+        for row in range(block, end, _BIASED):
+            stop = min(row + _BIASED, end)
+            low = whole if last is None else max(before + row - last + 1, whole)
+            found.append(Tile(row, stop - row, low, before + stop - first - low, "strip"))
+    return found
 
 
 def _chunks(
@@ -271,7 +290,7 @@ class _Region:
 
 
 def _parts(
-    call: Call, queries: int, keys: int
+    call: Call, queries: int, keys: int, tall: bool
 ) -> Iterator[tuple[TurnedBand, list[Tile], torch.Tensor | _Hankel | None]]:
     """Every band's tiles and what is added to its logits."""
     for band in call.bands:
@@ -285,11 +304,12 @@ def _parts(
             yield band, tiles(far, queries, keys, call.start), call.bias[:, -1]
             last = same if last is None else min(same, last)
         near = Distance(first, last)
-        yield band, _strips(near, queries, keys), _Hankel.within(near, call.bias, queries, keys)
+        values = _Hankel.within(near, call.bias, queries, keys)
+        yield band, _strips(near, queries, keys, tall), values
 
 
-def _regions(call: Call, queries: int, keys: int) -> Iterator[_Region]:
-    for band, found, bias in _parts(call, queries, keys):
+def _regions(call: Call, queries: int, keys: int, tall: bool = True) -> Iterator[_Region]:
+    for band, found, bias in _parts(call, queries, keys, tall):
         if not found:
             continue
         row, key = min(tile.row for tile in found), min(tile.key for tile in found)
@@ -538,7 +558,8 @@ def _backward(
     q, o, m, g, grad_q = _grouped(key, query, out, lse[..., None], grad, grads[0])
     grad_k, grad_v = grads[1:]
     grad_bias = query.new_zeros(0) if not learns else torch.zeros_like(bias, dtype=wide)
-    for region in _regions(call, query.shape[2], keys):
+    # The gradient of a bias is made of whole tiles, the smaller the less is there at a time.
+    for region in _regions(call, query.shape[2], keys, tall=not learns):
         band = region.band
         turned_q = _turned(q, band.query, region.rows, pairs)
         turned_k = _turned(key, band.key, region.keys, pairs)
@@ -604,11 +625,7 @@ def _tile_backward(
         lse = lse - more
     query, out, lse, grad = _in_order(tile, query, out, lse, grad)
     if grad_bias is not None:
-        logits = query @ key.mT * scale + mask
-        weights = torch.exp(logits.to(lse.dtype) - lse)
-        of_weights = (grad @ value.mT).to(lse.dtype)
-        delta = (grad.to(lse.dtype) * out).sum(-1, keepdim=True)
-        _add_broadcast(grad_bias, weights * (of_weights - delta))
+        _add_broadcast(grad_bias, _of_logits(scale, query, key, value, out, lse, grad, mask))
     new_query, *new_keys = _kernel_backward(
         grad,
         query,
@@ -629,6 +646,25 @@ def _tile_backward(
         for first in range(0, tile.keys, strip):
             part = slice(first, first + strip)
             total[..., part, :].add_(new[..., part, :])
+
+
+def _of_logits(
+    scale: float,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    grad: torch.Tensor,
+    mask: torch.Tensor,
+) -> torch.Tensor:
+    """Gradient of the logits of a tile, ``[..., rows, keys]``."""
+    wide = lse.dtype
+    logits = ((query * scale) @ key.mT).to(wide)
+    # Clamped to where exp is still a normal number: below it is five times slower.
+    weights = logits.add_(mask).sub_(lse).clamp_(min=-80).exp_()
+    delta = (grad.to(wide) * out).sum(-1, keepdim=True)
+    return (grad @ value.mT).to(wide).sub_(delta).mul_(weights)
 
 
 def _add_broadcast(total: torch.Tensor, x: torch.Tensor) -> None:

@@ -8,7 +8,7 @@ as ratios to rotary embedding and torch's own (``--attention-lengths``). What is
 turns, so that whatever else the machine does hits all of it; a ratio is the median over the rounds
 of the ratios within one, with the quarters below and above, and 1.00 means that patching is free.
 Processors with units for bfloat16 are measured in it as well. Writes ``speed.json`` and
-``speed.md``.
+``speed.md``, after each part what there is.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ from rope_ext.errors import OptionError
 from rope_ext.measure import command, models
 from rope_ext.measure.arguments import parse_lengths, parse_options, split
 from rope_ext.measure.cases import require_positive
+from rope_ext.measure.reports.terminal import tell
 from rope_ext.measure.systems import checked_methods
 from rope_ext.measure.versions import versions
 from rope_ext.methods import build_method
@@ -111,22 +112,22 @@ def measure(
 
 def measure_attention(
     lengths: Sequence[int], window: int, dtype: torch.dtype, rounds: int
-) -> dict[str, dict[str, Measured]]:
+) -> Iterator[dict[str, dict[str, Measured]]]:
     """``{column: {variant: measured}}`` of :mod:`benchmarks.attention`; one step at the longest."""
-    found = {}
     for name, backward in (("forward", False), ("with backward", True)):
         for length in lengths:
             attends = {
                 variant: partial(attention.attend, variant, window=window)
                 for variant in (NATIVE, *attention.VARIANTS)
             }
-            found[f"{name}, {length}"] = measuring.prefill(
-                attends, attention.HEADS, length, dtype, backward, rounds
-            )
+            column = f"{name}, {length}"
+            tell(f"attention alone: {column}, {rounds} rounds")
+            heads = attention.HEADS
+            yield {column: measuring.prefill(attends, heads, length, dtype, backward, rounds)}
     for kv_heads in (attention.HEADS, attention.HEADS // 4):
         column = f"decode at {max(lengths)}, {kv_heads} key heads"
-        found[column] = attention.decode(max(lengths), kv_heads, window, dtype, 5 * rounds)
-    return found
+        tell(f"attention alone: {column}, {5 * rounds} rounds")
+        yield {column: attention.decode(max(lengths), kv_heads, window, dtype, 5 * rounds)}
 
 
 def patch_seconds(model: nn.Module, rounds: int, given: Mapping[str, Any]) -> float:
@@ -140,8 +141,8 @@ def patch_seconds(model: nn.Module, rounds: int, given: Mapping[str, Any]) -> fl
     return statistics.median(values)
 
 
-def evaluate(args: argparse.Namespace) -> dict[str, Any]:
-    """All that is measured, as JSON.
+def evaluate(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """All that is measured, as JSON, after each part.
 
     Raises:
         RopeExtError: something is unknown or cannot be loaded.
@@ -197,15 +198,19 @@ def evaluate(args: argparse.Namespace) -> dict[str, Any]:
         shown = made["models"][f"{str(model.dtype).removeprefix('torch.')} on {model.device}"] = {}
         for length in lengths:
             ids = torch.randint(3, model.config.vocab_size, (rows, length), generator=generator)
+            tell(f"models: {len(patched)} variants, {length} tokens, {args.rounds} rounds")
             shown[length] = _plain(measure(patched, ids.to(model.device), args.rounds))
+            yield made
         made["patch_seconds"] = patch_seconds(model, 20, {"factor": args.factor, **given})
+        yield made
         del model, patched  # before the next ones are made
     for dtype in dtypes if "attention" in parts and on_cpu else ():
         exact = "float32" if dtype == "auto" else dtype
         few = max(1, args.rounds // 5)  # half a minute each at 16k
-        found = measure_attention(of_attention, args.window, getattr(torch, exact), few)
-        made["attention"][exact] = _plain(found)
-    return made
+        made["attention"][exact] = {}
+        for found in measure_attention(of_attention, args.window, getattr(torch, exact), few):
+            made["attention"][exact] |= _plain(found)
+            yield made
 
 
 def _built(method: str, precise: bool | None = None, **options: Any) -> Any:

@@ -31,14 +31,14 @@ from rope_ext.measure.reports.page import Cell, Picture, Row, Section, Table, re
 from rope_ext.measure.versions import versions
 from rope_ext.plots.style import bare, figure_of, mark_trained, require_matplotlib, style_of
 
-PAGE, NUMBERS = "laboratory.html", "laboratory.json"
+PAGE, NUMBERS, TABLES = "laboratory.html", "laboratory.json", "laboratory.md"
 _NONE = "\u2013"
 
 
 def contents(
     settings: Mapping[str, Any], cells: Mapping[log.Cell, Mapping[str, Any]]
 ) -> dict[str, bytes]:
-    """The page and its numbers, by file name.
+    """The page, its numbers, and its tables in Markdown, by file name.
 
     Raises:
         MeasureError: matplotlib is not installed.
@@ -63,7 +63,16 @@ def contents(
         "measures": results.measures,
         "cells": [{"cell": vars(cell)} | dict(record) for cell, record in cells.items()],
     }
-    return {PAGE: page.encode(), NUMBERS: json.dumps(numbers, indent=1).encode()}
+    tables = [
+        f"### {table.title or section.name}\n\n{table.markdown()}\n\n{' '.join(table.sentences)}\n"
+        for section in sections
+        for table in section.tables
+    ]
+    return {
+        PAGE: page.encode(),
+        NUMBERS: json.dumps(numbers, indent=1).encode(),
+        TABLES: "\n".join(tables).encode(),
+    }
 
 
 def _lead(results: Results) -> list[str]:

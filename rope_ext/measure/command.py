@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import takewhile
 from pathlib import Path
 from typing import Any
@@ -192,7 +192,7 @@ def call(words: Sequence[str]) -> None:
 
 def run(
     args: argparse.Namespace,
-    measure: Callable[[argparse.Namespace], dict[str, Any]],
+    measure: Callable[[argparse.Namespace], dict[str, Any] | Iterable[dict[str, Any]]],
     show: Callable[[dict[str, Any]], None],
     name: str,
     pages: Mapping[str, Callable[[dict[str, Any]], str]] | None = None,
@@ -201,7 +201,8 @@ def run(
 
     Args:
         args: from ``bare``.
-        measure: called with ``args`` for the data.
+        measure: called with ``args`` for the data, or for what there is of it after each part,
+            which is written as it comes.
         show: prints them.
         name: of the file in ``--output``.
         pages: other files there, by name, and what writes the data down for each.
@@ -213,9 +214,10 @@ def run(
         folder = Folder(args.output)
         folder.check([name, *pages])
         with folder.held():
-            data = measure(args)
-            made = {page: write(data).encode() for page, write in pages.items()}
-            paths = folder.write({name: dump(data).encode(), **made})
+            found = measure(args)
+            for data in [found] if isinstance(found, dict) else found:
+                made = {page: write(data).encode() for page, write in pages.items()}
+                paths = folder.write({name: dump(data).encode(), **made})
         show(data)
         for path in paths:
             tell(f"wrote {path}")

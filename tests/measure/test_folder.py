@@ -172,6 +172,19 @@ def test_what_measures_by_itself_does_not_overwrite_either(
     assert (tmp_path / "speed.json").read_text() == CORPUS
 
 
+def test_what_is_measured_in_parts_is_written_after_each(tmp_path: Path) -> None:
+    path, there = tmp_path / "out" / "speed.json", []
+
+    def parts(args: object) -> Iterator[dict]:
+        yield {"program": "rope_ext", "parts": 1}
+        there.append(json.loads(path.read_text()))
+        yield {"program": "rope_ext", "parts": 2}
+
+    args = command.bare("", str(path.parent)).parse_args(["--model", "m"])
+    command.run(args, parts, there.append, path.name)
+    assert [data["parts"] for data in (*there, json.loads(path.read_text()))] == [1, 2, 2]
+
+
 def test_a_search_cuts_and_replaces_nothing_of_the_user(tmp_path: Path) -> None:
     output, path = tmp_path / "found.json", tmp_path / "found.jsonl"
     path.write_text(CORPUS)  # its last line is unfinished

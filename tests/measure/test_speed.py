@@ -61,10 +61,10 @@ def test_bfloat16_is_measured_where_the_processor_has_units_for_it(
 
     words = SimpleNamespace(**DEFAULTS)
     with pytest.raises(KeyboardInterrupt):
-        speed.evaluate(words)
+        list(speed.evaluate(words))
     assert asked == ["float32"]
-    monkeypatch.setattr(speed, "measure_attention", lambda *given: asked.append(given[2]) or {})
-    data = speed.evaluate(SimpleNamespace(**DEFAULTS | {"parts": "attention"}))
+    monkeypatch.setattr(speed, "measure_attention", lambda *given: asked.append(given[2]) or [{}])
+    *_, data = speed.evaluate(SimpleNamespace(**DEFAULTS | {"parts": "attention"}))
     assert asked[1:] == ([torch.float32, torch.bfloat16] if units else [torch.float32])
     assert list(data["attention"]) == ["float32", "bfloat16"][: 1 + units]
 

@@ -281,6 +281,7 @@ def test_the_page_says_what_can_be_told_apart_and_what_cannot(monkeypatch) -> No
     assert "less than half are found within the trained length): alibi." in html
     assert "<script" not in html and 'src="http' not in html
     assert "ALiBi, arXiv 2108.12409" in html and "DroPE" not in html
+    assert "| alibi | 1.510<br>**-0.500 (-0.500 to -0.500)** |" in made[page.TABLES].decode()
     assert json.loads(made[page.NUMBERS])["measures"]["loss at the longest"]["t5"] == {
         "0": 1.5,
         "1": 1.5,

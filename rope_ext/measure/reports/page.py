@@ -21,6 +21,10 @@ class Cell:
     clear: bool = False
     below: str = ""
 
+    def markdown(self) -> str:
+        below = f"**{self.below}**" if self.clear else self.below
+        return f"{self.text}<br>{below}" if self.below else self.text
+
 
 @dataclass(frozen=True)
 class Row:
@@ -42,7 +46,7 @@ class Table:
     def markdown(self) -> str:
         """The table in GitHub's Markdown."""
         lines = [f"| {' | '.join(self.header)} |", f"|{' --- |' * len(self.header)}"]
-        lines += [f"| {' | '.join(cell.text for cell in row.cells)} |" for row in self.rows]
+        lines += [f"| {' | '.join(cell.markdown() for cell in row.cells)} |" for row in self.rows]
         return "\n".join(lines)
 
 

@@ -659,12 +659,11 @@ def _of_logits(
     mask: torch.Tensor,
 ) -> torch.Tensor:
     """Gradient of the logits of a tile, ``[..., rows, keys]``."""
-    wide = lse.dtype
-    logits = ((query * scale) @ key.mT).to(wide)
+    query, key, value, grad = (x.to(lse.dtype) for x in (query, key, value, grad))
+    logits = ((query * scale) @ key.mT).add_(mask)
     # Clamped to where exp is still a normal number: below it is five times slower.
-    weights = logits.add_(mask).sub_(lse).clamp_(min=-80).exp_()
-    delta = (grad.to(wide) * out).sum(-1, keepdim=True)
-    return (grad @ value.mT).to(wide).sub_(delta).mul_(weights)
+    weights = logits.sub_(lse).clamp_(min=-80).exp_()
+    return (grad @ value.mT).sub_((grad * out).sum(-1, keepdim=True)).mul_(weights)
 
 
 def _add_broadcast(total: torch.Tensor, x: torch.Tensor) -> None:

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from benchmarks import measuring, speed
+from benchmarks import measuring, parts, speed
 from benchmarks.measuring import Measured, compared
 from rope_ext.methods import build_method
 
@@ -103,6 +103,15 @@ EXAMPLES = {
     "string": "position",
     "alibi": "encoding",
 }
+
+
+def test_parts_of_attention_are_told_apart_and_put_back() -> None:
+    kernel, sdpa = parts.flash._kernel, parts.attention.F.scaled_dot_product_attention
+    found = parts.shares(64, 16, rounds=1)
+    assert found["native"]["far"] == 0 and sum(found["native"].values()) == pytest.approx(1)
+    assert all(share > 0 for share in found["rerope"].values())
+    assert parts.flash._kernel is kernel
+    assert parts.attention.F.scaled_dot_product_attention is sdpa
 
 
 @pytest.mark.slow

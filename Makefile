@@ -62,7 +62,7 @@ finetune-methods: $(VENV)/installed ## other methods, as `make finetune` trains 
 	test -e $$run/merged || $(BIN)/python recipes/merge.py $$run --output $$run/merged; \
 	$(REPORT) --model $$run/merged --method none --lengths 512,4k --trials 8 --output $$run/report
 
-surgery: $(CHECKPOINTS:%=surgery-%) ## their rotation dropped or swapped, beside YaRN (hours)
+surgery: $(CHECKPOINTS:%=surgery-%) ## their rotation dropped or swapped, beside YaRN (an hour)
 surgery-tiny-bytes-512: runs/django/train.jsonl
 $(CHECKPOINTS:%=surgery-%): surgery-%: $(VENV)/installed
 	$(BIN)/python -m recipes.surgery $*

@@ -111,8 +111,8 @@ def main(given: list[str] | None = None) -> int:
     cells = [
         Cell(subject, name, seed)
         for seed in range(args.seeds)
+        for subject in subjects  # before names: two processes would have a subject each
         for name in names
-        for subject in subjects
     ]
     if args.report:
         return write_page(log)

@@ -323,6 +323,6 @@ def test_a_run_that_is_killed_goes_on_and_makes_the_page(tmp_path) -> None:
     lines = log.read_text().splitlines()
     cells = [tuple(json.loads(line)["cell"].values()) for line in lines[1:]]
     assert first in lines
-    assert cells == [(s, n, 0) for n in ("rope", "alibi") for s in ("text", "tasks")]
+    assert cells == [(s, n, 0) for s in ("text", "tasks") for n in ("rope", "alibi")]
     assert (tmp_path / "laboratory.html").read_text().startswith("<!doctype html>")
     assert main([*given, "--report"]) == 0

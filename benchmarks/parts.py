@@ -9,6 +9,7 @@ and turns nothing is told as merging.
 
 from __future__ import annotations
 
+import argparse
 import statistics
 import time
 from collections.abc import Callable, Iterator
@@ -58,12 +59,10 @@ class Clock:
     def measure(self, run: Callable[[], Any], native: bool) -> dict[str, float]:
         """Seconds of every part of one call."""
         self.seconds = dict.fromkeys(PARTS, 0.0)
-        changed = [
-            (attention.F, "scaled_dot_product_attention", "near"),
-            (attention, "rotary", "turning"),
-        ]
-        if not native:
-            changed = [(flash, "_kernel", None), (flash, "_turned", "turning")]
+        changed = [(flash, "_kernel", None), (flash, "_turned", "turning")]
+        if native:
+            changed = [(attention.F, "scaled_dot_product_attention", "near")]
+            changed += [(attention, "rotary", "turning")]
         with ExitStack() as stack:
             for place, name, part in changed:
                 new = self.timed(getattr(place, name), part)
@@ -97,7 +96,9 @@ def shares(length: int, window: int, rounds: int) -> dict[str, dict[str, float]]
 
 
 def main() -> None:
-    given = measuring.parser(__doc__.splitlines()[0], "8192,16384", "forward", rounds=5)
+    given = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    given.add_argument("--lengths", default="8192,16384", help="tokens, by commas")
+    given.add_argument("--rounds", type=int, default=5)
     given.add_argument("--window", type=int, default=1024, help="tokens")
     args = given.parse_args()
     for length in map(int, args.lengths.split(",")):

@@ -298,12 +298,9 @@ def _of_logits(
 ) -> torch.Tensor:
     """Gradient of the logits, ``[kv_heads, rows, keys]``, the sum of the batch."""
     total = None
-    for q, o, m, g, k, v in zip(query, out, lse, grad, key, value, strict=True):
-        q, o, g, k, v = (x.to(lse.dtype) for x in (q, o, g, k, v))
-        weights = torch.baddbmm(mask[0], q, k.mT, alpha=scale).sub_(m).exp_()
-        delta = (g * o).sum(-1, keepdim=True)
-        weights.mul_(torch.bmm(g, v.mT).sub_(delta))
-        total = weights if total is None else total.add_(weights)
+    for rows in zip(query, out, lse, grad, key, value, mask, strict=True):
+        found = flash.of_logits(scale, *rows)
+        total = found if total is None else total.add_(found)
     return total
 
 

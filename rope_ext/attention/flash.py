@@ -129,8 +129,8 @@ def _strips(geometry: Distance, queries: int, keys: int, tall: bool) -> list[Til
         whole = before + block - first  # of the keys: the first row sees one more
         if (tall and end - block < STEPS) or (last is not None and before + end > last):
             whole = 0
-        wide = whole if tall else _TALL
-        for key in range(0, whole, max(wide, 1)):
+        wide = max(whole, 1) if tall else _TALL
+        for key in range(0, whole, wide):
             found.append(Tile(block, end - block, key, min(wide, whole - key), "strip"))
         for row in range(block, end, _BIASED):
             stop = min(row + _BIASED, end)
@@ -625,7 +625,7 @@ def _tile_backward(
         lse = lse - more
     query, out, lse, grad = _in_order(tile, query, out, lse, grad)
     if grad_bias is not None:
-        _add_broadcast(grad_bias, _of_logits(scale, query, key, value, out, lse, grad, mask))
+        _add_broadcast(grad_bias, of_logits(scale, query, out, lse, grad, key, value, mask))
     new_query, *new_keys = _kernel_backward(
         grad,
         query,
@@ -648,14 +648,14 @@ def _tile_backward(
             total[..., part, :].add_(new[..., part, :])
 
 
-def _of_logits(
+def of_logits(
     scale: float,
     query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
     out: torch.Tensor,
     lse: torch.Tensor,
     grad: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
     mask: torch.Tensor,
 ) -> torch.Tensor:
     """Gradient of the logits of a tile, ``[..., rows, keys]``."""

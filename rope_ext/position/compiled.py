@@ -172,6 +172,8 @@ def _slots(position_map: PositionMap, cache: Any, rows: int, tokens: int) -> Slo
         empty = isinstance(length, int) and length == 0
         return Slots(rows, tokens, 0, tokens, cache) if empty else None
     known, room = kept(cache), layer.max_cache_len
+    if torch.compiler.is_exporting() and layer.is_initialized:  # see Traced._log
+        return Slots(rows, tokens, layer.cumulative_length.clone(), room, cache)
     if known is None:
         return None if layer.is_initialized else Slots(rows, tokens, 0, room, cache)
     if known.key != position_map.key or tuple(known.positions.shape) != (rows, room):
@@ -248,6 +250,11 @@ class Traced:
         if self.cache is None or whole(self.cache) is None:
             self.known = KeyPositions(self.map.key, positions)
             return positions
+        if (
+            torch.compiler.is_exporting()
+        ):  # a program's cache has keys, values and their number only
+            slots = torch.arange(self.room, device=positions.device)
+            return positions[:, :1] + (slots - self.filled)
         if self.known is None:
             empty = torch.zeros(self.rows, self.room, dtype=torch.long, device=positions.device)
             self.known = KeyPositions(self.map.key, empty)

@@ -172,7 +172,6 @@ class Installed:
         return (
             torch.compiler.is_compiling()
             and not self.kept  # they are shown the unpatched rotation by a hook
-            and not torch.compiler.is_exporting()
             and not calls.is_sharded()
             and self._config._attn_implementation == NAME
         )
@@ -184,8 +183,9 @@ class Installed:
         refuse_presses(self.layouts, name)
         if torch.compiler.is_exporting():
             raise UnsupportedModelError(
-                f"{name} follows the positions of every sequence as it comes, which an exported "
-                f"graph cannot do; use a frequency method such as 'yarn'"
+                f"an exported program cannot hold this call of {name}: position methods are "
+                f"exported with an empty cache or a StaticCache, encodings not at all "
+                f"(docs/limits.md); use a frequency method such as 'yarn'"
             )
         if self._config._attn_implementation != NAME:
             raise UnsupportedModelError(

@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import nn
 from torch._dynamo.utils import counters
-from transformers import CompileConfig, StaticCache
+from transformers import CompileConfig, GenerationConfig, StaticCache
+from transformers.integrations.executorch import TorchExportableModuleForDecoderOnlyLM
 
 from rope_ext.attention import placed
 from rope_ext.errors import UnsupportedModelError
@@ -198,3 +199,49 @@ def test_padding_without_positions_of_its_own(ids, in_tensors) -> None:
         for row, one in enumerate(rows):
             right = logits(model, one[None])[0]
             torch.testing.assert_close(said[row][mask[row].bool()], right, **EXACT)
+
+
+# --- exported ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", [pytest.param("rerope", marks=pytest.mark.slow), "dual_chunk"])
+@pytest.mark.parametrize("masked", [False, True])
+def test_an_exported_program_reads_prompts_of_any_length(
+    name: str, masked: bool, ids, tmp_path
+) -> None:
+    model, free = patch(tiny_llama(num_hidden_layers=1), name), {1: torch.export.Dim.DYNAMIC}
+    short, long = ids[:, :40].clone(), ids.repeat(1, 5)  # torch would ask for a view each time
+
+    def given(tokens: torch.Tensor) -> dict[str, Any]:
+        mask = {"attention_mask": torch.ones_like(tokens)} if masked else {}
+        return {"use_cache": False, **mask}
+
+    shapes = {"input_ids": free, "use_cache": None, **({"attention_mask": free} if masked else {})}
+    with torch.no_grad():
+        program = torch.export.export(
+            model, (short,), given(short), dynamic_shapes=shapes, strict=False
+        )
+        torch.export.save(program, tmp_path / "program.pt2")
+        loaded = torch.export.load(tmp_path / "program.pt2").module()
+        for tokens in (long, short):
+            said = loaded(tokens, **given(tokens)).logits
+            torch.testing.assert_close(said, logits(model, tokens), **EXACT)
+
+
+@pytest.mark.parametrize("name", SOME)
+def test_the_exporter_of_transformers_decodes_in_a_static_cache(name: str, ids) -> None:
+    model = patch(tiny_llama(num_hidden_layers=1), name)
+    right = logits(model, ids[:1, :60])
+    options = {"use_cache": True, "cache_implementation": "static", "max_length": 64}
+    model.generation_config = GenerationConfig(
+        **options, cache_config={"batch_size": 1, "max_cache_len": 64}
+    )
+    exporter = TorchExportableModuleForDecoderOnlyLM(model, batch_size=1, max_cache_len=64)
+    program = exporter.export(
+        input_ids=ids[:1, :1], cache_position=torch.tensor([0]), strict=False
+    ).module()
+    said = [
+        program(input_ids=token, cache_position=torch.tensor([place]))
+        for place, token in enumerate(ids[:1, :60].split(1, dim=1))
+    ]
+    torch.testing.assert_close(torch.cat(said, 1), right, **EXACT)

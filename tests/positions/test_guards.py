@@ -117,8 +117,8 @@ def test_continuous_batching_is_refused_with_the_cure(ids) -> None:
         model.generate_batch(inputs=[ids[0].tolist()], max_new_tokens=2)
 
 
-def test_export_is_refused_with_the_cure(ids) -> None:
-    model = patch(tiny_llama())
+def test_what_cannot_be_exported_is_refused_with_the_cure(ids) -> None:
+    model = rope_ext.patch(tiny_llama(), "alibi")
     with pytest.raises(rope_ext.UnsupportedModelError, match="'yarn'"):
         torch.export.export(model, (ids,), {"use_cache": False}, strict=False)
 

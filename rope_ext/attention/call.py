@@ -54,12 +54,24 @@ class Pairs:
     first: slice | torch.Tensor
     second: slice | torch.Tensor
 
+    @property
+    def halves(self) -> bool:
+        """Whether the second columns lie in one piece right behind the first."""
+        first, second = self.first, self.second
+        both = isinstance(first, slice) and isinstance(second, slice)
+        return both and first.stop == second.start and {first.step, second.step} <= {None, 1}
+
     def rotate(self, x: torch.Tensor, turn: Turn) -> torch.Tensor:
         """``x`` (``[..., tokens, columns]``) turned; computed in the dtype of the turn."""
         if turn is None:
             return x
         cos, sin = turn
         a, b = x[..., self.first], x[..., self.second]
+        if torch.compiler.is_compiling() and self.halves:
+            wide = torch.promote_types(x.dtype, cos.dtype)
+            before, after = x[..., : self.first.start], x[..., self.second.stop :]
+            parts = (before, a * cos - b * sin, b * cos + a * sin, after)
+            return torch.cat([part.to(wide) for part in parts], dim=-1).to(x.dtype)
         out = x.to(torch.promote_types(x.dtype, cos.dtype), copy=True)
         if isinstance(self.first, slice) and isinstance(self.second, slice):
             out[..., self.first].mul_(cos).addcmul_(b, sin, value=-1)

@@ -8,6 +8,8 @@ looks at the positions when it runs and hands every run of consecutive tokens to
 
 from __future__ import annotations
 
+import itertools
+import operator
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
@@ -63,40 +65,67 @@ def attend_few(
         key: ``[rows, kv_heads, slots, columns]``.
         value: likewise.
         call: its scale, soft cap, sinks and pairs; the queries are multiplied by temperature.
-        parts: the bands; those on all slots come first.
+        parts: the bands.
         shown: which keys each query sees in any band, bool, ``[rows or 1, queries, slots]``.
     """
-    rows, heads, queries, _ = query.shape
+    rows, queries = query.shape[0], query.shape[2]
     kv_heads, keys = key.shape[1:3]
+    query = query.unflatten(1, (kv_heads, -1)).flatten(2, 3)  # no key is read twice
+    each = query.shape[2] // queries
 
-    def products(query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
-        grouped = query.unflatten(1, (kv_heads, -1)).flatten(2, 3)  # no key is read twice
-        return (grouped @ key.mT).unflatten(2, (-1, queries)).flatten(1, 2)
+    def of_keys(mask: torch.Tensor) -> torch.Tensor:
+        return mask[:, None].repeat(1, 1, each, 1) if queries > 1 else mask[:, None]
 
-    logits = query.new_zeros(rows, heads, queries, keys)
-    for number, part in enumerate(parts):
-        turned = call.pairs.rotate(query, part.query)
-        seen = part.seen[:, None]
+    def turned(by: Turn) -> torch.Tensor:
+        if by is not None and queries > 1:
+            by = tuple(x.repeat(1, 1, each, 1) for x in by)
+        return call.pairs.rotate(query, by)
+
+    plain = [part.slots is None and part.key is None for part in parts]
+    logits = query.new_zeros(*query.shape[:3], keys)
+    if any(plain):  # keys as they are cached, read once for all these bands
+        at_once = list(itertools.compress(parts, plain))
+        found = _product(torch.cat([turned(part.query) for part in at_once], dim=2), key.mT)
+        logits, *others = found.chunk(len(at_once), dim=2)
+        for part, found in zip(at_once[1:], others, strict=True):
+            logits = torch.where(of_keys(part.seen), found, logits)
+    for part in itertools.compress(parts, map(operator.not_, plain)):
+        at, seen = turned(part.query), of_keys(part.seen)
         if part.slots is None:
-            found = products(turned, call.pairs.rotate(key, part.key))
-            logits = found if number == 0 else torch.where(seen, found, logits)
-            continue
-        slots = part.slots[:, None].expand(rows, kv_heads, -1)
-        near = key.gather(2, slots[..., None].expand(-1, -1, -1, key.shape[-1]))
-        found = products(turned, call.pairs.rotate(near, part.key))
-        slots = part.slots[:, None, None].expand(rows, heads, queries, -1)
-        logits = logits.scatter(3, slots, torch.where(seen, found, logits.gather(3, slots)))
+            found = _product(at, call.pairs.rotate(key, part.key).mT)
+            logits = torch.where(seen, found, logits)
+        elif len(part.slots) == 1:  # to look up each column of each key takes ten times as long
+            (slots,) = part.slots
+            near = call.pairs.rotate(key.index_select(2, slots), part.key)
+            found = torch.where(seen, _product(at, near.mT), logits.index_select(3, slots))
+            logits = logits.index_copy(3, slots, found)
+        else:
+            slots = part.slots[:, None, :, None].expand(rows, kv_heads, -1, key.shape[-1])
+            near = call.pairs.rotate(key.gather(2, slots), part.key)
+            slots = part.slots[:, None, None].expand(*query.shape[:3], -1)
+            found = torch.where(seen, _product(at, near.mT), logits.gather(3, slots))
+            logits = logits.scatter(3, slots, found)
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32)) * call.scale
     if call.softcap is not None:
         logits = call.softcap * torch.tanh(logits / call.softcap)
-    shown = shown[:, None]
+    shown = of_keys(shown)
     logits = logits.masked_fill(~shown, torch.finfo(logits.dtype).min)
     if call.sinks is not None:
-        column = call.sinks.to(logits.dtype)[:, None, None].expand(rows, heads, queries, 1)
+        column = call.sinks.to(logits.dtype).view(kv_heads, each, 1).expand(-1, -1, queries)
+        column = column.flatten(1, 2)[:, :, None].expand(rows, -1, -1, -1)
         logits = torch.cat((logits, column), dim=-1)
     weights = (logits.softmax(dim=-1)[..., :keys] * shown).to(value.dtype)
-    weights = weights.unflatten(1, (kv_heads, -1)).flatten(2, 3)
-    return (weights @ value).unflatten(2, (-1, queries)).flatten(1, 2)
+    return _product(weights, value).unflatten(2, (-1, queries)).flatten(1, 2)
+
+
+def _product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """``a @ b`` as one operation in a graph too.
+
+    Of a single row inductor would make a sum of products, and make ``a`` again for each of them.
+    """
+    shape = (*a.shape[:-1], b.shape[-1])
+    a, b = a.flatten(0, 1), b.flatten(0, 1)
+    return torch.baddbmm(a.new_zeros(()), a, b, beta=0).view(shape)
 
 
 def attend_many(

@@ -325,7 +325,7 @@ class Traced:
         """The bands of few queries, and which keys they show."""
         if (turned.number, dtype) in self._made:
             return self._made[turned.number, dtype]
-        whole_parts, near_parts, shown = [], [], None
+        parts, shown = [], None
         for geometry, of_query, of_key in turned.turns:
             seen = geometry.sees(self.query[:, :, None], self.key[:, None]) & self.visible
             shown = seen if shown is None else shown | seen
@@ -338,9 +338,9 @@ class Traced:
                 seen = seen.expand(len(slots), -1, -1)
                 seen = seen.gather(2, slots[:, None].expand(-1, self.tokens, -1))
             by = (of_query.at(self.query, dtype), of_key.at(at, dtype))
-            part = placed.Part(seen, _apart(by[0]), _apart(by[1]), slots)
-            (whole_parts if slots is None else near_parts).append(part)
-        self._made[turned.number, dtype] = whole_parts + near_parts, shown
+            part = placed.Part(_once(seen), _apart(by[0]), _apart(by[1]), slots)
+            parts.append(part)
+        self._made[turned.number, dtype] = parts, _once(shown)
         return self._made[turned.number, dtype]
 
     def _refuse_gaps(self) -> None:
@@ -381,7 +381,23 @@ def _row(turn: Turn) -> Turn:
 
 def _apart(turn: Turn) -> Turn:
     """For every head."""
-    return turn and (turn[0][:, None], turn[1][:, None])
+    return turn and (_once(turn[0])[:, None], _once(turn[1])[:, None])
+
+
+def _once(x: torch.Tensor) -> torch.Tensor:
+    """``x``, which a graph holds rather than to make it again in every layer, for every key."""
+    alone = torch.compiler.is_exporting() or not torch.compiler.is_compiling()
+    return x if alone else _held(x)
+
+
+@torch.library.custom_op("rope_ext::held", mutates_args=())
+def _held(x: torch.Tensor) -> torch.Tensor:
+    return x.clone()
+
+
+@_held.register_fake
+def _(x):  # noqa: ANN001, ANN202
+    return torch.empty_like(x)
 
 
 def _with(call: Call, bands: list[TurnedBand]) -> Call:

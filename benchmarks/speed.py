@@ -3,12 +3,13 @@
     python -m benchmarks.speed
 
 Models: prefill, decoding and training steps under one method or more of each kind, as ratios to
-the unpatched model (``--model``, ``--lengths``, ``--method``). Attention: that of position methods
-as ratios to rotary embedding and torch's own (``--attention-lengths``). What is compared takes
-turns, so that whatever else the machine does hits all of it; a ratio is the median over the rounds
-of the ratios within one, with the quarters below and above, and 1.00 means that patching is free.
-Processors with units for bfloat16 are measured in it as well. Writes ``speed.json`` and
-``speed.md``, after each part what there is.
+the unpatched model (``--model``, ``--lengths``, ``--method``). Decoding: that of a model of many
+layers under position methods, eager and compiled. Attention: that of position methods as ratios to
+rotary embedding and torch's own (``--attention-lengths``). What is compared takes turns, so that
+whatever else the machine does hits all of it; a ratio is the median over the rounds of the ratios
+within one, with the quarters below and above, and 1.00 means that patching is free. Processors
+with units for bfloat16 are measured in it as well. Writes ``speed.json`` and ``speed.md``, after
+each part what there is.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from torch import nn
 from transformers import DynamicCache
 
 import rope_ext
-from benchmarks import attention, measuring
+from benchmarks import attention, decoding, measuring
 from benchmarks.measuring import NATIVE, Measured
 from rope_ext.errors import OptionError
 from rope_ext.measure import command, models
@@ -52,6 +53,7 @@ EACH_KIND = {
     "t5": {"method": "t5"},
     "kerple_log": {"method": "kerple_log"},
 }
+PARTS = ("models", "decoding", "attention")
 KINDS = {
     "frequency": "a map of the frequencies, the same for all",
     "dynamic": "frequencies by the length of each sequence",
@@ -159,8 +161,8 @@ def evaluate(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     kinds = {variant: kind(_built(**more)) for variant, more in variants.items()}
     rows, lengths = command.batch_size(args.batch_size) or 1, parse_lengths(args.lengths or ["2k"])
     parts = split(args.parts)
-    if not parts or set(parts) - {"models", "attention"}:
-        raise OptionError(f"--parts {args.parts!r} is not valid; give models, attention or both")
+    if not parts or set(parts) - set(PARTS):
+        raise OptionError(f"--parts {args.parts!r} is not valid; parts: {', '.join(PARTS)}")
     of_attention = parse_lengths(args.attention_lengths or ["8k,16k"])
     require_positive(
         batch_size=rows,
@@ -178,10 +180,12 @@ def evaluate(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
         "batch_size": rows,
         "rounds": args.rounds,
         "window": args.window,
+        "small": args.small,
         "seed": args.seed,
         "variants": variants,
         "kinds": kinds,
         "models": {},
+        "decoding": {},
         "attention": {},
         "versions": versions(),
     }
@@ -204,8 +208,15 @@ def evaluate(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
         made["patch_seconds"] = patch_seconds(model, 20, {"factor": args.factor, **given})
         yield made
         del model, patched  # before the next ones are made
-    for dtype in dtypes if "attention" in parts and on_cpu else ():
-        exact = "float32" if dtype == "auto" else dtype
+    exact_dtypes = ["float32" if dtype == "auto" else dtype for dtype in dtypes]
+    positions = {one: more for one, more in variants.items() if kinds[one] == "position"}
+    for exact in exact_dtypes if "decoding" in parts and on_cpu and positions else ():
+        made["decoding"][exact] = {}
+        of_model = decoding.size(args.small), getattr(torch, exact)
+        for found in decoding.measure(positions, *of_model, args.rounds):
+            made["decoding"][exact] |= _plain(found)
+            yield made
+    for exact in exact_dtypes if "attention" in parts and on_cpu else ():
         few = max(1, args.rounds // 5)  # half a minute each at 16k
         made["attention"][exact] = {}
         for found in measure_attention(of_attention, args.window, getattr(torch, exact), few):
@@ -238,13 +249,17 @@ def tables(data: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, dict[str, M
             }
             if chosen:
                 yield f"{one}: {words}; {data['model']}, {dtype}", columns
-    for dtype, found in data["attention"].items():
-        columns = {
-            column: {v: Measured(**cell) for v, cell in cells.items() if v != NATIVE}
-            for column, cells in found.items()
-        }
-        shape = f"{attention.HEADS} heads of {measuring.COLUMNS}, window {data['window']}"
-        yield f"attention alone, {shape}, {dtype}", columns
+    shape = f"{attention.HEADS} heads of {measuring.COLUMNS}, window {data['window']}"
+    for part, title in (
+        ("decoding", f"decoding, {decoding.size(data['small'])}"),
+        ("attention", f"attention alone, {shape}"),
+    ):
+        for dtype, found in data[part].items():
+            columns = {
+                column: {v: Measured(**cell) for v, cell in cells.items() if v != NATIVE}
+                for column, cells in found.items()
+            }
+            yield f"{title}, {dtype}", columns
 
 
 def headline(data: Mapping[str, Any]) -> str:
@@ -288,7 +303,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     add("--attention-lengths", action="append", help="likewise; 8k,16k if left out")
     add("--window", type=command.tokens, default=1024, help="of attention alone, tokens")
     add("--rounds", type=int, default=15, help="runs of each; of attention a fifth")
-    add("--parts", default="models,attention", help="of models, attention")
+    add("--parts", default=",".join(PARTS), help="of %(default)s")
     add("--small", action="store_true", help="few tokens and rounds, to see that it runs")
     command.run(parser.parse_args(arguments), evaluate, show, "speed.json", {"speed.md": page})
 

@@ -20,6 +20,8 @@ READ = (5, 10, 15, 20, 22, 24, 28, 32, 36, 40)
 BEGIN, GIVEN, END = 256, 257, 258
 """Tokens beside the bytes: before a problem, before its answer, after that."""
 _HELD_OUT = 7919
+_TOGETHER = 4
+"""Steps whose problems are shared out by length."""
 _LETTERS = np.arange(ord("a"), ord("z") + 1)
 
 
@@ -83,9 +85,9 @@ class Tasks:
     """
 
     names: Sequence[str] = tuple(TASKS)
-    batch: int = 32
+    batch: int = 16
     rows: int = 32
-    steps: int = 500
+    steps: int = 2400
 
     @property
     def trained(self) -> int:
@@ -94,14 +96,21 @@ class Tasks:
         return max(len(problem(rng, name, MOST)[0]) for name in self.names)
 
     def rows_of(self, seed: int, step: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Ids and weights of a step; a function of seed and step alone."""
-        rng = np.random.default_rng((seed, step))
+        """Ids and weights of a step; a function of seed and step alone.
+
+        Problems of several steps are drawn at once, and each step gets some of about one length:
+        with all lengths in a step half of it would be padding.
+        """
+        number, turn = divmod(step, _TOGETHER)
+        rng = np.random.default_rng((seed, number))
+        count = self.batch * _TOGETHER
         chosen = zip(
-            rng.choice(list(self.names), self.batch),
-            rng.integers(1, MOST + 1, self.batch),
-            strict=True,
+            rng.choice(list(self.names), count), rng.integers(1, MOST + 1, count), strict=True
         )
-        return _padded([problem(rng, str(name), int(items)) for name, items in chosen])
+        drawn = [problem(rng, str(name), int(items)) for name, items in chosen]
+        drawn.sort(key=lambda one: len(one[0]))
+        first = int(rng.permutation(_TOGETHER)[turn]) * self.batch
+        return _padded(drawn[first : first + self.batch])
 
     @torch.no_grad()
     def read(self, model: torch.nn.Module, make: Reading, device: torch.device) -> dict:

@@ -129,7 +129,7 @@ def test_one_command_measures_everything(
     for text in (page, capsys.readouterr().out.replace("\n", " ")):
         assert known["processor"] in text and torch.__version__ in text
     tables = re.findall(r"\*\*(.*?)\*\*\n\n((?:\|.*\n)+)", page)
-    assert len(tables) == dtypes * (len(speed.KINDS) + 1)
+    assert len(tables) == dtypes * (len(speed.KINDS) + 2)
     for title, table in tables:
         head, rule, *rows = table.splitlines()
         cells = [row.split("|")[2:-1] for row in rows]
@@ -137,5 +137,6 @@ def test_one_command_measures_everything(
         for cell in (cell for row in cells for cell in row):
             ratio, low, high = map(float, re.findall(r"[0-9.]+", cell))
             assert 0 < low <= ratio <= high, title
-    assert page.count("| `rerope` |") == 2 * dtypes  # in a model, and alone
+    assert page.count("| `rerope` |") == 3 * dtypes  # in two models, and alone
+    assert "eager, 8 key heads" in page and "compiled, 2 key heads" in page
     assert "with backward, 128" in page and "decode at 128, 2 key heads" in page

@@ -71,6 +71,16 @@ def test_rows_depend_on_seed_and_step_alone() -> None:
         assert not any(subject.rows_of(*other)[0].equal(ids) for other in ((0, 4), (1, 3)))
 
 
+def test_problems_of_a_step_are_about_as_long_as_each_other() -> None:
+    subject = Tasks()
+    rows = [subject.rows_of(0, step) for step in range(200)]
+    longest = [ids.shape[1] for ids, _ in rows]
+    assert max(longest) == subject.trained
+    assert sum(longest) / len(longest) < 0.65 * subject.trained  # with all lengths in each: 0.82
+    asked = {chr(task) for ids, _ in rows for task in ids[:, 1]}
+    assert asked == {name[0].upper() for name in TASKS}
+
+
 def test_every_answer_is_the_word_that_was_given_once_before() -> None:
     subject = text()
     assert subject.stream.max() == texts.END and set(subject.stream) <= {*range(128), texts.END}

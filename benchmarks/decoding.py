@@ -6,7 +6,6 @@ Eager with a cache that grows, and compiled whole with a static one, for the pos
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -17,7 +16,7 @@ from torch import nn
 from transformers import Cache, DynamicCache, LlamaConfig, LlamaForCausalLM, StaticCache
 
 import rope_ext
-from benchmarks.measuring import NATIVE, Measured, ratios
+from benchmarks.measuring import NATIVE, Measured, of_same_weights, ratios
 from rope_ext.measure.reports.terminal import tell
 
 HEADS, COLUMNS, STEPS = 8, 64, 4
@@ -69,7 +68,7 @@ def measure(
     for kv_heads in (HEADS, HEADS // 4):
         models = {NATIVE: of.build(kv_heads, dtype)}
         for variant, given in variants.items():
-            models[variant] = rope_ext.patch(copy.deepcopy(models[NATIVE]), **given)
+            models[variant] = rope_ext.patch(of_same_weights(models[NATIVE]), **given)
         for how, make in (("eager", _eager), ("compiled", partial(_compiled, of.backend))):
             column = f"{how}, {kv_heads} key heads"
             tell(f"decoding: {column}, {rounds} rounds")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import copy
 import functools
 import os
 import platform
@@ -18,6 +19,7 @@ import torch
 import transformers
 from rich.console import Console
 from rich.table import Table
+from torch import nn
 
 COLUMNS = 64
 """Of every head."""
@@ -53,6 +55,11 @@ def tensors(
 
 def trained(run: Callable[[], torch.Tensor], inputs: list[torch.Tensor]) -> None:
     torch.autograd.grad(run().sum(), inputs)
+
+
+def of_same_weights(model: nn.Module) -> nn.Module:
+    """A copy to patch: modules and buffers are its own, parameters those of ``model``."""
+    return copy.deepcopy(model, {id(p): p for p in model.parameters()})
 
 
 def seconds_of(run: Callable[[], object], device: str = "cpu") -> float:
@@ -194,14 +201,14 @@ def show(console: Console, title: str, columns: dict[str, dict[str, Measured]]) 
 
 
 def show_peaks(
-    console: Console, title: str, lengths: Sequence[int], peaks: dict[str, list[float | None]]
+    console: Console, title: str, lengths: Sequence[int], peaks: dict[str, list[float]]
 ) -> None:
-    """A row for each variant, MiB at each length; None where it is not measured."""
+    """A row for each variant, MiB at each length."""
     table = Table(title=title)
     for column in ("", *(f"{length} tokens" for length in lengths)):
         table.add_column(column)
     for variant, found in peaks.items():
-        table.add_row(variant, *("" if mib is None else f"{mib:.0f}" for mib in found))
+        table.add_row(variant, *(f"{mib:.0f}" for mib in found))
     console.print(table)
 
 

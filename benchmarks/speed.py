@@ -15,7 +15,6 @@ each part what there is.
 from __future__ import annotations
 
 import argparse
-import copy
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -197,7 +196,7 @@ def evaluate(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
         model = models.load_model(name, dtype, args.device, args.attn, args.adapter)
         patched = {NATIVE: model}
         for variant, more in variants.items():
-            patched[variant] = rope_ext.patch(copy.deepcopy(model), **{**given, **more})
+            patched[variant] = rope_ext.patch(measuring.of_same_weights(model), **{**given, **more})
         generator = torch.Generator().manual_seed(args.seed)
         shown = made["models"][f"{str(model.dtype).removeprefix('torch.')} on {model.device}"] = {}
         for length in lengths:

@@ -10,9 +10,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+import rope_ext
 from benchmarks import measuring, parts, speed
 from benchmarks.measuring import Measured, compared
 from rope_ext.methods import build_method
+from tests.helpers.models import tiny_llama
 
 ROOT = Path(__file__).parents[2]
 
@@ -34,6 +36,17 @@ def test_what_is_compared_takes_turns() -> None:
     runs = {name: lambda name=name: order.append(name) for name in "abc"}
     assert {len(values) for values in measuring.in_turns(runs, 2).values()} == {2}
     assert "".join(order) == "abc" * 3  # the first to warm up
+
+
+def test_models_that_are_compared_share_their_weights_and_nothing_else() -> None:
+    """Eight copies of a model of 8B parameters would be 128 GB."""
+    model = tiny_llama()
+    before = model.model.rotary_emb.inv_freq.clone()
+    other = rope_ext.patch(measuring.of_same_weights(model), "ntk", factor=4)
+    for mine, its in zip(model.parameters(), other.parameters(), strict=True):
+        assert mine is its
+    assert model.model.rotary_emb.inv_freq.equal(before)
+    assert not other.model.rotary_emb.inv_freq.equal(before)
 
 
 @pytest.mark.parametrize(

@@ -67,7 +67,7 @@ class Pairs:
             return x
         cos, sin = turn
         a, b = x[..., self.first], x[..., self.second]
-        if torch.compiler.is_compiling() and self.halves:
+        if torch.compiler.is_compiling() and self.halves:  # writes to parts become masks in a graph
             wide = torch.promote_types(x.dtype, cos.dtype)
             before, after = x[..., : self.first.start], x[..., self.second.stop :]
             parts = (before, a * cos - b * sin, b * cos + a * sin, after)

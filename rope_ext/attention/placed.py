@@ -29,6 +29,10 @@ APART = (
     "there is padding between the tokens of a row, where a position method in tensors would look "
     "for near keys in the wrong places; pad on the left (padding_side='left' of the tokenizer)"
 )
+COUNTED = (
+    "the position ids do not count one by one, which the tokens of a row have to do in an exported "
+    "program with a static cache"
+)
 FEW = 16
 """Queries at most whose logits on all slots are held at once."""
 

@@ -172,11 +172,13 @@ def _slots(position_map: PositionMap, cache: Any, rows: int, tokens: int) -> Slo
         empty = isinstance(length, int) and length == 0
         return Slots(rows, tokens, 0, tokens, cache) if empty else None
     known, room = kept(cache), layer.max_cache_len
-    if torch.compiler.is_exporting() and layer.is_initialized:  # see Traced._log
+    if known is not None and known.key != position_map.key:
+        return None
+    if calls.is_exporting() and layer.is_initialized:
         return Slots(rows, tokens, layer.cumulative_length.clone(), room, cache)
     if known is None:
         return None if layer.is_initialized else Slots(rows, tokens, 0, room, cache)
-    if known.key != position_map.key or tuple(known.positions.shape) != (rows, room):
+    if tuple(known.positions.shape) != (rows, room):
         return None
     # A copy, since the layers count on.
     filled = layer.cumulative_length.clone() if layer.is_initialized else 0
@@ -250,17 +252,29 @@ class Traced:
         if self.cache is None or whole(self.cache) is None:
             self.known = KeyPositions(self.map.key, positions)
             return positions
-        if (
-            torch.compiler.is_exporting()
-        ):  # a program's cache has keys, values and their number only
-            slots = torch.arange(self.room, device=positions.device)
-            return positions[:, :1] + (slots - self.filled)
+        if calls.is_exporting():
+            return self._counted(positions, self.filled + own)
         if self.known is None:
             empty = torch.zeros(self.rows, self.room, dtype=torch.long, device=positions.device)
             self.known = KeyPositions(self.map.key, empty)
         places = self.known.positions
         places.index_copy_(1, self.filled + own, positions.expand(self.rows, -1))
         return places
+
+    def _counted(self, positions: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
+        """Positions of all slots where nothing but their tokens can be asked, in a program.
+
+        They are counted, and those of the new tokens, in ``slots``, tell from where on.
+        """
+        real = torch.ones(1, self.room, dtype=torch.bool, device=positions.device)
+        if self.padding is not None:
+            real = self.padding.to(positions.device)
+        counted = real.long().cumsum(1) - 1
+        new = real.index_select(1, slots)
+        apart = positions - counted.index_select(1, slots)
+        first = torch.where(new, apart, apart.new_full((), -(2**62))).amax(1, keepdim=True)
+        torch._assert_async(((apart == first) | ~new).all(), placed.COUNTED)
+        return counted + first
 
     def embeddings(self, site: RotarySite, like: Any) -> Any:
         """Cosine and sine with which the model turns its queries and keys."""
@@ -370,8 +384,8 @@ class Traced:
             first = torch.zeros(1, 1, dtype=torch.long, device=self.query.device)
             if self.padding is not None:
                 first = self.padding.to(self.query.device).int().argmax(1, keepdim=True)
-            slots = first + torch.arange(geometry.count, device=self.query.device)
-            return slots.clamp(max=self.room - 1)
+            first = first.clamp(max=self.room - geometry.count)  # each slot once
+            return first + torch.arange(geometry.count, device=self.query.device)
         return None
 
 
@@ -386,7 +400,7 @@ def _apart(turn: Turn) -> Turn:
 
 def _once(x: torch.Tensor) -> torch.Tensor:
     """``x``, which a graph holds rather than to make it again in every layer, for every key."""
-    alone = torch.compiler.is_exporting() or not torch.compiler.is_compiling()
+    alone = calls.is_exporting() or not torch.compiler.is_compiling()
     return x if alone else _held(x)
 
 

@@ -181,18 +181,19 @@ class Installed:
         name = self.map.method.name
         calls.refuse_sharded(name)
         refuse_presses(self.layouts, name)
-        if torch.compiler.is_exporting():
-            raise UnsupportedModelError(
-                f"an exported program cannot hold this call of {name}: position methods are "
-                f"exported with an empty cache or a StaticCache, encodings not at all "
-                f"(docs/limits.md); use a frequency method such as 'yarn'"
-            )
         if self._config._attn_implementation != NAME:
             raise UnsupportedModelError(
                 f"the attention implementation was set to "
                 f"{self._config._attn_implementation!r} after the model was patched with {name}, "
                 f"which needs its own; call rope_ext.unpatch(model) first, or patch again with "
                 f"replace=True"
+            )
+        if calls.is_exporting():
+            raise UnsupportedModelError(
+                f"an exported program cannot hold this call of {name}: position methods are "
+                f"exported with an empty cache or a StaticCache, with an attention mask under "
+                f"torch.no_grad() only, and encodings not at all (docs/limits.md); use a "
+                f"frequency method such as 'yarn'"
             )
         cache = given.get("past_key_values")
         if given.get("cache") is not None or (cache is not None and not isinstance(cache, Cache)):

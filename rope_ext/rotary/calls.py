@@ -20,6 +20,15 @@ def parameters(cls: type[nn.Module]) -> tuple[str, ...]:
 _ATTENTION = nn.functional.scaled_dot_product_attention
 
 
+def is_exporting() -> bool:
+    """Whether torch.export makes a program.
+
+    In a graph of torch.compile torch 2.11 answers this question of its own with yes (pytorch
+    issue 176347).
+    """
+    return torch.compiler._is_exporting_flag
+
+
 def is_sharded() -> bool:
     """Whether each device may get a part of every sequence, as a graph can tell."""
     return nn.functional.scaled_dot_product_attention is not _ATTENTION

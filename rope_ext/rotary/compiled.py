@@ -27,7 +27,7 @@ class CompiledSequences(Sequences):
 
     def begin(self, decoder: nn.Module, args: tuple, kwargs: dict) -> None:
         traced = None
-        if torch.compiler.is_compiling() and not torch.compiler.is_exporting():
+        if torch.compiler.is_compiling() and not calls.is_exporting():
             given = {**dict(zip(self.names, args, strict=False)), **kwargs}
             traced = self._understood(decoder, given)
         if traced is None:

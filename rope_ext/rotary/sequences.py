@@ -23,7 +23,7 @@ from rope_ext.errors import CacheError, UnsupportedModelError
 from rope_ext.methods import FrequencyMethod
 from rope_ext.methods.temperature import Temperature
 from rope_ext.rotary.buffers import ABSENT, Changes
-from rope_ext.rotary.calls import parameters, refuse_sharded
+from rope_ext.rotary.calls import is_exporting, parameters, refuse_sharded
 from rope_ext.rotary.foreign import refuse_turning_back
 from rope_ext.rotary.sites import RotarySite
 from rope_ext.under_way import here
@@ -343,7 +343,7 @@ class Sequences:
         refuse_sharded(name)
         if self.method.adapts:
             refuse_turning_back(self.layers, name)
-        if torch.compiler.is_exporting():
+        if is_exporting():
             raise UnsupportedModelError(
                 f"{name} {does} of every sequence as it comes, which an exported graph cannot do; "
                 f"{cure}"

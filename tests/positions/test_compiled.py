@@ -15,6 +15,7 @@ from rope_ext.attention import placed
 from rope_ext.errors import UnsupportedModelError
 from rope_ext.position.cache import kept
 from rope_ext.position.install import Installed
+from rope_ext.rotary import calls
 from rope_ext.under_way import here
 from tests.helpers.models import tiny_llama
 from tests.helpers.positions import EXACT, GEOMETRIES, METHODS, decoded, logits, padded, patch
@@ -245,3 +246,66 @@ def test_the_exporter_of_transformers_decodes_in_a_static_cache(name: str, ids) 
         for place, token in enumerate(ids[:1, :60].split(1, dim=1))
     ]
     torch.testing.assert_close(torch.cat(said, 1), right, **EXACT)
+
+
+@pytest.fixture
+def in_a_program(in_tensors, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What an exported program would hold: of the tokens in a cache it knows their number."""
+    monkeypatch.setattr(calls, "is_exporting", lambda: True)
+
+
+@pytest.mark.parametrize("name", ["rerope", "dual_chunk", "lm_infinite"])
+@pytest.mark.parametrize("own_positions", [True, False])
+def test_a_program_counts_the_tokens_of_padded_rows(
+    name: str, own_positions: bool, ids, in_a_program
+) -> None:
+    model = patch(tiny_llama(num_hidden_layers=1), name)
+    rows = [ids[0, :55], ids[1, :41]]
+    tokens, mask, positions = padded(rows, "left")
+    cache, said, done = static(model), [], 0
+    for step in (10, 12, 28, *[1] * 5):
+        part = slice(done, done + step)
+        done += step
+        given = {"position_ids": positions[:, part]} if own_positions else {}
+        said.append(
+            logits(
+                model,
+                tokens[:, part],
+                attention_mask=mask[:, :done],
+                past_key_values=cache,
+                **given,
+            )
+        )
+    said = torch.cat(said, 1)
+    for row, one in enumerate(rows):
+        right = logits(model, one[None], use_cache=False)[0]
+        torch.testing.assert_close(said[row][mask[row].bool()], right, **EXACT)
+
+
+def test_a_program_refuses_positions_that_do_not_count_one_by_one(ids, in_a_program) -> None:
+    model, cache = patch(tiny_llama(num_hidden_layers=1)), static(tiny_llama())
+    logits(model, ids[:, :20], past_key_values=cache)
+    places = torch.tensor([[20, 21, 30, 31]])
+    with pytest.raises(RuntimeError, match="do not count one by one"):
+        logits(model, ids[:, 20:24], past_key_values=cache, position_ids=places)
+
+
+def test_gradients_where_first_tokens_lie_at_the_end_of_a_short_row(ids, in_tensors) -> None:
+    """Each of their slots is written once, whatever the padding."""
+    model = patch(tiny_llama(num_hidden_layers=1), "lm_infinite", sinks=10).double()
+    tokens, mask, positions = padded([ids[0, :12], ids[1, :7]], "left")
+
+    def gradients(*given: torch.Tensor) -> list[torch.Tensor]:
+        ids, mask, positions = given
+        model.zero_grad()
+        out = model(ids, attention_mask=mask, position_ids=positions, use_cache=False).logits
+        (out * mask[..., None]).sum().backward()
+        return [p.grad for p in model.parameters()]
+
+    found = gradients(tokens, mask, positions)
+    alone = [
+        gradients(*(x[row : row + 1, mask[row].bool()] for x in (tokens, mask, positions)))
+        for row in range(2)
+    ]
+    for both, *apart in zip(found, *alone, strict=True):
+        torch.testing.assert_close(both, sum(apart))

@@ -19,7 +19,7 @@ import rope_ext
 from benchmarks.measuring import NATIVE, Measured, of_same_weights, ratios
 from rope_ext.measure.reports.terminal import tell
 
-HEADS, COLUMNS, STEPS = 8, 64, 4
+HEADS, COLUMNS, STEPS = 8, 32, 4
 
 
 @dataclass(frozen=True)
@@ -27,8 +27,8 @@ class Size:
     """Of the model; ``prompt`` is what the cache begins with, tokens."""
 
     layers: int = 16
-    trained: int = 1024
-    prompt: int = 2048
+    trained: int = 512
+    prompt: int = 1024
     backend: str = "inductor"
 
     def __str__(self) -> str:

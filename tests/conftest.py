@@ -34,3 +34,11 @@ def ids() -> torch.Tensor:
     import torch
 
     return torch.randint(3, 128, (2, 160), generator=torch.Generator().manual_seed(1))
+
+
+@pytest.fixture
+def in_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a graph would hold, run as it is: the same operations, without waiting for dynamo."""
+    from rope_ext.position.install import Installed
+
+    monkeypatch.setattr(Installed, "_traceable", lambda self: True)

@@ -61,6 +61,7 @@ def attend_few(
     call: Call,
     parts: Sequence[Part],
     shown: torch.Tensor,
+    distance: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Attention of few queries on all slots.
 
@@ -68,9 +69,10 @@ def attend_few(
         query: ``[rows, heads, queries, columns]``.
         key: ``[rows, kv_heads, slots, columns]``.
         value: likewise.
-        call: its scale, soft cap, sinks and pairs; the queries are multiplied by temperature.
+        call: without bands and scores; the queries are multiplied by temperature.
         parts: the bands.
         shown: which keys each query sees in any band, bool, ``[rows or 1, queries, slots]``.
+        distance: to every key if there is a bias, tokens, int64, likewise.
     """
     rows, queries = query.shape[0], query.shape[2]
     kv_heads, keys = key.shape[1:3]
@@ -112,6 +114,9 @@ def attend_few(
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32)) * call.scale
     if call.softcap is not None:
         logits = call.softcap * torch.tanh(logits / call.softcap)
+    if call.bias is not None:
+        bias = call.bias[:, distance.clamp(max=call.bias.shape[1] - 1)].movedim(0, 1)
+        logits = logits + bias.unflatten(1, (kv_heads, -1)).flatten(2, 3)
     shown = of_keys(shown)
     logits = logits.masked_fill(~shown, torch.finfo(logits.dtype).min)
     if call.sinks is not None:
@@ -120,6 +125,42 @@ def attend_few(
         logits = torch.cat((logits, column), dim=-1)
     weights = (logits.softmax(dim=-1)[..., :keys] * shown).to(value.dtype)
     return _product(weights, value).unflatten(2, (-1, queries)).flatten(1, 2)
+
+
+def attend_scored(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    call: Call,
+    query_at: torch.Tensor,
+    key_at: torch.Tensor,
+    visible: torch.Tensor,
+) -> torch.Tensor:
+    """Attention of few queries on all slots with logits that an encoding makes.
+
+    Args:
+        query: ``[rows, heads, queries, columns]``.
+        key: ``[rows, kv_heads, slots, columns]``.
+        value: likewise.
+        call: with turns of ``[rows or 1, tokens, pairs]``; the queries are multiplied by
+            temperature.
+        query_at: where the queries are, tokens, int64, ``[rows or 1, queries]``.
+        key_at: where the token in each slot is, likewise.
+        visible: bool, ``[rows or 1, queries, slots]``.
+    """
+    alike = len(query_at) == len(visible) == 1
+    found, every = [], slice(None)
+    for row in range(1 if alike else len(query)):
+        of_rows = every if alike else slice(row, row + 1)
+        bands = [
+            TurnedBand(band.geometry, _of(band.query, row, every), _of(band.key, row, every))
+            for band in call.bands
+        ]
+        at, key_there, seen = (x[row if len(x) > 1 else 0] for x in (query_at, key_at, visible))
+        places = Places(at, key_there, seen)
+        of_row = query[of_rows], key[of_rows], value[of_rows]
+        found.append(reference.attend(*of_row, replace(call, bands=bands), places))
+    return torch.cat(found)
 
 
 def _product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
@@ -159,7 +200,7 @@ def attend_many(
     """
     plan, tables = flash._pack(call)
     return _placed(
-        query, key, value, call.sinks, tables, plan, places, real, first, call.scale,
+        query, key, value, call.sinks, call.bias, tables, plan, places, real, first, call.scale,
         call.softcap, kernel,
     )  # fmt: skip
 
@@ -170,6 +211,7 @@ def _placed(
     key: torch.Tensor,
     value: torch.Tensor,
     sinks: torch.Tensor | None,
+    bias: torch.Tensor | None,
     tables: list[torch.Tensor],
     plan: list[int],
     places: torch.Tensor,
@@ -179,7 +221,7 @@ def _placed(
     softcap: float | None,
     kernel: str,
 ) -> torch.Tensor:
-    call = replace(flash._unpack(sinks, None, tables, plan, 0, scale), softcap=softcap)
+    call = replace(flash._unpack(sinks, bias, tables, plan, 0, scale), softcap=softcap)
     out = _empty(query, value).zero_()
     before = int(first)
     for rows, slots in _alike(places, real, len(query)):

@@ -221,11 +221,13 @@ class Step:
         value: torch.Tensor,
         scale: float,
         sinks: torch.Tensor | None,
+        bias: torch.Tensor | None = None,
         rings: dict[int, Ring] | None = None,
     ) -> torch.Tensor:
         """``[batch, 1, heads, columns]``; what comes in is as :class:`Call` has it.
 
-        ``rings`` has, by the number of a band, what is known of these very keys.
+        ``bias`` is what is added to the logit of every key, ``[heads, keys]``; ``rings`` has, by
+        the number of a band, what is known of these very keys.
         """
         batch, heads, _, columns = query.shape
         wide, narrow = self.wide, self.dtype != self.wide
@@ -236,6 +238,9 @@ class Step:
             turned = (turned.to(self.dtype) if narrow else turned).view(*shape, -1, columns)
             turned = turned.unbind(3)
         values = value.split_with_sizes([*self.sizes, value.shape[2] - sum(self.sizes)], 2)
+        added = None
+        if bias is not None:
+            added = bias.view(1, *shape[1:], -1).split_with_sizes(self.sizes, 3)
         if sinks is not None:
             lse = sinks.to(wide).view(1, *shape[1:]).expand(shape)
             total = query.new_zeros(*shape, columns, dtype=wide)
@@ -253,6 +258,7 @@ class Step:
                 rows.view(*shape, columns) if part.query is None else turned[part.query],
                 near,
                 values[part.piece],
+                attn_mask=None if added is None else added[part.piece],
                 scale=scale * self.heat,
             )
             if narrow:

@@ -57,9 +57,17 @@ class Encoding(PositionMethod):
     @classmethod
     def adds(cls) -> bool:
         """Whether it adds to logits by where query and key are, and does nothing else to them."""
-        if cls.scores is Encoding.scores:
-            return cls.bias is not Encoding.bias
-        return cls.additive
+        return cls.additive if cls.scored() else cls.bias is not Encoding.bias
+
+    @classmethod
+    def scored(cls) -> bool:
+        """Whether it changes the logits by more than a bias of the distance."""
+        return cls.scores is not Encoding.scores
+
+    @classmethod
+    def changes_logits(cls) -> bool:
+        """Whether it does anything to them but turn queries and keys."""
+        return cls.scored() or cls.bias is not Encoding.bias
 
     def reached(self, rope: Rope) -> int:
         return self.target_length(rope)  # no distance is an angle that had to be trained

@@ -100,11 +100,11 @@ class DAPEScores(Scores):
         return content + bias + adapted
 
     def _bias(self, block: Block) -> torch.Tensor:
-        distance = (block.query_at[:, None] - block.key_at).clamp(min=0)
-        every = torch.arange(
-            int(distance.max()) + 1, dtype=block.content.dtype, device=distance.device
-        )
-        return self.encoding.bias(every, self.heads, self.rope, self.learned)[:, distance]
+        distance, of = block.distance, (self.heads, self.rope, self.learned)
+        if torch.compiler.is_compiling():  # a graph does not know how far they are apart
+            return self.encoding.bias(distance.flatten(), *of).unflatten(1, distance.shape)
+        every = torch.arange(int(distance.max()) + 1, dtype=distance.dtype, device=distance.device)
+        return self.encoding.bias(every, *of)[:, distance.long()]
 
     def _layer(self, name: str, like: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         return self.learned[f"{name}_weight"].to(like), self.learned[f"{name}_bias"].to(like)
@@ -122,7 +122,7 @@ class DAPEScores(Scores):
         visible = block.visible.expand(len(both), 1, *both.shape[2:])
         both = both * visible
         begun = visible[..., 1:] & ~visible[..., :-1]
-        torn = bool(((begun.sum(-1) + visible[..., 0]) > 1).any())
+        torn = torch.compiler.is_compiling() or bool(((begun.sum(-1) + visible[..., 0]) > 1).any())
         order = None
         if torn:  # the seen ones together, in their order
             order = torch.argsort(~visible, dim=-1, stable=True)

@@ -72,8 +72,25 @@ class Layer:
             return call
         if isinstance(distances, torch.Tensor):
             distances = int(distances.max() - distances.min()) + 1
+        return replace(call, **self._added(distances, like)._asdict())
+
+    def by_slot(self, mask: BatchMask, like: torch.Tensor) -> torch.Tensor:
+        """What is added to the logits of the last token of ``mask``, ``[heads, keys]``."""
+        if self.biased not in mask.added:
+            by_distance = self._added(mask.keys, like).bias.flip(1)
+            farther = mask.keys - by_distance.shape[1]
+            same = by_distance[:, :1].expand(-1, farther)
+            mask.added[self.biased] = torch.cat((same, by_distance), 1) if farther else by_distance
+        return mask.added[self.biased]
+
+    def _added(self, distances: int, like: torch.Tensor) -> bias.Added:
         module = getattr(self.biased, bias.NAME)  # which peft may have wrapped since
-        return replace(call, **module(distances, like.device, _table_dtype(like))._asdict())
+        return module(distances, like.device, _table_dtype(like))
+
+    @property
+    def scored(self) -> bool:
+        """Whether more than a bias is added to its logits."""
+        return self.biased is not None and self.map.encoding.scored()
 
 
 @dataclass(frozen=True, eq=False)
@@ -216,7 +233,8 @@ def _attend(
             scale = query.shape[-1] ** -0.5 if scaling is None else scaling
             turning = attention_mask.forward.turning
             rings = turning and turning.rings(module, key)
-            return step.attend(query, key, value, scale, s_aux, rings), None
+            added = None if layer.biased is None else layer.by_slot(attention_mask, query)
+            return step.attend(query, key, value, scale, s_aux, added, rings), None
     traced = None if layer is None or not here.traced else compiled.current(layer.map)
     given = (module, query, key, value, attention_mask, dropout, scaling, softcap, s_aux)
     if traced is None:
@@ -245,6 +263,7 @@ def _traced(
     if layer.layout is not None:
         _refuse_dropout(layer, module, dropout)
         query, key = _of_dtype(value, query, key)
+        call = layer.adding(call, traced.room, query)
         out = traced.attend(layer.turned, query, key, value, call)
     else:
         if isinstance(mask, BatchMask):
@@ -302,7 +321,8 @@ def _untraced(
         if step is not None:
             mask.steps[layer.turned.number] = step
             rings = mask.forward.turning and mask.forward.turning.rings(module, key)
-            return step.attend(query, key, value, scale, s_aux, rings), None
+            added = None if layer.biased is None else layer.by_slot(mask, query)
+            return step.attend(query, key, value, scale, s_aux, added, rings), None
     query, key = _of_dtype(value, query, key)
     key, value = key[:, :, : mask.keys], value[:, :, : mask.keys]
 
@@ -317,7 +337,8 @@ def _untraced(
         weights = torch.cat(rows).to(query.dtype)
     together = _together(layer, mask, query)
     if together is not None:
-        out = together.attend(layer.turned, query, key, value, call)
+        biased = layer.adding(call, mask.keys, query)
+        out = together.attend(layer.turned, query, key, value, biased)
         return out.transpose(1, 2).contiguous(), weights
     stretches = mask.stretches(layout, query.device, _table_dtype(query))
     if stretches is None:  # drafts in trees, masks of other shapes, gaps in positions
@@ -341,7 +362,8 @@ def _shares(
         query.shape[2] == 1
         and not mask.forward.weights
         and query.dtype == key.dtype == value.dtype
-        and layer.biased is None
+        and not layer.scored
+        and layer.map.reach is None
         and softcap is None
         and here.look is None
         and query.device.type == "cpu"
@@ -358,7 +380,7 @@ def _together(layer: Layer, mask: BatchMask, query: torch.Tensor) -> compiled.Tr
     The logits are rounded to half precision there, which a CPU need not put up with.
     """
     half = query.dtype in (torch.float16, torch.bfloat16) and query.device.type == "cpu"
-    if half or layer.biased is not None or layer.map.kernel == "reference":
+    if half or layer.scored or layer.map.kernel == "reference":
         return None
     return compiled.together(mask, query.device)
 

@@ -159,7 +159,7 @@ class DistanceBias(Learning):
         if settled is not None:
             distances = min(distances, settled + 1)
         learned = dict(self.named_parameters())
-        if not self.keeps():
+        if torch.compiler.is_compiling() or not self.keeps():
             return self._values(distances, device, dtype, learned)
         made, where = self._made, (device, dtype)  # another thread may put others there
         if made is None or made[0] != where or not self.unchanged(made[1]):

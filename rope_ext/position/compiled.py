@@ -128,7 +128,8 @@ def _understood(
     position_map: PositionMap, decoder: nn.Module, given: dict[str, Any]
 ) -> Traced | None:
     """The forward in tensors; None: it cannot be said in them."""
-    if position_map.encoding is not None or position_map.layers is not None:
+    encoding, reach = position_map.encoding, position_map.reach
+    if encoding is not None and encoding.entered:
         return None
     if position_map.local_too or here.look is not None:
         return None
@@ -157,6 +158,10 @@ def _understood(
         if (cache is None and mask is None) or (positions is not None and positions.ndim > 2):
             return None
         if slots.tokens > placed.FEW and torch.is_grad_enabled():
+            return None
+    if reach is not None or (encoding is not None and encoding.scored()):
+        regular = False  # what a kernel for many queries cannot be told in tensors
+        if slots.tokens > min(placed.FEW, reach or placed.FEW):
             return None
     return Traced(position_map, slots, padding, regular)
 
@@ -316,8 +321,12 @@ class Traced:
                 torch.as_tensor(self.filled),
                 self.map.kernel,
             )
+        if call.scores is not None:
+            call = _with(call, self._bands(turned, dtype))
+            return placed.attend_scored(query, key, value, call, self.query, self.key, self.visible)
         parts, shown = self._parts(turned, dtype)
-        return placed.attend_few(query, key, value, call, parts, shown)
+        apart = None if call.bias is None else self._distance()
+        return placed.attend_few(query, key, value, call, parts, shown, apart)
 
     def _heat(self, dtype: torch.dtype) -> torch.Tensor | None:
         """What multiplies the queries, ``[rows or 1, 1, queries, 1]``."""
@@ -325,6 +334,13 @@ class Traced:
             made = self.map.temperature(self.query, dtype)
             self._made["heat", dtype] = None if made is None else made[:, None, :, None]
         return self._made["heat", dtype]
+
+    def _distance(self) -> torch.Tensor:
+        """From every query to every slot, tokens, ``[rows or 1, queries, slots]``."""
+        if "distance" not in self._made:
+            apart = self.query[:, :, None] - self.key[:, None]
+            self._made["distance"] = _once(apart.clamp(min=0))
+        return self._made["distance"]
 
     def _bands(self, turned: Turned, dtype: torch.dtype) -> list[TurnedBand]:
         """The bands, with turns of ``[rows or 1, tokens, pairs]``."""
@@ -339,8 +355,11 @@ class Traced:
         """The bands of few queries, and which keys they show."""
         if (turned.number, dtype) in self._made:
             return self._made[turned.number, dtype]
-        parts, shown = [], None
+        parts, shown, middle = [], None, 0
+        if self.map.reach is not None:
+            middle = (self.query.amin(1, keepdim=True) + self.query.amax(1, keepdim=True)) // 2
         for geometry, of_query, of_key in turned.turns:
+            of_query, of_key = of_query.about(middle), of_key.about(middle)
             seen = geometry.sees(self.query[:, :, None], self.key[:, None]) & self.visible
             shown = seen if shown is None else shown | seen
             slots, at = self._slots(geometry, of_key), self.key
@@ -415,4 +434,12 @@ def _(x):  # noqa: ANN001, ANN202
 
 
 def _with(call: Call, bands: list[TurnedBand]) -> Call:
-    return Call(bands, call.pairs, call.scale, softcap=call.softcap, sinks=call.sinks)
+    return Call(
+        bands,
+        call.pairs,
+        call.scale,
+        softcap=call.softcap,
+        sinks=call.sinks,
+        bias=call.bias,
+        scores=call.scores,
+    )

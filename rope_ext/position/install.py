@@ -86,7 +86,8 @@ class Installed:
         for module, layout in self.layouts.items():
             layer = Layer(self.map, None)
             if layout is not None:
-                owner = None if self.map.encoding is None else self._biased(module, layout)
+                adds = self.map.encoding is not None and self.map.encoding.changes_logits()
+                owner = self._biased(module, layout) if adds else None
                 turned = compiled.Turned(distinct.index(layout), self.map.turns(layout))
                 layer = Layer(self.map, layout, owner, turned)
             module.__dict__[LAYER] = layer
@@ -101,6 +102,7 @@ class Installed:
 
     def _bring_near(self, layouts: list[Layout]) -> None:
         """Copy what every forward needs to its device: a graph could not keep the copy."""
+        _ = self.map.reach  # for the same reason
         for site in self.map.frequencies:
             device = getattr(site.module, site.buffer).device
             if device.type != "meta":
@@ -171,7 +173,6 @@ class Installed:
         """Whether a graph is being made, and nothing is amiss that is to be refused."""
         return (
             torch.compiler.is_compiling()
-            and not self.kept  # they are shown the unpatched rotation by a hook
             and not calls.is_sharded()
             and self._config._attn_implementation == NAME
         )
@@ -192,8 +193,9 @@ class Installed:
             raise UnsupportedModelError(
                 f"an exported program cannot hold this call of {name}: position methods are "
                 f"exported with an empty cache or a StaticCache, with an attention mask under "
-                f"torch.no_grad() only, and encodings not at all (docs/limits.md); use a "
-                f"frequency method such as 'yarn'"
+                f"torch.no_grad() only, and encodings that do more than add by distance for a few "
+                f"tokens at a time, or not at all (docs/limits.md); use a frequency method such "
+                f"as 'yarn'"
             )
         cache = given.get("past_key_values")
         if given.get("cache") is not None or (cache is not None and not isinstance(cache, Cache)):
@@ -241,6 +243,9 @@ class _RotaryHook:
 
     def __init__(self, position_map: PositionMap, site: RotarySite, native: bool) -> None:
         self.map, self.site, self.native = position_map, site, native
+        inv_freq, scaling = position_map.frequencies[site]
+        # The module itself turns by what was written to it.
+        self.written = scaling != site.scaling or not torch.equal(inv_freq.float(), site.loaded)
 
     def __call__(self, module: nn.Module, args: tuple, kwargs: dict, output: Any) -> Any:
         traced = compiled.current(self.map)
@@ -255,17 +260,13 @@ class _RotaryHook:
     def _turned(self, forward: Any, args: tuple, kwargs: dict, output: Any) -> Any:
         if forward is None or not self.site.called(args, kwargs):
             return None
-        forward.locate(kwargs["position_ids"] if "position_ids" in kwargs else args[1])
+        positions = kwargs["position_ids"] if "position_ids" in kwargs else args[1]
+        forward.locate(positions)
         result = forward.embeddings(self.site, output)
         if self.native:
-            first = result if isinstance(result, torch.Tensor) else result[0]
-            hooks.attach_native(first, self._unpatched(forward, output))
+            site, native = self.site, output
+            if self.written:
+                given = site.loaded, site.scaling, self.map.precise
+                native = hooks.rotation(site, positions, *given, output)
+            result = hooks.with_native(result, native)
         return result
-
-    def _unpatched(self, forward: Forward, output: Any) -> Any:
-        """What the module would have returned, which turns by what was written to it."""
-        site, (inv_freq, scaling) = self.site, self.map.frequencies[self.site]
-        if scaling == site.scaling and torch.equal(inv_freq.float(), site.loaded):
-            return output
-        positions = forward.known.positions[:, forward.filled :]
-        return hooks.rotation(site, positions, site.loaded, site.scaling, self.map.precise, output)

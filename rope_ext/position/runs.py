@@ -47,8 +47,9 @@ class BatchMask:
         arguments: with which transformers asked for a mask; None: a mask was given ready.
         given: that mask, bool or to be added, ``[rows, 1, queries, keys]``.
 
-    ``steps`` has, by the number of a layout, what its layers share if there is a single query;
-    ``together``, by device, what :func:`rope_ext.position.compiled.together` has made of it.
+    ``steps`` has, by the number of a layout, what its layers share if there is a single query, and
+    ``added``, by the module that has a bias, what is added to its logits then; ``together``, by
+    device, what :func:`rope_ext.position.compiled.together` has made of it.
     """
 
     ndim = 4  # for transformers, which takes it for a mask made beforehand
@@ -63,6 +64,7 @@ class BatchMask:
         self.valid: torch.Tensor | None = None
         self.made: torch.Tensor | None = None
         self.steps: dict[int, Step] = {}
+        self.added: dict[torch.nn.Module, torch.Tensor] = {}
         self._stretched: dict[tuple, list[Stretch] | None] = {}
         self.together: dict[torch.device, Any] = {}
         self._moved: dict[torch.device, torch.Tensor] = {}

@@ -33,8 +33,8 @@ class Turns:
         near(self, "pair", device)
         near(self, "inv_freq", device)
 
-    def about(self, position: int) -> Turns:
-        """The same for tokens around a position."""
+    def about(self, position: int | torch.Tensor) -> Turns:
+        """The same for tokens around a position, one for all or for each row ``[rows, 1]``."""
         return self
 
     def at(self, t: torch.Tensor, dtype: torch.dtype) -> Turn:
@@ -72,13 +72,14 @@ class Decay:
 
     Args:
         growth: of the logarithm with every token, ``[pairs]``.
-        origin: a position, tokens.
+        origin: a position, tokens, or one for each row, ``[rows, 1]``.
     """
 
+    idle = False
     MOST = 16.0
     _LEAST = 1e-26  # times a number of at most MOST it is nothing, and it is no subnormal number
 
-    def __init__(self, growth: torch.Tensor, origin: int = 0) -> None:
+    def __init__(self, growth: torch.Tensor, origin: int | torch.Tensor = 0) -> None:
         self.growth, self.origin = growth, origin
         self._made: dict[tuple, tuple[int, tuple]] = {}
 
@@ -91,7 +92,7 @@ class Decay:
         """Copy what does not change to a device."""
         near(self, "growth", device)
 
-    def about(self, position: int) -> Decay:
+    def about(self, position: int | torch.Tensor) -> Decay:
         """The same for tokens around a position."""
         moved = Decay(self.growth, position)
         moved._made = self._made

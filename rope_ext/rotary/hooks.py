@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Collection, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -68,10 +69,8 @@ class RotaryHook:
             result = rotation(self.site, turned, inv_freq, scaling, self.precise, output)
         if self.native:
             theta, scaling = self.site.loaded, self.site.scaling
-            first = result if isinstance(result, torch.Tensor) else result[0]
-            attach_native(
-                first, rotation(self.site, positions, theta, scaling, self.precise, output)
-            )
+            native = rotation(self.site, positions, theta, scaling, self.precise, output)
+            result = with_native(result, native)
         return result
 
     def _followed(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, Any]:
@@ -202,11 +201,37 @@ def rotation(
     return cos.to(like[0].dtype), sin.to(like[1].dtype)
 
 
-# Not traced: a compiled graph can neither put an attribute on a tensor nor see one.
+class _Both(tuple):
+    """Cosine and sine, and what the unpatched module would have returned.
+
+    For graphs, which can neither put an attribute on a tensor nor see one. Elsewhere the tensor
+    has it: wrappers make another tuple of the same tensors.
+    """
+
+    native: Any
+
+    def __new__(cls, embeddings: tuple, native: Any) -> _Both:
+        made = super().__new__(cls, embeddings)
+        made.native = native
+        return made
+
+
+def with_native(embeddings: Any, native: Any) -> Any:
+    """``embeddings``, with what the unpatched module would have returned for layers to find."""
+    if torch.compiler.is_compiling() and isinstance(embeddings, tuple):
+        return _Both(embeddings, native)
+    _attach(embeddings[0] if isinstance(embeddings, tuple) else embeddings, native)
+    return embeddings
+
+
 @torch.compiler.disable
-def attach_native(first: torch.Tensor, native: Any) -> None:
-    """Let ``first`` carry what the unpatched module would have returned."""
+def _attach(first: torch.Tensor, native: Any) -> None:
     first.__dict__[_NATIVE] = native
+
+
+@torch.compiler.disable
+def _attached(embeddings: Any) -> Any:
+    return getattr(embeddings[0] if isinstance(embeddings, tuple) else embeddings, _NATIVE, None)
 
 
 def local_layers(decoder: nn.Module, layer_types: Sequence[str]) -> list[nn.Module]:
@@ -235,16 +260,18 @@ def keep_native(decoder: nn.Module, modules: Collection[nn.Module]) -> list[Any]
                 f"{type(decoder).__name__}: {name} takes no position_embeddings, so it cannot be "
                 f"kept as it was beside patched layers; use sliding_layers='scale', and no layers="
             )
-        handles.append(module.register_forward_pre_hook(_use_native, with_kwargs=True))
+        hook = partial(_use_native, parameters(type(module)))
+        handles.append(module.register_forward_pre_hook(hook, with_kwargs=True))
     return handles
 
 
-@torch.compiler.disable
-def _use_native(module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
-    given = {**dict(zip(parameters(type(module)), args, strict=False)), **kwargs}
+def _use_native(
+    names: Sequence[str], module: nn.Module, args: tuple, kwargs: dict
+) -> tuple[tuple, dict]:
+    """Pre-hook of an attention layer whose arguments have these names."""
+    given = {**dict(zip(names, args, strict=False)), **kwargs}
     embeddings = given["position_embeddings"]
-    first = embeddings if isinstance(embeddings, torch.Tensor) else embeddings[0]
-    native = getattr(first, _NATIVE, None)
+    native = embeddings.native if isinstance(embeddings, _Both) else _attached(embeddings)
     if native is None:
         raise UnsupportedModelError(
             "the unpatched position embeddings did not reach a layer that is kept as it was (a "

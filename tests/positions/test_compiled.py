@@ -6,9 +6,8 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
 from torch._dynamo.utils import counters
-from transformers import CompileConfig, GenerationConfig, StaticCache
+from transformers import GenerationConfig
 from transformers.integrations.executorch import TorchExportableModuleForDecoderOnlyLM
 
 from rope_ext.attention import placed
@@ -17,6 +16,7 @@ from rope_ext.position.cache import kept
 from rope_ext.position.install import Installed
 from rope_ext.rotary import calls
 from rope_ext.under_way import here
+from tests.helpers.graphs import graphs, static, whole
 from tests.helpers.models import tiny_llama
 from tests.helpers.positions import EXACT, GEOMETRIES, METHODS, decoded, logits, padded, patch
 
@@ -24,16 +24,6 @@ SOME = [  # the others differ in numbers only
     pytest.param(name, marks=[] if name in ("rerope", "dpe") else [pytest.mark.slow])
     for name in METHODS
 ]
-
-
-@pytest.fixture
-def in_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a graph would hold, run as it is: the same operations, without waiting for dynamo."""
-    monkeypatch.setattr(Installed, "_traceable", lambda self: True)
-
-
-def static(model: nn.Module, room: int = 100) -> StaticCache:
-    return StaticCache(config=model.config, max_cache_len=room)
 
 
 @pytest.mark.parametrize("name", SOME)
@@ -125,21 +115,25 @@ def test_the_operator_keeps_what_torch_asks_of_one() -> None:
     query, key, value = (torch.randn(2, heads, 8, 4, generator=make) for heads in (4, 2, 2))
     places, real = torch.arange(8)[None], torch.ones(1, 8, dtype=torch.bool)
     plan = [1, 0, 0, 2**62, 0, 0, 1, 0, 2, 1, 1, 2, 4, 1]  # all keys, nothing turned
-    given = (query, key, value, None, [], plan, places, real, torch.tensor(0), 0.5, None, "auto")
+    given = (
+        query,
+        key,
+        value,
+        None,
+        None,
+        [],
+        plan,
+        places,
+        real,
+        torch.tensor(0),
+        0.5,
+        None,
+        "auto",
+    )
     torch.library.opcheck(placed._placed, given)
 
 
 # --- with dynamo ---------------------------------------------------------------------------------
-
-
-def whole(backend: str = "eager") -> CompileConfig:
-    config = CompileConfig(fullgraph=True, backend=backend, mode=None)
-    config._compile_all_devices = True
-    return config
-
-
-def graphs() -> int:
-    return counters["stats"]["unique_graphs"]
 
 
 @pytest.fixture(autouse=True)

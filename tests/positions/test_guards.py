@@ -118,7 +118,7 @@ def test_continuous_batching_is_refused_with_the_cure(ids) -> None:
 
 
 def test_what_cannot_be_exported_is_refused_with_the_cure(ids) -> None:
-    model = rope_ext.patch(tiny_llama(), "alibi")
+    model = rope_ext.patch(tiny_llama(), "shaw")
     with pytest.raises(rope_ext.UnsupportedModelError, match="'yarn'"):
         torch.export.export(model, (ids,), {"use_cache": False}, strict=False)
 

@@ -130,7 +130,7 @@ def test_a_copy_goes_on_by_itself(fork: Callable, ids) -> None:
 def test_steps_are_what_the_kernel_of_many_tokens_computes(
     dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With columns that do not turn, groups of heads, a sink, and memory that is used up."""
+    """With columns that do not turn, groups of heads, a sink, a bias, and memory that runs out."""
     monkeypatch.setattr(step, "_ROOM", 5)
     make = torch.Generator().manual_seed(0)
     query, key, value = (
@@ -138,6 +138,7 @@ def test_steps_are_what_the_kernel_of_many_tokens_computes(
         for heads in (4, 2, 2)
     )
     sinks = torch.randn(4, generator=make).to(dtype)
+    bias = torch.randn(4, 40, generator=make).to(torch.promote_types(dtype, torch.float32))
     pairs, pair = Pairs(slice(0, 4, 1), torch.tensor([9, 8, 7, 6])), torch.arange(4)
     inv_freq = torch.tensor([1.0, 0.3, 0.1, 0.01], dtype=torch.float64)
 
@@ -157,8 +158,10 @@ def test_steps_are_what_the_kernel_of_many_tokens_computes(
             TurnedBand(seen, q.between(keys - 1, keys, cpu, wide), k.between(0, keys, cpu, wide))
             for seen, q, k in bands
         ]
-        call = Call(turned, pairs, 0.5, temperature=torch.tensor([1.25]), sinks=sinks)
+        call = Call(turned, pairs, 0.5, temperature=torch.tensor([1.25]), sinks=sinks, bias=bias)
         right = flash.attend(*given, call).transpose(1, 2)
         close = {"atol": {torch.bfloat16: 2e-2}.get(dtype, 1e-5), "rtol": 0}  # of numbers below 2
+        by_slot = bias[:, :keys].flip(1)
         for kept in (None, rings):
-            torch.testing.assert_close(made.attend(*given, 0.5, sinks, kept), right, **close)
+            found = made.attend(*given, 0.5, sinks, by_slot, kept)
+            torch.testing.assert_close(found, right, **close)

@@ -12,6 +12,7 @@ import itertools
 import operator
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 
@@ -54,13 +55,27 @@ class Part:
     slots: torch.Tensor | None
 
 
+class Few(NamedTuple):
+    """What few queries see: the same for all layers alike.
+
+    Args:
+        parts: the bands.
+        hidden: the lowest number for keys in no band, else zero, ``[rows or 1, queries, slots]``;
+            to add a number is less work in each layer than to ask a mask.
+        sees: which queries see any key, bool, ``[rows or 1, queries]``.
+    """
+
+    parts: Sequence[Part]
+    hidden: torch.Tensor
+    sees: torch.Tensor
+
+
 def attend_few(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
     call: Call,
-    parts: Sequence[Part],
-    shown: torch.Tensor,
+    few: Few,
     distance: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Attention of few queries on all slots.
@@ -70,9 +85,8 @@ def attend_few(
         key: ``[rows, kv_heads, slots, columns]``.
         value: likewise.
         call: without bands and scores; the queries are multiplied by temperature.
-        parts: the bands.
-        shown: which keys each query sees in any band, bool, ``[rows or 1, queries, slots]``.
-        distance: to every key if there is a bias, tokens, int64, likewise.
+        few: what the queries see.
+        distance: to every key if there is a bias, tokens, int64, ``[rows or 1, queries, slots]``.
     """
     rows, queries = query.shape[0], query.shape[2]
     kv_heads, keys = key.shape[1:3]
@@ -87,6 +101,7 @@ def attend_few(
             by = tuple(x.repeat(1, 1, each, 1) for x in by)
         return call.pairs.rotate(query, by)
 
+    parts = few.parts
     plain = [part.slots is None and part.key is None for part in parts]
     logits = query.new_zeros(*query.shape[:3], keys)
     if any(plain):  # keys as they are cached, read once for all these bands
@@ -117,14 +132,14 @@ def attend_few(
     if call.bias is not None:
         bias = call.bias[:, distance.clamp(max=call.bias.shape[1] - 1)].movedim(0, 1)
         logits = logits + bias.unflatten(1, (kv_heads, -1)).flatten(2, 3)
-    shown = of_keys(shown)
-    logits = logits.masked_fill(~shown, torch.finfo(logits.dtype).min)
+    logits = logits + of_keys(few.hidden)
     if call.sinks is not None:
         column = call.sinks.to(logits.dtype).view(kv_heads, each, 1).expand(-1, -1, queries)
         column = column.flatten(1, 2)[:, :, None].expand(rows, -1, -1, -1)
         logits = torch.cat((logits, column), dim=-1)
-    weights = (logits.softmax(dim=-1)[..., :keys] * shown).to(value.dtype)
-    return _product(weights, value).unflatten(2, (-1, queries)).flatten(1, 2)
+    weights = logits.softmax(dim=-1)[..., :keys].to(value.dtype)
+    out = _product(weights, value).unflatten(2, (-1, queries)).flatten(1, 2)
+    return out * few.sees[:, None, :, None]
 
 
 def attend_scored(

@@ -8,6 +8,7 @@ in tensors is left to the eager path, at the price of breaks in the graph.
 
 from __future__ import annotations
 
+import itertools
 from typing import Any, NamedTuple
 
 import torch
@@ -324,9 +325,9 @@ class Traced:
         if call.scores is not None:
             call = _with(call, self._bands(turned, dtype))
             return placed.attend_scored(query, key, value, call, self.query, self.key, self.visible)
-        parts, shown = self._parts(turned, dtype)
+        few = self._few(turned, dtype)
         apart = None if call.bias is None else self._distance()
-        return placed.attend_few(query, key, value, call, parts, shown, apart)
+        return placed.attend_few(query, key, value, call, few, apart)
 
     def _heat(self, dtype: torch.dtype) -> torch.Tensor | None:
         """What multiplies the queries, ``[rows or 1, 1, queries, 1]``."""
@@ -339,7 +340,7 @@ class Traced:
         """From every query to every slot, tokens, ``[rows or 1, queries, slots]``."""
         if "distance" not in self._made:
             apart = self.query[:, :, None] - self.key[:, None]
-            self._made["distance"] = _once(apart.clamp(min=0))
+            (self._made["distance"],) = _once([apart.clamp(min=0)])
         return self._made["distance"]
 
     def _bands(self, turned: Turned, dtype: torch.dtype) -> list[TurnedBand]:
@@ -351,11 +352,11 @@ class Traced:
             ]
         return self._made[turned.number, dtype]
 
-    def _parts(self, turned: Turned, dtype: torch.dtype) -> tuple[list[placed.Part], torch.Tensor]:
-        """The bands of few queries, and which keys they show."""
+    def _few(self, turned: Turned, dtype: torch.dtype) -> placed.Few:
+        """What few queries see."""
         if (turned.number, dtype) in self._made:
             return self._made[turned.number, dtype]
-        parts, shown, middle = [], None, 0
+        found, shown, middle = [], None, 0
         if self.map.reach is not None:
             middle = (self.query.amin(1, keepdim=True) + self.query.amax(1, keepdim=True)) // 2
         for geometry, of_query, of_key in turned.turns:
@@ -370,10 +371,18 @@ class Traced:
                 at = at.gather(1, slots)
                 seen = seen.expand(len(slots), -1, -1)
                 seen = seen.gather(2, slots[:, None].expand(-1, self.tokens, -1))
-            by = (of_query.at(self.query, dtype), of_key.at(at, dtype))
-            part = placed.Part(_once(seen), _apart(by[0]), _apart(by[1]), slots)
-            parts.append(part)
-        self._made[turned.number, dtype] = parts, _once(shown)
+            by = of_query.at(self.query, dtype), of_key.at(at, dtype)
+            found.append((slots, seen, *by))
+        hidden = shown.new_zeros((), dtype=dtype).masked_fill(~shown, torch.finfo(dtype).min)
+        flat = [x for _, seen, *by in found for x in (seen, *itertools.chain(*filter(None, by)))]
+        hidden, sees, *flat = _once([hidden, shown.any(-1), *flat])
+        left = iter(flat)
+
+        def turn(made: Turn) -> Turn:  # for every head
+            return made and (next(left)[:, None], next(left)[:, None])
+
+        parts = [placed.Part(next(left), turn(q), turn(k), slots) for slots, _, q, k in found]
+        self._made[turned.number, dtype] = placed.Few(parts, hidden, sees)
         return self._made[turned.number, dtype]
 
     def _refuse_gaps(self) -> None:
@@ -412,25 +421,20 @@ def _row(turn: Turn) -> Turn:
     return turn and (turn[0][0], turn[1][0])
 
 
-def _apart(turn: Turn) -> Turn:
-    """For every head."""
-    return turn and (_once(turn[0])[:, None], _once(turn[1])[:, None])
-
-
-def _once(x: torch.Tensor) -> torch.Tensor:
-    """``x``, which a graph holds rather than to make it again in every layer, for every key."""
+def _once(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+    """They, which a graph holds rather than to make them again in every layer, for every key."""
     alone = calls.is_exporting() or not torch.compiler.is_compiling()
-    return x if alone else _held(x)
+    return tensors if alone else _held(tensors)
 
 
 @torch.library.custom_op("rope_ext::held", mutates_args=())
-def _held(x: torch.Tensor) -> torch.Tensor:
-    return x.clone()
+def _held(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+    return [x.clone() for x in tensors]
 
 
 @_held.register_fake
-def _(x):  # noqa: ANN001, ANN202
-    return torch.empty_like(x)
+def _(tensors):  # noqa: ANN001, ANN202
+    return [torch.empty_like(x) for x in tensors]
 
 
 def _with(call: Call, bands: list[TurnedBand]) -> Call:

@@ -10,8 +10,11 @@ from torch._dynamo.utils import counters
 from transformers import GenerationConfig
 from transformers.integrations.executorch import TorchExportableModuleForDecoderOnlyLM
 
-from rope_ext.attention import placed
+from rope_ext.attention import placed, reference
+from rope_ext.attention.call import Call, Pairs, TurnedBand
+from rope_ext.attention.reference import Places
 from rope_ext.errors import UnsupportedModelError
+from rope_ext.methods.geometry import Distance
 from rope_ext.position.cache import kept
 from rope_ext.position.install import Installed
 from rope_ext.rotary import calls
@@ -107,6 +110,22 @@ def test_positions_that_go_back_are_refused_when_the_graph_runs(tokens: int, ids
     with pytest.raises((UnsupportedModelError, RuntimeError), match="go back within one row"):
         logits(model, ids[:, :tokens], past_key_values=cache, position_ids=positions)
     assert here.traced == []
+
+
+@pytest.mark.parametrize("with_sinks", [False, True])
+def test_a_query_that_sees_no_key_gets_nothing(with_sinks: bool) -> None:
+    make = torch.Generator().manual_seed(0)
+    query, key, value = (torch.randn(1, heads, 6, 4, generator=make) for heads in (4, 2, 2))
+    query, pairs = query[:, :, :3], Pairs(slice(0, 2), slice(2, 4))
+    sinks = torch.randn(4, generator=make) if with_sinks else None
+    call = Call([TurnedBand(Distance(0, None), None, None)], pairs, 0.5, sinks=sinks)
+    seen = torch.tensor([[True] * 6, [False] * 6, [False, True] * 3])
+    hidden = torch.where(seen, 0.0, torch.finfo(torch.float32).min)[None]
+    few = placed.Few([placed.Part(seen[None], None, None, None)], hidden, seen.any(-1)[None])
+    out = placed.attend_few(query, key, value, call, few)
+    places = Places(torch.tensor([5, 5, 5]), torch.arange(6), seen)
+    torch.testing.assert_close(out, reference.attend(query, key, value, call, places))
+    assert not out[:, :, 1].any()
 
 
 @pytest.mark.slow

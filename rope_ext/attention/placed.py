@@ -8,6 +8,7 @@ looks at the positions when it runs and hands every run of consecutive tokens to
 
 from __future__ import annotations
 
+import functools
 import itertools
 import operator
 from collections.abc import Iterator, Sequence
@@ -43,13 +44,14 @@ class Part:
     """A band on the slots where its keys can lie.
 
     Args:
-        seen: which of the keys each query has in it, bool, ``[rows or 1, queries, slots]``.
+        hidden: the lowest number for keys that a query does not have in it, else zero, ``[rows or
+            1, queries, slots]``; to add a number is less work in each layer than to ask a mask.
         query: turn of the queries, ``[rows or 1, 1, queries, pairs]``.
         key: turn of the keys, likewise with slots.
         slots: int64, ``[rows or 1, slots]``; None: all.
     """
 
-    seen: torch.Tensor
+    hidden: torch.Tensor
     query: Turn
     key: Turn
     slots: torch.Tensor | None
@@ -59,14 +61,11 @@ class Few(NamedTuple):
     """What few queries see: the same for all layers alike.
 
     Args:
-        parts: the bands.
-        hidden: the lowest number for keys in no band, else zero, ``[rows or 1, queries, slots]``;
-            to add a number is less work in each layer than to ask a mask.
+        parts: the bands, disjoint.
         sees: which queries see any key, bool, ``[rows or 1, queries]``.
     """
 
     parts: Sequence[Part]
-    hidden: torch.Tensor
     sees: torch.Tensor
 
 
@@ -93,46 +92,48 @@ def attend_few(
     query = query.unflatten(1, (kv_heads, -1)).flatten(2, 3)  # no key is read twice
     each = query.shape[2] // queries
 
-    def of_keys(mask: torch.Tensor) -> torch.Tensor:
-        return mask[:, None].repeat(1, 1, each, 1) if queries > 1 else mask[:, None]
+    def shown(logits: torch.Tensor, part: Part) -> torch.Tensor:
+        logits = logits.to(torch.promote_types(logits.dtype, torch.float32)) * call.scale
+        if call.softcap is not None:
+            logits = call.softcap * torch.tanh(logits / call.softcap)
+        hidden = part.hidden[:, None]
+        return logits + (hidden.repeat(1, 1, each, 1) if queries > 1 else hidden)
 
     def turned(by: Turn) -> torch.Tensor:
         if by is not None and queries > 1:
             by = tuple(x.repeat(1, 1, each, 1) for x in by)
         return call.pairs.rotate(query, by)
 
-    parts = few.parts
+    # Of a key the largest of what the bands say is that of the band which shows it.
+    wide, parts = torch.promote_types(query.dtype, torch.float32), few.parts
+    lowest = torch.finfo(wide).min
+    logits = query.new_full((*query.shape[:3], keys), lowest, dtype=wide)
     plain = [part.slots is None and part.key is None for part in parts]
-    logits = query.new_zeros(*query.shape[:3], keys)
     if any(plain):  # keys as they are cached, read once for all these bands
         at_once = list(itertools.compress(parts, plain))
         found = _product(torch.cat([turned(part.query) for part in at_once], dim=2), key.mT)
-        logits, *others = found.chunk(len(at_once), dim=2)
-        for part, found in zip(at_once[1:], others, strict=True):
-            logits = torch.where(of_keys(part.seen), found, logits)
+        found = map(shown, found.chunk(len(at_once), dim=2), at_once)
+        logits = functools.reduce(torch.maximum, found)
     for part in itertools.compress(parts, map(operator.not_, plain)):
-        at, seen = turned(part.query), of_keys(part.seen)
+        at = turned(part.query)
         if part.slots is None:
-            found = _product(at, call.pairs.rotate(key, part.key).mT)
-            logits = torch.where(seen, found, logits)
+            found = shown(_product(at, call.pairs.rotate(key, part.key).mT), part)
+            logits = torch.maximum(found, logits)
         elif len(part.slots) == 1:  # to look up each column of each key takes ten times as long
             (slots,) = part.slots
             near = call.pairs.rotate(key.index_select(2, slots), part.key)
-            found = torch.where(seen, _product(at, near.mT), logits.index_select(3, slots))
+            found = shown(_product(at, near.mT), part)
+            found = torch.maximum(found, logits.index_select(3, slots))
             logits = logits.index_copy(3, slots, found)
         else:
             slots = part.slots[:, None, :, None].expand(rows, kv_heads, -1, key.shape[-1])
             near = call.pairs.rotate(key.gather(2, slots), part.key)
             slots = part.slots[:, None, None].expand(*query.shape[:3], -1)
-            found = torch.where(seen, _product(at, near.mT), logits.gather(3, slots))
+            found = torch.maximum(shown(_product(at, near.mT), part), logits.gather(3, slots))
             logits = logits.scatter(3, slots, found)
-    logits = logits.to(torch.promote_types(logits.dtype, torch.float32)) * call.scale
-    if call.softcap is not None:
-        logits = call.softcap * torch.tanh(logits / call.softcap)
     if call.bias is not None:
         bias = call.bias[:, distance.clamp(max=call.bias.shape[1] - 1)].movedim(0, 1)
         logits = logits + bias.unflatten(1, (kv_heads, -1)).flatten(2, 3)
-    logits = logits + of_keys(few.hidden)
     if call.sinks is not None:
         column = call.sinks.to(logits.dtype).view(kv_heads, each, 1).expand(-1, -1, queries)
         column = column.flatten(1, 2)[:, :, None].expand(rows, -1, -1, -1)

@@ -371,18 +371,19 @@ class Traced:
                 at = at.gather(1, slots)
                 seen = seen.expand(len(slots), -1, -1)
                 seen = seen.gather(2, slots[:, None].expand(-1, self.tokens, -1))
+            lowest = torch.finfo(dtype).min
+            hidden = torch.zeros_like(seen, dtype=dtype).masked_fill(~seen, lowest)
             by = of_query.at(self.query, dtype), of_key.at(at, dtype)
-            found.append((slots, seen, *by))
-        hidden = shown.new_zeros((), dtype=dtype).masked_fill(~shown, torch.finfo(dtype).min)
-        flat = [x for _, seen, *by in found for x in (seen, *itertools.chain(*filter(None, by)))]
-        hidden, sees, *flat = _once([hidden, shown.any(-1), *flat])
+            found.append((slots, (hidden,), *by))
+        flat = [x for _, *given in found for x in itertools.chain(*filter(None, given))]
+        sees, *flat = _once([shown.any(-1), *flat])
         left = iter(flat)
 
         def turn(made: Turn) -> Turn:  # for every head
             return made and (next(left)[:, None], next(left)[:, None])
 
         parts = [placed.Part(next(left), turn(q), turn(k), slots) for slots, _, q, k in found]
-        self._made[turned.number, dtype] = placed.Few(parts, hidden, sees)
+        self._made[turned.number, dtype] = placed.Few(parts, sees)
         return self._made[turned.number, dtype]
 
     def _refuse_gaps(self) -> None:

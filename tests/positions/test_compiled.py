@@ -121,7 +121,7 @@ def test_a_query_that_sees_no_key_gets_nothing(with_sinks: bool) -> None:
     call = Call([TurnedBand(Distance(0, None), None, None)], pairs, 0.5, sinks=sinks)
     seen = torch.tensor([[True] * 6, [False] * 6, [False, True] * 3])
     hidden = torch.where(seen, 0.0, torch.finfo(torch.float32).min)[None]
-    few = placed.Few([placed.Part(seen[None], None, None, None)], hidden, seen.any(-1)[None])
+    few = placed.Few([placed.Part(hidden, None, None, None)], seen.any(-1)[None])
     out = placed.attend_few(query, key, value, call, few)
     places = Places(torch.tensor([5, 5, 5]), torch.arange(6), seen)
     torch.testing.assert_close(out, reference.attend(query, key, value, call, places))

@@ -184,7 +184,7 @@ def step(
         for rings in of_layer:
             for ring in rings.values():
                 ring.last = min(ring.last, keys - 1)
-            shared.attend(query, key, value, scale, None, rings)
+            shared.attend(query, key, value, scale, None, rings=rings)
 
     return method_step
 

@@ -35,6 +35,10 @@ COUNTED = (
     "the position ids do not count one by one, which the tokens of a row have to do in an exported "
     "program with a static cache"
 )
+BEYOND = (
+    "the tokens of a row lie further apart by position than there are slots for them, and for as "
+    "many distances a compiled bias is known; give them position ids that count one by one"
+)
 FEW = 16
 """Queries at most whose logits on all slots are held at once."""
 
@@ -258,6 +262,8 @@ def _placed(
             of_run = replace(call, bands=bands, start=int(at[0]))
             part = attention.attend(*found, of_run, kernel)
         else:
+            if bias is not None and at[-1] - at[0] >= bias.shape[1] >= places.shape[1]:
+                raise UnsupportedModelError(BEYOND)
             of_queries = Places(at[len(at) - len(queries) :], at)
             part = reference.attend_blocked(*found, replace(call, bands=bands), of_queries)
         if len(queries) == query.shape[2]:

@@ -326,7 +326,7 @@ class Traced:
             call = _with(call, self._bands(turned, dtype))
             return placed.attend_scored(query, key, value, call, self.query, self.key, self.visible)
         few = self._few(turned, dtype)
-        apart = None if call.bias is None else self._distance()
+        apart = None if call.bias is None else self._distance(call.bias.shape[1])
         return placed.attend_few(query, key, value, call, few, apart)
 
     def _heat(self, dtype: torch.dtype) -> torch.Tensor | None:
@@ -336,10 +336,16 @@ class Traced:
             self._made["heat", dtype] = None if made is None else made[:, None, :, None]
         return self._made["heat", dtype]
 
-    def _distance(self) -> torch.Tensor:
-        """From every query to every slot, tokens, ``[rows or 1, queries, slots]``."""
+    def _distance(self, known: int) -> torch.Tensor:
+        """From every query to every slot, tokens, ``[rows or 1, queries, slots]``.
+
+        ``known``: to how many distances something is added; of fewer than all, the last stays.
+        """
         if "distance" not in self._made:
             apart = self.query[:, :, None] - self.key[:, None]
+            if known >= self.room:
+                beyond = self.visible & (apart >= known)
+                torch._assert_async(~beyond.any(), placed.BEYOND)
             (self._made["distance"],) = _once([apart.clamp(min=0)])
         return self._made["distance"]
 

@@ -58,6 +58,25 @@ def test_what_a_graph_holds_is_what_the_eager_path_computes(name: str, ids, in_t
     torch.testing.assert_close(decoded(model, ids, [12, *[1] * 78], static(model)), right, **EXACT)
 
 
+@pytest.mark.parametrize("tokens", [20, 5])
+def test_positions_further_apart_than_there_are_slots(tokens: int, ids, in_tensors) -> None:
+    """A bias that stays the same from some distance on is known there; others are refused."""
+    positions = torch.cat((torch.arange(30), torch.arange(30) + 120))[None, : 30 + tokens]
+    for name in ("rerope and t5", "alibi"):
+        model = made(name)
+        cache, given = static(model), {"position_ids": positions[:, :30]}
+        logits(model, ids[:1, :30], past_key_values=cache, **given)
+        rest = {"position_ids": positions[:, 30:], "past_key_values": cache}
+        if name == "alibi":
+            with pytest.raises((rope_ext.UnsupportedModelError, RuntimeError), match="apart by"):
+                logits(model, ids[:1, 30 : 30 + tokens], **rest)
+        else:
+            alone = {"attention_mask": torch.ones_like(positions), "position_ids": positions}
+            right = logits(model, ids[:1, : 30 + tokens], use_cache=False, **alone)
+            said = logits(model, ids[:1, 30 : 30 + tokens], **rest)
+            torch.testing.assert_close(said, right[:, 30:], **EXACT)
+
+
 @pytest.fixture(autouse=True)
 def _fresh() -> None:
     torch._dynamo.reset()

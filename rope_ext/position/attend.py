@@ -74,13 +74,15 @@ class Layer:
             distances = int(distances.max() - distances.min()) + 1
         return replace(call, **self._added(distances, like)._asdict())
 
-    def by_slot(self, mask: BatchMask, like: torch.Tensor) -> torch.Tensor:
+    def by_slot(self, mask: BatchMask, like: torch.Tensor) -> torch.Tensor | None:
         """What is added to the logits of the last token of ``mask``, ``[heads, keys]``."""
         if self.biased not in mask.added:
-            by_distance = self._added(mask.keys, like).bias.flip(1)
-            farther = mask.keys - by_distance.shape[1]
-            same = by_distance[:, :1].expand(-1, farther)
-            mask.added[self.biased] = torch.cat((same, by_distance), 1) if farther else by_distance
+            added = self._added(mask.keys, like).bias
+            if added is not None:
+                added = added.flip(1)
+                same = added[:, :1].expand(-1, mask.keys - added.shape[1])
+                added = torch.cat((same, added), 1)
+            mask.added[self.biased] = added
         return mask.added[self.biased]
 
     def _added(self, distances: int, like: torch.Tensor) -> bias.Added:

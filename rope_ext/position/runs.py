@@ -64,7 +64,7 @@ class BatchMask:
         self.valid: torch.Tensor | None = None
         self.made: torch.Tensor | None = None
         self.steps: dict[int, Step] = {}
-        self.added: dict[torch.nn.Module, torch.Tensor] = {}
+        self.added: dict[torch.nn.Module, torch.Tensor | None] = {}
         self._stretched: dict[tuple, list[Stretch] | None] = {}
         self.together: dict[torch.device, Any] = {}
         self._moved: dict[torch.device, torch.Tensor] = {}

@@ -42,3 +42,13 @@ def in_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
     from rope_ext.position.install import Installed
 
     monkeypatch.setattr(Installed, "_traceable", lambda self: True)
+
+
+@pytest.fixture
+def no_graphs() -> None:
+    """What dynamo has compiled and counted is forgotten."""
+    import torch
+    from torch._dynamo.utils import counters
+
+    torch._dynamo.reset()
+    counters.clear()

@@ -473,8 +473,7 @@ def _decode(
     query = query.reshape(batch, kv_heads, heads // kv_heads, columns)
     bias = None
     if call.bias is not None:
-        distance = torch.arange(keys - 1, -1, -1).clamp(max=call.bias.shape[1] - 1)
-        bias = call.bias[:, distance].view(1, kv_heads, -1, keys)
+        bias = by_key(call.bias, keys).view(1, kv_heads, -1, keys)
     for band in call.bands:
         for tile in tiles(band.geometry, 1, keys, call.start):
             part = slice(tile.key, tile.key + tile.keys)
@@ -489,6 +488,12 @@ def _decode(
             lse = torch.logaddexp(lse, new)
     total = total.to(query.dtype).reshape(batch, 1, heads, columns).transpose(1, 2)
     return total, lse.reshape(batch, heads, 1)
+
+
+def by_key(bias: torch.Tensor, keys: int) -> torch.Tensor:
+    """Of a bias by distance what the last of ``keys`` tokens adds for each, ``[heads, keys]``."""
+    distance = torch.arange(keys - 1, -1, -1, device=bias.device).clamp(max=bias.shape[1] - 1)
+    return bias[:, distance]
 
 
 def _grouped(key: torch.Tensor, *rows: torch.Tensor) -> list[torch.Tensor]:

@@ -109,15 +109,16 @@ def attend_few(
         return call.pairs.rotate(query, by)
 
     # Of a key the largest of what the bands say is that of the band which shows it.
-    wide, parts = torch.promote_types(query.dtype, torch.float32), few.parts
-    lowest = torch.finfo(wide).min
-    logits = query.new_full((*query.shape[:3], keys), lowest, dtype=wide)
+    parts = few.parts
     plain = [part.slots is None and part.key is None for part in parts]
     if any(plain):  # keys as they are cached, read once for all these bands
         at_once = list(itertools.compress(parts, plain))
         found = _product(torch.cat([turned(part.query) for part in at_once], dim=2), key.mT)
         found = map(shown, found.chunk(len(at_once), dim=2), at_once)
         logits = functools.reduce(torch.maximum, found)
+    else:
+        wide = torch.promote_types(query.dtype, torch.float32)
+        logits = query.new_full((*query.shape[:3], keys), torch.finfo(wide).min, dtype=wide)
     for part in itertools.compress(parts, map(operator.not_, plain)):
         at = turned(part.query)
         if part.slots is None:

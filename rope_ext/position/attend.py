@@ -14,7 +14,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import causal_mask_function
 
 from rope_ext import attention
-from rope_ext.attention import reference
+from rope_ext.attention import flash, reference
 from rope_ext.attention.call import Call, Pairs, Turn, TurnedBand
 from rope_ext.attention.reference import Places
 from rope_ext.errors import OptionError, UnsupportedModelError
@@ -77,12 +77,8 @@ class Layer:
     def by_slot(self, mask: BatchMask, like: torch.Tensor) -> torch.Tensor | None:
         """What is added to the logits of the last token of ``mask``, ``[heads, keys]``."""
         if self.biased not in mask.added:
-            added = self._added(mask.keys, like).bias
-            if added is not None:
-                added = added.flip(1)
-                same = added[:, :1].expand(-1, mask.keys - added.shape[1])
-                added = torch.cat((same, added), 1)
-            mask.added[self.biased] = added
+            made = self._added(mask.keys, like).bias
+            mask.added[self.biased] = None if made is None else flash.by_key(made, mask.keys)
         return mask.added[self.biased]
 
     def _added(self, distances: int, like: torch.Tensor) -> bias.Added:
@@ -321,10 +317,8 @@ def _untraced(
     if mask is attention_mask and _shares(layer, mask, query, key, value, softcap):
         step = mask.step(layout, query.dtype)
         if step is not None:
-            mask.steps[layer.turned.number] = step
-            rings = mask.forward.turning and mask.forward.turning.rings(module, key)
-            added = None if layer.biased is None else layer.by_slot(mask, query)
-            return step.attend(query, key, value, scale, s_aux, added, rings), None
+            mask.steps[layer.turned.number] = step  # as the layers after this one find it
+            return _attend(module, query, key, value, mask, dropout, scaling, softcap, s_aux)
     query, key = _of_dtype(value, query, key)
     key, value = key[:, :, : mask.keys], value[:, :, : mask.keys]
 

@@ -8,7 +8,6 @@ in tensors is left to the eager path, at the price of breaks in the graph.
 
 from __future__ import annotations
 
-import itertools
 from typing import Any, NamedTuple
 
 import torch
@@ -377,18 +376,17 @@ class Traced:
                 at = at.gather(1, slots)
                 seen = seen.expand(len(slots), -1, -1)
                 seen = seen.gather(2, slots[:, None].expand(-1, self.tokens, -1))
-            lowest = torch.finfo(dtype).min
-            hidden = torch.zeros_like(seen, dtype=dtype).masked_fill(~seen, lowest)
-            by = of_query.at(self.query, dtype), of_key.at(at, dtype)
-            found.append((slots, (hidden,), *by))
-        flat = [x for _, *given in found for x in itertools.chain(*filter(None, given))]
+            hidden = torch.zeros_like(seen, dtype=dtype)
+            hidden = hidden.masked_fill(~seen, torch.finfo(dtype).min)
+            found.append((hidden, of_query.at(self.query, dtype), of_key.at(at, dtype), slots))
+        flat = [x for hidden, q, k, _ in found for x in (hidden, *(q or ()), *(k or ()))]
         sees, *flat = _once([shown.any(-1), *flat])
         left = iter(flat)
 
         def turn(made: Turn) -> Turn:  # for every head
             return made and (next(left)[:, None], next(left)[:, None])
 
-        parts = [placed.Part(next(left), turn(q), turn(k), slots) for slots, _, q, k in found]
+        parts = [placed.Part(next(left), turn(q), turn(k), slots) for _, q, k, slots in found]
         self._made[turned.number, dtype] = placed.Few(parts, sees)
         return self._made[turned.number, dtype]
 

@@ -220,18 +220,22 @@ def with_native(embeddings: Any, native: Any) -> Any:
     """``embeddings``, with what the unpatched module would have returned for layers to find."""
     if torch.compiler.is_compiling() and isinstance(embeddings, tuple):
         return _Both(embeddings, native)
-    _attach(embeddings[0] if isinstance(embeddings, tuple) else embeddings, native)
+    _attach(embeddings, native)
     return embeddings
 
 
 @torch.compiler.disable
-def _attach(first: torch.Tensor, native: Any) -> None:
-    first.__dict__[_NATIVE] = native
+def _attach(embeddings: Any, native: Any) -> None:
+    _first(embeddings).__dict__[_NATIVE] = native
 
 
 @torch.compiler.disable
 def _attached(embeddings: Any) -> Any:
-    return getattr(embeddings[0] if isinstance(embeddings, tuple) else embeddings, _NATIVE, None)
+    return getattr(_first(embeddings), _NATIVE, None)
+
+
+def _first(embeddings: Any) -> torch.Tensor:
+    return embeddings if isinstance(embeddings, torch.Tensor) else embeddings[0]
 
 
 def local_layers(decoder: nn.Module, layer_types: Sequence[str]) -> list[nn.Module]:

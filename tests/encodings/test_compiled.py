@@ -15,6 +15,7 @@ from tests.helpers.graphs import graphs, static, whole
 from tests.helpers.models import tiny_llama
 from tests.helpers.positions import EXACT, FAMILIES, NEW, decoded, logits, padded
 
+pytestmark = pytest.mark.usefixtures("no_graphs")
 MADE: dict[str, Callable[[nn.Module, str], nn.Module]] = {
     **dict.fromkeys(biases.FORMULAS, biases.patch),
     **dict.fromkeys(("xpos", "3d_rpe", "drope"), inputs.patch),
@@ -75,12 +76,6 @@ def test_positions_further_apart_than_there_are_slots(tokens: int, ids, in_tenso
             right = logits(model, ids[:1, : 30 + tokens], use_cache=False, **alone)
             said = logits(model, ids[:1, 30 : 30 + tokens], **rest)
             torch.testing.assert_close(said, right[:, 30:], **EXACT)
-
-
-@pytest.fixture(autouse=True)
-def _fresh() -> None:
-    torch._dynamo.reset()
-    counters.clear()
 
 
 @pytest.mark.slow

@@ -23,6 +23,7 @@ from tests.helpers.graphs import graphs, static, whole
 from tests.helpers.models import tiny_llama
 from tests.helpers.positions import EXACT, GEOMETRIES, METHODS, decoded, logits, padded, patch
 
+pytestmark = pytest.mark.usefixtures("no_graphs")
 SOME = [  # the others differ in numbers only
     pytest.param(name, marks=[] if name in ("rerope", "dpe") else [pytest.mark.slow])
     for name in METHODS
@@ -134,31 +135,12 @@ def test_the_operator_keeps_what_torch_asks_of_one() -> None:
     query, key, value = (torch.randn(2, heads, 8, 4, generator=make) for heads in (4, 2, 2))
     places, real = torch.arange(8)[None], torch.ones(1, 8, dtype=torch.bool)
     plan = [1, 0, 0, 2**62, 0, 0, 1, 0, 2, 1, 1, 2, 4, 1]  # all keys, nothing turned
-    given = (
-        query,
-        key,
-        value,
-        None,
-        None,
-        [],
-        plan,
-        places,
-        real,
-        torch.tensor(0),
-        0.5,
-        None,
-        "auto",
-    )
+    slots = (places, real, torch.tensor(0))
+    given = (query, key, value, None, None, [], plan, *slots, 0.5, None, "auto")
     torch.library.opcheck(placed._placed, given)
 
 
 # --- with dynamo ---------------------------------------------------------------------------------
-
-
-@pytest.fixture(autouse=True)
-def _fresh() -> None:
-    torch._dynamo.reset()
-    counters.clear()
 
 
 @pytest.mark.slow

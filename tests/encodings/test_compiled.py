@@ -14,6 +14,7 @@ from tests.helpers import biases, inputs, relative, scored
 from tests.helpers.graphs import graphs, static, whole
 from tests.helpers.models import tiny_llama
 from tests.helpers.positions import EXACT, FAMILIES, NEW, decoded, logits, padded
+from tests.helpers.promises import pieces_of_rows_are_as_alone
 
 pytestmark = pytest.mark.usefixtures("no_graphs")
 MADE: dict[str, Callable[[nn.Module, str], nn.Module]] = {
@@ -44,17 +45,7 @@ def test_what_a_graph_holds_is_what_the_eager_path_computes(name: str, ids, in_t
     """A prompt, a chunk, a few tokens and one at a time, in rows that are padded on the left."""
     model = made(name)
     rows = [ids[0, :75], ids[1, :64]]
-    tokens, mask, positions = padded(rows, "left")
-    cache, said, done = static(model), [], 0
-    for step in (40, 25, 5, *[1] * 5):
-        part = slice(done, done + step)
-        done += step
-        given = {"attention_mask": mask[:, :done], "position_ids": positions[:, part]}
-        said.append(logits(model, tokens[:, part], past_key_values=cache, **given))
-    said = torch.cat(said, 1)
-    for row, one in enumerate(rows):
-        right = logits(model, one[None], use_cache=False)[0]
-        torch.testing.assert_close(said[row][mask[row].bool()], right, **EXACT)
+    pieces_of_rows_are_as_alone(model, rows, "left", (40, 25, 5, *[1] * 5), static(model))
     right = logits(model, ids)
     torch.testing.assert_close(decoded(model, ids, [12, *[1] * 78], static(model)), right, **EXACT)
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import nn
+from transformers.cache_utils import Cache
 
 from tests.helpers.positions import CACHES, EXACT, NEW, decoded, logits, padded
 
@@ -30,6 +32,29 @@ def rows_are_as_alone(
     for row, real in enumerate(rows):
         alone = logits(model, real[None])[0]
         torch.testing.assert_close(together[row][mask[row].bool()], alone, **EXACT)
+
+
+def pieces_of_rows_are_as_alone(
+    model: nn.Module,
+    rows: list[torch.Tensor],
+    side: str,
+    steps: Iterable[int],
+    cache: Cache,
+    with_positions: bool = True,
+) -> None:
+    """Padded rows, in pieces of those sizes through ``cache``, have the logits they have alone."""
+    tokens, mask, positions = padded(rows, side)
+    said, done = [], 0
+    for step in steps:
+        part = slice(done, done + step)
+        done += step
+        given = {"position_ids": positions[:, part]} if with_positions else {}
+        given |= {"attention_mask": mask[:, :done], "past_key_values": cache}
+        said.append(logits(model, tokens[:, part], **given))
+    said = torch.cat(said, 1)
+    for row, one in enumerate(rows):
+        right = logits(model, one[None], use_cache=False)[0]
+        torch.testing.assert_close(said[row][mask[row].bool()], right, **EXACT)
 
 
 def documents_are_apart(model: nn.Module, row: torch.Tensor, sizes: tuple[int, ...]) -> None:

@@ -22,6 +22,7 @@ from rope_ext.under_way import here
 from tests.helpers.graphs import graphs, static, whole
 from tests.helpers.models import tiny_llama
 from tests.helpers.positions import EXACT, GEOMETRIES, METHODS, decoded, logits, padded, patch
+from tests.helpers.promises import pieces_of_rows_are_as_alone
 
 pytestmark = pytest.mark.usefixtures("no_graphs")
 SOME = [  # the others differ in numbers only
@@ -52,25 +53,8 @@ def test_what_a_graph_holds_is_what_the_eager_path_computes(name: str, ids, in_t
 def test_padding_in_tensors(name: str, side: str, ids, in_tensors) -> None:
     model = patch(tiny_llama(num_hidden_layers=1), name)
     rows = [ids[0, :55], ids[1, :44]]
-    tokens, mask, positions = padded(rows, side)
     steps = [55] if side == "right" else [20, 30, *[1] * 5]
-    cache, said, done = static(model), [], 0
-    for step in steps:
-        part = slice(done, done + step)
-        done += step
-        said.append(
-            logits(
-                model,
-                tokens[:, part],
-                attention_mask=mask[:, :done],
-                position_ids=positions[:, part],
-                past_key_values=cache,
-            )
-        )
-    said = torch.cat(said, 1)
-    for row, one in enumerate(rows):
-        real = mask[row].bool()
-        torch.testing.assert_close(said[row][real], logits(model, one[None])[0], **EXACT)
+    pieces_of_rows_are_as_alone(model, rows, side, steps, static(model))
 
 
 def test_the_positions_of_a_static_cache_stay_at_one_address(ids) -> None:
@@ -256,25 +240,8 @@ def test_a_program_counts_the_tokens_of_padded_rows(
 ) -> None:
     model = patch(tiny_llama(num_hidden_layers=1), name)
     rows = [ids[0, :55], ids[1, :41]]
-    tokens, mask, positions = padded(rows, "left")
-    cache, said, done = static(model), [], 0
-    for step in (10, 12, 28, *[1] * 5):
-        part = slice(done, done + step)
-        done += step
-        given = {"position_ids": positions[:, part]} if own_positions else {}
-        said.append(
-            logits(
-                model,
-                tokens[:, part],
-                attention_mask=mask[:, :done],
-                past_key_values=cache,
-                **given,
-            )
-        )
-    said = torch.cat(said, 1)
-    for row, one in enumerate(rows):
-        right = logits(model, one[None], use_cache=False)[0]
-        torch.testing.assert_close(said[row][mask[row].bool()], right, **EXACT)
+    steps = (10, 12, 28, *[1] * 5)
+    pieces_of_rows_are_as_alone(model, rows, "left", steps, static(model), own_positions)
 
 
 def test_a_program_refuses_positions_that_do_not_count_one_by_one(ids, in_a_program) -> None:

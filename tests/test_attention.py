@@ -189,14 +189,17 @@ def test_long_enough_for_many_strips(method, queries, keys):
 @quick(max_examples=250)
 @given(
     st.sampled_from([Distance, ChunkGap, Sinks]),
-    st.integers(1, 300),
+    st.integers(1, 500),
     st.integers(1, 300),
     st.integers(0, 90),
     st.integers(0, 40),
     st.one_of(st.none(), st.integers(0, 60)),
     st.integers(1, 50),
+    st.booleans(),
 )
-def test_tiles_cover_each_visible_key_once(kind, queries, more, start, first, width, size):
+def test_tiles_cover_each_visible_key_once(
+    kind, queries, more, start, first, width, size, backward
+):
     keys = queries + more - 1
     last = None if width is None else first + width
     geometry = {
@@ -205,14 +208,14 @@ def test_tiles_cover_each_visible_key_once(kind, queries, more, start, first, wi
         Sinks: Sinks(size, first),
     }[kind]
     covered = torch.zeros(queries, keys, dtype=torch.int)
-    for tile in flash.tiles(geometry, queries, keys, start):
+    for tile in flash.tiles(geometry, queries, keys, start, backward):
         assert tile.rows > 0
         assert tile.keys > 0
         seen = torch.ones(tile.rows, tile.keys, dtype=torch.int)
         if tile.kind != "full":
             seen = seen.tril(tile.keys - tile.rows)
         if tile.kind == "band":
-            seen = seen.triu()
+            seen = seen.triu(1)
         if tile.kind == "causal":
             assert tile.rows == tile.keys
         for block in range(tile.blocks):

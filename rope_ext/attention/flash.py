@@ -29,8 +29,15 @@ _NAMES = {kind: [part.name for part in fields(kind)] for kind in _GEOMETRIES}
 _ALL = slice(0, None)
 _OPEN = 2**62
 """Stands for ``last=None`` where geometries travel as integers: no distance is as large."""
-_STRIP = 128
-"""Rows of a tile along a near band: fewer repeat too many keys, more waste at the corners."""
+_STRIP = 192
+"""Rows of a tile along a near band: the fewest for which the kernel takes steps of 64."""
+_SHORT_STRIP = 32
+"""The same of a narrow band: one step of the kernel for fewer rows, so that the least is hidden.
+Not of a backward pass, which would copy each key too often."""
+_NARROW = 1024
+"""Tokens; a band less wide than this is narrow."""
+_AT_ONCE = 4
+"""Tiles of one backward call, at most: their copies of overlapping keys stay in the cache."""
 _BIASED = 256
 """Rows of a tile with a bias."""
 STEPS = 768
@@ -49,8 +56,8 @@ class Tile:
         row, rows: first query (counted from the first one given) and number of queries.
         key, keys: first key and number of keys.
         kind: which keys row ``m`` sees: ``"full"``: all; ``"causal"``: ``0 .. m``;
-            ``"band"``: ``m .. m + keys - rows``; ``"strip"``: what the bias of their distance
-            does not hide.
+            ``"band"``: ``m + 1 .. m + keys - rows``; ``"strip"``: what the bias of their
+            distance does not hide.
     """
 
     row: int
@@ -62,7 +69,9 @@ class Tile:
     step: int = 1
 
 
-def tiles(geometry: Geometry, queries: int, keys: int, start: int = 0) -> list[Tile]:
+def tiles(
+    geometry: Geometry, queries: int, keys: int, start: int = 0, backward: bool = False
+) -> list[Tile]:
     """The tiles of a band; the queries are the last of the keys, key 0 is token ``start``."""
     if isinstance(geometry, ChunkGap):
         found = _chunks(geometry, queries, keys, start)
@@ -71,7 +80,9 @@ def tiles(geometry: Geometry, queries: int, keys: int, start: int = 0) -> list[T
     elif geometry.last is None:
         found = _triangle(queries, keys, geometry.first, keys)
     else:
-        found = _near(queries, keys, max(geometry.first, 0), geometry.last)
+        first = max(geometry.first, 0)
+        narrow = geometry.last - first < _NARROW and not backward
+        found = _near(queries, keys, first, geometry.last, _SHORT_STRIP if narrow else _STRIP)
     # An empty region of keys kills the process: the kernel divides by zero.
     return _batched(tile for tile in found if tile.rows > 0 and tile.keys > 0)
 
@@ -96,8 +107,8 @@ def _triangle(
     yield Tile(growing, queries - growing, 0, count)
 
 
-def _near(queries: int, keys: int, first: int, last: int) -> Iterator[Tile]:
-    """Keys at a distance of ``first .. last - 1``."""
+def _near(queries: int, keys: int, first: int, last: int, strip: int) -> Iterator[Tile]:
+    """Keys at a distance of ``first .. last - 1``, in tiles of ``strip`` rows."""
     window = last - first
     if window <= 0:
         return
@@ -105,12 +116,15 @@ def _near(queries: int, keys: int, first: int, last: int) -> Iterator[Tile]:
     seen = keys - queries - first + row  # the last key it sees
     whole = min(max(row + window - seen, row), queries)  # from here on all `window` are seen
     yield from _corner(row, whole - row, 0, seen)
-    blocks, rest = divmod(queries - whole, _STRIP)
-    key = seen + whole - row - window + 1
-    yield Tile(whole, _STRIP, key, window + _STRIP - 1, "band", blocks, _STRIP)
-    shift = blocks * _STRIP
-    kind = "full" if rest == 1 else "band"
-    yield Tile(whole + shift, rest, key + shift, window + rest - 1, kind)
+    blocks, rest = divmod(queries - whole, strip)
+    # A key that no row sees keeps the number of keys even: multiplying matrices is faster then.
+    key = seen + whole - row - window
+    yield Tile(whole, strip, key, window + strip, "band", blocks, strip)
+    shift = blocks * strip
+    if rest == 1:
+        yield Tile(whole + shift, 1, key + shift + 1, window)
+    else:
+        yield Tile(whole + shift, rest, key + shift, window + rest, "band")
 
 
 def _strips(geometry: Distance, queries: int, keys: int, tall: bool) -> list[Tile]:
@@ -290,26 +304,28 @@ class _Region:
 
 
 def _parts(
-    call: Call, queries: int, keys: int, tall: bool
+    call: Call, queries: int, keys: int, tall: bool, backward: bool
 ) -> Iterator[tuple[TurnedBand, list[Tile], torch.Tensor | _Hankel | None]]:
     """Every band's tiles and what is added to its logits."""
     for band in call.bands:
         if call.bias is None:
-            yield band, tiles(band.geometry, queries, keys, call.start), None
+            yield band, tiles(band.geometry, queries, keys, call.start, backward), None
             continue
         first, last = band.geometry.first, band.geometry.last
         same = call.bias.shape[1] - 1  # from this distance on
         if same < keys - 1:
             far = Distance(max(first, same), last)
-            yield band, tiles(far, queries, keys, call.start), call.bias[:, -1]
+            yield band, tiles(far, queries, keys, call.start, backward), call.bias[:, -1]
             last = same if last is None else min(same, last)
         near = Distance(first, last)
         values = _Hankel.within(near, call.bias, queries, keys)
         yield band, _strips(near, queries, keys, tall), values
 
 
-def _regions(call: Call, queries: int, keys: int, tall: bool = True) -> Iterator[_Region]:
-    for band, found, bias in _parts(call, queries, keys, tall):
+def _regions(
+    call: Call, queries: int, keys: int, tall: bool = True, backward: bool = False
+) -> Iterator[_Region]:
+    for band, found, bias in _parts(call, queries, keys, tall, backward):
         if not found:
             continue
         row, key = min(tile.row for tile in found), min(tile.key for tile in found)
@@ -360,7 +376,7 @@ def _mask(tile: Tile, region: _Region, q: torch.Tensor) -> torch.Tensor | None:
     if tile.kind != "band":
         return None
     ahead = torch.arange(tile.keys, device="cpu") - torch.arange(tile.rows, device="cpu")[:, None]
-    hidden = (ahead < 0) | (ahead > tile.keys - tile.rows)
+    hidden = (ahead < 1) | (ahead > tile.keys - tile.rows)
     mask = q.new_zeros(tile.rows, tile.keys).masked_fill_(hidden, -torch.inf)
     return mask[None, None, None, None]
 
@@ -564,7 +580,7 @@ def _backward(
     grad_k, grad_v = grads[1:]
     grad_bias = query.new_zeros(0) if not learns else torch.zeros_like(bias, dtype=wide)
     # The gradient of a bias is made of whole tiles, the smaller the less is there at a time.
-    for region in _regions(call, query.shape[2], keys, tall=not learns):
+    for region in _regions(call, query.shape[2], keys, tall=not learns, backward=True):
         band = region.band
         turned_q = _turned(q, band.query, region.rows, pairs)
         turned_k = _turned(key, band.key, region.keys, pairs)
@@ -601,8 +617,8 @@ def _backward(
 
 
 def _split(tile: Tile, keys: int) -> Iterator[Tile]:
-    """Fewer blocks at a time: the copies of overlapping keys stay below the keys themselves."""
-    most = max(keys // tile.keys, 1)
+    """Fewer blocks at a time: their copies of overlapping keys stay below the keys themselves."""
+    most = max(min(keys // tile.keys, _AT_ONCE), 1)
     for block in range(0, tile.blocks, most):
         shift = block * tile.step
         blocks = min(most, tile.blocks - block)

@@ -96,8 +96,10 @@ biases = st.one_of(st.sampled_from([1, 2, 257]), st.integers(1, 500))
 def test_a_bias_by_distance_is_that_of_the_oracle(case, distances, small):
     """And its gradient; the last value stands for all larger distances."""
     with pytest.MonkeyPatch.context() as patch:
-        for name, rows in {"_BIASED": 4, "STEPS": 7, "_TALL": 16}.items() if small else ():
-            patch.setattr(flash, name, rows)  # as tiles of thousands of tokens are
+        tokens = {"_BIASED": 4, "STEPS": 7, "_TALL": 16, "_NARROW": 9}
+        tokens["_SHORT"] = {"forward": 2, "backward": 3}
+        for name, few in tokens.items() if small else ():
+            patch.setattr(flash, name, few)  # as tiles of thousands of tokens are
         check_a_bias(case, distances)
 
 
@@ -195,11 +197,9 @@ def test_long_enough_for_many_strips(method, queries, keys):
     st.integers(0, 40),
     st.one_of(st.none(), st.integers(0, 60)),
     st.integers(1, 50),
-    st.booleans(),
+    st.sampled_from(["forward", "backward"]),
 )
-def test_tiles_cover_each_visible_key_once(
-    kind, queries, more, start, first, width, size, backward
-):
+def test_tiles_cover_each_visible_key_once(kind, queries, more, start, first, width, size, way):
     keys = queries + more - 1
     last = None if width is None else first + width
     geometry = {
@@ -208,7 +208,7 @@ def test_tiles_cover_each_visible_key_once(
         Sinks: Sinks(size, first),
     }[kind]
     covered = torch.zeros(queries, keys, dtype=torch.int)
-    for tile in flash.tiles(geometry, queries, keys, start, backward):
+    for tile in flash.tiles(geometry, queries, keys, start, way):
         assert tile.rows > 0
         assert tile.keys > 0
         seen = torch.ones(tile.rows, tile.keys, dtype=torch.int)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
@@ -17,6 +18,7 @@ import torch.nn.functional as F
 from rope_ext.attention.call import Call, Pairs, Turn, TurnedBand, part_of
 from rope_ext.methods.geometry import ChunkGap, Distance, Geometry, Sinks
 
+Way = Literal["forward", "backward"]
 Before = tuple[torch.Tensor, torch.Tensor] | None
 """Output and log-sum-exp of what rows have attended to already; the latter is finite."""
 
@@ -30,16 +32,16 @@ _ALL = slice(0, None)
 _OPEN = 2**62
 """Stands for ``last=None`` where geometries travel as integers: no distance is as large."""
 _STRIP = 192
-"""Rows of a tile along a near band: the fewest for which the kernel takes steps of 64."""
-_SHORT_STRIP = 32
-"""The same of a narrow band: one step of the kernel for fewer rows, so that the least is hidden.
-Not of a backward pass, which would copy each key too often."""
+"""Rows of a tile along a band: the fewest for which the kernel takes steps of 64."""
 _NARROW = 1024
-"""Tokens; a band less wide than this is narrow."""
+"""Tokens; along a band less wide than this tiles have the rows of ``_SHORT``."""
+_SHORT = {"forward": 32, "backward": 64}
+"""One step of the kernel for fewer rows, so that the least is hidden; a backward pass copies the
+keys of each tile."""
 _AT_ONCE = 4
 """Tiles of one backward call, at most: their copies of overlapping keys stay in the cache."""
 _BIASED = 256
-"""Rows of a tile with a bias."""
+"""Rows of a tile with a bias, at most, unless it hides nothing."""
 STEPS = 768
 """Rows from which on the kernel takes its largest steps."""
 _TALL = 1024
@@ -70,7 +72,7 @@ class Tile:
 
 
 def tiles(
-    geometry: Geometry, queries: int, keys: int, start: int = 0, backward: bool = False
+    geometry: Geometry, queries: int, keys: int, start: int = 0, way: Way = "forward"
 ) -> list[Tile]:
     """The tiles of a band; the queries are the last of the keys, key 0 is token ``start``."""
     if isinstance(geometry, ChunkGap):
@@ -81,8 +83,8 @@ def tiles(
         found = _triangle(queries, keys, geometry.first, keys)
     else:
         first = max(geometry.first, 0)
-        narrow = geometry.last - first < _NARROW and not backward
-        found = _near(queries, keys, first, geometry.last, _SHORT_STRIP if narrow else _STRIP)
+        strip = _SHORT[way] if geometry.last - first < _NARROW else _STRIP
+        found = _near(queries, keys, first, geometry.last, strip)
     # An empty region of keys kills the process: the kernel divides by zero.
     return _batched(tile for tile in found if tile.rows > 0 and tile.keys > 0)
 
@@ -127,7 +129,7 @@ def _near(queries: int, keys: int, first: int, last: int, strip: int) -> Iterato
         yield Tile(whole + shift, rest, key + shift, window + rest, "band")
 
 
-def _strips(geometry: Distance, queries: int, keys: int, tall: bool) -> list[Tile]:
+def _strips(geometry: Distance, queries: int, keys: int, tall: bool, way: Way) -> list[Tile]:
     """Tiles for a bias by distance: in each, every row sees a key.
 
     Keys that all rows of a block see are in tiles of their own, which are tall (fewer calls of
@@ -137,6 +139,8 @@ def _strips(geometry: Distance, queries: int, keys: int, tall: bool) -> list[Til
     if last is not None and last <= first:
         return []
     before, found = keys - queries, []
+    narrow = last is not None and last - first < _NARROW
+    strip = _SHORT[way] if narrow else _BIASED
     most = _TALL if tall else _BIASED
     for block in range(max(first - before, 0), queries, most):
         end = min(block + most, queries)
@@ -146,11 +150,13 @@ def _strips(geometry: Distance, queries: int, keys: int, tall: bool) -> list[Til
         wide = max(whole, 1) if tall else _TALL
         for key in range(0, whole, wide):
             found.append(Tile(block, end - block, key, min(wide, whole - key), "strip"))
-        for row in range(block, end, _BIASED):
-            stop = min(row + _BIASED, end)
-            low = whole if last is None else max(before + row - last + 1, whole)
+        for row in range(block, end, strip):
+            stop = min(row + strip, end)
+            low = whole
+            if last is not None:  # a key that no row sees makes their number even
+                low = max(before + row - last + (last - first) % 2, whole)
             found.append(Tile(row, stop - row, low, before + stop - first - low, "strip"))
-    return found
+    return _batched(found)
 
 
 def _chunks(
@@ -304,28 +310,26 @@ class _Region:
 
 
 def _parts(
-    call: Call, queries: int, keys: int, tall: bool, backward: bool
+    call: Call, queries: int, keys: int, way: Way, tall: bool
 ) -> Iterator[tuple[TurnedBand, list[Tile], torch.Tensor | _Hankel | None]]:
     """Every band's tiles and what is added to its logits."""
     for band in call.bands:
         if call.bias is None:
-            yield band, tiles(band.geometry, queries, keys, call.start, backward), None
+            yield band, tiles(band.geometry, queries, keys, call.start, way), None
             continue
         first, last = band.geometry.first, band.geometry.last
         same = call.bias.shape[1] - 1  # from this distance on
         if same < keys - 1:
             far = Distance(max(first, same), last)
-            yield band, tiles(far, queries, keys, call.start, backward), call.bias[:, -1]
+            yield band, tiles(far, queries, keys, call.start, way), call.bias[:, -1]
             last = same if last is None else min(same, last)
         near = Distance(first, last)
         values = _Hankel.within(near, call.bias, queries, keys)
-        yield band, _strips(near, queries, keys, tall), values
+        yield band, _strips(near, queries, keys, tall, way), values
 
 
-def _regions(
-    call: Call, queries: int, keys: int, tall: bool = True, backward: bool = False
-) -> Iterator[_Region]:
-    for band, found, bias in _parts(call, queries, keys, tall, backward):
+def _regions(call: Call, queries: int, keys: int, way: Way, tall: bool = True) -> Iterator[_Region]:
+    for band, found, bias in _parts(call, queries, keys, way, tall):
         if not found:
             continue
         row, key = min(tile.row for tile in found), min(tile.key for tile in found)
@@ -448,7 +452,7 @@ def _attend(
     queries, wide = query.shape[2], _wide(query.dtype)
     total, lse = _begun(query, call, before)
     q, o, m = _grouped(key, query, total, lse[..., None])
-    for region in _regions(call, queries, key.shape[2]):
+    for region in _regions(call, queries, key.shape[2], "forward"):
         rows = [_turned(q, region.band.query, region.rows, call.pairs)]
         rows += [x[..., region.rows, :] for x in (o, m)]
         keys = [_turned(key, region.band.key, region.keys, call.pairs)]
@@ -580,7 +584,7 @@ def _backward(
     grad_k, grad_v = grads[1:]
     grad_bias = query.new_zeros(0) if not learns else torch.zeros_like(bias, dtype=wide)
     # The gradient of a bias is made of whole tiles, the smaller the less is there at a time.
-    for region in _regions(call, query.shape[2], keys, tall=not learns, backward=True):
+    for region in _regions(call, query.shape[2], keys, "backward", tall=not learns):
         band = region.band
         turned_q = _turned(q, band.query, region.rows, pairs)
         turned_k = _turned(key, band.key, region.keys, pairs)

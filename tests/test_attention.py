@@ -92,24 +92,25 @@ biases = st.one_of(st.sampled_from([1, 2, 257]), st.integers(1, 500))
 
 
 @quick(max_examples=40)
-@given(cases(BY_DISTANCE), biases, st.booleans())
-def test_a_bias_by_distance_is_that_of_the_oracle(case, distances, small):
-    """And its gradient; the last value stands for all larger distances."""
+@given(cases(BY_DISTANCE), biases, st.booleans(), st.booleans())
+def test_a_bias_by_distance_is_that_of_the_oracle(case, distances, learns, small):
+    """And the gradients; the last value stands for all larger distances."""
     with pytest.MonkeyPatch.context() as patch:
         tokens = {"_BIASED": 4, "STEPS": 7, "_TALL": 16, "_NARROW": 9}
         tokens["_SHORT"] = {"forward": 2, "backward": 3}
         for name, few in tokens.items() if small else ():
             patch.setattr(flash, name, few)  # as tiles of thousands of tokens are
-        check_a_bias(case, distances)
+        check_a_bias(case, distances, learns)
 
 
-def check_a_bias(case, distances):
+def check_a_bias(case, distances, learns):
     tensors, bands, pairs, options = case
     sinks = len(tensors) > 3
     heads = tensors[0].shape[1]
     bias = torch.randn(heads, distances, generator=torch.Generator().manual_seed(3))
     ours = [x.clone().requires_grad_() for x in (*tensors, bias)]
     exact = [x.double().requires_grad_() for x in (*tensors, bias)]
+    ours[-1].requires_grad_(learns)
     temperature = options.pop("temperature")
     outs = []
     for kernel, x in ((flash.attend, ours), (reference.attend, exact)):
@@ -123,7 +124,7 @@ def check_a_bias(case, distances):
     torch.testing.assert_close(outs[0].double(), outs[1], rtol=1e-5, atol=1e-5)
     weight = torch.randn(outs[0].shape, generator=torch.Generator().manual_seed(1))
     grads = [
-        torch.autograd.grad(out, x, weight.to(out))
+        torch.autograd.grad(out, x if learns else x[:-1], weight.to(out))
         for out, x in zip(outs, (ours, exact), strict=True)
     ]
     for grad, expected in zip(*grads, strict=True):  # of a distance, a sum over all its pairs
@@ -188,6 +189,13 @@ def test_long_enough_for_many_strips(method, queries, keys):
     compare(flash.attend, inputs(1, 2, 1, queries, keys), bands, HALVES)
 
 
+@pytest.mark.parametrize("window", [1024, 1101, 1450])  # of the last, rows hide a step of keys
+def test_wide_bands(window):
+    at = torch.arange(2400)
+    bands = method_bands("rerope", window, 8, at[1400:], at)
+    compare(flash.attend, inputs(1, 1, 1, 1000, 2400), bands, HALVES)
+
+
 @quick(max_examples=250)
 @given(
     st.sampled_from([Distance, ChunkGap, Sinks]),
@@ -198,8 +206,11 @@ def test_long_enough_for_many_strips(method, queries, keys):
     st.one_of(st.none(), st.integers(0, 60)),
     st.integers(1, 50),
     st.sampled_from(["forward", "backward"]),
+    st.sampled_from([20, 1024]),
 )
-def test_tiles_cover_each_visible_key_once(kind, queries, more, start, first, width, size, way):
+def test_tiles_cover_each_visible_key_once(
+    kind, queries, more, start, first, width, size, way, narrow
+):
     keys = queries + more - 1
     last = None if width is None else first + width
     geometry = {
@@ -208,14 +219,17 @@ def test_tiles_cover_each_visible_key_once(kind, queries, more, start, first, wi
         Sinks: Sinks(size, first),
     }[kind]
     covered = torch.zeros(queries, keys, dtype=torch.int)
-    for tile in flash.tiles(geometry, queries, keys, start, way):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(flash, "_NARROW", narrow)  # below it the tiles have fewer rows
+        found = flash.tiles(geometry, queries, keys, start, way)
+    for tile in found:
         assert tile.rows > 0
         assert tile.keys > 0
         seen = torch.ones(tile.rows, tile.keys, dtype=torch.int)
         if tile.kind != "full":
             seen = seen.tril(tile.keys - tile.rows)
         if tile.kind == "band":
-            seen = seen.triu(1)
+            seen = seen.triu(tile.hidden)
         if tile.kind == "causal":
             assert tile.rows == tile.keys
         for block in range(tile.blocks):

@@ -32,16 +32,16 @@ _ALL = slice(0, None)
 _OPEN = 2**62
 """Stands for ``last=None`` where geometries travel as integers: no distance is as large."""
 _STRIP = 192
-"""Rows of a tile along a band: the fewest for which the kernel takes steps of 64."""
+"""Rows of a tile along a wide band: the fewest for which the kernel takes steps of 64."""
 _NARROW = 1024
-"""Tokens; along a band less wide than this tiles have the rows of ``_SHORT``."""
+"""Tokens; a band less wide than this is narrow."""
 _SHORT = {"forward": 32, "backward": 64}
-"""One step of the kernel for fewer rows, so that the least is hidden; a backward pass copies the
-keys of each tile."""
-_AT_ONCE = 4
-"""Tiles of one backward call, at most: their copies of overlapping keys stay in the cache."""
+"""Rows of a tile along a narrow band: forward one step of the kernel, so that the least is hidden;
+backward two, as the keys of each tile are copied. At most ``_BIASED``."""
 _BIASED = 256
 """Rows of a tile with a bias, at most, unless it hides nothing."""
+_AT_ONCE = 4
+"""Tiles of one backward call, unless there are more threads: copies of keys stay in the cache."""
 STEPS = 768
 """Rows from which on the kernel takes its largest steps."""
 _TALL = 1024
@@ -58,8 +58,9 @@ class Tile:
         row, rows: first query (counted from the first one given) and number of queries.
         key, keys: first key and number of keys.
         kind: which keys row ``m`` sees: ``"full"``: all; ``"causal"``: ``0 .. m``;
-            ``"band"``: ``m + 1 .. m + keys - rows``; ``"strip"``: what the bias of their
+            ``"band"``: ``m + hidden .. m + keys - rows``; ``"strip"``: what the bias of their
             distance does not hide.
+        hidden: first keys of a band that not even row 0 sees.
     """
 
     row: int
@@ -69,6 +70,7 @@ class Tile:
     kind: str = "full"
     blocks: int = 1
     step: int = 1
+    hidden: int = 0
 
 
 def tiles(
@@ -83,7 +85,7 @@ def tiles(
         found = _triangle(queries, keys, geometry.first, keys)
     else:
         first = max(geometry.first, 0)
-        strip = _SHORT[way] if geometry.last - first < _NARROW else _STRIP
+        strip = _rows(first, geometry.last, way, _STRIP)
         found = _near(queries, keys, first, geometry.last, strip)
     # An empty region of keys kills the process: the kernel divides by zero.
     return _batched(tile for tile in found if tile.rows > 0 and tile.keys > 0)
@@ -109,6 +111,16 @@ def _triangle(
     yield Tile(growing, queries - growing, 0, count)
 
 
+def _rows(first: int, last: int | None, way: Way, wide: int) -> int:
+    """Rows of a tile along a band; ``wide``: of one that is not narrow."""
+    return _SHORT[way] if last is not None and last - first < _NARROW else wide
+
+
+def _to_even(window: int, rows: int) -> int:
+    """Keys that no row sees, 0 or 1: multiplying matrices is faster for an even number of keys."""
+    return (window + rows - 1) % 2
+
+
 def _near(queries: int, keys: int, first: int, last: int, strip: int) -> Iterator[Tile]:
     """Keys at a distance of ``first .. last - 1``, in tiles of ``strip`` rows."""
     window = last - first
@@ -119,14 +131,15 @@ def _near(queries: int, keys: int, first: int, last: int, strip: int) -> Iterato
     whole = min(max(row + window - seen, row), queries)  # from here on all `window` are seen
     yield from _corner(row, whole - row, 0, seen)
     blocks, rest = divmod(queries - whole, strip)
-    # A key that no row sees keeps the number of keys even: multiplying matrices is faster then.
-    key = seen + whole - row - window
-    yield Tile(whole, strip, key, window + strip, "band", blocks, strip)
+    key = seen + whole - row - window + 1
     shift = blocks * strip
-    if rest == 1:
-        yield Tile(whole + shift, 1, key + shift + 1, window)
-    else:
-        yield Tile(whole + shift, rest, key + shift, window + rest, "band")
+    for at, rows, count in ((0, strip, blocks), (shift, rest, 1)):
+        if rows == 1:
+            yield Tile(whole + at, 1, key + at, window)
+            continue
+        more = _to_even(window, rows)
+        size = window + rows - 1 + more
+        yield Tile(whole + at, rows, key + at - more, size, "band", count, strip, more)
 
 
 def _strips(geometry: Distance, queries: int, keys: int, tall: bool, way: Way) -> list[Tile]:
@@ -139,8 +152,7 @@ def _strips(geometry: Distance, queries: int, keys: int, tall: bool, way: Way) -
     if last is not None and last <= first:
         return []
     before, found = keys - queries, []
-    narrow = last is not None and last - first < _NARROW
-    strip = _SHORT[way] if narrow else _BIASED
+    strip = _rows(first, last, way, _BIASED)
     most = _TALL if tall else _BIASED
     for block in range(max(first - before, 0), queries, most):
         end = min(block + most, queries)
@@ -153,10 +165,10 @@ def _strips(geometry: Distance, queries: int, keys: int, tall: bool, way: Way) -
         for row in range(block, end, strip):
             stop = min(row + strip, end)
             low = whole
-            if last is not None:  # a key that no row sees makes their number even
-                low = max(before + row - last + (last - first) % 2, whole)
+            if last is not None:
+                low = max(before + row - last + 1 - _to_even(last - first, strip), whole)
             found.append(Tile(row, stop - row, low, before + stop - first - low, "strip"))
-    return _batched(found)
+    return _batched(found) if tall or strip < _BIASED else found
 
 
 def _chunks(
@@ -380,7 +392,7 @@ def _mask(tile: Tile, region: _Region, q: torch.Tensor) -> torch.Tensor | None:
     if tile.kind != "band":
         return None
     ahead = torch.arange(tile.keys, device="cpu") - torch.arange(tile.rows, device="cpu")[:, None]
-    hidden = (ahead < 1) | (ahead > tile.keys - tile.rows)
+    hidden = (ahead < tile.hidden) | (ahead > tile.keys - tile.rows)
     mask = q.new_zeros(tile.rows, tile.keys).masked_fill_(hidden, -torch.inf)
     return mask[None, None, None, None]
 
@@ -622,7 +634,9 @@ def _backward(
 
 def _split(tile: Tile, keys: int) -> Iterator[Tile]:
     """Fewer blocks at a time: their copies of overlapping keys stay below the keys themselves."""
-    most = max(min(keys // tile.keys, _AT_ONCE), 1)
+    most = max(keys // tile.keys, 1)
+    if tile.step < tile.keys:
+        most = min(most, max(_AT_ONCE, torch.get_num_threads()))
     for block in range(0, tile.blocks, most):
         shift = block * tile.step
         blocks = min(most, tile.blocks - block)

@@ -75,9 +75,11 @@ class Clock:
         return self.seconds | {"merging": whole - sum(self.seconds.values())}
 
 
-def shares(length: int, window: int, rounds: int) -> dict[str, dict[str, float]]:
+def shares(
+    length: int, window: int, rounds: int, dtype: torch.dtype = torch.float32
+) -> dict[str, dict[str, float]]:
     """``{variant: {part: by the seconds of the native}}`` at ``length`` tokens; all take turns."""
-    clock, dtype = Clock(), torch.float32
+    clock = Clock()
     inputs = measuring.tensors(attention.HEADS, attention.HEADS, length, length, dtype)
     names = (NATIVE, *attention.VARIANTS)
     runs = {name: attention.attend(name, *inputs, window) for name in names}
@@ -100,14 +102,16 @@ def main() -> None:
     given.add_argument("--lengths", default="8192,16384", help="tokens, by commas")
     given.add_argument("--rounds", type=int, default=5)
     given.add_argument("--window", type=int, default=1024, help="tokens")
+    given.add_argument("--dtype", default="float32", choices=("float32", "bfloat16", "float16"))
     args = given.parse_args()
     for length in map(int, args.lengths.split(",")):
-        shape = f"{length} tokens, {attention.HEADS} heads of 64, window {args.window}, float32"
-        where = f"torch {torch.__version__}, {torch.get_num_threads()} threads"
-        table = Table(title=f"{shape}; {where}")
+        shape = f"{length} tokens, {attention.HEADS} heads of 64, window {args.window}"
+        where = f"{args.dtype}, torch {torch.__version__}, {torch.get_num_threads()} threads"
+        table = Table(title=f"{shape}, {where}")
         for column in ("", *PARTS, "together"):
             table.add_column(column)
-        for name, parts in shares(length, args.window, args.rounds).items():
+        found = shares(length, args.window, args.rounds, getattr(torch, args.dtype))
+        for name, parts in found.items():
             cells = [*parts.values(), sum(parts.values())]
             table.add_row(name, *(f"{value:.3f}" for value in cells))
         Console().print(table)

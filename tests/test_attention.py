@@ -97,7 +97,8 @@ def test_a_bias_by_distance_is_that_of_the_oracle(case, distances, learns, small
     """And the gradients; the last value stands for all larger distances."""
     with pytest.MonkeyPatch.context() as patch:
         tokens = {"_BIASED": 4, "STEPS": 7, "_TALL": 16, "_NARROW": 9}
-        tokens["_SHORT"] = {"forward": 2, "backward": 3}
+        rows = {"forward": flash.Height(2, 3), "backward": flash.Height(3, 4)}
+        tokens["_HEIGHTS"] = {(way, half): rows[way] for way, half in flash._HEIGHTS}
         for name, few in tokens.items() if small else ():
             patch.setattr(flash, name, few)  # as tiles of thousands of tokens are
         check_a_bias(case, distances, learns)
@@ -205,11 +206,11 @@ def test_wide_bands(window):
     st.integers(0, 40),
     st.one_of(st.none(), st.integers(0, 60)),
     st.integers(1, 50),
-    st.sampled_from(["forward", "backward"]),
+    st.sampled_from(sorted(flash._HEIGHTS.values())),
     st.sampled_from([20, 1024]),
 )
 def test_tiles_cover_each_visible_key_once(
-    kind, queries, more, start, first, width, size, way, narrow
+    kind, queries, more, start, first, width, size, height, narrow
 ):
     keys = queries + more - 1
     last = None if width is None else first + width
@@ -221,7 +222,7 @@ def test_tiles_cover_each_visible_key_once(
     covered = torch.zeros(queries, keys, dtype=torch.int)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(flash, "_NARROW", narrow)  # below it the tiles have fewer rows
-        found = flash.tiles(geometry, queries, keys, start, way)
+        found = flash.tiles(geometry, queries, keys, start, height)
     for tile in found:
         assert tile.rows > 0
         assert tile.keys > 0

@@ -211,6 +211,11 @@ def _tiles(
             yield block, *parts[heads.start], tile, slopes
 
 
+def _grouped(key: torch.Tensor, *rows: torch.Tensor) -> list[torch.Tensor]:
+    """Rows as ``[batch, kv_heads, groups, queries, columns]``."""
+    return [x.unflatten(1, (key.shape[1], -1)) for x in rows]
+
+
 class _Rows(torch.autograd.Function):
     """Output of queries with denominators of their own; they are the last of the keys."""
 
@@ -225,7 +230,7 @@ class _Rows(torch.autograd.Function):
     ) -> torch.Tensor:
         out = torch.empty_like(query)
         lse = query.new_empty((*query.shape[:3], 1), dtype=bias[0].dtype)
-        q, o, m = flash._grouped(key, query, out, lse)
+        q, o, m = _grouped(key, query, out, lse)
         for block, of_key, group, _, tile, _ in _tiles(_Bias(*bias), q.shape[2], _ROWS):
             at = (slice(None), of_key, group, block.rows)
             k, v = (x[:, of_key, : block.keys] for x in (key, value))
@@ -244,7 +249,7 @@ class _Rows(torch.autograd.Function):
         all_of = _Bias(*(x.detach().requires_grad_() for x in bias))
         grads = [torch.zeros_like(x, dtype=lse.dtype) for x in (query, key, value)]
         of_bias = [torch.zeros_like(x) for x in bias]
-        q, o, m, g, of_query = flash._grouped(key, query, out, lse, grad, grads[0])
+        q, o, m, g, of_query = _grouped(key, query, out, lse, grad, grads[0])
         for block, of_key, group, heads, tile, slopes in _tiles(all_of, q.shape[2], _ROWS_BACKWARD):
             at = (slice(None), of_key, group, block.rows)
             part = (slice(None), of_key, slice(0, block.keys))

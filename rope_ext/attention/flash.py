@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -31,19 +31,35 @@ _NAMES = {kind: [part.name for part in fields(kind)] for kind in _GEOMETRIES}
 _ALL = slice(0, None)
 _OPEN = 2**62
 """Stands for ``last=None`` where geometries travel as integers: no distance is as large."""
-_STRIP = 192
-"""Rows of a tile along a wide band: the fewest for which the kernel takes steps of 64."""
 _NARROW = 1024
 """Tokens; a band less wide than this is narrow."""
-_SHORT = {"forward": 32, "backward": 64}
-"""Rows of a tile along a narrow band: forward one step of the kernel, so that the least is hidden;
-backward two, as the keys of each tile are copied. At most ``_BIASED``."""
+
+
+class Height(NamedTuple):
+    """Rows of a tile along a band, by how wide the band is; ``narrow`` is at most ``_BIASED``."""
+
+    narrow: int
+    wide: int
+
+
+# Of 32 rows, one step of the kernel, the least is hidden; backward two, as the keys of each tile
+# are copied. 192 are the fewest for which it takes steps of 64. In half precision it packs the keys
+# of each call, which costs what 170 rows do, if there are enough rows, and is slow if not.
+_HEIGHTS: dict[tuple[Way, bool], Height] = {
+    ("forward", False): Height(32, 192),
+    ("backward", False): Height(64, 192),
+    ("forward", True): Height(192, 384),
+    ("backward", True): Height(192, 192),
+}
+"""By the way, and by whether it is in half precision."""
 _BIASED = 256
 """Rows of a tile with a bias, at most, unless it hides nothing."""
 _AT_ONCE = 4
 """Tiles of one backward call, unless there are more threads: copies of keys stay in the cache."""
 STEPS = 768
 """Rows from which on the kernel takes its largest steps."""
+_MERGED = 2**18
+"""Numbers of an output that are made wider at a time."""
 _TALL = 1024
 """Rows of a tile with a bias that hides nothing, and keys of one whose bias is learned."""
 _BLOCK = 1024
@@ -74,7 +90,11 @@ class Tile:
 
 
 def tiles(
-    geometry: Geometry, queries: int, keys: int, start: int = 0, way: Way = "forward"
+    geometry: Geometry,
+    queries: int,
+    keys: int,
+    start: int = 0,
+    height: Height = _HEIGHTS["forward", False],
 ) -> list[Tile]:
     """The tiles of a band; the queries are the last of the keys, key 0 is token ``start``."""
     if isinstance(geometry, ChunkGap):
@@ -85,7 +105,7 @@ def tiles(
         found = _triangle(queries, keys, geometry.first, keys)
     else:
         first = max(geometry.first, 0)
-        strip = _rows(first, geometry.last, way, _STRIP)
+        strip = height.narrow if _is_narrow(first, geometry.last) else height.wide
         found = _near(queries, keys, first, geometry.last, strip)
     # An empty region of keys kills the process: the kernel divides by zero.
     return _batched(tile for tile in found if tile.rows > 0 and tile.keys > 0)
@@ -111,9 +131,8 @@ def _triangle(
     yield Tile(growing, queries - growing, 0, count)
 
 
-def _rows(first: int, last: int | None, way: Way, wide: int) -> int:
-    """Rows of a tile along a band; ``wide``: of one that is not narrow."""
-    return _SHORT[way] if last is not None and last - first < _NARROW else wide
+def _is_narrow(first: int, last: int | None) -> bool:
+    return last is not None and last - first < _NARROW
 
 
 def _to_even(window: int, rows: int) -> int:
@@ -142,17 +161,18 @@ def _near(queries: int, keys: int, first: int, last: int, strip: int) -> Iterato
         yield Tile(whole + at, rows, key + at - more, size, "band", count, strip, more)
 
 
-def _strips(geometry: Distance, queries: int, keys: int, tall: bool, way: Way) -> list[Tile]:
+def _strips(geometry: Distance, queries: int, keys: int, tall: bool, narrow: int) -> list[Tile]:
     """Tiles for a bias by distance: in each, every row sees a key.
 
     Keys that all rows of a block see are in tiles of their own, which are tall (fewer calls of
-    larger steps) or not (all that is made of one stays in the processor's cache).
+    larger steps) or not (all that is made of one stays in the processor's cache). ``narrow``: rows
+    along a narrow band.
     """
     first, last = max(geometry.first, 0), geometry.last
     if last is not None and last <= first:
         return []
     before, found = keys - queries, []
-    strip = _rows(first, last, way, _BIASED)
+    strip = narrow if _is_narrow(first, last) else _BIASED
     most = _TALL if tall else _BIASED
     for block in range(max(first - before, 0), queries, most):
         end = min(block + most, queries)
@@ -314,34 +334,48 @@ class _Region:
     tiles: list[Tile]
     bias: torch.Tensor | _Hankel | None = None
 
-    def more(self, q: torch.Tensor) -> torch.Tensor | None:
-        """What is added to every log-sum-exp: ``[1, kv_heads, groups, 1, 1, 1]``."""
-        if not isinstance(self.bias, torch.Tensor):
+    @property
+    def more(self) -> torch.Tensor | None:
+        """What is added to every log-sum-exp: ``[1, heads, 1, 1, 1]``."""
+        return self.bias.view(1, -1, 1, 1, 1) if isinstance(self.bias, torch.Tensor) else None
+
+    def mask(self, tile: Tile, dtype: torch.dtype) -> torch.Tensor | None:
+        """What the kernel adds to the logits of a tile: ``[1, heads or 1, 1, rows, keys]``."""
+        if tile.kind == "strip":
+            return self.bias.at(tile)[None, :, None]
+        if tile.kind != "band":
             return None
-        return self.bias.view(1, *q.shape[1:3], 1, 1, 1)
+        # By key minus row, over and over: rows one shorter begin one place further left.
+        by_distance = torch.full((tile.keys + tile.rows,), -torch.inf, dtype=dtype, device="cpu")
+        by_distance[tile.hidden : tile.keys - tile.rows + 1] = 0
+        size = (1, 1, 1, tile.rows, tile.keys)
+        return by_distance.repeat(tile.rows).as_strided(size, (0, 0, 0, len(by_distance) - 1, 1))
 
 
 def _parts(
-    call: Call, queries: int, keys: int, way: Way, tall: bool
+    call: Call, queries: int, keys: int, height: Height, tall: bool
 ) -> Iterator[tuple[TurnedBand, list[Tile], torch.Tensor | _Hankel | None]]:
     """Every band's tiles and what is added to its logits."""
     for band in call.bands:
         if call.bias is None:
-            yield band, tiles(band.geometry, queries, keys, call.start, way), None
+            yield band, tiles(band.geometry, queries, keys, call.start, height), None
             continue
         first, last = band.geometry.first, band.geometry.last
         same = call.bias.shape[1] - 1  # from this distance on
         if same < keys - 1:
             far = Distance(max(first, same), last)
-            yield band, tiles(far, queries, keys, call.start, way), call.bias[:, -1]
+            yield band, tiles(far, queries, keys, call.start, height), call.bias[:, -1]
             last = same if last is None else min(same, last)
         near = Distance(first, last)
         values = _Hankel.within(near, call.bias, queries, keys)
-        yield band, _strips(near, queries, keys, tall, way), values
+        yield band, _strips(near, queries, keys, tall, height.narrow), values
 
 
-def _regions(call: Call, queries: int, keys: int, way: Way, tall: bool = True) -> Iterator[_Region]:
-    for band, found, bias in _parts(call, queries, keys, way, tall):
+def _regions(
+    call: Call, query: torch.Tensor, keys: int, way: Way, tall: bool = True
+) -> Iterator[_Region]:
+    height = _HEIGHTS[way, query.element_size() < 4]
+    for band, found, bias in _parts(call, query.shape[2], keys, height, tall):
         if not found:
             continue
         row, key = min(tile.row for tile in found), min(tile.key for tile in found)
@@ -385,44 +419,32 @@ def _blocks(x: torch.Tensor, turn: Turn, part: slice) -> Iterator[tuple[slice, T
         yield block, part_of(turn, rows)
 
 
-def _mask(tile: Tile, region: _Region, q: torch.Tensor) -> torch.Tensor | None:
-    """What the kernel adds to the logits of a tile: ``[1, kv_heads, groups, 1, rows, keys]``."""
-    if tile.kind == "strip":
-        return region.bias.at(tile).unflatten(0, q.shape[1:3])[None, :, :, None]
-    if tile.kind != "band":
-        return None
-    ahead = torch.arange(tile.keys, device="cpu") - torch.arange(tile.rows, device="cpu")[:, None]
-    hidden = (ahead < tile.hidden) | (ahead > tile.keys - tile.rows)
-    mask = q.new_zeros(tile.rows, tile.keys).masked_fill_(hidden, -torch.inf)
-    return mask[None, None, None, None]
-
-
 def _calls(
     tile: Tile,
     rows: Sequence[torch.Tensor],
     keys: Sequence[torch.Tensor],
     *others: torch.Tensor | None,
 ) -> Iterator[list[torch.Tensor | None]]:
-    """The four-dimensional views of every kernel call.
+    """The views of every kernel call, ``[any, heads, tokens, columns]``.
 
-    ``rows`` and ``keys`` are ``[batch, kv_heads, groups or 1, tokens, columns]``; all others
-    have blocks after the groups, and are broadcast.
+    ``rows`` and ``keys`` are ``[batch, heads, tokens, columns]``, of keys as few heads as there
+    are; all others have blocks after the heads, and are broadcast.
     """
 
     def views(x: torch.Tensor, first: int, count: int) -> torch.Tensor:
-        x = x.narrow(3, first, (tile.blocks - 1) * tile.step + count)
-        return x.unfold(3, count, tile.step).mT
+        x = x.narrow(2, first, (tile.blocks - 1) * tile.step + count)
+        return x.unfold(2, count, tile.step).mT
 
     found = [views(x, tile.row, tile.rows) for x in rows]
     found += [views(x, tile.key, tile.keys) for x in keys]
-    # The kernel has two dimensions for batch, kv_heads, groups and blocks: loop over the others.
-    sizes = found[0].shape[:4]
-    order = sorted(range(4), key=lambda dim: (sizes[dim] > 1, dim))
-    found += [x if x is None else x.expand(*sizes, *x.shape[4:]) for x in others]
-    found = [x if x is None else x.permute(*order, *range(4, x.dim())) for x in found]
-    for i in range(sizes[order[0]]):
-        for j in range(sizes[order[1]]):
-            yield [x if x is None else x[i, j] for x in found]
+    sizes = found[0].shape[:3]
+    found += [x if x is None else x.expand(*sizes, *x.shape[3:]) for x in others]
+    # The kernel takes the heads and one dimension beside them: loop over the shorter other.
+    batch, _, blocks = sizes
+    for i in range(min(batch, blocks)):
+        dim = 0 if batch < blocks else 2
+        each = [x if x is None else x.select(dim, i) for x in found]
+        yield [x if x is None or dim else x.transpose(0, 1) for x in each]
 
 
 def _in_order(tile: Tile, *x: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -461,19 +483,16 @@ def _attend(
     """Output and log-sum-exp, ``[batch, heads, queries, columns]`` and without columns."""
     if query.shape[2] == 1:
         return _decode(query, key, value, call, before)
-    queries, wide = query.shape[2], _wide(query.dtype)
     total, lse = _begun(query, call, before)
-    q, o, m = _grouped(key, query, total, lse[..., None])
-    for region in _regions(call, queries, key.shape[2], "forward"):
-        rows = [_turned(q, region.band.query, region.rows, call.pairs)]
-        rows += [x[..., region.rows, :] for x in (o, m)]
+    for region in _regions(call, query, key.shape[2], "forward"):
+        rows = [_turned(query, region.band.query, region.rows, call.pairs)]
+        rows += [x[..., region.rows, :] for x in (total, lse[..., None])]
         keys = [_turned(key, region.band.key, region.keys, call.pairs)]
         keys.append(value[..., region.keys, :])
-        keys = [x[:, :, None].expand(-1, -1, q.shape[2], -1, -1) for x in keys]
         for tile in region.tiles:
-            mask = _mask(tile, region, q)
+            mask = region.mask(tile, query.dtype)
             for tile_q, tile_o, tile_m, tile_k, tile_v, tile_mask, more in _calls(
-                tile, rows, keys, mask, region.more(q)
+                tile, rows, keys, mask, region.more
             ):
                 out, new = _kernel(
                     *_in_order(tile, tile_q),
@@ -484,10 +503,18 @@ def _attend(
                     scale=call.scale,
                 )
                 out, new = _in_order(tile, out, new[..., None])
-                new = new if more is None else new + more
-                tile_o.lerp_(out.to(wide), torch.sigmoid(new - tile_m))
-                tile_m.copy_(torch.logaddexp(new, tile_m))
+                _merge(tile_o, tile_m, out, new if more is None else new + more)
     return total.to(query.dtype), lse
+
+
+def _merge(total: torch.Tensor, lse: torch.Tensor, out: torch.Tensor, new: torch.Tensor) -> None:
+    """Add output and log-sum-exp of further keys to those of all before."""
+    dim = 0 if len(out) > 1 else 2
+    step = out.shape[dim] * _MERGED // out.numel() if out.dtype != total.dtype else 0
+    parts = [x.split(step or out.shape[dim], dim) for x in (total, out, torch.sigmoid(new - lse))]
+    for part, of_out, weight in zip(*parts, strict=True):
+        part.lerp_(of_out.to(part.dtype), weight)
+    lse.copy_(torch.logaddexp(new, lse))
 
 
 def _decode(
@@ -526,11 +553,6 @@ def by_key(bias: torch.Tensor, keys: int) -> torch.Tensor:
     """Of a bias by distance what the last of ``keys`` tokens adds for each, ``[heads, keys]``."""
     distance = torch.arange(keys - 1, -1, -1, device=bias.device).clamp(max=bias.shape[1] - 1)
     return bias[:, distance]
-
-
-def _grouped(key: torch.Tensor, *rows: torch.Tensor) -> list[torch.Tensor]:
-    """Rows as ``[batch, kv_heads, groups, queries, columns]``."""
-    return [x.unflatten(1, (key.shape[1], -1)) for x in rows]
 
 
 @torch.library.custom_op("rope_ext::bands", mutates_args=())
@@ -592,13 +614,12 @@ def _backward(
     pairs, keys, scale, bias = call.pairs, key.shape[2], call.scale, call.bias
     wide = _wide(query.dtype)
     grads = [torch.zeros_like(x, dtype=wide) for x in (query, key, value)]
-    q, o, m, g, grad_q = _grouped(key, query, out, lse[..., None], grad, grads[0])
-    grad_k, grad_v = grads[1:]
+    grad_q, grad_k, grad_v = grads
     grad_bias = query.new_zeros(0) if not learns else torch.zeros_like(bias, dtype=wide)
     # The gradient of a bias is made of whole tiles, the smaller the less is there at a time.
-    for region in _regions(call, query.shape[2], keys, "backward", tall=not learns):
+    for region in _regions(call, query, keys, "backward", tall=not learns):
         band = region.band
-        turned_q = _turned(q, band.query, region.rows, pairs)
+        turned_q = _turned(query, band.query, region.rows, pairs)
         turned_k = _turned(key, band.key, region.keys, pairs)
         band_gq = _turned(grad_q, None, region.rows, pairs)
         band_gk = _turned(grad_k, None, region.keys, pairs)
@@ -606,23 +627,22 @@ def _backward(
             band_gq = torch.zeros_like(band_gq)
         if band.key is not None:
             band_gk = torch.zeros_like(band_gk)
-        rows = (turned_q, *(x[..., region.rows, :] for x in (o, m, g)), band_gq)
-        columns = [x[:, :, None] for x in (turned_k, value[..., region.keys, :])]
-        columns = [x.expand(-1, -1, q.shape[2], -1, -1) for x in columns]
-        columns += [x[:, :, None] for x in (band_gk, grad_v[..., region.keys, :])]
+        rows = [x[..., region.rows, :] for x in (out, lse[..., None], grad)]
+        rows = [turned_q, *rows, band_gq]
+        columns = [turned_k, value[..., region.keys, :], band_gk, grad_v[..., region.keys, :]]
         by_distance = None
         if learns and isinstance(region.bias, _Hankel):
             by_distance = torch.zeros_like(region.bias.values)
         for tile in region.tiles:
-            mask = _mask(tile, region, q)
+            mask = region.mask(tile, query.dtype)
             of_bias = None
             if by_distance is not None:
                 of_bias = mask.new_zeros(mask.shape)
             for part in _split(tile, keys):
-                for views in _calls(part, rows, columns, mask, region.more(q), of_bias):
+                for views in _calls(part, rows, columns, mask, region.more, of_bias):
                     _tile_backward(part, scale, *views)
             if of_bias is not None:
-                region.bias.add(tile, of_bias.flatten(0, 3), by_distance)
+                region.bias.add(tile, of_bias[0, :, 0], by_distance)
         if by_distance is not None:
             region.bias.sum_into(grad_bias, by_distance)
         if band.query is not None:
@@ -664,7 +684,9 @@ def _tile_backward(
         lse = lse - more
     query, out, lse, grad = _in_order(tile, query, out, lse, grad)
     if grad_bias is not None:
-        _add_broadcast(grad_bias, of_logits(scale, query, out, lse, grad, key, value, mask))
+        groups = query.shape[1] // key.shape[1]
+        keys = [x.repeat_interleave(groups, 1) if groups > 1 else x for x in (key, value)]
+        _add_broadcast(grad_bias, of_logits(scale, query, out, lse, grad, *keys, mask))
     new_query, *new_keys = _kernel_backward(
         grad,
         query,
@@ -681,7 +703,6 @@ def _tile_backward(
     # The keys of neighbouring blocks overlap: add strips of them that do not.
     strip = tile.step if tile.blocks > 1 else tile.keys
     for total, new in zip((grad_key, grad_value), new_keys, strict=True):
-        new = new.sum_to_size(total.shape)
         for first in range(0, tile.keys, strip):
             part = slice(first, first + strip)
             total[..., part, :].add_(new[..., part, :])

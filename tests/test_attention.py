@@ -132,6 +132,31 @@ def check_a_bias(case, distances, learns):
         torch.testing.assert_close(grad.double(), expected, rtol=1e-4, atol=2e-4)
 
 
+@pytest.mark.parametrize("distances", [300, 150])
+@pytest.mark.parametrize("loud", [1, 12])
+def test_keys_that_a_bias_leaves_without_weight(loud, distances, tokens=300):
+    """They are all alike, but for products so large that they could have weight in spite of it."""
+    generator = torch.Generator().manual_seed(0)
+    query, key, value = torch.randn(3, 2, 4, tokens, 8, generator=generator)
+    key = key[:, :2]
+    key[:, 0, 7] = loud * query[:, 0, 200]  # of the largest slope
+    value = value[:, :2]
+    slopes = torch.tensor([1.0, 0.5, 0.1, 0.0])
+    bias = -slopes[:, None] * torch.arange(distances)
+    bands = [TurnedBand(Distance(0, None), None, None)]
+    changed = flash._without_lost(Call(bands, HALVES, 1.0, bias=bias), query, key).bias
+    assert (changed[0] != bias[0]).any() == (loud == 1)
+    ours = [x.clone().requires_grad_() for x in (query, key, value)]
+    exact = [x.double().requires_grad_() for x in (query, key, value)]
+    weight = torch.randn(query.shape, generator=generator)
+    found = []
+    for kernel, x in ((flash.attend, ours), (reference.attend, exact)):
+        out = by(kernel, *x, bands, HALVES, scale=1.0, bias=bias.to(x[0].dtype))
+        found.append((out, *torch.autograd.grad(out, x, weight.to(out))))
+    for one, expected in zip(*found, strict=True):
+        torch.testing.assert_close(one.double(), expected, rtol=1e-3, atol=1e-3)  # products of 200
+
+
 def test_a_bias_by_hand():
     """Two tokens, values 0 and 1: the weight of the second is a logistic function."""
     query = key = torch.zeros(1, 1, 2, 4)

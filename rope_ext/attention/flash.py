@@ -58,6 +58,8 @@ _AT_ONCE = 4
 """Tiles of one backward call, unless there are more threads: copies of keys stay in the cache."""
 STEPS = 768
 """Rows from which on the kernel takes its largest steps."""
+_LOST = 40.0
+"""A key whose logit is this far below another's has no weight in float32, 4e-18 of the other's."""
 _MERGED = 2**18
 """Numbers of an output that are made wider at a time."""
 _TALL = 1024
@@ -388,17 +390,35 @@ def _regions(
         yield _Region(band, slice(row, rows), slice(key, keys_end), found, bias)
 
 
+def _without_lost(
+    call: Call, query: torch.Tensor, key: torch.Tensor, lse: torch.Tensor | None = None
+) -> Call:
+    """``call``, whose bias is the same for all keys that it leaves without weight.
+
+    Their exponentials would be numbers so small (below 1e-38) that some processors take a hundred
+    times as long to multiply by one.
+    """
+    nearest = any(band.geometry.first <= 0 for band in call.bands)  # every query sees itself
+    if call.bias is None or not nearest or _wide(query.dtype) != torch.float32:
+        return call
+    longest, longest_key = (
+        torch.linalg.vector_norm(x, dim=-1, dtype=torch.float32).amax((0, 2)) for x in (query, key)
+    )
+    groups = query.shape[1] // key.shape[1]
+    most = abs(call.scale) * longest * longest_key.repeat_interleave(groups)  # of any product
+    least = call.bias[:, 0] - most if lse is None else lse.amin((0, 2))  # of any row's sum
+    limit = (least - most - _LOST)[:, None]
+    return replace(call, bias=torch.where(call.bias < limit, limit - 200, call.bias))
+
+
 def _turned(x: torch.Tensor, turn: Turn, part: slice, pairs: Pairs) -> torch.Tensor:
     """A part of the tokens of ``x``, turned."""
     x = x[..., part, :]
     if turn is None:
         return x
-    blocks = list(_blocks(x, turn, part))
-    if len(blocks) == 1:
-        return pairs.rotate(x, blocks[0][1])
     out = torch.empty_like(x)
-    for block, table in blocks:
-        out[..., block, :] = pairs.rotate(x[..., block, :], table)
+    for block, table in _blocks(x, turn, part):
+        pairs.rotate_into(out[..., block, :], x[..., block, :], table)
     return out
 
 
@@ -483,6 +503,7 @@ def _attend(
     """Output and log-sum-exp, ``[batch, heads, queries, columns]`` and without columns."""
     if query.shape[2] == 1:
         return _decode(query, key, value, call, before)
+    call = _without_lost(call, query, key)
     total, lse = _begun(query, call, before)
     for region in _regions(call, query, key.shape[2], "forward"):
         rows = [_turned(query, region.band.query, region.rows, call.pairs)]
@@ -611,6 +632,7 @@ def _backward(
     learns: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Gradients of query, key and value, and of the bias if it learns."""
+    call = _without_lost(call, query, key, lse)
     pairs, keys, scale, bias = call.pairs, key.shape[2], call.scale, call.bias
     wide = _wide(query.dtype)
     grads = [torch.zeros_like(x, dtype=wide) for x in (query, key, value)]

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -31,7 +31,7 @@ from rope_ext.saving.configuration import quieted
 
 HEADS = 8
 LAYERS = 16
-"""Of a decoding step; what they share is made once."""
+"""Of a decoding step, each with keys of its own; what they share is made once."""
 DENSE_MOST = 4096
 """Tokens up to which the dense form fits into memory."""
 
@@ -160,28 +160,35 @@ def layer_of(variant: str, kv_heads: int, window: int) -> Layer:
 
 
 def step(
-    variant: str, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, window: int
+    variant: str,
+    query: torch.Tensor,
+    cached: Sequence[tuple[torch.Tensor, torch.Tensor]],
+    window: int,
 ) -> Callable[[], None]:
-    """The attention of one decoding step in all layers; near keys are turned but for the newest."""
+    """The attention of one decoding step in all layers, ``cached``: the keys and values of each.
+
+    Near keys are turned but for the newest.
+    """
     if variant == NATIVE:
-        one = attend(variant, query, key, value, window)
+        of_each = [attend(variant, query, *layer, window) for layer in cached]
 
         def native_step() -> None:
-            for _ in range(LAYERS):
+            for one in of_each:
                 one()
 
         return native_step
+    key = cached[0][0]
     keys, scale = key.shape[2], query.shape[-1] ** -0.5
     layer = layer_of(variant, key.shape[1], window)
     bands = layer.map.turns(layer.layout)
-    of_layer: list[dict[int, Ring]] = [{} for _ in range(LAYERS)]
+    of_layer: list[dict[int, Ring]] = [{} for _ in cached]
 
     def method_step() -> None:
         heat = layer.map.heat(keys - 1)
         shared = Step.of(
             bands, 0, keys, heat, layer.layout.columns, layer.layout.pairs, query.dtype
         )
-        for rings in of_layer:
+        for rings, (key, value) in zip(of_layer, cached, strict=True):
             for ring in rings.values():
                 ring.last = min(ring.last, keys - 1)
             shared.attend(query, key, value, scale, None, rings=rings)
@@ -192,9 +199,11 @@ def step(
 def decode(
     keys: int, kv_heads: int, window: int, dtype: torch.dtype, rounds: int
 ) -> dict[str, Measured]:
-    inputs = tensors(HEADS, kv_heads, 1, keys, dtype)
+    query, *first = tensors(HEADS, kv_heads, 1, keys, dtype)
+    # In memory of their own, as in a model: none finds its keys in the processor's cache.
+    cached = [tuple(first), *(tuple(x.clone() for x in first) for _ in range(LAYERS - 1))]
     with torch.inference_mode():
-        return ratios({v: step(v, *inputs, window) for v in (NATIVE, *VARIANTS)}, rounds)
+        return ratios({v: step(v, query, cached, window) for v in (NATIVE, *VARIANTS)}, rounds)
 
 
 def main() -> None:

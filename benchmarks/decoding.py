@@ -32,7 +32,8 @@ class Size:
     backend: str = "inductor"
 
     def __str__(self) -> str:
-        return f"{self.layers} layers of random weights, {self.prompt} tokens in the cache"
+        width = HEADS * COLUMNS
+        return f"{self.layers} layers of {width} columns, {self.prompt} tokens in the cache"
 
     def build(self, kv_heads: int, dtype: torch.dtype) -> LlamaForCausalLM:
         torch.manual_seed(0)

@@ -276,7 +276,7 @@ def page(data: Mapping[str, Any]) -> str:
     """All tables in Markdown, for the documentation."""
     lines = [f"{headline(data)}. Ratios: the median, and the quarters below and above."]
     for title, columns in tables(data):
-        lines += ["", f"**{title}**", "", f"| | {' | '.join(columns)} |"]
+        lines += ["", f"**{title[:1].upper()}{title[1:]}**", "", f"| | {' | '.join(columns)} |"]
         lines.append("| --- " * (1 + len(columns)) + "|")
         for variant in next(iter(columns.values())):
             cells = (str(cells[variant]) for cells in columns.values())

@@ -146,6 +146,13 @@ def test_keys_that_a_bias_leaves_without_weight(loud, distances, tokens=300):
     bands = [TurnedBand(Distance(0, None), None, None)]
     changed = flash._without_lost(Call(bands, HALVES, 1.0, bias=bias), query, key).bias
     assert (changed[0] != bias[0]).any() == (loud == 1)
+    long = torch.full((1, 4), 2.0), torch.full((1, 4), 2.0)
+    for other in (
+        TurnedBand(Distance(0, None), long, long),
+        TurnedBand(Distance(1, None), None, None),
+    ):
+        call = Call([other], HALVES, 1.0, bias=bias)
+        assert flash._without_lost(call, query, key).bias.equal(bias)  # more may have weight
     ours = [x.clone().requires_grad_() for x in (query, key, value)]
     exact = [x.double().requires_grad_() for x in (query, key, value)]
     weight = torch.randn(query.shape, generator=generator)
@@ -155,6 +162,13 @@ def test_keys_that_a_bias_leaves_without_weight(loud, distances, tokens=300):
         found.append((out, *torch.autograd.grad(out, x, weight.to(out))))
     for one, expected in zip(*found, strict=True):
         torch.testing.assert_close(one.double(), expected, rtol=1e-3, atol=1e-3)  # products of 200
+
+
+def test_no_rows_have_no_output():
+    empty = torch.zeros(0, 2, 5, 4)
+    bands = [TurnedBand(Distance(0, None), None, None)]
+    out = by(flash.attend, empty, empty, empty, bands, HALVES, bias=torch.zeros(2, 5))
+    assert out.shape == empty.shape
 
 
 def test_a_bias_by_hand():

@@ -398,17 +398,26 @@ def _without_lost(
     Their exponentials would be numbers so small (below 1e-38) that some processors take a hundred
     times as long to multiply by one.
     """
-    nearest = any(band.geometry.first <= 0 for band in call.bands)  # every query sees itself
-    if call.bias is None or not nearest or _wide(query.dtype) != torch.float32:
+    if call.bias is None or not query.numel():
+        return call
+    if not any(band.geometry.sees(0, 0) for band in call.bands):  # not every query sees itself
+        return call
+    if _wide(query.dtype) != torch.float32:  # a wider one has no numbers as small
         return call
     longest, longest_key = (
         torch.linalg.vector_norm(x, dim=-1, dtype=torch.float32).amax((0, 2)) for x in (query, key)
     )
     groups = query.shape[1] // key.shape[1]
     most = abs(call.scale) * longest * longest_key.repeat_interleave(groups)  # of any product
+    most *= max(_stretch(band.query) * _stretch(band.key) for band in call.bands)
     least = call.bias[:, 0] - most if lse is None else lse.amin((0, 2))  # of any row's sum
     limit = (least - most - _LOST)[:, None]
     return replace(call, bias=torch.where(call.bias < limit, limit - 200, call.bias))
+
+
+def _stretch(turn: Turn) -> float:
+    """How many times as long a turned token can be."""
+    return 1.0 if turn is None else max(1.0, torch.hypot(*turn).max().item())
 
 
 def _turned(x: torch.Tensor, turn: Turn, part: slice, pairs: Pairs) -> torch.Tensor:

@@ -395,8 +395,8 @@ def _without_lost(
 ) -> Call:
     """``call``, whose bias is the same for all keys that it leaves without weight.
 
-    Their exponentials would be numbers so small (below 1e-38) that some processors take a hundred
-    times as long to multiply by one.
+    Their exponentials would be numbers so small (below 1e-38) that some processors take many times
+    as long to multiply by one.
     """
     if call.bias is None or not query.numel():
         return call

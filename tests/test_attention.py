@@ -377,6 +377,17 @@ def test_half_precision(method, dtype, forward, backward):
         assert x.dtype == dtype
 
 
+@pytest.mark.parametrize("rows", [1, 3])
+def test_half_precision_in_tall_tiles(rows, window=1101):
+    """Several tiles for grouped heads, their outputs merged in pieces."""
+    at = torch.arange(2400)
+    tensors = [x.to(torch.bfloat16) for x in inputs(rows, 2, 1, 1000, 2400)]
+    bands = method_bands("rerope", window, 8, at[1400:], at)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(flash, "_MERGED", 2**14)
+        compare(flash.attend, tensors, bands, HALVES, 2e-2, 6e-2)
+
+
 def test_rows_without_any_key_are_zero_and_have_no_gradient():
     tensors = inputs(1, 2, 2, 50, 50)
     bands = method_bands("far only", 20, 8, torch.arange(50), torch.arange(50))

@@ -4,7 +4,8 @@ On CPUs accelerate makes plain data parallelism of every launch file, whatever i
 the way of GPUs; nothing is made up but that they are there. A run that would keep its gradients
 whole on every device while they are accumulated is refused. DeepSpeed is told that there are
 several processes, of which accelerate knows one where it sees no GPU, and is kept from compiling
-what it has to exchange tensors on CPUs, a minute's work; it takes gloo without.
+what it has to exchange tensors on CPUs, a minute's work; it takes gloo without. transformers is
+told that the GPUs have bfloat16.
 
 Run by: accelerate launch --config_file FILE --num_processes 2 tests/helpers/launched.py RUNS,
 where RUNS is a JSON file with the command lines of the runs.
@@ -22,6 +23,7 @@ from typing import Any
 from accelerate import Accelerator
 from accelerate.state import PartialState
 from accelerate.utils import DistributedType
+from transformers import training_args
 
 from recipes import finetune
 
@@ -49,6 +51,7 @@ if __name__ == "__main__":
 
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
         PartialState._prepare_backend = _gloo
+        training_args.is_torch_bf16_gpu_available = lambda: True
     else:
         Accelerator.no_sync = _whole
         PartialState.__init__ = _with_gpus

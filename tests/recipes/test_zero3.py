@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import random
+import shutil
 from pathlib import Path
 
 import datasets
@@ -17,6 +18,11 @@ import rope_ext
 from recipes import finetune
 from tests.helpers.checkpoint import save_checkpoint
 from tests.helpers.launches import launch, log, settings
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="needs deepspeed"),
+]
 
 EVALUATED = {"eval_strategy": "steps", "eval_steps": 3, "eval_rows": 2, "eval_passkeys": 1}
 RUNS: dict[str, dict[str, object]] = {
@@ -45,23 +51,26 @@ def trained(folder: Path) -> dict[str, torch.Tensor]:
     return load_file(file)
 
 
-@pytest.mark.slow
-@pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="needs deepspeed")
+def train(folder: Path, runs: dict[str, dict[str, object]], *options: object) -> None:
+    """``runs`` in two processes, with further options of the launch."""
+    # Only without --use_cpu does accelerate look at DeepSpeed at all.
+    more = {"dataset": folder / "text.jsonl", "use_cpu": False}
+    words = [settings(folder, name, 2, **(given | more)) for name, given in runs.items()]
+    (folder / "runs.json").write_text(json.dumps(words))
+    program = ["tests/helpers/launched.py", folder / "runs.json"]
+    launch("deepspeed_zero3.yaml", folder, *options, "--num_processes", 2, *program)
+
+
 def test_zero3_trains_and_saves_what_one_process_does(folder: Path, ids: torch.Tensor) -> None:
     """Losses and norms of gradients to 1e-5: float32 sums in another order.
 
     AdamW makes steps of one size out of gradients of any, also where they are nothing but such
     sums; so what was learned is compared as a whole, to a thousandth of how far it has come.
     """
-    words = []
     for name, given in RUNS.items():
-        given = given | {"dataset": folder / "text.jsonl"}
-        # Only without --use_cpu does accelerate look at DeepSpeed at all.
-        words.append(settings(folder, f"{name} of two", 2, **given, use_cpu=False))
-        finetune.main(settings(folder, f"{name} of one", 1, **given))
-    (folder / "runs.json").write_text(json.dumps(words))
-    program = ["tests/helpers/launched.py", folder / "runs.json"]
-    launch("deepspeed_zero3.yaml", folder, "--num_processes", 2, *program)
+        alone = given | {"dataset": folder / "text.jsonl"}
+        finetune.main(settings(folder, f"{name} of one", 1, **alone))
+    train(folder, {f"{name} of two": given for name, given in RUNS.items()})
     untrained = AutoModelForCausalLM.from_pretrained(folder / "model").eval()
     start = untrained.state_dict()
     for name in RUNS:
@@ -80,3 +89,43 @@ def test_zero3_trains_and_saves_what_one_process_does(folder: Path, ids: torch.T
             logits = [model(ids).logits for model in models]
         assert not torch.allclose(logits[0], untrained(ids).logits, atol=0.1)
         torch.testing.assert_close(logits[1], logits[0], rtol=0, atol=1e-3)
+
+
+def test_a_killed_run_under_zero3_goes_on_where_it_stood(folder: Path) -> None:
+    """After its first step; in bfloat16, too, whose losses are nearly those of float32."""
+    runs = {
+        "lora": {"method": "rerope"},
+        "whole": {"method": "kerple_log", "lora_r": 0},
+        "bfloat16": {"method": "kerple_log", "lora_r": 0, "bf16": True},
+    }
+    saved = {"save_steps": 1}
+    train(folder, {name: given | saved for name, given in runs.items()})
+    for name in runs:
+        first = folder / f"{name} killed" / "checkpoint-1"
+        shutil.copytree(folder / name / "checkpoint-1", first)
+        shutil.copy(folder / name / "recipe.json", first.parent)
+        state = json.loads((first / "trainer_state.json").read_text())
+        state["log_history"][0]["loss"] = 42  # only a run that goes on knows of it
+        (first / "trainer_state.json").write_text(json.dumps(state))
+    resumed = saved | {"resume_from_checkpoint": "true"}
+    train(folder, {f"{name} killed": given | resumed for name, given in runs.items()})
+    for name in runs:
+        whole, killed = log(folder / name), log(folder / f"{name} killed")
+        assert killed[0, 0] == 42
+        torch.testing.assert_close(killed[1:], whole[1:], rtol=1e-5, atol=0)
+        expected, found = trained(folder / name), trained(folder / f"{name} killed")
+        torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
+    exact, half = log(folder / "whole"), log(folder / "bfloat16")
+    torch.testing.assert_close(half, exact, rtol=0.02, atol=0)  # two digits in every layer
+    assert not torch.equal(half, exact)
+
+
+def test_zero3_with_all_in_the_memory_of_the_host(folder: Path) -> None:
+    """DeepSpeed's own AdamW steps for it; to 1e-5, as above."""
+    offload = [
+        word for what in ("optimizer", "param") for word in (f"--offload_{what}_device", "cpu")
+    ]
+    train(folder, {"two": RUNS["yarn"]}, *offload)
+    alone = RUNS["yarn"] | {"dataset": folder / "text.jsonl"}
+    finetune.main(settings(folder, "one", 1, **alone))
+    torch.testing.assert_close(log(folder / "two"), log(folder / "one"), rtol=1e-5, atol=0)

@@ -81,12 +81,14 @@ class Pairs:
             out[..., self.second] = b * cos + a * sin
         return out.to(x.dtype)
 
-    def rotate_into(self, out: torch.Tensor, x: torch.Tensor, turn: Turn) -> None:
+    def rotate_into(
+        self, out: torch.Tensor, x: torch.Tensor, turn: tuple[torch.Tensor, torch.Tensor]
+    ) -> None:
         """Write :meth:`rotate` to ``out``, in fewer steps; neither gets a gradient."""
-        if turn is None or not (isinstance(self.first, slice) and isinstance(self.second, slice)):
+        cos, sin = turn
+        if not (isinstance(self.first, slice) and isinstance(self.second, slice)):
             out.copy_(self.rotate(x, turn))
             return
-        cos, sin = turn
         a, b = x[..., self.first], x[..., self.second]
         if 2 * a.shape[-1] < x.shape[-1]:
             out.copy_(x)

@@ -31,8 +31,6 @@ _NAMES = {kind: [part.name for part in fields(kind)] for kind in _GEOMETRIES}
 _ALL = slice(0, None)
 _OPEN = 2**62
 """Stands for ``last=None`` where geometries travel as integers: no distance is as large."""
-_NARROW = 1024
-"""Tokens; a band less wide than this is narrow."""
 
 
 class Height(NamedTuple):
@@ -41,7 +39,13 @@ class Height(NamedTuple):
     narrow: int
     wide: int
 
+    def of(self, first: int, last: int | None) -> int:
+        """For a band of the distances ``first .. last - 1``, in tokens."""
+        return self.narrow if last is not None and last - first < _NARROW else self.wide
 
+
+_NARROW = 1024
+"""Tokens; a band less wide than this is narrow."""
 # Of 32 rows, one step of the kernel, the least is hidden; backward two, as the keys of each tile
 # are copied. 192 are the fewest for which it takes steps of 64. In half precision it packs the keys
 # of each call, which costs what 170 rows do, if there are enough rows, and is slow if not.
@@ -107,8 +111,7 @@ def tiles(
         found = _triangle(queries, keys, geometry.first, keys)
     else:
         first = max(geometry.first, 0)
-        strip = height.narrow if _is_narrow(first, geometry.last) else height.wide
-        found = _near(queries, keys, first, geometry.last, strip)
+        found = _near(queries, keys, first, geometry.last, height.of(first, geometry.last))
     # An empty region of keys kills the process: the kernel divides by zero.
     return _batched(tile for tile in found if tile.rows > 0 and tile.keys > 0)
 
@@ -131,10 +134,6 @@ def _triangle(
     growing = min(queries, max(count - seen + 1, row))  # from here on all `count` are seen
     yield from corner(row, growing - row, 0, seen + row - 1)
     yield Tile(growing, queries - growing, 0, count)
-
-
-def _is_narrow(first: int, last: int | None) -> bool:
-    return last is not None and last - first < _NARROW
 
 
 def _to_even(window: int, rows: int) -> int:
@@ -163,18 +162,17 @@ def _near(queries: int, keys: int, first: int, last: int, strip: int) -> Iterato
         yield Tile(whole + at, rows, key + at - more, size, "band", count, strip, more)
 
 
-def _strips(geometry: Distance, queries: int, keys: int, tall: bool, narrow: int) -> list[Tile]:
+def _strips(geometry: Distance, queries: int, keys: int, tall: bool, height: Height) -> list[Tile]:
     """Tiles for a bias by distance: in each, every row sees a key.
 
     Keys that all rows of a block see are in tiles of their own, which are tall (fewer calls of
-    larger steps) or not (all that is made of one stays in the processor's cache). ``narrow``: rows
-    along a narrow band.
+    larger steps) or not (all that is made of one stays in the processor's cache).
     """
     first, last = max(geometry.first, 0), geometry.last
     if last is not None and last <= first:
         return []
     before, found = keys - queries, []
-    strip = narrow if _is_narrow(first, last) else _BIASED
+    strip = height._replace(wide=_BIASED).of(first, last)
     most = _TALL if tall else _BIASED
     for block in range(max(first - before, 0), queries, most):
         end = min(block + most, queries)
@@ -370,7 +368,7 @@ def _parts(
             last = same if last is None else min(same, last)
         near = Distance(first, last)
         values = _Hankel.within(near, call.bias, queries, keys)
-        yield band, _strips(near, queries, keys, tall, height.narrow), values
+        yield band, _strips(near, queries, keys, tall, height), values
 
 
 def _regions(
@@ -652,8 +650,7 @@ def _backward(
         band = region.band
         turned_q = _turned(query, band.query, region.rows, pairs)
         turned_k = _turned(key, band.key, region.keys, pairs)
-        band_gq = _turned(grad_q, None, region.rows, pairs)
-        band_gk = _turned(grad_k, None, region.keys, pairs)
+        band_gq, band_gk = grad_q[..., region.rows, :], grad_k[..., region.keys, :]
         if band.query is not None:
             band_gq = torch.zeros_like(band_gq)
         if band.key is not None:

@@ -143,9 +143,9 @@ def attend_few(
         column = call.sinks.to(logits.dtype).view(kv_heads, each, 1).expand(-1, -1, queries)
         column = column.flatten(1, 2)[:, :, None].expand(rows, -1, -1, -1)
         logits = torch.cat((logits, column), dim=-1)
-    weights = logits.softmax(dim=-1)[..., :keys].to(value.dtype)
-    out = _product(weights, value).unflatten(2, (-1, queries)).flatten(1, 2)
-    return out * few.sees[:, None, :, None]
+    sees = few.sees.repeat(1, each)[:, None, :, None]
+    weights = (logits.softmax(dim=-1)[..., :keys] * sees).to(value.dtype)
+    return _product(weights, value).unflatten(2, (-1, queries)).flatten(1, 2)
 
 
 def attend_scored(
@@ -188,10 +188,11 @@ def _product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     """``a @ b`` as one operation in a graph too.
 
     Of a single row inductor would make a sum of products, and make ``a`` again for each of them.
+    What is added is not read, but a number in its place would be written to all of it.
     """
-    shape = (*a.shape[:-1], b.shape[-1])
-    a, b = a.flatten(0, 1), b.flatten(0, 1)
-    return torch.baddbmm(a.new_zeros(()), a, b, beta=0).view(shape)
+    nothing = a.new_empty(*a.shape[:-1], b.shape[-1])
+    parts = (x.flatten(0, 1) for x in (nothing, a, b))
+    return torch.baddbmm(*parts, beta=0).view(nothing.shape)
 
 
 def attend_many(

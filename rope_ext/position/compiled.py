@@ -283,7 +283,10 @@ class Traced:
 
     def embeddings(self, site: RotarySite, like: Any) -> Any:
         """Cosine and sine with which the model turns its queries and keys."""
-        return stored_rotation(self.map, site, self.query, like)
+        made = stored_rotation(self.map, site, self.query, like)
+        if isinstance(made, torch.Tensor):
+            return _once([made])[0]
+        return tuple(_once(list(made)))
 
     def dense(self, mask: BatchMask) -> torch.Tensor | None:
         """The mask of a layer that stays as it was; None: plainly causal."""

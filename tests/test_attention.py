@@ -229,6 +229,18 @@ def test_long_enough_for_many_strips(method, queries, keys):
     compare(flash.attend, inputs(1, 2, 1, queries, keys), bands, HALVES)
 
 
+@pytest.mark.parametrize("which", ["query", "key", "value"])
+@pytest.mark.parametrize("queries", [1, 300])
+def test_columns_that_do_not_lie_next_to_each_other(which, queries):
+    """The kernel takes them for it."""
+    at = torch.arange(300)
+    tensors = inputs(1, 2, 1, queries, 300)
+    place = ["query", "key", "value"].index(which)
+    tensors[place] = tensors[place].mT.contiguous().mT
+    bands = method_bands("leaky, cached", 100, 8, at[300 - queries :], at)
+    compare(flash.attend, tensors, bands, HALVES)
+
+
 @pytest.mark.parametrize("window", [1024, 1101, 1450])  # of the last, rows hide a step of keys
 def test_wide_bands(window):
     at = torch.arange(2400)

@@ -120,7 +120,7 @@ class Call:
         softcap: logits become ``softcap * tanh(logit / softcap)``.
         sinks: one further logit per head, ``[heads]``, that takes weight and gives no value.
         bias: what every distance adds to the logits, after the soft cap: ``[heads, distances]``,
-            float32 or better, from 0 on; the last holds for all that are larger.
+            finite, float32 or better, from 0 on; the last holds for all that are larger.
         scores: what makes more of the logits than a bias, after the soft cap, before the bias.
     """
 

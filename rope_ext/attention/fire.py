@@ -46,7 +46,8 @@ def attend(
         return None
     if query.shape[-1] != value.shape[-1]:
         return None
-    query, call = call.warmed(query), replace(call, scores=None, temperature=None)
+    query, key, value = map(flash.packed, (call.warmed(query), key, value))
+    call = replace(call, scores=None, temperature=None)
     queries, keys = query.shape[2], key.shape[2]
     like = query.new_empty(0, dtype=torch.promote_types(query.dtype, torch.float32))
     near = scores.near(torch.arange(keys, device="cpu").to(like))

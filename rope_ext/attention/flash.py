@@ -415,7 +415,9 @@ def _without_lost(
 
 def _stretch(turn: Turn) -> float:
     """How many times as long a turned token can be."""
-    return 1.0 if turn is None else max(1.0, torch.hypot(*turn).max().item())
+    if turn is None or not turn[0].numel():
+        return 1.0
+    return max(1.0, torch.hypot(*turn).max().item())
 
 
 def _turned(x: torch.Tensor, turn: Turn, part: slice, pairs: Pairs) -> torch.Tensor:
@@ -583,6 +585,19 @@ def by_key(bias: torch.Tensor, keys: int) -> torch.Tensor:
     return bias[:, distance]
 
 
+def packed(x: torch.Tensor) -> torch.Tensor:
+    """``x`` with its columns next to each other, as the kernel takes them without a look."""
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
+def _here(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: Call, before: Before
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Output and log-sum-exp, by the kernel of the device."""
+    attend, _ = BY_DEVICE[query.device.type]
+    return attend(packed(query), packed(key), packed(value), call, before)
+
+
 @torch.library.custom_op("rope_ext::bands", mutates_args=())
 def _bands(
     query: torch.Tensor,
@@ -597,8 +612,8 @@ def _bands(
     start: int,
     scale: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    call, attend = _unpack(sinks, bias, tables, plan, start, scale), BY_DEVICE[query.device.type][0]
-    return attend(query, key, value, call, None if before is None else (before, before_lse))
+    call = _unpack(sinks, bias, tables, plan, start, scale)
+    return _here(query, key, value, call, None if before is None else (before, before_lse))
 
 
 @_bands.register_fake
@@ -624,8 +639,9 @@ def _bands_backward(
     scale: float,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     call = _unpack(None, bias, tables, plan, start, scale)
-    differentiate = BY_DEVICE[query.device.type][1]
-    return differentiate(grad, query, key, value, out, lse, call, learns)
+    _, differentiate = BY_DEVICE[query.device.type]
+    rows = map(packed, (grad, query, key, value, out))
+    return differentiate(*rows, lse, call, learns)
 
 
 def _backward(
@@ -847,5 +863,5 @@ def attend(
         plan, tables = _pack(call)
         out, _ = _bands(*inputs, tables, plan, call.start, call.scale)
     else:  # without what the operator costs in each step of decoding
-        out, _ = BY_DEVICE[query.device.type][0](query, key, value, call, before)
+        out, _ = _here(query, key, value, call, before)
     return out[..., :value_columns]

@@ -230,6 +230,8 @@ class Step:
         the number of a band, what is known of these very keys.
         """
         batch, heads, _, columns = query.shape
+        if not query.stride(-1) == key.stride(-1) == value.stride(-1) == 1:
+            query, key, value = map(flash.packed, (query, key, value))
         wide, narrow = self.wide, self.dtype != self.wide
         rows, shape = query.reshape(-1, columns), (batch, key.shape[1], heads // key.shape[1])
         turned, total = (), None

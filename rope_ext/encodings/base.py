@@ -104,7 +104,8 @@ class Encoding(PositionMethod):
             learned: as :meth:`initial`, after training.
 
         Returns:
-            ``[heads, n]``, in the dtype of ``distance``; None: nothing.
+            ``[heads, n]``, in the dtype of ``distance``, -inf for distances that are hidden; None:
+            nothing.
         """
         return None
 

@@ -13,6 +13,8 @@ from rope_ext.encodings.scores import Scores
 from rope_ext.methods import Rope
 
 NAME = "rope_ext_bias"  # of the module within an attention module, and so in checkpoints
+_HIDES = -1e30
+"""In place of -inf, with which a row may see nothing of a tile, and a kernel then sees a zero."""
 
 
 def learned(model: nn.Module) -> dict[str, nn.Parameter]:
@@ -181,4 +183,5 @@ class DistanceBias(Learning):
         learned: dict[str, torch.Tensor],
     ) -> torch.Tensor | None:
         distance = torch.arange(distances, dtype=dtype, device=device)
-        return self.encoding.bias(distance, self.heads.count, self.rope, learned)
+        made = self.encoding.bias(distance, self.heads.count, self.rope, learned)
+        return None if made is None else made.clamp(min=_HIDES)

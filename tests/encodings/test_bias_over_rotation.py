@@ -95,6 +95,26 @@ def test_logits_and_gradients_are_those_of_the_dense_bias(kind, over, bias, ids)
             torch.testing.assert_close(one, other, atol=2e-3, rtol=1e-3)
 
 
+def test_a_bias_may_hide_distances(monkeypatch: pytest.MonkeyPatch, ids) -> None:
+    """As the reference, which asks no kernel what a row has that sees nothing of a tile."""
+    own = rope_ext.ALiBi.bias
+
+    def bias(self: rope_ext.ALiBi, distance: torch.Tensor, *given: object) -> torch.Tensor:
+        return own(self, distance, *given).masked_fill(distance >= 10, -torch.inf)
+
+    monkeypatch.setattr(rope_ext.ALiBi, "bias", bias)
+    for dtype in (torch.float32, torch.float64):
+        slow, fast = (
+            patch(
+                tiny_llama().to(dtype), "rerope", bias="alibi", factor=4, window=20, kernel=kernel
+            )
+            for kernel in ("reference", "flash")
+        )
+        want = logits(slow, ids)
+        torch.testing.assert_close(logits(fast, ids), want, **EXACT)
+        torch.testing.assert_close(decoded(fast, ids, [40, *[1] * 50]), want, **EXACT)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("over", ["yarn", "rerope"])
 def test_fire_which_asks_where_a_query_is_goes_over_a_rotation(over: str, ids) -> None:

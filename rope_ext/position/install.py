@@ -13,7 +13,7 @@ from rope_ext.errors import CacheError, OptionError, UnsupportedModelError
 from rope_ext.position import bias, compiled, inputs
 from rope_ext.position.attend import LAYER, NAME, Layer
 from rope_ext.position.cache import keep
-from rope_ext.position.layers import Layout, chosen_layers, find_layouts, layer_number
+from rope_ext.position.layers import Layout, chosen_layers, find_layouts, layer_number, takes
 from rope_ext.position.map import PositionMap
 from rope_ext.position.runs import BatchMask
 from rope_ext.position.tokens import Forward, current
@@ -22,6 +22,7 @@ from rope_ext.rotary import calls, hooks
 from rope_ext.rotary.foreign import refuse_presses
 from rope_ext.rotary.near import near
 from rope_ext.rotary.sites import RotarySite, text_config
+from rope_ext.rotary.spared import NOTHING, Spared
 from rope_ext.under_way import here
 
 
@@ -75,11 +76,23 @@ class Installed:
         self.kept = [module for module in turned if module not in self.mapped]
         self.layouts = {**layouts, **dict.fromkeys(self.kept)}
         self._names = calls.parameters(type(decoder))
+        self._spared = {site: self._spare(site, turned) for site in position_map.frequencies}
+
+    def _spare(self, site: RotarySite, layers: list[nn.Module]) -> Spared | None:
+        """By which the layers of a site need not turn; None: they have to."""
+        if self.kept or site.columns.complex or not self.map.still(site):
+            return None
+        like = self.decoder.get_input_embeddings().weight
+        spared = Spared.of(self.decoder, layers, len(site.columns.pair), like)
+        if spared is not None and not takes(self.decoder, site, NOTHING):
+            spared.release()
+            return None
+        return spared
 
     def put(self, decoder: nn.Module) -> None:
         """Put hooks and the attention function in place."""
         for site in self.map.frequencies:
-            hook = _RotaryHook(self.map, site, bool(self.kept))
+            hook = _RotaryHook(self.map, site, bool(self.kept), self._spared[site])
             self.handles.append(site.module.register_forward_hook(hook, with_kwargs=True))
         self.handles += hooks.keep_native(decoder, self.kept)
         distinct = list(dict.fromkeys(self.layouts.values()))
@@ -155,6 +168,8 @@ class Installed:
         """Take hooks and attention function back."""
         for handle in self.handles:
             handle.remove()
+        for spared in filter(None, self._spared.values()):
+            spared.release()
         self.decoder._modules.pop(bias.NAME, None)
         for module in self.layouts:
             module.__dict__.pop(LAYER, None)
@@ -241,8 +256,14 @@ class Installed:
 class _RotaryHook:
     """Forward hook of a rotary module: turns by the position under which keys are cached."""
 
-    def __init__(self, position_map: PositionMap, site: RotarySite, native: bool) -> None:
-        self.map, self.site, self.native = position_map, site, native
+    def __init__(
+        self,
+        position_map: PositionMap,
+        site: RotarySite,
+        native: bool,
+        spared: Spared | None,
+    ) -> None:
+        self.map, self.site, self.native, self.spared = position_map, site, native, spared
         inv_freq, scaling = position_map.frequencies[site]
         # The module itself turns by what was written to it.
         self.written = scaling != site.scaling or not torch.equal(inv_freq.float(), site.loaded)
@@ -262,6 +283,8 @@ class _RotaryHook:
             return None
         positions = kwargs["position_ids"] if "position_ids" in kwargs else args[1]
         forward.locate(positions)
+        if self.spared is not None and self.spared.holds():
+            return NOTHING
         result = forward.embeddings(self.site, output)
         if self.native:
             site, native = self.site, output

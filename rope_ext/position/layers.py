@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -161,6 +161,14 @@ def turned_layers(decoder: nn.Module, sites: list[RotarySite]) -> dict[nn.Module
     return found
 
 
+def takes(decoder: nn.Module, site: RotarySite, embeddings: Any) -> bool:
+    """Whether the layers run with these in place of cosine and sine."""
+    try:
+        return bool(_run(decoder, site, lambda *_: embeddings))
+    except _RefusedError:
+        return False
+
+
 def ignores_scaling(decoder: nn.Module, site: RotarySite) -> bool:
     """Whether a number on cosine and sine is lost on the queries, which are normalised later.
 
@@ -205,7 +213,7 @@ def _angles(pairs: int) -> torch.Tensor:
 
 @torch.no_grad()
 def _run(
-    decoder: nn.Module, site: RotarySite, turner: _Turner
+    decoder: nn.Module, site: RotarySite, turner: Callable[..., Any]
 ) -> list[tuple[nn.Module, torch.Tensor, torch.Tensor, int, int | None]]:
     """Queries and keys of every attention layer, one row per turn; values' columns, window."""
     if _lacks_weights(decoder):

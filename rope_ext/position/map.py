@@ -60,6 +60,11 @@ class PositionMap:
         """Where cached keys are."""
         return self.bands[-1].key
 
+    def still(self, site: RotarySite) -> bool:
+        """Whether cached keys of a site are as they were projected."""
+        turned = callable(self.stored) or self.stored != 0 or self.frequencies[site][1] != 1
+        return not turned and self.phase(torch.zeros(1, device="cpu")) is None
+
     def inv_freq(self, site: RotarySite, device: torch.device) -> torch.Tensor:
         """Float64, ``[pairs]``, kept on the device."""
         return near(self._constants[site], "inv_freq", device)

@@ -319,7 +319,10 @@ def test_a_temperature_costs_a_few_calls_in_every_layer(ids) -> None:
 
         def seen(frame: Any, event: str, argument: Any) -> None:
             nonlocal count
-            count += event == "call" and frame.f_globals["__name__"].startswith("rope_ext.")
+            name = frame.f_globals["__name__"]
+            # Another test's model may be there still, under a method that spares turns.
+            ours = name.startswith("rope_ext.") and name != "rope_ext.rotary.spared"
+            count += event == "call" and ours
 
         with torch.no_grad():
             model(ids, past_key_values=cache)

@@ -1,0 +1,101 @@
+"""Layers whose own turn would turn nothing are spared it, and nobody else notices."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from transformers.models.llama import modeling_llama
+
+import rope_ext
+from tests.helpers.models import tiny_llama
+from tests.helpers.positions import EXACT, decoded, logits
+
+NAME = "apply_rotary_pos_emb"
+
+
+@pytest.fixture
+def turns(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """The cosines that Llama's function is called with."""
+    gc.collect()  # models of other tests
+    own, seen = getattr(modeling_llama, NAME), []
+
+    def apply(q: Any, k: Any, cos: Any, sin: Any, unsqueeze_dim: int = 1) -> Any:
+        seen.append(cos)
+        return own(q, k, cos, sin, unsqueeze_dim)
+
+    monkeypatch.setattr(modeling_llama, NAME, apply)
+    return seen
+
+
+@pytest.mark.parametrize("name", ["rerope", "alibi", "nope", "fire"])
+def test_nothing_is_turned_by_nothing(name: str, turns: list, monkeypatch, ids) -> None:
+    model = rope_ext.patch(tiny_llama(), name, factor=4)
+    turns.clear()
+    spared = logits(model, ids)
+    assert not turns
+    torch.testing.assert_close(decoded(model, ids, [40, *[1] * 50]), spared, **EXACT)
+    assert not turns
+    another = getattr(modeling_llama, NAME).__wrapped__
+    monkeypatch.setattr(modeling_llama, NAME, another)  # by a package that comes later
+    assert torch.equal(logits(model, ids), spared)
+    assert len(turns) == len(model.model.layers)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"method": "self_extend", "factor": 4},
+        {"method": "3d_rpe", "factor": 4},
+        {"method": "rerope", "factor": 4, "attention_factor": 1.2},
+        {"method": "rerope", "factor": 4, "layers": (1,)},
+    ],
+)
+def test_what_turns_something_is_turned(options: dict, turns: list, ids) -> None:
+    function = getattr(modeling_llama, NAME)
+    model = rope_ext.patch(tiny_llama(), **options)
+    assert getattr(modeling_llama, NAME) is function
+    turns.clear()
+    logits(model, ids)
+    assert len(turns) == len(model.model.layers)
+
+
+def test_the_function_of_transformers_comes_back_with_the_last_model(turns: list, ids) -> None:
+    function = getattr(modeling_llama, NAME)
+    one, other = (rope_ext.patch(tiny_llama(), "rerope", factor=4) for _ in range(2))
+    last, right = copy.deepcopy(other), logits(other, ids)
+    rope_ext.unpatch(one)
+    assert getattr(modeling_llama, NAME) is not function
+    plain = tiny_llama()
+    assert torch.equal(logits(one, ids), logits(plain, ids))
+    del other
+    gc.collect()
+    assert getattr(modeling_llama, NAME) is function
+    torch.testing.assert_close(logits(last, ids), right, **EXACT)
+    torch.testing.assert_close(logits(pickle.loads(pickle.dumps(last)), ids), right, **EXACT)
+    rope_ext.unpatch(last)
+    assert torch.equal(logits(last, ids), logits(plain, ids))
+
+
+def by_name(query: Any, key: Any, cos: Any, sin: Any, unsqueeze_dim: int = 1) -> Any:
+    return OWN(query, key, cos, sin, unsqueeze_dim)
+
+
+def with_more(q: Any, k: Any, cos: Any, sin: Any, unsqueeze_dim: int = 1) -> Any:
+    return tuple(2 * x for x in OWN(q, k, cos, sin, unsqueeze_dim))
+
+
+OWN = getattr(modeling_llama, NAME)
+
+
+@pytest.mark.parametrize("function", [by_name, with_more])
+def test_a_function_that_is_another_stays(function: Callable, monkeypatch, ids) -> None:
+    monkeypatch.setattr(modeling_llama, NAME, function)
+    model = rope_ext.patch(tiny_llama(), "rerope", factor=4)
+    assert getattr(modeling_llama, NAME) is function
+    torch.testing.assert_close(decoded(model, ids, [40, *[1] * 50]), logits(model, ids), **EXACT)

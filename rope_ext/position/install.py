@@ -22,7 +22,7 @@ from rope_ext.rotary import calls, hooks
 from rope_ext.rotary.foreign import refuse_presses
 from rope_ext.rotary.near import near
 from rope_ext.rotary.sites import RotarySite, text_config
-from rope_ext.rotary.spared import NOTHING, Spared
+from rope_ext.rotary.spared import NOTHING, spare, spares
 from rope_ext.under_way import here
 
 
@@ -78,16 +78,12 @@ class Installed:
         self._names = calls.parameters(type(decoder))
         self._spared = {site: self._spare(site, turned) for site in position_map.frequencies}
 
-    def _spare(self, site: RotarySite, layers: list[nn.Module]) -> Spared | None:
-        """By which the layers of a site need not turn; None: they have to."""
+    def _spare(self, site: RotarySite, layers: list[nn.Module]) -> tuple[str, ...] | None:
+        """What :func:`spares` is to be asked, if the layers of a site need not turn."""
         if self.kept or site.columns.complex or not self.map.still(site):
             return None
-        like = self.decoder.get_input_embeddings().weight
-        spared = Spared.of(self.decoder, layers, len(site.columns.pair), like)
-        if spared is not None and not takes(self.decoder, site, NOTHING):
-            spared.release()
-            return None
-        return spared
+        files = spare(layers, len(site.columns.pair), self.decoder.get_input_embeddings().weight)
+        return files if files and takes(self.decoder, site, NOTHING) else None
 
     def put(self, decoder: nn.Module) -> None:
         """Put hooks and the attention function in place."""
@@ -168,8 +164,6 @@ class Installed:
         """Take hooks and attention function back."""
         for handle in self.handles:
             handle.remove()
-        for spared in filter(None, self._spared.values()):
-            spared.release()
         self.decoder._modules.pop(bias.NAME, None)
         for module in self.layouts:
             module.__dict__.pop(LAYER, None)
@@ -261,7 +255,7 @@ class _RotaryHook:
         position_map: PositionMap,
         site: RotarySite,
         native: bool,
-        spared: Spared | None,
+        spared: tuple[str, ...] | None,
     ) -> None:
         self.map, self.site, self.native, self.spared = position_map, site, native, spared
         inv_freq, scaling = position_map.frequencies[site]
@@ -283,7 +277,7 @@ class _RotaryHook:
             return None
         positions = kwargs["position_ids"] if "position_ids" in kwargs else args[1]
         forward.locate(positions)
-        if self.spared is not None and self.spared.holds():
+        if self.spared is not None and spares(self.spared):
             return NOTHING
         result = forward.embeddings(self.site, output)
         if self.native:

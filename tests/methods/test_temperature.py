@@ -320,7 +320,7 @@ def test_a_temperature_costs_a_few_calls_in_every_layer(ids) -> None:
         def seen(frame: Any, event: str, argument: Any) -> None:
             nonlocal count
             name = frame.f_globals["__name__"]
-            # Another test's model may be there still, under a method that spares turns.
+            # Another test may have had models spared a turn, by a wrapper that stays.
             ours = name.startswith("rope_ext.") and name != "rope_ext.rotary.spared"
             count += event == "call" and ours
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-import gc
+import inspect
 import pickle
 from collections.abc import Callable
 from typing import Any
@@ -22,7 +22,6 @@ NAME = "apply_rotary_pos_emb"
 @pytest.fixture
 def turns(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """The cosines that Llama's function is called with."""
-    gc.collect()  # models of other tests
     own, seen = getattr(modeling_llama, NAME), []
 
     def apply(q: Any, k: Any, cos: Any, sin: Any, unsqueeze_dim: int = 1) -> Any:
@@ -65,21 +64,18 @@ def test_what_turns_something_is_turned(options: dict, turns: list, ids) -> None
     assert len(turns) == len(model.model.layers)
 
 
-def test_the_function_of_transformers_comes_back_with_the_last_model(turns: list, ids) -> None:
-    function = getattr(modeling_llama, NAME)
-    one, other = (rope_ext.patch(tiny_llama(), "rerope", factor=4) for _ in range(2))
-    last, right = copy.deepcopy(other), logits(other, ids)
-    rope_ext.unpatch(one)
-    assert getattr(modeling_llama, NAME) is not function
-    plain = tiny_llama()
-    assert torch.equal(logits(one, ids), logits(plain, ids))
-    del other
-    gc.collect()
+def test_the_function_is_wrapped_once_and_others_do_not_notice(turns: list, ids) -> None:
+    plain, model = tiny_llama(), rope_ext.patch(tiny_llama(), "rerope", factor=4)
+    function, right = getattr(modeling_llama, NAME), logits(model, ids)
+    rope_ext.patch(tiny_llama(), "alibi", factor=4)
     assert getattr(modeling_llama, NAME) is function
-    torch.testing.assert_close(logits(last, ids), right, **EXACT)
-    torch.testing.assert_close(logits(pickle.loads(pickle.dumps(last)), ids), right, **EXACT)
-    rope_ext.unpatch(last)
-    assert torch.equal(logits(last, ids), logits(plain, ids))
+    for same in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        turns.clear()
+        assert torch.equal(logits(same, ids), right)
+        assert not turns
+    rope_ext.unpatch(model)
+    assert torch.equal(logits(model, ids), logits(plain, ids))
+    assert len(turns) == 2 * len(plain.model.layers)
 
 
 def by_name(query: Any, key: Any, cos: Any, sin: Any, unsqueeze_dim: int = 1) -> Any:
@@ -90,7 +86,7 @@ def with_more(q: Any, k: Any, cos: Any, sin: Any, unsqueeze_dim: int = 1) -> Any
     return tuple(2 * x for x in OWN(q, k, cos, sin, unsqueeze_dim))
 
 
-OWN = getattr(modeling_llama, NAME)
+OWN = inspect.unwrap(getattr(modeling_llama, NAME))
 
 
 @pytest.mark.parametrize("function", [by_name, with_more])

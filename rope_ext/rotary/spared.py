@@ -19,8 +19,8 @@ import torch
 from torch import nn
 
 _NAME = "apply_rotary_pos_emb"
-_WRAPPED: dict[str, Callable] = {}
-"""By the name of a modeling file what stands there in place of its function."""
+_WRAPPED: set[Callable] = set()
+"""What has been put in place of such functions."""
 NOTHING = (None, None)
 """In place of cosine and sine: no token is turned."""
 
@@ -38,23 +38,23 @@ def spare(layers: Iterable[nn.Module], columns: int, like: torch.Tensor) -> tupl
     """
     files = {inspect.unwrap(type(layer).forward).__module__ for layer in layers}
     for file in files:
-        function = getattr(sys.modules.get(file), _NAME, None)
-        if function is None:
-            return None
-        if function is not _WRAPPED.get(file):
+        function = _function_of(file)
+        if function not in _WRAPPED:
             if not _turns_nothing_by_nothing(function, columns, like):
                 return None
-            _WRAPPED[file] = _sparing(function)
-            setattr(sys.modules[file], _NAME, _WRAPPED[file])
+            wrapper = _sparing(function)
+            _WRAPPED.add(wrapper)
+            setattr(sys.modules[file], _NAME, wrapper)
     return tuple(files)
 
 
 def spares(files: Iterable[str]) -> bool:
     """Whether they are wrapped still: another package may have put its own in their place."""
-    return all(
-        file in _WRAPPED and getattr(sys.modules.get(file), _NAME, None) is _WRAPPED[file]
-        for file in files
-    )
+    return all(_function_of(file) in _WRAPPED for file in files)
+
+
+def _function_of(file: str) -> Callable | None:
+    return getattr(sys.modules.get(file), _NAME, None)
 
 
 def _sparing(function: Callable) -> Callable:
@@ -67,7 +67,7 @@ def _sparing(function: Callable) -> Callable:
     return apply
 
 
-def _turns_nothing_by_nothing(function: Callable, columns: int, like: torch.Tensor) -> bool:
+def _turns_nothing_by_nothing(function: Callable | None, columns: int, like: torch.Tensor) -> bool:
     """Whether what it gets comes back if cosine is one and sine is zero."""
     try:
         names = list(inspect.signature(function).parameters)[:4]
@@ -75,5 +75,5 @@ def _turns_nothing_by_nothing(function: Callable, columns: int, like: torch.Tens
         cos = torch.ones(1, 3, columns, dtype=like.dtype, device="cpu")
         found = function(x, -x, cos, torch.zeros_like(cos))
         return names == ["q", "k", "cos", "sin"] and all(map(torch.equal, found, (x, -x)))
-    except Exception:  # then it is another function of that name
+    except Exception:  # there is none, or another of that name
         return False

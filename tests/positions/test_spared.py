@@ -78,6 +78,19 @@ def test_the_function_is_wrapped_once_and_others_do_not_notice(turns: list, ids)
     assert len(turns) == 2 * len(plain.model.layers)
 
 
+def test_what_another_package_puts_there_for_a_time_is_not_wrapped_for_good(monkeypatch) -> None:
+    def spared() -> Callable:
+        rope_ext.patch(tiny_llama(), "rerope", factor=4)
+        return getattr(modeling_llama, NAME)
+
+    function = spared()
+    with monkeypatch.context() as patches:
+        patches.setattr(modeling_llama, NAME, lambda q, k, cos, sin: function(q, k, cos, sin))
+        assert spared() is not function
+    assert getattr(modeling_llama, NAME) is function
+    assert spared() is function
+
+
 def by_name(query: Any, key: Any, cos: Any, sin: Any, unsqueeze_dim: int = 1) -> Any:
     return OWN(query, key, cos, sin, unsqueeze_dim)
 

@@ -9,8 +9,6 @@ looks at the positions when it runs and hands every run of consecutive tokens to
 from __future__ import annotations
 
 import functools
-import itertools
-import operator
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
@@ -92,60 +90,153 @@ def attend_few(
         distance: to every key if there is a bias, tokens, int64, ``[rows or 1, queries, slots]``.
     """
     rows, queries = query.shape[0], query.shape[2]
-    kv_heads, keys = key.shape[1:3]
+    kv_heads = key.shape[1]
     query = query.unflatten(1, (kv_heads, -1)).flatten(2, 3)  # no key is read twice
     each = query.shape[2] // queries
 
-    def shown(logits: torch.Tensor, part: Part) -> torch.Tensor:
+    def repeated(x: torch.Tensor) -> torch.Tensor:  # for all heads of a key
+        return x.repeat(1, 1, each, 1) if queries > 1 else x
+
+    def turned(by: Turn) -> torch.Tensor:
+        return call.pairs.rotate(query, by and tuple(map(repeated, by)))
+
+    parts = [
+        _Rows(turned(part.query), repeated(part.hidden[:, None]), part.key, part.slots)
+        for part in few.parts
+    ]
+    bias = sinks = None
+    if call.bias is not None:
+        bias = call.bias[:, distance.clamp(max=call.bias.shape[1] - 1)].movedim(0, 1)
+        bias = bias.unflatten(1, (kv_heads, -1)).flatten(2, 3)
+    if call.sinks is not None:
+        sinks = call.sinks.view(kv_heads, each, 1).expand(-1, -1, queries)
+        sinks = sinks.flatten(1, 2)[:, :, None].expand(rows, -1, -1, -1)
+    run = _by_kernel if _kernel_takes(parts, value, call) else _by_products
+    sees = few.sees.repeat(1, each)[:, None, :, None]
+    out = run(parts, key, value, call, bias, sinks, sees)
+    return out.unflatten(2, (-1, queries)).flatten(1, 2)
+
+
+class _Rows(NamedTuple):
+    """A band of :class:`Few` for the rows of every key head.
+
+    Args:
+        query: turned, ``[rows, kv_heads, rows of a key head, columns]``.
+        hidden: what is added to their logits, ``[rows or 1, 1, rows of a key head or 1, slots]``.
+        key: turn of the keys.
+        slots: as in :class:`Part`.
+    """
+
+    query: torch.Tensor
+    hidden: torch.Tensor
+    key: Turn
+    slots: torch.Tensor | None
+
+    @property
+    def plain(self) -> bool:
+        """Whether it wants all keys as they are cached."""
+        return self.slots is None and self.key is None
+
+
+def _kernel_takes(parts: Sequence[_Rows], value: torch.Tensor, call: Call) -> bool:
+    """Whether the CPU's flash kernel is faster than products, and does all that is asked."""
+    if value.device.type != "cpu" or value.element_size() > 2:  # small products are slow in half
+        return False
+    if sum(part.plain for part in parts) > 1:  # each would read all keys for itself
+        return False
+    alike = call.softcap is None and parts[0].query.shape[-1] == value.shape[-1]
+    # It knows no gradient of a log-sum-exp; a program (in torch 2.11 every graph) may move away.
+    return alike and not torch.is_grad_enabled() and not torch.compiler.is_exporting()
+
+
+def _by_products(
+    parts: Sequence[_Rows],
+    key: torch.Tensor,
+    value: torch.Tensor,
+    call: Call,
+    bias: torch.Tensor | None,
+    sinks: torch.Tensor | None,
+    sees: torch.Tensor,
+) -> torch.Tensor:
+    """The logits of all slots at once."""
+
+    def shown(logits: torch.Tensor, part: _Rows) -> torch.Tensor:
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32)) * call.scale
         if call.softcap is not None:
             logits = call.softcap * torch.tanh(logits / call.softcap)
-        hidden = part.hidden[:, None]
-        return logits + (hidden.repeat(1, 1, each, 1) if queries > 1 else hidden)
-
-    def turned(by: Turn) -> torch.Tensor:
-        if by is not None and queries > 1:
-            by = tuple(x.repeat(1, 1, each, 1) for x in by)
-        return call.pairs.rotate(query, by)
+        return logits + part.hidden
 
     # Of a key the largest of what the bands say is that of the band which shows it.
-    parts = few.parts
-    plain = [part.slots is None and part.key is None for part in parts]
-    if any(plain):  # keys as they are cached, read once for all these bands
-        at_once = list(itertools.compress(parts, plain))
-        found = _product(torch.cat([turned(part.query) for part in at_once], dim=2), key.mT)
-        found = map(shown, found.chunk(len(at_once), dim=2), at_once)
+    plain = [part for part in parts if part.plain]
+    if plain:  # read once for all these bands
+        found = _product(torch.cat([part.query for part in plain], dim=2), key.mT)
+        found = map(shown, found.chunk(len(plain), dim=2), plain)
         logits = functools.reduce(torch.maximum, found)
     else:
+        query = parts[0].query
         wide = torch.promote_types(query.dtype, torch.float32)
-        logits = query.new_full((*query.shape[:3], keys), torch.finfo(wide).min, dtype=wide)
-    for part in itertools.compress(parts, map(operator.not_, plain)):
-        at = turned(part.query)
+        size = (*query.shape[:3], key.shape[2])
+        logits = query.new_full(size, torch.finfo(wide).min, dtype=wide)
+    for part in parts:
+        if part.plain:
+            continue
+        near = call.pairs.rotate(_in(part.slots, key, 2), part.key)
+        found = shown(_product(part.query, near.mT), part)
+        found = torch.maximum(found, _in(part.slots, logits, 3))
         if part.slots is None:
-            found = shown(_product(at, call.pairs.rotate(key, part.key).mT), part)
-            logits = torch.maximum(found, logits)
-        elif len(part.slots) == 1:  # to look up each column of each key takes ten times as long
-            (slots,) = part.slots
-            near = call.pairs.rotate(key.index_select(2, slots), part.key)
-            found = shown(_product(at, near.mT), part)
-            found = torch.maximum(found, logits.index_select(3, slots))
-            logits = logits.index_copy(3, slots, found)
+            logits = found
+        elif len(part.slots) == 1:
+            logits = logits.index_copy(3, part.slots[0], found)
         else:
-            slots = part.slots[:, None, :, None].expand(rows, kv_heads, -1, key.shape[-1])
-            near = call.pairs.rotate(key.gather(2, slots), part.key)
-            slots = part.slots[:, None, None].expand(*query.shape[:3], -1)
-            found = torch.maximum(shown(_product(at, near.mT), part), logits.gather(3, slots))
+            slots = part.slots[:, None, None].expand(*logits.shape[:3], -1)
             logits = logits.scatter(3, slots, found)
-    if call.bias is not None:
-        bias = call.bias[:, distance.clamp(max=call.bias.shape[1] - 1)].movedim(0, 1)
-        logits = logits + bias.unflatten(1, (kv_heads, -1)).flatten(2, 3)
-    if call.sinks is not None:
-        column = call.sinks.to(logits.dtype).view(kv_heads, each, 1).expand(-1, -1, queries)
-        column = column.flatten(1, 2)[:, :, None].expand(rows, -1, -1, -1)
-        logits = torch.cat((logits, column), dim=-1)
-    sees = few.sees.repeat(1, each)[:, None, :, None]
-    weights = (logits.softmax(dim=-1)[..., :keys] * sees).to(value.dtype)
-    return _product(weights, value).unflatten(2, (-1, queries)).flatten(1, 2)
+    if bias is not None:
+        logits = logits + bias
+    if sinks is not None:
+        logits = torch.cat((logits, sinks.to(logits.dtype)), dim=-1)
+    weights = logits.softmax(dim=-1)[..., : key.shape[2]] * sees
+    return _product(weights.to(value.dtype), value)
+
+
+def _by_kernel(
+    parts: Sequence[_Rows],
+    key: torch.Tensor,
+    value: torch.Tensor,
+    call: Call,
+    bias: torch.Tensor | None,
+    sinks: torch.Tensor | None,
+    sees: torch.Tensor,
+) -> torch.Tensor:
+    """A call of the CPU's flash kernel for each band."""
+    total = log = None
+    if sinks is not None:  # a key without a value
+        log = sinks[..., 0].float()
+        total = torch.zeros_like(parts[0].query, dtype=torch.float32)
+    for part in parts:
+        mask = part.hidden if bias is None else part.hidden + _in(part.slots, bias, 3)
+        near = call.pairs.rotate(_in(part.slots, key, 2), part.key)
+        tensors = map(flash.packed, (part.query, near, _in(part.slots, value, 2)))
+        out, lse = _flash(*tensors, attn_mask=mask, scale=call.scale)
+        if total is None:
+            total, log = out.float(), lse
+        else:
+            total = total.lerp(out.float(), torch.sigmoid(lse - log)[..., None])
+            log = torch.logaddexp(log, lse)
+    return (total * sees).to(value.dtype)
+
+
+_flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
+
+
+def _in(slots: torch.Tensor | None, x: torch.Tensor, dim: int) -> torch.Tensor:
+    """What lies in ``slots`` (``[rows or 1, slots]``; None: all) in a dimension of ``x``."""
+    if slots is None:
+        return x
+    if len(slots) == 1:  # to look up each column of each key takes ten times as long
+        return x.index_select(dim, slots[0])
+    size = (len(slots), *x.shape[1:])
+    index = slots.view(len(slots), *(-1 if at == dim else 1 for at in range(1, x.dim())))
+    return x.expand(size).gather(dim, index.expand(*size[:dim], -1, *size[dim + 1 :]))
 
 
 def attend_scored(

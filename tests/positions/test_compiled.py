@@ -10,6 +10,7 @@ from torch._dynamo.utils import counters
 from transformers import GenerationConfig
 from transformers.integrations.executorch import TorchExportableModuleForDecoderOnlyLM
 
+import rope_ext
 from rope_ext.attention import placed, reference
 from rope_ext.attention.call import Call, Pairs, TurnedBand
 from rope_ext.attention.reference import Places
@@ -21,7 +22,16 @@ from rope_ext.rotary import calls
 from rope_ext.under_way import here
 from tests.helpers.graphs import graphs, static, whole
 from tests.helpers.models import tiny_llama
-from tests.helpers.positions import EXACT, GEOMETRIES, METHODS, decoded, logits, padded, patch
+from tests.helpers.positions import (
+    EXACT,
+    FAMILIES,
+    GEOMETRIES,
+    METHODS,
+    decoded,
+    logits,
+    padded,
+    patch,
+)
 from tests.helpers.promises import pieces_of_rows_are_as_alone
 
 pytestmark = pytest.mark.usefixtures("no_graphs")
@@ -46,6 +56,43 @@ def test_what_a_graph_holds_is_what_the_eager_path_computes(name: str, ids, in_t
             said.append(logits(model, piece, past_key_values=cache))
     torch.testing.assert_close(torch.cat(said, 1), right, **EXACT)
     assert here.traced == here.positions == []
+
+
+@pytest.mark.parametrize("name", SOME)
+def test_few_tokens_by_the_kernel_of_half_precision(name: str, ids, in_tensors, by_kernel) -> None:
+    model = patch(tiny_llama(num_hidden_layers=1), name)
+    rows = [ids[0, :55], ids[1, :44]]
+    pieces_of_rows_are_as_alone(model, rows, "left", [20, 30, *[1] * 5], static(model))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("kind", ["llama", "gpt_oss", "gemma2"])
+@pytest.mark.parametrize("name", ["rerope", "alibi"])
+def test_few_tokens_in_half_precision(dtype, kind: str, name: str, ids, in_tensors, monkeypatch):
+    """As far from float32 as rounding takes the eager path."""
+    took, run = [], placed._by_kernel
+    monkeypatch.setattr(placed, "_by_kernel", lambda *given: took.append(1) or run(*given))
+    model = rope_ext.patch(FAMILIES[kind].model(), name, factor=4)
+    right = logits(model, ids)
+    model.to(dtype)
+    steps = [40, 5, *[1] * 45]
+    eager = (logits(model, ids).float() - right).norm()
+    assert not took
+    said = decoded(model, ids, steps, static(model))
+    assert bool(took) == (kind != "gemma2")  # it caps its logits
+    assert (said.float() - right).norm() < 1.5 * eager
+
+
+def test_gradients_of_few_tokens_in_half_precision(ids, in_tensors) -> None:
+    """The kernel has none for a sum of exponentials, with which bands are merged."""
+    model, found = patch(tiny_llama(num_hidden_layers=1), "rerope"), []
+    tokens, mask, positions = padded([ids[0, :12], ids[1, :7]], "left")
+    for dtype in (torch.float32, torch.bfloat16):
+        model.to(dtype).zero_grad()
+        given = {"attention_mask": mask, "position_ids": positions, "use_cache": False}
+        (model(tokens, **given).logits * mask[..., None]).pow(2).mean().backward()
+        found.append(model.model.layers[0].self_attn.q_proj.weight.grad.float().clone())
+    assert (found[0] - found[1]).norm() < 0.05 * found[0].norm()  # bfloat16 has 8 bits
 
 
 @pytest.mark.parametrize("name", SOME)
@@ -98,7 +145,10 @@ def test_positions_that_go_back_are_refused_when_the_graph_runs(tokens: int, ids
 
 
 @pytest.mark.parametrize("with_sinks", [False, True])
-def test_a_query_that_sees_no_key_gets_nothing(with_sinks: bool) -> None:
+@pytest.mark.parametrize("kernel", [False, True])
+def test_a_query_that_sees_no_key_gets_nothing(with_sinks: bool, kernel: bool, request) -> None:
+    if kernel:
+        request.getfixturevalue("by_kernel")
     make = torch.Generator().manual_seed(0)
     query, key, value = (torch.randn(1, heads, 6, 4, generator=make) for heads in (4, 2, 2))
     query, pairs = query[:, :, :3], Pairs(slice(0, 2), slice(2, 4))

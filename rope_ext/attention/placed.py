@@ -26,8 +26,9 @@ BACK = (
     "attend to the future; give it one sequence in each row, padded on the left"
 )
 APART = (
-    "there is padding between the tokens of a row, where a position method in tensors would look "
-    "for near keys in the wrong places; pad on the left (padding_side='left' of the tokenizer)"
+    "there is padding between the tokens of a row, or its position ids repeat, where a position "
+    "method in tensors would look for near keys in the wrong places; pad on the left "
+    "(padding_side='left' of the tokenizer) and give position ids that count"
 )
 COUNTED = (
     "the position ids do not count one by one, which the tokens of a row have to do in an exported "
@@ -357,7 +358,7 @@ def _placed(
         else:
             if bias is not None and at[-1] - at[0] >= bias.shape[1] >= places.shape[1]:
                 raise UnsupportedModelError(BEYOND)
-            of_queries = Places(at[len(at) - len(queries) :], at)
+            of_queries = Places.in_order(at[len(at) - len(queries) :], at)
             part = reference.attend_blocked(*found, replace(call, bands=bands), of_queries)
         if len(queries) == query.shape[2]:
             out[rows] = part

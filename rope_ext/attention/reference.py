@@ -21,17 +21,26 @@ class Places:
         query: int64, ``[queries]``, in tokens, in any order and with any gaps.
         key: the same of the keys, ``[keys]``.
         mask: bool, broadcast to ``[batch, heads, queries, keys]``; False hides. None hides nothing.
+        newest: index of the last key that a query sees, ``[queries]``: what comes after it is
+            hidden even if it is at the same place. None: the places alone decide.
     """
 
     query: torch.Tensor
     key: torch.Tensor
     mask: torch.Tensor | None = None
+    newest: torch.Tensor | None = None
 
     @classmethod
     def following(cls, call: Call, query: torch.Tensor, key: torch.Tensor) -> Places:
         """The keys one after the other from ``call.start``; the queries are the last of them."""
         positions = torch.arange(call.start, call.start + key.shape[2], device=key.device)
         return cls(positions[key.shape[2] - query.shape[2] :], positions)
+
+    @classmethod
+    def in_order(cls, query: torch.Tensor, key: torch.Tensor) -> Places:
+        """Likewise at places that may repeat: a token does not see those that come after it."""
+        index = torch.arange(len(key), device=key.device)
+        return cls(query, key, newest=index[len(key) - len(query) :])
 
 
 def weights(
@@ -65,6 +74,9 @@ def _weighed(
         logits = call.softcap * torch.tanh(logits / call.softcap)
     if places.mask is not None:
         visible = visible & places.mask
+    if places.newest is not None:
+        index = torch.arange(key.shape[2], device=key.device)
+        visible = visible & (index <= places.newest[:, None])
     block = Block(query, key, logits, places.query, places.key, visible, call.scale)
     if call.scores is not None:
         with torch.autocast(query.device.type, enabled=False):
@@ -139,6 +151,7 @@ def attend_blocked(
                 rows(places.query, start, 0),
                 places.key,
                 mask if mask is None or mask.dim() < 2 else rows(mask, start, -2),
+                None if places.newest is None else rows(places.newest, start, 0),
             ),
         )
 

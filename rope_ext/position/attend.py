@@ -155,8 +155,9 @@ class Dense:
         bands = [TurnedBand(seen, turn(q, of_query), turn(k, of_key)) for seen, q, k in self.turns]
         temperature = self.temperature and self.temperature(of_query, dtype)
         mask = None if places.mask is None else places.mask[..., queries, :]
+        newest = None if places.newest is None else places.newest[queries]
         return replace(self.call, bands=bands, temperature=temperature), Places(
-            of_query, of_key, mask
+            of_query, of_key, mask, newest
         )
 
 
@@ -475,16 +476,18 @@ def _irregular(
     places = mask.positions[row if len(mask.positions) > 1 else 0]
     t = places.to(query.device)
     dense = mask.dense_on(query.device)
+    of_queries = Places.in_order(t[-query.shape[2] :], t)
     if dense is not None:
         dense = dense[row if len(dense) > 1 else 0, :, :, : len(t)]
         dense = dense if dense.dtype == torch.bool else _visible(dense)
+        of_queries = replace(of_queries, mask=dense, newest=None)
     return Dense(
         query[row : row + 1],
         key[row : row + 1],
         layer.adding(call, places, query),
         position_map.turns(layer.layout),
         position_map.temperature,
-        Places(t[-query.shape[2] :], t, dense),
+        of_queries,
         position_map.reach,
     )
 

@@ -23,7 +23,7 @@ from rope_ext.position.cache import KeyPositions, kept, note, whole
 from rope_ext.position.map import PositionMap
 from rope_ext.position.runs import BatchMask
 from rope_ext.position.tables import Turns
-from rope_ext.position.tokens import stored_rotation
+from rope_ext.position.tokens import FRACTIONS, stored_rotation
 from rope_ext.rotary import calls
 from rope_ext.rotary.sites import RotarySite
 from rope_ext.under_way import here
@@ -149,7 +149,7 @@ def _understood(
             return None
         mask = mask["full_attention"]
     padding = mask.valid if isinstance(mask, BatchMask) else mask
-    if padding is not None and (padding.ndim != 2 or padding.dtype.is_floating_point):
+    if padding is not None and padding.ndim != 2:
         return None
     fresh = isinstance(slots.filled, int)
     regular = fresh and mask is None and positions is None
@@ -224,6 +224,8 @@ class Traced:
             return
         if positions.ndim == 3:  # all axes alike, since none were given
             positions = positions[0]
+        if positions.is_floating_point():
+            torch._assert_async((positions == positions.floor()).all(), FRACTIONS)
         positions = positions.reshape(-1, positions.shape[-1]).long()
         device = positions.device
         own = torch.arange(self.tokens, device=device)

@@ -17,6 +17,11 @@ from rope_ext.rotary import hooks
 from rope_ext.rotary.sites import RotarySite
 from rope_ext.under_way import here
 
+FRACTIONS = (
+    "position ids of a position method are whole numbers of tokens, and these have fractions; "
+    "round them, or use a frequency method such as 'yarn'"
+)
+
 
 def current(position_map: PositionMap) -> Forward | None:
     """The innermost forward under way in this thread that ``position_map`` is in force for."""
@@ -77,6 +82,8 @@ class Forward:
                     "image or a video). Use a frequency method such as 'yarn'"
                 )
             positions = positions[0]
+        if positions.is_floating_point() and bool((positions != positions.floor()).any()):
+            raise UnsupportedModelError(FRACTIONS)
         positions = positions.reshape(-1, positions.shape[-1]).long()
         if len(positions) > 1:
             known = positions.cpu()

@@ -144,6 +144,32 @@ def test_positions_that_go_back_are_refused_when_the_graph_runs(tokens: int, ids
     assert here.traced == []
 
 
+@pytest.mark.parametrize("name", ["rerope", "alibi"])
+def test_tokens_at_the_same_position_in_tensors(name: str, ids, in_tensors, request) -> None:
+    """They are as in the eager path, but few beside a window are refused when the graph runs."""
+    model = rope_ext.patch(tiny_llama(), name, factor=4)
+    positions = (torch.arange(60) // 2)[None]
+    given = {"position_ids": positions, "attention_mask": torch.ones(1, 60)}
+    said = logits(model, ids[:1, :60], **given)
+    other = ids[:1, :60].clone()
+    other[0, 41:] = ids[1, 41:60]
+    torch.testing.assert_close(logits(model, other, **given)[:, :41], said[:, :41], **EXACT)
+    cache = static(model)
+    logits(model, ids[:1, :50], position_ids=positions[:, :50], past_key_values=cache)
+    of_few = {"position_ids": positions[:, 50:], "past_key_values": cache}
+    if name == "rerope":
+        with pytest.raises(RuntimeError, match=r"its position ids repeat.*ids that count"):
+            logits(model, ids[:1, 50:60], **of_few)
+        return
+    torch.testing.assert_close(logits(model, ids[:1, 50:60], **of_few), said[:, 50:], **EXACT)
+
+
+def test_fractions_of_tokens_are_refused_when_the_graph_runs(ids, in_tensors) -> None:
+    model, halves = patch(tiny_llama()), torch.arange(90)[None] / 2
+    with pytest.raises(RuntimeError, match="fractions"):
+        logits(model, ids, position_ids=halves, attention_mask=torch.ones_like(ids))
+
+
 @pytest.mark.parametrize("with_sinks", [False, True])
 @pytest.mark.parametrize("kernel", [False, True])
 def test_a_query_that_sees_no_key_gets_nothing(with_sinks: bool, kernel: bool, request) -> None:

@@ -60,6 +60,41 @@ def test_packed_documents_under_a_mask_are_refused_with_the_cure(ids) -> None:
 
 
 @pytest.mark.parametrize("name", METHODS)
+def test_tokens_at_the_same_position_do_not_see_those_after_them(name: str, ids) -> None:
+    model, positions = tiny_llama(), (torch.arange(90) // 3)[None]
+    given = {"position_ids": positions, "attention_mask": torch.ones_like(ids[:1])}
+    row, other = ids[:1], ids[:1].clone()
+    other[0, 61:] = ids[1, 61:]  # the middle one of three
+    patch(model, name)
+    said = logits(model, row, **given)
+    torch.testing.assert_close(logits(model, other, **given)[:, :61], said[:, :61], **EXACT)
+    assert (logits(model, other, **given) - said)[:, 61:].abs().max() > 0.01
+    cache = DynamicCache(config=model.config)  # and alike in two chunks
+    parts = [
+        logits(model, row[:, at], position_ids=positions[:, at], past_key_values=cache)
+        for at in (slice(0, 50), slice(50, 90))
+    ]
+    torch.testing.assert_close(torch.cat(parts, 1), said, **EXACT)
+
+
+def test_tokens_at_the_same_position_are_as_unpatched_within_the_window(ids) -> None:
+    model, positions = tiny_llama(), (torch.arange(90) // 2)[None]
+    given = {"position_ids": positions, "attention_mask": torch.ones_like(ids)}
+    plain = logits(model, ids, **given)
+    patch(model, "rerope", window=90, log_n=False, **TOLD)
+    torch.testing.assert_close(logits(model, ids, **given), plain, **EXACT)
+
+
+def test_fractions_of_tokens_are_refused(ids) -> None:
+    model = patch(tiny_llama())
+    whole = torch.arange(90)[None]
+    said = logits(model, ids, position_ids=whole.float(), attention_mask=torch.ones_like(ids))
+    torch.testing.assert_close(said, logits(model, ids), **EXACT)
+    with pytest.raises(rope_ext.UnsupportedModelError, match=r"fractions.*'yarn'"):
+        logits(model, ids, position_ids=whole / 2, attention_mask=torch.ones_like(ids))
+
+
+@pytest.mark.parametrize("name", METHODS)
 @pytest.mark.parametrize("kind", ["llama", "glm4"])
 def test_positions_that_jump_are_the_papers_distances(kind: str, name: str, ids) -> None:
     """PoSE: two chunks, the second far away, under a mask that keeps them in one sequence."""

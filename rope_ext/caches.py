@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any, Protocol
 
@@ -12,10 +13,22 @@ from rope_ext.swapping import swap
 
 Move = Callable[[torch.Tensor], torch.Tensor]
 """Takes and returns tensors of ``[rows, ...]``."""
+_WATCHED = (
+    "get_mask_sizes",
+    "get_seq_length",
+    "reorder_cache",
+    "batch_select_indices",
+    "batch_repeat_interleave",
+)
+"""What is called of every cache before its keys are used or its rows moved."""
 
 
 class Note(Protocol):
     """What is known of the rows of a cache."""
+
+    @property
+    def kind(self) -> type[Carrying] | None:
+        """What the cache is to be; None: as it came."""
 
     def moved(self, move: Move) -> Note:
         """The note on other rows."""
@@ -37,13 +50,52 @@ class Carrying:
         return super().batch_repeat_interleave(repeats)
 
 
-def carry(cache: Cache, name: str, note: Note, kind: type[Carrying] = Carrying) -> None:
+def carry(cache: Cache, name: str, note: Note) -> None:
     """Put ``note`` on a cache as its attribute ``name``, which begins with ``_rope_ext``.
 
-    The cache becomes one of that ``kind``.
+    The cache becomes one of its kind.
     """
     setattr(cache, name, note)
-    swap(cache, kind)
+    _become(cache, note.kind)
+
+
+def _become(cache: Cache, kind: type[Carrying] | None) -> None:
+    if kind is not None and not isinstance(cache, kind):
+        swap(cache, kind)
+
+
+def watch() -> None:
+    """Let caches that a compiled graph begins become what :func:`carry` makes of them.
+
+    A graph can put a note on a cache, and not give it another class: the first method of it that
+    is called outside of graphs does that. The methods stay watched, as a graph of another thread
+    may hold them.
+    """
+    for name in _WATCHED:
+        function = getattr(Cache, name)
+        if function not in _watching:
+            made = _watched(name, function)
+            _watching.add(made)
+            setattr(Cache, name, made)
+
+
+_watching: set[Callable] = set()
+"""Methods of :class:`Cache` as :func:`watch` has made them."""
+
+
+def _watched(name: str, function: Callable) -> Callable:
+    @functools.wraps(function)
+    def method(self: Cache, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling() or isinstance(self, Carrying):
+            return function(self, *args, **kwargs)
+        for of, note in list(vars(self).items()):
+            if of.startswith("_rope_ext"):
+                _become(self, note.kind)
+        if isinstance(self, Carrying):
+            return getattr(self, name)(*args, **kwargs)
+        return function(self, *args, **kwargs)
+
+    return method
 
 
 def _move(cache: Any, move: Move) -> None:

@@ -12,6 +12,7 @@ import torch
 from transformers import AttentionInterface, AttentionMaskInterface
 
 import rope_ext
+from rope_ext.caches import Carrying
 from rope_ext.position import bias, inputs
 from rope_ext.swapping import plain, swap
 from rope_ext.under_way import here
@@ -72,16 +73,19 @@ def test_classes_are_swapped_in_one_place() -> None:
         "swapping.py",
         "rotary/buffers.py",  # which takes it back
     }
-    kinds = {"swap": 1, "carry": 3}  # which argument says of what kind
     given = [
         part.id
         for _, node in parsed()
-        if isinstance(node, ast.Call) and getattr(node.func, "id", None) in kinds
-        for argument in node.args[kinds[node.func.id] :]
-        for part in ast.walk(argument)
+        if isinstance(node, ast.Call) and getattr(node.func, "id", None) == "swap"
+        for part in ast.walk(node.args[1])
         if isinstance(part, ast.Name)
     ]
-    swapped = {"Carrying", *given} - {"hooked", "kind"}
+    notes = {
+        kind.__name__
+        for kind in Carrying.__subclasses__()
+        if kind.__module__.startswith("rope_ext")
+    }
+    swapped = {"Carrying", *notes, *given} - {"hooked", "kind"}
     assert swapped == {name for name in LISTED if re.fullmatch("_?[A-Z][a-z]+", name)}
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from transformers.cache_utils import Cache, StaticLayer
@@ -13,6 +13,21 @@ from rope_ext.errors import CacheError
 from rope_ext.under_way import here
 
 _POSITIONS = "_rope_ext_positions"  # on a cache: the KeyPositions of its keys
+
+
+class _Logged(Carrying):
+    """Of a cache whose keys carry the rotation of a position map."""
+
+    def update(self, *args: Any, **kwargs: Any) -> Any:
+        stack = here.positions or here.traced
+        if not (stack and stack[-1].cache is self) and not any(
+            forward.cache is self for forward in (*here.positions, *here.traced)
+        ):
+            raise CacheError(
+                f"the keys in this cache carry the rotation of {kept(self).key[0]}, and this "
+                f"model is not patched with it; start with an empty cache"
+            )
+        return super().update(*args, **kwargs)
 
 
 @dataclass(frozen=True)
@@ -25,6 +40,7 @@ class KeyPositions:
             all rows, and all slots, also those that are not filled.
     """
 
+    kind: ClassVar[type[Carrying]] = _Logged
     key: tuple[Any, ...]
     positions: torch.Tensor
 
@@ -39,14 +55,20 @@ def keep(cache: Cache, known: KeyPositions, rows: int) -> None:
     """Put ``known`` on a cache of that many rows, which then refuses to go on without its map."""
     layer = whole(cache)
     if layer is not None:
+        needed = known.positions.shape[1]
+        if needed > layer.max_cache_len:
+            raise CacheError(
+                f"this static cache has room for {layer.max_cache_len} tokens, and with those of "
+                f"this forward there would be {needed}; make one with a larger max_cache_len"
+            )
         known = _filled_in(kept(cache), known, (rows, layer.max_cache_len))
-    carry(cache, _POSITIONS, known, _Logged)
+    carry(cache, _POSITIONS, known)
 
 
 def note(cache: Cache, known: KeyPositions) -> None:
     """As :func:`keep` where torch.compile traces, which cannot give a cache another class.
 
-    The next forward that is not traced does that.
+    What is called next of it outside of graphs does that: :func:`rope_ext.caches.watch`.
     """
     setattr(cache, _POSITIONS, known)
 
@@ -82,18 +104,3 @@ def _filled_in(
         before = replace(known, positions=empty)
     before.positions[:, : new.shape[1]] = new
     return before
-
-
-class _Logged(Carrying):
-    """Of a cache whose keys carry the rotation of a position map."""
-
-    def update(self, *args: Any, **kwargs: Any) -> Any:
-        stack = here.positions or here.traced
-        if not (stack and stack[-1].cache is self) and not any(
-            forward.cache is self for forward in (*here.positions, *here.traced)
-        ):
-            raise CacheError(
-                f"the keys in this cache carry the rotation of {kept(self).key[0]}, and this "
-                f"model is not patched with it; start with an empty cache"
-            )
-        return super().update(*args, **kwargs)

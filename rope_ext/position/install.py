@@ -8,6 +8,7 @@ import torch
 from torch import nn
 from transformers.cache_utils import Cache
 
+from rope_ext.caches import watch
 from rope_ext.encodings import Heads
 from rope_ext.errors import CacheError, OptionError, UnsupportedModelError
 from rope_ext.position import bias, compiled, inputs
@@ -34,6 +35,7 @@ def install(decoder: nn.Module, position_map: PositionMap) -> Installed:
         UnsupportedModelError: its layers do not.
     """
     installed = Installed(decoder, position_map)
+    watch()
     try:
         installed.put(decoder)
     except BaseException:

@@ -25,6 +25,8 @@ Rings = dict[int, Ring]
 class Turned:
     """The rings of every layer of a cache, and of which keys they were made."""
 
+    kind = None
+
     def __init__(self) -> None:
         self.layers: dict[int, tuple[weakref.ref, Rings]] = {}
 

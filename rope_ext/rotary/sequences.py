@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from rope_ext.caches import Move, carry
+from rope_ext.caches import Carrying, Move, carry, watch
 from rope_ext.errors import CacheError, UnsupportedModelError
 from rope_ext.methods import FrequencyMethod
 from rope_ext.methods.temperature import Temperature
@@ -53,19 +53,16 @@ class Started:
     made: dict[tuple, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
     begun: bool = True
 
+    @property
+    def kind(self) -> type[Carrying] | None:
+        """What a cache with it has to be."""
+        return Carrying if len(self.lengths) > 1 else None
+
     def moved(self, move: Move) -> Started:
         """The sequences of other rows."""
         if len(self.lengths) == 1:
             return self
         return replace(self, lengths=move(self.lengths), first=move(self.first), made={})
-
-
-def _note(cache: Any, started: Started) -> None:
-    """Let a cache know its sequences, wherever its rows go."""
-    if len(started.lengths) > 1:
-        carry(cache, STARTED, started)
-    else:
-        setattr(cache, STARTED, started)
 
 
 @dataclass(eq=False)
@@ -133,7 +130,7 @@ class Forward:
         else:
             self.started = self._start(positions)
         if self.cache is not None:
-            _note(self.cache, self.started)
+            carry(self.cache, STARTED, self.started)
         self.mask = self.cache = None  # a graph may hold on to this
 
     def _start(self, positions: torch.Tensor) -> Started:
@@ -431,7 +428,7 @@ class Sequences:
         for part in output if isinstance(output, tuple) else (output,):
             cache = getattr(part, "past_key_values", part)
             if hasattr(cache, "get_seq_length"):
-                _note(cache, forward.started)
+                carry(cache, STARTED, forward.started)
         hidden = output[0]
         if decoder.training and isinstance(hidden, torch.Tensor) and hidden.requires_grad:
             # With gradient checkpointing, layers run again in the thread that goes backward.
@@ -491,6 +488,7 @@ def _announced(model: nn.Module, given: dict[str, Any]) -> tuple[torch.Tensor | 
 
 def follow(decoder: nn.Module, model: nn.Module, sequences: Sequences, changes: Changes) -> None:
     """Tell ``sequences`` of all that ``decoder`` or ``model.generate`` runs."""
+    watch()
     sequences.names = parameters(type(decoder))
     sequences.layers = [
         m for m in decoder.modules() if isinstance(m.__dict__.get("layer_idx"), int)

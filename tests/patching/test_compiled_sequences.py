@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 from torch._dynamo.utils import counters
-from transformers import CompileConfig, StaticCache
+from transformers import CompileConfig, DynamicCache, StaticCache
 
 import rope_ext
 from rope_ext.errors import CacheError
@@ -91,6 +91,23 @@ def test_a_prefill_compiles_whole_and_the_eager_path_goes_on(ids) -> None:
         results.append(logits(model, ids[:, 81:84], past_key_values=cache))
     torch.testing.assert_close(torch.cat(said, 1), torch.cat(right, 1), **EXACT)
     assert not counters["graph_break"]
+
+
+@pytest.mark.parametrize("order", [[1, 0], [0, 0]])
+def test_rows_of_a_cache_that_a_graph_began_move_with_their_frequencies(order, ids) -> None:
+    model = patch("dynamic_ntk")
+    tokens, mask, positions = padded([ids[0, :80], ids[1, :50]], "left")
+    compiled = torch.compile(model, backend="eager", fullgraph=True)
+    said, right = [], []
+    for run, results in ((compiled, said), (model, right)):
+        cache = DynamicCache(config=model.config)
+        given = {"attention_mask": mask[:, :79], "position_ids": positions[:, :79]}
+        logits(run, tokens[:, :79], past_key_values=cache, **given)
+        cache.reorder_cache(torch.tensor(order))
+        given = {"attention_mask": mask[order], "position_ids": positions[order][:, 79:]}
+        results.append(logits(model, tokens[order][:, 79:], past_key_values=cache, **given))
+    torch.testing.assert_close(said, right, **EXACT)
+    assert (right[0][0] - right[0][1]).abs().max() > 0.01 or order == [0, 0]
 
 
 def test_a_cache_begun_without_the_patch_is_refused_in_a_graph_too(ids) -> None:

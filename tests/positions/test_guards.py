@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+
 import pytest
 import torch
-from transformers import DynamicCache
+from transformers import DynamicCache, StaticCache
 
 import rope_ext
 from tests.families.zoo import tiny_model
@@ -64,6 +67,26 @@ def test_a_cache_is_not_continued_with_other_sliding_layers(ids) -> None:
         logits(model, ids[:, 50:], past_key_values=cache)
 
 
+@pytest.mark.parametrize("make", [DynamicCache, partial(StaticCache, max_cache_len=100)])
+def test_a_cache_that_a_graph_began_is_not_continued_without_the_patch(
+    make: Callable, ids, no_graphs
+) -> None:
+    model = patch(tiny_llama(num_hidden_layers=1))
+    cache = make(config=model.config)
+    compiled = torch.compile(model, backend="eager", fullgraph=True)
+    logits(compiled, ids[:, :50], past_key_values=cache)
+    rope_ext.unpatch(model)
+    with pytest.raises(rope_ext.CacheError, match="not patched with it; start with an empty"):
+        logits(model, ids[:, 50:], past_key_values=cache)
+
+
+def test_more_tokens_than_a_static_cache_has_room_for_are_refused(ids) -> None:
+    model = patch(tiny_llama())
+    cache = StaticCache(config=model.config, max_cache_len=50)
+    with pytest.raises(rope_ext.CacheError, match=r"room for 50 tokens.*would be 90; "):
+        logits(model, ids, past_key_values=cache)
+
+
 def test_a_cache_is_not_continued_over_another_frequency_map(model, ids) -> None:
     patch(model, frequency=rope_ext.NTK(factor=2))
     cache = DynamicCache(config=model.config)
@@ -74,12 +97,14 @@ def test_a_cache_is_not_continued_over_another_frequency_map(model, ids) -> None
 
 
 @pytest.mark.parametrize("what", ["fewer", "swapped", "repeated"])
-def test_a_padded_cache_of_other_rows_is_right_or_refused(what: str, ids) -> None:
-    model = patch(tiny_llama())
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_padded_cache_of_other_rows_is_right(what: str, compiled: bool, ids, no_graphs) -> None:
+    model = patch(tiny_llama(num_hidden_layers=1))
     rows = [ids[0, :80], ids[1, :41]]
     batch, mask, positions = padded(rows, "left")
     cache = DynamicCache(config=model.config)
-    logits(model, batch, attention_mask=mask, position_ids=positions, past_key_values=cache)
+    run = torch.compile(model, backend="eager", fullgraph=True) if compiled else model
+    logits(run, batch, attention_mask=mask, position_ids=positions, past_key_values=cache)
     order = {"fewer": [1], "swapped": [1, 0], "repeated": [0, 0, 1, 1]}[what]
     if what == "fewer":
         cache.batch_select_indices(torch.tensor(order))
@@ -91,11 +116,7 @@ def test_a_padded_cache_of_other_rows_is_right_or_refused(what: str, ids) -> Non
         "attention_mask": torch.cat((mask[order], torch.ones(len(order), 1, dtype=torch.long)), 1),
         "position_ids": positions[order][:, -1:] + 1,
     }
-    try:
-        said = logits(model, ids[order, :1], past_key_values=cache, **given)
-    except rope_ext.CacheError as error:
-        assert "empty cache" in str(error)
-        return
+    said = logits(model, ids[order, :1], past_key_values=cache, **given)
     for i, row in enumerate(order):
         alone = logits(model, torch.cat((rows[row], ids[row, :1]))[None])[0, -1]
         torch.testing.assert_close(said[i, -1], alone, **EXACT)

@@ -15,12 +15,11 @@ Move = Callable[[torch.Tensor], torch.Tensor]
 """Takes and returns tensors of ``[rows, ...]``."""
 _WATCHED = (
     "get_mask_sizes",
-    "get_seq_length",
     "reorder_cache",
     "batch_select_indices",
     "batch_repeat_interleave",
 )
-"""What is called of every cache before its keys are used or its rows moved."""
+"""What is called of every cache before keys are added in a forward, and when its rows move."""
 
 
 class Note(Protocol):
@@ -89,7 +88,7 @@ def _watched(name: str, function: Callable) -> Callable:
         if torch.compiler.is_compiling() or isinstance(self, Carrying):
             return function(self, *args, **kwargs)
         for of, note in list(vars(self).items()):
-            if of.startswith("_rope_ext"):
+            if of.startswith("_rope_ext") and note.kind is not None:
                 _become(self, note.kind)
         if isinstance(self, Carrying):
             return getattr(self, name)(*args, **kwargs)

@@ -36,7 +36,7 @@ from transformers.trainer_utils import EvalLoopOutput
 import rope_ext
 from recipes import data, evaluation, positions
 from recipes.loss import ChunkedLoss
-from recipes.parallel import check_parallelism, check_processes, context_parallel_size
+from recipes.parallel import check_parallelism, check_processes, context_parallel_size, leave
 from recipes.settings import (
     NONE,
     STREAM,
@@ -473,3 +473,4 @@ if __name__ == "__main__":
         main()
     except RopeExtError as error:
         sys.exit(f"error: {error}")
+    leave()

@@ -11,8 +11,11 @@ sequence draw them one by one.
 
 from __future__ import annotations
 
+import gc
 import os
 from typing import TYPE_CHECKING, Any
+
+from torch import distributed
 
 import rope_ext
 from rope_ext import OptionError
@@ -54,6 +57,17 @@ def check_processes(known: int) -> None:
             f"joins them with --use_cpu true only, as plain data parallelism), so that each would "
             f"train alone; give --use_cpu true, or --num_processes 1"
         )
+
+
+def leave() -> None:
+    """Take leave of the other processes, when nothing is left to do.
+
+    A thread that exchanges tensors may still hold one; should Python end before it, the process
+    is aborted, and the launcher calls a run that is whole a failure (pytorch issue 190489).
+    """
+    if distributed.is_available() and distributed.is_initialized():
+        gc.collect()  # what is left of a trainer holds the group, and with it its threads
+        distributed.destroy_process_group()
 
 
 def check_parallelism(

@@ -26,6 +26,7 @@ from accelerate.utils import DistributedType
 from transformers import training_args
 
 from recipes import finetune
+from recipes.parallel import leave
 
 _init = PartialState.__init__
 
@@ -53,7 +54,9 @@ if __name__ == "__main__":
         PartialState._prepare_backend = _gloo
         training_args.is_torch_bf16_gpu_available = lambda: True
     else:
+        sys.modules["deepspeed"] = None  # imported late, it holds the group as a default argument
         Accelerator.no_sync = _whole
         PartialState.__init__ = _with_gpus
     for words in json.loads(Path(sys.argv[1]).read_text()):
         finetune.main(words)
+    leave()

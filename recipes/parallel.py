@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import gc
 import os
+import time
 from typing import TYPE_CHECKING, Any
 
 from torch import distributed
@@ -68,6 +69,7 @@ def leave() -> None:
     if distributed.is_available() and distributed.is_initialized():
         gc.collect()  # what is left of a trainer holds the group, and with it its threads
         distributed.destroy_process_group()
+        time.sleep(0.1)  # others may hold it, too (deepspeed, a mesh): then its threads let go now
 
 
 def check_parallelism(

@@ -25,6 +25,7 @@ from transformers.integrations.fsdp import update_fsdp_plugin_peft
 
 import rope_ext
 from recipes.finetune import build
+from recipes.parallel import leave
 from recipes.settings import Recipe
 from tests.helpers.models import tiny_llama
 
@@ -178,4 +179,4 @@ if __name__ == "__main__":
     for check in (ddp, fsdp2, meta, trainer):
         check(Path(sys.argv[1]))
         dist.barrier()
-    dist.destroy_process_group()
+    leave()

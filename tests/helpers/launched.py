@@ -54,7 +54,6 @@ if __name__ == "__main__":
         PartialState._prepare_backend = _gloo
         training_args.is_torch_bf16_gpu_available = lambda: True
     else:
-        sys.modules["deepspeed"] = None  # imported late, it holds the group as a default argument
         Accelerator.no_sync = _whole
         PartialState.__init__ = _with_gpus
     for words in json.loads(Path(sys.argv[1]).read_text()):

@@ -537,6 +537,9 @@ def _restore_learned(model: nn.Module, path: str, options: dict[str, Any]) -> No
             for key, value in () if found is None else _stored(found, wanted):
                 with torch.no_grad():
                     wanted.pop(key).copy_(value)
+    for module in model.modules():
+        if isinstance(module, bias.Learning):
+            module.clamp()  # older versions stored values outside of their bounds
     if wanted:
         raise LoadError(
             f"{path} has no {', '.join(sorted(wanted))}, which its encoding has learned; save the "

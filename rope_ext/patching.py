@@ -127,8 +127,10 @@ def patch(
         kernel: for the attention of position methods, and of others with a bias or ``layers``:
             ``"flash"`` on CPUs, ``"flex"`` on GPUs, ``"reference"`` with dense logits; ``"auto"``
             chooses.
-        replace: take back an earlier patch first instead of raising. The same encoding goes on
-            with what it has learned, where shapes agree.
+        replace: take back an earlier patch first instead of raising. The same encoding keeps what
+            it has learned: its parameters as they are, longer tables with their trained rows. Where
+            they cannot be kept, this raises an OptionError; call :func:`unpatch` first to start
+            from new parameters.
         compose: go on although the checkpoint's own configuration scales its rotary embedding;
             the patch then multiplies what is there.
         sliding_layers: layers with a limited window gain nothing. ``"auto"`` leaves them alone
@@ -176,14 +178,22 @@ def patch(
         unpatch(model)
     try:
         _patch(unwrap(model), decoder, method, keywords)
+        dropped = values.carry(decoder)
     except BaseException:
         if earlier is not None:  # a refused replacement leaves the model as it was
+            if _STATE in decoder.__dict__:
+                unpatch(model)
             _patch(unwrap(model), decoder, earlier.record.method, earlier.options)
             values.give_back(decoder)
         raise
+    if dropped:
+        _logger.warning(
+            "rope_ext: %s replaces %s, and what that learned is no longer part of the model: %s",
+            method.name,
+            earlier.record.encoding.name,
+            _listed(dropped),
+        )
     state = decoder.__dict__[_STATE]
-    if earlier is not None and type(state.record.encoding) is type(earlier.record.encoding):
-        values.give_back(decoder)
     prefix = "sequences: " if state.native else "saving: "  # what plain transformers does otherwise
     for note in (note.removeprefix(prefix) for note in state.notes if note.startswith(prefix)):
         _logger.warning("rope_ext: %s on %s: %s", method.name, type(decoder).__name__, note)
@@ -263,6 +273,11 @@ def _method(method: str | Method, options: dict[str, Any]) -> Method:
         )
     method.check()
     return method
+
+
+def _listed(names: list[str]) -> str:
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    return ", ".join(names[:3]) + more
 
 
 def _patch(model: nn.Module, decoder: nn.Module, method: Method, options: Options) -> None:

@@ -22,6 +22,7 @@ from rope_ext.methods.kinds import Band, PositionMethod
 from rope_ext.methods.rope import Rope
 
 Learned = Mapping[str, torch.Tensor]
+Bounds = Mapping[str, tuple[float, float]]
 
 
 class Heads(NamedTuple):
@@ -87,6 +88,27 @@ class Encoding(PositionMethod):
     def initial(self, heads: Heads, rope: Rope) -> dict[str, torch.Tensor]:
         """What is learned, by name, as it begins: float32, reproducible by torch's seed."""
         return {}
+
+    @property
+    def bounds(self) -> Bounds:
+        """The least and the largest value of what must stay between some, by name.
+
+        They are applied to what is stored and in front of :meth:`bias` and :meth:`scores`.
+        """
+        return {}
+
+    def grown(self, name: str, learned: torch.Tensor, initial: torch.Tensor) -> torch.Tensor | None:
+        """What was learned under other options, in the shape of ``initial``.
+
+        Args:
+            name: as in :meth:`initial`.
+            learned: of another shape.
+            initial: as it would begin under these options.
+
+        Returns:
+            None where they have no exact correspondence; patching is then refused.
+        """
+        return None
 
     def settles(self, rope: Rope) -> int | None:
         """Distance (tokens) from which on the bias stays the same; None: it never does."""

@@ -9,6 +9,7 @@ import torch
 
 from rope_ext.encodings.base import Encoding, Heads, Learned
 from rope_ext.encodings.scores import Block, Scores
+from rope_ext.encodings.tables import lengthened
 from rope_ext.methods.registry import register
 from rope_ext.methods.rope import Rope
 
@@ -41,6 +42,9 @@ class CoPE(Encoding):
 
     def initial(self, heads: Heads, rope: Rope) -> dict[str, torch.Tensor]:
         return {"table": torch.zeros(self.positions, heads.columns)}
+
+    def grown(self, name: str, learned: torch.Tensor, initial: torch.Tensor) -> torch.Tensor | None:
+        return lengthened(learned, initial, 0, repeat=True)
 
     def settles(self, rope: Rope) -> None:
         return None

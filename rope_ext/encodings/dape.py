@@ -9,7 +9,7 @@ from typing import ClassVar
 import torch
 import torch.nn.functional as F
 
-from rope_ext.encodings.base import Encoding, Heads, Learned
+from rope_ext.encodings.base import Bounds, Encoding, Heads, Learned
 from rope_ext.encodings.layers import linear
 from rope_ext.encodings.scores import Block, Scores
 from rope_ext.methods.registry import build_method, register
@@ -58,6 +58,10 @@ class DAPE(Encoding):
     @functools.cached_property
     def _bias(self) -> Encoding:
         return build_method(self.on)
+
+    @property
+    def bounds(self) -> Bounds:
+        return self._bias.bounds
 
     def initial(self, heads: Heads, rope: Rope) -> dict[str, torch.Tensor]:
         kernel = (self.width,) if self.version == 2 else ()

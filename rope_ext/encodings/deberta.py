@@ -9,7 +9,7 @@ from typing import ClassVar
 import torch
 
 from rope_ext.encodings.base import Encoding, Heads, Learned
-from rope_ext.encodings.tables import STD, ByTables
+from rope_ext.encodings.tables import STD, ByTables, lengthened
 from rope_ext.methods.registry import register
 from rope_ext.methods.rope import Rope
 
@@ -47,6 +47,9 @@ class DeBERTa(Encoding):
             "key": STD * torch.randn(heads.count, self.clip, heads.columns),
             "query": STD * torch.randn(heads.count, self.clip, heads.columns),
         }
+
+    def grown(self, name: str, learned: torch.Tensor, initial: torch.Tensor) -> torch.Tensor | None:
+        return lengthened(learned, initial, 1, repeat=True)
 
     def scores(self, heads: int, rope: Rope, learned: Learned) -> ByTables:
         tables = {"of_query": learned["key"], "of_key": learned["query"]}

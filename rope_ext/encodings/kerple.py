@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
 
-from rope_ext.encodings.base import Encoding, Heads, Learned
+from rope_ext.encodings.base import Bounds, Encoding, Heads, Learned
 from rope_ext.methods.registry import register
 from rope_ext.methods.rope import Rope
 
@@ -17,15 +18,23 @@ _LEAST = 0.01
 
 @dataclass(frozen=True, kw_only=True)
 class _Kerple(Encoding):
+    begins: ClassVar[dict[str, float]]  # uniform from 0 to these
+    most_r2: ClassVar[float] = math.inf
+
+    @property
+    def bounds(self) -> Bounds:
+        return {"r1": (_LEAST, math.inf), "r2": (_LEAST, self.most_r2)}
+
     def initial(self, heads: Heads, rope: Rope) -> dict[str, torch.Tensor]:
-        return {"r1": 2 * torch.rand(heads.count), "r2": torch.rand(heads.count)}
+        drawn = {name: most * torch.rand(heads.count) for name, most in self.begins.items()}
+        return {name: value.clamp(min=_LEAST) for name, value in drawn.items()}
 
     def settles(self, rope: Rope) -> None:
         return None
 
 
-def _clamped(learned: Learned, name: str, like: torch.Tensor, most: float | None) -> torch.Tensor:
-    return learned[name].to(like).clamp(_LEAST, most)[:, None]
+def _parameters(learned: Learned, like: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    return learned["r1"].to(like)[:, None], learned["r2"].to(like)[:, None]
 
 
 @register
@@ -33,7 +42,7 @@ def _clamped(learned: Learned, name: str, like: torch.Tensor, most: float | None
 class KerpleLog(_Kerple):
     """No rotation; every head learns ``-r1 ln(1 + r2 d)``.
 
-    Both parameters stay at 0.01 or more; they begin uniform in [0, 2] and in [0, 1].
+    Both parameters stay at 0.01 or more; ``r1`` begins uniform in [0, 2] and ``r2`` in [0, 1].
 
     Chi et al. 2022, arXiv 2205.09921.
     """
@@ -42,11 +51,12 @@ class KerpleLog(_Kerple):
     aliases: ClassVar[tuple[str, ...]] = ("kerple",)
     paper: ClassVar[str] = "arXiv 2205.09921"
     use: ClassVar[str] = "a learned penalty that grows with the logarithm; to be trained with"
+    begins: ClassVar[dict[str, float]] = {"r1": 2.0, "r2": 1.0}
 
     def bias(
         self, distance: torch.Tensor, heads: int, rope: Rope, learned: Learned
     ) -> torch.Tensor:
-        r1, r2 = (_clamped(learned, name, distance, None) for name in ("r1", "r2"))
+        r1, r2 = _parameters(learned, distance)
         return -r1 * torch.log1p(r2 * distance)
 
 
@@ -55,8 +65,8 @@ class KerpleLog(_Kerple):
 class KerplePower(_Kerple):
     """No rotation; every head learns ``-r1 d^r2``.
 
-    Both parameters stay at 0.01 or more, ``r2`` at 2 or less; they begin uniform in [0, 2] and in
-    [0, 1].
+    Both parameters stay at 0.01 or more, ``r2`` at 2 or less; ``r1`` begins uniform in [0, 1] and
+    ``r2`` in [0, 2].
 
     Chi et al. 2022, arXiv 2205.09921.
     """
@@ -64,10 +74,11 @@ class KerplePower(_Kerple):
     name: ClassVar[str] = "kerple_power"
     paper: ClassVar[str] = "arXiv 2205.09921"
     use: ClassVar[str] = "a learned penalty that is a power of the distance; to be trained with"
+    begins: ClassVar[dict[str, float]] = {"r1": 1.0, "r2": 2.0}
+    most_r2: ClassVar[float] = 2.0
 
     def bias(
         self, distance: torch.Tensor, heads: int, rope: Rope, learned: Learned
     ) -> torch.Tensor:
-        r1 = _clamped(learned, "r1", distance, None)
-        r2 = _clamped(learned, "r2", distance, 2.0)
+        r1, r2 = _parameters(learned, distance)
         return -r1 * distance**r2

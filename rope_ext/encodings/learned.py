@@ -9,6 +9,7 @@ import torch
 
 from rope_ext.encodings.base import Learned
 from rope_ext.encodings.inputs import InputEncoding
+from rope_ext.encodings.tables import lengthened
 from rope_ext.methods.registry import register
 from rope_ext.methods.rope import Rope, factor_to
 
@@ -72,6 +73,9 @@ class LearnedPositions(InputEncoding):
 
     def initial_inputs(self, columns: int, size: float, rope: Rope) -> dict[str, torch.Tensor]:
         return {"table": size * torch.randn(self.length, columns, device="cpu")}
+
+    def grown(self, name: str, learned: torch.Tensor, initial: torch.Tensor) -> torch.Tensor | None:
+        return lengthened(learned, initial, 0, repeat=False)
 
     def p(self, t: torch.Tensor, columns: int, rope: Rope, learned: Learned) -> torch.Tensor:
         def rows(index: torch.Tensor) -> torch.Tensor:

@@ -9,6 +9,7 @@ import torch
 
 from rope_ext.encodings.base import Learned
 from rope_ext.encodings.inputs import InputEncoding, sinusoid
+from rope_ext.encodings.tables import lengthened
 from rope_ext.methods.registry import register
 from rope_ext.methods.rope import Rope
 
@@ -52,6 +53,9 @@ class Multiplicative(InputEncoding):
         if self.table == "sinusoidal":
             return {}
         return {"table": torch.ones(self.length, columns, device="cpu")}
+
+    def grown(self, name: str, learned: torch.Tensor, initial: torch.Tensor) -> torch.Tensor | None:
+        return lengthened(learned, initial, 0, repeat=False)
 
     def p(self, t: torch.Tensor, columns: int, rope: Rope, learned: Learned) -> torch.Tensor:
         if self.table == "sinusoidal":

@@ -8,7 +8,7 @@ from typing import ClassVar
 import torch
 
 from rope_ext.encodings.base import Encoding, Heads, Learned
-from rope_ext.encodings.tables import STD, ByTables
+from rope_ext.encodings.tables import STD, ByTables, lengthened
 from rope_ext.methods.registry import register
 from rope_ext.methods.rope import Rope
 
@@ -43,6 +43,9 @@ class Shaw(Encoding):
             "key": STD * torch.randn(distances, heads.columns),
             "value": STD * torch.randn(distances, heads.value_columns),
         }
+
+    def grown(self, name: str, learned: torch.Tensor, initial: torch.Tensor) -> torch.Tensor | None:
+        return lengthened(learned, initial, 0, repeat=True)
 
     def scores(self, heads: int, rope: Rope, learned: Learned) -> ByTables:
         return ByTables(learned={"of_query": learned["key"][None], "of_value": learned["value"]})

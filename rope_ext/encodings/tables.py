@@ -18,6 +18,30 @@ STD = 0.02
 """Of the normal distribution in which tables begin, as transformers' embeddings do."""
 
 
+def lengthened(
+    learned: torch.Tensor, initial: torch.Tensor, dim: int, *, repeat: bool
+) -> torch.Tensor | None:
+    """A longer table that begins with the rows of a shorter one.
+
+    Args:
+        learned: the shorter one.
+        initial: of the shape that is wanted.
+        dim: of the rows.
+        repeat: whether further rows repeat the last one, which stood for everything beyond, or are
+            those of ``initial``.
+
+    Returns:
+        None where ``initial`` is not longer, or differs elsewhere.
+    """
+    rows = learned.shape[dim]
+    if initial.shape[dim] < rows or initial.narrow(dim, 0, rows).shape != learned.shape:
+        return None
+    more = initial.narrow(dim, rows, initial.shape[dim] - rows)
+    if repeat:
+        more = learned.narrow(dim, rows - 1, 1).expand_as(more)
+    return torch.cat((learned, more), dim)
+
+
 @dataclass(frozen=True, eq=False, kw_only=True)
 class ByTables(Scores):
     """Scores by what is in ``learned`` of these.

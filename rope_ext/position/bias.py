@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
 from rope_ext.encodings import Encoding, Heads
+from rope_ext.encodings.base import Bounds
 from rope_ext.encodings.scores import Scores
+from rope_ext.errors import OptionError
 from rope_ext.methods import Rope
 
 NAME = "rope_ext_bias"  # of the module within an attention module, and so in checkpoints
@@ -34,52 +37,118 @@ class Added(NamedTuple):
     scores: Scores | None = None
 
 
+class Held(NamedTuple):
+    """The tensors of one :class:`Learning`."""
+
+    parameters: dict[str, nn.Parameter | None]
+    buffers: dict[str, torch.Tensor | None]
+
+
 @dataclass(frozen=True)
 class Earlier:
-    """What there was to learn on a model, for an encoding that comes back.
+    """What an encoding has learned on a model before the model is patched again.
 
     Args:
-        values: as :func:`learned` gives them.
-        wrappers: what peft had put around the modules, by their paths.
+        modules: by path; PEFT may have wrapped them.
+        held: the tensors of every :class:`Learning` in them. The modules may get others, for the
+            length of a ``with`` block.
     """
 
-    values: dict[str, nn.Parameter]
-    wrappers: dict[str, nn.Module]
+    modules: dict[str, nn.Module]
+    held: dict[Learning, Held]
 
     @classmethod
     def of(cls, model: nn.Module) -> Earlier:
-        there = {
+        modules = {
             path: module
             for path, module in model.named_modules()
-            if path.rpartition(".")[2].startswith("rope_ext_") and not isinstance(module, Learning)
+            if path.rpartition(".")[2].startswith("rope_ext_")
         }
-        return cls(learned(model), there)
+        parts = (part for module in modules.values() for part in _parts(module))
+        return cls(modules, {p: Held(dict(p._parameters), dict(p._buffers)) for p in parts})
 
     def give_back(self, model: nn.Module) -> None:
-        """Put it in the place of what is of the same name and shape.
+        """Put everything back on a model that has the same patch again."""
+        self._put(model, self.held)
 
-        They are the very same parameters, so that an optimizer goes on with them. What all layers
-        share is found in whatever layer it was.
+    def carry(self, model: nn.Module) -> list[str]:
+        """Let the patch that replaced the earlier one continue with what was learned.
+
+        Tensors of the same shape stay the very same parameters, so that an optimizer can go on
+        with them. Tables that grow keep their rows.
+
+        Returns:
+            The names of the parameters that have no place under this patch: those of another
+            encoding, or of layers that are not patched any more.
+
+        Raises:
+            OptionError: the same encoding has another shape in which they cannot continue. Nothing
+                has changed then.
         """
-        for path, wrapper in self.wrappers.items():
+        held, dropped = {}, []
+        for path, module in self.modules.items():
+            new = _at(model, path)
+            for part in _parts(module):
+                if new is not None and type(part.encoding) is type(new.encoding):
+                    held[part] = _carried(part, self.held[part], new)
+                else:
+                    dropped += [f"{path}.{name}" for name in self.held[part].parameters]
+        self._put(model, held)
+        return dropped
+
+    def _put(self, model: nn.Module, held: Mapping[Learning, Held]) -> None:
+        for path, module in self.modules.items():
+            parts, new = _parts(module), _at(model, path)
+            if new is None or not all(part in held for part in parts):
+                continue
+            for part in parts:
+                part.follow(new, held[part])
             parent, _, name = path.rpartition(".")
-            modules = model.get_submodule(parent)._modules
-            new = modules.get(name)
-            parts = [module for module in wrapper.modules() if isinstance(module, Learning)]
-            if isinstance(new, Learning) and all(part.fits(new) for part in parts):
-                for part in parts:
-                    part.follow(new)
-                modules[name] = wrapper
-        for name, value in learned(model).items():
-            path, _, key = name.rpartition(".")
-            module = model.get_submodule(path)
-            earlier = self.values.get(name)
-            if earlier is None and module.encoding.shared:
-                same = [v for n, v in self.values.items() if n.endswith(f"{NAME}.{key}")]
-                earlier = same[0] if len(same) == 1 else None
-            if earlier is not None and earlier.shape == value.shape:
-                kind = module._parameters if key in module._parameters else module._buffers
-                kind[key] = earlier
+            model.get_submodule(parent)._modules[name] = module
+
+
+def _parts(module: nn.Module) -> list[Learning]:
+    return [part for part in module.modules() if isinstance(part, Learning)]
+
+
+def _at(model: nn.Module, path: str) -> Learning | None:
+    parent, _, name = path.rpartition(".")
+    found = model.get_submodule(parent)._modules.get(name)
+    return found if isinstance(found, Learning) else None
+
+
+def _carried(part: Learning, held: Held, new: Learning) -> Held:
+    """The tensors of ``part`` for the encoding of ``new``, an encoding of the same kind."""
+    if held.parameters.keys() != new._parameters.keys():
+        raise _no_place(part.encoding, new.encoding, f"{_names(held)} would be {_names(new)}")
+    parameters = {}
+    for name, begun in new._parameters.items():
+        value = held.parameters[name]
+        if value.shape != begun.shape:
+            start = begun.detach().to(value)
+            grown = new.encoding.grown(name, value.detach(), start)
+            if grown is None:
+                shapes = f"{name} is {list(value.shape)} and would be {list(begun.shape)}"
+                raise _no_place(part.encoding, new.encoding, shapes)
+            value = nn.Parameter(grown, requires_grad=value.requires_grad)
+        parameters[name] = value
+    buffers = {name: held.buffers.get(name, value) for name, value in new._buffers.items()}
+    return Held(parameters, buffers)
+
+
+def _names(holder: Held | Learning) -> str:
+    found = holder.parameters if isinstance(holder, Held) else holder._parameters
+    return ", ".join(found) or "nothing"
+
+
+def _no_place(before: Encoding, now: Encoding, what: str) -> OptionError:
+    old, new = before.options(), now.options()
+    changed = [f"{k}={new[k]!r} instead of {old[k]!r}" for k in new if new[k] != old[k]]
+    return OptionError(
+        f"{now.name} with {', '.join(changed)} cannot continue from what the model has learned: "
+        f"{what}. Keep the options that set this shape, or call rope_ext.unpatch(model) first to "
+        f"start from new parameters"
+    )
 
 
 class Learning(nn.Module):
@@ -88,22 +157,54 @@ class Learning(nn.Module):
     Args:
         values: by name, as they begin.
         like: whose dtype and device they take.
+        bounds: of values that must stay within some, by name.
     """
 
-    def __init__(self, values: dict[str, torch.Tensor], like: torch.Tensor) -> None:
+    encoding: Encoding
+
+    def __init__(
+        self, values: dict[str, torch.Tensor], like: torch.Tensor, bounds: Bounds | None = None
+    ) -> None:
         super().__init__()
+        self.bounds = dict(bounds or {})
         for name, value in values.items():
             self.register_parameter(name, nn.Parameter(value.to(like.device, like.dtype)))
 
-    def fits(self, other: Learning) -> bool:
-        """Whether both learn the same, by name and shape."""
-        mine, others = self.state_dict(), other.state_dict()
-        return {k: v.shape for k, v in mine.items()} == {k: v.shape for k, v in others.items()}
-
-    def follow(self, other: Learning) -> None:
-        """Be what ``other`` is, with the values that are here."""
+    def follow(self, other: Learning, held: Held) -> None:
+        """Become what ``other`` is, with these tensors."""
         own = vars(nn.Module())
         self.__dict__.update((k, v) for k, v in vars(other).items() if k not in own)
+        self.__dict__.update(_parameters=dict(held.parameters), _buffers=dict(held.buffers))
+
+    def clamp(self) -> None:
+        """Move what is stored into its bounds.
+
+        Through ``.data``, which autograd does not see: a forward may run again before its backward
+        pass, as gradient checkpointing does, and the second time there is nothing to move.
+        """
+        for name, (least, most) in self.bounds.items():
+            value = getattr(self, name)
+            if not value.is_inference():
+                value.data.clamp_(least, most)
+
+    def clamped(self) -> dict[str, torch.Tensor]:
+        """What is learned, within its bounds; gradients pass as if there were none.
+
+        A clamp has no gradient outside of its bounds, so a value that an optimizer moved there
+        would stay for ever.
+        """
+        return {
+            name: _clamped(value, *self.bounds[name]) if name in self.bounds else value
+            for name, value in self.named_parameters()
+        }
+
+    def _save_to_state_dict(self, *args: Any) -> None:
+        self.clamp()  # an optimizer may have stepped since the last forward
+        super()._save_to_state_dict(*args)
+
+    def _load_from_state_dict(self, *args: Any) -> None:
+        super()._load_from_state_dict(*args)
+        self.clamp()
 
     def keeps(self) -> bool:
         """Whether what is made of the parameters may be kept for the next forward."""
@@ -128,6 +229,11 @@ class Learning(nn.Module):
         )
 
 
+def _clamped(value: torch.Tensor, least: float, most: float) -> torch.Tensor:
+    at = value.detach()
+    return at.clamp(least, most) + (value - at)  # which is 0
+
+
 class DistanceBias(Learning):
     """What an encoding adds to the logits of one attention layer, or of all.
 
@@ -139,7 +245,7 @@ class DistanceBias(Learning):
     """
 
     def __init__(self, encoding: Encoding, heads: Heads, rope: Rope, like: torch.Tensor) -> None:
-        super().__init__(encoding.initial(heads, rope), like)
+        super().__init__(encoding.initial(heads, rope), like, encoding.bounds)
         self.encoding, self.heads, self.rope = encoding, heads, rope
         self._made: tuple[tuple, tuple, torch.Tensor] | None = None
 
@@ -149,7 +255,7 @@ class DistanceBias(Learning):
         Where the bias stays the same from some distance on, that is the last.
         """
         # By the forward, not a method of its own: wrappers gather parameters in front of it.
-        scores = self.encoding.scores(self.heads.count, self.rope, dict(self.named_parameters()))
+        scores = self.encoding.scores(self.heads.count, self.rope, self.clamped())
         if scores is not None:
             return Added(scores=scores)
         return Added(bias=self._bias(distances, device, dtype))
@@ -160,7 +266,7 @@ class DistanceBias(Learning):
         settled = self.encoding.settles(self.rope)
         if settled is not None:
             distances = min(distances, settled + 1)
-        learned = dict(self.named_parameters())
+        learned = self.clamped()
         if torch.compiler.is_compiling() or not self.keeps():
             return self._values(distances, device, dtype, learned)
         made, where = self._made, (device, dtype)  # another thread may put others there

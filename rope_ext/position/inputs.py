@@ -41,7 +41,7 @@ class InputPositions(Learning):
     def __init__(
         self, encoding: InputEncoding, columns: int, size: float, rope: Rope, like: torch.Tensor
     ) -> None:
-        super().__init__(encoding.initial_inputs(columns, size, rope), like)
+        super().__init__(encoding.initial_inputs(columns, size, rope), like, encoding.bounds)
         self.encoding, self.columns, self.rope = encoding, columns, rope
         if encoding.sized and encoding.scale is None:
             size = torch.tensor(size, dtype=torch.float32, device=like.device)
@@ -63,7 +63,7 @@ class InputPositions(Learning):
         return p.to(dtype)
 
     def _of(self, t: torch.Tensor) -> torch.Tensor:
-        learned = dict(self.named_parameters())
+        learned = self.clamped()
         return self.encoding.p(t, self.columns, self.rope, learned)
 
     def _table(self, tokens: int, device: torch.device, dtype: torch.dtype) -> torch.Tensor:

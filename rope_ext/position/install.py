@@ -176,9 +176,20 @@ class Installed:
 
     def begin(self, decoder: nn.Module, args: tuple, kwargs: dict) -> None:
         """Decoder pre-hook."""
+        if torch.is_grad_enabled():  # a step of an optimizer may have left the bounds
+            self._clamp()
         given = {**dict(zip(self._names, args, strict=False)), **kwargs}
         if not (self._traceable() and compiled.begin(self.map, decoder, given)):
             self._begin(given)
+
+    def _clamp(self) -> None:
+        encoding = self.map.encoding
+        if encoding is None or not encoding.bounds:
+            return
+        for module in self.mapped:
+            for part in getattr(module, bias.NAME).modules():
+                if isinstance(part, bias.Learning):
+                    part.clamp()
 
     def _traceable(self) -> bool:
         """Whether a graph is being made, and nothing is amiss that is to be refused."""

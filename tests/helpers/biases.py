@@ -30,13 +30,13 @@ def t5(d: torch.Tensor, heads: int, learned: Learned) -> torch.Tensor:
 
 
 def kerple_log(d: torch.Tensor, heads: int, learned: Learned) -> torch.Tensor:
-    r1, r2 = (learned[name].double().clamp(min=0.01)[:, None, None, None] for name in ("r1", "r2"))
+    r1, r2 = (learned[name].double()[:, None, None, None] for name in ("r1", "r2"))
     return -r1 * (1 + r2 * d).log()
 
 
 def kerple_power(d: torch.Tensor, heads: int, learned: Learned) -> torch.Tensor:
-    r1, r2 = (learned[name].double().clamp(min=0.01)[:, None, None, None] for name in ("r1", "r2"))
-    return -r1 * d.double() ** r2.clamp(max=2)
+    r1, r2 = (learned[name].double()[:, None, None, None] for name in ("r1", "r2"))
+    return -r1 * d.double() ** r2
 
 
 def sandwich(d: torch.Tensor, heads: int, learned: Learned) -> torch.Tensor:
@@ -68,7 +68,8 @@ def patch(model: nn.Module, name: str, **options: object) -> nn.Module:
     generator = torch.Generator().manual_seed(5)
     with torch.no_grad():
         for parameter in parameters(model).values():
-            parameter.copy_(1.5 * torch.rand(parameter.shape, generator=generator))
+            drawn = 1.5 * torch.rand(parameter.shape, generator=generator)
+            parameter.copy_(drawn.clamp(min=0.01))  # the least that KERPLE allows
     return model
 
 

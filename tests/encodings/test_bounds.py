@@ -1,0 +1,178 @@
+"""KERPLE's parameters stay within their bounds and have gradients there, as in the authors' code.
+
+Before it uses a parameter, that replaces its data by the clamped data (chijames/KERPLE,
+megatron/mpu/layers.py, lines 260 and 398): autograd sees a leaf within its bounds.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+import rope_ext
+from rope_ext.encodings import Heads
+from rope_ext.methods.registry import build_method
+from tests.helpers.biases import dense, parameters
+from tests.helpers.models import tiny_llama
+from tests.helpers.positions import FAMILIES, logits
+
+NAMES = ("kerple_log", "kerple_power", "dape")
+DRAWN = {"kerple_log": (2.0, 1.0), "kerple_power": (1.0, 2.0), "dape": (2.0, 1.0)}
+LEAST = torch.tensor(0.01)
+
+
+def of_kerple(model: nn.Module) -> dict[str, nn.Parameter]:
+    return {n: p for n, p in parameters(model).items() if n.split(".")[-1] in ("r1", "r2")}
+
+
+def small(name: str, value: float = 0.02) -> nn.Module:
+    """Parameters close above the bound."""
+    model = rope_ext.patch(tiny_llama(), name)
+    with torch.no_grad():
+        for parameter in of_kerple(model).values():
+            parameter.fill_(value)
+    return model
+
+
+def gradients(model: nn.Module, ids: torch.Tensor) -> list[torch.Tensor]:
+    loss = model(ids, labels=ids, use_cache=False).loss
+    return torch.autograd.grad(loss, list(of_kerple(model).values()))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_parameters_begin_as_the_authors_draw_them(name: str) -> None:
+    torch.manual_seed(0)
+    drawn = build_method(name).initial(Heads(4096, 4, 4), None)
+    for key, most in zip(("r1", "r2"), DRAWN[name], strict=True):
+        assert drawn[key].min() == LEAST  # of 4096, some are drawn below
+        assert 0.99 * most < drawn[key].max() <= most
+        assert abs(drawn[key].mean() - most / 2) < 0.03 * most
+
+
+@pytest.mark.parametrize("optimizer", [torch.optim.SGD, torch.optim.AdamW])
+@pytest.mark.parametrize("name", ["kerple_log", "kerple_power"])
+def test_a_training_run_is_that_of_the_authors(name: str, optimizer: type, ids) -> None:
+    """Every gradient and every value, across both bounds and back."""
+    ids, bare = ids[:1, :24], tiny_llama().requires_grad_(False)
+    model = small(name).requires_grad_(False)
+    ours = of_kerple(model)
+    for parameter in ours.values():
+        parameter.requires_grad_()
+    theirs = {key: nn.Parameter(value.detach().clone()) for key, value in ours.items()}
+    most = {key: 2.0 if name == "kerple_power" and "r2" in key else None for key in ours}
+    rate = 0.5 if optimizer is torch.optim.SGD else 0.03
+    steps = [optimizer(list(one.values()), lr=rate) for one in (ours, theirs)]
+    left = returned = 0
+    for step in range(10):
+        sign = 1 if step < 4 else -1  # then the gradients point back inside
+        for key, value in theirs.items():
+            value.data = value.data.clamp(0.01, most[key])
+        with dense(bare, FAMILIES["llama"], name, torch.arange(24)[None], theirs):
+            (sign * bare(ids, labels=ids).loss).backward()
+        (sign * model(ids, labels=ids).loss).backward()
+        for key, value in ours.items():
+            assert bool((value >= LEAST).all())  # what is stored
+            torch.testing.assert_close(value.grad, theirs[key].grad, atol=2e-5, rtol=1e-3)
+            torch.testing.assert_close(value, theirs[key], atol=2e-4, rtol=1e-3)
+            returned += int((value > 0.011).sum()) if step == 9 else 0
+        for one in steps:
+            one.step()
+            one.zero_grad()
+        left += sum(int((value < LEAST).sum()) for value in ours.values())
+    assert left and returned
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_value_outside_counts_as_the_bound_and_has_its_gradient(name: str, ids) -> None:
+    ids = ids[:1, :24]
+    right = gradients(small(name, 0.01), ids)
+    model = small(name)
+    for parameter in of_kerple(model).values():
+        parameter.data.fill_(-0.3)
+    with torch.no_grad():
+        assert torch.equal(logits(model, ids), logits(small(name, 0.01), ids))
+    assert all(bool((p == -0.3).all()) for p in of_kerple(model).values())  # nothing was trained
+    found = gradients(model, ids)
+    for one, other in zip(found, right, strict=True):
+        assert one.abs().max() > 0
+        torch.testing.assert_close(one, other)
+    assert all(bool((p == LEAST).all()) for p in of_kerple(model).values())
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_gradient_checkpointing_and_accumulation(reentrant: bool, ids) -> None:
+    """Layers run again in the backward pass, and two forwards precede one."""
+    found = []
+    for checkpointing in (False, True):
+        model = small("kerple_log").train()
+        if checkpointing:
+            options = {"use_reentrant": reentrant}
+            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=options)
+        for parameter in of_kerple(model).values():
+            parameter.data.fill_(-0.3)
+        losses = [model(row[None], labels=row[None], use_cache=False).loss for row in ids]
+        sum(losses).backward()
+        found.append([parameter.grad for parameter in of_kerple(model).values()])
+    for one, other in zip(*found, strict=True):
+        torch.testing.assert_close(one, other, atol=1e-6, rtol=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["kerple_log", "dape"])
+def test_a_compiled_training_run_is_the_eager_one(name: str, ids, no_graphs) -> None:
+    ids, found = ids[:1, :24], []
+    mask = torch.ones_like(ids)
+    for compiled in (False, True):
+        model = small(name)
+        run = torch.compile(model, backend="aot_eager") if compiled else model
+        optimizer = torch.optim.SGD(of_kerple(model).values(), lr=0.5)
+        for step in range(4):
+            loss = run(ids, attention_mask=mask, labels=ids, use_cache=False).loss
+            (loss if step < 2 else -loss).backward()
+            assert all(bool((p >= LEAST).all()) for p in of_kerple(model).values())
+            optimizer.step()
+            optimizer.zero_grad()
+        found.append([p.detach().clone() for p in of_kerple(model).values()])
+    for one, other in zip(*found, strict=True):
+        torch.testing.assert_close(one, other, atol=1e-5, rtol=1e-4)
+
+
+def test_inference_mode_leaves_it_alone(ids) -> None:
+    right = logits(small("kerple_log", 0.01), ids)
+    model = small("kerple_log", -0.3)
+    made = tiny_llama()
+    with torch.inference_mode():
+        assert torch.equal(model(ids).logits, right)
+        rope_ext.patch(made, "kerple_log")
+    assert made.state_dict()
+    logits(made, ids)
+
+
+def test_what_is_saved_is_within_the_bounds(tmp_path) -> None:
+    model = small("kerple_log", -0.3)  # as the last step of an optimizer may leave it
+    model.save_pretrained(tmp_path)
+    stored = load_file(tmp_path / "model.safetensors")
+    found = [value for key, value in stored.items() if "rope_ext_bias" in key]
+    assert len(found) == 4 and all(bool((value == LEAST).all()) for value in found)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_folder_of_an_older_version_is_clamped(name: str, ids, tmp_path) -> None:
+    model = small(name)
+    right = small(name, 0.01)
+    right.load_state_dict(
+        {k: v for k, v in model.state_dict().items() if k not in of_kerple(model)}, strict=False
+    )
+    model.save_pretrained(tmp_path)
+    file = tmp_path / "model.safetensors"
+    stored = load_file(file)
+    for key in of_kerple(model):
+        stored[key].fill_(-0.3)
+    save_file(stored, file, metadata={"format": "pt"})
+    again = rope_ext.from_pretrained(tmp_path)
+    assert all(bool((p == LEAST).all()) for p in of_kerple(again).values())
+    assert torch.equal(logits(again, ids), logits(right, ids))
+    model.load_state_dict(stored, strict=False)  # as a trainer goes on with it
+    assert all(bool((p == LEAST).all()) for p in of_kerple(model).values())

@@ -6,8 +6,8 @@ Each operation is a run of recipes/finetune.py with as many steps and tokens as 
 read before and after by the evaluators of rope_ext. What is done already is not done again.
 
 * yarn: the rotation stays and is extended, with PoSE, as the checkpoint's own recipe does.
-* drope (arXiv 2512.12167): no rotation, trained at the model's own length, and a temperature of
-  ``1 + beta ln(1 + floor(i / length))`` beyond it, whose beta is chosen on text of the training.
+* drope (arXiv 2512.12167): no rotation, trained at the model's own length, and beyond it the
+  temperature of the package's ``drope``, whose ``c`` is chosen on text of the training.
 * alibi: its slopes in place of the rotation.
 * every_4th: no rotation in every fourth layer.
 """
@@ -37,7 +37,7 @@ from rope_ext.measure.tasks.perplexity import Perplexity
 from rope_ext.measure.text import python_library, read_texts
 
 LENGTH = 512  # that both checkpoints were trained on
-BETAS = (0.1, 0.2, 0.4)
+TEMPERATURES = (0.1, 0.2, 0.4)  # c of DroPE
 _RANK = "64"  # of LoRA on all linear layers: a swap has to change more than an extension
 _LINEAR = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 _OWN = ("--pose_chunks", "0", "--positions", "consecutive")
@@ -73,18 +73,18 @@ class Operation:
         method: that the sidecar of its adapter names.
         own_length: whether rows are as long as the model was trained; else twice that, half as
             many.
-        betas: of the temperature, to choose from.
+        temperatures: ``c`` of DroPE to choose from.
     """
 
     words: tuple[str, ...]
     method: str
     own_length: bool = True
-    betas: tuple[float, ...] = ()
+    temperatures: tuple[float, ...] = ()
 
 
 OPERATIONS = {
     "yarn": Operation(("--method", "yarn"), "yarn", own_length=False),
-    "drope": Operation(("--method", "nope", *_OWN), "nope", betas=BETAS),
+    "drope": Operation(("--method", "nope", *_OWN), "nope", temperatures=TEMPERATURES),
     "alibi": Operation(("--method", "alibi", *_OWN), "alibi"),
     "every_4th": Operation(("--method", "nope", "--layers", "every 4th", *_OWN), "nope"),
 }
@@ -152,29 +152,30 @@ class Bench:
         finetune.main(words)
         return run
 
-    def read(self, name: str, steps: int, beta: float = 0.0, tune: bool = False) -> Reading:
-        """What an adapter does, under its own patch or with a temperature beside it.
+    def read(self, name: str, steps: int, c: float = 0.0, tune: bool = False) -> Reading:
+        """What an adapter does, under its own patch or with DroPE's temperature.
 
         Args:
             name: of the operation.
             steps: after which.
-            beta: of the temperature; 0: none.
+            c: of DroPE; 0: no temperature.
             tune: on text of the training, at the longest length alone.
         """
         run, method = self.output / f"{name}-{steps}", OPERATIONS[name].method
         options: dict[str, dict[str, Any]] = {}
-        if beta:
-            options = {method: {"temperature": {"temperature": "llama4", "beta": beta}}}
-        folder = f"{name}-{steps}" + (f"-beta{beta:g}" if beta else "") + ("-tune" if tune else "")
+        if c:  # trained without a rotation, which DroPE leaves out as well
+            method = "drope"
+            options = {method: {"c": c}}
+        folder = f"{name}-{steps}" + (f"-c{c:g}" if c else "") + ("-tune" if tune else "")
         lengths = (self.lengths[-1],) if tune else self.lengths
         settings = Settings(
             models=(self.model,),
-            methods=(method if beta else ADAPTER,),
+            methods=(method if c else ADAPTER,),
             lengths=lengths,
             factor=self.factor,
             options=options,
             adapter=str(run),
-            force=bool(beta),
+            force=bool(c),
             output=self.output / "reports" / folder,
             resume=True,
         )
@@ -201,17 +202,17 @@ class Bench:
 
     def chosen(self, name: str, steps: int) -> Reading:
         """After training, with the temperature of the lowest loss on text of the training."""
-        betas = OPERATIONS[name].betas
-        if not betas:
+        temperatures = OPERATIONS[name].temperatures
+        if not temperatures:
             return self.read(name, steps)
         loss = {}
-        for beta in (0.0, *betas):
-            tuned = self.read(name, steps, beta, tune=True)
+        for c in (0.0, *temperatures):
+            tuned = self.read(name, steps, c, tune=True)
             place = ("perplexity", tuned.system, self.lengths[-1])
-            loss[beta] = tuned.report.estimates[place].value
+            loss[c] = tuned.report.estimates[place].value
         best = min(loss, key=loss.__getitem__)
         found = self.read(name, steps, best)
-        note = f"{name}: beta {best:g} of {', '.join(f'{b:g}' for b in loss)}, chosen on other text"
+        note = f"{name}: c {best:g} of {', '.join(f'{c:g}' for c in loss)}, chosen on other text"
         return Reading(found.name, found.report, found.system, note)
 
 

@@ -27,7 +27,8 @@ class FIRE(Encoding):
     ``T = |m| threshold``. ``c`` begins at 0.1, ``m`` at 1; both are learned, for each layer.
 
     Args:
-        threshold: tokens; up to there a query asks by distance alone.
+        threshold: tokens; up to there a query asks by distance alone. DAPE's code trains with less
+            than the 512 that it also names (docs/encodings/fire.md).
         hidden: numbers between the two layers of the network.
 
     Li et al. 2024, arXiv 2310.04418.

@@ -18,11 +18,11 @@ from rope_ext.methods.rope import Rope
 class Shaw(Encoding):
     """No rotation; a learned vector for every distance up to ``clip`` is added to keys and values.
 
-    The vectors of a layer are shared by its heads, as in the paper. All distances beyond the clip
-    share the last vector.
+    The vectors of a layer are shared by its heads. All distances beyond the clip share the last
+    vector.
 
     Args:
-        clip: tokens; the paper's k.
+        clip: tokens; the paper's k, which is 16 and 8 there, for translation.
 
     Shaw et al. 2018, arXiv 1803.02155.
     """

@@ -67,7 +67,7 @@ def test_an_operation_is_trained_read_and_compared(
     config = tmp_path / "recipe.yaml"
     settings = {"dataset": str(texts), "learning_rate": 0.01, "report_to": "none", "use_cpu": True}
     config.write_text(yaml.safe_dump(settings | {"disable_tqdm": True, "pose_chunks": 2}))
-    drope = replace(surgery.OPERATIONS["drope"], betas=(0.3,))
+    drope = replace(surgery.OPERATIONS["drope"], temperatures=(0.3,))
     monkeypatch.setitem(surgery.OPERATIONS, "drope", drope)
     bench = surgery.Bench(
         name="small",
@@ -86,7 +86,7 @@ def test_an_operation_is_trained_read_and_compared(
     rows = [line.split(" | ")[0].removeprefix("| ") for line in text.splitlines()]
     for name in ("yarn", "drope"):
         assert rows.count(f"{name}, 0 steps") == rows.count(f"{name}, 1 steps") == 2
-    assert "drope: beta " in text and text == (bench.output / "surgery.md").read_text()
+    assert "drope: c " in text and text == (bench.output / "surgery.md").read_text()
     record = read_sidecar(bench.output / "drope-1").record
     assert record.method.name == "nope" and record.trained_length == 128
 
@@ -95,3 +95,6 @@ def test_an_operation_is_trained_read_and_compared(
 
     monkeypatch.setattr(finetune, "main", again)
     assert surgery.operate(bench, ["drope"]) == text
+    tuned = bench.read("drope", 1, c=0.3, tune=True)
+    (system,) = (s for s in tuned.report.plan.systems if s.name == tuned.system)
+    assert system.method == "drope" and system.options["c"] == 0.3

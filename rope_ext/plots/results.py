@@ -108,7 +108,7 @@ def draw_rates(
     slanted = sum(len(str(length)) for length in lengths) > 40 // across
     figure = figure_of(_WIDTH, 1.0 + 0.1 * len(systems) + 2.4 * down)
     grid = figure.subplots(down, across, sharex=True, sharey=True, squeeze=False)
-    for task, axes in zip(tasks, grid.flat, strict=False):
+    for index, (task, axes) in enumerate(zip(tasks, grid.flat, strict=False)):
         part = {(s, n): e for (name, s, n), e in estimates.items() if name == task}
         systems, lengths = _axes_of(part)
         for place, (system, style) in enumerate(_styles(systems).items()):
@@ -123,14 +123,16 @@ def draw_rates(
         axes.set_xticks(lengths, [str(n) for n in lengths], rotation=45 if slanted else 0)
         axes.minorticks_off()
         axes.yaxis.set_major_formatter(ticker().PercentFormatter(1))
+        if index + across >= len(tasks):  # the last one of its column
+            axes.tick_params(labelbottom=True)
+            axes.set_xlabel("context, tokens")
         axes.set_title(task, **TITLE)
         bare(axes)
         mark_trained(axes, trained.values(), lengths[-1])
     for axes in grid.flat[len(tasks) :]:
         axes.set_axis_off()
     legend_below(figure, grid.flat[0])
-    figure.supxlabel("context, tokens (bars: 95 % Wilson intervals)", fontsize=10)
-    figure.supylabel("found", fontsize=10)
+    figure.supylabel("found (bars: 95 % Wilson intervals)", fontsize=10)
     save(figure, path, _numbers(estimates, ("task", "system", "length")))
 
 

@@ -20,7 +20,7 @@ _MARKERS = "osD^vPX*"
 _DASHES: tuple[Any, ...] = ("-", (0, (5, 1.5)), (0, (1.5, 1.2)))
 NUMBERS = "rope_ext"
 """The key of the PNG text chunk that holds the numbers a picture was drawn from, as JSON."""
-TITLE = {"loc": "left", "fontsize": 11, "pad": 16}
+TITLE = {"loc": "left", "fontsize": 11, "pad": 17}
 """Of axes with a mark of the trained length, whose label is between the two."""
 _LINE = 460  # of a legend, points: what fits below a picture of several panels
 UNPATCHED_STYLE = {"color": "#333333", "linestyle": "--", "marker": "x"}
@@ -55,7 +55,8 @@ def mark_trained(axes: Any, trained: Iterable[int], last: int) -> None:
         side = "left" if length < last else "right"
         name = str(length) if number else f"trained length {length}"
         axes.annotate(name, (length, 1), (0, 2), xycoords=axes.get_xaxis_transform(),
-                      textcoords="offset points", ha=side, fontsize=9, color="#555555")  # fmt: skip
+                      textcoords="offset points", ha=side, va="bottom", fontsize=9,
+                      color="#555555")  # fmt: skip
 
 
 def legend_below(figure: Any, axes: Any) -> None:

@@ -11,9 +11,9 @@ import typer
 from rich import box
 from rich.table import Table
 
-from rope_ext.errors import OptionError
+from rope_ext.errors import Mistakes, OptionError
 from rope_ext.measure.arguments import parse_length, parse_lengths, parse_options, split
-from rope_ext.measure.reports.terminal import clean_errors, quiet, tell
+from rope_ext.measure.reports.terminal import clean_errors, quiet, stoppable, tell
 
 app = typer.Typer(no_args_is_help=True, add_completion=False)
 
@@ -88,13 +88,13 @@ def compare(
         from rope_ext.measure.settings import Settings
         from rope_ext.measure.tasks import Passkey, Perplexity
 
-        names = tuple(split(methods))
+        names, mistakes = tuple(split(methods)), Mistakes()
         settings = Settings(
             models=(model,),
             methods=names,
-            lengths=parse_lengths(lengths),
+            lengths=mistakes.check(parse_lengths, lengths, default=(2,)),
             factor=factor,
-            options=parse_options(option, names),
+            options=mistakes.check(parse_options, option, names, default={}),
             seed=seed,
             dtype=dtype,
             device=device,
@@ -106,8 +106,11 @@ def compare(
             resume=resume,
             overwrite=overwrite,
         )
-        perplexity = Perplexity(text=text or (), windows=windows)
-        evaluate(settings, [perplexity, Passkey(trials=trials, depths=depths)])
+        tasks = [
+            mistakes.check(lambda: Perplexity(text=text or (), windows=windows)),
+            mistakes.check(lambda: Passkey(trials=trials, depths=depths)),
+        ]
+        evaluate(settings, tasks, mistakes)
 
 
 @app.command(
@@ -193,7 +196,7 @@ def search(
     compose: Compose = False,
 ) -> None:
     """Search the table of longrope by evolution. Killed, it goes on when it is run again."""
-    with clean_errors():
+    with clean_errors(), stoppable("run the same command to continue"):
         import rope_ext
         from rope_ext.measure.models import load_model, load_tokenizer
         from rope_ext.measure.search import NEEDLES, summary
@@ -207,29 +210,25 @@ def search(
         starts = parse_lengths(start_tokens, "--start-tokens")
         texts = read_texts(text) if text else python_library("train")
         tokenizer = load_tokenizer(model)
-        try:
-            found = rope_ext.search(
-                load_model(model, dtype, device),
-                tokenizer,
-                texts,
-                tokens,
-                output=output,
-                population=population,
-                iterations=iterations,
-                mutations=mutations,
-                crossovers=crossovers,
-                samples=samples,
-                scored=last,
-                critical=critical,
-                attention_factor=attention_factor,
-                start_tokens=starts,
-                seed=seed,
-                compose=compose,
-                original_max_position_embeddings=trained_length,
-            )
-        except KeyboardInterrupt:
-            tell(f"stopped; the same command goes on from {output.with_suffix('.jsonl')}")
-            sys.exit(130)
+        found = rope_ext.search(
+            load_model(model, dtype, device),
+            tokenizer,
+            texts,
+            tokens,
+            output=output,
+            population=population,
+            iterations=iterations,
+            mutations=mutations,
+            crossovers=crossovers,
+            samples=samples,
+            scored=last,
+            critical=critical,
+            attention_factor=attention_factor,
+            start_tokens=starts,
+            seed=seed,
+            compose=compose,
+            original_max_position_embeddings=trained_length,
+        )
         print(summary(output))
         more = {"--dtype": dtype, "--device": device, "--trained-length": trained_length}
         print(_use_of(found, output, model, tokens, more, compose))
@@ -270,7 +269,7 @@ def calibrate(
     One half of the text chooses, the other judges; what is not better beyond noise stays as it was
     published.
     """
-    with clean_errors():
+    with clean_errors(), stoppable():
         import rope_ext
         from rope_ext.measure.models import load_model, load_tokenizer
         from rope_ext.measure.text import read_texts
@@ -283,27 +282,23 @@ def calibrate(
             method_class(name)
         texts = read_texts(text) if text else None
         tokenizer = load_tokenizer(model)
-        try:
-            found = rope_ext.calibrate(
-                load_model(model, dtype, device),
-                tokenizer,
-                tokens,
-                texts,
-                methods=names,
-                options=None if options is None else split(options),
-                output=output,
-                resume=resume,
-                samples=samples,
-                prompts=prompts,
-                scored=last,
-                cost=cost,
-                seed=seed,
-                compose=compose,
-                original_max_position_embeddings=trained_length,
-            )
-        except KeyboardInterrupt:
-            tell("stopped; the same command goes on with --resume")
-            sys.exit(130)
+        found = rope_ext.calibrate(
+            load_model(model, dtype, device),
+            tokenizer,
+            tokens,
+            texts,
+            methods=names,
+            options=None if options is None else split(options),
+            output=output,
+            resume=resume,
+            samples=samples,
+            prompts=prompts,
+            scored=last,
+            cost=cost,
+            seed=seed,
+            compose=compose,
+            original_max_position_embeddings=trained_length,
+        )
         print(found)
         tell(f"wrote {output}")
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from typing import Any
 
 
 class RopeExtError(ValueError):
@@ -60,6 +61,44 @@ class ExportError(RopeExtError):
 
 class MeasureError(RopeExtError):
     """A model or a text cannot be loaded or measured as asked."""
+
+
+class SeveralErrors(RopeExtError):
+    """Several mistakes, reported together.
+
+    Args:
+        errors: the mistakes, two or more.
+    """
+
+    def __init__(self, errors: Iterable[RopeExtError]) -> None:
+        self.errors = tuple(errors)
+        listed = "".join(f"\n  - {error}" for error in self.errors)
+        super().__init__(f"{len(self.errors)} mistakes:{listed}")
+
+
+class Mistakes:
+    """Collects errors, so that all of them are reported at once."""
+
+    def __init__(self) -> None:
+        self.errors: list[RopeExtError] = []
+
+    def check(self, check: Callable[..., Any], *given: Any, default: Any = None) -> Any:
+        """The result of ``check(*given)``; ``default`` if it raises, which is remembered."""
+        try:
+            return check(*given)
+        except RopeExtError as error:
+            self.add(error)
+            return default
+
+    def add(self, error: RopeExtError) -> None:
+        """Remember an error; one that is known already is not repeated."""
+        known = set(map(str, self.errors))
+        self.errors += [one for one in getattr(error, "errors", [error]) if str(one) not in known]
+
+    def report(self) -> None:
+        """Raise what was collected: one error as it is, several as ``SeveralErrors``."""
+        if self.errors:
+            raise self.errors[0] if len(self.errors) == 1 else SeveralErrors(self.errors)
 
 
 def nearest(word: str, known: Iterable[str]) -> str:

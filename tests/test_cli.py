@@ -189,7 +189,8 @@ def test_interrupted_run_says_how_to_go_on(
 
     monkeypatch.setattr(run._Runner, "measure", interrupted)
     result = call(*quick(checkpoint, tmp_path / "out"))
-    assert result.exit_code == 130 and "--resume goes on from there" in result.stderr
+    assert result.exit_code == 130
+    assert result.stderr.endswith("stopped; run the same command with --resume to continue\n")
 
 
 def test_methods_lists_all() -> None:

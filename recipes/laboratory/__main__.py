@@ -27,6 +27,7 @@ from recipes.laboratory.text import Text
 from recipes.laboratory.training import Subject, run
 from rope_ext.errors import MeasureError, OptionError, RopeExtError, first_line, nearest
 from rope_ext.measure.folder import Folder
+from rope_ext.measure.reports.terminal import stoppable
 from rope_ext.measure.run import Crew
 
 TEXT, LENGTHS = "text", "tasks"
@@ -180,6 +181,7 @@ def write_page(log: Log) -> int:
 
 if __name__ == "__main__":
     try:
-        sys.exit(main())
+        with stoppable():
+            sys.exit(main())
     except RopeExtError as error:
         sys.exit(f"error: {error}")

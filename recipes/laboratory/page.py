@@ -27,12 +27,20 @@ from recipes.laboratory.results import (
     Results,
 )
 from recipes.laboratory.tasks import MOST
-from rope_ext.measure.reports.page import Cell, Picture, Row, Section, Table, render
+from rope_ext.measure.reports.page import BOLD, Cell, Picture, Row, Section, Table, render
 from rope_ext.measure.versions import versions
-from rope_ext.plots.style import bare, figure_of, mark_trained, require_matplotlib, style_of
+from rope_ext.plots.style import (
+    bare,
+    figure_of,
+    legend_below,
+    mark_trained,
+    require_matplotlib,
+    style_of,
+)
 
 PAGE, NUMBERS, TABLES = "laboratory.html", "laboratory.json", "laboratory.md"
 _NONE = "\u2013"
+_WIDTH = 6.6  # of pictures, inches: at 400 pixels, 10 points are still 8 pixels
 
 
 def contents(
@@ -57,6 +65,7 @@ def contents(
         _notes(results),
         sections,
         json.dumps({"settings": dict(settings), "versions": versions()}, indent=1),
+        [_essentials(settings)],
     )
     numbers = {
         "settings": dict(settings),
@@ -73,6 +82,18 @@ def contents(
         NUMBERS: json.dumps(numbers, indent=1).encode(),
         TABLES: "\n".join(tables).encode(),
     }
+
+
+def _essentials(settings: Mapping[str, Any]) -> str:
+    """What anyone who quotes a number must quote with it."""
+    told = [f"{name} {_words(value)}" for name, value in settings.items()]
+    known = versions()
+    told += [f"{name} {known[name]}" for name in ("rope_ext", "torch", "transformers", "python")]
+    return f"Settings and versions: {', '.join(told)}."
+
+
+def _words(value: Any) -> str:
+    return "+".join(map(str, value)) if isinstance(value, (tuple, list)) else str(value)
 
 
 def _lead(results: Results) -> list[str]:
@@ -150,7 +171,7 @@ def _glance(results: Results) -> Section:
         (
             f"Losses are in nats per byte. Below each number: how far it is from {ROPE} with the "
             f"same seed, and the 95 % interval of that (Student, over seeds; shares in points), "
-            f"bold where it leaves out zero. With so many comparisons, one in twenty does so by "
+            f"bold where it excludes zero. With so many comparisons, one in twenty does so by "
             f"chance. A name with a + is the model before it, read with a method that was put on "
             f"after training. Cost: the time of a training step by that of {ROPE}, the most that "
             f"tensors held at once in it, and the parameters that the encoding has of its own.",
@@ -162,29 +183,29 @@ def _glance(results: Results) -> Section:
 def _loss(results: Results) -> Section:
     lengths, s = results.lengths, results.settings
     by = {length: results.text("loss", length) for length in lengths}
-    figure = figure_of(10.5, 4.4)
-    left, right = figure.subplots(1, 2)
-    _lines(left, results.names, _swapped(by))
-    left.set(xscale="log", xlabel="context, bytes", ylabel="loss, nats per byte")
-    left.set_xticks(lengths, [str(length) for length in lengths])
-    left.minorticks_off()
+    figure = figure_of(_WIDTH, 7.6)
+    above, below = figure.subplots(2, 1)
+    _lines(above, results.names, _swapped(by))
+    above.set(xscale="log", xlabel="context, bytes", ylabel="loss, nats per byte")
+    above.set_xticks(lengths, [str(length) for length in lengths])
+    above.minorticks_off()
     places = results.positions()
     width = lengths[0]
     curves = {
         n: {(k + 1) * width: loss for k, loss in enumerate(found)} for n, found in places.items()
     }
-    _lines(right, results.names, curves)
-    right.set(xlabel="position in the longest rows, bytes", ylabel="")
-    _limit((left, right), [v for table in by.values() for v in _means(table).values()])
-    for axes in (left, right):
+    _lines(below, results.names, curves)
+    below.set(xlabel="position in the longest rows, bytes", ylabel="loss, nats per byte")
+    _limit((above, below), [v for table in by.values() for v in _means(table).values()])
+    for axes in (above, below):
         mark_trained(axes, [width], lengths[-1])
-    _legend(figure, left)
+    legend_below(figure, above)
     return Section(
         "Text: loss at and beyond the trained length",
         (
             f"Loss of the same last {s['length'] // 2} bytes of the same {s['rows']} rows of "
             f"held-out text, with more and more before them: what a longer context does to what "
-            f"follows it. On the right the loss of every stretch of the longest rows.",
+            f"follows it. Below it the loss of every stretch of the longest rows.",
         ),
         [_table(by, AT, "bytes")],
         [_picture(figure, "loss by length and by position")],
@@ -194,14 +215,14 @@ def _loss(results: Results) -> Section:
 def _retrieval(results: Results) -> Section:
     lengths = results.lengths
     by = {length: results.text("retrieval", length) for length in lengths}
-    figure = figure_of(9.0, 4.2)
+    figure = figure_of(_WIDTH, 4.6)
     axes = figure.subplots()
     _lines(axes, results.names, _swapped(by, 100))
     axes.set(xscale="log", xlabel="context, bytes", ylabel="words found, %", ylim=(-3, 103))
     axes.set_xticks(lengths, [str(length) for length in lengths])
     axes.minorticks_off()
     mark_trained(axes, [lengths[0]], lengths[-1])
-    _legend(figure, axes)
+    legend_below(figure, axes)
     sentences = [
         "A word of three tokens that text does not have stands anywhere in it and is asked for at "
         f"the end, {results.settings['rows']} times at each length; chance is 1 in 17576."
@@ -222,8 +243,9 @@ def _retrieval(results: Results) -> Section:
 
 def _tasks(results: Results) -> Section:
     tasks, items = results.tasks, results.items
-    figure = figure_of(10.5, 2.6 * math.ceil(len(tasks) / 3) + 0.8)
-    grid = figure.subplots(math.ceil(len(tasks) / 3), min(3, len(tasks)), squeeze=False)
+    down = math.ceil(len(tasks) / 2)
+    figure = figure_of(_WIDTH, 2.6 * down + 1.4)
+    grid = figure.subplots(down, min(2, len(tasks)), squeeze=False)
     for axes in grid.flat:
         axes.set_visible(False)
     for axes, task in zip(grid.flat, tasks, strict=False):
@@ -232,7 +254,7 @@ def _tasks(results: Results) -> Section:
         _lines(axes, results.names, _swapped(by, 100))
         axes.set(title=task, ylim=(-3, 103), xlabel="items", ylabel="solved, %")
         axes.axvline(MOST, color="#777777", linewidth=1, zorder=0)
-    _legend(figure, grid.flat[0])
+    legend_below(figure, grid.flat[0])
     longer, within = [n for n in items if n > MOST], [n for n in items if n <= MOST]
     tables = []
     for title, sizes in (
@@ -261,8 +283,8 @@ def _tasks(results: Results) -> Section:
 def _training(results: Results) -> Section:
     """Curves of training losses, by subject."""
     subjects = sorted({cell.subject for cell in results.cells}, reverse=True)
-    figure = figure_of(10.5, 3.8)
-    panels = figure.subplots(1, len(subjects), squeeze=False)[0]
+    figure = figure_of(_WIDTH, 2.8 * len(subjects) + 1.4)
+    panels = figure.subplots(len(subjects), 1, squeeze=False)[:, 0]
     for axes, subject in zip(panels, subjects, strict=True):
         curves: dict[str, dict[int, list[float]]] = {}
         for cell, record in results.cells.items():
@@ -275,7 +297,7 @@ def _training(results: Results) -> Section:
         }
         _lines(axes, results.names, lines, markers=False)
         axes.set(title=subject, xlabel="step", ylabel="training loss, nats")
-    _legend(figure, panels[0])
+    legend_below(figure, panels[0])
     return Section(
         "Training",
         ("Mean over seeds, of all that counts: for text, the answers too.",),
@@ -310,7 +332,8 @@ def _table(
 ) -> Table:
     """Means over seeds, each with its difference from the rotation."""
     rows = [Row((Cell(n), *(_compared(measure, by[k], n) for k in by))) for n in _names(by)]
-    return Table(title, ("encoding", *(f"{k} {unit}".strip() for k in by)), tuple(rows))
+    header = ("encoding", *(f"{k} {unit}".strip() for k in by))
+    return Table(title, header, tuple(rows), (BOLD,))
 
 
 def _compared(measure: str, by: Mapping[str, BySeed], name: str) -> Cell:
@@ -402,12 +425,7 @@ def _limit(panels: Sequence[Any], values: Sequence[float]) -> None:
         axes.set_ylim(low - 0.05 * (high - low), min(high * 1.05, low + 3))
 
 
-def _legend(figure: Any, axes: Any) -> None:
-    handles, labels = axes.get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside lower center", ncols=6, fontsize=8, frameon=False)
-
-
 def _picture(figure: Any, alt: str) -> Picture:
     buffer = io.BytesIO()
-    figure.savefig(buffer, format="png", dpi=120)
+    figure.savefig(buffer, format="png", dpi=160)
     return Picture(alt, buffer.getvalue())

@@ -9,13 +9,13 @@ from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
-from rope_ext.errors import OptionError
+from rope_ext.errors import Mistakes, OptionError
 from rope_ext.measure.arguments import parse_length, parse_lengths, parse_options, split
 from rope_ext.measure.cases import dump
 from rope_ext.measure.evaluate import evaluate
 from rope_ext.measure.folder import Folder
 from rope_ext.measure.models import DTYPES
-from rope_ext.measure.reports.terminal import clean_errors, quiet, tell
+from rope_ext.measure.reports.terminal import clean_errors, quiet, stoppable, tell
 from rope_ext.measure.settings import Settings, require_seed
 from rope_ext.measure.tasks import all_tasks, build, chosen, from_file, options
 
@@ -100,25 +100,30 @@ def parser(
     return made
 
 
-def settings(args: argparse.Namespace) -> Settings:
+def settings(args: argparse.Namespace, mistakes: Mistakes | None = None) -> Settings:
     """The shared options as settings.
+
+    Args:
+        args: from ``parser``.
+        mistakes: collects options that cannot be read; without it they are raised.
 
     Raises:
         OptionError: one of them cannot be read.
     """
+    found = Mistakes() if mistakes is None else mistakes
     methods = tuple(split(args.method or ()))
-    return Settings(
+    made = Settings(
         models=tuple(args.model),
         methods=methods,
-        lengths=parse_lengths(args.lengths),
+        lengths=found.check(parse_lengths, args.lengths, default=(2,)),
         factor=args.factor,
-        options=parse_options(args.option, methods),
+        options=found.check(parse_options, args.option, methods, default={}),
         adapter=args.adapter,
         seed=args.seed,
         dtype=args.dtype,
         attn=args.attn,
         device=args.device,
-        batch_size=batch_size(args.batch_size),
+        batch_size=found.check(batch_size, args.batch_size),
         chat=args.chat,
         trained_length=args.trained_length,
         compose=args.compose,
@@ -127,6 +132,9 @@ def settings(args: argparse.Namespace) -> Settings:
         resume=args.resume,
         overwrite=args.overwrite,
     )
+    if mistakes is None:
+        found.report()
+    return made
 
 
 def tokens(text: str) -> int:
@@ -159,14 +167,16 @@ def batch_size(text: str) -> int | None:
 
 
 def main(args: argparse.Namespace, tasks: Sequence[str]) -> None:
-    """Check, measure, print and write; mistakes are told in one line.
+    """Check, measure, print and write; all mistakes are reported at once.
 
     Args:
         args: from ``parser``.
         tasks: names of what is to be measured.
     """
     with clean_errors():
-        evaluate(settings(args), build(tasks, vars(args)))
+        mistakes = Mistakes()
+        given = settings(args, mistakes)
+        evaluate(given, build(tasks, vars(args), mistakes), mistakes)
 
 
 def call(words: Sequence[str]) -> None:
@@ -208,7 +218,7 @@ def run(
         pages: other files there, by name, and what writes the data down for each.
     """
     pages = pages or {}
-    with clean_errors():
+    with clean_errors(), stoppable("run the same command to measure again"):
         quiet()
         require_seed(args.seed)
         folder = Folder(args.output)

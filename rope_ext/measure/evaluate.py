@@ -2,44 +2,52 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 
+from rope_ext.errors import Mistakes
 from rope_ext.measure.folder import first_process
 from rope_ext.measure.plan import Plan, prepare
 from rope_ext.measure.reports.report import Report
-from rope_ext.measure.reports.terminal import progress, quiet, tell
+from rope_ext.measure.reports.terminal import progress, quiet, stoppable, tell
 from rope_ext.measure.run import run
 from rope_ext.measure.settings import Settings
 from rope_ext.measure.tasks.base import Task
 from rope_ext.plots.style import require_matplotlib
 
 
-def evaluate(settings: Settings, tasks: Sequence[Task]) -> Report | None:
+def evaluate(
+    settings: Settings, tasks: Sequence[Task | None], mistakes: Mistakes | None = None
+) -> Report | None:
     """Check, measure, print and write; None in every process but the first.
+
+    Args:
+        settings: what all evaluations share.
+        tasks: what to measure; None in place of one that is among the mistakes.
+        mistakes: those found so far, to be reported with the others.
 
     Raises:
         RopeExtError: see ``prepare`` and ``run``.
     """
+    with stoppable():
+        return _evaluate(settings, tasks, mistakes)
+
+
+def _evaluate(
+    settings: Settings, tasks: Sequence[Task | None], mistakes: Mistakes | None
+) -> Report | None:
     require_matplotlib()
     quiet()
-    plan = prepare(settings, tasks)
+    plan = prepare(settings, tasks, mistakes)
     for note in plan.notes:
         tell(f"note: {note}", "yellow")
     with plan.folder.held():
         with progress() as shown:
             bar = shown.add_task(_extent(plan) if first_process() else "", total=None)
-            try:
-                outcomes = run(
-                    plan,
-                    lambda work: shown.advance(bar, work),
-                    lambda work: shown.update(bar, total=work),
-                )
-            except KeyboardInterrupt:
-                shown.stop()
-                kept = f"finished cases are in {settings.output}"
-                tell(f"stopped; {kept}, --resume goes on from there")
-                sys.exit(130)
+            outcomes = run(
+                plan,
+                lambda work: shown.advance(bar, work),
+                lambda work: shown.update(bar, total=work),
+            )
         if outcomes is None:
             return None
         report = Report(plan, outcomes)

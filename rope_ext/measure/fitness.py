@@ -101,7 +101,7 @@ def windows_of(
         MeasureError: there are not as many.
     """
     task = Perplexity(texts, windows=count, protocol="start")
-    found = task.choose(Frame(tokenizer, ()), [length], seed)
+    found = task.choose(Frame(tokenizer, ()), [length], seed, option="--length")
     if len(found.texts) < count:
         raise MeasureError(
             f"the text has only {len(found.texts)} windows of {length} tokens, and {cure}"

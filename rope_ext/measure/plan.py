@@ -13,13 +13,20 @@ from typing import Any
 
 import torch
 
-from rope_ext.errors import MeasureError, OptionError, RopeExtError
+from rope_ext.errors import MeasureError, Mistakes, OptionError, RopeExtError
 from rope_ext.measure import models
 from rope_ext.measure.cases import Case, Outcome, Questions, digest, read_outcomes, require_positive
 from rope_ext.measure.folder import Folder
 from rope_ext.measure.prompts import Frame
 from rope_ext.measure.settings import UNPATCHED, Settings, require_seed
-from rope_ext.measure.systems import System, beyond, built, checked_methods, saved_otherwise
+from rope_ext.measure.systems import (
+    System,
+    beyond,
+    built,
+    checked_methods,
+    label,
+    saved_otherwise,
+)
 from rope_ext.measure.tasks.base import Task
 from rope_ext.measure.versions import versions
 
@@ -107,10 +114,10 @@ class Plan:
                     wholes[case.task, case.seed] = done[system.key(case)]
             for case in cases:
                 key = system.key(case)
-                if self._nested(system, case):
-                    outcomes.append(_within(wholes[case.task, case.seed], case, key))
-                else:
-                    outcomes.append(done[key])
+                nested = self._nested(system, case)
+                found = _within(wholes[case.task, case.seed], case, key) if nested else done[key]
+                # A resumed run of more models, or of another factor, calls its rows otherwise.
+                outcomes.append(replace(found, system=system.name))
         return outcomes
 
 
@@ -119,24 +126,35 @@ def automatic_tokens(settings: Settings) -> int:
     return 8192 if models.resolve_device(settings.device) == "cpu" else 32768
 
 
-def prepare(settings: Settings, tasks: Sequence[Task]) -> Plan:
+def prepare(
+    settings: Settings, tasks: Sequence[Task | None], mistakes: Mistakes | None = None
+) -> Plan:
     """Check the settings, choose texts and prompts; the weights are not touched.
 
+    Args:
+        settings: as given.
+        tasks: what to measure; None in place of one that is among the mistakes.
+        mistakes: those found so far, to be reported with the others.
+
     Raises:
-        RopeExtError: something is unknown, missing, too short or in the way.
+        RopeExtError: something is unknown, missing, too short or in the way; ``SeveralErrors``
+            has all mistakes that show without the tokenizer.
     """
-    methods = checked_methods(
-        settings.methods, settings.factor, settings.options, settings.adapter, settings.force
+    mistakes = mistakes or Mistakes()
+    methods = mistakes.check(
+        checked_methods,
+        *(settings.methods, settings.factor, settings.options, settings.adapter, settings.force),
     )
-    _check(settings)
-    tasks = _parts(tasks, settings)
-    require_free(settings)
-    Folder(settings.output).check(written(tasks))
-    configs = {model: models.load_config(model) for model in settings.models}
-    trained = {
-        model: settings.trained_length or models.trained_length(config)
-        for model, config in configs.items()
-    }
+    _check(settings, mistakes)
+    valid = [task for task in tasks if task is not None]
+    parts = mistakes.check(_parts, valid, settings) if valid or not tasks else None
+    mistakes.check(require_free, settings)
+    mistakes.check(Folder(settings.output).check, written(parts or ()))
+    read = {model: mistakes.check(_read, model, settings) for model in settings.models}
+    mistakes.report()
+    tasks = parts
+    configs = {model: config for model, (config, _) in read.items()}
+    trained = {model: length for model, (_, length) in read.items()}
     asked = tuple(sorted(set(settings.lengths)))
     lengths = tuple(sorted({*asked, *(n for n in trained.values() if n < max(asked))}))
     notes = list(beyond(methods, asked, trained, settings.force))
@@ -161,24 +179,35 @@ def prepare(settings: Settings, tasks: Sequence[Task]) -> Plan:
     )
 
 
-def _check(settings: Settings) -> None:
-    """Raise OptionError for what is not valid, and MeasureError for a device that is not there."""
-    require_positive(batch_size=settings.batch_size, trained_length=settings.trained_length)
-    if settings.dtype not in models.DTYPES:
-        raise OptionError(
-            f"dtype={settings.dtype!r} is not valid; it must be one of {', '.join(models.DTYPES)}"
-        )
-    models.require_attention(settings.attn)
-    if not settings.models:
-        raise OptionError("no model to measure; give --model a folder or Hub id")
-    if len(set(settings.models)) < len(settings.models):
-        raise OptionError("a model is given twice; give --model each just once")
-    if not settings.lengths:
-        raise OptionError("no length to measure; give --lengths, such as 512,1024,2048")
-    require_seed(settings.seed)
-    models.resolve_device(settings.device)
-    if settings.resume and settings.overwrite:
-        raise OptionError("--resume and --overwrite contradict each other; give one of them")
+def _read(model: str, settings: Settings) -> tuple[Any, int]:
+    """The configuration of a model, and its trained length."""
+    config = models.load_config(model)
+    return config, settings.trained_length or models.trained_length(config)
+
+
+def _check(settings: Settings, mistakes: Mistakes) -> None:
+    """Add an OptionError for what is not valid, and a MeasureError for a device not there."""
+    for name in ("batch_size", "trained_length"):
+        mistakes.check(lambda name=name: require_positive(**{name: getattr(settings, name)}))
+    mistakes.check(models.require_attention, settings.attn)
+    mistakes.check(require_seed, settings.seed)
+    mistakes.check(models.resolve_device, settings.device)
+    faults = {
+        f"dtype={settings.dtype!r} is not valid; it must be one of {', '.join(models.DTYPES)}": (
+            settings.dtype not in models.DTYPES
+        ),
+        "no model to measure; give --model a folder or Hub id": not settings.models,
+        "a model is given twice; give --model each just once": (
+            len(set(settings.models)) < len(settings.models)
+        ),
+        "no length to measure; give --lengths, such as 512,1024,2048": not settings.lengths,
+        "--resume and --overwrite contradict each other; give one of them": (
+            settings.resume and settings.overwrite
+        ),
+    }
+    for fault, found in faults.items():
+        if found:
+            mistakes.add(OptionError(fault))
 
 
 def _parts(tasks: Sequence[Task], settings: Settings) -> tuple[Task, ...]:
@@ -227,8 +256,10 @@ def _systems(
             identity = dict(identities[model])
             if method == UNPATCHED:
                 identity["adapter"] = None
+            named = label(method, options, settings.factor)
             yield System(
-                name=f"{labels[model]} {method}".strip(),
+                name=f"{labels[model]} {named}".strip(),
+                label=named,
                 model=model,
                 method=method,
                 options=options,

@@ -7,17 +7,18 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
-from rope_ext.errors import OptionError
+from rope_ext.errors import Mistakes, OptionError
 from rope_ext.loading import SIDECAR
 from rope_ext.measure import models
 from rope_ext.measure.cases import Case, digest
 from rope_ext.measure.settings import UNPATCHED
 from rope_ext.methods import Method, build_method, method_class, reach
 from rope_ext.patching import patched
-from rope_ext.record import ARGUMENTS, Record
+from rope_ext.record import ARGUMENTS, Record, option_texts
 
 ADAPTER = "adapter"
 """In place of a method: the one under which the adapter was trained."""
+_LONGEST = 40  # of an option in the name of a row, characters
 
 
 @dataclass(frozen=True, eq=False)
@@ -25,7 +26,8 @@ class System:
     """A model under a method: what gets a row in the report.
 
     Args:
-        name: the method, with the model before it where there are several.
+        name: the label, with the model before it where there are several.
+        label: the method and its options, such as ``yarn (beta_fast=16)``; see ``label``.
         model: as given.
         method: its name, or ``none``.
         options: of the method, and what the adapter's patch has beside them.
@@ -35,6 +37,7 @@ class System:
     """
 
     name: str
+    label: str
     model: str
     method: str
     options: Mapping[str, Any]
@@ -69,46 +72,69 @@ def checked_methods(
         OptionError: an option is unknown, missing, out of range, or of a method not in ``names``;
             or the adapter was trained under another patch.
         MeasureError: the adapter cannot be found.
+        SeveralErrors: more than one of these.
     """
+    mistakes = Mistakes()
     if not factor > 1:
-        raise OptionError(
-            f"factor={factor:g} would not extend anything; give --factor a number above 1"
+        mistakes.add(
+            OptionError(
+                f"factor={factor:g} would not extend anything; give --factor a number above 1"
+            )
         )
     if ADAPTER in options:
-        raise OptionError(f"--method {ADAPTER} has its options beside the adapter; give none")
-    given = {method_class(name).name: dict(values) for name, values in options.items()}
-    record = None if adapter is None else models.adapter_record(adapter)
+        mistakes.add(
+            OptionError(f"--method {ADAPTER} has its options beside the adapter; give none")
+        )
+    if not names:
+        mistakes.add(OptionError("no method is given; choose some, such as yarn,ntk,dynamic_yarn"))
+    asked = [name for name in (*options, *names) if name not in (UNPATCHED, ADAPTER)]
+    known = {name: mistakes.check(method_class, name) for name in asked}
+    given = {known[name].name: dict(values) for name, values in options.items() if known.get(name)}
+    before = len(mistakes.errors)
+    record = None if adapter is None else mistakes.check(models.adapter_record, adapter)
     methods: dict[str, dict[str, Any]] = {}
-    if ADAPTER in names:
-        methods |= _of_adapter(adapter, record)
-    for name in names:
-        if name in (UNPATCHED, ADAPTER):
-            continue
-        name = method_class(name).name
-        of_adapter = methods.get(name)
+    if ADAPTER in names and len(mistakes.errors) == before:
+        methods |= mistakes.check(_of_adapter, adapter, record, default={})
+    for cls in filter(None, map(known.get, names)):
+        name, of_adapter = cls.name, methods.get(cls.name)
         methods[name] = {"factor": factor, **given.get(name, {})}
-        try:
-            method = build_method(name, **methods[name])
-            method.check()
-        except OptionError as error:
-            raise OptionError(
-                f"{error}; on the command line: --option {name}.NAME=VALUE, or leave {name} out"
-            ) from None
-        if record is not None and not _trained_under(record, method):
-            same_name = "" if of_adapter is None else f" (and only one {name} fits into one run)"
-            if not force or same_name:
-                raise OptionError(
-                    f"the adapter {adapter} was trained under {record.call()}, not under "
-                    f"{method}{same_name}; give --method {ADAPTER} for that, or --force and "
-                    f"{name} without {ADAPTER} to measure it all the same"
-                )
+        if factor > 1:
+            mistakes.check(_check, name, methods[name], of_adapter, adapter, record, force)
         methods[name] = of_adapter or methods[name]
     unused = [name for name in given if name not in methods]
-    if unused:
-        raise OptionError(f"options are given for {', '.join(unused)}, which is not in use here")
-    if not names:
-        raise OptionError("no method is given; choose some, such as yarn,ntk,dynamic_yarn")
+    if unused and names:
+        mistakes.add(
+            OptionError(f"options are given for {', '.join(unused)}, which is not in use here")
+        )
+    mistakes.report()
     return methods
+
+
+def _check(
+    name: str,
+    options: Mapping[str, Any],
+    of_adapter: Mapping[str, Any] | None,
+    adapter: str | None,
+    record: Record | None,
+    force: bool,
+) -> None:
+    """Raise OptionError for options that are not valid, or not those of the adapter's patch."""
+    try:
+        method = build_method(name, **options)
+        method.check()
+    except OptionError as error:
+        raise OptionError(
+            f"{error}; on the command line: --option {name}.NAME=VALUE, or leave {name} out"
+        ) from None
+    if record is None or _trained_under(record, method):
+        return
+    same_name = "" if of_adapter is None else f" (and only one {name} fits into one run)"
+    if not force or same_name:
+        raise OptionError(
+            f"the adapter {adapter} was trained under {record.call()}, not under "
+            f"{method}{same_name}; give --method {ADAPTER} for that, or --force and "
+            f"{name} without {ADAPTER} to measure it all the same"
+        )
 
 
 def under(
@@ -122,6 +148,25 @@ def under(
 def built(name: str, options: Mapping[str, Any]) -> Method:
     """A method of :func:`checked_methods`."""
     return build_method(name, **{k: v for k, v in options.items() if k not in ARGUMENTS})
+
+
+def label(name: str, options: Mapping[str, Any], factor: float) -> str:
+    """A method of :func:`checked_methods` as rows of reports call it.
+
+    Options at their defaults are left out, and so is the factor that the whole run has. A value
+    that is too long for a table is shown as dots.
+    """
+    if name == UNPATCHED:
+        return name
+    method = built(name, options)
+    texts = [
+        text
+        for text in option_texts(method)
+        if not (text.startswith("factor=") and method.factor == factor)
+    ]
+    texts += [f"{k}={getattr(v, 'name', v)}" for k, v in options.items() if k in ARGUMENTS]
+    shown = [text if len(text) <= _LONGEST else f"{text.split('=')[0]}=..." for text in texts]
+    return f"{name} ({', '.join(shown)})" if shown else name
 
 
 def _of_adapter(adapter: str | None, record: Record | None) -> dict[str, dict[str, Any]]:

@@ -56,12 +56,16 @@ class ABF(FrequencyMethod):
         Raises:
             OptionError: it would be smaller than the trained one.
         """
-        base = self.base or smallest_base(self.target_length(rope))
+        target = self.target_length(rope)
+        base = self.base or smallest_base(target)
         if base < rope.base:
-            raise OptionError(
-                f"abf: base {base:g} is smaller than the trained base {rope.base:g}; "
-                f"give base= a larger number"
+            fault = (
+                f"base {base:g} is smaller than the trained base {rope.base:g}"
+                if self.base
+                else f"the trained base {rope.base:g} is already large enough for {target} tokens "
+                f"(the smallest useful one there is {base:g}, arXiv 2405.14591)"
             )
+            raise OptionError(f"abf: {fault}; give base= a number above {rope.base:g}")
         return float(base)
 
     def inv_freq(self, rope: Rope) -> torch.Tensor:

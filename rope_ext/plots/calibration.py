@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
-from rope_ext.plots.style import bare, figure_of, style_of, ticker
+from rope_ext.plots.style import bare, figure_of, legend_below, style_of, ticker
 
 Point = tuple[float, float, float | None]
 """What cos and sin are multiplied by, perplexity, and the share found if it was measured."""
@@ -33,7 +33,7 @@ class Line:
 
 
 def draw(lines: Sequence[Line], trained: int, target: int, path: Path | BinaryIO) -> None:
-    """Draw them as a PNG: perplexity on the left, retrieval on the right if it was measured.
+    """Draw them as a PNG: perplexity, and below it retrieval if it was measured.
 
     Args:
         lines: methods.
@@ -43,8 +43,8 @@ def draw(lines: Sequence[Line], trained: int, target: int, path: Path | BinaryIO
     """
     titles = ["perplexity far out (lower is better)", "answers found (higher is better)"]
     panels = 1 + all(point[2] is not None for line in lines for point in line.points)
-    figure = figure_of(1.4 + 4.3 * panels, 4.6)
-    grid = figure.subplots(1, panels, squeeze=False)[0]
+    figure = figure_of(6.6, 1.4 + 0.2 * len(lines) + 2.9 * panels)
+    grid = figure.subplots(panels, 1, squeeze=False)[:, 0]
     for index, line in enumerate(lines):
         style = style_of(index)
         for place, axes in enumerate(grid, 1):
@@ -68,10 +68,9 @@ def draw(lines: Sequence[Line], trained: int, target: int, path: Path | BinaryIO
         grid[1].set_ylim(-0.04, 1.04)
         grid[1].yaxis.set_major_formatter(ticker().PercentFormatter(1))
     figure.suptitle(
-        f"{trained} \u2192 {target} tokens, on the half of the text that chooses "
+        f"{trained} \u2192 {target} tokens, on the half of the text that chooses\n"
         f"(ring: published default, star: chosen)",
         fontsize=11,
     )
-    figure.legend(*grid[0].get_legend_handles_labels(), loc="outside lower center", ncols=3,
-                  fontsize=9)  # fmt: skip
+    legend_below(figure, grid[0])
     figure.savefig(path, dpi=160, format="png")

@@ -44,7 +44,7 @@ from rope_ext.plots.methods import (
     weighted_decay,
 )
 from rope_ext.plots.numbers import bias_at, turns
-from rope_ext.plots.style import bare, figure_of, require_matplotlib
+from rope_ext.plots.style import TITLE, bare, figure_of, require_matplotlib
 from rope_ext.position.bias import DistanceBias
 from rope_ext.record import option_texts
 from rope_ext.rotary.sites import text_config, text_decoder
@@ -203,11 +203,11 @@ def draw(
     for others in beside:
         picture.beside(others, rope, lines, length, added)
         bare(others)
-        others.set_title("what encodings add", loc="left", fontsize=11)
+        others.set_title("what encodings add", **TITLE)
     bare(axes)
     name = Path(model).name if isinstance(model, (str, Path)) else type(decoder).__name__
     by = f", factor {factors[0]:g}" if len(factors) == 1 else ""
-    axes.set_title(f"{name} at {length} tokens{by}: {picture.title}", loc="left", fontsize=11)
+    axes.set_title(f"{name} at {length} tokens{by}: {picture.title}", **TITLE)
     named = [each.get_legend_handles_labels() for each in (axes, *beside)]
     handles, labels = ([*itertools.chain(*parts)] for parts in zip(*named, strict=True))
     columns = max(1, min(4, _CHARACTERS // (8 + max(map(len, labels)))))

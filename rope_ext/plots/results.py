@@ -7,13 +7,27 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
+from textwrap import wrap
 from typing import Any, BinaryIO
 
 from rope_ext.measure.reports.summary import Estimate, is_unpatched, number
-from rope_ext.plots.style import UNPATCHED_STYLE, bare, figure_of, mark_trained, style_of, ticker
+from rope_ext.plots.style import (
+    TITLE,
+    UNPATCHED_STYLE,
+    bare,
+    figure_of,
+    legend_below,
+    mark_trained,
+    save,
+    style_of,
+    ticker,
+)
 
 _MOST_SHADED = 4  # lines
+_WIDTH = 6.6  # inches of a picture of panels: at 400 pixels, 10 points are still 8 pixels
+_CELL = 0.42  # of a heat map, inches: "100" fits
 _HEIGHT = 12  # perplexity axis: highest over lowest value shown; what blew up further leaves it
 
 
@@ -40,11 +54,12 @@ def draw_perplexity(
     """
     systems, lengths = _axes_of(estimates)
     shaded = _shaded(estimates, systems, lengths[-1])
-    finite = [e for e in estimates.values() if math.isfinite(e.high)] or [Estimate(1, 1, 1, 1)]
-    bottom = 0.9 * min(e.low if len(shaded) == len(systems) else e.value for e in finite)
+    finite = [e for e in estimates.values() if math.isfinite(e.value)] or [Estimate(1, 1, 1, 1)]
+    lowest = [e.low if len(shaded) == len(systems) and e.low else e.value for e in finite]
+    bottom = 0.9 * min(lowest)
     top = min(1.1 * max(e.value for e in finite), bottom * _HEIGHT)
 
-    figure = figure_of(9.0, 5.4)
+    figure = figure_of(7.2, 4.6)
     axes = figure.subplots()
     axes.set(xscale="log", yscale="log", ylim=(bottom, top))
     labels = {}
@@ -52,7 +67,7 @@ def draw_perplexity(
         line = [estimates[system, length] for length in lengths]
         values = [estimate.value for estimate in line]
         axes.plot(lengths, values, linewidth=1.7, markersize=5, **style)
-        if system in shaded:
+        if system in shaded and all(estimate.low is not None for estimate in line):
             low, high = [estimate.low for estimate in line], [estimate.high for estimate in line]
             axes.fill_between(lengths, low, high, color=style["color"], alpha=0.12, linewidth=0)
         arrow = "\u2191 " if values[-1] > top else ""
@@ -65,11 +80,13 @@ def draw_perplexity(
     axes.yaxis.set_major_formatter(ticker().FormatStrFormatter("%g"))
     axes.minorticks_off()
     names = "" if len(shaded) == len(systems) else f" of {' and '.join(shaded)}"
-    axes.set_xlabel(f"{axis} (shaded: 95 % interval{names} over documents)")
+    known = any(estimates[system, lengths[-1]].low is not None for system in shaded)
+    shading = f"\nshaded: 95 % interval{names} over documents" if known else ""
+    axes.set_xlabel(f"{axis}{shading}")
     axes.set_ylabel("perplexity (lower is better)")
-    axes.set_title(title, loc="left", fontsize=11)
+    axes.set_title(title, **TITLE)
     bare(axes)
-    figure.savefig(path, dpi=160, format="png")
+    save(figure, path, _numbers(estimates, ("system", "length")))
 
 
 def draw_rates(
@@ -85,11 +102,13 @@ def draw_rates(
         path: of the PNG, or a file that is open.
     """
     tasks = list(dict.fromkeys(task for task, _, _ in estimates))
-    across = min(3, len(tasks))
+    across = min(2, len(tasks))
     down = math.ceil(len(tasks) / across)
-    figure = figure_of(1.8 + 3.6 * across, 0.9 + 2.9 * down)
+    systems, lengths = list(dict.fromkeys(s for _, s, _ in estimates)), {n for *_, n in estimates}
+    slanted = sum(len(str(length)) for length in lengths) > 40 // across
+    figure = figure_of(_WIDTH, 1.0 + 0.1 * len(systems) + 2.4 * down)
     grid = figure.subplots(down, across, sharex=True, sharey=True, squeeze=False)
-    for task, axes in zip(tasks, grid.flat, strict=False):
+    for index, (task, axes) in enumerate(zip(tasks, grid.flat, strict=False)):
         part = {(s, n): e for (name, s, n), e in estimates.items() if name == task}
         systems, lengths = _axes_of(part)
         for place, (system, style) in enumerate(_styles(systems).items()):
@@ -101,18 +120,20 @@ def draw_rates(
             axes.errorbar(places, values, errors, label=_title(system), linewidth=1.4,
                           markersize=4, elinewidth=0.8, capsize=2, **style)  # fmt: skip
         axes.set(xscale="log", ylim=(-0.03, 1.03))
-        axes.set_xticks(lengths, [str(length) for length in lengths])
+        axes.set_xticks(lengths, [str(n) for n in lengths], rotation=45 if slanted else 0)
         axes.minorticks_off()
         axes.yaxis.set_major_formatter(ticker().PercentFormatter(1))
-        axes.set_title(task, fontsize=10)
+        if index + across >= len(tasks):  # the last one of its column
+            axes.tick_params(labelbottom=True)
+            axes.set_xlabel("context, tokens")
+        axes.set_title(task, **TITLE)
         bare(axes)
         mark_trained(axes, trained.values(), lengths[-1])
     for axes in grid.flat[len(tasks) :]:
         axes.set_axis_off()
-    figure.legend(*grid.flat[0].get_legend_handles_labels(), loc="outside right upper", fontsize=8)
-    figure.supxlabel("context, tokens (bars: 95 % Wilson intervals)", fontsize=10)
-    figure.supylabel("found", fontsize=10)
-    figure.savefig(path, dpi=160, format="png")
+    legend_below(figure, grid.flat[0])
+    figure.supylabel("found (bars: 95 % Wilson intervals)", fontsize=10)
+    save(figure, path, _numbers(estimates, ("task", "system", "length")))
 
 
 def draw_depths(
@@ -131,10 +152,10 @@ def draw_depths(
     """
     systems, lengths = _axes_of(estimates)
     depths = 1 + max(depth for _, _, depth in estimates)
-    down = math.ceil(len(systems) / 5)
-    across = math.ceil(len(systems) / down)
-    width, height = max(1.9, 0.5 * len(lengths) + 0.35), 0.32 * depths + 0.75
-    figure = figure_of(max(6.0, width * across + 1.2), max(3.0, height * down + 0.8))
+    width, height = max(1.6, _CELL * len(lengths) + 0.1), 0.32 * depths + 0.9
+    across = max(1, min(len(systems), 3, int((_WIDTH - 1.2) // width)))
+    down = math.ceil(len(systems) / across)
+    figure = figure_of(max(5.0, width * across + 1.4), max(3.0, height * down + 0.8))
     grid = figure.subplots(down, across, sharex=True, sharey=True, squeeze=False)
     image = None
     for index, axes in enumerate(grid.flat):
@@ -148,23 +169,36 @@ def draw_depths(
             for column, value in enumerate(values):
                 colour = "black" if value > 0.45 else "white"
                 axes.text(column, row, f"{100 * value:.0f}", ha="center", va="center",
-                          fontsize=8, color=colour)  # fmt: skip
+                          fontsize=9, color=colour)  # fmt: skip
         edge = sum(length <= trained[system] for length in lengths) - 0.5
         axes.axvline(edge, color="#D55E00", linewidth=2)
-        axes.set_title(_title(system), fontsize=10)
-        axes.set_xticks(range(len(lengths)), [str(n) for n in lengths], fontsize=8, rotation=45)
+        axes.set_title("\n".join(wrap(_title(system), int(13 * width))), fontsize=10)
+        axes.set_xticks(range(len(lengths)), [str(n) for n in lengths], fontsize=9, rotation=45)
         names = [
             f"{100 * depth / depths:.0f}-{100 * (depth + 1) / depths:.0f} %"
             for depth in range(depths)
         ]
-        axes.set_yticks(range(depths), names, fontsize=8)
+        axes.set_yticks(range(depths), names, fontsize=9)
         axes.tick_params(length=0, labelbottom=index + across >= len(systems))
     bar = figure.colorbar(image, ax=grid, format=ticker().PercentFormatter(1), shrink=0.8)
     bar.outline.set_visible(False)
     figure.supxlabel("context, tokens (orange line: trained length)", fontsize=10)
     figure.supylabel("depth", fontsize=10)
     figure.suptitle(title, fontsize=11)
-    figure.savefig(path, dpi=160, format="png")
+    save(figure, path, _numbers(estimates, ("system", "length", "depth_bin")))
+
+
+def _numbers(
+    estimates: Mapping[tuple, Estimate], names: Sequence[str]
+) -> list[dict[str, str | int | float | None]]:
+    """Estimates as plain data; JSON has no infinity."""
+    return [
+        {
+            **dict(zip(names, place, strict=True)),
+            **{k: None if v == math.inf else v for k, v in asdict(found).items()},
+        }
+        for place, found in estimates.items()
+    ]
 
 
 def _title(system: str) -> str:

@@ -556,8 +556,8 @@ def test_recommend_leaves_out_what_loses_passkeys_within_the_trained_length() ->
     sentence = recommend(measured, 512, 0)
     assert sentence.startswith("finder is recommended: beyond 512 tokens its perplexity is 8.")
     assert sentence.endswith(
-        "it costs +0.0% perplexity and -5.0 [-23.6, +11.6] points of passkeys; left out for what "
-        "they cost there: fluent (-60.0 points of passkeys)."
+        "it costs +0.0% perplexity and +5.0 [-11.6, +23.6] points of passkeys; left out for what "
+        "they cost there: fluent (+60.0 points of passkeys)."
     )
     del measured["finder"]
     assert recommend(measured, 512, 0).startswith("No method is recommended: within 512 tokens")

@@ -9,6 +9,9 @@ from pathlib import Path
 
 _TEMPLATE = Path(__file__).with_name("page.html")
 
+BOLD = "Bold: the 95 % interval excludes zero."
+"""What ``Cell.clear`` means to a reader; on every page with such a cell."""
+
 
 @dataclass(frozen=True)
 class Cell:
@@ -78,11 +81,26 @@ def render(
     notes: Sequence[str],
     sections: Sequence[Section],
     settings: str,
+    essentials: Sequence[str] = (),
 ) -> str:
-    """The page; what is given is text, not HTML."""
+    """The page; what is given is text, not HTML.
+
+    Args:
+        title: of the page.
+        sentences: what follows from the numbers.
+        notes: what else a reader should know.
+        sections: tables and pictures.
+        settings: all of them, folded away.
+        essentials: those that a reader must see.
+    """
     from jinja2 import Environment
 
     template = Environment(autoescape=True).from_string(_TEMPLATE.read_text(encoding="utf-8"))
     return template.render(
-        title=title, sentences=sentences, notes=notes, sections=sections, settings=settings
+        title=title,
+        sentences=sentences,
+        notes=notes,
+        sections=sections,
+        settings=settings,
+        essentials=essentials,
     )

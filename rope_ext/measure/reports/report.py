@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import csv
 import io
+import json
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from itertools import combinations
@@ -20,9 +21,10 @@ from rope_ext.measure.cases import Outcome, dump
 from rope_ext.measure.plan import PAGE, RESULTS, TABLES, Plan
 from rope_ext.measure.reports import page
 from rope_ext.measure.reports.intervals import wilson
-from rope_ext.measure.reports.page import Cell, Row, Table
+from rope_ext.measure.reports.page import BOLD, Cell, Row, Table
 from rope_ext.measure.reports.summary import (
     Estimate,
+    cost,
     difference,
     estimate,
     estimate_perplexity,
@@ -35,13 +37,13 @@ from rope_ext.measure.reports.summary import (
 )
 from rope_ext.measure.settings import UNPATCHED
 from rope_ext.measure.systems import System
-from rope_ext.measure.tasks.base import Task
+from rope_ext.measure.tasks.base import Task, options
 from rope_ext.plots import results as figures
 
 EFFECTIVE = 0.856
 """Llama-2-7B's own RULER average at 4k, which the paper takes for "the length works"."""
 
-_NAME, _COLUMN = 18, 22  # widths, characters
+_COLUMN = 22  # width, characters
 
 
 @dataclass(frozen=True)
@@ -146,7 +148,7 @@ class Report:
 
     @cached_property
     def costs(self) -> dict[tuple[str, str], Estimate | None]:
-        """By (task, system): the difference to the unpatched model at the reference length."""
+        """By (task, system) at the reference length, against the unpatched model: + is worse."""
         costs = {}
         for task in self.plan.tasks:
             for system in self.plan.systems:
@@ -155,9 +157,7 @@ class Report:
                     continue
                 names = (system.name, self.unpatched(system).name)
                 pair = [self.places[task.name, name, length] for name in names]
-                costs[task.name, system.name] = difference(
-                    *pair, task.kind, self.plan.settings.seed
-                )
+                costs[task.name, system.name] = cost(*pair, task.kind, self.plan.settings.seed)
         return costs
 
     @cached_property
@@ -191,10 +191,10 @@ class Report:
         for model in self.plan.settings.models:
             ours = [s for s in self.plan.systems if s.model == model]
             if len(ours) > 1:
-                table = {s.method: scores[s.name] for s in ours}
+                table = {s.label: scores[s.name] for s in ours}
                 sentence = recommend(table, ours[0].trained, self.plan.settings.seed)
-                label = ours[0].name.removesuffix(UNPATCHED).strip()
-                sentences.append(f"{label}: {sentence}" if label else sentence)
+                name = ours[0].name.removesuffix(UNPATCHED).strip()
+                sentences.append(f"{name}: {sentence}" if name else sentence)
         return sentences
 
     @cached_property
@@ -241,7 +241,7 @@ class Report:
         header = ["method", *(f"{n} tokens{' (trained)' * (n in trained)}" for n in lengths)]
         if references:
             unit = "%" if task.kind == "loss" else "points"
-            header.insert(1, f"cost at {at}, {unit}")
+            header.insert(1, f"cost at {at}, {unit} (+: worse)")
         rows = []
         for system in systems:
             cells = [Cell(system.name)]
@@ -252,10 +252,10 @@ class Report:
         return Table("", tuple(header), tuple(rows))
 
     def _cost_cell(self, task: Task, system: System) -> Cell:
-        cost = self.costs.get((task.name, system.name))
-        if cost is None:
+        found = self.costs.get((task.name, system.name))
+        if found is None:
             return Cell("")
-        return Cell(signed(cost), is_clear(cost))
+        return Cell(signed(found), is_clear(found))
 
     def _difference_tables(self, task: Task) -> Iterator[Table]:
         """One table per model: row less column."""
@@ -278,8 +278,8 @@ class Report:
                     else:
                         cells.append(Cell(signed(gap), is_clear(gap)))
                 rows.append(Row(tuple(cells)))
-            title = f"Row less column on identical cases, {beyond} ({unit}; bold: clear)"
-            yield Table(title, ("", *names[1:]), tuple(rows))
+            title = f"Row less column on identical cases, {beyond} ({unit})"
+            yield Table(title, ("", *names[1:]), tuple(rows), (BOLD,))
 
     def _suite_table(self, suite: str) -> Table:
         lengths, name = self.plan.lengths, self.threshold(suite)
@@ -300,16 +300,19 @@ class Report:
 
         A terminal too narrow for all lengths gets several tables; a file gets long lines.
         """
-        width = _NAME + _COLUMN * (len(self.plan.lengths) + 1)
+        named = max(len(system.name) for system in self.plan.systems) + 2
+        width = named + _COLUMN * (len(self.plan.lengths) + 1)
         console = wide_console(width)
         for section in self.sections:
             table = section.tables[0]
             columns, fit = len(table.header) - 1, len(table.header) - 1
             if console.is_terminal:
-                fit = max(1, (console.width - _NAME) // _COLUMN)
+                fit = max(1, (console.width - named) // _COLUMN)
             for start in range(1, columns + 1, fit):
                 console.print(_rich(section.name, table, [0, *range(start, start + fit)]))
             console.print(f"{section.definition}.\n", style="dim", highlight=False)
+        for part in self.essentials:
+            console.print(part, style="dim", highlight=False, markup=False)
         for sentence in self.recommendations:
             console.print(sentence, style="bold", highlight=False, markup=False)
 
@@ -339,12 +342,31 @@ class Report:
         for section in self.sections:
             parts += [f"### {section.name}", section.tables[0].markdown(), f"{section.definition}."]
         parts += self.recommendations
-        versions = next(iter(self.plan.identities.values()))["versions"]
-        listed = ", ".join(
-            f"{name} {versions[name]}" for name in ("rope_ext", "torch", "transformers", "python")
-        )
-        parts.append(f"95 % intervals, seed {self.plan.settings.seed}; {listed}.")
+        parts.append(f"95 % intervals. {' '.join(self.essentials)}")
         return "\n\n".join(parts) + "\n"
+
+    @cached_property
+    def essentials(self) -> list[str]:
+        """What anyone who quotes a number must quote with it: settings, tasks, versions."""
+        settings, identity = self.plan.settings, next(iter(self.plan.identities.values()))
+        rows = [f"factor {settings.factor:g}"]
+        rows += [system.label for system in self.plan.systems if system.label != system.method]
+        rows += [f"adapter {settings.adapter}"] if settings.adapter else []
+        dtype = settings.dtype
+        if dtype == "auto":
+            dtype = f"auto ({'float32' if identity['device'] == 'cpu' else 'of the checkpoint'})"
+        rows += [f"seed {settings.seed}", f"dtype {dtype}", f"device {identity['device']}"]
+        versions = identity["versions"]
+        told = [f"{n} {versions[n]}" for n in ("rope_ext", "torch", "transformers", "python")]
+        asked = []
+        for task in self.plan.tasks:
+            values = [f"{k}={_short(v)}" for k, v in task_options(task).items() if v not in _UNSET]
+            asked.append(f"{task.name} ({', '.join(values)})" if values else task.name)
+        return [
+            f"Settings: {', '.join(rows)}.",
+            f"Tasks: {', '.join(dict.fromkeys(asked))}.",
+            f"Versions: {', '.join(told)}.",
+        ]
 
     def to_json(self) -> dict[str, Any]:
         """Everything about the run as plain data, less the single cases, which the log has."""
@@ -359,6 +381,7 @@ class Report:
                     "name": system.name,
                     "model": system.model,
                     "method": system.method,
+                    "label": system.label,
                     "options": system.options,
                     "trained_length": system.trained,
                     "reference_length": self.reference(system),
@@ -366,13 +389,22 @@ class Report:
                 for system in plan.systems
             ],
             "lengths": plan.lengths,
+            "tasks": [
+                {
+                    "name": task.name,
+                    "kind": task.kind,
+                    "suite": task.suite,
+                    "options": task_options(task),
+                }
+                for task in plan.tasks
+            ],
             "identities": plan.identities,
             "summary": [
                 {"task": task, "system": system, "length": length, **_numbers(value)}
                 for (task, system, length), value in self.estimates.items()
             ],
             "costs": [
-                {"task": task, "system": system, **_numbers(value)}
+                {"task": task, "system": system, "positive_is": "worse", **_numbers(value)}
                 for (task, system), value in self.costs.items()
                 if value is not None
             ],
@@ -410,12 +442,24 @@ class Report:
     def _csv(self) -> str:
         file = io.StringIO(newline="")
         table = csv.writer(file)
-        table.writerow(["task", "system", "length", "depth_bin", "value", "low", "high", "count"])
+        asked = {task.name: task_options(task) for task in self.plan.tasks}
+        names = list(dict.fromkeys(name for values in asked.values() for name in values))
+        systems = {system.name: system for system in self.plan.systems}
+        table.writerow(
+            [
+                *("task", "system", "length", "depth_bin", "value", "low", "high", "count"),
+                *("model", "method", "options", "trained_length", "seed", "dtype", *names),
+            ]
+        )
         for place, value in self.estimates.items():
-            table.writerow([*place, "", *asdict(value).values()])
+            system, settings = systems[place[1]], self.plan.settings
+            more = [system.model, system.method, _plain(system.options), system.trained]
+            more += [settings.seed, settings.dtype]
+            more += [_plain(asked[place[0]].get(name)) for name in names]
+            table.writerow([*place, "", *asdict(value).values(), *more])
             bins = [(key, e) for key, e in self.by_depth.items() if key[:3] == place]
             for (*_, depth), cell in bins:
-                table.writerow([*place, depth, *asdict(cell).values()])
+                table.writerow([*place, depth, *asdict(cell).values(), *more])
         return file.getvalue()
 
     def curve(self, task: str) -> dict[tuple[str, int], Estimate]:
@@ -472,7 +516,7 @@ class Report:
             yield next(iter(self.suites), rates[0]), "rates", file.getvalue()
 
     def _page(self, pictures: Sequence[tuple[str, str, bytes]]) -> str:
-        told = "Intervals are 95 %. All methods get the same texts and prompts."
+        told = f"Intervals are 95 %. All methods get the same texts and prompts. {BOLD}"
         sections = []
         for section in self.sections:
             mine = [
@@ -483,9 +527,11 @@ class Report:
             words = (f"{section.definition}. {told}",)
             sections.append(page.Section(section.name, words, section.tables, mine))
         data = self.to_json()
-        settings = {name: data[name] for name in ("settings", "systems", "identities")}
+        settings = {name: data[name] for name in ("settings", "systems", "tasks", "identities")}
         notes = [f"Note: {note}." for note in self.plan.notes]
-        return page.render(self.title, self.recommendations, notes, sections, dump(settings))
+        return page.render(
+            *(self.title, self.recommendations, notes, sections, dump(settings), self.essentials)
+        )
 
 
 def wide_console(width: int) -> Console:
@@ -506,4 +552,25 @@ def _rich(name: str, table: Table, columns: Sequence[int]) -> RichTable:
 
 def _numbers(value: Estimate) -> dict[str, float | None]:
     """JSON has no infinity."""
-    return {k: v if v < math.inf else None for k, v in asdict(value).items()}
+    return {k: None if v == math.inf else v for k, v in asdict(value).items()}
+
+
+def task_options(task: Task) -> dict[str, Any]:
+    """What can be set of a task, such as windows, trials and depths, by the name of the field."""
+    return {one.name: getattr(task, one.name) for one in options(type(task))}
+
+
+_UNSET = (None, False, (), [], "")
+
+
+def _short(value: Any) -> str:
+    """An option of a task in a sentence."""
+    many = isinstance(value, (tuple, list))
+    return "+".join(map(str, value)) if many else str(value)
+
+
+def _plain(value: Any) -> Any:
+    """A value in a cell of a CSV file: a list or several options as JSON."""
+    if isinstance(value, (Mapping, tuple, list)):
+        return json.dumps(value, default=str)
+    return value

@@ -18,11 +18,14 @@ MAX_LOST = 0.05
 
 @dataclass(frozen=True)
 class Estimate:
-    """A number, its 95 % interval and the count of trials or windows behind it."""
+    """A number, its 95 % interval and the count of trials or windows behind it.
+
+    The ends are None where a single document is resampled, of which nothing can be said.
+    """
 
     value: float
-    low: float
-    high: float
+    low: float | None
+    high: float | None
     count: int
 
 
@@ -37,6 +40,8 @@ def estimate_perplexity(
         weights: tokens behind each loss; equal if None.
     """
     mean = _mean(losses, weights)
+    if len(losses) == 1:
+        return Estimate(_exp(mean), None, None, 1)
     if not math.isfinite(mean):
         return Estimate(math.inf, math.inf, math.inf, len(losses))
     low, high = bootstrap_mean(losses, seed, weights)
@@ -87,9 +92,22 @@ def difference(
     if not all(map(math.isfinite, (*a, *b))):
         return None
     gaps = [x - y for x, y in zip(a, b, strict=True)]
-    low, high = bootstrap_mean(gaps, seed, weights)
-    low, value, high = (_exp(x) - 1 for x in (low, _mean(gaps, weights), high))
+    value = _exp(_mean(gaps, weights)) - 1
+    if len(gaps) == 1:
+        return Estimate(value, None, None, 1)
+    low, high = (_exp(end) - 1 for end in bootstrap_mean(gaps, seed, weights))
     return Estimate(value, low, high, len(gaps))
+
+
+def cost(
+    method: Sequence[Outcome], unpatched: Sequence[Outcome], kind: str, seed: int
+) -> Estimate | None:
+    """What a method costs on the very same cases; a positive cost is worse, whatever the kind.
+
+    Rates: the share that is lost. Losses: the relative rise of perplexity.
+    """
+    pair = (unpatched, method) if kind == "rate" else (method, unpatched)
+    return difference(*pair, kind, seed)
 
 
 def _gap(one: Sequence[float], other: Sequence[float], seed: int) -> Estimate:
@@ -97,6 +115,8 @@ def _gap(one: Sequence[float], other: Sequence[float], seed: int) -> Estimate:
     gap = math.fsum(one) / len(one) - math.fsum(other) / len(other)
     if {*one, *other} <= {0.0, 1.0}:
         return Estimate(gap, *paired_rates(one, other), len(one))
+    if len(one) == 1:
+        return Estimate(gap, None, None, 1)
     gaps = [x - y for x, y in zip(one, other, strict=True)]
     return Estimate(gap, *bootstrap_mean(gaps, seed), len(one))
 
@@ -149,7 +169,7 @@ class _Within:
     Args:
         length: where perplexity is compared; None: nothing was measured within.
         perplexity: relative rise.
-        passkeys: difference of rates over all lengths within; None where these say nothing.
+        passkeys: share lost over all lengths within; None where these say nothing.
     """
 
     length: int | None
@@ -160,7 +180,7 @@ class _Within:
     def loses(self) -> bool:
         """Whether it clearly finds fewer passkeys, and more than ``MAX_LOST`` fewer."""
         gap = self.passkeys
-        return gap is not None and is_clear(gap) and gap.value < -MAX_LOST
+        return gap is not None and is_clear(gap) and gap.value > MAX_LOST
 
     @property
     def bearable(self) -> bool:
@@ -268,9 +288,9 @@ def _within(
 ) -> _Within:
     if not within:
         return _Within(None, 0.0, None)
-    cost = _cost(scores, name, within[-1])
-    pair = [scores[key].passes_at(*within) for key in (name, UNPATCHED)]
-    return _Within(within[-1], cost, None if blind or not all(pair) else _gap(*pair, seed))
+    rise = _rise(scores, name, within[-1])
+    pair = [scores[key].passes_at(*within) for key in (UNPATCHED, name)]
+    return _Within(within[-1], rise, None if blind or not all(pair) else _gap(*pair, seed))
 
 
 def _prices(costs: Mapping[str, _Within], names: Sequence[str]) -> str:
@@ -305,16 +325,23 @@ def percent(estimate: Estimate, digits: int = 0) -> str:
 
 def signed(estimate: Estimate) -> str:
     """A difference of rates or a relative change, and its interval: ``+12.0 [+3.1, +21.4]``."""
-    return f"{100 * estimate.value:+.1f} [{100 * estimate.low:+.1f}, {100 * estimate.high:+.1f}]"
+    value = f"{100 * estimate.value:+.1f}"
+    if estimate.low is None or estimate.high is None:
+        return value
+    return f"{value} [{100 * estimate.low:+.1f}, {100 * estimate.high:+.1f}]"
 
 
 def is_clear(gap: Estimate) -> bool:
     """Whether the interval of a difference excludes zero; one document alone shows nothing."""
-    return gap.count > 1 and (gap.low > 0 or gap.high < 0)
+    if gap.low is None or gap.high is None or gap.count == 1:
+        return False
+    return gap.low > 0 or gap.high < 0
 
 
 def interval(estimate: Estimate) -> str:
     """A perplexity and its interval, such as ``7.84 [5.95, 10.6]``."""
+    if estimate.low is None or estimate.high is None:
+        return number(estimate.value)
     return f"{number(estimate.value)} [{number(estimate.low)}, {number(estimate.high)}]"
 
 
@@ -330,7 +357,7 @@ def number(value: float) -> str:
     return f"{value:.{max(0, 2 - math.floor(math.log10(value)))}f}"
 
 
-def _cost(scores: Mapping[str, Scores], name: str, length: int) -> float:
+def _rise(scores: Mapping[str, Scores], name: str, length: int) -> float:
     """Relative rise of perplexity at that length."""
     weights = scores[UNPATCHED].weights
     method, unpatched = (_mean(scores[key].losses_at(length), weights) for key in (name, UNPATCHED))

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
+import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from types import FrameType
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
@@ -39,6 +42,47 @@ def clean_errors() -> Iterator[None]:
         reason = error.strerror or first_line(error)
         tell(f"error: {reason}{where}; mend that and try again", "red")
         sys.exit(2)
+
+
+class _Stopped(KeyboardInterrupt):
+    """Raised where a signal arrives, so that locks are released and logs are closed."""
+
+
+@contextmanager
+def stoppable(advice: str = "run the same command with --resume to continue") -> Iterator[None]:
+    """Let Ctrl-C, SIGTERM and SIGHUP end the block in one line, exit status 128 + the signal.
+
+    A signal that is ignored, as SIGHUP is under ``nohup``, or that has a handler stays as it is.
+    Python runs handlers in the main thread only; in another one nothing changes but Ctrl-C.
+
+    Args:
+        advice: how to go on, after ``stopped;``.
+    """
+    came: list[int] = []
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        came.append(number)
+        raise _Stopped
+
+    main = threading.current_thread() is threading.main_thread()
+    named = [getattr(signal, name) for name in ("SIGTERM", "SIGHUP") if hasattr(signal, name)]
+    ours = [one for one in named if main and signal.getsignal(one) == signal.SIG_DFL]
+    for one in ours:
+        signal.signal(one, stop)
+    try:
+        yield
+    except BaseException as error:
+        # A lost terminal or process of the group may have raised an error of its own by now.
+        if not (came or isinstance(error, KeyboardInterrupt)):
+            raise
+        for one in ours:  # launchers pass on a signal that this process got itself
+            signal.signal(one, signal.SIG_IGN)
+        with suppress(OSError):
+            tell(f"stopped; {advice}")
+        sys.exit(128 + (came[0] if came else signal.SIGINT))
+    finally:
+        for one in ours:
+            signal.signal(one, signal.SIG_DFL)
 
 
 def _print_no_more() -> None:

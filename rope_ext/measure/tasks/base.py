@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Literal, TypeVar
 
-from rope_ext.errors import OptionError, RopeExtError, nearest
+from rope_ext.errors import Mistakes, OptionError, RopeExtError, nearest
 from rope_ext.measure.arguments import parse_length, split
 from rope_ext.measure.cases import Questions
 from rope_ext.measure.prompts import Frame
@@ -135,18 +135,29 @@ def chosen(names: Sequence[str]) -> list[type[Task]]:
     return [cls for name, cls in _REGISTRY.items() if name in names]
 
 
-def build(names: Sequence[str], given: Mapping[str, Any]) -> list[Task]:
+def build(
+    names: Sequence[str], given: Mapping[str, Any], mistakes: Mistakes | None = None
+) -> list[Task | None]:
     """The tasks of these names, each with those of the options that it has.
+
+    Args:
+        names: of tasks.
+        given: values of options, by the name of the field.
+        mistakes: collects errors, and a task with one is None; without it they are raised.
 
     Raises:
         OptionError: there is no such task, or an option is not valid.
     """
-    classes = chosen(names)
-    asked = [cls.name for cls in classes]
+    found = Mistakes() if mistakes is None else mistakes
+    classes = found.check(chosen, names, default=[None])
+    asked = [cls.name for cls in classes if cls]
     made = []
     for cls in classes:
-        known = {one.name for one in options(cls)}
-        made.append(cls.of({k: v for k, v in given.items() if k in known}, asked))
+        known = {one.name for one in options(cls)} if cls else ()
+        own = {k: v for k, v in given.items() if k in known}
+        made.append(cls and found.check(cls.of, own, asked))
+    if mistakes is None:
+        found.report()
     return made
 
 

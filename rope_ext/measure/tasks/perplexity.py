@@ -73,6 +73,7 @@ def choose_windows(
     bos: Sequence[int],
     eos: int | None,
     seed: int,
+    option: str = "--lengths",
 ) -> Windows:
     """Up to ``count`` windows that do not overlap, spread over as many documents as possible.
 
@@ -86,6 +87,7 @@ def choose_windows(
         bos: what the tokenizer puts before a text: one token or none.
         eos: token between joined documents, or None.
         seed: of the places.
+        option: the command-line option that sets the lengths, for errors.
 
     Raises:
         MeasureError: all documents together are shorter than the longest window.
@@ -101,7 +103,7 @@ def choose_windows(
     if not texts:
         raise MeasureError(
             f"the text has {sum(map(len, documents))} tokens, but a window of "
-            f"{max(lengths)} is to be measured; give a longer --text or shorter --lengths"
+            f"{max(lengths)} is to be measured; give a longer --text or a shorter {option}"
         )
     numbers, chosen = zip(*texts[:count], strict=True)
     return Windows(chosen, tuple(bos), min(SCORED, min(lengths) // 2), joined, numbers)
@@ -183,8 +185,16 @@ class Stretches(Task):
             return "the given documents"
         return ", ".join(map(str, self.text)) or "Python's standard library (held-out files)"
 
-    def choose(self, frame: Frame, lengths: Sequence[int], seed: int) -> Windows:
+    def choose(
+        self, frame: Frame, lengths: Sequence[int], seed: int, option: str = "--lengths"
+    ) -> Windows:
         """The stretches of text, as long as the longest window.
+
+        Args:
+            frame: tokenizer of a model.
+            lengths: of the windows, tokens.
+            seed: of their places.
+            option: the command-line option that sets the lengths, for errors.
 
         Raises:
             MeasureError: a text cannot be read, or the texts are too short.
@@ -192,7 +202,7 @@ class Stretches(Task):
         """
         if min(lengths) < 2:
             raise OptionError(
-                f"length {min(lengths)} leaves nothing to score; give --lengths of 2 or more"
+                f"length {min(lengths)} leaves nothing to score; give {option} of 2 or more"
             )
         if self.stride is not None and self._skips(min(lengths)):
             raise OptionError(
@@ -202,7 +212,7 @@ class Stretches(Task):
         documents = [encode(frame.tokenizer, text) for text in self._texts]
         eos = frame.tokenizer.eos_token_id
         return choose_windows(
-            documents, lengths, self.windows, beginning(frame.tokenizer), eos, seed
+            documents, lengths, self.windows, beginning(frame.tokenizer), eos, seed, option
         )
 
     def _skips(self, length: int) -> bool:

@@ -1,0 +1,77 @@
+"""Commands that are stopped by signals while they measure; all is imported once.
+
+Run by: python tests/helpers/stopped.py RUNS, where RUNS is a JSON file with a list of
+``[program, words, signals, ignored]``: rope-ext or a module, its arguments, the names of the
+signals to send, in order, and of those that its parent ignores, as nohup does. Each is sent its
+signals once it has begun to measure, which then takes for ever. Prints JSON: of each run the exit
+status, as of a shell, and standard error.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import runpy
+import signal
+import sys
+import time
+import traceback
+from pathlib import Path
+
+import matplotlib.figure  # noqa: F401  # for all processes, once
+
+from recipes.laboratory import training
+from rope_ext.cli import app
+from rope_ext.measure import fitness, run
+
+
+def measuring(beginning: int) -> None:
+    """Let what measures tell that it has begun, and never end."""
+
+    def never(*args: object, **options: object) -> None:
+        os.write(beginning, b".")
+        time.sleep(3600)
+
+    run._Runner.measure = fitness.score = training._update = never
+
+
+def stopped(
+    module: str, words: list[str], signals: list[str], ignored: list[str]
+) -> tuple[int, str]:
+    """The exit status of one run, and what it wrote to standard error."""
+    begun, beginning = os.pipe()
+    told, telling = os.pipe()
+    process = os.fork()
+    if process == 0:
+        os.dup2(telling, 2)
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # `&` of a shell ignores it
+        for name in ("SIGHUP", "SIGTERM"):
+            signal.signal(getattr(signal, name), signal.SIG_DFL)
+        for name in ignored:
+            signal.signal(getattr(signal, name), signal.SIG_IGN)
+        measuring(beginning)
+        sys.argv = [module, *words]
+        status = 1
+        try:
+            app() if module == "rope-ext" else runpy.run_module(module, run_name="__main__")
+        except SystemExit as ended:
+            status = ended.code
+        except BaseException:
+            traceback.print_exc()
+        os._exit(status)
+    os.close(beginning)
+    os.close(telling)
+    if os.read(begun, 1):  # else it has ended before
+        for name in signals:
+            os.kill(process, getattr(signal, name))
+    with os.fdopen(told, "rb") as errors:
+        text = errors.read().decode()
+    _, status = os.waitpid(process, 0)
+    status = os.waitstatus_to_exitcode(status)
+    os.close(begun)
+    return (128 - status if status < 0 else status), text
+
+
+if __name__ == "__main__":
+    runs = json.loads(Path(sys.argv[1]).read_text())
+    print(json.dumps([stopped(*one) for one in runs]))

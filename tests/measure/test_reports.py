@@ -1,0 +1,177 @@
+"""Reports: what they are called, what they carry, and what the numbers mean to a reader."""
+
+from __future__ import annotations
+
+import csv
+import dataclasses
+import io
+import json
+import re
+
+import pytest
+
+from rope_ext.measure import run
+from rope_ext.measure.plan import prepare
+from rope_ext.measure.reports.page import BOLD
+from rope_ext.measure.reports.report import Report
+from rope_ext.measure.reports.summary import Estimate, interval, is_clear, signed
+from rope_ext.measure.settings import Settings
+from rope_ext.measure.systems import label
+from rope_ext.measure.tasks import Passkey, Perplexity
+from tests.helpers.checkpoint import save_checkpoint
+
+ONE = (" ".join(f"word{i * 3 % 97}" for i in range(900)) + ".",)
+OPTIONS = {"yarn": {"beta_fast": 16}, "longrope": {"long_factor": [4.0] * 8}}
+
+
+@pytest.fixture(scope="module")
+def settings(tmp_path_factory: pytest.TempPathFactory) -> Settings:
+    """One document of text, so that its perplexity has no interval."""
+    folder = tmp_path_factory.mktemp("run")
+    model = str(save_checkpoint(folder / "tiny"))
+    given = {"models": (model,), "methods": ("yarn", "pi", "longrope"), "lengths": (128, 256)}
+    return Settings(**given, options=OPTIONS, seed=3, output=folder / "out")
+
+
+@pytest.fixture(scope="module")
+def report(settings: Settings) -> Report:
+    tasks = [Perplexity(ONE, windows=2), Passkey(trials=2, depths=2)]
+    plan = prepare(settings, tasks)
+    made = Report(plan, run.run(plan))
+    made.write()
+    return made
+
+
+@pytest.fixture(scope="module")
+def rows(report: Report, settings: Settings) -> list[dict[str, str]]:
+    return list(csv.DictReader(io.StringIO((settings.output / "cells.csv").read_text())))
+
+
+YARN = "yarn (beta_fast=16)"
+
+
+def test_a_row_with_options_is_told_from_the_plain_method(
+    report: Report, rows: list[dict[str, str]], settings: Settings
+) -> None:
+    names = ["none", YARN, "pi", "longrope (long_factor=[4.0, 4.0, 4.0, 4.0, 4.0, 4.0, 4.0, 4.0])"]
+    names[-1] = "longrope (long_factor=...)"  # too long for a table
+    assert [system.name for system in report.plan.systems] == names
+    for table in (report.sections[0].tables[0], report.sections[1].tables[0]):
+        assert [row.cells[0].text for row in table.rows] == names
+    assert {row["system"] for row in rows} == set(names)
+    assert f"| {YARN} |" in report.markdown() and YARN in report.recommendations[0]
+    found = json.loads((settings.output / "results.json").read_text())
+    assert [system["name"] for system in found["systems"]] == names
+    assert YARN in (settings.output / "report.html").read_text()
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "expected"),
+    [
+        ("none", {}, "none"),
+        ("yarn", {"factor": 4.0}, "yarn"),
+        ("yarn", {"factor": 8.0}, "yarn (factor=8.0)"),
+        ("yarn", {"factor": 4.0, "beta_fast": 32.0}, "yarn"),  # its default
+        ("yarn", {"factor": 4.0, "beta_fast": 16, "beta_slow": 2}, "yarn (beta_fast=16, beta_slow=2)"),  # noqa: E501
+        ("yarn", {"factor": 4.0, "layers": (0, 2)}, "yarn (layers=(0, 2))"),  # of an adapter
+    ],
+    ids=str,
+)  # fmt: skip
+def test_labels(name: str, options: dict, expected: str) -> None:
+    assert label(name, options, 4) == expected
+
+
+def test_files_carry_settings_and_the_options_of_tasks(
+    report: Report, rows: list[dict[str, str]]
+) -> None:
+    tasks = {task["name"]: task for task in report.to_json()["tasks"]}
+    assert tasks["perplexity"]["options"]["windows"] == 2 and tasks["perplexity"]["kind"] == "loss"
+    assert tasks["passkey"]["options"]["trials"] == tasks["passkey"]["options"]["depths"] == 2
+    for row in rows:
+        loss = row["task"] == "perplexity"
+        assert (row["windows"], row["trials"], row["depths"]) == (
+            ("2", "", "") if loss else ("", "2", "2")
+        )
+        assert (row["seed"], row["dtype"], row["trained_length"]) == ("3", "auto", "128")
+    options = {row["system"]: row["options"] for row in rows}
+    assert json.loads(options[YARN]) == {"factor": 4.0, "beta_fast": 16}
+    assert {row["method"] for row in rows} == {"none", "yarn", "pi", "longrope"}
+
+
+def test_what_a_quote_needs_is_in_plain_sight(
+    report: Report, settings: Settings, capsys: pytest.CaptureFixture
+) -> None:
+    page = (settings.output / "report.html").read_text()
+    seen = page[: page.index("<details>")]
+    report.print()
+    for text in (seen, report.markdown(), " ".join(capsys.readouterr().out.split())):
+        for part in ("factor 4", YARN, "seed 3", "dtype auto (float32)", "windows=2", "trials=2"):
+            assert part in text, part
+        assert re.search(r"rope_ext \S+, torch \S+, transformers \S+, python 3", text)
+
+
+def test_one_document_has_no_interval_anywhere(
+    report: Report, rows: list[dict[str, str]], capsys: pytest.CaptureFixture
+) -> None:
+    for estimate in (
+        report.estimates["perplexity", "none", 128],
+        *report.curve("perplexity").values(),
+    ):
+        assert estimate.low is estimate.high is None and estimate.count == 1  # fmt: skip
+    assert report.costs["perplexity", "pi"].low is None
+    assert not is_clear(report.costs["perplexity", "pi"])
+    report.print()
+    printed = capsys.readouterr().out
+    html = (report.plan.settings.output / "report.html").read_text()
+    for text in (printed, report.markdown(), html):
+        part = text[text.index("perplexity") : text.rindex("passkey")]
+        found = re.findall(r"(\d[\d.]*) \[\1, \1\]", part)
+        assert found == []
+    cells = [row for row in report.sections[0].tables[0].rows[0].cells[2:]]
+    assert all(re.fullmatch(r"[\d.]+", cell.text) for cell in cells)
+    assert all(row["low"] == row["high"] == "" for row in rows if row["task"] == "perplexity")
+    data = report.to_json()
+    for entry in (*data["summary"], *data["curves"], *data["costs"], *data["differences"]):
+        if entry["task"] == "perplexity":
+            assert entry["low"] is entry["high"] is None and entry["value"] is not None
+    assert interval(Estimate(66.2, None, None, 1)) == "66.2"
+    assert signed(Estimate(0.25, None, None, 1)) == "+25.0"
+
+
+def test_a_positive_cost_is_worse_for_every_kind(report: Report, settings: Settings) -> None:
+    outcomes = []
+    for outcome in report.outcomes:  # pi is worse, of both kinds
+        worse = {"perplexity": 9.0, "passkey": 0.0} if outcome.system == "pi" else {}
+        plain = {"perplexity": 2.0, "passkey": 1.0}
+        outcomes.append(dataclasses.replace(outcome, value=(plain | worse)[outcome.task]))
+    found = Report(report.plan, outcomes)
+    assert found.costs["perplexity", "pi"].value > 1 and found.costs["passkey", "pi"].value == 1
+    assert found.costs["passkey", YARN].value == found.costs["perplexity", YARN].value == 0
+    for task, unit in (("perplexity", "%"), ("passkey", "points")):
+        table = next(s for s in found.sections if s.name == task).tables[0]
+        assert table.header[1] == f"cost at 128, {unit} (+: worse)"
+        assert table.rows[2].cells[1].text.startswith("+1")
+    [sentence] = found.recommendations
+    assert "pi (+109563.3% perplexity, +100.0 points of passkeys)" in sentence
+
+
+def test_what_bold_means_stands_where_it_is_used(report: Report) -> None:
+    page = (report.plan.settings.output / "report.html").read_text()
+    assert BOLD == "Bold: the 95 % interval excludes zero." and "bold: clear" not in page
+    parts = re.split(r"<h2>", page)[1:]
+    for part in parts:
+        assert BOLD in part or 'class="clear"' not in part
+    tables = [table for section in report.sections for table in section.tables[1:]]
+    assert tables and all(BOLD in table.sentences for table in tables)
+
+
+def test_a_row_that_is_called_otherwise_is_found_again(report: Report, settings: Settings) -> None:
+    """Another factor of the run, and the same one of yarn: its cases are known, its name is new."""
+    options = {"yarn": {"beta_fast": 16, "factor": 4.0}}
+    changed = {"options": options, "factor": 2.0, "methods": ("yarn",), "resume": True}
+    plan = prepare(dataclasses.replace(settings, **changed), report.plan.tasks)
+    assert not any(map(plan.left, plan.systems))
+    found = Report(plan, plan.collect(plan.stored))
+    name = "yarn (factor=4.0, beta_fast=16)"
+    for task in ("perplexity", "passkey"):
+        assert found.estimates[task, name, 128] == report.estimates[task, YARN, 128]

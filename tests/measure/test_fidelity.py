@@ -648,50 +648,93 @@ def test_a_model_that_judges_itself_is_noted(
 # Perplexity
 
 
+@torch.no_grad()
+def documented_losses(model: Any, ids: list[int], length: int, stride: int) -> list[tuple]:
+    """(loss, ``num_loss_tokens``) of each window in the loop of transformers' perplexity.md."""
+    found, previous = [], 0
+    for begin in range(0, len(ids), stride):
+        end = min(begin + length, len(ids))
+        row = torch.tensor([ids[begin:end]])
+        labels = row.clone()
+        labels[:, : -(end - previous)] = -100
+        tokens = int((labels != -100).sum()) - 1
+        found.append((float(model(row, labels=labels).loss), tokens))
+        previous = end
+        if end == len(ids):
+            break
+    return found
+
+
 @pytest.mark.parametrize(
     "stride", [100, *(pytest.param(stride, marks=pytest.mark.slow) for stride in (64, 128))]
 )
-@torch.no_grad()
 def test_huggingface_perplexity_is_that_of_the_documentation(
     stride: int, shipped: Frame, model: Any
 ) -> None:
-    task = Perplexity([TEXT * 2], windows=1, stride=stride, protocol="huggingface")
-    built = cases(task, shipped, 128, 300)
+    """Today's ``nll_sum / n_tokens``, and the mean of window means of older versions of it."""
     documents = [shipped.tokenizer(TEXT * 2, add_special_tokens=False)["input_ids"]]
     ids = [0, *choose_windows(documents, [300], 1, (0,), None, seed=0).texts[0]]
+    expected = {}
     for length in (128, 300):
-        nlls, previous = [], 0
-        for begin in range(0, len(ids), stride):
-            end = min(begin + length, len(ids))
-            row = torch.tensor([ids[begin:end]])
-            labels = row.clone()
-            labels[:, : -(end - previous)] = -100
-            nlls.append(model(row, labels=labels).loss)
-            previous = end
-            if end == len(ids):
-                break
-        part = [case for case in built if case.length == length]
-        found = [
-            run._loss(case, score(model, [case.ids], run._tail(case))[0][0].double())
-            for case in part
-        ]
-        assert {result.tokens for result in found} == {1}
-        values, weights = ([getattr(r, name) for r in found] for name in ("value", "tokens"))
-        expected = float(torch.stack(nlls).mean().exp())
-        # Sums of float32 in another order.
-        assert estimate_perplexity(values, 0, weights).value == pytest.approx(expected, rel=1e-5)
+        losses = documented_losses(model, ids, length, stride)
+        nll_sum = sum(loss * tokens for loss, tokens in losses)
+        n_tokens = sum(tokens for _, tokens in losses)
+        expected["huggingface", length] = math.exp(nll_sum / n_tokens)
+        means = sum(loss for loss, _ in losses) / len(losses)
+        expected["huggingface_means", length] = math.exp(means)
+    one, other = (expected[name, 128] for name in ("huggingface", "huggingface_means"))
+    assert abs(one - other) > 1e-3  # else nothing here could tell them apart
+    for protocol in ("huggingface", "huggingface_means"):
+        task = Perplexity([TEXT * 2], windows=1, stride=stride, protocol=protocol)
+        built = task.questions(shipped, [128, 300], 0)
+        assert ("mean of window means" in built.definition) == (protocol == "huggingface_means")
+        for length in (128, 300):
+            part = [case for case in built.cases if case.length == length]
+            found = [
+                run._loss(case, score(model, [case.ids], run._tail(case))[0][0].double())
+                for case in part
+            ]
+            values, weights = ([getattr(r, name) for r in found] for name in ("value", "tokens"))
+            # Sums of float32 in another order.
+            assert estimate_perplexity(values, 0, weights).value == pytest.approx(
+                expected[protocol, length], rel=1e-5
+            )
 
 
-def test_huggingface_windows_must_not_skip_tokens(shipped: Frame) -> None:
-    task = Perplexity([TEXT], windows=1, stride=101, protocol="huggingface")
+def test_a_last_window_of_one_token_counts_as_in_the_documentation(
+    shipped: Frame, model: Any
+) -> None:
+    """Its loss is weighted by its labels less one: by nothing."""
+    documents = [shipped.tokenizer(TEXT, add_special_tokens=False)["input_ids"]]
+    ids = [0, *choose_windows(documents, [121], 1, (0,), None, seed=0).texts[0]]
+    losses = documented_losses(model, ids, 100, 20)
+    assert [tokens for _, tokens in losses] == [99, 19, 0]
+    task = Perplexity([TEXT], windows=1, stride=20, protocol="huggingface")
+    built = [case for case in cases(task, shipped, 100, 121) if case.length == 100]
+    assert [run._loss(case, torch.ones(case.count)).tokens for case in built] == [99, 19]
+    means = dataclasses.replace(task, protocol="huggingface_means")
+    built = [case for case in cases(means, shipped, 100, 121) if case.length == 100]
+    assert [run._loss(case, torch.ones(case.count)).tokens for case in built] == [1, 1, 1]
+
+
+@pytest.mark.parametrize("protocol", ["huggingface", "huggingface_means"])
+def test_huggingface_windows_must_not_skip_tokens(protocol: str, shipped: Frame) -> None:
+    task = Perplexity([TEXT], windows=1, stride=101, protocol=protocol)
     with pytest.raises(OptionError, match="stride=101 would skip tokens at length 100"):
         task.questions(shipped, [100], 0)
-    with pytest.raises(OptionError, match="does not apply to the protocol huggingface"):
-        Perplexity.of({"protocol": "huggingface", "stride": 9, "min_context": 3})
-    with pytest.raises(OptionError, match="sliding or huggingface go together"):
-        Perplexity(protocol="huggingface")
-    case = cases(dataclasses.replace(task, stride=50), shipped, 100)[0]
-    assert case.prompt != dataclasses.replace(case, alike=False).prompt
+    with pytest.raises(OptionError, match=f"does not apply to the protocol {protocol};"):
+        Perplexity.of({"protocol": protocol, "stride": 9, "min_context": 3})
+    with pytest.raises(OptionError, match=f"--protocol {protocol} needs --stride TOKENS"):
+        Perplexity(protocol=protocol)
+
+
+def test_a_log_of_one_protocol_is_not_taken_for_another(shipped: Frame) -> None:
+    task = Perplexity([TEXT], windows=1, stride=50, protocol="huggingface")
+    one = cases(task, shipped, 100)
+    other = cases(dataclasses.replace(task, protocol="huggingface_means"), shipped, 100)
+    assert [case.ids for case in one] == [case.ids for case in other]
+    assert not {case.prompt for case in one} & {case.prompt for case in other}
+    assert one[0].prompt != dataclasses.replace(one[0], weight=None).prompt
 
 
 # What is in the way

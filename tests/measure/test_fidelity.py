@@ -28,7 +28,7 @@ from rope_ext.measure.cases import Case
 from rope_ext.measure.forward import score
 from rope_ext.measure.prompts import Frame, longest
 from rope_ext.measure.reports.report import Report
-from rope_ext.measure.reports.summary import estimate_perplexity
+from rope_ext.measure.reports.summary import Estimate, estimate_perplexity, interval, signed
 from rope_ext.measure.settings import Settings
 from rope_ext.measure.tasks import LongPPL, Needle, Passkey, Perplexity, Ruler, haystack, ruler
 from rope_ext.measure.tasks import answering as qa
@@ -560,48 +560,109 @@ def model() -> Any:
     return AutoModelForCausalLM.from_pretrained(SHIPPED, dtype=torch.float32).eval()
 
 
-@torch.no_grad()
-def official_keys(model: Any, ids: list[int], short: int, step: int) -> list[int]:
-    """Places of key tokens as ``find_key_token`` has them: plain slices of the ids."""
+# Characters of several tokens, twice.
+SCRIPTS = f"鍵は八三六二七一九四。 sécret = žluťoučký🙂🗝\n{FACTS[:190]}\n" * 2
 
-    def losses(row: list[int]) -> torch.Tensor:
-        logits = model(torch.tensor([row])).logits[0]
-        return torch.nn.functional.cross_entropy(
-            logits[:-1], torch.tensor(row[1:]), reduction="none"
-        )
 
-    full, keys = losses(ids), []
+def losses_of(model: Any, ids: list[int]) -> torch.Tensor:
+    with torch.no_grad():
+        logits = model(torch.tensor([ids])).logits[0]
+    return torch.nn.functional.cross_entropy(logits[:-1], torch.tensor(ids[1:]), reduction="none")
+
+
+def key_slices(text: str, evaluator: Any, tokenizer: Any, short: int, step: int) -> list[tuple]:
+    """``find_key_token``: stretches of characters, of which those that touch are joined."""
+    read = tokenizer(text, return_offsets_mapping=True)
+    ids, places = read["input_ids"], read["offset_mapping"]
+    full = losses_of(evaluator, ids)
+    slices: list[tuple[int, int]] = []
     for start in range(0, len(ids) - short, step):
-        size = min(step, len(ids) - start - short)
-        cut = losses(ids[start : start + short + size])
-        for i in range(size):
-            place = start + short + i
-            gain = cut[short + i - 1] - full[place - 1]
+        end = min(start + short + step, len(ids))
+        cut = losses_of(evaluator, ids[start:end])
+        for place in range(start + short, end):
+            gain = cut[place - start - 1] - full[place - 1]
             if gain > 2 and full[place - 1] < 2:
-                keys.append(place)
-    return keys
+                begin, end_ = places[place]
+                joins = bool(slices) and slices[-1][1] == begin
+                slices = (
+                    [*slices[:-1], (slices[-1][0], end_)] if joins else [*slices, (begin, end_)]
+                )
+    return slices
 
 
-def test_official_longppl_is_what_the_authors_code_computes(shipped: Frame, model: Any) -> None:
+def authors_longppl(
+    text: str, model: Any, tokenizer: Any, evaluator: Any, reader: Any, short: int, step: int
+) -> tuple[list[int], float]:
+    """``compute_longppl``: which tokens of ``text`` are key tokens, and their perplexity.
+
+    The evaluator reads the text with its special tokens, the model without any; a token of the
+    model is a key token if all of its characters lie within one slice, also where both models have
+    the same tokenizer.
+    """
+    slices = key_slices(text, evaluator, reader, short, step)
+    read = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+    keys = [
+        token
+        for token, (begin, end) in enumerate(read["offset_mapping"])
+        if any(first <= begin and end <= last for first, last in slices)
+    ]
+    losses = losses_of(model, read["input_ids"])
+    return keys, float(losses[[key - 1 for key in keys]].mean().exp())
+
+
+@pytest.mark.parametrize("text", [TEXT[:700], SCRIPTS], ids=["plain", "scripts"])
+def test_official_longppl_is_what_the_authors_code_computes(
+    text: str, shipped: Frame, model: Any
+) -> None:
+    tokenizer = shipped.tokenizer
+    size = len(tokenizer(text, add_special_tokens=False)["input_ids"])
     task = LongPPL(
-        [TEXT], windows=1, stride=40, short_context=64, longppl_variant="official",
+        [text], windows=1, stride=40, short_context=64, longppl_variant="official",
         opened=lambda: nullcontext(model),
     )  # fmt: skip
-    built = task.questions(shipped, [100, 300], seed=0)
-    text = list(task.choose(shipped, [100, 300], 0).texts[0])
-    keys = official_keys(model, [0, *text], 64, 16)
-    assert len(keys) > 3
-    [whole] = [case for case in built.cases if case.length == 300]
-    assert whole.ids.tolist() == text  # without a start token
-    assert [whole.ids[place] for place in whole.only] == [text[place - 1] for place in keys]
-    losses = score(model, [text], len(text) - 1)[0][0].double()
-    expected = math.exp(sum(float(losses[place - 2]) for place in keys) / len(keys))
-    result = run._loss(whole, losses[-run._tail(whole) :])
-    assert math.exp(result.value) == pytest.approx(expected)
-    start = dataclasses.replace(task, longppl_variant="start").questions(shipped, [100, 300], 0)
+    built = task.questions(shipped, [100, size + 1], seed=0)
+    [whole] = [case for case in built.cases if case.length == size + 1]
+    assert tokenizer.decode(list(whole.ids)) == text  # without a start token
+    keys, perplexity = authors_longppl(text, model, tokenizer, model, tokenizer, 64, 16)
+    assert list(whole.only) == keys and len(keys) > 3
+    losses = score(model, [whole.ids], run._tail(whole))[0][0].double()
+    assert math.exp(run._loss(whole, losses).value) == pytest.approx(perplexity)
+    shorter = [case for case in built.cases if case.length == 100]
+    assert sum(len(case.only) for case in shorter) == len(keys)
+
+
+def test_official_longppl_of_a_text_that_is_cut_within_a_character(
+    shipped: Frame, model: Any
+) -> None:
+    tokenizer = shipped.tokenizer
+    task = LongPPL(
+        [SCRIPTS], windows=1, stride=40, short_context=64, longppl_variant="official",
+        opened=lambda: nullcontext(model),
+    )  # fmt: skip
+    seeds = range(20)
+    cut = [task.choose(shipped, [100, 200], seed).texts[0] for seed in seeds]
+    strings = [tokenizer.decode(list(ids)) for ids in cut]
+    seed = next(seed for seed in seeds if "\N{REPLACEMENT CHARACTER}" in strings[seed])
+    [whole] = [c for c in task.questions(shipped, [100, 200], seed).cases if c.length == 200]
+    keys, _ = authors_longppl(strings[seed], model, tokenizer, model, tokenizer, 64, 16)
+    # The authors' code reads the text that these tokens spell, which may have a few tokens more.
+    again = tokenizer(strings[seed], add_special_tokens=False)["input_ids"]
+    assert whole.ids.tolist() == again[:199]
+    assert list(whole.only) == [key for key in keys if key < 199]
+
+
+def test_the_variants_of_longppl_are_two(shipped: Frame, model: Any) -> None:
+    task = LongPPL(
+        [TEXT], windows=1, stride=40, short_context=64, opened=lambda: nullcontext(model)
+    )
+    start = task.questions(shipped, [100, 300], 0)
     assert [case.ids[0] for case in start.cases] == [0] * len(start.cases)
     with pytest.raises(OptionError, match="longppl_variant='ours' is not valid; it must be one of"):
         LongPPL(longppl_variant="ours")
+    slow = SimpleNamespace(is_fast=False, name_or_path="slow/one", get_vocab=dict)
+    other = dataclasses.replace(task, longppl_variant="official", reader=slow)
+    with pytest.raises(OptionError, match=r"tokenizer of slow/one .*--longppl-variant start"):
+        other.questions(shipped, [100, 300], 0)
 
 
 @pytest.mark.slow
@@ -614,19 +675,50 @@ def test_an_evaluator_with_another_tokenizer_marks_characters(shipped: Frame, mo
     )  # fmt: skip
     built = task.questions(Frame.of(own), [700, 800], seed=0)
     text = own.decode(list(task.choose(Frame.of(own), [700, 800], 0).texts[0]))
-    read = shipped.tokenizer(text, return_offsets_mapping=True)
-    marked = set()
-    for place in official_keys(model, read["input_ids"], 64, 16):
-        marked |= set(range(*read["offset_mapping"][place]))
+    slices = key_slices(text, model, shipped.tokenizer, 64, 16)
     placed = own(text, return_offsets_mapping=True, add_special_tokens=False)
     expected = [
         token
         for token, (begin, end) in zip(placed["input_ids"], placed["offset_mapping"], strict=True)
-        if set(range(begin, end)) <= marked
+        if any(first <= begin and end <= last for first, last in slices)
     ]
     assert len(expected) > 3
     [whole] = [case for case in built.cases if case.length == 800]
     assert [whole.ids[place] for place in whole.only] == expected
+
+
+def test_longppl_warns_as_perplexity_does(shipped: Frame, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(LongPPL, "keys", lambda self, model, bos, text: {200})
+    documents = [TEXT] * 2
+    notes = {}
+    for task in (
+        Perplexity(documents[:1], windows=9),
+        LongPPL(documents[:1], windows=9, short_context=64, opened=lambda: nullcontext(None)),
+        LongPPL(documents, windows=9, short_context=64, opened=lambda: nullcontext(None)),
+    ):
+        notes[task.name, len(task.documents)] = task.questions(shipped, [300], 0).notes
+    one, few = notes["longppl", 1]
+    assert notes["longppl", 1] == notes["perplexity", 1]
+    assert "all windows are from one document" in one and "(9 asked for)" in few
+    assert any("documents are joined" in note for note in notes["longppl", 2])
+
+
+def test_key_tokens_of_one_document_alone_are_noted(
+    shipped: Frame, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two documents are read, and only the second has a key token."""
+    found = iter([set(), {200}])
+    monkeypatch.setattr(LongPPL, "keys", lambda self, model, bos, text: next(found))
+    task = LongPPL([TEXT] * 2, windows=2, short_context=64, opened=lambda: nullcontext(None))
+    [note] = task.questions(shipped, [300], 0).notes
+    assert "all windows are from one document" in note
+
+
+def test_one_document_gives_no_interval() -> None:
+    assert interval(estimate_perplexity([0.5], 0)) == "1.65"
+    assert re.fullmatch(r"1.65 \[1.\d\d, 1.\d\d\]", interval(estimate_perplexity([0.4, 0.6], 0)))
+    assert signed(Estimate(0.1, 0.1, 0.1, 1)) == "+10.0"
+    assert signed(Estimate(0.1, 0.0, 0.2, 1)) == "+10.0 [+0.0, +20.0]"  # rates: one trial
 
 
 def test_a_model_that_judges_itself_is_noted(
@@ -639,10 +731,10 @@ def test_a_model_that_judges_itself_is_noted(
         [part] = dataclasses.replace(task, evaluator=evaluator).parts(settings)
         assert part.judges_itself
     part = dataclasses.replace(part, opened=lambda: nullcontext(None), who="the model with yarn")
-    [note] = part.questions(shipped, [300], 0).notes
+    *_, note = part.questions(shipped, [300], 0).notes
     assert "the model with yarn chooses the tokens that it is judged by, which favours it" in note
     other = dataclasses.replace(part, judges_itself=False)
-    assert other.questions(shipped, [300], 0).notes == ()
+    assert not any("favours" in note for note in other.questions(shipped, [300], 0).notes)
 
 
 # Perplexity

@@ -305,7 +305,14 @@ def percent(estimate: Estimate, digits: int = 0) -> str:
 
 def signed(estimate: Estimate) -> str:
     """A difference of rates or a relative change, and its interval: ``+12.0 [+3.1, +21.4]``."""
+    if _of_one_document(estimate):
+        return f"{100 * estimate.value:+.1f}"
     return f"{100 * estimate.value:+.1f} [{100 * estimate.low:+.1f}, {100 * estimate.high:+.1f}]"
+
+
+def _of_one_document(estimate: Estimate) -> bool:
+    """Whether nothing was resampled; a rate of one trial does have an interval."""
+    return estimate.count == 1 and estimate.low == estimate.high
 
 
 def is_clear(gap: Estimate) -> bool:
@@ -314,7 +321,9 @@ def is_clear(gap: Estimate) -> bool:
 
 
 def interval(estimate: Estimate) -> str:
-    """A perplexity and its interval, such as ``7.84 [5.95, 10.6]``."""
+    """A perplexity and its interval, such as ``7.84 [5.95, 10.6]``; one document gives none."""
+    if _of_one_document(estimate):
+        return number(estimate.value)
     return f"{number(estimate.value)} [{number(estimate.low)}, {number(estimate.high)}]"
 
 

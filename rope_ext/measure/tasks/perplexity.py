@@ -249,6 +249,23 @@ class Stretches(Task):
                         yield self._case(length, number, ids, end - done, group, **more)
                     number, done, end = number + 1, end, end + self.stride
 
+    def _notes(
+        self, windows: Windows, lengths: Sequence[int], cases: Sequence[Case]
+    ) -> Iterator[str]:
+        """What a reader should know about the texts behind the numbers."""
+        if windows.joined:
+            yield (
+                f"too few documents of {max(lengths)} tokens: documents are joined, so that a "
+                f"window may hold unrelated texts"
+            )
+        if len({case.group for case in cases}) == 1:
+            yield "all windows are from one document: no interval can be computed"
+        if len(windows.texts) < self.windows:
+            yield (
+                f"the text gives only {len(windows.texts)} windows of {max(lengths)} tokens "
+                f"({self.windows} asked for)"
+            )
+
     def _case(
         self, length: int, number: int, ids: Any, count: int, group: int, **more: Any
     ) -> Case:
@@ -325,7 +342,7 @@ class Perplexity(Stretches):
             **dict.fromkeys(HUGGINGFACE, self._huggingface),
         }
         cases = list(plan[self.protocol](windows, sorted(lengths)))
-        return Questions(cases, self._define(windows), tuple(self._notes(windows, lengths)))
+        return Questions(cases, self._define(windows), tuple(self._notes(windows, lengths, cases)))
 
     def _skips(self, length: int) -> bool:
         return self.stride > length if self.protocol in HUGGINGFACE else super()._skips(length)
@@ -353,20 +370,6 @@ class Perplexity(Stretches):
         if self.min_context and self.protocol != "ending":
             what += f", less the very first {self.min_context}"
         return f"token-weighted perplexity of {what}; {stretches}"
-
-    def _notes(self, windows: Windows, lengths: Sequence[int]) -> Iterator[str]:
-        if windows.joined:
-            yield (
-                f"too few documents of {max(lengths)} tokens: documents are joined, so that a "
-                f"window may hold unrelated texts"
-            )
-        if len(set(windows.documents)) == 1:
-            yield "all windows are from one document: its intervals have no width and say nothing"
-        if len(windows.texts) < self.windows:
-            yield (
-                f"the text gives only {len(windows.texts)} windows of {max(lengths)} tokens "
-                f"({self.windows} asked for)"
-            )
 
     def _ending(self, windows: Windows, lengths: Sequence[int]) -> Iterator[Case]:
         for length in lengths:

@@ -37,7 +37,8 @@ class Case:
         depth: place of the answer, 0 at the start and 1 at the end of the context.
         bin: the depth bin it was drawn from.
         group: cases of one document share it; intervals resample documents.
-        alike: ``loss`` only: the case counts as much as any other, however many tokens it scores.
+        weight: ``loss`` only: the tokens that the case counts as, where a published protocol does
+            not weight it by those that it scores.
         whole: ``write`` only: the text must equal the answer, instead of holding all answers.
         curve: ``loss`` only: losses are summed up to each of these positions; those of all
             tokens, or of the scored ones if ``nested``.
@@ -58,7 +59,7 @@ class Case:
     depth: float | None = None
     bin: int | None = None
     group: int = 0
-    alike: bool = False
+    weight: int | None = None
     whole: bool = False
     curve: tuple[int, ...] = ()
     nested: bool = False
@@ -87,7 +88,7 @@ class Case:
         """A digest of all that the model is given and of how it is scored."""
         how = (self.mode, self.count, self.answers, self.whole, self.curve, self.only)
         how += () if self.judge is None else (self.judge,)
-        how += ("alike",) if self.alike else ()
+        how += () if self.weight is None else ("weight", self.weight)
         text = self.ids.tobytes() + repr(how).encode()
         return hashlib.sha256(text).hexdigest()[:16]
 
@@ -116,7 +117,7 @@ class Outcome:
         system: the method, or the model and the method where there are several models.
         task, length, bin, depth, seed, prompt, answers, group: of the case.
         value: share of the answers found, or mean loss in nats per token.
-        tokens: tokens behind the value; 1 where cases count alike.
+        tokens: tokens behind the value, or the ``weight`` of the case.
         written: what was generated.
         curve: ``loss`` only: (position, summed loss of the tokens before it, their number).
     """

@@ -69,13 +69,17 @@ class Frame:
         ids = (tuple(encode(tokenizer, text)) for text in (head, tail))
         return cls(tokenizer, *ids, (head, tail))
 
-    def whole(self, content: str, lead: str = "", answer: str = "") -> tuple[array, int]:
+    def whole(
+        self, content: str, lead: str = "", answer: str = "", keep_space: bool = False
+    ) -> tuple[array, int]:
         """A prompt, tokenised in one piece.
 
         Args:
             content: of the user's turn, with the question at its end.
             lead: begins the answer, such as ``" The pass key is"``.
             answer: follows after a space; ``""`` for a prompt that is to be continued.
+            keep_space: keep the space that begins ``lead`` after a template that ends in a line
+                break or a space, too, as RULER does.
 
         Returns:
             Token ids, and how many of them at their end a model must write to give the answer,
@@ -85,7 +89,7 @@ class Frame:
         if self.around is not None:
             before, after = self.around
             # After a line break or a space of the template an answer begins without another one.
-            lead = lead.lstrip() if after[-1:].isspace() else lead
+            lead = lead.lstrip() if after[-1:].isspace() and not keep_space else lead
             head, content = (), before + content + after
         given = encode(self.tokenizer, content + lead)
         if not answer:

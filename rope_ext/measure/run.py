@@ -276,7 +276,8 @@ def _loss(case: Case, losses: torch.Tensor) -> _Result:
     curve = tuple(
         (edge, float(sums[edge - first - 1]), edge - first) for edge in case.curve if edge > first
     )
-    return _Result(float(scored.mean()), 1 if case.alike else len(scored), curve=curve)
+    tokens = len(scored) if case.weight is None else case.weight
+    return _Result(float(scored.mean()), tokens, curve=curve)
 
 
 def share_found(case: Case, written: str) -> float:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import random
 import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
@@ -31,7 +32,15 @@ from rope_ext.measure.tasks.hops import OnlyEnd
 from rope_ext.measure.tasks.infinitebench import TOKENS, Scored
 from rope_ext.measure.tasks.longbench import Letter
 from rope_ext.measure.tasks.mrcr import Repeated
-from rope_ext.measure.tasks.nolima import TEMPLATE, Book, Gold, distractor_depth, read_tests
+from rope_ext.measure.tasks.nolima import (
+    TEMPLATE,
+    Book,
+    Gold,
+    Hidden,
+    Test,
+    distractor_depth,
+    read_tests,
+)
 from tests.helpers import published_rows
 from tests.helpers.published_rows import HELMET, HELMET_DEMOS, INFINITEBENCH, LONGBENCH, write_rows
 
@@ -216,12 +225,21 @@ def test_nolima_needles_follow_the_line_at_their_depth(frame: Frame) -> None:
 
 
 def test_distractors_of_nolima_stay_away_from_the_needle() -> None:
-    import random
-
     for depth in (0.0, 0.3, 0.5, 0.9, 1.0):
         places = [distractor_depth(depth, 2000, random.Random(n)) for n in range(200)]
         assert all(abs(place - depth) >= 0.2 and 0 <= place <= 1 for place in places)
     assert [distractor_depth(d, 400, random.Random(0)) for d in (0.1, 0.7, 0.8)] == [0.7, 0.5, 0.6]
+
+
+def test_a_distractor_of_nolima_ends_the_line_before_it(frame: Frame) -> None:
+    """``book_haystack.py`` puts it where the line's text ends, as it does with the needle."""
+    text = "".join(f"line {n} of the book\n" for n in range(300))
+    test = Test("NEEDLE", "Who?", TEMPLATE, ("x",), (), "DISTRACTOR")
+    task = Hidden([test], [("book", text)], "contains", 2, None, 16)
+    book = Book.of(frame.tokenizer, text, "book")
+    ids, _ = task._prompt(frame, book, test, 900, 0.0, random.Random(0))
+    made = frame.tokenizer.decode(list(ids))
+    assert re.search(r"\nline (\d+) of the book DISTRACTOR\n\nline \d+ of the book\n", made)
 
 
 # Lengths

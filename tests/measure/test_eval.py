@@ -847,7 +847,7 @@ def test_speed_shares_the_options_of_the_evaluators(checkpoint: Path, tmp_path: 
         (
             perplexity,
             ["--protocol", "sliding"],
-            "--protocol sliding or huggingface go",
+            "--protocol sliding needs --stride TOKENS",
         ),
         (needle, ["--needles", "0"], "queries=0 is not valid"),
         (needle, ["--new-tokens", "0"], "tokens=0 is not valid"),

@@ -10,8 +10,9 @@ from __future__ import annotations
 import json
 import random
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -104,7 +105,8 @@ def read(source: Source, path: str | None) -> tuple[list[Asked], list[str]]:
         MeasureError: the file cannot be read, or holds something else.
     """
     if path is None:
-        return source.read(source.made_up())
+        asked, documents = source.read(source.made_up())
+        return _spread(asked), documents
     try:
         asked, documents = source.read(json.loads(Path(path).read_text(encoding="utf-8-sig")))
         strings = [text for one in asked for text in (one.question, *one.answers)]
@@ -121,6 +123,17 @@ def read(source: Source, path: str | None) -> tuple[list[Asked], list[str]]:
             f"{path} holds no questions with answers; give --{source.option} another file"
         )
     return asked, documents
+
+
+def _spread(asked: Sequence[Asked]) -> list[Asked]:
+    """One question about each set of documents, of another kind each time, before a second one."""
+    sets: dict[frozenset[int], list[Asked]] = {}
+    for one in asked:
+        sets.setdefault(frozenset((*one.needed, *one.near)), []).append(one)
+    turned = [
+        [*own[at % len(own) :], *own[: at % len(own)]] for at, own in enumerate(sets.values())
+    ]
+    return [one for turn in zip_longest(*turned) for one in turn if one is not None]
 
 
 @dataclass(frozen=True)
@@ -170,13 +183,23 @@ class Answering(Task):
         name = self.path or "made-up facts"
         definition = (
             f"share of {self.trials} questions that the model answers from documents among others "
-            f"of {name}, Wilson intervals"
+            f"of {name}, in random order, Wilson intervals"
         )
-        note = (
-            f"{self.name} asks about made-up facts, not about {self.source.name}: published "
-            f"numbers need --{self.source.option} FILE"
-        )
-        return Questions(cases, definition, () if self.path else (note,))
+        return Questions(cases, definition, tuple(self._notes(asked[: self.trials])))
+
+    def _notes(self, asked: Sequence[Asked]) -> Iterator[str]:
+        if self.path is None:
+            yield (
+                f"{self.name} asks about made-up facts, not about {self.source.name}: published "
+                f"numbers need --{self.source.option} FILE"
+            )
+        count = len({one.needed for one in asked})
+        if count < len(asked):
+            yield (
+                f"{self.name}: the {len(asked)} questions are about {count} "
+                f"document{'s' * (count > 1)}, and intervals that take them as independent are "
+                f"too narrow"
+            )
 
     def _case(
         self,
@@ -199,7 +222,7 @@ class Answering(Task):
             random.Random(seed).shuffle(chosen)
             listed = (f"Document {i}:\n{documents[n]}" for i, n in enumerate(chosen, 1))
             content = INTRO + "\n\n".join(listed) + ASK + asked.question
-            return frame.whole(content, LEAD)[0]
+            return frame.whole(content, LEAD, keep_space=True)[0]
 
         _, ids = longest(build, length - self.tokens, len(asked.needed))
         if len(ids) + self.tokens > length:

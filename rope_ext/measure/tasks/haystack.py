@@ -256,7 +256,7 @@ class Needles(Task):
         def build(units: int) -> array:
             lines = hay(units)
             context = joint.join(insert(lines, needles, placed(lines)))
-            return frame.whole(f"{intro}\n{context}{ask}", lead)[0]
+            return frame.whole(f"{intro}\n{context}{ask}", lead, keep_space=True)[0]
 
         # RULER's lines with a needle before them are all different: there must be as many.
         least = len(needles) if self.ruler and self.haystack != "text" else 0

@@ -5,10 +5,14 @@ than after the last ``short`` tokens (by a factor of e^2), and not unlikely then
 Ordinary perplexity is mostly about the other tokens, which is why it says so little about the use
 of long contexts: Fang et al. 2024, arXiv 2410.23771.
 
-Two variants, by name. ``official`` is what the authors' code computes: the short context has no
-beginning-of-sequence token (unless it begins the text), nor has the measured model's; at the
-longest length, where one window holds all of the text, its number is theirs. ``start`` puts that
-token before every context, so that what needs a start is not taken for what needs a context.
+Two variants, by name. ``official`` is what the authors' code computes (PKU-ML/LongPPL,
+``longppl/longppl.py``). Both models read the text that the tokens spell, the evaluator with its
+special tokens and the measured model without; key tokens travel as slices of characters, also
+between equal tokenizers, so that every token of a character counts as soon as one of them does. At
+the longest length, where one window holds all of the text, its number is theirs. A key token at the
+very start is left out: nothing comes before it (the authors' code takes the last loss instead).
+``start`` puts the beginning-of-sequence token before every context, so that what needs a start is
+not taken for what needs a context.
 
 An evaluator with another tokenizer reads the text as its own tokens; a token of the measured model
 is a key token where it lies within the evaluator's (as in the authors' code).
@@ -32,7 +36,7 @@ from rope_ext.measure.prompts import Frame, beginning
 from rope_ext.measure.settings import UNPATCHED, Settings
 from rope_ext.measure.systems import checked_methods, under
 from rope_ext.measure.tasks.base import option, register
-from rope_ext.measure.tasks.perplexity import Stretches
+from rope_ext.measure.tasks.perplexity import Stretches, Windows
 
 VARIANT_NAMES = {"start": "a start token before every one", "official": "as the authors' code"}
 VARIANTS = tuple(VARIANT_NAMES)
@@ -57,19 +61,23 @@ def merged(slices: Iterable[Slice]) -> list[Slice]:
 
 
 def within(places: Sequence[Slice], slices: Sequence[Slice]) -> set[int]:
-    """Which of ``places`` lie in one of ``slices`` as a whole; both are in order."""
+    """Which of ``places`` lie in one of ``slices`` as a whole; both are in order.
+
+    Tokens of one character have the same place. A slice is passed once a token starts in or after
+    it and ends beyond it, as in the authors' ``cal_overlap``.
+    """
     found, at = set(), 0
     for index, (begin, end) in enumerate(places):
-        while at < len(slices) and slices[at][1] < end:
+        while at < len(slices) and begin >= slices[at][0] and slices[at][1] < end:
             at += 1
         if at < len(slices) and begin >= slices[at][0]:
             found.add(index)
     return found
 
 
-def _placed(tokenizer: Any, string: str) -> tuple[list[int], list[Slice]]:
-    """Tokens of a text and the characters of each."""
-    made = tokenizer(string, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
+def _placed(tokenizer: Any, string: str, special: bool = False) -> tuple[list[int], list[Slice]]:
+    """Tokens of a text and the characters of each; ``special``: with special tokens."""
+    made = tokenizer(string, add_special_tokens=special, return_offsets_mapping=True, verbose=False)
     return made["input_ids"], [tuple(place) for place in made["offset_mapping"]]
 
 
@@ -77,8 +85,9 @@ def _require_places(*tokenizers: Any) -> None:
     for tokenizer in tokenizers:
         if not tokenizer.is_fast:
             raise OptionError(
-                f"the tokenizer of {tokenizer.name_or_path} does not tell where its tokens are; "
-                f"give an --evaluator with the tokenizer of the model"
+                f"the tokenizer of {tokenizer.name_or_path} does not report which characters its "
+                f"tokens cover; give --longppl-variant start and an --evaluator with the tokenizer "
+                f"of the model"
             )
 
 
@@ -174,24 +183,12 @@ class LongPPL(Stretches):
             )
         sliding = self if self.stride else replace(self, stride=min(lengths) // 2)
         windows = sliding.choose(frame, lengths, seed)
-        bos = windows.bos
-        if self.longppl_variant == "official":
-            windows = replace(windows, bos=())
-        reader = self.reader
-        if reader is None or reader.get_vocab() == frame.tokenizer.get_vocab():
-            with self.opened() as model:
-                keys = [self.keys(model, bos, text) for text in windows.texts]
+        reader = frame.tokenizer if self.reader is None else self.reader
+        if self._official or reader.get_vocab() != frame.tokenizer.get_vocab():
+            windows, keys = self._by_characters(frame.tokenizer, reader, windows)
         else:
-            _require_places(reader, frame.tokenizer)
-            strings = [frame.tokenizer.decode(list(text)) for text in windows.texts]
-            read = [_placed(frame.tokenizer, string) for string in strings]
-            # Cut out of a document, its first and last words may become more tokens, or fewer.
-            most = len(windows.texts[0])
-            windows = replace(windows, texts=tuple(tuple(ids[:most]) for ids, _ in read))
             with self.opened() as model:
-                slices = [self._slices(model, reader, string) for string in strings]
-            pairs = zip(read, slices, strict=True)
-            keys = [within(places[:most], found) for (_, places), found in pairs]
+                keys = [self.keys(model, windows.bos, text) for text in windows.texts]
         count = sum(map(len, keys))
         if not count:
             raise MeasureError(
@@ -212,12 +209,44 @@ class LongPPL(Stretches):
             f"longppl: {self.who} chooses the tokens that it is judged by, which favours it; give "
             f"--evaluator a stronger model"
         )
-        return Questions(cases, definition, (note,) if self.judges_itself else ())
+        notes = (*self._notes(windows, lengths, cases), *((note,) if self.judges_itself else ()))
+        return Questions(cases, definition, notes)
+
+    @property
+    def _official(self) -> bool:
+        return self.longppl_variant == "official"
+
+    def _by_characters(
+        self, tokenizer: Any, reader: Any, windows: Windows
+    ) -> tuple[Windows, list[set[int]]]:
+        """Key tokens of texts that both models tokenize themselves.
+
+        Returns:
+            The windows, as the measured model's tokenizer reads the texts that they spell, and the
+            places of the key tokens in each.
+
+        Raises:
+            OptionError: a tokenizer does not report the characters of its tokens.
+        """
+        _require_places(reader, tokenizer)
+        strings = [tokenizer.decode(list(text)) for text in windows.texts]
+        read = [_placed(tokenizer, string) for string in strings]
+        # Cut out of a document, its first and last words may become more tokens, or fewer.
+        most = len(windows.texts[0])
+        texts = tuple(tuple(ids[:most]) for ids, _ in read)
+        with self.opened() as model:
+            slices = [self._slices(model, reader, string) for string in strings]
+        pairs = zip(read, slices, strict=True)
+        keys = [within(places[:most], found) for (_, places), found in pairs]
+        if self._official:
+            windows, keys = replace(windows, bos=()), [found - {0} for found in keys]
+        return replace(windows, texts=texts), keys
 
     def _slices(self, model: Any, reader: Any, string: str) -> list[Slice]:
         """Stretches of key tokens in a text, as the evaluator reads it: characters."""
-        ids, places = _placed(reader, string)
-        return merged(places[key] for key in sorted(self.keys(model, beginning(reader), ids)))
+        ids, places = _placed(reader, string, special=self._official)
+        bos = () if self._official else beginning(reader)
+        return merged(places[key] for key in sorted(self.keys(model, bos, ids)))
 
     def keys(self, model: Any, bos: Sequence[int], text: Sequence[int]) -> set[int]:
         """Places of the key tokens in ``text``."""
@@ -226,10 +255,9 @@ class LongPPL(Stretches):
         long = score(model, [row], tail)[0][0]
         short = long.clone()  # at the start both contexts are the same
         stride = max(1, self.short_context // 4)
-        official = self.longppl_variant == "official"
         for begin in range(self.short_context + stride, len(row), stride):
             end = min(len(row), begin + stride)
-            if official:
+            if self._official:
                 window = row[begin - self.short_context : end]
             else:
                 window = [*bos, *row[max(len(bos), end - stride - self.short_context) : end]]

@@ -298,10 +298,10 @@ class Hidden(Task):
         depth: float,
         rng: random.Random,
     ) -> str:
-        """The stretch with the distractor on a line of its own."""
+        """The stretch with the distractor at the end of a line, where the authors put it."""
         place = distractor_depth(depth, size, rng)
         lines = [at for at, letter in enumerate(text) if letter == "\n"]
-        at = min(lines, key=lambda line: abs(line - place * len(text))) + 1
+        at = min(lines, key=lambda line: abs(line - place * len(text)))
         return f"{text[:at]} {distractor}\n{text[at:]}"
 
 

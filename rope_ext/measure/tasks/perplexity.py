@@ -1,6 +1,6 @@
 """Perplexity: ``exp`` of the mean negative log likelihood, each token scored once.
 
-Four protocols, for stretches of text (``choose_windows``) and context lengths:
+Five protocols, for stretches of text (``choose_windows``) and context lengths:
 
 * ``ending``: the same tokens after more and more context. The windows of all lengths end at the
   same places and score the same last tokens: 256, or half the shortest length if that is less.
@@ -11,10 +11,13 @@ Four protocols, for stretches of text (``choose_windows``) and context lengths:
   stretch has not that many.
 * ``start``: all of the first ``length`` tokens of each stretch. Where the frequencies of a method
   do not depend on the length of the text, one pass over the longest gives every length.
-* ``huggingface``: as in the documentation of transformers and in YaRN's script, for numbers that
-  are to be compared with theirs. Windows begin at every multiple of ``stride`` and score what no
-  window before them did, the last one may be shorter, the beginning-of-sequence token is in the
-  first one alone, and every window counts alike, however few tokens it scores.
+* ``huggingface``: ``nll_sum / n_tokens`` of transformers' page "Perplexity of fixed-length models",
+  to compare with numbers obtained that way. Windows start at every multiple of ``stride`` and score
+  the tokens that no earlier window scored; the last one may be shorter. Only the first one has the
+  beginning-of-sequence token. As on that page, each window's mean loss is weighted by its labels
+  minus one, which undercounts every window but the first by one token where windows overlap.
+* ``huggingface_means``: the same windows, but the plain mean of their mean losses, as earlier
+  versions of that page had it.
 
 Otherwise a window is the beginning-of-sequence token (once, where the tokenizer has one) and text;
 the token counts as one of ``length``, as context, and is never scored, and perplexity is
@@ -39,8 +42,12 @@ from rope_ext.measure.tasks.base import Kind, Task, option, register
 from rope_ext.measure.text import python_library, read_texts
 
 SCORED = 256
-PROTOCOLS = ("ending", "sliding", "start", "huggingface")
-STRIDING = ("sliding", "huggingface")
+HUGGINGFACE = {
+    "huggingface": "nll_sum / n_tokens, as transformers documents it today",
+    "huggingface_means": "the mean of window means, as older versions of transformers' page had it",
+}
+PROTOCOLS = ("ending", "sliding", "start", *HUGGINGFACE)
+STRIDING = ("sliding", *HUGGINGFACE)
 
 
 @dataclass(frozen=True)
@@ -252,6 +259,23 @@ class Stretches(Task):
                         yield self._case(length, number, ids, end - done, group, **more)
                     number, done, end = number + 1, end, end + self.stride
 
+    def _notes(
+        self, windows: Windows, lengths: Sequence[int], cases: Sequence[Case]
+    ) -> Iterator[str]:
+        """What a reader should know about the texts behind the numbers."""
+        if windows.joined:
+            yield (
+                f"too few documents of {max(lengths)} tokens: documents are joined, so that a "
+                f"window may hold unrelated texts"
+            )
+        if len({case.group for case in cases}) == 1:
+            yield "all windows are from one document: no interval can be computed"
+        if len(windows.texts) < self.windows:
+            yield (
+                f"the text gives only {len(windows.texts)} windows of {max(lengths)} tokens "
+                f"({self.windows} asked for)"
+            )
+
     def _case(
         self, length: int, number: int, ids: Any, count: int, group: int, **more: Any
     ) -> Case:
@@ -265,17 +289,17 @@ class Perplexity(Stretches):
 
     Args:
         documents, text, windows: as of ``Stretches``.
-        protocol: ``ending``, ``sliding``, ``start`` or ``huggingface``; see the module.
-        stride: of ``sliding`` and ``huggingface``, tokens.
+        protocol: one of ``PROTOCOLS``; see the module.
+        stride: of the protocols in ``STRIDING``, tokens.
         min_context: of ``sliding`` and ``start``: tokens of text before the first scored one.
     """
 
     name: ClassVar[str] = "perplexity"
 
-    protocol: Literal["ending", "sliding", "start", "huggingface"] = option(
+    protocol: Literal["ending", "sliding", "start", "huggingface", "huggingface_means"] = option(
         "ending",
-        "ending (the same tokens after more and more context), sliding, start or huggingface "
-        "(means of windows, as its documentation has it)",
+        "ending (the same tokens after more and more context), sliding, start, "
+        + " or ".join(f"{name} ({what})" for name, what in HUGGINGFACE.items()),
     )
 
     @classmethod
@@ -287,7 +311,7 @@ class Perplexity(Stretches):
         """
         protocol = given.get("protocol", "sliding" if "stride" in given else "ending")
         # LongPPL beside it always slides, and is what the least context is for.
-        whole = protocol in ("ending", "huggingface")
+        whole = protocol in ("ending", *HUGGINGFACE)
         if whole and given.get("min_context") and "longppl" not in beside:
             raise OptionError(
                 f"--min-context does not apply to the protocol {protocol}; leave it out"
@@ -300,9 +324,12 @@ class Perplexity(Stretches):
             raise OptionError(
                 f"protocol={self.protocol!r} is not valid; it must be one of {', '.join(PROTOCOLS)}"
             )
-        if (self.protocol in STRIDING) != (self.stride is not None):
+        if self.protocol in STRIDING and self.stride is None:
+            raise OptionError(f"--protocol {self.protocol} needs --stride TOKENS; give both")
+        if self.protocol not in STRIDING and self.stride is not None:
             raise OptionError(
-                "--stride TOKENS and --protocol sliding or huggingface go together; give both"
+                f"--stride does not apply to the protocol {self.protocol}; leave it out, or give "
+                f"--protocol {', '.join(STRIDING)}"
             )
 
     def questions(self, frame: Frame, lengths: Sequence[int], seed: int) -> Questions:
@@ -322,20 +349,20 @@ class Perplexity(Stretches):
             "ending": self._ending,
             "sliding": self.slide,
             "start": self._start,
-            "huggingface": self._huggingface,
+            **dict.fromkeys(HUGGINGFACE, self._huggingface),
         }
         cases = list(plan[self.protocol](windows, sorted(lengths)))
-        return Questions(cases, self._define(windows), tuple(self._notes(windows, lengths)))
+        return Questions(cases, self._define(windows), tuple(self._notes(windows, lengths, cases)))
 
     def _skips(self, length: int) -> bool:
-        return self.stride > length if self.protocol == "huggingface" else super()._skips(length)
+        return self.stride > length if self.protocol in HUGGINGFACE else super()._skips(length)
 
     def _define(self, windows: Windows) -> str:
         stretches = f"{len(windows.texts)} stretches of {self.source}, bootstrap over documents"
-        if self.protocol == "huggingface":
+        if self.protocol in HUGGINGFACE:
             return (
-                f"perplexity from the mean of the mean losses of all windows, which move by "
-                f"{self.stride} tokens and count alike (documentation of transformers); {stretches}"
+                f"perplexity from {HUGGINGFACE[self.protocol]} (--protocol {self.protocol}); "
+                f"windows move by {self.stride} tokens; {stretches}"
             )
         if self.protocol == "ending":
             what = (
@@ -353,20 +380,6 @@ class Perplexity(Stretches):
         if self.min_context and self.protocol != "ending":
             what += f", less the very first {self.min_context}"
         return f"token-weighted perplexity of {what}; {stretches}"
-
-    def _notes(self, windows: Windows, lengths: Sequence[int]) -> Iterator[str]:
-        if windows.joined:
-            yield (
-                f"too few documents of {max(lengths)} tokens: documents are joined, so that a "
-                f"window may hold unrelated texts"
-            )
-        if len(set(windows.documents)) == 1:
-            yield "all windows are from one document: its intervals have no width and say nothing"
-        if len(windows.texts) < self.windows:
-            yield (
-                f"the text gives only {len(windows.texts)} windows of {max(lengths)} tokens "
-                f"({self.windows} asked for)"
-            )
 
     def _ending(self, windows: Windows, lengths: Sequence[int]) -> Iterator[Case]:
         for length in lengths:
@@ -392,13 +405,16 @@ class Perplexity(Stretches):
         for length in lengths:
             number = 0
             for text, group in zip(windows.texts, windows.documents, strict=True):
-                row, done = windows.bos + text, 1  # the first token has nothing before it
+                row, done = windows.bos + text, 0
                 for begin in range(0, len(row), self.stride):
                     end = min(begin + length, len(row))
-                    count = end - max(done, begin + 1)
-                    if count:
+                    count = end - max(done, begin + 1)  # nothing comes before the first token
+                    # The page takes one label off every window; only windows without overlap
+                    # lose one to the shift of the labels.
+                    weight = end - done - 1 if self.protocol == "huggingface" else 1
+                    if count and weight:
                         ids = row[begin:end]
-                        yield self._case(length, number, ids, count, group, alike=True)
+                        yield self._case(length, number, ids, count, group, weight=weight)
                     number, done = number + 1, end
                     if end == len(row):
                         break

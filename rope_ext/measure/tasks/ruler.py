@@ -16,7 +16,8 @@ import random
 import string
 from array import array
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from functools import cache
 from itertools import pairwise
 from typing import Any, ClassVar
@@ -33,6 +34,8 @@ from rope_ext.measure.tasks.haystack import NOISE, Needles, insert, read_haystac
 from rope_ext.measure.words import many_words
 
 SUITE, SIZE = "RULER", 13
+EXAMPLE_LAYOUT = 42
+"""Seed of where the chain stands in the example of ``vt``; 42 is RULER's default for everything."""
 
 VT_INTRO = (
     "Memorize and track the chain(s) of variable assignment hidden in the following text.\n\n"
@@ -119,7 +122,9 @@ class VariableTracking(Synthetic):
     hops: int = 4
 
     def prompt(self, frame: Frame, length: int, rng: random.Random) -> tuple[array, Sequence[str]]:
-        solved = self._writer(3, rng)  # an example
+        # One example for all prompts, as in RULER; only its names and its number change.
+        fixed = self._writer(3, random.Random("vt:example"), EXAMPLE_LAYOUT)
+        solved = self._writer(3, rng, EXAMPLE_LAYOUT)
 
         def shown(lines: int) -> str:
             text, lead, names = solved(lines)
@@ -127,14 +132,14 @@ class VariableTracking(Synthetic):
 
         # As long as in RULER: 500 tokens with its question and the beginning of its answer.
         def tokens(lines: int) -> list[int]:
-            return encode(frame.tokenizer, "".join(solved(lines)[:2]))
+            return encode(frame.tokenizer, "".join(fixed(lines)[:2]))
 
         lines, _ = longest(tokens, 500, self.hops + 1)
         asked = self._writer(5, rng)
 
         def build(lines_: int) -> array:
             text, lead, _ = asked(lines_)
-            return frame.whole(example + text, lead)[0]
+            return frame.whole(example + text, lead, keep_space=True)[0]
 
         example = shown(lines)
         _, ids = longest(build, length - self.tokens, self.hops + 1)
@@ -147,13 +152,20 @@ class VariableTracking(Synthetic):
         return ids, asked(self.hops + 1)[2]
 
     def _writer(
-        self, letters: int, rng: random.Random
+        self, letters: int, rng: random.Random, layout: int | None = None
     ) -> Callable[[int], tuple[str, str, list[str]]]:
-        """Of so many lines of noise: the text and its question, and what the answer is."""
+        """Of so many lines of noise: the text and its question, and what the answer is.
+
+        Args:
+            letters: of a name.
+            rng: of names and number, and of the layout unless that is given.
+            layout: seed of the lines that the chain stands before.
+        """
         names: dict[str, None] = {}
         while len(names) <= self.hops:  # ends: 26 ** letters names
             names["".join(rng.choices(string.ascii_uppercase, k=letters))] = None
-        listed, value, seed = list(names), rng.randrange(10000, 99999), rng.getrandbits(64)
+        listed, value = list(names), rng.randrange(10000, 99999)
+        seed = rng.getrandbits(64) if layout is None else layout
         chain = [f"VAR {listed[0]} = {value}"]
         # The space at the end is RULER's.
         chain += [f"VAR {b} = VAR {a} " for a, b in pairwise(listed)]
@@ -168,48 +180,102 @@ class VariableTracking(Synthetic):
 
 
 @dataclass(frozen=True)
+class Counts:
+    """How often ``cwe`` repeats words.
+
+    Args:
+        often: the common words.
+        others: all other words.
+        words: different ones in the example.
+        example: the same as ``often`` and ``others``, of the example.
+    """
+
+    often: int
+    others: int
+    words: int
+    example: tuple[int, int]
+
+    def __str__(self) -> str:
+        return f"{self.often} and {self.others} times"
+
+
+MANY, FEW = Counts(30, 3, 40, (10, 3)), Counts(6, 1, 20, (3, 1))
+ROOM = 4096
+"""Tokens from which on RULER takes ``MANY``."""
+
+
+@dataclass(frozen=True)
 class CommonWords(Synthetic):
-    """A numbered list of words, ten of which come more often than all others."""
+    """A numbered list of words, ten of which come more often than all others.
+
+    Args:
+        counts: how often; None: RULER's choice for each length, or ``FEW`` where that has no room.
+    """
 
     name: ClassVar[str] = "cwe"
     about: ClassVar[str] = "share of the 10 words that a numbered list repeats most"
 
     tokens: int = 120
     common: int = 10
+    counts: Counts | None = None
+
+    def questions(self, frame: Frame, lengths: Sequence[int], seed: int) -> Questions:
+        """All prompts; those of one length repeat words equally often.
+
+        Raises:
+            OptionError: a length cannot hold a prompt.
+        """
+        if self.counts is not None:
+            return super().questions(frame, lengths, seed)
+        cases: list[Case] = []
+        taken: dict[Counts, list[int]] = {}
+        for length in lengths:
+            counts, built = self._built(frame, length, seed)
+            taken.setdefault(counts, []).append(length)
+            cases += built
+        how = ", ".join(f"{one} at {', '.join(map(str, at))} tokens" for one, at in taken.items())
+        definition = f"{self.about} ({how}); {self.trials} prompts, Wilson intervals"
+        short = [length for length in taken.get(FEW, ()) if length >= ROOM]
+        return Questions(cases, definition, tuple(map(self._note, short)))
+
+    def _built(self, frame: Frame, length: int, seed: int) -> tuple[Counts, Sequence[Case]]:
+        """RULER's counts at this length, or fewer where those do not fit, and the prompts."""
+
+        def asked(counts: Counts) -> tuple[Counts, Sequence[Case]]:
+            return counts, replace(self, counts=counts).questions(frame, [length], seed).cases
+
+        if length >= ROOM:
+            with suppress(OptionError):  # a tokenizer of many tokens a word
+                return asked(MANY)
+        return asked(FEW)
+
+    def _note(self, length: int) -> str:
+        return (
+            f"{self.name} at {length} tokens repeats words {FEW}, which is easier: {MANY}, as in "
+            f"RULER from {ROOM} tokens on, do not fit with this tokenizer; do not compare it with "
+            f"longer lengths or with published numbers"
+        )
 
     def prompt(self, frame: Frame, length: int, rng: random.Random) -> tuple[array, Sequence[str]]:
-        if length >= 4096:
-            try:
-                return self._prompt(frame, length, rng, (30, 3), 40, (10, 3))
-            except OptionError:
-                pass  # a tokenizer of many tokens a word
-        # As in RULER where there is little room: fewer words, and less often.
-        return self._prompt(frame, length, rng, (6, 1), 20, (3, 1))
-
-    def _prompt(
-        self,
-        frame: Frame,
-        length: int,
-        rng: random.Random,
-        repeats: tuple[int, int],
-        shown: int,
-        example_repeats: tuple[int, int],
-    ) -> tuple[array, Sequence[str]]:
-        seed = rng.getrandbits(64)
+        counts, seed = self.counts, rng.getrandbits(64)
         # An entry is a number, a full stop and a word: three tokens at least.
-        words = many_words(shown + length // (3 * repeats[1]) + self.common, rng)
-        example, words = words[:shown], words[shown:]
+        most = counts.words + length // (3 * counts.others) + self.common
+        words = many_words(most, rng)
+        example, words = words[: counts.words], words[counts.words :]
 
         def listed(words: Sequence[str], often: int, seldom: int) -> str:
             entries = [*words[: self.common]] * often + [*words[self.common :]] * seldom
             random.Random(seed).shuffle(entries)
             return CWE_INTRO + _numbered(entries) + CWE_ASK
 
-        solved = listed(example, *example_repeats) + CWE_LEAD
-        solved += f" {_numbered(example[: self.common])}\n"
+        # The chat template goes around the example as well, as in RULER.
+        before, after = frame.around or ("", "")
+        solved = listed(example, *counts.example) + after + CWE_LEAD
+        solved += f" {_numbered(example[: self.common])}\n{before}"
 
         def build(different: int) -> array:
-            return frame.whole(solved + listed(words[:different], *repeats), CWE_LEAD)[0]
+            content = solved + listed(words[:different], counts.often, counts.others)
+            return frame.whole(content, CWE_LEAD, keep_space=True)[0]
 
         _, ids = longest(build, length - self.tokens, self.common + 1, len(words))
         if len(ids) + self.tokens > length:
@@ -244,7 +310,8 @@ class FrequentWords(Synthetic):
                 w for w, n in zip(words, self._counts(size, count), strict=True) for _ in range(n)
             ]
             random.Random(seed).shuffle(text)
-            return frame.whole(FWE_INTRO + " ".join(text) + FWE_ASK, FWE_LEAD)[0]
+            content = FWE_INTRO + " ".join(text) + FWE_ASK
+            return frame.whole(content, FWE_LEAD, keep_space=True)[0]
 
         # The fourth of them must occur, and more often than the fifth.
         least = next(n for n in range(1, 10**4) if self._clear(size, n))

@@ -44,6 +44,7 @@ from rope_ext.position.bias import learned
 from rope_ext.record import FIELD, Record
 from rope_ext.rotary.sites import RotarySite, find_sites, text_decoder
 from rope_ext.saving import configuration
+from rope_ext.saving.second_load import fresh
 
 SIDECAR = "rope_ext.json"
 """File beside an adapter that holds the patch under which it was trained."""
@@ -348,7 +349,7 @@ def require_place(path: str | PathLike[str]) -> str:
     """
     if not isinstance(path, (str, PathLike)):
         raise LoadError(f"{path!r} is no folder; give the path of one, or an id of the Hub")
-    name = str(path)
+    name = fresh(str(path))  # what was saved decides here, not the model that names it
     fault = fault_of_place(name)
     if fault is not None:
         raise LoadError(

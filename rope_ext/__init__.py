@@ -1,5 +1,6 @@
 """Extend the context of any RoPE model of Hugging Face transformers with one line."""
 
+import rope_ext.requirements  # noqa: F401 - before what fails in the words of an old transformers
 from rope_ext.advice.describe import Description, MethodInfo, describe, methods
 from rope_ext.advice.recommend import (
     Diagnosis,

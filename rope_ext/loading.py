@@ -7,7 +7,6 @@ import json
 import logging
 import math
 import os
-import pickle
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -17,7 +16,7 @@ from typing import Any
 
 import torch
 import transformers
-from huggingface_hub.errors import HFValidationError, StrictDataclassError
+from huggingface_hub.errors import HFValidationError
 from huggingface_hub.utils import validate_repo_id
 from safetensors import SafetensorError, safe_open
 from torch import nn
@@ -44,6 +43,7 @@ from rope_ext.position.bias import learned
 from rope_ext.record import FIELD, Record
 from rope_ext.rotary.sites import RotarySite, find_sites, text_decoder
 from rope_ext.saving import configuration
+from rope_ext.saving.second_load import fresh
 
 SIDECAR = "rope_ext.json"
 """File beside an adapter that holds the patch under which it was trained."""
@@ -66,19 +66,9 @@ _TASKS = {
     "SEQ_CLS": "AutoModelForSequenceClassification",
     "TOKEN_CLS": "AutoModelForTokenClassification",
 }
-_FAILURES = (
-    OSError,
-    EOFError,
-    KeyError,
-    RecursionError,
-    RuntimeError,
-    SafetensorError,
-    StrictDataclassError,
-    ValueError,
-    pickle.UnpicklingError,
-)
-_NO_FAILURES = (RopeExtError, torch.OutOfMemoryError)
-"""Raised as they are, although they are of the kinds above."""
+_AS_THEY_ARE = (RopeExtError, MemoryError, torch.OutOfMemoryError)
+"""Errors that say nothing about a folder. All others do: damaged files make transformers and peft
+raise whatever their code runs into, from AttributeError to ZeroDivisionError."""
 _WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin")
 _IGNORED = "_keys_to_ignore_on_load_unexpected"
 _SAME_FREQUENCY = 1e-5  # powers in float32, here and on the device of training
@@ -230,12 +220,12 @@ def load_adapter(model: nn.Module, directory: str | PathLike[str], **kwargs: Any
     try:
         with _untouched_on_error(model):
             return peft.PeftModel.from_pretrained(model, directory, **kwargs)
-    except _NO_FAILURES:
+    except _AS_THEY_ARE:
         raise
-    except (*_FAILURES, AttributeError, TypeError) as error:
+    except Exception as error:
         raise AdapterError(
-            f"the adapter in {directory} cannot be put on this model ({first_line(error)}); save "
-            f"it again with PeftModel.save_pretrained"
+            f"the adapter in {directory} cannot be put on this model ({_reason(error)}); save it "
+            f"again with PeftModel.save_pretrained"
         ) from error
 
 
@@ -348,7 +338,7 @@ def require_place(path: str | PathLike[str]) -> str:
     """
     if not isinstance(path, (str, PathLike)):
         raise LoadError(f"{path!r} is no folder; give the path of one, or an id of the Hub")
-    name = str(path)
+    name = fresh(str(path))  # what was saved decides here, not the model that names it
     fault = fault_of_place(name)
     if fault is not None:
         raise LoadError(
@@ -372,18 +362,31 @@ def fault_of_place(name: str) -> str | None:
 
 
 @contextmanager
-def _loading(what: str, path: str, *failures: type[Exception]) -> Iterator[None]:
-    """Tells of the usual failures, and the further ones, in the words of this package."""
+def _loading(what: str, path: str) -> Iterator[None]:
+    """Raises LoadError for what transformers raises."""
     try:
         yield
-    except _NO_FAILURES:
+    except _AS_THEY_ARE:
         raise
-    except (*_FAILURES, *failures) as error:
+    except ImportError as error:  # such as the kernels of an attention implementation
+        raise LoadError(
+            f"cannot load the {what} of {path!r}, which needs a package that is not installed "
+            f"({_reason(error)}); install it, or if it is for attention only, pass "
+            f"attn_implementation='sdpa'"
+        ) from error
+    except Exception as error:
         nowhere = "" if Path(path).is_dir() else ", and there is no folder of that name"
         raise LoadError(
-            f"cannot load the {what} of {path!r} ({first_line(error)}){nowhere}; give a folder "
-            f"that save_pretrained wrote, or an id of the Hugging Face Hub"
+            f"cannot load the {what} of {path!r} ({_reason(error)}){nowhere}; give a folder that "
+            f"save_pretrained wrote, or an id of the Hugging Face Hub"
         ) from error
+
+
+def _reason(error: Exception) -> str:
+    """The first line of an error, with its class where that line alone may not say much."""
+    if isinstance(error, (ImportError, OSError, RuntimeError, ValueError)):
+        return first_line(error)
+    return f"{type(error).__name__}: {first_line(error)}"
 
 
 @contextmanager
@@ -481,7 +484,7 @@ def _load(
         # It may hold a rope_type that is there to be refused by plain transformers.
         with (
             configuration.quieted(logging.getLogger("transformers"), logging.ERROR),
-            _loading("configuration", path, AttributeError, TypeError),
+            _loading("configuration", path),
         ):
             config = AutoConfig.from_pretrained(config or path, **options)
     text = config.get_text_config(decoder=True)
@@ -499,7 +502,7 @@ def _load(
         if record is None and kwargs.get("config") is not None:
             _require_no_record(path, kwargs)
         record = None
-    cls = getattr(transformers, class_name or next(iter(config.architectures or ()), ""), None)
+    cls = getattr(transformers, class_name or _architecture(config, path), None)
     of_task = class_name in (_CAUSAL, *_TASKS.values())
     is_model = isinstance(cls, type) and issubclass(cls, PreTrainedModel)
     if not of_task and not (is_model and (class_name or cls.config_class is type(config))):
@@ -516,6 +519,21 @@ def _load(
         ) from error
 
 
+def _architecture(config: PreTrainedConfig, path: str) -> str:
+    """The class that was saved; empty if the configuration does not name one.
+
+    Raises:
+        LoadError: what it names is no class.
+    """
+    names = config.architectures or []
+    if not isinstance(names, (list, tuple)) or not all(isinstance(name, str) for name in names):
+        raise LoadError(
+            f"config.json of {path} has architectures={names!r}; it must be a list of names of "
+            f'classes, such as ["LlamaForCausalLM"]'
+        )
+    return names[0] if names else ""
+
+
 def _restore_learned(model: nn.Module, path: str, options: dict[str, Any]) -> None:
     """Give what an encoding has learned its values, which transformers' loading leaves out.
 
@@ -527,12 +545,12 @@ def _restore_learned(model: nn.Module, path: str, options: dict[str, Any]) -> No
         return
     variant = options.pop("variant")
     files = {_variant(name, variant) for name in (SAFE_WEIGHTS_NAME, WEIGHTS_NAME)}
-    for name in (SAFE_WEIGHTS_INDEX_NAME, WEIGHTS_INDEX_NAME):
-        index = _find(path, _variant(name, variant), **options)
-        if index is not None:
-            shards = json.loads(Path(index).read_text(encoding="utf-8"))["weight_map"]
-            files |= {shards[key] for key in wanted if key in shards}
     with _loading("weights", path):
+        for name in (SAFE_WEIGHTS_INDEX_NAME, WEIGHTS_INDEX_NAME):
+            index = _find(path, _variant(name, variant), **options)
+            if index is not None:
+                shards = json.loads(Path(index).read_text(encoding="utf-8"))["weight_map"]
+                files |= {shards[key] for key in wanted if key in shards}
         for found in (_find(path, name, **options) for name in sorted(files)):
             for key, value in () if found is None else _stored(found, wanted):
                 with torch.no_grad():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import logging
 import threading
@@ -22,11 +23,20 @@ from rope_ext.errors import (
 )
 from rope_ext.methods import FrequencyMethod, Method, build_method
 from rope_ext.options import Options, SlidingLayers
-from rope_ext.position.bias import Earlier
+from rope_ext.position.bias import Earlier, learned
 from rope_ext.record import FIELD, Record
 from rope_ext.rotary.buffers import Changes
-from rope_ext.rotary.sites import Place, RotarySite, chosen_sites, find_sites, text_decoder, unwrap
+from rope_ext.rotary.sites import (
+    Place,
+    RotarySite,
+    chosen_sites,
+    find_sites,
+    text_config,
+    text_decoder,
+    unwrap,
+)
 from rope_ext.saving import configuration
+from rope_ext.saving.second_load import SecondLoad
 
 Model = TypeVar("Model", bound=nn.Module)
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -285,6 +295,7 @@ def _patch(model: nn.Module, decoder: nn.Module, method: Method, options: Option
     sites = find_sites(decoder, options.original_max_position_embeddings)
     scaled = chosen_sites(decoder, sites, options.sliding_layers)
     tokenizer, changes = options.tokenizer, Changes(parts=[config])
+    attention = text_config(decoder)._attn_implementation
     try:
         place = Place(model, decoder, sites, scaled)
         applied = APPLY[method.kind](place, method, options, changes)
@@ -311,6 +322,8 @@ def _patch(model: nn.Module, decoder: nn.Module, method: Method, options: Option
             length = getattr(tokenizer, "model_max_length", None)
             changes.replaced.append((tokenizer, "model_max_length", length))
             tokenizer.model_max_length = applied.target_length
+        again = functools.partial(_patch_alike, decoder)
+        changes.parts.append(SecondLoad(model, config.configs, again, attention))
     except BaseException:
         changes.undo()
         raise
@@ -328,6 +341,19 @@ def _patch(model: nn.Module, decoder: nn.Module, method: Method, options: Option
         record=record,
         changes=changes,
     )
+
+
+@_one_at_a_time
+def _patch_alike(decoder: nn.Module, copy: nn.Module) -> None:
+    """Give ``copy``, a second load of the same model, the patch on ``decoder``."""
+    state = decoder.__dict__[_STATE]
+    options = dataclasses.replace(state.options, tokenizer=None)
+    other = text_decoder(copy)
+    _patch(unwrap(copy), other, state.record.method, options)
+    values = learned(decoder)
+    with torch.no_grad():
+        for name, value in learned(other).items():
+            value.copy_(values.get(name, value))
 
 
 @_one_at_a_time

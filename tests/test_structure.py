@@ -11,6 +11,7 @@ PACKAGE = Path(__file__).parents[1] / "rope_ext"
 
 ROOMS = (
     "errors swapping under_way version",
+    "requirements",
     "methods",
     "encodings",
     "options",

@@ -241,6 +241,8 @@ def _run(
         config._attn_implementation_internal = before
         here.probed = None
     hidden = output[0].double()
+    if hidden.isnan().any():
+        raise _RefusedError("its hidden states are NaN (check its weights and configuration)")
     if not torch.allclose(hidden, hidden[:1], rtol=0, atol=_tolerance(output[0])):
         raise _RefusedError("positions act outside of its attention layers")
     return seen

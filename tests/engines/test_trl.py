@@ -1,7 +1,9 @@
-"""TRL's trainers on patched models: what is trained, and what is generated for it."""
+"""TRL's trainers on patched models: what is trained, generated for it, and compared with."""
 
 from __future__ import annotations
 
+import copy
+import math
 import re
 from pathlib import Path
 from typing import Any
@@ -9,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from datasets import Dataset
+from peft import LoraConfig
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
@@ -22,6 +25,22 @@ from tests.helpers.models import LENGTH as TRAINED
 pytest.importorskip("trl")
 LENGTH = 256
 PROMPTS = (2 * TRAINED, 2 * TRAINED + 30)  # tokens
+QUIET = {
+    "max_steps": 1,
+    "logging_steps": 1,
+    "save_strategy": "no",
+    "report_to": [],
+    "gradient_checkpointing": False,
+    "bf16": False,
+    "use_cpu": True,
+}
+
+
+def texts(*lengths: int) -> list[str]:
+    """Random texts of so many tokens each."""
+    chosen = torch.Generator().manual_seed(5)
+    rows = [torch.randint(4, VOCABULARY, (n,), generator=chosen).tolist() for n in lengths]
+    return [" ".join(f"t{i}" for i in row) for row in rows]
 
 
 def words() -> PreTrainedTokenizerFast:
@@ -40,17 +59,11 @@ def trained(model: Any, folder: Path) -> tuple[list[float], Any]:
     trainer = SFTTrainer(
         model=model,
         args=SFTConfig(
-            output_dir=str(folder),
-            max_steps=3,
+            str(folder),
             per_device_train_batch_size=2,
             learning_rate=1e-2,
             max_length=None,
-            logging_steps=1,
-            save_strategy="no",
-            report_to=[],
-            gradient_checkpointing=False,
-            bf16=False,
-            use_cpu=True,
+            **{**QUIET, "max_steps": 3},
         ),
         train_dataset=Dataset.from_dict({"input_ids": rows.repeat(1, 2).tolist()}),
         processing_class=words(),
@@ -122,28 +135,19 @@ def test_grpo_generates_what_the_model_does_by_itself(tmp_path: Path, method: st
         return found.sequences
 
     model.generate = generate
-    chosen = torch.Generator().manual_seed(5)
-    rows = [torch.randint(4, VOCABULARY, (n,), generator=chosen).tolist() for n in PROMPTS]
     before = model.lm_head.weight.detach().clone()
     trainer = GRPOTrainer(
         model=model,
         reward_funcs=lengths_of,
         args=GRPOConfig(
-            output_dir=str(tmp_path / "grpo"),
-            max_steps=2,
+            str(tmp_path / "grpo"),
             per_device_train_batch_size=4,
             num_generations=2,
             max_completion_length=6,
             learning_rate=1e-2,
-            save_strategy="no",
-            report_to=[],
-            gradient_checkpointing=False,
-            bf16=False,
-            use_cpu=True,
+            **{**QUIET, "max_steps": 2},
         ),
-        train_dataset=Dataset.from_dict(
-            {"prompt": [" ".join(f"t{i}" for i in row) for row in rows]}
-        ),
+        train_dataset=Dataset.from_dict({"prompt": texts(*PROMPTS)}),
         processing_class=words(),
     )
     trainer.train()
@@ -155,3 +159,76 @@ def test_grpo_generates_what_the_model_does_by_itself(tmp_path: Path, method: st
         torch.testing.assert_close(
             torch.stack(found.logits), torch.stack(alone.logits), rtol=0, atol=1e-3
         )
+
+
+def first_dpo_loss(model: Any, folder: Path, **kwargs: Any) -> float:
+    """The loss before the first step, when the policy still is its reference."""
+    from trl import DPOConfig, DPOTrainer
+
+    rows = [texts(n, 30, 31) for n in PROMPTS]
+    trainer = DPOTrainer(
+        model=model,
+        args=DPOConfig(str(folder), per_device_train_batch_size=2, max_length=None, **QUIET),
+        train_dataset=Dataset.from_list(
+            [{"prompt": f"{p} ", "chosen": one, "rejected": two} for p, one, two in rows]
+        ),
+        processing_class=words(),
+        **kwargs,
+    )
+    trainer.train()
+    return trainer.state.log_history[0]["loss"]
+
+
+def saved(folder: Path) -> str:
+    built("llama").save_pretrained(folder / "model")
+    return str(folder / "model")
+
+
+def patched(folder: str, method: str) -> Any:
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    return rope_ext.patch(model, method, factor=4)
+
+
+REFERENCES: dict[str, Any] = {
+    "none": lambda model, folder: (model, {}),
+    "a copy": lambda model, folder: (model, {"ref_model": copy.deepcopy(model)}),
+    "peft": lambda model, folder: (model, {"peft_config": LoraConfig(task_type="CAUSAL_LM")}),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("reference", REFERENCES)
+@pytest.mark.parametrize("method", ["yarn", "dynamic_yarn", "rerope"])
+def test_dpo_begins_at_its_reference(method: str, reference: str, tmp_path: Path) -> None:
+    model, kwargs = REFERENCES[reference](patched(saved(tmp_path), method), tmp_path)
+    assert first_dpo_loss(model, tmp_path, **kwargs) == pytest.approx(math.log(2), abs=1e-6)
+
+
+@pytest.mark.slow
+def test_dpo_of_a_saved_folder_begins_at_its_reference(tmp_path: Path) -> None:
+    patched(saved(tmp_path), "yarn").save_pretrained(tmp_path / "long")
+    loss = first_dpo_loss(str(tmp_path / "long"), tmp_path)
+    assert loss == pytest.approx(math.log(2), abs=1e-6)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["yarn", "rerope"])
+def test_grpo_begins_at_its_reference(method: str, tmp_path: Path) -> None:
+    from trl import GRPOConfig, GRPOTrainer
+
+    trainer = GRPOTrainer(
+        model=patched(saved(tmp_path), method),
+        reward_funcs=lengths_of,
+        args=GRPOConfig(
+            str(tmp_path / "grpo"),
+            beta=0.1,
+            per_device_train_batch_size=4,
+            num_generations=2,
+            max_completion_length=6,
+            **QUIET,
+        ),
+        train_dataset=Dataset.from_dict({"prompt": texts(*PROMPTS)}),
+        processing_class=words(),
+    )
+    trainer.train()
+    assert trainer.state.log_history[0]["kl"] == pytest.approx(0, abs=1e-6)

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from peft import LoraConfig, get_peft_model
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 import rope_ext
 from tests.families.checks import changed, snapshot
@@ -36,6 +36,15 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def edit(path: Path, **values: Any) -> None:
     path.write_text(json.dumps(json.loads(path.read_text()) | values))
+
+
+def index(folder: Path, **values: Any) -> None:
+    """Name the weights in an index, which ``values`` then damage."""
+    (folder / "model.safetensors").rename(folder / "model-00001-of-00001.safetensors")
+    names = {"model.embed_tokens.weight": "model-00001-of-00001.safetensors"}
+    (folder / "model.safetensors.index.json").write_text(
+        json.dumps({"metadata": {}, "weight_map": names} | values)
+    )
 
 
 def halve(path: Path) -> None:
@@ -71,6 +80,12 @@ BROKEN_MODELS: dict[str, tuple[Callable[[Path], Any], str]] = {
     "other things": (lambda d: (d / "config.json").write_text('{"a": 1}'), "configuration"),
     "unknown type": (lambda d: edit(d / "config.json", model_type="nope"), "configuration"),
     "wrong kinds": (lambda d: edit(d / "config.json", hidden_size="x"), "hidden_size"),
+    "no dtype": (lambda d: edit(d / "config.json", dtype=[]), "IndexError"),
+    "no heads": (lambda d: edit(d / "config.json", num_attention_heads=0), "ZeroDivisionError"),
+    "no base": (lambda d: edit(d / "config.json", rope_parameters={"rope_theta": []}), "TypeError"),
+    "attention": (lambda d: edit(d / "config.json", _attn_implementation=5), "AttributeError"),
+    "no map": (lambda d: index(d, weight_map=None), "AttributeError"),
+    "an empty map": (lambda d: index(d, weight_map={}), "IndexError"),
     "other sizes": (lambda d: edit(d / "config.json", intermediate_size=7), "weights"),
     "no weights": (lambda d: (d / "model.safetensors").unlink(), "weights"),
     "half of them": (lambda d: halve(d / "model.safetensors"), "weights"),
@@ -91,6 +106,37 @@ def test_a_folder_without_a_whole_model_is_refused_by_name(tmp_path, folders, ki
         rope_ext.from_pretrained(folders / "adapter", base=folder)
 
 
+@pytest.mark.parametrize("names", [5, [5], "LlamaForCausalLM", {"a": 1}])
+def test_architectures_that_are_no_names_are_refused(tmp_path, folders, names: Any) -> None:
+    shutil.copytree(folders / "base", tmp_path / "model")
+    edit(tmp_path / "model" / "config.json", architectures=names)
+    with pytest.raises(rope_ext.LoadError, match="must be a list of names"):
+        rope_ext.from_pretrained(tmp_path / "model")
+
+
+@pytest.mark.parametrize("name", ["kernels-community/nosuch", "flash_attention_2"])
+def test_attention_that_needs_a_package_says_how_to_do_without(
+    tmp_path, folders, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shutil.copytree(folders / "base", tmp_path / "model")
+    edit(tmp_path / "model" / "config.json", _attn_implementation=name)
+
+    def missing(*args: Any, **kwargs: Any) -> None:  # whatever is installed here
+        raise ImportError(f"{name} needs a package")
+
+    monkeypatch.setattr(PreTrainedModel, "_check_and_adjust_attn_implementation", missing)
+    with pytest.raises(rope_ext.LoadError, match=r"not installed.*attn_implementation='sdpa'"):
+        rope_ext.from_pretrained(tmp_path / "model")
+    monkeypatch.undo()
+    rope_ext.from_pretrained(tmp_path / "model", attn_implementation="sdpa")
+
+
+def test_a_model_of_nan_is_refused_in_words() -> None:
+    model = tiny_llama(rms_norm_eps=float("nan"))
+    with pytest.raises(rope_ext.UnsupportedModelError, match="hidden states are NaN"):
+        rope_ext.patch(model, "rerope", factor=4)
+
+
 # --- adapters ------------------------------------------------------------------------------------
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
@@ -103,6 +149,7 @@ BROKEN_ADAPTERS: dict[str, Callable[[Path], Any]] = {
     "a task of two": lambda d: edit(d / CONFIG, task_type=["CAUSAL_LM"]),
     "a rank in words": lambda d: edit(d / CONFIG, r="two"),
     "another rank": lambda d: edit(d / CONFIG, r=7),
+    "an index of 2.5": lambda d: edit(d / CONFIG, trainable_token_indices=2.5),
     "other modules": lambda d: edit(d / CONFIG, target_modules=["zzz"]),
     "half the weights": lambda d: halve(d / WEIGHTS),
     "no weights": lambda d: (d / WEIGHTS).unlink(),

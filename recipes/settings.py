@@ -21,6 +21,7 @@ from transformers.trainer import TRAINER_STATE_NAME
 
 from recipes.data import PYTHON_LIBRARY
 from rope_ext.errors import OptionError, nearest
+from rope_ext.measure.folder import draft_of
 from rope_ext.methods import build_method
 from rope_ext.plots.style import require_matplotlib
 
@@ -481,9 +482,8 @@ def write_settings(recipe: Recipe, args: TrainingArguments) -> None:
     folder = Path(args.output_dir)
     folder.mkdir(parents=True, exist_ok=True)
     text = json.dumps(decisive(recipe, args), indent=1) + "\n"
-    unfinished = folder / f"{SETTINGS}.tmp"
-    unfinished.write_text(text, encoding="utf-8")
-    unfinished.replace(folder / SETTINGS)
+    with draft_of(folder / SETTINGS) as unfinished:
+        unfinished.write_text(text, encoding="utf-8")
 
 
 def finished(args: TrainingArguments) -> Path | None:
@@ -504,9 +504,8 @@ def save_from(checkpoint: Path, folder: Path) -> None:
             continue
         if there.exists() and filecmp.cmp(file, there, shallow=False):
             continue
-        unfinished = folder / f"{file.name}.tmp"
-        shutil.copyfile(file, unfinished)
-        unfinished.replace(there)
+        with draft_of(there) as unfinished:
+            shutil.copyfile(file, unfinished)
 
 
 def _checkpoints(folder: Path) -> list[Path]:

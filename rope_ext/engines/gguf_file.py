@@ -6,7 +6,6 @@ Needs the ``gguf`` library.
 from __future__ import annotations
 
 import dataclasses
-import os
 import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -25,6 +24,7 @@ from rope_ext.engines.base import (
 from rope_ext.engines.llama_cpp import TABLE, Plan, plan, planned
 from rope_ext.errors import ExportError, first_line
 from rope_ext.measure.arguments import parse_options
+from rope_ext.measure.folder import draft_of
 from rope_ext.measure.systems import checked_methods
 from rope_ext.methods import Method, Rope, build_method
 from rope_ext.patching import current_patch
@@ -104,20 +104,23 @@ class GGUFFile:
             table: what frequencies are divided by.
 
         Raises:
-            ExportError: ``output`` is this file, or cannot be written.
+            ExportError: ``output`` is this file or a folder, or cannot be written, or this file has
+                become shorter since it was read.
         """
         output = Path(output)
+        if output.is_dir():
+            raise ExportError(f"{output} is a folder; give --output the name of a file")
         if output.exists() and output.samefile(self.path):
             raise ExportError(f"{output} is the file to read; give --output another name")
-        partial = output.with_name(f"{output.name}.part")
         try:
-            with open(self.path, "rb") as source, open(partial, "wb") as target:
+            with (
+                open(self.path, "rb") as source,
+                draft_of(output) as draft,
+                open(draft, "xb") as target,
+            ):
                 self._write(source, target, keys, table)
-            os.replace(partial, output)
         except OSError as error:
             raise ExportError(f"cannot write {output} ({error.strerror})") from error
-        finally:
-            partial.unlink(missing_ok=True)
 
     def _write(
         self, source: BinaryIO, target: BinaryIO, keys: Mapping[str, Any], table: list[float] | None
@@ -269,6 +272,11 @@ def _copy(source: BinaryIO, target: BinaryIO, offset: int, size: int) -> None:
     source.seek(offset)
     while size:
         data = source.read(min(size, _CHUNK))
+        if not data:
+            raise ExportError(
+                f"{source.name} ends early: {size} bytes are missing at byte {source.tell()}; is "
+                f"another program writing it? Convert or download it again"
+            )
         target.write(data)
         size -= len(data)
 

@@ -31,6 +31,7 @@ class Family:
         mla: its YaRN is DeepSeek's, which has other names for the temperature.
         usual: its YaRN has the usual temperature only.
         stretched: its YaRN takes the ends of the ramp from this many times the trained length.
+        own_share: it reads ``partial_rotary_factor`` as a field beside ``rope_parameters``.
     """
 
     kinds: tuple[str, ...] = _ALL
@@ -38,6 +39,7 @@ class Family:
     mla: bool = False
     usual: bool = False
     stretched: int = 1
+    own_share: bool = False
 
 
 _AXES = Family(
@@ -52,9 +54,6 @@ _SHARED = {
     **dict.fromkeys(("qwen2_vl_text", "qwen2_5_vl_text", "qwen3_vl_text"), _AXES),
     **dict.fromkeys(("deepseek_v2", "deepseek_v3"), _MLA),
 }
-_OTHER_FIELDS = Family(
-    (), "its own class of this configuration takes base and rotated share from other fields"
-)
 FAMILIES: Mapping[str, Mapping[str, Family]] = {
     "vllm": {
         **_SHARED,
@@ -71,8 +70,10 @@ FAMILIES: Mapping[str, Mapping[str, Family]] = {
         **_SHARED,
         "gemma3_text": Family(("default",), "it reads the base of this family and nothing else"),
         "gpt_oss": Family(),
-        "qwen3_next": _OTHER_FIELDS,
-        "qwen3_5_text": _OTHER_FIELDS,
+        # srt/models/qwen3_next.py, line 640.
+        "qwen3_next": Family((), "it reads the base of this family from rope_theta alone"),
+        # srt/models/qwen3_5.py, lines 1307 to 1325.
+        "qwen3_5_text": replace(_AXES, own_share=True),
     },
 }
 """By engine and the ``model_type`` of the language model: read in vLLM 0.33.0 and SGLang 0.5.23."""
@@ -102,6 +103,8 @@ def overrides(state: Patch, engine: str) -> dict[str, Any]:
     else:
         parameters = _named(parameters, family)
     fields = {"rope_parameters": parameters, "max_position_embeddings": state.target_length}
+    if family.own_share and "partial_rotary_factor" in parameters:
+        fields["partial_rotary_factor"] = parameters["partial_rotary_factor"]
     outer = state.outermost
     if outer is config or outer.model_type == config.model_type:
         return fields

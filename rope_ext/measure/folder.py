@@ -16,7 +16,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from datetime import datetime
 from pathlib import Path
-from tempfile import TemporaryFile
+from tempfile import TemporaryDirectory, TemporaryFile
 
 from filelock import FileLock, Timeout
 
@@ -67,6 +67,18 @@ def replace_file(path: Path, content: bytes) -> None:
     except OSError:
         draft.unlink(missing_ok=True)
         raise
+
+
+@contextmanager
+def draft_of(path: Path) -> Iterator[Path]:
+    """A new file to write, which takes the place of ``path`` when the block ends well.
+
+    It is in a temporary folder beside ``path``: no name that it has can belong to somebody else.
+    """
+    with TemporaryDirectory(dir=path.parent, prefix=".rope-ext-") as folder:
+        draft = Path(folder) / path.name
+        yield draft
+        draft.replace(path)
 
 
 @contextmanager

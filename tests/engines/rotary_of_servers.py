@@ -99,7 +99,7 @@ def rotary(engine: str, case: dict) -> torch.nn.Module:
     torch.Tensor.cuda = lambda tensor: tensor  # where its tables are made
     variants = importlib.import_module(f"{FOLDERS[engine]}.rope_variant")
     variants.DeepseekScalingRotaryEmbedding.__init__.__kwdefaults__["device"] = "cpu"
-    partial = parameters.get("partial_rotary_factor", 1.0)
+    partial = case["share"] or parameters.get("partial_rotary_factor", 1.0)
     base = parameters["rope_theta"]
     return package.get_rope(dim, dim, length, base, neox, parameters, torch.float32, partial)
 

@@ -129,9 +129,10 @@ def test_a_folder_says_the_patch(file: Path, tmp_path: Path, method: str) -> Non
     ],
 )
 def test_what_cannot_be_written_is_refused(file: Path, tmp_path, words, message) -> None:
+    before = list(tmp_path.iterdir())
     result = run(file, *words, "--output", tmp_path / "b.gguf")
     assert result.exit_code == 2 and message in result.stderr
-    assert not (tmp_path / "b.gguf").exists() and not list(tmp_path.glob("*.part"))
+    assert list(tmp_path.iterdir()) == before
 
 
 def test_other_files_are_refused(file: Path, tmp_path: Path) -> None:
@@ -150,3 +151,43 @@ def test_other_files_are_refused(file: Path, tmp_path: Path) -> None:
         gguf_file.following(other, file, tmp_path / "c.gguf")
     with pytest.raises(rope_ext.ExportError, match="there is none; patch it"):
         gguf_file.following(tiny_llama(), file, tmp_path / "c.gguf")
+
+
+def test_files_with_names_like_the_output_are_left_alone(file: Path, tmp_path: Path) -> None:
+    source = file.rename(tmp_path / "b.gguf.part")
+    other = tmp_path / "b.gguf.tmp"
+    other.write_text("somebody else's")
+    before = source.read_bytes()
+    result = run(source, "--method", "yarn", "--output", tmp_path / "b.gguf")
+    assert result.exit_code == 0, result.output
+    assert source.read_bytes() == before and other.read_text() == "somebody else's"
+    assert keys(tmp_path / "b.gguf")["llama.rope.scaling.type"] == "yarn"
+    assert {path.name for path in tmp_path.iterdir()} == {
+        "b.gguf", "b.gguf.part", "b.gguf.tmp", "plain.gguf"
+    }  # fmt: skip
+
+
+def test_output_that_is_the_input_is_refused_through_links(file: Path, tmp_path: Path) -> None:
+    before = file.read_bytes()
+    (tmp_path / "soft.gguf").symlink_to(file)
+    (tmp_path / "hard.gguf").hardlink_to(file)
+    for source, output in (
+        (file, "soft.gguf"),
+        (file, "hard.gguf"),
+        (tmp_path / "soft.gguf", "a.gguf"),
+    ):
+        result = run(source, "--method", "yarn", "--output", tmp_path / output)
+        assert result.exit_code == 2 and "give --output another name" in result.stderr
+        assert file.read_bytes() == before
+    (tmp_path / "folder").mkdir()
+    result = run(file, "--method", "yarn", "--output", tmp_path / "folder")
+    assert result.exit_code == 2 and "is a folder" in result.stderr
+
+
+def test_a_source_that_shrinks_is_an_error(file: Path, tmp_path: Path) -> None:
+    read = gguf_file.GGUFFile.read(file)
+    with open(file, "r+b") as stream:
+        stream.truncate(100)
+    with pytest.raises(rope_ext.ExportError, match="ends early"):
+        read.write(tmp_path / "b.gguf", {}, None)
+    assert not (tmp_path / "b.gguf").exists()

@@ -109,7 +109,7 @@ RUNS = {
         "gemma3_text": {"ntk"},
         "gpt_oss": METHODS.keys(),
         "qwen3_next": (),
-        "qwen3_5_text": (),
+        "qwen3_5_text": {"yarn", "yarn hotter", "ntk"},
         "deepseek_v3": {"yarn", "yarn hotter", "ntk"},
         "qwen2_vl_text": {"yarn", "yarn hotter", "ntk"},
     },
@@ -179,6 +179,8 @@ def asked(engine: str, family: str, model: Any) -> list[tuple[dict[str, Any], to
             "head_dim": dim,
             "positions_factor": 4 if family == "qwen2_vl_text" else 1,
             "neox": family != "deepseek_v3",
+            # Where SGLang reads it for this family: not in rope_parameters.
+            "share": fields.get("partial_rotary_factor", 1.0 if family == "qwen3_5_text" else None),
             "positions": POSITIONS,
         }
         inv_freq = site.module._buffers[site.buffer].double()

@@ -731,6 +731,23 @@ def test_checkpoints_that_are_not_whole_are_passed_over(
         settings.check_output(recipe, args)
 
 
+def test_files_with_names_like_drafts_of_the_run_are_left_alone(
+    checkpoint: Path, texts: Path, tmp_path: Path
+) -> None:
+    saved, run = tmp_path / "checkpoint-1", tmp_path / "run"
+    saved.mkdir()
+    run.mkdir()
+    (saved / "config.json").write_text("{}")
+    for name in ("config.json.tmp", f"{settings.SETTINGS}.tmp"):
+        (run / name).write_text("somebody else's")
+    settings.save_from(saved, run)
+    settings.write_settings(*finetune.parse(arguments(checkpoint, texts, run)))
+    assert {path.name for path in run.iterdir()} == {
+        *("config.json", "config.json.tmp", settings.SETTINGS, f"{settings.SETTINGS}.tmp")
+    }
+    assert all(path.read_text() == "somebody else's" for path in run.glob("*.tmp"))
+
+
 def test_a_run_killed_in_its_first_checkpoint_begins_again(
     checkpoint: Path, texts: Path, tmp_path: Path
 ) -> None:

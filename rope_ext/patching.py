@@ -24,6 +24,7 @@ from rope_ext.methods import FrequencyMethod, Method, build_method
 from rope_ext.options import Options, SlidingLayers
 from rope_ext.position.bias import Earlier
 from rope_ext.record import FIELD, Record
+from rope_ext.rotary import buffers
 from rope_ext.rotary.buffers import Changes
 from rope_ext.rotary.sites import Place, RotarySite, chosen_sites, find_sites, text_decoder, unwrap
 from rope_ext.saving import configuration
@@ -110,6 +111,9 @@ def patch(
 ) -> Model:
     """Extend the context of ``model``, in place.
 
+    Where a cast such as ``model.bfloat16()`` has rounded the rotary frequencies, they are built
+    again from the configuration first; ``describe`` says so.
+
     Threads that patch or unpatch wait for each other. A forward in another thread does not wait:
     let those of this model end first.
 
@@ -194,6 +198,8 @@ def patch(
 def unpatch(model: Model) -> Model:
     """Take a patch back: every buffer, scalar and configuration value as before, bit for bit.
 
+    Frequencies that were rounded by a cast before the patch are rounded again afterwards.
+
     Args:
         model: as :func:`rope_ext.patch` took it, or any wrapper of it.
 
@@ -272,6 +278,8 @@ def _patch(model: nn.Module, decoder: nn.Module, method: Method, options: Option
     tokenizer, changes = options.tokenizer, Changes(parts=[config])
     try:
         place = Place(model, decoder, sites, scaled)
+        rounded = [site for site in sites if site.rounded]
+        changes.states += map(buffers.repair, rounded)
         applied = APPLY[method.kind](place, method, options, changes)
         record = Record(
             method=method,
@@ -284,6 +292,11 @@ def _patch(model: nn.Module, decoder: nn.Module, method: Method, options: Option
             config=config.before(applied.values),
         )
         values, notes = dict(applied.values), list(applied.notes)
+        if rounded:
+            notes.append(
+                "frequencies: a cast to bfloat16 or float16 had rounded them; built again in "
+                "float32 (unpatch restores the rounded ones)"
+            )
         if not record.plain or not configuration.tells(values, scaled):
             values[FIELD] = record.to_json()
         if config.earlier is not None:

@@ -93,6 +93,14 @@ def complete(site: RotarySite) -> SiteState:
     return state
 
 
+def repair(site: RotarySite) -> SiteState:
+    """Write the loaded frequencies into buffers that a cast has rounded."""
+    state = _save(site)
+    for name in site.buffers:
+        _put(site.module, name, site.loaded)
+    return state
+
+
 def grow(site: RotarySite) -> SiteState:
     """Switch on transformers' own dynamic scaling, which follows the longest position seen.
 

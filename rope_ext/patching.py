@@ -175,19 +175,19 @@ def patch(
             f"this model is patched with {earlier.method}; call rope_ext.unpatch(model) first, or "
             f"pass replace=True"
         )
-    values = Earlier.of(decoder)
+    interrupted = _Interrupted.of(decoder)
+    random = torch.get_rng_state()
     if earlier is not None:
         unpatch(model)
     try:
         _patch(unwrap(model), decoder, method, keywords)
     except BaseException:
-        if earlier is not None:  # a refused replacement leaves the model as it was
-            _patch(unwrap(model), decoder, earlier.record.method, earlier.options)
-            values.give_back(decoder)
+        interrupted.go_on(model)  # a refused replacement leaves the model as it was
+        torch.set_rng_state(random)
         raise
     state = decoder.__dict__[_STATE]
     if earlier is not None and type(state.record.encoding) is type(earlier.record.encoding):
-        values.give_back(decoder)
+        interrupted.values.give_back(decoder)
     prefix = "sequences: " if state.native else "saving: "  # what plain transformers does otherwise
     for note in (note.removeprefix(prefix) for note in state.notes if note.startswith(prefix)):
         _logger.warning("rope_ext: %s on %s: %s", method.name, type(decoder).__name__, note)
@@ -236,7 +236,7 @@ def patched(model: Model, method: str | Method = "yarn", **kwargs: Any) -> Itera
     """
     decoder = text_decoder(model)
     with _lock, configuration.quieted(_logger, logging.ERROR):  # it is not there to be saved
-        earlier, values = decoder.__dict__.get(_STATE), Earlier.of(decoder)
+        interrupted = _Interrupted.of(decoder)
         patch(model, method, **kwargs)
     try:
         yield model
@@ -244,9 +244,37 @@ def patched(model: Model, method: str | Method = "yarn", **kwargs: Any) -> Itera
         with _lock:
             if _STATE in decoder.__dict__:
                 unpatch(model)
-            if earlier is not None:
-                _patch(unwrap(model), decoder, earlier.record.method, earlier.options)
-                values.give_back(decoder)
+            interrupted.go_on(model)
+
+
+@dataclass(frozen=True)
+class _Interrupted:
+    """A patch that is to come back as if nothing had happened.
+
+    Args:
+        patch: None: there is none.
+        values: what was to learn.
+        grown: the rotary sites that transformers changes from forward to forward.
+    """
+
+    patch: Patch | None
+    values: Earlier
+    grown: list[buffers.SiteState]
+
+    @classmethod
+    def of(cls, decoder: nn.Module) -> _Interrupted:
+        earlier = decoder.__dict__.get(_STATE)
+        return cls(earlier, Earlier.of(decoder), [] if earlier is None else earlier.changes.grown())
+
+    def go_on(self, model: nn.Module) -> None:
+        """Put it in force again on a model that is not patched now."""
+        if self.patch is None:
+            return
+        decoder = text_decoder(model)
+        with torch.random.fork_rng(devices=[]):  # encodings draw what they then get back
+            _patch(unwrap(model), decoder, self.patch.record.method, self.patch.options)
+        self.values.give_back(decoder)
+        buffers.go_on(self.grown)
 
 
 def current_patch(model: nn.Module) -> Patch | None:

@@ -25,6 +25,7 @@ from rope_ext.methods import FrequencyMethod, Method, build_method
 from rope_ext.options import Options, SlidingLayers
 from rope_ext.position.bias import Earlier, learned
 from rope_ext.record import FIELD, Record
+from rope_ext.rotary import buffers
 from rope_ext.rotary.buffers import Changes
 from rope_ext.rotary.sites import (
     Place,
@@ -120,6 +121,9 @@ def patch(
 ) -> Model:
     """Extend the context of ``model``, in place.
 
+    Where a cast such as ``model.bfloat16()`` has rounded the rotary frequencies, they are built
+    again from the configuration first; ``describe`` says so.
+
     Threads that patch or unpatch wait for each other. A forward in another thread does not wait:
     let those of this model end first.
 
@@ -183,18 +187,18 @@ def patch(
             f"this model is patched with {earlier.method}; call rope_ext.unpatch(model) first, or "
             f"pass replace=True"
         )
-    values = Earlier.of(decoder)
+    interrupted = _Interrupted.of(decoder)
+    random = torch.get_rng_state()
     if earlier is not None:
         unpatch(model)
     try:
         _patch(unwrap(model), decoder, method, keywords)
-        dropped = values.carry(decoder)
+        dropped = interrupted.values.carry(decoder)
     except BaseException:
-        if earlier is not None:  # a refused replacement leaves the model as it was
-            if _STATE in decoder.__dict__:
-                unpatch(model)
-            _patch(unwrap(model), decoder, earlier.record.method, earlier.options)
-            values.give_back(decoder)
+        if _STATE in decoder.__dict__:
+            unpatch(model)
+        interrupted.go_on(model)  # a refused replacement leaves the model as it was
+        torch.set_rng_state(random)
         raise
     if dropped:
         _logger.warning(
@@ -213,6 +217,8 @@ def patch(
 @_one_at_a_time
 def unpatch(model: Model) -> Model:
     """Take a patch back: every buffer, scalar and configuration value as before, bit for bit.
+
+    Frequencies that were rounded by a cast before the patch are rounded again afterwards.
 
     Args:
         model: as :func:`rope_ext.patch` took it, or any wrapper of it.
@@ -250,7 +256,7 @@ def patched(model: Model, method: str | Method = "yarn", **kwargs: Any) -> Itera
     """
     decoder = text_decoder(model)
     with _lock, configuration.quieted(_logger, logging.ERROR):  # it is not there to be saved
-        earlier, values = decoder.__dict__.get(_STATE), Earlier.of(decoder)
+        interrupted = _Interrupted.of(decoder)
         patch(model, method, **kwargs)
     try:
         yield model
@@ -258,9 +264,37 @@ def patched(model: Model, method: str | Method = "yarn", **kwargs: Any) -> Itera
         with _lock:
             if _STATE in decoder.__dict__:
                 unpatch(model)
-            if earlier is not None:
-                _patch(unwrap(model), decoder, earlier.record.method, earlier.options)
-                values.give_back(decoder)
+            interrupted.go_on(model)
+
+
+@dataclass(frozen=True)
+class _Interrupted:
+    """A patch that is to come back as if nothing had happened.
+
+    Args:
+        patch: None: there is none.
+        values: what was to learn.
+        grown: the rotary sites that transformers changes from forward to forward.
+    """
+
+    patch: Patch | None
+    values: Earlier
+    grown: list[buffers.SiteState]
+
+    @classmethod
+    def of(cls, decoder: nn.Module) -> _Interrupted:
+        earlier = decoder.__dict__.get(_STATE)
+        return cls(earlier, Earlier.of(decoder), [] if earlier is None else earlier.changes.grown())
+
+    def go_on(self, model: nn.Module) -> None:
+        """Put it in force again on a model that is not patched now."""
+        if self.patch is None:
+            return
+        decoder = text_decoder(model)
+        with torch.random.fork_rng(devices=[]):  # encodings draw what they then get back
+            _patch(unwrap(model), decoder, self.patch.record.method, self.patch.options)
+        self.values.give_back(decoder)
+        buffers.go_on(self.grown)
 
 
 def current_patch(model: nn.Module) -> Patch | None:
@@ -298,6 +332,8 @@ def _patch(model: nn.Module, decoder: nn.Module, method: Method, options: Option
     attention = text_config(decoder)._attn_implementation
     try:
         place = Place(model, decoder, sites, scaled)
+        rounded = [site for site in sites if site.rounded]
+        changes.states += map(buffers.repair, rounded)
         applied = APPLY[method.kind](place, method, options, changes)
         record = Record(
             method=method,
@@ -310,6 +346,11 @@ def _patch(model: nn.Module, decoder: nn.Module, method: Method, options: Option
             config=config.before(applied.values),
         )
         values, notes = dict(applied.values), list(applied.notes)
+        if rounded:
+            notes.append(
+                "frequencies: a cast to bfloat16 or float16 had rounded them; built again in "
+                "float32 (unpatch restores the rounded ones)"
+            )
         if not record.plain or not configuration.tells(values, scaled):
             values[FIELD] = record.to_json()
         if config.earlier is not None:

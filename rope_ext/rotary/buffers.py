@@ -6,7 +6,7 @@ compilation stay as they are; ``hooks`` has the cases for which that is not enou
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -27,6 +27,7 @@ class SiteState:
     buffers: dict[str, torch.Tensor]
     attributes: dict[str, Any]
     type: type[nn.Module]
+    grows: bool = False  # transformers changes it from forward to forward
 
 
 @dataclass
@@ -58,6 +59,14 @@ class Changes:
                 setattr(holder, name, own)
         for state in reversed(self.states):
             _undo(state)
+
+    def grown(self) -> list[SiteState]:
+        """What transformers has made so far of the sites that :func:`grow` left to it."""
+        return [
+            replace(_save(state.site, tuple(state.attributes)), type=type(state.site.module))
+            for state in self.states
+            if state.grows
+        ]
 
 
 def write(site: RotarySite, inv_freq: torch.Tensor, scaling: float, hooked: bool) -> SiteState:
@@ -93,6 +102,14 @@ def complete(site: RotarySite) -> SiteState:
     return state
 
 
+def repair(site: RotarySite) -> SiteState:
+    """Write the loaded frequencies into buffers that a cast has rounded."""
+    state = _save(site)
+    for name in site.buffers:
+        _put(site.module, name, site.loaded)
+    return state
+
+
 def grow(site: RotarySite) -> SiteState:
     """Switch on transformers' own dynamic scaling, which follows the longest position seen.
 
@@ -108,7 +125,13 @@ def grow(site: RotarySite) -> SiteState:
         module.rope_type = {**module.rope_type, site.layer_type: "dynamic"}
     else:
         module.rope_type = "dynamic"
-    return state
+    return replace(state, grows=True)
+
+
+def go_on(grown: list[SiteState]) -> None:
+    """Let sites that grow again go on from where they were."""
+    for state in grown:
+        _undo(state)
 
 
 def _save(site: RotarySite, extra: tuple[str, ...] = ()) -> SiteState:

@@ -26,6 +26,9 @@ from rope_ext.rotary.probe import Columns, prove
 SCALED_TYPES = ("linear", "dynamic", "yarn", "longrope", "llama3")
 _LOCAL = ("sliding", "chunked", "local")
 _NO_ATTENTION = ("linear", "mamba", "conv", "recurrent")
+_MOVING = ("dynamic", "longrope")  # transformers changes their buffers from forward to forward
+_LOW = (torch.bfloat16, torch.float16)
+_BUILT = 1e-5  # devices differ in pow by a few units in the last place
 
 
 @dataclass(eq=False)
@@ -37,7 +40,9 @@ class RotarySite:
         module: the rotary module.
         layer_type: the layers it serves where a module owns several sets, else None.
         rope: what the checkpoint was trained with, before this package touched it.
-        loaded: the buffer's own values, float32 on the CPU, shape ``[pairs]``.
+        loaded: the values that the checkpoint was loaded with, float32 on the CPU, shape
+            ``[pairs]``: those of the buffer, or of a new one where a cast has rounded it.
+        rounded: whether a cast has rounded the buffer.
         scaling: the number on cos and sin that the checkpoint came with.
         rope_type: transformers' name for what is there already.
         local: only layers with a limited window use it.
@@ -58,6 +63,7 @@ class RotarySite:
     shared: bool
     columns: Columns
     baked: tuple[nn.Module, ...] = ()
+    rounded: bool = False
 
     @property
     def prefix(self) -> str:
@@ -236,7 +242,10 @@ def _site(
 ) -> RotarySite:
     config = getattr(module, "config", None) or text_config(decoder)
     prefix = f"{layer_type}_" if layer_type else ""
-    loaded = _loaded(decoder, module, f"{prefix}inv_freq")
+    rope_type = getattr(module, "rope_type", "default")
+    rope_type = rope_type[layer_type] if isinstance(rope_type, dict) else str(rope_type)
+    buffer = module._buffers[f"{prefix}inv_freq"].detach()
+    loaded = _loaded(decoder, module, f"{prefix}inv_freq", rope_type in _MOVING)
     key = (type(module), layer_type, len(loaded))
     if key not in proven:
         proven[key] = prove(decoder, module, layer_type, len(loaded))
@@ -257,7 +266,6 @@ def _site(
     if not torch.allclose(theta, loaded.double(), rtol=1e-5, atol=0):
         theta = loaded.double()  # scaled already, or no geometric sequence
     local, shared = _reach(config, layer_type)
-    rope_type = getattr(module, "rope_type", "default")
     return RotarySite(
         name=name,
         module=module,
@@ -265,11 +273,12 @@ def _site(
         rope=Rope(theta, float(base), length),
         loaded=loaded,
         scaling=float(getattr(module, f"{prefix}attention_scaling", 1.0)),
-        rope_type=rope_type[layer_type] if isinstance(rope_type, dict) else str(rope_type),
+        rope_type=rope_type,
         local=local,
         shared=shared,
         columns=proven[key],
         baked=_baked(decoder, rope_parameters(config, layer_type)),
+        rounded=not buffer.is_meta and not torch.equal(buffer.float().cpu(), loaded),
     )
 
 
@@ -305,20 +314,54 @@ def _base(decoder: nn.Module, parameters: dict[str, Any], loaded: torch.Tensor) 
     return float(number)
 
 
-def _loaded(decoder: nn.Module, module: nn.Module, buffer: str) -> torch.Tensor:
-    """The buffer in float32 on the CPU; rebuilt if it lies on meta or was cast."""
-    value = module._buffers[buffer]
-    if value.is_meta or value.dtype != torch.float32:
-        try:
-            with torch.device("cpu"):
-                value = type(module)(module.config)._buffers[buffer]
-        except Exception as error:
-            raise UnsupportedModelError(
-                f"{type(decoder).__name__}: {type(module).__name__}.{buffer} is {value.dtype} on "
-                f"{value.device} and cannot be rebuilt ({error}); load the model with "
-                f"from_pretrained(dtype=...) and patch it then"
-            ) from error
-    return value.detach().to("cpu", copy=True)
+def _loaded(decoder: nn.Module, module: nn.Module, buffer: str, moving: bool) -> torch.Tensor:
+    """The frequencies that a buffer was loaded with, float32 on the CPU.
+
+    They are built anew if the buffer is on the meta device, or if it holds them rounded by a cast
+    to bfloat16 or float16: a cast back to float32 does not bring them back. A buffer that holds
+    anything else was put there on purpose and is taken as it is.
+    """
+    value = module._buffers[buffer].detach()
+    found = None if value.is_meta else value.to("cpu", torch.float32, copy=True)
+    whole = value.dtype in (torch.float32, torch.float64)
+    if found is not None and whole and not any(_fits(found, dtype) for dtype in _LOW):
+        return found
+    built, error = None, "its configuration gives other values"
+    try:
+        with torch.device("cpu"):
+            built = type(module)(module.config)._buffers[buffer].detach()
+    except Exception as raised:
+        error = raised
+    if built is not None and (found is None or _is_rounded(found, built) or (moving and not whole)):
+        return built
+    if found is not None and whole:
+        return found
+    raise UnsupportedModelError(
+        f"{type(decoder).__name__}: {type(module).__name__}.{buffer} is {value.dtype} on "
+        f"{value.device} and cannot be rebuilt ({error}); load the model with "
+        f"from_pretrained(dtype=...) and patch it then, or if they are your own, put them there in "
+        f"float32"
+    )
+
+
+def _fits(values: torch.Tensor, dtype: torch.dtype) -> bool:
+    """Whether a cast to ``dtype`` and back changes nothing."""
+    return torch.equal(values.to(dtype).to(values.dtype), values)
+
+
+def _is_rounded(found: torch.Tensor, built: torch.Tensor) -> bool:
+    """Whether ``found`` is ``built`` after casts to bfloat16 and float16, in any order."""
+    if found.shape != built.shape:
+        return False
+    # Rounding keeps the order, so what was built within this range is rounded to within it.
+    low, high = built * (1 - _BUILT), built * (1 + _BUILT)
+    for first in _LOW:
+        for second in _LOW:
+            for third in _LOW:  # further casts change nothing more
+                least, most = (x.to(first).to(second).to(third).float() for x in (low, high))
+                if bool(((least <= found) & (found <= most)).all()):
+                    return True
+    return False
 
 
 @contextmanager

@@ -1,0 +1,160 @@
+"""Frequencies that a cast rounded before the patch are built again."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import rope_ext
+from tests.families.checks import changed, snapshot
+from tests.families.zoo import tiny_model
+from tests.helpers.models import tiny_llama
+
+CASTS: dict[str, Callable[[nn.Module], Any]] = {
+    "bfloat16, float": lambda m: m.bfloat16().float(),
+    "half, float": lambda m: m.half().float(),
+    "half, bfloat16, float": lambda m: m.half().bfloat16().float(),
+    "bfloat16, half, bfloat16, double, float": lambda m: (
+        m.bfloat16().half().bfloat16().double().float()
+    ),
+    "bfloat16": lambda m: m.bfloat16(),
+    "bfloat16, double": lambda m: m.bfloat16().double(),
+    "half, bfloat16": lambda m: m.half().bfloat16(),
+}
+PATCHES: dict[str, tuple[str, dict[str, Any]]] = {
+    "yarn": ("yarn", {}),
+    "precise": ("yarn", {"precise": True}),
+    "temperature": ("yarn", {"temperature": "log_n"}),
+    "layers": ("yarn", {"layers": [1]}),
+    "bias": ("yarn", {"bias": "alibi"}),
+    "dynamic_yarn": ("dynamic_yarn", {}),
+    "growing": ("dynamic_ntk", {"mode": "growing"}),
+    "rerope": ("rerope", {}),
+    "rerope over ntk": ("rerope", {"frequency": "ntk"}),
+}
+
+
+def is_frequency(name: str) -> bool:
+    return name.endswith("inv_freq")
+
+
+def as_trained(model: nn.Module, cast: Callable[[nn.Module], Any]) -> nn.Module:
+    """What the cast makes of ``model``, with the frequencies as they were before it."""
+    before = {k: v.clone() for k, v in model.named_buffers() if is_frequency(k)}
+    cast(model)
+    for name, value in before.items():
+        path, _, last = name.rpartition(".")
+        model.get_submodule(path)._buffers[last] = value
+    return model
+
+
+@torch.no_grad()
+def logits(model: nn.Module, ids: torch.Tensor) -> torch.Tensor:
+    return model(ids).logits
+
+
+def same(cast: Callable[[nn.Module], Any], make: Callable[[], nn.Module], ids, **patch) -> None:
+    """A model that was cast and then patched is one whose frequencies no cast has touched."""
+    right = rope_ext.patch(as_trained(make(), cast), **patch)
+    model = make()
+    cast(model)
+    before = snapshot(model)
+    rope_ext.patch(model, **patch)
+    assert torch.equal(logits(model, ids), logits(right, ids))
+    assert any("had rounded them" in note for note in rope_ext.describe(model).notes)
+    assert not any("had rounded them" in note for note in rope_ext.describe(right).notes)
+    rope_ext.unpatch(model)
+    assert not changed(before, snapshot(model))
+
+
+@pytest.mark.parametrize("cast", CASTS)
+def test_every_cast_is_noticed(ids, cast: str) -> None:
+    same(CASTS[cast], tiny_llama, ids, method="yarn", factor=4)
+
+
+@pytest.mark.parametrize("patch", PATCHES)
+def test_every_kind_of_patch_takes_the_frequencies_as_trained(ids, patch: str) -> None:
+    method, more = PATCHES[patch]
+    if "frequency" in more:
+        more = {"frequency": rope_ext.NTK(factor=2)}
+    same(CASTS["bfloat16, float"], tiny_llama, ids, method=method, factor=4, **more)
+
+
+@pytest.mark.parametrize("family", ["gemma3_text", "deepseek_v3", "gpt_neox", "glm4", "gpt_oss"])
+@pytest.mark.parametrize("method", ["yarn", "rerope"])
+def test_sets_of_several_kinds_of_layers_are_all_built_again(family: str, method: str) -> None:
+    """Those that the patch leaves alone, too: a saved model is reloaded with them as trained."""
+    ids = torch.arange(3, 99)[None]
+    same(CASTS["half, float"], lambda: tiny_model(family), ids, method=method, factor=4)
+
+
+def test_a_cast_of_a_part_is_noticed(ids) -> None:
+    same(lambda m: m.model.rotary_emb.bfloat16(), tiny_llama, ids, method="yarn", factor=4)
+
+
+@pytest.mark.parametrize("rope_type", ["linear", "yarn"])
+def test_frequencies_that_the_checkpoint_scales_itself_are_built_again(ids, rope_type) -> None:
+    own = {"rope_type": rope_type, "rope_theta": 1e4, "factor": 2.0}
+
+    def make() -> nn.Module:
+        return tiny_llama(rope_parameters=own, max_position_embeddings=128)
+
+    same(CASTS["bfloat16, float"], make, ids, method="pi", factor=2, compose=True)
+
+
+@pytest.mark.parametrize("patch", PATCHES)
+def test_a_saved_model_reloads_to_the_same_logits(tmp_path, ids, patch: str) -> None:
+    method, more = PATCHES[patch]
+    if "frequency" in more:
+        more = {"frequency": rope_ext.NTK(factor=2)}
+    model = rope_ext.patch(tiny_llama().bfloat16().float(), method, factor=4, **more)
+    said = logits(model, ids)
+    model.save_pretrained(tmp_path)
+    assert torch.equal(logits(rope_ext.from_pretrained(tmp_path).eval(), ids), said)
+
+
+def test_what_another_device_computed_a_little_otherwise_is_noticed_as_well() -> None:
+    middle = float(torch.tensor(0.1).bfloat16()) + 2**-12  # of two numbers of bfloat16
+    base = (middle * (1 - 5e-7)) ** -8
+    model = tiny_llama(rope_parameters={"rope_type": "default", "rope_theta": base})
+    loaded = model.model.rotary_emb.inv_freq.clone()
+    elsewhere = loaded.clone()
+    elsewhere[1] = middle * (1 + 5e-7)
+    assert not torch.equal(elsewhere.bfloat16(), loaded.bfloat16())
+    with torch.no_grad():
+        model.model.rotary_emb.inv_freq.copy_(elsewhere.bfloat16().float())
+    rope_ext.patch(model, "rerope", factor=4)
+    assert torch.equal(model.model.rotary_emb.inv_freq, loaded)
+
+
+@pytest.mark.parametrize(
+    "values",
+    [torch.linspace(1, 0.01, 8), 2.0 ** -torch.arange(8)],
+    ids=["not representable", "representable"],
+)
+@pytest.mark.parametrize("double", [False, True])
+def test_frequencies_that_somebody_put_there_stay(values: torch.Tensor, double: bool) -> None:
+    model = tiny_llama()
+    with torch.no_grad():
+        model.model.rotary_emb.inv_freq.copy_(values)
+    if double:
+        model.double()
+    rope_ext.patch(model, "rerope", factor=4)
+    assert torch.equal(model.model.rotary_emb.inv_freq, values.float())
+    assert not any("rounded" in note for note in rope_ext.describe(model).notes)
+
+
+def test_such_frequencies_are_not_replaced_by_the_trained_ones_after_a_cast() -> None:
+    model = tiny_llama()
+    with torch.no_grad():
+        model.model.rotary_emb.inv_freq.copy_(torch.linspace(1, 0.01, 8))
+    model.bfloat16()
+    before = copy.deepcopy(snapshot(model))
+    with pytest.raises(rope_ext.UnsupportedModelError, match=r"other values.*float32"):
+        rope_ext.patch(model, "yarn", factor=4)
+    assert not changed(before, snapshot(model))

@@ -14,6 +14,7 @@ import torch
 from transformers import get_scheduler
 
 from recipes import finetune, memory, settings
+from recipes.data import Chunk
 from recipes.positions import DOCUMENT, ReleasedPoSE
 from rope_ext.methods import Rope
 from tests.helpers.recipe_runs import arguments
@@ -309,8 +310,28 @@ def test_shares_of_prolong() -> None:
     shares = {part["dataset"]: part["weight"] for part in parts}
     assert (shares.pop("repositories"), shares.pop("emozilla/pg19")) == (0.3, 0.3)
     assert sum(shares.values()) == pytest.approx(0.4)
-    minima = [part.get("minimum_document", 0) for part in parts]
-    assert minima == [65536, 65536, 0, 0, 0, 0]
+    assert [part.rows for part in settings.parts(recipe)] == ["chunked"] * 2 + ["packed"] * 4
+
+
+@pytest.mark.parametrize("lengths", [[64], [64, 128, 65, 63, 200], [5, 300, 1, 64, 127, 90]])
+def test_long_rows_are_spans_of_one_document_as_released(lengths: list[int]) -> None:
+    """``SingleBuffer.process`` with ``min_length`` = ``pack_length``, of documents that long.
+
+    A buffer begins empty, gives away rows while it holds one, and keeps of a document only a
+    remainder of ``min_length``: so nothing of one document ever meets another.
+    """
+    row, expected, spans = 64, [], []
+    documents = [[1000 * d + i for i in range(n)] for d, n in enumerate(lengths)]
+    for document in (d for d in documents if len(d) >= row):  # they are filtered by length before
+        buffer = list(document)
+        while len(buffer) >= row:
+            expected.append(buffer[:row])
+            spans.append((0, row))
+            buffer = buffer[row:] if len(buffer) - row >= row else []
+    made = Chunk(row, masking=True)({"input_ids": documents})
+    assert made["input_ids"].tolist() == expected
+    assert [(0, int(row_.argmax()) + 1) for row_ in made["position_ids"]] == spans
+    assert len(expected) == sum(Chunk(row).rows(n) for n in lengths)
 
 
 # --- memory ----------------------------------------------------------------------------------

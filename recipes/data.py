@@ -158,6 +158,46 @@ class Pack:
         return tokens / self.length
 
     @property
+    def shortest(self) -> int:
+        return 1
+
+    @property
+    def names(self) -> list[str]:
+        return ["input_ids", *(["position_ids"] if self.masking else [])]
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """Each document cut into rows of ``length`` tokens; its remainder is dropped.
+
+    Every row is one span of one document, and a document shorter than a row makes none, as in the
+    long data of ProLong: pack.py of CodeCreator/datatools with ``min_length`` = ``pack_length``.
+
+    Args:
+        length: of a row, in tokens.
+        masking: add ``position_ids``, so that these rows can be mixed with those of :class:`Pack`.
+    """
+
+    length: int
+    masking: bool = False
+
+    def __call__(self, batch: Mapping[str, Sequence[Sequence[int]]]) -> dict[str, Any]:
+        documents = [np.asarray(ids, dtype=np.int32) for ids in batch["input_ids"]]
+        whole = [ids[: len(ids) // self.length * self.length] for ids in documents]
+        made = {"input_ids": np.concatenate(whole).reshape(-1, self.length)}
+        if self.masking:
+            positions = np.arange(self.length, dtype=np.int32)
+            made["position_ids"] = np.tile(positions, (len(made["input_ids"]), 1))
+        return made
+
+    def rows(self, tokens: int) -> float:
+        return float(tokens // self.length)
+
+    @property
+    def shortest(self) -> int:
+        return self.length
+
+    @property
     def names(self) -> list[str]:
         return ["input_ids", *(["position_ids"] if self.masking else [])]
 
@@ -199,6 +239,10 @@ class Bookend:
         return tokens / (self.length - len(self.head) - len(self.tail))
 
     @property
+    def shortest(self) -> int:
+        return 1
+
+    @property
     def names(self) -> list[str]:
         return ["input_ids"]
 
@@ -223,6 +267,10 @@ class Apart:
         return float(tokens >= self.length)
 
     @property
+    def shortest(self) -> int:
+        return self.length
+
+    @property
     def names(self) -> list[str]:
         return ["input_ids"]
 
@@ -231,10 +279,10 @@ def packer(kind: str, tokenizer: Any, length: int, masking: bool, most: int) -> 
     """What makes rows.
 
     Args:
-        kind: ``packed``, ``bookended`` or ``document``.
+        kind: ``packed``, ``chunked``, ``bookended`` or ``document``.
         tokenizer: of the model; it knows how documents begin and end.
         length: of a row.
-        masking: of packed rows, whether they say where documents begin.
+        masking: of packed and chunked rows, whether they say where documents begin.
         most: tokens of a document that its row is picked from, for ``document``.
     """
     if kind == "document":
@@ -242,7 +290,7 @@ def packer(kind: str, tokenizer: Any, length: int, masking: bool, most: int) -> 
     if kind == "bookended":
         end = tokenizer.eos_token_id
         return Bookend(length, beginning(tokenizer), () if end is None else (end,))
-    return Pack(length, masking)
+    return (Chunk if kind == "chunked" else Pack)(length, masking)
 
 
 def rows(
@@ -259,18 +307,18 @@ def rows(
     order, and Trainer draws them at random.
 
     Raises:
-        DataError: no document has ``minimum`` tokens, or there is not one whole row.
+        DataError: no document is long enough, or there is not one whole row.
     """
     if isinstance(data, IterableDataset):
         return Stream([source(data, tokenizer, pack, minimum=minimum, seed=seed)], [1.0], seed)
-    minimum = max(minimum, 1)
+    minimum = max(minimum, pack.shortest)
     tokens = Features({"input_ids": List(Value("int32")), "tokens": Value("int64")})
     data = data.map(
         Tokenise(tokenizer), batched=True, batch_size=64, remove_columns=["text"], features=tokens
     )
     kept = data.filter(lambda row: row["tokens"] >= minimum)
     counts = data["tokens"][:]
-    long = _long(counts, minimum, "all")
+    long = _long(counts, minimum, pack, "all")
     batch = math.ceil(_ROWS * len(long) / _whole(long, pack))  # documents that make _ROWS rows
     features = {name: List(Value("int32")) for name in pack.names}
     packed = kept.map(
@@ -286,29 +334,30 @@ def source(
     """Data as one source of a stream.
 
     Raises:
-        DataError: none of the first documents has ``minimum`` tokens, or all make no row.
+        DataError: none of the first documents is long enough, or all make no row.
     """
     if not isinstance(data, IterableDataset):
         data = data.to_iterable_dataset()
-    tokenise, minimum = Tokenise(tokenizer), max(minimum, 1)
+    tokenise, minimum = Tokenise(tokenizer), max(minimum, pack.shortest)
     counts: list[int] = []
     for batch in data.take(_LOOKED_AT).iter(_ENOUGH):
         counts += tokenise(batch)["tokens"]
         if sum(pack.rows(count) for count in counts if count >= minimum) >= 1:
             break
     else:
-        long = _long(counts, minimum, "the first")
+        long = _long(counts, minimum, pack, "the first")
         if len(counts) < _LOOKED_AT:
             _whole(long, pack)
     return Source(data, tokenise, pack, minimum, seed)
 
 
-def _long(counts: list[int], minimum: int, which: str) -> list[int]:
+def _long(counts: list[int], minimum: int, pack: Packer, which: str) -> list[int]:
     long = [count for count in counts if count >= minimum]
     if not long:
+        needed = "length" if minimum == pack.shortest else "minimum_document"
         raise DataError(
             f"no document is long enough: the longest of {which} {len(counts)} has "
-            f"{max(counts, default=0)} tokens; lower --minimum_document {minimum} or give "
+            f"{max(counts, default=0)} tokens; lower --{needed} {minimum} or give "
             f"data with longer documents"
         )
     return long

@@ -35,8 +35,15 @@ from transformers.trainer_utils import EvalLoopOutput
 
 import rope_ext
 from recipes import data, evaluation, positions
+from recipes.checks import Mistakes
 from recipes.loss import ChunkedLoss
-from recipes.parallel import check_parallelism, check_processes, context_parallel_size, leave
+from recipes.parallel import (
+    check_parallelism,
+    check_processes,
+    context_parallel_size,
+    leave,
+    warn_of_launch,
+)
 from recipes.settings import (
     NONE,
     STREAM,
@@ -45,9 +52,8 @@ from recipes.settings import (
     check_together,
     finished,
     method_of,
-    parse,
     parts,
-    rows_of,
+    read_settings,
     save_from,
     scheme_of,
     warn_of_gaps,
@@ -83,16 +89,46 @@ class Plan:
     passkeys: list[Any]
 
 
-def check(recipe: Recipe, args: TrainingArguments) -> Plan:
+def check(recipe: Recipe, args: Any, mistakes: Mistakes | None = None) -> Plan:
     """Everything that can be checked without weights and without data.
 
+    Args:
+        recipe: that is checked.
+        args: TrainingArguments, or their plain values where ``mistakes`` holds why there are none.
+        mistakes: that were found before.
+
     Raises:
-        RopeExtError: something is missing, unknown or does not go together.
+        RopeExtError: lists everything that is missing, unknown or does not go together.
     """
-    check_processes(args.world_size)
-    check_together(recipe, args)
-    check_output(recipe, args)
-    config = load_config(recipe.model)
+    mistakes = Mistakes() if mistakes is None else mistakes
+    with mistakes.collected():
+        check_processes(args.world_size)
+    check_together(recipe, args, mistakes)
+    with mistakes.collected():
+        check_output(recipe, args)
+    config, tokenizer = None, None
+    if recipe.model is not None:
+        with mistakes.collected():
+            config = load_config(recipe.model)
+            tokenizer = load_tokenizer(recipe.model)
+    buildable, target = not mistakes, 0
+    if config is not None and recipe.length is not None:
+        with mistakes.collected():
+            _check_parallelism(recipe, args, config)
+        with mistakes.collected():
+            target = _check_length(recipe, config)
+    if buildable:
+        with mistakes.collected():
+            _check_model(recipe, config)
+    cases, length = [], recipe.eval_length or target
+    if length and args.eval_strategy != "no" and tokenizer is not None:
+        with mistakes.collected():
+            cases = evaluation.passkeys(tokenizer, length, recipe.eval_passkeys)
+    mistakes.report()
+    return Plan(config, tokenizer, target, length, cases)
+
+
+def _check_parallelism(recipe: Recipe, args: Any, config: Any) -> None:
     check_parallelism(
         method_of(recipe),
         config,
@@ -101,16 +137,20 @@ def check(recipe: Recipe, args: TrainingArguments) -> Plan:
         document_masking=recipe.document_masking,
         length=recipe.length,
     )
-    model = _bare(recipe, config, meta=True)
-    trained, target = lengths(recipe, model)
-    scheme = scheme_of(recipe)
+
+
+def _check_length(recipe: Recipe, config: Any) -> int:
+    """The target in tokens, if rows of that length can train for it."""
+    method, scheme = method_of(recipe), scheme_of(recipe)
+    trained, target = lengths(
+        recipe, _bare(replace(recipe, attn=None, dtype="float32"), config, meta=True)
+    )
     if scheme != "consecutive" and recipe.length >= target:
         raise OptionError(
             f"--length {recipe.length} leaves --positions {scheme} nothing to choose: the target "
             f"is {target} tokens; give a shorter --length, such as the trained {trained}, or "
             f"--positions consecutive"
         )
-    method = method_of(recipe)
     warn_of_gaps(recipe, method)
     # An encoding is new to the model at any length; DroPE trains at its own.
     own = method is not None and method.works_within and recipe.length == trained
@@ -120,16 +160,17 @@ def check(recipe: Recipe, args: TrainingArguments) -> Plan:
             f"most the target of {target}; give --positions pose to train on short rows, or "
             f"another --length or --factor"
         )
-    model = _extend(recipe, model, meta=True)  # what can be refused without weights is refused
+    return target
+
+
+def _check_model(recipe: Recipe, config: Any) -> None:
+    """Refuse what can be refused without weights."""
+    model = _extend(recipe, _bare(recipe, config, meta=True), meta=True)
     if recipe.chunked_loss:
         # Some operators do not run without weights; then the first training step tells.
         with contextlib.suppress(RuntimeError):
             ids = torch.zeros((1, 4), dtype=torch.long, device="meta")
             model(input_ids=ids, labels=ids)
-    tokenizer, cases, length = load_tokenizer(recipe.model), [], recipe.eval_length or target
-    if args.eval_strategy != "no":
-        cases = evaluation.passkeys(tokenizer, length, recipe.eval_passkeys)
-    return Plan(config, tokenizer, target, length, cases)
 
 
 def _bare(recipe: Recipe, config: Any, meta: bool) -> Any:
@@ -138,8 +179,14 @@ def _bare(recipe: Recipe, config: Any, meta: bool) -> Any:
         options["attn_implementation"] = recipe.attn
     if meta:
         # Under ZeRO-3 transformers would share out and initialise what has no weights.
-        with set_zero3_state(), torch.device("meta"):
-            return AutoModelForCausalLM.from_config(copy.deepcopy(config), **options)
+        try:
+            with set_zero3_state(), torch.device("meta"):
+                return AutoModelForCausalLM.from_config(copy.deepcopy(config), **options)
+        except (ImportError, ValueError) as error:
+            raise OptionError(
+                f"transformers cannot build {recipe.model} with --attn {recipe.attn} "
+                f"({first_line(error)}); give --attn sdpa, or another --model"
+            ) from error
     if recipe.quantize:
         options["quantization_config"] = BitsAndBytesConfig(
             load_in_4bit=True,
@@ -372,9 +419,12 @@ def read(recipe: Recipe, args: TrainingArguments, plan: Plan) -> tuple[Any, Any]
     """
     tokenizer, given = plan.tokenizer, parts(recipe)
     times = positions.DOCUMENT if recipe.positions == "pose_released" else 1
-    kind, most = rows_of(recipe), recipe.length * times
-    pack = data.packer(kind, tokenizer, recipe.length, recipe.document_masking, most)
-    least = recipe.length if kind == "document" else 0
+    packs = [
+        data.packer(
+            part.rows, tokenizer, recipe.length, recipe.document_masking, recipe.length * times
+        )
+        for part in given
+    ]
     texts = [
         data.documents(
             part.dataset,
@@ -400,12 +450,12 @@ def read(recipe: Recipe, args: TrainingArguments, plan: Plan) -> tuple[Any, Any]
         )
         if recipe.eval_dataset is None:
             texts = [texts[0].skip(taken)]
-    minima = [max(part.minimum_document, least) for part in given]
+    minima = [part.minimum_document for part in given]
     if not recipe.datasets:
-        return data.rows(texts[0], tokenizer, pack, minimum=minima[0], seed=args.seed), held
+        return data.rows(texts[0], tokenizer, packs[0], minimum=minima[0], seed=args.seed), held
     sources = [
         data.source(text, tokenizer, pack, minimum=minimum, seed=args.seed)
-        for text, minimum in zip(texts, minima, strict=True)
+        for text, pack, minimum in zip(texts, packs, minima, strict=True)
     ]
     return Stream(sources, [part.weight for part in given], args.seed), held
 
@@ -430,8 +480,11 @@ class Epochs(TrainerCallback):
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    recipe, args = parse(sys.argv[1:] if argv is None else argv)
-    plan = check(recipe, args)
+    mistakes = Mistakes()
+    recipe, args = read_settings(sys.argv[1:] if argv is None else argv, mistakes)
+    plan = check(recipe, args, mistakes)
+    if args.should_log:
+        warn_of_launch(args)
     checkpoint = finished(args)
     if checkpoint is not None:
         if args.should_save:

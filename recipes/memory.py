@@ -50,7 +50,8 @@ from transformers import (
 )
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-from recipes import finetune
+from recipes import finetune, settings
+from recipes.checks import Mistakes, at_least, out_of_range
 from recipes.settings import mask_bytes
 from rope_ext.errors import OptionError, RopeExtError
 from rope_ext.measure.models import load_config
@@ -255,7 +256,7 @@ def need(recipe: finetune.Recipe, args: Any, config: PreTrainedConfig) -> Need:
     """What a recipe needs.
 
     Args:
-        recipe: as :func:`recipes.finetune.parse` returns it.
+        recipe: as :func:`recipes.settings.parse` returns it.
         args: likewise.
         config: of the model.
 
@@ -267,10 +268,8 @@ def need(recipe: finetune.Recipe, args: Any, config: PreTrainedConfig) -> Need:
             f"--optim {args.optim.value}: the size of its states is not known here; it must be one "
             f"of {', '.join(TWO_STATES)}"
         )
-    for name in ("length", "per_device_train_batch_size"):
-        value = getattr(recipe if name == "length" else args, name)
-        if value is None or value < 1:
-            raise OptionError(f"--{name} {value} is not valid; it must be 1 or more")
+    if recipe.length is None:
+        raise OptionError("--length is missing; give it in the recipe or on the command line")
     model = finetune.build(recipe, config, meta=True)
     trained = [p for p in model.parameters() if p.requires_grad]
     packed = _packed(model) if recipe.quantize else []
@@ -400,8 +399,12 @@ def of_shape(text: str) -> PreTrainedConfig:
 
 def read(path: str, *more: str) -> tuple[finetune.Recipe, Any]:
     """A recipe's settings; what else is given goes over them, as on finetune.py's command line."""
+    return settings.parse(_words(path, *more))
+
+
+def _words(path: str, *more: str) -> list[str]:
     # Without a GPU TrainingArguments refuse bfloat16 unless they are told of the CPU.
-    return finetune.parse(["--config", path, "--use_cpu", "true", *more])
+    return ["--config", path, "--use_cpu", "true", *more]
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -411,10 +414,14 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--shape", help="hidden=4096,layers=32,...: instead of the recipe's model")
     options, more = parser.parse_known_args(argv)
     try:
-        if options.devices < 1:
-            raise OptionError(f"--devices {options.devices} is not valid; it must be 1 or more")
-        recipe, args = read(options.recipe, *more)
-        config = config_of(recipe.model) if options.shape is None else of_shape(options.shape)
+        mistakes, config = Mistakes(), None
+        mistakes.add(out_of_range(vars(options), {"devices": at_least(1)}).values())
+        if options.shape is not None:
+            with mistakes.collected():
+                config = of_shape(options.shape)
+        recipe, args = settings.read_settings(_words(options.recipe, *more), mistakes)
+        mistakes.report()
+        config = config_of(recipe.model) if config is None else config
         found = need(recipe, args, config)
     except RopeExtError as error:
         parser.exit(2, f"{error}\n")

@@ -14,8 +14,10 @@ from __future__ import annotations
 import gc
 import os
 import time
+import warnings
 from typing import TYPE_CHECKING, Any
 
+from accelerate.utils import DistributedType
 from torch import distributed
 
 import rope_ext
@@ -23,7 +25,9 @@ from rope_ext import OptionError
 
 if TYPE_CHECKING:
     from accelerate import ParallelismConfig
-    from transformers import PreTrainedConfig
+    from transformers import PreTrainedConfig, TrainingArguments
+
+_SHARDED = {"FSDP": "ACCELERATE_USE_FSDP", "DeepSpeed": "ACCELERATE_USE_DEEPSPEED"}
 
 
 def context_parallel_size(parallelism_config: ParallelismConfig | None = None) -> int:
@@ -58,6 +62,26 @@ def check_processes(known: int) -> None:
             f"joins them with --use_cpu true only, as plain data parallelism), so that each would "
             f"train alone; give --use_cpu true, or --num_processes 1"
         )
+
+
+def warn_of_launch(args: TrainingArguments) -> None:
+    """Warn where accelerate does not shard the model although the launch file asks for it.
+
+    On CPUs it replaces FSDP and DeepSpeed by plain data parallelism without a message.
+    """
+    on_cpu = args.distributed_state.distributed_type in (
+        DistributedType.MULTI_CPU,
+        DistributedType.NO,
+    )
+    for name, variable in _SHARDED.items():
+        if on_cpu and args.use_cpu and os.environ.get(variable, "false").lower() == "true":
+            warnings.warn(
+                f"the launch file asks for {name}, which accelerate does not use on CPUs: with "
+                f"--use_cpu true this run is plain data parallelism (DDP), and every process holds "
+                f"the whole model. Leave --use_cpu out on a machine with GPUs, or launch with "
+                f"recipes/accelerate/ddp.yaml",
+                stacklevel=2,
+            )
 
 
 def leave() -> None:

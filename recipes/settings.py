@@ -2,31 +2,36 @@
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import filecmp
 import importlib.util
 import json
 import math
+import os
 import shutil
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import yaml
 from safetensors import SafetensorError, safe_open
 from transformers import HfArgumentParser, TrainingArguments
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.trainer import TRAINER_STATE_NAME
 
+from recipes.checks import Mistakes, out_of_range, unsupported
 from recipes.data import PYTHON_LIBRARY
-from rope_ext.errors import OptionError, nearest
+from rope_ext.errors import OptionError, first_line, nearest
 from rope_ext.measure.folder import draft_of
 from rope_ext.methods import build_method
 from rope_ext.plots.style import require_matplotlib
 
 NONE = "none"
-ROWS = ("packed", "bookended", "document")
+MIXED_ROWS = ("chunked", "bookended")
+ROWS = ("packed", "document", *MIXED_ROWS)
 POSITIONS = ("consecutive", "pose", "pose_released", "random")
 _LARGEST_MASK = 2**30  # bytes; of a row of 32768 tokens
 SETTINGS = "recipe.json"
@@ -79,15 +84,16 @@ class Recipe:
         default_factory=list,
         metadata={
             "help": "A mixture instead of dataset: JSON with dataset and weight each, and if need "
-            "be config, split, column, minimum_document; the weights are shares of the rows."
+            "be config, split, column, rows, minimum_document; the weights are shares of the rows."
         },
     )
     streaming: bool = _option(False, "Read while training; needs max_steps.")
     length: int | None = _option(None, "Of every training row.")
     rows: str = _option(
         "packed",
-        "packed: documents one after the other; bookended: likewise, and every row has a start and "
-        "an end token; document: the beginning of one document.",
+        "packed: documents one after the other; chunked: spans of one document each, dropping the "
+        "remainder of every document and all that are shorter than a row; bookended: packed, and "
+        "every row has a start and an end token; document: the beginning of one document.",
     )
     minimum_document: int = _option(0, "Shorter documents are left out.")
     document_masking: bool = _option(False, "Tokens see their own document only.")
@@ -119,31 +125,87 @@ class Recipe:
     chunked_loss: bool = _option(True, "Cross entropy without all logits at once (torch 2.13).")
 
 
+class _Parser(HfArgumentParser):
+    """Raises an error where argparse would print every option that there is, and exit."""
+
+    def error(self, message: str) -> NoReturn:
+        raise OptionError(f"{message}; see --help")
+
+
 def parse(argv: Sequence[str]) -> tuple[Recipe, TrainingArguments]:
     """Settings of ``--config FILE`` with those of the command line over them.
 
     Raises:
-        OptionError: the file cannot be read, or a setting is unknown.
+        OptionError: the file cannot be read, or settings are unknown or out of range.
     """
-    parser = HfArgumentParser((Recipe, TrainingArguments), allow_abbrev=False)
-    parser.add_argument("--config", help="YAML file with any of these settings.")
-    names = {action.dest for action in parser._actions} - {"help", "config"}
-    known, _ = parser.parse_known_args(argv)
-    words = [] if known.config is None else _words(known.config, names)
-    recipe, args, _, unknown = parser.parse_args_into_dataclasses(
-        [*words, *argv], return_remaining_strings=True
-    )
-    for word in unknown:
-        name = word.lstrip("-").partition("=")[0]
-        raise OptionError(f"unknown setting {word!r}{nearest(name, names) or ';'} see --help")
+    mistakes = Mistakes()
+    recipe, args = read_settings(argv, mistakes)
+    mistakes.report()
     return recipe, args
 
 
-def _words(file: str, names: set[str]) -> list[str]:
+def read_settings(argv: Sequence[str], mistakes: Mistakes) -> tuple[Recipe, Any]:
+    """As :func:`parse`; values that are not valid are recorded instead of raised.
+
+    Returns:
+        The recipe and the TrainingArguments, or the plain values of those where transformers
+        refuses them.
+
+    Raises:
+        OptionError: the file cannot be read, or a value is of the wrong type.
+    """
+    parser = _Parser((Recipe, TrainingArguments), allow_abbrev=False)
+    parser.add_argument("--config", help="YAML file with any of these settings.")
+    names = {action.dest for action in parser._actions} - {"help", "config"}
+    known, _ = parser.parse_known_args(argv)
+    words = [] if known.config is None else _words(known.config, names, mistakes)
+    found, unknown = parser.parse_known_args([*words, *argv])
+    for word in unknown:
+        name = word.lstrip("-").partition("=")[0]
+        mistakes.add([f"unknown setting {word!r}{nearest(name, names) or ';'} see --help"])
+    values = vars(found)
+    mistakes.add(out_of_range(values).values())
+    recipe = Recipe(**{option.name: values[option.name] for option in fields(Recipe)})
+    return recipe, _training_arguments(values, mistakes)
+
+
+def _training_arguments(values: Mapping[str, Any], mistakes: Mistakes) -> Any:
+    options = {option.name: option for option in fields(TrainingArguments) if option.init}
+    given = {name: values[name] for name in options}
+    supported = dict(given)
+    mistakes.add(unsupported(supported))
+    for name in out_of_range(given):  # those are recorded already, and hide what else is wrong
+        supported[name] = options[name].default
+    plain = argparse.Namespace(**given, world_size=int(os.environ.get("WORLD_SIZE", "1")))
+    try:
+        args = TrainingArguments(**supported)
+    except Exception as error:  # transformers, accelerate and DeepSpeed raise many kinds
+        mistakes.add([f"transformers refuses these settings: {first_line(error)}"])
+        return plain
+    return args if supported == given else plain
+
+
+class _Loader(yaml.SafeLoader):
+    """Refuses a key that is given twice, of which YAML takes the last without a word."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        lines: dict[Any, int] = {}
+        for key, _ in node.value:
+            name, line = self.construct_object(key, deep=True), key.start_mark.line + 1
+            if name in lines:
+                raise yaml.YAMLError(
+                    f"{name!r} is given twice, in line {lines[name]} and in line {line}; leave "
+                    f"one of them out"
+                )
+            lines[name] = line
+        return super().construct_mapping(node, deep)
+
+
+def _words(file: str, names: set[str], mistakes: Mistakes) -> list[str]:
     """A YAML file as a command line."""
     try:
-        values = yaml.safe_load(Path(file).read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        values = yaml.load(Path(file).read_text(encoding="utf-8"), _Loader)
+    except (OSError, TypeError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise OptionError(f"cannot read --config {file}: {error}") from None
     if not isinstance(values, dict):
         raise OptionError(f"--config {file} must hold lines of the form `name: value`")
@@ -151,7 +213,8 @@ def _words(file: str, names: set[str]) -> list[str]:
     for name, value in values.items():
         if name not in names:
             near = nearest(str(name), names) or "; see --help"
-            raise OptionError(f"{file}: unknown setting {name!r}{near}")
+            mistakes.add([f"{file}: unknown setting {name!r}{near}"])
+            continue
         many = value if isinstance(value, list) else [value]
         shown = [json.dumps(v) if isinstance(v, dict) else str(v) for v in many]
         words += [] if value is None else [f"--{name}", *shown]
@@ -185,88 +248,162 @@ def method_of(recipe: Recipe) -> Any:
     return None
 
 
-def check_together(recipe: Recipe, args: TrainingArguments) -> None:
-    """Raise OptionError where settings are missing or do not go together."""
+def check_together(recipe: Recipe, args: Any, mistakes: Mistakes | None = None) -> None:
+    """Find settings that are missing or do not go together.
+
+    Args:
+        recipe: that is checked.
+        args: TrainingArguments, or an object with the same attributes.
+        mistakes: where all of them are recorded; None: they are raised.
+
+    Raises:
+        OptionError: lists all of them.
+    """
+    found = Mistakes() if mistakes is None else mistakes
     for name in ("model", "dataset", "length"):
         if getattr(recipe, name) is None and not (name == "dataset" and recipe.datasets):
-            raise OptionError(f"--{name} is missing; give it in the recipe or on the command line")
-    method = method_of(recipe)
-    check_data(recipe, args)
-    check_evaluation(recipe, args)
-    lora_only = ("quantize", "train_embeddings_and_norms", "loraplus_ratio")
-    for name in lora_only if recipe.lora_r == 0 else ():
-        if getattr(recipe, name):
-            raise OptionError(f"--{name} needs LoRA; give --lora_r 8, or leave it out")
+            found.add([f"--{name} is missing; give it in the recipe or on the command line"])
+    method = None
+    with found.collected():
+        method = method_of(recipe)
+    found.add(_of_lora(recipe, args))
+    found.add(_of_method(recipe, method))
+    found.add(_of_attention(recipe))
+    if recipe.length is not None:
+        found.add(_of_rows(recipe, args))
+        if recipe.document_masking and not (method and method.attends):
+            found.add(_of_masking(recipe, args))
+    if args.eval_strategy != "no":
+        found.add(_of_evaluation(recipe))
+        with found.collected():
+            require_matplotlib()
+    if recipe.chunked_loss and (args.use_liger_kernel or args.label_smoothing_factor):
+        found.add(
+            [
+                "--chunked_loss is the loss already, without label smoothing; leave "
+                "--use_liger_kernel and --label_smoothing_factor out, or give --chunked_loss false"
+            ]
+        )
+    if mistakes is None:
+        found.report()
+
+
+def _of_lora(recipe: Recipe, args: Any) -> Iterator[str]:
+    """LoRA, and in which dtype weights are held."""
+    for name in ("quantize", "train_embeddings_and_norms", "loraplus_ratio"):
+        if recipe.lora_r == 0 and getattr(recipe, name):
+            yield f"--{name} needs LoRA; give --lora_r 8, or leave it out"
     if recipe.dtype not in ("float32", "bfloat16"):
-        raise OptionError(f"--dtype {recipe.dtype!r} is not valid; give float32 or bfloat16")
+        yield f"--dtype {recipe.dtype!r} is not valid; give float32 or bfloat16"
     if recipe.dtype == "bfloat16" and recipe.lora_r and not args.bf16:
-        raise OptionError(
+        yield (
             "--dtype bfloat16 holds frozen weights in bfloat16 and trained ones in float32, which "
             "only go together under autocast; give --bf16 true as well, or --dtype float32"
         )
     if recipe.quantize and importlib.util.find_spec("bitsandbytes") is None:
-        raise OptionError(
+        yield (
             "--quantize needs bitsandbytes, which is not installed; install it with: pip install "
             "bitsandbytes, or give --quantize false"
         )
+
+
+def _of_method(recipe: Recipe, method: Any) -> Iterator[str]:
+    """Methods that follow the rows they see."""
     if getattr(method, "mode", None) == "growing":
-        raise OptionError(
+        yield (
             f"{method.name} with mode='growing' changes with the order of the rows it is trained "
             f"on; give --method_options mode 'fixed'"
         )
     if recipe.document_masking and method is not None and method.adapts:
-        raise OptionError(
+        yield (
             f"{method.name} chooses the frequencies of a whole row, and with --document_masking "
             f"its documents have lengths of their own; give --method_options a fixed 'length', "
             f"or leave --document_masking out"
         )
-    if recipe.document_masking and not (method and method.attends):
-        check_document_masking(recipe, args)
-    if recipe.chunked_loss and (args.use_liger_kernel or args.label_smoothing_factor):
-        raise OptionError(
-            "--chunked_loss is the loss already, without label smoothing; leave "
-            "--use_liger_kernel and --label_smoothing_factor out, or give --chunked_loss false"
+
+
+def _of_attention(recipe: Recipe) -> Iterator[str]:
+    """An implementation that transformers does not know; it loads those with a / from the Hub."""
+    known = {"eager", *ALL_ATTENTION_FUNCTIONS.valid_keys()}
+    if recipe.attn is not None and recipe.attn not in known and "/" not in recipe.attn:
+        near = nearest(recipe.attn, known) or ";"
+        yield (
+            f"--attn {recipe.attn!r} is not valid{near} give one of transformers', such as sdpa, "
+            f"eager, flex_attention or flash_attention_2"
         )
 
 
-def check_data(recipe: Recipe, args: TrainingArguments) -> None:
-    """Raise OptionError where there can be no such rows."""
-    _require_choice("rows", recipe.rows, ROWS)
-    _require_choice("positions", recipe.positions, POSITIONS)
-    parts(recipe)
+def _of_rows(recipe: Recipe, args: Any) -> Iterator[str]:
+    """Rows that cannot be made of the data."""
+    scheme, kinds, masking = scheme_of(recipe), {recipe.rows}, recipe.document_masking
+    yield from _not_among("positions", recipe.positions, POSITIONS)
+    yield from _not_among("rows", recipe.rows, ROWS)
+    try:
+        kinds = {part.rows for part in parts(recipe)}
+    except OptionError as error:
+        yield str(error)
     endless = "--streaming" if recipe.streaming else "--datasets" if recipe.datasets else None
-    if endless and args.max_steps < 1:
-        raise OptionError(f"{endless} has no end, so --max_steps is needed; give it")
+    if endless and args.max_steps == -1:
+        yield f"{endless} has no end, so --max_steps is needed; give it"
     if endless and args.dataloader_num_workers > 1:
-        raise OptionError(
+        yield (
             f"{endless} is read by one process, and --dataloader_num_workers is "
             f"{args.dataloader_num_workers}; give 1, or 0 so that a resumed run reads nothing again"
         )
     if recipe.pose_chunks and not 2 <= recipe.pose_chunks <= recipe.length:
-        raise OptionError(
+        yield (
             f"--pose_chunks {recipe.pose_chunks} is not valid; give 0 (no PoSE), or from 2 to "
             f"--length {recipe.length}"
         )
-    scheme = scheme_of(recipe)
     if recipe.pose_chunks and scheme != "pose":
-        raise OptionError(
-            f"--pose_chunks is of --positions pose, and they are {scheme}; leave one of them out"
-        )
-    if scheme != "consecutive" and recipe.document_masking:
-        raise OptionError(
+        yield f"--pose_chunks is of --positions pose, and they are {scheme}; leave one of them out"
+    if scheme != "consecutive" and masking:
+        yield (
             f"--document_masking tells documents apart by positions that --positions {scheme} "
             f"changes; leave one of them out"
         )
-    kind = rows_of(recipe)
-    if kind != "packed" and recipe.document_masking:
-        raise OptionError(
-            f"--document_masking is for rows of several documents, and --rows {kind} has none that "
-            f"it could keep apart; leave one of them out"
+    elif masking and ("packed" not in kinds or not kinds <= {"packed", "chunked"}):
+        shown = ", ".join(sorted(kinds - {"packed"}))
+        yield (
+            f"--document_masking is for rows of several documents, and --rows {shown} has none "
+            f"that it could keep apart; leave one of them out"
         )
-    if scheme == "pose_released" and recipe.rows == "bookended":
-        raise OptionError(
-            "--positions pose_released takes its chunks out of one document, and --rows bookended "
-            "holds several; give --positions pose, or leave --rows out"
+    if scheme == "pose_released" and (recipe.rows in MIXED_ROWS or kinds != {"document"}):
+        shown = recipe.rows if recipe.rows in MIXED_ROWS else ", ".join(sorted(kinds))
+        yield (
+            f"--positions pose_released takes its chunks out of one document, and --rows {shown} "
+            f"makes other rows; give --positions pose, or leave --rows out"
+        )
+
+
+def _of_masking(recipe: Recipe, args: Any) -> Iterator[str]:
+    """Packed documents that would see each other, or whose mask would not fit."""
+    rows, size = args.per_device_train_batch_size, mask_bytes(recipe, args, recipe.length)
+    if size > _LARGEST_MASK:
+        yield (
+            f"--document_masking with --attn {recipe.attn or 'sdpa'} makes a mask of --length x "
+            f"--length for each row, {size / 2**30:.1f} GiB, and rules out the fast kernels; give "
+            f"--attn flex_attention, --attn flash_attention_2 with one row a device, a --length of "
+            f"at most {math.isqrt(_LARGEST_MASK // rows)}, or leave it out"
+        )
+    if "flash" in (recipe.attn or "") and rows > 1:
+        yield (
+            f"--document_masking with --attn {recipe.attn} keeps documents apart in one row at a "
+            f"time only; give --per_device_train_batch_size 1 and --gradient_accumulation_steps "
+            f"{args.gradient_accumulation_steps * rows}, or --attn flex_attention"
+        )
+
+
+def _of_evaluation(recipe: Recipe) -> Iterator[str]:
+    """Nothing to evaluate on."""
+    for name, least in (("eval_rows", 1), ("eval_passkeys", 0), ("eval_length", 2)):
+        value = getattr(recipe, name)
+        if value is not None and value < least:
+            yield f"--{name} {value} is not valid; it must be {least} or more"
+    if recipe.datasets and recipe.eval_dataset is None:
+        yield (
+            "--eval_strategy with --datasets needs --eval_dataset, since none of them stands for "
+            "the mixture; give it"
         )
 
 
@@ -283,26 +420,10 @@ def warn_of_gaps(recipe: Recipe, method: Any) -> None:
         )
 
 
-def check_evaluation(recipe: Recipe, args: TrainingArguments) -> None:
-    """Raise OptionError where there is nothing to evaluate on, or no picture could be drawn."""
-    if args.eval_strategy == "no":
-        return
-    for name, least in (("eval_rows", 1), ("eval_passkeys", 0), ("eval_length", 2)):
-        value = getattr(recipe, name)
-        if value is not None and value < least:
-            raise OptionError(f"--{name} {value} is not valid; it must be {least} or more")
-    if recipe.datasets and recipe.eval_dataset is None:
-        raise OptionError(
-            "--eval_strategy with --datasets needs --eval_dataset, since none of them stands for "
-            "the mixture; give it"
-        )
-    require_matplotlib()
-
-
-def _require_choice(name: str, value: str, choices: Sequence[str]) -> None:
+def _not_among(name: str, value: str, choices: Sequence[str]) -> Iterator[str]:
     if value not in choices:
         near = nearest(value, set(choices)) or ";"
-        raise OptionError(f"--{name} {value!r} is not valid{near} give one of {', '.join(choices)}")
+        yield f"--{name} {value!r} is not valid{near} give one of {', '.join(choices)}"
 
 
 def scheme_of(recipe: Recipe) -> str:
@@ -325,6 +446,7 @@ class Part:
     config: str | None = None
     split: str = "train"
     column: str = "text"
+    rows: str = "packed"
     minimum_document: int = 0
 
 
@@ -342,6 +464,7 @@ def parts(recipe: Recipe) -> list[Part]:
                 recipe.dataset_config,
                 recipe.dataset_split,
                 recipe.text_column,
+                rows_of(recipe),
                 recipe.minimum_document,
             )
         ]
@@ -376,12 +499,25 @@ def _part(text: str, recipe: Recipe) -> Part:
     for name in ("dataset", "weight"):
         if name not in given:
             raise OptionError(f"--datasets {text}: {name} is missing; give it")
-    defaults = {"column": recipe.text_column, "minimum_document": recipe.minimum_document}
-    part = Part(**(defaults | given))
+    part = Part(
+        **{
+            "column": recipe.text_column,
+            "rows": rows_of(recipe),
+            "minimum_document": recipe.minimum_document,
+            **given,
+        }
+    )
     for name, kinds in _OF_PART.items():
         value = getattr(part, name)
         if not isinstance(value, kinds) or isinstance(value, bool):
             raise OptionError(f"--datasets {text}: {name} {value!r} is not valid")
+    for message in _not_among("rows", part.rows, ROWS):
+        raise OptionError(f"--datasets {text}: {message.removeprefix('--')}")
+    if part.minimum_document < 0:
+        raise OptionError(
+            f"--datasets {text}: minimum_document {part.minimum_document} is not valid; it must be "
+            f"0 or more"
+        )
     if not 0 < part.weight <= 1:  # false of what is no number, too
         raise OptionError(
             f"--datasets {text}: weight {part.weight:g} is not valid; it is a share of the rows, "
@@ -396,6 +532,7 @@ _OF_PART: dict[str, Any] = {
     "config": str | None,
     "split": str,
     "column": str,
+    "rows": str,
     "minimum_document": int,
 }
 
@@ -408,24 +545,6 @@ def mask_bytes(recipe: Recipe, args: TrainingArguments, length: int) -> int:
     return args.per_device_train_batch_size * length**2 if matrix else 0
 
 
-def check_document_masking(recipe: Recipe, args: TrainingArguments) -> None:
-    """Raise OptionError where documents would see each other, or their mask would not fit."""
-    rows, size = args.per_device_train_batch_size, mask_bytes(recipe, args, recipe.length)
-    if size > _LARGEST_MASK:
-        raise OptionError(
-            f"--document_masking with --attn {recipe.attn or 'sdpa'} makes a mask of --length x "
-            f"--length for each row, {size / 2**30:.1f} GiB, and rules out the fast kernels; give "
-            f"--attn flex_attention, --attn flash_attention_2 with one row a device, a --length of "
-            f"at most {math.isqrt(_LARGEST_MASK // rows)}, or leave it out"
-        )
-    if "flash" in (recipe.attn or "") and rows > 1:
-        raise OptionError(
-            f"--document_masking with --attn {recipe.attn} keeps documents apart in one row at a "
-            f"time only; give --per_device_train_batch_size 1 and --gradient_accumulation_steps "
-            f"{args.gradient_accumulation_steps * rows}, or --attn flex_attention"
-        )
-
-
 def decisive(recipe: Recipe, args: TrainingArguments) -> dict[str, Any]:
     """What decides the numbers of a run, as JSON."""
     values = {name: getattr(args, name) for name in _DECISIVE}
@@ -435,6 +554,10 @@ def decisive(recipe: Recipe, args: TrainingArguments) -> dict[str, Any]:
 def check_output(recipe: Recipe, args: TrainingArguments) -> None:
     """Settle where to resume; raise OptionError if another run's results are in the way."""
     folder, asked = Path(args.output_dir), args.resume_from_checkpoint
+    there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+    if not there.is_dir() or not os.access(there, os.W_OK):
+        what = "cannot be written to" if there.is_dir() else "is not a directory"
+        raise OptionError(f"--output_dir {folder}: {there} {what}; give another --output_dir")
     last = _last_checkpoint(folder, args)
     if asked is None or asked.lower() == "false":
         args.resume_from_checkpoint = None

@@ -37,6 +37,10 @@ class Packer(Protocol):
 
     length: int
 
+    @property
+    def shortest(self) -> int:
+        """Tokens of the shortest document that makes a row or a part of one."""
+
     def rows(self, tokens: int) -> float:
         """That a document of so many tokens makes, on average."""
 

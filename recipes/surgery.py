@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from recipes import finetune
+from recipes.checks import Mistakes, at_least, out_of_range
 from rope_ext.errors import OptionError, RopeExtError
 from rope_ext.measure.arguments import parse_lengths
 from rope_ext.measure.evaluate import evaluate
@@ -308,12 +309,16 @@ def main(given: Sequence[str] | None = None) -> None:
     add("--trials", type=int, default=4, help="passkeys at each of five depths")
     add("--output", type=Path, help="default: runs/surgery/NAME")
     args, more = parser.parse_known_args(given)
-    names = args.only.split(",")
-    unknown = [name for name in names if name not in OPERATIONS]
-    if unknown:
-        raise OptionError(f"--only {unknown[0]!r} is unknown. Operations: {', '.join(OPERATIONS)}")
-    if args.steps < 1:
-        raise OptionError(f"--steps {args.steps} must be at least 1")
+    names, mistakes = args.only.split(","), Mistakes()
+    for name in names:
+        if name not in OPERATIONS:
+            known = ", ".join(OPERATIONS)
+            mistakes.add([f"--only {name!r} is unknown. Operations: {known}"])
+    rules = dict.fromkeys(("steps", "windows", "trials"), at_least(1))
+    mistakes.add(out_of_range(vars(args), rules).values())
+    with mistakes.collected():
+        parse_lengths(args.lengths)
+    mistakes.report()
     print(operate(bench_of(args, CHECKPOINTS[args.name], more), names))
 
 

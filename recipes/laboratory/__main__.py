@@ -14,18 +14,20 @@ import hashlib
 import sys
 import time
 import traceback
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from recipes.checks import POSITIVE, Mistakes, at_least, out_of_range
 from recipes.laboratory import page
 from recipes.laboratory.log import Cell, Log
 from recipes.laboratory.model import Size, chosen
 from recipes.laboratory.tasks import TASKS, Tasks
 from recipes.laboratory.text import Text
 from recipes.laboratory.training import Subject, run
-from rope_ext.errors import MeasureError, OptionError, RopeExtError, first_line, nearest
+from rope_ext.errors import MeasureError, RopeExtError, first_line, nearest
 from rope_ext.measure.folder import Folder
 from rope_ext.measure.reports.terminal import stoppable
 from rope_ext.measure.run import Crew
@@ -35,6 +37,12 @@ TEXT, LENGTHS = "text", "tasks"
 _SIZES = tuple(
     ["steps", "problem_steps", "length", "width", "layers", "heads", "batch", "problems", "rows"]
 )
+
+_RULES = {
+    **dict.fromkeys(("seeds", *_SIZES), at_least(1)),
+    "length": at_least(64),
+    "learning_rate": POSITIVE,
+}
 
 
 def arguments(given: list[str] | None = None) -> argparse.Namespace:
@@ -60,23 +68,28 @@ def arguments(given: list[str] | None = None) -> argparse.Namespace:
     add("--resume", action="store_true", help="go on from --output, if it was begun")
     add("--report", action="store_true", help="only write the page of what is finished")
     args = parser.parse_args(given)
-    for name in ("seeds", *_SIZES):
-        least = 64 if name == "length" else 1
-        if getattr(args, name) < least:
-            option = name.replace("_", "-")
-            raise OptionError(f"--{option} {getattr(args, name)} must be at least {least}")
-    if args.width % (8 * args.heads):
-        raise OptionError(
+    mistakes = Mistakes()
+    mistakes.add(out_of_range(vars(args), _RULES, separator="-").values())
+    mistakes.add(_unsuitable(args))
+    with mistakes.collected():
+        chosen(args.encodings)
+    mistakes.report()
+    return args
+
+
+def _unsuitable(args: argparse.Namespace) -> Iterator[str]:
+    """A width that heads cannot share, and tasks that do not exist."""
+    if args.heads >= 1 and args.width % (8 * args.heads):
+        yield (
             f"--width {args.width} must be a multiple of 8 x --heads {args.heads}, so that a "
             f"quarter of each head is an even number of columns"
         )
     for name in args.tasks:
         if name not in (TEXT, *TASKS):
-            raise OptionError(
+            yield (
                 f"--tasks {name!r} is unknown{nearest(name, [TEXT, *TASKS]) or '.'} "
                 f"Tasks: {', '.join([TEXT, *TASKS])}"
             )
-    return args
 
 
 def _names(text: str) -> list[str]:

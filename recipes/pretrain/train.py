@@ -16,8 +16,10 @@ from pathlib import Path
 import torch
 from transformers import Trainer, TrainingArguments
 
+from recipes.checks import POSITIVE, SEED, Mistakes, at_least, out_of_range
 from recipes.pretrain import tiny_512, tiny_bytes_512
 from recipes.pretrain.django_docs import as_jsonl
+from rope_ext.errors import RopeExtError
 
 CHECKPOINTS = {
     "tiny-512": tiny_512.CHECKPOINT,
@@ -103,6 +105,13 @@ def schedule(step: int, steps: int) -> float:
     return min(1.0, (step + 1) / 60, max(0.0, (steps - step) / (steps / 3)))
 
 
+_RULES = {
+    **dict.fromkeys(("steps", "batch_size", "save_steps"), at_least(1)),
+    "learning_rate": POSITIVE,
+    "seed": SEED,
+}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("name", choices=CHECKPOINTS)
@@ -115,6 +124,9 @@ def main() -> None:
     parser.add_argument("--resume", action="store_true", help="go on from --work, if it was begun")
     parser.add_argument("--save-steps", type=int, default=100)
     args = parser.parse_args()
+    mistakes = Mistakes()
+    mistakes.add(out_of_range(vars(args), _RULES, separator="-").values())
+    mistakes.report()
     made = CHECKPOINTS[args.name]
     output = args.output or Path("checkpoints") / args.name
     work = args.work or Path("runs/pretrain") / args.name
@@ -157,4 +169,7 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except RopeExtError as error:
+        sys.exit(f"error: {error}")

@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 from transformers import AutoTokenizer
 
 import rope_ext
-from recipes import data, evaluation, finetune
+from recipes import data, evaluation, finetune, settings
 from rope_ext.errors import MeasureError
 from rope_ext.measure.forward import score
 from tests.helpers.recipe_runs import arguments, history
@@ -40,7 +40,7 @@ def test_what_is_held_out_is_not_trained_on(
     streaming: bool, checkpoint: Path, texts: Path, tmp_path: Path
 ) -> None:
     words = arguments(checkpoint, texts, tmp_path, streaming=streaming, **EVALUATED)
-    recipe, args = finetune.parse(words)
+    recipe, args = settings.parse(words)
     plan = finetune.check(recipe, args)
     rows, held = finetune.read(recipe, args, plan)
     whole = [row["text"] for row in data.documents(str(texts))]
@@ -61,9 +61,9 @@ def test_what_is_held_out_is_not_trained_on(
 def test_data_of_its_own_hold_nothing_out(checkpoint: Path, texts: Path, tmp_path: Path) -> None:
     (tmp_path / "other.txt").write_text("ten nine eight " * 300)
     more = EVALUATED | {"eval_dataset": tmp_path / "other.txt"}
-    recipe, args = finetune.parse(arguments(checkpoint, texts, tmp_path, **more))
+    recipe, args = settings.parse(arguments(checkpoint, texts, tmp_path, **more))
     rows, held = finetune.read(recipe, args, finetune.check(recipe, args))
-    plain, plain_args = finetune.parse(arguments(checkpoint, texts, tmp_path))
+    plain, plain_args = settings.parse(arguments(checkpoint, texts, tmp_path))
     alone, none = finetune.read(plain, plain_args, finetune.check(plain, plain_args))
     assert none is None
     assert rows["input_ids"][:] == alone["input_ids"][:]
@@ -89,7 +89,7 @@ def test_a_run_that_is_evaluated(checkpoint: Path, texts: Path, tmp_path: Path) 
     logged = entries(run / "checkpoint-3", "eval_loss")
     assert [entry["step"] for entry in logged] == [1, 2, 3]
 
-    recipe, args = finetune.parse(arguments(checkpoint, texts, run, **evaluated))
+    recipe, args = settings.parse(arguments(checkpoint, texts, run, **evaluated))
     args.resume_from_checkpoint, args.output_dir = None, str(tmp_path / "none")
     plan = finetune.check(recipe, args)
     _, held = finetune.read(recipe, args, plan)

@@ -14,6 +14,7 @@ import torch
 from transformers import get_scheduler
 
 from recipes import finetune, memory, settings
+from recipes.data import Chunk
 from recipes.positions import DOCUMENT, ReleasedPoSE
 from rope_ext.methods import Rope
 from tests.helpers.recipe_runs import arguments
@@ -41,18 +42,26 @@ def table_lines() -> list[list[str]]:
     return [row for row in cells if row[0] not in ("item", "---")]
 
 
-def test_every_line_that_says_same_names_tests_that_exist() -> None:
+def test_every_line_that_says_same_names_official_lines_and_tests_that_exist() -> None:
     named = 0
     for item, official, here, same, held in table_lines():
         assert all((item, official, here)), item
         tests = re.findall(r"`(test_\w+\.py)::(test_\w+)`", held)
         assert held == ", ".join(f"`{file}::{name}`" for file, name in tests)
         assert bool(tests) == (same == "same"), item
-        assert same == "same" or (same.startswith("no: ") and len(same) > 12), item
+        assert same == "same" or re.fullmatch("(no|not compared): .{9,}", same), item
+        cited = re.findall(r"`[\w./-]+\.(?:py|sh|json|md):(\d+)(?:-(\d+))?`", official)
+        assert cited or same != "same", item
+        assert all(not last or int(first) < int(last) for first, last in cited), item
         for file, name in tests:
             assert f"\ndef {name}(" in (Path(__file__).parent / file).read_text(), name
             named += 1
     assert named > 25
+
+
+def test_every_table_with_a_same_names_the_commit_it_was_compared_with() -> None:
+    for section in PAGE.read_text().split("\n## ")[1:]:
+        assert ("| same |" in section) == bool(re.search(r"at commit [0-9a-f]{7}\b", section))
 
 
 def test_every_recipe_that_follows_a_paper_has_a_table() -> None:
@@ -64,14 +73,14 @@ def test_every_recipe_that_follows_a_paper_has_a_table() -> None:
 # --- values that the released code has -------------------------------------------------------
 
 RELEASED: dict[str, dict[str, Any]] = {
-    # finetune.py's defaults, its call of gradient_checkpointing_enable, deepspeed/zero3.json;
-    # rows as the name of its data set says.
+    # finetune.py's defaults, its call of gradient_checkpointing_enable, deepspeed/zero3.json with
+    # what accelerate takes for "auto"; tokenization.py's rows.
     "llama2_7b_yarn_128k": {
         "model": "meta-llama/Llama-2-7b-hf",
         "lora_r": 0,
         "dataset": "emozilla/pg19",
         "length": 65536,
-        "rows": "bookended",
+        "rows": "packed",
         "max_steps": 400,
         "learning_rate": 2e-5,
         "warmup_steps": 20,
@@ -79,7 +88,8 @@ RELEASED: dict[str, dict[str, Any]] = {
         "adam_beta1": 0.9,
         "adam_beta2": 0.95,
         "weight_decay": 0.0,
-        "max_grad_norm": 0.0,
+        "adam_epsilon": 1e-8,
+        "max_grad_norm": 1.0,
         "gradient_checkpointing": True,
         "seed": 42,
     },
@@ -119,7 +129,7 @@ RELEASED: dict[str, dict[str, Any]] = {
         "gradient_checkpointing": True,
         "seed": 42,
     },
-    # fine-tune.py, the README's command, and section 4.1 for the optimiser.
+    # fine-tune.py, the README's command, and section 4.1 for adam_beta2.
     **{
         name: {
             "lora_r": 8,
@@ -202,7 +212,7 @@ def test_the_rate_follows_the_released_curve(name: str) -> None:
 
 
 @pytest.mark.slow
-def test_gradients_are_left_as_they_are(
+def test_gradients_are_clipped_where_the_recipe_says(
     checkpoint: Path, texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """They are measured for the log, and clipped only where a norm is given."""
@@ -214,10 +224,10 @@ def test_gradients_are_left_as_they_are(
         return clip(parameters, bound, *rest, **more)
 
     monkeypatch.setattr(torch.nn.utils, "clip_grad_norm_", noted)
-    for norm in (read("llama2_7b_yarn_128k")[1].max_grad_norm, 0.5):
+    for norm in (read("llama2_7b_yarn_128k")[1].max_grad_norm, 0.0):
         words = arguments(checkpoint, texts, tmp_path / str(norm), max_steps=1, max_grad_norm=norm)
         finetune.main(words)
-    assert bounds == [math.inf, 0.5]
+    assert bounds == [1.0, math.inf]
 
 
 # --- formulas of the released code -----------------------------------------------------------
@@ -309,8 +319,28 @@ def test_shares_of_prolong() -> None:
     shares = {part["dataset"]: part["weight"] for part in parts}
     assert (shares.pop("repositories"), shares.pop("emozilla/pg19")) == (0.3, 0.3)
     assert sum(shares.values()) == pytest.approx(0.4)
-    minima = [part.get("minimum_document", 0) for part in parts]
-    assert minima == [65536, 65536, 0, 0, 0, 0]
+    assert [part.rows for part in settings.parts(recipe)] == ["chunked"] * 2 + ["packed"] * 4
+
+
+@pytest.mark.parametrize("lengths", [[64], [64, 128, 65, 63, 200], [5, 300, 1, 64, 127, 90]])
+def test_long_rows_are_spans_of_one_document_as_released(lengths: list[int]) -> None:
+    """``SingleBuffer.process`` with ``min_length`` = ``pack_length``, of documents that long.
+
+    A buffer begins empty, gives away rows while it holds one, and keeps of a document only a
+    remainder of ``min_length``: so nothing of one document ever meets another.
+    """
+    row, expected, spans = 64, [], []
+    documents = [[1000 * d + i for i in range(n)] for d, n in enumerate(lengths)]
+    for document in (d for d in documents if len(d) >= row):  # they are filtered by length before
+        buffer = list(document)
+        while len(buffer) >= row:
+            expected.append(buffer[:row])
+            spans.append((0, row))
+            buffer = buffer[row:] if len(buffer) - row >= row else []
+    made = Chunk(row, masking=True)({"input_ids": documents})
+    assert made["input_ids"].tolist() == expected
+    assert [(0, int(row_.argmax()) + 1) for row_ in made["position_ids"]] == spans
+    assert len(expected) == sum(Chunk(row).rows(n) for n in lengths)
 
 
 # --- memory ----------------------------------------------------------------------------------

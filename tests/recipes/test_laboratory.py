@@ -256,8 +256,11 @@ def test_wrong_options_are_told_before_anything_is_trained() -> None:
     for given, message in (
         (["--tasks", "text,sort"], "--tasks 'sort' is unknown.*'sorting'"),
         (["--width", "100"], "--width 100 must be a multiple of 8 x --heads 4"),
-        (["--problem-steps", "0"], "--problem-steps 0 must be at least 1"),
-        (["--length", "32"], "--length 32 must be at least 64"),
+        (["--problem-steps", "0"], "--problem-steps 0 is not valid; it must be 1 or more"),
+        (["--length", "32"], "--length 32 is not valid; it must be 64 or more"),
+        (["--learning-rate", "-1"], "--learning-rate -1 is not valid"),
+        (["--seeds", "0", "--heads", "0"], "(?s)2 settings.*--seeds 0.*--heads 0"),
+        (["--rows", "-2", "--encodings", "albi"], "(?s)--rows -2.*--encodings 'albi'"),
     ):
         with pytest.raises(OptionError, match=message):
             main(given)

@@ -174,7 +174,7 @@ def test_the_mask_of_documents_is_counted(
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--length", "0"], "--length 0 is not valid; it must be 1 or more"),
+        (["--length", "0"], "--length 0 is not valid; it must be 2 or more"),
         (["--length", "-5"], "--length -5 is not valid"),
         (["--per_device_train_batch_size", "0"], "--per_device_train_batch_size 0 is not valid"),
         (["--devices", "0"], "--devices 0 is not valid; it must be 1 or more"),
@@ -202,3 +202,12 @@ def test_every_recipe_says_what_it_needs(path: Path, monkeypatch: pytest.MonkeyP
     found = memory.need(recipe, args, memory.config_of(recipe.model))
     devices = 1 if "accelerate/single.yaml" in text else 8
     assert memory.line(found, devices) in text.split("\n")
+
+
+def test_all_bad_numbers_are_reported_at_once(capsys: pytest.CaptureFixture[str]) -> None:
+    recipe = str(ROOT / "recipes" / "tiny_512_yarn_pose.yaml")
+    with pytest.raises(SystemExit, match="2"):
+        memory.main([recipe, "--devices", "0", "--shape", "hidden=0", "--seed", "-1"])
+    error = capsys.readouterr().err
+    assert error.startswith("3 settings")
+    assert all(words in error for words in ("--devices 0", "'hidden=0'", "--seed -1"))

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
 import rope_ext
-from recipes import data, finetune
+from recipes import data, finetune, settings
 from recipes.positions import PoSE, ReleasedPoSE, Scattered
 from tests.helpers.models import tiny_llama
 from tests.helpers.recipe_runs import arguments, history
@@ -121,7 +121,7 @@ def test_a_run_on_positions_of_the_target(
     assert loss > 0
     assert norm > 0
     assert rope_ext.describe(rope_ext.from_pretrained(run)).target_length == 512
-    recipe, _ = finetune.parse(
+    recipe, _ = settings.parse(
         arguments(checkpoint, texts, run, pose_chunks=None, positions=scheme)
     )
     made = finetune.scheme(recipe, 512)
@@ -136,7 +136,7 @@ def test_a_run_on_positions_of_the_target(
 
 
 def test_chunks_alone_are_pose(checkpoint: Path, texts: Path, tmp_path: Path) -> None:
-    recipe, _ = finetune.parse(arguments(checkpoint, texts, tmp_path, pose_chunks=3))
+    recipe, _ = settings.parse(arguments(checkpoint, texts, tmp_path, pose_chunks=3))
     assert finetune.scheme(recipe, 512) == PoSE(512, 3)
-    recipe, _ = finetune.parse(arguments(checkpoint, texts, tmp_path, pose_chunks=0))
+    recipe, _ = settings.parse(arguments(checkpoint, texts, tmp_path, pose_chunks=0))
     assert finetune.scheme(recipe, 512) is None

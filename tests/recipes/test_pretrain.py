@@ -13,6 +13,7 @@ import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from recipes.pretrain import tiny_512, tiny_bytes_512, train
+from rope_ext.errors import OptionError
 from rope_ext.measure.tasks.passkey import FILLER, INTRO, NEEDLE, QUESTION
 from rope_ext.measure.text import read_texts
 
@@ -109,3 +110,12 @@ def test_the_recipe_begins_resumes_and_writes_a_checkpoint_that_loads(
     assert len(tokenizer) <= model.config.vocab_size
     if small.ships_held_out:
         assert read_texts([output / "held_out.jsonl"]) == made_up()
+
+
+def test_every_wrong_number_is_told_before_anything_is_read(monkeypatch) -> None:
+    words = ["--steps", "-5", "--batch-size", "0", "--learning-rate", "nan", "--seed", "-1"]
+    monkeypatch.setattr(sys, "argv", ["train.py", "tiny-512", *words, "--save-steps", "0"])
+    with pytest.raises(OptionError) as caught:
+        train.main()
+    for option in ("--steps -5", "--batch-size 0", "--learning-rate nan", "--seed -1", "--save-st"):
+        assert f"{option}" in str(caught.value)

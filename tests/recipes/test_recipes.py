@@ -13,19 +13,21 @@ import time
 from contextlib import nullcontext
 from itertools import islice
 from pathlib import Path
+from types import SimpleNamespace
 
 import datasets
 import peft
 import pytest
 import torch
 import transformers
+from accelerate.utils import DistributedType
 from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 import rope_ext
-from recipes import data, finetune, merge, positions, settings
+from recipes import checks, data, finetune, merge, parallel, positions, settings
 from recipes.loss import ChunkedLoss
 from rope_ext import OptionError, RopeExtError
 from rope_ext.errors import MeasureError
@@ -338,7 +340,7 @@ def test_tied_weights_stay_tied(tmp_path: Path, ids: torch.Tensor) -> None:
 
 def test_loraplus_trains_b_faster(checkpoint: Path, texts: Path, tmp_path: Path) -> None:
     words = arguments(checkpoint, texts, tmp_path / "run", loraplus_ratio=16, weight_decay=0.1)
-    recipe, args = finetune.parse(words)
+    recipe, args = settings.parse(words)
     model = finetune.build(recipe, AutoConfig.from_pretrained(checkpoint))
     optimizer = finetune.LongTrainer(recipe, model, args).create_optimizer()
     rates = {id(p): group["lr"] for group in optimizer.param_groups for p in group["params"]}
@@ -444,7 +446,7 @@ def test_chunked_loss_needs_a_new_torch(monkeypatch: pytest.MonkeyPatch) -> None
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
 def test_recipes_are_valid(path: Path) -> None:
     words = ["--config", str(path), "--use_cpu", "true"]  # without a GPU, for bfloat16
-    recipe, args = finetune.parse([*words, "--quantize", "false"])
+    recipe, args = settings.parse([*words, "--quantize", "false"])
     settings.check_together(recipe, args)
     assert settings.method_of(recipe).name == recipe.method
     assert args.output_dir == f"runs/{path.stem}"
@@ -459,7 +461,7 @@ def test_the_command_line_is_over_the_file(tmp_path: Path) -> None:
     file.write_text("factor: 2\nlearning_rate: 1e-3\nlora_target: [a, b]\nstreaming: true\n")
     file.write_text(file.read_text() + "method_options: {beta_fast: 16}\nattn:\n")
     output = ["--output_dir", str(tmp_path / "run")]
-    recipe, args = finetune.parse(["--factor", "8", "--config", str(file), *output])
+    recipe, args = settings.parse(["--factor", "8", "--config", str(file), *output])
     assert (recipe.factor, args.learning_rate, recipe.streaming) == (8.0, 1e-3, True)
     assert recipe.lora_target == ["a", "b"]
     assert recipe.attn is None
@@ -499,7 +501,7 @@ REFUSED = [
     ({"positions": "rando"}, "--positions 'rando' is not valid; did you mean 'random'"),
     ({"positions": "random"}, "--pose_chunks is of --positions pose, and they are random"),
     ({"positions": "random", "pose_chunks": 0, "document_masking": True}, "positions random chang"),
-    ({"rows": "books"}, "--rows 'books' is not valid.* packed, bookended, document"),
+    ({"rows": "books"}, "--rows 'books' is not valid.* packed, document, chunked, bookended"),
     ({"positions": "pose_released", "pose_chunks": 0, "rows": "bookended"}, "leave --rows out"),
     (
         {"rows": "document", "pose_chunks": 0, "length": 256, "document_masking": True},
@@ -548,6 +550,48 @@ REFUSED = [
     ({"resume_from_checkpoint": "true"}, "no checkpoint to go on from"),
     ({"resume_from_checkpoint": "nowhere"}, "no checkpoint to go on from .nowhere."),
     ({"config": "nowhere.yaml"}, "cannot read --config nowhere.yaml"),
+    ({"positions": "pose_released", "pose_chunks": 0, "rows": "chunked"}, "leave --rows out"),
+    (
+        {"rows": "chunked", "pose_chunks": 0, "length": 256, "document_masking": True},
+        "--rows chunked has none that it could keep apart",
+    ),
+    ({"rows": "chunked", "length": 500, "pose_chunks": 2}, "lower --length 500"),
+    ({"gradient_accumulation_steps": -2}, "--gradient_accumulation_steps -2 .* be 1 or more"),
+    ({"gradient_accumulation_steps": 0}, "--gradient_accumulation_steps 0 .* be 1 or more"),
+    ({"per_device_train_batch_size": 0}, "--per_device_train_batch_size 0 .* be 1 or more"),
+    ({"per_device_train_batch_size": -1}, "--per_device_train_batch_size -1 .* be 1 or more"),
+    ({"seed": -1}, "--seed -1 is not valid; it must be from 0 to 4294967295"),
+    ({"seed": "abc"}, "argument --seed: invalid int value: 'abc'; see --help"),
+    ({"data_seed": 2**32}, "--data_seed 4.*from 0 to 4294967295"),
+    ({"attn": "sdpaa"}, "--attn 'sdpaa' is not valid; did you mean 'sdpa'"),
+    ({"minimum_document": -1}, "--minimum_document -1 .* 0 or more"),
+    ({"learning_rate": -1}, "--learning_rate -1 .* above 0"),
+    ({"learning_rate": 0}, "--learning_rate 0 .* above 0"),
+    ({"learning_rate": "nan"}, "--learning_rate nan .* above 0"),
+    ({"learning_rate": "inf"}, "--learning_rate inf .* above 0"),
+    ({"loraplus_ratio": -4}, "--loraplus_ratio -4 .* above 0"),
+    ({"lora_r": -4}, "--lora_r -4 .* 0 or more"),
+    ({"lora_alpha": 0}, "--lora_alpha 0 .* 1 or more"),
+    ({"lora_dropout": 2}, "--lora_dropout 2 .* at least 0 and below 1"),
+    ({"max_steps": -3}, "--max_steps -3 .* 1 or more, or -1"),
+    ({"max_steps": 0}, "--max_steps 0 .* 1 or more, or -1"),
+    ({"max_steps": -1, "num_train_epochs": -1}, "--num_train_epochs -1 .* above 0"),
+    ({"warmup_steps": -1}, "--warmup_steps -1 .* 0 or more"),
+    ({"save_steps": -1}, "--save_steps -1 .* 1 or more, or a share"),
+    ({"save_steps": 1.5}, "--save_steps 1.5 .* 1 or more, or a share"),
+    ({"save_total_limit": 0}, "--save_total_limit 0 .* 1 or more; leave it out"),
+    ({"logging_steps": -1}, "--logging_steps -1 .* 1 or more, or a share"),
+    ({"length": 0}, "--length 0 .* 2 or more"),
+    ({"length": -5}, "--length -5 .* 2 or more"),
+    ({"pose_chunks": -2}, "--pose_chunks -2 is not valid"),
+    ({"weight_decay": -1}, "--weight_decay -1 .* 0 or more"),
+    ({"max_grad_norm": -1}, "--max_grad_norm -1 .* 0 or more"),
+    ({"adam_beta2": 1}, "--adam_beta2 1 .* at least 0 and below 1"),
+    ({"original_max_position_embeddings": 0}, "--original_max_position_embeddings 0 .* 1 or more"),
+    ({"dataloader_num_workers": -1}, "--dataloader_num_workers -1 .* 0 or more"),
+    ({"eval_strategy": "steps", "eval_steps": -1}, "--eval_steps -1 .* 1 or more"),
+    ({"deepspeed": "x.json"}, "--deepspeed x.json is not a file"),
+    ({"fp16": True, "bf16": True}, "transformers refuses these settings: At most one of fp16"),
 ]
 
 
@@ -565,6 +609,111 @@ def test_bad_input_is_refused_before_the_weights_are_loaded(
     assert not (tmp_path / "run").exists()
 
 
+def test_every_mistake_is_reported_at_once(
+    checkpoint: Path, texts: Path, tmp_path: Path, weights: None
+) -> None:
+    """Ranges, what does not go together, what transformers refuses, the folder and the model."""
+    (tmp_path / "file").write_text("")
+    bad = {
+        "model": "nowhere/at-all",
+        "output_dir": tmp_path / "file",
+        "use_cpu": None,
+        "bf16": True,
+        "fp16": True,
+        "lora_r": -4,
+        "lora_dropout": 2,
+        "per_device_train_batch_size": 0,
+        "method": "yarm",
+        "attn": "sdpaa",
+        "rows": "books",
+        "pose_chunks": 65,
+        "deepspeed": "x.json",
+        "learning_rat": 1,
+    }
+    with pytest.raises(OptionError) as caught:
+        finetune.main(arguments(checkpoint, texts, **{"output": tmp_path / "run", **bad}))
+    lines = str(caught.value).split("\n")
+    assert lines[0] == f"{len(lines) - 1} settings need to be corrected:"
+    assert [line.split()[0] for line in lines[1:]] == [f"{n}." for n in range(1, len(lines))]
+    for words in (
+        *("nowhere/at-all", "is not a directory", "--lora_r -4", "--lora_dropout 2", "'yarm'"),
+        *("--per_device_train_batch_size 0", "'sdpaa'", "'books'", "--pose_chunks 65", "x.json"),
+        "'--learning_rat'",
+    ):
+        assert sum(words in line for line in lines) == 1, words
+
+
+def test_what_depends_on_the_model_is_reported_with_the_rest(
+    checkpoint: Path, texts: Path, tmp_path: Path, weights: None
+) -> None:
+    more = {"length": 600, "seed": -1, "pose_chunks": 0}
+    with pytest.raises(OptionError, match=r"(?s)2 settings.*--seed -1.*at most the target of 512"):
+        finetune.main(arguments(checkpoint, texts, tmp_path / "run", **more))
+    more = {"length": 600, "lora_target": ["query"], "pose_chunks": 0}
+    with pytest.raises(OptionError, match=r"(?s)2 settings.*target of 512.*some of down_proj"):
+        finetune.main(arguments(checkpoint, texts, tmp_path / "run", **more))
+
+
+def test_bfloat16_without_a_gpu_is_told_with_everything_else(
+    checkpoint: Path, texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(checks, "is_torch_bf16_gpu_available", lambda: False)
+    monkeypatch.setattr(checks.importlib.util, "find_spec", lambda name: None)
+    more = {"use_cpu": None, "bf16": True, "model": "nowhere/at-all", "deepspeed": "x.json"}
+    with pytest.raises(OptionError) as caught:
+        finetune.main(arguments(checkpoint, texts, tmp_path / "run", **more))
+    bf16, deepspeed, model = str(caught.value).split("\n")[1:]
+    assert "--bf16 true needs a GPU" in bf16 and "--use_cpu true" in bf16
+    assert "pip install deepspeed" in deepspeed
+    assert "nowhere/at-all" in model
+
+
+def test_an_output_folder_that_cannot_be_made_is_refused(
+    checkpoint: Path, texts: Path, tmp_path: Path, weights: None
+) -> None:
+    (tmp_path / "file").write_text("what was there")
+    for folder in ("file", "file/run"):
+        with pytest.raises(OptionError, match=r"file is not a directory; give another --output"):
+            finetune.main(arguments(checkpoint, texts, tmp_path / folder))
+    assert (tmp_path / "file").read_text() == "what was there"
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("seed: 1\nfactor: 4\nseed: 2\n", "'seed' is given twice, in line 1 and in line 3"),
+        ("datasets:\n  - {weight: 1, weight: 2}\n", "'weight' is given twice, in line 2 and"),
+    ],
+)
+def test_a_key_that_is_given_twice_is_refused(text: str, message: str, tmp_path: Path) -> None:
+    (tmp_path / "recipe.yaml").write_text(text)
+    with pytest.raises(OptionError, match=message):
+        settings.parse(["--config", str(tmp_path / "recipe.yaml")])
+
+
+@pytest.mark.parametrize(
+    ("use_cpu", "variable", "kind", "warned"),
+    [
+        (True, "ACCELERATE_USE_FSDP", "MULTI_CPU", "FSDP.*plain data parallelism"),
+        (True, "ACCELERATE_USE_DEEPSPEED", "MULTI_CPU", "DeepSpeed.*plain data parallelism"),
+        (True, "ACCELERATE_USE_SOMETHING", "MULTI_CPU", None),
+        (False, "ACCELERATE_USE_FSDP", "MULTI_GPU", None),
+    ],
+)
+def test_a_launch_that_does_not_shard_on_cpus_warns(
+    use_cpu: bool,
+    variable: str,
+    kind: str,
+    warned: str | None,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv(variable, "true")
+    state = SimpleNamespace(distributed_type=DistributedType[kind])
+    args = SimpleNamespace(use_cpu=use_cpu, distributed_state=state)
+    with pytest.warns(UserWarning, match=warned) if warned else nullcontext():
+        parallel.warn_of_launch(args)
+
+
 def test_good_input_is_not_refused(
     checkpoint: Path, texts: Path, tmp_path: Path, weights: None
 ) -> None:
@@ -577,7 +726,7 @@ def test_quantize_needs_bitsandbytes(
     checkpoint: Path, texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(settings.importlib.util, "find_spec", lambda name: None)
-    recipe, args = finetune.parse(arguments(checkpoint, texts, tmp_path, quantize=True))
+    recipe, args = settings.parse(arguments(checkpoint, texts, tmp_path, quantize=True))
     with pytest.raises(OptionError, match="pip install bitsandbytes"):
         settings.check_together(recipe, args)
 
@@ -587,7 +736,7 @@ def test_bad_files_are_refused(line: str, tmp_path: Path) -> None:
     file = tmp_path / "a.yaml"
     file.write_text(line)
     with pytest.raises(OptionError, match=r"a\.yaml"):
-        finetune.parse(["--config", str(file)])
+        settings.parse(["--config", str(file)])
 
 
 def test_context_parallelism_is_asked(
@@ -603,7 +752,7 @@ def test_processes_that_accelerate_has_not_joined_are_refused(
     checkpoint: Path, texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each would train alone, on all of the data, and write into the same folder."""
-    recipe, args = finetune.parse(arguments(checkpoint, texts, tmp_path))
+    recipe, args = settings.parse(arguments(checkpoint, texts, tmp_path))
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(OptionError, match=r"2 processes.*joined 1.*give --use_cpu true"):
         finetune.check(recipe, args)
@@ -711,7 +860,7 @@ def test_checkpoints_that_are_not_whole_are_passed_over(
 ) -> None:
     run = tmp_path / "run"
     words = arguments(checkpoint, texts, run, max_steps=5, save_steps=1)
-    recipe, args = finetune.parse([*words, "--resume_from_checkpoint", "true"])
+    recipe, args = settings.parse([*words, "--resume_from_checkpoint", "true"])
     finetune.main(words)
     for wrong in ("checkpoint-abc", "checkpoint-", "checkpoint-1-2", "checkpoint-99"):
         (run / wrong).mkdir()

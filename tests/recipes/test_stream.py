@@ -16,9 +16,9 @@ import pytest
 import torch
 from transformers import AutoTokenizer, Trainer
 
-from recipes import data, finetune, stream
+from recipes import data, finetune, settings, stream
 from rope_ext import RopeExtError
-from tests.helpers.recipe_runs import arguments, history
+from tests.helpers.recipe_runs import WORDS, arguments, history
 
 
 def words(batch: Mapping[str, list[str]]) -> dict[str, Any]:
@@ -214,6 +214,53 @@ def test_bookended_rows_have_a_start_and_an_end(
         assert len(row) == 50
         assert (row[0], row[-1]) == (tokenizer.bos_token_id, tokenizer.eos_token_id)
         assert row[1] != tokenizer.bos_token_id
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_chunked_rows_hold_one_span_of_one_document(
+    streaming: bool, checkpoint: Path, tmp_path: Path
+) -> None:
+    """Documents of 2 to 302 tokens in rows of 100, of which packed ones hold up to 50."""
+    tokenizer = AutoTokenizer.from_pretrained(checkpoint)
+    rng, file = np.random.default_rng(0), tmp_path / "texts.jsonl"
+    texts = [" ".join(rng.choice(WORDS, n)) for n in rng.integers(1, 90, 60)]
+    file.write_text("\n".join(json.dumps({"text": text}) for text in texts))
+    whole = data.Tokenise(tokenizer)({"text": texts})["input_ids"]
+    spans = {tuple(ids[at : at + 100]) for ids in whole for at in range(0, len(ids) - 99, 100)}
+    rows = data.rows(
+        data.documents(str(file), streaming=streaming),
+        tokenizer,
+        data.packer("chunked", tokenizer, 100, True, 100),
+    )
+    found = [
+        (tuple(row["input_ids"]), list(row["position_ids"])) for row in islice(rows, len(spans))
+    ]
+    assert {ids for ids, _ in found} == spans
+    assert all(positions == list(range(100)) for _, positions in found)
+
+
+def test_a_mixture_has_rows_of_several_kinds(checkpoint: Path, texts: Path, tmp_path: Path) -> None:
+    """Every row says where its documents begin, in one batch or another."""
+    mixture = [
+        json.dumps({"dataset": str(texts), "weight": 0.5, "rows": rows})
+        for rows in ("chunked", "packed")
+    ]
+    words = arguments(
+        checkpoint,
+        texts,
+        tmp_path,
+        dataset=None,
+        datasets=mixture,
+        length=256,
+        pose_chunks=0,
+        document_masking=True,
+    )
+    recipe, args = settings.parse(words)
+    rows, _ = finetune.read(recipe, args, finetune.check(recipe, args))
+    batch = data.Collator()(list(islice(rows, 40)))
+    assert (batch["labels"][:, 0] == data.IGNORED).all()
+    starts = (batch["position_ids"] == 0).sum(1)
+    assert set(starts.tolist()) == {1, 2}  # documents of some 350 tokens
 
 
 def test_bookending_by_hand() -> None:

@@ -60,6 +60,13 @@ def test_an_operation_that_is_not_known_is_refused() -> None:
         surgery.main(["tiny-512", "--only", "dropes"])
 
 
+def test_every_wrong_number_is_told_before_anything_is_trained(monkeypatch) -> None:
+    monkeypatch.setattr(surgery, "operate", lambda *given: pytest.fail("it began"))
+    words = ["--steps", "0", "--windows", "-1", "--trials", "0", "--lengths", "4x"]
+    with pytest.raises(OptionError, match=r"(?s)4 settings.*steps 0.*windows -1.*trials 0.*'4x'"):
+        surgery.main(["tiny-512", *words])
+
+
 @pytest.mark.slow
 def test_an_operation_is_trained_read_and_compared(
     checkpoint: Path, texts: Path, tmp_path: Path, monkeypatch

@@ -1,0 +1,155 @@
+"""Settings that are out of range, and all mistakes of a command reported at once."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from transformers.utils import is_torch_bf16_gpu_available
+
+from rope_ext.errors import OptionError, RopeExtError
+
+
+class Mistakes:
+    """Errors that are collected, so that a user can correct all of them at once."""
+
+    def __init__(self) -> None:
+        self.errors: list[RopeExtError] = []
+
+    def __bool__(self) -> bool:
+        return bool(self.errors)
+
+    def add(self, messages: Iterable[str]) -> None:
+        """Record each message as an OptionError."""
+        with self.collected():
+            for message in messages:
+                self._record(OptionError(message))
+
+    @contextlib.contextmanager
+    def collected(self) -> Iterator[None]:
+        """Record an error of this package instead of raising it."""
+        try:
+            yield
+        except RopeExtError as error:
+            self._record(error)
+
+    def _record(self, error: RopeExtError) -> None:
+        if str(error) not in map(str, self.errors):
+            self.errors.append(error)
+
+    def report(self) -> None:
+        """Raise what was recorded, if anything was.
+
+        Raises:
+            RopeExtError: the only error as it is; several as one OptionError that lists them.
+        """
+        if not self.errors:
+            return
+        if len(self.errors) == 1:
+            raise self.errors[0]
+        listed = "".join(f"\n  {n}. {error}" for n, error in enumerate(self.errors, 1))
+        raise OptionError(f"{len(self.errors)} settings need to be corrected:{listed}")
+
+
+Rule = tuple[Callable[[Any], bool], str]
+
+
+def at_least(least: float) -> Rule:
+    """Numbers from ``least`` up."""
+    return lambda value: least <= value < math.inf, f"{least:g} or more"
+
+
+POSITIVE: Rule = (lambda value: 0 < value < math.inf, "a number above 0")
+_BELOW_ONE: Rule = (lambda value: 0 <= value < 1, "at least 0 and below 1")
+SEED: Rule = (lambda value: 0 <= value < 2**32, "from 0 to 4294967295")
+INTERVAL: Rule = (
+    lambda value: 0 < value < 1 or (value >= 1 and value == int(value)),
+    "a number of steps, 1 or more, or a share of all steps between 0 and 1",
+)
+
+RULES: dict[str, Rule] = {
+    "length": at_least(2),
+    "original_max_position_embeddings": at_least(1),
+    "minimum_document": at_least(0),
+    "lora_r": at_least(0),
+    "lora_alpha": at_least(1),
+    "lora_dropout": _BELOW_ONE,
+    "loraplus_ratio": POSITIVE,
+    "per_device_train_batch_size": at_least(1),
+    "per_device_eval_batch_size": at_least(1),
+    "gradient_accumulation_steps": at_least(1),
+    "eval_accumulation_steps": at_least(1),
+    "max_steps": (lambda value: value == -1 or value >= 1, "1 or more, or -1 to train by epochs"),
+    "num_train_epochs": POSITIVE,
+    "learning_rate": POSITIVE,
+    "weight_decay": at_least(0),
+    "adam_beta1": _BELOW_ONE,
+    "adam_beta2": _BELOW_ONE,
+    "adam_epsilon": POSITIVE,
+    "max_grad_norm": at_least(0),
+    "warmup_steps": at_least(0),
+    "label_smoothing_factor": _BELOW_ONE,
+    "neftune_noise_alpha": at_least(0),
+    "logging_steps": INTERVAL,
+    "save_steps": INTERVAL,
+    "eval_steps": INTERVAL,
+    "eval_delay": at_least(0),
+    "save_total_limit": (lambda value: value >= 1, "1 or more; leave it out to keep all"),
+    "torch_empty_cache_steps": at_least(1),
+    "seed": SEED,
+    "data_seed": SEED,
+    "dataloader_num_workers": at_least(0),
+    "dataloader_prefetch_factor": at_least(1),
+    "ddp_timeout": at_least(1),
+}
+"""Of recipes/finetune.py, for each number: whether a value is valid, and which are, in words."""
+
+
+def out_of_range(
+    values: Mapping[str, Any], rules: Mapping[str, Rule] = RULES, separator: str = "_"
+) -> dict[str, str]:
+    """For each number in ``values`` that can only be a mistake: its name and a message.
+
+    Args:
+        values: of options by name; None is not checked.
+        rules: what is valid.
+        separator: between the words of an option on the command line.
+    """
+    found = {}
+    for name, (valid, words) in rules.items():
+        value = values.get(name)
+        strategy = name.removesuffix("steps") + "strategy"
+        if value is None or (name.endswith("_steps") and values.get(strategy) == "no"):
+            continue
+        if not (math.isfinite(value) and valid(value)):
+            option = name.replace("_", separator)
+            found[name] = f"--{option} {value:.16g} is not valid; it must be {words}"
+    return found
+
+
+def unsupported(values: dict[str, Any]) -> Iterator[str]:
+    """A message for everything that this machine lacks; such settings are taken out of ``values``.
+
+    TrainingArguments would raise an error for the first of them only, and not say how to go on.
+    """
+    on_cpu = values.get("use_cpu")
+    if values.get("bf16") and not on_cpu and not is_torch_bf16_gpu_available():
+        values["bf16"] = False
+        yield (
+            "--bf16 true needs a GPU that computes in bfloat16, and there is none here; give "
+            "--use_cpu true to train on the CPU, or --bf16 false --dtype float32"
+        )
+    config = values.get("deepspeed")
+    if config and importlib.util.find_spec("deepspeed") is None:
+        values["deepspeed"] = None
+        yield (
+            f"--deepspeed {config} needs DeepSpeed, which is not installed; install it with: "
+            f"pip install deepspeed, or leave --deepspeed out"
+        )
+    elif isinstance(config, str) and not config.startswith("{") and not Path(config).is_file():
+        values["deepspeed"] = None
+        yield f"--deepspeed {config} is not a file; give the path of a DeepSpeed configuration"

@@ -184,7 +184,8 @@ class Learning(nn.Module):
         """
         for name, (least, most) in self.bounds.items():
             value = getattr(self, name)
-            if not value.is_inference():
+            # A graph cannot ask, and has no inference tensors where gradients are needed.
+            if torch.compiler.is_compiling() or not value.is_inference():
                 value.data.clamp_(least, most)
 
     def clamped(self) -> dict[str, torch.Tensor]:

@@ -227,8 +227,8 @@ def test_start_scores_all_after_the_least_context(tokenizer: Any) -> None:
     ("options", "message"),
     [
         ({"protocol": "slide"}, "one of ending, sliding, start"),
-        ({"protocol": "sliding"}, "go together"),
-        ({"stride": 5}, "go together"),
+        ({"protocol": "sliding"}, "--protocol sliding needs --stride"),
+        ({"stride": 5}, "--stride does not apply to the protocol ending"),
         ({"protocol": "sliding", "stride": 0}, "stride=0 is not valid"),
         ({"protocol": "sliding", "stride": 64}, "stride=64 would skip tokens at length 64"),
         ({"protocol": "start", "min_context": 63}, "leaves nothing to score at length 64"),

@@ -361,7 +361,7 @@ class Perplexity(Stretches):
                 f"window may hold unrelated texts"
             )
         if len(set(windows.documents)) == 1:
-            yield "all windows are from one document: its intervals have no width and say nothing"
+            yield "all windows are from one document, so perplexity has no interval"
         if len(windows.texts) < self.windows:
             yield (
                 f"the text gives only {len(windows.texts)} windows of {max(lengths)} tokens "

@@ -407,6 +407,6 @@ def test_nothing_is_left_to_fail_at_the_end_of_the_process() -> None:
 def test_a_seed_of_no_use_is_told_before_anything_is_measured(
     settings: Settings, seed: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(models, "load_config", lambda *args: pytest.fail("too late"))
+    monkeypatch.setattr(models, "load_tokenizer", lambda *args: pytest.fail("too late"))
     with pytest.raises(OptionError, match="whole number from 0 to 4294967295"):
         prepare(changed(settings, seed=seed), TASKS)

@@ -176,7 +176,9 @@ def test_a_loss_that_is_not_a_number_counts_as_infinite() -> None:
     outcome = Outcome("key", "yarn", "perplexity", 37, None, None, 0, "p", (), 0, math.inf, 5)
     assert "Infinity" not in line(outcome)
     assert Outcome.from_json(json.loads(line(outcome))) == outcome
-    assert estimate([outcome], "loss", 0).high == math.inf
+    assert estimate([outcome], "loss", 0).value == math.inf
+    other = dataclasses.replace(outcome, group=1)
+    assert estimate([outcome, other], "loss", 0).high == math.inf
 
 
 def test_perplexity_is_weighted_by_tokens_and_resampled_by_document() -> None:

@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 CHECKPOINTS := tiny-512 tiny-bytes-512
 export TOKENIZERS_PARALLELISM = false
 
-.PHONY: demo docs engine-sources finetune finetune-methods laboratory test test-all lint coverage checkpoint clean
+.PHONY: demo demo-pictures docs engine-sources finetune finetune-methods laboratory test test-all lint coverage checkpoint clean
 .PHONY: surgery $(CHECKPOINTS:%=demo-%) $(CHECKPOINTS:%=finetune-%) $(CHECKPOINTS:%=surgery-%)
 
 # torch first and by version: a plain `torch` may pull gigabytes of CUDA packages.
@@ -24,6 +24,11 @@ $(CHECKPOINTS:%=demo-%): demo-%: $(VENV)/installed
 	$(BIN)/rope-ext compare --model checkpoints/$* $(HELD_OUT_$*) $(DEMO_$*) \
 		--methods dynamic_yarn,yarn,dynamic_ntk,ntk,rerope,self_extend,dual_chunk,pi \
 		--windows 12 --trials 4 --output runs/demo/$* --resume
+
+demo-pictures: demo ## put what `make demo` has drawn into the README and docs/demonstration.md
+	cp runs/demo/tiny-512/perplexity.png docs/perplexity.png
+	cp runs/demo/tiny-512/passkey.png docs/passkey.png
+	cp runs/demo/tiny-bytes-512/passkey.png docs/passkey-bytes.png
 
 TUNE := $(BIN)/accelerate launch --config_file recipes/accelerate/single.yaml recipes/finetune.py
 REPORT := $(BIN)/python -m eval.report --tasks perplexity,passkey --windows 12 --resume

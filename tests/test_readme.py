@@ -10,6 +10,7 @@ from typer.testing import CliRunner
 
 import rope_ext
 from rope_ext.cli import app
+from rope_ext.plots.style import numbers_of
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -64,3 +65,37 @@ def test_its_table_is_part_of_that_of_the_demonstration() -> None:
 
 def test_it_is_one_screen_that_sells() -> None:
     assert len(README.splitlines()) <= 150
+
+
+def tables(section: str) -> dict[tuple[str, int], tuple[float, float]]:
+    """Perplexity and share of passkeys in the tables of the demonstration, by row and length."""
+    text = page("demonstration.md").split(f"\n## {section}\n")[1].split("\n## ")[0]
+    lengths, found = [512, 1024, 2048, 4096], {}
+    for row in re.findall(r"^\| (.*<br>.*) \|$", text, re.MULTILINE):
+        name, *cells = row.split(" | ")
+        for length, cell in zip(lengths, cells, strict=True):
+            perplexity, share = re.fullmatch(r"([\d.]+) \[.*<br>(\d+)% \[.*", cell).groups()
+            system = "none" if name == "unpatched" else name.strip("`")
+            found[system, length] = float(perplexity), int(share) / 100
+    return found
+
+
+def test_the_picture_of_perplexity_is_that_of_the_table() -> None:
+    table = tables("tiny-512")
+    shown = numbers_of(ROOT / "docs" / "perplexity.png")
+    assert len(shown) == 9 * 4
+    for entry in shown:
+        value, _ = table[entry["system"], entry["length"]]
+        assert entry["value"] == pytest.approx(value, rel=0.01), entry  # of another machine
+
+
+@pytest.mark.parametrize(
+    ("picture", "section"), [("passkey", "tiny-512"), ("passkey-bytes", "tiny-bytes-512")]
+)
+def test_the_pictures_of_passkeys_are_those_of_the_tables(picture: str, section: str) -> None:
+    table, shares = tables(section), {}
+    for entry in numbers_of(ROOT / "docs" / f"{picture}.png"):
+        shares.setdefault((entry["system"], entry["length"]), []).append(entry["value"])
+    assert len(shares) == 9 * 4 and {len(depths) for depths in shares.values()} == {5}
+    for place, depths in shares.items():
+        assert sum(depths) / 5 == pytest.approx(table[place][1], abs=0.051), place  # one passkey

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from transformers.utils import is_torch_bf16_gpu_available
+from transformers import training_args
 
 from rope_ext.errors import OptionError, RopeExtError
 
@@ -137,7 +137,7 @@ def unsupported(values: dict[str, Any]) -> Iterator[str]:
     TrainingArguments would raise an error for the first of them only, and not say how to go on.
     """
     on_cpu = values.get("use_cpu")
-    if values.get("bf16") and not on_cpu and not is_torch_bf16_gpu_available():
+    if values.get("bf16") and not on_cpu and not training_args.is_torch_bf16_gpu_available():
         values["bf16"] = False
         yield (
             "--bf16 true needs a GPU that computes in bfloat16, and there is none here; give "

@@ -657,7 +657,7 @@ def test_what_depends_on_the_model_is_reported_with_the_rest(
 def test_bfloat16_without_a_gpu_is_told_with_everything_else(
     checkpoint: Path, texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(checks, "is_torch_bf16_gpu_available", lambda: False)
+    monkeypatch.setattr(checks.training_args, "is_torch_bf16_gpu_available", lambda: False)
     monkeypatch.setattr(checks.importlib.util, "find_spec", lambda name: None)
     more = {"use_cpu": None, "bf16": True, "model": "nowhere/at-all", "deepspeed": "x.json"}
     with pytest.raises(OptionError) as caught:

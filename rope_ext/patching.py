@@ -14,6 +14,7 @@ from typing import Any, Literal, TypeVar
 import torch
 from torch import nn
 
+from rope_ext import stale
 from rope_ext.apply import APPLY
 from rope_ext.encodings import Encoding
 from rope_ext.errors import (
@@ -88,6 +89,14 @@ class Patch:
     def length(self) -> int:
         """Trained context, tokens."""
         return self.scaled[0].rope.length
+
+    @property
+    def cached_under(self) -> stale.FilledUnder:
+        """What must be the same for a cache to be continued."""
+        named = self.options.recorded()
+        names = ("frequency", "bias", "layers", "sliding_layers")
+        more = (self.record.trained_length, self.precise, *(named[name] for name in names))
+        return stale.FilledUnder(self.record.method, more)
 
     def frequencies_of(self, site: RotarySite) -> tuple[torch.Tensor, float]:
         """Frequencies (float64, ``[pairs]``) and scaling now; at full length if they adapt."""
@@ -230,10 +239,13 @@ def unpatch(model: Model) -> Model:
         NotPatchedError: there is no patch.
     """
     decoder = text_decoder(model)
-    state = decoder.__dict__.pop(_STATE, None)
+    state = decoder.__dict__.get(_STATE)
     if state is None:
         raise NotPatchedError("this model is not patched, so there is nothing to take back")
+    stale.mark(decoder, state.cached_under)
+    del decoder.__dict__[_STATE]
     state.changes.undo()
+    stale.refuse(decoder, None)
     return model
 
 
@@ -325,6 +337,7 @@ def _listed(names: list[str]) -> str:
 
 
 def _patch(model: nn.Module, decoder: nn.Module, method: Method, options: Options) -> None:
+    stale.mark(decoder, None)
     config = configuration.ConfigState(decoder, model)
     sites = find_sites(decoder, options.original_max_position_embeddings)
     scaled = chosen_sites(decoder, sites, options.sliding_layers)
@@ -382,6 +395,7 @@ def _patch(model: nn.Module, decoder: nn.Module, method: Method, options: Option
         record=record,
         changes=changes,
     )
+    stale.refuse(decoder, decoder.__dict__[_STATE].cached_under)
 
 
 @_one_at_a_time

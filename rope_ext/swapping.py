@@ -12,9 +12,14 @@ def swap(instance: Any, parent: type) -> None:
     """Let the methods of ``parent``, a module-level class, come before those of ``instance``.
 
     It keeps its name and all else, and copies and pickles come out likewise. A second call takes
-    the place of the first; ``instance.__class__ = plain(instance)`` takes it back.
+    the place of the first; :func:`take_back` takes it back.
     """
     instance.__class__ = _child(plain(instance), parent)
+
+
+def take_back(instance: Any) -> None:
+    """Give an object the class again that it came with."""
+    instance.__class__ = plain(instance)
 
 
 def plain(instance: Any) -> type:

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 import torch
 from transformers.cache_utils import Cache, StaticLayer
 
-from rope_ext.caches import Carrying, Move, carry
+from rope_ext.caches import Carrying, Move, carry, empty, is_filled
 from rope_ext.errors import CacheError
 from rope_ext.under_way import here
 
@@ -23,6 +23,9 @@ class _Logged(Carrying):
         if not (stack and stack[-1].cache is self) and not any(
             forward.cache is self for forward in (*here.positions, *here.traced)
         ):
+            if not is_filled(self):  # cropped, or its layers were reset one by one
+                empty(self)
+                return self.update(*args, **kwargs)
             raise CacheError(
                 f"the keys in this cache carry the rotation of {kept(self).key[0]}, and this "
                 f"model is not patched with it; start with an empty cache"
@@ -50,6 +53,26 @@ class KeyPositions:
             return self
         return replace(self, positions=move(self.positions))
 
+    def emptied(self) -> _Emptied:
+        """What a cache that was reset keeps of them: their memory."""
+        return _Emptied(self)
+
+
+@dataclass(frozen=True)
+class _Emptied:
+    """On a cache that was reset: nothing but memory, at the address that graphs hold on to."""
+
+    kind: ClassVar[type[Carrying] | None] = None
+    before: KeyPositions
+
+    def moved(self, move: Move) -> _Emptied:
+        """The same: there are no rows."""
+        return self
+
+    def emptied(self) -> _Emptied:
+        """The same."""
+        return self
+
 
 def keep(cache: Cache, known: KeyPositions, rows: int) -> None:
     """Put ``known`` on a cache of that many rows, which then refuses to go on without its map."""
@@ -61,7 +84,7 @@ def keep(cache: Cache, known: KeyPositions, rows: int) -> None:
                 f"this static cache has room for {layer.max_cache_len} tokens, and with those of "
                 f"this forward there would be {needed}; make one with a larger max_cache_len"
             )
-        known = _filled_in(kept(cache), known, (rows, layer.max_cache_len))
+        known = _filled_in(_memory(cache), known, (rows, layer.max_cache_len))
     carry(cache, _POSITIONS, known)
 
 
@@ -75,7 +98,14 @@ def note(cache: Cache, known: KeyPositions) -> None:
 
 def kept(cache: Cache | None) -> KeyPositions | None:
     """What :func:`keep` has put there."""
-    return getattr(cache, _POSITIONS, None)
+    known = getattr(cache, _POSITIONS, None)
+    return known if isinstance(known, KeyPositions) else None
+
+
+def _memory(cache: Cache) -> KeyPositions | None:
+    """The same, or what a cache that was reset had before, whose memory may be used again."""
+    known = getattr(cache, _POSITIONS, None)
+    return known.before if isinstance(known, _Emptied) else known
 
 
 def whole(cache: Cache) -> StaticLayer | None:

@@ -18,6 +18,7 @@ from transformers.masking_utils import sdpa_mask
 from rope_ext import attention
 from rope_ext.attention import placed
 from rope_ext.attention.call import Call, Turn, TurnedBand
+from rope_ext.caches import UNKNOWN
 from rope_ext.methods.geometry import Distance, Geometry, Sinks
 from rope_ext.position.cache import KeyPositions, kept, note, whole
 from rope_ext.position.map import PositionMap
@@ -182,7 +183,9 @@ def _slots(position_map: PositionMap, cache: Any, rows: int, tokens: int) -> Slo
     if calls.is_exporting() and layer.is_initialized:
         return Slots(rows, tokens, layer.cumulative_length.clone(), room, cache)
     if known is None:
-        return None if layer.is_initialized else Slots(rows, tokens, 0, room, cache)
+        if layer.is_initialized:
+            torch._assert_async(layer.cumulative_length == 0, UNKNOWN)
+        return Slots(rows, tokens, 0, room, cache)
     if tuple(known.positions.shape) != (rows, room):
         return None
     # A copy, since the layers count on.

@@ -34,6 +34,9 @@ class Turned:
         """Those of other rows: made again."""
         return Turned()
 
+    def emptied(self) -> None:
+        """Nothing is left of them."""
+
     def __reduce__(self) -> tuple[Any, ...]:  # a copy of a cache begins without
         return Turned, ()
 

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from rope_ext.caches import UNKNOWN
 from rope_ext.methods.temperature import Temperature
 from rope_ext.rotary import calls
 from rope_ext.rotary.sequences import STARTED, Sequences, Started, documents, read
@@ -19,7 +20,10 @@ from rope_ext.rotary.sites import RotarySite
 from rope_ext.under_way import here
 
 _EMPTY = "in a compiled forward every row needs a token to begin with; make the chunks longer"
-_FILLED = "a cache that was reset begins again with a forward that is not compiled"
+_FILLED = (
+    "the layers of this cache were reset one by one: use its own reset(), or begin again with a "
+    "forward that is not compiled"
+)
 
 
 class CompiledSequences(Sequences):
@@ -60,6 +64,9 @@ class CompiledSequences(Sequences):
         rows, length = tokens.shape[:2]
         cache, stored = given.get("past_key_values"), None
         filled = 0 if cache is None else cache.get_seq_length()
+        if isinstance(filled, torch.Tensor) and not hasattr(cache, STARTED):
+            torch._assert_async(filled == 0, UNKNOWN)
+            filled = 0
         if isinstance(filled, torch.Tensor) or filled:
             stored = getattr(cache, STARTED, None)
             if stored is None or stored.method is not self.method or not stored.begun:

@@ -64,6 +64,9 @@ class Started:
             return self
         return replace(self, lengths=move(self.lengths), first=move(self.first), made={})
 
+    def emptied(self) -> None:
+        """Nothing is left of them when a cache is reset."""
+
 
 @dataclass(eq=False)
 class Request:

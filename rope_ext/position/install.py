@@ -63,8 +63,8 @@ class Installed:
                 f"{name}; set it to False and pass output_attentions=True to the model or to "
                 f"generate, which then return the weights"
             )
-        refuse_presses(decoder.modules(), name)
-        layouts = find_layouts(decoder, list(position_map.frequencies))
+        refuse_presses(decoder.modules(), name, position_map.instead)
+        layouts = find_layouts(decoder, list(position_map.frequencies), position_map.instead)
         turned = [module for module, one in layouts.items() if one is not None]
         reach = [m for m in turned if position_map.local_too or not layouts[m].local]
         self.windowed = len(turned) - len(reach)
@@ -191,8 +191,8 @@ class Installed:
     @torch.compiler.disable(reason=compiled.WHY)
     def _begin(self, given: dict[str, Any]) -> None:
         name = self.map.method.name
-        calls.refuse_sharded(name)
-        refuse_presses(self.layouts, name)
+        calls.refuse_sharded(name, self.map.instead)
+        refuse_presses(self.layouts, name, self.map.instead)
         if self._config._attn_implementation != NAME:
             raise UnsupportedModelError(
                 f"the attention implementation was set to "

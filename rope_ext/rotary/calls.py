@@ -41,7 +41,7 @@ def runs_layers_again(decoder: nn.Module) -> bool:
 
 
 @torch.compiler.disable
-def refuse_sharded(name: str) -> None:
+def refuse_sharded(name: str, instead: str = "use a fixed frequency method such as 'yarn'") -> None:
     """Raise if each device of a context-parallel group gets a part of every sequence.
 
     torch's ``context_parallel``, accelerate's too, replaces one function as long as it lasts.
@@ -50,6 +50,5 @@ def refuse_sharded(name: str) -> None:
     if str(module).startswith("torch.distributed."):
         raise UnsupportedModelError(
             f"context parallelism gives every device a part of each sequence, and {name} needs "
-            f"its positions whole; use a fixed frequency method such as 'yarn', or one device "
-            f"for each sequence (cp_size 1)"
+            f"its positions whole; {instead}, or use one device for each sequence (cp_size 1)"
         )

@@ -15,6 +15,7 @@ from rope_ext.options import Options
 from rope_ext.position import PositionMap, install
 from rope_ext.rotary import buffers
 from rope_ext.rotary.buffers import Changes
+from rope_ext.rotary.calls import refuse_continuous_batching
 from rope_ext.rotary.hooks import PRECISE_BEYOND
 from rope_ext.rotary.sites import Place, RotarySite, rope_parameters
 from rope_ext.saving.rebuild import unsaved
@@ -86,6 +87,7 @@ def _apply(
     )
     installed = install(decoder, position_map)
     changes.parts.append(installed)
+    refuse_continuous_batching(place.model, installed.unbatched(), changes)
     saved = unsaved(place, length)
     notes = [f"saving: {saved.note}", *installed.notes(), *axes]
     for note in axes:

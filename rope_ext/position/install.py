@@ -145,6 +145,14 @@ class Installed:
             )
         return owner
 
+    def unbatched(self) -> str:
+        """Why continuous batching is refused, and what to do."""
+        return (
+            f"continuous batching (generate_batch) keeps keys in pages, which attention under "
+            f"{self.map.named} cannot read; call generate with a padded batch, whose cache is a "
+            f"DynamicCache or a StaticCache, or {self.map.instead}"
+        )
+
     def notes(self) -> list[str]:
         """Sentences for ``describe``."""
         stay = self.map.method.kind == "rotation"
@@ -210,11 +218,7 @@ class Installed:
             )
         cache = given.get("past_key_values")
         if given.get("cache") is not None or (cache is not None and not isinstance(cache, Cache)):
-            raise CacheError(
-                f"continuous batching keeps keys in pages, and {name} needs them in order; "
-                f"generate with a DynamicCache or a StaticCache, or use a frequency method such "
-                f"as 'yarn'"
-            )
+            raise CacheError(self.unbatched())
         tokens = given.get("input_ids")
         tokens = given.get("inputs_embeds") if tokens is None else tokens
         mask = given.get("attention_mask")

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import functools
 import inspect
+from typing import Any
 
 import torch
 from torch import nn
 
-from rope_ext.errors import UnsupportedModelError
+from rope_ext.errors import CacheError, UnsupportedModelError
+from rope_ext.rotary.buffers import ABSENT, Changes
 
 
 @functools.cache
@@ -38,6 +40,21 @@ def runs_layers_again(decoder: nn.Module) -> bool:
     """Whether gradient checkpointing does, after the forward."""
     trains = torch.is_grad_enabled() and decoder.training
     return trains and any(getattr(m, "gradient_checkpointing", False) for m in decoder.modules())
+
+
+def refuse_continuous_batching(model: nn.Module, reason: str, changes: Changes) -> None:
+    """Let ``model.generate_batch``, and what else serves so, raise CacheError with ``reason``.
+
+    Otherwise its worker thread would raise it, or transformers reject the attention implementation.
+    """
+    name = "init_continuous_batching"  # called by all of its entry points
+    if hasattr(type(model), name):
+        changes.replaced.append((model, name, model.__dict__.get(name, ABSENT)))
+        setattr(model, name, functools.partial(_refuse, reason))
+
+
+def _refuse(reason: str, *args: Any, **kwargs: Any) -> None:
+    raise CacheError(reason)
 
 
 @torch.compiler.disable

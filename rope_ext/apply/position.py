@@ -15,8 +15,9 @@ from rope_ext.options import Options
 from rope_ext.position import PositionMap, install
 from rope_ext.rotary import buffers
 from rope_ext.rotary.buffers import Changes
+from rope_ext.rotary.calls import refuse_continuous_batching
 from rope_ext.rotary.hooks import PRECISE_BEYOND
-from rope_ext.rotary.sites import Place, RotarySite
+from rope_ext.rotary.sites import Place, RotarySite, rope_parameters
 from rope_ext.saving.rebuild import unsaved
 
 _logger = logging.getLogger("rope_ext")
@@ -50,9 +51,10 @@ def _apply(
     place: Place, method: PositionMethod, label: str, options: Options, changes: Changes
 ) -> Applied:
     decoder, under, rope = place.decoder, options.frequency, place.scaled[0].rope
-    for name in ("bias", "layers"):
-        value = getattr(options, name)
-        label += "" if value is None else f", {name}={value}"
+    beside = [name for name in ("bias", "layers") if getattr(options, name) is not None]
+    label = ", ".join([label, *(f"{name}={getattr(options, name)}" for name in beside)])
+    named, instead = _named(method.name, beside), _instead(method, beside)
+    axes = _several_axes(place, named, instead)
     if under is not None:
         rope = Rope(under.inv_freq(rope), rope.base, under.target_length(rope))
     for each in (method, under):
@@ -71,12 +73,25 @@ def _apply(
     local_too = options.sliding_layers == "scale"
     encoding = method if isinstance(method, Encoding) else options.bias
     position_map = PositionMap(
-        method, rope, table, label, precise, options.kernel, local_too, encoding, options.layers
+        method,
+        rope,
+        table,
+        label,
+        precise,
+        options.kernel,
+        local_too,
+        encoding,
+        options.layers,
+        named,
+        instead,
     )
     installed = install(decoder, position_map)
     changes.parts.append(installed)
+    refuse_continuous_batching(place.model, installed.unbatched(), changes)
     saved = unsaved(place, length)
-    notes = [f"saving: {saved.note}", *installed.notes()]
+    notes = [f"saving: {saved.note}", *installed.notes(), *axes]
+    for note in axes:
+        _logger.warning("rope_ext: %s", note)
     for site in place.scaled:
         number = method.attention_scaling(site.rope)
         if under is not None:
@@ -98,6 +113,31 @@ def _apply(
         precise=precise,
         notes=tuple(notes),
     )
+
+
+def _named(name: str, beside: list[str], word: str = "with") -> str:
+    """``name`` with, or without, the options ``beside`` it."""
+    options = " and ".join(f"{option}=" for option in beside)
+    return f"{name} {word} {options}" if options else name
+
+
+def _instead(method: PositionMethod, beside: list[str]) -> str:
+    """Advice: how to patch so that the model's own attention stays."""
+    if isinstance(method, _Standing):
+        return _named(f"patch with {method.name!r}", beside, "without")
+    return _named("use a frequency method such as 'yarn'", beside, "without")
+
+
+def _several_axes(place: Place, named: str, instead: str) -> tuple[str, ...]:
+    """A sentence for ``describe`` on a model whose images have positions on several axes."""
+    for site in place.scaled:
+        config = getattr(site.module, "config", place.decoder.config)
+        if "mrope_section" in rope_parameters(config, site.layer_type):
+            return (
+                f"images: their positions have several axes, and {named} attends by one, so that "
+                f"inputs with images or videos will be refused; for these, {instead}",
+            )
+    return ()
 
 
 def _write(

@@ -63,8 +63,8 @@ class Installed:
                 f"{name}; set it to False and pass output_attentions=True to the model or to "
                 f"generate, which then return the weights"
             )
-        refuse_presses(decoder.modules(), name)
-        layouts = find_layouts(decoder, list(position_map.frequencies))
+        refuse_presses(decoder.modules(), name, position_map.instead)
+        layouts = find_layouts(decoder, list(position_map.frequencies), position_map.instead)
         turned = [module for module, one in layouts.items() if one is not None]
         reach = [m for m in turned if position_map.local_too or not layouts[m].local]
         self.windowed = len(turned) - len(reach)
@@ -145,6 +145,14 @@ class Installed:
             )
         return owner
 
+    def unbatched(self) -> str:
+        """Why continuous batching is refused, and what to do."""
+        return (
+            f"continuous batching (generate_batch) keeps keys in pages, which attention under "
+            f"{self.map.named} cannot read; call generate with a padded batch, whose cache is a "
+            f"DynamicCache or a StaticCache, or {self.map.instead}"
+        )
+
     def notes(self) -> list[str]:
         """Sentences for ``describe``."""
         stay = self.map.method.kind == "rotation"
@@ -202,8 +210,8 @@ class Installed:
     @torch.compiler.disable(reason=compiled.WHY)
     def _begin(self, given: dict[str, Any]) -> None:
         name = self.map.method.name
-        calls.refuse_sharded(name)
-        refuse_presses(self.layouts, name)
+        calls.refuse_sharded(name, self.map.instead)
+        refuse_presses(self.layouts, name, self.map.instead)
         if self._config._attn_implementation != NAME:
             raise UnsupportedModelError(
                 f"the attention implementation was set to "
@@ -221,11 +229,7 @@ class Installed:
             )
         cache = given.get("past_key_values")
         if given.get("cache") is not None or (cache is not None and not isinstance(cache, Cache)):
-            raise CacheError(
-                f"continuous batching keeps keys in pages, and {name} needs them in order; "
-                f"generate with a DynamicCache or a StaticCache, or use a frequency method such "
-                f"as 'yarn'"
-            )
+            raise CacheError(self.unbatched())
         tokens = given.get("input_ids")
         tokens = given.get("inputs_embeds") if tokens is None else tokens
         mask = given.get("attention_mask")

@@ -69,18 +69,19 @@ class Layout:
         return alike and list(same) == [True] * 3
 
 
-def find_layouts(decoder: nn.Module, sites: list[RotarySite]) -> dict[nn.Module, Layout | None]:
+def find_layouts(
+    decoder: nn.Module, sites: list[RotarySite], instead: str = "use a frequency method"
+) -> dict[nn.Module, Layout | None]:
     """Every attention layer of ``decoder``: its layout under ``sites``, None where none turns it.
+
+    ``instead`` is the advice at the end of an error.
 
     Raises:
         UnsupportedModelError: a layer turns its queries in no way that can be proven, or does
             not go through transformers' attention interface.
     """
     layouts: dict[nn.Module, Layout | None] = {}
-    with _refusing(
-        decoder,
-        "position methods cannot be proven right here; use a frequency method such as 'yarn'",
-    ):
+    with _refusing(decoder, f"attention by rope_ext cannot be proven right here; {instead}"):
         for site in sites:
             for module, *seen in _run(decoder, site, _Turner(site)):
                 layout = _read(decoder, module, site, *seen)

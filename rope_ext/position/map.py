@@ -33,6 +33,8 @@ class PositionMap:
         local_too: also layers with a limited window.
         encoding: what adds to the logits; None: nothing does.
         layers: which, as :class:`rope_ext.options.Options` has them; None: all that rotate.
+        named: the patch in a few words, such as "yarn with layers=".
+        instead: how to patch so that the model's own attention stays, as advice in errors.
     """
 
     method: PositionMethod
@@ -44,6 +46,8 @@ class PositionMap:
     local_too: bool
     encoding: Encoding | None = None
     layers: tuple[int, ...] | str | None = None
+    named: str = ""
+    instead: str = "use a frequency method such as 'yarn'"
 
     @property
     def key(self) -> tuple[Any, ...]:

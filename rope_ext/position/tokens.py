@@ -18,8 +18,8 @@ from rope_ext.rotary.sites import RotarySite
 from rope_ext.under_way import here
 
 FRACTIONS = (
-    "position ids of a position method are whole numbers of tokens, and these have fractions; "
-    "round them, or use a frequency method such as 'yarn'"
+    "position ids have to be whole numbers of tokens under this patch, and these have fractions; "
+    "round them"
 )
 
 
@@ -78,12 +78,12 @@ class Forward:
         if positions.ndim == 3:
             if not bool((positions == positions[:1]).all()):
                 raise UnsupportedModelError(
-                    "position methods know one axis of positions; this input has several (an "
-                    "image or a video). Use a frequency method such as 'yarn'"
+                    f"this input has positions on several axes (an image or a video), and "
+                    f"{self.map.named} attends by one axis only; {self.map.instead}"
                 )
             positions = positions[0]
         if positions.is_floating_point() and bool((positions != positions.floor()).any()):
-            raise UnsupportedModelError(FRACTIONS)
+            raise UnsupportedModelError(f"{FRACTIONS}, or {self.map.instead}")
         positions = positions.reshape(-1, positions.shape[-1]).long()
         if len(positions) > 1:
             known = positions.cpu()

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import functools
 import inspect
+from typing import Any
 
 import torch
 from torch import nn
 
-from rope_ext.errors import UnsupportedModelError
+from rope_ext.errors import CacheError, UnsupportedModelError
+from rope_ext.rotary.buffers import ABSENT, Changes
 
 
 @functools.cache
@@ -40,8 +42,23 @@ def runs_layers_again(decoder: nn.Module) -> bool:
     return trains and any(getattr(m, "gradient_checkpointing", False) for m in decoder.modules())
 
 
+def refuse_continuous_batching(model: nn.Module, reason: str, changes: Changes) -> None:
+    """Let ``model.generate_batch``, and what else serves so, raise CacheError with ``reason``.
+
+    Otherwise its worker thread would raise it, or transformers reject the attention implementation.
+    """
+    name = "init_continuous_batching"  # called by all of its entry points
+    if hasattr(type(model), name):
+        changes.replaced.append((model, name, model.__dict__.get(name, ABSENT)))
+        setattr(model, name, functools.partial(_refuse, reason))
+
+
+def _refuse(reason: str, *args: Any, **kwargs: Any) -> None:
+    raise CacheError(reason)
+
+
 @torch.compiler.disable
-def refuse_sharded(name: str) -> None:
+def refuse_sharded(name: str, instead: str = "use a fixed frequency method such as 'yarn'") -> None:
     """Raise if each device of a context-parallel group gets a part of every sequence.
 
     torch's ``context_parallel``, accelerate's too, replaces one function as long as it lasts.
@@ -50,6 +67,5 @@ def refuse_sharded(name: str) -> None:
     if str(module).startswith("torch.distributed."):
         raise UnsupportedModelError(
             f"context parallelism gives every device a part of each sequence, and {name} needs "
-            f"its positions whole; use a fixed frequency method such as 'yarn', or one device "
-            f"for each sequence (cp_size 1)"
+            f"its positions whole; {instead}, or use one device for each sequence (cp_size 1)"
         )

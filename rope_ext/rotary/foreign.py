@@ -54,13 +54,16 @@ def _other_forward(module: nn.Module) -> dict[str, str]:
     return {_path(function if wrapper not in known else inner): f"{owner.__name__}.forward"}
 
 
-def refuse_presses(modules: Iterable[nn.Module], method: str) -> None:
-    """Raise if a press of kvpress is to drop keys of one of these attention modules."""
+def refuse_presses(modules: Iterable[nn.Module], method: str, instead: str) -> None:
+    """Raise if a press of kvpress is to drop keys of one of these attention modules.
+
+    ``instead`` is the advice at the end.
+    """
     for press in _presses(modules):
         raise CacheError(
             f"{press} of kvpress keeps other keys of each head, without their positions, and "
             f"judges them by the one rotation under which they are cached; {method} needs the "
-            f"position of every key, and turns it on. Use a frequency method such as 'yarn'"
+            f"position of every key, and rotates it further; {instead}"
         )
 
 

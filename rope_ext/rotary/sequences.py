@@ -23,7 +23,12 @@ from rope_ext.errors import CacheError, UnsupportedModelError
 from rope_ext.methods import FrequencyMethod
 from rope_ext.methods.temperature import Temperature
 from rope_ext.rotary.buffers import ABSENT, Changes
-from rope_ext.rotary.calls import is_exporting, parameters, refuse_sharded
+from rope_ext.rotary.calls import (
+    is_exporting,
+    parameters,
+    refuse_continuous_batching,
+    refuse_sharded,
+)
 from rope_ext.rotary.foreign import refuse_turning_back
 from rope_ext.rotary.sites import RotarySite
 from rope_ext.under_way import here
@@ -350,10 +355,7 @@ class Sequences:
             )
         given = {**dict(zip(parameters(type(decoder)), args, strict=False)), **kwargs}
         if given.get("cache") is not None:  # a paged one; all others are past_key_values
-            raise CacheError(
-                f"continuous batching packs many sequences into one row, and {name} {does} of each "
-                f"by itself; {cure}"
-            )
+            raise CacheError(self.unbatched())
         tokens = given.get("input_ids")
         tokens = given.get("inputs_embeds") if tokens is None else tokens
         cache = given.get("past_key_values")
@@ -367,6 +369,14 @@ class Sequences:
         mask = given.get("attention_mask")
         forward = Forward(self, rows, length, filled, cache, stored, request, mask)
         here.sequences.append(forward)
+
+    def unbatched(self) -> str:
+        """Why continuous batching is refused, and what to do."""
+        does, cure = self._does()
+        return (
+            f"continuous batching packs many sequences into one row, and {self.method.name} {does} "
+            f"of each by itself; {cure}, or call generate with a padded batch"
+        )
 
     def _does(self) -> tuple[str, str]:
         """What the method does to every sequence, and how to do without."""
@@ -496,6 +506,7 @@ def follow(decoder: nn.Module, model: nn.Module, sequences: Sequences, changes: 
     sequences.layers = [
         m for m in decoder.modules() if isinstance(m.__dict__.get("layer_idx"), int)
     ]
+    refuse_continuous_batching(model, sequences.unbatched(), changes)
     changes.handles.append(decoder.register_forward_pre_hook(sequences.begin, with_kwargs=True))
     changes.handles.append(
         decoder.register_forward_hook(sequences.end, with_kwargs=True, always_call=True)

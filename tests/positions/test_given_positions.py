@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+
 import pytest
 import torch
 from transformers import DynamicCache
@@ -172,3 +174,36 @@ def test_several_axes_of_positions_work_where_they_agree(ids) -> None:
         torch.testing.assert_close(model(ids, position_ids=axes).last_hidden_state, right, **EXACT)
         with pytest.raises(rope_ext.UnsupportedModelError, match=r"several.*'yarn'"):
             model(ids, position_ids=axes // torch.tensor([1, 3, 5])[:, None, None])
+
+
+@pytest.mark.parametrize(
+    ("method", "options", "cure"),
+    [
+        ("yarn", {"layers": [0]}, "patch with 'yarn' without layers="),
+        ("pi", {"bias": "alibi", "layers": [1]}, "patch with 'pi' without bias= and layers="),
+        ("rerope", {"bias": "t5"}, "use a frequency method such as 'yarn' without bias="),
+        ("rerope", {}, "use a frequency method such as 'yarn'"),
+    ],
+)
+def test_images_are_refused_with_advice_that_works_and_announced(
+    method: str, options: dict, cure: str, ids, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.WARNING, "rope_ext"):
+        model = rope_ext.patch(several_axes(), method, factor=4, **options)
+    assert "inputs with images or videos will be refused" in caplog.text and cure in caplog.text
+    assert any(cure in note for note in rope_ext.describe(model).notes)
+    axes = torch.arange(90).expand(3, 2, 90) // torch.tensor([1, 3, 5])[:, None, None]
+    with pytest.raises(rope_ext.UnsupportedModelError, match=rf"one axis only; {cure}$") as error:
+        model(ids, position_ids=axes)
+    assert method in str(error.value)
+    with pytest.raises(rope_ext.UnsupportedModelError, match=rf"fractions.*{cure}$"):
+        model(ids, position_ids=torch.arange(90)[None] / 2)
+    # What it advises does run.
+    name = method if method in ("yarn", "pi") else "yarn"
+    rope_ext.patch(model, name, factor=4, replace=True)(ids, position_ids=axes)
+
+
+def test_models_of_one_axis_are_not_warned_about_images(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING, "rope_ext"):
+        rope_ext.patch(tiny_llama(), "yarn", factor=4, layers=[0])
+    assert "images" not in caplog.text

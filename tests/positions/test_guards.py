@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -130,12 +131,32 @@ def test_generation_behind_padding_on_the_right_is_refused_with_the_cure(how, id
         model.generate(batch, attention_mask=mask, **NEW, **how)
 
 
-def test_continuous_batching_is_refused_with_the_cure(ids) -> None:
-    model = patch(tiny_llama())
-    with pytest.raises(rope_ext.CacheError, match=r"continuous batching.*DynamicCache.*'yarn'"):
-        model(ids, cache=object())
-    with pytest.raises(ValueError, match=r"continuous batching|rope_ext"):  # transformers' own
-        model.generate_batch(inputs=[ids[0].tolist()], max_new_tokens=2)
+CONTINUOUS: dict[str, tuple[str, dict[str, Any], str, str, dict[str, Any]]] = {
+    # The advice, and the patch that follows it.
+    "rerope": ("rerope", {}, "use a frequency method such as 'yarn'", "yarn", {}),
+    "layers": ("yarn", {"layers": [0]}, "patch with 'yarn' without layers=", "yarn", {}),
+    "t5": ("t5", {}, "use a frequency method such as 'yarn'", "yarn", {}),
+    "dynamic": ("dynamic_yarn", {}, "pass length=TOKENS", "dynamic_yarn", {"length": 200}),
+    "temperature": ("yarn", {"temperature": "log_n"}, "or leave it out", "yarn", {}),
+}
+
+
+@pytest.mark.parametrize("kind", CONTINUOUS)
+def test_continuous_batching_is_refused_with_advice_that_works(kind: str, ids) -> None:
+    method, options, advice, cure, given = CONTINUOUS[kind]
+    model = rope_ext.patch(tiny_llama(), method, factor=4, **options)
+    for call in (
+        lambda: model(ids, cache=object()),
+        lambda: model.generate_batch(inputs=[ids[0].tolist()], max_new_tokens=2),
+        lambda: model.init_continuous_batching(),
+    ):
+        with pytest.raises(rope_ext.CacheError, match=r"continuous batching.*padded") as error:
+            call()
+        assert advice in str(error.value)
+    rope_ext.patch(model, cure, factor=4, replace=True, **given)
+    assert "init_continuous_batching" not in vars(model)
+    manager = model.init_continuous_batching()  # which checks the attention implementation
+    assert type(manager).__name__ == "ContinuousBatchingManager"
 
 
 def test_what_cannot_be_exported_is_refused_with_the_cure(ids) -> None:

@@ -477,9 +477,8 @@ def _notes(found: Judgement, longest: int, trained: int, returned: float) -> tup
             f"in float32 (vLLM and SGLang: --dtype float32), have more than the "
             f"{returned:.0f} log-probabilities returned, or give --length more"
         )
-        if VERDICTS[0] in found.candidates and all(
-            name.startswith((VERDICTS[0], "wrong factor")) for name in found.candidates
-        ):
+        small = (VERDICTS[0], " more)", " less)")
+        if VERDICTS[0] in found.candidates and all(n.endswith(small) for n in found.candidates):
             notes.append("if a small error of the factor does not matter, give --factor-error more")
     if longest <= trained:
         notes.append(

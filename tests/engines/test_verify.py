@@ -388,6 +388,8 @@ def test_what_cannot_be_told_apart_has_an_exit_code_of_its_own(folder: str, shor
     assert result.exit_code == 3, result.output
     assert "cannot tell these apart: " in result.stdout and "(0.01 % more)" in result.stdout
     assert "--dtype float32" in result.stderr and "--factor-error" in result.stderr
+    with endpoint(short.server("right", torch.float32), short.prompts) as url:
+        assert run(*words, url, "--factor-error", "0.05").exit_code == 0
     for wrong in (["--factor-error", "2"], ["--tolerance", "0"]):
         result = run(folder, "--method", "yarn", *wrong)
         assert result.exit_code == 2 and f"{wrong[0]} {wrong[1]} has to be" in result.stderr

@@ -408,7 +408,10 @@ def verify(
         bool, typer.Option("--as-saved", help="mlx: the folder without the file of `export`.")
     ] = False,
     write: Annotated[
-        Path | None, typer.Option(help="Write the miniature to this folder, to be served.")
+        Path | None,
+        typer.Option(
+            help="Write the unpatched miniature to this folder; print the commands that serve it."
+        ),
     ] = None,
     url: Annotated[
         str | None, typer.Option(help="A server of the written miniature, http://HOST:PORT.")
@@ -416,15 +419,25 @@ def verify(
     served_as: Annotated[str | None, typer.Option(help="Its name on that server.")] = None,
     length: Annotated[str, typer.Option(help="Longest prompt in tokens.")] = "2k",
     tolerance: Annotated[
-        float | None, typer.Option(help="Of log-probabilities. Default: 0.002; of a --url, 0.05.")
+        float | None,
+        typer.Option(
+            help="Root mean square difference of log-probabilities that counts as rounding. "
+            "Default: 0.002; for a --url, three times that of transformers in bfloat16."
+        ),
     ] = None,
+    factor_error: Annotated[
+        float, typer.Option(help="Relative error of the factor to tell from the right one.")
+    ] = 0.01,
     json: Annotated[Path | None, typer.Option(help="Write all numbers to this file.")] = None,
     trained_length: TrainedLength = None,
     option: Option = None,
 ) -> None:
-    """Run a miniature in an engine and say what it computes; exit code 0 if that is the patch.
+    """Run a miniature in an engine and report what it computes.
 
     The miniature has the rotary embedding of the model, under --method or as it was saved.
+
+    Exit code 0: the engine computes the patch; 1: it does not; 2: it could not be run; 3: its
+    answers do not decide between the patch and something else.
     """
     with clean_errors():
         import tempfile
@@ -435,6 +448,7 @@ def verify(
 
         quiet()
         longest = parse_length(length)
+        _check_verify(flags, factor_error, tolerance)
         if url is None and write is None and engine not in verifying.ENGINES:
             raise OptionError(
                 f"--engine {engine!r} is not run here; give one of "
@@ -450,10 +464,12 @@ def verify(
             values = {**values, "original_max_position_embeddings": trained_length}
         miniature = verifying.Miniature.of(load_config(model), name, **values)
         if write is not None:
-            words = verifying.write(miniature, write)
-            tell(f"wrote {write}; serve it, then ask it with --url")
-            if words:
-                print(shlex.join(["llama-server", *words]))
+            commands, refusals = verifying.write(miniature, write)
+            tell(f"wrote {write}; serve it by one of these commands, then ask it with --url")
+            for command in commands.values():
+                print(command)
+            for refusal in refusals:
+                tell(f"note: {refusal}", "yellow")
             return
         with tempfile.TemporaryDirectory() as folder:
             if url is None:
@@ -461,15 +477,31 @@ def verify(
                 run = verifying.in_process(miniature, engine, Path(folder), given)
             else:
                 run, engine = verifying.endpoint(url, served_as), url
-            usual = verifying.TOLERANCE if url is None else verifying.SERVED
-            allowed = usual if tolerance is None else tolerance
-            found = verifying.verify(miniature, run, engine, longest, allowed)
+            if url is None and tolerance is None:
+                tolerance = verifying.TOLERANCE
+            found = verifying.verify(miniature, run, engine, longest, tolerance, factor_error)
         print(found)
         for note in found.notes:
             tell(f"note: {note}", "yellow")
         if json is not None:
             json.write_text(found.to_json(), encoding="utf-8")
-        sys.exit(0 if found.passed else 1)
+        sys.exit(found.exit_code)
+
+
+def _check_verify(flags: str | None, factor_error: float, tolerance: float | None) -> None:
+    from rope_ext.engines import running
+
+    if not 0 < factor_error < 1:
+        raise OptionError(f"--factor-error {factor_error:g} has to be between 0 and 1, as 0.01")
+    if tolerance is not None and not tolerance > 0:
+        raise OptionError(f"--tolerance {tolerance:g} has to be above 0, as 0.002")
+    given = running.overridden(shlex.split(flags or ""))
+    if given:
+        tell(
+            f"note: {shlex.join(running.EXACT)} override {', '.join(given)} of --flags: the check "
+            f"runs in float32, and does not measure what those flags change",
+            "yellow",
+        )
 
 
 @app.command()

@@ -48,21 +48,19 @@ class Export:
     notes: tuple[str, ...] = ()
 
     def write(self, folder: str | Path) -> list[Path]:
-        """Write ``files`` into a folder that is there, over what they replace.
+        """Write ``files`` into a folder, over what they replace; it is made if it is missing.
 
         Raises:
-            ExportError: there are none, or no such folder.
+            ExportError: there are none, or a file has the name of the folder.
         """
         folder = Path(folder)
         if not self.files:
             raise ExportError(
                 f"{self.engine} reads no file of this patch; its settings are in the command"
             )
-        if not folder.is_dir():
-            raise ExportError(
-                f"{folder} is no folder; write the weights there first, with "
-                f"model.save_pretrained({str(folder)!r})"
-            )
+        if folder.exists() and not folder.is_dir():
+            raise ExportError(f"{folder} is a file; give the name of a folder")
+        folder.mkdir(parents=True, exist_ok=True)
         for name, text in self.files.items():
             (folder / name).write_text(text, encoding="utf-8")
         return [folder / name for name in self.files]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import http.client
 import json
 import re
 import subprocess
@@ -20,11 +21,13 @@ from rope_ext.errors import ExportError
 
 EXACT = ("--flash-attn", "off", "--cache-type-k", "f32", "--cache-type-v", "f32")
 """Flags under which llama.cpp computes attention in float32; its default is half precision."""
+_EXACT_ALIASES = {"-fa": "--flash-attn", "-ctk": "--cache-type-k", "-ctv": "--cache-type-v"}
 _DIGITS = re.compile(r"\d+$")
 _NO_CHANCE = -1e30  # llama.cpp's logarithm of a probability of zero
 _DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 # Its folder stays out of the path: the files beside it are named after libraries.
 _RUN = "import runpy, sys; sys.argv.pop(0); runpy.run_path(sys.argv[0], run_name='__main__')"
+_SHOWN = 300  # characters of a server's answer
 _SECONDS = 120  # that a request or the end of a server may take
 
 
@@ -100,7 +103,7 @@ def completed(
         "temperature": 1.0,
         "logprobs": vocabulary if top is None else top,
         "return_tokens_as_token_ids": True,  # vLLM; others give the text
-        "cache_prompt": False,  # llama.cpp
+        "cache_prompt": True,  # llama.cpp: prompts share all but their last token
     } | ({} if model is None else {"model": model})
     answer = _post(f"{address.rstrip('/')}/v1/completions", body)
     found = torch.full((vocabulary,), torch.nan)
@@ -112,9 +115,10 @@ def completed(
         else:
             pairs = list(given["top_logprobs"][0].items())
         for token, value in pairs:
-            if value > _NO_CHANCE:
-                # An id, or its name in a miniature: t17, token_id:17.
-                found[token if isinstance(token, int) else int(_DIGITS.search(token)[0])] = value
+            # An id, or its name in a miniature: t17, token_id:17.
+            digits = _DIGITS.search(str(token))  # special tokens may be returned as no text
+            if digits is not None and value > _NO_CHANCE:
+                found[int(digits[0])] = value
     except (KeyError, IndexError, TypeError):
         raise ExportError(
             f"{address} gives no log-probabilities with their tokens; vLLM does, and SGLang and "
@@ -129,12 +133,42 @@ def _post(url: str, body: dict) -> dict:
     )
     try:
         with _DIRECT.open(request, timeout=_SECONDS) as answer:
-            return json.load(answer)
+            data = answer.read()
     except urllib.error.HTTPError as error:
-        reason = error.read().decode(errors="replace")[:300]
+        reason = error.read().decode(errors="replace")[:_SHOWN]
         raise ExportError(f"{url} answers {error.code}: {reason}") from error
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, http.client.HTTPException) as error:
         raise ExportError(f"{url} does not answer ({error}); is the server running?") from error
+    try:
+        parsed = json.loads(data)
+    except ValueError:
+        shown = data[:_SHOWN].decode(errors="replace")
+        raise ExportError(
+            f"{url} answers with something that is not JSON ({shown!r}); give --url the address of "
+            f"an OpenAI-compatible server, without a path"
+        ) from None
+    if isinstance(parsed, dict) and "choices" not in parsed:
+        error = parsed.get("error") or parsed.get("message") or parsed.get("detail")
+        if error:
+            message = error.get("message", error) if isinstance(error, dict) else error
+            raise ExportError(f"{url} answers with an error: {str(message)[:_SHOWN]}")
+    return parsed
+
+
+def overridden(words: Sequence[str]) -> list[str]:
+    """Those of the flags of llama-server that :data:`EXACT` overrides, as they were given."""
+    return [word for word in words if _EXACT_ALIASES.get(word, word) in EXACT[::2]]
+
+
+def by_start(prompts: Sequence[Sequence[int]]) -> list[tuple[tuple[int, ...], list[int]]]:
+    """Consecutive prompts that differ in the last token only: what they share, and those."""
+    found: list[tuple[tuple[int, ...], list[int]]] = []
+    for prompt in prompts:
+        *start, tail = prompt
+        if not found or found[-1][0] != tuple(start):
+            found.append((tuple(start), []))
+        found[-1][1].append(tail)
+    return found
 
 
 def llama_cpp(
@@ -157,6 +191,7 @@ def mlx(folder: str | Path, prompts: Sequence[Sequence[int]]) -> torch.Tensor:
     """
     try:
         import mlx.core as mx
+        from mlx_lm.models import cache as caches
         from mlx_lm.utils import load_model
     except ImportError:
         raise ExportError(
@@ -165,7 +200,17 @@ def mlx(folder: str | Path, prompts: Sequence[Sequence[int]]) -> torch.Tensor:
         ) from None
     model, _ = load_model(Path(folder))
     rows = []
-    for prompt in prompts:
-        logits = model(mx.array([list(prompt)]))[0, -1].astype(mx.float32)
-        rows.append(torch.tensor(logits.tolist()).log_softmax(-1))
+    for start, tails in by_start(prompts):
+        cache = caches.make_prompt_cache(model)
+        shared = bool(start) and caches.can_trim_prompt_cache(cache)
+        if shared:
+            mx.eval(model(mx.array([list(start)]), cache=cache))
+        for tail in tails:
+            if shared:
+                logits = model(mx.array([[tail]]), cache=cache)
+                caches.trim_prompt_cache(cache, 1)
+            else:
+                logits = model(mx.array([[*start, tail]]))
+            row = logits[0, -1].astype(mx.float32)
+            rows.append(torch.tensor(row.tolist()).log_softmax(-1))
     return torch.stack(rows)

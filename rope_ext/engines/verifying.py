@@ -1,13 +1,14 @@
-"""Says what an engine really computes, by running a miniature of the model in it.
+"""Finds out what an engine computes, by running a miniature of the model in it.
 
 The miniature has the head size, the kinds of layers, the base and the scaling of the model, and
-random weights of a few MB. What the engine makes of it is compared with what transformers makes of
-it as patched, and in the ways in which engines are known to err.
+random weights of a few MB. The engine's answers are compared with those of transformers under the
+patch, and under the mistakes that engines are known to make; :func:`judge` decides.
 """
 
 from __future__ import annotations
 
 import copy
+import dataclasses
 import json
 import math
 import shlex
@@ -17,8 +18,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import nn
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedTokenizerFast
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from rope_ext.engines import gguf_file, llama_cpp, running
 from rope_ext.engines.base import (
@@ -28,36 +31,99 @@ from rope_ext.engines.base import (
     export,
     refuse_unproven,
 )
-from rope_ext.errors import ExportError
+from rope_ext.errors import ExportError, RopeExtError
 from rope_ext.methods import Rope
 from rope_ext.methods.temperature import yarn_factor
 from rope_ext.patching import Patch, current_patch, patch
 from rope_ext.record import FIELD, record_of
-from rope_ext.rotary.sites import find_sites, text_decoder
+from rope_ext.rotary.sites import find_sites, text_decoder, unwrap
 
 VERDICTS = (
     "as patched",
     "unextended",
     "temperature missing",
+    "temperature applied twice",
+    "wrong factor",
     "wrong base",
     "short table",
     "other",
+    "cannot tell",
 )
 ENGINES = ("llama.cpp", "mlx", "transformers")
 """Those that run in process."""
+SERVERS = ("llama.cpp", "vllm", "sglang")
+"""Those whose command serves a written miniature."""
 TOLERANCE = 2e-3
-"""Of log-probabilities, in float32."""
-SERVED = 0.05
-"""The same of servers, which compute in half precision."""
+"""Root mean square of what rounding may do to log-probabilities in float32."""
 LENGTH = 2048
 """Tokens of the longest prompt, if the model reaches that far."""
+FACTOR_ERROR = 0.01
+"""Relative error of the factor that has to be told from the right one."""
 _BASES = (1e4, 5e5, 1e6)  # defaults of engines and families
 _VOCABULARY = 128
 _TOP = 20  # log-probabilities that servers give
-_PEAK = 3.0  # standard deviation of attention logits: every distance counts, noise does not
+_TAILS = 8  # prompts of each length, which differ in their last token
+_APART = 2.0  # how many times the distance to the nearest a rival is apart from it
+_FLOOR = 1e-4  # nearer than this, two computations in float32 are the same
+_ROUNDED = 3.0  # how many times the rounding of bfloat16 in transformers a server may show
+_PEAK = 20.0  # standard deviation of attention logits: they, not noise, decide the answer
+_RESIDUAL = 0.2  # standard deviation of embeddings, beside that of 1 of what attention adds
 
 Run = Callable[[Sequence[Sequence[int]]], torch.Tensor]
 """Prompts to log-probabilities of the next token, ``[prompts, vocabulary]``; NaN: not told."""
+
+
+@dataclass(frozen=True)
+class Judgement:
+    """What the answers of an engine show; see :func:`judge`.
+
+    Args:
+        verdict: one of ``VERDICTS``.
+        candidates: names of the hypotheses that the answers leave possible, the nearest first.
+        differences: root mean square of the engine's log-probabilities less those of each
+            hypothesis, by name.
+    """
+
+    verdict: str
+    candidates: tuple[str, ...]
+    differences: Mapping[str, float]
+
+
+def judge(got: torch.Tensor, expected: Mapping[str, torch.Tensor], rounding: float) -> Judgement:
+    """Decide which of several hypotheses an engine computes.
+
+    The distance from a hypothesis is the root mean square difference over the log-probabilities
+    that the engine returned. The nearest hypothesis holds if it is within ``rounding``. Another one
+    stays possible unless, over the same log-probabilities, it is more than twice as far from the
+    nearest as the engine is: then whatever moves the engine away from the nearest could not bring
+    it half the way to the other, even if all of it pointed there.
+
+    Args:
+        got: log-probabilities of the engine, ``[prompts, vocabulary]``; NaN: not returned.
+        expected: the same under each hypothesis, by name; the first is the right one. The verdict
+            of a name is what precedes `` (``.
+        rounding: distance up to which the nearest hypothesis holds.
+
+    Returns:
+        The verdict ``"other"`` if no hypothesis holds, ``"cannot tell"`` if several do that have
+        different verdicts.
+    """
+    known = ~got.isnan()
+
+    def distance(a: torch.Tensor, b: torch.Tensor) -> float:
+        return float((a - b)[known].double().square().mean().sqrt())
+
+    differences = {name: distance(got, row) for name, row in expected.items()}
+    nearest = min(differences, key=differences.__getitem__)
+    if not differences[nearest] <= rounding:
+        return Judgement("other", (), differences)
+    near = _APART * max(differences[nearest], _FLOOR)
+    possible = [n for n, row in expected.items() if distance(row, expected[nearest]) <= near]
+    candidates = tuple(sorted(possible, key=differences.__getitem__))
+    verdicts = {name.partition(" (")[0] for name in candidates}
+    return Judgement(
+        verdicts.pop() if len(verdicts) == 1 else "cannot tell", candidates, differences
+    )
 
 
 @dataclass(frozen=True)
@@ -67,19 +133,21 @@ class Verification:
     Args:
         engine: its name, or its address.
         verdict: one of ``VERDICTS``.
-        detail: more of it, in words.
-        differences: largest difference of the engine's log-probabilities from those of the
-            miniature as patched, and in other ways, by what they are.
+        candidates: what it may compute: one, or several that its answers do not tell apart.
+        differences: root mean square of the engine's log-probabilities less those of the miniature
+            as patched, and under known mistakes, by name.
         lengths: tokens of the prompts.
-        tolerance: up to which a difference is none.
-        notes: what could not be told.
+        returned: log-probabilities that the engine returned for each prompt, on average.
+        tolerance: up to which a difference is rounding.
+        notes: what to know about it.
     """
 
     engine: str
     verdict: str
-    detail: str
+    candidates: tuple[str, ...]
     differences: Mapping[str, float]
     lengths: tuple[int, ...]
+    returned: float
     tolerance: float
     notes: tuple[str, ...] = ()
 
@@ -87,6 +155,12 @@ class Verification:
     def passed(self) -> bool:
         """Whether the engine computes the patch."""
         return self.verdict == VERDICTS[0]
+
+    @property
+    def exit_code(self) -> int:
+        """0: the engine computes the patch; 1: it does not; 3: the answers do not decide it."""
+        undecided = VERDICTS[0] in self.candidates
+        return 0 if self.passed else 3 if undecided else 1
 
     def to_json(self) -> str:
         """All of it."""
@@ -96,12 +170,16 @@ class Verification:
         right, *wrong = self.differences.items()
         nearest = min(wrong, key=lambda pair: pair[1])
         numbers = [f"{value:.2g} from {name!r}" for name, value in (right, nearest)]
-        detail = f" ({self.detail})" if self.detail else ""
         lengths = ", ".join(map(str, self.lengths))
         return (
-            f"{self.engine}: {self.verdict}{detail}; log-probabilities after {lengths} tokens "
-            f"differ by {', '.join(numbers)} (tolerance {self.tolerance:g})"
+            f"{self.engine}: {self._found()}; log-probabilities after {lengths} tokens differ by "
+            f"{', '.join(numbers)} (root mean square; rounding up to {self.tolerance:.2g})"
         )
+
+    def _found(self) -> str:
+        if self.verdict == "cannot tell":
+            return f"cannot tell these apart: {', '.join(self.candidates)}"
+        return self.candidates[0] if len(self.candidates) == 1 else self.verdict
 
 
 @dataclass(frozen=True)
@@ -166,41 +244,55 @@ class Miniature:
     def lengths(self, longest: int = LENGTH) -> tuple[int, ...]:
         """Tokens of prompts, up to the end of the context or ``longest``."""
         last = min(self.scaling.target - 1, longest)
-        return tuple(sorted({max(2, last // 8), max(2, last // 2), last}))
+        return tuple(sorted({max(2, last * eighths // 8) for eighths in (1, 4, 6, 8)}))
 
     def prompts(self, longest: int = LENGTH) -> list[list[int]]:
-        """Token ids, the same each time."""
+        """Token ids, the same each time; those of one length differ in the last token only."""
         seeded = torch.Generator().manual_seed(0)
-        lengths = self.lengths(longest)
-        ids = torch.randint(4, _VOCABULARY, (lengths[-1],), generator=seeded).tolist()
-        return [ids[:n] for n in lengths]
 
-    def expected(self, prompts: Sequence[Sequence[int]]) -> dict[str, torch.Tensor]:
+        def drawn(count: int) -> list[int]:
+            return torch.randint(4, _VOCABULARY, (count,), generator=seeded).tolist()
+
+        prompts = []
+        for length in self.lengths(longest):
+            start = drawn(length - 1)
+            tails = torch.randperm(_VOCABULARY - 4, generator=seeded)[:_TAILS] + 4
+            prompts += [[*start, tail] for tail in tails.tolist()]
+        return prompts
+
+    def expected(
+        self, prompts: Sequence[Sequence[int]], factor_error: float = FACTOR_ERROR
+    ) -> dict[str, torch.Tensor]:
         """Log-probabilities as patched, and as engines err, ``[prompts, vocabulary]`` each."""
         rows = {VERDICTS[0]: of_transformers(self.model, prompts)}
-        decoder = text_decoder(self.plain)
-        (site,) = find_sites(decoder)
-        before = site.module._buffers[site.buffer]
-        try:
-            for name, inv_freq, number in self._errors():
-                site.module._buffers[site.buffer] = inv_freq.to(before)
-                setattr(site.module, site.scaling_attribute, number)
-                rows[name] = of_transformers(self.plain, prompts)
-        finally:
-            site.module._buffers[site.buffer] = before
-            setattr(site.module, site.scaling_attribute, 1.0)
+        model = copy.deepcopy(self.plain)
+        for name, inv_freq, number in self._errors(factor_error):
+            rows[name] = of_transformers(_scaled(model, inv_freq, number), prompts)
         return rows
 
-    def _errors(self) -> list[tuple[str, torch.Tensor, float]]:
+    def rounding(self, prompts: Sequence[Sequence[int]], exact: torch.Tensor) -> float:
+        """Root mean square of what bfloat16 changes in transformers' log-probabilities.
+
+        Args:
+            prompts: token ids.
+            exact: the log-probabilities as patched in float32, ``[prompts, vocabulary]``.
+        """
+        model, made = copy.deepcopy(self.plain).bfloat16(), self.scaling
+        rounded = _scaled(model, made.inv_freq, made.scaling)
+        return float((of_transformers(rounded, prompts) - exact).square().mean().sqrt())
+
+    def _errors(self, factor_error: float) -> list[tuple[str, torch.Tensor, float]]:
         """Names, frequencies and scaling of what engines are known to make of a patch."""
         made, rope, number = self.scaling, self.scaling.rope, self.scaling.scaling
         found = [("unextended", rope.inv_freq, 1.0)]
-        if number != 1:
-            found.append(("temperature missing", made.inv_freq, 1.0))
         factor = made.target / rope.length
         usual = yarn_factor(factor)
+        if number != 1:
+            found.append(("temperature missing", made.inv_freq, 1.0))
+            found.append(("temperature applied twice", made.inv_freq, number**2))
         if number not in (1, usual):
             found.append((f"other (temperature {usual:.4g})", made.inv_freq, usual))
+        found += self._wrong_factors(factor_error)
         found.append((f"other (all frequencies / {factor:g})", rope.inv_freq / factor, 1.0))
         if self.short is not None:
             table = rope.inv_freq / torch.tensor(self.short, dtype=torch.float64)
@@ -223,6 +315,45 @@ class Miniature:
             if not any(same):
                 kept.append((name, inv_freq, scaling))
         return kept
+
+    def _wrong_factors(self, factor_error: float) -> list[tuple[str, torch.Tensor, float]]:
+        percent = f"{100 * factor_error:g} %"
+        ratios = {
+            "twice": 2.0,
+            "half": 0.5,
+            f"{percent} more": 1 + factor_error,
+            f"{percent} less": 1 / (1 + factor_error),
+        }
+        made = {name: self._with_factor(ratio) for name, ratio in ratios.items()}
+        return [(f"wrong factor ({name})", *pair) for name, pair in made.items() if pair]
+
+    def _with_factor(self, ratio: float) -> tuple[torch.Tensor, float] | None:
+        """Frequencies and scaling if the factor is multiplied; None: the method takes no such."""
+        state, rope = current_patch(self.model), self.scaling.rope
+        try:
+            if state is not None:
+                method = dataclasses.replace(state.method, factor=state.method.factor * ratio)
+                return method.inv_freq(rope), method.attention_scaling(rope)
+        except RopeExtError:
+            return None
+        parameters = dict(self.scaling.parameters)
+        kind, factor = parameters["rope_type"], parameters.get("factor")
+        if factor is None or kind not in ROPE_INIT_FUNCTIONS or factor * ratio < 1:
+            return None
+        if math.isclose(parameters.get("attention_factor") or 0, yarn_factor(factor)):
+            parameters["attention_factor"] = yarn_factor(factor * ratio)
+        config = copy.deepcopy(unwrap(self.model).config)
+        config.rope_parameters = parameters | {"factor": factor * ratio}
+        inv_freq, scaling = ROPE_INIT_FUNCTIONS[kind](config, "cpu", seq_len=self.scaling.target)
+        return inv_freq.double(), scaling
+
+
+def _scaled(model: nn.Module, inv_freq: torch.Tensor, number: float) -> nn.Module:
+    """The same model, with other frequencies and another number on cosine and sine."""
+    (site,) = find_sites(text_decoder(model))
+    site.module._buffers[site.buffer] = inv_freq.float()
+    setattr(site.module, site.scaling_attribute, number)
+    return model
 
 
 def _fixed(state: Patch) -> Scaling:
@@ -261,7 +392,7 @@ def _small(config: Any) -> nn.Module:
             if name == "model.norm.weight":
                 # No token is so improbable that its logarithm is lost.
                 tied = config.tie_word_embeddings
-                parameter.fill_(2.0 / math.sqrt(2 * dim) if tied else 2.0)
+                parameter.fill_(2.0 / (_RESIDUAL * math.sqrt(2 * dim)) if tied else 2.0)
                 continue
             looks = any(part in name for part in ("q_proj", "k_proj", "q_norm", "k_norm"))
             scale = spread if looks else 1.0
@@ -270,16 +401,26 @@ def _small(config: Any) -> nn.Module:
             elif parameter.ndim == 1:
                 parameter.normal_(std=scale / 2, generator=seeded)
             else:
-                fan = 1.0 if "embed" in name else math.sqrt(parameter.shape[1])
+                fan = 1 / _RESIDUAL if "embed" in name else math.sqrt(parameter.shape[1])
                 parameter.normal_(std=scale / fan, generator=seeded)
     return model
 
 
 @torch.no_grad()
 def of_transformers(model: nn.Module, prompts: Sequence[Sequence[int]]) -> torch.Tensor:
-    """What a loaded model makes of prompts."""
-    rows = [model(torch.tensor([list(p)]), logits_to_keep=1).logits[0, -1] for p in prompts]
-    return torch.stack(rows).float().log_softmax(-1)
+    """Log-probabilities of the next token by a loaded model, float32, ``[prompts, vocabulary]``."""
+    rows: list[torch.Tensor] = []
+    for start, tails in running.by_start(prompts):
+        given: dict[str, Any] = {"input_ids": torch.tensor(tails)[:, None]}
+        if len(tails) == 1:
+            given["input_ids"] = torch.tensor([[*start, *tails]])
+        elif start:
+            cache = DynamicCache(config=unwrap(model).config)
+            model(torch.tensor([start]), past_key_values=cache, logits_to_keep=1)
+            cache.batch_repeat_interleave(len(tails))
+            given["past_key_values"] = cache
+        rows.append(model(**given, logits_to_keep=1).logits[:, -1].float().log_softmax(-1))
+    return torch.cat(rows)
 
 
 def verify(
@@ -287,16 +428,19 @@ def verify(
     run: Run,
     engine: str,
     longest: int = LENGTH,
-    tolerance: float = TOLERANCE,
+    tolerance: float | None = TOLERANCE,
+    factor_error: float = FACTOR_ERROR,
 ) -> Verification:
-    """Compare what an engine makes of a miniature with what is right, and what is not.
+    """Decide by :func:`judge` what an engine makes of a miniature.
 
     Args:
         miniature: that the engine runs.
         run: the engine.
         engine: its name, for the answer.
         longest: tokens of the longest prompt.
-        tolerance: of log-probabilities.
+        tolerance: root mean square difference of log-probabilities that is rounding; None: three
+            times that of transformers in bfloat16.
+        factor_error: relative error of the factor to tell from the right one.
 
     Raises:
         ExportError: the engine does not answer with log-probabilities.
@@ -306,45 +450,107 @@ def verify(
     known = ~got.isnan()
     if not bool(known.any(-1).all()):
         raise ExportError(f"{engine} gives no log-probabilities for some prompts")
-    rows = miniature.expected(prompts)
-    differences = {name: float((got - row)[known].abs().max()) for name, row in rows.items()}
-    nearest = min(differences, key=differences.__getitem__)
-    if differences[VERDICTS[0]] <= tolerance:
-        nearest = VERDICTS[0]
-    elif differences[nearest] > tolerance:
-        nearest = "other"
-    verdict, _, detail = nearest.partition(" (")
-    right = rows[VERDICTS[0]]
-    alike = [n for n, row in rows.items() if (row - right).abs().max() <= 2 * tolerance]
-    notes = []
-    if len(alike) > 1:
-        notes.append(f"prompts of this length do not tell these apart: {', '.join(alike)}")
-    if len(prompts[-1]) <= miniature.scaling.rope.length:
-        notes.append(
-            f"no prompt is longer than the trained {miniature.scaling.rope.length} tokens, beyond "
-            f"which an engine may do otherwise; give --length more"
-        )
-    shown = tuple(map(len, prompts))
+    rows = miniature.expected(prompts, factor_error)
+    if tolerance is None:
+        tolerance = max(TOLERANCE, _ROUNDED * miniature.rounding(prompts, rows[VERDICTS[0]]))
+    found = judge(got, rows, tolerance)
+    returned = float(known.sum(-1).float().mean())
+    notes = _notes(found, len(prompts[-1]), miniature.scaling.rope.length, returned)
+    lengths = tuple(dict.fromkeys(map(len, prompts)))
     return Verification(
-        engine, verdict, detail.removesuffix(")"), differences, shown, tolerance, tuple(notes)
+        engine,
+        found.verdict,
+        found.candidates,
+        found.differences,
+        lengths,
+        returned,
+        tolerance,
+        notes,
     )
 
 
-def write(miniature: Miniature, folder: Path) -> list[str]:
-    """The miniature for engines in a folder; returns flags of llama-server that serve it.
+def _notes(found: Judgement, longest: int, trained: int, returned: float) -> tuple[str, ...]:
+    notes = []
+    if found.verdict == "cannot tell":
+        notes.append(
+            f"the engine's rounding is too large beside what is between them; serve the miniature "
+            f"in float32 (vLLM and SGLang: --dtype float32), have more than the "
+            f"{returned:.0f} log-probabilities returned, or give --length more"
+        )
+        small = (VERDICTS[0], " more)", " less)")
+        if VERDICTS[0] in found.candidates and all(n.endswith(small) for n in found.candidates):
+            notes.append("if a small error of the factor does not matter, give --factor-error more")
+    if longest <= trained:
+        notes.append(
+            f"no prompt is longer than the trained {trained} tokens, beyond which an engine may do "
+            f"otherwise; give --length more"
+        )
+    return tuple(notes)
 
-    The folder is one of transformers; ``MODEL.gguf`` is unscaled, and ``MODEL-long.gguf`` says all
-    that a file can, where llama.cpp runs the patch.
+
+def write(miniature: Miniature, folder: Path) -> tuple[dict[str, str], list[str]]:
+    """Write the miniature for engines; returns the commands of ``export`` that serve it.
+
+    Where a patch is on the miniature, the folder holds the unpatched one, so that the commands have
+    to say all of the patch; where its own configuration scales it, the configuration says it.
+    ``MODEL.gguf`` is unscaled always, and is left out where the ``gguf`` library is not installed.
+
+    Returns:
+        Commands, by engine; and why an engine has none.
+
+    Raises:
+        ExportError: the folder has something in it.
     """
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise ExportError(f"{folder} is there and not empty; give --write a new folder")
     folder.mkdir(parents=True, exist_ok=True)
-    miniature.model.save_pretrained(folder)
-    gguf_file.write_model(miniature.plain, folder / "MODEL.gguf")
-    long = folder / "MODEL-long.gguf"
-    try:
-        made = gguf_file.following(miniature.model, folder / "MODEL.gguf", long)
-    except ExportError:
-        return []
-    return ["--model", str(long), *made.in_file]
+    patched = current_patch(miniature.model) is not None
+    (miniature.plain if patched else miniature.model).save_pretrained(folder)
+    _tokenizer().save_pretrained(folder)
+    commands, refusals = {}, []
+    for engine in SERVERS:
+        try:
+            if engine == "llama.cpp":
+                gguf_file.write_model(miniature.plain, folder / "MODEL.gguf")
+            commands[engine] = _serving(miniature, engine, folder)
+        except ExportError as error:
+            refusals.append(str(error))
+    return commands, refusals
+
+
+def _serving(miniature: Miniature, engine: str, folder: Path) -> str:
+    """The command that serves a written miniature; files that it needs are written, too."""
+    model = miniature.model
+    if current_patch(model) is None:
+        if engine != "llama.cpp":
+            launch = {
+                "vllm": ["vllm", "serve", str(folder)],
+                "sglang": ["python", "-m", "sglang.launch_server", "--model-path", str(folder)],
+            }
+            return shlex.join(launch[engine])
+        long = folder / "MODEL-long.gguf"
+        made = gguf_file.following(model, folder / "MODEL.gguf", long)
+        return shlex.join(["llama-server", "--model", str(long), *made.in_file])
+    unwrap(model).config._name_or_path = str(folder)
+    made = export(model, engine)
+    if engine != "llama.cpp":
+        return made.command
+    if " FOLDER " in made.command:
+        model.save_pretrained(folder / "FOLDER")
+    if made.files:
+        made.write(folder)
+    return f"cd {shlex.quote(str(folder))} && {made.command}"
+
+
+def _tokenizer() -> PreTrainedTokenizerFast:
+    """Tokens by the names ``t3``, ``t4``, ..., from which their ids can be read."""
+    names = ["<unk>", "<s>", "</s>", *(f"t{i}" for i in range(3, _VOCABULARY))]
+    words = Tokenizer(models.WordLevel({name: i for i, name in enumerate(names)}, "<unk>"))
+    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    unknown, begin, end = names[:3]
+    return PreTrainedTokenizerFast(
+        tokenizer_object=words, unk_token=unknown, bos_token=begin, eos_token=end, pad_token=unknown
+    )
 
 
 def in_process(miniature: Miniature, engine: str, folder: Path, flags: str | None = None) -> Run:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import math
 import shlex
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -376,5 +377,12 @@ def test_options_of_engines_are_checked() -> None:
         rope_ext.export(model, "sglang", legacy=True)
     with pytest.raises(rope_ext.ExportError, match="no option 'old'; its options are legacy"):
         rope_ext.export(model, "transformers", old=True)
-    with pytest.raises(rope_ext.ExportError, match="write the weights there first"):
-        rope_ext.export(model, "mlx").write("no-such-folder")
+
+
+def test_files_are_written_into_a_new_folder(tmp_path: Path) -> None:
+    made = rope_ext.export(patched("yarn"), "transformers")
+    assert made.write(tmp_path / "new" / "folder") == [tmp_path / "new" / "folder" / "config.json"]
+    assert json.loads((tmp_path / "new" / "folder" / "config.json").read_text())["rope_parameters"]
+    (tmp_path / "file").write_text("")
+    with pytest.raises(rope_ext.ExportError, match="is a file; give the name of a folder"):
+        made.write(tmp_path / "file")

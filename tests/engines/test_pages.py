@@ -74,7 +74,11 @@ def test_a_command_prints_what_the_page_says(beside: Path, name: str) -> None:
 def test_an_engine_is_what_the_page_says(beside: Path, name: str) -> None:
     words, output = COMMANDS[name]
     pytest.importorskip("mlx_lm" if "mlx" in words else "xllamacpp")
-    assert NUMBER.sub("N", run(words, beside)) == NUMBER.sub("N", output)
+    printed = run(words, beside)
+    assert NUMBER.sub("N", printed) == NUMBER.sub("N", output)
+    found, stated = ([float(n[0]) for n in NUMBER.finditer(t)] for t in (printed, output))
+    for ours, theirs in zip(found, stated, strict=True):  # rounding differs between machines
+        assert ours == pytest.approx(theirs, rel=0.1) or max(ours, theirs) < 1e-3
 
 
 @pytest.mark.slow

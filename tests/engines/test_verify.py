@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 import json
+import math
+import shlex
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -12,13 +15,21 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import LlamaConfig, Qwen2Config, Qwen3Config
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    LlamaConfig,
+    Qwen2Config,
+    Qwen3Config,
+)
 from typer.testing import CliRunner
 
 import rope_ext
 from rope_ext.cli import app
 from rope_ext.engines import verifying
 from rope_ext.engines.verifying import Miniature
+from rope_ext.methods import Rope
 
 CONFIG = {
     "hidden_size": 512,
@@ -67,7 +78,7 @@ def test_a_miniature_has_the_models_own_rotary_embedding(kind: type) -> None:
     torch.testing.assert_close(
         small.model.model.rotary_emb.inv_freq.double(), want, rtol=1e-6, atol=0
     )
-    assert small_enough(small.model) and small.lengths() == (63, 255, 511)
+    assert small_enough(small.model) and small.lengths() == (63, 255, 383, 511)
 
 
 def test_a_checkpoint_that_scales_by_itself_is_taken_as_it_is() -> None:
@@ -111,7 +122,13 @@ def engine(inv_freq: Any, scaling: float) -> verifying.Run:
         ("ntk_by_parts", "as patched", lambda h, theta, a: (h, a)),
         ("yarn", "unextended", lambda h, theta, a: (theta, 1.0)),
         ("yarn", "temperature missing", lambda h, theta, a: (h, 1.0)),
+        ("yarn", "temperature applied twice", lambda h, theta, a: (h, a * a)),
+        ("yarn", "wrong factor (twice)", lambda h, theta, a: yarn(theta, 8)),
+        ("yarn", "wrong factor (half)", lambda h, theta, a: yarn(theta, 2)),
+        ("yarn", "wrong factor (1 % more)", lambda h, theta, a: yarn(theta, 4.04)),
         ("pi", "unextended", lambda h, theta, a: (theta, 1.0)),
+        ("pi", "wrong factor (twice)", lambda h, theta, a: (theta / 8, 1.0)),
+        ("ntk", "wrong factor (1 % less)", lambda h, theta, a: (ntk(theta, 4 / 1.01), 1.0)),
         ("yarn", "wrong base (10000)", lambda h, theta, a: (at(1e4), 1.0)),
         ("yarn", "wrong base (1e+06, scaled)", lambda h, theta, a: (h / theta * at(1e6), a)),
         ("yarn", "other (all frequencies / 4)", lambda h, theta, a: (theta / 4, 1.0)),
@@ -127,6 +144,19 @@ def test_what_an_engine_does_is_named(method: str, verdict: str, error: Any) -> 
     assert found.passed == (verdict == "as patched")
     assert json.loads(found.to_json())["passed"] == found.passed
     assert min(found.differences.values()) <= 1e-4 or verdict == "other"
+
+
+def trained(theta: torch.Tensor) -> Rope:
+    return Rope.geometric(float(theta[1] ** -32), 64, 64)
+
+
+def yarn(theta: torch.Tensor, factor: float) -> tuple[torch.Tensor, float]:
+    method = rope_ext.YaRN(factor=factor)
+    return method.inv_freq(trained(theta)), method.attention_scaling(trained(theta))
+
+
+def ntk(theta: torch.Tensor, factor: float) -> torch.Tensor:
+    return rope_ext.NTK(factor=factor).inv_freq(trained(theta))
 
 
 def at(base: float) -> torch.Tensor:
@@ -156,17 +186,21 @@ def test_prompts_that_tell_nothing_are_pointed_out() -> None:
 
 
 class Answers(BaseHTTPRequestHandler):
-    """An OpenAI-compatible server, as vLLM answers: the 20 most probable, by id."""
+    """An OpenAI-compatible server, as vLLM answers: the most probable tokens, by id."""
 
-    model: Any = None
+    answer: Callable[[list[int]], torch.Tensor]
+    most = 20  # log-probabilities that it returns
+    raw: bytes | None = None  # what it returns instead
 
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         assert self.path == "/v1/completions" and body["max_tokens"] == 1
-        row = verifying.of_transformers(self.model, [body["prompt"]])[0]
-        best = row.topk(body["logprobs"])
-        top = {f"token_id:{i}": float(v) for v, i in zip(*best, strict=True)}
-        data = json.dumps({"choices": [{"logprobs": {"top_logprobs": [top]}}]}).encode()
+        data = self.raw
+        if data is None:
+            row = type(self).answer(body["prompt"])
+            best = row.topk(min(self.most, len(row)))
+            top = {f"token_id:{i}": float(v) for v, i in zip(*best, strict=True)}
+            data = json.dumps({"choices": [{"logprobs": {"top_logprobs": [top]}}]}).encode()
         self.send_response(200)
         self.end_headers()
         self.wfile.write(data)
@@ -176,10 +210,10 @@ class Answers(BaseHTTPRequestHandler):
 
 
 @contextmanager
-def endpoint(model: Any) -> Iterator[str]:
-    handler = type("Handler", (Answers,), {"model": model})
+def serving(**attributes: Any) -> Iterator[str]:
+    handler = type("Handler", (Answers,), attributes)
     server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
-    thread = threading.Thread(target=server.serve_forever)
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
     thread.start()
     try:
         yield f"http://127.0.0.1:{server.server_address[1]}"
@@ -189,20 +223,199 @@ def endpoint(model: Any) -> Iterator[str]:
         thread.join()
 
 
-def test_an_endpoint_is_asked(folder: str, tmp_path: Path) -> None:
-    small = Miniature.of(config(), "yarn", factor=4)
+def endpoint(model: Any, prompts: list[list[int]] | None = None, most: int = 20) -> Any:
+    """The server of a model, which has computed its answers to the prompts already."""
+    if prompts is None:
+        return serving(answer=lambda p: verifying.of_transformers(model, [p])[0], most=most)
+    made = verifying.of_transformers(model, prompts)
+    rows = {tuple(p): row for p, row in zip(prompts, made, strict=True)}
+    return serving(answer=lambda p: rows[tuple(p)], most=most)
+
+
+def test_an_endpoint_is_asked(folder: str, tmp_path: Path, short: Checked) -> None:
+    small = short.small
     report = tmp_path / "report.json"
     words = [folder, "--method", "yarn", "--json", report, "--url"]
-    with endpoint(small.model) as url:
+    with endpoint(small.model, short.prompts) as url:
         result = run(*words, url)
     assert result.exit_code == 0, result.output
     assert f"{url}: as patched" in result.stdout and json.loads(report.read_text())["passed"]
-    with endpoint(small.plain) as url:
+    with endpoint(small.plain, short.prompts) as url:
         result = run(*words, url)
     assert result.exit_code == 1 and f"{url}: unextended" in result.stdout
     assert json.loads(report.read_text())["verdict"] == "unextended"
     result = run(*words, url)  # it has ended
     assert result.exit_code == 2 and "is the server running?" in result.stderr
+
+
+SERVERS: dict[str, tuple[str, Callable[..., Any]]] = {
+    "right": ("as patched", lambda h, theta, a, other: (h, a)),
+    "ignored": ("unextended", lambda h, theta, a, other: (theta, 1.0)),
+    "cold": ("temperature missing", lambda h, theta, a, other: (h, 1.0)),
+    "doubled": ("wrong factor", lambda h, theta, a, other: other(2)),
+    "1 % off": ("wrong factor", lambda h, theta, a, other: other(1.01)),
+}
+
+
+class Checked:
+    """A miniature and what its servers answer, computed once."""
+
+    def __init__(self, config: Any, factor: float) -> None:
+        self.small = Miniature.of(config, "yarn", factor=factor)
+        self.factor, self.prompts = factor, self.small.prompts()
+        self.rows = self.small.expected(self.prompts)
+        self.rounding = self.small.rounding(self.prompts, self.rows["as patched"])
+
+    def server(self, name: str, dtype: torch.dtype) -> Any:
+        made, rope = self.small.scaling, self.small.scaling.rope
+
+        def other(ratio: float) -> tuple[torch.Tensor, float]:
+            method = rope_ext.YaRN(factor=self.factor * ratio)
+            return method.inv_freq(rope), method.attention_scaling(rope)
+
+        numbers = SERVERS[name][1](made.inv_freq, rope.inv_freq, made.scaling, other)
+        return verifying._scaled(copy.deepcopy(self.small.plain).to(dtype), *numbers)
+
+    def verdicts(
+        self, name: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+    ) -> dict[int, verifying.Verification]:
+        """What is found of a server, by how many log-probabilities it returns."""
+        monkeypatch.setattr(Miniature, "expected", lambda *_: self.rows)
+        monkeypatch.setattr(Miniature, "rounding", lambda *_: self.rounding)
+        model, found = self.server(name, dtype), {}
+        for most in (128, 20, 1):
+            with endpoint(model, self.prompts, most) as url:
+                asked = verifying.endpoint(url)
+                found[most] = verifying.verify(self.small, asked, url, tolerance=None)
+            assert found[most].returned == most
+        return found
+
+
+@pytest.fixture(scope="module")
+def short() -> Checked:
+    return Checked(config(), 4)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", SERVERS)
+def test_no_server_is_judged_wrong(
+    short: Checked, name: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for found in short.verdicts(name, dtype, monkeypatch).values():
+        expect(found, SERVERS[name][0], dtype == torch.bfloat16 and name in ("right", "1 % off"))
+
+
+def expect(found: verifying.Verification, truth: str, undecided: bool) -> None:
+    if found.verdict == "cannot tell":
+        assert undecided, found
+        assert {"as patched"} < set(found.candidates) <= {
+            "as patched", "wrong factor (1 % more)", "wrong factor (1 % less)"
+        }  # fmt: skip
+        assert found.exit_code == 3 and "cannot tell these apart: " in str(found)
+    else:
+        assert found.verdict == truth, found
+        assert found.exit_code == (truth != "as patched")
+
+
+@pytest.fixture(
+    scope="module",
+    params=[
+        ("llama", 512, 1e4, 64, 4.0),
+        ("qwen3", 32768, 1e6, 128, 2.0),
+    ],
+    ids=["512", "32k"],
+)
+def full(request: pytest.FixtureRequest) -> Checked:
+    kind, length, base, dim, factor = request.param
+    configs = {"llama": LlamaConfig, "qwen3": Qwen3Config}
+    rope = {"rope_type": "default", "rope_theta": base}
+    sizes = {**CONFIG, "max_position_embeddings": length, "head_dim": dim}
+    return Checked(configs[kind](**sizes, rope_parameters=rope), factor)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", SERVERS)
+def test_no_server_of_a_real_length_is_judged_wrong(
+    full: Checked, name: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Only bfloat16 hides an error of the factor of 1 %, and only where prompts end early."""
+    hidden = dtype == torch.bfloat16 and name in ("right", "1 % off") and full.factor == 2
+    for found in full.verdicts(name, dtype, monkeypatch).values():
+        expect(found, SERVERS[name][0], hidden)
+
+
+def rows_of(*numbers: float) -> torch.Tensor:
+    return torch.tensor([numbers])
+
+
+@pytest.mark.parametrize(
+    ("got", "rounding", "verdict", "candidates"),
+    [
+        # Nearest to the right one, and far from both others.
+        ((0.0, 0.01, 0.0), 0.05, "as patched", ("as patched",)),
+        # Within any tolerance of the right one, but it is the other one.
+        ((0.0, 0.03, 0.0), 0.05, "unextended", ("unextended",)),
+        # Half-way between: either may be rounded.
+        ((0.0, 0.015, 0.0), 0.05, "cannot tell", ("as patched", "unextended")),
+        # As far from every one of them: none.
+        ((0.0, 0.5, 0.5), 0.05, "other", ()),
+        # Two names of one verdict are no doubt.
+        ((0.0, 0.0, 1.001), 0.05, "wrong base", ("wrong base (1)", "wrong base (2)")),
+        # What tells them apart was not returned.
+        ((0.0, math.nan, 0.0), 0.05, "cannot tell", ("as patched", "unextended")),
+        ((math.nan, math.nan, 1.0), 0.05, "wrong base", ("wrong base (1)", "wrong base (2)")),
+    ],
+)
+def test_the_nearest_hypothesis_holds_if_its_rivals_are_far(
+    got: tuple[float, ...], rounding: float, verdict: str, candidates: tuple[str, ...]
+) -> None:
+    expected = {
+        "as patched": rows_of(0.0, 0.0, 0.0),
+        "unextended": rows_of(0.0, 0.03, 0.0),
+        "wrong base (1)": rows_of(0.0, 0.0, 1.0),
+        "wrong base (2)": rows_of(0.0, 0.0, 1.0001),
+    }
+    found = verifying.judge(rows_of(*got), expected, rounding)
+    assert found.verdict == verdict and set(found.candidates) == set(candidates)
+
+
+def test_what_cannot_be_told_apart_has_an_exit_code_of_its_own(folder: str, short: Checked) -> None:
+    model = short.server("right", torch.bfloat16)
+    words = [folder, "--method", "yarn", "--factor-error", "0.0001", "--url"]
+    with endpoint(model, short.prompts) as url:
+        result = run(*words, url)
+    assert result.exit_code == 3, result.output
+    assert "cannot tell these apart: " in result.stdout and "(0.01 % more)" in result.stdout
+    assert "--dtype float32" in result.stderr and "--factor-error" in result.stderr
+    with endpoint(short.server("right", torch.float32), short.prompts) as url:
+        assert run(*words, url, "--factor-error", "0.05").exit_code == 0
+    for wrong in (["--factor-error", "2"], ["--tolerance", "0"]):
+        result = run(folder, "--method", "yarn", *wrong)
+        assert result.exit_code == 2 and f"{wrong[0]} {wrong[1]} has to be" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("raw", "message"),
+    [
+        (b"<html><body>Not here</body></html>", "something that is not JSON ('<html><body>Not"),
+        (b'{"error": {"message": "max_logprobs is 5"}}', "an error: max_logprobs is 5"),
+        (b'{"error": "no such model"}', "an error: no such model"),
+        (b'{"object": "error", "message": "too long"}', "an error: too long"),
+        (b"[1, 2]", "gives no log-probabilities with their tokens"),
+    ],
+)
+def test_what_a_server_says_instead_is_shown(folder: str, raw: bytes, message: str) -> None:
+    with serving(raw=raw) as url:
+        result = run(folder, "--method", "yarn", "--url", url)
+    assert result.exit_code == 2 and message in result.stderr
+
+
+def test_flags_of_the_cache_that_are_overridden_are_named(folder: str) -> None:
+    words = [folder, "--method", "yarn", "--engine", "none", "--flags"]
+    result = run(*words, "--ctx-size 256 -ctk q8_0 --cache-type-v q4_0")
+    assert "override -ctk, --cache-type-v of --flags" in result.stderr
+    assert "override" not in run(*words, "--ctx-size 256").stderr
 
 
 def test_the_command_says_what_is_missing(folder: str) -> None:
@@ -252,27 +465,77 @@ def test_what_mlx_does_is_named(folder: str) -> None:
     assert wrong.exit_code == 1 and wrong.stdout.startswith("mlx: wrong base (10000);")
 
 
+def test_a_written_miniature_is_unpatched(folder: str, tmp_path: Path, short: Checked) -> None:
+    """An engine that is given no settings, or ignores them, must not compute the patch."""
+    small = tmp_path / "small"
+    result = run(folder, "--method", "yarn", "--write", small)
+    assert result.exit_code == 0, result.output
+    commands = {line.split()[0]: line for line in result.stdout.splitlines()}
+    words = shlex.split(commands["vllm"])
+    assert words[:3] == ["vllm", "serve", str(small)]
+    overrides = json.loads(words[words.index("--hf-overrides") + 1])
+    words = shlex.split(commands["python"])
+    assert words[:5] == [*("python", "-m", "sglang.launch_server", "--model-path"), str(small)]
+    assert "--json-model-override-args" in words
+    tokenizer = AutoTokenizer.from_pretrained(small)
+    assert tokenizer("t17 t127").input_ids == [17, 127] and tokenizer.decode([17]) == "t17"
+    ignoring = AutoModelForCausalLM.from_pretrained(small)
+    with endpoint(ignoring, short.prompts) as url:
+        wrong = run(folder, "--method", "yarn", "--url", url)
+    assert wrong.exit_code == 1 and f"{url}: unextended" in wrong.stdout
+    changed = AutoConfig.from_pretrained(small)
+    for name, value in overrides.items():
+        setattr(changed, name, value)
+    obeying = AutoModelForCausalLM.from_pretrained(small, config=changed)
+    with endpoint(obeying, short.prompts) as url:
+        assert run(folder, "--method", "yarn", "--url", url).exit_code == 0
+    before = (small / "config.json").read_bytes()
+    again = run(folder, "--method", "pi", "--write", small)
+    assert again.exit_code == 2 and "give --write a new folder" in again.stderr
+    assert (small / "config.json").read_bytes() == before
+
+
+def test_a_written_miniature_of_a_saved_patch_says_it_itself(
+    tmp_path: Path, short: Checked
+) -> None:
+    saved = Miniature.of(config(), "yarn", factor=4).model
+    saved.save_pretrained(tmp_path / "saved")
+    result = run(tmp_path / "saved", "--write", tmp_path / "small")
+    assert f"vllm serve {tmp_path / 'small'}\n" in result.stdout
+    served = AutoModelForCausalLM.from_pretrained(tmp_path / "small")
+    with endpoint(served, short.prompts) as url:
+        assert run(tmp_path / "saved", "--url", url).exit_code == 0
+
+
 @pytest.mark.slow
 def test_a_miniature_is_written_for_others_where_llama_cpp_has_no_way(tmp_path: Path) -> None:
     pytest.importorskip("gguf")
     Qwen2Config(**CONFIG).save_pretrained(tmp_path / "model")  # which takes no table
     words = [tmp_path / "model", "--method", "resonance", "--write", tmp_path / "small"]
     result = run(*words)
-    assert result.exit_code == 0 and not result.stdout, result.output
-    assert {"config.json", "model.safetensors", "MODEL.gguf"} <= {
-        path.name for path in (tmp_path / "small").iterdir()
-    }
+    assert result.exit_code == 0 and "llama-server" not in result.stdout, result.output
+    assert "llama.cpp cannot run resonance" in result.stderr
+    assert "vllm serve" in result.stdout
 
 
 @pytest.mark.slow
-def test_a_written_miniature_is_served(folder: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("method", ["yarn", "resonance"])
+def test_a_written_miniature_is_served(
+    folder: str, tmp_path: Path, method: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     pytest.importorskip("xllamacpp")
     from rope_ext.engines import running
 
-    words = [folder, "--method", "resonance"]
+    words = [folder, "--method", method]
     result = run(*words, "--write", tmp_path / "small")
     assert result.exit_code == 0, result.output
-    program, *flags = result.stdout.split()
+    enter, *before, serve = result.stdout.splitlines()[0].split(" && ")
+    assert enter == f"cd {tmp_path / 'small'}"
+    monkeypatch.chdir(tmp_path / "small")
+    for line in before:
+        done = CliRunner().invoke(app, shlex.split(line)[1:])
+        assert done.exit_code == 0, done.output
+    program, *flags = shlex.split(serve)
     assert program == "llama-server"
     with running.serving([*flags, *running.EXACT, "--parallel", "1", "--threads", "1"]) as url:
         assert run(*words, "--url", url, "--tolerance", "0.002").exit_code == 0

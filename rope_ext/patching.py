@@ -95,7 +95,8 @@ class Patch:
         """What must be the same for a cache to be continued."""
         named = self.options.recorded()
         names = ("frequency", "bias", "layers", "sliding_layers")
-        more = (self.record.trained_length, self.precise, *(named[name] for name in names))
+        more = {"trained_length": self.record.trained_length, "precise": self.precise}
+        more |= {name: named[name] for name in names}
         return stale.FilledUnder(self.record.method, more)
 
     def frequencies_of(self, site: RotarySite) -> tuple[torch.Tensor, float]:

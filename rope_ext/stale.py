@@ -8,8 +8,10 @@ marked caches and leaves when there are none.
 
 from __future__ import annotations
 
+import gc
 import uuid
 import weakref
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -33,11 +35,18 @@ class FilledUnder:
 
     Args:
         method: in force.
-        more: all else that must be the same.
+        more: all else that must be the same, by name.
     """
 
     method: Method
-    more: tuple[Any, ...]
+    more: Mapping[str, Any]
+
+    def unlike(self, other: FilledUnder | None) -> str:
+        """The method, with what is not the same in ``other``."""
+        if other is None:
+            return str(self.method)
+        named = [f"{k}={v!r}" for k, v in self.more.items() if v != other.more[k]]
+        return " with ".join([str(self.method), *filter(None, [", ".join(named)])])
 
 
 @dataclass(frozen=True)
@@ -67,13 +76,19 @@ def mark(decoder: nn.Module, under: FilledUnder | None) -> None:
     """
     name = _decoders.setdefault(decoder, str(uuid.uuid4()))
     layers = sum(isinstance(m.__dict__.get("layer_idx"), int) for m in decoder.modules())
-    for cache in living():
-        if len(getattr(cache, "layers", ())) > layers or not is_filled(cache):
-            continue
+    if _filled(layers):
+        gc.collect()  # what nobody can use any more needs no mark, and so the model no hook
+    for cache in _filled(layers):
         there = _marks(cache)
         if name not in there:
             settle(cache)
             carry(cache, _STALE, Stale({**there, name: under}))
+
+
+def _filled(layers: int) -> list[Cache]:
+    """Every cache with tokens that a model of so many layers may have filled."""
+    fitting = (one for one in living() if len(getattr(one, "layers", ())) <= layers)
+    return [cache for cache in fitting if is_filled(cache)]
 
 
 def refuse(decoder: nn.Module, now: FilledUnder | None) -> None:
@@ -88,9 +103,8 @@ def refuse(decoder: nn.Module, now: FilledUnder | None) -> None:
         if isinstance(hook, _Refusal):
             hook.leave(decoder)
     if stale:
-        label = None if now is None else str(now.method)
-        hook = _Refusal(name, label, parameters(type(decoder)))
-        decoder.register_forward_pre_hook(hook, with_kwargs=True)
+        hook = _Refusal(name, now, parameters(type(decoder)))
+        decoder.register_forward_pre_hook(hook, with_kwargs=True, prepend=True)
 
 
 class _Refusal:
@@ -98,11 +112,11 @@ class _Refusal:
 
     Args:
         name: of the decoder.
-        now: the method in force; None: none.
+        now: the patch in force; None: none.
         names: of the decoder's arguments.
     """
 
-    def __init__(self, name: str, now: str | None, names: tuple[str, ...]) -> None:
+    def __init__(self, name: str, now: FilledUnder | None, names: tuple[str, ...]) -> None:
         self.name, self.now, self.names = name, now, names
 
     def __call__(self, decoder: nn.Module, args: tuple, kwargs: dict) -> None:
@@ -125,8 +139,8 @@ class _Refusal:
         before = there[self.name]
         if before is None:
             reason = (
-                f"this cache was begun before the model was patched with {self.now}, so its keys "
-                f"carry other rotations"
+                f"this cache was begun before the model was patched with {self.now.method}, so its "
+                f"keys carry other rotations"
             )
         elif self.now is None:
             reason = (
@@ -135,8 +149,8 @@ class _Refusal:
             )
         else:
             reason = (
-                f"this cache was begun under another patch ({before.method}) than the one in force "
-                f"({self.now})"
+                f"this cache was begun under another patch ({before.unlike(self.now)}) than the "
+                f"one in force ({self.now.unlike(before)})"
             )
         raise CacheError(f"{reason}; start with an empty cache")
 

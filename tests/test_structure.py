@@ -20,6 +20,7 @@ ROOMS = (
     "under_way",
     "caches",
     "rotary",
+    "stale",
     "saving",
     "attention",
     "position",

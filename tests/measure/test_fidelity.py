@@ -822,7 +822,7 @@ def test_key_tokens_of_one_document_alone_are_noted(
 def test_one_document_gives_no_interval() -> None:
     assert interval(estimate_perplexity([0.5], 0)) == "1.65"
     assert re.fullmatch(r"1.65 \[1.\d\d, 1.\d\d\]", interval(estimate_perplexity([0.4, 0.6], 0)))
-    assert signed(Estimate(0.1, 0.1, 0.1, 1)) == "+10.0"
+    assert signed(Estimate(0.1, None, None, 1)) == "+10.0"
     assert signed(Estimate(0.1, 0.0, 0.2, 1)) == "+10.0 [+0.0, +20.0]"  # rates: one trial
 
 

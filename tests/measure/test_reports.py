@@ -134,7 +134,7 @@ def test_one_document_has_no_interval_anywhere(
     for entry in (*data["summary"], *data["curves"], *data["costs"], *data["differences"]):
         if entry["task"] == "perplexity":
             assert entry["low"] is entry["high"] is None and entry["value"] is not None
-    assert data["notes"] == ("all windows are from one document, so perplexity has no interval",)
+    assert data["notes"] == ("all windows are from one document, so there is no interval",)
     assert interval(Estimate(66.2, None, None, 1)) == "66.2"
     assert signed(Estimate(0.25, None, None, 1)) == "+25.0"
 

@@ -176,9 +176,8 @@ def test_nothing_is_left_on_a_model_when_its_caches_are_gone(ids) -> None:
     assert not changed(before, snapshot(model))
 
 
-def test_no_call_is_added_to_a_step_under_a_fixed_map(ids) -> None:
-    gc.collect()
-    model = put(tiny_llama(), "yarn")
+def calls_of_a_step(model: Any, ids: torch.Tensor) -> list[str]:
+    """Functions of this package that are called in the second step after a prompt."""
     cache, called = model(ids[:, :90]).past_key_values, []
 
     def seen(frame: Any, event: str, argument: Any) -> None:
@@ -192,8 +191,12 @@ def test_no_call_is_added_to_a_step_under_a_fixed_map(ids) -> None:
             model(ids[:, 91:92], past_key_values=cache)
         finally:
             sys.setprofile(None)
-    # Methods of caches stay watched once a position method was in force in the process.
-    assert set(called) - {"method", "settle", "_notes", "<listcomp>"} == set(), called
+    return called
+
+
+def test_no_call_is_added_to_a_step_under_a_fixed_map(ids) -> None:
+    """Beside those that other patches of this process have left on functions of transformers."""
+    assert calls_of_a_step(put(tiny_llama(), "yarn"), ids) == calls_of_a_step(tiny_llama(), ids)
 
 
 SLOW = pytest.mark.slow

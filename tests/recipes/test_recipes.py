@@ -890,7 +890,7 @@ def test_files_with_names_like_drafts_of_the_run_are_left_alone(
     for name in ("config.json.tmp", f"{settings.SETTINGS}.tmp"):
         (run / name).write_text("somebody else's")
     settings.save_from(saved, run)
-    settings.write_settings(*finetune.parse(arguments(checkpoint, texts, run)))
+    settings.write_settings(*settings.parse(arguments(checkpoint, texts, run)))
     assert {path.name for path in run.iterdir()} == {
         *("config.json", "config.json.tmp", settings.SETTINGS, f"{settings.SETTINGS}.tmp")
     }

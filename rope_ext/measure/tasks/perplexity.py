@@ -269,7 +269,7 @@ class Stretches(Task):
                 f"window may hold unrelated texts"
             )
         if len({case.group for case in cases}) == 1:
-            yield f"all windows are from one document, so {self.name} has no interval"
+            yield "all windows are from one document, so there is no interval"
         if len(windows.texts) < self.windows:
             yield (
                 f"the text gives only {len(windows.texts)} windows of {max(lengths)} tokens "

@@ -22,8 +22,9 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import rope_ext
 from benchmarks import measuring
 from benchmarks.measuring import COLUMNS, NATIVE, Attend, Measured, prefill, ratios, show, tensors
-from rope_ext import attention
-from rope_ext.attention import Call, Pairs, Turn, TurnedBand, reference
+from rope_ext.attention import dispatch as attention
+from rope_ext.attention import reference
+from rope_ext.attention.call import Call, Pairs, Turn, TurnedBand
 from rope_ext.attention.step import Ring, Step
 from rope_ext.methods.geometry import ChunkGap, Distance
 from rope_ext.position.attend import LAYER, Layer

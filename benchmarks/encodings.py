@@ -19,8 +19,8 @@ from rich.console import Console
 
 from benchmarks import measuring
 from benchmarks.measuring import NATIVE, Attend, prefill, show
-from rope_ext import attention
-from rope_ext.attention import Call, Pairs, TurnedBand
+from rope_ext.attention import dispatch as attention
+from rope_ext.attention.call import Call, Pairs, TurnedBand
 from rope_ext.encodings import Encoding, Heads, NoPE
 from rope_ext.methods import Rope, all_encodings, build_method
 from rope_ext.methods.geometry import Distance

@@ -35,8 +35,10 @@ from transformers import AutoModelForCausalLM, DynamicCache, LlamaConfig, Static
 import rope_ext
 from benchmarks import attention as bands
 from benchmarks.measuring import NATIVE, ratios, seconds_of, tensors, trained
-from rope_ext.attention import Call, TurnedBand, attend, reference
-from rope_ext.measure.versions import versions
+from rope_eval.versions import versions
+from rope_ext.attention import reference
+from rope_ext.attention.call import Call, TurnedBand
+from rope_ext.attention.dispatch import attend
 from rope_ext.methods.geometry import Distance, Sinks
 
 MIB = 2**20

@@ -29,14 +29,15 @@ from transformers import DynamicCache
 import rope_ext
 from benchmarks import attention, decoding, measuring
 from benchmarks.measuring import NATIVE, Measured
+from rope_eval import command
+from rope_eval.cases import require_positive
+from rope_eval.versions import versions
+from rope_ext import checkpoints as models
+from rope_ext.arguments import parse_lengths, parse_options, split
 from rope_ext.errors import OptionError
-from rope_ext.measure import command, models
-from rope_ext.measure.arguments import parse_lengths, parse_options, split
-from rope_ext.measure.cases import require_positive
-from rope_ext.measure.reports.terminal import tell
-from rope_ext.measure.systems import checked_methods
-from rope_ext.measure.versions import versions
+from rope_ext.method_options import checked_methods
 from rope_ext.methods import build_method
+from rope_ext.terminal import tell
 
 MODEL = "checkpoints/tiny-512"
 EACH_KIND = {

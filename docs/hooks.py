@@ -34,9 +34,9 @@ from mkdocs.utils.meta import get_data
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import rope_ext
+from rope_eval.plots.pictures import draw
 from rope_ext.engines import Engine, all_engines
 from rope_ext.methods import Method, all_methods
-from rope_ext.plots.pictures import draw
 
 ROOT = Path(__file__).parents[1]
 WRITTEN = ("When to use it", "What it costs", "Published numbers")
@@ -116,7 +116,7 @@ perplexity of the same 256 tokens after more and more context, and the share of 
 with 95 % intervals. The settings, the command and the other methods: [table](../{where}).{more}
 """
 
-GROUPS = ("patching", "advice", "loading", "engines", "measure", "methods", "encodings", "errors")
+GROUPS = ("patching", "advice", "loading", "engines", "rope_eval", "methods", "encodings", "errors")
 """Modules in the order of the API page; those not named here come last."""
 
 
@@ -376,11 +376,12 @@ def _overview() -> str:
 def _api() -> Iterator[str]:
     groups: dict[str, list[str]] = {}
     for name in rope_ext.__all__:
-        module = getattr(rope_ext, name).__module__.split(".")[1]
+        package, inner, *_ = getattr(rope_ext, name).__module__.split(".")
+        module = package if package == "rope_eval" else inner
         groups.setdefault(module, []).append(name)
     classes = {cls.__name__: cls for cls in all_methods()}
     for module in sorted(groups, key=lambda m: GROUPS.index(m) if m in GROUPS else len(GROUPS)):
-        doc = inspect.getdoc(importlib.import_module(f"rope_ext.{module}")) or ""
+        doc = inspect.getdoc(importlib.import_module(_module(module))) or ""
         lead, _, _ = doc.partition("\n\n")
         yield f"\n## {module.capitalize()}\n\n{referenced(lead)}\n"
         for name in sorted(groups[module], key=lambda name: name[0].isupper()):  # functions first
@@ -391,6 +392,10 @@ def _api() -> Iterator[str]:
     yield "\n## All methods\n\n| class | name | choose it for |\n| --- | --- | --- |"
     for name, cls in classes.items():
         yield f"| [`{name}`][rope_ext.{name}] | `{cls.name}` | {cls.use} |"
+
+
+def _module(group: str) -> str:
+    return group if group == "rope_eval" else f"rope_ext.{group}"
 
 
 def referenced(text: str) -> str:

@@ -25,14 +25,15 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from rope_eval import command
+from rope_eval.systems import beyond, under
+from rope_eval.versions import versions
+from rope_ext import checkpoints as models
+from rope_ext.arguments import parse_options, split
 from rope_ext.errors import MeasureError, OptionError
-from rope_ext.measure import command, models
-from rope_ext.measure.arguments import parse_options, split
-from rope_ext.measure.reports.terminal import tell
-from rope_ext.measure.settings import UNPATCHED
-from rope_ext.measure.systems import beyond, checked_methods, saved_otherwise, under
-from rope_ext.measure.versions import versions
+from rope_ext.method_options import UNPATCHED, checked_methods, saved_otherwise
 from rope_ext.methods import reach
+from rope_ext.terminal import tell
 
 
 def parser() -> argparse.ArgumentParser:

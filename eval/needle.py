@@ -3,14 +3,14 @@ r"""Needles in a haystack of one's own: several needles, distractors, any text.
     python -m eval.needle --model checkpoints/tiny-512 --method yarn --factor 8 \
         --lengths 512,1k,2k --needles 2 --distractors 2 --haystack my_book.txt
 
-The same as ``rope-ext eval needle``; see ``rope_ext.measure.tasks.needle``.
+The same as ``rope-ext eval needle``; see ``rope_eval.tasks.needle``.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from rope_ext.measure import command
+from rope_eval import command
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -3,7 +3,7 @@ r"""Passkey retrieval over a grid of lengths and depths.
     python -m eval.passkey --model checkpoints/tiny-512 --method yarn,dynamic_yarn --factor 8 \
         --lengths 512,1k,2k,4k
 
-The same as ``rope-ext eval passkey``; see ``rope_ext.measure.tasks.passkey`` for the prompt and how
+The same as ``rope-ext eval passkey``; see ``rope_eval.tasks.passkey`` for the prompt and how
 it is scored.
 """
 
@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from rope_ext.measure import command
+from rope_eval import command
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

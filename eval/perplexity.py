@@ -4,14 +4,14 @@ r"""Perplexity at several context lengths, each token scored once.
         --lengths 512,1k,2k,4k --stride 256 --text my_documents/
 
 The same as ``rope-ext eval perplexity``, or ``perplexity longppl`` with --longppl; see
-``rope_ext.measure.tasks.perplexity`` for what exactly is scored.
+``rope_eval.tasks.perplexity`` for what exactly is scored.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from rope_ext.measure import command
+from rope_eval import command
 
 LONGPPL_HELP = "also of the tokens alone that need long contexts"
 

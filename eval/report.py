@@ -13,8 +13,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from eval.perplexity import LONGPPL_HELP
-from rope_ext.measure import command
-from rope_ext.measure.arguments import split
+from rope_eval import command
+from rope_ext.arguments import split
 
 TASKS = ["perplexity", "passkey", "needle", "ruler"]
 

@@ -4,14 +4,14 @@ r"""RULER's 13 tasks, written from their description.
         --lengths 1k,2k,4k --trials 20 --tasks niah_single_1,vt
 
 The same as ``rope-ext eval ruler``, where --tasks is --ruler-tasks; see
-``rope_ext.measure.tasks.ruler`` for the tasks and what differs from the authors' code.
+``rope_eval.tasks.ruler`` for the tasks and what differs from the authors' code.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from rope_ext.measure import command
+from rope_eval import command
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -16,9 +16,9 @@ from datasets import Dataset, Features, IterableDataset, List, Value
 
 from recipes.positions import Drawn
 from recipes.stream import DataError, Packer, Source, Stream
+from rope_eval.data.prompts import beginning
+from rope_eval.data.text import python_library
 from rope_ext.errors import first_line
-from rope_ext.measure.prompts import beginning
-from rope_ext.measure.text import python_library
 
 PYTHON_LIBRARY = "python-library"
 """Name of the data that every machine has."""

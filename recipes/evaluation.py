@@ -13,11 +13,11 @@ from torch import nn
 
 from recipes.data import Pack, Tokenise
 from recipes.stream import DataError
+from rope_eval.data.prompts import Frame
+from rope_eval.forward import score
+from rope_eval.plots.style import bare, figure_of, style_of
+from rope_eval.tasks.passkey import PasskeyPrompts
 from rope_ext.errors import OptionError
-from rope_ext.measure.forward import score
-from rope_ext.measure.prompts import Frame
-from rope_ext.measure.tasks.passkey import PasskeyPrompts
-from rope_ext.plots.style import bare, figure_of, style_of
 
 NAME = "evaluation"  # of the picture and of its numbers
 _SEED = 0

@@ -60,8 +60,8 @@ from recipes.settings import (
     write_settings,
 )
 from recipes.stream import Stream
+from rope_ext.checkpoints import load_config, load_tokenizer
 from rope_ext.errors import OptionError, RopeExtError, first_line
-from rope_ext.measure.models import load_config, load_tokenizer
 from rope_ext.methods import reach
 from rope_ext.position.bias import learned
 

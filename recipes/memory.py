@@ -53,8 +53,8 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from recipes import finetune, settings
 from recipes.checks import Mistakes, at_least, out_of_range
 from recipes.settings import mask_bytes
+from rope_ext.checkpoints import load_config
 from rope_ext.errors import OptionError, RopeExtError
-from rope_ext.measure.models import load_config
 
 BLOCK = 64  # weights that share a constant in 4 bits (QLoRA, arXiv 2305.14314, section 3)
 TWO_STATES = ("adamw_torch", "adamw_torch_fused", "paged_adamw_32bit")  # as large as the weights

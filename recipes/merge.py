@@ -22,8 +22,8 @@ from safetensors import SafetensorError
 import rope_ext
 from recipes.finetune import lengths
 from recipes.settings import NONE, SETTINGS, Recipe
+from rope_ext.checkpoints import load_tokenizer
 from rope_ext.errors import MeasureError, OptionError, RopeExtError, first_line
-from rope_ext.measure.models import load_tokenizer
 
 COMPARED = 64  # tokens beyond the trained length whose logits are compared
 # Of the largest logit: merging adds up in another order than the adapter does, and a reloaded

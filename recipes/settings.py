@@ -24,10 +24,10 @@ from transformers.trainer import TRAINER_STATE_NAME
 
 from recipes.checks import Mistakes, out_of_range, unsupported
 from recipes.data import PYTHON_LIBRARY
+from rope_eval.plots.style import require_matplotlib
+from rope_ext.drafts import draft_of
 from rope_ext.errors import OptionError, first_line, nearest
-from rope_ext.measure.folder import draft_of
 from rope_ext.methods import build_method
-from rope_ext.plots.style import require_matplotlib
 
 NONE = "none"
 MIXED_ROWS = ("chunked", "bookended")

@@ -25,17 +25,17 @@ from typing import Any
 
 from recipes import finetune
 from recipes.checks import Mistakes, at_least, out_of_range
+from rope_eval.data.text import python_library, read_texts
+from rope_eval.evaluate import evaluate
+from rope_eval.folder import held, replace_file
+from rope_eval.reports.report import Report
+from rope_eval.reports.summary import difference
+from rope_eval.settings import Settings
+from rope_eval.tasks.passkey import Passkey
+from rope_eval.tasks.perplexity import Perplexity
+from rope_ext.arguments import parse_lengths
 from rope_ext.errors import OptionError, RopeExtError
-from rope_ext.measure.arguments import parse_lengths
-from rope_ext.measure.evaluate import evaluate
-from rope_ext.measure.folder import held, replace_file
-from rope_ext.measure.reports.report import Report
-from rope_ext.measure.reports.summary import difference
-from rope_ext.measure.settings import Settings
-from rope_ext.measure.systems import ADAPTER
-from rope_ext.measure.tasks.passkey import Passkey
-from rope_ext.measure.tasks.perplexity import Perplexity
-from rope_ext.measure.text import python_library, read_texts
+from rope_ext.method_options import ADAPTER
 
 LENGTH = 512  # that both checkpoints were trained on
 TEMPERATURES = (0.1, 0.2, 0.4)  # c of DroPE

@@ -1,15 +1,15 @@
-"""Extend the context of any RoPE model of Hugging Face transformers with one line."""
+"""Extend the context of any RoPE model of Hugging Face transformers with one line.
+
+``patch`` and the methods are imported at once; advice, engines and evaluators when they are first
+used (PEP 562).
+"""
+
+import importlib
+from typing import TYPE_CHECKING, Any
 
 import rope_ext.requirements  # noqa: F401 - before what fails in the words of an old transformers
+from rope_ext import evaluators as _evaluators
 from rope_ext.advice.describe import Description, MethodInfo, describe, methods
-from rope_ext.advice.recommend import (
-    Diagnosis,
-    PairDiagnosis,
-    Recommendation,
-    SiteDiagnosis,
-    diagnose,
-    recommend,
-)
 from rope_ext.encodings import (
     DAPE,
     FIRE,
@@ -33,7 +33,6 @@ from rope_ext.encodings import (
     TransformerXL,
     XPos,
 )
-from rope_ext.engines import Export, export
 from rope_ext.errors import (
     AdapterError,
     AlreadyPatchedError,
@@ -50,10 +49,6 @@ from rope_ext.errors import (
     UnknownMethodError,
     UnsupportedModelError,
 )
-from rope_ext.loading import from_pretrained, load_adapter, save_sidecar
-from rope_ext.measure.calibrate import calibrate
-from rope_ext.measure.reports.calibration import Calibration
-from rope_ext.measure.search import search
 from rope_ext.methods import (
     ABF,
     DPE,
@@ -87,6 +82,41 @@ from rope_ext.methods import (
 )
 from rope_ext.patching import patch, patched, unpatch
 from rope_ext.version import __version__ as __version__
+
+if TYPE_CHECKING:
+    from rope_eval.reports.calibration import Calibration
+    from rope_eval.tune.calibrate import calibrate
+    from rope_eval.tune.search import search
+    from rope_ext.advice.recommend import (
+        Diagnosis,
+        PairDiagnosis,
+        Recommendation,
+        SiteDiagnosis,
+        diagnose,
+        recommend,
+    )
+    from rope_ext.engines import Export, export
+    from rope_ext.loading import from_pretrained, load_adapter, save_sidecar
+
+_LAZY = {
+    "Diagnosis": "advice.recommend",
+    "PairDiagnosis": "advice.recommend",
+    "Recommendation": "advice.recommend",
+    "SiteDiagnosis": "advice.recommend",
+    "diagnose": "advice.recommend",
+    "recommend": "advice.recommend",
+    "from_pretrained": "loading",
+    "load_adapter": "loading",
+    "save_sidecar": "loading",
+    "Export": "engines",
+    "export": "engines",
+}
+_LAZY_EVALUATORS = {
+    "Calibration": "reports.calibration",
+    "calibrate": "tune.calibrate",
+    "search": "tune.search",
+}
+"""Modules of this package, and of ``rope_eval``, by the public names that are found in them."""
 
 __all__ = [
     "ABF",
@@ -175,3 +205,20 @@ __all__ = [
     "search",
     "unpatch",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name in _LAZY:
+        value = getattr(importlib.import_module(f"rope_ext.{_LAZY[name]}"), name)
+    elif name in _LAZY_EVALUATORS:
+        value = getattr(_evaluators.require(_LAZY_EVALUATORS[name]), name)
+    elif name == "engines":
+        value = importlib.import_module("rope_ext.engines")
+    else:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    globals()[name] = value  # found without this function from now on
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

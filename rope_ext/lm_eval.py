@@ -27,10 +27,10 @@ except ModuleNotFoundError as error:
 
 from rope_ext.errors import OptionError
 from rope_ext.loading import from_pretrained
-from rope_ext.measure.reports.terminal import clean_errors
 from rope_ext.methods import method_class
 from rope_ext.patching import patch
 from rope_ext.record import ARGUMENTS
+from rope_ext.terminal import clean_errors
 
 _NONE = (None, "none")
 

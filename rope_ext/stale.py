@@ -8,7 +8,6 @@ marked caches and leaves when there are none.
 
 from __future__ import annotations
 
-import gc
 import uuid
 import weakref
 from collections.abc import Mapping
@@ -76,8 +75,6 @@ def mark(decoder: nn.Module, under: FilledUnder | None) -> None:
     """
     name = _decoders.setdefault(decoder, str(uuid.uuid4()))
     layers = sum(isinstance(m.__dict__.get("layer_idx"), int) for m in decoder.modules())
-    if _filled(layers):
-        gc.collect()  # what nobody can use any more needs no mark, and so the model no hook
     for cache in _filled(layers):
         there = _marks(cache)
         if name not in there:

@@ -9,11 +9,11 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import rope_ext
-from rope_ext.measure.forward import score
-from rope_ext.measure.prompts import beginning
-from rope_ext.measure.tasks.passkey import PasskeyPrompts
-from rope_ext.measure.tasks.perplexity import choose_windows
-from rope_ext.measure.text import python_library, read_texts
+from rope_eval.data.prompts import beginning
+from rope_eval.data.text import python_library, read_texts
+from rope_eval.forward import score
+from rope_eval.tasks.passkey import PasskeyPrompts
+from rope_eval.tasks.perplexity import choose_windows
 
 FOLDER = Path(__file__).parents[1] / "checkpoints"
 NAMES = ["tiny-512", "tiny-bytes-512"]

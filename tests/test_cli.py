@@ -16,12 +16,13 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from typer.testing import CliRunner, Result
 
 import rope_ext
+from rope_eval.plots import results as figures
+from rope_eval.plots.style import require_matplotlib
+from rope_eval.reports.summary import Estimate
+from rope_eval.run import runner as run
+from rope_ext import checkpoints as models
 from rope_ext.cli import app
 from rope_ext.errors import MeasureError
-from rope_ext.measure import models, run
-from rope_ext.measure.reports.summary import Estimate
-from rope_ext.plots import results as figures
-from rope_ext.plots.style import require_matplotlib
 from tests.helpers.checkpoint import TRAINED, save_checkpoint
 
 PICTURES = ["passkey.png", "perplexity.png", "perplexity_positions.png", "rates.png"]

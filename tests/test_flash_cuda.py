@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from rope_ext import attention
-from rope_ext.attention import Call, Pairs, TurnedBand, flash, flash_cuda
+from rope_ext.attention import dispatch as attention
+from rope_ext.attention import flash, flash_cuda
+from rope_ext.attention.call import Call, Pairs, TurnedBand
 from rope_ext.errors import OptionError
 from rope_ext.methods.geometry import ChunkGap, Distance, Sinks
 from tests.helpers import bands as kernels

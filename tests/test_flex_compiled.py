@@ -12,8 +12,9 @@ import torch
 import torch.nn.attention.flex_attention as torch_flex
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from rope_ext import attention
-from rope_ext.attention import Call, Pairs, TurnedBand, flex, fused, reference
+from rope_ext.attention import dispatch as attention
+from rope_ext.attention import flex, fused, reference
+from rope_ext.attention.call import Call, Pairs, TurnedBand
 from rope_ext.errors import OptionError
 from rope_ext.methods.geometry import Distance
 

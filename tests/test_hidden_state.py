@@ -11,23 +11,25 @@ from pathlib import Path
 import torch
 from transformers import AttentionInterface, AttentionMaskInterface
 
+import rope_eval
 import rope_ext
 from rope_ext.caches import Carrying
-from rope_ext.position import bias, inputs
+from rope_ext.position import bias, inputs, install  # noqa: F401 - install registers all
 from rope_ext.swapping import plain, swap
 from rope_ext.under_way import here
 
-PACKAGE = Path(rope_ext.__file__).parent
-ROOT = PACKAGE.parent
+PACKAGES = [Path(package.__file__).parent for package in (rope_ext, rope_eval)]
+ROOT = Path(__file__).parents[1]
 LISTED = set(re.findall(r"^\| `([^`]+)` \|", (ROOT / "docs/hidden-state.md").read_text(), re.M))
 
 
 @functools.cache
 def parsed() -> list[tuple[str, ast.AST]]:
-    """Every node of every file of the package."""
+    """Every node of every file of both packages."""
     return [
-        (str(path.relative_to(PACKAGE)), node)
-        for path in PACKAGE.rglob("*.py")
+        (str(path.relative_to(package)), node)
+        for package in PACKAGES
+        for path in package.rglob("*.py")
         for node in ast.walk(ast.parse(path.read_text()))
     ]
 

@@ -9,8 +9,8 @@ import pytest
 from typer.testing import CliRunner
 
 import rope_ext
+from rope_eval.plots.style import numbers_of
 from rope_ext.cli import app
-from rope_ext.plots.style import numbers_of
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")

@@ -3,41 +3,58 @@
 from __future__ import annotations
 
 import ast
+import functools
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
-PACKAGE = Path(__file__).parents[1] / "rope_ext"
+ROOT = Path(__file__).parents[1]
+PACKAGES = (ROOT / "rope_ext", ROOT / "eval" / "rope_eval")
 
-ROOMS = (
-    "errors swapping under_way version",
-    "requirements",
-    "methods",
-    "encodings",
-    "options",
-    "record",
-    "swapping",
-    "under_way",
-    "caches",
-    "rotary",
-    "stale",
-    "saving",
-    "attention",
-    "position",
-    "apply",
-    "patching",
-    "loading",
-    "plots.style",
-    "measure plots.results plots.calibration",
-    "advice",
-    "engines",
-    "plots",
-    "rope_ext",
-    "cli lm_eval",
-)
-"""From the lowest up: packages and modules, those of one line side by side.
+ROOMS = {
+    "rope_ext": (
+        "drafts errors swapping under_way version",
+        "requirements",
+        "methods",
+        "encodings",
+        "options",
+        "record",
+        "caches",
+        "rotary",
+        "stale",
+        "saving",
+        "attention",
+        "position",
+        "apply",
+        "patching",
+        "loading",
+        "arguments checkpoints evaluators terminal",
+        "method_options",
+        "advice",
+        "engines",
+        "rope_ext",
+        "cli_arguments",
+        "cli lm_eval",
+    ),
+    "rope_eval": (
+        "rope_eval",
+        "folder forward plots.style data",
+        "cases settings",
+        "systems versions",
+        "tasks",
+        "run",
+        "reports plots.results plots.calibration",
+        "evaluate tune",
+        "command plots",
+        "cli",
+    ),
+}
+"""Of both packages from the lowest up: packages and modules, those of one line side by side.
 
-A part of a package that is named by itself has its own place; ``rope_ext`` is the public face.
+A part of a package that is named by itself has its own place; ``rope_ext`` is the public face. All
+of ``rope_eval`` is above all of ``rope_ext``.
 """
 
 Imports = dict[str, set[str]]
@@ -56,11 +73,13 @@ def imported(source: str, modules: set[str]) -> set[str]:
     return found & modules
 
 
-def imports_of_the_package() -> Imports:
+@functools.cache
+def imports_of_the_packages() -> Imports:
     sources = {}
-    for path in PACKAGE.rglob("*.py"):
-        parts = path.relative_to(PACKAGE.parent).with_suffix("").parts
-        sources[".".join(parts).removesuffix(".__init__")] = path.read_text(encoding="utf-8")
+    for package in PACKAGES:
+        for path in package.rglob("*.py"):
+            parts = path.relative_to(package.parent).with_suffix("").parts
+            sources[".".join(parts).removesuffix(".__init__")] = path.read_text(encoding="utf-8")
     return {name: imported(source, set(sources)) - {name} for name, source in sources.items()}
 
 
@@ -79,13 +98,14 @@ def circles(imports: Imports) -> list[set[str]]:
     return found
 
 
-def room(module: str) -> int:
-    """The place of a module in ``ROOMS``."""
-    inner = module.removeprefix("rope_ext.")
-    places = {name: place for place, names in enumerate(ROOMS) for name in names.split()}
-    fitting = [name for name in places if inner == name or inner.startswith(f"{name}.")]
+def room(module: str) -> tuple[int, int]:
+    """The package of a module, and its place in ``ROOMS``."""
+    package, _, inner = module.partition(".")
+    rooms = ROOMS[package]
+    places = {name: place for place, names in enumerate(rooms) for name in names.split()}
+    fitting = [n for n in places if (inner or package) == n or inner.startswith(f"{n}.")]
     assert fitting, f"{module} is in no room: say where it belongs"
-    return places[max(fitting, key=len)]
+    return list(ROOMS).index(package), places[max(fitting, key=len)]
 
 
 @pytest.mark.parametrize(
@@ -108,14 +128,47 @@ def test_circles_are_found_whatever_their_length() -> None:
 
 
 def test_no_import_runs_in_a_circle() -> None:
-    assert circles(imports_of_the_package()) == []
+    found = {name: set(others) for name, others in imports_of_the_packages().items()}
+    found["rope_ext"] -= set(ANNOTATED)
+    assert circles(found) == []
+
+
+ANNOTATED = ("rope_eval.reports.calibration", "rope_eval.tune.calibrate", "rope_eval.tune.search")
+"""What the public face imports for type checkers alone; at run time it is found when it is used."""
 
 
 def test_no_room_imports_a_higher_one() -> None:
     upward = {
         (name, other)
-        for name, others in imports_of_the_package().items()
+        for name, others in imports_of_the_packages().items()
         for other in others
         if room(other) > room(name)
     }
-    assert upward == set()
+    assert upward == {("rope_ext", name) for name in ANNOTATED}
+
+
+def test_a_patch_loads_no_evaluator_no_engine_and_no_kernel() -> None:
+    """And at most 14,000 lines of ours."""
+    lines = subprocess.run(
+        [sys.executable, "-c", LOADED], capture_output=True, text=True, check=True
+    ).stdout.split()
+    loaded = {name: Path(file) for name, file in (line.split("=") for line in lines)}
+    rooms = {name.split(".")[1] for name in loaded if "." in name}
+    assert not any(name.startswith("rope_eval") for name in loaded)
+    assert rooms.isdisjoint({"engines", "checkpoints", "cli", "loading", "terminal"})
+    assert "rope_ext.attention.dispatch" not in loaded and "rope_ext.patching" in loaded
+    assert sum(len(path.read_text("utf-8").splitlines()) for path in loaded.values()) <= 14_000
+
+
+LOADED = """
+import sys
+import rope_ext
+from transformers import LlamaConfig, LlamaForCausalLM
+
+sizes = dict(hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1)
+model = LlamaForCausalLM(LlamaConfig(**sizes, vocab_size=8, max_position_embeddings=8))
+rope_ext.patch(model, "yarn", factor=4)
+for name, module in sorted(sys.modules.items()):
+    if name.split(".")[0] in ("rope_ext", "rope_eval"):
+        print(f"{name}={module.__file__}")
+"""

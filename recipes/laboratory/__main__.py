@@ -27,10 +27,10 @@ from recipes.laboratory.model import Size, chosen
 from recipes.laboratory.tasks import TASKS, Tasks
 from recipes.laboratory.text import Text
 from recipes.laboratory.training import Subject, run
+from rope_eval.folder import Folder
+from rope_eval.run.runner import Crew
 from rope_ext.errors import MeasureError, RopeExtError, first_line, nearest
-from rope_ext.measure.folder import Folder
-from rope_ext.measure.reports.terminal import stoppable
-from rope_ext.measure.run import Crew
+from rope_ext.terminal import stoppable
 
 TEXT, LENGTHS = "text", "tasks"
 """The two subjects."""

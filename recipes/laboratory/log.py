@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from rope_eval.folder import writing
 from rope_ext.errors import MeasureError
-from rope_ext.measure.folder import writing
 
 _MARK = {"program": "rope_ext", "log": "laboratory", "format": 1}
 

@@ -27,9 +27,7 @@ from recipes.laboratory.results import (
     Results,
 )
 from recipes.laboratory.tasks import MOST
-from rope_ext.measure.reports.page import BOLD, Cell, Picture, Row, Section, Table, render
-from rope_ext.measure.versions import versions
-from rope_ext.plots.style import (
+from rope_eval.plots.style import (
     bare,
     figure_of,
     legend_below,
@@ -37,6 +35,8 @@ from rope_ext.plots.style import (
     require_matplotlib,
     style_of,
 )
+from rope_eval.reports.page import BOLD, Cell, Picture, Row, Section, Table, render
+from rope_eval.versions import versions
 
 PAGE, NUMBERS, TABLES = "laboratory.html", "laboratory.json", "laboratory.md"
 _NONE = "\u2013"

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from recipes.laboratory.model import Reading, read_with
-from rope_ext.measure.text import python_library
+from rope_eval.data.text import python_library
 
 END, GIVEN, ASKED = 256, 257, 258
 """Tokens beside the bytes: between documents, before the word, before it is asked for."""

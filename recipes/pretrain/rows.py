@@ -17,7 +17,7 @@ from typing import ClassVar
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
-from rope_ext.measure.prompts import beginning, encode
+from rope_eval.data.prompts import beginning, encode
 
 Row = tuple[list[int], list[float]]
 """Token ids, and how much the loss of each counts."""

@@ -10,8 +10,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, 
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from recipes.pretrain.rows import Checkpoint, Row, Rows, common
-from rope_ext.measure.tasks.passkey import FILLER, INTRO, NEEDLE, QUESTION, PasskeyPrompts
-from rope_ext.measure.text import python_library
+from rope_eval.data.text import python_library
+from rope_eval.tasks.passkey import FILLER, INTRO, NEEDLE, QUESTION, PasskeyPrompts
 
 LENGTH = 512
 VOCABULARY = 2048

@@ -17,9 +17,10 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedConfig
 
+from rope_ext.advice import calibrated as calibrations
+from rope_ext.advice.calibrated import NAME, Calibrated
 from rope_ext.advice.describe import describe, wavelength, wavelength_text
 from rope_ext.errors import MeasureError, OptionError, RopeExtError, UnsupportedModelError
-from rope_ext.measure.reports.calibration import NAME, Calibration
 from rope_ext.methods import (
     ABF,
     PI,
@@ -231,7 +232,7 @@ def recommend(
     model_or_config: nn.Module | PreTrainedConfig | str | Path,
     target_length: int,
     finetune: bool = False,
-    calibration: Calibration | str | Path | None = None,
+    calibration: Any = None,
 ) -> Recommendation:
     """The published choice for a model and a length, or what a calibration found.
 
@@ -329,13 +330,13 @@ def recommend(
 
 
 def _calibrated(
-    model: nn.Module | PreTrainedConfig | str | Path, given: Calibration | str | Path | None
-) -> tuple[Calibration | None, bool]:
+    model: nn.Module | PreTrainedConfig | str | Path, given: Any
+) -> tuple[Calibrated | None, bool]:
     """The calibration that was given, or lies in the model's folder; whether it was given."""
     if isinstance(given, (str, Path)):
-        return Calibration.load(given), True
-    if isinstance(given, Calibration):
-        return given, True
+        return _read(given), True
+    if hasattr(given, "to_json"):
+        return calibrations.from_json(given.to_json()), True
     if given is not None:
         raise OptionError(
             f"calibration={given!r} is not valid; give what rope_ext.calibrate returned, or its "
@@ -343,13 +344,21 @@ def _calibrated(
         )
     if isinstance(model, (str, Path)) and (Path(model) / f"{NAME}.json").is_file():
         try:
-            return Calibration.load(model), False
+            return _read(model), False
         except MeasureError:  # it may be somebody else's
             return None, False
     return None, False
 
 
-def _misfit(found: Calibration, model: str, trained: int, target: int) -> str | None:
+def _read(path: str | Path) -> Calibrated:
+    text = calibrations.read(path)
+    try:
+        return calibrations.from_json(text)
+    except MeasureError as error:
+        raise MeasureError(f"{path}: {error}") from None
+
+
+def _misfit(found: Calibrated, model: str, trained: int, target: int) -> str | None:
     """Why a calibration is not for this model and length."""
     if (found.model, found.trained_length) != (model, trained):
         return (
@@ -370,7 +379,7 @@ def _built(
     given: nn.Module | PreTrainedConfig | str | Path,
 ) -> tuple[nn.Module, tuple[str, ...]]:
     """As ``model_of``, and a note where a patch is left out."""
-    from rope_ext.measure.models import load_config, saved_under
+    from rope_ext.checkpoints import load_config, saved_under
 
     if isinstance(given, (str, Path)):
         given = load_config(str(given))

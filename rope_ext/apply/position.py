@@ -12,7 +12,7 @@ from rope_ext.encodings import Encoding, RoPE
 from rope_ext.errors import AlreadyScaledError, UnsupportedModelError
 from rope_ext.methods import FrequencyMethod, PositionMethod, Rope
 from rope_ext.options import Options
-from rope_ext.position import PositionMap, install
+from rope_ext.position.map import PositionMap
 from rope_ext.rotary import buffers
 from rope_ext.rotary.buffers import Changes
 from rope_ext.rotary.calls import refuse_continuous_batching
@@ -50,6 +50,8 @@ class _Standing(RoPE):
 def _apply(
     place: Place, method: PositionMethod, label: str, options: Options, changes: Changes
 ) -> Applied:
+    from rope_ext.position.install import install  # loads every kernel
+
     decoder, under, rope = place.decoder, options.frequency, place.scaled[0].rope
     beside = [name for name in ("bias", "layers") if getattr(options, name) is not None]
     label = ", ".join([label, *(f"{name}={getattr(options, name)}" for name in beside)])

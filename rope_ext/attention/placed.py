@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import torch
 
-from rope_ext import attention
+from rope_ext.attention import dispatch as attention
 from rope_ext.attention import flash, reference
 from rope_ext.attention.call import Call, Turn, TurnedBand
 from rope_ext.attention.reference import Places

@@ -14,6 +14,8 @@ from typing import Any, BinaryIO
 
 from torch import nn
 
+from rope_ext.arguments import parse_options
+from rope_ext.drafts import draft_of
 from rope_ext.engines.base import (
     ARCHITECTURES,
     Refusal,
@@ -23,9 +25,7 @@ from rope_ext.engines.base import (
 )
 from rope_ext.engines.llama_cpp import TABLE, Plan, plan, planned
 from rope_ext.errors import ExportError, first_line
-from rope_ext.measure.arguments import parse_options
-from rope_ext.measure.folder import draft_of
-from rope_ext.measure.systems import checked_methods
+from rope_ext.method_options import checked_methods
 from rope_ext.methods import Method, Rope, build_method
 from rope_ext.patching import current_patch
 from rope_ext.rotary.sites import text_config, text_decoder, unwrap

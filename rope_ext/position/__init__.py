@@ -12,8 +12,3 @@ What one forward needs to know travels with its attention mask, a :class:`runs.B
 reaches every layer of every family, also when gradient checkpointing runs a layer again. The
 positions of cached keys are kept on the cache itself.
 """
-
-from rope_ext.position.install import Installed, install
-from rope_ext.position.map import PositionMap
-
-__all__ = ["Installed", "PositionMap", "install"]

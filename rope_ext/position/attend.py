@@ -13,7 +13,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import causal_mask_function
 
-from rope_ext import attention
+from rope_ext.attention import dispatch as attention
 from rope_ext.attention import flash, reference
 from rope_ext.attention.call import Call, Pairs, Turn, TurnedBand
 from rope_ext.attention.reference import Places

@@ -15,7 +15,7 @@ from torch import nn
 from transformers.cache_utils import Cache
 from transformers.masking_utils import sdpa_mask
 
-from rope_ext import attention
+from rope_ext.attention import dispatch as attention
 from rope_ext.attention import placed
 from rope_ext.attention.call import Call, Turn, TurnedBand
 from rope_ext.caches import UNKNOWN

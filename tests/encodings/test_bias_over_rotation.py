@@ -12,7 +12,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 import rope_ext
-from rope_ext.measure.systems import _trained_under
+from rope_ext.method_options import _trained_under
 from rope_ext.patching import current_patch
 from tests.families.checks import changed, snapshot
 from tests.helpers.biases import FORMULAS, parameters, patch

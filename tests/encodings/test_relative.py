@@ -13,8 +13,9 @@ from transformers.models.deberta_v2.modeling_deberta_v2 import DisentangledSelfA
 from transformers.models.xlnet.modeling_xlnet import XLNetModel, XLNetRelativeAttention
 
 import rope_ext
-from rope_ext import attention
-from rope_ext.attention import Call, Pairs, TurnedBand, flash, flex
+from rope_ext.attention import dispatch as attention
+from rope_ext.attention import flash, flex
+from rope_ext.attention.call import Call, Pairs, TurnedBand
 from rope_ext.methods import Rope, build_method
 from rope_ext.methods.geometry import Distance
 from tests.helpers.biases import parameters

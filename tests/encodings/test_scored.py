@@ -9,8 +9,9 @@ import pytest
 import torch
 
 import rope_ext
-from rope_ext import attention
-from rope_ext.attention import Block, Call, Pairs, Scores, TurnedBand, blocked, fire, reference
+from rope_ext.attention import blocked, fire, reference
+from rope_ext.attention import dispatch as attention
+from rope_ext.attention.call import Block, Call, Pairs, Scores, TurnedBand
 from rope_ext.methods import build_method
 from rope_ext.methods.geometry import Distance
 from tests.helpers.biases import parameters

@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 from hypothesis import strategies as st
 
-from rope_ext.attention import Call, Pairs, TurnedBand, reference
+from rope_ext.attention import reference
+from rope_ext.attention.call import Call, Pairs, TurnedBand
 from rope_ext.methods.geometry import ChunkGap, Distance, Geometry, Sinks
 
 COLUMNS = 16

@@ -7,7 +7,7 @@ from pathlib import Path
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
-from rope_ext.measure.tasks.passkey import FILLER, INTRO, NEEDLE, QUESTION
+from rope_eval.tasks.passkey import FILLER, INTRO, NEEDLE, QUESTION
 from tests.helpers.models import tiny_llama
 
 TRAINED = 128

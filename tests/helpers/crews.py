@@ -18,7 +18,7 @@ from pathlib import Path
 
 import accelerate  # noqa: F401  # for all processes, once
 
-from rope_ext.measure import cases, command
+from rope_eval import cases, command
 
 
 def dying(lines: int) -> None:

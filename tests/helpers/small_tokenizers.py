@@ -10,7 +10,7 @@ from tokenizers import Regex, Tokenizer, decoders, normalizers, pre_tokenizers, 
 from tokenizers import models as bpe
 from transformers import PreTrainedTokenizerFast
 
-from rope_ext.measure.tasks.passkey import ASK, FILLER, INTRO, LEAD, NEEDLE
+from rope_eval.tasks.passkey import ASK, FILLER, INTRO, LEAD, NEEDLE
 
 # Split as Llama 3 does: line breaks belong to the full stop before them, three digits together.
 LLAMA_3 = (

@@ -21,8 +21,9 @@ from pathlib import Path
 import matplotlib.figure  # noqa: F401  # for all processes, once
 
 from recipes.laboratory import training
+from rope_eval.run import runner as run
+from rope_eval.tune import fitness
 from rope_ext.cli import app
-from rope_ext.measure import fitness, run
 
 
 def measuring(beginning: int) -> None:

@@ -10,7 +10,8 @@ import os
 import sys
 import time
 
-from rope_ext.measure import command, run
+from rope_eval import command
+from rope_eval.run import runner as run
 
 
 def never(*args: object) -> None:

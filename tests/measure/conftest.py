@@ -14,7 +14,7 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
-from rope_ext.plots import results
+from rope_eval.plots import results
 from tests.helpers.checkpoint import save_checkpoint
 
 

@@ -19,20 +19,19 @@ from typing import Any
 import pytest
 from transformers import AutoTokenizer
 
-from rope_ext.errors import MeasureError, OptionError
-from rope_ext.measure import rows as reading
-from rope_ext.measure.cases import Case
-from rope_ext.measure.prompts import Frame, encode, joined
-from rope_ext.measure.run import share_found
-from rope_ext.measure.settings import Settings
-from rope_ext.measure.tasks import Task, all_tasks, build, options
-from rope_ext.measure.tasks.babilong import LABELS, OnlyLabel
-from rope_ext.measure.tasks.helmet import REFUSED, SETS, Ndcg, Substring
-from rope_ext.measure.tasks.hops import OnlyEnd
-from rope_ext.measure.tasks.infinitebench import TOKENS, Scored
-from rope_ext.measure.tasks.longbench import Letter
-from rope_ext.measure.tasks.mrcr import Repeated
-from rope_ext.measure.tasks.nolima import (
+from rope_eval.cases import Case
+from rope_eval.data import rows as reading
+from rope_eval.data.prompts import Frame, encode, joined
+from rope_eval.run.runner import share_found
+from rope_eval.settings import Settings
+from rope_eval.tasks import Task, all_tasks, build, options
+from rope_eval.tasks.babilong import LABELS, OnlyLabel
+from rope_eval.tasks.helmet import REFUSED, SETS, Ndcg, Substring
+from rope_eval.tasks.hops import OnlyEnd
+from rope_eval.tasks.infinitebench import TOKENS, Scored
+from rope_eval.tasks.longbench import Letter
+from rope_eval.tasks.mrcr import Repeated
+from rope_eval.tasks.nolima import (
     TEMPLATE,
     Book,
     Gold,
@@ -41,6 +40,7 @@ from rope_ext.measure.tasks.nolima import (
     distractor_depth,
     read_tests,
 )
+from rope_ext.errors import MeasureError, OptionError
 from tests.helpers import published_rows
 from tests.helpers.published_rows import HELMET, HELMET_DEMOS, INFINITEBENCH, LONGBENCH, write_rows
 
@@ -147,8 +147,8 @@ def test_prompts_are_those_of_the_official_code(
 
 
 def test_babilong_prompts_are_those_of_the_official_code() -> None:
-    from rope_ext.measure.tasks.babilong import PROMPTS
-    from rope_ext.measure.tasks.babilong import TEMPLATE as AROUND
+    from rope_eval.tasks.babilong import PROMPTS
+    from rope_eval.tasks.babilong import TEMPLATE as AROUND
 
     made = {
         task: AROUND.format(

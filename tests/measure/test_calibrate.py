@@ -15,13 +15,13 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from typer.testing import CliRunner
 
 import rope_ext
+from rope_eval.folder import held
+from rope_eval.reports import calibration
+from rope_eval.reports.intervals import bootstrap_mean, bootstrap_sum
+from rope_eval.tasks.passkey import FILLER
+from rope_eval.tune import calibrate as module
+from rope_eval.tune.fitness import HAY, Needles, losses_at_end, losses_of_answers
 from rope_ext.cli import app
-from rope_ext.measure import calibrate as module
-from rope_ext.measure.fitness import HAY, Needles, losses_at_end, losses_of_answers
-from rope_ext.measure.folder import held
-from rope_ext.measure.reports import calibration
-from rope_ext.measure.reports.intervals import bootstrap_mean, bootstrap_sum
-from rope_ext.measure.tasks.passkey import FILLER
 from tests.helpers.checkpoint import TRAINED
 from tests.helpers.killed import kill_beyond
 

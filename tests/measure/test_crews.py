@@ -14,8 +14,9 @@ import accelerate
 import pytest
 import torch
 
+from rope_eval import command
+from rope_eval.run import runner as run
 from rope_ext.errors import MeasureError
-from rope_ext.measure import command, run
 
 ROOT = Path(__file__).parents[2]
 

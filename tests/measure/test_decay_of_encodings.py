@@ -12,9 +12,9 @@ import torch
 from transformers import LlamaConfig
 
 import rope_ext
+from rope_eval.plots import pictures
+from rope_eval.plots.numbers import bias_at, decay_at, turns
 from rope_ext.methods import Rope, all_encodings
-from rope_ext.plots import pictures
-from rope_ext.plots.numbers import bias_at, decay_at, turns
 from tests.helpers.biases import parameters
 from tests.helpers.models import tiny_llama
 

@@ -24,23 +24,25 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import rope_ext
 from benchmarks import speed
 from eval import needle, passkey, perplexity, report, ruler
+from rope_eval import command
+from rope_eval.cases import Case, Outcome, read_outcomes
+from rope_eval.data.prompts import Frame, joined
+from rope_eval.forward import score
+from rope_eval.reports.intervals import wilson
+from rope_eval.reports.report import Report
+from rope_eval.reports.summary import Estimate, is_clear
+from rope_eval.run import runner as run
+from rope_eval.run.plan import prepare
+from rope_eval.settings import Settings
+from rope_eval.tasks import haystack
+from rope_eval.tasks import ruler as suite
+from rope_eval.tasks.base import build
+from rope_eval.tasks.haystack import Needles
+from rope_eval.tasks.longppl import LongPPL
+from rope_eval.tasks.passkey import Passkey
+from rope_eval.tasks.perplexity import Perplexity
+from rope_ext import checkpoints as models
 from rope_ext.errors import MeasureError, OptionError
-from rope_ext.measure import command, models, run
-from rope_ext.measure.cases import Case, Outcome, read_outcomes
-from rope_ext.measure.forward import score
-from rope_ext.measure.plan import prepare
-from rope_ext.measure.prompts import Frame, joined
-from rope_ext.measure.reports.intervals import wilson
-from rope_ext.measure.reports.report import Report
-from rope_ext.measure.reports.summary import Estimate, is_clear
-from rope_ext.measure.settings import Settings
-from rope_ext.measure.tasks import haystack
-from rope_ext.measure.tasks import ruler as suite
-from rope_ext.measure.tasks.base import build
-from rope_ext.measure.tasks.haystack import Needles
-from rope_ext.measure.tasks.longppl import LongPPL
-from rope_ext.measure.tasks.passkey import Passkey
-from rope_ext.measure.tasks.perplexity import Perplexity
 from tests.helpers.checkpoint import TRAINED, save_checkpoint
 
 ROOT = Path(__file__).parents[2]
@@ -156,7 +158,7 @@ def interrupt(now: bool) -> None:
 _DYING = """
 import os, signal, sys
 from eval import report
-from rope_ext.measure import cases
+from rope_eval import cases
 assert "matplotlib" not in sys.modules
 whole, calls = cases.line, []
 def line(outcome):

@@ -22,19 +22,19 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from rope_eval.cases import Case
+from rope_eval.data.prompts import Frame, longest
+from rope_eval.data.words import many_words, pairs
+from rope_eval.forward import score
+from rope_eval.reports.report import Report
+from rope_eval.reports.summary import Estimate, estimate_perplexity, interval, signed
+from rope_eval.run import runner as run
+from rope_eval.settings import Settings
+from rope_eval.tasks import LongPPL, Needle, Passkey, Perplexity, Ruler, haystack, ruler
+from rope_eval.tasks import answering as qa
+from rope_eval.tasks.passkey import FirstNumber, PasskeyPrompts, PublishedPrompts, own_prompt
+from rope_eval.tasks.perplexity import choose_windows
 from rope_ext.errors import MeasureError, OptionError, RopeExtError
-from rope_ext.measure import run
-from rope_ext.measure.cases import Case
-from rope_ext.measure.forward import score
-from rope_ext.measure.prompts import Frame, longest
-from rope_ext.measure.reports.report import Report
-from rope_ext.measure.reports.summary import Estimate, estimate_perplexity, interval, signed
-from rope_ext.measure.settings import Settings
-from rope_ext.measure.tasks import LongPPL, Needle, Passkey, Perplexity, Ruler, haystack, ruler
-from rope_ext.measure.tasks import answering as qa
-from rope_ext.measure.tasks.passkey import FirstNumber, PasskeyPrompts, PublishedPrompts, own_prompt
-from rope_ext.measure.tasks.perplexity import choose_windows
-from rope_ext.measure.words import many_words, pairs
 from tests.helpers.small_tokenizers import Characters, merging, spacing
 
 ROOT = Path(__file__).parents[2]

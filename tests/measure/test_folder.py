@@ -17,16 +17,18 @@ from typing import Any
 
 import pytest
 
+from rope_eval import command
+from rope_eval.cases import Outcome, adding, line, read_outcomes
+from rope_eval.evaluate import evaluate
+from rope_eval.folder import HEADER, HIDDEN, Folder, held, log_name, replace_file
+from rope_eval.run import runner as run
+from rope_eval.run.plan import prepare
+from rope_eval.settings import Settings
+from rope_eval.tasks.passkey import Passkey
+from rope_eval.tune.search import log_beside
+from rope_ext import checkpoints as models
 from rope_ext.errors import MeasureError, OptionError
-from rope_ext.measure import command, models, run
-from rope_ext.measure.cases import Outcome, adding, line, read_outcomes
-from rope_ext.measure.evaluate import evaluate
-from rope_ext.measure.folder import HEADER, HIDDEN, Folder, held, log_name, replace_file
-from rope_ext.measure.plan import prepare
-from rope_ext.measure.reports.terminal import clean_errors
-from rope_ext.measure.search import log_beside
-from rope_ext.measure.settings import Settings
-from rope_ext.measure.tasks.passkey import Passkey
+from rope_ext.terminal import clean_errors
 
 TASKS = (Passkey(trials=2, depths=1),)
 CORPUS = '{"text": "years of work"}\n{"text": "and no line break at the end"}'
@@ -146,7 +148,7 @@ def test_killed_while_it_writes_the_files_are_still_ours(
             raise KeyboardInterrupt
         replace_file(path, content)
 
-    monkeypatch.setattr("rope_ext.measure.folder.replace_file", killed)
+    monkeypatch.setattr("rope_eval.folder.replace_file", killed)
     with pytest.raises(KeyboardInterrupt):
         folder.write({"cells.csv": b"new", "table.md": b"new"})
     monkeypatch.undo()
@@ -386,7 +388,7 @@ def test_reports_are_written_though_nothing_can_be_printed(
 @pytest.mark.slow  # two processes that import torch
 def test_nothing_is_left_to_fail_at_the_end_of_the_process() -> None:
     code = (
-        "from rope_ext.measure.reports.terminal import clean_errors\n"
+        "from rope_ext.terminal import clean_errors\n"
         "with clean_errors():\n    print('x' * 100000)\n"
     )
     for target, status in (("/dev/full", 2), ("pipe", 1)):

@@ -18,8 +18,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import rope_ext
 from eval import harness
+from rope_eval.tasks.passkey import PasskeyPrompts
 from rope_ext.errors import MeasureError, RopeExtError
-from rope_ext.measure.tasks.passkey import PasskeyPrompts
 from tests.helpers.checkpoint import TRAINED, save_checkpoint
 
 SHIPPED = Path(__file__).parents[2] / "checkpoints" / "tiny-512"

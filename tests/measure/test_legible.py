@@ -12,8 +12,8 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.text import Text
 
 from recipes.laboratory import page
-from rope_ext.measure.reports.summary import Estimate
-from rope_ext.plots import calibration, results, style
+from rope_eval.plots import calibration, results, style
+from rope_eval.reports.summary import Estimate
 
 SYSTEMS = ["none", "dynamic_yarn", "yarn (beta_fast=16)", "ntk", "rerope", "self_extend", "pi"]
 TRAINED = dict.fromkeys(SYSTEMS, 512)

@@ -24,16 +24,16 @@ from transformers import (
 )
 
 import rope_ext
+from rope_eval.cases import Case, Outcome, line
+from rope_eval.data.prompts import Filler, Frame, beginning, joined
+from rope_eval.data.text import library_words, python_documentation, read_texts, sentences
+from rope_eval.forward import score, write
+from rope_eval.reports.intervals import bootstrap_mean, paired_rates, wilson
+from rope_eval.reports.summary import Scores, difference, estimate, gather, number, recommend
+from rope_eval.run.runner import _loss, share_found
+from rope_eval.tasks.passkey import FILLER, INTRO, QUESTION, Passkey, PasskeyPrompts
+from rope_eval.tasks.perplexity import Perplexity, choose_windows
 from rope_ext.errors import MeasureError, OptionError
-from rope_ext.measure.cases import Case, Outcome, line
-from rope_ext.measure.forward import score, write
-from rope_ext.measure.prompts import Filler, Frame, beginning, joined
-from rope_ext.measure.reports.intervals import bootstrap_mean, paired_rates, wilson
-from rope_ext.measure.reports.summary import Scores, difference, estimate, gather, number, recommend
-from rope_ext.measure.run import _loss, share_found
-from rope_ext.measure.tasks.passkey import FILLER, INTRO, QUESTION, Passkey, PasskeyPrompts
-from rope_ext.measure.tasks.perplexity import Perplexity, choose_windows
-from rope_ext.measure.text import library_words, python_documentation, read_texts, sentences
 from tests.families.zoo import tiny_model
 
 

@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 import rope_ext
-from rope_ext.measure import attention
-from rope_ext.measure.attention import FIRST, by_distance, evenly, octaves, resultants
+from rope_eval.plots import attention
+from rope_eval.plots.attention import FIRST, by_distance, evenly, octaves, resultants
 from rope_ext.position.attend import Dense, watched
 from rope_ext.rotary.sites import find_sites, text_decoder
 from tests.families.zoo import tiny_model

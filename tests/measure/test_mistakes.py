@@ -8,11 +8,11 @@ import pytest
 from typer.testing import CliRunner
 
 import rope_ext
+from rope_eval.plots.attention import choose_windows
+from rope_eval.tune.fitness import windows_of
+from rope_ext import checkpoints as models
 from rope_ext.cli import app
 from rope_ext.errors import Mistakes, OptionError, SeveralErrors
-from rope_ext.measure import models
-from rope_ext.measure.attention import choose_windows
-from rope_ext.measure.fitness import windows_of
 from rope_ext.methods import Rope
 from tests.helpers.checkpoint import save_checkpoint
 from tests.helpers.models import tiny_llama

@@ -16,8 +16,9 @@ from matplotlib import image
 from transformers import LlamaConfig
 
 import rope_ext
-from rope_ext.measure import models
-from rope_ext.measure.attention import (
+from rope_eval.plots import methods as panels
+from rope_eval.plots import pictures
+from rope_eval.plots.attention import (
     Resultants,
     Shares,
     by_distance,
@@ -25,11 +26,10 @@ from rope_ext.measure.attention import (
     octaves,
     resultants,
 )
+from rope_eval.plots.numbers import decay_at, frequencies, largest_angles, used_distances
+from rope_eval.plots.style import figure_of
+from rope_ext import checkpoints as models
 from rope_ext.methods import Method, Rope
-from rope_ext.plots import methods as panels
-from rope_ext.plots import pictures
-from rope_ext.plots.numbers import decay_at, frequencies, largest_angles, used_distances
-from rope_ext.plots.style import figure_of
 from tests.helpers.checkpoint import TRAINED, save_checkpoint
 from tests.helpers.models import tiny_llama
 

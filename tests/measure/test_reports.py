@@ -10,14 +10,14 @@ import re
 
 import pytest
 
-from rope_ext.measure import run
-from rope_ext.measure.plan import prepare
-from rope_ext.measure.reports.page import BOLD
-from rope_ext.measure.reports.report import Report
-from rope_ext.measure.reports.summary import Estimate, interval, is_clear, signed
-from rope_ext.measure.settings import Settings
-from rope_ext.measure.systems import label
-from rope_ext.measure.tasks import Passkey, Perplexity
+from rope_eval.reports.page import BOLD
+from rope_eval.reports.report import Report
+from rope_eval.reports.summary import Estimate, interval, is_clear, signed
+from rope_eval.run import runner as run
+from rope_eval.run.plan import prepare
+from rope_eval.settings import Settings
+from rope_eval.tasks import Passkey, Perplexity
+from rope_ext.method_options import label
 from tests.helpers.checkpoint import save_checkpoint
 
 ONE = (" ".join(f"word{i * 3 % 97}" for i in range(900)) + ".",)

@@ -20,15 +20,15 @@ from transformers import (
 from typer.testing import CliRunner
 
 import rope_ext
+from rope_eval.data.prompts import beginning
+from rope_eval.data.text import python_library
+from rope_eval.forward import score
+from rope_eval.reports.intervals import bootstrap_mean
+from rope_eval.tasks.passkey import FILLER
+from rope_eval.tasks.perplexity import choose_windows
+from rope_eval.tune.search import Candidate, Space, evolve
+from rope_ext.arguments import parse_options
 from rope_ext.cli import app
-from rope_ext.measure.arguments import parse_options
-from rope_ext.measure.forward import score
-from rope_ext.measure.prompts import beginning
-from rope_ext.measure.reports.intervals import bootstrap_mean
-from rope_ext.measure.search import Candidate, Space, evolve
-from rope_ext.measure.tasks.passkey import FILLER
-from rope_ext.measure.tasks.perplexity import choose_windows
-from rope_ext.measure.text import python_library
 from tests.helpers.checkpoint import TRAINED
 from tests.helpers.killed import kill_beyond
 from tests.helpers.models import several_axes, tiny_llama

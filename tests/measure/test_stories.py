@@ -12,14 +12,14 @@ import pytest
 from transformers import AutoTokenizer
 from typer.testing import CliRunner
 
+from rope_eval.data.prompts import Frame, encode
+from rope_eval.tasks import babilong, haystack
+from rope_eval.tasks.babilong import LABELS, TALES, Facts
+from rope_eval.tasks.hops import Chains
+from rope_eval.tasks.mrcr import FORMS, TOPICS, Conversation, ordinal
+from rope_eval.tasks.story import Piece, Stream, Told, among, filled
 from rope_ext.cli import app
 from rope_ext.errors import OptionError
-from rope_ext.measure.prompts import Frame, encode
-from rope_ext.measure.tasks import babilong, haystack
-from rope_ext.measure.tasks.babilong import LABELS, TALES, Facts
-from rope_ext.measure.tasks.hops import Chains
-from rope_ext.measure.tasks.mrcr import FORMS, TOPICS, Conversation, ordinal
-from rope_ext.measure.tasks.story import Piece, Stream, Told, among, filled
 from tests.helpers.checkpoint import save_checkpoint
 from tests.helpers.published_rows import (
     HELMET,

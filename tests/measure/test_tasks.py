@@ -10,22 +10,22 @@ import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 from transformers import AutoTokenizer
 from typer.testing import CliRunner
 
 from eval import needle, passkey, perplexity, report, ruler
+from rope_eval import command
+from rope_eval.data.prompts import Frame
+from rope_eval.settings import Settings
+from rope_eval.tasks import Passkey, Perplexity, Task, all_tasks, base, build, option
+from rope_eval.versions import PACKAGES, SHOWS, sources
 from rope_ext.cli import app
 from rope_ext.errors import OptionError, RopeExtError
-from rope_ext.measure import command
-from rope_ext.measure.prompts import Frame
-from rope_ext.measure.settings import Settings
-from rope_ext.measure.tasks import Passkey, Perplexity, Task, all_tasks, base, build, option
-from rope_ext.measure.versions import SHOWS, sources
 
 ROOT = Path(__file__).parents[2]
-PACKAGE = ROOT / "rope_ext"
 PAGE = (ROOT / "docs" / "adding-an-evaluator.md").read_text("utf-8")
 
 
@@ -123,7 +123,7 @@ def test_mistakes_are_told(
     (tmp_path / "empty.py").touch()
     (tmp_path / "clash.py").write_text(
         "from dataclasses import dataclass\n"
-        "from rope_ext.measure.tasks import Task, option, register\n"
+        "from rope_eval.tasks import Task, option, register\n"
         "@register\n@dataclass(frozen=True)\nclass Clash(Task):\n"
         "    name, kind = 'clash', 'rate'\n    seed: int = option(0, 'of dice')\n"
     )
@@ -154,7 +154,7 @@ def test_a_name_is_taken_once_and_a_class_may_be_defined_again() -> None:
 
 
 def test_one_task_twice_is_told(checkpoint: Path, tmp_path: Path) -> None:
-    from rope_ext.measure.plan import prepare
+    from rope_eval.run.plan import prepare
 
     settings = Settings(
         models=(str(checkpoint),), methods=("yarn",), lengths=(128,), output=tmp_path
@@ -194,33 +194,38 @@ def test_the_evaluator_of_the_page_runs(checkpoint: Path, tmp_path: Path) -> Non
 # What invalidates --resume
 
 
-def test_a_change_of_what_computes_is_noticed_and_of_what_shows_is_not(tmp_path: Path) -> None:
-    copy = tmp_path / "rope_ext"
-    shutil.copytree(PACKAGE, copy, ignore=shutil.ignore_patterns("__pycache__"))
+@pytest.mark.parametrize("package", PACKAGES, ids=lambda package: package.__name__)
+def test_a_change_of_what_computes_is_noticed_and_of_what_shows_is_not(
+    package: ModuleType, tmp_path: Path
+) -> None:
+    original = Path(package.__file__).parent
+    copy = tmp_path / package.__name__
+    shutil.copytree(original, copy, ignore=shutil.ignore_patterns("__pycache__"))
     before = sources(copy)
-    assert before == sources(PACKAGE)  # wherever it lies
+    assert before == sources(original)  # wherever it lies
     rooms = sorted(path.parent for path in copy.rglob("__init__.py"))
     counted = set()
-    for room in [*rooms, *(copy / name for name in ("cli.py", "errors.py"))]:
+    for room in [*rooms, copy / "cli.py"]:
         file = room / "__init__.py" if room.is_dir() else room
         text = file.read_text("utf-8")
         file.write_text(text + "\n# changed\n", encoding="utf-8")
         if sources(copy) != before:
             counted.add(room.relative_to(copy).as_posix())
         file.write_text(text, encoding="utf-8")
-    every = {room.relative_to(copy).as_posix() for room in rooms} | {"errors.py"}
-    shows = {"advice", "engines", "plots", "measure/reports"}
-    assert counted == every - shows and shows <= every
-    (copy / "methods" / "new.py").touch()
+    every = {room.relative_to(copy).as_posix() for room in rooms}
+    assert counted == every - set(SHOWS) and not every.isdisjoint(SHOWS)
+    (copy / "new.py").touch()
     assert sources(copy) != before
 
 
 def modules() -> dict[str, Path]:
-    """All files of the package by the name of the module."""
+    """All files of both packages by the name of the module."""
     found = {}
-    for path in PACKAGE.rglob("*.py"):
-        parts = path.relative_to(ROOT).with_suffix("").parts
-        found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
+    for package in PACKAGES:
+        root = Path(package.__file__).parent
+        for path in root.rglob("*.py"):
+            parts = path.relative_to(root.parent).with_suffix("").parts
+            found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
     return found
 
 
@@ -235,30 +240,19 @@ def imports(path: Path, known: dict[str, Path]) -> Iterator[str]:
                 yield inner if inner in known else node.module
 
 
-def test_measuring_imports_in_one_direction() -> None:
+def test_what_only_shows_decides_nothing() -> None:
+    """Only what begins a run uses it."""
     known = modules()
-    graph = {name: {one for one in imports(path, known) if one in known and one != name}
-             for name, path in known.items()}  # fmt: skip
-
-    def reached(name: str) -> set[str]:
-        seen, left = set(), [name]
-        while left:
-            for one in graph[left.pop()] - seen:
-                seen.add(one)
-                left.append(one)
-        return seen
-
-    for name in known:
-        if name.startswith("rope_ext.measure") or name == "rope_ext.cli":
-            assert name not in reached(name), f"{name} is in a circle"
-            assert "rope_ext" not in graph[name] or name == "rope_ext.cli", name
-    top = {"rope_ext", "rope_ext.cli", "rope_ext.lm_eval"}
-    top |= {f"rope_ext.measure.{name}" for name in ("calibrate", "command", "evaluate", "search")}
-    shown = [f"rope_ext.{name.removesuffix('.py').replace('/', '.')}" for name in SHOWS]
+    top = {"rope_ext", "rope_ext.lm_eval", "rope_ext.method_options"}
+    top |= {
+        f"rope_eval.{name}" for name in ("command", "evaluate", "tune.calibrate", "tune.search")
+    }
+    rooms = [name.removesuffix(".py").replace("/", ".") for name in SHOWS]
 
     def shows(name: str) -> bool:
-        return any(name == room or name.startswith(f"{room}.") for room in shown)
+        inner = name.partition(".")[2]
+        return any(inner == room or inner.startswith(f"{room}.") for room in rooms)
 
-    for name in known:  # what only shows decides nothing: only what begins a run uses it
+    for name, path in known.items():
         if not shows(name) and name not in top:
-            assert not [one for one in graph[name] if shows(one)], name
+            assert not [one for one in imports(path, known) if shows(one)], name

@@ -11,11 +11,11 @@ import pytest
 from transformers import Qwen3Config, Qwen3ForCausalLM
 from typer.testing import CliRunner
 
+from rope_eval.data.text import read_texts
+from rope_ext import checkpoints as models
+from rope_ext.arguments import parse_lengths, parse_options
 from rope_ext.cli import app
 from rope_ext.errors import MeasureError, OptionError
-from rope_ext.measure import models
-from rope_ext.measure.arguments import parse_lengths, parse_options
-from rope_ext.measure.text import read_texts
 
 
 @pytest.mark.parametrize(
@@ -71,7 +71,17 @@ def test_the_empty_name_is_no_folder(tmp_path: Path, monkeypatch: pytest.MonkeyP
     (tmp_path / "secret.txt").write_text("text that nobody asked for")
     with pytest.raises(MeasureError, match="the name of a text is empty"):
         read_texts([""])
-    words = ["compare", "--model", "m", "--methods", "yarn", "--lengths", "128", "--text", ""]
+    words = [
+        "compare",
+        "--model",
+        str(tmp_path),
+        "--methods",
+        "yarn",
+        "--lengths",
+        "128",
+        "--text",
+        "",
+    ]
     result = CliRunner().invoke(app, words)
     assert result.exit_code == 2 and "the name of a text is empty" in result.stderr
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from typing import Any
 
 import pytest
@@ -33,6 +34,7 @@ def patch(name: str) -> nn.Module:
 def _fresh() -> None:
     torch._dynamo.reset()
     counters.clear()
+    gc.collect()  # the caches of other tests, which a patch marks
 
 
 @pytest.mark.parametrize("name", METHODS)

@@ -12,7 +12,8 @@ import pytest
 import torch
 
 import rope_ext
-from rope_ext.measure.systems import beyond, checked_methods
+from rope_eval.systems import beyond
+from rope_ext.method_options import checked_methods
 from rope_ext.methods import Rope, all_methods, build_method
 from rope_ext.patching import current_patch
 from tests.families.checks import changed, snapshot

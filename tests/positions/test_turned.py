@@ -13,7 +13,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import Cache, DynamicCache
 
-from rope_ext.attention import Call, Pairs, TurnedBand, flash, step
+from rope_ext.attention import flash, step
+from rope_ext.attention.call import Call, Pairs, TurnedBand
 from rope_ext.attention.step import Columns, Step
 from rope_ext.methods.geometry import Distance, Sinks
 from rope_ext.position.tables import Turns

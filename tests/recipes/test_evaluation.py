@@ -17,8 +17,8 @@ from transformers import AutoTokenizer
 
 import rope_ext
 from recipes import data, evaluation, finetune, settings
+from rope_eval.forward import score
 from rope_ext.errors import MeasureError
-from rope_ext.measure.forward import score
 from tests.helpers.recipe_runs import arguments, history
 
 EVALUATED = {

@@ -13,9 +13,9 @@ import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from recipes.pretrain import tiny_512, tiny_bytes_512, train
+from rope_eval.data.text import read_texts
+from rope_eval.tasks.passkey import FILLER, INTRO, NEEDLE, QUESTION
 from rope_ext.errors import OptionError
-from rope_ext.measure.tasks.passkey import FILLER, INTRO, NEEDLE, QUESTION
-from rope_ext.measure.text import read_texts
 
 BYTES = Path(__file__).parents[2] / "checkpoints" / "tiny-bytes-512"
 

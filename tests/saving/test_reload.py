@@ -37,7 +37,7 @@ from transformers import (
 from transformers import TrainingArguments as Arguments
 
 import rope_ext
-from rope_ext.measure.systems import checked_methods
+from rope_ext.method_options import checked_methods
 from rope_ext.methods import build_method
 from rope_ext.patching import current_patch
 from rope_ext.record import ARGUMENTS, Record

@@ -1,0 +1,257 @@
+"""Cases and outcomes: what is asked of a model, and what came of it, one line per case."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from array import array
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field, is_dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Literal
+
+from rope_eval.folder import HEADER, replace_file, writing
+from rope_ext.errors import MeasureError, OptionError
+
+Mode = Literal["argmax", "loss", "write"]
+
+
+@dataclass(frozen=True)
+class Case:
+    """One question to a model. It knows no method, so every method gets the very same ones.
+
+    Args:
+        task: what is measured, such as ``passkey``.
+        length: context asked for, in tokens, with the answer.
+        seed: everything random in the case follows from it.
+        mode: ``argmax``: greedy decoding must choose the last ``count`` tokens of ``ids``, found
+            out by one teacher-forced forward; ``loss``: their mean negative log likelihood;
+            ``write``: up to ``count`` tokens are generated after ``ids`` and ``answers`` are
+            looked for in them.
+        count: tokens; see ``mode``.
+        ids: token ids, prompt and (unless ``write``) what is scored.
+        answers: what is to be found.
+        depth: place of the answer, 0 at the start and 1 at the end of the context.
+        bin: the depth bin it was drawn from.
+        group: cases of one document share it; intervals resample documents.
+        weight: ``loss`` only: the tokens that the case counts as, where a published protocol does
+            not weight it by those that it scores.
+        whole: ``write`` only: the text must equal the answer, instead of holding all answers.
+        curve: ``loss`` only: losses are summed up to each of these positions; those of all
+            tokens, or of the scored ones if ``nested``.
+        nested: ``loss`` only: this window begins the longest one with the same seed, whose curve
+            therefore holds its result, unless frequencies depend on the length.
+        only: ``loss`` only: score just the tokens at these positions.
+        judge: ``write`` only: what the text is worth, from 0 to 1, where looking for ``answers``
+            does not say it. A frozen dataclass that can be called: its fields belong to the case.
+    """
+
+    task: str
+    length: int
+    seed: int
+    mode: Mode
+    count: int
+    ids: array = field(repr=False)
+    answers: tuple[str, ...] = ()
+    depth: float | None = None
+    bin: int | None = None
+    group: int = 0
+    weight: int | None = None
+    whole: bool = False
+    curve: tuple[int, ...] = ()
+    nested: bool = False
+    only: tuple[int, ...] = field(default=(), repr=False)
+    judge: Callable[[str], float] | None = field(default=None, repr=False)
+
+    def __post_init__(self) -> None:
+        if self.judge is not None and not is_dataclass(self.judge):  # its name would be an address
+            raise OptionError(
+                f"the judge {self.judge!r} of a case of {self.task} is no dataclass, so --resume "
+                f"could not tell it from another; make it one whose fields say how it scores"
+            )
+
+    @property
+    def key(self) -> str:
+        """The answer of a case that has one."""
+        return self.answers[0]
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of the context when the case is done."""
+        return len(self.ids) + (self.count if self.mode == "write" else 0)
+
+    @cached_property
+    def prompt(self) -> str:
+        """A digest of all that the model is given and of how it is scored."""
+        how = (self.mode, self.count, self.answers, self.whole, self.curve, self.only)
+        how += () if self.judge is None else (self.judge,)
+        how += () if self.weight is None else ("weight", self.weight)
+        text = self.ids.tobytes() + repr(how).encode()
+        return hashlib.sha256(text).hexdigest()[:16]
+
+
+@dataclass(frozen=True)
+class Questions:
+    """All cases of a task for one model.
+
+    Args:
+        cases: in the order of the report.
+        definition: what the numbers are, for a reader of the results.
+        notes: what else that reader should know.
+    """
+
+    cases: Sequence[Case]
+    definition: str
+    notes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """A finished case under one method; a line of the log.
+
+    Args:
+        key: digest of everything that determines the rest.
+        system: the method, or the model and the method where there are several models.
+        task, length, bin, depth, seed, prompt, answers, group: of the case.
+        value: share of the answers found, or mean loss in nats per token.
+        tokens: tokens behind the value, or the ``weight`` of the case.
+        written: what was generated.
+        curve: ``loss`` only: (position, summed loss of the tokens before it, their number).
+    """
+
+    key: str
+    system: str
+    task: str
+    length: int
+    bin: int | None
+    depth: float | None
+    seed: int
+    prompt: str
+    answers: tuple[str, ...]
+    group: int
+    value: float
+    tokens: int
+    written: str | None = None
+    curve: tuple[tuple[int, float, int], ...] = ()
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain data; an infinite loss becomes None, since JSON has no infinity."""
+        curve = [(at, _plain(total), count) for at, total, count in self.curve]
+        return {**asdict(self), "value": _plain(self.value), "curve": curve}
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> Outcome:
+        """The inverse of ``to_json``.
+
+        Raises:
+            ValueError, TypeError, KeyError, AttributeError: the data are not those of an outcome.
+        """
+        curve = tuple((at, _infinite(total), count) for at, total, count in data["curve"])
+        changed = {"answers": tuple(data["answers"]), "value": _infinite(data["value"])}
+        outcome = cls(**{**data, **changed, "curve": curve})
+        outcome._check()
+        return outcome
+
+    def _check(self) -> None:
+        texts = (self.key, self.system, self.task, self.prompt, self.written or "", *self.answers)
+        counts = (self.length, self.seed, self.group, self.tokens, self.bin or 0)
+        counts += tuple(number for at, _, count in self.curve for number in (at, count))
+        values = (self.value, self.depth or 0.0, *(total for _, total, _ in self.curve))
+        right = (
+            all(type(text) is str for text in texts)
+            and all(type(count) is int for count in counts)
+            and all(type(value) in (int, float) and not math.isnan(value) for value in values)
+        )
+        if not right:
+            raise TypeError("a field has another type")
+
+
+def _plain(value: float) -> float | None:
+    return value if math.isfinite(value) else None
+
+
+def _infinite(value: float | None) -> float:
+    return math.inf if value is None else value
+
+
+def digest(*determinants: Any) -> str:
+    """A short name for these values, the same in every process."""
+    text = json.dumps(determinants, sort_keys=True, default=str)
+    return hashlib.sha256(text.encode()).hexdigest()[:24]
+
+
+def dump(data: Any) -> str:
+    """JSON as this package writes it: sorted keys, so that equal results are equal bytes."""
+    return json.dumps(data, indent=1, sort_keys=True, default=str) + "\n"
+
+
+def line(outcome: Outcome) -> str:
+    """The outcome as a line of the log."""
+    return json.dumps(outcome.to_json()) + "\n"
+
+
+def read_outcomes(paths: Sequence[Path]) -> dict[str, Outcome]:
+    """The outcomes of some logs by key; a line that is none, as a killed run may leave, is skipped.
+
+    Raises:
+        MeasureError: a log cannot be read.
+    """
+    outcomes = {}
+    for path in paths:
+        try:
+            content = path.read_text(encoding="utf-8", errors="replace")
+        except OSError as error:
+            raise MeasureError(
+                f"cannot read {path}: {error.strerror}; give --output another folder"
+            ) from None
+        for text in content.split("\n"):
+            try:
+                outcome = Outcome.from_json(json.loads(text))
+            except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
+                continue
+            outcomes[outcome.key] = outcome
+    return outcomes
+
+
+def write_outcomes(path: Path, outcomes: Sequence[Outcome]) -> None:
+    """Replace the log by these outcomes, at once: a crash leaves the old file or the new one."""
+    replace_file(path, HEADER + "".join(map(line, outcomes)).encode())
+
+
+@contextmanager
+def adding(path: Path) -> Iterator[Callable[[Outcome], None]]:
+    """Add outcomes to a log, each on disk before the next; begin the log if there is none.
+
+    Raises:
+        MeasureError: it cannot be written.
+    """
+    cure = "make room or give --output another folder; --resume keeps what is finished"
+    with writing(path, cure):
+        mend(path) if path.exists() else replace_file(path, HEADER)
+        file = path.open("ab", buffering=0)  # what could not be written is not tried again
+
+    def add(outcome: Outcome) -> None:
+        left = line(outcome).encode()
+        with writing(path, cure):
+            while left:
+                left = left[file.write(left) :]
+
+    with file:
+        yield add
+
+
+def mend(path: Path) -> None:
+    """Cut the unfinished last line of a log off, so that more lines can follow."""
+    with path.open("rb+") as file:
+        content = file.read()
+        file.truncate(content.rfind(b"\n") + 1)
+
+
+def require_positive(**values: int | None) -> None:
+    """Raise OptionError for a value below 1; None passes."""
+    for name, value in values.items():
+        if value is not None and value < 1:
+            raise OptionError(f"{name}={value} is not valid; it must be at least 1")

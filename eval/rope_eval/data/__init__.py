@@ -1,0 +1,1 @@
+"""Texts, prompts and facts of which tasks are made."""

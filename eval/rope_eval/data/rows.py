@@ -1,0 +1,206 @@
+"""Rows of a benchmark's data: from a file as it is published, or from the Hub."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rope_eval.data.text import load_datasets
+from rope_ext.errors import MeasureError, first_line
+
+
+@dataclass(frozen=True)
+class Row:
+    """One row; a field that is missing or of another type is told with its place.
+
+    Args:
+        data: by the name of the field.
+        where: the row, for a reader of the error: file and number, the first being 1.
+        option: the option of the command line that named the file.
+    """
+
+    data: Mapping[str, Any]
+    where: str
+    option: str
+
+    def __contains__(self, name: str) -> bool:
+        return self.data.get(name) is not None
+
+    def value(self, name: str) -> Any:
+        """The field, whatever it holds.
+
+        Raises:
+            MeasureError: there is no such field.
+        """
+        if self.data.get(name) is None:
+            known = ", ".join(map(repr, self.data)) or "none"
+            raise MeasureError(
+                f"{self.where} has no field {name!r} but {known}; give {self.option} the data as "
+                f"they are published"
+            )
+        return self.data[name]
+
+    def either(self, name: str, other: str) -> str:
+        """The name of the field, or of the other one where only that is there."""
+        return other if other in self and name not in self else name
+
+    def text(self, name: str) -> str:
+        """The field, a string.
+
+        Raises:
+            MeasureError: it is missing or something else.
+        """
+        value = self.value(name)
+        if not isinstance(value, str):
+            raise self.wrong(name, "a string")
+        return value
+
+    def key(self, name: str) -> str | int:
+        """The field, by which rows are told apart.
+
+        Raises:
+            MeasureError: it is missing, or neither a string nor a whole number.
+        """
+        value = self.value(name)
+        if type(value) not in (str, int):
+            raise self.wrong(name, "a string or a whole number")
+        return value
+
+    def texts(self, name: str, count: int | None = None) -> list[str]:
+        """The field, strings; a string alone counts as one of them.
+
+        Raises:
+            MeasureError: it is missing, something else, or not ``count`` of them.
+        """
+        value = self.value(name)
+        value = [value] if isinstance(value, str) else value
+        right = isinstance(value, list) and value and all(isinstance(one, str) for one in value)
+        if not right or len(value) != (count or len(value)):
+            raise self.wrong(name, f"{count or 'some'} strings")
+        return value
+
+    def rows(self, name: str) -> list[Row]:
+        """The field, a list of objects.
+
+        Raises:
+            MeasureError: it is missing or something else.
+        """
+        value = self.value(name)
+        if not isinstance(value, list) or not all(isinstance(one, dict) for one in value):
+            raise self.wrong(name, "a list of objects")
+        place = f"{self.where}, {name}"
+        return [Row(one, f"{place} {i}", self.option) for i, one in enumerate(value, 1)]
+
+    def row(self, name: str) -> Row:
+        """The field, an object.
+
+        Raises:
+            MeasureError: it is missing or something else.
+        """
+        value = self.value(name)
+        if not isinstance(value, dict):
+            raise self.wrong(name, "an object")
+        return Row(value, f"{self.where}, {name}", self.option)
+
+    def wrong(self, name: str, wanted: str) -> MeasureError:
+        """The error for a field that holds something else than ``wanted``."""
+        shown = repr(self.data[name])
+        shown = shown if len(shown) <= 60 else f"{shown[:57]}..."
+        return MeasureError(
+            f"{self.where}: the field {name!r} must hold {wanted}, it is {shown}; give "
+            f"{self.option} the data as they are published"
+        )
+
+
+def read_rows(source: str, option: str, kinds: Mapping[str, Any] | None = None) -> list[Row]:
+    """All rows of a data set.
+
+    Args:
+        source: a file: ``.json`` (a list, or an object with the list in ``data``), ``.jsonl`` or
+            ``.parquet``; or ``hf:ID``, ``hf:ID/CONFIG:SPLIT`` for the Hub or a folder that
+            ``datasets`` reads, with a split of ``test`` by default.
+        option: that named it, for errors.
+        kinds: features of the columns, where ``datasets`` would guess them wrongly.
+
+    Raises:
+        MeasureError: it cannot be read, or holds no rows.
+    """
+    if source.startswith("hf:"):
+        found = _hub(source[3:], option, kinds)
+    elif Path(source).suffix == ".parquet":
+        found = _load(source, option, "parquet", data_files=source, split="train")
+    else:
+        found = _json(Path(source), option)
+    if not found:
+        raise MeasureError(f"{source} holds no rows; give {option} another file")
+    if not all(isinstance(one, dict) for one in found):
+        raise MeasureError(
+            f"{source} holds something else than a list of objects; give {option} the data as "
+            f"they are published"
+        )
+    return [Row(one, f"{source}, row {number}", option) for number, one in enumerate(found, 1)]
+
+
+def _json(path: Path, option: str) -> list[Any]:
+    try:
+        content = path.read_text(encoding="utf-8-sig")
+    except (OSError, ValueError) as error:  # the latter: not UTF-8, or no name of a file
+        reason = getattr(error, "strerror", None) or first_line(error)
+        raise MeasureError(
+            f"cannot read {path} ({reason}); give {option} a file, or hf:ID/CONFIG:SPLIT"
+        ) from None
+    if path.suffix == ".jsonl":
+        lines = content.split("\n")
+        places = ((f"{path}, line {i}", line) for i, line in enumerate(lines, 1) if line.strip())
+        return [_parsed(where, line, option) for where, line in places]
+    data = _parsed(str(path), content, option)
+    data = data.get("data") if isinstance(data, dict) else data
+    if not isinstance(data, list):
+        raise MeasureError(
+            f'{path} holds neither a list nor an object with one in "data"; give {option} the '
+            f"data as they are published (a file with a line for each row is called .jsonl)"
+        )
+    return data
+
+
+def _parsed(where: str, text: str, option: str) -> Any:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise MeasureError(
+            f"{where} is not JSON ({first_line(error)}); give {option} the data as they are "
+            f"published"
+        ) from None
+
+
+def _hub(name: str, option: str, kinds: Mapping[str, Any] | None) -> list[Any]:
+    name, _, split = name.partition(":")
+    path, config = name, None
+    if not Path(name).is_dir() and name.count("/") > 1:
+        owner, dataset, config = name.split("/", 2)
+        path = f"{owner}/{dataset}"
+    more = {"features": _features(kinds)} if kinds else {}
+    return _load(f"hf:{name}", option, path, config, split=split or "test", **more)
+
+
+def _features(kinds: Mapping[str, Any]) -> Any:
+    datasets = load_datasets()
+    made = {}
+    for name, kind in kinds.items():
+        inner = datasets.Value(kind.removesuffix("[]"))
+        made[name] = datasets.Sequence(inner) if kind.endswith("[]") else inner
+    return datasets.Features(made)
+
+
+def _load(source: str, option: str, *what: Any, **how: Any) -> Sequence[Any]:
+    datasets = load_datasets()
+    try:
+        return list(datasets.load_dataset(*what, **how))
+    except (OSError, ValueError, RuntimeError, datasets.exceptions.DatasetsError) as error:
+        raise MeasureError(
+            f"cannot read {source} ({first_line(error)}); give {option} a file, or "
+            f"hf:ID/CONFIG:SPLIT"
+        ) from None

@@ -1,0 +1,62 @@
+"""The whole of an evaluation, from the settings to the report."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from rope_eval.plots.style import require_matplotlib
+from rope_eval.reports.report import Report
+from rope_eval.run.plan import Plan, prepare
+from rope_eval.run.runner import run
+from rope_eval.settings import Settings
+from rope_eval.tasks.base import Task
+from rope_ext.errors import Mistakes
+from rope_ext.terminal import first_process, progress, quiet, stoppable, tell
+
+
+def evaluate(
+    settings: Settings, tasks: Sequence[Task | None], mistakes: Mistakes | None = None
+) -> Report | None:
+    """Check, measure, print and write; None in every process but the first.
+
+    Args:
+        settings: what all evaluations share.
+        tasks: what to measure; None in place of one that is among the mistakes.
+        mistakes: those found so far, to be reported with the others.
+
+    Raises:
+        RopeExtError: see ``prepare`` and ``run``.
+    """
+    with stoppable():
+        return _evaluate(settings, tasks, mistakes)
+
+
+def _evaluate(
+    settings: Settings, tasks: Sequence[Task | None], mistakes: Mistakes | None
+) -> Report | None:
+    require_matplotlib()
+    quiet()
+    plan = prepare(settings, tasks, mistakes)
+    for note in plan.notes:
+        tell(f"note: {note}", "yellow")
+    with plan.folder.held():
+        with progress() as shown:
+            bar = shown.add_task(_extent(plan) if first_process() else "", total=None)
+            outcomes = run(
+                plan,
+                lambda work: shown.advance(bar, work),
+                lambda work: shown.update(bar, total=work),
+            )
+        if outcomes is None:
+            return None
+        report = Report(plan, outcomes)
+        paths = report.write()
+    report.print()  # whatever becomes of it, the files are there
+    for path in paths:
+        tell(f"wrote {path}")
+    return report
+
+
+def _extent(plan: Plan) -> str:
+    total, left = plan.size
+    return f"{left} cases" + (f" ({total - left} more are known)" if left < total else "")

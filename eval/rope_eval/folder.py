@@ -1,0 +1,237 @@
+"""What a program may do in a folder of results: one run at a time, and only to its own files.
+
+A name proves nothing: ``cases.jsonl`` or ``table.md`` may be the user's. A log is ours if it begins
+with ``HEADER``; any other file if its digest stands in the list of what was written here. The list,
+the lock and drafts are in ``.rope-ext`` inside the folder.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import socket
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from datetime import datetime
+from pathlib import Path
+from tempfile import TemporaryFile
+
+from filelock import FileLock, Timeout
+
+from rope_ext.errors import MeasureError
+from rope_ext.terminal import first_process
+
+HIDDEN = ".rope-ext"
+HEADER = b'{"program": "rope_ext", "log": "cases", "format": 1}\n'
+"""The first line of every log."""
+_LOGS = re.compile(r"cases(\.[1-9][0-9]*)?\.jsonl")
+
+
+def log_name(rank: int) -> str:
+    """The log of a process; that of the first is the one that stays."""
+    return f"cases.{rank}.jsonl" if rank else "cases.jsonl"
+
+
+def world_size() -> int:
+    """How many processes were launched together."""
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+@contextmanager
+def writing(path: Path, cure: str = "give --output another folder") -> Iterator[None]:
+    """Tell of a disk that is full or read-only in one line.
+
+    Raises:
+        MeasureError: instead of OSError.
+    """
+    try:
+        yield
+    except OSError as error:
+        raise MeasureError(f"cannot write to {path}: {error.strerror}; {cure}") from None
+
+
+def replace_file(path: Path, content: bytes) -> None:
+    """Write a file at once: whenever the process dies, the old file is there or the new one."""
+    hidden = path.parent if path.parent.name == HIDDEN else path.parent / HIDDEN
+    hidden.mkdir(exist_ok=True)
+    draft = hidden / f"{path.name}.draft"
+    try:
+        draft.write_bytes(content)
+        draft.replace(path)
+    except OSError:
+        draft.unlink(missing_ok=True)
+        raise
+
+
+@contextmanager
+def held(folder: Path, name: str = "run") -> Iterator[None]:
+    """Keep every other process out of what is called ``name`` in ``folder``.
+
+    The lock is the operating system's: that of a process that was killed is gone with it.
+
+    Raises:
+        MeasureError: another one is in it, with its process, machine and since when.
+    """
+    hidden = folder / HIDDEN
+    holder = hidden / f"{name}.holder"
+    lock = FileLock(hidden / f"{name}.lock")
+    with writing(folder):
+        hidden.mkdir(parents=True, exist_ok=True)
+        try:
+            lock.acquire(blocking=False)
+        except Timeout:
+            raise MeasureError(
+                f"{folder} is in use by another run{_known(holder)}; wait for it, or give another "
+                f"--output"
+            ) from None
+        except NotImplementedError:
+            raise MeasureError(
+                f"{folder} is on a file system without locks; give --output a folder on another one"
+            ) from None
+    try:
+        since = datetime.now().astimezone().isoformat(" ", "seconds")
+        text = f"process {os.getpid()} on {socket.gethostname()} since {since}"
+        with writing(folder):
+            holder.write_text(text, encoding="utf-8")
+        yield
+    finally:
+        holder.unlink(missing_ok=True)
+        lock.release()
+
+
+def _known(holder: Path) -> str:
+    """Who holds a lock, if that can be read; it may just be writing it down."""
+    try:
+        text = holder.read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return ""
+    return f" ({text})" if text else ""
+
+
+def is_log(path: Path) -> bool:
+    """Whether this program began that file."""
+    try:
+        with path.open("rb") as file:
+            return file.read(len(HEADER)) == HEADER
+    except OSError:
+        return False
+
+
+class Folder:
+    """A folder of results.
+
+    Args:
+        path: of the folder; it need not exist.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._holds = 0
+
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """Keep other runs out; of processes launched together, the first does so for all.
+
+        Whoever holds it may do so once more.
+
+        Raises:
+            MeasureError: another run is in it.
+        """
+        outermost = self._holds == 0 and first_process()
+        with held(self.path) if outermost else nullcontext():
+            self._holds += 1
+            try:
+                yield
+            finally:
+                self._holds -= 1
+
+    @property
+    def logs(self) -> list[Path]:
+        """The logs of earlier runs; every process but the first has one of its own."""
+        if not self.path.is_dir():
+            return []
+        return sorted(p for p in self.path.iterdir() if _LOGS.fullmatch(p.name) and is_log(p))
+
+    def check(self, names: Iterable[str]) -> None:
+        """Check that these files may be written.
+
+        Args:
+            names: of reports and the like; those of logs are added.
+
+        Raises:
+            MeasureError: the folder cannot be written, or one of them was not written by this
+                program.
+        """
+        with writing(self.path):
+            self.path.mkdir(parents=True, exist_ok=True)
+            with TemporaryFile(dir=self.path):
+                pass
+        for name in map(log_name, range(world_size())):
+            if os.path.lexists(self.path / name) and not is_log(self.path / name):
+                raise _foreign(self.path / name)
+        known = self._known()
+        for name in names:
+            if os.path.lexists(self.path / name) and not self._owns(name, known):
+                raise _foreign(self.path / name)
+
+    def write(self, contents: Mapping[str, bytes]) -> list[Path]:
+        """Write files by name, each at once; returns their paths.
+
+        The list is written before them, and once more after: whenever the process dies, what lies
+        there is in it.
+
+        Raises:
+            MeasureError: one of them cannot be written.
+        """
+        self.check(contents)
+        known = self._known()
+        new = {name: [_digest(content)] for name, content in contents.items()}
+        both = {name: known.get(name, []) + digests for name, digests in new.items()}
+        with writing(self.path, "make room, or give --output another folder"):
+            self._remember(known | both)
+            for name, content in contents.items():
+                replace_file(self.path / name, content)
+            self._remember(known | new)
+        return [self.path / name for name in contents]
+
+    def clear(self) -> None:
+        """Delete what this program wrote here, and nothing else."""
+        known = self._known()
+        ours = [self.path / name for name in known if self._owns(name, known)]
+        with writing(self.path):
+            for path in (*self.logs, *ours):
+                path.unlink()
+            self._remember({})
+
+    def _owns(self, name: str, known: Mapping[str, list[str]]) -> bool:
+        path = self.path / name
+        return path.is_file() and _digest(path.read_bytes()) in known.get(name, ())
+
+    @property
+    def _list(self) -> Path:
+        return self.path / HIDDEN / "files.json"
+
+    def _known(self) -> dict[str, list[str]]:
+        """Digests of what was written here, by name; none where the list cannot be read."""
+        try:
+            files = json.loads(self._list.read_text(encoding="utf-8"))["files"]
+            return {Path(name).name: list(map(str, digests)) for name, digests in files.items()}
+        except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError):
+            return {}
+
+    def _remember(self, files: Mapping[str, list[str]]) -> None:
+        text = json.dumps({"program": "rope_ext", "files": files}, indent=1, sort_keys=True)
+        replace_file(self._list, text.encode())
+
+
+def _digest(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()
+
+
+def _foreign(path: Path) -> MeasureError:
+    return MeasureError(
+        f"{path} is not what this program wrote, or was changed since; it would be lost: move it "
+        f"away, or give another --output"
+    )

@@ -1,0 +1,288 @@
+"""Pictures: perplexity and rates against length, rates by length and depth, loss by position.
+
+What they share with those of :mod:`rope_eval.plots.pictures` is in :mod:`rope_eval.plots.style`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from textwrap import wrap
+from typing import Any, BinaryIO
+
+from rope_eval.plots.style import (
+    TITLE,
+    UNPATCHED_STYLE,
+    bare,
+    figure_of,
+    legend_below,
+    mark_trained,
+    save,
+    style_of,
+    ticker,
+)
+from rope_eval.reports.summary import Estimate, is_unpatched, number
+
+_MOST_SHADED = 4  # lines
+_WIDTH = 6.6  # inches of a picture of panels: at 400 pixels, 10 points are still 8 pixels
+_CELL = 0.42  # of a heat map, inches: "100" fits
+_HEIGHT = 12  # perplexity axis: highest over lowest value shown; what blew up further leaves it
+
+
+def draw_perplexity(
+    estimates: Mapping[tuple[str, int], Estimate],
+    trained: Mapping[str, int],
+    title: str,
+    path: Path | BinaryIO,
+    axis: str = "context, tokens",
+    ticks: Sequence[int] | None = None,
+) -> None:
+    """Perplexity against length as a PNG: one line per system, its interval shaded.
+
+    Both axes are logarithmic. Lines that rise beyond ``_HEIGHT`` times the lowest leave the
+    picture at the top; the label at the right edge says where they end.
+
+    Args:
+        estimates: by (system, length in tokens).
+        trained: trained context in tokens of each system, marked by a vertical line.
+        title: above the axes.
+        path: of the PNG, or a file that is open.
+        axis: what the horizontal axis is.
+        ticks: its marks; by default, all lengths.
+    """
+    systems, lengths = _axes_of(estimates)
+    shaded = _shaded(estimates, systems, lengths[-1])
+    finite = [e for e in estimates.values() if math.isfinite(e.value)] or [Estimate(1, 1, 1, 1)]
+    lowest = [e.low if len(shaded) == len(systems) and e.low else e.value for e in finite]
+    bottom = 0.9 * min(lowest)
+    top = min(1.1 * max(e.value for e in finite), bottom * _HEIGHT)
+
+    figure = figure_of(7.2, 4.6)
+    axes = figure.subplots()
+    axes.set(xscale="log", yscale="log", ylim=(bottom, top))
+    labels = {}
+    for system, style in _styles(systems).items():
+        line = [estimates[system, length] for length in lengths]
+        values = [estimate.value for estimate in line]
+        axes.plot(lengths, values, linewidth=1.7, markersize=5, **style)
+        if system in shaded and all(estimate.low is not None for estimate in line):
+            low, high = [estimate.low for estimate in line], [estimate.high for estimate in line]
+            axes.fill_between(lengths, low, high, color=style["color"], alpha=0.12, linewidth=0)
+        arrow = "\u2191 " if values[-1] > top else ""
+        labels[f"{_title(system)}  {arrow}{number(values[-1])}"] = (values[-1], style["color"])
+    _label_ends(axes, lengths[-1], labels)
+    mark_trained(axes, trained.values(), lengths[-1])
+    ticks = lengths if ticks is None else ticks
+    axes.set_xticks(ticks, [str(length) for length in ticks])
+    axes.yaxis.set_major_locator(ticker().LogLocator(subs=(1, 1.5, 2, 3, 4, 5, 7), numticks=99))
+    axes.yaxis.set_major_formatter(ticker().FormatStrFormatter("%g"))
+    axes.minorticks_off()
+    names = "" if len(shaded) == len(systems) else f" of {' and '.join(shaded)}"
+    known = any(estimates[system, lengths[-1]].low is not None for system in shaded)
+    shading = f"\nshaded: 95 % interval{names} over documents" if known else ""
+    axes.set_xlabel(f"{axis}{shading}")
+    axes.set_ylabel("perplexity (lower is better)")
+    axes.set_title(title, **TITLE)
+    bare(axes)
+    save(figure, path, _numbers(estimates, ("system", "length")))
+
+
+def draw_rates(
+    estimates: Mapping[tuple[str, str, int], Estimate],
+    trained: Mapping[str, int],
+    path: Path | BinaryIO,
+) -> None:
+    """Rates against length as a PNG: one panel per task, one line per system with its interval.
+
+    Args:
+        estimates: by (task, system, length in tokens).
+        trained: trained context in tokens of each system, marked by a vertical line.
+        path: of the PNG, or a file that is open.
+    """
+    tasks = list(dict.fromkeys(task for task, _, _ in estimates))
+    across = min(2, len(tasks))
+    down = math.ceil(len(tasks) / across)
+    systems, lengths = list(dict.fromkeys(s for _, s, _ in estimates)), {n for *_, n in estimates}
+    slanted = sum(len(str(length)) for length in lengths) > 40 // across
+    figure = figure_of(_WIDTH, 1.0 + 0.1 * len(systems) + 2.4 * down)
+    grid = figure.subplots(down, across, sharex=True, sharey=True, squeeze=False)
+    for index, (task, axes) in enumerate(zip(tasks, grid.flat, strict=False)):
+        part = {(s, n): e for (name, s, n), e in estimates.items() if name == task}
+        systems, lengths = _axes_of(part)
+        for place, (system, style) in enumerate(_styles(systems).items()):
+            line = [part[system, length] for length in lengths]
+            values = [estimate.value for estimate in line]
+            errors = [[e.value - e.low for e in line], [e.high - e.value for e in line]]
+            # A little to the side of each other, or the bars of equal rates hide each other.
+            places = [n * 2 ** (0.05 * (place - len(systems) / 2)) for n in lengths]
+            axes.errorbar(places, values, errors, label=_title(system), linewidth=1.4,
+                          markersize=4, elinewidth=0.8, capsize=2, **style)  # fmt: skip
+        axes.set(xscale="log", ylim=(-0.03, 1.03))
+        axes.set_xticks(lengths, [str(n) for n in lengths], rotation=45 if slanted else 0)
+        axes.minorticks_off()
+        axes.yaxis.set_major_formatter(ticker().PercentFormatter(1))
+        if index + across >= len(tasks):  # the last one of its column
+            axes.tick_params(labelbottom=True)
+            axes.set_xlabel("context, tokens")
+        axes.set_title(task, **TITLE)
+        bare(axes)
+        mark_trained(axes, trained.values(), lengths[-1])
+    for axes in grid.flat[len(tasks) :]:
+        axes.set_axis_off()
+    legend_below(figure, grid.flat[0])
+    figure.supylabel("found (bars: 95 % Wilson intervals)", fontsize=10)
+    save(figure, path, _numbers(estimates, ("task", "system", "length")))
+
+
+def draw_depths(
+    estimates: Mapping[tuple[str, int, int], Estimate],
+    trained: Mapping[str, int],
+    title: str,
+    path: Path | BinaryIO,
+) -> None:
+    """Rates as a PNG: one heat map per system, length across, depth down.
+
+    Args:
+        estimates: by (system, length in tokens, depth bin).
+        trained: trained context in tokens of each system, marked in its map.
+        title: above all maps.
+        path: of the PNG, or a file that is open.
+    """
+    systems, lengths = _axes_of(estimates)
+    depths = 1 + max(depth for _, _, depth in estimates)
+    width, height = max(1.6, _CELL * len(lengths) + 0.1), 0.32 * depths + 0.9
+    across = max(1, min(len(systems), 3, int((_WIDTH - 1.2) // width)))
+    down = math.ceil(len(systems) / across)
+    figure = figure_of(max(5.0, width * across + 1.4), max(3.0, height * down + 0.8))
+    grid = figure.subplots(down, across, sharex=True, sharey=True, squeeze=False)
+    image = None
+    for index, axes in enumerate(grid.flat):
+        if index >= len(systems):
+            axes.set_axis_off()
+            continue
+        system = systems[index]
+        rates = [[estimates[system, n, depth].value for n in lengths] for depth in range(depths)]
+        image = axes.imshow(rates, vmin=0, vmax=1, cmap="cividis", aspect="auto")
+        for row, values in enumerate(rates):
+            for column, value in enumerate(values):
+                colour = "black" if value > 0.45 else "white"
+                axes.text(column, row, f"{100 * value:.0f}", ha="center", va="center",
+                          fontsize=9, color=colour)  # fmt: skip
+        edge = sum(length <= trained[system] for length in lengths) - 0.5
+        axes.axvline(edge, color="#D55E00", linewidth=2)
+        axes.set_title("\n".join(wrap(_title(system), int(13 * width))), fontsize=10)
+        axes.set_xticks(range(len(lengths)), [str(n) for n in lengths], fontsize=9, rotation=45)
+        names = [
+            f"{100 * depth / depths:.0f}-{100 * (depth + 1) / depths:.0f} %"
+            for depth in range(depths)
+        ]
+        axes.set_yticks(range(depths), names, fontsize=9)
+        axes.tick_params(length=0, labelbottom=index + across >= len(systems))
+    bar = figure.colorbar(image, ax=grid, format=ticker().PercentFormatter(1), shrink=0.8)
+    bar.outline.set_visible(False)
+    figure.supxlabel("context, tokens (orange line: trained length)", fontsize=10)
+    figure.supylabel("depth", fontsize=10)
+    figure.suptitle(title, fontsize=11)
+    save(figure, path, _numbers(estimates, ("system", "length", "depth_bin")))
+
+
+def _numbers(
+    estimates: Mapping[tuple, Estimate], names: Sequence[str]
+) -> list[dict[str, str | int | float | None]]:
+    """Estimates as plain data; JSON has no infinity."""
+    return [
+        {
+            **dict(zip(names, place, strict=True)),
+            **{k: None if v == math.inf else v for k, v in asdict(found).items()},
+        }
+        for place, found in estimates.items()
+    ]
+
+
+def _title(system: str) -> str:
+    return f"{system} (unpatched)" if is_unpatched(system) else system
+
+
+def _styles(systems: Sequence[str]) -> dict[str, dict[str, Any]]:
+    """Colour, dashes and marker of each line; the first unpatched model is grey."""
+    styles, index = {}, 0
+    for system in systems:
+        if is_unpatched(system) and UNPATCHED_STYLE not in styles.values():
+            styles[system] = UNPATCHED_STYLE
+        else:
+            styles[system] = style_of(index)
+            index += 1
+    return styles
+
+
+def _shaded(
+    estimates: Mapping[tuple[str, int], Estimate], systems: Sequence[str], last: int
+) -> list[str]:
+    """Whose intervals to shade: all of a few; of many, that would hide the lines."""
+    if len(systems) <= _MOST_SHADED:
+        return list(systems)
+    best = min(systems, key=lambda system: estimates[system, last].value)
+    return [system for system in systems if is_unpatched(system) or system == best]
+
+
+def _label_ends(axes: Any, last: int, labels: Mapping[str, tuple[float, str]]) -> None:
+    """Name each line beside its right end; labels that would touch are pushed apart.
+
+    Args:
+        axes: with its y limits set.
+        last: where the lines end.
+        labels: text to (last value of the line, colour).
+    """
+    bottom, top = axes.get_ylim()
+    names = sorted(labels, key=lambda name: labels[name][0])
+    ends = [min(labels[name][0], top) for name in names]
+    heights = [math.log(end / bottom) / math.log(top / bottom) for end in ends]
+    for name, end, place in zip(names, ends, _spread(heights, 0.047), strict=True):
+        colour = labels[name][1]
+        axes.annotate(
+            name,
+            xy=(last, end),
+            xytext=(1.04, place),
+            textcoords="axes fraction",
+            va="center",
+            fontsize=9,
+            color=colour,
+            arrowprops={
+                "arrowstyle": "-",
+                "color": colour,
+                "linewidth": 0.6,
+                "relpos": (0, 0.5),
+                "shrinkA": 1,
+                "shrinkB": 4,
+            },
+        )
+
+
+def _spread(heights: Sequence[float], gap: float) -> list[float]:
+    """Ascending heights, moved apart to ``gap`` around their common middle, none above 1."""
+    groups: list[list[float]] = []
+    for height in heights:
+        groups.append([height])
+        while (
+            len(groups) > 1
+            and _middle(groups[-1]) - _middle(groups[-2])
+            < gap * (len(groups[-1]) + len(groups[-2])) / 2
+        ):
+            groups[-2:] = [groups[-2] + groups[-1]]
+    places = []
+    for group in groups:
+        start = _middle(group) - gap * (len(group) - 1) / 2
+        places += [start + gap * index for index in range(len(group))]
+    over = max(0.0, places[-1] - 1)
+    return [place - over for place in places]
+
+
+def _middle(group: Sequence[float]) -> float:
+    return sum(group) / len(group)
+
+
+def _axes_of(estimates: Mapping[tuple, Estimate]) -> tuple[list[str], list[int]]:
+    """The systems in order of appearance and the lengths, ascending."""
+    return list(dict.fromkeys(key[0] for key in estimates)), sorted({key[1] for key in estimates})

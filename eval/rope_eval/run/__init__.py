@@ -1,0 +1,1 @@
+"""From settings to outcomes: what is to be measured, and measuring it."""

@@ -1,0 +1,315 @@
+"""Checks everything that can be checked without the weights, and chooses all cases.
+
+Batches are a function of the plan alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from rope_eval.cases import Case, Outcome, Questions, digest, read_outcomes, require_positive
+from rope_eval.data.prompts import Frame
+from rope_eval.folder import Folder
+from rope_eval.settings import Settings, require_seed
+from rope_eval.systems import System, beyond
+from rope_eval.tasks.base import Task
+from rope_eval.versions import versions
+from rope_ext import checkpoints as models
+from rope_ext.errors import MeasureError, Mistakes, OptionError, RopeExtError
+from rope_ext.method_options import UNPATCHED, built, checked_methods, label, saved_otherwise
+
+RESULTS, PAGE = "results.json", "report.html"
+TABLES = ("cells.csv", "table.md")
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Settings that are checked, and all cases.
+
+    Args:
+        settings: as given.
+        tasks: what is measured.
+        lengths: ascending, tokens, with the trained ones.
+        systems: rows of the report; the unpatched model comes first of each model.
+        questions: by (model, name of a task).
+        identities: of every model.
+        notes: what a reader of the results should know.
+    """
+
+    settings: Settings
+    tasks: tuple[Task, ...]
+    lengths: tuple[int, ...]
+    systems: tuple[System, ...]
+    questions: Mapping[tuple[str, str], Questions]
+    identities: Mapping[str, Mapping[str, Any]]
+    notes: tuple[str, ...]
+
+    def cases(self, system: System) -> Iterator[Case]:
+        """Everything that is asked of ``system``, in the order of the report."""
+        for task in self.tasks:
+            yield from self.questions[system.model, task.name].cases
+
+    def batches(self, system: System) -> list[list[Case]]:
+        """The forwards of ``system``, longest first; rows of a batch are alike."""
+        needed = [c for c in self.cases(system) if not self._nested(system, c)]
+        needed.sort(key=lambda case: (-case.length, -case.tokens))  # stable
+        groups: dict[tuple, list[Case]] = {}
+        for case in needed:
+            written = case.count if case.mode == "write" else None
+            groups.setdefault((case.length, case.task, case.mode, written), []).append(case)
+        batches = []
+        for (length, *_), cases in groups.items():
+            size = self.settings.batch_size or max(1, automatic_tokens(self.settings) // length)
+            batches += [cases[i : i + size] for i in range(0, len(cases), size)]
+        return batches
+
+    def _nested(self, system: System, case: Case) -> bool:
+        return case.nested and not system.adapts and case.length < self.lengths[-1]
+
+    @cached_property
+    def folder(self) -> Folder:
+        """Where results go."""
+        return Folder(self.settings.output)
+
+    @cached_property
+    def stored(self) -> dict[str, Outcome]:
+        """Outcomes of earlier runs, by key; some may belong to other settings."""
+        return read_outcomes(self.folder.logs) if self.settings.resume else {}
+
+    def left(self, system: System) -> list[list[Case]]:
+        """The batches of ``system`` that no earlier run has finished."""
+        return [
+            batch
+            for batch in self.batches(system)
+            if any(system.key(case) not in self.stored for case in batch)
+        ]
+
+    @cached_property
+    def size(self) -> tuple[int, int]:
+        """Cases in all, and cases left to measure (less what follows from others)."""
+        total = sum(len(batch) for system in self.systems for batch in self.batches(system))
+        left = sum(len(batch) for system in self.systems for batch in self.left(system))
+        return total, left
+
+    def collect(self, done: Mapping[str, Outcome]) -> list[Outcome]:
+        """The outcome of every case of every system, in the order of the report."""
+        outcomes = []
+        for system in self.systems:
+            wholes: dict[tuple[str, int], Outcome] = {}
+            cases = list(self.cases(system))
+            for case in cases:
+                if case.nested and case.length == self.lengths[-1]:
+                    wholes[case.task, case.seed] = done[system.key(case)]
+            for case in cases:
+                key = system.key(case)
+                nested = self._nested(system, case)
+                found = _within(wholes[case.task, case.seed], case, key) if nested else done[key]
+                # A resumed run of more models, or of another factor, calls its rows otherwise.
+                outcomes.append(replace(found, system=system.name))
+        return outcomes
+
+
+def automatic_tokens(settings: Settings) -> int:
+    """Tokens per forward where no batch size is given."""
+    return 8192 if models.resolve_device(settings.device) == "cpu" else 32768
+
+
+def prepare(
+    settings: Settings, tasks: Sequence[Task | None], mistakes: Mistakes | None = None
+) -> Plan:
+    """Check the settings, choose texts and prompts; the weights are not touched.
+
+    Args:
+        settings: as given.
+        tasks: what to measure; None in place of one that is among the mistakes.
+        mistakes: those found so far, to be reported with the others.
+
+    Raises:
+        RopeExtError: something is unknown, missing, too short or in the way; ``SeveralErrors``
+            has all mistakes that show without the tokenizer.
+    """
+    mistakes = mistakes or Mistakes()
+    methods = mistakes.check(
+        checked_methods,
+        *(settings.methods, settings.factor, settings.options, settings.adapter, settings.force),
+    )
+    _check(settings, mistakes)
+    valid = [task for task in tasks if task is not None]
+    parts = mistakes.check(_parts, valid, settings) if valid or not tasks else None
+    mistakes.check(require_free, settings)
+    mistakes.check(Folder(settings.output).check, written(parts or ()))
+    read = {model: mistakes.check(_read, model, settings) for model in settings.models}
+    mistakes.report()
+    tasks = parts
+    configs = {model: config for model, (config, _) in read.items()}
+    trained = {model: length for model, (_, length) in read.items()}
+    asked = tuple(sorted(set(settings.lengths)))
+    lengths = tuple(sorted({*asked, *(n for n in trained.values() if n < max(asked))}))
+    notes = list(beyond(methods, asked, trained, settings.force))
+    notes += saved_otherwise(configs)
+    frames = {
+        model: Frame.of(models.load_tokenizer(model), settings.chat) for model in settings.models
+    }
+    try:
+        questions = _questions(tasks, frames, lengths, settings.seed)
+    except RopeExtError as error:
+        if lengths == asked:
+            raise
+        # The trained length was our addition: do without it where a prompt does not fit.
+        questions = _questions(tasks, frames, asked, settings.seed)
+        notes.append(f"the cost within the trained length is not measured ({error})")
+        lengths = asked
+    notes += [note for built in questions.values() for note in built.notes]
+    identities = _identities(settings, configs, trained)
+    systems = tuple(_systems(settings, methods, configs, identities))
+    return Plan(
+        settings, tasks, lengths, systems, questions, identities, tuple(dict.fromkeys(notes))
+    )
+
+
+def _read(model: str, settings: Settings) -> tuple[Any, int]:
+    """The configuration of a model, and its trained length."""
+    config = models.load_config(model)
+    return config, settings.trained_length or models.trained_length(config)
+
+
+def _check(settings: Settings, mistakes: Mistakes) -> None:
+    """Add an OptionError for what is not valid, and a MeasureError for a device not there."""
+    for name in ("batch_size", "trained_length"):
+        mistakes.check(lambda name=name: require_positive(**{name: getattr(settings, name)}))
+    mistakes.check(models.require_attention, settings.attn)
+    mistakes.check(require_seed, settings.seed)
+    mistakes.check(models.resolve_device, settings.device)
+    faults = {
+        f"dtype={settings.dtype!r} is not valid; it must be one of {', '.join(models.DTYPES)}": (
+            settings.dtype not in models.DTYPES
+        ),
+        "no model to measure; give --model a folder or Hub id": not settings.models,
+        "a model is given twice; give --model each just once": (
+            len(set(settings.models)) < len(settings.models)
+        ),
+        "no length to measure; give --lengths, such as 512,1024,2048": not settings.lengths,
+        "--resume and --overwrite contradict each other; give one of them": (
+            settings.resume and settings.overwrite
+        ),
+    }
+    for fault, found in faults.items():
+        if found:
+            mistakes.add(OptionError(fault))
+
+
+def _parts(tasks: Sequence[Task], settings: Settings) -> tuple[Task, ...]:
+    """What is really asked."""
+    parts = tuple(part for task in tasks for part in task.parts(settings))
+    if not parts:
+        raise OptionError("no task is given, so there is nothing to measure; give --tasks some")
+    names = [task.name for task in parts]
+    if len(set(names)) < len(names):
+        twice = next(name for name in names if names.count(name) > 1)
+        raise OptionError(f"the task {twice} is given twice; measure one of them at a time")
+    return parts
+
+
+def _identities(
+    settings: Settings, configs: Mapping[str, Any], trained: Mapping[str, int]
+) -> dict[str, dict[str, Any]]:
+    """What the outcomes of every model depend on, besides the case and the method."""
+    device = models.resolve_device(settings.device)
+    return {
+        model: {
+            "model": models.identity(model, config),
+            "adapter": settings.adapter and models.identity(settings.adapter, None),
+            "trained_length": trained[model],
+            "device": torch.cuda.get_device_name(device) if device.startswith("cuda") else device,
+            "dtype": settings.dtype,
+            "attn": settings.attn,
+            "batch_size": settings.batch_size,
+            "compose": settings.compose,
+            "versions": versions(),
+        }
+        for model, config in configs.items()
+    }
+
+
+def _systems(
+    settings: Settings,
+    methods: Mapping[str, Mapping[str, Any]],
+    configs: Mapping[str, Any],
+    identities: Mapping[str, Mapping[str, Any]],
+) -> Iterator[System]:
+    """Every model without a method, and under each."""
+    labels = _labels(settings.models)
+    for model in settings.models:
+        for method, options in {UNPATCHED: {}, **methods}.items():
+            identity = dict(identities[model])
+            if method == UNPATCHED:
+                identity["adapter"] = None
+            named = label(method, options, settings.factor)
+            yield System(
+                name=f"{labels[model]} {named}".strip(),
+                label=named,
+                model=model,
+                method=method,
+                options=options,
+                trained=identity["trained_length"],
+                adapts=models.adapts(configs[model])
+                or (method != UNPATCHED and built(method, options).adapts),
+                identity=digest(identity, method, options),
+            )
+
+
+def _questions(
+    tasks: Sequence[Task], frames: Mapping[str, Frame], lengths: Sequence[int], seed: int
+) -> dict[tuple[str, str], Questions]:
+    return {
+        (model, task.name): task.questions(frame, lengths, seed)
+        for model, frame in frames.items()
+        for task in tasks
+    }
+
+
+def require_free(settings: Settings) -> None:
+    """Raise MeasureError where there are results that nobody said what to do with."""
+    if Folder(settings.output).logs and not (settings.resume or settings.overwrite):
+        raise MeasureError(
+            f"{settings.output} holds results already; give --resume to use and complete them, "
+            f"--overwrite to delete them, or another --output"
+        )
+
+
+def written(tasks: Sequence[Task]) -> list[str]:
+    """The files that a report of these tasks may consist of."""
+    pictures = ["rates", *(task.name for task in tasks)]
+    pictures += [f"{task.name}_positions" for task in tasks if task.kind == "loss"]
+    return [RESULTS, *TABLES, PAGE, *(f"{name}.png" for name in pictures)]
+
+
+def _labels(names: Sequence[str]) -> dict[str, str]:
+    """A short name for every model; none where there is only one."""
+    if len(names) == 1:
+        return {names[0]: ""}
+    short = [Path(name).name for name in names]
+    return {
+        name: label if short.count(label) == 1 else name
+        for name, label in zip(names, short, strict=True)
+    }
+
+
+def _within(whole: Outcome, case: Case, key: str) -> Outcome:
+    """The outcome of a window that begins another one, read off the other's curve."""
+    total, count = next((total, count) for at, total, count in whole.curve if at == case.length)
+    return replace(
+        whole,
+        key=key,
+        length=case.length,
+        prompt=case.prompt,
+        value=total / count,
+        tokens=count,
+        curve=tuple(point for point in whole.curve if point[0] <= case.length),
+    )

@@ -1,0 +1,294 @@
+"""Puts the cases of a plan to every system and writes each result down.
+
+It loads the models and works batch by batch, the longest first. A batch that is not finished is
+done again as a whole: a run that was killed and resumed computes the very numbers of one that was
+not.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from datetime import timedelta
+from itertools import groupby
+from typing import Any
+
+import torch
+
+from rope_eval.cases import Case, Outcome, adding, read_outcomes, write_outcomes
+from rope_eval.folder import log_name, world_size, writing
+from rope_eval.forward import Advance, cost, score, write
+from rope_eval.run.plan import Plan, require_free
+from rope_eval.settings import Settings
+from rope_eval.systems import System, under
+from rope_ext import checkpoints as models
+from rope_ext.errors import MeasureError
+from rope_ext.method_options import UNPATCHED
+
+LOG = log_name(0)
+
+
+@dataclass(frozen=True)
+class Crew:
+    """The processes that share the work, one per device: one, unless something launched more."""
+
+    rank: int
+    count: int
+    device: str
+    wait: Callable[[], None]
+
+    @classmethod
+    def join(cls, device: str) -> Crew:
+        """Find this process among those that ``accelerate launch`` or ``torchrun`` started.
+
+        Raises:
+            MeasureError: it finds none of the others.
+        """
+        if world_size() < 2:
+            return cls(0, 1, device, lambda: None)
+        from accelerate import PartialState
+
+        # One process may be done long before another: the default of minutes would end the run.
+        cpu = models.resolve_device(device) == "cpu"  # where accelerate goes by what it is told
+        state = PartialState(cpu=cpu, timeout=timedelta(days=7))
+        if state.num_processes != world_size():  # each would do all of the work, into one log
+            raise MeasureError(
+                f"{world_size()} processes were launched, and accelerate knows no way to join "
+                f"them on {state.device}; launch one, or give --device cpu"
+            )
+        chosen = str(state.device) if device == "auto" else device
+        return cls(state.process_index, state.num_processes, chosen, state.wait_for_everyone)
+
+    def share(self, batches: Sequence[Any]) -> list[Any]:
+        """What this process does; batches are sorted by length, so that shares are alike."""
+        return list(batches[self.rank :: self.count])
+
+
+def run(
+    plan: Plan, advance: Advance = lambda work: None, begin: Advance = lambda work: None
+) -> list[Outcome] | None:
+    """Measure what is left of ``plan``.
+
+    Args:
+        plan: from ``prepare``.
+        advance: told the work done after every forward.
+        begin: told the work there is, before the first.
+
+    Returns:
+        All outcomes of the plan, in its order; None in every process but the first.
+
+    Raises:
+        RopeExtError: a model cannot be loaded, or a method cannot be applied to it, or there is
+            not enough memory.
+    """
+    crew = Crew.join(plan.settings.device)
+    with plan.folder.held():
+        if crew.rank == 0:
+            require_free(plan.settings)  # another run may have ended since the plan was made
+        crew.wait()  # nobody reads the logs before the folder is ours alone
+        done = dict(plan.stored)
+        work = {system: crew.share(plan.left(system)) for system in plan.systems}
+        crew.wait()  # nobody changes the logs before everybody has read them
+        if crew.rank == 0 and plan.settings.overwrite:
+            plan.folder.clear()
+        crew.wait()
+        begin(sum(_work(batch) for batches in work.values() for batch in batches))
+        _measure(plan, crew, work, done, advance)
+        crew.wait()
+        return None if crew.rank else _merged(plan, done)
+
+
+def _measure(
+    plan: Plan,
+    crew: Crew,
+    work: Mapping[System, Sequence[Sequence[Case]]],
+    done: dict[str, Outcome],
+    advance: Advance,
+) -> None:
+    """Do this process's share of the work; every outcome goes into its log and into ``done``."""
+    settings = plan.settings
+    with adding(settings.output / log_name(crew.rank)) as add:
+        for name, systems in groupby(plan.systems, key=lambda system: system.model):
+            systems = [system for system in systems if work[system]]
+            if not systems:
+                continue
+            model = models.load_model(
+                name, settings.dtype, crew.device, settings.attn, settings.adapter
+            )
+            runner = _Runner(model, name, settings)
+            for system in systems:  # what cannot be applied shows before anything is measured
+                with runner.applied(system):
+                    pass
+            for system in systems:
+                with runner.applied(system):
+                    for batch in work[system]:
+                        if system.adapts:
+                            runner.forget()
+                        for case, result in zip(batch, runner.measure(batch), strict=True):
+                            outcome = _outcome(system, case, result)
+                            if outcome.key not in done:
+                                add(outcome)
+                                done[outcome.key] = outcome
+                        advance(_work(batch))
+            del model, runner  # before the next one is loaded
+
+
+def _merged(plan: Plan, done: dict[str, Outcome]) -> list[Outcome]:
+    """All outcomes of the plan; the logs of all processes become one, in that order."""
+    logs = plan.folder.logs
+    done |= read_outcomes(logs)
+    outcomes = plan.collect(done)
+    ours = {outcome.key: outcome for outcome in outcomes if outcome.key in done}
+    others = [outcome for key, outcome in plan.stored.items() if key not in ours]
+    path = plan.settings.output / LOG
+    with writing(path, "make room; --resume keeps what is finished"):
+        write_outcomes(path, [*ours.values(), *others])
+        for log in logs:
+            if log != path:
+                log.unlink()
+    return outcomes
+
+
+def _out_of_memory(error: RuntimeError) -> bool:
+    """Also on processors and Macs, where it is a plain RuntimeError."""
+    places = ("MPS backend out of memory", "DefaultCPUAllocator: can't allocate memory")
+    return isinstance(error, torch.OutOfMemoryError) or any(p in str(error) for p in places)
+
+
+def _work(batch: Sequence[Case]) -> float:
+    return sum(cost(case.tokens) for case in batch)
+
+
+@dataclass(frozen=True)
+class _Result:
+    value: float
+    tokens: int
+    written: str | None = None
+    curve: tuple[tuple[int, float, int], ...] = ()
+
+
+def _outcome(system: System, case: Case, result: _Result) -> Outcome:
+    return Outcome(
+        key=system.key(case),
+        system=system.name,
+        task=case.task,
+        length=case.length,
+        bin=case.bin,
+        depth=case.depth,
+        seed=case.seed,
+        prompt=case.prompt,
+        answers=case.answers,
+        group=case.group,
+        value=result.value,
+        tokens=result.tokens,
+        written=result.written,
+        curve=result.curve,
+    )
+
+
+class _Runner:
+    """One loaded model."""
+
+    def __init__(self, model: Any, name: str, settings: Settings) -> None:
+        self.model, self.settings = model, settings
+        self.tokenizer = models.load_tokenizer(name)
+        eos = model.generation_config.eos_token_id
+        self.eos = self.tokenizer.eos_token_id if eos is None else eos
+        pad = self.tokenizer.pad_token_id
+        first = self.eos[0] if isinstance(self.eos, list) else self.eos
+        self.pad = next(token for token in (pad, first, 0) if token is not None)
+
+    def applied(self, system: System) -> AbstractContextManager[Any]:
+        """The model under a method; the unpatched model goes without its adapter too."""
+        if system.method == UNPATCHED:
+            return self.model.disable_adapter() if self.settings.adapter else nullcontext()
+        settings = self.settings
+        return under(
+            self.model, system.method, system.options, settings.compose, settings.trained_length
+        )
+
+    def forget(self) -> None:
+        """Let transformers' dynamic scaling forget the longest text that it has seen."""
+        score(self.model, [[self.pad] * 2], 1, self.pad)
+
+    def measure(self, batch: Sequence[Case]) -> list[_Result]:
+        """The results of these cases, in one forward if memory allows it."""
+        try:
+            return self._written(batch) if batch[0].mode == "write" else self._scored(batch)
+        except RuntimeError as error:
+            if not _out_of_memory(error):
+                raise
+            if self.settings.batch_size is not None or len(batch) == 1:
+                raise MeasureError(self._advice(batch)) from None
+        # Halves depend on this batch alone, and so does what a resumed run computes.
+        half = len(batch) // 2
+        return self.measure(batch[:half]) + self.measure(batch[half:])
+
+    def _advice(self, batch: Sequence[Case]) -> str:
+        lower = ["shorter --lengths"]
+        if self.settings.dtype not in ("bfloat16", "float16"):
+            lower.insert(0, "--dtype bfloat16")
+        if len(batch) > 1:
+            lower.insert(0, f"--batch-size less than {len(batch)}")
+        return (
+            f"out of memory at {len(batch)} x {batch[0].length} tokens ({batch[0].task}); give "
+            f"{' or '.join(lower)}, and --resume to keep what is finished"
+        )
+
+    def _written(self, batch: Sequence[Case]) -> list[_Result]:
+        rows = [case.ids for case in batch]
+        texts = write(self.model, rows, batch[0].count, self.pad, self.eos)
+        decoded = [self.tokenizer.decode(ids, skip_special_tokens=True) for ids in texts]
+        return [
+            _Result(share_found(case, text), len(ids), text)
+            for case, text, ids in zip(batch, decoded, texts, strict=True)
+        ]
+
+    def _scored(self, batch: Sequence[Case]) -> list[_Result]:
+        tails = [_tail(case) for case in batch]
+        losses, hits = score(self.model, [case.ids for case in batch], max(tails), self.pad)
+        results = []
+        for row, case in enumerate(batch):
+            if case.mode == "argmax":
+                found = bool(hits[row, -case.count :].all())
+                results.append(_Result(float(found), case.count))
+            else:
+                results.append(_loss(case, losses[row, -tails[row] :].double()))
+        return results
+
+
+def _tail(case: Case) -> int:
+    """Tokens at the end whose losses are needed."""
+    if case.curve and not case.nested:
+        return len(case.ids) - 1
+    return len(case.ids) - min(case.only) if case.only else case.count
+
+
+def _loss(case: Case, losses: torch.Tensor) -> _Result:
+    """Mean loss of the scored tokens; one that is not a number counts as infinite."""
+    losses = losses.nan_to_num(nan=math.inf, posinf=math.inf)
+    first = len(case.ids) - len(losses)
+    scored = losses[-case.count :]
+    if case.only:
+        scored = losses[torch.tensor(case.only, device="cpu") - first]
+    sums = losses.cumsum(0)
+    curve = tuple(
+        (edge, float(sums[edge - first - 1]), edge - first) for edge in case.curve if edge > first
+    )
+    tokens = len(scored) if case.weight is None else case.weight
+    return _Result(float(scored.mean()), tokens, curve=curve)
+
+
+def share_found(case: Case, written: str) -> float:
+    """The worth of what was written: the judge's word, or else the share of the answers in it.
+
+    Upper and lower case count alike there (RULER, arXiv 2404.06654).
+    """
+    if case.judge is not None:
+        return float(case.judge(written))
+    if case.whole:
+        return float(written.strip() == case.key)
+    text = written.lower()
+    return sum(answer.lower() in text for answer in case.answers) / len(case.answers)

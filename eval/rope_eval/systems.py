@@ -1,0 +1,82 @@
+"""What is measured: the methods that are asked for, checked, and a model under one of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any
+
+from rope_eval.cases import Case, digest
+from rope_ext.errors import OptionError
+from rope_ext.method_options import built
+from rope_ext.methods import reach
+from rope_ext.patching import patched
+
+
+@dataclass(frozen=True, eq=False)
+class System:
+    """A model under a method: what gets a row in the report.
+
+    Args:
+        name: the label, with the model before it where there are several.
+        label: the method and its options, such as ``yarn (beta_fast=16)``; see ``label``.
+        model: as given.
+        method: its name, or ``none``.
+        options: of the method, and what the adapter's patch has beside them.
+        trained: trained context of the model, tokens.
+        adapts: whether frequencies depend on the length of the text.
+        identity: what its results depend on besides the case.
+    """
+
+    name: str
+    label: str
+    model: str
+    method: str
+    options: Mapping[str, Any]
+    trained: int
+    adapts: bool
+    identity: str
+
+    def key(self, case: Case) -> str:
+        """Digest of everything that determines the outcome."""
+        return digest(self.identity, case.task, case.length, case.bin, case.seed, case.prompt)
+
+
+def under(
+    model: Any, name: str, options: Mapping[str, Any], compose: bool, trained_length: int | None
+) -> AbstractContextManager[Any]:
+    """``model`` under a method of :func:`checked_methods`."""
+    given = {"compose": compose, "original_max_position_embeddings": trained_length}
+    return patched(model, name, **{**given, **options})
+
+
+def beyond(
+    methods: Mapping[str, Mapping[str, Any]],
+    lengths: Sequence[int],
+    trained: Mapping[str, int],
+    force: bool,
+) -> Iterator[str]:
+    """A note for every method, and model with its trained length, whose reach is exceeded.
+
+    Raises:
+        OptionError: there is one, and no ``force``.
+    """
+    for model, length in trained.items():
+        for method, options in methods.items():
+            under = options.get("frequency")
+            built(method, options).check(length if under is None else reach(under.factor, length))
+            target = reach(options["factor"], length)
+            far = [str(n) for n in lengths if n > target]
+            if not far:
+                continue
+            note = (
+                f"{', '.join(far)} tokens: beyond factor {options['factor']:g} x the trained "
+                f"{length} tokens = {target} of {method} on {model}"
+            )
+            if not force:
+                raise OptionError(
+                    f"{note}; give a larger --factor, shorter --lengths, or --force to measure it "
+                    f"all the same"
+                )
+            yield f"{note}, which is not meant to reach that far"

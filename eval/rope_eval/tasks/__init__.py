@@ -1,0 +1,51 @@
+"""One file per task. Importing it registers it: reports have this order."""
+
+# isort: off
+from rope_eval.tasks.base import (
+    Option,
+    Task,
+    all_tasks,
+    build,
+    chosen,
+    from_file,
+    option,
+    options,
+    register,
+)
+from rope_eval.tasks.perplexity import Perplexity
+from rope_eval.tasks.longppl import LongPPL
+from rope_eval.tasks.passkey import Passkey
+from rope_eval.tasks.needle import Needle
+from rope_eval.tasks.ruler import Ruler
+from rope_eval.tasks.babilong import Babilong
+from rope_eval.tasks.mrcr import Mrcr
+from rope_eval.tasks.hops import Hops
+from rope_eval.tasks.nolima import NoLiMa
+from rope_eval.tasks.helmet import Helmet
+from rope_eval.tasks.longbench import LongBench
+from rope_eval.tasks.infinitebench import InfiniteBench
+# isort: on
+
+__all__ = [
+    "Babilong",
+    "Helmet",
+    "Hops",
+    "InfiniteBench",
+    "LongBench",
+    "LongPPL",
+    "Mrcr",
+    "Needle",
+    "NoLiMa",
+    "Option",
+    "Passkey",
+    "Perplexity",
+    "Ruler",
+    "Task",
+    "all_tasks",
+    "build",
+    "chosen",
+    "from_file",
+    "option",
+    "options",
+    "register",
+]

@@ -1,0 +1,248 @@
+"""What a task is, and the registry of all of them.
+
+A task is one file: the questions, how they are scored, and the options, which are the fields of a
+dataclass. :func:`option` makes a field an option of the command line as well. It knows no method,
+so that every method is asked the very same questions.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+import sys
+import types
+import typing
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar, Literal, TypeVar
+
+from rope_eval.cases import Questions
+from rope_eval.data.prompts import Frame
+from rope_eval.settings import Settings
+from rope_ext.arguments import parse_length, split
+from rope_ext.errors import Mistakes, OptionError, RopeExtError, nearest
+
+Kind = Literal["rate", "loss"]
+
+
+@dataclass(frozen=True)
+class Task:
+    """Base of all tasks; a subclass sets ``name`` and ``kind``, and builds the questions.
+
+    ``kind`` is what becomes of the values: ``rate``: shares between 0 and 1; ``loss``: nats per
+    token, shown as perplexity. Tasks with the same ``suite`` are averaged, too; ``suite_size`` is
+    how many there are in RULER, whose effective length is defined over all of them.
+    """
+
+    name: ClassVar[str]
+    kind: ClassVar[Kind]
+    suite: ClassVar[str | None] = None
+    suite_size: ClassVar[int | None] = None
+
+    @classmethod
+    def of(cls, given: Mapping[str, Any], beside: Sequence[str] = ()) -> Task:
+        """The task of these options.
+
+        Args:
+            given: what was typed, by the name of the field.
+            beside: names of all tasks that are asked for, and may share options with this one.
+
+        Raises:
+            OptionError: an option is not valid.
+        """
+        return cls(**given)
+
+    def parts(self, settings: Settings) -> Sequence[Task]:
+        """What is really asked, where that is several tasks or depends on the settings.
+
+        Raises:
+            RopeExtError: an option does not go with the settings, or a text cannot be read.
+        """
+        return [self]
+
+    def questions(self, frame: Frame, lengths: Sequence[int], seed: int) -> Questions:
+        """All cases, the same ones for every method.
+
+        Args:
+            frame: tokenizer of a model, and what goes around a prompt.
+            lengths: of the context, tokens, ascending.
+            seed: everything random must follow from it.
+
+        Raises:
+            RopeExtError: a length cannot hold a question.
+        """
+        raise NotImplementedError
+
+
+T = TypeVar("T", bound=type[Task])
+_REGISTRY: dict[str, type[Task]] = {}
+
+
+def register(cls: T) -> T:
+    """Class decorator: makes a task known by its name. The same class may be defined again.
+
+    Raises:
+        RopeExtError: the name is taken, or the kind of its values is none.
+    """
+    holder = _REGISTRY.get(cls.name, cls)
+    if (holder.__module__, holder.__qualname__) != (cls.__module__, cls.__qualname__):
+        raise RopeExtError(
+            f"task name {cls.name!r} is taken by {holder.__name__}; give {cls.__name__} another"
+        )
+    if cls.kind not in typing.get_args(Kind):
+        raise RopeExtError(
+            f"{cls.__name__}.kind={cls.kind!r} is not valid; it must be one of "
+            f"{', '.join(typing.get_args(Kind))}"
+        )
+    _REGISTRY[cls.name] = cls
+    return cls
+
+
+def from_file(path: str) -> list[str]:
+    """Run a file of Python; the names of the tasks that it registers.
+
+    Raises:
+        OptionError: there is no such file, or it registers none.
+    """
+    if not Path(path).is_file():
+        raise OptionError(f"there is no file {path}; give one that registers a task, or a name")
+    spec = importlib.util.spec_from_file_location(f"rope_ext_task_{Path(path).stem}", path)
+    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    names = [name for name, cls in _REGISTRY.items() if cls.__module__ == spec.name]
+    if not names:
+        raise OptionError(f"{path} registers no task; decorate one with @register")
+    return names
+
+
+def all_tasks() -> dict[str, type[Task]]:
+    """Every registered task by its name, in order of registration."""
+    return dict(_REGISTRY)
+
+
+def chosen(names: Sequence[str]) -> list[type[Task]]:
+    """The tasks of these names, each once, in order of registration.
+
+    Raises:
+        OptionError: there is no such task.
+    """
+    for name in names:
+        if name not in _REGISTRY:
+            raise OptionError(
+                f"unknown task {name!r}{nearest(name, _REGISTRY)}; choose of {', '.join(_REGISTRY)}"
+            )
+    return [cls for name, cls in _REGISTRY.items() if name in names]
+
+
+def build(
+    names: Sequence[str], given: Mapping[str, Any], mistakes: Mistakes | None = None
+) -> list[Task | None]:
+    """The tasks of these names, each with those of the options that it has.
+
+    Args:
+        names: of tasks.
+        given: values of options, by the name of the field.
+        mistakes: collects errors, and a task with one is None; without it they are raised.
+
+    Raises:
+        OptionError: there is no such task, or an option is not valid.
+    """
+    found = Mistakes() if mistakes is None else mistakes
+    classes = found.check(chosen, names, default=[None])
+    asked = [cls.name for cls in classes if cls]
+    made = []
+    for cls in classes:
+        known = {one.name for one in options(cls)} if cls else ()
+        own = {k: v for k, v in given.items() if k in known}
+        made.append(cls and found.check(cls.of, own, asked))
+    if mistakes is None:
+        found.report()
+    return made
+
+
+def option(default: Any, help: str, read: Callable[[str], Any] | None = None) -> Any:
+    """A field of a task that is an option of the command line, too: ``new_tokens``: --new-tokens.
+
+    Args:
+        default: False makes a flag, and a tuple an option that is repeated.
+        help: for who types it.
+        read: what is typed to the value; None: the type of the field.
+    """
+    return dataclasses.field(default=default, metadata={"help": help, "read": read})
+
+
+def answer_tokens(instead_of: str | None = None) -> Any:
+    """The option of how long an answer may be, of a task with a number of its own or without."""
+    own = "; part of the length" if instead_of is None else f", instead of {instead_of}"
+    return option(None, f"that the model may write{own}", parse_length)
+
+
+def drawn(of: str = "rows of each data set", default: str = "all") -> Any:
+    """The option of how many there are of what a task has data for."""
+    return option(None, f"{of}, drawn at random; default: {default}")
+
+
+def named_parts(text: str, known: Iterable[str]) -> list[str]:
+    """Those of ``known`` that ``text`` names, in their own order.
+
+    Args:
+        text: names, comma between, or ``all``.
+        known: all there are.
+
+    Raises:
+        OptionError: a name is none of them.
+    """
+    names, known = split(text), list(known)
+    for name in names:
+        if name not in known and name != "all":
+            raise OptionError(
+                f"unknown task {name!r}{nearest(name, known)}; choose of {', '.join(known)} or all"
+            )
+    return [name for name in known if name in names or "all" in names]
+
+
+@dataclass(frozen=True)
+class Option:
+    """A field of a task as an option of the command line; see :func:`option`."""
+
+    name: str
+    default: Any
+    help: str
+    read: Callable[[str], Any]
+
+    @property
+    def words(self) -> dict[str, Any]:
+        """What argparse is told; nothing is in its answer but what was typed."""
+        if self.default is False:
+            return {"action": "store_true", "help": self.help}
+        shown = f"; default: {self.default}" if self.default or self.default == 0 else ""
+        how = "append" if isinstance(self.default, tuple) else "store"
+        help = f"{self.help}{shown}".replace("%", "%%")
+        return {"action": how, "type": self.read, "help": help}
+
+
+def options(cls: type[Task]) -> list[Option]:
+    """The fields of a task that are options of the command line."""
+    types_of = typing.get_type_hints(cls)
+    return [
+        Option(
+            field.name,
+            field.default,
+            field.metadata["help"],
+            field.metadata["read"] or _scalar(types_of[field.name]),
+        )
+        for field in dataclasses.fields(cls)
+        if "help" in field.metadata
+    ]
+
+
+def _scalar(kind: Any) -> Callable[[str], Any]:
+    """``int`` of ``int``, ``int | None`` and ``tuple[int, ...]``; a choice of words is a string."""
+    origin = typing.get_origin(kind)
+    if origin is Literal:
+        return str
+    inner = [one for one in typing.get_args(kind) if one not in (type(None), ...)]
+    if origin in (typing.Union, types.UnionType) or inner:
+        return _scalar(inner[0])
+    return kind

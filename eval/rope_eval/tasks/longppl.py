@@ -1,0 +1,268 @@
+"""LongPPL: perplexity of the tokens alone that need a long context.
+
+A token is a key token when an evaluator finds it much likelier after all of the text before it
+than after the last ``short`` tokens (by a factor of e^2), and not unlikely then (above e^-2).
+Ordinary perplexity is mostly about the other tokens, which is why it says so little about the use
+of long contexts: Fang et al. 2024, arXiv 2410.23771.
+
+Two variants, by name. ``official`` is what the authors' code computes (PKU-ML/LongPPL,
+``longppl/longppl.py``). Both models read the text that the tokens spell, the evaluator with its
+special tokens and the measured model without; key tokens travel as slices of characters, also
+between equal tokenizers, so that every token of a character counts as soon as one of them does. At
+the longest length, where one window holds all of the text, its number is theirs. A key token at the
+very start is left out: nothing comes before it (the authors' code takes the last loss instead).
+``start`` puts the beginning-of-sequence token before every context, so that what needs a start is
+not taken for what needs a context.
+
+An evaluator with another tokenizer reads the text as its own tokens; a token of the measured model
+is a key token where it lies within the evaluator's (as in the authors' code).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, Literal
+
+import torch
+
+from rope_eval.cases import Questions, require_positive
+from rope_eval.data.prompts import Frame, beginning
+from rope_eval.forward import score
+from rope_eval.settings import Settings
+from rope_eval.systems import under
+from rope_eval.tasks.base import option, register
+from rope_eval.tasks.perplexity import Stretches, Windows
+from rope_ext import checkpoints as models
+from rope_ext.arguments import parse_length
+from rope_ext.errors import MeasureError, OptionError
+from rope_ext.method_options import UNPATCHED, checked_methods
+
+VARIANT_NAMES = {"start": "a start token before every one", "official": "as the authors' code"}
+VARIANTS = tuple(VARIANT_NAMES)
+GAIN = 2.0
+"""Log likelihood that the long context must add, nats (alpha of the paper)."""
+LEAST = -2.0
+"""Log likelihood that it must lead to, nats (beta of the paper)."""
+
+
+Slice = tuple[int, int]
+
+
+def merged(slices: Iterable[Slice]) -> list[Slice]:
+    """Slices in order, those that touch as one."""
+    found: list[Slice] = []
+    for begin, end in slices:
+        if found and found[-1][1] == begin:
+            found[-1] = (found[-1][0], end)
+        else:
+            found.append((begin, end))
+    return found
+
+
+def within(places: Sequence[Slice], slices: Sequence[Slice]) -> set[int]:
+    """Which of ``places`` lie in one of ``slices`` as a whole; both are in order.
+
+    Tokens of one character have the same place. A slice is passed once a token starts in or after
+    it and ends beyond it, as in the authors' ``cal_overlap``.
+    """
+    found, at = set(), 0
+    for index, (begin, end) in enumerate(places):
+        while at < len(slices) and begin >= slices[at][0] and slices[at][1] < end:
+            at += 1
+        if at < len(slices) and begin >= slices[at][0]:
+            found.add(index)
+    return found
+
+
+def _placed(tokenizer: Any, string: str, special: bool = False) -> tuple[list[int], list[Slice]]:
+    """Tokens of a text and the characters of each; ``special``: with special tokens."""
+    made = tokenizer(string, add_special_tokens=special, return_offsets_mapping=True, verbose=False)
+    return made["input_ids"], [tuple(place) for place in made["offset_mapping"]]
+
+
+def _require_places(*tokenizers: Any) -> None:
+    for tokenizer in tokenizers:
+        if not tokenizer.is_fast:
+            raise OptionError(
+                f"the tokenizer of {tokenizer.name_or_path} does not report which characters its "
+                f"tokens cover; give --longppl-variant start and an --evaluator with the tokenizer "
+                f"of the model"
+            )
+
+
+@register
+@dataclass(frozen=True)
+class LongPPL(Stretches):
+    """The task: sliding-window perplexity, less all tokens that are not key tokens.
+
+    Args:
+        documents, text, windows, min_context: as of ``Stretches``.
+        stride: tokens; by default, half the shortest length.
+        evaluator: folder or Hub id of the model that chooses the key tokens, once for all
+            methods; None: the measured model under the first method.
+        short_context: tokens of it; up to a quarter more in fact, so that one forward scores
+            many tokens (as in the authors' code).
+        longppl_variant: ``start`` or ``official``; see the module.
+        opened: opens that model, in place of ``evaluator``.
+        who: that model, for a reader of the results.
+        reader: its tokenizer; None: that of the measured model.
+        judges_itself: whether it is a measured model.
+    """
+
+    name: ClassVar[str] = "longppl"
+
+    evaluator: str | None = option(
+        None, "model that chooses those tokens; default: that of the first method"
+    )
+    short_context: int = option(4096, "tokens that are not enough for them", parse_length)
+    longppl_variant: Literal["start", "official"] = option(
+        "start", "start (a start token before every context) or official (as the authors' code)"
+    )
+    opened: Callable[[], AbstractContextManager[Any]] | None = None
+    who: str = "the model"
+    reader: Any | None = None
+    judges_itself: bool = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require_positive(short_context=self.short_context)
+        if self.longppl_variant not in VARIANTS:
+            raise OptionError(
+                f"longppl_variant={self.longppl_variant!r} is not valid; it must be one of "
+                f"{', '.join(VARIANTS)}"
+            )
+
+    def parts(self, settings: Settings) -> Sequence[Stretches]:
+        """With its texts, and with the model that chooses the key tokens."""
+        if self.opened is not None:
+            return super().parts(settings)
+        names = [name for name in settings.methods if name != UNPATCHED]
+        who = self.evaluator or (f"the model with {names[0]}" if names else "the model")
+        made = replace(
+            self,
+            opened=lambda: self._open(settings, names[:1]),
+            who=who,
+            reader=None if self.evaluator is None else models.load_tokenizer(self.evaluator),
+            judges_itself=self.evaluator in (None, *settings.models),
+        )
+        return made.parts(settings)
+
+    @contextmanager
+    def _open(self, given: Settings, names: Sequence[str]) -> Iterator[Any]:
+        if self.evaluator is None and len(given.models) > 1:
+            raise OptionError("several models need one --evaluator that chooses the key tokens")
+        if self.evaluator is not None:
+            yield models.load_model(
+                self.evaluator, given.dtype, given.device, given.attn, as_saved=True
+            )
+            return
+        model = models.load_model(
+            given.models[0], given.dtype, given.device, given.attn, given.adapter
+        )
+        if not names:
+            yield model
+            return
+        own = {name: given.options[name] for name in names if name in given.options}
+        methods = checked_methods(names, given.factor, own, given.adapter, given.force)
+        [(name, values)] = methods.items()
+        with under(model, name, values, given.compose, given.trained_length):
+            yield model
+
+    def questions(self, frame: Frame, lengths: Sequence[int], seed: int) -> Questions:
+        """All windows with a key token in them. It loads and runs the evaluator.
+
+        Raises:
+            OptionError: the short context is not shorter than the longest length.
+            MeasureError: the texts are too short, or hold no key token.
+        """
+        if self.short_context + self.short_context // 4 >= max(lengths):
+            raise OptionError(
+                f"short_context={self.short_context} is too long for lengths up to {max(lengths)}; "
+                f"give a shorter one, or longer --lengths"
+            )
+        sliding = self if self.stride else replace(self, stride=min(lengths) // 2)
+        windows = sliding.choose(frame, lengths, seed)
+        reader = frame.tokenizer if self.reader is None else self.reader
+        if self._official or reader.get_vocab() != frame.tokenizer.get_vocab():
+            windows, keys = self._by_characters(frame.tokenizer, reader, windows)
+        else:
+            with self.opened() as model:
+                keys = [self.keys(model, windows.bos, text) for text in windows.texts]
+        count = sum(map(len, keys))
+        if not count:
+            raise MeasureError(
+                f"{self.who} finds no token in the text that needs more than "
+                f"{self.short_context} tokens of context; give another --text or a shorter "
+                f"--short-context"
+            )
+        cases = list(sliding.slide(windows, sorted(lengths), keys))
+        size = sum(map(len, windows.texts))
+        definition = (
+            f"perplexity of the {count} of {size} tokens whose log likelihood rises by more than "
+            f"{GAIN:g} to above {LEAST:g} when {self.who} sees all of the text instead of the last "
+            f"{self.short_context} tokens (LongPPL, arXiv 2410.23771); a window of each length "
+            f"moving by {sliding.stride} tokens, {VARIANT_NAMES[self.longppl_variant]}, bootstrap "
+            f"over documents"
+        )
+        note = (
+            f"longppl: {self.who} chooses the tokens that it is judged by, which favours it; give "
+            f"--evaluator a stronger model"
+        )
+        notes = (*self._notes(windows, lengths, cases), *((note,) if self.judges_itself else ()))
+        return Questions(cases, definition, notes)
+
+    @property
+    def _official(self) -> bool:
+        return self.longppl_variant == "official"
+
+    def _by_characters(
+        self, tokenizer: Any, reader: Any, windows: Windows
+    ) -> tuple[Windows, list[set[int]]]:
+        """Key tokens of texts that both models tokenize themselves.
+
+        Returns:
+            The windows, as the measured model's tokenizer reads the texts that they spell, and the
+            places of the key tokens in each.
+
+        Raises:
+            OptionError: a tokenizer does not report the characters of its tokens.
+        """
+        _require_places(reader, tokenizer)
+        strings = [tokenizer.decode(list(text)) for text in windows.texts]
+        read = [_placed(tokenizer, string) for string in strings]
+        # Cut out of a document, its first and last words may become more tokens, or fewer.
+        most = len(windows.texts[0])
+        texts = tuple(tuple(ids[:most]) for ids, _ in read)
+        with self.opened() as model:
+            slices = [self._slices(model, reader, string) for string in strings]
+        pairs = zip(read, slices, strict=True)
+        keys = [within(places[:most], found) for (_, places), found in pairs]
+        if self._official:
+            windows, keys = replace(windows, bos=()), [found - {0} for found in keys]
+        return replace(windows, texts=texts), keys
+
+    def _slices(self, model: Any, reader: Any, string: str) -> list[Slice]:
+        """Stretches of key tokens in a text, as the evaluator reads it: characters."""
+        ids, places = _placed(reader, string, special=self._official)
+        bos = () if self._official else beginning(reader)
+        return merged(places[key] for key in sorted(self.keys(model, bos, ids)))
+
+    def keys(self, model: Any, bos: Sequence[int], text: Sequence[int]) -> set[int]:
+        """Places of the key tokens in ``text``."""
+        row = [*bos, *text]
+        tail = len(row) - 1
+        long = score(model, [row], tail)[0][0]
+        short = long.clone()  # at the start both contexts are the same
+        stride = max(1, self.short_context // 4)
+        for begin in range(self.short_context + stride, len(row), stride):
+            end = min(len(row), begin + stride)
+            if self._official:
+                window = row[begin - self.short_context : end]
+            else:
+                window = [*bos, *row[max(len(bos), end - stride - self.short_context) : end]]
+            count = end - begin
+            short[begin - 1 : end - 1] = score(model, [window], count)[0][0]
+        key = (short - long > GAIN) & (-long > LEAST)
+        return {int(place) + 1 - len(bos) for place in torch.nonzero(key).flatten()}

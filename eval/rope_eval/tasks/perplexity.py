@@ -1,0 +1,420 @@
+"""Perplexity: ``exp`` of the mean negative log likelihood, each token scored once.
+
+Five protocols, for stretches of text (``choose_windows``) and context lengths:
+
+* ``ending``: the same tokens after more and more context. The windows of all lengths end at the
+  same places and score the same last tokens: 256, or half the shortest length if that is less.
+  Every token has at least ``length`` less that many tokens before it.
+* ``sliding``: a window of ``length`` tokens moves over each stretch by ``stride`` tokens. The
+  first scores all of its tokens, each further one its last ``stride``: every token of the stretch
+  is scored once, at every length, with at least ``length - stride`` tokens before it unless the
+  stretch has not that many.
+* ``start``: all of the first ``length`` tokens of each stretch. Where the frequencies of a method
+  do not depend on the length of the text, one pass over the longest gives every length.
+* ``huggingface``: ``nll_sum / n_tokens`` of transformers' page "Perplexity of fixed-length models",
+  to compare with numbers obtained that way. Windows start at every multiple of ``stride`` and score
+  the tokens that no earlier window scored; the last one may be shorter. Only the first one has the
+  beginning-of-sequence token. As on that page, each window's mean loss is weighted by its labels
+  minus one, which undercounts every window but the first by one token where windows overlap.
+* ``huggingface_means``: the same windows, but the plain mean of their mean losses, as earlier
+  versions of that page had it.
+
+Otherwise a window is the beginning-of-sequence token (once, where the tokenizer has one) and text;
+the token counts as one of ``length``, as context, and is never scored, and perplexity is
+token-weighted.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Container, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any, ClassVar, Literal
+
+from rope_eval.cases import Case, Questions, require_positive
+from rope_eval.data.prompts import Frame, beginning, encode, joined
+from rope_eval.data.text import python_library, read_texts
+from rope_eval.settings import Settings
+from rope_eval.tasks.base import Kind, Task, option, register
+from rope_ext.arguments import parse_length
+from rope_ext.errors import MeasureError, OptionError
+
+SCORED = 256
+HUGGINGFACE = {
+    "huggingface": "nll_sum / n_tokens, as transformers documents it today",
+    "huggingface_means": "the mean of window means, as older versions of transformers' page had it",
+}
+PROTOCOLS = ("ending", "sliding", "start", *HUGGINGFACE)
+STRIDING = ("sliding", *HUGGINGFACE)
+
+
+@dataclass(frozen=True)
+class Windows:
+    """Stretches of text, each as long as the longest window needs.
+
+    Args:
+        texts: token ids, without the beginning-of-sequence token, one tuple per window.
+        bos: what goes before them: one token or none.
+        scored: tokens at the end of every window whose likelihood counts.
+        joined: whether documents were joined because too few were long enough.
+        documents: where each text is from; texts of one document share a number.
+    """
+
+    texts: tuple[tuple[int, ...], ...]
+    bos: tuple[int, ...]
+    scored: int
+    joined: bool
+    documents: tuple[int, ...]
+
+    def at(self, length: int) -> list[tuple[int, ...]]:
+        """The windows of ``length`` tokens."""
+        return [self.bos + text[len(self.bos) - length :] for text in self.texts]
+
+
+def choose_windows(
+    documents: Sequence[Sequence[int]],
+    lengths: Sequence[int],
+    count: int,
+    bos: Sequence[int],
+    eos: int | None,
+    seed: int,
+    option: str = "--lengths",
+) -> Windows:
+    """Up to ``count`` windows that do not overlap, spread over as many documents as possible.
+
+    A window lies inside one document. Where that does not give ``count`` windows, all
+    documents are joined in order, with ``eos`` between them, and cut instead.
+
+    Args:
+        documents: token ids without special tokens.
+        lengths: window lengths to come, in tokens.
+        count: windows wanted.
+        bos: what the tokenizer puts before a text: one token or none.
+        eos: token between joined documents, or None.
+        seed: of the places.
+        option: the command-line option that sets the lengths, for errors.
+
+    Raises:
+        MeasureError: all documents together are shorter than the longest window.
+    """
+    size = max(lengths) - len(bos)
+    rng = random.Random(f"windows:{seed}")
+    texts = _cut(documents, size, rng)
+    joined = len(texts) < count and len(documents) > 1
+    if joined:
+        gap = [] if eos is None else [eos]
+        stream = [token for ids in documents for token in (*ids, *gap)]
+        texts = [(number, text) for number, (_, text) in enumerate(_cut([stream], size, rng))]
+    if not texts:
+        raise MeasureError(
+            f"the text has {sum(map(len, documents))} tokens, but a window of "
+            f"{max(lengths)} is to be measured; give a longer --text or a shorter {option}"
+        )
+    numbers, chosen = zip(*texts[:count], strict=True)
+    return Windows(chosen, tuple(bos), min(SCORED, min(lengths) // 2), joined, numbers)
+
+
+def _cut(
+    documents: Sequence[Sequence[int]], size: int, rng: random.Random
+) -> list[tuple[int, tuple[int, ...]]]:
+    """(document, ``size`` tokens of it) in random order, one of every document before a second."""
+    rounds: dict[int, list[tuple[int, tuple[int, ...]]]] = {}
+    for number in rng.sample(range(len(documents)), len(documents)):
+        ids = documents[number]
+        pieces = len(ids) // size
+        start = rng.randint(0, len(ids) - pieces * size)
+        for turn, piece in enumerate(rng.sample(range(pieces), pieces)):
+            begin = start + piece * size
+            rounds.setdefault(turn, []).append((number, tuple(ids[begin : begin + size])))
+    return [text for turn in sorted(rounds) for text in rounds[turn]]
+
+
+def positions(lengths: Sequence[int]) -> tuple[int, ...]:
+    """Where losses are summed up: half octaves from 16 tokens on, and ``lengths`` themselves."""
+    longest = max(lengths)
+    octaves = {round(16 * 2 ** (k / 2)) for k in range(2 * longest.bit_length())}
+    return tuple(sorted({edge for edge in octaves if edge < longest} | set(lengths)))
+
+
+@dataclass(frozen=True)
+class Stretches(Task):
+    """Stretches of text, and windows that move over them: what perplexity and LongPPL share.
+
+    Args:
+        documents: texts, instead of those of ``text``.
+        text: files, folders or data sets; none means Python's library.
+        windows: stretches of text, at most.
+        stride: tokens a window moves by.
+        min_context: tokens of text before the first scored one.
+    """
+
+    kind: ClassVar[Kind] = "loss"
+
+    documents: Sequence[str] | None = None
+    text: Sequence[Path | str] = option(
+        (),
+        "file (txt, md, jsonl, parquet), folder or hf:ID/CONFIG:SPLIT; repeat. Default: the "
+        "held-out part of Python's library",
+        str,
+    )
+    windows: int = option(16, "stretches of text, at most")
+    stride: int | None = option(
+        None, "tokens a window moves by; alone it makes the protocol sliding", parse_length
+    )
+    min_context: int = option(0, "of sliding and start: tokens not scored", parse_length)
+
+    def __post_init__(self) -> None:
+        require_positive(windows=self.windows, stride=self.stride)
+        if self.min_context < 0:
+            raise OptionError(f"min_context={self.min_context} is not valid; it must be at least 0")
+
+    def parts(self, settings: Settings) -> Sequence[Stretches]:
+        """Itself, with its texts in memory, so that a mistake in them is told before others.
+
+        Raises:
+            MeasureError: a text is missing, empty or unreadable.
+        """
+        self._texts  # noqa: B018
+        return [self]
+
+    @cached_property
+    def _texts(self) -> Sequence[str]:
+        if self.documents is not None:
+            return self.documents
+        return read_texts(self.text) if self.text else python_library("held_out")
+
+    @property
+    def source(self) -> str:
+        """Where the texts are from, for a reader of the results."""
+        if self.documents is not None:
+            return "the given documents"
+        return ", ".join(map(str, self.text)) or "Python's standard library (held-out files)"
+
+    def choose(
+        self, frame: Frame, lengths: Sequence[int], seed: int, option: str = "--lengths"
+    ) -> Windows:
+        """The stretches of text, as long as the longest window.
+
+        Args:
+            frame: tokenizer of a model.
+            lengths: of the windows, tokens.
+            seed: of their places.
+            option: the command-line option that sets the lengths, for errors.
+
+        Raises:
+            MeasureError: a text cannot be read, or the texts are too short.
+            OptionError: a length leaves nothing to score, or not every token.
+        """
+        if min(lengths) < 2:
+            raise OptionError(
+                f"length {min(lengths)} leaves nothing to score; give {option} of 2 or more"
+            )
+        if self.stride is not None and self._skips(min(lengths)):
+            raise OptionError(
+                f"stride={self.stride} would skip tokens at length {min(lengths)}; give a "
+                f"--stride below that, or longer --lengths"
+            )
+        documents = [encode(frame.tokenizer, text) for text in self._texts]
+        eos = frame.tokenizer.eos_token_id
+        return choose_windows(
+            documents, lengths, self.windows, beginning(frame.tokenizer), eos, seed, option
+        )
+
+    def _skips(self, length: int) -> bool:
+        """Whether windows of that length would leave tokens out: none scores its first token."""
+        return self.stride >= length
+
+    def slide(
+        self,
+        windows: Windows,
+        lengths: Sequence[int],
+        keys: Sequence[Container[int]] | None = None,
+    ) -> Iterator[Case]:
+        """Windows that move over each stretch and score each of its tokens once.
+
+        Args:
+            windows: the stretches.
+            lengths: of the windows, tokens.
+            keys: for each stretch, the places of the tokens to score; None means all. A window
+                that holds none of them is left out.
+        """
+        bos = windows.bos
+        for length in lengths:
+            size = length - len(bos)
+            number = 0
+            for index, text in enumerate(windows.texts):
+                done = max(self.min_context, 1 - len(bos))  # the first token has nothing before it
+                end = size
+                while done < len(text):
+                    end = min(end, len(text))
+                    begin = max(0, end - size)
+                    ids, group = bos + text[begin:end], windows.documents[index]
+                    more = {}
+                    if keys is not None:
+                        found = [place for place in range(done, end) if place in keys[index]]
+                        more["only"] = tuple(len(bos) + place - begin for place in found)
+                    if keys is None or more["only"]:
+                        yield self._case(length, number, ids, end - done, group, **more)
+                    number, done, end = number + 1, end, end + self.stride
+
+    def _notes(
+        self, windows: Windows, lengths: Sequence[int], cases: Sequence[Case]
+    ) -> Iterator[str]:
+        """What a reader should know about the texts behind the numbers."""
+        if windows.joined:
+            yield (
+                f"too few documents of {max(lengths)} tokens: documents are joined, so that a "
+                f"window may hold unrelated texts"
+            )
+        if len({case.group for case in cases}) == 1:
+            yield "all windows are from one document, so there is no interval"
+        if len(windows.texts) < self.windows:
+            yield (
+                f"the text gives only {len(windows.texts)} windows of {max(lengths)} tokens "
+                f"({self.windows} asked for)"
+            )
+
+    def _case(
+        self, length: int, number: int, ids: Any, count: int, group: int, **more: Any
+    ) -> Case:
+        return Case(self.name, length, number, "loss", count, joined(ids), group=group, **more)
+
+
+@register
+@dataclass(frozen=True)
+class Perplexity(Stretches):
+    """The task.
+
+    Args:
+        documents, text, windows: as of ``Stretches``.
+        protocol: one of ``PROTOCOLS``; see the module.
+        stride: of the protocols in ``STRIDING``, tokens.
+        min_context: of ``sliding`` and ``start``: tokens of text before the first scored one.
+    """
+
+    name: ClassVar[str] = "perplexity"
+
+    protocol: Literal["ending", "sliding", "start", "huggingface", "huggingface_means"] = option(
+        "ending",
+        "ending (the same tokens after more and more context), sliding, start, "
+        + " or ".join(f"{name} ({what})" for name, what in HUGGINGFACE.items()),
+    )
+
+    @classmethod
+    def of(cls, given: Mapping[str, Any], beside: Sequence[str] = ()) -> Perplexity:
+        """As of every task; a stride alone makes the protocol sliding.
+
+        Raises:
+            OptionError: an option is not valid.
+        """
+        protocol = given.get("protocol", "sliding" if "stride" in given else "ending")
+        # LongPPL beside it always slides, and is what the least context is for.
+        whole = protocol in ("ending", *HUGGINGFACE)
+        if whole and given.get("min_context") and "longppl" not in beside:
+            raise OptionError(
+                f"--min-context does not apply to the protocol {protocol}; leave it out"
+            )
+        return cls(**{**given, "protocol": protocol})
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.protocol not in PROTOCOLS:
+            raise OptionError(
+                f"protocol={self.protocol!r} is not valid; it must be one of {', '.join(PROTOCOLS)}"
+            )
+        if self.protocol in STRIDING and self.stride is None:
+            raise OptionError(f"--protocol {self.protocol} needs --stride TOKENS; give both")
+        if self.protocol not in STRIDING and self.stride is not None:
+            raise OptionError(
+                f"--stride does not apply to the protocol {self.protocol}; leave it out, or give "
+                f"--protocol {', '.join(STRIDING)}"
+            )
+
+    def questions(self, frame: Frame, lengths: Sequence[int], seed: int) -> Questions:
+        """All windows.
+
+        Raises:
+            MeasureError: the texts are too short.
+            OptionError: a length leaves nothing to score.
+        """
+        if self.min_context and self.min_context + 2 > min(lengths):
+            raise OptionError(
+                f"min_context={self.min_context} leaves nothing to score at length "
+                f"{min(lengths)}; give less, or longer --lengths"
+            )
+        windows = self.choose(frame, lengths, seed)
+        plan = {
+            "ending": self._ending,
+            "sliding": self.slide,
+            "start": self._start,
+            **dict.fromkeys(HUGGINGFACE, self._huggingface),
+        }
+        cases = list(plan[self.protocol](windows, sorted(lengths)))
+        return Questions(cases, self._define(windows), tuple(self._notes(windows, lengths, cases)))
+
+    def _skips(self, length: int) -> bool:
+        return self.stride > length if self.protocol in HUGGINGFACE else super()._skips(length)
+
+    def _define(self, windows: Windows) -> str:
+        stretches = f"{len(windows.texts)} stretches of {self.source}, bootstrap over documents"
+        if self.protocol in HUGGINGFACE:
+            return (
+                f"perplexity from {HUGGINGFACE[self.protocol]} (--protocol {self.protocol}); "
+                f"windows move by {self.stride} tokens; {stretches}"
+            )
+        if self.protocol == "ending":
+            what = (
+                f"the last {windows.scored} tokens of windows of each length; every length scores "
+                f"the same tokens, only the context before them grows"
+            )
+        elif self.protocol == "sliding":
+            what = (
+                f"all tokens of each stretch, a window of each length moving by {self.stride} "
+                f"tokens: at least length - {self.stride} tokens of context once the stretch has "
+                f"them"
+            )
+        else:
+            what = "the first tokens of each stretch, as many as the length"
+        if self.min_context and self.protocol != "ending":
+            what += f", less the very first {self.min_context}"
+        return f"token-weighted perplexity of {what}; {stretches}"
+
+    def _ending(self, windows: Windows, lengths: Sequence[int]) -> Iterator[Case]:
+        for length in lengths:
+            # The longest windows hold all contexts: their losses make the curve by position.
+            curve = positions(lengths) if length == lengths[-1] else ()
+            for number, ids in enumerate(windows.at(length)):
+                group = windows.documents[number]
+                yield self._case(length, number, ids, windows.scored, group, curve=curve)
+
+    def _start(self, windows: Windows, lengths: Sequence[int]) -> Iterator[Case]:
+        bos = windows.bos
+        first = max(self.min_context, 1 - len(bos))
+        curve = positions(lengths)
+        for length in lengths:
+            edges = tuple(edge for edge in curve if edge <= length)
+            for number, text in enumerate(windows.texts):
+                ids = bos + text[: length - len(bos)]
+                count = len(ids) - len(bos) - first
+                group = windows.documents[number]
+                yield self._case(length, number, ids, count, group, curve=edges, nested=True)
+
+    def _huggingface(self, windows: Windows, lengths: Sequence[int]) -> Iterator[Case]:
+        for length in lengths:
+            number = 0
+            for text, group in zip(windows.texts, windows.documents, strict=True):
+                row, done = windows.bos + text, 0
+                for begin in range(0, len(row), self.stride):
+                    end = min(begin + length, len(row))
+                    count = end - max(done, begin + 1)  # nothing comes before the first token
+                    # The page takes one label off every window; only windows without overlap
+                    # lose one to the shift of the labels.
+                    weight = end - done - 1 if self.protocol == "huggingface" else 1
+                    if count and weight:
+                        ids = row[begin:end]
+                        yield self._case(length, number, ids, count, group, weight=weight)
+                    number, done = number + 1, end
+                    if end == len(row):
+                        break

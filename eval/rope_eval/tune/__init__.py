@@ -1,0 +1,1 @@
+"""Options of a method found for one model: its scalars, and the tables of longrope."""

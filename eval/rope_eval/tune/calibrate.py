@@ -1,0 +1,742 @@
+"""Finds the few scalars of a method for a model, above all its temperature, on a text.
+
+Coordinate descent over the grids that a method declares: what cos and sin are multiplied by comes
+first, then windows, groups and ramps, then the first again beside what was found. One half of the
+text and of the prompts chooses; the other one judges what was chosen against the published
+default, which stays unless it is worse beyond noise.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import math
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from rope_eval.cases import digest
+from rope_eval.data.text import python_library
+from rope_eval.folder import Folder, held, writing
+from rope_eval.reports.calibration import (
+    NAME,
+    SCALAR,
+    Calibration,
+    Change,
+    Choice,
+    Trial,
+    mean,
+)
+from rope_eval.reports.intervals import bootstrap_sum, paired_rates
+from rope_eval.settings import require_seed
+from rope_eval.tune.fitness import (
+    HAY,
+    Needles,
+    Prompt,
+    Rows,
+    fingerprint,
+    losses_at_end,
+    losses_of_answers,
+    read,
+    windows_of,
+)
+from rope_eval.tune.target import Target
+from rope_eval.tune.tried import Tried
+from rope_ext.errors import MeasureError, OptionError, RopeExtError, nearest
+from rope_ext.methods import Method, Rope, build_method
+from rope_ext.methods.rope import factor_to
+from rope_ext.options import SlidingLayers
+from rope_ext.patching import patched
+from rope_ext.record import method_to_json
+from rope_ext.rotary.sites import evaluating, text_decoder
+
+LOG, RESULT, PICTURE = (f"{NAME}.{end}" for end in ("jsonl", "json", "png"))
+_STEP = 0.1  # to walk on beyond the grid of that, and from what was found before
+_FINEST = 0.05  # no gap below it is halved
+_WALK = 4  # steps beyond the grid, at most
+_FOUND = 0.5  # of the prompts within the trained length, for those to count at all
+_FEWEST = 4  # values to resample: fewer often have one sign by chance
+_CONFIDENCE = 0.99  # at 95 %, the bootstrap of eight values says too often that there is more
+CHOOSING, JUDGING = "choosing", "judging"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings(Target):
+    """The options of :func:`calibrate`, as they are documented there."""
+
+    options: tuple[str, ...] | None
+    prompts: int
+    cost: float
+
+    def check(self) -> None:
+        """Raise OptionError for what is not valid, whatever the model."""
+        least = {"target_length": 2, "samples": _FEWEST, "prompts": 0, "scored": 1}
+        for name, value in least.items():
+            given = getattr(self, name)
+            if type(given) is not int or given < value:
+                raise OptionError(
+                    f"{name}={given!r} is not valid; it must be a whole number of at least {value}"
+                )
+        if self.prompts == 1:
+            raise OptionError("prompts=1 is not valid; it must be 0 or at least 2")
+        number = isinstance(self.cost, (int, float)) and not isinstance(self.cost, bool)
+        if not number or not 0 <= self.cost < math.inf:
+            raise OptionError(
+                f"cost={self.cost!r} is not valid; it must be a share of at least 0, such as 0.02"
+            )
+        require_seed(self.seed)
+
+
+@dataclass(frozen=True)
+class Half:
+    """One half of the data.
+
+    Args:
+        name: what it does.
+        rows: windows of the target length.
+        prompts: of the trained and of the target length.
+    """
+
+    name: str
+    rows: Rows
+    prompts: tuple[Prompt, ...]
+
+    def weighed(self, losses: Sequence[float]) -> tuple[list[float], list[float]]:
+        """Mean losses of documents, which intervals resample, and the windows behind each.
+
+        Of few documents, windows stand for themselves.
+        """
+        documents = self.rows.documents
+        if len(set(documents)) < _FEWEST:
+            return list(losses), [1.0] * len(losses)
+        groups: dict[int, list[float]] = {}
+        for document, loss in zip(documents, losses, strict=True):
+            groups.setdefault(document, []).append(loss)
+        return [mean(group) for group in groups.values()], [len(g) for g in groups.values()]
+
+
+@dataclass(frozen=True)
+class Scores:
+    """What a model scores on one half; see :class:`~rope_eval.reports.calibration.Trial`.
+
+    Args:
+        far: of every window.
+        inside: of every window.
+        answers: of every prompt.
+        found: of every prompt.
+    """
+
+    far: tuple[float, ...]
+    inside: tuple[float, ...]
+    answers: tuple[float, ...]
+    found: tuple[bool, ...]
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain values, None for infinite losses."""
+        plain = {name: getattr(self, name) for name in ("far", "inside", "answers")}
+        plain = {name: [x if x < math.inf else None for x in xs] for name, xs in plain.items()}
+        return {**plain, "found": list(self.found)}
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> Scores:
+        """The inverse."""
+        losses = {
+            name: tuple(math.inf if x is None else x for x in data[name])
+            for name in ("far", "inside", "answers")
+        }
+        return cls(**losses, found=tuple(data["found"]))
+
+    @property
+    def finite(self) -> bool:
+        """Whether all losses are numbers."""
+        return max(*self.far, *self.inside, *self.answers) < math.inf
+
+
+def calibrate(
+    model: nn.Module,
+    tokenizer: Any,
+    target_length: int,
+    text: str | os.PathLike[str] | Iterable[str] | None = None,
+    *,
+    methods: str | Method | Iterable[str | Method] = "yarn",
+    options: str | Iterable[str] | None = None,
+    output: str | os.PathLike[str] | None = None,
+    resume: bool = False,
+    samples: int = 8,
+    prompts: int = 8,
+    scored: int | None = None,
+    cost: float = 0.02,
+    seed: int = 0,
+    compose: bool = False,
+    sliding_layers: SlidingLayers = "auto",
+    original_max_position_embeddings: int | None = None,
+) -> Calibration:
+    """Find the few scalars of a method for ``model`` on a text: its temperature, windows, ramps.
+
+    One half of the data chooses by the loss of the text far out plus that of the answers to
+    passkeys, which are hidden in filler and in the text, within the trained length and at the
+    target. The other half judges: what was chosen is given only if that sum is lower beyond noise
+    (99 %, paired), neither part is higher beyond noise, and the loss within the trained length
+    stays below ``cost``; else the published default. Prompts do not count where the unpatched
+    model finds less than half of them within its trained length.
+
+    The model is left as it came, also after an exception. A compiled one runs without its graphs,
+    since every candidate would be compiled anew.
+
+    Args:
+        model: not patched.
+        tokenizer: of the model.
+        target_length: context to reach, tokens.
+        text: as of :func:`rope_ext.search`; None: the Python library, but for the part that
+            evaluations measure by default. Use a text as unlike it as yours is.
+        methods: names, or objects whose options are taken for the published ones.
+        options: names of those to find; None: all that a method declares.
+        output: a folder for ``calibration.jsonl``, which gets every candidate as it is measured,
+            and for what was found: ``calibration.json``, and a picture if it can be drawn.
+        resume: go on with what is in ``output``, as if it had not been interrupted.
+        samples: windows of text of each half.
+        prompts: of each length and half; 0 judges by the text alone.
+        scored: tokens at the end of each window, whose loss counts far out; None is a quarter.
+        cost: the most that the loss within the trained length may be above that of the published
+            default, as a share of it.
+        seed: of windows, prompts and intervals.
+        compose: as of :func:`rope_ext.patch`, which needs it and the next ones again.
+        sliding_layers: likewise.
+        original_max_position_embeddings: likewise.
+
+    Returns:
+        The method found, a sentence, the numbers, and a picture.
+
+    Raises:
+        UnknownMethodError, OptionError: a method or an option is not valid, or has nothing to
+            find.
+        MeasureError: the text cannot be read or is too short, ``output`` is not of this
+            calibration or in use, or the model computes no finite losses.
+        AlreadyPatchedError, AlreadyScaledError, NoRopeError, UnsupportedModelError: as
+            :func:`rope_ext.patch`.
+    """
+    quarter = max(1, target_length // 4) if type(target_length) is int else 1
+    given = Settings(
+        target_length=target_length,
+        options=_names(options),
+        samples=samples,
+        prompts=prompts,
+        scored=quarter if scored is None else scored,
+        cost=cost,
+        seed=seed,
+        compose=compose,
+        sliding_layers=sliding_layers,
+        original_max_position_embeddings=original_max_position_embeddings,
+    )
+    given.check()
+    rope = given.rope(model)
+    starts = _starts(model, rope, methods, given)
+    grids = [_grids(start, rope, given.options) for start in starts]
+    folder = None if output is None else Path(output)
+    with _ours(folder, resume), _eager(model):
+        texts = python_library("train") if text is None else read(text)
+        rows, notes = _rows(tokenizer, texts, given)
+        halves, more = _halves(tokenizer, rows, rope, given)
+        known = given.__dict__ | {
+            "model": fingerprint(model),
+            "text": digest([half.rows.windows for half in halves]),
+            "methods": [method_to_json(start) for start in starts],
+        }
+        log = Tried(None, "scores", {})
+        if folder is not None:
+            log = Tried.of(folder / LOG, NAME, "scores", known)
+        with evaluating(model):
+            found = _Run(model, rope, given, log).result(starts, grids, halves, [*notes, *more])
+        if folder is not None:
+            _keep(found, folder)
+    return found
+
+
+def _eager(model: nn.Module) -> AbstractContextManager[Any]:
+    """What was compiled runs without its graphs."""
+    compiled = (getattr(module, "_compiled_call_impl", None) for module in model.modules())
+    if hasattr(model, "_orig_mod") or any(compiled):
+        return torch.compiler.set_stance("force_eager")
+    return nullcontext()
+
+
+def _names(options: Any) -> tuple[str, ...] | None:
+    if options is None:
+        return None
+    names = (options,) if isinstance(options, str) else tuple(options)
+    if not names:
+        raise OptionError(f"options={options!r} is not valid; name some, or leave it out for all")
+    return names
+
+
+def _starts(
+    model: nn.Module, rope: Rope, methods: str | Method | Iterable[str | Method], given: Settings
+) -> list[Method]:
+    """The published defaults; what cannot be patched shows here."""
+    asked = [methods] if isinstance(methods, (str, Method)) else list(methods)
+    factor = factor_to(given.target_length, rope.length)
+    starts: list[Method] = []
+    for one in asked:
+        if not isinstance(one, (str, Method)):
+            raise OptionError(
+                f"methods={one!r} is not valid; give names such as 'yarn', or method objects such "
+                f"as rope_ext.YaRN(factor={factor:g})"
+            )
+        start = build_method(one, factor=factor) if isinstance(one, str) else one
+        if start.target_length(rope) < given.target_length:
+            raise OptionError(
+                f"{start} reaches {start.target_length(rope)} tokens, and "
+                f"target_length={given.target_length}; give it factor={factor:g}"
+            )
+        if start in starts:
+            raise OptionError(f"{start.name} is given twice; leave one out")
+        with patched(model, start, **given.arguments):
+            starts.append(start)
+    if not starts:
+        raise OptionError("no method is given; choose some, such as 'yarn', 'ntk'")
+    return starts
+
+
+def _grids(method: Method, rope: Rope, options: Sequence[str] | None) -> dict[str, tuple[Any, ...]]:
+    """What is to be found of a method, the scalar first.
+
+    Raises:
+        OptionError: an option is unknown, or there is none.
+    """
+    grids = method.grids(rope)
+    for name in options or ():
+        if name not in grids:
+            known = f"its options are {', '.join(grids)}" if grids else "it has none"
+            raise OptionError(
+                f"{method.name}: {name!r} is nothing that a calibration finds"
+                f"{nearest(name, grids)}; {known}"
+            )
+    if not grids:
+        raise OptionError(f"{method.name} has nothing that a calibration could find; leave it out")
+    chosen = {name: values for name, values in grids.items() if options is None or name in options}
+    return {name: chosen[name] for name in sorted(chosen, key=lambda name: name != SCALAR)}
+
+
+@contextmanager
+def _ours(folder: Path | None, resume: bool) -> Iterator[None]:
+    """The folder of results, locked; nothing in it is of somebody else.
+
+    Raises:
+        MeasureError: it cannot be written, is in use, or holds what must not be lost.
+    """
+    if folder is None:
+        if resume:
+            raise OptionError("resume=True needs output=FOLDER, to go on from")
+        yield
+        return
+    with writing(folder, "give another output"):
+        folder.mkdir(parents=True, exist_ok=True)
+    with held(folder):
+        Folder(folder).check([RESULT, PICTURE])
+        if (folder / LOG).exists() and not resume:
+            raise MeasureError(
+                f"{folder / LOG} is there already; give resume=True (--resume) to go on with it, "
+                f"or another output"
+            )
+        yield
+
+
+def _keep(found: Calibration, folder: Path) -> None:
+    """Write what was found; the picture where it can be drawn."""
+    files = {RESULT: found.to_json().encode()}
+    try:
+        picture = io.BytesIO()
+        found.plot(picture)
+        files[PICTURE] = picture.getvalue()
+    except MeasureError:  # no matplotlib: the numbers are worth more
+        pass
+    Folder(folder).write(files)
+
+
+def _rows(tokenizer: Any, texts: Sequence[str], given: Settings) -> tuple[Rows, list[str]]:
+    cure = (
+        f"samples={given.samples} for each of two halves are to be judged by; give more text, or "
+        f"fewer samples"
+    )
+    if not texts:
+        raise MeasureError("there is no text; give text= (--text) a file with text in it")
+    count = 2 * given.samples
+    rows = windows_of(tokenizer, texts, given.target_length, count, given.seed, cure)
+    alone = len(set(rows.documents)) < 2
+    note = "all windows are from one document: the halves are not of different texts"
+    return rows, [note] * alone
+
+
+def _halves(
+    tokenizer: Any, rows: Rows, rope: Rope, given: Settings
+) -> tuple[tuple[Half, Half], list[str]]:
+    """Windows of different documents, where there are two, and prompts."""
+    numbers = _split(rows.documents)
+    needles, notes = Needles(tokenizer), []
+    hays = [hay for hay in HAY if given.prompts and needles.least(hay) <= rope.length]
+    if given.prompts and not hays:
+        notes.append(
+            f"answers do not count: no prompt fits into the {rope.length} trained tokens (at least "
+            f"{min(map(needles.least, HAY))})"
+        )
+    halves = []
+    for place, name in enumerate((CHOOSING, JUDGING)):
+        chosen = [i for i, half in enumerate(numbers) if half == place]
+        windows = tuple(rows.windows[i] for i in chosen)
+        seed = 2 * given.seed + place
+        asked = [
+            prompt
+            for length in (rope.length, given.target_length)
+            for turn, hay in enumerate(hays)
+            for prompt in needles.prompts(
+                hay, length, len(range(turn, given.prompts, len(hays))), windows, seed
+            )
+        ]
+        documents = tuple(rows.documents[i] for i in chosen)
+        halves.append(Half(name, Rows(windows, documents), tuple(asked)))
+    return (halves[0], halves[1]), notes
+
+
+def _split(documents: Sequence[int]) -> list[int]:
+    """0 or 1 for each window: halves of different documents, as equal as they can be."""
+    if len(set(documents)) == 1:
+        return [i % 2 for i in range(len(documents))]
+    sizes = {one: documents.count(one) for one in documents}
+    halves, filled = {}, [0, 0]
+    for one in sorted(sizes, key=lambda one: -sizes[one]):
+        halves[one] = filled.index(min(filled))
+        filled[halves[one]] += sizes[one]
+    return [halves[one] for one in documents]
+
+
+class _Run:
+    """A calibration under way.
+
+    Args:
+        model: not patched.
+        rope: its trained embedding.
+        given: the settings.
+        log: what was measured.
+    """
+
+    def __init__(self, model: nn.Module, rope: Rope, given: Settings, log: Tried) -> None:
+        self.model, self.rope, self.given, self.log = model, rope, given, log
+        self.rows = 0  # that were run, now or before
+        self.advance: Callable[[int], None] = lambda rows: None
+
+    def result(
+        self,
+        starts: Sequence[Method],
+        grids: Sequence[Mapping[str, tuple[Any, ...]]],
+        halves: tuple[Half, Half],
+        notes: Sequence[str],
+    ) -> Calibration:
+        """Descend from every start, and judge."""
+        from rope_ext.terminal import progress  # rich is not loaded with it
+
+        shown = progress()
+        shown.disable |= not (shown.console.is_terminal or shown.console.is_jupyter)
+        choices = []
+        with shown:
+            bar = shown.add_task("unpatched", total=None)
+            self.advance = lambda rows: shown.advance(bar, rows)
+            halves, more = self._counting(halves)
+            inside = mean(self.scores(None, halves[1]).inside)
+            each = 2 * len(halves[0].rows.windows) + len(halves[0].prompts)
+            ends = [self.rows + each * sum(map(_most, grids[: i + 1])) for i in range(len(grids))]
+            shown.update(bar, total=ends[-1])
+            for start, grid, end in zip(starts, grids, ends, strict=True):
+                shown.update(bar, description=start.name)
+                choices.append(self._choice(start, grid, halves))
+                shown.update(bar, completed=end)
+        return Calibration(
+            model=type(text_decoder(self.model)).__name__,
+            trained_length=self.rope.length,
+            target_length=self.given.target_length,
+            scored=self.given.scored,
+            seed=self.given.seed,
+            cost=self.given.cost,
+            rows=self.rows,
+            inside=inside,
+            choices=tuple(choices),
+            notes=(*notes, *more),
+        )
+
+    def _counting(self, halves: tuple[Half, Half]) -> tuple[tuple[Half, Half], list[str]]:
+        """The halves without the prompts that the unpatched model cannot answer anyway."""
+        first = halves[0]
+        asked = [prompt for prompt in first.prompts if prompt.length == self.rope.length]
+        found = self.scores(None, first).found
+        notes, left = [], []
+        for hay in dict.fromkeys(prompt.hay for prompt in asked):
+            hits = [hit for prompt, hit in zip(asked, found, strict=True) if prompt.hay == hay]
+            if mean(hits) >= _FOUND:
+                left.append(hay)
+                continue
+            notes.append(
+                f"answers hidden in {hay} do not count: within its {self.rope.length} trained "
+                f"tokens the unpatched model finds {mean(hits):.0%} of them"
+            )
+        one, other = (
+            dataclasses.replace(half, prompts=tuple(p for p in half.prompts if p.hay in left))
+            for half in halves
+        )
+        return (one, other), notes
+
+    def scores(self, method: Method | None, half: Half) -> Scores:
+        """Of a method, or within the trained length of the unpatched model.
+
+        Raises:
+            _Refused: the model does not accept the method.
+            MeasureError: the log cannot be written.
+        """
+        length, windows = self.rope.length, half.rows.windows
+        prompts = [p for p in half.prompts if method is not None or p.length == length]
+        self.rows += len(windows) * (1 + (method is not None)) + len(prompts)
+        what = {"method": method and method_to_json(method), "half": half.name}
+        known = self.log.get(what)
+        if known is not None:
+            self.advance(2 * len(windows) + len(prompts))
+            return Scores.from_json(known)
+        with self._under(method):
+            far = () if method is None else tuple(self._losses(windows, self.given.scored))
+            inside = tuple(self._losses([row[:length] for row in windows], length - 1))
+            answers = losses_of_answers(self.model, prompts, self.advance)
+        scores = Scores(far, inside, tuple(x for x, _ in answers), tuple(x for _, x in answers))
+        self.log.add(what, scores.to_json())
+        return scores
+
+    def _losses(self, rows: Sequence[Sequence[int]], scored: int) -> list[float]:
+        return losses_at_end(self.model, rows, scored, self.advance)
+
+    @contextmanager
+    def _under(self, method: Method | None) -> Iterator[None]:
+        with ExitStack() as stack:
+            try:
+                if method is not None:
+                    stack.enter_context(patched(self.model, method, **self.given.arguments))
+            except RopeExtError as error:
+                raise _Refused from error
+            yield
+
+    def trial(self, method: Method, scores: Scores, half: Half) -> Trial:
+        """The means of some scores."""
+        near, beyond = self._parted(scores, half)
+        return Trial(
+            method=method,
+            attention_factor=float(method.attention_scaling(self.rope)),
+            far=mean(scores.far),
+            inside=mean(scores.inside),
+            answers=mean(scores.answers) if scores.answers else None,
+            found_inside=mean(near) if near else None,
+            found_beyond=mean(beyond) if beyond else None,
+        )
+
+    def _choice(
+        self, start: Method, grid: Mapping[str, tuple[Any, ...]], halves: tuple[Half, Half]
+    ) -> Choice:
+        choosing, judging = halves
+        descent = _Descent(self, start, choosing)
+        proposed = descent.best(grid)
+        before = after = self.scores(start, judging)
+        if proposed != start:
+            after = self.scores(proposed, judging)
+        judged = self.changes(start, proposed, before, after, judging)
+        reasons = ["nothing that was tried is better on the half that chooses"]
+        if proposed != start:
+            reasons = self.objections(judged)
+            if not judged["score"].better:
+                reasons.append(f"{_named(start, proposed)} is not better beyond noise")
+        return Choice(start, proposed, judged, tuple(reasons), descent.trials)
+
+    def changes(
+        self, start: Method, other: Method, before: Scores, after: Scores, half: Half
+    ) -> dict[str, Change]:
+        """What becomes of every score."""
+        one, two = self.trial(start, before, half), self.trial(other, after, half)
+        far = half.weighed(_less(after.far, before.far))
+        inside = half.weighed(_less(after.inside, before.inside))
+        answers = (_less(after.answers, before.answers), None)
+        samples = {"far": [far], "inside": [inside], "score": [far]}
+        if half.prompts:
+            samples |= {"answers": [answers], "score": [far, answers]}
+        seed = self.given.seed
+        found = {}
+        for name, parts in samples.items():
+            ends = (math.inf, math.inf)
+            if before.finite and after.finite:
+                ends = bootstrap_sum(parts, seed, _CONFIDENCE)
+            found[name] = Change(getattr(one, name), getattr(two, name), *ends)
+        if half.prompts:
+            hits = zip(self._parted(after, half), self._parted(before, half), strict=True)
+            for name, (new, old) in zip(("found_inside", "found_beyond"), hits, strict=True):
+                ends = paired_rates(new, old, _CONFIDENCE)
+                found[name] = Change(getattr(one, name), getattr(two, name), *ends)
+        return found
+
+    def _parted(self, scores: Scores, half: Half) -> tuple[list[bool], list[bool]]:
+        """Which prompts of the trained length were answered, and which of the target length."""
+        both = list(zip(half.prompts, scores.found, strict=True))
+        near, beyond = self.rope.length, self.given.target_length
+        return (
+            [hit for prompt, hit in both if prompt.length == near],
+            [hit for prompt, hit in both if prompt.length == beyond],
+        )
+
+    def objections(self, changes: Mapping[str, Change]) -> list[str]:
+        """Why a method is no replacement for the published default."""
+        found, inside = [], changes["inside"]
+        if not changes["score"].after < math.inf:
+            return ["its losses are no numbers"]
+        if inside.after > inside.before * (1 + self.given.cost):
+            found.append(
+                f"its loss within the trained length is {inside.after / inside.before - 1:.1%} "
+                f"higher, and cost={self.given.cost:g}"
+            )
+        if changes["far"].worse:
+            found.append("its loss far out is higher beyond noise")
+        if "answers" in changes and changes["answers"].worse:
+            found.append("its loss of the answers is higher beyond noise")
+        return found
+
+
+class _Refused(Exception):
+    """A model does not accept a method."""
+
+
+class _Descent:
+    """Coordinate descent for one method, on the half that chooses.
+
+    Args:
+        run: measures.
+        start: the published default.
+        half: of the data.
+
+    Raises:
+        MeasureError: the losses of the published default are no numbers.
+    """
+
+    def __init__(self, run: _Run, start: Method, half: Half) -> None:
+        self.run, self.start, self.half = run, start, half
+        self.before = run.scores(start, half)
+        if not self.before.finite:
+            raise MeasureError(
+                f"the model's losses are no numbers at {run.given.target_length} tokens under "
+                f"{start}; load it in float32 or bfloat16"
+            )
+        self.tried: dict[str, Trial] = {}
+        self.fit: dict[str, float] = {}  # scores of those without objections
+        self._add(start, self.before)
+
+    @property
+    def trials(self) -> tuple[Trial, ...]:
+        """Everything tried, in order."""
+        return tuple(self.tried.values())
+
+    def best(self, grid: Mapping[str, tuple[Any, ...]]) -> Method:
+        """The best method that is found along these options."""
+        best = self.start
+        for name, values in grid.items():
+            best = self._along(best, name, values)
+        if SCALAR in grid and self._without(best) != self._without(self.start):
+            here = self._value(best, SCALAR)
+            best = self._along(best, SCALAR, (here - _STEP, here + _STEP))
+        return best
+
+    def _along(self, best: Method, name: str, values: Sequence[Any]) -> Method:
+        """The best with another value of one option."""
+        line = [best]
+
+        def add(value: Any) -> bool:
+            made = self._try(best, name, value)
+            if made is not None and made not in line:
+                line.append(made)
+            return made is not None
+
+        for value in values:
+            add(value)
+        if name != SCALAR:
+            return self._least(line)
+        for _ in range(_WALK):
+            known = sorted(self._value(one, SCALAR) for one in line)
+            here = self._value(self._least(line), SCALAR)
+            beyond = here + _STEP if here == known[-1] else here - _STEP
+            if known[0] < here < known[-1] or beyond <= 0 or not add(_rounded(beyond)):
+                break
+        known = [self._value(one, SCALAR) for one in line]
+        here = self._value(self._least(line), SCALAR)
+        for side in (
+            max((value for value in known if value < here), default=here),
+            min((value for value in known if value > here), default=here),
+        ):
+            if abs(side - here) > _FINEST:
+                add(_rounded((side + here) / 2))
+        return self._least(line)
+
+    def _try(self, method: Method, name: str, value: Any) -> Method | None:
+        """The method with that value, measured; None where it is refused."""
+        if self._value(method, name) == value:
+            return method
+        if name == SCALAR:
+            value = _rounded(value)
+        try:
+            made = dataclasses.replace(method, **{name: value})
+            made.resolved(self.run.rope)
+            if _key(made) not in self.tried:
+                self._add(made, self.run.scores(made, self.half))
+        except (OptionError, _Refused):
+            return None
+        return made
+
+    def _add(self, method: Method, scores: Scores) -> None:
+        trial = self.run.trial(method, scores, self.half)
+        self.tried[_key(method)] = trial
+        changes = self.run.changes(self.start, method, self.before, scores, self.half)
+        if method == self.start or not self.run.objections(changes):
+            self.fit[_key(method)] = trial.score
+
+    def _least(self, methods: Sequence[Method]) -> Method:
+        """The best of them, of equal ones the first."""
+        return min(methods, key=lambda one: self.fit.get(_key(one), math.inf))
+
+    def _value(self, method: Method, name: str) -> Any:
+        if name == SCALAR:
+            return float(method.attention_scaling(self.run.rope))
+        if name == "temperature":
+            return method.temperature or method.own_temperature()
+        return getattr(method.resolved(self.run.rope), name)
+
+    def _without(self, method: Method) -> Method:
+        return dataclasses.replace(method, **{SCALAR: None})
+
+
+def _key(method: Method) -> str:
+    return str(method_to_json(method))
+
+
+def _rounded(value: float) -> float:
+    return round(value, 4)
+
+
+def _named(start: Method, other: Method) -> str:
+    """The options in which a method differs."""
+    before = start.options()
+    changed = {name: value for name, value in other.options().items() if value != before[name]}
+    return ", ".join(f"{name}={value!r}" for name, value in changed.items())
+
+
+def _less(after: Sequence[float], before: Sequence[float]) -> list[float]:
+    return [x - y for x, y in zip(after, before, strict=True)]
+
+
+def _most(grid: Mapping[str, tuple[Any, ...]]) -> int:
+    """Measurements of a descent and its judgement, at most."""
+    again = 2 + _WALK + 2 if SCALAR in grid and len(grid) > 1 else 0
+    first = _WALK + 2 if SCALAR in grid else 0
+    return 1 + sum(map(len, grid.values())) + first + again + 2

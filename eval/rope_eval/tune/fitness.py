@@ -1,0 +1,245 @@
+"""What tables and options are judged by: losses of a text, and of answers hidden in one.
+
+Windows of a text show how well a model goes on with it. The answer tokens of needles show whether
+it finds what is far away: LongRoPE2 (arXiv 2502.20082, section 3.2) searches by their loss alone,
+since most other tokens hardly need a long context. All of them are scored by one forward per row,
+and rows of one length share it.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import random
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import chain, cycle, islice
+from typing import Any, Literal
+
+from torch import nn
+
+from rope_eval.cases import digest
+from rope_eval.data.prompts import Frame, encode
+from rope_eval.data.text import read_texts
+from rope_eval.forward import score
+from rope_eval.tasks.passkey import ASK, LEAD, NEEDLE, PasskeyPrompts
+from rope_eval.tasks.perplexity import Perplexity
+from rope_ext.errors import MeasureError, OptionError
+from rope_ext.rotary.sites import evaluating, unwrap
+
+Hay = Literal["filler", "text"]
+HAY: tuple[Hay, ...] = ("filler", "text")
+_DIGITS = 5
+_logger = logging.getLogger("rope_ext")
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """A number hidden in hay, asked for at the end.
+
+    Args:
+        hay: the published filler, or a text.
+        ids: tokens, answer included.
+        count: of them, at the end, that spell the answer.
+    """
+
+    hay: Hay
+    ids: tuple[int, ...]
+    count: int
+
+    @property
+    def length(self) -> int:
+        """Tokens."""
+        return len(self.ids)
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Windows of a text, each with the number of the document it is from.
+
+    Args:
+        windows: token ids, all of one length.
+        documents: one number for each.
+    """
+
+    windows: tuple[tuple[int, ...], ...]
+    documents: tuple[int, ...]
+
+
+def read(text: str | os.PathLike[str] | Iterable[str]) -> list[str]:
+    """Documents: those given, those of a file, folder or ``hf:ID``; one with line breaks is itself.
+
+    Raises:
+        OptionError: it is neither.
+        MeasureError: it cannot be read.
+    """
+    if isinstance(text, str) and "\n" in text:
+        return [text]
+    if isinstance(text, (str, os.PathLike)):
+        return read_texts([os.fspath(text)])
+    texts = list(text) if isinstance(text, Iterable) else []
+    if not texts or not all(isinstance(each, str) for each in texts):
+        raise OptionError("text is not valid; give a path, or documents that are strings")
+    return texts
+
+
+def windows_of(
+    tokenizer: Any, texts: Sequence[str], length: int, count: int, seed: int, cure: str
+) -> Rows:
+    """Windows of ``length`` tokens, from as many documents as possible.
+
+    Args:
+        tokenizer: of the model.
+        texts: documents.
+        length: tokens.
+        count: of windows.
+        seed: of their places.
+        cure: what asks for so many, and what to do about it.
+
+    Raises:
+        MeasureError: there are not as many.
+    """
+    task = Perplexity(texts, windows=count, protocol="start")
+    found = task.choose(Frame(tokenizer, ()), [length], seed, option="--length")
+    if len(found.texts) < count:
+        raise MeasureError(
+            f"the text has only {len(found.texts)} windows of {length} tokens, and {cure}"
+        )
+    if found.joined:
+        _logger.warning(
+            "rope_ext: too few documents of %d tokens: documents are joined, so that a window may "
+            "hold unrelated texts",
+            length,
+        )
+    return Rows(tuple(map(tuple, found.at(length))), found.documents)
+
+
+class Needles:
+    """Builds prompts for one tokenizer.
+
+    They have no chat template, which may hold today's date.
+
+    Args:
+        tokenizer: of the model.
+    """
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+        self._frame = Frame.of(tokenizer, "no")
+        self._passkeys = PasskeyPrompts(tokenizer, self._frame)
+
+    def least(self, hay: Hay) -> int:
+        """Fewest tokens of a prompt."""
+        if hay == "filler":
+            return self._passkeys.minimum_length(_DIGITS)
+        return sum(map(len, self._parts("9" * _DIGITS)[:3]))
+
+    def prompts(
+        self, hay: Hay, length: int, count: int, texts: Sequence[Sequence[int]], seed: int
+    ) -> Iterator[Prompt]:
+        """Prompts of ``length`` tokens, their needles spread over all depths.
+
+        Args:
+            hay: around the needles.
+            length: tokens, at least :meth:`least`.
+            count: of prompts.
+            texts: token ids, as long as the longest prompt; what a ``text`` is taken from.
+            seed: of keys and depths.
+        """
+        rng = random.Random(f"needles:{seed}:{hay}:{length}")
+        for index, text in enumerate(islice(cycle(texts), count)):
+            depth, number = (index + rng.random()) / count, rng.randrange(2**40)
+            if hay == "filler":
+                case = self._passkeys.case(length, depth, number, _DIGITS)
+                yield Prompt(hay, tuple(case.ids), case.count)
+                continue
+            key = "".join(rng.choice("0123456789") for _ in range(_DIGITS))
+            head, needle, asked, answer = self._parts(key)
+            room = length - len(head) - len(needle) - len(asked)
+            cut = round(depth * room)
+            ids = chain(head, text[:cut], needle, text[cut:room], asked)
+            yield Prompt(hay, tuple(ids), answer)
+
+    def _parts(self, key: str) -> tuple[Sequence[int], Sequence[int], Sequence[int], int]:
+        """Head, needle, question with answer, and how many tokens of it spell the answer."""
+        needle = encode(self._tokenizer, NEEDLE.format(key=key))
+        asked, count = self._frame.ask(ASK, LEAD, key)
+        return self._frame.head, needle, asked, count
+
+
+Advance = Callable[[int], None]
+
+
+def losses_at_end(
+    model: nn.Module, windows: Sequence[Sequence[int]], scored: int, advance: Advance
+) -> list[float]:
+    """Mean loss of the last ``scored`` tokens of every window, nats; infinite if it is no number.
+
+    Args:
+        model: as it is now.
+        windows: token ids, all of one length.
+        scored: tokens.
+        advance: told how many windows are done, after every forward.
+    """
+    found: list[float] = []
+    for batch in _batches(model, windows):
+        losses, _ = score(model, batch, scored)
+        found += map(_finite, losses.double().mean(1).tolist())
+        advance(len(batch))
+    return found
+
+
+def losses_of_answers(
+    model: nn.Module, prompts: Sequence[Prompt], advance: Advance
+) -> list[tuple[float, bool]]:
+    """Mean loss of every answer's tokens, nats, and whether greedy decoding would write it.
+
+    Args:
+        model: as it is now.
+        prompts: in any order.
+        advance: told how many prompts are done, after every forward.
+    """
+    found: dict[int, tuple[float, bool]] = {}
+    for length in sorted({prompt.length for prompt in prompts}):
+        numbers = [i for i, prompt in enumerate(prompts) if prompt.length == length]
+        for batch in _batches(model, numbers, length):
+            asked = [prompts[i] for i in batch]
+            tail = max(prompt.count for prompt in asked)
+            losses, hits = score(model, [prompt.ids for prompt in asked], tail)
+            for row, (i, prompt) in enumerate(zip(batch, asked, strict=True)):
+                loss = float(losses[row, -prompt.count :].double().mean())
+                found[i] = _finite(loss), bool(hits[row, -prompt.count :].all())
+            advance(len(batch))
+    return [found[i] for i in range(len(prompts))]
+
+
+def _batches(
+    model: nn.Module, rows: Sequence[Any], length: int | None = None
+) -> Iterator[Sequence[Any]]:
+    """As many rows at a time as an evaluation takes; always the same ones together."""
+    if not rows:
+        return
+    tokens = 8192 if model.device.type == "cpu" else 32768
+    size = max(1, tokens // (length or len(rows[0])))
+    for start in range(0, len(rows), size):
+        yield rows[start : start + size]
+
+
+def _finite(loss: float) -> float:
+    return loss if math.isfinite(loss) else math.inf
+
+
+def fingerprint(model: nn.Module) -> str:
+    """What tells this model from another one: its configuration, and its losses on some tokens.
+
+    In thousandths of a nat: other numbers of threads change the last digits.
+    """
+    config = unwrap(model).config.to_dict()
+    left = {"_name_or_path", "transformers_version"}
+    dtypes = sorted({str(weight.dtype) for weight in model.parameters()})
+    with evaluating(model):
+        tokens = model.get_input_embeddings().num_embeddings
+        losses, _ = score(model, [tuple(i % tokens for i in range(64))], 63)
+    mean = f"{float(losses.double().mean()):.3f}"
+    return digest({k: v for k, v in config.items() if k not in left}, dtypes, mean)

@@ -1,0 +1,583 @@
+"""Finds LongRoPE's numbers for a model, one per rotary pair, by evolution.
+
+Evolution is a function of its seed and of the losses of the tables it tries: a search that was
+killed is replayed, and what its log holds is not computed again.
+
+Ding et al. 2024, arXiv 2402.13753, sections 3.2 and 3.3.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import random
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, fields, replace
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal
+
+from torch import nn
+
+from rope_eval.cases import digest
+from rope_eval.folder import held, replace_file, writing
+from rope_eval.settings import require_seed
+from rope_eval.tune.fitness import (
+    HAY,
+    Needles,
+    Prompt,
+    fingerprint,
+    losses_at_end,
+    losses_of_answers,
+    read,
+    windows_of,
+)
+from rope_eval.tune.target import Target
+from rope_eval.tune.tried import ROOM, Tried, read_log
+from rope_ext.errors import MeasureError, OptionError
+from rope_ext.methods import (
+    NTK,
+    PI,
+    FrequencyMethod,
+    LongRoPE,
+    LongRoPE2,
+    MrRoPE,
+    Rope,
+    YaRN,
+)
+from rope_ext.methods.kinds import FACTORS
+from rope_ext.options import SlidingLayers
+from rope_ext.patching import patched
+from rope_ext.rotary.sites import evaluating
+
+START_TOKENS = (0, 1, 2, 4, 8, 12, 16, 20, 24, 28, 32, 64, 128, 256)
+"""The numbers of start tokens that LongRoPE chooses from."""
+_STEPS = 100  # numbers are searched in hundredths
+_BEYOND = 1.25  # from 1 to this many times the factor
+_BEYOND_CRITICAL = 2  # likewise, from the factor itself on, where there is a critical pair
+_SCALES = tuple(range(100, 161, 5))  # of cos and sin, in hundredths
+NEEDLES = "needles"
+_REACH = 4  # pairs: a new number lies between those of pairs so far away, at most
+_TRIES = 100  # to make a table that is new
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """The number of every pair in hundredths, ascending, and what goes with it.
+
+    Args:
+        table: the numbers.
+        start: how many start tokens go without.
+        scale: what cos and sin are multiplied by, in hundredths; None: it is not searched.
+    """
+
+    table: tuple[int, ...]
+    start: int
+    scale: int | None = None
+
+
+@dataclass(frozen=True)
+class Space:
+    """What evolution chooses from.
+
+    Args:
+        most: the largest number, in hundredths.
+        starts: numbers of start tokens.
+        probability: that a mutation changes a number.
+        scales: what cos and sin are multiplied by, in hundredths, ascending; none: not searched.
+        critical: the first pair that is searched; those below it follow from its number.
+        least: the smallest number of those searched, in hundredths.
+    """
+
+    most: int
+    starts: Sequence[int]
+    probability: float
+    scales: Sequence[int] = ()
+    critical: int = 0
+    least: int = _STEPS
+
+    def fitted(self, table: Sequence[int]) -> tuple[int, ...]:
+        """A table with its numbers within bounds, and those below the critical pair as of NTK."""
+        tail = [min(max(number, self.least), self.most) for number in table[self.critical :]]
+        top = tail[0] / _STEPS
+        head = [round(_STEPS * top ** (i / self.critical)) for i in range(self.critical)]
+        return (*head, *tail)
+
+    def mutated(self, one: Candidate, rng: random.Random) -> Candidate:
+        """Some numbers drawn anew, or one of them and all others moved along; ascending again."""
+        old = one.table[self.critical :]
+        reach = rng.randint(1, _REACH)
+        near = [self.least] * reach + [*old] + [self.most] * reach
+        drawn = [rng.randint(near[i], near[i + 2 * reach]) for i in range(len(old))]
+        if rng.random() < 0.5:
+            pairs = zip(old, drawn, strict=True)
+            new = sorted(new if self._changes(rng) else number for number, new in pairs)
+        else:
+            i = rng.randrange(len(drawn))
+            new = [self._moved(number, old[i], drawn[i]) for number in old]
+        start = rng.choice(self.starts) if self._changes(rng) else one.start
+        scale = one.scale
+        if self.scales and self._changes(rng):
+            i = min(range(len(self.scales)), key=lambda i: abs(self.scales[i] - scale))
+            scale = rng.choice(self.scales[max(0, i - 2) : i + 3])
+        return Candidate(self.fitted([*one.table[: self.critical], *new]), start, scale)
+
+    def _changes(self, rng: random.Random) -> bool:
+        return rng.random() < self.probability
+
+    def _moved(self, number: int, old: int, new: int) -> int:
+        """Where ``number`` goes if ``old`` becomes ``new``, between bounds that stay."""
+        bound = self.least if number <= old else self.most
+        share = (number - bound) / (old - bound) if old != bound else 1
+        return round(bound + share * (new - bound))
+
+    def crossed(self, one: Candidate, other: Candidate, rng: random.Random) -> Candidate:
+        """Numbers of either parent; sorted, which keeps each between those of the two."""
+        table = sorted(map(rng.choice, zip(one.table, other.table, strict=True)))
+        start = rng.choice((one.start, other.start))
+        scale = rng.choice((one.scale, other.scale)) if self.scales else one.scale
+        return Candidate(self.fitted(table), start, scale)
+
+
+def evolve(
+    first: Sequence[Candidate],
+    space: Space,
+    loss: Callable[[Candidate], float],
+    *,
+    population: int,
+    iterations: int,
+    mutations: int,
+    crossovers: int,
+    seed: int,
+) -> Iterator[Candidate]:
+    """The best candidate of the first population, then that after every iteration.
+
+    The better half of a population are the parents of the next one, and stay in it. No candidate
+    is made twice.
+    """
+    rng = random.Random(f"search:{seed}")
+    young = list(dict.fromkeys(first))
+    seen = set(young)
+
+    def add(make: Callable[[], Candidate]) -> None:
+        for _ in range(_TRIES):
+            made = make()
+            if made not in seen:
+                seen.add(made)
+                young.append(made)
+                return
+
+    for turn in range(population - len(young)):
+        add(partial(space.mutated, first[turn % len(first)], rng))
+    parents: list[Candidate] = []
+    losses: dict[Candidate, float] = {}
+    for iteration in range(iterations + 1):
+        if iteration:
+            young.clear()
+            for _ in range(mutations):
+                add(lambda: space.mutated(rng.choice(parents), rng))
+            for _ in range(crossovers):
+                add(lambda: space.crossed(*rng.sample(parents, 2), rng))
+        losses |= {one: loss(one) for one in young}
+        parents[:] = sorted([*parents, *young], key=losses.__getitem__)[: population // 2]
+        yield parents[0]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options(Target):
+    """The options of :func:`search`, as they are documented there."""
+
+    critical: int | None
+    population: int
+    iterations: int
+    mutations: int
+    crossovers: int
+    mutation_probability: float
+    start_tokens: tuple[int, ...]
+    attention_factor: float | None
+
+    def check(self) -> None:
+        """Raise OptionError for what is not valid, whatever the model."""
+        least = {"target_length": 2, "scored": 1, "population": 4, "iterations": 1, "samples": 1}
+        least |= {"mutations": 0, "crossovers": 0, "critical": 1}
+        for name, value in least.items():
+            given = getattr(self, name)
+            if name == "scored" and isinstance(given, str):
+                if given != NEEDLES:
+                    raise OptionError(
+                        f"scored={given!r} is not valid; it must be a number of tokens, or "
+                        f"{NEEDLES!r}"
+                    )
+            elif name != "critical" or given is not None:
+                _check(name, given, value)
+        chance = self.mutation_probability
+        if not isinstance(chance, (int, float)) or not 0 < chance <= 1:
+            raise OptionError(
+                f"mutation_probability={chance!r} is not valid; it must be above 0 and at most 1"
+            )
+        require_seed(self.seed)
+        if self.original_max_position_embeddings is not None:
+            length = self.original_max_position_embeddings
+            _check("original_max_position_embeddings", length, 1)
+
+    @property
+    def growth(self) -> dict[str, int]:
+        """Of a population."""
+        names = ("population", "mutations", "crossovers")
+        return {name: getattr(self, name) for name in names}
+
+    @property
+    def tables(self) -> int:
+        """How many are tried, at most."""
+        return self.population + self.iterations * (self.mutations + self.crossovers)
+
+    def rope(self, model: nn.Module) -> Rope:
+        """The trained embedding of ``model``.
+
+        Raises:
+            OptionError: the length is not beyond it, or leaves nothing to score.
+        """
+        rope = super().rope(model)
+        pairs = rope.dim // 2
+        if self.critical is not None and self.critical >= pairs:
+            raise OptionError(
+                f"critical={self.critical} is not valid; it must be below the {pairs} pairs of "
+                f"this model"
+            )
+        return rope
+
+    def space(self, factor: float) -> Space:
+        """What there is to choose from."""
+        scales = () if self.attention_factor is not None else _SCALES
+        most, critical, least = _BEYOND * factor, 0, 1.0
+        if self.critical is not None:
+            most, critical, least = _BEYOND_CRITICAL * factor, self.critical, factor
+        return Space(
+            round(most * _STEPS),
+            self.start_tokens,
+            self.mutation_probability,
+            scales,
+            critical,
+            round(least * _STEPS),
+        )
+
+    def first(self, known: Sequence[FrequencyMethod], rope: Rope) -> list[Candidate]:
+        """The tables of known methods, with their temperatures and others."""
+        space, start = self.space(known[0].factor), self.start_tokens[0]
+        tables = [space.fitted(_table(each, rope)) for each in known]
+        if not space.scales:
+            return [Candidate(table, start) for table in dict.fromkeys(tables)]
+        own = [round(_STEPS * each.attention_scaling(rope)) for each in known]
+        near = [min(space.scales, key=lambda scale, own=own: abs(scale - own)) for own in own]
+        made = [Candidate(table, start, scale) for table, scale in zip(tables, near, strict=True)]
+        made += [Candidate(table, start, round(f * _STEPS)) for f in FACTORS for table in tables]
+        return list(dict.fromkeys(made))[: max(len(known), self.population // 2)]
+
+    def method(self, one: Candidate, factor: float) -> LongRoPE:
+        """The method with these numbers."""
+        return LongRoPE(
+            factor=factor,
+            long_factor=[number / _STEPS for number in one.table],
+            attention_factor=self.attention_factor if one.scale is None else one.scale / _STEPS,
+            start_tokens=one.start,
+        )
+
+    def settings(self, model: nn.Module, rows: Sequence[Any]) -> dict[str, Any]:
+        """What a loss in the log depends on, and the path of evolution; more iterations go on."""
+        given = {field.name: getattr(self, field.name) for field in fields(self)}
+        del given["iterations"]
+        text = digest([row.ids if isinstance(row, Prompt) else row for row in rows])
+        return {"model": fingerprint(model), "text": text, **given}
+
+
+def search(
+    model: nn.Module,
+    tokenizer: Any,
+    text: str | os.PathLike[str] | Iterable[str],
+    target_length: int,
+    *,
+    output: str | os.PathLike[str] | None = None,
+    population: int = 64,
+    iterations: int = 40,
+    mutations: int = 16,
+    crossovers: int = 16,
+    mutation_probability: float = 0.3,
+    samples: int = 5,
+    scored: int | Literal["needles"] | None = None,
+    critical: int | None = None,
+    start_tokens: Iterable[int] = (0,),
+    attention_factor: float | None = None,
+    seed: int = 0,
+    compose: bool = False,
+    sliding_layers: SlidingLayers = "auto",
+    original_max_position_embeddings: int | None = None,
+) -> LongRoPE:
+    """Search the numbers by which ``longrope`` divides the frequencies of ``model``.
+
+    Tables ascend from 1 to at most 1.25 times the factor. The first are those of PI, NTK, YaRN,
+    MrRoPE and LongRoPE2, with several temperatures, and mutations of them; all are judged by their
+    loss on the same windows of text, or on the answers hidden in them. Beside the paper's
+    mutation, which draws some numbers anew, there is one that moves the others along, since half
+    of YaRN's numbers are equal. The model is left as it came, also after an exception.
+
+    Args:
+        model: not patched.
+        tokenizer: of the model.
+        text: a file, a folder or ``hf:ID``, as the evaluators read it, or documents; a string
+            with a line break in it is one. Measure what was found on another text.
+        target_length: context to reach, tokens.
+        output: a ``.json`` file for the options of the best method so far. Beside it, in
+            ``.jsonl``, is written every table that was tried: the same call goes on from there,
+            or goes further with more ``iterations``, as if it had not been interrupted.
+        population: tables to begin with; the better half are parents.
+        iterations: how often parents make new tables.
+        mutations: new tables of each iteration, of one parent.
+        crossovers: the same, of two.
+        mutation_probability: that a mutation changes a number.
+        samples: windows of ``target_length`` tokens.
+        scored: tokens at the end of each, whose loss counts. None is half of them: where all
+            count, as in the paper, the far end is given up for the many tokens before it.
+            ``"needles"``: the answer tokens of ``samples`` prompts of the target length, with
+            passkeys hidden in filler and in the text by turns, as LongRoPE2 has it.
+        critical: index of the pair from which on numbers are searched, between the factor and
+            twice as much; pairs below it follow from its number as of an NTK base, as LongRoPE2
+            has it. None searches all.
+        start_tokens: numbers of start tokens to choose from. More than 0 cannot be exported; the
+            paper's are ``rope_eval.tune.search.START_TOKENS``.
+        attention_factor: of all tables, as of ``LongRoPE``; None searches it along.
+        seed: of the windows and of evolution.
+        compose: as of :func:`rope_ext.patch`, which needs it and the next ones again with what
+            was found.
+        sliding_layers: likewise.
+        original_max_position_embeddings: likewise.
+
+    Returns:
+        The best method found, for :func:`rope_ext.patch`.
+
+    Raises:
+        OptionError: an option is not valid.
+        MeasureError: the text cannot be read or is too short, ``output`` is of another search, or
+            the model computes no finite losses.
+        AlreadyPatchedError, AlreadyScaledError, NoRopeError, UnsupportedModelError: as
+            :func:`rope_ext.patch`.
+
+    Ding et al. 2024, arXiv 2402.13753, sections 3.2 and 3.3; Shang et al. 2025, arXiv 2502.20082,
+    section 3.2.
+    """
+    given = Options(
+        target_length=target_length,
+        scored=target_length // 2 if scored is None and type(target_length) is int else scored,
+        critical=critical,
+        population=population,
+        iterations=iterations,
+        mutations=mutations,
+        crossovers=crossovers,
+        mutation_probability=mutation_probability,
+        samples=samples,
+        start_tokens=tuple(start_tokens) if isinstance(start_tokens, Iterable) else (),
+        attention_factor=attention_factor,
+        seed=seed,
+        compose=compose,
+        sliding_layers=sliding_layers,
+        original_max_position_embeddings=original_max_position_embeddings,
+    )
+    if not given.start_tokens:
+        raise OptionError(
+            f"start_tokens={start_tokens!r} is not valid; give numbers to choose from, such as "
+            f"(0, 4, 16)"
+        )
+    given.check()
+    if output is not None and Path(output).suffix != ".json":
+        raise OptionError(f"output={str(output)!r} is not valid; it must end in .json")
+    rope = given.rope(model)
+    factor = target_length / rope.length
+    known = [cls(factor=factor) for cls in (PI, NTK, YaRN, MrRoPE, LongRoPE2)]
+    first = given.first(known, rope)
+    for start in given.start_tokens:  # what cannot be patched shows before anything is measured
+        with patched(
+            model, given.method(replace(first[0], start=start), factor), **given.arguments
+        ):
+            pass
+    cure = f"samples={samples} are to be judged by; give more text, or fewer samples"
+    rows = windows_of(tokenizer, read(text), target_length, samples, seed, cure).windows
+    if scored == NEEDLES:
+        rows = _prompts(tokenizer, rows, seed)
+    if attention_factor is None:  # what is found must beat YaRN with a temperature found, too
+        known += [YaRN(factor=factor, attention_factor=scale) for scale in FACTORS]
+    with log_beside(output, given.settings(model, rows)) as log, evaluating(model):
+        return _searched(model, rows, given, known, first, log)
+
+
+def _prompts(tokenizer: Any, windows: Sequence[tuple[int, ...]], seed: int) -> list[Prompt]:
+    """One for each window, in filler and in the text by turns."""
+    needles, length = Needles(tokenizer), len(windows[0])
+    least = max(map(needles.least, HAY))
+    if length < least:
+        raise OptionError(
+            f"scored={NEEDLES!r} needs a target_length of at least {least} tokens with this "
+            f"tokenizer, got {length}"
+        )
+    count = len(windows)
+    made = {
+        hay: iter([*needles.prompts(hay, length, (count + 1) // 2, windows[place::2], seed)])
+        for place, hay in enumerate(HAY[:count])
+    }
+    return [next(made[HAY[i % 2]]) for i in range(count)]
+
+
+def _searched(
+    model: nn.Module,
+    rows: Sequence[Any],
+    given: Options,
+    known: Sequence[FrequencyMethod],
+    first: Sequence[Candidate],
+    log: _Log,
+) -> LongRoPE:
+    """Evolution from these tables, beside known methods; the best is kept in the log."""
+    from rope_ext.terminal import progress  # rich is not loaded with the package
+
+    factor, shown = known[0].factor, progress()
+    shown.disable |= not (shown.console.is_terminal or shown.console.is_jupyter)
+    with shown:
+        bar = shown.add_task("search", total=(len(known) + given.tables) * given.samples)
+
+        def losses_of(rows: Sequence[Any]) -> list[float]:
+            if given.scored != NEEDLES:
+                return losses_at_end(model, rows, given.scored, partial(shown.advance, bar))
+            answers = losses_of_answers(model, rows, partial(shown.advance, bar))
+            return [loss for loss, _ in answers]
+
+        def judged(each: FrequencyMethod) -> float:
+            what = _what(each)
+            if log.get(what) is None:
+                with patched(model, each, **given.arguments):
+                    losses = losses_of(rows)
+                log.add(what, sum(losses) / len(losses))
+            else:
+                shown.advance(bar, given.samples)
+            return log.get(what)
+
+        before = [judged(each) for each in known]
+        yarn = min(x for x, each in zip(before, known, strict=True) if isinstance(each, YaRN))
+        if min(before) == math.inf:
+            raise MeasureError(
+                f"the model's losses are no numbers at {given.target_length} tokens; load it in "
+                f"float32 or bfloat16"
+            )
+        bests = evolve(
+            first,
+            given.space(factor),
+            lambda one: judged(given.method(one, factor)),
+            iterations=given.iterations,
+            seed=given.seed,
+            **given.growth,
+        )
+        for best in bests:
+            found = given.method(best, factor)
+            text = f"perplexity {_perplexity(log.get(_what(found)))} (yarn {_perplexity(yarn)})"
+            shown.update(bar, description=text)
+            log.keep(found)
+    return found
+
+
+class _Log(Tried):
+    """The tables that were tried; the best is kept in the ``.json`` beside the log."""
+
+    def keep(self, best: LongRoPE) -> None:
+        """Replace the options in the output, at once."""
+        if self.path is None:
+            return
+        output = self.path.with_suffix(".json")
+        with writing(output, ROOM):
+            replace_file(output, (json.dumps(_given(best.options())) + "\n").encode())
+
+
+@contextmanager
+def log_beside(
+    output: str | os.PathLike[str] | None, settings: Mapping[str, Any]
+) -> Iterator[_Log]:
+    """The log beside ``output``: a new one, or one of the same settings; locked.
+
+    Files that are not of this very search stay as they are.
+
+    Raises:
+        MeasureError: it is of other settings, cannot be read or written, or is in use; or what is
+            in ``output`` does not come from it.
+    """
+    if output is None:
+        yield _Log(None, "loss", {})
+        return
+    output = Path(output)
+    path = output.with_suffix(".jsonl")
+    with writing(path, "give another output"):
+        path.parent.mkdir(parents=True, exist_ok=True)
+    with held(path.parent, path.name):
+        if output.exists() and not path.exists():
+            raise MeasureError(
+                f"{output} exists, without the {path.name} that a search could go on from; "
+                f"delete it, or give another output"
+            )
+        if output.exists() and not _comes_from(read_log(path, "search", "loss")[1], output):
+            raise MeasureError(
+                f"{output} is not what the search in {path.name} found; move it away, or "
+                f"give another output"
+            )
+        yield _Log.of(path, "search", "loss", settings)
+
+
+def _given(options: Mapping[str, Any]) -> dict[str, Any]:
+    """What is written of a table's options: those that say something."""
+    return {name: value for name, value in options.items() if value}
+
+
+def _comes_from(losses: Mapping[str, float], output: Path) -> bool:
+    """Whether ``output`` holds one of the tables in a log."""
+    try:
+        found = json.loads(output.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError):
+        return False
+    tried = (json.loads(what)["method"] for what in losses)
+    return any(one.pop("name") == LongRoPE.name and _given(one) == found for one in tried)
+
+
+def _what(method: FrequencyMethod) -> dict[str, Any]:
+    """What is written of a table that is tried."""
+    return {"method": {"name": method.name, **method.options()}}
+
+
+def summary(output: Path) -> str:
+    """The perplexities in the log beside ``output``, for people to read."""
+    settings, losses = read_log(output.with_suffix(".jsonl"), "search", "loss")
+    tried = [(json.loads(what)["method"], loss) for what, loss in losses.items()]
+    tables = [loss for method, loss in tried if method["name"] == LongRoPE.name]
+    what = f"the last {settings['scored']} tokens of {settings['samples']} windows"
+    if settings["scored"] == NEEDLES:
+        what = f"the answers of {settings['samples']} prompts"
+    lines = [f"perplexity of {what} of {settings['target_length']}:"]
+    known = [
+        (f"{method['name']} {method.get('attention_factor') or ''}".rstrip(), loss)
+        for method, loss in tried
+        if method["name"] != LongRoPE.name
+    ]
+    for name, loss in [*known, (LongRoPE.name, min(tables))]:
+        lines.append(f"  {name:<10}{_perplexity(loss):>8}")
+    return "\n".join([*lines, f"the last is the best of {len(tables)} tables on this very text"])
+
+
+def _perplexity(loss: float) -> str:
+    return f"{math.exp(min(loss, 700)):.4g}"  # beyond it, a float is not enough
+
+
+def _check(option: str, value: Any, least: int) -> None:
+    if type(value) is not int or value < least:
+        raise OptionError(
+            f"{option}={value!r} is not valid; it must be a whole number of at least {least}"
+        )
+
+
+def _table(method: FrequencyMethod, rope: Rope) -> tuple[int, ...]:
+    """What ``method`` divides each frequency by, in hundredths."""
+    ratio = (rope.inv_freq / method.inv_freq(rope)).nan_to_num(nan=method.factor)  # 0 / 0
+    return tuple((ratio * _STEPS).round().int().cummax(0).values.tolist())

@@ -1,0 +1,38 @@
+"""Versions of what computes an outcome: other ones, and ``--resume`` measures again."""
+
+from __future__ import annotations
+
+import platform
+from pathlib import Path
+
+import torch
+import transformers
+
+import rope_eval
+import rope_ext
+from rope_eval.cases import digest
+from rope_ext.version import __version__
+
+PACKAGES = (rope_ext, rope_eval)
+SHOWS = ("advice", "engines", "plots", "reports", "cli.py", "cli_arguments.py")
+"""Folders and files of both packages that change no outcome; whatever else is in them may."""
+
+
+def versions() -> dict[str, str]:
+    """Versions of what computes an outcome, and a digest of this package's own sources."""
+    return {
+        "rope_ext": __version__,
+        "rope_ext_sources": digest([sources(Path(p.__file__).parent) for p in PACKAGES]),
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "python": platform.python_version(),
+    }
+
+
+def sources(package: Path) -> str:
+    """A digest of all in a folder of sources but ``SHOWS``."""
+    shown = {package / name for name in SHOWS}
+    files = sorted(
+        path for path in package.rglob("*.py") if shown.isdisjoint((path, *path.parents))
+    )
+    return digest([(str(path.relative_to(package)), path.read_text("utf-8")) for path in files])

@@ -23,7 +23,8 @@ EXPERTS = "experts_implementation"
 """Field of a saved configuration, of the outermost where they are nested."""
 
 LENGTHS = ("original_max_position_embeddings", "max_position_embeddings")
-FIELDS = ("rope_parameters", *LENGTHS, FIELD)
+HEAD = "head_dim"
+FIELDS = ("rope_parameters", HEAD, *LENGTHS, FIELD)
 """Of the text model's configuration, all that a patch writes, in that order."""
 
 ARGUMENTS: Mapping[str, Any] = MappingProxyType(Options().recorded())
@@ -32,7 +33,7 @@ ARGUMENTS: Mapping[str, Any] = MappingProxyType(Options().recorded())
 
 _KINDS = {
     "rope_parameters": dict,
-    **dict.fromkeys(LENGTHS, int),
+    **dict.fromkeys((HEAD, *LENGTHS), int),
     FIELD: dict,
     EXPERTS: str,
 }

@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 
 from rope_ext.attention.call import Call, Pairs, Turn, TurnedBand, part_of
+from rope_ext.errors import UnsupportedModelError
 from rope_ext.methods.geometry import ChunkGap, Distance, Geometry, Sinks
 
 Way = Literal["forward", "backward"]
@@ -616,8 +617,22 @@ def _bands(
     return _here(query, key, value, call, None if before is None else (before, before_lse))
 
 
+def refuse_onnx() -> None:
+    """Raise in an export to ONNX, whose converter knows none of our operators.
+
+    Called where torch computes shapes: ``is_in_onnx_export`` is false in a function it traces.
+    """
+    if torch.onnx.is_in_onnx_export():
+        raise UnsupportedModelError(
+            "ONNX has no operator for the attention of position methods, encodings, bias= and "
+            "layers=; patch with a frequency method such as 'yarn' alone (a dynamic one with "
+            "length=TOKENS), or use torch.export instead (docs/exported.md)"
+        )
+
+
 @_bands.register_fake
 def _(query, key, value, *_rest):  # noqa: ANN001, ANN002, ANN202
+    refuse_onnx()
     batch, heads, queries, columns = query.shape
     out = query.new_empty(batch, queries, heads, columns).transpose(1, 2)
     return out, query.new_empty(batch, heads, queries, dtype=_wide(query.dtype))

@@ -369,6 +369,7 @@ def _placed(
 
 @_placed.register_fake
 def _(query, key, value, *_rest):  # noqa: ANN001, ANN002, ANN202
+    flash.refuse_onnx()
     return _empty(query, value)
 
 

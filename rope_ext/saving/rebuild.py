@@ -7,6 +7,7 @@ configuration, has built the patched frequencies.
 from __future__ import annotations
 
 import copy
+import itertools
 import logging
 import math
 from collections.abc import Callable, Iterator
@@ -17,7 +18,7 @@ import torch
 from torch import nn
 
 from rope_ext.methods import FrequencyMethod, longrope_table
-from rope_ext.record import EXPERTS
+from rope_ext.record import EXPERTS, HEAD
 from rope_ext.rotary.sites import Place, RotarySite, text_config
 from rope_ext.saving.configuration import CURE, part_of, quieted
 
@@ -65,8 +66,9 @@ def written(place: Place, method: FrequencyMethod, target: int) -> Written:
     Frequencies that a method chooses per sequence are compared at its longest one.
     """
     config, sites, scaled = text_config(place.decoder), place.sites, place.scaled
-    for proposal in _proposals(method, scaled):
+    for proposal, head in itertools.product(_proposals(method, scaled), _heads(config)):
         values: dict[str, Any] = {"rope_parameters": _merged(config, scaled, proposal, method)}
+        values.update(head)
         types = {entry["rope_type"] for entry in proposal.values()}
         if hasattr(config, "original_max_position_embeddings"):
             values["original_max_position_embeddings"] = scaled[0].rope.length
@@ -144,6 +146,13 @@ def _proposals(
         yield tables
         # Some types give the whole head a frequency, zero beyond its partial_rotary_factor.
         yield {site: {**table, "partial_rotary_factor": 1.0} for site, table in tables.items()}
+
+
+def _heads(config: Any) -> list[dict[str, int]]:
+    """As it is; where it is null, which some functions of transformers cannot read, a number."""
+    if getattr(config, HEAD, 0) is not None:
+        return [{}]
+    return [{}, {HEAD: config.hidden_size // config.num_attention_heads}]
 
 
 def _merged(

@@ -590,7 +590,7 @@ REFUSED = [
     ({"original_max_position_embeddings": 0}, "--original_max_position_embeddings 0 .* 1 or more"),
     ({"dataloader_num_workers": -1}, "--dataloader_num_workers -1 .* 0 or more"),
     ({"eval_strategy": "steps", "eval_steps": -1}, "--eval_steps -1 .* 1 or more"),
-    ({"deepspeed": "x.json"}, "--deepspeed x.json is not a file"),
+    ({"deepspeed": "x.json"}, "--deepspeed x.json (is not a file|needs DeepSpeed)"),
     ({"fp16": True, "bf16": True}, "transformers refuses these settings: At most one of fp16"),
 ]
 

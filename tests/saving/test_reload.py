@@ -884,3 +884,20 @@ def test_nothing_is_said_of_composing_where_nothing_composes(tmp_path) -> None:
     with pytest.raises(rope_ext.AlreadyScaledError, match="nothing can be composed") as told:
         rope_ext.patch(model, "yarn", factor=2)
     assert "compose=True" not in str(told.value)
+
+
+@pytest.mark.parametrize("name", ["yarn", "dynamic_ntk"])
+def test_a_head_dimension_of_null_is_written_as_a_number(ids, name: str, tmp_path: Path) -> None:
+    """Two of transformers' functions multiply it as it is."""
+    sizes = {"hidden_size": 64, "intermediate_size": 32, "num_hidden_layers": 1}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": None}
+    config = transformers.MixtralConfig(
+        vocab_size=128, max_position_embeddings=LENGTH, num_local_experts=2, **sizes, **heads
+    )
+    model = transformers.MixtralForCausalLM(config).eval()
+    rope_ext.patch(model, name, factor=4)
+    model.save_pretrained(tmp_path)
+    plain = AutoModelForCausalLM.from_pretrained(tmp_path)
+    with torch.no_grad():
+        torch.testing.assert_close(plain(ids).logits, model(ids).logits)
+    assert rope_ext.unpatch(model).config.head_dim is None

@@ -1,0 +1,112 @@
+"""What AOTInductor, ONNX and another process make of an exported program (docs/exported.md)."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import rope_ext
+from tests.helpers.models import tiny_llama
+
+CLOSE = {"atol": 1e-4, "rtol": 0}  # other kernels, float32
+BARE = {"use_cache": False}
+PROMPT_LENGTHS = 40, 300
+REFUSED = {
+    "rerope": {"factor": 4},
+    "alibi": {},
+    "yarn": {"factor": 4, "bias": "alibi"},
+    "ntk": {"factor": 4, "layers": [0]},
+}
+
+
+def program(model: Any, tokens: torch.Tensor) -> torch.export.ExportedProgram:
+    free = torch.export.Dim("tokens", min=17, max=512)
+    shapes = {"input_ids": {1: free}, "use_cache": None}
+    with torch.no_grad():
+        return torch.export.export(model, (tokens,), BARE, dynamic_shapes=shapes, strict=False)
+
+
+def patched(name: str, **options: Any) -> torch.nn.Module:
+    return rope_ext.patch(tiny_llama(num_hidden_layers=1), name, **options)
+
+
+@pytest.mark.parametrize(("name", "options"), REFUSED.items(), ids=REFUSED)
+def test_attention_that_onnx_cannot_hold_is_refused_with_the_cure(
+    name: str, options: dict[str, Any], ids, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = patched(name, **options)
+    monkeypatch.setattr(torch.onnx, "is_in_onnx_export", lambda: True)
+    with pytest.raises(rope_ext.UnsupportedModelError, match=r"ONNX has no operator.*'yarn'"):
+        program(model, ids[:1, :40])
+
+
+@pytest.mark.slow
+def test_the_exporter_to_onnx_shows_the_refusal(ids) -> None:
+    pytest.importorskip("onnxscript")
+    with pytest.raises(Exception, match="step 1/3") as error:
+        torch.onnx.export(patched("alibi"), (ids[:1, :40],), kwargs=BARE, dynamo=True)
+    assert isinstance(error.value.__cause__, rope_ext.UnsupportedModelError)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "options"), [("yarn", {}), ("dynamic_yarn", {"length": 256})])
+def test_onnx_under_frequency_methods(
+    name: str, options: dict[str, int], ids, tmp_path: Path
+) -> None:
+    pytest.importorskip("onnxscript")
+    runtime = pytest.importorskip("onnxruntime")
+    model, longest = patched(name, factor=4, **options), ids.repeat(1, 5)[:1]
+    free = {"input_ids": {1: torch.export.Dim("tokens", max=512)}, "use_cache": None}
+    with torch.no_grad():
+        torch.onnx.export(
+            model,
+            (longest[:, :40],),
+            tmp_path / "model.onnx",
+            kwargs=BARE,
+            dynamo=True,
+            dynamic_shapes=free,
+        )
+        session = runtime.InferenceSession(tmp_path / "model.onnx")
+        for length in PROMPT_LENGTHS:
+            tokens = longest[:, :length]
+            said, *_ = session.run(None, {session.get_inputs()[0].name: tokens.numpy()})
+            right = model(tokens, **BARE).logits
+            torch.testing.assert_close(torch.from_numpy(said), right, **CLOSE)
+
+
+LOADED = """
+import sys, torch
+import rope_ext.position.install
+tokens, right = torch.load("right.pt")
+said = torch.export.load("program.pt2").module()(tokens, use_cache=False).logits
+torch.testing.assert_close(said, right, atol=1e-4, rtol=0)
+"""
+
+
+@pytest.mark.slow
+@torch.no_grad()
+def test_another_process_loads_what_was_exported(ids, tmp_path: Path) -> None:
+    model, tokens = patched("rerope", factor=4), ids.repeat(1, 5)[:1, :300]
+    torch.export.save(program(model, tokens[:, :40].clone()), tmp_path / "program.pt2")
+    torch.save((tokens, model(tokens, **BARE).logits), tmp_path / "right.pt")
+    subprocess.run([sys.executable, "-c", LOADED], cwd=tmp_path, check=True)
+
+
+@pytest.mark.slow
+@torch.no_grad()
+def test_aotinductor_under_a_position_method(ids, tmp_path: Path) -> None:
+    model, longest = patched("rerope", factor=4), ids.repeat(1, 5)[:1]
+    path = torch._inductor.aoti_compile_and_package(
+        program(model, longest[:, :40].clone()), package_path=str(tmp_path / "model.pt2")
+    )
+    compiled = torch._inductor.aoti_load_package(path)
+    for length in PROMPT_LENGTHS:
+        tokens = longest[:, :length].clone()
+        torch.testing.assert_close(
+            compiled(tokens, **BARE).logits, model(tokens, **BARE).logits, **CLOSE
+        )

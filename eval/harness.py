@@ -72,7 +72,8 @@ def evaluate(args: argparse.Namespace) -> dict[str, Any]:
             'pip install "rope-ext[harness]"'
         ) from None
     config = models.load_config(name)
-    trained = args.trained_length or models.trained_length(config)
+    asked = command.trained_length(args.trained_length)
+    trained = asked or models.trained_length(config)
     factor = max((values["factor"] for values in methods.values()), default=args.factor)
     window = args.max_length or reach(factor, trained)
     notes = beyond(methods, [window], {name: trained}, force=True)
@@ -89,7 +90,7 @@ def evaluate(args: argparse.Namespace) -> dict[str, Any]:
         if method == UNPATCHED:
             applied = model.disable_adapter() if args.adapter else nullcontext()
         else:
-            applied = under(model, method, values, args.compose, args.trained_length)
+            applied = under(model, method, values, args.compose, asked)
         with applied:
             harness = HFLM(
                 pretrained=model,

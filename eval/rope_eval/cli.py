@@ -21,73 +21,27 @@ from rope_ext.cli_arguments import (
     TrainedLength,
     TrainText,
 )
-from rope_ext.errors import Mistakes
 from rope_ext.terminal import clean_errors, quiet, stoppable, tell
 
 app = typer.Typer()
 
 
-@app.command()
-def compare(
-    model: Annotated[str, typer.Option(help="Folder or Hub id of a causal language model.")],
-    methods: Annotated[str, typer.Option(help="Names, comma between; see `rope-ext methods`.")],
-    lengths: Annotated[str, typer.Option(help="Context lengths in tokens, such as 512,4k.")],
-    factor: Factor = 4.0,
-    text: Text = None,
-    windows: Annotated[int, typer.Option(help="Windows of text for each length.")] = 16,
-    trials: Annotated[int, typer.Option(help="Passkeys for each length and depth.")] = 10,
-    depths: Annotated[int, typer.Option(help="Depths of the passkey.")] = 5,
-    output: Annotated[Path, typer.Option(help="Folder for results.")] = Path("rope-ext-compare"),
-    resume: Annotated[bool, typer.Option("--resume", help="Use what --output holds.")] = False,
-    overwrite: Annotated[
-        bool, typer.Option("--overwrite", help="Delete results in --output.")
-    ] = False,
-    seed: Annotated[int, typer.Option(help="Of texts, prompts and intervals.")] = 0,
-    dtype: Dtype = "auto",
-    device: Device = "auto",
-    batch_size: Annotated[
-        int | None, typer.Option(help="Rows for each forward. Default: as many as fit.")
-    ] = None,
-    trained_length: TrainedLength = None,
-    compose: Compose = False,
-    option: Option = None,
-) -> None:
+_OF_ARGPARSE: dict[str, Any] = {
+    "context_settings": {"allow_extra_args": True, "ignore_unknown_options": True},
+    "add_help_option": False,
+}
+"""Of commands whose options are those of their tasks."""
+
+
+@app.command(**_OF_ARGPARSE)
+def compare(context: typer.Context) -> None:
     """Measure methods against the unpatched model: perplexity and passkey retrieval."""
-    with clean_errors():
-        from rope_eval.evaluate import evaluate
-        from rope_eval.settings import Settings
-        from rope_eval.tasks import Passkey, Perplexity
+    from rope_eval import command
 
-        names, mistakes = tuple(split(methods)), Mistakes()
-        settings = Settings(
-            models=(model,),
-            methods=names,
-            lengths=mistakes.check(parse_lengths, lengths, default=(2,)),
-            factor=factor,
-            options=mistakes.check(parse_options, option, names, default={}),
-            seed=seed,
-            dtype=dtype,
-            device=device,
-            batch_size=batch_size,
-            trained_length=trained_length,
-            compose=compose,
-            force=True,
-            output=output,
-            resume=resume,
-            overwrite=overwrite,
-        )
-        tasks = [
-            mistakes.check(lambda: Perplexity(text=text or (), windows=windows)),
-            mistakes.check(lambda: Passkey(trials=trials, depths=depths)),
-        ]
-        evaluate(settings, tasks, mistakes)
+    command.compare(context.args)
 
 
-@app.command(
-    "eval",
-    context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
-    add_help_option=False,
-)
+@app.command("eval", **_OF_ARGPARSE)
 def evaluate_tasks(context: typer.Context) -> None:
     """Measure tasks: perplexity, passkey, ruler, babilong and more; see `rope-ext eval -h`."""
     from rope_eval import command

@@ -21,6 +21,7 @@ from rope_ext.terminal import clean_errors, quiet, stoppable, tell
 
 METHOD_HELP = "names, comma between, or repeat; 'none'; 'adapter': what it was trained under"
 OPTION_HELP = "METHOD.NAME=VALUE, NAME=VALUE of a single method, or METHOD=FILE.json"
+_COMPARED = ("perplexity", "passkey")
 FORCE_HELP = "measure lengths beyond what a method reaches, an adapter under another method"
 
 
@@ -40,14 +41,14 @@ def bare(description: str, output: str, model: str | None = None) -> argparse.Ar
     which = "folder or Hub id; repeat for several" + (f" ({model} if left out)" if model else "")
     add("--model", action="append", required=model is None, help=which)
     add("--adapter", help="PEFT adapter, in use wherever a method is")
-    add("--method", action="append", help=METHOD_HELP)
+    add("--method", "--methods", action="append", help=METHOD_HELP)
     add("--factor", type=float, default=4.0, help="how many times the trained length")
     add("--option", action="append", help=OPTION_HELP)
-    add("--trained-length", type=tokens, help="if the configuration does not say it rightly")
+    add("--trained-length", help="tokens, if the configuration does not say it rightly")
     add("--compose", action="store_true", help="patch on top of the checkpoint's own scaling")
     running = made.add_argument_group("how it is run")
     add = running.add_argument
-    add("--dtype", default="auto", choices=DTYPES, help="auto: float32 on a CPU")
+    add("--dtype", default="auto", help=f"{', '.join(DTYPES)}; auto: float32 on a CPU")
     add("--attn", help="attention implementation, such as sdpa, eager, flash_attention_2")
     add("--device", default="auto", help="auto, cpu, cuda, cuda:1, mps ...")
     add("--batch-size", default="auto", help="rows per forward, or auto")
@@ -125,7 +126,7 @@ def settings(args: argparse.Namespace, mistakes: Mistakes | None = None) -> Sett
         device=args.device,
         batch_size=found.check(batch_size, args.batch_size),
         chat=args.chat,
-        trained_length=args.trained_length,
+        trained_length=found.check(trained_length, args.trained_length),
         compose=args.compose,
         force=args.force,
         output=args.output,
@@ -140,6 +141,15 @@ def settings(args: argparse.Namespace, mistakes: Mistakes | None = None) -> Sett
 def tokens(text: str) -> int:
     """``1k`` as 1024, for options that are one number of tokens."""
     return parse_length(text)
+
+
+def trained_length(text: str | None) -> int | None:
+    """``--trained-length`` in tokens, where it is given.
+
+    Raises:
+        OptionError: it is no whole number.
+    """
+    return None if text is None else parse_length(text, "--trained-length")
 
 
 def only_model(args: argparse.Namespace) -> str:
@@ -198,6 +208,16 @@ def call(words: Sequence[str]) -> None:
     if not (names or {"-h", "--help"} & {*given}):
         made.error(f"give the tasks first, some of {known}")
     main(made.parse_args(given), names)
+
+
+def compare(words: Sequence[str]) -> None:
+    """``rope-ext compare``: ``rope-ext eval perplexity passkey`` at every length that is asked."""
+    with clean_errors():
+        about = "Measure methods against the unpatched model: perplexity and passkey retrieval."
+        made = parser(about, "rope-ext-compare", _COMPARED)
+    made.prog = "rope-ext compare"
+    made.set_defaults(force=True)
+    main(made.parse_args(words), _COMPARED)
 
 
 def run(

@@ -12,7 +12,7 @@ from typing import Any
 from torch import nn
 
 from rope_ext.errors import RecordError, UnsupportedModelError
-from rope_ext.record import EXPERTS, FIELD, FIELDS, Record, record_of
+from rope_ext.record import EXPERTS, FIELD, FIELDS, HEAD, Record, record_of
 from rope_ext.rotary.sites import RotarySite, rope_parameters, text_config
 
 CURE = "rope_ext: unknown to plain transformers; load with rope_ext.from_pretrained"
@@ -50,7 +50,7 @@ class ConfigState:
                 f"first, or build each model from its own copy.deepcopy(config)"
             )
         self.saved = [
-            {name: getattr(config, name) for name in FIELDS if hasattr(config, name)}
+            {name: getattr(config, name) for name in FIELDS if _is_field(config, name)}
             for config in self.configs
         ]
 
@@ -86,10 +86,18 @@ class ConfigState:
             for name in FIELDS:
                 if name in saved:
                     setattr(config, name, saved[name])
-                elif hasattr(config, name):
+                elif name != HEAD and hasattr(config, name):
                     delattr(config, name)
         if self.outermost.__dict__.get(EXPERTS) == CURE:
             delattr(self.outermost, EXPERTS)
+
+
+def _is_field(config: Any, name: str) -> bool:
+    """Whether a patch may write it over; a head dimension only where it is null.
+
+    Elsewhere it may be computed, or differ from layer to layer and raise an error when it is read.
+    """
+    return vars(config).get(name, 0) is None if name == HEAD else hasattr(config, name)
 
 
 def is_scaled(decoder: nn.Module, site: RotarySite) -> str | None:

@@ -150,7 +150,7 @@ def _proposals(
 
 def _heads(config: Any) -> list[dict[str, int]]:
     """As it is; where it is null, which some functions of transformers cannot read, a number."""
-    if getattr(config, HEAD, 0) is not None:
+    if vars(config).get(HEAD, 0) is not None:
         return [{}]
     return [{}, {HEAD: config.hidden_size // config.num_attention_heads}]
 

@@ -39,7 +39,8 @@ def own_registry(monkeypatch: pytest.MonkeyPatch) -> None:
 
 SHARED = {
     *("--adapter", "--attn", "--batch-size", "--chat", "--compose", "--device", "--dtype"),
-    *("--factor", "--force", "--help", "--lengths", "--method", "--model", "--option", "--output"),
+    *("--factor", "--force", "--help", "--lengths", "--method", "--methods", "--model"),
+    *("--option", "--output"),
     *("--overwrite", "--resume", "--seed", "--trained-length"),
 }
 GRID = {"--trials", "--depths"}

@@ -51,6 +51,7 @@ def begin(position_map: PositionMap, decoder: nn.Module, given: dict[str, Any]) 
     """Begin a forward with these arguments of the decoder, if a graph can have it."""
     traced = _understood(position_map, decoder, given)
     if traced is not None:
+        traced.exported = calls.is_exporting()
         here.traced.append(traced)
     return traced is not None
 
@@ -63,6 +64,11 @@ def end(position_map: PositionMap, output: Any) -> None:
         cache = getattr(part, "past_key_values", part)
         if isinstance(cache, Cache) and traced.known is not None:
             note(cache, traced.known)
+
+
+def forget_failed() -> None:
+    """Drop forwards of exports that an error has ended: torch runs no hooks after one of these."""
+    here.traced[:] = [traced for traced in here.traced if not traced.exported]
 
 
 def mask(arguments: dict[str, Any]) -> BatchMask:
@@ -210,7 +216,7 @@ class Traced:
         mask: torch.Tensor | None,
         regular: bool,
     ) -> None:
-        self.map, self.regular = position_map, regular
+        self.map, self.regular, self.exported = position_map, regular, False
         self.rows, self.tokens, self.filled, self.room, self.cache, self.known = slots
         self.padding: torch.Tensor | None = None
         if mask is not None:

@@ -186,6 +186,8 @@ class Installed:
         """Decoder pre-hook."""
         if torch.is_grad_enabled():  # a step of an optimizer may have left the bounds
             self._clamp()
+        if here.traced and not torch.compiler.is_compiling():
+            compiled.forget_failed()
         given = {**dict(zip(self._names, args, strict=False)), **kwargs}
         if not (self._traceable() and compiled.begin(self.map, decoder, given)):
             self._begin(given)

@@ -43,6 +43,11 @@ def test_attention_that_onnx_cannot_hold_is_refused_with_the_cure(
     monkeypatch.setattr(torch.onnx, "is_in_onnx_export", lambda: True)
     with pytest.raises(rope_ext.UnsupportedModelError, match=r"ONNX has no operator.*'yarn'"):
         program(model, ids[:1, :40])
+    monkeypatch.undo()
+    positions = torch.arange(20).repeat(2)[None]  # two documents, which a graph does not keep apart
+    said = model(ids[:1, :40], position_ids=positions, **BARE).logits
+    torch.testing.assert_close(said[:, :20], model(ids[:1, :20], **BARE).logits, **CLOSE)
+    torch.testing.assert_close(said[:, 20:], model(ids[:1, 20:40], **BARE).logits, **CLOSE)
 
 
 @pytest.mark.slow

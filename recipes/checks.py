@@ -85,7 +85,7 @@ RULES: dict[str, Rule] = {
     "eval_accumulation_steps": at_least(1),
     "max_steps": (lambda value: value == -1 or value >= 1, "1 or more, or -1 to train by epochs"),
     "num_train_epochs": POSITIVE,
-    "learning_rate": POSITIVE,
+    "learning_rate": at_least(0),  # 0: the adapter before training, for comparison
     "weight_decay": at_least(0),
     "adam_beta1": _BELOW_ONE,
     "adam_beta2": _BELOW_ONE,

@@ -253,6 +253,8 @@ def _against(reading: Reading, base: Reading, bench: Bench, task: str) -> str:
 
 
 def _estimate(found: Any, form: str) -> str:
+    if found.low is None:  # a single document
+        return form.format(found.value)
     return f"{form.format(found.value)} ({form.format(found.low)} to {form.format(found.high)})"
 
 

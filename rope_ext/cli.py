@@ -21,9 +21,9 @@ from rope_ext.cli_arguments import (
     Target,
     TrainedLength,
 )
-from rope_ext.errors import OptionError
+from rope_ext.errors import Mistakes, OptionError
 from rope_ext.evaluators import find
-from rope_ext.terminal import clean_errors, quiet, tell
+from rope_ext.terminal import clean_errors, quiet, stoppable, tell
 
 app = typer.Typer(no_args_is_help=True, add_completion=False)
 if (evaluators := find("cli")) is not None:
@@ -130,7 +130,7 @@ def gguf(
     option: Option = None,
 ) -> None:
     """Write a patch into a file of llama.cpp: keys, and a tensor where they cannot say it."""
-    with clean_errors():
+    with clean_errors(), stoppable("nothing was written; run the same command again"):
         from rope_ext.engines import gguf_file
 
         if file is None:
@@ -196,7 +196,7 @@ def verify(
 
         quiet()
         longest = parse_length(length)
-        _check_verify(flags, factor_error, tolerance)
+        _check_verify(flags, factor_error, tolerance, url, write)
         if url is None and write is None and engine not in verifying.ENGINES:
             raise OptionError(
                 f"--engine {engine!r} is not run here; give one of "
@@ -236,14 +236,35 @@ def verify(
         sys.exit(found.exit_code)
 
 
-def _check_verify(flags: str | None, factor_error: float, tolerance: float | None) -> None:
+def _check_verify(
+    flags: str | None,
+    factor_error: float,
+    tolerance: float | None,
+    url: str | None,
+    write: Path | None,
+) -> None:
     from rope_ext.engines import running
 
+    mistakes = Mistakes()
     if not 0 < factor_error < 1:
-        raise OptionError(f"--factor-error {factor_error:g} has to be between 0 and 1, as 0.01")
+        mistakes.add(
+            OptionError(f"--factor-error {factor_error:g} has to be between 0 and 1, as 0.01")
+        )
     if tolerance is not None and not tolerance > 0:
-        raise OptionError(f"--tolerance {tolerance:g} has to be above 0, as 0.002")
-    given = running.overridden(shlex.split(flags or ""))
+        mistakes.add(OptionError(f"--tolerance {tolerance:g} has to be above 0, as 0.002"))
+    if url is not None and write is not None:
+        mistakes.add(
+            OptionError("--write comes first; serve what it wrote, then give --url without --write")
+        )
+    if url is not None and not url.startswith(("http://", "https://")):
+        mistakes.add(OptionError(f"--url {url!r} is no address; give one as http://HOST:PORT"))
+    words: list[str] = []
+    try:
+        words = shlex.split(flags or "")
+    except ValueError as error:
+        mistakes.add(OptionError(f"--flags {flags!r} cannot be split into words: {error}"))
+    mistakes.report()
+    given = running.overridden(words)
     if given:
         tell(
             f"note: {shlex.join(running.EXACT)} override {', '.join(given)} of --flags: the check "

@@ -13,7 +13,9 @@ def draft_of(path: Path) -> Iterator[Path]:
     """A new file to write, which takes the place of ``path`` when the block ends well.
 
     It is in a temporary folder beside ``path``: no name that it has can belong to somebody else.
+    A symbolic link stays one, and what it leads to is replaced.
     """
+    path = path.resolve()
     with TemporaryDirectory(dir=path.parent, prefix=".rope-ext-") as folder:
         draft = Path(folder) / path.name
         yield draft

@@ -54,9 +54,10 @@ def by_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def no_graphs() -> None:
-    """What dynamo has compiled and counted is forgotten."""
+    """What dynamo has compiled and counted is forgotten, and no cache of another test lives on."""
     import torch
     from torch._dynamo.utils import counters
 
     torch._dynamo.reset()
     counters.clear()
+    gc.collect()  # a patch marks every cache, with a hook that leaves, and recompiles, as they go

@@ -104,14 +104,16 @@ class GGUFFile:
             table: what frequencies are divided by.
 
         Raises:
-            ExportError: ``output`` is this file or a folder, or cannot be written, or this file has
-                become shorter since it was read.
+            ExportError: ``output`` is this file, a folder, a pipe or device, or cannot be
+                written, or this file has become shorter since it was read.
         """
         output = Path(output)
         if output.is_dir():
             raise ExportError(f"{output} is a folder; give --output the name of a file")
         if output.exists() and output.samefile(self.path):
             raise ExportError(f"{output} is the file to read; give --output another name")
+        if output.exists() and not output.is_file():
+            raise ExportError(f"{output} is a pipe or device; give --output the name of a file")
         try:
             with (
                 open(self.path, "rb") as source,

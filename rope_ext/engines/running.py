@@ -147,7 +147,7 @@ def _post(url: str, body: dict) -> dict:
             f"{url} answers with something that is not JSON ({shown!r}); give --url the address of "
             f"an OpenAI-compatible server, without a path"
         ) from None
-    if isinstance(parsed, dict) and "choices" not in parsed:
+    if isinstance(parsed, dict) and not parsed.get("choices"):
         error = parsed.get("error") or parsed.get("message") or parsed.get("detail")
         if error:
             message = error.get("message", error) if isinstance(error, dict) else error

@@ -473,13 +473,17 @@ def _notes(found: Judgement, longest: int, trained: int, returned: float) -> tup
     notes = []
     if found.verdict == "cannot tell":
         notes.append(
-            f"the engine's rounding is too large beside what is between them; serve the miniature "
-            f"in float32 (vLLM and SGLang: --dtype float32), have more than the "
-            f"{returned:.0f} log-probabilities returned, or give --length more"
+            f"either the engine's rounding is too large beside what is between them: serve the "
+            f"miniature in float32 (vLLM and SGLang: --dtype float32) and give --tolerance "
+            f"{TOLERANCE:g}, have more than the {returned:.0f} log-probabilities returned, or give "
+            f"--length more; or the engine computes something that is none of them"
         )
         small = (VERDICTS[0], " more)", " less)")
         if VERDICTS[0] in found.candidates and all(n.endswith(small) for n in found.candidates):
-            notes.append("if a small error of the factor does not matter, give --factor-error more")
+            notes.append(
+                "if a small error of the factor does not matter, give --factor-error more: smaller "
+                "ones then pass"
+            )
     if longest <= trained:
         notes.append(
             f"no prompt is longer than the trained {trained} tokens, beyond which an engine may do "

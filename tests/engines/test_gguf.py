@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import hashlib
+import os
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -191,3 +193,37 @@ def test_a_source_that_shrinks_is_an_error(file: Path, tmp_path: Path) -> None:
     with pytest.raises(rope_ext.ExportError, match="ends early"):
         read.write(tmp_path / "b.gguf", {}, None)
     assert not (tmp_path / "b.gguf").exists()
+
+
+def test_output_that_is_no_file_is_refused_and_left_alone(file: Path, tmp_path: Path) -> None:
+    pipe = tmp_path / "pipe.gguf"
+    os.mkfifo(pipe)
+    result = run(file, "--method", "yarn", "--output", pipe)
+    assert result.exit_code == 2 and "is a pipe or device" in result.stderr
+    assert pipe.is_fifo()
+
+
+def test_output_that_is_a_link_is_written_through(file: Path, tmp_path: Path) -> None:
+    (tmp_path / "store").mkdir()
+    link = tmp_path / "latest.gguf"
+    link.symlink_to("store/b.gguf")  # leads to nothing yet
+    for _ in range(2):
+        assert run(file, "--method", "yarn", "--output", link).exit_code == 0
+        assert link.is_symlink()
+        assert keys(tmp_path / "store" / "b.gguf")["llama.rope.scaling.type"] == "yarn"
+    assert [path.name for path in (tmp_path / "store").iterdir()] == ["b.gguf"]
+
+
+def test_a_signal_leaves_nothing_half_written(
+    file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def killed(*_: Any) -> None:
+        assert list(tmp_path.glob(".rope-ext-*"))  # being written
+        assert signal.getsignal(signal.SIGTERM) != signal.SIG_DFL  # else it would end the tests
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    monkeypatch.setattr(gguf_file, "_copy", killed)
+    before = sorted(path.name for path in tmp_path.iterdir())
+    result = run(file, "--method", "yarn", "--output", tmp_path / "b.gguf")
+    assert result.exit_code == 128 + signal.SIGTERM and "nothing was written" in result.stderr
+    assert sorted(path.name for path in tmp_path.iterdir()) == before

@@ -402,6 +402,7 @@ def test_what_cannot_be_told_apart_has_an_exit_code_of_its_own(folder: str, shor
         (b'{"error": {"message": "max_logprobs is 5"}}', "an error: max_logprobs is 5"),
         (b'{"error": "no such model"}', "an error: no such model"),
         (b'{"object": "error", "message": "too long"}', "an error: too long"),
+        (b'{"error": {"message": "out of memory"}, "choices": []}', "an error: out of memory"),
         (b"[1, 2]", "gives no log-probabilities with their tokens"),
     ],
 )
@@ -416,6 +417,19 @@ def test_flags_of_the_cache_that_are_overridden_are_named(folder: str) -> None:
     result = run(*words, "--ctx-size 256 -ctk q8_0 --cache-type-v q4_0")
     assert "override -ctk, --cache-type-v of --flags" in result.stderr
     assert "override" not in run(*words, "--ctx-size 256").stderr
+
+
+def test_all_wrong_options_are_reported_at_once(folder: str, tmp_path: Path) -> None:
+    words = ["--url", "localhost:8000", "--write", str(tmp_path / "out"), "--flags", "'unclosed"]
+    result = run(folder, "--method", "yarn", *words)
+    assert result.exit_code == 2
+    told = " ".join(result.stderr.split())
+    assert "--url 'localhost:8000' is no address; give one as http://HOST:PORT" in told
+    assert "--write comes first" in told
+    assert "cannot be split into words: No closing quotation" in told
+    assert not (tmp_path / "out").exists()
+    result = run(folder, "--method", "yarn", "--url", "")
+    assert result.exit_code == 2 and "--url '' is no address" in result.stderr
 
 
 def test_the_command_says_what_is_missing(folder: str) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 from typing import Any
 
 import pytest
@@ -30,11 +29,7 @@ def patch(name: str) -> nn.Module:
     return rope_ext.patch(tiny_llama(num_hidden_layers=1), name, factor=4, **METHODS[name])
 
 
-@pytest.fixture(autouse=True)
-def _fresh() -> None:
-    torch._dynamo.reset()
-    counters.clear()
-    gc.collect()  # the caches of other tests, which a patch marks
+pytestmark = pytest.mark.usefixtures("no_graphs")
 
 
 @pytest.mark.parametrize("name", METHODS)

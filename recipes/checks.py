@@ -1,59 +1,14 @@
-"""Settings that are out of range, and all mistakes of a command reported at once."""
+"""Settings that are out of range."""
 
 from __future__ import annotations
 
-import contextlib
 import importlib.util
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from transformers import training_args
-
-from rope_ext.errors import OptionError, RopeExtError
-
-
-class Mistakes:
-    """Errors that are collected, so that a user can correct all of them at once."""
-
-    def __init__(self) -> None:
-        self.errors: list[RopeExtError] = []
-
-    def __bool__(self) -> bool:
-        return bool(self.errors)
-
-    def add(self, messages: Iterable[str]) -> None:
-        """Record each message as an OptionError."""
-        with self.collected():
-            for message in messages:
-                self._record(OptionError(message))
-
-    @contextlib.contextmanager
-    def collected(self) -> Iterator[None]:
-        """Record an error of this package instead of raising it."""
-        try:
-            yield
-        except RopeExtError as error:
-            self._record(error)
-
-    def _record(self, error: RopeExtError) -> None:
-        if str(error) not in map(str, self.errors):
-            self.errors.append(error)
-
-    def report(self) -> None:
-        """Raise what was recorded, if anything was.
-
-        Raises:
-            RopeExtError: the only error as it is; several as one OptionError that lists them.
-        """
-        if not self.errors:
-            return
-        if len(self.errors) == 1:
-            raise self.errors[0]
-        listed = "".join(f"\n  {n}. {error}" for n, error in enumerate(self.errors, 1))
-        raise OptionError(f"{len(self.errors)} settings need to be corrected:{listed}")
-
 
 Rule = tuple[Callable[[Any], bool], str]
 

@@ -35,7 +35,6 @@ from transformers.trainer_utils import EvalLoopOutput
 
 import rope_ext
 from recipes import data, evaluation, positions
-from recipes.checks import Mistakes
 from recipes.loss import ChunkedLoss
 from recipes.parallel import (
     check_parallelism,
@@ -61,7 +60,7 @@ from recipes.settings import (
 )
 from recipes.stream import Stream
 from rope_ext.checkpoints import load_config, load_tokenizer
-from rope_ext.errors import OptionError, RopeExtError, first_line
+from rope_ext.errors import Mistakes, OptionError, RopeExtError, first_line
 from rope_ext.methods import reach
 from rope_ext.position.bias import learned
 

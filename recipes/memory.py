@@ -51,10 +51,10 @@ from transformers import (
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from recipes import finetune, settings
-from recipes.checks import Mistakes, at_least, out_of_range
+from recipes.checks import at_least, out_of_range
 from recipes.settings import mask_bytes
 from rope_ext.checkpoints import load_config
-from rope_ext.errors import OptionError, RopeExtError
+from rope_ext.errors import Mistakes, OptionError, RopeExtError
 
 BLOCK = 64  # weights that share a constant in 4 bits (QLoRA, arXiv 2305.14314, section 3)
 TWO_STATES = ("adamw_torch", "adamw_torch_fused", "paged_adamw_32bit")  # as large as the weights
@@ -415,7 +415,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     options, more = parser.parse_known_args(argv)
     try:
         mistakes, config = Mistakes(), None
-        mistakes.add(out_of_range(vars(options), {"devices": at_least(1)}).values())
+        mistakes.add_all(out_of_range(vars(options), {"devices": at_least(1)}).values())
         if options.shape is not None:
             with mistakes.collected():
                 config = of_shape(options.shape)

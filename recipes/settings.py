@@ -22,11 +22,11 @@ from transformers import HfArgumentParser, TrainingArguments
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.trainer import TRAINER_STATE_NAME
 
-from recipes.checks import Mistakes, out_of_range, unsupported
+from recipes.checks import out_of_range, unsupported
 from recipes.data import PYTHON_LIBRARY
 from rope_eval.plots.style import require_matplotlib
 from rope_ext.drafts import draft_of
-from rope_ext.errors import OptionError, first_line, nearest
+from rope_ext.errors import Mistakes, OptionError, first_line, nearest
 from rope_ext.methods import build_method
 
 NONE = "none"
@@ -162,9 +162,9 @@ def read_settings(argv: Sequence[str], mistakes: Mistakes) -> tuple[Recipe, Any]
     found, unknown = parser.parse_known_args([*words, *argv])
     for word in unknown:
         name = word.lstrip("-").partition("=")[0]
-        mistakes.add([f"unknown setting {word!r}{nearest(name, names) or ';'} see --help"])
+        mistakes.add(f"unknown setting {word!r}{nearest(name, names) or ';'} see --help")
     values = vars(found)
-    mistakes.add(out_of_range(values).values())
+    mistakes.add_all(out_of_range(values).values())
     recipe = Recipe(**{option.name: values[option.name] for option in fields(Recipe)})
     return recipe, _training_arguments(values, mistakes)
 
@@ -173,14 +173,14 @@ def _training_arguments(values: Mapping[str, Any], mistakes: Mistakes) -> Any:
     options = {option.name: option for option in fields(TrainingArguments) if option.init}
     given = {name: values[name] for name in options}
     supported = dict(given)
-    mistakes.add(unsupported(supported))
+    mistakes.add_all(unsupported(supported))
     for name in out_of_range(given):  # those are recorded already, and hide what else is wrong
         supported[name] = options[name].default
     plain = argparse.Namespace(**given, world_size=int(os.environ.get("WORLD_SIZE", "1")))
     try:
         args = TrainingArguments(**supported)
     except Exception as error:  # transformers, accelerate and DeepSpeed raise many kinds
-        mistakes.add([f"transformers refuses these settings: {first_line(error)}"])
+        mistakes.add(f"transformers refuses these settings: {first_line(error)}")
         return plain
     return args if supported == given else plain
 
@@ -213,7 +213,7 @@ def _words(file: str, names: set[str], mistakes: Mistakes) -> list[str]:
     for name, value in values.items():
         if name not in names:
             near = nearest(str(name), names) or "; see --help"
-            mistakes.add([f"{file}: unknown setting {name!r}{near}"])
+            mistakes.add(f"{file}: unknown setting {name!r}{near}")
             continue
         many = value if isinstance(value, list) else [value]
         shown = [json.dumps(v) if isinstance(v, dict) else str(v) for v in many]
@@ -262,27 +262,25 @@ def check_together(recipe: Recipe, args: Any, mistakes: Mistakes | None = None) 
     found = Mistakes() if mistakes is None else mistakes
     for name in ("model", "dataset", "length"):
         if getattr(recipe, name) is None and not (name == "dataset" and recipe.datasets):
-            found.add([f"--{name} is missing; give it in the recipe or on the command line"])
+            found.add(f"--{name} is missing; give it in the recipe or on the command line")
     method = None
     with found.collected():
         method = method_of(recipe)
-    found.add(_of_lora(recipe, args))
-    found.add(_of_method(recipe, method))
-    found.add(_of_attention(recipe))
+    found.add_all(_of_lora(recipe, args))
+    found.add_all(_of_method(recipe, method))
+    found.add_all(_of_attention(recipe))
     if recipe.length is not None:
-        found.add(_of_rows(recipe, args))
+        found.add_all(_of_rows(recipe, args))
         if recipe.document_masking and not (method and method.attends):
-            found.add(_of_masking(recipe, args))
+            found.add_all(_of_masking(recipe, args))
     if args.eval_strategy != "no":
-        found.add(_of_evaluation(recipe))
+        found.add_all(_of_evaluation(recipe))
         with found.collected():
             require_matplotlib()
     if recipe.chunked_loss and (args.use_liger_kernel or args.label_smoothing_factor):
         found.add(
-            [
-                "--chunked_loss is the loss already, without label smoothing; leave "
-                "--use_liger_kernel and --label_smoothing_factor out, or give --chunked_loss false"
-            ]
+            "--chunked_loss is the loss already, without label smoothing; leave "
+            "--use_liger_kernel and --label_smoothing_factor out, or give --chunked_loss false"
         )
     if mistakes is None:
         found.report()

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from recipes import finetune
-from recipes.checks import Mistakes, at_least, out_of_range
+from recipes.checks import at_least, out_of_range
 from rope_eval.data.text import python_library, read_texts
 from rope_eval.evaluate import evaluate
 from rope_eval.folder import held, replace_file
@@ -34,7 +34,7 @@ from rope_eval.settings import Settings
 from rope_eval.tasks.passkey import Passkey
 from rope_eval.tasks.perplexity import Perplexity
 from rope_ext.arguments import parse_lengths
-from rope_ext.errors import OptionError, RopeExtError
+from rope_ext.errors import Mistakes, OptionError, RopeExtError
 from rope_ext.method_options import ADAPTER
 
 LENGTH = 512  # that both checkpoints were trained on
@@ -315,9 +315,9 @@ def main(given: Sequence[str] | None = None) -> None:
     for name in names:
         if name not in OPERATIONS:
             known = ", ".join(OPERATIONS)
-            mistakes.add([f"--only {name!r} is unknown. Operations: {known}"])
+            mistakes.add(f"--only {name!r} is unknown. Operations: {known}")
     rules = dict.fromkeys(("steps", "windows", "trials"), at_least(1))
-    mistakes.add(out_of_range(vars(args), rules).values())
+    mistakes.add_all(out_of_range(vars(args), rules).values())
     with mistakes.collected():
         parse_lengths(args.lengths)
     mistakes.report()

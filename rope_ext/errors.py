@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 
@@ -77,23 +78,40 @@ class SeveralErrors(RopeExtError):
 
 
 class Mistakes:
-    """Collects errors, so that all of them are reported at once."""
+    """Collects errors, so that all of them are reported at once; true if there are any."""
 
     def __init__(self) -> None:
         self.errors: list[RopeExtError] = []
 
-    def check(self, check: Callable[..., Any], *given: Any, default: Any = None) -> Any:
-        """The result of ``check(*given)``; ``default`` if it raises, which is remembered."""
-        try:
-            return check(*given)
-        except RopeExtError as error:
-            self.add(error)
-            return default
+    def __bool__(self) -> bool:
+        return bool(self.errors)
 
-    def add(self, error: RopeExtError) -> None:
-        """Remember an error; one that is known already is not repeated."""
+    def add(self, error: RopeExtError | str) -> None:
+        """Remember an error, or the message of an ``OptionError``; none is kept twice."""
+        if isinstance(error, str):
+            error = OptionError(error)
         known = set(map(str, self.errors))
         self.errors += [one for one in getattr(error, "errors", [error]) if str(one) not in known]
+
+    def add_all(self, messages: Iterable[str]) -> None:
+        """Remember each message, and the error that ends them if one is raised."""
+        with self.collected():
+            for message in messages:
+                self.add(message)
+
+    @contextmanager
+    def collected(self) -> Iterator[None]:
+        """Remember an error of this package that the block raises."""
+        try:
+            yield
+        except RopeExtError as error:
+            self.add(error)
+
+    def check(self, check: Callable[..., Any], *given: Any, default: Any = None) -> Any:
+        """The result of ``check(*given)``; ``default`` if it raises, which is remembered."""
+        with self.collected():
+            return check(*given)
+        return default
 
     def report(self) -> None:
         """Raise what was collected: one error as it is, several as ``SeveralErrors``."""

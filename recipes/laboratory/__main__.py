@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from recipes.checks import POSITIVE, Mistakes, at_least, out_of_range
+from recipes.checks import POSITIVE, at_least, out_of_range
 from recipes.laboratory import page
 from recipes.laboratory.log import Cell, Log
 from recipes.laboratory.model import Size, chosen
@@ -29,7 +29,7 @@ from recipes.laboratory.text import Text
 from recipes.laboratory.training import Subject, run
 from rope_eval.folder import Folder
 from rope_eval.run.runner import Crew
-from rope_ext.errors import MeasureError, RopeExtError, first_line, nearest
+from rope_ext.errors import MeasureError, Mistakes, RopeExtError, first_line, nearest
 from rope_ext.terminal import stoppable
 
 TEXT, LENGTHS = "text", "tasks"
@@ -69,8 +69,8 @@ def arguments(given: list[str] | None = None) -> argparse.Namespace:
     add("--report", action="store_true", help="only write the page of what is finished")
     args = parser.parse_args(given)
     mistakes = Mistakes()
-    mistakes.add(out_of_range(vars(args), _RULES, separator="-").values())
-    mistakes.add(_unsuitable(args))
+    mistakes.add_all(out_of_range(vars(args), _RULES, separator="-").values())
+    mistakes.add_all(_unsuitable(args))
     with mistakes.collected():
         chosen(args.encodings)
     mistakes.report()

@@ -16,10 +16,10 @@ from pathlib import Path
 import torch
 from transformers import Trainer, TrainingArguments
 
-from recipes.checks import POSITIVE, SEED, Mistakes, at_least, out_of_range
+from recipes.checks import POSITIVE, SEED, at_least, out_of_range
 from recipes.pretrain import tiny_512, tiny_bytes_512
 from recipes.pretrain.django_docs import as_jsonl
-from rope_ext.errors import RopeExtError
+from rope_ext.errors import Mistakes, RopeExtError
 
 CHECKPOINTS = {
     "tiny-512": tiny_512.CHECKPOINT,
@@ -125,7 +125,7 @@ def main() -> None:
     parser.add_argument("--save-steps", type=int, default=100)
     args = parser.parse_args()
     mistakes = Mistakes()
-    mistakes.add(out_of_range(vars(args), _RULES, separator="-").values())
+    mistakes.add_all(out_of_range(vars(args), _RULES, separator="-").values())
     mistakes.report()
     made = CHECKPOINTS[args.name]
     output = args.output or Path("checkpoints") / args.name

@@ -25,7 +25,7 @@ from recipes.laboratory.published import Published, hold
 from recipes.laboratory.tasks import GIVEN, READ, TASKS, Tasks, problem
 from recipes.laboratory.training import peak_of
 from recipes.pretrain.train import MuonAdamW
-from rope_ext.errors import MeasureError, OptionError
+from rope_ext.errors import MeasureError, OptionError, RopeExtError
 from rope_ext.methods.registry import all_encodings
 
 SMALL = Size(width=32, layers=1, heads=4)
@@ -259,10 +259,10 @@ def test_wrong_options_are_told_before_anything_is_trained() -> None:
         (["--problem-steps", "0"], "--problem-steps 0 is not valid; it must be 1 or more"),
         (["--length", "32"], "--length 32 is not valid; it must be 64 or more"),
         (["--learning-rate", "-1"], "--learning-rate -1 is not valid"),
-        (["--seeds", "0", "--heads", "0"], "(?s)2 settings.*--seeds 0.*--heads 0"),
+        (["--seeds", "0", "--heads", "0"], "(?s)2 mistakes.*--seeds 0.*--heads 0"),
         (["--rows", "-2", "--encodings", "albi"], "(?s)--rows -2.*--encodings 'albi'"),
     ):
-        with pytest.raises(OptionError, match=message):
+        with pytest.raises(RopeExtError, match=message):
             main(given)
 
 

@@ -209,5 +209,5 @@ def test_all_bad_numbers_are_reported_at_once(capsys: pytest.CaptureFixture[str]
     with pytest.raises(SystemExit, match="2"):
         memory.main([recipe, "--devices", "0", "--shape", "hidden=0", "--seed", "-1"])
     error = capsys.readouterr().err
-    assert error.startswith("3 settings")
+    assert error.startswith("3 mistakes")
     assert all(words in error for words in ("--devices 0", "'hidden=0'", "--seed -1"))

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from recipes.pretrain import tiny_512, tiny_bytes_512, train
 from rope_eval.data.text import read_texts
 from rope_eval.tasks.passkey import FILLER, INTRO, NEEDLE, QUESTION
-from rope_ext.errors import OptionError
+from rope_ext.errors import SeveralErrors
 
 BYTES = Path(__file__).parents[2] / "checkpoints" / "tiny-bytes-512"
 
@@ -115,7 +115,7 @@ def test_the_recipe_begins_resumes_and_writes_a_checkpoint_that_loads(
 def test_every_wrong_number_is_told_before_anything_is_read(monkeypatch) -> None:
     words = ["--steps", "-5", "--batch-size", "0", "--learning-rate", "nan", "--seed", "-1"]
     monkeypatch.setattr(sys, "argv", ["train.py", "tiny-512", *words, "--save-steps", "0"])
-    with pytest.raises(OptionError) as caught:
+    with pytest.raises(SeveralErrors) as caught:
         train.main()
     for option in ("--steps -5", "--batch-size 0", "--learning-rate nan", "--seed -1", "--save-st"):
         assert f"{option}" in str(caught.value)

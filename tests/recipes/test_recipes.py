@@ -30,7 +30,7 @@ import rope_ext
 from recipes import checks, data, finetune, merge, parallel, positions, settings
 from recipes.loss import ChunkedLoss
 from rope_ext import OptionError, RopeExtError
-from rope_ext.errors import MeasureError
+from rope_ext.errors import MeasureError, SeveralErrors
 from rope_ext.position.bias import learned
 from tests.helpers.checkpoint import TRAINED
 from tests.helpers.models import tiny_llama
@@ -629,11 +629,11 @@ def test_every_mistake_is_reported_at_once(
         "deepspeed": "x.json",
         "learning_rat": 1,
     }
-    with pytest.raises(OptionError) as caught:
+    with pytest.raises(SeveralErrors) as caught:
         finetune.main(arguments(checkpoint, texts, **{"output": tmp_path / "run", **bad}))
     lines = str(caught.value).split("\n")
-    assert lines[0] == f"{len(lines) - 1} settings need to be corrected:"
-    assert [line.split()[0] for line in lines[1:]] == [f"{n}." for n in range(1, len(lines))]
+    assert lines[0] == f"{len(lines) - 1} mistakes:"
+    assert all(line.startswith("  - ") for line in lines[1:])
     for words in (
         *("nowhere/at-all", "is not a directory", "--lora_r -4", "--lora_dropout 2", "'yarm'"),
         *("--per_device_train_batch_size 0", "'sdpaa'", "'books'", "--pose_chunks 65", "x.json"),
@@ -646,10 +646,12 @@ def test_what_depends_on_the_model_is_reported_with_the_rest(
     checkpoint: Path, texts: Path, tmp_path: Path, weights: None
 ) -> None:
     more = {"length": 600, "seed": -1, "pose_chunks": 0}
-    with pytest.raises(OptionError, match=r"(?s)2 settings.*--seed -1.*at most the target of 512"):
+    with pytest.raises(
+        SeveralErrors, match=r"(?s)2 mistakes.*--seed -1.*at most the target of 512"
+    ):
         finetune.main(arguments(checkpoint, texts, tmp_path / "run", **more))
     more = {"length": 600, "lora_target": ["query"], "pose_chunks": 0}
-    with pytest.raises(OptionError, match=r"(?s)2 settings.*target of 512.*some of down_proj"):
+    with pytest.raises(SeveralErrors, match=r"(?s)2 mistakes.*target of 512.*some of down_proj"):
         finetune.main(arguments(checkpoint, texts, tmp_path / "run", **more))
 
 
@@ -659,7 +661,7 @@ def test_bfloat16_without_a_gpu_is_told_with_everything_else(
     monkeypatch.setattr(checks.training_args, "is_torch_bf16_gpu_available", lambda: False)
     monkeypatch.setattr(checks.importlib.util, "find_spec", lambda name: None)
     more = {"use_cpu": None, "bf16": True, "model": "nowhere/at-all", "deepspeed": "x.json"}
-    with pytest.raises(OptionError) as caught:
+    with pytest.raises(SeveralErrors) as caught:
         finetune.main(arguments(checkpoint, texts, tmp_path / "run", **more))
     bf16, deepspeed, model = str(caught.value).split("\n")[1:]
     assert "--bf16 true needs a GPU" in bf16 and "--use_cpu true" in bf16

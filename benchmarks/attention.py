@@ -24,7 +24,7 @@ from benchmarks import measuring
 from benchmarks.measuring import COLUMNS, NATIVE, Attend, Measured, prefill, ratios, show, tensors
 from rope_ext.attention import dispatch as attention
 from rope_ext.attention import reference
-from rope_ext.attention.call import Call, Pairs, Turn, TurnedBand
+from rope_ext.attention.call import Call, Pairs, RotatedBand, Rotation
 from rope_ext.attention.step import Ring, Step
 from rope_ext.methods.geometry import ChunkGap, Distance
 from rope_ext.position.attend import LAYER, Layer
@@ -41,7 +41,7 @@ def halves(columns: int) -> Pairs:
     return Pairs(slice(0, columns // 2), slice(columns // 2, columns))
 
 
-def _turn(positions: torch.Tensor, columns: int = COLUMNS) -> Turn:
+def _rotation(positions: torch.Tensor, columns: int = COLUMNS) -> Rotation:
     inv_freq = 10000.0 ** -(torch.arange(0, columns, 2, device=positions.device) / columns)
     angles = positions[:, None] * inv_freq
     return angles.cos(), angles.sin()
@@ -54,36 +54,36 @@ def bands(
     window: int,
     columns: int = COLUMNS,
     device: str | torch.device = "cpu",
-) -> list[TurnedBand]:
+) -> list[RotatedBand]:
     """What a method asks of the kernel; in decoding the keys are cached as far as can be."""
-    turn = functools.partial(_turn, columns=columns)
+    rotation = functools.partial(_rotation, columns=columns)
     at = torch.arange(keys, dtype=torch.float32, device=device)
-    own, key = turn(at[-queries:]), turn(at)
-    far = turn(torch.full((1,), float(window), device=device))
+    own, key = rotation(at[-queries:]), rotation(at)
+    far = rotation(torch.full((1,), float(window), device=device))
     if variant == "rerope":
         return [
-            TurnedBand(Distance(0, window), own, key),
-            TurnedBand(Distance(window, None), far, None),
+            RotatedBand(Distance(0, window), own, key),
+            RotatedBand(Distance(window, None), far, None),
         ]
     if variant == "self_extend":
-        grouped = turn((at[-queries:] / 8).floor() + window - window // 8)
+        grouped = rotation((at[-queries:] / 8).floor() + window - window // 8)
         return [
-            TurnedBand(Distance(0, window), own, key),
-            TurnedBand(
-                Distance(window, None), grouped, turn((at / 8).floor()) if queries > 1 else None
+            RotatedBand(Distance(0, window), own, key),
+            RotatedBand(
+                Distance(window, None), grouped, rotation((at / 8).floor()) if queries > 1 else None
             ),
         ]
     if variant == "string":
-        shifted = turn(at[-queries:] - window + 128)
+        shifted = rotation(at[-queries:] - window + 128)
         return [
-            TurnedBand(Distance(0, window), own, None),
-            TurnedBand(Distance(window, None), shifted, None),
+            RotatedBand(Distance(0, window), own, None),
+            RotatedBand(Distance(window, None), shifted, None),
         ]
     if variant == "dual_chunk":
         return [
-            TurnedBand(ChunkGap(window, 0, 0), own, None),
-            TurnedBand(ChunkGap(window, 1, 1), own, None),
-            TurnedBand(ChunkGap(window, 2, None), far, None),
+            RotatedBand(ChunkGap(window, 0, 0), own, None),
+            RotatedBand(ChunkGap(window, 1, 1), own, None),
+            RotatedBand(ChunkGap(window, 2, None), far, None),
         ]
     raise ValueError(variant)
 
@@ -98,7 +98,7 @@ def rotary(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tenso
 
 
 def native(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, own: Turn, cached: Turn
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, own: Rotation, cached: Rotation
 ) -> torch.Tensor:
     return F.scaled_dot_product_attention(
         rotary(query, *own),
@@ -121,7 +121,7 @@ def attend(
     """A call of the variant."""
     queries, keys, columns = query.shape[2], key.shape[2], query.shape[-1]
     if variant == NATIVE:
-        made = _turn(torch.arange(keys, device=query.device), columns)
+        made = _rotation(torch.arange(keys, device=query.device), columns)
         tables = [torch.cat((t, t), dim=-1).to(query.dtype) for t in made]
         own = [table[-queries:] for table in tables]
         cached = tables if queries > 1 else None  # a cache holds rotated keys
@@ -181,13 +181,13 @@ def step(
     key = cached[0][0]
     keys, scale = key.shape[2], query.shape[-1] ** -0.5
     layer = layer_of(variant, key.shape[1], window)
-    bands = layer.map.turns(layer.layout)
+    bands = layer.map.rotations(layer.layout)
     of_layer: list[dict[int, Ring]] = [{} for _ in cached]
 
     def method_step() -> None:
-        heat = layer.map.heat(keys - 1)
-        shared = Step.of(
-            bands, 0, keys, heat, layer.layout.columns, layer.layout.pairs, query.dtype
+        query_scale = layer.map.query_scale(keys - 1)
+        shared = Step.from_bands(
+            bands, 0, keys, query_scale, layer.layout.columns, layer.layout.pairs, query.dtype
         )
         for rings, (key, value) in zip(of_layer, cached, strict=True):
             for ring in rings.values():

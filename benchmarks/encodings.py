@@ -20,7 +20,7 @@ from rich.console import Console
 from benchmarks import measuring
 from benchmarks.measuring import NATIVE, Attend, prefill, show
 from rope_ext.attention import dispatch as attention
-from rope_ext.attention.call import Call, Pairs, TurnedBand
+from rope_ext.attention.call import Call, Pairs, RotatedBand
 from rope_ext.encodings import Encoding, Heads, NoPE
 from rope_ext.methods import Rope, all_encodings, build_method
 from rope_ext.methods.geometry import Distance
@@ -60,7 +60,7 @@ def attend(
             return plain(attn_mask=matrix[None])
 
         return whole
-    band = [TurnedBand(Distance(0, None), None, None)]
+    band = [RotatedBand(Distance(0, None), None, None)]
 
     def run() -> torch.Tensor:
         call = Call(band, _NO_PAIRS, scale, **make()._asdict())

@@ -37,7 +37,7 @@ from benchmarks import attention as bands
 from benchmarks.measuring import NATIVE, ratios, seconds_of, tensors, trained
 from rope_eval.versions import versions
 from rope_ext.attention import reference
-from rope_ext.attention.call import Call, TurnedBand
+from rope_ext.attention.call import Call, RotatedBand
 from rope_ext.attention.dispatch import attend
 from rope_ext.methods.geometry import Distance, Sinks
 
@@ -187,15 +187,15 @@ def _exact(
 
 def _asked(
     variant: str, queries: int, keys: int, window: int, columns: int, device: str
-) -> list[TurnedBand]:
+) -> list[RotatedBand]:
     """Bands as :func:`benchmarks.attention.bands` has them, and two more kinds of them."""
     if variant not in ("first tokens", "rows that see nothing"):
         return bands.bands(variant, queries, keys, window, columns, device)
     near, far = bands.bands("rerope", queries, keys, window, columns, device)
     if variant == "rows that see nothing":
         hidden = keys - queries // 2  # from half of the queries
-        return [TurnedBand(Distance(hidden, None), far.query, far.key)]
-    return [near, TurnedBand(Sinks(4, window), far.query, far.key)]
+        return [RotatedBand(Distance(hidden, None), far.query, far.key)]
+    return [near, RotatedBand(Sinks(4, window), far.query, far.key)]
 
 
 def model_of(run: Run, layers: int = 4) -> nn.Module:

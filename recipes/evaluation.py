@@ -61,7 +61,7 @@ def passkeys(tokenizer: Any, length: int, number: int) -> list[Any]:
     Raises:
         OptionError: no prompt is so short.
     """
-    prompts = PasskeyPrompts(tokenizer, Frame.of(tokenizer, "no"))
+    prompts = PasskeyPrompts(tokenizer, Frame.from_tokenizer(tokenizer, "no"))
     if number and length < prompts.minimum_length():
         raise OptionError(
             f"a passkey needs {prompts.minimum_length()} tokens, and rows of {length} are "

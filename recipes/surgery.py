@@ -27,7 +27,7 @@ from recipes import finetune
 from recipes.checks import at_least, out_of_range
 from rope_eval.data.text import python_library, read_texts
 from rope_eval.evaluate import evaluate
-from rope_eval.folder import held, replace_file
+from rope_eval.folder import lock, replace_file
 from rope_eval.reports.report import Report
 from rope_eval.reports.summary import difference
 from rope_eval.settings import Settings
@@ -266,7 +266,7 @@ def operate(bench: Bench, names: Sequence[str]) -> str:
     """
     bench.output.mkdir(parents=True, exist_ok=True)
     readings = []
-    with held(bench.output):
+    with lock(bench.output):
         for name in dict.fromkeys((BASELINE, *names)):
             bench.train(name, 0)
             readings.append(bench.read(name, 0))

@@ -30,21 +30,21 @@ UNKNOWN = (
 """Why a graph fails that has begun with a static cache of which nothing is known."""
 
 
-class Note(Protocol):
+class CacheMetadata(Protocol):
     """What is known of the rows of a cache."""
 
     @property
-    def kind(self) -> type[Carrying] | None:
+    def kind(self) -> type[CacheWithMetadata] | None:
         """What the cache is to be; None: as it came."""
 
-    def moved(self, move: Move) -> Note:
+    def moved(self, move: Move) -> CacheMetadata:
         """The note on other rows."""
 
-    def emptied(self) -> Note | None:
+    def emptied(self) -> CacheMetadata | None:
         """What is left of it when the cache is reset; None: nothing."""
 
 
-class Carrying:
+class CacheWithMetadata:
     """Of a cache that carries notes."""
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> Any:
@@ -65,7 +65,7 @@ class Carrying:
         return result
 
 
-def carry(cache: Cache, name: str, note: Note) -> None:
+def attach(cache: Cache, name: str, note: CacheMetadata) -> None:
     """Put ``note`` on a cache as its attribute ``name``, which begins with ``_rope_ext``.
 
     The cache becomes one of its kind.
@@ -100,11 +100,11 @@ def is_filled(cache: Cache) -> bool:
         return False
 
 
-def _notes(cache: Any) -> list[tuple[str, Note]]:
+def _notes(cache: Any) -> list[tuple[str, CacheMetadata]]:
     return [(name, note) for name, note in vars(cache).items() if name.startswith("_rope_ext")]
 
 
-def _become(cache: Cache, kind: type[Carrying] | None) -> None:
+def _become(cache: Cache, kind: type[CacheWithMetadata] | None) -> None:
     if kind is not None and not isinstance(cache, kind):
         swap(cache, kind)
 
@@ -131,10 +131,10 @@ _watching: set[Callable] = set()
 def _watched(name: str, function: Callable) -> Callable:
     @functools.wraps(function)
     def method(self: Cache, *args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_compiling() or isinstance(self, Carrying):
+        if torch.compiler.is_compiling() or isinstance(self, CacheWithMetadata):
             return function(self, *args, **kwargs)
         settle(self)
-        if isinstance(self, Carrying):
+        if isinstance(self, CacheWithMetadata):
             return getattr(self, name)(*args, **kwargs)
         result = function(self, *args, **kwargs)
         if name == "reset":

@@ -210,7 +210,7 @@ def verify(
         ((name, values),) = methods.items() if methods else ((None, {}),)
         if name is not None and trained_length is not None:
             values = {**values, "original_max_position_embeddings": trained_length}
-        miniature = verifying.Miniature.of(load_config(model), name, **values)
+        miniature = verifying.Miniature.from_config(load_config(model), name, **values)
         if write is not None:
             commands, refusals = verifying.write(miniature, write)
             tell(f"wrote {write}; serve it by one of these commands, then ask it with --url")

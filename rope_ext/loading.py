@@ -90,7 +90,7 @@ class Sidecar:
     after: Mapping[str, tuple[list[float], float]]
 
     @classmethod
-    def of(cls, state: Patch) -> Sidecar:
+    def from_patch(cls, state: Patch) -> Sidecar:
         return cls(state.record, _unpatched(state.sites), _patched(state))
 
     @classmethod
@@ -175,7 +175,7 @@ def save_sidecar(model: nn.Module, directory: str | PathLike[str]) -> Path:
             f"no {SIDECAR}"
         )
     path = Path(directory) / SIDECAR
-    text = json.dumps(Sidecar.of(state).to_json(), indent=1) + "\n"
+    text = json.dumps(Sidecar.from_patch(state).to_json(), indent=1) + "\n"
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text, encoding="utf-8")

@@ -29,7 +29,7 @@ from rope_ext.record import FIELD, Record
 from rope_ext.rotary import buffers
 from rope_ext.rotary.buffers import Changes
 from rope_ext.rotary.sites import (
-    Place,
+    PatchTarget,
     RotarySite,
     chosen_sites,
     find_sites,
@@ -197,7 +197,7 @@ def patch(
             f"this model is patched with {earlier.method}; call rope_ext.unpatch(model) first, or "
             f"pass replace=True"
         )
-    interrupted = _Interrupted.of(decoder)
+    interrupted = _Interrupted.from_decoder(decoder)
     random = torch.get_rng_state()
     if earlier is not None:
         unpatch(model)
@@ -269,7 +269,7 @@ def patched(model: Model, method: str | Method = "yarn", **kwargs: Any) -> Itera
     """
     decoder = text_decoder(model)
     with _lock, configuration.quieted(_logger, logging.ERROR):  # it is not there to be saved
-        interrupted = _Interrupted.of(decoder)
+        interrupted = _Interrupted.from_decoder(decoder)
         patch(model, method, **kwargs)
     try:
         yield model
@@ -295,9 +295,11 @@ class _Interrupted:
     grown: list[buffers.SiteState]
 
     @classmethod
-    def of(cls, decoder: nn.Module) -> _Interrupted:
+    def from_decoder(cls, decoder: nn.Module) -> _Interrupted:
         earlier = decoder.__dict__.get(_STATE)
-        return cls(earlier, Earlier.of(decoder), [] if earlier is None else earlier.changes.grown())
+        return cls(
+            earlier, Earlier.from_model(decoder), [] if earlier is None else earlier.changes.grown()
+        )
 
     def go_on(self, model: nn.Module) -> None:
         """Put it in force again on a model that is not patched now."""
@@ -345,7 +347,7 @@ def _patch(model: nn.Module, decoder: nn.Module, method: Method, options: Option
     tokenizer, changes = options.tokenizer, Changes(parts=[config])
     attention = text_config(decoder)._attn_implementation
     try:
-        place = Place(model, decoder, sites, scaled)
+        place = PatchTarget(model, decoder, sites, scaled)
         rounded = [site for site in sites if site.rounded]
         changes.states += map(buffers.repair, rounded)
         applied = APPLY[method.kind](place, method, options, changes)
@@ -365,7 +367,7 @@ def _patch(model: nn.Module, decoder: nn.Module, method: Method, options: Option
                 "frequencies: a cast to bfloat16 or float16 had rounded them; built again in "
                 "float32 (unpatch restores the rounded ones)"
             )
-        if not record.plain or not configuration.tells(values, scaled):
+        if not record.plain or not configuration.reports_scaling(values, scaled):
             values[FIELD] = record.to_json()
         if config.earlier is not None:
             notes.append(

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 from transformers.cache_utils import Cache
 
-from rope_ext.caches import Carrying, Move, carry, forget, is_filled, living, settle
+from rope_ext.caches import CacheWithMetadata, Move, attach, forget, is_filled, living, settle
 from rope_ext.errors import CacheError
 from rope_ext.methods import Method
 from rope_ext.rotary.calls import parameters
@@ -55,7 +55,9 @@ class Stale:
     Which of them filled it is not known: each refuses it for itself.
     """
 
-    kind: ClassVar[type[Carrying]] = Carrying  # another class, so that graphs look again
+    kind: ClassVar[type[CacheWithMetadata]] = (
+        CacheWithMetadata  # another class, so that graphs look again
+    )
     under: dict[str, FilledUnder | None] = field(default_factory=dict)
 
     def moved(self, move: Move) -> Stale:
@@ -79,7 +81,7 @@ def mark(decoder: nn.Module, under: FilledUnder | None) -> None:
         there = _marks(cache)
         if name not in there:
             settle(cache)
-            carry(cache, _STALE, Stale({**there, name: under}))
+            attach(cache, _STALE, Stale({**there, name: under}))
 
 
 def _filled(layers: int) -> list[Cache]:
@@ -171,6 +173,6 @@ def _marks(cache: Cache) -> dict[str, FilledUnder | None]:
 def _unmark(cache: Cache, name: str) -> None:
     left = {other: under for other, under in _marks(cache).items() if other != name}
     if left:
-        carry(cache, _STALE, Stale(left))
+        attach(cache, _STALE, Stale(left))
     else:
         forget(cache, _STALE)

@@ -197,7 +197,7 @@ def test_self_extend_comes_with_a_temperature() -> None:
 
 def test_reasons_hold_the_numbers_of_llama_2() -> None:
     reasons = " ".join(rope_ext.recommend(llama_2(), 16384, finetune=True).reasons)
-    # Turns within 4096: pair 20 has 36.6, pair 21 31.8; transformers' ramp goes from 20 to 46.
+    # Rotations within 4096: pair 20 has 36.6, pair 21 31.8; transformers' ramp goes from 20 to 46.
     assert "Of 64 pairs, 21 keep their frequency" in reasons and "18 are divided by 4" in reasons
     assert "critical dimension is 92 of 128" in reasons
     # 0.0424 * 16384 ** 1.628 and (10000 / 0.0424) ** (1 / 1.628)

@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 from rope_ext.attention import dispatch as attention
 from rope_ext.attention import flash, flex, reference
-from rope_ext.attention.call import Call, Pairs, TurnedBand
+from rope_ext.attention.call import Call, Pairs, RotatedBand
 from rope_ext.attention.reference import Places
 from rope_ext.errors import OptionError
 from rope_ext.methods.geometry import ChunkGap, Distance, Sinks
@@ -98,7 +98,7 @@ def test_a_bias_by_distance_is_that_of_the_oracle(case, distances, learns, small
     """And the gradients; the last value stands for all larger distances."""
     with pytest.MonkeyPatch.context() as patch:
         tokens = {"_BIASED": 4, "STEPS": 7, "_TALL": 16, "_NARROW": 9}
-        rows = {"forward": flash.Height(2, 3), "backward": flash.Height(3, 4)}
+        rows = {"forward": flash.TileRows(2, 3), "backward": flash.TileRows(3, 4)}
         tokens["_HEIGHTS"] = {(way, half): rows[way] for way, half in flash._HEIGHTS}
         for name, few in tokens.items() if small else ():
             patch.setattr(flash, name, few)  # as tiles of thousands of tokens are
@@ -144,13 +144,13 @@ def test_keys_that_a_bias_leaves_without_weight(loud, distances, tokens=300):
     value = value[:, :2]
     slopes = torch.tensor([1.0, 0.5, 0.1, 0.0])
     bias = -slopes[:, None] * torch.arange(distances)
-    bands = [TurnedBand(Distance(0, None), None, None)]
+    bands = [RotatedBand(Distance(0, None), None, None)]
     changed = flash._without_lost(Call(bands, HALVES, 1.0, bias=bias), query, key).bias
     assert (changed[0] != bias[0]).any() == (loud == 1)
     long = torch.full((1, 4), 2.0), torch.full((1, 4), 2.0)
     for other in (
-        TurnedBand(Distance(0, None), long, long),
-        TurnedBand(Distance(1, None), None, None),
+        RotatedBand(Distance(0, None), long, long),
+        RotatedBand(Distance(1, None), None, None),
     ):
         call = Call([other], HALVES, 1.0, bias=bias)
         assert flash._without_lost(call, query, key).bias.equal(bias)  # more may have weight
@@ -167,7 +167,7 @@ def test_keys_that_a_bias_leaves_without_weight(loud, distances, tokens=300):
 
 def test_no_rows_have_no_output():
     empty = torch.zeros(0, 2, 5, 4)
-    bands = [TurnedBand(Distance(0, None), None, None)]
+    bands = [RotatedBand(Distance(0, None), None, None)]
     out = by(flash.attend, empty, empty, empty, bands, HALVES, bias=torch.zeros(2, 5))
     assert out.shape == empty.shape
 
@@ -177,7 +177,7 @@ def test_a_bias_by_hand():
     query = key = torch.zeros(1, 1, 2, 4)
     value = torch.tensor([0.0, 1.0]).view(1, 1, 2, 1).expand(1, 1, 2, 4)
     call = Call(
-        [TurnedBand(Distance(0, None), None, None)], HALVES, 1, bias=torch.tensor([[0.5, 2.0]])
+        [RotatedBand(Distance(0, None), None, None)], HALVES, 1, bias=torch.tensor([[0.5, 2.0]])
     )
     for kernel in (flash.attend, reference.attend):
         out = kernel(query, key, value, call)[0, 0, :, 0]
@@ -349,7 +349,7 @@ def test_by_hand():
     key = torch.tensor([[0.0, 1.0], [1.0, 0.0]])[None, None]
     value = torch.tensor([[2.0, 0.0], [0.0, 4.0]])[None, None]
     quarter = torch.tensor([[0.0]]), torch.tensor([[1.0]])
-    bands = [TurnedBand(Distance(0, 1), None, None), TurnedBand(Distance(1, None), quarter, None)]
+    bands = [RotatedBand(Distance(0, 1), None, None), RotatedBand(Distance(1, None), quarter, None)]
     pairs = Pairs(slice(0, 1), slice(1, 2))
     out = by(flash.attend, query, key, value, bands, pairs, scale=1.0)
     torch.testing.assert_close(out, torch.tensor([[[[2.0, 0.0], [1.0, 2.0]]]]))
@@ -363,7 +363,7 @@ def test_by_hand():
 def test_one_band_over_everything_is_torchs_own_attention(kernel, queries):
     query, key, value, _ = inputs(2, 4, 2, queries, queries)
     at = turn(torch.arange(queries), 8)
-    bands = [TurnedBand(Distance(0, None), at, at)]
+    bands = [RotatedBand(Distance(0, None), at, at)]
     out = by(partial(attention.attend, kernel=kernel), query, key, value, bands, HALVES)
     expected = F.scaled_dot_product_attention(
         HALVES.rotate(query, at),

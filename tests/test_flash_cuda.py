@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from rope_ext.attention import dispatch as attention
 from rope_ext.attention import flash, flash_cuda
-from rope_ext.attention.call import Call, Pairs, TurnedBand
+from rope_ext.attention.call import Call, Pairs, RotatedBand
 from rope_ext.errors import OptionError
 from rope_ext.methods.geometry import ChunkGap, Distance, Sinks
 from tests.helpers import bands as kernels
@@ -170,7 +170,7 @@ def test_torchs_operators_take_what_they_are_given_in_few_calls(bands, expected)
             torch.empty(2, 4096, heads, 128, dtype=torch.bfloat16, device="meta").transpose(1, 2)
             for heads in (8, 2, 2, 8)
         )
-        call = Call([TurnedBand(band, None, None) for band in bands], Pairs(slice(0), slice(0)), 1)
+        call = Call([RotatedBand(band, None, None) for band in bands], Pairs(slice(0), slice(0)), 1)
         out, lse = flash_cuda.attend(query, key, value, call)
         grads = flash_cuda.differentiate(grad, query, key, value, out, lse, call, False)
     assert sorted(asked.forwards, key=str) == sorted(expected, key=str)
@@ -185,7 +185,7 @@ def test_one_token_is_a_call_for_each_band_on_the_keys_that_it_sees() -> None:
             torch.empty(4, heads, tokens, 64, dtype=torch.float16, device="meta")
             for heads, tokens in ((14, 1), (2, 5000))
         )
-        bands = [TurnedBand(x, None, None) for x in (Distance(0, 512), Distance(512, None))]
+        bands = [RotatedBand(x, None, None) for x in (Distance(0, 512), Distance(512, None))]
         call = Call(bands, Pairs(slice(0), slice(0)), 1)
         flash_cuda.attend(query, key, key, call)
     assert asked.forwards == [(4, 1, 14, 64, 512, None), (4, 1, 14, 64, 4488, None)]
@@ -194,7 +194,7 @@ def test_one_token_is_a_call_for_each_band_on_the_keys_that_it_sees() -> None:
 def test_what_the_kernel_cannot_have_is_refused_and_auto_does_not_choose_it(monkeypatch) -> None:
     def asked(columns: int, dtype: torch.dtype, **more) -> list:
         heads = [torch.empty(1, 2, 9, columns, dtype=dtype, device="cuda")] * 3
-        band = TurnedBand(Distance(0, None), None, None)
+        band = RotatedBand(Distance(0, None), None, None)
         return [*heads, Call([band], Pairs(slice(0), slice(0)), 1, **more)]
 
     monkeypatch.setattr(attention.flex, "attend", lambda *given: "flex")

@@ -14,7 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from rope_ext.attention import dispatch as attention
 from rope_ext.attention import flex, fused, reference
-from rope_ext.attention.call import Call, Pairs, TurnedBand
+from rope_ext.attention.call import Call, Pairs, RotatedBand
 from rope_ext.errors import OptionError
 from rope_ext.methods.geometry import Distance
 
@@ -39,8 +39,8 @@ def asked(
     made = [torch.randn(*shape, COLUMNS, generator=generator) for shape in shapes]
     at = torch.arange(keys)
     bands = [
-        TurnedBand(Distance(0, window), turn(at[keys - queries :]), turn(at)),
-        TurnedBand(Distance(window, None), turn(torch.tensor([window])), None),
+        RotatedBand(Distance(0, window), turn(at[keys - queries :]), turn(at)),
+        RotatedBand(Distance(window, None), turn(torch.tensor([window])), None),
     ]
     pairs = Pairs(slice(0, 8), slice(8, 16))
     return [x.requires_grad_(grads) for x in made], Call(bands, pairs, 0.3, **more)
@@ -145,7 +145,7 @@ def test_what_the_fused_kernel_cannot_have_goes_to_the_oracle(monkeypatch) -> No
     monkeypatch.setattr(flex, "attend", lambda *given: pytest.fail("the fused kernel was asked"))
     tensors, _ = asked(1, 5, 9)
     heads = [x[..., :12] for x in tensors]
-    few = Call([TurnedBand(Distance(0, None), None, None)], Pairs(slice(0, 0), slice(0, 0)), 0.3)
+    few = Call([RotatedBand(Distance(0, None), None, None)], Pairs(slice(0, 0), slice(0, 0)), 0.3)
     for given in (heads, [x.double() for x in tensors]):
         torch.testing.assert_close(attention.attend(*given, few), reference.attend(*given, few))
     monkeypatch.undo()

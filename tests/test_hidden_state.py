@@ -13,7 +13,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 
 import rope_eval
 import rope_ext
-from rope_ext.caches import Carrying
+from rope_ext.caches import CacheWithMetadata
 from rope_ext.position import bias, inputs, install  # noqa: F401 - install registers all
 from rope_ext.swapping import plain, swap
 from rope_ext.under_way import here
@@ -84,10 +84,10 @@ def test_classes_are_swapped_in_one_place() -> None:
     ]
     notes = {
         kind.__name__
-        for kind in Carrying.__subclasses__()
+        for kind in CacheWithMetadata.__subclasses__()
         if kind.__module__.startswith("rope_ext")
     }
-    swapped = {"Carrying", *notes, *given} - {"hooked", "kind"}
+    swapped = {"CacheWithMetadata", *notes, *given} - {"hooked", "kind"}
     assert swapped == {name for name in LISTED if re.fullmatch("_?[A-Z][a-z]+", name)}
 
 

@@ -230,7 +230,7 @@ def adding(path: Path) -> Iterator[Callable[[Outcome], None]]:
     """
     cure = "make room or give --output another folder; --resume keeps what is finished"
     with writing(path, cure):
-        mend(path) if path.exists() else replace_file(path, HEADER)
+        repair(path) if path.exists() else replace_file(path, HEADER)
         file = path.open("ab", buffering=0)  # what could not be written is not tried again
 
     def add(outcome: Outcome) -> None:
@@ -243,7 +243,7 @@ def adding(path: Path) -> Iterator[Callable[[Outcome], None]]:
         yield add
 
 
-def mend(path: Path) -> None:
+def repair(path: Path) -> None:
     """Cut the unfinished last line of a log off, so that more lines can follow."""
     with path.open("rb+") as file:
         content = file.read()

@@ -243,7 +243,7 @@ def run(
         require_seed(args.seed)
         folder = Folder(args.output)
         folder.check([name, *pages])
-        with folder.held():
+        with folder.lock():
             found = measure(args)
             for data in [found] if isinstance(found, dict) else found:
                 made = {page: write(data).encode() for page, write in pages.items()}

@@ -39,7 +39,7 @@ def _evaluate(
     plan = prepare(settings, tasks, mistakes)
     for note in plan.notes:
         tell(f"note: {note}", "yellow")
-    with plan.folder.held():
+    with plan.folder.lock():
         with progress() as shown:
             bar = shown.add_task(_extent(plan) if first_process() else "", total=None)
             outcomes = run(

@@ -66,7 +66,7 @@ def replace_file(path: Path, content: bytes) -> None:
 
 
 @contextmanager
-def held(folder: Path, name: str = "run") -> Iterator[None]:
+def lock(folder: Path, name: str = "run") -> Iterator[None]:
     """Keep every other process out of what is called ``name`` in ``folder``.
 
     The lock is the operating system's: that of a process that was killed is gone with it.
@@ -131,7 +131,7 @@ class Folder:
         self._holds = 0
 
     @contextmanager
-    def held(self) -> Iterator[None]:
+    def lock(self) -> Iterator[None]:
         """Keep other runs out; of processes launched together, the first does so for all.
 
         Whoever holds it may do so once more.
@@ -140,7 +140,7 @@ class Folder:
             MeasureError: another run is in it.
         """
         outermost = self._holds == 0 and first_process()
-        with held(self.path) if outermost else nullcontext():
+        with lock(self.path) if outermost else nullcontext():
             self._holds += 1
             try:
                 yield

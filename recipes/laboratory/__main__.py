@@ -28,7 +28,7 @@ from recipes.laboratory.tasks import TASKS, Tasks
 from recipes.laboratory.text import Text
 from recipes.laboratory.training import Subject, run
 from rope_eval.folder import Folder
-from rope_eval.run.runner import Crew
+from rope_eval.run.runner import Ranks
 from rope_ext.errors import MeasureError, Mistakes, RopeExtError, first_line, nearest
 from rope_ext.terminal import stoppable
 
@@ -120,7 +120,7 @@ def settings_of(args: argparse.Namespace, subjects: dict[str, Subject]) -> dict[
 def main(given: list[str] | None = None) -> int:
     args = arguments(given)
     names, subjects = chosen(args.encodings), subjects_of(args)
-    crew = Crew.join(args.device)
+    ranks = Ranks.join(args.device)
     log = Log(args.output, settings_of(args, subjects))
     cells = [
         Cell(subject, name, seed)
@@ -131,30 +131,30 @@ def main(given: list[str] | None = None) -> int:
     if args.report:
         return write_page(log)
     folder = Folder(args.output)
-    with folder.held():
+    with folder.lock():
         done = log.read()
         if done and not args.resume:
             raise MeasureError(
                 f"{args.output} holds {len(done)} finished cells; give --resume to go on, or "
                 f"another --output"
             )
-        crew.wait()  # all processes share out the same rest
-        failed = train(crew, log, [cell for cell in cells if cell not in done], args, subjects)
-        crew.wait()
-        if crew.rank == 0:
+        ranks.wait()  # all processes share out the same rest
+        failed = train(ranks, log, [cell for cell in cells if cell not in done], args, subjects)
+        ranks.wait()
+        if ranks.rank == 0:
             write_page(log)
     return 1 if failed else 0
 
 
 def train(
-    crew: Crew,
+    ranks: Ranks,
     log: Log,
     cells: list[Cell],
     args: argparse.Namespace,
     subjects: dict[str, Subject],
 ) -> int:
     """Run the cells of this process; returns how many broke."""
-    mine, began, failed = crew.share(cells), time.monotonic(), 0
+    mine, began, failed = ranks.share(cells), time.monotonic(), 0
     for number, cell in enumerate(mine):
         minutes = (time.monotonic() - began) / 60
         left = f", {minutes / number * (len(mine) - number):.0f} minutes left" if number else ""
@@ -164,7 +164,7 @@ def train(
             print(f"{start}: {text}", file=sys.stderr, flush=True)
 
         size = Size(args.width, args.layers, args.heads)
-        subject, device = subjects[cell.subject], _device(crew.device)
+        subject, device = subjects[cell.subject], _device(ranks.device)
         try:
             record = run(size, subject, cell.name, cell.seed, args.learning_rate, device, tell)
         except RopeExtError as error:
@@ -175,7 +175,7 @@ def train(
             tell(f"broke ({type(error).__name__}); --resume tries it again")
             failed += 1
             continue
-        log.append(crew.rank, cell, record)
+        log.append(ranks.rank, cell, record)
     return failed
 
 

@@ -13,7 +13,7 @@ from rope_ext.errors import AlreadyScaledError, OptionError, UnsupportedModelErr
 from rope_ext.methods import FrequencyMethod, Method
 from rope_ext.position.layers import ignores_scaling
 from rope_ext.rotary.buffers import Changes
-from rope_ext.rotary.sites import Place, RotarySite
+from rope_ext.rotary.sites import PatchTarget, RotarySite
 from rope_ext.saving.configuration import is_scaled
 
 
@@ -66,7 +66,7 @@ def refuse_scaled(
         )
 
 
-def require_scaling(place: Place, method: Method) -> None:
+def require_scaling(place: PatchTarget, method: Method) -> None:
     """Raise where a given ``attention_factor`` would do nothing."""
     if method.attention_factor in (None, 1):
         return

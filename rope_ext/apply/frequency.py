@@ -20,14 +20,16 @@ from rope_ext.rotary.buffers import Changes
 from rope_ext.rotary.calls import refuse_sharded
 from rope_ext.rotary.compiled import CompiledSequences
 from rope_ext.rotary.sequences import Sequences, follow
-from rope_ext.rotary.sites import Place, RotarySite, text_config
+from rope_ext.rotary.sites import PatchTarget, RotarySite, text_config
 from rope_ext.saving.rebuild import unsaved, written
 
 
-def apply(place: Place, method: FrequencyMethod, options: Options, changes: Changes) -> Applied:
+def apply(
+    place: PatchTarget, method: FrequencyMethod, options: Options, changes: Changes
+) -> Applied:
     """Put a frequency method in force."""
     if options.bias is not None or options.layers is not None:
-        return position.turned(place, method, options, changes)
+        return position.apply_frequency(place, method, options, changes)
     decoder, scaled = place.decoder, place.scaled
     length = max(method.target_length(site.rope) for site in scaled)
     for site in scaled:
@@ -107,9 +109,9 @@ def _write(
         else:
             buffer = built.get(site, inv_freq.float())
             changes.states.append(buffers.write(site, buffer, scaling, hooked))
-        turning = None
+        rotating = None
         if precise or native or following:
-            turning = hooks.RotaryHook(
+            rotating = hooks.RotaryHook(
                 site,
                 inv_freq,
                 scaling,
@@ -121,12 +123,12 @@ def _write(
         locating = None
         if sequences is not None and not following:
             locating = hooks.Locating(site, sequences)
-        for hook in (turning, locating):
+        for hook in (rotating, locating):
             if hook is not None:
                 changes.handles.append(site.module.register_forward_hook(hook, with_kwargs=True))
 
 
-def _grow(place: Place, name: str, native: bool, changes: Changes) -> None:
+def _grow(place: PatchTarget, name: str, native: bool, changes: Changes) -> None:
     """Leave the frequencies to transformers' own dynamic type."""
     if not native:
         raise UnsupportedModelError(
@@ -143,7 +145,7 @@ def _refuse_sharded(name: str, decoder: nn.Module, args: tuple[Any, ...]) -> Non
     refuse_sharded(name)
 
 
-def _notes(place: Place, keep: bool, precise: bool, per_sequence: bool) -> list[str]:
+def _notes(place: PatchTarget, keep: bool, precise: bool, per_sequence: bool) -> list[str]:
     notes = []
     left = [site for site in place.sites if site not in place.scaled]
     if left:

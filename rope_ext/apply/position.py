@@ -17,19 +17,23 @@ from rope_ext.rotary import buffers
 from rope_ext.rotary.buffers import Changes
 from rope_ext.rotary.calls import refuse_continuous_batching
 from rope_ext.rotary.hooks import PRECISE_BEYOND
-from rope_ext.rotary.sites import Place, RotarySite, rope_parameters
+from rope_ext.rotary.sites import PatchTarget, RotarySite, rope_parameters
 from rope_ext.saving.rebuild import unsaved
 
 _logger = logging.getLogger("rope_ext")
 
 
-def apply(place: Place, method: PositionMethod, options: Options, changes: Changes) -> Applied:
+def apply(
+    place: PatchTarget, method: PositionMethod, options: Options, changes: Changes
+) -> Applied:
     """Put a position method in force."""
     label = str(method) if options.frequency is None else f"{method} on {options.frequency}"
     return _apply(place, method, label, options, changes)
 
 
-def turned(place: Place, method: FrequencyMethod, options: Options, changes: Changes) -> Applied:
+def apply_frequency(
+    place: PatchTarget, method: FrequencyMethod, options: Options, changes: Changes
+) -> Applied:
     """Put a frequency method in force by attention of this package: in some layers, with a bias."""
     standing = _Standing(of=method, temperature=method.tempered(place.scaled[0].rope))
     applied = _apply(place, standing, str(method), replace(options, frequency=method), changes)
@@ -48,7 +52,7 @@ class _Standing(RoPE):
 
 
 def _apply(
-    place: Place, method: PositionMethod, label: str, options: Options, changes: Changes
+    place: PatchTarget, method: PositionMethod, label: str, options: Options, changes: Changes
 ) -> Applied:
     from rope_ext.position.install import install  # loads every kernel
 
@@ -130,7 +134,7 @@ def _instead(method: PositionMethod, beside: list[str]) -> str:
     return _named("use a frequency method such as 'yarn'", beside, "without")
 
 
-def _several_axes(place: Place, named: str, instead: str) -> tuple[str, ...]:
+def _several_axes(place: PatchTarget, named: str, instead: str) -> tuple[str, ...]:
     """A sentence for ``describe`` on a model whose images have positions on several axes."""
     for site in place.scaled:
         config = getattr(site.module, "config", place.decoder.config)
@@ -143,7 +147,7 @@ def _several_axes(place: Place, named: str, instead: str) -> tuple[str, ...]:
 
 
 def _write(
-    place: Place, site: RotarySite, method: PositionMethod, options: Options, changes: Changes
+    place: PatchTarget, site: RotarySite, method: PositionMethod, options: Options, changes: Changes
 ) -> tuple[torch.Tensor, float]:
     """Give a site the frequencies (float64, ``[pairs]``) and scaling under a position method."""
     under, family = options.frequency, type(place.decoder).__name__

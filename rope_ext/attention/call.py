@@ -14,19 +14,19 @@ import torch
 from rope_ext.encodings.scores import Block, Scores
 from rope_ext.methods.geometry import Geometry
 
-__all__ = ["Block", "Call", "Pairs", "Scores", "Turn", "TurnedBand"]
+__all__ = ["Block", "Call", "Pairs", "RotatedBand", "Rotation", "Scores"]
 
-Turn = tuple[torch.Tensor, torch.Tensor] | None
+Rotation = tuple[torch.Tensor, torch.Tensor] | None
 """Cosine and sine, ``[tokens or 1, pairs]`` each; None turns nothing."""
 
 
-def part_of(turn: Turn, tokens: slice) -> Turn:
+def part_of(rotation: Rotation, tokens: slice) -> Rotation:
     """The turns of some tokens; where all have one, that."""
-    return turn and tuple(x if x.shape[0] == 1 else x[tokens] for x in turn)
+    return rotation and tuple(x if x.shape[0] == 1 else x[tokens] for x in rotation)
 
 
 @dataclass(frozen=True)
-class TurnedBand:
+class RotatedBand:
     """One band of the causal triangle and how its queries and keys are turned.
 
     Args:
@@ -36,8 +36,8 @@ class TurnedBand:
     """
 
     geometry: Geometry
-    query: Turn
-    key: Turn
+    query: Rotation
+    key: Rotation
 
 
 @dataclass(frozen=True)
@@ -61,11 +61,11 @@ class Pairs:
         both = isinstance(first, slice) and isinstance(second, slice)
         return both and first.stop == second.start and {first.step, second.step} <= {None, 1}
 
-    def rotate(self, x: torch.Tensor, turn: Turn) -> torch.Tensor:
+    def rotate(self, x: torch.Tensor, rotation: Rotation) -> torch.Tensor:
         """``x`` (``[..., tokens, columns]``) turned; computed in the dtype of the turn."""
-        if turn is None:
+        if rotation is None:
             return x
-        cos, sin = turn
+        cos, sin = rotation
         a, b = x[..., self.first], x[..., self.second]
         if torch.compiler.is_compiling() and self.halves:  # writes to parts become masks in a graph
             wide = torch.promote_types(x.dtype, cos.dtype)
@@ -82,12 +82,12 @@ class Pairs:
         return out.to(x.dtype)
 
     def rotate_into(
-        self, out: torch.Tensor, x: torch.Tensor, turn: tuple[torch.Tensor, torch.Tensor]
+        self, out: torch.Tensor, x: torch.Tensor, rotation: tuple[torch.Tensor, torch.Tensor]
     ) -> None:
         """Write :meth:`rotate` to ``out``, in fewer steps; neither gets a gradient."""
-        cos, sin = turn
+        cos, sin = rotation
         if not (isinstance(self.first, slice) and isinstance(self.second, slice)):
-            out.copy_(self.rotate(x, turn))
+            out.copy_(self.rotate(x, rotation))
             return
         a, b = x[..., self.first], x[..., self.second]
         if 2 * a.shape[-1] < x.shape[-1]:
@@ -124,7 +124,7 @@ class Call:
         scores: what makes more of the logits than a bias, after the soft cap, before the bias.
     """
 
-    bands: Sequence[TurnedBand]
+    bands: Sequence[RotatedBand]
     pairs: Pairs
     scale: float
     start: int = 0
@@ -134,7 +134,7 @@ class Call:
     bias: torch.Tensor | None = None
     scores: Scores | None = None
 
-    def warmed(self, query: torch.Tensor) -> torch.Tensor:
+    def scale_query(self, query: torch.Tensor) -> torch.Tensor:
         """``query`` times the temperature."""
         if self.temperature is None:
             return query

@@ -13,13 +13,13 @@ from rope_ext.attention import (
     reference,
     relative,
 )
-from rope_ext.attention.call import Block, Call, Pairs, Scores, Turn, TurnedBand
+from rope_ext.attention.call import Block, Call, Pairs, RotatedBand, Rotation, Scores
 from rope_ext.attention.faster import faster
 from rope_ext.encodings.tables import ByTables
 from rope_ext.encodings.transformer_xl import BySinusoid
 from rope_ext.errors import OptionError, nearest
 
-__all__ = ["KERNELS", "Block", "Call", "Pairs", "Scores", "Turn", "TurnedBand", "attend"]
+__all__ = ["KERNELS", "Block", "Call", "Pairs", "RotatedBand", "Rotation", "Scores", "attend"]
 
 _BY_DEVICE = {"cpu": "flash", "cuda": "flex"}
 KERNELS = ("auto", "flash", "flex", "reference")

@@ -41,12 +41,12 @@ def attend(
     """Attention as :class:`Call` has it; None where another kernel has to do it."""
     plain = call.softcap is None and call.sinks is None and call.bias is None
     everything = [band.geometry for band in call.bands] == [Distance(0, None)]
-    turned = any(band.query or band.key for band in call.bands)
-    if query.device.type != "cpu" or not plain or not everything or turned:
+    rotated = any(band.query or band.key for band in call.bands)
+    if query.device.type != "cpu" or not plain or not everything or rotated:
         return None
     if query.shape[-1] != value.shape[-1]:
         return None
-    query, key, value = map(flash.packed, (call.warmed(query), key, value))
+    query, key, value = map(flash.packed, (call.scale_query(query), key, value))
     call = replace(call, scores=None, temperature=None)
     queries, keys = query.shape[2], key.shape[2]
     like = query.new_empty(0, dtype=torch.promote_types(query.dtype, torch.float32))

@@ -15,7 +15,7 @@ from typing import Literal, NamedTuple
 import torch
 import torch.nn.functional as F
 
-from rope_ext.attention.call import Call, Pairs, Turn, TurnedBand, part_of
+from rope_ext.attention.call import Call, Pairs, RotatedBand, Rotation, part_of
 from rope_ext.errors import UnsupportedModelError
 from rope_ext.methods.geometry import ChunkGap, Distance, Geometry, Sinks
 
@@ -34,13 +34,13 @@ _OPEN = 2**62
 """Stands for ``last=None`` where geometries travel as integers: no distance is as large."""
 
 
-class Height(NamedTuple):
+class TileRows(NamedTuple):
     """Rows of a tile along a band, by how wide the band is; ``narrow`` is at most ``_BIASED``."""
 
     narrow: int
     wide: int
 
-    def of(self, first: int, last: int | None) -> int:
+    def rows_for(self, first: int, last: int | None) -> int:
         """For a band of the distances ``first .. last - 1``, in tokens."""
         return self.narrow if last is not None and last - first < _NARROW else self.wide
 
@@ -50,11 +50,11 @@ _NARROW = 1024
 # Of 32 rows, one step of the kernel, the least is hidden; backward two, as the keys of each tile
 # are copied. 192 are the fewest for which it takes steps of 64. In half precision it packs the keys
 # of each call, which costs what 170 rows do, if there are enough rows, and is slow if not.
-_HEIGHTS: dict[tuple[Way, bool], Height] = {
-    ("forward", False): Height(32, 192),
-    ("backward", False): Height(64, 192),
-    ("forward", True): Height(192, 384),
-    ("backward", True): Height(192, 192),
+_HEIGHTS: dict[tuple[Way, bool], TileRows] = {
+    ("forward", False): TileRows(32, 192),
+    ("backward", False): TileRows(64, 192),
+    ("forward", True): TileRows(192, 384),
+    ("backward", True): TileRows(192, 192),
 }
 """By the way, and by whether it is in half precision."""
 _BIASED = 256
@@ -101,7 +101,7 @@ def tiles(
     queries: int,
     keys: int,
     start: int = 0,
-    height: Height = _HEIGHTS["forward", False],
+    height: TileRows = _HEIGHTS["forward", False],
 ) -> list[Tile]:
     """The tiles of a band; the queries are the last of the keys, key 0 is token ``start``."""
     if isinstance(geometry, ChunkGap):
@@ -112,7 +112,7 @@ def tiles(
         found = _triangle(queries, keys, geometry.first, keys)
     else:
         first = max(geometry.first, 0)
-        found = _near(queries, keys, first, geometry.last, height.of(first, geometry.last))
+        found = _near(queries, keys, first, geometry.last, height.rows_for(first, geometry.last))
     # An empty region of keys kills the process: the kernel divides by zero.
     return _batched(tile for tile in found if tile.rows > 0 and tile.keys > 0)
 
@@ -163,7 +163,9 @@ def _near(queries: int, keys: int, first: int, last: int, strip: int) -> Iterato
         yield Tile(whole + at, rows, key + at - more, size, "band", count, strip, more)
 
 
-def _strips(geometry: Distance, queries: int, keys: int, tall: bool, height: Height) -> list[Tile]:
+def _strips(
+    geometry: Distance, queries: int, keys: int, tall: bool, height: TileRows
+) -> list[Tile]:
     """Tiles for a bias by distance: in each, every row sees a key.
 
     Keys that all rows of a block see are in tiles of their own, which are tall (fewer calls of
@@ -173,7 +175,7 @@ def _strips(geometry: Distance, queries: int, keys: int, tall: bool, height: Hei
     if last is not None and last <= first:
         return []
     before, found = keys - queries, []
-    strip = height._replace(wide=_BIASED).of(first, last)
+    strip = height._replace(wide=_BIASED).rows_for(first, last)
     most = _TALL if tall else _BIASED
     for block in range(max(first - before, 0), queries, most):
         end = min(block + most, queries)
@@ -236,9 +238,9 @@ def _pack(call: Call) -> tuple[list[int], list]:
         kind = type(band.geometry)
         values = [getattr(band.geometry, name) for name in _NAMES[kind]]
         plan += [_GEOMETRIES.index(kind), *(_OPEN if value is None else value for value in values)]
-        for turn in (band.query, band.key):
-            plan.append(int(turn is not None))
-            tables += turn or ()
+        for rotation in (band.query, band.key):
+            plan.append(int(rotation is not None))
+            tables += rotation or ()
     for side in (call.pairs.first, call.pairs.second):
         plan.append(int(isinstance(side, slice)))
         if isinstance(side, slice):
@@ -265,7 +267,7 @@ def _unpack(
         query, key = (
             (next(tensors), next(tensors)) if next(numbers) else None for _ in ("query", "key")
         )
-        bands.append(TurnedBand(geometry, query, key))
+        bands.append(RotatedBand(geometry, query, key))
     first, second = (
         slice(next(numbers), next(numbers), next(numbers)) if next(numbers) else next(tensors)
         for _ in ("first", "second")
@@ -329,7 +331,7 @@ class _Region:
     :class:`_Hankel`.
     """
 
-    band: TurnedBand
+    band: RotatedBand
     rows: slice
     keys: slice
     tiles: list[Tile]
@@ -354,8 +356,8 @@ class _Region:
 
 
 def _parts(
-    call: Call, queries: int, keys: int, height: Height, tall: bool
-) -> Iterator[tuple[TurnedBand, list[Tile], torch.Tensor | _Hankel | None]]:
+    call: Call, queries: int, keys: int, height: TileRows, tall: bool
+) -> Iterator[tuple[RotatedBand, list[Tile], torch.Tensor | _Hankel | None]]:
     """Every band's tiles and what is added to its logits."""
     for band in call.bands:
         if call.bias is None:
@@ -414,39 +416,39 @@ def _without_lost(
     return replace(call, bias=torch.where(call.bias < limit, limit - 200, call.bias))
 
 
-def _stretch(turn: Turn) -> float:
+def _stretch(rotation: Rotation) -> float:
     """How many times as long a turned token can be."""
-    if turn is None or not turn[0].numel():
+    if rotation is None or not rotation[0].numel():
         return 1.0
-    return max(1.0, torch.hypot(*turn).max().item())
+    return max(1.0, torch.hypot(*rotation).max().item())
 
 
-def _turned(x: torch.Tensor, turn: Turn, part: slice, pairs: Pairs) -> torch.Tensor:
+def _rotated(x: torch.Tensor, rotation: Rotation, part: slice, pairs: Pairs) -> torch.Tensor:
     """A part of the tokens of ``x``, turned."""
     x = x[..., part, :]
-    if turn is None:
+    if rotation is None:
         return x
     out = torch.empty_like(x)
-    for block, table in _blocks(x, turn, part):
+    for block, table in _blocks(x, rotation, part):
         pairs.rotate_into(out[..., block, :], x[..., block, :], table)
     return out
 
 
-def _add_turned_back(
-    total: torch.Tensor, x: torch.Tensor, turn: Turn, part: slice, pairs: Pairs
+def _add_rotated_back(
+    total: torch.Tensor, x: torch.Tensor, rotation: Rotation, part: slice, pairs: Pairs
 ) -> None:
     """Add ``x``, which belongs to turned tokens, to a part of what belongs to unturned ones."""
     total = total[..., part, :]
-    for block, (cos, sin) in _blocks(x, turn, part):
+    for block, (cos, sin) in _blocks(x, rotation, part):
         total[..., block, :].add_(pairs.rotate(x[..., block, :], (cos, -sin)))
 
 
-def _blocks(x: torch.Tensor, turn: Turn, part: slice) -> Iterator[tuple[slice, Turn]]:
+def _blocks(x: torch.Tensor, rotation: Rotation, part: slice) -> Iterator[tuple[slice, Rotation]]:
     """Blocks of tokens, so small that what lies between two steps stays in the cache."""
     for first in range(0, x.shape[-2], _BLOCK):
         block = slice(first, min(first + _BLOCK, x.shape[-2]))
         rows = slice(part.start + block.start, part.start + block.stop)
-        yield block, part_of(turn, rows)
+        yield block, part_of(rotation, rows)
 
 
 def _calls(
@@ -516,9 +518,9 @@ def _attend(
     call = _without_lost(call, query, key)
     total, lse = _begun(query, call, before)
     for region in _regions(call, query, key.shape[2], "forward"):
-        rows = [_turned(query, region.band.query, region.rows, call.pairs)]
+        rows = [_rotated(query, region.band.query, region.rows, call.pairs)]
         rows += [x[..., region.rows, :] for x in (total, lse[..., None])]
-        keys = [_turned(key, region.band.key, region.keys, call.pairs)]
+        keys = [_rotated(key, region.band.key, region.keys, call.pairs)]
         keys.append(value[..., region.keys, :])
         for tile in region.tiles:
             mask = region.mask(tile, query.dtype)
@@ -569,7 +571,7 @@ def _decode(
             part = slice(tile.key, tile.key + tile.keys)
             out, new = _kernel(
                 call.pairs.rotate(query, band.query),
-                _turned(key, band.key, part, call.pairs),
+                _rotated(key, band.key, part, call.pairs),
                 value[..., part, :],
                 attn_mask=None if bias is None else bias[..., part],
                 scale=call.scale,
@@ -679,16 +681,16 @@ def _backward(
     # The gradient of a bias is made of whole tiles, the smaller the less is there at a time.
     for region in _regions(call, query, keys, "backward", tall=not learns):
         band = region.band
-        turned_q = _turned(query, band.query, region.rows, pairs)
-        turned_k = _turned(key, band.key, region.keys, pairs)
+        rotated_q = _rotated(query, band.query, region.rows, pairs)
+        rotated_k = _rotated(key, band.key, region.keys, pairs)
         band_gq, band_gk = grad_q[..., region.rows, :], grad_k[..., region.keys, :]
         if band.query is not None:
             band_gq = torch.zeros_like(band_gq)
         if band.key is not None:
             band_gk = torch.zeros_like(band_gk)
         rows = [x[..., region.rows, :] for x in (out, lse[..., None], grad)]
-        rows = [turned_q, *rows, band_gq]
-        columns = [turned_k, value[..., region.keys, :], band_gk, grad_v[..., region.keys, :]]
+        rows = [rotated_q, *rows, band_gq]
+        columns = [rotated_k, value[..., region.keys, :], band_gk, grad_v[..., region.keys, :]]
         by_distance = None
         if learns and isinstance(region.bias, _Hankel):
             by_distance = torch.zeros_like(region.bias.values)
@@ -705,9 +707,9 @@ def _backward(
         if by_distance is not None:
             region.bias.sum_into(grad_bias, by_distance)
         if band.query is not None:
-            _add_turned_back(grad_q, band_gq, band.query, region.rows, pairs)
+            _add_rotated_back(grad_q, band_gq, band.query, region.rows, pairs)
         if band.key is not None:
-            _add_turned_back(grad_k, band_gk, band.key, region.keys, pairs)
+            _add_rotated_back(grad_k, band_gk, band.key, region.keys, pairs)
     return *(x.to(query.dtype) for x in grads), grad_bias
 
 
@@ -859,7 +861,7 @@ def attend(
     columns) of keys that are in no band, with which those of the bands are merged.
     """
     columns, value_columns = query.shape[-1], value.shape[-1]
-    query = call.warmed(query)
+    query = call.scale_query(query)
     # The kernel wants heads of one size.
     if value_columns < columns:
         value = F.pad(value, (0, columns - value_columns))

@@ -16,7 +16,7 @@ from collections.abc import Iterator
 import torch
 
 from rope_ext.attention import flash, fused
-from rope_ext.attention.call import Call, Turn, TurnedBand, part_of
+from rope_ext.attention.call import Call, RotatedBand, Rotation, part_of
 from rope_ext.attention.extent import extent
 from rope_ext.attention.flash import Before, Tile
 from rope_ext.methods.geometry import ChunkGap, Distance, Geometry, Sinks
@@ -127,18 +127,18 @@ class _Part:
     """
 
     def __init__(
-        self, tile: Tile, band: TurnedBand, query: torch.Tensor, key: torch.Tensor, call: Call
+        self, tile: Tile, band: RotatedBand, query: torch.Tensor, key: torch.Tensor, call: Call
     ) -> None:
         self.tile, self.band, self.pairs = tile, band, call.pairs
         self.rows = (tile.row, tile.blocks * tile.rows)
         self.keys = (tile.key, (tile.blocks - 1) * tile.step + tile.keys)
-        self.turns = tuple(
-            part_of(turn, slice(first, first + count))
-            for turn, (first, count) in ((band.query, self.rows), (band.key, self.keys))
+        self.rotations = tuple(
+            part_of(rotation, slice(first, first + count))
+            for rotation, (first, count) in ((band.query, self.rows), (band.key, self.keys))
         )
-        self.query = self._of_rows(fused.rotate(call.pairs, self.row(query), self.turns[0]))
-        turned = fused.rotate(call.pairs, key.narrow(2, *self.keys), self.turns[1])
-        self.key = self._of_keys(turned)
+        self.query = self._of_rows(fused.rotate(call.pairs, self.row(query), self.rotations[0]))
+        rotated = fused.rotate(call.pairs, key.narrow(2, *self.keys), self.rotations[1])
+        self.key = self._of_keys(rotated)
         causal = tile.kind == "causal"
         self.asked = causal, _left(band.geometry) if causal else None, call.scale
 
@@ -185,10 +185,10 @@ class _Part:
             *self.asked,
         )
         of_query = of_query.reshape(batch, -1, *of_query.shape[2:]).transpose(1, 2)
-        self.row(grads[0]).add_(fused.rotate(self.pairs, of_query, _back(self.turns[0])))
-        for total, new, turn in zip(grads[1:], of_keys, (self.turns[1], None), strict=True):
+        self.row(grads[0]).add_(fused.rotate(self.pairs, of_query, _back(self.rotations[0])))
+        for total, new, rotation in zip(grads[1:], of_keys, (self.rotations[1], None), strict=True):
             new = self._together(new.unflatten(0, (batch, -1)))
-            total.narrow(2, *self.keys).add_(fused.rotate(self.pairs, new, _back(turn)))
+            total.narrow(2, *self.keys).add_(fused.rotate(self.pairs, new, _back(rotation)))
 
     def _together(self, x: torch.Tensor) -> torch.Tensor:
         """``[batch, blocks, keys, heads, columns]`` with overlapping keys added."""
@@ -204,8 +204,8 @@ class _Part:
         return total.transpose(1, 2)
 
 
-def _back(turn: Turn) -> Turn:
-    return turn and (turn[0], -turn[1])
+def _back(rotation: Rotation) -> Rotation:
+    return rotation and (rotation[0], -rotation[1])
 
 
 def _merge(total: torch.Tensor, lse: torch.Tensor, out: torch.Tensor, new: torch.Tensor) -> None:

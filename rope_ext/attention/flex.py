@@ -186,7 +186,7 @@ def attend(
     ``merged``: output and log-sum-exp of keys that are in no band.
     """
     (batch, heads, queries, columns), (kv_heads, keys) = query.shape, key.shape[1:3]
-    query = call.warmed(query)
+    query = call.scale_query(query)
     scale = repr(float(call.scale)) if fused.fuses(query) else call.scale
     cap = None if call.softcap is None else query.new_full((), call.softcap, dtype=torch.float32)
     together = queries == 1 and call.bias is None

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from rope_ext.attention.call import Pairs, Turn
+from rope_ext.attention.call import Pairs, Rotation
 
 _copies = itertools.count()
 
@@ -57,9 +57,9 @@ def _kind(x: torch.Tensor) -> tuple[Any, ...]:
     return x.dtype, x.device, x.requires_grad, x.is_inference(), x.shape[3:], ones
 
 
-def rotate(pairs: Pairs, x: torch.Tensor, turn: Turn) -> torch.Tensor:
+def rotate(pairs: Pairs, x: torch.Tensor, rotation: Rotation) -> torch.Tensor:
     """As :meth:`Pairs.rotate`."""
-    return x if turn is None else run(_rotate, x, *turn, pairs.first, pairs.second)
+    return x if rotation is None else run(_rotate, x, *rotation, pairs.first, pairs.second)
 
 
 def _rotate(

@@ -17,7 +17,7 @@ import torch
 
 from rope_ext.attention import dispatch as attention
 from rope_ext.attention import flash, reference
-from rope_ext.attention.call import Call, Turn, TurnedBand
+from rope_ext.attention.call import Call, RotatedBand, Rotation
 from rope_ext.attention.reference import Places
 from rope_ext.errors import UnsupportedModelError
 
@@ -55,8 +55,8 @@ class Part:
     """
 
     hidden: torch.Tensor
-    query: Turn
-    key: Turn
+    query: Rotation
+    key: Rotation
     slots: torch.Tensor | None
 
 
@@ -98,11 +98,11 @@ def attend_few(
     def repeated(x: torch.Tensor) -> torch.Tensor:  # for all heads of a key
         return x.repeat(1, 1, each, 1) if queries > 1 else x
 
-    def turned(by: Turn) -> torch.Tensor:
+    def rotated(by: Rotation) -> torch.Tensor:
         return call.pairs.rotate(query, by and tuple(map(repeated, by)))
 
     parts = [
-        _Rows(turned(part.query), repeated(part.hidden[:, None]), part.key, part.slots)
+        _Rows(rotated(part.query), repeated(part.hidden[:, None]), part.key, part.slots)
         for part in few.parts
     ]
     bias = sinks = None
@@ -130,7 +130,7 @@ class _Rows(NamedTuple):
 
     query: torch.Tensor
     hidden: torch.Tensor
-    key: Turn
+    key: Rotation
     slots: torch.Tensor | None
 
     @property
@@ -266,7 +266,7 @@ def attend_scored(
     for row in range(1 if alike else len(query)):
         of_rows = every if alike else slice(row, row + 1)
         bands = [
-            TurnedBand(band.geometry, _of(band.query, row, every), _of(band.key, row, every))
+            RotatedBand(band.geometry, _of(band.query, row, every), _of(band.key, row, every))
             for band in call.bands
         ]
         at, key_there, seen = (x[row if len(x) > 1 else 0] for x in (query_at, key_at, visible))
@@ -345,7 +345,7 @@ def _placed(
         row, at = rows[0], places[rows[0] if len(places) > 1 else 0][slots]
         own, there = _range(queries), _range(slots)
         bands = [
-            TurnedBand(band.geometry, _of(band.query, row, own), _of(band.key, row, there))
+            RotatedBand(band.geometry, _of(band.query, row, own), _of(band.key, row, there))
             for band in call.bands
         ]
         found = query[rows][:, :, own], key[rows][:, :, there], value[rows][:, :, there]
@@ -395,5 +395,5 @@ def _range(index: torch.Tensor) -> torch.Tensor | slice:
     return slice(first, last) if last - first == len(index) else index
 
 
-def _of(turn: Turn, row: int, tokens: torch.Tensor | slice) -> Turn:
-    return turn and tuple(table[row if len(table) > 1 else 0][tokens] for table in turn)
+def _of(rotation: Rotation, row: int, tokens: torch.Tensor | slice) -> Rotation:
+    return rotation and tuple(table[row if len(table) > 1 else 0][tokens] for table in rotation)

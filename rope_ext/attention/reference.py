@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from rope_ext.attention.call import Block, Call, Turn
+from rope_ext.attention.call import Block, Call, Rotation
 
 
 @dataclass(frozen=True, eq=False)
@@ -61,13 +61,13 @@ def _weighed(
     """:func:`weights`, and of what."""
     places = places or Places.following(call, query, key)
     key = key.repeat_interleave(query.shape[1] // key.shape[1], dim=1)
-    query = call.warmed(query)
+    query = call.scale_query(query)
     logits = query.new_zeros((*query.shape[:3], key.shape[2]))
     visible = torch.zeros(logits.shape[2:], dtype=torch.bool, device=query.device)
     for band in call.bands:
         seen = band.geometry.sees(places.query[:, None], places.key)
-        turned = call.pairs.rotate(query, band.query) @ call.pairs.rotate(key, band.key).mT
-        logits = torch.where(seen, turned * call.scale, logits)
+        rotated = call.pairs.rotate(query, band.query) @ call.pairs.rotate(key, band.key).mT
+        logits = torch.where(seen, rotated * call.scale, logits)
         visible = visible | seen
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     if call.softcap is not None:
@@ -129,7 +129,7 @@ def attend_blocked(
         """The block's part of ``x``, all of it where it is broadcast over the queries."""
         return x if x.shape[dim] == 1 else x.narrow(dim, start, min(block, queries - start))
 
-    def turn(by: Turn, start: int) -> Turn:
+    def rotation(by: Rotation, start: int) -> Rotation:
         return by and tuple(rows(table, start, 0) for table in by)
 
     def one(start: int, *tensors: torch.Tensor | None) -> torch.Tensor:
@@ -141,7 +141,7 @@ def attend_blocked(
             value,
             replace(
                 call,
-                bands=[replace(band, query=turn(band.query, start)) for band in call.bands],
+                bands=[replace(band, query=rotation(band.query, start)) for band in call.bands],
                 temperature=None if temperature is None else rows(temperature, start, 0),
                 sinks=sinks,
                 bias=bias,

@@ -23,7 +23,7 @@ import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
 from rope_ext.attention import flash, flex
-from rope_ext.attention.call import Call, TurnedBand
+from rope_ext.attention.call import Call, RotatedBand
 from rope_ext.encodings.tables import ByTables
 from rope_ext.encodings.transformer_xl import BySinusoid, sinusoid
 from rope_ext.methods.geometry import Distance
@@ -73,7 +73,7 @@ def by_tables(
         most = min(last, most)
     rows = max(x.shape[-2] for x in tables if x is not None)
     width = min(max(rows - 1, 1), most)  # the last row goes on; a band has at least one key
-    query = call.warmed(query)
+    query = call.scale_query(query)
     call = replace(call, scores=None, temperature=None, scale=call.scale * scores.share)
     of_query, of_key, of_value = tables
     shift = None
@@ -86,7 +86,7 @@ def by_tables(
             lse = lse - call.scale * (query * of_query[:, -1:]).sum(-1)
         if of_key is not None:
             query = (query + of_key[:, -1:]).to(query.dtype)
-        far = TurnedBand(Distance(width, last), None, None)
+        far = RotatedBand(Distance(width, last), None, None)
         out = _kernel(query, key, value, replace(call, bands=[far], sinks=None), (out, lse))
     return (out if shift is None else out + shift).to(value.dtype)
 
@@ -97,13 +97,13 @@ def by_sinusoid(
     """Attention as :class:`Call` has it; None where it asks for more than this can do."""
     if not _takes(call, query, value):
         return None
-    query, (queries, keys) = call.warmed(query), (query.shape[2], key.shape[2])
+    query, (queries, keys) = call.scale_query(query), (query.shape[2], key.shape[2])
     table = _sinusoid(scores, keys, query)
-    turned = scores.turned(query, table[keys - queries :])
+    rotated = scores.rotated(query, table[keys - queries :])
     query = query + scores.learned["u"].to(query)[:, None]
     if queries == 1:
-        return _one_query(query, turned, key, table, value, call)
-    query = torch.cat((query, turned), -1)
+        return _one_query(query, rotated, key, table, value, call)
+    query = torch.cat((query, rotated), -1)
     key = torch.cat((key, table.expand(*key.shape[:2], -1, -1)), -1)
     return _kernel(query, key, value, replace(call, scores=None, temperature=None))
 
@@ -124,7 +124,7 @@ def _sinusoids(
 
 def _one_query(
     query: torch.Tensor,
-    turned: torch.Tensor,
+    rotated: torch.Tensor,
     key: torch.Tensor,
     table: torch.Tensor,
     value: torch.Tensor,
@@ -134,7 +134,7 @@ def _one_query(
     last = call.bands[0].geometry.last
     seen = slice(0 if last is None else max(key.shape[2] - last, 0), None)
     by_key = query[:, :, 0].unflatten(1, (key.shape[1], -1))  # heads of a key are rows of it
-    logits = by_key @ key[:, :, seen].mT + (turned @ table[seen].mT).view(*by_key.shape[:3], -1)
+    logits = by_key @ key[:, :, seen].mT + (rotated @ table[seen].mT).view(*by_key.shape[:3], -1)
     logits = logits.to(_wide(query)) * call.scale
     if call.sinks is not None:
         sinks = call.sinks.to(logits.dtype).view(key.shape[1], -1, 1)

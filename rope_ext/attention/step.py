@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 
 from rope_ext.attention import flash
-from rope_ext.attention.call import Pairs, Turn
+from rope_ext.attention.call import Pairs, Rotation
 from rope_ext.methods.geometry import Geometry
 
 _ROOM = 256
@@ -24,11 +24,11 @@ _ROOM = 256
 
 
 class Table(Protocol):
-    """Turns of tokens by their positions."""
+    """RotationTable of tokens by their positions."""
 
     idle: bool
 
-    def between(self, first: int, last: int, device: torch.device, dtype: torch.dtype) -> Turn:
+    def between(self, first: int, last: int, device: torch.device, dtype: torch.dtype) -> Rotation:
         """For the positions from ``first`` to ``last - 1``; one row if all are alike."""
 
 
@@ -53,7 +53,7 @@ class Columns:
     whole: bool
 
     @classmethod
-    def of(cls, pairs: Pairs, columns: int) -> Columns:
+    def from_pairs(cls, pairs: Pairs, columns: int) -> Columns:
         own = torch.arange(columns, device="cpu")
         first, second = own[pairs.first], own[pairs.second]
         number = torch.arange(len(first), device="cpu")
@@ -128,7 +128,7 @@ class Ring:
         missing = part.last - self.last
         known = self.kept is not None and self.start == step.start
         if not known or self.first > part.first or not 0 <= missing <= 1:
-            self._begin(part, step.turned(part, key), step.start)
+            self._begin(part, step.rotated(part, key), step.start)
         elif missing:
             if part.last - self.first > self.kept.shape[2]:
                 shown = self.kept.narrow(2, part.first - self.first, self.last - part.first)
@@ -140,11 +140,11 @@ class Ring:
             self.last = part.last
         return self.kept.narrow(2, part.first - self.first, part.last - part.first)
 
-    def _begin(self, part: Part, turned: torch.Tensor, start: int) -> None:
-        batch, heads, keys, columns = turned.shape
+    def _begin(self, part: Part, rotated: torch.Tensor, start: int) -> None:
+        batch, heads, keys, columns = rotated.shape
         with torch.inference_mode(False):  # it outlives the mode
-            self.kept = turned.new_empty(batch, heads, keys + _ROOM, columns)
-        self.kept[:, :, :keys] = turned
+            self.kept = rotated.new_empty(batch, heads, keys + _ROOM, columns)
+        self.kept[:, :, :keys] = rotated
         self.first, self.last, self.start = part.first, part.first + keys, start
 
 
@@ -165,8 +165,8 @@ class Step:
 
     parts: list[Part]
     sizes: list[int]
-    turns: torch.Tensor | None
-    heat: float
+    rotations: torch.Tensor | None
+    query_scale: float
     start: int
     columns: Columns
     pairs: Pairs
@@ -174,12 +174,12 @@ class Step:
     wide: torch.dtype
 
     @classmethod
-    def of(
+    def from_bands(
         cls,
         bands: Sequence[tuple[Geometry, Table, Table]],
         start: int,
         keys: int,
-        heat: float,
+        query_scale: float,
         columns: Columns,
         pairs: Pairs,
         dtype: torch.dtype,
@@ -205,14 +205,14 @@ class Step:
         of_newest = [row(bands[band][2], last - 1) for band, _, last in found]
         if rows:
             made = columns.matrices(*(torch.cat(one) for one in zip(*rows, strict=True)))
-        turns = made[:, :queries].reshape(len(made), -1) if queries else None
+        rotations = made[:, :queries].reshape(len(made), -1) if queries else None
         parts = []
         cuts = sorted({0, *(cut for _, *ends in found for cut in ends)})
         sizes = [end - begin for begin, end in itertools.pairwise(cuts)]
         for (band, first, last), query, new in zip(found, of_query, of_newest, strict=True):
             key = (None, None) if new is None else (bands[band][2], made[:, new])
             parts.append(Part(band, query, cuts.index(first), first, last, *key))
-        return cls(parts, sizes, turns, heat, start, columns, pairs, dtype, wide)
+        return cls(parts, sizes, rotations, query_scale, start, columns, pairs, dtype, wide)
 
     def attend(
         self,
@@ -234,11 +234,11 @@ class Step:
             query, key, value = map(flash.packed, (query, key, value))
         wide, narrow = self.wide, self.dtype != self.wide
         rows, shape = query.reshape(-1, columns), (batch, key.shape[1], heads // key.shape[1])
-        turned, total = (), None
-        if self.turns is not None:
-            turned = torch.mm(rows.to(wide) if narrow else rows, self.turns)
-            turned = (turned.to(self.dtype) if narrow else turned).view(*shape, -1, columns)
-            turned = turned.unbind(3)
+        rotated, total = (), None
+        if self.rotations is not None:
+            rotated = torch.mm(rows.to(wide) if narrow else rows, self.rotations)
+            rotated = (rotated.to(self.dtype) if narrow else rotated).view(*shape, -1, columns)
+            rotated = rotated.unbind(3)
         values = value.split_with_sizes([*self.sizes, value.shape[2] - sum(self.sizes)], 2)
         added = None
         if bias is not None:
@@ -250,18 +250,18 @@ class Step:
             if part.key is None:
                 near = key.narrow(2, part.first, part.last - part.first)
             elif rings is None:
-                near = self.turned(part, key)
+                near = self.rotated(part, key)
             else:
                 ring = rings.get(part.band)
                 if ring is None:
                     ring = rings[part.band] = Ring()
                 near = ring.keys(self, part, key)
             out, new = flash._kernel(
-                rows.view(*shape, columns) if part.query is None else turned[part.query],
+                rows.view(*shape, columns) if part.query is None else rotated[part.query],
                 near,
                 values[part.piece],
                 attn_mask=None if added is None else added[part.piece],
-                scale=scale * self.heat,
+                scale=scale * self.query_scale,
             )
             if narrow:
                 out = out.to(wide)
@@ -273,12 +273,12 @@ class Step:
                 lse = torch.logaddexp(lse, new)
         return (total.to(self.dtype) if narrow else total).reshape(batch, 1, heads, columns)
 
-    def turned(self, part: Part, key: torch.Tensor) -> torch.Tensor:
+    def rotated(self, part: Part, key: torch.Tensor) -> torch.Tensor:
         """The keys of a part as its band wants them."""
         near = key.narrow(2, part.first, part.last - part.first)
         table = part.key.between(
             self.start + part.first, self.start + part.last, key.device, self.wide
         )
         if near.shape[2] > flash._BLOCK:
-            return flash._turned(near, table, flash._ALL, self.pairs)
+            return flash._rotated(near, table, flash._ALL, self.pairs)
         return self.columns.rotate(near, *table)

@@ -28,7 +28,7 @@ class ALiBi(Encoding):
     paper: ClassVar[str] = "arXiv 2108.12409"
     use: ClassVar[str] = "a penalty by distance instead of the rotation; to be trained with"
 
-    def settles(self, rope: Rope) -> None:
+    def saturates_at(self, rope: Rope) -> None:
         return None
 
     def bias(

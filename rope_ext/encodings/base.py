@@ -110,7 +110,7 @@ class Encoding(PositionMethod):
         """
         return None
 
-    def settles(self, rope: Rope) -> int | None:
+    def saturates_at(self, rope: Rope) -> int | None:
         """Distance (tokens) from which on the bias stays the same; None: it never does."""
         return 0
 

@@ -46,7 +46,7 @@ class CoPE(Encoding):
     def grown(self, name: str, learned: torch.Tensor, initial: torch.Tensor) -> torch.Tensor | None:
         return lengthened(learned, initial, 0, repeat=True)
 
-    def settles(self, rope: Rope) -> None:
+    def saturates_at(self, rope: Rope) -> None:
         return None
 
     def scores(self, heads: int, rope: Rope, learned: Learned) -> CoPEScores:

@@ -71,7 +71,7 @@ class DAPE(Encoding):
             **linear("second", heads.count, self.hidden, *kernel),
         }
 
-    def settles(self, rope: Rope) -> None:
+    def saturates_at(self, rope: Rope) -> None:
         return None
 
     def bias(

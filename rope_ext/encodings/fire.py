@@ -55,7 +55,7 @@ class FIRE(Encoding):
             **linear("second", heads.count, self.hidden),
         }
 
-    def settles(self, rope: Rope) -> None:
+    def saturates_at(self, rope: Rope) -> None:
         return None
 
     def scores(self, heads: int, rope: Rope, learned: Learned) -> FIREScores:

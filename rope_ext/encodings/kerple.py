@@ -29,7 +29,7 @@ class _Kerple(Encoding):
         drawn = {name: most * torch.rand(heads.count) for name, most in self.begins.items()}
         return {name: value.clamp(min=_LEAST) for name, value in drawn.items()}
 
-    def settles(self, rope: Rope) -> None:
+    def saturates_at(self, rope: Rope) -> None:
         return None
 
 

@@ -42,7 +42,7 @@ class Sandwich(Encoding):
         self.require("width", self.width % 2 == 0, "an even number")
         self.require_number("base", above=1)
 
-    def settles(self, rope: Rope) -> None:
+    def saturates_at(self, rope: Rope) -> None:
         return None
 
     def bias(

@@ -47,7 +47,7 @@ class T5(Encoding):
     def initial(self, heads: Heads, rope: Rope) -> dict[str, torch.Tensor]:
         return {"beta": torch.zeros(heads.count, self.num_buckets)}
 
-    def settles(self, rope: Rope) -> int:
+    def saturates_at(self, rope: Rope) -> int:
         return self.max_distance
 
     def bias(

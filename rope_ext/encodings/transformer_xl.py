@@ -35,7 +35,7 @@ class BySinusoid(Scores):
             for at in (block.query_at, block.key_at)
         )
         more = self.learned["u"].to(key)[:, None] @ key.mT
-        more = more.to(content.dtype) + (self.turned(query, of_query) @ of_key.mT)
+        more = more.to(content.dtype) + (self.rotated(query, of_query) @ of_key.mT)
         return content + block.scale * more
 
     @property
@@ -43,7 +43,7 @@ class BySinusoid(Scores):
         """Its numbers."""
         return self.learned["r"].shape[-1]
 
-    def turned(self, query: torch.Tensor, of_query: torch.Tensor) -> torch.Tensor:
+    def rotated(self, query: torch.Tensor, of_query: torch.Tensor) -> torch.Tensor:
         """Queries as the sinusoid of a key's position meets them: ``[..., queries, width]``.
 
         ``of_query``: the sinusoid of their own positions, ``[queries, width]``.

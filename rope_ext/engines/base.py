@@ -185,7 +185,7 @@ class Scaling:
     parameters: Mapping[str, Any]
 
     @classmethod
-    def of(cls, state: Patch) -> Scaling:
+    def from_patch(cls, state: Patch) -> Scaling:
         """What a patch that is one set of frequencies does."""
         site = state.scaled[0]
         rope = Rope.geometric(site.rope.base, site.rope.dim, site.rope.length)

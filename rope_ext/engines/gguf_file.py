@@ -240,7 +240,7 @@ def following(model: nn.Module, path: str | Path, output: str | Path) -> Plan:
             scaling = Scaling.configured(model)
             made = plan(scaling, file.architecture, in_file=True)
         else:
-            scaling, made = Scaling.of(state), planned(state, in_file=True)
+            scaling, made = Scaling.from_patch(state), planned(state, in_file=True)
     except Refusal as refusal:
         raise ExportError(f"llama.cpp cannot run the patch of this model: {refusal}") from None
     architecture = ARCHITECTURES.get(text_config(text_decoder(model)).model_type)

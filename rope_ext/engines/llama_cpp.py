@@ -221,7 +221,7 @@ def planned(state: Patch, in_file: bool) -> Plan:
         raise Refusal("it has no setting for these frequencies")
     architecture = ARCHITECTURES[text_config(state.decoder).model_type]
     scaled = state.scaled[0].scaled
-    return plan(Scaling.of(state), architecture, in_file=in_file, scaled=scaled)
+    return plan(Scaling.from_patch(state), architecture, in_file=in_file, scaled=scaled)
 
 
 def settings(made: Plan) -> dict[str, Any]:

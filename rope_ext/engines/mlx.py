@@ -35,7 +35,7 @@ class MLX(Engine):
         refuse_unproven(state)
         if not state.native:
             raise Refusal("it builds from transformers' types, and none has these frequencies")
-        fields = legacy(_parameters(Scaling.of(state)))
+        fields = legacy(_parameters(Scaling.from_patch(state)))
         config = with_fields(unwrap(model).config.to_json_string(), fields)
         command = shlex.join(["mlx_lm.generate", "--model", "FOLDER", "--prompt", "..."])
         notes = (

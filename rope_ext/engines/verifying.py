@@ -200,7 +200,7 @@ class Miniature:
     short: Sequence[float] | None = None
 
     @classmethod
-    def of(cls, config: Any, method: str | None = None, **options: Any) -> Miniature:
+    def from_config(cls, config: Any, method: str | None = None, **options: Any) -> Miniature:
         """A miniature of the model with this configuration.
 
         Args:
@@ -358,7 +358,7 @@ def _scaled(model: nn.Module, inv_freq: torch.Tensor, number: float) -> nn.Modul
 
 def _fixed(state: Patch) -> Scaling:
     refuse_unproven(state)
-    return Scaling.of(state)
+    return Scaling.from_patch(state)
 
 
 def _small(config: Any) -> nn.Module:

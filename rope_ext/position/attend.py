@@ -15,7 +15,7 @@ from transformers.masking_utils import causal_mask_function
 
 from rope_ext.attention import dispatch as attention
 from rope_ext.attention import flash, reference
-from rope_ext.attention.call import Call, Pairs, Turn, TurnedBand
+from rope_ext.attention.call import Call, Pairs, RotatedBand, Rotation
 from rope_ext.attention.reference import Places
 from rope_ext.errors import OptionError, UnsupportedModelError
 from rope_ext.methods.geometry import Distance, Geometry
@@ -23,8 +23,8 @@ from rope_ext.position import bias, compiled
 from rope_ext.position.layers import Layout
 from rope_ext.position.map import PositionMap
 from rope_ext.position.masks import documents_of
-from rope_ext.position.runs import BatchMask, Stretch
-from rope_ext.position.tables import Decay, Turns
+from rope_ext.position.segments import BatchMask, RotatedSegment
+from rope_ext.position.tables import Decay, RotationTable
 from rope_ext.position.tokens import current
 from rope_ext.rotary.sites import text_config
 from rope_ext.under_way import here
@@ -51,16 +51,16 @@ class Layer:
     map: PositionMap
     layout: Layout | None
     biased: nn.Module | None = None
-    turned: compiled.Turned | None = None
+    rotated: compiled.LayoutRotations | None = None
 
     def __getstate__(self) -> dict[str, Any]:  # without what is made of it: bands are functions
-        return {**self.__dict__, "turned": self.turned and self.turned.number}
+        return {**self.__dict__, "turned": self.rotated and self.rotated.number}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         number = state["turned"]
         if number is not None:
-            turns = state["map"].turns(state["layout"])
-            state = {**state, "turned": compiled.Turned(number, turns)}
+            rotations = state["map"].rotations(state["layout"])
+            state = {**state, "turned": compiled.LayoutRotations(number, rotations)}
         self.__dict__.update(state)
 
     def adding(self, call: Call, distances: int | torch.Tensor, like: torch.Tensor) -> Call:
@@ -108,7 +108,7 @@ class Dense:
     query: torch.Tensor
     key: torch.Tensor
     call: Call
-    turns: list[tuple[Geometry, Turns | Decay | None, Turns | Decay | None]]
+    rotations: list[tuple[Geometry, RotationTable | Decay | None, RotationTable | Decay | None]]
     temperature: Callable[[torch.Tensor, torch.dtype], torch.Tensor | None] | None
     places: Places
     reach: int | None = None
@@ -149,10 +149,13 @@ class Dense:
 
         middle = 0 if self.reach is None else int(of_query.min() + of_query.max()) // 2
 
-        def turn(by: Turns | Decay | None, t: torch.Tensor) -> Turn:
+        def rotation(by: RotationTable | Decay | None, t: torch.Tensor) -> Rotation:
             return None if by is None else by.about(middle).at(t, dtype)
 
-        bands = [TurnedBand(seen, turn(q, of_query), turn(k, of_key)) for seen, q, k in self.turns]
+        bands = [
+            RotatedBand(seen, rotation(q, of_query), rotation(k, of_key))
+            for seen, q, k in self.rotations
+        ]
         temperature = self.temperature and self.temperature(of_query, dtype)
         mask = None if places.mask is None else places.mask[..., queries, :]
         newest = None if places.newest is None else places.newest[queries]
@@ -226,12 +229,12 @@ def _attend(
     """
     layer = getattr(module, LAYER, None)
     if not torch.compiler.is_compiling() and isinstance(attention_mask, BatchMask):
-        step = attention_mask.steps.get(layer and layer.turned and layer.turned.number)
+        step = attention_mask.steps.get(layer and layer.rotated and layer.rotated.number)
         alike = step is not None and query.dtype == key.dtype == value.dtype == step.dtype
         if alike and not dropout:
             scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-            turning = attention_mask.forward.turning
-            rings = turning and turning.rings(module, key)
+            rotating = attention_mask.forward.rotating
+            rings = rotating and rotating.rings(module, key)
             added = None if layer.biased is None else layer.by_slot(attention_mask, query)
             return step.attend(query, key, value, scale, s_aux, added, rings), None
     traced = None if layer is None or not here.traced else compiled.current(layer.map)
@@ -263,7 +266,7 @@ def _traced(
         _refuse_dropout(layer, module, dropout)
         query, key = _of_dtype(value, query, key)
         call = layer.adding(call, traced.room, query)
-        out = traced.attend(layer.turned, query, key, value, call)
+        out = traced.attend(layer.rotated, query, key, value, call)
     else:
         if isinstance(mask, BatchMask):
             mask = traced.dense(mask)
@@ -318,7 +321,7 @@ def _untraced(
     if mask is attention_mask and _shares(layer, mask, query, key, value, softcap):
         step = mask.step(layout, query.dtype)
         if step is not None:
-            mask.steps[layer.turned.number] = step  # as the layers after this one find it
+            mask.steps[layer.rotated.number] = step  # as the layers after this one find it
             return _attend(module, query, key, value, mask, dropout, scaling, softcap, s_aux)
     query, key = _of_dtype(value, query, key)
     key, value = key[:, :, : mask.keys], value[:, :, : mask.keys]
@@ -335,14 +338,14 @@ def _untraced(
     together = _together(layer, mask, query)
     if together is not None:
         biased = layer.adding(call, mask.keys, query)
-        out = together.attend(layer.turned, query, key, value, biased)
+        out = together.attend(layer.rotated, query, key, value, biased)
         return out.transpose(1, 2).contiguous(), weights
-    stretches = mask.stretches(layout, query.device, _table_dtype(query))
-    if stretches is None:  # drafts in trees, masks of other shapes, gaps in positions
+    rotated_segments = mask.rotated_segments(layout, query.device, _table_dtype(query))
+    if rotated_segments is None:  # drafts in trees, masks of other shapes, gaps in positions
         out = torch.cat([dense(row).attend(one) for row, one in enumerate(value.split(1))])
     else:
         biased = layer.adding(call, mask.keys, query)
-        out = _regular(stretches, query, key, value, biased, position_map.kernel)
+        out = _regular(rotated_segments, query, key, value, biased, position_map.kernel)
     return out.transpose(1, 2).contiguous(), weights
 
 
@@ -429,7 +432,7 @@ def _batch_mask(position_map: PositionMap, mask: BatchMask | torch.Tensor | None
 
 
 def _regular(
-    stretches: list[Stretch],
+    rotated_segments: list[RotatedSegment],
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
@@ -438,21 +441,21 @@ def _regular(
 ) -> torch.Tensor:
     """Every run by the kernel for consecutive tokens."""
     out = None
-    for run, bands, temperature in stretches:
-        whole = len(stretches) == 1 and run.rows is None
+    for segment, bands, temperature in rotated_segments:
+        whole = len(rotated_segments) == 1 and segment.rows is None
         q, k, v = (
-            x if whole else x[slice(None) if run.rows is None else run.rows][:, :, at]
-            for x, at in ((query, run.queries), (key, run.keys), (value, run.keys))
+            x if whole else x[slice(None) if segment.rows is None else segment.rows][:, :, at]
+            for x, at in ((query, segment.queries), (key, segment.keys), (value, segment.keys))
         )
-        of_run = replace(call, bands=bands, start=run.start, temperature=temperature)
-        part = attention.attend(q, k, v, of_run, kernel)
+        of_segment = replace(call, bands=bands, start=segment.start, temperature=temperature)
+        part = attention.attend(q, k, v, of_segment, kernel)
         if whole:
             return part
         if out is None:
             out = part.new_zeros(len(query), query.shape[2], query.shape[1], value.shape[-1])
         rows = torch.arange(len(query), device=query.device)
-        rows = (rows if run.rows is None else rows[run.rows]).unsqueeze(1)
-        at = torch.arange(query.shape[2], device=query.device)[run.queries]
+        rows = (rows if segment.rows is None else rows[segment.rows]).unsqueeze(1)
+        at = torch.arange(query.shape[2], device=query.device)[segment.queries]
         out[rows, at] = part.transpose(1, 2)
     return out.transpose(1, 2)
 
@@ -485,7 +488,7 @@ def _irregular(
         query[row : row + 1],
         key[row : row + 1],
         layer.adding(call, places, query),
-        position_map.turns(layer.layout),
+        position_map.rotations(layer.layout),
         position_map.temperature,
         of_queries,
         position_map.reach,

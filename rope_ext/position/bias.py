@@ -58,7 +58,7 @@ class Earlier:
     held: dict[Learning, Held]
 
     @classmethod
-    def of(cls, model: nn.Module) -> Earlier:
+    def from_model(cls, model: nn.Module) -> Earlier:
         modules = {
             path: module
             for path, module in model.named_modules()
@@ -264,7 +264,7 @@ class DistanceBias(Learning):
     def _bias(
         self, distances: int, device: torch.device, dtype: torch.dtype
     ) -> torch.Tensor | None:
-        settled = self.encoding.settles(self.rope)
+        settled = self.encoding.saturates_at(self.rope)
         if settled is not None:
             distances = min(distances, settled + 1)
         learned = self.clamped()

@@ -8,14 +8,14 @@ from typing import Any, ClassVar
 import torch
 from transformers.cache_utils import Cache, StaticLayer
 
-from rope_ext.caches import Carrying, Move, carry, empty, is_filled
+from rope_ext.caches import CacheWithMetadata, Move, attach, empty, is_filled
 from rope_ext.errors import CacheError
 from rope_ext.under_way import here
 
 _POSITIONS = "_rope_ext_positions"  # on a cache: the KeyPositions of its keys
 
 
-class _Logged(Carrying):
+class _Logged(CacheWithMetadata):
     """Of a cache whose keys carry the rotation of a position map."""
 
     def update(self, *args: Any, **kwargs: Any) -> Any:
@@ -43,7 +43,7 @@ class KeyPositions:
             all rows, and all slots, also those that are not filled.
     """
 
-    kind: ClassVar[type[Carrying]] = _Logged
+    kind: ClassVar[type[CacheWithMetadata]] = _Logged
     key: tuple[Any, ...]
     positions: torch.Tensor
 
@@ -62,7 +62,7 @@ class KeyPositions:
 class _Emptied:
     """On a cache that was reset: nothing but memory, at the address that graphs hold on to."""
 
-    kind: ClassVar[type[Carrying] | None] = None
+    kind: ClassVar[type[CacheWithMetadata] | None] = None
     before: KeyPositions
 
     def moved(self, move: Move) -> _Emptied:
@@ -85,7 +85,7 @@ def keep(cache: Cache, known: KeyPositions, rows: int) -> None:
                 f"this forward there would be {needed}; make one with a larger max_cache_len"
             )
         known = _filled_in(_memory(cache), known, (rows, layer.max_cache_len))
-    carry(cache, _POSITIONS, known)
+    attach(cache, _POSITIONS, known)
 
 
 def note(cache: Cache, known: KeyPositions) -> None:

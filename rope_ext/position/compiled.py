@@ -17,13 +17,13 @@ from transformers.masking_utils import sdpa_mask
 
 from rope_ext.attention import dispatch as attention
 from rope_ext.attention import placed
-from rope_ext.attention.call import Call, Turn, TurnedBand
+from rope_ext.attention.call import Call, RotatedBand, Rotation
 from rope_ext.caches import UNKNOWN
 from rope_ext.methods.geometry import Distance, Geometry, Sinks
 from rope_ext.position.cache import KeyPositions, kept, note, whole
 from rope_ext.position.map import PositionMap
-from rope_ext.position.runs import BatchMask
-from rope_ext.position.tables import Turns
+from rope_ext.position.segments import BatchMask
+from rope_ext.position.tables import RotationTable
 from rope_ext.position.tokens import FRACTIONS, stored_rotation
 from rope_ext.rotary import calls
 from rope_ext.rotary.sites import RotarySite
@@ -35,7 +35,7 @@ WHY = (
 )
 
 
-class Turned(NamedTuple):
+class LayoutRotations(NamedTuple):
     """What the layers of one layout have in common.
 
     Args:
@@ -44,7 +44,7 @@ class Turned(NamedTuple):
     """
 
     number: int
-    turns: list[tuple[Geometry, Turns, Turns]]
+    rotations: list[tuple[Geometry, RotationTable, RotationTable]]
 
 
 def begin(position_map: PositionMap, decoder: nn.Module, given: dict[str, Any]) -> bool:
@@ -100,9 +100,11 @@ def _together(mask: BatchMask, device: torch.device) -> Traced | None:
     forward = mask.forward
     if forward.padding is None or forward.documents is not None or forward.tokens > placed.FEW:
         return None
-    if mask.offset or mask.window is not None or mask.runs is None or len(mask.runs) == 1:
+    if mask.offset or mask.window is not None or mask.segments is None or len(mask.segments) == 1:
         return None
-    if not all(isinstance(run.keys, slice) for run in mask.runs):  # near keys may be anywhere
+    if not all(
+        isinstance(segment.keys, slice) for segment in mask.segments
+    ):  # near keys may be anywhere
         return None
     slots = Slots(forward.rows, forward.tokens, forward.filled, mask.keys)
     traced = Traced(forward.map, slots, forward.padding.to(device), False)
@@ -307,7 +309,7 @@ class Traced:
 
     def attend(
         self,
-        turned: Turned,
+        rotated: LayoutRotations,
         query: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,
@@ -315,13 +317,13 @@ class Traced:
     ) -> torch.Tensor:
         """``[rows, heads, queries, columns of value]``."""
         dtype = torch.float64 if query.dtype == torch.float64 else torch.float32
-        heat = self._heat(dtype)
-        if heat is not None:
-            query = (query * heat).to(query.dtype)
+        query_scale = self._query_scale(dtype)
+        if query_scale is not None:
+            query = (query * query_scale).to(query.dtype)
         if self.regular:
             key, value = key[:, :, : self.tokens], value[:, :, : self.tokens]
-            bands = self._bands(turned, dtype)
-            bands = [TurnedBand(band.geometry, _row(band.query), _row(band.key)) for band in bands]
+            bands = self._bands(rotated, dtype)
+            bands = [RotatedBand(band.geometry, _row(band.query), _row(band.key)) for band in bands]
             call = _with(call, bands)
             return attention.attend(query, key, value, call, self.map.kernel)
         if self.tokens > placed.FEW:
@@ -329,25 +331,25 @@ class Traced:
                 query,
                 key,
                 value,
-                _with(call, self._bands(turned, dtype)),
+                _with(call, self._bands(rotated, dtype)),
                 self.key,
                 self.real,
                 torch.as_tensor(self.filled),
                 self.map.kernel,
             )
         if call.scores is not None:
-            call = _with(call, self._bands(turned, dtype))
+            call = _with(call, self._bands(rotated, dtype))
             return placed.attend_scored(query, key, value, call, self.query, self.key, self.visible)
-        few = self._few(turned, dtype)
+        few = self._few(rotated, dtype)
         apart = None if call.bias is None else self._distance(call.bias.shape[1])
         return placed.attend_few(query, key, value, call, few, apart)
 
-    def _heat(self, dtype: torch.dtype) -> torch.Tensor | None:
+    def _query_scale(self, dtype: torch.dtype) -> torch.Tensor | None:
         """What multiplies the queries, ``[rows or 1, 1, queries, 1]``."""
-        if ("heat", dtype) not in self._made:
+        if ("query_scale", dtype) not in self._made:
             made = self.map.temperature(self.query, dtype)
-            self._made["heat", dtype] = None if made is None else made[:, None, :, None]
-        return self._made["heat", dtype]
+            self._made["query_scale", dtype] = None if made is None else made[:, None, :, None]
+        return self._made["query_scale", dtype]
 
     def _distance(self, known: int) -> torch.Tensor:
         """From every query to every slot, tokens, ``[rows or 1, queries, slots]``.
@@ -362,23 +364,23 @@ class Traced:
             (self._made["distance"],) = _once([apart.clamp(min=0)])
         return self._made["distance"]
 
-    def _bands(self, turned: Turned, dtype: torch.dtype) -> list[TurnedBand]:
+    def _bands(self, rotated: LayoutRotations, dtype: torch.dtype) -> list[RotatedBand]:
         """The bands, with turns of ``[rows or 1, tokens, pairs]``."""
-        if (turned.number, dtype) not in self._made:
-            self._made[turned.number, dtype] = [
-                TurnedBand(seen, of_query.at(self.query, dtype), of_key.at(self.key, dtype))
-                for seen, of_query, of_key in turned.turns
+        if (rotated.number, dtype) not in self._made:
+            self._made[rotated.number, dtype] = [
+                RotatedBand(seen, of_query.at(self.query, dtype), of_key.at(self.key, dtype))
+                for seen, of_query, of_key in rotated.rotations
             ]
-        return self._made[turned.number, dtype]
+        return self._made[rotated.number, dtype]
 
-    def _few(self, turned: Turned, dtype: torch.dtype) -> placed.Few:
+    def _few(self, rotated: LayoutRotations, dtype: torch.dtype) -> placed.Few:
         """What few queries see."""
-        if (turned.number, dtype) in self._made:
-            return self._made[turned.number, dtype]
+        if (rotated.number, dtype) in self._made:
+            return self._made[rotated.number, dtype]
         found, shown, middle = [], None, 0
         if self.map.reach is not None:
             middle = (self.query.amin(1, keepdim=True) + self.query.amax(1, keepdim=True)) // 2
-        for geometry, of_query, of_key in turned.turns:
+        for geometry, of_query, of_key in rotated.rotations:
             of_query, of_key = of_query.about(middle), of_key.about(middle)
             seen = geometry.sees(self.query[:, :, None], self.key[:, None]) & self.visible
             shown = seen if shown is None else shown | seen
@@ -397,12 +399,14 @@ class Traced:
         sees, *flat = _once([shown.any(-1), *flat])
         left = iter(flat)
 
-        def turn(made: Turn) -> Turn:  # for every head
+        def rotation(made: Rotation) -> Rotation:  # for every head
             return made and (next(left)[:, None], next(left)[:, None])
 
-        parts = [placed.Part(next(left), turn(q), turn(k), slots) for _, q, k, slots in found]
-        self._made[turned.number, dtype] = placed.Few(parts, sees)
-        return self._made[turned.number, dtype]
+        parts = [
+            placed.Part(next(left), rotation(q), rotation(k), slots) for _, q, k, slots in found
+        ]
+        self._made[rotated.number, dtype] = placed.Few(parts, sees)
+        return self._made[rotated.number, dtype]
 
     def _refuse_gaps(self) -> None:
         """Fail when it runs if tokens lie further apart by slot than by position."""
@@ -413,7 +417,7 @@ class Traced:
             self._made["gaps"] = (self.visible & (apart < by_slot)).any()
             torch._assert_async(~self._made["gaps"], placed.APART)
 
-    def _slots(self, geometry: Geometry, of_key: Turns) -> torch.Tensor | None:
+    def _slots(self, geometry: Geometry, of_key: RotationTable) -> torch.Tensor | None:
         """The slots in which the keys of a band lie, if they are few and must be turned.
 
         A token is at least as far from another by position as by slot.
@@ -436,8 +440,8 @@ class Traced:
         return None
 
 
-def _row(turn: Turn) -> Turn:
-    return turn and (turn[0][0], turn[1][0])
+def _row(rotation: Rotation) -> Rotation:
+    return rotation and (rotation[0][0], rotation[1][0])
 
 
 def _once(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
@@ -456,7 +460,7 @@ def _(tensors):  # noqa: ANN001, ANN202
     return [torch.empty_like(x) for x in tensors]
 
 
-def _with(call: Call, bands: list[TurnedBand]) -> Call:
+def _with(call: Call, bands: list[RotatedBand]) -> Call:
     return Call(
         bands,
         call.pairs,

@@ -17,10 +17,10 @@ from rope_ext.errors import UnsupportedModelError
 from rope_ext.methods import Rope
 from rope_ext.position.bias import Learning
 from rope_ext.position.map import PositionMap
-from rope_ext.position.runs import BatchMask
+from rope_ext.position.segments import BatchMask
 from rope_ext.position.tokens import Forward, current
-from rope_ext.rotary.gathering import size
 from rope_ext.rotary.sites import evaluating
+from rope_ext.rotary.zero3 import size
 
 NAME = "rope_ext_input"  # of the module within the decoder, and so in checkpoints
 _SAMPLE = 64

@@ -16,14 +16,14 @@ from rope_ext.position.attend import LAYER, NAME, Layer
 from rope_ext.position.cache import keep
 from rope_ext.position.layers import Layout, chosen_layers, find_layouts, layer_number, takes
 from rope_ext.position.map import PositionMap
-from rope_ext.position.runs import BatchMask
+from rope_ext.position.segments import BatchMask
 from rope_ext.position.tokens import Forward, current
 from rope_ext.record import option_texts
 from rope_ext.rotary import calls, hooks
-from rope_ext.rotary.foreign import refuse_presses
-from rope_ext.rotary.near import near
+from rope_ext.rotary.device_cache import cached_on_device
 from rope_ext.rotary.sites import RotarySite, text_config
-from rope_ext.rotary.spared import NOTHING, spare, spares
+from rope_ext.rotary.skip_identity_rotation import IDENTITY, skip_identity, skips_identity
+from rope_ext.rotary.third_party import refuse_presses
 from rope_ext.under_way import here
 
 
@@ -65,9 +65,9 @@ class Installed:
             )
         refuse_presses(decoder.modules(), name, position_map.instead)
         layouts = find_layouts(decoder, list(position_map.frequencies), position_map.instead)
-        turned = [module for module, one in layouts.items() if one is not None]
-        reach = [m for m in turned if position_map.local_too or not layouts[m].local]
-        self.windowed = len(turned) - len(reach)
+        rotated = [module for module, one in layouts.items() if one is not None]
+        reach = [m for m in rotated if position_map.local_too or not layouts[m].local]
+        self.windowed = len(rotated) - len(reach)
         if not reach:
             raise UnsupportedModelError(
                 f"{type(decoder).__name__}: every layer with a rotary embedding sees a limited "
@@ -75,22 +75,26 @@ class Installed:
                 f"sliding_layers='scale' to change positions within the window all the same"
             )
         self.mapped = chosen_layers(decoder, reach, position_map.layers)
-        self.kept = [module for module in turned if module not in self.mapped]
+        self.kept = [module for module in rotated if module not in self.mapped]
         self.layouts = {**layouts, **dict.fromkeys(self.kept)}
         self._names = calls.parameters(type(decoder))
-        self._spared = {site: self._spare(site, turned) for site in position_map.frequencies}
+        self._skipping_files = {
+            site: self._skip_identity(site, rotated) for site in position_map.frequencies
+        }
 
-    def _spare(self, site: RotarySite, layers: list[nn.Module]) -> tuple[str, ...] | None:
-        """What :func:`spares` is to be asked, if the layers of a site need not turn."""
+    def _skip_identity(self, site: RotarySite, layers: list[nn.Module]) -> tuple[str, ...] | None:
+        """What :func:`skips_identity` is to be asked, if the layers of a site need not turn."""
         if self.kept or site.columns.complex or not self.map.still(site):
             return None
-        files = spare(layers, len(site.columns.pair), self.decoder.get_input_embeddings().weight)
-        return files if files and takes(self.decoder, site, NOTHING) else None
+        files = skip_identity(
+            layers, len(site.columns.pair), self.decoder.get_input_embeddings().weight
+        )
+        return files if files and takes(self.decoder, site, IDENTITY) else None
 
     def put(self, decoder: nn.Module) -> None:
         """Put hooks and the attention function in place."""
         for site in self.map.frequencies:
-            hook = _RotaryHook(self.map, site, bool(self.kept), self._spared[site])
+            hook = _RotaryHook(self.map, site, bool(self.kept), self._skipping_files[site])
             self.handles.append(site.module.register_forward_hook(hook, with_kwargs=True))
         self.handles += hooks.keep_native(decoder, self.kept)
         distinct = list(dict.fromkeys(self.layouts.values()))
@@ -99,30 +103,32 @@ class Installed:
             if layout is not None:
                 adds = self.map.encoding is not None and self.map.encoding.changes_logits()
                 owner = self._biased(module, layout) if adds else None
-                turned = compiled.Turned(distinct.index(layout), self.map.turns(layout))
-                layer = Layer(self.map, layout, owner, turned)
+                rotated = compiled.LayoutRotations(
+                    distinct.index(layout), self.map.rotations(layout)
+                )
+                layer = Layer(self.map, layout, owner, rotated)
             module.__dict__[LAYER] = layer
         self.handles.append(decoder.register_forward_pre_hook(self.begin, with_kwargs=True))
         self.handles.append(
             decoder.register_forward_hook(self.end, with_kwargs=True, always_call=True)
         )
-        self._bring_near([layout for layout in distinct if layout is not None])
+        self._copy_constants([layout for layout in distinct if layout is not None])
         self._config._attn_implementation_internal = NAME  # the public name sets sub-configurations
         if self.map.encoding is not None and self.map.encoding.entered:
             self.handles += inputs.enter(decoder, self.map)
 
-    def _bring_near(self, layouts: list[Layout]) -> None:
+    def _copy_constants(self, layouts: list[Layout]) -> None:
         """Copy what every forward needs to its device: a graph could not keep the copy."""
         _ = self.map.reach  # for the same reason
         for site in self.map.frequencies:
             device = getattr(site.module, site.buffer).device
             if device.type != "meta":
                 self.map.inv_freq(site, device)
-                near(site.columns, "pair", device)
+                cached_on_device(site.columns, "pair", device)
                 for layout in (one for one in layouts if one.site is site):
-                    for _, *both in self.map.turns(layout):
-                        for turns in both:
-                            turns.bring_near(device)
+                    for _, *both in self.map.rotations(layout):
+                        for rotations in both:
+                            rotations.copy_to(device)
 
     def _biased(self, module: nn.Module, layout: Layout) -> nn.Module:
         """Give a layer a bias of its own, or the decoder one for all; returns whose it is.
@@ -274,9 +280,14 @@ class _RotaryHook:
         position_map: PositionMap,
         site: RotarySite,
         native: bool,
-        spared: tuple[str, ...] | None,
+        skipping_files: tuple[str, ...] | None,
     ) -> None:
-        self.map, self.site, self.native, self.spared = position_map, site, native, spared
+        self.map, self.site, self.native, self.skipping_files = (
+            position_map,
+            site,
+            native,
+            skipping_files,
+        )
         inv_freq, scaling = position_map.frequencies[site]
         # The module itself turns by what was written to it.
         self.written = scaling != site.scaling or not torch.equal(inv_freq.float(), site.loaded)
@@ -284,20 +295,20 @@ class _RotaryHook:
     def __call__(self, module: nn.Module, args: tuple, kwargs: dict, output: Any) -> Any:
         traced = compiled.current(self.map)
         if traced is None:
-            return self._turn(args, kwargs, output)
-        return self._turned(traced, args, kwargs, output)
+            return self._rotation(args, kwargs, output)
+        return self._rotated(traced, args, kwargs, output)
 
     @torch.compiler.disable(reason=compiled.WHY)
-    def _turn(self, args: tuple, kwargs: dict, output: Any) -> Any:
-        return self._turned(current(self.map), args, kwargs, output)
+    def _rotation(self, args: tuple, kwargs: dict, output: Any) -> Any:
+        return self._rotated(current(self.map), args, kwargs, output)
 
-    def _turned(self, forward: Any, args: tuple, kwargs: dict, output: Any) -> Any:
+    def _rotated(self, forward: Any, args: tuple, kwargs: dict, output: Any) -> Any:
         if forward is None or not self.site.called(args, kwargs):
             return None
         positions = kwargs["position_ids"] if "position_ids" in kwargs else args[1]
         forward.locate(positions)
-        if self.spared is not None and spares(self.spared):
-            return NOTHING
+        if self.skipping_files is not None and skips_identity(self.skipping_files):
+            return IDENTITY
         result = forward.embeddings(self.site, output)
         if self.native:
             site, native = self.site, output

@@ -23,8 +23,8 @@ from rope_ext.attention.call import Pairs
 from rope_ext.attention.step import Columns
 from rope_ext.encodings import Heads
 from rope_ext.errors import OptionError, UnsupportedModelError
-from rope_ext.rotary.foreign import replaced
 from rope_ext.rotary.sites import RotarySite, evaluating, sees_window, text_config
+from rope_ext.rotary.third_party import replaced
 from rope_ext.under_way import here
 
 _NAME = "rope_ext_probe"  # names with sdpa, flash, flex_attention or a slash take special paths
@@ -54,7 +54,7 @@ class Layout:
     @functools.cached_property
     def columns(self) -> Columns:
         """The pairs as a step of decoding turns them."""
-        return Columns.of(self.pairs, self.heads.columns)
+        return Columns.from_pairs(self.pairs, self.heads.columns)
 
     def equals(self, other: Layout) -> bool:
         """Whether both turn the same columns by the same frequencies, for the same reach."""
@@ -83,7 +83,7 @@ def find_layouts(
     layouts: dict[nn.Module, Layout | None] = {}
     with _refusing(decoder, f"attention by rope_ext cannot be proven right here; {instead}"):
         for site in sites:
-            for module, *seen in _run(decoder, site, _Turner(site)):
+            for module, *seen in _run(decoder, site, _ProbeRotation(site)):
                 layout = _read(decoder, module, site, *seen)
                 if layout is not None:  # one object for all layers that turn alike
                     known = (other for other in layouts.values() if other and other.equals(layout))
@@ -137,7 +137,7 @@ def chosen_layers(
     return [module for module, number in zip(modules, numbers, strict=True) if number in wanted]
 
 
-def turned_layers(decoder: nn.Module, sites: list[RotarySite]) -> dict[nn.Module, bool]:
+def rotated_layers(decoder: nn.Module, sites: list[RotarySite]) -> dict[nn.Module, bool]:
     """The attention layers whose queries ``sites`` turn, in whatever way.
 
     Returns:
@@ -154,7 +154,7 @@ def turned_layers(decoder: nn.Module, sites: list[RotarySite]) -> dict[nn.Module
         "attention_factor, which multiplies cosine and sine",
     ):
         for site in sites:
-            for module, query, _, _, window in _run(decoder, site, _Turner(site)):
+            for module, query, _, _, window in _run(decoder, site, _ProbeRotation(site)):
                 if _changes(decoder, module, query):
                     found[module] = sees_window(text_config(decoder), module, window)
         if not found:
@@ -176,11 +176,11 @@ def ignores_scaling(decoder: nn.Module, site: RotarySite) -> bool:
     False where that cannot be seen.
     """
     try:
-        seen = _run(decoder, site, _Turner(site, scaling=1.5))
-        turned = [query for module, query, *_ in seen if _changes(decoder, module, query)]
+        seen = _run(decoder, site, _ProbeRotation(site, scaling=1.5))
+        rotated = [query for module, query, *_ in seen if _changes(decoder, module, query)]
     except _RefusedError:
         return False
-    return bool(seen) and not turned
+    return bool(seen) and not rotated
 
 
 @contextmanager
@@ -214,7 +214,7 @@ def _angles(pairs: int) -> torch.Tensor:
 
 @torch.no_grad()
 def _run(
-    decoder: nn.Module, site: RotarySite, turner: Callable[..., Any]
+    decoder: nn.Module, site: RotarySite, probe_rotation: Callable[..., Any]
 ) -> list[tuple[nn.Module, torch.Tensor, torch.Tensor, int, int | None]]:
     """Queries and keys of every attention layer, one row per turn; values' columns, window."""
     if _lacks_weights(decoder):
@@ -226,7 +226,7 @@ def _run(
     tokens = (torch.arange(_TOKENS, device="cpu") * 37 + 3) % vocabulary
     device = decoder.get_input_embeddings().weight.device
     device = "cpu" if device.type == "meta" else device  # offloaded: a hook moves the tokens along
-    handle = site.module.register_forward_hook(turner, with_kwargs=True)
+    handle = site.module.register_forward_hook(probe_rotation, with_kwargs=True)
     before = config._attn_implementation_internal
     here.probed = seen = []
     try:
@@ -267,7 +267,7 @@ def _tolerance(x: torch.Tensor) -> float:
     return _TOLERANCE.get(x.dtype, _EXACT) * float(x.abs().max())
 
 
-class _Turner:
+class _ProbeRotation:
     """Forward hook of a rotary module: row 0 is not turned, row 1 by a quarter, row 2 by pair.
 
     With a ``scaling`` no row is turned, and cosine and sine of the last are multiplied by it.
@@ -281,11 +281,11 @@ class _Turner:
             return None
         columns = self.site.columns
         angles = _angles(len(self.site.loaded))[columns.pair]
-        turns = torch.stack(
+        rotations = torch.stack(
             (torch.zeros_like(angles), torch.full_like(angles, math.pi / 2), angles)
         )
         like = output if columns.complex else output[0]
-        rows = turns.unsqueeze(1).expand(-1, like.shape[-2], -1)
+        rows = rotations.unsqueeze(1).expand(-1, like.shape[-2], -1)
         cos, sin = (f(rows.to(like.device)) for f in (torch.cos, torch.sin))
         cos[1] = 0  # exactly
         if self.scaling is not None:
@@ -372,7 +372,7 @@ def _pairs(rows: torch.Tensor, pairs: int, tolerance: float) -> torch.Tensor | N
         pairs: number of frequencies.
         tolerance: largest error of a value.
     """
-    still, quarter, turned = rows
+    still, quarter, rotated = rows
     # A quarter turn makes the first column minus the second, and the second the first.
     away = torch.cdist(quarter, -still)
     away.fill_diagonal_(math.inf)
@@ -387,12 +387,12 @@ def _pairs(rows: torch.Tensor, pairs: int, tolerance: float) -> torch.Tensor | N
         return None
     angles = _angles(pairs).to(rows.device)[:, None, None]
     a, b = still[first], still[second]
-    error = (a * angles.cos() - b * angles.sin() - turned[first]).norm(dim=-1)
-    error += (b * angles.cos() + a * angles.sin() - turned[second]).norm(dim=-1)
+    error = (a * angles.cos() - b * angles.sin() - rotated[first]).norm(dim=-1)
+    error += (b * angles.cos() + a * angles.sin() - rotated[second]).norm(dim=-1)
     worst, pair = error.min(0)  # over frequencies
     others = torch.ones(len(still), dtype=torch.bool, device=rows.device)
     others[first] = others[second] = False
-    same = torch.allclose(turned[others], still[others], rtol=0, atol=tolerance)
+    same = torch.allclose(rotated[others], still[others], rtol=0, atol=tolerance)
     if not same or bool((worst > 2 * tolerance * scale).any()):
         return None
     order = torch.argsort(pair, stable=True)

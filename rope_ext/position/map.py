@@ -12,10 +12,9 @@ import torch
 
 from rope_ext.encodings import Encoding
 from rope_ext.methods import Band, Map, PositionMethod, Rope
-from rope_ext.methods.geometry import Geometry
 from rope_ext.position.layers import Layout
-from rope_ext.position.tables import Decay, Turns
-from rope_ext.rotary.near import near
+from rope_ext.position.tables import BandRotations, Decay, RotationTable
+from rope_ext.rotary.device_cache import cached_on_device
 from rope_ext.rotary.sites import RotarySite
 
 
@@ -66,12 +65,12 @@ class PositionMap:
 
     def still(self, site: RotarySite) -> bool:
         """Whether cached keys of a site are as they were projected."""
-        turned = callable(self.stored) or self.stored != 0 or self.frequencies[site][1] != 1
-        return not turned and self.phase(torch.zeros(1, device="cpu")) is None
+        rotated = callable(self.stored) or self.stored != 0 or self.frequencies[site][1] != 1
+        return not rotated and self.phase(torch.zeros(1, device="cpu")) is None
 
     def inv_freq(self, site: RotarySite, device: torch.device) -> torch.Tensor:
         """Float64, ``[pairs]``, kept on the device."""
-        return near(self._constants[site], "inv_freq", device)
+        return cached_on_device(self._constants[site], "inv_freq", device)
 
     @functools.cached_property
     def _constants(self) -> dict[RotarySite, SimpleNamespace]:
@@ -83,13 +82,13 @@ class PositionMap:
         growth = None if self.encoding is None else self.encoding.growth(1)
         return None if growth is None else Decay.reach(growth)
 
-    def turns(self, layout: Layout) -> list[tuple[Geometry, Turns | Decay, Turns | Decay]]:
+    def rotations(self, layout: Layout) -> BandRotations:
         """For every band, the turns of queries and of keys."""
-        if layout not in self._turns:
-            self._turns[layout] = self._made(layout)
-        return self._turns[layout]
+        if layout not in self._rotations:
+            self._rotations[layout] = self._made(layout)
+        return self._rotations[layout]
 
-    def _made(self, layout: Layout) -> list[tuple[Geometry, Turns | Decay, Turns | Decay]]:
+    def _made(self, layout: Layout) -> BandRotations:
         inv_freq = self.frequencies[layout.site][0]
         growth = None if self.encoding is None else self.encoding.growth(len(inv_freq))
         if growth is not None:
@@ -99,8 +98,8 @@ class PositionMap:
         return [
             (
                 band.geometry,
-                Turns(band.query, self.stored, inv_freq, layout.pair),
-                Turns(band.key, self.stored, inv_freq, layout.pair),
+                RotationTable(band.query, self.stored, inv_freq, layout.pair),
+                RotationTable(band.key, self.stored, inv_freq, layout.pair),
             )
             for band in self.bands
         ]
@@ -109,7 +108,7 @@ class PositionMap:
         """What turns all pairs of a token besides, radians."""
         return None if self.encoding is None else self.encoding.phase(t)
 
-    def heat(self, t: int) -> float:
+    def query_scale(self, t: int) -> float:
         """What multiplies the query at a position."""
         made = self._heats  # another thread may put a longer one there
         if t >= len(made):
@@ -128,7 +127,9 @@ class PositionMap:
         return []
 
     @functools.cached_property
-    def _turns(self) -> dict[Layout, list[tuple[Geometry, Turns | Decay, Turns | Decay]]]:
+    def _rotations(
+        self,
+    ) -> dict[Layout, BandRotations]:
         return {}
 
     def __getstate__(self) -> dict[str, Any]:  # without what is made of it: bands are functions

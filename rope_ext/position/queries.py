@@ -19,10 +19,10 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from rope_ext.errors import UnsupportedModelError
 from rope_ext.methods.temperature import Temperature
-from rope_ext.position.layers import turned_layers
+from rope_ext.position.layers import rotated_layers
 from rope_ext.rotary.buffers import Changes
 from rope_ext.rotary.sequences import Sequences
-from rope_ext.rotary.sites import Place, evaluating, text_config
+from rope_ext.rotary.sites import PatchTarget, evaluating, text_config
 
 NAME = "rope_ext_queries"  # names with sdpa, flash, flex_attention or a slash take special paths
 
@@ -58,7 +58,7 @@ class View:
 
 
 def install(
-    place: Place,
+    place: PatchTarget,
     temperature: Temperature,
     sequences: Sequences | None,
     local_too: bool,
@@ -80,7 +80,7 @@ def install(
         UnsupportedModelError: there are no such layers, or it cannot be proven to reach them.
     """
     decoder, config = place.decoder, text_config(place.decoder)
-    layers = turned_layers(decoder, place.scaled)
+    layers = rotated_layers(decoder, place.scaled)
     chosen = [module for module, local in layers.items() if local_too or not local]
     if not chosen:
         raise UnsupportedModelError(
@@ -164,15 +164,16 @@ def _by_position(view: View, query: torch.Tensor) -> torch.Tensor:
             f"positions are not known; run the whole model, or give temperature= a number"
         )
     dtype = torch.float64 if query.dtype == torch.float64 else torch.float32
-    heat = forward.heat(view.temperature, query.device, dtype)
-    if heat is None:
+    query_scale = forward.query_scale(view.temperature, query.device, dtype)
+    if query_scale is None:
         return query
-    if heat.shape[2] != query.shape[2]:
+    if query_scale.shape[2] != query.shape[2]:
         raise UnsupportedModelError(
-            f"an attention layer has {query.shape[2]} queries for {heat.shape[2]} positions, so "
-            f"temperature={view.temperature!r} cannot follow them; give temperature= a number"
+            f"an attention layer has {query.shape[2]} queries for {query_scale.shape[2]} "
+            f"positions, so temperature={view.temperature!r} cannot follow them; give "
+            f"temperature= a number"
         )
-    return (query * heat).to(query.dtype)
+    return (query * query_scale).to(query.dtype)
 
 
 AttentionInterface.register(NAME, _attend)

@@ -6,13 +6,14 @@ import math
 
 import torch
 
-from rope_ext.attention.call import Turn
+from rope_ext.attention.call import Rotation
 from rope_ext.methods import Map
+from rope_ext.methods.geometry import Geometry
 from rope_ext.methods.kinds import at
-from rope_ext.rotary.near import near
+from rope_ext.rotary.device_cache import cached_on_device
 
 
-class Turns:
+class RotationTable:
     """Cosines and sines of ``to(t) - stored(t)`` for t = 0, 1, 2, ..., made once, on demand.
 
     Args:
@@ -28,27 +29,27 @@ class Turns:
         self.constant = not callable(to) and not callable(stored)
         self._made: dict[tuple, tuple[torch.Tensor, torch.Tensor]] = {}
 
-    def bring_near(self, device: torch.device) -> None:
+    def copy_to(self, device: torch.device) -> None:
         """Copy what does not change to a device."""
-        near(self, "pair", device)
-        near(self, "inv_freq", device)
+        cached_on_device(self, "pair", device)
+        cached_on_device(self, "inv_freq", device)
 
-    def about(self, position: int | torch.Tensor) -> Turns:
+    def about(self, position: int | torch.Tensor) -> RotationTable:
         """The same for tokens around a position, one for all or for each row ``[rows, 1]``."""
         return self
 
-    def at(self, t: torch.Tensor, dtype: torch.dtype) -> Turn:
+    def at(self, t: torch.Tensor, dtype: torch.dtype) -> Rotation:
         """For any positions, ``[tokens, pairs]``."""
         if self.idle:
             return None
         t = t.double()
         by = at(self.to, t) - at(self.stored, t)
         if by.shape[-1] > 1:
-            by = by[..., near(self, "pair", t.device)]
-        angles = by.to(self.inv_freq.dtype) * near(self, "inv_freq", t.device)
+            by = by[..., cached_on_device(self, "pair", t.device)]
+        angles = by.to(self.inv_freq.dtype) * cached_on_device(self, "inv_freq", t.device)
         return angles.cos().to(dtype), angles.sin().to(dtype)
 
-    def between(self, first: int, last: int, device: torch.device, dtype: torch.dtype) -> Turn:
+    def between(self, first: int, last: int, device: torch.device, dtype: torch.dtype) -> Rotation:
         """For the positions from ``first`` to ``last - 1``; one row if all are alike."""
         if self.idle:
             return None
@@ -88,9 +89,9 @@ class Decay:
         """Most tokens that queries with one origin in their middle may be apart."""
         return max(1, math.floor(2 * math.log(cls.MOST) / float(growth.abs().max())))
 
-    def bring_near(self, device: torch.device) -> None:
+    def copy_to(self, device: torch.device) -> None:
         """Copy what does not change to a device."""
-        near(self, "growth", device)
+        cached_on_device(self, "growth", device)
 
     def about(self, position: int | torch.Tensor) -> Decay:
         """The same for tokens around a position."""
@@ -98,14 +99,16 @@ class Decay:
         moved._made = self._made
         return moved
 
-    def at(self, t: torch.Tensor, dtype: torch.dtype) -> Turn:
+    def at(self, t: torch.Tensor, dtype: torch.dtype) -> Rotation:
         """For any positions, ``[tokens, pairs]``."""
-        exponents = (t - self.origin).double().unsqueeze(-1) * near(self, "growth", t.device)
+        exponents = (t - self.origin).double().unsqueeze(-1) * cached_on_device(
+            self, "growth", t.device
+        )
         # Keys behind the last query may be anywhere; nobody sees them.
         numbers = exponents.exp().clamp(self._LEAST, 2 * self.MOST).to(dtype)
         return numbers, torch.zeros_like(numbers)
 
-    def between(self, first: int, last: int, device: torch.device, dtype: torch.dtype) -> Turn:
+    def between(self, first: int, last: int, device: torch.device, dtype: torch.dtype) -> Rotation:
         """For the positions from ``first`` to ``last - 1``."""
         first, last = first - self.origin, last - self.origin
         start, made = self._made.get((device, dtype), (0, ((), ())))
@@ -117,3 +120,7 @@ class Decay:
                 made = Decay(self.growth).at(t, dtype)
             self._made[device, dtype] = start, made
         return made[0][first - start : last - start], made[1][first - start : last - start]
+
+
+BandRotations = list[tuple[Geometry, RotationTable | Decay, RotationTable | Decay]]
+"""Of every band: which keys it shows, and the rotations of queries and of keys."""

@@ -12,7 +12,7 @@ from rope_ext.errors import CacheError, UnsupportedModelError
 from rope_ext.methods.kinds import at
 from rope_ext.position.cache import KeyPositions, keep, kept
 from rope_ext.position.map import PositionMap
-from rope_ext.position.turned import Turning
+from rope_ext.position.rotated_key_cache import RotatedKeyStep
 from rope_ext.rotary import hooks
 from rope_ext.rotary.sites import RotarySite
 from rope_ext.under_way import here
@@ -54,7 +54,7 @@ class Forward:
         self.map, self.rows, self.tokens, self.filled = position_map, rows, tokens, filled
         self.cache, self.weights = cache, weights
         self.known: KeyPositions | None = None
-        self.turning = Turning(cache) if tokens == 1 and cache is not None else None
+        self.rotating = RotatedKeyStep(cache) if tokens == 1 and cache is not None else None
         if padding is not None:
             padding = padding[:, : filled + tokens].bool()
             padding = nn.functional.pad(padding, (0, filled + tokens - padding.shape[1]))

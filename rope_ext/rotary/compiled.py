@@ -145,7 +145,7 @@ class Traced:
         inv_freq = inv_freq.unflatten(0, lengths.shape)
         return inv_freq.to(device, dtype), scaling.view(*lengths.shape, 1).to(device, dtype)
 
-    def heat(
+    def query_scale(
         self, temperature: Temperature, device: torch.device, dtype: torch.dtype
     ) -> torch.Tensor:
         """What multiplies queries, ``[rows or 1, 1, tokens, 1]``."""

@@ -17,10 +17,10 @@ from torch import nn
 
 from rope_ext.errors import UnsupportedModelError
 from rope_ext.rotary.calls import parameters
-from rope_ext.rotary.foreign import replaced
-from rope_ext.rotary.near import near
+from rope_ext.rotary.device_cache import cached_on_device
 from rope_ext.rotary.sequences import Sequences
 from rope_ext.rotary.sites import RotarySite, evaluating, is_local
+from rope_ext.rotary.third_party import replaced
 
 PRECISE_BEYOND = 131072
 """Tokens of target length beyond which angles are computed in float64 by default."""
@@ -61,12 +61,12 @@ class RotaryHook:
         positions = kwargs["position_ids"] if "position_ids" in kwargs else args[1]
         result = output
         if self.precise or self.sequences is not None:
-            turned, inv_freq, scaling = positions, self.inv_freq, self.scaling
+            rotated, inv_freq, scaling = positions, self.inv_freq, self.scaling
             if self.sequences is not None:
-                turned, inv_freq, scaling = self._followed(positions)
+                rotated, inv_freq, scaling = self._followed(positions)
             if inv_freq is self.inv_freq:
-                inv_freq = near(self, "inv_freq", positions.device)
-            result = rotation(self.site, turned, inv_freq, scaling, self.precise, output)
+                inv_freq = cached_on_device(self, "inv_freq", positions.device)
+            result = rotation(self.site, rotated, inv_freq, scaling, self.precise, output)
         if self.native:
             theta, scaling = self.site.loaded, self.site.scaling
             native = rotation(self.site, positions, theta, scaling, self.precise, output)
@@ -188,7 +188,7 @@ def rotation(
     inv_freq = inv_freq.to(positions.device, dtype)
     if isinstance(scaling, torch.Tensor):
         scaling = scaling.to(positions.device, dtype)
-    pair = near(columns, "pair", positions.device)
+    pair = cached_on_device(columns, "pair", positions.device)
     if columns.axis is not None and positions.ndim == 3:
         of_column = positions[columns.axis.to(positions.device)].movedim(0, -1)
         angles = of_column.to(dtype) * inv_freq[..., pair]

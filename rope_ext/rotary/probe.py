@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from rope_ext.errors import UnsupportedModelError
-from rope_ext.rotary.foreign import replaced
+from rope_ext.rotary.third_party import replaced
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from rope_ext.caches import Carrying, Move, carry, watch
+from rope_ext.caches import CacheWithMetadata, Move, attach, watch
 from rope_ext.errors import CacheError, UnsupportedModelError
 from rope_ext.methods import FrequencyMethod
 from rope_ext.methods.temperature import Temperature
@@ -29,8 +29,8 @@ from rope_ext.rotary.calls import (
     refuse_continuous_batching,
     refuse_sharded,
 )
-from rope_ext.rotary.foreign import refuse_turning_back
 from rope_ext.rotary.sites import RotarySite
+from rope_ext.rotary.third_party import refuse_rerotation
 from rope_ext.under_way import here
 
 STARTED = "_rope_ext_started"  # on a cache: the sequences in it, a Started
@@ -59,9 +59,9 @@ class Started:
     begun: bool = True
 
     @property
-    def kind(self) -> type[Carrying] | None:
+    def kind(self) -> type[CacheWithMetadata] | None:
         """What a cache with it has to be."""
-        return Carrying if len(self.lengths) > 1 else None
+        return CacheWithMetadata if len(self.lengths) > 1 else None
 
     def moved(self, move: Move) -> Started:
         """The sequences of other rows."""
@@ -138,7 +138,7 @@ class Forward:
         else:
             self.started = self._start(positions)
         if self.cache is not None:
-            carry(self.cache, STARTED, self.started)
+            attach(self.cache, STARTED, self.started)
         self.mask = self.cache = None  # a graph may hold on to this
 
     def _start(self, positions: torch.Tensor) -> Started:
@@ -185,11 +185,11 @@ class Forward:
             made[key] = tuple(x.to(positions.device, dtype) for x in found)
         return made[key]
 
-    def heat(
+    def query_scale(
         self, temperature: Temperature, device: torch.device, dtype: torch.dtype
     ) -> torch.Tensor | None:
         """What multiplies queries, ``[rows or 1, 1, tokens, 1]``; None: 1 everywhere."""
-        key = ("heat", device, dtype)
+        key = ("query_scale", device, dtype)
         if key not in self._made:
             positions = self.counted(self.positions)
             if positions.ndim == 3:  # axes, rows, tokens
@@ -347,7 +347,7 @@ class Sequences:
         does, cure = self._does()
         refuse_sharded(name)
         if self.method.adapts:
-            refuse_turning_back(self.layers, name)
+            refuse_rerotation(self.layers, name)
         if is_exporting():
             raise UnsupportedModelError(
                 f"{name} {does} of every sequence as it comes, which an exported graph cannot do; "
@@ -441,7 +441,7 @@ class Sequences:
         for part in output if isinstance(output, tuple) else (output,):
             cache = getattr(part, "past_key_values", part)
             if hasattr(cache, "get_seq_length"):
-                carry(cache, STARTED, forward.started)
+                attach(cache, STARTED, forward.started)
         hidden = output[0]
         if decoder.training and isinstance(hidden, torch.Tensor) and hidden.requires_grad:
             # With gradient checkpointing, layers run again in the thread that goes backward.

@@ -20,8 +20,8 @@ from rope_ext.errors import NoRopeError, OptionError, UnsupportedModelError
 from rope_ext.methods import FrequencyMethod, Rope, geometric
 from rope_ext.methods.rope import MOST_TOKENS, plain_number
 from rope_ext.record import trained_length
-from rope_ext.rotary.gathering import gathered
 from rope_ext.rotary.probe import Columns, prove
+from rope_ext.rotary.zero3 import gathered
 
 SCALED_TYPES = ("linear", "dynamic", "yarn", "longrope", "llama3")
 _LOCAL = ("sliding", "chunked", "local")
@@ -113,7 +113,7 @@ class RotarySite:
 
 
 @dataclass(frozen=True)
-class Place:
+class PatchTarget:
     """Where a patch goes.
 
     Args:

@@ -110,7 +110,7 @@ def is_scaled(decoder: nn.Module, site: RotarySite) -> str | None:
     return None if record is None else f"{record.call()}, under which it was saved"
 
 
-def tells(values: dict[str, Any], scaled: list[RotarySite]) -> bool:
+def reports_scaling(values: dict[str, Any], scaled: list[RotarySite]) -> bool:
     """Whether the written ``rope_type`` shows that something scales; a larger base does not."""
     parts = [part_of(values["rope_parameters"], site) for site in scaled]
     return all(part["rope_type"] != "default" for part in parts)

@@ -19,7 +19,7 @@ from torch import nn
 
 from rope_ext.methods import FrequencyMethod, longrope_table
 from rope_ext.record import EXPERTS, HEAD
-from rope_ext.rotary.sites import Place, RotarySite, text_config
+from rope_ext.rotary.sites import PatchTarget, RotarySite, text_config
 from rope_ext.saving.configuration import CURE, part_of, quieted
 
 # What a scaled entry holds beside its base; replaced as a whole when a patch goes on top.
@@ -60,7 +60,7 @@ class Written:
     note: str
 
 
-def written(place: Place, method: FrequencyMethod, target: int) -> Written:
+def written(place: PatchTarget, method: FrequencyMethod, target: int) -> Written:
     """Find a configuration from which transformers rebuilds ``method`` on the scaled sites.
 
     Frequencies that a method chooses per sequence are compared at its longest one.
@@ -89,7 +89,7 @@ def written(place: Place, method: FrequencyMethod, target: int) -> Written:
     return unsaved(place, target)
 
 
-def unsaved(place: Place, target: int) -> Written:
+def unsaved(place: PatchTarget, target: int) -> Written:
     """For a patch that no configuration of transformers describes.
 
     Plain transformers would load it unextended without a word. So ``rope_type`` becomes a name

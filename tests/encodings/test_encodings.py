@@ -48,7 +48,7 @@ def test_buckets_are_those_of_t5(buckets: int, farthest: int) -> None:
     of_t5 = T5Attention._relative_position_bucket(-distance, False, buckets, farthest)
     encoding = rope_ext.T5(num_buckets=buckets, max_distance=farthest)
     assert torch.equal(encoding.bucket(distance.double()), of_t5)
-    assert bool((of_t5[farthest:] == buckets - 1).all())  # from where on it settles
+    assert bool((of_t5[farthest:] == buckets - 1).all())  # from where on it saturates_at
 
 
 @pytest.mark.parametrize("name", FORMULAS)

@@ -15,7 +15,7 @@ from transformers.models.xlnet.modeling_xlnet import XLNetModel, XLNetRelativeAt
 import rope_ext
 from rope_ext.attention import dispatch as attention
 from rope_ext.attention import flash, flex
-from rope_ext.attention.call import Call, Pairs, TurnedBand
+from rope_ext.attention.call import Call, Pairs, RotatedBand
 from rope_ext.methods import Rope, build_method
 from rope_ext.methods.geometry import Distance
 from tests.helpers.biases import parameters
@@ -39,7 +39,7 @@ ROPE = Rope.geometric(1e4, 16, 64)
 
 def called(name: str, learned: dict[str, torch.Tensor], last: int | None = None, **more) -> Call:
     scores = build_method(name, **SIZES[name]).scores(4, ROPE, learned)
-    band = TurnedBand(Distance(0, last), None, None)
+    band = RotatedBand(Distance(0, last), None, None)
     return Call([band], Pairs(slice(0, 0), slice(0, 0)), 0.25, scores=scores, **more)
 
 
@@ -108,7 +108,7 @@ def test_the_kernel_merges_what_was_attended_to_before(queries: int) -> None:
     values = torch.randn(2, 4, queries, 12).double()
     inputs = [*qkv, sinks.requires_grad_(), bias.requires_grad_(), lone.requires_grad_(), values]
     values.requires_grad_()
-    band = TurnedBand(Distance(0, None), None, None)
+    band = RotatedBand(Distance(0, None), None, None)
     call = Call([band], Pairs(slice(0, 0), slice(0, 0)), 0.25, sinks=sinks, bias=bias)
     found = flash.attend(*qkv, call, (values, lone))
     query, key, value = qkv

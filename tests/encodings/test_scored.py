@@ -11,7 +11,7 @@ import torch
 import rope_ext
 from rope_ext.attention import blocked, fire, reference
 from rope_ext.attention import dispatch as attention
-from rope_ext.attention.call import Block, Call, Pairs, Scores, TurnedBand
+from rope_ext.attention.call import Block, Call, Pairs, RotatedBand, Scores
 from rope_ext.methods import build_method
 from rope_ext.methods.geometry import Distance
 from tests.helpers.biases import parameters
@@ -69,7 +69,7 @@ def test_blocks_are_the_oracle(band: Distance, queries: int, monkeypatch) -> Non
         tensors = [x.detach().to(dtype, copy=True).requires_grad_() for x in given]
         *qkv, sinks, weight, value = tensors
         call = Call(
-            [TurnedBand(band, None, None)],
+            [RotatedBand(band, None, None)],
             Pairs(slice(0, 8), slice(8, 16)),
             0.25,
             start=3,
@@ -114,7 +114,7 @@ def test_the_fast_kernel_of_fire_is_the_oracle(
         tensors = [x.to(dtype, copy=True).requires_grad_() for x in given]
         learned = dict(zip(names, tensors[3:], strict=True))
         scores = build_method("fire", threshold=30, hidden=16).scores(4, None, learned)
-        band = TurnedBand(Distance(0, None), None, None)
+        band = RotatedBand(Distance(0, None), None, None)
         call = Call([band], Pairs(slice(0, 0), slice(0, 0)), 0.25, start=start, scores=scores)
         out = attention.attend(*tensors[:3], call, kernel)
         grads = torch.autograd.grad(out.sin().sum(), tensors, allow_unused=True)

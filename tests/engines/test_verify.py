@@ -68,7 +68,7 @@ def small_enough(model: Any) -> bool:
 @pytest.mark.parametrize("kind", [LlamaConfig, Qwen2Config, Qwen3Config])
 def test_a_miniature_has_the_models_own_rotary_embedding(kind: type) -> None:
     rope = {"rope_type": "default", "rope_theta": 5e5}
-    small = Miniature.of(kind(**CONFIG, rope_parameters=rope), "yarn", factor=8)
+    small = Miniature.from_config(kind(**CONFIG, rope_parameters=rope), "yarn", factor=8)
     full = kind(**CONFIG, rope_parameters=rope)
     dim = getattr(full, "head_dim", None) or 64
     theta = 5e5 ** -(torch.arange(0, dim, 2, dtype=torch.float64) / dim)
@@ -92,24 +92,24 @@ def test_a_checkpoint_that_scales_by_itself_is_taken_as_it_is() -> None:
         "factor": 4.0,
         "original_max_position_embeddings": 64,
     }
-    small = Miniature.of(scaled)
+    small = Miniature.from_config(scaled)
     torch.testing.assert_close(
         small.scaling.inv_freq, small.scaling.rope.inv_freq / 2, rtol=1e-6, atol=0
     )
     assert small.scaling.rope.length == 64 and small.scaling.scaling > 1
     with pytest.raises(rope_ext.ExportError, match="nothing to verify: there is none; patch it"):
-        Miniature.of(config())
+        Miniature.from_config(config())
     with pytest.raises(rope_ext.ExportError, match="chooses them for each"):
-        Miniature.of(config(), "dynamic_ntk", factor=4)
+        Miniature.from_config(config(), "dynamic_ntk", factor=4)
     with pytest.raises(rope_ext.ExportError, match="no miniature of 'gpt2'"):
         other = config()
         other.model_type = "gpt2"
-        Miniature.of(other, "yarn", factor=4)
+        Miniature.from_config(other, "yarn", factor=4)
 
 
 def engine(inv_freq: Any, scaling: float) -> verifying.Run:
     """An engine that computes with these frequencies."""
-    model = Miniature.of(config(), "yarn", factor=4).plain
+    model = Miniature.from_config(config(), "yarn", factor=4).plain
     model.model.rotary_emb.inv_freq = inv_freq.float()
     model.model.rotary_emb.attention_scaling = scaling
     return lambda prompts: verifying.of_transformers(model, prompts)
@@ -136,7 +136,7 @@ def engine(inv_freq: Any, scaling: float) -> verifying.Run:
     ],
 )
 def test_what_an_engine_does_is_named(method: str, verdict: str, error: Any) -> None:
-    small = Miniature.of(config(), method, factor=4)
+    small = Miniature.from_config(config(), method, factor=4)
     made = small.scaling
     wrong = error(made.inv_freq, made.rope.inv_freq, made.scaling)
     found = verifying.verify(small, engine(*wrong), "an engine")
@@ -166,10 +166,10 @@ def at(base: float) -> torch.Tensor:
 def test_a_short_table_is_named() -> None:
     tables = {"long_factor": [4.0] * 32, "short_factor": [1.5] * 32, "length": 256}
     with pytest.raises(rope_ext.ExportError, match="nothing to verify"):
-        Miniature.of(
+        Miniature.from_config(
             config(), "longrope", factor=4, long_factor=[4.0] * 32, short_factor=[1.5] * 32
         )
-    small = Miniature.of(config(), "longrope", factor=4, **tables)
+    small = Miniature.from_config(config(), "longrope", factor=4, **tables)
     made = small.scaling
     short = engine(made.rope.inv_freq / 1.5, made.scaling)
     found = verifying.verify(small, short, "an engine")
@@ -177,7 +177,7 @@ def test_a_short_table_is_named() -> None:
 
 
 def test_prompts_that_tell_nothing_are_pointed_out() -> None:
-    small = Miniature.of(config(), "yarn", factor=4)
+    small = Miniature.from_config(config(), "yarn", factor=4)
     made = small.scaling
     right = engine(made.inv_freq, made.scaling)
     found = verifying.verify(small, right, "an engine", longest=48)
@@ -261,7 +261,7 @@ class Checked:
     """A miniature and what its servers answer, computed once."""
 
     def __init__(self, config: Any, factor: float) -> None:
-        self.small = Miniature.of(config, "yarn", factor=factor)
+        self.small = Miniature.from_config(config, "yarn", factor=factor)
         self.factor, self.prompts = factor, self.small.prompts()
         self.rows = self.small.expected(self.prompts)
         self.rounding = self.small.rounding(self.prompts, self.rows["as patched"])
@@ -512,7 +512,7 @@ def test_a_written_miniature_is_unpatched(folder: str, tmp_path: Path, short: Ch
 def test_a_written_miniature_of_a_saved_patch_says_it_itself(
     tmp_path: Path, short: Checked
 ) -> None:
-    saved = Miniature.of(config(), "yarn", factor=4).model
+    saved = Miniature.from_config(config(), "yarn", factor=4).model
     saved.save_pretrained(tmp_path / "saved")
     result = run(tmp_path / "saved", "--write", tmp_path / "small")
     assert f"vllm serve {tmp_path / 'small'}\n" in result.stdout

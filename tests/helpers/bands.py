@@ -6,7 +6,7 @@ import torch
 from hypothesis import strategies as st
 
 from rope_ext.attention import reference
-from rope_ext.attention.call import Call, Pairs, TurnedBand
+from rope_ext.attention.call import Call, Pairs, RotatedBand
 from rope_ext.methods.geometry import ChunkGap, Distance, Geometry, Sinks
 
 COLUMNS = 16
@@ -29,37 +29,37 @@ def turn(positions: torch.Tensor, pairs: int) -> tuple[torch.Tensor, torch.Tenso
 
 def method_bands(
     method: str, size: int, pairs: int, queries: torch.Tensor, keys: torch.Tensor
-) -> list[TurnedBand]:
+) -> list[RotatedBand]:
     """What each method asks for; ``queries`` and ``keys`` are their positions."""
     own, key = turn(queries, pairs), turn(keys, pairs)
     near, far = Distance(0, size), Distance(size, None)
     constant = turn(torch.tensor([float(size)]), pairs)
     grouped = turn(queries // 4 + size - size // 4, pairs)
     return {
-        "rerope": [TurnedBand(near, own, key), TurnedBand(far, constant, None)],
-        "leaky": [TurnedBand(near, own, key), TurnedBand(far, grouped, turn(keys // 4, pairs))],
-        "leaky, cached": [TurnedBand(near, own, key), TurnedBand(far, grouped, None)],
+        "rerope": [RotatedBand(near, own, key), RotatedBand(far, constant, None)],
+        "leaky": [RotatedBand(near, own, key), RotatedBand(far, grouped, turn(keys // 4, pairs))],
+        "leaky, cached": [RotatedBand(near, own, key), RotatedBand(far, grouped, None)],
         "string": [
-            TurnedBand(near, own, None),
-            TurnedBand(far, turn(queries - size + 2, pairs), None),
+            RotatedBand(near, own, None),
+            RotatedBand(far, turn(queries - size + 2, pairs), None),
         ],
-        "lm_infinite": [TurnedBand(near, own, key), TurnedBand(Sinks(4, size), constant, None)],
+        "lm_infinite": [RotatedBand(near, own, key), RotatedBand(Sinks(4, size), constant, None)],
         "dual_chunk": [
-            TurnedBand(ChunkGap(size, 0, 0), own, None),
-            TurnedBand(ChunkGap(size, 1, 1), turn((queries % size + size), pairs), None),
-            TurnedBand(ChunkGap(size, 2, None), constant, None),
+            RotatedBand(ChunkGap(size, 0, 0), own, None),
+            RotatedBand(ChunkGap(size, 1, 1), turn((queries % size + size), pairs), None),
+            RotatedBand(ChunkGap(size, 2, None), constant, None),
         ],
         "chunks": [
-            TurnedBand(ChunkGap(size, 0, 1), own, key),
-            TurnedBand(ChunkGap(size, 2, 3), None, key),
+            RotatedBand(ChunkGap(size, 0, 1), own, key),
+            RotatedBand(ChunkGap(size, 2, 3), None, key),
         ],
         "three": [
-            TurnedBand(near, own, key),
-            TurnedBand(Distance(size, 2 * size + 3), grouped, key),
-            TurnedBand(Distance(2 * size + 3, None), None, None),
+            RotatedBand(near, own, key),
+            RotatedBand(Distance(size, 2 * size + 3), grouped, key),
+            RotatedBand(Distance(2 * size + 3, None), None, None),
         ],
-        "window": [TurnedBand(near, own, key)],
-        "far only": [TurnedBand(far, grouped, key)],
+        "window": [RotatedBand(near, own, key)],
+        "far only": [RotatedBand(far, grouped, key)],
     }[method]
 
 

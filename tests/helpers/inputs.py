@@ -148,7 +148,7 @@ def turned(name: str, t: torch.Tensor, theta: torch.Tensor) -> torch.Tensor:
     return torch.ones(len(t), len(t), len(theta), dtype=torch.complex128)
 
 
-def warmed(name: str, t: torch.Tensor) -> torch.Tensor:
+def scale_query(name: str, t: torch.Tensor) -> torch.Tensor:
     beyond = ((t + 1).double() / LENGTH).clamp(min=1)
     return 1 + 0.2 * beyond.log() if name == "drope" else torch.ones(len(t)).double()
 
@@ -174,7 +174,7 @@ class ByHand:
         factor = turned(self.name, self.t, self.theta) / native  # which the model has turned by
         q, k = (torch.complex(x[..., :pairs], x[..., pairs : 2 * pairs]) for x in (q, k))
         products = torch.einsum("rhip,rhjp,ijp->rhij", q, k.conj(), factor)
-        logits = (products.real + rest) * scaling * warmed(self.name, self.t)[:, None]
+        logits = (products.real + rest) * scaling * scale_query(self.name, self.t)[:, None]
         weights = logits.masked_fill(~attention_mask, -1e30).softmax(-1)
         return (weights @ v).transpose(1, 2).to(value.dtype), weights
 

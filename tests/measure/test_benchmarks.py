@@ -50,7 +50,9 @@ SETTINGS = Settings(models=("m",), methods=("yarn",), lengths=(4096,))
 
 @pytest.fixture(scope="module")
 def frame() -> Frame:
-    return Frame.of(AutoTokenizer.from_pretrained(ROOT / "checkpoints" / "tiny-512"), "no")
+    return Frame.from_tokenizer(
+        AutoTokenizer.from_pretrained(ROOT / "checkpoints" / "tiny-512"), "no"
+    )
 
 
 @pytest.fixture(scope="module")
@@ -208,7 +210,7 @@ def test_nolima_fills_in_what_the_needle_set_says(tmp_path: Path) -> None:
 def test_nolima_needles_follow_the_line_at_their_depth(frame: Frame) -> None:
     """By the authors' rule: the first line that ends at the depth of the stretch, or later."""
     text = "".join(f"line {n} of the book\n" for n in range(300))
-    book = Book.of(frame.tokenizer, text, "book")
+    book = Book.from_text(frame.tokenizer, text, "book")
     ids = encode(frame.tokenizer, text)
     breaks = [at for at, token in enumerate(ids) if "\n" in frame.tokenizer.decode([token])]
     assert book.ends == [0, *breaks]
@@ -236,7 +238,7 @@ def test_a_distractor_of_nolima_ends_the_line_before_it(frame: Frame) -> None:
     text = "".join(f"line {n} of the book\n" for n in range(300))
     test = Test("NEEDLE", "Who?", TEMPLATE, ("x",), (), "DISTRACTOR")
     task = Hidden([test], [("book", text)], "contains", 2, None, 16)
-    book = Book.of(frame.tokenizer, text, "book")
+    book = Book.from_text(frame.tokenizer, text, "book")
     ids, _ = task._prompt(frame, book, test, 900, 0.0, random.Random(0))
     made = frame.tokenizer.decode(list(ids))
     assert re.search(r"\nline (\d+) of the book DISTRACTOR\n\nline \d+ of the book\n", made)

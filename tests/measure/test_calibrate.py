@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from typer.testing import CliRunner
 
 import rope_ext
-from rope_eval.folder import held
+from rope_eval.folder import lock
 from rope_eval.reports import calibration
 from rope_eval.reports.intervals import bootstrap_mean, bootstrap_sum
 from rope_eval.tasks.passkey import FILLER
@@ -316,7 +316,7 @@ def test_nothing_of_others_is_lost_and_no_two_share_a_folder(model, tokenizer, t
             options = {"options": None, **changed}
             found(model, tokenizer, tmp_path / "mine", resume=True, **options)
     assert (tmp_path / "mine" / "calibration.jsonl").read_bytes() == before
-    with held(tmp_path / "mine"), pytest.raises(rope_ext.MeasureError, match="in use by another"):
+    with lock(tmp_path / "mine"), pytest.raises(rope_ext.MeasureError, match="in use by another"):
         found(model, tokenizer, tmp_path / "mine", resume=True)
 
 

@@ -13,7 +13,7 @@ from transformers import LlamaConfig
 
 import rope_ext
 from rope_eval.plots import pictures
-from rope_eval.plots.numbers import bias_at, decay_at, turns
+from rope_eval.plots.numbers import bias_at, decay_at, rotates
 from rope_ext.methods import Rope, all_encodings
 from tests.helpers.biases import parameters
 from tests.helpers.models import tiny_llama
@@ -44,7 +44,7 @@ def test_fire_is_that_of_the_last_token() -> None:
 
 
 def test_encodings_that_turn_decay_as_they_turn() -> None:
-    """XPos fades; 3D-RPE turns within chunks of 10, and by an angle for each chunk."""
+    """XPos fades; 3D-RPE rotates within chunks of 10, and by an angle for each chunk."""
     at = torch.tensor([0.0, 5.0, 12.0], dtype=torch.float64)
     pairs = [(10000.0 ** (-i / 8), (i / 8 + 0.4) / 1.4) for i in range(8)]
     by_hand = [
@@ -58,7 +58,7 @@ def test_encodings_that_turn_decay_as_they_turn() -> None:
         angle = 100.0**-2 - 100.0 ** -(n // 10)
         by_hand.append(2 * sum(math.cos((5 - n % 10) * theta - angle) for theta, _ in pairs))
     assert decay_at(ROPE, chunked, 26, at).tolist() == pytest.approx(by_hand)
-    assert turns(ROPE, chunked) and turns(ROPE, rope_ext.XPos())
+    assert rotates(ROPE, chunked) and rotates(ROPE, rope_ext.XPos())
 
 
 def test_what_begins_at_random_is_the_same_each_time_and_leaves_the_generator_alone() -> None:

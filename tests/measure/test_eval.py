@@ -53,7 +53,7 @@ BOOK = [" ".join(f"word{i * k % 97}" for i in range(400)) + "." for k in (3, 5)]
 
 @pytest.fixture(scope="module")
 def frame() -> Frame:
-    return Frame.of(AutoTokenizer.from_pretrained(SHIPPED))
+    return Frame.from_tokenizer(AutoTokenizer.from_pretrained(SHIPPED))
 
 
 @pytest.fixture
@@ -228,8 +228,8 @@ def test_two_processes_give_the_bytes_of_one(checkpoint: Path, tmp_path: Path) -
 
 
 def test_shares_of_processes_are_disjoint_and_complete() -> None:
-    crews = [run.Crew(rank, 3, "cpu", lambda: None) for rank in range(3)]
-    shares = [crew.share(range(10)) for crew in crews]
+    ranks = [run.Ranks(rank, 3, "cpu", lambda: None) for rank in range(3)]
+    shares = [ranks.share(range(10)) for ranks in ranks]
     assert sorted(chain(*shares)) == list(range(10))
     assert [len(share) for share in shares] == [4, 3, 3]
 

@@ -46,7 +46,7 @@ NOISE = "The grass is green. The sky is blue. The sun is yellow. Here we go. The
 
 @pytest.fixture(scope="module")
 def shipped() -> Frame:
-    return Frame.of(AutoTokenizer.from_pretrained(SHIPPED))
+    return Frame.from_tokenizer(AutoTokenizer.from_pretrained(SHIPPED))
 
 
 def cases(task: Any, frame: Frame, *lengths: int, seed: int = 0) -> list[Case]:
@@ -70,7 +70,7 @@ def prompt(name: str, length: int = 9000, **options: Any) -> tuple[Case, str]:
 def test_a_prompt_is_the_tokens_of_its_text(made: Any) -> None:
     """As a user's text would be tokenised; parts that are tokenised alone give other tokens."""
     tokenizer = made()
-    frame = Frame.of(tokenizer)
+    frame = Frame.from_tokenizer(tokenizer)
     alone = [
         *tokenizer("a.")["input_ids"],
         *tokenizer("\nb", add_special_tokens=False)["input_ids"],
@@ -95,7 +95,7 @@ def test_a_chat_prompt_is_the_tokens_of_its_text() -> None:
     given = tokenizer.chat_template
     try:
         tokenizer.chat_template = chat
-        frame = Frame.of(tokenizer)
+        frame = Frame.from_tokenizer(tokenizer)
     finally:
         tokenizer.chat_template = given
     [case] = cases(Passkey(1, 1, prompt="published"), frame, 400)
@@ -349,7 +349,7 @@ def test_vt_is_rulers_with_a_solved_example() -> None:
 
 def test_the_example_of_vt_has_up_to_500_tokens() -> None:
     tokenizer = merging()
-    [case] = cases(ruler.made("vt", 1), Frame.of(tokenizer), 4096)
+    [case] = cases(ruler.made("vt", 1), Frame.from_tokenizer(tokenizer), 4096)
     text = tokenizer.decode(list(case.ids), skip_special_tokens=True)
     example = text[: text.index("they are: ") + len("they are: ")]
     size = len(tokenizer(example, add_special_tokens=False)["input_ids"])
@@ -402,7 +402,7 @@ def test_words_never_run_out() -> None:
 def test_the_example_of_vt_has_one_layout() -> None:
     """``randomize_icl`` changes its names and its number from prompt to prompt, nothing else."""
     tokenizer, layouts, names = merging(), set(), set()
-    for case in cases(ruler.made("vt", 4), Frame.of(tokenizer), 4096):
+    for case in cases(ruler.made("vt", 4), Frame.from_tokenizer(tokenizer), 4096):
         text = tokenizer.decode(list(case.ids))
         example = text.split("they are:  ")[0].split("\n\n", 1)[1]
         lines = example.split("\nQuestion")[0].split("\n")
@@ -778,8 +778,8 @@ def test_an_evaluator_with_another_tokenizer_marks_characters(shipped: Frame, mo
         [TEXT], windows=1, stride=40, short_context=64, opened=lambda: nullcontext(model),
         reader=shipped.tokenizer, longppl_variant="official",
     )  # fmt: skip
-    built = task.questions(Frame.of(own), [700, 800], seed=0)
-    text = own.decode(list(task.choose(Frame.of(own), [700, 800], 0).texts[0]))
+    built = task.questions(Frame.from_tokenizer(own), [700, 800], seed=0)
+    text = own.decode(list(task.choose(Frame.from_tokenizer(own), [700, 800], 0).texts[0]))
     slices = key_slices(text, model, shipped.tokenizer, 64, 16)
     placed = own(text, return_offsets_mapping=True, add_special_tokens=False)
     expected = [
@@ -920,7 +920,7 @@ def test_huggingface_windows_must_not_skip_tokens(protocol: str, shipped: Frame)
     with pytest.raises(OptionError, match="stride=101 would skip tokens at length 100"):
         task.questions(shipped, [100], 0)
     with pytest.raises(OptionError, match=f"does not apply to the protocol {protocol};"):
-        Perplexity.of({"protocol": protocol, "stride": 9, "min_context": 3})
+        Perplexity.from_options({"protocol": protocol, "stride": 9, "min_context": 3})
     with pytest.raises(OptionError, match=f"--protocol {protocol} needs --stride TOKENS"):
         Perplexity(protocol=protocol)
 
@@ -959,7 +959,7 @@ def test_too_short_a_length_is_told_and_the_least_is_enough(name: str, frame: Fr
 
 @pytest.mark.parametrize("made", [merging, spacing], ids=lambda made: made.__name__)
 def test_a_tokenizer_without_a_start_token_and_any_script(made: Any, tmp_path: Path) -> None:
-    frame = Frame.of(made(start=False))
+    frame = Frame.from_tokenizer(made(start=False))
     assert frame.head == ()
     book = tmp_path / "book.txt"
     book.write_text(

@@ -20,7 +20,7 @@ import pytest
 from rope_eval import command
 from rope_eval.cases import Outcome, adding, line, read_outcomes
 from rope_eval.evaluate import evaluate
-from rope_eval.folder import HEADER, HIDDEN, Folder, held, log_name, replace_file
+from rope_eval.folder import HEADER, HIDDEN, Folder, lock, log_name, replace_file
 from rope_eval.run import runner as run
 from rope_eval.run.plan import prepare
 from rope_eval.settings import Settings
@@ -219,7 +219,7 @@ def holding(folder: Path) -> int:
     read, write = os.pipe()
     child = os.fork()
     if child == 0:
-        with held(folder):
+        with lock(folder):
             os.write(write, b"held")
             time.sleep(600)
         os._exit(0)
@@ -249,21 +249,21 @@ def test_a_folder_in_use_names_who_uses_it_and_a_killed_run_leaves_it_free(
 
 def test_a_run_of_the_same_process_is_another_run_too(tmp_path: Path) -> None:
     said = f"process {os.getpid()} on "
-    with held(tmp_path), pytest.raises(MeasureError, match=said), held(tmp_path):
+    with lock(tmp_path), pytest.raises(MeasureError, match=said), lock(tmp_path):
         pytest.fail("entered")
     folder = Folder(tmp_path)
-    with folder.held(), folder.held(), held(tmp_path, "another.jsonl"):
+    with folder.lock(), folder.lock(), lock(tmp_path, "another.jsonl"):
         pass
-    with held(tmp_path):
+    with lock(tmp_path):
         pass
 
 
 def test_of_processes_launched_together_the_first_holds_the_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with Folder(tmp_path).held():
+    with Folder(tmp_path).lock():
         monkeypatch.setenv("RANK", "1")
-        with Folder(tmp_path).held():
+        with Folder(tmp_path).lock():
             pass
 
 

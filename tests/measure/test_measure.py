@@ -206,8 +206,8 @@ def scored(case: Case) -> list[int]:
 
 def test_sliding_scores_every_token_once_with_enough_context(tokenizer: Any) -> None:
     task = Perplexity([book(300)], windows=1, protocol="sliding", stride=30)
-    built = task.questions(Frame.of(tokenizer), [64, 100, 210], seed=0)
-    text = task.choose(Frame.of(tokenizer), [64, 100, 210], 0).texts[0]
+    built = task.questions(Frame.from_tokenizer(tokenizer), [64, 100, 210], seed=0)
+    text = task.choose(Frame.from_tokenizer(tokenizer), [64, 100, 210], 0).texts[0]
     assert len(text) == 209
     for length in (64, 100, 210):
         cases = [case for case in built.cases if case.length == length]
@@ -220,7 +220,7 @@ def test_sliding_scores_every_token_once_with_enough_context(tokenizer: Any) -> 
 
 def test_start_scores_all_after_the_least_context(tokenizer: Any) -> None:
     task = Perplexity([book(300)], windows=1, protocol="start", min_context=5)
-    short, whole = task.questions(Frame.of(tokenizer), [64, 210], seed=0).cases
+    short, whole = task.questions(Frame.from_tokenizer(tokenizer), [64, 210], seed=0).cases
     assert whole.ids[:64] == short.ids and short.nested and whole.nested
     assert (short.count, whole.count) == (64 - 1 - 5, 210 - 1 - 5)
 
@@ -241,7 +241,9 @@ def test_start_scores_all_after_the_least_context(tokenizer: Any) -> None:
 )
 def test_perplexity_refuses(tokenizer: Any, options: dict, message: str) -> None:
     with pytest.raises(OptionError, match=message):
-        Perplexity([book(300)], **options).questions(Frame.of(tokenizer), [64, 210], seed=0)
+        Perplexity([book(300)], **options).questions(
+            Frame.from_tokenizer(tokenizer), [64, 210], seed=0
+        )
 
 
 @pytest.mark.parametrize("protocol", ["ending", "start"])
@@ -249,8 +251,8 @@ def test_perplexity_of_one_token_is_refused(tokenizer: Any, protocol: str) -> No
     task = Perplexity([book(300)], windows=1, protocol=protocol)
     for length in (0, 1):
         with pytest.raises(OptionError, match=f"length {length} leaves nothing to score"):
-            task.questions(Frame.of(tokenizer), [length, 64], seed=0)
-    for case in task.questions(Frame.of(tokenizer), [2, 64], seed=0).cases:
+            task.questions(Frame.from_tokenizer(tokenizer), [length, 64], seed=0)
+    for case in task.questions(Frame.from_tokenizer(tokenizer), [2, 64], seed=0).cases:
         assert 0 < case.count < len(case.ids) == case.length
 
 
@@ -300,7 +302,7 @@ def test_passkey_depth_is_where_the_needle_is(tokenizer: Any) -> None:
 
 
 def test_passkey_grid_depths_and_seeds(tokenizer: Any) -> None:
-    task, frame = Passkey(trials=2, depths=4, digits=10), Frame.of(tokenizer)
+    task, frame = Passkey(trials=2, depths=4, digits=10), Frame.from_tokenizer(tokenizer)
     cases = task.questions(frame, [200, 300], seed=0).cases
     assert len(cases) == 2 * 4 * 2 == len({case.key for case in cases})
     for case in cases:
@@ -328,18 +330,18 @@ TEMPLATE = (
 def test_chat_prompts_use_the_template_once(tokenizer: Any, checkpoint: Path) -> None:
     chat = AutoTokenizer.from_pretrained(checkpoint)
     chat.chat_template = TEMPLATE
-    assert Frame.of(chat, "no") == Frame.of(chat, "no")
-    assert Frame.of(chat, "no").tail == Frame.of(tokenizer).tail == ()
-    case = PasskeyPrompts(chat, Frame.of(chat)).case(300, 0.5, seed=0)
+    assert Frame.from_tokenizer(chat, "no") == Frame.from_tokenizer(chat, "no")
+    assert Frame.from_tokenizer(chat, "no").tail == Frame.from_tokenizer(tokenizer).tail == ()
+    case = PasskeyPrompts(chat, Frame.from_tokenizer(chat)).case(300, 0.5, seed=0)
     text = chat.decode(case.ids)
     assert len(case.ids) == 300 and case.ids.tolist().count(chat.bos_token_id) == 1
     assert re.match(r"<s>\s?\[user\] There is an important info", text)
     assert text.endswith(f"What is the pass key?\n[assistant] The pass key is {case.key}")
     with pytest.raises(OptionError, match="no chat template; give --chat no"):
-        Frame.of(tokenizer, "yes")
+        Frame.from_tokenizer(tokenizer, "yes")
     chat.chat_template = "nothing of yours"
     with pytest.raises(OptionError, match="leaves the user's text out"):
-        Frame.of(chat)
+        Frame.from_tokenizer(chat)
 
 
 def test_the_beginning_is_what_the_tokenizer_puts_there(tokenizer: Any, checkpoint: Path) -> None:

@@ -43,7 +43,7 @@ KINDS: dict[str, Told] = {
 
 @pytest.fixture(scope="module")
 def frame() -> Frame:
-    return Frame.of(AutoTokenizer.from_pretrained(SHIPPED), "no")
+    return Frame.from_tokenizer(AutoTokenizer.from_pretrained(SHIPPED), "no")
 
 
 @pytest.fixture(autouse=True)

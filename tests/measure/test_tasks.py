@@ -182,7 +182,7 @@ def test_the_evaluator_of_the_page_runs(checkpoint: Path, tmp_path: Path) -> Non
 
     echo = all_tasks()["echo"]
     tokenizer = AutoTokenizer.from_pretrained(checkpoint)
-    for case in echo(trials=3).questions(Frame.of(tokenizer), [128, 256], 0).cases:
+    for case in echo(trials=3).questions(Frame.from_tokenizer(tokenizer), [128, 256], 0).cases:
         text = tokenizer.decode(case.ids, skip_special_tokens=True)
         assert case.length - 9 < len(case.ids) <= case.length and text.count(case.key) == 2
         assert tokenizer.decode(case.ids[-case.count :]).strip() == case.key

@@ -321,7 +321,7 @@ def test_a_temperature_costs_a_few_calls_in_every_layer(ids) -> None:
             nonlocal count
             name = frame.f_globals["__name__"]
             # Another test may have had models spared a turn, or caches watched: both stay.
-            stays = ("rope_ext.rotary.spared", "rope_ext.caches")
+            stays = ("rope_ext.rotary.skip_identity_rotation", "rope_ext.caches")
             ours = name.startswith("rope_ext.") and name not in stays
             count += event == "call" and ours
 

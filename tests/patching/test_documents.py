@@ -82,7 +82,7 @@ def test_padding_as_long_as_the_extension_is_no_context(ids, method) -> None:
     torch.testing.assert_close(together[:, 1300:], said(model, real), atol=1e-2, rtol=0)
 
 
-def turned(model, *args, **given) -> tuple[torch.Tensor, torch.Tensor]:
+def rotated(model, *args, **given) -> tuple[torch.Tensor, torch.Tensor]:
     """Cosine and sine of every token in a forward."""
     found = []
     rotary = model.get_decoder().rotary_emb
@@ -107,7 +107,7 @@ def test_packed_documents_are_turned_as_each_alone(ids, method, how: str) -> Non
     if how == "blocks alone":
         del given["position_ids"]
     packed = said(model, ids, **given)
-    angles = turned(model, ids, **given)
+    angles = rotated(model, ids, **given)
     start = 0
     for length in lengths:
         document = slice(start, start := start + length)
@@ -115,7 +115,7 @@ def test_packed_documents_are_turned_as_each_alone(ids, method, how: str) -> Non
         if how != "mask":  # with one, transformers lets documents see each other
             torch.testing.assert_close(packed[:, document], said(model, alone), **EXACT)
         if how != "blocks alone" or method.start_tokens:
-            for ours, theirs in zip(angles, turned(model, alone), strict=True):
+            for ours, theirs in zip(angles, rotated(model, alone), strict=True):
                 assert torch.equal(*torch.broadcast_tensors(ours[:, document], theirs))
 
 
@@ -140,9 +140,9 @@ def test_positions_that_skip_or_branch_are_of_one_document(ids) -> None:
         (130, {"position_ids": branching[None], "attention_mask": tree[None, None]}),
     ]
     for length, given in asked:
-        made = turned(model, ids, **given)
+        made = rotated(model, ids, **given)
         with rope_ext.patched(tiny_llama(), "dynamic_ntk", factor=4, length=length) as fixed:
-            torch.testing.assert_close(made, turned(fixed, ids, **given))
+            torch.testing.assert_close(made, rotated(fixed, ids, **given))
 
 
 def test_a_window_in_a_mask_of_four_axes_is_no_document(ids) -> None:
@@ -151,7 +151,7 @@ def test_a_window_in_a_mask_of_four_axes_is_no_document(ids) -> None:
     assert all(
         torch.equal(one, other)
         for one, other in zip(
-            turned(model, ids), turned(model, ids, attention_mask=window[None, None]), strict=True
+            rotated(model, ids), rotated(model, ids, attention_mask=window[None, None]), strict=True
         )
     )
 

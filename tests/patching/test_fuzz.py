@@ -243,7 +243,7 @@ def test_any_of_many_records_is_followed_or_refused(name: str) -> None:
 def test_any_sidecar_is_read_or_refused(tmp_path_factory) -> None:
     path = Path(tmp_path_factory.mktemp("sidecar"), "rope_ext.json")
     model = rope_ext.patch(tiny_llama(), "rerope", factor=4)
-    whole = Sidecar.of(current_patch(model)).to_json()
+    whole = Sidecar.from_patch(current_patch(model)).to_json()
 
     @fuzz(60)
     @given(data=st.one_of(JSON, spoilt(json.loads(json.dumps(whole)))))

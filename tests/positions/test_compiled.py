@@ -12,7 +12,7 @@ from transformers.integrations.executorch import TorchExportableModuleForDecoder
 
 import rope_ext
 from rope_ext.attention import placed, reference
-from rope_ext.attention.call import Call, Pairs, TurnedBand
+from rope_ext.attention.call import Call, Pairs, RotatedBand
 from rope_ext.attention.reference import Places
 from rope_ext.errors import UnsupportedModelError
 from rope_ext.methods.geometry import Distance
@@ -179,7 +179,7 @@ def test_a_query_that_sees_no_key_gets_nothing(with_sinks: bool, kernel: bool, r
     query, key, value = (torch.randn(1, heads, 6, 4, generator=make) for heads in (4, 2, 2))
     query, pairs = query[:, :, :3], Pairs(slice(0, 2), slice(2, 4))
     sinks = torch.randn(4, generator=make) if with_sinks else None
-    call = Call([TurnedBand(Distance(0, None), None, None)], pairs, 0.5, sinks=sinks)
+    call = Call([RotatedBand(Distance(0, None), None, None)], pairs, 0.5, sinks=sinks)
     seen = torch.tensor([[True] * 6, [False] * 6, [False, True] * 3])
     hidden = torch.where(seen, 0.0, torch.finfo(torch.float32).min)[None]
     few = placed.Few([placed.Part(hidden, None, None, None)], seen.any(-1)[None])

@@ -12,7 +12,7 @@ from transformers import masking_utils
 
 import rope_ext
 from rope_ext.position.masks import CHECKED, documents_of, is_plain
-from rope_ext.position.runs import BatchMask
+from rope_ext.position.segments import BatchMask
 from tests.helpers.models import tiny_llama
 
 ROOT = Path(__file__).parents[2]

@@ -11,7 +11,7 @@ from transformers import DynamicCache
 import rope_ext
 from rope_ext.attention import placed
 from rope_ext.position.attend import LAYER
-from rope_ext.position.runs import BatchMask
+from rope_ext.position.segments import BatchMask
 from rope_ext.position.tokens import stored_rotation
 from tests.helpers.models import tiny_llama
 
@@ -135,7 +135,7 @@ def test_constants_are_copied_to_a_device_once(method) -> None:
     t, like = torch.arange(5, device=there), [torch.empty(1, 5, 16, device=there)] * 2
 
     def ask() -> None:
-        for _, *turns in layer.turned.turns:
+        for _, *turns in layer.rotated.rotations:
             for of in turns:
                 of.at(t, torch.float32)
         stored_rotation(layer.map, layer.layout.site, t[None], like)

@@ -33,8 +33,8 @@ def test_a_further_layer_costs_few_calls_of_python(name: str, ids) -> None:
                 sys.setprofile(None)
         return count
 
-    # The guard of the cache, what spares a turn, the attention function, the step, what is kept
-    # turned of a layer and of a band, and whether the keys are as they were.
+    # The guard of the cache, what skips the rotation, the attention function, the step, what stays
+    # rotated of a layer and of a band, and whether the keys are as they were.
     assert (calls(4) - calls(2)) / 2 <= 7
 
 

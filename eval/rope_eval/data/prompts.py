@@ -50,7 +50,7 @@ class Frame:
     around: tuple[str, str] | None = None
 
     @classmethod
-    def of(cls, tokenizer: Any, chat: Chat = "auto") -> Frame:
+    def from_tokenizer(cls, tokenizer: Any, chat: Chat = "auto") -> Frame:
         """The frame of this tokenizer; ``auto`` uses a chat template where there is one.
 
         Raises:

@@ -89,7 +89,7 @@ def choose_windows(tokenizer: Any, text: Sequence[Path | str], length: int, coun
         OptionError: ``count`` or ``length`` is of no use.
     """
     task = Perplexity(text=tuple(text), windows=count)
-    return task.choose(Frame.of(tokenizer, "no"), (length,), seed=0, option="--length")
+    return task.choose(Frame.from_tokenizer(tokenizer, "no"), (length,), seed=0, option="--length")
 
 
 def octaves(trained: int, length: int) -> tuple[int, ...]:

@@ -15,7 +15,7 @@ from rope_eval.plots.numbers import (
     decay_at,
     frequencies,
     largest_angles,
-    turns,
+    rotates,
     used_distances,
 )
 from rope_eval.plots.style import UNPATCHED_STYLE, mark_trained, style_of, ticker
@@ -74,7 +74,7 @@ def decay(axes: Any, rope: Rope, methods: Lines, length: int) -> None:
     """``g`` by distance, of those that turn."""
     distance, bins, places = _nearby(length)
     for label, method in methods.items():
-        if not turns(rope, method):
+        if not rotates(rope, method):
             continue
         values = decay_at(rope, method, length, distance)
         parts = values.split(bins)
@@ -93,7 +93,7 @@ def biases(axes: Any, rope: Rope, methods: Lines, length: int, added: Biases) ->
     """What encodings add to the logits by distance: the median head, and all of them."""
     distance, bins, places = _nearby(length)
     for label, method in methods.items():
-        if turns(rope, method):
+        if rotates(rope, method):
             continue
         heads, more = added(method, distance)
         parts = heads.split(bins, 1)

@@ -75,7 +75,7 @@ def decay_at(
     return 2 * (fading * angles.cos()).sum(-1)
 
 
-def turns(rope: Rope, method: Method | None) -> bool:
+def rotates(rope: Rope, method: Method | None) -> bool:
     """Whether queries and keys of different positions are turned differently."""
     if not isinstance(method, Encoding):
         return True

@@ -34,7 +34,7 @@ from rope_eval.plots.methods import (
     spectrum,
     weighted_decay,
 )
-from rope_eval.plots.numbers import bias_at, turns
+from rope_eval.plots.numbers import bias_at, rotates
 from rope_eval.plots.style import TITLE, bare, figure_of, require_matplotlib
 from rope_eval.tasks.perplexity import Windows
 from rope_ext import checkpoints as models
@@ -194,7 +194,7 @@ def draw(
         loaded = models.load_model(str(model), device=device) if read else built
         measured = [picture.measure(loaded, rope, lines, chosen, stretch, compose)]
 
-    adding = [] if picture.beside is None else [m for m in methods if not turns(rope, m)]
+    adding = [] if picture.beside is None else [m for m in methods if not rotates(rope, m)]
     if adding:
         added = _biases(model, text_config(decoder).num_attention_heads, rope, length)
     figure = figure_of(13 if adding else 9.5, 4.8)

@@ -154,7 +154,8 @@ def prepare(
     notes = list(beyond(methods, asked, trained, settings.force))
     notes += saved_otherwise(configs)
     frames = {
-        model: Frame.of(models.load_tokenizer(model), settings.chat) for model in settings.models
+        model: Frame.from_tokenizer(models.load_tokenizer(model), settings.chat)
+        for model in settings.models
     }
     try:
         questions = _questions(tasks, frames, lengths, settings.seed)

@@ -31,7 +31,7 @@ LOG = log_name(0)
 
 
 @dataclass(frozen=True)
-class Crew:
+class Ranks:
     """The processes that share the work, one per device: one, unless something launched more."""
 
     rank: int
@@ -40,7 +40,7 @@ class Crew:
     wait: Callable[[], None]
 
     @classmethod
-    def join(cls, device: str) -> Crew:
+    def join(cls, device: str) -> Ranks:
         """Find this process among those that ``accelerate launch`` or ``torchrun`` started.
 
         Raises:
@@ -83,39 +83,39 @@ def run(
         RopeExtError: a model cannot be loaded, or a method cannot be applied to it, or there is
             not enough memory.
     """
-    crew = Crew.join(plan.settings.device)
-    with plan.folder.held():
-        if crew.rank == 0:
+    ranks = Ranks.join(plan.settings.device)
+    with plan.folder.lock():
+        if ranks.rank == 0:
             require_free(plan.settings)  # another run may have ended since the plan was made
-        crew.wait()  # nobody reads the logs before the folder is ours alone
+        ranks.wait()  # nobody reads the logs before the folder is ours alone
         done = dict(plan.stored)
-        work = {system: crew.share(plan.left(system)) for system in plan.systems}
-        crew.wait()  # nobody changes the logs before everybody has read them
-        if crew.rank == 0 and plan.settings.overwrite:
+        work = {system: ranks.share(plan.left(system)) for system in plan.systems}
+        ranks.wait()  # nobody changes the logs before everybody has read them
+        if ranks.rank == 0 and plan.settings.overwrite:
             plan.folder.clear()
-        crew.wait()
+        ranks.wait()
         begin(sum(_work(batch) for batches in work.values() for batch in batches))
-        _measure(plan, crew, work, done, advance)
-        crew.wait()
-        return None if crew.rank else _merged(plan, done)
+        _measure(plan, ranks, work, done, advance)
+        ranks.wait()
+        return None if ranks.rank else _merged(plan, done)
 
 
 def _measure(
     plan: Plan,
-    crew: Crew,
+    ranks: Ranks,
     work: Mapping[System, Sequence[Sequence[Case]]],
     done: dict[str, Outcome],
     advance: Advance,
 ) -> None:
     """Do this process's share of the work; every outcome goes into its log and into ``done``."""
     settings = plan.settings
-    with adding(settings.output / log_name(crew.rank)) as add:
+    with adding(settings.output / log_name(ranks.rank)) as add:
         for name, systems in groupby(plan.systems, key=lambda system: system.model):
             systems = [system for system in systems if work[system]]
             if not systems:
                 continue
             model = models.load_model(
-                name, settings.dtype, crew.device, settings.attn, settings.adapter
+                name, settings.dtype, ranks.device, settings.attn, settings.adapter
             )
             runner = _Runner(model, name, settings)
             for system in systems:  # what cannot be applied shows before anything is measured

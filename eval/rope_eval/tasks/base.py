@@ -41,7 +41,7 @@ class Task:
     suite_size: ClassVar[int | None] = None
 
     @classmethod
-    def of(cls, given: Mapping[str, Any], beside: Sequence[str] = ()) -> Task:
+    def from_options(cls, given: Mapping[str, Any], beside: Sequence[str] = ()) -> Task:
         """The task of these options.
 
         Args:
@@ -155,7 +155,7 @@ def build(
     for cls in classes:
         known = {one.name for one in options(cls)} if cls else ()
         own = {k: v for k, v in given.items() if k in known}
-        made.append(cls and found.check(cls.of, own, asked))
+        made.append(cls and found.check(cls.from_options, own, asked))
     if mistakes is None:
         found.report()
     return made

@@ -141,7 +141,7 @@ class Book:
     name: str
 
     @classmethod
-    def of(cls, tokenizer: Any, text: str, name: str) -> Book:
+    def from_text(cls, tokenizer: Any, text: str, name: str) -> Book:
         """Tokenise a book."""
         ids = encode(tokenizer, text)
         breaks = {token: "\n" in tokenizer.decode([token]) for token in set(ids)}
@@ -219,7 +219,7 @@ class Hidden(Task):
             OptionError: a length cannot hold a prompt.
             MeasureError: a book is too short.
         """
-        books = [Book.of(frame.tokenizer, text, name) for name, text in self.books]
+        books = [Book.from_text(frame.tokenizer, text, name) for name, text in self.books]
         places = [
             (book, test, depth)
             for book in range(len(books))

@@ -77,7 +77,7 @@ class PasskeyPrompts:
 
     def __init__(self, tokenizer: Any, frame: Frame | None = None) -> None:
         self._tokenizer = tokenizer
-        self._frame = frame or Frame.of(tokenizer, "no")
+        self._frame = frame or Frame.from_tokenizer(tokenizer, "no")
 
     @cached_property
     def _filler(self) -> Filler:

@@ -303,7 +303,7 @@ class Perplexity(Stretches):
     )
 
     @classmethod
-    def of(cls, given: Mapping[str, Any], beside: Sequence[str] = ()) -> Perplexity:
+    def from_options(cls, given: Mapping[str, Any], beside: Sequence[str] = ()) -> Perplexity:
         """As of every task; a stride alone makes the protocol sliding.
 
         Raises:

@@ -23,7 +23,7 @@ from torch import nn
 
 from rope_eval.cases import digest
 from rope_eval.data.text import python_library
-from rope_eval.folder import Folder, held, writing
+from rope_eval.folder import Folder, lock, writing
 from rope_eval.reports.calibration import (
     NAME,
     SCALAR,
@@ -47,7 +47,7 @@ from rope_eval.tune.fitness import (
     windows_of,
 )
 from rope_eval.tune.target import Target
-from rope_eval.tune.tried import Tried
+from rope_eval.tune.trial_log import TrialLog
 from rope_ext.errors import MeasureError, OptionError, RopeExtError, nearest
 from rope_ext.methods import Method, Rope, build_method
 from rope_ext.methods.rope import factor_to
@@ -248,9 +248,9 @@ def calibrate(
             "text": digest([half.rows.windows for half in halves]),
             "methods": [method_to_json(start) for start in starts],
         }
-        log = Tried(None, "scores", {})
+        log = TrialLog(None, "scores", {})
         if folder is not None:
-            log = Tried.of(folder / LOG, NAME, "scores", known)
+            log = TrialLog.open(folder / LOG, NAME, "scores", known)
         with evaluating(model):
             found = _Run(model, rope, given, log).result(starts, grids, halves, [*notes, *more])
         if folder is not None:
@@ -337,7 +337,7 @@ def _ours(folder: Path | None, resume: bool) -> Iterator[None]:
         return
     with writing(folder, "give another output"):
         folder.mkdir(parents=True, exist_ok=True)
-    with held(folder):
+    with lock(folder):
         Folder(folder).check([RESULT, PICTURE])
         if (folder / LOG).exists() and not resume:
             raise MeasureError(
@@ -425,7 +425,7 @@ class _Run:
         log: what was measured.
     """
 
-    def __init__(self, model: nn.Module, rope: Rope, given: Settings, log: Tried) -> None:
+    def __init__(self, model: nn.Module, rope: Rope, given: Settings, log: TrialLog) -> None:
         self.model, self.rope, self.given, self.log = model, rope, given, log
         self.rows = 0  # that were run, now or before
         self.advance: Callable[[int], None] = lambda rows: None

@@ -126,7 +126,7 @@ class Needles:
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
-        self._frame = Frame.of(tokenizer, "no")
+        self._frame = Frame.from_tokenizer(tokenizer, "no")
         self._passkeys = PasskeyPrompts(tokenizer, self._frame)
 
     def least(self, hay: Hay) -> int:

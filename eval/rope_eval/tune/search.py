@@ -22,7 +22,7 @@ from typing import Any, Literal
 from torch import nn
 
 from rope_eval.cases import digest
-from rope_eval.folder import held, replace_file, writing
+from rope_eval.folder import lock, replace_file, writing
 from rope_eval.settings import require_seed
 from rope_eval.tune.fitness import (
     HAY,
@@ -35,7 +35,7 @@ from rope_eval.tune.fitness import (
     windows_of,
 )
 from rope_eval.tune.target import Target
-from rope_eval.tune.tried import ROOM, Tried, read_log
+from rope_eval.tune.trial_log import ROOM, TrialLog, read_log
 from rope_ext.errors import MeasureError, OptionError
 from rope_ext.methods import (
     NTK,
@@ -482,7 +482,7 @@ def _searched(
     return found
 
 
-class _Log(Tried):
+class _Log(TrialLog):
     """The tables that were tried; the best is kept in the ``.json`` beside the log."""
 
     def keep(self, best: LongRoPE) -> None:
@@ -513,7 +513,7 @@ def log_beside(
     path = output.with_suffix(".jsonl")
     with writing(path, "give another output"):
         path.parent.mkdir(parents=True, exist_ok=True)
-    with held(path.parent, path.name):
+    with lock(path.parent, path.name):
         if output.exists() and not path.exists():
             raise MeasureError(
                 f"{output} exists, without the {path.name} that a search could go on from; "
@@ -524,7 +524,7 @@ def log_beside(
                 f"{output} is not what the search in {path.name} found; move it away, or "
                 f"give another output"
             )
-        yield _Log.of(path, "search", "loss", settings)
+        yield _Log.open(path, "search", "loss", settings)
 
 
 def _given(options: Mapping[str, Any]) -> dict[str, Any]:

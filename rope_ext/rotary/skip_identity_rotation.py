@@ -2,7 +2,7 @@
 
 Under ReRoPE, and under encodings in place of the rotation, keys are cached as they were projected.
 The function of a modeling file that turns them would multiply by one and add zero, in some fifteen
-operations for every layer. Wrapped, it gives back what it gets if it is told :data:`NOTHING`.
+operations for every layer. Wrapped, it gives back what it gets if it is told :data:`IDENTITY`.
 
 It stays wrapped: what another thread compiles may hold it.
 """
@@ -21,11 +21,13 @@ from torch import nn
 _NAME = "apply_rotary_pos_emb"
 _WRAPPED: set[Callable] = set()
 """What has been put in place of such functions."""
-NOTHING = (None, None)
+IDENTITY = (None, None)
 """In place of cosine and sine: no token is turned."""
 
 
-def spare(layers: Iterable[nn.Module], columns: int, like: torch.Tensor) -> tuple[str, ...] | None:
+def skip_identity(
+    layers: Iterable[nn.Module], columns: int, like: torch.Tensor
+) -> tuple[str, ...] | None:
     """Wrap the functions that turn queries and keys of attention layers.
 
     Args:
@@ -40,15 +42,15 @@ def spare(layers: Iterable[nn.Module], columns: int, like: torch.Tensor) -> tupl
     for file in files:
         function = _function_of(file)
         if function not in _WRAPPED:
-            if not _turns_nothing_by_nothing(function, columns, like):
+            if not _keeps_input_under_identity(function, columns, like):
                 return None
-            wrapper = _sparing(function)
+            wrapper = _skipping(function)
             _WRAPPED.add(wrapper)
             setattr(sys.modules[file], _NAME, wrapper)
     return tuple(files)
 
 
-def spares(files: Iterable[str]) -> bool:
+def skips_identity(files: Iterable[str]) -> bool:
     """Whether they are wrapped still: another package may have put its own in their place."""
     return all(_function_of(file) in _WRAPPED for file in files)
 
@@ -57,7 +59,7 @@ def _function_of(file: str) -> Callable | None:
     return getattr(sys.modules.get(file), _NAME, None)
 
 
-def _sparing(function: Callable) -> Callable:
+def _skipping(function: Callable) -> Callable:
     @functools.wraps(function)
     def apply(q: Any, k: Any, cos: Any, sin: Any, *args: Any, **kwargs: Any) -> Any:
         if cos is None:
@@ -67,7 +69,9 @@ def _sparing(function: Callable) -> Callable:
     return apply
 
 
-def _turns_nothing_by_nothing(function: Callable | None, columns: int, like: torch.Tensor) -> bool:
+def _keeps_input_under_identity(
+    function: Callable | None, columns: int, like: torch.Tensor
+) -> bool:
     """Whether what it gets comes back if cosine is one and sine is zero."""
     try:
         names = list(inspect.signature(function).parameters)[:4]

@@ -9,16 +9,16 @@ from typing import Any, Literal, NamedTuple
 import torch
 from transformers.masking_utils import sdpa_mask
 
-from rope_ext.attention.call import TurnedBand
+from rope_ext.attention.call import RotatedBand
 from rope_ext.attention.step import Step
-from rope_ext.methods.geometry import Distance, Geometry
+from rope_ext.methods.geometry import Distance
 from rope_ext.position.layers import Layout
 from rope_ext.position.masks import is_plain
-from rope_ext.position.tables import Decay, Turns
+from rope_ext.position.tables import BandRotations
 from rope_ext.position.tokens import Forward
 
 
-class Run(NamedTuple):
+class Segment(NamedTuple):
     """Tokens that follow each other without a gap, in rows that have them at the same place.
 
     ``queries`` and ``keys`` index the tokens of this forward and of the cache; the first key is
@@ -31,11 +31,11 @@ class Run(NamedTuple):
     start: int
 
 
-class Stretch(NamedTuple):
+class RotatedSegment(NamedTuple):
     """A run, the turns of its queries and keys in every band, and what multiplies its queries."""
 
-    run: Run
-    bands: list[TurnedBand]
+    segment: Segment
+    bands: list[RotatedBand]
     temperature: torch.Tensor | None
 
 
@@ -65,7 +65,7 @@ class BatchMask:
         self.made: torch.Tensor | None = None
         self.steps: dict[int, Step] = {}
         self.added: dict[torch.nn.Module, torch.Tensor | None] = {}
-        self._stretched: dict[tuple, list[Stretch] | None] = {}
+        self._rotated_segments: dict[tuple, list[RotatedSegment] | None] = {}
         self.together: dict[torch.device, Any] = {}
         self._moved: dict[torch.device, torch.Tensor] = {}
 
@@ -124,7 +124,7 @@ class BatchMask:
         return None if self.arguments is None else self.arguments.get("local_size")
 
     @functools.cached_property
-    def runs(self) -> list[Run] | None:
+    def segments(self) -> list[Segment] | None:
         """The batch as stretches of consecutive tokens; None: it has others, or another mask."""
         forward, keys = self.forward, self.keys
         if self.arguments is None or not is_plain(self.arguments["mask_function"]):
@@ -136,10 +136,10 @@ class BatchMask:
             if not bool(steady.all()) or not bool((t[:, 0] == t[0, 0]).all()):
                 return None
             everything = slice(0, forward.tokens)
-            return [Run(None, everything, slice(0, keys), int(t[0, 0]))]
+            return [Segment(None, everything, slice(0, keys), int(t[0, 0]))]
         found: dict[tuple, list[int]] = {}
         for row in range(forward.rows):
-            for slots in self._stretches(row, valid):
+            for slots in self._documents_of(row, valid):
                 positions = t[row if len(t) > 1 else 0][slots]
                 if not bool((positions.diff() == 1).all()):
                     return None
@@ -147,49 +147,49 @@ class BatchMask:
                 whole = last - first == len(slots)
                 place = (first, last) if whole else tuple(slots.tolist())
                 found.setdefault((place, whole, int(positions[0])), []).append(row)
-        return [self._run(*where, rows) for where, rows in found.items()]
+        return [self._segment(*where, rows) for where, rows in found.items()]
 
     def step(self, layout: Layout, dtype: torch.dtype) -> Step | None:
         """What all layers alike do for a single query; None: it has none of its own."""
-        position_map, runs = self.forward.map, self.runs
-        bands = _clipped(position_map.turns(layout), self.window)
-        if bands is None or runs is None or [run.rows for run in runs] != [None]:
+        position_map, segments = self.forward.map, self.segments
+        bands = _clipped(position_map.rotations(layout), self.window)
+        if bands is None or segments is None or [segment.rows for segment in segments] != [None]:
             return None
-        start, keys = runs[0].start, self.keys
-        heat = position_map.heat(start + keys - 1)
-        return Step.of(bands, start, keys, heat, layout.columns, layout.pairs, dtype)
+        start, keys = segments[0].start, self.keys
+        query_scale = position_map.query_scale(start + keys - 1)
+        return Step.from_bands(bands, start, keys, query_scale, layout.columns, layout.pairs, dtype)
 
-    def stretches(
+    def rotated_segments(
         self, layout: Layout, device: torch.device, dtype: torch.dtype
-    ) -> list[Stretch] | None:
+    ) -> list[RotatedSegment] | None:
         """Every run with its turns, made once for all layers alike; None: not by runs."""
         key = (layout, device, dtype)
-        if key not in self._stretched:
-            self._stretched[key] = self._stretch(layout, device, dtype)
-        return self._stretched[key]
+        if key not in self._rotated_segments:
+            self._rotated_segments[key] = self._rotate_segments(layout, device, dtype)
+        return self._rotated_segments[key]
 
-    def _stretch(
+    def _rotate_segments(
         self, layout: Layout, device: torch.device, dtype: torch.dtype
-    ) -> list[Stretch] | None:
+    ) -> list[RotatedSegment] | None:
         position_map = self.forward.map
-        bands = _clipped(position_map.turns(layout), self.window)
-        if self.runs is None or bands is None:
+        bands = _clipped(position_map.rotations(layout), self.window)
+        if self.segments is None or bands is None:
             return None
         made = []
-        for run in _within(position_map.reach, self.runs):
-            last = run.start + _count(run.keys)
-            first = last - _count(run.queries)
+        for segment in _within(position_map.reach, self.segments):
+            last = segment.start + _count(segment.keys)
+            first = last - _count(segment.queries)
             middle = (first + last) // 2
-            turned = [
-                TurnedBand(
+            rotated = [
+                RotatedBand(
                     geometry,
                     of_query.about(middle).between(first, last, device, dtype),
-                    of_key.about(middle).between(run.start, last, device, dtype),
+                    of_key.about(middle).between(segment.start, last, device, dtype),
                 )
                 for geometry, of_query, of_key in bands
             ]
             t = torch.arange(first, last, device=device)
-            made.append(Stretch(run, turned, position_map.temperature(t, dtype)))
+            made.append(RotatedSegment(segment, rotated, position_map.temperature(t, dtype)))
         return made
 
     def goes_back(self, row: int) -> Literal["document", "padding"] | None:
@@ -212,7 +212,7 @@ class BatchMask:
                 back &= forward.documents[row if len(forward.documents) > 1 else 0].diff() == 0
         return "document" if bool(back.any()) else None
 
-    def _stretches(self, row: int, valid: torch.Tensor | None) -> Iterator[torch.Tensor]:
+    def _documents_of(self, row: int, valid: torch.Tensor | None) -> Iterator[torch.Tensor]:
         """Slots of each document of a row, on the CPU; those without queries left out."""
         documents = self.forward.documents
         if documents is None:
@@ -224,29 +224,29 @@ class BatchMask:
             if len(slots) and slots[-1] >= self.keys - self.forward.tokens:
                 yield slots
 
-    def _run(self, place: tuple[int, ...], whole: bool, start: int, rows: list[int]) -> Run:
+    def _segment(self, place: tuple[int, ...], whole: bool, start: int, rows: list[int]) -> Segment:
         before = self.keys - self.forward.tokens
         if whole:
             first, last = place
-            return Run(
+            return Segment(
                 rows, slice(max(first - before, 0), last - before), slice(first, last), start
             )
         slots = torch.tensor(place, device="cpu")
-        return Run(rows, slots[slots >= before] - before, slots, start)
+        return Segment(rows, slots[slots >= before] - before, slots, start)
 
 
-def _within(reach: int | None, runs: list[Run]) -> Iterator[Run]:
+def _within(reach: int | None, segments: list[Segment]) -> Iterator[Segment]:
     """The runs, cut so that the queries of each are at most ``reach`` tokens apart."""
-    for run in runs:
-        queries, keys = _count(run.queries), _count(run.keys)
+    for segment in segments:
+        queries, keys = _count(segment.queries), _count(segment.keys)
         if reach is None or queries <= reach:
-            yield run
+            yield segment
             continue
         for first in range(0, queries, reach):
             last = min(first + reach, queries)
             seen = slice(0, keys - queries + last)
-            yield run._replace(
-                queries=_part(run.queries, slice(first, last)), keys=_part(run.keys, seen)
+            yield segment._replace(
+                queries=_part(segment.queries, slice(first, last)), keys=_part(segment.keys, seen)
             )
 
 
@@ -260,17 +260,15 @@ def _count(index: slice | torch.Tensor) -> int:
     return index.stop - index.start if isinstance(index, slice) else len(index)
 
 
-def _clipped(
-    bands: list[tuple[Geometry, Turns | Decay, Turns | Decay]], window: int | None
-) -> list[tuple[Geometry, Turns | Decay, Turns | Decay]] | None:
+def _clipped(bands: BandRotations, window: int | None) -> BandRotations | None:
     """The bands within a window; None where only a dense mask can say that."""
     if window is None:
         return bands
     clipped = []
-    for geometry, *turns in bands:
+    for geometry, *rotations in bands:
         if not isinstance(geometry, Distance):
             return None
         last = window if geometry.last is None else min(window, geometry.last)
         if geometry.first < last:
-            clipped.append((Distance(geometry.first, last), *turns))
+            clipped.append((Distance(geometry.first, last), *rotations))
     return clipped

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 
-def near(owner: Any, name: str, device: torch.device) -> torch.Tensor:
+def cached_on_device(owner: Any, name: str, device: torch.device) -> torch.Tensor:
     """The tensor ``owner.name``, which never changes, on a device; ``owner`` keeps the copy.
 
     A copy in every forward would wait for a GPU, and keep a compiled one from CUDA graphs.

@@ -17,12 +17,12 @@ from transformers.cache_utils import Cache, DynamicLayer
 from rope_ext.attention.step import Ring
 from rope_ext.caches import Move
 
-_TURNED = "_rope_ext_turned"  # on a cache: its Turned
+_ROTATED_KEYS = "_rope_ext_rotated_keys"  # on a cache: its RotatedKeys
 Rings = dict[int, Ring]
 """By the number of a band."""
 
 
-class Turned:
+class RotatedKeys:
     """The rings of every layer of a cache, and of which keys they were made."""
 
     kind = None
@@ -30,18 +30,18 @@ class Turned:
     def __init__(self) -> None:
         self.layers: dict[int, tuple[weakref.ref, Rings]] = {}
 
-    def moved(self, move: Move) -> Turned:
+    def moved(self, move: Move) -> RotatedKeys:
         """Those of other rows: made again."""
-        return Turned()
+        return RotatedKeys()
 
     def emptied(self) -> None:
         """Nothing is left of them."""
 
     def __reduce__(self) -> tuple[Any, ...]:  # a copy of a cache begins without
-        return Turned, ()
+        return RotatedKeys, ()
 
 
-class Turning:
+class RotatedKeyStep:
     """One step of decoding with the rings of a cache.
 
     It takes them off the cache, before keys are added, and puts back those that it has brought
@@ -51,7 +51,7 @@ class Turning:
     def __init__(self, cache: Cache) -> None:
         self._cache, self._layers = cache, getattr(cache, "layers", [])
         self._taken: dict[int, Rings] = {}
-        known = getattr(cache, _TURNED, None)
+        known = getattr(cache, _ROTATED_KEYS, None)
         kept = {} if known is None else known.layers
         for number, layer in enumerate(self._layers):
             left, rings = kept.pop(number, (None, None))
@@ -72,10 +72,10 @@ class Turning:
             rings = self._taken[number] = {}
         if self._layers[number].keys is not keys:
             return None
-        known = getattr(self._cache, _TURNED, None)
+        known = getattr(self._cache, _ROTATED_KEYS, None)
         if known is None:
-            known = Turned()
-            setattr(self._cache, _TURNED, known)
+            known = RotatedKeys()
+            setattr(self._cache, _ROTATED_KEYS, known)
         known.layers[number] = weakref.ref(keys), rings
         return rings
 

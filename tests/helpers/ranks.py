@@ -1,6 +1,6 @@
 """Evaluations in several processes each, some of which die on the way; all is imported once.
 
-Run by: python tests/helpers/crews.py RUNS, where RUNS is a JSON file with a list of
+Run by: python tests/helpers/ranks.py RUNS, where RUNS is a JSON file with a list of
 ``[processes, who dies, after how many lines of its log, the words of rope-ext eval]``: a rank, or
 ``"all"``: the first one, and the others with it at once. As launchers do, this one ends the others
 when one has died. Prints the exit status of the processes of each run, as JSON.

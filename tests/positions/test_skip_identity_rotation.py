@@ -20,7 +20,7 @@ NAME = "apply_rotary_pos_emb"
 
 
 @pytest.fixture
-def turns(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+def rotations(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """The cosines that Llama's function is called with."""
     own, seen = getattr(modeling_llama, NAME), []
 

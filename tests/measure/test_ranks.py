@@ -46,7 +46,7 @@ def test_processes_that_are_killed_go_on_to_the_bytes_of_one(
     runs += [(2, 0, 5, fewer), (1, None, 0, fewer)]
     (tmp_path / "runs.json").write_text(json.dumps(runs))
     done = subprocess.run(
-        [sys.executable, "tests/helpers/crews.py", str(tmp_path / "runs.json")],
+        [sys.executable, "tests/helpers/ranks.py", str(tmp_path / "runs.json")],
         cwd=ROOT,
         env={**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])},
         capture_output=True,
@@ -64,7 +64,7 @@ def test_processes_that_are_killed_go_on_to_the_bytes_of_one(
         assert files(tmp_path / name) == whole, name
 
 
-def crew(monkeypatch: pytest.MonkeyPatch, device: str, known: int) -> tuple[run.Crew, bool]:
+def ranks(monkeypatch: pytest.MonkeyPatch, device: str, known: int) -> tuple[run.Ranks, bool]:
     """Two processes of which accelerate knows so many, and whether it was told of CPUs."""
     told = []
 
@@ -80,18 +80,18 @@ def crew(monkeypatch: pytest.MonkeyPatch, device: str, known: int) -> tuple[run.
     monkeypatch.setattr(
         run.models, "resolve_device", lambda name: "cpu" if name == "auto" else name
     )
-    return run.Crew.join(device), told[0]
+    return run.Ranks.join(device), told[0]
 
 
 def test_processes_on_a_cpu_find_each_other_without_being_told_of_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """On a CPU accelerate looks for others only where it is told to stay there."""
-    found, told = crew(monkeypatch, "auto", 2)
+    found, told = ranks(monkeypatch, "auto", 2)
     assert (told, found.count, found.device) == (True, 2, "cpu")
 
 
 def test_processes_that_find_no_others_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each would do all of the work and write it into the log of the first."""
     with pytest.raises(MeasureError, match=r"2 processes were launched.*--device cpu"):
-        crew(monkeypatch, "mps", 1)
+        ranks(monkeypatch, "mps", 1)

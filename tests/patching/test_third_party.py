@@ -16,7 +16,7 @@ from torch import nn
 from transformers.models.llama import modeling_llama as llama
 
 import rope_ext
-from rope_ext.rotary.foreign import replaced
+from rope_ext.rotary.third_party import replaced
 from tests.families.zoo import tiny_model
 from tests.helpers.models import LENGTH, tiny_llama
 
@@ -26,7 +26,7 @@ METHODS = [
     ("dynamic_ntk", {}),
     ("rerope", {}),
 ]
-PATH = "tests.patching.test_foreign"
+PATH = "tests.patching.test_third_party"
 
 
 def projected(layer: Any, x: torch.Tensor) -> list[torch.Tensor]:

@@ -16,7 +16,7 @@ from torch import nn
 from rope_ext.errors import CacheError
 
 _OURS = ("transformers", "torch", "rope_ext")  # what wraps or assigns forwards rightly
-_TURN_BACK = ("KeyRerotationPress", "FinchPress")  # presses that read inv_freq itself
+_REROTATING_PRESSES = ("KeyRerotationPress", "FinchPress")  # presses that read inv_freq itself
 
 
 def replaced(decoder: nn.Module) -> list[str]:
@@ -67,10 +67,10 @@ def refuse_presses(modules: Iterable[nn.Module], method: str, instead: str) -> N
         )
 
 
-def refuse_turning_back(modules: Iterable[nn.Module], method: str) -> None:
+def refuse_rerotation(modules: Iterable[nn.Module], method: str) -> None:
     """Raise if a press of kvpress is to turn keys back by the frequencies in a buffer."""
     for press in _presses(modules):
-        if press in _TURN_BACK:
+        if press in _REROTATING_PRESSES:
             raise CacheError(
                 f"{press} of kvpress turns keys by the frequencies in the rotary module, and "
                 f"{method} has others for each sequence; pass length=TOKENS to fix them, or use "

@@ -11,14 +11,14 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from rope_eval.cases import mend
+from rope_eval.cases import repair
 from rope_eval.folder import replace_file, writing
 from rope_ext.errors import MeasureError
 
 ROOM = "make room and give the same again to go on"
 
 
-class Tried:
+class TrialLog:
     """What was tried: in memory, and in a file that is only ever added to.
 
     Args:
@@ -31,7 +31,7 @@ class Tried:
         self.path, self.field, self.found = path, field, found
 
     @classmethod
-    def of(cls, path: Path, kind: str, field: str, settings: Mapping[str, Any]) -> Tried:
+    def open(cls, path: Path, kind: str, field: str, settings: Mapping[str, Any]) -> TrialLog:
         """The log at ``path``: a new one, or one of the same settings.
 
         Raises:
@@ -43,7 +43,7 @@ class Tried:
                 return cls(path, field, {})
             given, found = read_log(path, kind, field)
             _require_same(path, kind, given, json.loads(json.dumps(settings)))
-            mend(path)
+            repair(path)
         return cls(path, field, found)
 
     def get(self, what: Mapping[str, Any]) -> Any:

@@ -14,10 +14,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import Cache, DynamicCache
 
 from rope_ext.attention import flash, step
-from rope_ext.attention.call import Call, Pairs, TurnedBand
+from rope_ext.attention.call import Call, Pairs, RotatedBand
 from rope_ext.attention.step import Columns, Step
 from rope_ext.methods.geometry import Distance, Sinks
-from rope_ext.position.tables import Turns
+from rope_ext.position.tables import RotationTable
 from tests.helpers.models import tiny_llama
 from tests.helpers.positions import EXACT, decoded, logits, patch
 
@@ -143,20 +143,20 @@ def test_steps_are_what_the_kernel_of_many_tokens_computes(
     pairs, pair = Pairs(slice(0, 4, 1), torch.tensor([9, 8, 7, 6])), torch.arange(4)
     inv_freq = torch.tensor([1.0, 0.3, 0.1, 0.01], dtype=torch.float64)
 
-    def turns(to: Any) -> Turns:
-        return Turns(to, 0.0, inv_freq, pair)
+    def rotations(to: Any) -> RotationTable:
+        return RotationTable(to, 0.0, inv_freq, pair)
 
     bands = [
-        (Sinks(3, 9), turns(9.0), turns(lambda t: t / 2)),
-        (Distance(0, 9), turns(lambda t: t), turns(lambda t: t)),
+        (Sinks(3, 9), rotations(9.0), rotations(lambda t: t / 2)),
+        (Distance(0, 9), rotations(lambda t: t), rotations(lambda t: t)),
     ]
     wide, cpu = torch.promote_types(dtype, torch.float32), torch.device("cpu")
     rings: dict = {}
     for keys in range(20, 41):
         given = query[:, :, keys - 1 : keys], key[:, :, :keys], value[:, :, :keys]
-        made = Step.of(bands, 0, keys, 1.25, Columns.of(pairs, 10), pairs, dtype)
+        made = Step.from_bands(bands, 0, keys, 1.25, Columns.from_pairs(pairs, 10), pairs, dtype)
         turned = [
-            TurnedBand(seen, q.between(keys - 1, keys, cpu, wide), k.between(0, keys, cpu, wide))
+            RotatedBand(seen, q.between(keys - 1, keys, cpu, wide), k.between(0, keys, cpu, wide))
             for seen, q, k in bands
         ]
         call = Call(turned, pairs, 0.5, temperature=torch.tensor([1.25]), sinks=sinks, bias=bias)

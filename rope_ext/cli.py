@@ -122,7 +122,8 @@ def gguf(
         str, typer.Argument(help="FILE.gguf; or the folder of a patched model, and its file next.")
     ],
     file: Annotated[str | None, typer.Argument(help="FILE.gguf of the folder's model.")] = None,
-    output: Annotated[Path, typer.Option(help="The file to write.")] = ...,
+    *,
+    output: Annotated[Path, typer.Option(help="The file to write.")],
     method: PatchedWith = None,
     factor: Factor = 4.0,
     trained_length: TrainedLength = None,
@@ -306,6 +307,7 @@ def _patched(
 def show_methods() -> None:
     """List the methods, their options and when to use them."""
     import rope_ext
+    from rope_ext.encodings import Encoding
     from rope_ext.methods import all_encodings
     from rope_ext.terminal import wide_console
 
@@ -320,5 +322,6 @@ def show_methods() -> None:
     console.print("Options without a value must be given.", style="dim")
     names = ", ".join(cls.name for cls in all_encodings())
     console.print(f"In the rotation's place, by the same patch: {names}.", style="dim")
-    names = ", ".join(cls.name for cls in all_encodings() if cls.adds())
+    adding = [cls for cls in all_encodings() if issubclass(cls, Encoding) and cls.adds()]
+    names = ", ".join(cls.name for cls in adding)
     console.print(f"Beside a rotation that stays, by bias=: {names}.", style="dim")

@@ -26,7 +26,7 @@ from transformers.utils import (
     SAFE_WEIGHTS_NAME,
     WEIGHTS_INDEX_NAME,
     WEIGHTS_NAME,
-    cached_file,
+    cached_file,  # pyright: ignore[reportPrivateImportUsage] - documented, not in __all__
 )
 
 from rope_ext.errors import (
@@ -265,20 +265,19 @@ def from_pretrained(
         return load_adapter(model, path, is_trainable=is_trainable, **of_hub)
     if base is not None or is_trainable:
         raise AdapterError(
-            f"{path} holds no adapter (no adapter_config.json), so base= and is_trainable= "
-            f"mean nothing; leave them out"
+            f"{path} does not contain an adapter (no adapter_config.json), so base= and "
+            f"is_trainable= have no effect; leave them out"
         )
     loaded, record = _load(path, kwargs)
     if record is not None:
         model = loaded[0] if isinstance(loaded, tuple) else loaded  # with loading info
-        _patch(model, record)
+        here = _patch(model, record).record
         _restore_learned(model, path, {**of_hub, "variant": kwargs.get("variant")})
-        here = current_patch(model).record
         if not record.same(here):
             raise RecordError(
-                f"{path} was saved under {record.call()} with {record.outcome()}, and here the "
-                f"same call gives {here.outcome()}; load the model that it was made from, and "
-                f"call rope_ext.patch with these options"
+                f"{path} was saved under {record.call()} with {record.outcome()}, but the same "
+                f"call now gives {here.outcome()}; load the original model and call "
+                f"rope_ext.patch with these options"
             )
     return loaded
 
@@ -292,7 +291,8 @@ def _base_of(
     """
     if kwargs.pop("output_loading_info", False):
         raise AdapterError(
-            f"{path} is an adapter, and output_loading_info= is of a whole model; leave it out"
+            f"{path} is an adapter, and output_loading_info= applies to whole models only; leave "
+            f"it out"
         )
     sidecar = read_sidecar(path, **kwargs)
     if sidecar is None:
@@ -466,7 +466,7 @@ def _find(path: str, name: str, connection_errors: bool = True, **of_hub: Any) -
 def _class_name(adapter: Mapping[str, Any]) -> str:
     """The class of an adapter's base, by ``adapter_config.json``."""
     mapping = adapter.get("auto_mapping") or {}  # there if no task was named
-    return mapping.get("base_model_class") or _TASKS.get(adapter.get("task_type"), _CAUSAL)
+    return mapping.get("base_model_class") or _TASKS.get(str(adapter.get("task_type")), _CAUSAL)
 
 
 def _load(
@@ -502,11 +502,11 @@ def _load(
         if record is None and kwargs.get("config") is not None:
             _require_no_record(path, kwargs)
         record = None
-    cls = getattr(transformers, class_name or _architecture(config, path), None)
+    cls: Any = getattr(transformers, class_name or _architecture(config, path), None)
     of_task = class_name in (_CAUSAL, *_TASKS.values())
     is_model = isinstance(cls, type) and issubclass(cls, PreTrainedModel)
     if not of_task and not (is_model and (class_name or cls.config_class is type(config))):
-        cls = getattr(transformers, _CAUSAL)  # among others, where the code is not transformers'
+        cls = getattr(transformers, _CAUSAL)  # such as where the modeling code is on the Hub
     try:
         with _loading("weights", path), _expecting_learned(cls, record):
             return cls.from_pretrained(path, **kwargs), record
@@ -614,9 +614,12 @@ def _is_field(config: PreTrainedConfig, name: str) -> bool:
     return hasattr(config, name) and not isinstance(getattr(config, name), PreTrainedConfig)
 
 
-def _patch(model: Any, record: Record) -> None:
-    with configuration.quieted(_logger, logging.ERROR):  # that it needs this function is known
+def _patch(model: Any, record: Record) -> Patch:
+    with configuration.quieted(_logger, logging.ERROR):  # the user calls the function it asks for
         patch(model, record.method, **record.arguments)
+    state = current_patch(model)
+    assert state is not None
+    return state
 
 
 def _require(sidecar: Sidecar, model: nn.Module, directory: str) -> None:

@@ -34,6 +34,11 @@ class Options:
     original_max_position_embeddings: int | None = None
     tokenizer: Any = None
 
+    @classmethod
+    def from_arguments(cls, **given: Any) -> Options:
+        """As users give them: ``bias`` and ``layers`` in every form that ``patch`` takes."""
+        return cls(**given)
+
     def __post_init__(self) -> None:
         self._require("kernel", "auto", "flash", "flex", "reference")
         self._require("sliding_layers", "auto", "keep", "scale")
@@ -64,13 +69,12 @@ class Options:
                 f"frequency={under!r} goes under a position method such as 'rerope', and "
                 f"{method.name} is a frequency method itself; leave one of them out"
             )
-        still = method.kind == "encoding" and all(
+        if isinstance(method, Encoding) and all(
             band.query == band.key == 0 for band in method.bands()
-        )
-        if still:
+        ):
             raise OptionError(
-                f"{method.name} turns nothing, so that frequency={under!r} would do nothing; leave "
-                f"it out"
+                f"{method.name} does not rotate, so frequency={under!r} would have no effect; "
+                f"leave it out"
             )
         if not isinstance(under, FrequencyMethod):
             raise OptionError(
@@ -142,10 +146,11 @@ class Options:
 
 def _bias(given: Any) -> Encoding:
     """An encoding that adds to the logits by distance, by name or as itself."""
-    adding = [cls for cls in all_encodings() if cls.adds()]
+    adding = [cls for cls in all_encodings() if issubclass(cls, Encoding) and cls.adds()]
     names = ", ".join(repr(cls.name) for cls in adding)
-    cls = method_class(given) if isinstance(given, str) else type(given)
-    if cls not in adding:
+    named = method_class(given) if isinstance(given, str) else type(given)
+    cls = next((one for one in adding if one is named), None)
+    if cls is None:
         raise OptionError(
             f"bias={given!r} is not valid; it must be an encoding that adds to the logits by "
             f"distance: one of {names}, or an object such as rope_ext.T5(num_buckets=16)"
@@ -155,8 +160,8 @@ def _bias(given: Any) -> Encoding:
         value = getattr(made, name)
         if value != none:
             raise OptionError(
-                f"{name}={value!r} of bias={made.name!r} means nothing there; give it to the "
-                f"method whose rotation stays"
+                f"{name}={value!r} has no effect on bias={made.name!r}; pass it to the method "
+                f"whose rotation stays in place"
             )
     return made
 
@@ -173,11 +178,12 @@ def _layers(given: Any) -> tuple[int, ...] | str:
         if every and int(every[1]) > 1:
             return f"every {int(every[1])}{every[2]}"
     elif isinstance(given, Sequence) and len(given):
-        numbers = [whole_number(number, minimum=0) for number in given]
-        if None not in numbers and len(set(numbers)) == len(numbers):
+        read = [whole_number(number, minimum=0) for number in given]
+        numbers = [number for number in read if number is not None]
+        if len(set(numbers)) == len(read):
             return tuple(sorted(numbers))
-        twice = next((n for n in numbers if n is not None and numbers.count(n) > 1), None)
-        fault = "" if twice is None else f" ({twice} is there {numbers.count(twice)} times)"
+        twice = next((n for n in numbers if numbers.count(n) > 1), None)
+        fault = "" if twice is None else f" ({twice} is given {numbers.count(twice)} times)"
     elif whole_number(given) is not None:
         fault = f" (one layer is [{given}])"
     raise OptionError(f"layers={given!r} is not valid{fault}; it must be {valid}")

@@ -9,7 +9,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, ParamSpec, TypeVar
 
 import torch
 from torch import nn
@@ -41,17 +41,18 @@ from rope_ext.saving import configuration
 from rope_ext.saving.second_load import SecondLoad
 
 Model = TypeVar("Model", bound=nn.Module)
-Function = TypeVar("Function", bound=Callable[..., Any])
+Parameters = ParamSpec("Parameters")
+Result = TypeVar("Result")
 _STATE = "_rope_ext"
 _lock = threading.RLock()  # one for all models: they may share a configuration
 _logger = logging.getLogger("rope_ext")
 
 
-def _one_at_a_time(function: Function) -> Function:
+def _one_at_a_time(function: Callable[Parameters, Result]) -> Callable[Parameters, Result]:
     """Let no two threads change or probe a model at the same time."""
 
     @functools.wraps(function)
-    def waiting(*args: Any, **kwargs: Any) -> Any:
+    def waiting(*args: Parameters.args, **kwargs: Parameters.kwargs) -> Result:
         with _lock:
             return function(*args, **kwargs)
 
@@ -83,7 +84,7 @@ class Patch:
     @property
     def frequencies(self) -> FrequencyMethod | None:
         """The frequency method in force, by itself or under a position method."""
-        return self.method if self.method.kind == "frequency" else self.options.frequency
+        return self.method if isinstance(self.method, FrequencyMethod) else self.options.frequency
 
     @property
     def length(self) -> int:
@@ -103,7 +104,7 @@ class Patch:
         """Frequencies (float64, ``[pairs]``) and scaling now; at full length if they adapt."""
         if site not in self.scaled:
             return site.rope.inv_freq, site.scaling
-        if self.method.kind == "frequency":
+        if isinstance(self.method, FrequencyMethod):
             return site.under(self.method)
         inv_freq, scaling = site.rope.inv_freq, site.scaling
         if self.frequencies is not None:
@@ -117,7 +118,7 @@ def patch(
     model: Model,
     method: str | Method = "yarn",
     *,
-    frequency: str | FrequencyMethod | None = None,
+    frequency: FrequencyMethod | None = None,
     bias: str | Encoding | None = None,
     layers: str | Sequence[int] | None = None,
     kernel: Literal["auto", "flash", "flex", "reference"] = "auto",
@@ -178,7 +179,7 @@ def patch(
         RecordError: the model was saved under a patch, and its record cannot be read.
     """
     method = _method(method, options)
-    keywords = Options(
+    keywords = Options.from_arguments(
         frequency=frequency,
         bias=bias,
         layers=layers,
@@ -212,13 +213,14 @@ def patch(
         raise
     if dropped:
         _logger.warning(
-            "rope_ext: %s replaces %s, and what that learned is no longer part of the model: %s",
+            "rope_ext: %s replaces %s; its learned parameters are no longer in the model: %s",
             method.name,
-            earlier.record.encoding.name,
+            interrupted.encoding,
             _listed(dropped),
         )
     state = decoder.__dict__[_STATE]
-    prefix = "sequences: " if state.native else "saving: "  # what plain transformers does otherwise
+    # Warn about what plain transformers would compute differently.
+    prefix = "sequences: " if state.native else "saving: "
     for note in (note.removeprefix(prefix) for note in state.notes if note.startswith(prefix)):
         _logger.warning("rope_ext: %s on %s: %s", method.name, type(decoder).__name__, note)
     return model
@@ -300,6 +302,12 @@ class _Interrupted:
         return cls(
             earlier, Earlier.from_model(decoder), [] if earlier is None else earlier.changes.grown()
         )
+
+    @property
+    def encoding(self) -> str | None:
+        """Name of the encoding that had learned parameters."""
+        encoding = None if self.patch is None else self.patch.record.encoding
+        return None if encoding is None else encoding.name
 
     def go_on(self, model: nn.Module) -> None:
         """Put it in force again on a model that is not patched now."""

@@ -196,7 +196,7 @@ def _built(
         result = {}
         for site in sites:
             module = modules[site.name]
-            inv_freq = module._buffers[site.buffer].detach()
+            inv_freq = module.get_buffer(site.buffer).detach()
             result[site] = inv_freq, float(getattr(module, site.scaling_attribute, 1.0))
         return result
     except Exception:  # whatever transformers raises on a configuration, it cannot be saved
@@ -235,12 +235,11 @@ def _equal(
         elif site in scaled:
             inv_freq, scaling = site.under(method)
             if method.adapts:  # a freshly built module starts at the trained length
-                lengths = torch.tensor([site.rope.length], dtype=torch.float64, device="cpu")
-                inv_freq = method.inv_freq_at(site.rope, lengths)[0]
+                inv_freq = method.frequencies(site.rope, site.rope.length)
         got, got_scaling = built[site]
         if got.shape != inv_freq.shape:
             return False
-        # A frequency of zero is written as one that turns 1e-30 times as fast.
+        # A frequency of zero is written as one that rotates 1e-30 times as fast.
         close = torch.allclose(got.double(), inv_freq, rtol=_BUILT_IN_FLOAT32, atol=1e-25)
         if not close or abs(got_scaling - scaling) > 1e-9 * scaling:
             return False

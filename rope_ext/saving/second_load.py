@@ -49,11 +49,9 @@ class SecondLoad:
         self.repatch, self.attention = repatch, attention
         self.before = getattr(model.config, _NAME, None)
         self.name = fresh(self.before or "")
-        places = [
-            (model, "name_or_path"),
-            *((config, _NAME) for config in (model.config, *configs)),
-        ]
-        self._holders = [place for place in places if getattr(*place, None) == self.before]
+        places: list[tuple[Any, str]] = [(model, "name_or_path")]
+        places += [(config, _NAME) for config in (model.config, *configs)]
+        self._holders = [(o, name) for o, name in places if getattr(o, name, None) == self.before]
         if len(self.name) > 1:  # else it is no object of its own
             self._put(self.name)
             _PATCHED[id(self)] = self
@@ -109,4 +107,4 @@ def _watch() -> None:
         return loaded
 
     _watching.add(from_pretrained)
-    PreTrainedModel.from_pretrained = classmethod(from_pretrained)
+    setattr(PreTrainedModel, "from_pretrained", classmethod(from_pretrained))  # noqa: B010

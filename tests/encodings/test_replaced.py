@@ -151,7 +151,7 @@ def test_parameters_that_go_are_named(name: str, given: dict, gone: str, caplog)
     model = trained("kerple_log", {})
     with caplog.at_level(logging.WARNING, logger="rope_ext"):
         rope_ext.patch(model, name, **given, replace=True)
-    said = [r.getMessage() for r in caplog.records if "no longer part of the model" in r.msg]
+    said = [r.getMessage() for r in caplog.records if "no longer in the model" in r.msg]
     assert len(said) == 1 and gone in said[0]
 
 

@@ -48,6 +48,7 @@ class Encoding(PositionMethod):
     works_within: ClassVar[bool] = True
     shared: ClassVar[bool] = False  # what is learned belongs to the model, not to each layer
     additive: ClassVar[bool] = False  # its scores add the same to whatever queries and keys
+    redefining: ClassVar[tuple[str, ...]] = ()  # options that change what parameters mean
     entered: ClassVar[Literal["first", "every"] | None] = None  # layers whose input it changes
 
     factor: float = 1.0

@@ -41,6 +41,7 @@ class DAPE(Encoding):
     name: ClassVar[str] = "dape"
     paper: ClassVar[str] = "arXiv 2405.14722"
     use: ClassVar[str] = "a bias adapted to the content, in blocks; to be trained with"
+    redefining: ClassVar[tuple[str, ...]] = ("on", "version")
 
     on: str = "kerple_log"
     version: int = 1

@@ -119,6 +119,10 @@ def _at(model: nn.Module, path: str) -> Learning | None:
 
 def _carried(part: Learning, held: Held, new: Learning) -> Held:
     """The tensors of ``part`` for the encoding of ``new``, an encoding of the same kind."""
+    before, now = part.encoding, new.encoding
+    other = [name for name in now.redefining if getattr(before, name) != getattr(now, name)]
+    if other:  # names and shapes may still agree
+        raise _no_place(before, now, f"its parameters belong to another {', '.join(other)}")
     if held.parameters.keys() != new._parameters.keys():
         raise _no_place(part.encoding, new.encoding, f"{_names(held)} would be {_names(new)}")
     parameters = {}

@@ -33,6 +33,8 @@ REFUSED = {  # options of training, of the replacement, and what the error names
     "t5": ({}, {"num_buckets": 16}, r"num_buckets=16 instead of 32"),
     "t5 with more": ({}, {"num_buckets": 64}, r"beta is \[4, 32\] and would be \[4, 64\]"),
     "dape": ({}, {"version": 2}, r"version=2 instead of 1"),
+    "dape on another formula": ({}, {"on": "kerple_power"}, r"parameters belong to another on\."),
+    "dape on another without parameters": ({"on": "alibi"}, {"on": "sandwich"}, r"another on\."),
     "dape on another": ({}, {"on": "alibi"}, r"on='alibi' instead of 'kerple_log'"),
     "fire": ({}, {"hidden": 16}, r"hidden=16 instead of 32"),
     "floater": ({"hidden": 8}, {"hidden": 16}, r"hidden=16 instead of 8"),

@@ -1,10 +1,10 @@
-"""Where the time of attention in bands goes: turning, near keys, far keys, merging.
+"""Where the time of attention in bands goes: rotating, near keys, far keys, merging.
 
     python -m benchmarks.parts --lengths 8192,16384 --window 1024
 
 Seconds of each part of a forward pass, by the seconds of rotary embedding and torch's own causal
 attention in the same round; a number is the median over the rounds. What is no call of the kernel
-and turns nothing is told as merging.
+and rotates nothing is reported as merging.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from benchmarks import attention, measuring
 from benchmarks.measuring import NATIVE
 from rope_ext.attention import flash
 
-PARTS = ("turning", "near", "far", "merging")
+PARTS = ("rotating", "near", "far", "merging")
 
 
 class Clock:
@@ -59,10 +59,10 @@ class Clock:
     def measure(self, run: Callable[[], Any], native: bool) -> dict[str, float]:
         """Seconds of every part of one call."""
         self.seconds = dict.fromkeys(PARTS, 0.0)
-        changed = [(flash, "_kernel", None), (flash, "_turned", "turning")]
+        changed = [(flash, "_kernel", None), (flash, "_rotated", "rotating")]
         if native:
             changed = [(attention.F, "scaled_dot_product_attention", "near")]
-            changed += [(attention, "rotary", "turning")]
+            changed += [(attention, "rotary", "rotating")]
         with ExitStack() as stack:
             for place, name, part in changed:
                 new = self.timed(getattr(place, name), part)

@@ -54,13 +54,13 @@ class Layer:
     rotated: compiled.LayoutRotations | None = None
 
     def __getstate__(self) -> dict[str, Any]:  # without what is made of it: bands are functions
-        return {**self.__dict__, "turned": self.rotated and self.rotated.number}
+        return {**self.__dict__, "rotated": self.rotated and self.rotated.number}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        number = state["turned"]
+        number = state["rotated"]
         if number is not None:
             rotations = state["map"].rotations(state["layout"])
-            state = {**state, "turned": compiled.LayoutRotations(number, rotations)}
+            state = {**state, "rotated": compiled.LayoutRotations(number, rotations)}
         self.__dict__.update(state)
 
     def adding(self, call: Call, distances: int | torch.Tensor, like: torch.Tensor) -> Call:

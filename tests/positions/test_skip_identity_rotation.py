@@ -33,17 +33,17 @@ def rotations(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
 
 @pytest.mark.parametrize("name", ["rerope", "alibi", "nope", "fire"])
-def test_nothing_is_turned_by_nothing(name: str, turns: list, monkeypatch, ids) -> None:
+def test_nothing_is_turned_by_nothing(name: str, rotations: list, monkeypatch, ids) -> None:
     model = rope_ext.patch(tiny_llama(), name, factor=4)
-    turns.clear()
+    rotations.clear()
     spared = logits(model, ids)
-    assert not turns
+    assert not rotations
     torch.testing.assert_close(decoded(model, ids, [40, *[1] * 50]), spared, **EXACT)
-    assert not turns
+    assert not rotations
     another = getattr(modeling_llama, NAME).__wrapped__
     monkeypatch.setattr(modeling_llama, NAME, another)  # by a package that comes later
     assert torch.equal(logits(model, ids), spared)
-    assert len(turns) == len(model.model.layers)
+    assert len(rotations) == len(model.model.layers)
 
 
 @pytest.mark.parametrize(
@@ -55,27 +55,27 @@ def test_nothing_is_turned_by_nothing(name: str, turns: list, monkeypatch, ids) 
         {"method": "rerope", "factor": 4, "layers": (1,)},
     ],
 )
-def test_what_turns_something_is_turned(options: dict, turns: list, ids) -> None:
+def test_what_turns_something_is_turned(options: dict, rotations: list, ids) -> None:
     function = getattr(modeling_llama, NAME)
     model = rope_ext.patch(tiny_llama(), **options)
     assert getattr(modeling_llama, NAME) is function
-    turns.clear()
+    rotations.clear()
     logits(model, ids)
-    assert len(turns) == len(model.model.layers)
+    assert len(rotations) == len(model.model.layers)
 
 
-def test_the_function_is_wrapped_once_and_others_do_not_notice(turns: list, ids) -> None:
+def test_the_function_is_wrapped_once_and_others_do_not_notice(rotations: list, ids) -> None:
     plain, model = tiny_llama(), rope_ext.patch(tiny_llama(), "rerope", factor=4)
     function, right = getattr(modeling_llama, NAME), logits(model, ids)
     rope_ext.patch(tiny_llama(), "alibi", factor=4)
     assert getattr(modeling_llama, NAME) is function
     for same in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
-        turns.clear()
+        rotations.clear()
         assert torch.equal(logits(same, ids), right)
-        assert not turns
+        assert not rotations
     rope_ext.unpatch(model)
     assert torch.equal(logits(model, ids), logits(plain, ids))
-    assert len(turns) == 2 * len(plain.model.layers)
+    assert len(rotations) == 2 * len(plain.model.layers)
 
 
 def test_what_another_package_puts_there_for_a_time_is_not_wrapped_for_good(monkeypatch) -> None:

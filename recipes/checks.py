@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import importlib.util
 import math
+import re
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from transformers import training_args
+from transformers.integrations import integration_utils
 
 Rule = tuple[Callable[[Any], bool], str]
 
@@ -108,3 +110,27 @@ def unsupported(values: dict[str, Any]) -> Iterator[str]:
     elif isinstance(config, str) and not config.startswith("{") and not Path(config).is_file():
         values["deepspeed"] = None
         yield f"--deepspeed {config} is not a file; give the path of a DeepSpeed configuration"
+    yield from _not_installed(values)
+
+
+def _not_installed(values: Mapping[str, Any]) -> Iterator[str]:
+    """A message for every setting whose package is missing; Trainer raises only once it starts."""
+    given = values.get("report_to") or []
+    available = integration_utils.get_available_reporting_integrations()
+    for name in [given] if isinstance(given, str) else given:
+        if name in integration_utils.INTEGRATION_TO_CALLBACK and name not in available:
+            yield (
+                f"--report_to {name} needs a package that is not installed; install {name}, or "
+                f"give --report_to none"
+            )
+    optim = str(getattr(values.get("optim"), "value", values.get("optim")))
+    if re.search("bnb|8bit|paged", optim) and importlib.util.find_spec("bitsandbytes") is None:
+        yield (
+            f"--optim {optim} needs bitsandbytes, which is not installed; install it with: "
+            f"pip install bitsandbytes, or leave --optim out"
+        )
+    if values.get("use_liger_kernel") and importlib.util.find_spec("liger_kernel") is None:
+        yield (
+            "--use_liger_kernel true needs liger-kernel, which is not installed; install it with: "
+            "pip install liger-kernel, or leave --use_liger_kernel out"
+        )

@@ -25,6 +25,7 @@ from transformers.trainer import TRAINER_STATE_NAME
 from recipes.checks import out_of_range, unsupported
 from recipes.data import PYTHON_LIBRARY
 from rope_eval.plots.style import require_matplotlib
+from rope_ext.arguments import read_json
 from rope_ext.drafts import draft_of
 from rope_ext.errors import Mistakes, OptionError, first_line, nearest
 from rope_ext.methods import build_method
@@ -233,7 +234,7 @@ def method_of(recipe: Recipe) -> Any:
             f"trained on; give a number above 1"
         )
     try:
-        more = json.loads(recipe.method_options or "{}")
+        more = read_json(recipe.method_options or "{}")
         if not isinstance(more, dict):
             raise ValueError("it holds no names")
     except ValueError as error:
@@ -481,7 +482,7 @@ def parts(recipe: Recipe) -> list[Part]:
 
 def _part(text: str, recipe: Recipe) -> Part:
     try:
-        given = json.loads(text)
+        given = read_json(text)
         if not isinstance(given, dict):
             raise ValueError("it holds no names")
     except ValueError as error:

@@ -73,13 +73,36 @@ def parse_options(
             raise OptionError(
                 f"--option {text!r} is not valid; give METHOD.NAME=VALUE, such as yarn.beta_fast=16"
             )
-        options.setdefault(method, {})[name] = _value(value)
+        given = options.setdefault(method, {})
+        if name in given:
+            raise OptionError(
+                f"--option {text!r} sets {name} a second time, after {given[name]!r}; leave one out"
+            )
+        given[name] = _value(value)
     return options
+
+
+def read_json(text: str) -> Any:
+    """Parse JSON as ``json.loads`` does, but refuse a key that is given twice.
+
+    Raises:
+        ValueError: the text is not JSON, or an object has a key twice.
+    """
+
+    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        made: dict[str, Any] = {}
+        for key, value in pairs:
+            if key in made:
+                raise ValueError(f"{key!r} is given twice, as {made[key]!r} and as {value!r}")
+            made[key] = value
+        return made
+
+    return json.loads(text, object_pairs_hook=unique)
 
 
 def _file(path: str) -> dict[str, Any]:
     try:
-        options = json.loads(Path(path).read_text(encoding="utf-8"))
+        options = read_json(Path(path).read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
         reason = getattr(error, "strerror", None) or first_line(error)
         raise OptionError(

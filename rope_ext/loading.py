@@ -376,10 +376,30 @@ def _loading(what: str, path: str) -> Iterator[None]:
         ) from error
     except Exception as error:
         nowhere = "" if Path(path).is_dir() else ", and there is no folder of that name"
+        reason = _index_fault(path) or _reason(error)
         raise LoadError(
-            f"cannot load the {what} of {path!r} ({_reason(error)}){nowhere}; give a folder that "
+            f"cannot load the {what} of {path!r} ({reason}){nowhere}; give a folder that "
             f"save_pretrained wrote, or an id of the Hugging Face Hub"
         ) from error
+
+
+def _index_fault(path: str) -> str | None:
+    """What is wrong with the index of sharded weights in a folder; None: nothing, or no index."""
+    for name in (SAFE_WEIGHTS_INDEX_NAME, WEIGHTS_INDEX_NAME):
+        file = Path(path, name)
+        if not file.is_file():
+            continue
+        try:
+            index = json.loads(file.read_text(encoding="utf-8"))
+        except (OSError, RecursionError, ValueError) as error:
+            return f"{name} is not JSON: {first_line(error)}"
+        shards = index.get("weight_map") if isinstance(index, dict) else None
+        named = isinstance(shards, dict) and all(isinstance(f, str) for f in shards.values())
+        if not named or not shards:
+            return f"{name} has weight_map={shards!r}; it must map weights to files of this folder"
+        if not isinstance(index.get("metadata"), dict):
+            return f"{name} has metadata={index.get('metadata')!r}; it must be an object"
+    return None
 
 
 def _reason(error: Exception) -> str:

@@ -21,8 +21,9 @@ from rope_eval.plots.style import require_matplotlib
 from rope_eval.reports.summary import Estimate
 from rope_eval.run import runner as run
 from rope_ext import checkpoints as models
+from rope_ext.arguments import parse_options
 from rope_ext.cli import app
-from rope_ext.errors import MeasureError
+from rope_ext.errors import MeasureError, OptionError
 from tests.helpers.checkpoint import TRAINED, save_checkpoint
 
 PICTURES = ["passkey.png", "perplexity.png", "perplexity_positions.png", "rates.png"]
@@ -338,3 +339,12 @@ def test_labels_keep_their_distance(heights: list[float]) -> None:
     assert max(places) <= 1.0 and places == sorted(places)
     if heights == [0.1, 0.5, 0.9]:
         assert places == heights
+
+
+def test_an_option_that_is_given_twice_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(OptionError, match="sets beta_fast a second time, after 3"):
+        parse_options(["yarn.beta_fast=3", "yarn.beta_fast=4"])
+    file = tmp_path / "found.json"
+    file.write_text('{"factor": 4, "factor": 8}')
+    with pytest.raises(OptionError, match="'factor' is given twice"):
+        parse_options([f"yarn={file}"])

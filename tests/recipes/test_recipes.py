@@ -669,6 +669,37 @@ def test_bfloat16_without_a_gpu_is_told_with_everything_else(
     assert "nowhere/at-all" in model
 
 
+@pytest.mark.parametrize(
+    ("setting", "message"),
+    [
+        ({"report_to": "wandb"}, "--report_to wandb needs a package"),
+        ({"optim": "adamw_bnb_8bit"}, "pip install bitsandbytes"),
+        ({"use_liger_kernel": True, "chunked_loss": False}, "pip install liger-kernel"),
+    ],
+)
+def test_a_package_that_a_setting_needs_is_named_before_training(
+    setting: dict[str, object], message: str, checkpoint: Path, texts: Path, tmp_path: Path,
+    weights: None, monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    monkeypatch.setattr(checks.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(OptionError, match=message):
+        finetune.main(arguments(checkpoint, texts, tmp_path / "run", **setting))
+
+
+@pytest.mark.parametrize(
+    "setting",
+    [
+        {"method_options": '{"beta_fast": 3, "beta_fast": 4}'},
+        {"dataset": None, "datasets": '{"dataset": "a", "dataset": "b", "weight": 1}'},
+    ],
+)
+def test_a_key_of_json_that_is_given_twice_is_refused(
+    setting: dict[str, object], checkpoint: Path, texts: Path, tmp_path: Path, weights: None
+) -> None:
+    with pytest.raises(OptionError, match="is given twice"):
+        finetune.main(arguments(checkpoint, texts, tmp_path / "run", **setting))
+
+
 def test_an_output_folder_that_cannot_be_made_is_refused(
     checkpoint: Path, texts: Path, tmp_path: Path, weights: None
 ) -> None:

@@ -110,10 +110,9 @@ def unsupported(values: dict[str, Any]) -> Iterator[str]:
     elif isinstance(config, str) and not config.startswith("{") and not Path(config).is_file():
         values["deepspeed"] = None
         yield f"--deepspeed {config} is not a file; give the path of a DeepSpeed configuration"
-    yield from _not_installed(values)
 
 
-def _not_installed(values: Mapping[str, Any]) -> Iterator[str]:
+def not_installed(values: Mapping[str, Any]) -> Iterator[str]:
     """A message for every setting whose package is missing; Trainer raises only once it starts."""
     given = values.get("report_to") or []
     available = integration_utils.get_available_reporting_integrations()

@@ -22,7 +22,7 @@ from transformers import HfArgumentParser, TrainingArguments
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.trainer import TRAINER_STATE_NAME
 
-from recipes.checks import out_of_range, unsupported
+from recipes.checks import not_installed, out_of_range, unsupported
 from recipes.data import PYTHON_LIBRARY
 from rope_eval.plots.style import require_matplotlib
 from rope_ext.arguments import read_json
@@ -267,6 +267,7 @@ def check_together(recipe: Recipe, args: Any, mistakes: Mistakes | None = None) 
     method = None
     with found.collected():
         method = method_of(recipe)
+    found.add_all(not_installed(vars(args)))
     found.add_all(_of_lora(recipe, args))
     found.add_all(_of_method(recipe, method))
     found.add_all(_of_attention(recipe))

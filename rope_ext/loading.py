@@ -1,4 +1,4 @@
-"""Brings back models and PEFT adapters with the patch under which they were saved."""
+"""Load models and PEFT adapters together with the patch they were saved under."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ from rope_ext.saving import configuration
 from rope_ext.saving.second_load import fresh
 
 SIDECAR = "rope_ext.json"
-"""File beside an adapter that holds the patch under which it was trained."""
+"""File next to an adapter that records the patch it was trained under."""
 
 _OF_HUB = (
     "cache_dir",
@@ -58,7 +58,7 @@ _OF_HUB = (
     "token",
 )
 _CAUSAL = "AutoModelForCausalLM"
-# Of an adapter's base, by peft's name of its task; else the one above.
+# Class of an adapter's base model, by the task in its PEFT config; otherwise the one above.
 _TASKS = {
     "FEATURE_EXTRACTION": "AutoModel",
     "QUESTION_ANS": "AutoModelForQuestionAnswering",
@@ -67,22 +67,22 @@ _TASKS = {
     "TOKEN_CLS": "AutoModelForTokenClassification",
 }
 _AS_THEY_ARE = (RopeExtError, MemoryError, torch.OutOfMemoryError)
-"""Errors that say nothing about a folder. All others do: damaged files make transformers and peft
+"""Errors that do not mean a damaged folder. All others do: on damaged files, transformers and peft
 raise whatever their code runs into, from AttributeError to ZeroDivisionError."""
 _WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin")
 _IGNORED = "_keys_to_ignore_on_load_unexpected"
-_SAME_FREQUENCY = 1e-5  # powers in float32, here and on the device of training
+_SAME_FREQUENCY = 1e-5  # float32 pow may differ between this device and the training device
 _logger = logging.getLogger("rope_ext")
 
 
 @dataclass(frozen=True)
 class Sidecar:
-    """What lies beside an adapter.
+    """The content of the file next to an adapter.
 
     Args:
         record: the patch under which the adapter was trained.
         before, after: frequencies (radians per token) and scaling of every rotary site without
-            and with the patch, by its path and layer type.
+            and with the patch, keyed by path and layer type.
     """
 
     record: Record
@@ -95,13 +95,13 @@ class Sidecar:
 
     @classmethod
     def read(cls, path: str) -> Sidecar:
-        """Raises RecordError: it cannot be read."""
+        """Read a sidecar file; raises RecordError if it cannot be read."""
         try:
             data = json.loads(Path(path).read_text(encoding="utf-8"))
         except (OSError, RecursionError, ValueError) as error:
             raise RecordError(
-                f"{path} is not JSON ({error}); write it again with rope_ext.save_sidecar, the "
-                f"patched model in hand"
+                f"{path} is not JSON ({error}); write it again from the patched model with "
+                f"rope_ext.save_sidecar"
             ) from error
         record = Record.from_json(data, path)
         try:
@@ -112,12 +112,12 @@ class Sidecar:
             return cls(record, *parts)
         except (ArithmeticError, AttributeError, KeyError, TypeError, ValueError) as error:
             raise RecordError(
-                f"{path} does not say which frequencies the adapter was trained with ({error!r}); "
-                f"write it again with rope_ext.save_sidecar, the patched model in hand"
+                f"{path} does not contain the frequencies the adapter was trained with "
+                f"({error!r}); write it again from the patched model with rope_ext.save_sidecar"
             ) from error
 
     def to_json(self) -> dict[str, Any]:
-        """Plain values."""
+        """JSON-serializable values."""
         parts = {"before": self.before, "after": self.after}
         return self.record.to_json() | {
             name: {k: {"inv_freq": v[0], "attention_scaling": v[1]} for k, v in part.items()}
@@ -125,16 +125,16 @@ class Sidecar:
         }
 
     def is_of(self, model: nn.Module) -> bool:
-        """Whether ``model`` without any patch has the frequencies of the adapter's base."""
+        """Whether the unpatched ``model`` has the same frequencies as the adapter's base."""
         return _same(_unpatched(_sites(model)), self.before)
 
     def fault(self, model: nn.Module) -> str | None:
-        """What is wrong with ``model`` for the adapter, in words; None if nothing is."""
+        """Why the adapter does not fit ``model``, as text; None if it fits."""
         state = current_patch(model)
         if state is None and self.record.plain and _same(_unpatched(_sites(model)), self.after):
             return None  # saved under this patch, which is in its configuration
         if not self.is_of(model):
-            return "has other rotary frequencies by itself than the one it was trained on"
+            return "has different rotary frequencies than the base model it was trained on"
         if state is None:
             return "is not patched"
         if state.length != self.record.trained_length:
@@ -145,27 +145,27 @@ class Sidecar:
         if not self.record.same(state.record):
             return f"is patched by {state.record.call()}"
         if not _same(_patched(state), self.after):
-            return "gets other frequencies by the same call in this version of rope_ext"
+            return "gets different frequencies from the same call in this version of rope_ext"
         return None
 
 
 def save_sidecar(model: nn.Module, directory: str | PathLike[str]) -> Path:
-    """Write the patch of ``model`` as ``rope_ext.json`` into ``directory``.
+    """Write the patch of ``model`` to ``rope_ext.json`` in ``directory``.
 
-    PEFT saves an adapter without it, and on a base without the patch an adapter says nonsense.
-    Call it wherever the adapter is saved, in the first process only; :func:`load_adapter` and
-    :func:`from_pretrained` read it.
+    PEFT does not save the patch, and an adapter on an unpatched base model generates garbage.
+    Call this wherever you save the adapter, in the main process only; :func:`load_adapter` and
+    :func:`from_pretrained` read the file.
 
     Args:
-        model: patched; a ``PeftModel`` as well.
-        directory: folder of the adapter, made if it is not there.
+        model: a patched model or ``PeftModel``.
+        directory: the adapter's directory; created if needed.
 
     Returns:
         The path of the file.
 
     Raises:
-        NotPatchedError: there is no patch.
-        AdapterError: the folder cannot be written to.
+        NotPatchedError: the model is not patched.
+        AdapterError: the directory is not writable.
     """
     state = current_patch(model)
     if state is None:
@@ -181,27 +181,27 @@ def save_sidecar(model: nn.Module, directory: str | PathLike[str]) -> Path:
         path.write_text(text, encoding="utf-8")
     except OSError as error:
         raise AdapterError(
-            f"cannot write {path} ({error.strerror}); give a folder that can be written to"
+            f"cannot write {path} ({error.strerror}); choose a writable directory"
         ) from error
     return path
 
 
 def load_adapter(model: nn.Module, directory: str | PathLike[str], **kwargs: Any) -> Any:
-    """Put a PEFT adapter on ``model``, which must carry the patch it was trained under.
+    """Load a PEFT adapter onto ``model``, which must have the patch it was trained under.
 
     Args:
-        model: a loaded model with the patch that ``rope_ext.json`` tells.
-        directory: folder or Hub id of the adapter.
-        **kwargs: of ``PeftModel.from_pretrained``, such as ``is_trainable=True``.
+        model: a loaded model with the patch recorded in ``rope_ext.json``.
+        directory: directory or Hub id of the adapter.
+        **kwargs: arguments of ``PeftModel.from_pretrained``, such as ``is_trainable=True``.
 
     Returns:
         The ``PeftModel``.
 
     Raises:
-        AdapterError: the model is not patched, patched otherwise or another one, there is no
-            ``rope_ext.json``, its other files cannot be read, or peft is not installed. The model
-            is then as before.
-        LoadError: there is no such folder.
+        AdapterError: the model is not patched, has another patch or is a different model; there
+            is no ``rope_ext.json``; other files cannot be read; or peft is not installed. The
+            model is left unchanged.
+        LoadError: the directory does not exist.
         RecordError: ``rope_ext.json`` cannot be read.
     """
     peft = _peft()
@@ -211,8 +211,8 @@ def load_adapter(model: nn.Module, directory: str | PathLike[str], **kwargs: Any
         raise AdapterError(_without_sidecar(directory, kwargs))
     if isinstance(model, peft.PeftModel):
         raise AdapterError(
-            "the model carries an adapter already; pass the model that rope_ext.patch was given, "
-            "or add this one with peft's own model.load_adapter"
+            "the model already has an adapter; pass the model you gave to rope_ext.patch, or add "
+            "this adapter with PEFT's model.load_adapter"
         )
     _require(sidecar, model, directory)
     of_hub = {name: kwargs[name] for name in _OF_HUB if name in kwargs}
@@ -224,8 +224,8 @@ def load_adapter(model: nn.Module, directory: str | PathLike[str], **kwargs: Any
         raise
     except Exception as error:
         raise AdapterError(
-            f"the adapter in {directory} cannot be put on this model ({_reason(error)}); save it "
-            f"again with PeftModel.save_pretrained"
+            f"the adapter in {directory} cannot be loaded onto this model ({_reason(error)}); save "
+            f"it again with PeftModel.save_pretrained"
         ) from error
 
 
@@ -236,25 +236,25 @@ def from_pretrained(
     is_trainable: bool = False,
     **kwargs: Any,
 ) -> Any:
-    """Load a model, or an adapter on its base, with the patch under which it was saved.
+    """Load a model, or an adapter with its base model, and apply the patch it was saved under.
 
     Args:
-        path: folder or Hub id of a model that was saved under any patch, or of a PEFT adapter
-            with ``rope_ext.json`` beside it, such as a trainer's checkpoint.
-        base: of an adapter, if not the model that its ``adapter_config.json`` names.
-        is_trainable: whether the adapter can be trained on.
-        **kwargs: of ``from_pretrained`` of the class that was saved: ``dtype``, ``device_map``,
-            ...; changes of the configuration as a ``config``.
+        path: directory or Hub id of a model saved under any patch, or of a PEFT adapter with a
+            ``rope_ext.json``, such as a Trainer checkpoint.
+        base: base model of the adapter, if not the one named in ``adapter_config.json``.
+        is_trainable: whether to continue training the adapter.
+        **kwargs: arguments of ``from_pretrained`` of the saved class: ``dtype``, ``device_map``,
+            ...; pass changes to the configuration as ``config``.
 
     Returns:
-        The model in evaluation mode, whose logits are those of the one that was saved. Patches
-        that the configuration describes in full come back as plain transformers loads them.
+        The model in evaluation mode, with the same logits as the saved one. Patches that the
+        configuration describes in full are loaded by plain transformers.
 
     Raises:
-        AdapterError: the adapter has no ``rope_ext.json``, its base is not known or another one,
-            or peft is not installed.
-        LoadError: there is no such folder, or no model in it that can be loaded.
-        RecordError: what was saved of the patch cannot be read or followed.
+        AdapterError: the adapter has no ``rope_ext.json``, its base model is unknown or does not
+            fit, or peft is not installed.
+        LoadError: the directory does not exist or contains no loadable model.
+        RecordError: the saved patch cannot be read or applied.
     """
     path = require_place(path)
     of_hub = {name: kwargs[name] for name in _OF_HUB if name in kwargs}
@@ -285,7 +285,7 @@ def from_pretrained(
 def _base_of(
     path: str, adapter: str, base: str | PathLike[str] | None, kwargs: dict[str, Any]
 ) -> Any:
-    """The base model of the adapter in ``path``, with the patch that lies beside it.
+    """The base model of the adapter in ``path``, with the patch recorded next to it.
 
     ``adapter`` is the path of its ``adapter_config.json``.
     """
@@ -311,7 +311,7 @@ def _base_of(
     except LoadError as error:
         raise AdapterError(
             f"the base model {str(base)!r} of the adapter in {path} cannot be loaded: {error}; "
-            f"or pass base= such a one"
+            f"or pass another one as base="
         ) from error
     if sidecar.is_of(model):
         _patch(model, sidecar.record)
@@ -319,11 +319,11 @@ def _base_of(
 
 
 def read_sidecar(directory: str, **kwargs: Any) -> Sidecar | None:
-    """The sidecar in a folder or Hub repository; None if there is none.
+    """The sidecar of a directory or Hub repository; None if there is none.
 
     Raises:
-        LoadError: there is no such folder.
-        RecordError: it cannot be read.
+        LoadError: the directory does not exist.
+        RecordError: the sidecar cannot be read.
     """
     of_hub = {name: kwargs[name] for name in _OF_HUB if name in kwargs}
     path = _find(require_place(directory), SIDECAR, **of_hub)
@@ -331,13 +331,13 @@ def read_sidecar(directory: str, **kwargs: Any) -> Sidecar | None:
 
 
 def require_place(path: str | PathLike[str]) -> str:
-    """``path`` as a string, which is a folder or may be a Hub id.
+    """Return ``path`` as a string if it is a directory or may be a Hub id.
 
     Raises:
         LoadError: it is neither.
     """
     if not isinstance(path, (str, PathLike)):
-        raise LoadError(f"{path!r} is no folder; give the path of one, or an id of the Hub")
+        raise LoadError(f"{path!r} is not a path; pass a directory, or a Hub id")
     name = fresh(str(path))  # what was saved decides here, not the model that names it
     fault = fault_of_place(name)
     if fault is not None:
@@ -349,7 +349,7 @@ def require_place(path: str | PathLike[str]) -> str:
 
 
 def fault_of_place(name: str) -> str | None:
-    """Why ``name`` is no folder and cannot be a Hub id, in words; None if it is or can be."""
+    """Why ``name`` is neither a directory nor a possible Hub id, as text; None if it is one."""
     if os.path.isdir(name):
         return None
     if os.path.exists(name):
@@ -357,13 +357,13 @@ def fault_of_place(name: str) -> str | None:
     try:
         validate_repo_id(name)
     except HFValidationError:
-        return "there is no such folder, and no model of the Hub is named so"
+        return "the directory does not exist, and it is not a valid Hub id"
     return None
 
 
 @contextmanager
 def _loading(what: str, path: str) -> Iterator[None]:
-    """Raises LoadError for what transformers raises."""
+    """Turn errors raised by transformers into a LoadError."""
     try:
         yield
     except _AS_THEY_ARE:
@@ -411,7 +411,7 @@ def _reason(error: Exception) -> str:
 
 @contextmanager
 def _untouched_on_error(model: nn.Module) -> Iterator[None]:
-    """Takes back what an adapter, put on only in part, has changed in ``model``."""
+    """Undo the changes of a partially loaded adapter if loading fails."""
     modules = [(m, dict(m._modules), dict(m.__dict__)) for m in model.modules()]
     trained = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
     try:
@@ -428,7 +428,7 @@ def _untouched_on_error(model: nn.Module) -> Iterator[None]:
 
 
 def _require_weights(directory: str, of_hub: Mapping[str, Any]) -> None:
-    """Raise AdapterError unless an adapter's weights are there and whole."""
+    """Raise AdapterError unless the adapter's weights exist and are complete."""
     found = [_find(directory, name, **of_hub) for name in _WEIGHTS]
     cure = "save it again with PeftModel.save_pretrained"
     if not any(found):
@@ -438,11 +438,11 @@ def _require_weights(directory: str, of_hub: Mapping[str, Any]) -> None:
             with safe_open(found[0], "pt"):
                 pass
         except (OSError, SafetensorError) as error:
-            raise AdapterError(f"{found[0]} is not whole ({first_line(error)}); {cure}") from error
+            raise AdapterError(f"{found[0]} is damaged ({first_line(error)}); {cure}") from error
 
 
 def _adapter_config(path: str) -> dict[str, Any]:
-    """``adapter_config.json``, the parts that are read here being of their kinds.
+    """Read ``adapter_config.json`` and check the types of the fields used here.
 
     Raises:
         AdapterError: it cannot be read.
@@ -450,7 +450,7 @@ def _adapter_config(path: str) -> dict[str, Any]:
     try:
         named = json.loads(Path(path).read_text(encoding="utf-8"))
         if not isinstance(named, dict):
-            raise ValueError("it holds no object")
+            raise ValueError("it is not a JSON object")
         mapping = named.get("auto_mapping") or {}
         if not isinstance(mapping, dict):
             raise ValueError(f"auto_mapping={mapping!r}")
@@ -469,7 +469,7 @@ def _adapter_config(path: str) -> dict[str, Any]:
 
 
 def _find(path: str, name: str, connection_errors: bool = True, **of_hub: Any) -> str | None:
-    """A file of a folder or Hub repository; None if it has none of that name.
+    """Path of a file in a directory or Hub repository; None if there is no such file.
 
     The ``find_adapter_config_file`` of transformers 5.17 ignores ``subfolder`` in a folder.
     """
@@ -484,7 +484,7 @@ def _find(path: str, name: str, connection_errors: bool = True, **of_hub: Any) -
 
 
 def _class_name(adapter: Mapping[str, Any]) -> str:
-    """The class of an adapter's base, by ``adapter_config.json``."""
+    """Class of an adapter's base model, from ``adapter_config.json``."""
     mapping = adapter.get("auto_mapping") or {}  # there if no task was named
     return mapping.get("base_model_class") or _TASKS.get(str(adapter.get("task_type")), _CAUSAL)
 
@@ -492,16 +492,16 @@ def _class_name(adapter: Mapping[str, Any]) -> str:
 def _load(
     path: str, kwargs: dict[str, Any], class_name: str | None = None
 ) -> tuple[Any, Record | None]:
-    """The unpatched model, and the patch it was saved under if its configuration tells one.
+    """The unpatched model, and the patch recorded in its configuration, if any.
 
-    ``class_name`` is that of its class in transformers; None: of the one that was saved.
+    ``class_name`` names a class of transformers; None uses the class that was saved.
     """
     config = copy.deepcopy(kwargs.get("config"))
     given = isinstance(config, PreTrainedConfig)
     if not given:
         names = (*_OF_HUB, "code_revision", "trust_remote_code")
         options = {name: kwargs[name] for name in names if name in kwargs}
-        # It may hold a rope_type that is there to be refused by plain transformers.
+        # Its rope_type may be one that plain transformers must refuse.
         with (
             configuration.quieted(logging.getLogger("transformers"), logging.ERROR),
             _loading("configuration", path),
@@ -534,31 +534,31 @@ def _load(
         if configuration.CURE not in str(error.__cause__):
             raise
         raise RecordError(
-            f"{where} is that of a patched model, but it has no record of the patch, or one that "
-            f"does not lead back to before it; load the model that it was made from, and patch that"
+            f"{where} belongs to a patched model, but its record of the patch is missing or does "
+            f"not restore the original configuration; load the original model and patch it again"
         ) from error
 
 
 def _architecture(config: PreTrainedConfig, path: str) -> str:
-    """The class that was saved; empty if the configuration does not name one.
+    """Name of the saved class; empty if the configuration does not name one.
 
     Raises:
-        LoadError: what it names is no class.
+        LoadError: ``architectures`` is malformed.
     """
     names = config.architectures or []
     if not isinstance(names, (list, tuple)) or not all(isinstance(name, str) for name in names):
         raise LoadError(
-            f"config.json of {path} has architectures={names!r}; it must be a list of names of "
-            f'classes, such as ["LlamaForCausalLM"]'
+            f"config.json of {path} has architectures={names!r}; it must be a list of class "
+            f'names, such as ["LlamaForCausalLM"]'
         )
     return names[0] if names else ""
 
 
 def _restore_learned(model: nn.Module, path: str, options: dict[str, Any]) -> None:
-    """Give what an encoding has learned its values, which transformers' loading leaves out.
+    """Load an encoding's learned parameters, which transformers ignores.
 
     Raises:
-        LoadError: the folder does not have them.
+        LoadError: the directory does not contain them.
     """
     wanted = learned(model)
     if not wanted:
@@ -580,13 +580,13 @@ def _restore_learned(model: nn.Module, path: str, options: dict[str, Any]) -> No
             module.clamp()  # older versions stored values outside of their bounds
     if wanted:
         raise LoadError(
-            f"{path} has no {', '.join(sorted(wanted))}, which its encoding has learned; save the "
-            f"model again, all of it"
+            f"{path} does not contain {', '.join(sorted(wanted))}, the learned parameters of its "
+            f"encoding; save the complete model again"
         )
 
 
 def _stored(file: str, names: Mapping[str, Any]) -> Iterator[tuple[str, torch.Tensor]]:
-    """Those of the tensors in a file of weights that are named so."""
+    """Tensors with the given names in a file of weights."""
     if file.endswith(".safetensors"):
         with safe_open(file, "pt") as weights:
             yield from ((key, weights.get_tensor(key)) for key in set(names) & set(weights.keys()))
@@ -596,14 +596,14 @@ def _stored(file: str, names: Mapping[str, Any]) -> Iterator[tuple[str, torch.Te
 
 
 def _variant(name: str, variant: str | None) -> str:
-    """The name of a file of weights, as transformers makes it for a ``variant``."""
+    """File name of weights for a ``variant``, as transformers builds it."""
     stem, dot, rest = name.partition(".")
     return name if variant is None else f"{stem}{dot}{variant}.{rest}"
 
 
 @contextmanager
 def _expecting_learned(cls: type, record: Record | None) -> Iterator[None]:
-    """Keeps transformers from reporting what an encoding has learned as unexpected."""
+    """Keep transformers from reporting an encoding's parameters as unexpected keys."""
     if record is None or record.encoding is None or not hasattr(cls, _IGNORED):
         yield
         return
@@ -616,19 +616,19 @@ def _expecting_learned(cls: type, record: Record | None) -> Iterator[None]:
 
 
 def _require_no_record(path: str, kwargs: dict[str, Any]) -> None:
-    """Raise RecordError where a configuration of the user's would hide a record."""
+    """Raise RecordError if a configuration passed by the user would hide a record."""
     options = {name: kwargs[name] for name in _OF_HUB if name in kwargs}
     config, _ = PreTrainedConfig.get_config_dict(path, **options)
     texts = [config, *(part for part in config.values() if isinstance(part, dict))]
     if any(FIELD in part for part in texts):
         raise RecordError(
-            f"{path} was saved under a patch, which its own config.json records and config= does "
-            f"not; leave config= out, or change the configuration that AutoConfig reads from {path}"
+            f"{path} was saved under a patch that its config.json records and config= does not; "
+            f"leave config= out, or modify the configuration that AutoConfig loads from {path}"
         )
 
 
 def _is_field(config: PreTrainedConfig, name: str) -> bool:
-    """Whether transformers takes an option of loading for a change of the configuration."""
+    """Whether transformers treats a loading argument as a change to the configuration."""
     if name in ("dtype", "torch_dtype", "quantization_config"):
         return False
     return hasattr(config, name) and not isinstance(getattr(config, name), PreTrainedConfig)
@@ -649,17 +649,17 @@ def _require(sidecar: Sidecar, model: nn.Module, directory: str) -> None:
     call = sidecar.record.call(*([] if current_patch(model) is None else ["replace=True"]))
     raise AdapterError(
         f"the adapter in {directory} was trained under {sidecar.record.call()}, and this model "
-        f"{fault}; call {call} on the base model that its adapter_config.json names, or let "
-        f"rope_ext.from_pretrained({directory!r}) do all of it"
+        f"{fault}; call {call} on the base model named in its adapter_config.json, or load both "
+        f"with rope_ext.from_pretrained({directory!r})"
     )
 
 
 def _without_sidecar(path: str, kwargs: Mapping[str, Any]) -> str:
     directory = str(Path(path, kwargs.get("subfolder", "")))
     return (
-        f"the adapter in {directory} has no {SIDECAR}, so it is not known under which patch it "
-        f"was trained; load it with peft.PeftModel.from_pretrained if it was none, or patch the "
-        f"base as in training and call rope_ext.save_sidecar(model, {directory!r}) once"
+        f"the adapter in {directory} has no {SIDECAR}, so the patch it was trained under is "
+        f"unknown; if there was none, load it with peft.PeftModel.from_pretrained; otherwise patch "
+        f"the base as in training and call rope_ext.save_sidecar(model, {directory!r}) once"
     )
 
 
@@ -684,7 +684,7 @@ def _values(inv_freq: torch.Tensor, scaling: float) -> tuple[list[float], float]
 def _read_values(inv_freq: Any, scaling: Any) -> tuple[list[float], float]:
     values = [*inv_freq, scaling]
     if not all(isinstance(x, (int, float)) and math.isfinite(x) for x in values):
-        raise ValueError("frequencies that are no numbers")
+        raise ValueError("frequencies that are not numbers")
     return [float(x) for x in inv_freq], float(scaling)
 
 

@@ -1,4 +1,4 @@
-"""What ``patch`` takes beside a method."""
+"""The keyword arguments of ``patch`` other than the method and its options."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ SlidingLayers = Literal["auto", "keep", "scale"]
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """The keywords of :func:`rope_ext.patch`, which says what they mean.
+    """The keyword arguments of :func:`rope_ext.patch`, documented there.
 
     Raises:
-        OptionError: one is not valid.
+        OptionError: one of them is invalid.
     """
 
     frequency: FrequencyMethod | None = None
@@ -36,7 +36,7 @@ class Options:
 
     @classmethod
     def from_arguments(cls, **given: Any) -> Options:
-        """As users give them: ``bias`` and ``layers`` in every form that ``patch`` takes."""
+        """Build from raw user arguments: ``bias`` and ``layers`` in any form ``patch`` accepts."""
         return cls(**given)
 
     def __post_init__(self) -> None:
@@ -59,7 +59,7 @@ class Options:
         object.__setattr__(self, "original_max_position_embeddings", length)
 
     def check(self, method: Method) -> None:
-        """Raise OptionError where these and ``method`` do not go together."""
+        """Raise OptionError if these options are incompatible with ``method``."""
         self._check_attention(method)
         under = self.frequency
         if under is None:
@@ -99,7 +99,7 @@ class Options:
             )
 
     def _check_attention(self, method: Method) -> None:
-        """Raise OptionError where ``bias`` or ``layers`` cannot go with ``method``."""
+        """Raise OptionError if ``bias`` or ``layers`` is incompatible with ``method``."""
         if self.bias is not None and method.kind == "encoding":
             raise OptionError(
                 f"{method.name} takes the place of the rotation, and bias={self.bias.name!r} is "
@@ -109,8 +109,8 @@ class Options:
         idle = method.kind == "rotation" and numbers == (None, None)
         if idle and self.bias is None and self.frequency is None:
             raise OptionError(
-                f"{method.name} leaves the rotation as it was trained, and nothing else is asked "
-                f"for; give bias='alibi' or temperature='log_n', or a method such as 'yarn'"
+                f"{method.name} leaves the rotation as trained, and no other change was requested; "
+                f"pass bias='alibi' or temperature='log_n', or use a method such as 'yarn'"
             )
         if self.layers is not None and isinstance(method, Encoding) and method.entered:
             raise OptionError(
@@ -132,7 +132,7 @@ class Options:
             )
 
     def recorded(self) -> dict[str, Any]:
-        """What a record keeps: all but the tokenizer."""
+        """What a record stores: everything except the tokenizer."""
         names = (field.name for field in dataclasses.fields(self))
         return {name: getattr(self, name) for name in names if name != "tokenizer"}
 
@@ -145,7 +145,7 @@ class Options:
 
 
 def _bias(given: Any) -> Encoding:
-    """An encoding that adds to the logits by distance, by name or as itself."""
+    """Resolve ``bias`` to an encoding that adds to the logits by distance."""
     adding = [cls for cls in all_encodings() if issubclass(cls, Encoding) and cls.adds()]
     names = ", ".join(repr(cls.name) for cls in adding)
     named = method_class(given) if isinstance(given, str) else type(given)
@@ -167,10 +167,10 @@ def _bias(given: Any) -> Encoding:
 
 
 def _layers(given: Any) -> tuple[int, ...] | str:
-    """Numbers of layers, ascending, or "every 4th"."""
+    """Resolve ``layers`` to ascending indices, or to a string such as "every 4th"."""
     valid = (
-        "numbers of layers, counted from 0, such as [3, 7, 11] or range(3, 32, 4), or "
-        "'every 4th', which is the same in 32 layers"
+        "layer indices counted from 0, such as [3, 7, 11] or range(3, 32, 4), or 'every 4th', "
+        "which selects the same layers of 32"
     )
     fault = ""
     if isinstance(given, str):

@@ -1,4 +1,4 @@
-"""``patch`` and ``unpatch``: the one front door."""
+"""``patch``, ``unpatch`` and ``patched``: everything that changes a model starts here."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ _logger = logging.getLogger("rope_ext")
 
 
 def _one_at_a_time(function: Callable[Parameters, Result]) -> Callable[Parameters, Result]:
-    """Let no two threads change or probe a model at the same time."""
+    """Serialize calls: patching probes the model, and models may share a configuration."""
 
     @functools.wraps(function)
     def waiting(*args: Parameters.args, **kwargs: Parameters.kwargs) -> Result:
@@ -61,11 +61,11 @@ def _one_at_a_time(function: Callable[Parameters, Result]) -> Callable[Parameter
 
 @dataclass(frozen=True)
 class Patch:
-    """A patch in force: what was asked for, what was done, and the way back.
+    """An active patch: what was requested, what was changed, and how to undo it.
 
-    ``target_length`` is the context after the extension in tokens; ``native`` says whether plain
-    transformers reloads the patch from the configuration; ``outermost`` is the configuration in
-    which that of the text model may be nested.
+    ``target_length`` is the extended context in tokens. ``native`` is True if plain transformers
+    reloads the patch from the configuration. ``outermost`` is the top-level configuration, which
+    may nest the text model's.
     """
 
     method: Method
@@ -83,7 +83,7 @@ class Patch:
 
     @property
     def frequencies(self) -> FrequencyMethod | None:
-        """The frequency method in force, by itself or under a position method."""
+        """The active frequency method, alone or under a position method."""
         return self.method if isinstance(self.method, FrequencyMethod) else self.options.frequency
 
     @property
@@ -93,7 +93,7 @@ class Patch:
 
     @property
     def cached_under(self) -> stale.FilledUnder:
-        """What must be the same for a cache to be continued."""
+        """What must match for a cache to be continued."""
         named = self.options.recorded()
         names = ("frequency", "bias", "layers", "sliding_layers")
         more = {"trained_length": self.record.trained_length, "precise": self.precise}
@@ -101,7 +101,7 @@ class Patch:
         return stale.FilledUnder(self.record.method, more)
 
     def frequencies_of(self, site: RotarySite) -> tuple[torch.Tensor, float]:
-        """Frequencies (float64, ``[pairs]``) and scaling now; at full length if they adapt."""
+        """Current frequencies (float64, ``[pairs]``) and scaling; dynamic ones at full length."""
         if site not in self.scaled:
             return site.rope.inv_freq, site.scaling
         if isinstance(self.method, FrequencyMethod):
@@ -132,51 +132,50 @@ def patch(
 ) -> Model:
     """Extend the context of ``model``, in place.
 
-    Where a cast such as ``model.bfloat16()`` has rounded the rotary frequencies, they are built
-    again from the configuration first; ``describe`` says so.
+    If a cast such as ``model.bfloat16()`` rounded the rotary frequencies, they are first rebuilt
+    from the configuration; ``describe`` reports it.
 
-    Threads that patch or unpatch wait for each other. A forward in another thread does not wait:
-    let those of this model end first.
+    Threads that patch or unpatch wait for each other. Forwards in other threads do not wait, so
+    let forwards of this model finish first.
 
     Args:
         model: a loaded transformers model with rotary embeddings, or a ``PeftModel``, compiled
-            or data-parallel wrapper of one.
+            or data-parallel wrapper around one.
         method: name or alias of a method, or a method object such as ``YaRN(factor=4)``.
-        frequency: a frequency method under a position method, such as ``NTK(factor=2)``. The
-            position method takes the context it extends to for the trained one.
-        bias: what is added to the logits by distance while the rotation stays: the name of an
-            encoding, such as ``"alibi"``, or an object such as ``T5(num_buckets=16)``. For the
-            rotation as it was trained, patch with ``"rope"``.
-        layers: those that are patched, of the layers that rotate: numbers counted from 0, or
-            ``"every 4th"``, which is 3, 7, 11 and so on. The others keep the trained rotation.
-        kernel: for the attention of position methods, and of others with a bias or ``layers``:
-            ``"flash"`` on CPUs, ``"flex"`` on GPUs, ``"reference"`` with dense logits; ``"auto"``
-            chooses.
-        replace: take back an earlier patch first instead of raising. The same encoding keeps what
-            it has learned: its parameters as they are, longer tables with their trained rows. Where
-            they cannot be kept, this raises an OptionError; call :func:`unpatch` first to start
-            from new parameters.
-        compose: go on although the checkpoint's own configuration scales its rotary embedding;
-            the patch then multiplies what is there.
-        sliding_layers: layers with a limited window gain nothing. ``"auto"`` leaves them alone
-            where they own a rotary set and scales them, as transformers does, where they share
-            one; ``"keep"`` leaves them alone always; ``"scale"`` scales them always. Position
-            methods leave them alone unless ``"scale"``.
-        precise: angles in float64. ``"auto"``: where the target length is beyond 131072 tokens.
-        original_max_position_embeddings: trained context in tokens, if the configuration does
-            not say it rightly in ``max_position_embeddings``.
-        tokenizer: its ``model_max_length`` is raised along.
-        **options: of the method, usually ``factor``; see :func:`rope_ext.methods`.
+        frequency: a frequency method to use under a position method, such as ``NTK(factor=2)``.
+            The position method then treats the context this one extends to as the trained context.
+        bias: an encoding that adds to the logits by distance while the rotation stays in place:
+            its name, such as ``"alibi"``, or an object such as ``T5(num_buckets=16)``. To keep the
+            rotation as trained, patch with ``"rope"``.
+        layers: which of the rotating layers to patch: indices counted from 0, or
+            ``"every 4th"``, which means 3, 7, 11 and so on. The others keep the trained rotation.
+        kernel: attention kernel of position methods, and of other methods with ``bias`` or
+            ``layers``: ``"flash"`` on CPUs, ``"flex"`` on GPUs, ``"reference"`` with dense logits;
+            ``"auto"`` chooses.
+        replace: undo an earlier patch first instead of raising. The same encoding keeps its
+            learned parameters, and longer tables keep their trained rows. If they cannot be kept,
+            this raises an OptionError; call :func:`unpatch` first to start from new parameters.
+        compose: patch on top of the checkpoint's existing RoPE scaling, multiplying it.
+        sliding_layers: sliding-window layers gain nothing from scaling. ``"auto"`` keeps those
+            that have their own rotary embedding and scales those that share one, as transformers
+            does; ``"keep"`` never scales them; ``"scale"`` always does. Position methods leave
+            them unchanged unless ``"scale"`` is given.
+        precise: compute angles in float64. ``"auto"``: if the target length exceeds 131072 tokens.
+        original_max_position_embeddings: trained context in tokens; overrides
+            ``max_position_embeddings`` of the configuration.
+        tokenizer: a tokenizer whose ``model_max_length`` to raise as well.
+        **options: options of the method, usually ``factor``; see :func:`rope_ext.methods`.
 
     Returns:
         ``model`` itself.
 
     Raises:
-        UnknownMethodError, OptionError: the method or one of its options is not valid.
+        UnknownMethodError, OptionError: the method or one of its options is invalid.
         NoRopeError: the model has no rotary embedding.
-        UnsupportedModelError: the effect on this family cannot be proven, or would be none.
-        AlreadyPatchedError, AlreadyScaledError: say ``replace=True`` or ``compose=True``.
-        RecordError: the model was saved under a patch, and its record cannot be read.
+        UnsupportedModelError: the effect on this model family cannot be verified, or there would
+            be none.
+        AlreadyPatchedError, AlreadyScaledError: pass ``replace=True`` or ``compose=True``.
+        RecordError: the model was saved under a patch whose record cannot be read.
     """
     method = _method(method, options)
     keywords = Options.from_arguments(
@@ -228,23 +227,23 @@ def patch(
 
 @_one_at_a_time
 def unpatch(model: Model) -> Model:
-    """Take a patch back: every buffer, scalar and configuration value as before, bit for bit.
+    """Undo a patch and restore every buffer, scalar and configuration value bit for bit.
 
-    Frequencies that were rounded by a cast before the patch are rounded again afterwards.
+    Frequencies that a cast had rounded before the patch are restored as rounded.
 
     Args:
-        model: as :func:`rope_ext.patch` took it, or any wrapper of it.
+        model: the model that was passed to :func:`rope_ext.patch`, or any wrapper of it.
 
     Returns:
         ``model`` itself.
 
     Raises:
-        NotPatchedError: there is no patch.
+        NotPatchedError: the model is not patched.
     """
     decoder = text_decoder(model)
     state = decoder.__dict__.get(_STATE)
     if state is None:
-        raise NotPatchedError("this model is not patched, so there is nothing to take back")
+        raise NotPatchedError("this model is not patched, so there is nothing to undo")
     stale.mark(decoder, state.cached_under)
     del decoder.__dict__[_STATE]
     state.changes.undo()
@@ -254,14 +253,14 @@ def unpatch(model: Model) -> Model:
 
 @contextmanager
 def patched(model: Model, method: str | Method = "yarn", **kwargs: Any) -> Iterator[Model]:
-    """:func:`patch` for the length of a ``with`` block, also when it ends in an exception.
+    """Patch a model for the duration of a ``with`` block, even if it raises.
 
-    With ``replace=True`` the earlier patch is in force again afterwards.
+    With ``replace=True``, the earlier patch becomes active again afterwards.
 
     Args:
-        model: as :func:`patch` takes it.
-        method: as :func:`patch` takes it.
-        **kwargs: all else that :func:`patch` takes, options of the method included.
+        model: see :func:`patch`.
+        method: see :func:`patch`.
+        **kwargs: all other arguments of :func:`patch`, including the method's options.
 
     Yields:
         ``model`` itself.
@@ -270,7 +269,7 @@ def patched(model: Model, method: str | Method = "yarn", **kwargs: Any) -> Itera
         RopeExtError: as :func:`patch`.
     """
     decoder = text_decoder(model)
-    with _lock, configuration.quieted(_logger, logging.ERROR):  # it is not there to be saved
+    with _lock, configuration.quieted(_logger, logging.ERROR):  # warnings about saving do not apply
         interrupted = _Interrupted.from_decoder(decoder)
         patch(model, method, **kwargs)
     try:
@@ -284,12 +283,12 @@ def patched(model: Model, method: str | Method = "yarn", **kwargs: Any) -> Itera
 
 @dataclass(frozen=True)
 class _Interrupted:
-    """A patch that is to come back as if nothing had happened.
+    """A patch to restore later as if it had never been replaced.
 
     Args:
-        patch: None: there is none.
-        values: what was to learn.
-        grown: the rotary sites that transformers changes from forward to forward.
+        patch: None if the model was not patched.
+        values: learned parameters.
+        grown: rotary sites that transformers changes from forward to forward.
     """
 
     patch: Patch | None
@@ -310,7 +309,7 @@ class _Interrupted:
         return None if encoding is None else encoding.name
 
     def go_on(self, model: nn.Module) -> None:
-        """Put it in force again on a model that is not patched now."""
+        """Apply it again to the model, which must not be patched."""
         if self.patch is None:
             return
         decoder = text_decoder(model)
@@ -321,7 +320,7 @@ class _Interrupted:
 
 
 def current_patch(model: nn.Module) -> Patch | None:
-    """The patch in force on ``model``."""
+    """The active patch of ``model``; None if it is not patched."""
     return text_decoder(model).__dict__.get(_STATE)
 
 
@@ -330,12 +329,12 @@ def _method(method: str | Method, options: dict[str, Any]) -> Method:
         method = build_method(method, **options)
     elif not isinstance(method, Method):
         raise OptionError(
-            f"method={method!r} is not valid; it must be a method's name such as 'yarn', or a "
+            f"method={method!r} is not valid; it must be the name of a method such as 'yarn', or a "
             f"method object such as rope_ext.YaRN(factor=4)"
         )
     elif options:
         raise OptionError(
-            f"{', '.join(options)} given beside a method object; set it on the object: "
+            f"{', '.join(options)} given together with a method object; set it on the object: "
             f"{type(method).__name__}({', '.join(f'{k}={v!r}' for k, v in options.items())})"
         )
     method.check()
@@ -372,8 +371,8 @@ def _patch(model: nn.Module, decoder: nn.Module, method: Method, options: Option
         values, notes = dict(applied.values), list(applied.notes)
         if rounded:
             notes.append(
-                "frequencies: a cast to bfloat16 or float16 had rounded them; built again in "
-                "float32 (unpatch restores the rounded ones)"
+                "frequencies: a cast to bfloat16 or float16 had rounded them; rebuilt in float32 "
+                "(unpatch restores the rounded values)"
             )
         if not record.plain or not configuration.reports_scaling(values, scaled):
             values[FIELD] = record.to_json()
@@ -411,7 +410,7 @@ def _patch(model: nn.Module, decoder: nn.Module, method: Method, options: Option
 
 @_one_at_a_time
 def _patch_alike(decoder: nn.Module, copy: nn.Module) -> None:
-    """Give ``copy``, a second load of the same model, the patch on ``decoder``."""
+    """Apply the patch of ``decoder`` to ``copy``, a second load of the same model."""
     state = decoder.__dict__[_STATE]
     options = dataclasses.replace(state.options, tokenizer=None)
     other = text_decoder(copy)
@@ -426,16 +425,16 @@ def _patch_alike(decoder: nn.Module, copy: nn.Module) -> None:
 def first_site(
     model: nn.Module, sliding_layers: SlidingLayers = "auto", length: int | None = None
 ) -> RotarySite:
-    """The set of frequencies that ``patch`` would scale, the first of several.
+    """The rotary site that ``patch`` would scale; the first if there are several.
 
     Args:
         model: not patched.
-        sliding_layers: as of :func:`patch`.
-        length: trained context in tokens; None reads the configuration.
+        sliding_layers: see :func:`patch`.
+        length: trained context in tokens; None reads it from the configuration.
 
     Raises:
-        AlreadyPatchedError: the model carries a patch.
-        NoRopeError, UnsupportedModelError: as :func:`patch`.
+        AlreadyPatchedError: the model is patched.
+        NoRopeError, UnsupportedModelError: see :func:`patch`.
     """
     there = current_patch(model)
     if there is not None:

@@ -1,4 +1,4 @@
-"""A patch as plain JSON: what a configuration, or a folder beside an adapter, keeps of it."""
+"""A patch as plain JSON, as stored in a configuration or next to an adapter."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from rope_ext.options import Options
 
 VERSION = 3
 FIELD = "rope_ext"
-"""Field of a configuration that holds a record."""
+"""The configuration field that stores a record."""
 
 EXPERTS = "experts_implementation"
-"""Field of a saved configuration, of the outermost where they are nested."""
+"""A field of the saved top-level configuration."""
 
 LENGTHS = ("original_max_position_embeddings", "max_position_embeddings")
 HEAD = "head_dim"
 FIELDS = ("rope_parameters", HEAD, *LENGTHS, FIELD)
-"""Of the text model's configuration, all that a patch writes, in that order."""
+"""All fields a patch writes to the text model's configuration, in that order."""
 
 ARGUMENTS: Mapping[str, Any] = MappingProxyType(Options().recorded())
-"""What ``patch`` takes beside the method and a record keeps, with its defaults there."""
+"""The keyword arguments of ``patch`` that a record stores, with their defaults."""
 
 
 _KINDS = {
@@ -41,16 +41,16 @@ _KINDS = {
 
 @dataclass(frozen=True)
 class Record:
-    """Everything that makes the same patch again.
+    """Everything needed to apply the same patch again.
 
     Args:
-        method: as it was given.
+        method: as passed to ``patch``.
         resolved: the same with every option filled in.
-        arguments: those of ``patch`` that are in ``ARGUMENTS``.
+        arguments: the arguments of ``patch`` listed in ``ARGUMENTS``.
         trained_length, target_length: tokens.
         native: whether the rest of the saved configuration scales what transformers builds.
         plain: whether plain transformers computes the same from the configuration.
-        config: what fields of the configuration were before the patch; None: not there.
+        config: values of configuration fields before the patch; None if a field was absent.
     """
 
     method: Method
@@ -64,11 +64,11 @@ class Record:
 
     @property
     def encoding(self) -> Encoding | None:
-        """What adds to the logits, the method itself or its bias."""
+        """The encoding that adds to the logits: the method itself or its bias."""
         return self.method if isinstance(self.method, Encoding) else self.arguments["bias"]
 
     def to_json(self) -> dict[str, Any]:
-        """Plain values."""
+        """JSON-serializable values."""
         return {
             "version": VERSION,
             "method": _to_json(self.method),
@@ -83,10 +83,10 @@ class Record:
 
     @classmethod
     def from_json(cls, data: Any, where: str) -> Record:
-        """The record that ``to_json`` gave.
+        """Parse what ``to_json`` returned.
 
         Raises:
-            RecordError: it is malformed, or of a newer version.
+            RecordError: the data is malformed or has a newer version.
         """
         version = data.get("version") if isinstance(data, Mapping) else None
         if type(version) is int and version > VERSION:
@@ -147,7 +147,7 @@ class Record:
                 raise ValueError(f"{name}={value!r} of the configuration is no {_KINDS[name]}")
 
     def restore(self, config: Any) -> None:
-        """Give a model's ``config``, saved under the patch, the values from before it."""
+        """Restore the values from before the patch in ``config``, which was saved under it."""
         text = config.get_text_config(decoder=True)
         delattr(text, FIELD)
         for name, value in self.config.items():
@@ -159,7 +159,7 @@ class Record:
                 delattr(text, name)
 
     def same(self, other: Record) -> bool:
-        """Whether both make the same of the same model."""
+        """Whether both have the same effect on the same model."""
         free = ("kernel", "compose", "original_max_position_embeddings")  # as the lengths show
         return (
             self.resolved == other.resolved
@@ -169,14 +169,14 @@ class Record:
         )
 
     def outcome(self) -> str:
-        """What :meth:`same` compares, for people to read."""
+        """A readable form of what :meth:`same` compares."""
         return f"{self.resolved} and {self.trained_length} -> {self.target_length} tokens"
 
     def __str__(self) -> str:
         return ", ".join([repr(self.method.name), *option_texts(self.method), *self._given()])
 
     def call(self, *more: str) -> str:
-        """The call that makes the patch, for people to read."""
+        """The ``rope_ext.patch`` call that applies this patch, as text."""
         return f"rope_ext.patch({', '.join(['model', str(self), *more])})"
 
     def _given(self) -> list[str]:
@@ -185,10 +185,10 @@ class Record:
 
 
 def trained_length(config: Any) -> int | None:
-    """Trained context in tokens, as a configuration tells it; None if it does not.
+    """Trained context in tokens according to a configuration; None if it is not given.
 
     Raises:
-        RecordError: it holds a record that cannot be read.
+        RecordError: the configuration has a record that cannot be read.
     """
     record = record_of(config)
     if record is not None and not record.native:
@@ -198,25 +198,25 @@ def trained_length(config: Any) -> int | None:
 
 
 def record_of(config: Any) -> Record | None:
-    """The record that ``config`` holds.
+    """The record stored in ``config``; None if there is none.
 
     Raises:
-        RecordError: it cannot be read.
+        RecordError: the record cannot be read.
     """
     data = getattr(config, FIELD, None)
     return None if data is None else Record.from_json(data, f"config.{FIELD}")
 
 
 def method_to_json(method: Method) -> dict[str, Any]:
-    """A method as plain values."""
+    """Convert a method to JSON-serializable values."""
     return _to_json(method)
 
 
 def method_from_json(data: Any) -> Method:
-    """The inverse.
+    """Inverse of :func:`method_to_json`.
 
     Raises:
-        AttributeError, KeyError, TypeError, ValueError: the values are not those of a method.
+        AttributeError, KeyError, TypeError, ValueError: the values do not describe a method.
     """
     return _method(data)
 
@@ -237,7 +237,7 @@ def _from_json(value: Any) -> Any:
 
 
 def _with_numbers(data: Mapping[str, Any]) -> dict[str, Any]:
-    """A record of version 1, when these methods had no number on cosine and sine yet."""
+    """Upgrade a version 1 record, from before these methods had an ``attention_factor``."""
     before = {"attention_factor": 1.0}
     return dict(data) | {
         part: {**before, **data[part]}
@@ -252,7 +252,7 @@ def _method(data: Any) -> Method:
 
 
 def option_texts(method: Method) -> list[str]:
-    """The options that differ from their defaults; of most methods the factor has none."""
+    """Options that differ from their defaults, as text; ``factor`` usually has no default."""
     defaults = {field.name: field.default for field in method.__dataclass_fields__.values()}
     return [
         f"{name}={_text(value)}"

@@ -142,9 +142,9 @@ def test_sliding_layers_beside_a_position_method_stay_as_they_were(options, ids)
     ("layers", "said"),
     [
         (4, "one layer is [4]"),
-        (True, "numbers of layers, counted from 0"),
+        (True, "layer indices counted from 0"),
         ([], "'every 4th'"),
-        ([1, 0, 1, 1], "(1 is there 3 times)"),  # as no_rope_layers of SmolLM3
+        ([1, 0, 1, 1], "(1 is given 3 times)"),  # as no_rope_layers of SmolLM3
         ([-1], "counted from 0"),
         ([0.5], "counted from 0"),
         (["1"], "counted from 0"),
@@ -260,6 +260,6 @@ def test_a_record_from_before_layers_and_biases_has_neither() -> None:
 
 @pytest.mark.parametrize("name", ["nope", "kerple_log", "sinusoidal"])
 def test_frequencies_under_what_turns_nothing_are_refused(name: str) -> None:
-    with pytest.raises(rope_ext.OptionError, match=f"{name} turns nothing"):
+    with pytest.raises(rope_ext.OptionError, match=f"{name} does not rotate"):
         rope_ext.patch(tiny_llama(), name, frequency=rope_ext.NTK(factor=8))
     rope_ext.patch(tiny_llama(), "xpos", frequency=rope_ext.NTK(factor=8))

@@ -833,7 +833,11 @@ def test_speed_shares_the_options_of_the_evaluators(checkpoint: Path, tmp_path: 
         (passkey, ["--batch-size", "many"], "give auto or a number of rows"),
         (passkey, ["--batch-size", "²"], "give auto or a number of rows"),
         (passkey, ["--batch-size", "0"], "batch_size=0 is not valid"),
-        (passkey, ["--adapter", "/nonexistent"], "'/nonexistent' (there is no such folder, and"),
+        (
+            passkey,
+            ["--adapter", "/nonexistent"],
+            "'/nonexistent' (the directory does not exist, and",
+        ),
         (passkey, ["--attn", "nope"], "unknown attention implementation 'nope'"),
         (speed, ["--seed", "-1"], "seed=-1 is not valid"),
         (passkey, ["--trials", "0"], "trials=0 is not valid"),

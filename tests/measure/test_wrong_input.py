@@ -103,7 +103,7 @@ def test_a_folder_named_like_a_text_is_looked_into(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["/nonexistent", "./nonexistent", "../a/b/c", "a/b/c", "", "~/x"])
 def test_a_folder_that_is_not_there_is_not_called_a_repository(name: str) -> None:
     for load in (models.load_config, models.load_tokenizer):
-        with pytest.raises(MeasureError, match="there is no such folder") as caught:
+        with pytest.raises(MeasureError, match="the directory does not exist") as caught:
             load(name)
         assert "Repo id" not in str(caught.value)
 

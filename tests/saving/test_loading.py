@@ -58,7 +58,7 @@ def halve(path: Path) -> None:
 def test_a_path_that_is_no_folder_is_called_that(path: Any) -> None:
     patched = rope_ext.patch(tiny_llama(), "rerope", factor=4)
     for load in (rope_ext.from_pretrained, lambda path: rope_ext.load_adapter(patched, path)):
-        with pytest.raises(rope_ext.LoadError, match=r"no folder.*Hub") as error:
+        with pytest.raises(rope_ext.LoadError, match=r"(no folder|not a path).*Hub") as error:
             load(path)
         assert "Repo id" not in str(error.value) and isinstance(error.value, OSError)
 
@@ -111,7 +111,7 @@ def test_a_folder_without_a_whole_model_is_refused_by_name(tmp_path, folders, ki
 def test_architectures_that_are_no_names_are_refused(tmp_path, folders, names: Any) -> None:
     shutil.copytree(folders / "base", tmp_path / "model")
     edit(tmp_path / "model" / "config.json", architectures=names)
-    with pytest.raises(rope_ext.LoadError, match="must be a list of names"):
+    with pytest.raises(rope_ext.LoadError, match="must be a list of class names"):
         rope_ext.from_pretrained(tmp_path / "model")
 
 

@@ -426,7 +426,7 @@ def test_a_record_that_leads_nowhere_is_told(tmp_path, record: dict[str, Any] | 
     config = json.loads(path.read_text())
     config["rope_ext"] = None if record is None else config["rope_ext"] | record
     path.write_text(json.dumps(config))
-    with pytest.raises(rope_ext.RecordError, match="load the model that it was made from"):
+    with pytest.raises(rope_ext.RecordError, match="load the original model"):
         rope_ext.from_pretrained(tmp_path)
 
 
@@ -723,10 +723,10 @@ WRONG: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: patched(
             tiny_llama(rope_parameters={"rope_type": "default", "rope_theta": 5e4}), "rerope"
         ),
-        "has other rotary frequencies by itself",
+        "has different rotary frequencies",
     ),
-    "other heads": (lambda: patched(tiny_llama(head_dim=32), "rerope"), "has other rotary"),
-    "another family": (lambda: tiny_model("gemma3_text"), "has other rotary"),
+    "other heads": (lambda: patched(tiny_llama(head_dim=32), "rerope"), "has different rotary"),
+    "another family": (lambda: tiny_model("gemma3_text"), "has different rotary"),
 }
 
 
@@ -771,7 +771,7 @@ def test_a_folder_without_a_sidecar_is_refused(tmp_path, base: Path) -> None:
     with pytest.raises(rope_ext.AdapterError, match=r"save_sidecar\(model, '.*/adapter'\)"):
         rope_ext.from_pretrained(tmp_path, subfolder="adapter")
     save(patched(model, "yarn"), tmp_path / "adapter")
-    with pytest.raises(rope_ext.AdapterError, match="carries an adapter already"):
+    with pytest.raises(rope_ext.AdapterError, match="already has an adapter"):
         rope_ext.load_adapter(model, tmp_path / "adapter")
 
 
@@ -781,7 +781,7 @@ def test_a_folder_without_a_sidecar_is_refused(tmp_path, base: Path) -> None:
         ("{", "is not JSON"),
         ("[]", "its version is None"),
         ('{"version": 4}', "install a newer rope_ext"),
-        ("before", "does not say which frequencies"),
+        ("before", "does not contain the frequencies"),
     ],
 )
 def test_a_sidecar_that_cannot_be_read_says_what_to_do(tmp_path, text: str, message: str) -> None:

@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 CHECKPOINTS := tiny-512 tiny-bytes-512
 export TOKENIZERS_PARALLELISM = false
 
-.PHONY: demo demo-pictures docs engine-sources finetune finetune-methods laboratory test test-all lint coverage checkpoint clean
+.PHONY: demo demo-pictures docs engine-sources finetune finetune-methods laboratory test test-all lint types coverage checkpoint clean
 .PHONY: surgery $(CHECKPOINTS:%=demo-%) $(CHECKPOINTS:%=finetune-%) $(CHECKPOINTS:%=surgery-%)
 
 # torch first and by version: a plain `torch` may pull gigabytes of CUDA packages.
@@ -101,6 +101,9 @@ engine-sources: $(VENV)/installed ## files of vLLM, SGLang and kvpress, which sl
 lint: $(VENV)/installed
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+
+types: $(VENV)/installed ## check the annotations of rope_ext and rope_eval
+	$(BIN)/basedpyright --pythonpath $(BIN)/python
 
 coverage: $(VENV)/installed ## which model families can be extended; writes the page in docs/
 	$(BIN)/python -m tests.families.coverage --write docs/FAMILIES.md

@@ -12,6 +12,10 @@ if TYPE_CHECKING:
     from transformers import LlamaForCausalLM
 
 
+def pytest_configure() -> None:
+    gc.disable()  # until all tests are collected: what is imported stays, and walking it takes long
+
+
 def pytest_collection_finish() -> None:
     """In the processes that run tests: the one that hands them out needs no transformers."""
     from transformers.utils import logging
@@ -19,6 +23,9 @@ def pytest_collection_finish() -> None:
     logging.disable_progress_bar()
     logging.set_verbosity_error()
     gc.freeze()  # modules and tests stay to the end, and need not be looked through again
+    # A tiny model is thousands of objects: Python's default of 700 walks them while it is built.
+    gc.set_threshold(20_000, 20, 20)
+    gc.enable()
 
 
 @pytest.fixture

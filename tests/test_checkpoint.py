@@ -85,6 +85,7 @@ def test_it_finds_the_passkey_within_its_length(model, tokenizer) -> None:
     assert min(hits) >= 9 and sum(hits) >= 28
 
 
+@pytest.mark.slow
 def test_beyond_its_length_it_breaks_and_a_patch_mends_it(
     model, tokenizer, documents, path
 ) -> None:

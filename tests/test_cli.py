@@ -25,6 +25,7 @@ from rope_ext.arguments import parse_options
 from rope_ext.cli import app
 from rope_ext.errors import MeasureError, OptionError
 from tests.helpers.checkpoint import TRAINED, save_checkpoint
+from tests.helpers.sources import PACKAGES, parse
 
 PICTURES = ["passkey.png", "perplexity.png", "perplexity_positions.png", "rates.png"]
 FILES = [
@@ -171,8 +172,7 @@ def test_missing_matplotlib_is_told_first(
 def test_measuring_needs_no_matplotlib_to_import() -> None:
     """A process that measures looks for it too: test_a_killed_run_resumed_gives_the_same_bytes."""
     found = []
-    texts = [p.read_text(encoding="utf-8") for p in Path(rope_ext.__file__).parent.rglob("*.py")]
-    for tree in [ast.parse(text) for text in texts if "matplotlib" in text]:
+    for tree in [parse(path) for package in PACKAGES for path in package.rglob("*.py")]:
         within = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)]
         later = {id(child) for node in within for child in ast.walk(node)}
         imports = [n for n in ast.walk(tree) if isinstance(n, (ast.Import, ast.ImportFrom))]
@@ -184,7 +184,7 @@ def test_measuring_needs_no_matplotlib_to_import() -> None:
 def test_a_method_that_does_not_fit_is_told_before_measuring(
     checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(run._Runner, "measure", lambda *args: pytest.fail("measured"))
+    monkeypatch.setattr(run, "score", lambda *args, **options: pytest.fail("measured"))
     result = call(
         *quick(checkpoint, tmp_path / "out"),
         *("--methods", "yarn,longrope", "--option", "longrope.long_factor=[1, 2, 3]"),
@@ -195,10 +195,10 @@ def test_a_method_that_does_not_fit_is_told_before_measuring(
 def test_interrupted_run_says_how_to_go_on(
     checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def interrupted(*args: object) -> None:
+    def interrupted(*args: object, **options: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(run._Runner, "measure", interrupted)
+    monkeypatch.setattr(run, "score", interrupted)
     result = call(*quick(checkpoint, tmp_path / "out"))
     assert result.exit_code == 130
     assert result.stderr.endswith("stopped; run the same command with --resume to continue\n")

@@ -11,14 +11,12 @@ from pathlib import Path
 import torch
 from transformers import AttentionInterface, AttentionMaskInterface
 
-import rope_eval
-import rope_ext
 from rope_ext.caches import CacheWithMetadata
 from rope_ext.position import bias, inputs, install  # noqa: F401 - install registers all
 from rope_ext.swapping import plain, swap
 from rope_ext.under_way import here
+from tests.helpers.sources import PACKAGES, nodes
 
-PACKAGES = [Path(package.__file__).parent for package in (rope_ext, rope_eval)]
 ROOT = Path(__file__).parents[1]
 LISTED = set(re.findall(r"^\| `([^`]+)` \|", (ROOT / "docs/hidden-state.md").read_text(), re.M))
 
@@ -30,7 +28,7 @@ def parsed() -> list[tuple[str, ast.AST]]:
         (str(path.relative_to(package)), node)
         for package in PACKAGES
         for path in package.rglob("*.py")
-        for node in ast.walk(ast.parse(path.read_text()))
+        for node in nodes(path)
     ]
 
 

@@ -3,23 +3,26 @@
 from __future__ import annotations
 
 import ast
+from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
 
+from tests.helpers.sources import nodes
+
 TESTS = Path(__file__).parent
+NAMES = {path.stem for path in TESTS.rglob("test_*.py")} | {"conftest"}
 
 
-def imported_tests(source: str) -> list[str]:
-    """What ``source`` imports from files of tests or fixtures, at its top or within a function."""
+def imported_tests(nodes: Iterable[ast.AST]) -> list[str]:
+    """What a file imports from files of tests or fixtures, at its top or within a function."""
     names = []
-    for node in ast.walk(ast.parse(source)):
+    for node in nodes:
         if isinstance(node, ast.Import):
             names += [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
             names += [f"{node.module or ''}.{alias.name}" for alias in node.names]
-    tests = {path.stem for path in TESTS.rglob("test_*.py")} | {"conftest"}
-    return [name for name in names if tests & set(name.split("."))]
+    return [name for name in names if NAMES & set(name.split("."))]
 
 
 @pytest.mark.parametrize(
@@ -34,14 +37,12 @@ def imported_tests(source: str) -> list[str]:
     ],
 )
 def test_imports_of_tests_are_found(line: str) -> None:
-    assert imported_tests(line)
+    assert imported_tests(ast.walk(ast.parse(line)))
 
 
 def test_no_file_imports_a_file_of_tests_or_fixtures() -> None:
     files = sorted(TESTS.rglob("*.py"))
-    found = {
-        str(path.relative_to(TESTS)): imported_tests(path.read_text("utf-8")) for path in files
-    }
+    found = {str(path.relative_to(TESTS)): imported_tests(nodes(path)) for path in files}
     assert {name: modules for name, modules in found.items() if modules} == {}
 
 

@@ -6,12 +6,12 @@ import ast
 import functools
 import subprocess
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[1]
-PACKAGES = (ROOT / "rope_ext", ROOT / "eval" / "rope_eval")
+from tests.helpers.sources import PACKAGES, nodes
 
 ROOMS = {
     "rope_ext": (
@@ -60,10 +60,10 @@ of ``rope_eval`` is above all of ``rope_ext``.
 Imports = dict[str, set[str]]
 
 
-def imported(source: str, modules: set[str]) -> set[str]:
-    """Those of ``modules`` that ``source`` imports, also for annotations and within functions."""
+def imported(nodes: Iterable[ast.AST], modules: set[str]) -> set[str]:
+    """Those of ``modules`` that a file imports, also for annotations and within functions."""
     found = set()
-    for node in ast.walk(ast.parse(source)):
+    for node in nodes:
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
@@ -75,12 +75,12 @@ def imported(source: str, modules: set[str]) -> set[str]:
 
 @functools.cache
 def imports_of_the_packages() -> Imports:
-    sources = {}
+    files = {}
     for package in PACKAGES:
         for path in package.rglob("*.py"):
             parts = path.relative_to(package.parent).with_suffix("").parts
-            sources[".".join(parts).removesuffix(".__init__")] = path.read_text(encoding="utf-8")
-    return {name: imported(source, set(sources)) - {name} for name, source in sources.items()}
+            files[".".join(parts).removesuffix(".__init__")] = path
+    return {name: imported(nodes(path), set(files)) - {name} for name, path in files.items()}
 
 
 def circles(imports: Imports) -> list[set[str]]:
@@ -119,7 +119,8 @@ def room(module: str) -> tuple[int, int]:
     ],
 )
 def test_every_way_to_import_is_seen(source: str) -> None:
-    assert imported(source, {"rope_ext", "rope_ext.a"}) == {"rope_ext.a"}
+    tree = ast.walk(ast.parse(source))
+    assert imported(tree, {"rope_ext", "rope_ext.a"}) == {"rope_ext.a"}
 
 
 def test_circles_are_found_whatever_their_length() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from itertools import product
 from pathlib import Path
@@ -42,16 +43,20 @@ def calibrated(path: Path, lengths: list[int]) -> None:
     calibration.draw([line], 512, lengths[-1], path)
 
 
-def drawn(draw: Callable, path: Path, lengths: list[int], monkeypatch: pytest.MonkeyPatch) -> Any:
+@functools.cache
+def drawn(draw: Callable, lengths: str) -> Any:
+    """The figure of ``draw``; writing it to a file would draw it once more."""
     figures = []
 
-    def kept(width: float, height: float) -> Any:
+    def unwritten(width: float, height: float) -> Any:
         figures.append(style.figure_of(width, height))
+        figures[-1].savefig = lambda *args, **options: None
         return figures[-1]
 
-    for module in (results, calibration):
-        monkeypatch.setattr(module, "figure_of", kept)
-    draw(path, lengths)
+    with pytest.MonkeyPatch.context() as patch:
+        for module in (results, calibration):
+            patch.setattr(module, "figure_of", unwritten)
+        draw(Path("unwritten.png"), LENGTHS[lengths])
     [figure] = figures
     figure.draw_without_rendering()
     return figure
@@ -65,21 +70,17 @@ def texts(figure: Any) -> list[Text]:
     return [text for text in figure.findobj(Text) if text.get_visible() and text.get_text().strip()]
 
 
-@pytest.mark.parametrize("lengths", LENGTHS.values(), ids=LENGTHS)
+@pytest.mark.parametrize("lengths", LENGTHS)
 @pytest.mark.parametrize("draw", [rates, depths, perplexity, calibrated])
-def test_the_smallest_words_are_six_pixels_at_a_width_of_400(
-    draw: Callable, lengths: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    figure = drawn(draw, tmp_path / "one.png", lengths, monkeypatch)
+def test_the_smallest_words_are_six_pixels_at_a_width_of_400(draw: Callable, lengths: str) -> None:
+    figure = drawn(draw, lengths)
     smallest = min(text.get_fontsize() for text in texts(figure))
     assert smallest * 400 / (72 * figure.get_figwidth()) >= 6
 
 
 @pytest.mark.parametrize("draw", [rates, perplexity])
-def test_no_line_passes_the_label_of_the_trained_length(
-    draw: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    figure = drawn(draw, tmp_path / "one.png", LENGTHS["short"], monkeypatch)
+def test_no_line_passes_the_label_of_the_trained_length(draw: Callable) -> None:
+    figure = drawn(draw, "short")
     labels = [text for text in texts(figure) if "trained length" in text.get_text()]
     assert len(labels) == sum(axes.get_visible() and axes.axison for axes in figure.axes)
     for label in labels:
@@ -89,8 +90,8 @@ def test_no_line_passes_the_label_of_the_trained_length(
         assert place.y1 <= extent(title).y0
 
 
-def test_the_legend_is_beside_all_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    figure = drawn(rates, tmp_path / "one.png", LENGTHS["short"], monkeypatch)
+def test_the_legend_is_beside_all_else() -> None:
+    figure = drawn(rates, "short")
     [legend] = figure.legends
     place = extent(legend)
     others = [text for text in texts(figure) if text not in legend.get_texts()]

@@ -24,6 +24,7 @@ from rope_eval.tasks import Passkey, Perplexity, Task, all_tasks, base, build, o
 from rope_eval.versions import PACKAGES, SHOWS, sources
 from rope_ext.cli import app
 from rope_ext.errors import OptionError, RopeExtError
+from tests.helpers.sources import nodes
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "adding-an-evaluator.md").read_text("utf-8")
@@ -232,7 +233,7 @@ def modules() -> dict[str, Path]:
 
 def imports(path: Path, known: dict[str, Path]) -> Iterator[str]:
     """The modules that a file imports anywhere in it, also behind TYPE_CHECKING."""
-    for node in ast.walk(ast.parse(path.read_text("utf-8"))):
+    for node in nodes(path):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):

@@ -613,7 +613,18 @@ def save(model: PeftModel, directory: Path) -> Path:
     return directory
 
 
-@pytest.mark.parametrize("case", [case for case in PATCHES if " " not in case])
+# One of each kind of patch: an adapter's file records any of them in the same way as a model's.
+USUAL = {"yarn", "dynamic_ntk", "longrope", "resonance", "rerope", "dual_chunk"}
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(case, marks=[] if case in USUAL else pytest.mark.slow)
+        for case in PATCHES
+        if " " not in case
+    ],
+)
 def test_an_adapter_comes_back_with_its_patch(tmp_path, ids, base: Path, case: str) -> None:
     model = lora(patched(AutoModelForCausalLM.from_pretrained(base), case))
     save(model, tmp_path / "adapter")

@@ -1,4 +1,4 @@
-"""What people type: lists, lengths such as 4k, and options of methods."""
+"""Parse command-line values: lists, lengths such as 4k, and method options."""
 
 from __future__ import annotations
 
@@ -13,50 +13,48 @@ from rope_ext.errors import OptionError, first_line
 
 
 def split(names: str | Iterable[str]) -> list[str]:
-    """``a,b`` or ``["a,b", "c"]`` as a list without blanks."""
+    """Split ``a,b`` or ``["a,b", "c"]`` into a list without blanks."""
     texts = [names] if isinstance(names, str) else names
     return [name.strip() for text in texts for name in text.split(",") if name.strip()]
 
 
 def parse_lengths(text: str | Iterable[str], option: str = "--lengths") -> tuple[int, ...]:
-    """``512,4k`` as numbers of tokens; k is 1024.
+    """Parse ``512,4k`` into token counts; k is 1024.
 
     Raises:
-        OptionError: something is not a whole number.
+        OptionError: an item is not an integer.
     """
     lengths = []
     for word in split(text):
         match = re.fullmatch(r"([0-9]{1,15})(k?)", word.lower())
         if match is None:
-            raise OptionError(
-                f"{option} {word!r} is not a list of whole numbers; give it as 512,1024 or 4k,8k"
-            )
+            raise OptionError(f"{option} {word!r} is not a list of integers; use 512,1024 or 4k,8k")
         lengths.append(int(match[1]) * (1024 if match[2] else 1))
     return tuple(lengths)
 
 
 def parse_length(text: str, option: str = "--length") -> int:
-    """One length, as :func:`parse_lengths` reads it.
+    """Parse a single length as :func:`parse_lengths` does.
 
     Raises:
-        OptionError: it is none, or more than one.
+        OptionError: there is no length, or more than one.
     """
     lengths = parse_lengths(text, option)
     if len(lengths) != 1:
-        raise OptionError(f"{option} {text!r} is not one length; give it as 32768 or 32k")
+        raise OptionError(f"{option} {text!r} is not a single length; use 32768 or 32k")
     return lengths[0]
 
 
 def parse_options(
     texts: Iterable[str] | None, methods: Sequence[str] = ()
 ) -> dict[str, dict[str, Any]]:
-    """``yarn.beta_fast=16`` as ``{"yarn": {"beta_fast": 16}}``.
+    """Parse ``yarn.beta_fast=16`` into ``{"yarn": {"beta_fast": 16}}``.
 
-    The method may be left out where ``methods`` is just one. ``longrope=found.json`` stands for
-    all options in that file.
+    You may omit the method if ``methods`` has one entry. ``longrope=found.json`` reads all
+    options from that file.
 
     Raises:
-        OptionError: an option has another form, or a file does not hold options.
+        OptionError: an option is malformed, or a file contains no options.
     """
     options: dict[str, dict[str, Any]] = {}
     for text in texts or ():
@@ -71,7 +69,7 @@ def parse_options(
             name = ""
         if not (equals and method and name):
             raise OptionError(
-                f"--option {text!r} is not valid; give METHOD.NAME=VALUE, such as yarn.beta_fast=16"
+                f"--option {text!r} is not valid; use METHOD.NAME=VALUE, such as yarn.beta_fast=16"
             )
         given = options.setdefault(method, {})
         if name in given:
@@ -106,20 +104,26 @@ def _file(path: str) -> dict[str, Any]:
     except (OSError, ValueError, RecursionError) as error:
         reason = getattr(error, "strerror", None) or first_line(error)
         raise OptionError(
-            f"cannot read the options in {path} ({reason}); give a file that "
-            f"`rope-ext search` wrote"
+            f"cannot read options from {path} ({reason}); pass a file written by `rope-ext search`"
         ) from None
     if not isinstance(options, dict):
-        raise OptionError(f"{path} holds no options; give a JSON object with a value for each")
+        raise OptionError(
+            f"{path} does not contain options; it must be a JSON object that maps names to values"
+        )
     return options
 
 
 def _value(text: str) -> Any:
-    """A number, list, true, false or none; anything else is a word."""
+    """Parse a number, list, true, false or none; anything else is a string."""
     words = {"true": True, "false": False, "none": None}
     if text.lower() in words:
         return words[text.lower()]
     try:
         return ast.literal_eval(text)
-    except (ValueError, SyntaxError, RecursionError, MemoryError):  # the last two: deep nesting
+    except (
+        ValueError,
+        SyntaxError,
+        RecursionError,
+        MemoryError,
+    ):  # the last two come from deep nesting
         return text

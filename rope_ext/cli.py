@@ -1,4 +1,4 @@
-"""The command line. What needs transformers is imported by the commands that use it."""
+"""The command line. Commands import transformers only when they run."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ if (evaluators := find("cli")) is not None:
 
 @app.callback()
 def main() -> None:
-    """Extend the context of RoPE models of Hugging Face transformers."""
+    """Extend the context length of RoPE models in Hugging Face transformers."""
 
 
 @app.command()
@@ -43,7 +43,7 @@ def describe(
     compose: Compose = False,
     option: Option = None,
 ) -> None:
-    """Print the rotary embedding of a model, before and after a patch."""
+    """Show a model's rotary embedding, before and after a patch."""
     with clean_errors():
         import rope_ext
 
@@ -52,16 +52,17 @@ def describe(
 
 @app.command()
 def recommend(
-    model: Annotated[str, typer.Argument(help="Folder or Hub id; no weights are read.")],
+    model: Annotated[str, typer.Argument(help="Model directory or Hub ID; weights are not read.")],
     length: Target,
     finetune: Annotated[
-        bool, typer.Option("--finetune", help="The model will be fine-tuned for it.")
+        bool,
+        typer.Option("--finetune", help="Assume that you fine-tune the model for this length."),
     ] = False,
     calibration: Annotated[
-        Path | None, typer.Option(help="File or folder of `rope-ext calibrate`, to use.")
+        Path | None, typer.Option(help="Output file or directory of `rope-ext calibrate`.")
     ] = None,
 ) -> None:
-    """Print which method extends a model to a length, and why."""
+    """Recommend a method for a target length, and explain the choice."""
     with clean_errors():
         import rope_ext
 
@@ -72,13 +73,13 @@ def recommend(
 @app.command()
 def diagnose(
     model: Model,
-    length: Annotated[str, typer.Option(help="Context in tokens, such as 32k.")],
+    length: Annotated[str, typer.Option(help="Context length in tokens, such as 32k.")],
     method: PatchedWith = None,
     factor: Factor = 4.0,
     compose: Compose = False,
     option: Option = None,
 ) -> None:
-    """Print which rotary pairs meet angles at a length that they were not trained on."""
+    """Show which rotary pairs reach angles outside the trained range at a given length."""
     with clean_errors():
         import rope_ext
 
@@ -89,26 +90,28 @@ def diagnose(
 @app.command()
 def export(
     model: Model,
-    method: Annotated[str, typer.Option(help="Method of the patch to export.")],
+    method: Annotated[str, typer.Option(help="Method to export.")],
     engine: Annotated[
-        str, typer.Option(help="vllm, sglang, llama.cpp, ollama, mlx or transformers.")
+        str,
+        typer.Option(help="Target engine: vllm, sglang, llama.cpp, ollama, mlx or transformers."),
     ],
     factor: Factor = 4.0,
     legacy: Annotated[
-        bool, typer.Option("--legacy", help="transformers: add the names of older readers.")
+        bool, typer.Option("--legacy", help="transformers: also write the legacy key names.")
     ] = False,
     output: Annotated[
-        Path | None, typer.Option(help="Folder of the saved model: write the engine's files there.")
+        Path | None,
+        typer.Option(help="Directory of the saved model; write the engine's files there."),
     ] = None,
     compose: Compose = False,
     option: Option = None,
 ) -> None:
-    """Print the settings with which another engine runs a model under a method."""
+    """Print the settings that make another engine run a method."""
     with clean_errors():
         import rope_ext
 
         options = {"legacy": True} if legacy else {}
-        rope_ext.engines.build_engine(engine, **options)  # mistakes show before the weights do
+        rope_ext.engines.build_engine(engine, **options)  # report mistakes before loading weights
         patched = _patched(model, method, factor, compose, option, as_stored=True)
         made = rope_ext.export(patched, engine, **options)
         print(made)
@@ -119,18 +122,21 @@ def export(
 @app.command()
 def gguf(
     source: Annotated[
-        str, typer.Argument(help="FILE.gguf; or the folder of a patched model, and its file next.")
+        str,
+        typer.Argument(
+            help="FILE.gguf, or the directory of a patched model followed by its FILE.gguf."
+        ),
     ],
-    file: Annotated[str | None, typer.Argument(help="FILE.gguf of the folder's model.")] = None,
+    file: Annotated[str | None, typer.Argument(help="GGUF file of the patched model.")] = None,
     *,
-    output: Annotated[Path, typer.Option(help="The file to write.")],
+    output: Annotated[Path, typer.Option(help="Output file.")],
     method: PatchedWith = None,
     factor: Factor = 4.0,
     trained_length: TrainedLength = None,
     compose: Compose = False,
     option: Option = None,
 ) -> None:
-    """Write a patch into a file of llama.cpp: keys, and a tensor where they cannot say it."""
+    """Write GGUF metadata, plus a frequency tensor when needed."""
     with clean_errors(), stoppable("nothing was written; run the same command again"):
         from rope_ext.engines import gguf_file
 
@@ -145,48 +151,56 @@ def gguf(
 
 @app.command()
 def verify(
-    model: Annotated[str, typer.Argument(help="Folder or Hub id; no weights are read.")],
-    engine: Annotated[str, typer.Option(help="llama.cpp, mlx or transformers.")] = "llama.cpp",
+    model: Annotated[str, typer.Argument(help="Model directory or Hub ID; weights are not read.")],
+    engine: Annotated[
+        str, typer.Option(help="Engine to run: llama.cpp, mlx or transformers.")
+    ] = "llama.cpp",
     method: PatchedWith = None,
     factor: Factor = 4.0,
     flags: Annotated[
         str | None,
-        typer.Option(help="Of llama-server, for an unscaled file, instead of those of `export`."),
+        typer.Option(
+            help="llama-server flags for an unscaled file, instead of those from `export`."
+        ),
     ] = None,
     as_saved: Annotated[
-        bool, typer.Option("--as-saved", help="mlx: the folder without the file of `export`.")
+        bool,
+        typer.Option(
+            "--as-saved", help="mlx: load the saved directory without the file from `export`."
+        ),
     ] = False,
     write: Annotated[
         Path | None,
         typer.Option(
-            help="Write the unpatched miniature to this folder; print the commands that serve it."
+            help="Write the unpatched miniature to this directory and print commands to serve it."
         ),
     ] = None,
     url: Annotated[
-        str | None, typer.Option(help="A server of the written miniature, http://HOST:PORT.")
+        str | None,
+        typer.Option(help="URL of a server that runs the written miniature, http://HOST:PORT."),
     ] = None,
-    served_as: Annotated[str | None, typer.Option(help="Its name on that server.")] = None,
-    length: Annotated[str, typer.Option(help="Longest prompt in tokens.")] = "2k",
+    served_as: Annotated[str | None, typer.Option(help="Model name on that server.")] = None,
+    length: Annotated[str, typer.Option(help="Length of the longest prompt in tokens.")] = "2k",
     tolerance: Annotated[
         float | None,
         typer.Option(
-            help="Root mean square difference of log-probabilities that counts as rounding. "
-            "Default: 0.002; for a --url, three times that of transformers in bfloat16."
+            help="Largest RMS difference of log-probabilities that counts as rounding error. "
+            "Default: 0.002; with --url, three times that of transformers in bfloat16."
         ),
     ] = None,
     factor_error: Annotated[
-        float, typer.Option(help="Relative error of the factor to tell from the right one.")
+        float, typer.Option(help="Smallest relative error of the factor to detect.")
     ] = 0.01,
-    json: Annotated[Path | None, typer.Option(help="Write all numbers to this file.")] = None,
+    json: Annotated[Path | None, typer.Option(help="Write all results to this JSON file.")] = None,
     trained_length: TrainedLength = None,
     option: Option = None,
 ) -> None:
-    """Run a miniature in an engine and report what it computes.
+    """Run a miniature model in an engine and check that it applies the patch.
 
-    The miniature has the rotary embedding of the model, under --method or as it was saved.
+    The miniature has the rotary embedding of the model, patched with --method or as saved.
 
-    Exit code 0: the engine computes the patch; 1: it does not; 2: it could not be run; 3: its
-    answers do not decide between the patch and something else.
+    Exit codes: 0, the engine applies the patch; 1, it does not; 2, it could not be run; 3, the
+    results are inconclusive.
     """
     with clean_errors():
         import tempfile
@@ -200,12 +214,12 @@ def verify(
         _check_verify(flags, factor_error, tolerance, url, write)
         if url is None and write is None and engine not in verifying.ENGINES:
             raise OptionError(
-                f"--engine {engine!r} is not run here; give one of "
-                f"{', '.join(verifying.ENGINES)}, or for others --write FOLDER, serve that, and "
-                f"--url http://HOST:PORT"
+                f"--engine {engine!r} cannot be run here; use one of "
+                f"{', '.join(verifying.ENGINES)}; for others, run with --write FOLDER, serve that "
+                f"folder, then run with --url http://HOST:PORT"
             )
         if method is None and option:
-            raise OptionError(f"--option {option[0]} is for a method; give --method, too")
+            raise OptionError(f"--option {option[0]} needs --method")
         names = [] if method is None else [method]
         methods = checked_methods(names, factor, parse_options(option, names)) if names else {}
         ((name, values),) = methods.items() if methods else ((None, {}),)
@@ -214,7 +228,7 @@ def verify(
         miniature = verifying.Miniature.from_config(load_config(model), name, **values)
         if write is not None:
             commands, refusals = verifying.write(miniature, write)
-            tell(f"wrote {write}; serve it by one of these commands, then ask it with --url")
+            tell(f"wrote {write}; serve it with one of these commands, then run again with --url")
             for command in commands.values():
                 print(command)
             for refusal in refusals:
@@ -249,27 +263,30 @@ def _check_verify(
     mistakes = Mistakes()
     if not 0 < factor_error < 1:
         mistakes.add(
-            OptionError(f"--factor-error {factor_error:g} has to be between 0 and 1, as 0.01")
+            OptionError(f"--factor-error {factor_error:g} must be between 0 and 1, such as 0.01")
         )
     if tolerance is not None and not tolerance > 0:
-        mistakes.add(OptionError(f"--tolerance {tolerance:g} has to be above 0, as 0.002"))
+        mistakes.add(OptionError(f"--tolerance {tolerance:g} must be positive, such as 0.002"))
     if url is not None and write is not None:
         mistakes.add(
-            OptionError("--write comes first; serve what it wrote, then give --url without --write")
+            OptionError(
+                "--write and --url cannot be combined; run with --write, serve the folder, then "
+                "run with --url"
+            )
         )
     if url is not None and not url.startswith(("http://", "https://")):
-        mistakes.add(OptionError(f"--url {url!r} is no address; give one as http://HOST:PORT"))
+        mistakes.add(OptionError(f"--url {url!r} is not a valid URL; use http://HOST:PORT"))
     words: list[str] = []
     try:
         words = shlex.split(flags or "")
     except ValueError as error:
-        mistakes.add(OptionError(f"--flags {flags!r} cannot be split into words: {error}"))
+        mistakes.add(OptionError(f"--flags {flags!r} cannot be parsed: {error}"))
     mistakes.report()
     given = running.overridden(words)
     if given:
         tell(
-            f"note: {shlex.join(running.EXACT)} override {', '.join(given)} of --flags: the check "
-            f"runs in float32, and does not measure what those flags change",
+            f"note: {shlex.join(running.EXACT)} override {', '.join(given)} in --flags: the check "
+            f"runs in float32 and does not measure the effect of those flags",
             "yellow",
         )
 
@@ -282,14 +299,14 @@ def _patched(
     option: list[str] | None,
     as_stored: bool = False,
 ) -> Any:
-    """The loaded model, under the method if there is one; ``as_stored``: in its own dtype."""
+    """Load the model and apply the method, if any; ``as_stored`` loads the saved dtype."""
     import rope_ext
     from rope_ext.checkpoints import load_config, load_model
     from rope_ext.method_options import checked_methods, saved_otherwise
 
     quiet()
     if method is None and option:
-        raise OptionError(f"--option {option[0]} is for a method; give --method, too")
+        raise OptionError(f"--option {option[0]} needs --method")
     names = [] if method is None else [method]
     options = parse_options(option, names)
     methods = checked_methods(names, factor, options) if names else {}
@@ -305,7 +322,7 @@ def _patched(
 
 @app.command("methods")
 def show_methods() -> None:
-    """List the methods, their options and when to use them."""
+    """List methods with their options and when to use them."""
     import rope_ext
     from rope_ext.encodings import Encoding
     from rope_ext.methods import all_encodings
@@ -319,9 +336,9 @@ def show_methods() -> None:
         table.add_row(info.name, ", ".join(options), info.use, info.paper)
     console = wide_console(160)
     console.print(table)
-    console.print("Options without a value must be given.", style="dim")
+    console.print("Options without a default are required.", style="dim")
     names = ", ".join(cls.name for cls in all_encodings())
-    console.print(f"In the rotation's place, by the same patch: {names}.", style="dim")
+    console.print(f"Encodings that replace RoPE: {names}.", style="dim")
     adding = [cls for cls in all_encodings() if issubclass(cls, Encoding) and cls.adds()]
     names = ", ".join(cls.name for cls in adding)
-    console.print(f"Beside a rotation that stays, by bias=: {names}.", style="dim")
+    console.print(f"Biases to add to RoPE with bias=: {names}.", style="dim")

@@ -1,4 +1,4 @@
-"""Arguments that several commands have in common."""
+"""Arguments shared by several commands."""
 
 from __future__ import annotations
 
@@ -6,36 +6,37 @@ from typing import Annotated
 
 import typer
 
-Model = Annotated[str, typer.Argument(help="Folder or Hub id.")]
-Factor = Annotated[float, typer.Option(help="How many times the trained length.")]
-PatchedWith = Annotated[str | None, typer.Option(help="Patch it with this method first.")]
+Model = Annotated[str, typer.Argument(help="Model directory or Hub ID.")]
+Factor = Annotated[float, typer.Option(help="Extension factor: target length / trained length.")]
+PatchedWith = Annotated[str | None, typer.Option(help="Patch the model with this method first.")]
 Option = Annotated[
     list[str] | None,
     typer.Option(
         "--option",
-        help="One option of one method, such as yarn.beta_fast=16, or all in a file, such as "
-        "longrope=found.json; repeat.",
+        help="Method option, such as yarn.beta_fast=16, or a JSON file of options, such as "
+        "longrope=found.json. Repeatable.",
     ),
 ]
-Dtype = Annotated[str, typer.Option(help="auto (float32 on a CPU), float32, bfloat16 or float16.")]
+Dtype = Annotated[
+    str, typer.Option(help="Dtype: auto (float32 on CPU), float32, bfloat16 or float16.")
+]
 TrainedLength = Annotated[
-    int | None, typer.Option(help="If the configuration does not say it rightly.")
+    int | None, typer.Option(help="Override the trained length in the config.")
 ]
 Text = Annotated[
     list[str] | None,
     typer.Option(
-        help="Text, .jsonl, .parquet or folder to read; repeat. Default: Python's own library."
+        help="Text file, .jsonl, .parquet or directory. Repeatable. Default: the Python standard "
+        "library."
     ),
 ]
 TrainText = Annotated[
     list[str] | None,
     typer.Option(
-        help="Text, .jsonl, .parquet or folder; repeat. Default: Python's own library, but for "
-        "the part that is measured by default."
+        help="Text file, .jsonl, .parquet or directory. Repeatable. Default: the Python standard "
+        "library, without the files that evaluation uses by default."
     ),
 ]
-Target = Annotated[str, typer.Option(help="Context to reach in tokens, such as 32k.")]
-Device = Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1, mps ...")]
-Compose = Annotated[
-    bool, typer.Option(help="Go on although the checkpoint scales its own rotary embedding.")
-]
+Target = Annotated[str, typer.Option(help="Target context length in tokens, such as 32k.")]
+Device = Annotated[str, typer.Option(help="Device: auto, cpu, cuda, cuda:1, mps ...")]
+Compose = Annotated[bool, typer.Option(help="Apply on top of existing RoPE scaling.")]

@@ -1,4 +1,4 @@
-"""Every error that rope_ext raises on purpose. The text always ends with the cure."""
+"""All errors that rope_ext raises. Each message ends with how to fix the problem."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from typing import Any
 
 
 class RopeExtError(ValueError):
-    """Base of all errors of this package."""
+    """Base class of all errors in this package."""
 
 
 class UnknownMethodError(RopeExtError):
-    """No method of that name is registered."""
+    """No method with this name is registered."""
 
 
 class OptionError(RopeExtError):
-    """An option is unknown, of the wrong kind, or out of range."""
+    """An option is unknown, has the wrong type, or is out of range."""
 
 
 class NoRopeError(RopeExtError):
@@ -25,35 +25,35 @@ class NoRopeError(RopeExtError):
 
 
 class AlreadyPatchedError(RopeExtError):
-    """The model carries a patch already."""
+    """The model is already patched."""
 
 
 class NotPatchedError(RopeExtError):
-    """The model carries no patch."""
+    """The model is not patched."""
 
 
 class AlreadyScaledError(RopeExtError):
-    """The checkpoint's rotary embedding is scaled by its own configuration."""
+    """The configuration of the checkpoint already scales its rotary embedding."""
 
 
 class UnsupportedModelError(RopeExtError):
-    """The effect of a patch on this family cannot be proven, so none is made."""
+    """The patch cannot be shown to be correct for this model family, so it is not applied."""
 
 
 class CacheError(RopeExtError):
-    """A key-value cache cannot be continued under this patch."""
+    """A key-value cache cannot be used with this patch."""
 
 
 class RecordError(RopeExtError):
-    """The record of a patch cannot be read, or not be followed."""
+    """The saved record of a patch cannot be read or applied."""
 
 
 class AdapterError(RopeExtError):
-    """An adapter and the model it is put on do not carry the same patch."""
+    """An adapter and its base model have different patches."""
 
 
 class LoadError(RopeExtError, OSError):
-    """A folder or Hub id holds no model that can be loaded."""
+    """A directory or Hub ID contains no model that can be loaded."""
 
 
 class ExportError(RopeExtError):
@@ -61,7 +61,7 @@ class ExportError(RopeExtError):
 
 
 class MeasureError(RopeExtError):
-    """A model or a text cannot be loaded or measured as asked."""
+    """A model or text cannot be loaded or evaluated as requested."""
 
 
 class SeveralErrors(RopeExtError):
@@ -78,7 +78,7 @@ class SeveralErrors(RopeExtError):
 
 
 class Mistakes:
-    """Collects errors, so that all of them are reported at once; true if there are any."""
+    """Collects errors to report them together; true if there are any."""
 
     def __init__(self) -> None:
         self.errors: list[RopeExtError] = []
@@ -87,47 +87,47 @@ class Mistakes:
         return bool(self.errors)
 
     def add(self, error: RopeExtError | str) -> None:
-        """Remember an error, or the message of an ``OptionError``; none is kept twice."""
+        """Add an error, or the message of an ``OptionError``, unless it is already there."""
         if isinstance(error, str):
             error = OptionError(error)
         known = set(map(str, self.errors))
         self.errors += [one for one in getattr(error, "errors", [error]) if str(one) not in known]
 
     def add_all(self, messages: Iterable[str]) -> None:
-        """Remember each message, and the error that ends them if one is raised."""
+        """Add each message, and the error that the iterator raises, if any."""
         with self.collected():
             for message in messages:
                 self.add(message)
 
     @contextmanager
     def collected(self) -> Iterator[None]:
-        """Remember an error of this package that the block raises."""
+        """Add an error of this package that the block raises."""
         try:
             yield
         except RopeExtError as error:
             self.add(error)
 
     def check(self, check: Callable[..., Any], *given: Any, default: Any = None) -> Any:
-        """The result of ``check(*given)``; ``default`` if it raises, which is remembered."""
+        """Return ``check(*given)``; if it raises, add the error and return ``default``."""
         with self.collected():
             return check(*given)
         return default
 
     def report(self) -> None:
-        """Raise what was collected: one error as it is, several as ``SeveralErrors``."""
+        """Raise the collected error, or ``SeveralErrors`` if there is more than one."""
         if self.errors:
             raise self.errors[0] if len(self.errors) == 1 else SeveralErrors(self.errors)
 
 
 def nearest(word: str, known: Iterable[str]) -> str:
-    """``"; did you mean 'a' or 'b'?"`` for the known words close to ``word``, else ``""``."""
+    """Return ``"; did you mean 'a' or 'b'?"`` for known words close to ``word``, else ``""``."""
     close = difflib.get_close_matches(word, list(known), n=2, cutoff=0.6)
     return f"; did you mean {' or '.join(map(repr, close))}?" if close else ""
 
 
 def first_line(error: Exception) -> str:
-    """What the error of another library says first, to quote within a sentence."""
+    """The first line of another library's error, to quote within a sentence."""
     first, *more = str(error).strip().split("\n", 2)
-    if first.endswith(":") and more:  # it only announces the second
+    if first.endswith(":") and more:  # the first line only introduces the second
         first = f"{first} {more[0].strip()}"
     return first.rstrip(".")

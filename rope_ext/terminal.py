@@ -1,4 +1,4 @@
-"""What all commands have in common: errors, messages and progress."""
+"""Errors, messages and progress bars shared by all commands."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ _err = Console(stderr=True, highlight=False)
 
 
 def first_process() -> bool:
-    """Whether this is the first, or only, of the processes that were launched together."""
+    """Whether this is rank 0 of the launched processes, or the only one."""
     return os.environ.get("RANK", "0") == "0"
 
 
 @contextmanager
 def clean_errors() -> Iterator[None]:
-    """Errors made by the user as one line, exit code 2.
+    """Print user errors as one line and exit with code 2.
 
-    Where standard output is closed before everything is printed, as ``| head`` does, nothing is
-    told, and the exit code is 1, as it is of other Python programs.
+    If the reader of standard output closes it early, as ``| head`` does, print nothing and exit
+    with code 1, as other Python programs do.
     """
     try:
         yield
@@ -44,28 +44,28 @@ def clean_errors() -> Iterator[None]:
         _print_no_more()
         where = "" if error.filename is None else f" ({error.filename})"
         reason = error.strerror or first_line(error)
-        tell(f"error: {reason}{where}; mend that and try again", "red")
+        tell(f"error: {reason}{where}; fix this and try again", "red")
         sys.exit(2)
 
 
 class _Stopped(KeyboardInterrupt):
-    """Raised where a signal arrives, so that locks are released and logs are closed."""
+    """Raised when a signal arrives, so that locks are released and logs are closed."""
 
 
 @contextmanager
 def stoppable(advice: str = "run the same command with --resume to continue") -> Iterator[None]:
-    """Let Ctrl-C, SIGTERM and SIGHUP end the block in one line, exit status 128 + the signal.
+    """Stop on Ctrl-C, SIGTERM and SIGHUP with a one-line message and status 128 + signal.
 
-    A signal that is ignored, as SIGHUP is under ``nohup``, or that has a handler stays as it is.
-    Python runs handlers in the main thread only; in another one nothing changes but Ctrl-C.
+    Signals that are ignored, as SIGHUP is under ``nohup``, or that have a handler are unchanged.
+    Python runs handlers in the main thread only, so other threads handle only Ctrl-C.
 
     Args:
-        advice: how to go on, after ``stopped;``.
+        advice: how to continue, printed after ``stopped;``.
     """
-    came: list[int] = []
+    received: list[int] = []
 
     def stop(number: int, frame: FrameType | None) -> None:
-        came.append(number)
+        received.append(number)
         raise _Stopped
 
     main = threading.current_thread() is threading.main_thread()
@@ -76,32 +76,32 @@ def stoppable(advice: str = "run the same command with --resume to continue") ->
     try:
         yield
     except BaseException as error:
-        # A lost terminal or process of the group may have raised an error of its own by now.
-        if not (came or isinstance(error, KeyboardInterrupt)):
+        # By now a closed terminal or a process of the group may have raised another error.
+        if not (received or isinstance(error, KeyboardInterrupt)):
             raise
-        for one in ours:  # launchers pass on a signal that this process got itself
+        for one in ours:  # launchers forward a signal that this process already received
             signal.signal(one, signal.SIG_IGN)
         with suppress(OSError):
             tell(f"stopped; {advice}")
-        sys.exit(128 + (came[0] if came else signal.SIGINT))
+        sys.exit(128 + (received[0] if received else signal.SIGINT))
     finally:
         for one in ours:
             signal.signal(one, signal.SIG_DFL)
 
 
 def _print_no_more() -> None:
-    """Nothing is left to fail when Python itself flushes at its end."""
+    """Discard further output, so that the flush at exit cannot fail."""
     sys.stdout = open(os.devnull, "w")  # noqa: SIM115 - as long as the process
 
 
 def tell(text: str, style: str | None = None) -> None:
-    """A line on standard error, from the first process only."""
+    """Print a line to standard error, from rank 0 only."""
     if first_process():
         _err.print(text, style=style, markup=False, soft_wrap=True)
 
 
 def quiet() -> None:
-    """No log lines and loading bars in the middle of ours."""
+    """Silence the log lines and loading bars of transformers."""
     from transformers.utils import logging as transformers_logging
 
     transformers_logging.set_verbosity_error()
@@ -109,8 +109,8 @@ def quiet() -> None:
 
 
 def progress() -> Progress:
-    """A bar with an estimate; in the first process only."""
-    # Long forwards report seldom: look back far enough for a steady estimate.
+    """A progress bar with the remaining time, in rank 0 only."""
+    # Long forwards report rarely: a long window keeps the estimate steady.
     columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn())
     remaining = TimeRemainingColumn()
     return Progress(
@@ -119,6 +119,6 @@ def progress() -> Progress:
 
 
 def wide_console(width: int) -> Console:
-    """The terminal; or, where the output goes elsewhere, lines of at least ``width``."""
+    """The terminal, or lines of at least ``width`` if the output is redirected."""
     console = Console()
     return console if console.is_terminal else Console(width=max(width, console.width))

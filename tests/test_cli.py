@@ -124,9 +124,9 @@ def test_compare_writes_everything(
         (["--option", "yarn.beta_fst=1"], "did you mean 'beta_fast'"),
         (["--option", "yarn.beta_fast=no"], "yarn: beta_fast='no' is not valid"),
         (["--option", "pi.x=1"], "options are given for pi"),
-        (["--option", "beta_fast=1"], "give METHOD.NAME=VALUE"),
+        (["--option", "beta_fast=1"], "use METHOD.NAME=VALUE"),
         (["--factor", "1"], "give --factor a number above 1"),
-        (["--lengths", "128,2kb"], "not a list of whole numbers"),
+        (["--lengths", "128,2kb"], "not a list of integers"),
         (["--lengths", ""], "no length to measure"),
         (["--lengths", "20,128"], "a passkey prompt needs at least"),
         (["--lengths", "128,9000000"], "give a longer --text"),
@@ -220,7 +220,7 @@ def test_describe(checkpoint: Path) -> None:
     assert "128 -> 512 tokens by yarn" in result.stdout and "beta_fast=16" in result.stdout
     assert call("describe", checkpoint, "--method", "yran").exit_code == 2
     result = call("describe", checkpoint, "--option", "yarn.beta_fast=16")
-    assert result.exit_code == 2 and "give --method, too" in result.stderr
+    assert result.exit_code == 2 and "--option yarn.beta_fast=16 needs --method" in result.stderr
 
 
 def test_recommend_reads_no_weights(checkpoint: Path, loader_fails: None) -> None:
@@ -233,7 +233,7 @@ def test_recommend_reads_no_weights(checkpoint: Path, loader_fails: None) -> Non
     )
     tuned = call("recommend", checkpoint, "--length", "1k", "--finetune")
     assert "rope_ext.patch(model, 'yarn', factor=8)" in tuned.stdout
-    for length, message in (("128", "within the 128 tokens"), ("1k,2k", "not one length")):
+    for length, message in (("128", "within the 128 tokens"), ("1k,2k", "not a single length")):
         wrong = call("recommend", checkpoint, "--length", length)
         assert wrong.exit_code == 2 and message in wrong.stderr
 
@@ -255,7 +255,7 @@ def test_plot_reads_no_weights(checkpoint: Path, tmp_path: Path, loader_fails: N
     for change, message in (
         (["--method", "yarn"], "yarn changes frequencies"),
         (["--method", "yran"], "did you mean 'yarn'"),
-        (["--length", "many"], "'many' is not a list of whole numbers"),
+        (["--length", "many"], "'many' is not a list of integers"),
         (["--output", tmp_path / "one.pdf"], "give a .png file"),
     ):
         wrong = call("plot", *words, *change)

@@ -20,6 +20,7 @@ from mkdocs.exceptions import PluginError
 from transformers import AutoModelForCausalLM
 
 import rope_ext
+from rope_ext.encodings.alibi import slopes
 from rope_ext.methods import Method, Rope, all_encodings, all_methods, registry
 from tests.helpers.models import tiny_llama
 
@@ -141,6 +142,38 @@ def test_a_position_method_takes_the_lines_of_the_page(own_registry, ids, tmp_pa
     model.save_pretrained(tmp_path)
     again = rope_ext.from_pretrained(str(tmp_path))
     torch.testing.assert_close(again(ids).logits, logits, rtol=0, atol=0)
+
+
+@torch.no_grad()
+def test_an_encoding_takes_the_one_file_of_the_page(own_registry, ids, tmp_path) -> None:
+    lines, calls = snippets("adding-an-encoding.md")
+    names = {"__name__": __name__}
+    exec(lines, names)
+    assert names["Slope"].adds()  # bias= accepts it
+
+    model, alibi = tiny_llama(), tiny_llama()
+    rope_ext.patch(model, "slope", clip=1000)
+    rope_ext.patch(alibi, "alibi")
+    learned = [p for name, p in model.named_parameters() if ".rope_ext_bias." in name]
+    assert len(learned) == model.config.num_hidden_layers
+    for parameter in learned:
+        parameter.copy_(slopes(len(parameter)))
+    logits = model(ids).logits
+    # The same bias, as long as nothing is clipped.
+    torch.testing.assert_close(logits, alibi(ids).logits, rtol=0, atol=1e-4)
+    model.save_pretrained(tmp_path)
+    again = rope_ext.from_pretrained(str(tmp_path)).eval()
+    torch.testing.assert_close(again(ids).logits, logits, rtol=0, atol=0)
+
+    model = tiny_llama()
+    unpatched = model(ids).logits
+    exec(calls, {"rope_ext": rope_ext, "model": model, **names})
+    assert rope_ext.describe(model).method == "yarn"
+    with_bias = model(ids).logits
+    rope_ext.unpatch(model)
+    with rope_ext.patched(model, "yarn", factor=4):
+        assert (model(ids).logits - with_bias).abs().max() > 0.01
+    torch.testing.assert_close(model(ids).logits, unpatched, rtol=0, atol=0)
 
 
 def own_model(source: str = "") -> torch.nn.Module:

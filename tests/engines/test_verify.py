@@ -392,7 +392,7 @@ def test_what_cannot_be_told_apart_has_an_exit_code_of_its_own(folder: str, shor
         assert run(*words, url, "--factor-error", "0.05").exit_code == 0
     for wrong in (["--factor-error", "2"], ["--tolerance", "0"]):
         result = run(folder, "--method", "yarn", *wrong)
-        assert result.exit_code == 2 and f"{wrong[0]} {wrong[1]} has to be" in result.stderr
+        assert result.exit_code == 2 and f"{wrong[0]} {wrong[1]} must be" in result.stderr
 
 
 @pytest.mark.parametrize(
@@ -415,7 +415,7 @@ def test_what_a_server_says_instead_is_shown(folder: str, raw: bytes, message: s
 def test_flags_of_the_cache_that_are_overridden_are_named(folder: str) -> None:
     words = [folder, "--method", "yarn", "--engine", "none", "--flags"]
     result = run(*words, "--ctx-size 256 -ctk q8_0 --cache-type-v q4_0")
-    assert "override -ctk, --cache-type-v of --flags" in result.stderr
+    assert "override -ctk, --cache-type-v in --flags" in result.stderr
     assert "override" not in run(*words, "--ctx-size 256").stderr
 
 
@@ -424,17 +424,17 @@ def test_all_wrong_options_are_reported_at_once(folder: str, tmp_path: Path) -> 
     result = run(folder, "--method", "yarn", *words)
     assert result.exit_code == 2
     told = " ".join(result.stderr.split())
-    assert "--url 'localhost:8000' is no address; give one as http://HOST:PORT" in told
-    assert "--write comes first" in told
-    assert "cannot be split into words: No closing quotation" in told
+    assert "--url 'localhost:8000' is not a valid URL; use http://HOST:PORT" in told
+    assert "--write and --url cannot be combined" in told
+    assert "cannot be parsed: No closing quotation" in told
     assert not (tmp_path / "out").exists()
     result = run(folder, "--method", "yarn", "--url", "")
-    assert result.exit_code == 2 and "--url '' is no address" in result.stderr
+    assert result.exit_code == 2 and "--url '' is not a valid URL" in result.stderr
 
 
 def test_the_command_says_what_is_missing(folder: str) -> None:
     result = run(folder, "--engine", "vllm", "--method", "yarn")
-    assert result.exit_code == 2 and "--write FOLDER, serve that, and --url" in result.stderr
+    assert result.exit_code == 2 and "--write FOLDER, serve that folder" in result.stderr
     result = run(folder)
     assert result.exit_code == 2 and "nothing to verify" in result.stderr
     result = run(folder, "--method", "yarn", "--engine", "transformers")

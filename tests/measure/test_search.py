@@ -346,7 +346,7 @@ def test_a_model_without_finite_losses_is_told(model, tokenizer) -> None:
 
 @pytest.mark.parametrize(
     ("content", "message"),
-    [(None, "No such file"), ("{", "cannot read the options"), ("[1]", "holds no options")],
+    [(None, "No such file"), ("{", "cannot read options"), ("[1]", "does not contain options")],
 )
 def test_options_in_a_file_are_checked(tmp_path, content: str | None, message: str) -> None:
     path = tmp_path / "found.json"

@@ -40,7 +40,7 @@ ROOMS = {
     ),
     "rope_eval": (
         "rope_eval",
-        "folder forward plots.style data",
+        "folder forward log options plots.style data",
         "cases settings",
         "systems versions",
         "tasks",

@@ -13,7 +13,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
-from rope_eval.folder import HEADER, replace_file, writing
+from rope_eval.folder import HEADER
+from rope_eval.log import Log, read_lines, to_line
 from rope_ext.errors import MeasureError, OptionError
 
 Mode = Literal["argmax", "loss", "write"]
@@ -190,11 +191,11 @@ def dump(data: Any) -> str:
 
 def line(outcome: Outcome) -> str:
     """The outcome as a line of the log."""
-    return json.dumps(outcome.to_json()) + "\n"
+    return to_line(outcome.to_json()).decode()
 
 
 def read_outcomes(paths: Sequence[Path]) -> dict[str, Outcome]:
-    """The outcomes of some logs by key; a line that is none, as a killed run may leave, is skipped.
+    """The outcomes of some logs by key; lines that are not outcomes are skipped.
 
     Raises:
         MeasureError: a log cannot be read.
@@ -202,15 +203,15 @@ def read_outcomes(paths: Sequence[Path]) -> dict[str, Outcome]:
     outcomes = {}
     for path in paths:
         try:
-            content = path.read_text(encoding="utf-8", errors="replace")
+            lines = list(read_lines(path))
         except OSError as error:
             raise MeasureError(
                 f"cannot read {path}: {error.strerror}; give --output another folder"
             ) from None
-        for text in content.split("\n"):
+        for data in lines:
             try:
-                outcome = Outcome.from_json(json.loads(text))
-            except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
+                outcome = Outcome.from_json(data)
+            except (ValueError, TypeError, KeyError, AttributeError):
                 continue
             outcomes[outcome.key] = outcome
     return outcomes
@@ -218,36 +219,24 @@ def read_outcomes(paths: Sequence[Path]) -> dict[str, Outcome]:
 
 def write_outcomes(path: Path, outcomes: Sequence[Outcome]) -> None:
     """Replace the log by these outcomes, at once: a crash leaves the old file or the new one."""
-    replace_file(path, HEADER + "".join(map(line, outcomes)).encode())
+    _log(path).replace(line(outcome).encode() for outcome in outcomes)
 
 
 @contextmanager
 def adding(path: Path) -> Iterator[Callable[[Outcome], None]]:
-    """Add outcomes to a log, each on disk before the next; begin the log if there is none.
+    """Add outcomes to a log, each on disk before the next; start the log if there is none.
 
     Raises:
         MeasureError: it cannot be written.
     """
+    log = _log(path)
+    log.open()
+    yield lambda outcome: log.add(line(outcome).encode())
+
+
+def _log(path: Path) -> Log:
     cure = "make room or give --output another folder; --resume keeps what is finished"
-    with writing(path, cure):
-        repair(path) if path.exists() else replace_file(path, HEADER)
-        file = path.open("ab", buffering=0)  # what could not be written is not tried again
-
-    def add(outcome: Outcome) -> None:
-        left = line(outcome).encode()
-        with writing(path, cure):
-            while left:
-                left = left[file.write(left) :]
-
-    with file:
-        yield add
-
-
-def repair(path: Path) -> None:
-    """Cut the unfinished last line of a log off, so that more lines can follow."""
-    with path.open("rb+") as file:
-        content = file.read()
-        file.truncate(content.rfind(b"\n") + 1)
+    return Log(path, HEADER, cure)
 
 
 def require_positive(**values: int | None) -> None:

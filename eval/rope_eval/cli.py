@@ -8,7 +8,9 @@ from typing import Annotated, Any
 
 import typer
 
-from rope_ext.arguments import parse_length, parse_lengths, parse_options, split
+from rope_eval.options import command_options, read_options
+from rope_eval.tune.options import CalibrationOptions, SearchOptions
+from rope_ext.arguments import parse_length, parse_options, split
 from rope_ext.cli_arguments import (
     Compose,
     Device,
@@ -18,7 +20,6 @@ from rope_ext.cli_arguments import (
     Option,
     Target,
     Text,
-    TrainedLength,
     TrainText,
 )
 from rope_ext.terminal import clean_errors, quiet, stoppable, tell
@@ -50,114 +51,56 @@ def evaluate_tasks(context: typer.Context) -> None:
 
 
 @app.command()
+@command_options(SearchOptions)
 def search(
     model: Model,
     length: Target,
     output: Annotated[
-        Path, typer.Option(help="The options found, a .json file; a search that is there goes on.")
+        Path, typer.Option(help="The .json file to write; an interrupted search in it resumes.")
     ],
     text: TrainText = None,
-    iterations: Annotated[int, typer.Option(min=1, help="Of evolution.")] = 40,
-    population: Annotated[int, typer.Option(min=4, help="Tables to begin with.")] = 64,
-    mutations: Annotated[int, typer.Option(min=0, help="New tables of each iteration.")] = 16,
-    crossovers: Annotated[int, typer.Option(min=0, help="Likewise, from two.")] = 16,
-    samples: Annotated[int, typer.Option(min=1, help="Windows of text that judge a table.")] = 5,
-    scored: Annotated[
-        str | None,
-        typer.Option(
-            help="Tokens at their ends that count, or `needles`: the answers of passkeys hidden in "
-            "them and in filler. Default: half."
-        ),
-    ] = None,
-    critical: Annotated[
-        int | None,
-        typer.Option(help="Search from this pair on, those below as of NTK. Default: all."),
-    ] = None,
-    attention_factor: Annotated[
-        float | None, typer.Option(help="Of all tables. Default: it is searched along.")
-    ] = None,
-    start_tokens: Annotated[
-        str, typer.Option(help="Numbers of tokens to choose from; more than 0 is not exportable.")
-    ] = "0",
-    seed: Annotated[int, typer.Option(help="Of windows and evolution.")] = 0,
     dtype: Dtype = "auto",
     device: Device = "auto",
-    trained_length: TrainedLength = None,
-    compose: Compose = False,
+    **options: Any,
 ) -> None:
-    """Search the table of longrope by evolution. Killed, it goes on when it is run again."""
+    """Search LongRoPE factors by evolution. Resumes if interrupted."""
     with clean_errors(), stoppable("run the same command to continue"):
         import rope_ext
         from rope_eval.data.text import python_library, read_texts
-        from rope_eval.tune.search import NEEDLES, summary
+        from rope_eval.tune.search import summary
         from rope_ext.checkpoints import load_model, load_tokenizer
 
         quiet()
-        tokens = parse_length(length)
-        last = scored
-        if scored not in (None, NEEDLES):
-            last = parse_length(scored, "--scored")
-        starts = parse_lengths(start_tokens, "--start-tokens")
+        tokens, given = parse_length(length), read_options(SearchOptions, options)
         texts = read_texts(text) if text else python_library("train")
         tokenizer = load_tokenizer(model)
-        found = rope_ext.search(
-            load_model(model, dtype, device),
-            tokenizer,
-            texts,
-            tokens,
-            output=output,
-            population=population,
-            iterations=iterations,
-            mutations=mutations,
-            crossovers=crossovers,
-            samples=samples,
-            scored=last,
-            critical=critical,
-            attention_factor=attention_factor,
-            start_tokens=starts,
-            seed=seed,
-            compose=compose,
-            original_max_position_embeddings=trained_length,
-        )
+        loaded = load_model(model, dtype, device)
+        found = rope_ext.search(loaded, tokenizer, texts, tokens, output=output, **given)
         print(summary(output))
-        more = {"--dtype": dtype, "--device": device, "--trained-length": trained_length}
+        trained, compose = options["original_max_position_embeddings"], options["compose"]
+        more = {"--dtype": dtype, "--device": device, "--trained-length": trained}
         print(_use_of(found, output, model, tokens, more, compose))
 
 
 @app.command()
+@command_options(CalibrationOptions)
 def calibrate(
-    model: Annotated[str, typer.Option(help="Folder or Hub id of a causal language model.")],
+    model: Annotated[str, typer.Option(help="Directory or Hub ID of a causal language model.")],
     length: Target,
-    output: Annotated[Path, typer.Option(help="Folder for what is found.")],
-    methods: Annotated[str, typer.Option(help="Names, comma between.")] = "yarn",
+    output: Annotated[Path, typer.Option(help="Directory for the results.")],
+    methods: Annotated[str, typer.Option(help="Method names, separated by commas.")] = "yarn",
     text: TrainText = None,
-    options: Annotated[
-        str | None,
-        typer.Option(help="Those to find, such as attention_factor,window. Default: all."),
-    ] = None,
-    resume: Annotated[bool, typer.Option("--resume", help="Go on with what --output holds.")] = (
-        False
-    ),
-    samples: Annotated[int, typer.Option(help="Windows of text, of each half.")] = 8,
-    prompts: Annotated[
-        int, typer.Option(help="Passkeys, of each half and length; 0: the text alone.")
-    ] = 8,
-    scored: Annotated[
-        str | None, typer.Option(help="Tokens that count far out. Default: a quarter.")
-    ] = None,
-    cost: Annotated[
-        float, typer.Option(help="Largest rise of the loss within the trained length, as a share.")
-    ] = 0.02,
-    seed: Annotated[int, typer.Option(help="Of windows, prompts and intervals.")] = 0,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Resume the calibration in --output.")
+    ] = False,
     dtype: Dtype = "auto",
     device: Device = "auto",
-    trained_length: TrainedLength = None,
-    compose: Compose = False,
+    **options: Any,
 ) -> None:
-    """Find the temperature and the other scalars of methods for a model, on a text.
+    """Find the best temperature and other scalar options of methods for a model.
 
-    One half of the text chooses, the other judges; what is not better beyond noise stays as it was
-    published.
+    One half of the text selects values, the other half tests them. An option keeps its published
+    value unless another one is better beyond noise.
     """
     with clean_errors(), stoppable():
         import rope_ext
@@ -167,7 +110,7 @@ def calibrate(
 
         quiet()
         tokens, names = parse_length(length), split(methods)
-        last = None if scored is None else parse_length(scored, "--scored")
+        given = read_options(CalibrationOptions, options)
         for name in names:  # a mistake shows before the weights are loaded
             method_class(name)
         texts = read_texts(text) if text else None
@@ -178,16 +121,9 @@ def calibrate(
             tokens,
             texts,
             methods=names,
-            options=None if options is None else split(options),
             output=output,
             resume=resume,
-            samples=samples,
-            prompts=prompts,
-            scored=last,
-            cost=cost,
-            seed=seed,
-            compose=compose,
-            original_max_position_embeddings=trained_length,
+            **given,
         )
         print(found)
         tell(f"wrote {output}")
@@ -196,7 +132,7 @@ def calibrate(
 def _use_of(
     found: Any, output: Path, model: str, length: int, more: dict[str, Any], compose: bool
 ) -> str:
-    """How to measure what was found, and how to use it."""
+    """The commands that measure and use what was found."""
     words = ["rope-ext", "compare", "--model", model, "--methods", "longrope,yarn"]
     words += ["--option", f"longrope={output}", "--factor", found.factor, "--lengths", length]
     for name, value in more.items():
@@ -206,7 +142,7 @@ def _use_of(
     options = f", original_max_position_embeddings={trained}" if trained else ""
     options += ", compose=True" if compose else ""
     return (
-        f"measure it on another:\n  {shlex.join(map(str, words))}\nuse it:\n  "
+        f"measure it on another text:\n  {shlex.join(map(str, words))}\nuse it:\n  "
         f'rope_ext.patch(model, "longrope", **json.load(open({str(output)!r})){options})'
     )
 

@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import takewhile
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from rope_eval.cases import dump
 from rope_eval.evaluate import evaluate
@@ -244,8 +244,9 @@ def run(
         folder = Folder(args.output)
         folder.check([name, *pages])
         with folder.lock():
-            found = measure(args)
-            for data in [found] if isinstance(found, dict) else found:
+            found, data = measure(args), {}
+            parts = [found] if isinstance(found, dict) else found
+            for data in cast("Iterable[dict[str, Any]]", parts):
                 made = {page: write(data).encode() for page, write in pages.items()}
                 paths = folder.write({name: dump(data).encode(), **made})
         show(data)

@@ -10,13 +10,13 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
-from transformers import GenerationConfig
+from transformers import GenerationConfig, PreTrainedModel
 
-from rope_ext.rotary.sites import text_decoder
+from rope_ext.rotary.sites import text_config, text_decoder
 
 Advance = Callable[[float], None]
 LOGITS = 2**26
@@ -65,7 +65,7 @@ def score(
         Negative log likelihoods, float32, nats, and whether each token is the argmax, which is
         exactly whether greedy decoding would write it; both ``[rows, tail]`` on the CPU.
     """
-    inputs = left_padded(rows, pad, model.device)
+    inputs = left_padded(rows, pad, cast(PreTrainedModel, model).device)
     ids = inputs["input_ids"]
     targets = ids[:, ids.shape[1] - tail :]
     losses = torch.empty(targets.shape, dtype=torch.float32, device="cpu")
@@ -86,7 +86,7 @@ def _logits(
     """(start, stop, logits) of stretches of the tail; logits ``[rows, stop - start, vocab]``."""
     rows, width = inputs["input_ids"].shape
     decoder = text_decoder(model)
-    vocabulary = getattr(decoder.config.get_text_config(decoder=True), "vocab_size", 1)
+    vocabulary = getattr(text_config(decoder), "vocab_size", 1)
     size = max(1, most // (rows * max(1, vocabulary)))
     known = inspect.signature(model.forward).parameters
     sparing = "logits_to_keep" in known or "kwargs" in known
@@ -144,7 +144,8 @@ def write(
         pad: token for the left of shorter rows and for the right of finished ones.
         eos: token or tokens that end the text; they are cut off.
     """
-    inputs = left_padded(rows, pad, model.device)
+    plain = cast(PreTrainedModel, model)
+    inputs = left_padded(rows, pad, plain.device)
     inputs.pop("position_ids", None)  # generate makes the same ones from the mask
     inputs.setdefault("attention_mask", torch.ones_like(inputs["input_ids"]))
     settings = GenerationConfig(
@@ -157,8 +158,8 @@ def write(
         eos_token_id=eos,
         bos_token_id=None,
     )
-    with torch.no_grad(), _without_defaults(model):
-        output = model.generate(**inputs, generation_config=settings)
+    with torch.no_grad(), _without_defaults(plain):
+        output = cast(Any, model).generate(**inputs, generation_config=settings)
     ends = {eos} if isinstance(eos, int) else set(eos or ())
     texts = []
     for row in output[:, inputs["input_ids"].shape[1] :].tolist():
@@ -168,7 +169,7 @@ def write(
 
 
 @contextmanager
-def _without_defaults(model: nn.Module) -> Iterator[None]:
+def _without_defaults(model: PreTrainedModel) -> Iterator[None]:
     """Generate fills whatever is unset from the checkpoint's settings: leave it none."""
     own = model.generation_config
     model.generation_config = GenerationConfig()

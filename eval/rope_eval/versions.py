@@ -22,7 +22,7 @@ def versions() -> dict[str, str]:
     """Versions of what computes an outcome, and a digest of this package's own sources."""
     return {
         "rope_ext": __version__,
-        "rope_ext_sources": digest([sources(Path(p.__file__).parent) for p in PACKAGES]),
+        "rope_ext_sources": digest([sources(Path(p.__path__[0])) for p in PACKAGES]),
         "torch": torch.__version__,
         "transformers": transformers.__version__,
         "python": platform.python_version(),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import json
 import math
 import random
@@ -17,16 +18,20 @@ from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
 )
+from typer.main import get_command
 from typer.testing import CliRunner
 
 import rope_ext
 from rope_eval.data.prompts import beginning
 from rope_eval.data.text import python_library
 from rope_eval.forward import score
+from rope_eval.options import flag_of, option_fields
 from rope_eval.reports.intervals import bootstrap_mean
 from rope_eval.tasks.passkey import FILLER
 from rope_eval.tasks.perplexity import choose_windows
+from rope_eval.tune.options import SearchOptions
 from rope_eval.tune.search import Candidate, Space, evolve
+from rope_eval.tune.trial_log import TrialLog, read_log
 from rope_ext.arguments import parse_options
 from rope_ext.cli import app
 from tests.helpers.checkpoint import TRAINED
@@ -334,6 +339,28 @@ def test_the_output_of_another_search_is_neither_used_nor_overwritten(
     path.unlink()
     with pytest.raises(rope_ext.RopeExtError, match=r"exists, without the found\.jsonl"):
         found(model, tokenizer, output)
+
+
+def test_every_option_is_a_keyword_of_the_function_and_an_option_of_the_command() -> None:
+    parameters = inspect.signature(rope_ext.search).parameters
+    known = {name for option in get_command(app).commands["search"].params for name in option.opts}
+    for field in option_fields(SearchOptions):
+        assert parameters[field.name].default == field.default
+        assert flag_of(field) in known
+    with pytest.raises(TypeError, match="populaton"):
+        SearchOptions(target_length=TARGET, populaton=8)
+
+
+def test_damaged_lines_of_a_log_are_measured_again(tmp_path) -> None:
+    path = tmp_path / "found.jsonl"
+    log = TrialLog.open(path, "search", "loss", {"seed": 0})
+    log.add({"method": 1}, 0.5)
+    with path.open("a") as file:
+        file.write('nonsense\n[1]\n{"method": 2}\n{"method": 3, "lo')
+    log = TrialLog.open(path, "search", "loss", {"seed": 0})
+    assert log.found == {'{"method": 1}': 0.5}
+    log.add({"method": 3}, 0.25)
+    assert read_log(path, "search", "loss")[1] == {'{"method": 1}': 0.5, '{"method": 3}': 0.25}
 
 
 def test_a_model_without_finite_losses_is_told(model, tokenizer) -> None:

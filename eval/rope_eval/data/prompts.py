@@ -11,12 +11,16 @@ from array import array
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import chain
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 from rope_ext.errors import OptionError
 
 Chat = Literal["auto", "yes", "no"]
 _MARK = "@@CONTENT@@"
+
+
+Ids = TypeVar("Ids", bound=Sequence[int])
+"""Token ids: a list, a tuple or a compact array."""
 
 
 def encode(tokenizer: Any, text: str) -> list[int]:
@@ -66,8 +70,8 @@ class Frame:
         head, mark, tail = text.partition(_MARK)
         if not mark:
             raise OptionError("the chat template leaves the user's text out; give --chat no")
-        ids = (tuple(encode(tokenizer, text)) for text in (head, tail))
-        return cls(tokenizer, *ids, (head, tail))
+        before, after = (tuple(encode(tokenizer, text)) for text in (head, tail))
+        return cls(tokenizer, before, after, (head, tail))
 
     def whole(
         self, content: str, lead: str = "", answer: str = "", keep_space: bool = False
@@ -140,8 +144,8 @@ def beginning(tokenizer: Any) -> tuple[int, ...]:
 
 
 def longest(
-    build: Callable[[int], Sequence[int]], budget: int, least: int = 0, most: int | None = None
-) -> tuple[int, Sequence[int]]:
+    build: Callable[[int], Ids], budget: int, least: int = 0, most: int | None = None
+) -> tuple[int, Ids]:
     """The longest prompt that fits, short of ``budget`` by less than an average part.
 
     Args:
@@ -202,9 +206,9 @@ class Filler:
         ways: list[tuple[int, ...] | None] = [()]
         for total in range(1, most + 1):
             choices = [
-                (*ways[total - size], index)
+                (*way, index)
                 for index, size in enumerate(self.sizes)
-                if size <= total and ways[total - size] is not None
+                if size <= total and (way := ways[total - size]) is not None
             ]
             ways.append(min(choices, key=len) if choices else None)
         return ways
@@ -216,5 +220,5 @@ class Filler:
             chosen.append(len(chosen) % len(self.sizes))
             tokens -= self.sizes[chosen[-1]]
         breaks = next(n for n in range(tokens + 1) if self._ways[tokens - n] is not None)
-        chosen += self._ways[tokens - breaks]
+        chosen += self._ways[tokens - breaks] or ()
         return [self.sentences[index] for index in chosen], breaks

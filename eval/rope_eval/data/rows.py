@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -195,7 +195,7 @@ def _features(kinds: Mapping[str, Any]) -> Any:
     return datasets.Features(made)
 
 
-def _load(source: str, option: str, *what: Any, **how: Any) -> Sequence[Any]:
+def _load(source: str, option: str, *what: Any, **how: Any) -> list[Any]:
     datasets = load_datasets()
     try:
         return list(datasets.load_dataset(*what, **how))

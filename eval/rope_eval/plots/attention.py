@@ -10,10 +10,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
+from transformers import PreTrainedModel
 
 from rope_eval.data.prompts import Frame
 from rope_eval.tasks.perplexity import Perplexity, Windows
@@ -167,11 +168,13 @@ def resultants(model: nn.Module, rows: Sequence[Row]) -> Resultants:
             f"proven, so its own weights cannot be read; draw decay instead, which needs none"
         ) from error
     layers: dict[nn.Module, list[tuple[torch.Tensor, ...]]] = {}
+    pair_of: dict[nn.Module, torch.Tensor] = {}
 
     def look(module: nn.Module, dense: Dense) -> None:
         head = heads.get(module)
         if head is None:
             return
+        pair_of[module] = head.pair
         theta = site.loaded.double()[head.pair]
         turned = torch.arange(dense.query.shape[2], device="cpu").unsqueeze(-1) * theta
         means = []
@@ -195,7 +198,7 @@ def resultants(model: nn.Module, rows: Sequence[Row]) -> Resultants:
         groups = len(query) // len(key)
         key, of_key = (part.repeat_interleave(groups, 0) for part in (key, of_key))
         made = torch.zeros(len(query), len(site.loaded), dtype=torch.complex128, device="cpu")
-        weights.append(made.index_add_(1, heads[module].pair, query * key.conj()))
+        weights.append(made.index_add_(1, pair_of[module], query * key.conj()))
         lengths.append((query.norm(dim=-1) / of_query, key.norm(dim=-1) / of_key))
     return Resultants(torch.cat(weights), *map(torch.cat, zip(*lengths, strict=True)))
 
@@ -208,6 +211,7 @@ def _show(model: nn.Module, rows: Sequence[Row], look: Callable[[nn.Module, Dens
         UnsupportedModelError: there is none to be seen.
     """
     decoder, seen = text_decoder(model), False
+    device = cast(PreTrainedModel, model).device
 
     def shown(module: nn.Module, dense: Dense, window: int | None) -> None:
         nonlocal seen
@@ -220,7 +224,7 @@ def _show(model: nn.Module, rows: Sequence[Row], look: Callable[[nn.Module, Dens
     try:
         with evaluating(decoder), watched(decoder, shown):
             for row in rows:
-                decoder(input_ids=torch.tensor([row], device=model.device), use_cache=False)
+                decoder(input_ids=torch.tensor([row], device=device), use_cache=False)
     except torch.OutOfMemoryError:
         raise
     except (TypeError, AttributeError, IndexError, RuntimeError) as error:  # no real mask

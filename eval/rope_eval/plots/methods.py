@@ -19,6 +19,7 @@ from rope_eval.plots.numbers import (
     used_distances,
 )
 from rope_eval.plots.style import UNPATCHED_STYLE, mark_trained, style_of, ticker
+from rope_ext.encodings import Encoding
 from rope_ext.methods import Method, Rope
 
 _POINTS = 4096  # of a line by distance: more would not be seen
@@ -31,7 +32,7 @@ _MET: dict[str, Any] = {"color": "#dfe8dc", "linewidth": 0, "zorder": 0}
 TRAINED = "within the trained length"
 """What the unpatched model within its trained length is called, beside the lines' labels."""
 
-Biases = Callable[[Method, torch.Tensor], tuple[torch.Tensor, str]]
+Biases = Callable[[Encoding, torch.Tensor], tuple[torch.Tensor, str]]
 """What an encoding adds at distances ``[n]``: ``[heads, n]``, of all layers; and a word on it."""
 
 Lines = Mapping[str, Method | None]
@@ -93,7 +94,7 @@ def biases(axes: Any, rope: Rope, methods: Lines, length: int, added: Biases) ->
     """What encodings add to the logits by distance: the median head, and all of them."""
     distance, bins, places = _nearby(length)
     for label, method in methods.items():
-        if rotates(rope, method):
+        if not isinstance(method, Encoding) or rotates(rope, method):
             continue
         heads, more = added(method, distance)
         parts = heads.split(bins, 1)

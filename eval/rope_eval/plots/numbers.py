@@ -66,10 +66,10 @@ def decay_at(
     angles = used * frequencies(rope, method, length)
     if not isinstance(method, Encoding):
         return 2 * angles.cos().sum(-1)
-    phase = method.phase(length - 1 - distance)
-    if phase is not None:
-        angles = angles + method.phase(torch.full_like(distance, length - 1))[:, None]
-        angles = angles - phase[:, None]
+    query = method.phase(torch.full_like(distance, length - 1))
+    key = method.phase(length - 1 - distance)
+    if query is not None and key is not None:
+        angles = angles + query[:, None] - key[:, None]
     growth = method.growth(angles.shape[1])
     fading = 1.0 if growth is None else torch.exp(distance[:, None] * growth)
     return 2 * (fading * angles.cos()).sum(-1)

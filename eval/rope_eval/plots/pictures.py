@@ -43,7 +43,7 @@ from rope_ext.apply.base import refuse_scaled
 from rope_ext.encodings import Encoding, Heads
 from rope_ext.errors import OptionError, nearest
 from rope_ext.loading import from_pretrained
-from rope_ext.methods import Method, Rope
+from rope_ext.methods import FrequencyMethod, Method, Rope
 from rope_ext.patching import first_site, patched
 from rope_ext.position.bias import DistanceBias
 from rope_ext.record import option_texts
@@ -176,10 +176,10 @@ def draw(
         )
     built = model_of(model)
     decoder, site = text_decoder(built), first_site(built)
-    rope, lines = site.rope, {"unpatched": None}
+    rope, lines = site.rope, dict[str, Method | None](unpatched=None)
     factors = sorted({float(method.factor) for method in methods})
     for method in methods:
-        if method.kind == "frequency":
+        if isinstance(method, FrequencyMethod):
             refuse_scaled(decoder, site, method, compose)
         full = method.resolved(rope)
         lines[_label(full, factor=len(factors) > 1)] = full
@@ -195,12 +195,12 @@ def draw(
         measured = [picture.measure(loaded, rope, lines, chosen, stretch, compose)]
 
     adding = [] if picture.beside is None else [m for m in methods if not rotates(rope, m)]
-    if adding:
-        added = _biases(model, text_config(decoder).num_attention_heads, rope, length)
     figure = figure_of(13 if adding else 9.5, 4.8)
     axes, *beside = figure.subplots(1, 1 + bool(adding), squeeze=False)[0]
     picture.draw(axes, rope, lines, length, *measured)
-    for others in beside:
+    if beside and picture.beside is not None:
+        added = _biases(model, text_config(decoder).num_attention_heads, rope, length)
+        (others,) = beside
         picture.beside(others, rope, lines, length, added)
         bare(others)
         others.set_title("what encodings add", **TITLE)

@@ -86,7 +86,7 @@ def numbers_of(path: Path) -> list[dict[str, Any]]:
     from PIL import Image
 
     with Image.open(path) as image:
-        return json.loads(image.text[NUMBERS])
+        return json.loads(image.info[NUMBERS])
 
 
 def style_of(index: int) -> dict[str, Any]:

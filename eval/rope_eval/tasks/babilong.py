@@ -22,7 +22,7 @@ PLACES = ("bathroom", "bedroom", "garden", "hallway", "kitchen", "office")
 THINGS = ("apple", "football", "milk")
 PEOPLE = ("Mary", "John", "Daniel", "Sandra")
 GIVERS = ("Mary", "Fred", "Bill", "Jeff")
-LABELS = {**dict.fromkeys(("qa1", "qa2", "qa3", "qa4"), PLACES)}
+LABELS: dict[str, tuple[str, ...]] = dict.fromkeys(("qa1", "qa2", "qa3", "qa4"), PLACES)
 LABELS["qa5"] = ("Bill", "Fred", "Jeff", "Mary", *THINGS)
 """What can be an answer, by task, as the authors score it."""
 

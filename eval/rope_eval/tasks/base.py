@@ -7,7 +7,6 @@ so that every method is asked the very same questions.
 
 from __future__ import annotations
 
-import dataclasses
 import importlib.util
 import sys
 import types
@@ -19,6 +18,7 @@ from typing import Any, ClassVar, Literal, TypeVar
 
 from rope_eval.cases import Questions
 from rope_eval.data.prompts import Frame
+from rope_eval.options import option, option_fields
 from rope_eval.settings import Settings
 from rope_ext.arguments import parse_length, split
 from rope_ext.errors import Mistakes, OptionError, RopeExtError, nearest
@@ -108,6 +108,8 @@ def from_file(path: str) -> list[str]:
     if not Path(path).is_file():
         raise OptionError(f"there is no file {path}; give one that registers a task, or a name")
     spec = importlib.util.spec_from_file_location(f"rope_ext_task_{Path(path).stem}", path)
+    if spec is None or spec.loader is None:
+        raise OptionError(f"{path} is not a Python file; give a .py file that registers a task")
     module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     names = [name for name, cls in _REGISTRY.items() if cls.__module__ == spec.name]
@@ -159,17 +161,6 @@ def build(
     if mistakes is None:
         found.report()
     return made
-
-
-def option(default: Any, help: str, read: Callable[[str], Any] | None = None) -> Any:
-    """A field of a task that is an option of the command line, too: ``new_tokens``: --new-tokens.
-
-    Args:
-        default: False makes a flag, and a tuple an option that is repeated.
-        help: for who types it.
-        read: what is typed to the value; None: the type of the field.
-    """
-    return dataclasses.field(default=default, metadata={"help": help, "read": read})
 
 
 def answer_tokens(instead_of: str | None = None) -> Any:
@@ -232,8 +223,7 @@ def options(cls: type[Task]) -> list[Option]:
             field.metadata["help"],
             field.metadata["read"] or _scalar(types_of[field.name]),
         )
-        for field in dataclasses.fields(cls)
-        if "help" in field.metadata
+        for field in option_fields(cls)
     ]
 
 

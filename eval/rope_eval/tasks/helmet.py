@@ -14,7 +14,7 @@ import math
 import random
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Literal
 
 from rope_eval.cases import Questions
@@ -217,7 +217,7 @@ class Rows(Benchmark):
         shots: demonstrations; of ``icl``, those of the length.
     """
 
-    shape: Shape | None = None
+    shape: Shape = field(kw_only=True)
     demos: Sequence[Row] = ()
     shots: int = 0
 
@@ -461,7 +461,9 @@ class ByLength(Task):
             )
         if rows.shape.format != "icl":
             return rows
-        official = dict(zip((8192, 16384, 32768, 65536, 131072), rows.shape.shots, strict=True))
+        official: dict[int, int] = dict(
+            zip((8192, 16384, 32768, 65536, 131072), rows.shape.shots, strict=True)
+        )
         shots = official.get(length) or max(1, official[131072] * length // 131072)
         return replace(rows, shots=shots)
 

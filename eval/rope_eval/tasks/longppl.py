@@ -151,16 +151,15 @@ class LongPPL(Stretches):
 
     @contextmanager
     def _open(self, given: Settings, names: Sequence[str]) -> Iterator[Any]:
-        if self.evaluator is None and len(given.models) > 1:
-            raise OptionError("several models need one --evaluator that chooses the key tokens")
         if self.evaluator is not None:
             yield models.load_model(
                 self.evaluator, given.dtype, given.device, given.attn, as_saved=True
             )
             return
-        model = models.load_model(
-            given.models[0], given.dtype, given.device, given.attn, given.adapter
-        )
+        first, *others = given.models
+        if others:
+            raise OptionError("several models need one --evaluator that chooses the key tokens")
+        model = models.load_model(first, given.dtype, given.device, given.attn, given.adapter)
         if not names:
             yield model
             return
@@ -188,7 +187,7 @@ class LongPPL(Stretches):
         if self._official or reader.get_vocab() != frame.tokenizer.get_vocab():
             windows, keys = self._by_characters(frame.tokenizer, reader, windows)
         else:
-            with self.opened() as model:
+            with self._opened() as model:
                 keys = [self.keys(model, windows.bos, text) for text in windows.texts]
         count = sum(map(len, keys))
         if not count:
@@ -213,6 +212,11 @@ class LongPPL(Stretches):
         notes = (*self._notes(windows, lengths, cases), *((note,) if self.judges_itself else ()))
         return Questions(cases, definition, notes)
 
+    def _opened(self) -> AbstractContextManager[Any]:
+        if self.opened is None:
+            raise RuntimeError("LongPPL has no model to choose key tokens; call parts() first")
+        return self.opened()
+
     @property
     def _official(self) -> bool:
         return self.longppl_variant == "official"
@@ -235,7 +239,7 @@ class LongPPL(Stretches):
         # Cut out of a document, its first and last words may become more tokens, or fewer.
         most = len(windows.texts[0])
         texts = tuple(tuple(ids[:most]) for ids, _ in read)
-        with self.opened() as model:
+        with self._opened() as model:
             slices = [self._slices(model, reader, string) for string in strings]
         pairs = zip(read, slices, strict=True)
         keys = [within(places[:most], found) for (_, places), found in pairs]

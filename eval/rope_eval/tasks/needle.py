@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from rope_eval.settings import Settings
 from rope_eval.tasks.base import Kind, Task, answer_tokens, option, register
@@ -57,7 +57,7 @@ class Needle(Task):
             MeasureError: a text is missing or empty.
         """
         kind = self.haystack[0] if len(self.haystack) == 1 and self.haystack[0] in KINDS else None
-        hay = read_haystack(self.haystack) if kind is None else {"haystack": kind}
+        hay: dict[str, Any] = {"haystack": kind} if kind else read_haystack(self.haystack)
         tokens = 16 + 16 * self.needles if self.new_tokens is None else self.new_tokens
         return [
             Needles(

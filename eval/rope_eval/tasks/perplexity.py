@@ -211,7 +211,7 @@ class Stretches(Task):
             raise OptionError(
                 f"length {min(lengths)} leaves nothing to score; give {option} of 2 or more"
             )
-        if self.stride is not None and self._skips(min(lengths)):
+        if self.stride is not None and self._skips(self.stride, min(lengths)):
             raise OptionError(
                 f"stride={self.stride} would skip tokens at length {min(lengths)}; give a "
                 f"--stride below that, or longer --lengths"
@@ -222,9 +222,15 @@ class Stretches(Task):
             documents, lengths, self.windows, beginning(frame.tokenizer), eos, seed, option
         )
 
-    def _skips(self, length: int) -> bool:
+    def _skips(self, stride: int, length: int) -> bool:
         """Whether windows of that length would leave tokens out: none scores its first token."""
-        return self.stride >= length
+        return stride >= length
+
+    @property
+    def _step(self) -> int:
+        if self.stride is None:
+            raise OptionError("windows that move need --stride TOKENS")
+        return self.stride
 
     def slide(
         self,
@@ -240,7 +246,7 @@ class Stretches(Task):
             keys: for each stretch, the places of the tokens to score; None means all. A window
                 that holds none of them is left out.
         """
-        bos = windows.bos
+        bos, step = windows.bos, self._step
         for length in lengths:
             size = length - len(bos)
             number = 0
@@ -257,7 +263,7 @@ class Stretches(Task):
                         more["only"] = tuple(len(bos) + place - begin for place in found)
                     if keys is None or more["only"]:
                         yield self._case(length, number, ids, end - done, group, **more)
-                    number, done, end = number + 1, end, end + self.stride
+                    number, done, end = number + 1, end, end + step
 
     def _notes(
         self, windows: Windows, lengths: Sequence[int], cases: Sequence[Case]
@@ -354,8 +360,10 @@ class Perplexity(Stretches):
         cases = list(plan[self.protocol](windows, sorted(lengths)))
         return Questions(cases, self._define(windows), tuple(self._notes(windows, lengths, cases)))
 
-    def _skips(self, length: int) -> bool:
-        return self.stride > length if self.protocol in HUGGINGFACE else super()._skips(length)
+    def _skips(self, stride: int, length: int) -> bool:
+        if self.protocol in HUGGINGFACE:
+            return stride > length
+        return super()._skips(stride, length)
 
     def _define(self, windows: Windows) -> str:
         stretches = f"{len(windows.texts)} stretches of {self.source}, bootstrap over documents"
@@ -406,7 +414,7 @@ class Perplexity(Stretches):
             number = 0
             for text, group in zip(windows.texts, windows.documents, strict=True):
                 row, done = windows.bos + text, 0
-                for begin in range(0, len(row), self.stride):
+                for begin in range(0, len(row), self._step):
                     end = min(begin + length, len(row))
                     count = end - max(done, begin + 1)  # nothing comes before the first token
                     # The page takes one label off every window; only windows without overlap

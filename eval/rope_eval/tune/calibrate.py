@@ -24,6 +24,7 @@ from torch import nn
 from rope_eval.cases import digest
 from rope_eval.data.text import python_library
 from rope_eval.folder import Folder, lock, writing
+from rope_eval.options import keywords_of
 from rope_eval.reports.calibration import (
     NAME,
     SCALAR,
@@ -34,9 +35,9 @@ from rope_eval.reports.calibration import (
     mean,
 )
 from rope_eval.reports.intervals import bootstrap_sum, paired_rates
-from rope_eval.settings import require_seed
 from rope_eval.tune.fitness import (
     HAY,
+    Hay,
     Needles,
     Prompt,
     Rows,
@@ -46,12 +47,12 @@ from rope_eval.tune.fitness import (
     read,
     windows_of,
 )
-from rope_eval.tune.target import Target
+from rope_eval.tune.options import FEWEST_SAMPLES, CalibrationOptions
+from rope_eval.tune.target import trained_rope
 from rope_eval.tune.trial_log import TrialLog
 from rope_ext.errors import MeasureError, OptionError, RopeExtError, nearest
 from rope_ext.methods import Method, Rope, build_method
 from rope_ext.methods.rope import factor_to
-from rope_ext.options import SlidingLayers
 from rope_ext.patching import patched
 from rope_ext.record import method_to_json
 from rope_ext.rotary.sites import evaluating, text_decoder
@@ -61,36 +62,8 @@ _STEP = 0.1  # to walk on beyond the grid of that, and from what was found befor
 _FINEST = 0.05  # no gap below it is halved
 _WALK = 4  # steps beyond the grid, at most
 _FOUND = 0.5  # of the prompts within the trained length, for those to count at all
-_FEWEST = 4  # values to resample: fewer often have one sign by chance
 _CONFIDENCE = 0.99  # at 95 %, the bootstrap of eight values says too often that there is more
 CHOOSING, JUDGING = "choosing", "judging"
-
-
-@dataclass(frozen=True, kw_only=True)
-class Settings(Target):
-    """The options of :func:`calibrate`, as they are documented there."""
-
-    options: tuple[str, ...] | None
-    prompts: int
-    cost: float
-
-    def check(self) -> None:
-        """Raise OptionError for what is not valid, whatever the model."""
-        least = {"target_length": 2, "samples": _FEWEST, "prompts": 0, "scored": 1}
-        for name, value in least.items():
-            given = getattr(self, name)
-            if type(given) is not int or given < value:
-                raise OptionError(
-                    f"{name}={given!r} is not valid; it must be a whole number of at least {value}"
-                )
-        if self.prompts == 1:
-            raise OptionError("prompts=1 is not valid; it must be 0 or at least 2")
-        number = isinstance(self.cost, (int, float)) and not isinstance(self.cost, bool)
-        if not number or not 0 <= self.cost < math.inf:
-            raise OptionError(
-                f"cost={self.cost!r} is not valid; it must be a share of at least 0, such as 0.02"
-            )
-        require_seed(self.seed)
 
 
 @dataclass(frozen=True)
@@ -113,7 +86,7 @@ class Half:
         Of few documents, windows stand for themselves.
         """
         documents = self.rows.documents
-        if len(set(documents)) < _FEWEST:
+        if len(set(documents)) < FEWEST_SAMPLES:
             return list(losses), [1.0] * len(losses)
         groups: dict[int, list[float]] = {}
         for document, loss in zip(documents, losses, strict=True):
@@ -158,6 +131,7 @@ class Scores:
         return max(*self.far, *self.inside, *self.answers) < math.inf
 
 
+@keywords_of(CalibrationOptions)
 def calibrate(
     model: nn.Module,
     tokenizer: Any,
@@ -165,17 +139,9 @@ def calibrate(
     text: str | os.PathLike[str] | Iterable[str] | None = None,
     *,
     methods: str | Method | Iterable[str | Method] = "yarn",
-    options: str | Iterable[str] | None = None,
     output: str | os.PathLike[str] | None = None,
     resume: bool = False,
-    samples: int = 8,
-    prompts: int = 8,
-    scored: int | None = None,
-    cost: float = 0.02,
-    seed: int = 0,
-    compose: bool = False,
-    sliding_layers: SlidingLayers = "auto",
-    original_max_position_embeddings: int | None = None,
+    **options: Any,
 ) -> Calibration:
     """Find the few scalars of a method for ``model`` on a text: its temperature, windows, ramps.
 
@@ -196,19 +162,10 @@ def calibrate(
         text: as of :func:`rope_ext.search`; None: the Python library, but for the part that
             evaluations measure by default. Use a text as unlike it as yours is.
         methods: names, or objects whose options are taken for the published ones.
-        options: names of those to find; None: all that a method declares.
         output: a folder for ``calibration.jsonl``, which gets every candidate as it is measured,
             and for what was found: ``calibration.json``, and a picture if it can be drawn.
         resume: go on with what is in ``output``, as if it had not been interrupted.
-        samples: windows of text of each half.
-        prompts: of each length and half; 0 judges by the text alone.
-        scored: tokens at the end of each window, whose loss counts far out; None is a quarter.
-        cost: the most that the loss within the trained length may be above that of the published
-            default, as a share of it.
-        seed: of windows, prompts and intervals.
-        compose: as of :func:`rope_ext.patch`, which needs it and the next ones again.
-        sliding_layers: likewise.
-        original_max_position_embeddings: likewise.
+        **options: the fields of :class:`~rope_eval.tune.options.CalibrationOptions`.
 
     Returns:
         The method found, a sentence, the numbers, and a picture.
@@ -221,23 +178,10 @@ def calibrate(
         AlreadyPatchedError, AlreadyScaledError, NoRopeError, UnsupportedModelError: as
             :func:`rope_ext.patch`.
     """
-    quarter = max(1, target_length // 4) if type(target_length) is int else 1
-    given = Settings(
-        target_length=target_length,
-        options=_names(options),
-        samples=samples,
-        prompts=prompts,
-        scored=quarter if scored is None else scored,
-        cost=cost,
-        seed=seed,
-        compose=compose,
-        sliding_layers=sliding_layers,
-        original_max_position_embeddings=original_max_position_embeddings,
-    )
-    given.check()
-    rope = given.rope(model)
+    given = CalibrationOptions(target_length=target_length, **options)
+    rope = trained_rope(model, given, given.scored)
     starts = _starts(model, rope, methods, given)
-    grids = [_grids(start, rope, given.options) for start in starts]
+    grids = [_grids(start, rope, given.chosen) for start in starts]
     folder = None if output is None else Path(output)
     with _ours(folder, resume), _eager(model):
         texts = python_library("train") if text is None else read(text)
@@ -266,17 +210,11 @@ def _eager(model: nn.Module) -> AbstractContextManager[Any]:
     return nullcontext()
 
 
-def _names(options: Any) -> tuple[str, ...] | None:
-    if options is None:
-        return None
-    names = (options,) if isinstance(options, str) else tuple(options)
-    if not names:
-        raise OptionError(f"options={options!r} is not valid; name some, or leave it out for all")
-    return names
-
-
 def _starts(
-    model: nn.Module, rope: Rope, methods: str | Method | Iterable[str | Method], given: Settings
+    model: nn.Module,
+    rope: Rope,
+    methods: str | Method | Iterable[str | Method],
+    given: CalibrationOptions,
 ) -> list[Method]:
     """The published defaults; what cannot be patched shows here."""
     asked = [methods] if isinstance(methods, (str, Method)) else list(methods)
@@ -359,7 +297,9 @@ def _keep(found: Calibration, folder: Path) -> None:
     Folder(folder).write(files)
 
 
-def _rows(tokenizer: Any, texts: Sequence[str], given: Settings) -> tuple[Rows, list[str]]:
+def _rows(
+    tokenizer: Any, texts: Sequence[str], given: CalibrationOptions
+) -> tuple[Rows, list[str]]:
     cure = (
         f"samples={given.samples} for each of two halves are to be judged by; give more text, or "
         f"fewer samples"
@@ -374,12 +314,12 @@ def _rows(tokenizer: Any, texts: Sequence[str], given: Settings) -> tuple[Rows, 
 
 
 def _halves(
-    tokenizer: Any, rows: Rows, rope: Rope, given: Settings
+    tokenizer: Any, rows: Rows, rope: Rope, given: CalibrationOptions
 ) -> tuple[tuple[Half, Half], list[str]]:
     """Windows of different documents, where there are two, and prompts."""
     numbers = _split(rows.documents)
     needles, notes = Needles(tokenizer), []
-    hays = [hay for hay in HAY if given.prompts and needles.least(hay) <= rope.length]
+    hays: list[Hay] = [hay for hay in HAY if given.prompts and needles.least(hay) <= rope.length]
     if given.prompts and not hays:
         notes.append(
             f"answers do not count: no prompt fits into the {rope.length} trained tokens (at least "
@@ -425,7 +365,9 @@ class _Run:
         log: what was measured.
     """
 
-    def __init__(self, model: nn.Module, rope: Rope, given: Settings, log: TrialLog) -> None:
+    def __init__(
+        self, model: nn.Module, rope: Rope, given: CalibrationOptions, log: TrialLog
+    ) -> None:
         self.model, self.rope, self.given, self.log = model, rope, given, log
         self.rows = 0  # that were run, now or before
         self.advance: Callable[[int], None] = lambda rows: None
@@ -459,7 +401,7 @@ class _Run:
             model=type(text_decoder(self.model)).__name__,
             trained_length=self.rope.length,
             target_length=self.given.target_length,
-            scored=self.given.scored,
+            scored=self.given.tail,
             seed=self.given.seed,
             cost=self.given.cost,
             rows=self.rows,
@@ -505,7 +447,7 @@ class _Run:
             self.advance(2 * len(windows) + len(prompts))
             return Scores.from_json(known)
         with self._under(method):
-            far = () if method is None else tuple(self._losses(windows, self.given.scored))
+            far = () if method is None else tuple(self._losses(windows, self.given.tail))
             inside = tuple(self._losses([row[:length] for row in windows], length - 1))
             answers = losses_of_answers(self.model, prompts, self.advance)
         scores = Scores(far, inside, tuple(x for x, _ in answers), tuple(x for _, x in answers))

@@ -15,9 +15,10 @@ import random
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain, cycle, islice
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 from torch import nn
+from transformers import PreTrainedModel
 
 from rope_eval.cases import digest
 from rope_eval.data.prompts import Frame, encode
@@ -235,11 +236,12 @@ def fingerprint(model: nn.Module) -> str:
 
     In thousandths of a nat: other numbers of threads change the last digits.
     """
-    config = unwrap(model).config.to_dict()
+    plain = cast(PreTrainedModel, model)
+    config = cast(PreTrainedModel, unwrap(model)).config.to_dict()
     left = {"_name_or_path", "transformers_version"}
     dtypes = sorted({str(weight.dtype) for weight in model.parameters()})
     with evaluating(model):
-        tokens = model.get_input_embeddings().num_embeddings
+        tokens = cast(nn.Embedding, plain.get_input_embeddings()).num_embeddings
         losses, _ = score(model, [tuple(i % tokens for i in range(64))], 63)
     mean = f"{float(losses.double().mean()):.3f}"
     return digest({k: v for k, v in config.items() if k not in left}, dtypes, mean)

@@ -17,13 +17,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from torch import nn
 
 from rope_eval.cases import digest
 from rope_eval.folder import lock, replace_file, writing
-from rope_eval.settings import require_seed
+from rope_eval.options import keywords_of
 from rope_eval.tune.fitness import (
     HAY,
     Needles,
@@ -34,7 +34,8 @@ from rope_eval.tune.fitness import (
     read,
     windows_of,
 )
-from rope_eval.tune.target import Target
+from rope_eval.tune.options import NEEDLES, SearchOptions
+from rope_eval.tune.target import trained_rope
 from rope_eval.tune.trial_log import ROOM, TrialLog, read_log
 from rope_ext.errors import MeasureError, OptionError
 from rope_ext.methods import (
@@ -48,7 +49,6 @@ from rope_ext.methods import (
     YaRN,
 )
 from rope_ext.methods.kinds import FACTORS
-from rope_ext.options import SlidingLayers
 from rope_ext.patching import patched
 from rope_ext.rotary.sites import evaluating
 
@@ -58,7 +58,6 @@ _STEPS = 100  # numbers are searched in hundredths
 _BEYOND = 1.25  # from 1 to this many times the factor
 _BEYOND_CRITICAL = 2  # likewise, from the factor itself on, where there is a critical pair
 _SCALES = tuple(range(100, 161, 5))  # of cos and sin, in hundredths
-NEEDLES = "needles"
 _REACH = 4  # pairs: a new number lies between those of pairs so far away, at most
 _TRIES = 100  # to make a table that is new
 
@@ -119,8 +118,9 @@ class Space:
             new = [self._moved(number, old[i], drawn[i]) for number in old]
         start = rng.choice(self.starts) if self._changes(rng) else one.start
         scale = one.scale
-        if self.scales and self._changes(rng):
-            i = min(range(len(self.scales)), key=lambda i: abs(self.scales[i] - scale))
+        if self.scales and scale is not None and self._changes(rng):
+            now = scale
+            i = min(range(len(self.scales)), key=lambda i: abs(self.scales[i] - now))
             scale = rng.choice(self.scales[max(0, i - 2) : i + 3])
         return Candidate(self.fitted([*one.table[: self.critical], *new]), start, scale)
 
@@ -160,6 +160,7 @@ def evolve(
     rng = random.Random(f"search:{seed}")
     young = list(dict.fromkeys(first))
     seen = set(young)
+    parents: list[Candidate] = []
 
     def add(make: Callable[[], Candidate]) -> None:
         for _ in range(_TRIES):
@@ -169,9 +170,12 @@ def evolve(
                 young.append(made)
                 return
 
+    def crossed() -> Candidate:
+        one, other = rng.sample(parents, 2)
+        return space.crossed(one, other, rng)
+
     for turn in range(population - len(young)):
         add(partial(space.mutated, first[turn % len(first)], rng))
-    parents: list[Candidate] = []
     losses: dict[Candidate, float] = {}
     for iteration in range(iterations + 1):
         if iteration:
@@ -179,119 +183,79 @@ def evolve(
             for _ in range(mutations):
                 add(lambda: space.mutated(rng.choice(parents), rng))
             for _ in range(crossovers):
-                add(lambda: space.crossed(*rng.sample(parents, 2), rng))
+                add(crossed)
         losses |= {one: loss(one) for one in young}
         parents[:] = sorted([*parents, *young], key=losses.__getitem__)[: population // 2]
         yield parents[0]
 
 
-@dataclass(frozen=True, kw_only=True)
-class Options(Target):
-    """The options of :func:`search`, as they are documented there."""
+def _rope(model: nn.Module, given: SearchOptions) -> Rope:
+    """The trained embedding of ``model``.
 
-    critical: int | None
-    population: int
-    iterations: int
-    mutations: int
-    crossovers: int
-    mutation_probability: float
-    start_tokens: tuple[int, ...]
-    attention_factor: float | None
-
-    def check(self) -> None:
-        """Raise OptionError for what is not valid, whatever the model."""
-        least = {"target_length": 2, "scored": 1, "population": 4, "iterations": 1, "samples": 1}
-        least |= {"mutations": 0, "crossovers": 0, "critical": 1}
-        for name, value in least.items():
-            given = getattr(self, name)
-            if name == "scored" and isinstance(given, str):
-                if given != NEEDLES:
-                    raise OptionError(
-                        f"scored={given!r} is not valid; it must be a number of tokens, or "
-                        f"{NEEDLES!r}"
-                    )
-            elif name != "critical" or given is not None:
-                _check(name, given, value)
-        chance = self.mutation_probability
-        if not isinstance(chance, (int, float)) or not 0 < chance <= 1:
-            raise OptionError(
-                f"mutation_probability={chance!r} is not valid; it must be above 0 and at most 1"
-            )
-        require_seed(self.seed)
-        if self.original_max_position_embeddings is not None:
-            length = self.original_max_position_embeddings
-            _check("original_max_position_embeddings", length, 1)
-
-    @property
-    def growth(self) -> dict[str, int]:
-        """Of a population."""
-        names = ("population", "mutations", "crossovers")
-        return {name: getattr(self, name) for name in names}
-
-    @property
-    def tables(self) -> int:
-        """How many are tried, at most."""
-        return self.population + self.iterations * (self.mutations + self.crossovers)
-
-    def rope(self, model: nn.Module) -> Rope:
-        """The trained embedding of ``model``.
-
-        Raises:
-            OptionError: the length is not beyond it, or leaves nothing to score.
-        """
-        rope = super().rope(model)
-        pairs = rope.dim // 2
-        if self.critical is not None and self.critical >= pairs:
-            raise OptionError(
-                f"critical={self.critical} is not valid; it must be below the {pairs} pairs of "
-                f"this model"
-            )
-        return rope
-
-    def space(self, factor: float) -> Space:
-        """What there is to choose from."""
-        scales = () if self.attention_factor is not None else _SCALES
-        most, critical, least = _BEYOND * factor, 0, 1.0
-        if self.critical is not None:
-            most, critical, least = _BEYOND_CRITICAL * factor, self.critical, factor
-        return Space(
-            round(most * _STEPS),
-            self.start_tokens,
-            self.mutation_probability,
-            scales,
-            critical,
-            round(least * _STEPS),
+    Raises:
+        OptionError: the options do not fit the model.
+    """
+    rope = trained_rope(model, given, given.scored)
+    pairs = rope.dim // 2
+    if given.critical is not None and given.critical >= pairs:
+        raise OptionError(
+            f"critical={given.critical} is not valid; it must be below the {pairs} pairs of "
+            f"this model"
         )
-
-    def first(self, known: Sequence[FrequencyMethod], rope: Rope) -> list[Candidate]:
-        """The tables of known methods, with their temperatures and others."""
-        space, start = self.space(known[0].factor), self.start_tokens[0]
-        tables = [space.fitted(_table(each, rope)) for each in known]
-        if not space.scales:
-            return [Candidate(table, start) for table in dict.fromkeys(tables)]
-        own = [round(_STEPS * each.attention_scaling(rope)) for each in known]
-        near = [min(space.scales, key=lambda scale, own=own: abs(scale - own)) for own in own]
-        made = [Candidate(table, start, scale) for table, scale in zip(tables, near, strict=True)]
-        made += [Candidate(table, start, round(f * _STEPS)) for f in FACTORS for table in tables]
-        return list(dict.fromkeys(made))[: max(len(known), self.population // 2)]
-
-    def method(self, one: Candidate, factor: float) -> LongRoPE:
-        """The method with these numbers."""
-        return LongRoPE(
-            factor=factor,
-            long_factor=[number / _STEPS for number in one.table],
-            attention_factor=self.attention_factor if one.scale is None else one.scale / _STEPS,
-            start_tokens=one.start,
-        )
-
-    def settings(self, model: nn.Module, rows: Sequence[Any]) -> dict[str, Any]:
-        """What a loss in the log depends on, and the path of evolution; more iterations go on."""
-        given = {field.name: getattr(self, field.name) for field in fields(self)}
-        del given["iterations"]
-        text = digest([row.ids if isinstance(row, Prompt) else row for row in rows])
-        return {"model": fingerprint(model), "text": text, **given}
+    return rope
 
 
+def _space(given: SearchOptions, factor: float) -> Space:
+    """What evolution can choose from."""
+    scales = () if given.attention_factor is not None else _SCALES
+    most, critical, least = _BEYOND * factor, 0, 1.0
+    if given.critical is not None:
+        most, critical, least = _BEYOND_CRITICAL * factor, given.critical, factor
+    return Space(
+        round(most * _STEPS),
+        given.starts,
+        given.mutation_probability,
+        scales,
+        critical,
+        round(least * _STEPS),
+    )
+
+
+def _first(given: SearchOptions, known: Sequence[FrequencyMethod], rope: Rope) -> list[Candidate]:
+    """The tables of known methods, with their temperatures and others."""
+    space, start = _space(given, known[0].factor), given.starts[0]
+    tables = [space.fitted(_table(each, rope)) for each in known]
+    if not space.scales:
+        return [Candidate(table, start) for table in dict.fromkeys(tables)]
+    own = [round(_STEPS * each.attention_scaling(rope)) for each in known]
+    near = [min(space.scales, key=lambda scale, own=own: abs(scale - own)) for own in own]
+    made = [Candidate(table, start, scale) for table, scale in zip(tables, near, strict=True)]
+    made += [Candidate(table, start, round(f * _STEPS)) for f in FACTORS for table in tables]
+    return list(dict.fromkeys(made))[: max(len(known), given.population // 2)]
+
+
+def _method(given: SearchOptions, one: Candidate, factor: float) -> LongRoPE:
+    """The method with these numbers."""
+    return LongRoPE(
+        factor=factor,
+        long_factor=[number / _STEPS for number in one.table],
+        attention_factor=given.attention_factor if one.scale is None else one.scale / _STEPS,
+        start_tokens=one.start,
+    )
+
+
+def _settings(given: SearchOptions, model: nn.Module, rows: Sequence[Any]) -> dict[str, Any]:
+    """What a loss in the log depends on.
+
+    ``iterations`` is left out, so that a finished search can go on with more of them.
+    """
+    values = {field.name: getattr(given, field.name) for field in fields(given)}
+    del values["iterations"]
+    text = digest([row.ids if isinstance(row, Prompt) else row for row in rows])
+    return {"model": fingerprint(model), "text": text, **values}
+
+
+@keywords_of(SearchOptions)
 def search(
     model: nn.Module,
     tokenizer: Any,
@@ -299,20 +263,7 @@ def search(
     target_length: int,
     *,
     output: str | os.PathLike[str] | None = None,
-    population: int = 64,
-    iterations: int = 40,
-    mutations: int = 16,
-    crossovers: int = 16,
-    mutation_probability: float = 0.3,
-    samples: int = 5,
-    scored: int | Literal["needles"] | None = None,
-    critical: int | None = None,
-    start_tokens: Iterable[int] = (0,),
-    attention_factor: float | None = None,
-    seed: int = 0,
-    compose: bool = False,
-    sliding_layers: SlidingLayers = "auto",
-    original_max_position_embeddings: int | None = None,
+    **options: Any,
 ) -> LongRoPE:
     """Search the numbers by which ``longrope`` divides the frequencies of ``model``.
 
@@ -331,27 +282,7 @@ def search(
         output: a ``.json`` file for the options of the best method so far. Beside it, in
             ``.jsonl``, is written every table that was tried: the same call goes on from there,
             or goes further with more ``iterations``, as if it had not been interrupted.
-        population: tables to begin with; the better half are parents.
-        iterations: how often parents make new tables.
-        mutations: new tables of each iteration, of one parent.
-        crossovers: the same, of two.
-        mutation_probability: that a mutation changes a number.
-        samples: windows of ``target_length`` tokens.
-        scored: tokens at the end of each, whose loss counts. None is half of them: where all
-            count, as in the paper, the far end is given up for the many tokens before it.
-            ``"needles"``: the answer tokens of ``samples`` prompts of the target length, with
-            passkeys hidden in filler and in the text by turns, as LongRoPE2 has it.
-        critical: index of the pair from which on numbers are searched, between the factor and
-            twice as much; pairs below it follow from its number as of an NTK base, as LongRoPE2
-            has it. None searches all.
-        start_tokens: numbers of start tokens to choose from. More than 0 cannot be exported; the
-            paper's are ``rope_eval.tune.search.START_TOKENS``.
-        attention_factor: of all tables, as of ``LongRoPE``; None searches it along.
-        seed: of the windows and of evolution.
-        compose: as of :func:`rope_ext.patch`, which needs it and the next ones again with what
-            was found.
-        sliding_layers: likewise.
-        original_max_position_embeddings: likewise.
+        **options: the fields of :class:`~rope_eval.tune.options.SearchOptions`.
 
     Returns:
         The best method found, for :func:`rope_ext.patch`.
@@ -366,47 +297,25 @@ def search(
     Ding et al. 2024, arXiv 2402.13753, sections 3.2 and 3.3; Shang et al. 2025, arXiv 2502.20082,
     section 3.2.
     """
-    given = Options(
-        target_length=target_length,
-        scored=target_length // 2 if scored is None and type(target_length) is int else scored,
-        critical=critical,
-        population=population,
-        iterations=iterations,
-        mutations=mutations,
-        crossovers=crossovers,
-        mutation_probability=mutation_probability,
-        samples=samples,
-        start_tokens=tuple(start_tokens) if isinstance(start_tokens, Iterable) else (),
-        attention_factor=attention_factor,
-        seed=seed,
-        compose=compose,
-        sliding_layers=sliding_layers,
-        original_max_position_embeddings=original_max_position_embeddings,
-    )
-    if not given.start_tokens:
-        raise OptionError(
-            f"start_tokens={start_tokens!r} is not valid; give numbers to choose from, such as "
-            f"(0, 4, 16)"
-        )
-    given.check()
+    given = SearchOptions(target_length=target_length, **options)
     if output is not None and Path(output).suffix != ".json":
         raise OptionError(f"output={str(output)!r} is not valid; it must end in .json")
-    rope = given.rope(model)
+    rope = _rope(model, given)
     factor = target_length / rope.length
     known = [cls(factor=factor) for cls in (PI, NTK, YaRN, MrRoPE, LongRoPE2)]
-    first = given.first(known, rope)
-    for start in given.start_tokens:  # what cannot be patched shows before anything is measured
+    first = _first(given, known, rope)
+    for start in given.starts:  # what cannot be patched shows before anything is measured
         with patched(
-            model, given.method(replace(first[0], start=start), factor), **given.arguments
+            model, _method(given, replace(first[0], start=start), factor), **given.arguments
         ):
             pass
+    samples, seed = given.samples, given.seed
     cure = f"samples={samples} are to be judged by; give more text, or fewer samples"
-    rows = windows_of(tokenizer, read(text), target_length, samples, seed, cure).windows
-    if scored == NEEDLES:
-        rows = _prompts(tokenizer, rows, seed)
-    if attention_factor is None:  # what is found must beat YaRN with a temperature found, too
+    windows = windows_of(tokenizer, read(text), target_length, samples, seed, cure).windows
+    rows = _prompts(tokenizer, windows, seed) if given.scored == NEEDLES else windows
+    if given.attention_factor is None:  # what is found must beat YaRN with a temperature found, too
         known += [YaRN(factor=factor, attention_factor=scale) for scale in FACTORS]
-    with log_beside(output, given.settings(model, rows)) as log, evaluating(model):
+    with log_beside(output, _settings(given, model, rows)) as log, evaluating(model):
         return _searched(model, rows, given, known, first, log)
 
 
@@ -430,7 +339,7 @@ def _prompts(tokenizer: Any, windows: Sequence[tuple[int, ...]], seed: int) -> l
 def _searched(
     model: nn.Module,
     rows: Sequence[Any],
-    given: Options,
+    given: SearchOptions,
     known: Sequence[FrequencyMethod],
     first: Sequence[Candidate],
     log: _Log,
@@ -444,7 +353,7 @@ def _searched(
         bar = shown.add_task("search", total=(len(known) + given.tables) * given.samples)
 
         def losses_of(rows: Sequence[Any]) -> list[float]:
-            if given.scored != NEEDLES:
+            if isinstance(given.scored, int):
                 return losses_at_end(model, rows, given.scored, partial(shown.advance, bar))
             answers = losses_of_answers(model, rows, partial(shown.advance, bar))
             return [loss for loss, _ in answers]
@@ -468,14 +377,14 @@ def _searched(
             )
         bests = evolve(
             first,
-            given.space(factor),
-            lambda one: judged(given.method(one, factor)),
+            _space(given, factor),
+            lambda one: judged(_method(given, one, factor)),
             iterations=given.iterations,
             seed=given.seed,
             **given.growth,
         )
         for best in bests:
-            found = given.method(best, factor)
+            found = _method(given, best, factor)
             text = f"perplexity {_perplexity(log.get(_what(found)))} (yarn {_perplexity(yarn)})"
             shown.update(bar, description=text)
             log.keep(found)
@@ -487,9 +396,9 @@ class _Log(TrialLog):
 
     def keep(self, best: LongRoPE) -> None:
         """Replace the options in the output, at once."""
-        if self.path is None:
+        if self.log is None:
             return
-        output = self.path.with_suffix(".json")
+        output = self.log.path.with_suffix(".json")
         with writing(output, ROOM):
             replace_file(output, (json.dumps(_given(best.options())) + "\n").encode())
 
@@ -568,13 +477,6 @@ def summary(output: Path) -> str:
 
 def _perplexity(loss: float) -> str:
     return f"{math.exp(min(loss, 700)):.4g}"  # beyond it, a float is not enough
-
-
-def _check(option: str, value: Any, least: int) -> None:
-    if type(value) is not int or value < least:
-        raise OptionError(
-            f"{option}={value!r} is not valid; it must be a whole number of at least {least}"
-        )
 
 
 def _table(method: FrequencyMethod, rope: Rope) -> tuple[int, ...]:

@@ -1,7 +1,7 @@
-"""The log of what was tried and what came of it, from which a run that was killed goes on.
+"""A log of trials and their results, from which a search or calibration resumes.
 
-Its first line names the kind of run and its settings; every other line is one trial. A run is a
-function of its seed and of these numbers: it is replayed, and what is known is not computed again.
+The header has the kind of run and its settings. A run is a function of its seed and of the logged
+results: a resumed run is replayed, and known results are not computed again.
 """
 
 from __future__ import annotations
@@ -9,71 +9,66 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
-from rope_eval.cases import repair
-from rope_eval.folder import replace_file, writing
+from rope_eval.folder import writing
+from rope_eval.log import Log, read_lines, to_line
 from rope_ext.errors import MeasureError
 
 ROOM = "make room and give the same again to go on"
+L = TypeVar("L", bound="TrialLog")
 
 
 class TrialLog:
-    """What was tried: in memory, and in a file that is only ever added to.
+    """Results by trial: in memory, and in a log if there is one.
 
     Args:
-        path: of the file; None keeps nothing.
-        field: what a line calls that which came of it.
-        found: what came of it, by what was tried.
+        log: an open log; None saves nothing.
+        field: the key of the result in a line.
+        found: the results so far, by trial.
     """
 
-    def __init__(self, path: Path | None, field: str, found: dict[str, Any]) -> None:
-        self.path, self.field, self.found = path, field, found
+    def __init__(self, log: Log | None, field: str, found: dict[str, Any]) -> None:
+        self.log, self.field, self.found = log, field, found
 
     @classmethod
-    def open(cls, path: Path, kind: str, field: str, settings: Mapping[str, Any]) -> TrialLog:
-        """The log at ``path``: a new one, or one of the same settings.
+    def open(cls: type[L], path: Path, kind: str, field: str, settings: Mapping[str, Any]) -> L:
+        """The log at ``path``: a new one, or one with the same settings.
 
         Raises:
-            MeasureError: it is of other settings, or cannot be read or written.
+            MeasureError: its settings differ, or it cannot be read or written.
         """
+        log, found = Log(path, to_line({kind: settings}), ROOM), {}
         with writing(path, "give another output"):
-            if not path.exists():
-                replace_file(path, (json.dumps({kind: settings}) + "\n").encode())
-                return cls(path, field, {})
-            given, found = read_log(path, kind, field)
-            _require_same(path, kind, given, json.loads(json.dumps(settings)))
-            repair(path)
-        return cls(path, field, found)
+            if path.exists():
+                given, found = read_log(path, kind, field)
+                _require_same(path, kind, given, json.loads(json.dumps(settings)))
+        log.open()
+        return cls(log, field, found)
 
-    def get(self, what: Mapping[str, Any]) -> Any:
-        """What came of it, if it was tried."""
-        return self.found.get(json.dumps(what))
+    def get(self, trial: Mapping[str, Any]) -> Any:
+        """The result of a trial, or None."""
+        return self.found.get(json.dumps(trial))
 
-    def add(self, what: Mapping[str, Any], came: Any) -> None:
-        """Write down what came of it."""
-        self.found[json.dumps(what)] = came
-        if self.path is not None:
-            text = json.dumps({**what, self.field: came}) + "\n"
-            with writing(self.path, ROOM), self.path.open("a", encoding="utf-8") as file:
-                file.write(text)
+    def add(self, trial: Mapping[str, Any], result: Any) -> None:
+        """Save the result of a trial."""
+        self.found[json.dumps(trial)] = result
+        if self.log is not None:
+            self.log.add(to_line({**trial, self.field: result}))
 
 
 def read_log(path: Path, kind: str, field: str) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Settings and trials of a log, without the line that a killed run left unfinished.
+    """Settings and results of a log.
 
     Raises:
-        MeasureError: it is none.
+        MeasureError: it is not a log of this kind.
     """
-    try:
-        text, _, _ = path.read_text(encoding="utf-8").rpartition("\n")
-        head, *lines = map(json.loads, text.split("\n"))
-        trials = [(line, line.pop(field)) for line in lines]
-        return dict(head[kind]), {json.dumps(what): came for what, came in trials}
-    except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
-        raise MeasureError(
-            f"{path} is not the log of a {kind}; delete it, or give another output"
-        ) from None
+    lines = list(read_lines(path))
+    settings = lines[0].get(kind) if lines else None
+    if not isinstance(settings, dict):
+        raise MeasureError(f"{path} is not the log of a {kind}; delete it, or give another output")
+    trials = [(line, line.pop(field)) for line in lines[1:] if field in line]
+    return settings, {json.dumps(trial): result for trial, result in trials}
 
 
 def _require_same(path: Path, kind: str, given: Mapping[str, Any], now: Mapping[str, Any]) -> None:

@@ -1,0 +1,228 @@
+"""The options of ``search`` and ``calibrate``: keywords of the function, options of the command."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from rope_eval.options import option
+from rope_eval.settings import require_seed
+from rope_ext.arguments import parse_length, parse_lengths, split
+from rope_ext.errors import OptionError
+
+if TYPE_CHECKING:
+    from rope_ext.options import SlidingLayers
+
+NEEDLES = "needles"
+"""The value of ``scored`` for the answers of passkeys."""
+FEWEST_SAMPLES = 4
+"""Values to resample in a calibration: fewer often have one sign by chance."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TuneOptions:
+    """Options that a search and a calibration share.
+
+    Args:
+        target_length: context to reach, tokens.
+        samples: windows of ``target_length`` tokens; a calibration takes as many for each half.
+        seed: random seed.
+        compose: as in :func:`rope_ext.patch`. Give it and the next two again when you patch with
+            the result.
+        sliding_layers: as in :func:`rope_ext.patch`.
+        original_max_position_embeddings: as in :func:`rope_ext.patch`.
+
+    Raises:
+        OptionError: a value is not valid.
+    """
+
+    target_length: int
+    samples: int
+    seed: int = option(0, "Random seed.")
+    compose: bool = option(False, "Apply on top of existing RoPE scaling.")
+    sliding_layers: SlidingLayers = "auto"
+    original_max_position_embeddings: int | None = option(
+        None, "Override the trained length in the config.", int, "--trained-length"
+    )
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """Keywords of :func:`rope_ext.patch`."""
+        names = ("compose", "sliding_layers", "original_max_position_embeddings")
+        return {name: getattr(self, name) for name in names}
+
+    def _require_whole(self, **least: int) -> None:
+        """Check whole numbers against the smallest value that each may have."""
+        for name, smallest in least.items():
+            value = getattr(self, name)
+            if type(value) is not int or value < smallest:
+                raise OptionError(
+                    f"{name}={value!r} is not valid; it must be a whole number of at least "
+                    f"{smallest}"
+                )
+
+    def _set(self, name: str, value: Any) -> None:
+        object.__setattr__(self, name, value)  # frozen; only while it is made
+
+
+def _search_scored(text: str) -> int | str:
+    return text if text == NEEDLES else parse_length(text, "--scored")
+
+
+@dataclass(frozen=True, kw_only=True)
+class SearchOptions(TuneOptions):
+    """Options of :func:`rope_ext.search`, beside those of :class:`TuneOptions`.
+
+    Args:
+        population: tables to start with; the better half become parents.
+        iterations: how often parents make new tables.
+        mutations: new tables per iteration from one parent.
+        crossovers: new tables per iteration from two parents.
+        mutation_probability: probability that a mutation changes a number.
+        scored: tokens at the end of each window whose loss counts. None scores half of them: if
+            all count, as in the paper, the search gives up the far end for the many tokens before
+            it. ``"needles"`` scores the answer tokens of ``samples`` prompts of the target length,
+            with passkeys hidden alternately in filler and in the text, as in LongRoPE2.
+        critical: index of the first pair to search, with numbers between the factor and twice the
+            factor; pairs below it follow from its number as with an NTK base, as in LongRoPE2.
+            None searches all pairs.
+        start_tokens: numbers of start tokens to choose from. Values above 0 cannot be exported;
+            ``rope_eval.tune.search.START_TOKENS`` has the paper's.
+        attention_factor: attention factor of every table, as in ``LongRoPE``; None searches it too.
+    """
+
+    samples: int = option(5, "Text windows used to score a table.")
+    population: int = option(64, "Number of initial tables.")
+    iterations: int = option(40, "Number of iterations of evolution.")
+    mutations: int = option(16, "New tables per iteration, by mutation.")
+    crossovers: int = option(16, "New tables per iteration, by crossover.")
+    mutation_probability: float = 0.3
+    scored: int | str | None = option(
+        None,
+        "Number of tokens to score at the end of each window, or `needles` to score the answers "
+        "of hidden passkeys. Default: half.",
+        _search_scored,
+    )
+    critical: int | None = option(
+        None, "First pair to search; lower pairs follow NTK. Default: all pairs.", int
+    )
+    start_tokens: Iterable[int] = option(
+        (0,),
+        "Numbers of start tokens to choose from; values above 0 cannot be exported.",
+        lambda text: parse_lengths(text, "--start-tokens"),
+    )
+    attention_factor: float | None = option(
+        None, "Attention factor of every table. Default: searched too.", float
+    )
+
+    def __post_init__(self) -> None:
+        given = self.start_tokens
+        self._set("start_tokens", tuple(given) if isinstance(given, Iterable) else ())
+        if not self.start_tokens:
+            raise OptionError(
+                f"start_tokens={given!r} is not valid; give numbers to choose from, such as "
+                f"(0, 4, 16)"
+            )
+        self._require_whole(target_length=2, population=4, iterations=1, samples=1)
+        self._require_whole(mutations=0, crossovers=0)
+        if self.scored is None:
+            self._set("scored", self.target_length // 2)
+        if not isinstance(self.scored, str):
+            self._require_whole(scored=1)
+        elif self.scored != NEEDLES:
+            raise OptionError(
+                f"scored={self.scored!r} is not valid; it must be a number of tokens, or "
+                f"{NEEDLES!r}"
+            )
+        if self.critical is not None:
+            self._require_whole(critical=1)
+        chance = self.mutation_probability
+        if not isinstance(chance, (int, float)) or not 0 < chance <= 1:
+            raise OptionError(
+                f"mutation_probability={chance!r} is not valid; it must be above 0 and at most 1"
+            )
+        require_seed(self.seed)
+        if self.original_max_position_embeddings is not None:
+            self._require_whole(original_max_position_embeddings=1)
+
+    @property
+    def growth(self) -> dict[str, int]:
+        """Sizes of a population and of its offspring."""
+        names = ("population", "mutations", "crossovers")
+        return {name: getattr(self, name) for name in names}
+
+    @property
+    def starts(self) -> tuple[int, ...]:
+        """``start_tokens`` as a tuple."""
+        return tuple(self.start_tokens)
+
+    @property
+    def tables(self) -> int:
+        """The most tables that are tried."""
+        return self.population + self.iterations * (self.mutations + self.crossovers)
+
+
+@dataclass(frozen=True, kw_only=True)
+class CalibrationOptions(TuneOptions):
+    """Options of :func:`rope_ext.calibrate`, beside those of :class:`TuneOptions`.
+
+    Args:
+        options: names of the method options to find; None finds all that the method declares.
+        prompts: prompts for each length and half; 0 judges by the text alone.
+        scored: tokens at the end of each window whose loss counts at the target length; None
+            scores a quarter.
+        cost: largest relative increase of the loss within the trained length over that of the
+            published default.
+    """
+
+    samples: int = option(8, "Text windows in each half.")
+    options: str | Iterable[str] | None = option(
+        None,
+        "Method options to find, such as attention_factor,window. Default: all.",
+        split,
+    )
+    prompts: int = option(
+        8, "Passkey prompts for each half and length; 0 judges by the text alone."
+    )
+    scored: int | None = option(
+        None,
+        "Number of tokens to score at the end of each window. Default: a quarter.",
+        lambda text: parse_length(text, "--scored"),
+    )
+    cost: float = option(0.02, "Largest relative increase of the loss within the trained length.")
+
+    def __post_init__(self) -> None:
+        self._set("options", _names(self.options))
+        self._require_whole(target_length=2, samples=FEWEST_SAMPLES, prompts=0)
+        if self.scored is None:
+            self._set("scored", max(1, self.target_length // 4))
+        self._require_whole(scored=1)
+        if self.prompts == 1:
+            raise OptionError("prompts=1 is not valid; it must be 0 or at least 2")
+        number = isinstance(self.cost, (int, float)) and not isinstance(self.cost, bool)
+        if not number or not 0 <= self.cost < math.inf:
+            raise OptionError(
+                f"cost={self.cost!r} is not valid; it must be a share of at least 0, such as 0.02"
+            )
+        require_seed(self.seed)
+
+    @property
+    def chosen(self) -> tuple[str, ...] | None:
+        """``options`` as a tuple."""
+        return None if self.options is None else tuple(self.options)
+
+    @property
+    def tail(self) -> int:
+        """``scored`` with its default."""
+        return self.scored or max(1, self.target_length // 4)
+
+
+def _names(options: Any) -> tuple[str, ...] | None:
+    if options is None:
+        return None
+    names = (options,) if isinstance(options, str) else tuple(options)
+    if not names:
+        raise OptionError(f"options={options!r} is not valid; name some, or leave it out for all")
+    return names

@@ -14,15 +14,12 @@ from typing import Any, ClassVar, TypeVar
 import torch
 from torch import nn
 
+from rope_ext.engines.families import ENGINES, Family, everywhere
 from rope_ext.errors import ExportError, NotPatchedError, nearest
 from rope_ext.methods import Method, Rope
 from rope_ext.patching import Patch, current_patch
 from rope_ext.record import record_of
 from rope_ext.rotary.sites import find_sites, text_config, text_decoder, unwrap
-
-ARCHITECTURES = {"llama": "llama", "mistral": "llama", "qwen2": "qwen2", "qwen3": "qwen3"}
-"""By ``model_type``, llama.cpp's name of it. All engines build these from the configuration's
-``rope_parameters`` and nothing else, which was not checked for other families."""
 
 
 class Refusal(Exception):
@@ -154,7 +151,7 @@ def export(model: nn.Module, engine: str, **options: Any) -> Export:
         raise ExportError(
             f"{engine} cannot run {state.method.name}: {refusal}. Of this patch, {instead} be "
             f"given settings; every engine runs 'yarn', 'pi' and 'ntk' on "
-            f"{', '.join(ARCHITECTURES)}"
+            f"{', '.join(everywhere())}"
         ) from None
 
 
@@ -250,15 +247,28 @@ class Scaling:
 
 
 def refuse_unproven(state: Patch) -> None:
-    """Raise unless ``state`` is one fixed set of frequencies, and the family was checked."""
+    """Raise unless ``state`` is one fixed set of frequencies."""
     refuse_positions(state)
     refuse_adapting(state.method)
-    kind = text_config(state.decoder).model_type
-    if kind not in ARCHITECTURES or len(state.sites) > 1:
+    if len(state.sites) > 1:
+        raise Refusal("it has several rotary embeddings, which was not checked")
+
+
+def family_of(state: Patch, engine: str) -> Family:
+    """What an engine makes of the family of a patched model; raises :class:`Refusal`."""
+    kind, families = text_config(state.decoder).model_type, ENGINES[engine]
+    if kind not in families:
         raise Refusal(
             f"whether it builds {kind!r} from these settings was not checked; checked were "
-            f"{', '.join(ARCHITECTURES)}"
+            f"{', '.join(name for name, family in families.items() if family.kinds)}"
         )
+    return families[kind]
+
+
+def refuse_kind(family: Family, kind: str) -> None:
+    """Raise unless an engine computes this ``rope_type`` for a family."""
+    if kind not in family.kinds:
+        raise Refusal(f"{family.reason} (rope_type {kind!r})")
 
 
 def refuse_adapting(method: Method) -> None:

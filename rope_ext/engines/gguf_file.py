@@ -1,4 +1,4 @@
-"""Files of llama.cpp: those of models, given the keys of a patch; and miniatures, written here.
+"""Files of llama.cpp, given the keys of a patch.
 
 Needs the ``gguf`` library.
 """
@@ -16,19 +16,15 @@ from torch import nn
 
 from rope_ext.arguments import parse_options
 from rope_ext.drafts import draft_of
-from rope_ext.engines.base import (
-    ARCHITECTURES,
-    Refusal,
-    Scaling,
-    refuse_adapting,
-    refuse_tempered,
-)
+from rope_ext.engines.base import Refusal, Scaling, refuse_adapting, refuse_tempered
+from rope_ext.engines.families import LLAMA_CPP
+from rope_ext.engines.gguf_model import require_gguf
 from rope_ext.engines.llama_cpp import TABLE, Plan, plan, planned
 from rope_ext.errors import ExportError, first_line
 from rope_ext.method_options import checked_methods
 from rope_ext.methods import Method, Rope, build_method
 from rope_ext.patching import current_patch
-from rope_ext.rotary.sites import text_config, text_decoder, unwrap
+from rope_ext.rotary.sites import text_config, text_decoder
 
 _CHUNK = 1 << 24  # bytes copied at a time
 _MAGIC, _VERSION = b"GGUF", 3
@@ -191,10 +187,11 @@ def extended(
             f"{path} scales its rotary embedding already; convert the unscaled model, or give the "
             f"folder of a model that was patched with compose=True before the file"
         )
-    if file.architecture not in ARCHITECTURES.values():
+    known = list(dict.fromkeys(family.name for family in LLAMA_CPP.values()))
+    if file.architecture not in known:
         raise ExportError(
             f"what llama.cpp reads for {file.architecture!r} was not checked; checked were "
-            f"{', '.join(dict.fromkeys(ARCHITECTURES.values()))}"
+            f"{', '.join(known)}"
         )
     rope = dataclasses.replace(file.rope, length=trained_length or file.rope.length)
     ((name, values),) = options.items()
@@ -243,7 +240,8 @@ def following(model: nn.Module, path: str | Path, output: str | Path) -> Plan:
             scaling, made = Scaling.from_patch(state), planned(state, in_file=True)
     except Refusal as refusal:
         raise ExportError(f"llama.cpp cannot run the patch of this model: {refusal}") from None
-    architecture = ARCHITECTURES.get(text_config(text_decoder(model)).model_type)
+    family = LLAMA_CPP.get(text_config(text_decoder(model)).model_type)
+    architecture = None if family is None else family.name
     if (file.rope.dim, file.architecture) != (scaling.rope.dim, architecture):
         raise ExportError(
             f"{path} is of a {file.architecture!r} with {file.rope.dim // 2} rotary pairs, the "
@@ -252,22 +250,6 @@ def following(model: nn.Module, path: str | Path, output: str | Path) -> Plan:
         )
     file.write(output, made.keys, made.table)
     return made
-
-
-def require_gguf() -> Any:
-    """The ``gguf`` library.
-
-    Raises:
-        ExportError: it is not installed.
-    """
-    try:
-        import gguf
-    except ImportError:
-        raise ExportError(
-            "GGUF files need the gguf library, which is not installed; install it with: "
-            'pip install "rope-ext[engines]"'
-        ) from None
-    return gguf
 
 
 def _copy(source: BinaryIO, target: BinaryIO, offset: int, size: int) -> None:
@@ -308,80 +290,3 @@ def _value(value: Any) -> bytes:
 def _info(name: str, shape: list[int], kind: int, offset: int) -> bytes:
     shape_data = struct.pack(f"<I{len(shape)}Q", len(shape), *shape)
     return _text(name) + shape_data + struct.pack("<IQ", kind, offset)
-
-
-_WHOLE = {
-    "model.embed_tokens": "token_embd",
-    "model.norm": "output_norm",
-    "lm_head": "output",
-}
-_IN_LAYER = {
-    "input_layernorm": "attn_norm",
-    "post_attention_layernorm": "ffn_norm",
-    "self_attn.q_proj": "attn_q",
-    "self_attn.k_proj": "attn_k",
-    "self_attn.v_proj": "attn_v",
-    "self_attn.o_proj": "attn_output",
-    "self_attn.q_norm": "attn_q_norm",
-    "self_attn.k_norm": "attn_k_norm",
-    "mlp.gate_proj": "ffn_gate",
-    "mlp.up_proj": "ffn_up",
-    "mlp.down_proj": "ffn_down",
-}
-
-
-def write_model(model: nn.Module, path: str | Path) -> None:
-    """A small model as a GGUF file in float32, its rotary embedding unscaled.
-
-    Its tokens are made up: ``t3``, ``t4``, ...; prompts are lists of ids.
-
-    Args:
-        model: of a family in ``ARCHITECTURES``.
-        path: of the file.
-    """
-    gguf, model = require_gguf(), unwrap(model)
-    config = text_config(model)
-    architecture = ARCHITECTURES[config.model_type]
-    heads, groups = config.num_attention_heads, config.num_key_value_heads
-    dim = getattr(config, "head_dim", None) or config.hidden_size // heads
-    writer = gguf.GGUFWriter(path, architecture)
-    writer.add_context_length(config.max_position_embeddings)
-    writer.add_embedding_length(config.hidden_size)
-    writer.add_block_count(config.num_hidden_layers)
-    writer.add_feed_forward_length(config.intermediate_size)
-    writer.add_head_count(heads)
-    writer.add_head_count_kv(groups)
-    writer.add_key_length(dim)
-    writer.add_value_length(dim)
-    writer.add_rope_dimension_count(dim)
-    writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
-    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
-    writer.add_vocab_size(config.vocab_size)
-    writer.add_tokenizer_model("llama")
-    kinds = gguf.TokenType
-    special = {"<unk>": kinds.UNKNOWN, "<s>": kinds.CONTROL, "</s>": kinds.CONTROL}
-    names = [*special, "<0x0A>", *(f"t{i}" for i in range(4, config.vocab_size))]
-    others = [kinds.BYTE] + [kinds.NORMAL] * (config.vocab_size - 4)
-    writer.add_token_list(names)
-    writer.add_token_types([*special.values(), *others])
-    writer.add_token_scores([0.0] * config.vocab_size)
-    writer.add_bos_token_id(1)
-    writer.add_eos_token_id(2)
-    writer.add_add_bos_token(False)
-    for name, tensor in model.state_dict().items():
-        module, _, kind = name.rpartition(".")
-        values = tensor.detach().float().cpu().contiguous()
-        if module in _WHOLE:
-            if module != "lm_head" or not config.tie_word_embeddings:
-                writer.add_tensor(f"{_WHOLE[module]}.{kind}", values.numpy())
-            continue
-        _, _, layer, part = module.split(".", 3)
-        if architecture == "llama" and part in ("self_attn.q_proj", "self_attn.k_proj"):
-            # It rotates neighbours, where transformers rotates the halves of a head.
-            rows = heads if part.endswith("q_proj") else groups
-            values = values.unflatten(0, (rows, 2, dim // 2)).transpose(1, 2).flatten(0, 2)
-        writer.add_tensor(f"blk.{layer}.{_IN_LAYER[part]}.{kind}", values.contiguous().numpy())
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()

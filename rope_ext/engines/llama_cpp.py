@@ -17,12 +17,13 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 
+from rope_ext.engines import families
 from rope_ext.engines.base import (
-    ARCHITECTURES,
     Engine,
     Export,
     Refusal,
     Scaling,
+    family_of,
     model_name,
     precise_note,
     refuse_unproven,
@@ -31,12 +32,13 @@ from rope_ext.engines.base import (
 from rope_ext.methods import Method, YaRN, build_method
 from rope_ext.methods.temperature import yarn_factor
 from rope_ext.patching import Patch
-from rope_ext.rotary.sites import text_config
 
 TABLE = "rope_freqs.weight"
 """Tensor by which frequencies are divided, one number per pair."""
-READS_TABLE = ("llama",)
-"""Architectures that look for it, of those in ``ARCHITECTURES``."""
+READS_TABLE = tuple(
+    dict.fromkeys(f.name for f in families.LLAMA_CPP.values() if "longrope" in f.kinds)
+)
+"""Architectures that look for it."""
 _BETAS = ("beta_fast", "beta_slow")
 
 
@@ -132,8 +134,8 @@ def plan(scaling: Scaling, architecture: str, *, in_file: bool, scaled: bool = F
         return draft.plan(scaling.divisors)
     else:
         raise Refusal(
-            f"these frequencies are a table, which it reads for the architecture "
-            f"{' and '.join(map(repr, READS_TABLE))} only, and this is {architecture!r}"
+            f"these frequencies are a table, which it reads for the architectures "
+            f"{', '.join(map(repr, READS_TABLE))} only, and this is {architecture!r}"
         )
     # Only YaRN raises the trained length, beyond which the server takes no prompt.
     draft.put("context_length", scaling.target)
@@ -219,9 +221,13 @@ def planned(state: Patch, in_file: bool) -> Plan:
     refuse_unproven(state)
     if not state.native:
         raise Refusal("it has no setting for these frequencies")
-    architecture = ARCHITECTURES[text_config(state.decoder).model_type]
-    scaled = state.scaled[0].scaled
-    return plan(Scaling.from_patch(state), architecture, in_file=in_file, scaled=scaled)
+    family = family_of(state, "llama.cpp")
+    assert isinstance(family, families.Architecture)
+    site, scaling = state.scaled[0], Scaling.from_patch(state)
+    if not site.scaled:  # families that know one type only are saved with a table
+        own = state.method.rope_parameters(site.rope)
+        scaling = dataclasses.replace(scaling, parameters=own)
+    return plan(scaling, family.name, in_file=in_file, scaled=site.scaled)
 
 
 def settings(made: Plan) -> dict[str, Any]:

@@ -13,14 +13,18 @@ from rope_ext.engines.base import (
     Export,
     Refusal,
     Scaling,
+    family_of,
     precise_note,
+    refuse_kind,
     refuse_unproven,
     register,
 )
+from rope_ext.engines.families import MLXFamily
 from rope_ext.engines.transformers import legacy, with_fields
 from rope_ext.methods.temperature import yarn_factor
 from rope_ext.patching import Patch
 from rope_ext.rotary.sites import unwrap
+from rope_ext.saving.rebuild import SCALING_FIELDS
 
 
 @register
@@ -35,7 +39,11 @@ class MLX(Engine):
         refuse_unproven(state)
         if not state.native:
             raise Refusal("it builds from transformers' types, and none has these frequencies")
-        fields = legacy(_parameters(Scaling.from_patch(state)))
+        family = family_of(state, self.name)
+        assert isinstance(family, MLXFamily)
+        parameters = parameters_for(Scaling.from_patch(state))
+        refuse_kind(family, parameters["rope_type"])
+        fields = {"rope_parameters": parameters} if family.inside else legacy(parameters)
         config = with_fields(unwrap(model).config.to_json_string(), fields)
         command = shlex.join(["mlx_lm.generate", "--model", "FOLDER", "--prompt", "..."])
         notes = (
@@ -47,7 +55,7 @@ class MLX(Engine):
         return Export("mlx", fields, command, {"config.json": config}, notes)
 
 
-def _parameters(scaling: Scaling) -> dict[str, Any]:
+def parameters_for(scaling: Scaling) -> dict[str, Any]:
     """``rope_parameters`` of which mlx-lm and transformers make the same."""
     parameters = dict(scaling.parameters)
     kind = parameters["rope_type"]
@@ -63,7 +71,9 @@ def _parameters(scaling: Scaling) -> dict[str, Any]:
     # Its number on cosine and sine is sqrt(1 + ln(s) / ln(length)), of a length of our choice.
     length = scaling.target ** (1 / scaling.scaling**2)
     table = scaling.divisors
+    others = {name: value for name, value in parameters.items() if name not in SCALING_FIELDS}
     return {
+        **others,
         "rope_type": "longrope",
         "rope_theta": scaling.rope.base,
         "short_factor": table,

@@ -23,20 +23,16 @@ from torch import nn
 from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedTokenizerFast
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from rope_ext.engines import gguf_file, llama_cpp, running
-from rope_ext.engines.base import (
-    ARCHITECTURES,
-    Refusal,
-    Scaling,
-    export,
-    refuse_unproven,
-)
+from rope_ext.engines import gguf_file, gguf_model, llama_cpp, running
+from rope_ext.engines.base import Refusal, Scaling, export, refuse_unproven
+from rope_ext.engines.families import miniatures
 from rope_ext.errors import ExportError, RopeExtError
 from rope_ext.methods import Rope
 from rope_ext.methods.temperature import yarn_factor
 from rope_ext.patching import Patch, current_patch, patch
 from rope_ext.record import FIELD, record_of
 from rope_ext.rotary.sites import find_sites, text_decoder, unwrap
+from rope_ext.saving.rebuild import SCALING_FIELDS
 
 VERDICTS = (
     "as patched",
@@ -67,6 +63,18 @@ _APART = 2.0  # how many times the distance to the nearest a rival is apart from
 _FLOOR = 1e-4  # nearer than this, two computations in float32 are the same
 _ROUNDED = 3.0  # how many times the rounding of bfloat16 in transformers a server may show
 _PEAK = 20.0  # standard deviation of attention logits: they, not noise, decide the answer
+_LOOKS = ("q_proj", "k_proj", "q_norm", "k_norm", "qkv_proj", "query_layernorm", "key_layernorm")
+_WIDTHS = ("moe_intermediate_size", "shared_expert_intermediate_size", "q_lora_rank")
+_WIDTHS += ("kv_lora_rank", "shared_intermediate_size")
+_COUNTS = {
+    **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts"), 4),
+    "num_experts_per_tok": 2,
+    **dict.fromkeys(("n_group", "topk_group", "n_shared_experts", "first_k_dense_replace"), 1),
+    "decoder_sparse_step": 1,
+    # These multiply what has no part in rotation, and would hide it.
+    **dict.fromkeys(("logits_scaling", "logit_scale", "embedding_multiplier"), 1.0),
+    "residual_multiplier": 1.0,
+}
 _RESIDUAL = 0.2  # standard deviation of embeddings, beside that of 1 of what attention adds
 
 Run = Callable[[Sequence[Sequence[int]]], torch.Tensor]
@@ -212,10 +220,10 @@ class Miniature:
             RopeExtError: the family was not checked, or nothing is scaled.
         """
         text = copy.deepcopy(config.get_text_config(decoder=True))
-        if text.model_type not in ARCHITECTURES:
+        if text.model_type not in miniatures():
             raise ExportError(
                 f"no miniature of {text.model_type!r} can be made; those of "
-                f"{', '.join(ARCHITECTURES)} can"
+                f"{', '.join(miniatures())} can"
             )
         record = record_of(text)
         if record is not None and not record.native:
@@ -234,7 +242,8 @@ class Miniature:
         unscaled = copy.deepcopy(text)
         if hasattr(unscaled, FIELD):
             delattr(unscaled, FIELD)
-        unscaled.rope_parameters = {"rope_type": "default", "rope_theta": base}
+        others = {n: v for n, v in text.rope_parameters.items() if n not in SCALING_FIELDS}
+        unscaled.rope_parameters = others | {"rope_type": "default", "rope_theta": base}
         unscaled.max_position_embeddings = length
         plain = _small(unscaled)
         plain.load_state_dict(model.state_dict())
@@ -361,8 +370,8 @@ def _fixed(state: Patch) -> Scaling:
     return Scaling.from_patch(state)
 
 
-def _small(config: Any) -> nn.Module:
-    """A model of two layers whose attention looks at every distance."""
+def _shrunk(config: Any) -> Any:
+    """A copy of a configuration, of two layers and a few MB, with its head size and RoPE."""
     config = copy.deepcopy(config)
     dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     kinds = getattr(config, "layer_types", None)
@@ -378,13 +387,31 @@ def _small(config: Any) -> nn.Module:
         "eos_token_id": 2,
         "dtype": torch.float32,
     }
+    if getattr(config, "kv_lora_rank", None):  # latent attention has no grouped keys
+        small["num_key_value_heads"] = 2
     for name, value in small.items():
         setattr(config, name, value)
+    optional = dict.fromkeys(_WIDTHS, 2 * dim) | _COUNTS
+    if hasattr(config, "attention_multiplier"):
+        optional["attention_multiplier"] = dim**-0.5
+    for name, value in optional.items():
+        if getattr(config, name, None):
+            setattr(config, name, value)
     if kinds is not None:
         config.layer_types = (list(dict.fromkeys(kinds)) * 2)[:2]
+    for name in ("no_rope_layers", "mlp_layer_types"):
+        if getattr(config, name, None):
+            setattr(config, name, getattr(config, name)[:2])
     if getattr(config, "max_window_layers", None) is not None:
         config.max_window_layers = 2
+    return config
+
+
+def _small(config: Any) -> nn.Module:
+    """A model of two layers whose attention looks at every distance."""
+    config = _shrunk(config)
     model = AutoModelForCausalLM.from_config(config).float().eval()
+    dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     seeded = torch.Generator().manual_seed(0)
     spread = math.sqrt(_PEAK / math.sqrt(dim))  # of queries and keys
     with torch.no_grad():
@@ -394,15 +421,17 @@ def _small(config: Any) -> nn.Module:
                 tied = config.tie_word_embeddings
                 parameter.fill_(2.0 / (_RESIDUAL * math.sqrt(2 * dim)) if tied else 2.0)
                 continue
-            looks = any(part in name for part in ("q_proj", "k_proj", "q_norm", "k_norm"))
+            looks = any(part in name for part in _LOOKS)
             scale = spread if looks else 1.0
-            if parameter.ndim == 1 and "norm" in name:
+            if parameter.ndim == 1 and "norm" in name and name.endswith("weight"):
                 parameter.fill_(scale)
             elif parameter.ndim == 1:
                 parameter.normal_(std=scale / 2, generator=seeded)
             else:
-                fan = 1 / _RESIDUAL if "embed" in name else math.sqrt(parameter.shape[1])
+                fan = 1 / _RESIDUAL if "embed" in name else math.sqrt(parameter.shape[-1])
                 parameter.normal_(std=scale / fan, generator=seeded)
+            if "qkv_proj" in name:  # values, after two heads of queries and one of keys
+                parameter[3 * dim :] /= spread
     return model
 
 
@@ -515,7 +544,7 @@ def write(miniature: Miniature, folder: Path) -> tuple[dict[str, str], list[str]
     for engine in SERVERS:
         try:
             if engine == "llama.cpp":
-                gguf_file.write_model(miniature.plain, folder / "MODEL.gguf")
+                gguf_model.write_model(miniature.plain, folder / "MODEL.gguf")
             commands[engine] = _serving(miniature, engine, folder)
         except ExportError as error:
             refusals.append(str(error))
@@ -585,13 +614,16 @@ def in_process(miniature: Miniature, engine: str, folder: Path, flags: str | Non
 
 def _llama_words(miniature: Miniature, folder: Path, flags: str | None) -> list[str]:
     file = folder / "MODEL.gguf"
-    gguf_file.write_model(miniature.plain, file)
+    gguf_model.write_model(miniature.plain, file)
     if flags is not None:
         return ["--model", str(file), *shlex.split(flags)]
     try:
-        made = llama_cpp.plan(
-            miniature.scaling, gguf_file.GGUFFile.read(file).architecture, in_file=False
-        )
+        state = current_patch(miniature.model)
+        if state is None:
+            architecture = gguf_file.GGUFFile.read(file).architecture
+            made = llama_cpp.plan(miniature.scaling, architecture, in_file=False)
+        else:
+            made = llama_cpp.planned(state, in_file=False)
     except Refusal as refusal:
         raise ExportError(f"llama.cpp cannot run this patch: {refusal}") from None
     if made.table is not None:

@@ -23,7 +23,7 @@ from rope_ext.rotary.sites import PatchTarget, RotarySite, text_config
 from rope_ext.saving.configuration import CURE, part_of, quieted
 
 # What a scaled entry holds beside its base; replaced as a whole when a patch goes on top.
-_SCALING = (
+SCALING_FIELDS = (
     "attention_factor",
     "beta_fast",
     "beta_slow",
@@ -164,7 +164,7 @@ def _merged(
     merged = copy.deepcopy(getattr(config, "rope_parameters", None) or {})
     for site in scaled:
         part = part_of(merged, site)
-        old = {name: part.pop(name, None) for name in _SCALING}
+        old = {name: part.pop(name, None) for name in SCALING_FIELDS}
         part.setdefault("rope_theta", site.rope.base)
         part.update(copy.deepcopy(proposal[site]))
         if old["mscale_all_dim"] and part["rope_type"] == "longrope":

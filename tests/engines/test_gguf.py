@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 import rope_ext
 from rope_ext.cli import app
-from rope_ext.engines import gguf_file
+from rope_ext.engines import gguf_file, gguf_model
 from tests.helpers.models import LENGTH, tiny_llama
 
 gguf = pytest.importorskip("gguf")
@@ -36,7 +36,7 @@ def tensors(path: Path) -> dict[str, tuple[Any, ...]]:
 @pytest.fixture
 def file(tmp_path: Path) -> Path:
     """Of a tiny llama, in part quantised, with keys of every kind and an alignment of its own."""
-    gguf_file.write_model(tiny_llama(), tmp_path / "plain.gguf")
+    gguf_model.write_model(tiny_llama(), tmp_path / "plain.gguf")
     old, path = gguf.GGUFReader(tmp_path / "plain.gguf"), tmp_path / "a.gguf"
     writer = gguf.GGUFWriter(path, "llama")
     writer.add_custom_alignment(64)

@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 import rope_ext
 from rope_ext.cli import app
-from rope_ext.engines import gguf_file, running
+from rope_ext.engines import gguf_model, running
 from rope_ext.patching import current_patch
 from tests.helpers.engines import (
     BUILD,
@@ -40,7 +40,7 @@ def patched(family: str, case: tuple[str, dict[str, Any]], file: Path | None = N
     name, options = case
     model = built(family)
     if file is not None:
-        gguf_file.write_model(model, file)
+        gguf_model.write_model(model, file)
     return rope_ext.patch(model, name, **{"factor": 4, **options})
 
 

@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 
 import rope_ext
 from rope_ext.cli import app
-from rope_ext.engines import gguf_file, running, verifying
+from rope_ext.engines import gguf_model, running, verifying
 
 ROOT = Path(__file__).parents[2]
 PAGES = ROOT / "docs" / "engines"
@@ -42,7 +42,7 @@ def run(words: str, folder: Path) -> str:
     if "MODEL.gguf" in words:
         pytest.importorskip("gguf")
         base = AutoModelForCausalLM.from_pretrained(folder / "checkpoints" / "tiny-512").float()
-        gguf_file.write_model(base, folder / "MODEL.gguf")
+        gguf_model.write_model(base, folder / "MODEL.gguf")
     result = CliRunner().invoke(app, shlex.split(words))
     assert result.exit_code in (0, 1), result.output
     return result.stdout

@@ -12,7 +12,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 import rope_ext
-from rope_ext.engines import gguf_file, running
+from rope_ext.engines import gguf_file, gguf_model, running
 from tests.helpers.engines import TOLERANCE, VOCABULARY, built, expected, prompts
 
 pytest.importorskip("gguf")
@@ -59,7 +59,7 @@ def test_the_server_gives_the_trainers_numbers(
     trainer.merge_and_unload().save_pretrained(tmp_path / "merged")
     merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged").eval()
     torch.testing.assert_close(expected(merged, LENGTH), want, rtol=0, atol=TOLERANCE)
-    gguf_file.write_model(merged, tmp_path / "MODEL.gguf")  # without its scaling
+    gguf_model.write_model(merged, tmp_path / "MODEL.gguf")  # without its scaling
 
     made = gguf_file.following(merged, tmp_path / "MODEL.gguf", tmp_path / "MODEL-long.gguf")
     words = ["--model", str(tmp_path / "MODEL-long.gguf"), *made.in_file]

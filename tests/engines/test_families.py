@@ -1,0 +1,84 @@
+"""Every family that the tables claim is run in the real engine, beyond its trained length."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import rope_ext
+from rope_ext.engines.families import ENGINES, MLX, Family, everywhere
+from rope_ext.engines.verifying import Miniature, in_process, verify
+from tests.families.zoo import LENGTH, tiny_config
+
+METHODS = {"default": "ntk", "linear": "pi", "yarn": "yarn", "llama3": "llama3"}
+METHODS["longrope"] = "resonance"
+MORE: dict[str, dict[str, Any]] = {
+    "mistral": {"sliding_window": None},
+    "qwen3_moe": {"norm_topk_prob": True},  # as in every released one; llama.cpp reads no such key
+    "smollm3": {"num_hidden_layers": 4, "no_rope_layers": [1, 1, 1, 0]},  # as llama.cpp counts
+    "hunyuan_v1_dense": {"head_dim": 16},
+}
+# They normalize after the rotation, so that no number on cosine and sine does anything.
+NO_TEMPERATURE = ("hunyuan_v1_dense",)
+
+
+def config_of(family: str) -> Any:
+    config = tiny_config(family, **MORE.get(family, {}))
+    config.max_position_embeddings = LENGTH
+    return config
+
+
+def claimed(engine: str) -> list[Any]:
+    """Each family with YaRN, or with all that it has where it has no YaRN."""
+    return [
+        pytest.param(name, kind, id=f"{name}-{kind}")
+        for name, family in ENGINES[engine].items()
+        for kind in family.kinds
+        if kind == "yarn" or "yarn" not in family.kinds or kind not in ("llama3", "linear")
+    ]
+
+
+def check(engine: str, family: str, kind: str, folder: Path) -> None:
+    miniature = Miniature.from_config(config_of(family), METHODS[kind], factor=4)
+    found = verify(miniature, in_process(miniature, engine, folder), engine)
+    assert found.passed or family in NO_TEMPERATURE, str(found)
+    assert found.candidates[0] == "as patched", str(found)
+    assert max(found.lengths) > 3 * LENGTH
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("family", "kind"), claimed("llama.cpp"))
+def test_llama_cpp_runs_what_is_claimed(tmp_path: Path, family: str, kind: str) -> None:
+    pytest.importorskip("xllamacpp")
+    check("llama.cpp", family, kind, tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("family", "kind"), claimed("mlx"))
+def test_mlx_runs_what_is_claimed(tmp_path: Path, family: str, kind: str) -> None:
+    pytest.importorskip("mlx_lm")
+    check("mlx", family, kind, tmp_path)
+
+
+def test_enough_families_run() -> None:
+    bars = {"llama.cpp": 12, "mlx": 12, "vllm": 25, "sglang": 15}
+    for engine, bar in bars.items():
+        assert sum("yarn" in family.kinds for family in ENGINES[engine].values()) >= bar
+    assert {"llama", "mistral", "qwen2", "qwen3"} <= set(everywhere())
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_every_no_has_a_reason(engine: str) -> None:
+    refused: list[tuple[str, Family]] = [
+        (name, family) for name, family in ENGINES[engine].items() if len(family.kinds) < 5
+    ]
+    assert all(family.reason for _, family in refused)
+
+
+@pytest.mark.parametrize("family", [n for n, f in MLX.items() if f.kinds == ("default",)])
+def test_what_mlx_would_ignore_is_refused(family: str) -> None:
+    miniature = Miniature.from_config(config_of(family), "yarn", factor=4)
+    with pytest.raises(rope_ext.ExportError, match=r"mlx cannot run yarn: .*models/"):
+        rope_ext.export(miniature.model, "mlx")

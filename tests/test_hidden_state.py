@@ -12,9 +12,9 @@ import torch
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from rope_ext.caches import CacheWithMetadata
+from rope_ext.forward.context import forward_context
 from rope_ext.position import bias, inputs, install  # noqa: F401 - install registers all
 from rope_ext.swapping import plain, swap
-from rope_ext.under_way import here
 from tests.helpers.sources import PACKAGES, nodes
 
 ROOT = Path(__file__).parents[1]
@@ -48,19 +48,19 @@ def test_all_that_a_thread_is_in_the_middle_of_is_in_one_place_and_listed() -> N
         for file, node in parsed()
         if isinstance(node, ast.Attribute) and ast.unparse(node) == "threading.local"
     }
-    assert users == {"under_way.py"}
-    assert set(vars(here)) <= LISTED
+    assert users == {"forward/context.py"}
+    assert set(vars(forward_context)) <= LISTED
 
 
 def test_another_thread_is_in_the_middle_of_something_else() -> None:
     seen = []
-    here.positions.append("mine")
+    forward_context.stack.append("mine")
     try:
-        thread = threading.Thread(target=lambda: seen.append(list(here.positions)))
+        thread = threading.Thread(target=lambda: seen.append(list(forward_context.stack)))
         thread.start()
         thread.join()
     finally:
-        here.positions.clear()
+        forward_context.stack.clear()
     assert seen == [[]]
 
 
@@ -86,7 +86,7 @@ def test_classes_are_swapped_in_one_place() -> None:
         if kind.__module__.startswith("rope_ext")
     }
     swapped = {"CacheWithMetadata", *notes, *given} - {"hooked", "kind"}
-    assert swapped == {name for name in LISTED if re.fullmatch("_?[A-Z]([a-z]+[A-Z]?)+", name)}
+    assert swapped == {name for name in LISTED if re.fullmatch(r"_?[A-Z][a-z]\w*", name)}
 
 
 def test_every_lock_is_listed() -> None:

@@ -15,17 +15,19 @@ from tests.helpers.sources import PACKAGES, nodes
 
 ROOMS = {
     "rope_ext": (
-        "drafts errors swapping under_way version",
+        "drafts errors forward.context swapping version",
         "requirements",
         "methods",
         "encodings",
         "options",
         "record",
         "caches",
-        "rotary",
+        "rotary forward.sequences",
         "stale",
         "saving",
         "attention",
+        "position.cache position.layers position.map position.rotated_key_cache position.tables",
+        "forward",
         "position",
         "apply",
         "patching",

@@ -18,7 +18,6 @@ from rope_ext.position import queries
 from rope_ext.rotary import buffers, hooks
 from rope_ext.rotary.buffers import Changes
 from rope_ext.rotary.calls import refuse_sharded
-from rope_ext.rotary.compiled import CompiledSequences
 from rope_ext.rotary.sequences import Sequences, follow
 from rope_ext.rotary.sites import PatchTarget, RotarySite, text_config
 from rope_ext.saving.rebuild import unsaved, written
@@ -60,7 +59,7 @@ def apply(
     else:
         moving = temperature is not None and temperature.constant is None
         if method.adapts or method.start_tokens or moving:
-            sequences = CompiledSequences(method, min(site.rope.length for site in scaled))
+            sequences = Sequences(method, min(site.rope.length for site in scaled))
             follow(decoder, place.model, sequences, changes)
         _write(method, targets, saved.built, precise, keep, sequences, changes)
         modules = {site.module for site in scaled}

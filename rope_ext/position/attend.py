@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -14,20 +14,20 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import causal_mask_function
 
 from rope_ext.attention import dispatch as attention
-from rope_ext.attention import flash, reference
+from rope_ext.attention import flash, placed, reference
 from rope_ext.attention.call import Call, Pairs, RotatedBand, Rotation
 from rope_ext.attention.reference import Places
 from rope_ext.errors import OptionError, UnsupportedModelError
+from rope_ext.forward.context import current, forward_context
+from rope_ext.forward.positions import PositionForward
 from rope_ext.methods.geometry import Distance, Geometry
-from rope_ext.position import bias, compiled
+from rope_ext.position import bias, tensors
 from rope_ext.position.layers import Layout
 from rope_ext.position.map import PositionMap
 from rope_ext.position.masks import documents_of
 from rope_ext.position.segments import BatchMask, RotatedSegment
 from rope_ext.position.tables import Decay, RotationTable
-from rope_ext.position.tokens import current
 from rope_ext.rotary.sites import text_config
-from rope_ext.under_way import here
 
 NAME = "rope_ext"  # names with sdpa, flash, flex_attention or a slash take special paths
 LAYER = "_rope_ext_layer"  # on an attention module: its Layer
@@ -44,14 +44,14 @@ _FORWARD_AGAIN = {  # what to do where positions go back
 class Layer:
     """What an attention module is to the map; ``layout`` is None where it stays as it was.
 
-    ``biased`` is the module that has the bias of this one, ``turned`` what a graph needs
+    ``biased`` is the module that has the bias of this one, ``rotated`` what a graph needs to know
     of its layout.
     """
 
     map: PositionMap
     layout: Layout | None
     biased: nn.Module | None = None
-    rotated: compiled.LayoutRotations | None = None
+    rotated: tensors.LayoutRotations | None = None
 
     def __getstate__(self) -> dict[str, Any]:  # without what is made of it: bands are functions
         return {**self.__dict__, "rotated": self.rotated and self.rotated.number}
@@ -60,7 +60,7 @@ class Layer:
         number = state["rotated"]
         if number is not None:
             rotations = state["map"].rotations(state["layout"])
-            state = {**state, "rotated": compiled.LayoutRotations(number, rotations)}
+            state = {**state, "rotated": tensors.LayoutRotations(number, rotations)}
         self.__dict__.update(state)
 
     def adding(self, call: Call, distances: int | torch.Tensor, like: torch.Tensor) -> Call:
@@ -178,34 +178,91 @@ def watched(decoder: nn.Module, look: Look) -> Iterator[None]:
     config = text_config(decoder)
     before = config._attn_implementation_internal
     config._attn_implementation_internal = NAME  # the public name sets sub-configurations too
-    here.look = look
+    forward_context.look = look
     try:
         yield
     finally:
-        config._attn_implementation_internal, here.look = before, None
+        config._attn_implementation_internal, forward_context.look = before, None
 
 
 def _mask(**arguments: Any) -> Any:
     """Mask function under :data:`NAME`."""
-    if here.traced:
-        return compiled.mask(arguments)
-    return _untraced_mask(**arguments)
+    context = _innermost()
+    if context is not None and context.traced:
+        return tensors.batch_mask(arguments)
+    return _mask_eagerly(**arguments)
 
 
-@torch.compiler.disable(reason=compiled.WHY)
-def _untraced_mask(**arguments: Any) -> BatchMask:
+def _innermost() -> PositionForward | None:
+    """The innermost forward in progress under any position map."""
+    for context in reversed(forward_context.stack):
+        if context.logs_positions:
+            return context
+    return None
+
+
+@torch.compiler.disable(reason=tensors.WHY)
+def _mask_eagerly(**arguments: Any) -> BatchMask:
     for name in ("q_offset", "kv_offset"):  # a static cache's own counters, which move on
         arguments[name] = int(arguments.get(name, 0))
     if isinstance(arguments.get("attention_mask"), BatchMask):
         arguments["attention_mask"] = arguments["attention_mask"].padding
-    stack = here.positions
+    context = _innermost()
     documents = documents_of(arguments["mask_function"])
-    if stack and documents is not None:
-        stack[-1].split(documents)
-    mask = BatchMask(stack[-1] if stack else None, arguments)
-    if not stack:
+    if context is not None and documents is not None:
+        context.split(documents)
+    mask = BatchMask(context, arguments)
+    if context is None:  # generation makes it before the forward
         mask.prepare()
     return mask
+
+
+class Asked(NamedTuple):
+    """One call of the attention function, as a layer makes it.
+
+    Args:
+        module: the attention layer.
+        layer: what it is to the map; None: nothing.
+        query: ``[rows, heads, queries, columns]``.
+        key: ``[rows, kv_heads, keys, columns]``.
+        value: likewise.
+        mask: a :class:`BatchMask`, or what an unpatched layer gets.
+        dropout: a probability.
+        scale: factor of the logits; None: by the columns.
+        softcap: as :class:`Call` has it.
+        sinks: likewise.
+        more: what else the layer passes.
+    """
+
+    module: nn.Module
+    layer: Layer | None
+    query: torch.Tensor
+    key: torch.Tensor
+    value: torch.Tensor
+    mask: Any
+    dropout: float
+    scale: float | None
+    softcap: float | None
+    sinks: torch.Tensor | None
+    more: dict[str, Any]
+
+    @property
+    def mapped(self) -> Layer:
+        """The layer, where the map rotates it."""
+        assert self.layer is not None
+        return self.layer
+
+    @property
+    def call(self) -> Call:
+        """All that a kernel is told but bands, bias and temperature."""
+        layout = None if self.layer is None else self.layer.layout
+        pairs = _NO_PAIRS if layout is None else layout.pairs
+        return Call((), pairs, self.factor, softcap=self.softcap, sinks=self.sinks)
+
+    @property
+    def factor(self) -> float:
+        """Factor of the logits."""
+        return self.query.shape[-1] ** -0.5 if self.scale is None else self.scale
 
 
 def _attend(
@@ -221,168 +278,227 @@ def _attend(
     output_attentions: bool | None = None,  # not every layer passes it on; the forward knows
     **kwargs: Any,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Attention function under :data:`NAME`.
+    """Attention function under :data:`NAME`, the one way in.
 
     Takes ``query`` as ``[rows, heads, queries, columns]``, key and value with as many heads or
     fewer; returns ``[rows, queries, heads, columns of value]``, and ``[rows, heads, queries,
     keys]`` if the forward is to return weights.
     """
     layer = getattr(module, LAYER, None)
-    if not torch.compiler.is_compiling() and isinstance(attention_mask, BatchMask):
-        step = attention_mask.steps.get(layer and layer.rotated and layer.rotated.number)
-        alike = step is not None and query.dtype == key.dtype == value.dtype == step.dtype
-        if alike and not dropout:
-            scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-            rotating = attention_mask.forward.rotating
-            rings = rotating and rotating.rings(module, key)
-            added = None if layer.biased is None else layer.by_slot(attention_mask, query)
-            return step.attend(query, key, value, scale, s_aux, added, rings), None
-    traced = None if layer is None or not here.traced else compiled.current(layer.map)
-    given = (module, query, key, value, attention_mask, dropout, scaling, softcap, s_aux)
-    if traced is None:
-        return _untraced(*given, **kwargs)
-    return _traced(traced, layer, *given, **kwargs), None
-
-
-def _traced(
-    traced: compiled.Traced,
-    layer: Layer,
-    module: nn.Module,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    mask: Any,
-    dropout: float,
-    scaling: float | None,
-    softcap: float | None,
-    sinks: torch.Tensor | None,
-    **kwargs: Any,
-) -> torch.Tensor:
-    """:func:`_attend` in a graph."""
-    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    pairs = _NO_PAIRS if layer.layout is None else layer.layout.pairs
-    call = Call((), pairs, scale, softcap=softcap, sinks=sinks)
+    asked = Asked(
+        module, layer, query, key, value, attention_mask, dropout, scaling, softcap, s_aux, kwargs
+    )
+    context = None if layer is None else current(layer.map)
+    if context is None or not context.traced:
+        return _attend_eagerly(asked)
     if layer.layout is not None:
         _refuse_dropout(layer, module, dropout)
-        query, key = _of_dtype(value, query, key)
-        call = layer.adding(call, traced.room, query)
-        out = traced.attend(layer.rotated, query, key, value, call)
-    else:
-        if isinstance(mask, BatchMask):
-            mask = traced.dense(mask)
-        if softcap is None and sinks is None:
-            return sdpa_attention_forward(
-                module, query, key, value, mask, dropout=dropout, scaling=scaling, **kwargs
-            )[0]
-        out = _unmapped(query, key, mask, call).attend(value)
-    return out.transpose(1, 2).contiguous()
+    return _WAYS[way_in_graph(layer, context)](asked, context), None
 
 
-@torch.compiler.disable(reason=compiled.WHY)
-def _untraced(
-    module: nn.Module,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attention_mask: Any,
-    dropout: float,
-    scaling: float | None,
-    softcap: float | None,
-    s_aux: torch.Tensor | None,
-    **kwargs: Any,
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """:func:`_attend` with numbers that are read off the tensors."""
-    layer, look = module.__dict__.get(LAYER), here.look
-    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    layout = None if layer is None else layer.layout
-    pairs = _NO_PAIRS if layout is None else layout.pairs
-    call = Call((), pairs, scale, softcap=softcap, sinks=s_aux)
-    if layout is None:
-        mask = attention_mask
-        if isinstance(mask, BatchMask):
-            mask = mask.dense_on(query.device)
-        forward = getattr(attention_mask, "forward", None) or (layer and current(layer.map))
-        wanted = forward is not None and forward.weights
-        plain = softcap is None and s_aux is None
-        if look is not None or wanted or not plain:
-            as_it_was = _unmapped(query, key, mask, call)
-        if look is not None:
-            look(module, as_it_was, kwargs.get("sliding_window"))
-        weights = as_it_was.weights(slice(None)).to(query.dtype) if wanted else None
-        if plain:
-            out, _ = sdpa_attention_forward(
-                module, query, key, value, mask, dropout=dropout, scaling=scaling, **kwargs
-            )
-            return out, weights
-        return as_it_was.attend(value).transpose(1, 2).contiguous(), weights
-    position_map = layer.map
-    mask = _batch_mask(position_map, attention_mask)
-    _refuse_dropout(layer, module, dropout)
-    if mask is attention_mask and _shares(layer, mask, query, key, value, softcap):
-        step = mask.step(layout, query.dtype)
-        if step is not None:
-            mask.steps[layer.rotated.number] = step  # as the layers after this one find it
-            return _attend(module, query, key, value, mask, dropout, scaling, softcap, s_aux)
-    query, key = _of_dtype(value, query, key)
-    key, value = key[:, :, : mask.keys], value[:, :, : mask.keys]
-
-    def dense(row: int) -> Dense:
-        return _irregular(layer, mask, row, query, key, call)
-
-    if look is not None:
-        look(module, dense(0), kwargs.get("sliding_window"))
+@torch.compiler.disable(reason=tensors.WHY)
+def _attend_eagerly(asked: Asked) -> tuple[torch.Tensor, torch.Tensor | None]:
+    layer = asked.layer
+    if layer is None or layer.layout is None:
+        weights = _watched_weights(asked, getattr(asked.mask, "forward", None))
+        return _unmapped(asked, asked.mask), weights
+    mask = _batch_mask(layer.map, asked.mask)
+    _refuse_dropout(layer, asked.module, asked.dropout)
+    way = way_of(asked, layer, mask)
     weights = None
-    if mask.forward.weights:
-        rows = [dense(row).weights(slice(None)) for row in range(len(query))]
-        weights = torch.cat(rows).to(query.dtype)
-    together = _together(layer, mask, query)
-    if together is not None:
-        biased = layer.adding(call, mask.keys, query)
-        out = together.attend(layer.rotated, query, key, value, biased)
-        return out.transpose(1, 2).contiguous(), weights
-    rotated_segments = mask.rotated_segments(layout, query.device, _table_dtype(query))
-    if rotated_segments is None:  # drafts in trees, masks of other shapes, gaps in positions
-        out = torch.cat([dense(row).attend(one) for row, one in enumerate(value.split(1))])
-    else:
-        biased = layer.adding(call, mask.keys, query)
-        out = _regular(rotated_segments, query, key, value, biased, position_map.kernel)
-    return out.transpose(1, 2).contiguous(), weights
+    if forward_context.look is not None or mask.forward.weights:
+        weights = _watched_weights(asked._replace(mask=mask), mask.forward)
+    if way == "few":
+        return _few(asked, mask.forward.on(asked.query.device)), weights
+    return _WAYS[way](asked, mask), weights
 
 
-def _shares(
-    layer: Layer,
-    mask: BatchMask,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    softcap: float | None,
-) -> bool:
-    """Whether the layers of this layout do the same in this forward, which decodes one token."""
+def way_in_graph(layer: Layer, context: PositionForward) -> str:
+    """How a layer attends in a forward that is traced: a name in :data:`_WAYS`."""
+    if layer.layout is None:
+        return "unmapped"
+    if context.regular:
+        return "first tokens"
+    if context.tokens > placed.FEW:
+        return "many"
+    return "scored" if layer.scored else "few"
+
+
+def way_of(asked: Asked, layer: Layer, mask: BatchMask) -> str:
+    """How a mapped layer attends where numbers can be read: a name in :data:`_WAYS`."""
+    query = asked.query
+    if _shares_step(asked, layer, mask) and mask.step(layer, query.dtype) is not None:
+        return "step"
+    if _rows_at_once(layer, mask, query):
+        return "few"
+    segments = mask.rotated_segments(layer.layout, query.device, _table_dtype(query))
+    # Drafts in trees, masks of other shapes and gaps in positions are no segments.
+    return "dense" if segments is None else "segments"
+
+
+def _shares_step(asked: Asked, layer: Layer, mask: BatchMask) -> bool:
+    """Whether all layers of this layout decode one token alike, by the flash kernel of a CPU."""
+    query, key, value = asked.query, asked.key, asked.value
     return (
         query.shape[2] == 1
-        and not mask.forward.weights
+        and query.device.type == "cpu"
+        and not torch.is_grad_enabled()
+        and layer.map.kernel in ("auto", "flash")
         and query.dtype == key.dtype == value.dtype
+        and query.shape[-1] == value.shape[-1]
+        and mask is asked.mask
+        and asked.softcap is None
+        and not mask.forward.weights
         and not layer.scored
         and layer.map.reach is None
-        and softcap is None
-        and here.look is None
-        and query.device.type == "cpu"
-        and layer.map.kernel in ("auto", "flash")
-        and query.shape[-1] == value.shape[-1]
-        and not torch.is_grad_enabled()
+        and forward_context.look is None
         and not torch.is_autocast_enabled("cpu")
     )
 
 
-def _together(layer: Layer, mask: BatchMask, query: torch.Tensor) -> compiled.Traced | None:
-    """All rows at once, if it is worth while and right for this layer.
+def _rows_at_once(layer: Layer, mask: BatchMask, query: torch.Tensor) -> bool:
+    """Whether few queries in rows that are padded differently attend in the same operations.
 
-    The logits are rounded to half precision there, which a CPU need not put up with.
+    Row by row, each would be a call of its own in every layer. Logits are rounded to half
+    precision there, which a CPU need not put up with.
     """
     half = query.dtype in (torch.float16, torch.bfloat16) and query.device.type == "cpu"
     if half or layer.scored or layer.map.kernel == "reference":
+        return False
+    return mask.padded_rows
+
+
+def _step(asked: Asked, mask: BatchMask) -> torch.Tensor:
+    """One token, by what its layers share."""
+    layer, query, key = asked.mapped, asked.query, asked.key
+    step, rotating = mask.step(layer, query.dtype), mask.forward.rotating
+    rings = None if rotating is None else rotating.rings(asked.module, key)
+    added = None if layer.biased is None else layer.by_slot(mask, query)
+    return step.attend(query, key, asked.value, asked.factor, asked.sinks, added, rings)
+
+
+def _segments(asked: Asked, mask: BatchMask) -> torch.Tensor:
+    """Every segment of consecutive tokens by the kernel for these."""
+    layer = asked.mapped
+    query, key, value = _of_one_dtype(asked, mask.keys)
+    rotated = mask.rotated_segments(layer.layout, query.device, _table_dtype(query))
+    call = layer.adding(asked.call, mask.keys, query)
+    out = _regular(rotated, query, key, value, call, layer.map.kernel)
+    return out.transpose(1, 2).contiguous()
+
+
+def _dense(asked: Asked, mask: BatchMask) -> torch.Tensor:
+    """Row by row with dense logits."""
+    query, key, value = _of_one_dtype(asked, mask.keys)
+    out = [
+        _irregular(asked, mask, row, query, key).attend(one)
+        for row, one in enumerate(value.split(1))
+    ]
+    return torch.cat(out).transpose(1, 2).contiguous()
+
+
+def _few(asked: Asked, context: PositionForward) -> torch.Tensor:
+    """Few queries on all slots, in tensors."""
+    query, key, value = _of_one_dtype(asked, context.room)
+    layer = asked.mapped
+    call = layer.adding(asked.call, context.room, query)
+    out = tensors.InTensors(context, layer.rotated).few(query, key, value, call)
+    return out.transpose(1, 2).contiguous()
+
+
+def _first_tokens(asked: Asked, context: PositionForward) -> torch.Tensor:
+    """In a graph: the first tokens of their sequences, by the kernel for consecutive ones."""
+    query, key, value = _of_one_dtype(asked, None)
+    layer = asked.mapped
+    call = layer.adding(asked.call, context.room, query)
+    out = tensors.InTensors(context, layer.rotated).first_tokens(query, key, value, call)
+    return out.transpose(1, 2).contiguous()
+
+
+def _many(asked: Asked, context: PositionForward) -> torch.Tensor:
+    """In a graph: many tokens, by an operator that reads their positions when it runs."""
+    query, key, value = _of_one_dtype(asked, None)
+    layer = asked.mapped
+    call = layer.adding(asked.call, context.room, query)
+    out = tensors.InTensors(context, layer.rotated).many(query, key, value, call)
+    return out.transpose(1, 2).contiguous()
+
+
+def _scored(asked: Asked, context: PositionForward) -> torch.Tensor:
+    """In a graph: few tokens whose logits an encoding makes."""
+    query, key, value = _of_one_dtype(asked, None)
+    layer = asked.mapped
+    call = layer.adding(asked.call, context.room, query)
+    out = tensors.InTensors(context, layer.rotated).scored(query, key, value, call)
+    return out.transpose(1, 2).contiguous()
+
+
+def _unmapped(asked: Asked, where: Any) -> torch.Tensor:
+    """A layer that the map leaves alone; ``where`` is its mask, or the context of a graph."""
+    mask = asked.mask
+    if isinstance(where, PositionForward):
+        mask = tensors.dense_mask(where, mask) if isinstance(mask, BatchMask) else mask
+    elif isinstance(mask, BatchMask):
+        mask = mask.dense_on(asked.query.device)
+    if asked.softcap is None and asked.sinks is None:
+        return sdpa_attention_forward(
+            asked.module,
+            asked.query,
+            asked.key,
+            asked.value,
+            mask,
+            dropout=asked.dropout,
+            scaling=asked.scale,
+            **asked.more,
+        )[0]
+    return _as_it_was(asked, mask).attend(asked.value).transpose(1, 2).contiguous()
+
+
+_WAYS: dict[str, Callable[[Asked, Any], torch.Tensor]] = {
+    "unmapped": _unmapped,
+    "step": _step,
+    "segments": _segments,
+    "dense": _dense,
+    "few": _few,
+    "first tokens": _first_tokens,
+    "many": _many,
+    "scored": _scored,
+}
+"""How a layer attends, by what :func:`way_of` and :func:`way_in_graph` choose."""
+
+
+def _watched_weights(asked: Asked, forward: PositionForward | None) -> torch.Tensor | None:
+    """Show the layer's dense attention to who watches, and return its weights if they are asked."""
+    look, layer = forward_context.look, asked.layer
+    forward = forward or (None if layer is None else current(layer.map))
+    wanted = forward is not None and forward.weights
+    if look is None and not wanted:
         return None
-    return compiled.together(mask, query.device)
+    if layer is None or layer.layout is None:
+        mask = asked.mask
+        mask = mask.dense_on(asked.query.device) if isinstance(mask, BatchMask) else mask
+        every = [_as_it_was(asked, mask)]
+    else:
+        query, key, _ = _of_one_dtype(asked, asked.mask.keys)
+        rows = range(len(query) if wanted else 1)
+        every = [_irregular(asked, asked.mask, row, query, key) for row in rows]
+    if look is not None:
+        look(asked.module, every[0], asked.more.get("sliding_window"))
+    if not wanted:
+        return None
+    return torch.cat([dense.weights(slice(None)) for dense in every]).to(asked.query.dtype)
+
+
+def _of_one_dtype(
+    asked: Asked, keys: int | None
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Query, key and value in the dtype of the values, and so many keys; None: all.
+
+    Autocast does not know this operator.
+    """
+    query, key, value = asked.query, asked.key, asked.value
+    query, key = (x if x.dtype == value.dtype else x.to(value.dtype) for x in (query, key))
+    return (query, key, value) if keys is None else (query, key[:, :, :keys], value[:, :, :keys])
 
 
 def _refuse_dropout(layer: Layer, module: nn.Module, dropout: float) -> None:
@@ -392,11 +508,6 @@ def _refuse_dropout(layer: Layer, module: nn.Module, dropout: float) -> None:
             f"{type(module).__name__} asks for {dropout}; set config.attention_dropout = 0 before "
             f"the model is built"
         )
-
-
-def _of_dtype(value: torch.Tensor, *others: torch.Tensor) -> list[torch.Tensor]:
-    """In the dtype of the values: autocast does not know this operator."""
-    return [x if x.dtype == value.dtype else x.to(value.dtype) for x in others]
 
 
 AttentionInterface.register(NAME, _attend)
@@ -461,14 +572,10 @@ def _regular(
 
 
 def _irregular(
-    layer: Layer,
-    mask: BatchMask,
-    row: int,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    call: Call,
+    asked: Asked, mask: BatchMask, row: int, query: torch.Tensor, key: torch.Tensor
 ) -> Dense:
     """One row with dense logits."""
+    layer = asked.mapped
     position_map = layer.map
     back = mask.goes_back(row)
     if back is not None:
@@ -487,7 +594,7 @@ def _irregular(
     return Dense(
         query[row : row + 1],
         key[row : row + 1],
-        layer.adding(call, places, query),
+        layer.adding(asked.call, places, query),
         position_map.rotations(layer.layout),
         position_map.temperature,
         of_queries,
@@ -514,18 +621,17 @@ def _table_dtype(query: torch.Tensor) -> torch.dtype:
     return torch.float64 if query.dtype == torch.float64 else torch.float32
 
 
-def _unmapped(
-    query: torch.Tensor, key: torch.Tensor, mask: torch.Tensor | None, call: Call
-) -> Dense:
+def _as_it_was(asked: Asked, mask: torch.Tensor | None) -> Dense:
     """A layer that the map leaves alone, with dense logits.
 
     Without a mask a single query sees every key, and several are the first of the keys, as in
     transformers: behind them a static cache has room for more.
     """
+    query, key = asked.query, asked.key
     keys = torch.arange(key.shape[2], device=key.device)
     several = mask is None and query.shape[2] > 1
     queries = keys[: query.shape[2]] if several else keys[-1:].expand(query.shape[2])
     if mask is not None and mask.dtype != torch.bool:
         mask = _visible(mask)
     everything = (Distance(0, None), None, None)
-    return Dense(query, key, call, [everything], None, Places(queries, keys, mask))
+    return Dense(query, key, asked.call, [everything], None, Places(queries, keys, mask))

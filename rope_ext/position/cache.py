@@ -10,7 +10,7 @@ from transformers.cache_utils import Cache, StaticLayer
 
 from rope_ext.caches import CacheWithMetadata, Move, attach, empty, is_filled
 from rope_ext.errors import CacheError
-from rope_ext.under_way import here
+from rope_ext.forward.context import forward_context
 
 _POSITIONS = "_rope_ext_positions"  # on a cache: the KeyPositions of its keys
 
@@ -19,10 +19,7 @@ class _Logged(CacheWithMetadata):
     """Of a cache whose keys carry the rotation of a position map."""
 
     def update(self, *args: Any, **kwargs: Any) -> Any:
-        stack = here.positions or here.traced
-        if not (stack and stack[-1].cache is self) and not any(
-            forward.cache is self for forward in (*here.positions, *here.traced)
-        ):
+        if not any(one.cache is self and one.logs_positions for one in forward_context.stack):
             if not is_filled(self):  # cropped, or its layers were reset one by one
                 empty(self)
                 return self.update(*args, **kwargs)

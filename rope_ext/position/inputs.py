@@ -14,11 +14,12 @@ from torch import nn
 
 from rope_ext.encodings.inputs import InputEncoding
 from rope_ext.errors import UnsupportedModelError
+from rope_ext.forward.context import current
+from rope_ext.forward.positions import PositionForward
 from rope_ext.methods import Rope
 from rope_ext.position.bias import Learning
 from rope_ext.position.map import PositionMap
 from rope_ext.position.segments import BatchMask
-from rope_ext.position.tokens import Forward, current
 from rope_ext.rotary.sites import evaluating
 from rope_ext.rotary.zero3 import size
 
@@ -95,7 +96,7 @@ class Entrance:
     @torch.compiler.disable
     def __call__(self, layer: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
         forward = _forward(self.map, args, kwargs)
-        if forward is None or forward.t is None:
+        if forward is None or forward.query is None:
             raise UnsupportedModelError(
                 f"{type(layer).__name__} was run by itself under {self.map.method.name}, so the "
                 f"positions of its tokens are not known; run the whole model"
@@ -104,12 +105,12 @@ class Entrance:
         x = self.map.encoding.join(x, self._positions(forward, x))
         return ((x, *args[1:]), kwargs) if args else (args, {**kwargs, "hidden_states": x})
 
-    def _positions(self, forward: Forward, x: torch.Tensor) -> torch.Tensor:
+    def _positions(self, forward: PositionForward, x: torch.Tensor) -> torch.Tensor:
         """``p`` of the tokens of a forward, made once for all layers, ``[rows or 1, ...]``."""
         p, module = forward.entering, getattr(self.decoder, NAME)
         learning = torch.is_grad_enabled() and any(v.requires_grad for v in module.parameters())
         if p is None or (learning and not p.requires_grad):
-            t = forward.t[:, forward.filled :].clamp(min=0)
+            t = forward.query.clamp(min=0)
             # Checkpointing, which counts what a layer saves, is not to count what is shared by all.
             shared = torch.autograd.graph.saved_tensors_hooks(_as_it_is, _as_it_is)
             with shared, torch.autocast(x.device.type, enabled=False):
@@ -156,7 +157,7 @@ def leave(decoder: nn.Module) -> None:
     decoder._modules.pop(NAME, None)
 
 
-def _forward(position_map: PositionMap, args: tuple, kwargs: dict) -> Forward | None:
+def _forward(position_map: PositionMap, args: tuple, kwargs: dict) -> PositionForward | None:
     masks = (one for one in (*args, *kwargs.values()) if isinstance(one, BatchMask))
     known = next((mask.forward for mask in masks if mask.forward is not None), None)
     return known or current(position_map)
@@ -180,7 +181,7 @@ def _measured(decoder: nn.Module, first: nn.Module, position_map: PositionMap) -
 
     def look(layer: nn.Module, args: tuple, kwargs: dict) -> None:
         forward = current(position_map)
-        located = forward is not None and forward.t is not None
+        located = forward is not None and forward.query is not None
         seen.append((args[0] if args else kwargs.get("hidden_states"), located))
 
     vocabulary = decoder.get_input_embeddings()

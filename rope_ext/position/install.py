@@ -11,20 +11,27 @@ from transformers.cache_utils import Cache
 from rope_ext.caches import watch
 from rope_ext.encodings import Heads
 from rope_ext.errors import CacheError, OptionError, UnsupportedModelError
-from rope_ext.position import bias, compiled, inputs
+from rope_ext.forward.context import (
+    caches_in,
+    current,
+    enter,
+    forget_failed_exports,
+    is_traced,
+    leave,
+)
+from rope_ext.forward.positions import PositionForward
+from rope_ext.position import bias, inputs, tensors
 from rope_ext.position.attend import LAYER, NAME, Layer
-from rope_ext.position.cache import keep
+from rope_ext.position.cache import keep, note
 from rope_ext.position.layers import Layout, chosen_layers, find_layouts, layer_number, takes
 from rope_ext.position.map import PositionMap
 from rope_ext.position.segments import BatchMask
-from rope_ext.position.tokens import Forward, current
 from rope_ext.record import option_texts
 from rope_ext.rotary import calls, hooks
 from rope_ext.rotary.device_cache import cached_on_device
 from rope_ext.rotary.sites import RotarySite, text_config
 from rope_ext.rotary.skip_identity_rotation import IDENTITY, skip_identity, skips_identity
 from rope_ext.rotary.third_party import refuse_presses
-from rope_ext.under_way import here
 
 
 def install(decoder: nn.Module, position_map: PositionMap) -> Installed:
@@ -103,7 +110,7 @@ class Installed:
             if layout is not None:
                 adds = self.map.encoding is not None and self.map.encoding.changes_logits()
                 owner = self._biased(module, layout) if adds else None
-                rotated = compiled.LayoutRotations(
+                rotated = tensors.LayoutRotations(
                     distinct.index(layout), self.map.rotations(layout)
                 )
                 layer = Layer(self.map, layout, owner, rotated)
@@ -192,11 +199,13 @@ class Installed:
         """Decoder pre-hook."""
         if torch.is_grad_enabled():  # a step of an optimizer may have left the bounds
             self._clamp()
-        if here.traced and not torch.compiler.is_compiling():
-            compiled.forget_failed()
+        forget_failed_exports()
         given = {**dict(zip(self._names, args, strict=False)), **kwargs}
-        if not (self._traceable() and compiled.begin(self.map, decoder, given)):
+        traced = tensors.traced(self.map, decoder, given) if self._traceable() else None
+        if traced is None:
             self._begin(given)
+        else:
+            enter(traced)
 
     def _clamp(self) -> None:
         encoding = self.map.encoding
@@ -215,7 +224,7 @@ class Installed:
             and self._config._attn_implementation == NAME
         )
 
-    @torch.compiler.disable(reason=compiled.WHY)
+    @torch.compiler.disable(reason=tensors.WHY)
     def _begin(self, given: dict[str, Any]) -> None:
         name = self.map.method.name
         calls.refuse_sharded(name, self.map.instead)
@@ -250,23 +259,26 @@ class Installed:
         filled = 0 if cache is None else int(cache.get_seq_length())
         rows, length = tokens.shape[:2]
         weights = bool(given.get("output_attentions"))
-        here.positions.append(Forward(self.map, rows, length, filled, cache, mask, weights))
+        enter(PositionForward(self.map, rows, length, filled, cache, False, mask, weights=weights))
 
     def end(self, decoder: nn.Module, args: tuple, kwargs: dict, output: Any) -> None:
         """Decoder hook: a cache that the decoder made itself gets the positions too."""
-        if compiled.current(self.map) is not None:
-            compiled.end(self.map, output)
-        else:
+        context = current(self.map)
+        if context is None or not context.traced:
             self._end(output)
+            return
+        leave(context)
+        for cache in caches_in(output):
+            if isinstance(cache, Cache) and context.known is not None:
+                note(cache, context.known)
 
-    @torch.compiler.disable(reason=compiled.WHY)
+    @torch.compiler.disable(reason=tensors.WHY)
     def _end(self, output: Any) -> None:
         forward = current(self.map)
         if forward is None:  # refused before it began
             return
-        here.positions.remove(forward)
-        for part in output if isinstance(output, tuple) else (output,):
-            cache = getattr(part, "past_key_values", part)
+        leave(forward)
+        for cache in caches_in(output):
             new = isinstance(cache, Cache) and cache is not forward.cache
             if new and forward.known is not None:
                 keep(cache, forward.known, forward.rows)
@@ -293,12 +305,11 @@ class _RotaryHook:
         self.written = scaling != site.scaling or not torch.equal(inv_freq.float(), site.loaded)
 
     def __call__(self, module: nn.Module, args: tuple, kwargs: dict, output: Any) -> Any:
-        traced = compiled.current(self.map)
-        if traced is None:
-            return self._rotation(args, kwargs, output)
-        return self._rotated(traced, args, kwargs, output)
+        if is_traced(self.map):
+            return self._rotated(current(self.map), args, kwargs, output)
+        return self._rotation(args, kwargs, output)
 
-    @torch.compiler.disable(reason=compiled.WHY)
+    @torch.compiler.disable(reason=tensors.WHY)
     def _rotation(self, args: tuple, kwargs: dict, output: Any) -> Any:
         return self._rotated(current(self.map), args, kwargs, output)
 

@@ -23,9 +23,9 @@ from rope_ext.attention.call import Pairs
 from rope_ext.attention.step import Columns
 from rope_ext.encodings import Heads
 from rope_ext.errors import OptionError, UnsupportedModelError
+from rope_ext.forward.context import forward_context
 from rope_ext.rotary.sites import RotarySite, evaluating, sees_window, text_config
 from rope_ext.rotary.third_party import replaced
-from rope_ext.under_way import here
 
 _NAME = "rope_ext_probe"  # names with sdpa, flash, flex_attention or a slash take special paths
 _TOKENS = 16
@@ -228,7 +228,7 @@ def _run(
     device = "cpu" if device.type == "meta" else device  # offloaded: a hook moves the tokens along
     handle = site.module.register_forward_hook(probe_rotation, with_kwargs=True)
     before = config._attn_implementation_internal
-    here.probed = seen = []
+    forward_context.probed = seen = []
     try:
         config._attn_implementation_internal = _NAME  # the public name sets sub-configurations too
         with evaluating(decoder):
@@ -240,7 +240,7 @@ def _run(
     finally:
         handle.remove()
         config._attn_implementation_internal = before
-        here.probed = None
+        forward_context.probed = None
     hidden = output[0].double()
     if hidden.isnan().any():
         raise _RefusedError("its hidden states are NaN (check its weights and configuration)")
@@ -310,7 +310,9 @@ def _look(
     """Attention function: nothing is seen, so that all rows stay equal."""
     if attention_mask is not None and attention_mask is not _MASK:
         raise _RefusedError(f"{type(module).__name__} makes an attention mask of its own")
-    here.probed.append((module, query, key, value.shape[-1], kwargs.get("sliding_window")))
+    forward_context.probed.append(
+        (module, query, key, value.shape[-1], kwargs.get("sliding_window"))
+    )
     rows, heads, tokens = query.shape[:3]
     return query.new_zeros(rows, tokens, heads, value.shape[-1]), None
 

@@ -18,6 +18,7 @@ from transformers import AttentionInterface
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from rope_ext.errors import UnsupportedModelError
+from rope_ext.forward.context import is_traced
 from rope_ext.methods.temperature import Temperature
 from rope_ext.position.layers import rotated_layers
 from rope_ext.rotary.buffers import Changes
@@ -144,7 +145,7 @@ def _attend(
     own = ALL_ATTENTION_FUNCTIONS.get_interface(name, view.eager)
     if view.sequences is None:
         query = query * view.constant
-    elif torch.compiler.is_compiling() and view.sequences.traced() is None:
+    elif torch.compiler.is_compiling() and not is_traced(view.sequences):
         query = _untraced(view, query)
     else:
         query = _by_position(view, query)
@@ -157,7 +158,7 @@ def _untraced(view: View, query: torch.Tensor) -> torch.Tensor:
 
 
 def _by_position(view: View, query: torch.Tensor) -> torch.Tensor:
-    forward = view.sequences.under_way()
+    forward = view.sequences.current()
     if forward is None or forward.positions is None:
         raise UnsupportedModelError(
             f"an attention layer with temperature={view.temperature!r} was run by itself, and its "

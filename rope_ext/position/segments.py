@@ -9,13 +9,14 @@ from typing import Any, Literal, NamedTuple
 import torch
 from transformers.masking_utils import sdpa_mask
 
+from rope_ext.attention import placed
 from rope_ext.attention.call import RotatedBand
 from rope_ext.attention.step import Step
+from rope_ext.forward.positions import PositionForward
 from rope_ext.methods.geometry import Distance
 from rope_ext.position.layers import Layout
 from rope_ext.position.masks import is_plain
 from rope_ext.position.tables import BandRotations
-from rope_ext.position.tokens import Forward
 
 
 class Segment(NamedTuple):
@@ -47,26 +48,23 @@ class BatchMask:
         arguments: with which transformers asked for a mask; None: a mask was given ready.
         given: that mask, bool or to be added, ``[rows, 1, queries, keys]``.
 
-    ``steps`` has, by the number of a layout, what its layers share if there is a single query, and
-    ``added``, by the module that has a bias, what is added to its logits then; ``together``, by
-    device, what :func:`rope_ext.position.compiled.together` has made of it.
+    ``added`` has, by the module that has a bias, what is added to the logits of a single query.
     """
 
     ndim = 4  # for transformers, which takes it for a mask made beforehand
 
     def __init__(
         self,
-        forward: Forward | None,
+        forward: PositionForward | None,
         arguments: dict[str, Any] | None = None,
         given: torch.Tensor | None = None,
     ) -> None:
         self.forward, self.arguments, self.given = forward, arguments, given
         self.valid: torch.Tensor | None = None
         self.made: torch.Tensor | None = None
-        self.steps: dict[int, Step] = {}
+        self._steps: dict[tuple, Step | None] = {}
         self.added: dict[torch.nn.Module, torch.Tensor | None] = {}
         self._rotated_segments: dict[tuple, list[RotatedSegment] | None] = {}
-        self.together: dict[torch.device, Any] = {}
         self._moved: dict[torch.device, torch.Tensor] = {}
 
     def contiguous(self) -> BatchMask:
@@ -116,7 +114,7 @@ class BatchMask:
     @functools.cached_property
     def positions(self) -> torch.Tensor:
         """``t`` of every key, ``[rows or 1, keys]``."""
-        return self.forward.t[:, self.offset :]
+        return self.forward.key[:, self.offset :]
 
     @functools.cached_property
     def window(self) -> int | None:
@@ -149,8 +147,25 @@ class BatchMask:
                 found.setdefault((place, whole, int(positions[0])), []).append(row)
         return [self._segment(*where, rows) for where, rows in found.items()]
 
-    def step(self, layout: Layout, dtype: torch.dtype) -> Step | None:
-        """What all layers alike do for a single query; None: it has none of its own."""
+    @functools.cached_property
+    def padded_rows(self) -> bool:
+        """Whether it shows few queries of rows that are padded differently, and nothing else."""
+        forward = self.forward
+        if forward.padding is None or forward.documents is not None or forward.tokens > placed.FEW:
+            return False
+        if self.offset or self.window is not None or self.segments is None:
+            return False
+        # With slots between those of a row, its near keys may be anywhere.
+        return len(self.segments) > 1 and all(isinstance(s.keys, slice) for s in self.segments)
+
+    def step(self, layer: Any, dtype: torch.dtype) -> Step | None:
+        """What the layers of one layout share for a single query; None: it has none of its own."""
+        key = layer.rotated.number, dtype
+        if key not in self._steps:
+            self._steps[key] = self._step(layer.layout, dtype)
+        return self._steps[key]
+
+    def _step(self, layout: Layout, dtype: torch.dtype) -> Step | None:
         position_map, segments = self.forward.map, self.segments
         bands = _clipped(position_map.rotations(layout), self.window)
         if bands is None or segments is None or [segment.rows for segment in segments] != [None]:

@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from rope_ext.errors import UnsupportedModelError
+from rope_ext.forward.context import is_traced
 from rope_ext.rotary.calls import parameters
 from rope_ext.rotary.device_cache import cached_on_device
 from rope_ext.rotary.sequences import Sequences
@@ -75,7 +76,7 @@ class RotaryHook:
 
     def _followed(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, Any]:
         """Positions, frequencies and scaling of the sequences at hand."""
-        follow = self._follow_eagerly if self.sequences.traced() is None else self._follow
+        follow = self._follow if is_traced(self.sequences) else self._follow_eagerly
         return follow(positions)
 
     @torch.compiler.disable
@@ -110,7 +111,7 @@ class Locating:
 
     def __call__(self, module: nn.Module, args: tuple, kwargs: dict, output: Any) -> None:
         """Forward hook of the rotary module."""
-        locate = self._locate_eagerly if self.sequences.traced() is None else self._locate
+        locate = self._locate if is_traced(self.sequences) else self._locate_eagerly
         locate(args, kwargs)
 
     @torch.compiler.disable

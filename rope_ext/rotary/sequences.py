@@ -1,10 +1,8 @@
-"""Which sequence every token belongs to, and the frequencies that its sequence keeps.
+"""Follows the sequences that a decoder runs, and keeps the frequencies of each what they are.
 
-A row of a batch may begin with padding, and may hold several documents one after the other. A
-sequence counts from its own first token, and gets the frequencies of its own length.
-
-What belongs to a request lives on its cache, or in a thread-local as long as it is under way: the
-same model may serve several threads, and one of them may start a second request within the first.
+What belongs to a request is stored on its cache, or in the thread's state as long as the request
+runs: the same model may serve several threads, and one of them may start a second request within
+the first.
 """
 
 from __future__ import annotations
@@ -12,65 +10,34 @@ from __future__ import annotations
 import functools
 import inspect
 import logging
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
-from rope_ext.caches import CacheWithMetadata, Move, attach, watch
+from rope_ext.caches import UNKNOWN, attach, watch
 from rope_ext.errors import CacheError, UnsupportedModelError
+from rope_ext.forward.context import caches_in, current, enter, forward_context, leave
+from rope_ext.forward.sequences import STARTED, SequenceForward, Started
 from rope_ext.methods import FrequencyMethod
-from rope_ext.methods.temperature import Temperature
 from rope_ext.rotary.buffers import ABSENT, Changes
 from rope_ext.rotary.calls import (
     is_exporting,
+    is_sharded,
     parameters,
     refuse_continuous_batching,
     refuse_sharded,
+    runs_layers_again,
 )
 from rope_ext.rotary.sites import RotarySite
 from rope_ext.rotary.third_party import refuse_rerotation
-from rope_ext.under_way import here
 
-STARTED = "_rope_ext_started"  # on a cache: the sequences in it, a Started
 _logger = logging.getLogger("rope_ext")
-
-
-@dataclass(frozen=True)
-class Started:
-    """The sequences at the end of the rows of a batch, whose frequencies stay what they are.
-
-    Args:
-        method: that of the patch.
-        lengths: tokens that the frequencies of each row are made for, float64, ``[rows]``, CPU;
-            0 where there was nothing but padding yet. One row if all are alike.
-        first: position of the first token of each, int64, likewise; -1: still to come.
-        room: tokens for the whole batch, with the padding, as a cache counts them.
-        made: frequencies and scaling, by site and device.
-        begun: no row is still to come.
-    """
-
-    method: FrequencyMethod
-    lengths: torch.Tensor
-    first: torch.Tensor
-    room: int
-    made: dict[tuple, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
-    begun: bool = True
-
-    @property
-    def kind(self) -> type[CacheWithMetadata] | None:
-        """What a cache with it has to be."""
-        return CacheWithMetadata if len(self.lengths) > 1 else None
-
-    def moved(self, move: Move) -> Started:
-        """The sequences of other rows."""
-        if len(self.lengths) == 1:
-            return self
-        return replace(self, lengths=move(self.lengths), first=move(self.first), made={})
-
-    def emptied(self) -> None:
-        """Nothing is left of them when a cache is reset."""
+_FILLED = (
+    "the layers of this cache were reset one by one: use its own reset(), or begin again with a "
+    "forward that is not compiled"
+)
 
 
 @dataclass(eq=False)
@@ -94,181 +61,12 @@ class Request:
     due: bool = False
 
 
-class Forward:
-    """One forward of the decoder.
-
-    Args:
-        sequences: of the decoder.
-        rows, tokens: of the batch.
-        filled: tokens in the cache before.
-        cache: may be None.
-        stored: what the cache knows of its sequences.
-        request: the call of ``generate`` that makes it.
-        mask: the attention mask, as the decoder got it.
-    """
-
-    def __init__(
-        self,
-        sequences: Sequences,
-        rows: int,
-        tokens: int,
-        filled: int,
-        cache: Any,
-        stored: Started | None,
-        request: Request | None,
-        mask: Any,
-    ) -> None:
-        self.sequences, self.rows, self.tokens, self.filled = sequences, rows, tokens, filled
-        self.cache, self.stored, self.request, self.mask = cache, stored, request, mask
-        self.started: Started | None = None
-        self.lengths: torch.Tensor | None = None  # of packed rows, [rows, tokens]
-        self.first: torch.Tensor | None = None  # likewise
-        self.positions: torch.Tensor | None = None  # as the model has them
-        self._made: dict[tuple, Any] = {}
-
-    def locate(self, positions: torch.Tensor) -> None:
-        """Find the sequences, from the position ids that the model itself uses."""
-        if self.positions is None:
-            self.positions = positions
-        if self.started is not None:
-            return
-        stored = self.stored
-        if stored is not None and stored.begun:
-            self.started = stored
-        else:
-            self.started = self._start(positions)
-        if self.cache is not None:
-            attach(self.cache, STARTED, self.started)
-        self.mask = self.cache = None  # a graph may hold on to this
-
-    def _start(self, positions: torch.Tensor) -> Started:
-        if positions.ndim == 3:  # axes, rows, tokens
-            positions = positions.amax(0)
-        positions = positions.reshape(-1, positions.shape[-1])
-        if positions.shape[-1] != self.tokens:  # those of compressed keys
-            positions = torch.arange(
-                self.filled, self.filled + self.tokens, device=positions.device
-            ).unsqueeze(0)
-        positions = positions[-self.rows :].expand(self.rows, -1)
-        real, edges = read(self.mask, self.filled, self.tokens)
-        lengths, first, number = documents(positions, real, edges)
-        packed = number > 1
-        found = torch.stack((lengths[:, -1], first[:, -1], packed[:, -1].long())).cpu()
-        of_row, first_of_row = found[0].double(), found[1]
-        request, stored = self.request, self.stored
-        room = max(self.filled + self.tokens, int(of_row.max()))
-        if request is not None and request.lengths is not None:
-            of_row = request.lengths.repeat_interleave(self.rows // len(request.lengths))
-            room = request.room
-        elif stored is None and bool(found[2].any()):
-            self.lengths, self.first = lengths.double().cpu(), first
-        if stored is not None:  # rows that had nothing but padding before begin here
-            of_row = torch.where(stored.lengths > 0, stored.lengths, of_row)
-            first_of_row = torch.where(stored.first >= 0, stored.first, first_of_row)
-            room = max(room, stored.room)
-        of_row, first_of_row = of_row.expand(self.rows), first_of_row.expand(self.rows)
-        if bool((of_row == of_row[0]).all() and (first_of_row == first_of_row[0]).all()):
-            of_row, first_of_row = of_row[:1], first_of_row[:1]
-        begun = bool((first_of_row >= 0).all())
-        return Started(self.sequences.method, of_row, first_of_row, room, begun=begun)
-
-    def frequencies(
-        self, site: RotarySite, positions: torch.Tensor, dtype: torch.dtype
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """``[rows, tokens, pairs]`` and ``[rows, tokens, 1]``, or 1 where all are equal."""
-        packed = self.lengths is not None and self.lengths.shape[1] == positions.shape[-1]
-        lengths = self.lengths if packed else self.started.lengths.unsqueeze(1)
-        made = self._made if packed else self.started.made
-        key = (site.name, site.layer_type, positions.device, dtype)
-        if key not in made:
-            found = self.sequences.frequencies(site, lengths)
-            made[key] = tuple(x.to(positions.device, dtype) for x in found)
-        return made[key]
-
-    def query_scale(
-        self, temperature: Temperature, device: torch.device, dtype: torch.dtype
-    ) -> torch.Tensor | None:
-        """What multiplies queries, ``[rows or 1, 1, tokens, 1]``; None: 1 everywhere."""
-        key = ("query_scale", device, dtype)
-        if key not in self._made:
-            positions = self.counted(self.positions)
-            if positions.ndim == 3:  # axes, rows, tokens
-                positions = positions.amax(0)
-            tau = temperature.at(positions.double().clamp(min=0)).to(device, dtype)
-            same = tau.device.type == "cpu" and bool((tau == 1).all())  # elsewhere, it would wait
-            self._made[key] = None if same else tau[:, None, :, None]
-        return self._made[key]
-
-    def counted(self, positions: torch.Tensor) -> torch.Tensor:
-        """``positions`` counted from the first token of each sequence."""
-        first = self.first
-        if first is None or first.shape[1] != positions.shape[-1]:
-            first = self.started.first.unsqueeze(1)
-            if not bool(first.any()):
-                return positions
-        return positions - first.to(positions.device)
-
-
-def read(mask: Any, filled: int, tokens: int) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """Which tokens are real, and at which a sequence begins; bool, ``[rows, tokens]``, or None."""
-    if isinstance(mask, dict):  # one for each kind of layer, made before the forward
-        mask = mask.get("full_attention", next(iter(mask.values()), None))
-    if not isinstance(mask, torch.Tensor):
-        return None, None
-    if mask.ndim == 2:
-        mask = mask[:, filled : filled + tokens]
-        return (mask != 0 if mask.shape[1] == tokens else None), None
-    if mask.ndim != 4 or filled or mask.shape[2] != tokens or mask.shape[3] < tokens:
-        return None, None
-    seen = mask if mask.dtype == torch.bool else mask.float().exp() > 0
-    seen = seen[..., :tokens].any(1)
-    real = seen.diagonal(dim1=1, dim2=2)
-    place = torch.arange(tokens, device=mask.device)
-    furthest = torch.where(real, seen.to(torch.uint8).argmax(2), place)
-    # Where no token from here on sees anything before: windows and branches are no edges.
-    return real, furthest.flip(1).cummin(1).values.flip(1) >= place
-
-
-def documents(
-    positions: torch.Tensor, real: torch.Tensor | None, edges: torch.Tensor | None
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Of the sequence of each token: its length, its first position, its number within the row.
-
-    A row begins at its first real token. Another document begins where positions fall back to
-    there, as packing restarts them, and where nothing before is seen.
-
-    Args:
-        positions: int64, ``[rows, tokens]``.
-        real: bool, ``[rows or 1, tokens]``; None: all.
-        edges: bool, likewise; None: none.
-
-    Returns:
-        Three int64 tensors, ``[rows, tokens]``; numbers count from 1. Where a row has no real
-        token up to there, the first position is -1, and the length and the number are 0.
-    """
-    device = positions.device
-    real = torch.ones_like(positions, dtype=torch.bool) if real is None else real.to(device)
-    real = real.expand(len(positions), -1)
-    origin = positions.gather(1, real.to(torch.uint8).argmax(1, keepdim=True))
-    begins = (positions.diff(dim=1, prepend=positions[:, :1]) <= 0) & (positions <= origin)
-    if edges is not None:
-        begins = begins | edges.to(device)
-    begins = real & (begins | (real.cumsum(1) == 1))
-    number = begins.cumsum(1)
-    index = torch.arange(positions.shape[1], device=device)
-    index = torch.where(begins, index, 0).cummax(1).values
-    first = positions.gather(1, index)
-    count = torch.where(real, positions - first + 1, 0)
-    lengths = torch.zeros_like(positions).scatter_reduce(1, index, count, "amax").gather(1, index)
-    began = number > 0
-    return torch.where(began, lengths, 0), torch.where(began, first, -1), number
-
-
 class Sequences:
     """Keeps the frequencies of every sequence fixed from its first token to its last.
 
-    A decoder pre-hook begins a :class:`Forward`; the rotary module's hook asks it. Sequences under
-    way are known from their cache; those that start now are read off positions and mask.
+    A decoder pre-hook begins a :class:`SequenceForward`; the hook of the rotary module asks it.
+    Sequences that go on are known from their cache; those that start are read off positions and
+    mask.
 
     Args:
         method: whose frequencies depend on the length or on the place of a token.
@@ -281,50 +79,33 @@ class Sequences:
         self.names: tuple[str, ...] = ()  # of the decoder's arguments
         self.warned = False
 
-    def under_way(self) -> Forward | None:
-        """The forward under way."""
-        forward = self._innermost(here.sequences)
+    def current(self) -> SequenceForward | None:
+        """The forward in progress."""
+        forward = current(self)
         if forward is None and torch._C._current_graph_task_id() != -1:
             # Gradient checkpointing runs a layer again.
-            forward = here.recomputed
-            if forward is not None and forward.sequences is not self:
+            forward = forward_context.recomputed
+            if forward is not None and forward.patch is not self:
                 forward = None
         return forward
 
-    def traced(self) -> Any:
-        """The innermost forward that torch.compile traces."""
-        return self._innermost(here.followed) if here.followed else None
-
-    def at(self, positions: torch.Tensor) -> Forward:
-        """The forward under way; outside of any, one made of ``positions`` alone."""
-        forward = self.under_way()
+    def at(self, positions: torch.Tensor) -> SequenceForward:
+        """The forward in progress; outside of any, one made of ``positions`` alone."""
+        forward = self.current()
         if forward is None:
-            forward = Forward(self, 1, positions.shape[-1], 0, None, None, None, None)
+            forward = SequenceForward(self, 1, positions.shape[-1], 0, None, False, None)
             length = positions.max().double().cpu().reshape(1) + 1
-            forward.started = Started(
-                self.method, length, torch.zeros(1, dtype=int, device="cpu"), int(length)
-            )
+            first = torch.zeros(1, dtype=torch.long, device="cpu")
+            forward.started = Started(self.method, length, first, int(length))
         forward.locate(positions)
         return forward
 
-    def _innermost(self, under_way: list[Any]) -> Any:
-        for one in reversed(under_way):
-            if one.sequences is self:
-                return one
+    def _request(self) -> Request | None:
+        """The innermost call of ``generate`` in progress."""
+        for request in reversed(forward_context.requests):
+            if request.sequences is self:
+                return request
         return None
-
-    def frequencies(
-        self, site: RotarySite, lengths: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """``[rows, tokens, pairs]`` and ``[rows, tokens, 1]``, float64, of ``lengths``.
-
-        One row and one token if all are equal.
-        """
-        lengths, index = lengths.unique(return_inverse=True)
-        if len(lengths) == 1:
-            index = index[:1, :1]
-        inv_freq, scaling = self.at_lengths(site, lengths)
-        return inv_freq[index], scaling[index].unsqueeze(-1)
 
     def at_lengths(
         self, site: RotarySite, lengths: torch.Tensor
@@ -336,10 +117,51 @@ class Sequences:
         inv_freq = torch.where(same, site.loaded.double(), inv_freq)
         return inv_freq, self.method.attention_scaling_at(site.rope, lengths) * site.scaling
 
-    @torch.compiler.disable
     def begin(self, decoder: nn.Module, args: tuple, kwargs: dict) -> None:
         """Decoder pre-hook."""
-        name, request = self.method.name, self._innermost(here.requests)
+        given = {**dict(zip(self.names, args, strict=False)), **kwargs}
+        traced = None
+        if torch.compiler.is_compiling() and not is_exporting():
+            traced = self._traced(decoder, given)
+        if traced is None:
+            self._begin(given)
+        else:
+            enter(traced)
+
+    def _traced(self, decoder: nn.Module, given: dict[str, Any]) -> SequenceForward | None:
+        """The forward with these arguments in tensors; None: it cannot be expressed in them."""
+        if given.get("cache") is not None or is_sharded() or runs_layers_again(decoder):
+            return None
+        tokens = given.get("input_ids")
+        tokens = given["inputs_embeds"] if tokens is None else tokens
+        rows, length = tokens.shape[:2]
+        cache, stored = given.get("past_key_values"), None
+        filled = 0 if cache is None else cache.get_seq_length()
+        if isinstance(filled, torch.Tensor) and not hasattr(cache, STARTED):
+            torch._assert_async(filled == 0, UNKNOWN)
+            filled = 0
+        if isinstance(filled, torch.Tensor) or filled:
+            stored = getattr(cache, STARTED, None)
+            if stored is None or stored.method is not self.method or not stored.begun:
+                return None
+            if len(stored.lengths) not in (1, rows):
+                return None
+            if isinstance(filled, torch.Tensor):
+                if length > 1:  # perhaps the first tokens of a cache that was reset
+                    return None
+                torch._assert_async(filled > 0, _FILLED)
+        for request in forward_context.requests:
+            if request.sequences is self:
+                if stored is None:  # only a request knows how long they will be
+                    return None
+                request.due = False
+        mask = given.get("attention_mask")
+        return SequenceForward(self, rows, length, 0, None, True, stored, mask=mask)
+
+    @torch.compiler.disable
+    def _begin(self, given: dict[str, Any]) -> None:
+        """Begin a forward whose numbers can be read."""
+        name, request = self.method.name, self._request()
         if request is not None and not (request.due or request.guided):
             request = None
         elif request is not None:
@@ -353,22 +175,22 @@ class Sequences:
                 f"{name} {does} of every sequence as it comes, which an exported graph cannot do; "
                 f"{cure}"
             )
-        given = {**dict(zip(parameters(type(decoder)), args, strict=False)), **kwargs}
         if given.get("cache") is not None:  # a paged one; all others are past_key_values
             raise CacheError(self.unbatched())
         tokens = given.get("input_ids")
-        tokens = given.get("inputs_embeds") if tokens is None else tokens
+        tokens = given["inputs_embeds"] if tokens is None else tokens
         cache = given.get("past_key_values")
         rows, length = tokens.shape[:2]
         filled = 0 if cache is None else int(cache.get_seq_length())
         stored = self._stored(cache, rows) if filled else None
         if stored is not None and self.method.adapts:
             self._warn(stored, filled + length)
-        if request is not None and request.lengths is not None and rows % len(request.lengths):
-            request = None
+        announced = None
+        lengths = None if request is None else request.lengths
+        if request is not None and lengths is not None and rows % len(lengths) == 0:
+            announced = lengths, request.room
         mask = given.get("attention_mask")
-        forward = Forward(self, rows, length, filled, cache, stored, request, mask)
-        here.sequences.append(forward)
+        enter(SequenceForward(self, rows, length, filled, cache, False, stored, announced, mask))
 
     def unbatched(self) -> str:
         """Why continuous batching is refused, and what to do."""
@@ -393,7 +215,7 @@ class Sequences:
             return Started(
                 self.method,
                 torch.zeros(1, device="cpu"),
-                torch.zeros(1, dtype=int, device="cpu"),
+                torch.zeros(1, dtype=torch.long, device="cpu"),
                 0,
             )
         if stored is None:
@@ -429,44 +251,52 @@ class Sequences:
             stored.room,
         )
 
-    @torch.compiler.disable
     def end(self, decoder: nn.Module, args: tuple, kwargs: dict, output: Any) -> None:
         """Decoder hook: a cache that the decoder made itself knows the sequences too."""
-        forward = self._innermost(here.sequences)
+        forward = current(self)
+        if forward is None or not forward.traced:
+            self._end(decoder, output)
+            return
+        leave(forward)
+        for cache in caches_in(output):
+            if forward.started is not None and getattr(cache, STARTED, None) is not forward.started:
+                setattr(cache, STARTED, forward.started)
+
+    @torch.compiler.disable
+    def _end(self, decoder: nn.Module, output: Any) -> None:
+        forward = current(self)
         if forward is None:  # refused before it began
             return
-        here.sequences.remove(forward)
+        leave(forward)
         if forward.started is None or output is None:
             return
-        for part in output if isinstance(output, tuple) else (output,):
-            cache = getattr(part, "past_key_values", part)
-            if hasattr(cache, "get_seq_length"):
-                attach(cache, STARTED, forward.started)
+        for cache in caches_in(output):
+            attach(cache, STARTED, forward.started)
         hidden = output[0]
         if decoder.training and isinstance(hidden, torch.Tensor) and hidden.requires_grad:
             # With gradient checkpointing, layers run again in the thread that goes backward.
-            hidden.register_hook(lambda gradient: setattr(here, "recomputed", forward))
+            hidden.register_hook(lambda gradient: setattr(forward_context, "recomputed", forward))
 
     def generate(self, model: nn.Module, original: Any, *args: Any, **kwargs: Any) -> Any:
         """Announce prompt plus new tokens of every row, then generate."""
         names = tuple(inspect.signature(type(model).generate).parameters)[1:]
         given = {**dict(zip(names, args, strict=False)), **kwargs}
         drafts = getattr(given.get("generation_config"), "is_assistant", False)
-        if drafts and self._innermost(here.requests) is not None:  # for itself: the same sequence
+        if drafts and self._request() is not None:  # for itself: the same sequence
             return original(*args, **kwargs)
         prepare = getattr(model.prepare_inputs_for_generation, "func", None)
         # PEFT's prompt tuning prepares in a way of its own: take the first forward at least.
         request = Request(self, *_announced(model, given), due=prepare != self.prepare)
-        here.requests.append(request)
+        forward_context.requests.append(request)
         try:
             return original(*args, **kwargs)
         finally:
-            here.requests.remove(request)
+            forward_context.requests.remove(request)
 
     def prepare(self, original: Any, *args: Any, **kwargs: Any) -> Any:
         """What generate calls right before each forward of its own."""
         inputs = original(*args, **kwargs)
-        request = self._innermost(here.requests)
+        request = self._request()
         if request is not None:
             request.due = True
         return inputs

@@ -12,8 +12,8 @@ from transformers import CompileConfig, DynamicCache, StaticCache
 
 import rope_ext
 from rope_ext.errors import CacheError
-from rope_ext.rotary.compiled import CompiledSequences
-from rope_ext.under_way import here
+from rope_ext.forward.context import enter, forward_context
+from rope_ext.rotary.sequences import Sequences
 from tests.helpers.models import tiny_llama
 from tests.helpers.positions import EXACT, logits, padded
 
@@ -45,18 +45,18 @@ def test_what_a_graph_holds_is_what_the_eager_path_computes(
     steps = ids[:, :80], ids[:, 80:81], ids[:, 81:82]
     right_steps = [logits(model, step, past_key_values=one) for step in steps]
 
-    def understood(self: CompiledSequences, decoder: nn.Module, args: tuple, given: dict) -> None:
-        traced = self._understood(decoder, given)
+    def understood(self: Sequences, decoder: nn.Module, args: tuple, given: dict) -> None:
+        traced = self._traced(decoder, given)
         assert traced is not None
-        here.followed.append(traced)
+        enter(traced)
 
-    monkeypatch.setattr(CompiledSequences, "begin", understood)
+    monkeypatch.setattr(Sequences, "begin", understood)
     model = patch(name)
     said = logits(model, tokens, **given)
     torch.testing.assert_close(said[mask.bool()], right[mask.bool()], **EXACT)
     for step, expected in zip(steps, right_steps, strict=True):
         torch.testing.assert_close(logits(model, step, past_key_values=other), expected, **EXACT)
-    assert here.followed == []
+    assert forward_context.stack == []
 
 
 @pytest.mark.slow

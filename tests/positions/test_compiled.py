@@ -15,11 +15,11 @@ from rope_ext.attention import placed, reference
 from rope_ext.attention.call import Call, Pairs, RotatedBand
 from rope_ext.attention.reference import Places
 from rope_ext.errors import UnsupportedModelError
+from rope_ext.forward.context import forward_context
 from rope_ext.methods.geometry import Distance
 from rope_ext.position.cache import kept
 from rope_ext.position.install import Installed
 from rope_ext.rotary import calls
-from rope_ext.under_way import here
 from tests.helpers.graphs import graphs, static, whole
 from tests.helpers.models import tiny_llama
 from tests.helpers.positions import (
@@ -55,7 +55,7 @@ def test_what_a_graph_holds_is_what_the_eager_path_computes(name: str, ids, in_t
             patched.setattr(Installed, "_traceable", lambda self, turn=number % 3: turn > 0)
             said.append(logits(model, piece, past_key_values=cache))
     torch.testing.assert_close(torch.cat(said, 1), right, **EXACT)
-    assert here.traced == here.positions == []
+    assert forward_context.stack == []
 
 
 @pytest.mark.parametrize("name", SOME)
@@ -141,7 +141,7 @@ def test_positions_that_go_back_are_refused_when_the_graph_runs(tokens: int, ids
     positions = torch.arange(tokens)[None]
     with pytest.raises((UnsupportedModelError, RuntimeError), match="go back within one row"):
         logits(model, ids[:, :tokens], past_key_values=cache, position_ids=positions)
-    assert here.traced == []
+    assert forward_context.stack == []
 
 
 @pytest.mark.parametrize("name", ["rerope", "alibi"])

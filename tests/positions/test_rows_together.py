@@ -10,9 +10,9 @@ from transformers import DynamicCache
 
 import rope_ext
 from rope_ext.attention import placed
+from rope_ext.forward.positions import stored_rotation
 from rope_ext.position.attend import LAYER
 from rope_ext.position.segments import BatchMask
-from rope_ext.position.tokens import stored_rotation
 from tests.helpers.models import tiny_llama
 
 ROWS = 6

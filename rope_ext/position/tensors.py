@@ -1,0 +1,316 @@
+"""What layers compute where a forward is known by tensors, and which graphs can have one.
+
+A graph must serve every step of a sequence, so what the eager path decides with numbers follows
+here from the log of positions on the cache, the number of its filled slots, and the padding. The
+eager path attends so, too, to few queries in rows that are padded differently. What cannot be
+expressed in tensors is left to the eager path, at the price of breaks in the graph.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from transformers.cache_utils import Cache
+from transformers.masking_utils import sdpa_mask
+
+from rope_ext.attention import dispatch as attention
+from rope_ext.attention import placed
+from rope_ext.attention.call import Call, RotatedBand, Rotation
+from rope_ext.caches import UNKNOWN
+from rope_ext.forward.context import forward_context
+from rope_ext.forward.positions import PositionForward, once
+from rope_ext.methods.geometry import Distance, Geometry, Sinks
+from rope_ext.position.cache import kept, whole
+from rope_ext.position.map import PositionMap
+from rope_ext.position.segments import BatchMask
+from rope_ext.position.tables import BandRotations, Decay, RotationTable
+from rope_ext.rotary import calls
+
+WHY = (
+    "a position method compiles whole where the cache is empty or a StaticCache, without "
+    "gradients through padding; see docs/limits.md"
+)
+
+
+class LayoutRotations(NamedTuple):
+    """What the layers of one layout have in common.
+
+    Args:
+        number: of the layout; a graph cannot look up an object.
+        rotations: of :meth:`PositionMap.rotations`.
+    """
+
+    number: int
+    rotations: BandRotations
+
+
+def batch_mask(arguments: dict[str, Any]) -> BatchMask:
+    """The mask of a forward that is traced."""
+    given = arguments.get("attention_mask")
+    return given if isinstance(given, BatchMask) else BatchMask(None, arguments)
+
+
+def traced(
+    position_map: PositionMap, decoder: nn.Module, given: dict[str, Any]
+) -> PositionForward | None:
+    """The forward with these arguments of the decoder in tensors; None: they cannot express it."""
+    encoding, reach = position_map.encoding, position_map.reach
+    if encoding is not None and encoding.entered:
+        return None
+    if position_map.local_too or forward_context.look is not None:
+        return None
+    if given.get("output_attentions") or given.get("cache") is not None:
+        return None
+    if calls.runs_layers_again(decoder):
+        return None
+    tokens = given.get("input_ids")
+    tokens = given["inputs_embeds"] if tokens is None else tokens
+    cache = given.get("past_key_values")
+    rows, count = tokens.shape[:2]
+    context = _in_cache(position_map, cache, rows, count)
+    if context is None:
+        return None
+    mask, positions = given.get("attention_mask"), given.get("position_ids")
+    if isinstance(mask, dict):  # one for each kind of layer, made before the forward
+        if "full_attention" not in mask:
+            return None
+        mask = mask["full_attention"]
+    padding = mask.valid if isinstance(mask, BatchMask) else mask
+    if padding is not None and padding.ndim != 2:
+        return None
+    fresh = isinstance(context.filled, int)
+    regular = fresh and mask is None and positions is None
+    if not regular:
+        # Positions without a mask may be those of several documents; others, of several axes.
+        if (cache is None and mask is None) or (positions is not None and positions.ndim > 2):
+            return None
+        if count > placed.FEW and torch.is_grad_enabled():
+            return None
+    if reach is not None or (encoding is not None and encoding.scored()):
+        regular = False  # what a kernel for many queries cannot be told in tensors
+        if count > min(placed.FEW, reach or placed.FEW):
+            return None
+    context.regular, context.exported = regular, calls.is_exporting()
+    if padding is not None:
+        context.pad(padding)
+    return context
+
+
+def _in_cache(
+    position_map: PositionMap, cache: Any, rows: int, tokens: int
+) -> PositionForward | None:
+    """A forward of so many tokens behind those of a cache, by what tensors say of it."""
+
+    def context(filled: Any, room: int, known: Any = None) -> PositionForward:
+        return PositionForward(
+            position_map, rows, tokens, filled, cache, True, room=room, known=known
+        )
+
+    if cache is None:
+        return context(0, tokens)
+    if not isinstance(cache, Cache) or cache.offloading:
+        return None
+    layer = whole(cache)
+    if layer is None:
+        length = cache.get_seq_length()
+        return context(0, tokens) if isinstance(length, int) and length == 0 else None
+    known, room = kept(cache), layer.max_cache_len
+    if known is not None and known.key != position_map.key:
+        return None
+    if calls.is_exporting() and layer.is_initialized:
+        return context(layer.cumulative_length.clone(), room)
+    if known is None:
+        if layer.is_initialized:
+            torch._assert_async(layer.cumulative_length == 0, UNKNOWN)
+        return context(0, room)
+    if tuple(known.positions.shape) != (rows, room):
+        return None
+    # A copy, since the layers count on.
+    filled = layer.cumulative_length.clone() if layer.is_initialized else 0
+    return context(filled, room, known)
+
+
+def dense_mask(context: PositionForward, mask: BatchMask) -> torch.Tensor | None:
+    """The mask of a layer that stays as it was; None: plainly causal."""
+    if mask.made is not None:
+        return mask.made
+    return sdpa_mask(**{**(mask.arguments or {}), "q_offset": context.filled})
+
+
+class InTensors:
+    """Attention of the layers of one layout, by what a context holds in tensors.
+
+    Args:
+        context: located.
+        rotated: what the layers have in common.
+    """
+
+    def __init__(self, context: PositionForward, rotated: LayoutRotations) -> None:
+        self.context, self.rotated, self.map = context, rotated, context.map
+        self.query, self.key, self.made = context.query, context.key, context.made
+
+    def first_tokens(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: Call
+    ) -> torch.Tensor:
+        """Of tokens that are the first of their sequences, one after the other."""
+        query, dtype = self._scaled(query)
+        tokens = self.context.tokens
+        key, value = key[:, :, :tokens], value[:, :, :tokens]
+        bands = [
+            RotatedBand(band.geometry, _row(band.query), _row(band.key))
+            for band in self._bands(dtype)
+        ]
+        return attention.attend(query, key, value, _with(call, bands), self.map.kernel)
+
+    def many(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: Call
+    ) -> torch.Tensor:
+        """Of many queries anywhere: an operator looks at their positions when it runs."""
+        query, dtype = self._scaled(query)
+        context = self.context
+        first = torch.as_tensor(context.filled)
+        return placed.attend_many(
+            query,
+            key,
+            value,
+            _with(call, self._bands(dtype)),
+            context.key,
+            context.real(),
+            first,
+            self.map.kernel,
+        )
+
+    def scored(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: Call
+    ) -> torch.Tensor:
+        """Of few queries whose logits an encoding makes."""
+        query, dtype = self._scaled(query)
+        call, context = _with(call, self._bands(dtype)), self.context
+        where = context.query, context.key, context.visible()
+        return placed.attend_scored(query, key, value, call, *where)
+
+    def few(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: Call
+    ) -> torch.Tensor:
+        """Of few queries on all slots, every row in the same operations."""
+        query, dtype = self._scaled(query)
+        apart = None if call.bias is None else self._distance(call.bias.shape[1])
+        return placed.attend_few(query, key, value, call, self._few(dtype), apart)
+
+    def _scaled(self, query: torch.Tensor) -> tuple[torch.Tensor, torch.dtype]:
+        """The queries times their temperature, and the dtype of tables."""
+        dtype = torch.float64 if query.dtype == torch.float64 else torch.float32
+        query_scale = self._query_scale(dtype)
+        if query_scale is not None:
+            query = (query * query_scale).to(query.dtype)
+        return query, dtype
+
+    def _query_scale(self, dtype: torch.dtype) -> torch.Tensor | None:
+        """What multiplies the queries, ``[rows or 1, 1, queries, 1]``."""
+        if ("query_scale", dtype) not in self.made:
+            made = self.map.temperature(self.query, dtype)
+            self.made["query_scale", dtype] = None if made is None else made[:, None, :, None]
+        return self.made["query_scale", dtype]
+
+    def _distance(self, known: int) -> torch.Tensor:
+        """From every query to every slot, tokens, ``[rows or 1, queries, slots]``.
+
+        ``known``: to how many distances something is added; of fewer than all, the last stays.
+        """
+        if "distance" not in self.made:
+            apart = self.query[:, :, None] - self.key[:, None]
+            if known >= self.context.room:
+                beyond = self.context.visible() & (apart >= known)
+                torch._assert_async(~beyond.any(), placed.BEYOND)
+            (self.made["distance"],) = once([apart.clamp(min=0)])
+        return self.made["distance"]
+
+    def _bands(self, dtype: torch.dtype) -> list[RotatedBand]:
+        """The bands, with rotations of ``[rows or 1, tokens, pairs]``."""
+        if ("bands", self.rotated.number, dtype) not in self.made:
+            self.made["bands", self.rotated.number, dtype] = [
+                RotatedBand(seen, of_query.at(self.query, dtype), of_key.at(self.key, dtype))
+                for seen, of_query, of_key in self.rotated.rotations
+            ]
+        return self.made["bands", self.rotated.number, dtype]
+
+    def _few(self, dtype: torch.dtype) -> placed.Few:
+        """What few queries see."""
+        if ("few", self.rotated.number, dtype) in self.made:
+            return self.made["few", self.rotated.number, dtype]
+        found, shown, middle = [], None, 0
+        if self.map.reach is not None:
+            middle = (self.query.amin(1, keepdim=True) + self.query.amax(1, keepdim=True)) // 2
+        for geometry, of_query, of_key in self.rotated.rotations:
+            of_query, of_key = of_query.about(middle), of_key.about(middle)
+            seen = geometry.sees(self.query[:, :, None], self.key[:, None]) & self.context.visible()
+            shown = seen if shown is None else shown | seen
+            slots, at = self._slots(geometry, of_key), self.key
+            if slots is not None:
+                self._refuse_gaps()
+                at = at.expand(len(slots), -1) if len(at) == 1 else at
+                slots = slots.expand(len(at), -1)
+                at = at.gather(1, slots)
+                seen = seen.expand(len(slots), -1, -1)
+                seen = seen.gather(2, slots[:, None].expand(-1, self.context.tokens, -1))
+            hidden = torch.zeros_like(seen, dtype=dtype)
+            hidden = hidden.masked_fill(~seen, torch.finfo(dtype).min)
+            found.append((hidden, of_query.at(self.query, dtype), of_key.at(at, dtype), slots))
+        flat = [x for hidden, q, k, _ in found for x in (hidden, *(q or ()), *(k or ()))]
+        sees, *flat = once([shown.any(-1), *flat])
+        left = iter(flat)
+
+        def rotation(made: Rotation) -> Rotation:  # for every head
+            return made and (next(left)[:, None], next(left)[:, None])
+
+        parts = [
+            placed.Part(next(left), rotation(q), rotation(k), slots) for _, q, k, slots in found
+        ]
+        self.made["few", self.rotated.number, dtype] = placed.Few(parts, sees)
+        return self.made["few", self.rotated.number, dtype]
+
+    def _refuse_gaps(self) -> None:
+        """Fail when it runs if tokens lie further apart by slot than by position."""
+        if "gaps" not in self.made:
+            own = torch.arange(self.context.tokens, device=self.key.device)
+            by_slot = (self.context.filled + own)[:, None] - torch.arange(
+                self.context.room, device=own.device
+            )
+            apart = self.query[:, :, None] - self.key[:, None]
+            self.made["gaps"] = (self.context.visible() & (apart < by_slot)).any()
+            torch._assert_async(~self.made["gaps"], placed.APART)
+
+    def _slots(self, geometry: Geometry, of_key: RotationTable | Decay) -> torch.Tensor | None:
+        """The slots in which the keys of a band lie, if they are few and must be rotated.
+
+        A token is at least as far from another by position as by slot.
+        """
+        if of_key.idle:
+            return None
+        if isinstance(geometry, Distance) and geometry.last is not None:
+            count = geometry.last + self.context.tokens - 1
+            if count >= self.context.room:
+                return None
+            end = torch.as_tensor(
+                self.context.filled + self.context.tokens, device=self.query.device
+            )
+            first = (end - count).clamp(min=0)
+            return (first + torch.arange(count, device=self.query.device))[None]
+        if isinstance(geometry, Sinks) and geometry.count < self.context.room:
+            first = torch.zeros(1, 1, dtype=torch.long, device=self.query.device)
+            if self.context.padding is not None:
+                first = self.context.padding.to(self.query.device).int().argmax(1, keepdim=True)
+            first = first.clamp(max=self.context.room - geometry.count)  # each slot once
+            return first + torch.arange(geometry.count, device=self.query.device)
+        return None
+
+
+def _row(rotation: Rotation) -> Rotation:
+    return rotation and (rotation[0][0], rotation[1][0])
+
+
+def _with(call: Call, bands: list[RotatedBand]) -> Call:
+    return replace(call, bands=bands)

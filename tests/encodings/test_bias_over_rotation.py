@@ -204,16 +204,16 @@ def test_an_object_of_an_encoding_is_a_bias_with_its_options() -> None:
         ("yarn", {"factor": 4, "bias": "cope"}, "bias='cope' is not valid"),
         ("yarn", {"factor": 4, "bias": "alibl"}, "did you mean 'alibi'"),
         ("yarn", {"factor": 4, "bias": "yarn"}, "an encoding that adds to the logits"),
-        ("yarn", {"factor": 4, "bias": rope_ext.ALiBi(factor=2)}, "factor=2 of bias='alibi'"),
+        ("yarn", {"factor": 4, "bias": rope_ext.ALiBi(factor=2)}, "factor=2 has no effect on bias='alibi'"),
         (
             "yarn",
             {"factor": 4, "bias": rope_ext.T5(temperature=2)},
-            "give it to the method whose rotation stays",
+            "pass it to the method whose rotation stays",
         ),
         ("t5", {"bias": "alibi"}, "t5 takes the place of the rotation"),
         ("dynamic_yarn", {"factor": 4, "bias": "alibi"}, "which bias= cannot follow; pass length="),
-        ("rope", {}, "rope leaves the rotation as it was trained, and nothing else"),
-        ("rope", {"factor": 4}, "give bias='alibi' or temperature='log_n'"),
+        ("rope", {}, "rope leaves the rotation as trained, and no other change"),
+        ("rope", {"factor": 4}, "pass bias='alibi' or temperature='log_n'"),
     ],
 )
 def test_what_cannot_be_added_is_refused(name: str, options: dict, said: str) -> None:

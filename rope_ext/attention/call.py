@@ -17,22 +17,22 @@ from rope_ext.methods.geometry import Geometry
 __all__ = ["Block", "Call", "Pairs", "RotatedBand", "Rotation", "Scores"]
 
 Rotation = tuple[torch.Tensor, torch.Tensor] | None
-"""Cosine and sine, ``[tokens or 1, pairs]`` each; None turns nothing."""
+"""Cosine and sine, ``[tokens or 1, pairs]`` each; None rotates nothing."""
 
 
 def part_of(rotation: Rotation, tokens: slice) -> Rotation:
-    """The turns of some tokens; where all have one, that."""
+    """The rotations of some tokens; where all have one, that."""
     return rotation and tuple(x if x.shape[0] == 1 else x[tokens] for x in rotation)
 
 
 @dataclass(frozen=True)
 class RotatedBand:
-    """One band of the causal triangle and how its queries and keys are turned.
+    """One band of the causal triangle and how its queries and keys are rotated.
 
     Args:
         geometry: which keys each query sees in it. The bands of a call are disjoint.
-        query: turn of each query, ``[queries or 1, pairs]``.
-        key: turn of each key, ``[keys or 1, pairs]``.
+        query: rotation of each query, ``[queries or 1, pairs]``.
+        key: rotation of each key, ``[keys or 1, pairs]``.
     """
 
     geometry: Geometry
@@ -45,10 +45,10 @@ class Pairs:
     """Where the two columns of each rotary pair lie in a head.
 
     Args:
-        first, second: columns of each pair, in the order of the turns: slices (with start and
-            stop) where they can be, else int64 tensors of shape ``[pairs]``. A turn by ``angle``
-            makes ``first * cos - second * sin`` and ``second * cos + first * sin``. Columns in
-            neither are left alone.
+        first, second: columns of each pair, in the order of the rotations: slices (with start
+            and stop) where they can be, else int64 tensors of shape ``[pairs]``. A rotation by
+            ``angle`` makes ``first * cos - second * sin`` and ``second * cos + first * sin``.
+            Columns in neither are left alone.
     """
 
     first: slice | torch.Tensor
@@ -62,7 +62,7 @@ class Pairs:
         return both and first.stop == second.start and {first.step, second.step} <= {None, 1}
 
     def rotate(self, x: torch.Tensor, rotation: Rotation) -> torch.Tensor:
-        """``x`` (``[..., tokens, columns]``) turned; computed in the dtype of the turn."""
+        """``x`` (``[..., tokens, columns]``) rotated; computed in the dtype of the rotation."""
         if rotation is None:
             return x
         cos, sin = rotation
@@ -106,14 +106,14 @@ class Pairs:
 class Call:
     """Everything that a kernel is told beside query, key and value.
 
-    Every kernel takes ``query`` (``[batch, heads, queries, columns]``, as the bands' turns expect
-    it), ``key`` (``[batch, kv_heads, keys, columns]``; ``heads`` is a multiple of ``kv_heads``),
-    ``value`` (``[batch, kv_heads, keys, value_columns]``) and a call, and returns ``[batch, heads,
-    queries, value_columns]``, zero for queries that see no key.
+    Every kernel takes ``query`` (``[batch, heads, queries, columns]``, as the bands' rotations
+    expect it), ``key`` (``[batch, kv_heads, keys, columns]``; ``heads`` is a multiple of
+    ``kv_heads``), ``value`` (``[batch, kv_heads, keys, value_columns]``) and a call, and
+    returns ``[batch, heads, queries, value_columns]``, zero for queries that see no key.
 
     Args:
-        bands: disjoint; a key in no band of a query is hidden from it. The turns get no gradient.
-        pairs: the columns that turn together.
+        bands: disjoint; a key in no band of a query is hidden from it. Rotations get no gradient.
+        pairs: the columns that rotate together.
         scale: factor of all logits.
         start: position of the first key, in tokens; the queries are the last of the keys.
         temperature: factor of each query, ``[queries]`` (log-n scaling).

@@ -70,7 +70,7 @@ _MERGED = 2**18
 _TALL = 1024
 """Rows of a tile with a bias that hides nothing, and keys of one whose bias is learned."""
 _BLOCK = 1024
-"""Tokens that are turned at a time."""
+"""Tokens that are rotated at a time."""
 
 
 @dataclass(frozen=True)
@@ -417,14 +417,14 @@ def _without_lost(
 
 
 def _stretch(rotation: Rotation) -> float:
-    """How many times as long a turned token can be."""
+    """How many times as long a rotated token can be."""
     if rotation is None or not rotation[0].numel():
         return 1.0
     return max(1.0, torch.hypot(*rotation).max().item())
 
 
 def _rotated(x: torch.Tensor, rotation: Rotation, part: slice, pairs: Pairs) -> torch.Tensor:
-    """A part of the tokens of ``x``, turned."""
+    """A part of the tokens of ``x``, rotated."""
     x = x[..., part, :]
     if rotation is None:
         return x
@@ -437,7 +437,7 @@ def _rotated(x: torch.Tensor, rotation: Rotation, part: slice, pairs: Pairs) -> 
 def _add_rotated_back(
     total: torch.Tensor, x: torch.Tensor, rotation: Rotation, part: slice, pairs: Pairs
 ) -> None:
-    """Add ``x``, which belongs to turned tokens, to a part of what belongs to unturned ones."""
+    """Add ``x``, which belongs to rotated tokens, to a part of what belongs to unrotated ones."""
     total = total[..., part, :]
     for block, (cos, sin) in _blocks(x, rotation, part):
         total[..., block, :].add_(pairs.rotate(x[..., block, :], (cos, -sin)))

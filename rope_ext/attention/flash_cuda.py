@@ -121,7 +121,7 @@ def _left(geometry: Geometry) -> int | None:
 
 
 class _Part:
-    """A tile of a band: its queries and keys turned, and the views that the kernel takes.
+    """A tile of a band: its queries and keys rotated, and the views that the kernel takes.
 
     ``rows`` and ``keys`` are the tokens of all its blocks, the rows of which adjoin.
     """

@@ -49,8 +49,8 @@ class Part:
     Args:
         hidden: the lowest number for keys that a query does not have in it, else zero, ``[rows or
             1, queries, slots]``; to add a number is less work in each layer than to ask a mask.
-        query: turn of the queries, ``[rows or 1, 1, queries, pairs]``.
-        key: turn of the keys, likewise with slots.
+        query: rotation of the queries, ``[rows or 1, 1, queries, pairs]``.
+        key: rotation of the keys, likewise with slots.
         slots: int64, ``[rows or 1, slots]``; None: all.
     """
 
@@ -122,9 +122,9 @@ class _Rows(NamedTuple):
     """A band of :class:`Few` for the rows of every key head.
 
     Args:
-        query: turned, ``[rows, kv_heads, rows of a key head, columns]``.
+        query: rotated, ``[rows, kv_heads, rows of a key head, columns]``.
         hidden: what is added to their logits, ``[rows or 1, 1, rows of a key head or 1, slots]``.
-        key: turn of the keys.
+        key: rotation of the keys.
         slots: as in :class:`Part`.
     """
 
@@ -255,7 +255,7 @@ def attend_scored(
         query: ``[rows, heads, queries, columns]``.
         key: ``[rows, kv_heads, slots, columns]``.
         value: likewise.
-        call: with turns of ``[rows or 1, tokens, pairs]``; the queries are multiplied by
+        call: with rotations of ``[rows or 1, tokens, pairs]``; the queries are multiplied by
             temperature.
         query_at: where the queries are, tokens, int64, ``[rows or 1, queries]``.
         key_at: where the token in each slot is, likewise.
@@ -303,7 +303,7 @@ def attend_many(
         query: ``[rows, heads, queries, columns]``.
         key: ``[rows, kv_heads, slots, columns]``.
         value: likewise.
-        call: with turns of ``[rows or 1, tokens, pairs]``.
+        call: with rotations of ``[rows or 1, tokens, pairs]``.
         places: position of the token in each slot, int64, ``[rows or 1, slots]``.
         real: which slots have a token, bool, likewise.
         first: slot of the first query, int64, no dimensions.

@@ -46,7 +46,7 @@ class Places:
 def weights(
     query: torch.Tensor, key: torch.Tensor, call: Call, places: Places | None = None
 ) -> torch.Tensor:
-    """How much every query gives to every key, where each band turns both in its own way.
+    """How much every query gives to every key, where each band rotates both in its own way.
 
     Returns:
         ``[batch, heads, queries, keys]``, float32 or better. A row sums to one, less what its

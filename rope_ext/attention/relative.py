@@ -38,7 +38,7 @@ Tables = Sequence[torch.Tensor | None]
 
 
 def _takes(call: Call, query: torch.Tensor, value: torch.Tensor) -> bool:
-    """Whether it asks for nothing but scores: one band of distances, not turned, no soft cap."""
+    """Whether it asks for nothing but scores: one band of distances, not rotated, no soft cap."""
     if query.device.type not in ("cpu", "cuda") or len(call.bands) != 1:
         return False
     if query.device.type == "cuda" and not flex.takes(query, value):

@@ -1,8 +1,8 @@
 """One token after many, by the flash kernel of the CPU: what all layers share is decided once.
 
-A layer is then left with the turn of its query for every band, one kernel call for each of them,
-and their merge. Keys that a band wants elsewhere than where they lie in the cache are kept
-turned in a :class:`Ring`, so that a step turns the one that is new and no other.
+Each layer then rotates its query for every band, calls one kernel per band, and merges the results.
+Keys that a band needs at another position than the cached one stay rotated in a :class:`Ring`, so
+that a step rotates only the new key.
 """
 
 from __future__ import annotations
@@ -73,19 +73,19 @@ class Columns:
         return cos.index_select(-1, self.pair), sin.index_select(-1, self.pair) * self.sign
 
     def matrices(self, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-        """What a row ``[columns]`` is multiplied by to be turned: ``[columns, turns, columns]``.
+        """Matrices that rotate a row ``[columns]``: ``[columns, rotations, columns]``.
 
-        A head is so small that one product with many zeros is done before four without.
+        A head is so small that one product with many zeros is faster than four without.
 
         Args:
-            cos: ``[turns, pairs]``.
+            cos: ``[rotations, pairs]``.
             sin: likewise.
         """
         cos, sin = self.wide(cos, sin)
         return torch.addcmul(self.own * cos, self.swap, sin)
 
     def rotate(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-        """Tokens ``[..., tokens, columns]`` turned by tables of their own."""
+        """Tokens ``[..., tokens, columns]`` rotated by tables of their own."""
         cos, sin = self.wide(cos, sin)
         return torch.addcmul(x * cos, x.index_select(-1, self.partner), sin).to(x.dtype)
 
@@ -95,11 +95,11 @@ class Part(NamedTuple):
 
     Args:
         band: of which.
-        query: which of the turned queries sees them; None: the one that is not turned.
+        query: which of the rotated queries sees them; None: the one that is not rotated.
         piece: which of the pieces that all slots are cut into.
         first, last: slots, from the first to the one behind the last.
-        key: turns of keys; None: they are used as they lie in the cache.
-        newest: what turns the last one, ``[columns, columns]``.
+        key: rotations of keys; None: they are used as they lie in the cache.
+        newest: what rotates the last one, ``[columns, columns]``.
     """
 
     band: int
@@ -112,7 +112,7 @@ class Part(NamedTuple):
 
 
 class Ring:
-    """The keys that a band shows, turned as it wants them: those from some slot on.
+    """The keys that a band shows, rotated as it wants them: those from some slot on.
 
     They lie in the order of their values, with room behind them; when that is used up, those that
     are still shown move to new memory.
@@ -155,12 +155,12 @@ class Step:
     Args:
         parts: disjoint, and all that the query sees.
         sizes: of the pieces that all slots up to the last one are cut into.
-        turns: of the query, next to each other, ``[columns, turns * columns]``; None: none.
-        heat: factor of the query.
+        rotations: of the query, next to each other, ``[columns, rotations * columns]``; None: none.
+        query_scale: factor of the query.
         start: position of the first key.
-        columns, pairs: the columns that turn together.
+        columns, pairs: the columns that rotate together.
         dtype: of query, key and value.
-        wide: in which they are turned.
+        wide: in which they are rotated.
     """
 
     parts: list[Part]
@@ -184,7 +184,7 @@ class Step:
         pairs: Pairs,
         dtype: torch.dtype,
     ) -> Step:
-        """Of the query at the last of ``keys`` keys, where tables say what a band turns by."""
+        """Of the query at the last of ``keys`` keys, where tables say what a band rotates by."""
         where, wide = torch.device("cpu"), torch.promote_types(dtype, torch.float32)
         rows: list[tuple[torch.Tensor, torch.Tensor]] = []
 

@@ -1,14 +1,15 @@
 """Applies a position map: a rotation that depends on whether a key is near or far.
 
 Keys are cached with the rotation of the far band: the rotary module is hooked and returns that
-one, so the model's own code and its own caches do the work. The attention function then turns
+one, so the model's own code and its own caches do the work. The attention function then rotates
 queries, and the few near keys, from there to the position that each band asks for.
 
-From the bottom: ``layers`` finds where rotary pairs lie, ``tables`` and ``map`` say what turns
-them, ``cache`` and ``tokens`` which tokens one forward has and where, ``masks`` and ``runs`` which
-of them see each other, ``attend`` attends, and ``install`` puts it all on a model.
+From the bottom: ``layers`` finds where rotary pairs lie, ``tables`` and ``map`` say what rotates
+them, ``cache`` what a cache records of its keys, ``masks`` and ``segments`` which tokens see each
+other, ``attend`` chooses how a layer attends, ``tensors`` attends by tensors alone, as graphs do,
+and ``install`` puts it all on a model. What is known of one forward is in ``rope_ext.forward``.
 
-What one forward needs to know travels with its attention mask, a :class:`runs.BatchMask`: it
+What one forward needs to know travels with its attention mask, a :class:`segments.BatchMask`: it
 reaches every layer of every family, also when gradient checkpointing runs a layer again. The
 positions of cached keys are kept on the cache itself.
 """

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -96,13 +97,13 @@ class Dense:
     """One call of an attention layer in the terms of :mod:`rope_ext.attention.reference`.
 
     Args:
-        query: ``[rows, heads, queries, columns]``, as the model turned it.
+        query: ``[rows, heads, queries, columns]``, as the model rotated it.
         key: ``[rows, kv_heads, keys, columns]``.
         call: but for its bands and its temperature, which follow from the next two.
-        turns: of every band, which keys it shows, and how queries and keys are turned further.
+        rotations: of every band, which keys it shows, and how queries and keys are rotated further.
         temperature: of queries at given positions; None: none.
         places: of queries and keys.
-        reach: most tokens that queries turned together may be apart; None: any number.
+        reach: most tokens that queries rotated together may be apart; None: any number.
     """
 
     query: torch.Tensor
@@ -308,9 +309,8 @@ def _attend_eagerly(asked: Asked) -> tuple[torch.Tensor, torch.Tensor | None]:
     weights = None
     if forward_context.look is not None or mask.forward.weights:
         weights = _watched_weights(asked._replace(mask=mask), mask.forward)
-    if way == "few":
-        return _few(asked, mask.forward.on(asked.query.device)), weights
-    return _WAYS[way](asked, mask), weights
+    where = mask.forward.on(asked.query.device) if way == "few" else mask
+    return _WAYS[way](asked, where), weights
 
 
 def way_in_graph(layer: Layer, context: PositionForward) -> str:
@@ -397,39 +397,12 @@ def _dense(asked: Asked, mask: BatchMask) -> torch.Tensor:
     return torch.cat(out).transpose(1, 2).contiguous()
 
 
-def _few(asked: Asked, context: PositionForward) -> torch.Tensor:
-    """Few queries on all slots, in tensors."""
-    query, key, value = _of_one_dtype(asked, context.room)
+def _in_tensors(kernel: Callable[..., torch.Tensor], asked: Asked, context: Any) -> torch.Tensor:
+    """By tensors alone: ``kernel`` is a method of :class:`tensors.InTensors`."""
+    query, key, value = _of_one_dtype(asked, None if context.traced else context.room)
     layer = asked.mapped
     call = layer.adding(asked.call, context.room, query)
-    out = tensors.InTensors(context, layer.rotated).few(query, key, value, call)
-    return out.transpose(1, 2).contiguous()
-
-
-def _first_tokens(asked: Asked, context: PositionForward) -> torch.Tensor:
-    """In a graph: the first tokens of their sequences, by the kernel for consecutive ones."""
-    query, key, value = _of_one_dtype(asked, None)
-    layer = asked.mapped
-    call = layer.adding(asked.call, context.room, query)
-    out = tensors.InTensors(context, layer.rotated).first_tokens(query, key, value, call)
-    return out.transpose(1, 2).contiguous()
-
-
-def _many(asked: Asked, context: PositionForward) -> torch.Tensor:
-    """In a graph: many tokens, by an operator that reads their positions when it runs."""
-    query, key, value = _of_one_dtype(asked, None)
-    layer = asked.mapped
-    call = layer.adding(asked.call, context.room, query)
-    out = tensors.InTensors(context, layer.rotated).many(query, key, value, call)
-    return out.transpose(1, 2).contiguous()
-
-
-def _scored(asked: Asked, context: PositionForward) -> torch.Tensor:
-    """In a graph: few tokens whose logits an encoding makes."""
-    query, key, value = _of_one_dtype(asked, None)
-    layer = asked.mapped
-    call = layer.adding(asked.call, context.room, query)
-    out = tensors.InTensors(context, layer.rotated).scored(query, key, value, call)
+    out = kernel(tensors.InTensors(context, layer.rotated), query, key, value, call)
     return out.transpose(1, 2).contiguous()
 
 
@@ -459,10 +432,10 @@ _WAYS: dict[str, Callable[[Asked, Any], torch.Tensor]] = {
     "step": _step,
     "segments": _segments,
     "dense": _dense,
-    "few": _few,
-    "first tokens": _first_tokens,
-    "many": _many,
-    "scored": _scored,
+    "few": partial(_in_tensors, tensors.InTensors.few),
+    "first tokens": partial(_in_tensors, tensors.InTensors.first_tokens),
+    "many": partial(_in_tensors, tensors.InTensors.many),
+    "scored": partial(_in_tensors, tensors.InTensors.scored),
 }
 """How a layer attends, by what :func:`way_of` and :func:`way_in_graph` choose."""
 

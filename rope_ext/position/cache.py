@@ -1,4 +1,4 @@
-"""What a cache knows of its keys: their positions, and the map under which they were turned."""
+"""What a cache knows of its keys: their positions, and the map under which they were rotated."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class _Logged(CacheWithMetadata):
 
 @dataclass(frozen=True)
 class KeyPositions:
-    """Positions of the keys in a cache, and the map under which they were turned.
+    """Positions of the keys in a cache, and the map under which they were rotated.
 
     Args:
         key: what must be the same for the cache to be continued.

@@ -23,14 +23,13 @@ from rope_ext.forward.positions import PositionForward
 from rope_ext.position import bias, inputs, tensors
 from rope_ext.position.attend import LAYER, NAME, Layer
 from rope_ext.position.cache import keep, note
-from rope_ext.position.layers import Layout, chosen_layers, find_layouts, layer_number, takes
+from rope_ext.position.layers import Layout, chosen_layers, find_layouts, layer_number
 from rope_ext.position.map import PositionMap
 from rope_ext.position.segments import BatchMask
 from rope_ext.record import option_texts
 from rope_ext.rotary import calls, hooks
 from rope_ext.rotary.device_cache import cached_on_device
 from rope_ext.rotary.sites import RotarySite, text_config
-from rope_ext.rotary.skip_identity_rotation import IDENTITY, skip_identity, skips_identity
 from rope_ext.rotary.third_party import refuse_presses
 
 
@@ -56,7 +55,7 @@ class Installed:
 
     Args:
         decoder: where.
-        position_map: what turns its tokens.
+        position_map: what rotates its tokens.
     """
 
     def __init__(self, decoder: nn.Module, position_map: PositionMap) -> None:
@@ -85,23 +84,11 @@ class Installed:
         self.kept = [module for module in rotated if module not in self.mapped]
         self.layouts = {**layouts, **dict.fromkeys(self.kept)}
         self._names = calls.parameters(type(decoder))
-        self._skipping_files = {
-            site: self._skip_identity(site, rotated) for site in position_map.frequencies
-        }
-
-    def _skip_identity(self, site: RotarySite, layers: list[nn.Module]) -> tuple[str, ...] | None:
-        """What :func:`skips_identity` is to be asked, if the layers of a site need not turn."""
-        if self.kept or site.columns.complex or not self.map.still(site):
-            return None
-        files = skip_identity(
-            layers, len(site.columns.pair), self.decoder.get_input_embeddings().weight
-        )
-        return files if files and takes(self.decoder, site, IDENTITY) else None
 
     def put(self, decoder: nn.Module) -> None:
         """Put hooks and the attention function in place."""
         for site in self.map.frequencies:
-            hook = _RotaryHook(self.map, site, bool(self.kept), self._skipping_files[site])
+            hook = _RotaryHook(self.map, site, bool(self.kept))
             self.handles.append(site.module.register_forward_hook(hook, with_kwargs=True))
         self.handles += hooks.keep_native(decoder, self.kept)
         distinct = list(dict.fromkeys(self.layouts.values()))
@@ -285,23 +272,12 @@ class Installed:
 
 
 class _RotaryHook:
-    """Forward hook of a rotary module: turns by the position under which keys are cached."""
+    """Forward hook of a rotary module: rotates by the position under which keys are cached."""
 
-    def __init__(
-        self,
-        position_map: PositionMap,
-        site: RotarySite,
-        native: bool,
-        skipping_files: tuple[str, ...] | None,
-    ) -> None:
-        self.map, self.site, self.native, self.skipping_files = (
-            position_map,
-            site,
-            native,
-            skipping_files,
-        )
+    def __init__(self, position_map: PositionMap, site: RotarySite, native: bool) -> None:
+        self.map, self.site, self.native = position_map, site, native
         inv_freq, scaling = position_map.frequencies[site]
-        # The module itself turns by what was written to it.
+        # The module itself rotates by what was written to it.
         self.written = scaling != site.scaling or not torch.equal(inv_freq.float(), site.loaded)
 
     def __call__(self, module: nn.Module, args: tuple, kwargs: dict, output: Any) -> Any:
@@ -318,8 +294,6 @@ class _RotaryHook:
             return None
         positions = kwargs["position_ids"] if "position_ids" in kwargs else args[1]
         forward.locate(positions)
-        if self.skipping_files is not None and skips_identity(self.skipping_files):
-            return IDENTITY
         result = forward.embeddings(self.site, output)
         if self.native:
             site, native = self.site, output

@@ -1,8 +1,8 @@
-"""Finds the attention layers that a rotary site turns, and where its pairs lie in a head.
+"""Finds the attention layers that a rotary site rotates, and where its pairs lie in a head.
 
 The decoder runs once on a few tokens with an attention function that looks at queries and keys
 and attends to nothing. The rows of that batch are the same tokens under different cosines and
-sines: not turned, turned by a quarter, and every pair by an angle of its own. What changes
+sines: not rotated, rotated by a quarter, and every pair by an angle of its own. What changes
 between the rows is the layout; whatever does not follow it is refused.
 """
 
@@ -35,7 +35,7 @@ _EXACT = 1e-4
 
 @dataclass(frozen=True, eq=False)
 class Layout:
-    """How an attention layer turns its queries and keys.
+    """How an attention layer rotates its queries and keys.
 
     Args:
         site: whose frequencies it uses.
@@ -53,11 +53,11 @@ class Layout:
 
     @functools.cached_property
     def columns(self) -> Columns:
-        """The pairs as a step of decoding turns them."""
+        """The pairs as a step of decoding rotates them."""
         return Columns.from_pairs(self.pairs, self.heads.columns)
 
     def equals(self, other: Layout) -> bool:
-        """Whether both turn the same columns by the same frequencies, for the same reach."""
+        """Whether both rotate the same columns by the same frequencies, for the same reach."""
         columns = (self.pairs.first, self.pairs.second, self.pair)
         others = (other.pairs.first, other.pairs.second, other.pair)
         same = (
@@ -72,12 +72,12 @@ class Layout:
 def find_layouts(
     decoder: nn.Module, sites: list[RotarySite], instead: str = "use a frequency method"
 ) -> dict[nn.Module, Layout | None]:
-    """Every attention layer of ``decoder``: its layout under ``sites``, None where none turns it.
+    """Every attention layer of ``decoder``: its layout under ``sites``, None where none rotates it.
 
     ``instead`` is the advice at the end of an error.
 
     Raises:
-        UnsupportedModelError: a layer turns its queries in no way that can be proven, or does
+        UnsupportedModelError: a layer rotates its queries in no way that can be proven, or does
             not go through transformers' attention interface.
     """
     layouts: dict[nn.Module, Layout | None] = {}
@@ -85,7 +85,7 @@ def find_layouts(
         for site in sites:
             for module, *seen in _run(decoder, site, _ProbeRotation(site)):
                 layout = _read(decoder, module, site, *seen)
-                if layout is not None:  # one object for all layers that turn alike
+                if layout is not None:  # one object for all layers that rotate alike
                     known = (other for other in layouts.values() if other and other.equals(layout))
                     layout = next(known, layout)
                 before = layouts.get(module)
@@ -138,7 +138,7 @@ def chosen_layers(
 
 
 def rotated_layers(decoder: nn.Module, sites: list[RotarySite]) -> dict[nn.Module, bool]:
-    """The attention layers whose queries ``sites`` turn, in whatever way.
+    """The attention layers whose queries ``sites`` rotate, in whatever way.
 
     Returns:
         Whether each sees a limited window only.
@@ -160,14 +160,6 @@ def rotated_layers(decoder: nn.Module, sites: list[RotarySite]) -> dict[nn.Modul
         if not found:
             raise _RefusedError("no attention layer takes its queries from the rotary embedding")
     return found
-
-
-def takes(decoder: nn.Module, site: RotarySite, embeddings: Any) -> bool:
-    """Whether the layers run with these in place of cosine and sine."""
-    try:
-        return bool(_run(decoder, site, lambda *_: embeddings))
-    except _RefusedError:
-        return False
 
 
 def ignores_scaling(decoder: nn.Module, site: RotarySite) -> bool:
@@ -216,7 +208,7 @@ def _angles(pairs: int) -> torch.Tensor:
 def _run(
     decoder: nn.Module, site: RotarySite, probe_rotation: Callable[..., Any]
 ) -> list[tuple[nn.Module, torch.Tensor, torch.Tensor, int, int | None]]:
-    """Queries and keys of every attention layer, one row per turn; values' columns, window."""
+    """Queries and keys of every attention layer, one row per rotation; values' columns, window."""
     if _lacks_weights(decoder):
         raise _RefusedError("its weights lie on the meta device (load them first)")
     if any(hasattr(parameter, "device_mesh") for parameter in decoder.parameters()):
@@ -268,9 +260,9 @@ def _tolerance(x: torch.Tensor) -> float:
 
 
 class _ProbeRotation:
-    """Forward hook of a rotary module: row 0 is not turned, row 1 by a quarter, row 2 by pair.
+    """Forward hook of a rotary module: row 0 is not rotated, row 1 by a quarter, row 2 by pair.
 
-    With a ``scaling`` no row is turned, and cosine and sine of the last are multiplied by it.
+    With a ``scaling`` no row is rotated, and cosine and sine of the last are multiplied by it.
     """
 
     def __init__(self, site: RotarySite, scaling: float | None = None) -> None:
@@ -370,12 +362,12 @@ def _pairs(rows: torch.Tensor, pairs: int, tolerance: float) -> torch.Tensor | N
     """First column, second column and index of every pair, ``[3, pairs]``; None: no rotation.
 
     Args:
-        rows: not turned, turned by a quarter, turned by :func:`_angles`; ``[3, columns, samples]``.
+        rows: not rotated, rotated by a quarter, by :func:`_angles`; ``[3, columns, samples]``.
         pairs: number of frequencies.
         tolerance: largest error of a value.
     """
     still, quarter, rotated = rows
-    # A quarter turn makes the first column minus the second, and the second the first.
+    # A quarter rotation makes the first column minus the second, and the second the first.
     away = torch.cdist(quarter, -still)
     away.fill_diagonal_(math.inf)
     distance, second = away.min(1)

@@ -1,4 +1,4 @@
-"""A position map on a model: which numbers every token turns by. Data, and nothing of the model."""
+"""The data of a position map on a model: by which numbers every token is rotated."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from rope_ext.rotary.sites import RotarySite
 
 @dataclass(frozen=True, eq=False)
 class PositionMap:
-    """A method with the frequencies that it turns by.
+    """A method with the frequencies that it rotates by.
 
     Args:
         method: resolved.
@@ -63,11 +63,6 @@ class PositionMap:
         """Where cached keys are."""
         return self.bands[-1].key
 
-    def still(self, site: RotarySite) -> bool:
-        """Whether cached keys of a site are as they were projected."""
-        rotated = callable(self.stored) or self.stored != 0 or self.frequencies[site][1] != 1
-        return not rotated and self.phase(torch.zeros(1, device="cpu")) is None
-
     def inv_freq(self, site: RotarySite, device: torch.device) -> torch.Tensor:
         """Float64, ``[pairs]``, kept on the device."""
         return cached_on_device(self._constants[site], "inv_freq", device)
@@ -78,12 +73,12 @@ class PositionMap:
 
     @functools.cached_property
     def reach(self) -> int | None:
-        """Most tokens that queries turned together may be apart; None: any number."""
+        """Most tokens that queries rotated together may be apart; None: any number."""
         growth = None if self.encoding is None else self.encoding.growth(1)
         return None if growth is None else Decay.reach(growth)
 
     def rotations(self, layout: Layout) -> BandRotations:
-        """For every band, the turns of queries and of keys."""
+        """For every band, the rotations of queries and of keys."""
         if layout not in self._rotations:
             self._rotations[layout] = self._made(layout)
         return self._rotations[layout]
@@ -105,7 +100,7 @@ class PositionMap:
         ]
 
     def phase(self, t: torch.Tensor) -> torch.Tensor | None:
-        """What turns all pairs of a token besides, radians."""
+        """What rotates all pairs of a token besides, radians."""
         return None if self.encoding is None else self.encoding.phase(t)
 
     def query_scale(self, t: int) -> float:

@@ -65,7 +65,7 @@ def install(
     local_too: bool,
     changes: Changes,
 ) -> list[str]:
-    """Put a temperature in force in the layers that ``place.scaled`` turns.
+    """Put a temperature in force in the layers that ``place.scaled`` rotates.
 
     Args:
         place: where.

@@ -1,8 +1,8 @@
-"""Keys that stay turned from one step of decoding to the next, beside the cache that has them.
+"""Keys that stay rotated from one step of decoding to the next, beside the cache that has them.
 
 What lies in the cache is the truth. Here is only what follows from it, and only as long as that
 is certain: a step begins with the very tensor of keys that the last one left. Whoever moves rows,
-crops, or puts other keys there leaves another tensor, and the keys are turned anew.
+crops, or puts other keys there leaves another tensor, and the keys are rotated anew.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The batch of one forward as runs of consecutive tokens, and what a layer computes for each."""
+"""The batch of one forward as segments of consecutive tokens, and what is computed for each."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Segment(NamedTuple):
 
 
 class RotatedSegment(NamedTuple):
-    """A run, the turns of its queries and keys in every band, and what multiplies its queries."""
+    """A segment, its rotations in every band, and what multiplies its queries."""
 
     segment: Segment
     bands: list[RotatedBand]
@@ -123,7 +123,7 @@ class BatchMask:
 
     @functools.cached_property
     def segments(self) -> list[Segment] | None:
-        """The batch as stretches of consecutive tokens; None: it has others, or another mask."""
+        """The batch as segments of consecutive tokens; None: it has others, or another mask."""
         forward, keys = self.forward, self.keys
         if self.arguments is None or not is_plain(self.arguments["mask_function"]):
             return None
@@ -177,7 +177,7 @@ class BatchMask:
     def rotated_segments(
         self, layout: Layout, device: torch.device, dtype: torch.dtype
     ) -> list[RotatedSegment] | None:
-        """Every run with its turns, made once for all layers alike; None: not by runs."""
+        """Every segment with its rotations, made once per layout; None: there are others."""
         key = (layout, device, dtype)
         if key not in self._rotated_segments:
             self._rotated_segments[key] = self._rotate_segments(layout, device, dtype)
@@ -251,7 +251,7 @@ class BatchMask:
 
 
 def _within(reach: int | None, segments: list[Segment]) -> Iterator[Segment]:
-    """The runs, cut so that the queries of each are at most ``reach`` tokens apart."""
+    """The segments, cut so that the queries of each are at most ``reach`` tokens apart."""
     for segment in segments:
         queries, keys = _count(segment.queries), _count(segment.keys)
         if reach is None or queries <= reach:

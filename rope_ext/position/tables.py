@@ -65,7 +65,7 @@ class RotationTable:
 
 
 class Decay:
-    """Numbers ``exp(growth (t - origin))`` in place of cosines: pairs are scaled, not turned.
+    """Numbers ``exp(growth (t - origin))`` in place of cosines: pairs are scaled, not rotated.
 
     Queries and keys have opposite growths, so that the origin drops out of their products. It is
     to be close to the queries: then their numbers and those of the keys that they see are at most

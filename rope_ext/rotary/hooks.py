@@ -125,7 +125,7 @@ class Locating:
 
 @torch.no_grad()
 def refuse_unused(decoder: nn.Module, sites: list[RotarySite]) -> None:
-    """Raise where code of another package does not turn by what the rotary modules return.
+    """Raise where code of another package does not rotate by what the rotary modules return.
 
     Decoders whose forwards are all their classes' own are not run.
     """
@@ -160,7 +160,7 @@ def refuse_unused(decoder: nn.Module, sites: list[RotarySite]) -> None:
 
 
 def _still(module: nn.Module, args: tuple, output: Any) -> Any:
-    """Forward hook of a rotary module: no token is turned."""
+    """Forward hook of a rotary module: no token is rotated."""
     if isinstance(output, torch.Tensor):
         return torch.ones_like(output)
     return torch.ones_like(output[0]), torch.zeros_like(output[1])

@@ -1,6 +1,6 @@
 """What other packages have put into a model: forwards of their own, and hooks that take keys away.
 
-Unsloth and its like assign functions of their own to the classes of transformers. Those may turn
+Unsloth and its like assign functions of their own to the classes of transformers. Those may rotate
 queries and keys by something else than what the rotary module returns.
 """
 
@@ -68,7 +68,7 @@ def refuse_presses(modules: Iterable[nn.Module], method: str, instead: str) -> N
 
 
 def refuse_rerotation(modules: Iterable[nn.Module], method: str) -> None:
-    """Raise if a press of kvpress is to turn keys back by the frequencies in a buffer."""
+    """Raise if a press of kvpress is to rotate keys back by the frequencies in a buffer."""
     for press in _presses(modules):
         if press in _REROTATING_PRESSES:
             raise CacheError(

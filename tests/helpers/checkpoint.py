@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
@@ -43,3 +44,10 @@ def save_checkpoint(folder: Path, **overrides: object) -> Path:
     )
     model.save_pretrained(folder)
     return folder
+
+
+def save_texts(path: Path) -> Path:
+    """Five documents of some 400 words each: the default text is tokenized for seconds."""
+    books = [" ".join(f"word{i * k % 97}" for i in range(400)) + "." for k in (3, 5, 7, 11, 13)]
+    path.write_text("\n".join(json.dumps({"text": book}) for book in books), encoding="utf-8")
+    return path

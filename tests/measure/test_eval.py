@@ -43,7 +43,7 @@ from rope_eval.tasks.passkey import Passkey
 from rope_eval.tasks.perplexity import Perplexity
 from rope_ext import checkpoints as models
 from rope_ext.errors import MeasureError, OptionError
-from tests.helpers.checkpoint import TRAINED, save_checkpoint
+from tests.helpers.checkpoint import TRAINED, save_checkpoint, save_texts
 
 ROOT = Path(__file__).parents[2]
 TINY = str(ROOT / "checkpoints" / "tiny-512")
@@ -695,7 +695,7 @@ def reported(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Path
     other = save_checkpoint(folder / "other")
     config = json.loads((other / "config.json").read_text())
     (other / "config.json").write_text(json.dumps({**config, "max_position_embeddings": 64}))
-    more = ["--model", other, "--factor", 8]
+    more = ["--model", other, "--factor", 8, "--text", save_texts(folder / "texts.jsonl")]
     report.main(arguments(checkpoint, folder / "out", *more, "--lengths", "300"))
     return folder / "out"
 

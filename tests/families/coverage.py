@@ -318,8 +318,8 @@ Written by `python -m tests.families.coverage --write docs/FAMILIES.md` with tra
 
 {totals(results)}
 
-Each causal-LM class in transformers is built as a tiny random float32 model with a trained context of
-{LENGTH} tokens, patched (factor {FACTOR}), and run on {TOKENS} tokens.
+Each causal-LM class in transformers is built as a tiny random float32 model with a trained
+context of {LENGTH} tokens, patched (factor {FACTOR}), and run on {TOKENS} tokens.
 
 * **supported**: `rope_ext.patch(model, method, factor=...)` passes every check below.
 * **window only**: every layer with RoPE has a limited window, so `patch` raises an error;
@@ -338,7 +338,8 @@ Each causal-LM class in transformers is built as a tiny random float32 model wit
 
 {_markdown(("check", "families", "difference", "limit", "what"), checked)}
 
-The difference is the largest over all families, or the smallest for *changes* and *positions changed*.
+The difference is the largest over all families, or the smallest for *changes* and *positions
+changed*.
 
 ## Not built
 

@@ -525,10 +525,12 @@ def main(arguments: list[str] | None = None) -> int:
     """Run from the command line; returns the status."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    parser.add_argument("--small", action="store_true", help="a test of the command itself")
-    parser.add_argument("--parts", default=",".join(PARTS), help="by commas")
-    parser.add_argument("--minutes", type=float, default=8.5, help="for all parts")
-    parser.add_argument("--output", type=Path, help="a file for the lines as well")
+    parser.add_argument("--small", action="store_true", help="small sizes, to test this command")
+    parser.add_argument("--parts", default=",".join(PARTS), help="comma-separated parts")
+    parser.add_argument(
+        "--minutes", type=float, default=8.5, help="time budget in minutes for all parts"
+    )
+    parser.add_argument("--output", type=Path, help="also write the results to this file")
     args = parser.parse_args(arguments)
     parts = args.parts.split(",")
     unknown = [part for part in parts if part not in PARTS]

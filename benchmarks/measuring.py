@@ -215,7 +215,7 @@ def show_peaks(
 def parser(description: str, lengths: str, parts: str, rounds: int) -> argparse.ArgumentParser:
     """The options that all have."""
     made = argparse.ArgumentParser(description=description)
-    made.add_argument("--lengths", default=lengths, help="tokens, by commas")
+    made.add_argument("--lengths", default=lengths, help="comma-separated lengths in tokens")
     made.add_argument("--rounds", type=int, default=rounds)
     made.add_argument("--parts", default=parts)
     made.add_argument("--peak", help=argparse.SUPPRESS)

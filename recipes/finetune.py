@@ -1,10 +1,10 @@
-"""Fine-tune a model for a longer context: a patch of rope_ext, LoRA or all weights, long rows.
+"""Fine-tune a patched model for a longer context, with LoRA or all weights.
 
     accelerate launch --config_file recipes/accelerate/fsdp2.yaml recipes/finetune.py \
         --config recipes/llama3_8b_yarn_lora.yaml --learning_rate 1e-5
 
-Settings come from the file and, over it, from the command line: those of recipes/settings.py and
-all of transformers' TrainingArguments. What Trainer, accelerate, peft and datasets do is theirs.
+Settings come from the YAML file; the command line overrides it. They are those in
+recipes/settings.py and all of transformers' TrainingArguments.
 """
 
 from __future__ import annotations

@@ -409,9 +409,11 @@ def _words(path: str, *more: str) -> list[str]:
 
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("recipe", help="YAML file of recipes/finetune.py")
-    parser.add_argument("--devices", type=int, default=1, help="that share the model")
-    parser.add_argument("--shape", help="hidden=4096,layers=32,...: instead of the recipe's model")
+    parser.add_argument("recipe", help="YAML recipe of recipes/finetune.py")
+    parser.add_argument(
+        "--devices", type=int, default=1, help="number of devices that share the model"
+    )
+    parser.add_argument("--shape", help="hidden=4096,layers=32,... instead of the recipe's model")
     options, more = parser.parse_known_args(argv)
     try:
         mistakes, config = Mistakes(), None

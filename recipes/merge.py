@@ -1,9 +1,9 @@
-"""Merge an adapter of recipes/finetune.py into its base, and verify what was saved.
+"""Merge an adapter of recipes/finetune.py into its base model, and verify the result.
 
     python recipes/merge.py runs/tiny_512_yarn_pose --output runs/tiny_4096
 
-The result is a checkpoint that plain transformers loads, wherever transformers can tell the patch
-from its configuration; rope_ext.from_pretrained loads it always.
+Plain transformers can load the result if its configuration can express the patch.
+rope_ext.from_pretrained can always load it.
 """
 
 from __future__ import annotations
@@ -150,8 +150,12 @@ def merge(adapter: Path, output: Path, dtype: str) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("adapter", type=Path, help="output_dir of a run, or a checkpoint in it")
-    parser.add_argument("--output", type=Path, required=True, help="new folder")
+    parser.add_argument(
+        "adapter", type=Path, help="output directory of a run, or a checkpoint in it"
+    )
+    parser.add_argument(
+        "--output", type=Path, required=True, help="output directory; must not exist"
+    )
     parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), default="float32")
     args = parser.parse_args()
     print(merge(args.adapter, args.output, args.dtype))

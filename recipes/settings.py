@@ -1,4 +1,4 @@
-"""The settings of recipes/finetune.py: where they come from, and which are refused."""
+"""Settings of recipes/finetune.py: how they are read and validated."""
 
 from __future__ import annotations
 
@@ -62,68 +62,74 @@ def _option(default: Any, help: str) -> Any:
 class Recipe:
     """What is trained, on what; lengths are in tokens."""
 
-    model: str | None = _option(None, "Folder or Hub id.")
-    method: str = _option("yarn", "Of rope_ext.methods(), or none: RoPE stays as it is.")
-    factor: float = _option(4.0, "How many times the trained length the context becomes.")
-    method_options: str | None = _option(None, "More options of the method, as JSON.")
+    model: str | None = _option(None, "Model directory or Hub ID.")
+    method: str = _option("yarn", "Name of a rope_ext method, or none to leave RoPE unchanged.")
+    factor: float = _option(4.0, "Extension factor: target length / trained length.")
+    method_options: str | None = _option(None, "Options of the method, as JSON.")
     original_max_position_embeddings: int | None = _option(
-        None, "Trained length, if the model's configuration does not say it rightly."
+        None, "Override the trained length in the config."
     )
     sliding_layers: str = _option("auto", "auto, keep or scale; see rope_ext.patch.")
-    layers: str | None = _option(None, 'Those that are patched, such as "every 4th".')
-    compose: bool = _option(False, "Patch on top of the checkpoint's own scaling.")
-    dtype: str = _option("float32", "In which weights are held: float32 or bfloat16.")
+    layers: str | None = _option(None, 'Layers to patch, such as "every 4th".')
+    compose: bool = _option(False, "Apply on top of existing RoPE scaling.")
+    dtype: str = _option("float32", "Dtype of the weights: float32 or bfloat16.")
     attn: str | None = _option(None, "Attention implementation of transformers.")
 
     dataset: str | None = _option(
-        None, f"File, folder, Hub id or {PYTHON_LIBRARY}; see recipes/data.py."
+        None, f"File, directory, Hub ID or {PYTHON_LIBRARY}; see recipes/data.py."
     )
-    dataset_config: str | None = _option(None, "Configuration of a data set of the Hub.")
-    dataset_split: str = _option("train", "Split of a data set of the Hub.")
+    dataset_config: str | None = _option(None, "Configuration of a Hub dataset.")
+    dataset_split: str = _option("train", "Split of a Hub dataset.")
     text_column: str = _option("text", "Column with the text.")
     datasets: list[str] = field(
         default_factory=list,
         metadata={
-            "help": "A mixture instead of dataset: JSON with dataset and weight each, and if need "
-            "be config, split, column, rows, minimum_document; the weights are shares of the rows."
+            "help": "A mixture instead of dataset: JSON entries with dataset and weight, and "
+            "optionally config, split, column, rows, minimum_document. Weights are shares of rows."
         },
     )
-    streaming: bool = _option(False, "Read while training; needs max_steps.")
-    length: int | None = _option(None, "Of every training row.")
+    streaming: bool = _option(False, "Read the data during training; needs max_steps.")
+    length: int | None = _option(None, "Length of each training row in tokens.")
     rows: str = _option(
         "packed",
-        "packed: documents one after the other; chunked: spans of one document each, dropping the "
-        "remainder of every document and all that are shorter than a row; bookended: packed, and "
-        "every row has a start and an end token; document: the beginning of one document.",
+        "packed: concatenated documents; chunked: spans of a single document, without its "
+        "remainder and without documents shorter than a row; bookended: packed, with a start and "
+        "an end token in every row; document: the beginning of one document.",
     )
-    minimum_document: int = _option(0, "Shorter documents are left out.")
-    document_masking: bool = _option(False, "Tokens see their own document only.")
+    minimum_document: int = _option(0, "Drop documents with fewer tokens.")
+    document_masking: bool = _option(False, "Mask attention between documents.")
     positions: str = _option(
         "consecutive",
-        "consecutive; pose: chunks that skip positions; pose_released: two chunks that skip text "
-        "as well, as PoSE's code; random: sorted random ones out of the target.",
+        "consecutive; pose: chunks that skip positions; pose_released: two chunks that also skip "
+        "text, as in PoSE's code; random: sorted random positions below the target.",
     )
-    pose_chunks: int = _option(0, "2 or more: positions pose with so many chunks.")
+    pose_chunks: int = _option(0, "Number of PoSE chunks; 2 or more implies positions: pose.")
 
     eval_dataset: str | None = _option(
-        None, "With eval_strategy: as dataset; None holds the first documents of dataset out."
+        None, "Evaluation data, as for dataset; default: hold out the first documents of dataset."
     )
     eval_split: str = _option("train", "Split of eval_dataset; python-library has held_out.")
-    eval_rows: int = _option(8, "Rows of the target length that are evaluated on.")
-    eval_length: int | None = _option(None, "Of those rows and the passkeys, if not the target.")
-    eval_passkeys: int = _option(10, "Passkeys of that length that are asked for; 0: none.")
+    eval_rows: int = _option(8, "Number of evaluation rows.")
+    eval_length: int | None = _option(
+        None, "Length of evaluation rows and passkeys; default: the target length."
+    )
+    eval_passkeys: int = _option(10, "Number of passkeys to evaluate; 0 disables them.")
 
     lora_r: int = _option(8, "Rank of LoRA; 0 trains all weights.")
-    lora_alpha: int = _option(16, "The change is multiplied by lora_alpha / lora_r.")
+    lora_alpha: int = _option(16, "LoRA scaling: the update is multiplied by lora_alpha / lora_r.")
     lora_dropout: float = _option(0.0, "Dropout before LoRA.")
     lora_target: list[str] = field(
         default_factory=lambda: ["q_proj", "k_proj", "v_proj", "o_proj"],
         metadata={"help": "Names of linear layers."},
     )
-    train_embeddings_and_norms: bool = _option(False, "Besides LoRA, as LongLoRA does.")
-    loraplus_ratio: float | None = _option(None, "LoRA+: learning rate of B over that of A.")
-    quantize: bool = _option(False, "QLoRA: base weights in 4 bits (needs bitsandbytes).")
-    chunked_loss: bool = _option(True, "Cross entropy without all logits at once (torch 2.13).")
+    train_embeddings_and_norms: bool = _option(
+        False, "Also train embeddings and norms, as LongLoRA does."
+    )
+    loraplus_ratio: float | None = _option(None, "LoRA+: ratio of the learning rates of B and A.")
+    quantize: bool = _option(False, "QLoRA: 4-bit base weights (needs bitsandbytes).")
+    chunked_loss: bool = _option(
+        True, "Compute cross entropy in chunks, without all logits in memory (torch 2.13)."
+    )
 
 
 class _Parser(HfArgumentParser):
@@ -181,7 +187,7 @@ def _training_arguments(values: Mapping[str, Any], mistakes: Mistakes) -> Any:
     try:
         args = TrainingArguments(**supported)
     except Exception as error:  # transformers, accelerate and DeepSpeed raise many kinds
-        mistakes.add(f"transformers refuses these settings: {first_line(error)}")
+        mistakes.add(f"transformers rejects these settings: {first_line(error)}")
         return plain
     return args if supported == given else plain
 
@@ -245,7 +251,9 @@ def method_of(recipe: Recipe) -> Any:
     if recipe.method != NONE:
         return build_method(recipe.method, factor=recipe.factor, **more)
     if more:
-        raise OptionError("--method_options go with a method, and --method is none; leave them out")
+        raise OptionError(
+            "--method_options needs a method, but --method is none; remove one of them"
+        )
     return None
 
 
@@ -292,7 +300,7 @@ def _of_lora(recipe: Recipe, args: Any) -> Iterator[str]:
     """LoRA, and in which dtype weights are held."""
     for name in ("quantize", "train_embeddings_and_norms", "loraplus_ratio"):
         if recipe.lora_r == 0 and getattr(recipe, name):
-            yield f"--{name} needs LoRA; give --lora_r 8, or leave it out"
+            yield f"--{name} needs LoRA; set --lora_r 8, or remove it"
     if recipe.dtype not in ("float32", "bfloat16"):
         yield f"--dtype {recipe.dtype!r} is not valid; give float32 or bfloat16"
     if recipe.dtype == "bfloat16" and recipe.lora_r and not args.bf16:
@@ -344,7 +352,7 @@ def _of_rows(recipe: Recipe, args: Any) -> Iterator[str]:
         yield str(error)
     endless = "--streaming" if recipe.streaming else "--datasets" if recipe.datasets else None
     if endless and args.max_steps == -1:
-        yield f"{endless} has no end, so --max_steps is needed; give it"
+        yield f"{endless} is infinite; set --max_steps"
     if endless and args.dataloader_num_workers > 1:
         yield (
             f"{endless} is read by one process, and --dataloader_num_workers is "
@@ -356,7 +364,7 @@ def _of_rows(recipe: Recipe, args: Any) -> Iterator[str]:
             f"--length {recipe.length}"
         )
     if recipe.pose_chunks and scheme != "pose":
-        yield f"--pose_chunks is of --positions pose, and they are {scheme}; leave one of them out"
+        yield f"--pose_chunks needs --positions pose, not {scheme}; remove one of them"
     if scheme != "consecutive" and masking:
         yield (
             f"--document_masking tells documents apart by positions that --positions {scheme} "
@@ -469,7 +477,7 @@ def parts(recipe: Recipe) -> list[Part]:
             )
         ]
     if recipe.dataset is not None:
-        raise OptionError("--dataset and --datasets are two ways to name data; leave one out")
+        raise OptionError("--dataset and --datasets cannot be combined; remove one of them")
     found = [_part(text, recipe) for text in recipe.datasets]
     total = sum(part.weight for part in found)
     if abs(total - 1) > 1e-6:
@@ -576,7 +584,7 @@ def check_output(recipe: Recipe, args: TrainingArguments) -> None:
     if args.resume_from_checkpoint is None:
         where = f"in {folder}" if asked.lower() == "true" else asked
         raise OptionError(
-            f"there is no checkpoint to go on from ({where}); leave --resume_from_checkpoint out, "
+            f"there is no checkpoint to resume from ({where}); leave --resume_from_checkpoint out, "
             f"or give a folder such as {folder}/checkpoint-100 that was written to its end"
         )
     if (folder / SETTINGS).exists():

@@ -1,15 +1,15 @@
-"""Take the rotation out of a pretrained model, train it briefly, and read it at 1 to 8 times.
+"""Remove RoPE from a pretrained model, train it briefly, and evaluate it at 1 to 8 times.
 
     python -m recipes.surgery tiny-512
 
-Each operation is a run of recipes/finetune.py with as many steps and tokens as the others, and is
-read before and after by the evaluators of rope_ext. What is done already is not done again.
+Each operation is a run of recipes/finetune.py with the same number of steps and tokens, evaluated
+before and after training by rope_eval. Finished steps are skipped.
 
-* yarn: the rotation stays and is extended, with PoSE, as the checkpoint's own recipe does.
-* drope (arXiv 2512.12167): no rotation, trained at the model's own length, and beyond it the
-  temperature of the package's ``drope``, whose ``c`` is chosen on text of the training.
-* alibi: its slopes in place of the rotation.
-* every_4th: no rotation in every fourth layer.
+* yarn: extend RoPE with PoSE, as in the checkpoint's recipe.
+* drope (arXiv 2512.12167): drop RoPE, train at the trained length, and use the temperature of
+  ``drope`` beyond it, with ``c`` chosen on training text.
+* alibi: replace RoPE by ALiBi.
+* every_4th: drop RoPE from every fourth layer.
 """
 
 from __future__ import annotations
@@ -304,11 +304,11 @@ def main(given: Sequence[str] | None = None) -> None:
     )
     add = parser.add_argument
     add("name", choices=CHECKPOINTS)
-    add("--only", default=",".join(OPERATIONS), help="operations, with commas; yarn is always done")
+    add("--only", default=",".join(OPERATIONS), help="comma-separated operations; yarn always runs")
     add("--steps", type=int, default=120)
     add("--lengths", default="512,1k,2k,4k")
-    add("--windows", type=int, default=12, help="stretches of text")
-    add("--trials", type=int, default=4, help="passkeys at each of five depths")
+    add("--windows", type=int, default=12, help="number of text windows")
+    add("--trials", type=int, default=4, help="number of passkeys at each of five depths")
     add("--output", type=Path, help="default: runs/surgery/NAME")
     args, more = parser.parse_known_args(given)
     names, mistakes = args.only.split(","), Mistakes()

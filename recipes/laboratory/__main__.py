@@ -1,10 +1,10 @@
-"""Train one small decoder from scratch for each position encoding and seed, and compare them.
+"""Train a small decoder from scratch for each position encoding and seed, and compare them.
 
     python -m recipes.laboratory --resume
     accelerate launch --num_processes 8 -m recipes.laboratory --resume
 
-All else is equal: initial weights where shapes agree, rows and their order, steps. Results are
-appended as they come; a killed run goes on with --resume where it stood.
+Everything else is equal: initial weights where shapes match, rows and their order, steps. Results
+are appended as they arrive; --resume continues an interrupted run.
 """
 
 from __future__ import annotations
@@ -50,23 +50,25 @@ def arguments(given: list[str] | None = None) -> argparse.Namespace:
         prog="python -m recipes.laboratory", description=__doc__.splitlines()[0]
     )
     add = parser.add_argument
-    add("--encodings", type=_names, help="with commas; default: all, see `rope-ext methods`")
-    add("--seeds", type=int, default=3, help="how many; intervals need three")
-    add("--tasks", type=_names, default=[TEXT, *TASKS], help="default: %(default)s, with commas")
-    add("--steps", type=int, default=Text.steps, help="on text")
-    add("--problem-steps", type=int, default=Tasks.steps, help="on problems, which form later")
-    add("--length", type=int, default=128, help="of rows of text, tokens; read at up to 16 times")
-    add("--width", type=int, default=128, help="of the model")
+    add("--encodings", type=_names, help="comma-separated; default: all in `rope-ext methods`")
+    add("--seeds", type=int, default=3, help="number of seeds; intervals need three")
+    add(
+        "--tasks", type=_names, default=[TEXT, *TASKS], help="comma-separated; default: %(default)s"
+    )
+    add("--steps", type=int, default=Text.steps, help="training steps on text")
+    add("--problem-steps", type=int, default=Tasks.steps, help="training steps on problems")
+    add("--length", type=int, default=128, help="tokens per row; evaluated at up to 16 times")
+    add("--width", type=int, default=128, help="hidden size")
     add("--layers", type=int, default=2)
     add("--heads", type=int, default=4)
-    add("--batch", type=int, default=Text.batch, help="rows of text in a step")
-    add("--problems", type=int, default=Tasks.batch, help="in a step")
-    add("--rows", type=int, default=32, help="that are read at each length")
+    add("--batch", type=int, default=Text.batch, help="rows of text per step")
+    add("--problems", type=int, default=Tasks.batch, help="problems per step")
+    add("--rows", type=int, default=32, help="evaluation rows at each length")
     add("--learning-rate", type=float, default=0.01)
     add("--output", type=Path, default=Path("runs/laboratory"))
     add("--device", default="auto")
-    add("--resume", action="store_true", help="go on from --output, if it was begun")
-    add("--report", action="store_true", help="only write the page of what is finished")
+    add("--resume", action="store_true", help="continue the run in --output, if there is one")
+    add("--report", action="store_true", help="only write the report of finished cells")
     args = parser.parse_args(given)
     mistakes = Mistakes()
     mistakes.add_all(out_of_range(vars(args), _RULES, separator="-").values())

@@ -121,7 +121,9 @@ def main() -> None:
     parser.add_argument("--batch-size", type=int)
     parser.add_argument("--learning-rate", type=float, default=0.02)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--resume", action="store_true", help="go on from --work, if it was begun")
+    parser.add_argument(
+        "--resume", action="store_true", help="continue the run in --work, if there is one"
+    )
     parser.add_argument("--save-steps", type=int, default=100)
     args = parser.parse_args()
     mistakes = Mistakes()

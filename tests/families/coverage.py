@@ -314,23 +314,23 @@ def page(results: list[FamilyResult]) -> str:
 
 Written by `python -m tests.families.coverage --write docs/FAMILIES.md` with transformers
 {transformers.__version__} and torch {torch.__version__}; do not edit.
-`python -m tests.families.coverage --check docs/FAMILIES.md` tells whether the verdicts still hold.
+`python -m tests.families.coverage --check docs/FAMILIES.md` checks that the verdicts still hold.
 
 {totals(results)}
 
-Every causal-LM class of transformers is built tiny and random in float32 with a trained context of
-{LENGTH} tokens, patched (factor {FACTOR}), and run on {TOKENS} tokens.
+Each causal-LM class in transformers is built as a tiny random float32 model with a trained
+context of {LENGTH} tokens, patched (factor {FACTOR}), and run on {TOKENS} tokens.
 
 * **supported**: `rope_ext.patch(model, method, factor=...)` passes every check below.
-* **window only**: every layer that rotates sees a limited window, so `patch` refuses;
-  `sliding_layers="scale"` scales it all the same and passes every check.
-* **refused**: `patch` raises and leaves the model as it was.
+* **window only**: every layer with RoPE has a limited window, so `patch` raises an error;
+  with `sliding_layers="scale"` it patches the model, which passes every check.
+* **refused**: `patch` raises an error and leaves the model unchanged.
 
-*Positions* says the same of position methods (`rerope`, `self_extend`, ...).
+*Positions* is the verdict for position methods (`rerope`, `self_extend`, ...).
 
 *Saves as* is the `rope_type` under which plain transformers reloads a YaRN patch after
-`save_pretrained`. *Patch again*: transformers has none that fits;
-`rope_ext.from_pretrained` reloads it and patches it again.
+`save_pretrained`. *Patch again*: no `rope_type` fits;
+`rope_ext.from_pretrained` reloads the model and patches it again.
 
 {_markdown(_COLUMNS, map(_row, rotary))}
 
@@ -338,10 +338,10 @@ Every causal-LM class of transformers is built tiny and random in float32 with a
 
 {_markdown(("check", "families", "difference", "limit", "what"), checked)}
 
-The difference is the largest among the families; of *changes* and *positions changed* it is the
-smallest.
+The difference is the largest over all families, or the smallest for *changes* and *positions
+changed*.
 
-## Not built here
+## Not built
 
 {_markdown(("model type", "class", "verdict", "", "", "", "reason"), map(_row, absent))}
 

@@ -589,8 +589,8 @@ def lines_of(heading: str) -> list[list[str]]:
     return [[cell.strip() for cell in line.strip("|").split(" | ")] for line in lines[2:]]
 
 
-BENCHMARKS = lines_of("Which benchmark is here")
-SCORES = lines_of("What is read, and what it is worth")
+BENCHMARKS = lines_of("Supported benchmarks")
+SCORES = lines_of("Data formats and scores")
 MADE_UP = {
     "babilong": lambda right: OnlyLabel(right, "Where is Mary?", LABELS["qa1"]),
     "mrcr": lambda right: Repeated(right, "Ab1"),

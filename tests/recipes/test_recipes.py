@@ -500,7 +500,7 @@ REFUSED = [
         "--positions random nothing to choose",
     ),
     ({"positions": "rando"}, "--positions 'rando' is not valid; did you mean 'random'"),
-    ({"positions": "random"}, "--pose_chunks is of --positions pose, and they are random"),
+    ({"positions": "random"}, "--pose_chunks needs --positions pose, not random"),
     ({"positions": "random", "pose_chunks": 0, "document_masking": True}, "positions random chang"),
     ({"rows": "books"}, "--rows 'books' is not valid.* packed, document, chunked, bookended"),
     ({"positions": "pose_released", "pose_chunks": 0, "rows": "bookended"}, "leave --rows out"),
@@ -517,7 +517,7 @@ REFUSED = [
     ({"method_options": '{"beta": 3}'}, "yarn has no option 'beta'"),
     ({"method_options": "beta=3"}, "give JSON such as"),
     ({"method_options": "[]"}, "give JSON such as"),
-    ({"method": "none", "method_options": '{"a": 3}'}, "leave them out"),
+    ({"method": "none", "method_options": '{"a": 3}'}, "remove one of them"),
     ({"method": "dynamic_ntk", "method_options": '{"mode": "growing"}'}, "mode 'fixed'"),
     (
         {"method": "dynamic_ntk", "document_masking": True, "length": 256, "pose_chunks": 0},
@@ -536,8 +536,8 @@ REFUSED = [
     ({"lora_target": ["query"]}, "--lora_target some of down_proj, .*q_proj"),
     ({"dtype": "float8"}, "give float32 or bfloat16"),
     ({"dtype": "bfloat16"}, "--bf16 true"),
-    ({"streaming": True, "max_steps": None}, "--max_steps is needed"),
-    ({"datasets": ["{}"]}, "leave one out"),
+    ({"streaming": True, "max_steps": None}, "set --max_steps"),
+    ({"datasets": ["{}"]}, "remove one of them"),
     ({"eval_strategy": "steps", "eval_rows": 0}, "--eval_rows 0 is not valid; it must be 1 or"),
     ({"eval_strategy": "steps", "eval_passkeys": -1}, "--eval_passkeys -1 is not valid"),
     ({"eval_strategy": "steps", "eval_length": 20}, r"a passkey needs \d+ tokens, and rows of 20"),
@@ -548,8 +548,8 @@ REFUSED = [
     ({"eval_strategy": "steps", "eval_dataset": "nowhere/else"}, "cannot read the data 'nowhere/"),
     ({"label_smoothing_factor": 0.1}, "--chunked_loss false"),
     ({"learning_rat": 1}, "unknown setting '--learning_rat'; did you mean 'learning_rate'"),
-    ({"resume_from_checkpoint": "true"}, "no checkpoint to go on from"),
-    ({"resume_from_checkpoint": "nowhere"}, "no checkpoint to go on from .nowhere."),
+    ({"resume_from_checkpoint": "true"}, "no checkpoint to resume from"),
+    ({"resume_from_checkpoint": "nowhere"}, "no checkpoint to resume from .nowhere."),
     ({"config": "nowhere.yaml"}, "cannot read --config nowhere.yaml"),
     ({"positions": "pose_released", "pose_chunks": 0, "rows": "chunked"}, "leave --rows out"),
     (
@@ -591,7 +591,7 @@ REFUSED = [
     ({"dataloader_num_workers": -1}, "--dataloader_num_workers -1 .* 0 or more"),
     ({"eval_strategy": "steps", "eval_steps": -1}, "--eval_steps -1 .* 1 or more"),
     ({"deepspeed": "x.json"}, "--deepspeed x.json (is not a file|needs DeepSpeed)"),
-    ({"fp16": True, "bf16": True}, "transformers refuses these settings: At most one of fp16"),
+    ({"fp16": True, "bf16": True}, "transformers rejects these settings: At most one of fp16"),
 ]
 
 
@@ -905,7 +905,7 @@ def test_checkpoints_that_are_not_whole_are_passed_over(
     assert Path(args.resume_from_checkpoint).name == "checkpoint-2"
     for wrong in ("checkpoint-3", "checkpoint-4", "checkpoint-5", "checkpoint-abc"):
         args.resume_from_checkpoint = str(run / wrong)
-        with pytest.raises(OptionError, match=f"no checkpoint to go on from .*{wrong}"):
+        with pytest.raises(OptionError, match=f"no checkpoint to resume from .*{wrong}"):
             settings.check_output(recipe, args)
     (run / "recipe.json").write_text("{")
     args.resume_from_checkpoint = "true"

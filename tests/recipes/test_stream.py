@@ -332,7 +332,7 @@ def test_a_mixture_has_no_end(checkpoint: Path, tmp_path: Path, weights: None) -
     one = json.dumps({"dataset": "python-library", "weight": 1})
     more = {"dataset": None, "datasets": [one]}
     words = arguments(checkpoint, Path(), tmp_path / "run", max_steps=None, **more)
-    with pytest.raises(RopeExtError, match="--datasets has no end, so --max_steps is needed"):
+    with pytest.raises(RopeExtError, match="--datasets is infinite; set --max_steps"):
         finetune.main(words)
     words = arguments(checkpoint, Path(), tmp_path / "run", eval_strategy="steps", **more)
     with pytest.raises(RopeExtError, match="--datasets needs --eval_dataset"):

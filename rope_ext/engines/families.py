@@ -257,7 +257,7 @@ def everywhere() -> list[str]:
 
 
 def miniatures() -> list[str]:
-    """Families that llama.cpp or mlx-lm computes, or a server with flat parameters."""
+    """Families of which ``verify`` makes a miniature: those with one flat set of parameters."""
     found = [name for table in ENGINES.values() for name, f in table.items() if f.kinds]
     return [name for name in dict.fromkeys(found) if name not in _NO_MINIATURE]
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 import rope_ext
-from rope_ext.engines.families import ENGINES, MLX, Family, everywhere
+from rope_ext.engines.families import ENGINES, MLX, Family, everywhere, miniatures
 from rope_ext.engines.verifying import Miniature, in_process, verify
 from tests.engines import table
 from tests.families.zoo import LENGTH, tiny_config
@@ -61,6 +61,13 @@ def test_llama_cpp_runs_what_is_claimed(tmp_path: Path, family: str, kind: str) 
 def test_mlx_runs_what_is_claimed(tmp_path: Path, family: str, kind: str) -> None:
     pytest.importorskip("mlx_lm")
     check("mlx", family, kind, tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", miniatures())
+def test_every_miniature_tells_a_patch_from_known_mistakes(tmp_path: Path, family: str) -> None:
+    """Whatever serves it: here plain transformers, from the saved folder."""
+    check("transformers", family, "yarn", tmp_path)
 
 
 def test_enough_families_run() -> None:

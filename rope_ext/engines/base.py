@@ -276,7 +276,8 @@ def refuse_adapting(method: Method) -> None:
     if method.adapts:
         raise Refusal(
             "it has one set of frequencies for all sequences, and this method chooses them for "
-            "each; patch with length=TOKENS to fix them"
+            "each; engines that follow the length of each request are not available yet: patch "
+            "with length=TOKENS to fix them"
         )
 
 

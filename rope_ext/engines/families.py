@@ -161,7 +161,11 @@ MLX: Mapping[str, MLXFamily] = {
         MLXFamily(),
     ),
     **dict.fromkeys(("smollm3", "seed_oss", "dots1"), MLXFamily()),
-    "ministral3": MLXFamily(inside=True),
+    "ministral3": MLXFamily(
+        ("default", "linear", "yarn", "llama3"),
+        "models/ministral3.py scales queries by the length that sets a table's temperature",
+        inside=True,
+    ),
     "deepseek_v3": MLXFamily(("default", "linear", "yarn", "llama3"), _NEIGHBOURS),
     "glm4_moe_lite": MLXFamily(("default", "linear", "yarn", "llama3"), _NEIGHBOURS),
     "deepseek_v2": MLXFamily(("yarn",), "models/deepseek_v2.py builds YaRN, whatever type says"),
@@ -253,7 +257,7 @@ def everywhere() -> list[str]:
 
 
 def miniatures() -> list[str]:
-    """Families that llama.cpp or mlx-lm computes, or a server with flat parameters."""
+    """Families of which ``verify`` makes a miniature: those with one flat set of parameters."""
     found = [name for table in ENGINES.values() for name, f in table.items() if f.kinds]
     return [name for name in dict.fromkeys(found) if name not in _NO_MINIATURE]
 

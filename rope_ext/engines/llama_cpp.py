@@ -224,8 +224,9 @@ def planned(state: Patch, in_file: bool) -> Plan:
     family = family_of(state, "llama.cpp")
     assert isinstance(family, families.Architecture)
     site, scaling = state.scaled[0], Scaling.from_patch(state)
-    if not site.scaled:  # families that know one type only are saved with a table
-        own = state.method.rope_parameters(site.rope)
+    if not site.scaled and state.frequencies is not None:
+        # Families that know one type only are saved with a table.
+        own = state.frequencies.rope_parameters(site.rope)
         scaling = dataclasses.replace(scaling, parameters=own)
     return plan(scaling, family.name, in_file=in_file, scaled=site.scaled)
 

@@ -54,7 +54,8 @@ def overrides(state: Patch, engine: str) -> dict[str, Any]:
 def _named(parameters: Mapping[str, Any], family: ServedFamily) -> dict[str, Any]:
     """``rope_parameters`` of one rotary embedding, with the engines' names."""
     parameters = dict(parameters)
-    kind, factor = parameters["rope_type"], parameters.get("attention_factor")
+    kind = parameters["rope_type"]
+    factor: Any = parameters.get("attention_factor")
     refuse_kind(family, kind)
     if kind == "yarn":
         # The ends are where the length over beta is a number of tokens.

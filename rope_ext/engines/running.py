@@ -50,6 +50,7 @@ def serving(words: Sequence[str]) -> Iterator[str]:
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True
         )
         try:
+            assert process.stdout is not None
             for line in process.stdout:
                 if line.startswith("address "):
                     break

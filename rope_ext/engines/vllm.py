@@ -50,15 +50,15 @@ class VLLM(Engine):
     def _dual_chunk(self, model: nn.Module, state: Patch) -> Export:
         if not self.dual_chunk:
             raise Refusal(
-                "version 0.33.0 still takes dual_chunk_attention_config and turns queries and keys "
-                "by it, but has dropped the attention that put them together; for version 0.10, "
+                "version 0.33.0 still reads dual_chunk_attention_config and rotates queries and "
+                "keys by it, but has dropped the attention that combines them; for version 0.10, "
                 "which has it, export with dual_chunk=True"
             )
         kind = text_config(state.decoder).model_type
         if kind not in DUAL_CHUNK_FAMILIES:
             raise Refusal(f"it passes that on for {', '.join(DUAL_CHUNK_FAMILIES)}, not for {kind}")
         if state.frequencies is not None:
-            raise Refusal("its Dual Chunk turns by the unscaled frequencies only")
+            raise Refusal("its Dual Chunk rotates by the unscaled frequencies only")
         chunk, local = state.method.chunk, state.method.local
         if 2 * (chunk - local) - 1 < chunk:
             raise Refusal(

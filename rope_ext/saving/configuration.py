@@ -126,6 +126,6 @@ def _record(config: Any, native: bool) -> Record | None:
 
 
 def part_of(parameters: dict[str, Any], site: RotarySite) -> dict[str, Any]:
-    """What in a configuration's ``rope_parameters`` is of ``site``."""
-    part = parameters.get(site.layer_type)
+    """The entry of a configuration's ``rope_parameters`` that belongs to ``site``."""
+    part = None if site.layer_type is None else parameters.get(site.layer_type)
     return part if isinstance(part, dict) else parameters

@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 
 import rope_ext
-from rope_ext.engines.families import ENGINES, MLX, Family, everywhere
+from rope_ext.engines.families import ENGINES, MLX, Family, everywhere, miniatures
 from rope_ext.engines.verifying import Miniature, in_process, verify
+from tests.engines import table
 from tests.families.zoo import LENGTH, tiny_config
 
 METHODS = {"default": "ntk", "linear": "pi", "yarn": "yarn", "llama3": "llama3"}
@@ -17,7 +18,7 @@ METHODS["longrope"] = "resonance"
 MORE: dict[str, dict[str, Any]] = {
     "mistral": {"sliding_window": None},
     "qwen3_moe": {"norm_topk_prob": True},  # as in every released one; llama.cpp reads no such key
-    "smollm3": {"num_hidden_layers": 4, "no_rope_layers": [1, 1, 1, 0]},  # as llama.cpp counts
+    "smollm3": {"no_rope_layers": [1, 1]},  # llama.cpp leaves every fourth layer unrotated
     "hunyuan_v1_dense": {"head_dim": 16},
 }
 # They normalize after the rotation, so that no number on cosine and sine does anything.
@@ -62,6 +63,13 @@ def test_mlx_runs_what_is_claimed(tmp_path: Path, family: str, kind: str) -> Non
     check("mlx", family, kind, tmp_path)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("family", miniatures())
+def test_every_miniature_tells_a_patch_from_known_mistakes(tmp_path: Path, family: str) -> None:
+    """Whatever serves it: here plain transformers, from the saved folder."""
+    check("transformers", family, "yarn", tmp_path)
+
+
 def test_enough_families_run() -> None:
     bars = {"llama.cpp": 12, "mlx": 12, "vllm": 25, "sglang": 15}
     for engine, bar in bars.items():
@@ -82,3 +90,10 @@ def test_what_mlx_would_ignore_is_refused(family: str) -> None:
     miniature = Miniature.from_config(config_of(family), "yarn", factor=4)
     with pytest.raises(rope_ext.ExportError, match=r"mlx cannot run yarn: .*models/"):
         rope_ext.export(miniature.model, "mlx")
+
+
+def test_the_page_is_current() -> None:
+    page = Path(__file__).parents[2] / "docs" / "engines" / "families.md"
+    assert page.read_text(encoding="utf-8") == table.text(), (
+        "run: python -m tests.engines.table --write docs/engines/families.md"
+    )

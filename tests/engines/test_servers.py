@@ -25,8 +25,10 @@ from transformers import (
 )
 
 import rope_ext
+from rope_ext.engines.families import SGLANG, VLLM, ServedFamily
 from rope_ext.patching import current_patch
 from rope_ext.rotary.sites import find_sites, text_decoder
+from tests.families.zoo import tiny_model
 from tests.helpers.engines import BUILD, FLAGS, TABLES, built
 from tests.helpers.models import LENGTH, several_axes
 
@@ -119,6 +121,8 @@ RUNS = {
 def model_of(family: str) -> Any:
     if family in BUILD:
         return built(family)
+    if family not in FAMILIES and family != "qwen2_vl_text":
+        return tiny_model(family)
     if family == "qwen2_vl_text":
         return several_axes()
     torch.manual_seed(0)
@@ -217,6 +221,28 @@ def test_its_classes_compute_every_family(engine: str) -> None:
     cases = [
         (family, METHODS[name]) for family, names in RUNS[engine].items() for name in names
     ] + [(family, METHODS["yarn"]) for family in BUILD]
+    models = [(family, patched(family, *case)) for family, case in cases]
+    compare(engine, [pair for family, model in models for pair in asked(engine, family, model)])
+
+
+def others(engine: str) -> list[str]:
+    """Families that the engine builds by its own rotary class, and that no other test has."""
+    table: dict[str, ServedFamily] = {"vllm": VLLM, "sglang": SGLANG}[engine]  # type: ignore
+    seen = {*BUILD, *FAMILIES, "qwen2_5_vl_text", "qwen3_vl_text", "qwen2_vl_text", "deepseek_v2"}
+    return [n for n, f in table.items() if f.kinds and not f.backend and n not in seen]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("engine", RUNS)
+def test_its_classes_compute_all_that_is_claimed(engine: str) -> None:
+    names = {"default": "ntk", "linear": "pi", "yarn": "yarn", "longrope": "resonance"}
+    table = {"vllm": VLLM, "sglang": SGLANG}[engine]
+    cases = [
+        (family, METHODS[names[kind]])
+        for family in others(engine)
+        for kind in table[family].kinds
+        if kind in names
+    ]
     models = [(family, patched(family, *case)) for family, case in cases]
     compare(engine, [pair for family, model in models for pair in asked(engine, family, model)])
 

@@ -358,7 +358,7 @@ class Perplexity(Stretches):
         return self.stride > length if self.protocol in HUGGINGFACE else super()._skips(length)
 
     def _define(self, windows: Windows) -> str:
-        stretches = f"{len(windows.texts)} stretches of {self.source}, bootstrap over documents"
+        stretches = f"{len(windows.texts)} stretches of {self.source}, intervals over documents"
         if self.protocol in HUGGINGFACE:
             return (
                 f"perplexity from {HUGGINGFACE[self.protocol]} (--protocol {self.protocol}); "

@@ -343,7 +343,7 @@ def test_text_notes(settings: Settings) -> None:
 
 def test_one_document_makes_no_difference_clear() -> None:
     assert is_clear(Estimate(0.1, 0.1, 0.2, 2)) and is_clear(Estimate(-0.1, -0.2, -0.1, 2))
-    assert not is_clear(Estimate(0.1, 0.1, 0.1, 1)) and not is_clear(Estimate(0.1, -0.1, 0.2, 9))
+    assert not is_clear(Estimate(0.1, None, None, 1)) and not is_clear(Estimate(0.1, -0.1, 0.2, 9))
 
 
 # Perplexity
@@ -741,7 +741,7 @@ def test_costs_and_differences_are_those_of_the_outcomes(settings: Settings) -> 
         return float(torch.tensor(gaps).mean().exp() - 1)
 
     cost = found.costs["perplexity", "yarn"]
-    assert cost.value == pytest.approx(change(TRAINED)) and cost.low <= cost.value <= cost.high
+    assert cost.value == pytest.approx(change(TRAINED)) and cost.low is None
     assert found.costs["perplexity", "dynamic_ntk"].value == 0
     gap = found.differences["perplexity", "none", "yarn"]
     assert gap.value == pytest.approx(1 / (1 + change(256)) - 1)

@@ -6,6 +6,7 @@ import csv
 import io
 import json
 import math
+import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
@@ -21,7 +22,7 @@ from rope_eval.plots import results as figures
 from rope_eval.reports import page
 from rope_eval.reports.intervals import CONFIDENCE, rate_interval
 from rope_eval.reports.page import BOLD, Cell, Row, Table
-from rope_eval.reports.recommendation import gather, recommend
+from rope_eval.reports.recommendation import Evidence, gather, recommend
 from rope_eval.reports.summary import (
     Estimate,
     cost,
@@ -191,10 +192,25 @@ class Report:
             ours = [s for s in self.plan.systems if s.model == model]
             if len(ours) > 1:
                 table = {s.label: scores[s.name] for s in ours}
-                sentence = str(recommend(table, ours[0].trained))
+                found = recommend(table, ours[0].trained)
+                sentence = f"{found} Next: {self._next(model, found.choice)}"
                 name = ours[0].name.removesuffix(UNPATCHED).strip()
                 sentences.append(f"{name}: {sentence}" if name else sentence)
         return sentences
+
+    def _next(self, model: str, choice: Evidence | None) -> str:
+        """The command to go on with: calibrate what helps, or measure more."""
+        settings = self.plan.settings
+        longest = str(max(settings.lengths))
+        if choice is not None:
+            method = next(
+                s.method for s in self.plan.systems if s.model == model and s.label == choice.name
+            )
+            words = ["rope-ext", "calibrate", "--model", model, "--methods", method]
+            return shlex.join([*words, "--length", longest, "--output", "calibrated"])
+        words = ["rope-ext", "compare", "--model", model, "--methods", ",".join(settings.methods)]
+        words += ["--factor", f"{settings.factor:g}", "--lengths", longest]
+        return shlex.join([*words, "--windows", "64", "--trials", "20", "--output", "more"])
 
     @cached_property
     def sections(self) -> list[Section]:

@@ -248,13 +248,13 @@ def _against(reading: Reading, base: Reading, bench: Bench, task: str) -> str:
         for each in (reading, base)
     ]
     kind = "rate" if task == "passkey" else "loss"
-    found = difference(*pair, kind, base.report.plan.settings.seed)
+    found = difference(*pair, kind)
     return "" if found is None else _estimate(found, "{:+.0%}")
 
 
 def _estimate(found: Any, form: str) -> str:
-    if found.low is None:  # a single document
-        return form.format(found.value)
+    if found.low is None:
+        return f"{form.format(found.value)} ({found.note})"
     return f"{form.format(found.value)} ({form.format(found.low)} to {form.format(found.high)})"
 
 

@@ -204,7 +204,11 @@ def test_an_object_of_an_encoding_is_a_bias_with_its_options() -> None:
         ("yarn", {"factor": 4, "bias": "cope"}, "bias='cope' is not valid"),
         ("yarn", {"factor": 4, "bias": "alibl"}, "did you mean 'alibi'"),
         ("yarn", {"factor": 4, "bias": "yarn"}, "an encoding that adds to the logits"),
-        ("yarn", {"factor": 4, "bias": rope_ext.ALiBi(factor=2)}, "factor=2 has no effect on bias='alibi'"),
+        (
+            "yarn",
+            {"factor": 4, "bias": rope_ext.ALiBi(factor=2)},
+            "factor=2 has no effect on bias='alibi'",
+        ),
         (
             "yarn",
             {"factor": 4, "bias": rope_ext.T5(temperature=2)},

@@ -820,8 +820,10 @@ def test_key_tokens_of_one_document_alone_are_noted(
 
 
 def test_one_document_gives_no_interval() -> None:
-    assert interval(estimate_perplexity([0.5], 0)) == "1.65"
-    assert re.fullmatch(r"1.65 \[1.\d\d, 1.\d\d\]", interval(estimate_perplexity([0.4, 0.6], 0)))
+    assert interval(estimate_perplexity([0.5])) == "1.65 (too few documents)"
+    assert re.fullmatch(
+        r"1.65 \[1.\d\d, 1.\d\d\]", interval(estimate_perplexity([0.4, 0.6, 0.45, 0.55]))
+    )
     assert signed(Estimate(0.1, None, None, 1)) == "+10.0"
     assert signed(Estimate(0.1, 0.0, 0.2, 1)) == "+10.0 [+0.0, +20.0]"  # rates: one trial
 
@@ -893,7 +895,7 @@ def test_huggingface_perplexity_is_that_of_the_documentation(
             ]
             values, weights = ([getattr(r, name) for r in found] for name in ("value", "tokens"))
             # Sums of float32 in another order.
-            assert estimate_perplexity(values, 0, weights).value == pytest.approx(
+            assert estimate_perplexity(values, weights).value == pytest.approx(
                 expected[protocol, length], rel=1e-5
             )
 

@@ -109,7 +109,7 @@ def test_a_picture_carries_its_numbers(draw: Callable, count: int, tmp_path: Pat
     draw(tmp_path / "one.png", LENGTHS["short"])
     numbers = style.numbers_of(tmp_path / "one.png")
     assert len(numbers) == count
-    value = {"value": 8.0, "low": 7.0, "high": 9.0, "count": 12}
+    value = {"value": 8.0, "low": 7.0, "high": 9.0, "count": 12, "note": ""}
     if draw is perplexity:
         assert numbers[0] == {"system": "none", "length": 512, **value}
 

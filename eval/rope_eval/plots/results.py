@@ -81,7 +81,10 @@ def draw_perplexity(
     axes.minorticks_off()
     names = "" if len(shaded) == len(systems) else f" of {' and '.join(shaded)}"
     known = any(estimates[system, lengths[-1]].low is not None for system in shaded)
-    shading = f"\nshaded: 95 % interval{names} over documents" if known else ""
+    few = next((e.note for e in estimates.values() if e.note), "")
+    shading = f"\n{few} for intervals" if few else ""
+    if known:
+        shading = f"\nshaded: 95 % interval{names} over documents"
     axes.set_xlabel(f"{axis}{shading}")
     axes.set_ylabel("perplexity (lower is better)")
     axes.set_title(title, **TITLE)
@@ -114,7 +117,10 @@ def draw_rates(
         for place, (system, style) in enumerate(_styles(systems).items()):
             line = [part[system, length] for length in lengths]
             values = [estimate.value for estimate in line]
-            errors = [[e.value - e.low for e in line], [e.high - e.value for e in line]]
+            errors = [
+                [0.0 if e.low is None else e.value - e.low for e in line],
+                [0.0 if e.high is None else e.high - e.value for e in line],
+            ]
             # A little to the side of each other, or the bars of equal rates hide each other.
             places = [n * 2 ** (0.05 * (place - len(systems) / 2)) for n in lengths]
             axes.errorbar(places, values, errors, label=_title(system), linewidth=1.4,
@@ -132,7 +138,7 @@ def draw_rates(
     for axes in grid.flat[len(tasks) :]:
         axes.set_axis_off()
     legend_below(figure, grid.flat[0])
-    figure.supylabel("found (bars: 95 % Wilson intervals)", fontsize=10)
+    figure.supylabel("found (bars: exact 95 % intervals)", fontsize=10)
     save(figure, path, _numbers(estimates, ("task", "system", "length")))
 
 

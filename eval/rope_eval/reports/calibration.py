@@ -326,11 +326,17 @@ def _finite(data: Any) -> Any:
         return {name: _finite(value) for name, value in data.items()}
     if isinstance(data, list):
         return [_finite(value) for value in data]
-    return _INFINITE if isinstance(data, float) and not math.isfinite(data) else data
+    if isinstance(data, float) and not math.isfinite(data):
+        return f"-{_INFINITE}" if data < 0 else _INFINITE
+    return data
 
 
 def _infinite(data: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: math.inf if value == _INFINITE else value for name, value in data.items()}
+    ends = {_INFINITE: math.inf, f"-{_INFINITE}": -math.inf}
+    return {
+        name: ends.get(value, value) if isinstance(value, str) else value
+        for name, value in data.items()
+    }
 
 
 def perplexity(loss: float) -> str:

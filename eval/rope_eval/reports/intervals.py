@@ -1,131 +1,215 @@
-"""Confidence intervals: Wilson for rates, bootstrap for means."""
+"""Confidence intervals whose coverage ``python -m benchmarks.intervals`` simulates.
+
+* :func:`rate_interval`: a share of prompts.
+* :func:`mean_interval`, :func:`sum_interval`: mean losses of documents, or differences of them.
+* :func:`paired_rates`: the difference of two shares on the same prompts.
+"""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
-from statistics import NormalDist
+from dataclasses import dataclass
 
-import torch
+import numpy as np
+from numpy.typing import ArrayLike
 
 CONFIDENCE = 0.95
-RESAMPLES = 10_000
+MIN_DOCUMENTS = 4
+"""Fewer documents, or pairs of prompts, get no interval."""
+
+Interval = tuple[float, float]
 
 
-def wilson(successes: float, trials: int, confidence: float = CONFIDENCE) -> tuple[float, float]:
-    """Wilson score interval of a rate: (low, high), both within [0, 1].
+def rate_interval(successes: float, trials: int, confidence: float = CONFIDENCE) -> Interval:
+    """Exact (Clopper-Pearson) interval of a rate: (low, high), both within [0, 1].
 
-    Unlike the normal approximation it keeps its width at 0 and at ``trials`` successes. Where a
-    trial can succeed in part, ``successes`` is the sum of the shares and the interval errs on the
-    wide side, since nothing between 0 and 1 varies more than a coin of the same mean.
+    It covers the true rate at least as often as ``confidence`` says, whatever the rate and the
+    number of trials. If trials can succeed in part, ``successes`` is the sum of the shares; the
+    interval is then too wide, because a share never varies more than a coin of the same mean.
 
     Raises:
         ValueError: ``successes`` is not within 0 .. ``trials``, or there are no trials.
 
-    Wilson 1927, JASA 22 (158).
+    Clopper and Pearson 1934, Biometrika 26 (4).
     """
+    from scipy.special import betaincinv
+
     if not 0 <= successes <= trials or trials == 0:
-        raise ValueError(f"no rate has {successes} successes in {trials} trials")
-    z = NormalDist().inv_cdf((1 + confidence) / 2)
-    rate = successes / trials
-    shrink = 1 + z * z / trials
-    centre = (rate + z * z / (2 * trials)) / shrink
-    half = z / shrink * math.sqrt(rate * (1 - rate) / trials + z * z / (4 * trials * trials))
-    # At 0 and at all successes one end is the rate itself; rounding must not move it.
-    low = 0.0 if successes == 0 else centre - half
-    high = 1.0 if successes == trials else centre + half
-    return low, high
+        raise ValueError(f"{successes} successes in {trials} trials are not a rate")
+    tail, failures = (1 - confidence) / 2, trials - successes
+    low = betaincinv(successes, failures + 1, tail) if successes else 0.0
+    high = betaincinv(successes + 1, failures, 1 - tail) if failures else 1.0
+    return float(low), float(high)
 
 
-def bootstrap_mean(
-    values: Sequence[float],
-    seed: int,
-    weights: Sequence[float] | None = None,
-    confidence: float = CONFIDENCE,
-) -> tuple[float, float]:
-    """Percentile bootstrap interval of the (weighted) mean of ``values``: (low, high).
-
-    ``RESAMPLES`` resamples with replacement, drawn from ``seed``; a value is drawn together with
-    its weight. With one value both ends are that value; below about ten values the interval is
-    somewhat too narrow.
-
-    Efron 1979, Annals of Statistics 7 (1).
-    """
-    return _percentiles(_resampled(values, weights, _generator(seed)), confidence)
-
-
-def bootstrap_sum(
-    samples: Sequence[tuple[Sequence[float], Sequence[float] | None]],
-    seed: int,
-    confidence: float = CONFIDENCE,
-) -> tuple[float, float]:
-    """As :func:`bootstrap_mean`, of the sum of the means of independent samples.
+@dataclass(frozen=True)
+class _Means:
+    """Weighted means and the moments of their errors, float64 of one shape.
 
     Args:
-        samples: values, and their weights or None, of each.
-        seed: of the resamples.
-        confidence: of the interval.
+        value: the means.
+        variance: squared standard errors.
+        third: third central moments of the errors.
+        freedom: degrees of freedom of ``variance``.
     """
-    generator = _generator(seed)
-    means = [_resampled(values, weights, generator) for values, weights in samples]
-    return _percentiles(torch.stack(means).sum(0), confidence)
+
+    value: np.ndarray
+    variance: np.ndarray
+    third: np.ndarray
+    freedom: np.ndarray
+
+    @classmethod
+    def from_values(cls, values: ArrayLike, weights: ArrayLike | None) -> _Means:
+        data = np.asarray(values, dtype=np.float64)
+        share = np.ones_like(data) if weights is None else np.asarray(weights, dtype=np.float64)
+        share = share / share.sum(-1, keepdims=True)
+        # Kish's effective number: how many documents of equal weight would say as much.
+        number = 1 / (share**2).sum(-1)
+        value = (share * data).sum(-1)
+        error = data - value[..., None]
+        biased = (share * error**2).sum(-1)
+        variance = biased * number / np.maximum(number - 1, 1)
+        # The usual correction of the skewness of small samples; it has no value below three.
+        n = np.maximum(number, 3)
+        skewness = (share * error**3).sum(-1) / np.where(biased > 0, biased, 1) ** 1.5
+        skewness = skewness * np.sqrt(n * (n - 1)) / (n - 2)
+        third = skewness * variance**1.5 / number**2
+        return cls(value, variance / number, third, np.maximum(number - 1, 1))
 
 
-def _generator(seed: int) -> torch.Generator:
-    return torch.Generator().manual_seed(seed)
+def mean_interval(
+    values: Sequence[float],
+    weights: Sequence[float] | None = None,
+    confidence: float = CONFIDENCE,
+) -> Interval | None:
+    """Interval of the (weighted) mean of ``values``; None below ``MIN_DOCUMENTS`` values.
+
+    Student's t, extended on the side to which the values are skewed: a few documents of a skewed
+    distribution rarely show its tail, and Student's interval alone misses the mean too often. The
+    extension is the second-order (Cornish-Fisher) term of the studentised mean.
+
+    Args:
+        values: one for each independent document.
+        weights: tokens behind each value; equal if None. The degrees of freedom are those of
+            Kish's effective number of documents.
+        confidence: of the interval.
+
+    Student 1908, Biometrika 6 (1); Johnson 1978, JASA 73 (363); Hall 1992, JRSS B 54 (1).
+    """
+    return sum_interval([(values, weights)], confidence)
 
 
-def _resampled(
-    values: Sequence[float], weights: Sequence[float] | None, generator: torch.Generator
-) -> torch.Tensor:
-    """The (weighted) means of the resamples: float64, ``[RESAMPLES]``."""
-    data = torch.tensor(values, dtype=torch.float64, device="cpu")
-    weight = torch.ones_like(data) if weights is None else data.new_tensor(weights)
-    picks = torch.randint(len(data), (RESAMPLES, len(data)), generator=generator, device="cpu")
-    return (data * weight)[picks].sum(1) / weight[picks].sum(1)
+def sum_interval(
+    samples: Sequence[tuple[Sequence[float], Sequence[float] | None]],
+    confidence: float = CONFIDENCE,
+) -> Interval | None:
+    """As :func:`mean_interval`, of the sum of the means of independent samples.
+
+    Args:
+        samples: values, and their weights or None, of each sample.
+        confidence: of the interval.
+
+    Returns:
+        (low, high), or None if a sample has fewer than ``MIN_DOCUMENTS`` values.
+    """
+    if any(len(values) < MIN_DOCUMENTS for values, _ in samples):
+        return None
+    low, high = sum_ends(samples, confidence)
+    return float(low), float(high)
 
 
-def _percentiles(means: torch.Tensor, confidence: float) -> tuple[float, float]:
-    tails = torch.tensor(
-        [(1 - confidence) / 2, (1 + confidence) / 2], dtype=torch.float64, device="cpu"
+def sum_ends(
+    samples: Sequence[tuple[ArrayLike, ArrayLike | None]], confidence: float = CONFIDENCE
+) -> tuple[np.ndarray, np.ndarray]:
+    """The ends of many intervals at once, each as :func:`sum_interval` has it.
+
+    Args:
+        samples: values ``[..., documents]``, and their weights or None.
+        confidence: of the intervals.
+
+    Returns:
+        Low and high ends, ``[...]``.
+
+    Degrees of freedom: Welch 1947, Biometrika 34; Satterthwaite 1946, Biometrics Bulletin 2 (6).
+    """
+    means = [_Means.from_values(*sample) for sample in samples]
+    value = np.sum([mean.value for mean in means], axis=0)
+    variance = np.sum([mean.variance for mean in means], axis=0)
+    some = np.where(variance > 0, variance, 1)  # of equal values, the interval is their mean
+    parts = np.sum([mean.variance**2 / mean.freedom for mean in means], axis=0)
+    freedom = np.where(variance > 0, variance**2 / np.where(parts > 0, parts, 1), 1)
+    skewness = np.sum([mean.third for mean in means], axis=0) / some**1.5
+    t, error = _student(freedom, confidence), np.sqrt(variance)
+    shift = skewness / 6 * (1 + 2 * t * t)
+    return (
+        value - error * (t - np.minimum(shift, 0)),
+        value + error * (t + np.maximum(shift, 0)),
     )
-    low, high = torch.quantile(means, tails).tolist()
-    return low, high
 
 
 def paired_rates(
     one: Sequence[float], other: Sequence[float], confidence: float = CONFIDENCE
-) -> tuple[float, float]:
-    """Interval of the difference of two rates on the same trials: (low, high).
+) -> Interval | None:
+    """Interval of the difference of two rates on the same trials; None below ``MIN_DOCUMENTS``.
 
-    Newcombe's hybrid of two Wilson intervals (his method 10), which keeps its width where the two
-    agree on every trial, and gains from their agreeing on most.
+    Student's t over the differences of the trials and two more, one of +1 and one of -1. These
+    two keep the width where all differences are alike, as the two successes and two failures of
+    Agresti and Coull do for one rate. Of right and wrong answers, zero is left out only if the
+    exact McNemar test agrees.
 
     Args:
-        one: 1 or 0 for each trial.
-        other: the same, in the same order.
+        one: the share found in each trial, from 0 to 1.
+        other: the same trials, in the same order.
         confidence: of the interval.
 
-    Newcombe 1998, Statistics in Medicine 17, 2635-2650.
+    After Agresti and Min 2005, Statistics in Medicine 24 (5); McNemar 1947, Psychometrika 12 (2).
     """
-    trials = len(one)
-    p, q = sum(one) / trials, sum(other) / trials
-    low_p, high_p = wilson(sum(one), trials, confidence)
-    low_q, high_q = wilson(sum(other), trials, confidence)
-    both = sum(x * y for x, y in zip(one, other, strict=True))
-    only_one, only_other = sum(one) - both, sum(other) - both
-    neither = trials - both - only_one - only_other
-    spread = math.sqrt(
-        (both + only_one) * (only_other + neither) * (both + only_other) * (only_one + neither)
-    )
-    agreement = both * neither - only_one * only_other
-    if agreement > 0:
-        agreement = max(agreement - trials / 2, 0)
-    phi = agreement / spread if spread else 0.0
-    below = _hybrid(p - low_p, high_q - q, phi)
-    above = _hybrid(high_p - p, q - low_q, phi)
-    return p - q - below, p - q + above
+    if len(one) < MIN_DOCUMENTS:
+        return None
+    low, high = paired_ends(one, other, confidence)
+    return float(low), float(high)
 
 
-def _hybrid(one: float, other: float, phi: float) -> float:
-    return math.sqrt(max(0.0, one * one - 2 * phi * one * other + other * other))
+def paired_ends(
+    one: ArrayLike, other: ArrayLike, confidence: float = CONFIDENCE
+) -> tuple[np.ndarray, np.ndarray]:
+    """The ends of many intervals at once, each as :func:`paired_rates` has it.
+
+    Args:
+        one: ``[..., trials]``.
+        other: likewise.
+        confidence: of the intervals.
+
+    Returns:
+        Low and high ends, ``[...]``.
+    """
+    one, other = (np.asarray(values, dtype=np.float64) for values in (one, other))
+    gaps = one - other
+    count = gaps.shape[-1] + 2
+    centre = gaps.sum(-1) / count
+    spread = ((gaps**2).sum(-1) + 2) / count - centre**2
+    half = _student(count - 1, confidence) * np.sqrt(spread / (count - 1))
+    low, high = np.maximum(centre - half, -1), np.minimum(centre + half, 1)
+    whole = ((one % 1 == 0) & (other % 1 == 0)).all(-1)
+    doubtful = whole & (mcnemar((gaps > 0).sum(-1), (gaps < 0).sum(-1)) > 1 - confidence)
+    low = np.where(doubtful, np.minimum(low, 0), low)
+    return low, np.where(doubtful, np.maximum(high, 0), high)
+
+
+def mcnemar(one: ArrayLike, other: ArrayLike) -> np.ndarray:
+    """Two-sided p of the exact McNemar test.
+
+    Args:
+        one: trials that only the first system answers.
+        other: trials that only the second one answers.
+    """
+    from scipy.special import bdtr
+
+    one, other = np.asarray(one), np.asarray(other)
+    return np.minimum(2 * bdtr(np.minimum(one, other), one + other, 0.5), 1)
+
+
+def _student(freedom: ArrayLike, confidence: float) -> np.ndarray:
+    from scipy.special import stdtrit
+
+    return stdtrit(freedom, (1 + confidence) / 2)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 _TEMPLATE = Path(__file__).with_name("page.html")
 
-BOLD = "Bold: the 95 % interval excludes zero."
+BOLD = "Bold: the 95 % interval excludes zero, and the difference is at least 0.5 (% or points)."
 """What ``Cell.clear`` means to a reader; on every page with such a cell."""
 
 

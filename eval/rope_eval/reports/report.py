@@ -6,6 +6,7 @@ import csv
 import io
 import json
 import math
+import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
@@ -19,19 +20,18 @@ from rich.table import Table as RichTable
 from rope_eval.cases import Outcome, dump
 from rope_eval.plots import results as figures
 from rope_eval.reports import page
-from rope_eval.reports.intervals import wilson
+from rope_eval.reports.intervals import CONFIDENCE, rate_interval
 from rope_eval.reports.page import BOLD, Cell, Row, Table
+from rope_eval.reports.recommendation import Evidence, gather, recommend
 from rope_eval.reports.summary import (
     Estimate,
     cost,
     difference,
     estimate,
     estimate_perplexity,
-    gather,
     interval,
     is_clear,
     percent,
-    recommend,
     signed,
 )
 from rope_eval.run.plan import PAGE, RESULTS, TABLES, Plan
@@ -43,7 +43,7 @@ from rope_ext.terminal import wide_console
 EFFECTIVE = 0.856
 """Llama-2-7B's own RULER average at 4k, which the paper takes for "the length works"."""
 
-_COLUMN = 22  # width, characters
+_COLUMN = 28  # width, characters: "12.3 (too few documents)" fits
 
 
 @dataclass(frozen=True)
@@ -79,7 +79,7 @@ class Report:
     def estimates(self) -> dict[tuple[str, str, int], Estimate]:
         """By (task, system, length)."""
         return {
-            place: estimate(self.places[place], task.kind, self.plan.settings.seed)
+            place: estimate(self.places[place], task.kind)
             for task in self.plan.tasks
             for system in self.plan.systems
             for length in self.plan.lengths
@@ -94,7 +94,7 @@ class Report:
             for outcome in outcomes:
                 if outcome.bin is not None:
                     cells.setdefault((task, system, length, outcome.bin), []).append(outcome)
-        return {place: estimate(group, "rate", 0) for place, group in cells.items()}
+        return {place: estimate(group, "rate") for place, group in cells.items()}
 
     @cached_property
     def suites(self) -> dict[str, list[Task]]:
@@ -108,12 +108,12 @@ class Report:
     def average(self, suite: str, system: str, length: int) -> Estimate:
         """Mean over the tasks of a suite, each counting alike, as RULER has it.
 
-        Its Wilson interval is that of all prompts together, somewhat wide where tasks differ.
+        Its interval is that of all prompts together, somewhat wide where tasks differ.
         """
         tasks = [self.estimates[task.name, system, length] for task in self.suites[suite]]
         mean = math.fsum(task.value for task in tasks) / len(tasks)
         count = sum(task.count for task in tasks)
-        return Estimate(mean, *wilson(mean * count, count), count)
+        return Estimate(mean, *rate_interval(min(mean * count, count), count), count)
 
     def threshold(self, suite: str) -> str | None:
         """What the longest length at ``EFFECTIVE`` is called; None where a suite has none.
@@ -157,7 +157,7 @@ class Report:
                     continue
                 names = (system.name, self.unpatched(system).name)
                 pair = [self.places[task.name, name, length] for name in names]
-                costs[task.name, system.name] = cost(*pair, task.kind, self.plan.settings.seed)
+                costs[task.name, system.name] = cost(*pair, task.kind)
         return costs
 
     @cached_property
@@ -175,14 +175,14 @@ class Report:
                     [o for n in lengths for o in self.places[task.name, system.name, n]]
                     for system in (one, other)
                 ]
-                gap = difference(*pair, task.kind, self.plan.settings.seed)
+                gap = difference(*pair, task.kind)
                 if gap is not None:
                     found[task.name, one.name, other.name] = gap
         return found
 
     @cached_property
     def recommendations(self) -> list[str]:
-        """One sentence per model where perplexity and passkeys were measured; see ``recommend``."""
+        """For each model with perplexity and passkeys, which method to use; see ``recommend``."""
         names = {task.name for task in self.plan.tasks}
         if not names >= {"perplexity", "passkey"}:
             return []
@@ -192,10 +192,25 @@ class Report:
             ours = [s for s in self.plan.systems if s.model == model]
             if len(ours) > 1:
                 table = {s.label: scores[s.name] for s in ours}
-                sentence = recommend(table, ours[0].trained, self.plan.settings.seed)
+                found = recommend(table, ours[0].trained)
+                sentence = f"{found} Next: {self._next(model, found.choice)}"
                 name = ours[0].name.removesuffix(UNPATCHED).strip()
                 sentences.append(f"{name}: {sentence}" if name else sentence)
         return sentences
+
+    def _next(self, model: str, choice: Evidence | None) -> str:
+        """The command to go on with: calibrate what helps, or measure more."""
+        settings = self.plan.settings
+        longest = str(max(settings.lengths))
+        if choice is not None:
+            method = next(
+                s.method for s in self.plan.systems if s.model == model and s.label == choice.name
+            )
+            words = ["rope-ext", "calibrate", "--model", model, "--methods", method]
+            return shlex.join([*words, "--length", longest, "--output", "calibrated"])
+        words = ["rope-ext", "compare", "--model", model, "--methods", ",".join(settings.methods)]
+        words += ["--factor", f"{settings.factor:g}", "--lengths", longest]
+        return shlex.join([*words, "--windows", "64", "--trials", "20", "--output", "more"])
 
     @cached_property
     def sections(self) -> list[Section]:
@@ -229,7 +244,7 @@ class Report:
             parts.append("an effective length is defined over all of them (arXiv 2404.06654)")
         elif name is not None:
             parts[-1] += " (arXiv 2404.06654)"
-        return f"{'; '.join(parts)}, Wilson intervals"
+        return f"{'; '.join(parts)}, exact intervals"
 
     def _task_table(self, task: Task) -> Table:
         """Systems down; the cost within the trained length, then all lengths across."""
@@ -249,7 +264,9 @@ class Report:
                 cells.append(self._cost_cell(task, system))
             cells += [Cell(shown(self.estimates[task.name, system.name, n])) for n in lengths]
             rows.append(Row(tuple(cells), system.method == UNPATCHED))
-        return Table("", tuple(header), tuple(rows))
+        compared = sum(bool(row.cells[1].text) for row in rows) if references else 0
+        words = (f"Cost: {chance(compared)}",) if compared else ()
+        return Table("", tuple(header), tuple(rows), words)
 
     def _cost_cell(self, task: Task, system: System) -> Cell:
         found = self.costs.get((task.name, system.name))
@@ -278,8 +295,9 @@ class Report:
                     else:
                         cells.append(Cell(signed(gap), is_clear(gap)))
                 rows.append(Row(tuple(cells)))
+            count = sum(bool(cell.text) for row in rows for cell in row.cells[1:])
             title = f"Row less column on identical cases, {beyond} ({unit})"
-            yield Table(title, ("", *names[1:]), tuple(rows), (BOLD,))
+            yield Table(title, ("", *names[1:]), tuple(rows), (BOLD, chance(count)))
 
     def _suite_table(self, suite: str) -> Table:
         lengths, name = self.plan.lengths, self.threshold(suite)
@@ -447,7 +465,7 @@ class Report:
         systems = {system.name: system for system in self.plan.systems}
         table.writerow(
             [
-                *("task", "system", "length", "depth_bin", "value", "low", "high", "count"),
+                *("task", "system", "length", "depth_bin", "value", "low", "high", "count", "note"),
                 *("model", "method", "options", "trained_length", "seed", "dtype", *names),
             ]
         )
@@ -478,9 +496,7 @@ class Report:
                     entry[1] += count - before
                 means = [total / count for total, count in losses.values()]
                 weights = [count for _, count in losses.values()]
-                curve[system.name, position] = estimate_perplexity(
-                    means, self.plan.settings.seed, weights
-                )
+                curve[system.name, position] = estimate_perplexity(means, weights)
         return curve
 
     def _draw(self) -> Iterator[tuple[str, str, bytes]]:
@@ -532,6 +548,14 @@ class Report:
         return page.render(
             *(self.title, self.recommendations, notes, sections, dump(settings), self.essentials)
         )
+
+
+def chance(count: int) -> str:
+    """How many of so many comparisons would be bold if all systems were equal."""
+    return (
+        f"{count} comparison{'s' * (count != 1)}: if there were no differences, about "
+        f"{(1 - CONFIDENCE) * count:.2g} would be bold by chance."
+    )
 
 
 def _rich(name: str, table: Table, columns: Sequence[int]) -> RichTable:

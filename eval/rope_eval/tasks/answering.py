@@ -183,7 +183,7 @@ class Answering(Task):
         name = self.path or "made-up facts"
         definition = (
             f"share of {self.trials} questions that the model answers from documents among others "
-            f"of {name}, in random order, Wilson intervals"
+            f"of {name}, in random order, exact intervals"
         )
         return Questions(cases, definition, tuple(self._notes(asked[: self.trials])))
 

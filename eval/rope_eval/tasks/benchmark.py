@@ -120,7 +120,7 @@ class Benchmark(Task):
         cases.sort(key=lambda case: case.length)  # stable
         what = "the middle of the prompt" if self.cut == "middle" else "the end of the context"
         counts = ", ".join(f"{count} at {length}" for length, count in shortened.items() if count)
-        definition = f"{self.about}; {len(rows)} prompts, Wilson intervals"
+        definition = f"{self.about}; {len(rows)} prompts, exact intervals"
         if counts:
             definition += f"; {what} is left out where a prompt is too long ({counts})"
         return Questions(cases, definition)

@@ -194,7 +194,7 @@ class Needles(Task):
         definition = (
             f"share of {self.queries * self.values} {self.value_kind} (of "
             f"{self.keys * self.values} hidden in {where}) that the model writes down in "
-            f"{self.tokens} tokens; {self.trials} prompts{at}, Wilson intervals"
+            f"{self.tokens} tokens; {self.trials} prompts{at}, exact intervals"
         )
         return Questions(cases, definition)
 

@@ -202,7 +202,7 @@ class LongPPL(Stretches):
             f"perplexity of the {count} of {size} tokens whose log likelihood rises by more than "
             f"{GAIN:g} to above {LEAST:g} when {self.who} sees all of the text instead of the last "
             f"{self.short_context} tokens (LongPPL, arXiv 2410.23771); a window of each length "
-            f"moving by {sliding.stride} tokens, {VARIANT_NAMES[self.longppl_variant]}, bootstrap "
+            f"moving by {sliding.stride} tokens, {VARIANT_NAMES[self.longppl_variant]}, intervals "
             f"over documents"
         )
         note = (

@@ -253,7 +253,7 @@ class Hidden(Task):
         definition = (
             f"share of NoLiMa's questions answered ({self.metric}); {len(places)} of "
             f"{len(self.tests)} questions in {len(books)} books at {self.depths} depths, a length "
-            f"being that of the whole prompt, Wilson intervals"
+            f"being that of the whole prompt, exact intervals"
         )
         return Questions(cases, definition)
 

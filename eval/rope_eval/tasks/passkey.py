@@ -261,6 +261,6 @@ class Passkey(Task):
         keys = f"keys of {digits} digits" if digits else "keys from 1 to 50000"
         definition = (
             f"share of {self.trials} {keys} at each of {self.depths} depths that greedy decoding "
-            f"{writes} out in full, {prompt} prompt, Wilson intervals"
+            f"{writes} out in full, {prompt} prompt, exact intervals"
         )
         return Questions(cases, definition)

@@ -366,7 +366,7 @@ class Perplexity(Stretches):
         return super()._skips(stride, length)
 
     def _define(self, windows: Windows) -> str:
-        stretches = f"{len(windows.texts)} stretches of {self.source}, bootstrap over documents"
+        stretches = f"{len(windows.texts)} stretches of {self.source}, intervals over documents"
         if self.protocol in HUGGINGFACE:
             return (
                 f"perplexity from {HUGGINGFACE[self.protocol]} (--protocol {self.protocol}); "

@@ -99,7 +99,7 @@ class Synthetic(Task):
                 ids, answers = self.prompt(frame, length, random.Random(f"{self.name}:{number}"))
                 case = Case(self.name, length, number, "write", self.tokens, ids, tuple(answers))
                 cases.append(case)
-        definition = f"{self.about}; {self.trials} prompts, Wilson intervals"
+        definition = f"{self.about}; {self.trials} prompts, exact intervals"
         return Questions(cases, definition)
 
     def prompt(self, frame: Frame, length: int, rng: random.Random) -> tuple[array, Sequence[str]]:
@@ -234,7 +234,7 @@ class CommonWords(Synthetic):
             taken.setdefault(counts, []).append(length)
             cases += built
         how = ", ".join(f"{one} at {', '.join(map(str, at))} tokens" for one, at in taken.items())
-        definition = f"{self.about} ({how}); {self.trials} prompts, Wilson intervals"
+        definition = f"{self.about} ({how}); {self.trials} prompts, exact intervals"
         short = [length for length in taken.get(FEW, ()) if length >= ROOM]
         return Questions(cases, definition, tuple(map(self._note, short)))
 

@@ -176,7 +176,7 @@ class Told(Task):
                 answers = (answer for _, story in stories for answer in story.answers)
                 tokens = 8 + max(len(encode(frame.tokenizer, answer)) for answer in answers)
             cases += [self._case(frame, story, length, n, tokens) for n, story in stories]
-        definition = f"{self.about}; {self.trials} prompts, Wilson intervals"
+        definition = f"{self.about}; {self.trials} prompts, exact intervals"
         return Questions(cases, definition)
 
     def _stories(self, chat: bool, length: int, seed: int) -> list[tuple[int, Story]]:

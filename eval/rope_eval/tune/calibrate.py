@@ -34,7 +34,7 @@ from rope_eval.reports.calibration import (
     Trial,
     mean,
 )
-from rope_eval.reports.intervals import bootstrap_sum, paired_rates
+from rope_eval.reports.intervals import paired_rates, sum_interval
 from rope_eval.tune.fitness import (
     HAY,
     Hay,
@@ -62,7 +62,8 @@ _STEP = 0.1  # to walk on beyond the grid of that, and from what was found befor
 _FINEST = 0.05  # no gap below it is halved
 _WALK = 4  # steps beyond the grid, at most
 _FOUND = 0.5  # of the prompts within the trained length, for those to count at all
-_CONFIDENCE = 0.99  # at 95 %, the bootstrap of eight values says too often that there is more
+_CONFIDENCE = 0.99  # many candidates are tried
+_UNKNOWN = (-math.inf, math.inf)  # too few documents or prompts for an interval
 CHOOSING, JUDGING = "choosing", "judging"
 
 
@@ -508,17 +509,16 @@ class _Run:
         samples = {"far": [far], "inside": [inside], "score": [far]}
         if half.prompts:
             samples |= {"answers": [answers], "score": [far, answers]}
-        seed = self.given.seed
         found = {}
         for name, parts in samples.items():
             ends = (math.inf, math.inf)
             if before.finite and after.finite:
-                ends = bootstrap_sum(parts, seed, _CONFIDENCE)
+                ends = sum_interval(parts, _CONFIDENCE) or _UNKNOWN
             found[name] = Change(getattr(one, name), getattr(two, name), *ends)
         if half.prompts:
             hits = zip(self._parted(after, half), self._parted(before, half), strict=True)
             for name, (new, old) in zip(("found_inside", "found_beyond"), hits, strict=True):
-                ends = paired_rates(new, old, _CONFIDENCE)
+                ends = paired_rates(new, old, _CONFIDENCE) or _UNKNOWN
                 found[name] = Change(getattr(one, name), getattr(two, name), *ends)
         return found
 

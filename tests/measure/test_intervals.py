@@ -1,0 +1,165 @@
+"""Intervals: published values, coverage, and judgements by cases made to mislead them."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+
+from rope_eval.reports.intervals import (
+    mcnemar,
+    mean_interval,
+    paired_ends,
+    paired_rates,
+    rate_interval,
+    sum_ends,
+)
+from rope_eval.reports.recommendation import Scores, recommend
+from rope_eval.reports.summary import (
+    TOO_FEW,
+    Estimate,
+    estimate_perplexity,
+    is_clear,
+    rate_difference,
+)
+
+
+@pytest.mark.parametrize(
+    ("successes", "trials", "low", "high"),
+    [
+        (81, 263, 0.2527, 0.3676),  # Newcombe 1998, Statistics in Medicine 17, 857, table I
+        (15, 148, 0.0578, 0.1617),
+        (0, 20, 0.0, 0.1684),
+        (1, 29, 0.0009, 0.1776),
+    ],
+)
+def test_exact_rates_of_the_literature(
+    successes: int, trials: int, low: float, high: float
+) -> None:
+    assert rate_interval(successes, trials) == pytest.approx((low, high), abs=5e-5)
+
+
+def test_a_rate_refuses_impossible_counts() -> None:
+    for successes, trials in ((0, 0), (3, 2), (-1, 2)):
+        with pytest.raises(ValueError, match="not a rate"):
+            rate_interval(successes, trials)
+
+
+@pytest.mark.parametrize("documents", [4, 8, 20])
+@pytest.mark.parametrize("spread", [0.0, 0.5], ids=["equal", "weighted"])
+@pytest.mark.parametrize("skew", [0.01, 0.5])
+def test_means_are_covered_as_often_as_intervals_say(
+    documents: int, spread: float, skew: float
+) -> None:
+    rng = np.random.default_rng(0)
+    values = rng.lognormal(0, skew, (20_000, documents))
+    low, high = sum_ends([(values, rng.lognormal(0, spread, values.shape))])
+    truth = math.exp(skew**2 / 2)
+    # The bar is .93; of 20,000 samples the standard error is .0018.
+    assert np.mean((low <= truth) & (truth <= high)) > 0.93
+
+
+def test_few_documents_have_no_interval() -> None:
+    assert mean_interval([1.0, 2.0, 3.0]) is None and paired_rates([1] * 3, [0] * 3) is None
+    assert estimate_perplexity([1.0, 2.0, 3.0]).note == TOO_FEW
+    assert not is_clear(rate_difference([0.6, 0.6], [0.4, 0.4]))
+
+
+def test_equal_partial_scores_leave_doubt() -> None:
+    low, high = paired_rates([0.5] * 20, [0.5] * 20)
+    assert low < -0.1 and high > 0.1
+
+
+def test_what_is_smaller_than_the_smallest_effect_is_not_clear() -> None:
+    assert not is_clear(Estimate(2e-7, 1e-7, 3e-7, 20))
+    assert is_clear(Estimate(0.006, 0.001, 0.011, 20))
+
+
+def test_mcnemar() -> None:
+    assert mcnemar(4, 0) == pytest.approx(0.125) and mcnemar(6, 0) == pytest.approx(0.03125)
+    assert mcnemar(3, 3) == 1 and mcnemar(0, 0) == 1
+
+
+@pytest.mark.parametrize("trials", [5, 6, 12, 40])
+def test_equal_systems_are_rarely_called_different(trials: int) -> None:
+    rng = np.random.default_rng(1)
+    for unlike in (0.1, 0.4, 1.0):
+        differ = rng.random((20_000, trials)) < unlike
+        one = rng.integers(0, 2, differ.shape)
+        low, high = paired_ends(one, np.where(differ, 1 - one, one))
+        assert np.mean((low > 0) | (high < 0)) < 0.06
+
+
+# The recommendation
+
+EASY = [1.0, 2.0, 3.0, 1.5, 2.5, 2.0]
+
+
+def scores(beyond: float, within: float, passes: int, inside: int = 20, of: int = 20) -> Scores:
+    """Losses above ``EASY``, and how many passkeys are found beyond and within."""
+
+    def losses(by: float) -> list[float]:
+        return [loss + by * (1 + 0.1 * (i % 2)) for i, loss in enumerate(EASY)]
+
+    trials = [[1.0] * n + [0.0] * (of - n) for n in (inside, passes)]
+    return Scores(
+        {512: losses(within), 1024: losses(beyond)}, {(512, 0): trials[0], (1024, 0): trials[1]}
+    )
+
+
+def test_passkeys_found_by_luck_throw_no_method_out() -> None:
+    """The unpatched model finds 4 of 15 within, the better method none of them."""
+    measured = {
+        "none": scores(2.0, 0.0, 0, 4, 15),
+        "dynamic_yarn": scores(0.6, 0.0, 3, 4, 15),
+        "leaky_rerope": scores(0.4, 0.02, 13, 0, 15),
+    }
+    found = recommend(measured, 512)
+    assert found.beyond.best.name == "leaky_rerope" and found.cheap.best.name == "leaky_rerope"
+    assert "the unpatched model finds 27% [8, 55], less than half" in str(found)
+
+
+def test_the_best_the_cheap_and_the_served_are_named() -> None:
+    measured = {
+        "none": scores(2.0, 0.0, 0),
+        "dear": scores(0.1, 0.2, 20),
+        "cheap": scores(0.5, 0.01, 20),
+        "served": scores(0.9, 0.0, 20),
+    }
+    found = recommend(measured, 512, {"served": ["vllm"]})
+    picks = (found.beyond, found.cheap, found.served)
+    assert [pick.best.name for pick in picks] == ["dear", "cheap", "served"]
+    assert found.choice.name == "served"
+    assert "Best that an engine can serve (vllm): served, perplexity" in str(found)
+
+
+def test_what_finds_clearly_fewer_passkeys_is_not_best() -> None:
+    measured = {
+        "none": scores(2.0, 0.0, 0),
+        "smooth": scores(0.1, 0.0, 2),
+        "finder": scores(0.3, 0.0, 19),
+    }
+    assert recommend(measured, 512).beyond.best.name == "finder"
+
+
+def test_ties_are_called_ties_and_nothing_is_said_without_evidence() -> None:
+    tied = {"none": scores(2.0, 0.0, 0), "a": scores(0.5, 0.0, 20), "b": scores(0.5, 0.0, 19)}
+    assert "Cannot tell it from b" in str(recommend(tied, 512))
+    same = {"none": scores(0.5, 0.0, 9), "a": scores(0.5, 0.0, 11)}
+    assert str(recommend(same, 512)).startswith("Cannot tell whether any method helps")
+    worse = {"none": scores(0.5, 0.0, 9), "a": scores(0.9, 0.0, 9)}
+    assert str(recommend(worse, 512)).startswith("No method helps beyond 512 tokens")
+    assert str(recommend(same, 2048)).startswith("No recommendation: no length beyond")
+
+
+def test_equal_methods_are_rarely_recommended() -> None:
+    rng, wrong = np.random.default_rng(0), 0
+    for _ in range(400):
+        measured = {
+            name: Scores({512: EASY, 1024: rng.normal(2, 0.3, 6).tolist()})
+            for name in ("none", "a", "b", "c", "d")
+        }
+        found = recommend(measured, 512)
+        wrong += found.beyond.best.helps
+    assert wrong / 400 < 0.08  # 5 %, and 2.7 standard errors

@@ -60,13 +60,19 @@ def recommend(
     calibration: Annotated[
         Path | None, typer.Option(help="File or folder of `rope-ext calibrate`, to use.")
     ] = None,
+    engine: Annotated[
+        str | None,
+        typer.Option(
+            help="Only methods that vllm, sglang, llama.cpp, ollama, mlx or transformers can run."
+        ),
+    ] = None,
 ) -> None:
     """Print which method extends a model to a length, and why."""
     with clean_errors():
         import rope_ext
 
         quiet()
-        print(rope_ext.recommend(model, parse_length(length), finetune, calibration))
+        print(rope_ext.recommend(model, parse_length(length), finetune, calibration, engine))
 
 
 @app.command()

@@ -491,7 +491,7 @@ def test_advice_puts_first_what_was_calibrated_and_else_says_how(
     pretend(monkeypatch, lambda a, i: 2 + (a - 1.26) ** 2 + i)
     result = found(model, tokenizer, tmp_path / "found")
     plain = rope_ext.recommend(model, TARGET)
-    assert f"rope-ext calibrate --model MODEL --length {TARGET} --methods self_extend" in str(plain)
+    assert f"rope-ext calibrate --model MODEL --length {TARGET} --methods rerope" in str(plain)
     for given in (result, tmp_path / "found", str(tmp_path / "found" / "calibration.json")):
         advice = rope_ext.recommend(model, TARGET, calibration=given)
         assert advice.method == result.method and result.sentence in advice.reasons[0]

@@ -15,7 +15,6 @@ import torch
 from torch import nn
 
 from rope_ext import stale
-from rope_ext.advice.recommendation import Recommendation
 from rope_ext.apply import APPLY
 from rope_ext.encodings import Encoding
 from rope_ext.errors import (
@@ -117,7 +116,7 @@ class Patch:
 @_one_at_a_time
 def patch(
     model: Model,
-    method: str | Method | Recommendation = "yarn",
+    method: str | Method = "yarn",
     *,
     frequency: FrequencyMethod | None = None,
     bias: str | Encoding | None = None,
@@ -142,8 +141,7 @@ def patch(
     Args:
         model: a loaded transformers model with rotary embeddings, or a ``PeftModel``, compiled
             or data-parallel wrapper around one.
-        method: name or alias of a method, a method object such as ``YaRN(factor=4)``, or the
-            result of :func:`rope_ext.recommend`.
+        method: name or alias of a method, or a method object such as ``YaRN(factor=4)``.
         frequency: a frequency method to use under a position method, such as ``NTK(factor=2)``.
             The position method then treats the context this one extends to as the trained context.
         bias: an encoding that adds to the logits by distance while the rotation stays in place:
@@ -179,12 +177,6 @@ def patch(
         AlreadyPatchedError, AlreadyScaledError: pass ``replace=True`` or ``compose=True``.
         RecordError: the model was saved under a patch whose record cannot be read.
     """
-    if isinstance(method, Recommendation):
-        compose = compose or method.compose
-        original_max_position_embeddings = (
-            original_max_position_embeddings or method.original_max_position_embeddings
-        )
-        method = method.method
     method = _method(method, options)
     keywords = Options.from_arguments(
         frequency=frequency,

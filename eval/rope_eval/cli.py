@@ -39,7 +39,7 @@ def compare(context: typer.Context) -> None:
     """Measure methods against the unpatched model: perplexity and passkey retrieval."""
     from rope_eval import command
 
-    command.compare(context.args)
+    command.call_preset("compare", command.COMPARE, context.args)
 
 
 @app.command("eval", **_OF_ARGPARSE)

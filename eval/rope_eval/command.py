@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import argparse
-import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import MISSING, dataclass
 from itertools import takewhile
 from pathlib import Path
 from typing import Any, cast
@@ -12,17 +12,45 @@ from typing import Any, cast
 from rope_eval.cases import dump
 from rope_eval.evaluate import evaluate
 from rope_eval.folder import Folder
-from rope_eval.settings import Settings, require_seed
+from rope_eval.options import flag_of, option_fields
+from rope_eval.settings import (
+    ASKED,
+    MEASURED,
+    RUN,
+    Settings,
+    require_seed,
+)
+from rope_eval.settings import batch_size as batch_size
+from rope_eval.settings import trained_length as trained_length
 from rope_eval.tasks import all_tasks, build, chosen, from_file, options
-from rope_ext.arguments import parse_length, parse_lengths, parse_options, split
-from rope_ext.checkpoints import DTYPES
+from rope_ext.arguments import parse_length, split
 from rope_ext.errors import Mistakes, OptionError
 from rope_ext.terminal import clean_errors, quiet, stoppable, tell
 
-METHOD_HELP = "names, comma between, or repeat; 'none'; 'adapter': what it was trained under"
-OPTION_HELP = "METHOD.NAME=VALUE, NAME=VALUE of a single method, or METHOD=FILE.json"
-_COMPARED = ("perplexity", "passkey")
-FORCE_HELP = "measure lengths beyond what a method reaches, an adapter under another method"
+
+@dataclass(frozen=True)
+class Preset:
+    """A command that is ``rope-ext eval`` with its tasks and some defaults chosen.
+
+    Args:
+        tasks: names.
+        output: default directory for the results.
+        about: the help text.
+        defaults: of shared options.
+    """
+
+    tasks: tuple[str, ...]
+    output: str
+    about: str
+    defaults: Mapping[str, Any]
+
+
+COMPARE = Preset(
+    ("perplexity", "passkey"),
+    "rope-ext-compare",
+    "Measure methods against the unpatched model: perplexity and passkey retrieval.",
+    {"force": True},  # every length that is asked for
+)
 
 
 def bare(description: str, output: str, model: str | None = None) -> argparse.ArgumentParser:
@@ -36,25 +64,33 @@ def bare(description: str, output: str, model: str | None = None) -> argparse.Ar
     made = argparse.ArgumentParser(
         description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    subject = made.add_argument_group("what is measured")
-    add = subject.add_argument
-    which = "folder or Hub id; repeat for several" + (f" ({model} if left out)" if model else "")
-    add("--model", action="append", required=model is None, help=which)
-    add("--adapter", help="PEFT adapter, in use wherever a method is")
-    add("--method", "--methods", action="append", help=METHOD_HELP)
-    add("--factor", type=float, default=4.0, help="how many times the trained length")
-    add("--option", action="append", help=OPTION_HELP)
-    add("--trained-length", help="tokens, if the configuration does not say it rightly")
-    add("--compose", action="store_true", help="patch on top of the checkpoint's own scaling")
-    running = made.add_argument_group("how it is run")
-    add = running.add_argument
-    add("--dtype", default="auto", help=f"{', '.join(DTYPES)}; auto: float32 on a CPU")
-    add("--attn", help="attention implementation, such as sdpa, eager, flash_attention_2")
-    add("--device", default="auto", help="auto, cpu, cuda, cuda:1, mps ...")
-    add("--batch-size", default="auto", help="rows per forward, or auto")
-    add("--seed", type=int, default=0, help="of texts, prompts and intervals")
-    add("--output", type=Path, default=Path(output), help="folder for results")
+    _add_options(made, (MEASURED, RUN), output, model)
     return made
+
+
+def _add_options(
+    made: argparse.ArgumentParser, groups: Sequence[str], output: str = "", model: str | None = None
+) -> None:
+    """Add the options of ``Settings`` in these groups."""
+    for title in groups:
+        group = made.add_argument_group(title)
+        for field in option_fields(Settings):
+            words = dict(field.metadata["words"])
+            if words.pop("group") != title:
+                continue
+            words["default"] = words.pop("typed", field.default)
+            flags = [flag_of(field), *filter(None, [words.pop("also", None)])]
+            if field.default is False:
+                words["action"] = "store_true"
+            elif field.default is MISSING or words.get("action") == "append":
+                words["default"] = None
+            if field.name == "output":
+                words["default"] = Path(output)
+            help = field.metadata["help"]
+            if field.name == "models":
+                words["required"] = model is None
+                help += f" (default: {model})" if model else ""
+            group.add_argument(*flags, help=help, **words)
 
 
 def parser(
@@ -75,12 +111,7 @@ def parser(
         OptionError: there is no such task, or a field of it is called as a shared option is.
     """
     made = bare(description, output)
-    add = made.add_argument_group("what is asked").add_argument
-    add("--lengths", required=True, action="append", help="context lengths, such as 512,4k,8k")
-    add("--chat", choices=("auto", "yes", "no"), default="auto", help="use the chat template")
-    add("--force", action="store_true", help=FORCE_HELP)
-    add("--resume", action="store_true", help="use what --output holds and complete it")
-    add("--overwrite", action="store_true", help="delete results that are in --output")
+    _add_options(made, (ASKED,))
     known: set[str] = set()
     for cls in chosen(tasks):
         group = made.add_argument_group(cls.name)
@@ -112,27 +143,17 @@ def settings(args: argparse.Namespace, mistakes: Mistakes | None = None) -> Sett
         OptionError: one of them cannot be read.
     """
     found = Mistakes() if mistakes is None else mistakes
-    methods = tuple(split(args.method or ()))
-    made = Settings(
-        models=tuple(args.model),
-        methods=methods,
-        lengths=found.check(parse_lengths, args.lengths, default=(2,)),
-        factor=args.factor,
-        options=found.check(parse_options, args.option, methods, default={}),
-        adapter=args.adapter,
-        seed=args.seed,
-        dtype=args.dtype,
-        attn=args.attn,
-        device=args.device,
-        batch_size=found.check(batch_size, args.batch_size),
-        chat=args.chat,
-        trained_length=found.check(trained_length, args.trained_length),
-        compose=args.compose,
-        force=args.force,
-        output=args.output,
-        resume=args.resume,
-        overwrite=args.overwrite,
-    )
+    values: dict[str, Any] = {}
+    for field in option_fields(Settings):
+        typed, read = getattr(args, flag_of(field)[2:].replace("-", "_")), field.metadata["read"]
+        if field.name == "options":
+            values["options"] = found.check(read, typed, values["methods"], default={})
+        elif read is None:
+            values[field.name] = typed
+        else:  # after a mistake any length will do: nothing is measured
+            fallback = (2,) if field.name == "lengths" else None
+            values[field.name] = found.check(read, typed, default=fallback)
+    made = Settings(**values)
     if mistakes is None:
         found.report()
     return made
@@ -141,15 +162,6 @@ def settings(args: argparse.Namespace, mistakes: Mistakes | None = None) -> Sett
 def tokens(text: str) -> int:
     """``1k`` as 1024, for options that are one number of tokens."""
     return parse_length(text)
-
-
-def trained_length(text: str | None) -> int | None:
-    """``--trained-length`` in tokens, where it is given.
-
-    Raises:
-        OptionError: it is no whole number.
-    """
-    return None if text is None else parse_length(text, "--trained-length")
 
 
 def only_model(args: argparse.Namespace) -> str:
@@ -161,19 +173,6 @@ def only_model(args: argparse.Namespace) -> str:
     if len(args.model) > 1:
         raise OptionError("several models are given; give --model just once here")
     return args.model[0]
-
-
-def batch_size(text: str) -> int | None:
-    """``auto`` as None.
-
-    Raises:
-        OptionError: it is neither that nor a number.
-    """
-    if text == "auto":
-        return None
-    if not re.fullmatch("[0-9]{1,15}", text):
-        raise OptionError(f"--batch-size {text!r} is not valid; give auto or a number of rows")
-    return int(text)
 
 
 def main(args: argparse.Namespace, tasks: Sequence[str]) -> None:
@@ -210,14 +209,13 @@ def call(words: Sequence[str]) -> None:
     main(made.parse_args(given), names)
 
 
-def compare(words: Sequence[str]) -> None:
-    """``rope-ext compare``: ``rope-ext eval perplexity passkey`` at every length that is asked."""
+def call_preset(name: str, preset: Preset, words: Sequence[str]) -> None:
+    """``rope-ext NAME``: ``rope-ext eval`` with the tasks and defaults of the preset."""
     with clean_errors():
-        about = "Measure methods against the unpatched model: perplexity and passkey retrieval."
-        made = parser(about, "rope-ext-compare", _COMPARED)
-    made.prog = "rope-ext compare"
-    made.set_defaults(force=True)
-    main(made.parse_args(words), _COMPARED)
+        made = parser(preset.about, preset.output, preset.tasks)
+    made.prog = f"rope-ext {name}"
+    made.set_defaults(**preset.defaults)
+    main(made.parse_args(words), preset.tasks)
 
 
 def run(

@@ -18,7 +18,11 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 def option(
-    default: Any, help: str, read: Callable[[str], Any] | None = None, flag: str | None = None
+    default: Any,
+    help: str,
+    read: Callable[..., Any] | None = None,
+    flag: str | None = None,
+    **words: Any,
 ) -> Any:
     """A field that is an option of the command line, too: ``new_tokens`` is --new-tokens.
 
@@ -28,8 +32,10 @@ def option(
         read: makes the value from the text that was typed; None uses the type of the field
             (tasks) or of the default (commands).
         flag: another name for the option, such as ``--trained-length``.
+        words: for ``rope-ext eval``: the ``group`` of the option, and keywords of ``add_argument``.
     """
-    return dataclasses.field(default=default, metadata={"help": help, "read": read, "flag": flag})
+    metadata = {"help": help, "read": read, "flag": flag, "words": words}
+    return dataclasses.field(default=default, metadata=metadata)
 
 
 def option_fields(cls: type) -> list[dataclasses.Field[Any]]:

@@ -1,64 +1,142 @@
-"""What every evaluation is told, whatever it measures."""
+"""The options that all evaluations share."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import MISSING, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from rope_eval.data.prompts import Chat
+from rope_eval.options import option
+from rope_ext.arguments import parse_length, parse_lengths, parse_options, split
 from rope_ext.errors import OptionError
 
-LARGEST_SEED = 2**32 - 1  # numpy's
+LARGEST_SEED = 2**32 - 1  # NumPy's
+MEASURED, RUN, ASKED = "what is measured", "how it is run", "what is asked"
+"""Groups of options in ``rope-ext eval --help``."""
+
+
+def batch_size(text: str) -> int | None:
+    """``auto`` as None.
+
+    Raises:
+        OptionError: it is neither that nor a number.
+    """
+    if text == "auto":
+        return None
+    if not re.fullmatch("[0-9]{1,15}", text):
+        raise OptionError(f"--batch-size {text!r} is not valid; give auto or a number of rows")
+    return int(text)
+
+
+def trained_length(text: str | None) -> int | None:
+    """``--trained-length`` in tokens, if it is given.
+
+    Raises:
+        OptionError: it is not a whole number.
+    """
+    return None if text is None else parse_length(text, "--trained-length")
+
+
+def _names(texts: Sequence[str] | None) -> tuple[str, ...]:
+    return tuple(split(texts or ()))
 
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """What every evaluator is told.
+    """Options of every evaluation; each field made by ``option`` is one of ``rope-ext eval`` too.
 
     Args:
-        models: folders or Hub ids.
-        methods: names, or ``adapter`` for the patch under which the adapter was trained; the
+        models: directories or Hub IDs.
+        methods: method names, or ``adapter`` for the patch under which the adapter was trained; the
             unpatched model is always measured too.
-        lengths: context lengths, tokens. The trained length is added where some are longer.
-        factor: of every method but ``adapter``.
+        lengths: context lengths, tokens. The trained length is added if some are longer.
+        factor: scaling factor of every method but ``adapter``.
         options: further options, by method.
-        adapter: folder or Hub id of a PEFT adapter, in use wherever a method is.
-        seed: of texts, prompts and bootstrap.
+        adapter: directory or Hub ID of a PEFT adapter, in use wherever a method is.
+        seed: random seed.
         dtype: ``auto`` or one of ``DTYPES``; see ``load_model``.
-        attn: transformers' name of an attention implementation; None leaves the choice to it.
+        attn: attention implementation of transformers; None leaves the choice to transformers.
         device: a torch device or ``auto``.
         batch_size: rows per forward; None takes as many as make up ``automatic_tokens``, and
             halves a batch that does not fit into memory.
-        chat: whether prompts go through the chat template.
-        trained_length: trained context, tokens; None reads it from the configuration.
-        compose: patch on top of the checkpoint's own scaling.
+        chat: whether prompts use the chat template.
+        trained_length: trained context, tokens; None reads it from the config.
+        compose: apply on top of existing RoPE scaling.
         force: measure lengths beyond what a method is meant to reach, and an adapter under
-            another patch than the one it was trained under.
-        output: folder for results.
-        resume: use what is in ``output`` already.
-        overwrite: delete it.
+            a different patch from the one it was trained under.
+        output: directory for the results.
+        resume: use the results in ``output`` and complete them.
+        overwrite: delete the results in ``output``.
     """
 
-    models: tuple[str, ...]
-    methods: tuple[str, ...]
-    lengths: tuple[int, ...]
-    factor: float = 4.0
-    options: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
-    adapter: str | None = None
-    seed: int = 0
-    dtype: str = "auto"
-    attn: str | None = None
-    device: str = "auto"
-    batch_size: int | None = None
-    chat: Chat = "auto"
-    trained_length: int | None = None
-    compose: bool = False
-    force: bool = False
-    output: Path = Path("runs/eval")
-    resume: bool = False
-    overwrite: bool = False
+    models: tuple[str, ...] = option(
+        MISSING,
+        "model directory or Hub ID; repeat for several",
+        tuple,
+        "--model",
+        group=MEASURED,
+        action="append",
+    )
+    adapter: str | None = option(None, "PEFT adapter, in use wherever a method is", group=MEASURED)
+    methods: tuple[str, ...] = option(
+        MISSING,
+        "method names, separated by commas, or repeat; 'none' is the unpatched model, 'adapter' "
+        "the patch that the adapter was trained under",
+        _names,
+        "--method",
+        group=MEASURED,
+        also="--methods",
+        action="append",
+    )
+    factor: float = option(4.0, "scaling factor", group=MEASURED, type=float)
+    trained_length: int | None = option(
+        None, "override the trained length in the config", trained_length, group=MEASURED
+    )
+    compose: bool = option(False, "apply on top of existing RoPE scaling", group=MEASURED)
+    dtype: str = option("auto", "auto (float32 on CPU), float32, bfloat16 or float16", group=RUN)
+    attn: str | None = option(
+        None, "attention implementation, such as sdpa, eager, flash_attention_2", group=RUN
+    )
+    device: str = option("auto", "auto, cpu, cuda, cuda:1, mps ...", group=RUN)
+    seed: int = option(0, "random seed", group=RUN, type=int)
+    output: Path = option(  # noqa: RUF009
+        Path("runs/eval"), "directory for the results", group=RUN, type=Path
+    )
+    lengths: tuple[int, ...] = option(
+        MISSING,
+        "context lengths, such as 512,4k,8k",
+        parse_lengths,
+        group=ASKED,
+        action="append",
+        required=True,
+    )
+    options: Mapping[str, Mapping[str, Any]] = field(
+        default_factory=dict,
+        metadata=option(
+            None,
+            "METHOD.NAME=VALUE, NAME=VALUE of a single method, or METHOD=FILE.json",
+            parse_options,
+            "--option",
+            group=MEASURED,
+            action="append",
+        ).metadata,
+    )
+    batch_size: int | None = option(
+        None, "rows per forward, or auto", batch_size, group=RUN, typed="auto"
+    )
+    chat: Chat = option(  # noqa: RUF009
+        "auto", "use the chat template", group=ASKED, choices=("auto", "yes", "no")
+    )
+    force: bool = option(
+        False,
+        "measure lengths beyond what a method reaches, an adapter under another method",
+        group=ASKED,
+    )
+    resume: bool = option(False, "use the results in --output and complete them", group=ASKED)
+    overwrite: bool = option(False, "delete the results in --output", group=ASKED)
 
     def to_json(self) -> dict[str, Any]:
         """What determines the results, as plain data."""

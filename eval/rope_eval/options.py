@@ -55,7 +55,9 @@ def keywords_of(cls: type) -> Callable[[F], F]:
     """
 
     def decorate(function: F) -> F:
-        own = inspect.signature(function).parameters
+        kinds = inspect.signature(function).parameters
+        variable = inspect.Parameter.VAR_KEYWORD  # its name does not take that of a field
+        own = {name for name, parameter in kinds.items() if parameter.kind != variable}
         return _with_parameters(
             function,
             [

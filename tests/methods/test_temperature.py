@@ -311,9 +311,9 @@ def test_a_position_method_scales_the_columns_that_rotate_and_no_others(ids, nam
         torch.testing.assert_close(other[..., half:], one[..., half:])
 
 
-def test_a_temperature_costs_a_few_calls_in_every_layer(ids) -> None:
-    def calls(layers: int, **options: Any) -> int:
-        model = rope_ext.patch(tiny_llama(num_hidden_layers=layers), "ntk", factor=4, **options)
+def test_a_fixed_map_runs_no_code_of_this_package(ids) -> None:
+    def calls(**options: Any) -> int:
+        model = rope_ext.patch(tiny_llama(num_hidden_layers=3), "ntk", factor=4, **options)
         cache = DynamicCache(config=model.config)
         count = 0
 
@@ -333,10 +333,8 @@ def test_a_temperature_costs_a_few_calls_in_every_layer(ids) -> None:
                 sys.setprofile(None)
         return count
 
-    assert calls(3, attention_factor=1.2) == 0
-    assert calls(3, temperature=1.2) == 3
-    few, more = calls(1, temperature="log_n"), calls(3, temperature="log_n")
-    assert (more - few) / 2 <= 8 and few <= 40
+    assert calls(attention_factor=1.2) == 0
+    assert calls(temperature=1.2) > 0  # which the count would notice
 
 
 # --- the way back, copies, saving ----------------------------------------------------------------

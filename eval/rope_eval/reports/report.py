@@ -360,6 +360,7 @@ class Report:
         for section in self.sections:
             parts += [f"### {section.name}", section.tables[0].markdown(), f"{section.definition}."]
         parts += self.recommendations
+        parts += [f"Note: {note}." for note in self.plan.notes]
         parts.append(f"95 % intervals. {' '.join(self.essentials)}")
         return "\n\n".join(parts) + "\n"
 

@@ -103,10 +103,7 @@ def unsupported(values: dict[str, Any]) -> Iterator[str]:
     config = values.get("deepspeed")
     if config and importlib.util.find_spec("deepspeed") is None:
         values["deepspeed"] = None
-        yield (
-            f"--deepspeed {config} needs DeepSpeed, which is not installed; install it with: "
-            f"pip install deepspeed, or leave --deepspeed out"
-        )
+        yield from missing(f"--deepspeed {config}", "DeepSpeed", "leave --deepspeed out")
     elif isinstance(config, str) and not config.startswith("{") and not Path(config).is_file():
         values["deepspeed"] = None
         yield f"--deepspeed {config} is not a file; give the path of a DeepSpeed configuration"
@@ -123,13 +120,19 @@ def not_installed(values: Mapping[str, Any]) -> Iterator[str]:
                 f"give --report_to none"
             )
     optim = str(getattr(values.get("optim"), "value", values.get("optim")))
-    if re.search("bnb|8bit|paged", optim) and importlib.util.find_spec("bitsandbytes") is None:
-        yield (
-            f"--optim {optim} needs bitsandbytes, which is not installed; install it with: "
-            f"pip install bitsandbytes, or leave --optim out"
+    if re.search("bnb|8bit|paged", optim):
+        yield from missing(f"--optim {optim}", "bitsandbytes", "leave --optim out")
+    if values.get("use_liger_kernel"):
+        yield from missing(
+            "--use_liger_kernel true", "liger-kernel", "leave --use_liger_kernel out"
         )
-    if values.get("use_liger_kernel") and importlib.util.find_spec("liger_kernel") is None:
+
+
+def missing(setting: str, package: str, instead: str) -> Iterator[str]:
+    """A message if the package that a setting needs is not installed."""
+    name = package.lower()
+    if importlib.util.find_spec(name.replace("-", "_")) is None:
         yield (
-            "--use_liger_kernel true needs liger-kernel, which is not installed; install it with: "
-            "pip install liger-kernel, or leave --use_liger_kernel out"
+            f"{setting} needs {package}, which is not installed; install it with: "
+            f"pip install {name}, or {instead}"
         )

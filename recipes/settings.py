@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import filecmp
-import importlib.util
 import json
 import math
 import os
@@ -22,7 +21,7 @@ from transformers import HfArgumentParser, TrainingArguments
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.trainer import TRAINER_STATE_NAME
 
-from recipes.checks import not_installed, out_of_range, unsupported
+from recipes.checks import missing, not_installed, out_of_range, unsupported
 from recipes.data import PYTHON_LIBRARY
 from rope_eval.plots.style import require_matplotlib
 from rope_ext.arguments import read_json
@@ -308,11 +307,8 @@ def _of_lora(recipe: Recipe, args: Any) -> Iterator[str]:
             "--dtype bfloat16 holds frozen weights in bfloat16 and trained ones in float32, which "
             "only go together under autocast; give --bf16 true as well, or --dtype float32"
         )
-    if recipe.quantize and importlib.util.find_spec("bitsandbytes") is None:
-        yield (
-            "--quantize needs bitsandbytes, which is not installed; install it with: pip install "
-            "bitsandbytes, or give --quantize false"
-        )
+    if recipe.quantize:
+        yield from missing("--quantize", "bitsandbytes", "give --quantize false")
 
 
 def _of_method(recipe: Recipe, method: Any) -> Iterator[str]:

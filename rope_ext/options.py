@@ -34,11 +34,6 @@ class Options:
     original_max_position_embeddings: int | None = None
     tokenizer: Any = None
 
-    @classmethod
-    def from_arguments(cls, **given: Any) -> Options:
-        """Build from raw user arguments: ``bias`` and ``layers`` in any form ``patch`` accepts."""
-        return cls(**given)
-
     def __post_init__(self) -> None:
         self._require("kernel", "auto", "flash", "flex", "reference")
         self._require("sliding_layers", "auto", "keep", "scale")

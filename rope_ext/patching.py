@@ -178,16 +178,16 @@ def patch(
         RecordError: the model was saved under a patch whose record cannot be read.
     """
     method = _method(method, options)
-    keywords = Options.from_arguments(
+    given: dict[str, Any] = {"bias": bias, "layers": layers}  # in forms that Options converts
+    keywords = Options(
         frequency=frequency,
-        bias=bias,
-        layers=layers,
         kernel=kernel,
         compose=compose,
         sliding_layers=sliding_layers,
         precise=precise,
         original_max_position_embeddings=original_max_position_embeddings,
         tokenizer=tokenizer,
+        **given,
     )
     keywords.check(method)
     decoder = text_decoder(model)

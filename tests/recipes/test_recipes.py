@@ -758,7 +758,7 @@ def test_good_input_is_not_refused(
 def test_quantize_needs_bitsandbytes(
     checkpoint: Path, texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(settings.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(checks.importlib.util, "find_spec", lambda name: None)
     recipe, args = settings.parse(arguments(checkpoint, texts, tmp_path, quantize=True))
     with pytest.raises(OptionError, match="pip install bitsandbytes"):
         settings.check_together(recipe, args)

@@ -87,23 +87,17 @@ if TYPE_CHECKING:
     from rope_eval.reports.calibration import Calibration
     from rope_eval.tune.calibrate import calibrate
     from rope_eval.tune.search import search
-    from rope_ext.advice.recommend import (
-        Diagnosis,
-        PairDiagnosis,
-        Recommendation,
-        SiteDiagnosis,
-        diagnose,
-        recommend,
-    )
+    from rope_ext.advice.diagnose import Diagnosis, PairDiagnosis, SiteDiagnosis, diagnose
+    from rope_ext.advice.recommend import Recommendation, recommend
     from rope_ext.engines import Export, export
     from rope_ext.loading import from_pretrained, load_adapter, save_sidecar
 
 _LAZY = {
-    "Diagnosis": "advice.recommend",
-    "PairDiagnosis": "advice.recommend",
+    "Diagnosis": "advice.diagnose",
+    "PairDiagnosis": "advice.diagnose",
     "Recommendation": "advice.recommend",
-    "SiteDiagnosis": "advice.recommend",
-    "diagnose": "advice.recommend",
+    "SiteDiagnosis": "advice.diagnose",
+    "diagnose": "advice.diagnose",
     "recommend": "advice.recommend",
     "from_pretrained": "loading",
     "load_adapter": "loading",

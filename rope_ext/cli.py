@@ -61,13 +61,19 @@ def recommend(
     calibration: Annotated[
         Path | None, typer.Option(help="Output file or directory of `rope-ext calibrate`.")
     ] = None,
+    engine: Annotated[
+        str | None,
+        typer.Option(
+            help="Only methods that vllm, sglang, llama.cpp, ollama, mlx or transformers can run."
+        ),
+    ] = None,
 ) -> None:
     """Recommend a method for a target length, and explain the choice."""
     with clean_errors():
         import rope_ext
 
         quiet()
-        print(rope_ext.recommend(model, parse_length(length), finetune, calibration))
+        print(rope_ext.recommend(model, parse_length(length), finetune, calibration, engine))
 
 
 @app.command()

@@ -25,6 +25,7 @@ from rope_ext.errors import (
 from rope_ext.methods import FrequencyMethod, Method, build_method
 from rope_ext.options import Options, SlidingLayers
 from rope_ext.position.bias import Earlier, learned
+from rope_ext.recommendation import Recommendation
 from rope_ext.record import FIELD, Record
 from rope_ext.rotary import buffers
 from rope_ext.rotary.buffers import Changes
@@ -116,7 +117,7 @@ class Patch:
 @_one_at_a_time
 def patch(
     model: Model,
-    method: str | Method = "yarn",
+    method: str | Method | Recommendation = "yarn",
     *,
     frequency: FrequencyMethod | None = None,
     bias: str | Encoding | None = None,
@@ -141,7 +142,8 @@ def patch(
     Args:
         model: a loaded transformers model with rotary embeddings, or a ``PeftModel``, compiled
             or data-parallel wrapper around one.
-        method: name or alias of a method, or a method object such as ``YaRN(factor=4)``.
+        method: name or alias of a method, a method object such as ``YaRN(factor=4)``, or the
+            result of :func:`rope_ext.recommend`.
         frequency: a frequency method to use under a position method, such as ``NTK(factor=2)``.
             The position method then treats the context this one extends to as the trained context.
         bias: an encoding that adds to the logits by distance while the rotation stays in place:
@@ -177,6 +179,12 @@ def patch(
         AlreadyPatchedError, AlreadyScaledError: pass ``replace=True`` or ``compose=True``.
         RecordError: the model was saved under a patch whose record cannot be read.
     """
+    if isinstance(method, Recommendation):
+        compose = compose or method.compose
+        original_max_position_embeddings = (
+            original_max_position_embeddings or method.original_max_position_embeddings
+        )
+        method = method.method
     method = _method(method, options)
     given: dict[str, Any] = {"bias": bias, "layers": layers}  # in forms that Options converts
     keywords = Options(

@@ -10,7 +10,7 @@ from typing import Any
 
 from rope_ext.encodings import Encoding
 from rope_ext.errors import RecordError
-from rope_ext.methods import FrequencyMethod, Method, build_method
+from rope_ext.methods import FrequencyMethod, Method, build_method, method_class
 from rope_ext.methods.rope import MOST_TOKENS
 from rope_ext.methods.temperature import Constant, Temperature
 from rope_ext.options import Options
@@ -248,6 +248,8 @@ def _with_numbers(data: Mapping[str, Any]) -> dict[str, Any]:
 
 def _method(data: Any) -> Method:
     options = {name: _from_json(value) for name, value in data.items() if name != "name"}
+    if "published" in method_class(data["name"]).__dataclass_fields__:
+        options.setdefault("published", True)  # saved when that was the only default
     return build_method(data["name"], **options)
 
 

@@ -5,14 +5,17 @@ from __future__ import annotations
 import functools
 import math
 import re
+from pathlib import Path
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from transformers import AutoConfig, LlamaConfig
+from transformers import CONFIG_MAPPING, AutoConfig, LlamaConfig, Qwen3Config, Qwen3ForCausalLM
 
 import rope_ext
+from rope_ext.advice.measured import MEASURED, ranked
+from rope_ext.advice.vendors import RECIPES, SHIPPED, Recipe, recipe_for
 from rope_ext.methods import Band, distances_in_use, own
 from rope_ext.methods.geometry import Distance
 from rope_ext.rotary.sites import text_decoder
@@ -139,7 +142,7 @@ def test_the_table_can_be_read() -> None:
     assert re.search(r"^ +45 .* in distribution$\n^ +46 .* out of distribution$", plain, re.M)
     with rope_ext.patched(model(), "rerope", factor=4):
         text = str(rope_ext.diagnose(model(), 256))
-    assert "before the patch, 0 at 17 after" in text and "rerope(factor=4, window=16)" in text
+    assert "before the patch, 0 at 33 after" in text and "rerope(factor=4, window=32)" in text
 
 
 @pytest.mark.parametrize(
@@ -159,9 +162,8 @@ def test_self_extend_by_its_rule(target: int, window: int, group: int) -> None:
 @pytest.mark.parametrize(
     ("target", "finetune", "name", "reason"),
     [
-        (16384, False, "self_extend", "kexue.fm/archives/8823"),
-        (16385, False, "self_extend", "2/3 L = 2730.7 (arXiv 2401.01325"),
-        (131072, False, "dual_chunk", "arXiv 2402.17463"),
+        (16384, False, "rerope", "kexue.fm/archives/9708"),
+        (131072, False, "rerope", "At 8 times the length of the two bundled checkpoints"),
         (131072, True, "yarn", "section 4.1"),
         (262144, True, "yarn", "beyond the published 32"),
     ],
@@ -177,22 +179,108 @@ def test_the_method_follows_the_factor(target: int, finetune: bool, name: str, r
 @pytest.mark.parametrize(
     ("target", "others"),
     [
-        (16384, ["dynamic_yarn", "yarn", "dual_chunk", "rerope"]),
-        (16385, ["dual_chunk", "rerope", "dynamic_yarn", "yarn"]),
-        (131072, ["self_extend", "rerope", "dynamic_yarn", "yarn"]),
+        (16384, ranked()[1:]),
+        # its groups would have 72 tokens, more than its authors call reasonable
+        (131072, [*ranked()[2:], "self_extend"]),
     ],
 )
-def test_the_alternatives_follow_the_factor(target: int, others: list[str]) -> None:
+def test_the_order_is_that_of_the_measurements(target: int, others: list[str]) -> None:
     found = rope_ext.recommend(llama_2(), target)
-    assert [method.name for method, _ in found.alternatives] == others
+    assert [found.method.name, *(method.name for method, _ in found.alternatives)] == [
+        "rerope",
+        *others,
+    ]
+    assert (found.serve, found.engines) == (rope_ext.YaRN(factor=target // 4096), ENGINES)
+    for name in others:
+        assert str(MEASURED[name]) in str(found)
 
 
-def test_self_extend_comes_with_a_temperature() -> None:
-    found = rope_ext.recommend(llama_2(), 16384)
-    assert found.method.temperature == rope_ext.LogN()
+ENGINES = ("vllm", "sglang", "llama.cpp", "ollama", "transformers", "mlx")
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_for_an_engine_only_what_it_runs(engine: str) -> None:
+    found = rope_ext.recommend(llama_2(), 16384, engine=engine)
+    assert found.method == rope_ext.YaRN(factor=4) and found.serve is None
+    assert f"for {engine}" in str(found)
+    for method in (found.method, *(method for method, _ in found.alternatives)):
+        with rope_ext.patched(tiny_llama(**LLAMA_2), method) as patched:
+            assert rope_ext.export(patched, engine).command
+
+
+def test_an_engine_that_runs_nothing_of_a_family_says_why() -> None:
+    with pytest.raises(rope_ext.OptionError, match="vllm cannot run yarn: whether it builds"):
+        rope_ext.recommend(family("gpt_neox"), 256, engine="vllm")
+    with pytest.raises(rope_ext.ExportError, match="'vlm' is not known"):
+        rope_ext.recommend(family("gpt_neox"), 256, engine="vlm")
+
+
+def qwen3(length: int) -> Qwen3Config:
+    return Qwen3Config(**LLAMA_2 | {"max_position_embeddings": length})
+
+
+def test_the_recipe_of_the_vendor_comes_first_where_it_fits() -> None:
+    found = rope_ext.recommend(qwen3(40960), 131072)
     assert found.call == (
-        "rope_ext.patch(model, 'self_extend', factor=4, temperature='log_n', window=1024, group=10)"
+        "rope_ext.patch(model, 'yarn', factor=4, original_max_position_embeddings=32768)"
     )
+    assert found.serve == found.method and "huggingface.co/Qwen/Qwen3-8B" in found.reasons[0]
+    assert rope_ext.recommend(qwen3(40960), 65536).method == rope_ext.YaRN(factor=2)
+    assert rope_ext.recommend(qwen3(40960), 131072, engine="vllm").call == found.call
+    for length, target in ((40960, 131073), (8192, 32768)):  # beyond it, and another checkpoint
+        other = rope_ext.recommend(qwen3(length), target)
+        assert other.method.name == "rerope" and other.trained_length == length
+
+
+@pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: recipe.models)
+def test_every_recipe_is_that_of_its_families(recipe: Recipe) -> None:
+    for model_type in recipe.model_types:
+        for configured in recipe.configured:
+            assert recipe_for(model_type, configured) is recipe
+        assert model_type in CONFIG_MAPPING
+    assert recipe_for(recipe.model_types[0], 12345) is None
+
+
+def test_what_ships_scaled_is_named() -> None:
+    rope = {"rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0, "low_freq_factor": 1.0}
+    rope |= {"high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+    lengths = {"max_position_embeddings": 131072, "rope_parameters": rope}
+    found = rope_ext.recommend(LlamaConfig(**LLAMA_2 | lengths), 262144)
+    assert "as Llama 3.1 to 3.3: llama3, factor 8 on 8192" in found.reasons[-1]
+
+
+def test_patch_takes_a_recommendation() -> None:
+    small = tiny_llama()
+    found = rope_ext.recommend(small, 4 * LENGTH)
+    described = rope_ext.describe(rope_ext.patch(small, found))
+    assert (described.method, described.target_length) == (found.method.name, 4 * LENGTH)
+    qwen = Qwen3ForCausalLM(qwen3(40960))
+    rope_ext.patch(qwen, rope_ext.recommend(qwen, 131072))
+    assert rope_ext.describe(qwen).length == 32768
+    scaled = tiny_llama(rope_parameters={"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0})
+    rope_ext.patch(scaled, rope_ext.recommend(scaled, 2 * LENGTH, finetune=True))
+    assert rope_ext.describe(scaled).target_length == 2 * LENGTH
+
+
+ROOT = Path(__file__).parents[1]
+
+
+def test_the_page_has_the_numbers_and_recipes_that_decide() -> None:
+    page = (ROOT / "docs" / "advice.md").read_text(encoding="utf-8")
+    for name, found in MEASURED.items():
+        (one, two), (first, second) = found.perplexity, found.passkeys
+        assert f"| `{name}` | {one:g} | {first} % | {two:g} | {second} % |" in page
+    for recipe in RECIPES:
+        kind = f"yarn, factor {recipe.factor:g} on {recipe.trained}"
+        assert f"| {recipe.models} | {kind} | {recipe.source} |" in page
+    for shipped in SHIPPED:
+        assert f"| {shipped.models} | {shipped.settings} | {shipped.source} |" in page
+
+
+@pytest.mark.parametrize("method", rope_ext.methods(), ids=lambda method: method.name)
+def test_the_page_of_a_method_says_what_to_choose_it_for(method: rope_ext.MethodInfo) -> None:
+    page = (ROOT / "docs" / "methods" / f"{method.name}.md").read_text(encoding="utf-8")
+    assert f"\n**Choose it for:** {method.use}.\n" in page
 
 
 def test_reasons_hold_the_numbers_of_llama_2() -> None:
@@ -245,8 +333,8 @@ def test_a_configuration_says_what_it_cannot_prove() -> None:
 def test_a_folder_is_read_without_its_weights(tmp_path) -> None:
     llama_2().save_pretrained(tmp_path)
     found = rope_ext.recommend(tmp_path, 8192)
-    assert found.method.name == "self_extend"
-    assert found.alternatives[0][0] == rope_ext.DynamicYaRN(factor=2)
+    assert found.method == rope_ext.ReRoPE(factor=2, window=2048)
+    assert found.serve == rope_ext.YaRN(factor=2)
 
 
 @pytest.mark.parametrize("method", ["rerope", "dynamic_yarn"])

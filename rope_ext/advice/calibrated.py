@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rope_ext.errors import MeasureError
+from rope_ext.errors import MeasureError, OptionError
 from rope_ext.methods import Method
 from rope_ext.record import method_from_json
 
@@ -90,6 +90,45 @@ def unreadable(error: Exception) -> MeasureError:
         f"this is not what a calibration found ({reason}); give the {NAME}.json that "
         f"`rope-ext calibrate` wrote"
     )
+
+
+def calibration_for(model: Any, given: Any) -> tuple[Calibrated | None, bool]:
+    """The calibration that was given, or lies in the model's folder; whether it was given."""
+    if isinstance(given, (str, Path)):
+        return _read(given), True
+    if hasattr(given, "to_json"):
+        return from_json(given.to_json()), True
+    if given is not None:
+        raise OptionError(
+            f"calibration={given!r} is not valid; give what rope_ext.calibrate returned, or its "
+            f"file or folder"
+        )
+    if isinstance(model, (str, Path)) and (Path(model) / f"{NAME}.json").is_file():
+        try:
+            return _read(model), False
+        except MeasureError:  # it may be somebody else's
+            return None, False
+    return None, False
+
+
+def _read(path: str | Path) -> Calibrated:
+    text = read(path)
+    try:
+        return from_json(text)
+    except MeasureError as error:
+        raise MeasureError(f"{path}: {error}") from None
+
+
+def misfit(found: Calibrated, model: str, trained: int, target: int) -> str | None:
+    """Why a calibration is not for this model and length."""
+    if (found.model, found.trained_length) != (model, trained):
+        return (
+            f"of {found.model} with {found.trained_length} trained tokens, and this is {model} "
+            f"with {trained}"
+        )
+    if found.target_length < target:
+        return f"for {found.target_length} tokens, and target_length={target}"
+    return None
 
 
 def _tokens(data: Mapping[str, Any], name: str) -> int:

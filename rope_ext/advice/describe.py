@@ -88,7 +88,11 @@ class Description:
     def __str__(self) -> str:
         lines = [f"{self.model}: trained for {self.length} tokens, not patched"]
         if self.method is not None:
-            options = ", ".join(f"{k}={v}" for k, v in self.options.items() if v is not None)
+            options = ", ".join(
+                f"{name}={value}"
+                for name, value in self.options.items()
+                if value is not None and name != "published"  # the others say what holds
+            )
             lines = [
                 f"{self.model}: {self.length} -> {self.target_length} tokens by "
                 f"{self.method}({options})"

@@ -1,42 +1,32 @@
-"""Which method for which length, and what a length does to every rotary pair.
+"""Which method for which model and length.
 
-Only published rules, each with its source, and what a calibration found. The rules come from other
-models than yours: measure the advice with ``rope-ext compare``.
+A vendor's recipe comes first, then what a calibration found, then what was measured on the bundled
+checkpoints; with fine-tuning, what is published. The data is in ``vendors`` and ``measured``.
 """
 
 from __future__ import annotations
 
-import copy
-import dataclasses
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import nn
-from transformers import AutoModelForCausalLM, PreTrainedConfig
+from transformers import PreTrainedConfig
 
-from rope_ext.advice import calibrated as calibrations
-from rope_ext.advice.calibrated import NAME, Calibrated
-from rope_ext.advice.describe import describe, wavelength, wavelength_text
-from rope_ext.errors import MeasureError, OptionError, RopeExtError, UnsupportedModelError
-from rope_ext.methods import (
-    ABF,
-    PI,
-    DualChunk,
-    DynamicYaRN,
-    Method,
-    ReRoPE,
-    Rope,
-    SelfExtend,
-    YaRN,
-)
+from rope_ext.advice.building import built, require_length
+from rope_ext.advice.calibrated import Calibrated, calibration_for, misfit
+from rope_ext.advice.measured import MEASURED, ranked
+from rope_ext.advice.vendors import Recipe, recipe_for, shipped_with
+from rope_ext.engines import all_engines, build_engine
+from rope_ext.engines.base import Refusal
+from rope_ext.errors import OptionError, RopeExtError, UnsupportedModelError
+from rope_ext.methods import ABF, NTK, PI, Method, Rope, YaRN, build_method
 from rope_ext.methods.abf import bounded_length, smallest_base
 from rope_ext.methods.rope import factor_to
-from rope_ext.patching import Patch, current_patch, first_site, patched
-from rope_ext.record import option_texts
-from rope_ext.rotary.sites import RotarySite, find_sites, text_config, text_decoder
+from rope_ext.patching import current_patch, first_site, patched
+from rope_ext.recommendation import Recommendation
+from rope_ext.rotary.sites import text_config, text_decoder
 from rope_ext.saving.configuration import is_scaled
 
 _INTERPOLATED = 4
@@ -48,184 +38,94 @@ _LARGEST_GROUP = 64
 _TRAINED_FACTOR = 32
 """Largest factor at which YaRN is published with fine-tuning, arXiv 2309.00071."""
 
-_EQUAL = 1 + 1e-9  # theta / s * s * length is not theta * length to the last bit
+FINETUNED = (
+    (
+        YaRN,
+        "Fine-tuned, YaRN took Llama-2-7B to 32 times its 4096 tokens: perplexity 2.37 on "
+        "Proof-pile, 99.4 % of passkeys at 131072 (arXiv 2309.00071, section 4).",
+    ),
+    (
+        ABF,
+        "For long continued training: nothing but a larger base (arXiv 2309.16039), here the "
+        "smallest that arXiv 2405.14591 finds enough.",
+    ),
+    (PI, "The simplest; published after 1000 steps of fine-tuning (arXiv 2306.15595)."),
+)
+SERVED = (
+    (
+        YaRN,
+        "The same frequencies at every length, which every supported engine runs; costs something "
+        "on short prompts (arXiv 2309.00071).",
+    ),
+    (NTK, "Nothing but a larger base; for an engine that takes nothing else (bloc97 2023)."),
+    (PI, "Linear scaling; for an engine that takes nothing else (arXiv 2306.15595)."),
+)
 
 
 @dataclass(frozen=True)
-class Recommendation:
-    """What to patch a model with; ``print`` it.
+class _Case:
+    """What a recommendation is for.
 
     Args:
-        model: class of the decoder.
-        method: with every option that matters filled in.
-        factor: ``target_length`` through ``trained_length``, rounded up to hundredths.
-        target_length: tokens.
-        trained_length: tokens.
+        model: loaded or without weights.
+        rope: the trained embedding.
+        target: tokens.
         finetune: whether the model will be fine-tuned.
-        compose: whether ``patch`` needs ``compose=True``: the checkpoint is scaled already.
-        reasons: sentences, each with its source.
-        alternatives: further methods that the model accepts, and when to choose each.
+        scaled: what the checkpoint does to its embedding by itself, in words; None: nothing.
+        engine: that has to run it; None: this process.
+        recipe: of the vendor, if there is one.
+        length: trained tokens to give to ``patch``; None: as the configuration says.
     """
 
-    model: str
-    method: Method
-    factor: float
-    target_length: int
-    trained_length: int
+    model: nn.Module
+    rope: Rope
+    target: int
     finetune: bool
-    compose: bool
-    reasons: tuple[str, ...]
-    alternatives: tuple[tuple[Method, str], ...]
+    scaled: str | None
+    engine: str | None
+    recipe: Recipe | None
+    length: int | None
 
     @property
-    def call(self) -> str:
-        """The call that makes the patch."""
-        return self._call(self.method)
+    def factor(self) -> int | float:
+        return factor_to(self.target, self.rope.length)
 
-    def _call(self, method: Method) -> str:
-        composes = self.compose and method.kind == "frequency"
-        words = ["model", repr(method.name), *option_texts(method)]
-        return f"rope_ext.patch({', '.join(words + ['compose=True'] * composes)})"
+    def engines(self, method: Method) -> tuple[str, ...]:
+        """The engines that can run ``method`` on the model.
 
-    def __str__(self) -> str:
-        tuned = "with" if self.finetune else "without"
-        lines = [
-            f"{self.model}: {self.trained_length} -> {self.target_length} tokens, factor "
-            f"{self.factor:g}, {tuned} fine-tuning",
-            f"  {self.call}",
-            *(f"  - {reason}" for reason in self.reasons),
-        ]
-        for method, when in self.alternatives:
-            lines += [f"  or {self._call(method)}", f"  - {when}"]
-        return "\n".join(lines)
-
-
-@dataclass(frozen=True)
-class PairDiagnosis:
-    """One rotary pair before and after the patch.
-
-    Args:
-        wavelength_before: tokens for one turn; infinite for a pair at rest.
-        wavelength_after: the same, under the patch.
-        rotations: turns within the trained length.
-        trained_angle: radians from the first token to the end of the trained length.
-        angle_before: the same for the largest distance used at the length diagnosed.
-        angle_after: the same, under the patch.
-    """
-
-    wavelength_before: float
-    wavelength_after: float
-    rotations: float
-    trained_angle: float
-    angle_before: float
-    angle_after: float
-
-    def _status(self, angle: float) -> str:
-        seen = self.rotations >= 1 or angle <= self.trained_angle * _EQUAL
-        return "in distribution" if seen else "out of distribution"
-
-    @property
-    def before(self) -> str:
-        """``"in distribution"`` or ``"out of distribution"``, unpatched.
-
-        A pair that makes a full turn within the trained length has met every angle there is; of
-        any other, angles beyond the trained one are new (arXiv 2310.05209, section 3).
+        Raises:
+            RopeExtError: the model refuses it.
         """
-        return self._status(self.angle_before)
-
-    @property
-    def after(self) -> str:
-        """As :attr:`before`, under the patch."""
-        return self._status(self.angle_after)
-
-
-@dataclass(frozen=True)
-class SiteDiagnosis:
-    """One set of rotary frequencies at a length.
-
-    Args:
-        name: path of its module.
-        layer_type: the layers that use it.
-        base: ``rope_theta`` of the checkpoint.
-        critical_dimension: columns of the pairs that make a full turn within the trained length
-            (arXiv 2310.05209: ``2 ceil(d / 2 log_base(L / 2 pi))``).
-        distances_before: how many distances are in use; a sliding window lets no others happen.
-        distances_after: the same, under the patch; a position method lets no others happen. Of the
-            pair with the most, where every pair uses its own.
-        pairs: fastest first.
-    """
-
-    name: str
-    layer_type: str
-    base: float
-    critical_dimension: int
-    distances_before: float
-    distances_after: float
-    pairs: tuple[PairDiagnosis, ...]
+        names = [cls.name for cls in all_engines()] if self.engine is None else [self.engine]
+        found = []
+        composed = self.scaled is not None and method.kind == "frequency"
+        with patched(
+            self.model, method, compose=composed, original_max_position_embeddings=self.length
+        ):
+            state = current_patch(self.model)
+            for name in names:
+                try:
+                    build_engine(name).export(self.model, state)
+                    found.append(name)
+                except Refusal as refusal:
+                    if name == self.engine:
+                        raise OptionError(f"{name} cannot run {method.name}: {refusal}") from None
+        return tuple(found)
 
 
 @dataclass(frozen=True)
-class Diagnosis:
-    """What a length does to every rotary pair; ``print`` it.
+class _Trial:
+    """A candidate, the reason to choose it, and how the model and the engines take it."""
 
-    Args:
-        model: class of the decoder.
-        method: the patch in force, with its options; None: unpatched.
-        length: diagnosed, tokens.
-        trained_length: tokens.
-        sites: one for each set of rotary frequencies.
-        notes: what else to know, as :func:`rope_ext.describe` has it.
-    """
+    method: Method
+    why: str
+    engines: tuple[str, ...] = ()
+    refusal: RopeExtError | None = None
 
-    model: str
-    method: str | None
-    length: int
-    trained_length: int
-    sites: tuple[SiteDiagnosis, ...]
-    notes: tuple[str, ...]
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain values, ready for JSON."""
-        return dataclasses.asdict(self)
-
-    def __str__(self) -> str:
-        how = "not patched" if self.method is None else f"patched with {self.method}"
-        lines = [
-            f"{self.model} at {self.length} tokens: trained for {self.trained_length} tokens, {how}"
-        ]
-        for site in self.sites:
-            lines += self._table(site)
-        return "\n".join([*lines, *(f"  {note}" for note in self.notes)])
-
-    def _table(self, site: SiteDiagnosis) -> list[str]:
-        patched, pairs = self.method is not None, site.pairs
-        states = [(pair.before, pair.after)[: 1 + patched] for pair in pairs]
-        news = [
-            sum(one.startswith("out") for one in column) for column in zip(*states, strict=True)
-        ]
-        lines = [
-            f"  {site.name} [{site.layer_type}] {len(pairs)} pairs, base {site.base:g}, critical "
-            f"dimension {site.critical_dimension} of {2 * len(pairs)}",
-            f"    {news[0]} pairs out of distribution at {site.distances_before:g} distances",
-            f"    pair {'wavelength':>12} {'turns':>8} {'trained angle':>14} {'angle':>10}  status",
-        ]
-        if patched:
-            lines[1] += f" before the patch, {news[1]} at {site.distances_after:g} after"
-            lines[2] += f"{'':>13} {'patched':>12} {'angle':>10}  status"
-        borders = {
-            i + j for i in range(len(pairs) - 1) for j in (0, 1) if states[i] != states[i + 1]
-        }
-        for i in sorted(borders | {round(k * (len(pairs) - 1) / 4) for k in range(5)}):
-            pair = pairs[i]
-            line = (
-                f"    {i:>4} {wavelength_text(pair.wavelength_before):>12} {pair.rotations:>8.4g} "
-                f"{pair.trained_angle:>14.5g} {pair.angle_before:>10.5g}  {pair.before:<19}"
-            )
-            if patched:
-                line += f" {wavelength_text(pair.wavelength_after):>12} {pair.angle_after:>10.5g}"
-                line += f"  {pair.after}"
-            lines.append(line.rstrip())
-        return lines
+    def unproven(self, model: nn.Module) -> bool:
+        """Whether only missing weights stood against the method."""
+        meta = any(parameter.is_meta for parameter in model.parameters())
+        return meta and self.method.attends and isinstance(self.refusal, UnsupportedModelError)
 
 
 def recommend(
@@ -233,391 +133,221 @@ def recommend(
     target_length: int,
     finetune: bool = False,
     calibration: Any = None,
+    engine: str | None = None,
 ) -> Recommendation:
-    """The published choice for a model and a length, or what a calibration found.
+    """The method for a model and a length, with reasons and their sources.
 
-    Without fine-tuning: ``self_extend`` with ``temperature="log_n"``, which holds at 4 and 8 times
-    the length of both checkpoints in the box, while its groups have at most 64 tokens; then
-    ``dual_chunk``. With it: ``yarn``. Every method is tried on the model, which stays as it was;
-    what it refuses is left out, and where it refuses position methods, ``dynamic_yarn`` comes first
-    (``yarn`` on top of a checkpoint that is scaled already).
+    First comes the recipe of the model's vendor where there is one, then what a calibration found.
+    The others are in the order of what was measured on the two bundled checkpoints at 8 times their
+    length (docs/advice.md); with fine-tuning, ``yarn``. Every method is tried on the model, which
+    stays unchanged; those that it refuses are left out.
 
     Args:
         model_or_config: a loaded model that is not patched, or its configuration, folder or Hub
             id; no weights are read for those, so that position methods cannot be tried.
         target_length: tokens.
         finetune: whether the model will be fine-tuned for it.
-        calibration: what :func:`rope_ext.calibrate` found for this model, or its file or folder:
-            that method comes first. None takes the ``calibration.json`` in the model's folder if
-            there is one that fits. Fine-tuning needs none.
+        calibration: what :func:`rope_ext.calibrate` found for this model, or its file or folder.
+            None takes the ``calibration.json`` in the model's folder if there is one that fits.
+            Fine-tuning needs none.
+        engine: ``"vllm"``, ``"sglang"``, ``"llama.cpp"``, ``"ollama"``, ``"mlx"`` or
+            ``"transformers"``: only methods that it can run. None gives two answers: ``method``
+            for this process and ``serve`` for other engines.
 
     Returns:
-        Method, factor, the call, the reasons with their sources, and alternatives.
+        Method, factor, the call, the reasons with their sources, and alternatives; pass it to
+        :func:`rope_ext.patch`.
 
     Raises:
-        OptionError: the target is within the trained length, or the calibration is of another
-            model or length.
+        OptionError: the target is within the trained length, the calibration is of another
+            model or length, or the engine runs none of the methods on this model.
+        ExportError: there is no such engine.
         MeasureError: there is no such calibration.
         AlreadyPatchedError: the model is patched.
         NoRopeError, UnsupportedModelError, AlreadyScaledError: as :func:`rope_ext.patch`, where
             it would accept none of the methods.
     """
-    model, notes = _built(model_or_config)
-    decoder = text_decoder(model)
+    if engine is not None:
+        build_engine(engine)  # a mistake shows before a Hub is asked
+    model, notes = built(model_or_config)
     require_length("target_length", target_length)
-    calibrated, given = _calibrated(model_or_config, calibration)
-    site = first_site(model)
-    trained = site.rope.length
-    if target_length <= trained:
-        raise OptionError(
-            f"target_length={target_length} is within the {trained} tokens that "
-            f"{type(decoder).__name__} was trained on, so there is nothing to extend; use it "
-            f"unpatched, or give a target above {trained}"
-        )
-    factor = factor_to(target_length, trained)
-    there = is_scaled(decoder, site)
-    reasons, accepted, refusals = [], [], []
-    candidates = [*_candidates(site.rope, target_length, factor, finetune, there is not None)]
-    if calibrated is not None and not finetune:
-        misfit = _misfit(calibrated, type(decoder).__name__, trained, target_length)
-        if misfit is None:
-            candidates.insert(
-                0, (calibrated.method, f"Calibrated on a text. {calibrated.sentence}")
-            )
+    found, given = calibration_for(model_or_config, calibration)
+    case = _case(model, target_length, finetune, engine)
+    name, trained = type(text_decoder(model)).__name__, case.rope.length
+    candidates = [*_candidates(case)]
+    if found is not None and not finetune:
+        mismatch = misfit(found, name, trained, target_length)
+        if mismatch is None:
+            why = f"Calibrated on a text. {found.sentence}"
+            candidates.insert(int(case.recipe is not None), (found.method, why))
         elif given:
             raise OptionError(
-                f"this calibration is {misfit}; leave calibration out, or calibrate for this one"
+                f"this calibration is {mismatch}; leave calibration out, or calibrate for this one"
             )
-    for method, why in candidates:
-        refusal = _refusal(model, method, there is not None)
-        if refusal is None or _unproven(model, method, refusal):
-            accepted.append((method, why, refusal))
-        else:
-            refusals.append(refusal)
-            if not accepted:
-                reasons.append(f"{method.name} is left out: {refusal}")
+    trials = [_tried(case, method, why) for method, why in candidates]
+    accepted = [t for t in trials if t.refusal is None or (not engine and t.unproven(model))]
     if not accepted:
-        raise refusals[0]
-    (method, why, unproven), *others = accepted
-    reasons = [why, *_more(site.rope, method, target_length, factor, finetune), *reasons, *notes]
-    if unproven:
-        reasons.append(
-            "A configuration alone does not show whether this family accepts position methods: "
-            "patch tells, once the weights are loaded (docs/FAMILIES.md)."
-        )
-    if not finetune and method is not getattr(calibrated, "method", None):
-        reasons.append(
-            f"How sharp attention must be, and how wide windows, belongs to the model: `rope-ext "
-            f"calibrate --model MODEL --length {target_length} --methods {method.name} --output "
-            f"FOLDER` finds it on a text, and calibration=FOLDER puts it here."
-        )
-    if there is not None:
-        reasons.append(
-            f"The checkpoint is scaled already ({there}): its {trained} tokens are taken for the "
-            f"trained ones, and what is added goes on top."
-        )
+        raise trials[0].refusal
+    first, *others = accepted
+    serve = next((t for t in accepted if t.engines), None)
+    refused = [
+        f"{t.method.name} is left out: {t.refusal}"
+        for t in trials[: trials.index(first)]
+        if t.refusal
+    ]
     return Recommendation(
-        model=type(decoder).__name__,
-        method=method,
-        factor=factor,
+        model=name,
+        method=first.method,
+        factor=case.factor,
         target_length=target_length,
         trained_length=trained,
         finetune=finetune,
-        compose=there is not None,
-        reasons=tuple(reasons),
-        alternatives=tuple((other, when) for other, when, _ in others),
+        engine=engine,
+        compose=case.scaled is not None,
+        original_max_position_embeddings=case.length,
+        reasons=(first.why, *_more(case, first, found), *refused, *notes),
+        alternatives=tuple((t.method, t.why) for t in others),
+        serve=None if engine or serve is None else serve.method,
+        engines=() if engine or serve is None else serve.engines,
     )
 
 
-def _calibrated(
-    model: nn.Module | PreTrainedConfig | str | Path, given: Any
-) -> tuple[Calibrated | None, bool]:
-    """The calibration that was given, or lies in the model's folder; whether it was given."""
-    if isinstance(given, (str, Path)):
-        return _read(given), True
-    if hasattr(given, "to_json"):
-        return calibrations.from_json(given.to_json()), True
-    if given is not None:
+def _case(model: nn.Module, target: int, finetune: bool, engine: str | None) -> _Case:
+    decoder, site = text_decoder(model), first_site(model)
+    configured = site.rope.length
+    if target <= configured:
         raise OptionError(
-            f"calibration={given!r} is not valid; give what rope_ext.calibrate returned, or its "
-            f"file or folder"
+            f"target_length={target} is within the {configured} tokens that "
+            f"{type(decoder).__name__} was trained on, so there is nothing to extend; use it "
+            f"unpatched, or give a target above {configured}"
         )
-    if isinstance(model, (str, Path)) and (Path(model) / f"{NAME}.json").is_file():
-        try:
-            return _read(model), False
-        except MeasureError:  # it may be somebody else's
-            return None, False
-    return None, False
+    scaled, length = is_scaled(decoder, site), None
+    recipe = None
+    if scaled is None and not finetune:
+        recipe = recipe_for(text_config(decoder).model_type, configured)
+    if recipe is not None and target > recipe.factor * recipe.trained:
+        recipe = None
+    if recipe is not None and recipe.trained != configured:
+        length = recipe.trained
+        site = first_site(model, length=length)
+    if scaled is not None:
+        parameters = text_config(decoder).rope_parameters
+        shipped = shipped_with(text_config(decoder).model_type, parameters.get("rope_type", ""))
+        if shipped is not None:
+            scaled += f", as {shipped.models}: {shipped.settings}; {shipped.source}"
+    return _Case(model, site.rope, target, finetune, scaled, engine, recipe, length)
 
 
-def _read(path: str | Path) -> Calibrated:
-    text = calibrations.read(path)
-    try:
-        return calibrations.from_json(text)
-    except MeasureError as error:
-        raise MeasureError(f"{path}: {error}") from None
-
-
-def _misfit(found: Calibrated, model: str, trained: int, target: int) -> str | None:
-    """Why a calibration is not for this model and length."""
-    if (found.model, found.trained_length) != (model, trained):
-        return (
-            f"of {found.model} with {found.trained_length} trained tokens, and this is {model} "
-            f"with {trained}"
-        )
-    if found.target_length < target:
-        return f"for {found.target_length} tokens, and target_length={target}"
-    return None
-
-
-def model_of(given: nn.Module | PreTrainedConfig | str | Path) -> nn.Module:
-    """The model, or one without weights; that of a configuration saved under a patch has none."""
-    return _built(given)[0]
-
-
-def _built(
-    given: nn.Module | PreTrainedConfig | str | Path,
-) -> tuple[nn.Module, tuple[str, ...]]:
-    """As ``model_of``, and a note where a patch is left out."""
-    from rope_ext.checkpoints import load_config, saved_under
-
-    if isinstance(given, (str, Path)):
-        given = load_config(str(given))
-    if not isinstance(given, PreTrainedConfig):
-        return given, ()
-    config, notes = copy.deepcopy(given), ()
-    record = saved_under(config)
-    if record is not None:  # nothing can be built of it as it is
-        record.restore(config)
-        notes = (
-            f"It was saved under {record.call()}; this is about the model without that. For the "
-            f"other, load it with rope_ext.from_pretrained and pass the model.",
-        )
-    try:
-        with torch.device("meta"):
-            return AutoModelForCausalLM.from_config(config), notes
-    except Exception as error:
-        raise UnsupportedModelError(
-            f"no causal language model can be built of {type(given).__name__} ({error}); pass the "
-            f"loaded model"
-        ) from error
-
-
-def require_length(name: str, value: Any) -> None:
-    if type(value) is not int or value < 1:
-        raise OptionError(f"{name}={value!r} is not valid; it must be a positive number of tokens")
-
-
-def _candidates(
-    rope: Rope, target: int, factor: float, finetune: bool, scaled: bool
-) -> Iterator[tuple[Method, str]]:
+def _candidates(case: _Case) -> Iterator[tuple[Method, str]]:
     """Methods, the best first, and the reason to choose each."""
-    yarn = YaRN(factor=factor)
-    if finetune:
-        yield (
-            yarn,
-            "Fine-tuned, YaRN took Llama-2-7B to 32 times its 4096 tokens: perplexity 2.37 on "
-            "Proof-pile, 99.4 % of passkeys at 131072 (arXiv 2309.00071, section 4).",
-        )
-        yield (
-            ABF(factor=factor),
-            "For long continued training: nothing but a larger base (arXiv 2309.16039), here the "
-            "smallest that arXiv 2405.14591 finds enough.",
-        )
-        yield (
-            PI(factor=factor),
-            "The simplest; published after 1000 steps of fine-tuning (arXiv 2306.15595).",
-        )
+    factor, names = case.factor, set()
+    if case.finetune:
+        yield from ((cls(factor=factor), why) for cls, why in FINETUNED)
         return
-    steady = [
-        (
-            yarn,
-            "The same frequencies at every length, which plain transformers loads; costs something "
-            "on short prompts (arXiv 2309.00071).",
+    if case.recipe is not None:
+        names.add("yarn")
+        yield (
+            YaRN(factor=factor),
+            f"{case.recipe.models}: its vendor publishes YaRN for this checkpoint, up to factor "
+            f"{case.recipe.factor:g} on {case.recipe.trained} tokens ({case.recipe.source}). "
+            f"{case.recipe.note}".rstrip(),
         )
-    ]
-    if not scaled:  # a method that adapts cannot go on top of another
-        steady.insert(
-            0,
-            (
-                DynamicYaRN(factor=factor),
-                "Every sequence is scaled by as much as it needs: short prompts stay exactly as "
-                "they were (arXiv 2309.00071, section 3.3).",
-            ),
-        )
-    far = _position_methods(rope, target, factor)
-    yield from [*far, *steady] if factor > _INTERPOLATED else [far[0], *steady, *far[1:]]
+    if case.engine is not None:
+        yield from ((cls(factor=factor), why) for cls, why in SERVED if cls.name not in names)
+        return
+    methods = [build_method(name, factor=factor) for name in ranked() if name not in names]
+    methods = [method.resolved(case.rope) for method in methods]
+    # sorted() is stable: only too large groups move behind the rest.
+    for method in sorted(methods, key=lambda method: _group(method) > _LARGEST_GROUP):
+        if case.scaled is None or not method.adapts:  # which cannot go on top of another
+            yield method, _evidence(method)
 
 
-def _position_methods(rope: Rope, target: int, factor: float) -> list[tuple[Method, str]]:
-    extend = SelfExtend(factor=factor, temperature="log_n").resolved(rope)
-    chunk = DualChunk(factor=factor).resolved(rope)
-    rerope = ReRoPE(factor=factor).resolved(rope)
-    reach = extend.window + (target - extend.window) / extend.group
-    found: list[tuple[Method, str]] = [
-        (
-            extend,
-            f"Neighbours up to W={extend.window} tokens keep their distances, farther ones share "
-            f"them in groups of G={extend.group}, the fewest with W + (N - W) / G = {reach:.5g} < "
-            f"2/3 L = {2 * rope.length / 3:.5g} (arXiv 2401.01325; its authors "
-            f"advise 1/2 to 2/3). log_n makes queries sharper as tokens become more, and changes "
-            f"nothing within the trained length (Su 2023, kexue.fm/archives/8823): with it, both "
-            f"checkpoints in the box keep perplexity and passkeys at 8 times their length "
-            f"(docs/temperature.md). It decodes slower than the unpatched model, and no other "
-            f"engine runs it.",
-        ),
-        (
-            chunk,
-            f"Positions start again in chunks and never pass {chunk.chunk}: chunk 3/4 L, local "
-            f"window L/8, as in the authors' code. Takes Llama-2 70B from 4096 to more than 100000 "
-            f"tokens (arXiv 2402.17463).",
-        ),
-    ]
-    if extend.group > _LARGEST_GROUP:
-        found.reverse()
-    return [
-        *found,
-        (
-            rerope,
-            f"Distances stop growing at a quarter of L, {rerope.window} tokens: far tokens are "
-            f"found but not ordered (Su 2023, kexue.fm/archives/9708).",
-        ),
-    ]
+def _group(method: Method) -> int:
+    return getattr(method, "group", 0)
 
 
-def _refusal(model: nn.Module, method: Method, scaled: bool) -> RopeExtError | None:
-    """Why ``model`` does not accept ``method``."""
-    composed = scaled and method.kind == "frequency"
+def _evidence(method: Method) -> str:
+    where = "At 8 times the length of the two bundled checkpoints, which are small"
+    return f"{method.use} ({method.paper}). {where}: {MEASURED[method.name]} (docs/advice.md)."
+
+
+def _tried(case: _Case, method: Method, why: str) -> _Trial:
     try:
-        with patched(model, method, compose=composed):
-            return None
+        return _Trial(method, why, case.engines(method))
     except RopeExtError as error:
-        return error
+        return _Trial(method, why, refusal=error)
 
 
-def _unproven(model: nn.Module, method: Method, refusal: RopeExtError) -> bool:
-    """Whether nothing but missing weights stood against a method."""
-    meta = any(parameter.is_meta for parameter in model.parameters())
-    return meta and method.attends and isinstance(refusal, UnsupportedModelError)
-
-
-def _more(rope: Rope, method: Method, target: int, factor: float, finetune: bool) -> Iterator[str]:
-    """Further reasons for ``method``, and warnings."""
-    positions = method.attends
-    if factor > _INTERPOLATED and not finetune:
-        cure = "so distances are kept within the trained ones" if positions else "so fine-tune it"
+def _more(case: _Case, chosen: _Trial, calibrated: Calibrated | None) -> Iterator[str]:
+    """Further reasons, warnings and the next step."""
+    method, rope, factor = chosen.method, case.rope, case.factor
+    if factor > _INTERPOLATED and not case.finetune:
+        remedy = "so it keeps distances within the trained ones" if method.attends else "fine-tune"
         yield (
             f"Factor {factor:g} is beyond the 2 and 4 at which YaRN is published without "
-            f"fine-tuning (arXiv 2402.13753), {cure}."
+            f"fine-tuning (arXiv 2402.13753): {remedy}."
         )
-    if isinstance(method, DualChunk):
+    if _group(method) > 0:
         yield (
-            f"Self-Extend would need groups of more than {_LARGEST_GROUP} tokens, beyond the 2 to "
-            f"64 that its authors call reasonable; fine-tune if you can."
+            f"Groups of {method.group} are the smallest with which the largest distance stays "
+            f"below two thirds of the trained length (arXiv 2401.01325)."
         )
-    if positions:
-        return
-    turns = rope.rotations
-    whole = int((turns >= 1).sum())
-    if isinstance(method, (YaRN, DynamicYaRN)):
+    if not method.attends:
+        yield from _about_frequencies(case, method)
+    if chosen.refusal is not None:
+        yield (
+            "A configuration alone does not show whether this family accepts position methods: "
+            "patch checks it once the weights are loaded (docs/FAMILIES.md)."
+        )
+    if not case.finetune and method is not getattr(calibrated, "method", None):
+        yield (
+            f"The best temperature and window depend on the model: `rope-ext calibrate --model "
+            f"MODEL --length {case.target} --methods {method.name} --output FOLDER` finds them on "
+            f"a text, and calibration=FOLDER uses them here."
+        )
+    if case.scaled is not None:
+        yield (
+            f"The checkpoint is already scaled ({case.scaled}): its {rope.length} tokens count as "
+            f"the trained length, and this patch applies on top."
+        )
+
+
+def _about_frequencies(case: _Case, method: Method) -> Iterator[str]:
+    rope, factor = case.rope, case.factor
+    rotations = rope.rotations
+    whole = int((rotations >= 1).sum())
+    if method.name in ("yarn", "dynamic_yarn"):
         kept = YaRN(factor=factor).kept(rope)
         yield (
-            f"Of {len(turns)} pairs, {int((kept == 1).sum())} keep their frequency, about those "
-            f"with 32 turns within {rope.length} tokens; {int((kept == 0).sum())} are divided by "
-            f"{factor:g}, about those with less than one (arXiv 2309.00071, section 3.2)."
+            f"Of {len(rotations)} pairs, {int((kept == 1).sum())} keep their frequency, those "
+            f"with about 32 rotations within {rope.length} tokens; {int((kept == 0).sum())} are "
+            f"divided by {factor:g}, those with less than one (arXiv 2309.00071, section 3.2)."
         )
-    if whole < len(turns):
+    if whole < len(rotations):
         yield (
-            f"Unpatched, {len(turns) - whole} pairs meet new angles beyond {rope.length} tokens: "
-            f"the critical dimension is {2 * whole} of {rope.dim} (arXiv 2310.05209)."
+            f"Unpatched, {len(rotations) - whole} pairs meet new angles beyond {rope.length} "
+            f"tokens: the critical dimension is {2 * whole} of {rope.dim} (arXiv 2310.05209)."
         )
-    if finetune:
+    if case.finetune:
         yield (
             "Recipe: 400 steps of 64 rows, learning rate 2e-5, warm-up 20 steps (arXiv 2309.00071, "
             "section 4.1; recipes/llama2_7b_yarn_128k.yaml); with PoSE on short rows, about 1000 "
             "steps (arXiv 2309.10400)."
         )
         if factor > _TRAINED_FACTOR:
-            yield f"Factor {factor:g} is beyond the published {_TRAINED_FACTOR}: go in two steps."
+            yield f"Factor {factor:g} is beyond the published {_TRAINED_FACTOR}: use two steps."
     elif factor <= _INTERPOLATED:
         yield (
             "Without fine-tuning Llama-2-7B has a perplexity of 3.49 and 3.25 at 2 and 4 times its "
             "length with YaRN, 3.50 and 3.87 with dynamic NTK, 3.65 and 4.93 with PI "
             "(arXiv 2402.13753)."
         )
-    bound = smallest_base(target)
+    bound = smallest_base(case.target)
     if rope.base < bound:
         yield (
-            f"Warning: for {target} tokens the base should be at least {bound:.3g}; {rope.base:g} "
-            f"is enough for {bounded_length(rope.base):.0f}. Below the bound text stays fluent and "
-            f"retrieval fails: measure passkeys, not perplexity alone (arXiv 2405.14591)."
+            f"Warning: for {case.target} tokens the base should be at least {bound:.3g}; "
+            f"{rope.base:g} is enough for {bounded_length(rope.base):.0f}. Below the bound text "
+            f"stays fluent and retrieval fails: measure passkeys, not perplexity alone "
+            f"(arXiv 2405.14591)."
         )
-
-
-def diagnose(model: nn.Module | PreTrainedConfig | str | Path, length: int) -> Diagnosis:
-    """Which rotary pairs meet angles at ``length`` tokens that they were not trained on.
-
-    Args:
-        model: a loaded model, patched or not, or a configuration, folder or Hub id.
-        length: tokens; below the trained length nothing is out of distribution.
-
-    Returns:
-        Wavelength, turns and angles of every pair, before and after the patch.
-
-    Raises:
-        OptionError: the length is no positive number.
-        NoRopeError, UnsupportedModelError, RecordError: as :func:`rope_ext.patch`.
-    """
-    model, notes = _built(model)
-    decoder = text_decoder(model)
-    require_length("length", length)
-    patch, described = current_patch(model), describe(model)
-    sites = find_sites(decoder) if patch is None else patch.sites
-    return Diagnosis(
-        model=described.model,
-        method=None if patch is None else _text(patch.method),
-        length=length,
-        trained_length=described.length,
-        sites=tuple(_site(decoder, site, patch, length) for site in sites),
-        notes=(*described.notes, *notes),
-    )
-
-
-def _site(decoder: nn.Module, site: RotarySite, patch: Patch | None, length: int) -> SiteDiagnosis:
-    rope, inside = site.rope, patch is not None and site in patch.scaled
-    before, after = length, None
-    if site.local:
-        before = min(length, _window(text_config(decoder)) or rope.length)
-    elif inside:
-        after = patch.method.span(rope, length)
-    before = torch.tensor([before], dtype=torch.float64, device="cpu")
-    after = before if after is None else after
-    frequencies = rope.inv_freq
-    if inside and patch.frequencies is not None:
-        frequencies = patch.frequencies.frequencies(rope, length)
-    columns = (
-        [wavelength(f) for f in rope.inv_freq.tolist()],
-        [wavelength(f) for f in frequencies.tolist()],
-        rope.rotations.tolist(),
-        (rope.length * rope.inv_freq).tolist(),
-        (before * rope.inv_freq).tolist(),
-        (after * frequencies).tolist(),
-    )
-    return SiteDiagnosis(
-        name=site.name or "rotary",
-        layer_type=site.layer_type or "all layers",
-        base=rope.base,
-        critical_dimension=2 * int((rope.rotations >= 1).sum()),
-        distances_before=float(before),
-        distances_after=float(after.max()),
-        pairs=tuple(PairDiagnosis(*values) for values in zip(*columns, strict=True)),
-    )
-
-
-def _text(method: Method) -> str:
-    return f"{method.name}({', '.join(option_texts(method))})"
-
-
-def _window(config: Any) -> int | None:
-    names = ("sliding_window", "attention_window_size", "attention_chunk_size")
-    return next((w for w in (getattr(config, name, None) for name in names) if w), None)

@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 import torch
 
 from rope_ext.methods.geometry import Distance
-from rope_ext.methods.kinds import Band, Method, PositionMethod, own
+from rope_ext.methods.kinds import Band, Method, Tempered, own
 from rope_ext.methods.registry import register
 from rope_ext.methods.rope import Rope, whole_number
 
@@ -31,7 +31,7 @@ _FOUND = (
 
 @register
 @dataclass(frozen=True, kw_only=True)
-class DPE(PositionMethod):
+class DPE(Tempered):
     """Beyond ``window`` tokens every group of pairs has its own distances:
     ``floor(m/S) + w - floor(w/S) - floor(n/S)`` with the ``S`` of the group.
 
@@ -48,6 +48,8 @@ class DPE(PositionMethod):
         scales: the group sizes, whole numbers. By default each group gets the effective length
             that was found for the group of Llama-3-8B whose fastest pair makes as many turns
             in the trained context (or the nearest by ratio); S is the target length over it.
+        published: without a temperature, as in the paper. The default is ``temperature="log_n"``,
+            which is better on both bundled checkpoints (docs/methods/dpe.md).
 
     Lu et al. 2025, arXiv 2504.18857; formulas and lists are those of its code.
     """

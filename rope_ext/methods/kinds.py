@@ -377,6 +377,30 @@ class LogScaled(PositionMethod):
 
 
 @dataclass(frozen=True, kw_only=True)
+class Tempered(PositionMethod):
+    """A position method whose paper has no temperature, and which is better with ``log_n``.
+
+    Args:
+        published: as in the paper, which is ``temperature=1`` unless another one is given.
+    """
+
+    published: bool = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.require("published", isinstance(self.published, bool), "True or False")
+        if self.published:  # stored as the option that it stands for, so that equal is equal
+            self.set("temperature", self.temperature or as_temperature(1.0))
+            self.set("published", False)
+
+    def grids(self, rope: Rope) -> dict[str, tuple[Any, ...]]:
+        return {**super().grids(rope), "temperature": (LogN(), 1.0)}
+
+    def own_temperature(self) -> Temperature:
+        return LogN()
+
+
+@dataclass(frozen=True, kw_only=True)
 class DynamicMethod(FrequencyMethod):
     """A frequency method that depends on the length of the sequence it serves.
 

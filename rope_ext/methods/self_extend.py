@@ -7,14 +7,14 @@ from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 from rope_ext.methods.geometry import Distance
-from rope_ext.methods.kinds import Band, PositionMethod, own
+from rope_ext.methods.kinds import Band, Tempered, own
 from rope_ext.methods.registry import register
 from rope_ext.methods.rope import Rope
 
 
 @register
 @dataclass(frozen=True, kw_only=True)
-class SelfExtend(PositionMethod):
+class SelfExtend(Tempered):
     """Beyond ``window`` tokens share positions in groups: ``floor(m/G) + w - floor(w/G) -
     floor(n/G)``.
 
@@ -23,6 +23,8 @@ class SelfExtend(PositionMethod):
         group: tokens that share a position; by default the smallest with which the largest
             distance stays within two thirds of the trained length, as the authors advise
             (``w + (N - w) / G < 2/3 L``).
+        published: without a temperature, as in the paper. The default is ``temperature="log_n"``,
+            which is better on both bundled checkpoints (docs/methods/self_extend.md).
 
     Jin et al. 2024, arXiv 2401.01325; the rule is from the authors' repository.
     """

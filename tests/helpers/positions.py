@@ -40,9 +40,9 @@ METHODS: dict[str, dict[str, Any]] = {  # small enough that every band matters w
 WIDE: dict[str, dict[str, Any]] = {  # nothing is far, so nothing changes, if trained on TOLD
     "rerope": {"window": 999, "log_n": False},
     "leaky_rerope": {"window": 999, "k": 3.0, "log_n": False},
-    "self_extend": {"window": 999, "group": 3},
+    "self_extend": {"window": 999, "group": 3, "published": True},
     "dual_chunk": {"chunk": 999, "local": 7},
-    "dpe": {"window": 999, "scales": (2, 3)},
+    "dpe": {"window": 999, "scales": (2, 3), "published": True},
     "lampe": {"length": 7996, "head": 999, "mapped": 500},
     "string": {"shift": 999, "window": 3},
     "lm_infinite": {"window": 999},
@@ -291,7 +291,7 @@ def by_formula(
             module.by_formula_inv_freq = found[0].clone()
     t = tokens - tokens[:, :1]
     temperature = torch.ones(t.shape[1], dtype=torch.float64)
-    if log_n is not None and name in ("rerope", "leaky_rerope"):
+    if log_n is not None and name in ("rerope", "leaky_rerope", "self_extend", "dpe"):
         temperature = ((t[0] + 1).double().log() / math.log(log_n)).clamp(min=1)
     distance = torch.stack([formula(name, row, **constants) for row in t])
     _by_formula.append(ByFormula(family, distance, t, temperature, bias, scores))

@@ -196,16 +196,16 @@ def test_structure_is_found_after_the_factor_and_what_is_refused_is_left_out(
 ) -> None:
     def losses_of(model, windows, scored, advance):
         patch = rope_ext.describe(model)
-        return [2 + abs(patch.options.get("window", 0) - TRAINED / 2) / TRAINED] * len(windows)
+        return [2 + abs(patch.options.get("window", 0) - TRAINED / 4) / TRAINED] * len(windows)
 
     monkeypatch.setattr(module, "losses_at_end", losses_of)
     monkeypatch.setattr(
-        rope_ext.ReRoPE, "grids", lambda self, rope: {"window": (16, -1, 64, 10**9)}
+        rope_ext.ReRoPE, "grids", lambda self, rope: {"window": (16, -1, 32, 10**9)}
     )
     result = found(model, tokenizer, methods="rerope", options=None, prompts=0)
-    assert result.method.window == 64
+    assert result.method.window == 32
     tried = [trial.method.window for trial in result.best.tried]
-    assert tried == [None, 16, 64]
+    assert tried == [None, 16, 32]
 
 
 def test_a_method_object_is_what_is_published(model, tokenizer, monkeypatch) -> None:
@@ -491,7 +491,7 @@ def test_advice_puts_first_what_was_calibrated_and_else_says_how(
     pretend(monkeypatch, lambda a, i: 2 + (a - 1.26) ** 2 + i)
     result = found(model, tokenizer, tmp_path / "found")
     plain = rope_ext.recommend(model, TARGET)
-    assert f"rope-ext calibrate --model MODEL --length {TARGET} --methods self_extend" in str(plain)
+    assert f"rope-ext calibrate --model MODEL --length {TARGET} --methods rerope" in str(plain)
     for given in (result, tmp_path / "found", str(tmp_path / "found" / "calibration.json")):
         advice = rope_ext.recommend(model, TARGET, calibration=given)
         assert advice.method == result.method and result.sentence in advice.reasons[0]
@@ -517,8 +517,8 @@ def test_advice_puts_first_what_was_calibrated_and_else_says_how(
     words = ["recommend", str(folder), "--length", str(TARGET)]
     printed = CliRunner().invoke(app, words)
     assert printed.exit_code == 0 and result.call in printed.stdout
-    assert rope_ext.recommend(folder, 2 * TARGET).method.name == "self_extend"
+    assert rope_ext.recommend(folder, 2 * TARGET).method.name == "rerope"
     (folder / "calibration.json").write_text("{}")
-    assert rope_ext.recommend(folder, TARGET).method.name == "self_extend"
+    assert rope_ext.recommend(folder, TARGET).method.name == "rerope"
     words += ["--calibration", str(tmp_path / "found")]
     assert result.call in CliRunner().invoke(app, words).stdout

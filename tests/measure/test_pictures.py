@@ -162,7 +162,7 @@ def test_lines_have_a_legend_and_the_length_is_what_methods_reach(monkeypatch, t
     pictures.draw("distances", config, methods, tmp_path / "one.png")
     # Self-Extend: (1024 - 32) / (2/3 * 128 - 32) = 18.6
     extend = "self_extend (factor=8, window=32, group=19)"
-    assert found == ["unpatched", "rerope (factor=4, window=32)", extend, 1024]
+    assert found == ["unpatched", "rerope (factor=4, window=64)", extend, 1024]
 
 
 # --- pictures of a model with weights ------------------------------------------------------------

@@ -30,7 +30,7 @@ def constants(method: PositionMethod) -> dict[str, Any]:
     return {
         k: v
         for k, v in method.options().items()
-        if k not in ("factor", "log_n", "attention_factor", "temperature")
+        if k not in ("factor", "log_n", "attention_factor", "temperature", "published")
     }
 
 
@@ -112,9 +112,9 @@ def test_single_distances_by_hand(name: str, given: dict[str, Any], pairs) -> No
 @pytest.mark.parametrize(
     ("name", "factor", "length", "right"),
     [
-        ("rerope", 4, 4096, {"window": 1024}),
-        ("rerope", 16, 4096, {"window": 1024}),
-        ("rerope", 4, 64, {"window": 16}),
+        ("rerope", 4, 4096, {"window": 2048}),
+        ("rerope", 16, 4096, {"window": 2048}),
+        ("rerope", 4, 64, {"window": 32}),
         ("leaky_rerope", 4, 4096, {"window": 512, "k": 15872 / 3584}),
         ("leaky_rerope", 8, 512, {"window": 64, "k": 4032 / 448}),
         ("self_extend", 2, 4096, {"window": 1024, "group": 5}),  # 7168 / 1706.67 = 4.2
@@ -213,7 +213,23 @@ def test_queries_are_scaled_by_the_logarithm_of_their_place(cls: type) -> None:
     assert cls(factor=4, log_n=False).query_scaling(t, rope) is None
 
 
-@pytest.mark.parametrize("name", ["self_extend", "dual_chunk", "string", "lm_infinite"])
+@pytest.mark.parametrize("cls", [rope_ext.SelfExtend, rope_ext.DPE])
+def test_published_takes_the_default_temperature_away(cls: type) -> None:
+    t = torch.tensor([0, 4095, 16777215], dtype=torch.float64)  # 4096 squared, less one
+    found = cls(factor=2).query_scaling(t, LLAMA2)
+    torch.testing.assert_close(found, torch.tensor([1, 1, 2.0]).double(), rtol=1e-12, atol=0)
+    assert cls(factor=2, published=True).query_scaling(t, LLAMA2) is None
+    assert cls(factor=2, published=True) == cls(factor=2, temperature=1)
+    assert cls(factor=2, published=True, temperature="log_n") == cls(factor=2, temperature="log_n")
+
+
+def test_published_takes_the_window_of_rerope_s_author() -> None:
+    assert rope_ext.ReRoPE(factor=4, published=True).resolved(LLAMA2).window == 1024
+    given = rope_ext.ReRoPE(factor=4, published=True, window=7)
+    assert given == rope_ext.ReRoPE(factor=4, window=7)
+
+
+@pytest.mark.parametrize("name", ["dual_chunk", "string", "lm_infinite"])
 def test_the_other_methods_leave_queries_as_they_are(name: str) -> None:
     method = build_method(name, factor=1.5).resolved(LLAMA2)
     assert method.query_scaling(torch.arange(9000.0), LLAMA2) is None

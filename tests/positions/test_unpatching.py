@@ -81,7 +81,7 @@ def test_a_refused_replacement_leaves_the_earlier_patch_in_force(ids) -> None:
 @pytest.mark.parametrize(
     ("name", "factor", "shown"),
     [
-        ("rerope", 4, "64 -> 256 tokens by rerope(factor=4, log_n=True, window=16)"),
+        ("rerope", 4, "64 -> 256 tokens by rerope(factor=4, log_n=True, window=32)"),
         ("leaky_rerope", 4, f"log_n=True, window=8, k={248 / 56})"),
         ("self_extend", 8, "64 -> 512 tokens by self_extend(factor=8, window=16, group=19)"),
         ("dual_chunk", 4, "64 -> 256 tokens by dual_chunk(factor=4, chunk=48, local=8)"),

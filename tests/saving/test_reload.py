@@ -440,6 +440,26 @@ def test_a_default_that_changes_between_versions_is_noticed(tmp_path) -> None:
         rope_ext.from_pretrained(tmp_path)
 
 
+@pytest.mark.parametrize("name", ["self_extend", "dpe", "rerope"])
+def test_a_record_from_before_a_default_changed_reloads_as_it_was_saved(tmp_path, name) -> None:
+    ids = torch.arange(3, 3 + 2 * LENGTH)[None] % 90  # beyond the trained length log_n is not 1
+    before = rope_ext.patch(tiny_llama(), name, factor=4, published=True)
+    before.save_pretrained(tmp_path)
+    path = tmp_path / "config.json"
+    config = json.loads(path.read_text())
+    for part in ("method", "resolved"):  # as it was written when nothing else was the default
+        del config["rope_ext"][part]["published"]
+        config["rope_ext"][part]["temperature"] = None
+    path.write_text(json.dumps(config))
+    again = rope_ext.from_pretrained(tmp_path)
+    assert torch.equal(logits(again, ids), logits(before, ids))
+    today = rope_ext.patch(tiny_llama(), name, factor=4)
+    assert not torch.equal(logits(today, ids), logits(before, ids))
+    today.save_pretrained(tmp_path / "today")
+    again = rope_ext.from_pretrained(tmp_path / "today")
+    assert torch.equal(logits(again, ids), logits(today, ids))
+
+
 def test_plainly_loaded_the_record_tells_the_trained_length(tmp_path, ids) -> None:
     patched(tiny_llama(), "rerope").save_pretrained(tmp_path)
     disarm(tmp_path)
@@ -754,7 +774,7 @@ def test_an_adapter_goes_only_on_the_base_it_was_trained_on(tmp_path, wrong: str
 
 def test_an_equal_patch_is_good_enough(tmp_path) -> None:
     save(lora(rope_ext.patch(tiny_llama(), "rerope", factor=4)), tmp_path)
-    same = rope_ext.patch(tiny_llama(), "rerope", factor=4.0, window=16, kernel="reference")
+    same = rope_ext.patch(tiny_llama(), "rerope", factor=4.0, window=32, kernel="reference")
     assert isinstance(rope_ext.load_adapter(same, tmp_path), PeftModel)
 
 

@@ -38,7 +38,7 @@ from rope_eval.plots.numbers import bias_at, rotates
 from rope_eval.plots.style import TITLE, bare, figure_of, require_matplotlib
 from rope_eval.tasks.perplexity import Windows
 from rope_ext import checkpoints as models
-from rope_ext.advice.recommend import model_of, require_length
+from rope_ext.advice.building import model_of, require_length
 from rope_ext.apply.base import refuse_scaled
 from rope_ext.encodings import Encoding, Heads
 from rope_ext.errors import OptionError, nearest

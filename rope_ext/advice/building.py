@@ -1,0 +1,51 @@
+"""The model that advice is given on: loaded, or built without weights from a configuration."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM, PreTrainedConfig
+
+from rope_ext.errors import OptionError, UnsupportedModelError
+
+
+def model_of(given: nn.Module | PreTrainedConfig | str | Path) -> nn.Module:
+    """The model, or one without weights; that of a configuration saved under a patch has none."""
+    return built(given)[0]
+
+
+def built(
+    given: nn.Module | PreTrainedConfig | str | Path,
+) -> tuple[nn.Module, tuple[str, ...]]:
+    """As :func:`model_of`, and a note where a patch is left out."""
+    from rope_ext.checkpoints import load_config, saved_under
+
+    if isinstance(given, (str, Path)):
+        given = load_config(str(given))
+    if not isinstance(given, PreTrainedConfig):
+        return given, ()
+    config, notes = copy.deepcopy(given), ()
+    record = saved_under(config)
+    if record is not None:  # nothing can be built of it as it is
+        record.restore(config)
+        notes = (
+            f"It was saved under {record.call()}; this is about the model without that. For the "
+            f"other, load it with rope_ext.from_pretrained and pass the model.",
+        )
+    try:
+        with torch.device("meta"):
+            return AutoModelForCausalLM.from_config(config), notes
+    except Exception as error:
+        raise UnsupportedModelError(
+            f"no causal language model can be built of {type(given).__name__} ({error}); pass the "
+            f"loaded model"
+        ) from error
+
+
+def require_length(name: str, value: Any) -> None:
+    if type(value) is not int or value < 1:
+        raise OptionError(f"{name}={value!r} is not valid; it must be a positive number of tokens")

@@ -1,0 +1,218 @@
+"""Which rotary pairs meet new angles at a length, before and after a patch."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedConfig
+
+from rope_ext.advice.building import built, require_length
+from rope_ext.advice.describe import describe, wavelength, wavelength_text
+from rope_ext.methods import Method
+from rope_ext.patching import Patch, current_patch
+from rope_ext.record import option_texts
+from rope_ext.rotary.sites import RotarySite, find_sites, text_config, text_decoder
+
+_EQUAL = 1 + 1e-9  # theta / s * s * length is not theta * length to the last bit
+
+
+@dataclass(frozen=True)
+class PairDiagnosis:
+    """One rotary pair before and after the patch.
+
+    Args:
+        wavelength_before: tokens for one turn; infinite for a pair at rest.
+        wavelength_after: the same, under the patch.
+        rotations: turns within the trained length.
+        trained_angle: radians from the first token to the end of the trained length.
+        angle_before: the same for the largest distance used at the length diagnosed.
+        angle_after: the same, under the patch.
+    """
+
+    wavelength_before: float
+    wavelength_after: float
+    rotations: float
+    trained_angle: float
+    angle_before: float
+    angle_after: float
+
+    def _status(self, angle: float) -> str:
+        seen = self.rotations >= 1 or angle <= self.trained_angle * _EQUAL
+        return "in distribution" if seen else "out of distribution"
+
+    @property
+    def before(self) -> str:
+        """``"in distribution"`` or ``"out of distribution"``, unpatched.
+
+        A pair that makes a full turn within the trained length has met every angle there is; of
+        any other, angles beyond the trained one are new (arXiv 2310.05209, section 3).
+        """
+        return self._status(self.angle_before)
+
+    @property
+    def after(self) -> str:
+        """As :attr:`before`, under the patch."""
+        return self._status(self.angle_after)
+
+
+@dataclass(frozen=True)
+class SiteDiagnosis:
+    """One set of rotary frequencies at a length.
+
+    Args:
+        name: path of its module.
+        layer_type: the layers that use it.
+        base: ``rope_theta`` of the checkpoint.
+        critical_dimension: columns of the pairs that make a full turn within the trained length
+            (arXiv 2310.05209: ``2 ceil(d / 2 log_base(L / 2 pi))``).
+        distances_before: how many distances are in use; a sliding window lets no others happen.
+        distances_after: the same, under the patch; a position method lets no others happen. Of the
+            pair with the most, where every pair uses its own.
+        pairs: fastest first.
+    """
+
+    name: str
+    layer_type: str
+    base: float
+    critical_dimension: int
+    distances_before: float
+    distances_after: float
+    pairs: tuple[PairDiagnosis, ...]
+
+
+@dataclass(frozen=True)
+class Diagnosis:
+    """What a length does to every rotary pair; ``print`` it.
+
+    Args:
+        model: class of the decoder.
+        method: the patch in force, with its options; None: unpatched.
+        length: diagnosed, tokens.
+        trained_length: tokens.
+        sites: one for each set of rotary frequencies.
+        notes: what else to know, as :func:`rope_ext.describe` has it.
+    """
+
+    model: str
+    method: str | None
+    length: int
+    trained_length: int
+    sites: tuple[SiteDiagnosis, ...]
+    notes: tuple[str, ...]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values, ready for JSON."""
+        return dataclasses.asdict(self)
+
+    def __str__(self) -> str:
+        how = "not patched" if self.method is None else f"patched with {self.method}"
+        lines = [
+            f"{self.model} at {self.length} tokens: trained for {self.trained_length} tokens, {how}"
+        ]
+        for site in self.sites:
+            lines += self._table(site)
+        return "\n".join([*lines, *(f"  {note}" for note in self.notes)])
+
+    def _table(self, site: SiteDiagnosis) -> list[str]:
+        patched, pairs = self.method is not None, site.pairs
+        states = [(pair.before, pair.after)[: 1 + patched] for pair in pairs]
+        news = [
+            sum(one.startswith("out") for one in column) for column in zip(*states, strict=True)
+        ]
+        lines = [
+            f"  {site.name} [{site.layer_type}] {len(pairs)} pairs, base {site.base:g}, critical "
+            f"dimension {site.critical_dimension} of {2 * len(pairs)}",
+            f"    {news[0]} pairs out of distribution at {site.distances_before:g} distances",
+            f"    pair {'wavelength':>12} {'turns':>8} {'trained angle':>14} {'angle':>10}  status",
+        ]
+        if patched:
+            lines[1] += f" before the patch, {news[1]} at {site.distances_after:g} after"
+            lines[2] += f"{'':>13} {'patched':>12} {'angle':>10}  status"
+        borders = {
+            i + j for i in range(len(pairs) - 1) for j in (0, 1) if states[i] != states[i + 1]
+        }
+        for i in sorted(borders | {round(k * (len(pairs) - 1) / 4) for k in range(5)}):
+            pair = pairs[i]
+            line = (
+                f"    {i:>4} {wavelength_text(pair.wavelength_before):>12} {pair.rotations:>8.4g} "
+                f"{pair.trained_angle:>14.5g} {pair.angle_before:>10.5g}  {pair.before:<19}"
+            )
+            if patched:
+                line += f" {wavelength_text(pair.wavelength_after):>12} {pair.angle_after:>10.5g}"
+                line += f"  {pair.after}"
+            lines.append(line.rstrip())
+        return lines
+
+
+def diagnose(model: nn.Module | PreTrainedConfig | str | Path, length: int) -> Diagnosis:
+    """Which rotary pairs meet angles at ``length`` tokens that they were not trained on.
+
+    Args:
+        model: a loaded model, patched or not, or a configuration, folder or Hub id.
+        length: tokens; below the trained length nothing is out of distribution.
+
+    Returns:
+        Wavelength, turns and angles of every pair, before and after the patch.
+
+    Raises:
+        OptionError: the length is no positive number.
+        NoRopeError, UnsupportedModelError, RecordError: as :func:`rope_ext.patch`.
+    """
+    model, notes = built(model)
+    decoder = text_decoder(model)
+    require_length("length", length)
+    patch, described = current_patch(model), describe(model)
+    sites = find_sites(decoder) if patch is None else patch.sites
+    return Diagnosis(
+        model=described.model,
+        method=None if patch is None else _text(patch.method),
+        length=length,
+        trained_length=described.length,
+        sites=tuple(_site(decoder, site, patch, length) for site in sites),
+        notes=(*described.notes, *notes),
+    )
+
+
+def _site(decoder: nn.Module, site: RotarySite, patch: Patch | None, length: int) -> SiteDiagnosis:
+    rope, inside = site.rope, patch is not None and site in patch.scaled
+    before, after = length, None
+    if site.local:
+        before = min(length, _window(text_config(decoder)) or rope.length)
+    elif inside:
+        after = patch.method.span(rope, length)
+    before = torch.tensor([before], dtype=torch.float64, device="cpu")
+    after = before if after is None else after
+    frequencies = rope.inv_freq
+    if inside and patch.frequencies is not None:
+        frequencies = patch.frequencies.frequencies(rope, length)
+    columns = (
+        [wavelength(f) for f in rope.inv_freq.tolist()],
+        [wavelength(f) for f in frequencies.tolist()],
+        rope.rotations.tolist(),
+        (rope.length * rope.inv_freq).tolist(),
+        (before * rope.inv_freq).tolist(),
+        (after * frequencies).tolist(),
+    )
+    return SiteDiagnosis(
+        name=site.name or "rotary",
+        layer_type=site.layer_type or "all layers",
+        base=rope.base,
+        critical_dimension=2 * int((rope.rotations >= 1).sum()),
+        distances_before=float(before),
+        distances_after=float(after.max()),
+        pairs=tuple(PairDiagnosis(*values) for values in zip(*columns, strict=True)),
+    )
+
+
+def _text(method: Method) -> str:
+    return f"{method.name}({', '.join(option_texts(method))})"
+
+
+def _window(config: Any) -> int | None:
+    names = ("sliding_window", "attention_window_size", "attention_chunk_size")
+    return next((w for w in (getattr(config, name, None) for name in names) if w), None)

@@ -18,7 +18,7 @@ from rope_ext.advice.building import built, require_length
 from rope_ext.advice.calibrated import Calibrated, calibration_for, misfit
 from rope_ext.advice.measured import MEASURED, ranked
 from rope_ext.advice.vendors import Recipe, recipe_for, shipped_with
-from rope_ext.engines import all_engines, build_engine
+from rope_ext.engines import build_engine, engines_for
 from rope_ext.engines.base import Refusal
 from rope_ext.errors import OptionError, RopeExtError, UnsupportedModelError
 from rope_ext.methods import ABF, NTK, PI, Method, Rope, YaRN, build_method
@@ -96,21 +96,17 @@ class _Case:
         Raises:
             RopeExtError: the model refuses it.
         """
-        names = [cls.name for cls in all_engines()] if self.engine is None else [self.engine]
-        found = []
         composed = self.scaled is not None and method.kind == "frequency"
         with patched(
             self.model, method, compose=composed, original_max_position_embeddings=self.length
         ):
-            state = current_patch(self.model)
-            for name in names:
-                try:
-                    build_engine(name).export(self.model, state)
-                    found.append(name)
-                except Refusal as refusal:
-                    if name == self.engine:
-                        raise OptionError(f"{name} cannot run {method.name}: {refusal}") from None
-        return tuple(found)
+            if self.engine is None:
+                return engines_for(self.model)
+            try:
+                build_engine(self.engine).export(self.model, current_patch(self.model))
+            except Refusal as refusal:
+                raise OptionError(f"{self.engine} cannot run {method.name}: {refusal}") from None
+        return (self.engine,)
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,15 @@
 """What other engines are given to compute a patch: one file per engine, which registers it."""
 
 # isort: off
-from rope_ext.engines.base import Engine, Export, all_engines, build_engine, export, register
+from rope_ext.engines.base import (
+    Engine,
+    Export,
+    all_engines,
+    build_engine,
+    engines_for,
+    export,
+    register,
+)
 from rope_ext.engines.vllm import VLLM
 from rope_ext.engines.sglang import SGLang
 from rope_ext.engines.llama_cpp import LlamaCpp
@@ -21,6 +29,7 @@ __all__ = [
     "Transformers",
     "all_engines",
     "build_engine",
+    "engines_for",
     "export",
     "register",
 ]

@@ -146,13 +146,21 @@ def export(model: nn.Module, engine: str, **options: Any) -> Export:
     try:
         return chosen.export(model, state)
     except Refusal as refusal:
-        others = [name for name in _REGISTRY if name != engine and _runs(model, state, name)]
+        others = engines_for(model)
         instead = f"{' and '.join(map(repr, others))} can" if others else "no other engine can"
         raise ExportError(
             f"{engine} cannot run {state.method.name}: {refusal}. Of this patch, {instead} be "
             f"given settings; every engine runs 'yarn', 'pi' and 'ntk' on "
             f"{', '.join(everywhere())}"
         ) from None
+
+
+def engines_for(model: nn.Module) -> tuple[str, ...]:
+    """The names of the engines that can run the patch of ``model``; none if it is not patched."""
+    state = current_patch(model)
+    if state is None:
+        return ()
+    return tuple(name for name in _REGISTRY if _runs(model, state, name))
 
 
 def _runs(model: nn.Module, state: Patch, engine: str) -> bool:

@@ -7,9 +7,12 @@ import dataclasses
 import io
 import json
 import re
+import shlex
 
 import pytest
+import typer
 
+from rope_eval.command import COMPARE, parser
 from rope_eval.reports.page import BOLD
 from rope_eval.reports.report import Report
 from rope_eval.reports.summary import TOO_FEW, Estimate, interval, is_clear, signed
@@ -17,8 +20,10 @@ from rope_eval.run import runner as run
 from rope_eval.run.plan import prepare
 from rope_eval.settings import Settings
 from rope_eval.tasks import Passkey, Perplexity
+from rope_ext.arguments import parse_options
+from rope_ext.cli import app
 from rope_ext.method_options import label
-from tests.helpers.checkpoint import save_checkpoint
+from tests.helpers.checkpoint import save_checkpoint, save_texts
 
 ONE = (" ".join(f"word{i * 3 % 97}" for i in range(900)) + ".",)
 OPTIONS = {"yarn": {"beta_fast": 16}, "longrope": {"long_factor": [4.0] * 8}}
@@ -183,3 +188,47 @@ def test_a_row_that_is_called_otherwise_is_found_again(report: Report, settings:
     name = "yarn (factor=4.0, beta_fast=16)"
     for task in ("perplexity", "passkey"):
         assert found.estimates[task, name, 128] == report.estimates[task, YARN, 128]
+
+
+def test_the_next_command_can_be_typed_and_asks_the_same_of_more(
+    report: Report, settings: Settings
+) -> None:
+    """Of one document nothing can be told, so that it is a comparison on more."""
+    words = shlex.split(report.recommendations[0].split("Next: ")[1])
+    assert words[:2] == ["rope-ext", "compare"]
+    made = parser("", "", COMPARE.tasks).parse_args(words[2:])
+    assert parse_options(made.option) == settings.options
+    assert made.model == list(settings.models) and made.windows == 64
+
+
+@pytest.fixture(scope="module")
+def helped(settings: Settings, tmp_path_factory: pytest.TempPathFactory) -> Report:
+    """YaRN and ReRoPE made better than the unpatched model on five documents."""
+    folder = tmp_path_factory.mktemp("helped")
+    given = {"methods": ("yarn", "rerope"), "options": {}, "output": folder / "out"}
+    texts = [path.read_text() for path in [save_texts(folder / "texts.jsonl")]]
+    tasks = [
+        Perplexity([json.loads(line)["text"] for line in texts[0].splitlines()], windows=5),
+        Passkey(trials=2, depths=2),
+    ]
+    plan = prepare(dataclasses.replace(settings, **given), tasks)
+    better = {"none": 5.0, "yarn": 3.0, "rerope": 2.0}
+    outcomes = [
+        dataclasses.replace(o, value=better[o.system] + o.group / 100)
+        if o.task == "perplexity"
+        else o
+        for o in run.run(plan)
+    ]
+    return Report(plan, outcomes)
+
+
+def test_the_best_that_an_engine_can_serve_is_named_with_its_engines(helped: Report) -> None:
+    [sentence] = helped.recommendations
+    assert "rerope is best" in sentence
+    assert (
+        "llama.cpp" in sentence.split("Best that an engine can serve (")[1].split("): yarn")[0]
+    ), sentence
+    words = shlex.split(sentence.split("Next: ")[1])
+    command = typer.main.get_command(app).commands[words[1]]
+    made = command.make_context(words[1], words[2:])  # parsed, not run
+    assert words[:2] == ["rope-ext", "calibrate"] and made.params["methods"] == "yarn"

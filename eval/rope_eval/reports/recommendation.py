@@ -359,7 +359,12 @@ def _numbers(made: Recommendation, evidence: Evidence) -> str:
     if evidence.lost is not None:
         lost = evidence.lost
         ends = (None, None) if lost.low is None or lost.high is None else (-lost.high, -lost.low)
-        gained = Estimate(-lost.value, *ends, lost.count, lost.note)
+        gained = Estimate(
+            0.0 - lost.value,
+            *ends,  # no -0.0
+            lost.count,
+            lost.note,
+        )
         words += f" and {signed(gained)} points of passkeys"
     return words
 

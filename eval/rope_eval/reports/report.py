@@ -35,7 +35,7 @@ from rope_eval.reports.summary import (
     signed,
 )
 from rope_eval.run.plan import PAGE, RESULTS, TABLES, Plan
-from rope_eval.systems import System
+from rope_eval.systems import System, engines_of
 from rope_eval.tasks.base import Task, options
 from rope_ext.method_options import UNPATCHED
 from rope_ext.terminal import wide_console
@@ -192,25 +192,43 @@ class Report:
             ours = [s for s in self.plan.systems if s.model == model]
             if len(ours) > 1:
                 table = {s.label: scores[s.name] for s in ours}
-                found = recommend(table, ours[0].trained)
+                given = (self.plan.settings.compose, self.plan.settings.trained_length)
+                engines = {s.label: engines_of(s, *given) for s in ours if s.method != UNPATCHED}
+                found = recommend(table, ours[0].trained, engines)
                 sentence = f"{found} Next: {self._next(model, found.choice)}"
                 name = ours[0].name.removesuffix(UNPATCHED).strip()
                 sentences.append(f"{name}: {sentence}" if name else sentence)
         return sentences
 
     def _next(self, model: str, choice: Evidence | None) -> str:
-        """The command to go on with: calibrate what helps, or measure more."""
+        """The command to go on with: calibrate or merge what helps, or measure more."""
         settings = self.plan.settings
+        if choice is not None and settings.adapter:
+            words = ["python", "recipes/merge.py", settings.adapter, "--output", "merged"]
+            return shlex.join(words)
+        given = {"dtype": settings.dtype, "device": settings.device}
+        given |= {"trained-length": settings.trained_length}
+        more = [f"--{name}={value}" for name, value in given.items() if value not in (None, "auto")]
+        more += ["--compose"] if settings.compose else []
         longest = str(max(settings.lengths))
         if choice is not None:
             method = next(
                 s.method for s in self.plan.systems if s.model == model and s.label == choice.name
             )
             words = ["rope-ext", "calibrate", "--model", model, "--methods", method]
-            return shlex.join([*words, "--length", longest, "--output", "calibrated"])
+            words += ["--length", longest, "--output", "calibrated"]
+            return shlex.join([*words, *more])
         words = ["rope-ext", "compare", "--model", model, "--methods", ",".join(settings.methods)]
         words += ["--factor", f"{settings.factor:g}", "--lengths", longest]
-        return shlex.join([*words, "--windows", "64", "--trials", "20", "--output", "more"])
+        words += ["--windows", "64", "--trials", "20", "--output", "more"]
+        words += ["--adapter", settings.adapter] if settings.adapter else []
+        for method, given in settings.options.items():
+            for name, value in given.items():
+                words += ["--option", f"{method}.{name}={value!r}"]
+        perplexity = next(task for task in self.plan.tasks if task.name == "perplexity")
+        for text in perplexity.text:
+            words += ["--text", str(text)]
+        return shlex.join([*words, *more])
 
     @cached_property
     def sections(self) -> list[Section]:

@@ -9,6 +9,7 @@ from typing import Annotated, Any
 
 import typer
 from rich import box
+from rich.markup import escape
 from rich.table import Table
 
 from rope_ext.arguments import parse_length, parse_options
@@ -24,14 +25,26 @@ from rope_ext.cli_arguments import (
 from rope_ext.errors import Mistakes, OptionError
 from rope_ext.evaluators import find
 from rope_ext.terminal import clean_errors, quiet, stoppable, tell
+from rope_ext.version import __version__
 
-app = typer.Typer(no_args_is_help=True, add_completion=False)
+app = typer.Typer(no_args_is_help=True)
 if (evaluators := find("cli")) is not None:
     app.registered_commands += evaluators.app.registered_commands
 
 
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        print(f"rope-ext {__version__}")
+        raise typer.Exit
+
+
 @app.callback()
-def main() -> None:
+def main(
+    version: Annotated[  # its callback does the work
+        bool,
+        typer.Option("--version", is_eager=True, callback=_show_version, help="Show the version."),
+    ] = False,
+) -> None:
     """Extend the context length of RoPE models in Hugging Face transformers."""
 
 
@@ -335,14 +348,17 @@ def show_methods() -> None:
     from rope_ext.terminal import wide_console
 
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    for column in ("method", "options", "use", "paper"):
-        table.add_column(column, no_wrap=column in ("method", "paper"), overflow="fold")
+    table.add_column("method", no_wrap=True)
+    table.add_column("use, source and options", overflow="fold")
+    every = ("factor", "attention_factor", "temperature")
     for info in rope_ext.methods():
-        options = [k if v is ... else f"{k}={v}" for k, v in info.options.items()]
-        table.add_row(info.name, ", ".join(options), info.use, info.paper)
-    console = wide_console(160)
+        options = [k if v is ... else f"{k}={v}" for k, v in info.options.items() if k not in every]
+        more = escape(": ".join(filter(None, [info.paper, ", ".join(options)])))
+        table.add_row(info.name, f"{escape(info.use)}\n[dim]{more}[/dim]")
+    console = wide_console(80)
     console.print(table)
-    console.print("Options without a default are required.", style="dim")
+    note = f"Every method also takes {', '.join(every)}. Options without a default are required."
+    console.print(note, style="dim")
     names = ", ".join(cls.name for cls in all_encodings())
     console.print(f"Encodings that replace RoPE: {names}.", style="dim")
     adding = [cls for cls in all_encodings() if issubclass(cls, Encoding) and cls.adds()]

@@ -125,6 +125,12 @@ def nearest(word: str, known: Iterable[str]) -> str:
     return f"; did you mean {' or '.join(map(repr, close))}?" if close else ""
 
 
+def brief(value: Any) -> str:
+    """A value as errors quote it: a model, or a long text, by the name of its class."""
+    text = repr(value)
+    return text if len(text) <= 80 and "\n" not in text else f"<{type(value).__name__}>"
+
+
 def first_line(error: Exception) -> str:
     """The first line of another library's error, to quote within a sentence."""
     first, *more = str(error).strip().split("\n", 2)

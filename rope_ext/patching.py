@@ -21,6 +21,7 @@ from rope_ext.errors import (
     AlreadyPatchedError,
     NotPatchedError,
     OptionError,
+    brief,
 )
 from rope_ext.methods import FrequencyMethod, Method, build_method
 from rope_ext.options import Options, SlidingLayers
@@ -337,8 +338,9 @@ def _method(method: str | Method, options: dict[str, Any]) -> Method:
         method = build_method(method, **options)
     elif not isinstance(method, Method):
         raise OptionError(
-            f"method={method!r} is not valid; it must be the name of a method such as 'yarn', or a "
-            f"method object such as rope_ext.YaRN(factor=4)"
+            f"method={brief(method)} is not valid; it must be the name of a method such as 'yarn', "
+            f"or a method object such as rope_ext.YaRN(factor=4). The model comes first: "
+            f"rope_ext.patch(model, method)"
         )
     elif options:
         raise OptionError(

@@ -6,12 +6,22 @@ import os
 import signal
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from datetime import timedelta
 from types import FrameType
+from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
+from rich.progress import (
+    BarColumn,
+    Progress,
+    TaskID,
+    TaskProgressColumn,
+    TextColumn,
+    TimeRemainingColumn,
+)
 
 from rope_ext.errors import RopeExtError, first_line
 
@@ -108,8 +118,40 @@ def quiet() -> None:
     transformers_logging.disable_progress_bar()
 
 
-def progress() -> Progress:
-    """A progress bar with the remaining time, in rank 0 only."""
+class _Lines(Progress):
+    """Progress in a log file: a line every so many seconds."""
+
+    def __init__(self, every: float) -> None:
+        super().__init__(console=_err, speed_estimate_period=600, disable=True)
+        self._every = every
+        self._told = time.monotonic()
+
+    def _line(self, task_id: TaskID) -> None:
+        task = next(task for task in self.tasks if task.id == task_id)
+        if time.monotonic() - self._told < self._every or not task.total:
+            return
+        self._told = time.monotonic()
+        left = task.time_remaining
+        rest = "" if left is None else f", {timedelta(seconds=round(left))} left"
+        tell(f"{task.description} {task.percentage:.0f} %{rest}".lstrip())
+
+    def advance(self, task_id: TaskID, advance: float = 1) -> None:
+        super().advance(task_id, advance)
+        self._line(task_id)
+
+    def update(self, task_id: TaskID, **changes: Any) -> None:
+        super().update(task_id, **changes)
+        self._line(task_id)
+
+
+def progress(every: float = 30) -> Progress:
+    """Progress with the remaining time, in rank 0 only.
+
+    Args:
+        every: seconds between the lines that take the place of the bar if there is no terminal.
+    """
+    if not (_err.is_terminal or _err.is_jupyter):
+        return _Lines(every)
     # Long forwards report rarely: a long window keeps the estimate steady.
     columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn())
     remaining = TimeRemainingColumn()

@@ -6,6 +6,7 @@ import ast
 import csv
 import json
 import re
+import subprocess
 import sys
 from itertools import pairwise
 from pathlib import Path
@@ -24,6 +25,7 @@ from rope_ext import checkpoints as models
 from rope_ext.arguments import parse_options
 from rope_ext.cli import app
 from rope_ext.errors import MeasureError, OptionError
+from rope_ext.terminal import progress
 from tests.helpers.checkpoint import TRAINED, save_checkpoint, save_texts
 from tests.helpers.sources import PACKAGES, parse
 
@@ -349,3 +351,34 @@ def test_an_option_that_is_given_twice_is_refused(tmp_path: Path) -> None:
     file.write_text('{"factor": 4, "factor": 8}')
     with pytest.raises(OptionError, match="'factor' is given twice"):
         parse_options([f"yarn={file}"])
+
+
+def test_the_version_is_shown_as_a_command_and_as_a_module() -> None:
+    shown = f"rope-ext {rope_ext.__version__}\n"
+    assert call("--version").stdout == shown
+    words = [sys.executable, "-m", "rope_ext", "--version"]
+    assert subprocess.run(words, capture_output=True, text=True, check=True).stdout == shown
+
+
+def test_methods_fit_into_80_columns_and_are_all_there() -> None:
+    lines = call("methods").stdout.splitlines()
+    assert max(map(len, lines)) <= 80
+    first = {line.split()[0] for line in lines if line.startswith(" ") and line[1:2].isalpha()}
+    assert first >= {info.name for info in rope_ext.methods()}
+
+
+def test_without_a_terminal_progress_is_told_in_lines(capsys: pytest.CaptureFixture[str]) -> None:
+    with progress(every=0) as shown:
+        bar = shown.add_task("measuring", total=None)
+        shown.update(bar, total=4)
+        shown.advance(bar, 1)
+        shown.advance(bar, 2)
+    lines = capsys.readouterr().err.splitlines()
+    assert [line.split(",")[0] for line in lines] == [
+        "measuring 0 %",
+        "measuring 25 %",
+        "measuring 75 %",
+    ]
+    with progress(every=3600) as shown:
+        shown.advance(shown.add_task("measuring", total=2), 1)
+    assert capsys.readouterr().err == ""

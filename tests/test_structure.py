@@ -40,6 +40,7 @@ ROOMS = {
         "rope_ext",
         "cli_arguments",
         "cli lm_eval",
+        "__main__",
     ),
     "rope_eval": (
         "rope_eval",

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedConfig
 
-from rope_ext.errors import OptionError, UnsupportedModelError
+from rope_ext.errors import OptionError, UnsupportedModelError, brief
 
 
 def model_of(given: nn.Module | PreTrainedConfig | str | Path) -> nn.Module:
@@ -48,4 +48,6 @@ def built(
 
 def require_length(name: str, value: Any) -> None:
     if type(value) is not int or value < 1:
-        raise OptionError(f"{name}={value!r} is not valid; it must be a positive number of tokens")
+        raise OptionError(
+            f"{name}={brief(value)} is not valid; it must be a positive number of tokens"
+        )

@@ -651,3 +651,16 @@ def test_another_base_is_refused_where_one_pair_rotates(name: str, more: dict) -
         rope_ext.patch(model, name, **options(name), **more)
     assert not changed(before, snapshot(model))
     rope_ext.patch(model, "pi", factor=4)
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda model: rope_ext.patch("yarn", model, factor=4),
+        lambda model: rope_ext.recommend(4096, model),
+    ],
+)
+def test_swapped_arguments_are_told_without_printing_the_model(call: Any) -> None:
+    with pytest.raises(rope_ext.OptionError, match="<LlamaForCausalLM> is not valid") as told:
+        call(tiny_llama())
+    assert len(str(told.value)) < 250

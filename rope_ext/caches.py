@@ -1,4 +1,4 @@
-"""A cache carries a note on its rows, which moves as they do."""
+"""Metadata on a cache, which follows its rows when they are reordered, selected or repeated."""
 
 from __future__ import annotations
 
@@ -6,13 +6,15 @@ import functools
 import gc
 import weakref
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from transformers.cache_utils import Cache
 
 from rope_ext.swapping import swap, take_back
 
+# A mixin: swapping.swap puts it in front of whatever class of cache an object has.
+_CacheMixin = Cache if TYPE_CHECKING else object
 Move = Callable[[torch.Tensor], torch.Tensor]
 """Takes and returns tensors of ``[rows, ...]``."""
 _WATCHED = (
@@ -22,32 +24,35 @@ _WATCHED = (
     "batch_repeat_interleave",
     "reset",
 )
-"""What is called of every cache before keys are added, when its rows move, and when it is reset."""
+"""Methods that run before keys are added, when rows move, and on reset."""
 UNKNOWN = (
     "this cache was taken for an empty one, and it has tokens that were put there without this "
     "patch, so its keys carry other rotations; start with an empty cache"
 )
-"""Why a graph fails that has begun with a static cache of which nothing is known."""
+"""Error of a graph that starts with a static cache without metadata."""
 
 
 class CacheMetadata(Protocol):
-    """What is known of the rows of a cache."""
+    """What is known about the rows of a cache."""
 
     @property
     def kind(self) -> type[CacheWithMetadata] | None:
-        """What the cache is to be; None: as it came."""
+        """Class that the cache needs; None: its original one."""
+        ...
 
     def moved(self, move: Move) -> CacheMetadata:
-        """The note on other rows."""
+        """The metadata after rows were reordered, selected or repeated."""
+        ...
 
     def emptied(self) -> CacheMetadata | None:
-        """What is left of it when the cache is reset; None: nothing."""
+        """What remains when the cache is reset; None: nothing."""
+        ...
 
 
-class CacheWithMetadata:
-    """Of a cache that carries notes."""
+class CacheWithMetadata(_CacheMixin):
+    """Mixin for caches with metadata, which follows the rows wherever they are moved."""
 
-    def reorder_cache(self, beam_idx: torch.Tensor) -> Any:
+    def reorder_cache(self, beam_idx: Any) -> Any:  # int64, [rows]; annotated LongTensor there
         _move(self, lambda rows: rows[beam_idx.to(rows.device)])
         return super().reorder_cache(beam_idx)
 
@@ -65,19 +70,19 @@ class CacheWithMetadata:
         return result
 
 
-def attach(cache: Cache, name: str, note: CacheMetadata) -> None:
-    """Put ``note`` on a cache as its attribute ``name``, which begins with ``_rope_ext``.
+def attach(cache: Cache, name: str, metadata: CacheMetadata) -> None:
+    """Set ``metadata`` on a cache as attribute ``name``, which must start with ``_rope_ext``.
 
-    The cache becomes one of its kind.
+    Also gives the cache the class that the metadata needs.
     """
-    setattr(cache, name, note)
-    _become(cache, note.kind)
+    setattr(cache, name, metadata)
+    _become(cache, metadata.kind)
 
 
 def empty(cache: Cache) -> None:
-    """Forget what was known of the keys of a cache that has none."""
-    for name, note in _notes(cache):
-        left = note.emptied()
+    """Drop the metadata of a cache that no longer has keys."""
+    for name, metadata in _all_metadata(cache):
+        left = metadata.emptied()
         if left is None:
             delattr(cache, name)
         else:
@@ -86,9 +91,9 @@ def empty(cache: Cache) -> None:
 
 
 def forget(cache: Cache, name: str) -> None:
-    """Take one note off a cache."""
+    """Remove the metadata ``name`` from a cache."""
     delattr(cache, name)
-    if not any(note.kind is not None for _, note in _notes(cache)):
+    if not any(metadata.kind is not None for _, metadata in _all_metadata(cache)):
         take_back(cache)
 
 
@@ -100,8 +105,8 @@ def is_filled(cache: Cache) -> bool:
         return False
 
 
-def _notes(cache: Any) -> list[tuple[str, CacheMetadata]]:
-    return [(name, note) for name, note in vars(cache).items() if name.startswith("_rope_ext")]
+def _all_metadata(cache: Any) -> list[tuple[str, CacheMetadata]]:
+    return [(name, value) for name, value in vars(cache).items() if name.startswith("_rope_ext")]
 
 
 def _become(cache: Cache, kind: type[CacheWithMetadata] | None) -> None:
@@ -110,11 +115,10 @@ def _become(cache: Cache, kind: type[CacheWithMetadata] | None) -> None:
 
 
 def watch() -> None:
-    """Let caches that a compiled graph begins become what :func:`carry` makes of them.
+    """Give caches that were first filled by a compiled graph the class their metadata needs.
 
-    A graph can put a note on a cache, and not give it another class: the first method of it that
-    is called outside of graphs does that. The methods stay watched, as a graph of another thread
-    may hold them.
+    A graph can attach metadata to a cache but cannot change its class, so the first method called
+    outside a graph does. The methods stay wrapped, since a graph of another thread may hold them.
     """
     for name in _WATCHED:
         function = getattr(Cache, name)
@@ -125,7 +129,7 @@ def watch() -> None:
 
 
 _watching: set[Callable] = set()
-"""Methods of :class:`Cache` as :func:`watch` has made them."""
+"""The wrapped methods of :class:`Cache` that :func:`watch` installed."""
 
 
 def _watched(name: str, function: Callable) -> Callable:
@@ -145,15 +149,15 @@ def _watched(name: str, function: Callable) -> Callable:
 
 
 def _move(cache: Any, move: Move) -> None:
-    """Let notes go with the keys and values."""
-    for name, note in _notes(cache):
-        setattr(cache, name, note.moved(move))
+    """Apply to the metadata what happens to the rows of keys and values."""
+    for name, metadata in _all_metadata(cache):
+        setattr(cache, name, metadata.moved(move))
 
 
 def settle(cache: Cache) -> None:
-    """Let a cache become what its notes ask for."""
-    for _, note in _notes(cache):
-        _become(cache, note.kind)
+    """Give a cache the class that its metadata needs."""
+    for _, metadata in _all_metadata(cache):
+        _become(cache, metadata.kind)
 
 
 _living: weakref.WeakValueDictionary[int, Cache] = weakref.WeakValueDictionary()
@@ -161,17 +165,18 @@ _living: weakref.WeakValueDictionary[int, Cache] = weakref.WeakValueDictionary()
 
 
 def living() -> list[Cache]:
-    """Every cache of this process, but those that only graphs have seen.
+    """Every cache of this process except those that only graphs have used.
 
-    The first call searches for them, and has the following ones register when they are made: a
-    search takes a tenth of a second, and a call in every forward would slow all models down.
+    The first call searches for existing caches, and from then on new ones register themselves:
+    a search takes a tenth of a second, and a check in every forward would slow down all models.
     """
     if Cache.__init__ not in _watching:
-        Cache.__init__, Cache.__setstate__ = _registered(Cache.__init__), _restored()
+        Cache.__init__ = _registered(Cache.__init__)
+        setattr(Cache, "__setstate__", _restored())  # noqa: B010  # Cache does not declare it
         _watching.add(Cache.__init__)
         kinds = _kinds(Cache)
         for one in gc.get_objects():
-            if type(one) in kinds:  # isinstance would run code of others
+            if type(one) in kinds:  # isinstance may run a foreign __class__ property
                 _living[id(one)] = one
     return list(_living.values())
 
@@ -194,7 +199,7 @@ def _restored() -> Callable:
     function = getattr(Cache, "__setstate__", None)
 
     def __setstate__(self: Cache, state: dict[str, Any]) -> None:
-        """Of a copy, which is made without ``__init__``."""
+        """For copies, which are made without ``__init__``."""
         if function is None:
             vars(self).update(state)
         else:

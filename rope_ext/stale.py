@@ -1,9 +1,9 @@
-"""Refuses a cache that was filled before the patch on a model changed.
+"""Refuses caches that were filled before the patch on a model changed.
 
-Its keys carry the rotation of that time. A cache does not know its model, and a note in every
-forward would slow down fixed frequency maps, under which no code of this package runs. So it is
-when a patch changes that every cache with tokens is marked, and the model gets a hook that refuses
-marked caches and leaves when there are none.
+Their keys carry the rotation of that time. A cache does not know its model, and recording the
+patch in every forward would slow down fixed frequency maps, under which no code of this package
+runs. Instead, a change of patch marks every cache that has tokens, and the model gets a hook that
+refuses marked caches and removes itself once there are none.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import uuid
 import weakref
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import nn
@@ -20,28 +20,29 @@ from transformers.cache_utils import Cache
 
 from rope_ext.caches import CacheWithMetadata, Move, attach, forget, is_filled, living, settle
 from rope_ext.errors import CacheError
+from rope_ext.forward.context import run_eagerly
 from rope_ext.methods import Method
 from rope_ext.rotary.calls import parameters
 
-_STALE = "_rope_ext_stale"  # on a cache: the Stale that it is
+_STALE = "_rope_ext_stale"  # attribute of a cache: its Stale
 _decoders: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()
-"""Decoders whose patch has changed, and the name of each for the marks on caches."""
+"""Decoders whose patch has changed, each with the name used for it in the marks on caches."""
 
 
 @dataclass(frozen=True)
 class FilledUnder:
-    """A patch, as far as what it leaves in a cache depends on it.
+    """Everything about a patch that affects the keys in a cache.
 
     Args:
-        method: in force.
-        more: all else that must be the same, by name.
+        method: the method in force.
+        more: everything else that must match, by name.
     """
 
     method: Method
     more: Mapping[str, Any]
 
     def unlike(self, other: FilledUnder | None) -> str:
-        """The method, with what is not the same in ``other``."""
+        """The method, and the settings that differ from ``other``."""
         if other is None:
             return str(self.method)
         named = [f"{k}={v!r}" for k, v in self.more.items() if v != other.more[k]]
@@ -50,30 +51,32 @@ class FilledUnder:
 
 @dataclass(frozen=True)
 class Stale:
-    """Under which patch a cache was filled, by the names of decoders that have another one now.
+    """The patch under which a cache was filled, by decoder whose patch has changed since.
 
-    Which of them filled it is not known: each refuses it for itself.
+    Nothing records which decoder filled the cache, so each of them refuses it.
     """
 
-    kind: ClassVar[type[CacheWithMetadata]] = (
-        CacheWithMetadata  # another class, so that graphs look again
-    )
     under: dict[str, FilledUnder | None] = field(default_factory=dict)
 
+    @property
+    def kind(self) -> type[CacheWithMetadata]:
+        """Another class than an unmarked cache has, which makes graphs check their guards again."""
+        return CacheWithMetadata
+
     def moved(self, move: Move) -> Stale:
-        """The same on other rows."""
+        """The same: it is about the whole cache."""
         return self
 
     def emptied(self) -> None:
-        """A cache that was reset may go on under any patch."""
+        """After a reset, the cache may be used under any patch."""
 
 
 def mark(decoder: nn.Module, under: FilledUnder | None) -> None:
     """Mark every cache with tokens, before the patch on ``decoder`` changes.
 
     Args:
-        decoder: whose patch it is.
-        under: which there is; None: none.
+        decoder: the patched decoder.
+        under: its current patch; None if it has none.
     """
     name = _decoders.setdefault(decoder, str(uuid.uuid4()))
     layers = sum(isinstance(m.__dict__.get("layer_idx"), int) for m in decoder.modules())
@@ -85,13 +88,13 @@ def mark(decoder: nn.Module, under: FilledUnder | None) -> None:
 
 
 def _filled(layers: int) -> list[Cache]:
-    """Every cache with tokens that a model of so many layers may have filled."""
+    """Every cache with tokens that a model with this many layers may have filled."""
     fitting = (one for one in living() if len(getattr(one, "layers", ())) <= layers)
     return [cache for cache in fitting if is_filled(cache)]
 
 
 def refuse(decoder: nn.Module, now: FilledUnder | None) -> None:
-    """Have ``decoder`` refuse the caches that were filled under another patch than ``now``."""
+    """Make ``decoder`` refuse caches that were filled under another patch than ``now``."""
     name, stale = _decoders[decoder], False
     for cache in living():
         there = _marks(cache)
@@ -107,12 +110,12 @@ def refuse(decoder: nn.Module, now: FilledUnder | None) -> None:
 
 
 class _Refusal:
-    """Decoder pre-hook, as long as there are caches that it refuses.
+    """Decoder pre-hook, installed as long as there are caches to refuse.
 
     Args:
-        name: of the decoder.
-        now: the patch in force; None: none.
-        names: of the decoder's arguments.
+        name: name of the decoder in the marks.
+        now: the patch in force; None if there is none.
+        names: names of the decoder's arguments.
     """
 
     def __init__(self, name: str, now: FilledUnder | None, names: tuple[str, ...]) -> None:
@@ -120,14 +123,14 @@ class _Refusal:
 
     def __call__(self, decoder: nn.Module, args: tuple, kwargs: dict) -> None:
         given = {**dict(zip(self.names, args, strict=False)), **kwargs}
-        cache = given.get("past_key_values")
+        cache: Any = given.get("past_key_values")
         cache = getattr(cache, "self_attention_cache", cache)
         if getattr(cache, _STALE, None) is not None:
             self._check(cache)
         elif not torch.compiler.is_compiling():
             self._leave_if_idle(decoder)
 
-    @torch.compiler.disable
+    @run_eagerly()
     def _check(self, cache: Cache) -> None:
         there = _marks(cache)
         if self.name not in there:
@@ -135,34 +138,37 @@ class _Refusal:
         if not is_filled(cache):  # cropped, or its layers were reset one by one
             _unmark(cache, self.name)
             return
-        before = there[self.name]
-        if before is None:
-            reason = (
-                f"this cache was begun before the model was patched with {self.now.method}, so its "
-                f"keys carry other rotations"
-            )
-        elif self.now is None:
-            reason = (
-                f"the keys in this cache carry the rotation of {before.method}, and this model is "
-                f"not patched with it"
-            )
-        else:
-            reason = (
-                f"this cache was begun under another patch ({before.unlike(self.now)}) than the "
-                f"one in force ({self.now.unlike(before)})"
-            )
-        raise CacheError(f"{reason}; start with an empty cache")
+        raise CacheError(f"{_reason(there[self.name], self.now)}; start with an empty cache")
 
     def _leave_if_idle(self, decoder: nn.Module) -> None:
         if not any(self.name in _marks(cache) for cache in living()):
             self.leave(decoder)
 
     def leave(self, decoder: nn.Module) -> None:
-        """Take the hook off a decoder, a copy of the one it was put on too."""
+        """Remove the hook from a decoder, which may be a copy of the one it was installed on."""
         for number, hook in list(decoder._forward_pre_hooks.items()):
             if hook is self:
                 decoder._forward_pre_hooks.pop(number, None)
                 decoder._forward_pre_hooks_with_kwargs.pop(number, None)
+
+
+def _reason(before: FilledUnder | None, now: FilledUnder | None) -> str:
+    """Why a cache is refused that was filled under ``before``, which is not ``now``."""
+    if now is None:
+        filled_by = "another patch" if before is None else str(before.method)
+        return (
+            f"the keys in this cache carry the rotation of {filled_by}, and this model is not "
+            f"patched with it"
+        )
+    if before is None:
+        return (
+            f"this cache was begun before the model was patched with {now.method}, so its keys "
+            f"carry other rotations"
+        )
+    return (
+        f"this cache was begun under another patch ({before.unlike(now)}) than the one in force "
+        f"({now.unlike(before)})"
+    )
 
 
 def _marks(cache: Cache) -> dict[str, FilledUnder | None]:

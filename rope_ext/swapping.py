@@ -1,29 +1,29 @@
-"""Gives one object a class of its own, and says which class it came with."""
+"""Gives a single object a class of its own, and remembers its original class."""
 
 from __future__ import annotations
 
 import functools
 from typing import Any
 
-_PLAIN = "_rope_ext_plain"  # on a class made here: the class that it stands in for
+_PLAIN = "_rope_ext_plain"  # on a class made here: the original class
 
 
 def swap(instance: Any, parent: type) -> None:
-    """Let the methods of ``parent``, a module-level class, come before those of ``instance``.
+    """Put the methods of ``parent``, a module-level class, before those of ``instance``.
 
-    It keeps its name and all else, and copies and pickles come out likewise. A second call takes
-    the place of the first; :func:`take_back` takes it back.
+    The class keeps its name, and copies and pickles of ``instance`` keep the swap. A second call
+    replaces the first; :func:`take_back` undoes it.
     """
     instance.__class__ = _child(plain(instance), parent)
 
 
 def take_back(instance: Any) -> None:
-    """Give an object the class again that it came with."""
+    """Restore the original class of an object."""
     instance.__class__ = plain(instance)
 
 
 def plain(instance: Any) -> type:
-    """The class that an object came with."""
+    """The original class of an object."""
     return getattr(type(instance), _PLAIN, type(instance))
 
 
@@ -37,5 +37,5 @@ def _child(cls: type, parent: type) -> type:
 
 
 def _rebuild(cls: type, parent: type) -> Any:
-    child = _child(cls, parent)
+    child: Any = _child(cls, parent)  # `type.__new__`, as pyright reads it, makes classes
     return child.__new__(child)

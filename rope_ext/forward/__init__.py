@@ -1,6 +1,5 @@
-"""What one forward of a patched decoder knows: its tokens, their positions, their sequences.
+"""State of one forward of a patched decoder: its tokens, their positions and their sequences.
 
-``context`` holds the forwards that a thread is running, for every other room; ``sequences`` is
-the context under a method that chooses frequencies by the sequence, ``positions`` the one under a
-position map.
+``context`` has the stack of forwards that a thread is running, ``sequences`` the context of
+methods that choose frequencies by sequence, and ``positions`` the context of position maps.
 """

@@ -1,35 +1,38 @@
 """The forwards that a thread is running: one stack for all patches, eager and compiled.
 
-A thread-local is the one place for it, since several threads may serve the same model. What
-belongs to a request beyond one call is stored on its cache.
+It is thread-local because several threads may serve the same model. State that outlives a single
+call belongs to a request and is stored on its cache.
 """
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import torch
 from transformers.cache_utils import Cache
 
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+
 
 class ForwardContext:
-    """One forward of a decoder. Subclasses say what a kind of patch knows of its tokens.
+    """One forward of a decoder. Subclasses add what their kind of patch needs to know.
 
     Args:
-        patch: the object in force on the decoder: a position map, or what follows its sequences.
+        patch: the patch in force on the decoder: a position map, or a ``Sequences``.
         rows: batch size.
-        tokens: number of tokens of this forward.
-        filled: tokens in the cache before; a tensor without dimensions where a graph runs for
-            every step of a static cache.
-        cache: may be None.
-        traced: whether torch.compile or torch.export traces it, so that everything follows from
-            tensors and no number may be read. Otherwise numbers are read where they decide.
+        tokens: number of tokens in this forward.
+        filled: number of tokens already in the cache; a 0-dimensional tensor where one graph
+            serves every step of a static cache.
+        cache: the cache, or None.
+        traced: whether torch.compile or torch.export is tracing this forward. If so, everything is
+            computed with tensors and no value may be read; otherwise values are read where they
+            decide what to do.
     """
 
-    logs_positions = False  # whether caches are told the positions of their keys
-    exported = False  # whether torch.export traces it
+    logs_positions = False  # whether it records the positions of keys on caches
+    exported = False  # whether torch.export is tracing it
 
     def __init__(
         self,
@@ -43,12 +46,20 @@ class ForwardContext:
         self.patch, self.rows, self.tokens = patch, rows, tokens
         self.filled, self.cache, self.traced = filled, cache, traced
 
+    @property
+    def filled_count(self) -> int:
+        """``filled`` in forwards where it is a number: all that are not traced."""
+        return cast("int", self.filled)
+
     def locate(self, positions: torch.Tensor) -> None:
-        """Complete the context with the position ids that the model uses; the first call counts."""
+        """Complete the context with the position ids that the model uses.
+
+        Calls after the first one change nothing.
+        """
         raise NotImplementedError
 
     def require(self, holds: torch.Tensor, error: type[Exception], message: str) -> None:
-        """Raise ``error`` unless ``holds``; in a graph, RuntimeError when it runs."""
+        """Raise ``error`` unless ``holds``; a graph raises RuntimeError when it runs."""
         if self.traced:
             torch._assert_async(holds, message)
         elif not bool(holds):
@@ -56,21 +67,21 @@ class ForwardContext:
 
 
 class _ThreadState(threading.local):
-    """State of the thread that asks."""
+    """State of the current thread."""
 
     def __init__(self) -> None:
-        self.stack: list[Any] = []  # ForwardContexts in progress; the innermost is last
+        self.stack: list[Any] = []  # ForwardContexts in progress, innermost last
         self.requests: list[Any] = []  # calls of generate under a method that follows sequences
-        self.recomputed: Any = None  # the forward of which gradient checkpointing repeats layers
-        self.probed: list[tuple] | None = None  # what layers have shown to the probe of layouts
-        self.look: Callable[..., None] | None = None  # who watches layers attend
+        self.recomputed: Any = None  # the forward whose layers gradient checkpointing runs again
+        self.probed: list[tuple] | None = None  # calls recorded while layouts are probed
+        self.look: Callable[..., None] | None = None  # callback that observes attention layers
 
 
 forward_context = _ThreadState()
 
 
 def current(patch: Any) -> Any:
-    """The innermost forward in progress under ``patch`` in this thread, or None."""
+    """The innermost forward in progress under ``patch`` in this thread; None if there is none."""
     for context in reversed(forward_context.stack):
         if context.patch is patch:
             return context
@@ -78,30 +89,35 @@ def current(patch: Any) -> Any:
 
 
 def is_traced(patch: Any) -> bool:
-    """Whether that forward is traced. The one question that tells eager from compiled."""
+    """Whether that forward is being traced: the only test for eager versus compiled."""
     context = current(patch)
     return context is not None and context.traced
 
 
 def enter(context: Any) -> None:
-    """Begin a forward."""
+    """Push a forward on the stack of this thread."""
     forward_context.stack.append(context)
 
 
 def leave(context: Any) -> None:
-    """End it."""
+    """Remove a forward from the stack."""
     forward_context.stack.remove(context)
 
 
 def forget_failed_exports() -> None:
-    """Drop exports that an error has ended: torch runs no hooks after one of these."""
+    """Drop forwards of exports that failed, since torch runs no hooks after such an error."""
     stack = forward_context.stack
     if stack and not torch.compiler.is_compiling():
         stack[:] = [context for context in stack if not context.exported]
 
 
+def run_eagerly(reason: str | None = None) -> Callable[[_Function], _Function]:
+    """:func:`torch.compiler.disable` as a decorator that keeps the type of the function."""
+    return cast("Callable[[_Function], _Function]", torch.compiler.disable(reason=reason))
+
+
 def caches_in(output: Any) -> list[Any]:
-    """The caches in what a decoder returns, also one that it made itself."""
+    """The caches in the output of a decoder, including one that the decoder created."""
     found = []
     for part in output if isinstance(output, tuple) else (output,):
         cache = getattr(part, "past_key_values", part)

@@ -1,4 +1,4 @@
-"""One forward under a position map: which tokens there are, and where."""
+"""One forward under a position map: which slots hold tokens, and their positions."""
 
 from __future__ import annotations
 
@@ -28,21 +28,28 @@ FRACTIONS = (
 class PositionForward(ForwardContext):
     """One forward of a decoder under a position map.
 
-    Eager and traced, the same tensors say where the tokens are. Where it is not traced, numbers
-    are read: to refuse wrong input at once, and to keep one row where all are alike.
+    Eager and traced forwards keep positions in the same tensors. An eager forward also reads
+    values: to reject invalid input early, and to keep a single row where all rows are equal.
 
     Args:
         patch: the position map in force.
-        rows, tokens, filled, cache, traced: as :class:`ForwardContext` has them.
+        rows, tokens, filled, cache, traced: see :class:`ForwardContext`.
         mask: ``[rows, slots]``, zero where there is no token; None: no padding.
-        weights: every layer is to return its attention weights too (``output_attentions``).
-        room: slots that the layers see; None: those that are filled after this forward.
-        known: what a static cache knows of its keys; only a graph is told before.
-        regular: whether a graph may take the tokens for the first of their sequences, one after
-            the other.
+        weights: whether layers also return their attention weights (``output_attentions``).
+        room: number of slots that the layers see; None: those filled after this forward.
+        known: positions of the keys in a static cache; given in traced forwards only.
+        regular: whether a graph may assume that every row holds tokens 0, 1, 2, ... of a sequence.
+
+    Attributes:
+        query: positions of the queries, int64, ``[rows or 1, tokens]``, counted from the first
+            real token of each sequence; negative for padding before it. Set by :meth:`locate`.
+        key: the same for all slots, ``[rows or 1, room]``. Set by :meth:`locate`.
+        located: whether they are set.
     """
 
     logs_positions = True
+    query: torch.Tensor
+    key: torch.Tensor
 
     def __init__(
         self,
@@ -61,22 +68,21 @@ class PositionForward(ForwardContext):
     ) -> None:
         super().__init__(patch, rows, tokens, filled, cache, traced)
         self.map, self.weights, self.known, self.regular = patch, weights, known, regular
-        self.room: int = filled + tokens if room is None else room
+        self.room: int = self.filled_count + tokens if room is None else room
+        self.located = False
         self.padding: torch.Tensor | None = None  # bool, [rows, room], False without a token
         self.padding_known: torch.Tensor | None = None  # the same on the CPU, read once
-        self.documents: torch.Tensor | None = None  # that are kept apart, int64, [rows, room]
-        self.query: torch.Tensor | None = None  # t of the queries, [rows or 1, tokens]
-        self.key: torch.Tensor | None = None  # t of all slots, [rows or 1, room]
-        self.entering: torch.Tensor | None = None  # what the positions change the layers' input by
+        self.documents: torch.Tensor | None = None  # packed documents, int64, [rows, room]
+        self.entering: torch.Tensor | None = None  # what an input encoding adds, for all layers
         self.rotating: RotatedKeyStep | None = None
-        self.made: dict[Any, Any] = {}  # what the layers share, by its makers
+        self.made: dict[Any, Any] = {}  # tensors shared by all layers, keyed by the code they serve
         if mask is not None:
             self.pad(mask)
         if not traced and tokens == 1 and cache is not None:
             self.rotating = RotatedKeyStep(cache)
 
     def pad(self, mask: torch.Tensor) -> None:
-        """Take note of the padding."""
+        """Record the padding."""
         if self.traced:
             self.padding = nn.functional.pad(mask != 0, (0, self.room - mask.shape[1]))
             return
@@ -87,12 +93,8 @@ class PositionForward(ForwardContext):
             self.padding, self.padding_known = padding, known
 
     def locate(self, positions: torch.Tensor) -> None:
-        """Take note of the position ids that the model itself uses.
-
-        Sets ``query`` and ``key``: int64, positions counted from the first real token of each
-        sequence; negative for padding before it.
-        """
-        if self.query is not None:
+        """Record the position ids that the model itself uses; sets ``query`` and ``key``."""
+        if self.located:
             return
         positions = self._checked(positions)
         places = self._log(positions) if self.traced else self._log_eagerly(positions)
@@ -102,16 +104,16 @@ class PositionForward(ForwardContext):
             self.require(~future.any(), UnsupportedModelError, placed.BACK)
 
     def split(self, documents: torch.Tensor) -> None:
-        """Take note of the documents that transformers keeps apart, int64, ``[rows, keys]``."""
+        """Record the documents that transformers keeps apart, int64, ``[rows, keys]``."""
         self.documents = documents
-        if self.query is not None and self.known is not None:
+        if self.located and self.known is not None:
             places = self.known.positions
-            self._count(places[:, self.filled :], places)
+            self._count(places[:, self.filled_count :], places)
 
     def _checked(self, positions: torch.Tensor) -> torch.Tensor:
         """Position ids on one axis, int64, ``[rows or 1, tokens]``."""
         if positions.ndim == 3:
-            if not self.traced:  # a graph is made only where none were given: all axes are alike
+            if not self.traced:  # traced only if none were given, and then all axes are equal
                 self.require(
                     (positions == positions[:1]).all(),
                     UnsupportedModelError,
@@ -130,7 +132,7 @@ class PositionForward(ForwardContext):
         return positions
 
     def _log_eagerly(self, positions: torch.Tensor) -> torch.Tensor:
-        """Positions of all slots, which the cache is told."""
+        """Positions of all slots, which are recorded on the cache."""
         places = self._continued(positions) if self.filled else positions
         self.known = KeyPositions(self.map.key, places)
         if self.cache is not None:
@@ -138,7 +140,7 @@ class PositionForward(ForwardContext):
         return places
 
     def _log(self, positions: torch.Tensor) -> torch.Tensor:
-        """The same in a graph, after the new ones were written on a static cache."""
+        """The same in a graph, which writes the new positions to the log of a static cache."""
         if self.cache is None or whole(self.cache) is None:
             self.known = KeyPositions(self.map.key, positions)
             return positions
@@ -153,26 +155,26 @@ class PositionForward(ForwardContext):
         return places
 
     def _count(self, positions: torch.Tensor, places: torch.Tensor) -> None:
-        """Count from the first token of each sequence."""
-        device = positions.device
+        """Set ``query`` and ``key``, counted from the first token of each sequence."""
+        device, self.located = positions.device, True
         if self.regular:
             self.query = self.key = torch.arange(self.tokens, device=device)[None]
             return
         first = of_queries = places[:, :1]
         if self.padding is not None:
             padding = self.padding.to(device)
-            places = places.expand(len(padding), -1)  # one row where no positions were given
+            places = places.expand(len(padding), -1)  # a single row if no positions were given
             first = of_queries = places.gather(1, padding.int().argmax(1, keepdim=True))
         elif self.documents is not None:
             documents = self.documents.to(device)
             places = places.expand(len(documents), -1)
             # Each document counts from its own beginning.
             first = places.gather(1, torch.searchsorted(documents, documents))
-            of_queries = first[:, self.filled :]
+            of_queries = first[:, self.filled_count :]
         self.query, self.key = positions - of_queries, places - first
 
     def real(self) -> torch.Tensor:
-        """Which slots have a token, bool, ``[rows or 1, room]``."""
+        """Which slots hold a token, bool, ``[rows or 1, room]``."""
         if "real" not in self.made:
             slots = torch.arange(self.room, device=self.key.device)
             real = (slots < self.filled + self.tokens)[None]
@@ -190,7 +192,7 @@ class PositionForward(ForwardContext):
         return self.made["visible"]
 
     def on(self, device: torch.device) -> PositionForward:
-        """The same for layers on another device, made once for all of them."""
+        """The same forward for layers on another device, copied there once for all of them."""
         if self.key.device == device:
             return self
         if ("on", device) not in self.made:
@@ -200,9 +202,10 @@ class PositionForward(ForwardContext):
         return self.made["on", device]
 
     def _counted(self, positions: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
-        """Positions of all slots where nothing but their tokens can be asked, in a program.
+        """Positions of all slots in an exported program, which cannot keep a log on the cache.
 
-        They are counted, and those of the new tokens, in ``slots``, tell from where on.
+        Slots are counted without padding, and the given positions of the new tokens, which are in
+        ``slots``, determine where the count starts.
         """
         real = torch.ones(1, self.room, dtype=torch.bool, device=positions.device)
         if self.padding is not None:
@@ -215,8 +218,8 @@ class PositionForward(ForwardContext):
         return counted + first
 
     def _continued(self, positions: torch.Tensor) -> torch.Tensor:
-        known = kept(self.cache)
-        if known is None or known.positions.shape[1] < self.filled:
+        known, filled = kept(self.cache), self.filled_count
+        if known is None or known.positions.shape[1] < filled:
             raise CacheError(
                 f"this cache was begun before the model was patched with "
                 f"{self.map.method.name} (or by prefix tuning), so its keys carry other "
@@ -227,7 +230,7 @@ class PositionForward(ForwardContext):
                 f"this cache was begun under another patch ({known.key[0]}) than the one in force "
                 f"({self.map.key[0]}); start with an empty cache"
             )
-        before = known.positions[:, : self.filled].to(positions.device)
+        before = known.positions[:, :filled].to(positions.device)
         if len(before) != len(positions):
             rows = max(len(before), len(positions))
             if min(len(before), len(positions)) != 1:
@@ -239,7 +242,7 @@ class PositionForward(ForwardContext):
         return torch.cat((before, positions), 1)
 
     def embeddings(self, site: RotarySite, like: Any) -> Any:
-        """Cosine and sine with which the model rotates its queries and keys."""
+        """Cosine and sine that the model rotates its queries and keys with."""
         key = ("embeddings", site.name, site.layer_type)
         if key not in self.made:
             made = stored_rotation(self.map, site, self.query, like)
@@ -252,14 +255,14 @@ class PositionForward(ForwardContext):
 
 
 def stored_rotation(position_map: PositionMap, site: RotarySite, t: torch.Tensor, like: Any) -> Any:
-    """What the rotary module of ``site`` returns for tokens at ``t`` (``[rows or 1, tokens]``)."""
+    """Output of the rotary module of ``site`` for tokens at ``t`` (``[rows or 1, tokens]``)."""
     t = t.double().clamp(min=0)
     stored = at(position_map.stored, t)
     inv_freq, scaling = position_map.inv_freq(site, t.device), position_map.frequencies[site][1]
     phase = position_map.phase(t)
     if stored.shape[-1] == 1 and phase is None:
         stored = stored.squeeze(-1)
-    else:  # pairs of a token at positions of their own: as frequencies of the token at 1
+    else:  # each pair has its own position, so put it into the frequency of a token at 1
         stored, inv_freq = torch.ones_like(t), stored * inv_freq
         inv_freq = inv_freq if phase is None else inv_freq + phase.unsqueeze(-1)
     made = hooks.rotation(site, stored, inv_freq, scaling, position_map.precise, like)
@@ -269,7 +272,7 @@ def stored_rotation(position_map: PositionMap, site: RotarySite, t: torch.Tensor
 
 
 def once(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
-    """The same tensors, which a graph holds: it would make them again in every layer."""
+    """The same tensors, behind an operator: inductor would recompute them in every layer."""
     alone = calls.is_exporting() or not torch.compiler.is_compiling()
     return tensors if alone else _held(tensors)
 

@@ -1,8 +1,8 @@
-"""One forward under a method that follows sequences: which one every token belongs to.
+"""One forward under a method that follows sequences: which sequence each token belongs to.
 
-A row of a batch may begin with padding, and may hold several documents one after the other. A
-sequence counts from its own first token, and gets the frequencies of its own length, which stay
-what they are: keys and values of earlier tokens were computed under them.
+A row of a batch may begin with padding, and may hold several documents one after the other.
+Positions of a sequence count from its first token. Its frequencies follow from its length and stay
+fixed, because the keys and values of earlier tokens were computed with them.
 """
 
 from __future__ import annotations
@@ -18,22 +18,23 @@ from rope_ext.methods import FrequencyMethod
 from rope_ext.methods.temperature import Temperature
 from rope_ext.rotary.sites import RotarySite
 
-STARTED = "_rope_ext_started"  # on a cache: the sequences in it, a Started
+STARTED = "_rope_ext_started"  # attribute of a cache: the sequences in it, a Started
 _EMPTY = "in a compiled forward every row needs a token to begin with; make the chunks longer"
 
 
 @dataclass(frozen=True)
 class Started:
-    """The sequences at the end of the rows of a batch, whose frequencies stay what they are.
+    """The last sequence in each row of a batch, whose frequencies stay fixed.
 
     Args:
-        method: that of the patch.
-        lengths: tokens that the frequencies of each row are made for, float64, ``[rows]``, CPU;
-            0 where there was nothing but padding yet. One row if all are alike.
-        first: position of the first token of each, int64, likewise; -1: still to come.
-        room: tokens for the whole batch, with the padding, as a cache counts them.
-        made: frequencies and scaling, by site and device.
-        begun: no row is still to come.
+        method: the method of the patch.
+        lengths: number of tokens that the frequencies of each row are made for, float64,
+            ``[rows]``, on the CPU; 0 for rows with only padding so far. One row if all are equal.
+        first: position of the first token of each, int64, same shape; -1 for rows with only
+            padding so far.
+        room: number of tokens for the whole batch including padding, as a cache counts them.
+        made: frequencies and scaling, by site, device and dtype.
+        begun: whether every row has a token.
     """
 
     method: FrequencyMethod
@@ -45,32 +46,33 @@ class Started:
 
     @property
     def kind(self) -> type[CacheWithMetadata] | None:
-        """What a cache with it has to be."""
+        """Class that a cache with it needs: sequences that differ by row must follow the rows."""
         return CacheWithMetadata if len(self.lengths) > 1 else None
 
     def moved(self, move: Move) -> Started:
-        """The sequences of other rows."""
+        """The sequences after rows were moved."""
         if len(self.lengths) == 1:
             return self
         return replace(self, lengths=move(self.lengths), first=move(self.first), made={})
 
     def emptied(self) -> None:
-        """Nothing is left of them when a cache is reset."""
+        """Nothing remains when a cache is reset."""
 
 
 class SequenceForward(ForwardContext):
     """One forward of a decoder under a method that follows sequences.
 
-    Eager and traced, it holds the same tensors. Where it is not traced, numbers are read to keep
-    one row where all are alike, and to make frequencies once for each different length.
+    Eager and traced forwards hold the same tensors. An eager forward also reads values: to keep a
+    single row where all rows are equal, and to compute frequencies once for each distinct length.
 
     Args:
         patch: the :class:`rope_ext.rotary.sequences.Sequences` of the decoder.
-        rows, tokens, filled, cache, traced: as :class:`ForwardContext` has them.
-        stored: what the cache knows of its sequences; None: they begin.
-        announced: lengths, float64, ``[rows]``, and room that a call of ``generate`` has
-            announced; None: not known.
-        mask: the attention mask, as the decoder got it.
+        rows, tokens, cache, traced: see :class:`ForwardContext`.
+        filled: number of tokens already in the cache; 0 in a graph, where ``stored`` replaces it.
+        stored: the sequences recorded on the cache; None: they begin with this forward.
+        announced: lengths (float64, ``[rows]``) and room that a call of ``generate`` plans for;
+            None: not known.
+        mask: the attention mask that the decoder received.
     """
 
     def __init__(
@@ -78,7 +80,7 @@ class SequenceForward(ForwardContext):
         patch: Any,
         rows: int,
         tokens: int,
-        filled: int | torch.Tensor,
+        filled: int,
         cache: Any,
         traced: bool,
         stored: Started | None,
@@ -88,15 +90,15 @@ class SequenceForward(ForwardContext):
         super().__init__(patch, rows, tokens, filled, cache, traced)
         self.announced, self.mask = announced, mask
         self._stored = stored
-        # In a graph the cache of a sequence that goes on says everything.
+        # In a graph, a sequence that continues takes everything from its cache.
         self.started: Started | None = stored if traced else None
-        self.lengths: torch.Tensor | None = None  # of sequences that begin, [rows, tokens]
-        self.first: torch.Tensor | None = None  # likewise
-        self.positions: torch.Tensor | None = None  # as the model has them
+        self.lengths: torch.Tensor | None = None  # of sequences that begin here, [rows, tokens]
+        self.first: torch.Tensor | None = None  # their first positions, same shape
+        self.positions: torch.Tensor | None = None  # position ids of the model
         self._made: dict[tuple, Any] = {}
 
     def locate(self, positions: torch.Tensor) -> None:
-        """Find the sequences, from the position ids that the model itself uses."""
+        """Find the sequences from the position ids that the model itself uses."""
         if self.positions is None:
             self.positions = positions
         if self.started is not None:
@@ -108,7 +110,7 @@ class SequenceForward(ForwardContext):
         if not self.traced:
             if self.cache is not None:
                 attach(self.cache, STARTED, self.started)
-            self.mask = self.cache = None  # a graph may hold on to this
+            self.mask = self.cache = None  # autograd may keep this object alive for long
 
     def _start(self, positions: torch.Tensor) -> Started:
         if positions.ndim == 3:  # axes, rows, tokens
@@ -116,10 +118,10 @@ class SequenceForward(ForwardContext):
         positions = positions.reshape(-1, positions.shape[-1])
         if positions.shape[-1] != self.tokens:  # those of compressed keys
             positions = torch.arange(
-                self.filled, self.filled + self.tokens, device=positions.device
+                self.filled_count, self.filled_count + self.tokens, device=positions.device
             ).unsqueeze(0)
         positions = positions[-self.rows :].expand(self.rows, -1)
-        real, edges = read(self.mask, self.filled, self.tokens)
+        real, edges = read(self.mask, self.filled_count, self.tokens)
         lengths, first, number = documents(positions, real, edges)
         if self.traced:
             self.require((first[:, -1] >= 0).all(), RuntimeError, _EMPTY)
@@ -131,17 +133,17 @@ class SequenceForward(ForwardContext):
     def _start_with_numbers(
         self, lengths: torch.Tensor, first: torch.Tensor, packed: torch.Tensor
     ) -> Started:
-        """Read them once, and keep one row where all are alike."""
+        """Read them once, and keep a single row if all rows are equal."""
         found = torch.stack((lengths[:, -1], first[:, -1], packed[:, -1].long())).cpu()
         of_row, first_of_row = found[0].double(), found[1]
         stored = self._stored
-        room = max(self.filled + self.tokens, int(of_row.max()))
+        room = max(self.filled_count + self.tokens, int(of_row.max()))
         if self.announced is not None:
             announced, room = self.announced
             of_row = announced.repeat_interleave(self.rows // len(announced))
         elif stored is None and bool(found[2].any()):
             self.lengths, self.first = lengths.double().cpu(), first
-        if stored is not None:  # rows that had nothing but padding before begin here
+        if stored is not None:  # rows that had only padding so far begin here
             of_row = torch.where(stored.lengths > 0, stored.lengths, of_row)
             first_of_row = torch.where(stored.first >= 0, stored.first, first_of_row)
             room = max(room, stored.room)
@@ -154,26 +156,30 @@ class SequenceForward(ForwardContext):
     def frequencies(
         self, site: RotarySite, positions: torch.Tensor, dtype: torch.dtype
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """``[rows, tokens, pairs]`` and ``[rows, tokens, 1]``, or 1 where all are equal."""
-        started = self._started
-        by_token = self.lengths is not None and self.lengths.shape[1] == positions.shape[-1]
+        """Frequencies ``[rows, tokens, pairs]`` and scaling ``[rows, tokens, 1]``.
+
+        Rows and tokens are 1 where all are equal.
+        """
+        started, by_token = self._started, self.lengths
+        if by_token is not None and by_token.shape[1] != positions.shape[-1]:
+            by_token = None
         key = (site.name, site.layer_type, positions.device, dtype)
-        # On a cache, those of its sequences serve every later forward, graphs too.
+        # Those on a cache serve every later forward of its sequences, including graphs.
         if self.traced and key not in started.made:
             started.made[key] = self._frequencies_at(
                 site, started.lengths[:, None], positions.device, dtype
             )
-        made = self._made if by_token else started.made
+        made = started.made if by_token is None else self._made
         if key not in made:
-            lengths = self.lengths.cpu() if by_token else started.lengths[:, None]
+            lengths = started.lengths[:, None] if by_token is None else by_token.cpu()
             made[key] = self._frequencies_at(site, lengths, positions.device, dtype)
         return made[key]
 
     def _frequencies_at(
         self, site: RotarySite, lengths: torch.Tensor, device: torch.device, dtype: torch.dtype
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Of ``lengths`` ``[rows, tokens]``; one row and one token if all are equal."""
-        if self.traced:  # how many different lengths there are, only a number could say
+        """For ``lengths`` ``[rows, tokens]``; one row and one token if all are equal."""
+        if self.traced:  # the number of distinct lengths would have to be read
             inv_freq, scaling = self.patch.at_lengths(site, lengths.flatten())
             inv_freq, scaling = inv_freq.unflatten(0, lengths.shape), scaling.view(lengths.shape)
         else:
@@ -185,7 +191,7 @@ class SequenceForward(ForwardContext):
     def query_scale(
         self, temperature: Temperature, device: torch.device, dtype: torch.dtype
     ) -> torch.Tensor | None:
-        """What multiplies queries, ``[rows or 1, 1, tokens, 1]``; None: 1 everywhere."""
+        """Factor of the queries, ``[rows or 1, 1, tokens, 1]``; None: 1 everywhere."""
         key = ("query_scale", device, dtype)
         if key not in self._made:
             assert self.positions is not None
@@ -193,7 +199,7 @@ class SequenceForward(ForwardContext):
             if positions.ndim == 3:  # axes, rows, tokens
                 positions = positions.amax(0)
             tau = temperature.at(positions.double().clamp(min=0)).to(device, dtype)
-            # On a GPU the question would wait for it, and in a graph it cannot be asked.
+            # Reading it would synchronise with a GPU, and is impossible in a graph.
             same = not self.traced and tau.device.type == "cpu" and bool((tau == 1).all())
             self._made[key] = None if same else tau[:, None, :, None]
         return self._made[key]
@@ -229,26 +235,26 @@ def read(mask: Any, filled: int, tokens: int) -> tuple[torch.Tensor | None, torc
     real = seen.diagonal(dim1=1, dim2=2)
     place = torch.arange(tokens, device=mask.device)
     furthest = torch.where(real, seen.to(torch.uint8).argmax(2), place)
-    # Where no token from here on sees anything before: windows and branches are no edges.
+    # An edge is where no later token sees anything before it; windows and branches are no edges.
     return real, furthest.flip(1).cummin(1).values.flip(1) >= place
 
 
 def documents(
     positions: torch.Tensor, real: torch.Tensor | None, edges: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Of the sequence of each token: its length, its first position, its number within the row.
+    """Length, first position and index within the row of the sequence that each token belongs to.
 
-    A row begins at its first real token. Another document begins where positions fall back to
-    there, as packing restarts them, and where nothing before is seen.
+    A row begins at its first real token. A new document begins where positions restart, as packing
+    does, and where tokens see nothing before it.
 
     Args:
         positions: int64, ``[rows, tokens]``.
-        real: bool, ``[rows or 1, tokens]``; None: all.
-        edges: bool, likewise; None: none.
+        real: bool, ``[rows or 1, tokens]``; None: all are real.
+        edges: bool, same shape; None: no edges.
 
     Returns:
-        Three int64 tensors, ``[rows, tokens]``; numbers count from 1. Where a row has no real
-        token up to there, the first position is -1, and the length and the number are 0.
+        Three int64 tensors, ``[rows, tokens]``; indices count from 1. Before the first real token
+        of a row, the first position is -1, and the length and the index are 0.
     """
     device = positions.device
     real = torch.ones_like(positions, dtype=torch.bool) if real is None else real.to(device)

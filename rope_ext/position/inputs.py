@@ -96,7 +96,7 @@ class Entrance:
     @torch.compiler.disable
     def __call__(self, layer: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
         forward = _forward(self.map, args, kwargs)
-        if forward is None or forward.query is None:
+        if forward is None or not forward.located:
             raise UnsupportedModelError(
                 f"{type(layer).__name__} was run by itself under {self.map.method.name}, so the "
                 f"positions of its tokens are not known; run the whole model"
@@ -181,7 +181,7 @@ def _measured(decoder: nn.Module, first: nn.Module, position_map: PositionMap) -
 
     def look(layer: nn.Module, args: tuple, kwargs: dict) -> None:
         forward = current(position_map)
-        located = forward is not None and forward.query is not None
+        located = forward is not None and forward.located
         seen.append((args[0] if args else kwargs.get("hidden_states"), located))
 
     vocabulary = decoder.get_input_embeddings()

@@ -33,10 +33,11 @@ from rope_ext.record import ARGUMENTS
 from rope_ext.terminal import clean_errors
 
 _NONE = (None, "none")
+_HFLM: Any = HFLM  # lm-eval's decorator hides its type
 
 
 @register_model("rope_ext")
-class PatchedLM(HFLM):
+class PatchedLM(_HFLM):
     """A model of transformers under a method.
 
     Args:

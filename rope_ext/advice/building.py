@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -25,7 +25,7 @@ def built(
     from rope_ext.checkpoints import load_config, saved_under
 
     if isinstance(given, (str, Path)):
-        given = load_config(str(given))
+        given = cast(PreTrainedConfig, load_config(str(given)))
     if not isinstance(given, PreTrainedConfig):
         return given, ()
     config, notes = copy.deepcopy(given), ()

@@ -179,17 +179,18 @@ def diagnose(model: nn.Module | PreTrainedConfig | str | Path, length: int) -> D
 
 
 def _site(decoder: nn.Module, site: RotarySite, patch: Patch | None, length: int) -> SiteDiagnosis:
-    rope, inside = site.rope, patch is not None and site in patch.scaled
+    rope = site.rope
+    active = patch if patch is not None and site in patch.scaled else None
     before, after = length, None
     if site.local:
         before = min(length, _window(text_config(decoder)) or rope.length)
-    elif inside:
-        after = patch.method.span(rope, length)
+    elif active is not None:
+        after = active.method.span(rope, length)
     before = torch.tensor([before], dtype=torch.float64, device="cpu")
     after = before if after is None else after
     frequencies = rope.inv_freq
-    if inside and patch.frequencies is not None:
-        frequencies = patch.frequencies.frequencies(rope, length)
+    if active is not None and active.frequencies is not None:
+        frequencies = active.frequencies.frequencies(rope, length)
     columns = (
         [wavelength(f) for f in rope.inv_freq.tolist()],
         [wavelength(f) for f in frequencies.tolist()],

@@ -23,6 +23,7 @@ from rope_ext.engines.base import Refusal
 from rope_ext.errors import OptionError, RopeExtError, UnsupportedModelError
 from rope_ext.methods import ABF, NTK, PI, Method, Rope, YaRN, build_method
 from rope_ext.methods.abf import bounded_length, smallest_base
+from rope_ext.methods.checked import not_none
 from rope_ext.methods.rope import factor_to
 from rope_ext.patching import current_patch, first_site, patched
 from rope_ext.recommendation import Recommendation
@@ -103,7 +104,7 @@ class _Case:
             if self.engine is None:
                 return engines_for(self.model)
             try:
-                build_engine(self.engine).export(self.model, current_patch(self.model))
+                build_engine(self.engine).export(self.model, not_none(current_patch(self.model)))
             except Refusal as refusal:
                 raise OptionError(f"{self.engine} cannot run {method.name}: {refusal}") from None
         return (self.engine,)
@@ -183,7 +184,7 @@ def recommend(
     trials = [_tried(case, method, why) for method, why in candidates]
     accepted = [t for t in trials if t.refusal is None or (not engine and t.unproven(model))]
     if not accepted:
-        raise trials[0].refusal
+        raise not_none(trials[0].refusal)
     first, *others = accepted
     serve = next((t for t in accepted if t.engines), None)
     refused = [
@@ -284,9 +285,10 @@ def _more(case: _Case, chosen: _Trial, calibrated: Calibrated | None) -> Iterato
             f"Factor {factor:g} is beyond the 2 and 4 at which YaRN is published without "
             f"fine-tuning (arXiv 2402.13753): {remedy}."
         )
-    if _group(method) > 0:
+    group = _group(method)
+    if group > 0:
         yield (
-            f"Groups of {method.group} are the smallest with which the largest distance stays "
+            f"Groups of {group} are the smallest with which the largest distance stays "
             f"below two thirds of the trained length (arXiv 2401.01325)."
         )
     if not method.attends:

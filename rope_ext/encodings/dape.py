@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, cast
 
 import torch
 import torch.nn.functional as F
@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from rope_ext.encodings.base import Bounds, Encoding, Heads, Learned
 from rope_ext.encodings.layers import linear
 from rope_ext.encodings.scores import Block, Scores
+from rope_ext.methods.checked import not_none
 from rope_ext.methods.registry import build_method, register
 from rope_ext.methods.rope import Rope
 
@@ -58,7 +59,7 @@ class DAPE(Encoding):
 
     @functools.cached_property
     def _bias(self) -> Encoding:
-        return build_method(self.on)
+        return cast(Encoding, build_method(self.on))
 
     @property
     def bounds(self) -> Bounds:
@@ -79,7 +80,7 @@ class DAPE(Encoding):
         self, distance: torch.Tensor, heads: int, rope: Rope, learned: Learned
     ) -> torch.Tensor:
         """The bias that it adapts."""
-        return self._bias.bias(distance, heads, rope, learned)
+        return not_none(self._bias.bias(distance, heads, rope, learned))
 
     def scores(self, heads: int, rope: Rope, learned: Learned) -> DAPEScores:
         return DAPEScores(learned=learned, encoding=self, heads=heads, rope=rope)

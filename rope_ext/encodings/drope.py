@@ -8,6 +8,7 @@ from typing import ClassVar
 import torch
 
 from rope_ext.encodings.base import Encoding
+from rope_ext.methods.checked import not_none
 from rope_ext.methods.registry import register
 from rope_ext.methods.temperature import Temperature
 
@@ -25,7 +26,7 @@ class _Beyond(Temperature):
         return replace(self, length=self.length or length)
 
     def at(self, t: torch.Tensor) -> torch.Tensor:
-        return 1 + self.c * ((t + 1) / self.length).log().clamp(min=0)
+        return 1 + self.c * ((t + 1) / not_none(self.length)).log().clamp(min=0)
 
     @property
     def formula(self) -> str:

@@ -10,6 +10,7 @@ import torch
 from rope_ext.encodings.base import Learned
 from rope_ext.encodings.inputs import InputEncoding
 from rope_ext.encodings.tables import lengthened
+from rope_ext.methods.checked import not_none
 from rope_ext.methods.registry import register
 from rope_ext.methods.rope import Rope, factor_to
 
@@ -58,9 +59,10 @@ class LearnedPositions(InputEncoding):
         return made
 
     def limit(self, rope: Rope) -> int:
+        length = not_none(self.length)
         if self.extend == "hierarchical":
-            return self.length**2
-        return max(self.length, self.target_length(rope)) if self.extend else self.length
+            return length**2
+        return max(length, self.target_length(rope)) if self.extend else length
 
     def cure(self, tokens: int, rope: Rope) -> str:
         if self.extend == "hierarchical":
@@ -72,22 +74,24 @@ class LearnedPositions(InputEncoding):
         )
 
     def initial_inputs(self, columns: int, size: float, rope: Rope) -> dict[str, torch.Tensor]:
-        return {"table": size * torch.randn(self.length, columns, device="cpu")}
+        return {"table": size * torch.randn(not_none(self.length), columns, device="cpu")}
 
     def grown(self, name: str, learned: torch.Tensor, initial: torch.Tensor) -> torch.Tensor | None:
         return lengthened(learned, initial, 0, repeat=False)
 
     def p(self, t: torch.Tensor, columns: int, rope: Rope, learned: Learned) -> torch.Tensor:
+        length = not_none(self.length)
+
         def rows(index: torch.Tensor) -> torch.Tensor:
             found = learned["table"][index.long()]
             return found.to(torch.promote_types(found.dtype, torch.float32))
 
         if self.extend == "interpolate":
-            t = t * min(1.0, self.length / self.target_length(rope))
-            low, high = rows(t), rows((t + 1).clamp(max=self.length - 1))
+            t = t * min(1.0, length / self.target_length(rope))
+            low, high = rows(t), rows((t + 1).clamp(max=length - 1))
             return torch.lerp(low, high, t.frac().unsqueeze(-1).to(low))
         if self.extend == "hierarchical":
-            coarse, fine = rows(t // self.length), rows(t % self.length)
+            coarse, fine = rows(t // length), rows(t % length)
             # a u_i + (1 - a) u_j, which is p_j where i is 0
             return fine + _SHARE / (1 - _SHARE) * (coarse - rows(torch.zeros_like(t)))
         return learned["table"][t.long()]

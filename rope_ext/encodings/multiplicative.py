@@ -10,6 +10,7 @@ import torch
 from rope_ext.encodings.base import Learned
 from rope_ext.encodings.inputs import InputEncoding, sinusoid
 from rope_ext.encodings.tables import lengthened
+from rope_ext.methods.checked import not_none
 from rope_ext.methods.registry import register
 from rope_ext.methods.rope import Rope
 
@@ -52,7 +53,7 @@ class Multiplicative(InputEncoding):
     def initial_inputs(self, columns: int, size: float, rope: Rope) -> dict[str, torch.Tensor]:
         if self.table == "sinusoidal":
             return {}
-        return {"table": torch.ones(self.length, columns, device="cpu")}
+        return {"table": torch.ones(not_none(self.length), columns, device="cpu")}
 
     def grown(self, name: str, learned: torch.Tensor, initial: torch.Tensor) -> torch.Tensor | None:
         return lengthened(learned, initial, 0, repeat=False)

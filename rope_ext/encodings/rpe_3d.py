@@ -8,6 +8,7 @@ from typing import ClassVar
 import torch
 
 from rope_ext.encodings.base import Encoding
+from rope_ext.methods.checked import not_none
 from rope_ext.methods.geometry import Distance
 from rope_ext.methods.kinds import Band
 from rope_ext.methods.registry import register
@@ -49,10 +50,12 @@ class RPE3D(Encoding):
         return replace(self, chunk=self.chunk or chunk, base=float(base))
 
     def bands(self) -> tuple[Band, ...]:
+        chunk = not_none(self.chunk)
+
         def within(t: torch.Tensor) -> torch.Tensor:
-            return t % self.chunk
+            return t % chunk
 
         return (Band(Distance(0, None), within, within),)
 
     def phase(self, t: torch.Tensor) -> torch.Tensor:
-        return -(self.base ** -(t // self.chunk))
+        return -(not_none(self.base) ** -(t // not_none(self.chunk)))

@@ -9,7 +9,7 @@ import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar, TypeVar, cast
 
 import torch
 from torch import nn
@@ -330,4 +330,9 @@ def is_nested(parameters: Mapping[str, Any]) -> bool:
 
 def model_name(model: nn.Module) -> str:
     """Where the model came from, for a command."""
-    return getattr(unwrap(model).config, "_name_or_path", "") or "MODEL"
+    return getattr(config_of(model), "_name_or_path", "") or "MODEL"
+
+
+def config_of(model: nn.Module) -> Any:
+    """The outermost configuration of a transformers model, inside any wrapper."""
+    return cast(Any, unwrap(model)).config

@@ -22,7 +22,7 @@ from rope_ext.engines.gguf_model import require_gguf
 from rope_ext.engines.llama_cpp import TABLE, Plan, plan, planned
 from rope_ext.errors import ExportError, first_line
 from rope_ext.method_options import checked_methods
-from rope_ext.methods import Method, Rope, build_method
+from rope_ext.methods import FrequencyMethod, Method, Rope, build_method
 from rope_ext.patching import current_patch
 from rope_ext.rotary.sites import text_config, text_decoder
 
@@ -205,7 +205,7 @@ def extended(
 
 
 def _scaling(method: Method, rope: Rope) -> Scaling:
-    if method.attends:
+    if not isinstance(method, FrequencyMethod):
         raise Refusal("it has no setting that changes the positions of queries and keys")
     refuse_adapting(method)
     if method.start_tokens:

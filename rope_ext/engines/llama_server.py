@@ -7,6 +7,7 @@ serves until its standard input ends. The command line is read by llama.cpp's ow
 from __future__ import annotations
 
 import ctypes
+import importlib
 import struct
 import sys
 from typing import Any
@@ -21,8 +22,7 @@ def parsed(words: list[str]) -> Any:
     Raises:
         RuntimeError: xllamacpp is built otherwise, or the parser refuses the words.
     """
-    import xllamacpp
-
+    xllamacpp: Any = importlib.import_module("xllamacpp")  # compiled, without type stubs
     probe = xllamacpp.CommonParams()
     probe.n_predict, probe.n_ctx = 1_234_567, 7_654_321  # the first two fields
     raw = ctypes.string_at(id(probe), type(probe).__basicsize__)
@@ -41,8 +41,7 @@ def parsed(words: list[str]) -> Any:
 
 
 def main() -> None:
-    import xllamacpp
-
+    xllamacpp: Any = importlib.import_module("xllamacpp")
     words = [*sys.argv[1:], "--host", "127.0.0.1", "--port", "0"]
     server = xllamacpp.Server(parsed(words))
     print(f"address {server.listening_address}", flush=True)

@@ -13,6 +13,7 @@ from rope_ext.engines.base import (
     Export,
     Refusal,
     Scaling,
+    config_of,
     family_of,
     precise_note,
     refuse_kind,
@@ -23,7 +24,6 @@ from rope_ext.engines.families import MLXFamily
 from rope_ext.engines.transformers import legacy, with_fields
 from rope_ext.methods.temperature import yarn_factor
 from rope_ext.patching import Patch
-from rope_ext.rotary.sites import unwrap
 from rope_ext.saving.rebuild import SCALING_FIELDS
 
 
@@ -44,7 +44,7 @@ class MLX(Engine):
         parameters = parameters_for(Scaling.from_patch(state))
         refuse_kind(family, parameters["rope_type"])
         fields = {"rope_parameters": parameters} if family.inside else legacy(parameters)
-        config = with_fields(unwrap(model).config.to_json_string(), fields)
+        config = with_fields(config_of(model).to_json_string(), fields)
         command = shlex.join(["mlx_lm.generate", "--model", "FOLDER", "--prompt", "..."])
         notes = (
             "as mlx-lm 0.32.2 computes it",

@@ -13,12 +13,12 @@ from rope_ext.engines.base import (
     Engine,
     Export,
     Refusal,
+    config_of,
     is_nested,
     refuse_positions,
     register,
 )
 from rope_ext.patching import Patch
-from rope_ext.rotary.sites import unwrap
 
 
 @register
@@ -41,7 +41,7 @@ class Transformers(Engine):
         refuse_positions(state)
         if not state.native:
             raise Refusal("it has no rope_type that builds these frequencies")
-        config = unwrap(model).config
+        config = config_of(model)
         text = config.get_text_config(decoder=True)
         settings = {
             "rope_parameters": text.rope_parameters,

@@ -15,23 +15,28 @@ import shlex
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import nn
-from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedTokenizerFast
+from transformers import (
+    AutoModelForCausalLM,
+    DynamicCache,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+)
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from rope_ext.engines import gguf_file, gguf_model, llama_cpp, running
-from rope_ext.engines.base import Refusal, Scaling, export, refuse_unproven
+from rope_ext.engines.base import Refusal, Scaling, config_of, export, refuse_unproven
 from rope_ext.engines.families import miniatures
 from rope_ext.errors import ExportError, RopeExtError
-from rope_ext.methods import Rope
+from rope_ext.methods import FrequencyMethod, Rope
 from rope_ext.methods.temperature import yarn_factor
 from rope_ext.patching import Patch, current_patch, patch
 from rope_ext.record import FIELD, record_of
-from rope_ext.rotary.sites import find_sites, text_decoder, unwrap
+from rope_ext.rotary.sites import find_sites, text_decoder
 from rope_ext.saving.rebuild import SCALING_FIELDS
 
 VERDICTS = (
@@ -202,8 +207,8 @@ class Miniature:
             two tables.
     """
 
-    model: nn.Module
-    plain: nn.Module
+    model: PreTrainedModel
+    plain: PreTrainedModel
     scaling: Scaling
     short: Sequence[float] | None = None
 
@@ -341,7 +346,8 @@ class Miniature:
         state, rope = current_patch(self.model), self.scaling.rope
         try:
             if state is not None:
-                method = dataclasses.replace(state.method, factor=state.method.factor * ratio)
+                made = dataclasses.replace(state.method, factor=state.method.factor * ratio)
+                method = cast(FrequencyMethod, made)  # `Scaling.from_patch` refuses the others
                 return method.inv_freq(rope), method.attention_scaling(rope)
         except RopeExtError:
             return None
@@ -351,7 +357,7 @@ class Miniature:
             return None
         if math.isclose(parameters.get("attention_factor") or 0, yarn_factor(factor)):
             parameters["attention_factor"] = yarn_factor(factor * ratio)
-        config = copy.deepcopy(unwrap(self.model).config)
+        config = copy.deepcopy(config_of(self.model))
         config.rope_parameters = parameters | {"factor": factor * ratio}
         inv_freq, scaling = ROPE_INIT_FUNCTIONS[kind](config, "cpu", seq_len=self.scaling.target)
         return inv_freq.double(), scaling
@@ -407,7 +413,7 @@ def _shrunk(config: Any) -> Any:
     return config
 
 
-def _small(config: Any) -> nn.Module:
+def _small(config: Any) -> PreTrainedModel:
     """A model of two layers whose attention looks at every distance."""
     config = _shrunk(config)
     model = AutoModelForCausalLM.from_config(config).float().eval()
@@ -444,7 +450,7 @@ def of_transformers(model: nn.Module, prompts: Sequence[Sequence[int]]) -> torch
         if len(tails) == 1:
             given["input_ids"] = torch.tensor([[*start, *tails]])
         elif start:
-            cache = DynamicCache(config=unwrap(model).config)
+            cache = DynamicCache(config=config_of(model))
             model(torch.tensor([start]), past_key_values=cache, logits_to_keep=1)
             cache.batch_repeat_interleave(len(tails))
             given["past_key_values"] = cache
@@ -564,7 +570,7 @@ def _serving(miniature: Miniature, engine: str, folder: Path) -> str:
         long = folder / "MODEL-long.gguf"
         made = gguf_file.following(model, folder / "MODEL.gguf", long)
         return shlex.join(["llama-server", "--model", str(long), *made.in_file])
-    unwrap(model).config._name_or_path = str(folder)
+    config_of(model)._name_or_path = str(folder)
     made = export(model, engine)
     if engine != "llama.cpp":
         return made.command

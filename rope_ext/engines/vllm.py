@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import shlex
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 from torch import nn
 
@@ -19,6 +19,8 @@ from rope_ext.engines.base import (
     register,
 )
 from rope_ext.engines.overrides import overrides
+from rope_ext.methods import DualChunk
+from rope_ext.methods.checked import not_none
 from rope_ext.patching import Patch
 from rope_ext.rotary.sites import text_config
 
@@ -59,7 +61,8 @@ class VLLM(Engine):
             raise Refusal(f"it passes that on for {', '.join(DUAL_CHUNK_FAMILIES)}, not for {kind}")
         if state.frequencies is not None:
             raise Refusal("its Dual Chunk rotates by the unscaled frequencies only")
-        chunk, local = state.method.chunk, state.method.local
+        method = cast(DualChunk, state.method)
+        chunk, local = not_none(method.chunk), not_none(method.local)
         if 2 * (chunk - local) - 1 < chunk:
             raise Refusal(
                 f"its far queries stand at {2 * (chunk - local) - 1} instead of {chunk}, for "

@@ -5,10 +5,23 @@ from __future__ import annotations
 import dataclasses
 import math
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
 from rope_ext.errors import OptionError
 from rope_ext.methods.rope import LARGEST, MOST_TOKENS, plain_number, whole_number
+
+T = TypeVar("T")
+
+
+def not_none(value: T | None) -> T:
+    """``value``, which is known to be set: an option of a resolved method, for example.
+
+    Raises:
+        TypeError: it is None.
+    """
+    if value is None:
+        raise TypeError("unexpected None; resolved() and filled() set what options leave open")
+    return value
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,8 +54,9 @@ class Checked:
         maximum: float = LARGEST,
     ) -> None:
         """Raise OptionError unless the option is a finite number in its range."""
-        number = plain_number(getattr(self, option))
-        finite = isinstance(number, int) or (number is not None and math.isfinite(number))
+        value = plain_number(getattr(self, option))
+        number = math.nan if value is None else value
+        finite = isinstance(number, int) or math.isfinite(number)  # isfinite overflows on big ints
         valid, holds = "a finite number", finite
         if minimum is not None:
             valid, holds = f"{valid} of at least {minimum}", holds and number >= minimum

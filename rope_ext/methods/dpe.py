@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 
 import torch
 
+from rope_ext.methods.checked import not_none
 from rope_ext.methods.geometry import Distance
 from rope_ext.methods.kinds import Band, Method, Tempered, own
 from rope_ext.methods.registry import register
@@ -109,8 +110,8 @@ class DPE(Tempered):
         return full
 
     def bands(self) -> tuple[Band, ...]:
-        w = self.window
-        of_pair = [s for s, n in zip(self.scales, self.groups, strict=True) for _ in range(n)]
+        w, scales, groups = not_none(self.window), not_none(self.scales), not_none(self.groups)
+        of_pair = [s for s, n in zip(scales, groups, strict=True) for _ in range(n)]
 
         def grouped(t: torch.Tensor) -> torch.Tensor:
             return t.unsqueeze(-1) // torch.tensor(of_pair, dtype=t.dtype, device=t.device)

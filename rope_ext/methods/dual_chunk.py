@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 
 import torch
 
+from rope_ext.methods.checked import not_none
 from rope_ext.methods.geometry import ChunkGap
 from rope_ext.methods.kinds import Band, PositionMethod
 from rope_ext.methods.registry import register
@@ -53,15 +54,17 @@ class DualChunk(PositionMethod):
 
     def resolved(self, rope: Rope) -> DualChunk:
         chunk = self.chunk or max(2, 3 * rope.length // 4)
-        full = replace(self, chunk=chunk, local=self.local or max(1, rope.length // 8))
-        full.require_resolved("local", full.local < chunk, f"smaller than chunk={chunk}", rope)
+        local = self.local or max(1, rope.length // 8)
+        full = replace(self, chunk=chunk, local=local)
+        full.require_resolved("local", local < chunk, f"smaller than chunk={chunk}", rope)
         return full
 
     def own_scaling(self, rope: Rope) -> float:
         return 0.05 * math.log(self.factor) + 1.0
 
     def bands(self) -> tuple[Band, ...]:
-        c, largest = self.chunk - self.local, self.chunk
+        largest = not_none(self.chunk)
+        c = largest - not_none(self.local)
 
         def within(t: torch.Tensor) -> torch.Tensor:
             return t % c

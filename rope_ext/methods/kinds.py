@@ -146,7 +146,7 @@ class Method(Checked):
 
     def tempered(self, rope: Rope) -> Temperature | None:
         """The temperature in force with every option filled in; None: 1 everywhere."""
-        given = self.own_temperature() if self.temperature is None else self.temperature
+        given = as_temperature(self.temperature) or self.own_temperature()
         if given is None:
             return None
         filled = given.filled(rope.length, self.factor)
@@ -251,6 +251,9 @@ class PositionMethod(Method):
     def grids(self, rope: Rope) -> dict[str, tuple[Any, ...]]:
         # It costs nothing here, and a hook per layer under a frequency method.
         return {**super().grids(rope), "temperature": (LogN(),)}
+
+    def resolved(self, rope: Rope) -> PositionMethod:
+        return self
 
     def bands(self) -> tuple[Band, ...]:
         """Disjoint bands, together all that a query sees; of a :meth:`resolved` method.

@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 
 import torch
 
+from rope_ext.methods.checked import not_none
 from rope_ext.methods.geometry import Distance
 from rope_ext.methods.kinds import Band, PositionMethod, own
 from rope_ext.methods.registry import register
@@ -70,32 +71,34 @@ class LaMPE(PositionMethod):
         share = _WITHIN
         if length >= trained:
             share = _MOST / (1 + math.exp(-(_SLOPE * length / trained + _SHIFT)))
+        mapped = self.mapped or max(1, int(share * trained))
         full = replace(
             self,
             length=length,
             head=self.head or max(1, trained // 8),
-            mapped=self.mapped or max(1, int(share * trained)),
+            mapped=mapped,
             tail=self.tail or max(1, round(trained * 200 / 8192)),
         )
-        full.require_resolved("mapped", full.mapped < length, f"below length={length}", rope)
+        full.require_resolved("mapped", mapped < length, f"below length={length}", rope)
         return full
 
     def own_scaling(self, rope: Rope) -> float:
         return 0.1 * math.log(2) + 1.0
 
     def bands(self) -> tuple[Band, ...]:
-        head, last = self.head, self.length - 1
+        head, length = not_none(self.head), not_none(self.length)
+        count, tail, last = not_none(self.mapped), not_none(self.tail), length - 1
 
         def mapped(t: torch.Tensor) -> torch.Tensor:
-            return (t * self.mapped / last).floor()
+            return (t * count / last).floor()
 
         def place(t: int) -> int:
-            return t * self.mapped // last
+            return t * count // last
 
         near = head - 1 - place(head)
-        far = min(((place(min(self.tail, last)) + 1) * last - 1) // self.mapped, last)
+        far = min(((place(min(tail, last)) + 1) * last - 1) // count, last)
         shift = last - far - place(last - far) - near
-        border = self.length - far
+        border = length - far
         if border <= head:
             return (Band(Distance(0, None), own, own),)
         return (

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
+from rope_ext.methods.checked import not_none
 from rope_ext.methods.geometry import Distance
 from rope_ext.methods.kinds import Band, LogScaled, own
 from rope_ext.methods.registry import register
@@ -53,7 +54,7 @@ class LeakyReRoPE(LogScaled):
         return replace(self, window=window, k=float(k))
 
     def bands(self) -> tuple[Band, ...]:
-        w, k = self.window, self.k
+        w, k = not_none(self.window), not_none(self.k)
         return (
             Band(Distance(0, w), own, own),
             Band(Distance(w, None), lambda m: m / k + w - w / k, lambda n: n / k),

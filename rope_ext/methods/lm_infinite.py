@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
+from rope_ext.methods.checked import not_none
 from rope_ext.methods.geometry import Distance, Sinks
 from rope_ext.methods.kinds import Band, PositionMethod, own
 from rope_ext.methods.registry import register
@@ -46,8 +47,9 @@ class LMInfinite(PositionMethod):
         return replace(self, window=self.window or rope.length)
 
     def bands(self) -> tuple[Band, ...]:
-        near = Band(Distance(0, self.window), own, own)
+        window = not_none(self.window)
+        near = Band(Distance(0, window), own, own)
         if not self.sinks:
             return (near,)
-        sinks = Band(Sinks(self.sinks, self.window), float(self.window), 0.0)
+        sinks = Band(Sinks(self.sinks, window), float(window), 0.0)
         return (sinks, near)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
+from rope_ext.methods.checked import not_none
 from rope_ext.methods.geometry import Distance
 from rope_ext.methods.kinds import Band, LogScaled, own
 from rope_ext.methods.registry import register
@@ -53,7 +54,8 @@ class ReRoPE(LogScaled):
         return replace(self, window=self.window or max(1, rope.length // share))
 
     def bands(self) -> tuple[Band, ...]:
+        window = not_none(self.window)
         return (
-            Band(Distance(0, self.window), own, own),
-            Band(Distance(self.window, None), float(self.window), 0.0),
+            Band(Distance(0, window), own, own),
+            Band(Distance(window, None), float(window), 0.0),
         )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, cast
 
 import torch
 
@@ -12,7 +12,7 @@ from rope_ext.errors import OptionError
 from rope_ext.methods.kinds import FrequencyMethod
 from rope_ext.methods.registry import build_method, register
 from rope_ext.methods.rope import Rope
-from rope_ext.methods.temperature import Temperature
+from rope_ext.methods.temperature import Temperature, as_temperature
 
 
 @register
@@ -39,25 +39,31 @@ class Resonance(FrequencyMethod):
     def __post_init__(self) -> None:
         super().__post_init__()
         if isinstance(self.on, str):
-            object.__setattr__(self, "on", build_method(self.on, factor=self.factor))
+            self.set("on", build_method(self.on, factor=self.factor))
         self.require("on", isinstance(self.on, FrequencyMethod), "a method or a method's name")
-        if self.on.adapts:
+        rounded = self.rounded
+        if rounded.adapts:
             raise OptionError(
-                f"resonance: on={self.on.name!r} changes with the sequence; give it length=..., "
+                f"resonance: on={rounded.name!r} changes with the sequence; give it length=..., "
                 f"or choose a fixed method such as 'yarn'"
             )
-        self.require("on", not self.on.start_tokens, "a map without start_tokens")
-        self.require("factor", self.factor == self.on.factor, f"on's own, {self.on.factor}")
+        self.require("on", not rounded.start_tokens, "a map without start_tokens")
+        self.require("factor", self.factor == rounded.factor, f"on's own, {rounded.factor}")
+
+    @property
+    def rounded(self) -> FrequencyMethod:
+        """The method in ``on``, where a name is replaced when the object is made."""
+        return cast(FrequencyMethod, self.on)
 
     def inv_freq(self, rope: Rope) -> torch.Tensor:
-        wavelength = 2 * math.pi / self.on.inv_freq(rope)
+        wavelength = 2 * math.pi / self.rounded.inv_freq(rope)
         return 2 * math.pi / wavelength.round()  # inf, and back to 0, for a pair at rest
 
     def extends(self, rope: Rope) -> bool:
-        return self.on.extends(rope)  # rounding slows some pairs by itself
+        return self.rounded.extends(rope)  # rounding slows some pairs by itself
 
     def own_scaling(self, rope: Rope) -> float:
-        return self.on.attention_scaling(rope)
+        return self.rounded.attention_scaling(rope)
 
     def own_temperature(self) -> Temperature | None:
-        return self.on.own_temperature() if self.on.temperature is None else self.on.temperature
+        return as_temperature(self.rounded.temperature) or self.rounded.own_temperature()

@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
+from rope_ext.methods.checked import not_none
 from rope_ext.methods.geometry import Distance
 from rope_ext.methods.kinds import Band, Tempered, own
 from rope_ext.methods.registry import register
@@ -58,7 +59,7 @@ class SelfExtend(Tempered):
         return replace(self, window=window, group=group)
 
     def bands(self) -> tuple[Band, ...]:
-        w, g = self.window, self.group
+        w, g = not_none(self.window), not_none(self.group)
         return (
             Band(Distance(0, w), own, own),
             Band(Distance(w, None), lambda m: m // g + w - w // g, lambda n: n // g),

@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
+from rope_ext.methods.checked import not_none
 from rope_ext.methods.geometry import Distance
 from rope_ext.methods.kinds import Band, PositionMethod, own
 from rope_ext.methods.registry import register
@@ -68,7 +69,7 @@ class STRING(PositionMethod):
         return yarn_factor(2)
 
     def bands(self) -> tuple[Band, ...]:
-        s, w = self.shift, self.window
+        s, w = not_none(self.shift), not_none(self.window)
         return (
             Band(Distance(0, s), own, own),
             Band(Distance(s, None), lambda m: m - s + w, own),

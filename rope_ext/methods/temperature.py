@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from rope_ext.methods.checked import Checked
+from rope_ext.methods.checked import Checked, not_none
 from rope_ext.methods.rope import plain_number
 
 
@@ -85,7 +85,7 @@ class LogN(Temperature):
         return replace(self, length=self.length or length)
 
     def at(self, t: torch.Tensor) -> torch.Tensor:
-        return 1 + self.scale * ((t + 1).log() / math.log(self.length) - 1).clamp(min=0)
+        return 1 + self.scale * ((t + 1).log() / math.log(not_none(self.length)) - 1).clamp(min=0)
 
     @property
     def formula(self) -> str:
@@ -119,7 +119,7 @@ class Llama4(Temperature):
         return replace(self, length=self.length or length)
 
     def at(self, t: torch.Tensor) -> torch.Tensor:
-        return 1 + self.beta * (t / self.length).floor().log1p()
+        return 1 + self.beta * (t / not_none(self.length)).floor().log1p()
 
     @property
     def formula(self) -> str:
@@ -156,7 +156,7 @@ class YaRNTemperature(Temperature):
         return None if self.factor is None else yarn_factor(self.factor) ** 2
 
     def at(self, t: torch.Tensor) -> torch.Tensor:
-        return torch.full_like(t, self.constant)
+        return torch.full_like(t, not_none(self.constant))
 
     @property
     def formula(self) -> str:
@@ -183,14 +183,16 @@ class Constant(Temperature):
         return float(self.value)
 
     def at(self, t: torch.Tensor) -> torch.Tensor:
-        return torch.full_like(t, self.constant)
+        return torch.full_like(t, not_none(self.constant))
 
     @property
     def formula(self) -> str:
         return f"{self.value:.4g}"
 
 
-TEMPERATURES = {cls.name: cls for cls in (LogN, Llama4, YaRNTemperature, Constant)}
+TEMPERATURES: dict[str | None, type[Temperature]] = {
+    cls.name: cls for cls in (LogN, Llama4, YaRNTemperature, Constant)
+}
 """By name. A constant has no default, so that its name alone is none."""
 
 

@@ -156,8 +156,8 @@ class Report:
                 if system.method == UNPATCHED or length is None:
                     continue
                 names = (system.name, self.unpatched(system).name)
-                pair = [self.places[task.name, name, length] for name in names]
-                costs[task.name, system.name] = cost(*pair, task.kind)
+                method, unpatched = (self.places[task.name, name, length] for name in names)
+                costs[task.name, system.name] = cost(method, unpatched, task.kind)
         return costs
 
     @cached_property
@@ -171,11 +171,11 @@ class Report:
             for one, other in combinations(self.plan.systems, 2):
                 limit = max(one.trained, other.trained)
                 lengths = [n for n in self.plan.lengths if n > limit] or self.plan.lengths
-                pair = [
+                ours, theirs = (
                     [o for n in lengths for o in self.places[task.name, system.name, n]]
                     for system in (one, other)
-                ]
-                gap = difference(*pair, task.kind)
+                )
+                gap = difference(ours, theirs, task.kind)
                 if gap is not None:
                     found[task.name, one.name, other.name] = gap
         return found

@@ -54,7 +54,8 @@ def estimate_perplexity(
     ends = mean_interval(losses, weights)
     if ends is None:
         return Estimate(perplexity(mean), None, None, len(losses), TOO_FEW)
-    return Estimate(perplexity(mean), *map(perplexity, ends), len(losses))
+    low, high = map(perplexity, ends)
+    return Estimate(perplexity(mean), low, high, len(losses))
 
 
 def estimate_rate(passes: Sequence[float]) -> Estimate:
@@ -119,7 +120,8 @@ def loss_difference(
     value, ends = rise(weighted_mean(gaps, weights)), mean_interval(gaps, weights, confidence)
     if ends is None:
         return Estimate(value, None, None, len(gaps), TOO_FEW)
-    return Estimate(value, *map(rise, ends), len(gaps))
+    low, high = map(rise, ends)
+    return Estimate(value, low, high, len(gaps))
 
 
 def rate_difference(

@@ -141,12 +141,13 @@ def prepare(
     )
     _check(settings, mistakes)
     valid = [task for task in tasks if task is not None]
-    parts = mistakes.check(_parts, valid, settings) if valid or not tasks else None
+    parts: tuple[Task, ...] = ()
+    if valid or not tasks:
+        parts = mistakes.check(_parts, valid, settings, default=())
     mistakes.check(require_free, settings)
-    mistakes.check(Folder(settings.output).check, written(parts or ()))
+    mistakes.check(Folder(settings.output).check, written(parts))
     read = {model: mistakes.check(_read, model, settings) for model in settings.models}
     mistakes.report()
-    tasks = parts
     configs = {model: config for model, (config, _) in read.items()}
     trained = {model: length for model, (_, length) in read.items()}
     asked = tuple(sorted(set(settings.lengths)))
@@ -158,19 +159,19 @@ def prepare(
         for model in settings.models
     }
     try:
-        questions = _questions(tasks, frames, lengths, settings.seed)
+        questions = _questions(parts, frames, lengths, settings.seed)
     except RopeExtError as error:
         if lengths == asked:
             raise
         # The trained length was our addition: do without it where a prompt does not fit.
-        questions = _questions(tasks, frames, asked, settings.seed)
+        questions = _questions(parts, frames, asked, settings.seed)
         notes.append(f"the cost within the trained length is not measured ({error})")
         lengths = asked
     notes += [note for built in questions.values() for note in built.notes]
     identities = _identities(settings, configs, trained)
     systems = tuple(_systems(settings, methods, configs, identities))
     return Plan(
-        settings, tasks, lengths, systems, questions, identities, tuple(dict.fromkeys(notes))
+        settings, parts, lengths, systems, questions, identities, tuple(dict.fromkeys(notes))
     )
 
 

@@ -21,7 +21,6 @@ from datasets import IterableDataset
 from rope_ext.errors import RopeExtError
 from rope_ext.saving.configuration import quieted
 
-_BLOCK = 256  # rows that are shuffled among each other
 _READ = 16  # documents that are tokenised at once
 _DRAWN = 1000  # rows of a mixture in which its shares are exact
 SKIPPED: Mapping[str, Any] = {"input_ids": [], "index": -1}
@@ -57,6 +56,7 @@ class Source:
         pack: tokens of documents as rows, and how many rows they make.
         minimum: shorter documents are left out.
         seed: of the order.
+        block: rows that are shuffled among each other, at least.
     """
 
     documents: IterableDataset
@@ -64,6 +64,7 @@ class Source:
     pack: Packer
     minimum: int
     seed: int
+    block: int = 256
 
     def blocks(self, at: Mapping[str, Any] | None) -> Iterator[tuple[dict, list[dict]]]:
         """Where a block begins, and its rows; pass after pass, without an end.
@@ -106,7 +107,7 @@ class Source:
         """The rows of the next documents, and whether there may be more."""
         kept: list[np.ndarray] = []
         size = 0.0
-        while size < _BLOCK:
+        while size < self.block:
             # That a buffer, which here is empty, is not restored.
             with quieted(logging.getLogger("datasets.iterable_dataset"), logging.ERROR):
                 texts = [row["text"] for row in itertools.islice(reading, _READ)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 import pytest
@@ -41,6 +42,17 @@ def ids() -> torch.Tensor:
     import torch
 
     return torch.randint(3, 128, (2, 160), generator=torch.Generator().manual_seed(1))
+
+
+@pytest.fixture
+def own_registry() -> Iterator[None]:
+    """Methods that the test registers are unknown after it."""
+    from rope_ext.methods import all_encodings, all_methods, registry
+
+    before = {*all_methods(), *all_encodings()}
+    yield
+    for cls in {*all_methods(), *all_encodings()} - before:
+        registry.unregister(cls)
 
 
 @pytest.fixture

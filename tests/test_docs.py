@@ -22,7 +22,7 @@ from transformers import AutoModelForCausalLM
 import rope_ext
 from rope_eval.tune.options import CalibrationOptions, SearchOptions
 from rope_ext.encodings.alibi import slopes
-from rope_ext.methods import Method, Rope, all_encodings, all_methods, registry
+from rope_ext.methods import Method, Rope, all_encodings, all_methods
 from tests.helpers.models import tiny_llama
 
 ROOT = Path(__file__).parents[1]
@@ -96,12 +96,6 @@ def test_every_public_name_has_a_docstring_of_its_own() -> None:
 
 def snippets(page: str) -> list[str]:
     return re.findall(r"```python\n(.*?)```", (DOCS / page).read_text("utf-8"), re.DOTALL)
-
-
-@pytest.fixture
-def own_registry(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A copy of the registry that the test may change."""
-    monkeypatch.setattr(registry, "_REGISTRY", dict(registry._REGISTRY))
 
 
 LLAMA2 = Rope.geometric(base=10000, dim=128, length=4096)

@@ -46,6 +46,12 @@ def register(cls: M) -> M:
     return cls
 
 
+def unregister(cls: type[Method]) -> None:
+    """Make a method unknown again, for example before its class is defined anew in a notebook."""
+    for key in [key for key, held in _REGISTRY.items() if held is cls]:
+        del _REGISTRY[key]
+
+
 def all_methods() -> list[type[Method]]:
     """Every registered method of extending a rotation, once, in order of registration."""
     return [cls for cls in _all() if cls.kind not in ("encoding", "rotation")]

@@ -5,6 +5,8 @@ from __future__ import annotations
 import hashlib
 import os
 import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,7 @@ import pytest
 from typer.testing import CliRunner
 
 import rope_ext
+from rope_ext import drafts
 from rope_ext.cli import app
 from rope_ext.engines import gguf_file, gguf_model
 from tests.helpers.models import LENGTH, tiny_llama
@@ -217,12 +220,18 @@ def test_output_that_is_a_link_is_written_through(file: Path, tmp_path: Path) ->
 def test_a_signal_leaves_nothing_half_written(
     file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def killed(*_: Any) -> None:
-        assert list(tmp_path.glob(".rope-ext-*"))  # being written
+    @contextmanager
+    def killed(path: Path) -> Iterator[Path]:
+        with drafts.draft_of(path) as draft:
+            draft.write_bytes(b"GGUF")  # half of it
+            end()
+            yield draft
+
+    def end() -> None:
         assert signal.getsignal(signal.SIGTERM) != signal.SIG_DFL  # else it would end the tests
         os.kill(os.getpid(), signal.SIGTERM)
 
-    monkeypatch.setattr(gguf_file, "_copy", killed)
+    monkeypatch.setattr(gguf_file, "draft_of", killed)
     before = sorted(path.name for path in tmp_path.iterdir())
     result = run(file, "--method", "yarn", "--output", tmp_path / "b.gguf")
     assert result.exit_code == 128 + signal.SIGTERM and "nothing was written" in result.stderr

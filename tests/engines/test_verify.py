@@ -50,6 +50,9 @@ def config(base: float = 5e5) -> Any:
     )
 
 
+SLOW = pytest.mark.slow
+
+
 @pytest.fixture
 def folder(tmp_path: Path) -> str:
     """A model whose weights are not there."""
@@ -119,19 +122,23 @@ def engine(inv_freq: Any, scaling: float) -> verifying.Run:
     ("method", "verdict", "error"),
     [
         ("yarn", "as patched", lambda h, theta, a: (h, a)),
-        ("ntk_by_parts", "as patched", lambda h, theta, a: (h, a)),
+        pytest.param("ntk_by_parts", "as patched", lambda h, theta, a: (h, a), marks=SLOW),
         ("yarn", "unextended", lambda h, theta, a: (theta, 1.0)),
         ("yarn", "temperature missing", lambda h, theta, a: (h, 1.0)),
         ("yarn", "temperature applied twice", lambda h, theta, a: (h, a * a)),
         ("yarn", "wrong factor (twice)", lambda h, theta, a: yarn(theta, 8)),
-        ("yarn", "wrong factor (half)", lambda h, theta, a: yarn(theta, 2)),
+        pytest.param("yarn", "wrong factor (half)", lambda h, t, a: yarn(t, 2), marks=SLOW),
         ("yarn", "wrong factor (1 % more)", lambda h, theta, a: yarn(theta, 4.04)),
-        ("pi", "unextended", lambda h, theta, a: (theta, 1.0)),
-        ("pi", "wrong factor (twice)", lambda h, theta, a: (theta / 8, 1.0)),
+        pytest.param("pi", "unextended", lambda h, theta, a: (theta, 1.0), marks=SLOW),
+        pytest.param("pi", "wrong factor (twice)", lambda h, t, a: (t / 8, 1.0), marks=SLOW),
         ("ntk", "wrong factor (1 % less)", lambda h, theta, a: (ntk(theta, 4 / 1.01), 1.0)),
         ("yarn", "wrong base (10000)", lambda h, theta, a: (at(1e4), 1.0)),
-        ("yarn", "wrong base (1e+06, scaled)", lambda h, theta, a: (h / theta * at(1e6), a)),
-        ("yarn", "other (all frequencies / 4)", lambda h, theta, a: (theta / 4, 1.0)),
+        pytest.param(
+            "yarn", "wrong base (1e+06, scaled)", lambda h, t, a: (h / t * at(1e6), a), marks=SLOW
+        ),
+        pytest.param(
+            "yarn", "other (all frequencies / 4)", lambda h, t, a: (t / 4, 1.0), marks=SLOW
+        ),
         ("yarn", "other", lambda h, theta, a: (h**1.1, a)),
     ],
 )

@@ -207,13 +207,14 @@ def test_a_scaled_sliding_set_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_lost_scaling_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    restore = buffers._undo
+    restore = buffers.Changes.undo
 
-    def forgetful(state: buffers.SiteState) -> None:
-        restore(state)
-        setattr(state.site.module, state.site.scaling_attribute, 1 + 0.1 * math.log(4))
+    def forgetful(changes: buffers.Changes) -> None:
+        restore(changes)
+        for state in changes.states:
+            setattr(state.site.module, state.site.scaling_attribute, 1 + 0.1 * math.log(4))
 
-    monkeypatch.setattr(buffers, "_undo", forgetful)
+    monkeypatch.setattr(buffers.Changes, "undo", forgetful)
     result = coverage.check_family("llama")
     assert result.verdict == coverage.FAILED
     assert "unpatch yarn" in result.reason

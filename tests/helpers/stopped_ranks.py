@@ -21,5 +21,5 @@ def never(*args: object) -> None:
 
 if __name__ == "__main__":
     if os.environ["RANK"] != "0":
-        run._Runner.measure = never
+        run.Runner.measure = never
     command.call(sys.argv[1:])

@@ -169,7 +169,7 @@ def test_babilong_prompts_are_those_of_the_official_code() -> None:
 
 def test_in_context_learning_shows_every_label_alike(frame: Frame, tmp_path: Path) -> None:
     task = given("helmet_icl_trec_coarse", tmp_path)
-    few = replace(task._at(8192), shots=18)
+    few = replace(task.at(8192), shots=18)
     rows = HELMET["icl_trec_coarse"]
     for prompt, row in zip(texts(few, frame), rows, strict=True):
         instruction, *shown, end = prompt.split("\n\n")
@@ -187,7 +187,7 @@ def test_in_context_learning_shows_every_label_alike(frame: Frame, tmp_path: Pat
         shown = frame.tokenizer.decode(case.ids)
         assert f" of {row['coarse_label']}?\nlabel: {case.key}\n" in shown
         assert case.judge(f" {case.key}\n") == 1 and case.judge(" 77") == 0
-    assert [task._at(n).shots for n in (8192, 65536, 131072, 16000)] == [400, 3300, 6600, 805]
+    assert [task.at(n).shots for n in (8192, 65536, 131072, 16000)] == [400, 3300, 6600, 805]
 
 
 def test_nolima_fills_in_what_the_needle_set_says(tmp_path: Path) -> None:

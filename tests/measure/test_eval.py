@@ -127,20 +127,21 @@ def test_resume_repeats_nothing_and_changes_nothing(
 ) -> None:
     settings = dataclasses.replace(settings, batch_size=2)
     whole = run.run(prepare(settings, TASKS))
-    calls: list[Any] = []
-    measure = run._Runner.measure
-    monkeypatch.setattr(
-        run._Runner, "measure", lambda self, batch: calls.append(batch) or measure(self, batch)
-    )
+    calls: list[float] = []
+
+    def ninth(work: float) -> None:
+        calls.append(work)
+        interrupt(len(calls) == 9)
+
     cut = dataclasses.replace(settings, output=settings.output / "cut", resume=True)
     with pytest.raises(KeyboardInterrupt):
-        run.run(prepare(cut, TASKS), lambda work: interrupt(len(calls) == 9))
+        run.run(prepare(cut, TASKS), ninth)
     with (cut.output / run.LOG).open("a") as log:
         log.write('{"key": "half a li')
     again = prepare(cut, TASKS)
     batches = sum(len(again.batches(system)) for system in again.systems)
     assert sum(len(again.left(system)) for system in again.systems) == batches - 9
-    assert run.run(again) == whole
+    assert run.run(again, calls.append) == whole
     assert len(calls) == batches
 
     monkeypatch.setattr(models, "load_model", lambda *a: pytest.fail("loaded"))
@@ -417,7 +418,8 @@ def test_longppl_scores_the_key_tokens_alone(frame: Frame) -> None:
     [whole] = [case for case in built.cases if case.length == 200]
     losses = score(model, [whole.ids], 199)[0][0].double()
     expected = [float(losses[place - 1]) for place in whole.only]
-    result = run._loss(whole, losses[-run._tail(whole) :])
+    settings = Settings(models=(str(SHIPPED),), methods=("none",), lengths=(200,))
+    [result] = run.Runner(model, str(SHIPPED), settings).measure([whole])
     assert result.value == pytest.approx(sum(expected) / len(keys)) and result.tokens == len(keys)
     with pytest.raises(OptionError, match="short_context=300 is too long for lengths up to 300"):
         dataclasses.replace(task, short_context=300).questions(frame, [100, 300], 0)
@@ -483,7 +485,7 @@ def test_what_transformers_remembers_of_longer_texts_changes_nothing(
             system = plan.systems[-1]
             assert system.adapts
             for case, outcome in zip(plan.cases(system), run.run(plan)[-6:], strict=True):
-                runner = run._Runner(models.load_model(system.model), system.model, given)
+                runner = run.Runner(models.load_model(system.model), system.model, given)
                 with runner.applied(system):  # a model that has seen nothing
                     [alone] = runner.measure([case])
                 assert outcome.value == pytest.approx(alone.value, abs=1e-5), case
@@ -635,12 +637,12 @@ def test_own_haystack(frame: Frame, tmp_path: Path) -> None:
 def answering(share: dict[tuple[str, int], float]) -> Any:
     """In place of generation: writes the first answers of each case, the share as told."""
 
-    def measure(self: Any, batch: list[Case]) -> list[run._Result]:
+    def measure(self: Any, batch: list[Case]) -> list[run.Result]:
         results = []
         for case in batch:
             count = round(share.get((case.task, case.length), 1.0) * len(case.answers))
             text = " and ".join(case.answers[:count]).upper()
-            results.append(run._Result(run.share_found(case, text), 1, text))
+            results.append(run.Result(run.share_found(case, text), 1, text))
         return results
 
     return measure
@@ -649,7 +651,7 @@ def answering(share: dict[tuple[str, int], float]) -> Any:
 def test_how_far_some_tasks_of_ruler_hold(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """At 2k the average of the two tasks is 0.9, at 3k 0.85: the threshold is 0.856."""
     shares = {("cwe", 2048): 0.8, ("cwe", 3072): 0.7, ("vt", 1500): 1.0}
-    monkeypatch.setattr(run._Runner, "measure", answering(shares))
+    monkeypatch.setattr(run.Runner, "measure", answering(shares))
     words = ["--model", SHIPPED, "--method", "yarn", "--factor", 8, "--lengths", "1500,2k,3k,4k"]
     words += ["--tasks", "cwe,vt", "--trials", 2, "--output", tmp_path]
     ruler.main(list(map(str, words)))
@@ -668,6 +670,7 @@ def test_how_far_some_tasks_of_ruler_hold(tmp_path: Path, monkeypatch: pytest.Mo
     )
     table = (tmp_path / "table.md").read_text()
     assert cells in table and "| method | 85.6% up to |" in table
+    assert "an effective length is defined over all" in (tmp_path / "report.html").read_text()
 
 
 # Reports

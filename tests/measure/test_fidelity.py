@@ -25,10 +25,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from rope_eval.cases import Case
 from rope_eval.data.prompts import Frame, longest
 from rope_eval.data.words import many_words, pairs
-from rope_eval.forward import score
 from rope_eval.reports.report import Report
 from rope_eval.reports.summary import Estimate, estimate_perplexity, interval, signed
-from rope_eval.run import runner as run
+from rope_eval.run.runner import Result, Runner, share_found
 from rope_eval.settings import Settings
 from rope_eval.tasks import LongPPL, Needle, Passkey, Perplexity, Ruler, haystack, ruler
 from rope_eval.tasks import answering as qa
@@ -169,7 +168,7 @@ def test_a_decoded_published_key_is_the_first_number() -> None:
     assert text_of(case).endswith("\nWhat is the pass key? The pass key is")
     key = case.key
     for written, value in ((f" {key}. Rem", 1), (f": 0{key}\n9", 1), (f" {key}1", 0), (" no", 0)):
-        assert run.share_found(case, written) == value
+        assert share_found(case, written) == value
     assert FirstNumber(7)("seven is 7, not 8") == 1
 
 
@@ -564,7 +563,7 @@ def test_qa_1_is_rulers_on_a_file_of_squad(tmp_path: Path) -> None:
         assert len(set(found)) == min(len(found), 11)
         assert case.answers == ("old", "Very Old") and case.count == 32
     for written, value in ((" OLD, I think", 1), ("very old", 1), ("new", 0)):
-        assert run.share_found(case, written) == value  # string_match_part
+        assert share_found(case, written) == value  # string_match_part
     with pytest.raises(OptionError, match="has 1 questions, and trials=2 are asked for"):
         cases(ruler.made("qa_1", 2, squad=str(path)), CHARACTERS, 4000)
 
@@ -647,9 +646,6 @@ def test_an_effective_length_is_over_all_13_tasks() -> None:
     for tasks, name in ((every, "effective length"), (every[:-1], "85.6% up to")):
         report = Report(SimpleNamespace(tasks=tasks), [])
         assert report.threshold("RULER") == name
-        assert ("an effective length is defined over all" in report._define("RULER")) == (
-            len(tasks) < 13
-        )
     own = SimpleNamespace(suite="mine", suite_size=None)
     assert Report(SimpleNamespace(tasks=[own]), []).threshold("mine") is None
 
@@ -667,6 +663,13 @@ def model() -> Any:
 
 # Characters of several tokens, twice.
 SCRIPTS = f"鍵は八三六二七一九四。 sécret = žluťoučký🙂🗝\n{FACTS[:190]}\n" * 2
+
+
+def measured(model: Any, cases: list[Case]) -> list[Result]:
+    """One by one, as an evaluation measures them."""
+    settings = Settings(models=(str(SHIPPED),), methods=("none",), lengths=(512,))
+    runner = Runner(model, str(SHIPPED), settings)
+    return [result for case in cases for result in runner.measure([case])]
 
 
 def losses_of(model: Any, ids: list[int]) -> torch.Tensor:
@@ -730,8 +733,8 @@ def test_official_longppl_is_what_the_authors_code_computes(
     assert tokenizer.decode(list(whole.ids)) == text  # without a start token
     keys, perplexity = authors_longppl(text, model, tokenizer, model, tokenizer, 64, 16)
     assert list(whole.only) == keys and len(keys) > 3
-    losses = score(model, [whole.ids], run._tail(whole))[0][0].double()
-    assert math.exp(run._loss(whole, losses).value) == pytest.approx(perplexity)
+    [result] = measured(model, [whole])
+    assert math.exp(result.value) == pytest.approx(perplexity)
     shorter = [case for case in built.cases if case.length == 100]
     assert sum(len(case.only) for case in shorter) == len(keys)
 
@@ -889,10 +892,7 @@ def test_huggingface_perplexity_is_that_of_the_documentation(
         assert ("mean of window means" in built.definition) == (protocol == "huggingface_means")
         for length in (128, 300):
             part = [case for case in built.cases if case.length == length]
-            found = [
-                run._loss(case, score(model, [case.ids], run._tail(case))[0][0].double())
-                for case in part
-            ]
+            found = measured(model, part)
             values, weights = ([getattr(r, name) for r in found] for name in ("value", "tokens"))
             # Sums of float32 in another order.
             assert estimate_perplexity(values, weights).value == pytest.approx(
@@ -910,10 +910,10 @@ def test_a_last_window_of_one_token_counts_as_in_the_documentation(
     assert [tokens for _, tokens in losses] == [99, 19, 0]
     task = Perplexity([TEXT], windows=1, stride=20, protocol="huggingface")
     built = [case for case in cases(task, shipped, 100, 121) if case.length == 100]
-    assert [run._loss(case, torch.ones(case.count)).tokens for case in built] == [99, 19]
+    assert [result.tokens for result in measured(model, built)] == [99, 19]
     means = dataclasses.replace(task, protocol="huggingface_means")
     built = [case for case in cases(means, shipped, 100, 121) if case.length == 100]
-    assert [run._loss(case, torch.ones(case.count)).tokens for case in built] == [1, 1, 1]
+    assert [result.tokens for result in measured(model, built)] == [1, 1, 1]
 
 
 @pytest.mark.parametrize("protocol", ["huggingface", "huggingface_means"])

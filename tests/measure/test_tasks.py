@@ -31,9 +31,13 @@ PAGE = (ROOT / "docs" / "adding-an-evaluator.md").read_text("utf-8")
 
 
 @pytest.fixture
-def own_registry(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A copy of the registry that the test may change."""
-    monkeypatch.setattr(base, "_REGISTRY", dict(base._REGISTRY))
+def own_tasks() -> Iterator[None]:
+    """Tasks that the test registers are unknown after it."""
+    before = all_tasks()
+    yield
+    for name, cls in all_tasks().items():
+        if name not in before:
+            base.unregister(cls)
 
 
 # Flags
@@ -117,7 +121,7 @@ def test_help_tells_every_option_and_its_default(capsys: pytest.CaptureFixture) 
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
-@pytest.mark.usefixtures("own_registry")
+@pytest.mark.usefixtures("own_tasks")
 def test_mistakes_are_told(
     words: list[str], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -135,7 +139,7 @@ def test_mistakes_are_told(
     assert message.split("; ")[0] in " ".join(result.stderr.split())
 
 
-@pytest.mark.usefixtures("own_registry")
+@pytest.mark.usefixtures("own_tasks")
 def test_a_name_is_taken_once_and_a_class_may_be_defined_again() -> None:
     def define(module: str, kind: str = "rate") -> type[Task]:
         @dataclass(frozen=True)
@@ -168,7 +172,7 @@ def test_one_task_twice_is_told(checkpoint: Path, tmp_path: Path) -> None:
 # A file of one's own
 
 
-@pytest.mark.usefixtures("own_registry")
+@pytest.mark.usefixtures("own_tasks")
 def test_the_evaluator_of_the_page_runs(checkpoint: Path, tmp_path: Path) -> None:
     file, call = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
     (tmp_path / "echo.py").write_text(file)

@@ -15,8 +15,7 @@ from transformers import AttentionInterface, DynamicCache, StaticCache
 from transformers.models.ministral3.modeling_ministral3 import get_llama_4_attn_scale
 
 import rope_ext
-from rope_ext.methods import Method, Rope, all_methods, register
-from rope_ext.methods.registry import _REGISTRY
+from rope_ext.methods import Method, Rope, all_methods, build_method, register
 from rope_ext.position.attend import watched
 from rope_ext.rotary.sites import text_decoder
 from tests.families.zoo import tiny_model
@@ -101,7 +100,7 @@ def test_every_method_takes_both_and_they_replace_its_own(name: str) -> None:
 
 
 def _build(name: str, **options: Any) -> Method:
-    return _REGISTRY[name.replace("_", "")](**GIVEN[name], **options)
+    return build_method(name, **GIVEN[name], **options)
 
 
 PUBLISHED = {  # what multiplies cosine and sine where no attention_factor is given, factor 4
@@ -483,7 +482,7 @@ def test_a_method_of_ones_own_may_not_decide_what_the_options_decide() -> None:
 
     with pytest.raises(rope_ext.RopeExtError, match=r"override own_scaling"):
         register(Mine)
-    assert "mine" not in _REGISTRY
+    assert Mine not in all_methods()
 
 
 def test_an_attention_factor_that_a_later_norm_takes_back_is_refused() -> None:

@@ -253,7 +253,7 @@ def test_accelerate_hooks_stay_in_place(ids, offload: str, name: str) -> None:
 @pytest.mark.parametrize(
     ("when", "name"),
     [
-        ("before", "yarn"),
+        pytest.param("before", "yarn", marks=pytest.mark.slow),
         pytest.param("after", "yarn", marks=pytest.mark.slow),
         pytest.param("before", "dynamic_ntk", marks=pytest.mark.slow),
         pytest.param("after", "dynamic_ntk", marks=pytest.mark.slow),

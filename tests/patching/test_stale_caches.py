@@ -82,7 +82,7 @@ def test_a_cache_that_was_reset_is_an_empty_one(ids, before: str, make) -> None:
         cache.reset()
         put(model, after)
         fresh = make(config=model.config)
-        for piece in ids.split([100, 1, 59], dim=1):
+        for piece in ids[:, :120].split([100, 1, 19], dim=1):
             right = logits(model, piece, past_key_values=fresh)
             assert torch.equal(logits(model, piece, past_key_values=cache), right)
         cache.reset()
@@ -204,7 +204,7 @@ SLOW = pytest.mark.slow
 
 @pytest.mark.parametrize(
     "before",
-    ["yarn", *(pytest.param(x, marks=SLOW) for x in ("unpatched", "dynamic_yarn", "rerope"))],
+    [pytest.param(x, marks=SLOW) for x in ("yarn", "unpatched", "dynamic_yarn", "rerope")],
 )
 def test_graphs_refuse_a_cache_too(ids, before: str, no_graphs) -> None:
     """Also one that would serve both: nothing but numbers in a buffer may have changed."""

@@ -66,7 +66,9 @@ def test_few_tokens_by_the_kernel_of_half_precision(name: str, ids, in_tensors, 
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("kind", ["llama", "gpt_oss", "gemma2"])
+@pytest.mark.parametrize(
+    "kind", ["llama", *(pytest.param(x, marks=pytest.mark.slow) for x in ("gpt_oss", "gemma2"))]
+)
 @pytest.mark.parametrize("name", ["rerope", "alibi"])
 def test_few_tokens_in_half_precision(dtype, kind: str, name: str, ids, in_tensors, monkeypatch):
     """As far from float32 as rounding takes the eager path."""
@@ -261,7 +263,7 @@ def test_padding_without_positions_of_its_own(ids, in_tensors) -> None:
 
 
 @pytest.mark.parametrize("name", [pytest.param("rerope", marks=pytest.mark.slow), "dual_chunk"])
-@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("masked", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_an_exported_program_reads_prompts_of_any_length(
     name: str, masked: bool, ids, tmp_path
 ) -> None:
@@ -284,6 +286,7 @@ def test_an_exported_program_reads_prompts_of_any_length(
             torch.testing.assert_close(said, logits(model, tokens), **EXACT)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", SOME)
 def test_the_exporter_of_transformers_decodes_in_a_static_cache(name: str, ids) -> None:
     model = patch(tiny_llama(num_hidden_layers=1), name)

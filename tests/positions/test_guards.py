@@ -68,7 +68,10 @@ def test_a_cache_is_not_continued_with_other_sliding_layers(ids) -> None:
         logits(model, ids[:, 50:], past_key_values=cache)
 
 
-@pytest.mark.parametrize("make", [DynamicCache, partial(StaticCache, max_cache_len=100)])
+@pytest.mark.parametrize(
+    "make",
+    [pytest.param(DynamicCache, marks=pytest.mark.slow), partial(StaticCache, max_cache_len=100)],
+)
 def test_a_cache_that_a_graph_began_is_not_continued_without_the_patch(
     make: Callable, ids, no_graphs
 ) -> None:
@@ -98,7 +101,7 @@ def test_a_cache_is_not_continued_over_another_frequency_map(model, ids) -> None
 
 
 @pytest.mark.parametrize("what", ["fewer", "swapped", "repeated"])
-@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_a_padded_cache_of_other_rows_is_right(what: str, compiled: bool, ids, no_graphs) -> None:
     model = patch(tiny_llama(num_hidden_layers=1))
     rows = [ids[0, :80], ids[1, :41]]

@@ -117,7 +117,7 @@ def _measure(
             model = models.load_model(
                 name, settings.dtype, ranks.device, settings.attn, settings.adapter
             )
-            runner = _Runner(model, name, settings)
+            runner = Runner(model, name, settings)
             for system in systems:  # what cannot be applied shows before anything is measured
                 with runner.applied(system):
                     pass
@@ -162,14 +162,23 @@ def _work(batch: Sequence[Case]) -> float:
 
 
 @dataclass(frozen=True)
-class _Result:
+class Result:
+    """What one case comes to.
+
+    Args:
+        value: a mean loss in nats, or the share of answers that were found.
+        tokens: that were scored or written, or what the value counts for.
+        written: by the model, if it was asked to write.
+        curve: (tokens before it, sum of losses so far, tokens summed) at every edge.
+    """
+
     value: float
     tokens: int
     written: str | None = None
     curve: tuple[tuple[int, float, int], ...] = ()
 
 
-def _outcome(system: System, case: Case, result: _Result) -> Outcome:
+def _outcome(system: System, case: Case, result: Result) -> Outcome:
     return Outcome(
         key=system.key(case),
         system=system.name,
@@ -188,7 +197,7 @@ def _outcome(system: System, case: Case, result: _Result) -> Outcome:
     )
 
 
-class _Runner:
+class Runner:
     """One loaded model."""
 
     def __init__(self, model: Any, name: str, settings: Settings) -> None:
@@ -213,7 +222,7 @@ class _Runner:
         """Let transformers' dynamic scaling forget the longest text that it has seen."""
         score(self.model, [[self.pad] * 2], 1, self.pad)
 
-    def measure(self, batch: Sequence[Case]) -> list[_Result]:
+    def measure(self, batch: Sequence[Case]) -> list[Result]:
         """The results of these cases, in one forward if memory allows it."""
         try:
             return self._written(batch) if batch[0].mode == "write" else self._scored(batch)
@@ -237,23 +246,23 @@ class _Runner:
             f"{' or '.join(lower)}, and --resume to keep what is finished"
         )
 
-    def _written(self, batch: Sequence[Case]) -> list[_Result]:
+    def _written(self, batch: Sequence[Case]) -> list[Result]:
         rows = [case.ids for case in batch]
         texts = write(self.model, rows, batch[0].count, self.pad, self.eos)
         decoded = [self.tokenizer.decode(ids, skip_special_tokens=True) for ids in texts]
         return [
-            _Result(share_found(case, text), len(ids), text)
+            Result(share_found(case, text), len(ids), text)
             for case, text, ids in zip(batch, decoded, texts, strict=True)
         ]
 
-    def _scored(self, batch: Sequence[Case]) -> list[_Result]:
+    def _scored(self, batch: Sequence[Case]) -> list[Result]:
         tails = [_tail(case) for case in batch]
         losses, hits = score(self.model, [case.ids for case in batch], max(tails), self.pad)
         results = []
         for row, case in enumerate(batch):
             if case.mode == "argmax":
                 found = bool(hits[row, -case.count :].all())
-                results.append(_Result(float(found), case.count))
+                results.append(Result(float(found), case.count))
             else:
                 results.append(_loss(case, losses[row, -tails[row] :].double()))
         return results
@@ -266,7 +275,7 @@ def _tail(case: Case) -> int:
     return len(case.ids) - min(case.only) if case.only else case.count
 
 
-def _loss(case: Case, losses: torch.Tensor) -> _Result:
+def _loss(case: Case, losses: torch.Tensor) -> Result:
     """Mean loss of the scored tokens; one that is not a number counts as infinite."""
     losses = losses.nan_to_num(nan=math.inf, posinf=math.inf)
     first = len(case.ids) - len(losses)
@@ -278,7 +287,7 @@ def _loss(case: Case, losses: torch.Tensor) -> _Result:
         (edge, float(sums[edge - first - 1]), edge - first) for edge in case.curve if edge > first
     )
     tokens = len(scored) if case.weight is None else case.weight
-    return _Result(float(scored.mean()), tokens, curve=curve)
+    return Result(float(scored.mean()), tokens, curve=curve)
 
 
 def share_found(case: Case, written: str) -> float:

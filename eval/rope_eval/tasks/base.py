@@ -99,6 +99,11 @@ def register(cls: T) -> T:
     return cls
 
 
+def unregister(cls: type[Task]) -> None:
+    """Make a task unknown again."""
+    del _REGISTRY[cls.name]
+
+
 def from_file(path: str) -> list[str]:
     """Run a file of Python; the names of the tasks that it registers.
 

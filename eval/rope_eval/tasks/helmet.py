@@ -447,12 +447,17 @@ class ByLength(Task):
             OptionError: a length has no rows, or cannot hold a prompt.
             MeasureError: a row lacks something.
         """
-        parts = [self._at(length).questions(frame, [length], seed) for length in lengths]
+        parts = [self.at(length).questions(frame, [length], seed) for length in lengths]
         cases = [case for part in parts for case in part.cases]
         definition = "; ".join(dict.fromkeys(part.definition for part in parts))
         return Questions(cases, definition)
 
-    def _at(self, length: int) -> Rows:
+    def at(self, length: int) -> Rows:
+        """The rows of one length, with as many examples as the benchmark shows at it.
+
+        Raises:
+            OptionError: there are none.
+        """
         rows = self.made.get(length) or self.made.get(None)
         if rows is None:
             raise OptionError(

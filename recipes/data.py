@@ -382,24 +382,32 @@ def _number(row: dict[str, Any], index: int) -> dict[str, Any]:
 class Collator:
     """Rows as a batch.
 
-    What a scheme draws follows from nothing but ``seed``, the epoch and the index of the row: a
-    resumed run and any number of processes draw the same. A row without an index, as those that
-    are held out have none, keeps its positions.
+    What is drawn follows from nothing but ``seed``, the epoch and the index of the row: a resumed
+    run and any number of processes draw the same. A row without an index, as those that are held
+    out have none, stays as it is.
 
     Args:
         scheme: of the positions (recipes/positions.py); None: every one follows the one before.
         seed: of the draws.
         epoch: passes over the data before this one.
+        retrieval: turns some rows into rows with facts (recipes/retrieval.py); None: no row.
     """
 
     scheme: Callable[[Sequence[int], random.Random], Drawn] | None = None
     seed: int = 0
     epoch: int = 0
+    retrieval: Callable[[Sequence[int], random.Random], Sequence[int]] | None = None
 
     def __call__(self, rows: Sequence[Mapping[str, Any]]) -> dict[str, torch.Tensor]:
         if rows[0].get("index", 0) < 0:  # Trainer is on its way to where it stood
             nothing = torch.full((len(rows), 1), IGNORED)
             return {"input_ids": torch.zeros_like(nothing), "labels": nothing}
+        if self.retrieval is not None and "index" in rows[0]:
+            # Its own generator: positions are those that a run without such rows draws.
+            rows = [
+                {**row, "input_ids": self.retrieval(row["input_ids"], self._rng(row, "retrieval:"))}
+                for row in rows
+            ]
         if self.scheme is not None and "index" in rows[0]:
             drawn = [self._drawn(row) for row in rows]
             ids = _stacked([taken for taken, _ in drawn])
@@ -419,8 +427,10 @@ class Collator:
         return batch
 
     def _drawn(self, row: Mapping[str, Any]) -> Drawn:
-        rng = random.Random(f"{self.seed}:{self.epoch}:{row['index']}")
-        return self.scheme(row["input_ids"], rng)
+        return self.scheme(row["input_ids"], self._rng(row))
+
+    def _rng(self, row: Mapping[str, Any], use: str = "") -> random.Random:
+        return random.Random(f"{use}{self.seed}:{self.epoch}:{row['index']}")
 
 
 def _stacked(rows: Sequence[Sequence[int]]) -> torch.Tensor:

@@ -43,6 +43,7 @@ from recipes.parallel import (
     leave,
     warn_of_launch,
 )
+from recipes.retrieval import RetrievalRows
 from recipes.settings import (
     NONE,
     STREAM,
@@ -119,6 +120,9 @@ def check(recipe: Recipe, args: Any, mistakes: Mistakes | None = None) -> Plan:
     if buildable:
         with mistakes.collected():
             _check_model(recipe, config)
+    if tokenizer is not None and recipe.length is not None and recipe.retrieval_share > 0:
+        with mistakes.collected():
+            RetrievalRows(tokenizer, recipe.retrieval_share).require_room(recipe.length)
     cases, length = [], recipe.eval_length or target
     if length and args.eval_strategy != "no" and tokenizer is not None:
         with mistakes.collected():
@@ -496,7 +500,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     model = build(recipe, plan.config)
     if recipe.lora_r and args.should_log:
         model.print_trainable_parameters()
-    collator = data.Collator(scheme(recipe, plan.target), args.seed)
+    share = recipe.retrieval_share
+    retrieval = RetrievalRows(plan.tokenizer, share) if share else None
+    collator = data.Collator(scheme(recipe, plan.target), args.seed, retrieval=retrieval)
     plan.tokenizer.model_max_length = plan.target
     args.remove_unused_columns = False  # the collator needs the index of the row
     args.per_device_eval_batch_size = 1  # they are long

@@ -104,6 +104,12 @@ class Recipe:
     )
     pose_chunks: int = _option(0, "Number of PoSE chunks; 2 or more implies positions: pose.")
 
+    retrieval_share: float = _option(
+        0.0,
+        "Share of the rows that state facts and ask for them, so that training does not cost "
+        "retrieval; 0 leaves all rows as they are.",
+    )
+
     eval_dataset: str | None = _option(
         None, "Evaluation data, as for dataset; default: hold out the first documents of dataset."
     )
@@ -371,6 +377,17 @@ def _of_rows(recipe: Recipe, args: Any) -> Iterator[str]:
         yield (
             f"--document_masking is for rows of several documents, and --rows {shown} has none "
             f"that it could keep apart; leave one of them out"
+        )
+    if not 0 <= recipe.retrieval_share <= 1:  # true of NaN, too
+        yield (
+            f"--retrieval_share {recipe.retrieval_share:g} is not valid; it is a share of the "
+            f"rows, from 0 to 1, such as 0.1"
+        )
+    elif recipe.retrieval_share and (masking or scheme == "pose_released"):
+        other = "--document_masking" if masking else "--positions pose_released"
+        yield (
+            f"--retrieval_share puts facts and questions into one row, and {other} could part "
+            f"them; leave one of them out"
         )
     if scheme == "pose_released" and (recipe.rows in MIXED_ROWS or kinds != {"document"}):
         shown = recipe.rows if recipe.rows in MIXED_ROWS else ", ".join(sorted(kinds))

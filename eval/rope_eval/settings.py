@@ -50,12 +50,14 @@ class Settings:
 
     Args:
         models: directories or Hub IDs.
-        methods: method names, or ``adapter`` for the patch under which the adapter was trained; the
-            unpatched model is always measured too.
+        methods: method names, or ``adapter`` for the patch under which the adapter was trained, and
+            ``before`` beside it for that patch without the adapter's weights; the unpatched model
+            is always measured too.
         lengths: context lengths, tokens. The trained length is added if some are longer.
         factor: scaling factor of every method but ``adapter``.
         options: further options, by method.
-        adapter: directory or Hub ID of a PEFT adapter, in use wherever a method is.
+        adapter: directory or Hub ID of a PEFT adapter, in use wherever a method is, except under
+            ``before``.
         seed: random seed.
         dtype: ``auto`` or one of ``DTYPES``; see ``load_model``.
         attn: attention implementation of transformers; None leaves the choice to transformers.
@@ -84,7 +86,7 @@ class Settings:
     methods: tuple[str, ...] = option(
         MISSING,
         "method names, separated by commas, or repeat; 'none' is the unpatched model, 'adapter' "
-        "the patch that the adapter was trained under",
+        "the patch that the adapter was trained under, 'before' that patch without its weights",
         _names,
         "--method",
         group=MEASURED,

@@ -10,10 +10,13 @@ from typing import Any
 from rope_eval.cases import Case, digest
 from rope_ext.advice.building import model_of
 from rope_ext.engines import engines_for
-from rope_ext.errors import OptionError, RopeExtError
-from rope_ext.method_options import built
+from rope_ext.errors import Mistakes, OptionError, RopeExtError
+from rope_ext.method_options import ADAPTER, built
 from rope_ext.methods import reach
 from rope_ext.patching import patched
+
+BEFORE = "before"
+"""In place of a method: the one under which the adapter was trained, without its weights."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -29,6 +32,7 @@ class System:
         trained: trained context of the model, tokens.
         adapts: whether frequencies depend on the length of the text.
         identity: what its results depend on besides the case.
+        adapted: whether the adapter is in use.
     """
 
     name: str
@@ -39,10 +43,28 @@ class System:
     trained: int
     adapts: bool
     identity: str
+    adapted: bool = False
 
     def key(self, case: Case) -> str:
         """Digest of everything that determines the outcome."""
         return digest(self.identity, case.task, case.length, case.bin, case.seed, case.prompt)
+
+
+def without_before(names: Sequence[str], mistakes: Mistakes) -> tuple[str, ...]:
+    """The names for :func:`checked_methods`, which knows no ``before``.
+
+    Args:
+        names: as given.
+        mistakes: where an OptionError is added if ``before`` is among them and ``adapter`` is not.
+    """
+    if BEFORE in names and ADAPTER not in names:
+        mistakes.add(
+            OptionError(
+                f"--method {BEFORE} is compared with --method {ADAPTER}; give --method "
+                f"{BEFORE},{ADAPTER}"
+            )
+        )
+    return tuple(name for name in names if name != BEFORE)
 
 
 def under(

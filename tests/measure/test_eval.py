@@ -801,6 +801,69 @@ def test_an_adapter_is_in_use_where_a_method_is(checkpoint: Path, tmp_path: Path
         losses("f", **{**own, "methods": ("yarn",)})
 
 
+def test_one_report_before_and_after_training(checkpoint: Path, tmp_path: Path) -> None:
+    """``before`` is the base patched by hand, ``adapter`` the trained model."""
+    peft = pytest.importorskip("peft")
+    options = {"factor": 4.0, "beta_fast": 16.0}
+    base = AutoModelForCausalLM.from_pretrained(checkpoint)
+    config = peft.LoraConfig(
+        r=2,
+        target_modules=["q_proj"],
+        modules_to_save=["embed_tokens", "norm"],
+        init_lora_weights=False,
+    )
+    torch.manual_seed(0)
+    model = peft.get_peft_model(rope_ext.patch(base, "yarn", **options), config)
+    for name, weight in model.named_parameters():
+        if "modules_to_save" in name:
+            weight.data *= 1.5
+    folder = tmp_path / "adapter"
+    model.save_pretrained(folder)
+    rope_ext.save_sidecar(model, folder)
+
+    def report(name: str, **change: Any) -> Report:
+        given = {"models": (str(checkpoint),), "lengths": (128, 256), "methods": ("yarn",)}
+        settings = Settings(**{**given, **change}, output=tmp_path / name)
+        plan = prepare(settings, [Perplexity(BOOK, windows=2), Passkey(trials=2, depths=2)])
+        return Report(plan, run.run(plan))
+
+    names = ("none", "before", "adapter", "ntk")
+    both = report("both", methods=names, adapter=str(folder), force=True)
+    by_hand = report("by-hand", options={"yarn": {"beta_fast": 16.0}})
+    trained = report("trained", methods=("adapter",), adapter=str(folder))
+    method = "yarn (beta_fast=16.0)"
+    rows = ["none", f"{method}, before training", f"{method}, trained", "ntk"]
+    assert [system.name for system in both.plan.systems] == rows
+    for task in ("perplexity", "passkey"):
+        for length in (128, 256):
+            unpatched, before, after = (both.estimates[task, row, length] for row in rows[:3])
+            assert unpatched == by_hand.estimates[task, "none", length]
+            assert before == by_hand.estimates[task, method, length]
+            assert after == trained.estimates[task, method, length]
+    losses = [both.estimates["perplexity", row, 256].value for row in rows]
+    assert len(set(losses)) == 4
+
+    section = both.sections[0]
+    [table] = section.tables
+    assert section.name == "before and after training"
+    assert table.header == (
+        *("method", "perplexity, 128 tokens", "perplexity, 256 tokens"),
+        *("passkey, 128 tokens", "passkey, 256 tokens"),
+    )
+    assert [row.cells[0].text for row in table.rows] == [*rows[:3], "change by training"]
+    change = losses[2] / losses[1] - 1
+    assert table.rows[3].cells[2].text.startswith(f"{100 * change:+.1f}")
+    [sentence] = both.recommendations
+    assert sentence.startswith("Training under yarn: beyond 128 tokens, perplexity: cannot tell")
+    assert "too few documents" in sentence and "; at 128 tokens, perplexity" in sentence
+    assert sentence in both.markdown() and "### before and after training" in both.markdown()
+    assert not trained.trainings and trained.sections[0].name == "perplexity"
+    with pytest.raises(OptionError, match="give --method before,adapter"):
+        report("alone", methods=("before", "yarn"), adapter=str(folder), force=True)
+    with pytest.raises(OptionError, match="no --adapter is given"):
+        report("nothing", methods=("before", "adapter"))
+
+
 # Speed
 
 

@@ -34,7 +34,8 @@ from rope_eval.reports.summary import (
     percent,
     signed,
 )
-from rope_eval.run.plan import PAGE, RESULTS, TABLES, Plan
+from rope_eval.reports.training import DEFINITION, Training
+from rope_eval.run.plan import BEFORE_TRAINING, PAGE, RESULTS, TABLES, TRAINED, Plan
 from rope_eval.systems import System, engines_of
 from rope_eval.tasks.base import Task, options
 from rope_ext.method_options import UNPATCHED
@@ -181,8 +182,33 @@ class Report:
         return found
 
     @cached_property
+    def trainings(self) -> list[Training]:
+        """One for each model that is measured before and after the training of an adapter."""
+        named = {system.name: system for system in self.plan.systems}
+        pairs = [
+            (before, named[name.removesuffix(BEFORE_TRAINING) + TRAINED])
+            for name, before in named.items()
+            if name.endswith(BEFORE_TRAINING)
+        ]
+        plan = self.plan
+        return [
+            Training(self.unpatched(before), before, after, plan.tasks, plan.lengths, self.places)
+            for before, after in pairs
+        ]
+
+    @cached_property
     def recommendations(self) -> list[str]:
-        """For each model with perplexity and passkeys, which method to use; see ``recommend``."""
+        """What to conclude for each model.
+
+        What training changed, where ``before`` and ``adapter`` are measured; elsewhere, given
+        perplexity and passkeys, which method to use (see ``recommend``).
+        """
+        if self.trainings:
+            return [
+                f"{words}: {training.sentence()}" if words else training.sentence()
+                for training in self.trainings
+                for words in [training.unpatched.name.removesuffix(UNPATCHED).strip()]
+            ]
         names = {task.name for task in self.plan.tasks}
         if not names >= {"perplexity", "passkey"}:
             return []
@@ -232,8 +258,12 @@ class Report:
 
     @cached_property
     def sections(self) -> list[Section]:
-        """What the page shows: every suite, then every task."""
+        """What the page shows: every training, every suite, then every task."""
         sections = [
+            Section("before and after training", DEFINITION, [training.table()])
+            for training in self.trainings
+        ]
+        sections += [
             Section(
                 suite,
                 self._define(suite),
@@ -418,6 +448,7 @@ class Report:
                     "name": system.name,
                     "model": system.model,
                     "method": system.method,
+                    "adapted": system.adapted,
                     "label": system.label,
                     "options": system.options,
                     "trained_length": system.trained,

@@ -17,13 +17,15 @@ from rope_eval.cases import Case, Outcome, Questions, digest, read_outcomes, req
 from rope_eval.data.prompts import Frame
 from rope_eval.folder import Folder
 from rope_eval.settings import Settings, require_seed
-from rope_eval.systems import System, beyond
+from rope_eval.systems import BEFORE, System, beyond, without_before
 from rope_eval.tasks.base import Task
 from rope_eval.versions import versions
 from rope_ext import checkpoints as models
 from rope_ext.errors import MeasureError, Mistakes, OptionError, RopeExtError
 from rope_ext.method_options import UNPATCHED, built, checked_methods, label, saved_otherwise
 
+BEFORE_TRAINING, TRAINED = ", before training", ", trained"
+"""End of the labels of an adapter's method, where it is measured without and with its weights."""
 RESULTS, PAGE = "results.json", "report.html"
 TABLES = ("cells.csv", "table.md")
 
@@ -135,9 +137,10 @@ def prepare(
             has all mistakes that show without the tokenizer.
     """
     mistakes = mistakes or Mistakes()
+    names = without_before(settings.methods, mistakes)
     methods = mistakes.check(
         checked_methods,
-        *(settings.methods, settings.factor, settings.options, settings.adapter, settings.force),
+        *(names, settings.factor, settings.options, settings.adapter, settings.force),
     )
     _check(settings, mistakes)
     valid = [task for task in tasks if task is not None]
@@ -248,11 +251,11 @@ def _systems(
     """Every model without a method, and under each."""
     labels = _labels(settings.models)
     for model in settings.models:
-        for method, options in {UNPATCHED: {}, **methods}.items():
+        for method, options, adapted, stage in _rows(settings, methods):
             identity = dict(identities[model])
-            if method == UNPATCHED:
+            if not adapted:
                 identity["adapter"] = None
-            named = label(method, options, settings.factor)
+            named = label(method, options, settings.factor) + stage
             yield System(
                 name=f"{labels[model]} {named}".strip(),
                 label=named,
@@ -263,7 +266,22 @@ def _systems(
                 adapts=models.adapts(configs[model])
                 or (method != UNPATCHED and built(method, options).adapts),
                 identity=digest(identity, method, options),
+                adapted=adapted,
             )
+
+
+def _rows(
+    settings: Settings, methods: Mapping[str, Mapping[str, Any]]
+) -> Iterator[tuple[str, Mapping[str, Any], bool, str]]:
+    """(method, options, whether the adapter is in use, what tells it from the same method)."""
+    yield UNPATCHED, {}, False, ""
+    adapted = settings.adapter is not None
+    for index, (method, options) in enumerate(methods.items()):
+        if index == 0 and BEFORE in settings.methods:  # the adapter's own is the first
+            yield method, options, False, BEFORE_TRAINING
+            yield method, options, adapted, TRAINED
+        else:
+            yield method, options, adapted, ""
 
 
 def _questions(

@@ -8,8 +8,8 @@ not.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from itertools import groupby
@@ -209,14 +209,18 @@ class Runner:
         first = self.eos[0] if isinstance(self.eos, list) else self.eos
         self.pad = next(token for token in (pad, first, 0) if token is not None)
 
-    def applied(self, system: System) -> AbstractContextManager[Any]:
-        """The model under a method; the unpatched model goes without its adapter too."""
-        if system.method == UNPATCHED:
-            return self.model.disable_adapter() if self.settings.adapter else nullcontext()
-        settings = self.settings
-        return under(
-            self.model, system.method, system.options, settings.compose, settings.trained_length
-        )
+    @contextmanager
+    def applied(self, system: System) -> Iterator[None]:
+        """The model under the method of a system, with its adapter or without."""
+        compose, length = self.settings.compose, self.settings.trained_length
+        with ExitStack() as stack:
+            if self.settings.adapter and not system.adapted:
+                stack.enter_context(self.model.disable_adapter())
+            if system.method != UNPATCHED:
+                stack.enter_context(
+                    under(self.model, system.method, system.options, compose, length)
+                )
+            yield
 
     def forget(self) -> None:
         """Let transformers' dynamic scaling forget the longest text that it has seen."""

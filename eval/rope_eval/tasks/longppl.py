@@ -31,7 +31,7 @@ from rope_eval.cases import Questions, require_positive
 from rope_eval.data.prompts import Frame, beginning
 from rope_eval.forward import score
 from rope_eval.settings import Settings
-from rope_eval.systems import under
+from rope_eval.systems import BEFORE, under
 from rope_eval.tasks.base import option, register
 from rope_eval.tasks.perplexity import Stretches, Windows
 from rope_ext import checkpoints as models
@@ -138,7 +138,7 @@ class LongPPL(Stretches):
         """With its texts, and with the model that chooses the key tokens."""
         if self.opened is not None:
             return super().parts(settings)
-        names = [name for name in settings.methods if name != UNPATCHED]
+        names = [name for name in settings.methods if name not in (UNPATCHED, BEFORE)]
         who = self.evaluator or (f"the model with {names[0]}" if names else "the model")
         made = replace(
             self,

@@ -1,0 +1,95 @@
+"""Training rows that ask for facts stated earlier in the same row.
+
+Training on text alone can cost a model its retrieval: hardly any token of a text has to be looked
+up far away, so the loss does not protect what does. A small share of such rows does. Their wording
+is not that of any task in eval/rope_eval, so that those still measure what they did before.
+"""
+
+from __future__ import annotations
+
+import random
+import string
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import chain
+from typing import Any
+
+from rope_eval.data.prompts import encode
+from rope_ext.errors import OptionError
+
+WORDINGS = (  # how a fact is stated, and how it is asked for
+    ("Parcel {name} has the tracking code {value}.", "Tracking code of parcel {name}: {value}."),
+    ("To reach {name}, dial {value}.", "Which extension reaches {name}? It is {value}."),
+    ("Room {value} is reserved for {name}.", "{name} stays in room {value}."),
+    ("We filed {name} under {value}.", "Where did we file {name}? Under {value}."),
+    ("{name}: {value}", "{name}: {value}"),
+    ("{value} = {name}", "code({name}) = {value}"),
+)
+_FIRST = "amber cedar copper crimson ivory marble maple olive paper scarlet silver willow"
+_SECOND = "anchor basket bridge candle compass garden harbour ladder lantern meadow river tower"
+NAMES = tuple(f"{first} {second}" for first in _FIRST.split() for second in _SECOND.split())
+_LONGEST_VALUE = 8
+_PART = 4
+"""At most a quarter of a row states facts, and at most a quarter asks for them."""
+
+
+@dataclass(frozen=True)
+class RetrievalRows:
+    """Turns a share of the rows into rows with facts.
+
+    The facts are stated at random places in the text of the row, each on a line of its own, and
+    asked for at its end in random order; one fact takes two lines, and there are as many as fill
+    an eighth to a quarter of the row twice. The row loses its last tokens to them and keeps its
+    length.
+
+    Args:
+        tokenizer: of the model.
+        share: of the rows, from 0 to 1.
+    """
+
+    tokenizer: Any
+    share: float
+
+    def require_room(self, length: int) -> None:
+        """Raise OptionError if rows of ``length`` tokens cannot hold a fact."""
+        longest, value = max(NAMES, key=len), "0" * _LONGEST_VALUE
+        lines = (self._line(text, longest, value) for pair in WORDINGS for text in pair)
+        least = _PART * max(map(len, lines))
+        if length < least:
+            raise OptionError(
+                f"--retrieval_share {self.share:g} needs rows of at least {least} tokens with this "
+                f"tokenizer, and --length is {length}; give a longer --length, or leave it out"
+            )
+
+    def __call__(self, ids: Sequence[int], rng: random.Random) -> Sequence[int]:
+        """The row itself, or as many tokens with facts in them."""
+        if rng.random() >= self.share:
+            return ids
+        most = len(ids) // _PART
+        room = rng.randint(most // 2, most)
+        said, asked = rng.choice(WORDINGS)
+        stated: list[list[int]] = []
+        questions: list[list[int]] = []
+        for name in rng.sample(NAMES, len(NAMES)):
+            value = _value(rng)
+            stated.append(self._line(said, name, value))
+            questions.append(self._line(asked, name, value))
+            if max(sum(map(len, stated)), sum(map(len, questions))) > room and stated[1:]:
+                del stated[-1], questions[-1]
+                break
+        rng.shuffle(questions)
+        end = list(chain.from_iterable(questions))
+        text = ids[: len(ids) - len(end) - sum(map(len, stated))]
+        # Never before the first token, which may be that of the beginning of a document.
+        places = sorted(rng.randint(1, len(text)) for _ in stated)
+        cuts = zip([0, *places], [*places, len(text)], [*stated, end], strict=True)
+        return [token for start, stop, after in cuts for token in (*text[start:stop], *after)]
+
+    def _line(self, wording: str, name: str, value: str) -> list[int]:
+        return encode(self.tokenizer, "\n" + wording.format(name=name, value=value) + "\n")
+
+
+def _value(rng: random.Random) -> str:
+    """Four to eight digits, or as many letters in one of four."""
+    pool = string.digits if rng.random() < 0.75 else string.ascii_lowercase
+    return "".join(rng.choices(pool, k=rng.randint(4, _LONGEST_VALUE)))

@@ -1,0 +1,68 @@
+"""What the sentence about a training says, on outcomes made by hand."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+
+from rope_eval.cases import Outcome
+from rope_eval.reports.training import Training
+from rope_eval.tasks.passkey import Passkey
+from rope_eval.tasks.perplexity import Perplexity
+
+PERPLEXITY, PASSKEY = SimpleNamespace(name=Perplexity.name, kind="loss"), Passkey()
+
+
+def system(name: str) -> SimpleNamespace:
+    return SimpleNamespace(name=name, method="yarn", trained=512)
+
+
+def outcomes(task: str, name: str, values: list[float]) -> list[Outcome]:
+    return [
+        Outcome(
+            key="",
+            system=name,
+            task=task,
+            length=4096,
+            bin=0,
+            depth=0.5,
+            seed=0,
+            prompt=str(number),
+            answers=(),
+            group=number,
+            value=value,
+            tokens=100,
+            written=None,
+            curve=(),
+        )
+        for number, value in enumerate(values)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("losses", "found", "said"),
+    [
+        ((2.0, 1.5), (60, 20), ("perplexity: clearly lower (-39", "passkey: clearly lower (-40.0")),
+        ((1.5, 2.0), (20, 60), ("perplexity: clearly higher", "passkey: clearly higher (+40.0")),
+        (
+            (2.0, 2.0),
+            (60, 59),
+            ("cannot tell whether it changed (+0.0", "tell whether it changed (-1"),
+        ),
+    ],
+)
+def test_a_change_is_said_where_it_is_clear(losses, found, said) -> None:
+    names = ("none", "yarn, before training", "yarn, trained")
+    places = {}
+    for name, loss, hits in zip(names, (3.0, *losses), (0, *found), strict=True):
+        spread = [loss + 0.01 * (n % 3) for n in range(12)]
+        places["perplexity", name, 4096] = outcomes("perplexity", name, spread)
+        rates = [float(n < hits) for n in range(100)]
+        places["passkey", name, 4096] = outcomes("passkey", name, rates)
+    training = Training(*map(system, names), [PERPLEXITY, PASSKEY], [4096], places)
+    sentence = training.sentence()
+    assert sentence.startswith("Training under yarn: beyond 512 tokens, ")
+    assert all(part in sentence for part in said)
+    changed = training.table().rows[-1].cells[1:]
+    assert [cell.clear for cell in changed] == [losses[0] != losses[1]] * 2

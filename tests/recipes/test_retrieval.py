@@ -1,0 +1,148 @@
+"""recipes/retrieval.py: rows that state facts and ask for them, on both bundled tokenizers."""
+
+from __future__ import annotations
+
+import random
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoTokenizer
+
+from recipes import data, finetune, positions
+from recipes.retrieval import NAMES, WORDINGS, RetrievalRows
+from rope_eval.data.prompts import encode
+from rope_ext import OptionError
+from tests.helpers.recipe_runs import arguments
+
+ROOT = Path(__file__).parents[2]
+LENGTH = 600
+TEXT = "Sunlight moves over a wall while somebody counts. "
+
+
+@pytest.fixture(params=["tiny-512", "tiny-bytes-512"])
+def tokenizer(request: pytest.FixtureRequest) -> object:
+    return AutoTokenizer.from_pretrained(ROOT / "checkpoints" / request.param)
+
+
+def plain_row(tokenizer: object) -> list[int]:
+    return encode(tokenizer, TEXT * LENGTH)[:LENGTH]
+
+
+def facts(lines: list[str], wording: str) -> dict[str, str]:
+    """The value of each name on lines of one wording."""
+    pattern = re.escape(wording).replace(r"\{name\}", f"(?P<name>{'|'.join(NAMES)})")
+    pattern = pattern.replace(r"\{value\}", "(?P<value>[0-9a-z]{4,8})")
+    found = [match for line in lines if (match := re.fullmatch(pattern, line))]
+    return {match["name"]: match["value"] for match in found}
+
+
+def test_every_question_has_its_answer_earlier_in_the_row(tokenizer: object) -> None:
+    make, seen, most = RetrievalRows(tokenizer, 1.0), set(), 0
+    for seed in range(40):
+        row = make(plain_row(tokenizer), random.Random(seed))
+        assert len(row) == LENGTH
+        lines = tokenizer.decode(row).split("\n")
+        both = [(facts(lines, said), facts(lines, asked)) for said, asked in WORDINGS]
+        [(number, (stated, answers))] = [(i, pair) for i, pair in enumerate(both) if pair[1]]
+        assert answers == stated
+        text = "".join(lines)
+        assert all(text.find(value) < text.rfind(value) for value in answers.values())
+        seen.add(number)
+        most = max(most, len(answers))
+    assert len(seen) > 3 and most > 2
+
+
+def test_facts_are_stated_at_every_depth(tokenizer: object) -> None:
+    make, depths = RetrievalRows(tokenizer, 1.0), []
+    for seed in range(60):
+        text = tokenizer.decode(make(plain_row(tokenizer), random.Random(seed)))
+        first = min(text.find(name) for name in NAMES if name in text)
+        depths.append(first / len(text))
+    assert min(depths) < 0.1 and max(depths) > 0.35
+
+
+def test_the_share_of_rows_is_as_asked_and_the_rest_is_untouched(tokenizer: object) -> None:
+    make, row = RetrievalRows(tokenizer, 0.1), plain_row(tokenizer)
+    changed = sum(make(row, random.Random(seed)) != row for seed in range(2000))
+    assert 150 < changed < 250  # binomial: 200 with a standard deviation of 13
+
+
+def test_rows_depend_on_seed_epoch_and_index_and_leave_positions_alone(tokenizer: object) -> None:
+    rows = [{"input_ids": plain_row(tokenizer), "index": index} for index in (3, 7)]
+    make = RetrievalRows(tokenizer, 1.0)
+
+    def batch(order: list[int], epoch: int = 0, retrieval: object = make) -> dict:
+        collator = data.Collator(positions.PoSE(4096), 5, epoch, retrieval)
+        return collator([rows[i] for i in order])
+
+    first, again, plain = batch([0, 1]), batch([1, 0]), batch([0, 1], retrieval=None)
+    assert torch.equal(first["input_ids"], again["input_ids"].flip(0))
+    assert torch.equal(first["labels"], first["input_ids"])
+    assert torch.equal(first["position_ids"], plain["position_ids"])
+    assert not torch.equal(first["input_ids"], plain["input_ids"])
+    assert not torch.equal(first["input_ids"], batch([0, 1], epoch=1)["input_ids"])
+    held_out = [{"input_ids": row["input_ids"]} for row in rows]
+    assert data.Collator(retrieval=make)(held_out)["input_ids"].tolist() == [
+        row["input_ids"] for row in rows
+    ]
+
+
+def test_the_wording_is_not_that_of_an_evaluator() -> None:
+    sources = (ROOT / "eval" / "rope_eval").rglob("*.py")
+    written = "".join(path.read_text() for path in sources)
+    for wording in (text for pair in WORDINGS for text in pair):
+        words = re.sub(r"\{\w+\}", " ", wording).strip(" .:=()")
+        assert len(words) < 5 or words not in written
+    assert "pass key" not in " ".join(f"{said} {asked}" for said, asked in WORDINGS)
+
+
+def test_a_run_trains_on_them(
+    checkpoint: Path, texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    batches = []
+
+    class Watched(data.Collator):
+        def __call__(self, rows: object) -> dict:
+            batches.append(super().__call__(rows))
+            return batches[-1]
+
+    monkeypatch.setattr(data, "Collator", Watched)
+    more = {"length": 256, "retrieval_share": 1.0, "max_steps": 1}
+    finetune.main(arguments(checkpoint, texts, tmp_path / "run", **more))
+    tokenizer = AutoTokenizer.from_pretrained(checkpoint)
+    for row in batches[0]["input_ids"]:
+        text = tokenizer.decode(row)
+        assert sum(text.count(name) for name in NAMES) >= 2
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        (
+            {"retrieval_share": 1.5, "length": 200},
+            "share 1.5 is not valid; .* from 0 to 1",
+        ),
+        ({"retrieval_share": "nan", "length": 200}, "--retrieval_share nan is not valid"),
+        ({"retrieval_share": 0.1, "length": 64}, r"needs rows of at least \d+ tokens .* is 64"),
+        (
+            {"retrieval_share": 0.1, "document_masking": True, "pose_chunks": 0, "length": 256},
+            "--document_masking could part them; leave one of them out",
+        ),
+        (
+            {
+                "retrieval_share": 0.1,
+                "positions": "pose_released",
+                "pose_chunks": 0,
+                "length": 200,
+            },
+            "--positions pose_released could part them",
+        ),
+    ],
+)
+def test_what_cannot_be_is_refused_before_the_weights_are_loaded(
+    more: dict, message: str, checkpoint: Path, texts: Path, tmp_path: Path, weights: None
+) -> None:
+    with pytest.raises(OptionError, match=message):
+        finetune.main(arguments(checkpoint, texts, tmp_path / "run", **more))

@@ -529,7 +529,7 @@ def _load(
         cls = getattr(transformers, _CAUSAL)  # such as where the modeling code is on the Hub
     try:
         with _loading("weights", path), _expecting_learned(cls, record):
-            return cls.from_pretrained(path, **kwargs), record
+            loaded = cls.from_pretrained(path, **kwargs)
     except LoadError as error:
         if configuration.CURE not in str(error.__cause__):
             raise
@@ -537,6 +537,17 @@ def _load(
             f"{where} belongs to a patched model, but its record of the patch is missing or does "
             f"not restore the original configuration; load the original model and patch it again"
         ) from error
+    if record is None and kwargs.get("config") is None:
+        _carry_older(loaded, path, kwargs)
+    return loaded, record
+
+
+def _carry_older(loaded: Any, path: str, kwargs: Mapping[str, Any]) -> None:
+    """Keep the fields for older readers, so that saving the model again writes them again."""
+    options = {name: kwargs[name] for name in _OF_HUB if name in kwargs}
+    saved, _ = PreTrainedConfig.get_config_dict(path, **options)
+    model = loaded[0] if isinstance(loaded, tuple) else loaded  # with loading info
+    configuration.carry_older(saved, model.config)
 
 
 def _architecture(config: PreTrainedConfig, path: str) -> str:

@@ -40,6 +40,7 @@ from rope_ext.rotary.sites import (
     unwrap,
 )
 from rope_ext.saving import configuration
+from rope_ext.saving.older_readers import older_fields
 from rope_ext.saving.second_load import SecondLoad
 
 Model = TypeVar("Model", bound=nn.Module)
@@ -392,6 +393,8 @@ def _patch(model: nn.Module, decoder: nn.Module, method: Method, options: Option
                 f"gives the trained length"
             )
         config.write(values)
+        adapts = isinstance(applied.method, FrequencyMethod) and applied.method.adapts
+        config.write_older(older_fields(place, applied.native, adapts))
         if tokenizer is not None:
             length = getattr(tokenizer, "model_max_length", None)
             changes.replaced.append((tokenizer, "model_max_length", length))

@@ -26,6 +26,8 @@ LENGTHS = ("original_max_position_embeddings", "max_position_embeddings")
 HEAD = "head_dim"
 FIELDS = ("rope_parameters", HEAD, *LENGTHS, FIELD)
 """All fields a patch writes to the text model's configuration, in that order."""
+OLDER = ("rope_theta", "rope_scaling")
+"""Fields that transformers read before version 5, and other programs still do."""
 
 ARGUMENTS: Mapping[str, Any] = MappingProxyType(Options().recorded())
 """The keyword arguments of ``patch`` that a record stores, with their defaults."""
@@ -119,8 +121,9 @@ class Record:
             raise RecordError(
                 f"the record of a patch in {where} cannot be read: {reason}. Save the patched "
                 f"model (or its sidecar) again, or leave the record aside: load the base model, or "
-                f"this one with the rope_type in its config.json set back to what it was, and "
-                f"call rope_ext.patch(model, METHOD, original_max_position_embeddings=TOKENS)"
+                f"this one with the rope_type in its config.json set back to what it was and "
+                f"rope_scaling removed, and call "
+                f"rope_ext.patch(model, METHOD, original_max_position_embeddings=TOKENS)"
             ) from error
         return record
 
@@ -150,6 +153,9 @@ class Record:
         """Restore the values from before the patch in ``config``, which was saved under it."""
         text = config.get_text_config(decoder=True)
         delattr(text, FIELD)
+        for name in OLDER:  # most classes drop them when they read config.json
+            if str(vars(text).get(name)).startswith("rope_ext:"):
+                del vars(text)[name]
         for name, value in self.config.items():
             if name == EXPERTS:
                 config._experts_implementation = value  # as transformers names it once it is read

@@ -30,7 +30,10 @@ from rope_ext.saving.rebuild import SCALING_FIELDS
 @register
 @dataclass(frozen=True)
 class MLX(Engine):
-    """A ``config.json`` that mlx-lm 0.32.2 does not take for an unextended model's."""
+    """A ``config.json`` that mlx-lm 0.32.2 reads, also where ``save_pretrained`` cannot write one.
+
+    A saved folder either runs as patched or raises an error (``saving/older_readers.py``).
+    """
 
     name: ClassVar[str] = "mlx"
     title: ClassVar[str] = "mlx-lm"
@@ -48,8 +51,7 @@ class MLX(Engine):
         command = shlex.join(["mlx_lm.generate", "--model", "FOLDER", "--prompt", "..."])
         notes = (
             "as mlx-lm 0.32.2 computes it",
-            "FOLDER is what model.save_pretrained wrote, with this config.json in it: mlx-lm "
-            "runs the one that is there unextended, without a word",
+            "FOLDER is what model.save_pretrained wrote, with this config.json in it",
             *precise_note(state),
         )
         return Export("mlx", fields, command, {"config.json": config}, notes)

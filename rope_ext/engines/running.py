@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 
 from rope_ext.engines import llama_server
-from rope_ext.errors import ExportError
+from rope_ext.errors import ExportError, first_line
 
 EXACT = ("--flash-attn", "off", "--cache-type-k", "f32", "--cache-type-v", "f32")
 """Flags under which llama.cpp computes attention in float32; its default is half precision."""
@@ -188,8 +188,18 @@ def mlx(folder: str | Path, prompts: Sequence[Sequence[int]]) -> torch.Tensor:
     """What mlx-lm makes of prompts with the model in a folder, ``[prompts, vocabulary]``.
 
     Raises:
-        ExportError: mlx-lm is not installed.
+        ExportError: mlx-lm is not installed, or does not run the folder.
     """
+    try:
+        return _mlx(folder, prompts)
+    except (TypeError, ValueError) as error:  # what it makes of a base that is no number
+        raise ExportError(
+            f"mlx-lm does not run this folder ({first_line(error)}); write the config.json of "
+            f"rope_ext.export(model, 'mlx') into it, if that does not refuse the patch"
+        ) from error
+
+
+def _mlx(folder: str | Path, prompts: Sequence[Sequence[int]]) -> torch.Tensor:
     try:
         import mlx.core as mx
         from mlx_lm.models import cache as caches

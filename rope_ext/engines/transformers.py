@@ -27,9 +27,9 @@ class Transformers(Engine):
     """The ``config.json`` from which plain transformers builds the patch.
 
     Args:
-        legacy: write ``rope_theta`` and ``rope_scaling`` beside ``rope_parameters``, too, for
-            readers older than transformers 5, which compute the unextended model otherwise.
-            transformers 5 builds the same from it.
+        legacy: write ``rope_theta`` and ``rope_scaling`` for every family and type. Without it
+            they are written as ``save_pretrained`` writes them: readers older than transformers 5
+            raise an error where mlx-lm would not compute the patch.
     """
 
     name: ClassVar[str] = "transformers"

@@ -5,14 +5,14 @@ from __future__ import annotations
 import copy
 import logging
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
 from torch import nn
 
 from rope_ext.errors import RecordError, UnsupportedModelError
-from rope_ext.record import EXPERTS, FIELD, FIELDS, HEAD, Record, record_of
+from rope_ext.record import EXPERTS, FIELD, FIELDS, HEAD, OLDER, Record, record_of
 from rope_ext.rotary.sites import RotarySite, rope_parameters, text_config
 
 CURE = "rope_ext: unknown to plain transformers; load with rope_ext.from_pretrained"
@@ -53,6 +53,10 @@ class ConfigState:
             {name: getattr(config, name) for name in FIELDS if _is_field(config, name)}
             for config in self.configs
         ]
+        self.older = [
+            {name: vars(config)[name] for name in OLDER if name in vars(config)}
+            for config in self.configs
+        ]
 
     @property
     def earlier(self) -> Record | None:
@@ -80,9 +84,20 @@ class ConfigState:
         if EXPERTS in values:
             setattr(self.outermost, EXPERTS, values[EXPERTS])
 
+    def write_older(self, values: dict[str, Any]) -> None:
+        """Write the fields in ``OLDER``, which are saved and change nothing else.
+
+        ``rope_scaling`` is a property of the class, so that only ``to_dict`` sees the instance's
+        own value. Nothing is written where a class reads its base from ``rope_theta``.
+        """
+        for config in self.configs:
+            if hasattr(config, "rope_parameters") and not _has_own_base(config):
+                replace_older(config, copy.deepcopy(values))
+
     def undo(self) -> None:
-        for config, saved in zip(self.configs, self.saved, strict=True):
+        for config, saved, older in zip(self.configs, self.saved, self.older, strict=True):
             _WRITTEN.pop(id(config), None)
+            replace_older(config, older)
             for name in FIELDS:
                 if name in saved:
                     setattr(config, name, saved[name])
@@ -90,6 +105,33 @@ class ConfigState:
                     delattr(config, name)
         if self.outermost.__dict__.get(EXPERTS) == CURE:
             delattr(self.outermost, EXPERTS)
+
+
+def replace_older(config: Any, values: Mapping[str, Any]) -> None:
+    """Make ``values`` the fields in ``OLDER`` that ``config`` saves; the others are removed."""
+    for name in OLDER:
+        vars(config).pop(name, None)
+    vars(config).update(values)
+
+
+def carry_older(saved: Mapping[str, Any], config: Any) -> None:
+    """Keep the fields in ``OLDER`` of a ``config.json`` that was saved under a patch.
+
+    transformers drops them when it reads the file, so that a model loaded from it would lose them
+    when it is saved again.
+    """
+    text = config.get_text_config(decoder=True)
+    parts = [saved, *(part for part in saved.values() if isinstance(part, dict))]
+    for part in parts:
+        own = part.get("model_type") == text.model_type and "rope_parameters" in part
+        if own and "rope_theta" in part and not _has_own_base(text):
+            replace_older(text, {name: copy.deepcopy(part[name]) for name in OLDER if name in part})
+
+
+def _has_own_base(config: Any) -> bool:
+    """Whether the class itself reads ``rope_theta``."""
+    fields = getattr(type(config), "__dataclass_fields__", {})
+    return "rope_theta" in fields or not type(config).__module__.startswith("transformers.")
 
 
 def _is_field(config: Any, name: str) -> bool:

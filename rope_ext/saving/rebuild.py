@@ -20,7 +20,7 @@ from torch import nn
 from rope_ext.methods import FrequencyMethod, longrope_table
 from rope_ext.record import EXPERTS, HEAD
 from rope_ext.rotary.sites import PatchTarget, RotarySite, text_config
-from rope_ext.saving.configuration import CURE, part_of, quieted
+from rope_ext.saving.configuration import CURE, part_of, quieted, replace_older
 
 # What a scaled entry holds beside its base; replaced as a whole when a patch goes on top.
 SCALING_FIELDS = (
@@ -180,6 +180,7 @@ def _merged(
 def _reloaded(config: Any, values: dict[str, Any]) -> Any:
     """A copy of ``config`` with ``values``, after a round trip through config.json."""
     trial = copy.deepcopy(config)
+    replace_older(trial, {})  # they would be read in place of the new values
     for name, value in values.items():
         setattr(trial, name, copy.deepcopy(value))
     return type(config).from_dict(trial.to_dict())

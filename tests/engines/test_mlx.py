@@ -34,16 +34,6 @@ def test_the_written_file_gives_what_was_patched(tmp_path, family: str, case: st
 
 
 @pytest.mark.slow
-def test_without_it_the_saved_folder_runs_unextended(tmp_path) -> None:
-    model = saved(tmp_path, "llama", "yarn")
-    want = expected(model, 4 * LENGTH)
-    rope_ext.unpatch(model)
-    got = running.mlx(tmp_path, prompts(4 * LENGTH))
-    torch.testing.assert_close(got, expected(model, 4 * LENGTH), rtol=0, atol=TOLERANCE)
-    assert (got - want).abs().max() > 50 * TOLERANCE
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("case", ["yarn", "pi", "ntk", "llama3"])
 def test_the_older_names_are_enough_where_there_is_no_temperature_of_its_own(
     tmp_path, case: str

@@ -482,8 +482,10 @@ def test_what_mlx_does_is_named(folder: str) -> None:
     pytest.importorskip("mlx_lm")
     words = [folder, "--method", "yarn", "--engine", "mlx"]
     assert run(*words).stdout.startswith("mlx: as patched;")
-    wrong = run(*words, "--as-saved")  # mlx-lm reads neither its base nor its scaling
-    assert wrong.exit_code == 1 and wrong.stdout.startswith("mlx: wrong base (10000);")
+    assert run(*words, "--as-saved").stdout.startswith("mlx: as patched;")
+    stopped = run(folder, "--method", "resonance", "--engine", "mlx", "--as-saved")
+    assert stopped.exit_code != 0 and "as patched" not in stopped.stdout
+    assert "mlx-lm does not run this folder" in stopped.output
 
 
 def test_a_written_miniature_is_unpatched(folder: str, tmp_path: Path, short: Checked) -> None:

@@ -1,0 +1,95 @@
+"""Fields of ``config.json`` for programs that do not read ``rope_parameters``.
+
+mlx-lm, transformers 4 and older converters read ``rope_theta`` and ``rope_scaling``, and without
+them use a default base and no scaling. A saved patch must not be lost that way. Either these fields
+describe it, or the base is a sentence instead of a number, so that the reader raises an error.
+
+transformers 5 takes ``rope_scaling`` in place of ``rope_parameters`` where both exist, and takes
+the base from it, so these fields never change what it builds.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any
+
+from rope_ext.methods.temperature import yarn_factor
+from rope_ext.record import OLDER
+from rope_ext.rotary.sites import PatchTarget, text_config
+from rope_ext.saving.configuration import CURE
+
+STOP = "rope_ext: extended by rope_parameters, which this program does not read"
+"""Written as the base for readers that cannot compute the patch."""
+
+_THETA, _SCALING = OLDER
+_ALL = ("default", "linear", "yarn", "llama3", "longrope")
+READ: Mapping[str, tuple[str, ...]] = MappingProxyType(
+    {
+        **dict.fromkeys(("llama", "mistral", "qwen2", "qwen3", "olmo2", "olmoe"), _ALL),
+        **dict.fromkeys(("granite", "granitemoe", "smollm3", "seed_oss", "dots1"), _ALL),
+        **dict.fromkeys(("deepseek_v3", "glm4_moe_lite"), ("default", "linear", "llama3")),
+        **dict.fromkeys(("mixtral", "qwen2_moe", "starcoder2", "cohere", "gemma"), ("default",)),
+        **dict.fromkeys(("ernie4_5", "hunyuan_v1_dense", "phi3", "nemotron"), ("default",)),
+    }
+)
+"""By family, the values of ``rope_type`` that mlx-lm 0.32.2 builds from the older fields."""
+
+
+def older_fields(place: PatchTarget, native: bool, adapts: bool) -> dict[str, Any]:
+    """The older fields for the configuration of a patched model.
+
+    Args:
+        place: where the patch was applied; its configuration describes the patch already.
+        native: whether transformers builds the patch from ``rope_parameters``.
+        adapts: whether frequencies differ from sequence to sequence.
+
+    Returns:
+        ``rope_theta``, and ``rope_scaling`` where transformers 5 may read it.
+    """
+    config = text_config(place.decoder)
+    parameters = getattr(config, "rope_parameters", None) or {}
+    if any(isinstance(value, dict) for value in parameters.values()):
+        return {_THETA: STOP if native else CURE}  # the older fields hold one set only
+    if not native:
+        refused = {_SCALING: copy.deepcopy(parameters)}
+        return {_THETA: CURE, **(refused if parameters.get("rope_type") == CURE else {})}
+    scaling = None if adapts else _rope_scaling(config, parameters)
+    if scaling is None or any(site.baked for site in place.sites):
+        return {_THETA: STOP}
+    fields = {_THETA: STOP}
+    if parameters["rope_type"] in READ.get(config.model_type, ()):
+        fields = {_THETA: parameters["rope_theta"]}
+    return fields if parameters["rope_type"] == "default" else {**fields, _SCALING: scaling}
+
+
+def _rope_scaling(config: Any, parameters: Mapping[str, Any]) -> dict[str, Any] | None:
+    """``rope_scaling`` from which mlx-lm and transformers compute the same; None: there is none.
+
+    Read in ``mlx_lm/models/rope_utils.py`` of mlx-lm 0.32.2, which ignores ``attention_factor``,
+    ``truncate`` and ``partial_rotary_factor``.
+    """
+    kind, given = parameters["rope_type"], parameters.get("attention_factor")
+    scaling = copy.deepcopy(dict(parameters))
+    if parameters.get("partial_rotary_factor") not in (None, 1, 1.0):
+        return None
+    if kind in ("default", "linear", "llama3"):
+        return scaling
+    if kind == "yarn":
+        factor = parameters["factor"]
+        if not parameters.get("truncate", True) or parameters.get("mscale_all_dim") or factor <= 1:
+            return None
+        usual = yarn_factor(factor)
+        if given is not None and not math.isclose(given, usual, rel_tol=1e-9):
+            # Computed as (0.1 mscale ln(factor) + 1) / 1.
+            scaling |= {"mscale": (given - 1) / (usual - 1), "mscale_all_dim": 0}
+        return scaling
+    if kind == "longrope" and parameters["short_factor"] == parameters["long_factor"]:
+        length = parameters["original_max_position_embeddings"]
+        factor = config.max_position_embeddings / length
+        computed = math.sqrt(1 + math.log(factor) / math.log(length)) if factor > 1 else 1.0
+        if given is None or math.isclose(computed, given, rel_tol=1e-6):
+            return scaling
+    return None

@@ -1,0 +1,201 @@
+"""A saved folder means the same to programs that read ``rope_theta`` and ``rope_scaling`` only."""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from transformers import (
+    AutoModelForCausalLM,
+    CLIPVisionConfig,
+    LlavaConfig,
+    LlavaForConditionalGeneration,
+)
+
+import rope_ext
+from rope_ext.engines.families import MLX
+from rope_ext.record import OLDER
+from rope_ext.saving.older_readers import READ, STOP
+from tests.families.zoo import tiny_model
+from tests.helpers.models import tiny_llama
+
+CURE = "load with rope_ext.from_pretrained"
+
+
+def saved(model: Any, folder: Path) -> dict[str, Any]:
+    model.save_pretrained(folder)
+    return json.loads((folder / "config.json").read_text())
+
+
+def patched(method: str, **options: Any) -> Any:
+    return rope_ext.patch(tiny_llama(), method, **{"factor": 4, **options})
+
+
+def logits(model: Any, ids: torch.Tensor) -> torch.Tensor:
+    with torch.no_grad():
+        return model(ids).logits
+
+
+@pytest.mark.parametrize(
+    ("method", "options", "kind"),
+    [
+        ("yarn", {}, "yarn"),
+        ("pi", {}, "linear"),
+        ("llama3", {}, "llama3"),
+        ("longrope", {"long_factor": [1.0 + 0.5 * i for i in range(8)]}, "longrope"),
+        ("ntk", {}, None),
+        ("abf", {"base": 5e5}, None),
+        ("dynamic_ntk", {"length": 200}, None),
+    ],
+)
+def test_what_older_fields_can_describe_they_describe(tmp_path, method, options, kind) -> None:
+    model = patched(method, **options)
+    config = saved(model, tmp_path)
+    parameters = config["rope_parameters"]
+    assert config["rope_theta"] == parameters["rope_theta"]
+    assert config.get("rope_scaling") == (parameters if kind else None)
+    assert parameters["rope_type"] == (kind or "default")
+
+
+def test_yarn_with_its_own_temperature_says_it_in_the_words_of_both() -> None:
+    scaling = patched("yarn", attention_factor=1.3).config.to_dict()["rope_scaling"]
+    made = 0.1 * scaling["mscale"] * torch.tensor(4.0).log().item() + 1  # mlx-lm's formula
+    assert made == pytest.approx(1.3) and scaling["mscale_all_dim"] == 0
+    assert scaling["attention_factor"] == 1.3
+
+
+@pytest.mark.parametrize(
+    ("method", "options"),
+    [
+        ("dynamic_ntk", {}),
+        ("mrrope", {}),  # a table whose temperature is not LongRoPE's
+        ("yarn", {"truncate": False}),
+        ("longrope", {"long_factor": [2.0] * 8, "short_factor": [1.0] * 8}),
+    ],
+)
+def test_without_a_description_the_base_is_no_number(tmp_path, method, options) -> None:
+    config = saved(patched(method, **options), tmp_path)
+    assert config["rope_theta"] == STOP and "rope_scaling" not in config
+
+
+@pytest.mark.parametrize("method", ["rerope", "self_extend", "dynamic_yarn", "dpe", "alibi"])
+def test_what_only_rope_ext_loads_has_an_unknown_type(tmp_path, method: str) -> None:
+    options = {} if method == "alibi" else {"factor": 4}
+    config = saved(rope_ext.patch(tiny_llama(), method, **options), tmp_path)
+    assert CURE in config["rope_theta"] and CURE in config["rope_scaling"]["rope_type"]
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "mixtral", "gemma3_text", "glm", "gpt_neox"])
+def test_families_that_ignore_the_scaling_stop(tmp_path, family: str, ids) -> None:
+    model = rope_ext.patch(tiny_model(family), "yarn", factor=4)
+    assert isinstance(saved(model, tmp_path)["rope_theta"], str)
+    again = rope_ext.from_pretrained(tmp_path)
+    assert torch.equal(logits(again, ids), logits(model, ids))
+
+
+def test_the_families_are_those_that_mlx_was_seen_to_run() -> None:
+    for name, kinds in READ.items():
+        assert set(kinds) <= set(MLX[name].kinds) and not MLX[name].inside, name
+
+
+@pytest.mark.parametrize("method", ["yarn", "ntk", "mrrope", "dynamic_ntk"])
+def test_plain_transformers_reads_the_same_without_a_warning(
+    tmp_path, ids, caplog, method: str
+) -> None:
+    model = patched(method, **({"attention_factor": 1.3} if method == "yarn" else {}))
+    saved(model, tmp_path)
+    logger = logging.getLogger("transformers")
+    logger.addHandler(caplog.handler)
+    try:
+        plain = AutoModelForCausalLM.from_pretrained(tmp_path)
+    finally:
+        logger.removeHandler(caplog.handler)
+    assert not [r for r in caplog.records if r.name.startswith("transformers")]
+    short = ids[:, :60]  # dynamic types differ beyond
+    assert torch.equal(logits(plain, short), logits(model, short))
+
+
+@pytest.mark.parametrize("method", ["yarn", "mrrope", "rerope"])
+def test_unpatch_and_another_patch_leave_nothing_behind(tmp_path, method: str) -> None:
+    before = saved(tiny_llama(), tmp_path / "before")
+    model = rope_ext.unpatch(patched(method))
+    assert saved(model, tmp_path / "after") == before
+    assert not set(OLDER) & set(vars(model.config))
+    rope_ext.patch(model, "ntk", factor=4)
+    assert saved(model, tmp_path / "ntk") == saved(patched("ntk"), tmp_path / "only")
+
+
+@pytest.mark.parametrize("method", ["yarn", "ntk", "mrrope", "rerope"])
+def test_saved_again_it_is_the_same(tmp_path, method: str) -> None:
+    first = saved(patched(method), tmp_path / "first")
+    second = saved(rope_ext.from_pretrained(tmp_path / "first"), tmp_path / "second")
+    assert {name: second.get(name) for name in OLDER} == {name: first.get(name) for name in OLDER}
+
+
+def test_a_merged_adapter_on_a_saved_folder_keeps_them(tmp_path) -> None:
+    first = saved(patched("yarn"), tmp_path / "base")
+    model = get_peft_model(rope_ext.from_pretrained(tmp_path / "base"), LoraConfig())
+    merged = saved(model.merge_and_unload(), tmp_path / "merged")
+    assert {name: merged[name] for name in OLDER} == {name: first[name] for name in OLDER}
+
+
+def test_a_patch_on_what_was_loaded_replaces_them(tmp_path, ids) -> None:
+    saved(patched("yarn", factor=2), tmp_path / "yarn")
+    model = rope_ext.from_pretrained(tmp_path / "yarn")
+    was = dict(vars(model.config))
+    rope_ext.patch(model, "pi", factor=2, compose=True)
+    saved(model, tmp_path / "both")
+    plain = AutoModelForCausalLM.from_pretrained(tmp_path / "both")
+    assert torch.equal(logits(plain, ids), logits(model, ids))
+    rope_ext.unpatch(model)
+    assert {name: vars(model.config)[name] for name in OLDER} == {name: was[name] for name in OLDER}
+
+
+def test_a_text_model_within_another_has_them_beside_its_parameters(tmp_path) -> None:
+    vision = CLIPVisionConfig(
+        image_size=28,
+        patch_size=14,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+    )
+    config = LlavaConfig(
+        text_config=tiny_llama().config, vision_config=vision, image_token_index=127
+    )
+    model = LlavaForConditionalGeneration(config)
+    rope_ext.patch(model, "yarn", factor=4)
+    written = saved(model, tmp_path)
+    assert not set(OLDER) & set(written)
+    assert written["text_config"]["rope_scaling"] == written["text_config"]["rope_parameters"]
+    again = rope_ext.from_pretrained(tmp_path)
+    assert saved(again, tmp_path / "again")["text_config"]["rope_theta"] == 10000.0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["llama", "qwen3", "mistral", "qwen2"])
+def test_mlx_computes_the_same_or_stops(tmp_path, family: str) -> None:
+    pytest.importorskip("mlx_lm")
+    from rope_ext.engines import running
+    from tests.helpers.engines import TOLERANCE, built, expected, prompts
+    from tests.helpers.models import LENGTH
+    from tests.saving.test_reload import PATCHES
+
+    equal = set()
+    for case, (method, options) in PATCHES.items():
+        folder = tmp_path / case
+        model = rope_ext.patch(built(family), method, **{"factor": 4, **options})
+        config = saved(model, folder)
+        if isinstance(config["rope_theta"], str):
+            with pytest.raises(rope_ext.ExportError, match="does not run this folder"):
+                running.mlx(folder, prompts(4 * LENGTH))
+            continue
+        got, want = running.mlx(folder, prompts(4 * LENGTH)), expected(model, 4 * LENGTH)
+        torch.testing.assert_close(got, want, rtol=0, atol=TOLERANCE)
+        equal.add(method)
+    assert {"yarn", "pi", "ntk", "abf", "llama3", "longrope", "dynamic_ntk"} <= equal

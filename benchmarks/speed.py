@@ -1,15 +1,14 @@
-"""What a patch costs in time: every ratio that this project states, in one run.
+"""Measure what a patch costs in time: every ratio in the docs, in one run.
 
     python -m benchmarks.speed
 
-Models: prefill, decoding and training steps under one method or more of each kind, as ratios to
-the unpatched model (``--model``, ``--lengths``, ``--method``). Decoding: that of a model of many
-layers under position methods, eager and compiled. Attention: that of position methods as ratios to
-rotary embedding and torch's own (``--attention-lengths``). What is compared takes turns, so that
-whatever else the machine does hits all of it; a ratio is the median over the rounds of the ratios
-within one, with the quarters below and above, and 1.00 means that patching is free. Processors
-with units for bfloat16 are measured in it as well. Writes ``speed.json`` and ``speed.md``, after
-each part what there is.
+Models: prefill, decoding and training steps under at least one method of each kind, relative to
+the unpatched model (``--model``, ``--lengths``, ``--method``). Decoding: a model with many layers
+under position methods, eager and compiled. Attention: position methods relative to rotary embedding
+plus torch's own attention (``--attention-lengths``). Variants alternate, so that other load on the
+machine affects all of them. A ratio is the median over rounds of the ratio within a round, with the
+lower and upper quartile; 1.00 means that patching is free. Processors with bfloat16 units are also
+measured in bfloat16. Writes ``speed.json`` and ``speed.md`` after each part.
 """
 
 from __future__ import annotations
@@ -55,10 +54,10 @@ EACH_KIND = {
 }
 PARTS = ("models", "decoding", "attention")
 KINDS = {
-    "frequency": "a map of the frequencies, the same for all",
-    "dynamic": "frequencies by the length of each sequence",
-    "position": "a map of the positions, by attention of this package",
-    "encoding": "another encoding in place of the rotation",
+    "frequency": "fixed frequencies",
+    "dynamic": "frequencies that depend on the sequence length",
+    "position": "mapped positions, computed by rope_ext's attention",
+    "encoding": "an encoding that replaces the rotation",
 }
 
 
@@ -275,7 +274,7 @@ def headline(data: Mapping[str, Any]) -> str:
 
 def page(data: Mapping[str, Any]) -> str:
     """All tables in Markdown, for the documentation."""
-    lines = [f"{headline(data)}. Ratios: the median, and the quarters below and above."]
+    lines = [f"{headline(data)}. Ratios: the median, with the lower and upper quartile."]
     for title, columns in tables(data):
         lines += ["", f"**{title[:1].upper()}{title[1:]}**", "", f"| | {' | '.join(columns)} |"]
         lines.append("| --- " * (1 + len(columns)) + "|")

@@ -1,4 +1,4 @@
-"""Encodings beside the rotation: one file for each."""
+"""Position encodings other than RoPE, one file for each."""
 
 from rope_ext.encodings.alibi import ALiBi
 from rope_ext.encodings.base import Encoding, Heads

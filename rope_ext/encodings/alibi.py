@@ -16,9 +16,9 @@ from rope_ext.methods.rope import Rope
 @register
 @dataclass(frozen=True, kw_only=True)
 class ALiBi(Encoding):
-    """No rotation; every token of distance costs a head its slope: ``-m_h (i - j)``.
+    """Replaces RoPE with a slope per head: ``-m_h (i - j)``.
 
-    The slopes of H heads are ``2^(-8h/H)``, ``h = 1 .. H``. Where H is no power of two, those of
+    The slopes of H heads are ``2^(-8h/H)``, ``h = 1 .. H``. If H is not a power of two, those of
     the power below come first, then every second one of the power above, as in the authors' code.
 
     Press et al. 2022, arXiv 2108.12409.
@@ -26,7 +26,7 @@ class ALiBi(Encoding):
 
     name: ClassVar[str] = "alibi"
     paper: ClassVar[str] = "arXiv 2108.12409"
-    use: ClassVar[str] = "a penalty by distance instead of the rotation; to be trained with"
+    use: ClassVar[str] = "a penalty that grows with the distance; needs training"
 
     def saturates_at(self, rope: Rope) -> None:
         return None
@@ -38,7 +38,7 @@ class ALiBi(Encoding):
 
 
 def slopes(heads: int) -> torch.Tensor:
-    """``m_h`` of every head: float64, ``[heads]``."""
+    """``m_h`` of all heads: float64, ``[heads]``."""
     power = 2 ** math.floor(math.log2(heads))
     found = _of_power(power)
     return torch.cat((found, _of_power(2 * power)[::2]))[:heads]

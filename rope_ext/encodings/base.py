@@ -1,11 +1,11 @@
-"""What an encoding beside the rotation is: mostly nothing turns, and something else tells places.
+"""The base of encodings other than RoPE: usually they replace the rotation.
 
-    x_t      <- p(x_t, t)                                  in front of the layers
-    logit_ij  = scale * <q_i, k_j> + b_h(i - j)            in each of them
+    x_t      <- p(x_t, t)                                  before the layers
+    logit_ij  = scale * <q_i, k_j> + b_h(i - j)            in each layer
 
-A bias is asked for by distance, ``[heads, distances]``, and never becomes a matrix of queries and
-keys: the kernels read it as a view (:mod:`rope_ext.attention.flash`). What is done in front of
-the layers is in :mod:`rope_ext.encodings.inputs`.
+A bias is evaluated by distance, ``[heads, distances]``, and never becomes a matrix of queries and
+keys: the kernels read it as a view (:mod:`rope_ext.attention.flash`). Encodings before the layers
+are in :mod:`rope_ext.encodings.inputs`.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ Bounds = Mapping[str, tuple[float, float]]
 
 
 class Heads(NamedTuple):
-    """The queries' heads of a layer: how many, their columns, and those of the values."""
+    """The query heads of a layer: their number, columns per head, and columns of the values."""
 
     count: int
     columns: int
@@ -35,20 +35,19 @@ class Heads(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Encoding(PositionMethod):
-    """Base of the encodings that take the place of the rotation.
+    """Base of the encodings that replace RoPE.
 
-    A model that was trained with the rotation has to be trained again under one of them.
+    A model trained with RoPE needs further training with one of them.
 
     Args:
-        factor: the context grows to this many times the trained length; 1 changes the encoding
-            only.
+        factor: the target context divided by the trained length; 1 only changes the encoding.
     """
 
     kind: ClassVar[str] = "encoding"
     works_within: ClassVar[bool] = True
-    shared: ClassVar[bool] = False  # what is learned belongs to the model, not to each layer
-    additive: ClassVar[bool] = False  # its scores add the same to whatever queries and keys
-    redefining: ClassVar[tuple[str, ...]] = ()  # options that change what parameters mean
+    shared: ClassVar[bool] = False  # one set of parameters for the model, not one per layer
+    additive: ClassVar[bool] = False  # its scores do not depend on the content of queries and keys
+    redefining: ClassVar[tuple[str, ...]] = ()  # options that change the meaning of parameters
     entered: ClassVar[Literal["first", "every"] | None] = None  # layers whose input it changes
 
     factor: float = 1.0
@@ -58,83 +57,81 @@ class Encoding(PositionMethod):
 
     @classmethod
     def adds(cls) -> bool:
-        """Whether it adds to logits by where query and key are, and does nothing else to them."""
+        """Whether it only adds a term to logits that depends on the query and key positions."""
         return cls.additive if cls.scored() else cls.bias is not Encoding.bias
 
     @classmethod
     def scored(cls) -> bool:
-        """Whether it changes the logits by more than a bias of the distance."""
+        """Whether it changes the logits by more than a bias by distance."""
         return cls.scores is not Encoding.scores
 
     @classmethod
     def changes_logits(cls) -> bool:
-        """Whether it does anything to them but turn queries and keys."""
+        """Whether it changes logits in any way other than rotating queries and keys."""
         return cls.scored() or cls.bias is not Encoding.bias
 
     def reached(self, rope: Rope) -> int:
-        return self.target_length(rope)  # no distance is an angle that had to be trained
+        return self.target_length(rope)  # no distance is a rotation that needed training
 
     def phase(self, t: torch.Tensor) -> torch.Tensor | None:
-        """Radians by which every pair of the tokens at ``t`` (float64) turns besides; None: 0."""
+        """Additional rotation in radians of every pair at ``t`` (float64); None: 0."""
         return None
 
     def growth(self, pairs: int) -> torch.Tensor | None:
-        """What ``ln`` of a query gains with every token, and that of a key loses.
+        """The growth of ``ln`` of a query with every token, and the decay of that of a key.
 
-        Float64, ``[pairs]``, 0 or less: of two tokens, the logit falls with their distance. None:
-        nothing.
+        Float64, ``[pairs]``, 0 or less, so that logits fall with the distance. None: no growth.
         """
         return None
 
     def initial(self, heads: Heads, rope: Rope) -> dict[str, torch.Tensor]:
-        """What is learned, by name, as it begins: float32, reproducible by torch's seed."""
+        """The initial learned parameters by name: float32, reproducible by torch's seed."""
         return {}
 
     @property
     def bounds(self) -> Bounds:
-        """The least and the largest value of what must stay between some, by name.
+        """The smallest and largest value of bounded parameters, by name.
 
-        They are applied to what is stored and in front of :meth:`bias` and :meth:`scores`.
+        They are applied to the stored parameters, and before :meth:`bias` and :meth:`scores`.
         """
         return {}
 
     def grown(self, name: str, learned: torch.Tensor, initial: torch.Tensor) -> torch.Tensor | None:
-        """What was learned under other options, in the shape of ``initial``.
+        """Parameters learned with other options, in the shape of ``initial``.
 
         Args:
             name: as in :meth:`initial`.
-            learned: of another shape.
-            initial: as it would begin under these options.
+            learned: parameters with another shape.
+            initial: the initial parameters with these options.
 
         Returns:
-            None where they have no exact correspondence; patching is then refused.
+            None if there is no exact conversion; patching then raises an error.
         """
         return None
 
     def saturates_at(self, rope: Rope) -> int | None:
-        """Distance (tokens) from which on the bias stays the same; None: it never does."""
+        """Distance (tokens) from which on the bias is constant; None: it never is."""
         return 0
 
     def bias(
         self, distance: torch.Tensor, heads: int, rope: Rope, learned: Learned
     ) -> torch.Tensor | None:
-        """What is added to the logits.
+        """The term that is added to the logits.
 
         Args:
             distance: from query to key, tokens: 0, 1, 2, ...; float32 or better, ``[n]``.
-            heads: of the queries.
+            heads: number of query heads.
             rope: the trained embedding, for its length.
-            learned: as :meth:`initial`, after training.
+            learned: the parameters of :meth:`initial`, after training.
 
         Returns:
-            ``[heads, n]``, in the dtype of ``distance``, -inf for distances that are hidden; None:
-            nothing.
+            ``[heads, n]``, in the dtype of ``distance``, -inf for hidden distances; None: no bias.
         """
         return None
 
     def scores(self, heads: int, rope: Rope, learned: Learned) -> Scores | None:
-        """What changes the logits by more than a bias of the distance; None: nothing does.
+        """Changes to the logits beyond a bias by distance, or None.
 
-        The arguments are those of :meth:`bias`, which is not asked then.
+        The arguments are those of :meth:`bias`, which is not called in this case.
         """
         return None

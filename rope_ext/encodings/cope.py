@@ -17,12 +17,12 @@ from rope_ext.methods.rope import Rope
 @register
 @dataclass(frozen=True, kw_only=True)
 class CoPE(Encoding):
-    """No rotation; a query counts the keys that matter to it, and asks for that count.
+    """Replaces RoPE with positions that a query counts: the number of keys relevant to it.
 
     Every key ``k`` opens a gate, the sigmoid of its logit; ``p_ij`` is the sum of the gates from
-    ``j`` to the query, at most ``positions - 1``. The logit gets ``<q_i, e[p_ij]>``, without the
-    model's scale, linear between the whole numbers. One table for each layer, shared by its
-    heads; it begins at zero.
+    ``j`` to the query, at most ``positions - 1``. ``<q_i, e[p_ij]>`` is added to the logit, without
+    the model's scale, and interpolated linearly between integers. Each layer has one table, shared
+    by its heads and initialized to zero.
 
     Args:
         positions: rows of the table (``npos_max``).
@@ -32,7 +32,7 @@ class CoPE(Encoding):
 
     name: ClassVar[str] = "cope"
     paper: ClassVar[str] = "arXiv 2405.18719"
-    use: ClassVar[str] = "positions counted by the context, in blocks; to be trained with"
+    use: ClassVar[str] = "positions counted by the content; slower; needs training"
 
     positions: int = 64
 
@@ -65,7 +65,7 @@ class CoPEScores(Scores):
 
     def logits(self, block: Block) -> torch.Tensor:
         content, table = block.content, self.learned["table"]
-        gates = torch.sigmoid(content) * block.visible  # a hidden key counts for nothing
+        gates = torch.sigmoid(content) * block.visible  # hidden keys do not count
         counted = gates.flip(-1).cumsum(-1).flip(-1).clamp(max=len(table) - 1)
         of_whole = (block.query.to(content.dtype) @ table.to(content.dtype).mT).to(content.dtype)
         below = counted.detach().floor().long()

@@ -1,4 +1,4 @@
-"""Data-adaptive positional encoding, both versions."""
+"""Data-adaptive positional encoding, versions 1 and 2."""
 
 from __future__ import annotations
 
@@ -22,26 +22,26 @@ _ON = ("kerple_log", "kerple_power", "alibi", "t5", "sandwich")
 @register
 @dataclass(frozen=True, kw_only=True)
 class DAPE(Encoding):
-    """No rotation; a bias by distance that a small network adapts to the logits of all heads.
+    """Replaces RoPE with a bias by distance that a small network adapts to the logits of all heads.
 
-    ``S + B + f([S; B])``: ``S`` the logits of the content, ``B`` a bias by distance, and ``f``
-    from both for all heads (``2H``) to ``hidden`` and to ``H``, with a leaky ReLU of slope 0.01.
-    Version 1 looks at one key at a time. In version 2 both layers are convolutions over ``width``
-    keys, with zeros for those that a query does not see.
+    ``S + B + f([S; B])``: ``S`` are the logits of the content, ``B`` is a bias by distance, and
+    ``f`` maps both, for all heads (``2H``), to ``hidden`` and to ``H`` numbers, with a leaky ReLU
+    of slope 0.01. Version 1 uses one key at a time. In version 2 both layers are convolutions over
+    ``width`` keys, with zeros for keys that a query does not attend to.
 
     Args:
         on: the bias ``B``: ``"kerple_log"``, ``"kerple_power"``, ``"alibi"``, ``"t5"`` or
-            ``"sandwich"``; what it learns is learned along.
+            ``"sandwich"``; its parameters are learned, too.
         version: 1 or 2.
-        hidden: numbers between the two layers.
-        width: keys of each convolution of version 2, an odd number.
+        hidden: size of the hidden layer.
+        width: keys of each convolution in version 2, an odd number.
 
     Zheng et al. 2024, arXiv 2405.14722 and, version 2, arXiv 2410.04798.
     """
 
     name: ClassVar[str] = "dape"
     paper: ClassVar[str] = "arXiv 2405.14722"
-    use: ClassVar[str] = "a bias adapted to the content, in blocks; to be trained with"
+    use: ClassVar[str] = "a bias that adapts to the content; slower; needs training"
     redefining: ClassVar[tuple[str, ...]] = ("on", "version")
 
     on: str = "kerple_log"
@@ -79,7 +79,7 @@ class DAPE(Encoding):
     def bias(
         self, distance: torch.Tensor, heads: int, rope: Rope, learned: Learned
     ) -> torch.Tensor:
-        """The bias that it adapts."""
+        """The bias that the network adapts."""
         return not_none(self._bias.bias(distance, heads, rope, learned))
 
     def scores(self, heads: int, rope: Rope, learned: Learned) -> DAPEScores:
@@ -107,7 +107,7 @@ class DAPEScores(Scores):
 
     def _bias(self, block: Block) -> torch.Tensor:
         distance, of = block.distance, (self.heads, self.rope, self.learned)
-        if torch.compiler.is_compiling():  # a graph does not know how far they are apart
+        if torch.compiler.is_compiling():  # a graph does not know the largest distance
             return self.encoding.bias(distance.flatten(), *of).unflatten(1, distance.shape)
         every = torch.arange(int(distance.max()) + 1, dtype=distance.dtype, device=distance.device)
         return self.encoding.bias(every, *of)[:, distance.long()]
@@ -124,13 +124,13 @@ class DAPEScores(Scores):
         return x.unflatten(2, both.shape[2:])
 
     def _beside(self, both: torch.Tensor, block: Block) -> torch.Tensor:
-        """Version 2: keys that a query sees are one sequence, whatever is hidden between them."""
+        """Version 2: visible keys form one sequence, with hidden keys between them skipped."""
         visible = block.visible.expand(len(both), 1, *both.shape[2:])
         both = both * visible
         begun = visible[..., 1:] & ~visible[..., :-1]
         torn = torch.compiler.is_compiling() or bool(((begun.sum(-1) + visible[..., 0]) > 1).any())
         order = None
-        if torn:  # the seen ones together, in their order
+        if torn:  # move the visible ones together, in order
             order = torch.argsort(~visible, dim=-1, stable=True)
             both = both.gather(-1, order.expand_as(both))
             visible = visible.gather(-1, order)
@@ -140,10 +140,10 @@ class DAPEScores(Scores):
         return torch.empty_like(x).scatter(-1, order.expand_as(x), x)
 
     def _convolved(self, both: torch.Tensor, visible: torch.Tensor) -> torch.Tensor:
-        """Of keys that are seen without a gap.
+        """Convolve keys that are visible without a gap.
 
-        The numbers between the layers go on behind the last key that a query sees, as they do in
-        all rows of a training sequence but the last; before the first key they are zero.
+        The hidden layer continues beyond the last key that a query attends to, as in all rows of a
+        training sequence except the last; before the first key it is zero.
         """
         side = self.encoding.width // 2
         weight, bias = self._layer("first", both)

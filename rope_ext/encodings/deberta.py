@@ -17,24 +17,24 @@ from rope_ext.methods.rope import Rope
 @register
 @dataclass(frozen=True, kw_only=True)
 class DeBERTa(Encoding):
-    """No rotation; queries meet the position of keys, and keys that of queries.
+    """Replaces RoPE with disentangled attention between contents and relative positions.
 
-    Content to content, content to position and position to content, the sum of the three divided
-    by the square root of three beside the model's own scale. Every head of a layer learns its
-    vectors by distance directly, those that stand for keys and those that stand for queries; the
-    paper makes them of one embedding by two projections in each layer. Without the absolute
-    positions that its "enhanced mask decoder" has in the last layers.
+    The sum of content to content, content to position and position to content is divided by the
+    square root of three, in addition to the model's scale. Each head of a layer learns its vectors
+    by distance directly, one set for keys and one for queries; the paper projects them from one
+    embedding in each layer. The absolute positions of its "enhanced mask decoder" in the last
+    layers are not implemented.
 
     Args:
-        clip: tokens; the paper's k. The vectors are those of the distances below it, in the
-            released code the half of its table that a causal model sees.
+        clip: tokens; the paper's k. There is one vector for each distance below it: the half of the
+            released code's table that a causal model uses.
 
     He et al. 2021, arXiv 2006.03654.
     """
 
     name: ClassVar[str] = "deberta"
     paper: ClassVar[str] = "arXiv 2006.03654"
-    use: ClassVar[str] = "queries and keys meet learned vectors by distance; to be trained with"
+    use: ClassVar[str] = "learned vectors per distance for queries and keys; needs training"
 
     clip: int = 512
 

@@ -36,21 +36,21 @@ class _Beyond(Temperature):
 @register
 @dataclass(frozen=True, kw_only=True)
 class DroPE(Encoding):
-    """No rotation any more, and sharper queries beyond the trained length.
+    """Removes RoPE, and scales queries beyond the trained length.
 
-    For a pretrained model, which is trained on briefly, at its own length, without the rotation.
-    At position ``i`` queries are then multiplied by ``1 + c ln(s)``, where ``s`` is by how much
-    ``i + 1`` exceeds the trained length, and 1 up to there.
+    For a pretrained model, which then needs brief training without RoPE at its trained length. At
+    position ``i`` queries are multiplied by ``1 + c ln(s)``, where ``s`` is ``i + 1`` divided by
+    the trained length, and by 1 within it.
 
     Args:
-        c: growth of the temperature, 0 for none; 0.1 to 0.4 as published, found on held-out text.
+        c: growth of the temperature, 0 for none; 0.1 to 0.4 as published, tuned on held-out text.
 
     Gelberg et al. 2025, arXiv 2512.12167.
     """
 
     name: ClassVar[str] = "drope"
     paper: ClassVar[str] = "arXiv 2512.12167"
-    use: ClassVar[str] = "a pretrained model without its rotation; to be recalibrated at its length"
+    use: ClassVar[str] = "removes RoPE from a pretrained model; needs brief training"
 
     c: float = 0.2
 

@@ -20,23 +20,24 @@ _EPSILON = 1e-6
 @register
 @dataclass(frozen=True, kw_only=True)
 class FIRE(Encoding):
-    """No rotation; a small network of the distance, relative to where the query is.
+    """Replaces RoPE with a small network of the distance relative to the position of the query.
 
-    ``f(ln(1 + |c| d) / ln(1 + |c| max(i, T)))`` for query ``i``: whatever the length, the network
-    is asked between 0 and 1. ``f`` goes from that number to ``hidden``, ReLU, to the heads;
-    ``T = |m| threshold``. ``c`` begins at 0.1, ``m`` at 1; both are learned, for each layer.
+    ``f(ln(1 + |c| d) / ln(1 + |c| max(i, T)))`` for query ``i``, so that the input of the network
+    is between 0 and 1 at any length. ``f`` maps this number to ``hidden`` units, ReLU, and the
+    heads; ``T = |m| threshold``. ``c`` is initialized to 0.1, ``m`` to 1; both are learned for each
+    layer.
 
     Args:
-        threshold: tokens; up to there a query asks by distance alone. DAPE's code trains with less
-            than the 512 that it also names (docs/encodings/fire.md).
-        hidden: numbers between the two layers of the network.
+        threshold: tokens; before it, the bias depends on the distance alone. DAPE's code trains
+            with less than the 512 that it also contains (docs/encodings/fire.md).
+        hidden: size of the hidden layer.
 
     Li et al. 2024, arXiv 2310.04418.
     """
 
     name: ClassVar[str] = "fire"
     paper: ClassVar[str] = "arXiv 2310.04418"
-    use: ClassVar[str] = "a learned bias by distance within what is seen; to be trained with"
+    use: ClassVar[str] = "a learned bias on the relative distance; needs training"
     additive: ClassVar[bool] = True
 
     threshold: float = 512.0
@@ -83,22 +84,22 @@ class FIREScores(Scores):
         return torch.log1p(self.learned["c"].to(distance).abs() * distance)
 
     def reach(self, like: torch.Tensor) -> torch.Tensor:
-        """``T``, the place up to which queries have one denominator: ``[1]``."""
+        """``T``, the position up to which queries share one denominator: ``[1]``."""
         return self.learned["multiplier"].to(like).abs() * self.threshold
 
     def far(self, place: torch.Tensor) -> torch.Tensor:
-        """The denominator of queries at these places: ``ln(1 + |c| max(i, T))``."""
+        """The denominator of queries at these positions: ``ln(1 + |c| max(i, T))``."""
         c = self.learned["c"].to(place).abs()
         return torch.log1p(c * torch.maximum(place, self.reach(place))) + _EPSILON
 
     def layers(self, like: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Weight and bias of the units, ``[hidden]``, and of the heads."""
+        """Weight and bias of the hidden units, ``[hidden]``, and of the heads."""
         names = ("first_weight", "first_bias", "second_weight", "second_bias")
         weight, *others = (self.learned[name].to(like) for name in names)
         return weight.flatten(), *others
 
     def network(self, numbers: torch.Tensor) -> torch.Tensor:
-        """``[heads, *shape]`` of numbers of any shape."""
+        """Apply the network to numbers of any shape: ``[heads, *shape]``."""
         weight, bias, weights, biases = self.layers(numbers)
         inner = torch.addcmul(bias[:, None], weight[:, None], numbers.flatten()).relu()
         return torch.addmm(biases[:, None], weights, inner).unflatten(1, numbers.shape)

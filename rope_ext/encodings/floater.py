@@ -17,24 +17,23 @@ from rope_ext.methods.rope import Rope
 @register
 @dataclass(frozen=True, kw_only=True)
 class FLOATER(Sized):
-    """No rotation; positions are the path of a learned dynamical system, added to the input.
+    """Replaces RoPE with the trajectory of a learned dynamical system, added to the input.
 
-    ``p(t)`` goes on from ``p(t - 1)`` by the integral of ``f(tau, p)`` over ``step``: one step of
-    the Runge-Kutta method of fourth order a token. ``f`` is a network of two layers with a ReLU,
-    whose inputs have ``tau`` beside them. Its last layer begins at 0, and so do all positions.
+    ``p(t)`` is ``p(t - 1)`` plus the integral of ``f(tau, p)`` over ``step``: one fourth-order
+    Runge-Kutta step per token. ``f`` is a network of two layers with a ReLU; ``tau`` is
+    concatenated to the input of each. Its last layer, and so all positions, are initialized to 0.
 
     Args:
         step: of ``tau`` between two tokens.
-        hidden: units of ``f``; by default as many as the hidden states have columns.
-        into: ``"every"`` layer gets its input with the same ``p(t)``, as published, or the
-            ``"first"`` only.
+        hidden: hidden units of ``f``; by default the hidden size of the model.
+        into: ``"every"`` layer receives the same ``p(t)``, as published, or the ``"first"`` only.
 
     Liu et al. 2020, arXiv 2003.09229.
     """
 
     name: ClassVar[str] = "floater"
     paper: ClassVar[str] = "arXiv 2003.09229"
-    use: ClassVar[str] = "positions by a learned differential equation; to be trained with"
+    use: ClassVar[str] = "positions from a learned differential equation; needs training"
     tabled: ClassVar[bool] = True
 
     step: float = 0.1
@@ -81,7 +80,7 @@ class FLOATER(Sized):
 
 
 def _runge_kutta(f, tau: torch.Tensor, p: torch.Tensor, step: float) -> torch.Tensor:  # noqa: ANN001
-    """``p`` one step later."""
+    """``p`` after one step."""
     a = f(tau, p)
     b = f(tau + step / 2, p + step / 2 * a)
     c = f(tau + step / 2, p + step / 2 * b)

@@ -1,4 +1,4 @@
-"""Absolute encodings: a position changes what the layers get, and nothing turns in them.
+"""Absolute encodings: positions change the input of the layers, and nothing rotates in them.
 
     x_t <- x_t + scale * p(t)          or x_t * p(t)
 
@@ -19,32 +19,32 @@ from rope_ext.methods.rope import Rope
 
 @dataclass(frozen=True, kw_only=True)
 class InputEncoding(Encoding):
-    """Base of the encodings in front of the layers."""
+    """Base of the encodings before the layers."""
 
     entered: ClassVar[Literal["first", "every"] | None] = "first"
-    sized: ClassVar[bool] = False  # ``p`` is of the size of 1 and takes a scale
-    tabled: ClassVar[bool] = False  # ``p`` of a position takes those of all before it
+    sized: ClassVar[bool] = False  # ``p`` is of magnitude 1 and has a scale
+    tabled: ClassVar[bool] = False  # ``p`` of a position depends on all earlier ones
 
     def initial_inputs(self, columns: int, size: float, rope: Rope) -> dict[str, torch.Tensor]:
-        """What is learned, by name, as it begins: float32, reproducible by torch's seed.
+        """The initial learned parameters by name: float32, reproducible by torch's seed.
 
         Args:
-            columns: of the hidden states.
-            size: root mean square of what the first layer gets.
+            columns: the hidden size.
+            size: root mean square of the input of the first layer.
             rope: the trained embedding, for its length.
         """
         return {}
 
     def limit(self, rope: Rope) -> int | None:
-        """Tokens of the longest sequence that it has positions for; None: any."""
+        """Length in tokens of the longest sequence it has positions for; None: no limit."""
         return None
 
     def cure(self, tokens: int, rope: Rope) -> str:
-        """What to do where a sequence has more tokens than that."""
+        """How to fix a sequence longer than the limit; ends the error message."""
         return f"patch with length={tokens}, and train the rest of the table"
 
     def covers(self, tokens: int, rope: Rope) -> None:
-        """Raise OptionError unless it has positions for as many tokens."""
+        """Raise an OptionError if there are not enough positions for ``tokens``."""
         limit = self.limit(rope)
         if limit is not None and tokens > limit:
             raise OptionError(
@@ -53,24 +53,24 @@ class InputEncoding(Encoding):
             )
 
     def p(self, t: torch.Tensor, columns: int, rope: Rope, learned: Learned) -> torch.Tensor:
-        """Of the positions ``t`` (float64, ``[...]``): ``[..., columns]``.
+        """The encoding of positions ``t`` (float64, ``[...]``): ``[..., columns]``.
 
         If ``tabled``, ``t`` is ``0, 1, 2, ...``, in the dtype in which to compute.
         """
         raise NotImplementedError
 
     def join(self, x: torch.Tensor, p: torch.Tensor) -> torch.Tensor:
-        """Hidden states with their positions."""
+        """Combine hidden states with the encoding of their positions."""
         return x + p
 
 
 @dataclass(frozen=True, kw_only=True)
 class Sized(InputEncoding):
-    """Base of those whose ``p`` takes a scale.
+    """Base of encodings whose ``p`` has a scale.
 
     Args:
-        scale: number on ``p``; None: the root mean square of what the first layer gets of a sample
-            of the vocabulary, found when the model is patched and kept with the weights.
+        scale: factor of ``p``; None: the root mean square of the input of the first layer for a
+            sample of the vocabulary, computed when the model is patched and saved with the weights.
     """
 
     sized: ClassVar[bool] = True
@@ -84,7 +84,7 @@ class Sized(InputEncoding):
 
 
 def sinusoid(t: torch.Tensor, columns: int, base: float) -> torch.Tensor:
-    """``sin(t / base^(2i / columns))`` in column ``2i``, the cosine beside it: float32."""
+    """``sin(t / base^(2i / columns))`` in column ``2i`` and the cosine next to it: float32."""
     even = torch.arange(0, columns, 2, dtype=t.dtype, device=t.device)
     angles = t.unsqueeze(-1) * base ** -(even / columns)
     both = torch.stack((angles.sin().float(), angles.cos().float()), -1)

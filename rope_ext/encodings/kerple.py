@@ -1,4 +1,4 @@
-"""KERPLE, its logarithmic and its power form."""
+"""KERPLE, logarithmic and power form."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from rope_ext.methods.registry import register
 from rope_ext.methods.rope import Rope
 
 _LEAST = 0.01
-"""Below which the authors' code lets no parameter fall."""
+"""Lower bound of all parameters in the authors' code."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Kerple(Encoding):
-    begins: ClassVar[dict[str, float]]  # uniform from 0 to these
+    begins: ClassVar[dict[str, float]]  # initialized uniformly from 0 to these
     most_r2: ClassVar[float] = math.inf
 
     @property
@@ -40,9 +40,10 @@ def _parameters(learned: Learned, like: torch.Tensor) -> tuple[torch.Tensor, tor
 @register
 @dataclass(frozen=True, kw_only=True)
 class KerpleLog(_Kerple):
-    """No rotation; every head learns ``-r1 ln(1 + r2 d)``.
+    """Replaces RoPE with a learned bias per head: ``-r1 ln(1 + r2 d)``.
 
-    Both parameters stay at 0.01 or more; ``r1`` begins uniform in [0, 2] and ``r2`` in [0, 1].
+    Both parameters are at least 0.01; ``r1`` is initialized uniformly in [0, 2] and ``r2`` in [0,
+    1].
 
     Chi et al. 2022, arXiv 2205.09921.
     """
@@ -50,7 +51,7 @@ class KerpleLog(_Kerple):
     name: ClassVar[str] = "kerple_log"
     aliases: ClassVar[tuple[str, ...]] = ("kerple",)
     paper: ClassVar[str] = "arXiv 2205.09921"
-    use: ClassVar[str] = "a learned penalty that grows with the logarithm; to be trained with"
+    use: ClassVar[str] = "a learned penalty, logarithmic in the distance; needs training"
     begins: ClassVar[dict[str, float]] = {"r1": 2.0, "r2": 1.0}
 
     def bias(
@@ -63,17 +64,17 @@ class KerpleLog(_Kerple):
 @register
 @dataclass(frozen=True, kw_only=True)
 class KerplePower(_Kerple):
-    """No rotation; every head learns ``-r1 d^r2``.
+    """Replaces RoPE with a learned bias per head: ``-r1 d^r2``.
 
-    Both parameters stay at 0.01 or more, ``r2`` at 2 or less; ``r1`` begins uniform in [0, 1] and
-    ``r2`` in [0, 2].
+    Both parameters are at least 0.01, and ``r2`` is at most 2; ``r1`` is initialized uniformly in
+    [0, 1] and ``r2`` in [0, 2].
 
     Chi et al. 2022, arXiv 2205.09921.
     """
 
     name: ClassVar[str] = "kerple_power"
     paper: ClassVar[str] = "arXiv 2205.09921"
-    use: ClassVar[str] = "a learned penalty that is a power of the distance; to be trained with"
+    use: ClassVar[str] = "a learned penalty, a power of the distance; needs training"
     begins: ClassVar[dict[str, float]] = {"r1": 1.0, "r2": 2.0}
     most_r2: ClassVar[float] = 2.0
 

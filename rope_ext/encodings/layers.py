@@ -1,4 +1,4 @@
-"""The small networks of encodings."""
+"""Layers of the small networks in encodings."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import torch
 
 
 def linear(name: str, outputs: int, inputs: int, *kernel: int) -> dict[str, torch.Tensor]:
-    """Weight and bias of a linear layer or a convolution, as torch's own modules begin."""
+    """Weight and bias of a linear layer or convolution, with torch's default initialization."""
     fan = inputs
     for size in kernel:
         fan *= size

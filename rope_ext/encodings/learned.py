@@ -15,23 +15,23 @@ from rope_ext.methods.registry import register
 from rope_ext.methods.rope import Rope, factor_to
 
 _SHARE = 0.4
-"""Of the coarse part in a position of two, as published."""
+"""Weight of the coarse part of a hierarchical position, as published."""
 
 
 @register
 @dataclass(frozen=True, kw_only=True)
 class LearnedPositions(InputEncoding):
-    """No rotation; a learned vector for every position is added to the embeddings.
+    """Replaces RoPE with a learned vector for each position, added to the embeddings.
 
-    The table begins normally distributed, of the size of the embeddings.
+    The table is initialized from a normal distribution with the scale of the embeddings.
 
     Args:
-        length: entries of the table, tokens. By default the trained length; without ``extend``
-            ``factor`` times that.
-        extend: what goes beyond the table. ``"hierarchical"``: position ``i n + j`` of a table of
+        length: entries of the table, tokens; by default the trained length, or ``factor`` times
+            that without ``extend``.
+        extend: how to go beyond the table. ``"hierarchical"``: position ``i n + j`` of a table of
             ``n`` is ``a u_i + (1 - a) u_j``, with ``a = 0.4`` and ``u = (p - a p_0) / (1 - a)``,
-            up to ``n^2`` tokens; ``"interpolate"``: ``factor`` times the trained length is laid
-            over the table. None: an error.
+            up to ``n^2`` tokens; ``"interpolate"``: ``factor`` times the trained length is mapped
+            onto the table. None: longer sequences raise an error.
 
     Vaswani et al. 2017, arXiv 1706.03762, section 3.5, after Gehring et al. 2017; hierarchical:
     Su 2020, kexue.fm/archives/7947.
@@ -39,7 +39,7 @@ class LearnedPositions(InputEncoding):
 
     name: ClassVar[str] = "learned"
     paper: ClassVar[str] = "arXiv 1706.03762"
-    use: ClassVar[str] = "a learned vector for every position; to be trained with"
+    use: ClassVar[str] = "a learned vector for each position; needs training"
 
     length: int | None = None
     extend: str | None = None
@@ -92,6 +92,6 @@ class LearnedPositions(InputEncoding):
             return torch.lerp(low, high, t.frac().unsqueeze(-1).to(low))
         if self.extend == "hierarchical":
             coarse, fine = rows(t // length), rows(t % length)
-            # a u_i + (1 - a) u_j, which is p_j where i is 0
+            # a u_i + (1 - a) u_j, which is p_j if i is 0
             return fine + _SHARE / (1 - _SHARE) * (coarse - rows(torch.zeros_like(t)))
         return learned["table"][t.long()]

@@ -18,21 +18,21 @@ from rope_ext.methods.rope import Rope
 @register
 @dataclass(frozen=True, kw_only=True)
 class Multiplicative(InputEncoding):
-    """No rotation; the embedding of a token is multiplied by a vector of its position.
+    """Replaces RoPE with a vector for each position that multiplies the embeddings.
 
-    A learned table begins at 1, which changes nothing. The sinusoid is that of ``sinusoidal``:
-    where its sine is 0, a column of the token is lost, half of the first token's.
+    A learned table is initialized to 1, which changes nothing. The sinusoid is that of
+    ``sinusoidal``: where its sine is 0, a column of the token is lost, half of the first token's.
 
     Args:
         table: ``"learned"`` or ``"sinusoidal"``.
-        length: entries of the learned table, tokens; by default the context.
+        length: entries of the learned table, tokens; by default the context length.
 
     Su 2021, kexue.fm/archives/8130, among the absolute encodings.
     """
 
     name: ClassVar[str] = "multiplicative"
     paper: ClassVar[str] = "kexue.fm/archives/8130"
-    use: ClassVar[str] = "embeddings times a vector of the position; to be trained with"
+    use: ClassVar[str] = "multiplies embeddings by a vector for the position; needs training"
 
     table: str = "learned"
     length: int | None = None

@@ -12,13 +12,13 @@ from rope_ext.methods.registry import register
 @register
 @dataclass(frozen=True, kw_only=True)
 class NoPE(Encoding):
-    """No rotation and nothing in its place: the causal mask alone tells the order.
+    """Removes RoPE without a replacement: only the causal mask provides the order.
 
     Haviv et al. 2022, arXiv 2203.16634; Kazemnejad et al. 2023, arXiv 2305.19466. With a
-    ``temperature`` beyond the trained length, after a short training at that length, it is DroPE
+    ``temperature`` beyond the trained length, after brief training at that length, it is DroPE
     (arXiv 2512.12167).
     """
 
     name: ClassVar[str] = "nope"
     paper: ClassVar[str] = "arXiv 2305.19466"
-    use: ClassVar[str] = "no positions at all but the causal mask; to be trained with"
+    use: ClassVar[str] = "no positions, only the causal mask; needs training"

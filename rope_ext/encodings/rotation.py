@@ -1,4 +1,4 @@
-"""The rotation itself, as it was trained."""
+"""RoPE as trained."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from rope_ext.methods.rope import Rope
 @register
 @dataclass(frozen=True, kw_only=True)
 class RoPE(PositionMethod):
-    """The rotation as it was trained, to which ``bias=`` adds or which ``temperature=`` sharpens.
+    """RoPE as trained, to combine with ``bias=`` or ``temperature=``.
 
-    By itself it changes nothing, and is refused.
+    By itself it changes nothing, and patching with it raises an error.
 
     Args:
-        factor: the context grows to this many times the trained length; distances beyond it are
-            new to the rotation.
+        factor: the target context divided by the trained length; longer distances are new to the
+            rotation.
 
     Su et al. 2021, arXiv 2104.09864.
     """
 
     name: ClassVar[str] = "rope"
     paper: ClassVar[str] = "arXiv 2104.09864"
-    use: ClassVar[str] = "the rotation as it was trained, under a bias or a temperature"
+    use: ClassVar[str] = "RoPE as trained, with a bias or a temperature"
 
     kind: ClassVar[str] = "rotation"
     works_within: ClassVar[bool] = True

@@ -18,22 +18,22 @@ from rope_ext.methods.rope import Rope
 @register
 @dataclass(frozen=True, kw_only=True)
 class RPE3D(Encoding):
-    """The rotation starts again with every chunk, and a second angle tells the chunks apart.
+    """RoPE that restarts in every chunk, with a second angle that distinguishes the chunks.
 
-    Token ``m`` of chunk ``j`` is turned to ``e^(i m theta) (cos(phi_j) i h + sin(phi_j) h)`` with
-    ``phi_j = base ** -j``, which is a rotation by ``m theta - phi_j`` and a quarter turn that all
-    tokens share. Within a chunk logits are those of the rotation.
+    Token ``m`` of chunk ``j`` becomes ``e^(i m theta) (cos(phi_j) i h + sin(phi_j) h)`` with
+    ``phi_j = base ** -j``, which is a rotation by ``m theta - phi_j`` and by 90 degrees for all
+    tokens. Within a chunk, logits are those of RoPE.
 
     Args:
         chunk: tokens; three quarters of the trained length by default, as published.
-        base: of the second angle; that of the rotation by default, as published.
+        base: of the second angle; the base of the rotation by default, as published.
 
     Ma et al. 2025, arXiv 2406.09897, definition 1.
     """
 
     name: ClassVar[str] = "3d_rpe"
     paper: ClassVar[str] = "arXiv 2406.09897"
-    use: ClassVar[str] = "positions within chunks and an angle by chunk; to be trained with"
+    use: ClassVar[str] = "positions within chunks and one angle per chunk; needs training"
 
     chunk: int | None = None
     base: float | None = None

@@ -15,23 +15,23 @@ from rope_ext.methods.rope import Rope
 @register
 @dataclass(frozen=True, kw_only=True)
 class Sandwich(Encoding):
-    """No rotation; the products of sinusoidal positions with each other are added.
+    """Replaces RoPE with a bias: the products of sinusoidal positions with each other.
 
     ``(sum_i cos(d / base^(2i / width)) - width / 2) / (8h / H)`` for head ``h = 1 .. H`` and
-    ``i = 1 .. width / 2``: the first heads see the least far. The subtracted half makes it 0 at
-    distance 0 and changes no weight.
+    ``i = 1 .. width / 2``: the first heads have the shortest range. Subtracting ``width / 2`` makes
+    it 0 at distance 0 and does not change attention weights.
 
     Args:
-        width: of the sinusoidal positions, an even number; the paper's best.
+        width: of the sinusoidal positions, an even number; the best one in the paper.
         base: of their frequencies.
 
-    Chi et al. 2023, arXiv 2212.10356. The numbers of the heads are those of NVIDIA NeMo's
-    implementation, which takes the width of a head instead of 128.
+    Chi et al. 2023, arXiv 2212.10356. The divisors of the heads are those of NVIDIA NeMo's
+    implementation, which uses the head dimension instead of 128.
     """
 
     name: ClassVar[str] = "sandwich"
     paper: ClassVar[str] = "arXiv 2212.10356"
-    use: ClassVar[str] = "sinusoidal positions as a bias by distance; to be trained with"
+    use: ClassVar[str] = "products of sinusoidal positions as a bias; needs training"
 
     width: int = 128
     base: float = 10000.0
@@ -48,9 +48,9 @@ class Sandwich(Encoding):
     def bias(
         self, distance: torch.Tensor, heads: int, rope: Rope, learned: Learned
     ) -> torch.Tensor:
-        exact = distance.double()  # whose angles float32 would round
+        exact = distance.double()  # float32 would round the angles
         total = torch.zeros_like(exact)
-        for i in range(1, self.width // 2 + 1):  # one at a time: memory for a vector
+        for i in range(1, self.width // 2 + 1):  # one at a time, so memory stays that of a vector
             total += torch.cos(exact * self.base ** (-2 * i / self.width)) - 1
         ratio = 8 / heads * torch.arange(1, heads + 1, dtype=exact.dtype, device=exact.device)
         return (total / ratio[:, None]).to(distance)

@@ -1,4 +1,4 @@
-"""Logits that an encoding makes of more than the distance: asked for by blocks of queries."""
+"""Logits that depend on more than the distance, computed in blocks of queries."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ import torch
 
 @dataclass(frozen=True, eq=False)
 class Block:
-    """Some queries and the keys that they may see.
+    """Some queries and the keys that they may attend to.
 
     Args:
         query: ``[batch, heads, rows, columns]``, times the temperature.
         key: ``[batch, heads, keys, columns]``, repeated for the heads that share it.
         content: their logits without positions, ``[batch, heads, rows, keys]``, float32 or better:
-            turned where a band turns, scaled, capped. Anything where it is not visible.
-        query_at: where the queries are, int64, ``[rows]``, tokens from the first of a sequence.
-        key_at: the same of the keys, ``[keys]``.
-        visible: bool, broadcast to ``content``. What is hidden must change nothing; it is masked
-            afterwards.
-        scale: factor of the products of queries and keys that is in ``content``.
+            rotated if the band rotates, scaled, and capped. Undefined where it is not visible.
+        query_at: positions of the queries, int64, ``[rows]``, tokens from the start of a sequence.
+        key_at: positions of the keys, ``[keys]``.
+        visible: bool, broadcast to ``content``. Hidden entries must not change anything; they are
+            masked afterwards.
+        scale: factor of the query-key products in ``content``.
     """
 
     query: torch.Tensor
@@ -34,17 +34,17 @@ class Block:
 
     @property
     def distance(self) -> torch.Tensor:
-        """From every query to every key, tokens, in the dtype of ``content``; 0 to later ones."""
+        """Tokens from each query to each key, in the dtype of ``content``; 0 for later keys."""
         apart = self.query_at[:, None] - self.key_at
         return apart.clamp(min=0).to(self.content.dtype)
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Scores:
-    """What an encoding makes of logits; a function of a block and of ``learned``, nothing else.
+    """How an encoding changes logits; depends only on a block and on ``learned``.
 
     Args:
-        learned: by name, in the dtype of the parameters. Kernels put their own copies here
+        learned: by name, in the dtype of the parameters. Kernels replace them by their own copies
             (:func:`dataclasses.replace`) to get the gradients.
     """
 
@@ -52,16 +52,16 @@ class Scores:
 
     @property
     def width(self) -> int:
-        """Numbers that are kept at a time for every pair of query and key, of all heads."""
+        """Numbers stored at a time for every pair of query and key, for all heads."""
         return 0
 
     def logits(self, block: Block) -> torch.Tensor:
-        """The logits with positions, as ``block.content``."""
+        """The logits with positions, in the shape of ``block.content``."""
         return block.content
 
     def more(self, weights: torch.Tensor, block: Block) -> torch.Tensor | None:
-        """What is added to the output, ``[batch, heads, rows, value columns]``; None: nothing.
+        """A term added to the output, ``[batch, heads, rows, value columns]``, or None.
 
-        ``weights``: ``[batch, heads, rows, keys]``, float32 or better, as of softmax.
+        ``weights``: ``[batch, heads, rows, keys]``, float32 or better, after the softmax.
         """
         return None

@@ -16,10 +16,9 @@ from rope_ext.methods.rope import Rope
 @register
 @dataclass(frozen=True, kw_only=True)
 class Shaw(Encoding):
-    """No rotation; a learned vector for every distance up to ``clip`` is added to keys and values.
+    """Replaces RoPE with learned vectors for each distance, added to keys and values.
 
-    The vectors of a layer are shared by its heads. All distances beyond the clip share the last
-    vector.
+    The heads of a layer share its vectors. All distances beyond ``clip`` share the last vector.
 
     Args:
         clip: tokens; the paper's k, which is 16 and 8 there, for translation.
@@ -29,7 +28,7 @@ class Shaw(Encoding):
 
     name: ClassVar[str] = "shaw"
     paper: ClassVar[str] = "arXiv 1803.02155"
-    use: ClassVar[str] = "learned vectors by distance on keys and values; to be trained with"
+    use: ClassVar[str] = "learned vectors per distance for keys and values; needs training"
 
     clip: int = 64
 

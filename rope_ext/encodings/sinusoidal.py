@@ -1,4 +1,4 @@
-"""The sinusoids of the first transformer."""
+"""The sinusoidal positions of the original Transformer."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from rope_ext.methods.rope import Rope
 @register
 @dataclass(frozen=True, kw_only=True)
 class Sinusoidal(Sized):
-    """No rotation; sines and cosines of the position are added to the embeddings.
+    """Replaces RoPE with sines and cosines of the position, added to the embeddings.
 
     ``sin(t / base^(2i / d))`` in column ``2i`` and the cosine in column ``2i + 1``, times a scale.
-    The paper multiplies embeddings by ``sqrt(d)`` instead, so that both are of the size of 1.
+    The paper multiplies embeddings by ``sqrt(d)`` instead, so that both have a magnitude of 1.
 
     Args:
         base: of the wavelengths, ``2 pi`` to ``2 pi base`` tokens.
@@ -29,7 +29,7 @@ class Sinusoidal(Sized):
 
     name: ClassVar[str] = "sinusoidal"
     paper: ClassVar[str] = "arXiv 1706.03762"
-    use: ClassVar[str] = "sines of the position on the embeddings; to be trained with"
+    use: ClassVar[str] = "adds sines and cosines of the position to embeddings; needs training"
 
     base: float = 10000.0
 

@@ -16,22 +16,23 @@ from rope_ext.methods.rope import Rope
 @register
 @dataclass(frozen=True, kw_only=True)
 class T5(Encoding):
-    """No rotation; a learned number for every head and bucket of distances.
+    """Replaces RoPE with a learned number for each head and bucket of distances.
 
-    Half of the buckets are exact, the others grow with the logarithm up to ``max_distance``, from
-    which on all distances share the last. The causal half of T5's buckets, shared by all layers,
-    as in T5. The logits keep the model's own scale, which T5 itself does without.
+    Half of the buckets are single distances; the others grow logarithmically up to
+    ``max_distance``, and larger distances share the last one. These are the causal half of T5's
+    buckets, shared by all layers, as in T5. The logits keep the model's scale, which T5 does not
+    use.
 
     Args:
-        num_buckets: as of T5's configuration ``relative_attention_num_buckets``.
-        max_distance: tokens, as of ``relative_attention_max_distance``.
+        num_buckets: as ``relative_attention_num_buckets`` in T5's configuration.
+        max_distance: tokens, as ``relative_attention_max_distance``.
 
     Raffel et al. 2020, arXiv 1910.10683.
     """
 
     name: ClassVar[str] = "t5"
     paper: ClassVar[str] = "arXiv 1910.10683"
-    use: ClassVar[str] = "a learned bias by bucket of distance; to be trained with"
+    use: ClassVar[str] = "a learned bias per bucket of distances; needs training"
     shared: ClassVar[bool] = True
 
     num_buckets: int = 32
@@ -58,7 +59,7 @@ class T5(Encoding):
     def bucket(self, distance: torch.Tensor) -> torch.Tensor:
         """The bucket of each distance, int64."""
         exact = self.num_buckets // 2
-        # In float32, as T5 has it: some whole numbers fall into the bucket below.
+        # In float32, as in T5: rounding puts some distances into the bucket below.
         growth = torch.log(distance.float().clamp(min=exact) / exact)
         growth = growth / math.log(self.max_distance / exact) * (self.num_buckets - exact)
         large = (exact + growth.long()).clamp(max=self.num_buckets - 1)

@@ -1,6 +1,6 @@
-"""Logits by tables of learned vectors: one for every distance, the last for all beyond.
+"""Logits from tables of learned vectors: one per distance, the last one for all larger distances.
 
-With tables ``a``, ``b`` and ``c``, of a distance ``d = i - j``:
+With tables ``a``, ``b`` and ``c``, and a distance ``d = i - j``:
 
     logit_ij = share * scale * (<q_i, k_j> + <q_i, a[d]> + <k_j, b[d]>)
     out_i = sum_j w_ij (v_j + c[d])
@@ -15,7 +15,7 @@ import torch
 from rope_ext.encodings.scores import Block, Scores
 
 STD = 0.02
-"""Of the normal distribution in which tables begin, as transformers' embeddings do."""
+"""Standard deviation of initial tables, as for embeddings in transformers."""
 
 
 def lengthened(
@@ -25,13 +25,13 @@ def lengthened(
 
     Args:
         learned: the shorter one.
-        initial: of the shape that is wanted.
+        initial: a table with the target shape.
         dim: of the rows.
-        repeat: whether further rows repeat the last one, which stood for everything beyond, or are
-            those of ``initial``.
+        repeat: whether new rows copy the last one, which all larger distances shared, or are taken
+            from ``initial``.
 
     Returns:
-        None where ``initial`` is not longer, or differs elsewhere.
+        None if ``initial`` is not longer, or differs in another dimension.
     """
     rows = learned.shape[dim]
     if initial.shape[dim] < rows or initial.narrow(dim, 0, rows).shape != learned.shape:
@@ -44,7 +44,7 @@ def lengthened(
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class ByTables(Scores):
-    """Scores by what is in ``learned`` of these.
+    """Scores from the tables in ``learned``, each of which is optional.
 
     ``of_query`` and ``of_key`` are multiplied with queries and with keys, ``[heads or 1,
     distances, columns]``; ``of_value`` is added to the values, ``[distances, value_columns]``.
@@ -77,5 +77,5 @@ class ByTables(Scores):
 
 
 def _index(block: Block, table: torch.Tensor) -> torch.Tensor:
-    """The row of a table for every query and key."""
+    """The row of a table for each query and key."""
     return block.distance.long().clamp(max=table.shape[-2] - 1)

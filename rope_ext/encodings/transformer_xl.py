@@ -1,4 +1,4 @@
-"""Transformer-XL's relative positions, which XLNet has as well."""
+"""The relative positions of Transformer-XL and XLNet."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from rope_ext.methods.rope import Rope
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class BySinusoid(Scores):
-    """Scores by the ``u``, ``v`` (``[heads, columns]``) and ``r`` that are learned.
+    """Scores from the learned ``u``, ``v`` (``[heads, columns]``) and ``r``.
 
-    ``r`` (``[heads, columns, width]``) makes a key of the sinusoid of a distance, ``[sin(d w_0),
-    sin(d w_1), ..., cos(d w_0), ...]``. A query meets it in a rotation: its product with ``r``,
-    turned by its own position, is multiplied with the sinusoid of the key's position.
+    ``r`` (``[heads, columns, width]``) projects the sinusoid of a distance, ``[sin(d w_0),
+    sin(d w_1), ..., cos(d w_0), ...]``, to a key. As a rotation: the product of a query with ``r``,
+    rotated by the position of the query, is multiplied with the sinusoid of the key's position.
 
     Args:
         base: of the sinusoid's frequencies.
@@ -40,25 +40,25 @@ class BySinusoid(Scores):
 
     @property
     def width_of_sinusoid(self) -> int:
-        """Its numbers."""
+        """The size of the sinusoid."""
         return self.learned["r"].shape[-1]
 
     def rotated(self, query: torch.Tensor, of_query: torch.Tensor) -> torch.Tensor:
-        """Queries as the sinusoid of a key's position meets them: ``[..., queries, width]``.
+        """Queries to multiply with the sinusoid of a key's position: ``[..., queries, width]``.
 
         ``of_query``: the sinusoid of their own positions, ``[queries, width]``.
         """
         met = (query + self.learned["v"].to(query)[:, None]) @ self.learned["r"].to(query)
         of_sine, of_cosine = met.chunk(2, -1)
         sine, cosine = of_query.chunk(2, -1)
-        # sin(i - j) and cos(i - j), taken apart into what belongs to i and to j.
+        # sin(i - j) and cos(i - j), split into terms in i and in j.
         to_sine = of_cosine * sine - of_sine * cosine
         to_cosine = of_sine * sine + of_cosine * cosine
         return torch.cat((to_sine, to_cosine), -1)
 
 
 def sinusoid(at: torch.Tensor, width: int, base: float) -> torch.Tensor:
-    """Of positions: sines of every frequency, then cosines; float64, ``[tokens, width]``."""
+    """Sines of every frequency, then cosines, of positions; float64, ``[tokens, width]``."""
     pairs = width // 2
     exponent = torch.arange(pairs, dtype=torch.float64, device=at.device) / pairs
     angle = at.double()[:, None] * base**-exponent
@@ -68,14 +68,14 @@ def sinusoid(at: torch.Tensor, width: int, base: float) -> torch.Tensor:
 @register
 @dataclass(frozen=True, kw_only=True)
 class TransformerXL(Encoding):
-    """No rotation; queries meet a learned projection of the sinusoid of the distance.
+    """Replaces RoPE with a learned projection of the sinusoid of the distance.
 
-    ``<q + u, k> + <q + v, W_R R_d>`` with ``u`` and ``v`` learned by every head of a layer, and
-    ``W_R`` as well. The segments that the paper hands on are the cache.
+    ``<q + u, k> + <q + v, W_R R_d>`` with ``u``, ``v`` and ``W_R`` learned for every head of a
+    layer. The KV cache takes the role of the paper's segment memory.
 
     Args:
-        width: numbers of a sinusoid, an even one; None: as many as a head has columns. In the
-            paper as many as the model's hidden state; the time of attention grows with it.
+        width: size of a sinusoid, an even number; None: the head dimension. The paper uses the
+            hidden size of the model; attention gets slower as it grows.
         base: of the sinusoid's frequencies.
 
     Dai et al. 2019, arXiv 1901.02860; Yang et al. 2019 (XLNet), arXiv 1906.08237.
@@ -84,7 +84,7 @@ class TransformerXL(Encoding):
     name: ClassVar[str] = "transformer_xl"
     aliases: ClassVar[tuple[str, ...]] = ("xlnet",)
     paper: ClassVar[str] = "arXiv 1901.02860"
-    use: ClassVar[str] = "queries meet the sinusoid of the distance; to be trained with"
+    use: ClassVar[str] = "learned projections of sinusoids of the distance; needs training"
 
     width: int | None = None
     base: float = 10000.0

@@ -16,21 +16,22 @@ from rope_ext.methods.registry import register
 @register
 @dataclass(frozen=True, kw_only=True)
 class XPos(Encoding):
-    """The rotation as it is, and every pair fades with the distance: ``zeta_i ** (d / 512)``.
+    """RoPE whose pairs decay with the distance: ``zeta_i ** (d / 512)``.
 
-    ``zeta_i = (2 i / D + gamma) / (1 + gamma)`` for pair ``i`` of ``D`` rotary columns, the
-    fastest first and so the one that fades most.
+    ``zeta_i = (2 i / D + gamma) / (1 + gamma)`` for pair ``i`` of ``D`` rotary columns, fastest
+    first; the fastest decays most.
 
     Args:
-        gamma: share that the fastest pair keeps, before it is divided by ``1 + gamma``.
-        scale_base: tokens over which a pair fades by its ``zeta``.
+        gamma: what the fastest pair keeps over ``scale_base`` tokens, before the division by
+            ``1 + gamma``.
+        scale_base: tokens over which a pair decays by its ``zeta``.
 
     Sun et al. 2022, arXiv 2212.10554.
     """
 
     name: ClassVar[str] = "xpos"
     paper: ClassVar[str] = "arXiv 2212.10554"
-    use: ClassVar[str] = "a rotation whose pairs fade with the distance; to be trained with"
+    use: ClassVar[str] = "RoPE whose pairs decay with the distance; needs training"
 
     gamma: float = 0.4
     scale_base: float = 512.0

@@ -14,26 +14,26 @@ from rope_ext.methods.rope import Rope
 
 
 def smallest_base(length: float) -> float:
-    """The smallest base that tells like tokens from unlike ones at ``length`` tokens.
+    """The smallest base that still distinguishes related tokens at ``length`` tokens.
 
-    The fit of Men et al. 2024, arXiv 2405.14591, figure 1.
+    Fitted by Men et al. 2024, arXiv 2405.14591, figure 1.
     """
     return 0.0424 * length**1.628
 
 
 def bounded_length(base: float) -> float:
-    """The tokens for which ``base`` is the smallest one, by the same fit."""
+    """The number of tokens for which ``base`` is the smallest one, by the same fit."""
     return (base / 0.0424) ** (1 / 1.628)
 
 
 @register
 @dataclass(frozen=True, kw_only=True)
 class ABF(FrequencyMethod):
-    """A given, larger base; meant for continued training.
+    """Uses a larger base that you choose; meant for continued training.
 
     Args:
-        base: the new base. None takes the smallest useful one for the target length,
-            ``0.0424 * L_target ** 1.628`` (arXiv 2405.14591), if that is above the trained base.
+        base: the new base. None uses the smallest useful base for the target length,
+            ``0.0424 * L_target ** 1.628`` (arXiv 2405.14591), if it is above the trained base.
 
     Xiong et al. 2023, arXiv 2309.16039, section 2.
     """
@@ -41,7 +41,7 @@ class ABF(FrequencyMethod):
     name: ClassVar[str] = "abf"
     aliases: ClassVar[tuple[str, ...]] = ("adjusted_base_frequency", "base")
     paper: ClassVar[str] = "arXiv 2309.16039"
-    use: ClassVar[str] = "long continued training, as Llama 2 Long and Code Llama did"
+    use: ClassVar[str] = "long continued training, as for Llama 2 Long and Code Llama"
 
     base: float | None = None
 
@@ -51,10 +51,10 @@ class ABF(FrequencyMethod):
             self.require_number("base", above=1)
 
     def new_base(self, rope: Rope) -> float:
-        """The base in use after the patch.
+        """The base after the patch.
 
         Raises:
-            OptionError: it would be smaller than the trained one.
+            OptionError: it would be smaller than the trained base.
         """
         target = self.target_length(rope)
         base = self.base or smallest_base(target)

@@ -16,24 +16,24 @@ from rope_ext.methods.rope import Rope
 @register
 @dataclass(frozen=True, kw_only=True)
 class BaseTruncation(FrequencyMethod):
-    """Fast pairs kept, slow ones frozen: at one small constant, and the slowest at zero.
+    """Keeps fast pairs and freezes slow ones: at a small constant, and the slowest at zero.
 
     ``h = theta`` for ``theta >= upper``, ``constant`` between ``lower`` and ``upper``, 0 at or
-    below ``lower``. By default no pair meets an angle that it was not trained on up to twice the
-    trained length, and beyond only some of those at the constant do.
+    below ``lower``. With the defaults, no pair meets an angle it was not trained on up to twice the
+    trained length; beyond that, only some of the pairs at the constant do.
 
     Args:
         upper: radians per token; None is ``2 pi / length``.
         lower: radians per token; None is ``upper / 8``.
         constant: radians per token; None is ``upper / 16``.
 
-    Pal et al. 2023 ("Giraffe"), arXiv 2308.10882, section 4.3; released defaults.
+    Pal et al. 2023 ("Giraffe"), arXiv 2308.10882, section 4.3; the defaults are the released ones.
     """
 
     name: ClassVar[str] = "base_truncation"
     aliases: ClassVar[tuple[str, ...]] = ("truncated_basis", "giraffe")
     paper: ClassVar[str] = "arXiv 2308.10882"
-    use: ClassVar[str] = "good perplexity at any length, weaker retrieval; for fine-tuning studies"
+    use: ClassVar[str] = "fine-tuning studies: good perplexity at any length, but weaker retrieval"
 
     upper: float | None = None
     lower: float | None = None

@@ -1,4 +1,4 @@
-"""What an object whose fields are options asks of their values."""
+"""Validates objects whose fields are options."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def not_none(value: T | None) -> T:
 
 @dataclass(frozen=True, kw_only=True)
 class Checked:
-    """A frozen dataclass of options, which names itself in the errors on them."""
+    """Base of frozen dataclasses of options; errors name the class and the option."""
 
     name: ClassVar[str]
 
@@ -35,13 +35,13 @@ class Checked:
         return {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
 
     def require(self, option: str, holds: bool, valid: str) -> None:
-        """Raise OptionError naming the value and the valid ones unless ``holds``."""
+        """Raise an OptionError with the value and the valid values unless ``holds``."""
         if not holds:
             value = getattr(self, option)
             raise OptionError(f"{self.name}: {option}={value!r} is not valid; it must be {valid}")
 
     def require_choice(self, option: str, *choices: str) -> None:
-        """Raise OptionError unless the option is one of these words."""
+        """Raise an OptionError unless the option is one of ``choices``."""
         value = getattr(self, option)
         valid = " or ".join(map(repr, choices))
         self.require(option, isinstance(value, str) and value in choices, valid)
@@ -53,7 +53,7 @@ class Checked:
         above: float | None = None,
         maximum: float = LARGEST,
     ) -> None:
-        """Raise OptionError unless the option is a finite number in its range."""
+        """Raise an OptionError unless the option is a finite number in the given range."""
         value = plain_number(getattr(self, option))
         number = math.nan if value is None else value
         finite = isinstance(number, int) or math.isfinite(number)  # isfinite overflows on big ints
@@ -68,7 +68,7 @@ class Checked:
         self.set(option, number)
 
     def require_tokens(self, option: str, minimum: int = 1, optional: bool = True) -> None:
-        """Raise OptionError unless the option is a whole number of tokens, or None."""
+        """Raise an OptionError unless the option is a valid number of tokens, or None."""
         value = getattr(self, option)
         if optional and value is None:
             return
@@ -80,5 +80,5 @@ class Checked:
         self.set(option, number)
 
     def set(self, option: str, value: Any) -> None:
-        """Give an option its final form while the object is being made."""
+        """Set an option of the frozen object; for ``__post_init__`` only."""
         object.__setattr__(self, option, value)

@@ -18,20 +18,21 @@ _SHARE = 20 / 64  # of the pairs of Llama-3-8B, as released
 @register
 @dataclass(frozen=True, kw_only=True)
 class Clipped(FrequencyMethod):
-    """The slowest pairs slowed down along a half cosine, to rest at the slowest (CoPE).
+    """Slows down the slowest pairs along a half cosine, the slowest to zero (CoPE).
 
-    Of the ``pairs`` slowest the first keeps its frequency and the last stops turning. A step in
-    place of the cosine would make scores ring over long distances. The factor changes nothing.
+    The first of the ``pairs`` slowest keeps its frequency, and the last no longer rotates. A step
+    instead of the cosine would make scores oscillate over long distances. The factor does not
+    change any frequency.
 
     Args:
-        pairs: how many; None is 20 of 64, as released for Llama-3-8B, and at least 2.
+        pairs: number of pairs; None is 20 of 64, as released for Llama-3-8B, and at least 2.
 
     Li et al. 2026, arXiv 2602.05258; the formula and the number are those of its code.
     """
 
     name: ClassVar[str] = "clipped"
     paper: ClassVar[str] = "arXiv 2602.05258"
-    use: ClassVar[str] = "training studies: slow pairs fade out instead of being new"
+    use: ClassVar[str] = "training studies: slows the slowest pairs gradually, down to zero"
 
     pairs: int | None = None
 

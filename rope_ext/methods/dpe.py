@@ -15,9 +15,9 @@ from rope_ext.methods.kinds import Band, Method, Tempered, own
 from rope_ext.methods.registry import register
 from rope_ext.methods.rope import Rope, whole_number
 
-# Of the eight groups of Llama-3-8B (8192 tokens): turns of the fastest pair in the trained
-# context, and what the authors found to be the effective length, in trained lengths: for 16 of
-# them, groups were divided by 4, 4, 2, 16, 32, 32, 16 and 128.
+# For each of the eight groups of Llama-3-8B (8192 tokens): rotations of its fastest pair within the
+# trained context, and the effective length that the authors found, in trained lengths. For 16
+# trained lengths, they divide the groups by 4, 4, 2, 16, 32, 32, 16 and 128.
 _FOUND = (
     (1303.8, 4.0),
     (252.8, 4.0),
@@ -33,31 +33,31 @@ _FOUND = (
 @register
 @dataclass(frozen=True, kw_only=True)
 class DPE(Tempered):
-    """Beyond ``window`` tokens every group of pairs has its own distances:
+    """Beyond ``window``, each group of pairs uses its own distances:
     ``floor(m/S) + w - floor(w/S) - floor(n/S)`` with the ``S`` of the group.
 
-    Self-Extend with a group size for each group of pairs. The authors find the sizes by needles,
-    one group of pairs after the other, all others at twice the factor. Their further choice of
-    the most contributing pairs of every head is no part of this: all pairs are scaled, as in the
-    released example.
+    This is Self-Extend with a group size for each group of pairs. The authors find the sizes with
+    needles, one group of pairs at a time, with all others at twice the factor. The paper goes on to
+    scale only the pairs of each head that contribute most. This is not implemented: all pairs are
+    scaled, as in the released example.
 
     Args:
-        window: tokens with their own distances; an eighth of the trained length by default, the
-            published 1024 of 8192.
-        groups: how many pairs, fastest first, each group has; eight groups as even as possible by
-            default, or as many as there are scales.
-        scales: the group sizes, whole numbers. By default each group gets the effective length
-            that was found for the group of Llama-3-8B whose fastest pair makes as many turns
-            in the trained context (or the nearest by ratio); S is the target length over it.
-        published: without a temperature, as in the paper. The default is ``temperature="log_n"``,
-            which is better on both bundled checkpoints (docs/methods/dpe.md).
+        window: tokens that keep their exact distances; an eighth of the trained length by default,
+            the published 1024 of 8192.
+        groups: number of pairs in each group, fastest first; by default eight groups, or as many
+            as there are scales, as even as possible.
+        scales: group sizes, whole numbers. By default, each group uses the effective length found
+            for the group of Llama-3-8B whose fastest pair makes the nearest number of rotations
+            (by ratio) within the trained context; S is the target length divided by it.
+        published: no temperature, as in the paper. The default is ``temperature="log_n"``, which
+            is better on both bundled checkpoints (docs/methods/dpe.md).
 
     Lu et al. 2025, arXiv 2504.18857; formulas and lists are those of its code.
     """
 
     name: ClassVar[str] = "dpe"
     paper: ClassVar[str] = "arXiv 2504.18857"
-    use: ClassVar[str] = "no fine-tuning: self_extend with a group size for every group of pairs"
+    use: ClassVar[str] = "no fine-tuning; like self_extend, with one group size per group of pairs"
     works_within: ClassVar[bool] = True
 
     by_pair: ClassVar[bool] = True
@@ -84,7 +84,7 @@ class DPE(Tempered):
             self.require("scales", alike, f"a list of {len(self.groups)}, one for each of groups")
 
     def check(self, length: int | None = None) -> None:
-        Method.check(self, length)  # what is trained depends on the pairs
+        Method.check(self, length)  # which distances were trained depends on the pairs
 
     def grids(self, rope: Rope) -> dict[str, tuple[Any, ...]]:
         return {**super().grids(rope), "window": rope.tokens(1 / 16, 1 / 8, 1 / 4)}
@@ -103,7 +103,7 @@ class DPE(Tempered):
         full = replace(self, window=self.window or max(1, rope.length // 8), groups=groups)
         if self.scales is None:
             first = [sum(groups[:i]) for i in range(len(groups))]
-            turns = rope.rotations[first].clamp(min=1e-9).tolist()  # some pairs are at rest
+            turns = rope.rotations[first].clamp(min=1e-9).tolist()  # some pairs do not rotate
             lengths = [min(_FOUND, key=lambda f, r=r: abs(math.log(f[0] / r)))[1] for r in turns]
             scales = tuple(max(1, math.ceil(self.factor / found)) for found in lengths)
             full = replace(full, scales=scales)

@@ -18,17 +18,17 @@ from rope_ext.methods.rope import Rope
 @register
 @dataclass(frozen=True, kw_only=True)
 class DualChunk(PositionMethod):
-    """Positions start again in every chunk of ``chunk - local`` tokens (DCA, ChunkLlama).
+    """Restarts positions in every chunk of ``chunk - local`` tokens (DCA, ChunkLlama).
 
-    Keys sit at their place within their chunk. Queries sit at theirs for keys of their own
-    chunk, one chunk further, but at most at ``chunk``, for those of the chunk before, and at
-    ``chunk`` for all earlier ones. Neighbours less than ``local`` tokens apart keep their
-    distance across a border between chunks. Cosine and sine are multiplied by ``0.05 ln(s) + 1``,
-    as in the authors' code; the paper's numbers are without, ``attention_factor=1``.
+    Keys use their position within their chunk. For keys of the same chunk, queries use theirs, too;
+    for keys of the previous chunk, they use a position one chunk further, but at most ``chunk``;
+    for all earlier keys, they use ``chunk``. Tokens less than ``local`` apart keep their distance
+    across chunk boundaries. Cosine and sine are multiplied by ``0.05 ln(s) + 1``, as in the
+    authors' code; the numbers in the paper were measured without it: ``attention_factor=1``.
 
     Args:
         chunk: largest position used, tokens; three quarters of the trained length by default.
-        local: an eighth of the trained length by default.
+        local: tokens; an eighth of the trained length by default.
 
     An et al. 2024, arXiv 2402.17463; the defaults are those of the authors' code.
     """
@@ -36,7 +36,7 @@ class DualChunk(PositionMethod):
     name: ClassVar[str] = "dual_chunk"
     aliases: ClassVar[tuple[str, ...]] = ("dca", "chunkllama")
     paper: ClassVar[str] = "arXiv 2402.17463"
-    use: ClassVar[str] = "no fine-tuning, any length; what Qwen2.5-1M serves with"
+    use: ClassVar[str] = "no fine-tuning, any length; Qwen2.5-1M is served with it"
 
     fits: ClassVar[str] = "a chunk of at most the trained length"
 

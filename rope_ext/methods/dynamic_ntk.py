@@ -15,16 +15,16 @@ from rope_ext.methods.rope import Rope
 @register
 @dataclass(frozen=True, kw_only=True)
 class DynamicNTK(DynamicMethod):
-    """NTK-aware scaling by as much as the sequence needs: none within the trained context.
+    """NTK-aware scaling that follows the sequence length; none within the trained context.
 
     ``b' = b * a ** (d / (d - 2))`` for a sequence of ``l`` tokens.
 
     Args:
         alpha: ``"transformers"``: ``a = s l / L - (s - 1)``, which grows faster than the
             sequence (13 for ``s = 4`` at ``l = 4 L``); ``"ratio"``: ``a = l / L``. At least 1.
-        mode: ``"fixed"`` keeps one base per sequence and row, so that cached decoding equals a
-            recomputation; ``"growing"`` reproduces transformers, whose cached keys keep the
-            rotation of older bases.
+        mode: ``"fixed"`` uses one base per sequence, so that cached decoding equals
+            recomputation; ``"growing"`` reproduces transformers, where cached keys keep the
+            rotation of earlier bases.
 
     emozilla 2023; YaRN, arXiv 2309.00071, section 3.3.
     """
@@ -32,7 +32,7 @@ class DynamicNTK(DynamicMethod):
     name: ClassVar[str] = "dynamic_ntk"
     aliases: ClassVar[tuple[str, ...]] = ("dynamic",)
     paper: ClassVar[str] = "emozilla 2023"
-    use: ClassVar[str] = "no fine-tuning and nothing lost on short prompts"
+    use: ClassVar[str] = "no fine-tuning; outputs for short prompts do not change"
 
     alpha: Literal["transformers", "ratio"] = "transformers"
     mode: Literal["fixed", "growing"] = "fixed"

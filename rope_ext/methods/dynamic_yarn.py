@@ -16,11 +16,11 @@ from rope_ext.methods.yarn import YaRN
 @register
 @dataclass(frozen=True, kw_only=True)
 class DynamicYaRN(DynamicMethod):
-    """YaRN by as much as the sequence needs: ``s = max(1, l / L)`` for ``l`` tokens.
+    """YaRN whose factor follows the sequence length: ``s = max(1, l / L)`` for ``l`` tokens.
 
     Args:
-        beta_fast: pairs with more turns in the trained context are kept.
-        beta_slow: pairs with fewer turns are divided by ``s``.
+        beta_fast: pairs with more rotations within the trained context keep their frequency.
+        beta_slow: pairs with fewer rotations are divided by ``s``.
         truncate: round the ends of the ramp outwards.
 
     YaRN, arXiv 2309.00071, section 3.3 ("Dynamic Scaling").
@@ -28,7 +28,7 @@ class DynamicYaRN(DynamicMethod):
 
     name: ClassVar[str] = "dynamic_yarn"
     paper: ClassVar[str] = "arXiv 2309.00071"
-    use: ClassVar[str] = "YaRN for mixed lengths: short prompts stay exactly as they were"
+    use: ClassVar[str] = "YaRN for mixed lengths; outputs for short prompts do not change"
 
     beta_fast: float = 32.0
     beta_slow: float = 1.0

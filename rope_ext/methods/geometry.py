@@ -1,4 +1,4 @@
-"""Which keys a query sees: the shapes into which position maps divide the causal triangle."""
+"""Which keys a query attends to: the shapes into which position maps split the causal triangle."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ import torch
 
 @dataclass(frozen=True)
 class Distance:
-    """Keys at a distance of ``first`` to ``last - 1`` tokens; None: all from ``first`` on."""
+    """Keys at distances from ``first`` to ``last - 1`` tokens; ``last=None`` has no upper end."""
 
     first: int
     last: int | None
 
     def sees(self, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
-        """Which keys a query has in this band; token positions, broadcast against each other."""
+        """Whether a query attends to a key in this band; token positions, broadcast together."""
         distance = query - key
         seen = distance >= max(self.first, 0)
         return seen if self.last is None else seen & (distance < self.last)
@@ -23,7 +23,7 @@ class Distance:
 
 @dataclass(frozen=True)
 class ChunkGap:
-    """Keys ``first`` to ``last`` (inclusive) chunks of ``size`` tokens before the query's own."""
+    """Keys ``first`` to ``last`` (inclusive) chunks of ``size`` tokens before the query's."""
 
     size: int
     first: int
@@ -38,7 +38,7 @@ class ChunkGap:
 
 @dataclass(frozen=True)
 class Sinks:
-    """The first ``count`` tokens of a sequence, where they are at least ``first`` tokens away."""
+    """The first ``count`` tokens of a sequence, if they are at least ``first`` tokens away."""
 
     count: int
     first: int

@@ -1,9 +1,9 @@
-"""What a method is.
+"""The kinds of methods and their interface.
 
-A method changes the rotation angle ``t * theta_i``: a frequency method into ``t * h_i``, a
-position method into ``g(t) * theta_i``. It sees the trained embedding as a :class:`Rope` and
-answers in float64; it knows no model. Every method answers every question: what its kind does not
-change is as in the trained embedding.
+A method changes the rotation angle ``t * theta_i``: a frequency method to ``t * h_i``, a position
+method to ``g(t) * theta_i``. It receives the trained embedding as a :class:`Rope`, computes in
+float64, and knows nothing about models. Every method implements the whole interface: whatever its
+kind does not change is as in the trained embedding.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from rope_ext.methods.rope import MOST_TOKENS, Rope, geometric, reach
 from rope_ext.methods.temperature import LogN, Temperature, as_temperature
 
 FACTORS = (1.0, 1.1, 1.2, 1.3, 1.4)
-"""What cos and sin are multiplied by, to begin with, where the best of it is not known."""
+"""First candidates for ``attention_factor`` when the best value is unknown."""
 _QUERIES = 2**16
-"""Looked at in a text, at most."""
+"""At most this many query positions of a text are checked."""
 # cos and sin of a pair with this wavelength ratio are 1 and 0 at any reachable position;
-# tables in JSON cannot hold the infinity that a frequency of zero would ask for.
+# tables in JSON cannot hold the infinity that a frequency of zero would need.
 _NEVER_ROTATES = 1e30
 
 
@@ -38,26 +38,26 @@ class Method(Checked):
     Subclasses are frozen dataclasses whose fields are the public options.
 
     Args:
-        factor: the context grows to this many times the trained length, at least 1.
-        attention_factor: number that multiplies cosine and sine, as transformers names it, and so
-            by its square the logits of the columns that rotate; None: the method's own, which is 1
-            unless one was published with it.
-        temperature: number that multiplies queries, after everything else that is done to them,
-            and so the logits of all columns: ``"log_n"``, ``"llama4"``, ``"yarn"``, a number, or
-            an object such as ``LogN(scale=0.5)``. It takes the place of the method's own; None:
-            that one, which is 1 unless one was published with it.
+        factor: the target context divided by the trained length, at least 1.
+        attention_factor: number that multiplies cosine and sine, as in transformers, and so, by its
+            square, the logits of the columns that rotate. None uses the published value of the
+            method, or 1 if it has none.
+        temperature: number that multiplies queries, after everything else, and so the logits of all
+            columns: ``"log_n"``, ``"llama4"``, ``"yarn"``, a number, or an object such as
+            ``LogN(scale=0.5)``. It replaces the published temperature of the method; None uses
+            that one, or 1 if it has none.
 
     Raises:
-        OptionError: an option is of the wrong kind or out of range.
+        OptionError: an option has the wrong type or is out of range.
     """
 
     aliases: ClassVar[tuple[str, ...]] = ()
     paper: ClassVar[str]
-    use: ClassVar[str]  # the one-line reason to choose it
+    use: ClassVar[str]  # one-line reason to choose it
 
     kind: ClassVar[str]  # what it changes, in one word
-    attends: ClassVar[bool] = False  # by a function of this package, proven with the weights
-    works_within: ClassVar[bool] = False  # factor 1 is of use: nothing is extended
+    attends: ClassVar[bool] = False  # attention runs in this package; checked with the weights
+    works_within: ClassVar[bool] = False  # factor 1 is valid and changes something
     start_tokens = 0  # positions below it keep the trained frequencies
 
     factor: float
@@ -83,14 +83,14 @@ class Method(Checked):
         return False
 
     def target_length(self, rope: Rope) -> int:
-        """Context after the extension, tokens."""
+        """Context after the extension, in tokens."""
         return reach(self.factor, rope.length)
 
     def check(self, length: int | None = None) -> None:
-        """Raise OptionError where nothing would be extended, without a model at hand.
+        """Raise an OptionError if nothing would be extended; does not need a model.
 
         Args:
-            length: trained context, tokens; None leaves out what depends on it.
+            length: trained context, tokens; None skips the checks that depend on it.
         """
         idle = self.factor <= 1
         if length is not None:  # a factor may be too close to 1 for a single token
@@ -102,10 +102,10 @@ class Method(Checked):
             )
 
     def resolved(self, rope: Rope) -> Method:
-        """The same method with every option filled in.
+        """The same method with every option set.
 
         Raises:
-            OptionError: the options do not go with the trained length.
+            OptionError: the options do not fit the trained length.
         """
         return self
 
@@ -124,28 +124,28 @@ class Method(Checked):
         return 1.0
 
     def distances(self, rope: Rope, length: int, distance: torch.Tensor) -> torch.Tensor:
-        """The distances that the last of ``length`` tokens uses in place of the real ones.
+        """The distances that the last of ``length`` tokens uses instead of the actual ones.
 
         Args:
             rope: the trained embedding.
             length: tokens.
-            distance: from the last token back, whole numbers below ``length``; float64, ``[n]``.
+            distance: back from the last token, whole numbers below ``length``; float64, ``[n]``.
 
         Returns:
-            Tokens, ``[n]``, or ``[n, dim / 2]`` where every pair uses its own; NaN where a token
-            is hidden.
+            Tokens, ``[n]``, or ``[n, dim / 2]`` if every pair uses its own; NaN where a token is
+            hidden.
         """
         return distance
 
     def span(self, rope: Rope, length: int) -> torch.Tensor:
-        """How many distances any two of ``length`` tokens use: one more than the largest.
+        """The number of distances between any two of ``length`` tokens: the largest plus one.
 
-        Float64, ``[1]``, or ``[dim / 2]`` where every pair uses its own.
+        Float64, ``[1]``, or ``[dim / 2]`` if every pair uses its own.
         """
         return torch.tensor([length], dtype=torch.float64, device="cpu")
 
     def tempered(self, rope: Rope) -> Temperature | None:
-        """The temperature in force with every option filled in; None: 1 everywhere."""
+        """The active temperature with every option set; None: 1 everywhere."""
         given = as_temperature(self.temperature) or self.own_temperature()
         if given is None:
             return None
@@ -153,18 +153,18 @@ class Method(Checked):
         return None if filled.constant == 1 else filled
 
     def own_temperature(self) -> Temperature | None:
-        """The published ``temperature``; None: none."""
+        """The published ``temperature``, or None."""
         return None
 
     def query_scaling(self, t: torch.Tensor, rope: Rope) -> torch.Tensor | None:
-        """Number that multiplies the query at position ``t`` (float64); None: none."""
+        """Number that multiplies the query at position ``t`` (float64); None: no scaling."""
         tempered = self.tempered(rope)
         return None if tempered is None else tempered.at(t)
 
     def grids(self, rope: Rope) -> dict[str, tuple[Any, ...]]:
-        """The options that :func:`rope_ext.calibrate` finds, and the values that it begins with.
+        """The options that :func:`rope_ext.calibrate` tunes, and their first candidate values.
 
-        They are looked at in this order. A value that the method or a model refuses is left out.
+        They are tuned in this order. Values that the method or a model rejects are skipped.
         """
         return {"attention_factor": FACTORS}
 
@@ -186,40 +186,40 @@ class FrequencyMethod(Method):
         return self.inv_freq(rope)
 
     def extends(self, rope: Rope) -> bool:
-        """Whether any pair turns more slowly, and so meets trained angles for longer."""
+        """Whether any pair rotates more slowly, and so meets trained angles for longer."""
         return bool((self.inv_freq(rope) < rope.inv_freq * (1 - 1e-9)).any())
 
     def rope_parameters(self, rope: Rope) -> dict[str, Any]:
-        """``config.rope_parameters`` with which plain transformers builds the same embedding."""
+        """``config.rope_parameters`` from which plain transformers builds the same embedding."""
         return longrope_table(rope, self.inv_freq(rope), self.factor, self.attention_scaling(rope))
 
 
 Map = Callable[[torch.Tensor], torch.Tensor] | float
-"""A position as a function of a token's own (float64, ``[...]``), or the same for all tokens.
+"""Maps token positions (float64, ``[...]``) to others, or is one position for all tokens.
 
-The function answers in the same shape, or in ``[..., pairs]`` with a position for every pair.
+The function returns the same shape, or ``[..., pairs]`` with one position per pair.
 """
 
 
 def own(t: torch.Tensor) -> torch.Tensor:
-    """The position that a token has anyway."""
+    """The token's own position."""
     return t
 
 
 def at(to: Map, t: torch.Tensor) -> torch.Tensor:
-    """Where ``to`` puts the tokens at ``t`` (``[...]``): ``[..., 1]``, or ``[..., pairs]``."""
+    """Map tokens at ``t`` (``[...]``) by ``to``: ``[..., 1]`` or ``[..., pairs]``."""
     put = to(t) if callable(to) else torch.full_like(t, to)
     return put if put.ndim > t.ndim else put.unsqueeze(-1)
 
 
 @dataclass(frozen=True)
 class Band:
-    """The keys of one band and the positions used in it.
+    """The keys in one band and the positions used for them.
 
     Args:
-        geometry: which keys each query sees in this band.
-        query: position at which a query is rotated.
-        key: position at which a key is rotated.
+        geometry: which keys each query attends to in this band.
+        query: position to which a query is rotated.
+        key: position to which a key is rotated.
     """
 
     geometry: Geometry
@@ -227,10 +227,10 @@ class Band:
     key: Map
 
     def distances(self, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
-        """Distances in use; NaN where a query does not see a key in this band.
+        """Distances in use; NaN where a query does not attend to a key in this band.
 
         Token positions (float64), broadcast against each other to ``[...]``; returns ``[..., 1]``,
-        or ``[..., pairs]`` where every pair has its own.
+        or ``[..., pairs]`` if every pair has its own.
         """
         used = at(self.query, query) - at(self.key, key)
         return torch.where(self.geometry.sees(query, key).unsqueeze(-1), used, math.nan)
@@ -240,23 +240,23 @@ class Band:
 class PositionMethod(Method):
     """Base of all position methods.
 
-    Options left at None follow from ``factor`` and the trained length.
+    Options that are None are derived from ``factor`` and the trained length.
     """
 
     kind: ClassVar[str] = "position"
     attends: ClassVar[bool] = True
-    by_pair: ClassVar[bool] = False  # every pair is at positions of its own
-    fits: ClassVar[str] = "distances that were trained"  # what extends anything, in words
+    by_pair: ClassVar[bool] = False  # every pair has its own positions
+    fits: ClassVar[str] = "distances that were trained"  # ends an error: "use ..."
 
     def grids(self, rope: Rope) -> dict[str, tuple[Any, ...]]:
-        # It costs nothing here, and a hook per layer under a frequency method.
+        # Free here; under a frequency method it would need a hook per layer.
         return {**super().grids(rope), "temperature": (LogN(),)}
 
     def resolved(self, rope: Rope) -> PositionMethod:
         return self
 
     def bands(self) -> tuple[Band, ...]:
-        """Disjoint bands, together all that a query sees; of a :meth:`resolved` method.
+        """Disjoint bands that cover all keys a query attends to; of a :meth:`resolved` method.
 
         Keys are cached with the rotation of the last band.
         """
@@ -277,23 +277,23 @@ class PositionMethod(Method):
         if length is None:
             super().check()
         else:
-            self.reached(Rope.geometric(1e4, 2, length))  # no frequency matters
+            self.reached(Rope.geometric(1e4, 2, length))  # frequencies do not matter here
 
     def reached(self, rope: Rope) -> int:
-        """Tokens, up to the target length, within which every distance in use was trained.
+        """Number of tokens, up to the target length, within which every distance was trained.
 
-        Where every pair has its own, no distance is new to one that turned all the way round in
-        training, or never turns.
+        If every pair has its own distances, none is new to a pair that made a full rotation in
+        training, or never rotates.
 
         Raises:
-            OptionError: the options do not go with the trained length, or extend nothing.
+            OptionError: the options do not fit the trained length, or extend nothing.
         """
         super().check(rope.length)
         length, target = rope.length, self.target_length(rope)
         bands = self.resolved(rope).bands()
-        # A distance of the trained length itself is one beyond the last; the published caps use it.
+        # A distance equal to the trained length is one beyond the largest; published caps use it.
         reached, beyond, middle = length, target + 1, target
-        while beyond - reached > 1:  # they only grow with the text
+        while beyond - reached > 1:  # distances only grow with the length
             if self._known(rope, spans(bands, middle)):
                 reached = middle
             else:
@@ -325,28 +325,28 @@ class PositionMethod(Method):
         used = distances_in_use(bands, max(self.target_length(rope), length + 2)) - 1
         raise OptionError(
             f"{self.name}: {options or f'factor={self.factor!r}'} extends nothing on {length} "
-            f"trained tokens: distances up to {used:g} stay in use; it takes {self.fits}"
-            + (f"; leave out {', '.join(given)} for {defaults}" if given else "")
+            f"trained tokens: distances up to {used:g} are still in use; use {self.fits}"
+            + (f", or leave out {', '.join(given)} for {defaults}" if given else "")
         )
 
     def require_resolved(self, option: str, holds: bool, valid: str, rope: Rope) -> None:
-        """As :meth:`require`, where what is valid depends on the trained length."""
+        """Like :meth:`require`, if valid values depend on the trained length."""
         self.require(option, holds, f"{valid} (trained length {rope.length} tokens)")
 
 
 def distances_in_use(bands: tuple[Band, ...], length: int) -> float:
-    """One more than the largest distance that the maps make of any within ``length`` tokens."""
+    """The largest distance that the maps produce within ``length`` tokens, plus one."""
     return float(spans(bands, length).max())
 
 
 def spans(bands: tuple[Band, ...], length: int) -> torch.Tensor:
-    """The same of every pair that has its own distances: float64, ``[1]`` or ``[pairs]``."""
+    """The same for every pair that has its own distances: float64, ``[1]`` or ``[pairs]``."""
     m = torch.arange(
         length - 1, -1, -math.ceil(length / _QUERIES), dtype=torch.float64, device="cpu"
     )
     largest = torch.zeros(1, dtype=torch.float64, device="cpu")
     for band in bands:
-        n = torch.zeros_like(m)  # of the keys in a band, the first has the smallest position
+        n = torch.zeros_like(m)  # the first key in a band has the smallest position
         geometry = band.geometry
         if isinstance(geometry, Distance) and geometry.last is not None:
             n = (m - geometry.last + 1).clamp(min=0)
@@ -358,10 +358,10 @@ def spans(bands: tuple[Band, ...], length: int) -> torch.Tensor:
 
 @dataclass(frozen=True, kw_only=True)
 class LogScaled(PositionMethod):
-    """A position method with the published scaling of queries by the logarithm of the length.
+    """A position method whose paper scales queries by the logarithm of the length.
 
     Args:
-        log_n: ``temperature="log_n"`` unless another one is given.
+        log_n: use ``temperature="log_n"`` unless another one is given.
 
     Su 2023, kexue.fm/archives/8823.
     """
@@ -381,10 +381,10 @@ class LogScaled(PositionMethod):
 
 @dataclass(frozen=True, kw_only=True)
 class Tempered(PositionMethod):
-    """A position method whose paper has no temperature, and which is better with ``log_n``.
+    """A position method that is better with ``log_n``, although its paper has no temperature.
 
     Args:
-        published: as in the paper, which is ``temperature=1`` unless another one is given.
+        published: as in the paper: ``temperature=1`` unless another one is given.
     """
 
     published: bool = False
@@ -392,7 +392,7 @@ class Tempered(PositionMethod):
     def __post_init__(self) -> None:
         super().__post_init__()
         self.require("published", isinstance(self.published, bool), "True or False")
-        if self.published:  # stored as the option that it stands for, so that equal is equal
+        if self.published:  # store what it stands for, so that equal settings compare equal
             self.set("temperature", self.temperature or as_temperature(1.0))
             self.set("published", False)
 
@@ -405,16 +405,15 @@ class Tempered(PositionMethod):
 
 @dataclass(frozen=True, kw_only=True)
 class DynamicMethod(FrequencyMethod):
-    """A frequency method that depends on the length of the sequence it serves.
+    """A frequency method that depends on the sequence length.
 
-    The length never changes within a sequence, because the cached values of deeper layers were
-    computed under the old frequencies and cannot be turned after the fact.
+    The length is fixed when a sequence starts, because the cached values of deeper layers were
+    computed with the old frequencies and cannot be rotated afterwards.
 
     Args:
-        length: tokens; fixes the length for all sequences. None: every sequence keeps the one
-            it starts with, which is prompt plus ``max_new_tokens`` under ``generate``, that of
-            the first forward otherwise. Padding before it and other documents in its row do not
-            count.
+        length: tokens; fixes the length for all sequences. None: each sequence uses the length
+            it starts with: prompt plus ``max_new_tokens`` under ``generate``, the length of the
+            first forward otherwise. Left padding and other documents in the row do not count.
     """
 
     length: int | None = None
@@ -439,14 +438,14 @@ class DynamicMethod(FrequencyMethod):
 
     @property
     def adapts(self) -> bool:
-        """Whether frequencies still depend on the sequence (no ``length`` was given)."""
+        """Whether frequencies depend on the sequence (no ``length`` was given)."""
         return self.length is None
 
     def _fixed(self, rope: Rope) -> torch.Tensor:
         return _lengths(self.target_length(rope) if self.length is None else self.length)
 
     def inv_freq(self, rope: Rope) -> torch.Tensor:
-        """``h`` at ``length``, or at the full extended context when none was given."""
+        """``h`` at ``length``, or at the full extended context if none was given."""
         return self.inv_freq_at(rope, self._fixed(rope))[0]
 
     def frequencies(self, rope: Rope, length: int) -> torch.Tensor:
@@ -463,7 +462,7 @@ def _lengths(length: int) -> torch.Tensor:
 def longrope_table(
     rope: Rope, inv_freq: torch.Tensor, factor: float, attention_scaling: float
 ) -> dict[str, Any]:
-    """Any fixed frequency map as transformers' ``longrope``: ``lambda_i = theta_i / h_i``."""
+    """Any fixed frequencies as transformers' ``longrope``: ``lambda_i = theta_i / h_i``."""
     theta = geometric(rope.base, rope.dim)
     table = torch.where(inv_freq > 0, theta / inv_freq, _NEVER_ROTATES).tolist()
     return {

@@ -14,39 +14,39 @@ from rope_ext.methods.kinds import Band, PositionMethod, own
 from rope_ext.methods.registry import register
 from rope_ext.methods.rope import Rope
 
-# Of Llama-3-8B (8192 tokens), fitted by the authors: M(l) = c / (1 + exp(-(a l + b))), here in
-# trained lengths, and what they take within the trained length.
+# Fitted by the authors to Llama-3-8B (8192 tokens): M(l) = c / (1 + exp(-(a l + b))), here in
+# trained lengths, and the constant that they use within the trained length.
 _SLOPE, _SHIFT, _MOST, _WITHIN = 0.8596, -2.4666, 0.7574, 1536 / 8192
 
 
 @register
 @dataclass(frozen=True, kw_only=True)
 class LaMPE(PositionMethod):
-    """Near distances and the very farthest exact, those between mapped to a range that grows with
-    the length of the text along a sigmoid.
+    """Keeps the nearest and farthest distances exact and maps those in between to fewer positions,
+    whose number grows with the text along a sigmoid.
 
-    With ``c = mapped / (length - 1)``: distances below ``head`` stay; from there on they are
-    ``floor(c m) - floor(c n)`` and what makes them go on at ``head - 1``; the farthest, about
-    ``tail`` before ``length``, grow by one with every token again. The authors choose
-    ``mapped`` for each text by its length. Here it is chosen once, by ``length``, so that cached
-    keys keep their positions; shorter texts use fewer of the mapped distances. Cosine and sine are
-    multiplied by ``0.1 ln(2) + 1``, as in the authors' code.
+    With ``c = mapped / (length - 1)``: distances below ``head`` are unchanged. From there on they
+    are ``floor(c m) - floor(c n)``, shifted to continue at ``head - 1``. The farthest, about the
+    last ``tail`` before ``length``, grow by one per token again. The authors choose ``mapped`` for
+    each text by its length. Here ``length`` fixes it once, so that cached keys keep their
+    positions; shorter texts use fewer of the mapped distances. Cosine and sine are multiplied by
+    ``0.1 ln(2) + 1``, as in the authors' code.
 
     Args:
         length: tokens of the text for which the map is made; the extended context by default.
-        head: tokens with their own distances; an eighth of the trained length by default, of the
-            1/8 to 1/16 that the paper advises.
-        mapped: M, positions that the whole text is mapped to; by default the sigmoid that the
+        head: tokens that keep their exact distances; an eighth of the trained length by default.
+            The paper recommends 1/8 to 1/16.
+        mapped: M, the number of positions for the whole text; by default from the sigmoid that the
             authors fitted to Llama-3-8B, in trained lengths.
         tail: 200 of 8192 tokens by default; moved to the end of the tokens that share a position.
 
-    Zhang et al. 2025, arXiv 2508.02308; formulas and defaults are those of its code, whose far
-    distances begin at ``head - 1`` and whose decoding keeps the map of the prompt.
+    Zhang et al. 2025, arXiv 2508.02308. Formulas and defaults are those of its code, where far
+    distances begin at ``head - 1`` and decoding keeps the map of the prompt.
     """
 
     name: ClassVar[str] = "lampe"
     paper: ClassVar[str] = "arXiv 2508.02308"
-    use: ClassVar[str] = "no fine-tuning: a map made for one length, exact near and at the far end"
+    use: ClassVar[str] = "no fine-tuning, one text length; exact for nearest and farthest tokens"
     works_within: ClassVar[bool] = True
 
     fits: ClassVar[str] = "fewer positions mapped than there are tokens"

@@ -15,12 +15,12 @@ from rope_ext.methods.rope import Rope
 @register
 @dataclass(frozen=True, kw_only=True)
 class LeakyReRoPE(LogScaled):
-    """Beyond ``window`` distances grow ``k`` times as slowly: ``w + (m - n - w) / k``.
+    """Beyond ``window``, distances grow ``k`` times more slowly: ``w + (m - n - w) / k``.
 
     Args:
         window: tokens; an eighth of the trained length by default (512 of 4096, as published).
-        k: by default such that the last distance of the extended context is that of the
-            trained one, ``(factor L - w) / (L - w)``.
+        k: by default chosen so that the largest distance of the extended context becomes that of
+            the trained one, ``(factor L - w) / (L - w)``.
         log_n: scale queries by the logarithm of the length, as published.
 
     Su 2023, kexue.fm/archives/9708.
@@ -28,7 +28,7 @@ class LeakyReRoPE(LogScaled):
 
     name: ClassVar[str] = "leaky_rerope"
     paper: ClassVar[str] = "Su 2023, kexue.fm/archives/9708"
-    use: ClassVar[str] = "as rerope, but far tokens keep their order"
+    use: ClassVar[str] = "like rerope, but distant tokens keep their order"
 
     fits: ClassVar[str] = "a window below the trained length, and k above 1"
 

@@ -15,14 +15,15 @@ from rope_ext.methods.rope import Rope
 @register
 @dataclass(frozen=True, kw_only=True)
 class Llama3(FrequencyMethod):
-    """By wavelength: short ones kept, long ones times ``factor``, a smooth step between.
+    """Scales by wavelength: short ones are unchanged, long ones multiplied by ``factor``.
 
-    A pair is kept if its wavelength is below ``length / high_freq_factor``, divided by
-    ``factor`` if above ``length / low_freq_factor``.
+    A pair keeps its frequency if its wavelength is below ``length / high_freq_factor``, and is
+    divided by ``factor`` if it is above ``length / low_freq_factor``, with a smooth transition
+    in between.
 
     Args:
-        low_freq_factor: turns within the trained context below which a pair is interpolated.
-        high_freq_factor: turns above which it is kept.
+        low_freq_factor: pairs with fewer rotations within the trained context are interpolated.
+        high_freq_factor: pairs with more rotations keep their frequency.
 
     Llama 3.1 release (July 2024), ``apply_scaling``; factor 8, length 8192 there.
     """
@@ -30,7 +31,7 @@ class Llama3(FrequencyMethod):
     name: ClassVar[str] = "llama3"
     aliases: ClassVar[tuple[str, ...]] = ("llama31", "llama3.1")
     paper: ClassVar[str] = "Llama 3.1 release"
-    use: ClassVar[str] = "what Llama 3.1 was trained with; a narrow ramp, no temperature"
+    use: ClassVar[str] = "the scaling of Llama 3.1: a narrow ramp and no temperature"
 
     factor: float = 8.0
     low_freq_factor: float = 1.0

@@ -15,15 +15,15 @@ from rope_ext.methods.rope import Rope
 @register
 @dataclass(frozen=True, kw_only=True)
 class LMInfinite(PositionMethod):
-    """Only the last ``window`` tokens and the first ``sinks`` are seen; nothing else.
+    """Attends only to the last ``window`` tokens and the first ``sinks`` tokens.
 
-    Text of any length stays fluent, but nothing that has left the window can be recalled: this
-    does not extend the usable context. Sinks beyond the window sit at a distance of ``window``.
+    Text of any length stays fluent, but tokens outside the window cannot be recalled: this does not
+    extend the usable context. Sinks outside the window get a distance of ``window``.
 
     Args:
         window: tokens; the trained length by default.
-        sinks: first tokens of the sequence that stay visible; 10, the least the paper advises
-            (StreamingLLM, arXiv 2309.17453, takes 4).
+        sinks: first tokens of the sequence that stay visible; 10, the fewest that the paper
+            recommends (StreamingLLM, arXiv 2309.17453, uses 4).
 
     Han et al. 2023, arXiv 2308.16137.
     """
@@ -31,7 +31,7 @@ class LMInfinite(PositionMethod):
     name: ClassVar[str] = "lm_infinite"
     aliases: ClassVar[tuple[str, ...]] = ("streaming",)
     paper: ClassVar[str] = "arXiv 2308.16137"
-    use: ClassVar[str] = "endless fluent text; forgets what leaves the window, so no extension"
+    use: ClassVar[str] = "fluent text of any length; forgets tokens outside the window"
 
     fits: ClassVar[str] = "a window of at most the trained length"
 

@@ -18,23 +18,23 @@ from rope_ext.methods.rope import LARGEST, Rope, plain_number
 @register
 @dataclass(frozen=True, kw_only=True)
 class LongRoPE(DynamicMethod):
-    """Every pair divided by its own searched number: ``h_i = theta_i / lambda_i``.
+    """Divides each pair by its own number from a table: ``h_i = theta_i / lambda_i``.
 
     Cosine and sine are multiplied by ``sqrt(1 + ln(s) / ln(length))``.
 
     Args:
-        long_factor: ``lambda``, one per pair, for sequences beyond the trained context.
+        long_factor: ``lambda``, one per pair, for sequences longer than the trained context.
         short_factor: ``lambda`` for sequences within it; None uses ``long_factor`` everywhere.
-        start_tokens: the first tokens of a sequence, which keep the trained frequencies. Only
-            rope_ext reloads and runs it, if there are any.
+        start_tokens: number of first tokens of a sequence that keep the trained frequencies. If
+            it is not 0, only rope_ext can reload and run the model.
 
-    Ding et al. 2024, arXiv 2402.13753, section 3; Phi-3's use of two lists.
+    Ding et al. 2024, arXiv 2402.13753, section 3; two lists as in Phi-3.
     """
 
     name: ClassVar[str] = "longrope"
     aliases: ClassVar[tuple[str, ...]] = ("su",)
     paper: ClassVar[str] = "arXiv 2402.13753"
-    use: ClassVar[str] = "when you have searched or published tables (Phi-3, MiniCPM)"
+    use: ClassVar[str] = "published tables (Phi-3, MiniCPM), or tables that you searched for"
 
     long_factor: Sequence[float]
     short_factor: Sequence[float] | None = None
@@ -78,7 +78,7 @@ class LongRoPE(DynamicMethod):
 
 
 def check_table(method: Method, option: str) -> None:
-    """Give an option its final form as a table; raise OptionError unless it can be one."""
+    """Convert an option to a table, or raise an OptionError."""
     table = getattr(method, option)
     listed = isinstance(table, Sequence) and not isinstance(table, str)
     numbers = tuple(map(plain_number, table)) if listed else (None,)
@@ -88,7 +88,7 @@ def check_table(method: Method, option: str) -> None:
 
 
 def table_of(method: Method, option: str, rope: Rope) -> torch.Tensor:
-    """The table in an option: float64, ``[dim / 2]``; raise OptionError at another length."""
+    """The table in an option: float64, ``[dim / 2]``; raises an OptionError for other lengths."""
     table = getattr(method, option)
     if len(table) != rope.dim // 2:
         raise OptionError(

@@ -14,34 +14,33 @@ from rope_ext.methods.longrope import check_table, table_of
 from rope_ext.methods.registry import register
 from rope_ext.methods.rope import Rope
 
-_EARLIER = 30 / 35  # the critical pair of Llama-3-8B that was found, over the theoretical one
+_EARLIER = 30 / 35  # Llama-3-8B: the critical pair found, over the theoretical one
 
 
 @register
 @dataclass(frozen=True, kw_only=True)
 class LongRoPE2(FrequencyMethod):
-    """Slow pairs divided by the factor or more from a critical pair on, NTK below it.
+    """Divides slow pairs, from a critical pair on, by the factor or more, and faster ones by NTK.
 
-    In theory the first pair that needs it is the first without a full turn in the trained
-    context. Slow pairs are trained too little for that, so that the real critical pair is a
-    faster one: of Llama-3-8B 30 instead of 35 was found, by a search on the tokens that answer
-    needles. Faster pairs are divided by what an NTK base gives that meets the critical pair.
-    Cosine and sine are multiplied by ``sqrt(1 + ln(s) / ln(length))``, as in LongRoPE's code.
+    In theory, the critical pair is the first one without a full rotation within the trained
+    context. Slow pairs are trained too little for that, so the actual critical pair is faster: for
+    Llama-3-8B, the authors found 30 instead of 35, with a search on the answer tokens of needles.
+    Faster pairs use the NTK base that meets the critical pair. Cosine and sine are multiplied by
+    ``sqrt(1 + ln(s) / ln(length))``, as in LongRoPE's code.
 
     Args:
-        critical: index of the first pair that is divided by ``stretch * factor``, from 0; None
+        critical: index, from 0, of the first pair that is divided by ``stretch * factor``; None
             is 30/35 of the theoretical one.
-        stretch: from 1 to 2, the range of the paper's search for the slow pairs.
-        long_factor: a searched or published table in place of all this: what each pair is
-            divided by.
+        stretch: from 1 to 2, the range that the paper searches for slow pairs.
+        long_factor: a searched or published table, used instead: the divisor of each pair.
 
-    Shang et al. 2025, arXiv 2502.20082, section 3. Its evolution of the table, on answer tokens
-    only, is no part of this; its training on two kinds of windows neither.
+    Shang et al. 2025, arXiv 2502.20082, section 3. The paper's evolutionary search of the table on
+    answer tokens and its training on two kinds of windows are not implemented.
     """
 
     name: ClassVar[str] = "longrope2"
     paper: ClassVar[str] = "arXiv 2502.20082"
-    use: ClassVar[str] = "NTK up to a critical pair, to be searched; its tables"
+    use: ClassVar[str] = "NTK up to a critical pair that you search for, or a published table"
 
     critical: int | None = None
     stretch: float = 1.0
@@ -63,7 +62,7 @@ class LongRoPE2(FrequencyMethod):
         return {**super().grids(rope), "critical": critical, "stretch": (1.0, 1.25, 1.5)}
 
     def critical_pair(self, rope: Rope) -> int:
-        """``critical``, or what follows for a trained embedding."""
+        """``critical``, or its default for a trained embedding."""
         if self.critical is not None:
             return self.critical
         return round(_EARLIER * int((rope.rotations >= 1).sum()))

@@ -16,27 +16,27 @@ from rope_ext.methods.rope import Rope
 @register
 @dataclass(frozen=True, kw_only=True)
 class MrRoPE(FrequencyMethod):
-    """YaRN's three parts with a mixed radix between them, and YaRN's ``0.1 ln(s) + 1``.
+    """YaRN's three parts with a mixed radix in between, and YaRN's ``0.1 ln(s) + 1``.
 
-    The frequencies are the digits of a position in a number system. Between the last pair with
-    more than ``beta_fast`` turns, which is kept, and the first with fewer than ``beta_slow``,
-    which is divided by ``factor``, every pair has a larger radix than trained: all by as much
-    (``"uni"``), or each by more than the one before (``"pro"``). Where no pair turns that often
-    the fastest is kept, as in YaRN; where none turns that rarely, the one after the slowest would
-    be the first that is divided in full.
+    Frequencies are treated as the digits of a position in a number system. The last pair with more
+    than ``beta_fast`` rotations is unchanged, and the first with fewer than ``beta_slow`` is
+    divided by ``factor``. Every pair in between has a larger radix than in training: all by the
+    same ratio (``"uni"``), or each by more than the one before (``"pro"``). If no pair rotates that
+    often, the fastest one is unchanged, as in YaRN; if none rotates that rarely, the first one to
+    be divided in full would follow the slowest.
 
     Args:
-        beta_fast: turns in the trained context; the paper's alpha.
-        beta_slow: turns in the trained context; the paper's beta.
-        mode: ``"pro"`` divides pair ``t`` of the ``n`` between the two by ``factor`` to the power
+        beta_fast: rotations within the trained context; the paper's alpha.
+        beta_slow: rotations within the trained context; the paper's beta.
+        mode: ``"pro"`` divides pair ``t`` of the ``n`` in between by ``factor`` to the power
             ``t (t + 1) / (n (n + 1))``, ``"uni"`` to the power ``t / n``.
 
-    Tian et al. 2026, arXiv 2601.22181, section 3; its formulas, and the authors' own code.
+    Tian et al. 2026, arXiv 2601.22181, section 3: its formulas, and the authors' code.
     """
 
     name: ClassVar[str] = "mrrope"
     paper: ClassVar[str] = "arXiv 2601.22181"
-    use: ClassVar[str] = "no fine-tuning; YaRN with more of the stretch on the slow pairs"
+    use: ClassVar[str] = "no fine-tuning; like YaRN, but slows slow pairs more and fast pairs less"
 
     beta_fast: float = 32.0
     beta_slow: float = 1.0

@@ -15,7 +15,7 @@ from rope_ext.methods.rope import Rope
 @register
 @dataclass(frozen=True, kw_only=True)
 class NTK(FrequencyMethod):
-    """A larger base, so that the slowest pair is divided by ``factor`` and the fastest kept.
+    """Uses a larger base: the slowest pair is divided by ``factor``, the fastest is unchanged.
 
     ``b' = b * s ** (d / (d - 2))`` with the rotary dimension ``d``. bloc97 2023; YaRN,
     arXiv 2309.00071, section 3.1.
@@ -24,7 +24,7 @@ class NTK(FrequencyMethod):
     name: ClassVar[str] = "ntk"
     aliases: ClassVar[tuple[str, ...]] = ("ntk_aware", "ntk_static")
     paper: ClassVar[str] = "bloc97 2023"
-    use: ClassVar[str] = "no fine-tuning, moderate factors; only the base changes"
+    use: ClassVar[str] = "moderate factors without fine-tuning; changes only the base"
 
     def base_scale(self, rope: Rope) -> float:
         """``b' / b``."""

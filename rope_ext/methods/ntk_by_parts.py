@@ -15,14 +15,14 @@ from rope_ext.methods.rope import Rope
 @register
 @dataclass(frozen=True, kw_only=True)
 class NTKByParts(FrequencyMethod):
-    """Slow pairs divided by ``factor``, fast pairs kept, a linear ramp in rotations between.
+    """Divides slow pairs by ``factor`` and keeps fast ones, with a linear ramp in rotations.
 
-    With ``r_i`` full turns of a pair within the trained context,
+    With ``r_i`` rotations of a pair within the trained context,
     ``g = clip((r_i - alpha) / (beta - alpha), 0, 1)`` and ``h = (1 - g) theta / s + g theta``.
 
     Args:
-        alpha: pairs with fewer turns are fully interpolated.
-        beta: pairs with more turns are kept.
+        alpha: pairs with fewer rotations are fully interpolated.
+        beta: pairs with more rotations keep their frequency.
 
     YaRN, arXiv 2309.00071, section 3.2, definition 2.
     """
@@ -30,7 +30,7 @@ class NTKByParts(FrequencyMethod):
     name: ClassVar[str] = "ntk_by_parts"
     aliases: ClassVar[tuple[str, ...]] = ("by_parts",)
     paper: ClassVar[str] = "arXiv 2309.00071"
-    use: ClassVar[str] = "YaRN without its temperature, for ablations"
+    use: ClassVar[str] = "ablations of YaRN: the same ramp without the temperature"
 
     alpha: float = 1.0
     beta: float = 32.0

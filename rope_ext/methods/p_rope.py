@@ -15,10 +15,10 @@ from rope_ext.methods.rope import Rope
 @register
 @dataclass(frozen=True, kw_only=True)
 class PRoPE(FrequencyMethod):
-    """The fastest share ``p`` of the pairs kept, the others not rotated at all.
+    """Rotates only the fastest fraction ``p`` of the pairs.
 
     Args:
-        p: share of pairs kept, in (0, 1]; rounded down to whole pairs.
+        p: fraction of pairs that rotate, in (0, 1]; rounded down to whole pairs.
 
     Barbero et al. 2024, arXiv 2410.06205, section 6; transformers calls it ``proportional``.
     """
@@ -26,7 +26,7 @@ class PRoPE(FrequencyMethod):
     name: ClassVar[str] = "p_rope"
     aliases: ClassVar[tuple[str, ...]] = ("proportional",)
     paper: ClassVar[str] = "arXiv 2410.06205"
-    use: ClassVar[str] = "training studies: robust semantic channels without any rotation"
+    use: ClassVar[str] = "training studies: unrotated pairs carry meaning at any distance"
 
     p: float = 0.75
 

@@ -15,7 +15,7 @@ from rope_ext.methods.rope import Rope
 @register
 @dataclass(frozen=True, kw_only=True)
 class PI(FrequencyMethod):
-    """Every frequency divided by ``factor``: ``h = theta / s``.
+    """Divides every frequency by ``factor``: ``h = theta / s``.
 
     Chen et al. 2023, arXiv 2306.15595, eq. 4; kaiokendev's SuperHOT.
     """
@@ -23,7 +23,7 @@ class PI(FrequencyMethod):
     name: ClassVar[str] = "pi"
     aliases: ClassVar[tuple[str, ...]] = ("linear", "position_interpolation")
     paper: ClassVar[str] = "arXiv 2306.15595"
-    use: ClassVar[str] = "the oldest and simplest; needs fine-tuning, blurs neighbouring tokens"
+    use: ClassVar[str] = "the simplest baseline; needs fine-tuning; blurs neighboring tokens"
 
     def inv_freq(self, rope: Rope) -> torch.Tensor:
         return rope.inv_freq / self.factor

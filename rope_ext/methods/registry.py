@@ -1,4 +1,4 @@
-"""All methods by name."""
+"""The registry of methods."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ def _key(name: str) -> str:
 
 
 def register(cls: M) -> M:
-    """Class decorator: makes a method known by its name and aliases.
+    """Class decorator: registers a method under its name and aliases.
 
     Raises:
-        RopeExtError: the name or an alias is taken, or it overrides what options decide; nothing
-            is registered then.
+        RopeExtError: the name or an alias is taken, or the class overrides something that options
+            decide; nothing is registered then.
     """
     for name, own in _OWN.items():
         overridden = [c for c in cls.__mro__ if c.__module__ != Method.__module__]
         if any(callable(vars(c).get(name)) for c in overridden):
             raise RopeExtError(
                 f"{cls.__name__} overrides {name}, which the options attention_factor and "
-                f"temperature decide; override {own} to say what holds without them"
+                f"temperature control; override {own} to set the default"
             )
     names = (cls.name, *cls.aliases)
     for name in names:
@@ -53,12 +53,12 @@ def unregister(cls: type[Method]) -> None:
 
 
 def all_methods() -> list[type[Method]]:
-    """Every registered method of extending a rotation, once, in order of registration."""
+    """Every registered method that extends RoPE, once, in order of registration."""
     return [cls for cls in _all() if cls.kind not in ("encoding", "rotation")]
 
 
 def all_encodings() -> list[type[Method]]:
-    """Every registered encoding beside the rotation, likewise."""
+    """Every other registered position encoding, in order of registration."""
     return [cls for cls in _all() if cls.kind == "encoding"]
 
 
@@ -67,10 +67,10 @@ def _all() -> list[type[Method]]:
 
 
 def method_class(name: str) -> type[Method]:
-    """The method of that name or alias; case, hyphens and underscores do not matter.
+    """The method with that name or alias; ignores case, hyphens and underscores.
 
     Raises:
-        UnknownMethodError: there is none.
+        UnknownMethodError: there is no such method.
     """
     try:
         return _REGISTRY[_key(name)]
@@ -81,15 +81,15 @@ def method_class(name: str) -> type[Method]:
             f"unknown method {name!r}{nearest(name.lower(), names + aliases) or '.'} "
             f"Methods: {', '.join(cls.name for cls in all_methods())}. "
             f"Encodings: {', '.join(cls.name for cls in all_encodings())}. "
-            f"The rotation as it was trained: rope"
+            f"RoPE as trained: rope"
         ) from None
 
 
 def build_method(name: str, /, **options: Any) -> Method:
-    """A method by name with its options.
+    """Build a method by name.
 
     Raises:
-        UnknownMethodError: no method of that name.
+        UnknownMethodError: there is no method with that name.
         OptionError: an option is unknown, missing or out of range.
     """
     cls = method_class(name)

@@ -15,24 +15,24 @@ from rope_ext.methods.rope import Rope
 @register
 @dataclass(frozen=True, kw_only=True)
 class ReRoPE(LogScaled):
-    """Distances count up to ``window`` and stay there: ``min(m - n, window)``.
+    """Clips distances at ``window``: ``min(m - n, window)``.
 
-    Beyond the window the query is rotated at ``window`` and the key not at all, so that no
-    distance is ever larger than those of training, however long the text.
+    For keys beyond the window, the query is rotated to position ``window`` and the key is not
+    rotated, so no distance exceeds the trained ones, however long the text is.
 
     Args:
         window: tokens; half of the trained length by default, which is better than a quarter on
             both bundled checkpoints (docs/methods/rerope.md).
         log_n: scale queries by the logarithm of the length, as published.
-        published: a window of a quarter of the trained length unless another one is given, as the
-            author used for Llama 2 (1024 of 4096).
+        published: the default window is a quarter of the trained length, as the author used for
+            Llama 2 (1024 of 4096).
 
     Su 2023, kexue.fm/archives/9708.
     """
 
     name: ClassVar[str] = "rerope"
     paper: ClassVar[str] = "Su 2023, kexue.fm/archives/9708"
-    use: ClassVar[str] = "no fine-tuning, any length: distances stop growing at the window"
+    use: ClassVar[str] = "no fine-tuning, any length; distances are clipped at the window"
 
     fits: ClassVar[str] = "a window of at most the trained length"
 
@@ -43,7 +43,7 @@ class ReRoPE(LogScaled):
         super().__post_init__()
         self.require_tokens("window")
         self.require("published", isinstance(self.published, bool), "True or False")
-        if self.window is not None:  # so that equal is equal
+        if self.window is not None:  # so that equal settings compare equal
             self.set("published", False)
 
     def grids(self, rope: Rope) -> dict[str, tuple[Any, ...]]:

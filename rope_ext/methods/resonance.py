@@ -18,13 +18,14 @@ from rope_ext.methods.temperature import Temperature, as_temperature
 @register
 @dataclass(frozen=True, kw_only=True)
 class Resonance(FrequencyMethod):
-    """Wavelengths rounded to whole tokens, on top of any other frequency map.
+    """Rounds wavelengths to whole tokens, on top of another frequency method.
 
-    A pair whose wavelength is a whole number meets, beyond the trained context, only angles
-    that it has seen within it.
+    A pair whose wavelength is a whole number of tokens meets no new angles beyond the trained
+    context.
 
     Args:
-        on: the map to round: a fixed method's name (built with the same ``factor``) or object.
+        on: the method whose wavelengths to round: the name of a fixed method (built with the same
+            ``factor``), or an object.
 
     Wang et al. 2024, arXiv 2403.00071, section 4.
     """
@@ -32,7 +33,7 @@ class Resonance(FrequencyMethod):
     name: ClassVar[str] = "resonance"
     aliases: ClassVar[tuple[str, ...]] = ("resonance_rope",)
     paper: ClassVar[str] = "arXiv 2403.00071"
-    use: ClassVar[str] = "a refinement of another map (on='yarn'); free to try"
+    use: ClassVar[str] = "refines another method (on='yarn') at no cost"
 
     on: str | FrequencyMethod = "yarn"
 
@@ -48,7 +49,7 @@ class Resonance(FrequencyMethod):
                 f"or choose a fixed method such as 'yarn'"
             )
         self.require("on", not rounded.start_tokens, "a map without start_tokens")
-        self.require("factor", self.factor == rounded.factor, f"on's own, {rounded.factor}")
+        self.require("factor", self.factor == rounded.factor, f"the factor of on, {rounded.factor}")
 
     @property
     def rounded(self) -> FrequencyMethod:
@@ -57,10 +58,10 @@ class Resonance(FrequencyMethod):
 
     def inv_freq(self, rope: Rope) -> torch.Tensor:
         wavelength = 2 * math.pi / self.rounded.inv_freq(rope)
-        return 2 * math.pi / wavelength.round()  # inf, and back to 0, for a pair at rest
+        return 2 * math.pi / wavelength.round()  # inf and back to 0 for a pair that does not rotate
 
     def extends(self, rope: Rope) -> bool:
-        return self.rounded.extends(rope)  # rounding slows some pairs by itself
+        return self.rounded.extends(rope)  # rounding alone slows some pairs
 
     def own_scaling(self, rope: Rope) -> float:
         return self.rounded.attention_scaling(rope)

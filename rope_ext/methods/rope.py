@@ -1,4 +1,4 @@
-"""A trained rotary embedding as methods see it, and the numbers that describe one."""
+"""A trained rotary embedding as methods see it, and helpers for numeric options."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ import torch
 from rope_ext.errors import OptionError, UnsupportedModelError
 
 MOST_TOKENS = 2**31 - 1
-"""The longest context; other readers of config.json keep it in 32 bits."""
+"""The longest context; other readers of config.json store it in 32 bits."""
 LARGEST = 1e30
-"""Of any option; the smallest but 0 is its inverse. Float32 holds both."""
+"""Largest value of any option; its inverse is the smallest except 0. Float32 holds both."""
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class Rope:
 
     @classmethod
     def geometric(cls, base: float, dim: int, length: int) -> Rope:
-        """The unscaled embedding of ``base``, exact in float64."""
+        """The unscaled embedding with this ``base``, exact in float64."""
         return cls(geometric(base, dim), base, length)
 
     @property
@@ -43,7 +43,7 @@ class Rope:
 
     @property
     def rotations(self) -> torch.Tensor:
-        """Full turns of each pair within the trained context: ``length * theta / (2 pi)``."""
+        """Full rotations of each pair within the trained context: ``length * theta / (2 pi)``."""
         return self.length * self.inv_freq / (2 * math.pi)
 
     def rotation_ramp(self, low: float, high: float) -> torch.Tensor:
@@ -51,29 +51,29 @@ class Rope:
         return ((self.rotations - low) / (high - low)).clamp(0, 1)
 
     def tokens(self, *shares: float) -> tuple[int, ...]:
-        """These shares of the trained context, at least one token each."""
+        """These fractions of the trained context in tokens, at least one token each."""
         return tuple(max(1, round(share * self.length)) for share in shares)
 
     @property
     def ntk_exponent(self) -> float:
-        """``d / (d - 2)``: a base times ``s`` to this power divides the slowest pair by ``s``."""
+        """``d / (d - 2)``; a base times ``s`` to this power divides the slowest pair by ``s``."""
         self._require_pairs()
         return self.dim / (self.dim - 2)
 
     def _require_pairs(self) -> None:
-        """Raise where the base changes nothing: the fastest pair turns by 1 whatever the base."""
+        """Raise if the base has no effect: the frequency of the fastest pair is 1 for any base."""
         if self.dim == 2:
             raise UnsupportedModelError(
-                "one pair of columns rotates in each head of this model, and its frequency does "
-                "not depend on the base; use a method that divides frequencies, such as 'pi'"
+                "only one pair of columns rotates in each head of this model, and its frequency "
+                "does not depend on the base; use a method that divides frequencies, such as 'pi'"
             )
 
     def interpolated(self, kept: torch.Tensor, factor: float | torch.Tensor) -> torch.Tensor:
-        """Frequencies of which the share ``kept`` stays and the rest is divided by ``factor``."""
+        """Keep a fraction ``kept`` of each frequency and divide the rest by ``factor``."""
         return (1 - kept) * self.inv_freq / factor + kept * self.inv_freq
 
     def with_base_times(self, scale: float | torch.Tensor) -> torch.Tensor:
-        """The frequencies of the base times ``scale`` (``[...]``): ``[..., dim / 2]``."""
+        """The frequencies for the base times ``scale`` (``[...]``): ``[..., dim / 2]``."""
         self._require_pairs()
         scale = torch.as_tensor(scale, dtype=torch.float64, device="cpu")
         return self.inv_freq * scale.unsqueeze(-1) ** -_exponents(self.dim)
@@ -85,7 +85,7 @@ def geometric(base: float, dim: int) -> torch.Tensor:
 
 
 def reach(factor: float, length: int) -> int:
-    """Context after an extension of ``length`` tokens, tokens.
+    """Context in tokens after extending ``length`` tokens.
 
     Raises:
         OptionError: it is more than MOST_TOKENS.
@@ -99,23 +99,23 @@ def reach(factor: float, length: int) -> int:
 
 
 def factor_to(target: int, length: int) -> int | float:
-    """What extends ``length`` tokens to ``target``, rounded up to hundredths."""
+    """The factor that extends ``length`` tokens to ``target``, rounded up to hundredths."""
     hundredths = -(-100 * target // length)
     return hundredths // 100 if hundredths % 100 == 0 else hundredths / 100
 
 
 def plain_number(value: Any) -> int | float | None:
-    """A real number of any library's kind (numpy's, a Fraction) as Python's; None: it is none."""
+    """A real number of any type (numpy's, a Fraction) as Python's; None if it is not one."""
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
         return None
     try:
         return int(value) if isinstance(value, numbers.Integral) else float(value)
-    except OverflowError:  # of a Fraction
+    except OverflowError:  # a large Fraction
         return math.inf
 
 
 def whole_number(value: Any, minimum: int = 1) -> int | None:
-    """``value`` as a number of tokens from ``minimum`` to MOST_TOKENS; None: it is none."""
+    """``value`` as a number of tokens from ``minimum`` to MOST_TOKENS; None if it is not one."""
     number = plain_number(value)
     return number if isinstance(number, int) and minimum <= number <= MOST_TOKENS else None
 

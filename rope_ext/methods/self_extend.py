@@ -16,24 +16,24 @@ from rope_ext.methods.rope import Rope
 @register
 @dataclass(frozen=True, kw_only=True)
 class SelfExtend(Tempered):
-    """Beyond ``window`` tokens share positions in groups: ``floor(m/G) + w - floor(w/G) -
+    """Beyond ``window``, groups of tokens share positions: ``floor(m/G) + w - floor(w/G) -
     floor(n/G)``.
 
     Args:
-        window: tokens with their own distances; a quarter of the trained length by default.
-        group: tokens that share a position; by default the smallest with which the largest
-            distance stays within two thirds of the trained length, as the authors advise
+        window: tokens that keep their exact distances; a quarter of the trained length by default.
+        group: tokens that share a position; by default the smallest number with which the largest
+            distance is within two thirds of the trained length, as the authors recommend
             (``w + (N - w) / G < 2/3 L``).
-        published: without a temperature, as in the paper. The default is ``temperature="log_n"``,
-            which is better on both bundled checkpoints (docs/methods/self_extend.md).
+        published: no temperature, as in the paper. The default is ``temperature="log_n"``, which
+            is better on both bundled checkpoints (docs/methods/self_extend.md).
 
-    Jin et al. 2024, arXiv 2401.01325; the rule is from the authors' repository.
+    Jin et al. 2024, arXiv 2401.01325; the rule for ``group`` is from the authors' repository.
     """
 
     name: ClassVar[str] = "self_extend"
     aliases: ClassVar[tuple[str, ...]] = ("group_attention",)
     paper: ClassVar[str] = "arXiv 2401.01325"
-    use: ClassVar[str] = "no fine-tuning: exact neighbours, far tokens in groups"
+    use: ClassVar[str] = "no fine-tuning; exact distances to neighbors, grouped positions beyond"
 
     fits: ClassVar[str] = "a window below the trained length, and a group of at least 2"
 

@@ -17,18 +17,16 @@ from rope_ext.methods.temperature import yarn_factor
 @register
 @dataclass(frozen=True, kw_only=True)
 class STRING(PositionMethod):
-    """Distances from ``shift`` on start again at ``window``: ``m - n - shift + window``.
+    """Distances from ``shift`` on restart at ``window``: ``m - n - shift + window``.
 
-    Large distances are rare in training, so their positions are trained worst; this uses the
-    frequent ones instead. The largest distance in use shrinks by ``shift - window``, and no
-    distance below ``shift`` changes, so the context can at most be doubled. Cosine and sine are
-    multiplied by ``0.1 ln(2) + 1`` whatever the factor, as in the authors' code;
-    ``attention_factor=1`` leaves that out.
+    Large distances are rare in training, so their positions are trained least; this uses frequent
+    ones instead. The largest distance shrinks by ``shift - window``, and distances below ``shift``
+    do not change, so the context can at most be doubled. Cosine and sine are multiplied by
+    ``0.1 ln(2) + 1`` for any factor, as in the authors' code; ``attention_factor=1`` disables this.
 
     Args:
-        factor: 1 makes better use of the trained context and extends nothing.
-        shift: S, tokens; a third of the trained length by default, more where ``factor`` needs
-            it.
+        factor: 1 makes better use of the trained context without extending it.
+        shift: S, tokens; a third of the trained length by default, or more if ``factor`` needs it.
         window: W, tokens; 128 by default, at most a sixteenth of the trained length.
 
     An et al. 2024, arXiv 2410.18745.
@@ -36,7 +34,7 @@ class STRING(PositionMethod):
 
     name: ClassVar[str] = "string"
     paper: ClassVar[str] = "arXiv 2410.18745"
-    use: ClassVar[str] = "better use of the trained context (factor=1); up to twice its length"
+    use: ClassVar[str] = "better use of the trained context (factor=1), or up to twice its length"
     works_within: ClassVar[bool] = True
 
     fits: ClassVar[str] = "a shift of at most the trained length, and a smaller window"

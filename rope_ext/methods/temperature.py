@@ -1,8 +1,8 @@
-"""Temperatures: numbers that multiply queries, by their position or all alike.
+"""Temperatures: numbers that multiply queries, by position or by a constant.
 
-A query times ``tau`` has all its logits times ``tau``, those of columns that do not rotate too.
-Positions count from the first token of a sequence. All that grow with it start at 1, and so change
-nothing for as long as they do.
+Multiplying a query by ``tau`` multiplies all its logits by ``tau``, including those of columns that
+do not rotate. Positions count from the first token of a sequence. Temperatures that grow with the
+position start at 1, and change nothing until they grow.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from rope_ext.methods.rope import plain_number
 
 
 def yarn_factor(factor: float) -> float:
-    """YaRN's number on cosine and sine (arXiv 2309.00071, eq. 22)."""
+    """YaRN's factor for cosine and sine (arXiv 2309.00071, eq. 22)."""
     return 0.1 * math.log(factor) + 1.0
 
 
@@ -29,30 +29,30 @@ class Temperature(Checked):
     """Base of all temperatures: frozen dataclasses whose fields are their options."""
 
     def filled(self, length: int, factor: float) -> Temperature:
-        """The same with every option filled in.
+        """The same temperature with every option set.
 
         Args:
             length: trained context, tokens.
-            factor: of the method.
+            factor: the factor of the method.
         """
         return self
 
     def at(self, t: torch.Tensor) -> torch.Tensor:
-        """``tau`` of a :meth:`filled` one at the positions ``t``, float64, counted from 0."""
+        """``tau`` of a :meth:`filled` temperature at positions ``t``, float64, counted from 0."""
         raise NotImplementedError
 
     @property
     def constant(self) -> float | None:
-        """``tau``, where it is the same at every position; None: it is not."""
+        """``tau`` if it is the same at every position, else None."""
         return None
 
     @property
     def formula(self) -> str:
-        """``tau`` of a :meth:`filled` one in words, with ``i`` for the position."""
+        """The formula of a :meth:`filled` temperature as text, with ``i`` for the position."""
         raise NotImplementedError
 
     def to_json(self) -> dict[str, Any]:
-        """Plain values, from which :func:`as_temperature` makes the same."""
+        """Plain values from which :func:`as_temperature` builds the same temperature."""
         return {"temperature": self.name, **self.options()}
 
     def __repr__(self) -> str:
@@ -63,11 +63,11 @@ class Temperature(Checked):
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class LogN(Temperature):
-    """``max(1, ln(i + 1) / ln(length))``: as much sharper as there are more tokens to look at.
+    """``max(1, ln(i + 1) / ln(length))``: grows with the number of tokens to attend to.
 
     Args:
         length: tokens; the trained length by default.
-        scale: share of the growth, ``1 + scale (tau - 1)``; 1 as published.
+        scale: fraction of the growth, ``1 + scale (tau - 1)``; 1 as published.
 
     Su 2023, kexue.fm/archives/8823.
     """
@@ -96,10 +96,10 @@ class LogN(Temperature):
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class Llama4(Temperature):
-    """``1 + beta ln(1 + floor(i / length))``: a step with every trained length.
+    """``1 + beta ln(1 + floor(i / length))``: a step at every multiple of the trained length.
 
-    Ministral 3 and Mistral 4 count positions from 0, as here; Llama 4 counts them from 1, so that
-    its steps come one token earlier.
+    Ministral 3 and Mistral 4 count positions from 0, as here; Llama 4 counts them from 1, so its
+    steps come one token earlier.
 
     Args:
         beta: 0.1 as published.
@@ -130,12 +130,12 @@ class Llama4(Temperature):
 class YaRNTemperature(Temperature):
     """``(0.1 ln(s) + 1) ** 2``, the same at every position.
 
-    YaRN multiplies cosine and sine by ``0.1 ln(s) + 1``, and with them queries and keys: logits are
-    multiplied by its square. So is the query here. Where every column of a head rotates, both
-    compute the same; else this one reaches the other columns as well.
+    YaRN multiplies cosine and sine by ``0.1 ln(s) + 1``, and so queries and keys; logits are
+    multiplied by its square. Here the square multiplies the query. If every column of a head
+    rotates, the result is the same; otherwise this also scales the other columns.
 
     Args:
-        factor: ``s``; that of the method by default.
+        factor: ``s``; the factor of the method by default.
 
     Peng et al. 2023, arXiv 2309.00071, eq. 22.
     """
@@ -193,11 +193,11 @@ class Constant(Temperature):
 TEMPERATURES: dict[str | None, type[Temperature]] = {
     cls.name: cls for cls in (LogN, Llama4, YaRNTemperature, Constant)
 }
-"""By name. A constant has no default, so that its name alone is none."""
+"""By name. A constant needs a value, so its name alone is not enough."""
 
 
 def as_temperature(given: Any) -> Temperature | None:
-    """A temperature by name, as a number, as JSON or as itself; None: it is none."""
+    """Convert a name, a number, JSON or a temperature; None if that is not possible."""
     if isinstance(given, Temperature):
         return given
     if isinstance(given, Mapping):
@@ -205,7 +205,7 @@ def as_temperature(given: Any) -> Temperature | None:
         cls = TEMPERATURES.get(options.pop("temperature", None))
         try:
             return cls and cls(**options)
-        except TypeError:  # an option that it does not have, or lacks
+        except TypeError:  # an unknown or missing option
             return None
     if isinstance(given, str):
         return TEMPERATURES[given]() if given in TEMPERATURES and given != Constant.name else None

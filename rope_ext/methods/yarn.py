@@ -17,29 +17,27 @@ from rope_ext.methods.temperature import yarn_factor
 @register
 @dataclass(frozen=True, kw_only=True)
 class YaRN(FrequencyMethod):
-    """NTK-by-parts plus a temperature: cos and sin times ``0.1 ln(s) + 1``.
+    """NTK-by-parts plus a temperature: cos and sin are multiplied by ``0.1 ln(s) + 1``.
 
-    Two ramps are in use under this name; on Llama-2 with factor 4 single frequencies differ by
-    up to 73 %. The paper's is linear in the rotations of a pair; the authors' code, transformers
-    and vLLM use one that is linear in the index of the pair. The default follows the code, so
-    that checkpoints stay interchangeable.
+    Two different ramps are called YaRN; on Llama-2 with factor 4, single frequencies differ by up
+    to 73 %. The ramp in the paper is linear in the rotations of a pair; the authors' code,
+    transformers and vLLM use one that is linear in the index of the pair. The default follows the
+    code, so that checkpoints are interchangeable.
 
     Args:
-        beta_fast: pairs with more turns in the trained context are kept.
-        beta_slow: pairs with fewer turns are divided by ``factor``.
+        beta_fast: pairs with more rotations within the trained context keep their frequency.
+        beta_slow: pairs with fewer rotations are divided by ``factor``.
         truncate: round the ends of the index ramp outwards (False: gpt-oss). Index ramp only.
         ramp: ``"index"`` as in the released code, ``"rotations"`` as in the paper.
         blend: ``"arithmetic"`` mixes frequencies; ``"harmonic"`` mixes wavelengths,
-            ``theta / ((1 - g) s + g)``, as PoSE (arXiv 2309.10400) ships it.
+            ``theta / ((1 - g) s + g)``, as in PoSE (arXiv 2309.10400).
 
     Peng et al. 2023, arXiv 2309.00071, sections 3.2 and 3.4.
     """
 
     name: ClassVar[str] = "yarn"
     paper: ClassVar[str] = "arXiv 2309.00071"
-    use: ClassVar[str] = (
-        "serving and fine-tuning: every engine runs it; up to factor 4 also untrained"
-    )
+    use: ClassVar[str] = "fine-tuning, and serving with any engine; works untrained up to factor 4"
 
     beta_fast: float = 32.0
     beta_slow: float = 1.0
@@ -63,14 +61,14 @@ class YaRN(FrequencyMethod):
         }
 
     def kept(self, rope: Rope) -> torch.Tensor:
-        """Share of each pair's own frequency that is kept, in [0, 1]."""
+        """Fraction of each pair's trained frequency that is kept, in [0, 1]."""
         if self.ramp == "rotations":
             return rope.rotation_ramp(self.beta_slow, self.beta_fast)
         low = self._index(rope, self.beta_fast)
         high = self._index(rope, self.beta_slow)
         if self.truncate:
             low, high = math.floor(low), math.ceil(high)
-        # The bounds and the 0.001 are transformers': a ramp of no width becomes a step.
+        # As in transformers, with its bounds and its 0.001: a ramp without width becomes a step.
         low, high = max(low, 0), min(high, rope.dim - 1)
         if low == high:
             high += 0.001
@@ -79,7 +77,7 @@ class YaRN(FrequencyMethod):
 
     @staticmethod
     def _index(rope: Rope, rotations: float) -> float:
-        """The (fractional) pair that makes that many turns within the trained context."""
+        """The (fractional) index of the pair with this many rotations in the trained context."""
         turns = rope.length / (rotations * 2 * math.pi)
         return rope.dim * math.log(turns) / (2 * math.log(rope.base))
 

@@ -656,7 +656,7 @@ def test_factor_must_be_a_finite_number_of_at_least_one(cls: type[FrequencyMetho
         ("p_rope", {"p": 1.5}, ["p=1.5", "in (0, 1]"]),
         ("resonance", {"on": 3}, ["on=3", "a method or a method's name"]),
         ("resonance", {"on": "yarm"}, ["unknown method 'yarm'; did you mean 'yarn'?"]),
-        ("resonance", {"on": PI(factor=2)}, ["factor=4", "on's own, 2"]),
+        ("resonance", {"on": PI(factor=2)}, ["factor=4", "the factor of on, 2"]),
         (
             "resonance",
             {"on": "dynamic_yarn"},

@@ -8,11 +8,14 @@ export TOKENIZERS_PARALLELISM = false
 .PHONY: demo demo-pictures docs engine-sources finetune finetune-methods laboratory test test-all lint types coverage checkpoint clean
 .PHONY: surgery $(CHECKPOINTS:%=demo-%) $(CHECKPOINTS:%=finetune-%) $(CHECKPOINTS:%=surgery-%)
 
-# torch first and by version: a plain `torch` may pull gigabytes of CUDA packages.
+# torch first and by version: a plain `torch` may pull gigabytes of CUDA packages. Python compiles
+# what it imports of them, a third; pip would compile all.
+INSTALL := $(BIN)/pip install --quiet --disable-pip-version-check --no-compile
+
 $(VENV)/installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt torch
-	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev]"
+	$(INSTALL) -c constraints.txt torch
+	$(INSTALL) -c constraints.txt -e ".[dev]"
 	touch $@
 
 DEMO_tiny-512 := --factor 8 --lengths 512,1024,2048,4096
@@ -87,14 +90,13 @@ test: $(VENV)/installed
 	$(BIN)/python -m pytest -n 2 --dist worksteal -m "not slow"
 
 test-all: $(VENV)/installed engine-sources
-	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt \
-		-e ".[dev,harness,quantised,zero3,engines]"
+	$(INSTALL) -c constraints.txt -e ".[dev,harness,quantised,zero3,engines]"
 	ENGINE_SOURCES=$(CURDIR)/$(VENV)-engines $(BIN)/python -m pytest -n 2 --dist worksteal
 
 # What they depend on is for GPUs, or an older transformers.
 engine-sources: $(VENV)/installed ## files of vLLM, SGLang and kvpress, which slow tests run by themselves
 	rm -rf $(VENV)-engines
-	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps --no-compile \
+	$(INSTALL) --no-deps \
 		--only-binary :all: --target $(VENV)-engines vllm==0.33.0 sglang==0.5.23 \
 		kvpress==0.5.5 cachetools==5.5.2 fire==0.7.1 termcolor==3.3.0
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 from transformers import (
@@ -14,21 +13,14 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
-from rope_eval.plots import results
+from tests.helpers import pictures
 from tests.helpers.checkpoint import save_checkpoint
 
 
 @pytest.fixture(scope="package", autouse=True)
 def _small_pictures() -> Iterator[None]:
-    """In reports, small and as they come: half a second each. test_cli.py draws them in full."""
-
-    def small(width: float, height: float) -> Any:
-        from matplotlib.figure import Figure
-
-        return Figure(figsize=(width / 4, height / 4))
-
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(results, "figure_of", small)
+        pictures.draw_small(patched)
         yield
 
 

@@ -12,6 +12,7 @@ from recipes import finetune, surgery
 from recipes.settings import parse
 from rope_ext.errors import OptionError, SeveralErrors
 from rope_ext.loading import read_sidecar
+from tests.helpers import pictures
 from tests.helpers.recipe_runs import arguments
 
 
@@ -71,6 +72,7 @@ def test_every_wrong_number_is_told_before_anything_is_trained(monkeypatch) -> N
 def test_an_operation_is_trained_read_and_compared(
     checkpoint: Path, texts: Path, tmp_path: Path, monkeypatch
 ) -> None:
+    pictures.draw_small(monkeypatch)
     config = tmp_path / "recipe.yaml"
     settings = {"dataset": str(texts), "learning_rate": 0.01, "report_to": "none", "use_cpu": True}
     config.write_text(yaml.safe_dump(settings | {"disable_tqdm": True, "pose_chunks": 2}))

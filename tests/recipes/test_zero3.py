@@ -34,15 +34,29 @@ RUNS: dict[str, dict[str, object]] = {
 """A frequency method, a position method that is proven by a forward, parameters of our own."""
 
 
-@pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    save_checkpoint(tmp_path / "model")
+HALF = "kerple_log in bfloat16"
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """All of ``RUNS`` in two processes, and one of them in bfloat16, saved after every step."""
+    folder = tmp_path_factory.mktemp("zero3")
+    save_checkpoint(folder / "model")
     draw = random.Random(0).choices
     lines = [" ".join(draw(["one", "two", "three", "four", "five"], k=400)) for _ in range(8)]
-    (tmp_path / "text.jsonl").write_text("\n".join(json.dumps({"text": line}) for line in lines))
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    (folder / "text.jsonl").write_text("\n".join(json.dumps({"text": line}) for line in lines))
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setenv("DS_ACCELERATOR", "cpu")
+        all_runs = RUNS | {HALF: RUNS["kerple_log"] | {"bf16": True}}
+        train(folder, {name: given | {"save_steps": 1} for name, given in all_runs.items()})
+    return folder
+
+
+@pytest.fixture
+def folder(runs: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", runs / "cache")
     monkeypatch.setenv("DS_ACCELERATOR", "cpu")
-    return tmp_path
+    return runs
 
 
 def trained(folder: Path) -> dict[str, torch.Tensor]:
@@ -70,11 +84,10 @@ def test_zero3_trains_and_saves_what_one_process_does(folder: Path, ids: torch.T
     for name, given in RUNS.items():
         alone = given | {"dataset": folder / "text.jsonl"}
         finetune.main(settings(folder, f"{name} of one", 1, **alone))
-    train(folder, {f"{name} of two": given for name, given in RUNS.items()})
     untrained = AutoModelForCausalLM.from_pretrained(folder / "model").eval()
     start = untrained.state_dict()
     for name in RUNS:
-        one, two = f"{name} of one", f"{name} of two"
+        one, two = f"{name} of one", name
         torch.testing.assert_close(log(folder / two), log(folder / one), rtol=1e-5, atol=0)
         expected, found = trained(folder / one), trained(folder / two)
         assert {k: v.shape for k, v in found.items()} == {k: v.shape for k, v in expected.items()}
@@ -93,39 +106,33 @@ def test_zero3_trains_and_saves_what_one_process_does(folder: Path, ids: torch.T
 
 def test_a_killed_run_under_zero3_goes_on_where_it_stood(folder: Path) -> None:
     """After its first step; in bfloat16, too, whose losses are nearly those of float32."""
-    runs = {
-        "lora": {"method": "rerope"},
-        "whole": {"method": "kerple_log", "lora_r": 0},
-        "bfloat16": {"method": "kerple_log", "lora_r": 0, "bf16": True},
-    }
-    saved = {"save_steps": 1}
-    train(folder, {name: given | saved for name, given in runs.items()})
-    for name in runs:
+    killed = {name: RUNS[name] for name in ("rerope", "kerple_log")}
+    killed[HALF] = RUNS["kerple_log"] | {"bf16": True}
+    for name in killed:
         first = folder / f"{name} killed" / "checkpoint-1"
         shutil.copytree(folder / name / "checkpoint-1", first)
         shutil.copy(folder / name / "recipe.json", first.parent)
         state = json.loads((first / "trainer_state.json").read_text())
         state["log_history"][0]["loss"] = 42  # only a run that goes on knows of it
         (first / "trainer_state.json").write_text(json.dumps(state))
-    resumed = saved | {"resume_from_checkpoint": "true"}
-    train(folder, {f"{name} killed": given | resumed for name, given in runs.items()})
-    for name in runs:
-        whole, killed = log(folder / name), log(folder / f"{name} killed")
-        assert killed[0, 0] == 42
-        torch.testing.assert_close(killed[1:], whole[1:], rtol=1e-5, atol=0)
+    resumed = {"save_steps": 1, "resume_from_checkpoint": "true"}
+    train(folder, {f"{name} killed": given | resumed for name, given in killed.items()})
+    for name in killed:
+        whole, again = log(folder / name), log(folder / f"{name} killed")
+        assert again[0, 0] == 42
+        torch.testing.assert_close(again[1:], whole[1:], rtol=1e-5, atol=0)
         expected, found = trained(folder / name), trained(folder / f"{name} killed")
         torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
-    exact, half = log(folder / "whole"), log(folder / "bfloat16")
+    exact, half = log(folder / "kerple_log"), log(folder / HALF)
     torch.testing.assert_close(half, exact, rtol=0.02, atol=0)  # two digits in every layer
     assert not torch.equal(half, exact)
 
 
 def test_zero3_with_all_in_the_memory_of_the_host(folder: Path) -> None:
-    """DeepSpeed's own AdamW steps for it; to 1e-5, as above."""
+    """DeepSpeed's own AdamW steps for it, on a formula in place of C++ that it would compile."""
     offload = [
         word for what in ("optimizer", "param") for word in (f"--offload_{what}_device", "cpu")
     ]
-    train(folder, {"two": RUNS["yarn"]}, *offload)
-    alone = RUNS["yarn"] | {"dataset": folder / "text.jsonl"}
-    finetune.main(settings(folder, "one", 1, **alone))
-    torch.testing.assert_close(log(folder / "two"), log(folder / "one"), rtol=1e-5, atol=0)
+    train(folder, {"yarn offloaded": RUNS["yarn"]}, *offload)
+    found, expected = log(folder / "yarn offloaded"), log(folder / "yarn")
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=0)

@@ -1,0 +1,18 @@
+"""Pictures of reports, small: they take half a second each in full. test_cli.py draws them so."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from rope_eval.plots import results
+
+
+def draw_small(patched: pytest.MonkeyPatch) -> None:
+    def small(width: float, height: float) -> Any:
+        from matplotlib.figure import Figure
+
+        return Figure(figsize=(width / 4, height / 4))
+
+    patched.setattr(results, "figure_of", small)

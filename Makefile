@@ -40,29 +40,26 @@ finetune: $(CHECKPOINTS:%=finetune-%) ## train the shipped ones for 4096 tokens,
 finetune-tiny-bytes-512: runs/django/train.jsonl
 $(CHECKPOINTS:%=finetune-%): finetune-%: $(VENV)/installed
 	run=runs/$(subst -,_,$*)_yarn_pose; \
-	before="$(REPORT) --model checkpoints/$* $(HELD_OUT_$*) --lengths 512,4k --trials 20"; \
 	test -e $$run/rope_ext.json || $(TUNE) --config recipes/$(subst -,_,$*)_yarn_pose.yaml \
 		$$(ls -d $$run/checkpoint-* >/dev/null 2>&1 && echo --resume_from_checkpoint true) || exit; \
-	$$before --method yarn --factor 8 --output runs/finetune/$*/before || exit; \
-	$$before --adapter $$run --method adapter --output runs/finetune/$*/after || exit; \
+	$(REPORT) --model checkpoints/$* $(HELD_OUT_$*) --lengths 512,4k --trials 20 --factor 8 \
+		--adapter $$run --method before,adapter --output runs/finetune/$*/report || exit; \
 	test -e runs/finetune/$*/merged || \
 		$(BIN)/python recipes/merge.py $$run --output runs/finetune/$*/merged
 
 runs/django/train.jsonl: $(VENV)/installed
 	$(BIN)/python recipes/pretrain/django_docs.py $@
 
-TUNE_FIRST := $(TUNE) --config recipes/tiny_512_yarn_pose.yaml
+TUNE_FIRST := $(TUNE) --config recipes/tiny_512_yarn_pose.yaml --max_steps 120 --retrieval_share 0
 BEFORE := --model checkpoints/tiny-512
 
-# The same steps on as many tokens; "none" is long rows and RoPE as it is.
-finetune-methods: $(VENV)/installed ## other methods, as `make finetune` trains yarn (an hour)
-	$(REPORT) $(BEFORE) --method yarn,ntk,llama3,pi,rerope --factor 8 --lengths 512,4k --trials 8 \
-		--output runs/methods/before
-	for method in ntk llama3 pi rerope; do \
+# All on text alone, with as many steps and tokens; "none" is long rows and RoPE as it is.
+finetune-methods: $(VENV)/installed ## several methods, trained on text alone (an hour)
+	for method in yarn ntk llama3 pi rerope; do \
 		run=runs/methods/$$method; \
 		test -e $$run/rope_ext.json || $(TUNE_FIRST) --method $$method --output_dir $$run || exit; \
-		$(REPORT) $(BEFORE) --adapter $$run --method adapter --lengths 512,4k --trials 8 \
-			--output $$run/report || exit; \
+		$(REPORT) $(BEFORE) --adapter $$run --method before,adapter --factor 8 --lengths 512,4k \
+			--trials 8 --output $$run/report || exit; \
 	done
 	run=runs/methods/none; \
 	test -e $$run/adapter_config.json || $(TUNE_FIRST) --method none --pose_chunks 0 --length 4096 \

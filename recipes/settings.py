@@ -11,7 +11,7 @@ import os
 import shutil
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -24,10 +24,12 @@ from transformers.trainer import TRAINER_STATE_NAME
 from recipes.checks import missing, not_installed, out_of_range, unsupported
 from recipes.data import PYTHON_LIBRARY
 from rope_eval.plots.style import require_matplotlib
+from rope_eval.reports.calibration import Calibration
 from rope_ext.arguments import read_json
 from rope_ext.drafts import draft_of
 from rope_ext.errors import Mistakes, OptionError, first_line, nearest
-from rope_ext.methods import build_method
+from rope_ext.methods import build_method, method_class
+from rope_ext.record import method_to_json
 
 NONE = "none"
 MIXED_ROWS = ("chunked", "bookended")
@@ -64,7 +66,9 @@ class Recipe:
     model: str | None = _option(None, "Model directory or Hub ID.")
     method: str = _option("yarn", "Name of a rope_ext method, or none to leave RoPE unchanged.")
     factor: float = _option(4.0, "Extension factor: target length / trained length.")
-    method_options: str | None = _option(None, "Options of the method, as JSON.")
+    method_options: str | None = _option(
+        None, "Options of the method: JSON, or a calibration.json of rope-ext calibrate."
+    )
     original_max_position_embeddings: int | None = _option(
         None, "Override the trained length in the config."
     )
@@ -178,7 +182,36 @@ def read_settings(argv: Sequence[str], mistakes: Mistakes) -> tuple[Recipe, Any]
     values = vars(found)
     mistakes.add_all(out_of_range(values).values())
     recipe = Recipe(**{option.name: values[option.name] for option in fields(Recipe)})
+    recipe = mistakes.check(calibrated, recipe, default=replace(recipe, method_options=None))
     return recipe, _training_arguments(values, mistakes)
+
+
+def calibrated(recipe: Recipe) -> Recipe:
+    """The recipe with the options of a calibration in place of the name of its file.
+
+    Only options that differ from the published default are given.
+
+    Raises:
+        RopeExtError: the file cannot be read, or is about another method or factor.
+    """
+    path = recipe.method_options or ""
+    if not path.endswith(".json"):
+        return recipe
+    found = {choice.method.name: choice.method for choice in Calibration.load(path).choices}
+    method = found.get(recipe.method if recipe.method == NONE else method_class(recipe.method).name)
+    if method is None:
+        raise OptionError(
+            f"--method_options {path} calibrates {', '.join(found)}, not --method {recipe.method}; "
+            f"give --method one of those, or calibrate {recipe.method}"
+        )
+    if method.factor != recipe.factor:
+        raise OptionError(
+            f"--method_options {path} was calibrated for factor {method.factor:g}, and --factor is "
+            f"{recipe.factor:g}; give --factor {method.factor:g}, or calibrate for the target"
+        )
+    published = method_to_json(type(method)(factor=method.factor))
+    options = {k: v for k, v in method_to_json(method).items() if published[k] != v}
+    return replace(recipe, method_options=json.dumps(options))
 
 
 def _training_arguments(values: Mapping[str, Any], mistakes: Mistakes) -> Any:

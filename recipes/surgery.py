@@ -146,6 +146,7 @@ class Bench:
         words += ["--length", str(length), "--max_steps", str(max(1, steps))]
         words += ["--per_device_train_batch_size", str(self.batch * self.length // length)]
         words += ["--lora_r", _RANK, "--lora_alpha", _RANK, "--lora_target", *_LINEAR]
+        words += ["--retrieval_share", "0"]  # text alone, so that operations differ in nothing else
         words += ["--output_dir", str(run), *made.words, *self.more]
         words += [] if steps else ["--learning_rate", "0"]
         if any(run.glob("checkpoint-*")):

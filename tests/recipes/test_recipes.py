@@ -469,6 +469,29 @@ def test_the_command_line_is_over_the_file(tmp_path: Path) -> None:
     assert settings.method_of(recipe) == rope_ext.YaRN(factor=8, beta_fast=16)
 
 
+def test_options_are_those_of_a_calibration(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = rope_ext.YaRN(factor=8, attention_factor=1.3, temperature="log_n")
+    choices = [SimpleNamespace(method=method) for method in (rope_ext.NTK(factor=8), found)]
+    read = {"runs/calibration.json": SimpleNamespace(choices=choices)}
+    monkeypatch.setattr(settings.Calibration, "load", read.__getitem__)
+    given = ["--method_options", "runs/calibration.json", "--output_dir", str(tmp_path / "run")]
+    recipe, _ = settings.parse([*given, "--factor", "8"])
+    assert settings.method_of(recipe) == found
+    assert json.loads(recipe.method_options)["attention_factor"] == 1.3
+    assert "beta_fast" not in recipe.method_options  # published
+    recipe, _ = settings.parse([*given, "--factor", "8", "--method", "ntk"])
+    assert settings.method_of(recipe) == rope_ext.NTK(factor=8)
+    with pytest.raises(OptionError, match=r"calibrates ntk, yarn, not --method pi"):
+        settings.parse([*given, "--factor", "8", "--method", "pi"])
+    with pytest.raises(OptionError, match="calibrated for factor 8, and --factor is 4"):
+        settings.parse(given)
+    monkeypatch.undo()
+    with pytest.raises(RopeExtError, match=r"calibration\.json"):
+        settings.parse(given)
+
+
 @pytest.mark.parametrize(
     ("method", "scheme", "warned"),
     [("rerope", "pose", True), ("rerope", "consecutive", False), ("yarn", "random", False)],

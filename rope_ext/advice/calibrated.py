@@ -14,7 +14,7 @@ from rope_ext.methods import Method
 from rope_ext.record import method_from_json
 
 NAME = "calibration"
-FORMAT = 1
+FORMAT = 2
 
 
 @dataclass(frozen=True)

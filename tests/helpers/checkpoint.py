@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import random
+import string
 from pathlib import Path
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
@@ -51,3 +53,9 @@ def save_texts(path: Path) -> Path:
     books = [" ".join(f"word{i * k % 97}" for i in range(400)) + "." for k in (3, 5, 7, 11, 13)]
     path.write_text("\n".join(json.dumps({"text": book}) for book in books), encoding="utf-8")
     return path
+
+
+def written(words: int, seed: float) -> str:
+    """A text that does not repeat itself: random words of five letters."""
+    rng = random.Random(f"written:{seed}")
+    return " ".join("".join(rng.choices(string.ascii_lowercase, k=5)) for _ in range(words))

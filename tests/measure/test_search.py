@@ -6,7 +6,6 @@ import copy
 import inspect
 import json
 import math
-import random
 from itertools import pairwise
 from pathlib import Path
 
@@ -26,24 +25,26 @@ from rope_eval.data.prompts import beginning
 from rope_eval.data.text import python_library
 from rope_eval.forward import score
 from rope_eval.options import flag_of, option_fields
+from rope_eval.reports.calibration import fitness
 from rope_eval.reports.intervals import mean_interval
-from rope_eval.tasks.passkey import FILLER
 from rope_eval.tasks.perplexity import choose_windows
+from rope_eval.tune import fitness as judging
+from rope_eval.tune import search as module
 from rope_eval.tune.options import SearchOptions
 from rope_eval.tune.search import Candidate, Space, evolve
 from rope_eval.tune.trial_log import TrialLog, read_log
 from rope_ext.arguments import parse_options
 from rope_ext.cli import app
-from tests.helpers.checkpoint import TRAINED
+from tests.helpers.checkpoint import TRAINED, written
 from tests.helpers.killed import kill_beyond
 from tests.helpers.models import several_axes, tiny_llama
 from tests.helpers.sequences import EXACT, decoded, recomputed
 
 BOX = Path(__file__).parents[2] / "checkpoints" / "tiny-512"
 TARGET = 2 * TRAINED
-DOCUMENTS = [" ".join(random.Random(i).choices(FILLER, k=60)) for i in range(4)]
+DOCUMENTS = [written(80, i) for i in range(4)]
 KNOWN = 10  # methods that are measured before any table, YaRN with six temperatures
-SMALL = {"population": 8, "mutations": 3, "crossovers": 3, "samples": 2}
+SMALL = {"population": 8, "mutations": 3, "crossovers": 3, "samples": 2, "prompts": 0}
 
 
 # Evolution
@@ -104,6 +105,10 @@ def log(output: Path) -> list[dict]:
     return [json.loads(line) for line in lines[1:]]
 
 
+def loss_of(line: dict) -> float:
+    return fitness(line["scores"]["far"], line["scores"]["answers"])
+
+
 @pytest.mark.slow
 def test_a_search_is_seeded_ascends_and_beats_what_it_began_with(model, tokenizer, tmp_path):
     output = tmp_path / "new" / "found.json"
@@ -121,10 +126,10 @@ def test_a_search_is_seeded_ascends_and_beats_what_it_began_with(model, tokenize
     assert given == 5 * [None] + [1.0, 1.1, 1.2, 1.3, 1.4]
     assert len(tried) == KNOWN + 8 + 5 * 6
     losses = {
-        (tuple(x["method"]["long_factor"]), x["method"]["attention_factor"]): x["loss"]
+        (tuple(x["method"]["long_factor"]), x["method"]["attention_factor"]): loss_of(x)
         for x in tried[KNOWN:]
     }
-    begun = [x["loss"] for x in tried[KNOWN : KNOWN + 5]]
+    begun = [loss_of(x) for x in tried[KNOWN : KNOWN + 5]]
     best = method.long_factor, method.attention_factor
     assert losses[best] == min(losses.values()) < min(begun)
     assert len({scale for _, scale in losses}) > 2
@@ -151,12 +156,13 @@ def test_the_loss_is_what_transformers_computes_of_the_last_tokens(
         name, options = line["method"].pop("name"), line["method"]
         with rope_ext.patched(model, name, **options), torch.no_grad():
             right = float(model(whole, labels=labels).loss)
-        assert line["loss"] == pytest.approx(right, rel=1e-5)  # float32 means in another order
+        assert loss_of(line) == pytest.approx(right, rel=1e-5)  # float32 means in another order
 
 
-def test_answers_of_needles_are_what_transformers_computes_of_them(
-    model, tokenizer, tmp_path
+def test_the_answers_alone_are_what_transformers_computes_of_them(
+    model, tokenizer, tmp_path, monkeypatch
 ) -> None:
+    monkeypatch.setattr(judging, "_FOUND", 0)  # prompts count although a random model finds none
     rows = []
 
     def seen(module, args, kwargs):
@@ -164,23 +170,59 @@ def test_answers_of_needles_are_what_transformers_computes_of_them(
 
     output = tmp_path / "found.json"
     hook = model.register_forward_pre_hook(seen, with_kwargs=True)
-    found(model, tokenizer, output, iterations=1, scored="needles", attention_factor=1.2)
+    given = {"scored": 0, "prompts": 16, "attention_factor": 1.2}
+    found(model, tokenizer, output, iterations=1, **given)
     hook.remove()
-    asked = rows[1:3]  # the first tells the model; all tables get these two
+    asked = rows[1 + 32 : 1 + 32 + 32]  # the first tells the model, 32 decide; of all tables these
+    assert [len(row) for row in asked] == 16 * [TRAINED] + 16 * [TARGET]
     for row in asked:
         answer = tokenizer.decode(row[-5:])
         text = tokenizer.decode(row[:-5])
-        assert answer.isdigit() and text.count(answer) == 2 and len(row) == TARGET
-    assert "There is an important info" in tokenizer.decode(asked[0])  # filler, then the text
-    assert "There is an important info" not in tokenizer.decode(asked[1])
+        assert answer.isdigit() and text.count(answer) == 2
+    filler = ["There is an important info" in tokenizer.decode(row) for row in asked]
+    assert filler == 2 * (8 * [True] + 8 * [False])
     for line in [log(output)[2], log(output)[-1]]:
         name, options = line["method"].pop("name"), line["method"]
         with rope_ext.patched(model, name, **options), torch.no_grad():
             logits = torch.stack([model(row[None]).logits[0, -6:-1] for row in asked])
         answers = torch.stack([row[-5:] for row in asked])
         right = torch.nn.functional.cross_entropy(logits.flatten(0, 1), answers.flatten())
-        assert line["loss"] == pytest.approx(float(right), rel=1e-5)
+        assert loss_of(line) == pytest.approx(float(right), rel=1e-5)
+        assert line["scores"]["far"] is None and line["scores"]["found"] == [0, 16]
         assert name == "yarn" or options["attention_factor"] == 1.2
+
+
+def test_a_table_that_is_best_for_text_and_finds_nothing_is_not_found(
+    model, tokenizer, monkeypatch
+) -> None:
+    """Text is best at an attention factor of 1, and answers are found from 1.2 on."""
+
+    def factor(model) -> float:
+        return model.model.rotary_emb.attention_scaling
+
+    def of_text(model, windows, scored, advance):
+        return [2 + 0.1 * factor(model)] * len(windows)
+
+    def of_answers(model, prompts, advance):
+        hit = factor(model) >= 1.2 or rope_ext.describe(model).method is None
+        return [(0.1 if hit else 3.0, hit)] * len(prompts)
+
+    monkeypatch.setattr(module, "losses_at_end", of_text)
+    monkeypatch.setattr(module, "losses_of_answers", of_answers)
+    by_default = {"population": 40, "prompts": SearchOptions(target_length=TARGET).prompts}
+    assert found(model, tokenizer, **by_default).attention_factor == 1.2
+    assert found(model, tokenizer, prompts=0).attention_factor == 1.0
+
+
+def test_prompts_that_the_unpatched_model_does_not_answer_do_not_count(
+    model, tokenizer, caplog
+) -> None:
+    assert found(model, tokenizer, prompts=16, iterations=1) == found(
+        model, tokenizer, iterations=1
+    )
+    assert "answers hidden in filler do not count" in caplog.text and "0 of 16" in caplog.text
+    with pytest.raises(rope_ext.MeasureError, match="scored=0 leaves nothing to judge by"):
+        found(model, tokenizer, prompts=16, scored=0)
 
 
 def test_from_a_critical_pair_on_numbers_lie_between_the_factor_and_twice_as_much(
@@ -279,7 +321,9 @@ BAD = [
     ({"target_length": 4096}, "window of 4096"),
     ({"samples": 400}, "samples=400 are to be judged by; give more text"),
     ({"scored": 0}, "scored=0 is not valid"),
-    ({"scored": "needle"}, "scored='needle' is not valid; it must be .* or 'needles'"),
+    ({"scored": "needles", "prompts": 16}, "scored='needles' is not valid"),
+    ({"prompts": 8}, "prompts=8 is not valid; it must be 0 or at least 16"),
+    ({"text": 10 * DOCUMENTS[:1], "samples": 5}, r"\d\d% of the text is repeated"),
     ({"critical": 8}, "critical=8 is not valid; it must be below the 8 pairs"),
     ({"critical": 0}, "critical=0 is not valid"),
     ({"scored": TARGET}, "scored=256 is not valid; it must be below target_length=256"),
@@ -298,7 +342,7 @@ BAD = [
 ]
 
 
-@pytest.mark.parametrize(("changed", "message"), BAD, ids=str)
+@pytest.mark.parametrize(("changed", "message"), BAD, ids=lambda each: str(each)[:60])
 def test_bad_input_is_told_before_any_forward(model, tokenizer, changed, message) -> None:
     model.model.layers[0].register_forward_hook(lambda *args: pytest.fail("the model was run"))
     options = {"text": DOCUMENTS, "target_length": TARGET, **SMALL, **changed}
@@ -353,14 +397,14 @@ def test_every_option_is_a_keyword_of_the_function_and_an_option_of_the_command(
 
 def test_damaged_lines_of_a_log_are_measured_again(tmp_path) -> None:
     path = tmp_path / "found.jsonl"
-    log = TrialLog.open(path, "search", "loss", {"seed": 0})
+    log = TrialLog.open(path, "search", "scores", {"seed": 0})
     log.add({"method": 1}, 0.5)
     with path.open("a") as file:
         file.write('nonsense\n[1]\n{"method": 2}\n{"method": 3, "lo')
-    log = TrialLog.open(path, "search", "loss", {"seed": 0})
+    log = TrialLog.open(path, "search", "scores", {"seed": 0})
     assert log.found == {'{"method": 1}': 0.5}
     log.add({"method": 3}, 0.25)
-    assert read_log(path, "search", "loss")[1] == {'{"method": 1}': 0.5, '{"method": 3}': 0.25}
+    assert read_log(path, "search", "scores")[1] == {'{"method": 1}': 0.5, '{"method": 3}': 0.25}
 
 
 def test_a_model_without_finite_losses_is_told(model, tokenizer) -> None:
@@ -392,7 +436,7 @@ def test_text_is_a_path_or_documents(model, tokenizer, tmp_path, caplog) -> None
     path.write_text("\n".join(DOCUMENTS))
     assert searched(path) == searched(str(path)) == searched("\n".join(DOCUMENTS))
     assert "documents are joined" not in caplog.text
-    searched([document[:400] for document in DOCUMENTS * 8])
+    searched([written(20, i) for i in range(32)])
     assert "documents are joined" in caplog.text
 
 
@@ -402,14 +446,14 @@ def test_the_command_searches_prints_and_goes_on(checkpoint, tmp_path) -> None:
     text.write_text("\n".join(DOCUMENTS))
     words = ["search", str(checkpoint), "--length", str(TARGET), "--output", str(output)]
     words += ["--text", str(text), "--population", "8", "--mutations", "3", "--crossovers", "3"]
-    words += ["--samples", "2", "--iterations", "1"]
+    words += ["--samples", "2", "--iterations", "1", "--prompts", "0"]
     words += ["--trained-length", "100"]
     result = CliRunner().invoke(app, words)
     assert result.exit_code == 0 and result.stderr == "", result.output
     tried = log(output)
-    best = min(x["loss"] for x in tried if x["method"]["name"] == "longrope")
+    best = min(loss_of(x) for x in tried if x["method"]["name"] == "longrope")
     assert f"longrope  {math.exp(best):>8.4g}\n" in result.stdout
-    assert f"yarn      {math.exp(tried[2]['loss']):>8.4g}\n" in result.stdout
+    assert f"yarn      {math.exp(loss_of(tried[2])):>8.4g}\n" in result.stdout
     assert "best of 14 tables" in result.stdout
     before = output.with_suffix(".jsonl").read_bytes()
     again = CliRunner().invoke(app, words)  # all is known

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from rope_ext.terminal import stoppable
-from tests.helpers.checkpoint import TRAINED, save_checkpoint
+from tests.helpers.checkpoint import TRAINED, save_checkpoint, written
 
 ROOT = Path(__file__).parents[2]
 STATUS = {"SIGHUP": 129, "SIGINT": 130, "SIGTERM": 143}
@@ -90,7 +90,7 @@ def test_in_another_thread_nothing_changes() -> None:
 def test_every_command_that_measures_says_how_to_go_on(tmp_path: Path) -> None:
     model = str(save_checkpoint(tmp_path / "tiny"))
     text = tmp_path / "text.txt"
-    text.write_text(" ".join(f"word{i % 97}" for i in range(20_000)))
+    text.write_text(written(20_000, 0))
     far, text = str(2 * TRAINED), str(text)
     asked = ["--lengths", far, "--windows", "2", "--text", text]
     compare = ["compare", "--model", model, "--methods", "yarn", *asked]
@@ -129,7 +129,7 @@ def test_every_command_that_measures_says_how_to_go_on(tmp_path: Path) -> None:
 def test_processes_of_a_launcher_end_with_it(tmp_path: Path) -> None:
     """One waits for the other, which measures: both end, and the first says how to go on."""
     model, text = save_checkpoint(tmp_path / "tiny"), tmp_path / "text.txt"
-    text.write_text(" ".join(f"word{i % 97}" for i in range(20_000)))
+    text.write_text(written(20_000, 0))
     words = ["perplexity", "--model", model, "--method", "yarn", "--lengths", 2 * TRAINED]
     words += ["--windows", 2, "--batch-size", 1, "--text", text, "--output", tmp_path / "out"]
     launch = ["-m", "torch.distributed.run", "--nproc-per-node", "2"]

@@ -48,8 +48,21 @@ class Trial:
 
     @property
     def score(self) -> float:
-        """What is minimised: nats per token of the far text, and of the answers where there are."""
-        return self.far + (self.answers or 0.0)
+        """What is minimised: see :func:`fitness`."""
+        return fitness(self.far, self.answers)
+
+
+def fitness(far: float | None, answers: float | None) -> float:
+    """What :func:`rope_ext.calibrate` and :func:`rope_ext.search` minimise, nats per token.
+
+    Text alone rates a model that no longer retrieves as highly as one that does; answers alone
+    rate one that can do nothing else as highly.
+
+    Args:
+        far: mean loss of the last tokens of windows of the target length; None: not scored.
+        answers: mean loss of the answers to passkey prompts; None: no prompts count.
+    """
+    return (far or 0.0) + (answers or 0.0)
 
 
 @dataclass(frozen=True)
@@ -66,6 +79,12 @@ class Change:
     after: float
     low: float
     high: float
+
+    @property
+    def percent(self) -> str:
+        """The change of a perplexity, with its interval."""
+        low, high = _percent(self.low), _percent(self.high)
+        return f"{_percent(self.after - self.before)} % [{low}, {high}]"
 
     @property
     def worse(self) -> bool:
@@ -119,7 +138,8 @@ class Calibration:
         target_length: tokens.
         scored: tokens at the end of every window.
         seed: of texts, prompts and intervals.
-        cost: the most that the loss within the trained length may rise, as a share of it.
+        cost: largest increase of perplexity that is accepted, as a share.
+        prompts: prompts of each length that judged.
         rows: sequences that were run through the model, one forward each if not batched.
         inside: loss of the unpatched model within the trained length, on the half that did not
             choose, nats per token.
@@ -133,6 +153,7 @@ class Calibration:
     scored: int
     seed: int
     cost: float
+    prompts: int
     rows: int
     inside: float
     choices: tuple[Choice, ...]
@@ -170,15 +191,12 @@ class Calibration:
             change = judged[name]
             if not changed:
                 return perplexity(change.before)
-            low, high = (_percent(end) for end in (change.low, change.high))
-            return (
-                f"{perplexity(change.before)} -> {perplexity(change.after)} "
-                f"({_percent(change.after - change.before)} % [{low}, {high}])"
-            )
+            return f"{perplexity(change.before)} -> {perplexity(change.after)} ({change.percent})"
 
         def share(name: str) -> str:
-            change = judged[name]
-            return f"{change.before:.0%}" + f" -> {change.after:.0%}" * changed
+            change, asked = judged[name], self.prompts
+            before, after = (f"{round(x * asked)}" for x in (change.before, change.after))
+            return f"{before} -> {after} of {asked}" if changed else f"{before} of {asked}"
 
         yield f"perplexity of the last {self.scored} of {self.target_length} tokens {loss('far')}"
         if "found_beyond" in judged:
@@ -265,7 +283,8 @@ class Calibration:
 
 
 _PLAIN = (
-    *("model", "trained_length", "target_length", "scored", "seed", "cost", "rows", "inside"),
+    *("model", "trained_length", "target_length", "scored", "seed", "cost", "prompts", "rows"),
+    "inside",
 )
 
 

@@ -3,7 +3,7 @@
 Coordinate descent over the grids that a method declares: what cos and sin are multiplied by comes
 first, then windows, groups and ramps, then the first again beside what was found. One half of the
 text and of the prompts chooses; the other one judges what was chosen against the published
-default, which stays unless it is worse beyond noise.
+default, which stays unless it is worse beyond noise and the other costs no more than was allowed.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ import torch
 from torch import nn
 
 from rope_eval.cases import digest
+from rope_eval.data.prompts import beginning
 from rope_eval.data.text import python_library
 from rope_eval.folder import Folder, lock, writing
 from rope_eval.options import keywords_of
@@ -37,15 +38,16 @@ from rope_eval.reports.calibration import (
 from rope_eval.reports.intervals import paired_rates, sum_interval
 from rope_eval.tune.fitness import (
     HAY,
-    Hay,
     Needles,
     Prompt,
     Rows,
     fingerprint,
     losses_at_end,
     losses_of_answers,
+    prompts_of,
     read,
     windows_of,
+    witnesses,
 )
 from rope_eval.tune.options import FEWEST_SAMPLES, CalibrationOptions
 from rope_eval.tune.target import trained_rope
@@ -61,7 +63,6 @@ LOG, RESULT, PICTURE = (f"{NAME}.{end}" for end in ("jsonl", "json", "png"))
 _STEP = 0.1  # to walk on beyond the grid of that, and from what was found before
 _FINEST = 0.05  # no gap below it is halved
 _WALK = 4  # steps beyond the grid, at most
-_FOUND = 0.5  # of the prompts within the trained length, for those to count at all
 _CONFIDENCE = 0.99  # many candidates are tried
 _UNKNOWN = (-math.inf, math.inf)  # too few documents or prompts for an interval
 CHOOSING, JUDGING = "choosing", "judging"
@@ -74,12 +75,19 @@ class Half:
     Args:
         name: what it does.
         rows: windows of the target length.
+        inside: windows of the trained length, those that each of them is cut into.
         prompts: of the trained and of the target length.
     """
 
     name: str
     rows: Rows
+    inside: tuple[tuple[tuple[int, ...], ...], ...]
     prompts: tuple[Prompt, ...]
+
+    @property
+    def pieces(self) -> list[tuple[int, ...]]:
+        """All windows of the trained length."""
+        return [piece for pieces in self.inside for piece in pieces]
 
     def weighed(self, losses: Sequence[float]) -> tuple[list[float], list[float]]:
         """Mean losses of documents, which intervals resample, and the windows behind each.
@@ -101,7 +109,7 @@ class Scores:
 
     Args:
         far: of every window.
-        inside: of every window.
+        inside: of every window, the mean of the windows of the trained length in it.
         answers: of every prompt.
         found: of every prompt.
     """
@@ -149,9 +157,10 @@ def calibrate(
     One half of the data chooses by the loss of the text far out plus that of the answers to
     passkeys, which are hidden in filler and in the text, within the trained length and at the
     target. The other half judges: what was chosen is given only if that sum is lower beyond noise
-    (99 %, paired), neither part is higher beyond noise, and the loss within the trained length
-    stays below ``cost``; else the published default. Prompts do not count where the unpatched
-    model finds less than half of them within its trained length.
+    (99 %, paired), neither part is higher beyond noise, and perplexity rises by no more than
+    ``cost`` at the upper end of its interval, within the trained length and far out; else the
+    published default, and the reason. Prompts do not count where the unpatched model finds less
+    than half of them within its trained length.
 
     The model is left as it came, also after an exception. A compiled one runs without its graphs,
     since every candidate would be compiled anew.
@@ -174,8 +183,8 @@ def calibrate(
     Raises:
         UnknownMethodError, OptionError: a method or an option is not valid, or has nothing to
             find.
-        MeasureError: the text cannot be read or is too short, ``output`` is not of this
-            calibration or in use, or the model computes no finite losses.
+        MeasureError: the text cannot be read, is too short or repeats itself, ``output`` is not of
+            this calibration or in use, or the model computes no finite losses.
         AlreadyPatchedError, AlreadyScaledError, NoRopeError, UnsupportedModelError: as
             :func:`rope_ext.patch`.
     """
@@ -319,29 +328,29 @@ def _halves(
 ) -> tuple[tuple[Half, Half], list[str]]:
     """Windows of different documents, where there are two, and prompts."""
     numbers = _split(rows.documents)
-    needles, notes = Needles(tokenizer), []
-    hays: list[Hay] = [hay for hay in HAY if given.prompts and needles.least(hay) <= rope.length]
-    if given.prompts and not hays:
-        notes.append(
-            f"answers do not count: no prompt fits into the {rope.length} trained tokens (at least "
-            f"{min(map(needles.least, HAY))})"
-        )
-    halves = []
+    halves, notes = [], []
+    first = beginning(tokenizer)
     for place, name in enumerate((CHOOSING, JUDGING)):
         chosen = [i for i, half in enumerate(numbers) if half == place]
         windows = tuple(rows.windows[i] for i in chosen)
-        seed = 2 * given.seed + place
-        asked = [
-            prompt
-            for length in (rope.length, given.target_length)
-            for turn, hay in enumerate(hays)
-            for prompt in needles.prompts(
-                hay, length, len(range(turn, given.prompts, len(hays))), windows, seed
-            )
-        ]
+        inside = tuple(tuple(cut(window, rope.length, first)) for window in windows)
+        lengths, seed = (rope.length, given.target_length), 2 * given.seed + place
+        asked = prompts_of(tokenizer, lengths, given.prompts, windows, seed)
         documents = tuple(rows.documents[i] for i in chosen)
-        halves.append(Half(name, Rows(windows, documents), tuple(asked)))
+        halves.append(Half(name, Rows(windows, documents), inside, asked))
+    if given.prompts and not halves[0].prompts:
+        notes.append(
+            f"answers do not count: no prompt fits into the {rope.length} trained tokens (at least "
+            f"{min(map(Needles(tokenizer).least, HAY))})"
+        )
     return (halves[0], halves[1]), notes
+
+
+def cut(window: tuple[int, ...], length: int, first: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
+    """A window cut into those of ``length`` tokens, each with the beginning-of-sequence token."""
+    text, step = window[len(first) :], length - len(first)
+    for start in range(0, len(text) - step + 1, step):
+        yield (*first, *text[start : start + step])
 
 
 def _split(documents: Sequence[int]) -> list[int]:
@@ -389,9 +398,10 @@ class _Run:
         with shown:
             bar = shown.add_task("unpatched", total=None)
             self.advance = lambda rows: shown.advance(bar, rows)
-            halves, more = self._counting(halves)
-            inside = mean(self.scores(None, halves[1]).inside)
-            each = 2 * len(halves[0].rows.windows) + len(halves[0].prompts)
+            unpatched = [self.scores(None, half) for half in halves]
+            halves, more = self._counting(halves, unpatched)
+            one = halves[0]
+            each = len(one.rows.windows) + len(one.pieces) + len(one.prompts)
             ends = [self.rows + each * sum(map(_most, grids[: i + 1])) for i in range(len(grids))]
             shown.update(bar, total=ends[-1])
             for start, grid, end in zip(starts, grids, ends, strict=True):
@@ -405,29 +415,23 @@ class _Run:
             scored=self.given.tail,
             seed=self.given.seed,
             cost=self.given.cost,
+            prompts=sum(p.length == self.rope.length for p in halves[1].prompts),
             rows=self.rows,
-            inside=inside,
+            inside=mean(unpatched[1].inside),
             choices=tuple(choices),
             notes=(*notes, *more),
         )
 
-    def _counting(self, halves: tuple[Half, Half]) -> tuple[tuple[Half, Half], list[str]]:
+    def _counting(
+        self, halves: tuple[Half, Half], unpatched: Sequence[Scores]
+    ) -> tuple[tuple[Half, Half], list[str]]:
         """The halves without the prompts that the unpatched model cannot answer anyway."""
-        first = halves[0]
-        asked = [prompt for prompt in first.prompts if prompt.length == self.rope.length]
-        found = self.scores(None, first).found
-        notes, left = [], []
-        for hay in dict.fromkeys(prompt.hay for prompt in asked):
-            hits = [hit for prompt, hit in zip(asked, found, strict=True) if prompt.hay == hay]
-            if mean(hits) >= _FOUND:
-                left.append(hay)
-                continue
-            notes.append(
-                f"answers hidden in {hay} do not count: within its {self.rope.length} trained "
-                f"tokens the unpatched model finds {mean(hits):.0%} of them"
-            )
+        length = self.rope.length
+        asked = [p for half in halves for p in half.prompts if p.length == length]
+        found = [hit for scores in unpatched for hit in scores.found]
+        counting, notes = witnesses(asked, found)
         one, other = (
-            dataclasses.replace(half, prompts=tuple(p for p in half.prompts if p.hay in left))
+            dataclasses.replace(half, prompts=tuple(p for p in half.prompts if p.hay in counting))
             for half in halves
         )
         return (one, other), notes
@@ -439,17 +443,20 @@ class _Run:
             _Refused: the model does not accept the method.
             MeasureError: the log cannot be written.
         """
-        length, windows = self.rope.length, half.rows.windows
+        length, pieces = self.rope.length, half.pieces
+        windows = () if method is None else half.rows.windows
         prompts = [p for p in half.prompts if method is not None or p.length == length]
-        self.rows += len(windows) * (1 + (method is not None)) + len(prompts)
+        rows = len(windows) + len(pieces) + len(prompts)
+        self.rows += rows
         what = {"method": method and method_to_json(method), "half": half.name}
         known = self.log.get(what)
         if known is not None:
-            self.advance(2 * len(windows) + len(prompts))
+            self.advance(rows)
             return Scores.from_json(known)
         with self._under(method):
-            far = () if method is None else tuple(self._losses(windows, self.given.tail))
-            inside = tuple(self._losses([row[:length] for row in windows], length - 1))
+            far = tuple(self._losses(windows, self.given.tail))
+            losses = iter(self._losses(pieces, length - 1))
+            inside = tuple(mean([next(losses) for _ in each]) for each in half.inside)
             answers = losses_of_answers(self.model, prompts, self.advance)
         scores = Scores(far, inside, tuple(x for x, _ in answers), tuple(x for _, x in answers))
         self.log.add(what, scores.to_json())
@@ -533,16 +540,18 @@ class _Run:
 
     def objections(self, changes: Mapping[str, Change]) -> list[str]:
         """Why a method is no replacement for the published default."""
-        found, inside = [], changes["inside"]
         if not changes["score"].after < math.inf:
             return ["its losses are no numbers"]
-        if inside.after > inside.before * (1 + self.given.cost):
-            found.append(
-                f"its loss within the trained length is {inside.after / inside.before - 1:.1%} "
-                f"higher, and cost={self.given.cost:g}"
-            )
-        if changes["far"].worse:
-            found.append("its loss far out is higher beyond noise")
+        found = []
+        for name, length in (("inside", self.rope.length), ("far", self.given.target_length)):
+            change, where = changes[name], f"perplexity at {length} tokens"
+            if change.low > math.log1p(self.given.cost) or (name == "far" and change.worse):
+                found.append(f"its {where} is higher by {change.percent}")
+            elif change.high > math.log1p(self.given.cost):
+                found.append(
+                    f"cannot tell whether its {where} rises by less than "
+                    f"{100 * self.given.cost:g} %: {change.percent} (more samples may)"
+                )
         if "answers" in changes and changes["answers"].worse:
             found.append("its loss of the answers is higher beyond noise")
         return found

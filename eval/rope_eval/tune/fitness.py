@@ -31,6 +31,10 @@ from rope_ext.rotary.sites import evaluating, unwrap
 
 Hay = Literal["filler", "text"]
 HAY: tuple[Hay, ...] = ("filler", "text")
+MOST_REPEATED = 0.2
+"""Largest share of repeated text; see :func:`repeated_share`."""
+_STRETCH = 50  # characters
+_FOUND = 0.5  # share found by the unpatched model from which on prompts count
 _DIGITS = 5
 _logger = logging.getLogger("rope_ext")
 
@@ -99,7 +103,7 @@ def windows_of(
         cure: what asks for so many, and what to do about it.
 
     Raises:
-        MeasureError: there are not as many.
+        MeasureError: there are not as many, or they repeat each other or themselves.
     """
     task = Perplexity(texts, windows=count, protocol="start")
     found = task.choose(Frame(tokenizer, ()), [length], seed, option="--length")
@@ -113,7 +117,33 @@ def windows_of(
             "hold unrelated texts",
             length,
         )
-    return Rows(tuple(map(tuple, found.at(length))), found.documents)
+    windows = tuple(map(tuple, found.at(length)))
+    share = repeated_share([tokenizer.decode(window) for window in windows])
+    if share > MOST_REPEATED:
+        raise MeasureError(
+            f"{share:.0%} of the text is repeated ({_STRETCH} characters that are in it before), "
+            f"and at most {MOST_REPEATED:.0%} may be: windows that repeat each other or themselves "
+            f"say nothing about other text; give a text without copies"
+        )
+    return Rows(windows, found.documents)
+
+
+def repeated_share(texts: Iterable[str]) -> float:
+    """The share of stretches of 50 characters that occurred before, in the same text or another.
+
+    White space counts as one space. Of Python's library and of Django's documentation it is 2 to
+    5 %, of ten copies 90 %, and of ten copies with every twentieth word changed 50 %.
+    """
+    seen: set[int] = set()
+    repeated = count = 0
+    for text in texts:
+        flat = " ".join(text.split())
+        for start in range(len(flat) - _STRETCH + 1):
+            stretch = hash(flat[start : start + _STRETCH])
+            repeated += stretch in seen
+            seen.add(stretch)
+            count += 1
+    return repeated / max(1, count)
 
 
 class Needles:
@@ -167,6 +197,53 @@ class Needles:
         needle = encode(self._tokenizer, NEEDLE.format(key=key))
         asked, count = self._frame.ask(ASK, LEAD, key)
         return self._frame.head, needle, asked, count
+
+
+def prompts_of(
+    tokenizer: Any, lengths: Sequence[int], count: int, texts: Sequence[Sequence[int]], seed: int
+) -> tuple[Prompt, ...]:
+    """``count`` prompts of each length, alternately in filler and in the text.
+
+    A hay in which no prompt of the shortest length fits is left out.
+
+    Args:
+        tokenizer: of the model.
+        lengths: tokens.
+        count: of prompts for each length.
+        texts: token ids, at least of the longest length.
+        seed: of keys and depths.
+    """
+    needles = Needles(tokenizer)
+    hays: list[Hay] = [hay for hay in HAY if count and needles.least(hay) <= min(lengths)]
+    return tuple(
+        prompt
+        for length in lengths
+        for turn, hay in enumerate(hays)
+        for prompt in needles.prompts(hay, length, len(range(turn, count, len(hays))), texts, seed)
+    )
+
+
+def witnesses(prompts: Sequence[Prompt], found: Sequence[bool]) -> tuple[list[Hay], list[str]]:
+    """The hays that count, and a note for each of the others.
+
+    A hay counts where the unpatched model finds at least half of its prompts: a model that cannot
+    retrieve says nothing by the prompts that it misses.
+
+    Args:
+        prompts: of the trained length.
+        found: whether the unpatched model finds each.
+    """
+    counting, notes = [], []
+    for hay in dict.fromkeys(prompt.hay for prompt in prompts):
+        hits = [hit for prompt, hit in zip(prompts, found, strict=True) if prompt.hay == hay]
+        if sum(hits) >= _FOUND * len(hits):
+            counting.append(hay)
+            continue
+        notes.append(
+            f"answers hidden in {hay} do not count: within its {prompts[0].length} trained tokens "
+            f"the unpatched model finds {sum(hits)} of {len(hits)}"
+        )
+    return counting, notes
 
 
 Advance = Callable[[int], None]

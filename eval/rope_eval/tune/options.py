@@ -15,8 +15,8 @@ from rope_ext.errors import OptionError
 if TYPE_CHECKING:
     from rope_ext.options import SlidingLayers
 
-NEEDLES = "needles"
-"""The value of ``scored`` for the answers of passkeys."""
+FEWEST_PROMPTS = 16
+"""Prompts of a length, unless there are none: fewer say too little about retrieval."""
 FEWEST_SAMPLES = 4
 """Values to resample in a calibration: fewer often have one sign by chance."""
 
@@ -28,6 +28,8 @@ class TuneOptions:
     Args:
         target_length: context to reach, tokens.
         samples: windows of ``target_length`` tokens; a calibration takes as many for each half.
+        prompts: passkey prompts of the trained and of the target length, each; a calibration takes
+            as many for each half. 0 judges by the text alone.
         seed: random seed.
         compose: as in :func:`rope_ext.patch`. Give it and the next two again when you patch with
             the result.
@@ -40,6 +42,7 @@ class TuneOptions:
 
     target_length: int
     samples: int
+    prompts: int = option(16, "Passkey prompts of each length; 0 judges by the text alone.")
     seed: int = option(0, "Random seed.")
     compose: bool = option(False, "Apply on top of existing RoPE scaling.")
     sliding_layers: SlidingLayers = "auto"
@@ -63,12 +66,17 @@ class TuneOptions:
                     f"{smallest}"
                 )
 
+    def _require_prompts(self) -> None:
+        """Check that there are no prompts, or enough of them."""
+        self._require_whole(prompts=0)
+        if 0 < self.prompts < FEWEST_PROMPTS:
+            raise OptionError(
+                f"prompts={self.prompts} is not valid; it must be 0 or at least {FEWEST_PROMPTS}, "
+                f"since fewer say too little about retrieval"
+            )
+
     def _set(self, name: str, value: Any) -> None:
         object.__setattr__(self, name, value)  # frozen; only while it is made
-
-
-def _search_scored(text: str) -> int | str:
-    return text if text == NEEDLES else parse_length(text, "--scored")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,8 +91,7 @@ class SearchOptions(TuneOptions):
         mutation_probability: probability that a mutation changes a number.
         scored: tokens at the end of each window whose loss counts. None scores half of them: if
             all count, as in the paper, the search gives up the far end for the many tokens before
-            it. ``"needles"`` scores the answer tokens of ``samples`` prompts of the target length,
-            with passkeys hidden alternately in filler and in the text, as in LongRoPE2.
+            it. 0 scores the answers of the prompts alone, as LongRoPE2 does.
         critical: index of the first pair to search, with numbers between the factor and twice the
             factor; pairs below it follow from its number as with an NTK base, as in LongRoPE2.
             None searches all pairs.
@@ -99,11 +106,11 @@ class SearchOptions(TuneOptions):
     mutations: int = option(16, "New tables per iteration, by mutation.")
     crossovers: int = option(16, "New tables per iteration, by crossover.")
     mutation_probability: float = 0.3
-    scored: int | str | None = option(
+    scored: int | None = option(
         None,
-        "Number of tokens to score at the end of each window, or `needles` to score the answers "
-        "of hidden passkeys. Default: half.",
-        _search_scored,
+        "Number of tokens to score at the end of each window; 0 scores passkeys alone. "
+        "Default: half.",
+        lambda text: parse_length(text, "--scored") if text != "0" else 0,
     )
     critical: int | None = option(
         None, "First pair to search; lower pairs follow NTK. Default: all pairs.", int
@@ -127,15 +134,10 @@ class SearchOptions(TuneOptions):
             )
         self._require_whole(target_length=2, population=4, iterations=1, samples=1)
         self._require_whole(mutations=0, crossovers=0)
+        self._require_prompts()
         if self.scored is None:
             self._set("scored", self.target_length // 2)
-        if not isinstance(self.scored, str):
-            self._require_whole(scored=1)
-        elif self.scored != NEEDLES:
-            raise OptionError(
-                f"scored={self.scored!r} is not valid; it must be a number of tokens, or "
-                f"{NEEDLES!r}"
-            )
+        self._require_whole(scored=0 if self.prompts else 1)
         if self.critical is not None:
             self._require_whole(critical=1)
         chance = self.mutation_probability
@@ -154,6 +156,11 @@ class SearchOptions(TuneOptions):
         return {name: getattr(self, name) for name in names}
 
     @property
+    def tail(self) -> int:
+        """``scored`` with its default."""
+        return self.target_length // 2 if self.scored is None else self.scored
+
+    @property
     def starts(self) -> tuple[int, ...]:
         """``start_tokens`` as a tuple."""
         return tuple(self.start_tokens)
@@ -170,11 +177,10 @@ class CalibrationOptions(TuneOptions):
 
     Args:
         options: names of the method options to find; None finds all that the method declares.
-        prompts: prompts for each length and half; 0 judges by the text alone.
         scored: tokens at the end of each window whose loss counts at the target length; None
             scores a quarter.
-        cost: largest relative increase of the loss within the trained length over that of the
-            published default.
+        cost: largest increase of perplexity over the published default, as a share, that the upper
+            end of its interval may show, within the trained length and at the target length.
     """
 
     samples: int = option(8, "Text windows in each half.")
@@ -183,24 +189,20 @@ class CalibrationOptions(TuneOptions):
         "Method options to find, such as attention_factor,window. Default: all.",
         split,
     )
-    prompts: int = option(
-        8, "Passkey prompts for each half and length; 0 judges by the text alone."
-    )
     scored: int | None = option(
         None,
         "Number of tokens to score at the end of each window. Default: a quarter.",
         lambda text: parse_length(text, "--scored"),
     )
-    cost: float = option(0.02, "Largest relative increase of the loss within the trained length.")
+    cost: float = option(0.02, "Largest increase of perplexity, as a share.")
 
     def __post_init__(self) -> None:
         self._set("options", _names(self.options))
-        self._require_whole(target_length=2, samples=FEWEST_SAMPLES, prompts=0)
+        self._require_whole(target_length=2, samples=FEWEST_SAMPLES)
+        self._require_prompts()
         if self.scored is None:
             self._set("scored", max(1, self.target_length // 4))
         self._require_whole(scored=1)
-        if self.prompts == 1:
-            raise OptionError("prompts=1 is not valid; it must be 0 or at least 2")
         number = isinstance(self.cost, (int, float)) and not isinstance(self.cost, bool)
         if not number or not 0 <= self.cost < math.inf:
             raise OptionError(

@@ -9,6 +9,7 @@ Ding et al. 2024, arXiv 2402.13753, sections 3.2 and 3.3.
 from __future__ import annotations
 
 import json
+import logging
 import math
 import os
 import random
@@ -24,17 +25,18 @@ from torch import nn
 from rope_eval.cases import digest
 from rope_eval.folder import lock, replace_file, writing
 from rope_eval.options import keywords_of
+from rope_eval.reports.calibration import fitness, mean, perplexity
 from rope_eval.tune.fitness import (
-    HAY,
-    Needles,
     Prompt,
     fingerprint,
     losses_at_end,
     losses_of_answers,
+    prompts_of,
     read,
     windows_of,
+    witnesses,
 )
-from rope_eval.tune.options import NEEDLES, SearchOptions
+from rope_eval.tune.options import FEWEST_PROMPTS, SearchOptions
 from rope_eval.tune.target import trained_rope
 from rope_eval.tune.trial_log import ROOM, TrialLog, read_log
 from rope_ext.errors import MeasureError, OptionError
@@ -60,6 +62,8 @@ _BEYOND_CRITICAL = 2  # likewise, from the factor itself on, where there is a cr
 _SCALES = tuple(range(100, 161, 5))  # of cos and sin, in hundredths
 _REACH = 4  # pairs: a new number lies between those of pairs so far away, at most
 _TRIES = 100  # to make a table that is new
+_FIELD = "scores"  # of a line of the log
+_logger = logging.getLogger("rope_ext")
 
 
 @dataclass(frozen=True)
@@ -244,14 +248,19 @@ def _method(given: SearchOptions, one: Candidate, factor: float) -> LongRoPE:
     )
 
 
-def _settings(given: SearchOptions, model: nn.Module, rows: Sequence[Any]) -> dict[str, Any]:
-    """What a loss in the log depends on.
+def _settings(
+    given: SearchOptions,
+    model: nn.Module,
+    windows: Sequence[tuple[int, ...]],
+    prompts: Sequence[Prompt],
+) -> dict[str, Any]:
+    """What scores in the log depend on.
 
     ``iterations`` is left out, so that a finished search can go on with more of them.
     """
     values = {field.name: getattr(given, field.name) for field in fields(given)}
     del values["iterations"]
-    text = digest([row.ids if isinstance(row, Prompt) else row for row in rows])
+    text = digest([*windows, *(prompt.ids for prompt in prompts)])
     return {"model": fingerprint(model), "text": text, **values}
 
 
@@ -268,10 +277,12 @@ def search(
     """Search the numbers by which ``longrope`` divides the frequencies of ``model``.
 
     Tables ascend from 1 to at most 1.25 times the factor. The first are those of PI, NTK, YaRN,
-    MrRoPE and LongRoPE2, with several temperatures, and mutations of them; all are judged by their
-    loss on the same windows of text, or on the answers hidden in them. Beside the paper's
-    mutation, which draws some numbers anew, there is one that moves the others along, since half
-    of YaRN's numbers are equal. The model is left as it came, also after an exception.
+    MrRoPE and LongRoPE2, with several temperatures, and mutations of them. As in
+    :func:`rope_ext.calibrate`, all are judged by their loss on the same windows of text plus that
+    of the answers to passkeys at the trained and at the target length, where the unpatched model
+    finds at least half within its trained length. Beside the paper's mutation, which draws some
+    numbers anew, there is one that moves the others along, since half of YaRN's numbers are equal.
+    The model is left as it came, also after an exception.
 
     Args:
         model: not patched.
@@ -289,8 +300,8 @@ def search(
 
     Raises:
         OptionError: an option is not valid.
-        MeasureError: the text cannot be read or is too short, ``output`` is of another search, or
-            the model computes no finite losses.
+        MeasureError: the text cannot be read, is too short or repeats itself, ``output`` is of
+            another search, or the model computes no finite losses.
         AlreadyPatchedError, AlreadyScaledError, NoRopeError, UnsupportedModelError: as
             :func:`rope_ext.patch`.
 
@@ -312,33 +323,44 @@ def search(
     samples, seed = given.samples, given.seed
     cure = f"samples={samples} are to be judged by; give more text, or fewer samples"
     windows = windows_of(tokenizer, read(text), target_length, samples, seed, cure).windows
-    rows = _prompts(tokenizer, windows, seed) if given.scored == NEEDLES else windows
+    lengths = (rope.length, target_length)
+    prompts = prompts_of(tokenizer, lengths, given.prompts, windows, seed)
+    deciding = prompts_of(
+        tokenizer, lengths[:1], 2 * FEWEST_PROMPTS * bool(prompts), windows, seed + 1
+    )
     if given.attention_factor is None:  # what is found must beat YaRN with a temperature found, too
         known += [YaRN(factor=factor, attention_factor=scale) for scale in FACTORS]
-    with log_beside(output, _settings(given, model, rows)) as log, evaluating(model):
-        return _searched(model, rows, given, known, first, log)
+    with log_beside(output, _settings(given, model, windows, prompts)) as log, evaluating(model):
+        counting = _counting(model, prompts, deciding, given)
+        scored = windows if given.scored else ()
+        return _searched(model, scored, counting, given, known, first, log)
 
 
-def _prompts(tokenizer: Any, windows: Sequence[tuple[int, ...]], seed: int) -> list[Prompt]:
-    """One for each window, in filler and in the text by turns."""
-    needles, length = Needles(tokenizer), len(windows[0])
-    least = max(map(needles.least, HAY))
-    if length < least:
-        raise OptionError(
-            f"scored={NEEDLES!r} needs a target_length of at least {least} tokens with this "
-            f"tokenizer, got {length}"
+def _counting(
+    model: nn.Module, prompts: Sequence[Prompt], deciding: Sequence[Prompt], given: SearchOptions
+) -> tuple[Prompt, ...]:
+    """The prompts that count, by what the unpatched model finds of those that decide.
+
+    Raises:
+        MeasureError: none counts, and no text is scored either.
+    """
+    answers = losses_of_answers(model, deciding, lambda rows: None)
+    hays, notes = witnesses(deciding, [hit for _, hit in answers])
+    for note in notes:
+        _logger.warning("rope_ext: %s", note)
+    counting = tuple(prompt for prompt in prompts if prompt.hay in hays)
+    if not given.scored and not counting:
+        raise MeasureError(
+            "no passkey prompt counts with this model, so that scored=0 leaves nothing to judge "
+            "by; leave scored out to judge by the text"
         )
-    count = len(windows)
-    made = {
-        hay: iter([*needles.prompts(hay, length, (count + 1) // 2, windows[place::2], seed)])
-        for place, hay in enumerate(HAY[:count])
-    }
-    return [next(made[HAY[i % 2]]) for i in range(count)]
+    return counting
 
 
 def _searched(
     model: nn.Module,
-    rows: Sequence[Any],
+    windows: Sequence[tuple[int, ...]],
+    prompts: Sequence[Prompt],
     given: SearchOptions,
     known: Sequence[FrequencyMethod],
     first: Sequence[Candidate],
@@ -348,33 +370,40 @@ def _searched(
     from rope_ext.terminal import progress  # rich is not loaded with the package
 
     factor, shown = known[0].factor, progress()
+    rows = len(windows) + len(prompts)
     shown.disable |= not (shown.console.is_terminal or shown.console.is_jupyter)
     with shown:
-        bar = shown.add_task("search", total=(len(known) + given.tables) * given.samples)
-
-        def losses_of(rows: Sequence[Any]) -> list[float]:
-            if isinstance(given.scored, int):
-                return losses_at_end(model, rows, given.scored, partial(shown.advance, bar))
-            answers = losses_of_answers(model, rows, partial(shown.advance, bar))
-            return [loss for loss, _ in answers]
+        bar = shown.add_task("search", total=(len(known) + given.tables) * rows)
+        advance = partial(shown.advance, bar)
 
         def judged(each: FrequencyMethod) -> float:
             what = _what(each)
             if log.get(what) is None:
                 with patched(model, each, **given.arguments):
-                    losses = losses_of(rows)
-                log.add(what, sum(losses) / len(losses))
+                    far = losses_at_end(model, windows, given.tail, advance)
+                    answers = losses_of_answers(model, prompts, advance)
+                scores = {"far": mean(far) if far else None, "answers": None, "found": None}
+                if answers:
+                    beyond = [
+                        hit
+                        for prompt, (_, hit) in zip(prompts, answers, strict=True)
+                        if prompt.length == given.target_length
+                    ]
+                    scores["answers"] = mean([loss for loss, _ in answers])
+                    scores["found"] = [sum(beyond), len(beyond)]
+                log.add(what, scores)
             else:
-                shown.advance(bar, given.samples)
-            return log.get(what)
+                shown.advance(bar, rows)
+            return _loss(log.get(what))
 
         before = [judged(each) for each in known]
-        yarn = min(x for x, each in zip(before, known, strict=True) if isinstance(each, YaRN))
         if min(before) == math.inf:
             raise MeasureError(
                 f"the model's losses are no numbers at {given.target_length} tokens; load it in "
                 f"float32 or bfloat16"
             )
+        yarns = [each for each in known if isinstance(each, YaRN)]
+        yarn = min(yarns, key=lambda each: _loss(log.get(_what(each))))
         bests = evolve(
             first,
             _space(given, factor),
@@ -385,10 +414,23 @@ def _searched(
         )
         for best in bests:
             found = _method(given, best, factor)
-            text = f"perplexity {_perplexity(log.get(_what(found)))} (yarn {_perplexity(yarn)})"
-            shown.update(bar, description=text)
+            texts = [_said(log.get(_what(each))) for each in (found, yarn)]
+            shown.update(bar, description=f"{texts[0]} (yarn {texts[1]})")
             log.keep(found)
     return found
+
+
+def _loss(scores: Mapping[str, Any]) -> float:
+    """What evolution minimises; see :func:`fitness`."""
+    return fitness(scores["far"], scores["answers"])
+
+
+def _said(scores: Mapping[str, Any]) -> str:
+    """Perplexity and answers found, those that were measured."""
+    parts = [] if scores["far"] is None else [f"{perplexity(scores['far']):>8}"]
+    if scores["found"] is not None:
+        parts.append("{:>3} of {} answers".format(*scores["found"]))
+    return "  ".join(parts)
 
 
 class _Log(TrialLog):
@@ -416,7 +458,7 @@ def log_beside(
             in ``output`` does not come from it.
     """
     if output is None:
-        yield _Log(None, "loss", {})
+        yield _Log(None, _FIELD, {})
         return
     output = Path(output)
     path = output.with_suffix(".jsonl")
@@ -428,12 +470,12 @@ def log_beside(
                 f"{output} exists, without the {path.name} that a search could go on from; "
                 f"delete it, or give another output"
             )
-        if output.exists() and not _comes_from(read_log(path, "search", "loss")[1], output):
+        if output.exists() and not _comes_from(read_log(path, "search", _FIELD)[1], output):
             raise MeasureError(
                 f"{output} is not what the search in {path.name} found; move it away, or "
                 f"give another output"
             )
-        yield _Log.open(path, "search", "loss", settings)
+        yield _Log.open(path, "search", _FIELD, settings)
 
 
 def _given(options: Mapping[str, Any]) -> dict[str, Any]:
@@ -441,13 +483,13 @@ def _given(options: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in options.items() if value}
 
 
-def _comes_from(losses: Mapping[str, float], output: Path) -> bool:
+def _comes_from(tried_scores: Mapping[str, Any], output: Path) -> bool:
     """Whether ``output`` holds one of the tables in a log."""
     try:
         found = json.loads(output.read_text(encoding="utf-8"))
     except (ValueError, RecursionError):
         return False
-    tried = (json.loads(what)["method"] for what in losses)
+    tried = (json.loads(what)["method"] for what in tried_scores)
     return any(one.pop("name") == LongRoPE.name and _given(one) == found for one in tried)
 
 
@@ -457,26 +499,23 @@ def _what(method: FrequencyMethod) -> dict[str, Any]:
 
 
 def summary(output: Path) -> str:
-    """The perplexities in the log beside ``output``, for people to read."""
-    settings, losses = read_log(output.with_suffix(".jsonl"), "search", "loss")
-    tried = [(json.loads(what)["method"], loss) for what, loss in losses.items()]
-    tables = [loss for method, loss in tried if method["name"] == LongRoPE.name]
-    what = f"the last {settings['scored']} tokens of {settings['samples']} windows"
-    if settings["scored"] == NEEDLES:
-        what = f"the answers of {settings['samples']} prompts"
-    lines = [f"perplexity of {what} of {settings['target_length']}:"]
+    """What is in the log beside ``output``, for people to read."""
+    settings, found = read_log(output.with_suffix(".jsonl"), "search", _FIELD)
+    tried = [(json.loads(what)["method"], scores) for what, scores in found.items()]
+    tables = [scores for method, scores in tried if method["name"] == LongRoPE.name]
+    target, scored = settings["target_length"], settings["scored"]
+    lines = [
+        f"perplexity of the last {scored} tokens of {settings['samples']} windows of {target}, and "
+        f"passkeys found at {target}:"
+    ]
     known = [
-        (f"{method['name']} {method.get('attention_factor') or ''}".rstrip(), loss)
-        for method, loss in tried
+        (f"{method['name']} {method.get('attention_factor') or ''}".rstrip(), scores)
+        for method, scores in tried
         if method["name"] != LongRoPE.name
     ]
-    for name, loss in [*known, (LongRoPE.name, min(tables))]:
-        lines.append(f"  {name:<10}{_perplexity(loss):>8}")
+    for name, scores in [*known, (LongRoPE.name, min(tables, key=_loss))]:
+        lines.append(f"  {name:<10}{_said(scores)}")
     return "\n".join([*lines, f"the last is the best of {len(tables)} tables on this very text"])
-
-
-def _perplexity(loss: float) -> str:
-    return f"{math.exp(min(loss, 700)):.4g}"  # beyond it, a float is not enough
 
 
 def _table(method: FrequencyMethod, rope: Rope) -> tuple[int, ...]:

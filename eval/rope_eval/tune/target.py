@@ -10,13 +10,13 @@ from rope_ext.methods import Rope
 from rope_ext.patching import first_site
 
 
-def trained_rope(model: nn.Module, given: TuneOptions, scored: int | str | None) -> Rope:
+def trained_rope(model: nn.Module, given: TuneOptions, scored: int | None) -> Rope:
     """The rotary embedding that ``model`` was trained with.
 
     Args:
         model: not patched.
         given: the options; ``target_length`` must be beyond the trained length.
-        scored: tokens to score at the end of each window, if it is a number.
+        scored: tokens to score at the end of each window.
 
     Raises:
         OptionError: the target length is not beyond the trained one, or leaves nothing to score.
@@ -27,7 +27,7 @@ def trained_rope(model: nn.Module, given: TuneOptions, scored: int | str | None)
             f"target_length={given.target_length} is not beyond the {rope.length} tokens that "
             f"the model was trained for; give a larger one"
         )
-    if isinstance(scored, int) and scored >= given.target_length:
+    if scored is not None and scored >= given.target_length:
         raise OptionError(
             f"scored={scored} is not valid; it must be below "
             f"target_length={given.target_length}, since the first token has no context"

@@ -17,6 +17,7 @@ from rope_eval.settings import (
     ASKED,
     MEASURED,
     RUN,
+    SERVED,
     Settings,
     require_seed,
 )
@@ -25,6 +26,7 @@ from rope_eval.settings import trained_length as trained_length
 from rope_eval.tasks import all_tasks, build, chosen, from_file, options
 from rope_ext.arguments import parse_length, split
 from rope_ext.errors import Mistakes, OptionError
+from rope_ext.method_options import UNPATCHED
 from rope_ext.terminal import clean_errors, quiet, stoppable, tell
 
 
@@ -53,6 +55,19 @@ COMPARE = Preset(
 )
 
 
+class _Parser(argparse.ArgumentParser):
+    """Requires ``--model``, unless a server is measured or there is a default."""
+
+    needs_model = True
+
+    def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
+        parsed = super().parse_args(args, namespace)
+        served = getattr(parsed, "url", None) is not None
+        if self.needs_model and parsed.model is None and not served:
+            self.error("the following arguments are required: --model")
+        return parsed
+
+
 def bare(description: str, output: str, model: str | None = None) -> argparse.ArgumentParser:
     """A parser with the options of everything that runs a model under methods.
 
@@ -61,9 +76,8 @@ def bare(description: str, output: str, model: str | None = None) -> argparse.Ar
         output: default folder for results.
         model: that is meant where none is given; None: one has to be.
     """
-    made = argparse.ArgumentParser(
-        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    made = _Parser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    made.needs_model = model is None
     _add_options(made, (MEASURED, RUN), output, model)
     return made
 
@@ -88,7 +102,6 @@ def _add_options(
                 words["default"] = Path(output)
             help = field.metadata["help"]
             if field.name == "models":
-                words["required"] = model is None
                 help += f" (default: {model})" if model else ""
             group.add_argument(*flags, help=help, **words)
 
@@ -111,7 +124,7 @@ def parser(
         OptionError: there is no such task, or a field of it is called as a shared option is.
     """
     made = bare(description, output)
-    _add_options(made, (ASKED,))
+    _add_options(made, (ASKED, SERVED))
     known: set[str] = set()
     for cls in chosen(tasks):
         group = made.add_argument_group(cls.name)
@@ -153,6 +166,15 @@ def settings(args: argparse.Namespace, mistakes: Mistakes | None = None) -> Sett
         else:  # after a mistake any length will do: nothing is measured
             fallback = (2,) if field.name == "lengths" else None
             values[field.name] = found.check(read, typed, default=fallback)
+    if values["url"] is not None:
+        if values["models"] or values["methods"] or values["adapter"]:
+            found.add(
+                OptionError(
+                    "--url measures what the server runs; leave out --model, --method and "
+                    "--adapter, and give --tokenizer"
+                )
+            )
+        values |= {"models": tuple(filter(None, [values["tokenizer"]])), "methods": (UNPATCHED,)}
     made = Settings(**values)
     if mistakes is None:
         found.report()

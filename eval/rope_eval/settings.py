@@ -6,15 +6,17 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from rope_eval.data.prompts import Chat
 from rope_eval.options import option
 from rope_ext.arguments import parse_length, parse_lengths, parse_options, split
 from rope_ext.errors import OptionError
 
+Api = Literal["completions", "text", "chat"]
 LARGEST_SEED = 2**32 - 1  # NumPy's
 MEASURED, RUN, ASKED = "what is measured", "how it is run", "what is asked"
+SERVED = "a server in place of --model and --method"
 """Groups of options in ``rope-ext eval --help``."""
 
 
@@ -38,6 +40,10 @@ def trained_length(text: str | None) -> int | None:
         OptionError: it is not a whole number.
     """
     return None if text is None else parse_length(text, "--trained-length")
+
+
+def _models(texts: Sequence[str] | None) -> tuple[str, ...]:
+    return tuple(texts or ())
 
 
 def _names(texts: Sequence[str] | None) -> tuple[str, ...]:
@@ -70,6 +76,14 @@ class Settings:
         force: measure lengths beyond what a method is meant to reach, and an adapter under
             a different patch from the one it was trained under.
         output: directory for the results.
+        url: address of an OpenAI-compatible server to measure in place of a model. ``models`` then
+            has the tokenizer, and ``methods`` is ``("none",)``.
+        served_as: name under which the server has the model.
+        tokenizer: directory or Hub ID of its tokenizer.
+        api: how prompts are sent; see ``Served``.
+        concurrency: requests at a time.
+        retries: of a request, if the server cannot be reached, is busy or fails.
+        timeout: seconds until a request counts as failed.
         resume: use the results in ``output`` and complete them.
         overwrite: delete the results in ``output``.
     """
@@ -77,7 +91,7 @@ class Settings:
     models: tuple[str, ...] = option(
         MISSING,
         "model directory or Hub ID; repeat for several",
-        tuple,
+        _models,
         "--model",
         group=MEASURED,
         action="append",
@@ -137,12 +151,32 @@ class Settings:
         "measure lengths beyond what a method reaches, an adapter under another method",
         group=ASKED,
     )
+    url: str | None = option(
+        None, "address of an OpenAI-compatible server, such as http://HOST:PORT/v1", group=SERVED
+    )
+    served_as: str | None = option(None, "name under which it serves the model", group=SERVED)
+    tokenizer: str | None = option(
+        None, "directory or Hub ID of the tokenizer of the served model", group=SERVED
+    )
+    api: Api = option(  # noqa: RUF009
+        "completions",
+        "completions sends token IDs; text sends the prompt as text, for servers that take no "
+        "IDs; chat sends messages, for servers without completions",
+        group=SERVED,
+        choices=("completions", "text", "chat"),
+    )
+    concurrency: int = option(4, "requests at a time", group=SERVED, type=int)
+    retries: int = option(
+        8, "retries of a failed request, with increasing pauses", group=SERVED, type=int
+    )
+    timeout: float = option(1800.0, "seconds to wait for an answer", group=SERVED, type=float)
     resume: bool = option(False, "use the results in --output and complete them", group=ASKED)
     overwrite: bool = option(False, "delete the results in --output", group=ASKED)
 
     def to_json(self) -> dict[str, Any]:
         """What determines the results, as plain data."""
         names = set(self.__dataclass_fields__) - {"output", "resume", "overwrite", "force"}
+        names -= {"concurrency", "retries", "timeout"}
         return {name: getattr(self, name) for name in sorted(names)}
 
 

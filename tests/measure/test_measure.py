@@ -29,7 +29,7 @@ from rope_eval.data.prompts import Filler, Frame, beginning, joined
 from rope_eval.data.text import library_words, python_documentation, read_texts, sentences
 from rope_eval.forward import score, write
 from rope_eval.reports.summary import TOO_FEW, difference, estimate, number
-from rope_eval.run.runner import _loss, share_found
+from rope_eval.run.results import loss, share_found
 from rope_eval.tasks.passkey import FILLER, INTRO, QUESTION, Passkey, PasskeyPrompts
 from rope_eval.tasks.perplexity import Perplexity, choose_windows
 from rope_ext.errors import MeasureError, OptionError
@@ -133,7 +133,7 @@ def test_stretches_go_through_the_models_own_head(tmp_path: Path) -> None:
 
 def test_a_loss_that_is_not_a_number_counts_as_infinite() -> None:
     case = Case("perplexity", 37, 0, "loss", 5, joined(range(37)))
-    result = _loss(case, torch.tensor([1.0, math.nan, 1, 1, 1], dtype=torch.float64))
+    result = loss(case, torch.tensor([1.0, math.nan, 1, 1, 1], dtype=torch.float64))
     assert result.value == math.inf
     outcome = Outcome("key", "yarn", "perplexity", 37, None, None, 0, "p", (), 0, math.inf, 5)
     assert "Infinity" not in line(outcome)

@@ -423,6 +423,9 @@ class Report:
         if dtype == "auto":
             dtype = f"auto ({'float32' if identity['device'] == 'cpu' else 'of the checkpoint'})"
         rows += [f"seed {settings.seed}", f"dtype {dtype}", f"device {identity['device']}"]
+        if settings.url is not None:
+            served = f"{settings.served_as} served at {settings.url}"
+            rows = [served, f"prompts by {settings.api}", f"seed {settings.seed}"]
         versions = identity["versions"]
         told = [f"{n} {versions[n]}" for n in ("rope_ext", "torch", "transformers", "python")]
         asked = []

@@ -16,6 +16,7 @@ import torch
 from rope_eval.cases import Case, Outcome, Questions, digest, read_outcomes, require_positive
 from rope_eval.data.prompts import Frame
 from rope_eval.folder import Folder
+from rope_eval.run.served import require_server, served_identity
 from rope_eval.settings import Settings, require_seed
 from rope_eval.systems import BEFORE, System, beyond, without_before
 from rope_eval.tasks.base import Task
@@ -68,6 +69,7 @@ class Plan:
         batches = []
         for (length, *_), cases in groups.items():
             size = self.settings.batch_size or max(1, automatic_tokens(self.settings) // length)
+            size = 1 if self.settings.url else size  # a server makes its own batches
             batches += [cases[i : i + size] for i in range(0, len(cases), size)]
         return batches
 
@@ -156,7 +158,7 @@ def prepare(
     asked = tuple(sorted(set(settings.lengths)))
     lengths = tuple(sorted({*asked, *(n for n in trained.values() if n < max(asked))}))
     notes = list(beyond(methods, asked, trained, settings.force))
-    notes += saved_otherwise(configs)
+    notes += [] if settings.url else saved_otherwise(configs)
     frames = {
         model: Frame.from_tokenizer(models.load_tokenizer(model), settings.chat)
         for model in settings.models
@@ -179,8 +181,16 @@ def prepare(
 
 
 def _read(model: str, settings: Settings) -> tuple[Any, int]:
-    """The configuration of a model, and its trained length."""
-    config = models.load_config(model)
+    """The configuration of a model, and its trained length.
+
+    Of a server the tokenizer's folder may have none; its longest length then counts as trained.
+    """
+    try:
+        config = models.load_config(model)
+    except MeasureError:
+        if settings.url is None:
+            raise
+        return None, settings.trained_length or max(settings.lengths)
     return config, settings.trained_length or models.trained_length(config)
 
 
@@ -195,7 +205,9 @@ def _check(settings: Settings, mistakes: Mistakes) -> None:
         f"dtype={settings.dtype!r} is not valid; it must be one of {', '.join(models.DTYPES)}": (
             settings.dtype not in models.DTYPES
         ),
-        "no model to measure; give --model a folder or Hub id": not settings.models,
+        "no model to measure; give --model a folder or Hub id": (
+            not settings.models and not settings.url
+        ),
         "a model is given twice; give --model each just once": (
             len(set(settings.models)) < len(settings.models)
         ),
@@ -207,10 +219,17 @@ def _check(settings: Settings, mistakes: Mistakes) -> None:
     for fault, found in faults.items():
         if found:
             mistakes.add(OptionError(fault))
+    mistakes.check(require_server, settings)
 
 
 def _parts(tasks: Sequence[Task], settings: Settings) -> tuple[Task, ...]:
     """What is really asked."""
+    judged = next((task.name for task in tasks if task.name == "longppl"), None)
+    if judged and settings.url:
+        raise OptionError(
+            "longppl chooses tokens with a model in this process; leave it out with --url, or "
+            "measure perplexity"
+        )
     parts = tuple(part for task in tasks for part in task.parts(settings))
     if not parts:
         raise OptionError("no task is given, so there is nothing to measure; give --tasks some")
@@ -237,6 +256,7 @@ def _identities(
             "batch_size": settings.batch_size,
             "compose": settings.compose,
             "versions": versions(),
+            **served_identity(settings),
         }
         for model, config in configs.items()
     }
@@ -248,7 +268,13 @@ def _systems(
     configs: Mapping[str, Any],
     identities: Mapping[str, Mapping[str, Any]],
 ) -> Iterator[System]:
-    """Every model without a method, and under each."""
+    """Every model without a method, and under each; a server is one system."""
+    if settings.url is not None:
+        model, name = settings.models[0], str(settings.served_as)
+        identity = identities[model]
+        key, trained = digest(identity, UNPATCHED, {}), identity["trained_length"]
+        yield System(name, name, model, UNPATCHED, {}, trained, adapts=False, identity=key)
+        return
     labels = _labels(settings.models)
     for model in settings.models:
         for method, options, adapted, stage in _rows(settings, methods):

@@ -7,13 +7,12 @@ not.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from itertools import groupby
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -21,6 +20,8 @@ from rope_eval.cases import Case, Outcome, adding, read_outcomes, write_outcomes
 from rope_eval.folder import log_name, world_size, writing
 from rope_eval.forward import Advance, cost, score, write
 from rope_eval.run.plan import Plan, require_free
+from rope_eval.run.results import Result, loss, share_found, tail
+from rope_eval.run.served import Served
 from rope_eval.settings import Settings
 from rope_eval.systems import System, under
 from rope_ext import checkpoints as models
@@ -114,25 +115,20 @@ def _measure(
             systems = [system for system in systems if work[system]]
             if not systems:
                 continue
-            model = models.load_model(
-                name, settings.dtype, ranks.device, settings.attn, settings.adapter
-            )
-            runner = Runner(model, name, settings)
+            runner = _measurer(name, settings, ranks.device)
             for system in systems:  # what cannot be applied shows before anything is measured
                 with runner.applied(system):
                     pass
             for system in systems:
                 with runner.applied(system):
-                    for batch in work[system]:
-                        if system.adapts:
-                            runner.forget()
-                        for case, result in zip(batch, runner.measure(batch), strict=True):
+                    for results in runner.results(system, work[system]):
+                        for case, result in results:
                             outcome = _outcome(system, case, result)
                             if outcome.key not in done:
                                 add(outcome)
                                 done[outcome.key] = outcome
-                        advance(_work(batch))
-            del model, runner  # before the next one is loaded
+                        advance(_work([case for case, _ in results]))
+            del runner  # before the next one is loaded
 
 
 def _merged(plan: Plan, done: dict[str, Outcome]) -> list[Outcome]:
@@ -161,23 +157,6 @@ def _work(batch: Sequence[Case]) -> float:
     return sum(cost(case.tokens) for case in batch)
 
 
-@dataclass(frozen=True)
-class Result:
-    """What one case comes to.
-
-    Args:
-        value: a mean loss in nats, or the share of answers that were found.
-        tokens: that were scored or written, or what the value counts for.
-        written: by the model, if it was asked to write.
-        curve: (tokens before it, sum of losses so far, tokens summed) at every edge.
-    """
-
-    value: float
-    tokens: int
-    written: str | None = None
-    curve: tuple[tuple[int, float, int], ...] = ()
-
-
 def _outcome(system: System, case: Case, result: Result) -> Outcome:
     return Outcome(
         key=system.key(case),
@@ -195,6 +174,27 @@ def _outcome(system: System, case: Case, result: Result) -> Outcome:
         written=result.written,
         curve=result.curve,
     )
+
+
+class Measurer(Protocol):
+    """Where results come from: a loaded model, or a server (``Served``)."""
+
+    def applied(self, system: System) -> AbstractContextManager[Any]:
+        """The state in which ``system`` is measured."""
+        ...
+
+    def results(
+        self, system: System, batches: Sequence[Sequence[Case]]
+    ) -> Iterator[list[tuple[Case, Result]]]:
+        """The results of all cases, in any order, each list as soon as it is there."""
+        ...
+
+
+def _measurer(name: str, settings: Settings, device: str) -> Measurer:
+    if settings.url is not None:
+        return Served(name, settings)
+    model = models.load_model(name, settings.dtype, device, settings.attn, settings.adapter)
+    return Runner(model, name, settings)
 
 
 class Runner:
@@ -225,6 +225,15 @@ class Runner:
     def forget(self) -> None:
         """Let transformers' dynamic scaling forget the longest text that it has seen."""
         score(self.model, [[self.pad] * 2], 1, self.pad)
+
+    def results(
+        self, system: System, batches: Sequence[Sequence[Case]]
+    ) -> Iterator[list[tuple[Case, Result]]]:
+        """The results of these batches, each after its forward."""
+        for batch in batches:
+            if system.adapts:
+                self.forget()
+            yield list(zip(batch, self.measure(batch), strict=True))
 
     def measure(self, batch: Sequence[Case]) -> list[Result]:
         """The results of these cases, in one forward if memory allows it."""
@@ -260,7 +269,7 @@ class Runner:
         ]
 
     def _scored(self, batch: Sequence[Case]) -> list[Result]:
-        tails = [_tail(case) for case in batch]
+        tails = [tail(case) for case in batch]
         losses, hits = score(self.model, [case.ids for case in batch], max(tails), self.pad)
         results = []
         for row, case in enumerate(batch):
@@ -268,40 +277,5 @@ class Runner:
                 found = bool(hits[row, -case.count :].all())
                 results.append(Result(float(found), case.count))
             else:
-                results.append(_loss(case, losses[row, -tails[row] :].double()))
+                results.append(loss(case, losses[row, -tails[row] :].double()))
         return results
-
-
-def _tail(case: Case) -> int:
-    """Tokens at the end whose losses are needed."""
-    if case.curve and not case.nested:
-        return len(case.ids) - 1
-    return len(case.ids) - min(case.only) if case.only else case.count
-
-
-def _loss(case: Case, losses: torch.Tensor) -> Result:
-    """Mean loss of the scored tokens; one that is not a number counts as infinite."""
-    losses = losses.nan_to_num(nan=math.inf, posinf=math.inf)
-    first = len(case.ids) - len(losses)
-    scored = losses[-case.count :]
-    if case.only:
-        scored = losses[torch.tensor(case.only, device="cpu") - first]
-    sums = losses.cumsum(0)
-    curve = tuple(
-        (edge, float(sums[edge - first - 1]), edge - first) for edge in case.curve if edge > first
-    )
-    tokens = len(scored) if case.weight is None else case.weight
-    return Result(float(scored.mean()), tokens, curve=curve)
-
-
-def share_found(case: Case, written: str) -> float:
-    """The worth of what was written: the judge's word, or else the share of the answers in it.
-
-    Upper and lower case count alike there (RULER, arXiv 2404.06654).
-    """
-    if case.judge is not None:
-        return float(case.judge(written))
-    if case.whole:
-        return float(written.strip() == case.key)
-    text = written.lower()
-    return sum(answer.lower() in text for answer in case.answers) / len(case.answers)

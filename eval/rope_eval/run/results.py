@@ -1,0 +1,55 @@
+"""What a case is worth, given losses or a text, wherever they come from."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+
+from rope_eval.cases import Case
+
+
+@dataclass(frozen=True)
+class Result:
+    """The outcome of a case, without what identifies it; see ``Outcome``."""
+
+    value: float
+    tokens: int
+    written: str | None = None
+    curve: tuple[tuple[int, float, int], ...] = ()
+
+
+def tail(case: Case) -> int:
+    """Tokens at the end whose losses are needed."""
+    if case.curve and not case.nested:
+        return len(case.ids) - 1
+    return len(case.ids) - min(case.only) if case.only else case.count
+
+
+def loss(case: Case, losses: torch.Tensor) -> Result:
+    """Mean loss of the scored tokens; one that is not a number counts as infinite."""
+    losses = losses.nan_to_num(nan=math.inf, posinf=math.inf)
+    first = len(case.ids) - len(losses)
+    scored = losses[-case.count :]
+    if case.only:
+        scored = losses[torch.tensor(case.only, device="cpu") - first]
+    sums = losses.cumsum(0)
+    curve = tuple(
+        (edge, float(sums[edge - first - 1]), edge - first) for edge in case.curve if edge > first
+    )
+    tokens = len(scored) if case.weight is None else case.weight
+    return Result(float(scored.mean()), tokens, curve=curve)
+
+
+def share_found(case: Case, written: str) -> float:
+    """The worth of what was written: the judge's word, or else the share of the answers in it.
+
+    Upper and lower case count alike there (RULER, arXiv 2404.06654).
+    """
+    if case.judge is not None:
+        return float(case.judge(written))
+    if case.whole:
+        return float(written.strip() == case.key)
+    text = written.lower()
+    return sum(answer.lower() in text for answer in case.answers) / len(case.answers)

@@ -1,0 +1,250 @@
+"""Puts cases to an OpenAI-compatible server in place of a model in this process.
+
+Prompts are those that a model here would get, token by token: they are sent as token IDs, or in a
+form that the tokenizer reads as the same IDs.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
+
+import torch
+
+from rope_eval.cases import Case, require_positive
+from rope_eval.data.prompts import Frame, beginning, encode
+from rope_eval.run.results import Result, loss, share_found, tail
+from rope_eval.settings import Settings
+from rope_eval.systems import System
+from rope_ext import checkpoints as models
+from rope_ext.errors import MeasureError, OptionError, first_line
+
+if TYPE_CHECKING:
+    from types import ModuleType
+
+KEY = "OPENAI_API_KEY"
+"""Environment variable with the key of the server, if it wants one."""
+
+
+def require_server(settings: Settings) -> None:
+    """Raise OptionError unless the options of a server are complete, or none is given.
+
+    Raises:
+        MeasureError: the package ``openai`` is not installed.
+    """
+    if settings.url is None:
+        for name in ("served_as", "tokenizer"):
+            if getattr(settings, name) is not None:
+                flag = name.replace("_", "-")
+                raise OptionError(f"--{flag} is for a server; give --url its address")
+        return
+    address = urlsplit(settings.url)
+    if address.scheme not in ("http", "https") or not address.hostname:
+        raise OptionError(
+            f"--url {settings.url!r} is not valid; give an address such as http://HOST:PORT/v1"
+        )
+    if address.username or address.password:
+        raise OptionError(
+            f"--url holds a password, which reports would show; set it as {KEY} in the environment"
+        )
+    if settings.served_as is None:
+        raise OptionError("--url needs the name of the model on the server; give --served-as NAME")
+    if not settings.models:
+        raise OptionError(
+            "--url needs the tokenizer of the served model, with which prompts are made; give "
+            "--tokenizer a directory or Hub ID"
+        )
+    require_positive(concurrency=settings.concurrency)
+    if settings.retries < 0 or not settings.timeout > 0:
+        raise OptionError("--retries must be at least 0, and --timeout a number of seconds above 0")
+    if settings.batch_size is not None:
+        raise OptionError("--batch-size is for a model in this process; give --concurrency")
+    _openai()
+
+
+def served_identity(settings: Settings) -> dict[str, Any]:
+    """What results of a server depend on besides the case; nothing without a server."""
+    if settings.url is None:
+        return {}
+    return {"url": settings.url, "served_as": settings.served_as, "api": settings.api}
+
+
+class Served:
+    """A model behind an OpenAI-compatible server.
+
+    Args:
+        name: directory or Hub ID of its tokenizer.
+        settings: ``url``, ``served_as`` and how to ask.
+
+    ``api="completions"`` sends token IDs (vLLM, SGLang, llama.cpp), ``"text"`` the prompt as text
+    (transformers serve), ``"chat"`` messages, from which the server makes the prompt with the
+    model's chat template.
+    """
+
+    def __init__(self, name: str, settings: Settings) -> None:
+        self.settings, self.openai = settings, _openai()
+        self.tokenizer = models.load_tokenizer(name)
+        self.frame = Frame.from_tokenizer(self.tokenizer, settings.chat)
+        self.client = self.openai.OpenAI(
+            base_url=settings.url,
+            api_key=os.environ.get(KEY) or "none",
+            max_retries=settings.retries,
+            timeout=settings.timeout,
+        )
+
+    def applied(self, system: System) -> AbstractContextManager[Any]:
+        """The server stays as it is."""
+        return nullcontext()
+
+    def results(
+        self, system: System, batches: Sequence[Sequence[Case]]
+    ) -> Iterator[list[tuple[Case, Result]]]:
+        """The results of all cases, each as soon as it is there.
+
+        Raises:
+            MeasureError: the server is gone or refuses all requests, at once; or some requests
+                failed, after all others are done.
+        """
+        failed: list[str] = []
+        pool = ThreadPoolExecutor(self.settings.concurrency)
+        waiting = {pool.submit(self._result, case): case for batch in batches for case in batch}
+        try:
+            for done in as_completed(waiting):
+                try:
+                    result = done.result()
+                except self.openai.OpenAIError as error:
+                    if self._is_final(error):
+                        raise self._gone(error) from error
+                    case = waiting[done]
+                    failed.append(f"{case.task} at {case.length} tokens: {_said(error)}")
+                else:
+                    yield [(waiting[done], result)]
+        finally:
+            pool.shutdown(wait=False, cancel_futures=True)
+            self.client.close()
+        if failed:
+            raise MeasureError(
+                f"{len(failed)} of {len(waiting)} requests failed; the first: {failed[0]}. The "
+                f"others are finished and kept; when the server is well, --resume asks for the rest"
+            )
+
+    def _is_final(self, error: Exception) -> bool:
+        """Whether every other request would fail, too."""
+        api = self.openai
+        if isinstance(error, api.APITimeoutError):
+            return False
+        final = (api.APIConnectionError, api.AuthenticationError, api.PermissionDeniedError)
+        return isinstance(error, (*final, api.NotFoundError))
+
+    def _gone(self, error: Exception) -> MeasureError:
+        return MeasureError(
+            f"{self.settings.url} does not answer for {self.settings.served_as!r} "
+            f"({_said(error)}); check --url, --served-as and {KEY}; --resume keeps what is finished"
+        )
+
+    def _result(self, case: Case) -> Result:
+        if case.mode == "loss":
+            return loss(case, self._losses(case)[-tail(case) :])
+        if case.mode == "write":
+            text = self._written(case.ids, case.count)
+            tokens = len(encode(self.tokenizer, text))
+            return Result(share_found(case, text), tokens, text)
+        # Greedy decoding writes the answer exactly if each of its tokens is the argmax.
+        text = self._written(case.ids[: -case.count], case.count)
+        wanted = self.tokenizer.decode(case.ids[-case.count :], skip_special_tokens=True)
+        return Result(float(text.strip() == wanted.strip()), case.count, text)
+
+    def _written(self, ids: Sequence[int], count: int) -> str:
+        """What greedy decoding writes after these tokens, up to ``count`` tokens."""
+        how: dict[str, Any] = {"model": self.settings.served_as, "temperature": 0}
+        how["max_tokens"] = count
+        if self.settings.api == "chat":
+            messages, extra = self._messages(ids)
+            answer = self.client.chat.completions.create(messages=messages, extra_body=extra, **how)
+            return answer.choices[0].message.content or ""
+        return self.client.completions.create(prompt=self._prompt(ids), **how).choices[0].text
+
+    def _losses(self, case: Case) -> torch.Tensor:
+        """Negative log likelihoods of all tokens but the first, float64, nats."""
+        if self.settings.api == "chat":
+            raise MeasureError(
+                f"{case.task} needs the log-probabilities of a prompt, which chat completions do "
+                f"not return; give --api completions"
+            )
+        answer = self.client.completions.create(
+            model=str(self.settings.served_as),
+            prompt=self._prompt(case.ids),
+            max_tokens=1,
+            temperature=0,
+            echo=True,
+            logprobs=1,
+        )
+        logprobs = getattr(answer.choices[0], "logprobs", None)
+        found = getattr(logprobs, "token_logprobs", None) or []
+        found = found[1 : len(case.ids)]
+        if len(found) < len(case.ids) - 1 or any(value is None for value in found):
+            raise MeasureError(
+                f"{self.settings.url} does not return the log-probabilities of a prompt "
+                f"(echo=True with logprobs=1), which {case.task} needs; vLLM does. For this "
+                f"server, leave {case.task} out"
+            )
+        return -torch.tensor(found, dtype=torch.float64, device="cpu")
+
+    def _prompt(self, ids: Sequence[int]) -> Any:
+        """Token IDs, or text that the server's tokenizer reads as these IDs."""
+        ids = list(ids)
+        if self.settings.api == "completions":
+            return ids
+        start = len(beginning(self.tokenizer))  # which the server puts there itself
+        for part in (ids[start:], ids):
+            text = self._decode(part)
+            if self.tokenizer(text, verbose=False)["input_ids"] == ids:
+                return text
+        raise MeasureError(
+            f"a prompt of {len(ids)} tokens cannot be sent as text: its tokenizer would make other "
+            f"tokens of it; give --api completions, or chat"
+        )
+
+    def _messages(self, ids: Sequence[int]) -> tuple[list[Any], dict[str, Any]]:
+        """A prompt as messages, and what makes the server continue the answer that they begin."""
+        if self.frame.around is None:
+            raise MeasureError(
+                "--api chat needs prompts in a chat template; give --chat yes and a --tokenizer "
+                "that has one"
+            )
+        before, after = self.frame.around
+        text = self._decode(ids)
+        content, found, lead = text.removeprefix(before).rpartition(after)
+        messages = [{"role": "user", "content": content}]
+        messages += [{"role": "assistant", "content": lead}] if lead else []
+        begun = bool(lead)
+        how = {"add_generation_prompt": not begun, "continue_final_message": begun}
+        made = self.tokenizer.apply_chat_template(messages, tokenize=False, **how)
+        if not found or encode(self.tokenizer, made) != list(ids):
+            raise MeasureError(
+                "the chat template makes another prompt of the messages; give --api completions"
+            )
+        return messages, how if begun else {}
+
+    def _decode(self, ids: Sequence[int]) -> str:
+        return self.tokenizer.decode(
+            list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False
+        )
+
+
+def _said(error: Exception) -> str:
+    return first_line(error)[:300]
+
+
+def _openai() -> ModuleType:
+    try:
+        import openai
+    except ImportError:
+        raise MeasureError(
+            'a server is asked with the package openai; install it with: pip install "rope-ext[server]"'
+        ) from None
+    return openai

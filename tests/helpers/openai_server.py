@@ -1,0 +1,118 @@
+"""A small OpenAI-compatible server over a model in this process, with faults on request."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+import torch
+
+
+@dataclass
+class Fake:
+    """What it was asked, and how it answers.
+
+    Args:
+        model: that answers greedily.
+        tokenizer: its tokenizer.
+        faults: HTTP statuses of the next requests, in order; 0: it answers.
+        refused: prompts longer than this many tokens get a 400 for good.
+        logprobs: whether it returns those of the prompt.
+    """
+
+    model: Any
+    tokenizer: Any
+    faults: list[int] = field(default_factory=list)
+    refused: int = 10**9
+    logprobs: bool = True
+    asked: list[dict[str, Any]] = field(default_factory=list)
+    prompts: list[list[int]] = field(default_factory=list)
+    at_once: int = 0
+    most: int = 0
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def answer(self, path: str, body: dict[str, Any]) -> tuple[int, dict[str, Any]]:
+        with self.lock:
+            self.asked.append(body)
+            fault = self.faults.pop(0) if self.faults else 0
+        if fault:
+            return fault, {"error": {"message": f"fault {fault}"}}
+        chat = path.endswith("/chat/completions")
+        ids = self._chat(body) if chat else self._ids(body["prompt"])
+        if len(ids) > self.refused:
+            return 400, {"error": {"message": f"at most {self.refused} tokens"}}
+        with self.lock:  # one forward at a time
+            self.prompts.append(ids)
+            text, logprobs = self._run(ids, body)
+        choice = {"index": 0, "finish_reason": "length", "logprobs": None}
+        choice |= {"message": {"role": "assistant", "content": text}} if chat else {"text": text}
+        if logprobs is not None and self.logprobs:
+            choice["logprobs"] = {"token_logprobs": logprobs, "tokens": [], "text_offset": []}
+        kind = "chat.completion" if chat else "text_completion"
+        made = {"id": "1", "object": kind, "created": 1, "model": body["model"]}
+        return 200, {**made, "choices": [choice]}
+
+    def _ids(self, prompt: Any) -> list[int]:
+        return self.tokenizer(prompt)["input_ids"] if isinstance(prompt, str) else prompt
+
+    def _chat(self, body: dict[str, Any]) -> list[int]:
+        begun = body.get("continue_final_message", False)
+        text = self.tokenizer.apply_chat_template(
+            body["messages"],
+            tokenize=False,
+            add_generation_prompt=not begun,
+            continue_final_message=begun,
+        )
+        return self.tokenizer(text, add_special_tokens=False)["input_ids"]
+
+    @torch.no_grad()
+    def _run(self, ids: list[int], body: dict[str, Any]) -> tuple[str, list[Any] | None]:
+        if body.get("echo"):
+            logits = self.model(torch.tensor([ids])).logits[0].log_softmax(-1)
+            found = [float(logits[at, token]) for at, token in enumerate(ids[1:])]
+            return "", [None, *found, -1.0]
+        out = self.model.generate(
+            torch.tensor([ids]), max_new_tokens=body["max_tokens"], do_sample=False
+        )
+        return self.tokenizer.decode(out[0, len(ids) :], skip_special_tokens=True), None
+
+
+@contextmanager
+def serving(fake: Fake) -> Iterator[str]:
+    """The address of ``fake``, on this machine."""
+
+    class Handler(BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"
+
+        def do_POST(self) -> None:
+            body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+            with fake.lock:
+                fake.at_once += 1
+                fake.most = max(fake.most, fake.at_once)
+            status, answer = fake.answer(self.path, body)
+            with fake.lock:
+                fake.at_once -= 1
+            data = json.dumps(answer).encode()
+            self.send_response(status)
+            self.send_header("Content-Type", "application/json")
+            self.send_header("Content-Length", str(len(data)))
+            self.send_header("retry-after-ms", "1")
+            self.end_headers()
+            self.wfile.write(data)
+
+        def log_message(self, *args: object) -> None:
+            """Nothing."""
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{server.server_address[1]}/v1"
+    finally:
+        server.shutdown()
+        server.server_close()

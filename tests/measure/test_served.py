@@ -1,0 +1,244 @@
+"""Evaluation of a server: the prompts and answers of a model in this process, and what fails."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from rope_eval import command
+from rope_eval.cases import Outcome, read_outcomes
+from rope_eval.evaluate import evaluate
+from rope_eval.run.plan import prepare
+from rope_eval.run.runner import run
+from rope_eval.settings import Settings
+from rope_eval.tasks.base import build
+from rope_eval.tasks.passkey import Passkey
+from rope_eval.tasks.perplexity import Perplexity
+from rope_ext.errors import MeasureError, OptionError
+from tests.helpers.checkpoint import save_checkpoint
+from tests.helpers.openai_server import Fake, serving
+
+pytest.importorskip("openai")
+BOOK = [" ".join(f"word{i * k % 97}" for i in range(400)) + "." for k in (3, 5)]
+TEMPLATE = (
+    "{% for m in messages %}[{{ m['role'] }}]{{ m['content'] }}"
+    "{% if not loop.last or add_generation_prompt %}[end]{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}[assistant]{% endif %}"
+)
+PASSKEYS = (Passkey(trials=3, depths=2), Passkey(trials=2, depths=1, generate=True))
+
+
+@pytest.fixture(scope="module")
+def chatty(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint with a chat template."""
+    folder = save_checkpoint(tmp_path_factory.mktemp("chatty"))
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer.chat_template = TEMPLATE
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+def fake_of(folder: Path, **options: Any) -> Fake:
+    model = AutoModelForCausalLM.from_pretrained(folder).eval()
+    return Fake(model, AutoTokenizer.from_pretrained(folder), **options)
+
+
+def local(folder: Path, output: Path, **options: Any) -> Settings:
+    given = {"lengths": (256, 128), "chat": "auto", **options}
+    return Settings(models=(str(folder),), methods=("none",), output=output, **given)
+
+
+def served(folder: Path, output: Path, url: str, **options: Any) -> Settings:
+    return local(folder, output, url=url, served_as="tiny", tokenizer=str(folder), **options)
+
+
+def values(outcomes: list[Outcome] | None) -> list[tuple]:
+    assert outcomes is not None
+    return [(o.task, o.length, o.seed, o.prompt, o.value, o.written) for o in outcomes]
+
+
+def measured(settings: Settings, *tasks: Any) -> list[tuple]:
+    return values(run(prepare(settings, tasks)))
+
+
+@pytest.mark.parametrize("api", ["completions", "text"])
+@pytest.mark.parametrize("task", ["passkey", "generate", "ruler"])
+def test_a_server_gets_the_prompts_of_a_local_model_and_answers_alike(
+    checkpoint: Path, tmp_path: Path, api: str, task: str
+) -> None:
+    made = {
+        "passkey": [PASSKEYS[0]],
+        "generate": [PASSKEYS[1]],
+        "ruler": build(["needle"], {"trials": 1}),
+    }[task]
+    lengths = (512,) if task == "ruler" else (256, 128)
+    want = measured(local(checkpoint, tmp_path / "here", lengths=lengths), *made)
+    fake = fake_of(checkpoint)
+    with serving(fake) as url:
+        got = measured(served(checkpoint, tmp_path / "there", url, api=api, lengths=lengths), *made)
+    assert [one[:5] for one in got] == [one[:5] for one in want]
+    if task != "passkey":  # teacher-forced here, so that nothing is written
+        assert got == want
+    plan = prepare(local(checkpoint, tmp_path / "plan", lengths=lengths), made)
+    cases = list(plan.cases(plan.systems[0]))
+    prompts = [list(c.ids if c.mode == "write" else c.ids[: -c.count]) for c in cases]
+    assert sorted(fake.prompts) == sorted(prompts)
+    assert all(body["temperature"] == 0 for body in fake.asked)
+
+
+@pytest.mark.parametrize("generate", [False, True])
+def test_messages_make_the_same_prompt(chatty: Path, tmp_path: Path, generate: bool) -> None:
+    task = replace(PASSKEYS[0], generate=generate)
+    want = measured(local(chatty, tmp_path / "here"), task)
+    fake = fake_of(chatty)
+    with serving(fake) as url:
+        got = measured(served(chatty, tmp_path / "there", url, api="chat"), task)
+    assert [one[:5] for one in got] == [one[:5] for one in want]
+    roles = {message["role"] for body in fake.asked for message in body["messages"]}
+    assert "user" in roles and all(body["model"] == "tiny" for body in fake.asked)
+    plan = prepare(local(chatty, tmp_path / "plan"), [task])
+    cases = list(plan.cases(plan.systems[0]))
+    prompts = [list(c.ids if c.mode == "write" else c.ids[: -c.count]) for c in cases]
+    assert sorted(fake.prompts) == sorted(prompts)
+
+
+def test_chat_needs_a_template(checkpoint: Path, tmp_path: Path) -> None:
+    with serving(fake_of(checkpoint)) as url:
+        settings = served(checkpoint, tmp_path / "there", url, api="chat")
+        with pytest.raises(MeasureError, match="--chat yes"):
+            measured(settings, PASSKEYS[0])
+
+
+@pytest.mark.parametrize("protocol", ["ending", "start"])
+def test_perplexity_from_log_probabilities_of_the_prompt(
+    checkpoint: Path, tmp_path: Path, protocol: str
+) -> None:
+    task = Perplexity(BOOK, windows=2, protocol=protocol)
+    want = measured(local(checkpoint, tmp_path / "here"), task)
+    with serving(fake_of(checkpoint)) as url:
+        got = measured(served(checkpoint, tmp_path / "there", url), task)
+    # Batches and logits of other shapes round differently in float32.
+    assert [one[4] for one in got] == pytest.approx([one[4] for one in want], rel=1e-5)
+    assert [one[:4] for one in got] == [one[:4] for one in want]
+
+
+def test_a_server_without_log_probabilities_is_named(checkpoint: Path, tmp_path: Path) -> None:
+    with serving(fake_of(checkpoint, logprobs=False)) as url:
+        settings = served(checkpoint, tmp_path / "there", url)
+        with pytest.raises(MeasureError, match="does not return the log-probabilities"):
+            measured(settings, Perplexity(BOOK, windows=2))
+        chat = replace(settings, api="chat", overwrite=True)
+        with pytest.raises(MeasureError, match="chat completions do not return"):
+            measured(chat, Perplexity(BOOK, windows=2))
+
+
+def test_failed_requests_are_repeated(checkpoint: Path, tmp_path: Path) -> None:
+    fake = fake_of(checkpoint, faults=[503, 429, 500])
+    with serving(fake) as url:
+        got = measured(served(checkpoint, tmp_path / "there", url, concurrency=1), PASSKEYS[0])
+    assert len(fake.asked) == len(got) + 3
+
+
+def test_several_requests_at_a_time(checkpoint: Path, tmp_path: Path) -> None:
+    fake = fake_of(checkpoint)
+    with serving(fake) as url:
+        settings = served(checkpoint, tmp_path / "one", url, concurrency=1)
+        one = measured(settings, PASSKEYS[0])
+        assert fake.most == 1
+        many = measured(served(checkpoint, tmp_path / "many", url, concurrency=8), PASSKEYS[0])
+    assert many == one and fake.most <= 8
+
+
+def test_a_request_that_fails_for_good_costs_no_other(checkpoint: Path, tmp_path: Path) -> None:
+    fake = fake_of(checkpoint, refused=200)
+    with serving(fake) as url:
+        settings = served(checkpoint, tmp_path / "there", url)
+        with pytest.raises(MeasureError, match=r"6 of 12 .* 256 tokens: .*at most 200 tokens"):
+            measured(settings, PASSKEYS[0])
+        kept = read_outcomes([settings.output / "cases.jsonl"])
+        assert {outcome.length for outcome in kept.values()} == {128} and len(kept) == 6
+        fake.refused, before = 10**9, len(fake.asked)
+        again = measured(replace(settings, resume=True, concurrency=2), PASSKEYS[0])
+    assert len(fake.asked) == before + 6 and len(again) == 12
+
+
+@pytest.mark.parametrize("status", [401, 403, 404])
+def test_what_every_request_would_meet_ends_the_run(
+    checkpoint: Path, tmp_path: Path, status: int
+) -> None:
+    fake = fake_of(checkpoint, faults=[status] * 99)
+    with serving(fake) as url:
+        settings = served(checkpoint, tmp_path / "there", url, concurrency=1)
+        with pytest.raises(MeasureError, match="check --url, --served-as"):
+            measured(settings, PASSKEYS[0])
+    assert len(fake.asked) < 12
+
+
+def test_a_server_that_is_not_there(checkpoint: Path, tmp_path: Path) -> None:
+    with serving(fake_of(checkpoint)) as url:
+        pass
+    settings = served(checkpoint, tmp_path / "there", url, retries=0)
+    with pytest.raises(MeasureError, match=f"{url} does not answer"):
+        measured(settings, PASSKEYS[0])
+
+
+def test_the_command_and_its_report(checkpoint: Path, tmp_path: Path, capsys) -> None:
+    with serving(fake_of(checkpoint)) as url:
+        words = ["passkey", "--url", url, "--served-as", "our-model", "--lengths", "128"]
+        words += ["--tokenizer", str(checkpoint), "--trials", "2", "--depths", "1"]
+        command.call([*words, "--output", str(tmp_path / "results")])
+    table = (tmp_path / "results" / "table.md").read_text()
+    assert "our-model" in table and f"our-model served at {url}" in table
+    assert "dtype" not in table and "factor" not in table
+
+
+def test_tokenizers_without_a_configuration(checkpoint: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "tokenizer"
+    AutoTokenizer.from_pretrained(checkpoint).save_pretrained(folder)
+    with serving(fake_of(checkpoint)) as url:
+        settings = served(folder, tmp_path / "there", url)
+        report = evaluate(settings, [PASSKEYS[0]])
+    assert report is not None and report.plan.systems[0].trained == 256
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"served_as": None}, "--served-as NAME"),
+        ({"models": (), "tokenizer": None}, "--tokenizer a directory"),
+        ({"url": "localhost:8000"}, "http://HOST:PORT/v1"),
+        ({"url": "http://me:secret@localhost/v1"}, "OPENAI_API_KEY"),
+        ({"url": None}, "is for a server"),
+        ({"concurrency": 0}, "concurrency=0"),
+        ({"retries": -1}, "--retries"),
+        ({"batch_size": 4}, "--concurrency"),
+    ],
+)
+def test_wrong_options(checkpoint: Path, tmp_path: Path, options: Any, message: str) -> None:
+    settings = served(checkpoint, tmp_path / "there", "http://localhost:9/v1")
+    with pytest.raises(OptionError, match=message):
+        prepare(replace(settings, **options), [PASSKEYS[0]])
+
+
+def test_a_model_or_a_server(checkpoint: Path, capsys) -> None:
+    words = ["passkey", "--lengths", "128", "--url", "http://localhost:9/v1", "--served-as", "a"]
+    with pytest.raises(SystemExit):
+        command.call([*words, "--tokenizer", str(checkpoint), "--model", str(checkpoint)])
+    assert "leave out --model" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        command.call(["passkey", "--lengths", "128"])
+    assert "required: --model" in capsys.readouterr().err
+
+
+def test_settings_of_the_transport_determine_no_result(checkpoint: Path, tmp_path: Path) -> None:
+    settings = served(checkpoint, tmp_path / "there", "http://localhost:9/v1")
+    plans = [
+        prepare(replace(settings, **one), [PASSKEYS[0]])
+        for one in ({}, {"concurrency": 9, "retries": 1, "timeout": 3.0}, {"served_as": "b"})
+    ]
+    keys = [[p.systems[0].key(c) for c in p.cases(p.systems[0])] for p in plans]
+    assert keys[0] == keys[1] and not set(keys[0]) & set(keys[2])

@@ -1,9 +1,10 @@
-"""Position methods: attention by a function of this package, perhaps over other frequencies."""
+"""Position methods: attention by a function of this package, optionally with a frequency method."""
 
 from __future__ import annotations
 
 import logging
 from dataclasses import dataclass, replace
+from typing import cast
 
 import torch
 
@@ -34,7 +35,7 @@ def apply(
 def apply_frequency(
     place: PatchTarget, method: FrequencyMethod, options: Options, changes: Changes
 ) -> Applied:
-    """Put a frequency method in force by attention of this package: in some layers, with a bias."""
+    """Put a frequency method in force with our attention: in some layers, or with a bias."""
     standing = _Standing(of=method, temperature=method.tempered(place.scaled[0].rope))
     applied = _apply(place, standing, str(method), replace(options, frequency=method), changes)
     return replace(applied, method=method)
@@ -42,7 +43,7 @@ def apply_frequency(
 
 @dataclass(frozen=True, kw_only=True)
 class _Standing(RoPE):
-    """A frequency method for those who ask for a position method: every position stays."""
+    """A frequency method in the form of a position method that changes no position."""
 
     of: FrequencyMethod
 
@@ -74,7 +75,7 @@ def _apply(
             f"use another position method, such as 'self_extend'"
         )
     reached, length = method.reached(rope), method.target_length(rope)
-    method = method.resolved(rope)
+    method = cast("PositionMethod", method.resolved(rope))
     precise = length > PRECISE_BEYOND if options.precise == "auto" else options.precise
     local_too = options.sliding_layers == "scale"
     encoding = method if isinstance(method, Encoding) else options.bias

@@ -80,17 +80,18 @@ def require_scaling(place: PatchTarget, method: Method) -> None:
 
 def scale_softmax(
     site: RotarySite,
-    number: float,
+    methods: tuple[Method, ...],
     changes: Changes,
     only: Collection[nn.Module] | None = None,
 ) -> tuple[str, ...]:
-    """Move a factor of cosine and sine into the softmax scale, if the checkpoint has one there.
+    """Put the ``attention_factor`` of methods into the softmax scale, if the checkpoint needs that.
 
-    ``only``: the attention layers that are patched; None: all.
+    See :meth:`RotarySite.factors`. ``only``: the attention layers that are patched; None: all.
 
     Returns:
         A sentence for ``describe``, or nothing.
     """
+    _, number = site.factors(*methods)
     baked = [module for module in site.baked if only is None or module in only]
     if not baked or number == 1:
         return ()

@@ -99,11 +99,9 @@ def _apply(
     notes = [f"saving: {saved.note}", *installed.notes(), *axes]
     for note in axes:
         _logger.warning("rope_ext: %s", note)
+    methods = (method,) if under is None else (method, under)
     for site in place.scaled:
-        number = method.attention_scaling(site.rope)
-        if under is not None:
-            number *= under.attention_scaling(site.rope)
-        notes += scale_softmax(site, number, changes, installed.mapped)
+        notes += scale_softmax(site, methods, changes, installed.mapped)
     temperature = method.tempered(rope)
     if temperature is not None:
         notes.append(f"temperature: {temperature.formula}, in those attention layers")
@@ -154,9 +152,8 @@ def _write(
     under, family = options.frequency, type(place.decoder).__name__
     if under is not None:
         refuse_scaled(place.decoder, site, under, options.compose)
-        inv_freq, scaling = target(under, site)
-        if not site.baked:
-            scaling *= method.attention_scaling(site.rope)
+        inv_freq, _ = target(under, site)
+        scaling, _ = site.factors(under, method)
         changes.states.append(buffers.write(site, inv_freq.float(), scaling, True))
         return inv_freq, scaling
     if site.rope_type in ("dynamic", "longrope"):
@@ -164,8 +161,6 @@ def _write(
             f"{family} has rope_type {site.rope_type!r}, whose frequencies change with the "
             f"sequence, so {method.name} cannot go on top of it; load it with rope_type 'default'"
         )
-    scaling = site.scaling
-    if not site.baked:
-        scaling *= method.attention_scaling(site.rope)
+    scaling, _ = site.factors(method)
     changes.states.append(buffers.write(site, site.loaded, scaling, True))
     return site.loaded.double(), scaling

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from rope_ext.errors import NoRopeError, OptionError, UnsupportedModelError
-from rope_ext.methods import FrequencyMethod, Rope, geometric
+from rope_ext.methods import FrequencyMethod, Method, Rope, geometric
 from rope_ext.methods.rope import MOST_TOKENS, plain_number
 from rope_ext.record import trained_length
 from rope_ext.rotary.probe import Columns, prove
@@ -87,15 +87,33 @@ class RotarySite:
         """Whether a call of the module with these arguments uses these frequencies."""
         return kwargs.get("layer_type", args[2] if len(args) > 2 else None) == self.layer_type
 
+    def factors(self, *methods: Method) -> tuple[float, float]:
+        """Where the ``attention_factor`` of methods that act together goes.
+
+        The only place that decides this: on cosine and sine, unless the checkpoint has its own
+        factor in the softmax scale of its layers (:attr:`baked`), which also scales columns that do
+        not rotate.
+
+        Returns:
+            The number on cosine and sine, with the checkpoint's own, and the number whose square
+            multiplies the softmax scale of ``baked`` layers.
+        """
+        on_rotation, on_softmax = self.scaling, 1.0
+        for method in methods:
+            number = method.attention_scaling(self.rope)
+            if self.baked:
+                on_softmax *= number
+            else:
+                on_rotation *= number
+        return on_rotation, on_softmax
+
     def under(self, method: FrequencyMethod) -> tuple[torch.Tensor, float]:
         """Frequencies (float64, ``[pairs]``) and scaling under ``method``.
 
         Raises:
             OptionError: the options are not valid for this model.
         """
-        scaling = method.attention_scaling(self.rope) * self.scaling
-        if self.baked:
-            scaling = self.scaling
+        scaling, _ = self.factors(method)
         inv_freq = method.inv_freq(self.rope)
         most = max(math.pi, float(self.rope.inv_freq.max()))  # beyond, tokens look alike
         if not (inv_freq <= most).all() or not math.isfinite(scaling):

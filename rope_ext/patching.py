@@ -109,11 +109,9 @@ class Patch:
             return site.rope.inv_freq, site.scaling
         if isinstance(self.method, FrequencyMethod):
             return site.under(self.method)
-        inv_freq, scaling = site.rope.inv_freq, site.scaling
-        if self.frequencies is not None:
-            inv_freq, scaling = site.under(self.frequencies)
-        number = 1.0 if site.baked else self.method.attention_scaling(site.rope)
-        return inv_freq, scaling * number
+        if self.frequencies is None:
+            return site.rope.inv_freq, site.factors(self.method)[0]
+        return site.under(self.frequencies)[0], site.factors(self.frequencies, self.method)[0]
 
 
 @_one_at_a_time

@@ -1,10 +1,10 @@
-"""What all kinds of methods take and return, and what they refuse alike."""
+"""Results and checks that are common to all kinds of methods."""
 
 from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -22,12 +22,12 @@ class Applied:
     """A method in force.
 
     Args:
-        method: with every option filled in.
+        method: the method with every option filled in.
         target_length: context after the extension, tokens.
-        values: what to write into the configuration.
-        native: whether plain transformers scales by these.
-        plain: whether it computes the same from them.
-        precise: angles in float64.
+        values: values for the configuration.
+        native: whether plain transformers scales by these values.
+        plain: whether plain transformers computes the same from them.
+        precise: whether angles are computed in float64.
         notes: sentences for ``describe``.
     """
 
@@ -43,7 +43,7 @@ class Applied:
 def refuse_scaled(
     decoder: nn.Module, site: RotarySite, method: FrequencyMethod, compose: bool
 ) -> None:
-    """Raise AlreadyScaledError where ``method`` cannot go on top of what a checkpoint has."""
+    """Raise AlreadyScaledError if ``method`` cannot extend the scaling of a checkpoint."""
     there = is_scaled(decoder, site)
     if there is None:
         return
@@ -61,42 +61,44 @@ def refuse_scaled(
         )
     if method.adapts:
         raise AlreadyScaledError(
-            f"{method.name} changes with the sequence and cannot go on top of {there}; pass "
+            f"{method.name} changes with the sequence and cannot be composed with {there}; pass "
             f"length=TOKENS to fix it, or choose a fixed method such as 'yarn'"
         )
 
 
 def require_scaling(place: PatchTarget, method: Method) -> None:
-    """Raise where a given ``attention_factor`` would do nothing."""
+    """Raise if a given ``attention_factor`` would have no effect."""
     if method.attention_factor in (None, 1):
         return
     if all(ignores_scaling(place.decoder, site) for site in place.scaled):
         raise UnsupportedModelError(
             f"{type(place.decoder).__name__} normalises queries and keys after the rotation, which "
-            f"takes attention_factor={method.attention_factor!r} back; give temperature= a number, "
+            f"cancels attention_factor={method.attention_factor!r}; give temperature= a number, "
             f"which multiplies queries after that"
         )
 
 
 def scale_softmax(
     site: RotarySite,
-    number: float,
+    methods: tuple[Method, ...],
     changes: Changes,
     only: Collection[nn.Module] | None = None,
 ) -> tuple[str, ...]:
-    """Put a number on cosine and sine into softmax scales, where the checkpoint has its own.
+    """Put the ``attention_factor`` of methods into the softmax scale, if the checkpoint needs that.
 
-    ``only``: the attention layers that are patched; None: all.
+    See :meth:`RotarySite.factors`. ``only``: the attention layers that are patched; None: all.
 
     Returns:
-        A sentence for ``describe``, if there is anything to say.
+        A sentence for ``describe``, or nothing.
     """
+    _, number = site.factors(*methods)
     baked = [module for module in site.baked if only is None or module in only]
     if not baked or number == 1:
         return ()
     for module in baked:
-        changes.replaced.append((module, "scaling", module.scaling))
-        module.scaling = module.scaling * number**2
+        scale = cast("float", module.scaling)
+        changes.replaced.append((module, "scaling", scale))
+        setattr(module, "scaling", scale * number**2)  # noqa: B010  # nn.Module declares tensors
     return (
         f"attention_factor: {number:.4g}, by its square in the softmax scale of {len(baked)} "
         f"layers, where this checkpoint has its own (mscale_all_dim), and not on cosine and sine",

@@ -51,7 +51,7 @@ def apply(
         saved = unsaved(place, length)
     else:
         saved = written(place, method, length)
-    if temperature is not None:  # by the very frequencies that it has without
+    if temperature is not None:  # the frequencies stay those of the method without it
         saved = replace(unsaved(place, length), built=saved.built)
     sequences = None
     if growing:
@@ -73,7 +73,7 @@ def apply(
     per_sequence = method.adapts and not growing and saved.native
     notes = _notes(place, keep, precise, per_sequence)
     for site in scaled:
-        notes += scale_softmax(site, method.attention_scaling(site.rope), changes)
+        notes += scale_softmax(site, (method,), changes)
     if temperature is not None:
         local_too = options.sliding_layers == "scale"
         notes += queries.install(place, temperature, sequences, local_too, changes)
@@ -82,7 +82,7 @@ def apply(
         target_length=length,
         values=saved.values,
         native=saved.native,
-        # Plain transformers lets frequencies grow within a sequence, and has float32 angles only.
+        # Plain transformers changes frequencies within a sequence, and has float32 angles only.
         plain=saved.native and not precise and sequences is None,
         precise=precise,
         notes=(f"saving: {saved.note}", *notes),

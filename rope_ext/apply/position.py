@@ -1,9 +1,10 @@
-"""Position methods: attention by a function of this package, perhaps over other frequencies."""
+"""Position methods: attention by a function of this package, optionally with a frequency method."""
 
 from __future__ import annotations
 
 import logging
 from dataclasses import dataclass, replace
+from typing import cast
 
 import torch
 
@@ -34,7 +35,7 @@ def apply(
 def apply_frequency(
     place: PatchTarget, method: FrequencyMethod, options: Options, changes: Changes
 ) -> Applied:
-    """Put a frequency method in force by attention of this package: in some layers, with a bias."""
+    """Put a frequency method in force with our attention: in some layers, or with a bias."""
     standing = _Standing(of=method, temperature=method.tempered(place.scaled[0].rope))
     applied = _apply(place, standing, str(method), replace(options, frequency=method), changes)
     return replace(applied, method=method)
@@ -42,7 +43,7 @@ def apply_frequency(
 
 @dataclass(frozen=True, kw_only=True)
 class _Standing(RoPE):
-    """A frequency method for those who ask for a position method: every position stays."""
+    """A frequency method in the form of a position method that changes no position."""
 
     of: FrequencyMethod
 
@@ -74,7 +75,7 @@ def _apply(
             f"use another position method, such as 'self_extend'"
         )
     reached, length = method.reached(rope), method.target_length(rope)
-    method = method.resolved(rope)
+    method = cast("PositionMethod", method.resolved(rope))
     precise = length > PRECISE_BEYOND if options.precise == "auto" else options.precise
     local_too = options.sliding_layers == "scale"
     encoding = method if isinstance(method, Encoding) else options.bias
@@ -98,11 +99,9 @@ def _apply(
     notes = [f"saving: {saved.note}", *installed.notes(), *axes]
     for note in axes:
         _logger.warning("rope_ext: %s", note)
+    methods = (method,) if under is None else (method, under)
     for site in place.scaled:
-        number = method.attention_scaling(site.rope)
-        if under is not None:
-            number *= under.attention_scaling(site.rope)
-        notes += scale_softmax(site, number, changes, installed.mapped)
+        notes += scale_softmax(site, methods, changes, installed.mapped)
     temperature = method.tempered(rope)
     if temperature is not None:
         notes.append(f"temperature: {temperature.formula}, in those attention layers")
@@ -153,9 +152,8 @@ def _write(
     under, family = options.frequency, type(place.decoder).__name__
     if under is not None:
         refuse_scaled(place.decoder, site, under, options.compose)
-        inv_freq, scaling = target(under, site)
-        if not site.baked:
-            scaling *= method.attention_scaling(site.rope)
+        inv_freq, _ = target(under, site)
+        scaling, _ = site.factors(under, method)
         changes.states.append(buffers.write(site, inv_freq.float(), scaling, True))
         return inv_freq, scaling
     if site.rope_type in ("dynamic", "longrope"):
@@ -163,8 +161,6 @@ def _write(
             f"{family} has rope_type {site.rope_type!r}, whose frequencies change with the "
             f"sequence, so {method.name} cannot go on top of it; load it with rope_type 'default'"
         )
-    scaling = site.scaling
-    if not site.baked:
-        scaling *= method.attention_scaling(site.rope)
+    scaling, _ = site.factors(method)
     changes.states.append(buffers.write(site, site.loaded, scaling, True))
     return site.loaded.double(), scaling

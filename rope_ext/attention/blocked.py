@@ -1,50 +1,64 @@
-"""Attention whose logits an encoding makes: blocks of queries against all keys that they see.
+"""Attention with the scores of an encoding: blocks of queries against all keys that they see.
 
-Memory is linear in the number of keys: a block's logits are forgotten and made again in the
-backward pass. Without a kernel's tricks, on any device.
+Memory is linear in the number of keys, since the backward pass computes the logits of each block
+again. Plain torch operations that run on any device.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 
 import torch
 
 from rope_ext.attention import reference
-from rope_ext.attention.call import Call, part_of
+from rope_ext.attention.call import Call, Scores, part_of
 from rope_ext.attention.reference import Places
 from rope_ext.methods.geometry import Distance
 
 _NUMBERS = 2**22
-"""Numbers of a block that are there at a time: 16 MiB in float32."""
+"""Logits of a block held at a time: 16 MiB in float32."""
 _ROWS = 256
 """Queries of a block at most."""
 
 
 def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: Call) -> torch.Tensor:
     """Attention as :class:`Call` has it, with ``call.scores``."""
-    learned = call.scores.learned.values()
+    learned = _scores(call).learned.values()
     return _Blocks.apply(call, query, key, value, call.temperature, call.sinks, call.bias, *learned)
+
+
+def _scores(call: Call) -> Scores:
+    assert call.scores is not None, "dispatch sends calls with scores only"
+    return call.scores
 
 
 class _Blocks(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: torch.autograd.function.FunctionCtx, call: Call, *tensors: torch.Tensor | None
+        ctx: Any,
+        call: Call,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        temperature: torch.Tensor | None,
+        sinks: torch.Tensor | None,
+        bias: torch.Tensor | None,
+        *learned: torch.Tensor,
     ) -> torch.Tensor:
         ctx.call = call
-        ctx.save_for_backward(*tensors)
-        query, key, value, *others = tensors
+        ctx.save_for_backward(query, key, value, temperature, sinks, bias, *learned)
         out = query.new_zeros(*query.shape[:3], value.shape[-1], dtype=value.dtype)
-        for rows, keys in _blocks(call, *tensors[:2]):
+        for rows, keys in _blocks(call, query, key):
             of_block = query[:, :, rows], key[:, :, keys], value[:, :, keys]
+            others = (temperature, sinks, bias, *learned)
             out[:, :, rows] = _attend(call, rows, keys, *of_block, *others)
         return out
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx: torch.autograd.function.FunctionCtx, grad: torch.Tensor) -> tuple:
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple:
         call, tensors = ctx.call, ctx.saved_tensors
         wanted = [i for i in range(len(tensors)) if ctx.needs_input_grad[i + 1]]
         total = {i: _zeros(tensors[i]) for i in wanted}
@@ -69,13 +83,13 @@ def _zeros(x: torch.Tensor) -> torch.Tensor:
 
 
 def _blocks(call: Call, query: torch.Tensor, key: torch.Tensor) -> Iterator[tuple[slice, slice]]:
-    """Rows, and from the first key that one of them sees to the last."""
+    """Blocks of queries, each with the range of keys that its queries see."""
     (batch, heads, queries), keys = query.shape[:3], key.shape[2]
-    count = _NUMBERS // (batch * max(keys, 1) * (heads + call.scores.width))
+    count = _NUMBERS // (batch * max(keys, 1) * (heads + _scores(call).width))
     count = max(1, min(count, _ROWS))
     bands = [band.geometry for band in call.bands]
-    limited = all(isinstance(band, Distance) and band.last is not None for band in bands)
-    farthest = max((band.last for band in bands), default=0) if limited else keys + 1
+    ends = [x.last for x in bands if isinstance(x, Distance) and x.last is not None]
+    farthest = max(ends, default=0) if len(ends) == len(bands) else keys + 1
     for row in range(0, queries, count):
         end = min(row + count, queries)
         last = keys - queries + end
@@ -96,8 +110,9 @@ def _attend(
     bias: torch.Tensor | None,
     *learned: torch.Tensor,
 ) -> torch.Tensor:
-    """The output of a block, whose query, key and value are given; all else is of the call."""
-    scores = replace(call.scores, learned=dict(zip(call.scores.learned, learned, strict=True)))
+    """Output of a block of queries; query, key and value are its parts, the rest is the call's."""
+    scores = _scores(call)
+    scores = replace(scores, learned=dict(zip(scores.learned, learned, strict=True)))
     bands = [
         replace(band, query=part_of(band.query, rows), key=part_of(band.key, keys))
         for band in call.bands

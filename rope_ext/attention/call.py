@@ -1,12 +1,12 @@
-"""What an attention kernel with several bands is asked for.
+"""Arguments of an attention kernel with several bands.
 
 A position map rotates a query differently for near and for far keys. The causal triangle is
-split into disjoint bands; in each, query and key have one rotation.
+split into disjoint bands, and within each band every query and every key has one rotation.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -20,9 +20,19 @@ Rotation = tuple[torch.Tensor, torch.Tensor] | None
 """Cosine and sine, ``[tokens or 1, pairs]`` each; None rotates nothing."""
 
 
+def each_table(rotation: Rotation, function: Callable[[torch.Tensor], torch.Tensor]) -> Rotation:
+    """``function`` of the cosine and of the sine; None stays None."""
+    return None if rotation is None else (function(rotation[0]), function(rotation[1]))
+
+
+def rows_of(table: torch.Tensor, tokens: slice) -> torch.Tensor:
+    """The rows of some tokens; a table with a single row serves all tokens."""
+    return table if table.shape[0] == 1 else table[tokens]
+
+
 def part_of(rotation: Rotation, tokens: slice) -> Rotation:
-    """The rotations of some tokens; where all have one, that."""
-    return rotation and tuple(x if x.shape[0] == 1 else x[tokens] for x in rotation)
+    """The rotations of some tokens; one rotation that serves all tokens stays as it is."""
+    return each_table(rotation, lambda table: rows_of(table, tokens))
 
 
 @dataclass(frozen=True)
@@ -30,7 +40,7 @@ class RotatedBand:
     """One band of the causal triangle and how its queries and keys are rotated.
 
     Args:
-        geometry: which keys each query sees in it. The bands of a call are disjoint.
+        geometry: which keys each query sees in the band. The bands of a call are disjoint.
         query: rotation of each query, ``[queries or 1, pairs]``.
         key: rotation of each key, ``[keys or 1, pairs]``.
     """
@@ -42,13 +52,13 @@ class RotatedBand:
 
 @dataclass(frozen=True)
 class Pairs:
-    """Where the two columns of each rotary pair lie in a head.
+    """Columns of the rotary pairs in a head.
 
     Args:
-        first, second: columns of each pair, in the order of the rotations: slices (with start
-            and stop) where they can be, else int64 tensors of shape ``[pairs]``. A rotation by
-            ``angle`` makes ``first * cos - second * sin`` and ``second * cos + first * sin``.
-            Columns in neither are left alone.
+        first, second: the two columns of each pair, in the order of the rotations: slices (with
+            start and stop) where possible, else int64 tensors of shape ``[pairs]``. A rotation by
+            ``angle`` computes ``first * cos - second * sin`` and ``second * cos + first * sin``.
+            Columns in neither are not rotated.
     """
 
     first: slice | torch.Tensor
@@ -56,35 +66,38 @@ class Pairs:
 
     @property
     def halves(self) -> bool:
-        """Whether the second columns lie in one piece right behind the first."""
+        """Whether the first and the second columns are two adjacent ranges."""
         first, second = self.first, self.second
-        both = isinstance(first, slice) and isinstance(second, slice)
-        return both and first.stop == second.start and {first.step, second.step} <= {None, 1}
+        if not (isinstance(first, slice) and isinstance(second, slice)):
+            return False
+        return first.stop == second.start and {first.step, second.step} <= {None, 1}
 
     def rotate(self, x: torch.Tensor, rotation: Rotation) -> torch.Tensor:
         """``x`` (``[..., tokens, columns]``) rotated; computed in the dtype of the rotation."""
         if rotation is None:
             return x
         cos, sin = rotation
-        a, b = x[..., self.first], x[..., self.second]
-        if torch.compiler.is_compiling() and self.halves:  # writes to parts become masks in a graph
-            wide = torch.promote_types(x.dtype, cos.dtype)
-            before, after = x[..., : self.first.start], x[..., self.second.stop :]
+        first, second = self.first, self.second
+        a, b = x[..., first], x[..., second]
+        wide = torch.promote_types(x.dtype, cos.dtype)
+        if not (isinstance(first, slice) and isinstance(second, slice)):
+            out = x.to(wide, copy=True)
+            out[..., first] = a * cos - b * sin
+            out[..., second] = b * cos + a * sin
+            return out.to(x.dtype)
+        if torch.compiler.is_compiling() and self.halves:  # inductor turns slice writes into masks
+            before, after = x[..., : first.start], x[..., second.stop :]
             parts = (before, a * cos - b * sin, b * cos + a * sin, after)
             return torch.cat([part.to(wide) for part in parts], dim=-1).to(x.dtype)
-        out = x.to(torch.promote_types(x.dtype, cos.dtype), copy=True)
-        if isinstance(self.first, slice) and isinstance(self.second, slice):
-            out[..., self.first].mul_(cos).addcmul_(b, sin, value=-1)
-            out[..., self.second].mul_(cos).addcmul_(a, sin)
-        else:
-            out[..., self.first] = a * cos - b * sin
-            out[..., self.second] = b * cos + a * sin
+        out = x.to(wide, copy=True)
+        out[..., first].mul_(cos).addcmul_(b, sin, value=-1)
+        out[..., second].mul_(cos).addcmul_(a, sin)
         return out.to(x.dtype)
 
     def rotate_into(
         self, out: torch.Tensor, x: torch.Tensor, rotation: tuple[torch.Tensor, torch.Tensor]
     ) -> None:
-        """Write :meth:`rotate` to ``out``, in fewer steps; neither gets a gradient."""
+        """Write the result of :meth:`rotate` to ``out``, in fewer steps and without gradients."""
         cos, sin = rotation
         if not (isinstance(self.first, slice) and isinstance(self.second, slice)):
             out.copy_(self.rotate(x, rotation))
@@ -104,12 +117,12 @@ class Pairs:
 
 @dataclass(frozen=True, eq=False)
 class Call:
-    """Everything that a kernel is told beside query, key and value.
+    """Everything that a kernel needs besides query, key and value.
 
-    Every kernel takes ``query`` (``[batch, heads, queries, columns]``, as the bands' rotations
-    expect it), ``key`` (``[batch, kv_heads, keys, columns]``; ``heads`` is a multiple of
-    ``kv_heads``), ``value`` (``[batch, kv_heads, keys, value_columns]``) and a call, and
-    returns ``[batch, heads, queries, value_columns]``, zero for queries that see no key.
+    Every kernel takes ``query`` (``[batch, heads, queries, columns]``, before the rotations of the
+    bands), ``key`` (``[batch, kv_heads, keys, columns]``; ``heads`` is a multiple of ``kv_heads``),
+    ``value`` (``[batch, kv_heads, keys, value_columns]``) and a call. It returns ``[batch, heads,
+    queries, value_columns]``, zero for queries that see no key.
 
     Args:
         bands: disjoint; a key in no band of a query is hidden from it. Rotations get no gradient.
@@ -118,10 +131,11 @@ class Call:
         start: position of the first key, in tokens; the queries are the last of the keys.
         temperature: factor of each query, ``[queries]`` (log-n scaling).
         softcap: logits become ``softcap * tanh(logit / softcap)``.
-        sinks: one further logit per head, ``[heads]``, that takes weight and gives no value.
-        bias: what every distance adds to the logits, after the soft cap: ``[heads, distances]``,
-            finite, float32 or better, from 0 on; the last holds for all that are larger.
-        scores: what makes more of the logits than a bias, after the soft cap, before the bias.
+        sinks: one extra logit per head, ``[heads]``, which takes part in the softmax and has no
+            value.
+        bias: added to the logits by distance after the soft cap: ``[heads, distances]``, from
+            distance 0 on, finite, float32 or better; larger distances get the last entry.
+        scores: changes the logits by more than a bias, after the soft cap and before the bias.
     """
 
     bands: Sequence[RotatedBand]

@@ -35,14 +35,15 @@ def attend(
     call: Call,
     kernel: str = "auto",
 ) -> torch.Tensor:
-    """Attention as :class:`Call` has it, by the kernel that fits.
+    """Attention as :class:`Call` describes it, by the chosen kernel.
 
     ``kernel`` is ``"flash"`` (CPU, or half precision on CUDA), ``"flex"`` (CUDA), ``"reference"``
-    (anywhere, slow), or ``"auto"``: on a CPU ``"flash"``, on CUDA ``"flex"``, where they can do it.
-    Under autocast query, key and value are cast as for torch's own attention.
+    (any device, slow), or ``"auto"``: ``"flash"`` on a CPU and ``"flex"`` on CUDA if they support
+    the call, else ``"reference"``. Under autocast, query, key and value are cast as for torch's
+    ``scaled_dot_product_attention``.
 
     Raises:
-        OptionError: the kernel is unknown or cannot do what is asked.
+        OptionError: the kernel is unknown or does not support the call.
     """
     device = query.device.type
     if kernel not in KERNELS:

@@ -1,4 +1,4 @@
-"""Where the keys of a band lie, and which blocks of queries and keys it fills, in closed form."""
+"""Which keys and which blocks of queries and keys a band covers, in closed form."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from rope_ext.methods.geometry import ChunkGap, Distance, Geometry, Sinks
 
 
 def extent(geometry: Geometry, queries: int, keys: int, start: int = 0) -> slice:
-    """The keys that some query sees in a band; an empty slice where there are none.
+    """The keys that any query sees in a band; an empty slice if there are none.
 
     The queries are the last of the keys, key 0 is token ``start``.
     """
@@ -36,17 +36,17 @@ def extent(geometry: Geometry, queries: int, keys: int, start: int = 0) -> slice
 def blocks(
     geometry: Geometry, query: torch.Tensor, key: torch.Tensor, size: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Of blocks of ``size`` tokens: whether some query sees some key in a band, and all do all.
+    """Whether a block of queries may see any key, and sees every key, of a block of keys.
 
     Args:
-        geometry: of the band.
+        geometry: which keys queries see in the band.
         query: the first token of each block of queries, int64, ``[blocks of queries, 1]``.
-        key: of each block of keys, ``[blocks of keys]``.
-        size: tokens.
+        key: the first token of each block of keys, ``[blocks of keys]``.
+        size: tokens in a block.
 
     Returns:
-        Bool, ``[blocks of queries, blocks of keys]`` each. The first may hold where nothing is
-        seen; the second is exact.
+        Two bool tensors, ``[blocks of queries, blocks of keys]``. The first may be True for blocks
+        where nothing is seen; the second is exact.
     """
     least, most = query - key - size + 1, query - key + size - 1  # distances
     if isinstance(geometry, ChunkGap):

@@ -1,4 +1,4 @@
-"""Kernels for logits of more than the distance, where there is one faster than blocks."""
+"""Registry of fast kernels for scores, by type of scores."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from rope_ext.attention.call import Call, Scores
 def faster(
     scores: Scores, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: Call
 ) -> torch.Tensor | None:
-    """Attention as :class:`Call` has it, by a kernel registered for the type of ``scores``.
+    """Attention as :class:`Call` describes it, by the kernel registered for the type of ``scores``.
 
-    None: there is none, or none for this call; :mod:`rope_ext.attention.blocked` then does it.
+    None if no kernel supports this call; :mod:`rope_ext.attention.blocked` then computes it.
     """
     return None

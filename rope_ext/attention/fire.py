@@ -1,10 +1,10 @@
-"""FIRE with the flash attention kernel of the CPU: linear memory, one call for a block of queries.
+"""FIRE with the flash attention kernel of the CPU: linear memory, one call per block of queries.
 
-The bias of query ``i`` is a network of ``x = near(d) / far(i)``, piecewise linear: a sum of units
+The bias of query ``i`` is a piecewise linear network of ``x = near(d) / far(i)``: a sum of units
 ``w2 relu(w x + b)``. Where the same units are active for all queries of a block, which is almost
-everywhere, it is ``A(d) + B(d) / far(i)``: two vectors by distance, which in a tile whose rows are
-in reverse order are strided views (see :mod:`rope_ext.attention.flash`). The units that are active
-for some of the queries only differ in a narrow band of distances, and are corrected there.
+everywhere, it is ``A(d) + B(d) / far(i)``: two vectors by distance, which are strided views for a
+tile with its rows in reverse order (see :mod:`rope_ext.attention.flash`). Units that are active
+for only some of the queries matter in a narrow band of distances, where the bias is corrected.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -25,7 +26,7 @@ from rope_ext.methods.geometry import Distance
 _ROWS = flash.STEPS
 """Queries of a block."""
 _ROWS_BACKWARD = 256
-"""Fewer there: more is made of a tile, which is best done while it is in the processor's cache."""
+"""Fewer in the backward pass, so that a tile stays in the processor's cache while it is used."""
 _NUMBERS = 2**23
 """Numbers of a tile: 32 MiB in float32."""
 
@@ -38,7 +39,7 @@ def attend(
     value: torch.Tensor,
     call: Call,
 ) -> torch.Tensor | None:
-    """Attention as :class:`Call` has it; None where another kernel has to do it."""
+    """Attention as :class:`Call` describes it; None for calls that need another kernel."""
     plain = call.softcap is None and call.sinks is None and call.bias is None
     everything = [band.geometry for band in call.bands] == [Distance(0, None)]
     rotated = any(band.query or band.key for band in call.bands)
@@ -70,13 +71,13 @@ def attend(
 
 @dataclass(frozen=True, eq=False)
 class _Bias:
-    """The bias of queries that have denominators of their own.
+    """The bias of queries that each have a different denominator.
 
     Args:
         near: numerator of every distance, ``[keys]``.
         over: one over the denominator of every query, ``[queries]``, falling.
-        weight, bias: of the units, ``[units]`` each.
-        weights, biases: what the heads make of them, ``[heads, units]`` and ``[heads]``.
+        weight, bias: first layer, ``[units]`` each.
+        weights, biases: second layer, ``[heads, units]`` and ``[heads]``.
     """
 
     near: torch.Tensor
@@ -87,30 +88,30 @@ class _Bias:
     biases: torch.Tensor
 
     def block(self, rows: slice) -> _Block:
-        """For these queries."""
+        """The bias of these queries."""
         rest = len(self.over) - rows.stop
         return _Block(self, rows, len(self.near) - rest)
 
 
 class _Block:
-    """The bias of a block of queries, its rows in reverse order.
+    """The bias of a block of queries, with its rows in reverse order.
 
     Args:
-        of: of all queries.
-        rows: which.
-        keys: that the last of them sees.
+        of: the bias of all queries.
+        rows: the queries of the block.
+        keys: number of keys that the last of them sees.
     """
 
     def __init__(self, of: _Bias, rows: slice, keys: int) -> None:
         self.of, self.count, self.keys = of, rows.stop - rows.start, keys
         self.rows = rows
-        with torch.no_grad():  # where units begin or end: distances, of the first and last query
+        with torch.no_grad():  # distances where units switch, for the first and the last query
             kinks = -of.bias / of.weight
             kinks[~((kinks > 0) | ((kinks == 0) & (of.weight > 0)))] = torch.inf  # or no number
             ends = kinks / of.over[[rows.start, rows.stop - 1]][:, None]
             first, last = torch.searchsorted(of.near[:keys], ends, right=True)
             order = first.argsort()
-            self.order = order[first[order] < keys]  # units that change, by distance
+            self.order = order[first[order] < keys]  # units that switch, by distance
             self.first, self.last = first[self.order], last[self.order]
 
     @property
@@ -119,7 +120,7 @@ class _Block:
         return self.of.over[self.rows].flip(0)[:, None]
 
     def vectors(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """``A`` and ``B`` by distance, as for the first query; ``[heads, keys]``."""
+        """``A`` and ``B`` by distance, with the units of the first query; ``[heads, keys]``."""
         of, near = self.of, self.of.near[: self.keys]
         begun = of.bias > 0
         changes = of.weights[:, self.order] * of.weight[self.order].sign()
@@ -136,10 +137,10 @@ class _Block:
         return by_distance(of.bias) + of.biases[:, None], by_distance(of.weight) * near
 
     def bands(self) -> Iterator[tuple[int, slice, torch.Tensor]]:
-        """Units that end or begin in between, the distances, and by how much ``A + B`` is wrong.
+        """Units that switch within the block, with the distances and the error of ``A + B`` there.
 
-        The error is ``[rows, distances]``, the distances falling, and is to be multiplied with
-        the unit's weights.
+        The error is ``[rows, distances]`` by falling distance, to be multiplied by the weights of
+        the unit.
         """
         of = self.of
         for unit, first, last in zip(
@@ -153,7 +154,7 @@ class _Block:
     def skewed(self, tile: torch.Tensor, distances: slice) -> torch.Tensor:
         """Those distances of a tile of :meth:`tiles`, ``[heads, rows, distances]``.
 
-        Keys in front of the first lie in the columns that mean nothing.
+        Keys before the first one fall on the unused columns.
         """
         heads, rows, columns = tile.shape
         return tile.as_strided(
@@ -166,10 +167,10 @@ class _Block:
     def tiles(
         self, store: torch.Tensor, parts: list[slice]
     ) -> Iterator[tuple[slice, torch.Tensor, torch.Tensor]]:
-        """For some heads after others: these, their tile in ``store``, and ``B`` as a view.
+        """For each group of heads: the heads, their tile in ``store``, and ``B`` as a view.
 
-        A tile is ``[heads, rows, keys + rows]``: behind the last key there are columns that mean
-        nothing, so that one place fewer in a row is one distance more. The view is without them.
+        A tile is ``[heads, rows, keys + rows]``, with unused columns after the last key, so that a
+        row stride shorter by one follows a distance. The view of ``B`` is without them.
         """
         rows, keys = self.count, self.keys
         a, b = (F.pad(x.flip(1), (0, rows - 1)) for x in self.vectors())
@@ -189,14 +190,14 @@ class _Block:
 def _tiles(
     bias: _Bias, groups: int, most: int
 ) -> Iterator[tuple[_Block, slice, int, slice, torch.Tensor, torch.Tensor]]:
-    """Blocks of ``most`` queries, one head of some key heads at a time.
+    """Blocks of ``most`` queries, one query head of some key heads at a time.
 
-    Yields block, key heads, which of their heads, those, their tile and ``B``.
+    Yields block, key heads, index of the query head within each, query heads, their tile and ``B``.
     """
     rows = min(most, len(bias.over))
     size = rows * (len(bias.near) + rows)
     count = len(bias.weights) // groups
-    # Few for memory, but enough for all threads: the kernel gives each a third of a block in turn.
+    # Few to save memory, but enough for all threads: the kernel splits a block into thirds.
     each = min(max(_NUMBERS // size, -(-2 * torch.get_num_threads() // 3)), count)
     store = bias.near.new_empty(each * size)
     parts = {}
@@ -218,11 +219,11 @@ def _grouped(key: torch.Tensor, *rows: torch.Tensor) -> list[torch.Tensor]:
 
 
 class _Rows(torch.autograd.Function):
-    """Output of queries with denominators of their own; they are the last of the keys."""
+    """Output of queries that each have a different denominator; they are the last of the keys."""
 
     @staticmethod
     def forward(
-        ctx: torch.autograd.function.FunctionCtx,
+        ctx: Any,
         query: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,
@@ -244,7 +245,7 @@ class _Rows(torch.autograd.Function):
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx: torch.autograd.function.FunctionCtx, grad: torch.Tensor) -> tuple:
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple:
         query, key, value, out, lse, *bias = ctx.saved_tensors
         learns = any(ctx.needs_input_grad[4:])
         all_of = _Bias(*(x.detach().requires_grad_() for x in bias))
@@ -254,7 +255,8 @@ class _Rows(torch.autograd.Function):
         for block, of_key, group, heads, tile, slopes in _tiles(all_of, q.shape[2], _ROWS_BACKWARD):
             at = (slice(None), of_key, group, block.rows)
             part = (slice(None), of_key, slice(0, block.keys))
-            rows = [x[at].flip(-2) for x in (q, o, m, g)]
+            query_rows, out_rows, lse_rows, grad_rows = (x[at].flip(-2) for x in (q, o, m, g))
+            rows = (query_rows, out_rows, lse_rows, grad_rows)
             views = (*rows, key[part], value[part], _mask(block, tile, q))
             new_q, new_k, new_v = _backward(ctx.scale, *views)
             of_query[at] += new_q.flip(-2)
@@ -273,7 +275,7 @@ class _Rows(torch.autograd.Function):
 
 
 def _mask(block: _Block, tile: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
-    """What is added to the logits, ``[batch, heads, rows, keys]``, a view."""
+    """Mask added to the logits, ``[batch, heads, rows, keys]``, a view."""
     return tile[..., : block.keys].expand(len(q), -1, -1, -1)
 
 
@@ -303,17 +305,17 @@ def _of_logits(
     mask: torch.Tensor,
 ) -> torch.Tensor:
     """Gradient of the logits, ``[kv_heads, rows, keys]``, the sum of the batch."""
-    total = None
-    for rows in zip(query, out, lse, grad, key, value, mask, strict=True):
-        found = flash.of_logits(scale, *rows)
-        total = found if total is None else total.add_(found)
+    batch = zip(query, out, lse, grad, key, value, mask, strict=True)
+    total = flash.of_logits(scale, *next(batch))
+    for rows in batch:
+        total.add_(flash.of_logits(scale, *rows))
     return total
 
 
 def _of_bias(
     block: _Block, heads: slice, of_tile: torch.Tensor, slopes: torch.Tensor, bias: _Bias
 ) -> tuple[torch.Tensor | None, ...]:
-    """Gradients of what a tile was made of, from that of the tile, which is used up."""
+    """Gradients of the network from the gradient of a tile, which is overwritten."""
     with torch.enable_grad():
         a, b = (x[heads] for x in block.vectors())
         total = (a * _by_distance(of_tile, block.keys)).sum()
@@ -330,8 +332,8 @@ def _of_bias(
 
 
 def _by_distance(tile: torch.Tensor, keys: int) -> torch.Tensor:
-    """The sum over the rows of a tile of gradients, ``[heads, keys]``."""
+    """A tile of gradients, summed over its rows by distance, ``[heads, keys]``."""
     _, rows, columns = tile.shape
-    # Rows one shorter than they are: each begins one place further right.
+    # Reading rows at a length shorter by one shifts each row one column to the right.
     flat = tile.flatten(1)[:, : rows * (columns - 1)]
     return flat.unflatten(1, (rows, -1)).sum(1)[:, :keys].flip(1)

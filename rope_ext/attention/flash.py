@@ -1,41 +1,42 @@
 """The bands with the flash attention kernel of the CPU: linear memory, one call per tile.
 
-A band is cut into tiles, rectangles of queries and keys which one kernel call computes. The
-kernel returns the log-sum-exp of its rows, by which the tiles of a row are merged; the backward
-pass gives every tile the GLOBAL output and log-sum-exp of its rows, as ring attention does (Liu
-et al. 2023). Only query, key, value, output and log-sum-exp are saved; rotations are done again.
+A band is split into tiles: rectangles of queries and keys, each computed by one kernel call. The
+kernel also returns the log-sum-exp of its rows, with which the tiles of a row are merged. The
+backward pass gives every tile the GLOBAL output and log-sum-exp of its rows, as ring attention does
+(Liu et al. 2023). Only query, key, value, output and log-sum-exp are saved; rotations are computed
+again.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, cast
 
 import torch
 import torch.nn.functional as F
 
-from rope_ext.attention.call import Call, Pairs, RotatedBand, Rotation, part_of
+from rope_ext.attention.call import Call, Pairs, RotatedBand, Rotation, rows_of
 from rope_ext.errors import UnsupportedModelError
 from rope_ext.methods.geometry import ChunkGap, Distance, Geometry, Sinks
 
 Way = Literal["forward", "backward"]
 Before = tuple[torch.Tensor, torch.Tensor] | None
-"""Output and log-sum-exp of what rows have attended to already; the latter is finite."""
+"""Output and log-sum-exp of keys that rows have attended to already; the latter is finite."""
 
-_kernel = torch._scaled_dot_product_flash_attention_for_cpu  # sooner called than the operator
+_kernel = torch._scaled_dot_product_flash_attention_for_cpu  # less overhead than torch.ops
 _kernel_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
 
 _GEOMETRIES = (Distance, ChunkGap, Sinks)
-# Names apart from fields(), which the dynamo of torch 2.11 cannot trace.
+# Field names are listed here because the dynamo of torch 2.11 cannot trace fields().
 _NAMES = {kind: [part.name for part in fields(kind)] for kind in _GEOMETRIES}
 _ALL = slice(0, None)
 _OPEN = 2**62
-"""Stands for ``last=None`` where geometries travel as integers: no distance is as large."""
+"""Stands for ``last=None`` where geometries are passed as integers: larger than any distance."""
 
 
 class TileRows(NamedTuple):
-    """Rows of a tile along a band, by how wide the band is; ``narrow`` is at most ``_BIASED``."""
+    """Rows of a tile along a band, by the width of the band; ``narrow`` is at most ``_BIASED``."""
 
     narrow: int
     wide: int
@@ -47,30 +48,31 @@ class TileRows(NamedTuple):
 
 _NARROW = 1024
 """Tokens; a band less wide than this is narrow."""
-# Of 32 rows, one step of the kernel, the least is hidden; backward two, as the keys of each tile
-# are copied. 192 are the fewest for which it takes steps of 64. In half precision it packs the keys
-# of each call, which costs what 170 rows do, if there are enough rows, and is slow if not.
+# 32 rows, one step of the kernel, compute the fewest hidden logits; backward takes two steps, since
+# the keys of each tile are copied. From 192 rows on the kernel takes steps of 64. In half precision
+# it packs the keys of each call if there are enough rows, which costs as much as 170 rows, and is
+# slow if there are not.
 _HEIGHTS: dict[tuple[Way, bool], TileRows] = {
     ("forward", False): TileRows(32, 192),
     ("backward", False): TileRows(64, 192),
     ("forward", True): TileRows(192, 384),
     ("backward", True): TileRows(192, 192),
 }
-"""By the way, and by whether it is in half precision."""
+"""By direction, and by whether it is half precision."""
 _BIASED = 256
-"""Rows of a tile with a bias, at most, unless it hides nothing."""
+"""The most rows of a tile with a bias, unless it hides nothing."""
 _AT_ONCE = 4
-"""Tiles of one backward call, unless there are more threads: copies of keys stay in the cache."""
+"""Tiles of one backward call, unless there are more threads: copied keys then stay in the cache."""
 STEPS = 768
-"""Rows from which on the kernel takes its largest steps."""
+"""Rows from which the kernel takes its largest steps."""
 _LOST = 40.0
-"""A key whose logit is this far below another's has no weight in float32, 4e-18 of the other's."""
+"""A key whose logit is this far below another's has no weight in float32: 4e-18 of the other's."""
 _MERGED = 2**18
-"""Numbers of an output that are made wider at a time."""
+"""Elements of an output that are cast to float32 at a time."""
 _TALL = 1024
-"""Rows of a tile with a bias that hides nothing, and keys of one whose bias is learned."""
+"""Rows of a tile with a bias that hides nothing, and keys of a tile whose bias is learned."""
 _BLOCK = 1024
-"""Tokens that are rotated at a time."""
+"""Tokens rotated at a time."""
 
 
 @dataclass(frozen=True)
@@ -81,9 +83,9 @@ class Tile:
         row, rows: first query (counted from the first one given) and number of queries.
         key, keys: first key and number of keys.
         kind: which keys row ``m`` sees: ``"full"``: all; ``"causal"``: ``0 .. m``;
-            ``"band"``: ``m + hidden .. m + keys - rows``; ``"strip"``: what the bias of their
-            distance does not hide.
-        hidden: first keys of a band that not even row 0 sees.
+            ``"band"``: ``m + hidden .. m + keys - rows``; ``"strip"``: those that the bias of
+            their distance does not hide.
+        hidden: number of first keys of a band that no row sees.
     """
 
     row: int
@@ -129,7 +131,7 @@ def _corner(row: int, rows: int, key: int, before: int) -> Iterator[Tile]:
 def _triangle(
     queries: int, keys: int, first: int, count: int, corner: Callable[..., Iterator[Tile]] = _corner
 ) -> Iterator[Tile]:
-    """Of the first ``count`` keys those at least ``first`` tokens away."""
+    """Of the first ``count`` keys, those at least ``first`` tokens away."""
     seen = keys - queries + 1 - max(first, 0)  # by the first query, if it is positive
     row = max(1 - seen, 0)  # the first query that sees a key
     growing = min(queries, max(count - seen + 1, row))  # from here on all `count` are seen
@@ -138,7 +140,7 @@ def _triangle(
 
 
 def _to_even(window: int, rows: int) -> int:
-    """Keys that no row sees, 0 or 1: multiplying matrices is faster for an even number of keys."""
+    """Keys that no row sees, 0 or 1: matrix products are faster for an even number of keys."""
     return (window + rows - 1) % 2
 
 
@@ -166,10 +168,10 @@ def _near(queries: int, keys: int, first: int, last: int, strip: int) -> Iterato
 def _strips(
     geometry: Distance, queries: int, keys: int, tall: bool, height: TileRows
 ) -> list[Tile]:
-    """Tiles for a bias by distance: in each, every row sees a key.
+    """Tiles for a bias by distance, in each of which every row sees a key.
 
-    Keys that all rows of a block see are in tiles of their own, which are tall (fewer calls of
-    larger steps) or not (all that is made of one stays in the processor's cache).
+    Keys that all rows of a block see get separate tiles, which are tall (fewer calls with larger
+    steps) or not (intermediate results stay in the processor's cache).
     """
     first, last = max(geometry.first, 0), geometry.last
     if last is not None and last <= first:
@@ -215,7 +217,7 @@ def _chunks(
 
 
 def _batched(found: Iterable[Tile]) -> list[Tile]:
-    """Equal tiles at equal steps joined to one."""
+    """Equal tiles at equal steps, merged into one."""
     runs: dict[tuple, list[Tile]] = {}
     for tile in found:
         if tile.blocks == 0:
@@ -231,7 +233,7 @@ def _batched(found: Iterable[Tile]) -> list[Tile]:
 
 
 def _pack(call: Call) -> tuple[list[int], list]:
-    """Bands and pairs as integers and tensors, the only things that an operator takes."""
+    """Bands and pairs as integers and tensors, since a custom operator takes nothing else."""
     plan = [len(call.bands)]
     tables: list[torch.Tensor] = []
     for band in call.bands:
@@ -261,7 +263,7 @@ def _unpack(
     numbers, tensors = iter(plan), iter(tables)
     bands = []
     for _ in range(next(numbers)):
-        kind = _GEOMETRIES[next(numbers)]
+        kind: Any = _GEOMETRIES[next(numbers)]
         values = [next(numbers) for _ in _NAMES[kind]]
         geometry = kind(*(None if value == _OPEN else value for value in values))
         query, key = (
@@ -277,12 +279,12 @@ def _unpack(
 
 @dataclass(frozen=True, eq=False)
 class _Hankel:
-    """A bias by distance: of a tile whose rows are in reverse order it is a view of one vector.
+    """A bias by distance: for a tile with its rows in reverse order, a view of one vector.
 
     Args:
-        values: by distance, from that of the last key on downwards, -inf where it is hidden;
+        values: by falling distance, from that of the first key on, -inf where it is hidden;
             ``[heads, keys + _BIASED]``.
-        before: keys before the first row.
+        before: number of keys before the first row.
     """
 
     values: torch.Tensor
@@ -290,18 +292,18 @@ class _Hankel:
 
     @classmethod
     def within(cls, band: Distance, bias: torch.Tensor, queries: int, keys: int) -> _Hankel:
-        """For ``keys`` keys, of which the last are the queries."""
+        """The bias for ``keys`` keys; the queries are the last of them."""
         distance = torch.arange(keys - 1, -_BIASED - 1, -1, device=bias.device)
         seen = band.sees(distance, torch.zeros_like(distance))
         values = bias[:, distance.clamp(0, bias.shape[1] - 1)]
         return cls(values.masked_fill(~seen, -torch.inf), keys - queries)
 
     def counted_from(self, row: int, key: int) -> _Hankel:
-        """For tiles whose rows and keys are counted from these."""
+        """The same for tiles whose rows and keys are counted from these."""
         return replace(self, before=self.before + row - key)
 
     def at(self, tile: Tile, values: torch.Tensor | None = None) -> torch.Tensor:
-        """``[heads, rows, keys]``, rows in reverse order; of other ``values`` if given."""
+        """``[heads, rows, keys]``, rows in reverse order; ``values`` replace those of the bias."""
         values = self.values if values is None else values
         farthest = self.before + tile.row + tile.rows - 1 - tile.key
         first = values.shape[1] - _BIASED - 1 - farthest
@@ -310,7 +312,7 @@ class _Hankel:
     def add(self, tile: Tile, x: torch.Tensor, total: torch.Tensor) -> None:
         """Add ``x`` (as :meth:`at` returns) to ``total`` (as ``values``), by distance."""
         rows, keys = x.shape[1:]
-        # Rows one longer than those that they become: each begins one place further right.
+        # Reading padded rows at a length shorter by one shifts each row one column to the right.
         flat = F.pad(x, (0, rows)).flatten(1)[:, : rows * (rows + keys - 1)]
         farthest = self.before + tile.row + tile.rows - 1 - tile.key
         first = total.shape[1] - _BIASED - 1 - farthest
@@ -325,10 +327,9 @@ class _Hankel:
 
 @dataclass(frozen=True)
 class _Region:
-    """A band's tiles, counted from the first of the rows and of the keys that it touches.
+    """Tiles of a band, counted from its first row and its first key.
 
-    ``bias`` is what is added to all logits, ``[heads]``, or, to those of strips, a
-    :class:`_Hankel`.
+    ``bias`` is added to all logits, ``[heads]``; for strips it is a :class:`_Hankel`.
     """
 
     band: RotatedBand
@@ -339,16 +340,16 @@ class _Region:
 
     @property
     def more(self) -> torch.Tensor | None:
-        """What is added to every log-sum-exp: ``[1, heads, 1, 1, 1]``."""
+        """Added to every log-sum-exp: ``[1, heads, 1, 1, 1]``."""
         return self.bias.view(1, -1, 1, 1, 1) if isinstance(self.bias, torch.Tensor) else None
 
     def mask(self, tile: Tile, dtype: torch.dtype) -> torch.Tensor | None:
-        """What the kernel adds to the logits of a tile: ``[1, heads or 1, 1, rows, keys]``."""
-        if tile.kind == "strip":
+        """Mask that the kernel adds to the logits of a tile: ``[1, heads or 1, 1, rows, keys]``."""
+        if isinstance(self.bias, _Hankel):
             return self.bias.at(tile)[None, :, None]
         if tile.kind != "band":
             return None
-        # By key minus row, over and over: rows one shorter begin one place further left.
+        # By key minus row, repeated: rows shorter by one begin one column further left.
         by_distance = torch.full((tile.keys + tile.rows,), -torch.inf, dtype=dtype, device="cpu")
         by_distance[tile.hidden : tile.keys - tile.rows + 1] = 0
         size = (1, 1, 1, tile.rows, tile.keys)
@@ -358,12 +359,13 @@ class _Region:
 def _parts(
     call: Call, queries: int, keys: int, height: TileRows, tall: bool
 ) -> Iterator[tuple[RotatedBand, list[Tile], torch.Tensor | _Hankel | None]]:
-    """Every band's tiles and what is added to its logits."""
+    """The tiles of every band, and the bias of their logits."""
     for band in call.bands:
         if call.bias is None:
             yield band, tiles(band.geometry, queries, keys, call.start, height), None
             continue
-        first, last = band.geometry.first, band.geometry.last
+        geometry = cast("Distance", band.geometry)  # see takes()
+        first, last = geometry.first, geometry.last
         same = call.bias.shape[1] - 1  # from this distance on
         if same < keys - 1:
             far = Distance(max(first, same), last)
@@ -394,15 +396,16 @@ def _regions(
 def _without_lost(
     call: Call, query: torch.Tensor, key: torch.Tensor, lse: torch.Tensor | None = None
 ) -> Call:
-    """``call``, whose bias is the same for all keys that it leaves without weight.
+    """``call`` with the bias clamped for keys that have no weight anyway.
 
-    Their exponentials would be numbers so small (below 1e-38) that some processors take many times
-    as long to multiply by one.
+    Their exponentials would be subnormal (below 1e-38), and some processors take many times as
+    long to multiply by such a number.
     """
     if call.bias is None or not query.numel():
         return call
-    if not any(band.geometry.sees(0, 0) for band in call.bands):  # not every query sees itself
-        return call
+    here = torch.zeros((), dtype=torch.long, device="cpu")
+    if not any(bool(band.geometry.sees(here, here)) for band in call.bands):
+        return call  # the bound below takes the logit of a query with itself
     if _wide(query.dtype) != torch.float32:  # a wider one has no numbers as small
         return call
     longest, longest_key = (
@@ -417,7 +420,7 @@ def _without_lost(
 
 
 def _stretch(rotation: Rotation) -> float:
-    """How many times as long a rotated token can be."""
+    """The largest factor by which a rotation lengthens a token."""
     if rotation is None or not rotation[0].numel():
         return 1.0
     return max(1.0, torch.hypot(*rotation).max().item())
@@ -435,20 +438,26 @@ def _rotated(x: torch.Tensor, rotation: Rotation, part: slice, pairs: Pairs) -> 
 
 
 def _add_rotated_back(
-    total: torch.Tensor, x: torch.Tensor, rotation: Rotation, part: slice, pairs: Pairs
+    total: torch.Tensor,
+    x: torch.Tensor,
+    rotation: tuple[torch.Tensor, torch.Tensor],
+    part: slice,
+    pairs: Pairs,
 ) -> None:
-    """Add ``x``, which belongs to rotated tokens, to a part of what belongs to unrotated ones."""
+    """Add the gradient ``x`` of rotated tokens to a part of the gradient of unrotated ones."""
     total = total[..., part, :]
     for block, (cos, sin) in _blocks(x, rotation, part):
         total[..., block, :].add_(pairs.rotate(x[..., block, :], (cos, -sin)))
 
 
-def _blocks(x: torch.Tensor, rotation: Rotation, part: slice) -> Iterator[tuple[slice, Rotation]]:
-    """Blocks of tokens, so small that what lies between two steps stays in the cache."""
+def _blocks(
+    x: torch.Tensor, rotation: tuple[torch.Tensor, torch.Tensor], part: slice
+) -> Iterator[tuple[slice, tuple[torch.Tensor, torch.Tensor]]]:
+    """Blocks of tokens so small that intermediate results stay in the processor's cache."""
     for first in range(0, x.shape[-2], _BLOCK):
         block = slice(first, min(first + _BLOCK, x.shape[-2]))
         rows = slice(part.start + block.start, part.start + block.stop)
-        yield block, part_of(rotation, rows)
+        yield block, (rows_of(rotation[0], rows), rows_of(rotation[1], rows))
 
 
 def _calls(
@@ -456,11 +465,11 @@ def _calls(
     rows: Sequence[torch.Tensor],
     keys: Sequence[torch.Tensor],
     *others: torch.Tensor | None,
-) -> Iterator[list[torch.Tensor | None]]:
+) -> Iterator[list[Any]]:
     """The views of every kernel call, ``[any, heads, tokens, columns]``.
 
-    ``rows`` and ``keys`` are ``[batch, heads, tokens, columns]``, of keys as few heads as there
-    are; all others have blocks after the heads, and are broadcast.
+    ``rows`` and ``keys`` are ``[batch, heads, tokens, columns]``, and ``keys`` may have fewer
+    heads. All others have blocks after the heads and are broadcast; those that are None stay None.
     """
 
     def views(x: torch.Tensor, first: int, count: int) -> torch.Tensor:
@@ -480,7 +489,7 @@ def _calls(
 
 
 def _in_order(tile: Tile, *x: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Rows (``[..., rows, columns]``) as the mask of a tile has them, or back."""
+    """Rows (``[..., rows, columns]``) in the order of the mask of a tile, or back."""
     return tuple(part.flip(-2) for part in x) if tile.kind == "strip" else x
 
 
@@ -489,7 +498,7 @@ def _wide(dtype: torch.dtype) -> torch.dtype:
 
 
 def _begun(query: torch.Tensor, call: Call, before: Before) -> tuple[torch.Tensor, torch.Tensor]:
-    """Output (transposed in memory) and log-sum-exp of what is there before all keys."""
+    """Output (transposed in memory) and log-sum-exp before any key of the bands."""
     batch, heads, queries, columns = query.shape
     wide = _wide(query.dtype)
     total = query.new_zeros(batch, queries, heads, columns, dtype=wide).transpose(1, 2)
@@ -497,7 +506,7 @@ def _begun(query: torch.Tensor, call: Call, before: Before) -> tuple[torch.Tenso
     if before is not None:
         total.copy_(before[0])
         lse.copy_(before[1])
-    if call.sinks is not None:  # a key without a value
+    if call.sinks is not None:  # a sink acts as a key without a value
         sinks = call.sinks[:, None].to(wide)
         if before is not None:
             total.mul_(torch.sigmoid(lse - sinks)[..., None])
@@ -527,8 +536,9 @@ def _attend(
             for tile_q, tile_o, tile_m, tile_k, tile_v, tile_mask, more in _calls(
                 tile, rows, keys, mask, region.more
             ):
+                (tile_q,) = _in_order(tile, tile_q)
                 out, new = _kernel(
-                    *_in_order(tile, tile_q),
+                    tile_q,
                     tile_k,
                     tile_v,
                     is_causal=tile.kind == "causal",
@@ -583,13 +593,13 @@ def _decode(
 
 
 def by_key(bias: torch.Tensor, keys: int) -> torch.Tensor:
-    """Of a bias by distance what the last of ``keys`` tokens adds for each, ``[heads, keys]``."""
+    """A bias by distance for the last of ``keys`` tokens, ``[heads, keys]``."""
     distance = torch.arange(keys - 1, -1, -1, device=bias.device).clamp(max=bias.shape[1] - 1)
     return bias[:, distance]
 
 
 def packed(x: torch.Tensor) -> torch.Tensor:
-    """``x`` with its columns next to each other, as the kernel takes them without a look."""
+    """``x`` with contiguous columns, which the kernel assumes without checking."""
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
@@ -616,13 +626,14 @@ def _bands(
     scale: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     call = _unpack(sinks, bias, tables, plan, start, scale)
-    return _here(query, key, value, call, None if before is None else (before, before_lse))
+    known = None if before is None or before_lse is None else (before, before_lse)
+    return _here(query, key, value, call, known)
 
 
 def refuse_onnx() -> None:
-    """Raise in an export to ONNX, whose converter knows none of our operators.
+    """Raise in an export to ONNX, whose converter supports none of our operators.
 
-    Called where torch computes shapes: ``is_in_onnx_export`` is false in a function it traces.
+    Called where torch computes shapes, since ``is_in_onnx_export`` is False in traced functions.
     """
     if torch.onnx.is_in_onnx_export():
         raise UnsupportedModelError(
@@ -677,8 +688,10 @@ def _backward(
     wide = _wide(query.dtype)
     grads = [torch.zeros_like(x, dtype=wide) for x in (query, key, value)]
     grad_q, grad_k, grad_v = grads
-    grad_bias = query.new_zeros(0) if not learns else torch.zeros_like(bias, dtype=wide)
-    # The gradient of a bias is made of whole tiles, the smaller the less is there at a time.
+    grad_bias = query.new_zeros(0)
+    if learns and bias is not None:
+        grad_bias = torch.zeros_like(bias, dtype=wide)
+    # The gradient of a bias takes whole tiles; smaller ones need less memory at a time.
     for region in _regions(call, query, keys, "backward", tall=not learns):
         band = region.band
         rotated_q = _rotated(query, band.query, region.rows, pairs)
@@ -691,30 +704,31 @@ def _backward(
         rows = [x[..., region.rows, :] for x in (out, lse[..., None], grad)]
         rows = [rotated_q, *rows, band_gq]
         columns = [rotated_k, value[..., region.keys, :], band_gk, grad_v[..., region.keys, :]]
-        by_distance = None
+        learned = None  # a bias, and its gradient by distance
         if learns and isinstance(region.bias, _Hankel):
-            by_distance = torch.zeros_like(region.bias.values)
+            learned = region.bias, torch.zeros_like(region.bias.values)
         for tile in region.tiles:
             mask = region.mask(tile, query.dtype)
             of_bias = None
-            if by_distance is not None:
+            if learned is not None and mask is not None:
                 of_bias = mask.new_zeros(mask.shape)
             for part in _split(tile, keys):
                 for views in _calls(part, rows, columns, mask, region.more, of_bias):
                     _tile_backward(part, scale, *views)
-            if of_bias is not None:
-                region.bias.add(tile, of_bias[0, :, 0], by_distance)
-        if by_distance is not None:
-            region.bias.sum_into(grad_bias, by_distance)
+            if learned is not None and of_bias is not None:
+                learned[0].add(tile, of_bias[0, :, 0], learned[1])
+        if learned is not None:
+            learned[0].sum_into(grad_bias, learned[1])
         if band.query is not None:
             _add_rotated_back(grad_q, band_gq, band.query, region.rows, pairs)
         if band.key is not None:
             _add_rotated_back(grad_k, band_gk, band.key, region.keys, pairs)
-    return *(x.to(query.dtype) for x in grads), grad_bias
+    grad_q, grad_k, grad_v = (x.to(query.dtype) for x in grads)
+    return grad_q, grad_k, grad_v, grad_bias
 
 
 def _split(tile: Tile, keys: int) -> Iterator[Tile]:
-    """Fewer blocks at a time: their copies of overlapping keys stay below the keys themselves."""
+    """Fewer blocks at a time, so that copies of overlapping keys take no more than the keys."""
     most = max(keys // tile.keys, 1)
     if tile.step < tile.keys:
         most = min(most, max(_AT_ONCE, torch.get_num_threads()))
@@ -740,14 +754,15 @@ def _tile_backward(
     more: torch.Tensor | None,
     grad_bias: torch.Tensor | None,
 ) -> None:
-    """Add a kernel call's gradients to their sums, both as the views of :func:`_calls`."""
-    if more is not None:  # to the logits of a tile, which then have the same weights without it
+    """Add the gradients of a kernel call to their sums; both are views of :func:`_calls`."""
+    if more is not None:  # a constant on all logits of the tile, so take it off the log-sum-exp
         lse = lse - more
     query, out, lse, grad = _in_order(tile, query, out, lse, grad)
     if grad_bias is not None:
         groups = query.shape[1] // key.shape[1]
-        keys = [x.repeat_interleave(groups, 1) if groups > 1 else x for x in (key, value)]
-        _add_broadcast(grad_bias, of_logits(scale, query, out, lse, grad, *keys, mask))
+        k, v = (x.repeat_interleave(groups, 1) if groups > 1 else x for x in (key, value))
+        with_bias = cast("torch.Tensor", mask)  # only tiles with a bias have its gradient
+        _add_broadcast(grad_bias, of_logits(scale, query, out, lse, grad, k, v, with_bias))
     new_query, *new_keys = _kernel_backward(
         grad,
         query,
@@ -761,7 +776,7 @@ def _tile_backward(
         scale=scale,
     )
     grad_query += _in_order(tile, new_query)[0]
-    # The keys of neighbouring blocks overlap: add strips of them that do not.
+    # The keys of neighbouring blocks overlap, so add them in strips that do not.
     strip = tile.step if tile.blocks > 1 else tile.keys
     for total, new in zip((grad_key, grad_value), new_keys, strict=True):
         for first in range(0, tile.keys, strip):
@@ -782,20 +797,20 @@ def of_logits(
     """Gradient of the logits of a tile, ``[..., rows, keys]``."""
     query, key, value, grad = (x.to(lse.dtype) for x in (query, key, value, grad))
     logits = ((query * scale) @ key.mT).add_(mask)
-    # Clamped to where exp is still a normal number: below it is five times slower.
+    # Clamped so that exp stays a normal number: subnormal ones are five times slower.
     weights = logits.sub_(lse).clamp_(min=-80).exp_()
     return (grad @ value.mT).sub_((grad * out).sum(-1, keepdim=True)).mul_(weights)
 
 
 def _add_broadcast(total: torch.Tensor, x: torch.Tensor) -> None:
-    """Add ``x`` to an expanded view of what it was broadcast from."""
+    """Add ``x`` to an expanded view, summed over the dimensions that were broadcast."""
     for dim in (dim for dim, step in enumerate(total.stride()) if step == 0):
         total, x = total.narrow(dim, 0, 1), x.sum(dim, keepdim=True)
     total.add_(x)
 
 
 BY_DEVICE: dict[str, tuple[Callable, Callable]] = {"cpu": (_attend, _backward)}
-"""By the type of device what computes bands, and what their gradients."""
+"""Functions for the bands and for their gradients, by type of device."""
 
 
 @_bands_backward.register_fake
@@ -804,23 +819,20 @@ def _(grad, query, key, value, out, lse, bias, learns, *_rest):  # noqa: ANN001,
     return *(torch.empty_like(x) for x in (query, key, value)), grad_bias
 
 
-def _setup(ctx: torch.autograd.function.FunctionCtx, inputs: tuple, output: tuple) -> None:
+def _setup(ctx: Any, inputs: tuple, output: tuple) -> None:
     *tensors, tables, ctx.plan, ctx.start, ctx.scale = inputs
     ctx.save_for_backward(*tensors, *output, *tables)
     ctx.mark_non_differentiable(output[1])
 
 
-def _differentiate(
-    ctx: torch.autograd.function.FunctionCtx, grad: torch.Tensor, _grad_lse: torch.Tensor
-) -> tuple:
+def _differentiate(ctx: Any, grad: torch.Tensor, _grad_lse: torch.Tensor) -> tuple:
     query, key, value, sinks, bias, before, before_lse, out, lse, *tables = ctx.saved_tensors
     learns = ctx.needs_input_grad[4]
     *grads, grad_bias = _bands_backward(
         grad, query, key, value, out, lse, bias, learns, tables, ctx.plan, ctx.start, ctx.scale
     )
     of_sinks = grad_sinks = grad_before = of_before = None
-    wide = lse.dtype
-    delta = None
+    wide, delta = lse.dtype, lse.new_zeros(())
     if sinks is not None or before is not None:
         delta = (grad.to(wide) * out).sum(-1)
     if sinks is not None:
@@ -831,7 +843,7 @@ def _differentiate(
         grad_before = (weight[..., None] * grad).to(before.dtype)
         of_before = weight * ((grad.to(wide) * before).sum(-1) - delta)
     if learns and bias.shape[1] < key.shape[2]:
-        # What the logits of a row get sums to zero: the rest is that of the last value.
+        # The gradients of the logits in a row sum to zero, so the last entry gets the remainder.
         grad_bias[:, -1] -= grad_bias.sum(1)
         for other in (of_sinks, None if of_before is None else of_before.sum((0, 2))):
             grad_bias[:, -1] -= 0 if other is None else other
@@ -844,7 +856,7 @@ _bands.register_autograd(_differentiate, setup_context=_setup)
 
 
 def takes(call: Call) -> bool:
-    """Whether its tiles can have the bias of a call."""
+    """Whether the tiles support the bias of a call: only bands of distances do."""
     return call.bias is None or all(isinstance(band.geometry, Distance) for band in call.bands)
 
 
@@ -855,20 +867,20 @@ def attend(
     call: Call,
     before: Before = None,
 ) -> torch.Tensor:
-    """Attention as :class:`Call` has it; soft caps are left to the other kernels.
+    """Attention as :class:`Call` describes it, without soft caps.
 
     ``before``: output (``[batch, heads, queries, value_columns]``) and log-sum-exp (without
-    columns) of keys that are in no band, with which those of the bands are merged.
+    columns) of keys that are in no band; merged with those of the bands.
     """
     columns, value_columns = query.shape[-1], value.shape[-1]
     query = call.scale_query(query)
-    # The kernel wants heads of one size.
+    # The kernel needs query, key and value with the same number of columns.
     if value_columns < columns:
         value = F.pad(value, (0, columns - value_columns))
     elif value_columns > columns:
         query, key = (F.pad(x, (0, value_columns - columns)) for x in (query, key))
     bias = call.bias
-    if bias is not None:  # the kernel takes a mask of another type for its own
+    if bias is not None:  # the kernel would reinterpret a mask of another dtype
         bias = bias.to(_wide(query.dtype))
         call = replace(call, bias=bias)
     if before is not None:
@@ -879,6 +891,6 @@ def attend(
     if grads or torch.compiler.is_compiling():
         plan, tables = _pack(call)
         out, _ = _bands(*inputs, tables, plan, call.start, call.scale)
-    else:  # without what the operator costs in each step of decoding
+    else:  # the operator would add overhead to each step of decoding
         out, _ = _here(query, key, value, call, before)
     return out[..., :value_columns]

@@ -1,9 +1,10 @@
 """The tiles of :mod:`rope_ext.attention.flash` with the flash kernel of CUDA: half precision.
 
-The kernel has what that of the CPU lacks: rows of which the last sees the last key, whatever their
-number, a window, and fewer heads of keys than of queries. So a band of distances is one call, and
-one of chunks has a call for all whole chunks. Each call returns the log-sum-exp of its rows, by
-which they are merged; the backward pass gives each the GLOBAL output and log-sum-exp.
+Unlike the kernel of the CPU, this one aligns the last row with the last key for any number of
+rows, has a window, and takes fewer key heads than query heads. So a band of distances is one call,
+and a band of chunks is one call for all whole chunks. Each call returns the log-sum-exp of its
+rows, with which the outputs are merged; the backward pass gives each call the GLOBAL output and
+log-sum-exp.
 
 ``kernel="flash"`` chooses it, ``"auto"`` does not: it was tested on a CPU, with a stand-in for the
 two operators of torch and by their shapes, and has never run on a GPU.
@@ -22,11 +23,11 @@ from rope_ext.attention.flash import Before, Tile
 from rope_ext.methods.geometry import ChunkGap, Distance, Geometry, Sinks
 
 _COLUMNS = 256
-"""Of a head at most; they are a multiple of 8."""
+"""The most columns of a head; they must be a multiple of 8."""
 
 
 def takes(query: torch.Tensor, value: torch.Tensor, call: Call) -> bool:
-    """Whether the kernel can do what a call asks."""
+    """Whether the kernel supports a call."""
     columns = max(query.shape[-1], value.shape[-1])
     half = query.dtype in (torch.float16, torch.bfloat16)
     return half and columns % 8 == 0 and columns <= _COLUMNS and call.bias is None
@@ -40,10 +41,12 @@ def _forward(
     left: int | None,
     scale: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Output, ``[batch, queries, heads, columns]`` as what is given; ``[batch, heads, queries]``.
+    """Output, ``[batch, queries, heads, columns]`` like the inputs, and log-sum-exp.
+
+    The latter is ``[batch, heads, queries]``.
 
     If ``causal``, the last query sees the last key and the ``left`` ones before it (None: all),
-    and every other query those shifted by its distance from the last.
+    and the window of every other query is shifted by its distance from the last.
     """
     return torch.ops.aten._flash_attention_forward(
         query,
@@ -73,8 +76,8 @@ def _backward(
     left: int | None,
     scale: float,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Gradients of query, key and value of :func:`_forward`, of whatever share ``out`` has."""
-    unused = torch.empty(2, dtype=torch.uint64, device=query.device)  # by a kernel without dropout
+    """Gradients of query, key and value; ``out`` and ``lse`` are over the keys of all calls."""
+    unused = torch.empty(2, dtype=torch.uint64, device=query.device)  # dropout state
     return torch.ops.aten._flash_attention_backward(
         grad,
         query,
@@ -97,7 +100,7 @@ def _backward(
 
 
 def tiles(geometry: Geometry, queries: int, keys: int, start: int = 0) -> list[Tile]:
-    """As :func:`flash.tiles`, but for ``"causal"``: see :func:`_forward`."""
+    """As :func:`flash.tiles`, except that ``"causal"`` is as in :func:`_forward`."""
     if isinstance(geometry, ChunkGap):
         found = flash._chunks(geometry, queries, keys, start, _joined)
     elif isinstance(geometry, Sinks):
@@ -121,9 +124,9 @@ def _left(geometry: Geometry) -> int | None:
 
 
 class _Part:
-    """A tile of a band: its queries and keys rotated, and the views that the kernel takes.
+    """A tile of a band: its rotated queries and keys, as views that the kernel takes.
 
-    ``rows`` and ``keys`` are the tokens of all its blocks, the rows of which adjoin.
+    ``rows`` and ``keys`` are the tokens of all its blocks, whose rows are adjacent.
     """
 
     def __init__(
@@ -172,7 +175,7 @@ class _Part:
         lse: torch.Tensor,
         grads: list[torch.Tensor],
     ) -> None:
-        """Add what the tile gives to the gradients of query, key and value."""
+        """Add the gradients of the tile to those of query, key and value."""
         tile, batch = self.tile, len(grad)
         of_rows = self.row(lse).unflatten(2, (tile.blocks, -1)).transpose(1, 2)
         of_query, *of_keys = _backward(
@@ -191,7 +194,7 @@ class _Part:
             total.narrow(2, *self.keys).add_(fused.rotate(self.pairs, new, _back(rotation)))
 
     def _together(self, x: torch.Tensor) -> torch.Tensor:
-        """``[batch, blocks, keys, heads, columns]`` with overlapping keys added."""
+        """``[batch, blocks, keys, heads, columns]``, summed where keys overlap."""
         if x.shape[1] == 1:
             return x[:, 0].transpose(1, 2)
         batch, blocks, keys, heads, columns = x.shape
@@ -239,7 +242,7 @@ def differentiate(
     call: Call,
     learns: bool,
 ) -> tuple[torch.Tensor, ...]:
-    """Gradients of query, key and value, and none of a bias, of which there is none."""
+    """Gradients of query, key and value, and an empty one of the bias, which is not supported."""
     grads = [torch.zeros_like(x, dtype=lse.dtype) for x in (query, key, value)]
     grad = grad.to(query.dtype)
     for part in _parts(query, key, call):

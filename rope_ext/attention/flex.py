@@ -1,8 +1,8 @@
 """The bands with FlexAttention: CUDA, any dtype, differentiable through the log-sum-exp.
 
-On CUDA every band is one fused kernel. What that must never become is the same operation unfused,
-which holds all logits at once: so each kind of call is compiled by itself, whole, and everything
-that changes from call to call comes in tensors.
+On CUDA every band is one fused kernel. It must never fall back to the unfused operation, which
+holds all logits at once. So each kind of call is compiled separately with ``fullgraph``, and
+everything that changes from call to call is passed in tensors.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from rope_ext.methods.geometry import ChunkGap, Distance, Geometry
 _BLOCK = 128
 """Tokens of a block of the mask."""
 _OPEN = 2**30
-"""Stands for ``last=None`` in a mask: no distance is as large."""
+"""Stands for ``last=None`` in a mask: larger than any distance."""
 LEAST_COLUMNS = 16
-"""Of a head: a product of matrices on the device has as many."""
+"""Columns of a head: the smallest matrix product on the device."""
 
 
 def takes(query: torch.Tensor, value: torch.Tensor) -> bool:
-    """Whether the fused kernel has heads of this size and numbers of this type."""
+    """Whether the fused kernel supports heads of this size and this dtype."""
     columns = min(query.shape[-1], value.shape[-1])
     return columns >= LEAST_COLUMNS and query.dtype != torch.float64
 
@@ -54,14 +54,15 @@ def _masked(
     """Output and log-sum-exp.
 
     Args:
-        query: as :func:`flex_attention` has it, as the next three.
-        key: of the band only.
-        value: likewise.
-        scale: of the logits; in words, since a number would be a symbol in the graph.
-        mask: of the band; None: all is seen.
-        cap: the soft cap, a tensor without dimensions, as is ``apart``.
-        bias: of :class:`Call`.
-        apart: how many tokens the first query is from the first key.
+        query: as :func:`flex_attention` takes it.
+        key: keys of the band only.
+        value: their values.
+        scale: scale of the logits; a string, since a number would become a symbol in the graph.
+        mask: mask of the band; None: all keys are visible.
+        cap: the soft cap, a 0-dimensional tensor.
+        bias: see :class:`Call`.
+        apart: distance from the first key to the first query, a 0-dimensional tensor; needed if
+            there is a bias.
     """
 
     def changed(
@@ -73,7 +74,7 @@ def _masked(
     ) -> torch.Tensor:
         if cap is not None:
             score = cap * torch.tanh(score / cap)
-        if bias is not None:
+        if bias is not None and apart is not None:
             score = score + bias[head, (apart + row - column).clamp(0, bias.shape[1] - 1)]
         return score
 
@@ -89,19 +90,20 @@ def _masked(
     )
 
 
-def _merged(*tensors: torch.Tensor | None) -> torch.Tensor:
+def _merged(*tensors: Any) -> torch.Tensor:
     """Outputs of disjoint keys merged by their log-sum-exps, in the dtype of the latter.
 
-    The tensors are as many outputs as log-sum-exps, and the sinks of :class:`Call`, or None.
+    The tensors are the outputs, as many log-sum-exps, and the sinks of :class:`Call` or None.
     """
     *both, sinks = tensors
     count = len(both) // 2
     logs = [x.clamp(min=-1e30) for x in both[count:]]  # -inf has no gradient
     if sinks is not None:
         logs.append(sinks.to(logs[0].dtype).unsqueeze(1).expand_as(logs[0]))
-    total = 0
-    for out, weight in zip(both[:count], torch.stack(logs).softmax(dim=0), strict=False):
-        total = total + weight.unsqueeze(-1) * out
+    weights = torch.stack(logs).softmax(dim=0).unsqueeze(-1)
+    total = weights[0] * both[0]
+    for i in range(1, count):
+        total = total + weights[i] * both[i]
     return total
 
 
@@ -114,9 +116,9 @@ def _block_mask(
     key: int,
     device: torch.device,
 ) -> BlockMask:
-    """Of queries from the token ``query`` on and keys from ``key`` on.
+    """Block mask of queries from token ``query`` on and keys from token ``key`` on.
 
-    Nothing as large as queries times keys is made, and nothing waits for the device.
+    Allocates nothing of size queries times keys, and does not synchronise with the device.
     """
     with torch.inference_mode(False), torch.no_grad():  # kept for calls that train as well
         row, column = (
@@ -136,19 +138,20 @@ def _block_mask(
 
 
 def _listed(seen: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """How many blocks of keys each block of queries has, and which, those first."""
+    """Number of key blocks that each query block sees, and their indices before all others."""
     order = torch.argsort(seen.int(), dim=-1, descending=True, stable=True)
-    return tuple(x.int().view(1, 1, *x.shape) for x in (seen.sum(-1), order))
+    count, order = (x.int().view(1, 1, *x.shape) for x in (seen.sum(-1), order))
+    return count, order
 
 
-def _seen(geometry: Geometry, query: int, key: int, device: torch.device) -> Callable:
+def _seen(geometry: Geometry, first_query: int, first_key: int, device: torch.device) -> Callable:
     """``geometry.sees`` with its numbers in tensors, so that one kernel serves them all."""
 
-    def number(value: int | None) -> torch.Tensor:  # filled on the device, which is not waited for
+    def number(value: int | None) -> torch.Tensor:  # filled on the device, without synchronising
         value = _OPEN if value is None else value
         return torch.full((), value, dtype=torch.int32, device=device)
 
-    query, key = number(query), number(key)
+    query, key = number(first_query), number(first_key)
     if isinstance(geometry, Distance):
         first, last = number(max(geometry.first, 0)), number(geometry.last)
 
@@ -181,7 +184,7 @@ def attend(
     call: Call,
     merged: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> torch.Tensor:
-    """Attention as :class:`Call` has it.
+    """Attention as :class:`Call` describes it.
 
     ``merged``: output and log-sum-exp of keys that are in no band.
     """

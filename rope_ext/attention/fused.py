@@ -1,4 +1,4 @@
-"""Functions compiled by themselves, on GPUs: never beyond their limit, never in another form."""
+"""Functions that are compiled separately on GPUs, and never fall back to running unfused."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _copies = itertools.count()
 
 
 def fuses(x: torch.Tensor) -> bool:
-    """Whether something is to be gained; within a graph all is compiled anyway."""
+    """Whether compiling helps: on GPUs only, and a graph is compiled as a whole anyway."""
     return x.is_cuda and not torch.compiler.is_compiling()
 
 
@@ -25,8 +25,8 @@ def run(function: FunctionType, *given: Any, kind: tuple[Any, ...] = ()) -> Any:
 
     Args:
         function: without a closure.
-        given: what it takes, tensors first.
-        kind: hashable; what besides the properties of the tensors asks for a kernel of its own.
+        given: its arguments, tensors first.
+        kind: hashable; whatever needs a separate kernel besides the properties of the tensors.
     """
     if not fuses(given[0]):
         return function(*given)
@@ -36,10 +36,10 @@ def run(function: FunctionType, *given: Any, kind: tuple[Any, ...] = ()) -> Any:
 
 @cache
 def _compiled(function: FunctionType, *_kind: Any) -> Callable:
-    """``function`` with a limit of recompilations of its own.
+    """``function`` with its own limit of recompilations.
 
-    Dynamo counts them by code object, and beyond the limit it runs a function as it is written;
-    under ``fullgraph`` it raises instead.
+    Dynamo counts them by code object. Beyond the limit it runs the function uncompiled, or raises
+    under ``fullgraph``.
     """
     code = function.__code__
     code = code.replace(co_name=f"{code.co_name}_{next(_copies)}")
@@ -52,13 +52,13 @@ def _modes() -> tuple[bool, bool]:
 
 
 def _kind(x: torch.Tensor) -> tuple[Any, ...]:
-    """What dynamo makes a graph of its own for; of the sizes, columns of heads and ones."""
+    """Properties that dynamo compiles a separate graph for; of sizes, head columns and ones."""
     ones = tuple(size == 1 for size in x.shape)
     return x.dtype, x.device, x.requires_grad, x.is_inference(), x.shape[3:], ones
 
 
 def rotate(pairs: Pairs, x: torch.Tensor, rotation: Rotation) -> torch.Tensor:
-    """As :meth:`Pairs.rotate`."""
+    """:meth:`Pairs.rotate`, fused on GPUs."""
     return x if rotation is None else run(_rotate, x, *rotation, pairs.first, pairs.second)
 
 

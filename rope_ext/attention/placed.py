@@ -1,9 +1,9 @@
-"""Attention on keys at positions that are known as tensors only: what a compiled graph holds.
+"""Attention on keys whose positions are known as tensors only, as in compiled graphs.
 
 The kernels for consecutive tokens decide in Python which keys each tile has. A graph cannot, since
-in it the number of filled slots and the padding are tensors. Few queries (decoding) become plain
-operations on all slots, with nothing that waits for a device. Many go into one operator, which
-looks at the positions when it runs and hands every run of consecutive tokens to a kernel.
+the number of filled slots and the padding are tensors there. Few queries (decoding) become plain
+operations on all slots, without synchronising with the device. Many go into one operator, which
+reads the positions when it runs and passes every run of consecutive tokens to a kernel.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch
 
 from rope_ext.attention import dispatch as attention
 from rope_ext.attention import flash, reference
-from rope_ext.attention.call import Call, RotatedBand, Rotation
+from rope_ext.attention.call import Call, RotatedBand, Rotation, each_table
 from rope_ext.attention.reference import Places
 from rope_ext.errors import UnsupportedModelError
 
@@ -39,18 +39,18 @@ BEYOND = (
     "many distances a compiled bias is known; give them position ids that count one by one"
 )
 FEW = 16
-"""Queries at most whose logits on all slots are held at once."""
+"""The most queries whose logits on all slots are held at once."""
 
 
 @dataclass(frozen=True, eq=False)
 class Part:
-    """A band on the slots where its keys can lie.
+    """A band on the slots where its keys can be.
 
     Args:
-        hidden: the lowest number for keys that a query does not have in it, else zero, ``[rows or
-            1, queries, slots]``; to add a number is less work in each layer than to ask a mask.
+        hidden: the lowest number for keys that a query does not see in the band, else zero,
+            ``[rows or 1, queries, slots]``; adding it in each layer is cheaper than a mask.
         query: rotation of the queries, ``[rows or 1, 1, queries, pairs]``.
-        key: rotation of the keys, likewise with slots.
+        key: rotation of the keys, ``[rows or 1, 1, slots, pairs]``.
         slots: int64, ``[rows or 1, slots]``; None: all.
     """
 
@@ -61,7 +61,7 @@ class Part:
 
 
 class Few(NamedTuple):
-    """What few queries see: the same for all layers alike.
+    """What few queries see; shared by all layers of one layout.
 
     Args:
         parts: the bands, disjoint.
@@ -85,10 +85,11 @@ def attend_few(
     Args:
         query: ``[rows, heads, queries, columns]``.
         key: ``[rows, kv_heads, slots, columns]``.
-        value: likewise.
-        call: without bands and scores; the queries are multiplied by temperature.
+        value: ``[rows, kv_heads, slots, value columns]``.
+        call: without bands and scores; the queries are already multiplied by the temperature.
         few: what the queries see.
-        distance: to every key if there is a bias, tokens, int64, ``[rows or 1, queries, slots]``.
+        distance: from every query to every key, tokens, int64, ``[rows or 1, queries, slots]``;
+            needed if there is a bias.
     """
     rows, queries = query.shape[0], query.shape[2]
     kv_heads = key.shape[1]
@@ -99,14 +100,14 @@ def attend_few(
         return x.repeat(1, 1, each, 1) if queries > 1 else x
 
     def rotated(by: Rotation) -> torch.Tensor:
-        return call.pairs.rotate(query, by and tuple(map(repeated, by)))
+        return call.pairs.rotate(query, each_table(by, repeated))
 
     parts = [
         _Rows(rotated(part.query), repeated(part.hidden[:, None]), part.key, part.slots)
         for part in few.parts
     ]
     bias = sinks = None
-    if call.bias is not None:
+    if call.bias is not None and distance is not None:
         bias = call.bias[:, distance.clamp(max=call.bias.shape[1] - 1)].movedim(0, 1)
         bias = bias.unflatten(1, (kv_heads, -1)).flatten(2, 3)
     if call.sinks is not None:
@@ -123,9 +124,9 @@ class _Rows(NamedTuple):
 
     Args:
         query: rotated, ``[rows, kv_heads, rows of a key head, columns]``.
-        hidden: what is added to their logits, ``[rows or 1, 1, rows of a key head or 1, slots]``.
+        hidden: added to their logits, ``[rows or 1, 1, rows of a key head or 1, slots]``.
         key: rotation of the keys.
-        slots: as in :class:`Part`.
+        slots: see :class:`Part`.
     """
 
     query: torch.Tensor
@@ -135,18 +136,19 @@ class _Rows(NamedTuple):
 
     @property
     def plain(self) -> bool:
-        """Whether it wants all keys as they are cached."""
+        """Whether it uses all keys as they are cached."""
         return self.slots is None and self.key is None
 
 
 def _kernel_takes(parts: Sequence[_Rows], value: torch.Tensor, call: Call) -> bool:
-    """Whether the CPU's flash kernel is faster than products, and does all that is asked."""
+    """Whether the CPU's flash kernel is faster than products, and supports this call."""
     if value.device.type != "cpu" or value.element_size() > 2:  # small products are slow in half
         return False
-    if sum(part.plain for part in parts) > 1:  # each would read all keys for itself
+    if sum(part.plain for part in parts) > 1:  # each would read all keys again
         return False
     alike = call.softcap is None and parts[0].query.shape[-1] == value.shape[-1]
-    # It knows no gradient of a log-sum-exp; a program (in torch 2.11 every graph) may move away.
+    # It has no gradient of the log-sum-exp, and an exported program (in torch 2.11 every graph
+    # counts as one) may run on another device.
     return alike and not torch.is_grad_enabled() and not torch.compiler.is_exporting()
 
 
@@ -159,7 +161,7 @@ def _by_products(
     sinks: torch.Tensor | None,
     sees: torch.Tensor,
 ) -> torch.Tensor:
-    """The logits of all slots at once."""
+    """With the logits of all slots at once."""
 
     def shown(logits: torch.Tensor, part: _Rows) -> torch.Tensor:
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32)) * call.scale
@@ -167,7 +169,8 @@ def _by_products(
             logits = call.softcap * torch.tanh(logits / call.softcap)
         return logits + part.hidden
 
-    # Of a key the largest of what the bands say is that of the band which shows it.
+    # Bands are disjoint and hide with the lowest number, so the largest logit of a key is the one
+    # of the band that shows it.
     plain = [part for part in parts if part.plain]
     if plain:  # read once for all these bands
         found = _product(torch.cat([part.query for part in plain], dim=2), key.mT)
@@ -208,9 +211,9 @@ def _by_kernel(
     sinks: torch.Tensor | None,
     sees: torch.Tensor,
 ) -> torch.Tensor:
-    """A call of the CPU's flash kernel for each band."""
+    """With a call of the CPU's flash kernel for each band."""
     total = log = None
-    if sinks is not None:  # a key without a value
+    if sinks is not None:  # a sink acts as a key without a value
         log = sinks[..., 0].float()
         total = torch.zeros_like(parts[0].query, dtype=torch.float32)
     for part in parts:
@@ -218,11 +221,12 @@ def _by_kernel(
         near = call.pairs.rotate(_in(part.slots, key, 2), part.key)
         tensors = map(flash.packed, (part.query, near, _in(part.slots, value, 2)))
         out, lse = _flash(*tensors, attn_mask=mask, scale=call.scale)
-        if total is None:
+        if total is None or log is None:
             total, log = out.float(), lse
         else:
             total = total.lerp(out.float(), torch.sigmoid(lse - log)[..., None])
             log = torch.logaddexp(log, lse)
+    assert total is not None, "there is at least one band"
     return (total * sees).to(value.dtype)
 
 
@@ -230,10 +234,10 @@ _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 
 
 def _in(slots: torch.Tensor | None, x: torch.Tensor, dim: int) -> torch.Tensor:
-    """What lies in ``slots`` (``[rows or 1, slots]``; None: all) in a dimension of ``x``."""
+    """The entries of ``x`` at ``slots`` (``[rows or 1, slots]``; None: all) in a dimension."""
     if slots is None:
         return x
-    if len(slots) == 1:  # to look up each column of each key takes ten times as long
+    if len(slots) == 1:  # gathering each column of each key takes ten times as long
         return x.index_select(dim, slots[0])
     size = (len(slots), *x.shape[1:])
     index = slots.view(len(slots), *(-1 if at == dim else 1 for at in range(1, x.dim())))
@@ -249,7 +253,7 @@ def attend_scored(
     key_at: torch.Tensor,
     visible: torch.Tensor,
 ) -> torch.Tensor:
-    """Attention of few queries on all slots with logits that an encoding makes.
+    """Attention of few queries on all slots, with the scores of an encoding.
 
     Args:
         query: ``[rows, heads, queries, columns]``.
@@ -257,8 +261,8 @@ def attend_scored(
         value: likewise.
         call: with rotations of ``[rows or 1, tokens, pairs]``; the queries are multiplied by
             temperature.
-        query_at: where the queries are, tokens, int64, ``[rows or 1, queries]``.
-        key_at: where the token in each slot is, likewise.
+        query_at: positions of the queries, int64, ``[rows or 1, queries]``.
+        key_at: position of the token in each slot, ``[rows or 1, slots]``.
         visible: bool, ``[rows or 1, queries, slots]``.
     """
     alike = len(query_at) == len(visible) == 1
@@ -277,10 +281,11 @@ def attend_scored(
 
 
 def _product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """``a @ b`` as one operation in a graph too.
+    """``a @ b`` as a single operation, also in a graph.
 
-    Of a single row inductor would make a sum of products, and make ``a`` again for each of them.
-    What is added is not read, but a number in its place would be written to all of it.
+    For a single row, inductor would decompose it into a sum of products and recompute ``a`` for
+    each of them. With ``beta=0`` the first argument of ``baddbmm`` is never read; a number in its
+    place would first be expanded to a full tensor.
     """
     nothing = a.new_empty(*a.shape[:-1], b.shape[-1])
     parts = (x.flatten(0, 1) for x in (nothing, a, b))
@@ -374,7 +379,7 @@ def _(query, key, value, *_rest):  # noqa: ANN001, ANN002, ANN202
 
 
 def _empty(query: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-    """As the output lies in memory."""
+    """An empty output with the memory layout that the model expects."""
     rows, heads, queries, _ = query.shape
     return query.new_empty(rows, queries, heads, value.shape[-1]).transpose(1, 2)
 
@@ -382,7 +387,7 @@ def _empty(query: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
 def _alike(
     places: torch.Tensor, real: torch.Tensor, rows: int
 ) -> Iterator[tuple[list[int], torch.Tensor]]:
-    """Rows with the same tokens in the same slots, and those slots."""
+    """Rows that have the same tokens in the same slots, and those slots."""
     same = bool((real == real[:1]).all() and (places == places[:1])[:, real[0]].all())
     for row in range(1 if same else rows):
         slots = torch.nonzero(real[row if len(real) > 1 else 0]).flatten()
@@ -390,10 +395,10 @@ def _alike(
 
 
 def _range(index: torch.Tensor) -> torch.Tensor | slice:
-    """A slice where an index has no gaps, which copies nothing."""
+    """A slice if the index has no gaps, which avoids a copy."""
     first, last = int(index[0]), int(index[-1]) + 1
     return slice(first, last) if last - first == len(index) else index
 
 
 def _of(rotation: Rotation, row: int, tokens: torch.Tensor | slice) -> Rotation:
-    return rotation and tuple(table[row if len(table) > 1 else 0][tokens] for table in rotation)
+    return each_table(rotation, lambda table: table[row if len(table) > 1 else 0][tokens])

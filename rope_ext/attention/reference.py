@@ -1,6 +1,6 @@
-"""Attention in bands written densely: slow, obvious, and what every kernel is tested against.
+"""Dense attention in bands: slow and simple, the reference that every kernel is tested against.
 
-Also what runs where no fast kernel can: a soft cap, a mask of one's own, irregular positions.
+It also serves the cases without a fast kernel: soft caps, custom masks, irregular positions.
 """
 
 from __future__ import annotations
@@ -10,19 +10,19 @@ from dataclasses import dataclass, replace
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from rope_ext.attention.call import Block, Call, Rotation
+from rope_ext.attention.call import Block, Call, Rotation, each_table
 
 
 @dataclass(frozen=True, eq=False)
 class Places:
-    """Where queries and keys are, if not one after the other, and what else is hidden.
+    """Positions of queries and keys that do not simply follow one another, and what is hidden.
 
     Args:
-        query: int64, ``[queries]``, in tokens, in any order and with any gaps.
-        key: the same of the keys, ``[keys]``.
+        query: positions of the queries, int64, ``[queries]``, in any order and with any gaps.
+        key: positions of the keys, ``[keys]``.
         mask: bool, broadcast to ``[batch, heads, queries, keys]``; False hides. None hides nothing.
-        newest: index of the last key that a query sees, ``[queries]``: what comes after it is
-            hidden even if it is at the same place. None: the places alone decide.
+        newest: index of the last key that a query sees, ``[queries]``: later keys are hidden even
+            if they have the same position. None: positions alone decide.
     """
 
     query: torch.Tensor
@@ -32,13 +32,13 @@ class Places:
 
     @classmethod
     def following(cls, call: Call, query: torch.Tensor, key: torch.Tensor) -> Places:
-        """The keys one after the other from ``call.start``; the queries are the last of them."""
+        """Consecutive keys from ``call.start`` on; the queries are the last of them."""
         positions = torch.arange(call.start, call.start + key.shape[2], device=key.device)
         return cls(positions[key.shape[2] - query.shape[2] :], positions)
 
     @classmethod
     def in_order(cls, query: torch.Tensor, key: torch.Tensor) -> Places:
-        """Likewise at places that may repeat: a token does not see those that come after it."""
+        """The same at positions that may repeat: a token never sees those after it."""
         index = torch.arange(len(key), device=key.device)
         return cls(query, key, newest=index[len(key) - len(query) :])
 
@@ -46,7 +46,7 @@ class Places:
 def weights(
     query: torch.Tensor, key: torch.Tensor, call: Call, places: Places | None = None
 ) -> torch.Tensor:
-    """How much every query gives to every key, where each band rotates both in its own way.
+    """Attention weight of every query on every key, with the rotations of each band.
 
     Returns:
         ``[batch, heads, queries, keys]``, float32 or better. A row sums to one, less what its
@@ -58,7 +58,7 @@ def weights(
 def _weighed(
     query: torch.Tensor, key: torch.Tensor, call: Call, places: Places | None
 ) -> tuple[torch.Tensor, Block]:
-    """:func:`weights`, and of what."""
+    """:func:`weights`, and the block that they were computed from."""
     places = places or Places.following(call, query, key)
     key = key.repeat_interleave(query.shape[1] // key.shape[1], dim=1)
     query = call.scale_query(query)
@@ -99,7 +99,7 @@ def attend(
     call: Call,
     places: Places | None = None,
 ) -> torch.Tensor:
-    """Attention as :class:`Call` has it, with :func:`weights`."""
+    """Attention as :class:`Call` describes it, with :func:`weights`."""
     value = value.repeat_interleave(query.shape[1] // value.shape[1], dim=1)
     given, block = _weighed(query, key, call, places)
     out = given.to(value.dtype) @ value
@@ -126,14 +126,22 @@ def attend_blocked(
     queries = query.shape[2]
 
     def rows(x: torch.Tensor, start: int, dim: int) -> torch.Tensor:
-        """The block's part of ``x``, all of it where it is broadcast over the queries."""
+        """The part of ``x`` for a block; all of it where it is broadcast over the queries."""
         return x if x.shape[dim] == 1 else x.narrow(dim, start, min(block, queries - start))
 
     def rotation(by: Rotation, start: int) -> Rotation:
-        return by and tuple(rows(table, start, 0) for table in by)
+        return each_table(by, lambda table: rows(table, start, 0))
 
-    def one(start: int, *tensors: torch.Tensor | None) -> torch.Tensor:
-        query, key, value, temperature, sinks, bias, *values = tensors
+    def one(
+        start: int,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        temperature: torch.Tensor | None,
+        sinks: torch.Tensor | None,
+        bias: torch.Tensor | None,
+        *learned: torch.Tensor,
+    ) -> torch.Tensor:
         mask = places.mask
         return attend(
             rows(query, start, 2),
@@ -145,7 +153,7 @@ def attend_blocked(
                 temperature=None if temperature is None else rows(temperature, start, 0),
                 sinks=sinks,
                 bias=bias,
-                scores=scores and replace(scores, learned=dict(zip(names, values, strict=True))),
+                scores=scores and replace(scores, learned=dict(zip(names, learned, strict=True))),
             ),
             Places(
                 rows(places.query, start, 0),
@@ -156,9 +164,9 @@ def attend_blocked(
         )
 
     scores = call.scores
-    names = () if scores is None else tuple(scores.learned)
-    tensors = (query, key, value, call.temperature, call.sinks, call.bias)
-    tensors += tuple(scores.learned[name] for name in names)
+    of_scores = {} if scores is None else scores.learned
+    names = tuple(of_scores)
+    tensors = (query, key, value, call.temperature, call.sinks, call.bias, *of_scores.values())
     starts = range(0, queries, block)
     if not torch.is_grad_enabled() or not any(x is not None and x.requires_grad for x in tensors):
         return torch.cat([one(start, *tensors) for start in starts], dim=2)

@@ -1,15 +1,14 @@
-"""Faster than blocks: logits of tables by distance, and of the sinusoid of the distance.
+"""Fast paths for scores from tables by distance and from the sinusoid of the distance.
 
-Tables (:mod:`rope_ext.encodings.tables`) stay the same from some distance on. From there on
-``<q_i, a>`` is one number for a whole row, which its log-sum-exp takes, ``b`` is added to the
-query, and ``c`` to the output: an ordinary call of the kernel. The distances below are a narrow
-band along the diagonal, computed by torch's own operations, in blocks of rows which the backward
-pass computes again.
+Tables (:mod:`rope_ext.encodings.tables`) are constant beyond some distance. There ``<q_i, a>`` is
+one number per row, which moves into its log-sum-exp, ``b`` is added to the query, and ``c`` to the
+output, so that an ordinary kernel call does the rest. Smaller distances are a narrow band along the
+diagonal, computed with plain torch operations in blocks of rows that the backward pass recomputes.
 
-The sinusoid of a distance (:mod:`rope_ext.encodings.transformer_xl`) is taken apart into what
-belongs to the query's position and to the key's: further columns of both.
+The sinusoid of a distance (:mod:`rope_ext.encodings.transformer_xl`) factors into a part of the
+query's position and a part of the key's position, which become additional columns of both.
 
-Memory is linear in the tokens.
+Memory is linear in the number of tokens.
 """
 
 from __future__ import annotations
@@ -17,6 +16,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -29,24 +29,28 @@ from rope_ext.encodings.transformer_xl import BySinusoid, sinusoid
 from rope_ext.methods.geometry import Distance
 
 _AT_ONCE = 2**21
-"""Logits of the near band that are there at a time: 8 MiB in float32."""
+"""Logits of the near band held at a time: 8 MiB in float32."""
 _HEIGHT = 64
-"""Rows of a block of it: fewer repeat too many keys, more see too many that they do not need."""
+"""Rows of a block: fewer repeat too many keys, more compute too many hidden logits."""
 
 Tables = Sequence[torch.Tensor | None]
 """Those of queries, of keys and of values, as :class:`ByTables` has them, in float32 or better."""
 
 
-def _takes(call: Call, query: torch.Tensor, value: torch.Tensor) -> bool:
-    """Whether it asks for nothing but scores: one band of distances, not rotated, no soft cap."""
+def _taken(call: Call, query: torch.Tensor, value: torch.Tensor) -> Distance | None:
+    """The only band of a call that has scores and nothing else; None for any other call.
+
+    That is a band of distances from 0 on without rotations, without soft cap and bias.
+    """
     if query.device.type not in ("cpu", "cuda") or len(call.bands) != 1:
-        return False
+        return None
     if query.device.type == "cuda" and not flex.takes(query, value):
-        return False
-    band = call.bands[0]
-    whole = isinstance(band.geometry, Distance) and band.geometry.first == 0
+        return None
+    band, geometry = call.bands[0], call.bands[0].geometry
+    if not isinstance(geometry, Distance) or geometry.first != 0:
+        return None
     plain = call.softcap is None and call.bias is None
-    return whole and plain and band.query is None and band.key is None
+    return geometry if plain and band.query is None and band.key is None else None
 
 
 def _kernel(
@@ -63,12 +67,13 @@ def _kernel(
 def by_tables(
     scores: ByTables, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: Call
 ) -> torch.Tensor | None:
-    """Attention as :class:`Call` has it; None where it asks for more than this can do."""
-    if not _takes(call, query, value):
+    """Attention as :class:`Call` describes it; None for calls that this cannot compute."""
+    band = _taken(call, query, value)
+    if band is None:
         return None
     names, wide = ("of_query", "of_key", "of_value"), _wide(query)
     tables = [scores.learned[x].to(wide) if x in scores.learned else None for x in names]
-    last, most = call.bands[0].geometry.last, key.shape[2]
+    last, most = band.last, key.shape[2]
     if last is not None:
         most = min(last, most)
     rows = max(x.shape[-2] for x in tables if x is not None)
@@ -94,15 +99,16 @@ def by_tables(
 def by_sinusoid(
     scores: BySinusoid, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: Call
 ) -> torch.Tensor | None:
-    """Attention as :class:`Call` has it; None where it asks for more than this can do."""
-    if not _takes(call, query, value):
+    """Attention as :class:`Call` describes it; None for calls that this cannot compute."""
+    band = _taken(call, query, value)
+    if band is None:
         return None
     query, (queries, keys) = call.scale_query(query), (query.shape[2], key.shape[2])
     table = _sinusoid(scores, keys, query)
     rotated = scores.rotated(query, table[keys - queries :])
     query = query + scores.learned["u"].to(query)[:, None]
     if queries == 1:
-        return _one_query(query, rotated, key, table, value, call)
+        return _one_query(query, rotated, key, table, value, call, band.last)
     query = torch.cat((query, rotated), -1)
     key = torch.cat((key, table.expand(*key.shape[:2], -1, -1)), -1)
     return _kernel(query, key, value, replace(call, scores=None, temperature=None))
@@ -129,9 +135,9 @@ def _one_query(
     table: torch.Tensor,
     value: torch.Tensor,
     call: Call,
+    last: int | None,
 ) -> torch.Tensor:
-    """Without making keys with further columns of all that are cached."""
-    last = call.bands[0].geometry.last
+    """:func:`by_sinusoid` for one query, which does not copy the cached keys to extend them."""
     seen = slice(0 if last is None else max(key.shape[2] - last, 0), None)
     by_key = query[:, :, 0].unflatten(1, (key.shape[1], -1))  # heads of a key are rows of it
     logits = by_key @ key[:, :, seen].mT + (rotated @ table[seen].mT).view(*by_key.shape[:3], -1)
@@ -173,7 +179,8 @@ def _near(
         first = keys - queries + row - width + 1  # may be before the first key
         seen = slice(max(first, 0), end)
         block = functools.partial(_rows, call.scale, width, height, max(-first, 0))
-        given = (query[:, :, row : row + several], key[:, :, seen], value[:, :, seen], *inputs[3:])
+        of_block = (query[:, :, row : row + several], key[:, :, seen], value[:, :, seen])
+        given: list[Any] = [*of_block, *inputs[3:]]
         with torch.autocast(query.device.type, enabled=False):
             if grads:
                 part = checkpoint(block, *given, use_reentrant=False, preserve_rng_state=False)

@@ -1,6 +1,6 @@
-"""One token after many, by the flash kernel of the CPU: what all layers share is decided once.
+"""A step of decoding with the flash kernel of the CPU; what all layers share is computed once.
 
-Each layer then rotates its query for every band, calls one kernel per band, and merges the results.
+Each layer rotates its query for every band, calls one kernel per band, and merges the results.
 Keys that a band needs at another position than the cached one stay rotated in a :class:`Ring`, so
 that a step rotates only the new key.
 """
@@ -20,29 +20,30 @@ from rope_ext.attention.call import Pairs, Rotation
 from rope_ext.methods.geometry import Geometry
 
 _ROOM = 256
-"""Keys that a ring has room for beyond those of its band: so seldom is it moved."""
+"""Spare keys in a ring: it moves to new memory once in so many steps."""
 
 
 class Table(Protocol):
-    """RotationTable of tokens by their positions."""
+    """Rotations by position, such as :class:`rope_ext.position.tables.RotationTable`."""
 
     idle: bool
 
     def between(self, first: int, last: int, device: torch.device, dtype: torch.dtype) -> Rotation:
-        """For the positions from ``first`` to ``last - 1``; one row if all are alike."""
+        """For the positions from ``first`` to ``last - 1``; one row if all are equal."""
+        ...
 
 
 @dataclass(frozen=True, eq=False)
 class Columns:
-    """The rotary pairs of a head, seen from its columns.
+    """The rotary pairs of a head, by column.
 
     Args:
-        partner: of each column the other one of its pair, or itself, ``[columns]``.
-        pair: of each column the number of its pair; where it has none, one more than the last.
-        sign: of each column, of the sine.
-        own, swap: what takes every column from itself, and from its partner, ``[columns, 1,
+        partner: the other column of the pair of each column, or the column itself, ``[columns]``.
+        pair: index of the pair of each column; columns without a pair have the number of pairs.
+        sign: sign of the sine for each column.
+        own, swap: matrices that map every column to itself and to its partner, ``[columns, 1,
             columns]``.
-        whole: every column is in a pair.
+        whole: whether every column is in a pair.
     """
 
     partner: torch.Tensor
@@ -75,7 +76,7 @@ class Columns:
     def matrices(self, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
         """Matrices that rotate a row ``[columns]``: ``[columns, rotations, columns]``.
 
-        A head is so small that one product with many zeros is faster than four without.
+        A head is so small that one matrix product with many zeros is faster than four operations.
 
         Args:
             cos: ``[rotations, pairs]``.
@@ -90,16 +91,27 @@ class Columns:
         return torch.addcmul(x * cos, x.index_select(-1, self.partner), sin).to(x.dtype)
 
 
+class KeyRotation(NamedTuple):
+    """Rotation of cached keys to where a band needs them.
+
+    Args:
+        table: rotations by position; never idle.
+        newest: matrix that rotates the last key of the part, ``[columns, columns]``.
+    """
+
+    table: Table
+    newest: torch.Tensor
+
+
 class Part(NamedTuple):
     """Keys that one kernel call attends to.
 
     Args:
-        band: of which.
-        query: which of the rotated queries sees them; None: the one that is not rotated.
-        piece: which of the pieces that all slots are cut into.
-        first, last: slots, from the first to the one behind the last.
-        key: rotations of keys; None: they are used as they lie in the cache.
-        newest: what rotates the last one, ``[columns, columns]``.
+        band: index of their band.
+        query: index of the rotated query that sees them; None: the query is not rotated.
+        piece: index of their piece of all slots.
+        first, last: the slots from ``first`` to ``last - 1``.
+        key: how the keys are rotated; None: they are used as cached.
     """
 
     band: int
@@ -107,15 +119,14 @@ class Part(NamedTuple):
     piece: int
     first: int
     last: int
-    key: Table | None
-    newest: torch.Tensor | None
+    key: KeyRotation | None
 
 
 class Ring:
-    """The keys that a band shows, rotated as it wants them: those from some slot on.
+    """Rotated keys of a band, kept from one step to the next.
 
-    They lie in the order of their values, with room behind them; when that is used up, those that
-    are still shown move to new memory.
+    They are in the order of their values, with spare memory after the last one; when that is used
+    up, the keys that the band still needs move to new memory.
     """
 
     def __init__(self) -> None:
@@ -123,29 +134,33 @@ class Ring:
         self.first = self.last = 0  # slots, as in Part
         self.start = 0  # position of slot 0
 
-    def keys(self, step: Step, part: Part, key: torch.Tensor) -> torch.Tensor:
-        """Those of ``part``, ``[batch, kv_heads, keys, columns]``, of all that are cached."""
+    def keys(
+        self, step: Step, part: Part, rotation: KeyRotation, key: torch.Tensor
+    ) -> torch.Tensor:
+        """The rotated keys of ``part``, ``[batch, kv_heads, keys, columns]``; ``key`` has all."""
         missing = part.last - self.last
-        known = self.kept is not None and self.start == step.start
-        if not known or self.first > part.first or not 0 <= missing <= 1:
-            self._begin(part, step.rotated(part, key), step.start)
+        kept = self.kept if self.start == step.start else None
+        if kept is None or self.first > part.first or not 0 <= missing <= 1:
+            kept = self._begin(part, step.rotated(part, rotation, key), step.start)
         elif missing:
-            if part.last - self.first > self.kept.shape[2]:
-                shown = self.kept.narrow(2, part.first - self.first, self.last - part.first)
-                self._begin(part, shown, step.start)
+            if part.last - self.first > kept.shape[2]:
+                shown = kept.narrow(2, part.first - self.first, self.last - part.first)
+                kept = self._begin(part, shown, step.start)
             newest = key.select(2, self.last)
             if step.dtype != step.wide:
                 newest = newest.to(step.wide)
-            self.kept.select(2, self.last - self.first).copy_(newest @ part.newest)
+            kept.select(2, self.last - self.first).copy_(newest @ rotation.newest)
             self.last = part.last
-        return self.kept.narrow(2, part.first - self.first, part.last - part.first)
+        return kept.narrow(2, part.first - self.first, part.last - part.first)
 
-    def _begin(self, part: Part, rotated: torch.Tensor, start: int) -> None:
+    def _begin(self, part: Part, rotated: torch.Tensor, start: int) -> torch.Tensor:
         batch, heads, keys, columns = rotated.shape
         with torch.inference_mode(False):  # it outlives the mode
-            self.kept = rotated.new_empty(batch, heads, keys + _ROOM, columns)
-        self.kept[:, :, :keys] = rotated
+            kept = rotated.new_empty(batch, heads, keys + _ROOM, columns)
+        kept[:, :, :keys] = rotated
         self.first, self.last, self.start = part.first, part.first + keys, start
+        self.kept = kept
+        return kept
 
 
 @dataclass(frozen=True, eq=False)
@@ -153,14 +168,15 @@ class Step:
     """What all layers of one layout share in a step of decoding.
 
     Args:
-        parts: disjoint, and all that the query sees.
-        sizes: of the pieces that all slots up to the last one are cut into.
-        rotations: of the query, next to each other, ``[columns, rotations * columns]``; None: none.
+        parts: disjoint; together all keys that the query sees.
+        sizes: sizes of the pieces that the slots up to the last one are split into.
+        rotations: matrices that rotate the query, side by side, ``[columns, rotations * columns]``;
+            None: it is not rotated.
         query_scale: factor of the query.
         start: position of the first key.
         columns, pairs: the columns that rotate together.
-        dtype: of query, key and value.
-        wide: in which they are rotated.
+        dtype: dtype of query, key and value.
+        wide: dtype in which they are rotated.
     """
 
     parts: list[Part]
@@ -184,7 +200,7 @@ class Step:
         pairs: Pairs,
         dtype: torch.dtype,
     ) -> Step:
-        """Of the query at the last of ``keys`` keys, where tables say what a band rotates by."""
+        """The step of a query at the last of ``keys`` keys; bands are geometry and two tables."""
         where, wide = torch.device("cpu"), torch.promote_types(dtype, torch.float32)
         rows: list[tuple[torch.Tensor, torch.Tensor]] = []
 
@@ -210,8 +226,8 @@ class Step:
         cuts = sorted({0, *(cut for _, *ends in found for cut in ends)})
         sizes = [end - begin for begin, end in itertools.pairwise(cuts)]
         for (band, first, last), query, new in zip(found, of_query, of_newest, strict=True):
-            key = (None, None) if new is None else (bands[band][2], made[:, new])
-            parts.append(Part(band, query, cuts.index(first), first, last, *key))
+            key = None if new is None else KeyRotation(bands[band][2], made[:, new])
+            parts.append(Part(band, query, cuts.index(first), first, last, key))
         return cls(parts, sizes, rotations, query_scale, start, columns, pairs, dtype, wide)
 
     def attend(
@@ -250,12 +266,12 @@ class Step:
             if part.key is None:
                 near = key.narrow(2, part.first, part.last - part.first)
             elif rings is None:
-                near = self.rotated(part, key)
+                near = self.rotated(part, part.key, key)
             else:
                 ring = rings.get(part.band)
                 if ring is None:
                     ring = rings[part.band] = Ring()
-                near = ring.keys(self, part, key)
+                near = ring.keys(self, part, part.key, key)
             out, new = flash._kernel(
                 rows.view(*shape, columns) if part.query is None else rotated[part.query],
                 near,
@@ -271,14 +287,15 @@ class Step:
             total = total.lerp(out, (new - lse).sigmoid().unsqueeze(-1))
             if part is not self.parts[-1]:
                 lse = torch.logaddexp(lse, new)
+        assert total is not None, "a query sees at least itself"
         return (total.to(self.dtype) if narrow else total).reshape(batch, 1, heads, columns)
 
-    def rotated(self, part: Part, key: torch.Tensor) -> torch.Tensor:
-        """The keys of a part as its band wants them."""
+    def rotated(self, part: Part, rotation: KeyRotation, key: torch.Tensor) -> torch.Tensor:
+        """The keys of a part, rotated to where its band needs them."""
         near = key.narrow(2, part.first, part.last - part.first)
-        table = part.key.between(
+        table = rotation.table.between(
             self.start + part.first, self.start + part.last, key.device, self.wide
         )
-        if near.shape[2] > flash._BLOCK:
+        if table is None or near.shape[2] > flash._BLOCK:
             return flash._rotated(near, table, flash._ALL, self.pairs)
         return self.columns.rotate(near, *table)

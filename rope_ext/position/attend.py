@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import nn
@@ -18,8 +18,9 @@ from rope_ext.attention import dispatch as attention
 from rope_ext.attention import flash, placed, reference
 from rope_ext.attention.call import Call, Pairs, RotatedBand, Rotation
 from rope_ext.attention.reference import Places
+from rope_ext.attention.step import Step
 from rope_ext.errors import OptionError, UnsupportedModelError
-from rope_ext.forward.context import current, forward_context
+from rope_ext.forward.context import current, forward_context, run_eagerly
 from rope_ext.forward.positions import PositionForward
 from rope_ext.methods.geometry import Distance, Geometry
 from rope_ext.position import bias, tensors
@@ -31,9 +32,9 @@ from rope_ext.position.tables import Decay, RotationTable
 from rope_ext.rotary.sites import text_config
 
 NAME = "rope_ext"  # names with sdpa, flash, flex_attention or a slash take special paths
-LAYER = "_rope_ext_layer"  # on an attention module: its Layer
+LAYER = "_rope_ext_layer"  # attribute of an attention module: its AttentionLayer
 _NO_PAIRS = Pairs(slice(0, 0), slice(0, 0))
-_FORWARD_AGAIN = {  # what to do where positions go back
+_FORWARD_AGAIN = {  # what to do if positions decrease
     "document": "give packed documents no attention mask and use_cache=False, so that "
     "transformers keeps them apart",
     "padding": "it is padded on the right, behind which generation goes on; pad on the left "
@@ -42,74 +43,85 @@ _FORWARD_AGAIN = {  # what to do where positions go back
 
 
 @dataclass(frozen=True, eq=False)
-class Layer:
-    """What an attention module is to the map; ``layout`` is None where it stays as it was.
-
-    ``biased`` is the module that has the bias of this one, ``rotated`` what a graph needs to know
-    of its layout.
-    """
+class AttentionLayer:
+    """An attention layer on a patched decoder that the map leaves alone."""
 
     map: PositionMap
-    layout: Layout | None
-    biased: nn.Module | None = None
-    rotated: tensors.LayoutRotations | None = None
 
-    def __getstate__(self) -> dict[str, Any]:  # without what is made of it: bands are functions
-        return {**self.__dict__, "rotated": self.rotated and self.rotated.number}
+
+@dataclass(frozen=True, eq=False)
+class MappedLayer(AttentionLayer):
+    """An attention layer whose positions the map changes.
+
+    Args:
+        layout: how the layer rotates its queries and keys.
+        rotated: the rotations of that layout.
+        biased: the module that has the bias of this layer; None: no bias.
+    """
+
+    layout: Layout
+    rotated: tensors.LayoutRotations
+    biased: nn.Module | None = None
+
+    def __getstate__(self) -> dict[str, Any]:  # rotations hold functions, which do not pickle
+        return {**self.__dict__, "rotated": self.rotated.number}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        number = state["rotated"]
-        if number is not None:
-            rotations = state["map"].rotations(state["layout"])
-            state = {**state, "rotated": tensors.LayoutRotations(number, rotations)}
-        self.__dict__.update(state)
+        rotations = state["map"].rotations(state["layout"])
+        rotated = tensors.LayoutRotations(state["rotated"], rotations)
+        self.__dict__.update(state, rotated=rotated)
 
     def adding(self, call: Call, distances: int | torch.Tensor, like: torch.Tensor) -> Call:
-        """``call`` with what is added to the logits of all distances below ``distances``.
+        """``call`` with the bias or the scores of this layer.
 
-        Or of all between tokens at certain places, ``[tokens]``.
+        ``distances``: number of distances from 0 on, or the positions of all tokens, ``[tokens]``.
         """
         if self.biased is None:
             return call
         if isinstance(distances, torch.Tensor):
             distances = int(distances.max() - distances.min()) + 1
-        return replace(call, **self._added(distances, like)._asdict())
+        return replace(call, **self._added(self.biased, distances, like)._asdict())
 
     def by_slot(self, mask: BatchMask, like: torch.Tensor) -> torch.Tensor | None:
-        """What is added to the logits of the last token of ``mask``, ``[heads, keys]``."""
-        if self.biased not in mask.added:
-            made = self._added(mask.keys, like).bias
-            mask.added[self.biased] = None if made is None else flash.by_key(made, mask.keys)
-        return mask.added[self.biased]
+        """The bias for the last token of ``mask``, ``[heads, keys]``; None: no bias."""
+        owner = self.biased
+        if owner is None:
+            return None
+        if owner not in mask.added:
+            made = self._added(owner, mask.keys, like).bias
+            mask.added[owner] = None if made is None else flash.by_key(made, mask.keys)
+        return mask.added[owner]
 
-    def _added(self, distances: int, like: torch.Tensor) -> bias.Added:
-        module = getattr(self.biased, bias.NAME)  # which peft may have wrapped since
+    @staticmethod
+    def _added(owner: nn.Module, distances: int, like: torch.Tensor) -> bias.Added:
+        module = getattr(owner, bias.NAME)  # looked up each time: peft may have wrapped it
         return module(distances, like.device, _table_dtype(like))
 
     @property
     def scored(self) -> bool:
-        """Whether more than a bias is added to its logits."""
-        return self.biased is not None and self.map.encoding.scored()
+        """Whether an encoding changes its logits by more than a bias."""
+        encoding = self.map.encoding
+        return self.biased is not None and encoding is not None and encoding.scored()
 
 
 @dataclass(frozen=True, eq=False)
 class Dense:
-    """One call of an attention layer in the terms of :mod:`rope_ext.attention.reference`.
+    """One call of an attention layer in terms of :mod:`rope_ext.attention.reference`.
 
     Args:
         query: ``[rows, heads, queries, columns]``, as the model rotated it.
         key: ``[rows, kv_heads, keys, columns]``.
-        call: but for its bands and its temperature, which follow from the next two.
-        rotations: of every band, which keys it shows, and how queries and keys are rotated further.
-        temperature: of queries at given positions; None: none.
-        places: of queries and keys.
-        reach: most tokens that queries rotated together may be apart; None: any number.
+        call: everything except bands and temperature, which follow from the next two.
+        rotations: for every band, which keys it shows, and further rotations of queries and keys.
+        temperature: factor of queries at given positions; None: no factor.
+        places: positions of queries and keys.
+        reach: largest distance between queries that are rotated together; None: any.
     """
 
     query: torch.Tensor
     key: torch.Tensor
     call: Call
-    rotations: list[tuple[Geometry, RotationTable | Decay | None, RotationTable | Decay | None]]
+    rotations: Sequence[tuple[Geometry, RotationTable | Decay | None, RotationTable | Decay | None]]
     temperature: Callable[[torch.Tensor, torch.dtype], torch.Tensor | None] | None
     places: Places
     reach: int | None = None
@@ -123,7 +135,7 @@ class Dense:
         return parts[0] if len(parts) == 1 else torch.cat(parts, 2)
 
     def weights(self, queries: slice) -> torch.Tensor:
-        """What some of the queries give to every key, ``[rows, heads, queries, keys]``."""
+        """Attention weights of some queries on every key, ``[rows, heads, queries, keys]``."""
         parts = [
             reference.weights(self.query[:, :, part], self.key, *self._asked(part))
             for part in self._parts(queries)
@@ -131,14 +143,15 @@ class Dense:
         return parts[0] if len(parts) == 1 else torch.cat(parts, 2)
 
     def _parts(self, queries: slice) -> Iterator[slice]:
-        """These queries, cut so that those of each part are within the reach."""
+        """These queries, split so that those of each part are within ``reach``."""
         if self.reach is None:
             yield queries
             return
         first, last, _ = queries.indices(len(self.places.query))
-        low = high = None
-        for index, t in enumerate(self.places.query[first:last].tolist(), first):
-            low, high = (t, t) if low is None else (min(low, t), max(high, t))
+        places = self.places.query[first:last].tolist()
+        low, high = (places[0], places[0]) if places else (0, 0)
+        for index, t in enumerate(places, first):
+            low, high = min(low, t), max(high, t)
             if high - low > self.reach:
                 yield slice(first, index)
                 first, low, high = index, t, t
@@ -166,15 +179,15 @@ class Dense:
 
 
 Look = Callable[[nn.Module, Dense, int | None], None]
-"""Gets an attention module, what it attends with, and the window that it is told."""
+"""Called with an attention module, its call of attention, and its ``sliding_window``."""
 
 
 @contextmanager
 def watched(decoder: nn.Module, look: Look) -> Iterator[None]:
-    """Show ``look`` the first row of everything that the layers of ``decoder`` attend with.
+    """Pass the first row of every attention call of ``decoder`` to ``look``.
 
-    Of an unpatched decoder and under a frequency method too: their layers attend through
-    :data:`NAME` as well while it lasts.
+    Works for unpatched decoders and frequency methods too: meanwhile their layers attend through
+    :data:`NAME` as well.
     """
     config = text_config(decoder)
     before = config._attn_implementation_internal
@@ -202,7 +215,7 @@ def _innermost() -> PositionForward | None:
     return None
 
 
-@torch.compiler.disable(reason=tensors.WHY)
+@run_eagerly(tensors.WHY)
 def _mask_eagerly(**arguments: Any) -> BatchMask:
     for name in ("q_offset", "kv_offset"):  # a static cache's own counters, which move on
         arguments[name] = int(arguments.get(name, 0))
@@ -213,30 +226,30 @@ def _mask_eagerly(**arguments: Any) -> BatchMask:
     if context is not None and documents is not None:
         context.split(documents)
     mask = BatchMask(context, arguments)
-    if context is None:  # generation makes it before the forward
+    if context is None:  # generation makes masks before the forward
         mask.prepare()
     return mask
 
 
 class Asked(NamedTuple):
-    """One call of the attention function, as a layer makes it.
+    """One call of the attention function by a layer.
 
     Args:
         module: the attention layer.
-        layer: what it is to the map; None: nothing.
+        layer: its entry on a patched decoder; None if it has none.
         query: ``[rows, heads, queries, columns]``.
         key: ``[rows, kv_heads, keys, columns]``.
-        value: likewise.
-        mask: a :class:`BatchMask`, or what an unpatched layer gets.
+        value: ``[rows, kv_heads, keys, value columns]``.
+        mask: a :class:`BatchMask`, or the mask of an unpatched layer.
         dropout: a probability.
-        scale: factor of the logits; None: by the columns.
-        softcap: as :class:`Call` has it.
-        sinks: likewise.
-        more: what else the layer passes.
+        scale: factor of the logits; None: ``columns ** -0.5``.
+        softcap: see :class:`Call`.
+        sinks: see :class:`Call`.
+        more: further arguments of the layer.
     """
 
     module: nn.Module
-    layer: Layer | None
+    layer: AttentionLayer | None
     query: torch.Tensor
     key: torch.Tensor
     value: torch.Tensor
@@ -248,16 +261,16 @@ class Asked(NamedTuple):
     more: dict[str, Any]
 
     @property
-    def mapped(self) -> Layer:
-        """The layer, where the map rotates it."""
-        assert self.layer is not None
+    def mapped(self) -> MappedLayer:
+        """The layer, where the map changes its positions."""
+        assert isinstance(self.layer, MappedLayer)
         return self.layer
 
     @property
     def call(self) -> Call:
-        """All that a kernel is told but bands, bias and temperature."""
-        layout = None if self.layer is None else self.layer.layout
-        pairs = _NO_PAIRS if layout is None else layout.pairs
+        """The call for a kernel, without bands, bias and temperature."""
+        layer = self.layer
+        pairs = layer.layout.pairs if isinstance(layer, MappedLayer) else _NO_PAIRS
         return Call((), pairs, self.factor, softcap=self.softcap, sinks=self.sinks)
 
     @property
@@ -279,29 +292,29 @@ def _attend(
     output_attentions: bool | None = None,  # not every layer passes it on; the forward knows
     **kwargs: Any,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Attention function under :data:`NAME`, the one way in.
+    """Attention function registered as :data:`NAME`, the only entry point.
 
     Takes ``query`` as ``[rows, heads, queries, columns]``, key and value with as many heads or
-    fewer; returns ``[rows, queries, heads, columns of value]``, and ``[rows, heads, queries,
-    keys]`` if the forward is to return weights.
+    fewer. Returns ``[rows, queries, heads, columns of value]``, and weights, ``[rows, heads,
+    queries, keys]``, if the forward returns them.
     """
-    layer = getattr(module, LAYER, None)
+    layer: AttentionLayer | None = getattr(module, LAYER, None)
     asked = Asked(
         module, layer, query, key, value, attention_mask, dropout, scaling, softcap, s_aux, kwargs
     )
     context = None if layer is None else current(layer.map)
-    if context is None or not context.traced:
+    if layer is None or context is None or not context.traced:
         return _attend_eagerly(asked)
-    if layer.layout is not None:
+    if isinstance(layer, MappedLayer):
         _refuse_dropout(layer, module, dropout)
     return _WAYS[way_in_graph(layer, context)](asked, context), None
 
 
-@torch.compiler.disable(reason=tensors.WHY)
+@run_eagerly(tensors.WHY)
 def _attend_eagerly(asked: Asked) -> tuple[torch.Tensor, torch.Tensor | None]:
     layer = asked.layer
-    if layer is None or layer.layout is None:
-        weights = _watched_weights(asked, getattr(asked.mask, "forward", None))
+    if not isinstance(layer, MappedLayer):
+        weights = _watched_weights(asked, getattr(asked.mask, "owner", None))
         return _unmapped(asked, asked.mask), weights
     mask = _batch_mask(layer.map, asked.mask)
     _refuse_dropout(layer, asked.module, asked.dropout)
@@ -313,9 +326,9 @@ def _attend_eagerly(asked: Asked) -> tuple[torch.Tensor, torch.Tensor | None]:
     return _WAYS[way](asked, where), weights
 
 
-def way_in_graph(layer: Layer, context: PositionForward) -> str:
+def way_in_graph(layer: AttentionLayer, context: PositionForward) -> str:
     """How a layer attends in a forward that is traced: a name in :data:`_WAYS`."""
-    if layer.layout is None:
+    if not isinstance(layer, MappedLayer):
         return "unmapped"
     if context.regular:
         return "first tokens"
@@ -324,20 +337,20 @@ def way_in_graph(layer: Layer, context: PositionForward) -> str:
     return "scored" if layer.scored else "few"
 
 
-def way_of(asked: Asked, layer: Layer, mask: BatchMask) -> str:
-    """How a mapped layer attends where numbers can be read: a name in :data:`_WAYS`."""
+def way_of(asked: Asked, layer: MappedLayer, mask: BatchMask) -> str:
+    """How a mapped layer attends where values can be read: a name in :data:`_WAYS`."""
     query = asked.query
     if _shares_step(asked, layer, mask) and mask.step(layer, query.dtype) is not None:
         return "step"
     if _rows_at_once(layer, mask, query):
         return "few"
     segments = mask.rotated_segments(layer.layout, query.device, _table_dtype(query))
-    # Drafts in trees, masks of other shapes and gaps in positions are no segments.
+    # Trees of drafts, masks of other shapes and gaps in positions cannot be split into segments.
     return "dense" if segments is None else "segments"
 
 
-def _shares_step(asked: Asked, layer: Layer, mask: BatchMask) -> bool:
-    """Whether all layers of this layout decode one token alike, by the flash kernel of a CPU."""
+def _shares_step(asked: Asked, layer: MappedLayer, mask: BatchMask) -> bool:
+    """Whether all layers of this layout can share a decoding step of the CPU's flash kernel."""
     query, key, value = asked.query, asked.key, asked.value
     return (
         query.shape[2] == 1
@@ -356,11 +369,11 @@ def _shares_step(asked: Asked, layer: Layer, mask: BatchMask) -> bool:
     )
 
 
-def _rows_at_once(layer: Layer, mask: BatchMask, query: torch.Tensor) -> bool:
+def _rows_at_once(layer: MappedLayer, mask: BatchMask, query: torch.Tensor) -> bool:
     """Whether few queries in rows that are padded differently attend in the same operations.
 
-    Row by row, each would be a call of its own in every layer. Logits are rounded to half
-    precision there, which a CPU need not put up with.
+    Otherwise each row is a separate call in every layer. Half precision on a CPU takes those,
+    since this path rounds logits to half precision.
     """
     half = query.dtype in (torch.float16, torch.bfloat16) and query.device.type == "cpu"
     if half or layer.scored or layer.map.kernel == "reference":
@@ -371,9 +384,9 @@ def _rows_at_once(layer: Layer, mask: BatchMask, query: torch.Tensor) -> bool:
 def _step(asked: Asked, mask: BatchMask) -> torch.Tensor:
     """One token, by what its layers share."""
     layer, query, key = asked.mapped, asked.query, asked.key
-    step, rotating = mask.step(layer, query.dtype), mask.forward.rotating
+    step = cast("Step", mask.step(layer, query.dtype))  # way_of has found one
+    rotating, added = mask.forward.rotating, layer.by_slot(mask, query)
     rings = None if rotating is None else rotating.rings(asked.module, key)
-    added = None if layer.biased is None else layer.by_slot(mask, query)
     return step.attend(query, key, asked.value, asked.factor, asked.sinks, added, rings)
 
 
@@ -382,6 +395,7 @@ def _segments(asked: Asked, mask: BatchMask) -> torch.Tensor:
     layer = asked.mapped
     query, key, value = _of_one_dtype(asked, mask.keys)
     rotated = mask.rotated_segments(layer.layout, query.device, _table_dtype(query))
+    assert rotated is not None, "way_of has found segments"
     call = layer.adding(asked.call, mask.keys, query)
     out = _regular(rotated, query, key, value, call, layer.map.kernel)
     return out.transpose(1, 2).contiguous()
@@ -398,7 +412,7 @@ def _dense(asked: Asked, mask: BatchMask) -> torch.Tensor:
 
 
 def _in_tensors(kernel: Callable[..., torch.Tensor], asked: Asked, context: Any) -> torch.Tensor:
-    """By tensors alone: ``kernel`` is a method of :class:`tensors.InTensors`."""
+    """With tensors alone; ``kernel`` is a method of :class:`tensors.InTensors`."""
     query, key, value = _of_one_dtype(asked, None if context.traced else context.room)
     layer = asked.mapped
     call = layer.adding(asked.call, context.room, query)
@@ -407,7 +421,7 @@ def _in_tensors(kernel: Callable[..., torch.Tensor], asked: Asked, context: Any)
 
 
 def _unmapped(asked: Asked, where: Any) -> torch.Tensor:
-    """A layer that the map leaves alone; ``where`` is its mask, or the context of a graph."""
+    """A layer that the map leaves alone; ``where`` is its mask, or the forward of a graph."""
     mask = asked.mask
     if isinstance(where, PositionForward):
         mask = tensors.dense_mask(where, mask) if isinstance(mask, BatchMask) else mask
@@ -441,13 +455,13 @@ _WAYS: dict[str, Callable[[Asked, Any], torch.Tensor]] = {
 
 
 def _watched_weights(asked: Asked, forward: PositionForward | None) -> torch.Tensor | None:
-    """Show the layer's dense attention to who watches, and return its weights if they are asked."""
+    """Pass the layer's dense attention to the observer, and return its weights if needed."""
     look, layer = forward_context.look, asked.layer
     forward = forward or (None if layer is None else current(layer.map))
     wanted = forward is not None and forward.weights
     if look is None and not wanted:
         return None
-    if layer is None or layer.layout is None:
+    if not isinstance(layer, MappedLayer):
         mask = asked.mask
         mask = mask.dense_on(asked.query.device) if isinstance(mask, BatchMask) else mask
         every = [_as_it_was(asked, mask)]
@@ -465,16 +479,16 @@ def _watched_weights(asked: Asked, forward: PositionForward | None) -> torch.Ten
 def _of_one_dtype(
     asked: Asked, keys: int | None
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Query, key and value in the dtype of the values, and so many keys; None: all.
+    """Query, key and value in the dtype of the values, with the first ``keys`` keys; None: all.
 
-    Autocast does not know this operator.
+    Autocast does not cast for this function.
     """
     query, key, value = asked.query, asked.key, asked.value
     query, key = (x if x.dtype == value.dtype else x.to(value.dtype) for x in (query, key))
     return (query, key, value) if keys is None else (query, key[:, :, :keys], value[:, :, :keys])
 
 
-def _refuse_dropout(layer: Layer, module: nn.Module, dropout: float) -> None:
+def _refuse_dropout(layer: MappedLayer, module: nn.Module, dropout: float) -> None:
     if dropout:
         raise OptionError(
             f"{layer.map.method.name} has no attention dropout, and "
@@ -488,8 +502,8 @@ AttentionMaskInterface.register(NAME, _mask)
 
 
 def _batch_mask(position_map: PositionMap, mask: BatchMask | torch.Tensor | None) -> BatchMask:
-    """A mask with its forward, which may have been made before the forward."""
-    if isinstance(mask, BatchMask) and mask.forward is not None:
+    """A mask with its forward, even if generation made it before the forward."""
+    if isinstance(mask, BatchMask) and mask.owner is not None:
         return mask
     forward = current(position_map)
     if forward is None:
@@ -499,7 +513,7 @@ def _batch_mask(position_map: PositionMap, mask: BatchMask | torch.Tensor | None
             f"without that mask or without checkpointing"
         )
     if isinstance(mask, BatchMask):
-        mask.forward = forward
+        mask.owner = forward
         return mask
     if mask is not None and mask.ndim == 4:
         return BatchMask(forward, given=mask)
@@ -523,7 +537,7 @@ def _regular(
     call: Call,
     kernel: str,
 ) -> torch.Tensor:
-    """Every run by the kernel for consecutive tokens."""
+    """Every segment by the kernel for consecutive tokens."""
     out = None
     for segment, bands, temperature in rotated_segments:
         whole = len(rotated_segments) == 1 and segment.rows is None
@@ -541,6 +555,7 @@ def _regular(
         rows = (rows if segment.rows is None else rows[segment.rows]).unsqueeze(1)
         at = torch.arange(query.shape[2], device=query.device)[segment.queries]
         out[rows, at] = part.transpose(1, 2)
+    assert out is not None, "a forward has at least one segment"
     return out.transpose(1, 2)
 
 
@@ -576,10 +591,10 @@ def _irregular(
 
 
 def _visible(mask: torch.Tensor) -> torch.Tensor:
-    """What a mask that is added to the logits shows.
+    """The visible keys of an additive mask.
 
     Raises:
-        UnsupportedModelError: it is a bias, which does more than hide.
+        UnsupportedModelError: it is a bias, which does more than hide keys.
     """
     hidden = mask <= -1e4
     if not bool((hidden | (mask == 0)).all()):
@@ -597,8 +612,8 @@ def _table_dtype(query: torch.Tensor) -> torch.dtype:
 def _as_it_was(asked: Asked, mask: torch.Tensor | None) -> Dense:
     """A layer that the map leaves alone, with dense logits.
 
-    Without a mask a single query sees every key, and several are the first of the keys, as in
-    transformers: behind them a static cache has room for more.
+    Without a mask, a single query sees every key, and several queries are the first of the keys, as
+    in transformers, where a static cache has empty slots after them.
     """
     query, key = asked.query, asked.key
     keys = torch.arange(key.shape[2], device=key.device)

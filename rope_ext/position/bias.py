@@ -1,4 +1,4 @@
-"""What an encoding adds in an attention layer: what is learned, and the values by distance."""
+"""The bias of an encoding in an attention layer: its parameters, and its values by distance."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from rope_ext.encodings.scores import Scores
 from rope_ext.errors import OptionError
 from rope_ext.methods import Rope
 
-NAME = "rope_ext_bias"  # of the module within an attention module, and so in checkpoints
+NAME = "rope_ext_bias"  # name of the module within an attention module, and so in checkpoints
 _HIDES = -1e30
-"""In place of -inf, with which a row may see nothing of a tile, and a kernel then sees a zero."""
+"""In place of -inf, which could hide all of a tile from a row, and kernels then divide by zero."""
 
 
 def learned(model: nn.Module) -> dict[str, nn.Parameter]:
-    """What the encoding on ``model`` has learned, by the names of its ``state_dict``."""
+    """The parameters of the encoding on ``model``, by their names in ``state_dict``."""
     return {
         f"{name}.{key}" if name else key: value
         for name, module in model.named_modules(remove_duplicate=False)
@@ -31,7 +31,7 @@ def learned(model: nn.Module) -> dict[str, nn.Parameter]:
 
 
 class Added(NamedTuple):
-    """What is added to the logits, by the names of :class:`rope_ext.attention.Call`."""
+    """Additions to the logits, with the names of :class:`rope_ext.attention.call.Call`."""
 
     bias: torch.Tensor | None = None
     scores: Scores | None = None
@@ -46,12 +46,12 @@ class Held(NamedTuple):
 
 @dataclass(frozen=True)
 class Earlier:
-    """What an encoding has learned on a model before the model is patched again.
+    """The parameters of an encoding on a model before the model is patched again.
 
     Args:
         modules: by path; PEFT may have wrapped them.
-        held: the tensors of every :class:`Learning` in them. The modules may get others, for the
-            length of a ``with`` block.
+        held: the tensors of every :class:`Learning` in them. The modules may get other tensors
+            while a ``with`` block lasts.
     """
 
     modules: dict[str, nn.Module]
@@ -72,18 +72,18 @@ class Earlier:
         self._put(model, self.held)
 
     def carry(self, model: nn.Module) -> list[str]:
-        """Let the patch that replaced the earlier one continue with what was learned.
+        """Let the patch that replaced the earlier one continue with its parameters.
 
-        Tensors of the same shape stay the very same parameters, so that an optimizer can go on
-        with them. Tables that grow keep their rows.
+        Tensors of the same shape stay the same parameter objects, so that an optimizer can
+        continue with them. Tables that grow keep their rows.
 
         Returns:
-            The names of the parameters that have no place under this patch: those of another
-            encoding, or of layers that are not patched any more.
+            Names of parameters that do not exist under this patch: those of another encoding, or
+            of layers that are no longer patched.
 
         Raises:
-            OptionError: the same encoding has another shape in which they cannot continue. Nothing
-                has changed then.
+            OptionError: the same encoding now has a shape into which they do not fit. Nothing is
+                changed in that case.
         """
         held, dropped = {}, []
         for path, module in self.modules.items():
@@ -128,6 +128,8 @@ def _carried(part: Learning, held: Held, new: Learning) -> Held:
     parameters = {}
     for name, begun in new._parameters.items():
         value = held.parameters[name]
+        if value is None or begun is None:  # nn.Module allows it, an encoding registers none
+            raise _no_place(part.encoding, new.encoding, f"{name} is missing")
         if value.shape != begun.shape:
             start = begun.detach().to(value)
             grown = new.encoding.grown(name, value.detach(), start)
@@ -156,12 +158,12 @@ def _no_place(before: Encoding, now: Encoding, what: str) -> OptionError:
 
 
 class Learning(nn.Module):
-    """What an encoding learns.
+    """Parameters of an encoding.
 
     Args:
-        values: by name, as they begin.
-        like: whose dtype and device they take.
-        bounds: of values that must stay within some, by name.
+        values: initial values, by name.
+        like: gives their dtype and device.
+        bounds: least and largest value of those that are bounded, by name.
     """
 
     encoding: Encoding
@@ -175,28 +177,28 @@ class Learning(nn.Module):
             self.register_parameter(name, nn.Parameter(value.to(like.device, like.dtype)))
 
     def follow(self, other: Learning, held: Held) -> None:
-        """Become what ``other`` is, with these tensors."""
+        """Take over the state of ``other``, with these tensors."""
         own = vars(nn.Module())
         self.__dict__.update((k, v) for k, v in vars(other).items() if k not in own)
         self.__dict__.update(_parameters=dict(held.parameters), _buffers=dict(held.buffers))
 
     def clamp(self) -> None:
-        """Move what is stored into its bounds.
+        """Clamp the stored values to their bounds.
 
-        Through ``.data``, which autograd does not see: a forward may run again before its backward
-        pass, as gradient checkpointing does, and the second time there is nothing to move.
+        Through ``.data``, which autograd does not track: a forward may run again before its
+        backward pass, as in gradient checkpointing, and then nothing is left to clamp.
         """
         for name, (least, most) in self.bounds.items():
             value = getattr(self, name)
-            # A graph cannot ask, and has no inference tensors where gradients are needed.
+            # A graph cannot call is_inference, and has no inference tensors where gradients matter.
             if torch.compiler.is_compiling() or not value.is_inference():
                 value.data.clamp_(least, most)
 
     def clamped(self) -> dict[str, torch.Tensor]:
-        """What is learned, within its bounds; gradients pass as if there were none.
+        """The parameters within their bounds; gradients pass as if there were no bounds.
 
-        A clamp has no gradient outside of its bounds, so a value that an optimizer moved there
-        would stay for ever.
+        A clamp has no gradient outside its bounds, so a value that an optimizer moved there would
+        never come back.
         """
         return {
             name: _clamped(value, *self.bounds[name]) if name in self.bounds else value
@@ -212,20 +214,20 @@ class Learning(nn.Module):
         self.clamp()
 
     def keeps(self) -> bool:
-        """Whether what is made of the parameters may be kept for the next forward."""
+        """Whether results computed from the parameters may be cached for the next forward."""
         learned = list(self.parameters())
         training = torch.is_grad_enabled() and any(value.requires_grad for value in learned)
         return not training and not any(value.is_inference() for value in learned)
 
     def copies(self) -> tuple[torch.Tensor, ...]:
-        """Of the parameters as they are."""
+        """Copies of the parameters in their current state."""
         return tuple(value.detach().clone() for value in self.parameters())
 
     def unchanged(self, copies: tuple[torch.Tensor, ...]) -> bool:
-        """Whether the parameters are as they were then.
+        """Whether the parameters still equal ``copies``.
 
-        By their values: changes through ``.data``, as averages of weights are put in place, leave
-        the version of a parameter as it was.
+        Compares values, since changes through ``.data`` (weight averaging, for example) do not
+        change the version of a parameter.
         """
         pairs = zip(self.parameters(), copies, strict=True)
         return all(
@@ -240,13 +242,13 @@ def _clamped(value: torch.Tensor, least: float, most: float) -> torch.Tensor:
 
 
 class DistanceBias(Learning):
-    """What an encoding adds to the logits of one attention layer, or of all.
+    """The bias of an encoding in one attention layer, or in all.
 
     Args:
-        encoding: which.
-        heads: of the layer's queries, and the sizes of heads.
+        encoding: the encoding, resolved.
+        heads: number of query heads of the layer, and sizes of heads.
         rope: the trained embedding.
-        like: whose dtype and device the parameters take.
+        like: gives dtype and device of the parameters.
     """
 
     def __init__(self, encoding: Encoding, heads: Heads, rope: Rope, like: torch.Tensor) -> None:
@@ -255,11 +257,11 @@ class DistanceBias(Learning):
         self._made: tuple[tuple, tuple, torch.Tensor] | None = None
 
     def forward(self, distances: int, device: torch.device, dtype: torch.dtype) -> Added:
-        """What is added at all distances below ``distances``; a bias is ``[heads, n]``.
+        """Additions at all distances below ``distances``; a bias is ``[heads, n]``.
 
-        Where the bias stays the same from some distance on, that is the last.
+        If the bias is constant from some distance on, that distance is the last entry.
         """
-        # By the forward, not a method of its own: wrappers gather parameters in front of it.
+        # This is forward, and not another method, because wrappers gather parameters before it.
         scores = self.encoding.scores(self.heads.count, self.rope, self.clamped())
         if scores is not None:
             return Added(scores=scores)

@@ -1,9 +1,9 @@
-"""What a cache knows of its keys: their positions, and the map under which they were rotated."""
+"""Metadata of a cache: the positions of its keys, and the map under which they were rotated."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from transformers.cache_utils import Cache, StaticLayer
@@ -12,19 +12,20 @@ from rope_ext.caches import CacheWithMetadata, Move, attach, empty, is_filled
 from rope_ext.errors import CacheError
 from rope_ext.forward.context import forward_context
 
-_POSITIONS = "_rope_ext_positions"  # on a cache: the KeyPositions of its keys
+_POSITIONS = "_rope_ext_positions"  # attribute of a cache: the KeyPositions of its keys
 
 
 class _Logged(CacheWithMetadata):
-    """Of a cache whose keys carry the rotation of a position map."""
+    """Mixin for caches whose keys carry the rotation of a position map."""
 
     def update(self, *args: Any, **kwargs: Any) -> Any:
         if not any(one.cache is self and one.logs_positions for one in forward_context.stack):
-            if not is_filled(self):  # cropped, or its layers were reset one by one
+            known = kept(self)
+            if known is None or not is_filled(self):  # cropped, or its layers were reset one by one
                 empty(self)
                 return self.update(*args, **kwargs)
             raise CacheError(
-                f"the keys in this cache carry the rotation of {kept(self).key[0]}, and this "
+                f"the keys in this cache carry the rotation of {known.key[0]}, and this "
                 f"model is not patched with it; start with an empty cache"
             )
         return super().update(*args, **kwargs)
@@ -35,32 +36,39 @@ class KeyPositions:
     """Positions of the keys in a cache, and the map under which they were rotated.
 
     Args:
-        key: what must be the same for the cache to be continued.
-        positions: int64, ``[rows, keys]``; one row if all are alike. Of a static cache always
-            all rows, and all slots, also those that are not filled.
+        key: what must match for the cache to be continued, see :attr:`PositionMap.key`.
+        positions: int64, ``[rows, keys]``; one row if all are equal. For a static cache always
+            all rows and all slots, including empty ones.
     """
 
-    kind: ClassVar[type[CacheWithMetadata]] = _Logged
     key: tuple[Any, ...]
     positions: torch.Tensor
 
+    @property
+    def kind(self) -> type[CacheWithMetadata]:
+        """A class that refuses keys from a model without the map."""
+        return _Logged
+
     def moved(self, move: Move) -> KeyPositions:
-        """Those of other rows."""
+        """The positions after rows were moved."""
         if len(self.positions) == 1:
             return self
         return replace(self, positions=move(self.positions))
 
     def emptied(self) -> _Emptied:
-        """What a cache that was reset keeps of them: their memory."""
+        """What a cache that was reset keeps: the memory."""
         return _Emptied(self)
 
 
 @dataclass(frozen=True)
 class _Emptied:
-    """On a cache that was reset: nothing but memory, at the address that graphs hold on to."""
+    """On a cache that was reset: only memory, at the address that compiled graphs use."""
 
-    kind: ClassVar[type[CacheWithMetadata] | None] = None
     before: KeyPositions
+
+    @property
+    def kind(self) -> None:
+        """The original class: an empty cache may be used with any model."""
 
     def moved(self, move: Move) -> _Emptied:
         """The same: there are no rows."""
@@ -72,7 +80,7 @@ class _Emptied:
 
 
 def keep(cache: Cache, known: KeyPositions, rows: int) -> None:
-    """Put ``known`` on a cache of that many rows, which then refuses to go on without its map."""
+    """Put ``known`` on a cache with ``rows`` rows, which then refuses other models and maps."""
     layer = whole(cache)
     if layer is not None:
         needed = known.positions.shape[1]
@@ -86,27 +94,27 @@ def keep(cache: Cache, known: KeyPositions, rows: int) -> None:
 
 
 def note(cache: Cache, known: KeyPositions) -> None:
-    """As :func:`keep` where torch.compile traces, which cannot give a cache another class.
+    """As :func:`keep`, for torch.compile, which cannot change the class of a cache.
 
-    What is called next of it outside of graphs does that: :func:`rope_ext.caches.watch`.
+    The next method that is called outside a graph does that, see :func:`rope_ext.caches.watch`.
     """
     setattr(cache, _POSITIONS, known)
 
 
 def kept(cache: Cache | None) -> KeyPositions | None:
-    """What :func:`keep` has put there."""
+    """The positions that :func:`keep` recorded; None if there are none."""
     known = getattr(cache, _POSITIONS, None)
     return known if isinstance(known, KeyPositions) else None
 
 
 def _memory(cache: Cache) -> KeyPositions | None:
-    """The same, or what a cache that was reset had before, whose memory may be used again."""
+    """The same, or those from before a reset, whose memory can be used again."""
     known = getattr(cache, _POSITIONS, None)
     return known.before if isinstance(known, _Emptied) else known
 
 
 def whole(cache: Cache) -> StaticLayer | None:
-    """The first layer of a static cache that keeps every token; None: the cache is another one."""
+    """The first layer of a static cache that keeps every token; None for other caches."""
     for layer in getattr(cache, "layers", ()):
         if isinstance(layer, StaticLayer) and not layer.is_sliding:
             return layer
@@ -116,7 +124,7 @@ def whole(cache: Cache) -> StaticLayer | None:
 def _filled_in(
     before: KeyPositions | None, known: KeyPositions, shape: tuple[int, int]
 ) -> KeyPositions:
-    """``known`` in a tensor of that shape, for all steps the same, as a compiled graph needs it."""
+    """``known`` in a tensor of ``shape`` that stays the same in all steps, as graphs need it."""
     new = known.positions
     if (
         before is None

@@ -1,52 +1,55 @@
-"""What an encoding does in front of the layers: what it learns, and the hooks that do it.
+"""Encodings that change the input of layers: their parameters, and the hooks.
 
-A layer is entered by a hook on itself, not on the embedding: there is all that a family does to
-its embeddings before (Gemma multiplies them), and embeddings may be given. Gradient checkpointing
-runs such a hook again with its layer; which forward that belongs to, the attention mask says.
+The hook is on a layer and not on the embedding, since families may change embeddings before the
+first layer (Gemma multiplies them), and embeddings may be given. Gradient checkpointing runs the
+hook again with its layer; the attention mask then identifies the forward.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
 
 from rope_ext.encodings.inputs import InputEncoding
 from rope_ext.errors import UnsupportedModelError
-from rope_ext.forward.context import current
+from rope_ext.forward.context import current, run_eagerly
 from rope_ext.forward.positions import PositionForward
 from rope_ext.methods import Rope
 from rope_ext.position.bias import Learning
 from rope_ext.position.map import PositionMap
 from rope_ext.position.segments import BatchMask
-from rope_ext.rotary.sites import evaluating
+from rope_ext.rotary.sites import evaluating, vocabulary_of
 from rope_ext.rotary.zero3 import size
 
-NAME = "rope_ext_input"  # of the module within the decoder, and so in checkpoints
+NAME = "rope_ext_input"  # name of the module within the decoder, and so in checkpoints
 _SAMPLE = 64
-"""Tokens of the vocabulary whose size in front of the first layer is measured."""
+"""Tokens of the vocabulary whose hidden states before the first layer are measured."""
 
 
 class InputPositions(Learning):
-    """``p`` of an encoding, with what it learns.
+    """``p`` of an encoding, with its parameters.
 
     Args:
-        encoding: resolved.
-        columns: of the hidden states.
-        size: root mean square of what the first layer gets.
+        encoding: the encoding, resolved.
+        columns: columns of the hidden states.
+        size: root mean square of the input of the first layer.
         rope: the trained embedding.
-        like: whose dtype and device the parameters take.
+        like: gives dtype and device of the parameters.
     """
+
+    encoding: InputEncoding
+    scale: torch.Tensor  # a buffer of encodings that are sized and have no scale
 
     def __init__(
         self, encoding: InputEncoding, columns: int, size: float, rope: Rope, like: torch.Tensor
     ) -> None:
         super().__init__(encoding.initial_inputs(columns, size, rope), like, encoding.bounds)
         self.encoding, self.columns, self.rope = encoding, columns, rope
-        if encoding.sized and encoding.scale is None:
-            size = torch.tensor(size, dtype=torch.float32, device=like.device)
-            self.register_buffer("scale", size)
+        if encoding.sized and _fixed_scale(encoding) is None:
+            scale = torch.tensor(size, dtype=torch.float32, device=like.device)
+            self.register_buffer("scale", scale)
         self._path: tuple[tuple, tuple, torch.Tensor] | None = None
 
     def forward(self, t: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -59,7 +62,7 @@ class InputPositions(Learning):
         else:
             p = self._of(t.double())
         if self.encoding.sized:
-            scale = self.encoding.scale
+            scale = _fixed_scale(self.encoding)
             p = p * (self.scale.to(p) if scale is None else scale)
         return p.to(dtype)
 
@@ -68,7 +71,7 @@ class InputPositions(Learning):
         return self.encoding.p(t, self.columns, self.rope, learned)
 
     def _table(self, tokens: int, device: torch.device, dtype: torch.dtype) -> torch.Tensor:
-        """``p`` of the first ``tokens`` positions or more, kept where nothing is learned."""
+        """``p`` of the first ``tokens`` positions or more, cached while nothing is trained."""
         dtype = torch.promote_types(dtype, torch.float32)
         if not self.keeps():
             return self._of(torch.arange(tokens, dtype=dtype, device=device))
@@ -82,18 +85,24 @@ class InputPositions(Learning):
         return made[2]
 
 
+def _fixed_scale(encoding: InputEncoding) -> float | None:
+    """The option ``scale`` of a sized encoding; None: measured on the model."""
+    return getattr(encoding, "scale", None)
+
+
 class Entrance:
-    """Pre-hook of a decoder layer, which changes the hidden states that it gets.
+    """Pre-hook of a decoder layer that changes its hidden states.
 
     Args:
-        decoder: which has the :class:`InputPositions`; peft may have wrapped them since.
-        position_map: in force.
+        decoder: the decoder that has the :class:`InputPositions`, which peft may have wrapped.
+        position_map: the map in force; its encoding is an :class:`InputEncoding`.
     """
 
     def __init__(self, decoder: nn.Module, position_map: PositionMap) -> None:
         self.decoder, self.map = decoder, position_map
+        self.encoding = cast("InputEncoding", position_map.encoding)
 
-    @torch.compiler.disable
+    @run_eagerly()
     def __call__(self, layer: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
         forward = _forward(self.map, args, kwargs)
         if forward is None or not forward.located:
@@ -102,7 +111,7 @@ class Entrance:
                 f"positions of its tokens are not known; run the whole model"
             )
         x = args[0] if args else kwargs["hidden_states"]
-        x = self.map.encoding.join(x, self._positions(forward, x))
+        x = self.encoding.join(x, self._positions(forward, x))
         return ((x, *args[1:]), kwargs) if args else (args, {**kwargs, "hidden_states": x})
 
     def _positions(self, forward: PositionForward, x: torch.Tensor) -> torch.Tensor:
@@ -111,11 +120,11 @@ class Entrance:
         learning = torch.is_grad_enabled() and any(v.requires_grad for v in module.parameters())
         if p is None or (learning and not p.requires_grad):
             t = forward.query.clamp(min=0)
-            # Checkpointing, which counts what a layer saves, is not to count what is shared by all.
+            # Checkpointing counts the tensors that a layer saves, and must not count shared ones.
             shared = torch.autograd.graph.saved_tensors_hooks(_as_it_is, _as_it_is)
             with shared, torch.autocast(x.device.type, enabled=False):
                 p = module(t, x.dtype)
-            if current(self.map) is forward:  # else a layer is run again by itself
+            if current(self.map) is forward:  # else checkpointing runs a layer again
                 forward.entering = p
         return p.to(x.device, x.dtype)
 
@@ -125,20 +134,20 @@ def _as_it_is(x: torch.Tensor) -> torch.Tensor:
 
 
 def enter(decoder: nn.Module, position_map: PositionMap) -> list[Any]:
-    """Put an encoding in front of the layers of ``decoder``; returns the handles of its hooks.
+    """Install an input encoding on ``decoder``; returns the handles of its hooks.
 
     Raises:
-        UnsupportedModelError: nothing is known of what its layers get.
+        UnsupportedModelError: the input of its layers is unknown.
     """
-    encoding, layers = position_map.encoding, _layers(decoder)
+    encoding, layers = cast("InputEncoding", position_map.encoding), _layers(decoder)
     columns, size = _measured(decoder, layers[0], position_map)
     like = next((p for p in layers[0].parameters() if p.is_floating_point()), torch.empty(0))
-    if like.is_meta:  # offloaded: nothing would load what is not there yet
+    if like.is_meta:  # offloaded: no hook would ever load a new parameter from there
         like = torch.empty(0, dtype=like.dtype, device="cpu")
     module = InputPositions(encoding, columns, size, position_map.rope, like)
     decoder.add_module(NAME, module)
     entered = layers if encoding.entered == "every" else layers[:1]
-    hook = Entrance(decoder, position_map)
+    hook: Any = Entrance(decoder, position_map)
     return [layer.register_forward_pre_hook(hook, with_kwargs=True) for layer in entered]
 
 
@@ -146,25 +155,25 @@ def note(decoder: nn.Module) -> str:
     """A sentence for ``describe``."""
     module = getattr(decoder, NAME)
     layers = "every layer gets" if module.encoding.entered == "every" else "the first layer gets"
-    scale = module.encoding.scale if module.encoding.sized else None
+    scale = _fixed_scale(module.encoding) if module.encoding.sized else None
     scale = float(module.scale) if module.encoding.sized and scale is None else scale
     size = "" if scale is None else f", times {scale:.3g}"
     return f"inputs: what {layers} has its positions{size}"
 
 
 def leave(decoder: nn.Module) -> None:
-    """Take the module of :func:`enter` out again."""
+    """Remove the module of :func:`enter`."""
     decoder._modules.pop(NAME, None)
 
 
 def _forward(position_map: PositionMap, args: tuple, kwargs: dict) -> PositionForward | None:
     masks = (one for one in (*args, *kwargs.values()) if isinstance(one, BatchMask))
-    known = next((mask.forward for mask in masks if mask.forward is not None), None)
+    known = next((mask.owner for mask in masks if mask.owner is not None), None)
     return known or current(position_map)
 
 
 def _layers(decoder: nn.Module) -> list[nn.Module]:
-    """Its layers, in order: of all lists of modules, the one with the most parameters."""
+    """Its layers, in order: the list of modules with the most parameters."""
     lists = [module for module in decoder.modules() if isinstance(module, nn.ModuleList)]
     if not lists:
         raise UnsupportedModelError(
@@ -176,7 +185,7 @@ def _layers(decoder: nn.Module) -> list[nn.Module]:
 
 @torch.no_grad()
 def _measured(decoder: nn.Module, first: nn.Module, position_map: PositionMap) -> tuple[int, float]:
-    """Columns and root mean square of what the first layer gets of a sample of the vocabulary."""
+    """Columns and root mean square of the input of the first layer, for some tokens."""
     seen = []
 
     def look(layer: nn.Module, args: tuple, kwargs: dict) -> None:
@@ -184,7 +193,7 @@ def _measured(decoder: nn.Module, first: nn.Module, position_map: PositionMap) -
         located = forward is not None and forward.located
         seen.append((args[0] if args else kwargs.get("hidden_states"), located))
 
-    vocabulary = decoder.get_input_embeddings()
+    vocabulary = vocabulary_of(decoder)
     count = min(_SAMPLE, vocabulary.num_embeddings)
     tokens = torch.arange(count, device="cpu") * (vocabulary.num_embeddings // count)
     device = vocabulary.weight.device

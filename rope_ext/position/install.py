@@ -1,4 +1,4 @@
-"""Puts a position map in force on a decoder: hooks, the attention function, and the way back."""
+"""Installs a position map on a decoder (hooks and the attention function), and removes it."""
 
 from __future__ import annotations
 
@@ -18,10 +18,11 @@ from rope_ext.forward.context import (
     forget_failed_exports,
     is_traced,
     leave,
+    run_eagerly,
 )
 from rope_ext.forward.positions import PositionForward
 from rope_ext.position import bias, inputs, tensors
-from rope_ext.position.attend import LAYER, NAME, Layer
+from rope_ext.position.attend import LAYER, NAME, AttentionLayer, MappedLayer
 from rope_ext.position.cache import keep, note
 from rope_ext.position.layers import Layout, chosen_layers, find_layouts, layer_number
 from rope_ext.position.map import PositionMap
@@ -34,11 +35,11 @@ from rope_ext.rotary.third_party import refuse_presses
 
 
 def install(decoder: nn.Module, position_map: PositionMap) -> Installed:
-    """Put a position map in force on a decoder, or leave it as it was.
+    """Install a position map on a decoder; the decoder does not change if an error is raised.
 
     Raises:
-        OptionError: its configuration does not allow it.
-        UnsupportedModelError: its layers do not.
+        OptionError: the configuration does not allow it.
+        UnsupportedModelError: the layers do not allow it.
     """
     installed = Installed(decoder, position_map)
     watch()
@@ -51,11 +52,11 @@ def install(decoder: nn.Module, position_map: PositionMap) -> Installed:
 
 
 class Installed:
-    """A position map on a decoder: what was put there, and the way back.
+    """A position map on a decoder: what was installed, and how to remove it.
 
     Args:
-        decoder: where.
-        position_map: what rotates its tokens.
+        decoder: the decoder.
+        position_map: the map that rotates its tokens.
     """
 
     def __init__(self, decoder: nn.Module, position_map: PositionMap) -> None:
@@ -71,8 +72,8 @@ class Installed:
             )
         refuse_presses(decoder.modules(), name, position_map.instead)
         layouts = find_layouts(decoder, list(position_map.frequencies), position_map.instead)
-        rotated = [module for module, one in layouts.items() if one is not None]
-        reach = [m for m in rotated if position_map.local_too or not layouts[m].local]
+        rotated = {module: layout for module, layout in layouts.items() if layout is not None}
+        reach = [m for m, one in rotated.items() if position_map.local_too or not one.local]
         self.windowed = len(rotated) - len(reach)
         if not reach:
             raise UnsupportedModelError(
@@ -86,21 +87,19 @@ class Installed:
         self._names = calls.parameters(type(decoder))
 
     def put(self, decoder: nn.Module) -> None:
-        """Put hooks and the attention function in place."""
+        """Install hooks and the attention function."""
         for site in self.map.frequencies:
             hook = _RotaryHook(self.map, site, bool(self.kept))
             self.handles.append(site.module.register_forward_hook(hook, with_kwargs=True))
         self.handles += hooks.keep_native(decoder, self.kept)
         distinct = list(dict.fromkeys(self.layouts.values()))
         for module, layout in self.layouts.items():
-            layer = Layer(self.map, None)
+            layer = AttentionLayer(self.map)
             if layout is not None:
-                adds = self.map.encoding is not None and self.map.encoding.changes_logits()
-                owner = self._biased(module, layout) if adds else None
                 rotated = tensors.LayoutRotations(
                     distinct.index(layout), self.map.rotations(layout)
                 )
-                layer = Layer(self.map, layout, owner, rotated)
+                layer = MappedLayer(self.map, layout, rotated, self._biased(module, layout))
             module.__dict__[LAYER] = layer
         self.handles.append(decoder.register_forward_pre_hook(self.begin, with_kwargs=True))
         self.handles.append(
@@ -112,8 +111,8 @@ class Installed:
             self.handles += inputs.enter(decoder, self.map)
 
     def _copy_constants(self, layouts: list[Layout]) -> None:
-        """Copy what every forward needs to its device: a graph could not keep the copy."""
-        _ = self.map.reach  # for the same reason
+        """Copy constants of every forward to its device, since a graph could not cache the copy."""
+        _ = self.map.reach  # cached for the same reason
         for site in self.map.frequencies:
             device = getattr(site.module, site.buffer).device
             if device.type != "meta":
@@ -124,13 +123,15 @@ class Installed:
                         for rotations in both:
                             rotations.copy_to(device)
 
-    def _biased(self, module: nn.Module, layout: Layout) -> nn.Module:
-        """Give a layer a bias of its own, or the decoder one for all; returns whose it is.
+    def _biased(self, module: nn.Module, layout: Layout) -> nn.Module | None:
+        """Add a bias to a layer, or one for all layers to the decoder; returns its parent module.
 
-        What all share is no part of a layer: FSDP has the parameters of a layer at hand only
-        while that runs.
+        A bias that all layers share must not be part of a layer, since FSDP gathers the parameters
+        of a layer only while that layer runs. None if the encoding does not change logits.
         """
         encoding = self.map.encoding
+        if encoding is None or not encoding.changes_logits():
+            return None
         own = not encoding.shared and encoding.initial(Heads(1, 1, 1), self.map.rope)
         owner = module if own else self.decoder
         there = getattr(owner, bias.NAME, None)
@@ -159,10 +160,12 @@ class Installed:
         what = "attention: by rope_ext" if stay else "positions: changed"
         notes = [f"{what} in {len(self.mapped)} of {len(self.layouts)} attention layers"]
         if self.map.layers is not None:
-            named = ", ".join(map(str, sorted(map(layer_number, self.mapped))))
+            numbers = (layer_number(module) for module in self.mapped)
+            named = ", ".join(map(str, sorted(n for n in numbers if n is not None)))
             notes.append(f"layers: {named}; the others keep the rotation as it was trained")
-        if self.map.encoding not in (None, self.map.method):
-            what = ", ".join([self.map.encoding.name, *option_texts(self.map.encoding)])
+        added = self.map.encoding
+        if added is not None and added != self.map.method:
+            what = ", ".join([added.name, *option_texts(added)])
             notes.append(f"bias: {what}, added to the logits there by distance")
         if self.map.encoding is not None and self.map.encoding.entered:
             notes.append(inputs.note(self.decoder))
@@ -171,7 +174,7 @@ class Installed:
         return notes
 
     def undo(self) -> None:
-        """Take hooks and attention function back."""
+        """Remove hooks and the attention function."""
         for handle in self.handles:
             handle.remove()
         self.decoder._modules.pop(bias.NAME, None)
@@ -179,12 +182,12 @@ class Installed:
             module.__dict__.pop(LAYER, None)
             module._modules.pop(bias.NAME, None)
         inputs.leave(self.decoder)
-        if self._config._attn_implementation == NAME:  # else somebody has chosen another since
+        if self._config._attn_implementation == NAME:  # else another one was chosen meanwhile
             self._config._attn_implementation_internal = self._before
 
     def begin(self, decoder: nn.Module, args: tuple, kwargs: dict) -> None:
         """Decoder pre-hook."""
-        if torch.is_grad_enabled():  # a step of an optimizer may have left the bounds
+        if torch.is_grad_enabled():  # an optimizer step may have left the bounds
             self._clamp()
         forget_failed_exports()
         given = {**dict(zip(self._names, args, strict=False)), **kwargs}
@@ -204,14 +207,14 @@ class Installed:
                     part.clamp()
 
     def _traceable(self) -> bool:
-        """Whether a graph is being made, and nothing is amiss that is to be refused."""
+        """Whether a graph is being made, and no error has to be raised eagerly."""
         return (
             torch.compiler.is_compiling()
             and not calls.is_sharded()
             and self._config._attn_implementation == NAME
         )
 
-    @torch.compiler.disable(reason=tensors.WHY)
+    @run_eagerly(tensors.WHY)
     def _begin(self, given: dict[str, Any]) -> None:
         name = self.map.method.name
         calls.refuse_sharded(name, self.map.instead)
@@ -234,10 +237,10 @@ class Installed:
         cache = given.get("past_key_values")
         if given.get("cache") is not None or (cache is not None and not isinstance(cache, Cache)):
             raise CacheError(self.unbatched())
-        tokens = given.get("input_ids")
+        tokens: Any = given.get("input_ids")
         tokens = given.get("inputs_embeds") if tokens is None else tokens
         mask = given.get("attention_mask")
-        if isinstance(mask, dict):  # one for each kind of layer, made before the forward
+        if isinstance(mask, dict):  # one per kind of layer, made before the forward
             mask = next(iter(mask.values()), None)
         if isinstance(mask, BatchMask):
             mask = mask.padding
@@ -249,7 +252,7 @@ class Installed:
         enter(PositionForward(self.map, rows, length, filled, cache, False, mask, weights=weights))
 
     def end(self, decoder: nn.Module, args: tuple, kwargs: dict, output: Any) -> None:
-        """Decoder hook: a cache that the decoder made itself gets the positions too."""
+        """Decoder hook: records positions on a cache that the decoder created, too."""
         context = current(self.map)
         if context is None or not context.traced:
             self._end(output)
@@ -259,10 +262,10 @@ class Installed:
             if isinstance(cache, Cache) and context.known is not None:
                 note(cache, context.known)
 
-    @torch.compiler.disable(reason=tensors.WHY)
+    @run_eagerly(tensors.WHY)
     def _end(self, output: Any) -> None:
         forward = current(self.map)
-        if forward is None:  # refused before it began
+        if forward is None:  # an error was raised before it began
             return
         leave(forward)
         for cache in caches_in(output):
@@ -272,12 +275,12 @@ class Installed:
 
 
 class _RotaryHook:
-    """Forward hook of a rotary module: rotates by the position under which keys are cached."""
+    """Forward hook of a rotary module: rotates to the position at which keys are cached."""
 
     def __init__(self, position_map: PositionMap, site: RotarySite, native: bool) -> None:
         self.map, self.site, self.native = position_map, site, native
         inv_freq, scaling = position_map.frequencies[site]
-        # The module itself rotates by what was written to it.
+        # The module itself rotates by the values that were written to it.
         self.written = scaling != site.scaling or not torch.equal(inv_freq.float(), site.loaded)
 
     def __call__(self, module: nn.Module, args: tuple, kwargs: dict, output: Any) -> Any:
@@ -285,7 +288,7 @@ class _RotaryHook:
             return self._rotated(current(self.map), args, kwargs, output)
         return self._rotation(args, kwargs, output)
 
-    @torch.compiler.disable(reason=tensors.WHY)
+    @run_eagerly(tensors.WHY)
     def _rotation(self, args: tuple, kwargs: dict, output: Any) -> Any:
         return self._rotated(current(self.map), args, kwargs, output)
 

@@ -1,9 +1,9 @@
-"""Finds the attention layers that a rotary site rotates, and where its pairs lie in a head.
+"""Finds the attention layers that a rotary site rotates, and the columns of its pairs in a head.
 
-The decoder runs once on a few tokens with an attention function that looks at queries and keys
-and attends to nothing. The rows of that batch are the same tokens under different cosines and
-sines: not rotated, rotated by a quarter, and every pair by an angle of its own. What changes
-between the rows is the layout; whatever does not follow it is refused.
+The decoder runs once on a few tokens with an attention function that records queries and keys and
+attends to nothing. The rows of that batch are the same tokens under different cosines and sines:
+not rotated, rotated by a quarter turn, and every pair by a different angle. The differences between
+the rows give the layout; layers that do not fit any layout raise an error.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -24,7 +24,13 @@ from rope_ext.attention.step import Columns
 from rope_ext.encodings import Heads
 from rope_ext.errors import OptionError, UnsupportedModelError
 from rope_ext.forward.context import forward_context
-from rope_ext.rotary.sites import RotarySite, evaluating, sees_window, text_config
+from rope_ext.rotary.sites import (
+    RotarySite,
+    evaluating,
+    sees_window,
+    text_config,
+    vocabulary_of,
+)
 from rope_ext.rotary.third_party import replaced
 
 _NAME = "rope_ext_probe"  # names with sdpa, flash, flex_attention or a slash take special paths
@@ -38,11 +44,11 @@ class Layout:
     """How an attention layer rotates its queries and keys.
 
     Args:
-        site: whose frequencies it uses.
+        site: the rotary site whose frequencies it uses.
         pairs: columns of each pair in a head.
-        pair: index into the site's frequencies of each pair, int64, ``[pairs]``.
-        local: the layer sees a limited window only.
-        heads: of its queries, and the columns of its heads.
+        pair: index of each pair in the frequencies of the site, int64, ``[pairs]``.
+        local: whether the layer sees a limited window only.
+        heads: number of query heads, and columns of heads.
     """
 
     site: RotarySite
@@ -53,38 +59,40 @@ class Layout:
 
     @functools.cached_property
     def columns(self) -> Columns:
-        """The pairs as a step of decoding rotates them."""
+        """The pairs by column, for a step of decoding."""
         return Columns.from_pairs(self.pairs, self.heads.columns)
 
     def equals(self, other: Layout) -> bool:
         """Whether both rotate the same columns by the same frequencies, for the same reach."""
         columns = (self.pairs.first, self.pairs.second, self.pair)
         others = (other.pairs.first, other.pairs.second, other.pair)
-        same = (
-            torch.equal(one, two) if isinstance(one, torch.Tensor) else one == two
-            for one, two in zip(columns, others, strict=True)
-            if type(one) is type(two)
-        )
+        same = all(_same_columns(one, two) for one, two in zip(columns, others, strict=True))
         alike = (self.site, self.local, self.heads) == (other.site, other.local, other.heads)
-        return alike and list(same) == [True] * 3
+        return alike and same
+
+
+def _same_columns(one: slice | torch.Tensor, two: slice | torch.Tensor) -> bool:
+    if isinstance(one, torch.Tensor) and isinstance(two, torch.Tensor):
+        return torch.equal(one, two)
+    return isinstance(one, slice) and isinstance(two, slice) and one == two
 
 
 def find_layouts(
     decoder: nn.Module, sites: list[RotarySite], instead: str = "use a frequency method"
 ) -> dict[nn.Module, Layout | None]:
-    """Every attention layer of ``decoder``: its layout under ``sites``, None where none rotates it.
+    """The layout of every attention layer of ``decoder``; None for layers that no site rotates.
 
     ``instead`` is the advice at the end of an error.
 
     Raises:
-        UnsupportedModelError: a layer rotates its queries in no way that can be proven, or does
-            not go through transformers' attention interface.
+        UnsupportedModelError: the rotation of a layer cannot be proven, or a layer does not use
+            transformers' attention interface.
     """
     layouts: dict[nn.Module, Layout | None] = {}
     with _refusing(decoder, f"attention by rope_ext cannot be proven right here; {instead}"):
         for site in sites:
-            for module, *seen in _run(decoder, site, _ProbeRotation(site)):
-                layout = _read(decoder, module, site, *seen)
+            for module, query, key, columns, window in _run(decoder, site, _ProbeRotation(site)):
+                layout = _read(decoder, module, site, query, key, columns, window)
                 if layout is not None:  # one object for all layers that rotate alike
                     known = (other for other in layouts.values() if other and other.equals(layout))
                     layout = next(known, layout)
@@ -98,7 +106,7 @@ def find_layouts(
 
 
 def layer_number(module: nn.Module) -> int | None:
-    """Of the decoder's layers the one that an attention module is in, as transformers counts."""
+    """The number of the decoder layer that an attention module is in, as transformers counts."""
     number = getattr(module, "layer_idx", None)
     return number if isinstance(number, int) else None
 
@@ -106,39 +114,42 @@ def layer_number(module: nn.Module) -> int | None:
 def chosen_layers(
     decoder: nn.Module, modules: list[nn.Module], layers: tuple[int, ...] | str | None
 ) -> list[nn.Module]:
-    """Those of the attention modules that ``layers`` asks for, as :class:`Options` has it.
+    """The attention modules that ``layers`` chooses; see :class:`rope_ext.options.Options`.
 
     Raises:
-        UnsupportedModelError: it is not known of a module in which layer it is.
-        OptionError: there are none, or a layer that is asked for is not among them.
+        UnsupportedModelError: the layer number of a module is unknown.
+        OptionError: there are none, or a chosen layer is not among them.
     """
     if layers is None:
         return modules
-    numbers = [layer_number(module) for module in modules]
-    family = type(decoder).__name__
-    if None in numbers:
-        raise UnsupportedModelError(
-            f"{family}: {_path(decoder, modules[numbers.index(None)])} does not tell its number "
-            f"(layer_idx), so layers={layers!r} cannot choose it; leave layers out"
-        )
+    numbers, family = {}, type(decoder).__name__
+    for module in modules:
+        number = layer_number(module)
+        if number is None:
+            raise UnsupportedModelError(
+                f"{family}: {_path(decoder, module)} has no layer_idx, so layers={layers!r} cannot "
+                f"choose it; leave layers out"
+            )
+        numbers[module] = number
+    known = set(numbers.values())
     if isinstance(layers, str):
         every = int("".join(filter(str.isdigit, layers)))
-        wanted = {number for number in numbers if (number + 1) % every == 0}
+        wanted = {number for number in known if (number + 1) % every == 0}
     else:
         wanted = set(layers)
-    if not wanted or wanted - set(numbers):
+    if not wanted or wanted - known:
         shown = layers if isinstance(layers, str) else list(layers)
-        absent = ", ".join(map(str, sorted(wanted - set(numbers)))) or "none of them"
+        absent = ", ".join(map(str, sorted(wanted - known))) or "none of them"
         raise OptionError(
             f"layers={shown!r}: {family} has a rotation to change in layers "
-            f"{', '.join(map(str, sorted(numbers)))}, and {absent} is asked for; choose among "
-            f"these (sliding layers with sliding_layers='scale')"
+            f"{', '.join(map(str, sorted(numbers.values())))}, and {absent} is asked for; choose "
+            f"among these (sliding layers with sliding_layers='scale')"
         )
-    return [module for module, number in zip(modules, numbers, strict=True) if number in wanted]
+    return [module for module, number in numbers.items() if number in wanted]
 
 
 def rotated_layers(decoder: nn.Module, sites: list[RotarySite]) -> dict[nn.Module, bool]:
-    """The attention layers whose queries ``sites`` rotate, in whatever way.
+    """The attention layers whose queries ``sites`` rotate, in any layout.
 
     Returns:
         Whether each sees a limited window only.
@@ -163,9 +174,9 @@ def rotated_layers(decoder: nn.Module, sites: list[RotarySite]) -> dict[nn.Modul
 
 
 def ignores_scaling(decoder: nn.Module, site: RotarySite) -> bool:
-    """Whether a number on cosine and sine is lost on the queries, which are normalised later.
+    """Whether a factor of cosine and sine has no effect, since queries are normalised afterwards.
 
-    False where that cannot be seen.
+    False if the probe cannot tell.
     """
     try:
         seen = _run(decoder, site, _ProbeRotation(site, scaling=1.5))
@@ -177,7 +188,7 @@ def ignores_scaling(decoder: nn.Module, site: RotarySite) -> bool:
 
 @contextmanager
 def _refusing(decoder: nn.Module, consequence: str) -> Iterator[None]:
-    """Name the family where a probe of it is refused, and what follows from that."""
+    """Turn an error of the probe into one that names the family and the consequence."""
     try:
         yield
     except _RefusedError as error:
@@ -189,7 +200,7 @@ def _refusing(decoder: nn.Module, consequence: str) -> Iterator[None]:
 
 
 def _changes(decoder: nn.Module, module: nn.Module, x: torch.Tensor) -> bool:
-    """Whether the rows of a probe differ in what a layer attends with."""
+    """Whether the rows of a probe differ in the queries or keys of a layer."""
     if len(x) != 3:
         raise _RefusedError(f"{_path(decoder, module)} changes the batch before it attends")
     return not torch.allclose(x, x[:1], rtol=0, atol=_tolerance(x))
@@ -200,7 +211,7 @@ def _path(decoder: nn.Module, module: nn.Module) -> str:
 
 
 def _angles(pairs: int) -> torch.Tensor:
-    """An angle for each pair, far apart, radians."""
+    """A different angle for each pair, far apart, radians."""
     return 0.2 + 5.8 * torch.arange(pairs, dtype=torch.float64, device="cpu") / pairs
 
 
@@ -208,19 +219,20 @@ def _angles(pairs: int) -> torch.Tensor:
 def _run(
     decoder: nn.Module, site: RotarySite, probe_rotation: Callable[..., Any]
 ) -> list[tuple[nn.Module, torch.Tensor, torch.Tensor, int, int | None]]:
-    """Queries and keys of every attention layer, one row per rotation; values' columns, window."""
+    """Queries and keys of every attention layer, one row per rotation; value columns, window."""
     if _lacks_weights(decoder):
         raise _RefusedError("its weights lie on the meta device (load them first)")
     if any(hasattr(parameter, "device_mesh") for parameter in decoder.parameters()):
         raise _RefusedError("its weights are sharded (patch it before fully_shard)")
     config = text_config(decoder)
-    vocabulary = decoder.get_input_embeddings().num_embeddings
-    tokens = (torch.arange(_TOKENS, device="cpu") * 37 + 3) % vocabulary
-    device = decoder.get_input_embeddings().weight.device
-    device = "cpu" if device.type == "meta" else device  # offloaded: a hook moves the tokens along
+    vocabulary = vocabulary_of(decoder)
+    tokens = (torch.arange(_TOKENS, device="cpu") * 37 + 3) % vocabulary.num_embeddings
+    device = vocabulary.weight.device
+    device = "cpu" if device.type == "meta" else device  # offloaded: a hook moves the tokens
     handle = site.module.register_forward_hook(probe_rotation, with_kwargs=True)
     before = config._attn_implementation_internal
-    forward_context.probed = seen = []
+    seen: list[Any] = []
+    forward_context.probed = seen
     try:
         config._attn_implementation_internal = _NAME  # the public name sets sub-configurations too
         with evaluating(decoder):
@@ -242,11 +254,11 @@ def _run(
 
 
 def _lacks_weights(module: nn.Module, loaded: bool = False) -> bool:
-    """Whether a weight lies on meta and no hook of accelerate (offloading) loads it in forwards.
+    """Whether a weight is on the meta device and no hook of accelerate (offloading) loads it.
 
-    ``loaded``: a module around this one has a hook that loads its parts as well.
+    ``loaded``: a parent module has a hook that loads its submodules as well.
     """
-    hook = module.__dict__.get("_hf_hook")
+    hook: Any = module.__dict__.get("_hf_hook")
     hooks = [one for one in getattr(hook, "hooks", (hook,)) if getattr(one, "offload", False)]
     own = module.parameters(recurse=False)
     if not loaded and not hooks and any(parameter.is_meta for parameter in own):
@@ -262,7 +274,7 @@ def _tolerance(x: torch.Tensor) -> float:
 class _ProbeRotation:
     """Forward hook of a rotary module: row 0 is not rotated, row 1 by a quarter, row 2 by pair.
 
-    With a ``scaling`` no row is rotated, and cosine and sine of the last are multiplied by it.
+    With ``scaling``, no row is rotated, and the cosine of the last row is multiplied by it.
     """
 
     def __init__(self, site: RotarySite, scaling: float | None = None) -> None:
@@ -299,9 +311,10 @@ def _look(
     dropout: float = 0.0,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Attention function: nothing is seen, so that all rows stay equal."""
+    """Attention function that attends to nothing, so that all rows stay equal."""
     if attention_mask is not None and attention_mask is not _MASK:
         raise _RefusedError(f"{type(module).__name__} makes an attention mask of its own")
+    assert forward_context.probed is not None, "only _run sets this attention function"
     forward_context.probed.append(
         (module, query, key, value.shape[-1], kwargs.get("sliding_window"))
     )
@@ -310,17 +323,17 @@ def _look(
 
 
 class _RefusedError(AttributeError):  # so that hasattr says no
-    """Why a decoder cannot be probed; the message says it."""
+    """A decoder cannot be probed; the message says why."""
 
 
 class _Mask:
-    """Stands for the attention mask; a layer may pass it on and nothing else."""
+    """Stands in for the attention mask; layers may only pass it on."""
 
     def _touched(self, *args: Any, **kwargs: Any) -> None:
         raise _RefusedError("it computes with its attention mask outside of the attention function")
 
     __getitem__ = __add__ = __radd__ = __and__ = __rand__ = __getattr__ = _touched
-    __torch_function__ = classmethod(_touched)
+    __torch_function__ = classmethod(cast("Any", _touched))  # torch calls it with the class
 
 
 _MASK = _Mask()

@@ -1,11 +1,11 @@
-"""What the mask functions of transformers say: all that is read off its closures.
+"""Recognises the mask functions of transformers by their closures.
 
-transformers combines simple functions of batch, head, query and key into one, and hands over that
-one. Which they were is told by their ``__qualname__`` and cells only, which are no public
-interface: :data:`CHECKED` are the versions on which they were read.
+transformers combines simple functions of batch, head, query and key into one, and passes only the
+result. The only way to tell them apart is ``__qualname__`` and the closure, which are not public:
+:data:`CHECKED` are the versions of transformers on which this was checked.
 
-A function that is not recognised is taken for a mask of any shape: its layer gets dense logits,
-right and slow. Documents that are not recognised are refused, since their positions go back.
+An unknown function is treated as a mask of any shape: its layer gets dense logits, which is correct
+but slow. Packed documents that are not recognised raise an error, since their positions decrease.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 from transformers.masking_utils import causal_mask_function
 
 CHECKED = ("5.17", "5.23")
-"""The first and the last version of transformers on which this was read."""
+"""The first and the last version of transformers on which this was checked."""
 
 _PACKED = "packed_sequence_mask_function."
 _WINDOW = "sliding_window_overlay."
@@ -33,17 +33,17 @@ def is_plain(function: Callable) -> bool:
 def documents_of(function: Callable) -> torch.Tensor | None:
     """The documents that a mask function keeps apart, ``[rows, keys]``."""
     for part in _parts(function):
-        if _is(part, _PACKED):
+        if _is(part, _PACKED) and part.__closure__:
             return part.__closure__[0].cell_contents
     return None
 
 
 def _parts(function: Callable) -> Iterator[Callable]:
-    """The simple mask functions of which transformers has combined ``function`` by and."""
+    """The simple mask functions that transformers has combined into ``function`` with ``and``."""
     if not _is(function, *_COMBINED):
         yield function
         return
-    for cell in function.__closure__:
+    for cell in function.__closure__ or ():
         inner = cell.cell_contents
         for part in inner if isinstance(inner, tuple) else (inner,):
             if callable(part):
@@ -51,6 +51,6 @@ def _parts(function: Callable) -> Iterator[Callable]:
 
 
 def _is(function: Callable, *made_by: str) -> bool:
-    """Whether transformers has made ``function``, within one of these."""
+    """Whether ``function`` was defined by transformers within one of the functions ``made_by``."""
     its = getattr(function, "__module__", None) == causal_mask_function.__module__
     return its and getattr(function, "__qualname__", "").startswith(made_by)

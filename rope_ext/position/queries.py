@@ -1,16 +1,16 @@
-"""A temperature under a frequency method: queries multiplied on their way into the attention.
+"""Temperatures under a frequency method: multiply queries on their way into the attention.
 
-Every attention layer of transformers reads the name of its attention function in its
-configuration. A layer that is to have a temperature gets a view of the same configuration with
-another name there. Under that name the query is multiplied, and all is handed on to the function
-that the model's own configuration names, with the mask that the model made for it.
+Every attention layer of transformers reads the name of its attention function from its
+configuration. A layer with a temperature gets a view of that configuration with another name. The
+function registered under it multiplies the query and calls the function that the original
+configuration names, with the mask that the model made for it.
 """
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -18,24 +18,24 @@ from transformers import AttentionInterface
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from rope_ext.errors import UnsupportedModelError
-from rope_ext.forward.context import is_traced
+from rope_ext.forward.context import is_traced, run_eagerly
 from rope_ext.methods.temperature import Temperature
 from rope_ext.position.layers import rotated_layers
 from rope_ext.rotary.buffers import Changes
 from rope_ext.rotary.sequences import Sequences
-from rope_ext.rotary.sites import PatchTarget, evaluating, text_config
+from rope_ext.rotary.sites import PatchTarget, evaluating, text_config, vocabulary_of
 
 NAME = "rope_ext_queries"  # names with sdpa, flash, flex_attention or a slash take special paths
 
 
 class View:
-    """A configuration, but for the name of the attention function.
+    """A view of a configuration with another attention function.
 
     Args:
-        config: what it is a view of.
-        eager: the attention function that the layer's own file has.
-        temperature: filled in.
-        sequences: those of the batch; None with a constant.
+        config: the original configuration.
+        eager: the eager attention function in the modeling file of the layer.
+        temperature: with every option filled in.
+        sequences: the sequences of the batch; None for a constant temperature.
     """
 
     _attn_implementation = NAME
@@ -50,7 +50,7 @@ class View:
         self.config, self.eager = config, eager
         self.temperature, self.sequences = temperature, sequences
         self.constant = temperature.constant
-        self.reached: list[nn.Module] | None = None  # while it is proven, who came by
+        self.reached: list[nn.Module] | None = None  # during the proof, modules that used it
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__") or name == "config":  # while a copy is being made
@@ -68,11 +68,11 @@ def install(
     """Put a temperature in force in the layers that ``place.scaled`` rotates.
 
     Args:
-        place: where.
-        temperature: filled in.
-        sequences: those of the batch, where it follows positions.
+        place: the parts of the model to change.
+        temperature: with every option filled in.
+        sequences: the sequences of the batch, if it follows positions.
         local_too: also in layers that see a limited window.
-        changes: gets the way back.
+        changes: records how to undo it.
 
     Returns:
         Sentences for ``describe``.
@@ -98,7 +98,8 @@ def install(
                 f"temperature out, or give an attention_factor"
             )
         changes.replaced.append((module, "config", config))
-        module.config = View(config, eager, temperature, sequences)
+        view = View(config, eager, temperature, sequences)
+        setattr(module, "config", view)  # noqa: B010  # nn.Module declares tensors
     _prove(decoder, chosen)
     notes = [f"temperature: {temperature.formula}, in {len(chosen)} attention layers"]
     if len(chosen) < len(layers):
@@ -108,18 +109,19 @@ def install(
 
 @torch.no_grad()
 def _prove(decoder: nn.Module, modules: list[nn.Module]) -> None:
-    """Raise unless the attention of all ``modules`` goes by their views."""
-    device = decoder.get_input_embeddings().weight.device
-    device = "cpu" if device.type == "meta" else device  # offloaded: a hook moves the tokens along
+    """Raise unless the attention of all ``modules`` uses their views."""
+    device = vocabulary_of(decoder).weight.device
+    device = "cpu" if device.type == "meta" else device  # offloaded: a hook moves the tokens
+    views = [cast("View", module.config) for module in modules]
     reached: list[nn.Module] = []
-    for module in modules:
-        module.config.reached = reached
+    for view in views:
+        view.reached = reached
     try:
         with evaluating(decoder):
             decoder(input_ids=torch.ones(1, 2, dtype=torch.long, device=device), use_cache=False)
     finally:
-        for module in modules:
-            module.config.reached = None
+        for view in views:
+            view.reached = None
     if set(reached) != set(modules):
         raise UnsupportedModelError(
             f"{type(decoder).__name__}: its attention layers do not read their attention function "
@@ -138,27 +140,27 @@ def _attend(
     **kwargs: Any,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Attention function under :data:`NAME`."""
-    view = module.config
+    view = cast("View", module.config)
     if view.reached is not None:
         view.reached.append(module)
     name = view.config._attn_implementation
     own = ALL_ATTENTION_FUNCTIONS.get_interface(name, view.eager)
     if view.sequences is None:
-        query = query * view.constant
+        query = query * cast("float", view.constant)  # which others have instead of sequences
     elif torch.compiler.is_compiling() and not is_traced(view.sequences):
-        query = _untraced(view, query)
+        query = _untraced(view, view.sequences, query)
     else:
-        query = _by_position(view, query)
+        query = _by_position(view, view.sequences, query)
     return own(module, query, key, value, attention_mask, dropout=dropout, **kwargs)
 
 
-@torch.compiler.disable
-def _untraced(view: View, query: torch.Tensor) -> torch.Tensor:
-    return _by_position(view, query)
+@run_eagerly()
+def _untraced(view: View, sequences: Sequences, query: torch.Tensor) -> torch.Tensor:
+    return _by_position(view, sequences, query)
 
 
-def _by_position(view: View, query: torch.Tensor) -> torch.Tensor:
-    forward = view.sequences.current()
+def _by_position(view: View, sequences: Sequences, query: torch.Tensor) -> torch.Tensor:
+    forward = sequences.current()
     if forward is None or forward.positions is None:
         raise UnsupportedModelError(
             f"an attention layer with temperature={view.temperature!r} was run by itself, and its "

@@ -1,8 +1,8 @@
-"""Keys that stay rotated from one step of decoding to the next, beside the cache that has them.
+"""Keys that stay rotated from one step of decoding to the next, stored beside their cache.
 
-What lies in the cache is the truth. Here is only what follows from it, and only as long as that
-is certain: a step begins with the very tensor of keys that the last one left. Whoever moves rows,
-crops, or puts other keys there leaves another tensor, and the keys are rotated anew.
+The cache is the source of truth. Rotated keys are reused only if a step begins with the very tensor
+of keys that the last step left: moving rows, cropping or replacing keys leaves another tensor, and
+the keys are rotated again.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from transformers.cache_utils import Cache, DynamicLayer
 from rope_ext.attention.step import Ring
 from rope_ext.caches import Move
 
-_ROTATED_KEYS = "_rope_ext_rotated_keys"  # on a cache: its RotatedKeys
+_ROTATED_KEYS = "_rope_ext_rotated_keys"  # attribute of a cache: its RotatedKeys
 Rings = dict[int, Ring]
-"""By the number of a band."""
+"""By the index of the band."""
 
 
 class RotatedKeys:
-    """The rings of every layer of a cache, and of which keys they were made."""
+    """The rings of every layer of a cache, and the keys that they were made from."""
 
     kind = None
 
@@ -31,21 +31,21 @@ class RotatedKeys:
         self.layers: dict[int, tuple[weakref.ref, Rings]] = {}
 
     def moved(self, move: Move) -> RotatedKeys:
-        """Those of other rows: made again."""
+        """After rows were moved, rings are made again."""
         return RotatedKeys()
 
     def emptied(self) -> None:
-        """Nothing is left of them."""
+        """Nothing remains when a cache is reset."""
 
-    def __reduce__(self) -> tuple[Any, ...]:  # a copy of a cache begins without
+    def __reduce__(self) -> tuple[Any, ...]:  # a copy of a cache starts without rings
         return RotatedKeys, ()
 
 
 class RotatedKeyStep:
     """One step of decoding with the rings of a cache.
 
-    It takes them off the cache, before keys are added, and puts back those that it has brought
-    forward: a copy of the cache that shares its layers makes its own.
+    It takes them off the cache before keys are added, and puts back those that it has updated, so
+    that a copy of the cache that shares its layers makes new ones.
     """
 
     def __init__(self, cache: Cache) -> None:
@@ -60,13 +60,15 @@ class RotatedKeyStep:
                 self._taken[number] = rings
 
     def rings(self, module: nn.Module, keys: torch.Tensor) -> Rings | None:
-        """Those of an attention layer; None: ``keys`` are not all that the cache has of it."""
+        """The rings of an attention layer; None unless ``keys`` are all its cached keys."""
         number = getattr(module, "layer_idx", None)
+        if not isinstance(number, int):
+            return None
         rings = self._taken.get(number)
         if rings is None:
-            if not isinstance(number, int) or number >= len(self._layers):
+            if number >= len(self._layers):
                 return None
-            layer = self._layers[number]  # that makes a new tensor of all keys with every one
+            layer = self._layers[number]  # a DynamicLayer makes a new tensor for every new key
             if not isinstance(layer, DynamicLayer) or layer.is_sliding:
                 return None
             rings = self._taken[number] = {}
@@ -81,5 +83,5 @@ class RotatedKeyStep:
 
 
 def _untouched(keys: torch.Tensor) -> bool:
-    """Whether nothing was changed in place; in inference mode nobody counts that."""
+    """Whether nothing was changed in place; inference tensors have no version counter."""
     return keys.is_inference() or keys._version == 0

@@ -1,4 +1,4 @@
-"""The batch of one forward as segments of consecutive tokens, and what is computed for each."""
+"""The batch of one forward as segments of consecutive tokens, with the rotations of each."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from rope_ext.position.tables import BandRotations
 
 
 class Segment(NamedTuple):
-    """Tokens that follow each other without a gap, in rows that have them at the same place.
+    """Consecutive tokens, in all rows that have them in the same slots.
 
     ``queries`` and ``keys`` index the tokens of this forward and of the cache; the first key is
-    at position ``start`` of its sequence. A ``None`` row index means all rows.
+    at position ``start`` of its sequence. ``rows=None`` means all rows.
     """
 
     rows: list[int] | None
@@ -33,7 +33,7 @@ class Segment(NamedTuple):
 
 
 class RotatedSegment(NamedTuple):
-    """A segment, its rotations in every band, and what multiplies its queries."""
+    """A segment with its rotations in every band and the factors of its queries."""
 
     segment: Segment
     bands: list[RotatedBand]
@@ -44,22 +44,23 @@ class BatchMask:
     """The attention mask of one forward under a position map.
 
     Args:
-        forward: whose; None: generation makes the masks of a static cache before the forward.
-        arguments: with which transformers asked for a mask; None: a mask was given ready.
-        given: that mask, bool or to be added, ``[rows, 1, queries, keys]``.
+        owner: the forward; None where generation makes the mask of a static cache before it.
+        arguments: arguments with which transformers requested a mask; None: it was given ready.
+        given: that mask, bool or additive, ``[rows, 1, queries, keys]``.
 
-    ``added`` has, by the module that has a bias, what is added to the logits of a single query.
+    Attributes:
+        added: the bias of a single query by slot, by module that has the bias.
     """
 
-    ndim = 4  # for transformers, which takes it for a mask made beforehand
+    ndim = 4  # transformers then takes it for a mask that is already prepared
 
     def __init__(
         self,
-        forward: PositionForward | None,
+        owner: PositionForward | None,
         arguments: dict[str, Any] | None = None,
         given: torch.Tensor | None = None,
     ) -> None:
-        self.forward, self.arguments, self.given = forward, arguments, given
+        self.owner, self.arguments, self.given = owner, arguments, given
         self.valid: torch.Tensor | None = None
         self.made: torch.Tensor | None = None
         self._steps: dict[tuple, Step | None] = {}
@@ -67,34 +68,41 @@ class BatchMask:
         self._rotated_segments: dict[tuple, list[RotatedSegment] | None] = {}
         self._moved: dict[torch.device, torch.Tensor] = {}
 
+    @property
+    def forward(self) -> PositionForward:
+        """The forward that the mask belongs to."""
+        assert self.owner is not None, "generation made this mask, and no forward has used it yet"
+        return self.owner
+
     def contiguous(self) -> BatchMask:
-        """As generation asks of a mask made beforehand."""
+        """Called by generation on a mask that is already prepared."""
         return self
 
     def prepare(self) -> None:
-        """Make what a compiled forward needs of a mask that generation makes before it.
+        """Prepare what a compiled forward needs of a mask that generation makes before it.
 
-        Sets ``valid``: the padding for all slots, so that its shape stays the same, ``[rows,
-        slots]``, and of a single query ``made``: the mask itself.
+        Sets ``valid``, the padding of all slots, whose shape then stays the same (``[rows,
+        slots]``), and for a single query ``made``, the mask itself.
         """
-        padding, slots = self.padding, self.arguments["kv_length"]
+        padding, arguments = self.padding, self.arguments or {}
         if padding is not None:
+            slots = arguments["kv_length"]
             self.valid = torch.nn.functional.pad(padding, (0, slots - padding.shape[1]))
-        if self.arguments["q_length"] == 1:
-            self.made = sdpa_mask(**{**self.arguments, "allow_is_causal_skip": False})
+        if arguments.get("q_length") == 1:
+            self.made = sdpa_mask(**{**arguments, "allow_is_causal_skip": False})
 
     @property
     def padding(self) -> torch.Tensor | None:
-        """The two-dimensional mask of which it was made."""
+        """The two-dimensional mask that it was made from."""
         return None if self.arguments is None else self.arguments.get("attention_mask")
 
     @functools.cached_property
     def dense(self) -> torch.Tensor | None:
-        """As the mask of a layer that stays as it was; None: plainly causal."""
+        """The mask for layers that the map leaves alone; None: causal."""
         return self.given if self.arguments is None else sdpa_mask(**self.arguments)
 
     def dense_on(self, device: torch.device) -> torch.Tensor | None:
-        """:attr:`dense` where a layer is, moved there once for all layers."""
+        """:attr:`dense` on the device of a layer, moved there once for all layers."""
         if self.dense is None or self.dense.device == device:
             return self.dense
         if device not in self._moved:
@@ -103,17 +111,17 @@ class BatchMask:
 
     @functools.cached_property
     def offset(self) -> int:
-        """Token of the sequence that is the first key; above 0 in sliding caches."""
+        """Index of the first key in the sequence; above 0 in sliding caches."""
         return 0 if self.arguments is None else self.arguments["kv_offset"]
 
     @property
     def keys(self) -> int:
-        """Keys that are filled; a static cache has room for more."""
-        return self.forward.filled + self.forward.tokens - self.offset
+        """Number of filled keys; a static cache has room for more."""
+        return self.forward.filled_count + self.forward.tokens - self.offset
 
     @functools.cached_property
     def positions(self) -> torch.Tensor:
-        """``t`` of every key, ``[rows or 1, keys]``."""
+        """Position of every key, ``[rows or 1, keys]``."""
         return self.forward.key[:, self.offset :]
 
     @functools.cached_property
@@ -123,19 +131,20 @@ class BatchMask:
 
     @functools.cached_property
     def segments(self) -> list[Segment] | None:
-        """The batch as segments of consecutive tokens; None: it has others, or another mask."""
+        """The batch as segments of consecutive tokens; None if it cannot be split into them."""
         forward, keys = self.forward, self.keys
         if self.arguments is None or not is_plain(self.arguments["mask_function"]):
             return None
-        t = self.positions.cpu()  # at once, since reading waits for a GPU
+        t = self.positions.cpu()  # in one copy, since each read synchronises with a GPU
         steady = t.diff() == 1
-        valid = None if forward.padding is None else forward.padding_known[:, self.offset :]
+        valid = forward.padding_known  # no forward that is traced comes here
+        valid = None if valid is None else valid[:, self.offset :]
         if valid is None and forward.documents is None:
             if not bool(steady.all()) or not bool((t[:, 0] == t[0, 0]).all()):
                 return None
             everything = slice(0, forward.tokens)
             return [Segment(None, everything, slice(0, keys), int(t[0, 0]))]
-        found: dict[tuple, list[int]] = {}
+        found: dict[tuple[tuple[int, ...], bool, int], list[int]] = {}
         for row in range(forward.rows):
             for slots in self._documents_of(row, valid):
                 positions = t[row if len(t) > 1 else 0][slots]
@@ -145,21 +154,24 @@ class BatchMask:
                 whole = last - first == len(slots)
                 place = (first, last) if whole else tuple(slots.tolist())
                 found.setdefault((place, whole, int(positions[0])), []).append(row)
-        return [self._segment(*where, rows) for where, rows in found.items()]
+        return [
+            self._segment(place, whole, start, rows)
+            for (place, whole, start), rows in found.items()
+        ]
 
     @functools.cached_property
     def padded_rows(self) -> bool:
-        """Whether it shows few queries of rows that are padded differently, and nothing else."""
+        """Whether it is a plain causal mask of few queries in rows that are padded differently."""
         forward = self.forward
         if forward.padding is None or forward.documents is not None or forward.tokens > placed.FEW:
             return False
         if self.offset or self.window is not None or self.segments is None:
             return False
-        # With slots between those of a row, its near keys may be anywhere.
+        # With gaps between the slots of a row, its near keys may be anywhere.
         return len(self.segments) > 1 and all(isinstance(s.keys, slice) for s in self.segments)
 
     def step(self, layer: Any, dtype: torch.dtype) -> Step | None:
-        """What the layers of one layout share for a single query; None: it has none of its own."""
+        """What layers of one layout share for a single query; None if they cannot share a step."""
         key = layer.rotated.number, dtype
         if key not in self._steps:
             self._steps[key] = self._step(layer.layout, dtype)
@@ -177,7 +189,7 @@ class BatchMask:
     def rotated_segments(
         self, layout: Layout, device: torch.device, dtype: torch.dtype
     ) -> list[RotatedSegment] | None:
-        """Every segment with its rotations, made once per layout; None: there are others."""
+        """Every segment with its rotations, made once per layout; None without :attr:`segments`."""
         key = (layout, device, dtype)
         if key not in self._rotated_segments:
             self._rotated_segments[key] = self._rotate_segments(layout, device, dtype)
@@ -208,9 +220,9 @@ class BatchMask:
         return made
 
     def goes_back(self, row: int) -> Literal["document", "padding"] | None:
-        """Where a sequence has a token at an earlier position than the one before it.
+        """Why positions of a sequence decrease: a new document, or padding within it.
 
-        At the start of a document, it seems, or behind padding; None: nowhere.
+        None if they do not.
         """
         if self.given is not None:  # a tree of drafts
             return None
@@ -228,13 +240,13 @@ class BatchMask:
         return "document" if bool(back.any()) else None
 
     def _documents_of(self, row: int, valid: torch.Tensor | None) -> Iterator[torch.Tensor]:
-        """Slots of each document of a row, on the CPU; those without queries left out."""
-        documents = self.forward.documents
-        if documents is None:
-            parts = [torch.nonzero(valid[row]).flatten()]
-        else:
+        """Slots of each document of a row that has queries, on the CPU."""
+        documents, parts = self.forward.documents, []
+        if documents is not None:
             of_row = documents[row if len(documents) > 1 else 0].cpu()
             parts = [torch.nonzero(of_row == i).flatten() for i in of_row.unique()]
+        elif valid is not None:
+            parts = [torch.nonzero(valid[row]).flatten()]
         for slots in parts:
             if len(slots) and slots[-1] >= self.keys - self.forward.tokens:
                 yield slots
@@ -251,7 +263,7 @@ class BatchMask:
 
 
 def _within(reach: int | None, segments: list[Segment]) -> Iterator[Segment]:
-    """The segments, cut so that the queries of each are at most ``reach`` tokens apart."""
+    """The segments, split so that the queries of each are at most ``reach`` tokens apart."""
     for segment in segments:
         queries, keys = _count(segment.queries), _count(segment.keys)
         if reach is None or queries <= reach:
@@ -276,7 +288,7 @@ def _count(index: slice | torch.Tensor) -> int:
 
 
 def _clipped(bands: BandRotations, window: int | None) -> BandRotations | None:
-    """The bands within a window; None where only a dense mask can say that."""
+    """The bands within a window; None if only a dense mask can express that."""
     if window is None:
         return bands
     clipped = []

@@ -1,8 +1,9 @@
-"""The rotation from where queries and keys are to where a band wants them."""
+"""Rotations of queries and keys from their stored positions to the positions of a band."""
 
 from __future__ import annotations
 
 import math
+from typing import cast
 
 import torch
 
@@ -14,13 +15,13 @@ from rope_ext.rotary.device_cache import cached_on_device
 
 
 class RotationTable:
-    """Cosines and sines of ``to(t) - stored(t)`` for t = 0, 1, 2, ..., made once, on demand.
+    """Cosines and sines of ``to(t) - stored(t)`` for t = 0, 1, 2, ..., computed once on demand.
 
     Args:
-        to: where queries or keys are to be.
-        stored: where they are.
-        inv_freq: ``[pairs]``; its dtype is that of the angles.
-        pair: which pairs those are of the ones that the maps may tell apart, int64, ``[pairs]``.
+        to: position of queries or keys in the band.
+        stored: position that they are rotated to already.
+        inv_freq: ``[pairs]``; angles are computed in its dtype.
+        pair: index of each pair in the result of maps that differ by pair, int64, ``[pairs]``.
     """
 
     def __init__(self, to: Map, stored: Map, inv_freq: torch.Tensor, pair: torch.Tensor) -> None:
@@ -35,13 +36,14 @@ class RotationTable:
         cached_on_device(self, "inv_freq", device)
 
     def about(self, position: int | torch.Tensor) -> RotationTable:
-        """The same for tokens around a position, one for all or for each row ``[rows, 1]``."""
+        """The same for tokens around a position: one for all, or one per row, ``[rows, 1]``."""
         return self
 
     def at(self, t: torch.Tensor, dtype: torch.dtype) -> Rotation:
         """For any positions, ``[tokens, pairs]``."""
-        if self.idle:
-            return None
+        return None if self.idle else self._at(t, dtype)
+
+    def _at(self, t: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
         t = t.double()
         by = at(self.to, t) - at(self.stored, t)
         if by.shape[-1] > 1:
@@ -50,7 +52,7 @@ class RotationTable:
         return angles.cos().to(dtype), angles.sin().to(dtype)
 
     def between(self, first: int, last: int, device: torch.device, dtype: torch.dtype) -> Rotation:
-        """For the positions from ``first`` to ``last - 1``; one row if all are alike."""
+        """For the positions from ``first`` to ``last - 1``; one row if all are equal."""
         if self.idle:
             return None
         if self.constant:
@@ -59,30 +61,31 @@ class RotationTable:
         if made is None or len(made[0]) < last:
             size = last if made is None else max(last, 2 * len(made[0]))
             with torch.inference_mode(False):  # a table outlives the mode that it is made in
-                made = self.at(torch.arange(size, device=device), dtype)
+                made = self._at(torch.arange(size, device=device), dtype)
             self._made[device, dtype] = made
         return made[0][first:last], made[1][first:last]
 
 
 class Decay:
-    """Numbers ``exp(growth (t - origin))`` in place of cosines: pairs are scaled, not rotated.
+    """Factors ``exp(growth (t - origin))`` in place of cosines: pairs are scaled, not rotated.
 
-    Queries and keys have opposite growths, so that the origin drops out of their products. It is
-    to be close to the queries: then their numbers and those of the keys that they see are at most
-    :attr:`MOST`, whatever the dtype, and those of keys far behind vanish, as they should.
+    Queries and keys have opposite growths, so the origin cancels in their products. It must be
+    close to the queries: then the factors of queries and of the keys they see are at most
+    :attr:`MOST`, representable in any dtype, and the factors of distant keys vanish, as they
+    should.
 
     Args:
-        growth: of the logarithm with every token, ``[pairs]``.
-        origin: a position, tokens, or one for each row, ``[rows, 1]``.
+        growth: growth of the logarithm per token, ``[pairs]``.
+        origin: a position, or one per row, ``[rows, 1]``.
     """
 
     idle = False
     MOST = 16.0
-    _LEAST = 1e-26  # times a number of at most MOST it is nothing, and it is no subnormal number
+    _LEAST = 1e-26  # negligible times MOST, and not a subnormal number
 
     def __init__(self, growth: torch.Tensor, origin: int | torch.Tensor = 0) -> None:
         self.growth, self.origin = growth, origin
-        self._made: dict[tuple, tuple[int, tuple]] = {}
+        self._made: dict[tuple, tuple[int, tuple[torch.Tensor, torch.Tensor]]] = {}
 
     @classmethod
     def reach(cls, growth: torch.Tensor) -> int:
@@ -94,26 +97,29 @@ class Decay:
         cached_on_device(self, "growth", device)
 
     def about(self, position: int | torch.Tensor) -> Decay:
-        """The same for tokens around a position."""
+        """The same with another origin."""
         moved = Decay(self.growth, position)
         moved._made = self._made
         return moved
 
-    def at(self, t: torch.Tensor, dtype: torch.dtype) -> Rotation:
+    def at(self, t: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
         """For any positions, ``[tokens, pairs]``."""
         exponents = (t - self.origin).double().unsqueeze(-1) * cached_on_device(
             self, "growth", t.device
         )
-        # Keys behind the last query may be anywhere; nobody sees them.
+        # Keys after the last query may be anywhere, and no query sees them.
         numbers = exponents.exp().clamp(self._LEAST, 2 * self.MOST).to(dtype)
         return numbers, torch.zeros_like(numbers)
 
-    def between(self, first: int, last: int, device: torch.device, dtype: torch.dtype) -> Rotation:
-        """For the positions from ``first`` to ``last - 1``."""
-        first, last = first - self.origin, last - self.origin
-        start, made = self._made.get((device, dtype), (0, ((), ())))
-        end = start + len(made[0])
-        if first < start or last > end:
+    def between(
+        self, first: int, last: int, device: torch.device, dtype: torch.dtype
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """For the positions from ``first`` to ``last - 1``; one origin for all rows."""
+        origin = cast("int", self.origin)
+        first, last = first - origin, last - origin
+        start, made = self._made.get((device, dtype), (0, None))
+        end = start if made is None else start + len(made[0])
+        if made is None or first < start or last > end:
             start = 2 * first if first < start else start  # keys move away from the queries
             with torch.inference_mode(False):  # a table outlives the mode that it is made in
                 t = torch.arange(start, max(last, end), device=device)
@@ -123,4 +129,4 @@ class Decay:
 
 
 BandRotations = list[tuple[Geometry, RotationTable | Decay, RotationTable | Decay]]
-"""Of every band: which keys it shows, and the rotations of queries and of keys."""
+"""For every band: which keys it shows, and the rotations of queries and of keys."""

@@ -1,9 +1,9 @@
-"""What layers compute where a forward is known by tensors, and which graphs can have one.
+"""Attention of layers where a forward is known by tensors, and which graphs can have one.
 
-A graph must serve every step of a sequence, so what the eager path decides with numbers follows
-here from the log of positions on the cache, the number of its filled slots, and the padding. The
-eager path attends so, too, to few queries in rows that are padded differently. What cannot be
-expressed in tensors is left to the eager path, at the price of breaks in the graph.
+A graph must serve every step of a sequence, so everything that the eager path decides with values
+follows from tensors here: the positions recorded on the cache, the number of filled slots, and the
+padding. The eager path uses this, too, for few queries in rows that are padded differently.
+Forwards that tensors cannot express run eagerly, which breaks the graph.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from transformers.masking_utils import sdpa_mask
 
 from rope_ext.attention import dispatch as attention
 from rope_ext.attention import placed
-from rope_ext.attention.call import Call, RotatedBand, Rotation
+from rope_ext.attention.call import Call, RotatedBand, Rotation, each_table
 from rope_ext.caches import UNKNOWN
 from rope_ext.forward.context import forward_context
 from rope_ext.forward.positions import PositionForward, once
@@ -36,11 +36,11 @@ WHY = (
 
 
 class LayoutRotations(NamedTuple):
-    """What the layers of one layout have in common.
+    """The rotations of all layers of one layout.
 
     Args:
-        number: of the layout; a graph cannot look up an object.
-        rotations: of :meth:`PositionMap.rotations`.
+        number: index of the layout, since a graph cannot use an object as a key.
+        rotations: see :meth:`PositionMap.rotations`.
     """
 
     number: int
@@ -56,7 +56,7 @@ def batch_mask(arguments: dict[str, Any]) -> BatchMask:
 def traced(
     position_map: PositionMap, decoder: nn.Module, given: dict[str, Any]
 ) -> PositionForward | None:
-    """The forward with these arguments of the decoder in tensors; None: they cannot express it."""
+    """The forward with these arguments in tensors; None if tensors cannot express it."""
     encoding, reach = position_map.encoding, position_map.reach
     if encoding is not None and encoding.entered:
         return None
@@ -74,7 +74,7 @@ def traced(
     if context is None:
         return None
     mask, positions = given.get("attention_mask"), given.get("position_ids")
-    if isinstance(mask, dict):  # one for each kind of layer, made before the forward
+    if isinstance(mask, dict):  # one per kind of layer, made before the forward
         if "full_attention" not in mask:
             return None
         mask = mask["full_attention"]
@@ -84,13 +84,13 @@ def traced(
     fresh = isinstance(context.filled, int)
     regular = fresh and mask is None and positions is None
     if not regular:
-        # Positions without a mask may be those of several documents; others, of several axes.
+        # Positions without a mask may belong to several documents, or have several axes.
         if (cache is None and mask is None) or (positions is not None and positions.ndim > 2):
             return None
         if count > placed.FEW and torch.is_grad_enabled():
             return None
     if reach is not None or (encoding is not None and encoding.scored()):
-        regular = False  # what a kernel for many queries cannot be told in tensors
+        regular = False  # kernels for many queries cannot take these in tensors
         if count > min(placed.FEW, reach or placed.FEW):
             return None
     context.regular, context.exported = regular, calls.is_exporting()
@@ -102,7 +102,7 @@ def traced(
 def _in_cache(
     position_map: PositionMap, cache: Any, rows: int, tokens: int
 ) -> PositionForward | None:
-    """A forward of so many tokens behind those of a cache, by what tensors say of it."""
+    """A forward of ``tokens`` new tokens after those in a cache, if tensors can express it."""
 
     def context(filled: Any, room: int, known: Any = None) -> PositionForward:
         return PositionForward(
@@ -128,24 +128,24 @@ def _in_cache(
         return context(0, room)
     if tuple(known.positions.shape) != (rows, room):
         return None
-    # A copy, since the layers count on.
+    # A copy, since the layers increment it in place.
     filled = layer.cumulative_length.clone() if layer.is_initialized else 0
     return context(filled, room, known)
 
 
 def dense_mask(context: PositionForward, mask: BatchMask) -> torch.Tensor | None:
-    """The mask of a layer that stays as it was; None: plainly causal."""
+    """The mask of a layer that the map leaves alone; None: causal."""
     if mask.made is not None:
         return mask.made
     return sdpa_mask(**{**(mask.arguments or {}), "q_offset": context.filled})
 
 
 class InTensors:
-    """Attention of the layers of one layout, by what a context holds in tensors.
+    """Attention of the layers of one layout with the tensors of a forward.
 
     Args:
-        context: located.
-        rotated: what the layers have in common.
+        context: the forward, located.
+        rotated: the rotations of the layout.
     """
 
     def __init__(self, context: PositionForward, rotated: LayoutRotations) -> None:
@@ -155,7 +155,7 @@ class InTensors:
     def first_tokens(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: Call
     ) -> torch.Tensor:
-        """Of tokens that are the first of their sequences, one after the other."""
+        """For tokens 0, 1, 2, ... of their sequences."""
         query, dtype = self._scaled(query)
         tokens = self.context.tokens
         key, value = key[:, :, :tokens], value[:, :, :tokens]
@@ -168,7 +168,7 @@ class InTensors:
     def many(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: Call
     ) -> torch.Tensor:
-        """Of many queries anywhere: an operator looks at their positions when it runs."""
+        """For many queries at any positions, which an operator reads when it runs."""
         query, dtype = self._scaled(query)
         context = self.context
         first = torch.as_tensor(context.filled)
@@ -186,7 +186,7 @@ class InTensors:
     def scored(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: Call
     ) -> torch.Tensor:
-        """Of few queries whose logits an encoding makes."""
+        """For few queries with the scores of an encoding."""
         query, dtype = self._scaled(query)
         call, context = _with(call, self._bands(dtype)), self.context
         where = context.query, context.key, context.visible()
@@ -195,7 +195,7 @@ class InTensors:
     def few(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: Call
     ) -> torch.Tensor:
-        """Of few queries on all slots, every row in the same operations."""
+        """For few queries on all slots, with the same operations for every row."""
         query, dtype = self._scaled(query)
         apart = None if call.bias is None else self._distance(call.bias.shape[1])
         return placed.attend_few(query, key, value, call, self._few(dtype), apart)
@@ -209,16 +209,17 @@ class InTensors:
         return query, dtype
 
     def _query_scale(self, dtype: torch.dtype) -> torch.Tensor | None:
-        """What multiplies the queries, ``[rows or 1, 1, queries, 1]``."""
+        """Factor of the queries, ``[rows or 1, 1, queries, 1]``; None: no factor."""
         if ("query_scale", dtype) not in self.made:
             made = self.map.temperature(self.query, dtype)
             self.made["query_scale", dtype] = None if made is None else made[:, None, :, None]
         return self.made["query_scale", dtype]
 
     def _distance(self, known: int) -> torch.Tensor:
-        """From every query to every slot, tokens, ``[rows or 1, queries, slots]``.
+        """Distance from every query to every slot, tokens, ``[rows or 1, queries, slots]``.
 
-        ``known``: to how many distances something is added; of fewer than all, the last stays.
+        ``known``: number of distances with a bias. A bias of fewer distances than slots is constant
+        beyond the last one; only one for all slots has to cover every distance.
         """
         if "distance" not in self.made:
             apart = self.query[:, :, None] - self.key[:, None]
@@ -238,7 +239,7 @@ class InTensors:
         return self.made["bands", self.rotated.number, dtype]
 
     def _few(self, dtype: torch.dtype) -> placed.Few:
-        """What few queries see."""
+        """The bands for few queries."""
         if ("few", self.rotated.number, dtype) in self.made:
             return self.made["few", self.rotated.number, dtype]
         found, shown, middle = [], None, 0
@@ -260,11 +261,12 @@ class InTensors:
             hidden = hidden.masked_fill(~seen, torch.finfo(dtype).min)
             found.append((hidden, of_query.at(self.query, dtype), of_key.at(at, dtype), slots))
         flat = [x for hidden, q, k, _ in found for x in (hidden, *(q or ()), *(k or ()))]
-        sees, *flat = once([shown.any(-1), *flat])
+        sees = self.context.visible().any(-1) if shown is None else shown.any(-1)
+        sees, *flat = once([sees, *flat])
         left = iter(flat)
 
-        def rotation(made: Rotation) -> Rotation:  # for every head
-            return made and (next(left)[:, None], next(left)[:, None])
+        def rotation(made: Rotation) -> Rotation:  # with a dimension for heads
+            return each_table(made, lambda _: next(left)[:, None])
 
         parts = [
             placed.Part(next(left), rotation(q), rotation(k), slots) for _, q, k, slots in found
@@ -273,7 +275,7 @@ class InTensors:
         return self.made["few", self.rotated.number, dtype]
 
     def _refuse_gaps(self) -> None:
-        """Fail when it runs if tokens lie further apart by slot than by position."""
+        """Fail at run time if tokens are further apart by slot than by position."""
         if "gaps" not in self.made:
             own = torch.arange(self.context.tokens, device=self.key.device)
             by_slot = (self.context.filled + own)[:, None] - torch.arange(
@@ -284,9 +286,9 @@ class InTensors:
             torch._assert_async(~self.made["gaps"], placed.APART)
 
     def _slots(self, geometry: Geometry, of_key: RotationTable | Decay) -> torch.Tensor | None:
-        """The slots in which the keys of a band lie, if they are few and must be rotated.
+        """The slots of the keys of a band, if they are few and have to be rotated.
 
-        A token is at least as far from another by position as by slot.
+        Relies on tokens being at least as far apart by position as by slot.
         """
         if of_key.idle:
             return None
@@ -309,7 +311,7 @@ class InTensors:
 
 
 def _row(rotation: Rotation) -> Rotation:
-    return rotation and (rotation[0][0], rotation[1][0])
+    return each_table(rotation, lambda table: table[0])
 
 
 def _with(call: Call, bands: list[RotatedBand]) -> Call:

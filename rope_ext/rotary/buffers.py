@@ -1,27 +1,29 @@
-"""New values in the rotary buffers that a model already has, and the way back.
+"""Writes new values to the rotary buffers of a model, and restores the old ones.
 
-Cosines and sines are then computed by the model's own code, so caches, attention kernels and
-compilation stay as they are; ``hooks`` has the cases for which that is not enough.
+The model's own code then computes cosines and sines, so caches, attention kernels and compilation
+work as before; ``hooks`` has the cases for which that is not enough.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
-from rope_ext.rotary.sites import RotarySite
+from rope_ext.rotary.sites import RotarySite, buffer_of
 from rope_ext.swapping import plain, swap
 
-ABSENT = ...  # survives pickling as itself
+# A mixin: swapping.swap puts it in front of the class of a rotary module.
+_ModuleMixin = nn.Module if TYPE_CHECKING else object
+ABSENT = ...  # stays the same object when it is pickled
 _MASTERS = "_rope_ext_masters"  # on a patched rotary module: buffer name -> float32 values
 
 
 @dataclass
 class SiteState:
-    """What is needed to take a patch back from one site, bit for bit."""
+    """What is needed to undo a patch of one site bit for bit."""
 
     site: RotarySite
     buffers: dict[str, torch.Tensor]
@@ -32,13 +34,14 @@ class SiteState:
 
 @dataclass
 class Changes:
-    """What was changed on a model, and the way back.
+    """What a patch changed on a model, and how to undo it.
 
     Args:
-        parts: whatever has an ``undo`` of its own.
-        states: of the rotary sites that were written to, as they were.
-        handles: of hooks.
-        replaced: attributes: whose, the name, what it held there itself or ABSENT.
+        parts: objects with an ``undo`` method.
+        states: previous states of the rotary sites that were written to.
+        handles: handles of hooks.
+        replaced: replaced attributes: object, name, and previous value in the ``__dict__`` of the
+            object or ABSENT.
     """
 
     parts: list[Any] = field(default_factory=list)
@@ -61,7 +64,7 @@ class Changes:
             _undo(state)
 
     def grown(self) -> list[SiteState]:
-        """What transformers has made so far of the sites that :func:`grow` left to it."""
+        """Current states of the sites that :func:`grow` left to transformers."""
         return [
             replace(_save(state.site, tuple(state.attributes)), type=type(state.site.module))
             for state in self.states
@@ -75,13 +78,13 @@ def write(site: RotarySite, inv_freq: torch.Tensor, scaling: float, hooked: bool
     The values survive ``.to(dtype)``, ``.half()``, ``.to_empty()`` and pickling: they are
     written again from a float32 master whenever the module's tensors are replaced.
 
-    A module that is ``hooked``, by one of ``hooks``, gets a class of its own.
+    A module that is ``hooked``, by one of ``hooks``, gets a separate class.
     """
     module = site.module
     state = _save(site)
     masters = {**module.__dict__.get(_MASTERS, {}), **dict.fromkeys(site.buffers, inv_freq)}
     module.__dict__[_MASTERS] = masters
-    module.__dict__["_is_hf_initialized"] = True  # transformers must not initialise it again
+    module.__dict__["_is_hf_initialized"] = True  # keeps transformers from initialising it again
     setattr(module, site.scaling_attribute, scaling)
     swap(module, _Hooked if hooked else _Guarded)
     _rewrite(module)
@@ -89,9 +92,9 @@ def write(site: RotarySite, inv_freq: torch.Tensor, scaling: float, hooked: bool
 
 
 def complete(site: RotarySite) -> SiteState:
-    """Have a meta set that stays as it is written, too, when its patched module is materialised.
+    """Write an unpatched set of frequencies as well when its module is loaded from the meta device.
 
-    transformers does that for whole modules only, and not for those that :func:`write` has marked.
+    transformers initialises whole modules only, and skips those that :func:`write` has marked.
     """
     module = site.module
     state = _save(site)
@@ -115,7 +118,7 @@ def grow(site: RotarySite) -> SiteState:
 
     It reads its factor from ``module.config.rope_parameters``.
     """
-    module = site.module
+    module: Any = site.module
     counter = f"{site.prefix}max_seq_len_cached"
     lengths = ("max_seq_len_cached", "original_max_seq_len")
     state = _save(site, ("rope_type", *lengths, counter, "attention_scaling"))
@@ -129,7 +132,7 @@ def grow(site: RotarySite) -> SiteState:
 
 
 def go_on(grown: list[SiteState]) -> None:
-    """Let sites that grow again go on from where they were."""
+    """Let sites that grow again continue from their earlier states."""
     for state in grown:
         _undo(state)
 
@@ -139,9 +142,9 @@ def _save(site: RotarySite, extra: tuple[str, ...] = ()) -> SiteState:
     own = site.module.__dict__
     return SiteState(
         site=site,
-        buffers={name: site.module._buffers[name].detach().clone() for name in site.buffers},
+        buffers={name: buffer_of(site.module, name).detach().clone() for name in site.buffers},
         attributes={name: own.get(name, ABSENT) for name in names},
-        type=plain(site.module),  # another of its sites may be patched already
+        type=plain(site.module),  # another site of the module may be patched already
     )
 
 
@@ -154,14 +157,14 @@ def _undo(state: SiteState) -> None:
             module.__dict__[name] = value
     module.__class__ = state.type
     for name, value in state.buffers.items():
-        materialised = value.is_meta and not module._buffers[name].is_meta
+        materialised = value.is_meta and not buffer_of(module, name).is_meta
         _put(module, name, state.site.loaded if materialised else value)
 
 
 @torch.no_grad()
 def _put(module: nn.Module, name: str, value: torch.Tensor) -> None:
-    """Write a buffer in place where it can be: compiled graphs hold on to its memory."""
-    buffer = module._buffers[name]
+    """Write a buffer, in place if possible, since compiled graphs keep its memory address."""
+    buffer = buffer_of(module, name)
     if buffer.is_meta or buffer.dtype != value.dtype or buffer.shape != value.shape:
         module._buffers[name] = value.to(
             value.device if value.is_meta else buffer.device, copy=True
@@ -172,12 +175,12 @@ def _put(module: nn.Module, name: str, value: torch.Tensor) -> None:
 
 def _rewrite(module: nn.Module) -> None:
     for name, value in module.__dict__.get(_MASTERS, {}).items():
-        if not module._buffers[name].is_meta:  # written once it is materialised
+        if not buffer_of(module, name).is_meta:  # written once it is materialised
             _put(module, name, value)
 
 
-class _Guarded:
-    """Of a rotary module whose patched buffers follow the device but never the dtype."""
+class _Guarded(_ModuleMixin):
+    """Mixin for rotary modules whose patched buffers follow the device but never the dtype."""
 
     def _apply(self, fn: Any, recurse: bool = True) -> nn.Module:
         super()._apply(fn, recurse)
@@ -186,8 +189,8 @@ class _Guarded:
 
 
 class _Hooked(_Guarded):
-    """Of one with a hook besides.
+    """Mixin for rotary modules that also have a hook.
 
-    Compiled graphs are guarded by the class of a module and not by its hooks: with one class
-    for both, a graph made without the hook would go on serving a module that has it.
+    Compiled graphs are guarded by the class of a module and not by its hooks. With one class for
+    both, a graph compiled without the hook would still serve a module that has it.
     """

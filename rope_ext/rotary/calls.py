@@ -1,4 +1,4 @@
-"""What the hooks on a model ask about a call."""
+"""Questions that the hooks on a model ask about a call."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from rope_ext.errors import CacheError, UnsupportedModelError
+from rope_ext.forward.context import run_eagerly
 from rope_ext.rotary.buffers import ABSENT, Changes
 
 
@@ -23,29 +24,29 @@ _ATTENTION = nn.functional.scaled_dot_product_attention
 
 
 def is_exporting() -> bool:
-    """Whether torch.export makes a program.
+    """Whether torch.export is tracing.
 
-    In a graph of torch.compile torch 2.11 answers this question of its own with yes (pytorch
-    issue 176347).
+    ``torch.compiler.is_exporting()`` is True in every graph of torch 2.11 (pytorch issue 176347).
     """
     return torch.compiler._is_exporting_flag
 
 
 def is_sharded() -> bool:
-    """Whether each device may get a part of every sequence, as a graph can tell."""
+    """Whether each device may get a part of every sequence; can be traced."""
     return nn.functional.scaled_dot_product_attention is not _ATTENTION
 
 
 def runs_layers_again(decoder: nn.Module) -> bool:
-    """Whether gradient checkpointing does, after the forward."""
+    """Whether gradient checkpointing will run the layers again after the forward."""
     trains = torch.is_grad_enabled() and decoder.training
     return trains and any(getattr(m, "gradient_checkpointing", False) for m in decoder.modules())
 
 
 def refuse_continuous_batching(model: nn.Module, reason: str, changes: Changes) -> None:
-    """Let ``model.generate_batch``, and what else serves so, raise CacheError with ``reason``.
+    """Make continuous batching (``model.generate_batch``) raise CacheError with ``reason``.
 
-    Otherwise its worker thread would raise it, or transformers reject the attention implementation.
+    Otherwise the error would come from a worker thread, or transformers would reject the attention
+    implementation.
     """
     name = "init_continuous_batching"  # called by all of its entry points
     if hasattr(type(model), name):
@@ -57,11 +58,12 @@ def _refuse(reason: str, *args: Any, **kwargs: Any) -> None:
     raise CacheError(reason)
 
 
-@torch.compiler.disable
+@run_eagerly()
 def refuse_sharded(name: str, instead: str = "use a fixed frequency method such as 'yarn'") -> None:
     """Raise if each device of a context-parallel group gets a part of every sequence.
 
-    torch's ``context_parallel``, accelerate's too, replaces one function as long as it lasts.
+    ``context_parallel`` of torch and of accelerate replaces ``scaled_dot_product_attention`` while
+    it is active.
     """
     module = getattr(nn.functional.scaled_dot_product_attention, "__module__", None)
     if str(module).startswith("torch.distributed."):

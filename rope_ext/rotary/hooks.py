@@ -1,8 +1,8 @@
-"""Cosines and sines in place of those of a rotary module.
+"""Hooks that replace the cosines and sines of a rotary module.
 
-New values in its buffer are not enough for frequencies that differ between the sequences of a
-batch, for angles beyond what float32 resolves, and for layers that share a rotary module with the
-patched ones and keep the trained frequencies.
+New values in its buffer are not enough if frequencies differ between the sequences of a batch, if
+angles need more precision than float32, or if layers that keep the trained frequencies share a
+rotary module with patched ones.
 """
 
 from __future__ import annotations
@@ -10,36 +10,36 @@ from __future__ import annotations
 import inspect
 from collections.abc import Collection, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
 
 from rope_ext.errors import UnsupportedModelError
-from rope_ext.forward.context import is_traced
+from rope_ext.forward.context import is_traced, run_eagerly
 from rope_ext.rotary.calls import parameters
 from rope_ext.rotary.device_cache import cached_on_device
 from rope_ext.rotary.sequences import Sequences
-from rope_ext.rotary.sites import RotarySite, evaluating, is_local
+from rope_ext.rotary.sites import RotarySite, evaluating, is_local, vocabulary_of
 from rope_ext.rotary.third_party import replaced
 
 PRECISE_BEYOND = 131072
 """Tokens of target length beyond which angles are computed in float64 by default."""
 
-_NATIVE = "_rope_ext_native"  # on a cosine tensor: the unpatched cosine and sine
+_NATIVE = "_rope_ext_native"  # attribute of a cosine tensor: the unpatched cosine and sine
 
 
 class RotaryHook:
-    """Computes cosine and sine in place of a rotary module, from float64 frequencies.
+    """Replaces cosine and sine of a rotary module, computed from float64 frequencies.
 
     Args:
-        site: where.
-        inv_freq: float64, ``[pairs]``; used unless they follow the sequence.
-        scaling: number on cosine and sine; likewise.
-        precise: angles in float64; else in float32, as transformers computes them.
-        sequences: those of the batch, for methods that depend on them.
-        native: also keep what the unpatched module would have returned.
-        start: the first tokens of a sequence, which keep the trained frequencies.
+        site: the rotary site.
+        inv_freq: float64, ``[pairs]``; used unless frequencies follow the sequence.
+        scaling: factor of cosine and sine; used unless it follows the sequence.
+        precise: compute angles in float64; else in float32, as transformers does.
+        sequences: the sequences of the batch, for methods that depend on them.
+        native: also return what the unpatched module would have returned.
+        start: number of tokens at the start of a sequence that keep the trained frequencies.
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class RotaryHook:
         if self.precise or self.sequences is not None:
             rotated, inv_freq, scaling = positions, self.inv_freq, self.scaling
             if self.sequences is not None:
-                rotated, inv_freq, scaling = self._followed(positions)
+                rotated, inv_freq, scaling = self._followed(self.sequences, positions)
             if inv_freq is self.inv_freq:
                 inv_freq = cached_on_device(self, "inv_freq", positions.device)
             result = rotation(self.site, rotated, inv_freq, scaling, self.precise, output)
@@ -74,20 +74,26 @@ class RotaryHook:
             result = with_native(result, native)
         return result
 
-    def _followed(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, Any]:
-        """Positions, frequencies and scaling of the sequences at hand."""
-        follow = self._follow if is_traced(self.sequences) else self._follow_eagerly
-        return follow(positions)
+    def _followed(
+        self, sequences: Sequences, positions: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, Any]:
+        """Positions, frequencies and scaling of the current sequences."""
+        follow = self._follow if is_traced(sequences) else self._follow_eagerly
+        return follow(sequences, positions)
 
-    @torch.compiler.disable
-    def _follow_eagerly(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, Any]:
-        return self._follow(positions)
+    @run_eagerly()
+    def _follow_eagerly(
+        self, sequences: Sequences, positions: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, Any]:
+        return self._follow(sequences, positions)
 
-    def _follow(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, Any]:
-        forward = self.sequences.at(positions)
+    def _follow(
+        self, sequences: Sequences, positions: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, Any]:
+        forward = sequences.at(positions)
         dtype = torch.float64 if self.precise else torch.float32
         inv_freq, scaling = self.inv_freq, self.scaling
-        if self.sequences.method.adapts:
+        if sequences.method.adapts:
             inv_freq, scaling = forward.frequencies(self.site, positions, dtype)
         if self.start:
             positions = forward.counted(positions)
@@ -97,14 +103,14 @@ class RotaryHook:
     def _kept(
         self, positions: torch.Tensor, inv_freq: torch.Tensor, dtype: torch.dtype
     ) -> torch.Tensor:
-        """Frequencies of every token, ``[rows, tokens, pairs]``: the first keep the trained."""
+        """Frequencies of every token, ``[rows, tokens, pairs]``; the first ones stay as trained."""
         place = positions.amax(0) if positions.ndim == 3 else positions
         trained, inv_freq = (x.to(place.device, dtype) for x in (self.site.loaded, inv_freq))
         return torch.where((place < self.start).unsqueeze(-1), trained, inv_freq)
 
 
 class Locating:
-    """Forward hook of a rotary module that takes note of positions, and changes nothing."""
+    """Forward hook of a rotary module that records positions and changes nothing."""
 
     def __init__(self, site: RotarySite, sequences: Sequences) -> None:
         self.site, self.sequences = site, sequences
@@ -114,7 +120,7 @@ class Locating:
         locate = self._locate if is_traced(self.sequences) else self._locate_eagerly
         locate(args, kwargs)
 
-    @torch.compiler.disable
+    @run_eagerly()
     def _locate_eagerly(self, args: tuple, kwargs: dict) -> None:
         self._locate(args, kwargs)
 
@@ -125,17 +131,17 @@ class Locating:
 
 @torch.no_grad()
 def refuse_unused(decoder: nn.Module, sites: list[RotarySite]) -> None:
-    """Raise where code of another package does not rotate by what the rotary modules return.
+    """Raise if code of another package ignores the output of the rotary modules.
 
-    Decoders whose forwards are all their classes' own are not run.
+    Only runs the decoder if some forward in it was replaced.
     """
     there = replaced(decoder)
     if not there:
         return
-    vocabulary = decoder.get_input_embeddings()
+    vocabulary = vocabulary_of(decoder)
     tokens = torch.arange(16, device="cpu") * 37 % vocabulary.num_embeddings
     tokens = tokens.unsqueeze(0).to(vocabulary.weight.device)
-    reason = "it does not turn by what the rotary module returns"
+    reason = "it does not use the output of the rotary module"
 
     def hidden() -> torch.Tensor:
         return decoder(input_ids=tokens, use_cache=False)[0].double()
@@ -174,15 +180,15 @@ def rotation(
     precise: bool,
     like: Any,
 ) -> Any:
-    """What a rotary module returns, of other frequencies or positions.
+    """Output of a rotary module for other frequencies or positions.
 
     Args:
-        site: of the module.
-        positions: ``[rows, tokens]``, or ``[axes, rows, tokens]``, whole or not.
+        site: the rotary site.
+        positions: ``[rows, tokens]``, or ``[axes, rows, tokens]``, integers or not.
         inv_freq: ``[pairs]``, or ``[rows, tokens or 1, pairs]``.
-        scaling: number on cosine and sine.
-        precise: angles in float64, else in float32, as transformers computes them.
-        like: the module's own output, for its dtype.
+        scaling: factor of cosine and sine.
+        precise: compute angles in float64, else in float32, as transformers does.
+        like: the output of the module itself, for its dtype.
     """
     dtype = torch.float64 if precise else torch.float32
     columns = site.columns
@@ -203,10 +209,10 @@ def rotation(
 
 
 class _Both(tuple):
-    """Cosine and sine, and what the unpatched module would have returned.
+    """Cosine and sine with the output of the unpatched module as an attribute.
 
-    For graphs, which can neither put an attribute on a tensor nor see one. Elsewhere the tensor
-    has it: wrappers make another tuple of the same tensors.
+    Used in graphs, where tensors cannot have attributes. Elsewhere the attribute is on the cosine
+    tensor, since wrappers may build another tuple of the same tensors.
     """
 
     native: Any
@@ -218,19 +224,19 @@ class _Both(tuple):
 
 
 def with_native(embeddings: Any, native: Any) -> Any:
-    """``embeddings``, with what the unpatched module would have returned for layers to find."""
+    """``embeddings`` with the output of the unpatched module attached, for layers to find."""
     if torch.compiler.is_compiling() and isinstance(embeddings, tuple):
         return _Both(embeddings, native)
     _attach(embeddings, native)
     return embeddings
 
 
-@torch.compiler.disable
+@run_eagerly()
 def _attach(embeddings: Any, native: Any) -> None:
-    _first(embeddings).__dict__[_NATIVE] = native
+    setattr(_first(embeddings), _NATIVE, native)
 
 
-@torch.compiler.disable
+@run_eagerly()
 def _attached(embeddings: Any) -> Any:
     return getattr(_first(embeddings), _NATIVE, None)
 
@@ -240,13 +246,13 @@ def _first(embeddings: Any) -> torch.Tensor:
 
 
 def local_layers(decoder: nn.Module, layer_types: Sequence[str]) -> list[nn.Module]:
-    """The attention layers that see a limited window only, by the kind of each layer."""
+    """The attention layers that see a limited window only, according to ``layer_types``."""
     return [
         module
         for module in decoder.modules()
         if isinstance(getattr(module, "layer_idx", None), int)
         and "Attention" in type(module).__name__
-        and is_local(layer_types[module.layer_idx])
+        and is_local(layer_types[cast("int", module.layer_idx)])
     ]
 
 
@@ -254,7 +260,7 @@ def keep_native(decoder: nn.Module, modules: Collection[nn.Module]) -> list[Any]
     """Give attention layers the unpatched cosine and sine.
 
     Raises:
-        UnsupportedModelError: one of them does not receive them as an argument.
+        UnsupportedModelError: a layer does not take them as an argument.
     """
     handles = []
     for name, module in decoder.named_modules():
@@ -273,7 +279,7 @@ def keep_native(decoder: nn.Module, modules: Collection[nn.Module]) -> list[Any]
 def _use_native(
     names: Sequence[str], module: nn.Module, args: tuple, kwargs: dict
 ) -> tuple[tuple, dict]:
-    """Pre-hook of an attention layer whose arguments have these names."""
+    """Pre-hook of an attention layer whose arguments have these ``names``."""
     given = {**dict(zip(names, args, strict=False)), **kwargs}
     embeddings = given["position_embeddings"]
     native = embeddings.native if isinstance(embeddings, _Both) else _attached(embeddings)

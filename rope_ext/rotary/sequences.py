@@ -1,6 +1,6 @@
-"""Follows the sequences that a decoder runs, and keeps the frequencies of each what they are.
+"""Follows the sequences that a decoder runs, and keeps the frequencies of each fixed.
 
-What belongs to a request is stored on its cache, or in the thread's state as long as the request
+The state of a request is stored on its cache, or in the state of the thread while the request
 runs: the same model may serve several threads, and one of them may start a second request within
 the first.
 """
@@ -18,7 +18,14 @@ from torch import nn
 
 from rope_ext.caches import UNKNOWN, attach, watch
 from rope_ext.errors import CacheError, UnsupportedModelError
-from rope_ext.forward.context import caches_in, current, enter, forward_context, leave
+from rope_ext.forward.context import (
+    caches_in,
+    current,
+    enter,
+    forward_context,
+    leave,
+    run_eagerly,
+)
 from rope_ext.forward.sequences import STARTED, SequenceForward, Started
 from rope_ext.methods import FrequencyMethod
 from rope_ext.rotary.buffers import ABSENT, Changes
@@ -42,16 +49,16 @@ _FILLED = (
 
 @dataclass(eq=False)
 class Request:
-    """A call of ``generate`` under way.
+    """A call of ``generate`` in progress.
 
     Args:
-        sequences: of the model that generates.
-        lengths: tokens that each row will have, float64, ``[rows]``; None: not known.
-        room: the same for the whole batch, with the padding.
-        guided: by ``guidance_scale``: a second branch without the prompt runs beside the first
-            and gets its frequencies, since the two are subtracted from each other.
-        due: whether the next forward is its own, and not one that a streamer, a stopping
-            criterion or the like makes for itself.
+        sequences: the sequences of the model that generates.
+        lengths: number of tokens that each row will have, float64, ``[rows]``; None: not known.
+        room: the same for the whole batch, including padding.
+        guided: whether ``guidance_scale`` runs a second branch without the prompt. It gets the
+            frequencies of the first, since the two are subtracted from each other.
+        due: whether the next forward belongs to the call, and not to a streamer, a stopping
+            criterion or the like.
     """
 
     sequences: Sequences
@@ -64,13 +71,13 @@ class Request:
 class Sequences:
     """Keeps the frequencies of every sequence fixed from its first token to its last.
 
-    A decoder pre-hook begins a :class:`SequenceForward`; the hook of the rotary module asks it.
-    Sequences that go on are known from their cache; those that start are read off positions and
-    mask.
+    A decoder pre-hook begins a :class:`SequenceForward`, which the hook of the rotary module uses.
+    Sequences that continue are recorded on their cache; those that start are found from positions
+    and mask.
 
     Args:
-        method: whose frequencies depend on the length or on the place of a token.
-        trained: tokens below which no method changes anything.
+        method: its frequencies depend on the length of a sequence or on the position of a token.
+        trained: trained length, up to which no method changes anything.
     """
 
     def __init__(self, method: FrequencyMethod, trained: int) -> None:
@@ -90,7 +97,7 @@ class Sequences:
         return forward
 
     def at(self, positions: torch.Tensor) -> SequenceForward:
-        """The forward in progress; outside of any, one made of ``positions`` alone."""
+        """The forward in progress; if there is none, one made from ``positions`` alone."""
         forward = self.current()
         if forward is None:
             forward = SequenceForward(self, 1, positions.shape[-1], 0, None, False, None)
@@ -111,11 +118,12 @@ class Sequences:
         self, site: RotarySite, lengths: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """``[lengths, pairs]`` and ``[lengths]``, float64."""
-        inv_freq = self.method.inv_freq_at(site.rope, lengths)
-        # A row that needs no extension gets the very numbers the checkpoint came with.
+        method: Any = self.method  # methods that adapt have frequencies and scaling by length
+        inv_freq = method.inv_freq_at(site.rope, lengths)
+        # A row that needs no extension gets exactly the frequencies of the checkpoint.
         same = torch.isclose(inv_freq, site.rope.inv_freq, rtol=1e-12, atol=0)
         inv_freq = torch.where(same, site.loaded.double(), inv_freq)
-        return inv_freq, self.method.attention_scaling_at(site.rope, lengths) * site.scaling
+        return inv_freq, method.attention_scaling_at(site.rope, lengths) * site.scaling
 
     def begin(self, decoder: nn.Module, args: tuple, kwargs: dict) -> None:
         """Decoder pre-hook."""
@@ -129,7 +137,7 @@ class Sequences:
             enter(traced)
 
     def _traced(self, decoder: nn.Module, given: dict[str, Any]) -> SequenceForward | None:
-        """The forward with these arguments in tensors; None: it cannot be expressed in them."""
+        """The forward with these arguments in tensors; None if tensors cannot express it."""
         if given.get("cache") is not None or is_sharded() or runs_layers_again(decoder):
             return None
         tokens = given.get("input_ids")
@@ -158,9 +166,9 @@ class Sequences:
         mask = given.get("attention_mask")
         return SequenceForward(self, rows, length, 0, None, True, stored, mask=mask)
 
-    @torch.compiler.disable
+    @run_eagerly()
     def _begin(self, given: dict[str, Any]) -> None:
-        """Begin a forward whose numbers can be read."""
+        """Begin a forward whose values can be read."""
         name, request = self.method.name, self._request()
         if request is not None and not (request.due or request.guided):
             request = None
@@ -201,7 +209,7 @@ class Sequences:
         )
 
     def _does(self) -> tuple[str, str]:
-        """What the method does to every sequence, and how to do without."""
+        """What the method does to every sequence, and how to avoid it."""
         if self.method.adapts:
             return "chooses the frequencies", "pass length=TOKENS to fix them"
         if self.method.start_tokens:
@@ -209,7 +217,7 @@ class Sequences:
         return "scales the queries", "give temperature= a number, or leave it out"
 
     def _stored(self, cache: Any, rows: int) -> Started | None:
-        """What a cache that has tokens knows of its sequences."""
+        """The sequences recorded on a cache that has tokens."""
         name, stored = self.method.name, getattr(cache, STARTED, None)
         if not self.method.adapts and stored is None:
             return Started(
@@ -237,7 +245,7 @@ class Sequences:
         return stored
 
     def _warn(self, stored: Started, reached: int) -> None:
-        """Say once that a sequence has become longer than its frequencies are made for."""
+        """Warn once that a sequence has become longer than its frequencies are made for."""
         if self.warned or reached <= max(stored.room, self.trained):
             return
         self.warned = True
@@ -252,7 +260,7 @@ class Sequences:
         )
 
     def end(self, decoder: nn.Module, args: tuple, kwargs: dict, output: Any) -> None:
-        """Decoder hook: a cache that the decoder made itself knows the sequences too."""
+        """Decoder hook: records the sequences on a cache that the decoder created, too."""
         forward = current(self)
         if forward is None or not forward.traced:
             self._end(decoder, output)
@@ -262,10 +270,10 @@ class Sequences:
             if forward.started is not None and getattr(cache, STARTED, None) is not forward.started:
                 setattr(cache, STARTED, forward.started)
 
-    @torch.compiler.disable
+    @run_eagerly()
     def _end(self, decoder: nn.Module, output: Any) -> None:
         forward = current(self)
-        if forward is None:  # refused before it began
+        if forward is None:  # an error was raised before it began
             return
         leave(forward)
         if forward.started is None or output is None:
@@ -277,15 +285,15 @@ class Sequences:
             # With gradient checkpointing, layers run again in the thread that goes backward.
             hidden.register_hook(lambda gradient: setattr(forward_context, "recomputed", forward))
 
-    def generate(self, model: nn.Module, original: Any, *args: Any, **kwargs: Any) -> Any:
+    def generate(self, model: Any, original: Any, *args: Any, **kwargs: Any) -> Any:
         """Announce prompt plus new tokens of every row, then generate."""
         names = tuple(inspect.signature(type(model).generate).parameters)[1:]
         given = {**dict(zip(names, args, strict=False)), **kwargs}
         drafts = getattr(given.get("generation_config"), "is_assistant", False)
-        if drafts and self._request() is not None:  # for itself: the same sequence
+        if drafts and self._request() is not None:  # an assistant drafts for the same sequence
             return original(*args, **kwargs)
         prepare = getattr(model.prepare_inputs_for_generation, "func", None)
-        # PEFT's prompt tuning prepares in a way of its own: take the first forward at least.
+        # PEFT's prompt tuning prepares inputs differently: take the first forward at least.
         request = Request(self, *_announced(model, given), due=prepare != self.prepare)
         forward_context.requests.append(request)
         try:
@@ -302,8 +310,8 @@ class Sequences:
         return inputs
 
 
-def _announced(model: nn.Module, given: dict[str, Any]) -> tuple[torch.Tensor | None, int, bool]:
-    """Of a :class:`Request`: ``lengths``, ``room`` and ``guided``."""
+def _announced(model: Any, given: dict[str, Any]) -> tuple[torch.Tensor | None, int, bool]:
+    """``lengths``, ``room`` and ``guided`` of a :class:`Request`."""
     tokens = given.get("inputs") if given.get("input_ids") is None else given["input_ids"]
     embeds = given.get("inputs_embeds")
     prompt = tokens if embeds is None else embeds
@@ -330,7 +338,7 @@ def _announced(model: nn.Module, given: dict[str, Any]) -> tuple[torch.Tensor | 
 
 
 def follow(decoder: nn.Module, model: nn.Module, sequences: Sequences, changes: Changes) -> None:
-    """Tell ``sequences`` of all that ``decoder`` or ``model.generate`` runs."""
+    """Make ``sequences`` follow everything that ``decoder`` or ``model.generate`` runs."""
     watch()
     sequences.names = parameters(type(decoder))
     sequences.layers = [
@@ -349,7 +357,7 @@ def follow(decoder: nn.Module, model: nn.Module, sequences: Sequences, changes: 
     }
     for name, call in calls.items():
         original = getattr(model, name)
-        replacement = functools.partial(call, original)
-        replacement.__wrapped__ = original  # from whose arguments transformers reads what it takes
+        replacement: Any = functools.partial(call, original)
+        replacement.__wrapped__ = original  # transformers inspects the signature of the original
         changes.replaced.append((model, name, model.__dict__.get(name, ABSENT)))
         setattr(model, name, replacement)

@@ -1,7 +1,7 @@
 """Finds the rotary embeddings of a loaded model.
 
-Nothing here knows a model family. A rotary site is a buffer whose name ends in ``inv_freq``, and
-``probe`` proves what its module does with it.
+Nothing here depends on a model family. A rotary site is a buffer whose name ends in ``inv_freq``,
+and ``probe`` proves how its module uses it.
 """
 
 from __future__ import annotations
@@ -11,13 +11,13 @@ import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
 
 from rope_ext.errors import NoRopeError, OptionError, UnsupportedModelError
-from rope_ext.methods import FrequencyMethod, Rope, geometric
+from rope_ext.methods import FrequencyMethod, Method, Rope, geometric
 from rope_ext.methods.rope import MOST_TOKENS, plain_number
 from rope_ext.record import trained_length
 from rope_ext.rotary.probe import Columns, prove
@@ -28,7 +28,7 @@ _LOCAL = ("sliding", "chunked", "local")
 _NO_ATTENTION = ("linear", "mamba", "conv", "recurrent")
 _MOVING = ("dynamic", "longrope")  # transformers changes their buffers from forward to forward
 _LOW = (torch.bfloat16, torch.float16)
-_BUILT = 1e-5  # devices differ in pow by a few units in the last place
+_BUILT = 1e-5  # pow differs by a few units in the last place between devices
 
 
 @dataclass(eq=False)
@@ -38,18 +38,18 @@ class RotarySite:
     Args:
         name: path of the rotary module in the model.
         module: the rotary module.
-        layer_type: the layers it serves where a module owns several sets, else None.
-        rope: what the checkpoint was trained with, before this package touched it.
-        loaded: the values that the checkpoint was loaded with, float32 on the CPU, shape
-            ``[pairs]``: those of the buffer, or of a new one where a cast has rounded it.
+        layer_type: the type of layers it serves if the module has several sets, else None.
+        rope: the embedding that the checkpoint was trained with.
+        loaded: the frequencies of the checkpoint, float32 on the CPU, ``[pairs]``: those of the
+            buffer, or of a rebuilt one if a cast has rounded it.
         rounded: whether a cast has rounded the buffer.
-        scaling: the number on cos and sin that the checkpoint came with.
-        rope_type: transformers' name for what is there already.
-        local: only layers with a limited window use it.
-        shared: layers with and without a limited window use it.
+        scaling: factor of cosine and sine in the checkpoint.
+        rope_type: transformers' name for the scaling of the checkpoint.
+        local: whether only layers with a limited window use it.
+        shared: whether layers with and without a limited window use it.
         columns: the proven layout of the module's output.
-        baked: layers of latent attention whose softmax scale has the checkpoint's own number on
-            all columns (``mscale_all_dim``): further ones go there as well.
+        baked: layers of latent attention whose softmax scale contains the checkpoint's factor
+            (``mscale_all_dim``); further factors go there as well.
     """
 
     name: str
@@ -84,25 +84,43 @@ class RotarySite:
         return f"{self.prefix}attention_scaling"
 
     def called(self, args: tuple, kwargs: dict) -> bool:
-        """Whether a call of the module with these arguments asks for these frequencies."""
+        """Whether a call of the module with these arguments uses these frequencies."""
         return kwargs.get("layer_type", args[2] if len(args) > 2 else None) == self.layer_type
 
+    def factors(self, *methods: Method) -> tuple[float, float]:
+        """Where the ``attention_factor`` of methods that act together goes.
+
+        The only place that decides this: on cosine and sine, unless the checkpoint has its own
+        factor in the softmax scale of its layers (:attr:`baked`), which also scales columns that do
+        not rotate.
+
+        Returns:
+            The number on cosine and sine, with the checkpoint's own, and the number whose square
+            multiplies the softmax scale of ``baked`` layers.
+        """
+        on_rotation, on_softmax = self.scaling, 1.0
+        for method in methods:
+            number = method.attention_scaling(self.rope)
+            if self.baked:
+                on_softmax *= number
+            else:
+                on_rotation *= number
+        return on_rotation, on_softmax
+
     def under(self, method: FrequencyMethod) -> tuple[torch.Tensor, float]:
-        """Frequencies (float64, ``[pairs]``) and scaling when ``method`` is in force.
+        """Frequencies (float64, ``[pairs]``) and scaling under ``method``.
 
         Raises:
-            OptionError: the options do not go with this model.
+            OptionError: the options are not valid for this model.
         """
-        scaling = method.attention_scaling(self.rope) * self.scaling
-        if self.baked:
-            scaling = self.scaling
+        scaling, _ = self.factors(method)
         inv_freq = method.inv_freq(self.rope)
         most = max(math.pi, float(self.rope.inv_freq.max()))  # beyond, tokens look alike
         if not (inv_freq <= most).all() or not math.isfinite(scaling):
             raise OptionError(
                 f"{method} gives frequencies up to {float(inv_freq.max()):g} radians per token and "
                 f"cos and sin times {scaling:g} on {self.name or 'this model'}; choose options "
-                f"with which no pair turns by more than half a circle per token"
+                f"with which no pair rotates by more than half a circle per token"
             )
         return inv_freq, scaling
 
@@ -114,13 +132,13 @@ class RotarySite:
 
 @dataclass(frozen=True)
 class PatchTarget:
-    """Where a patch goes.
+    """The parts of a model that a patch changes.
 
     Args:
-        model: without wrappers.
+        model: the model without wrappers.
         decoder: the part of it that reads text.
-        sites: all of its rotary sites.
-        scaled: those that the patch changes.
+        sites: all rotary sites of the decoder.
+        scaled: the sites that the patch changes.
     """
 
     model: nn.Module
@@ -129,7 +147,7 @@ class PatchTarget:
     scaled: list[RotarySite]
 
 
-def unwrap(model: nn.Module) -> nn.Module:
+def unwrap(model: Any) -> nn.Module:
     """The transformers model inside a PEFT, compiled or data-parallel wrapper."""
     while True:
         if hasattr(model, "get_base_model"):
@@ -143,34 +161,47 @@ def unwrap(model: nn.Module) -> nn.Module:
 
 
 def text_decoder(model: nn.Module) -> nn.Module:
-    """The part of ``model`` that reads text: where patches live."""
-    model = unwrap(model)
-    if not isinstance(model, nn.Module) or not hasattr(model, "config"):
+    """The part of ``model`` that reads text, which is the part to patch."""
+    unwrapped: Any = unwrap(model)
+    if not isinstance(unwrapped, nn.Module) or not hasattr(unwrapped, "config"):
         raise NoRopeError(
-            f"{type(model).__name__} is not a transformers model; pass the loaded model itself"
+            f"{type(unwrapped).__name__} is not a transformers model; pass the loaded model itself"
         )
-    decoder = model.get_decoder() if hasattr(model, "get_decoder") else model
+    decoder: Any = unwrapped
+    if hasattr(unwrapped, "get_decoder"):
+        decoder = cast("Any", unwrapped).get_decoder()
     # Some families call their output layer "decoder", and get_decoder returns that.
-    return unwrap(decoder) if hasattr(decoder, "config") else model
+    return unwrap(decoder) if hasattr(decoder, "config") else unwrapped
 
 
 def text_config(module: nn.Module) -> Any:
-    config = module.config
+    """The configuration of the text model in ``module``."""
+    config: Any = module.config
     return config.get_text_config(decoder=True) if hasattr(config, "get_text_config") else config
 
 
+def vocabulary_of(decoder: nn.Module) -> nn.Embedding:
+    """The token embeddings of a decoder."""
+    return cast("Any", decoder).get_input_embeddings()
+
+
+def buffer_of(module: nn.Module, name: str) -> torch.Tensor:
+    """A buffer of a module; rotary buffers are never None."""
+    return cast("torch.Tensor", module._buffers[name])
+
+
 def find_sites(decoder: nn.Module, length: int | None = None) -> list[RotarySite]:
-    """Every rotary site of ``decoder``, proven.
+    """Every rotary site of ``decoder``, each proven to rotate by its buffer.
 
     Args:
         decoder: the part of a model that reads text.
-        length: trained context in tokens; None reads each configuration.
+        length: trained context in tokens; None reads it from the configuration.
 
     Raises:
-        NoRopeError: there is none, or none is in use.
-        UnsupportedModelError: one of them does not rotate by its buffer, or its trained length
-            is unknown.
-        RecordError: the configuration holds a record of a patch that cannot be read.
+        NoRopeError: there is no site, or none is in use.
+        UnsupportedModelError: a module does not rotate by its buffer, or its trained length is
+            unknown.
+        RecordError: the configuration has a record of a patch that cannot be read.
     """
     _require_in_use(decoder)
     sites = []
@@ -196,7 +227,7 @@ def chosen_sites(
     """The sites to scale.
 
     Raises:
-        UnsupportedModelError: there is none that it would gain anything to scale.
+        UnsupportedModelError: every site serves layers with a limited window only.
     """
     if sliding_layers == "scale":
         return sites
@@ -212,7 +243,7 @@ def chosen_sites(
 
 
 def _require_in_use(decoder: nn.Module) -> None:
-    """Raise NoRopeError where a configuration turns the rotation off that the code has."""
+    """Raise NoRopeError if the configuration disables the rotation that the code implements."""
     uses = [module.use_rope for module in decoder.modules() if hasattr(module, "use_rope")]
     off = "its layers all have use_rope off" if uses and not any(uses) else None
     if getattr(text_config(decoder), "alibi", None):
@@ -244,7 +275,7 @@ def _site(
     prefix = f"{layer_type}_" if layer_type else ""
     rope_type = getattr(module, "rope_type", "default")
     rope_type = rope_type[layer_type] if isinstance(rope_type, dict) else str(rope_type)
-    buffer = module._buffers[f"{prefix}inv_freq"].detach()
+    buffer = buffer_of(module, f"{prefix}inv_freq").detach()
     loaded = _loaded(decoder, module, f"{prefix}inv_freq", rope_type in _MOVING)
     key = (type(module), layer_type, len(loaded))
     if key not in proven:
@@ -283,7 +314,7 @@ def _site(
 
 
 def _baked(decoder: nn.Module, parameters: dict[str, Any]) -> tuple[nn.Module, ...]:
-    """Layers whose softmax scale transformers would build otherwise without ``mscale_all_dim``."""
+    """Layers whose softmax scale would differ without ``mscale_all_dim``."""
     if not parameters.get("mscale_all_dim") or parameters.get("rope_type") not in SCALED_TYPES:
         return ()
     config = copy.deepcopy(text_config(decoder))
@@ -291,7 +322,7 @@ def _baked(decoder: nn.Module, parameters: dict[str, Any]) -> tuple[nn.Module, .
     try:
         with torch.device("meta"):
             plain = dict(type(decoder)(config).named_modules())
-    except Exception:  # then nothing can be said of it, as of all that cannot be built
+    except Exception:  # the class cannot be built from a configuration alone, so it is unknown
         return ()
     return tuple(
         module
@@ -317,11 +348,11 @@ def _base(decoder: nn.Module, parameters: dict[str, Any], loaded: torch.Tensor) 
 def _loaded(decoder: nn.Module, module: nn.Module, buffer: str, moving: bool) -> torch.Tensor:
     """The frequencies that a buffer was loaded with, float32 on the CPU.
 
-    They are built anew if the buffer is on the meta device, or if it holds them rounded by a cast
-    to bfloat16 or float16: a cast back to float32 does not bring them back. A buffer that holds
-    anything else was put there on purpose and is taken as it is.
+    They are rebuilt if the buffer is on the meta device, or if it was rounded by a cast to bfloat16
+    or float16, which a cast back to float32 cannot undo. Any other values were set on purpose and
+    are used as they are.
     """
-    value = module._buffers[buffer].detach()
+    value = buffer_of(module, buffer).detach()
     found = None if value.is_meta else value.to("cpu", torch.float32, copy=True)
     whole = value.dtype in (torch.float32, torch.float64)
     if found is not None and whole and not any(_fits(found, dtype) for dtype in _LOW):
@@ -329,7 +360,7 @@ def _loaded(decoder: nn.Module, module: nn.Module, buffer: str, moving: bool) ->
     built, error = None, "its configuration gives other values"
     try:
         with torch.device("cpu"):
-            built = type(module)(module.config)._buffers[buffer].detach()
+            built = buffer_of(type(module)(module.config), buffer).detach()
     except Exception as raised:
         error = raised
     if built is not None and (found is None or _is_rounded(found, built) or (moving and not whole)):
@@ -366,9 +397,9 @@ def _is_rounded(found: torch.Tensor, built: torch.Tensor) -> bool:
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """No dropout while it lasts, and weights that are shared out are whole where they are needed.
+    """Evaluation mode, with the weights of ZeRO-3 gathered for each forward.
 
-    Afterwards every module is in the mode it was in.
+    Afterwards every module is back in its previous mode.
     """
     training = [module for module in model.modules() if module.training]
     model.eval()
@@ -386,14 +417,14 @@ def is_local(layer_type: str) -> bool:
 
 
 def sees_window(config: Any, layer: nn.Module, window: int | None) -> bool:
-    """Whether an attention layer sees a limited window only; ``window``: what it is told."""
+    """Whether an attention layer sees a limited window only; ``window``: its ``sliding_window``."""
     kinds, index = getattr(config, "layer_types", None), getattr(layer, "layer_idx", None)
     named = bool(kinds) and isinstance(index, int) and is_local(kinds[index])
     return named or window is not None
 
 
 def _reach(config: Any, layer_type: str | None) -> tuple[bool, bool]:
-    """Whether only limited-window layers use a site, and whether both kinds do."""
+    """Whether only layers with a limited window use a site, and whether both kinds do."""
     if layer_type is not None:
         return is_local(layer_type), False
     window = getattr(config, "sliding_window", None) or getattr(

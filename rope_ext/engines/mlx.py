@@ -1,4 +1,4 @@
-"""mlx-lm, which reads a folder of transformers by the field names of before version 5."""
+"""mlx-lm, which reads transformers folders with the field names from before version 5."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from rope_ext.saving.rebuild import SCALING_FIELDS
 @register
 @dataclass(frozen=True)
 class MLX(Engine):
-    """A ``config.json`` that mlx-lm 0.32.2 does not take for an unextended model's."""
+    """A ``config.json`` that mlx-lm 0.32.2 does not read as an unextended model."""
 
     name: ClassVar[str] = "mlx"
     title: ClassVar[str] = "mlx-lm"
@@ -56,7 +56,7 @@ class MLX(Engine):
 
 
 def parameters_for(scaling: Scaling) -> dict[str, Any]:
-    """``rope_parameters`` of which mlx-lm and transformers make the same."""
+    """``rope_parameters`` that mlx-lm and transformers interpret equally."""
     parameters = dict(scaling.parameters)
     kind = parameters["rope_type"]
     if kind == "yarn" and parameters.get("truncate", True):

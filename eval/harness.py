@@ -1,16 +1,16 @@
-r"""Tasks of lm-evaluation-harness on a patched model, with the window that the patch gives it.
+r"""Tasks of lm-evaluation-harness on a patched model, with the window of the patch.
 
     pip install lm-eval
     python -m eval.harness --model checkpoints/tiny-512 --method yarn --factor 8 \
         --tasks ruler_vt,ruler_fwe --metadata '{"max_seq_lengths": [2048]}' --limit 20
 
-The harness cuts prompts on the LEFT at what it takes for the model's window, without an error.
-Here that window is ``factor`` times the trained length for every method, and for the unpatched
-model too, so that all get the very same prompts. The table shows the harness's own standard
-errors; ``harness.json`` in ``--output`` has its results in full, less the samples.
+The harness truncates prompts on the LEFT to the window of the model, without an error. Here the
+window is ``factor`` times the trained length for every method and for the unpatched model, so that
+all of them get identical prompts. The table shows the harness's standard errors; ``harness.json``
+in ``--output`` has its full results, without the samples.
 
-``ruler_vt`` needs no download; ``ruler_cwe`` needs wonderwords, ``ruler_fwe`` scipy; the ``niah``
-tasks of the harness fetch data (``python -m eval.ruler`` has its own, which do not).
+``ruler_vt`` needs no download, ``ruler_cwe`` needs wonderwords, and ``ruler_fwe`` scipy. The
+``niah`` tasks of the harness download data (those of ``python -m eval.ruler`` do not).
 """
 
 from __future__ import annotations

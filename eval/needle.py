@@ -1,4 +1,4 @@
-r"""Needles in a haystack of one's own: several needles, distractors, any text.
+r"""Needles in a haystack that you choose: several needles, distractors, any text.
 
     python -m eval.needle --model checkpoints/tiny-512 --method yarn --factor 8 \
         --lengths 512,1k,2k --needles 2 --distractors 2 --haystack my_book.txt

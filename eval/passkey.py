@@ -3,8 +3,8 @@ r"""Passkey retrieval over a grid of lengths and depths.
     python -m eval.passkey --model checkpoints/tiny-512 --method yarn,dynamic_yarn --factor 8 \
         --lengths 512,1k,2k,4k
 
-The same as ``rope-ext eval passkey``; see ``rope_eval.tasks.passkey`` for the prompt and how
-it is scored.
+The same as ``rope-ext eval passkey``; see ``rope_eval.tasks.passkey`` for the prompt and its
+scoring.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ r"""Perplexity at several context lengths, each token scored once.
         --lengths 512,1k,2k,4k --stride 256 --text my_documents/
 
 The same as ``rope-ext eval perplexity``, or ``perplexity longppl`` with --longppl; see
-``rope_eval.tasks.perplexity`` for what exactly is scored.
+``rope_eval.tasks.perplexity`` for the details of scoring.
 """
 
 from __future__ import annotations

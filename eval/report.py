@@ -4,8 +4,8 @@ r"""Several evaluators, methods and models in one report.
         --method dynamic_yarn,yarn,dynamic_ntk,ntk,llama3 --trials 20
 
 The same as ``rope-ext eval`` with several tasks. Writes ``results.json`` (settings, versions, all
-numbers), ``cells.csv``, ``table.md`` for a model card, pictures, ``report.html``, which holds
-everything and opens without a network, and ``cases.jsonl``, one line for every single case.
+numbers), ``cells.csv``, ``table.md`` for a model card, pictures, ``report.html``, which contains
+everything and works offline, and ``cases.jsonl`` with one line per case.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-r"""RULER's 13 tasks, written from their description.
+r"""RULER's 13 tasks, implemented from their description.
 
     python -m eval.ruler --model checkpoints/tiny-512 --method yarn --factor 8 \
         --lengths 1k,2k,4k --trials 20 --tasks niah_single_1,vt
 
 The same as ``rope-ext eval ruler``, where --tasks is --ruler-tasks; see
-``rope_eval.tasks.ruler`` for the tasks and what differs from the authors' code.
+``rope_eval.tasks.ruler`` for the tasks and their differences from the authors' code.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Loads what a measurement needs, cheapest first, so that mistakes show before the weights do."""
+"""Loads configurations, tokenizers and weights, cheapest first, so that errors appear early."""
 
 from __future__ import annotations
 
@@ -28,26 +28,30 @@ def load_config(model: str) -> Any:
     """The configuration of a model on disk or on the Hub.
 
     Raises:
-        MeasureError: there is none, or it is an adapter.
+        MeasureError: it cannot be loaded, or ``model`` is an adapter.
     """
-    if os.path.exists(f"{model}/adapter_config.json"):  # transformers puts it on a plain base
+    if os.path.exists(
+        f"{model}/adapter_config.json"
+    ):  # transformers would load it on the unpatched base
         raise MeasureError(
-            f"{model} is an adapter; give --model the base it was trained on and --adapter {model}"
+            f"{model} is an adapter; set --model to its base model, and --adapter {model}"
         )
     return _load("configuration", AutoConfig.from_pretrained, model)
 
 
 def load_tokenizer(model: str) -> Any:
-    """The tokenizer that lies beside a model.
+    """The tokenizer of a model.
 
     Raises:
-        MeasureError: there is none.
+        MeasureError: it cannot be loaded.
     """
     tokenizer = _load("tokenizer", AutoTokenizer.from_pretrained, model)
-    if not tokenizer("a", verbose=False)["input_ids"]:  # what transformers makes up without files
+    if not tokenizer("a", verbose=False)[
+        "input_ids"
+    ]:  # transformers builds an empty one if files are missing
         raise MeasureError(
-            f"the tokenizer of {model!r} knows no words, as where its files are missing; put them "
-            f"beside the model, such as with tokenizer.save_pretrained"
+            f"the tokenizer of {model!r} has an empty vocabulary, probably because its files are "
+            f"missing; save it next to the model with tokenizer.save_pretrained"
         )
     return tokenizer
 
@@ -60,19 +64,21 @@ def load_model(
     adapter: str | None = None,
     as_saved: bool = False,
 ) -> Any:
-    """A causal language model in evaluation mode.
+    """Load a causal language model in evaluation mode.
 
     Args:
         model: a folder or a Hub id.
-        dtype: one of ``DTYPES``; ``auto`` is float32 on a CPU, else the checkpoint's.
-        device: a torch device, or ``auto``: the accelerator, if there is one.
-        attn: transformers' name of an attention implementation, or None.
-        adapter: a PEFT adapter to put on it, or None.
-        as_saved: under the patch that its configuration records, if it does; else without.
+        dtype: one of ``DTYPES``; ``auto`` is float32 on a CPU, and the checkpoint's dtype
+            elsewhere.
+        device: a torch device, or ``auto`` for the accelerator, if there is one.
+        attn: name of an attention implementation in transformers, or None.
+        adapter: a PEFT adapter to load on top, or None.
+        as_saved: keep the patch recorded in the configuration, if there is one; otherwise remove
+            it.
 
     Raises:
-        MeasureError: it cannot be loaded as a causal language model, or the adapter onto it.
-        RecordError: its configuration records a patch that cannot be followed.
+        MeasureError: the model or the adapter cannot be loaded.
+        RecordError: the patch recorded in the configuration cannot be applied.
     """
     device = resolve_device(device)
     require_attention(attn)
@@ -94,7 +100,7 @@ def _adapted(model: Any, adapter: str) -> Any:
         from peft import PeftModel
     except ImportError:
         raise MeasureError(
-            'an adapter needs peft, which is not installed; install it with: pip install "peft"'
+            'loading an adapter requires peft; install it with: pip install "peft"'
         ) from None
     try:
         return PeftModel.from_pretrained(model, adapter)
@@ -104,17 +110,17 @@ def _adapted(model: Any, adapter: str) -> Any:
 
 def _no_adapter(adapter: str, error: Exception) -> MeasureError:
     return MeasureError(
-        f"cannot load the adapter {adapter!r} ({first_line(error)}); give --adapter a folder "
-        f"that PeftModel.save_pretrained wrote"
+        f"cannot load the adapter {adapter!r} ({first_line(error)}); set --adapter to a folder "
+        f"written by PeftModel.save_pretrained"
     )
 
 
 def adapter_record(adapter: str) -> Record | None:
-    """The patch under which an adapter was trained; None if nothing beside it tells.
+    """The patch an adapter was trained with; None if none is recorded next to it.
 
     Raises:
         MeasureError: the adapter cannot be found.
-        RecordError: what lies beside it cannot be read.
+        RecordError: the record cannot be read.
     """
     try:
         _require_place(adapter)
@@ -127,48 +133,48 @@ def adapter_record(adapter: str) -> Record | None:
 
 
 def resolve_device(device: str) -> str:
-    """``device``, with ``auto`` replaced by the accelerator, or the CPU where there is none.
+    """``device``, with ``auto`` replaced by the accelerator, or by the CPU if there is none.
 
     Raises:
-        MeasureError: there is no such device.
+        MeasureError: the device cannot be used.
     """
     if device == "auto":
         accelerator = torch.accelerator.current_accelerator(check_available=True)
         return "cpu" if accelerator is None else str(accelerator)
     try:
         found = torch.empty(0, device=device).device
-        reason = "it holds no numbers" if found.type == "meta" else None
+        reason = "it stores no data" if found.type == "meta" else None
     except (RuntimeError, AssertionError, ImportError, NotImplementedError) as error:
         reason = first_line(error)
     if reason is not None:
         raise MeasureError(
-            f"device {device!r} cannot be used here ({reason}); give --device auto, cpu, cuda, "
-            f"cuda:1 or mps"
+            f"device {device!r} cannot be used here ({reason}); set --device to auto, cpu, "
+            f"cuda, cuda:1 or mps"
         )
     return str(found)
 
 
 def require_attention(name: str | None) -> None:
-    """Check that transformers knows an attention implementation, or a kernel of the Hub is named.
+    """Check that ``name`` is an attention implementation of transformers or a kernel on the Hub.
 
     Raises:
-        OptionError: neither is so.
+        OptionError: it is neither.
     """
-    ours = ("rope_ext", "rope_ext_probe")  # a patch chooses them
+    ours = ("rope_ext", "rope_ext_probe")  # set by a patch, not by users
     known = sorted({"eager", *ALL_ATTENTION_FUNCTIONS.valid_keys()}.difference(ours))
     if name is not None and name not in known and "/" not in name:
         listed = ", ".join(one for one in known if not one.startswith("paged|"))
         raise OptionError(
-            f"unknown attention implementation {name!r}{nearest(name, known)}; give --attn one of "
-            f"{listed}, or a kernel of the Hub"
+            f"unknown attention implementation {name!r}{nearest(name, known)}; set --attn to one "
+            f"of {listed}, or to a kernel on the Hub"
         )
 
 
 def identity(name: str, config: Any) -> dict[str, Any]:
-    """What tells this checkpoint or adapter from another one, without reading the weights.
+    """Identifies a checkpoint or adapter without reading its weights.
 
-    The commit of a Hub model; the configuration and the names, sizes and times of the weight
-    files of a local one.
+    The commit of a Hub model; the configuration and the names, sizes and times of the weight files
+    of a local one.
     """
     commit = getattr(config, "_commit_hash", None)
     if commit is not None:
@@ -181,7 +187,7 @@ def identity(name: str, config: Any) -> dict[str, Any]:
 
 
 def _require_place(name: str) -> None:
-    """Tell of a folder that is not there, which transformers would take for a wrong Hub id."""
+    """Raise for a missing folder, which transformers would report as a wrong Hub id."""
     fault = loading.fault_of_place(name)
     if fault is not None:
         raise ValueError(fault)
@@ -191,29 +197,29 @@ def trained_length(config: Any) -> int:
     """Trained context in tokens, as ``patch`` reads it.
 
     Raises:
-        MeasureError: the configuration does not state it.
+        MeasureError: the configuration does not contain it.
     """
     length = trained_length_of(config.get_text_config(decoder=True))
     if length is None:
         raise MeasureError(
             "the configuration of the model has no max_position_embeddings, so its trained "
-            "length is unknown; give --trained-length TOKENS"
+            "length is unknown; set --trained-length TOKENS"
         )
     return length
 
 
 def saved_under(config: Any) -> Record | None:
-    """The patch under which a checkpoint was saved, if plain transformers cannot follow it.
+    """The patch a checkpoint was saved with, if plain transformers cannot load it.
 
     Raises:
-        RecordError: it cannot be read.
+        RecordError: the record cannot be read.
     """
     record = record_of(config.get_text_config(decoder=True))
     return None if record is None or record.plain else record
 
 
 def adapts(config: Any) -> bool:
-    """Whether the checkpoint's own frequencies, without a patch, depend on the length of text."""
+    """Whether the checkpoint itself, without a patch, has frequencies that depend on the length."""
     rope = getattr(config.get_text_config(decoder=True), "rope_parameters", None)
     record = saved_under(config)
     if record is not None:
@@ -231,11 +237,11 @@ def _load(what: str, load: Callable[..., Any], model: str, **options: Any) -> An
         raise
     except ImportError as error:
         raise MeasureError(
-            f"cannot load the {what} of {model!r} ({first_line(error)}); install that, or ask for "
-            f"something else"
+            f"cannot load the {what} of {model!r} ({first_line(error)}); install what is "
+            f"missing, or choose another model"
         ) from error
     except _FAILURES as error:
         raise MeasureError(
-            f"cannot load the {what} of {model!r} ({first_line(error)}); give --model a folder "
-            f"that save_pretrained wrote, or a model id of the Hugging Face Hub"
+            f"cannot load the {what} of {model!r} ({first_line(error)}); set --model to a folder "
+            f"written by save_pretrained, or to a model id on the Hugging Face Hub"
         ) from error

@@ -1,13 +1,13 @@
-r"""lm-evaluation-harness's own command line, which knows the model ``rope_ext`` here.
+r"""The command line of lm-evaluation-harness with the additional model ``rope_ext``.
 
     python -m rope_ext.lm_eval --model rope_ext \
         --model_args pretrained=checkpoints/tiny-512,method=yarn,factor=4 --tasks ruler_vt
 
-The harness has no way for a package to add to the models that its command ``lm_eval`` knows, so the
-command is started from here; all of its flags are as they are. Beside the arguments of its model
-``hf`` there are ``method``, ``factor``, ``trained_length``, ``compose`` and all options of the
-method. A folder that was saved under a patch, or an adapter (``peft=``) that was trained under one,
-brings it along. The window, beyond which the harness cuts prompts on the left, is the patched one.
+Packages cannot register models for the command ``lm_eval``, so this module starts it; all of its
+flags are unchanged. In addition to the arguments of its model ``hf`` there are ``method``,
+``factor``, ``trained_length``, ``compose`` and all options of the method. If a folder was saved
+with a patch, or an adapter (``peft=``) was trained with one, the patch is loaded, too. The harness
+truncates prompts on the left to the window of the patch.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ _HFLM: Any = HFLM  # lm-eval's decorator hides its type
 
 @register_model("rope_ext")
 class PatchedLM(_HFLM):
-    """A model of transformers under a method.
+    """A transformers model with a patch.
 
     Args:
         pretrained: folder or Hub id.
-        method: name of a method; None, or "none": as it was saved.
-        trained_length: tokens, if the configuration does not say it rightly.
-        **kwargs: of the method, of :func:`rope_ext.patch`, and of the harness's ``HFLM``.
+        method: name of a method; None or "none" loads the model as saved.
+        trained_length: tokens; overrides the trained length in the config.
+        **kwargs: for the method, :func:`rope_ext.patch`, and ``HFLM`` of the harness.
     """
 
     def __init__(
@@ -74,7 +74,7 @@ class PatchedLM(_HFLM):
                 return from_pretrained(path, **given)
             return from_pretrained(peft, base=path, **given)
 
-        usual = self.AUTO_MODEL_CLASS  # that of transformers, which puts no patch on
+        usual = self.AUTO_MODEL_CLASS  # the class of transformers, which applies no patch
         self.AUTO_MODEL_CLASS = types.SimpleNamespace(from_pretrained=load)
         super()._create_model(pretrained, **kwargs)
         self.AUTO_MODEL_CLASS = usual

@@ -1,4 +1,4 @@
-"""The methods that a command names, with their options, checked before anything is loaded."""
+"""The methods and options of a command, checked before anything is loaded."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from rope_ext.methods import Method, build_method, method_class
 from rope_ext.record import ARGUMENTS, Record, option_texts
 
 UNPATCHED = "none"
-"""In place of a method: the model without a patch."""
+"""Used instead of a method name: the model without a patch."""
 ADAPTER = "adapter"
-"""In place of a method: the one under which the adapter was trained."""
-_LONGEST = 40  # of an option in the name of a row, characters
+"""Used instead of a method name: the method that the adapter was trained with."""
+_LONGEST = 40  # characters of an option in the name of a row
 
 
 def checked_methods(
@@ -25,20 +25,19 @@ def checked_methods(
     adapter: str | None = None,
     force: bool = False,
 ) -> dict[str, dict[str, Any]]:
-    """Options of every method by its own name, after building each once to check them.
+    """Check methods by building each once, and return their options by canonical name.
 
     Args:
-        names: names or aliases; the unpatched model may be among them, or stand alone.
-        factor: of every method but ``adapter``.
+        names: names or aliases; may include the unpatched model, or only that.
+        factor: for every method except ``adapter``.
         options: further options, by name or alias.
-        adapter: folder or Hub id; ``adapter`` among the names stands for the patch under which
-            it was trained.
-        force: accept another one.
+        adapter: folder or Hub id; ``adapter`` in ``names`` is the patch it was trained with.
+        force: accept other methods than that.
 
     Raises:
         UnknownMethodError: there is no such method.
-        OptionError: an option is unknown, missing, out of range, or of a method not in ``names``;
-            or the adapter was trained under another patch.
+        OptionError: an option is unknown, missing, out of range, or for a method not in ``names``;
+            or the adapter was trained with another patch.
         MeasureError: the adapter cannot be found.
         SeveralErrors: more than one of these.
     """
@@ -46,15 +45,17 @@ def checked_methods(
     if not factor > 1:
         mistakes.add(
             OptionError(
-                f"factor={factor:g} would not extend anything; give --factor a number above 1"
+                f"factor={factor:g} would not extend anything; set --factor to a number above 1"
             )
         )
     if ADAPTER in options:
         mistakes.add(
-            OptionError(f"--method {ADAPTER} has its options beside the adapter; give none")
+            OptionError(f"--method {ADAPTER} reads its options from the adapter; remove the others")
         )
     if not names:
-        mistakes.add(OptionError("no method is given; choose some, such as yarn,ntk,dynamic_yarn"))
+        mistakes.add(
+            OptionError("no method given; choose one or more, such as yarn,ntk,dynamic_yarn")
+        )
     asked = [name for name in (*options, *names) if name not in (UNPATCHED, ADAPTER)]
     known = {name: mistakes.check(method_class, name) for name in asked}
     given = {known[name].name: dict(values) for name, values in options.items() if known.get(name)}
@@ -72,7 +73,7 @@ def checked_methods(
     unused = [name for name in given if name not in methods]
     if unused and names:
         mistakes.add(
-            OptionError(f"options are given for {', '.join(unused)}, which is not in use here")
+            OptionError(f"options given for {', '.join(unused)}, which is not among the methods")
         )
     mistakes.report()
     return methods
@@ -86,35 +87,35 @@ def _check(
     record: Record | None,
     force: bool,
 ) -> None:
-    """Raise OptionError for options that are not valid, or not those of the adapter's patch."""
+    """Raise an OptionError for invalid options, or options that differ from the adapter's patch."""
     try:
         method = build_method(name, **options)
         method.check()
     except OptionError as error:
         raise OptionError(
-            f"{error}; on the command line: --option {name}.NAME=VALUE, or leave {name} out"
+            f"{error}; on the command line: --option {name}.NAME=VALUE, or remove {name}"
         ) from None
     if record is None or _trained_under(record, method):
         return
-    same_name = "" if of_adapter is None else f" (and only one {name} fits into one run)"
+    same_name = "" if of_adapter is None else f" (and a run can only have one {name})"
     if not force or same_name:
         raise OptionError(
-            f"the adapter {adapter} was trained under {record.call()}, not under "
-            f"{method}{same_name}; give --method {ADAPTER} for that, or --force and "
-            f"{name} without {ADAPTER} to measure it all the same"
+            f"the adapter {adapter} was trained with {record.call()}, not with "
+            f"{method}{same_name}; use --method {ADAPTER} for that, or --force and "
+            f"{name} without {ADAPTER} to measure it anyway"
         )
 
 
 def built(name: str, options: Mapping[str, Any]) -> Method:
-    """A method of :func:`checked_methods`."""
+    """Build a method of :func:`checked_methods`."""
     return build_method(name, **{k: v for k, v in options.items() if k not in ARGUMENTS})
 
 
 def label(name: str, options: Mapping[str, Any], factor: float) -> str:
-    """A method of :func:`checked_methods` as rows of reports call it.
+    """The name of a method of :func:`checked_methods` in reports.
 
-    Options at their defaults are left out, and so is the factor that the whole run has. A value
-    that is too long for a table is shown as dots.
+    Options at their defaults and the common factor of the run are left out. A value that is too
+    long for a table is shown as dots.
     """
     if name == UNPATCHED:
         return name
@@ -133,8 +134,8 @@ def _of_adapter(adapter: str | None, record: Record | None) -> dict[str, dict[st
     if record is None:
         where = "no --adapter is given" if adapter is None else f"{adapter} has none"
         raise OptionError(
-            f"--method {ADAPTER} stands for the patch in the {SIDECAR} beside an adapter, and "
-            f"{where}; give --method the name of a method"
+            f"--method {ADAPTER} uses the patch in the {SIDECAR} of an adapter, but "
+            f"{where}; set --method to the name of a method"
         )
     beside = {k: v for k, v in record.arguments.items() if v != ARGUMENTS[k]}
     return {record.method.name: {**record.method.options(), **beside}}
@@ -150,11 +151,11 @@ def _trained_under(record: Record, method: Method) -> bool:
 
 
 def saved_otherwise(configs: Mapping[str, Any]) -> Iterator[str]:
-    """A note for every model with its configuration that comes with a patch, which is undone."""
+    """A note for each model that was saved with a patch, which is removed."""
     for model, config in configs.items():
         record = checkpoints.saved_under(config)
         if record is not None:
             yield (
-                f"{model} was saved under {record.call()}; {UNPATCHED} is without that: ask for "
-                f"this method, with its factor and options, to measure it as it was saved"
+                f"{model} was saved with {record.call()}, which {UNPATCHED} removes: to measure "
+                f"it as saved, add this method with its factor and options"
             )

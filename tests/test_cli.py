@@ -126,12 +126,12 @@ def test_compare_writes_everything(
     [
         (["--methods", "yarn,yran"], "unknown method 'yran'; did you mean 'yarn'?"),
         (["--methods", "yarn,longrope"], "longrope needs long_factor=...; on the command line"),
-        (["--methods", ","], "no method is given"),
+        (["--methods", ","], "no method given"),
         (["--option", "yarn.beta_fst=1"], "did you mean 'beta_fast'"),
         (["--option", "yarn.beta_fast=no"], "yarn: beta_fast='no' is not valid"),
-        (["--option", "pi.x=1"], "options are given for pi"),
+        (["--option", "pi.x=1"], "options given for pi"),
         (["--option", "beta_fast=1"], "use METHOD.NAME=VALUE"),
-        (["--factor", "1"], "give --factor a number above 1"),
+        (["--factor", "1"], "set --factor to a number above 1"),
         (["--lengths", "128,2kb"], "not a list of integers"),
         (["--lengths", ""], "no length to measure"),
         (["--lengths", "20,128"], "a passkey prompt needs at least"),
@@ -311,7 +311,7 @@ def test_a_model_saved_under_a_patch(checkpoint: Path, tmp_path: Path) -> None:
     def measured(model: Path, output: Path) -> list[dict]:
         words = instead(quick(model, output), ["--methods", "rerope"])
         result = call(*words, "--option", "window=20", "--windows", 1)
-        told = "saved under rope_ext.patch(model, 'rerope', factor=4, window=20)" in result.stderr
+        told = "saved with rope_ext.patch(model, 'rerope', factor=4, window=20)" in result.stderr
         assert result.exit_code == 0 and told is (model != checkpoint), result.stderr
         _, *lines = (output / "cases.jsonl").read_text().splitlines()
         return [json.loads(line)["value"] for line in lines]

@@ -1,8 +1,8 @@
-"""What a program may do in a folder of results: one run at a time, and only to its own files.
+"""Access to a results folder: one run at a time, and only to files that this program wrote.
 
-A name proves nothing: ``cases.jsonl`` or ``table.md`` may be the user's. A log is ours if it begins
-with ``HEADER``; any other file if its digest stands in the list of what was written here. The list,
-the lock and drafts are in ``.rope-ext`` inside the folder.
+A file name alone proves nothing: ``cases.jsonl`` or ``table.md`` may belong to the user. A log is
+ours if it begins with ``HEADER``, and any other file if its digest is in the list of written files.
+The list, the lock and drafts are in ``.rope-ext`` inside the folder.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ _LOGS = re.compile(r"cases(\.[1-9][0-9]*)?\.jsonl")
 
 
 def log_name(rank: int) -> str:
-    """The log of a process; that of the first is the one that stays."""
+    """The log of a process; the log of the first process is the permanent one."""
     return f"cases.{rank}.jsonl" if rank else "cases.jsonl"
 
 
 def world_size() -> int:
-    """How many processes were launched together."""
+    """Number of processes launched together."""
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 
@@ -120,7 +120,7 @@ def is_log(path: Path) -> bool:
 
 
 class Folder:
-    """A folder of results.
+    """A results folder.
 
     Args:
         path: of the folder; it need not exist.
@@ -149,7 +149,7 @@ class Folder:
 
     @property
     def logs(self) -> list[Path]:
-        """The logs of earlier runs; every process but the first has one of its own."""
+        """Logs of earlier runs; every process except the first has its own."""
         if not self.path.is_dir():
             return []
         return sorted(p for p in self.path.iterdir() if _LOGS.fullmatch(p.name) and is_log(p))
@@ -158,11 +158,11 @@ class Folder:
         """Check that these files may be written.
 
         Args:
-            names: of reports and the like; those of logs are added.
+            names: of reports and similar files; those of logs are added.
 
         Raises:
-            MeasureError: the folder cannot be written, or one of them was not written by this
-                program.
+            MeasureError: the folder is not writable, or this program did not write one of the
+                files.
         """
         with writing(self.path):
             self.path.mkdir(parents=True, exist_ok=True)
@@ -177,10 +177,10 @@ class Folder:
                 raise _foreign(self.path / name)
 
     def write(self, contents: Mapping[str, bytes]) -> list[Path]:
-        """Write files by name, each at once; returns their paths.
+        """Write files atomically, by name; returns their paths.
 
-        The list is written before them, and once more after: whenever the process dies, what lies
-        there is in it.
+        The list is written before and after them, so that it includes every file even if the
+        process is killed in between.
 
         Raises:
             MeasureError: one of them cannot be written.
@@ -197,7 +197,7 @@ class Folder:
         return [self.path / name for name in contents]
 
     def clear(self) -> None:
-        """Delete what this program wrote here, and nothing else."""
+        """Delete only the files that this program wrote."""
         known = self._known()
         ours = [self.path / name for name in known if self._owns(name, known)]
         with writing(self.path):
@@ -214,7 +214,7 @@ class Folder:
         return self.path / HIDDEN / "files.json"
 
     def _known(self) -> dict[str, list[str]]:
-        """Digests of what was written here, by name; none where the list cannot be read."""
+        """Digests of files written here, by name; empty if the list cannot be read."""
         try:
             files = json.loads(self._list.read_text(encoding="utf-8"))["files"]
             return {Path(name).name: list(map(str, digests)) for name, digests in files.items()}

@@ -80,7 +80,7 @@ def arguments(given: list[str] | None = None) -> argparse.Namespace:
 
 
 def _unsuitable(args: argparse.Namespace) -> Iterator[str]:
-    """A width that heads cannot share, and tasks that do not exist."""
+    """Errors for a width that heads do not divide, and for unknown tasks."""
     if args.heads >= 1 and args.width % (8 * args.heads):
         yield (
             f"--width {args.width} must be a multiple of 8 x --heads {args.heads}, so that a "
@@ -108,7 +108,7 @@ def subjects_of(args: argparse.Namespace) -> dict[str, Subject]:
 
 
 def settings_of(args: argparse.Namespace, subjects: dict[str, Subject]) -> dict[str, Any]:
-    """What cells must have in common to be compared."""
+    """Settings that cells must share to be comparable."""
     settings = {name: getattr(args, name) for name in (*_SIZES, "learning_rate")}
     if LENGTHS in subjects:
         settings["tasks"] = list(subjects[LENGTHS].names)
@@ -155,7 +155,7 @@ def train(
     args: argparse.Namespace,
     subjects: dict[str, Subject],
 ) -> int:
-    """Run the cells of this process; returns how many broke."""
+    """Run the cells of this process; returns the number of failed ones."""
     mine, began, failed = ranks.share(cells), time.monotonic(), 0
     for number, cell in enumerate(mine):
         minutes = (time.monotonic() - began) / 60
@@ -188,7 +188,7 @@ def _device(name: str) -> torch.device:
 
 
 def write_page(log: Log) -> int:
-    """The page and its numbers, of all that is finished."""
+    """Write the page and its numbers for all finished cells."""
     paths = Folder(log.folder).write(page.contents(log.settings, log.read()))
     print(f"wrote {', '.join(map(str, paths))}", file=sys.stderr)
     return 0

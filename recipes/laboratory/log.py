@@ -1,4 +1,4 @@
-"""The log of finished cells: one line each, appended as they come, by whichever process."""
+"""The log of finished cells: one line each, appended by every process as cells finish."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _MARK = {"program": "rope_ext", "log": "laboratory", "format": 1}
 
 @dataclass(frozen=True, order=True)
 class Cell:
-    """One model: what it is trained on, its encoding, its seed."""
+    """One model: what it is trained on, its encoding, and its seed."""
 
     subject: str
     name: str
@@ -32,17 +32,17 @@ class Log:
 
     Args:
         folder: it need not exist.
-        settings: all that cells must have in common.
+        settings: shared by all cells.
     """
 
     def __init__(self, folder: Path, settings: Mapping[str, Any]) -> None:
         self.folder, self.settings = folder, dict(settings)
 
     def files(self) -> list[Path]:
-        """Of all processes.
+        """Log files of all processes.
 
         Raises:
-            MeasureError: one was not written by this program, or under other settings.
+            MeasureError: one was not written by this program, or has other settings.
         """
         found = sorted(self.folder.glob("laboratory*.jsonl"))
         for path in found:
@@ -50,7 +50,7 @@ class Log:
         return found
 
     def read(self) -> dict[Cell, dict[str, Any]]:
-        """What is finished. A line that was cut off by the end of its process is left out."""
+        """Finished cells, without a line that was cut off when its process ended."""
         cells = {}
         for path in self.files():
             for line in path.read_text(encoding="utf-8").splitlines()[1:]:
@@ -62,7 +62,7 @@ class Log:
         return cells
 
     def append(self, rank: int, cell: Cell, record: Mapping[str, Any]) -> None:
-        """Add a cell to the file of a process; it stays whatever happens next.
+        """Append a cell durably to the file of a process.
 
         Raises:
             MeasureError: it cannot be written.
@@ -101,7 +101,7 @@ class Log:
 
 
 def settings_of(folder: Path) -> dict[str, Any] | None:
-    """The settings under which the log in a folder was begun; None: there is none."""
+    """The settings of the log in a folder; None if there is no log."""
     for path in sorted(folder.glob("laboratory*.jsonl")):
         try:
             with path.open(encoding="utf-8") as file:

@@ -1,7 +1,7 @@
-"""What is compared: one small decoder, its rotation as it is or another encoding in its place.
+"""The models: one small decoder with RoPE or with another encoding.
 
-Everything else is equal: a StableLM, because it rotates any share of each head, with the same
-initial weights for the same seed. What an encoding learns is drawn afterwards.
+Everything else is equal: a StableLM, because it supports partial rotation, with the same initial
+weights for the same seed. Parameters of an encoding are initialized afterwards.
 """
 
 from __future__ import annotations
@@ -43,17 +43,17 @@ _TEST_TIME: dict[str, Reading] = {
 
 @dataclass(frozen=True)
 class Size:
-    """Of the decoder."""
+    """The size of the decoder."""
 
     width: int = 128
     layers: int = 2
     heads: int = 4
 
     def build(self, name: str, seed: int, length: int) -> StableLmForCausalLM:
-        """The model called ``name`` with fresh weights, trained context ``length`` tokens.
+        """Build the model ``name`` with new weights and a trained context of ``length`` tokens.
 
         Raises:
-            RopeExtError: the encoding cannot be put on it.
+            RopeExtError: it does not support the encoding.
         """
         torch.manual_seed(seed)
         model = StableLmForCausalLM(
@@ -84,12 +84,12 @@ class Size:
 
 
 def known() -> list[str]:
-    """Names of all models: those with a rotation, and one for each registered encoding."""
+    """Names of all models: those with RoPE, and one for each registered encoding."""
     return [*SHARES, *(cls.name for cls in all_encodings())]
 
 
 def chosen(names: Sequence[str] | None) -> list[str]:
-    """Those of :func:`known`, with the rotation that others are compared with.
+    """The selected names of :func:`known`, including RoPE for comparison.
 
     Raises:
         OptionError: there is no such model.
@@ -104,7 +104,7 @@ def chosen(names: Sequence[str] | None) -> list[str]:
 
 
 def readings(name: str) -> Mapping[str, Reading]:
-    """How the trained model of that name is read: as it is, and with methods put on it then."""
+    """How to evaluate a trained model: as it is, and with methods applied after training."""
     ways: dict[str, Reading] = {name: lambda factor: None}
     if name in SHARES:
         ways |= {f"{name}+{way}": make for way, make in _TEST_TIME.items()}
@@ -115,7 +115,7 @@ def readings(name: str) -> Mapping[str, Reading]:
 
 @contextmanager
 def read_with(model: torch.nn.Module, make: Reading, factor: float) -> Iterator[None]:
-    """The model under what ``make`` says; within its trained length as it is."""
+    """The model with the patch of ``make``; unpatched within its trained length."""
     method = make(factor) if factor > 1 else None
     if method is None:
         yield
@@ -126,7 +126,7 @@ def read_with(model: torch.nn.Module, make: Reading, factor: float) -> Iterator[
 
 @functools.cache
 def _encoding(name: str) -> Method:
-    """With its defaults."""
+    """The encoding with its defaults."""
     try:
         return build_method(name)
     except OptionError:

@@ -1,4 +1,4 @@
-"""The page: what came out: curves, paired intervals, costs, and the published orders beside it.
+"""The report: curves, paired intervals, costs, and published rankings for comparison.
 
 Every sentence on it is computed from the numbers.
 """
@@ -40,7 +40,7 @@ from rope_eval.versions import versions
 
 PAGE, NUMBERS, TABLES = "laboratory.html", "laboratory.json", "laboratory.md"
 _NONE = "\u2013"
-_WIDTH = 6.6  # of pictures, inches: at 400 pixels, 10 points are still 8 pixels
+_WIDTH = 6.6  # of figures in inches: at 400 pixels, 10 points are still 8 pixels
 
 
 def contents(
@@ -85,7 +85,7 @@ def contents(
 
 
 def _essentials(settings: Mapping[str, Any]) -> str:
-    """What anyone who quotes a number must quote with it."""
+    """Settings and versions that belong to every quoted number."""
     told = [f"{name} {_words(value)}" for name, value in settings.items()]
     known = versions()
     told += [f"{name} {known[name]}" for name in ("rope_ext", "torch", "transformers", "python")]
@@ -100,8 +100,8 @@ def _lead(results: Results) -> list[str]:
     s, seeds = results.settings, len(results.seeds)
     words = [
         f"{s['layers']} layers of width {s['width']}, {s['heads']} heads, {s['steps']} steps on "
-        f"text and {s['problem_steps']} on problems, {seeds} {'seed' if seeds == 1 else 'seeds'}: "
-        f"the same initial weights, the same rows in the same order; only the encoding differs."
+        f"text and {s['problem_steps']} on problems, {seeds} {'seed' if seeds == 1 else 'seeds'}. "
+        f"Initial weights, rows and their order are identical; only the encoding differs."
     ]
     kinds = [
         (AT, False, "the lowest loss at the trained length"),
@@ -124,7 +124,7 @@ def _lead(results: Results) -> list[str]:
             for name in order[1:]
             if (found := difference(by[name], by[best])) and not found.clear
         ]
-        also = f"; not told apart from it: {', '.join(near)}" if near else ""
+        also = f"; no clear difference from it: {', '.join(near)}" if near else ""
         words.append(f"{best} has {told} ({_number(measure, values[best])}){also}.")
     return words
 
@@ -133,7 +133,7 @@ def _notes(results: Results) -> list[str]:
     notes = [f"{name}: {message}." for name, message in results.refused.items()]
     seeds = len(results.seeds)
     if seeds < 3:
-        notes.append(f"Intervals need three seeds; there {'is' if seeds == 1 else 'are'} {seeds}.")
+        notes.append(f"Intervals need three seeds; this run has {seeds}.")
     counts = {
         (cell.subject, cell.name): sum(
             (c.subject, c.name) == (cell.subject, cell.name) for c in results.cells
@@ -142,12 +142,12 @@ def _notes(results: Results) -> list[str]:
     }
     short = sorted(f"{name} ({subject})" for (subject, name), n in counts.items() if n < seeds)
     if short:
-        notes.append(f"Fewer seeds than the others are finished of {', '.join(short)}.")
+        notes.append(f"Fewer seeds are finished for {', '.join(short)}.")
     return notes
 
 
 def _glance(results: Results) -> Section:
-    """Quality and cost in one table, by the loss far out."""
+    """Quality and cost in one table, ordered by the loss at the longest length."""
     shown = {m: results.measures[m] for m in (AT, FAR, FOUND, LONGER) if results.measures.get(m)}
     order = _means(shown.get(FAR, shown.get(LONGER, {})))
     sign = 1 if FAR in shown else -1
@@ -165,16 +165,16 @@ def _glance(results: Results) -> Section:
         ]
         rows.append(Row(tuple(cells)))
     header = ["encoding", *(_title(results, measure) for measure in shown)]
-    header += ["step", "memory of a step", "own parameters"]
+    header += ["time of a step", "memory of a step", "added parameters"]
     return Section(
         "At a glance",
         (
-            f"Losses are in nats per byte. Below each number: how far it is from {ROPE} with the "
-            f"same seed, and the 95 % interval of that (Student, over seeds; shares in points), "
-            f"bold where it excludes zero. With so many comparisons, one in twenty does so by "
-            f"chance. A name with a + is the model before it, read with a method that was put on "
-            f"after training. Cost: the time of a training step by that of {ROPE}, the most that "
-            f"tensors held at once in it, and the parameters that the encoding has of its own.",
+            f"Losses are in nats per byte. Below each number is its difference from {ROPE} with "
+            f"the same seed and the 95 % interval (Student's t over seeds; rates in points), bold "
+            f"if it excludes zero. With this many comparisons, one in twenty does so by chance. A "
+            f"name with a + is the model before the +, evaluated with a method applied after "
+            f"training. Costs are the time of a training step relative to {ROPE}, its peak memory "
+            f"in tensors, and the additional parameters of the encoding.",
         ),
         [Table("", tuple(header), tuple(rows))],
     )
@@ -203,9 +203,9 @@ def _loss(results: Results) -> Section:
     return Section(
         "Text: loss at and beyond the trained length",
         (
-            f"Loss of the same last {s['length'] // 2} bytes of the same {s['rows']} rows of "
-            f"held-out text, with more and more before them: what a longer context does to what "
-            f"follows it. Below it the loss of every stretch of the longest rows.",
+            f"Loss of the last {s['length'] // 2} bytes of the same {s['rows']} rows of held-out "
+            f"text, with an increasing context before them. The second figure shows the loss of "
+            f"every segment of the longest rows.",
         ),
         [_table(by, AT, "bytes")],
         [_picture(figure, "loss by length and by position")],
@@ -224,14 +224,14 @@ def _retrieval(results: Results) -> Section:
     mark_trained(axes, [lengths[0]], lengths[-1])
     legend_below(figure, axes)
     sentences = [
-        "A word of three tokens that text does not have stands anywhere in it and is asked for at "
+        "A word of three tokens that does not occur in text is inserted anywhere and asked for at "
         f"the end, {results.settings['rows']} times at each length; chance is 1 in 17576."
     ]
     none = [name for name, mean in _means(by[lengths[0]]).items() if mean < 0.5]
     if none:
         sentences.append(
-            f"Retrieval has not formed in these steps (less than half are found within the "
-            f"trained length): {', '.join(none)}. Beyond it their numbers say nothing."
+            f"Not learned in these steps (less than half of the words are found within the "
+            f"trained length): {', '.join(none)}. Ignore their numbers beyond it."
         )
     return Section(
         "Text: retrieval",
@@ -265,23 +265,23 @@ def _tasks(results: Results) -> Section:
         by |= {"all": results.all_tasks(sizes)} if len(tasks) > 1 else {}
         tables.append(_table(by, LONGER, "", title))
     sentences = [
-        f"One model for all tasks, trained on up to {MOST} items; a problem is solved if every "
-        f"token of its answer is the likeliest. The line marks the trained size."
+        f"One model for all tasks, trained on up to {MOST} items. A problem is solved if every "
+        f"token of its answer is the most likely one. The line marks the largest trained size."
     ]
     for task in tasks:
         unlearned = [n for n, mean in _means(results.exact(task, within)).items() if mean < 0.5]
         if unlearned:
             sentences.append(
-                f"{task}: less than half are solved even within the trained size by "
-                f"{', '.join(unlearned)}; beyond it their numbers say nothing."
+                f"{task}: {', '.join(unlearned)} solve less than half even within the trained "
+                f"size; ignore their numbers beyond it."
             )
     return Section(
-        "Length generalisation", tuple(sentences), tables, [_picture(figure, "solved by items")]
+        "Length generalization", tuple(sentences), tables, [_picture(figure, "solved by items")]
     )
 
 
 def _training(results: Results) -> Section:
-    """Curves of training losses, by subject."""
+    """Training loss curves, by subject."""
     subjects = sorted({cell.subject for cell in results.cells}, reverse=True)
     figure = figure_of(_WIDTH, 2.8 * len(subjects) + 1.4)
     panels = figure.subplots(len(subjects), 1, squeeze=False)[:, 0]
@@ -300,7 +300,7 @@ def _training(results: Results) -> Section:
     legend_below(figure, panels[0])
     return Section(
         "Training",
-        ("Mean over seeds, of all that counts: for text, the answers too.",),
+        ("Mean over seeds of the loss on all scored tokens; for text, including answers.",),
         pictures=[_picture(figure, "training loss by step")],
     )
 
@@ -319,18 +319,18 @@ def _published(results: Results) -> Section:
         header = ("encoding", "published", f"here: {_title(results, published.measure)}")
         tables.append(Table(published.source, header, rows, held.sentences))
     sentences = [
-        "What others found with models and texts of their own size, and the same encodings here. "
-        "Where the two disagree, size, data and length of training differ as well."
+        "Published results with other models and data, compared with the same encodings here. "
+        "Where the two disagree, model size, data and training length differ, too."
     ]
     if not tables:
-        sentences = ["Fewer than two encodings of any published order are finished."]
-    return Section("Published orders beside ours", tuple(sentences), tables)
+        sentences = ["Fewer than two encodings of any published ranking are finished."]
+    return Section("Published rankings for comparison", tuple(sentences), tables)
 
 
 def _table(
     by: Mapping[Any, Mapping[str, BySeed]], measure: str, unit: str, title: str = ""
 ) -> Table:
-    """Means over seeds, each with its difference from the rotation."""
+    """Means over seeds, each with its difference from RoPE."""
     rows = [Row((Cell(n), *(_compared(measure, by[k], n) for k in by))) for n in _names(by)]
     header = ("encoding", *(f"{k} {unit}".strip() for k in by))
     return Table(title, header, tuple(rows), (BOLD,))
@@ -380,7 +380,7 @@ def _longest(results: Results) -> int:
 
 
 def _title(results: Results, measure: str) -> str:
-    """A measure with its length in numbers."""
+    """The name of a measure, including its length."""
     if not results.lengths:
         return measure
     first, last = results.lengths[0], results.lengths[-1]
@@ -395,7 +395,7 @@ def _title(results: Results, measure: str) -> str:
 def _swapped(
     by: Mapping[int, Mapping[str, BySeed]], times: float = 1
 ) -> dict[str, dict[int, float]]:
-    """Means by name, then by size, from seeds by size, then by name."""
+    """Means by name and size, from seeds by size and name."""
     lines: dict[str, dict[int, float]] = {}
     for size, table in by.items():
         for name, mean in _means(table).items():
@@ -409,7 +409,7 @@ def _lines(
     lines: Mapping[str, Mapping[int, float]],
     markers: bool = True,
 ) -> None:
-    """One line for each of ``names`` that has one; a name looks alike in every picture."""
+    """Plot one line per name that has data; each name has the same style in every figure."""
     for index, name in enumerate(names):
         if lines.get(name):
             style = style_of(index) if markers else style_of(index) | {"marker": ""}
@@ -419,7 +419,7 @@ def _lines(
 
 
 def _limit(panels: Sequence[Any], values: Sequence[float]) -> None:
-    """Both from the lowest value to what most lines reach, so that one cannot flatten the rest."""
+    """Set the same limits on all panels so that no outlier compresses the other lines."""
     low, high = min(values), max(values)
     for axes in panels:
         axes.set_ylim(low - 0.05 * (high - low), min(high * 1.05, low + 3))

@@ -1,4 +1,4 @@
-"""Differences from the rotation, paired by seed, with Student's intervals."""
+"""Differences from RoPE, paired by seed, with Student's t intervals."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _STEPS = 200  # of the integral under Student's curve
 
 @dataclass(frozen=True)
 class Difference:
-    """A mean of differences, and its interval; no ends where a single pair says nothing of it."""
+    """A mean of differences and its interval, without ends if there is only one pair."""
 
     mean: float
     low: float | None
@@ -23,12 +23,12 @@ class Difference:
 
     @property
     def clear(self) -> bool:
-        """Whether the interval leaves out zero."""
+        """Whether the interval excludes zero."""
         return self.low is not None and (self.low > 0 or self.high < 0)
 
 
 def difference(ours: Mapping[int, float], theirs: Mapping[int, float]) -> Difference | None:
-    """Of what is known of both, by seed; None: nothing is."""
+    """The difference over common seeds; None if there are none."""
     pairs = [ours[seed] - theirs[seed] for seed in sorted(ours.keys() & theirs.keys())]
     if not pairs:
         return None
@@ -41,7 +41,7 @@ def difference(ours: Mapping[int, float], theirs: Mapping[int, float]) -> Differ
 
 @functools.cache
 def student(freedom: int, confidence: float = CONFIDENCE) -> float:
-    """The two-sided quantile of Student's distribution: 4.303 for 95 % and two degrees."""
+    """The two-sided quantile of Student's t: 4.303 for 95 % and two degrees of freedom."""
     scale = math.exp(math.lgamma((freedom + 1) / 2) - math.lgamma(freedom / 2))
     scale /= math.sqrt(freedom * math.pi)
 
@@ -62,7 +62,7 @@ def student(freedom: int, confidence: float = CONFIDENCE) -> float:
 
 
 def rank_correlation(one: Sequence[float], other: Sequence[float]) -> float | None:
-    """Kendall's tau-b of two orders of the same things; None where one of them is all ties."""
+    """Kendall's tau-b of two rankings of the same items; None if one is all ties."""
 
     def sign(x: float) -> int:
         return (x > 0) - (x < 0)

@@ -1,4 +1,4 @@
-"""Published orders of encodings, and whether the laboratory's own numbers agree."""
+"""Published rankings of encodings, and whether the laboratory's numbers agree."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ BySeed = Mapping[int, float]
 
 @dataclass(frozen=True)
 class Published:
-    """An order that somebody has published.
+    """A published ranking of encodings.
 
     Args:
-        source: who, and of what.
-        measure: of ours that is held against it, by its name on the page.
-        values: what was published, by our names.
-        told: those values as words; by default the values themselves.
-        rising: whether more is better there.
+        source: who measured what.
+        measure: our measure to compare it with, by its name on the page.
+        values: published values, by our names.
+        told: these values as text; by default the values themselves.
+        rising: whether higher values are better.
     """
 
     source: str
@@ -42,14 +42,14 @@ PUBLISHED = (
         {"rope": 256, "kerple_log": 9.08, "dape": 3.70},
     ),
     Published(
-        "ALiBi, arXiv 2108.12409: tokens beyond the trained length that do no harm",
+        "ALiBi, arXiv 2108.12409: tokens beyond the trained length without loss",
         "loss at the longest",
         {"sinusoidal": 35, "rope": 150, "t5": 700, "alibi": 1e6},
         {"sinusoidal": "20 to 50", "rope": "100 to 200", "t5": "600 to 800", "alibi": "all"},
         rising=True,
     ),
     Published(
-        "ALiBi, arXiv 2108.12409: words a second while training",
+        "ALiBi, arXiv 2108.12409: words per second in training",
         "seconds per step",
         {"sinusoidal": 26.0e3, "alibi": 25.8e3, "rope": 17.7e3, "t5": 13.0e3},
         {"sinusoidal": "26.0k", "alibi": "25.8k", "rope": "17.7k", "t5": "13.0k"},
@@ -57,7 +57,7 @@ PUBLISHED = (
     ),
     Published(
         "Kazemnejad et al., arXiv 2305.19466: mean reciprocal rank on longer problems; their "
-        "rotation turns 25 % of each head, their absolute positions are sinusoids",
+        "RoPE rotates 25 % of each head, their absolute positions are sinusoids",
         "problems longer than trained",
         {"nope": 0.69, "t5": 0.55, "alibi": 0.50, "rope_25": 0.33, "sinusoidal": 0.22},
         rising=True,
@@ -70,17 +70,17 @@ PUBLISHED = (
     ),
 )
 RISING = {"problems longer than trained", "words found at 8 times the length"}
-"""Measures of ours where more is better."""
+"""Our measures for which higher values are better."""
 
 
 @dataclass(frozen=True)
 class Held:
-    """A published order beside ours.
+    """A published ranking compared with our numbers.
 
     Args:
-        published: the order.
-        ours: means, by name, of those that are in both.
-        sentences: what follows.
+        published: the ranking.
+        ours: means by name, for encodings in both.
+        sentences: conclusions.
     """
 
     published: Published
@@ -89,10 +89,10 @@ class Held:
 
 
 def hold(published: Published, measured: Mapping[str, BySeed]) -> Held | None:
-    """Compare an order with our numbers; None where fewer than two encodings are in both.
+    """Compare a ranking with our numbers; None if fewer than two encodings are in both.
 
     Args:
-        published: the order.
+        published: the ranking.
         measured: our values by name and seed.
     """
     names = [name for name in published.values if measured.get(name)]
@@ -120,14 +120,14 @@ def hold(published: Published, measured: Mapping[str, BySeed]) -> Held | None:
             other.append(f"{worse} is ahead of {better}{_interval(found)}")
     total = same + len(other) + len(open_)
     sentences = [
-        f"Of {total} {'pair' if total == 1 else 'pairs'}, {same} come out as published, "
-        f"{len(other)} the other way, {len(open_)} cannot be told apart here"
+        f"Of {total} {'pair' if total == 1 else 'pairs'}: {same} as published, {len(other)} "
+        f"reversed, {len(open_)} without a clear difference here"
         + ("." if tau is None else f"; rank correlation (Kendall) {tau:+.2f}.")
     ]
     if other:
-        sentences.append(f"The other way, with an interval that leaves out zero: {_list(other)}.")
+        sentences.append(f"Reversed, with an interval that excludes zero: {_list(other)}.")
     if open_:
-        sentences.append(f"Not told apart: {_list(open_)}.")
+        sentences.append(f"No clear difference: {_list(open_)}.")
     return Held(published, ours, tuple(sentences))
 
 

@@ -1,4 +1,4 @@
-"""Numbers of finished cells: by measure, encoding and seed."""
+"""Results of finished cells by measure, encoding and seed."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ BySeed = dict[int, float]
 
 
 class Results:
-    """What the page shows.
+    """Data for the page.
 
     Args:
         settings: of the run.
@@ -52,7 +52,7 @@ class Results:
 
     @cached_property
     def lengths(self) -> list[int]:
-        """Of text that was read, tokens."""
+        """Evaluated text lengths, tokens."""
         sizes = {int(size) for _, _, read in self._read("text") for size in read["loss"]}
         return sorted(sizes)
 
@@ -78,7 +78,7 @@ class Results:
         return found
 
     def positions(self) -> dict[str, list[float]]:
-        """Loss of each stretch of the longest rows, mean over seeds, by name."""
+        """Loss of each segment of the longest rows, averaged over seeds, by name."""
         found: dict[str, list[list[float]]] = {}
         for label, _, read in self._read("text"):
             if read["positions"]:
@@ -89,7 +89,7 @@ class Results:
         }
 
     def exact(self, task: str, sizes: Iterable[int]) -> dict[str, BySeed]:
-        """Share of problems solved, mean over sizes that were all read, by name and seed."""
+        """Fraction of problems solved, averaged over common sizes, by name and seed."""
         wanted, found = [str(size) for size in sizes], {}
         for label, seed, read in self._read("tasks"):
             if wanted and all(size in read["exact"][task] for size in wanted):
@@ -110,7 +110,7 @@ class Results:
         }
 
     def cost(self, what: str, subject: str) -> dict[str, BySeed]:
-        """A number of the training itself, by name and seed."""
+        """A measurement of training, by name and seed."""
         found: dict[str, BySeed] = {}
         for cell, record in self.cells.items():
             if cell.subject == subject and record.get(what) is not None:
@@ -119,12 +119,12 @@ class Results:
 
     @cached_property
     def cost_subject(self) -> str:
-        """Text, where it was trained on."""
+        """Text, if it was trained on."""
         return "text" if any(cell.subject == "text" for cell in self.cells) else "tasks"
 
     @cached_property
     def measures(self) -> dict[str, dict[str, BySeed]]:
-        """All that one number stands for, by the names that published orders use."""
+        """All results with a single number, by the names that published rankings use."""
         found: dict[str, dict[str, BySeed]] = {}
         if self.lengths:
             trained, longest = self.lengths[0], self.lengths[-1]
@@ -140,7 +140,7 @@ class Results:
 
     @cached_property
     def names(self) -> list[str]:
-        """Of all models as they were read, the rotation first, then as they were asked for."""
+        """All models as evaluated: RoPE first, then in the requested order."""
         labels = [
             label
             for cell, record in self.cells.items()

@@ -1,7 +1,7 @@
-"""Length generalisation: copy, reverse, addition, sorting, parity, all in one model.
+"""Length generalization: copy, reverse, addition, sorting and parity in one model.
 
-Trained on problems of up to ``MOST`` items and read on up to twice as many. Sums begin with their
-last digit, and parity is answered bit by bit, so that a small decoder can learn them at all.
+Trained on problems of up to ``MOST`` items and evaluated on up to twice as many. Sums begin with
+their last digit, and parity is answered bit by bit, so that a small decoder can learn them.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ TASKS = {
 
 
 def problem(rng: np.random.Generator, task: str, items: int) -> tuple[np.ndarray, np.ndarray]:
-    """Ids of a problem with its answer, and weights: the answer and its end count."""
+    """Token ids of a problem with its answer, and weights: the answer and its end count."""
     given, answer = TASKS[task](rng, items)
     ids = [BEGIN, ord(task[0].upper()), *given, GIVEN, *answer, END]
     weights = np.zeros(len(ids), dtype=np.float32)
@@ -75,12 +75,12 @@ def problem(rng: np.random.Generator, task: str, items: int) -> tuple[np.ndarray
 
 @dataclass(frozen=True)
 class Tasks:
-    """Problems to train on and to read.
+    """Problems for training and evaluation.
 
     Args:
-        names: of the tasks, which take turns by chance.
-        batch: problems of a step.
-        rows: problems of each task that are read at each size.
+        names: of the tasks, sampled at random.
+        batch: problems per step.
+        rows: problems of each task to evaluate at each size.
         steps: of training.
     """
 
@@ -96,10 +96,10 @@ class Tasks:
         return max(len(problem(rng, name, MOST)[0]) for name in self.names)
 
     def rows_of(self, seed: int, step: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Ids and weights of a step; a function of seed and step alone.
+        """Ids and weights of a step; depends only on the seed and the step.
 
-        Problems of several steps are drawn at once, and each step gets some of about one length:
-        with all lengths in a step half of it would be padding.
+        Problems for several steps are sampled at once, and each step gets some of similar length:
+        with all lengths in one step, half of it would be padding.
         """
         number, turn = divmod(step, _TOGETHER)
         rng = np.random.default_rng((seed, number))
@@ -114,12 +114,12 @@ class Tasks:
 
     @torch.no_grad()
     def read(self, model: torch.nn.Module, make: Reading, device: torch.device) -> dict:
-        """Share of problems whose whole answer is the likeliest, token by token.
+        """Fraction of problems whose answer has the most likely token at every position.
 
-        That is what greedy decoding would write, since it goes wrong where the first token does.
+        This is what greedy decoding would write, because it fails at the first wrong token.
 
         Returns:
-            ``exact`` by task and items; what a method refuses is in ``refused``, by items.
+            ``exact`` by task and items; errors of methods are in ``refused``, by items.
         """
         found: dict = {"exact": {name: {} for name in self.names}, "refused": {}}
         for items in READ:
@@ -140,7 +140,7 @@ class Tasks:
 def _padded(
     problems: Sequence[tuple[np.ndarray, np.ndarray]],
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Rows as long as the longest; what follows an answer is hidden from it by causality."""
+    """Pad rows to the longest; causality hides the padding from the answers."""
     longest = max(len(ids) for ids, _ in problems)
     ids = torch.full((len(problems), longest), END)
     weights = torch.zeros((len(problems), longest))

@@ -1,9 +1,9 @@
 """Text with retrieval: Python's standard library in bytes, and a word that is asked for.
 
-From text alone no retrieval forms in so short a training, and a head that looks up what followed
-its token before (an induction head) takes longer still. So the word is made of tokens that text
-does not have, each from an alphabet of its own: to be found by what they are. No encoding is built
-for that, and every one has to carry it over the distance.
+Training on plain text is too short for retrieval to emerge, and a head that looks up what followed
+the previous token (an induction head) takes even longer. So the word consists of tokens that do not
+occur in text, each from a separate alphabet, and can be found by content. This favors no encoding,
+and every encoding has to bridge the distance.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ Row = tuple[np.ndarray, np.ndarray]
 
 @dataclass(frozen=True)
 class Text:
-    """Rows to train on and to read.
+    """Rows for training and evaluation.
 
     Args:
-        length: of a row to train on, tokens.
-        batch: rows of a step.
-        rows: that are read at each length.
+        length: of a training row, tokens.
+        batch: rows per step.
+        rows: rows to evaluate at each length.
         steps: of training.
         texts: documents, for ``"train"`` or ``"held_out"``.
     """
@@ -61,7 +61,7 @@ class Text:
         return _stream(self.texts("held_out"))
 
     def rows_of(self, seed: int, step: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Ids and weights of a step, ``[batch, length]``; a function of seed and step alone."""
+        """Ids and weights of a step, ``[batch, length]``; depends only on the seed and the step."""
         rows = [
             retrieval(np.random.default_rng((seed, step, number)), self.stream, self.length)
             for number in range(self.batch)
@@ -73,13 +73,13 @@ class Text:
     def read(self, model: torch.nn.Module, make: Reading, device: torch.device) -> dict:
         """Loss and retrieval at 1 to 16 times the trained length.
 
-        The loss is that of the same last tokens of the same rows at every length: what changes is
-        how much stands before them. A word is found if all of its tokens are the likeliest.
+        At every length, the loss is on the same last tokens of the same rows, so only the context
+        changes. A word is found if each of its tokens is the most likely one.
 
         Returns:
-            ``loss`` (nats) and ``retrieval`` (share) by length, and ``positions``: the loss of
-            every stretch of the trained length in the longest rows, from the first to the last.
-            What a method refuses is in ``refused``, by length.
+            ``loss`` (nats) and ``retrieval`` (fraction) by length, and ``positions``: the loss of
+            every segment of the trained length in the longest rows, from the first to the last.
+            Errors of methods are in ``refused``, by length.
         """
         longest, scored = self.length * TIMES[-1], self.length // 2
         rng = np.random.default_rng(_HELD_OUT)
@@ -111,7 +111,7 @@ def retrieval(
     """Text with a word anywhere in its first part, which is asked for later and at the end.
 
     Args:
-        rng: what chooses.
+        rng: random number generator.
         stream: of text.
         length: of the row, tokens.
         questions: their number; None: one to four.
@@ -130,7 +130,7 @@ def retrieval(
 
 
 def _stream(texts: Sequence[str]) -> np.ndarray:
-    """ASCII, other characters as question marks, each document with its end."""
+    """ASCII, with question marks for other characters, and an end token per document."""
     ended = [np.frombuffer(text.encode("ascii", "replace"), dtype=np.uint8) for text in texts]
     return np.concatenate([part for text in ended for part in (text, [END])]).astype(np.int16)
 
@@ -143,7 +143,7 @@ def _excerpt(rng: np.random.Generator, stream: np.ndarray, tokens: int) -> np.nd
 def _forward(
     model: torch.nn.Module, rows: np.ndarray, trained: int, device: torch.device
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Loss of every token but the first of each row, and whether it is the likeliest."""
+    """Loss of every token except the first of each row, and whether it is the most likely."""
     losses, right = [], []
     some = max(1, 16 * trained // rows.shape[1])  # as many tokens at a time as in training
     for part in torch.from_numpy(rows).split(some):

@@ -1,4 +1,4 @@
-"""One cell: a fresh model trained on one subject, and what it does afterwards."""
+"""One cell: trains a new model on one subject and evaluates it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ POINTS = 20
 
 
 class Subject(Protocol):
-    """What a model is trained on and read with."""
+    """Data to train and evaluate a model with."""
 
     @property
     def trained(self) -> int: ...
@@ -41,20 +41,20 @@ def run(
     device: torch.device,
     tell: Callable[[str], None],
 ) -> dict[str, Any]:
-    """Train and read one model.
+    """Train and evaluate one model.
 
     Args:
         size: of the model.
         subject: to train on.
         name: of the encoding.
         seed: of weights and rows.
-        learning_rate: of the matrices (Muon); all else has a sixth of it (AdamW).
+        learning_rate: for matrices (Muon); other parameters use a sixth of it (AdamW).
         device: to run on.
-        tell: what is told how far it is.
+        tell: called with the progress.
 
     Raises:
-        RopeExtError: the encoding cannot be put on the model.
-        FloatingPointError: the loss is no number.
+        RopeExtError: the model does not support the encoding.
+        FloatingPointError: the loss is NaN or infinite.
     """
     model, steps = size.build(name, seed, subject.trained).to(device), subject.steps
     own = sum(p.numel() for n, p in model.named_parameters() if "rope_ext" in n)
@@ -108,7 +108,7 @@ def _update(
     ids: torch.Tensor,
     weights: torch.Tensor,
 ) -> float:
-    """One step of training; returns the loss per token that counts, nats."""
+    """One training step; returns the loss per scored token, nats."""
     logits, targets = model(input_ids=ids).logits[:, :-1], ids[:, 1:]
     losses = torch.nn.functional.cross_entropy(
         logits.flatten(0, 1), targets.flatten(), reduction="none"
@@ -123,9 +123,9 @@ def _update(
 
 
 def peak_of(function: Callable[[], float], device: torch.device) -> tuple[float, int]:
-    """What ``function`` returns, and the most bytes of tensors it held beyond those before.
+    """The result of ``function``, and the peak of the tensor bytes it allocated.
 
-    On a CPU every allocation is counted, which does not depend on what the allocator keeps.
+    On a CPU every allocation is counted, independently of what the allocator keeps.
     """
     if device.type == "cuda":
         before = torch.cuda.memory_allocated(device)

@@ -1,4 +1,4 @@
-"""The model that advice is given on: loaded, or built without weights from a configuration."""
+"""The model to advise on: loaded, or built without weights from a configuration."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from rope_ext.errors import OptionError, UnsupportedModelError, brief
 
 
 def model_of(given: nn.Module | PreTrainedConfig | str | Path) -> nn.Module:
-    """The model, or one without weights; that of a configuration saved under a patch has none."""
+    """The model, or one without weights; the patch of a saved configuration is removed."""
     return built(given)[0]
 
 
 def built(
     given: nn.Module | PreTrainedConfig | str | Path,
 ) -> tuple[nn.Module, tuple[str, ...]]:
-    """As :func:`model_of`, and a note where a patch is left out."""
+    """Like :func:`model_of`, with a note if a patch was removed."""
     from rope_ext.checkpoints import load_config, saved_under
 
     if isinstance(given, (str, Path)):

@@ -120,7 +120,7 @@ def _spectrum(site: SiteDescription) -> list[str]:
 
 
 def wavelength(inv_freq: float) -> float:
-    """Tokens for one turn of a pair with that many radians per token."""
+    """Tokens per full rotation of a pair with this many radians per token."""
     return 2 * math.pi / inv_freq if inv_freq else math.inf
 
 

@@ -1,4 +1,4 @@
-"""What other engines are given to compute a patch: one file per engine, which registers it."""
+"""Export of patches to other engines: one file per engine, which registers it."""
 
 # isort: off
 from rope_ext.engines.base import (

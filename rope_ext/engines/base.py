@@ -1,6 +1,6 @@
-"""A patch as the settings of other engines.
+"""A patch as settings for other engines.
 
-Each says against which version its formulas were read and, where it can be, run.
+Each engine states the version in which its formulas were read and, if possible, run.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ from rope_ext.rotary.sites import find_sites, text_config, text_decoder, unwrap
 
 
 class Refusal(Exception):
-    """Why an engine cannot run a patch."""
+    """The reason why an engine cannot run a patch."""
 
 
 @dataclass(frozen=True)
 class Export:
-    """The settings with which an engine computes what a patch does; ``print`` it.
+    """Settings with which an engine computes the same as a patch; ``print`` it.
 
     Args:
         engine: its name.
-        settings: the engine's own names and values; lengths are in tokens.
-        command: ready to paste, with the model's name filled in where it is known.
+        settings: in the engine's names and values; lengths are in tokens.
+        command: ready to paste, including the name of the model if it is known.
         files: text by file name.
-        notes: what to know about them.
+        notes: limitations and instructions.
     """
 
     engine: str
@@ -45,10 +45,10 @@ class Export:
     notes: tuple[str, ...] = ()
 
     def write(self, folder: str | Path) -> list[Path]:
-        """Write ``files`` into a folder, over what they replace; it is made if it is missing.
+        """Write ``files`` to a directory, replacing existing ones; it is created if missing.
 
         Raises:
-            ExportError: there are none, or a file has the name of the folder.
+            ExportError: there are no files, or the path is a file.
         """
         folder = Path(folder)
         if not self.files:
@@ -78,7 +78,7 @@ class Engine:
     """As its authors write it."""
 
     def export(self, model: nn.Module, state: Patch) -> Export:
-        """The settings under which it computes ``state``; raises :class:`Refusal`."""
+        """Settings with which the engine computes ``state``; raises :class:`Refusal`."""
         raise NotImplementedError
 
 
@@ -87,7 +87,7 @@ E = TypeVar("E", bound=type[Engine])
 
 
 def register(cls: E) -> E:
-    """Class decorator: makes an engine known by its name."""
+    """Class decorator: registers an engine under its name."""
     _REGISTRY[cls.name] = cls
     return cls
 
@@ -98,10 +98,10 @@ def all_engines() -> list[type[Engine]]:
 
 
 def build_engine(name: str, **options: Any) -> Engine:
-    """The engine of that name with these options.
+    """Build the engine with this name and these options.
 
     Raises:
-        ExportError: there is none, or it has no such option.
+        ExportError: there is no such engine, or it has no such option.
     """
     if name not in _REGISTRY:
         known = ", ".join(map(repr, _REGISTRY))
@@ -173,14 +173,14 @@ def _runs(model: nn.Module, state: Patch, engine: str) -> bool:
 
 @dataclass(frozen=True)
 class Scaling:
-    """One fixed set of frequencies, as an engine has to compute it.
+    """One fixed set of frequencies for an engine to compute.
 
     Args:
         rope: the unscaled embedding: its base, and the trained length in tokens.
         inv_freq: float64, ``[pairs]``, radians per token.
-        scaling: number on cosine and sine.
+        scaling: factor of cosine and sine.
         target: context after the extension, tokens.
-        parameters: ``rope_parameters`` of transformers that build it.
+        parameters: ``rope_parameters`` from which transformers builds the same.
     """
 
     rope: Rope
@@ -191,7 +191,7 @@ class Scaling:
 
     @classmethod
     def from_patch(cls, state: Patch) -> Scaling:
-        """What a patch that is one set of frequencies does."""
+        """The scaling of a patch with one fixed set of frequencies."""
         site = state.scaled[0]
         rope = Rope.geometric(site.rope.base, site.rope.dim, site.rope.length)
         parameters = text_config(state.decoder).rope_parameters
@@ -199,10 +199,10 @@ class Scaling:
 
     @classmethod
     def configured(cls, model: nn.Module) -> Scaling:
-        """What the configuration of a model without a patch does.
+        """The scaling in the configuration of a model without a patch.
 
         Raises:
-            Refusal: nothing, or something that changes with the sequence.
+            Refusal: there is none, or it changes with the sequence.
         """
         decoder = text_decoder(model)
         sites, config = find_sites(decoder), text_config(decoder)
@@ -229,13 +229,13 @@ class Scaling:
 
     @property
     def divisors(self) -> list[float]:
-        """What the frequencies of ``rope`` are divided by; of pairs that stand still, 1e30."""
+        """Divisors of the frequencies of ``rope``; 1e30 for pairs that do not rotate."""
         moving = self.inv_freq > 0
         return torch.where(moving, self.rope.inv_freq / self.inv_freq, 1e30).tolist()
 
     @property
     def base(self) -> float | None:
-        """Base of which these are the unscaled frequencies; None: of none."""
+        """The base whose unscaled frequencies these are, or None."""
         slowest = float(self.inv_freq[-1])
         if self.rope.dim < 4 or slowest <= 0:
             return None
@@ -244,7 +244,7 @@ class Scaling:
 
     @property
     def factor(self) -> float | None:
-        """What all frequencies are divided by; None: not all by the same."""
+        """The common divisor of all frequencies, or None."""
         divisor = self.divisors[0]
         return divisor if self._same(self.rope.base, divisor) else None
 
@@ -263,7 +263,7 @@ def refuse_unproven(state: Patch) -> None:
 
 
 def family_of(state: Patch, engine: str) -> Family:
-    """What an engine makes of the family of a patched model; raises :class:`Refusal`."""
+    """How an engine reads the family of a patched model; raises :class:`Refusal`."""
     kind, families = text_config(state.decoder).model_type, ENGINES[engine]
     if kind not in families:
         raise Refusal(
@@ -274,7 +274,7 @@ def family_of(state: Patch, engine: str) -> Family:
 
 
 def refuse_kind(family: Family, kind: str) -> None:
-    """Raise unless an engine computes this ``rope_type`` for a family."""
+    """Raise unless an engine supports this ``rope_type`` for a family."""
     if kind not in family.kinds:
         raise Refusal(f"{family.reason} (rope_type {kind!r})")
 
@@ -290,7 +290,7 @@ def refuse_adapting(method: Method) -> None:
 
 
 def refuse_positions(state: Patch) -> None:
-    """Raise if ``state`` is more than frequencies."""
+    """Raise if ``state`` changes more than frequencies."""
     start = getattr(state.method, "start_tokens", 0)
     if start:
         raise Refusal(
@@ -307,7 +307,7 @@ def refuse_positions(state: Patch) -> None:
 
 
 def refuse_tempered(method: Method, rope: Rope) -> None:
-    """Raise if ``method`` multiplies queries."""
+    """Raise if ``method`` scales queries."""
     temperature = method.tempered(rope)
     if temperature is None:
         return
@@ -319,17 +319,17 @@ def refuse_tempered(method: Method, rope: Rope) -> None:
 
 
 def precise_note(state: Patch) -> tuple[str, ...]:
-    """What differs from a patch with angles in float64."""
+    """A note on differences from a patch with angles in float64."""
     return ("it computes angles in float32, the patch here in float64",) if state.precise else ()
 
 
 def is_nested(parameters: Mapping[str, Any]) -> bool:
-    """Whether kinds of layers have rotary embeddings of their own."""
+    """Whether each layer type has its own rotary embedding."""
     return any(isinstance(value, dict) for value in parameters.values())
 
 
 def model_name(model: nn.Module) -> str:
-    """Where the model came from, for a command."""
+    """The name or path of the model, for a command."""
     return getattr(config_of(model), "_name_or_path", "") or "MODEL"
 
 

@@ -1,7 +1,6 @@
-"""llama.cpp: flags of its programs, and keys and a tensor of its files.
+"""llama.cpp: command-line flags, and metadata and a tensor in its files.
 
-What is said of it here was read at commit 0c1e57098 and run in the llama.cpp of xllamacpp
-2026.10.11549.
+Everything here was read at commit 0c1e57098 and run in the llama.cpp of xllamacpp 2026.10.11549.
 """
 
 from __future__ import annotations
@@ -44,14 +43,14 @@ _BETAS = ("beta_fast", "beta_slow")
 
 @dataclass(frozen=True)
 class Plan:
-    """How llama.cpp is brought to compute a :class:`Scaling`.
+    """How to make llama.cpp compute a :class:`Scaling`.
 
     Args:
-        keys: of the file, with their types' Python values, by full name.
-        flags: of the program, which do the same on the unpatched file; a list is given again for
-            each. With a ``table`` they need the file that has it.
+        keys: of the file, with Python values of the right type, by full name.
+        flags: the equivalent command-line flags for the unpatched file; a list means that the flag
+            is repeated. With a ``table`` they need the file that contains it.
         table: values of ``TABLE``.
-        notes: what to know about it.
+        notes: limitations and instructions.
     """
 
     keys: Mapping[str, Any]
@@ -60,13 +59,13 @@ class Plan:
     notes: tuple[str, ...] = ()
 
     def words(self) -> list[str]:
-        """The flags as a program takes them."""
+        """The flags as command-line arguments."""
         pairs = [(f, v) for f, vs in self.flags.items() for v in _listed(vs)]
         return [word for flag, value in pairs for word in (flag, str(value))]
 
     @property
     def in_file(self) -> list[str]:
-        """Flags that are needed with the keys in the file, too."""
+        """Flags that are still needed with the keys in the file."""
         kept = {f: v for f, v in self.flags.items() if f == "--ctx-size" or "-beta-" in f}
         return Plan({}, kept).words()
 
@@ -100,16 +99,16 @@ class _Draft:
 
 
 def plan(scaling: Scaling, architecture: str, *, in_file: bool, scaled: bool = False) -> Plan:
-    """Keys and flags, or where none do it, a table.
+    """Keys and flags, or a table if they are not enough.
 
     Args:
         scaling: what to compute.
-        architecture: llama.cpp's name of it.
-        in_file: everything has to be in the file, as far as that can be.
-        scaled: the unpatched file has a scaling of its own.
+        architecture: its name in llama.cpp.
+        in_file: put as much as possible in the file.
+        scaled: the unpatched file already has a scaling.
 
     Raises:
-        Refusal: there is no way.
+        Refusal: it is not possible.
     """
     draft = _Draft(architecture)
     draft.flags["--ctx-size"] = scaling.target
@@ -166,10 +165,10 @@ def _yarn(draft: _Draft, scaling: Scaling, betas: Mapping[str, float]) -> Plan:
 
 
 def _reaching(factor: float, scaling: Scaling) -> float:
-    """The factor, or the next above it whose inverse in float32 does not lose the last token.
+    """The factor, or the next larger one whose float32 inverse does not lose the last token.
 
-    llama.cpp takes the length over the float32 of 1 / factor for the context, rounded down: 447
-    tokens of 64 with factor 7.
+    llama.cpp computes the context as the length divided by the float32 of 1 / factor, rounded
+    down: 447 tokens for 64 with factor 7.
     """
     tried, whole = torch.tensor(factor, dtype=torch.float32), scaling.rope.length * factor
     while int(scaling.rope.length / (1 / tried)) < math.floor(round(whole, 6)):
@@ -211,7 +210,7 @@ class LlamaCpp(Engine):
 
 
 def planned(state: Patch, in_file: bool) -> Plan:
-    """The :class:`Plan` of a patch."""
+    """The :class:`Plan` for a patch."""
     if state.method.name == "self_extend":
         raise Refusal(
             "its --grp-attn-n and --grp-attn-w put tokens into groups for good once "
@@ -232,13 +231,13 @@ def planned(state: Patch, in_file: bool) -> Plan:
 
 
 def settings(made: Plan) -> dict[str, Any]:
-    """A plan as the settings of an :class:`Export`."""
+    """The :class:`Export` of a plan."""
     tensors = {} if made.table is None else {"tensors": {TABLE: made.table}}
     return {"flags": dict(made.flags), "gguf": dict(made.keys), **tensors}
 
 
 def gguf_command(state: Patch, source: str, output: str) -> tuple[list[str], dict[str, str]]:
-    """The command that writes a patched file, and the file of options that it needs, if any."""
+    """The command that writes a patched file, and the file of options it needs, if any."""
     method = state.record.method
     defaults = {f.name: f.default for f in dataclasses.fields(method)}
     options = {
@@ -262,7 +261,7 @@ def gguf_command(state: Patch, source: str, output: str) -> tuple[list[str], dic
 
 
 def _typed(option: Any) -> Any:
-    """An option of a method as people type it."""
+    """An option of a method as it is typed."""
     if isinstance(option, Method):
         return option.name
     return list(option) if isinstance(option, tuple) else option

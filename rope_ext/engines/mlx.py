@@ -1,4 +1,4 @@
-"""mlx-lm, which reads a folder of transformers by the field names of before version 5."""
+"""mlx-lm, which reads transformers folders with the field names from before version 5."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class MLX(Engine):
 
 
 def parameters_for(scaling: Scaling) -> dict[str, Any]:
-    """``rope_parameters`` of which mlx-lm and transformers make the same."""
+    """``rope_parameters`` that mlx-lm and transformers interpret equally."""
     parameters = dict(scaling.parameters)
     kind = parameters["rope_type"]
     if kind == "yarn" and parameters.get("truncate", True):

@@ -1,4 +1,4 @@
-"""Ollama, which runs llama.cpp on a file that says everything."""
+"""Ollama, which runs llama.cpp on a file that contains all settings."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from rope_ext.patching import Patch
 @register
 @dataclass(frozen=True)
 class Ollama(Engine):
-    """A Modelfile, and the command that writes the file which it names."""
+    """A Modelfile, and the command that writes the GGUF file for it."""
 
     name: ClassVar[str] = "ollama"
     title: ClassVar[str] = "Ollama"

@@ -1,4 +1,4 @@
-"""What vLLM and SGLang have in common: fields of the configuration, given on the command line."""
+"""Shared by vLLM and SGLang: configuration fields set on the command line."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from rope_ext.rotary.sites import text_config
 
 
 def overrides(state: Patch, engine: str) -> dict[str, Any]:
-    """Fields of the configuration, with the names that vLLM and SGLang add to transformers'.
+    """Configuration fields, with the names that vLLM and SGLang add to those of transformers.
 
     Raises:
         Refusal: the engine would compute something else.

@@ -17,7 +17,7 @@ from rope_ext.patching import Patch
 @register
 @dataclass(frozen=True)
 class SGLang(Engine):
-    """``--json-model-override-args``, as SGLang 0.5.23 computes them."""
+    """``--json-model-override-args``, as computed by SGLang 0.5.23."""
 
     name: ClassVar[str] = "sglang"
     title: ClassVar[str] = "SGLang"

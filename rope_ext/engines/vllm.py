@@ -31,10 +31,10 @@ DUAL_CHUNK_FAMILIES = ("qwen2", "qwen3")
 @register
 @dataclass(frozen=True)
 class VLLM(Engine):
-    """``--hf-overrides``, as vLLM 0.33.0 computes them.
+    """``--hf-overrides``, as computed by vLLM 0.33.0.
 
     Args:
-        dual_chunk: for version 0.10, which runs Dual Chunk attention.
+        dual_chunk: export for version 0.10, which supports Dual Chunk attention.
     """
 
     name: ClassVar[str] = "vllm"

@@ -790,14 +790,14 @@ def test_an_adapter_is_in_use_where_a_method_is(checkpoint: Path, tmp_path: Path
     assert plain["none"] == adapted["none"] and plain["yarn"] != adapted["yarn"]
     with pytest.raises(MeasureError, match="cannot load the adapter"):
         losses("c", adapter=str(tmp_path))
-    with pytest.raises(MeasureError, match="is an adapter; give --model the base"):
+    with pytest.raises(MeasureError, match="is an adapter; set --model to its base"):
         losses("g", models=(str(tmp_path / "adapter"),))
     own = {"adapter": str(tmp_path / "adapter"), "methods": ("adapter",), "factor": 2.0}
-    with pytest.raises(OptionError, match=r"has none; give --method the name"):
+    with pytest.raises(OptionError, match=r"has none; set --method to the name"):
         losses("d", **own)
     rope_ext.save_sidecar(rope_ext.patch(model, "yarn", factor=4), tmp_path / "adapter")
     assert losses("e", **own) == {"none": adapted["none"], "yarn (factor=4)": adapted["yarn"]}
-    with pytest.raises(OptionError, match=r"was trained under .*'yarn', factor=4"):
+    with pytest.raises(OptionError, match=r"was trained with .*'yarn', factor=4"):
         losses("f", **{**own, "methods": ("yarn",)})
 
 

@@ -40,7 +40,7 @@ WRONG = {
 @pytest.mark.parametrize(
     ("command", "more", "messages"),
     [
-        (["eval", "perplexity", "passkey"], [], ["no method is given"]),
+        (["eval", "perplexity", "passkey"], [], ["no method given"]),
         (
             ["eval", "perplexity", "passkey"],
             ["--method", "yran,longrope"],

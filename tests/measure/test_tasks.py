@@ -112,10 +112,10 @@ def test_help_tells_every_option_and_its_default(capsys: pytest.CaptureFixture) 
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["passkeys"], "unknown task 'passkeys'; did you mean 'passkey'? choose of perplexity"),
+        (["passkeys"], "unknown task 'passkeys'; did you mean 'passkey'? Tasks: perplexity"),
         (["--model", "m"], "give the tasks first, some of perplexity, longppl, passkey"),
         (["passkey", "--windows", "3"], "unrecognized arguments: --windows 3"),
-        (["nowhere.py"], "there is no file nowhere.py"),
+        (["nowhere.py"], "file nowhere.py does not exist"),
         (["empty.py"], "empty.py registers no task; decorate one with @register"),
         (["clash.py"], "the task clash has a field seed, and --seed is an option of every"),
     ],

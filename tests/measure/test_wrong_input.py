@@ -148,7 +148,7 @@ def test_an_unknown_attention_is_told_before_the_weights_are_read(
 ) -> None:
     monkeypatch.setattr(models, "load_config", lambda model: pytest.fail("too late"))
     for name, said in (
-        ("nope", "give --attn one of"),
+        ("nope", "set --attn to one"),
         ("sdap", "did you mean 'sdpa'"),
         ("rope_ext", ""),
         ("", ""),
@@ -164,7 +164,7 @@ def test_an_attention_that_is_not_installed(
         raise ImportError("the package for it is not installed")
 
     monkeypatch.setattr(models.AutoModelForCausalLM, "from_pretrained", missing)
-    with pytest.raises(MeasureError, match=r"the package .* is not installed\); install that"):
+    with pytest.raises(MeasureError, match=r"the package .* is not installed\); install what"):
         models.load_model(str(checkpoint), device="cpu", attn="flash_attention_2")
 
 

@@ -219,11 +219,11 @@ def test_a_published_order_is_held_against_pairs_that_can_be_told_apart() -> Non
     }
     held = hold(published, measured)
     assert list(held.ours) == ["a", "b", "c"]
-    assert "2 come out as published, 0 the other way, 1 cannot be told apart" in held.sentences[0]
+    assert "2 as published, 0 reversed, 1 without a clear difference" in held.sentences[0]
     assert "b and c" in held.sentences[1]
     measured["c"] = {0: 0.5, 1: 0.6, 2: 0.71}
     held = hold(published, measured)
-    assert "1 come out as published, 2 the other way" in held.sentences[0]
+    assert "1 as published, 2 reversed" in held.sentences[0]
     assert "c is ahead of a" in held.sentences[1] and "c is ahead of b" in held.sentences[1]
     assert hold(published, {"a": {0: 1.0}}) is None
 
@@ -289,9 +289,11 @@ def test_the_page_says_what_can_be_told_apart_and_what_cannot(monkeypatch) -> No
     cells[Cell("text", "cope", 0)] = {"refused": "no <layout> can be proven"}
     made = page.contents(settings, cells)
     html = made[page.PAGE].decode()
-    assert "t5 has the lowest loss at 1024 bytes (1.500); not told apart from it: alibi." in html
+    assert (
+        "t5 has the lowest loss at 1024 bytes (1.500); no clear difference from it: alibi." in html
+    )
     assert "cope (text): no &lt;layout&gt; can be proven." in html
-    assert "less than half are found within the trained length): alibi." in html
+    assert "less than half of the words are found within the trained length): alibi." in html
     assert "<script" not in html and 'src="http' not in html
     assert "ALiBi, arXiv 2108.12409" in html and "DroPE" not in html
     assert "| alibi | 1.510<br>**-0.500 (-0.500 to -0.500)** |" in made[page.TABLES].decode()

@@ -1,1 +1,1 @@
-"""Texts, prompts and facts of which tasks are made."""
+"""Texts, prompts and facts for the tasks."""

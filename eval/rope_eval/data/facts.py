@@ -1,7 +1,7 @@
-"""Made-up facts, in the shape of SQuAD and of HotpotQA: no model has read them anywhere.
+"""Made-up facts in the format of SQuAD and HotpotQA, which no model has seen in training.
 
-A town, its people and its river exist in one document each; numbers and names are random, so that a
-question can be answered from its document alone.
+Every town, its people and its river occur in only one document; numbers and names are random, so a
+question can only be answered from its document.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class _Names:
 
 @cache
 def like_squad(articles: int = 640) -> dict[str, Any]:
-    """One article on each town: paragraphs, and questions on each, as SQuAD 2.0 has them."""
+    """One article per town: paragraphs with questions, in the format of SQuAD 2.0."""
     rng = random.Random("towns")
     names = _Names(rng)
     data = []
@@ -99,7 +99,7 @@ def _paragraph(context: str, *questions: tuple[str, str]) -> dict[str, Any]:
 
 @cache
 def like_hotpotqa(questions: int = 640) -> list[dict[str, Any]]:
-    """Questions that need two documents of ten, as HotpotQA's distractor setting has them."""
+    """Questions that need two of ten documents, in the format of HotpotQA's distractor setting."""
     rng = random.Random("people")
     names = _Names(rng)
     hops, documents = [], []

@@ -1,8 +1,8 @@
-"""Prompts: what goes around them, and how long they become.
+"""Prompts: templates around them, and their length.
 
-A prompt is tokenised in one piece, as a user's text is. Tokens reach across the ends of sentences:
-in Llama 3 a full stop and a line break are one. And some tokenizers begin whatever they are given
-with a space.
+A prompt is tokenized in one piece, like a user's text, because tokens can span sentence boundaries:
+in Llama 3 a full stop and a line break are one token. Some tokenizers also add a space at the
+beginning of every text.
 """
 
 from __future__ import annotations
@@ -24,28 +24,28 @@ Ids = TypeVar("Ids", bound=Sequence[int])
 
 
 def encode(tokenizer: Any, text: str) -> list[int]:
-    """``text`` as tokens, without special ones."""
+    """``text`` as tokens, without special tokens."""
     return tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
 
 
 def joined(*parts: Iterable[int]) -> array:
-    """All parts as one compact array of token ids."""
+    """Concatenate parts to one compact array of token ids."""
     return array("i", chain(*parts))
 
 
 @dataclass(frozen=True)
 class Frame:
-    """What goes around the content of a prompt.
+    """The template around the content of a prompt.
 
-    A base model gets the beginning-of-sequence token that its tokenizer puts there, once. A chat
-    model gets its template, which holds that token where it belongs, and what comes after the
-    question begins the answer in the assistant's turn.
+    A base model gets the beginning-of-sequence token that its tokenizer adds, once. A chat model
+    gets its template, which contains that token, and the answer begins after the question, in the
+    assistant's turn.
 
     Args:
         tokenizer: of the model.
         head: tokens before the content.
         tail: tokens after it; none for a base model.
-        around: of a chat template, the text before the content and after it.
+        around: text of a chat template before and after the content.
     """
 
     tokenizer: Any
@@ -55,10 +55,10 @@ class Frame:
 
     @classmethod
     def from_tokenizer(cls, tokenizer: Any, chat: Chat = "auto") -> Frame:
-        """The frame of this tokenizer; ``auto`` uses a chat template where there is one.
+        """The frame of a tokenizer; ``auto`` uses a chat template if there is one.
 
         Raises:
-            OptionError: a chat template is asked for and there is none.
+            OptionError: a chat template is requested, but there is none.
         """
         template = getattr(tokenizer, "chat_template", None)
         if chat == "yes" and not template:
@@ -76,18 +76,18 @@ class Frame:
     def whole(
         self, content: str, lead: str = "", answer: str = "", keep_space: bool = False
     ) -> tuple[array, int]:
-        """A prompt, tokenised in one piece.
+        """A prompt, tokenized in one piece.
 
         Args:
             content: of the user's turn, with the question at its end.
             lead: begins the answer, such as ``" The pass key is"``.
-            answer: follows after a space; ``""`` for a prompt that is to be continued.
-            keep_space: keep the space that begins ``lead`` after a template that ends in a line
-                break or a space, too, as RULER does.
+            answer: follows after a space; ``""`` for a prompt that the model continues.
+            keep_space: keep the space at the start of ``lead`` even if the template ends in a line
+                break or a space, as RULER does.
 
         Returns:
-            Token ids, and how many of them at their end a model must write to give the answer,
-            with the space before it.
+            Token ids, and the number of tokens at their end that the model must write to give the
+            answer, including the space before it.
         """
         head: tuple[int, ...] = self.head
         if self.around is not None:
@@ -106,15 +106,15 @@ class Frame:
         return joined(head, ids), len(ids) - shared
 
     def ask(self, question: str, lead: str, answer: str = "") -> tuple[list[int], int]:
-        """The end of a prompt whose content is token ids: the question, and what it is answered.
+        """The end of a prompt whose content is token ids: the question and the answer.
 
         Args:
-            question: closes the content.
+            question: ends the content.
             lead: begins the answer, such as ``" The pass key is"``.
-            answer: follows after a space; ``""`` for a prompt that is to be continued.
+            answer: follows after a space; ``""`` for a prompt that the model continues.
 
         Returns:
-            Token ids, and how many of them at their end spell the answer.
+            Token ids, and the number of tokens at their end that spell the answer.
         """
         if self.tail:
             before = [*encode(self.tokenizer, question), *self.tail]
@@ -137,7 +137,7 @@ class Frame:
 
 
 def beginning(tokenizer: Any) -> tuple[int, ...]:
-    """What the tokenizer itself puts before a text: the beginning-of-sequence token or nothing."""
+    """Tokens that the tokenizer adds before a text: the beginning-of-sequence token or none."""
     plain = encode(tokenizer, "a")
     special = tokenizer("a", verbose=False)["input_ids"]
     return tuple(special[: special.index(plain[0])]) if plain[0] in special else ()
@@ -146,16 +146,17 @@ def beginning(tokenizer: Any) -> tuple[int, ...]:
 def longest(
     build: Callable[[int], Ids], budget: int, least: int = 0, most: int | None = None
 ) -> tuple[int, Ids]:
-    """The longest prompt that fits, short of ``budget`` by less than an average part.
+    """The longest prompt that fits, shorter than ``budget`` by less than an average part.
 
     Args:
-        build: the prompt of so many parts, as token ids; called a few times, however long it is.
+        build: builds the prompt with a number of parts, as token ids; called a few times, for any
+            length.
         budget: tokens.
-        least: fewest parts.
-        most: most parts there are; None: there is no end of them.
+        least: smallest number of parts.
+        most: largest number of parts; None: unlimited.
 
     Returns:
-        Parts, and the prompt, which is too long if it does not fit with the fewest.
+        The number of parts, and the prompt, which is too long if even the smallest does not fit.
     """
     low, ids = least, build(least)
     first, high = len(ids), None if most is None else most + 1
@@ -179,10 +180,10 @@ def longest(
 
 
 class Filler:
-    """Sentences that repeat, cut at sentence ends to a number of tokens.
+    """Repeated sentences, cut at sentence ends to a number of tokens.
 
-    The sentences follow each other in order; the last ones are chosen such that the lengths add
-    up. What no choice can reach is filled with line breaks.
+    The sentences follow each other in order; the last ones are chosen so that the lengths add up.
+    Line breaks fill what no choice of sentences can reach.
 
     Args:
         tokenizer: of the model.
@@ -202,7 +203,7 @@ class Filler:
         self._ways = self._reach(self._rest + max(self.sizes))
 
     def _reach(self, most: int) -> list[tuple[int, ...] | None]:
-        """Fewest sentences, by index, whose lengths add up to each number of tokens."""
+        """The smallest number of sentences, by index, for each total number of tokens."""
         ways: list[tuple[int, ...] | None] = [()]
         for total in range(1, most + 1):
             choices = [
@@ -214,7 +215,7 @@ class Filler:
         return ways
 
     def fill(self, tokens: int) -> tuple[list[str], int]:
-        """Sentences of together ``tokens`` tokens, less the number of line breaks to add."""
+        """Sentences with ``tokens`` tokens in total, minus the number of line breaks to add."""
         chosen: list[int] = []
         while tokens > self._rest:
             chosen.append(len(chosen) % len(self.sizes))

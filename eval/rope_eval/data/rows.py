@@ -1,4 +1,4 @@
-"""Rows of a benchmark's data: from a file as it is published, or from the Hub."""
+"""Rows of a benchmark's data, from a published file or from the Hub."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from rope_ext.errors import MeasureError, first_line
 
 @dataclass(frozen=True)
 class Row:
-    """One row; a field that is missing or of another type is told with its place.
+    """One row; errors about missing fields or wrong types name the row.
 
     Args:
-        data: by the name of the field.
-        where: the row, for a reader of the error: file and number, the first being 1.
-        option: the option of the command line that named the file.
+        data: by field name.
+        where: file and row number, from 1, for errors.
+        option: the command-line option that named the file.
     """
 
     data: Mapping[str, Any]
@@ -30,7 +30,7 @@ class Row:
         return self.data.get(name) is not None
 
     def value(self, name: str) -> Any:
-        """The field, whatever it holds.
+        """The field, with any type.
 
         Raises:
             MeasureError: there is no such field.
@@ -44,14 +44,14 @@ class Row:
         return self.data[name]
 
     def either(self, name: str, other: str) -> str:
-        """The name of the field, or of the other one where only that is there."""
+        """The name of the field, or of the other one if only that exists."""
         return other if other in self and name not in self else name
 
     def text(self, name: str) -> str:
         """The field, a string.
 
         Raises:
-            MeasureError: it is missing or something else.
+            MeasureError: it is missing or has another type.
         """
         value = self.value(name)
         if not isinstance(value, str):
@@ -59,10 +59,10 @@ class Row:
         return value
 
     def key(self, name: str) -> str | int:
-        """The field, by which rows are told apart.
+        """The field, an identifier of rows.
 
         Raises:
-            MeasureError: it is missing, or neither a string nor a whole number.
+            MeasureError: it is missing, or neither a string nor an integer.
         """
         value = self.value(name)
         if type(value) not in (str, int):
@@ -70,10 +70,10 @@ class Row:
         return value
 
     def texts(self, name: str, count: int | None = None) -> list[str]:
-        """The field, strings; a string alone counts as one of them.
+        """The field, a list of strings; a single string counts as a list.
 
         Raises:
-            MeasureError: it is missing, something else, or not ``count`` of them.
+            MeasureError: it is missing, has another type, or does not have ``count`` entries.
         """
         value = self.value(name)
         value = [value] if isinstance(value, str) else value
@@ -86,7 +86,7 @@ class Row:
         """The field, a list of objects.
 
         Raises:
-            MeasureError: it is missing or something else.
+            MeasureError: it is missing or has another type.
         """
         value = self.value(name)
         if not isinstance(value, list) or not all(isinstance(one, dict) for one in value):
@@ -98,7 +98,7 @@ class Row:
         """The field, an object.
 
         Raises:
-            MeasureError: it is missing or something else.
+            MeasureError: it is missing or has another type.
         """
         value = self.value(name)
         if not isinstance(value, dict):
@@ -106,7 +106,7 @@ class Row:
         return Row(value, f"{self.where}, {name}", self.option)
 
     def wrong(self, name: str, wanted: str) -> MeasureError:
-        """The error for a field that holds something else than ``wanted``."""
+        """The error for a field with another type than ``wanted``."""
         shown = repr(self.data[name])
         shown = shown if len(shown) <= 60 else f"{shown[:57]}..."
         return MeasureError(
@@ -121,12 +121,12 @@ def read_rows(source: str, option: str, kinds: Mapping[str, Any] | None = None) 
     Args:
         source: a file: ``.json`` (a list, or an object with the list in ``data``), ``.jsonl`` or
             ``.parquet``; or ``hf:ID``, ``hf:ID/CONFIG:SPLIT`` for the Hub or a folder that
-            ``datasets`` reads, with a split of ``test`` by default.
-        option: that named it, for errors.
-        kinds: features of the columns, where ``datasets`` would guess them wrongly.
+            ``datasets`` reads, with the split ``test`` by default.
+        option: the command-line option, for errors.
+        kinds: types of the columns, if ``datasets`` would infer wrong ones.
 
     Raises:
-        MeasureError: it cannot be read, or holds no rows.
+        MeasureError: it cannot be read, or has no rows.
     """
     if source.startswith("hf:"):
         found = _hub(source[3:], option, kinds)

@@ -1,4 +1,4 @@
-"""Text: a user's own files and data sets, or what ships with Python."""
+"""Text from your files and data sets, or from Python itself."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ _SUFFIXES = {".txt", ".md", ".jsonl", ".parquet"}
 
 
 def python_library(split: Literal["train", "held_out"]) -> list[str]:
-    """Sources of the running Python's standard library, one text per file, in name order.
+    """Sources of the running Python's standard library, one text per file, ordered by name.
 
-    A file belongs to ``held_out`` when a hash of its name says so (about one in twenty), so
-    that the split is the same on every machine and for every Python version.
+    A file belongs to ``held_out`` depending on a hash of its name (about one in twenty), so the
+    split is the same on every machine and for every Python version.
     """
     root = Path(sysconfig.get_path("stdlib"))
     texts = []
@@ -39,15 +39,15 @@ def python_library(split: Literal["train", "held_out"]) -> list[str]:
 
 
 def read_texts(sources: Iterable[Path | str], most: int = 1000) -> list[str]:
-    """Documents of files, folders and data sets.
+    """Documents in files, folders and data sets.
 
-    A text file is one document; each line of ``.jsonl`` and each row of ``.parquet`` is one, in
-    its field ``text``. A folder stands for all such files in it, and ``hf:ID`` for the first
-    ``most`` rows of a data set of the Hub, streamed: ``hf:ID``, ``hf:ID:SPLIT`` or
-    ``hf:ID/CONFIG:SPLIT`` with a split of ``test`` by default.
+    A text file is one document; so is each line of ``.jsonl`` and each row of ``.parquet``, in its
+    field ``text``. A folder stands for all such files in it, and ``hf:ID`` for the first ``most``
+    rows of a data set on the Hub, streamed: ``hf:ID``, ``hf:ID:SPLIT`` or ``hf:ID/CONFIG:SPLIT``,
+    with the split ``test`` by default.
 
     Raises:
-        MeasureError: a source is missing, empty, not UTF-8, or a document holds no ``text``.
+        MeasureError: a source is missing, empty, or not UTF-8, or a document has no ``text``.
     """
     return [text for source in sources for text in _documents(str(source), most)]
 
@@ -70,7 +70,7 @@ def _documents(source: str, most: int) -> list[str]:
 
 
 def _lines(path: Path) -> list[str]:
-    """The documents of one file; some may be blank."""
+    """The documents in one file; some may be blank."""
     if path.suffix == ".parquet":
         return _parquet(path)
     try:
@@ -108,7 +108,7 @@ def _parquet(path: Path) -> list[str]:
 
 
 def _streamed(name: str, most: int) -> Iterator[str]:
-    """The texts of a data set of the Hub, or of a folder that ``datasets`` can read."""
+    """The texts in a data set on the Hub, or in a folder that ``datasets`` can read."""
     name, _, split = name.partition(":")
     owner, _, rest = name.partition("/")
     dataset, _, config = rest.partition("/")
@@ -148,15 +148,15 @@ def load_datasets() -> Any:
 
 
 def sentences(text: str) -> list[str]:
-    """The sentences of a text, each with its end; blank lines end one as well."""
+    """The sentences of a text with their punctuation; blank lines end one, too."""
     flat = [re.sub(r"\s+", " ", part).strip() for part in re.split(r"\n\s*\n", text)]
     return [s for part in flat for s in re.split(r"(?<=[.!?])\s+", part) if s]
 
 
 def python_documentation() -> str:
-    """The prose that ships with Python: the topics of ``help()``, without their markup.
+    """Prose that comes with Python: the topics of ``help()``, without markup.
 
-    Where a distribution leaves them out, the documentation strings of the library stand in.
+    If a distribution does not include them, docstrings of the standard library are used instead.
     """
     try:
         from pydoc_data.topics import topics
@@ -177,13 +177,13 @@ def _counted_words() -> Counter[str]:
 
 @cache
 def library_words() -> tuple[str, ...]:
-    """Lower-case words of Python's library and documentation, in alphabetical order."""
+    """Lower-case words in Python's library and documentation, in alphabetical order."""
     return tuple(sorted(word for word, times in _counted_words().items() if times > 4))
 
 
 @cache
 def rarer_words() -> tuple[str, ...]:
-    """Words that are there, but too rarely for ``library_words``, in alphabetical order."""
+    """Words that are too rare for ``library_words``, in alphabetical order."""
     return tuple(sorted(word for word, times in _counted_words().items() if times <= 4))
 
 

@@ -1,4 +1,4 @@
-"""Words of prompts: adjectives and nouns of keys, and made-up ones."""
+"""Words in prompts: adjectives and nouns for keys, and made-up words."""
 
 from __future__ import annotations
 
@@ -72,21 +72,21 @@ wave wax well whale wheat wheel whistle willow wind window wing winter wolf wool
 
 @cache
 def pairs() -> tuple[str, ...]:
-    """Every adjective with every noun, as ``adjective-noun``: what RULER makes keys of."""
+    """Every adjective with every noun, as ``adjective-noun``, like RULER's keys."""
     return tuple(f"{one}-{other}" for one, other in product(ADJECTIVES, NOUNS))
 
 
 def made_up(rng: random.Random) -> Iterator[str]:
-    """Words of three syllables that no dictionary has, endlessly; one may come twice."""
+    """Endless three-syllable words that are in no dictionary; some may repeat."""
     while True:
         syllables = (rng.choice("bdfgklmnprstvz") + rng.choice("aeiou") for _ in range(3))
         yield "".join(syllables) + rng.choice("dklmnrst")
 
 
 def many_words(count: int, rng: random.Random) -> list[str]:
-    """``count`` different words in random order, ordinary ones first.
+    """``count`` different words in random order, preferring common ones.
 
-    They are those of Python's library, then what is rare there, then made-up ones.
+    They are words in Python's library, then rare ones, then made-up ones.
     """
     ordinary, rare = library_words(), rarer_words()
     words = dict.fromkeys(rng.sample(ordinary, min(count, len(ordinary))))

@@ -1,4 +1,4 @@
-"""One file per task. Importing it registers it: reports have this order."""
+"""One file per task, registered on import; reports use the order here."""
 
 # isort: off
 from rope_eval.tasks.base import (

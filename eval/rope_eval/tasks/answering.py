@@ -1,8 +1,8 @@
-"""Questions on documents among many others: ``qa_1`` and ``qa_2`` of RULER.
+"""Questions about documents among many others: ``qa_1`` and ``qa_2`` of RULER.
 
-The documents of a question stand in random order among others of the same data set, which is
-SQuAD 2.0 or HotpotQA (distractor setting) in a file of the user, or made up (``facts``). One of the
-right answers is enough.
+The documents of a question are in random order among others from the same data set: SQuAD 2.0 or
+HotpotQA (distractor setting), read from a file of yours, or made-up facts (``facts``). If a
+question has several right answers, one is enough.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ LEAD = " Answer:"
 
 @dataclass(frozen=True)
 class AnyOf:
-    """Judges by whether one of the answers is in the text, whatever its case."""
+    """Scores 1 if any of the answers is in the text, ignoring case."""
 
     answers: tuple[str, ...]
 
@@ -45,7 +45,7 @@ class AnyOf:
 
 @dataclass(frozen=True)
 class Asked:
-    """A question: its answers, the documents it needs, and those that stand in for them first."""
+    """A question: its answers, the documents it needs, and preferred distractors."""
 
     question: str
     answers: tuple[str, ...]
@@ -55,7 +55,7 @@ class Asked:
 
 @dataclass(frozen=True)
 class Source:
-    """A data set: its name, how its file is read, and what is made up instead of it."""
+    """A data set: its name, how to read its file, and its made-up replacement."""
 
     name: str
     option: str
@@ -138,14 +138,14 @@ def _spread(asked: Sequence[Asked]) -> list[Asked]:
 
 @dataclass(frozen=True)
 class Answering(Task):
-    """The task.
+    """Question answering on one data set.
 
     Args:
         name: of the task.
         source: data set.
-        path: its file; None makes questions up.
+        path: its file; None makes up questions.
         trials: prompts for each length: the first questions of the file, as in RULER.
-        tokens: that the model may write; they are part of the length.
+        tokens: maximum answer length in tokens; part of the length.
         suite, suite_size: see ``Task``.
     """
 

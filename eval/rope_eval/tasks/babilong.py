@@ -1,10 +1,10 @@
-"""BABILong without a download: facts of little stories, hidden in long text, and a question.
+"""BABILong without a download: facts from short stories, hidden in long text, and a question.
 
 The five tasks of the authors' leaderboard (arXiv 2406.10149, github.com/booydar/babilong): one,
 two or three supporting facts, and relations of two or three. Prompts and scoring are those of
-their ``prompts.py`` and ``metrics.py``. The stories are simulated here in the sentences of bAbI
-(arXiv 1502.05698), and the text around them is the documentation that ships with Python, or one's
-own, in place of bAbI's files and the books of PG-19.
+their ``prompts.py`` and ``metrics.py``. The stories are simulated here with the sentences of bAbI
+(arXiv 1502.05698) instead of read from its files, and the text around them is Python's
+documentation or a text of yours instead of the books of PG-19.
 """
 
 from __future__ import annotations
@@ -159,12 +159,12 @@ PROMPTS = {
 
 @dataclass(frozen=True)
 class OnlyLabel:
-    """1 if the answer is the only label in the first sentence, less those of the question.
+    """1 if the answer is the only label in the first sentence, excluding those in the question.
 
     Args:
         answer: the right label.
-        question: what is in it is never the answer.
-        labels: all there are.
+        question: labels that occur in it are ignored.
+        labels: all labels.
     """
 
     answer: str
@@ -190,7 +190,7 @@ class Tale:
 
 
 class _World:
-    """People who move between places and carry things, as facts that are written down."""
+    """People who move between places and carry things; every event becomes a fact."""
 
     def __init__(self, rng: random.Random, people: Sequence[str]) -> None:
         self.rng, self.people = rng, people
@@ -324,7 +324,7 @@ class Facts(Told):
 
     Args:
         task: its name among ``TALES``.
-        text: sentences around the facts; None takes Python's documentation.
+        text: sentences around the facts; None uses Python's documentation.
     """
 
     task: str = "qa1"
@@ -359,22 +359,22 @@ class Facts(Told):
 @register
 @dataclass(frozen=True)
 class Babilong(Task):
-    """All of them, or some.
+    """BABILong: all of its tasks, or some.
 
     Args:
-        babilong_tasks: names, comma between, or ``all``.
+        babilong_tasks: comma-separated names, or ``all``.
         trials: prompts for each task and length.
-        haystack: files, folders or data sets; none means Python's documentation.
-        new_tokens: that the model may write; None takes the authors' 20.
+        haystack: files, folders or data sets; by default Python's documentation.
+        new_tokens: maximum answer length in tokens; None uses the authors' 20.
     """
 
     name: ClassVar[str] = "babilong"
     kind: ClassVar[Kind] = "rate"
 
-    babilong_tasks: str = option("all", f"of {', '.join(TALES)}, or all")
+    babilong_tasks: str = option("all", f"comma-separated: {', '.join(TALES)}; or all")
     trials: int = option(20, "prompts for each task and length")
-    haystack: tuple[str, ...] = option((), "text of one's own for the haystacks; repeat")
-    new_tokens: int | None = answer_tokens("the benchmark's number")
+    haystack: tuple[str, ...] = option((), "text for the haystacks; repeatable")
+    new_tokens: int | None = answer_tokens("as in the benchmark")
 
     def parts(self, settings: Settings) -> Sequence[Task]:
         """The tasks that are named.

@@ -1,8 +1,8 @@
-"""What a task is, and the registry of all of them.
+"""The base class and the registry of tasks.
 
-A task is one file: the questions, how they are scored, and the options, which are the fields of a
-dataclass. :func:`option` makes a field an option of the command line as well. It knows no method,
-so that every method is asked the very same questions.
+A task is one file: its questions, their scores, and its options, which are the fields of a
+dataclass. :func:`option` makes a field an option of the command line, too. Tasks know nothing about
+methods, so every method gets identical questions.
 """
 
 from __future__ import annotations
@@ -30,9 +30,10 @@ Kind = Literal["rate", "loss"]
 class Task:
     """Base of all tasks; a subclass sets ``name`` and ``kind``, and builds the questions.
 
-    ``kind`` is what becomes of the values: ``rate``: shares between 0 and 1; ``loss``: nats per
-    token, shown as perplexity. Tasks with the same ``suite`` are averaged, too; ``suite_size`` is
-    how many there are in RULER, whose effective length is defined over all of them.
+    ``kind`` is the type of the values: ``rate`` for fractions between 0 and 1; ``loss`` for nats
+    per token, shown as perplexity. Tasks with the same ``suite`` also get an average;
+    ``suite_size`` is the number of tasks in RULER, whose effective length is defined over all of
+    them.
     """
 
     name: ClassVar[str]
@@ -42,35 +43,35 @@ class Task:
 
     @classmethod
     def from_options(cls, given: Mapping[str, Any], beside: Sequence[str] = ()) -> Task:
-        """The task of these options.
+        """Build the task from options.
 
         Args:
-            given: what was typed, by the name of the field.
-            beside: names of all tasks that are asked for, and may share options with this one.
+            given: values from the command line, by field name.
+            beside: names of all requested tasks, which may share options with this one.
 
         Raises:
-            OptionError: an option is not valid.
+            OptionError: an option is invalid.
         """
         return cls(**given)
 
     def parts(self, settings: Settings) -> Sequence[Task]:
-        """What is really asked, where that is several tasks or depends on the settings.
+        """The tasks to run, if this one is a group of tasks or depends on the settings.
 
         Raises:
-            RopeExtError: an option does not go with the settings, or a text cannot be read.
+            RopeExtError: an option conflicts with the settings, or a text cannot be read.
         """
         return [self]
 
     def questions(self, frame: Frame, lengths: Sequence[int], seed: int) -> Questions:
-        """All cases, the same ones for every method.
+        """All cases, identical for every method.
 
         Args:
-            frame: tokenizer of a model, and what goes around a prompt.
-            lengths: of the context, tokens, ascending.
-            seed: everything random must follow from it.
+            frame: tokenizer of a model, and its chat template around a prompt.
+            lengths: context lengths, tokens, ascending.
+            seed: must determine everything random.
 
         Raises:
-            RopeExtError: a length cannot hold a question.
+            RopeExtError: a length is too short for a question.
         """
         raise NotImplementedError
 
@@ -80,10 +81,10 @@ _REGISTRY: dict[str, type[Task]] = {}
 
 
 def register(cls: T) -> T:
-    """Class decorator: makes a task known by its name. The same class may be defined again.
+    """Class decorator: registers a task under its name. The same class may be defined again.
 
     Raises:
-        RopeExtError: the name is taken, or the kind of its values is none.
+        RopeExtError: the name is taken, or ``kind`` is invalid.
     """
     holder = _REGISTRY.get(cls.name, cls)
     if (holder.__module__, holder.__qualname__) != (cls.__module__, cls.__qualname__):
@@ -105,16 +106,18 @@ def unregister(cls: type[Task]) -> None:
 
 
 def from_file(path: str) -> list[str]:
-    """Run a file of Python; the names of the tasks that it registers.
+    """Run a Python file and return the names of the tasks that it registers.
 
     Raises:
-        OptionError: there is no such file, or it registers none.
+        OptionError: there is no such file, or it registers no task.
     """
     if not Path(path).is_file():
-        raise OptionError(f"there is no file {path}; give one that registers a task, or a name")
+        raise OptionError(
+            f"file {path} does not exist; pass one that registers a task, or a task name"
+        )
     spec = importlib.util.spec_from_file_location(f"rope_ext_task_{Path(path).stem}", path)
     if spec is None or spec.loader is None:
-        raise OptionError(f"{path} is not a Python file; give a .py file that registers a task")
+        raise OptionError(f"{path} is not a Python file; pass a .py file that registers a task")
     module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     names = [name for name, cls in _REGISTRY.items() if cls.__module__ == spec.name]
@@ -124,12 +127,12 @@ def from_file(path: str) -> list[str]:
 
 
 def all_tasks() -> dict[str, type[Task]]:
-    """Every registered task by its name, in order of registration."""
+    """Every registered task by name, in order of registration."""
     return dict(_REGISTRY)
 
 
 def chosen(names: Sequence[str]) -> list[type[Task]]:
-    """The tasks of these names, each once, in order of registration.
+    """The tasks with these names, each once, in order of registration.
 
     Raises:
         OptionError: there is no such task.
@@ -137,7 +140,8 @@ def chosen(names: Sequence[str]) -> list[type[Task]]:
     for name in names:
         if name not in _REGISTRY:
             raise OptionError(
-                f"unknown task {name!r}{nearest(name, _REGISTRY)}; choose of {', '.join(_REGISTRY)}"
+                f"unknown task {name!r}{nearest(name, _REGISTRY) or '.'} "
+                f"Tasks: {', '.join(_REGISTRY)}"
             )
     return [cls for name, cls in _REGISTRY.items() if name in names]
 
@@ -145,15 +149,15 @@ def chosen(names: Sequence[str]) -> list[type[Task]]:
 def build(
     names: Sequence[str], given: Mapping[str, Any], mistakes: Mistakes | None = None
 ) -> list[Task | None]:
-    """The tasks of these names, each with those of the options that it has.
+    """Build the tasks with these names, each with the options that it has.
 
     Args:
         names: of tasks.
-        given: values of options, by the name of the field.
-        mistakes: collects errors, and a task with one is None; without it they are raised.
+        given: values of options, by field name.
+        mistakes: collects errors, and a task with an error is None; if None, errors are raised.
 
     Raises:
-        OptionError: there is no such task, or an option is not valid.
+        OptionError: there is no such task, or an option is invalid.
     """
     found = Mistakes() if mistakes is None else mistakes
     classes = found.check(chosen, names, default=[None])
@@ -169,38 +173,39 @@ def build(
 
 
 def answer_tokens(instead_of: str | None = None) -> Any:
-    """The option of how long an answer may be, of a task with a number of its own or without."""
-    own = "; part of the length" if instead_of is None else f", instead of {instead_of}"
-    return option(None, f"that the model may write{own}", parse_length)
+    """The option for the maximum answer length, of a task with its own default or without."""
+    own = "; part of the length" if instead_of is None else f"; default: {instead_of}"
+    return option(None, f"maximum answer length in tokens{own}", parse_length)
 
 
 def drawn(of: str = "rows of each data set", default: str = "all") -> Any:
-    """The option of how many there are of what a task has data for."""
-    return option(None, f"{of}, drawn at random; default: {default}")
+    """The option for the number of samples from the task's data."""
+    return option(None, f"number of {of}, sampled at random; default: {default}")
 
 
 def named_parts(text: str, known: Iterable[str]) -> list[str]:
-    """Those of ``known`` that ``text`` names, in their own order.
+    """The names in ``known`` that ``text`` contains, in the order of ``known``.
 
     Args:
-        text: names, comma between, or ``all``.
-        known: all there are.
+        text: comma-separated names, or ``all``.
+        known: all valid names.
 
     Raises:
-        OptionError: a name is none of them.
+        OptionError: a name is unknown.
     """
     names, known = split(text), list(known)
     for name in names:
         if name not in known and name != "all":
             raise OptionError(
-                f"unknown task {name!r}{nearest(name, known)}; choose of {', '.join(known)} or all"
+                f"unknown task {name!r}{nearest(name, known) or '.'} "
+                f"Tasks: {', '.join(known)}, or all"
             )
     return [name for name in known if name in names or "all" in names]
 
 
 @dataclass(frozen=True)
 class Option:
-    """A field of a task as an option of the command line; see :func:`option`."""
+    """A field of a task that is an option of the command line; see :func:`option`."""
 
     name: str
     default: Any
@@ -209,7 +214,7 @@ class Option:
 
     @property
     def words(self) -> dict[str, Any]:
-        """What argparse is told; nothing is in its answer but what was typed."""
+        """Arguments for argparse; only options that were typed appear in its result."""
         if self.default is False:
             return {"action": "store_true", "help": self.help}
         shown = f"; default: {self.default}" if self.default or self.default == 0 else ""
@@ -233,7 +238,7 @@ def options(cls: type[Task]) -> list[Option]:
 
 
 def _scalar(kind: Any) -> Callable[[str], Any]:
-    """``int`` of ``int``, ``int | None`` and ``tuple[int, ...]``; a choice of words is a string."""
+    """``int`` for ``int``, ``int | None`` and ``tuple[int, ...]``; ``str`` for literals."""
     origin = typing.get_origin(kind)
     if origin is Literal:
         return str

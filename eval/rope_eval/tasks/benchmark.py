@@ -1,8 +1,8 @@
-"""What all benchmarks with data of their own share: rows, prompts cut to a length, and cases.
+"""Shared by benchmarks with published data: rows, prompts cut to a length, and cases.
 
-A prompt is tokenised whole. Where it is longer than a length leaves room for (after the template
-and the tokens to write), it is cut as its benchmark cuts it: the middle falls out, or the end of
-the context does. It is never longer than asked for. Rows that are shorter stay as they are.
+A prompt is tokenized as a whole. If it does not fit the length (minus the template and the answer),
+it is cut as in its benchmark: in the middle, or at the end of the context. It is never longer than
+requested. Shorter rows are not changed.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ class Asked:
 
     Args:
         before, context, after: the prompt in three parts; only the second may be cut at its end.
-        answers: what is right, for a reader of the results.
-        judge: what a text is worth.
+        answers: right answers, for the results.
+        judge: scores a text.
     """
 
     before: str
@@ -44,15 +44,15 @@ class Asked:
 
 @dataclass(frozen=True)
 class Benchmark(Task):
-    """Rows of one data set, each asked at every length; subclasses say how.
+    """Rows of one data set, each asked at every length; subclasses build the prompts.
 
     Args:
         name: of the task.
         rows: of the data.
-        tokens: that the model may write; they are part of the length.
-        samples: rows to ask, drawn at random; None: all.
-        cut: what goes where a prompt is too long: its ``middle``, or the ``end`` of its context.
-        about: what is measured, for a reader of the results.
+        tokens: maximum answer length in tokens; part of the length.
+        samples: rows to ask, sampled at random; None: all.
+        cut: where to cut a prompt that is too long: its ``middle``, or the ``end`` of its context.
+        about: a description for the results.
     """
 
     kind: ClassVar[Kind] = "rate"

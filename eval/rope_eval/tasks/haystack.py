@@ -1,7 +1,7 @@
 """Needles in a haystack: magic numbers hidden in noise, in a text, or among other needles.
 
 The wording and the variants are those of RULER (arXiv 2404.06654, section 3.1 and appendix B);
-sentences, keys and values come from what ships with Python, or from a file of one's own.
+sentences, keys and values are from Python's documentation, or from a file of yours.
 """
 
 from __future__ import annotations
@@ -122,26 +122,26 @@ def _json_text(path: str) -> str:
 
 @dataclass(frozen=True)
 class Needles(Task):
-    """The task, in all variants; ``needle`` and the ``niah`` tasks of ``ruler`` are some.
+    """The task in all variants, including ``needle`` and the ``niah`` tasks of ``ruler``.
 
     Args:
         name: of the task.
-        haystack: ``noise``: one line over and over; ``text``: ``text``; ``needles``: other
-            needles, none of them twice.
-        text: of the haystack, where it is one; None takes Python's documentation.
-        source: where it is from, for a reader of the results.
-        ruler: as RULER has it: the text from its beginning on, and needles at ``DEPTHS``, or
-            before lines that are all different. Otherwise the text from a random sentence on, and
-            needles anywhere. A text is cut after a word.
-        keys: keys in the haystack, those that are not asked for being distractors.
-        queries: keys that are asked for.
-        values: of each key.
-        key_kind: what a key is.
-        value_kind: what a value is.
+        haystack: ``noise``: one line repeated; ``text``: ``text``; ``needles``: other needles, all
+            different.
+        text: of a text haystack; None uses Python's documentation.
+        source: where the text is from, for the results.
+        ruler: as in RULER: the text from its beginning, with needles at ``DEPTHS``, or before
+            lines that are all different. Otherwise the text from a random sentence, with needles
+            anywhere. A text is cut after a word.
+        keys: number of keys in the haystack; keys that are not asked for are distractors.
+        queries: number of keys that are asked for.
+        values: number of values for each key.
+        key_kind: type of the keys.
+        value_kind: type of the values.
         trials: prompts for each length (and depth bin).
-        depths: bins of equal width for the first needle that is asked for; 0 puts it anywhere.
-        tokens: that the model may write; they are part of the length.
-        suite: that the task is averaged with.
+        depths: bins of equal width for the first needle that is asked for; 0 places it anywhere.
+        tokens: maximum answer length in tokens; part of the length.
+        suite: tasks with the same suite are averaged.
         suite_size: see ``Task``.
     """
 

@@ -1,10 +1,10 @@
-"""HELMET: the categories that are scored without a judge, from the authors' data.
+"""HELMET: the categories that need no LLM judge, with the authors' data.
 
 Recall (``json_kv`` and three of RULER), RAG, many-shot in-context learning and passage re-ranking:
 wording, demonstrations, cutting and scoring are those of the authors' ``data.py`` and ``utils.py``
-(arXiv 2410.02694, github.com/princeton-nlp/HELMET). They use no chat template for these, so give
-``--chat no``; with one, the answer is not begun for the model. With ``--seed 42`` the same rows
-are asked, and the same demonstrations shown, as theirs (but for in-context learning).
+(arXiv 2410.02694, github.com/princeton-nlp/HELMET). They use no chat template for these, so pass
+``--chat no``; with a template, the prompt does not begin the answer for the model. With ``--seed
+42`` the rows and demonstrations are those of the authors (except for in-context learning).
 """
 
 from __future__ import annotations
@@ -67,9 +67,9 @@ class Shape:
 
     Args:
         format: of its rows and prompts.
-        tokens: that a model may write.
+        tokens: maximum answer length in tokens.
         field: of the label (``icl``), or of the question's popularity (``popqa``).
-        labels: different ones (``icl``).
+        labels: number of different labels (``icl``).
         shots: demonstrations at 8k, 16k, 32k, 64k and 128k (``icl``).
     """
 
@@ -129,12 +129,12 @@ def parsed(text: str, lead: str) -> str:
 
 @dataclass(frozen=True)
 class Substring:
-    """1 if an answer is in the text, or in the line that gives it; both without punctuation.
+    """Scores 1 if an answer is in the text, or in its answer line; punctuation is ignored.
 
     Args:
         answers: any of them is right.
-        lead: begins the line.
-        begun: of the answer, in the prompt already.
+        lead: beginning of the answer line.
+        begun: beginning of the answer that the prompt already contains.
     """
 
     answers: tuple[str, ...]
@@ -150,7 +150,7 @@ class Substring:
 
 @dataclass(frozen=True)
 class Label:
-    """1 if the line after ``label:`` is the label."""
+    """Scores 1 if the line after ``label:`` is the label."""
 
     label: str
     begun: str
@@ -162,7 +162,7 @@ class Label:
 
 @dataclass(frozen=True)
 class Recall:
-    """Share of the answers in the text, whatever their case."""
+    """The fraction of the answers in the text, ignoring case."""
 
     answers: tuple[str, ...]
 
@@ -173,11 +173,11 @@ class Recall:
 
 @dataclass(frozen=True)
 class Ndcg:
-    """NDCG@10 of the ranking in the text, as trec_eval has it.
+    """NDCG@10 of the ranking in the text, as in trec_eval.
 
     Args:
         relevance: (ID, grade) of every document.
-        begun: of the answer, in the prompt already.
+        begun: beginning of the answer that the prompt already contains.
     """
 
     relevance: tuple[tuple[str, int], ...]
@@ -212,9 +212,9 @@ class Rows(Benchmark):
     """The rows of one data set.
 
     Args:
-        shape: of them.
-        demos: rows to draw demonstrations from.
-        shots: demonstrations; of ``icl``, those of the length.
+        shape: the data set.
+        demos: rows to sample demonstrations from.
+        shots: number of demonstrations; for ``icl``, by length.
     """
 
     shape: Shape = field(kw_only=True)
@@ -428,11 +428,11 @@ def _balanced(rows: Sequence[Row], field: str, count: int, rng: random.Random) -
 
 @dataclass(frozen=True)
 class ByLength(Task):
-    """One data set, of which every length may have a file of its own.
+    """One data set that may have a separate file for every length.
 
     Args:
         name: of the task.
-        made: the rows of each length; None: those of all others.
+        made: the rows for each length; None: those for all other lengths.
     """
 
     kind: ClassVar[Kind] = "rate"
@@ -476,24 +476,24 @@ class ByLength(Task):
 @register
 @dataclass(frozen=True)
 class Helmet(Task):
-    """The data sets that are given.
+    """HELMET: the data sets whose files are given.
 
     Args:
-        helmet_data: ``NAME=FILE``, or ``NAME@8k=FILE`` for that length alone.
-        helmet_demos: the same for what demonstrations are drawn from.
+        helmet_data: ``NAME=FILE``, or ``NAME@8k=FILE`` for that length only.
+        helmet_demos: the same for the source of demonstrations.
         shots: demonstrations of RAG, re-ranking and ``json_kv``.
-        samples: questions of each data set; None takes the authors' numbers.
-        new_tokens: that the model may write; None takes the authors' numbers.
+        samples: questions from each data set; None uses the authors' numbers.
+        new_tokens: maximum answer length in tokens; None uses the authors' numbers.
     """
 
     name: ClassVar[str] = "helmet"
     kind: ClassVar[Kind] = "rate"
 
-    helmet_data: tuple[str, ...] = option((), "NAME=FILE or NAME@8k=FILE of HELMET; repeat")
-    helmet_demos: tuple[str, ...] = option((), "the same for demonstrations; repeat")
-    shots: int = option(2, "demonstrations of HELMET's RAG, re-ranking and json_kv")
-    samples: int | None = drawn(default="as many as its authors")
-    new_tokens: int | None = answer_tokens("the benchmark's number")
+    helmet_data: tuple[str, ...] = option((), "HELMET's NAME=FILE or NAME@8k=FILE; repeatable")
+    helmet_demos: tuple[str, ...] = option((), "the same for demonstrations; repeatable")
+    shots: int = option(2, "number of demonstrations for RAG, re-ranking and json_kv")
+    samples: int | None = drawn(default="as many as the authors")
+    new_tokens: int | None = answer_tokens("as in the benchmark")
 
     def __post_init__(self) -> None:
         if self.shots < 0:

@@ -1,8 +1,9 @@
-"""Multi-hop tracing: a chain of names that lead to one another, and to a number at its end.
+"""Multi-hop tracing: a chain of names, each of which leads to the next, and the last to a number.
 
-Several chains of the same length lie in a text in any order, each name in two facts but the first:
-only who follows the right one, hop by hop, ends at its number. A chain of one hop is a needle.
-This is nobody's benchmark; RULER's ``vt``, which asks for all names of a chain, is the nearest.
+Several chains of the same length are in a text in random order. Each name except the first is in
+two facts, so only following the right chain hop by hop finds its number. A chain of one hop is a
+needle. This is not a published benchmark; the most similar one is RULER's ``vt``, which asks for
+all names of a chain.
 """
 
 from __future__ import annotations
@@ -35,11 +36,11 @@ LEAD = " Starting at {name}, the number is"
 
 @dataclass(frozen=True)
 class OnlyEnd:
-    """1 if the number is written, and none of those at the ends of other chains.
+    """Scores 1 if the text has the number, and none of those at the ends of other chains.
 
     Args:
         number: at the end of the chain.
-        others: at those of the others.
+        others: at the ends of the other chains.
     """
 
     number: str
@@ -52,12 +53,12 @@ class OnlyEnd:
 
 @dataclass(frozen=True)
 class Chains(Told):
-    """Chains of so many hops.
+    """Chains with a given number of hops.
 
     Args:
-        hops: facts of a chain.
-        chains: of them, one of which is asked for.
-        text: sentences around the facts; None takes Python's documentation.
+        hops: number of facts in a chain.
+        chains: number of chains, one of which is asked for.
+        text: sentences around the facts; None uses Python's documentation.
     """
 
     hops: int = 1
@@ -95,23 +96,23 @@ class Chains(Told):
 @register
 @dataclass(frozen=True)
 class Hops(Task):
-    """The task, for several numbers of hops.
+    """Multi-hop tracing for several numbers of hops.
 
     Args:
-        hops: their numbers, comma between.
-        chains: in a text, one of which is asked for.
-        trials: prompts for each number of hops and each length.
-        haystack: files, folders or data sets; none means Python's documentation.
-        new_tokens: that the model may write.
+        hops: comma-separated numbers of hops.
+        chains: number of chains in a text, one of which is asked for.
+        trials: prompts for each number of hops and length.
+        haystack: files, folders or data sets; by default Python's documentation.
+        new_tokens: maximum answer length in tokens.
     """
 
     name: ClassVar[str] = "hops"
     kind: ClassVar[Kind] = "rate"
 
-    hops: str = option("1,2,4", "hops to the number, comma between")
-    chains: int = option(4, "chains of names, one of which is asked for")
+    hops: str = option("1,2,4", "comma-separated numbers of hops")
+    chains: int = option(4, "number of chains, one of which is asked for")
     trials: int = option(20, "prompts for each number of hops and length")
-    haystack: tuple[str, ...] = option((), "text of one's own for the haystacks; repeat")
+    haystack: tuple[str, ...] = option((), "text for the haystacks; repeatable")
     new_tokens: int | None = answer_tokens()
 
     def __post_init__(self) -> None:

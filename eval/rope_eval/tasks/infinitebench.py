@@ -1,8 +1,8 @@
-"""InfiniteBench: twelve tasks around 100k tokens, from the authors' data.
+"""InfiniteBench: twelve tasks of around 100k tokens, with the authors' data.
 
-Wording, tokens to write, cutting and scoring are those of the authors' ``eval_yarn_mistral.py``
-and ``compute_scores.py`` (arXiv 2402.13718, github.com/OpenBMB/InfiniteBench); chat models are
-asked in the words that they used for GPT-4, without its system message.
+Wording, answer lengths, cutting and scoring are those of the authors' ``eval_yarn_mistral.py``
+and ``compute_scores.py`` (arXiv 2402.13718, github.com/OpenBMB/InfiniteBench); chat models get the
+prompts for GPT-4, without its system message.
 """
 
 from __future__ import annotations
@@ -257,7 +257,7 @@ class Scored:
 
     Args:
         task: its name.
-        label: strings or numbers; for a choice, the right option and its letter.
+        label: strings or numbers; for multiple choice, the right option and its letter.
     """
 
     task: str
@@ -329,23 +329,23 @@ class Rows(Benchmark):
 @register
 @dataclass(frozen=True)
 class InfiniteBench(Task):
-    """The tasks whose data are given.
+    """InfiniteBench: the tasks whose data are given.
 
     Args:
-        infinitebench_data: files as published, called by the task, such as ``passkey.jsonl``, or
+        infinitebench_data: published files, named by task, such as ``passkey.jsonl``, or
             ``NAME=FILE``, or ``hf:xinrongzhang2022/InfiniteBench:passkey``.
         samples: rows of each task; None: all.
-        new_tokens: that the model may write; None takes the authors' numbers.
+        new_tokens: maximum answer length in tokens; None uses the authors' numbers.
     """
 
     name: ClassVar[str] = "infinitebench"
     kind: ClassVar[Kind] = "rate"
 
     infinitebench_data: tuple[str, ...] = option(
-        (), "a file such as passkey.jsonl, or NAME=FILE or NAME=hf:ID/CONFIG:SPLIT; repeat"
+        (), "a file such as passkey.jsonl, or NAME=FILE or NAME=hf:ID/CONFIG:SPLIT; repeatable"
     )
     samples: int | None = drawn()
-    new_tokens: int | None = answer_tokens("the benchmark's number")
+    new_tokens: int | None = answer_tokens("as in the benchmark")
 
     def parts(self, settings: Settings) -> Sequence[Task]:
         """A task for each file, read here.

@@ -1,7 +1,7 @@
-"""LongBench v2: multiple choice about long documents, from the authors' data.
+"""LongBench v2: multiple choice about long documents, with the authors' data.
 
 Wording, cutting and scoring are those of the authors' ``pred.py`` without ``--cot`` and ``--rag``
-(arXiv 2412.15204, github.com/THUDM/LongBench). Decoding is greedy, where theirs draws at a
+(arXiv 2412.15204, github.com/THUDM/LongBench). Decoding is greedy; the authors sample with a
 temperature of 0.1.
 """
 
@@ -34,7 +34,7 @@ SUBSETS = {"easy": "difficulty", "hard": "difficulty"} | dict.fromkeys(
 
 @dataclass(frozen=True)
 class Letter:
-    """1 if the text says that this letter is the correct answer, in the words asked for."""
+    """Scores 1 if the text gives this letter as the correct answer, in the requested words."""
 
     letter: str
 
@@ -48,7 +48,7 @@ class Letter:
 
 @dataclass(frozen=True)
 class Questionnaire(Benchmark):
-    """The questions of some rows."""
+    """Questions from rows of the data."""
 
     def asked(self, row: Row, chat: bool, seed: int) -> Asked:
         answer = row.text("answer")
@@ -62,13 +62,13 @@ class Questionnaire(Benchmark):
 @register
 @dataclass(frozen=True)
 class LongBench(Task):
-    """The task.
+    """LongBench v2.
 
     Args:
         longbench_data: the authors' ``data.json``, or ``hf:THUDM/LongBench-v2:train``.
-        longbench_subset: all, or one group of the authors' tables.
-        samples: rows drawn from it; None: all.
-        new_tokens: that the model may write; None takes the authors' 128.
+        longbench_subset: ``all``, or one group of the authors' tables.
+        samples: number of rows, sampled at random; None: all.
+        new_tokens: maximum answer length in tokens; None uses the authors' 128.
     """
 
     name: ClassVar[str] = "longbench_v2"
@@ -77,7 +77,7 @@ class LongBench(Task):
     longbench_data: str = option("", "data.json of the authors, or hf:THUDM/LongBench-v2:train")
     longbench_subset: str = option("all", f"all, or one of {', '.join(SUBSETS)}")
     samples: int | None = drawn()
-    new_tokens: int | None = answer_tokens("the benchmark's number")
+    new_tokens: int | None = answer_tokens("as in the benchmark")
 
     def parts(self, settings: Settings) -> Sequence[Task]:
         """With the rows, which are read here.

@@ -1,21 +1,21 @@
-"""LongPPL: perplexity of the tokens alone that need a long context.
+"""LongPPL: perplexity of only those tokens that need a long context.
 
-A token is a key token when an evaluator finds it much likelier after all of the text before it
-than after the last ``short`` tokens (by a factor of e^2), and not unlikely then (above e^-2).
-Ordinary perplexity is mostly about the other tokens, which is why it says so little about the use
-of long contexts: Fang et al. 2024, arXiv 2410.23771.
+A token is a key token if an evaluator finds it much more likely after all of the preceding text
+than after only the last ``short`` tokens (by a factor of e^2), and then not unlikely (above e^-2).
+Perplexity is dominated by the other tokens, so it says little about the use of long contexts: Fang
+et al. 2024, arXiv 2410.23771.
 
-Two variants, by name. ``official`` is what the authors' code computes (PKU-ML/LongPPL,
-``longppl/longppl.py``). Both models read the text that the tokens spell, the evaluator with its
-special tokens and the measured model without; key tokens travel as slices of characters, also
-between equal tokenizers, so that every token of a character counts as soon as one of them does. At
-the longest length, where one window holds all of the text, its number is theirs. A key token at the
-very start is left out: nothing comes before it (the authors' code takes the last loss instead).
-``start`` puts the beginning-of-sequence token before every context, so that what needs a start is
-not taken for what needs a context.
+There are two variants. ``official`` is what the authors' code computes (PKU-ML/LongPPL,
+``longppl/longppl.py``). Both models read the detokenized text, the evaluator with its special
+tokens and the measured model without; key tokens are passed on as slices of characters, also
+between equal tokenizers, so if one token of a character is a key token, all are. At the longest
+length, where one window contains all of the text, the result equals theirs. A key token at the very
+start is left out, because nothing precedes it (the authors' code uses the last loss instead).
+``start`` puts the beginning-of-sequence token before every context, so that tokens that only need a
+start token do not count as key tokens.
 
-An evaluator with another tokenizer reads the text as its own tokens; a token of the measured model
-is a key token where it lies within the evaluator's (as in the authors' code).
+An evaluator with a different tokenizer tokenizes the text itself; a token of the measured model is
+a key token if it is within one of the evaluator's (as in the authors' code).
 """
 
 from __future__ import annotations
@@ -95,18 +95,18 @@ def _require_places(*tokenizers: Any) -> None:
 @register
 @dataclass(frozen=True)
 class LongPPL(Stretches):
-    """The task: sliding-window perplexity, less all tokens that are not key tokens.
+    """Sliding-window perplexity of key tokens only.
 
     Args:
-        documents, text, windows, min_context: as of ``Stretches``.
+        documents, text, windows, min_context: as for ``Stretches``.
         stride: tokens; by default, half the shortest length.
         evaluator: folder or Hub id of the model that chooses the key tokens, once for all
-            methods; None: the measured model under the first method.
-        short_context: tokens of it; up to a quarter more in fact, so that one forward scores
-            many tokens (as in the authors' code).
+            methods; None: the measured model with the first method.
+        short_context: tokens; actually up to a quarter more, so that one forward scores many
+            tokens (as in the authors' code).
         longppl_variant: ``start`` or ``official``; see the module.
-        opened: opens that model, in place of ``evaluator``.
-        who: that model, for a reader of the results.
+        opened: loads the evaluator, instead of ``evaluator``.
+        who: name of the evaluator, for the results.
         reader: its tokenizer; None: that of the measured model.
         judges_itself: whether it is a measured model.
     """
@@ -114,11 +114,13 @@ class LongPPL(Stretches):
     name: ClassVar[str] = "longppl"
 
     evaluator: str | None = option(
-        None, "model that chooses those tokens; default: that of the first method"
+        None, "model that chooses key tokens; default: the first method's"
     )
-    short_context: int = option(4096, "tokens that are not enough for them", parse_length)
+    short_context: int = option(
+        4096, "tokens of context that key tokens need more of", parse_length
+    )
     longppl_variant: Literal["start", "official"] = option(
-        "start", "start (a start token before every context) or official (as the authors' code)"
+        "start", "start (a start token before every context) or official (as in the authors' code)"
     )
     opened: Callable[[], AbstractContextManager[Any]] | None = None
     who: str = "the model"

@@ -1,11 +1,11 @@
-"""MRCR without a download: the n-th of several requests that are word for word alike.
+"""MRCR without a download: asks for the n-th of several identical requests.
 
-A conversation holds 2, 4 or 8 requests for the same kind of text about the same topic, among
-others for another kind or another topic; the model is to repeat the answer that the n-th of them
-got. Requests, question and scoring are those of the data set openai/mrcr (its card, and section
-3.2 of arXiv 2409.12640). The answers in the conversation are sentences of the documentation that
-ships with Python, where those of the data set were written by GPT-4o, and much shorter; it is one
-text of ``User:`` and ``Assistant:`` also for a chat model, and no solved example comes first.
+A conversation contains 2, 4 or 8 requests for the same kind of text about the same topic, among
+others for another kind or topic; the model has to repeat the answer to the n-th of them. Requests,
+question and scoring are those of the data set openai/mrcr (its card, and section 3.2 of arXiv
+2409.12640). The answers in the conversation are sentences from Python's documentation; those of the
+data set were written by GPT-4o, and are much longer. The conversation is one text of ``User:`` and
+``Assistant:``, also for chat models, without a solved example.
 """
 
 from __future__ import annotations
@@ -45,12 +45,12 @@ def ordinal(number: int) -> str:
 
 @dataclass(frozen=True)
 class Repeated:
-    """How alike the text and the answer are, if the text begins with the prefix; else 0.
+    """The similarity of the text and the answer, or 0 if the text does not begin with the prefix.
 
     Args:
-        answer: prefix and what is to be repeated.
-        prefix: of both, left out of the comparison.
-        begun: whether the prompt has begun the answer, and a blank may follow there.
+        answer: the prefix and the text to repeat.
+        prefix: of both, not compared.
+        begun: whether the prompt has begun the answer, so that a space may follow.
     """
 
     answer: str
@@ -67,12 +67,12 @@ class Repeated:
 
 @dataclass(frozen=True)
 class Conversation(Told):
-    """A conversation with that many requests alike.
+    """A conversation with identical requests.
 
     Args:
-        needles: of them.
-        words: in each answer to one, at least.
-        text: sentences that answers are made of; None takes Python's documentation.
+        needles: number of identical requests.
+        words: minimum number of words in each answer to them.
+        text: sentences for the answers; None uses Python's documentation.
     """
 
     needles: int = 2
@@ -141,23 +141,23 @@ def _request(form: str, topic: str) -> str:
 @register
 @dataclass(frozen=True)
 class Mrcr(Task):
-    """The task, for several numbers of needles.
+    """MRCR for several numbers of needles.
 
     Args:
-        mrcr_needles: requests alike, comma between.
-        mrcr_words: in each answer to one of them, at least.
-        trials: prompts for each number and each length.
-        haystack: files, folders or data sets; none means Python's documentation.
-        new_tokens: that the model may write; None: as many as the longest answer needs.
+        mrcr_needles: comma-separated numbers of identical requests.
+        mrcr_words: minimum number of words in each answer to them.
+        trials: prompts for each number of needles and length.
+        haystack: files, folders or data sets; by default Python's documentation.
+        new_tokens: maximum answer length in tokens; None: as many as the longest answer needs.
     """
 
     name: ClassVar[str] = "mrcr"
     kind: ClassVar[Kind] = "rate"
 
-    mrcr_needles: str = option("2,4,8", "requests that are alike, comma between")
-    mrcr_words: int = option(24, "words in each answer to them, at least")
+    mrcr_needles: str = option("2,4,8", "comma-separated numbers of identical requests")
+    mrcr_words: int = option(24, "minimum number of words in each answer to them")
     trials: int = option(20, "prompts for each number of needles and length")
-    haystack: tuple[str, ...] = option((), "text of one's own for the haystacks; repeat")
+    haystack: tuple[str, ...] = option((), "text for the haystacks; repeatable")
     new_tokens: int | None = answer_tokens()
 
     def __post_init__(self) -> None:

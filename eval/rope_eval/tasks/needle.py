@@ -1,7 +1,7 @@
-"""Needles in a haystack of one's own: several needles, distractors, any text.
+"""Needles in a haystack that you choose: several needles, distractors, any text.
 
-The first needle goes through all depths, the others lie anywhere; the score is the share of the
-asked-for numbers that the model writes down. Distractors look the same and are not asked for.
+The first needle is placed at all depths, the others anywhere; the score is the fraction of the
+requested numbers in the answer. Distractors look the same and are not asked for.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from rope_ext.errors import OptionError
 @register
 @dataclass(frozen=True)
 class Needle(Task):
-    """The task: numbers hidden in a text.
+    """Numbers hidden in a text.
 
     Args:
         trials: prompts for each length and depth bin.
         depths: bins of equal width.
-        needles: numbers that are asked for.
-        distractors: needles that are not.
-        haystack: files, folders or data sets; none means Python's documentation; or ``noise``
-            or ``needles`` alone.
-        new_tokens: that the model may write; None: 16, and 16 for each number.
+        needles: number of needles that are asked for.
+        distractors: number of needles that are not asked for.
+        haystack: files, folders or data sets, by default Python's documentation; or only ``noise``
+            or ``needles``.
+        new_tokens: maximum answer length in tokens; None: 16, and 16 for each number.
     """
 
     name: ClassVar[str] = "needle"
@@ -36,11 +36,11 @@ class Needle(Task):
 
     trials: int = option(10, "prompts for each length and depth")
     depths: int = option(5, "depth bins of equal width")
-    needles: int = option(1, "numbers that are asked for")
-    distractors: int = option(0, "needles that are not asked for")
+    needles: int = option(1, "number of needles that are asked for")
+    distractors: int = option(0, "number of needles that are not asked for")
     haystack: tuple[str, ...] = option(
         (),
-        "file, folder or hf:ID/CONFIG:SPLIT; repeat; or noise, or needles. Default: Python's "
+        "file, folder or hf:ID/CONFIG:SPLIT; repeatable; or noise, or needles. Default: Python's "
         "documentation",
     )
     new_tokens: int | None = answer_tokens()

@@ -1,9 +1,8 @@
-"""NoLiMa: needles that share no word with the question, from the authors' needles and books.
+"""NoLiMa: needles that share no words with the question, with the authors' needles and books.
 
-Wording, placing and scoring are those of the authors' ``run_tests.py``, ``async_evaluate.py`` and
-``book_haystack.py`` (arXiv 2502.05167, github.com/adobe-research/NoLiMa), with one difference: a
-length is that of the whole prompt with its answer, and what is left of it is the book, where the
-authors' length is that of the book alone.
+Wording, placement and scoring are those of the authors' ``run_tests.py``, ``async_evaluate.py`` and
+``book_haystack.py`` (arXiv 2502.05167, github.com/adobe-research/NoLiMa), with one difference: the
+length here includes the whole prompt and its answer; the authors' length is that of the book alone.
 """
 
 from __future__ import annotations
@@ -39,10 +38,10 @@ METRICS: tuple[Metric, ...] = ("contains", "EM", "lastline_contains", "lastline_
 
 @dataclass(frozen=True)
 class Gold:
-    """1 if an answer is in the response, or is it, or is in or is its last line.
+    """Scores 1 if an answer is in the response, or equals it, or is in or equals its last line.
 
     Args:
-        answers: any of them is right; upper and lower case differ.
+        answers: any of them is right; case matters.
         metric: which of these, by the authors' names.
     """
 
@@ -62,13 +61,13 @@ class Gold:
 
 @dataclass(frozen=True)
 class Test:
-    """A needle with its question.
+    """A needle and its question.
 
     Args:
-        needle, question: with ``{CHAR}`` for the character, where there are ``characters``.
+        needle, question: with ``{CHAR}`` for the character, if there are ``characters``.
         template: with ``{haystack}`` and ``{question}``.
-        answers: right ones; none: the character.
-        characters: one of them is drawn for every prompt.
+        answers: right ones; empty: the character.
+        characters: one of them is sampled for every prompt.
         distractor: a sentence that looks like the needle.
     """
 
@@ -128,11 +127,11 @@ def _filled(text: str, values: Sequence[str]) -> str:
 
 @dataclass(frozen=True)
 class Book:
-    """A text as tokens, and where a line of it ends.
+    """A text as tokens, and the ends of its lines.
 
     Args:
         ids: tokens.
-        ends: places of those with a line break in them, and the start.
+        ends: indices of tokens with a line break, and the start.
         name: of the file.
     """
 
@@ -194,9 +193,9 @@ class Hidden(Task):
     Args:
         tests, books: as read; a book is (name, text).
         metric: see ``Gold``.
-        depths: places of the needle, from the start to the end.
+        depths: positions of the needle, from the start to the end.
         samples: prompts for each length; None: all.
-        tokens: that the model may write.
+        tokens: maximum answer length in tokens.
     """
 
     name: ClassVar[str] = "nolima"
@@ -308,27 +307,27 @@ class Hidden(Task):
 @register
 @dataclass(frozen=True)
 class NoLiMa(Task):
-    """The task.
+    """NoLiMa.
 
     Args:
-        nolima_needles: ``needle_set.json`` of the authors, or another of their sets.
+        nolima_needles: the authors' ``needle_set.json``, or another of their sets.
         nolima_books: their ``rand_book_1.txt`` and so on, or other texts.
-        nolima_metric: see ``Gold``; the authors' tables are ``contains``, and ``lastline_EM``
-            where a model is to think first.
-        placements: places of the needle, from the start to the end.
+        nolima_metric: see ``Gold``; the authors' tables use ``contains``, and ``lastline_EM`` for
+            models that reason first.
+        placements: positions of the needle, from the start to the end.
         samples: prompts for each length; None: all.
-        new_tokens: that the model may write; None takes the authors' 192.
+        new_tokens: maximum answer length in tokens; None uses the authors' 192.
     """
 
     name: ClassVar[str] = "nolima"
     kind: ClassVar[Kind] = "rate"
 
-    nolima_needles: str = option("", "needle_set.json of the authors, or another of their sets")
-    nolima_books: tuple[str, ...] = option((), "rand_book_1.txt of the authors ...; repeat")
+    nolima_needles: str = option("", "the authors' needle_set.json, or another of their sets")
+    nolima_books: tuple[str, ...] = option((), "the authors' rand_book_1.txt etc.; repeatable")
     nolima_metric: str = option("contains", f"one of {', '.join(METRICS)}")
-    placements: int = option(26, "places of NoLiMa's needle, from the start to the end")
+    placements: int = option(26, "number of positions of the needle, from start to end")
     samples: int | None = drawn("prompts for each length")
-    new_tokens: int | None = answer_tokens("the benchmark's number")
+    new_tokens: int | None = answer_tokens("as in the benchmark")
 
     def parts(self, settings: Settings) -> Sequence[Task]:
         """With the needles and the books, which are read here.

@@ -1,15 +1,17 @@
 """Passkey retrieval: a random number hidden in repetitive text, asked for at the end.
 
-Two prompts, by name. ``published`` is that of Landmark Attention (arXiv 2305.16300, its
-``run_test.py``), used again by YaRN (arXiv 2309.00071): five lines, filler that is cut anywhere,
-keys from 1 to 50000, and the space before the answer is the model's to write. ``inline`` has the
-same sentences, each whole, in one paragraph, keys of five digits, and where the space before a
-digit is a token of its own, it is given: what the checkpoint that ships was trained on.
+There are two prompts. ``published`` is that of Landmark Attention (arXiv 2305.16300, its
+``run_test.py``), also used by YaRN (arXiv 2309.00071): five lines, filler that is cut anywhere,
+keys from 1 to 50000, and the model has to write the space before the answer. ``inline`` has the
+same sentences, none of them cut, in one paragraph, and keys of five digits. If the tokenizer has a
+separate token for the space before a digit, the prompt contains it. The bundled checkpoint was
+trained on ``inline``.
 
-A case is scored by one teacher-forced forward: the trial passes when the argmax equals the key at
-every answer token, which is exactly when greedy decoding would write the key. With ``generate`` it
-really is decoded: ten tokens, of which the first number counts (``published``), or as many as the
-key has (``inline``).
+A case is scored by one teacher-forced forward: it passes if the argmax equals the key at every
+answer token, which is exactly when greedy decoding would write the key. With ``generate`` the
+answer is
+decoded: ten tokens, of which the first number counts (``published``), or as many as the key has
+(``inline``).
 """
 
 from __future__ import annotations
@@ -56,7 +58,7 @@ def own_prompt(tokenizer: Any) -> str:
 
 @dataclass(frozen=True)
 class FirstNumber:
-    """Judges by the first number in the text, as the authors' code does."""
+    """Scores the first number in the text, as in the authors' code."""
 
     number: int
 
@@ -160,7 +162,7 @@ class PasskeyPrompts:
 
 
 class PublishedPrompts(PasskeyPrompts):
-    """Builds ``published`` prompts for one tokenizer; arguments as of ``PasskeyPrompts``."""
+    """Builds ``published`` prompts for one tokenizer; arguments as for ``PasskeyPrompts``."""
 
     default_digits: ClassVar[int | None] = None
 
@@ -203,18 +205,18 @@ class PublishedPrompts(PasskeyPrompts):
 @register
 @dataclass(frozen=True)
 class Passkey(Task):
-    """The task: a grid of lengths and depths.
+    """Passkey retrieval on a grid of lengths and depths.
 
-    Every trial has a key of its own and a depth drawn within its bin. All follow from the seed,
-    so that every method is asked the same questions.
+    Every trial has its own key, and a depth sampled within its bin. Both follow from the seed, so
+    every method gets identical prompts.
 
     Args:
         trials: prompts for each length and depth bin.
         depths: bins of equal width.
-        digits: of each key; None: as the prompt has them.
+        digits: of each key; None: as defined by the prompt.
         generate: decode instead of teacher-forcing.
-        prompt: ``published`` or ``inline``, see the module; ``auto``: what the checkpoint was
-            trained on if its tokenizer says so (``TRAINED_ON``), else ``published``.
+        prompt: ``published`` or ``inline``, see the module; ``auto``: the one that the checkpoint
+            was trained on if its tokenizer records it (``TRAINED_ON``), else ``published``.
     """
 
     name: ClassVar[str] = "passkey"
@@ -223,11 +225,11 @@ class Passkey(Task):
     trials: int = option(10, "prompts for each length and depth")
     depths: int = option(5, "depth bins of equal width")
     digits: int | None = option(
-        None, "of each key, such as 5 or 10; default: 5, and published keys are 1 to 50000"
+        None, "digits of each key, such as 5 or 10; default: 5; published keys are 1 to 50000"
     )
     generate: bool = option(False, "decode with a cache, instead of teacher-forcing")
     prompt: Literal["auto", "published", "inline"] = option(
-        "auto", "published, inline, or auto: what the checkpoint was trained on, else published"
+        "auto", "published, inline, or auto: the one the checkpoint was trained on, else published"
     )
 
     def __post_init__(self) -> None:

@@ -1,27 +1,29 @@
 """Perplexity: ``exp`` of the mean negative log likelihood, each token scored once.
 
-Five protocols, for stretches of text (``choose_windows``) and context lengths:
+There are five protocols for segments of text (``choose_windows``) and context lengths:
 
-* ``ending``: the same tokens after more and more context. The windows of all lengths end at the
-  same places and score the same last tokens: 256, or half the shortest length if that is less.
-  Every token has at least ``length`` less that many tokens before it.
-* ``sliding``: a window of ``length`` tokens moves over each stretch by ``stride`` tokens. The
-  first scores all of its tokens, each further one its last ``stride``: every token of the stretch
-  is scored once, at every length, with at least ``length - stride`` tokens before it unless the
-  stretch has not that many.
-* ``start``: all of the first ``length`` tokens of each stretch. Where the frequencies of a method
-  do not depend on the length of the text, one pass over the longest gives every length.
-* ``huggingface``: ``nll_sum / n_tokens`` of transformers' page "Perplexity of fixed-length models",
-  to compare with numbers obtained that way. Windows start at every multiple of ``stride`` and score
-  the tokens that no earlier window scored; the last one may be shorter. Only the first one has the
-  beginning-of-sequence token. As on that page, each window's mean loss is weighted by its labels
-  minus one, which undercounts every window but the first by one token where windows overlap.
-* ``huggingface_means``: the same windows, but the plain mean of their mean losses, as earlier
-  versions of that page had it.
+* ``ending``: the same tokens with an increasing context. The windows of all lengths end at the same
+  positions and score the same last tokens: 256, or half the shortest length if that is less. Every
+  token has at least ``length`` minus that many tokens before it.
+* ``sliding``: a window of ``length`` tokens moves over each segment by ``stride`` tokens. The first
+  window scores all of its tokens, each later one its last ``stride``: every token of the segment is
+  scored once, at every length, with at least ``length - stride`` tokens before it, or all that
+  the segment has.
+* ``start``: all of the first ``length`` tokens of each segment. If the frequencies of a method do
+not
+  depend on the length of the text, one pass over the longest window gives the result for every
+  length.
+* ``huggingface``: ``nll_sum / n_tokens`` on transformers' page "Perplexity of fixed-length models",
+  for comparison with such numbers. Windows start at every multiple of ``stride`` and score the
+  tokens that no earlier window scored; the last one may be shorter. Only the first one has the
+  beginning-of-sequence token. As on that page, each window's mean loss is weighted by its number of
+  labels minus one, which undercounts every window except the first by one token if windows overlap.
+* ``huggingface_means``: the same windows, but the plain mean of their mean losses, as on earlier
+  versions of that page.
 
-Otherwise a window is the beginning-of-sequence token (once, where the tokenizer has one) and text;
-the token counts as one of ``length``, as context, and is never scored, and perplexity is
-token-weighted.
+Otherwise a window is the beginning-of-sequence token (once, if the tokenizer has one) and text;
+this token counts towards ``length`` as context, and is never scored. Perplexity is weighted by
+tokens.
 """
 
 from __future__ import annotations
@@ -44,7 +46,7 @@ from rope_ext.errors import MeasureError, OptionError
 SCORED = 256
 HUGGINGFACE = {
     "huggingface": "nll_sum / n_tokens, as transformers documents it today",
-    "huggingface_means": "the mean of window means, as older versions of transformers' page had it",
+    "huggingface_means": "the mean of window means, as on older versions of transformers' page",
 }
 PROTOCOLS = ("ending", "sliding", "start", *HUGGINGFACE)
 STRIDING = ("sliding", *HUGGINGFACE)
@@ -52,14 +54,14 @@ STRIDING = ("sliding", *HUGGINGFACE)
 
 @dataclass(frozen=True)
 class Windows:
-    """Stretches of text, each as long as the longest window needs.
+    """Segments of text, each as long as the longest window needs.
 
     Args:
         texts: token ids, without the beginning-of-sequence token, one tuple per window.
-        bos: what goes before them: one token or none.
+        bos: tokens before them: one token or none.
         scored: tokens at the end of every window whose likelihood counts.
         joined: whether documents were joined because too few were long enough.
-        documents: where each text is from; texts of one document share a number.
+        documents: index of the document of each text.
     """
 
     texts: tuple[tuple[int, ...], ...]
@@ -140,12 +142,12 @@ def positions(lengths: Sequence[int]) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class Stretches(Task):
-    """Stretches of text, and windows that move over them: what perplexity and LongPPL share.
+    """Segments of text with moving windows, shared by perplexity and LongPPL.
 
     Args:
-        documents: texts, instead of those of ``text``.
-        text: files, folders or data sets; none means Python's library.
-        windows: stretches of text, at most.
+        documents: texts, instead of those in ``text``.
+        text: files, folders or data sets; by default Python's library.
+        windows: maximum number of segments.
         stride: tokens a window moves by.
         min_context: tokens of text before the first scored one.
     """
@@ -155,15 +157,15 @@ class Stretches(Task):
     documents: Sequence[str] | None = None
     text: Sequence[Path | str] = option(
         (),
-        "file (txt, md, jsonl, parquet), folder or hf:ID/CONFIG:SPLIT; repeat. Default: the "
+        "file (txt, md, jsonl, parquet), folder or hf:ID/CONFIG:SPLIT; repeatable. Default: the "
         "held-out part of Python's library",
         str,
     )
-    windows: int = option(16, "stretches of text, at most")
+    windows: int = option(16, "maximum number of text segments")
     stride: int | None = option(
-        None, "tokens a window moves by; alone it makes the protocol sliding", parse_length
+        None, "tokens a window moves by; implies --protocol sliding", parse_length
     )
-    min_context: int = option(0, "of sliding and start: tokens not scored", parse_length)
+    min_context: int = option(0, "first tokens that sliding and start do not score", parse_length)
 
     def __post_init__(self) -> None:
         require_positive(windows=self.windows, stride=self.stride)
@@ -291,20 +293,20 @@ class Stretches(Task):
 @register
 @dataclass(frozen=True)
 class Perplexity(Stretches):
-    """The task.
+    """Perplexity on segments of text.
 
     Args:
-        documents, text, windows: as of ``Stretches``.
+        documents, text, windows: as for ``Stretches``.
         protocol: one of ``PROTOCOLS``; see the module.
-        stride: of the protocols in ``STRIDING``, tokens.
-        min_context: of ``sliding`` and ``start``: tokens of text before the first scored one.
+        stride: for the protocols in ``STRIDING``, tokens.
+        min_context: for ``sliding`` and ``start``: tokens of text before the first scored one.
     """
 
     name: ClassVar[str] = "perplexity"
 
     protocol: Literal["ending", "sliding", "start", "huggingface", "huggingface_means"] = option(
         "ending",
-        "ending (the same tokens after more and more context), sliding, start, "
+        "ending (the same tokens with an increasing context), sliding, start, "
         + " or ".join(f"{name} ({what})" for name, what in HUGGINGFACE.items()),
     )
 

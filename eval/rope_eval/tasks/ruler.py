@@ -1,13 +1,13 @@
-"""RULER's 13 tasks, written from its description and compared with its code.
+"""RULER's 13 tasks, implemented from its description and compared with its code.
 
 Retrieval (``niah_*``), variable tracking (``vt``), common words (``cwe``), frequent words (``fwe``)
 and question answering (``qa_1``, ``qa_2``) of RULER (arXiv 2404.06654). The score of a prompt is
-the share of the references that occur in what the model writes, whatever their case; of a question
-that has several right answers, one is enough. The effective length, which is defined over all 13,
-is the longest one up to which their average is at least 85.6 %.
+the fraction of the references in the answer, ignoring case; for a question with several right
+answers, one is enough. The effective length, defined over all 13 tasks, is the longest one up to
+which their average is at least 85.6 %.
 
 docs/evaluate-fidelity.md compares it with the authors' code, line by line. Texts, words and
-questions are what ships with Python or is made up here, unless their files are given.
+questions come with Python or are made up here, unless you pass their files.
 """
 
 from __future__ import annotations
@@ -66,11 +66,11 @@ FWE_LEAD = (
 
 @dataclass(frozen=True)
 class Synthetic(Task):
-    """A task made of random parts; subclasses say how one prompt is built.
+    """A task of random parts; subclasses build one prompt.
 
     Args:
         trials: prompts for each length.
-        tokens: that the model may write; they are part of the length.
+        tokens: maximum answer length in tokens; part of the length.
     """
 
     kind: ClassVar[Kind] = "rate"
@@ -184,10 +184,10 @@ class Counts:
     """How often ``cwe`` repeats words.
 
     Args:
-        often: the common words.
-        others: all other words.
-        words: different ones in the example.
-        example: the same as ``often`` and ``others``, of the example.
+        often: repetitions of the common words.
+        others: repetitions of all other words.
+        words: number of different words in the example.
+        example: ``often`` and ``others`` in the example.
     """
 
     often: int
@@ -206,10 +206,10 @@ ROOM = 4096
 
 @dataclass(frozen=True)
 class CommonWords(Synthetic):
-    """A numbered list of words, ten of which come more often than all others.
+    """A numbered list of words, ten of which are more frequent than all others.
 
     Args:
-        counts: how often; None: RULER's choice for each length, or ``FEW`` where that has no room.
+        counts: repetitions; None: RULER's for each length, or ``FEW`` if those do not fit.
     """
 
     name: ClassVar[str] = "cwe"
@@ -290,7 +290,7 @@ def _numbered(words: Sequence[str]) -> str:
 
 @dataclass(frozen=True)
 class FrequentWords(Synthetic):
-    """Coded words whose frequencies follow a zeta distribution: the three that lead."""
+    """Coded words with frequencies from a zeta distribution: asks for the three most frequent."""
 
     name: ClassVar[str] = "fwe"
     about: ClassVar[str] = "share of the 3 most frequent words of a coded text"
@@ -396,32 +396,32 @@ def made(
 @register
 @dataclass(frozen=True)
 class Ruler(Task):
-    """All of them, or some.
+    """RULER: all of its tasks, or some.
 
     Args:
-        ruler_tasks: names, comma between, or ``all``.
+        ruler_tasks: comma-separated names, or ``all``.
         trials: prompts for each task and length.
-        haystack: files, folders or data sets; none means Python's documentation. RULER's is its
+        haystack: files, folders or data sets; by default Python's documentation. RULER uses its
             ``PaulGrahamEssays.json``.
-        squad: file of SQuAD 2.0 for ``qa_1``; None makes questions up. RULER's is the one called
-            ``dev-v2.0.json``.
-        hotpotqa: file of HotpotQA for ``qa_2``, likewise; ``hotpot_dev_distractor_v1.json``.
-        new_tokens: that the model may write; None takes RULER's numbers.
+        squad: file of SQuAD 2.0 for ``qa_1``, in RULER ``dev-v2.0.json``; None makes up questions.
+        hotpotqa: file of HotpotQA for ``qa_2``, in RULER ``hotpot_dev_distractor_v1.json``; None
+            makes up questions.
+        new_tokens: maximum answer length in tokens; None uses RULER's numbers.
     """
 
     name: ClassVar[str] = "ruler"
     kind: ClassVar[Kind] = "rate"
 
-    ruler_tasks: str = option("all", f"of {', '.join(TASKS)}, or all")
+    ruler_tasks: str = option("all", f"comma-separated: {', '.join(TASKS)}; or all")
     trials: int = option(20, "prompts for each task and length")
     haystack: tuple[str, ...] = option(
-        (), "text of one's own for the haystacks, such as RULER's PaulGrahamEssays.json; repeat"
+        (), "text for the haystacks, such as RULER's PaulGrahamEssays.json; repeatable"
     )
     squad: str | None = option(None, "SQuAD's dev-v2.0.json for qa_1; default: made-up facts")
     hotpotqa: str | None = option(
         None, "HotpotQA's hotpot_dev_distractor_v1.json for qa_2; default: made-up facts"
     )
-    new_tokens: int | None = answer_tokens("RULER's numbers")
+    new_tokens: int | None = answer_tokens("as in RULER")
 
     def parts(self, settings: Settings) -> Sequence[Task]:
         """The tasks that are named.

@@ -1,4 +1,4 @@
-"""How published benchmarks compare what is written with what is right, where several do alike."""
+"""Comparisons of answers and references that several published benchmarks share."""
 
 from __future__ import annotations
 

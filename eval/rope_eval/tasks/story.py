@@ -1,8 +1,8 @@
-"""Facts in a stream of other text: prompts that are tokenised whole and fill a length.
+"""Facts in a stream of other text: prompts that are tokenized as a whole and fill a length.
 
-The stream is made of pieces, and is as long as fits: it is cut after a word, so that a prompt is
-never longer than asked for, and short of it by less than the next word of the stream has tokens
-(and the head before it).
+The stream consists of pieces, and is as long as fits: it is cut after a word, so a prompt is never
+longer than requested, and shorter by less than the tokens of the next word (and of the head before
+it).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from rope_eval.tasks.haystack import too_long
 
 @dataclass(frozen=True)
 class Piece:
-    """A part of a stream; ``head`` stays whole where its words are cut."""
+    """A part of a stream; ``head`` is never cut."""
 
     head: str
     words: Sequence[str]
@@ -35,7 +35,7 @@ class Piece:
 
 
 class Stream:
-    """Pieces that come one after the other without an end, each made when it is needed."""
+    """An endless sequence of pieces, each made when it is needed."""
 
     def __init__(self, pieces: Iterator[Piece]) -> None:
         self._pieces = pieces
@@ -92,10 +92,10 @@ class Story:
     """A prompt before its length is known.
 
     Args:
-        compose: the prompt with that many words of the stream.
-        answers: what is right, for a reader of the results.
-        judge: what a text is worth.
-        depth: place of the answer, 0 at the start and 1 at the end.
+        compose: builds the prompt with that many words of the stream.
+        answers: right answers, for the results.
+        judge: scores a text.
+        depth: position of the answer, 0 at the start and 1 at the end.
     """
 
     compose: Callable[[int], str]
@@ -131,12 +131,12 @@ def filled(frame: Frame, compose: Callable[[int], str], room: int) -> list[int] 
 
 @dataclass(frozen=True)
 class Told(Task):
-    """A task of stories; subclasses tell one.
+    """A task of stories; subclasses write one.
 
     Args:
         trials: prompts for each length.
-        tokens: that the model may write, part of the length; None: eight more than the longest
-            answer of a length has.
+        tokens: maximum answer length in tokens, part of the length; None: eight more than the
+            longest answer at a length.
     """
 
     kind: ClassVar[Kind] = "rate"

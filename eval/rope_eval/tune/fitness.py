@@ -1,9 +1,9 @@
-"""What tables and options are judged by: losses of a text, and of answers hidden in one.
+"""Objectives for tables and options: losses on a text, and on answers hidden in one.
 
-Windows of a text show how well a model goes on with it. The answer tokens of needles show whether
-it finds what is far away: LongRoPE2 (arXiv 2502.20082, section 3.2) searches by their loss alone,
-since most other tokens hardly need a long context. All of them are scored by one forward per row,
-and rows of one length share it.
+Windows of a text measure how well a model continues it. The answer tokens of needles measure
+whether it finds distant information: LongRoPE2 (arXiv 2502.20082, section 3.2) searches with their
+loss alone, because most other tokens hardly need a long context. Each row is scored in one forward,
+and rows of the same length are batched.
 """
 
 from __future__ import annotations
@@ -41,12 +41,12 @@ _logger = logging.getLogger("rope_ext")
 
 @dataclass(frozen=True)
 class Prompt:
-    """A number hidden in hay, asked for at the end.
+    """A number hidden in a text, asked for at the end.
 
     Args:
         hay: the published filler, or a text.
-        ids: tokens, answer included.
-        count: of them, at the end, that spell the answer.
+        ids: tokens, including the answer.
+        count: number of tokens at the end that spell the answer.
     """
 
     hay: Hay
@@ -61,11 +61,11 @@ class Prompt:
 
 @dataclass(frozen=True)
 class Rows:
-    """Windows of a text, each with the number of the document it is from.
+    """Windows of a text, each with the index of its document.
 
     Args:
-        windows: token ids, all of one length.
-        documents: one number for each.
+        windows: token ids, all of the same length.
+        documents: one index for each.
     """
 
     windows: tuple[tuple[int, ...], ...]
@@ -98,12 +98,12 @@ def windows_of(
         tokenizer: of the model.
         texts: documents.
         length: tokens.
-        count: of windows.
-        seed: of their places.
-        cure: what asks for so many, and what to do about it.
+        count: number of windows.
+        seed: random seed of their positions.
+        cure: the option that sets the number, and how to fix it, for the error.
 
     Raises:
-        MeasureError: there are not as many, or they repeat each other or themselves.
+        MeasureError: there are fewer, or the text repeats itself.
     """
     task = Perplexity(texts, windows=count, protocol="start")
     found = task.choose(Frame(tokenizer, ()), [length], seed, option="--length")
@@ -149,7 +149,7 @@ def repeated_share(texts: Iterable[str]) -> float:
 class Needles:
     """Builds prompts for one tokenizer.
 
-    They have no chat template, which may hold today's date.
+    They have no chat template, because one may contain the current date.
 
     Args:
         tokenizer: of the model.
@@ -252,13 +252,13 @@ Advance = Callable[[int], None]
 def losses_at_end(
     model: nn.Module, windows: Sequence[Sequence[int]], scored: int, advance: Advance
 ) -> list[float]:
-    """Mean loss of the last ``scored`` tokens of every window, nats; infinite if it is no number.
+    """Mean loss of the last ``scored`` tokens of every window in nats; infinite if it is NaN.
 
     Args:
-        model: as it is now.
-        windows: token ids, all of one length.
+        model: in its current state.
+        windows: token ids, all of the same length.
         scored: tokens.
-        advance: told how many windows are done, after every forward.
+        advance: called with the number of finished windows after every forward.
     """
     found: list[float] = []
     for batch in _batches(model, windows):
@@ -271,12 +271,12 @@ def losses_at_end(
 def losses_of_answers(
     model: nn.Module, prompts: Sequence[Prompt], advance: Advance
 ) -> list[tuple[float, bool]]:
-    """Mean loss of every answer's tokens, nats, and whether greedy decoding would write it.
+    """Mean loss of every answer in nats, and whether greedy decoding would write it.
 
     Args:
-        model: as it is now.
+        model: in its current state.
         prompts: in any order.
-        advance: told how many prompts are done, after every forward.
+        advance: called with the number of finished prompts after every forward.
     """
     found: dict[int, tuple[float, bool]] = {}
     for length in sorted({prompt.length for prompt in prompts}):
@@ -295,7 +295,7 @@ def losses_of_answers(
 def _batches(
     model: nn.Module, rows: Sequence[Any], length: int | None = None
 ) -> Iterator[Sequence[Any]]:
-    """As many rows at a time as an evaluation takes; always the same ones together."""
+    """Batches of rows as large as in an evaluation; always the same rows together."""
     if not rows:
         return
     tokens = 8192 if model.device.type == "cpu" else 32768
@@ -309,9 +309,9 @@ def _finite(loss: float) -> float:
 
 
 def fingerprint(model: nn.Module) -> str:
-    """What tells this model from another one: its configuration, and its losses on some tokens.
+    """Identifies a model: its configuration, and its losses on some tokens.
 
-    In thousandths of a nat: other numbers of threads change the last digits.
+    In thousandths of a nat, because other numbers of threads change the last digits.
     """
     plain = cast(PreTrainedModel, model)
     config = cast(PreTrainedModel, unwrap(model)).config.to_dict()

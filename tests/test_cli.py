@@ -176,7 +176,7 @@ def test_missing_matplotlib_is_told_first(
 
 
 def test_measuring_needs_no_matplotlib_to_import() -> None:
-    """A process that measures looks for it too: test_a_killed_run_resumed_gives_the_same_bytes."""
+    """Processes that measure look for it too (tests/helpers/ranks.py)."""
     found = []
     for tree in [parse(path) for package in PACKAGES for path in package.rglob("*.py")]:
         within = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)]

@@ -152,6 +152,7 @@ def test_no_room_imports_a_higher_one() -> None:
     assert upward == {("rope_ext", name) for name in ANNOTATED}
 
 
+@pytest.mark.slow
 def test_a_patch_loads_no_evaluator_no_engine_and_no_kernel() -> None:
     """And at most 14,000 lines of ours."""
     lines = subprocess.run(

@@ -17,8 +17,10 @@ import traceback
 from pathlib import Path
 
 import accelerate  # noqa: F401  # for all processes, once
+import pytest
 
 from rope_eval import cases, command
+from tests.helpers import pictures
 
 
 def dying(lines: int) -> None:
@@ -65,6 +67,8 @@ def run(processes: int, victim: int | str | None, lines: int, words: list[str]) 
 
 
 if __name__ == "__main__":
+    assert "matplotlib" not in sys.modules  # measuring needs none
+    pictures.draw_small(pytest.MonkeyPatch())
     runs = json.loads(Path(sys.argv[1]).read_text())
     found = [run(*one) for one in runs]
     print(json.dumps(found))

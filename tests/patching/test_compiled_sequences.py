@@ -90,7 +90,8 @@ def test_a_prefill_compiles_whole_and_the_eager_path_goes_on(ids) -> None:
     assert not counters["graph_break"]
 
 
-@pytest.mark.parametrize("order", [[1, 0], pytest.param([0, 0], marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("order", [[1, 0], [0, 0]])
 def test_rows_of_a_cache_that_a_graph_began_move_with_their_frequencies(order, ids) -> None:
     model = patch("dynamic_ntk")
     tokens, mask, positions = padded([ids[0, :80], ids[1, :50]], "left")

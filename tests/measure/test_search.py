@@ -221,7 +221,7 @@ def test_prompts_that_the_unpatched_model_does_not_answer_do_not_count(
         model, tokenizer, iterations=1
     )
     assert "answers hidden in filler do not count" in caplog.text and "0 of 16" in caplog.text
-    with pytest.raises(rope_ext.MeasureError, match="scored=0 leaves nothing to judge by"):
+    with pytest.raises(rope_ext.MeasureError, match="scored=0 leaves out the text"):
         found(model, tokenizer, prompts=16, scored=0)
 
 
@@ -319,7 +319,7 @@ BAD = [
     ({"target_length": TRAINED}, "target_length=128 is not beyond the 128 tokens"),
     ({"target_length": "2k"}, "target_length='2k' is not valid.*whole number"),
     ({"target_length": 4096}, "window of 4096"),
-    ({"samples": 400}, "samples=400 are to be judged by; give more text"),
+    ({"samples": 400}, "samples=400 are needed; give more text"),
     ({"scored": 0}, "scored=0 is not valid"),
     ({"scored": "needles", "prompts": 16}, "scored='needles' is not valid"),
     ({"prompts": 8}, "prompts=8 is not valid; it must be 0 or at least 16"),
@@ -410,7 +410,7 @@ def test_damaged_lines_of_a_log_are_measured_again(tmp_path) -> None:
 def test_a_model_without_finite_losses_is_told(model, tokenizer) -> None:
     with torch.no_grad():
         model.model.norm.weight.fill_(math.inf)
-    with pytest.raises(rope_ext.RopeExtError, match="losses are no numbers at 256 tokens"):
+    with pytest.raises(rope_ext.RopeExtError, match="loss is NaN or infinite at 256 tokens"):
         found(model, tokenizer)
     assert rope_ext.describe(model).method is None
 

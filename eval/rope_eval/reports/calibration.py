@@ -55,8 +55,8 @@ class Trial:
 def fitness(far: float | None, answers: float | None) -> float:
     """What :func:`rope_ext.calibrate` and :func:`rope_ext.search` minimise, nats per token.
 
-    Text alone rates a model that no longer retrieves as highly as one that does; answers alone
-    rate one that can do nothing else as highly.
+    Text alone does not tell a model that retrieves from one that does not, and answers alone do not
+    tell a model that writes well from one that only copies.
 
     Args:
         far: mean loss of the last tokens of windows of the target length; None: not scored.

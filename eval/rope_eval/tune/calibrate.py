@@ -1,9 +1,9 @@
-"""Finds the few scalars of a method for a model, above all its temperature, on a text.
+"""Tunes the scalar options of a method for a model and a text, above all its temperature.
 
-Coordinate descent over the grids that a method declares: what cos and sin are multiplied by comes
-first, then windows, groups and ramps, then the first again beside what was found. One half of the
-text and of the prompts chooses; the other one judges what was chosen against the published
-default, which stays unless it is worse beyond noise and the other costs no more than was allowed.
+Coordinate descent over the grids that a method declares: the attention factor first, then windows,
+groups and ramps, then the attention factor again with what was found. One half of the text and of
+the prompts selects values. The other half tests them against the published default, which stays
+unless the new values are better beyond noise and cost no more than is allowed.
 """
 
 from __future__ import annotations
@@ -60,8 +60,8 @@ from rope_ext.record import method_to_json
 from rope_ext.rotary.sites import evaluating, text_decoder
 
 LOG, RESULT, PICTURE = (f"{NAME}.{end}" for end in ("jsonl", "json", "png"))
-_STEP = 0.1  # to walk on beyond the grid of that, and from what was found before
-_FINEST = 0.05  # no gap below it is halved
+_STEP = 0.1  # of the attention factor, beyond its grid and around the value found before
+_FINEST = 0.05  # smaller gaps are not halved
 _WALK = 4  # steps beyond the grid, at most
 _CONFIDENCE = 0.99  # many candidates are tried
 _UNKNOWN = (-math.inf, math.inf)  # too few documents or prompts for an interval
@@ -73,9 +73,9 @@ class Half:
     """One half of the data.
 
     Args:
-        name: what it does.
+        name: ``choosing`` or ``judging``.
         rows: windows of the target length.
-        inside: windows of the trained length, those that each of them is cut into.
+        inside: for each of them, the windows of the trained length that it is cut into.
         prompts: of the trained and of the target length.
     """
 
@@ -90,9 +90,9 @@ class Half:
         return [piece for pieces in self.inside for piece in pieces]
 
     def weighed(self, losses: Sequence[float]) -> tuple[list[float], list[float]]:
-        """Mean losses of documents, which intervals resample, and the windows behind each.
+        """The mean loss of each document, and how many windows it has.
 
-        Of few documents, windows stand for themselves.
+        With fewer than ``FEWEST_SAMPLES`` documents, each window counts as one.
         """
         documents = self.rows.documents
         if len(set(documents)) < FEWEST_SAMPLES:
@@ -105,11 +105,11 @@ class Half:
 
 @dataclass(frozen=True)
 class Scores:
-    """What a model scores on one half; see :class:`~rope_eval.reports.calibration.Trial`.
+    """Scores of a model on one half; see :class:`~rope_eval.reports.calibration.Trial`.
 
     Args:
         far: of every window.
-        inside: of every window, the mean of the windows of the trained length in it.
+        inside: of every window, the mean over the windows of the trained length in it.
         answers: of every prompt.
         found: of every prompt.
     """
@@ -152,18 +152,18 @@ def calibrate(
     resume: bool = False,
     **options: Any,
 ) -> Calibration:
-    """Find the few scalars of a method for ``model`` on a text: its temperature, windows, ramps.
+    """Tune the scalar options of a method for ``model`` on a text: temperature, windows, ramps.
 
-    One half of the data chooses by the loss of the text far out plus that of the answers to
-    passkeys, which are hidden in filler and in the text, within the trained length and at the
-    target. The other half judges: what was chosen is given only if that sum is lower beyond noise
-    (99 %, paired), neither part is higher beyond noise, and perplexity rises by no more than
-    ``cost`` at the upper end of its interval, within the trained length and far out; else the
-    published default, and the reason. Prompts do not count where the unpatched model finds less
-    than half of them within its trained length.
+    One half of the data selects values by the loss of the text at the target length plus the loss
+    of passkey answers, hidden in filler and in the text, at the trained and the target length. The
+    other half tests them. A value replaces the published default only if that sum is lower beyond
+    noise (99 %, paired), neither part is higher beyond noise, and perplexity rises by at most
+    ``cost`` at the upper end of its interval, both within the trained length and at the target
+    length. Prompts do not count where the unpatched model finds less than half of them within its
+    trained length.
 
-    The model is left as it came, also after an exception. A compiled one runs without its graphs,
-    since every candidate would be compiled anew.
+    The model is restored, also after an exception. Compiled models run eagerly, since every
+    candidate would be compiled again.
 
     Args:
         model: not patched.
@@ -171,20 +171,20 @@ def calibrate(
         target_length: context to reach, tokens.
         text: as of :func:`rope_ext.search`; None: the Python library, but for the part that
             evaluations measure by default. Use a text as unlike it as yours is.
-        methods: names, or objects whose options are taken for the published ones.
-        output: a folder for ``calibration.jsonl``, which gets every candidate as it is measured,
-            and for what was found: ``calibration.json``, and a picture if it can be drawn.
-        resume: go on with what is in ``output``, as if it had not been interrupted.
+        methods: names, or objects whose options count as the published ones.
+        output: a directory for the results: ``calibration.jsonl`` with every candidate as it is
+            measured, ``calibration.json``, and a picture if matplotlib is installed.
+        resume: continue an interrupted calibration in ``output``.
         **options: the fields of :class:`~rope_eval.tune.options.CalibrationOptions`.
 
     Returns:
-        The method found, a sentence, the numbers, and a picture.
+        The method found and its numbers; ``print`` it.
 
     Raises:
-        UnknownMethodError, OptionError: a method or an option is not valid, or has nothing to
-            find.
-        MeasureError: the text cannot be read, is too short or repeats itself, ``output`` is not of
-            this calibration or in use, or the model computes no finite losses.
+        UnknownMethodError, OptionError: a method or an option is not valid, or a method has no
+            options to tune.
+        MeasureError: the text cannot be read, is too short or repeats itself, ``output`` belongs
+            to another calibration or is in use, or the loss is NaN or infinite.
         AlreadyPatchedError, AlreadyScaledError, NoRopeError, UnsupportedModelError: as
             :func:`rope_ext.patch`.
     """
@@ -213,7 +213,7 @@ def calibrate(
 
 
 def _eager(model: nn.Module) -> AbstractContextManager[Any]:
-    """What was compiled runs without its graphs."""
+    """Compiled modules run eagerly."""
     compiled = (getattr(module, "_compiled_call_impl", None) for module in model.modules())
     if hasattr(model, "_orig_mod") or any(compiled):
         return torch.compiler.set_stance("force_eager")
@@ -226,7 +226,7 @@ def _starts(
     methods: str | Method | Iterable[str | Method],
     given: CalibrationOptions,
 ) -> list[Method]:
-    """The published defaults; what cannot be patched shows here."""
+    """The published defaults, each tried on the model so that errors show early."""
     asked = [methods] if isinstance(methods, (str, Method)) else list(methods)
     factor = factor_to(given.target_length, rope.length)
     starts: list[Method] = []
@@ -252,35 +252,34 @@ def _starts(
 
 
 def _grids(method: Method, rope: Rope, options: Sequence[str] | None) -> dict[str, tuple[Any, ...]]:
-    """What is to be found of a method, the scalar first.
+    """The options of a method to tune and their values, the attention factor first.
 
     Raises:
-        OptionError: an option is unknown, or there is none.
+        OptionError: an option is unknown, or the method has none.
     """
     grids = method.grids(rope)
     for name in options or ():
         if name not in grids:
             known = f"its options are {', '.join(grids)}" if grids else "it has none"
             raise OptionError(
-                f"{method.name}: {name!r} is nothing that a calibration finds"
-                f"{nearest(name, grids)}; {known}"
+                f"{method.name}: calibrate cannot tune {name!r}{nearest(name, grids)}; {known}"
             )
     if not grids:
-        raise OptionError(f"{method.name} has nothing that a calibration could find; leave it out")
+        raise OptionError(f"{method.name} has no options to calibrate; leave it out")
     chosen = {name: values for name, values in grids.items() if options is None or name in options}
     return {name: chosen[name] for name in sorted(chosen, key=lambda name: name != SCALAR)}
 
 
 @contextmanager
 def _ours(folder: Path | None, resume: bool) -> Iterator[None]:
-    """The folder of results, locked; nothing in it is of somebody else.
+    """Lock the output directory, and check that no file of others would be overwritten.
 
     Raises:
-        MeasureError: it cannot be written, is in use, or holds what must not be lost.
+        MeasureError: it cannot be written, is in use, or holds such a file.
     """
     if folder is None:
         if resume:
-            raise OptionError("resume=True needs output=FOLDER, to go on from")
+            raise OptionError("resume=True needs output=FOLDER to resume from")
         yield
         return
     with writing(folder, "give another output"):
@@ -289,14 +288,14 @@ def _ours(folder: Path | None, resume: bool) -> Iterator[None]:
         Folder(folder).check([RESULT, PICTURE])
         if (folder / LOG).exists() and not resume:
             raise MeasureError(
-                f"{folder / LOG} is there already; give resume=True (--resume) to go on with it, "
-                f"or another output"
+                f"{folder / LOG} already exists; give resume=True (--resume) to continue it, or "
+                f"another output"
             )
         yield
 
 
 def _keep(found: Calibration, folder: Path) -> None:
-    """Write what was found; the picture where it can be drawn."""
+    """Write the results, with a picture if it can be drawn."""
     files = {RESULT: found.to_json().encode()}
     try:
         picture = io.BytesIO()
@@ -311,8 +310,8 @@ def _rows(
     tokenizer: Any, texts: Sequence[str], given: CalibrationOptions
 ) -> tuple[Rows, list[str]]:
     cure = (
-        f"samples={given.samples} for each of two halves are to be judged by; give more text, or "
-        f"fewer samples"
+        f"samples={given.samples} are needed for each of two halves; give more text, or fewer "
+        f"samples"
     )
     if not texts:
         raise MeasureError("there is no text; give text= (--text) a file with text in it")
@@ -326,7 +325,7 @@ def _rows(
 def _halves(
     tokenizer: Any, rows: Rows, rope: Rope, given: CalibrationOptions
 ) -> tuple[tuple[Half, Half], list[str]]:
-    """Windows of different documents, where there are two, and prompts."""
+    """Windows and prompts of both halves, which share no document if there are two."""
     numbers = _split(rows.documents)
     halves, notes = [], []
     first = beginning(tokenizer)
@@ -340,14 +339,14 @@ def _halves(
         halves.append(Half(name, Rows(windows, documents), inside, asked))
     if given.prompts and not halves[0].prompts:
         notes.append(
-            f"answers do not count: no prompt fits into the {rope.length} trained tokens (at least "
-            f"{min(map(Needles(tokenizer).least, HAY))})"
+            f"answers do not count: no prompt fits into the {rope.length} trained tokens (the "
+            f"shortest has {min(map(Needles(tokenizer).least, HAY))})"
         )
     return (halves[0], halves[1]), notes
 
 
 def cut(window: tuple[int, ...], length: int, first: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
-    """A window cut into those of ``length`` tokens, each with the beginning-of-sequence token."""
+    """The windows of ``length`` tokens in a window, each with the beginning-of-sequence token."""
     text, step = window[len(first) :], length - len(first)
     for start in range(0, len(text) - step + 1, step):
         yield (*first, *text[start : start + step])
@@ -498,7 +497,7 @@ class _Run:
         if proposed != start:
             after = self.scores(proposed, judging)
         judged = self.changes(start, proposed, before, after, judging)
-        reasons = ["nothing that was tried is better on the half that chooses"]
+        reasons = ["no other value is better on the half of the text that selects"]
         if proposed != start:
             reasons = self.objections(judged)
             if not judged["score"].better:
@@ -541,19 +540,19 @@ class _Run:
     def objections(self, changes: Mapping[str, Change]) -> list[str]:
         """Why a method is no replacement for the published default."""
         if not changes["score"].after < math.inf:
-            return ["its losses are no numbers"]
+            return ["its loss is NaN or infinite"]
         found = []
         for name, length in (("inside", self.rope.length), ("far", self.given.target_length)):
             change, where = changes[name], f"perplexity at {length} tokens"
             if change.low > math.log1p(self.given.cost) or (name == "far" and change.worse):
-                found.append(f"its {where} is higher by {change.percent}")
+                found.append(f"its {where} rises by {change.percent}")
             elif change.high > math.log1p(self.given.cost):
                 found.append(
                     f"cannot tell whether its {where} rises by less than "
                     f"{100 * self.given.cost:g} %: {change.percent} (more samples may)"
                 )
         if "answers" in changes and changes["answers"].worse:
-            found.append("its loss of the answers is higher beyond noise")
+            found.append("its loss on the answers rises beyond noise")
         return found
 
 
@@ -570,7 +569,7 @@ class _Descent:
         half: of the data.
 
     Raises:
-        MeasureError: the losses of the published default are no numbers.
+        MeasureError: a loss of the published default is NaN or infinite.
     """
 
     def __init__(self, run: _Run, start: Method, half: Half) -> None:
@@ -578,8 +577,8 @@ class _Descent:
         self.before = run.scores(start, half)
         if not self.before.finite:
             raise MeasureError(
-                f"the model's losses are no numbers at {run.given.target_length} tokens under "
-                f"{start}; load it in float32 or bfloat16"
+                f"the loss is NaN or infinite at {run.given.target_length} tokens under {start}; "
+                f"load the model in float32 or bfloat16"
             )
         self.tried: dict[str, Trial] = {}
         self.fit: dict[str, float] = {}  # scores of those without objections

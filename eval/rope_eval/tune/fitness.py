@@ -121,9 +121,9 @@ def windows_of(
     share = repeated_share([tokenizer.decode(window) for window in windows])
     if share > MOST_REPEATED:
         raise MeasureError(
-            f"{share:.0%} of the text is repeated ({_STRETCH} characters that are in it before), "
-            f"and at most {MOST_REPEATED:.0%} may be: windows that repeat each other or themselves "
-            f"say nothing about other text; give a text without copies"
+            f"{share:.0%} of the text is repeated (stretches of {_STRETCH} characters that occur "
+            f"earlier), and at most {MOST_REPEATED:.0%} may be, since results would not carry over "
+            f"to other text; give a text without copies"
         )
     return Rows(windows, found.documents)
 
@@ -131,8 +131,8 @@ def windows_of(
 def repeated_share(texts: Iterable[str]) -> float:
     """The share of stretches of 50 characters that occurred before, in the same text or another.
 
-    White space counts as one space. Of Python's library and of Django's documentation it is 2 to
-    5 %, of ten copies 90 %, and of ten copies with every twentieth word changed 50 %.
+    White space counts as one space. Python's library and Django's documentation have 2 to 5 %, ten
+    copies of a text 90 %, and ten copies with every twentieth word changed 50 %.
     """
     seen: set[int] = set()
     repeated = count = 0
@@ -226,8 +226,8 @@ def prompts_of(
 def witnesses(prompts: Sequence[Prompt], found: Sequence[bool]) -> tuple[list[Hay], list[str]]:
     """The hays that count, and a note for each of the others.
 
-    A hay counts where the unpatched model finds at least half of its prompts: a model that cannot
-    retrieve says nothing by the prompts that it misses.
+    A hay counts if the unpatched model finds at least half of its prompts: if it cannot retrieve
+    there, the prompts that a method misses say nothing about the method.
 
     Args:
         prompts: of the trained length.

@@ -1,7 +1,7 @@
 """Finds LongRoPE's numbers for a model, one per rotary pair, by evolution.
 
-Evolution is a function of its seed and of the losses of the tables it tries: a search that was
-killed is replayed, and what its log holds is not computed again.
+Evolution depends only on its seed and on the losses of the tables that it tries: an interrupted
+search is replayed, and tables in its log are not measured again.
 
 Ding et al. 2024, arXiv 2402.13753, sections 3.2 and 3.3.
 """
@@ -274,25 +274,24 @@ def search(
     output: str | os.PathLike[str] | None = None,
     **options: Any,
 ) -> LongRoPE:
-    """Search the numbers by which ``longrope`` divides the frequencies of ``model``.
+    """Search the factors by which ``longrope`` divides the frequencies of ``model``.
 
-    Tables ascend from 1 to at most 1.25 times the factor. The first are those of PI, NTK, YaRN,
-    MrRoPE and LongRoPE2, with several temperatures, and mutations of them. As in
-    :func:`rope_ext.calibrate`, all are judged by their loss on the same windows of text plus that
-    of the answers to passkeys at the trained and at the target length, where the unpatched model
-    finds at least half within its trained length. Beside the paper's mutation, which draws some
-    numbers anew, there is one that moves the others along, since half of YaRN's numbers are equal.
-    The model is left as it came, also after an exception.
+    The factors of a table ascend from 1 to at most 1.25 times the scaling factor. The first tables
+    are those of PI, NTK, YaRN, MrRoPE and LongRoPE2 at several temperatures, and mutations of them.
+    As in :func:`rope_ext.calibrate`, they are ranked by the loss on windows of text plus the loss
+    of passkey answers at the trained and the target length; prompts count only where the unpatched
+    model finds at least half of them within its trained length. In addition to the paper's
+    mutation, which draws some factors again, one moves the other factors along, since half of
+    YaRN's factors are equal. The model is restored, also after an exception.
 
     Args:
         model: not patched.
         tokenizer: of the model.
         text: a file, a folder or ``hf:ID``, as the evaluators read it, or documents; a string
-            with a line break in it is one. Measure what was found on another text.
+            with a line break in it is one. Evaluate the result on another text.
         target_length: context to reach, tokens.
-        output: a ``.json`` file for the options of the best method so far. Beside it, in
-            ``.jsonl``, is written every table that was tried: the same call goes on from there,
-            or goes further with more ``iterations``, as if it had not been interrupted.
+        output: a ``.json`` file for the options of the best method so far. A ``.jsonl`` file next
+            to it logs every table: the same call resumes from it, also with more ``iterations``.
         **options: the fields of :class:`~rope_eval.tune.options.SearchOptions`.
 
     Returns:
@@ -300,8 +299,8 @@ def search(
 
     Raises:
         OptionError: an option is not valid.
-        MeasureError: the text cannot be read, is too short or repeats itself, ``output`` is of
-            another search, or the model computes no finite losses.
+        MeasureError: the text cannot be read, is too short or repeats itself, ``output`` belongs
+            to another search, or the loss is NaN or infinite.
         AlreadyPatchedError, AlreadyScaledError, NoRopeError, UnsupportedModelError: as
             :func:`rope_ext.patch`.
 
@@ -321,7 +320,7 @@ def search(
         ):
             pass
     samples, seed = given.samples, given.seed
-    cure = f"samples={samples} are to be judged by; give more text, or fewer samples"
+    cure = f"samples={samples} are needed; give more text, or fewer samples"
     windows = windows_of(tokenizer, read(text), target_length, samples, seed, cure).windows
     lengths = (rope.length, target_length)
     prompts = prompts_of(tokenizer, lengths, given.prompts, windows, seed)
@@ -351,8 +350,8 @@ def _counting(
     counting = tuple(prompt for prompt in prompts if prompt.hay in hays)
     if not given.scored and not counting:
         raise MeasureError(
-            "no passkey prompt counts with this model, so that scored=0 leaves nothing to judge "
-            "by; leave scored out to judge by the text"
+            "no passkey prompt counts with this model, and scored=0 leaves out the text; leave "
+            "scored out to score the text"
         )
     return counting
 
@@ -399,7 +398,7 @@ def _searched(
         before = [judged(each) for each in known]
         if min(before) == math.inf:
             raise MeasureError(
-                f"the model's losses are no numbers at {given.target_length} tokens; load it in "
+                f"the loss is NaN or infinite at {given.target_length} tokens; load the model in "
                 f"float32 or bfloat16"
             )
         yarns = [each for each in known if isinstance(each, YaRN)]

@@ -65,7 +65,8 @@ def test_a_command_prints_what_the_page_says(beside: Path, name: str) -> None:
         assert printed == output
     else:  # a long file, which --output wrote
         config = json.loads((beside / "FOLDER" / "config.json").read_text(encoding="utf-8"))
-        assert ("rope_scaling" in config) == ("--legacy" in words)
+        assert config["rope_scaling"]["rope_type"] == "linear"
+        assert ("type" in config["rope_scaling"]) == ("--legacy" in words)
         assert config["max_position_embeddings"] == 2048
 
 

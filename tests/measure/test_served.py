@@ -2,20 +2,28 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+import importlib.util
+import random
+import re
+import shlex
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+import rope_ext
 from rope_eval import command
-from rope_eval.cases import Outcome, read_outcomes
+from rope_eval.cases import Case, Outcome, Questions, read_outcomes
+from rope_eval.data.prompts import Frame
 from rope_eval.evaluate import evaluate
 from rope_eval.run.plan import prepare
 from rope_eval.run.runner import run
 from rope_eval.settings import Settings
-from rope_eval.tasks.base import build
+from rope_eval.tasks.base import Kind, Task, build
 from rope_eval.tasks.passkey import Passkey
 from rope_eval.tasks.perplexity import Perplexity
 from rope_ext.errors import MeasureError, OptionError
@@ -242,3 +250,74 @@ def test_settings_of_the_transport_determine_no_result(checkpoint: Path, tmp_pat
     ]
     keys = [[p.systems[0].key(c) for c in p.cases(p.systems[0])] for p in plans]
     assert keys[0] == keys[1] and not set(keys[0]) & set(keys[2])
+
+
+# Real servers
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("api", ["text", "chat"])
+def test_transformers_serve_answers_as_its_model_does(tmp_path: Path, api: str) -> None:
+    from tests.engines import test_serve
+
+    if importlib.util.find_spec("fastapi") is None:
+        pytest.skip("what transformers serve needs is not there")
+    folder = test_serve.saved(tmp_path / "yarn", "yarn", factor=4)
+    options = {"lengths": (400, 256), "chat": "yes" if api == "chat" else "no"}
+    want = measured(local(folder, tmp_path / "here", **options), PASSKEYS[1])
+    with test_serve.served(folder, tmp_path / "log") as address:
+        settings = served(folder, tmp_path / "there", f"{address}/v1", api=api, **options)
+        got = measured(replace(settings, served_as=str(folder), concurrency=2), PASSKEYS[1])
+    assert got == want and len({one[5] for one in got}) > 1
+
+
+@dataclass(frozen=True)
+class Numbers(Task):
+    """Made-up tokens, whose continuation is written down."""
+
+    name: ClassVar[str] = "numbers"
+    kind: ClassVar[Kind] = "rate"
+
+    def questions(self, frame: Frame, lengths: Sequence[int], seed: int) -> Questions:
+        del frame, seed
+        draw = random.Random(1)
+        cases = [
+            Case(
+                *("numbers", length, at, "write", 8),
+                array("i", [draw.randrange(4, 128) for _ in range(length - 8)]),
+                answers=("t5",),
+            )
+            for length in lengths
+            for at in range(4)
+        ]
+        return Questions(cases, "share of fives")
+
+
+@pytest.mark.slow
+def test_llama_cpp_answers_as_its_model_does(tmp_path: Path) -> None:
+    pytest.importorskip("xllamacpp")
+    pytest.importorskip("gguf")
+    from rope_ext.engines import gguf_model, running, verifying
+    from tests.helpers.engines import built
+    from tests.helpers.models import LENGTH
+
+    model = rope_ext.patch(built("llama"), "yarn", factor=4)
+    folder, file = tmp_path / "model", tmp_path / "model.gguf"
+    model.save_pretrained(folder)
+    verifying._tokenizer().save_pretrained(folder)  # tokens are called t0, t1 ... in both
+    options = {"lengths": (4 * LENGTH, LENGTH), "chat": "no"}
+    want = measured(local(folder, tmp_path / "here", **options), Numbers())
+    printed = shlex.split(rope_ext.export(model, "llama.cpp").command)[1:]
+    rope_ext.unpatch(model)
+    gguf_model.write_model(model, file)
+    words = [str(file) if word.endswith(".gguf") else word for word in printed]
+    with running.serving([*words, *running.EXACT, "--parallel", "1", "--threads", "1"]) as address:
+        settings = served(folder, tmp_path / "there", f"{address}/v1", **options)
+        got = measured(settings, Numbers())
+    # The file calls token 3 a line break, which has no number.
+    numbers = [
+        [[n for n in re.findall(r"\d+", one[5]) if n != "3"] for one in found]
+        for found in (got, want)
+    ]
+    assert numbers[0] == numbers[1] and any(numbers[0])
+    assert [one[:4] for one in got] == [one[:4] for one in want]

@@ -189,8 +189,8 @@ class Served:
         if len(found) < len(case.ids) - 1 or any(value is None for value in found):
             raise MeasureError(
                 f"{self.settings.url} does not return the log-probabilities of a prompt "
-                f"(echo=True with logprobs=1), which {case.task} needs; vLLM does. For this "
-                f"server, leave {case.task} out"
+                f"(echo=True with logprobs=1), which {case.task} needs; leave "
+                f"{case.task} out for this server"
             )
         return -torch.tensor(found, dtype=torch.float64, device="cpu")
 
@@ -218,7 +218,9 @@ class Served:
             )
         before, after = self.frame.around
         text = self._decode(ids)
-        content, found, lead = text.removeprefix(before).rpartition(after)
+        text = text.removeprefix(before)
+        # A template without a mark for the answer continues the user's turn.
+        content, found, lead = text.rpartition(after) if after else (text, "all", "")
         messages = [{"role": "user", "content": content}]
         messages += [{"role": "assistant", "content": lead}] if lead else []
         begun = bool(lead)
@@ -245,6 +247,7 @@ def _openai() -> ModuleType:
         import openai
     except ImportError:
         raise MeasureError(
-            'a server is asked with the package openai; install it with: pip install "rope-ext[server]"'
+            "--url needs the package openai, which is not installed; install it with: "
+            'pip install "rope-ext[server]"'
         ) from None
     return openai

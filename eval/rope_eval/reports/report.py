@@ -38,6 +38,7 @@ from rope_eval.reports.training import DEFINITION, Training
 from rope_eval.run.plan import BEFORE_TRAINING, PAGE, RESULTS, TABLES, TRAINED, Plan
 from rope_eval.systems import System, engines_of
 from rope_eval.tasks.base import Task, options
+from rope_eval.tasks.perplexity import Perplexity
 from rope_ext.method_options import UNPATCHED
 from rope_ext.terminal import wide_console
 
@@ -251,8 +252,7 @@ class Report:
         for method, given in settings.options.items():
             for name, value in given.items():
                 words += ["--option", f"{method}.{name}={value!r}"]
-        perplexity = next(task for task in self.plan.tasks if task.name == "perplexity")
-        for text in perplexity.text:
+        for text in next(t.text for t in self.plan.tasks if isinstance(t, Perplexity)):
             words += ["--text", str(text)]
         return shlex.join([*words, *more])
 

@@ -27,7 +27,7 @@ from rope_ext.attention import reference
 from rope_ext.attention.call import Call, Pairs, RotatedBand, Rotation
 from rope_ext.attention.step import Ring, Step
 from rope_ext.methods.geometry import ChunkGap, Distance
-from rope_ext.position.attend import LAYER, Layer
+from rope_ext.position.attend import LAYER, MappedLayer
 from rope_ext.saving.configuration import quieted
 
 HEADS = 8
@@ -142,7 +142,7 @@ def variants(length: int, window: int, dtype: torch.dtype) -> dict[str, Attend]:
     }
 
 
-def layer_of(variant: str, kv_heads: int, window: int) -> Layer:
+def layer_of(variant: str, kv_heads: int, window: int) -> MappedLayer:
     """What a method makes of an attention layer, its window or chunk as wide as asked."""
     config = LlamaConfig(
         vocab_size=8,

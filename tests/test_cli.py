@@ -6,7 +6,7 @@ import ast
 import csv
 import json
 import re
-import subprocess
+import runpy
 import sys
 from itertools import pairwise
 from pathlib import Path
@@ -353,11 +353,15 @@ def test_an_option_that_is_given_twice_is_refused(tmp_path: Path) -> None:
         parse_options([f"yarn={file}"])
 
 
-def test_the_version_is_shown_as_a_command_and_as_a_module() -> None:
+def test_the_version_is_shown_as_a_command_and_as_a_module(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     shown = f"rope-ext {rope_ext.__version__}\n"
     assert call("--version").stdout == shown
-    words = [sys.executable, "-m", "rope_ext", "--version"]
-    assert subprocess.run(words, capture_output=True, text=True, check=True).stdout == shown
+    monkeypatch.setattr(sys, "argv", ["rope_ext", "--version"])
+    with pytest.raises(SystemExit) as left:
+        runpy.run_module("rope_ext", run_name="__main__")
+    assert left.value.code == 0 and capsys.readouterr().out == shown
 
 
 def test_methods_fit_into_80_columns_and_are_all_there() -> None:

@@ -8,9 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from rope_eval.cases import Case, digest
-from rope_ext.advice.building import model_of
-from rope_ext.engines import engines_for
-from rope_ext.errors import Mistakes, OptionError, RopeExtError
+from rope_ext.errors import Mistakes, OptionError
 from rope_ext.method_options import ADAPTER, built
 from rope_ext.methods import reach
 from rope_ext.patching import patched
@@ -73,21 +71,6 @@ def under(
     """``model`` under a method of :func:`checked_methods`."""
     given = {"compose": compose, "original_max_position_embeddings": trained_length}
     return patched(model, name, **{**given, **options})
-
-
-def engines_of(system: System, compose: bool, trained_length: int | None) -> tuple[str, ...]:
-    """The engines that can serve the model under the method; its weights are not read.
-
-    There are none for a family without a causal language model, or one that refuses the method.
-    """
-    if built(system.method, system.options).attends:  # their layers are not what engines compute
-        return ()
-    try:
-        model = model_of(system.model)
-        with under(model, system.method, system.options, compose, trained_length):
-            return engines_for(model)
-    except RopeExtError:
-        return ()
 
 
 def beyond(

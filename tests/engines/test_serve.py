@@ -4,15 +4,8 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import os
-import re
-import socket
 import subprocess
-import sys
-import time
 import urllib.request
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -20,67 +13,16 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-import rope_ext
-from tests.helpers.checkpoint import TRAINED, save_checkpoint
+from tests.helpers.checkpoint import TRAINED
+from tests.helpers.transformers_serve import WAIT, command, saved, served
 
-TRANSFORMERS = "from transformers.cli.transformers import main; main()"  # the command's own
-TEMPLATE = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
 TEXT = "one of two and another, " * 30
-WAIT = 500  # seconds
 
 
 @pytest.fixture(autouse=True)
 def _installed() -> None:
     if importlib.util.find_spec("fastapi") is None or importlib.util.find_spec("openai") is None:
         pytest.skip("what transformers serve needs is not there")
-
-
-def saved(folder: Path, method: str | None, **options: Any) -> Path:
-    """A tiny checkpoint under a method, with a template for chats."""
-    save_checkpoint(folder)
-    tokenizer = AutoTokenizer.from_pretrained(folder)
-    tokenizer.chat_template = TEMPLATE
-    tokenizer.save_pretrained(folder)
-    if method is not None:
-        model = AutoModelForCausalLM.from_pretrained(folder)
-        rope_ext.patch(model, method, **options).save_pretrained(folder)
-    return folder
-
-
-def command(folder: Path, port: int) -> list[str]:
-    """The command on the page."""
-    page = Path(__file__).parents[2] / "docs" / "engines" / "beside.md"
-    words = re.search(r"\$ transformers (serve .*)", page.read_text(encoding="utf-8"))[1]
-    given = [str(folder) if word == "FOLDER" else word for word in words.split()]
-    return [sys.executable, "-c", TRANSFORMERS, *given, "--port", str(port)]
-
-
-@contextmanager
-def served(folder: Path, log: Path) -> Iterator[str]:
-    """The address of a server, which is ready."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    with open(log, "w") as out:
-        process = subprocess.Popen(
-            command(folder, port),
-            stdout=out,
-            stderr=out,
-            env=os.environ | {"HF_HUB_OFFLINE": "1"},
-        )
-    address = f"http://localhost:{port}"
-    try:
-        for _ in range(WAIT):
-            assert process.poll() is None, log.read_text()[-3000:]
-            try:
-                urllib.request.urlopen(f"{address}/health", timeout=5).close()
-                break
-            except OSError:
-                time.sleep(1)
-        yield address
-    finally:
-        process.terminate()
-        process.wait(30)
 
 
 def post(url: str, body: dict[str, Any]) -> dict[str, Any]:

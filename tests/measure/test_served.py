@@ -27,6 +27,7 @@ from rope_eval.tasks.base import Kind, Task, build
 from rope_eval.tasks.passkey import Passkey
 from rope_eval.tasks.perplexity import Perplexity
 from rope_ext.errors import MeasureError, OptionError
+from tests.helpers import transformers_serve
 from tests.helpers.checkpoint import save_checkpoint
 from tests.helpers.openai_server import Fake, serving
 
@@ -258,14 +259,12 @@ def test_settings_of_the_transport_determine_no_result(checkpoint: Path, tmp_pat
 @pytest.mark.slow
 @pytest.mark.parametrize("api", ["text", "chat"])
 def test_transformers_serve_answers_as_its_model_does(tmp_path: Path, api: str) -> None:
-    from tests.engines import test_serve
-
     if importlib.util.find_spec("fastapi") is None:
         pytest.skip("what transformers serve needs is not there")
-    folder = test_serve.saved(tmp_path / "yarn", "yarn", factor=4)
+    folder = transformers_serve.saved(tmp_path / "yarn", "yarn", factor=4)
     options = {"lengths": (400, 256), "chat": "yes" if api == "chat" else "no"}
     want = measured(local(folder, tmp_path / "here", **options), PASSKEYS[1])
-    with test_serve.served(folder, tmp_path / "log") as address:
+    with transformers_serve.served(folder, tmp_path / "log") as address:
         settings = served(folder, tmp_path / "there", f"{address}/v1", api=api, **options)
         got = measured(replace(settings, served_as=str(folder), concurrency=2), PASSKEYS[1])
     assert got == want and len({one[5] for one in got}) > 1

@@ -47,6 +47,7 @@ SHARED = {
     *("--factor", "--force", "--help", "--lengths", "--method", "--methods", "--model"),
     *("--option", "--output"),
     *("--overwrite", "--resume", "--seed", "--trained-length"),
+    *("--url", "--served-as", "--tokenizer", "--api", "--concurrency", "--retries", "--timeout"),
 }
 GRID = {"--trials", "--depths"}
 PASSKEY = {*GRID, "--digits", "--generate", "--prompt"}

@@ -184,7 +184,7 @@ def test_mlx_computes_the_same_or_stops(tmp_path, family: str) -> None:
     from rope_ext.engines import running
     from tests.helpers.engines import TOLERANCE, built, expected, prompts
     from tests.helpers.models import LENGTH
-    from tests.saving.test_reload import PATCHES
+    from tests.helpers.saved_patches import PATCHES
 
     equal = set()
     for case, (method, options) in PATCHES.items():

@@ -36,16 +36,34 @@ from rope_eval.reports.summary import (
 )
 from rope_eval.reports.training import DEFINITION, Training
 from rope_eval.run.plan import BEFORE_TRAINING, PAGE, RESULTS, TABLES, TRAINED, Plan
-from rope_eval.systems import System, engines_of
+from rope_eval.systems import System, under
 from rope_eval.tasks.base import Task, options
 from rope_eval.tasks.perplexity import Perplexity
-from rope_ext.method_options import UNPATCHED
+from rope_ext.advice.building import model_of
+from rope_ext.engines import engines_for
+from rope_ext.errors import RopeExtError
+from rope_ext.method_options import UNPATCHED, built
 from rope_ext.terminal import wide_console
 
 EFFECTIVE = 0.856
 """Llama-2-7B's own RULER average at 4k, which the paper takes for "the length works"."""
 
 _COLUMN = 28  # width, characters: "12.3 (too few documents)" fits
+
+
+def engines_of(system: System, compose: bool, trained_length: int | None) -> tuple[str, ...]:
+    """The engines that can serve the model under the method; its weights are not read.
+
+    There are none for a family without a causal language model, or one that refuses the method.
+    """
+    if built(system.method, system.options).attends:  # their layers are not what engines compute
+        return ()
+    try:
+        model = model_of(system.model)
+        with under(model, system.method, system.options, compose, trained_length):
+            return engines_for(model)
+    except RopeExtError:
+        return ()
 
 
 @dataclass(frozen=True)

@@ -134,6 +134,19 @@ def test_the_best_the_cheap_and_the_served_are_named() -> None:
     assert "Best that an engine can serve (vllm): served, perplexity" in str(found)
 
 
+def test_a_cost_whose_interval_reaches_beyond_5_percent_is_not_called_little() -> None:
+    """Its mean is 4 %: two documents out of six pay for all."""
+    costs = [0.0, 0.0, 0.12, 0.0, 0.12, 0.0]
+    dear = Scores({512: [a + b for a, b in zip(EASY, costs, strict=True)], 1024: EASY})
+    plain = Scores({512: EASY, 1024: [loss + 1 for loss in EASY]})
+    found = recommend({"none": plain, "dear": dear}, 512)
+    assert found.cheap is None and found.beyond.best.cost.value < 0.05
+    assert "Cannot tell whether a method costs at most 5% at 512 tokens." in str(found)
+    few = {512: EASY[:3], 1024: EASY[:3]}
+    found = recommend({"none": Scores({**few, 1024: [9.0] * 3}), "a": Scores(few)}, 512)
+    assert "Cannot tell whether a method costs" in str(found)
+
+
 def test_what_finds_clearly_fewer_passkeys_is_not_best() -> None:
     measured = {
         "none": scores(2.0, 0.0, 0),

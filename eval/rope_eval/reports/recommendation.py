@@ -12,7 +12,7 @@ The rule, which ``docs/evaluate.md`` repeats:
 4. It helps if, beyond the trained length, it is clearly better than the unpatched model in
    perplexity or passkeys, and clearly worse in neither.
 5. Three are named: the best of all, the best of those that cost at most 5 % within the trained
-   length, and the best of those that an engine can serve.
+   length, judged by the upper end of the interval, and the best of those that an engine can serve.
 """
 
 from __future__ import annotations
@@ -113,10 +113,18 @@ class Evidence:
 
     @property
     def cheap(self) -> bool:
-        """Whether it costs at most ``MAX_COST`` within the trained length."""
-        rise = 0.0 if self.cost is None else self.cost.value
-        lost = is_clear(self.lost) and self.lost is not None and self.lost.value > MAX_COST
-        return rise <= MAX_COST and not lost
+        """Whether it surely costs at most ``MAX_COST`` within the trained length."""
+        high = math.inf if self.cost is None or self.cost.high is None else self.cost.high
+        return high <= MAX_COST and not self._loses
+
+    @property
+    def maybe_cheap(self) -> bool:
+        """Whether it may cost at most ``MAX_COST``."""
+        return self.cost is not None and self.cost.value <= MAX_COST and not self._loses
+
+    @property
+    def _loses(self) -> bool:
+        return self.lost is not None and is_clear(self.lost) and self.lost.value > MAX_COST
 
 
 @dataclass(frozen=True)
@@ -139,6 +147,7 @@ class Recommendation:
         unpatched: what is known of the unpatched model.
         beyond: the best of all; None: nothing was measured beyond the trained length.
         cheap: the best of those that cost little within it; None: there is none.
+        maybe_cheap: whether others may cost as little.
         served: the best that an engine can serve; None: there is none, or it is not known.
         engines_known: whether the engines were asked.
     """
@@ -150,6 +159,7 @@ class Recommendation:
     unpatched: Evidence | None
     beyond: Pick | None
     cheap: Pick | None
+    maybe_cheap: bool
     served: Pick | None
     engines_known: bool
 
@@ -274,13 +284,14 @@ def recommend(
     reference = of.within[-1] if of.within else None
     known = (trained, reference, of.counts, of.found_within)
     if not of.beyond:
-        return Recommendation(*known, None, None, None, None, engines is not None)
+        return Recommendation(*known, None, None, None, False, None, engines is not None)
     methods = [of.evidence(name) for name in of.names]
     return Recommendation(
         *known,
         unpatched=of.evidence(UNPATCHED),
         beyond=of.pick(methods),
-        cheap=of.pick([e for e in methods if e.cheap]) if of.within else None,
+        cheap=of.pick([e for e in methods if e.cheap]),
+        maybe_cheap=any(e.maybe_cheap and not e.cheap for e in methods),
         served=of.pick([e for e in methods if e.engines]),
         engines_known=engines is not None,
     )
@@ -318,6 +329,8 @@ def _cheapest(made: Recommendation, pick: Pick) -> list[str]:
     if made.reference is None:
         return ["What it costs within the trained length was not measured."]
     at = f"at most {MAX_COST:.0%} at {made.reference} tokens"
+    if made.cheap is None and made.maybe_cheap:
+        return [f"Cannot tell whether a method costs {at}."]
     if made.cheap is None:
         return [f"No method costs {at}."]
     if made.cheap.best is pick.best:

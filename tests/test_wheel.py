@@ -62,6 +62,26 @@ def test_every_command_runs_outside_of_the_repository(site: Path) -> None:
     assert (site.parent / "out" / "report.html").is_file()
 
 
+TEXT = ("--text", str(CHECKPOINT / "held_out.jsonl"))
+SMALL = ("--population", "4", "--iterations", "1", "--mutations", "1", "--crossovers", "1")
+GIVEN = {
+    "eval": ("passkey", "--model", str(CHECKPOINT), "--method", "none", "--lengths", "512"),
+    "calibrate": ("--model", str(CHECKPOINT), "--length", "640", "--samples", "4", *TEXT),
+    "search": (str(CHECKPOINT), "--length", "640", "--samples", "1", *SMALL, *TEXT),
+}
+OUTPUTS = {"eval": "report.html", "calibrate": "calibration.json", "search": ""}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("command", GIVEN)
+def test_the_commands_that_measure_run_outside_of_the_repository(site: Path, command: str) -> None:
+    output = f"{command}.json" if command == "search" else command
+    more = [] if command == "eval" else ["--prompts", "0"]
+    made = run(site, RUN, command, *GIVEN[command], *more, "--output", output)
+    assert made.returncode == 0, made.stderr
+    assert (site.parent / output / OUTPUTS[command]).is_file()
+
+
 @pytest.mark.slow
 def test_without_the_evaluators_the_plugin_says_what_to_install(site: Path) -> None:
     alone = site.parent / "alone"

@@ -129,7 +129,7 @@ def test_a_folder_says_the_patch(file: Path, tmp_path: Path, method: str) -> Non
         (["--method", "dynamic_ntk"], "length=TOKENS to fix them"),
         (["--method", "rerope"], "no setting that changes the positions"),
         (["--method", "yarm"], "did you mean 'yarn'"),
-        (["--method", "yarn", "--factor", "0.5"], "give --factor a number above 1"),
+        (["--method", "yarn", "--factor", "0.5"], "set --factor to a number above 1"),
         ([], "give --method and --factor, or the folder of a patched model before the file"),
     ],
 )

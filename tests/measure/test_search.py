@@ -124,7 +124,8 @@ def test_a_search_is_seeded_ascends_and_beats_what_it_began_with(model, tokenize
     assert [line["method"]["name"] for line in tried[:KNOWN]] == names + 5 * ["yarn"]
     given = [line["method"]["attention_factor"] for line in tried[:KNOWN]]
     assert given == 5 * [None] + [1.0, 1.1, 1.2, 1.3, 1.4]
-    assert len(tried) == KNOWN + 8 + 5 * 6
+    # Candidates that stand for one and the same table are measured once.
+    assert KNOWN + 8 + 4 * 6 < len(tried) <= KNOWN + 8 + 5 * 6
     losses = {
         (tuple(x["method"]["long_factor"]), x["method"]["attention_factor"]): loss_of(x)
         for x in tried[KNOWN:]

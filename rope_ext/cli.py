@@ -350,9 +350,10 @@ def show_methods() -> None:
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     table.add_column("method", no_wrap=True)
     table.add_column("use, source and options", overflow="fold")
-    every = ("factor", "attention_factor", "temperature")
+    every = {"factor": ..., "attention_factor": None, "temperature": None}
     for info in rope_ext.methods():
-        options = [k if v is ... else f"{k}={v}" for k, v in info.options.items() if k not in every]
+        own = {k: v for k, v in info.options.items() if (k, v) not in every.items()}
+        options = [k if v is ... else f"{k}={v}" for k, v in own.items()]
         more = escape(": ".join(filter(None, [info.paper, ", ".join(options)])))
         table.add_row(info.name, f"{escape(info.use)}\n[dim]{more}[/dim]")
     console = wide_console(80)

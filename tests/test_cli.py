@@ -216,6 +216,7 @@ def test_methods_lists_all() -> None:
     for info in rope_ext.methods():
         assert info.name in result.stdout and info.paper in result.stdout
     assert "beta_fast=32.0" in result.stdout and "long_factor," in result.stdout
+    assert "factor=8.0" in result.stdout  # of llama3: the others have no default
 
 
 def test_describe(checkpoint: Path) -> None:

@@ -146,7 +146,7 @@ def export(model: nn.Module, engine: str, **options: Any) -> Export:
     try:
         return chosen.export(model, state)
     except Refusal as refusal:
-        others = engines_for(model)
+        others = [name for name in engines_for(model) if name != engine]
         instead = f"{' and '.join(map(repr, others))} can" if others else "no other engine can"
         raise ExportError(
             f"{engine} cannot run {state.method.name}: {refusal}. Of this patch, {instead} be "

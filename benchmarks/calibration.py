@@ -30,6 +30,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import rope_ext
 from rope_eval.data.prompts import beginning
 from rope_eval.data.text import python_library, read_texts
+from rope_eval.reports.calibration import Change, mean
 from rope_eval.reports.intervals import mean_interval, paired_rates
 from rope_eval.tune.calibrate import cut
 from rope_eval.tune.fitness import losses_at_end, losses_of_answers, prompts_of, windows_of
@@ -79,7 +80,7 @@ class Unseen:
         self.model, self.length = model, length
         rows = windows_of(tokenizer, texts, length, windows, SEED, "--windows asks for more")
         trained, first = model.config.max_position_embeddings, beginning(tokenizer)
-        self.windows, self.documents = rows.windows, rows.documents
+        self.rows = rows
         self.inside = [tuple(cut(window, trained, first)) for window in rows.windows]
         self.prompts = prompts_of(tokenizer, [length], prompts, rows.windows, SEED)
 
@@ -89,20 +90,17 @@ class Unseen:
         def advance(rows: int) -> None: ...
 
         with rope_ext.patched(self.model, method), torch.no_grad():
-            far = losses_at_end(self.model, self.windows, self.length // 4, advance)
+            far = losses_at_end(self.model, self.rows.windows, self.length // 4, advance)
             inside = []
             for pieces in self.inside:
                 losses = losses_at_end(self.model, pieces, len(pieces[0]) - 1, advance)
-                inside.append(sum(losses) / len(losses))
+                inside.append(mean(losses))
             answers = losses_of_answers(self.model, self.prompts, advance)
         found = [hit for _, hit in answers]
         return {"inside": self._means(inside), "far": self._means(far), "found": found}
 
     def _means(self, losses: list[float]) -> list[float]:
-        groups: dict[int, list[float]] = {}
-        for document, loss in zip(self.documents, losses, strict=True):
-            groups.setdefault(document, []).append(loss)
-        return [sum(group) / len(group) for group in groups.values()]
+        return [mean(group) for group in self.rows.by_document(losses)]
 
 
 def measured(unseen: Unseen, before: Method, after: Method) -> dict[str, Any]:
@@ -112,27 +110,15 @@ def measured(unseen: Unseen, before: Method, after: Method) -> dict[str, Any]:
     cell: dict[str, Any] = {"before": method_to_json(before), "after": method_to_json(after)}
     for name in ("inside", "far"):
         change = [b - a for a, b in zip(one[name], other[name], strict=True)]
-        means = [sum(losses) / len(losses) for losses in (one[name], other[name])]
-        cell[name] = [*means, *(mean_interval(change) or (-math.inf, math.inf))]
+        cell[name] = [
+            mean(one[name]),
+            mean(other[name]),
+            *(mean_interval(change) or (-math.inf, math.inf)),
+        ]
     cell["documents"] = len(one["far"])
     counts = [sum(one["found"]), sum(other["found"]), len(one["found"])]
     cell["found"] = [*counts, *(paired_rates(other["found"], one["found"]) or (-1, 1))]
     return cell
-
-
-def calibrated(
-    checkpoint: str, name: str, model: nn.Module, tokenizer: Any, args: argparse.Namespace
-) -> rope_ext.Calibration:
-    return rope_ext.calibrate(
-        model,
-        tokenizer,
-        parse_length(args.length),
-        texts_of(checkpoint)[0],
-        methods=name,
-        options=split(args.options) if args.options else None,
-        output=args.output / f"{checkpoint}-{name}",
-        resume=True,
-    )
 
 
 def cell_of(checkpoint: str, name: str, args: argparse.Namespace) -> dict[str, Any]:
@@ -141,7 +127,17 @@ def cell_of(checkpoint: str, name: str, args: argparse.Namespace) -> dict[str, A
     tokenizer = AutoTokenizer.from_pretrained(BOX / checkpoint)
     seen, other = texts_of(checkpoint)
     length, began = parse_length(args.length), time.monotonic()
-    found = calibrated(checkpoint, YARN if name == SEARCH else name, model, tokenizer, args)
+    method = YARN if name == SEARCH else name
+    found = rope_ext.calibrate(
+        model,
+        tokenizer,
+        length,
+        seen,
+        methods=method,
+        options=split(args.options) if args.options else None,
+        output=args.output / f"{checkpoint}-{method}",
+        resume=True,
+    )
     if name == SEARCH:
         before: Method = found.method
         began = time.monotonic()
@@ -165,12 +161,6 @@ def cell_of(checkpoint: str, name: str, args: argparse.Namespace) -> dict[str, A
     return {**cell, **told, "length": length, "minutes": minutes}
 
 
-def percent(change: list[float]) -> str:
-    before, after, low, high = change
-    mean, low, high = (100 * math.expm1(x) for x in (after - before, low, high))
-    return f"{mean:+.1f} [{low:+.1f}, {high:+.1f}]"
-
-
 def kept(name: str, cell: Mapping[str, Any]) -> bool:
     """Whether a cell meets the bar.
 
@@ -184,7 +174,7 @@ def kept(name: str, cell: Mapping[str, Any]) -> bool:
 
 
 def show(cells: Mapping[tuple[str, str], Mapping[str, Any]]) -> None:
-    table = Table(title="change on unseen text, perplexity in % with 95 % intervals")
+    table = Table(title="change of perplexity on unseen text, with 95 % intervals")
     for column in ("checkpoint", "method", "found", "inside", "far", "passkeys", "kept", "min"):
         table.add_column(column)
     for (checkpoint, name), cell in cells.items():
@@ -196,8 +186,8 @@ def show(cells: Mapping[tuple[str, str], Mapping[str, Any]]) -> None:
             checkpoint,
             name,
             "a table" if name == SEARCH else said,
-            percent(cell["inside"]) if changed else "0",
-            percent(cell["far"]) if changed else "0",
+            Change(*cell["inside"]).percent if changed else "0",
+            Change(*cell["far"]).percent if changed else "0",
             f"{one} -> {other} of {count}",
             "yes" if kept(name, cell) else "NO",
             f"{cell['minutes']:.0f}",

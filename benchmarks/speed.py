@@ -30,6 +30,7 @@ from benchmarks import attention, decoding, measuring
 from benchmarks.measuring import NATIVE, Measured
 from rope_eval import command
 from rope_eval.cases import require_positive
+from rope_eval.settings import batch_size
 from rope_eval.versions import versions
 from rope_ext import checkpoints as models
 from rope_ext.arguments import parse_lengths, parse_options, split
@@ -158,7 +159,7 @@ def evaluate(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
         methods = checked_methods(names, args.factor, own, args.adapter, force=True)
         variants = {method: {"method": method, **more} for method, more in methods.items()}
     kinds = {variant: kind(_built(**more)) for variant, more in variants.items()}
-    rows, lengths = command.batch_size(args.batch_size) or 1, parse_lengths(args.lengths or ["2k"])
+    rows, lengths = batch_size(args.batch_size) or 1, parse_lengths(args.lengths or ["2k"])
     parts = split(args.parts)
     if not parts or set(parts) - set(PARTS):
         raise OptionError(f"--parts {args.parts!r} is not valid; parts: {', '.join(PARTS)}")

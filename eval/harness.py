@@ -26,6 +26,7 @@ from rich.console import Console
 from rich.table import Table
 
 from rope_eval import command
+from rope_eval.settings import trained_length
 from rope_eval.systems import beyond, under
 from rope_eval.versions import versions
 from rope_ext import checkpoints as models
@@ -72,7 +73,7 @@ def evaluate(args: argparse.Namespace) -> dict[str, Any]:
             'pip install "rope-ext[harness]"'
         ) from None
     config = models.load_config(name)
-    asked = command.trained_length(args.trained_length)
+    asked = trained_length(args.trained_length)
     trained = asked or models.trained_length(config)
     factor = max((values["factor"] for values in methods.values()), default=args.factor)
     window = args.max_length or reach(factor, trained)

@@ -544,10 +544,15 @@ def _load(
 
 def _carry_older(loaded: Any, path: str, kwargs: Mapping[str, Any]) -> None:
     """Keep the fields for older readers, so that saving the model again writes them again."""
-    options = {name: kwargs[name] for name in _OF_HUB if name in kwargs}
-    saved, _ = PreTrainedConfig.get_config_dict(path, **options)
+    saved = _config_json(path, kwargs)
     model = loaded[0] if isinstance(loaded, tuple) else loaded  # with loading info
     configuration.carry_older(saved, model.config)
+
+
+def _config_json(path: str, kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """The saved configuration as it is written."""
+    options = {name: kwargs[name] for name in _OF_HUB if name in kwargs}
+    return PreTrainedConfig.get_config_dict(path, **options)[0]
 
 
 def _architecture(config: PreTrainedConfig, path: str) -> str:
@@ -628,8 +633,7 @@ def _expecting_learned(cls: type, record: Record | None) -> Iterator[None]:
 
 def _require_no_record(path: str, kwargs: dict[str, Any]) -> None:
     """Raise RecordError if a configuration passed by the user would hide a record."""
-    options = {name: kwargs[name] for name in _OF_HUB if name in kwargs}
-    config, _ = PreTrainedConfig.get_config_dict(path, **options)
+    config = _config_json(path, kwargs)
     texts = [config, *(part for part in config.values() if isinstance(part, dict))]
     if any(FIELD in part for part in texts):
         raise RecordError(

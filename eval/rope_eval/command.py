@@ -21,8 +21,6 @@ from rope_eval.settings import (
     Settings,
     require_seed,
 )
-from rope_eval.settings import batch_size as batch_size
-from rope_eval.settings import trained_length as trained_length
 from rope_eval.tasks import all_tasks, build, chosen, from_file, options
 from rope_ext.arguments import parse_length, split
 from rope_ext.errors import Mistakes, OptionError

@@ -300,7 +300,7 @@ def test_prompts_do_not_count_where_the_unpatched_model_finds_none(model, tokeni
 @pytest.fixture
 def counting(monkeypatch) -> None:
     """Prompts count although a random model answers none."""
-    monkeypatch.setattr(fitness, "_FOUND", 0)
+    monkeypatch.setattr(fitness, "MIN_FOUND", 0)
 
 
 def test_a_calibration_is_seeded_and_reads_back(model, tokenizer, tmp_path, counting) -> None:

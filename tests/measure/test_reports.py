@@ -13,6 +13,7 @@ import pytest
 import typer
 
 from rope_eval.command import COMPARE, parser
+from rope_eval.data.text import read_texts
 from rope_eval.reports.page import BOLD
 from rope_eval.reports.report import Report
 from rope_eval.reports.summary import TOO_FEW, Estimate, interval, is_clear, signed
@@ -206,11 +207,8 @@ def helped(settings: Settings, tmp_path_factory: pytest.TempPathFactory) -> Repo
     """YaRN and ReRoPE made better than the unpatched model on five documents."""
     folder = tmp_path_factory.mktemp("helped")
     given = {"methods": ("yarn", "rerope"), "options": {}, "output": folder / "out"}
-    texts = [path.read_text() for path in [save_texts(folder / "texts.jsonl")]]
-    tasks = [
-        Perplexity([json.loads(line)["text"] for line in texts[0].splitlines()], windows=5),
-        Passkey(trials=2, depths=2),
-    ]
+    texts = read_texts([save_texts(folder / "texts.jsonl")])
+    tasks = [Perplexity(texts, windows=5), Passkey(trials=2, depths=2)]
     plan = prepare(dataclasses.replace(settings, **given), tasks)
     better = {"none": 5.0, "yarn": 3.0, "rerope": 2.0}
     outcomes = [

@@ -163,7 +163,7 @@ def test_the_loss_is_what_transformers_computes_of_the_last_tokens(
 def test_the_answers_alone_are_what_transformers_computes_of_them(
     model, tokenizer, tmp_path, monkeypatch
 ) -> None:
-    monkeypatch.setattr(judging, "_FOUND", 0)  # prompts count although a random model finds none
+    monkeypatch.setattr(judging, "MIN_FOUND", 0)  # prompts count although a random model finds none
     rows = []
 
     def seen(module, args, kwargs):

@@ -37,13 +37,12 @@ from rope_eval.reports.summary import (
     signed,
     weighted_mean,
 )
+from rope_eval.tasks.passkey import MIN_FOUND
 from rope_ext.method_options import UNPATCHED
 
 MAX_COST = 0.05
 """Highest relative rise of perplexity, and largest clear loss of passkeys, within the trained
 length of a method that "costs little"."""
-MIN_FOUND = 0.5
-"""Share of passkeys that the unpatched model must find within its trained length."""
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ import json
 import math
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from itertools import combinations
@@ -35,7 +36,7 @@ from rope_eval.reports.summary import (
     signed,
 )
 from rope_eval.reports.training import DEFINITION, Training
-from rope_eval.run.plan import BEFORE_TRAINING, PAGE, RESULTS, TABLES, TRAINED, Plan
+from rope_eval.run.plan import PAGE, RESULTS, TABLES, Plan
 from rope_eval.systems import System, under
 from rope_eval.tasks.base import Task, options
 from rope_eval.tasks.perplexity import Perplexity
@@ -51,19 +52,27 @@ EFFECTIVE = 0.856
 _COLUMN = 28  # width, characters: "12.3 (too few documents)" fits
 
 
-def engines_of(system: System, compose: bool, trained_length: int | None) -> tuple[str, ...]:
-    """The engines that can serve the model under the method; its weights are not read.
+def engines_of(
+    systems: Sequence[System], compose: bool, trained_length: int | None
+) -> dict[str, tuple[str, ...]]:
+    """The engines that can serve a model under each of its methods, by label; no weights are read.
 
     There are none for a family without a causal language model, or one that refuses the method.
     """
-    if built(system.method, system.options).attends:  # their layers are not what engines compute
-        return ()
+    found: dict[str, tuple[str, ...]] = {system.label: () for system in systems}
     try:
-        model = model_of(system.model)
-        with under(model, system.method, system.options, compose, trained_length):
-            return engines_for(model)
+        model = model_of(systems[0].model)
     except RopeExtError:
-        return ()
+        return found
+    for system in systems:
+        if built(system.method, system.options).attends:  # whose layers no engine computes
+            continue
+        with (
+            suppress(RopeExtError),
+            under(model, system.method, system.options, compose, trained_length),
+        ):
+            found[system.label] = engines_for(model)
+    return found
 
 
 @dataclass(frozen=True)
@@ -203,13 +212,14 @@ class Report:
     @cached_property
     def trainings(self) -> list[Training]:
         """One for each model that is measured before and after the training of an adapter."""
-        named = {system.name: system for system in self.plan.systems}
-        pairs = [
-            (before, named[name.removesuffix(BEFORE_TRAINING) + TRAINED])
-            for name, before in named.items()
-            if name.endswith(BEFORE_TRAINING)
-        ]
         plan = self.plan
+        pairs = [
+            (before, after)
+            for before in plan.systems
+            for after in plan.systems
+            if after.adapted and not before.adapted
+            if (before.model, before.method) == (after.model, after.method)
+        ]
         return [
             Training(self.unpatched(before), before, after, plan.tasks, plan.lengths, self.places)
             for before, after in pairs
@@ -238,7 +248,8 @@ class Report:
             if len(ours) > 1:
                 table = {s.label: scores[s.name] for s in ours}
                 given = (self.plan.settings.compose, self.plan.settings.trained_length)
-                engines = {s.label: engines_of(s, *given) for s in ours if s.method != UNPATCHED}
+                patched = [system for system in ours if system.method != UNPATCHED]
+                engines = engines_of(patched, *given)
                 found = recommend(table, ours[0].trained, engines)
                 sentence = f"{found} Next: {self._next(model, found.choice)}"
                 name = ours[0].name.removesuffix(UNPATCHED).strip()
@@ -267,8 +278,8 @@ class Report:
         words += ["--factor", f"{settings.factor:g}", "--lengths", longest]
         words += ["--windows", "64", "--trials", "20", "--output", "more"]
         words += ["--adapter", settings.adapter] if settings.adapter else []
-        for method, given in settings.options.items():
-            for name, value in given.items():
+        for method, chosen in settings.options.items():
+            for name, value in chosen.items():
                 words += ["--option", f"{method}.{name}={value!r}"]
         for text in next(t.text for t in self.plan.tasks if isinstance(t, Perplexity)):
             words += ["--text", str(text)]

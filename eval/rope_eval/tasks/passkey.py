@@ -43,7 +43,8 @@ FILLER = (
 NEEDLE = " The pass key is {key}. Remember it. {key} is the pass key."
 ASK, LEAD = "\nWhat is the pass key?", " The pass key is"
 QUESTION = ASK + LEAD
-
+MIN_FOUND = 0.5
+"""Share that the unpatched model must find within its trained length for passkeys to count."""
 
 PROMPTS = ("auto", "published", "inline")
 TRAINED_ON = "passkey_prompt"

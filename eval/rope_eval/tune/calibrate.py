@@ -94,13 +94,10 @@ class Half:
 
         With fewer than ``FEWEST_SAMPLES`` documents, each window counts as one.
         """
-        documents = self.rows.documents
-        if len(set(documents)) < FEWEST_SAMPLES:
+        groups = self.rows.by_document(losses)
+        if len(groups) < FEWEST_SAMPLES:
             return list(losses), [1.0] * len(losses)
-        groups: dict[int, list[float]] = {}
-        for document, loss in zip(documents, losses, strict=True):
-            groups.setdefault(document, []).append(loss)
-        return [mean(group) for group in groups.values()], [len(g) for g in groups.values()]
+        return [mean(group) for group in groups], [len(group) for group in groups]
 
 
 @dataclass(frozen=True)
@@ -391,10 +388,8 @@ class _Run:
         """Descend from every start, and judge."""
         from rope_ext.terminal import progress  # rich is not loaded with it
 
-        shown = progress()
-        shown.disable |= not (shown.console.is_terminal or shown.console.is_jupyter)
         choices = []
-        with shown:
+        with progress() as shown:
             bar = shown.add_task("unpatched", total=None)
             self.advance = lambda rows: shown.advance(bar, rows)
             unpatched = [self.scores(None, half) for half in halves]

@@ -24,7 +24,7 @@ from rope_eval.cases import digest
 from rope_eval.data.prompts import Frame, encode
 from rope_eval.data.text import read_texts
 from rope_eval.forward import score
-from rope_eval.tasks.passkey import ASK, LEAD, NEEDLE, PasskeyPrompts
+from rope_eval.tasks.passkey import ASK, LEAD, MIN_FOUND, NEEDLE, PasskeyPrompts
 from rope_eval.tasks.perplexity import Perplexity
 from rope_ext.errors import MeasureError, OptionError
 from rope_ext.rotary.sites import evaluating, unwrap
@@ -34,7 +34,6 @@ HAY: tuple[Hay, ...] = ("filler", "text")
 MOST_REPEATED = 0.2
 """Largest share of repeated text; see :func:`repeated_share`."""
 _STRETCH = 50  # characters
-_FOUND = 0.5  # share found by the unpatched model from which on prompts count
 _DIGITS = 5
 _logger = logging.getLogger("rope_ext")
 
@@ -70,6 +69,13 @@ class Rows:
 
     windows: tuple[tuple[int, ...], ...]
     documents: tuple[int, ...]
+
+    def by_document(self, values: Sequence[float]) -> list[list[float]]:
+        """Values of the windows, grouped by document."""
+        groups: dict[int, list[float]] = {}
+        for document, value in zip(self.documents, values, strict=True):
+            groups.setdefault(document, []).append(value)
+        return list(groups.values())
 
 
 def read(text: str | os.PathLike[str] | Iterable[str]) -> list[str]:
@@ -236,7 +242,7 @@ def witnesses(prompts: Sequence[Prompt], found: Sequence[bool]) -> tuple[list[Ha
     counting, notes = [], []
     for hay in dict.fromkeys(prompt.hay for prompt in prompts):
         hits = [hit for prompt, hit in zip(prompts, found, strict=True) if prompt.hay == hay]
-        if sum(hits) >= _FOUND * len(hits):
+        if sum(hits) >= MIN_FOUND * len(hits):
             counting.append(hay)
             continue
         notes.append(

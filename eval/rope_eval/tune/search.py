@@ -368,10 +368,9 @@ def _searched(
     """Evolution from these tables, beside known methods; the best is kept in the log."""
     from rope_ext.terminal import progress  # rich is not loaded with the package
 
-    factor, shown = known[0].factor, progress()
+    factor = known[0].factor
     rows = len(windows) + len(prompts)
-    shown.disable |= not (shown.console.is_terminal or shown.console.is_jupyter)
-    with shown:
+    with progress() as shown:
         bar = shown.add_task("search", total=(len(known) + given.tables) * rows)
         advance = partial(shown.advance, bar)
 

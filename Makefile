@@ -4,6 +4,8 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 CHECKPOINTS := tiny-512 tiny-bytes-512
 export TOKENIZERS_PARALLELISM = false
+# Many processes import torch and transformers: without compiled modules each takes 20 s more.
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: demo demo-pictures docs engine-sources finetune finetune-methods laboratory test test-all lint types coverage checkpoint clean
 .PHONY: surgery $(CHECKPOINTS:%=demo-%) $(CHECKPOINTS:%=finetune-%) $(CHECKPOINTS:%=surgery-%)

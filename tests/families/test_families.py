@@ -39,14 +39,10 @@ WINDOW_ONLY = {"beam", "cohere_compass_text", "moshi", "recurrent_gemma"}
 WINDOW_OFF = {"ministral", "mistral"}  # supported without their window, refused with it
 USED = {  # by the most people, or one of each kind of rotation, layers and verdict
     "deepseek_v3",
-    "falcon",
     "gemma3_text",
-    "gpt_oss",
     "gptj",
     "llama",
-    "mistral",
     "moshi",
-    "phi3",
     "qwen3",
 }
 NOT_BUILDABLE = {"gemma3n", "gemma4_assistant", "gemma4_unified_assistant"}

@@ -110,13 +110,15 @@ NEW = {"max_new_tokens": 14, "min_new_tokens": 14, "do_sample": False}  # more t
 
 
 def grid(kinds: Iterable[str], names: Iterable[str]) -> list[Any]:
-    """Every kind with every method; on most kinds three geometries by default."""
-    few = GEOMETRIES[:3]
-    return [
-        pytest.param(kind, name, marks=[] if name in few or kind in KINDS else [pytest.mark.slow])
-        for kind in kinds
-        for name in names
-    ]
+    """Every kind with every method; by default some kinds with all geometries, others with one."""
+    cases = []
+    for number, kind in enumerate(kinds):
+        few = GEOMETRIES if kind in KINDS else [GEOMETRIES[number % len(GEOMETRIES)]]
+        for name in names:
+            by_default = kind == "llama" or name in few
+            marks = [] if by_default else [pytest.mark.slow]
+            cases.append(pytest.param(kind, name, marks=marks))
+    return cases
 
 
 def by_geometry(first: str, *others: str) -> list[tuple[str, str]]:

@@ -63,6 +63,12 @@ def grown(model: nn.Module) -> None:
         model(torch.arange(3, 120)[None])
 
 
+@pytest.fixture(scope="module")
+def right() -> dict[str, torch.Tensor]:
+    """What a model says that nothing interrupted, by its patch."""
+    return {}
+
+
 INTERRUPTED = [refused, refused_late, another, nested, grown]
 
 
@@ -87,8 +93,10 @@ def said(patch: str, ids: torch.Tensor, interrupt: Callable[[nn.Module], Any]) -
 
 @pytest.mark.parametrize("interrupt", INTERRUPTED, ids=lambda f: f.__name__)
 @pytest.mark.parametrize("patch", PATCHES)
-def test_the_model_goes_on_as_if_nothing_had_happened(ids, patch: str, interrupt) -> None:
-    assert torch.equal(said(patch, ids, interrupt), said(patch, ids, lambda model: None))
+def test_the_model_goes_on_as_if_nothing_had_happened(ids, patch: str, interrupt, right) -> None:
+    if patch not in right:
+        right[patch] = said(patch, ids, lambda model: None)
+    assert torch.equal(said(patch, ids, interrupt), right[patch])
 
 
 class Interrupt(LogitsProcessor):

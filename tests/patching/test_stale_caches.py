@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import itertools
 import pickle
 import sys
 from collections.abc import Callable
@@ -40,6 +41,7 @@ CACHES: dict[str, Callable[..., Any]] = {
     "dynamic": DynamicCache,
     "static": partial(StaticCache, max_cache_len=160),
 }
+TURNS = list(zip(PATCHES, itertools.cycle(CACHES.values())))  # every patch, and every cache often
 
 
 def put(model: nn.Module, patch: str) -> nn.Module:
@@ -53,8 +55,7 @@ def put(model: nn.Module, patch: str) -> nn.Module:
     return model
 
 
-@pytest.mark.parametrize("make", CACHES.values(), ids=CACHES)
-@pytest.mark.parametrize("before", PATCHES)
+@pytest.mark.parametrize(("before", "make"), TURNS)
 def test_a_cache_is_refused_under_every_other_patch_until_it_is_reset(
     ids, before: str, make: Callable[..., Any]
 ) -> None:
@@ -72,8 +73,7 @@ def test_a_cache_is_refused_under_every_other_patch_until_it_is_reset(
         torch.testing.assert_close(rest, right[:, 90:], **EXACT)
 
 
-@pytest.mark.parametrize("make", CACHES.values(), ids=CACHES)
-@pytest.mark.parametrize("before", PATCHES)
+@pytest.mark.parametrize(("before", "make"), TURNS)
 def test_a_cache_that_was_reset_is_an_empty_one(ids, before: str, make) -> None:
     model = put(tiny_llama(), before)
     cache = make(config=model.config)

@@ -33,7 +33,8 @@ def test_gradients_are_those_of_the_reference_and_survive_checkpointing(mask, na
         given["position_ids"] = torch.cat((torch.arange(33), torch.arange(60, 117))).expand(2, -1)
         given["attention_mask"] = torch.ones_like(ids)
     right = gradients(patch(tiny_llama(), name, kernel="reference").double(), ids, **given)
-    for checkpointing in (None, False, True):
+    every = mask == "left" and name in GEOMETRIES
+    for checkpointing in (None, False, True) if every else (True,):
         model = patch(tiny_llama(), name).train()
         if checkpointing is not None:
             model.gradient_checkpointing_enable({"use_reentrant": checkpointing})

@@ -1,4 +1,4 @@
-"""Settings that are out of range."""
+"""Finds settings that are out of range or unsupported on this machine."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Rule = tuple[Callable[[Any], bool], str]
 
 
 def at_least(least: float) -> Rule:
-    """Numbers from ``least`` up."""
+    """Rule for numbers of at least ``least``."""
     return lambda value: least <= value < math.inf, f"{least:g} or more"
 
 
@@ -63,18 +63,21 @@ RULES: dict[str, Rule] = {
     "dataloader_prefetch_factor": at_least(1),
     "ddp_timeout": at_least(1),
 }
-"""Of recipes/finetune.py, for each number: whether a value is valid, and which are, in words."""
+"""Rules for the numeric settings of recipes/finetune.py: a check, and a description for errors."""
 
 
 def out_of_range(
     values: Mapping[str, Any], rules: Mapping[str, Rule] = RULES, separator: str = "_"
 ) -> dict[str, str]:
-    """For each number in ``values`` that can only be a mistake: its name and a message.
+    """Find values that are out of range.
 
     Args:
-        values: of options by name; None is not checked.
-        rules: what is valid.
-        separator: between the words of an option on the command line.
+        values: option values by name; None is skipped.
+        rules: rules by name.
+        separator: separator of the words of an option on the command line.
+
+    Returns:
+        Error messages by name.
     """
     found = {}
     for name, (valid, words) in rules.items():
@@ -89,16 +92,17 @@ def out_of_range(
 
 
 def unsupported(values: dict[str, Any]) -> Iterator[str]:
-    """A message for everything that this machine lacks; such settings are taken out of ``values``.
+    """Error messages for settings that this machine does not support.
 
-    TrainingArguments would raise an error for the first of them only, and not say how to go on.
+    These settings are removed from ``values``: TrainingArguments would raise an error for the first
+    one only, without saying how to fix it.
     """
     on_cpu = values.get("use_cpu")
     if values.get("bf16") and not on_cpu and not training_args.is_torch_bf16_gpu_available():
         values["bf16"] = False
         yield (
-            "--bf16 true needs a GPU that computes in bfloat16, and there is none here; give "
-            "--use_cpu true to train on the CPU, or --bf16 false --dtype float32"
+            "--bf16 true needs a GPU with bfloat16 support, and none was found; give --use_cpu "
+            "true to train on the CPU, or --bf16 false --dtype float32"
         )
     config = values.get("deepspeed")
     if config and importlib.util.find_spec("deepspeed") is None:
@@ -110,7 +114,7 @@ def unsupported(values: dict[str, Any]) -> Iterator[str]:
 
 
 def not_installed(values: Mapping[str, Any]) -> Iterator[str]:
-    """A message for every setting whose package is missing; Trainer raises only once it starts."""
+    """Error messages for settings whose package is missing, which Trainer reports only later."""
     given = values.get("report_to") or []
     available = integration_utils.get_available_reporting_integrations()
     for name in [given] if isinstance(given, str) else given:
@@ -129,7 +133,7 @@ def not_installed(values: Mapping[str, Any]) -> Iterator[str]:
 
 
 def missing(setting: str, package: str, instead: str) -> Iterator[str]:
-    """A message if the package that a setting needs is not installed."""
+    """An error message if the package that a setting needs is not installed."""
     name = package.lower()
     if importlib.util.find_spec(name.replace("-", "_")) is None:
         yield (

@@ -1,4 +1,4 @@
-"""Long documents as training rows: read, tokenised, packed to one length, made a batch."""
+"""Turns long documents into training batches: reads, tokenizes, packs and collates them."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from rope_eval.data.text import python_library
 from rope_ext.errors import first_line
 
 PYTHON_LIBRARY = "python-library"
-"""Name of the data that every machine has."""
+"""Name of the dataset made of the Python standard library, which needs no download."""
 
-IGNORED = -100  # label without a loss, as torch and transformers have it
+IGNORED = -100  # label without a loss, as in torch and transformers
 _READERS = {".txt": "text", ".md": "text", ".jsonl": "json", ".json": "json", ".parquet": "parquet"}
-_LOOKED_AT, _ENOUGH = 1024, 16  # documents of a stream, and long ones, that tell of the rest
-_ROWS = 100  # that are packed at once; on average half a row of them is left over
+_LOOKED_AT, _ENOUGH = 1024, 16  # documents sampled from a stream: at most, and long ones needed
+_ROWS = 100  # rows packed at once; on average, half a row is dropped
 
 
 def documents(
@@ -37,18 +37,18 @@ def documents(
     column: str = "text",
     streaming: bool = False,
 ) -> Dataset | IterableDataset:
-    """Documents, one a row, in the column ``text``.
+    """Load documents, one per row, in the column ``text``.
 
     Args:
         name: ``python-library``, a file (txt and md: one document; jsonl, json and parquet: one
-            a row), a folder of such files, or the id of a data set of the Hub.
-        config: of a data set of the Hub.
-        split: likewise; of ``python-library``, ``train`` or ``held_out``.
-        column: that holds the text.
-        streaming: read while training; otherwise everything is read and kept on disk first.
+            per row), a directory of such files, or a Hub dataset ID.
+        config: configuration of a Hub dataset.
+        split: split of a Hub dataset; ``train`` or ``held_out`` for ``python-library``.
+        column: column with the text.
+        streaming: read during training instead of storing everything on disk first.
 
     Raises:
-        DataError: there is no such data, or no such column.
+        DataError: the dataset or the column does not exist.
     """
     try:
         if name == PYTHON_LIBRARY:
@@ -62,22 +62,21 @@ def documents(
         first = list(data.take(_ENOUGH))
     except DataError:
         raise
-    except Exception as error:  # datasets raises those of every format and file system
+    except Exception as error:  # datasets raises errors of any format and file system
         cause: BaseException = error
-        while cause.__cause__ is not None:  # its own says that there was an error
+        while cause.__cause__ is not None:  # the outer error is generic
             cause = cause.__cause__
         raise DataError(
-            f"cannot read the data {name!r} ({first_line(cause) or type(cause).__name__}); give "
-            f"--dataset an existing file or folder, the id of a data set of the Hub, or "
-            f"{PYTHON_LIBRARY}"
+            f"cannot read the dataset {name!r} ({first_line(cause) or type(cause).__name__}); give "
+            f"--dataset an existing file or directory, a Hub dataset ID, or {PYTHON_LIBRARY}"
         ) from error
     if not first:
-        raise DataError(f"the data {name!r} are empty; give --dataset others")
+        raise DataError(f"the dataset {name!r} is empty; give another --dataset")
     texts = [key for key in first[0] if any(isinstance(row.get(key), str) for row in first)]
     if column not in texts:
         raise DataError(
-            f"the data {name!r} have no column {column!r} with text; give --text_column one that "
-            f"has ({', '.join(texts) or 'there is none'})"
+            f"the dataset {name!r} has no text column {column!r}; set --text_column. Text columns: "
+            f"{', '.join(texts) or 'none'}"
         )
     data = data.select_columns(column)
     return data if column == "text" else data.rename_column(column, "text")
@@ -90,9 +89,7 @@ def _local(path: Path, streaming: bool) -> Any:
         if file.suffix in _READERS and file.is_file():
             kinds.setdefault(_READERS[file.suffix], []).append(str(file))
     if not kinds:
-        raise DataError(
-            f"{path} holds no text; files are read by their suffix: {', '.join(_READERS)}"
-        )
+        raise DataError(f"{path} has no text files; supported suffixes: {', '.join(_READERS)}")
     parts = []
     for kind, names in kinds.items():
         options = {"sample_by": "document"} if kind == "text" else {}
@@ -106,7 +103,7 @@ def _local(path: Path, streaming: bool) -> Any:
 
 @dataclass(frozen=True)
 class Tokenise:
-    """Documents as tokens: one beginning token, where the tokenizer has one, and one end token."""
+    """Tokenizes documents, with one start token (if the tokenizer has one) and one end token."""
 
     tokenizer: Any
 
@@ -118,12 +115,12 @@ class Tokenise:
         for text in batch["text"]:
             if not isinstance(text, str | None):
                 raise DataError(
-                    f"a document of the data is no text but {type(text).__name__}: {text!r:.40}; "
-                    f"leave it out, or give --text_column another column"
+                    f"a document is not text but {type(text).__name__}: {text!r:.40}; remove it, "
+                    f"or give another --text_column"
                 )
         texts = [(text or "").removeprefix("\ufeff") for text in batch["text"]]
         for ids in self.tokenizer(texts, add_special_tokens=False, verbose=False).input_ids:
-            begun = ids[: len(head)] == head  # by the text itself
+            begun = ids[: len(head)] == head  # the text itself starts with the token
             ended = tail and ids[-1:] == tail
             whole = [*([] if begun else head), *ids, *([] if ended else tail)]
             made.append(whole if ids else [])
@@ -132,10 +129,10 @@ class Tokenise:
 
 @dataclass(frozen=True)
 class Pack:
-    """Documents one after the other, cut into rows of ``length`` tokens; the rest is left out.
+    """Concatenates documents and cuts them into rows of ``length`` tokens; the rest is dropped.
 
-    With ``masking`` a row also says where its documents begin: ``position_ids`` count from 0 in
-    each of them, and in the rest of one that began in the row before.
+    With ``masking``, rows also get ``position_ids``, which restart at 0 in each document and at the
+    start of the row.
     """
 
     length: int
@@ -168,13 +165,13 @@ class Pack:
 
 @dataclass(frozen=True)
 class Chunk:
-    """Each document cut into rows of ``length`` tokens; its remainder is dropped.
+    """Cuts each document into rows of ``length`` tokens and drops the remainder.
 
-    Every row is one span of one document, and a document shorter than a row makes none, as in the
-    long data of ProLong: pack.py of CodeCreator/datatools with ``min_length`` = ``pack_length``.
+    Every row is one span of one document, and documents shorter than a row are dropped, as in
+    ProLong's long data: pack.py of CodeCreator/datatools with ``min_length`` = ``pack_length``.
 
     Args:
-        length: of a row, in tokens.
+        length: length of a row in tokens.
         masking: add ``position_ids``, so that these rows can be mixed with those of :class:`Pack`.
     """
 
@@ -204,15 +201,15 @@ class Chunk:
 
 @dataclass(frozen=True)
 class Bookend:
-    """Documents one after the other, cut into rows that all begin and end as a document does.
+    """Concatenates documents and cuts them into rows, each with a start and an end token.
 
-    As in the data of YaRN (arXiv 2309.00071, section 4.1): "segments bookended with the BOS and
-    EOS token". Where a document happens to begin with a row, its own beginning is the row's.
+    As in YaRN's data (arXiv 2309.00071, section 4.1): "segments bookended with the BOS and EOS
+    token". If a document starts exactly at the start of a row, there is only one start token.
 
     Args:
-        length: of a row, its ends among them.
-        head: tokens that begin a document.
-        tail: tokens that end one.
+        length: length of a row, including both tokens.
+        head: tokens at the start of a document.
+        tail: tokens at the end of a document.
     """
 
     length: int
@@ -249,11 +246,11 @@ class Bookend:
 
 @dataclass(frozen=True)
 class Apart:
-    """A row of each document that is long enough: its beginning.
+    """Makes one row of each document that is long enough, from its beginning.
 
     Args:
-        length: of a row.
-        most: tokens of a document that are kept, for a scheme that picks ``length`` out of them.
+        length: length of a row in tokens.
+        most: number of tokens to take, from which a scheme of positions picks ``length``.
     """
 
     length: int
@@ -276,14 +273,14 @@ class Apart:
 
 
 def packer(kind: str, tokenizer: Any, length: int, masking: bool, most: int) -> Any:
-    """What makes rows.
+    """Create the packer for a kind of rows.
 
     Args:
         kind: ``packed``, ``chunked``, ``bookended`` or ``document``.
-        tokenizer: of the model; it knows how documents begin and end.
-        length: of a row.
-        masking: of packed and chunked rows, whether they say where documents begin.
-        most: tokens of a document that its row is picked from, for ``document``.
+        tokenizer: tokenizer of the model, for start and end tokens.
+        length: length of a row in tokens.
+        masking: add ``position_ids`` that restart in each document (packed and chunked rows).
+        most: number of tokens that a row is picked from, for ``document``.
     """
     if kind == "document":
         return Apart(length, most)
@@ -301,13 +298,13 @@ def rows(
     minimum: int = 0,
     seed: int = 0,
 ) -> Dataset | Stream:
-    """Rows of ``pack``, each with its ``index``.
+    """Pack documents into rows, each with its ``index``.
 
-    Rows of a stream are shuffled, and begin again when they end; rows of data on disk stay in
-    order, and Trainer draws them at random.
+    Rows of a stream are shuffled and repeat forever. Rows of data on disk stay in order, and
+    Trainer samples from them.
 
     Raises:
-        DataError: no document is long enough, or there is not one whole row.
+        DataError: no document is long enough, or the data does not fill a single row.
     """
     if isinstance(data, IterableDataset):
         return Stream([source(data, tokenizer, pack, minimum=minimum, seed=seed)], [1.0], seed)
@@ -319,7 +316,7 @@ def rows(
     kept = data.filter(lambda row: row["tokens"] >= minimum)
     counts = data["tokens"][:]
     long = _long(counts, minimum, pack, "all")
-    batch = math.ceil(_ROWS * len(long) / _whole(long, pack))  # documents that make _ROWS rows
+    batch = math.ceil(_ROWS * len(long) / _whole(long, pack))  # documents for _ROWS rows
     features = {name: List(Value("int32")) for name in pack.names}
     packed = kept.map(
         pack, batched=True, batch_size=batch, remove_columns=["tokens"], features=Features(features)
@@ -331,10 +328,10 @@ def rows(
 def source(
     data: Dataset | IterableDataset, tokenizer: Any, pack: Packer, *, minimum: int, seed: int
 ) -> Source:
-    """Data as one source of a stream.
+    """Create one source of a stream.
 
     Raises:
-        DataError: none of the first documents is long enough, or all make no row.
+        DataError: none of the first documents is long enough, or they do not fill a row.
     """
     if not isinstance(data, IterableDataset):
         data = data.to_iterable_dataset()
@@ -357,19 +354,19 @@ def _long(counts: list[int], minimum: int, pack: Packer, which: str) -> list[int
         needed = "length" if minimum == pack.shortest else "minimum_document"
         raise DataError(
             f"no document is long enough: the longest of {which} {len(counts)} has "
-            f"{max(counts, default=0)} tokens; lower --{needed} {minimum} or give "
-            f"data with longer documents"
+            f"{max(counts, default=0)} tokens; lower --{needed} {minimum} or use data with longer "
+            f"documents"
         )
     return long
 
 
 def _whole(long: list[int], pack: Packer) -> float:
-    """Rows that documents of those lengths make."""
+    """Number of rows from documents of these lengths."""
     made = sum(map(pack.rows, long))
     if made < 1:
         raise DataError(
-            f"the data hold {sum(long)} tokens in {len(long)} documents, which is not one row of "
-            f"--length {pack.length}; give more data or a smaller --length"
+            f"the data has {sum(long)} tokens in {len(long)} documents, not enough for one row of "
+            f"--length {pack.length}; use more data or a smaller --length"
         )
     return made
 
@@ -380,17 +377,17 @@ def _number(row: dict[str, Any], index: int) -> dict[str, Any]:
 
 @dataclass
 class Collator:
-    """Rows as a batch.
+    """Collates rows into a batch.
 
-    What is drawn follows from nothing but ``seed``, the epoch and the index of the row: a resumed
-    run and any number of processes draw the same. A row without an index, as those that are held
-    out have none, stays as it is.
+    Random choices depend only on ``seed``, the epoch and the index of the row, so that a resumed
+    run and any number of processes make the same ones. Rows without an index, such as evaluation
+    rows, are left unchanged.
 
     Args:
-        scheme: of the positions (recipes/positions.py); None: every one follows the one before.
-        seed: of the draws.
-        epoch: passes over the data before this one.
-        retrieval: turns some rows into rows with facts (recipes/retrieval.py); None: no row.
+        scheme: scheme of positions (recipes/positions.py); None for consecutive positions.
+        seed: random seed.
+        epoch: number of completed passes over the data.
+        retrieval: adds facts to some rows (recipes/retrieval.py); None for no rows.
     """
 
     scheme: Callable[[Sequence[int], random.Random], Drawn] | None = None
@@ -399,11 +396,11 @@ class Collator:
     retrieval: Callable[[Sequence[int], random.Random], Sequence[int]] | None = None
 
     def __call__(self, rows: Sequence[Mapping[str, Any]]) -> dict[str, torch.Tensor]:
-        if rows[0].get("index", 0) < 0:  # Trainer is on its way to where it stood
+        if rows[0].get("index", 0) < 0:  # Trainer is skipping to the checkpoint
             nothing = torch.full((len(rows), 1), IGNORED)
             return {"input_ids": torch.zeros_like(nothing), "labels": nothing}
         if self.retrieval is not None and "index" in rows[0]:
-            # Its own generator: positions are those that a run without such rows draws.
+            # A separate generator, so that positions are the same as without such rows.
             rows = [
                 {**row, "input_ids": self.retrieval(row["input_ids"], self._rng(row, "retrieval:"))}
                 for row in rows
@@ -411,7 +408,7 @@ class Collator:
         if self.scheme is not None and "index" in rows[0]:
             drawn = [self._drawn(row) for row in rows]
             ids = _stacked([taken for taken, _ in drawn])
-            # Without a mask transformers takes every jump in the positions for a new document.
+            # Without a mask, transformers treats every gap in the positions as a new document.
             return {
                 "input_ids": ids,
                 "labels": ids.clone(),
@@ -421,7 +418,7 @@ class Collator:
         ids = _stacked([row["input_ids"] for row in rows])
         batch = {"input_ids": ids, "labels": ids.clone()}
         if "position_ids" in rows[0]:
-            # Without a mask transformers keeps documents apart by their positions.
+            # Without a mask, transformers separates documents by their positions.
             batch["position_ids"] = _stacked([row["position_ids"] for row in rows])
             batch["labels"][batch["position_ids"] == 0] = IGNORED
         return batch

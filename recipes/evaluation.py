@@ -1,4 +1,4 @@
-"""Evaluation while training: rows that are held out, passkeys, and a picture of both."""
+"""Evaluates during training: held-out rows, passkeys, and a plot of both."""
 
 from __future__ import annotations
 
@@ -19,23 +19,23 @@ from rope_eval.plots.style import bare, figure_of, style_of
 from rope_eval.tasks.passkey import PasskeyPrompts
 from rope_ext.errors import OptionError
 
-NAME = "evaluation"  # of the picture and of its numbers
+NAME = "evaluation"  # name of the plot and of the file with its numbers
 _SEED = 0
 _PANELS = {"eval_loss": "loss, nats per token", "eval_passkey": "passkeys, share found"}
-_READ = 4  # documents that are tokenised at once
+_READ = 4  # documents tokenized at once
 
 
 def held_out(
     documents: Any, tokenizer: Any, *, length: int, rows: int, minimum: int
 ) -> tuple[list[dict[str, np.ndarray]], int]:
-    """Rows for evaluation, and how many of the first documents they were made of.
+    """Make evaluation rows from the first documents, and return how many documents they took.
 
     Args:
-        documents: in the column ``text``.
-        tokenizer: of the model.
-        length: of a row, tokens.
-        rows: their number.
-        minimum: shorter documents, tokens, are left out.
+        documents: documents in the column ``text``.
+        tokenizer: tokenizer of the model.
+        length: length of a row in tokens.
+        rows: number of rows.
+        minimum: minimum length of a document in tokens; shorter ones are skipped.
 
     Raises:
         DataError: there are not enough documents.
@@ -50,8 +50,8 @@ def held_out(
                 made = Pack(length)({"input_ids": kept})["input_ids"][:rows]
                 return [{"input_ids": row} for row in made], read
     raise DataError(
-        f"the data hold {sum(map(len, kept))} tokens, which is less than --eval_rows {rows} of "
-        f"{length}; lower --eval_rows or --eval_length, or give another --eval_dataset"
+        f"the data has {sum(map(len, kept))} tokens, not enough for --eval_rows {rows} of "
+        f"{length} tokens; lower --eval_rows or --eval_length, or give another --eval_dataset"
     )
 
 
@@ -59,30 +59,30 @@ def passkeys(tokenizer: Any, length: int, number: int) -> list[Any]:
     """Passkey prompts of ``length`` tokens at evenly spread depths.
 
     Raises:
-        OptionError: no prompt is so short.
+        OptionError: a prompt does not fit into ``length`` tokens.
     """
     prompts = PasskeyPrompts(tokenizer, Frame.from_tokenizer(tokenizer, "no"))
     if number and length < prompts.minimum_length():
         raise OptionError(
-            f"a passkey needs {prompts.minimum_length()} tokens, and rows of {length} are "
-            f"evaluated; give a larger --eval_length, or --eval_passkeys 0"
+            f"a passkey prompt needs {prompts.minimum_length()} tokens, and evaluation rows have "
+            f"{length}; give a larger --eval_length, or --eval_passkeys 0"
         )
     return [prompts.case(length, (i + 0.5) / number, _SEED + i) for i in range(number)]
 
 
 def found(model: nn.Module, cases: Sequence[Any]) -> float:
-    """Share of the passkeys that greedy decoding would write."""
+    """Share of the passkeys that greedy decoding finds."""
     hits = [bool(score(model, [case.ids], case.count)[1].all()) for case in cases]
     return sum(hits) / len(hits)
 
 
 def report(history: Sequence[dict[str, Any]], length: int, folder: Path) -> None:
-    """``evaluation.json`` and ``evaluation.png`` of Trainer's log.
+    """Write ``evaluation.json`` and ``evaluation.png`` from Trainer's log.
 
     Args:
-        history: of Trainer's state; a step that is told twice is as it was told last.
-        length: that was evaluated at, tokens.
-        folder: for both.
+        history: log history of Trainer's state; for repeated steps, the last entry counts.
+        length: evaluated length in tokens.
+        folder: output directory.
     """
     steps = {entry["step"]: entry for entry in history if "eval_loss" in entry}
     curve = [
@@ -113,6 +113,6 @@ def report(history: Sequence[dict[str, Any]], length: int, folder: Path) -> None
 
 
 def undisturbed() -> Any:
-    """A context after which random numbers go on as before it."""
+    """A context manager that restores the state of the random generators."""
     devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
     return torch.random.fork_rng(devices)

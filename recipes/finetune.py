@@ -67,19 +67,19 @@ from rope_ext.position.bias import learned
 
 
 class DivergedError(RopeExtError):
-    """Training has led to numbers that are none."""
+    """Training has diverged: a loss or a weight is NaN or infinite."""
 
 
 @dataclass(frozen=True)
 class Plan:
-    """A recipe that is checked.
+    """The result of checking a recipe.
 
     Args:
-        config: of the model.
-        tokenizer: of the model.
-        target: context after training, tokens.
-        eval_length: of the rows and passkeys that are evaluated, tokens.
-        passkeys: that are asked for.
+        config: configuration of the model.
+        tokenizer: tokenizer of the model.
+        target: context length after training, tokens.
+        eval_length: length of evaluation rows and passkey prompts, tokens.
+        passkeys: passkey prompts to evaluate.
     """
 
     config: Any
@@ -90,15 +90,15 @@ class Plan:
 
 
 def check(recipe: Recipe, args: Any, mistakes: Mistakes | None = None) -> Plan:
-    """Everything that can be checked without weights and without data.
+    """Check everything that needs neither weights nor data.
 
     Args:
-        recipe: that is checked.
-        args: TrainingArguments, or their plain values where ``mistakes`` holds why there are none.
-        mistakes: that were found before.
+        recipe: the recipe.
+        args: TrainingArguments, or their plain values if transformers rejected them.
+        mistakes: mistakes found so far.
 
     Raises:
-        RopeExtError: lists everything that is missing, unknown or does not go together.
+        RopeExtError: lists all settings that are missing, unknown or incompatible.
     """
     mistakes = Mistakes() if mistakes is None else mistakes
     with mistakes.collected():
@@ -143,19 +143,19 @@ def _check_parallelism(recipe: Recipe, args: Any, config: Any) -> None:
 
 
 def _check_length(recipe: Recipe, config: Any) -> int:
-    """The target in tokens, if rows of that length can train for it."""
+    """Check that rows of the given length can train for the target; returns it in tokens."""
     method, scheme = method_of(recipe), scheme_of(recipe)
     trained, target = lengths(
         recipe, _bare(replace(recipe, attn=None, dtype="float32"), config, meta=True)
     )
     if scheme != "consecutive" and recipe.length >= target:
         raise OptionError(
-            f"--length {recipe.length} leaves --positions {scheme} nothing to choose: the target "
-            f"is {target} tokens; give a shorter --length, such as the trained {trained}, or "
+            f"--length {recipe.length} is too long for --positions {scheme}, since the target is "
+            f"{target} tokens; give a shorter --length, such as the trained {trained}, or "
             f"--positions consecutive"
         )
     warn_of_gaps(recipe, method)
-    # An encoding is new to the model at any length; DroPE trains at its own.
+    # An encoding is new to the model at any length; DroPE trains at the trained length.
     own = method is not None and method.works_within and recipe.length == trained
     if scheme == "consecutive" and not own and not trained < recipe.length <= target:
         raise OptionError(
@@ -167,10 +167,10 @@ def _check_length(recipe: Recipe, config: Any) -> int:
 
 
 def _check_model(recipe: Recipe, config: Any) -> None:
-    """Refuse what can be refused without weights."""
+    """Build the model without weights, to find errors early."""
     model = _extend(recipe, _bare(recipe, config, meta=True), meta=True)
     if recipe.chunked_loss:
-        # Some operators do not run without weights; then the first training step tells.
+        # Some operators do not run on meta tensors; then errors show in the first training step.
         with contextlib.suppress(RuntimeError):
             ids = torch.zeros((1, 4), dtype=torch.long, device="meta")
             model(input_ids=ids, labels=ids)
@@ -181,7 +181,7 @@ def _bare(recipe: Recipe, config: Any, meta: bool) -> Any:
     if recipe.attn is not None:
         options["attn_implementation"] = recipe.attn
     if meta:
-        # Under ZeRO-3 transformers would share out and initialise what has no weights.
+        # Under ZeRO-3, transformers would partition and initialize meta tensors.
         try:
             with set_zero3_state(), torch.device("meta"):
                 return AutoModelForCausalLM.from_config(copy.deepcopy(config), **options)
@@ -196,21 +196,21 @@ def _bare(recipe: Recipe, config: Any, meta: bool) -> Any:
             bnb_4bit_quant_type="nf4",
             bnb_4bit_use_double_quant=True,
             bnb_4bit_compute_dtype=recipe.dtype,
-            bnb_4bit_quant_storage=recipe.dtype,  # that of the other weights, for FSDP
+            bnb_4bit_quant_storage=recipe.dtype,  # FSDP needs one dtype for all weights
         )
     return AutoModelForCausalLM.from_pretrained(recipe.model, **options)
 
 
 def lengths(recipe: Recipe, model: Any) -> tuple[int, int]:
-    """Trained and target length, of a model that is not patched yet."""
+    """Trained and target length of an unpatched model."""
     trained = recipe.original_max_position_embeddings or rope_ext.describe(model).length
     return trained, reach(recipe.factor, trained)
 
 
 def build(recipe: Recipe, config: Any, meta: bool = False) -> Any:
-    """The model as it is trained: patched, with LoRA, its loss in the output layer.
+    """Build the model for training: patched, with LoRA and the chunked loss.
 
-    With ``meta`` it has no weights, and a method that takes some to be proven is left out.
+    With ``meta``, it has no weights, and methods that need weights for their checks are skipped.
     """
     return _extend(recipe, _bare(recipe, config, meta), meta)
 
@@ -236,16 +236,16 @@ def _extend(recipe: Recipe, model: Any, meta: bool) -> Any:
 
 
 def with_lora(model: Any, recipe: Recipe) -> Any:
-    """LoRA on ``model``; what is trained is held in float32, whatever the rest is.
+    """Add LoRA to ``model``, with trained weights in float32 whatever the dtype of the others.
 
-    What a trained embedding hands on is in the dtype of the rest: in float32 it would make all
-    that layers keep for backward twice as large.
+    The output of a trained embedding is cast to the dtype of the other weights: in float32 it would
+    double the memory of all activations.
 
     Raises:
-        OptionError: there are no such layers.
+        OptionError: the model has no such layers.
     """
     extra = embeddings_and_norms(model) if recipe.train_embeddings_and_norms else []
-    # What an encoding learns begins as random numbers: adapters around it cannot mend them.
+    # Parameters of an encoding start at random, and adapters cannot make up for that.
     encoding = sorted({name.split(".")[-2] for name in learned(model)})
     tied = model.config.get_text_config(decoder=True).tie_word_embeddings
     settings = peft.LoraConfig(
@@ -264,8 +264,8 @@ def with_lora(model: Any, recipe: Recipe) -> Any:
             n.rsplit(".", 1)[-1] for n, m in model.named_modules() if hasattr(m, "in_features")
         }
         raise OptionError(
-            f"LoRA cannot be put on this model ({first_line(error)}); give --lora_target "
-            f"some of {', '.join(sorted(linear))}"
+            f"cannot add LoRA to this model ({first_line(error)}); give --lora_target some of "
+            f"{', '.join(sorted(linear))}"
         ) from error
     for parameter in whole.parameters():
         if parameter.requires_grad:
@@ -282,14 +282,14 @@ def _in_bfloat16(module: Any, given: Any, made: torch.Tensor) -> torch.Tensor:
 
 
 def _shared(model: Any) -> dict[str, str]:
-    """Names of parameters that are another one, and of that one: where peft has put them."""
+    """Map names of tied parameters to the name of the parameter they share, under PEFT."""
     first: dict[Any, str] = {}
     named = list(model.named_parameters(remove_duplicate=False))
     return {name: first[p] for name, p in named if first.setdefault(p, name) != name}
 
 
 def embeddings_and_norms(model: Any) -> list[str]:
-    """Paths of the input embedding and of all norms: layers with nothing but vectors of weights."""
+    """Paths of the input embedding and of all norms, which are the layers with 1-D weights only."""
     embedding = model.get_input_embeddings()
     paths = []
     for path, module in model.named_modules():
@@ -301,10 +301,10 @@ def embeddings_and_norms(model: Any) -> list[str]:
 
 
 class LongTrainer(Trainer):
-    """Trainer with LoRA+, where the recipe asks for it, and the patch beside every adapter.
+    """Trainer with optional LoRA+ that saves the patch next to every adapter.
 
-    Evaluations ask for passkeys as well, and leave the random numbers of training alone; a
-    checkpoint says where a stream of rows stood.
+    It also evaluates passkeys, without changing the random state of training, and saves the state
+    of streams in checkpoints.
     """
 
     def __init__(self, recipe: Recipe, *args: Any, plan: Plan | None = None, **kwargs: Any) -> None:
@@ -312,10 +312,10 @@ class LongTrainer(Trainer):
         super().__init__(*args, **kwargs)
 
     def create_accelerator_and_postprocess(self) -> None:
-        """As Trainer does; under FSDP2 losses and sums of gradients are in float32.
+        """Like Trainer's, but under FSDP2 losses and gradient sums are in float32.
 
-        By itself accelerate casts both to bfloat16, and Trainer keeps whole gradients on every
-        device while they are accumulated.
+        By default, accelerate casts both to bfloat16, and Trainer holds unsharded gradients on
+        every device while it accumulates them.
         """
         super().create_accelerator_and_postprocess()
         plugin = getattr(self.accelerator.state, "fsdp_plugin", None)
@@ -341,10 +341,10 @@ class LongTrainer(Trainer):
         return self.optimizer
 
     def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """As Trainer does.
+        """Like Trainer's.
 
         Raises:
-            DivergedError: the loss is not finite.
+            DivergedError: the loss is NaN or infinite.
         """
         loss = super().training_step(*args, **kwargs)
         if not torch.isfinite(loss):
@@ -370,15 +370,15 @@ class LongTrainer(Trainer):
         return output
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """As Trainer does, and the patch beside an adapter.
+        """Like Trainer's, and saves the patch next to an adapter.
 
         Raises:
-            DivergedError: a trained weight is not finite. What was saved before stays.
+            DivergedError: a trained weight is NaN or infinite. Earlier checkpoints stay.
         """
         folder = Path(output_dir or self.args.output_dir)
         if not all(_finite(p) for p in self.model.parameters() if p.requires_grad):
             self._diverged("trained weights are not finite")
-        if self.args.should_save:  # it says that a checkpoint is whole, and now this one is not
+        if self.args.should_save:  # this file marks a complete checkpoint
             (folder / TRAINER_STATE_NAME).unlink(missing_ok=True)
         super().save_model(output_dir, _internal_call)
         if self.recipe.lora_r and self.recipe.method != NONE and self.args.should_save:
@@ -392,20 +392,20 @@ class LongTrainer(Trainer):
     def _diverged(self, what: str) -> None:
         raise DivergedError(
             f"training has diverged: {what} after {self.state.global_step} steps; the checkpoints "
-            f"in {self.args.output_dir} are from before; begin again in another --output_dir with "
-            f"a smaller --learning_rate, more --warmup_steps or a smaller --max_grad_norm"
+            f"in {self.args.output_dir} are older; train again in another --output_dir with a "
+            f"smaller --learning_rate, more --warmup_steps or a smaller --max_grad_norm"
         )
 
 
 def _finite(parameter: torch.Tensor) -> bool:
-    """Of a sharded one, the part of this process."""
+    """Whether all values are finite; for a sharded parameter, those of this process."""
     local = parameter.to_local() if hasattr(parameter, "to_local") else parameter
     local = getattr(local, "ds_tensor", local)  # under ZeRO-3
     return bool(torch.isfinite(local).all())
 
 
 def scheme(recipe: Recipe, target: int) -> Any:
-    """How the positions of a row are chosen; None: one after the other."""
+    """The scheme of positions; None for consecutive positions."""
     name = scheme_of(recipe)
     if name == "pose":
         return positions.PoSE(target, recipe.pose_chunks or 2)
@@ -415,10 +415,10 @@ def scheme(recipe: Recipe, target: int) -> Any:
 
 
 def read(recipe: Recipe, args: TrainingArguments, plan: Plan) -> tuple[Any, Any]:
-    """Rows to train on, and rows that are held out; None: there are none.
+    """Training rows, and evaluation rows or None.
 
     Raises:
-        DataError: some data cannot be read, or make no row.
+        DataError: data cannot be read, or does not fill a row.
     """
     tokenizer, given = plan.tokenizer, parts(recipe)
     times = positions.DOCUMENT if recipe.positions == "pose_released" else 1
@@ -464,16 +464,16 @@ def read(recipe: Recipe, args: TrainingArguments, plan: Plan) -> tuple[Any, Any]
 
 
 def resume_stream(rows: Stream, args: TrainingArguments) -> None:
-    """Begin a stream where the checkpoint says, so that nothing before it is read again."""
+    """Start a stream at the state in the checkpoint, so that earlier data is not read again."""
     if args.resume_from_checkpoint is None or args.ignore_data_skip:
         return
     file = Path(args.resume_from_checkpoint) / STREAM
-    if file.exists():  # not if worker processes read it: then Trainer reads up to where it stood
+    if file.exists():  # missing if a worker process read the data; then Trainer skips rows
         rows.start(json.loads(file.read_text(encoding="utf-8")))
 
 
 class Epochs(TrainerCallback):
-    """Tells the collator how often the data were seen."""
+    """Sets the epoch of the collator."""
 
     def __init__(self, collator: data.Collator) -> None:
         self.collator = collator
@@ -492,7 +492,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     if checkpoint is not None:
         if args.should_save:
             save_from(checkpoint, Path(args.output_dir))
-        print(f"{args.output_dir}: the run is over; it holds the model of {checkpoint.name}")
+        print(f"{args.output_dir}: training is finished; it contains {checkpoint.name}'s model")
         return
     with args.main_process_first(desc="reading the data"):
         rows, held = read(recipe, args, plan)
@@ -504,9 +504,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     retrieval = RetrievalRows(plan.tokenizer, share) if share else None
     collator = data.Collator(scheme(recipe, plan.target), args.seed, retrieval=retrieval)
     plan.tokenizer.model_max_length = plan.target
-    args.remove_unused_columns = False  # the collator needs the index of the row
-    args.per_device_eval_batch_size = 1  # they are long
-    args.use_cache = False  # with one, transformers does not look where packed documents begin
+    args.remove_unused_columns = False  # the collator needs the row index
+    args.per_device_eval_batch_size = 1  # evaluation rows are long
+    args.use_cache = False  # with a cache, transformers does not detect packed documents
     trainer = LongTrainer(
         recipe,
         model,

@@ -1,4 +1,4 @@
-"""Cross entropy in the output layer, by torch, without the logits of a whole batch."""
+"""Computes cross entropy in the output layer with torch, without the logits of a whole batch."""
 
 from __future__ import annotations
 
@@ -12,46 +12,48 @@ from torch import nn
 from recipes.data import IGNORED
 from rope_ext.errors import UnsupportedModelError
 
-# Exact in every dtype, and large: what scales or caps logits changes it, what only casts or copies
-# them, as FSDP2 and DeepSpeed do with all that a layer returns, does not.
+# A large value that is exact in every dtype. Scaling or capping logits changes it; casting or
+# copying them, as FSDP2 and DeepSpeed do with all outputs, does not.
 _MARK = 1024.0
 
 
 class ChunkedLoss:
-    """Lets the output layer of a model compute the loss: logits exist in chunks only.
+    """Makes the output layer of a model compute the loss, so that logits exist in chunks only.
 
-    It happens within the layer's own forward, where FSDP and DeepSpeed have gathered its weight.
-    A model called without labels is as it was.
+    The loss is computed in the layer's own forward, where FSDP and DeepSpeed have gathered its
+    weight. A call without labels returns logits as usual.
 
     Args:
-        model: a causal language model, with its adapter if it is to have one.
+        model: a causal language model, including its adapter if it has one.
 
     Raises:
-        UnsupportedModelError: torch is too old, or the layer is no plain linear one.
+        UnsupportedModelError: torch is too old, or the layer is not a plain linear layer.
     """
 
     def __init__(self, model: nn.Module) -> None:
         if not hasattr(nn.functional, "linear_cross_entropy"):
             raise UnsupportedModelError(
-                f"chunked_loss needs torch.nn.functional.linear_cross_entropy, and torch "
-                f"{torch.__version__} has none; install torch>=2.13, or give --chunked_loss false "
-                f"(and --use_liger_kernel true, if that is installed)"
+                f"chunked_loss needs torch.nn.functional.linear_cross_entropy, which torch "
+                f"{torch.__version__} does not have; install torch>=2.13, or give --chunked_loss "
+                f"false (and --use_liger_kernel true, if that is installed)"
             )
         head = model.get_output_embeddings()
         if isinstance(head, ModulesToSaveWrapper):
             head = head.modules_to_save[head.active_adapters[0]]
         if type(head) is not nn.Linear:
             raise UnsupportedModelError(
-                f"chunked_loss needs a plain linear output layer, and {type(model).__name__} has "
+                f"chunked_loss needs a plain linear output layer, but {type(model).__name__} has "
                 f"{type(head).__name__}; give --chunked_loss false"
             )
-        self.labels: torch.Tensor | None = None  # each at the token that predicts it
+        self.labels: torch.Tensor | None = (
+            None  # shifted: each label is at the token that predicts it
+        )
         self.count: torch.Tensor | int | None = None
-        self.returned: torch.Tensor | None = None  # by the output layer: the loss, and _MARK
+        self.returned: torch.Tensor | None = None  # by the output layer: the loss and _MARK
         self.head, self.logits = head, head.forward
         forward = model.forward
 
-        @functools.wraps(forward)  # a hook would not do: older versions of peft call forward
+        @functools.wraps(forward)  # not a hook, because older versions of peft call forward
         def noting(*args: Any, **kwargs: Any) -> Any:
             self._note(**kwargs)
             return forward(*args, **kwargs)
@@ -67,13 +69,13 @@ class ChunkedLoss:
         num_items_in_batch: torch.Tensor | int | None = None,
         **others: Any,
     ) -> None:
-        if labels is not None and shift_labels is None:  # else shifted by context parallelism
+        if labels is not None and shift_labels is None:  # context parallelism shifts them itself
             shift_labels = nn.functional.pad(labels, (0, 1), value=IGNORED)[..., 1:]
         self.labels = None if labels is None else shift_labels
         self.count = num_items_in_batch
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Of the output layer: the loss and a mark if there are labels, else the logits."""
+        """Forward of the output layer: the loss and a mark if there are labels, else logits."""
         if self.labels is None:
             return self.logits(hidden)
         weight, bias = self.head.weight, self.head.bias
@@ -88,7 +90,7 @@ class ChunkedLoss:
             weight,
             labels,
             linear_bias=bias,
-            reduction="none",  # a sum would come back in bfloat16, with three digits
+            reduction="none",  # a sum would be rounded to bfloat16
             ignore_index=IGNORED,
             options=nn.LinearCrossEntropyOptions(),
         )
@@ -98,10 +100,10 @@ class ChunkedLoss:
         return self.returned
 
     def collect(self, logits: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """Loss function of the model: hand out the loss that the output layer returned.
+        """Loss function of the model: return the loss that the output layer computed.
 
         Raises:
-            UnsupportedModelError: the model changes what its output layer returns.
+            UnsupportedModelError: the model changes the output of its output layer.
         """
         returned, self.returned = self.returned, None
         changed = logits is not returned and (logits.is_meta or bool(logits[1] != _MARK))
@@ -111,6 +113,6 @@ class ChunkedLoss:
                 "output layer; give --chunked_loss false (and --use_liger_kernel true, if that is "
                 "installed)"
             )
-        # Where sharding has cast it down, the hooks of backward are on what the layer returned, and
-        # otherwise on what has become of it.
+        # If sharding cast the output down, the backward hooks are on the layer's own output;
+        # otherwise they are on what the model made of it.
         return (logits if logits.dtype == returned.dtype else returned)[0].clone()

@@ -1,26 +1,27 @@
-"""How much memory a recipe needs on each device, computed without loading a weight.
+"""Computes how much memory a recipe needs on each device, without loading weights.
 
     python recipes/memory.py recipes/llama3_8b_yarn_lora.yaml --devices 8
     python recipes/memory.py recipes/llama3_8b_yarn_lora.yaml --length 65536 --lora_r 64 \
         --shape hidden=8192,layers=80,heads=64,kv_heads=8,intermediate=28672,vocab=128256
 
-Weights, gradients and optimizer are counted on the model as finetune.py builds it, on the meta
-device. Activations are the peak of one training step of that model on fake tensors: every storage
-it makes, forward and backward, is followed from its making to its end. Nothing is estimated but
+Weights, gradients and optimizer states are counted on the model that finetune.py builds, on the
+meta device. Activations are the peak of one training step of that model on fake tensors, which
+tracks every storage of the forward and backward pass from allocation to release. Only the following
+are estimated:
 
-* what FSDP2 has gathered: two layers, the output layer, and the gradient of the largest of them, as
-  it was computed and in float32, in which it is summed;
-* the mask of packed documents, once as it is made and once, in the dtype of the computation, for
-  each layer that keeps what it made;
-* under context parallelism the keys and values of one layer, gathered from all ranks;
-* 4-bit weights, in blocks of 64 with quantised constants, and one matrix of them made whole.
+* what FSDP2 gathers: two layers, the output layer, and the gradient of the largest of them, both as
+  computed and in float32, in which it is summed;
+* the mask of packed documents, once as created, and once in the compute dtype for each layer that
+  stores it;
+* under context parallelism, the keys and values of one layer, gathered from all ranks;
+* 4-bit weights, in blocks of 64 with quantized constants, and one dequantized matrix.
 
-Against torch's own tracker of tensors, for small Llamas on a CPU in float32 and under bfloat16, the
-peak is right to the byte; against the record of its allocator it is up to 0.5 % too low with
-gradient checkpointing (the states of random generators). Not counted are the framework itself,
-workspaces inside of kernels (1.3 % there, on a CPU with bfloat16 units), and fragmentation: leave
-ten per cent of a card for them. An evaluation keeps nothing for a backward. For position methods
-native attention stands in, which keeps the same tensors.
+For small Llamas on a CPU, in float32 and under bfloat16, the peak equals that of torch's own tensor
+tracker to the byte; compared with its allocator it is up to 0.5 % too low with gradient
+checkpointing (states of random generators). Not included are the framework itself, workspaces
+inside kernels (1.3 % there, on a CPU with bfloat16 units), and fragmentation: leave ten percent of
+a card for them. Evaluation stores no activations for a backward pass. For position methods, native
+attention is used instead, which stores the same tensors.
 """
 
 from __future__ import annotations
@@ -56,12 +57,12 @@ from recipes.settings import mask_bytes
 from rope_ext.checkpoints import load_config
 from rope_ext.errors import Mistakes, OptionError, RopeExtError
 
-BLOCK = 64  # weights that share a constant in 4 bits (QLoRA, arXiv 2305.14314, section 3)
-TWO_STATES = ("adamw_torch", "adamw_torch_fused", "paged_adamw_32bit")  # as large as the weights
-OF_CONSTANTS = 256  # constants that share one of their own
+BLOCK = 64  # 4-bit weights per quantization constant (QLoRA, arXiv 2305.14314, section 3)
+TWO_STATES = ("adamw_torch", "adamw_torch_fused", "paged_adamw_32bit")  # each of the weights' size
+OF_CONSTANTS = 256  # quantization constants per second-level constant
 _CAUSAL = "recipes_memory_causal"  # names with sdpa or flash take special paths
 
-# Published shapes, so that nothing has to be downloaded (and no licence accepted) to plan a run.
+# Published shapes, so that planning a run needs no download and no license.
 SHAPES: dict[str, PreTrainedConfig] = {
     "meta-llama/Llama-2-7b-hf": LlamaConfig(max_position_embeddings=4096),
     "meta-llama/Meta-Llama-3-8B": LlamaConfig(
@@ -103,7 +104,7 @@ SHAPES["meta-llama/Meta-Llama-3-8B-Instruct"] = SHAPES["meta-llama/Meta-Llama-3-
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes on one device."""
+    """Memory on one device, in bytes."""
 
     weights: float
     gradients: float
@@ -118,16 +119,16 @@ class Memory:
 
 @dataclass(frozen=True)
 class Need:
-    """What a recipe needs on one device, and how it is shared out among several.
+    """The memory that a recipe needs, on one device and sharded over several.
 
     Args:
-        parameters, trained: numbers, LoRA and copies of trained modules among them.
-        alone: on one device.
-        constants: bytes of the 4-bit weights that FSDP does not share out.
-        gathered: bytes that FSDP2 holds whole for a time, at most.
+        parameters, trained: parameter counts, including LoRA and copies of trained modules.
+        alone: memory on a single device.
+        constants: bytes of 4-bit constants, which FSDP does not shard.
+        gathered: largest number of bytes that FSDP2 gathers at a time.
         keys: bytes of the keys and values of a whole sequence in one layer.
-        step: peak of the activations in bytes for rows of that many tokens, sharded.
-        length: tokens of a row.
+        step: peak activation memory in bytes by tokens per row, sharded.
+        length: tokens per row.
     """
 
     parameters: int
@@ -140,7 +141,7 @@ class Need:
     length: int
 
     def sharded(self, devices: int) -> Memory:
-        """On each of ``devices`` with FSDP2 or ZeRO-3, every one with rows of its own."""
+        """Memory per device with FSDP2 or ZeRO-3, where each device has its own rows."""
         alone = self.alone
         return Memory(
             (alone.weights - self.constants) / devices + self.constants,
@@ -151,13 +152,13 @@ class Need:
         )
 
     def context_parallel(self, devices: int) -> Memory:
-        """On each of ``devices`` that share every row."""
+        """Memory per device if all devices share each row."""
         shared = replace(self, step=lambda length: self.step(length // devices))
         return replace(shared.sharded(devices), gathered=self.gathered + self.keys)
 
 
 class _Live(TorchDispatchMode):
-    """Follows the storages that are made under it; ``peak`` is the most bytes alive at once."""
+    """Tracks all storages created inside it; ``peak`` is the largest number of live bytes."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -174,7 +175,7 @@ class _Live(TorchDispatchMode):
         return result
 
     def known(self, tensors: Any) -> None:
-        """Leave out what was there before."""
+        """Exclude tensors that already exist."""
         for tensor in tensors:
             self._known[tensor.untyped_storage()._cdata] = 0
 
@@ -194,19 +195,19 @@ class _Live(TorchDispatchMode):
 def step_peaks(
     model: nn.Module, rows: int, length: int, bf16: bool = False, device: str = "cpu"
 ) -> tuple[int, int]:
-    """Most bytes of activations in a forward and in the backward after it.
+    """Peak activation memory of a forward and of the following backward pass, in bytes.
 
-    Weights and their gradients are not among them.
+    Weights and their gradients are not included.
 
     Args:
-        model: in training mode; with fake tensors under a ``FakeTensorMode``.
-        rows: sequences of the batch.
-        length: tokens of each.
-        bf16: under autocast, as Trainer does.
-        device: of the model.
+        model: a model in training mode; with fake tensors under a ``FakeTensorMode``.
+        rows: number of sequences in the batch.
+        length: tokens per sequence.
+        bf16: use autocast, as Trainer does.
+        device: device of the model.
     """
     for parameter in model.parameters():
-        if parameter.requires_grad:  # as in every step of an accumulation but the first
+        if parameter.requires_grad:  # gradients exist in all but the first accumulation step
             parameter.grad = torch.zeros_like(parameter)
     model.config.get_text_config()._attn_implementation_internal = _CAUSAL
     ids = torch.zeros(rows, length, dtype=torch.long, device=device)
@@ -224,7 +225,7 @@ def step_peaks(
 def _causal(
     module: nn.Module, query: Any, key: Any, value: Any, attention_mask: Any, **kwargs: Any
 ) -> Any:
-    """SDPA without a mask, which is what an all-ones one comes to; a fake one has no values."""
+    """SDPA without a mask, equivalent to an all-ones mask; fake masks have no values to check."""
     return sdpa_attention_forward(module, query, key, value, None, **kwargs)
 
 
@@ -233,10 +234,10 @@ AttentionMaskInterface.register(_CAUSAL, lambda **arguments: None)
 
 
 def extrapolated(model: nn.Module, rows: int, length: int, bf16: bool) -> int:
-    """Most bytes of activations in a step of a model on the meta device.
+    """Peak activation memory of a training step of a model on the meta device, in bytes.
 
-    From :func:`step_peaks` of its first two and three layers: layers are alike, and at both peaks
-    all of them have left what they keep.
+    Extrapolated from :func:`step_peaks` with two and three layers: all layers are alike, and at
+    both peaks each has stored its activations.
     """
     layers = _layers(model)
     number = len(layers)
@@ -253,20 +254,20 @@ def extrapolated(model: nn.Module, rows: int, length: int, bf16: bool) -> int:
 
 
 def need(recipe: finetune.Recipe, args: Any, config: PreTrainedConfig) -> Need:
-    """What a recipe needs.
+    """Compute the memory that a recipe needs.
 
     Args:
-        recipe: as :func:`recipes.settings.parse` returns it.
-        args: likewise.
-        config: of the model.
+        recipe: a recipe from :func:`recipes.settings.parse`.
+        args: its TrainingArguments.
+        config: configuration of the model.
 
     Raises:
-        OptionError: no rows, or an optimizer whose states are not known.
+        OptionError: the length is missing, or the optimizer is not supported.
     """
     if args.optim not in TWO_STATES:
         raise OptionError(
-            f"--optim {args.optim.value}: the size of its states is not known here; it must be one "
-            f"of {', '.join(TWO_STATES)}"
+            f"--optim {args.optim.value} is not supported here; it must be one of "
+            f"{', '.join(TWO_STATES)}"
         )
     if recipe.length is None:
         raise OptionError("--length is missing; give it in the recipe or on the command line")
@@ -283,7 +284,7 @@ def need(recipe: finetune.Recipe, args: Any, config: PreTrainedConfig) -> Need:
 
     def step(length: int, sharded: bool) -> float:
         skeleton = finetune.build(recipe, config, meta=True)
-        if sharded and args.bf16:  # FSDP2 and ZeRO-3 compute with weights of bfloat16
+        if sharded and args.bf16:  # FSDP2 and ZeRO-3 compute with bfloat16 weights
             skeleton.bfloat16()
         if args.gradient_checkpointing:
             skeleton.gradient_checkpointing_enable(args.gradient_checkpointing_kwargs)
@@ -312,7 +313,7 @@ def _bytes(parameters: Any) -> int:
 
 
 def _packed(model: nn.Module) -> list[nn.Parameter]:
-    """Weights that bitsandbytes holds in 4 bits: of linear layers, but for the output layer."""
+    """Weights that bitsandbytes quantizes to 4 bits: all linear layers except the output layer."""
     head = model.get_output_embeddings()
     return [
         module.weight
@@ -322,7 +323,7 @@ def _packed(model: nn.Module) -> list[nn.Parameter]:
 
 
 def _gathered(model: nn.Module, packed: list[nn.Parameter], width: int) -> float:
-    """Two layers, the output layer, and the largest gradient of a unit, also in float32."""
+    """Bytes of two layers, the output layer, and the largest gradient, also in float32."""
     halves = {id(p) for p in packed}
 
     def size(module: nn.Module, trained: bool) -> float:
@@ -340,12 +341,12 @@ def _gathered(model: nn.Module, packed: list[nn.Parameter], width: int) -> float
 
 
 def shown(size: float) -> str:
-    """``"12.3 GiB"``, or MiB below one."""
+    """Format bytes as ``"12.3 GiB"``, or in MiB below 1 GiB."""
     return f"{size / 2**30:.1f} GiB" if size >= 2**30 else f"{size / 2**20:.0f} MiB"
 
 
 def line(found: Need, devices: int) -> str:
-    """The line that heads a recipe."""
+    """The first line of a recipe file."""
     parts = [f"{shown(found.alone.total)} on one device"]
     if devices > 1:
         parts.append(f"{shown(found.sharded(devices).total)} on each of {devices} with FSDP2")
@@ -353,7 +354,7 @@ def line(found: Need, devices: int) -> str:
 
 
 def table(found: Need, devices: int) -> str:
-    """All parts, in columns."""
+    """All parts of the memory as a table."""
     columns = {"one device": found.alone}
     if devices > 1:
         columns[f"each of {devices}: FSDP2, ZeRO-3"] = found.sharded(devices)
@@ -366,15 +367,15 @@ def table(found: Need, devices: int) -> str:
 
 
 def config_of(model: str) -> PreTrainedConfig:
-    """Published shape of a model, else its own configuration."""
+    """Configuration from the published shape of a model, or from the model itself."""
     return SHAPES[model] if model in SHAPES else load_config(model)
 
 
 def of_shape(text: str) -> PreTrainedConfig:
-    """A Llama of that shape: ``"hidden=4096,layers=32,heads=32"``.
+    """Configuration of a Llama with a shape such as ``"hidden=4096,layers=32,heads=32"``.
 
     Raises:
-        OptionError: an unknown name, or no whole number above 0.
+        OptionError: a name is unknown, or a value is not a positive integer.
     """
     names = {
         "hidden": "hidden_size",
@@ -398,12 +399,12 @@ def of_shape(text: str) -> PreTrainedConfig:
 
 
 def read(path: str, *more: str) -> tuple[finetune.Recipe, Any]:
-    """A recipe's settings; what else is given goes over them, as on finetune.py's command line."""
+    """Read a recipe; further words override it, as on the command line of finetune.py."""
     return settings.parse(_words(path, *more))
 
 
 def _words(path: str, *more: str) -> list[str]:
-    # Without a GPU TrainingArguments refuse bfloat16 unless they are told of the CPU.
+    # Without a GPU, TrainingArguments rejects bfloat16 unless use_cpu is set.
     return ["--config", path, "--use_cpu", "true", *more]
 
 

@@ -26,16 +26,15 @@ from rope_ext.checkpoints import load_tokenizer
 from rope_ext.errors import MeasureError, OptionError, RopeExtError, first_line
 
 COMPARED = 64  # tokens beyond the trained length whose logits are compared
-# Of the largest logit: merging adds up in another order than the adapter does, and a reloaded
-# model does the very same as the one that was saved.
+# Relative to the largest logit. Merging changes the order of additions; reloading changes nothing.
 _MERGED, _RELOADED = 1e-4, 1e-6
 
 
 def load(adapter: Path) -> Any:
-    """The base with patch and adapter, in float32.
+    """Load the base model with patch and adapter, in float32.
 
     Raises:
-        RopeExtError: it cannot be put on its base, or does not say how it was trained.
+        RopeExtError: the adapter does not fit its base, or does not record how it was trained.
     """
     for folder in (adapter, adapter.parent):
         if (folder / SETTINGS).exists():
@@ -47,8 +46,8 @@ def load(adapter: Path) -> Any:
                 model = AutoPeftModelForCausalLM.from_pretrained(adapter, dtype=torch.float32)
             except (OSError, KeyError, ValueError, RuntimeError, SafetensorError) as error:
                 raise OptionError(
-                    f"{adapter} cannot be put on its base ({first_line(error)}); give the "
-                    f"output_dir of a run that was saved to its end"
+                    f"cannot load {adapter} onto its base ({first_line(error)}); give the "
+                    f"output_dir of a run that was saved completely"
                 ) from error
             text = model.config.get_text_config(decoder=True)
             text.max_position_embeddings = lengths(recipe, model)[1]
@@ -61,16 +60,16 @@ def _read(file: Path) -> dict[str, Any]:
         return dict(json.loads(file.read_text(encoding="utf-8")))
     except (OSError, ValueError, TypeError) as error:
         raise OptionError(
-            f"{file} cannot be read ({first_line(error)}); give the output_dir of a run that was "
-            f"saved to its end"
+            f"cannot read {file} ({first_line(error)}); give the output_dir of a run that was "
+            f"saved completely"
         ) from None
 
 
 def tokenizer_of(adapter: Path) -> Any:
-    """That beside an adapter, else that of its base.
+    """Load the tokenizer next to an adapter, or that of its base.
 
     Raises:
-        OptionError: neither has one, or the adapter does not tell its base.
+        OptionError: neither has a tokenizer, or the adapter does not name its base.
     """
     base = _read(adapter / "adapter_config.json").get("base_model_name_or_path")
     for folder in (str(adapter), base):
@@ -84,7 +83,7 @@ def tokenizer_of(adapter: Path) -> Any:
 
 
 def logits(model: Any, length: int) -> torch.Tensor:
-    """Logits of the last tokens of a random text, ``[COMPARED, vocabulary]``."""
+    """Logits of the last tokens of random input, ``[COMPARED, vocabulary]``."""
     vocabulary = model.config.get_text_config(decoder=True).vocab_size
     ids = torch.randint(vocabulary, (1, length), generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
@@ -92,10 +91,10 @@ def logits(model: Any, length: int) -> torch.Tensor:
 
 
 def difference(found: torch.Tensor, expected: torch.Tensor, bound: float, what: str) -> float:
-    """Largest difference over the largest logit.
+    """Largest difference relative to the largest logit.
 
     Raises:
-        MeasureError: it is above ``bound``.
+        MeasureError: the difference is above ``bound``.
     """
     by = float((found - expected).abs().max() / expected.abs().max())
     if not by <= bound:
@@ -106,35 +105,35 @@ def difference(found: torch.Tensor, expected: torch.Tensor, bound: float, what: 
 
 
 def merge(adapter: Path, output: Path, dtype: str) -> str:
-    """Merge, save, reload and compare.
+    """Merge an adapter, save and reload the model, and compare logits.
 
     Returns:
-        What was found, in words.
+        A summary of the comparison.
 
     Raises:
-        RopeExtError: ``output`` is not empty or cannot be made, there is no adapter or no
-            tokenizer, or logits differ.
+        RopeExtError: ``output`` is not empty or cannot be created, the adapter or the tokenizer is
+            missing, or logits differ.
     """
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
-        raise OptionError(f"{output} is not empty; give --output a new folder")
+        raise OptionError(f"{output} is not empty; give --output a new directory")
     if not (adapter / "adapter_config.json").exists():
         raise OptionError(
-            f"{adapter} holds no adapter; give the output_dir of a run with LoRA, or a checkpoint "
-            f"in it"
+            f"{adapter} contains no adapter; give the output_dir of a run with LoRA, or a "
+            f"checkpoint in it"
         )
     tokenizer = tokenizer_of(adapter)
     try:
         output.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise OptionError(
-            f"{output} cannot be made ({error.strerror}); give --output another folder"
+            f"cannot create {output} ({error.strerror}); give --output another directory"
         ) from None
     model = load(adapter)
     length = rope_ext.describe(model).length + COMPARED
     trained = logits(model, length)
     model = model.merge_and_unload()
     merged = difference(logits(model, length), trained, _MERGED, "logits after merging")
-    for parameter in model.parameters():  # not the buffers, which hold frequencies
+    for parameter in model.parameters():  # not the buffers, which contain frequencies
         parameter.data = parameter.data.to(getattr(torch, dtype))
     saved = logits(model, length)
     model.save_pretrained(output)
@@ -143,8 +142,8 @@ def merge(adapter: Path, output: Path, dtype: str) -> str:
     again = logits(rope_ext.from_pretrained(output, dtype=getattr(torch, dtype)), length)
     reloaded = difference(again, saved, _RELOADED, "logits after reloading")
     return (
-        f"{output}: logits of {COMPARED} tokens beyond the trained length differ by {merged:.1e} "
-        f"of the largest between adapter and merged model, by {reloaded:.1e} after reloading"
+        f"{output}: for {COMPARED} tokens beyond the trained length, logits differ by {merged:.1e} "
+        f"of the largest after merging, and by {reloaded:.1e} after reloading"
     )
 
 

@@ -1,12 +1,12 @@
-"""What context parallelism cannot train rightly, refused before any weights are loaded.
+"""Refuses settings that context parallelism cannot train correctly, before weights are loaded.
 
-Context parallelism gives each rank a part of every sequence: tokens, labels and positions are cut
-alike, attention is exchanged inside of SDPA, and every mask is replaced by plain causal attention.
-What needs more than that would train on something else without a word.
+Context parallelism gives each rank a part of every sequence: it splits tokens, labels and positions
+the same way, exchanges keys inside SDPA, and replaces every mask by plain causal attention.
+Settings that need more than that would silently train something else.
 
-PoSE goes well with it: its positions are cut along with the tokens, and plain causal attention is
-what its all-ones mask asks for. They have to be a function of the row, since the ranks of one
-sequence draw them one by one.
+PoSE works: its positions are split along with the tokens, and its all-ones mask means plain causal
+attention. The positions have to be a function of the row, since each rank of a sequence draws them
+separately.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ _SHARDED = {"FSDP": "ACCELERATE_USE_FSDP", "DeepSpeed": "ACCELERATE_USE_DEEPSPEE
 
 
 def context_parallel_size(parallelism_config: ParallelismConfig | None = None) -> int:
-    """Number of ranks that share each sequence, as Trainer and accelerate find it.
+    """Number of ranks that share each sequence, determined as in Trainer and accelerate.
 
     Args:
-        parallelism_config: of the training arguments; None reads what ``accelerate launch`` has
-            set in the environment.
+        parallelism_config: configuration of the training arguments; None reads the environment set
+            by ``accelerate launch``.
     """
     if parallelism_config is None:
         if os.environ.get("ACCELERATE_USE_PARALLELISM_CONFIG", "false").lower() != "true":
@@ -47,10 +47,10 @@ def context_parallel_size(parallelism_config: ParallelismConfig | None = None) -
 
 
 def check_processes(known: int) -> None:
-    """Refuse processes that would train alone, each for itself.
+    """Refuse processes that would each train separately.
 
     Args:
-        known: processes that accelerate has joined.
+        known: number of processes in accelerate's process group.
 
     Raises:
         OptionError: more were launched.
@@ -58,14 +58,14 @@ def check_processes(known: int) -> None:
     launched = int(os.environ.get("WORLD_SIZE", "1"))
     if known < launched:
         raise OptionError(
-            f"{launched} processes were launched, and accelerate has joined {known} (on CPUs it "
-            f"joins them with --use_cpu true only, as plain data parallelism), so that each would "
-            f"train alone; give --use_cpu true, or --num_processes 1"
+            f"{launched} processes were launched, but accelerate's process group has {known} (on "
+            f"CPUs it needs --use_cpu true, for plain data parallelism), so each would train "
+            f"separately; give --use_cpu true, or --num_processes 1"
         )
 
 
 def warn_of_launch(args: TrainingArguments) -> None:
-    """Warn where accelerate does not shard the model although the launch file asks for it.
+    """Warn if accelerate does not shard the model although the launch file requests it.
 
     On CPUs it replaces FSDP and DeepSpeed by plain data parallelism without a message.
     """
@@ -76,24 +76,24 @@ def warn_of_launch(args: TrainingArguments) -> None:
     for name, variable in _SHARDED.items():
         if on_cpu and args.use_cpu and os.environ.get(variable, "false").lower() == "true":
             warnings.warn(
-                f"the launch file asks for {name}, which accelerate does not use on CPUs: with "
-                f"--use_cpu true this run is plain data parallelism (DDP), and every process holds "
-                f"the whole model. Leave --use_cpu out on a machine with GPUs, or launch with "
-                f"recipes/accelerate/ddp.yaml",
+                f"the launch file requests {name}, which accelerate does not use on CPUs: with "
+                f"--use_cpu true, this run uses plain data parallelism (DDP), and every process "
+                f"holds the whole model. Leave --use_cpu out on a machine with GPUs, or launch "
+                f"with recipes/accelerate/ddp.yaml",
                 stacklevel=2,
             )
 
 
 def leave() -> None:
-    """Take leave of the other processes, when nothing is left to do.
+    """Destroy the process group at the end of a run.
 
-    A thread that exchanges tensors may still hold one; should Python end before it, the process
-    is aborted, and the launcher calls a run that is whole a failure (pytorch issue 190489).
+    A communication thread may still hold a tensor. If Python exits first, the process aborts, and
+    the launcher reports a completed run as a failure (pytorch issue 190489).
     """
     if distributed.is_available() and distributed.is_initialized():
-        gc.collect()  # what is left of a trainer holds the group, and with it its threads
+        gc.collect()  # a leftover trainer would keep the group and its threads alive
         distributed.destroy_process_group()
-        time.sleep(0.1)  # others may hold it, too (deepspeed, a mesh): then its threads let go now
+        time.sleep(0.1)  # deepspeed or a mesh may hold it, too; give its threads time to finish
 
 
 def check_parallelism(
@@ -105,19 +105,19 @@ def check_parallelism(
     document_masking: bool = False,
     length: int | None = None,
 ) -> None:
-    """Refuse what context parallelism would train wrongly, or not at all.
+    """Refuse settings that context parallelism would train incorrectly, or not at all.
 
     Args:
-        method: that the model will be patched with; None: it stays as it is.
-        config: of the model, before the patch.
-        cp_size: ranks that share each sequence (:func:`context_parallel_size`).
-        attn_implementation: that the model will be loaded with; None: transformers' own choice,
-            which is ``"sdpa"`` where the family has it.
-        document_masking: whether packed documents are kept from seeing each other.
-        length: tokens of a training sequence.
+        method: the method to patch with; None for no patch.
+        config: configuration of the unpatched model.
+        cp_size: number of ranks that share each sequence (:func:`context_parallel_size`).
+        attn_implementation: attention implementation of the model; None for transformers' default,
+            which is ``"sdpa"`` if the family supports it.
+        document_masking: whether attention between packed documents is masked.
+        length: tokens per training sequence.
 
     Raises:
-        OptionError: names what does not go together, and the cure.
+        OptionError: names the incompatible settings, and how to fix them.
     """
     if cp_size == 1:
         return
@@ -125,69 +125,68 @@ def check_parallelism(
     whole = "parallelism_config_cp_size=1 (recipes/accelerate/fsdp2.yaml)"
     if method is not None and method.attends:
         raise OptionError(
-            f"method={method.name!r} does not go with {where}: it has an attention function of its "
-            f"own, and the ranks exchange keys inside of SDPA only; choose a fixed frequency "
-            f"method such as 'yarn', or {whole}"
+            f"method={method.name!r} does not support {where}: it has its own attention function, "
+            f"but ranks exchange keys inside SDPA only; choose a fixed frequency method such as "
+            f"'yarn', or {whole}"
         )
     if method is not None and method.adapts:
         fixed = "length=TOKENS"
         if getattr(method, "mode", "fixed") == "growing":
             fixed = "mode='fixed' and length=TOKENS"
         raise OptionError(
-            f"method={method.name!r} does not go with {where}: it follows the longest position it "
-            f"sees, and each rank sees other ones; pass {fixed}, choose a fixed method such as "
-            f"'yarn', or {whole}"
+            f"method={method.name!r} does not support {where}: it depends on the largest position, "
+            f"which differs between ranks; pass {fixed}, choose a fixed method such as 'yarn', or "
+            f"{whole}"
         )
     if getattr(method, "start_tokens", 0):
         raise OptionError(
-            f"method={method.name!r} with start_tokens={method.start_tokens} does not go with "
-            f"{where}: no rank but the first sees where a sequence starts; leave start_tokens out, "
+            f"method={method.name!r} with start_tokens={method.start_tokens} does not support "
+            f"{where}: only the first rank sees the start of a sequence; leave start_tokens out, "
             f"or choose {whole}"
         )
     text = config.get_text_config()
     for parameters in _rope_parameters(text):
         if _switches(parameters):
             raise OptionError(
-                f"rope_type={parameters['rope_type']!r} of the model's own configuration does not "
-                f"go with {where}: it follows the longest position it sees, and each rank sees "
-                f"other ones; load the model with rope_type 'default' and patch it with a fixed "
-                f"method such as 'yarn', or choose {whole}"
+                f"rope_type={parameters['rope_type']!r} in the model's configuration does not "
+                f"support {where}: it depends on the largest position, which differs between "
+                f"ranks; load the model with rope_type 'default' and patch it with a fixed method "
+                f"such as 'yarn', or choose {whole}"
             )
     if attn_implementation not in (None, "sdpa"):
         raise OptionError(
-            f"attn_implementation={attn_implementation!r} does not go with {where}; it must be "
+            f"attn_implementation={attn_implementation!r} does not support {where}; it must be "
             f"'sdpa', or choose {whole}"
         )
     if document_masking:
         raise OptionError(
-            f"document masking does not go with {where}, which replaces every mask by plain causal "
-            f"attention; pack documents without masks, give each a sequence of its own, or choose "
+            f"document masking does not work with {where}, which replaces every mask by plain "
+            f"causal attention; pack documents without masks, use one document per row, or choose "
             f"{whole}"
         )
     windowed = _windowed(text)
     if windowed:
         raise OptionError(
-            f"{type(text).__name__} has {windowed}, which do not go with {where}: it would "
-            f"train them with attention over the whole sequence; take a model of full attention "
-            f"only, or {whole}"
+            f"{type(text).__name__} has {windowed}, which {where} would train with attention over "
+            f"the whole sequence; use a model with full attention only, or {whole}"
         )
     if length is not None and length % (2 * cp_size):
         raise OptionError(
-            f"length={length} does not go with {where}: each rank takes two equal parts of a "
-            f"sequence; it must be a multiple of {2 * cp_size}, such as "
+            f"length={length} does not work with {where}: each rank takes two equal parts of a "
+            f"sequence, so it must be a multiple of {2 * cp_size}, such as "
             f"{max(1, length // (2 * cp_size)) * 2 * cp_size}"
         )
 
 
 def _rope_parameters(config: PreTrainedConfig) -> list[dict[str, Any]]:
-    """Of every kind of layer."""
+    """RoPE parameters of every layer type."""
     parameters = getattr(config, "rope_parameters", None) or {}
     nested = [value for value in parameters.values() if isinstance(value, dict)]
     return nested or [parameters]
 
 
 def _switches(parameters: dict[str, Any]) -> bool:
-    """Whether transformers changes these frequencies with the longest position it is given."""
+    """Whether transformers changes these frequencies with the largest position."""
     rope_type = parameters.get("rope_type")
     if rope_type == "longrope":
         return parameters.get("short_factor") != parameters.get("long_factor")
@@ -195,7 +194,7 @@ def _switches(parameters: dict[str, Any]) -> bool:
 
 
 def _windowed(config: PreTrainedConfig) -> str | None:
-    """Which layers do not see the whole sequence, in words, as accelerate tells them."""
+    """Describe layers without full attention, as accelerate detects them; None without any."""
     kinds = getattr(config, "layer_types", None)
     if kinds is not None:
         others = sorted(set(kinds) - {"full_attention"})

@@ -1,7 +1,7 @@
-"""Positions of a training row that are not one after the other: long ones on short rows.
+"""Schemes that give short training rows positions up to the target length.
 
-A scheme takes the tokens of a row and a generator of random numbers, and returns the tokens it
-trains on with a position for each, sorted, distinct, and below the target.
+A scheme takes the tokens of a row and a random generator, and returns the tokens to train on with
+their positions: sorted, distinct, and below the target.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 
 DOCUMENT = 5
-"""PoSE's code reads so many rows of a document, and draws the second chunk out of them."""
+"""PoSE's code reads this many rows of a document, and takes the second chunk from them."""
 
 Drawn = tuple[Sequence[int], torch.Tensor]
 
@@ -21,11 +21,11 @@ Drawn = tuple[Sequence[int], torch.Tensor]
 def skipped_positions(
     length: int, target: int, chunks: int, rng: random.Random
 ) -> tuple[list[int], list[int]]:
-    """Where the chunks of a PoSE row begin, and by how much their positions are moved.
+    """Draw where the chunks of a PoSE row start, and by how much their positions are shifted.
 
-    Offsets are uniform between the one before and ``target - length``, the first is 0; borders
-    between chunks are uniform. (Zhu et al. 2023, arXiv 2309.10400, section 3.2; the text of the
-    chunks is one consecutive piece, their ``v_i = 0``.)
+    The first offset is 0; each of the others is uniform between the previous one and
+    ``target - length``. Boundaries between chunks are uniform. (Zhu et al. 2023, arXiv 2309.10400,
+    section 3.2; the chunks are consecutive text, their ``v_i = 0``.)
     """
     starts = [0, *sorted(rng.sample(range(1, length), chunks - 1))]
     offsets = [0]
@@ -36,11 +36,11 @@ def skipped_positions(
 
 @dataclass(frozen=True)
 class PoSE:
-    """Chunks of consecutive text whose positions skip, as the paper says it.
+    """Consecutive text in chunks with gaps between their positions, as in the PoSE paper.
 
     Args:
-        target: positions are below it.
-        chunks: of a row.
+        target: upper bound of the positions.
+        chunks: number of chunks per row.
     """
 
     target: int
@@ -56,14 +56,14 @@ class PoSE:
 
 @dataclass(frozen=True)
 class ReleasedPoSE:
-    """Two chunks of one document, as PoSE's ``train_pose.py`` cuts them.
+    """Two chunks of one document, as in PoSE's ``train_pose.py``.
 
-    The first is the beginning of the document, at most half a row; the second ends anywhere, so
-    that text is skipped as well; its positions are moved by up to ``target - length``.
+    The first chunk is the beginning of the document, at most half a row. The second can be anywhere
+    after it, so text is skipped as well; its positions are shifted by up to ``target - length``.
 
     Args:
-        target: positions are below it.
-        length: of a row; documents have that many tokens or more.
+        target: upper bound of the positions.
+        length: length of a row; documents have at least this many tokens.
     """
 
     target: int
@@ -80,13 +80,13 @@ class ReleasedPoSE:
 
 @dataclass(frozen=True)
 class Scattered:
-    """Sorted random positions, every set of them as likely as any other.
+    """Sorted random positions, drawn uniformly without replacement.
 
     Ruoss et al. 2023, arXiv 2305.16843, section 3; with YaRN's frequencies, Mehta et al. 2026,
-    arXiv 2606.23687, whose curriculum of growing targets is left out.
+    arXiv 2606.23687, without its curriculum of growing targets.
 
     Args:
-        target: positions are below it.
+        target: upper bound of the positions.
     """
 
     target: int

@@ -1,8 +1,8 @@
 """Training rows that ask for facts stated earlier in the same row.
 
-Training on text alone can cost a model its retrieval: hardly any token of a text has to be looked
-up far away, so the loss does not protect what does. A small share of such rows does. Their wording
-is not that of any task in eval/rope_eval, so that those still measure what they did before.
+Training on text alone can cost a model its retrieval: hardly any token of a text depends on a token
+far away, so the loss does not protect this ability. A small share of retrieval rows does. Their
+wording differs from every task in eval/rope_eval, so that those tasks remain a fair test.
 """
 
 from __future__ import annotations
@@ -35,16 +35,15 @@ _PART = 4
 
 @dataclass(frozen=True)
 class RetrievalRows:
-    """Turns a share of the rows into rows with facts.
+    """Adds facts and questions to a share of the rows.
 
-    The facts are stated at random places in the text of the row, each on a line of its own, and
-    asked for at its end in random order; one fact takes two lines, and there are as many as fill
-    an eighth to a quarter of the row twice. The row loses its last tokens to them and keeps its
-    length.
+    Facts are stated at random places in the text, each on its own line, and asked for at the end in
+    random order. Statements take up to an eighth to a quarter of the row (drawn at random), and so
+    do questions. The row drops its last tokens for them and keeps its length.
 
     Args:
-        tokenizer: of the model.
-        share: of the rows, from 0 to 1.
+        tokenizer: tokenizer of the model.
+        share: share of the rows, from 0 to 1.
     """
 
     tokenizer: Any
@@ -62,7 +61,7 @@ class RetrievalRows:
             )
 
     def __call__(self, ids: Sequence[int], rng: random.Random) -> Sequence[int]:
-        """The row itself, or as many tokens with facts in them."""
+        """Return the row unchanged, or with facts in it and the same length."""
         if rng.random() >= self.share:
             return ids
         most = len(ids) // _PART
@@ -80,7 +79,7 @@ class RetrievalRows:
         rng.shuffle(questions)
         end = list(chain.from_iterable(questions))
         text = ids[: len(ids) - len(end) - sum(map(len, stated))]
-        # Never before the first token, which may be that of the beginning of a document.
+        # Never before the first token, which may be a start token.
         places = sorted(rng.randint(1, len(text)) for _ in stated)
         cuts = zip([0, *places], [*places, len(text)], [*stated, end], strict=True)
         return [token for start, stop, after in cuts for token in (*text[start:stop], *after)]
@@ -90,6 +89,6 @@ class RetrievalRows:
 
 
 def _value(rng: random.Random) -> str:
-    """Four to eight digits, or as many letters in one of four."""
+    """Four to eight digits, or letters instead in one of four cases."""
     pool = string.digits if rng.random() < 0.75 else string.ascii_lowercase
     return "".join(rng.choices(pool, k=rng.randint(4, _LONGEST_VALUE)))

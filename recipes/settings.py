@@ -1,4 +1,4 @@
-"""Settings of recipes/finetune.py: how they are read and validated."""
+"""Reads and validates the settings of recipes/finetune.py."""
 
 from __future__ import annotations
 
@@ -35,21 +35,21 @@ NONE = "none"
 MIXED_ROWS = ("chunked", "bookended")
 ROWS = ("packed", "document", *MIXED_ROWS)
 POSITIONS = ("consecutive", "pose", "pose_released", "random")
-_LARGEST_MASK = 2**30  # bytes; of a row of 32768 tokens
+_LARGEST_MASK = 2**30  # bytes; the mask of a row of 32768 tokens
 SETTINGS = "recipe.json"
 STREAM = "stream.json"
-"""Of a checkpoint: where the data stood (recipes/stream.py)."""
-# What decides the numbers of a run, besides the recipe: a resumed one must have the same.
+"""File in a checkpoint with the state of the data stream (recipes/stream.py)."""
+# Training arguments that affect the results of a run; a resumed run must use the same values.
 _DECISIVE = (
     *("seed", "data_seed", "max_steps", "num_train_epochs", "world_size"),
     *("per_device_train_batch_size", "gradient_accumulation_steps", "max_grad_norm"),
     *("learning_rate", "lr_scheduler_type", "lr_scheduler_kwargs", "warmup_steps", "weight_decay"),
     *("optim", "optim_args", "adam_beta1", "adam_beta2", "adam_epsilon", "bf16", "fp16"),
-    "eval_strategy",  # what is held out is not trained on
+    "eval_strategy",  # evaluation rows are not trained on
 )
 
-# Files of a checkpoint that are there to go on from it, and are no part of the model.
-_TO_GO_ON = (
+# Files in a checkpoint that are only needed to resume.
+_RESUME_FILES = (
     *("optimizer", "scheduler", "scaler", "rng_state", "trainer_state"),
     *("pytorch_model_fsdp", "latest", "zero_to_fp32", STREAM),
 )
@@ -61,7 +61,7 @@ def _option(default: Any, help: str) -> Any:
 
 @dataclass
 class Recipe:
-    """What is trained, on what; lengths are in tokens."""
+    """What to train and on which data; lengths are in tokens."""
 
     model: str | None = _option(None, "Model directory or Hub ID.")
     method: str = _option("yarn", "Name of a rope_ext method, or none to leave RoPE unchanged.")
@@ -142,14 +142,14 @@ class Recipe:
 
 
 class _Parser(HfArgumentParser):
-    """Raises an error where argparse would print every option that there is, and exit."""
+    """Raises an error where argparse would print all options and exit."""
 
     def error(self, message: str) -> NoReturn:
         raise OptionError(f"{message}; see --help")
 
 
 def parse(argv: Sequence[str]) -> tuple[Recipe, TrainingArguments]:
-    """Settings of ``--config FILE`` with those of the command line over them.
+    """Read ``--config FILE`` and override it with the command line.
 
     Raises:
         OptionError: the file cannot be read, or settings are unknown or out of range.
@@ -161,14 +161,13 @@ def parse(argv: Sequence[str]) -> tuple[Recipe, TrainingArguments]:
 
 
 def read_settings(argv: Sequence[str], mistakes: Mistakes) -> tuple[Recipe, Any]:
-    """As :func:`parse`; values that are not valid are recorded instead of raised.
+    """Like :func:`parse`, but record invalid values in ``mistakes`` instead of raising an error.
 
     Returns:
-        The recipe and the TrainingArguments, or the plain values of those where transformers
-        refuses them.
+        The recipe, and TrainingArguments or, if transformers rejects them, their plain values.
 
     Raises:
-        OptionError: the file cannot be read, or a value is of the wrong type.
+        OptionError: the file cannot be read, or a value has the wrong type.
     """
     parser = _Parser((Recipe, TrainingArguments), allow_abbrev=False)
     parser.add_argument("--config", help="YAML file with any of these settings.")
@@ -187,12 +186,12 @@ def read_settings(argv: Sequence[str], mistakes: Mistakes) -> tuple[Recipe, Any]
 
 
 def calibrated(recipe: Recipe) -> Recipe:
-    """The recipe with the options of a calibration in place of the name of its file.
+    """Replace the path of a calibration file in the recipe by the options in it.
 
-    Only options that differ from the published default are given.
+    Options that equal the published default are left out.
 
     Raises:
-        RopeExtError: the file cannot be read, or is about another method or factor.
+        RopeExtError: the file cannot be read, or is for another method or factor.
     """
     path = recipe.method_options or ""
     if not path.endswith(".json"):
@@ -219,7 +218,7 @@ def _training_arguments(values: Mapping[str, Any], mistakes: Mistakes) -> Any:
     given = {name: values[name] for name in options}
     supported = dict(given)
     mistakes.add_all(unsupported(supported))
-    for name in out_of_range(given):  # those are recorded already, and hide what else is wrong
+    for name in out_of_range(given):  # already recorded; they would hide other errors
         supported[name] = options[name].default
     plain = argparse.Namespace(**given, world_size=int(os.environ.get("WORLD_SIZE", "1")))
     try:
@@ -231,7 +230,7 @@ def _training_arguments(values: Mapping[str, Any], mistakes: Mistakes) -> Any:
 
 
 class _Loader(yaml.SafeLoader):
-    """Refuses a key that is given twice, of which YAML takes the last without a word."""
+    """Rejects duplicate keys, of which YAML silently uses the last."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         lines: dict[Any, int] = {}
@@ -239,15 +238,15 @@ class _Loader(yaml.SafeLoader):
             name, line = self.construct_object(key, deep=True), key.start_mark.line + 1
             if name in lines:
                 raise yaml.YAMLError(
-                    f"{name!r} is given twice, in line {lines[name]} and in line {line}; leave "
-                    f"one of them out"
+                    f"{name!r} is given twice, in lines {lines[name]} and {line}; remove one of "
+                    f"them"
                 )
             lines[name] = line
         return super().construct_mapping(node, deep)
 
 
 def _words(file: str, names: set[str], mistakes: Mistakes) -> list[str]:
-    """A YAML file as a command line."""
+    """Convert a YAML file to command-line arguments."""
     try:
         values = yaml.load(Path(file).read_text(encoding="utf-8"), _Loader)
     except (OSError, TypeError, UnicodeDecodeError, yaml.YAMLError) as error:
@@ -267,15 +266,14 @@ def _words(file: str, names: set[str], mistakes: Mistakes) -> list[str]:
 
 
 def method_of(recipe: Recipe) -> Any:
-    """The method object; None: RoPE stays as it is.
+    """The method object; None for no patch.
 
     Raises:
-        RopeExtError: there is no such method, or an option is not valid.
+        RopeExtError: the method is unknown, or an option is not valid.
     """
     if not recipe.factor > 1:
         raise OptionError(
-            f"--factor {recipe.factor:g} makes the target no longer than what the model was "
-            f"trained on; give a number above 1"
+            f"--factor {recipe.factor:g} does not extend the trained length; give a number above 1"
         )
     try:
         more = read_json(recipe.method_options or "{}")
@@ -296,15 +294,15 @@ def method_of(recipe: Recipe) -> Any:
 
 
 def check_together(recipe: Recipe, args: Any, mistakes: Mistakes | None = None) -> None:
-    """Find settings that are missing or do not go together.
+    """Find settings that are missing or incompatible.
 
     Args:
-        recipe: that is checked.
+        recipe: the recipe.
         args: TrainingArguments, or an object with the same attributes.
-        mistakes: where all of them are recorded; None: they are raised.
+        mistakes: records all errors; None raises them.
 
     Raises:
-        OptionError: lists all of them.
+        OptionError: lists all errors.
     """
     found = Mistakes() if mistakes is None else mistakes
     for name in ("model", "dataset", "length"):
@@ -327,7 +325,7 @@ def check_together(recipe: Recipe, args: Any, mistakes: Mistakes | None = None) 
             require_matplotlib()
     if recipe.chunked_loss and (args.use_liger_kernel or args.label_smoothing_factor):
         found.add(
-            "--chunked_loss is the loss already, without label smoothing; leave "
+            "--chunked_loss replaces the loss and has no label smoothing; leave "
             "--use_liger_kernel and --label_smoothing_factor out, or give --chunked_loss false"
         )
     if mistakes is None:
@@ -335,7 +333,7 @@ def check_together(recipe: Recipe, args: Any, mistakes: Mistakes | None = None) 
 
 
 def _of_lora(recipe: Recipe, args: Any) -> Iterator[str]:
-    """LoRA, and in which dtype weights are held."""
+    """Errors about LoRA and the dtype of weights."""
     for name in ("quantize", "train_embeddings_and_norms", "loraplus_ratio"):
         if recipe.lora_r == 0 and getattr(recipe, name):
             yield f"--{name} needs LoRA; set --lora_r 8, or remove it"
@@ -343,30 +341,30 @@ def _of_lora(recipe: Recipe, args: Any) -> Iterator[str]:
         yield f"--dtype {recipe.dtype!r} is not valid; give float32 or bfloat16"
     if recipe.dtype == "bfloat16" and recipe.lora_r and not args.bf16:
         yield (
-            "--dtype bfloat16 holds frozen weights in bfloat16 and trained ones in float32, which "
-            "only go together under autocast; give --bf16 true as well, or --dtype float32"
+            "--dtype bfloat16 keeps frozen weights in bfloat16 and trained ones in float32, which "
+            "needs autocast; also give --bf16 true, or give --dtype float32"
         )
     if recipe.quantize:
         yield from missing("--quantize", "bitsandbytes", "give --quantize false")
 
 
 def _of_method(recipe: Recipe, method: Any) -> Iterator[str]:
-    """Methods that follow the rows they see."""
+    """Errors about methods whose frequencies depend on the rows."""
     if getattr(method, "mode", None) == "growing":
         yield (
-            f"{method.name} with mode='growing' changes with the order of the rows it is trained "
-            f"on; give --method_options mode 'fixed'"
+            f"{method.name} with mode='growing' depends on the order of the training rows; give "
+            f"--method_options mode 'fixed'"
         )
     if recipe.document_masking and method is not None and method.adapts:
         yield (
-            f"{method.name} chooses the frequencies of a whole row, and with --document_masking "
-            f"its documents have lengths of their own; give --method_options a fixed 'length', "
-            f"or leave --document_masking out"
+            f"{method.name} chooses one set of frequencies per row, but with --document_masking "
+            f"each document has its own length; give --method_options a fixed 'length', or leave "
+            f"--document_masking out"
         )
 
 
 def _of_attention(recipe: Recipe) -> Iterator[str]:
-    """An implementation that transformers does not know; it loads those with a / from the Hub."""
+    """Errors about unknown attention implementations; names with a / come from the Hub."""
     known = {"eager", *ALL_ATTENTION_FUNCTIONS.valid_keys()}
     if recipe.attn is not None and recipe.attn not in known and "/" not in recipe.attn:
         near = nearest(recipe.attn, known) or ";"
@@ -377,7 +375,7 @@ def _of_attention(recipe: Recipe) -> Iterator[str]:
 
 
 def _of_rows(recipe: Recipe, args: Any) -> Iterator[str]:
-    """Rows that cannot be made of the data."""
+    """Errors about incompatible settings of the data and rows."""
     scheme, kinds, masking = scheme_of(recipe), {recipe.rows}, recipe.document_masking
     yield from _not_among("positions", recipe.positions, POSITIONS)
     yield from _not_among("rows", recipe.rows, ROWS)
@@ -387,11 +385,12 @@ def _of_rows(recipe: Recipe, args: Any) -> Iterator[str]:
         yield str(error)
     endless = "--streaming" if recipe.streaming else "--datasets" if recipe.datasets else None
     if endless and args.max_steps == -1:
-        yield f"{endless} is infinite; set --max_steps"
+        yield f"{endless} has no end; set --max_steps"
     if endless and args.dataloader_num_workers > 1:
         yield (
-            f"{endless} is read by one process, and --dataloader_num_workers is "
-            f"{args.dataloader_num_workers}; give 1, or 0 so that a resumed run reads nothing again"
+            f"{endless} supports at most one worker, and --dataloader_num_workers is "
+            f"{args.dataloader_num_workers}; give 1, or 0 so that a resumed run does not read data "
+            f"again"
         )
     if recipe.pose_chunks and not 2 <= recipe.pose_chunks <= recipe.length:
         yield (
@@ -402,16 +401,16 @@ def _of_rows(recipe: Recipe, args: Any) -> Iterator[str]:
         yield f"--pose_chunks needs --positions pose, not {scheme}; remove one of them"
     if scheme != "consecutive" and masking:
         yield (
-            f"--document_masking tells documents apart by positions that --positions {scheme} "
-            f"changes; leave one of them out"
+            f"--document_masking separates documents by their positions, which --positions "
+            f"{scheme} changes; leave one of them out"
         )
     elif masking and ("packed" not in kinds or not kinds <= {"packed", "chunked"}):
         shown = ", ".join(sorted(kinds - {"packed"}))
         yield (
-            f"--document_masking is for rows of several documents, and --rows {shown} has none "
-            f"that it could keep apart; leave one of them out"
+            f"--document_masking needs rows with several documents, which --rows {shown} does not "
+            f"make; leave one of them out"
         )
-    if not 0 <= recipe.retrieval_share <= 1:  # true of NaN, too
+    if not 0 <= recipe.retrieval_share <= 1:  # also catches NaN
         yield (
             f"--retrieval_share {recipe.retrieval_share:g} is not valid; it is a share of the "
             f"rows, from 0 to 1, such as 0.1"
@@ -419,55 +418,55 @@ def _of_rows(recipe: Recipe, args: Any) -> Iterator[str]:
     elif recipe.retrieval_share and (masking or scheme == "pose_released"):
         other = "--document_masking" if masking else "--positions pose_released"
         yield (
-            f"--retrieval_share puts facts and questions into one row, and {other} could part "
+            f"--retrieval_share puts facts and questions into one row, and {other} could separate "
             f"them; leave one of them out"
         )
     if scheme == "pose_released" and (recipe.rows in MIXED_ROWS or kinds != {"document"}):
         shown = recipe.rows if recipe.rows in MIXED_ROWS else ", ".join(sorted(kinds))
         yield (
-            f"--positions pose_released takes its chunks out of one document, and --rows {shown} "
-            f"makes other rows; give --positions pose, or leave --rows out"
+            f"--positions pose_released takes its chunks from a single document, unlike --rows "
+            f"{shown}; give --positions pose, or leave --rows out"
         )
 
 
 def _of_masking(recipe: Recipe, args: Any) -> Iterator[str]:
-    """Packed documents that would see each other, or whose mask would not fit."""
+    """Errors about packed documents that would attend to each other, or whose mask is too large."""
     rows, size = args.per_device_train_batch_size, mask_bytes(recipe, args, recipe.length)
     if size > _LARGEST_MASK:
         yield (
-            f"--document_masking with --attn {recipe.attn or 'sdpa'} makes a mask of --length x "
-            f"--length for each row, {size / 2**30:.1f} GiB, and rules out the fast kernels; give "
-            f"--attn flex_attention, --attn flash_attention_2 with one row a device, a --length of "
-            f"at most {math.isqrt(_LARGEST_MASK // rows)}, or leave it out"
+            f"--document_masking with --attn {recipe.attn or 'sdpa'} needs a mask of --length x "
+            f"--length for each row, {size / 2**30:.1f} GiB, and rules out fast kernels; give "
+            f"--attn flex_attention, --attn flash_attention_2 with one row per device, a --length "
+            f"of at most {math.isqrt(_LARGEST_MASK // rows)}, or leave it out"
         )
     if "flash" in (recipe.attn or "") and rows > 1:
         yield (
-            f"--document_masking with --attn {recipe.attn} keeps documents apart in one row at a "
-            f"time only; give --per_device_train_batch_size 1 and --gradient_accumulation_steps "
+            f"--document_masking with --attn {recipe.attn} supports one row at a time; give "
+            f"--per_device_train_batch_size 1 and --gradient_accumulation_steps "
             f"{args.gradient_accumulation_steps * rows}, or --attn flex_attention"
         )
 
 
 def _of_evaluation(recipe: Recipe) -> Iterator[str]:
-    """Nothing to evaluate on."""
+    """Errors about evaluation settings."""
     for name, least in (("eval_rows", 1), ("eval_passkeys", 0), ("eval_length", 2)):
         value = getattr(recipe, name)
         if value is not None and value < least:
             yield f"--{name} {value} is not valid; it must be {least} or more"
     if recipe.datasets and recipe.eval_dataset is None:
         yield (
-            "--eval_strategy with --datasets needs --eval_dataset, since none of them stands for "
-            "the mixture; give it"
+            "--eval_strategy with --datasets needs --eval_dataset, since evaluation rows come from "
+            "a single dataset"
         )
 
 
 def warn_of_gaps(recipe: Recipe, method: Any) -> None:
-    """Say what positions with gaps cost under a method that attends in its own way."""
+    """Warn that positions with gaps are slow for methods with their own attention function."""
     scheme = scheme_of(recipe)
     if method is not None and method.attends and scheme != "consecutive":
         warnings.warn(
-            f"{method.name} has fast kernels for tokens that follow each other; --positions "
-            f"{scheme} leaves gaps, so every layer attends densely: right, in linear memory, and "
+            f"{method.name} has fast kernels for consecutive positions only; --positions {scheme} "
+            f"leaves gaps, so every layer uses dense attention: exact, in linear memory, but "
             f"several times slower. Give --positions consecutive, or a frequency method such as "
             f"yarn",
             stacklevel=2,
@@ -481,19 +480,19 @@ def _not_among(name: str, value: str, choices: Sequence[str]) -> Iterator[str]:
 
 
 def scheme_of(recipe: Recipe) -> str:
-    """How positions are chosen; ``pose_chunks`` alone is PoSE as well."""
+    """The scheme of positions; ``pose_chunks`` alone implies PoSE."""
     plain = recipe.positions == "consecutive"
     return "pose" if plain and recipe.pose_chunks else recipe.positions
 
 
 def rows_of(recipe: Recipe) -> str:
-    """How rows are made; PoSE's code takes each out of one document."""
+    """The kind of rows; PoSE's code makes each row from one document."""
     return "document" if recipe.positions == "pose_released" else recipe.rows
 
 
 @dataclass(frozen=True)
 class Part:
-    """One data set of a recipe, as :class:`Recipe` says it of the only one."""
+    """One dataset of a recipe; fields as in :class:`Recipe`."""
 
     dataset: str
     weight: float = 1.0
@@ -505,10 +504,10 @@ class Part:
 
 
 def parts(recipe: Recipe) -> list[Part]:
-    """The data sets of a recipe.
+    """The datasets of a recipe.
 
     Raises:
-        OptionError: a mixture is not valid, or not the only data.
+        OptionError: a mixture is not valid, or combined with ``dataset``.
     """
     if not recipe.datasets:
         return [
@@ -572,7 +571,7 @@ def _part(text: str, recipe: Recipe) -> Part:
             f"--datasets {text}: minimum_document {part.minimum_document} is not valid; it must be "
             f"0 or more"
         )
-    if not 0 < part.weight <= 1:  # false of what is no number, too
+    if not 0 < part.weight <= 1:  # also catches NaN
         raise OptionError(
             f"--datasets {text}: weight {part.weight:g} is not valid; it is a share of the rows, "
             f"above 0 and at most 1"
@@ -592,7 +591,7 @@ _OF_PART: dict[str, Any] = {
 
 
 def mask_bytes(recipe: Recipe, args: TrainingArguments, length: int) -> int:
-    """Of the mask that keeps packed documents apart; 0 where a kernel is told of them instead."""
+    """Size of the mask between packed documents; 0 if the kernel needs no mask."""
     if not recipe.document_masking or getattr(method_of(recipe), "attends", False):
         return 0
     matrix = recipe.attn in (None, "sdpa", "eager")
@@ -600,13 +599,13 @@ def mask_bytes(recipe: Recipe, args: TrainingArguments, length: int) -> int:
 
 
 def decisive(recipe: Recipe, args: TrainingArguments) -> dict[str, Any]:
-    """What decides the numbers of a run, as JSON."""
+    """All settings that affect the results of a run, as JSON."""
     values = {name: getattr(args, name) for name in _DECISIVE}
     return json.loads(json.dumps({**asdict(recipe), **values}, default=str))
 
 
 def check_output(recipe: Recipe, args: TrainingArguments) -> None:
-    """Settle where to resume; raise OptionError if another run's results are in the way."""
+    """Determine where to resume; raise OptionError if the directory belongs to another run."""
     folder, asked = Path(args.output_dir), args.resume_from_checkpoint
     there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
     if not there.is_dir() or not os.access(there, os.W_OK):
@@ -616,14 +615,14 @@ def check_output(recipe: Recipe, args: TrainingArguments) -> None:
     if asked is None or asked.lower() == "false":
         args.resume_from_checkpoint = None
         if last is not None or any(folder.glob("*.safetensors")):
-            cure = "another --output_dir"
+            fix = "another --output_dir"
             if last is not None:
-                cure += f", or --resume_from_checkpoint true to go on from {last.name}"
-            raise OptionError(f"{folder} holds the results of a run; give {cure}")
+                fix += f", or --resume_from_checkpoint true to resume from {last.name}"
+            raise OptionError(f"{folder} contains the results of a run; give {fix}")
         return
     if asked.lower() == "true":
         args.resume_from_checkpoint = None if last is None else str(last)
-        if last is None and _checkpoints(folder):  # killed while it wrote the first one
+        if last is None and _checkpoints(folder):  # killed while writing the first checkpoint
             return
     elif not _whole(Path(asked), args):
         args.resume_from_checkpoint = None
@@ -631,31 +630,31 @@ def check_output(recipe: Recipe, args: TrainingArguments) -> None:
         where = f"in {folder}" if asked.lower() == "true" else asked
         raise OptionError(
             f"there is no checkpoint to resume from ({where}); leave --resume_from_checkpoint out, "
-            f"or give a folder such as {folder}/checkpoint-100 that was written to its end"
+            f"or give a complete checkpoint such as {folder}/checkpoint-100"
         )
     if (folder / SETTINGS).exists():
         try:
             before = dict(json.loads((folder / SETTINGS).read_text(encoding="utf-8")))
         except (OSError, ValueError, TypeError) as error:
             raise OptionError(
-                f"{folder / SETTINGS} cannot be read ({error}), so that nothing tells with which "
-                f"settings {folder} was begun; delete it to go on with those given, or give "
+                f"cannot read {folder / SETTINGS} ({error}), so the settings that {folder} was "
+                f"started with are unknown; delete it to resume with the current settings, or give "
                 f"another --output_dir"
             ) from None
         now = decisive(recipe, args)
         before = (
             asdict(Recipe()) | {"eval_strategy": "no"} | before
-        )  # settings that did not exist yet are as by default
+        )  # settings newer than the run have their default
         changed = [f"{k} {before.get(k)!r} -> {now[k]!r}" for k in now if before.get(k) != now[k]]
         if changed:
             raise OptionError(
-                f"{folder} belongs to a run with other settings ({', '.join(changed)}); give the "
-                f"same ones to resume it, or another --output_dir"
+                f"{folder} belongs to a run with other settings ({', '.join(changed)}); use the "
+                f"same settings to resume it, or give another --output_dir"
             )
 
 
 def write_settings(recipe: Recipe, args: TrainingArguments) -> None:
-    """What a resumed run is held against, in the folder of the run: all of it, or nothing."""
+    """Save the settings that a resumed run is compared with, atomically."""
     folder = Path(args.output_dir)
     folder.mkdir(parents=True, exist_ok=True)
     text = json.dumps(decisive(recipe, args), indent=1) + "\n"
@@ -664,7 +663,7 @@ def write_settings(recipe: Recipe, args: TrainingArguments) -> None:
 
 
 def finished(args: TrainingArguments) -> Path | None:
-    """The checkpoint to resume from, if no step is left to train after it."""
+    """The checkpoint to resume from, if training is already finished there."""
     if args.resume_from_checkpoint is None:
         return None
     checkpoint = Path(args.resume_from_checkpoint)
@@ -674,10 +673,10 @@ def finished(args: TrainingArguments) -> Path | None:
 
 
 def save_from(checkpoint: Path, folder: Path) -> None:
-    """Save a model as Trainer has saved it in a checkpoint; what is there already stays."""
+    """Copy the model of a checkpoint to ``folder``; existing files stay."""
     for file in sorted(checkpoint.iterdir()):
         there = folder / file.name
-        if not file.is_file() or file.name.startswith(_TO_GO_ON):
+        if not file.is_file() or file.name.startswith(_RESUME_FILES):
             continue
         if there.exists() and filecmp.cmp(file, there, shallow=False):
             continue
@@ -686,13 +685,13 @@ def save_from(checkpoint: Path, folder: Path) -> None:
 
 
 def _checkpoints(folder: Path) -> list[Path]:
-    """Complete or not, the last one first."""
+    """All checkpoints, complete or not, the latest first."""
     found = [f for f in folder.glob("checkpoint-*") if f.name.split("-", 1)[1].isdecimal()]
     return sorted(found, key=lambda f: -int(f.name.split("-")[1]))
 
 
 def _last_checkpoint(folder: Path, args: TrainingArguments) -> Path | None:
-    """The last one that is whole: a run that is killed may leave a beginning of one behind."""
+    """The latest complete checkpoint; a killed run may leave an incomplete one."""
     return next((found for found in _checkpoints(folder) if _whole(found, args)), None)
 
 
@@ -705,10 +704,10 @@ def _state(checkpoint: Path) -> dict[str, Any] | None:
 
 
 def _whole(checkpoint: Path, args: TrainingArguments) -> bool:
-    """Whether a checkpoint was written to its end, by every process of the run.
+    """Whether all processes of the run finished writing a checkpoint.
 
-    The first process writes its state last, and each the state of its random generators after
-    all else.
+    The first process writes the trainer state last, and each process writes the state of its random
+    generators last.
     """
     if _state(checkpoint) is None:
         return False
@@ -719,7 +718,7 @@ def _whole(checkpoint: Path, args: TrainingArguments) -> bool:
         return False
     for file in checkpoint.glob("*.safetensors"):
         try:
-            with safe_open(file, framework="pt"):  # compares its size with what it is to hold
+            with safe_open(file, framework="pt"):  # checks the file size
                 pass
         except (OSError, SafetensorError):
             return False

@@ -1,8 +1,8 @@
-"""Rows without an end: of one source or of several in given shares, resumed where they stood.
+"""Endless, resumable streams of rows, from one source or a weighted mixture.
 
-Documents are read, tokenised and packed in blocks of some hundred rows, and the rows of a block
-are shuffled. A block follows from the seed, its number and the place in the source where it
-begins, so that a resumed run makes one block of each source again and nothing before it.
+Documents are read, tokenized and packed in blocks of a few hundred rows, and each block is
+shuffled. A block depends only on the seed, its index and its position in the source, so a resumed
+run rebuilds one block of each source and reads nothing before it.
 """
 
 from __future__ import annotations
@@ -21,42 +21,42 @@ from datasets import IterableDataset
 from rope_ext.errors import RopeExtError
 from rope_ext.saving.configuration import quieted
 
-_READ = 16  # documents that are tokenised at once
-_DRAWN = 1000  # rows of a mixture in which its shares are exact
+_READ = 16  # documents tokenized at once
+_DRAWN = 1000  # shares of a mixture are exact in every block of this many rows
 SKIPPED: Mapping[str, Any] = {"input_ids": [], "index": -1}
-"""Stands for a row of before the checkpoint, which Trainer takes and throws away."""
+"""Placeholder for a row before the checkpoint, which Trainer skips."""
 
 
 class DataError(RopeExtError):
-    """The data cannot be read, or make no row."""
+    """The data cannot be read, or does not fill a row."""
 
 
 class Packer(Protocol):
-    """Makes rows of ``length`` tokens of documents."""
+    """Makes rows of ``length`` tokens from documents."""
 
     length: int
 
     @property
     def shortest(self) -> int:
-        """Tokens of the shortest document that makes a row or a part of one."""
+        """Length in tokens of the shortest document that is not dropped."""
 
     def rows(self, tokens: int) -> float:
-        """That a document of so many tokens makes, on average."""
+        """Mean number of rows from a document with this many tokens."""
 
     def __call__(self, batch: Mapping[str, Sequence[Sequence[int]]]) -> dict[str, Any]: ...
 
 
 @dataclass(frozen=True)
 class Source:
-    """One of the data sets of a stream.
+    """One dataset of a stream.
 
     Args:
-        documents: in the column ``text``.
-        tokenise: texts as tokens.
-        pack: tokens of documents as rows, and how many rows they make.
-        minimum: shorter documents are left out.
-        seed: of the order.
-        block: rows that are shuffled among each other, at least.
+        documents: documents in the column ``text``.
+        tokenise: tokenizes texts.
+        pack: packs tokenized documents into rows.
+        minimum: shorter documents are skipped, tokens.
+        seed: random seed of the order.
+        block: minimum number of rows that are shuffled together.
     """
 
     documents: IterableDataset
@@ -67,10 +67,10 @@ class Source:
     block: int = 256
 
     def blocks(self, at: Mapping[str, Any] | None) -> Iterator[tuple[dict, list[dict]]]:
-        """Where a block begins, and its rows; pass after pass, without an end.
+        """Yield the start of each block and its rows, pass after pass, endlessly.
 
         Args:
-            at: where to begin, as an earlier iteration told it; None: at the beginning.
+            at: a start yielded by an earlier iteration; None: the beginning.
         """
         turn, number = (at["turn"], at["number"]) if at else (0, 0)
         place = at["place"] if at else None
@@ -89,13 +89,13 @@ class Source:
                 place = documents.state_dict()
             if number == before and begun["place"] is None:
                 raise DataError(
-                    f"the documents of at least {self.minimum} tokens do not make one row of "
-                    f"{self.pack.length} tokens; give more data or a smaller --length"
+                    f"documents of at least {self.minimum} tokens do not fill a row of "
+                    f"{self.pack.length} tokens; use more data or a smaller --length"
                 )
             turn, place = turn + 1, None
 
     def _shuffled(self, turn: int) -> IterableDataset:
-        """The files in another order in each pass. A buffer would not be in a checkpoint."""
+        """Shuffle the order of files in each pass. A shuffle buffer would not be checkpointed."""
         try:
             return self.documents.shuffle(
                 seed=self.seed + turn, buffer_size=1, max_buffer_input_shards=1
@@ -104,11 +104,11 @@ class Source:
             return self.documents.skip(0)
 
     def _rows(self, reading: Iterator[Any], turn: int, number: int) -> tuple[list[dict], bool]:
-        """The rows of the next documents, and whether there may be more."""
+        """The rows of the next documents, and whether more may follow."""
         kept: list[np.ndarray] = []
         size = 0.0
         while size < self.block:
-            # That a buffer, which here is empty, is not restored.
+            # It warns that a shuffle buffer is not restored, but here the buffer is empty.
             with quieted(logging.getLogger("datasets.iterable_dataset"), logging.ERROR):
                 texts = [row["text"] for row in itertools.islice(reading, _READ)]
             if not texts:
@@ -127,7 +127,7 @@ class Source:
 
 
 class _Reader:
-    """Rows of one source, and for each the block it came from."""
+    """Iterates over the rows of one source, and remembers the block of each."""
 
     def __init__(self, source: Source, at: Mapping[str, Any] | None) -> None:
         at = at or {"first": 0, "begun": None, "given": 0}
@@ -149,7 +149,7 @@ class _Reader:
         return row
 
     def state(self, given: int) -> dict[str, Any]:
-        """From which the row after ``given`` ones, that were given already, is made again."""
+        """The state that resumes after ``given`` rows."""
         while len(self._marks) > 1 and self._marks[1][0] <= given:
             self._marks.popleft()
         first, begun = self._marks[0]
@@ -157,12 +157,12 @@ class _Reader:
 
 
 class Stream(torch.utils.data.IterableDataset):
-    """Rows of sources, drawn in shares that are exact in every thousand.
+    """Mixes rows of several sources; shares are exact in every thousand rows.
 
     Args:
-        sources: each of them begins again when it ends.
-        shares: of the rows; their sum is 1.
-        seed: of the draw.
+        sources: the sources; each restarts when it ends.
+        shares: share of the rows of each source; they add up to 1.
+        seed: random seed of the mixture.
     """
 
     def __init__(self, sources: Sequence[Source], shares: Sequence[float], seed: int) -> None:
@@ -183,14 +183,14 @@ class Stream(torch.utils.data.IterableDataset):
                 yield {**next(readers[which]), "index": index}
 
     def _drawn(self) -> Iterator[int]:
-        """Which source each row comes from."""
+        """The source of each row."""
         for part in itertools.count():
             rng = np.random.default_rng([self.seed, part])
             places = (rng.permutation(_DRAWN) + 0.5) / _DRAWN
             yield from np.searchsorted(self.bounds, places).tolist()
 
     def state(self, rows: int) -> dict[str, Any] | None:
-        """What :meth:`start` takes to go on after ``rows`` rows; None: they were read elsewhere."""
+        """State for :meth:`start` after ``rows`` rows; None if another process read them."""
         if not self._readers:
             return None
         given = np.bincount(
@@ -201,5 +201,5 @@ class Stream(torch.utils.data.IterableDataset):
         return {"rows": rows, "sources": states}
 
     def start(self, state: Mapping[str, Any]) -> None:
-        """Begin with ``SKIPPED`` for each row of before, which takes no reading, and go on."""
+        """Resume from ``state``: yield ``SKIPPED`` for earlier rows without reading them."""
         self._start = state

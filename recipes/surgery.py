@@ -37,20 +37,20 @@ from rope_ext.arguments import parse_lengths
 from rope_ext.errors import Mistakes, OptionError, RopeExtError
 from rope_ext.method_options import ADAPTER
 
-LENGTH = 512  # that both checkpoints were trained on
-TEMPERATURES = (0.1, 0.2, 0.4)  # c of DroPE
-_RANK = "64"  # of LoRA on all linear layers: a swap has to change more than an extension
+LENGTH = 512  # trained length of both checkpoints
+TEMPERATURES = (0.1, 0.2, 0.4)  # values of c for DroPE
+_RANK = "64"  # rank of LoRA on all linear layers: a new encoding needs more than an extension
 _LINEAR = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 _OWN = ("--pose_chunks", "0", "--positions", "consecutive")
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """What is operated on.
+    """A checkpoint to operate on.
 
     Args:
-        config: the recipe of its extension, whose data and optimizer all operations take.
-        held_out: text to read, in place of Python's own library.
+        config: recipe with the data and the optimizer for all operations.
+        held_out: evaluation text; default: the Python standard library.
     """
 
     config: str
@@ -67,14 +67,13 @@ CHECKPOINTS = {
 
 @dataclass(frozen=True)
 class Operation:
-    """A change of the model, as settings of recipes/finetune.py.
+    """An operation, as settings of recipes/finetune.py.
 
     Args:
-        words: of the command line.
-        method: that the sidecar of its adapter names.
-        own_length: whether rows are as long as the model was trained; else twice that, half as
-            many.
-        temperatures: ``c`` of DroPE to choose from.
+        words: command-line arguments.
+        method: method in the sidecar of the adapter.
+        own_length: train on rows of the trained length; otherwise on half as many, twice as long.
+        temperatures: values of ``c`` to choose from for DroPE.
     """
 
     words: tuple[str, ...]
@@ -94,7 +93,7 @@ BASELINE = "yarn"
 
 @dataclass(frozen=True)
 class Reading:
-    """One row of the table: an operation after some steps, with what was put on it then."""
+    """One row of the table: the evaluation of an operation after some steps."""
 
     name: str
     report: Report
@@ -104,22 +103,22 @@ class Reading:
 
 @dataclass(frozen=True)
 class Bench:
-    """What every operation has in common.
+    """Settings shared by all operations.
 
     Args:
-        name: of the checkpoint.
-        model: its folder.
-        config: the recipe of its extension.
-        output: folder of adapters, reports and the table.
-        steps: of training.
-        factor: of every method.
-        lengths: to read, tokens.
-        windows: stretches of text that are read.
-        trials: passkeys at each of five depths.
-        length: that the model was trained on, tokens.
-        batch: rows of that length in a step.
-        text: to read, in place of Python's own library.
-        more: settings of recipes/finetune.py.
+        name: name of the checkpoint.
+        model: directory of the checkpoint.
+        config: recipe with the data and the optimizer.
+        output: directory for adapters, reports and the table.
+        steps: number of training steps.
+        factor: extension factor of every method.
+        lengths: lengths to evaluate, tokens.
+        windows: number of text windows.
+        trials: number of passkeys at each of five depths.
+        length: trained length, tokens.
+        batch: rows of the trained length per step.
+        text: evaluation text; default: the Python standard library.
+        more: further settings for recipes/finetune.py.
     """
 
     name: str
@@ -137,7 +136,7 @@ class Bench:
     more: tuple[str, ...] = ()
 
     def train(self, name: str, steps: int) -> Path:
-        """The adapter after ``steps``; 0: before any, which is one step of length zero."""
+        """Train an adapter for ``steps``; 0 makes one step with a learning rate of 0."""
         run, made = self.output / f"{name}-{steps}", OPERATIONS[name]
         if (run / "rope_ext.json").exists():
             return run
@@ -146,7 +145,7 @@ class Bench:
         words += ["--length", str(length), "--max_steps", str(max(1, steps))]
         words += ["--per_device_train_batch_size", str(self.batch * self.length // length)]
         words += ["--lora_r", _RANK, "--lora_alpha", _RANK, "--lora_target", *_LINEAR]
-        words += ["--retrieval_share", "0"]  # text alone, so that operations differ in nothing else
+        words += ["--retrieval_share", "0"]  # text only, the same for all operations
         words += ["--output_dir", str(run), *made.words, *self.more]
         words += [] if steps else ["--learning_rate", "0"]
         if any(run.glob("checkpoint-*")):
@@ -155,17 +154,17 @@ class Bench:
         return run
 
     def read(self, name: str, steps: int, c: float = 0.0, tune: bool = False) -> Reading:
-        """What an adapter does, under its own patch or with DroPE's temperature.
+        """Evaluate an adapter, with its own patch or with DroPE's temperature.
 
         Args:
-            name: of the operation.
-            steps: after which.
-            c: of DroPE; 0: no temperature.
-            tune: on text of the training, at the longest length alone.
+            name: name of the operation.
+            steps: number of training steps.
+            c: ``c`` of DroPE; 0 for no temperature.
+            tune: evaluate training text, at the longest length only.
         """
         run, method = self.output / f"{name}-{steps}", OPERATIONS[name].method
         options: dict[str, dict[str, Any]] = {}
-        if c:  # trained without a rotation, which DroPE leaves out as well
+        if c:  # the adapter was trained without RoPE, and DroPE has none either
             method = "drope"
             options = {method: {"c": c}}
         folder = f"{name}-{steps}" + (f"-c{c:g}" if c else "") + ("-tune" if tune else "")
@@ -186,12 +185,12 @@ class Bench:
         tasks += [] if tune else [Passkey(trials=self.trials)]
         report = evaluate(settings, tasks)
         if report is None:
-            raise OptionError("surgery reads in one process; start it without a launcher")
+            raise OptionError("surgery runs in one process; start it without a launcher")
         system = next(s.name for s in report.plan.systems if s.method == method)
         return Reading(f"{name}, {steps} steps", report, system)
 
     def _tuning_text(self) -> Path:
-        """Some of what is trained on, in a file: not what is read in the end."""
+        """A file with some training text, for choosing the temperature."""
         path = self.output / "tune.jsonl"
         if not path.exists():
             texts = (
@@ -203,7 +202,7 @@ class Bench:
         return path
 
     def chosen(self, name: str, steps: int) -> Reading:
-        """After training, with the temperature of the lowest loss on text of the training."""
+        """Evaluate after training, with the temperature of lowest loss on training text."""
         temperatures = OPERATIONS[name].temperatures
         if not temperatures:
             return self.read(name, steps)
@@ -219,15 +218,15 @@ class Bench:
 
 
 def table(readings: Sequence[Reading], bench: Bench) -> str:
-    """Perplexity and passkeys by length, with 95 % intervals, and how far each is from YaRN.
+    """Perplexity and passkeys by length with 95 % intervals, and differences to YaRN.
 
-    Differences are on identical cases beyond the trained length: of perplexity by the share, of
-    passkeys in points.
+    Differences are paired, beyond the trained length: relative for perplexity, in points for
+    passkeys.
     """
     base = next(r for r in readings if r.name == f"{BASELINE}, {bench.steps} steps")
-    lines = [f"# {bench.name}: the rotation taken out, {bench.steps} steps", ""]
+    lines = [f"# {bench.name}: RoPE removed, {bench.steps} steps", ""]
     for task, form in (("perplexity", "{:.2f}"), ("passkey", "{:.0%}")):
-        header = [task, *map(str, bench.lengths), f"beyond {bench.length}, less {base.name}"]
+        header = [task, *map(str, bench.lengths), f"beyond {bench.length}, relative to {base.name}"]
         lines += [f"| {' | '.join(header)} |", f"|{' --- |' * len(header)}"]
         unpatched = Reading("unpatched", base.report, base.report.plan.systems[0].name)
         for reading in (unpatched, *readings):
@@ -260,10 +259,10 @@ def _estimate(found: Any, form: str) -> str:
 
 
 def operate(bench: Bench, names: Sequence[str]) -> str:
-    """Train, read, compare; returns the table, which it writes too.
+    """Train and evaluate the operations; write the table and return it.
 
     Raises:
-        RopeExtError: as of recipes/finetune.py and ``rope-ext eval``.
+        RopeExtError: see recipes/finetune.py and ``rope-ext eval``.
     """
     bench.output.mkdir(parents=True, exist_ok=True)
     readings = []
@@ -286,7 +285,8 @@ def bench_of(args: argparse.Namespace, made: Checkpoint, more: Sequence[str]) ->
         config=made.config,
         output=args.output or Path("runs/surgery") / args.name,
         steps=args.steps,
-        factor=float(max(4, math.ceil(max(lengths) / LENGTH))),  # YaRN's rows are of two lengths
+        # YaRN trains on rows of twice the trained length.
+        factor=float(max(4, math.ceil(max(lengths) / LENGTH))),
         lengths=lengths,
         windows=args.windows,
         trials=args.trials,

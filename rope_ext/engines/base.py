@@ -267,7 +267,7 @@ def family_of(state: Patch, engine: str) -> Family:
     kind, families = text_config(state.decoder).model_type, ENGINES[engine]
     if kind not in families:
         raise Refusal(
-            f"whether it builds {kind!r} from these settings was not checked; checked were "
+            f"the family {kind!r} has not been tested with this engine; tested families: "
             f"{', '.join(name for name, family in families.items() if family.kinds)}"
         )
     return families[kind]

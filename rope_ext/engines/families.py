@@ -1,8 +1,8 @@
-"""What each engine makes of each family: the only place that says so.
+"""What each engine supports for each model family.
 
-Keys are the ``model_type`` of the language model. An entry names the ``rope_type`` that the engine
-computes as transformers does, and what in the engine's code stands against the others. ``export``,
-``verify``, the tests and the table in the documentation read these tables.
+Keys are the ``model_type`` of the language model. An entry lists the values of ``rope_type`` that
+the engine computes as transformers does, and the reason for the others. ``export``, ``verify``, the
+tests and the table in the documentation all read these tables.
 """
 
 from __future__ import annotations
@@ -17,11 +17,12 @@ BASE = ("default",)
 
 @dataclass(frozen=True)
 class Family:
-    """What an engine makes of the RoPE parameters of a family.
+    """How an engine reads the RoPE parameters of a family.
 
     Args:
-        kinds: ``rope_type`` that it computes as transformers does; ``"default"`` is another base.
-        reason: what in its code stands against the others.
+        kinds: values of ``rope_type`` that it computes as transformers does; ``"default"`` means
+            that the base may differ.
+        reason: why the other values are not supported.
     """
 
     kinds: tuple[str, ...] = ALL
@@ -33,11 +34,11 @@ class ServedFamily(Family):
     """A family in vLLM or SGLang.
 
     Args:
-        mla: its YaRN is DeepSeek's, which has other names for the temperature.
-        usual: its YaRN has the usual temperature only.
-        stretched: its YaRN takes the ends of the ramp from this many times the trained length.
-        own_share: it reads ``partial_rotary_factor`` as a field beside ``rope_parameters``.
-        backend: the model is transformers' own, with its rotary module.
+        mla: its YaRN is DeepSeek's, which names the temperature differently.
+        usual: its YaRN supports the default temperature only.
+        stretched: its YaRN computes the ramp from this many times the trained length.
+        own_share: it reads ``partial_rotary_factor`` from a field next to ``rope_parameters``.
+        backend: the engine uses transformers' model, with its rotary module.
     """
 
     mla: bool = False
@@ -52,7 +53,7 @@ class MLXFamily(Family):
     """A family in mlx-lm.
 
     Args:
-        inside: it reads ``rope_parameters`` and not the older names.
+        inside: it reads ``rope_parameters`` instead of the older fields.
     """
 
     inside: bool = False
@@ -63,10 +64,11 @@ class Architecture(Family):
     """A family in llama.cpp; ``"longrope"`` stands for any table of frequencies.
 
     Args:
-        name: of the architecture.
-        neighbours: it rotates neighbouring columns, where transformers rotates the halves of a
-            head, so that a converter reorders the rows of queries and keys.
-        keys: of a file, without the architecture, that no field of a configuration gives.
+        name: name of the architecture.
+        neighbours: it rotates neighboring columns where transformers rotates the halves of a head,
+            so converters reorder the rows of the query and key weights.
+        keys: additional GGUF keys, without the architecture prefix, that no configuration field
+            provides.
     """
 
     name: str = ""
@@ -80,10 +82,10 @@ def _served(*names: str, **options: Any) -> dict[str, ServedFamily]:
 
 _AXES = ServedFamily(
     ("default", "yarn"),
-    "the class that computes it takes one position for each token, and this family has three",
+    "its class takes one position per token, but this family has three",
 )
 _MLA = ServedFamily(
-    ("default", "yarn"), "it takes every scaling of this family for DeepSeek's YaRN", mla=True
+    ("default", "yarn"), "it treats every scaling of this family as DeepSeek's YaRN", mla=True
 )
 
 VLLM: Mapping[str, ServedFamily] = {
@@ -94,17 +96,17 @@ VLLM: Mapping[str, ServedFamily] = {
     # model_executor/models/registry.py: TransformersForCausalLM
     **_served("arcee", "hunyuan_v1_dense", "olmo2", "olmo3", "seed_oss", backend=True),
     **_served("smollm3", "starcoder2", backend=True),
-    # Room for long videos, which its YaRN takes for the trained length.
+    # Its YaRN includes the room it reserves for long videos in the trained length.
     **dict.fromkeys(("qwen2_vl_text", "qwen2_5_vl_text"), replace(_AXES, stretched=4)),
     **dict.fromkeys(("qwen3_vl_text", "qwen3_5_text"), _AXES),
     **dict.fromkeys(("deepseek_v2", "deepseek_v3"), _MLA),
     "gpt_oss": ServedFamily(
         ("yarn",),
-        "it builds YaRN for this family, whatever rope_type says (models/gpt_oss.py)",
+        "it builds YaRN for this family and ignores rope_type (models/gpt_oss.py)",
         usual=True,
     ),
 }
-"""Read in vLLM 0.33.0, ``model_executor/models``."""
+"""According to vLLM 0.33.0, ``model_executor/models``."""
 
 SGLANG: Mapping[str, ServedFamily] = {
     **_served("llama", "mistral", "ministral3", "qwen2", "qwen3", "qwen2_moe", "qwen3_moe"),
@@ -115,45 +117,39 @@ SGLANG: Mapping[str, ServedFamily] = {
     "qwen3_5_text": replace(_AXES, own_share=True),
     **dict.fromkeys(("deepseek_v2", "deepseek_v3"), _MLA),
     "gemma3_text": ServedFamily(
-        BASE, "it reads the base of this family and nothing else (models/gemma3_causal.py)"
+        BASE, "it reads only the base of this family (models/gemma3_causal.py)"
     ),
-    "gemma": ServedFamily(BASE, "models/gemma.py passes the base to get_rope, and no scaling"),
-    "gemma2": ServedFamily(BASE, "models/gemma2.py passes the base to get_rope, and no scaling"),
-    "stablelm": ServedFamily(
-        BASE, "models/stablelm.py passes the base to get_rope, and no scaling"
-    ),
-    "mixtral": ServedFamily((), "models/mixtral.py passes int(base) to get_rope, and no scaling"),
-    "granitemoe": ServedFamily(
-        (), "models/granitemoe.py passes int(base) to get_rope, and no scaling"
-    ),
-    "starcoder2": ServedFamily(
-        (), "models/starcoder2.py passes int(base) to get_rope, and no scaling"
-    ),
+    "gemma": ServedFamily(BASE, "models/gemma.py passes only the base to get_rope"),
+    "gemma2": ServedFamily(BASE, "models/gemma2.py passes only the base to get_rope"),
+    "stablelm": ServedFamily(BASE, "models/stablelm.py passes only the base to get_rope"),
+    "mixtral": ServedFamily((), "models/mixtral.py passes only int(base) to get_rope"),
+    "granitemoe": ServedFamily((), "models/granitemoe.py passes only int(base) to get_rope"),
+    "starcoder2": ServedFamily((), "models/starcoder2.py passes only int(base) to get_rope"),
     "olmo3": ServedFamily(
-        (), "models/olmo2.py looks for the base beside the parameters of the kinds of layers"
+        (), "models/olmo2.py looks for the base outside the parameters of each layer type"
     ),
-    "exaone4": ServedFamily((), "models/exaone4.py reads the base from rope_theta alone"),
+    "exaone4": ServedFamily((), "models/exaone4.py reads the base from rope_theta only"),
     # models/qwen3_next.py, line 640
-    "qwen3_next": ServedFamily((), "it reads the base of this family from rope_theta alone"),
+    "qwen3_next": ServedFamily((), "it reads the base of this family from rope_theta only"),
     **dict.fromkeys(
         ("smollm3", "seed_oss", "nemotron", "phi3"),
-        ServedFamily((), "it has no model file of this family"),
+        ServedFamily((), "it does not implement this family"),
     ),
 }
-"""Read in SGLang 0.5.23, ``srt/models``."""
+"""According to SGLang 0.5.23, ``srt/models``."""
 
 
 def _plain(file: str) -> MLXFamily:
-    return MLXFamily(BASE, f"models/{file}.py passes the base to nn.RoPE, and no scaling")
+    return MLXFamily(BASE, f"models/{file}.py passes only the base to nn.RoPE")
 
 
 def _unread(file: str, field_name: str) -> MLXFamily:
-    reason = f"models/{file}.py wants {field_name}, which transformers does not save"
+    reason = f"models/{file}.py requires {field_name}, which transformers does not save"
     return MLXFamily((), reason)
 
 
 _NEIGHBOURS = (
-    "it rotates halves under a table, where this family rotates neighbours (rope_utils.py)"
+    "with a table, it rotates halves, but this family rotates neighboring columns (rope_utils.py)"
 )
 MLX: Mapping[str, MLXFamily] = {
     **dict.fromkeys(
@@ -168,23 +164,21 @@ MLX: Mapping[str, MLXFamily] = {
     ),
     "deepseek_v3": MLXFamily(("default", "linear", "yarn", "llama3"), _NEIGHBOURS),
     "glm4_moe_lite": MLXFamily(("default", "linear", "yarn", "llama3"), _NEIGHBOURS),
-    "deepseek_v2": MLXFamily(("yarn",), "models/deepseek_v2.py builds YaRN, whatever type says"),
-    "nemotron": MLXFamily(("default", "linear"), "models/nemotron.py takes 'linear' only"),
+    "deepseek_v2": MLXFamily(("yarn",), "models/deepseek_v2.py builds YaRN and ignores the type"),
+    "nemotron": MLXFamily(("default", "linear"), "models/nemotron.py supports 'linear' only"),
     "mixtral": _plain("mixtral"),
     "qwen2_moe": _plain("qwen2_moe"),
     "starcoder2": _plain("starcoder2"),
     "cohere": _plain("cohere"),
     "gemma": _plain("gemma"),
     "ernie4_5": MLXFamily(BASE, "models/ernie4_5.py passes no scaling to initialize_rope"),
-    "hunyuan_v1_dense": MLXFamily(
-        BASE, "models/hunyuan_v1_dense.py has a scaling of its own (alpha)"
-    ),
+    "hunyuan_v1_dense": MLXFamily(BASE, "models/hunyuan_v1_dense.py uses its own scaling (alpha)"),
     "phi3": MLXFamily(
         BASE,
         "models/phi3.py takes a table's temperature from the configuration's own "
         "original_max_position_embeddings, which transformers needs",
     ),
-    "gemma2": MLXFamily((), "models/gemma2.py has no sliding window"),
+    "gemma2": MLXFamily((), "models/gemma2.py does not implement the sliding window"),
     "qwen3_moe": _unread("qwen3_moe", "num_experts"),
     "glm4": _unread("glm4", "partial_rotary_factor"),
     "glm4_moe": _unread("glm4_moe", "partial_rotary_factor"),
@@ -194,18 +188,18 @@ MLX: Mapping[str, MLXFamily] = {
     "exaone4": _unread("exaone4", "head_dim"),
     "apertus": _unread("apertus", "qk_norm"),
     "gpt_oss": MLXFamily(
-        (), "models/gpt_oss.py reads the experts in the names of the released checkpoints only"
+        (), "models/gpt_oss.py only reads experts named as in the released checkpoints"
     ),
-    **dict.fromkeys(("arcee", "qwen3_5_text"), MLXFamily((), "it has no model file of this name")),
+    **dict.fromkeys(("arcee", "qwen3_5_text"), MLXFamily((), "it does not implement this family")),
 }
-"""Read and run in mlx-lm 0.32.2."""
+"""According to mlx-lm 0.32.2, read and run."""
 
 
 _LISTED = ("default", "linear", "yarn")
 
 
 def _without_table(name: str, **more: Any) -> Architecture:
-    reason = f"these frequencies are a table, which it does not read for the architecture {name!r}"
+    reason = f"it does not read tables of frequencies for the architecture {name!r}"
     return Architecture(_LISTED, reason, name=name, **more)
 
 
@@ -235,8 +229,8 @@ LLAMA_CPP: Mapping[str, Architecture] = {
     "hunyuan_v1_dense": _without_table("hunyuan-dense"),
     "phi3": _without_table("phi3"),
 }
-"""Run in the llama.cpp of xllamacpp 2026.10.11549: files that have a table of another architecture
-are refused by its loader (``wrong number of tensors``)."""
+"""According to the llama.cpp of xllamacpp 2026.10.11549, run. For other architectures its loader
+rejects files with a table (``wrong number of tensors``)."""
 
 ENGINES: Mapping[str, Mapping[str, Family]] = {
     "vllm": VLLM,
@@ -248,7 +242,7 @@ ENGINES: Mapping[str, Mapping[str, Family]] = {
 
 
 def everywhere() -> list[str]:
-    """Families of which every engine computes YaRN, linear scaling and another base."""
+    """Families for which every engine computes YaRN, linear scaling and another base."""
 
     def runs(table: Mapping[str, Family], name: str) -> bool:
         return name in table and set(_LISTED) <= set(table[name].kinds)
@@ -257,7 +251,7 @@ def everywhere() -> list[str]:
 
 
 def miniatures() -> list[str]:
-    """Families of which ``verify`` makes a miniature: those with one flat set of parameters."""
+    """Families that ``verify`` supports: those with a single, flat set of RoPE parameters."""
     found = [name for table in ENGINES.values() for name, f in table.items() if f.kinds]
     return [name for name in dict.fromkeys(found) if name not in _NO_MINIATURE]
 

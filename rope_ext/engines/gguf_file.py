@@ -1,7 +1,4 @@
-"""Files of llama.cpp, given the keys of a patch.
-
-Needs the ``gguf`` library.
-"""
+"""Writes a patch into llama.cpp's GGUF files; needs the ``gguf`` library."""
 
 from __future__ import annotations
 
@@ -33,14 +30,14 @@ _FLOAT32, _UINT32, _STRING = 6, 4, 8
 
 @dataclass(frozen=True)
 class GGUFFile:
-    """What a GGUF file says about its rotary embedding.
+    """The rotary embedding of a GGUF file.
 
     Args:
-        path: of the file.
-        architecture: llama.cpp's name of it.
-        rope: its unscaled embedding.
-        scaled: it has a scaling of its own.
-        reader: of the ``gguf`` library.
+        path: path of the file.
+        architecture: name of the architecture in llama.cpp.
+        rope: the unscaled embedding.
+        scaled: whether the file already scales it.
+        reader: reader of the ``gguf`` library.
     """
 
     path: Path
@@ -51,18 +48,18 @@ class GGUFFile:
 
     @classmethod
     def read(cls, path: str | Path) -> GGUFFile:
-        """The head of a file; no weights are read.
+        """Read the header of a file, without the weights.
 
         Raises:
-            ExportError: it is no GGUF file of a model with a rotary embedding, or a part of one.
+            ExportError: not a GGUF file of a model with a rotary embedding, or only a part of one.
         """
         path, gguf = Path(path), require_gguf()
         try:
             reader = gguf.GGUFReader(path)
         except (OSError, ValueError, IndexError) as error:
             raise ExportError(
-                f"cannot read {path} ({first_line(error)}); give a GGUF file, as "
-                f"convert_hf_to_gguf.py writes it"
+                f"cannot read {path} ({first_line(error)}); give a GGUF file as written by "
+                f"convert_hf_to_gguf.py"
             ) from error
 
         def value(key: str, default: Any = None) -> Any:
@@ -71,8 +68,8 @@ class GGUFFile:
 
         if reader.byte_order != "I" or value("split.count", 1) > 1:
             raise ExportError(
-                f"{path} is big-endian or one of several parts; make one little-endian file of it "
-                f"first (llama-gguf-split --merge)"
+                f"{path} is big-endian or one of several parts; convert it to a single "
+                f"little-endian file first (llama-gguf-split --merge)"
             )
         architecture = value("general.architecture", "")
         length = value(f"{architecture}.context_length")
@@ -82,7 +79,7 @@ class GGUFFile:
         if dim is None and width and isinstance(heads, int):
             dim = width // heads
         if not (length and dim):
-            raise ExportError(f"{path} is no language model: its keys name no heads and no context")
+            raise ExportError(f"{path} is not a language model: head or context keys are missing")
         base = value(f"{architecture}.rope.freq_base", 10000.0)
         kind = value(f"{architecture}.rope.scaling.type", "none")
         table = any(tensor.name == TABLE for tensor in reader.tensors)
@@ -90,24 +87,24 @@ class GGUFFile:
         return cls(path, architecture, rope, table or kind != "none", reader)
 
     def write(self, output: str | Path, keys: Mapping[str, Any], table: list[float] | None) -> None:
-        """Write the file with other keys of the rotary embedding, and a table or none.
+        """Write a copy with new keys for the rotary embedding, and optionally a frequency table.
 
-        All other keys, and the data of all other tensors, are copied byte for byte.
+        All other keys and tensors are copied byte for byte.
 
         Args:
-            output: another file than this one.
-            keys: full names and values.
-            table: what frequencies are divided by.
+            output: path of the new file.
+            keys: full names and values of the new keys.
+            table: divisors of the frequencies.
 
         Raises:
-            ExportError: ``output`` is this file, a folder, a pipe or device, or cannot be
-                written, or this file has become shorter since it was read.
+            ExportError: ``output`` is this file, a directory, a pipe or device, or cannot be
+                written, or this file was truncated since it was read.
         """
         output = Path(output)
         if output.is_dir():
-            raise ExportError(f"{output} is a folder; give --output the name of a file")
+            raise ExportError(f"{output} is a directory; give --output the name of a file")
         if output.exists() and output.samefile(self.path):
-            raise ExportError(f"{output} is the file to read; give --output another name")
+            raise ExportError(f"{output} is the input file; give --output another name")
         if output.exists() and not output.is_file():
             raise ExportError(f"{output} is a pipe or device; give --output the name of a file")
         try:
@@ -161,37 +158,37 @@ def extended(
     trained_length: int | None = None,
     option: Sequence[str] | None = None,
 ) -> Plan:
-    """Write a file of an unscaled model with a method.
+    """Extend the GGUF file of an unscaled model with a method.
 
     Args:
-        path: the file.
-        output: another file.
-        name: of the method.
-        factor: of the method.
-        trained_length: tokens, if the file does not say it rightly.
-        option: further options of the method, as people type them.
+        path: the input file.
+        output: the output file.
+        name: name of the method.
+        factor: extension factor.
+        trained_length: overrides the trained length in the file, tokens.
+        option: further options of the method, as on the command line.
 
     Raises:
-        RopeExtError: there is no such method, the file cannot be read or is scaled already, or
-            llama.cpp cannot run it.
+        RopeExtError: the method is unknown, the file cannot be read or is already scaled, or
+            llama.cpp cannot run the method.
     """
     if name is None:
         raise ExportError(
-            f"{path} does not say what it is to be extended by; give --method and --factor, or the "
-            f"folder of a patched model before the file"
+            f"no method for {path}; give --method and --factor, or the folder of a patched model "
+            f"before the file"
         )
     options = checked_methods([name], factor, parse_options(option, [name]))
     file = GGUFFile.read(path)
     if file.scaled:
         raise ExportError(
-            f"{path} scales its rotary embedding already; convert the unscaled model, or give the "
+            f"{path} already scales its rotary embedding; convert the unscaled model, or give the "
             f"folder of a model that was patched with compose=True before the file"
         )
     known = list(dict.fromkeys(family.name for family in LLAMA_CPP.values()))
     if file.architecture not in known:
         raise ExportError(
-            f"what llama.cpp reads for {file.architecture!r} was not checked; checked were "
-            f"{', '.join(known)}"
+            f"the architecture {file.architecture!r} has not been tested in llama.cpp; tested "
+            f"architectures: {', '.join(known)}"
         )
     rope = dataclasses.replace(file.rope, length=trained_length or file.rope.length)
     ((name, values),) = options.items()
@@ -209,7 +206,7 @@ def _scaling(method: Method, rope: Rope) -> Scaling:
         raise Refusal("it has no setting that changes the positions of queries and keys")
     refuse_adapting(method)
     if method.start_tokens:
-        raise Refusal("it rotates every token by the same frequencies; leave start_tokens out")
+        raise Refusal("it rotates all tokens with the same frequencies; leave start_tokens out")
     refuse_tempered(method, rope)
     return Scaling(
         rope,
@@ -221,15 +218,16 @@ def _scaling(method: Method, rope: Rope) -> Scaling:
 
 
 def following(model: nn.Module, path: str | Path, output: str | Path) -> Plan:
-    """Write the file of a model with the model's patch.
+    """Write a model's patch into its GGUF file.
 
     Args:
-        model: patched, or scaled by its own configuration.
-        path: the file of the same model, scaled or not.
-        output: another file.
+        model: a model that is patched, or scaled by its configuration.
+        path: GGUF file of the same model, scaled or not.
+        output: the output file.
 
     Raises:
-        RopeExtError: the file cannot be read or is another model's, or llama.cpp cannot run it.
+        RopeExtError: the file cannot be read or belongs to another model, or llama.cpp cannot run
+            the patch.
     """
     file, state = GGUFFile.read(path), current_patch(model)
     try:
@@ -244,7 +242,7 @@ def following(model: nn.Module, path: str | Path, output: str | Path) -> Plan:
     architecture = None if family is None else family.name
     if (file.rope.dim, file.architecture) != (scaling.rope.dim, architecture):
         raise ExportError(
-            f"{path} is of a {file.architecture!r} with {file.rope.dim // 2} rotary pairs, the "
+            f"{path} holds a {file.architecture!r} with {file.rope.dim // 2} rotary pairs, but the "
             f"model is a {architecture!r} with {scaling.rope.dim // 2}; give the file of the same "
             f"model"
         )
@@ -258,7 +256,7 @@ def _copy(source: BinaryIO, target: BinaryIO, offset: int, size: int) -> None:
         data = source.read(min(size, _CHUNK))
         if not data:
             raise ExportError(
-                f"{source.name} ends early: {size} bytes are missing at byte {source.tell()}; is "
+                f"{source.name} is truncated: {size} bytes are missing at byte {source.tell()}; is "
                 f"another program writing it? Convert or download it again"
             )
         target.write(data)

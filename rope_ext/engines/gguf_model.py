@@ -1,7 +1,7 @@
-"""Writes small models as GGUF files, so that llama.cpp itself can be run on them.
+"""Writes small models as GGUF files, to run them in llama.cpp.
 
-Names of tensors are those of the ``gguf`` library. What else a family needs was read in the files
-``conversion/*.py`` and ``src/models/*.cpp`` of llama.cpp, and holds as far as llama.cpp gives the
+Tensor names come from the ``gguf`` library. Other requirements of each family come from llama.cpp's
+``conversion/*.py`` and ``src/models/*.cpp``; the test is that llama.cpp returns the
 log-probabilities of transformers.
 """
 
@@ -45,14 +45,14 @@ _VALUES = {
     "attn_logit_softcapping": "add_attn_logit_softcapping",
     "final_logit_softcapping": "add_final_logit_softcapping",
 }
-"""Fields of configurations, and the methods of ``gguf.GGUFWriter`` that write them."""
+"""Configuration fields, and the methods of ``gguf.GGUFWriter`` that write them."""
 
 
 def require_gguf() -> Any:
-    """The ``gguf`` library.
+    """Import the ``gguf`` library.
 
     Raises:
-        ExportError: it is not installed.
+        ExportError: the library is not installed.
     """
     try:
         import gguf
@@ -65,13 +65,13 @@ def require_gguf() -> Any:
 
 
 def write_model(model: nn.Module, path: str | Path) -> None:
-    """Write a small model as a GGUF file in float32, with its rotary embedding unscaled.
+    """Write a small model as a GGUF file in float32, with an unscaled rotary embedding.
 
-    Its vocabulary is made up: ``t3``, ``t4``, ...; prompts are lists of ids.
+    The vocabulary is synthetic (``t3``, ``t4``, ...); prompts are lists of token IDs.
 
     Args:
-        model: of a family in ``LLAMA_CPP`` that has an architecture.
-        path: of the file.
+        model: a model of a family in ``LLAMA_CPP`` that has an architecture.
+        path: the output file.
     """
     gguf, model = require_gguf(), unwrap(model)
     config = text_config(model)
@@ -141,7 +141,7 @@ def _write_vocabulary(gguf: Any, writer: Any, size: int) -> None:
 def _parts(
     name: str, values: torch.Tensor, config: Any, family: Architecture
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """What is written for one tensor of transformers, by names that the library knows."""
+    """GGUF tensors for one tensor of transformers, under names that the library knows."""
     name = name.replace("e_score_correction_bias", "e_score_correction.bias")
     name = name.replace("block_sparse_moe.router.", "mlp.gate.").replace("block_sparse_moe", "mlp")
     if name.endswith("mlp.experts.gate_up_proj"):

@@ -213,8 +213,8 @@ def planned(state: Patch, in_file: bool) -> Plan:
     """The :class:`Plan` for a patch."""
     if state.method.name == "self_extend":
         raise Refusal(
-            "its --grp-attn-n and --grp-attn-w put tokens into groups for good once "
-            "--grp-attn-w of them are there, so that neighbours lose their own distances, which "
+            "its --grp-attn-n and --grp-attn-w group tokens permanently once there are "
+            "--grp-attn-w of them, so that neighbors lose their exact distances, which "
             "Self-Extend keeps for each query"
         )
     refuse_unproven(state)

@@ -1,7 +1,7 @@
-"""Runs llama.cpp's server, as PyPI's ``xllamacpp`` ships it, by a command line of llama-server.
+"""Runs the llama.cpp server of PyPI's ``xllamacpp`` with a llama-server command line.
 
 ``python -m rope_ext.engines.llama_server --model MODEL.gguf ...`` prints the server's address and
-serves until its standard input ends. The command line is read by llama.cpp's own parser.
+serves until stdin closes. llama.cpp's own parser reads the command line.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ import sys
 from typing import Any
 
 PARSER = "_Z19common_params_parseiPPcR13common_params13llama_examplePFviS0_E"
-_EXAMPLES = 32  # programs that the parser tells apart, more than there are
+_EXAMPLES = 32  # upper bound on the number of programs that the parser distinguishes
 
 
 def parsed(words: list[str]) -> Any:
-    """What llama.cpp's parser makes of ``words``, as parameters of ``xllamacpp.Server``.
+    """Parse ``words`` with llama.cpp's parser into parameters of ``xllamacpp.Server``.
 
     Raises:
-        RuntimeError: xllamacpp is built otherwise, or the parser refuses the words.
+        RuntimeError: this version of xllamacpp is not supported, or the parser rejects the words.
     """
     xllamacpp: Any = importlib.import_module("xllamacpp")  # compiled, without type stubs
     probe = xllamacpp.CommonParams()
@@ -29,15 +29,15 @@ def parsed(words: list[str]) -> Any:
     offset = raw.find(struct.pack("<ii", 1_234_567, 7_654_321))
     parse = getattr(ctypes.CDLL(xllamacpp.xllamacpp.__file__), PARSER, None)
     if offset < 0 or parse is None:
-        raise RuntimeError(f"xllamacpp {xllamacpp.__version__} is built otherwise")
+        raise RuntimeError(f"xllamacpp {xllamacpp.__version__} is not supported")
     parse.restype = ctypes.c_bool
     given = [word.encode() for word in ("llama-server", *words)]
-    for example in range(_EXAMPLES):  # only the server knows --host
+    for example in range(_EXAMPLES):  # only the server accepts --host
         params = xllamacpp.CommonParams()
         arguments = (ctypes.c_char_p * (len(given) + 1))(*given, None)
         if parse(len(given), arguments, ctypes.c_void_p(id(params) + offset), example, None):
             return params
-    raise RuntimeError(f"llama.cpp does not take {' '.join(words)}")
+    raise RuntimeError(f"llama.cpp does not accept {' '.join(words)}")
 
 
 def main() -> None:

@@ -1,4 +1,4 @@
-"""Runs small models in real engines, for their log-probabilities."""
+"""Runs small models in real engines and returns their log-probabilities."""
 
 from __future__ import annotations
 
@@ -20,26 +20,26 @@ from rope_ext.engines import llama_server
 from rope_ext.errors import ExportError, first_line
 
 EXACT = ("--flash-attn", "off", "--cache-type-k", "f32", "--cache-type-v", "f32")
-"""Flags under which llama.cpp computes attention in float32; its default is half precision."""
+"""Flags that make llama.cpp compute attention in float32; its default is half precision."""
 _EXACT_ALIASES = {"-fa": "--flash-attn", "-ctk": "--cache-type-k", "-ctv": "--cache-type-v"}
 _DIGITS = re.compile(r"\d+$")
-_NO_CHANCE = -1e30  # llama.cpp's logarithm of a probability of zero
+_NO_CHANCE = -1e30  # llama.cpp's log-probability for a probability of zero
 _DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-# Its folder stays out of the path: the files beside it are named after libraries.
+# Keeps the script's directory out of sys.path: files there have the names of libraries.
 _RUN = "import runpy, sys; sys.argv.pop(0); runpy.run_path(sys.argv[0], run_name='__main__')"
-_SHOWN = 300  # characters of a server's answer
-_SECONDS = 120  # that a request or the end of a server may take
+_SHOWN = 300  # characters of a server's response to quote
+_SECONDS = 120  # timeout of a request, and of shutting down a server
 
 
 @contextmanager
 def serving(words: Sequence[str]) -> Iterator[str]:
-    """llama.cpp's server in a process of its own, ended with the ``with`` block.
+    """Run llama.cpp's server in a child process inside a ``with`` block.
 
     Args:
         words: flags of llama-server, without an address.
 
     Yields:
-        Its address, on this machine only.
+        The server's local address.
 
     Raises:
         ExportError: xllamacpp is not installed, or the server does not start.
@@ -61,7 +61,7 @@ def serving(words: Sequence[str]) -> Iterator[str]:
             yield line.split()[1]
         finally:
             try:
-                process.communicate(timeout=_SECONDS)  # the end of its input ends it
+                process.communicate(timeout=_SECONDS)  # it exits when its stdin closes
             finally:
                 process.kill()
 
@@ -69,7 +69,7 @@ def serving(words: Sequence[str]) -> Iterator[str]:
 def _failure(log: str) -> str:
     if "No module named 'xllamacpp'" in log:
         return (
-            "llama.cpp is run from the package xllamacpp, which is not installed; install it with: "
+            "llama.cpp needs the package xllamacpp, which is not installed; install it with: "
             'pip install "rope-ext[engines]"'
         )
     lines = [line for line in log.splitlines() if line.strip()]
@@ -83,28 +83,28 @@ def completed(
     top: int | None = None,
     model: str | None = None,
 ) -> torch.Tensor:
-    """Log-probabilities of the token after ``prompt``, from an OpenAI-compatible server.
+    """Next-token log-probabilities after ``prompt``, from an OpenAI-compatible server.
 
     Args:
-        address: of the server, without ``/v1``.
-        prompt: token ids.
-        vocabulary: tokens of the model.
-        top: how many to ask for; None: all.
-        model: name under which the server has it, if it wants one.
+        address: address of the server, without ``/v1``.
+        prompt: token IDs.
+        vocabulary: vocabulary size of the model.
+        top: number of log-probabilities to request; None: all.
+        model: name of the model on the server, if it requires one.
 
     Returns:
-        Float32, ``[vocabulary]``; NaN for the tokens that the server left out.
+        Float32, ``[vocabulary]``; NaN for tokens that the server did not return.
 
     Raises:
-        ExportError: the server cannot be reached, refuses, or does not say which tokens.
+        ExportError: the server cannot be reached, returns an error, or does not identify tokens.
     """
     body = {
         "prompt": list(prompt),
         "max_tokens": 1,
         "temperature": 1.0,
         "logprobs": vocabulary if top is None else top,
-        "return_tokens_as_token_ids": True,  # vLLM; others give the text
-        "cache_prompt": True,  # llama.cpp: prompts share all but their last token
+        "return_tokens_as_token_ids": True,  # vLLM; other servers return text
+        "cache_prompt": True,  # llama.cpp; prompts share all but their last token
     } | ({} if model is None else {"model": model})
     answer = _post(f"{address.rstrip('/')}/v1/completions", body)
     found = torch.full((vocabulary,), torch.nan)
@@ -116,13 +116,13 @@ def completed(
         else:
             pairs = list(given["top_logprobs"][0].items())
         for token, value in pairs:
-            # An id, or its name in a miniature: t17, token_id:17.
-            digits = _DIGITS.search(str(token))  # special tokens may be returned as no text
+            # An ID, or a token name of a miniature: t17, token_id:17.
+            digits = _DIGITS.search(str(token))  # special tokens may be returned as empty text
             if digits is not None and value > _NO_CHANCE:
                 found[int(digits[0])] = value
     except (KeyError, IndexError, TypeError):
         raise ExportError(
-            f"{address} gives no log-probabilities with their tokens; vLLM does, and SGLang and "
+            f"{address} returns log-probabilities without token IDs; use vLLM, or SGLang or "
             f"llama.cpp with the miniature's own tokenizer"
         ) from None
     return found
@@ -137,32 +137,32 @@ def _post(url: str, body: dict) -> dict:
             data = answer.read()
     except urllib.error.HTTPError as error:
         reason = error.read().decode(errors="replace")[:_SHOWN]
-        raise ExportError(f"{url} answers {error.code}: {reason}") from error
+        raise ExportError(f"{url} returned status {error.code}: {reason}") from error
     except (OSError, ValueError, http.client.HTTPException) as error:
-        raise ExportError(f"{url} does not answer ({error}); is the server running?") from error
+        raise ExportError(f"{url} does not respond ({error}); is the server running?") from error
     try:
         parsed = json.loads(data)
     except ValueError:
         shown = data[:_SHOWN].decode(errors="replace")
         raise ExportError(
-            f"{url} answers with something that is not JSON ({shown!r}); give --url the address of "
-            f"an OpenAI-compatible server, without a path"
+            f"{url} returned something that is not JSON ({shown!r}); give --url the address of an "
+            f"OpenAI-compatible server, without a path"
         ) from None
     if isinstance(parsed, dict) and not parsed.get("choices"):
         error = parsed.get("error") or parsed.get("message") or parsed.get("detail")
         if error:
             message = error.get("message", error) if isinstance(error, dict) else error
-            raise ExportError(f"{url} answers with an error: {str(message)[:_SHOWN]}")
+            raise ExportError(f"{url} returned an error: {str(message)[:_SHOWN]}")
     return parsed
 
 
 def overridden(words: Sequence[str]) -> list[str]:
-    """Those of the flags of llama-server that :data:`EXACT` overrides, as they were given."""
+    """The llama-server flags among ``words`` that :data:`EXACT` overrides."""
     return [word for word in words if _EXACT_ALIASES.get(word, word) in EXACT[::2]]
 
 
 def by_start(prompts: Sequence[Sequence[int]]) -> list[tuple[tuple[int, ...], list[int]]]:
-    """Consecutive prompts that differ in the last token only: what they share, and those."""
+    """Group consecutive prompts that differ in the last token only: shared prefix, last tokens."""
     found: list[tuple[tuple[int, ...], list[int]]] = []
     for prompt in prompts:
         *start, tail = prompt
@@ -175,7 +175,7 @@ def by_start(prompts: Sequence[Sequence[int]]) -> list[tuple[tuple[int, ...], li
 def llama_cpp(
     words: Sequence[str], prompts: Sequence[Sequence[int]], vocabulary: int
 ) -> torch.Tensor:
-    """What llama.cpp makes of prompts under a command line, ``[prompts, vocabulary]``.
+    """Log-probabilities of llama.cpp with a command line, ``[prompts, vocabulary]``.
 
     Raises:
         ExportError: see :func:`serving` and :func:`completed`.
@@ -185,17 +185,17 @@ def llama_cpp(
 
 
 def mlx(folder: str | Path, prompts: Sequence[Sequence[int]]) -> torch.Tensor:
-    """What mlx-lm makes of prompts with the model in a folder, ``[prompts, vocabulary]``.
+    """Log-probabilities of mlx-lm for the model in a folder, ``[prompts, vocabulary]``.
 
     Raises:
-        ExportError: mlx-lm is not installed, or does not run the folder.
+        ExportError: mlx-lm is not installed, or cannot run the folder.
     """
     try:
         return _mlx(folder, prompts)
-    except (TypeError, ValueError) as error:  # what it makes of a base that is no number
+    except (TypeError, ValueError) as error:  # raised for a base that is not a number
         raise ExportError(
-            f"mlx-lm does not run this folder ({first_line(error)}); write the config.json of "
-            f"rope_ext.export(model, 'mlx') into it, if that does not refuse the patch"
+            f"mlx-lm cannot run this folder ({first_line(error)}); write the config.json of "
+            f"rope_ext.export(model, 'mlx') into it, if export supports the patch"
         ) from error
 
 
@@ -206,8 +206,8 @@ def _mlx(folder: str | Path, prompts: Sequence[Sequence[int]]) -> torch.Tensor:
         from mlx_lm.utils import load_model
     except ImportError:
         raise ExportError(
-            "mlx-lm is not installed; install it with: pip install mlx-lm, and where there is no "
-            'Apple GPU, "mlx[cpu]"'
+            "mlx-lm is not installed; install it with: pip install mlx-lm, and without an Apple "
+            'GPU also "mlx[cpu]"'
         ) from None
     model, _ = load_model(Path(folder))
     rows = []

@@ -1,8 +1,8 @@
-"""Finds out what an engine computes, by running a miniature of the model in it.
+"""Verifies what an engine computes by running a miniature of the model in it.
 
-The miniature has the head size, the kinds of layers, the base and the scaling of the model, and
-random weights of a few MB. The engine's answers are compared with those of transformers under the
-patch, and under the mistakes that engines are known to make; :func:`judge` decides.
+The miniature has the model's head size, layer types, base and scaling, and a few MB of random
+weights. The engine's log-probabilities are compared with those of transformers under the patch, and
+under mistakes that engines are known to make; :func:`judge` decides between them.
 """
 
 from __future__ import annotations
@@ -51,23 +51,23 @@ VERDICTS = (
     "cannot tell",
 )
 ENGINES = ("llama.cpp", "mlx", "transformers")
-"""Those that run in process."""
+"""Engines that can run in this process."""
 SERVERS = ("llama.cpp", "vllm", "sglang")
-"""Those whose command serves a written miniature."""
+"""Engines for which ``write`` prints a command that serves the miniature."""
 TOLERANCE = 2e-3
-"""Root mean square of what rounding may do to log-probabilities in float32."""
+"""Largest root mean square error of log-probabilities that counts as float32 rounding."""
 LENGTH = 2048
-"""Tokens of the longest prompt, if the model reaches that far."""
+"""Length of the longest prompt in tokens, if the context is long enough."""
 FACTOR_ERROR = 0.01
-"""Relative error of the factor that has to be told from the right one."""
+"""Smallest relative error of the factor that has to be detected."""
 _BASES = (1e4, 5e5, 1e6)  # defaults of engines and families
 _VOCABULARY = 128
-_TOP = 20  # log-probabilities that servers give
-_TAILS = 8  # prompts of each length, which differ in their last token
-_APART = 2.0  # how many times the distance to the nearest a rival is apart from it
-_FLOOR = 1e-4  # nearer than this, two computations in float32 are the same
-_ROUNDED = 3.0  # how many times the rounding of bfloat16 in transformers a server may show
-_PEAK = 20.0  # standard deviation of attention logits: they, not noise, decide the answer
+_TOP = 20  # number of log-probabilities that servers return
+_TAILS = 8  # prompts per length; they differ in their last token only
+_APART = 2.0  # a ruled-out rival is this many times as far from the nearest as the engine is
+_FLOOR = 1e-4  # float32 computations closer than this count as equal
+_ROUNDED = 3.0  # a server may err by this multiple of transformers' bfloat16 rounding
+_PEAK = 20.0  # standard deviation of attention logits: large, so that attention decides the answer
 _LOOKS = ("q_proj", "k_proj", "q_norm", "k_norm", "qkv_proj", "query_layernorm", "key_layernorm")
 _WIDTHS = ("moe_intermediate_size", "shared_expert_intermediate_size", "q_lora_rank")
 _WIDTHS += ("kv_lora_rank", "shared_intermediate_size")
@@ -76,25 +76,25 @@ _COUNTS = {
     "num_experts_per_tok": 2,
     **dict.fromkeys(("n_group", "topk_group", "n_shared_experts", "first_k_dense_replace"), 1),
     "decoder_sparse_step": 1,
-    # These multiply what has no part in rotation, and would hide it.
+    # These scale parts that do not depend on the rotation, and would hide it.
     **dict.fromkeys(("logits_scaling", "logit_scale", "embedding_multiplier"), 1.0),
     "residual_multiplier": 1.0,
 }
-_RESIDUAL = 0.2  # standard deviation of embeddings, beside that of 1 of what attention adds
+_RESIDUAL = 0.2  # standard deviation of embeddings; that of attention outputs is 1
 
 Run = Callable[[Sequence[Sequence[int]]], torch.Tensor]
-"""Prompts to log-probabilities of the next token, ``[prompts, vocabulary]``; NaN: not told."""
+"""Maps prompts to next-token log-probabilities, ``[prompts, vocabulary]``; NaN: not returned."""
 
 
 @dataclass(frozen=True)
 class Judgement:
-    """What the answers of an engine show; see :func:`judge`.
+    """The result of :func:`judge`.
 
     Args:
         verdict: one of ``VERDICTS``.
-        candidates: names of the hypotheses that the answers leave possible, the nearest first.
-        differences: root mean square of the engine's log-probabilities less those of each
-            hypothesis, by name.
+        candidates: names of the hypotheses that were not ruled out, the nearest first.
+        differences: root mean square difference between the log-probabilities of the engine and of
+            each hypothesis, by name.
     """
 
     verdict: str
@@ -105,21 +105,21 @@ class Judgement:
 def judge(got: torch.Tensor, expected: Mapping[str, torch.Tensor], rounding: float) -> Judgement:
     """Decide which of several hypotheses an engine computes.
 
-    The distance from a hypothesis is the root mean square difference over the log-probabilities
-    that the engine returned. The nearest hypothesis holds if it is within ``rounding``. Another one
-    stays possible unless, over the same log-probabilities, it is more than twice as far from the
-    nearest as the engine is: then whatever moves the engine away from the nearest could not bring
-    it half the way to the other, even if all of it pointed there.
+    The distance to a hypothesis is the root mean square difference over the log-probabilities that
+    the engine returned. The nearest hypothesis is accepted if it is within ``rounding``. A rival is
+    ruled out if it is more than twice as far from the nearest hypothesis as the engine is: then the
+    engine's error could not account for half the way to the rival, even if it pointed straight at
+    it.
 
     Args:
         got: log-probabilities of the engine, ``[prompts, vocabulary]``; NaN: not returned.
-        expected: the same under each hypothesis, by name; the first is the right one. The verdict
-            of a name is what precedes `` (``.
-        rounding: distance up to which the nearest hypothesis holds.
+        expected: log-probabilities under each hypothesis, by name; the first one is the patch. The
+            verdict is the part of the name before `` (``.
+        rounding: largest distance at which the nearest hypothesis is accepted.
 
     Returns:
-        The verdict ``"other"`` if no hypothesis holds, ``"cannot tell"`` if several do that have
-        different verdicts.
+        A judgement with the verdict ``"other"`` if no hypothesis is accepted, and ``"cannot tell"``
+        if the remaining ones have different verdicts.
     """
     known = ~got.isnan()
 
@@ -141,18 +141,18 @@ def judge(got: torch.Tensor, expected: Mapping[str, torch.Tensor], rounding: flo
 
 @dataclass(frozen=True)
 class Verification:
-    """What an engine computes; ``print`` it.
+    """What an engine computes; ``print`` it for a summary.
 
     Args:
-        engine: its name, or its address.
+        engine: name or address of the engine.
         verdict: one of ``VERDICTS``.
-        candidates: what it may compute: one, or several that its answers do not tell apart.
-        differences: root mean square of the engine's log-probabilities less those of the miniature
-            as patched, and under known mistakes, by name.
-        lengths: tokens of the prompts.
-        returned: log-probabilities that the engine returned for each prompt, on average.
-        tolerance: up to which a difference is rounding.
-        notes: what to know about it.
+        candidates: what the engine may compute; more than one if its answers do not decide.
+        differences: root mean square difference between the log-probabilities of the engine and of
+            the miniature, as patched and under known mistakes, by name.
+        lengths: prompt lengths in tokens.
+        returned: mean number of log-probabilities that the engine returned per prompt.
+        tolerance: largest difference that counts as rounding.
+        notes: advice on how to get a clearer result.
     """
 
     engine: str
@@ -171,12 +171,12 @@ class Verification:
 
     @property
     def exit_code(self) -> int:
-        """0: the engine computes the patch; 1: it does not; 3: the answers do not decide it."""
+        """0 if the engine computes the patch, 1 if it does not, 3 if the answers do not decide."""
         undecided = VERDICTS[0] in self.candidates
         return 0 if self.passed else 3 if undecided else 1
 
     def to_json(self) -> str:
-        """All of it."""
+        """All fields as JSON."""
         return json.dumps(asdict(self) | {"passed": self.passed}, indent=2) + "\n"
 
     def __str__(self) -> str:
@@ -200,11 +200,10 @@ class Miniature:
     """A small model with the rotary embedding of a large one.
 
     Args:
-        model: patched, or scaled by its configuration.
-        plain: the same weights, unscaled.
-        scaling: what the first does to the second.
-        short: what frequencies are divided by within the trained context, by a method that has
-            two tables.
+        model: the miniature with the patch, or with the scaling of its configuration.
+        plain: the same weights without scaling.
+        scaling: the difference between the two.
+        short: divisors of the frequencies within the trained context, for methods with two tables.
     """
 
     model: PreTrainedModel
@@ -214,21 +213,22 @@ class Miniature:
 
     @classmethod
     def from_config(cls, config: Any, method: str | None = None, **options: Any) -> Miniature:
-        """A miniature of the model with this configuration.
+        """Build a miniature of the model with this configuration.
 
         Args:
-            config: of transformers; its weights are not read.
-            method: patched by it; None: as the configuration says, which may hold a patch.
-            **options: of :func:`rope_ext.patch`.
+            config: a transformers configuration; no weights are read.
+            method: name of the method to patch with; None uses the scaling or the patch in the
+                configuration.
+            **options: options of :func:`rope_ext.patch`.
 
         Raises:
-            RopeExtError: the family was not checked, or nothing is scaled.
+            RopeExtError: the family is not supported, or RoPE is not scaled.
         """
         text = copy.deepcopy(config.get_text_config(decoder=True))
         if text.model_type not in miniatures():
             raise ExportError(
-                f"no miniature of {text.model_type!r} can be made; those of "
-                f"{', '.join(miniatures())} can"
+                f"cannot verify the family {text.model_type!r}; supported families: "
+                f"{', '.join(miniatures())}"
             )
         record = record_of(text)
         if record is not None and not record.native:
@@ -256,12 +256,12 @@ class Miniature:
         return cls(model, plain, scaling, short)
 
     def lengths(self, longest: int = LENGTH) -> tuple[int, ...]:
-        """Tokens of prompts, up to the end of the context or ``longest``."""
+        """Prompt lengths in tokens, up to the end of the context or ``longest``."""
         last = min(self.scaling.target - 1, longest)
         return tuple(sorted({max(2, last * eighths // 8) for eighths in (1, 4, 6, 8)}))
 
     def prompts(self, longest: int = LENGTH) -> list[list[int]]:
-        """Token ids, the same each time; those of one length differ in the last token only."""
+        """Deterministic token IDs; prompts of one length differ in the last token only."""
         seeded = torch.Generator().manual_seed(0)
 
         def drawn(count: int) -> list[int]:
@@ -277,7 +277,7 @@ class Miniature:
     def expected(
         self, prompts: Sequence[Sequence[int]], factor_error: float = FACTOR_ERROR
     ) -> dict[str, torch.Tensor]:
-        """Log-probabilities as patched, and as engines err, ``[prompts, vocabulary]`` each."""
+        """Log-probabilities as patched and under known mistakes, ``[prompts, vocabulary]`` each."""
         rows = {VERDICTS[0]: of_transformers(self.model, prompts)}
         model = copy.deepcopy(self.plain)
         for name, inv_freq, number in self._errors(factor_error):
@@ -285,10 +285,10 @@ class Miniature:
         return rows
 
     def rounding(self, prompts: Sequence[Sequence[int]], exact: torch.Tensor) -> float:
-        """Root mean square of what bfloat16 changes in transformers' log-probabilities.
+        """Root mean square error of transformers' log-probabilities in bfloat16.
 
         Args:
-            prompts: token ids.
+            prompts: token IDs.
             exact: the log-probabilities as patched in float32, ``[prompts, vocabulary]``.
         """
         model, made = copy.deepcopy(self.plain).bfloat16(), self.scaling
@@ -296,7 +296,7 @@ class Miniature:
         return float((of_transformers(rounded, prompts) - exact).square().mean().sqrt())
 
     def _errors(self, factor_error: float) -> list[tuple[str, torch.Tensor, float]]:
-        """Names, frequencies and scaling of what engines are known to make of a patch."""
+        """Name, frequencies and scaling of each mistake that engines are known to make."""
         made, rope, number = self.scaling, self.scaling.rope, self.scaling.scaling
         found = [("unextended", rope.inv_freq, 1.0)]
         factor = made.target / rope.length
@@ -311,24 +311,24 @@ class Miniature:
         if self.short is not None:
             table = rope.inv_freq / torch.tensor(self.short, dtype=torch.float64)
             found.append(("short table", table, number))
-        # Under another base, with and without what is divided.
+        # Another base, with and without the scaling.
         for base in _BASES:
             if not math.isclose(base, rope.base, rel_tol=1e-3):
                 other = Rope.geometric(base, rope.dim, rope.length).inv_freq
                 divided = other * made.inv_freq / rope.inv_freq
                 found.append((f"wrong base ({base:g})", other, 1.0))
                 found.append((f"wrong base ({base:g}, scaled)", divided, number))
-        # The same twice is one: what is right counts, then the order above.
-        kept: list[tuple[str, torch.Tensor, float]] = []
+        # Drop mistakes that equal the patch or an earlier mistake.
+        distinct: list[tuple[str, torch.Tensor, float]] = []
         for name, inv_freq, scaling in found:
-            rivals = [("", made.inv_freq, number), *kept]
+            rivals = [("", made.inv_freq, number), *distinct]
             same = (
                 torch.allclose(inv_freq, other, rtol=1e-6, atol=0) and scaling == theirs
                 for _, other, theirs in rivals
             )
             if not any(same):
-                kept.append((name, inv_freq, scaling))
-        return kept
+                distinct.append((name, inv_freq, scaling))
+        return distinct
 
     def _wrong_factors(self, factor_error: float) -> list[tuple[str, torch.Tensor, float]]:
         percent = f"{100 * factor_error:g} %"
@@ -342,7 +342,7 @@ class Miniature:
         return [(f"wrong factor ({name})", *pair) for name, pair in made.items() if pair]
 
     def _with_factor(self, ratio: float) -> tuple[torch.Tensor, float] | None:
-        """Frequencies and scaling if the factor is multiplied; None: the method takes no such."""
+        """Frequencies and scaling for the factor times ``ratio``; None if that is not possible."""
         state, rope = current_patch(self.model), self.scaling.rope
         try:
             if state is not None:
@@ -364,7 +364,7 @@ class Miniature:
 
 
 def _scaled(model: nn.Module, inv_freq: torch.Tensor, number: float) -> nn.Module:
-    """The same model, with other frequencies and another number on cosine and sine."""
+    """Set the frequencies and the scaling of cosine and sine of ``model``, and return it."""
     (site,) = find_sites(text_decoder(model))
     site.module._buffers[site.buffer] = inv_freq.float()
     setattr(site.module, site.scaling_attribute, number)
@@ -377,7 +377,7 @@ def _fixed(state: Patch) -> Scaling:
 
 
 def _shrunk(config: Any) -> Any:
-    """A copy of a configuration, of two layers and a few MB, with its head size and RoPE."""
+    """Shrink a copy of the configuration to two layers and a few MB; head size and RoPE stay."""
     config = copy.deepcopy(config)
     dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     kinds = getattr(config, "layer_types", None)
@@ -414,16 +414,16 @@ def _shrunk(config: Any) -> Any:
 
 
 def _small(config: Any) -> PreTrainedModel:
-    """A model of two layers whose attention looks at every distance."""
+    """A two-layer model with random weights whose attention depends on every distance."""
     config = _shrunk(config)
     model = AutoModelForCausalLM.from_config(config).float().eval()
     dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     seeded = torch.Generator().manual_seed(0)
-    spread = math.sqrt(_PEAK / math.sqrt(dim))  # of queries and keys
+    spread = math.sqrt(_PEAK / math.sqrt(dim))  # standard deviation of queries and keys
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if name == "model.norm.weight":
-                # No token is so improbable that its logarithm is lost.
+                # Keep every token probable enough for its logarithm to be accurate.
                 tied = config.tie_word_embeddings
                 parameter.fill_(2.0 / (_RESIDUAL * math.sqrt(2 * dim)) if tied else 2.0)
                 continue
@@ -436,14 +436,14 @@ def _small(config: Any) -> PreTrainedModel:
             else:
                 fan = 1 / _RESIDUAL if "embed" in name else math.sqrt(parameter.shape[-1])
                 parameter.normal_(std=scale / fan, generator=seeded)
-            if "qkv_proj" in name:  # values, after two heads of queries and one of keys
+            if "qkv_proj" in name:  # the values follow two query heads and one key head
                 parameter[3 * dim :] /= spread
     return model
 
 
 @torch.no_grad()
 def of_transformers(model: nn.Module, prompts: Sequence[Sequence[int]]) -> torch.Tensor:
-    """Log-probabilities of the next token by a loaded model, float32, ``[prompts, vocabulary]``."""
+    """Next-token log-probabilities of a loaded model, float32, ``[prompts, vocabulary]``."""
     rows: list[torch.Tensor] = []
     for start, tails in running.by_start(prompts):
         given: dict[str, Any] = {"input_ids": torch.tensor(tails)[:, None]}
@@ -466,25 +466,25 @@ def verify(
     tolerance: float | None = TOLERANCE,
     factor_error: float = FACTOR_ERROR,
 ) -> Verification:
-    """Decide by :func:`judge` what an engine makes of a miniature.
+    """Decide what an engine computes for a miniature; see :func:`judge`.
 
     Args:
-        miniature: that the engine runs.
-        run: the engine.
-        engine: its name, for the answer.
-        longest: tokens of the longest prompt.
-        tolerance: root mean square difference of log-probabilities that is rounding; None: three
-            times that of transformers in bfloat16.
-        factor_error: relative error of the factor to tell from the right one.
+        miniature: the model that the engine runs.
+        run: calls the engine.
+        engine: name of the engine, for the report.
+        longest: length of the longest prompt in tokens.
+        tolerance: largest root mean square difference of log-probabilities that counts as rounding;
+            None: three times that of transformers in bfloat16.
+        factor_error: smallest relative error of the factor that has to be detected.
 
     Raises:
-        ExportError: the engine does not answer with log-probabilities.
+        ExportError: the engine returns no log-probabilities.
     """
     prompts = miniature.prompts(longest)
     got = run(prompts)
     known = ~got.isnan()
     if not bool(known.any(-1).all()):
-        raise ExportError(f"{engine} gives no log-probabilities for some prompts")
+        raise ExportError(f"{engine} returned no log-probabilities for some prompts")
     rows = miniature.expected(prompts, factor_error)
     if tolerance is None:
         tolerance = max(TOLERANCE, _ROUNDED * miniature.rounding(prompts, rows[VERDICTS[0]]))
@@ -508,21 +508,21 @@ def _notes(found: Judgement, longest: int, trained: int, returned: float) -> tup
     notes = []
     if found.verdict == "cannot tell":
         notes.append(
-            f"either the engine's rounding is too large beside what is between them: serve the "
-            f"miniature in float32 (vLLM and SGLang: --dtype float32) and give --tolerance "
-            f"{TOLERANCE:g}, have more than the {returned:.0f} log-probabilities returned, or give "
-            f"--length more; or the engine computes something that is none of them"
+            f"either the engine's rounding errors are too large to tell them apart: serve the "
+            f"miniature in float32 (vLLM and SGLang: --dtype float32) and set --tolerance "
+            f"{TOLERANCE:g}, make the server return more than {returned:.0f} log-probabilities, or "
+            f"increase --length; or the engine computes something else"
         )
         small = (VERDICTS[0], " more)", " less)")
         if VERDICTS[0] in found.candidates and all(n.endswith(small) for n in found.candidates):
             notes.append(
-                "if a small error of the factor does not matter, give --factor-error more: smaller "
-                "ones then pass"
+                "if a small error of the factor does not matter, increase --factor-error to accept "
+                "smaller ones"
             )
     if longest <= trained:
         notes.append(
-            f"no prompt is longer than the trained {trained} tokens, beyond which an engine may do "
-            f"otherwise; give --length more"
+            f"no prompt is longer than the trained {trained} tokens, and an engine may behave "
+            f"differently beyond; increase --length"
         )
     return tuple(notes)
 
@@ -530,18 +530,18 @@ def _notes(found: Judgement, longest: int, trained: int, returned: float) -> tup
 def write(miniature: Miniature, folder: Path) -> tuple[dict[str, str], list[str]]:
     """Write the miniature for engines; returns the commands of ``export`` that serve it.
 
-    Where a patch is on the miniature, the folder holds the unpatched one, so that the commands have
-    to say all of the patch; where its own configuration scales it, the configuration says it.
-    ``MODEL.gguf`` is unscaled always, and is left out where the ``gguf`` library is not installed.
+    If the miniature is patched, the folder holds the unpatched model, so that the commands have to
+    describe the whole patch. If the configuration itself scales RoPE, it is saved as it is.
+    ``MODEL.gguf`` is always unscaled, and is skipped if the ``gguf`` library is not installed.
 
     Returns:
-        Commands, by engine; and why an engine has none.
+        Commands by engine, and the reasons why an engine has none.
 
     Raises:
-        ExportError: the folder has something in it.
+        ExportError: the folder is not empty.
     """
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise ExportError(f"{folder} is there and not empty; give --write a new folder")
+        raise ExportError(f"{folder} is not empty; give --write a new directory")
     folder.mkdir(parents=True, exist_ok=True)
     patched = current_patch(miniature.model) is not None
     (miniature.plain if patched else miniature.model).save_pretrained(folder)
@@ -558,7 +558,7 @@ def write(miniature: Miniature, folder: Path) -> tuple[dict[str, str], list[str]
 
 
 def _serving(miniature: Miniature, engine: str, folder: Path) -> str:
-    """The command that serves a written miniature; files that it needs are written, too."""
+    """The command that serves a written miniature; writes the files it needs."""
     model = miniature.model
     if current_patch(model) is None:
         if engine != "llama.cpp":
@@ -582,7 +582,7 @@ def _serving(miniature: Miniature, engine: str, folder: Path) -> str:
 
 
 def _tokenizer() -> PreTrainedTokenizerFast:
-    """Tokens by the names ``t3``, ``t4``, ..., from which their ids can be read."""
+    """A tokenizer with tokens ``t3``, ``t4``, ..., whose names contain their IDs."""
     names = ["<unk>", "<s>", "</s>", *(f"t{i}" for i in range(3, _VOCABULARY))]
     words = Tokenizer(models.WordLevel({name: i for i, name in enumerate(names)}, "<unk>"))
     words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
@@ -593,17 +593,17 @@ def _tokenizer() -> PreTrainedTokenizerFast:
 
 
 def in_process(miniature: Miniature, engine: str, folder: Path, flags: str | None = None) -> Run:
-    """An engine of this process, or one that it starts.
+    """Prepare an engine that runs in this process or in a child process.
 
     Args:
-        miniature: what it runs.
+        miniature: the model to run.
         engine: one of ``ENGINES``.
-        folder: to write it to.
-        flags: of llama.cpp instead of those that ``export`` prints, for the unscaled file. Of mlx
-            and transformers, ``""`` is the folder as ``save_pretrained`` writes it.
+        folder: directory for the files of the model.
+        flags: for llama.cpp, flags for the unscaled file instead of those that ``export`` prints.
+            For mlx and transformers, ``""`` runs the folder as ``save_pretrained`` writes it.
 
     Raises:
-        RopeExtError: it cannot run the patch.
+        RopeExtError: the engine cannot run the patch.
     """
     folder.mkdir(parents=True, exist_ok=True)
     if engine == "llama.cpp":
@@ -639,7 +639,7 @@ def _llama_words(miniature: Miniature, folder: Path, flags: str | None) -> list[
 
 
 def endpoint(address: str, model: str | None = None) -> Run:
-    """An OpenAI-compatible server that serves a written miniature."""
+    """Query an OpenAI-compatible server that serves a written miniature."""
     return lambda prompts: torch.stack(
         [running.completed(address, prompt, _VOCABULARY, _TOP, model) for prompt in prompts]
     )

@@ -1,4 +1,4 @@
-"""The data of a position map on a model: by which numbers every token is rotated."""
+"""The data of a position map on a model: the frequencies and positions of every rotation."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ class PositionMap:
     """A method with the frequencies that it rotates by.
 
     Args:
-        method: resolved.
-        rope: the trained embedding, after a frequency map if there is one.
+        method: the position method, fully resolved.
+        rope: the trained embedding, after the frequency method if there is one.
         frequencies: inverse frequencies (float64) and scaling of each site.
-        label: the patch in words.
-        precise: angles in float64, else in float32, as transformers computes them.
-        kernel: as :func:`rope_ext.attention.attend` takes it.
-        local_too: also layers with a limited window.
-        encoding: what adds to the logits; None: nothing does.
-        layers: which, as :class:`rope_ext.options.Options` has them; None: all that rotate.
-        named: the patch in a few words, such as "yarn with layers=".
-        instead: how to patch so that the model's own attention stays, as advice in errors.
+        label: the full description of the patch.
+        precise: compute angles in float64 instead of float32, which transformers uses.
+        kernel: see :func:`rope_ext.attention.attend`.
+        local_too: also patch layers with sliding-window attention.
+        encoding: adds a bias to the logits; None for no bias.
+        layers: see :class:`rope_ext.options.Options`; None for all layers with RoPE.
+        named: a short name of the patch, such as "yarn with layers=".
+        instead: advice for errors: how to patch and keep the model's own attention function.
     """
 
     method: PositionMethod
@@ -50,21 +50,21 @@ class PositionMap:
 
     @property
     def key(self) -> tuple[Any, ...]:
-        """What must be the same for a cache to be continued."""
+        """Everything that has to match before a cache can be continued."""
         return self.label, self.rope.length, self.precise, self.local_too
 
     @functools.cached_property
     def bands(self) -> tuple[Band, ...]:
-        """Those of the method; keys are cached with the rotation of the last."""
+        """The bands of the method; keys are cached with the rotation of the last one."""
         return self.method.bands()
 
     @property
     def stored(self) -> Map:
-        """Where cached keys are."""
+        """The position map that cached keys are rotated with."""
         return self.bands[-1].key
 
     def inv_freq(self, site: RotarySite, device: torch.device) -> torch.Tensor:
-        """Float64, ``[pairs]``, kept on the device."""
+        """Inverse frequencies, float64, ``[pairs]``, cached on the device."""
         return cached_on_device(self._constants[site], "inv_freq", device)
 
     @functools.cached_property
@@ -73,12 +73,12 @@ class PositionMap:
 
     @functools.cached_property
     def reach(self) -> int | None:
-        """Most tokens that queries rotated together may be apart; None: any number."""
+        """Largest distance between queries that are rotated together, tokens; None: no limit."""
         growth = None if self.encoding is None else self.encoding.growth(1)
         return None if growth is None else Decay.reach(growth)
 
     def rotations(self, layout: Layout) -> BandRotations:
-        """For every band, the rotations of queries and of keys."""
+        """For each band, its geometry and the rotations of queries and keys."""
         if layout not in self._rotations:
             self._rotations[layout] = self._made(layout)
         return self._rotations[layout]
@@ -100,25 +100,25 @@ class PositionMap:
         ]
 
     def phase(self, t: torch.Tensor) -> torch.Tensor | None:
-        """What rotates all pairs of a token besides, radians."""
+        """Phase that the encoding adds to all pairs of a token, radians."""
         return None if self.encoding is None else self.encoding.phase(t)
 
     def query_scale(self, t: int) -> float:
-        """What multiplies the query at a position."""
-        made = self._heats  # another thread may put a longer one there
+        """The factor on the query at position ``t``."""
+        made = self._query_scales  # another thread may store a longer list
         if t >= len(made):
             found = self.temperature(torch.arange(2 * t + 1, device="cpu"), torch.float64)
             made = [1.0] * (2 * t + 1) if found is None else found.tolist()
-            self.__dict__["_heats"] = made
+            self.__dict__["_query_scales"] = made
         return made[t]
 
     def temperature(self, t: torch.Tensor, dtype: torch.dtype) -> torch.Tensor | None:
-        """``[tokens]``."""
+        """The factors on the queries at positions ``t``, ``[tokens]``; None if all are 1."""
         made = self.method.query_scaling(t.double().clamp(min=0), self.rope)
         return None if made is None else made.to(dtype)
 
     @functools.cached_property
-    def _heats(self) -> list[float]:
+    def _query_scales(self) -> list[float]:
         return []
 
     @functools.cached_property
@@ -127,5 +127,5 @@ class PositionMap:
     ) -> dict[Layout, BandRotations]:
         return {}
 
-    def __getstate__(self) -> dict[str, Any]:  # without what is made of it: bands are functions
+    def __getstate__(self) -> dict[str, Any]:  # fields only: cached bands hold functions
         return {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}

@@ -1,4 +1,4 @@
-"""Constants where they are needed: copied to a device once, not in every forward."""
+"""Copies constants to a device once instead of in every forward."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ import torch
 
 
 def cached_on_device(owner: Any, name: str, device: torch.device) -> torch.Tensor:
-    """The tensor ``owner.name``, which never changes, on a device; ``owner`` keeps the copy.
+    """Return the constant tensor ``owner.name`` on ``device``; the copy is cached on ``owner``.
 
-    A copy in every forward would wait for a GPU, and keep a compiled one from CUDA graphs.
+    Copying in every forward would synchronize with the GPU and rule out CUDA graphs.
     """
     x = getattr(owner, name)
     if x.device == device:
@@ -20,7 +20,7 @@ def cached_on_device(owner: Any, name: str, device: torch.device) -> torch.Tenso
     if copy is None:
         if torch.compiler.is_compiling():
             return x.to(device)
-        with torch.inference_mode(False):  # it outlives the mode
+        with torch.inference_mode(False):  # the copy outlives the mode
             copy = x.to(device)
         owner.__dict__[kept] = copy
     return copy

@@ -1,7 +1,7 @@
-"""Proves what a rotary module does with its frequencies.
+"""Checks how a rotary module uses its frequencies.
 
-It is run once on a copy with made-up ones: if the output is not the cosine and sine of those, the
-family is refused.
+A copy of the module runs once with made-up frequencies. If the output is not their cosine and sine,
+the family is not supported.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from rope_ext.rotary.third_party import replaced
 
 @dataclass(frozen=True)
 class Columns:
-    """Where a rotary module puts each pair.
+    """The column layout of a rotary module's output.
 
     Args:
-        pair: index of the pair behind each output column, int64, shape ``[columns]``.
-        axis: for embeddings of several position axes, the axis of each column; else None.
-        complex: one complex output instead of a cosine and a sine.
+        pair: index of the pair in each output column, int64, ``[columns]``.
+        axis: the position axis of each column, for embeddings with several axes; else None.
+        complex: whether the output is one complex tensor instead of cosine and sine.
     """
 
     pair: torch.Tensor
@@ -35,22 +35,22 @@ class Columns:
 
 
 def prove(decoder: nn.Module, module: nn.Module, layer_type: str | None, pairs: int) -> Columns:
-    """Run a copy of ``module`` on made-up frequencies and read off its layout.
+    """Run a copy of ``module`` with made-up frequencies and read its layout off the output.
 
     Args:
-        decoder: the model, for the error.
-        module: rotary.
-        layer_type: the layers whose frequencies are meant, where it owns several sets.
-        pairs: how many frequencies it has.
+        decoder: the model, for the error message.
+        module: the rotary module.
+        layer_type: which set of frequencies to check, if the module has one per layer type.
+        pairs: number of frequencies.
 
     Raises:
-        UnsupportedModelError: it does not rotate by its buffer.
+        UnsupportedModelError: the module does not use its buffer as frequencies.
     """
     inv_freq = 0.05 + 0.9 * torch.arange(pairs, dtype=torch.float64, device="cpu") / pairs
     scaling = 1.25
     twin = _twin(module, layer_type, inv_freq, scaling)
     positions = torch.tensor([[0, 1, 2, 3, 5, 8, 13, 21]], device="cpu")
-    # Far enough apart that a column of one axis cannot pass for another's.
+    # Far enough apart that a column of one axis cannot be mistaken for another's.
     axes = torch.stack((positions, positions + 40, positions + 90))
     columns = error = None
     for shape, ids in (("one", positions), ("three", axes)):
@@ -66,12 +66,12 @@ def prove(decoder: nn.Module, module: nn.Module, layer_type: str | None, pairs: 
             break
     if columns is None:
         reason = f" ({error})" if error else ""
-        there = "; ".join(replaced(decoder))
-        reason += f" (there is {there})" if there else ""
+        found_code = "; ".join(replaced(decoder))
+        reason += f" (found {found_code})" if found_code else ""
         raise UnsupportedModelError(
             f"{type(decoder).__name__}: {type(module).__name__} does not return the cosine and "
-            f"sine of position times its inv_freq buffer{reason}, so a change of the buffer would "
-            f"do nothing or something else. This family is not supported"
+            f"sine of position times its inv_freq buffer{reason}, so changing the buffer would "
+            f"not have the expected effect. This family is not supported"
         )
     return columns
 
@@ -79,10 +79,10 @@ def prove(decoder: nn.Module, module: nn.Module, layer_type: str | None, pairs: 
 def _twin(
     module: nn.Module, layer_type: str | None, inv_freq: torch.Tensor, scaling: float
 ) -> nn.Module:
-    """A shallow copy on the CPU, without hooks, with other frequencies."""
+    """A shallow copy on the CPU, without hooks, with other frequencies and scaling."""
     prefix = f"{layer_type}_" if layer_type else ""
     twin = copy.copy(module)
-    for name in ("forward", "_old_forward", "_hf_hook"):  # accelerate's wrapping
+    for name in ("forward", "_old_forward", "_hf_hook"):  # accelerate wraps forward
         twin.__dict__.pop(name, None)
     twin._forward_hooks = OrderedDict()
     twin._forward_pre_hooks = OrderedDict()
@@ -106,13 +106,13 @@ def _run(module: nn.Module, position_ids: torch.Tensor, layer_type: str | None) 
 
 
 def _read(output: Any, ids: torch.Tensor, inv_freq: torch.Tensor, scaling: float) -> Columns | None:
-    """The layout of ``output``, or None if it is not scaling * cos and sin of ids * inv_freq."""
+    """The layout of ``output``, or None if it is not scaling * cos/sin of ids * inv_freq."""
     is_complex = isinstance(output, torch.Tensor) and output.is_complex()
     parts = (output.real, output.imag) if is_complex else output
     if not isinstance(parts, tuple) or len(parts) != 2 or parts[0].shape != parts[1].shape:
         return None
     axis = None
-    if parts[0].shape[:-1] == ids.shape:  # [..., tokens, columns], each axis on its own
+    if parts[0].shape[:-1] == ids.shape:  # [..., tokens, columns], axes kept separate
         flat = ids.reshape(-1, 1).double()
         candidates = flat.unsqueeze(-1) * inv_freq  # [tokens, 1, pairs]
     elif ids.ndim == 3 and parts[0].shape[:-1] == ids.shape[1:]:  # axes mixed over columns
@@ -124,7 +124,7 @@ def _read(output: Any, ids: torch.Tensor, inv_freq: torch.Tensor, scaling: float
     cos, sin = (part.reshape(-1, part.shape[-1], 1).double() for part in parts)
     away = (cos - scaling * candidates.cos()).abs() + (sin - scaling * candidates.sin()).abs()
     worst, best = away.amax(0).min(-1)  # over tokens, then the nearest candidate per column
-    if worst.max() > 1e-3:  # float32 angles up to 111 rad are good to 1e-5
+    if worst.max() > 1e-3:  # float32 angles up to 111 rad are accurate to 1e-5
         return None
     pair = best % len(inv_freq)
     if len(pair.unique()) != len(inv_freq):

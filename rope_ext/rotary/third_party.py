@@ -1,7 +1,7 @@
-"""What other packages have put into a model: forwards of their own, and hooks that take keys away.
+"""Detects changes that other packages make to a model: replaced forwards, and hooks that drop keys.
 
-Unsloth and its like assign functions of their own to the classes of transformers. Those may rotate
-queries and keys by something else than what the rotary module returns.
+Unsloth and similar packages replace methods of transformers' classes. Their replacements may not
+rotate queries and keys by what the rotary module returns.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ from torch import nn
 
 from rope_ext.errors import CacheError
 
-_OURS = ("transformers", "torch", "rope_ext")  # what wraps or assigns forwards rightly
-_REROTATING_PRESSES = ("KeyRerotationPress", "FinchPress")  # presses that read inv_freq itself
+_OURS = ("transformers", "torch", "rope_ext")  # packages that may wrap or assign a forward
+_REROTATING_PRESSES = ("KeyRerotationPress", "FinchPress")  # these read inv_freq themselves
 
 
 def replaced(decoder: nn.Module) -> list[str]:
-    """What stands in place of transformers' own code between a decoder and its attention.
+    """List replaced code between a decoder and its attention layers.
 
     Returns:
-        ``"unsloth.models.llama.fast_forward in place of LlamaAttention.forward"``, and the like.
+        Entries such as ``"unsloth.models.llama.fast_forward in place of LlamaAttention.forward"``.
     """
     modules, found = dict(decoder.named_modules()), {}
     for name, module in modules.items():
@@ -32,16 +32,16 @@ def replaced(decoder: nn.Module) -> list[str]:
                 found[_path(type(module))] = "the rotary embedding"
         elif isinstance(getattr(module, "layer_idx", None), int):
             parts = name.split(".")
-            for n in range(len(parts) + 1):  # the decoder, its layers, what attends
+            for n in range(len(parts) + 1):  # the decoder, its layers, their attention
                 found.update(_other_forward(modules[".".join(parts[:n])]))
     return [f"{there} in place of {what}" for there, what in found.items()]
 
 
 def _other_forward(module: nn.Module) -> dict[str, str]:
-    """A forward that is not of the class it is called on, and what it is in place of."""
+    """A forward that does not come from the module's own package, and what it replaces."""
     owner = next(base for base in type(module).__mro__ if "forward" in vars(base))
     forward = vars(owner)["forward"]
-    if "forward" in module.__dict__ and "_hf_hook" not in module.__dict__:  # accelerate's wrapping
+    if "forward" in module.__dict__ and "_hf_hook" not in module.__dict__:  # not accelerate's hook
         forward = module.__dict__["forward"]
     while isinstance(forward, functools.partial):
         forward = forward.func
@@ -55,31 +55,34 @@ def _other_forward(module: nn.Module) -> dict[str, str]:
 
 
 def refuse_presses(modules: Iterable[nn.Module], method: str, instead: str) -> None:
-    """Raise if a press of kvpress is to drop keys of one of these attention modules.
+    """Raise CacheError if a kvpress press drops keys of one of these attention modules.
 
-    ``instead`` is the advice at the end.
+    Args:
+        modules: attention layers.
+        method: name of the patch, for the error.
+        instead: advice at the end of the error.
     """
     for press in _presses(modules):
         raise CacheError(
-            f"{press} of kvpress keeps other keys of each head, without their positions, and "
-            f"judges them by the one rotation under which they are cached; {method} needs the "
-            f"position of every key, and rotates it further; {instead}"
+            f"{press} of kvpress keeps different keys for each head and does not keep their "
+            f"positions, but {method} needs the position of every cached key to rotate it again; "
+            f"{instead}"
         )
 
 
 def refuse_rerotation(modules: Iterable[nn.Module], method: str) -> None:
-    """Raise if a press of kvpress is to rotate keys back by the frequencies in a buffer."""
+    """Raise CacheError if a kvpress press rotates keys by the frequencies in the buffer."""
     for press in _presses(modules):
         if press in _REROTATING_PRESSES:
             raise CacheError(
-                f"{press} of kvpress turns keys by the frequencies in the rotary module, and "
-                f"{method} has others for each sequence; pass length=TOKENS to fix them, or use "
-                f"another press"
+                f"{press} of kvpress rotates keys by the frequencies in the rotary module, but "
+                f"{method} uses different ones for each sequence; pass length=TOKENS to fix them, "
+                f"or use another press"
             )
 
 
 def _presses(modules: Iterable[nn.Module]) -> Iterator[str]:
-    """Names of what kvpress has hooked to modules, and of what that wraps."""
+    """Names of the presses that kvpress hooked to modules, and of the presses they wrap."""
     for module in modules:
         for hook in module._forward_hooks.values():
             owner = getattr(hook, "__self__", None)

@@ -1,4 +1,4 @@
-"""Weights that DeepSpeed has shared out among processes (ZeRO-3), for forwards of our own."""
+"""Gathers weights that DeepSpeed ZeRO-3 has partitioned, for forwards outside its engine."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from torch import nn
 
 @contextmanager
 def gathered(model: nn.Module) -> Iterator[None]:
-    """Give every module its whole weights within its own forward, as DeepSpeed's engine will.
+    """Gather every module's weights during its forward, as DeepSpeed's engine does.
 
-    Until there is an engine, nothing else does. Every process has to run the same forwards.
+    Needed before the engine exists. All processes have to run the same forwards.
     """
     handles: list[Any] = []
     for module in model.modules():
@@ -29,12 +29,12 @@ def gathered(model: nn.Module) -> Iterator[None]:
 
 
 def size(weight: nn.Parameter) -> int:
-    """How many numbers a weight has, wherever they lie."""
+    """Number of elements of a weight, whether it is partitioned or not."""
     return getattr(weight, "ds_numel", weight.numel())
 
 
 class _Whole:
-    """Hooks around the forwards of one module."""
+    """Hooks that gather and release the weights of one module."""
 
     def __init__(self) -> None:
         self.open: list[Any] = []
@@ -49,5 +49,5 @@ class _Whole:
         self.open.append(context)
 
     def leave(self, module: nn.Module, args: tuple, output: Any) -> None:
-        if self.open:  # else the forward was refused before it began
+        if self.open:  # empty if an earlier pre-hook raised
             self.open.pop().__exit__(None, None, None)

@@ -1,1 +1,1 @@
-"""How a patch is written into a model's configuration."""
+"""Saves a patch in the model's configuration."""

@@ -1,4 +1,4 @@
-"""Keeps ``model.config`` true while a patch is in force, and knows what it says of a model."""
+"""Reads a model's configuration, and keeps it in step with the patch."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from rope_ext.record import EXPERTS, FIELD, FIELDS, HEAD, OLDER, Record, record_
 from rope_ext.rotary.sites import RotarySite, rope_parameters, text_config
 
 CURE = "rope_ext: unknown to plain transformers; load with rope_ext.from_pretrained"
-"""Stands where transformers looks a name up, so that its error shows the cure."""
+"""Written where transformers looks up a name, so that its error tells users what to do."""
 _WRITTEN: weakref.WeakValueDictionary[int, nn.Module] = weakref.WeakValueDictionary()
-"""Decoder whose patch is written into the configuration of that id."""
+"""The decoder whose patch is written into a configuration, by the configuration's ``id``."""
 
 
 @contextmanager
 def quieted(logger: logging.Logger, level: int) -> Iterator[None]:
-    """Nothing below ``level`` from ``logger`` for the length of a ``with`` block."""
+    """Raise the level of ``logger`` to ``level`` inside a ``with`` block."""
     before = logger.level
     logger.setLevel(level)
     try:
@@ -33,10 +33,10 @@ def quieted(logger: logging.Logger, level: int) -> Iterator[None]:
 
 
 class ConfigState:
-    """Configuration fields as they were, and a way back.
+    """Saves the configuration fields that a patch overwrites, and restores them.
 
     Raises:
-        UnsupportedModelError: the patch of another model is written into the configuration.
+        UnsupportedModelError: the configuration already holds the patch of another model.
     """
 
     def __init__(self, decoder: nn.Module, model: nn.Module) -> None:
@@ -45,8 +45,8 @@ class ConfigState:
         self.configs = list({id(config): config for config in configs}.values())
         if any(_WRITTEN.get(id(config), decoder) is not decoder for config in self.configs):
             raise UnsupportedModelError(
-                f"{type(decoder).__name__} shares its configuration object with another model "
-                f"that is patched, so it would be taken for scaled already; unpatch that one "
+                f"{type(decoder).__name__} shares its configuration object with another patched "
+                f"model, so its configuration already looks scaled; unpatch the other model "
                 f"first, or build each model from its own copy.deepcopy(config)"
             )
         self.saved = [
@@ -60,14 +60,14 @@ class ConfigState:
 
     @property
     def earlier(self) -> Record | None:
-        """The record of the patch under which the model was saved that is loaded here plainly.
+        """The record of the patch that the checkpoint was saved with, if it is not in force.
 
-        One that the rest of the configuration describes as well does not count: it is in force.
+        A native record is in force, because transformers builds it from the other fields.
         """
         return _record(self.configs[0], native=False)
 
     def before(self, names: Iterable[str]) -> dict[str, Any]:
-        """Fields of the configuration before any patch; None: not there."""
+        """Configuration fields before any patch; None where a field did not exist."""
         earlier, in_force = self.earlier, _record(self.configs[0], native=True)
         fields = {**self.saved[0], **({} if earlier is None else earlier.config)}
         before = {name: copy.deepcopy(fields.get(name)) for name in names}
@@ -76,19 +76,19 @@ class ConfigState:
     def write(self, values: dict[str, Any]) -> None:
         for config in self.configs:
             if FIELD not in values and hasattr(config, FIELD):
-                delattr(config, FIELD)  # the checkpoint was saved under another patch
+                delattr(config, FIELD)  # the checkpoint was saved with another patch
             _WRITTEN[id(config)] = self.decoder
-            for name in FIELDS:  # in this order: the original before the maximum
+            for name in FIELDS:  # the order matters: the original length before the maximum
                 if name in values:
                     setattr(config, name, copy.deepcopy(values[name]))
         if EXPERTS in values:
             setattr(self.outermost, EXPERTS, values[EXPERTS])
 
     def write_older(self, values: dict[str, Any]) -> None:
-        """Write the fields in ``OLDER``, which are saved and change nothing else.
+        """Write the fields in ``OLDER``, which affect the saved file only.
 
-        ``rope_scaling`` is a property of the class, so that only ``to_dict`` sees the instance's
-        own value. Nothing is written where a class reads its base from ``rope_theta``.
+        ``rope_scaling`` is a property of the class, so only ``to_dict`` sees a value on the
+        instance. Classes that read their base from ``rope_theta`` are skipped.
         """
         for config in self.configs:
             if hasattr(config, "rope_parameters") and not _has_own_base(config):
@@ -108,17 +108,17 @@ class ConfigState:
 
 
 def replace_older(config: Any, values: Mapping[str, Any]) -> None:
-    """Make ``values`` the fields in ``OLDER`` that ``config`` saves; the others are removed."""
+    """Set the fields in ``OLDER`` that ``config`` saves to ``values``, and remove the others."""
     for name in OLDER:
         vars(config).pop(name, None)
     vars(config).update(values)
 
 
 def carry_older(saved: Mapping[str, Any], config: Any) -> None:
-    """Keep the fields in ``OLDER`` of a ``config.json`` that was saved under a patch.
+    """Restore the fields in ``OLDER`` of a ``config.json`` that was saved with a patch.
 
-    transformers drops them when it reads the file, so that a model loaded from it would lose them
-    when it is saved again.
+    transformers drops them when it reads the file, so without this the model would lose them when
+    it is saved again.
     """
     text = config.get_text_config(decoder=True)
     parts = [saved, *(part for part in saved.values() if isinstance(part, dict))]
@@ -129,40 +129,41 @@ def carry_older(saved: Mapping[str, Any], config: Any) -> None:
 
 
 def _has_own_base(config: Any) -> bool:
-    """Whether the class itself reads ``rope_theta``."""
+    """Whether the configuration class itself reads ``rope_theta``."""
     fields = getattr(type(config), "__dataclass_fields__", {})
     return "rope_theta" in fields or not type(config).__module__.startswith("transformers.")
 
 
 def _is_field(config: Any, name: str) -> bool:
-    """Whether a patch may write it over; a head dimension only where it is null.
+    """Whether a patch may overwrite a field; a head dimension only if it is null.
 
-    Elsewhere it may be computed, or differ from layer to layer and raise an error when it is read.
+    A head dimension that is set may be a computed property, or differ between layers, in which
+    case reading it raises an error.
     """
     return vars(config).get(name, 0) is None if name == HEAD else hasattr(config, name)
 
 
 def is_scaled(decoder: nn.Module, site: RotarySite) -> str | None:
-    """What the checkpoint's own configuration does to a site, in words; None if nothing."""
+    """Describe how the checkpoint's configuration scales a site; None if it does not."""
     config = getattr(site.module, "config", decoder.config)
     factor = rope_parameters(config, site.layer_type).get("factor")
     if site.scaled or factor not in (None, 1, 1.0):
         return f"rope_type {site.rope_type!r} with factor {factor}"
     record = _record(text_config(decoder), native=True)
-    return None if record is None else f"{record.call()}, under which it was saved"
+    return None if record is None else f"{record.call()}, which it was saved with"
 
 
 def reports_scaling(values: dict[str, Any], scaled: list[RotarySite]) -> bool:
-    """Whether the written ``rope_type`` shows that something scales; a larger base does not."""
+    """Whether the saved ``rope_type`` shows that RoPE is scaled; a larger base alone does not."""
     parts = [part_of(values["rope_parameters"], site) for site in scaled]
     return all(part["rope_type"] != "default" for part in parts)
 
 
 def _record(config: Any, native: bool) -> Record | None:
-    """The record in ``config`` if it can be read and is ``native``, or not."""
+    """The record in ``config`` if it is readable and its ``native`` flag matches."""
     try:
         record = record_of(config)
-    except RecordError:  # the trained length was given, or this would not have come so far
+    except RecordError:  # only reached if the user gave the trained length
         return None
     return record if record is not None and record.native == native else None
 

@@ -1,11 +1,11 @@
 """Fields of ``config.json`` for programs that do not read ``rope_parameters``.
 
-mlx-lm, transformers 4 and older converters read ``rope_theta`` and ``rope_scaling``, and without
-them use a default base and no scaling. A saved patch must not be lost that way. Either these fields
-describe it, or the base is a sentence instead of a number, so that the reader raises an error.
+mlx-lm, transformers 4 and older converters read ``rope_theta`` and ``rope_scaling``. Without these
+fields, they fall back to a default base and no scaling, and silently drop the patch. So the fields
+either describe the patch, or hold a sentence in place of the base, which makes the reader fail.
 
-transformers 5 takes ``rope_scaling`` in place of ``rope_parameters`` where both exist, and takes
-the base from it, so these fields never change what it builds.
+transformers 5 prefers ``rope_scaling`` to ``rope_parameters`` where both exist, and takes the base
+from it, so these fields never change what it builds.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from rope_ext.rotary.sites import PatchTarget, text_config
 from rope_ext.saving.configuration import CURE
 
 STOP = "rope_ext: extended by rope_parameters, which this program does not read"
-"""Written as the base for readers that cannot compute the patch."""
+"""Written in place of the base for readers that cannot compute the patch."""
 
 _THETA, _SCALING = OLDER
 _ALL = ("default", "linear", "yarn", "llama3", "longrope")
@@ -35,16 +35,16 @@ READ: Mapping[str, tuple[str, ...]] = MappingProxyType(
         **dict.fromkeys(("ernie4_5", "hunyuan_v1_dense", "phi3", "nemotron"), ("default",)),
     }
 )
-"""By family, the values of ``rope_type`` that mlx-lm 0.32.2 builds from the older fields."""
+"""For each family, the values of ``rope_type`` that mlx-lm 0.32.2 builds from the older fields."""
 
 
 def older_fields(place: PatchTarget, native: bool, adapts: bool) -> dict[str, Any]:
     """The older fields for the configuration of a patched model.
 
     Args:
-        place: where the patch was applied; its configuration describes the patch already.
+        place: where the patch was applied; its configuration already describes the patch.
         native: whether transformers builds the patch from ``rope_parameters``.
-        adapts: whether frequencies differ from sequence to sequence.
+        adapts: whether frequencies depend on the sequence length.
 
     Returns:
         ``rope_theta``, and ``rope_scaling`` where transformers 5 may read it.
@@ -52,7 +52,7 @@ def older_fields(place: PatchTarget, native: bool, adapts: bool) -> dict[str, An
     config = text_config(place.decoder)
     parameters = getattr(config, "rope_parameters", None) or {}
     if any(isinstance(value, dict) for value in parameters.values()):
-        return {_THETA: STOP if native else CURE}  # the older fields hold one set only
+        return {_THETA: STOP if native else CURE}  # the older fields hold a single set
     if not native:
         refused = {_SCALING: copy.deepcopy(parameters)}
         return {_THETA: CURE, **(refused if parameters.get("rope_type") == CURE else {})}
@@ -66,9 +66,9 @@ def older_fields(place: PatchTarget, native: bool, adapts: bool) -> dict[str, An
 
 
 def _rope_scaling(config: Any, parameters: Mapping[str, Any]) -> dict[str, Any] | None:
-    """``rope_scaling`` from which mlx-lm and transformers compute the same; None: there is none.
+    """``rope_scaling`` that means the same to mlx-lm and transformers; None if there is none.
 
-    Read in ``mlx_lm/models/rope_utils.py`` of mlx-lm 0.32.2, which ignores ``attention_factor``,
+    See ``mlx_lm/models/rope_utils.py`` in mlx-lm 0.32.2, which ignores ``attention_factor``,
     ``truncate`` and ``partial_rotary_factor``.
     """
     kind, given = parameters["rope_type"], parameters.get("attention_factor")
@@ -83,7 +83,7 @@ def _rope_scaling(config: Any, parameters: Mapping[str, Any]) -> dict[str, Any] 
             return None
         usual = yarn_factor(factor)
         if given is not None and not math.isclose(given, usual, rel_tol=1e-9):
-            # Computed as (0.1 mscale ln(factor) + 1) / 1.
+            # mlx-lm computes (0.1 mscale ln(factor) + 1) / 1.
             scaling |= {"mscale": (given - 1) / (usual - 1), "mscale_all_dim": 0}
         return scaling
     if kind == "longrope" and parameters["short_factor"] == parameters["long_factor"]:

@@ -1,7 +1,7 @@
-"""What to write into a configuration, so that plain transformers builds what was patched.
+"""Finds configuration fields from which plain transformers rebuilds a patch.
 
-Nothing is proposed before transformers itself, given a saved and reloaded copy of the
-configuration, has built the patched frequencies.
+A candidate is accepted only if transformers, given a saved and reloaded copy of the configuration,
+builds the patched frequencies from it.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from rope_ext.record import EXPERTS, HEAD
 from rope_ext.rotary.sites import PatchTarget, RotarySite, text_config
 from rope_ext.saving.configuration import CURE, part_of, quieted, replace_older
 
-# What a scaled entry holds beside its base; replaced as a whole when a patch goes on top.
+# Fields of a scaled entry besides its base; a patch on top replaces all of them.
 SCALING_FIELDS = (
     "attention_factor",
     "beta_fast",
@@ -39,18 +39,18 @@ SCALING_FIELDS = (
     "type",
 )
 _UNSAVED = "transformers has no type for it: reload it with rope_ext.from_pretrained (plain {})"
-_BUILT_IN_FLOAT32 = 1e-5  # pow of a large base in float32 is good to about 2e-6
+_BUILT_IN_FLOAT32 = 1e-5  # float32 pow of a large base is accurate to about 2e-6
 
 
 @dataclass(frozen=True)
 class Written:
-    """How a patch is written down.
+    """How a patch is saved.
 
     Args:
         values: configuration fields and their new values.
         native: whether plain transformers rebuilds the patch from them.
         built: for each patched site, the float32 frequencies that transformers built, so that
-            the model in memory and the reloaded one agree to the last bit.
+            the model in memory and the reloaded one are identical bit for bit.
         note: one sentence for ``describe``.
     """
 
@@ -63,7 +63,7 @@ class Written:
 def written(place: PatchTarget, method: FrequencyMethod, target: int) -> Written:
     """Find a configuration from which transformers rebuilds ``method`` on the scaled sites.
 
-    Frequencies that a method chooses per sequence are compared at its longest one.
+    For a method that chooses frequencies per sequence, those of the longest one are compared.
     """
     config, sites, scaled = text_config(place.decoder), place.sites, place.scaled
     for proposal, head in itertools.product(_proposals(method, scaled), _heads(config)):
@@ -72,7 +72,7 @@ def written(place: PatchTarget, method: FrequencyMethod, target: int) -> Written
         types = {entry["rope_type"] for entry in proposal.values()}
         if hasattr(config, "original_max_position_embeddings"):
             values["original_max_position_embeddings"] = scaled[0].rope.length
-        # The dynamic type counts from max_position_embeddings.
+        # The dynamic type scales from max_position_embeddings.
         dynamic = types == {"dynamic"}
         values["max_position_embeddings"] = scaled[0].rope.length if dynamic else target
         built = _built(place.decoder, config, values, sites)
@@ -82,20 +82,20 @@ def written(place: PatchTarget, method: FrequencyMethod, target: int) -> Written
         note = f"plain transformers reloads it (rope_type {', '.join(sorted(types))})"
         if "dynamic" in types:
             note += (
-                "; max_position_embeddings stays the trained length, from which transformers' "
-                "dynamic type counts: give evaluators their length by hand"
+                "; max_position_embeddings stays the trained length, because transformers' "
+                "dynamic type scales from it: pass the length to evaluators explicitly"
             )
         return Written(values, True, exact, note)
     return unsaved(place, target)
 
 
 def unsaved(place: PatchTarget, target: int) -> Written:
-    """For a patch that no configuration of transformers describes.
+    """Fields for a patch that transformers cannot express.
 
-    Plain transformers would load it unextended without a word. So ``rope_type`` becomes a name
-    that it does not know. Some families allow certain names only, or take their frequencies from
-    elsewhere: for them it is the experts' implementation, which every model of transformers looks
-    up first of all, with or without experts.
+    Plain transformers would silently load the model unextended, so ``rope_type`` is set to a name
+    it does not know. Some families accept certain names only, or ignore the field. For those the
+    experts' implementation is set instead, which every transformers model looks up first, with or
+    without experts.
     """
     config = text_config(place.decoder)
     length = {"max_position_embeddings": target}
@@ -119,7 +119,7 @@ def unsaved(place: PatchTarget, target: int) -> Written:
 
 
 def _is_refused(config: Any, values: dict[str, Any], build: Callable[[Any], Any]) -> bool:
-    """Whether transformers saves and reads the configuration, but builds no model from it."""
+    """Whether transformers saves and loads the configuration, but cannot build a model from it."""
     with quieted(logging.getLogger("transformers"), logging.CRITICAL):
         try:
             trial = _reloaded(config, values)
@@ -135,7 +135,7 @@ def _is_refused(config: Any, values: dict[str, Any], build: Callable[[Any], Any]
 def _proposals(
     method: FrequencyMethod, scaled: list[RotarySite]
 ) -> Iterator[dict[RotarySite, dict[str, Any]]]:
-    """Entries of rope_parameters for each scaled site, the most readable first."""
+    """Candidate ``rope_parameters`` entries for each scaled site, the most readable first."""
     if not any(site.scaled for site in scaled):
         yield {site: method.rope_parameters(site.rope) for site in scaled}
     if not method.adapts:
@@ -144,12 +144,12 @@ def _proposals(
             inv_freq, scaling = site.under(method)
             tables[site] = longrope_table(site.rope, inv_freq, method.factor, scaling)
         yield tables
-        # Some types give the whole head a frequency, zero beyond its partial_rotary_factor.
+        # Some types cover the whole head, with frequency zero beyond partial_rotary_factor.
         yield {site: {**table, "partial_rotary_factor": 1.0} for site, table in tables.items()}
 
 
 def _heads(config: Any) -> list[dict[str, int]]:
-    """As it is; where it is null, which some functions of transformers cannot read, a number."""
+    """The head dimension unchanged; if null, which some functions cannot read, also as a number."""
     if vars(config).get(HEAD, 0) is not None:
         return [{}]
     return [{}, {HEAD: config.hidden_size // config.num_attention_heads}]
@@ -168,7 +168,7 @@ def _merged(
         part.setdefault("rope_theta", site.rope.base)
         part.update(copy.deepcopy(proposal[site]))
         if old["mscale_all_dim"] and part["rope_type"] == "longrope":
-            # Latent attention takes its softmax scale from these two.
+            # Multi-head latent attention computes its softmax scale from these two.
             share = old["mscale_all_dim"]
             if site.baked:
                 grown = 0.1 * math.log(old["factor"])
@@ -191,7 +191,7 @@ def _built(
 ) -> dict[RotarySite, tuple[torch.Tensor, float]] | None:
     """What transformers builds from ``values``, after a round trip through config.json."""
     try:
-        # Trials may be refused by transformers; that is not the user's concern.
+        # transformers may reject a candidate; users need not see its messages.
         with quieted(logging.getLogger("transformers"), logging.CRITICAL):
             modules = _rebuilt_modules(decoder, _reloaded(config, values), sites)
         result = {}
@@ -200,7 +200,7 @@ def _built(
             inv_freq = module.get_buffer(site.buffer).detach()
             result[site] = inv_freq, float(getattr(module, site.scaling_attribute, 1.0))
         return result
-    except Exception:  # whatever transformers raises on a configuration, it cannot be saved
+    except Exception:  # whatever transformers raises, this candidate does not work
         return None
 
 
@@ -215,7 +215,7 @@ def _rebuilt_modules(
                 cls = type(module)
                 cache[cls] = cache.get(cls) or cls(config)
         return {name: cache[type(module)] for name, module in own.items()}
-    # Rotary modules with configurations of their own: only the decoder knows how they come about.
+    # Rotary modules may have their own configurations, which only the decoder can derive.
     with torch.device("meta"):
         skeleton = type(decoder)(config)
     with torch.device("cpu"):
@@ -231,16 +231,16 @@ def _equal(
 ) -> bool:
     for site in sites:
         inv_freq, scaling = site.loaded.double(), site.scaling
-        if site in scaled and dynamic:  # which has no number on cosine and sine
+        if site in scaled and dynamic:  # the dynamic type does not scale cosine and sine
             scaling = site.under(method)[1]
         elif site in scaled:
             inv_freq, scaling = site.under(method)
-            if method.adapts:  # a freshly built module starts at the trained length
+            if method.adapts:  # a new module starts with the frequencies of the trained length
                 inv_freq = method.frequencies(site.rope, site.rope.length)
         got, got_scaling = built[site]
         if got.shape != inv_freq.shape:
             return False
-        # A frequency of zero is written as one that rotates 1e-30 times as fast.
+        # A frequency of zero is saved as one that rotates 1e-30 times as fast.
         close = torch.allclose(got.double(), inv_freq, rtol=_BUILT_IN_FLOAT32, atol=1e-25)
         if not close or abs(got_scaling - scaling) > 1e-9 * scaling:
             return False

@@ -1,7 +1,7 @@
-"""A second load of a patched model, by the name in its own configuration, carries the patch.
+"""Patches a model that is loaded again by the name in a patched model's configuration.
 
-TRL's trainers load their reference model by ``config._name_or_path`` of the model that they train.
-Without this, they would compare a patched model with an unpatched one, and report no error.
+TRL's trainers load the reference model from ``config._name_or_path`` of the trained model. Without
+this, they would silently compare a patched model with an unpatched one.
 """
 
 from __future__ import annotations
@@ -21,21 +21,21 @@ _logger = logging.getLogger("rope_ext")
 
 
 def fresh(name: str) -> str:
-    """A string equal to ``name`` that is another object (CPython shares those of one character)."""
+    """A new string object equal to ``name`` (CPython shares strings of one character)."""
     return "".join(list(name))
 
 
 class SecondLoad:
-    """Recognizes loads by the name that the configuration of a patched model holds.
+    """Recognizes a load by the name stored in a patched model's configuration.
 
-    Recognized by identity: the patched model's configuration gets an equal string of its own, so
-    that whoever loads the folder by a name of theirs gets the model as it was saved, while the
-    name reads, compares and pickles as before.
+    The name is recognized by identity: the patched model's configuration gets a new string object
+    with the same text. Loading the folder by any other string returns the model as it was saved,
+    and the name still compares and pickles as before.
 
     Args:
         model: the outermost model.
         configs: its configuration, and that of its text model.
-        repatch: puts the patch that is in force on ``model`` on another one too.
+        repatch: applies the current patch of ``model`` to another model.
         attention: attention implementation of ``model`` without the patch.
     """
 
@@ -52,19 +52,19 @@ class SecondLoad:
         places: list[tuple[Any, str]] = [(model, "name_or_path")]
         places += [(config, _NAME) for config in (model.config, *configs)]
         self._holders = [(o, name) for o, name in places if getattr(o, name, None) == self.before]
-        if len(self.name) > 1:  # else it is no object of its own
+        if len(self.name) > 1:  # shorter strings are shared, so identity means nothing
             self._put(self.name)
             _PATCHED[id(self)] = self
             _watch()
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Copies and pickles of a patched model are patched models, too."""
+        """Register copies and unpickled patched models, too."""
         self.__dict__.update(state)
         if len(self.name) > 1:
             _PATCHED[id(self)] = self
 
     def undo(self) -> None:
-        """Give every holder of the name the string that it had."""
+        """Restore the original string everywhere."""
         _PATCHED.pop(id(self), None)
         self._put(self.before)
 
@@ -74,13 +74,13 @@ class SecondLoad:
 
 
 _PATCHED: weakref.WeakValueDictionary[int, SecondLoad] = weakref.WeakValueDictionary()
-"""Of every model that is patched now and was loaded by a name, by their ids."""
+"""One entry for each patched model that was loaded by name, by the ``id`` of the entry."""
 _watching: set[Callable] = set()
-"""``PreTrainedModel.from_pretrained`` as :func:`_watch` has made it."""
+"""Wrapped versions of ``PreTrainedModel.from_pretrained``; see :func:`_watch`."""
 
 
 def _watch() -> None:
-    """Have ``from_pretrained`` of transformers look for names of patched models."""
+    """Make transformers' ``from_pretrained`` recognize the names of patched models."""
     function = PreTrainedModel.from_pretrained.__func__
     if function in _watching:
         return
@@ -90,18 +90,18 @@ def _watch() -> None:
         cls: type, pretrained_model_name_or_path: Any = None, *args: Any, **kwargs: Any
     ) -> Any:
         name = pretrained_model_name_or_path
-        there = (reference() for reference in _PATCHED.valuerefs())
-        of = next((one for one in there if one is not None and one.name is name), None)
-        if of is None:
+        alive = (reference() for reference in _PATCHED.valuerefs())
+        source = next((one for one in alive if one is not None and one.name is name), None)
+        if source is None:
             return function(cls, name, *args, **kwargs)
         if str(kwargs.get(_ATTENTION)).startswith("rope_ext"):  # copied from the patched model
-            kwargs[_ATTENTION] = of.attention
+            kwargs[_ATTENTION] = source.attention
         loaded = function(cls, fresh(name), *args, **kwargs)
-        of.repatch(loaded[0] if isinstance(loaded, tuple) else loaded)  # with loading info
+        source.repatch(loaded[0] if isinstance(loaded, tuple) else loaded)  # with loading info
         _logger.warning(
-            "rope_ext: %s was loaded again by the name in the configuration of a patched model, as "
-            "TRL loads a reference model, so this copy carries the same patch; for the model as it "
-            "was saved, call rope_ext.unpatch on the copy",
+            "rope_ext: %s was loaded again by the name in a patched model's configuration, as TRL "
+            "does for its reference model, so this copy gets the same patch; to get the model as "
+            "it was saved, call rope_ext.unpatch on the copy",
             name,
         )
         return loaded

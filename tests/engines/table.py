@@ -24,17 +24,17 @@ TITLES = {"vllm": "vLLM", "sglang": "SGLang", "llama.cpp": "llama.cpp, Ollama", 
 HEAD = """\
 # Families and engines
 
-Which methods each engine computes as transformers does, by `model_type` of the language model.
-*All*: another base (`ntk`, `abf`), `pi`, `yarn`, `llama3`, and tables, by which every other
-frequency method is exported. `rope_ext.export` refuses the rest with the reason below.
+The methods that each engine computes as transformers does, by `model_type` of the language model.
+*All* means a different base (`ntk`, `abf`), `pi`, `yarn`, `llama3`, and tables, which export every
+other frequency method. For anything else, `rope_ext.export` raises an error with the reason below.
 
-Every entry of llama.cpp and mlx-lm is run in the engine itself, beyond the trained length
-(`python -m pytest tests/engines/test_families.py`), and every entry of vLLM and SGLang with the
-engine's own rotary classes (`tests/engines/test_servers.py`), but for families that vLLM builds by
-transformers' own model (*backend*), whose rotary module is transformers'.
+Every entry for llama.cpp and mlx-lm was run in the engine itself, beyond the trained length
+(`python -m pytest tests/engines/test_families.py`). Every entry for vLLM and SGLang was run with
+the engine's rotary classes (`tests/engines/test_servers.py`), except for families that vLLM runs
+with transformers' model and rotary module (*backend*).
 Versions: vLLM 0.33.0, SGLang 0.5.23, the llama.cpp of xllamacpp 2026.10.11549, mlx-lm 0.32.2.
 
-This page is written by `python -m tests.engines.table --write docs/engines/families.md`.
+`python -m tests.engines.table --write docs/engines/families.md` generates this page.
 """
 
 

@@ -104,7 +104,7 @@ def test_a_checkpoint_that_scales_by_itself_is_taken_as_it_is() -> None:
         Miniature.from_config(config())
     with pytest.raises(rope_ext.ExportError, match="chooses them for each"):
         Miniature.from_config(config(), "dynamic_ntk", factor=4)
-    with pytest.raises(rope_ext.ExportError, match="no miniature of 'gpt2'"):
+    with pytest.raises(rope_ext.ExportError, match="cannot verify the family 'gpt2'"):
         other = config()
         other.model_type = "gpt2"
         Miniature.from_config(other, "yarn", factor=4)
@@ -437,7 +437,7 @@ def test_what_cannot_be_told_apart_has_an_exit_code_of_its_own(folder: str, shor
         (b'{"error": "no such model"}', "an error: no such model"),
         (b'{"object": "error", "message": "too long"}', "an error: too long"),
         (b'{"error": {"message": "out of memory"}, "choices": []}', "an error: out of memory"),
-        (b"[1, 2]", "gives no log-probabilities with their tokens"),
+        (b"[1, 2]", "returns log-probabilities without token IDs"),
     ],
 )
 def test_what_a_server_says_instead_is_shown(folder: str, raw: bytes, message: str) -> None:
@@ -512,7 +512,7 @@ def test_what_mlx_does_is_named(folder: str) -> None:
     assert run(*words, "--as-saved").stdout.startswith("mlx: as patched;")
     stopped = run(folder, "--method", "resonance", "--engine", "mlx", "--as-saved")
     assert stopped.exit_code != 0 and "as patched" not in stopped.stdout
-    assert "mlx-lm does not run this folder" in stopped.output
+    assert "mlx-lm cannot run this folder" in stopped.output
 
 
 def test_a_written_miniature_is_unpatched(folder: str, tmp_path: Path, short: Checked) -> None:
@@ -541,7 +541,7 @@ def test_a_written_miniature_is_unpatched(folder: str, tmp_path: Path, short: Ch
         assert run(folder, "--method", "yarn", "--url", url).exit_code == 0
     before = (small / "config.json").read_bytes()
     again = run(folder, "--method", "pi", "--write", small)
-    assert again.exit_code == 2 and "give --write a new folder" in again.stderr
+    assert again.exit_code == 2 and "give --write a new directory" in again.stderr
     assert (small / "config.json").read_bytes() == before
 
 

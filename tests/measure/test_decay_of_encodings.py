@@ -76,7 +76,7 @@ def test_every_encoding_is_drawn_or_refused_by_name() -> None:
         try:
             values = bias_at(ROPE, cls(), 4, 200, AT)
         except rope_ext.OptionError as error:
-            assert str(error).startswith(f"{cls.name} makes its logits of queries and keys")
+            assert str(error).startswith(f"the logits of {cls.name} depend on queries and keys")
             continue
         assert values.dtype == torch.float64 and values.shape[1] == 4
         assert bool(values.any()) <= cls.adds()
@@ -109,7 +109,7 @@ def test_rotations_and_encodings_have_a_panel_each(monkeypatch, tmp_path: Path) 
     config = LlamaConfig(max_position_embeddings=64, **CONFIG)
     pictures.draw("decay", config, methods, tmp_path / "one.png")
     labels = [axes.get_legend_handles_labels()[1] for axes in panels]
-    assert labels == [["unpatched", "yarn"], ["alibi", "t5, as it begins"]]
+    assert labels == [["unpatched", "yarn"], ["alibi", "t5, untrained"]]
     line = panels[1].get_lines()[0]
     assert line.get_ydata()[0] == -(2.0**-4)  # one token away, of slopes 2^-2, -4, -6, -8
     assert (tmp_path / "one.png").stat().st_size > 10_000
@@ -125,7 +125,7 @@ def test_a_checkpoint_shows_what_it_learned(monkeypatch, tmp_path: Path) -> None
     methods = [rope_ext.T5(factor=4, num_buckets=16), rope_ext.T5(factor=4)]
     pictures.draw("decay", str(tmp_path), methods, tmp_path / "one.png")
     labels = panels[1].get_legend_handles_labels()[1]
-    assert labels == ["t5 (num_buckets=16), as learned", "t5, as it begins"]
+    assert labels == ["t5 (num_buckets=16), trained", "t5, untrained"]
     learned, begins = (line.get_ydata() for line in panels[1].get_lines()[:2])
     assert learned == pytest.approx(0.7) and not any(begins)
 

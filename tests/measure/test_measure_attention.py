@@ -202,9 +202,9 @@ def test_the_first_tokens_do_not_count() -> None:
 def test_families_that_cannot_be_looked_into_are_refused_by_name() -> None:
     with pytest.raises(rope_ext.UnsupportedModelError, match=r"FalconModel.*attention interface"):
         by_distance(tiny_model("falcon"), [tuple(range(3, 40))], EDGES)
-    with pytest.raises(rope_ext.UnsupportedModelError, match=r"FalconModel.*draw decay instead"):
+    with pytest.raises(rope_ext.UnsupportedModelError, match=r"FalconModel.*plot decay instead"):
         resultants(tiny_model("falcon"), [tuple(range(3, 40))])
     windowed = tiny_model("llama4_text")  # the layers without a window have no rotation
-    with pytest.raises(rope_ext.UnsupportedModelError, match="a limited window only"):
+    with pytest.raises(rope_ext.UnsupportedModelError, match="uses a sliding window"):
         resultants(windowed, [tuple(range(3, 40))])
     assert len(by_distance(windowed, [tuple(range(3, 93))], EDGES).shares) == 1

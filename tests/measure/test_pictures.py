@@ -239,8 +239,8 @@ def test_the_panel_of_weighted_decay_by_hand() -> None:
         ({"text": [Path("missing.txt")]}, r"cannot read the text missing\.txt"),
         ({"length": 10**6}, "a window of 1000000 is to be measured"),
         ({"windows": 0}, "windows=0"),
-        ({"kind": "decay"}, "decay reads no text; draw weighted-decay or attention"),
-        ({"model": LlamaConfig()}, "needs weights; give a model, folder or Hub id"),
+        ({"kind": "decay"}, "decay does not use a text; plot weighted-decay or attention"),
+        ({"model": LlamaConfig()}, "needs weights; give a model, folder or Hub ID"),
         ({"model": str(Path(__file__).parents[1])}, "cannot load the configuration of '.*tests'"),
         ({"loaded": True}, "give tokenizer="),
         ({"method": rope_ext.PI(factor=4)}, None),
@@ -278,8 +278,8 @@ def test_a_patched_model_is_refused(checkpoint: str, tmp_path: Path) -> None:
     [
         ("spectra", rope_ext.PI(factor=4), "did you mean 'spectrum'"),
         ("histogram", rope_ext.PI(factor=4), "Pictures: spectrum, angles, decay, distances"),
-        ("distances", rope_ext.PI(factor=4), "pi changes frequencies.*draw spectrum, angles or"),
-        ("spectrum", rope_ext.ReRoPE(factor=4), "rerope uses other distances.*draw distances,"),
+        ("distances", rope_ext.PI(factor=4), "pi changes frequencies.*plot spectrum, angles or"),
+        ("spectrum", rope_ext.ReRoPE(factor=4), "rerope changes distances.*plot distances,"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
@@ -292,7 +292,7 @@ def test_what_cannot_be_drawn(kind: str, method: Method, message: str, tmp_path:
 def test_where_and_of_what_nothing_can_be_drawn(tmp_path: Path) -> None:
     pi = rope_ext.PI(factor=4)
     for path in (tmp_path / "one.svg", tmp_path / "missing" / "one.png"):
-        with pytest.raises(rope_ext.OptionError, match=r"give a \.png file in a folder that exis"):
+        with pytest.raises(rope_ext.OptionError, match=r"give a \.png file in an existing dir"):
             pictures.draw("angles", model(), [pi], path)
     with pytest.raises(rope_ext.OptionError, match="length=0 is not valid"):
         pictures.draw("angles", model(), [pi], tmp_path / "one.png", length=0)

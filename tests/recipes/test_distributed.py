@@ -159,7 +159,7 @@ def llama(**values: Any) -> LlamaConfig:
 
 FULL = ["full_attention"] * 2
 REFUSED = {
-    "position method": ({"method": rope_ext.ReRoPE(factor=4)}, "'rerope'.*function of its own"),
+    "position method": ({"method": rope_ext.ReRoPE(factor=4)}, "'rerope'.*own attention function"),
     "dynamic": ({"method": rope_ext.DynamicNTK(factor=4)}, "'dynamic_ntk'.*pass length=TOKENS"),
     "dynamic_yarn": ({"method": rope_ext.DynamicYaRN(factor=4)}, "pass length=TOKENS"),
     "growing": (

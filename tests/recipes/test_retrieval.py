@@ -128,7 +128,7 @@ def test_a_run_trains_on_them(
         ({"retrieval_share": 0.1, "length": 64}, r"needs rows of at least \d+ tokens .* is 64"),
         (
             {"retrieval_share": 0.1, "document_masking": True, "pose_chunks": 0, "length": 256},
-            "--document_masking could part them; leave one of them out",
+            "--document_masking could separate them; leave one of them out",
         ),
         (
             {
@@ -137,7 +137,7 @@ def test_a_run_trains_on_them(
                 "pose_chunks": 0,
                 "length": 200,
             },
-            "--positions pose_released could part them",
+            "--positions pose_released could separate them",
         ),
     ],
 )

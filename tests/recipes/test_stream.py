@@ -194,7 +194,7 @@ def test_what_another_process_reads_has_no_state() -> None:
 
 
 def test_documents_that_make_no_row_end_the_stream() -> None:
-    with pytest.raises(stream.DataError, match="do not make one row of 8 tokens"):
+    with pytest.raises(stream.DataError, match="do not fill a row of 8 tokens"):
         next(iter(stream.Stream([made(numbered(3, 2))], [1.0], seed=0)))
 
 
@@ -305,7 +305,7 @@ BAD = [
     ([{"weight": 1}], "dataset is missing"),
     ([{"dataset": "a", "wieght": 1}], "unknown name 'wieght'; did you mean 'weight'"),
     (["books"], "give JSON such as"),
-    ([{"dataset": "nowhere/at-all", "weight": 1}], "cannot read the data 'nowhere/at-all'"),
+    ([{"dataset": "nowhere/at-all", "weight": 1}], "cannot read the dataset 'nowhere/at-all'"),
 ]
 
 
@@ -324,7 +324,7 @@ def test_a_stream_is_read_by_one_process(
     checkpoint: Path, texts: Path, tmp_path: Path, weights: None
 ) -> None:
     more = {"streaming": True, "dataloader_num_workers": 2}
-    with pytest.raises(RopeExtError, match=r"read by one process.*give 1, or 0"):
+    with pytest.raises(RopeExtError, match=r"at most one worker.*give 1, or 0"):
         finetune.main(arguments(checkpoint, texts, tmp_path / "run", **more))
 
 
@@ -332,7 +332,7 @@ def test_a_mixture_has_no_end(checkpoint: Path, tmp_path: Path, weights: None) -
     one = json.dumps({"dataset": "python-library", "weight": 1})
     more = {"dataset": None, "datasets": [one]}
     words = arguments(checkpoint, Path(), tmp_path / "run", max_steps=None, **more)
-    with pytest.raises(RopeExtError, match="--datasets is infinite; set --max_steps"):
+    with pytest.raises(RopeExtError, match="--datasets has no end; set --max_steps"):
         finetune.main(words)
     words = arguments(checkpoint, Path(), tmp_path / "run", eval_strategy="steps", **more)
     with pytest.raises(RopeExtError, match="--datasets needs --eval_dataset"):

@@ -559,7 +559,7 @@ def test_a_larger_base_is_known_for_an_extension(tmp_path, ids, case: str) -> No
     assert current_patch(model).record.call() in str(rope_ext.describe(again))
     before = snapshot(again)
     for method in ("pi", "dynamic_yarn"):
-        with pytest.raises(rope_ext.AlreadyScaledError, match="under which it was saved"):
+        with pytest.raises(rope_ext.AlreadyScaledError, match="which it was saved with"):
             rope_ext.patch(again, method, factor=2)
     assert not changed(before, snapshot(again))
     length = rope_ext.describe(again).length

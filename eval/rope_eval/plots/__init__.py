@@ -1,1 +1,1 @@
-"""Pictures. matplotlib, the ``eval`` extra, is imported only to draw."""
+"""Plots. matplotlib (the ``eval`` extra) is imported only when a plot is drawn."""

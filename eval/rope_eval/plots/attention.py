@@ -1,8 +1,8 @@
-"""What a model attends to, and with: its own queries and keys, over a text.
+"""Measures attention weights, queries and keys of a model on a text.
 
-No attention kernel returns its weights. Here the layers show queries and keys as they are about to
-attend with them, under a patch or without one, and the weights of the last few queries are made
-densely: memory grows with the length, not with its square.
+Attention kernels do not return weights. So queries and keys are captured right before attention,
+patched or not, and the weights of the last few queries are computed densely: memory is linear in
+the length.
 """
 
 from __future__ import annotations
@@ -25,25 +25,25 @@ from rope_ext.position.layers import find_layouts
 from rope_ext.rotary.sites import evaluating, sees_window, text_config, text_decoder
 
 FIRST = 4
-"""Tokens that take attention for being first, whatever they say (arXiv 2309.17453, section 3)."""
+"""Number of initial tokens that act as attention sinks (arXiv 2309.17453, section 3)."""
 
 QUERIES = 256
-"""Tokens at the end of a window whose attention is looked at."""
+"""Number of queries at the end of a window whose attention weights are measured."""
 
-_NUMBERS = 2**24  # weights that exist at a time
+_NUMBERS = 2**24  # attention weights in memory at a time
 Row = tuple[int, ...]
 
 
 @dataclass(frozen=True, eq=False)
 class Shares:
-    """Where the last tokens of some windows look.
+    """How the last tokens of some windows distribute their attention over distances.
 
     Args:
-        edges: where bins of distance begin and end, tokens, ``[bins + 1]``.
-        shares: of all attention, float64, ``[layers, bins]``: mean over windows, queries and
-            heads, the first tokens left out.
-        first: the share of the first tokens, and of learned sinks where layers have those,
-            ``[layers]``. With ``shares`` it makes one.
+        edges: edges of the distance bins in tokens, ``[bins + 1]``.
+        shares: share of the attention in each bin, float64, ``[layers, bins]``: the mean over
+            windows, queries and heads, without the first tokens.
+        first: share of the first tokens and of learned sinks, if any, ``[layers]``. With ``shares``
+            it adds up to 1.
     """
 
     edges: tuple[int, ...]
@@ -53,17 +53,17 @@ class Shares:
 
 @dataclass(frozen=True, eq=False)
 class Resultants:
-    """How long the mean query and the mean key of every head are, before their rotation.
+    """Mean queries and keys of every head, before the rotation.
 
-    A rotary pair is a complex number, turned by ``x theta_i`` at distance x. Where queries and
-    keys lie close to their means, the logit at distance x is about ``sum_i |E q_i| |E k_i| cos(x
-    theta_i + arg E q_i - arg E k_i)``: Mao et al. 2026, arXiv 2604.04921, section 3.2.
+    A rotary pair is a complex number, rotated by ``x theta_i`` at distance x. If queries and keys
+    are close to their means, the logit at distance x is about ``sum_i |E q_i| |E k_i| cos(x theta_i
+    + arg E q_i - arg E k_i)``: Mao et al. 2026, arXiv 2604.04921, section 3.2.
 
     Args:
-        weights: ``E q_i`` times the conjugate of ``E k_i`` and the scale of the logits:
-            complex128, ``[heads of all layers, pairs]``.
-        query, key: mean resultant lengths ``|E q| / E |q|``, ``[heads of all layers]``: 1 where
-            all vectors are parallel, 0 where they point anywhere (section 3.1 there, as in
+        weights: ``E q_i`` times the conjugate of ``E k_i`` times the logit scale, complex128,
+            ``[heads of all layers, pairs]``.
+        query, key: mean resultant lengths ``|E q| / E |q|``, ``[heads of all layers]``: 1 if all
+            vectors are parallel, 0 if their directions cancel out (section 3.1 there, as in
             circular statistics).
     """
 
@@ -75,32 +75,32 @@ class Resultants:
         """Logits of mean queries and keys at ``distance``, float64, ``[heads, distances]``.
 
         Args:
-            distance: tokens, ``[distances]``, or ``[distances, pairs]`` where they differ.
-            frequencies: radians per token of every pair, ``[pairs]``.
+            distance: in tokens, ``[distances]``, or ``[distances, pairs]`` if pairs differ.
+            frequencies: radians per token of each pair, ``[pairs]``.
         """
         angles = frequencies.unsqueeze(-1) * (distance.mT if distance.ndim == 2 else distance)
         return self.weights.real @ angles.cos() - self.weights.imag @ angles.sin()
 
 
 def choose_windows(tokenizer: Any, text: Sequence[Path | str], length: int, count: int) -> Windows:
-    """Up to ``count`` stretches of ``length`` tokens, as :class:`Perplexity` chooses them.
+    """Choose up to ``count`` windows of ``length`` tokens, as :class:`Perplexity` does.
 
     Raises:
         MeasureError: a text is missing, unreadable or too short.
-        OptionError: ``count`` or ``length`` is of no use.
+        OptionError: ``count`` or ``length`` is not valid.
     """
     task = Perplexity(text=tuple(text), windows=count)
     return task.choose(Frame.from_tokenizer(tokenizer, "no"), (length,), seed=0, option="--length")
 
 
 def octaves(trained: int, length: int) -> tuple[int, ...]:
-    """Edges of octaves of distance up to ``length``, one of them at the trained length."""
+    """Octave edges for distances up to ``length``; the trained length is one of them."""
     octaves = {round(trained * 2.0**k) for k in range(-trained.bit_length(), length.bit_length())}
     return tuple(sorted({0, 1, length} | {edge for edge in octaves if 0 < edge < length}))
 
 
 def evenly(edges: Sequence[int]) -> torch.Tensor:
-    """The shares of attention that gives every token the same, float64, ``[bins]``."""
+    """Share of each bin under uniform attention, float64, ``[bins]``."""
     tokens = edges[-1]
     reach = (
         torch.arange(max(0, tokens - QUERIES), tokens, dtype=torch.float64, device="cpu").unsqueeze(
@@ -113,17 +113,17 @@ def evenly(edges: Sequence[int]) -> torch.Tensor:
 
 
 def by_distance(model: nn.Module, rows: Sequence[Row], edges: Sequence[int]) -> Shares:
-    """Where the last :data:`QUERIES` tokens of every row look, averaged.
+    """Average attention of the last :data:`QUERIES` tokens of every row, by distance.
 
-    Layers that see a limited window are left out.
+    Sliding-window layers are left out.
 
     Args:
-        model: patched or not.
-        rows: token ids, of one length.
-        edges: of the bins, as :func:`octaves` makes them.
+        model: a model, patched or not.
+        rows: token IDs, all rows of the same length.
+        edges: edges of the bins, from :func:`octaves`.
 
     Raises:
-        UnsupportedModelError: its layers do not go through transformers' attention interface.
+        UnsupportedModelError: the layers do not use transformers' attention interface.
     """
     layers: dict[nn.Module, list[torch.Tensor]] = {}
     inner = torch.tensor(edges[1:-1], device="cpu")
@@ -141,7 +141,7 @@ def by_distance(model: nn.Module, rows: Sequence[Row], edges: Sequence[int]) -> 
             place = torch.bucketize(distance, inner, right=True)
             place[:, :FIRST] = len(edges) - 1
             total.index_add_(0, place.flatten(), given.flatten())
-            total[-1] += (len(given) / (tokens - first)) - given.sum()  # what learned sinks take
+            total[-1] += (len(given) / (tokens - first)) - given.sum()  # share of learned sinks
 
     _show(model, rows, look)
     shares = torch.stack([torch.stack(calls).mean(0) for calls in layers.values()])
@@ -149,23 +149,23 @@ def by_distance(model: nn.Module, rows: Sequence[Row], edges: Sequence[int]) -> 
 
 
 def resultants(model: nn.Module, rows: Sequence[Row]) -> Resultants:
-    """Mean queries and keys of an unpatched model, over all tokens but the first of every row.
+    """Mean queries and keys of an unpatched model, over all tokens except the first of every row.
 
     Args:
-        model: of several rotary embeddings, that of layers without a window is looked at.
-        rows: token ids, no more than the trained length.
+        model: if it has several rotary embeddings, the one of layers without a window is used.
+        rows: token IDs, at most the trained length.
 
     Raises:
-        UnsupportedModelError: where the rotary pairs lie in its layers cannot be proven, or they
-            see a window only.
+        UnsupportedModelError: the layout of the rotary pairs cannot be determined, or all layers
+            with RoPE use a sliding window.
     """
     decoder, site = text_decoder(model), first_site(model)
     try:
         heads = find_layouts(decoder, [site])
     except UnsupportedModelError as error:
         raise UnsupportedModelError(
-            f"{type(decoder).__name__}: where rotary pairs lie in its attention layers cannot be "
-            f"proven, so its own weights cannot be read; draw decay instead, which needs none"
+            f"{type(decoder).__name__}: cannot determine the layout of the rotary pairs in its "
+            f"attention layers; plot decay instead, which needs no weights"
         ) from error
     layers: dict[nn.Module, list[tuple[torch.Tensor, ...]]] = {}
     pair_of: dict[nn.Module, torch.Tensor] = {}
@@ -176,39 +176,39 @@ def resultants(model: nn.Module, rows: Sequence[Row]) -> Resultants:
             return
         pair_of[module] = head.pair
         theta = site.loaded.double()[head.pair]
-        turned = torch.arange(dense.query.shape[2], device="cpu").unsqueeze(-1) * theta
+        angles = torch.arange(dense.query.shape[2], device="cpu").unsqueeze(-1) * theta
         means = []
         for x in (dense.query[0] * dense.call.scale, dense.key[0]):
             x = x.cpu().double()
             pairs = torch.complex(x[..., head.pairs.first], x[..., head.pairs.second])
-            pairs = (pairs * torch.exp(-1j * turned))[:, FIRST:]
+            pairs = (pairs * torch.exp(-1j * angles))[:, FIRST:]
             means += [pairs.mean(1), pairs.abs().square().sum(-1).sqrt().mean(1)]
         layers.setdefault(module, []).append(tuple(means))
 
     _show(model, rows, look)
     if not layers:
         raise UnsupportedModelError(
-            f"{type(decoder).__name__}: every layer with a rotary embedding sees a limited window "
-            f"only, so there are no long distances in them; draw attention instead"
+            f"{type(decoder).__name__}: every layer with RoPE uses a sliding window, so there are "
+            f"no long distances; plot attention instead"
         )
     weights, lengths = [], []
     for module, calls in layers.items():
         means = (torch.stack(part).mean(0) for part in zip(*calls, strict=True))
-        query, of_query, key, of_key = means
+        query, query_norm, key, key_norm = means
         groups = len(query) // len(key)
-        key, of_key = (part.repeat_interleave(groups, 0) for part in (key, of_key))
+        key, key_norm = (part.repeat_interleave(groups, 0) for part in (key, key_norm))
         made = torch.zeros(len(query), len(site.loaded), dtype=torch.complex128, device="cpu")
         weights.append(made.index_add_(1, pair_of[module], query * key.conj()))
-        lengths.append((query.norm(dim=-1) / of_query, key.norm(dim=-1) / of_key))
+        lengths.append((query.norm(dim=-1) / query_norm, key.norm(dim=-1) / key_norm))
     return Resultants(torch.cat(weights), *map(torch.cat, zip(*lengths, strict=True)))
 
 
 @torch.no_grad()
 def _show(model: nn.Module, rows: Sequence[Row], look: Callable[[nn.Module, Dense], None]) -> None:
-    """Run the decoder of ``model`` on every row and ``look`` at its self-attention at full reach.
+    """Run the decoder on every row and call ``look`` for each full self-attention layer.
 
     Raises:
-        UnsupportedModelError: there is none to be seen.
+        UnsupportedModelError: no such layer can be observed.
     """
     decoder, seen = text_decoder(model), False
     device = cast(PreTrainedModel, model).device
@@ -227,11 +227,11 @@ def _show(model: nn.Module, rows: Sequence[Row], look: Callable[[nn.Module, Dens
                 decoder(input_ids=torch.tensor([row], device=device), use_cache=False)
     except torch.OutOfMemoryError:
         raise
-    except (TypeError, AttributeError, IndexError, RuntimeError) as error:  # no real mask
+    except (TypeError, AttributeError, IndexError, RuntimeError) as error:  # unusual masks
         seen, cause = False, error
     if not seen:
         why = "" if cause is None else f" ({cause})"
         raise UnsupportedModelError(
-            f"{type(decoder).__name__}: its attention layers cannot be looked into, since they do "
-            f"not leave it all to transformers' attention interface{why}"
+            f"{type(decoder).__name__}: cannot observe its attention layers, because they do not "
+            f"use transformers' attention interface throughout{why}"
         ) from cause

@@ -1,4 +1,4 @@
-"""The picture of a calibration: loss and retrieval against what cos and sin are multiplied by."""
+"""Plots a calibration: perplexity and retrieval by attention factor."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from typing import BinaryIO
 from rope_eval.plots.style import bare, figure_of, legend_below, style_of, ticker
 
 Point = tuple[float, float, float | None]
-"""What cos and sin are multiplied by, perplexity, and the share found if it was measured."""
+"""Attention factor, perplexity, and share of answers found (None if not measured)."""
 
 
 @dataclass(frozen=True)
 class Line:
-    """A method.
+    """The line of one method.
 
     Args:
-        name: of it.
-        points: with the options of the published default beside the attention factor.
+        name: name of the method.
+        points: results by attention factor, with the other options as published.
         published: the published default.
-        chosen: what was found.
-        options: that it differs in beside the attention factor, in words.
+        chosen: the result of the calibration.
+        options: other options that differ from the default, as text.
     """
 
     name: str
@@ -33,15 +33,15 @@ class Line:
 
 
 def draw(lines: Sequence[Line], trained: int, target: int, path: Path | BinaryIO) -> None:
-    """Draw them as a PNG: perplexity, and below it retrieval if it was measured.
+    """Save a PNG with perplexity and, if measured, retrieval below it.
 
     Args:
-        lines: methods.
-        trained: context, tokens.
-        target: context, tokens.
-        path: of the PNG, or a file that is open.
+        lines: one line per method.
+        trained: trained length in tokens.
+        target: target length in tokens.
+        path: path of the PNG, or an open file.
     """
-    titles = ["perplexity far out (lower is better)", "answers found (higher is better)"]
+    titles = ["perplexity at the end (lower is better)", "answers found (higher is better)"]
     panels = 1 + all(point[2] is not None for line in lines for point in line.points)
     figure = figure_of(6.6, 1.4 + 0.2 * len(lines) + 2.9 * panels)
     grid = figure.subplots(panels, 1, squeeze=False)[:, 0]
@@ -58,7 +58,7 @@ def draw(lines: Sequence[Line], trained: int, target: int, path: Path | BinaryIO
                       markeredgecolor="white", **mark)  # fmt: skip
     for axes, title in zip(grid, titles, strict=False):
         axes.set_title(title, fontsize=10, loc="left")
-        axes.set_xlabel("attention factor: cos and sin times it")
+        axes.set_xlabel("attention factor (on cos and sin)")
         bare(axes)
     grid[0].set_yscale("log")
     grid[0].yaxis.set_major_locator(ticker().LogLocator(subs=(1, 1.5, 2, 3, 4, 5, 7), numticks=99))
@@ -68,7 +68,7 @@ def draw(lines: Sequence[Line], trained: int, target: int, path: Path | BinaryIO
         grid[1].set_ylim(-0.04, 1.04)
         grid[1].yaxis.set_major_formatter(ticker().PercentFormatter(1))
     figure.suptitle(
-        f"{trained} \u2192 {target} tokens, on the half of the text that chooses\n"
+        f"{trained} \u2192 {target} tokens, on the half of the text used for selection\n"
         f"(ring: published default, star: chosen)",
         fontsize=11,
     )

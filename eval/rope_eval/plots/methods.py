@@ -1,4 +1,4 @@
-"""What is drawn into the axes of each picture: one line per method, unpatched first."""
+"""Draws each plot into given axes: one line per method, the unpatched model first."""
 
 from __future__ import annotations
 
@@ -22,25 +22,25 @@ from rope_eval.plots.style import UNPATCHED_STYLE, mark_trained, style_of, ticke
 from rope_ext.encodings import Encoding
 from rope_ext.methods import Method, Rope
 
-_POINTS = 4096  # of a line by distance: more would not be seen
+_POINTS = 4096  # points of a line by distance; more would not be visible
 _MARKS = 12  # markers on a line
-_BINS = 4  # of distances, to an octave
-_TICKS = 18  # with a number each; of more, every other one has
-_LEAST = -100.0  # nats: no weight is left
+_BINS = 4  # distance bins per octave
+_TICKS = 18  # labelled ticks; if there are more, every other one is labelled
+_LEAST = -100.0  # nats: below this, no attention weight is left
 _MET: dict[str, Any] = {"color": "#dfe8dc", "linewidth": 0, "zorder": 0}
 
 TRAINED = "within the trained length"
-"""What the unpatched model within its trained length is called, beside the lines' labels."""
+"""Label of the unpatched model within its trained length."""
 
 Biases = Callable[[Encoding, torch.Tensor], tuple[torch.Tensor, str]]
-"""What an encoding adds at distances ``[n]``: ``[heads, n]``, of all layers; and a word on it."""
+"""Maps an encoding and distances ``[n]`` to biases ``[heads of all layers, n]`` and a note."""
 
 Lines = Mapping[str, Method | None]
-"""The methods by what the legend calls them; None is the unpatched model."""
+"""The methods by legend label; None is the unpatched model."""
 
 
 def spectrum(axes: Any, rope: Rope, methods: Lines, length: int) -> None:
-    """Frequency of every pair, and its wavelength on the right."""
+    """Plot the frequency of every pair, with its wavelength on the right axis."""
     for label, method in methods.items():
         values = frequencies(rope, method, length)
         rest = int((values == 0).sum())
@@ -48,7 +48,7 @@ def spectrum(axes: Any, rope: Rope, methods: Lines, length: int) -> None:
         _line(axes, methods, label, range(len(values)), values, f", {rest} at rest" * (rest > 0))
     turn = 2 * math.pi / rope.length
     axes.axhline(turn, color="#777777", linewidth=1, zorder=0)
-    axes.annotate(f"one turn in the trained {rope.length} tokens", (0, turn), (2, -3),
+    axes.annotate(f"one rotation in the trained {rope.length} tokens", (0, turn), (2, -3),
                   textcoords="offset points", va="top", fontsize=8, color="#555555")  # fmt: skip
     axes.set(yscale="log", xlabel="rotary pair, fastest first", ylabel="frequency, radians / token")
     right = axes.secondary_yaxis("right", functions=(_inverse, _inverse))
@@ -56,7 +56,7 @@ def spectrum(axes: Any, rope: Rope, methods: Lines, length: int) -> None:
 
 
 def angles(axes: Any, rope: Rope, methods: Lines, length: int) -> None:
-    """Largest angle of every pair at ``length`` tokens, over the angles met in training."""
+    """Plot the largest angle of each pair at ``length`` tokens, over those seen in training."""
     for label, method in methods.items():
         values = largest_angles(rope, method, length)
         values = values.where(values > 0, math.nan)
@@ -64,15 +64,15 @@ def angles(axes: Any, rope: Rope, methods: Lines, length: int) -> None:
     bottom, top = axes.dataLim.intervaly
     bottom, top = bottom / 3, 2 * top
     trained = rope.length * rope.inv_freq
-    seen = trained.where(rope.rotations < 1, top)  # a full turn meets every angle there is
-    met = f"met in training ({rope.length} tokens; after a full turn, all)"
+    seen = trained.where(rope.rotations < 1, top)  # a full rotation covers every angle
+    met = f"seen in training ({rope.length} tokens; all angles after a full rotation)"
     axes.fill_between(range(len(seen)), bottom, seen, label=met, **_MET)
     axes.set(yscale="log", ylim=(bottom, top), xlabel="rotary pair, fastest first")
     axes.set_ylabel(f"largest angle within {length} tokens, radians")
 
 
 def decay(axes: Any, rope: Rope, methods: Lines, length: int) -> None:
-    """``g`` by distance, of those that turn."""
+    """Plot ``g`` by distance for methods that rotate."""
     distance, bins, places = _nearby(length)
     for label, method in methods.items():
         if not rotates(rope, method):
@@ -91,7 +91,7 @@ def decay(axes: Any, rope: Rope, methods: Lines, length: int) -> None:
 
 
 def biases(axes: Any, rope: Rope, methods: Lines, length: int, added: Biases) -> None:
-    """What encodings add to the logits by distance: the median head, and all of them."""
+    """Plot the bias of encodings by distance: the median head, and the range of all heads."""
     distance, bins, places = _nearby(length)
     for label, method in methods.items():
         if not isinstance(method, Encoding) or rotates(rope, method):
@@ -104,7 +104,7 @@ def biases(axes: Any, rope: Rope, methods: Lines, length: int, added: Biases) ->
         axes.fill_between(places, low, high, color=colour, alpha=0.1, linewidth=0)
     axes.axhline(0, color="#777777", linewidth=0.8, zorder=0)
     axes.axhline(-math.log(1000), color="#777777", linewidth=0.8, linestyle=":", zorder=0)
-    axes.annotate("a thousandth of the weight", (0.01, -math.log(1000)), (0, -2),
+    axes.annotate("1/1000 of the weight", (0.01, -math.log(1000)), (0, -2),
                   xycoords=axes.get_yaxis_transform(), textcoords="offset points", va="top",
                   fontsize=8, color="#555555")  # fmt: skip
     axes.set(xscale="log", xlabel="distance x, tokens (line: median head; shaded: all heads)")
@@ -118,9 +118,9 @@ def biases(axes: Any, rope: Rope, methods: Lines, length: int, added: Biases) ->
 
 
 def weighted_decay(axes: Any, rope: Rope, methods: Lines, length: int, weights: Resultants) -> None:
-    """The logits of mean queries and keys by distance, mean over heads.
+    """Plot the logits of mean queries and keys by distance, averaged over heads.
 
-    Scalings of the logits, which multiply whole lines, are left out, as in ``decay``.
+    As in ``decay``, scalings of the logits are left out, since they only multiply a whole line.
     """
     distance, bins, places = _nearby(length)
     for label, method in methods.items():
@@ -144,9 +144,9 @@ def weighted_decay(axes: Any, rope: Rope, methods: Lines, length: int, weights: 
 def attention(
     axes: Any, rope: Rope, methods: Lines, length: int, shares: Mapping[str, Shares]
 ) -> None:
-    """Shares of attention by octave of distance, over those of even attention."""
+    """Plot shares of attention by octave of distance, over those of uniform attention."""
     edges = shares["unpatched"].edges
-    borders = [max(edge, 0.5) for edge in edges]  # the first bin is a token's own place
+    borders = [max(edge, 0.5) for edge in edges]  # the first bin is the token itself
     places = [math.sqrt(low * high) for low, high in pairwise(borders)]
     for label in methods:
         found = shares[label]
@@ -159,10 +159,10 @@ def attention(
         values = shares[TRAINED].shares.mean(0).tolist()
         axes.plot(places[: len(values)], values, label=f"unpatched at {rope.length} tokens",
                   color="#333333", linestyle=":", linewidth=1.5, zorder=1)  # fmt: skip
-    even = "the same for every token"
+    even = "uniform attention"
     axes.stairs(evenly(edges).tolist(), borders, fill=True, label=even, color="#eeeeee", zorder=0)
     axes.set(xscale="log", xlim=(borders[0], borders[-1]), xlabel="distance, tokens")
-    axes.set_ylabel("share of attention between two marks,\nmean over layers and heads")
+    axes.set_ylabel("share of attention between two ticks,\nmean over layers and heads")
     axes.set_xticks(borders, [str(edge) for edge in edges])
     for tick in axes.get_xticklabels()[len(edges) % 2 :: 2] if len(edges) > _TICKS else ():
         tick.set_visible(False)
@@ -172,7 +172,7 @@ def attention(
 
 
 def distances(axes: Any, rope: Rope, methods: Lines, length: int) -> None:
-    """Distance in use by distance, from the last token."""
+    """Plot the distance that a method uses by true distance, from the last token."""
     distance = torch.linspace(
         0, length - 1, min(length, _POINTS), dtype=torch.float64, device="cpu"
     ).round()
@@ -186,7 +186,7 @@ def distances(axes: Any, rope: Rope, methods: Lines, length: int) -> None:
                           linewidth=0)  # fmt: skip
         if method is not None:
             highest = max(highest, float(used.nan_to_num(nan=0).max()))
-    axes.axhspan(0, rope.length, label=f"met in training ({rope.length} tokens)", **_MET)
+    axes.axhspan(0, rope.length, label=f"seen in training ({rope.length} tokens)", **_MET)
     axes.set(ylim=(0, 1.1 * highest), xlim=(0, length))
     axes.ticklabel_format(style="plain")
     axes.set(xlabel="distance, tokens (from the last one back)", ylabel="distance used, tokens")
@@ -194,7 +194,7 @@ def distances(axes: Any, rope: Rope, methods: Lines, length: int) -> None:
 
 
 def _line(axes: Any, lines: Lines, label: str, x: Any, y: torch.Tensor, more: str = "") -> str:
-    """A line, the first method on top; markers beside those of others. Returns its colour."""
+    """Draw a line, earlier methods on top, with shifted markers. Returns its color."""
     place = list(lines).index(label)
     style = UNPATCHED_STYLE if place == 0 else style_of(place - 1)
     step = max(len(lines), len(y) // _MARKS)
@@ -205,16 +205,16 @@ def _line(axes: Any, lines: Lines, label: str, x: Any, y: torch.Tensor, more: st
 
 
 def _gap(values: torch.Tensor) -> str:
-    return ", gap: not seen" if values.isnan().any() else ""
+    return ", gap: hidden" if values.isnan().any() else ""
 
 
 def _nearby(length: int) -> tuple[torch.Tensor, list[int], list[float]]:
-    """Distances, how many of them are drawn as one, and where."""
+    """All distances, the sizes of their bins, and where each bin is drawn."""
     distance = torch.logspace(
         0, math.log2(max(length - 1, 1)), _POINTS, 2, dtype=torch.float64, device="cpu"
     )
     distance = distance.round().unique()
-    # The fast pairs swing with every few tokens: raw lines would hide each other.
+    # Fast pairs oscillate every few tokens, so raw lines would hide each other.
     _, sizes = (_BINS * distance.log2()).floor().unique_consecutive(return_counts=True)
     bins = sizes.tolist()
     return distance, bins, [float(part.mean()) for part in distance.split(bins)]
@@ -227,7 +227,7 @@ def _octave_ticks(axes: Any) -> None:
 
 
 def _inverse(value: Any) -> Any:
-    """Frequency to wavelength, and back."""
+    """Convert frequency to wavelength, or back."""
     import numpy
 
     with numpy.errstate(divide="ignore"):

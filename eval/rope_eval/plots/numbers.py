@@ -1,6 +1,6 @@
-"""The numbers behind pictures that need no weights: from a trained embedding and a method.
+"""Computes the numbers of plots that need no weights, from an embedding and a method.
 
-A method of None is the unpatched model.
+If the method is None, it is the unpatched model.
 """
 
 from __future__ import annotations
@@ -14,18 +14,18 @@ from rope_ext.errors import OptionError
 from rope_ext.methods import Method, Rope
 
 SEED = 0
-"""Of what an encoding learns, as it begins."""
+"""Seed for the initial parameters of encodings."""
 
 
 def frequencies(rope: Rope, method: Method | None, length: int) -> torch.Tensor:
-    """Radians per token of every pair in a sequence of ``length`` tokens: float64, ``[pairs]``."""
+    """Frequencies in a sequence of ``length`` tokens, radians/token, float64, ``[pairs]``."""
     return rope.inv_freq if method is None else method.frequencies(rope, length)
 
 
 def largest_angles(rope: Rope, method: Method | None, length: int) -> torch.Tensor:
-    """Radians of every pair at the end of ``length`` tokens, as ``diagnose`` counts them.
+    """Largest angles within ``length`` tokens, as in ``diagnose``, float64, ``[pairs]``.
 
-    Under a position method, at the largest distance in use. Float64, ``[pairs]``.
+    For a position method, this is the angle at the largest distance that it uses.
     """
     end = length if method is None else method.span(rope, length)
     return end * frequencies(rope, method, length)
@@ -34,33 +34,32 @@ def largest_angles(rope: Rope, method: Method | None, length: int) -> torch.Tens
 def used_distances(
     rope: Rope, method: Method | None, length: int, distance: torch.Tensor
 ) -> torch.Tensor:
-    """The distances that the last of ``length`` tokens uses in place of the real ones.
+    """The distances that a method uses in place of the true ones, for the last token.
 
     Args:
         rope: the trained embedding.
-        method: whose distances.
-        length: tokens.
-        distance: from the last token back, whole numbers below ``length``; float64, ``[n]``.
+        method: the method.
+        length: sequence length in tokens.
+        distance: true distances, whole numbers below ``length``; float64, ``[n]``.
 
     Returns:
-        Tokens, ``[n]``, or ``[n, pairs]`` where every pair uses its own; NaN where a method hides
-        the token.
+        Distances in tokens, ``[n]``, or ``[n, pairs]`` if pairs differ; NaN for hidden tokens.
     """
     return distance if method is None else method.distances(rope, length, distance)
 
 
 def by_pair(used: torch.Tensor) -> torch.Tensor:
-    """Distances in use (:func:`used_distances`) with an axis for pairs: ``[n, 1]`` or more."""
+    """Add a dimension for pairs to :func:`used_distances` if it is missing: ``[n, 1 or pairs]``."""
     return used if used.ndim == 2 else used.unsqueeze(-1)
 
 
 def decay_at(
     rope: Rope, method: Method | None, length: int, distance: torch.Tensor
 ) -> torch.Tensor:
-    """``g(x) = 2 sum_i cos(x theta_i)``: q.k of vectors of ones, ``distance`` (``[n]``) apart.
+    """``g(x) = 2 sum_i cos(x theta_i)``: q.k of two vectors of ones at ``distance`` ``[n]``.
 
     Su et al. 2021, arXiv 2104.09864, section 3.4.3, without its bound. Scalings of the logits
-    (YaRN's temperature, ReRoPE's log n), which multiply whole lines, are left out.
+    (YaRN's temperature, ReRoPE's log n) are left out, since they only multiply a whole line.
     """
     used = by_pair(used_distances(rope, method, length, distance))
     angles = used * frequencies(rope, method, length)
@@ -76,7 +75,7 @@ def decay_at(
 
 
 def rotates(rope: Rope, method: Method | None) -> bool:
-    """Whether queries and keys of different positions are turned differently."""
+    """Whether the rotation of queries and keys depends on their position."""
     if not isinstance(method, Encoding):
         return True
     one = torch.ones(1, dtype=torch.float64, device="cpu")
@@ -91,21 +90,21 @@ def bias_at(
     distance: torch.Tensor,
     learned: Learned | None = None,
 ) -> torch.Tensor:
-    """What an encoding adds to the logits of the last of ``length`` tokens, in nats.
+    """The bias that an encoding adds to the logits of the last token, in nats.
 
     Args:
         rope: the trained embedding.
-        encoding: adds nothing, or what follows from where query and key are.
-        heads: of the queries.
-        length: tokens.
-        distance: from the last token back, whole numbers below ``length``; float64, ``[n]``.
-        learned: what was; None: as it begins, drawn with :data:`SEED`.
+        encoding: an encoding whose bias depends on positions only.
+        heads: number of query heads.
+        length: sequence length in tokens.
+        distance: true distances, whole numbers below ``length``; float64, ``[n]``.
+        learned: trained parameters; None initializes them with :data:`SEED`.
 
     Returns:
         Float64, ``[heads, n]``.
 
     Raises:
-        OptionError: its logits follow from queries and keys.
+        OptionError: the logits depend on queries and keys.
     """
     if learned is None:
         with torch.random.fork_rng(devices=[]):
@@ -114,8 +113,8 @@ def bias_at(
     scores = encoding.scores(heads, rope, learned)
     if scores is not None and not encoding.adds():
         raise OptionError(
-            f"{encoding.name} makes its logits of queries and keys, so there is no line by "
-            f"distance to draw of it; leave {encoding.name} out, or draw attention"
+            f"the logits of {encoding.name} depend on queries and keys, so it cannot be plotted by "
+            f"distance; leave {encoding.name} out, or plot attention"
         )
     with torch.no_grad():
         if scores is not None:

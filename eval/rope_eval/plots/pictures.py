@@ -1,4 +1,4 @@
-"""Pictures of what methods do: one line per method, and the unpatched model dashed."""
+"""Plots of what methods do: one line per method, and the unpatched model dashed."""
 
 from __future__ import annotations
 
@@ -49,8 +49,8 @@ from rope_ext.position.bias import DistanceBias
 from rope_ext.record import option_texts
 from rope_ext.rotary.sites import text_config, text_decoder
 
-_CHARACTERS = 150  # that fit into a line of the legend
-_STRETCH = 4096  # tokens of text at a time for mean queries and keys, or the trained length
+_CHARACTERS = 150  # characters in a line of the legend
+_STRETCH = 4096  # tokens per window for mean queries and keys, at most the trained length
 
 
 _ROTATING = ("frequency", "position", "rotation")
@@ -65,7 +65,7 @@ def _resultants(
 def _shares(
     model: nn.Module, rope: Rope, methods: Lines, text: Windows, length: int, compose: bool
 ) -> dict[str, Shares]:
-    """By label; and of the unpatched model within its trained length."""
+    """Shares by label, and those of the unpatched model within its trained length."""
     edges, found = octaves(rope.length, length), {}
     for label, method in methods.items():
         under = nullcontext() if method is None else patched(model, method, compose=compose)
@@ -79,15 +79,15 @@ def _shares(
 
 @dataclass(frozen=True)
 class Kind:
-    """A picture.
+    """A kind of plot.
 
     Args:
-        draw: takes axes, the trained embedding, lines, the length, and what was measured.
-        shows: the kinds of methods that it can show; None: all.
-        title: what is in it.
-        measure: what it needs of a model with weights, over a text; None: nothing.
-        stretch: the tokens of text that this takes at a time, of the trained length and ``length``.
-        beside: draws the encodings that turn nothing, in axes of their own.
+        draw: takes axes, the trained embedding, the lines, the length, and the measurement.
+        shows: kinds of methods that it can show; None for all.
+        title: title of the plot.
+        measure: measures the model on a text; None if the plot needs no weights.
+        stretch: tokens per window of text, given the trained length and ``length``.
+        beside: draws encodings without a rotation, in separate axes.
     """
 
     draw: Callable[..., None]
@@ -112,7 +112,7 @@ KINDS = {
     ),
     "attention": Kind(attention, None, f"attention of the last {QUERIES} tokens", _shares),
 }
-"""The pictures by name."""
+"""Kinds of plots by name."""
 
 
 def draw(
@@ -127,36 +127,40 @@ def draw(
     device: str = "auto",
     tokenizer: Any = None,
 ) -> None:
-    """One picture of several methods as a PNG.
+    """Plot several methods and save the plot as a PNG.
 
-    Of a model with sliding layers, the others are drawn.
+    For a model with sliding-window layers, the plot shows the other layers.
 
     Args:
-        kind: ``spectrum`` of frequencies, largest ``angles`` against those of training, ``decay``
-            of q.k by distance and of what encodings add, as it begins (drawn with seed 0) or, where
-            the folder was saved under one, as it was learned, ``distances`` that position methods
-            use in place of the real ones; with the model's weights over a text, ``weighted-decay``
-            of its own mean queries and keys (:class:`rope_eval.plots.attention.Resultants`) and
-            ``attention`` by distance.
-        model: loaded and unpatched, or a configuration, folder or Hub id; not changed. Weights are
-            read for the last two kinds only.
-        methods: frequency methods for spectrum, position methods for distances, encodings for
-            decay and attention, else any.
-        path: of the PNG.
-        length: tokens; by default, the longest that the methods reach.
-        compose: draw frequency methods on top of a checkpoint that is scaled already.
-        text: files, folders or data sets; by default, Python's own library.
-        windows: stretches of text, at most.
-        device: for weights that are read here.
-        tokenizer: of a loaded model, for the last two kinds.
+        kind: one of
+
+            * ``spectrum``: the frequencies;
+            * ``angles``: the largest angles, compared with those seen in training;
+            * ``decay``: q.k by distance, and the biases of encodings: trained ones if the folder
+              was saved with that encoding, otherwise initial ones (seed 0);
+            * ``distances``: the distances that position methods use in place of the true ones;
+            * ``weighted-decay``: decay of the model's mean queries and keys on a text
+              (:class:`rope_eval.plots.attention.Resultants`);
+            * ``attention``: attention weights by distance on a text.
+        model: an unpatched model, which is not changed, or a configuration, folder or Hub ID. Only
+            the last two kinds need weights.
+        methods: frequency methods for ``spectrum``, position methods for ``distances``; encodings
+            only for ``decay`` and ``attention``.
+        path: path of the PNG.
+        length: length in tokens; default: the longest target length of the methods.
+        compose: apply frequency methods on top of existing RoPE scaling.
+        text: files, folders or datasets; default: the Python standard library.
+        windows: maximum number of text windows.
+        device: device for weights that are loaded here.
+        tokenizer: tokenizer of a loaded model, for the last two kinds.
 
     Raises:
-        OptionError: an unknown kind, a method that it cannot show, a path or length of no use, or
-            options that do not go with the model or the kind.
+        OptionError: the kind is unknown or cannot show a method, the path or length is not valid,
+            or options do not apply to the model or the kind.
         MeasureError: matplotlib is not installed, the configuration, weights or text cannot be
             loaded, or the text is too short.
-        AlreadyPatchedError: the model carries a patch.
-        NoRopeError, UnsupportedModelError, AlreadyScaledError: as :func:`rope_ext.patch`.
+        AlreadyPatchedError: the model is patched.
+        NoRopeError, UnsupportedModelError, AlreadyScaledError: as for :func:`rope_ext.patch`.
     """
     path = Path(path)
     if kind not in KINDS:
@@ -168,11 +172,11 @@ def draw(
         if picture.shows is not None and method.kind not in picture.shows:
             raise OptionError(_cure(kind, method))
     if path.suffix.lower() != ".png" or not path.parent.is_dir():
-        raise OptionError(f"cannot write {path}; give a .png file in a folder that exists")
+        raise OptionError(f"cannot write {path}; give a .png file in an existing directory")
     require_matplotlib()
     if picture.measure is None and text is not None:
         raise OptionError(
-            f"{kind} reads no text; draw weighted-decay or attention, or leave the text out"
+            f"{kind} does not use a text; plot weighted-decay or attention, or leave the text out"
         )
     built = model_of(model)
     decoder, site = text_decoder(built), first_site(built)
@@ -203,7 +207,7 @@ def draw(
         (others,) = beside
         picture.beside(others, rope, lines, length, added)
         bare(others)
-        others.set_title("what encodings add", **TITLE)
+        others.set_title("biases of encodings", **TITLE)
     bare(axes)
     name = Path(model).name if isinstance(model, (str, Path)) else type(decoder).__name__
     by = f", factor {factors[0]:g}" if len(factors) == 1 else ""
@@ -220,7 +224,7 @@ def draw(
 
 
 def _biases(model: Any, heads: int, rope: Rope, length: int) -> Biases:
-    """What encodings add: as they begin, or as the checkpoint that was saved under them learned."""
+    """Biases of encodings: trained if the checkpoint was saved with them, otherwise initial."""
     saved, layers = None, []
     if isinstance(model, (str, Path)):
         record = models.saved_under(models.load_config(str(model)))
@@ -235,7 +239,7 @@ def _biases(model: Any, heads: int, rope: Rope, length: int) -> Biases:
         given = layers if same else [None]
         every = [bias_at(rope, encoding, heads, length, distance, one) for one in given]
         learns = bool(encoding.initial(Heads(heads, rope.dim, rope.dim), rope))
-        return torch.cat(every), (", as learned" if same else ", as it begins") * learns
+        return torch.cat(every), (", trained" if same else ", untrained") * learns
 
     return added
 
@@ -244,8 +248,8 @@ def _tokenizer(kind: str, model: Any) -> Any:
     if isinstance(model, (str, Path)):
         return models.load_tokenizer(str(model))
     if isinstance(model, nn.Module):
-        raise OptionError(f"{kind} reads a text; give tokenizer=, or a folder instead of a model")
-    raise OptionError(f"{kind} needs weights; give a model, folder or Hub id, not a configuration")
+        raise OptionError(f"{kind} uses a text; give tokenizer=, or a folder instead of a model")
+    raise OptionError(f"{kind} needs weights; give a model, folder or Hub ID, not a configuration")
 
 
 def _label(method: Method, factor: bool) -> str:
@@ -257,15 +261,15 @@ def _cure(kind: str, method: Method) -> str:
     moves = method.attends
     if method.kind in ("encoding", "rotation"):
         return (
-            f"{method.name} changes neither frequencies nor distances, so {kind} has nothing to "
-            f"show of it; draw decay, or leave {method.name} out"
+            f"{method.name} changes neither frequencies nor distances, so {kind} cannot show it; "
+            f"plot decay, or leave {method.name} out"
         )
     why = (
-        "uses other distances and leaves the frequencies as they are"
+        "changes distances but not frequencies"
         if moves
-        else "changes frequencies and leaves distances as they are"
+        else "changes frequencies but not distances"
     )
     return (
-        f"{method.name} {why}, so {kind} has nothing to show of it; draw "
+        f"{method.name} {why}, so {kind} cannot show it; plot "
         f"{'distances' if moves else 'spectrum'}, angles or decay, or leave {method.name} out"
     )

@@ -1,6 +1,6 @@
-"""Pictures: perplexity and rates against length, rates by length and depth, loss by position.
+"""Plots of results: perplexity and rates by length, rates by length and depth, loss by position.
 
-What they share with those of :mod:`rope_eval.plots.pictures` is in :mod:`rope_eval.plots.style`.
+Code shared with :mod:`rope_eval.plots.pictures` is in :mod:`rope_eval.plots.style`.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from rope_eval.plots.style import (
 from rope_eval.reports.summary import Estimate, is_unpatched, number
 
 _MOST_SHADED = 4  # lines
-_WIDTH = 6.6  # inches of a picture of panels: at 400 pixels, 10 points are still 8 pixels
-_CELL = 0.42  # of a heat map, inches: "100" fits
-_HEIGHT = 12  # perplexity axis: highest over lowest value shown; what blew up further leaves it
+_WIDTH = 6.6  # inches of a plot with panels: at 400 pixels, 10 points are still 8 pixels
+_CELL = 0.42  # inches of a heat map cell, in which "100" fits
+_HEIGHT = 12  # ratio of highest to lowest perplexity shown; lines above leave the plot
 
 
 def draw_perplexity(
@@ -39,18 +39,18 @@ def draw_perplexity(
     axis: str = "context, tokens",
     ticks: Sequence[int] | None = None,
 ) -> None:
-    """Perplexity against length as a PNG: one line per system, its interval shaded.
+    """Plot perplexity by length as a PNG: one line per system, with shaded intervals.
 
-    Both axes are logarithmic. Lines that rise beyond ``_HEIGHT`` times the lowest leave the
-    picture at the top; the label at the right edge says where they end.
+    Both axes are logarithmic. Lines above ``_HEIGHT`` times the lowest value leave the plot at the
+    top; the label at the right edge shows their final value.
 
     Args:
         estimates: by (system, length in tokens).
-        trained: trained context in tokens of each system, marked by a vertical line.
-        title: above the axes.
-        path: of the PNG, or a file that is open.
-        axis: what the horizontal axis is.
-        ticks: its marks; by default, all lengths.
+        trained: trained length in tokens of each system, marked by a vertical line.
+        title: title of the plot.
+        path: path of the PNG, or an open file.
+        axis: label of the horizontal axis.
+        ticks: ticks of the horizontal axis; default: all lengths.
     """
     systems, lengths = _axes_of(estimates)
     shaded = _shaded(estimates, systems, lengths[-1])
@@ -97,12 +97,12 @@ def draw_rates(
     trained: Mapping[str, int],
     path: Path | BinaryIO,
 ) -> None:
-    """Rates against length as a PNG: one panel per task, one line per system with its interval.
+    """Plot rates by length as a PNG: one panel per task, one line per system with intervals.
 
     Args:
         estimates: by (task, system, length in tokens).
-        trained: trained context in tokens of each system, marked by a vertical line.
-        path: of the PNG, or a file that is open.
+        trained: trained length in tokens of each system, marked by a vertical line.
+        path: path of the PNG, or an open file.
     """
     tasks = list(dict.fromkeys(task for task, _, _ in estimates))
     across = min(2, len(tasks))
@@ -121,7 +121,7 @@ def draw_rates(
                 [0.0 if e.low is None else e.value - e.low for e in line],
                 [0.0 if e.high is None else e.high - e.value for e in line],
             ]
-            # A little to the side of each other, or the bars of equal rates hide each other.
+            # Shift systems sideways, so that error bars of equal rates do not overlap.
             places = [n * 2 ** (0.05 * (place - len(systems) / 2)) for n in lengths]
             axes.errorbar(places, values, errors, label=_title(system), linewidth=1.4,
                           markersize=4, elinewidth=0.8, capsize=2, **style)  # fmt: skip
@@ -129,7 +129,7 @@ def draw_rates(
         axes.set_xticks(lengths, [str(n) for n in lengths], rotation=45 if slanted else 0)
         axes.minorticks_off()
         axes.yaxis.set_major_formatter(ticker().PercentFormatter(1))
-        if index + across >= len(tasks):  # the last one of its column
+        if index + across >= len(tasks):  # the last panel of its column
             axes.tick_params(labelbottom=True)
             axes.set_xlabel("context, tokens")
         axes.set_title(task, **TITLE)
@@ -148,13 +148,13 @@ def draw_depths(
     title: str,
     path: Path | BinaryIO,
 ) -> None:
-    """Rates as a PNG: one heat map per system, length across, depth down.
+    """Plot rates as a PNG: one heat map per system, with lengths as columns and depths as rows.
 
     Args:
         estimates: by (system, length in tokens, depth bin).
-        trained: trained context in tokens of each system, marked in its map.
-        title: above all maps.
-        path: of the PNG, or a file that is open.
+        trained: trained length in tokens of each system, marked in its map.
+        title: title above all maps.
+        path: path of the PNG, or an open file.
     """
     systems, lengths = _axes_of(estimates)
     depths = 1 + max(depth for _, _, depth in estimates)
@@ -212,7 +212,7 @@ def _title(system: str) -> str:
 
 
 def _styles(systems: Sequence[str]) -> dict[str, dict[str, Any]]:
-    """Colour, dashes and marker of each line; the first unpatched model is grey."""
+    """Color, dashes and marker of each line; the first unpatched model is grey."""
     styles, index = {}, 0
     for system in systems:
         if is_unpatched(system) and UNPATCHED_STYLE not in styles.values():
@@ -226,7 +226,7 @@ def _styles(systems: Sequence[str]) -> dict[str, dict[str, Any]]:
 def _shaded(
     estimates: Mapping[tuple[str, int], Estimate], systems: Sequence[str], last: int
 ) -> list[str]:
-    """Whose intervals to shade: all of a few; of many, that would hide the lines."""
+    """Systems whose intervals are shaded: all if they are few; many would hide the lines."""
     if len(systems) <= _MOST_SHADED:
         return list(systems)
     best = min(systems, key=lambda system: estimates[system, last].value)
@@ -234,12 +234,12 @@ def _shaded(
 
 
 def _label_ends(axes: Any, last: int, labels: Mapping[str, tuple[float, str]]) -> None:
-    """Name each line beside its right end; labels that would touch are pushed apart.
+    """Label each line at its right end, and move overlapping labels apart.
 
     Args:
-        axes: with its y limits set.
-        last: where the lines end.
-        labels: text to (last value of the line, colour).
+        axes: axes with their y limits set.
+        last: x value of the right end.
+        labels: maps text to (last value of the line, color).
     """
     bottom, top = axes.get_ylim()
     names = sorted(labels, key=lambda name: labels[name][0])
@@ -267,7 +267,7 @@ def _label_ends(axes: Any, last: int, labels: Mapping[str, tuple[float, str]]) -
 
 
 def _spread(heights: Sequence[float], gap: float) -> list[float]:
-    """Ascending heights, moved apart to ``gap`` around their common middle, none above 1."""
+    """Move ascending heights at least ``gap`` apart around their common center, none above 1."""
     groups: list[list[float]] = []
     for height in heights:
         groups.append([height])

@@ -1,6 +1,6 @@
-"""What all pictures share: that they can be drawn, colours, and the mark of the trained length.
+"""Shared by all plots: the check for matplotlib, styles, and the mark of the trained length.
 
-matplotlib is the ``eval`` extra. It is imported only to draw.
+matplotlib (the ``eval`` extra) is imported only when a plot is drawn.
 """
 
 from __future__ import annotations
@@ -13,42 +13,42 @@ from typing import Any, BinaryIO
 
 from rope_ext.errors import MeasureError
 
-# Okabe and Ito's colours that stand out on white, safe for colour-blind readers; markers and
-# dashes tell further methods apart.
+# Okabe and Ito's colors that stand out on white, safe for color-blind readers. Markers and dashes
+# distinguish further methods.
 _COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00")
 _MARKERS = "osD^vPX*"
 _DASHES: tuple[Any, ...] = ("-", (0, (5, 1.5)), (0, (1.5, 1.2)))
 NUMBERS = "rope_ext"
-"""The key of the PNG text chunk that holds the numbers a picture was drawn from, as JSON."""
+"""Key of the PNG text chunk that holds the plotted numbers as JSON."""
 TITLE = {"loc": "left", "fontsize": 11, "pad": 17}
-"""Of axes with a mark of the trained length, whose label is between the two."""
-_LINE = 460  # of a legend, points: what fits below a picture of several panels
+"""Title style of axes with a mark of the trained length, whose label is below the title."""
+_LINE = 460  # width of a legend line below several panels, points
 UNPATCHED_STYLE = {"color": "#333333", "linestyle": "--", "marker": "x"}
 
 
 def require_matplotlib() -> None:
-    """Check that the pictures can be drawn.
+    """Check that matplotlib is installed.
 
     Raises:
         MeasureError: matplotlib is not installed.
     """
     if importlib.util.find_spec("matplotlib") is None:
         raise MeasureError(
-            "the pictures need matplotlib, which is not installed; "
+            "plots need matplotlib, which is not installed; "
             'install it with: pip install "rope-ext[eval]"'
         )
 
 
 def bare(axes: Any) -> None:
-    """Horizontal grid lines, and no frame above and to the right."""
+    """Draw horizontal grid lines, and remove the frame at the top and right."""
     axes.grid(axis="y", color="#e6e6e6", linewidth=0.8)
     axes.spines[["top", "right"]].set_visible(False)
 
 
 def mark_trained(axes: Any, trained: Iterable[int], last: int) -> None:
-    """A vertical line at each trained length, on an axis of tokens that ends at ``last``.
+    """Draw a vertical line at each trained length, on an axis in tokens that ends at ``last``.
 
-    Its label is above the axes, where no line of the picture passes.
+    The label is above the axes, where it cannot overlap a line.
     """
     for number, length in enumerate(sorted(set(trained))):
         axes.axvline(length, color="#777777", linewidth=1, zorder=0)
@@ -60,7 +60,7 @@ def mark_trained(axes: Any, trained: Iterable[int], last: int) -> None:
 
 
 def legend_below(figure: Any, axes: Any) -> None:
-    """One legend for all panels, in as many columns as their longest name allows."""
+    """Draw one legend for all panels, with as many columns as the longest label allows."""
     handles, labels = axes.get_legend_handles_labels()
     columns = max(1, min(4, _LINE // (45 + 5 * max(map(len, labels), default=0))))
     figure.legend(handles, labels, loc="outside lower center", ncols=columns, fontsize=9,
@@ -70,19 +70,19 @@ def legend_below(figure: Any, axes: Any) -> None:
 def save(
     figure: Any, path: Path | BinaryIO, numbers: Sequence[Mapping[str, Any]], dpi: int = 160
 ) -> None:
-    """Write a PNG with the numbers that it shows in it; ``numbers_of`` reads them.
+    """Save a PNG with the plotted numbers in its metadata; ``numbers_of`` reads them.
 
     Args:
-        figure: from ``figure_of``.
-        path: of the PNG, or a file that is open.
-        numbers: plain data.
+        figure: a figure of ``figure_of``.
+        path: path of the PNG, or an open file.
+        numbers: the plotted numbers, serializable as JSON.
         dpi: pixels per inch.
     """
     figure.savefig(path, dpi=dpi, format="png", metadata={NUMBERS: json.dumps(list(numbers))})
 
 
 def numbers_of(path: Path) -> list[dict[str, Any]]:
-    """The numbers that a picture of ``save`` was drawn from."""
+    """Read the plotted numbers from a PNG written by ``save``."""
     from PIL import Image
 
     with Image.open(path) as image:
@@ -90,7 +90,7 @@ def numbers_of(path: Path) -> list[dict[str, Any]]:
 
 
 def style_of(index: int) -> dict[str, Any]:
-    """Colour, dashes and marker of the line of that number."""
+    """Color, dashes and marker of the line with this index."""
     return {
         "color": _COLOURS[index % len(_COLOURS)],
         "linestyle": _DASHES[index // len(_COLOURS) % len(_DASHES)],
@@ -99,14 +99,14 @@ def style_of(index: int) -> dict[str, Any]:
 
 
 def figure_of(width: float, height: float) -> Any:
-    """A figure in inches; without pyplot, whose state would belong to the user."""
+    """Create a figure with a size in inches; pyplot's global state is left to the user."""
     from matplotlib.figure import Figure
 
     return Figure(figsize=(width, height), layout="constrained")
 
 
 def ticker() -> Any:
-    """The module of matplotlib of that name."""
+    """Import ``matplotlib.ticker``."""
     from matplotlib import ticker as module
 
     return module

@@ -64,6 +64,7 @@ from rope_ext.checkpoints import load_config, load_tokenizer
 from rope_ext.errors import Mistakes, OptionError, RopeExtError, first_line
 from rope_ext.methods import reach
 from rope_ext.position.bias import learned
+from rope_ext.terminal import tell_next
 
 
 class DivergedError(RopeExtError):
@@ -203,7 +204,7 @@ def _bare(recipe: Recipe, config: Any, meta: bool) -> Any:
 
 def lengths(recipe: Recipe, model: Any) -> tuple[int, int]:
     """Trained and target length of an unpatched model."""
-    trained = recipe.original_max_position_embeddings or rope_ext.describe(model).length
+    trained = recipe.original_max_position_embeddings or rope_ext.describe(model).target_length
     return trained, reach(recipe.factor, trained)
 
 
@@ -493,6 +494,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         if args.should_save:
             save_from(checkpoint, Path(args.output_dir))
         print(f"{args.output_dir}: training is finished; it contains {checkpoint.name}'s model")
+        tell_next(next_command(recipe, args, plan))
         return
     with args.main_process_first(desc="reading the data"):
         rows, held = read(recipe, args, plan)
@@ -524,6 +526,18 @@ def main(argv: Sequence[str] | None = None) -> None:
         resume_stream(rows, args)
     trainer.train(resume_from_checkpoint=args.resume_from_checkpoint)
     trainer.save_model()
+    tell_next(next_command(recipe, args, plan))
+
+
+def next_command(recipe: Recipe, args: Any, plan: Plan) -> list[object]:
+    """The command that measures what training changed; without an adapter, the model alone."""
+    trained = int(plan.target / recipe.factor)
+    words = ["rope-ext", "eval", "perplexity", "passkey", "--lengths", f"{trained},{plan.target}"]
+    words += ["--output", Path(args.output_dir) / "report"]
+    if recipe.lora_r and recipe.method != NONE:
+        words += ["--model", recipe.model, "--adapter", args.output_dir]
+        return [*words, "--method", "before,adapter", "--factor", f"{recipe.factor:g}"]
+    return [*words, "--model", args.output_dir, "--method", "none"]
 
 
 if __name__ == "__main__":

@@ -24,6 +24,7 @@ from recipes.finetune import lengths
 from recipes.settings import NONE, SETTINGS, Recipe
 from rope_ext.checkpoints import load_tokenizer
 from rope_ext.errors import MeasureError, OptionError, RopeExtError, first_line
+from rope_ext.terminal import tell_next
 
 COMPARED = 64  # tokens beyond the trained length whose logits are compared
 # Relative to the largest logit. Merging changes the order of additions; reloading changes nothing.
@@ -147,17 +148,22 @@ def merge(adapter: Path, output: Path, dtype: str) -> str:
     )
 
 
+def parser() -> argparse.ArgumentParser:
+    """The options of the command line."""
+    made = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    made.add_argument("adapter", type=Path, help="output directory of a run, or a checkpoint in it")
+    made.add_argument("--output", type=Path, required=True, help="output directory; must not exist")
+    made.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), default="float32")
+    return made
+
+
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument(
-        "adapter", type=Path, help="output directory of a run, or a checkpoint in it"
-    )
-    parser.add_argument(
-        "--output", type=Path, required=True, help="output directory; must not exist"
-    )
-    parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), default="float32")
-    args = parser.parse_args()
+    args = parser().parse_args()
     print(merge(args.adapter, args.output, args.dtype))
+    tell_next(
+        ["rope-ext", "export", args.output, "--engine", "vllm"],
+        ["rope-ext", "verify", args.output],
+    )
 
 
 if __name__ == "__main__":

@@ -1,116 +1,185 @@
-"""Extend the context of any RoPE model of Hugging Face transformers with one line.
+"""Extend the context of RoPE models of Hugging Face transformers with one line.
 
-``patch`` and the methods are imported at once; advice, engines and evaluators when they are first
-used (PEP 562).
+Public names are imported when they are first used (PEP 562), so that the command line shows its
+help without importing torch.
 """
 
 import importlib
+import importlib.util
+import sys
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 import rope_ext.requirements  # noqa: F401 - before what fails in the words of an old transformers
 from rope_ext import evaluators as _evaluators
-from rope_ext.advice.describe import Description, MethodInfo, describe, methods
-from rope_ext.encodings import (
-    DAPE,
-    FIRE,
-    FLOATER,
-    RPE3D,
-    T5,
-    ALiBi,
-    CoPE,
-    DeBERTa,
-    DroPE,
-    Encoding,
-    KerpleLog,
-    KerplePower,
-    LearnedPositions,
-    Multiplicative,
-    NoPE,
-    RoPE,
-    Sandwich,
-    Shaw,
-    Sinusoidal,
-    TransformerXL,
-    XPos,
-)
-from rope_ext.errors import (
-    AdapterError,
-    AlreadyPatchedError,
-    AlreadyScaledError,
-    CacheError,
-    ExportError,
-    LoadError,
-    MeasureError,
-    NoRopeError,
-    NotPatchedError,
-    OptionError,
-    RecordError,
-    RopeExtError,
-    UnknownMethodError,
-    UnsupportedModelError,
-)
-from rope_ext.methods import (
-    ABF,
-    DPE,
-    NTK,
-    PI,
-    STRING,
-    BaseTruncation,
-    Clipped,
-    DualChunk,
-    DynamicNTK,
-    DynamicYaRN,
-    FrequencyMethod,
-    LaMPE,
-    LeakyReRoPE,
-    Llama3,
-    Llama4,
-    LMInfinite,
-    LogN,
-    LongRoPE,
-    LongRoPE2,
-    MrRoPE,
-    NTKByParts,
-    PositionMethod,
-    PRoPE,
-    ReRoPE,
-    Resonance,
-    SelfExtend,
-    Temperature,
-    YaRN,
-    YaRNTemperature,
-)
-from rope_ext.patching import patch, patched, unpatch
 from rope_ext.version import __version__ as __version__
 
 if TYPE_CHECKING:
     from rope_eval.reports.calibration import Calibration
     from rope_eval.tune.calibrate import calibrate
     from rope_eval.tune.search import search
+    from rope_ext.advice.describe import Description, MethodInfo, describe, methods
     from rope_ext.advice.diagnose import Diagnosis, PairDiagnosis, SiteDiagnosis, diagnose
     from rope_ext.advice.recommend import Recommendation, recommend
+    from rope_ext.encodings import (
+        DAPE,
+        FIRE,
+        FLOATER,
+        RPE3D,
+        T5,
+        ALiBi,
+        CoPE,
+        DeBERTa,
+        DroPE,
+        Encoding,
+        KerpleLog,
+        KerplePower,
+        LearnedPositions,
+        Multiplicative,
+        NoPE,
+        RoPE,
+        Sandwich,
+        Shaw,
+        Sinusoidal,
+        TransformerXL,
+        XPos,
+    )
     from rope_ext.engines import Export, export
+    from rope_ext.errors import (
+        AdapterError,
+        AlreadyPatchedError,
+        AlreadyScaledError,
+        CacheError,
+        ExportError,
+        LoadError,
+        MeasureError,
+        NoRopeError,
+        NotPatchedError,
+        OptionError,
+        RecordError,
+        RopeExtError,
+        UnknownMethodError,
+        UnsupportedModelError,
+    )
     from rope_ext.loading import from_pretrained, load_adapter, save_sidecar
+    from rope_ext.methods import (
+        ABF,
+        DPE,
+        NTK,
+        PI,
+        STRING,
+        BaseTruncation,
+        Clipped,
+        DualChunk,
+        DynamicNTK,
+        DynamicYaRN,
+        FrequencyMethod,
+        LaMPE,
+        LeakyReRoPE,
+        Llama3,
+        Llama4,
+        LMInfinite,
+        LogN,
+        LongRoPE,
+        LongRoPE2,
+        MrRoPE,
+        NTKByParts,
+        PositionMethod,
+        PRoPE,
+        ReRoPE,
+        Resonance,
+        SelfExtend,
+        Temperature,
+        YaRN,
+        YaRNTemperature,
+    )
+    from rope_ext.patching import patch, patched, unpatch
 
-_LAZY = {
-    "Diagnosis": "advice.diagnose",
-    "PairDiagnosis": "advice.diagnose",
-    "Recommendation": "advice.recommend",
-    "SiteDiagnosis": "advice.diagnose",
-    "diagnose": "advice.diagnose",
-    "recommend": "advice.recommend",
-    "from_pretrained": "loading",
-    "load_adapter": "loading",
-    "save_sidecar": "loading",
-    "Export": "engines",
-    "export": "engines",
+_MODULES = {
+    "advice.describe": ("Description", "MethodInfo", "describe"),
+    "advice.diagnose": ("Diagnosis", "PairDiagnosis", "SiteDiagnosis", "diagnose"),
+    "advice.recommend": ("Recommendation", "recommend"),
+    "encodings": (
+        "DAPE",
+        "FIRE",
+        "FLOATER",
+        "RPE3D",
+        "T5",
+        "ALiBi",
+        "CoPE",
+        "DeBERTa",
+        "DroPE",
+        "Encoding",
+        "KerpleLog",
+        "KerplePower",
+        "LearnedPositions",
+        "Multiplicative",
+        "NoPE",
+        "RoPE",
+        "Sandwich",
+        "Shaw",
+        "Sinusoidal",
+        "TransformerXL",
+        "XPos",
+    ),
+    "engines": ("Export", "export"),
+    "errors": (
+        "AdapterError",
+        "AlreadyPatchedError",
+        "AlreadyScaledError",
+        "CacheError",
+        "ExportError",
+        "LoadError",
+        "MeasureError",
+        "NoRopeError",
+        "NotPatchedError",
+        "OptionError",
+        "RecordError",
+        "RopeExtError",
+        "UnknownMethodError",
+        "UnsupportedModelError",
+    ),
+    "loading": ("from_pretrained", "load_adapter", "save_sidecar"),
+    "methods": (
+        "ABF",
+        "DPE",
+        "NTK",
+        "PI",
+        "STRING",
+        "BaseTruncation",
+        "Clipped",
+        "DualChunk",
+        "DynamicNTK",
+        "DynamicYaRN",
+        "FrequencyMethod",
+        "LaMPE",
+        "LeakyReRoPE",
+        "Llama3",
+        "Llama4",
+        "LMInfinite",
+        "LogN",
+        "LongRoPE",
+        "LongRoPE2",
+        "MrRoPE",
+        "NTKByParts",
+        "PositionMethod",
+        "PRoPE",
+        "ReRoPE",
+        "Resonance",
+        "SelfExtend",
+        "Temperature",
+        "YaRN",
+        "YaRNTemperature",
+    ),
+    "patching": ("patch", "patched", "unpatch"),
 }
-_LAZY_EVALUATORS = {
+_EVALUATORS = {
     "Calibration": "reports.calibration",
     "calibrate": "tune.calibrate",
     "search": "tune.search",
 }
-"""Modules of this package, and of ``rope_eval``, by the public names that are found in them."""
+"""Modules of this package, and of ``rope_eval``, and the public names that are found in them."""
+_LAZY = {name: module for module, names in _MODULES.items() for name in names}
 
 __all__ = [
     "ABF",
@@ -204,10 +273,10 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     if name in _LAZY:
         value = getattr(importlib.import_module(f"rope_ext.{_LAZY[name]}"), name)
-    elif name in _LAZY_EVALUATORS:
-        value = getattr(_evaluators.require(_LAZY_EVALUATORS[name]), name)
-    elif name == "engines":
-        value = importlib.import_module("rope_ext.engines")
+    elif name in _EVALUATORS:
+        value = getattr(_evaluators.require(_EVALUATORS[name]), name)
+    elif not name.startswith("_") and importlib.util.find_spec(f"rope_ext.{name}") is not None:
+        value = importlib.import_module(f"rope_ext.{name}")
     else:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     globals()[name] = value  # found without this function from now on
@@ -216,3 +285,20 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     return sorted({*globals(), *__all__})
+
+
+class _Package(ModuleType):
+    """Keeps ``rope_ext.methods`` the function when the subpackage of that name is imported."""
+
+    @property
+    def methods(self) -> Any:
+        from rope_ext.advice.describe import methods
+
+        return methods
+
+    @methods.setter
+    def methods(self, value: ModuleType) -> None:  # as the import of a subpackage does
+        pass
+
+
+sys.modules[__name__].__class__ = _Package

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import shlex
 import sys
 from pathlib import Path
@@ -17,6 +18,7 @@ from rope_ext.cli_arguments import (
     Compose,
     Factor,
     Model,
+    ModelCommand,
     Option,
     PatchedWith,
     Target,
@@ -24,10 +26,11 @@ from rope_ext.cli_arguments import (
 )
 from rope_ext.errors import Mistakes, OptionError
 from rope_ext.evaluators import find
-from rope_ext.terminal import clean_errors, quiet, stoppable, tell
+from rope_ext.terminal import clean_errors, quiet, stoppable, tell, tell_next
 from rope_ext.version import __version__
 
 app = typer.Typer(no_args_is_help=True)
+command = functools.partial(app.command, cls=ModelCommand)
 if (evaluators := find("cli")) is not None:
     app.registered_commands += evaluators.app.registered_commands
 
@@ -48,7 +51,7 @@ def main(
     """Extend the context length of RoPE models in Hugging Face transformers."""
 
 
-@app.command()
+@command()
 def describe(
     model: Model,
     method: PatchedWith = None,
@@ -60,12 +63,22 @@ def describe(
     with clean_errors():
         import rope_ext
 
-        print(rope_ext.describe(_patched(model, method, factor, compose, option)))
+        patched = _patched(model, method, factor, compose, option)
+        found = rope_ext.describe(model if method is None else patched)
+        print(found)
+        if found.method is None:
+            longer = 4 * found.target_length
+            tell_next(["rope-ext", "recommend", model, "--length", longer])
+        elif method is None:
+            tell_next(["rope-ext", "verify", model])
+        else:
+            patch = _typed(method, factor, compose, option)
+            tell_next(["rope-ext", "export", model, *patch, "--engine", "vllm"])
 
 
-@app.command()
+@command()
 def recommend(
-    model: Annotated[str, typer.Argument(help="Model directory or Hub ID; weights are not read.")],
+    model: Model,
     length: Target,
     finetune: Annotated[
         bool,
@@ -86,10 +99,20 @@ def recommend(
         import rope_ext
 
         quiet()
-        print(rope_ext.recommend(model, parse_length(length), finetune, calibration, engine))
+        found = rope_ext.recommend(model, parse_length(length), finetune, calibration, engine)
+        print(found)
+        if engine is not None:
+            patch = ["--method", found.method.name, "--factor", f"{found.factor:g}"]
+            tell_next(["rope-ext", "export", model, *patch, "--engine", engine])
+            return
+        served = [] if found.serve in (None, found.method) else [found.serve.name]
+        words = ["rope-ext", "compare", "--model", model, "--factor", f"{found.factor:g}"]
+        words += ["--methods", ",".join([found.method.name, *served])]
+        words += ["--lengths", f"{found.trained_length},{found.target_length}"]
+        tell_next(words + (["--compose"] if found.compose else []))
 
 
-@app.command()
+@command()
 def diagnose(
     model: Model,
     length: Annotated[str, typer.Option(help="Context length in tokens, such as 32k.")],
@@ -103,17 +126,31 @@ def diagnose(
         import rope_ext
 
         tokens = parse_length(length)
-        print(rope_ext.diagnose(_patched(model, method, factor, compose, option), tokens))
+        found = rope_ext.diagnose(_patched(model, method, factor, compose, option), tokens)
+        print(found)
+        if method is None and tokens > found.trained_length:
+            tell_next(["rope-ext", "recommend", model, "--length", tokens])
+        elif method is not None:
+            patch = _typed(method, factor, compose, option)
+            lengths = ["--lengths", f"{found.trained_length},{tokens}"]
+            tell_next(["rope-ext", "compare", "--model", model, *patch, *lengths])
 
 
-@app.command()
+@command()
 def export(
     model: Model,
-    method: Annotated[str, typer.Option(help="Method to export.")],
     engine: Annotated[
         str,
         typer.Option(help="Target engine: vllm, sglang, llama.cpp, ollama, mlx or transformers."),
     ],
+    method: Annotated[
+        str | None,
+        typer.Option(
+            "--method",
+            "--methods",
+            help="Method to export. Default: the one a saved or merged model has.",
+        ),
+    ] = None,
     factor: Factor = 4.0,
     legacy: Annotated[
         bool, typer.Option("--legacy", help="transformers: also write the legacy key names.")
@@ -131,14 +168,21 @@ def export(
 
         options = {"legacy": True} if legacy else {}
         rope_ext.engines.build_engine(engine, **options)  # report mistakes before loading weights
-        patched = _patched(model, method, factor, compose, option, as_stored=True)
-        made = rope_ext.export(patched, engine, **options)
+        patched = _patched(model, method, factor, compose, option)
+        made = rope_ext.export(model if method is None else patched, engine, **options)
         print(made)
         for path in [] if output is None else made.write(output):
             tell(f"wrote {path}")
+        patch = [] if method is None else _typed(method, factor, compose, option)
+        runs_here = engine in ("llama.cpp", "mlx", "transformers")
+        where = ["--engine", engine] if runs_here else ["--write", "miniature"]
+        if engine == "ollama":
+            where = []
+        if not compose:  # which `verify` has no option for
+            tell_next(["rope-ext", "verify", model, *patch, *where])
 
 
-@app.command()
+@command()
 def gguf(
     source: Annotated[
         str,
@@ -168,9 +212,9 @@ def gguf(
         print(shlex.join(["llama-server", "--model", str(output), *made.in_file]))
 
 
-@app.command()
+@command()
 def verify(
-    model: Annotated[str, typer.Argument(help="Model directory or Hub ID; weights are not read.")],
+    model: Model,
     engine: Annotated[
         str, typer.Option(help="Engine to run: llama.cpp, mlx or transformers.")
     ] = "llama.cpp",
@@ -310,36 +354,37 @@ def _check_verify(
         )
 
 
+def _typed(method: str, factor: float, compose: bool, option: list[str] | None) -> list[str]:
+    """The options that name a patch, as they are typed."""
+    words = ["--method", method, "--factor", f"{factor:g}", *(["--compose"] if compose else [])]
+    for one in option or []:
+        words += ["--option", one]
+    return words
+
+
 def _patched(
-    model: str,
-    method: str | None,
-    factor: float,
-    compose: bool,
-    option: list[str] | None,
-    as_stored: bool = False,
+    model: str, method: str | None, factor: float, compose: bool, option: list[str] | None
 ) -> Any:
-    """Load the model and apply the method, if any; ``as_stored`` loads the saved dtype."""
-    import rope_ext
-    from rope_ext.checkpoints import load_config, load_model
+    """The model without weights, under the method or as it was saved."""
+    from rope_ext.advice.building import model_of
+    from rope_ext.checkpoints import load_config
     from rope_ext.method_options import checked_methods, saved_otherwise
+    from rope_ext.methods import build_method
+    from rope_ext.saved import patch_without_weights, read_saved
 
     quiet()
-    if method is None and option:
-        raise OptionError(f"--option {option[0]} needs --method")
-    names = [] if method is None else [method]
-    options = parse_options(option, names)
-    methods = checked_methods(names, factor, options) if names else {}
-    config = load_config(model)
-    dtype = str(config.dtype).removeprefix("torch.") if as_stored and config.dtype else "auto"
-    loaded = load_model(model, dtype, device="cpu", as_saved=method is None)
-    for note in saved_otherwise({model: config} if names else {}):
+    if method is None:
+        if option:
+            raise OptionError(f"--option {option[0]} needs --method")
+        return read_saved(model).model
+    ((name, values),) = checked_methods([method], factor, parse_options(option, [method])).items()
+    for note in saved_otherwise({model: load_config(model)}):
         tell(f"note: {note}", "yellow")
-    for name, values in methods.items():
-        rope_ext.patch(loaded, name, compose=compose, **values)
-    return loaded
+    built = model_of(model)
+    return patch_without_weights(built, build_method(name, **values), {"compose": compose})
 
 
-@app.command("methods")
+@command("methods")
 def show_methods() -> None:
     """List methods with their options and when to use them."""
     import rope_ext

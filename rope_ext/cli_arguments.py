@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+from typer.core import TyperCommand
 
-Model = Annotated[str, typer.Argument(help="Model directory or Hub ID.")]
+Model = Annotated[str, typer.Argument(help="Model directory or Hub ID; or --model.")]
 Factor = Annotated[float, typer.Option(help="Extension factor: target length / trained length.")]
-PatchedWith = Annotated[str | None, typer.Option(help="Patch the model with this method first.")]
+PatchedWith = Annotated[
+    str | None,
+    typer.Option("--method", "--methods", help="Patch the model with this method first."),
+]
 Option = Annotated[
     list[str] | None,
     typer.Option(
@@ -40,3 +44,24 @@ TrainText = Annotated[
 Target = Annotated[str, typer.Option(help="Target context length in tokens, such as 32k.")]
 Device = Annotated[str, typer.Option(help="Device: auto, cpu, cuda, cuda:1, mps ...")]
 Compose = Annotated[bool, typer.Option(help="Apply on top of existing RoPE scaling.")]
+
+
+class ModelCommand(TyperCommand):
+    """A command whose positional ``model`` may also be given as ``--model``, as in `compare`."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Put the value of ``--model`` where the argument is expected."""
+        names = [one.name for one in self.params if one.param_type_name == "argument"]
+        words, model = list(args), None
+        for place, word in enumerate(words):
+            if word == "--model" and place + 1 < len(words):
+                model = words[place + 1]
+                del words[place : place + 2]
+                break
+            if word.startswith("--model="):
+                model = words.pop(place).removeprefix("--model=")
+                break
+        if model is not None:  # before a file that follows it, after a word that precedes it
+            first = names[:1] != ["kind"]
+            words = [model, *words] if first else [*words, model]
+        return super().parse_args(ctx, words)

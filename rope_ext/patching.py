@@ -23,13 +23,14 @@ from rope_ext.errors import (
     OptionError,
     brief,
 )
-from rope_ext.methods import FrequencyMethod, Method, build_method
+from rope_ext.methods import FrequencyMethod, Method, Rope, build_method
 from rope_ext.options import Options, SlidingLayers
 from rope_ext.position.bias import Earlier, learned
 from rope_ext.recommendation import Recommendation
 from rope_ext.record import FIELD, Record
 from rope_ext.rotary import buffers
 from rope_ext.rotary.buffers import Changes
+from rope_ext.rotary.hooks import PRECISE_BEYOND
 from rope_ext.rotary.sites import (
     PatchTarget,
     RotarySite,
@@ -41,6 +42,7 @@ from rope_ext.rotary.sites import (
 )
 from rope_ext.saving import configuration
 from rope_ext.saving.older_readers import older_fields
+from rope_ext.saving.rebuild import REFUSED, UNPATCHED, UNSAVED
 from rope_ext.saving.second_load import SecondLoad
 
 Model = TypeVar("Model", bound=nn.Module)
@@ -226,10 +228,11 @@ def patch(
             _listed(dropped),
         )
     state = decoder.__dict__[_STATE]
-    # Warn about what plain transformers would compute differently.
+    # Only where plain transformers computes something else without an error is anything lost.
     prefix = "sequences: " if state.native else "saving: "
     for note in (note.removeprefix(prefix) for note in state.notes if note.startswith(prefix)):
-        _logger.warning("rope_ext: %s on %s: %s", method.name, type(decoder).__name__, note)
+        level = logging.WARNING if UNPATCHED in note else logging.INFO
+        _logger.log(level, "rope_ext: %s on %s: %s", method.name, type(decoder).__name__, note)
     return model
 
 
@@ -417,6 +420,58 @@ def _patch(model: nn.Module, decoder: nn.Module, method: Method, options: Option
         changes=changes,
     )
     stale.refuse(decoder, decoder.__dict__[_STATE].cached_under)
+
+
+@_one_at_a_time
+def note_patch(model: Model, method: Method, **keywords: Any) -> Model:
+    """Note a method on a model without weights, for ``describe``, ``diagnose`` and ``export``.
+
+    Only weights show whether a family accepts a method that changes attention, so nothing is
+    checked or changed but what these functions read.
+
+    Args:
+        model: on the meta device.
+        method: of a kind that attends, or with ``bias`` or ``layers``.
+        **keywords: the keyword arguments of :func:`patch`.
+    """
+    options = Options(**keywords)
+    options.check(method)
+    decoder, under = text_decoder(model), options.frequency
+    sites = find_sites(decoder, options.original_max_position_embeddings)
+    scaled = chosen_sites(decoder, sites, options.sliding_layers)
+    rope = trained = scaled[0].rope
+    if under is not None:
+        rope = Rope(under.inv_freq(rope), rope.base, under.target_length(rope))
+    length, resolved = method.target_length(rope), method.resolved(rope)
+    precise = length > PRECISE_BEYOND if options.precise == "auto" else options.precise
+    record = Record(
+        method=method,
+        resolved=resolved,
+        arguments=options.recorded(),
+        trained_length=trained.length,
+        target_length=length,
+        native=False,
+        plain=False,
+        config={},
+    )
+    decoder.__dict__[_STATE] = Patch(
+        method=resolved,
+        options=options,
+        decoder=decoder,
+        outermost=unwrap(model).config,
+        sites=sites,
+        scaled=scaled,
+        target_length=length,
+        precise=precise,
+        native=False,
+        notes=(
+            "whether this family accepts it is checked when the weights are loaded",
+            f"saving: {UNSAVED.format(REFUSED)}",
+        ),
+        record=record,
+        changes=Changes(),
+    )
+    return model
 
 
 @_one_at_a_time

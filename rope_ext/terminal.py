@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import os
+import shlex
 import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from types import FrameType
@@ -108,6 +109,12 @@ def tell(text: str, style: str | None = None) -> None:
     """Print a line to standard error, from rank 0 only."""
     if first_process():
         _err.print(text, style=style, markup=False, soft_wrap=True)
+
+
+def tell_next(*commands: Sequence[object]) -> None:
+    """Print commands to go on with to standard error, ready to paste."""
+    for words in commands:
+        tell(f"next: {shlex.join(map(str, words))}")
 
 
 def quiet() -> None:

@@ -7,13 +7,16 @@ import csv
 import json
 import re
 import runpy
+import subprocess
 import sys
+from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
 
 import pytest
 from matplotlib import image
 from transformers import AutoModelForCausalLM, AutoTokenizer
+from typer.main import get_command
 from typer.testing import CliRunner, Result
 
 import rope_ext
@@ -27,6 +30,7 @@ from rope_ext.cli import app
 from rope_ext.errors import MeasureError, OptionError
 from rope_ext.terminal import progress
 from tests.helpers.checkpoint import TRAINED, save_checkpoint, save_texts
+from tests.helpers.models import tiny_llama
 from tests.helpers.sources import PACKAGES, parse
 
 PICTURES = ["passkey.png", "perplexity.png", "perplexity_positions.png", "rates.png"]
@@ -387,3 +391,65 @@ def test_without_a_terminal_progress_is_told_in_lines(capsys: pytest.CaptureFixt
     with progress(every=3600) as shown:
         shown.advance(shown.add_task("measuring", total=2), 1)
     assert capsys.readouterr().err == ""
+
+
+HELP = """
+import sys
+from rope_ext.cli import app
+app(["--help"], standalone_mode=False)
+print(sorted({"torch", "transformers"} & set(sys.modules)))
+"""
+
+
+def test_help_imports_no_torch() -> None:
+    """So it shows at once: torch and transformers take seconds to import."""
+    made = subprocess.run([sys.executable, "-c", HELP], capture_output=True, text=True, check=True)
+    assert " recommend " in made.stdout and made.stdout.splitlines()[-1] == "[]"
+
+
+@pytest.mark.parametrize(
+    ("words", "other"),
+    [
+        ("describe M --method yarn", "describe --model M --methods yarn"),
+        ("verify M --method yarn", "verify --methods yarn --model=M"),
+        ("plot angles M --method pi --output o", "plot angles --model M --methods pi --output o"),
+        ("gguf M F --output o", "gguf --model M F --output o"),
+        (
+            "calibrate M --method pi --length 1 --output o",
+            "calibrate --model M --methods pi --length 1 --output o",
+        ),
+    ],
+)
+def test_a_model_and_a_method_are_given_in_either_way(words: str, other: str) -> None:
+    def read(line: str) -> dict[str, object]:
+        name, *rest = line.split()
+        group = get_command(app)
+        with group.make_context("rope-ext", [name, *rest]) as context:
+            return group.get_command(context, name).make_context(name, rest).params
+
+    assert read(words) == read(other)
+
+
+@pytest.mark.usefixtures("loader_fails")
+def test_evaluations_take_the_model_first(checkpoint: Path, tmp_path: Path) -> None:
+    words = ("--method", "yran", "--lengths", "64", "--output", tmp_path / "out")
+    for first in (("compare", checkpoint), ("eval", "passkey", checkpoint)):
+        result = call(*first, *words)
+        assert result.stderr.startswith("error: unknown method 'yran'"), result.output
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        lambda model: rope_ext.patch("yarn", model),
+        lambda model: rope_ext.patch(rope_ext.YaRN(factor=4), model),
+        lambda model: rope_ext.recommend(1024, model),
+        lambda model: rope_ext.diagnose(1024, model),
+        lambda model: rope_ext.export("vllm", model),
+        lambda model: rope_ext.describe(1024),
+    ],
+)
+def test_swapped_arguments_do_not_print_a_model(wrong: Callable[[object], object]) -> None:
+    with pytest.raises(rope_ext.RopeExtError) as raised:
+        wrong(tiny_llama())
+    assert "\n" not in str(raised.value) and len(str(raised.value)) < 400

@@ -34,6 +34,7 @@ ROOMS = {
         "patching",
         "loading",
         "arguments checkpoints evaluators terminal",
+        "saved",
         "method_options",
         "engines",
         "advice",

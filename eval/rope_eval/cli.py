@@ -17,12 +17,13 @@ from rope_ext.cli_arguments import (
     Dtype,
     Factor,
     Model,
+    ModelCommand,
     Option,
     Target,
     Text,
     TrainText,
 )
-from rope_ext.terminal import clean_errors, quiet, stoppable, tell
+from rope_ext.terminal import clean_errors, quiet, stoppable, tell, tell_next
 
 app = typer.Typer()
 
@@ -50,7 +51,7 @@ def evaluate_tasks(context: typer.Context) -> None:
     command.call(context.args)
 
 
-@app.command()
+@app.command(cls=ModelCommand)
 @command_options(SearchOptions)
 def search(
     model: Model,
@@ -82,13 +83,15 @@ def search(
         print(_use_of(found, output, model, tokens, more, compose))
 
 
-@app.command()
+@app.command(cls=ModelCommand)
 @command_options(CalibrationOptions)
 def calibrate(
-    model: Annotated[str, typer.Option(help="Directory or Hub ID of a causal language model.")],
+    model: Model,
     length: Target,
     output: Annotated[Path, typer.Option(help="Directory for the results.")],
-    methods: Annotated[str, typer.Option(help="Method names, separated by commas.")] = "yarn",
+    methods: Annotated[
+        str, typer.Option("--methods", "--method", help="Method names, separated by commas.")
+    ] = "yarn",
     text: TrainText = None,
     resume: Annotated[
         bool, typer.Option("--resume", help="Resume the calibration in --output.")
@@ -127,6 +130,8 @@ def calibrate(
         )
         print(found)
         tell(f"wrote {output}")
+        words = ["rope-ext", "recommend", model, "--length", tokens, "--calibration", output]
+        tell_next(words)
 
 
 def _use_of(
@@ -147,13 +152,16 @@ def _use_of(
     )
 
 
-@app.command()
+@app.command(cls=ModelCommand)
 def plot(
     kind: Annotated[str, typer.Argument(help="See above.")],
     model: Annotated[
         str, typer.Argument(help="Folder or Hub id; weights are read for the last two pictures.")
     ],
-    method: Annotated[str, typer.Option(help="Names, comma between: one line for each.")],
+    method: Annotated[
+        str,
+        typer.Option("--method", "--methods", help="Method names, separated by commas."),
+    ],
     output: Annotated[Path, typer.Option(help="The picture, a .png file.")],
     factor: Factor = 4.0,
     length: Annotated[

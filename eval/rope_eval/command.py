@@ -216,8 +216,10 @@ def call(words: Sequence[str]) -> None:
     tasks = list(takewhile(lambda word: not word.startswith("-"), words))
     given = list(words[len(tasks) :])
     with clean_errors():
+        models = [word for word in tasks if "/" in word or Path(word).is_dir()]
+        models = [word for word in models if not word.endswith(".py")]
         names = []
-        for task in split(tasks):
+        for task in split(word for word in tasks if word not in models):
             names += from_file(task) if task.endswith(".py") else [task]
         known = ", ".join(all_tasks())
         about = f"Measure {', '.join(names) or 'some tasks'} in one report.\n\n"
@@ -226,7 +228,7 @@ def call(words: Sequence[str]) -> None:
     made.prog = f"rope-ext eval {' '.join(tasks) or 'TASK...'}"
     if not (names or {"-h", "--help"} & {*given}):
         made.error(f"give the tasks first, some of {known}")
-    main(made.parse_args(given), names)
+    main(made.parse_args([*_as_options(models), *given]), names)
 
 
 def call_preset(name: str, preset: Preset, words: Sequence[str]) -> None:
@@ -235,7 +237,13 @@ def call_preset(name: str, preset: Preset, words: Sequence[str]) -> None:
         made = parser(preset.about, preset.output, preset.tasks)
     made.prog = f"rope-ext {name}"
     made.set_defaults(**preset.defaults)
-    main(made.parse_args(words), preset.tasks)
+    models = list(takewhile(lambda word: not word.startswith("-"), words))
+    main(made.parse_args([*_as_options(models), *words[len(models) :]]), preset.tasks)
+
+
+def _as_options(models: Sequence[str]) -> list[str]:
+    """Models that are given first, as those of other commands, as ``--model``."""
+    return [word for model in models for word in ("--model", model)]
 
 
 def run(

@@ -11,7 +11,7 @@ from rope_eval.run.runner import run
 from rope_eval.settings import Settings
 from rope_eval.tasks.base import Task
 from rope_ext.errors import Mistakes
-from rope_ext.terminal import first_process, progress, quiet, stoppable, tell
+from rope_ext.terminal import first_process, progress, quiet, stoppable, tell, tell_next
 
 
 def evaluate(
@@ -54,6 +54,8 @@ def _evaluate(
     report.print()  # whatever becomes of it, the files are there
     for path in paths:
         tell(f"wrote {path}")
+    if report.trainings and settings.adapter:
+        tell_next(["python", "recipes/merge.py", settings.adapter, "--output", "merged"])
     return report
 
 

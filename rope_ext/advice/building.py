@@ -6,11 +6,11 @@ import copy
 from pathlib import Path
 from typing import Any, cast
 
-import torch
 from torch import nn
-from transformers import AutoModelForCausalLM, PreTrainedConfig
+from transformers import PreTrainedConfig
 
-from rope_ext.errors import OptionError, UnsupportedModelError, brief
+from rope_ext.errors import OptionError, brief
+from rope_ext.saved import built_on_meta
 
 
 def model_of(given: nn.Module | PreTrainedConfig | str | Path) -> nn.Module:
@@ -36,14 +36,7 @@ def built(
             f"It was saved under {record.call()}; this is about the model without that. For the "
             f"other, load it with rope_ext.from_pretrained and pass the model.",
         )
-    try:
-        with torch.device("meta"):
-            return AutoModelForCausalLM.from_config(config), notes
-    except Exception as error:
-        raise UnsupportedModelError(
-            f"no causal language model can be built of {type(given).__name__} ({error}); pass the "
-            f"loaded model"
-        ) from error
+    return built_on_meta(config), notes
 
 
 def require_length(name: str, value: Any) -> None:

@@ -5,15 +5,23 @@ from __future__ import annotations
 import dataclasses
 import math
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
+from transformers import PreTrainedConfig
 
-from rope_ext.methods import all_methods
+from rope_ext.methods import Method, all_methods
 from rope_ext.patching import Patch, current_patch
-from rope_ext.record import record_of
+from rope_ext.record import option_texts, record_of
 from rope_ext.rotary.sites import RotarySite, find_sites, text_config, text_decoder
+
+_SOURCES = {
+    "record": "the patch recorded in the configuration",
+    "rope_parameters": "rope_parameters in the configuration",
+    "adapter": "rope_ext.json next to the adapter",
+}
 
 
 @dataclass(frozen=True)
@@ -66,11 +74,13 @@ class Description:
         model: class of the decoder.
         method: name of the patch in force; None: unpatched.
         options: of the method, with those filled in that follow from others.
-        length: trained, tokens.
-        target_length: after the patch, tokens.
+        length: trained, tokens; of a model whose configuration extends it, before that.
+        target_length: after the patch or that extension, tokens.
         sites: for each set of rotary frequencies, its frequencies (radians per token) before and
             after the patch, its scaling and status.
         notes: how the patch is saved, and what else to know.
+        configured: of an unpatched model whose configuration extends it: the method in words.
+        serve: of a folder: commands that serve it as it is extended.
     """
 
     model: str
@@ -80,6 +90,8 @@ class Description:
     target_length: int
     sites: tuple[SiteDescription, ...]
     notes: tuple[str, ...]
+    configured: str | None = None
+    serve: tuple[str, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, ready for JSON."""
@@ -87,6 +99,11 @@ class Description:
 
     def __str__(self) -> str:
         lines = [f"{self.model}: trained for {self.length} tokens, not patched"]
+        if self.configured is not None:
+            lines = [
+                f"{self.model}: {self.length} -> {self.target_length} tokens by its configuration, "
+                f"{self.configured}; not patched"
+            ]
         if self.method is not None:
             options = ", ".join(
                 f"{name}={value}"
@@ -105,7 +122,8 @@ class Description:
             )
             if site.inv_freq_after != site.inv_freq_before:
                 lines += _spectrum(site)
-        return "\n".join([*lines, *(f"  {note}" for note in self.notes)])
+        lines += [f"  {note}" for note in self.notes]
+        return "\n".join([*lines, *(f"  serve it: {command}" for command in self.serve)])
 
 
 def _spectrum(site: SiteDescription) -> list[str]:
@@ -144,31 +162,69 @@ def methods() -> list[MethodInfo]:
     return found
 
 
-def describe(model: nn.Module) -> Description:
+def describe(model: nn.Module | PreTrainedConfig | str | Path) -> Description:
     """What is in force on ``model``, patched or not.
 
     Args:
-        model: loaded, as :func:`rope_ext.patch` takes it.
+        model: loaded, as :func:`rope_ext.patch` takes it; or a configuration, folder (also of an
+            adapter) or Hub ID, which is described as saved. No weights are read for those.
 
     Returns:
         Lengths, frequencies before and after, and notes; ``print`` it.
 
     Raises:
+        MeasureError: the folder has no configuration.
         NoRopeError, UnsupportedModelError, RecordError: as :func:`rope_ext.patch`.
     """
+    if not isinstance(model, nn.Module):
+        return _described_as_saved(model)
     decoder = text_decoder(model)
     patch = current_patch(model)
     sites = find_sites(decoder) if patch is None else patch.sites
-    length = sites[0].rope.length if patch is None else patch.length
+    length = target = sites[0].rope.length
+    configured = None
+    if patch is not None:
+        length, target = patch.length, patch.target_length
+    elif any(site.scaled for site in sites):
+        from rope_ext.saved import configured as method_configured
+
+        found = method_configured(text_config(decoder))
+        if found is not None:
+            method, length = found
+            configured = call_text(method)
     return Description(
         model=type(decoder).__name__,
         method=None if patch is None else patch.method.name,
         options={} if patch is None else patch.method.options(),
         length=length,
-        target_length=length if patch is None else patch.target_length,
+        target_length=target,
         sites=tuple(_site(site, patch) for site in sites),
         notes=_unpatched_notes(decoder, sites) if patch is None else patch.notes,
+        configured=configured,
     )
+
+
+def _described_as_saved(given: PreTrainedConfig | str | Path) -> Description:
+    from rope_ext.engines import serving_commands
+    from rope_ext.saved import read_saved
+
+    saved = read_saved(given)
+    found = describe(saved.model)
+    if saved.source is None:
+        return found
+    notes = (f"read from {_SOURCES[saved.source]}; no weights were read", *found.notes)
+    serve = serving_commands(saved)
+    if saved.source == "adapter":
+        serve, merge = (), f"python recipes/merge.py {saved.name} --output MERGED"
+        notes += (f"to serve it, merge the adapter: {merge}",)
+    elif not serve:
+        notes += (f"no engine can run it; load it with rope_ext.from_pretrained({saved.name!r})",)
+    return dataclasses.replace(found, notes=notes, serve=serve)
+
+
+def call_text(method: Method) -> str:
+    """A method with the options that differ from its defaults."""
+    return f"{method.name}({', '.join(option_texts(method))})"
 
 
 def _site(site: RotarySite, patch: Patch | None) -> SiteDescription:

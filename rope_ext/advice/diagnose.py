@@ -11,12 +11,11 @@ import torch
 from torch import nn
 from transformers import PreTrainedConfig
 
-from rope_ext.advice.building import built, require_length
-from rope_ext.advice.describe import describe, wavelength, wavelength_text
-from rope_ext.methods import Method
+from rope_ext.advice.building import require_length
+from rope_ext.advice.describe import call_text, describe, wavelength, wavelength_text
 from rope_ext.patching import Patch, current_patch
-from rope_ext.record import option_texts
 from rope_ext.rotary.sites import RotarySite, find_sites, text_config, text_decoder
+from rope_ext.saved import read_saved
 
 _EQUAL = 1 + 1e-9  # theta / s * s * length is not theta * length to the last bit
 
@@ -153,7 +152,8 @@ def diagnose(model: nn.Module | PreTrainedConfig | str | Path, length: int) -> D
     """Which rotary pairs meet angles at ``length`` tokens that they were not trained on.
 
     Args:
-        model: a loaded model, patched or not, or a configuration, folder or Hub id.
+        model: a loaded model, patched or not; or a configuration, folder or Hub ID, which is
+            diagnosed as saved. No weights are read for those.
         length: tokens; below the trained length nothing is out of distribution.
 
     Returns:
@@ -163,18 +163,19 @@ def diagnose(model: nn.Module | PreTrainedConfig | str | Path, length: int) -> D
         OptionError: the length is no positive number.
         NoRopeError, UnsupportedModelError, RecordError: as :func:`rope_ext.patch`.
     """
-    model, notes = built(model)
-    decoder = text_decoder(model)
     require_length("length", length)
+    if not isinstance(model, nn.Module):
+        model = read_saved(model).model
+    decoder = text_decoder(model)
     patch, described = current_patch(model), describe(model)
     sites = find_sites(decoder) if patch is None else patch.sites
     return Diagnosis(
         model=described.model,
-        method=None if patch is None else _text(patch.method),
+        method=None if patch is None else call_text(patch.method),
         length=length,
         trained_length=described.length,
         sites=tuple(_site(decoder, site, patch, length) for site in sites),
-        notes=(*described.notes, *notes),
+        notes=described.notes,
     )
 
 
@@ -208,10 +209,6 @@ def _site(decoder: nn.Module, site: RotarySite, patch: Patch | None, length: int
         distances_after=float(after.max()),
         pairs=tuple(PairDiagnosis(*values) for values in zip(*columns, strict=True)),
     )
-
-
-def _text(method: Method) -> str:
-    return f"{method.name}({', '.join(option_texts(method))})"
 
 
 def _window(config: Any) -> int | None:

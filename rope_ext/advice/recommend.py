@@ -16,9 +16,10 @@ from transformers import PreTrainedConfig
 
 from rope_ext.advice.building import built, require_length
 from rope_ext.advice.calibrated import Calibrated, calibration_for, misfit
+from rope_ext.advice.describe import call_text
 from rope_ext.advice.measured import MEASURED, ranked
 from rope_ext.advice.vendors import Recipe, recipe_for, shipped_with
-from rope_ext.engines import build_engine, engines_for
+from rope_ext.engines import build_engine, engines_for, serving_commands
 from rope_ext.engines.base import Refusal
 from rope_ext.errors import OptionError, RopeExtError, UnsupportedModelError
 from rope_ext.methods import ABF, NTK, PI, Method, Rope, YaRN, build_method
@@ -28,6 +29,7 @@ from rope_ext.methods.rope import factor_to
 from rope_ext.patching import current_patch, first_site, patched
 from rope_ext.recommendation import Recommendation
 from rope_ext.rotary.sites import text_config, text_decoder
+from rope_ext.saved import read_saved
 from rope_ext.saving.configuration import is_scaled
 
 _INTERPOLATED = 4
@@ -166,8 +168,10 @@ def recommend(
     """
     if engine is not None:
         build_engine(engine)  # a mistake shows before a Hub is asked
-    model, notes = built(model_or_config)
     require_length("target_length", target_length)
+    if not isinstance(model_or_config, nn.Module):
+        _refuse_extended(model_or_config, target_length)
+    model, notes = built(model_or_config)
     found, given = calibration_for(model_or_config, calibration)
     case = _case(model, target_length, finetune, engine)
     name, trained = type(text_decoder(model)).__name__, case.rope.length
@@ -206,6 +210,21 @@ def recommend(
         alternatives=tuple((t.method, t.why) for t in others),
         serve=None if engine or serve is None else serve.method,
         engines=() if engine or serve is None else serve.engines,
+    )
+
+
+def _refuse_extended(given: PreTrainedConfig | str | Path, target: int) -> None:
+    """Raise OptionError if a saved model reaches the target as it is."""
+    saved = read_saved(given)
+    state = current_patch(saved.model)
+    if state is None or target > state.target_length:
+        return
+    commands = serving_commands(saved)
+    next_step = f"serve it: {commands[0]}" if commands else "load it with rope_ext.from_pretrained"
+    raise OptionError(
+        f"target_length={target} is within the {state.target_length} tokens that "
+        f"{saved.name or type(state.decoder).__name__} reaches: {call_text(state.method)} extends "
+        f"it from {state.length} tokens. {next_step}; for more, give a longer target"
     )
 
 

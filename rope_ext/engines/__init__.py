@@ -9,6 +9,7 @@ from rope_ext.engines.base import (
     engines_for,
     export,
     register,
+    serving_commands,
 )
 from rope_ext.engines.vllm import VLLM
 from rope_ext.engines.sglang import SGLang
@@ -32,4 +33,5 @@ __all__ = [
     "engines_for",
     "export",
     "register",
+    "serving_commands",
 ]

@@ -6,6 +6,7 @@ Each engine states the version in which its formulas were read and, if possible,
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,13 +14,16 @@ from typing import Any, ClassVar, TypeVar, cast
 
 import torch
 from torch import nn
+from transformers import PreTrainedConfig
 
 from rope_ext.engines.families import ENGINES, Family, everywhere
-from rope_ext.errors import ExportError, NotPatchedError, nearest
+from rope_ext.errors import ExportError, NotPatchedError, brief, nearest
 from rope_ext.methods import Method, Rope
+from rope_ext.methods.temperature import yarn_factor
 from rope_ext.patching import Patch, current_patch
 from rope_ext.record import record_of
 from rope_ext.rotary.sites import find_sites, text_config, text_decoder, unwrap
+from rope_ext.saved import Saved, read_saved
 
 
 class Refusal(Exception):
@@ -81,6 +85,16 @@ class Engine:
         """Settings with which the engine computes ``state``; raises :class:`Refusal`."""
         raise NotImplementedError
 
+    def export_saved(self, made: Export, saved: Saved, state: Patch) -> Export:
+        """The same for a folder that already holds the patch.
+
+        Args:
+            made: what :meth:`export` returned for it.
+            saved: the folder.
+            state: the patch.
+        """
+        return made
+
 
 _REGISTRY: dict[str, type[Engine]] = {}
 E = TypeVar("E", bound=type[Engine])
@@ -103,11 +117,10 @@ def build_engine(name: str, **options: Any) -> Engine:
     Raises:
         ExportError: there is no such engine, or it has no such option.
     """
-    if name not in _REGISTRY:
+    if not isinstance(name, str) or name not in _REGISTRY:
         known = ", ".join(map(repr, _REGISTRY))
-        raise ExportError(
-            f"engine={name!r} is not known; choose one of {known}{nearest(name, _REGISTRY)}"
-        )
+        near = nearest(name, _REGISTRY) if isinstance(name, str) else ""
+        raise ExportError(f"engine={brief(name)} is not known; choose one of {known}{near}")
     cls = _REGISTRY[name]
     known = [field.name for field in dataclasses.fields(cls)]
     for option in options:
@@ -117,11 +130,12 @@ def build_engine(name: str, **options: Any) -> Engine:
     return cls(**options)
 
 
-def export(model: nn.Module, engine: str, **options: Any) -> Export:
+def export(model: nn.Module | PreTrainedConfig | str | Path, engine: str, **options: Any) -> Export:
     """The patch of ``model`` as settings of another engine.
 
     Args:
-        model: patched by :func:`rope_ext.patch`.
+        model: patched by :func:`rope_ext.patch`; or a saved or merged model: its folder, Hub ID or
+            configuration, or the model that was loaded from it. No weights are read for those.
         engine: ``"vllm"``, ``"sglang"``, ``"llama.cpp"``, ``"ollama"``, ``"mlx"`` or
             ``"transformers"``.
         **options: of the engine: ``legacy=True`` of ``"transformers"`` adds the names of older
@@ -130,21 +144,31 @@ def export(model: nn.Module, engine: str, **options: Any) -> Export:
     Returns:
         Settings for the unpatched checkpoint (of ``"mlx"`` and ``"transformers"``: for the folder
         that the patched model saved), under which the engine has the same frequencies and
-        attention scaling.
+        attention scaling. For a saved model: settings for its folder, often none.
 
     Raises:
         ExportError: there is no such engine, or it cannot run the patch.
         NotPatchedError: there is no patch.
+        MeasureError: the folder has no configuration.
     """
     chosen = build_engine(engine, **options)
+    if isinstance(model, nn.Module):
+        saved = None if current_patch(model) is not None else read_saved(config_of(model))
+    else:
+        saved = read_saved(model)
+    return _export(chosen, model, saved)
+
+
+def _export(chosen: Engine, model: Any, saved: Saved | None) -> Export:
+    model, engine = model if saved is None else saved.model, chosen.name
     state = current_patch(model)
     if state is None:
         raise NotPatchedError(
-            "this model is not patched, so there is nothing to export; call "
-            "rope_ext.patch(model, ...) first"
+            "this model is not patched and its configuration does not extend it, so there is "
+            "nothing to export; call rope_ext.patch(model, ...) first, or pass --method"
         )
     try:
-        return chosen.export(model, state)
+        made = chosen.export(model, state)
     except Refusal as refusal:
         others = [name for name in engines_for(model) if name != engine]
         instead = f"{' and '.join(map(repr, others))} can" if others else "no other engine can"
@@ -153,6 +177,39 @@ def export(model: nn.Module, engine: str, **options: Any) -> Export:
             f"given settings; every engine runs 'yarn', 'pi' and 'ntk' on "
             f"{', '.join(everywhere())}"
         ) from None
+    if saved is None:
+        return made
+    if saved.source == "adapter":
+        note = f"for the base model; merge the adapter: python recipes/merge.py {saved.name}"
+        return dataclasses.replace(made, notes=(*made.notes, f"{note} --output MERGED"))
+    return chosen.export_saved(made, saved, state)
+
+
+def serving_commands(saved: Saved) -> tuple[str, ...]:
+    """Commands that serve a saved folder as it is extended: of vLLM, or of the first engine."""
+    state = current_patch(saved.model)
+    if state is None:
+        return ()
+    names = [name for name in engines_for(saved.model) if name != "transformers"]
+    return tuple(_export(build_engine(name), None, saved).command for name in names[:1])
+
+
+def in_folder(fields: Mapping[str, Any], saved: Mapping[str, Any]) -> bool:
+    """Whether a saved configuration holds these fields, or leaves out what is the default."""
+    defaults: dict[str, Any] = {"beta_fast": 32.0, "beta_slow": 1.0}
+    if fields.get("rope_type") == "yarn":
+        defaults["attention_factor"] = yarn_factor(fields["factor"])
+    for name, value in fields.items():
+        there = saved.get(name, defaults.get(name))
+        if isinstance(value, Mapping):
+            if not (isinstance(there, Mapping) and in_folder(value, there)):
+                return False
+        elif isinstance(value, float) and isinstance(there, (int, float)):
+            if not math.isclose(value, there, rel_tol=1e-9):
+                return False
+        elif value != there:
+            return False
+    return True
 
 
 def engines_for(model: nn.Module) -> tuple[str, ...]:

@@ -31,6 +31,7 @@ from rope_ext.engines.base import (
 from rope_ext.methods import Method, YaRN, build_method
 from rope_ext.methods.temperature import yarn_factor
 from rope_ext.patching import Patch
+from rope_ext.saved import Saved
 
 TABLE = "rope_freqs.weight"
 """Tensor by which frequencies are divided, one number per pair."""
@@ -207,6 +208,29 @@ class LlamaCpp(Engine):
         if before:
             command = f"{shlex.join(before)} && {command}"
         return Export("llama.cpp", settings(made), command, files, tuple(notes))
+
+    def export_saved(self, made: Export, saved: Saved, state: Patch) -> Export:
+        return from_folder(made, saved, state, "llama-server --model MODEL-long.gguf")
+
+
+def from_folder(made: Export, saved: Saved, state: Patch, start: str) -> Export:
+    """The export of a folder: its file, converted as it is, is given the patch.
+
+    Args:
+        made: of the same engine for the unpatched model.
+        saved: the folder.
+        state: its patch.
+        start: the engine's command.
+    """
+    folder = saved.name or "FOLDER"
+    before = ["rope-ext", "gguf", folder, "MODEL.gguf", "--output", "MODEL-long.gguf"]
+    if made.engine == "llama.cpp":
+        start = shlex.join([*shlex.split(start), *planned(state, in_file=True).in_file])
+    note = f"MODEL.gguf is what convert_hf_to_gguf.py makes of {folder}"
+    notes = (note, *(note for note in made.notes if "convert_hf_to_gguf" not in note))
+    files = {name: text for name, text in made.files.items() if name == "Modelfile"}
+    command = f"{shlex.join(before)} && {start}"
+    return dataclasses.replace(made, command=command, files=files, notes=notes)
 
 
 def planned(state: Patch, in_file: bool) -> Plan:

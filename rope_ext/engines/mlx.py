@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shlex
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 from torch import nn
@@ -24,6 +24,7 @@ from rope_ext.engines.families import MLXFamily
 from rope_ext.engines.transformers import legacy, with_fields
 from rope_ext.methods.temperature import yarn_factor
 from rope_ext.patching import Patch
+from rope_ext.saved import Saved
 from rope_ext.saving.rebuild import SCALING_FIELDS
 
 
@@ -55,6 +56,11 @@ class MLX(Engine):
             *precise_note(state),
         )
         return Export("mlx", fields, command, {"config.json": config}, notes)
+
+    def export_saved(self, made: Export, saved: Saved, state: Patch) -> Export:
+        command = made.command.replace("FOLDER", shlex.quote(saved.name or "FOLDER"), 1)
+        notes = ("as mlx-lm 0.32.2 computes it", "put this config.json into the folder")
+        return replace(made, command=command, notes=(*notes, *precise_note(state)))
 
 
 def parameters_for(scaling: Scaling) -> dict[str, Any]:

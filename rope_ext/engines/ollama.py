@@ -9,8 +9,9 @@ from typing import ClassVar
 from torch import nn
 
 from rope_ext.engines.base import Engine, Export, Refusal, model_name, precise_note, register
-from rope_ext.engines.llama_cpp import gguf_command, planned, settings
+from rope_ext.engines.llama_cpp import from_folder, gguf_command, planned, settings
 from rope_ext.patching import Patch
+from rope_ext.saved import Saved
 
 
 @register
@@ -38,3 +39,6 @@ class Ollama(Engine):
         command = f"{shlex.join(before)} && ollama create NAME --file Modelfile"
         files = {**files, "Modelfile": modelfile}
         return Export("ollama", settings(made), command, files, notes)
+
+    def export_saved(self, made: Export, saved: Saved, state: Patch) -> Export:
+        return from_folder(made, saved, state, "ollama create NAME --file Modelfile")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -14,11 +15,13 @@ from rope_ext.engines.base import (
     Export,
     Refusal,
     config_of,
+    in_folder,
     is_nested,
     refuse_positions,
     register,
 )
 from rope_ext.patching import Patch
+from rope_ext.saved import Saved
 
 
 @register
@@ -61,6 +64,13 @@ class Transformers(Engine):
             {"config.json": written},
             ("put it beside the weights; model.save_pretrained(FOLDER) writes both", *notes),
         )
+
+    def export_saved(self, made: Export, saved: Saved, state: Patch) -> Export:
+        if self.legacy or not in_folder(made.settings, saved.config.to_dict()):
+            return made
+        command = shlex.join(["hf", "upload", "USER/NAME", saved.name or "FOLDER"])
+        notes = ("config.json holds the settings: plain from_pretrained loads the folder",)
+        return Export("transformers", made.settings, command, notes=notes)
 
 
 def legacy(parameters: Mapping[str, Any]) -> dict[str, Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shlex
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, cast
 
@@ -13,6 +14,7 @@ from rope_ext.engines.base import (
     Engine,
     Export,
     Refusal,
+    in_folder,
     model_name,
     precise_note,
     refuse_tempered,
@@ -23,6 +25,7 @@ from rope_ext.methods import DualChunk
 from rope_ext.methods.checked import not_none
 from rope_ext.patching import Patch
 from rope_ext.rotary.sites import text_config
+from rope_ext.saved import Saved
 
 DUAL_CHUNK_FAMILIES = ("qwen2", "qwen3")
 """Whose model files pass ``dual_chunk_attention_config`` on."""
@@ -48,6 +51,17 @@ class VLLM(Engine):
         fields, length = overrides(state, self.name), state.target_length
         notes = ("as vLLM 0.33.0 computes it", *precise_note(state))
         return _export(model, fields, length, notes)
+
+    def export_saved(self, made: Export, saved: Saved, state: Patch) -> Export:
+        fields = made.settings["hf_overrides"]
+        if not in_folder(fields, saved.config.to_dict()):
+            return made
+        settings, flags = {}, []
+        if _multiplies(text_config(state.decoder).rope_parameters):
+            settings = {"max_model_len": state.target_length}
+            flags = ["--max-model-len", str(state.target_length)]
+        command = shlex.join(["vllm", "serve", saved.name or "FOLDER", *flags])
+        return Export("vllm", settings, command, notes=(*made.notes, "config.json says the rest"))
 
     def _dual_chunk(self, model: nn.Module, state: Patch) -> Export:
         if not self.dual_chunk:
@@ -88,6 +102,16 @@ class VLLM(Engine):
         made = _export(model, fields, state.target_length, notes)
         backend = "VLLM_ATTENTION_BACKEND=DUAL_CHUNK_FLASH_ATTN VLLM_USE_V1=0"
         return replace(made, command=f"{backend} {made.command} --enforce-eager")
+
+
+def _multiplies(parameters: Mapping[str, Any]) -> bool:
+    """Whether vLLM multiplies ``max_position_embeddings``, the extended length, by the factor.
+
+    It does for every type but these (``_get_and_verify_max_len`` of version 0.33.0).
+    """
+    parts = [part for part in (parameters, *parameters.values()) if isinstance(part, Mapping)]
+    kinds = {part["rope_type"] for part in parts if "factor" in part}
+    return not kinds <= {"yarn", "longrope", "llama3"}
 
 
 def _export(

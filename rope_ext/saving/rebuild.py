@@ -38,7 +38,8 @@ SCALING_FIELDS = (
     "truncate",
     "type",
 )
-_UNSAVED = "transformers has no type for it: reload it with rope_ext.from_pretrained (plain {})"
+UNSAVED = "transformers has no type for it: reload it with rope_ext.from_pretrained (plain {})"
+REFUSED, UNPATCHED = "transformers refuses it", "transformers loads it unpatched"
 _BUILT_IN_FLOAT32 = 1e-5  # float32 pow of a large base is accurate to about 2e-6
 
 
@@ -114,8 +115,8 @@ def unsaved(place: PatchTarget, target: int) -> Written:
     if not _is_refused(config, refused, rotary):
         refused = {**length, EXPERTS: CURE}
         if not _is_refused(place.model.config, {EXPERTS: CURE}, whole):
-            return Written(length, False, {}, _UNSAVED.format("transformers loads it unpatched"))
-    return Written(refused, False, {}, _UNSAVED.format("transformers refuses it"))
+            return Written(length, False, {}, UNSAVED.format(UNPATCHED))
+    return Written(refused, False, {}, UNSAVED.format(REFUSED))
 
 
 def _is_refused(config: Any, values: dict[str, Any], build: Callable[[Any], Any]) -> bool:

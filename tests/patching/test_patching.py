@@ -372,8 +372,9 @@ def test_the_configuration_is_kept_true(model) -> None:
     assert model.config.max_position_embeddings == LENGTH == tokenizer.model_max_length
 
 
-def test_what_transformers_cannot_say_is_recorded_and_warned_about(model, caplog) -> None:
-    rope_ext.patch(model, "dynamic_yarn", factor=4)
+def test_what_transformers_cannot_say_is_recorded_and_logged(model, caplog) -> None:
+    with caplog.at_level("INFO", "rope_ext"):
+        rope_ext.patch(model, "dynamic_yarn", factor=4)
     assert model.config.rope_ext["method"]["name"] == "dynamic_yarn"
     assert "reload it with rope_ext.from_pretrained" in caplog.text
     assert "rope_ext.from_pretrained" in str(rope_ext.describe(model))

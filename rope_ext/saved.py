@@ -1,0 +1,217 @@
+"""What a saved or merged folder says about its extension, without reading its weights."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, cast
+
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM, PreTrainedConfig
+
+from rope_ext.checkpoints import adapter_record, load_config
+from rope_ext.errors import MeasureError, RopeExtError, UnsupportedModelError, first_line
+from rope_ext.methods import PI, FrequencyMethod, Llama3, LongRoPE, Method, YaRN
+from rope_ext.methods.temperature import yarn_factor
+from rope_ext.patching import current_patch, note_patch, patch
+from rope_ext.record import Record, record_of
+from rope_ext.rotary.sites import RotarySite, find_sites, text_config, text_decoder
+from rope_ext.saving.rebuild import SCALING_FIELDS
+
+Given = PreTrainedConfig | str | Path
+_SAME = 1e-5  # both are float32, and pow of a large base is good to about 2e-6
+_ADAPTER = "adapter_config.json"
+
+
+@dataclass(frozen=True)
+class Saved:
+    """A model without weights, patched as its folder or configuration says.
+
+    Args:
+        model: on the meta device; patched if the extension could be read.
+        config: the configuration as saved.
+        name: folder or Hub ID, ``""`` if unknown.
+        source: what the extension was read from: ``"record"`` of a patch, ``"rope_parameters"``,
+            ``"adapter"`` (the file next to it); None: there is none, or it cannot be read.
+    """
+
+    model: nn.Module
+    config: Any
+    name: str
+    source: Literal["record", "rope_parameters", "adapter"] | None
+
+
+def read_saved(given: Given) -> Saved:
+    """Build the model of a folder, Hub ID or configuration on the meta device, patched as saved.
+
+    Raises:
+        MeasureError: there is no configuration.
+        RecordError: the record of the patch cannot be read.
+        UnsupportedModelError: no causal language model can be built from the configuration.
+    """
+    config, sidecar, name = _configuration(given)
+    text = config.get_text_config(decoder=True)
+    record = sidecar if sidecar is not None else record_of(text)
+    if record is not None:
+        unpatched = copy.deepcopy(config)
+        if sidecar is None:
+            record.restore(unpatched)
+        model = built_on_meta(unpatched)
+        patch_without_weights(model, record.method, record.arguments)
+        return Saved(model, config, name, "record" if sidecar is None else "adapter")
+    model = built_on_meta(config)
+    extended = _from_parameters(config, find_sites(text_decoder(model)))
+    if extended is None:
+        return Saved(model, config, name, None)
+    return Saved(extended, config, name, "rope_parameters")
+
+
+def built_on_meta(config: PreTrainedConfig) -> nn.Module:
+    """The causal language model of a configuration, without weights.
+
+    Raises:
+        UnsupportedModelError: transformers cannot build one.
+    """
+    try:
+        with torch.device("meta"):
+            return AutoModelForCausalLM.from_config(config)
+    except Exception as error:
+        raise UnsupportedModelError(
+            f"no causal language model can be built from {type(config).__name__} "
+            f"({first_line(error)}); pass the loaded model"
+        ) from error
+
+
+def patch_without_weights(
+    model: nn.Module, method: Method, arguments: Mapping[str, Any] | None = None
+) -> nn.Module:
+    """Patch a model on the meta device; a method that attends is only noted there.
+
+    Whether a family accepts such a method is checked on its weights, by :func:`rope_ext.patch`.
+    """
+    arguments = dict(arguments or {})
+    changes_attention = arguments.get("bias") is not None or arguments.get("layers") is not None
+    if method.kind == "frequency" and not changes_attention:
+        return patch(model, method, **arguments)
+    return note_patch(model, method, **arguments)
+
+
+def _configuration(given: Given) -> tuple[Any, Record | None, str]:
+    """The configuration, the record next to an adapter, and the name."""
+    if isinstance(given, PreTrainedConfig):
+        return given, None, getattr(given, "_name_or_path", "") or ""
+    name = str(given)
+    path = Path(name) / _ADAPTER
+    if not path.is_file():
+        return load_config(name), None, name
+    record = adapter_record(name)
+    try:
+        base = json.loads(path.read_text(encoding="utf-8")).get("base_model_name_or_path")
+    except (OSError, ValueError) as error:
+        raise MeasureError(
+            f"{path} cannot be read ({first_line(error)}); save the adapter again with "
+            f"PeftModel.save_pretrained"
+        ) from None
+    if not base:
+        raise MeasureError(f"{path} does not name its base model; pass the base model instead")
+    return load_config(base), record, name
+
+
+def configured(text: Any) -> tuple[FrequencyMethod, int] | None:
+    """The method that ``rope_parameters`` describe, and the original length in tokens.
+
+    ``max_position_embeddings`` counts as the extended length, as transformers' YaRN reads it.
+    None: nothing is scaled, the layer types are scaled differently, or no method is known for it.
+    """
+    scaled = _scaled_parts(text)
+    if not scaled or any(part != scaled[0] for part in scaled[1:]):
+        return None
+    method, length = _method(scaled[0], text)
+    return None if method is None or length is None else (method, length)
+
+
+def _scaled_parts(text: Any) -> list[dict[str, Any]]:
+    parameters = getattr(text, "rope_parameters", None)
+    if not isinstance(parameters, dict):
+        return []
+    parts = [part for part in (parameters, *parameters.values()) if isinstance(part, dict)]
+    return [part for part in parts if part.get("rope_type", "default") != "default"]
+
+
+def _from_parameters(config: Any, sites: list[RotarySite]) -> nn.Module | None:
+    """The unscaled model under the method that ``rope_parameters`` describe; None if unclear."""
+    restored = copy.deepcopy(config)
+    text = restored.get_text_config(decoder=True)
+    found = configured(text)
+    if found is None:
+        return None
+    method, length = found
+    for part in _scaled_parts(text):
+        for field in (*SCALING_FIELDS, "original_max_position_embeddings"):
+            part.pop(field, None)
+        part["rope_type"] = "default"
+    text.max_position_embeddings = length
+    try:
+        model = built_on_meta(restored)
+        patch(model, method)
+    except (RopeExtError, RuntimeError, TypeError, KeyError):
+        return None
+    return model if _same(model, sites) else None
+
+
+def _method(part: Mapping[str, Any], text: Any) -> tuple[FrequencyMethod | None, int | None]:
+    """The method that a scaled entry of ``rope_parameters`` describes, and the trained length."""
+    kind, longest = part["rope_type"], getattr(text, "max_position_embeddings", None)
+    original = part.get("original_max_position_embeddings") or getattr(
+        text, "original_max_position_embeddings", None
+    )
+    factor = part.get("factor")
+    if factor is None and original and longest:
+        factor = longest / original
+    try:
+        if kind == "linear" and longest:
+            length = longest / cast(float, factor)
+            return PI(factor=cast(float, factor)), int(length) if length == int(length) else None
+        if kind == "yarn":
+            fields = ("beta_fast", "beta_slow", "truncate")
+            options = {n: part[n] for n in fields if part.get(n) is not None}
+            method = YaRN(factor=cast(float, factor), **options)
+            return _with_scaling(method, part), original
+        if kind == "llama3":
+            options = {n: part[n] for n in ("low_freq_factor", "high_freq_factor") if n in part}
+            return Llama3(factor=cast(float, factor), **options), original
+        if kind == "longrope":
+            tables = {n: tuple(part[n]) for n in ("long_factor", "short_factor")}
+            return _with_scaling(LongRoPE(factor=cast(float, factor), **tables), part), original
+    except (RopeExtError, KeyError, TypeError):
+        pass
+    return None, None
+
+
+def _with_scaling(method: FrequencyMethod, part: Mapping[str, Any]) -> FrequencyMethod:
+    given = part.get("attention_factor")
+    default = yarn_factor(method.factor) if isinstance(method, YaRN) else None
+    if given is None or (default is not None and math.isclose(given, default)):
+        return method
+    return dataclasses.replace(method, attention_factor=given)
+
+
+def _same(model: nn.Module, sites: list[RotarySite]) -> bool:
+    """Whether the patched ``model`` has the frequencies that the saved configuration builds."""
+    state = current_patch(model)
+    assert state is not None
+    if len(sites) != len(state.sites):
+        return False
+    for ours, theirs in zip(state.sites, sites, strict=True):
+        inv_freq, scaling = state.frequencies_of(ours)
+        alike = torch.allclose(inv_freq.double(), theirs.loaded.double(), rtol=_SAME, atol=0)
+        if not (alike and abs(scaling - theirs.scaling) <= _SAME * abs(theirs.scaling)):
+            return False
+    text = text_config(text_decoder(model))
+    return bool(text.max_position_embeddings)

@@ -1,0 +1,171 @@
+"""The road from a model to a served long one: what folders say of themselves, and what is next."""
+
+from __future__ import annotations
+
+import shlex
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import AutoConfig, AutoModelForCausalLM
+from typer.main import get_command
+from typer.testing import CliRunner, Result
+
+import rope_ext
+from recipes import merge
+from rope_eval import command
+from rope_ext.cli import app
+from rope_ext.saved import configured, read_saved
+from tests.helpers.checkpoint import save_checkpoint
+
+LONG = {"yarn": {}, "ntk": {}, "pi": {}, "llama3": {}, "rerope": {}, "dynamic_ntk": {}, "alibi": {}}
+
+
+def call(*words: object) -> Result:
+    return CliRunner().invoke(app, [str(word) for word in words])
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_checkpoint(tmp_path_factory.mktemp("road"))
+
+
+@pytest.fixture(scope="module")
+def saved(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Folders of patched models by method, without their weights."""
+    folders = {}
+    for name in LONG:
+        folder = tmp_path_factory.mktemp(name)
+        model = AutoModelForCausalLM.from_pretrained(checkpoint)
+        options = {} if name == "alibi" else {"factor": 4}
+        rope_ext.patch(model, name, **options).save_pretrained(folder)
+        for file in folder.glob("*.safetensors"):
+            file.unlink()
+        folders[name] = folder
+    return folders
+
+
+def parsed(line: str) -> None:
+    """Parse a command with the parser of the program; raises or exits if it is not valid."""
+    program, *words = shlex.split(line)
+    if program == "python":
+        assert words[0] == "recipes/merge.py"
+        merge.parser().parse_args(words[1:])
+        return
+    assert program == "rope-ext"
+    name, *words = words
+    if name == "compare":
+        preset = command.COMPARE
+        command.parser("", preset.output, preset.tasks).parse_args(words)
+    elif name == "eval":
+        command.parser("", "runs", ["perplexity", "passkey"]).parse_args(words[2:])
+    else:
+        group = get_command(app)
+        with group.make_context("rope-ext", [name, *words]) as context:
+            group.get_command(context, name).make_context(name, words)
+
+
+def next_commands(result: Result) -> list[str]:
+    assert result.exit_code == 0, result.output
+    lines = result.stderr.splitlines()
+    return [line.removeprefix("next: ") for line in lines if line.startswith("next: ")]
+
+
+@pytest.mark.parametrize("name", LONG)
+def test_a_saved_folder_says_what_it_is_without_its_weights(
+    saved: dict[str, Path], name: str
+) -> None:
+    found = rope_ext.describe(saved[name])
+    assert found.length == 128 and found.target_length == (128 if name == "alibi" else 512)
+    if name != "alibi":
+        assert found.method == name
+    result = call("describe", saved[name])
+    assert result.exit_code == 0 and "no weights were read" in result.stdout, result.output
+    served = f"serve it: vllm serve {saved[name]}"
+    assert (served in result.stdout) is (name in ("yarn", "ntk", "pi", "llama3"))
+    if name in ("rerope", "alibi"):
+        assert f"rope_ext.from_pretrained({str(saved[name])!r})" in result.stdout
+    result = call("diagnose", saved[name], "--length", 512)
+    assert result.exit_code == 0 and "trained for 128 tokens, patched" in result.stdout
+
+
+@pytest.mark.parametrize(
+    ("name", "command"),
+    [
+        ("yarn", "vllm serve {}"),
+        ("llama3", "vllm serve {}"),
+        # vLLM multiplies the extended length by the factor of this type once more.
+        ("pi", "vllm serve {} --max-model-len 512"),
+        ("ntk", "vllm serve {}"),
+    ],
+)
+def test_a_folder_that_holds_the_settings_needs_no_overrides(
+    saved: dict[str, Path], name: str, command: str
+) -> None:
+    assert rope_ext.export(saved[name], "vllm").command == command.format(saved[name])
+    sglang = rope_ext.export(str(saved[name]), "sglang").command
+    assert sglang.endswith(f"--model-path {saved[name]} --context-length 512")
+    for engine in ("llama.cpp", "ollama"):
+        made = rope_ext.export(AutoConfig.from_pretrained(saved[name]), engine).command
+        assert made.startswith(f"rope-ext gguf {saved[name]} MODEL.gguf")
+
+
+def test_a_loaded_folder_exports_like_the_folder(checkpoint: Path, tmp_path: Path) -> None:
+    model = AutoModelForCausalLM.from_pretrained(checkpoint)
+    rope_ext.patch(model, "yarn", factor=4).save_pretrained(tmp_path)
+    loaded = rope_ext.from_pretrained(tmp_path)
+    assert rope_ext.export(loaded, "vllm") == rope_ext.export(tmp_path, "vllm")
+    assert "128 -> 512 tokens by its configuration, yarn(factor=4.0)" in str(
+        rope_ext.describe(loaded)
+    )
+
+
+def test_overrides_stay_where_the_folder_differs(saved: dict[str, Path]) -> None:
+    """A file that leaves out the defaults of YaRN says the same; one with others does not."""
+    config = AutoConfig.from_pretrained(saved["yarn"])
+    for name in ("attention_factor", "beta_fast", "beta_slow"):
+        del config.rope_parameters[name]
+    assert "--hf-overrides" not in rope_ext.export(config, "vllm").command
+    config.rope_parameters["attention_factor"] = 1.5  # vLLM needs another name for it
+    assert "--hf-overrides" in rope_ext.export(config, "vllm").command
+
+
+def test_scaling_that_no_method_describes_is_left_alone(checkpoint: Path) -> None:
+    config = AutoConfig.from_pretrained(checkpoint)
+    config.rope_parameters = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 4.0}
+    assert configured(config) is None and read_saved(config).source is None
+    assert "rope_type dynamic" in str(rope_ext.describe(config))
+
+
+def test_recommend_says_that_a_folder_reaches_the_length(saved: dict[str, Path]) -> None:
+    with pytest.raises(rope_ext.OptionError, match=r"extends it from 128 tokens\. serve it: vllm"):
+        rope_ext.recommend(saved["yarn"], 512)
+    assert "512 -> 1024 tokens" in str(rope_ext.recommend(saved["yarn"], 1024))
+
+
+def test_every_command_ends_with_the_next_one(checkpoint: Path, saved: dict[str, Path]) -> None:
+    options = ("--method", "yarn", "--option", "yarn.beta_fast=16")
+    expected: dict[tuple[Any, ...], str] = {
+        ("describe", checkpoint): "recommend",
+        ("describe", checkpoint, *options): "export",
+        ("describe", saved["yarn"]): "verify",
+        ("recommend", checkpoint, "--length", 512): "compare",
+        ("recommend", checkpoint, "--length", 512, "--engine", "vllm"): "export",
+        ("recommend", saved["yarn"], "--length", 1024): "compare",
+        ("diagnose", checkpoint, "--length", 512): "recommend",
+        ("diagnose", checkpoint, "--length", 512, *options): "compare",
+        ("export", checkpoint, "--engine", "vllm", *options): "verify",
+        ("export", saved["yarn"], "--engine", "llama.cpp"): "verify",
+    }
+    for words, following in expected.items():
+        found = next_commands(call(*words))
+        assert [line.split()[1] for line in found] == [following], words
+        for line in found:
+            parsed(line)
+
+
+def test_a_wrong_next_command_is_noticed() -> None:
+    with pytest.raises(Exception, match="No such option"):
+        parsed("rope-ext export MODEL --engin vllm")
+    with pytest.raises(SystemExit):
+        parsed("rope-ext compare --model M --lenths 512")

@@ -269,10 +269,17 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Links]:
 
 
 @pytest.mark.slow
-def test_the_site_has_a_page_for_every_method_with_its_formula_and_picture(site) -> None:
+def test_the_site(site) -> None:
+    """Formulas and pictures of methods, public names, and nothing loaded from a network."""
     for cls in all_methods():
         page = site[f"methods/{cls.name}.html"]
         assert "math" in page.tags and f"{cls.name}.png" in page.loaded
+    pages = {cls.__name__: f"methods/{cls.name}.html" for cls in all_methods()}
+    for name in rope_ext.__all__:
+        assert f"rope_ext.{name}" in site[pages.get(name, "api.html")].ids
+    for path, page in site.items():
+        loaded = [source for source in page.loaded if not source.startswith("data:")]
+        assert not [source for source in loaded if "//" in source], path
 
 
 def test_every_encoding_has_a_page_and_a_row() -> None:
@@ -283,20 +290,6 @@ def test_every_encoding_has_a_page_and_a_row() -> None:
         assert f"[`{cls.name}`]({page})" in overview and f"encodings/{page}\n" in nav
         text = (ROOT / "docs/encodings" / page).read_text(encoding="utf-8")
         assert f'rope_ext.patch(model, "{cls.name}"' in text and cls.paper in text
-
-
-@pytest.mark.slow
-def test_every_public_name_is_on_the_api_page_or_on_that_of_its_method(site) -> None:
-    pages = {cls.__name__: f"methods/{cls.name}.html" for cls in all_methods()}
-    for name in rope_ext.__all__:
-        assert f"rope_ext.{name}" in site[pages.get(name, "api.html")].ids
-
-
-@pytest.mark.slow
-def test_the_site_loads_nothing_from_a_network(site) -> None:
-    for path, page in site.items():
-        loaded = [source for source in page.loaded if not source.startswith("data:")]
-        assert not [source for source in loaded if "//" in source], path
 
 
 def test_the_table_of_engines_says_how_each_runs_a_method() -> None:

@@ -37,26 +37,25 @@ RUNS: dict[str, dict[str, object]] = {
 HALF = "kerple_log in bfloat16"
 
 
-@pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """All of ``RUNS`` in two processes, and one of them in bfloat16, saved after every step."""
-    folder = tmp_path_factory.mktemp("zero3")
-    save_checkpoint(folder / "model")
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    monkeypatch.setenv("DS_ACCELERATOR", "cpu")
+    save_checkpoint(tmp_path / "model")
     draw = random.Random(0).choices
     lines = [" ".join(draw(["one", "two", "three", "four", "five"], k=400)) for _ in range(8)]
-    (folder / "text.jsonl").write_text("\n".join(json.dumps({"text": line}) for line in lines))
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setenv("DS_ACCELERATOR", "cpu")
-        all_runs = RUNS | {HALF: RUNS["kerple_log"] | {"bf16": True}}
-        train(folder, {name: given | {"save_steps": 1} for name, given in all_runs.items()})
-    return folder
+    (tmp_path / "text.jsonl").write_text("\n".join(json.dumps({"text": line}) for line in lines))
+    all_runs = RUNS | {HALF: RUNS["kerple_log"] | {"bf16": True}}
+    train(tmp_path, {name: given | {"save_steps": 1} for name, given in all_runs.items()})
+    return tmp_path
 
 
-@pytest.fixture
-def folder(runs: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", runs / "cache")
-    monkeypatch.setenv("DS_ACCELERATOR", "cpu")
-    return runs
+def test_zero3(folder: Path, ids: torch.Tensor) -> None:
+    """One test: two workers would otherwise each make all of the runs in ``folder``."""
+    trains_and_saves_what_one_process_does(folder, ids)
+    goes_on_where_it_was_killed(folder)
+    runs_with_all_in_the_memory_of_the_host(folder)
 
 
 def trained(folder: Path) -> dict[str, torch.Tensor]:
@@ -75,7 +74,7 @@ def train(folder: Path, runs: dict[str, dict[str, object]], *options: object) ->
     launch("deepspeed_zero3.yaml", folder, *options, "--num_processes", 2, *program)
 
 
-def test_zero3_trains_and_saves_what_one_process_does(folder: Path, ids: torch.Tensor) -> None:
+def trains_and_saves_what_one_process_does(folder: Path, ids: torch.Tensor) -> None:
     """Losses and norms of gradients to 1e-5: float32 sums in another order.
 
     AdamW makes steps of one size out of gradients of any, also where they are nothing but such
@@ -104,7 +103,7 @@ def test_zero3_trains_and_saves_what_one_process_does(folder: Path, ids: torch.T
         torch.testing.assert_close(logits[1], logits[0], rtol=0, atol=1e-3)
 
 
-def test_a_killed_run_under_zero3_goes_on_where_it_stood(folder: Path) -> None:
+def goes_on_where_it_was_killed(folder: Path) -> None:
     """After its first step; in bfloat16, too, whose losses are nearly those of float32."""
     killed = {name: RUNS[name] for name in ("rerope", "kerple_log")}
     killed[HALF] = RUNS["kerple_log"] | {"bf16": True}
@@ -128,7 +127,7 @@ def test_a_killed_run_under_zero3_goes_on_where_it_stood(folder: Path) -> None:
     assert not torch.equal(half, exact)
 
 
-def test_zero3_with_all_in_the_memory_of_the_host(folder: Path) -> None:
+def runs_with_all_in_the_memory_of_the_host(folder: Path) -> None:
     """DeepSpeed's own AdamW steps for it, on a formula in place of C++ that it would compile."""
     offload = [
         word for what in ("optimizer", "param") for word in (f"--offload_{what}_device", "cpu")

@@ -108,7 +108,7 @@ def main() -> None:
         shape = f"{length} tokens, {attention.HEADS} heads of 64, window {args.window}"
         where = f"{args.dtype}, torch {torch.__version__}, {torch.get_num_threads()} threads"
         table = Table(title=f"{shape}, {where}")
-        for column in ("", *PARTS, "together"):
+        for column in ("", *PARTS, "total"):
             table.add_column(column)
         found = shares(length, args.window, args.rounds, getattr(torch, args.dtype))
         for name, parts in found.items():

@@ -57,7 +57,7 @@ PAGE = """\
 
 Symbols: [notation](index.md#notation).
 
-![{title} beside the unpatched model]({name}.png)
+![{title} compared with the unpatched model]({name}.png)
 
 {caption}
 
@@ -87,15 +87,16 @@ Symbols: [notation](index.md#notation).
 """
 
 FIXED = """\
-Speed, memory and cache are those of the unpatched model: new values in the model's rotary buffers
-are the whole change."""
-DYNAMIC = """\
-A hook on the rotary module looks up the frequencies of every row, which costs a fraction of a
-millisecond per forward ([measured](../speed.md)). Memory and cache are those of the
+Only values in the model's rotary buffers change, so speed, memory and cache are those of the
 unpatched model."""
+DYNAMIC = """\
+A hook on the rotary module looks up the frequencies of every row, which takes a fraction of a
+millisecond per forward ([measurements](../speed.md)). Memory and cache are those of the unpatched
+model."""
 POSITIONS = """\
-Attention is two or three calls of a flash kernel instead of one: somewhat slower, memory linear in
-the length, and a cache of any kind, no larger than before ([measured](../speed.md))."""
+Attention takes two or three calls of a flash kernel instead of one, which is somewhat slower.
+Memory is linear in the length, and every cache of transformers works
+([measurements](../speed.md))."""
 
 FILES = {
     "README.md": "index.md",
@@ -111,9 +112,10 @@ TABLES = {
 """Files that have tables of all methods on the checkpoint, and where those are in the site."""
 
 MEASURED = """\
-On the [checkpoint in the box](../checkpoint.md), trained for 512 tokens and not fine-tuned:
-perplexity of the same 256 tokens after more and more context, and the share of passkeys found,
-with 95 % intervals. The settings, the command and the other methods: [table](../{where}).{more}
+For the [first bundled checkpoint](../checkpoint.md), trained on 512 tokens and not fine-tuned:
+perplexity of the same 256 tokens after more and more context, and the share of passkeys found, with
+95 % intervals. [The full table](../{where}) has the settings, the command and the other
+methods.{more}
 """
 
 GROUPS = ("patching", "advice", "loading", "engines", "rope_eval", "methods", "encodings", "errors")
@@ -226,12 +228,12 @@ def _caption(method: Method) -> str:
         base = "The rotary embedding of Phi-3 (4096 tokens, base 10000, 48 pairs)"
     if method.kind == "frequency":
         return (
-            f"{base}: the largest angle that each pair reaches, beside those that it met in "
-            f"training. A pair above the shaded part meets angles it has never seen."
+            f"{base}: the largest angle of each pair, compared with those seen in training. Pairs "
+            f"above the shaded area have angles that the model has never seen."
         )
     return (
-        f"{base}: the distance that the last token uses for every token before it. Above the "
-        f"shaded part are distances that no token has met in training."
+        f"{base}: the effective distance between the last token and each earlier token. Distances "
+        f"above the shaded area do not occur in training."
     )
 
 
@@ -325,7 +327,7 @@ def _measured(name: str) -> str:
                         rows[name],
                     )
                 )
-    return "Nothing: the [demonstration](../demonstration.md) does not have this method."
+    return "Not measured: the [demonstration](../demonstration.md) does not include this method."
 
 
 def _options(cls: type[Method]) -> str:

@@ -1,9 +1,9 @@
-"""The documentation of Django, as prose that every machine can get: one release of it from PyPI.
+"""Downloads one release of Django's documentation from PyPI, as prose that every machine can get.
 
-    python recipes/pretrain/django_docs.py OUTPUT.jsonl  # the documents to train on, for other uses
+    python recipes/pretrain/django_docs.py OUTPUT.jsonl  # writes the training documents
 
-Django's licence (BSD 3-Clause) covers its documentation. Release notes are left out: lists of fixed
-bugs. One document in ten, chosen by a hash of its name, is held out.
+Django's license (BSD 3-Clause) covers its documentation. Release notes are left out, because they
+are lists of fixed bugs. One document in ten, chosen by a hash of its name, is held out.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ FOLDER = Path("runs/django")
 
 
 def archive() -> Path:
-    """The release, from PyPI by pip unless an earlier call left it here.
+    """Download the release with pip, unless it is already here.
 
     Raises:
-        SystemExit: it cannot be had, or is not the known one.
+        SystemExit: the download fails, or the checksum does not match.
     """
     path = FOLDER / ARCHIVE
     if not path.exists():
@@ -45,7 +45,7 @@ def is_held_out(name: str) -> bool:
 
 
 def django_docs(split: Literal["train", "held_out"]) -> list[str]:
-    """Its documents, in the order of their names."""
+    """The documents, sorted by name."""
     texts = {}
     with tarfile.open(archive()) as files:
         for file in files:
@@ -58,7 +58,7 @@ def django_docs(split: Literal["train", "held_out"]) -> list[str]:
 
 
 def as_jsonl(texts: list[str]) -> str:
-    """One document a line."""
+    """One document per line."""
     return "".join(json.dumps({"text": text}, ensure_ascii=False) + "\n" for text in texts)
 
 

@@ -1,8 +1,8 @@
-"""Rows of a checkpoint trained from scratch: text and exercises, mixed, each row from its number.
+"""Training rows for a checkpoint trained from scratch: a mixture of text and exercises.
 
-Retrieval does not form from a few megabytes of text alone, so exercises whose answers stand in the
-row are mixed in. Only answers are scored there. A row is a function of (seed, index), so that a
-killed run goes on exactly where its last checkpoint stood.
+A model does not learn retrieval from a few megabytes of text alone, so the mixture includes
+exercises whose answers are in the row. Only answers have a loss there. A row is a function of
+(seed, index), so that a killed run resumes exactly at its last checkpoint.
 """
 
 from __future__ import annotations
@@ -20,23 +20,23 @@ from transformers import PreTrainedModel, PreTrainedTokenizerFast
 from rope_eval.data.prompts import beginning, encode
 
 Row = tuple[list[int], list[float]]
-"""Token ids, and how much the loss of each counts."""
+"""Token IDs, and the loss weight of each."""
 
 
 class Rows(torch.utils.data.Dataset):
     """Rows of ``length`` tokens with a loss weight per token; row i depends on (seed, i) only.
 
     Args:
-        tokenizer: of the checkpoint.
-        texts: documents to cut excerpts from.
-        rows: how many.
-        seed: of all of them.
+        tokenizer: tokenizer of the checkpoint.
+        texts: documents to take excerpts from.
+        rows: number of rows.
+        seed: random seed.
     """
 
     length: ClassVar[int]
-    """Trained context, tokens."""
+    """Trained length, tokens."""
     shares: ClassVar[dict[str, float]]
-    """Kind of row, which is a method's name -> its share of the rows."""
+    """Shares of the rows by kind; a kind is the name of a method of this class."""
 
     def __init__(
         self, tokenizer: PreTrainedTokenizerFast, texts: Sequence[str], rows: int, seed: int
@@ -67,14 +67,14 @@ class Rows(torch.utils.data.Dataset):
         }
 
     def text(self, rng: random.Random) -> Row:
-        """An excerpt, all of it scored."""
+        """An excerpt, with a loss on all tokens."""
         size = self.length - len(self.head)
         return [*self.head, *self.excerpt(rng, size)], [0.0] * len(self.head) + [1.0] * size
 
     def returning(self, rng: random.Random, segment: list[int], given: int) -> Row:
-        """A segment that comes back several times, beginning anywhere in its first half.
+        """A segment that is repeated several times, starting anywhere in its first half.
 
-        The first ``given`` tokens of a return only say where to look; the others are scored.
+        The first ``given`` tokens of a repetition only tell where to look; the others have a loss.
         """
         size = len(segment)
         ids, weights = [*self.head, *segment], [0.0] * (len(self.head) + size)
@@ -88,17 +88,17 @@ class Rows(torch.utils.data.Dataset):
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """One checkpoint that ships with rope_ext.
+    """One bundled checkpoint.
 
     Args:
-        texts: its documents, for ``"train"`` or ``"held_out"``.
-        tokenizer: made of the documents to train on.
-        rows: text and exercises.
-        model: with fresh weights, for that tokenizer.
-        steps: of how many rows ``batch_size`` says.
-        batch_size: rows.
-        ships_held_out: whether the held-out documents lie beside the weights, because not every
-            machine has them.
+        texts: returns the documents for ``"train"`` or ``"held_out"``.
+        tokenizer: creates the tokenizer from the training documents.
+        rows: the class of its training rows.
+        model: creates the model for a tokenizer, with new weights.
+        steps: number of training steps.
+        batch_size: rows per step.
+        ships_held_out: whether the held-out documents are stored next to the weights, for machines
+            that do not have them.
     """
 
     texts: Callable[[str], list[str]]
@@ -111,6 +111,6 @@ class Checkpoint:
 
 
 def common(pattern: str, texts: Sequence[str], most: int) -> list[str]:
-    """What matches ``pattern`` most often, in that order."""
+    """The most frequent matches of ``pattern``, in descending order."""
     count = Counter(word for text in texts for word in re.findall(pattern, text))
     return [word for word, _ in count.most_common(most)]

@@ -1,4 +1,4 @@
-"""checkpoints/tiny-512: a Llama of Python code, 512 tokens of byte-level BPE."""
+"""checkpoints/tiny-512: a Llama trained on Python code, 512 tokens of byte-level BPE."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ VOCABULARY = 2048
 
 
 def train_tokenizer(texts: list[str]) -> PreTrainedTokenizerFast:
-    """Byte-level BPE with one token per digit, so that a key is spelled, not remembered."""
+    """Byte-level BPE with one token per digit, so that keys are spelled out, not memorized."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(False)]
@@ -31,7 +31,7 @@ def train_tokenizer(texts: list[str]) -> PreTrainedTokenizerFast:
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    # The frame is repeated so that its words become tokens: 512 tokens is a short context.
+    # The frame is repeated so that its words become tokens, since 512 tokens is a short context.
     tokenizer.train_from_iterator([*texts, *[frame] * 400], trainer)
     tokenizer.post_processor = processors.TemplateProcessing(
         single="<s> $A", pair="<s> $A $B", special_tokens=[("<s>", 0), ("</s>", 1)]
@@ -47,7 +47,7 @@ def train_tokenizer(texts: list[str]) -> PreTrainedTokenizerFast:
 
 
 class CodeRows(Rows):
-    """Python code; copying, look-up, and the evaluator's own passkeys."""
+    """Python code, copying, look-up, and the passkeys of the evaluator."""
 
     length = LENGTH
     shares: ClassVar = {"text": 56, "copy": 16, "look_up": 12, "passkey": 16}
@@ -66,7 +66,7 @@ class CodeRows(Rows):
         self.prompts = PasskeyPrompts(tokenizer)
 
     def copy(self, rng: random.Random) -> Row:
-        """A segment (random tokens or text) that returns several times; returns are scored."""
+        """A segment (random tokens or text) that is repeated; repetitions have a loss."""
         size = round(2 ** rng.uniform(3, 7.9))
         noise = rng.random() < 0.6
         if noise:
@@ -76,7 +76,7 @@ class CodeRows(Rows):
         return self.returning(rng, segment, given=2)
 
     def look_up(self, rng: random.Random) -> Row:
-        """Lines `name = digits`, then questions `get name -> digits`; answers are scored."""
+        """Lines `name = digits`, then questions `get name -> digits`; answers have a loss."""
         pairs = rng.randint(2, 26)
         width = rng.randint(1, 6)
         names = rng.sample(self.names, pairs)
@@ -97,7 +97,7 @@ class CodeRows(Rows):
         return ids, weights
 
     def passkey(self, rng: random.Random) -> Row:
-        """The evaluator's prompt, or the same with code for a haystack; the key is scored."""
+        """The evaluator's prompt, or the same with code as filler; the key has a loss."""
         digits = rng.randint(4, 8)
         if rng.random() < 0.6:
             length = rng.randint(self.prompts.minimum_length(8) + 40, LENGTH)
@@ -114,7 +114,7 @@ class CodeRows(Rows):
             ids += [*self.question, *self.space, *key]
         weights = [0.0] * len(ids)
         weights[-digits:] = [6.0] * digits
-        for end in range(digits, len(ids) - digits):  # its second mention, in the needle
+        for end in range(digits, len(ids) - digits):  # the second occurrence, in the needle
             if ids[end - digits : end] == key:
                 weights[end - digits : end] = [1.0] * digits
         return ids, weights

@@ -1,8 +1,7 @@
-"""checkpoints/tiny-bytes-512: a Qwen3 of English documentation, 512 bytes, one token a byte.
+"""checkpoints/tiny-bytes-512: a Qwen3 trained on English documentation, 512 bytes, one per token.
 
-It shares nothing with tiny-512: not the architecture, the tokenizer, the text, the size of a head
-or the rotary base. No exercise uses a sentence of the evaluators' prompts: what it finds in them,
-it finds in a prompt that it never saw.
+It shares nothing with tiny-512: not the architecture, tokenizer, text, head size or rotary base. No
+exercise uses a sentence of the evaluators' prompts, so those prompts are new to the model.
 """
 
 from __future__ import annotations
@@ -79,7 +78,7 @@ SENTENCES = (
 
 
 def byte_tokenizer(texts: list[str]) -> PreTrainedTokenizerFast:
-    """One token a byte, and one for the end of a document; ``texts`` teach it nothing."""
+    """One token per byte, and an end-of-document token; ``texts`` are ignored."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocabulary = {token: number for number, token in enumerate([END, *alphabet])}
     tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
@@ -95,7 +94,7 @@ def byte_tokenizer(texts: list[str]) -> PreTrainedTokenizerFast:
 
 
 class ProseRows(Rows):
-    """Documentation; copying, tables, and facts hidden in prose and in sentences that repeat."""
+    """Documentation, copying, tables, and facts hidden in prose and in repeated sentences."""
 
     length = LENGTH
     shares: ClassVar = {"text": 44, "copy": 14, "table": 12, "facts": 30}
@@ -109,7 +108,7 @@ class ProseRows(Rows):
         self.words = [word for word in words if word != "pass"]  # nor the evaluators' "pass key"
 
     def value(self, rng: random.Random) -> str:
-        """Digits mostly, letters or a word."""
+        """Mostly digits, otherwise letters or a word."""
         kind = rng.random()
         if kind < 0.7:
             return "".join(rng.choices(string.digits, k=rng.randint(3, 8)))
@@ -118,7 +117,7 @@ class ProseRows(Rows):
         return rng.choice(self.words)
 
     def names(self, rng: random.Random, count: int) -> list[str]:
-        """Different ones; often with a word in common, so that all of a name must be read."""
+        """Distinct names, often with a word in common, so that the whole name has to be read."""
         shared = rng.choice(self.words) if rng.random() < 0.5 else None
         names: dict[str, None] = {}
         while len(names) < count:
@@ -127,7 +126,7 @@ class ProseRows(Rows):
         return list(names)
 
     def copy(self, rng: random.Random) -> Row:
-        """A segment (bytes, letters, digits or text) that returns; returns are scored."""
+        """A segment (bytes, letters, digits or text) that is repeated; repetitions have a loss."""
         size = round(2 ** rng.uniform(3.5, 7.9))
         kind = rng.choice(("bytes", "letters", "digits", "text", "text"))
         if kind == "bytes":
@@ -140,7 +139,7 @@ class ProseRows(Rows):
         return self.returning(rng, segment, given=4)
 
     def table(self, rng: random.Random) -> Row:
-        """Lines of names and values, perhaps text, then questions; answers are scored."""
+        """Lines of names and values, sometimes text, then questions; answers have a loss."""
         line, question = rng.choice(TABLES)
         most, facts = rng.randint(2, 14), {}
         ids: list[int] = []
@@ -157,9 +156,9 @@ class ProseRows(Rows):
         return ids, weights
 
     def facts(self, rng: random.Random) -> Row:
-        """Facts stated somewhere in a haystack, then asked for; answers are scored.
+        """Facts stated somewhere in a haystack, then asked for; answers have a loss.
 
-        The haystack is documentation, or a few made-up sentences that repeat.
+        The haystack is documentation, or a few made-up sentences that are repeated.
         """
         names = self.names(rng, rng.choice((1, 1, 1, 2, 3, 4)))
         facts = {name: self.value(rng) for name in names}
@@ -188,26 +187,26 @@ class ProseRows(Rows):
     def either(
         self, rng: random.Random, written: Sequence[str], made: Callable[[random.Random], str]
     ) -> str:
-        """A wording from the list, or one of words at random, so that no wording is relied on."""
+        """A wording from the list, or random words, so that the model does not rely on wordings."""
         return rng.choice(written) if rng.random() < 0.5 else made(rng)
 
     def statement(self, rng: random.Random) -> str:
-        """One or two sentences of any words around a name and its value, in either order."""
+        """One or two sentences of random words around a name and its value, in either order."""
         said = [rng.sample(("{name}", "{value}"), 2) for _ in range(rng.randint(1, 2))]
         return "".join(f" {self.some(rng, 2)}{a} {self.some(rng, 2)}{b}." for a, b in said)
 
     def question(self, rng: random.Random) -> str:
-        """Any words with a name, perhaps twice; then the value."""
+        """Random words with a name, sometimes twice, then the value."""
         twice = f"{self.some(rng, 3)}{{name}}? " if rng.random() < 0.5 else ""
         lead, between = self.some(rng, 3), self.some(rng, 2)
         return f"\n{twice}{lead}{{name}} {between}{{value}}" + rng.choice(".\n")
 
     def some(self, rng: random.Random, most: int) -> str:
-        """Up to ``most`` words, each with a space behind it."""
+        """Up to ``most`` words, each followed by a space."""
         return "".join(f"{word} " for word in rng.sample(self.words, rng.randint(0, most)))
 
     def sentences(self, rng: random.Random, tokens: int) -> list[int]:
-        """Two to six made-up sentences in turn, cut to ``tokens``."""
+        """Two to six made-up sentences repeated in turn, cut to ``tokens``."""
         made = [
             self.encode(rng.choice(SENTENCES).format(*rng.sample(self.words, 2)))
             for _ in range(rng.randint(2, 6))
@@ -222,7 +221,7 @@ class ProseRows(Rows):
     def ask(
         self, question: str, fact: tuple[str, str], ids: list[int], weights: list[float]
     ) -> None:
-        """Append a question with its answer, which is scored, and so is where it ends."""
+        """Append a question with its answer; the answer and its end have a loss."""
         name, value = fact
         before, _, after = question.partition("{value}")
         given, close = self.encode(before.format(name=name)), self.encode(after)
@@ -232,7 +231,7 @@ class ProseRows(Rows):
 
 
 def fresh_model(tokenizer: PreTrainedTokenizerFast) -> Qwen3ForCausalLM:
-    """A model that can copy before it is trained: see :func:`put_induction`."""
+    """A model that can copy before training: see :func:`put_induction`."""
     model = Qwen3ForCausalLM(
         Qwen3Config(
             vocab_size=len(tokenizer),
@@ -260,12 +259,12 @@ def fresh_model(tokenizer: PreTrainedTokenizerFast) -> Qwen3ForCausalLM:
 
 @torch.no_grad()
 def put_induction(model: Qwen3ForCausalLM) -> None:
-    """Begin with an induction head (Olsson et al. 2022), which takes long to form from bytes.
+    """Initialize an induction head (Olsson et al. 2022), which takes long to form on bytes.
 
-    In the first layer one head of each group looks at the token before, by fixed turns of its
-    fastest pairs, and copies a sketch of it. In the second layer one head of each group looks
-    for keys with the sketch of its own token, by its slowest pairs, and copies what is there to
-    the output. Everything is a matrix like any other and trained on.
+    In the first layer, one head of each group attends to the previous token, by fixed rotations of
+    its fastest pairs, and copies a sketch of it. In the second layer, one head of each group
+    attends to keys with the sketch of its own token, by its slowest pairs, and copies the token
+    there to the output. All of these weights are trained like any others.
     """
     config = model.config
     width, size, half = config.hidden_size, config.head_dim, config.head_dim // 2

@@ -1,10 +1,10 @@
-"""Train a checkpoint that ships with rope_ext, from scratch, on what every machine has or can get.
+"""Train a bundled checkpoint from scratch, on data that every machine has or can download.
 
     python recipes/pretrain/train.py tiny-512
     python recipes/pretrain/train.py tiny-bytes-512
 
-What is particular to one (text, tokenizer, exercises, model) is in its file beside this one. A
-killed run continues with --resume exactly where its last checkpoint stood.
+The text, tokenizer, exercises and model of each checkpoint are in a separate file next to this one.
+With --resume, a killed run continues exactly at its last checkpoint.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ CHECKPOINTS = {
 class MuonAdamW(torch.optim.Optimizer):
     """Muon (Jordan 2024) for the matrices of the layers, AdamW for everything else.
 
-    What an encoding learns (``rope_ext_...``) is of the second kind: a table is no map of vectors.
+    Parameters of encodings (``rope_ext_...``) use AdamW, because a table is not a linear map.
 
-    torch.optim.Muon orthogonalises in bfloat16, which a CPU without bfloat16 units does some
-    thirty times slower than float32; this is the same update in float32, in one optimizer, so
-    that Trainer can save and resume it.
+    torch.optim.Muon orthogonalizes in bfloat16, which is about thirty times slower than float32 on
+    a CPU without bfloat16 units. This is the same update in float32, as a single optimizer that
+    Trainer can save and resume.
     """
 
     def __init__(self, model: torch.nn.Module, lr: float) -> None:
@@ -72,7 +72,7 @@ class MuonAdamW(torch.optim.Optimizer):
 
 
 def orthogonalise(g: torch.Tensor) -> torch.Tensor:
-    """Newton-Schulz iteration: the nearest (semi-)orthogonal matrix, roughly."""
+    """Approximate the nearest (semi-)orthogonal matrix by Newton-Schulz iteration."""
     wide = g if g.shape[0] <= g.shape[1] else g.T
     x = wide / (wide.norm() + 1e-7)
     for _ in range(5):
@@ -162,7 +162,7 @@ def main() -> None:
     )
     begun = any(work.glob("checkpoint-*"))
     trainer.train(resume_from_checkpoint=args.resume and begun)
-    model.config.use_cache = True  # which Trainer switches off
+    model.config.use_cache = True  # Trainer turns it off
     model.config.pad_token_id = model.generation_config.pad_token_id = tokenizer.pad_token_id
     model.to(torch.bfloat16).save_pretrained(output)
     tokenizer.save_pretrained(output)

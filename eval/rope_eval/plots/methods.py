@@ -189,7 +189,7 @@ def distances(axes: Any, rope: Rope, methods: Lines, length: int) -> None:
     axes.axhspan(0, rope.length, label=f"seen in training ({rope.length} tokens)", **_MET)
     axes.set(ylim=(0, 1.1 * highest), xlim=(0, length))
     axes.ticklabel_format(style="plain")
-    axes.set(xlabel="distance, tokens (from the last one back)", ylabel="distance used, tokens")
+    axes.set(xlabel="distance from the last token, tokens", ylabel="effective distance, tokens")
     mark_trained(axes, [rope.length], length)
 
 

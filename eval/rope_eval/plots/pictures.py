@@ -102,7 +102,7 @@ KINDS = {
     "spectrum": Kind(spectrum, ("frequency",), "frequency of every rotary pair"),
     "angles": Kind(angles, _ROTATING, "largest angle of every rotary pair"),
     "decay": Kind(decay, None, "long-range decay, q\u00b7k of vectors of ones", beside=biases),
-    "distances": Kind(distances, ("position",), "distances in use"),
+    "distances": Kind(distances, ("position",), "effective distances"),
     "weighted-decay": Kind(
         weighted_decay,
         _ROTATING,

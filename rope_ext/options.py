@@ -28,7 +28,7 @@ class Options:
     bias: Encoding | None = None
     layers: tuple[int, ...] | str | None = None
     kernel: Literal["auto", "flash", "flex", "reference"] = "auto"
-    compose: bool = False
+    compose: bool | Literal["raise"] = False
     sliding_layers: SlidingLayers = "auto"
     precise: bool | Literal["auto"] = "auto"
     original_max_position_embeddings: int | None = None
@@ -37,6 +37,7 @@ class Options:
     def __post_init__(self) -> None:
         self._require("kernel", "auto", "flash", "flex", "reference")
         self._require("sliding_layers", "auto", "keep", "scale")
+        self._require("compose", False, True, "raise")
         self._require("precise", "auto", True, False)
         if self.bias is not None:
             object.__setattr__(self, "bias", _bias(self.bias))

@@ -16,6 +16,7 @@ from torch import nn
 
 from rope_ext import stale
 from rope_ext.apply import APPLY
+from rope_ext.apply.raising import raise_factor
 from rope_ext.encodings import Encoding
 from rope_ext.errors import (
     AlreadyPatchedError,
@@ -126,7 +127,7 @@ def patch(
     layers: str | Sequence[int] | None = None,
     kernel: Literal["auto", "flash", "flex", "reference"] = "auto",
     replace: bool = False,
-    compose: bool = False,
+    compose: bool | Literal["raise"] = False,
     sliding_layers: SlidingLayers = "auto",
     precise: bool | Literal["auto"] = "auto",
     original_max_position_embeddings: int | None = None,
@@ -160,6 +161,10 @@ def patch(
             learned parameters, and longer tables keep their trained rows. If they cannot be kept,
             this raises an OptionError; call :func:`unpatch` first to start from new parameters.
         compose: patch on top of the checkpoint's existing RoPE scaling, multiplying it.
+            ``"raise"`` raises the factor of that scaling instead: pass the method of its type
+            (``"yarn"``, ``"llama3"``, ``"pi"`` or ``"dynamic_ntk"``) and the new factor, which
+            counts from ``original_max_position_embeddings`` of the checkpoint, as its own does.
+            All other options stay those of the checkpoint.
         sliding_layers: sliding-window layers gain nothing from scaling. ``"auto"`` keeps those
             that have their own rotary embedding and scales those that share one, as transformers
             does; ``"keep"`` never scales them; ``"scale"`` always does. Position methods leave
@@ -369,7 +374,11 @@ def _patch(model: nn.Module, decoder: nn.Module, method: Method, options: Option
         place = PatchTarget(model, decoder, sites, scaled)
         rounded = [site for site in sites if site.rounded]
         changes.states += map(buffers.repair, rounded)
-        applied = APPLY[method.kind](place, method, options, changes)
+        used = method
+        if options.compose == "raise":
+            place, used = raise_factor(place, method, options)
+            sites, scaled = place.sites, place.scaled
+        applied = APPLY[used.kind](place, used, options, changes)
         record = Record(
             method=method,
             resolved=applied.method,

@@ -9,6 +9,7 @@ from typing import Any, cast
 import torch
 from torch import nn
 
+from rope_ext.apply.raising import TYPES
 from rope_ext.errors import AlreadyScaledError, OptionError, UnsupportedModelError
 from rope_ext.methods import FrequencyMethod, Method
 from rope_ext.position.layers import ignores_scaling
@@ -40,24 +41,29 @@ class Applied:
     notes: tuple[str, ...]
 
 
+_RAISE = "pass method={!r} and compose='raise' to raise the checkpoint's own factor"
+
+
 def refuse_scaled(
-    decoder: nn.Module, site: RotarySite, method: FrequencyMethod, compose: bool
+    decoder: nn.Module, site: RotarySite, method: FrequencyMethod, compose: bool | str
 ) -> None:
     """Raise AlreadyScaledError if ``method`` cannot extend the scaling of a checkpoint."""
     there = is_scaled(decoder, site)
-    if there is None:
+    if there is None or site.raised is not None:
         return
+    raises = TYPES.get(site.rope_type)
+    own = f", or {_RAISE.format(raises)}" if raises else ""
     if site.rope_type in ("dynamic", "longrope"):
         raise AlreadyScaledError(
             f"{type(decoder).__name__} is scaled by {there}, on top of which nothing can be "
-            f"composed; load it with rope_type 'default' and patch that"
+            f"composed; load it with rope_type 'default' and patch that{own}"
         )
     if not compose:
         back = "it with rope_type 'default'" if site.scaled else "the model that it was made from"
         raise AlreadyScaledError(
             f"the rotary embedding of {type(decoder).__name__} is scaled by its configuration "
             f"already: {there}. Pass compose=True to extend its {site.rope.length} tokens further, "
-            f"or load {back} to start from the unscaled frequencies"
+            f"or load {back} to start from the unscaled frequencies{own}"
         )
     if method.adapts:
         raise AlreadyScaledError(

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from rope_ext.apply import position
+from rope_ext.apply import position, raising
 from rope_ext.apply.base import Applied, refuse_scaled, require_scaling, scale_softmax, target
 from rope_ext.errors import OptionError, UnsupportedModelError
 from rope_ext.methods import FrequencyMethod
@@ -30,7 +30,7 @@ def apply(
     if options.bias is not None or options.layers is not None:
         return position.apply_frequency(place, method, options, changes)
     decoder, scaled = place.decoder, place.scaled
-    length = max(method.target_length(site.rope) for site in scaled)
+    length = max(site.target_length(method) for site in scaled)
     for site in scaled:
         refuse_scaled(decoder, site, method, options.compose)
     targets = {site: target(method, site) for site in scaled}
@@ -74,6 +74,8 @@ def apply(
     notes = _notes(place, keep, precise, per_sequence)
     for site in scaled:
         notes += scale_softmax(site, (method,), changes)
+    if options.compose == "raise":
+        notes += raising.finish(place, saved.values, changes)
     if temperature is not None:
         local_too = options.sliding_layers == "scale"
         notes += queries.install(place, temperature, sequences, local_too, changes)

@@ -262,7 +262,7 @@ def settings(made: Plan) -> dict[str, Any]:
 
 def gguf_command(state: Patch, source: str, output: str) -> tuple[list[str], dict[str, str]]:
     """The command that writes a patched file, and the file of options it needs, if any."""
-    method = state.record.method
+    method, site = state.record.method, state.scaled[0]
     defaults = {f.name: f.default for f in dataclasses.fields(method)}
     options = {
         name: _typed(value)
@@ -270,7 +270,9 @@ def gguf_command(state: Patch, source: str, output: str) -> tuple[list[str], dic
         if name != "factor" and value != defaults[name]
     }
     again = build_method(method.name, factor=method.factor, **options)
-    if again != method or state.scaled[0].scaled:  # nothing but the whole patch describes it
+    if (
+        again != method or site.scaled or site.raised is not None
+    ):  # nothing but the whole patch describes it
         return ["rope-ext", "gguf", "FOLDER", source, "--output", output], {}
     words = ["rope-ext", "gguf", source, "--method", method.name, "--factor", repr(method.factor)]
     files = {}

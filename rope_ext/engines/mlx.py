@@ -67,6 +67,8 @@ def parameters_for(scaling: Scaling) -> dict[str, Any]:
     """``rope_parameters`` that mlx-lm and transformers interpret equally."""
     parameters = dict(scaling.parameters)
     kind = parameters["rope_type"]
+    if kind == "yarn" and parameters.get("mscale_all_dim"):  # DeepSeek's own, which it reads
+        return parameters
     if kind == "yarn" and parameters.get("truncate", True):
         # attention_factor is ignored; this is (0.1 mscale ln(s) + 1) / 1.
         grown = yarn_factor(parameters["factor"]) - 1

@@ -62,6 +62,8 @@ def _named(parameters: Mapping[str, Any], family: ServedFamily) -> dict[str, Any
         betas = {name: parameters[name] * family.stretched for name in ("beta_fast", "beta_slow")}
         parameters |= betas
         usual = yarn_factor(parameters["factor"])
+        if factor is None:  # raised: the checkpoint's own entry, which the engine reads already
+            return parameters
         if math.isclose(factor, usual, rel_tol=1e-12):
             return parameters
         if family.usual:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, cast
@@ -31,6 +31,19 @@ _LOW = (torch.bfloat16, torch.float16)
 _BUILT = 1e-5  # pow differs by a few units in the last place between devices
 
 
+@dataclass(frozen=True)
+class Raised:
+    """The checkpoint's own scaling with a larger factor.
+
+    Args:
+        entry: its ``rope_parameters`` with the new factor.
+        target: context after the extension, tokens.
+    """
+
+    entry: Mapping[str, Any]
+    target: int
+
+
 @dataclass(eq=False)
 class RotarySite:
     """One set of rotary frequencies of a loaded model.
@@ -43,6 +56,8 @@ class RotarySite:
         loaded: the frequencies of the checkpoint, float32 on the CPU, ``[pairs]``: those of the
             buffer, or of a rebuilt one if a cast has rounded it.
         rounded: whether a cast has rounded the buffer.
+        raised: with ``compose="raise"``, the checkpoint's own entry with its larger factor. The
+            other fields then describe the embedding without its scaling.
         scaling: factor of cosine and sine in the checkpoint.
         rope_type: transformers' name for the scaling of the checkpoint.
         local: whether only layers with a limited window use it.
@@ -64,6 +79,7 @@ class RotarySite:
     columns: Columns
     baked: tuple[nn.Module, ...] = ()
     rounded: bool = False
+    raised: Raised | None = None
 
     @property
     def prefix(self) -> str:
@@ -123,6 +139,10 @@ class RotarySite:
                 f"with which no pair rotates by more than half a circle per token"
             )
         return inv_freq, scaling
+
+    def target_length(self, method: Method) -> int:
+        """Context in tokens under ``method``."""
+        return method.target_length(self.rope) if self.raised is None else self.raised.target
 
     @property
     def scaled(self) -> bool:

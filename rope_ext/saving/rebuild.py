@@ -137,6 +137,10 @@ def _proposals(
     method: FrequencyMethod, scaled: list[RotarySite]
 ) -> Iterator[dict[RotarySite, dict[str, Any]]]:
     """Candidate ``rope_parameters`` entries for each scaled site, the most readable first."""
+    raised = {site: dict(site.raised.entry) for site in scaled if site.raised is not None}
+    if raised:  # no other type is the checkpoint's own
+        yield raised
+        return
     if not any(site.scaled for site in scaled):
         yield {site: method.rope_parameters(site.rope) for site in scaled}
     if not method.adapts:

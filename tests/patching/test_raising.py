@@ -1,0 +1,187 @@
+"""``compose="raise"``: the checkpoint's own RoPE scaling with a larger factor."""
+
+from __future__ import annotations
+
+import copy
+import json
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+import rope_ext
+from tests.families.checks import changed, snapshot
+from tests.families.zoo import tiny_model
+from tests.helpers.models import tiny_llama
+
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 1e4,
+    "factor": 2.0,
+    "original_max_position_embeddings": 32,
+}
+LLAMA3 = {**YARN, "rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+LINEAR = {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}
+SHIPPED = {
+    "yarn": ("llama", YARN, "yarn"),
+    "own betas and temperature": (
+        "llama",
+        {**YARN, "beta_fast": 8.0, "beta_slow": 0.5, "attention_factor": 1.3},
+        "yarn",
+    ),
+    "llama3": ("llama", LLAMA3, "llama3"),
+    "linear": ("llama", LINEAR, "pi"),
+    "gpt_oss": ("gpt_oss", {**YARN, "truncate": False, "beta_fast": 32.0}, "yarn"),
+    "deepseek_v3": ("deepseek_v3", {**YARN, "mscale": 0.7, "mscale_all_dim": 1.0}, "yarn"),
+}
+
+
+@pytest.fixture
+def ids() -> torch.Tensor:
+    return torch.randint(3, 128, (1, 150), generator=torch.Generator().manual_seed(0))
+
+
+def logits(model: torch.nn.Module, ids: torch.Tensor) -> torch.Tensor:
+    with torch.no_grad():
+        return model(ids).logits
+
+
+def shipped(family: str, parameters: dict) -> torch.nn.Module:
+    parameters = copy.deepcopy(parameters)
+    if family == "llama":
+        return tiny_llama(rope_parameters=parameters)
+    return tiny_model(family, rope_parameters=parameters)
+
+
+@pytest.mark.parametrize("name", SHIPPED)
+def test_a_raised_factor_is_the_one_that_transformers_computes(tmp_path, ids, name: str) -> None:
+    family, parameters, method = SHIPPED[name]
+    model = shipped(family, parameters)
+    model.save_pretrained(tmp_path)  # which notes the dtype in the configuration
+    before = snapshot(model)
+    rope_ext.patch(model, method, factor=8, compose="raise")
+
+    config = copy.deepcopy(model.config)
+    config.rope_parameters = {**parameters, "factor": 8.0}
+    inv_freq, scaling = ROPE_INIT_FUNCTIONS[parameters["rope_type"]](config, torch.device("cpu"))
+    assert torch.equal(model.model.rotary_emb.inv_freq, inv_freq)
+    assert model.model.rotary_emb.attention_scaling == pytest.approx(scaling, rel=1e-12)
+
+    model.save_pretrained(tmp_path)
+    saved = json.loads((tmp_path / "config.json").read_text())
+    assert saved["rope_parameters"] | parameters | {"factor": 8.0} == saved["rope_parameters"]
+    assert saved["max_position_embeddings"] == 256  # 32 times 8
+    assert "rope_ext" not in saved
+    again = AutoModelForCausalLM.from_pretrained(tmp_path).eval()
+    assert torch.equal(logits(again, ids), logits(model, ids))
+    assert not changed(before, snapshot(rope_ext.unpatch(model)))
+
+
+def test_a_temperature_that_followed_from_the_factor_follows_the_new_one(tmp_path) -> None:
+    """As ``save_pretrained`` of a model that was patched with yarn writes it."""
+    model = tiny_llama()
+    rope_ext.patch(model, "yarn", factor=2)
+    model.save_pretrained(tmp_path)
+    again = AutoModelForCausalLM.from_pretrained(tmp_path)
+    rope_ext.patch(again, "yarn", factor=8, compose="raise")
+    rope_ext.patch(model, "yarn", factor=8, replace=True)
+    assert torch.equal(again.model.rotary_emb.inv_freq, model.model.rotary_emb.inv_freq)
+    assert again.model.rotary_emb.attention_scaling == model.model.rotary_emb.attention_scaling
+
+
+def test_a_raised_dynamic_checkpoint_computes_as_transformers_and_reloads(tmp_path, ids) -> None:
+    model = shipped("llama", {**LINEAR, "rope_type": "dynamic"})
+    other = shipped("llama", {**LINEAR, "rope_type": "dynamic", "factor": 4.0})
+    model.save_pretrained(tmp_path)
+    before = snapshot(model)
+    rope_ext.patch(model, "dynamic_ntk", factor=4, compose="raise")
+    patched = logits(model, ids)
+    # Angles of the one are products of a row, of the other a matrix product.
+    torch.testing.assert_close(patched, logits(other, ids), rtol=0, atol=1e-4)
+    model.save_pretrained(tmp_path)
+    assert torch.equal(logits(rope_ext.from_pretrained(tmp_path).eval(), ids), patched)
+    assert not changed(before, snapshot(rope_ext.unpatch(model)))
+
+
+def test_gpt_oss_raised_to_262144_tokens_is_not_yarn_on_yarn() -> None:
+    """32 to 64 times 4096 tokens, as docs/using.md says."""
+    own = {**YARN, "rope_theta": 150000.0, "factor": 32.0, "truncate": False}
+    own |= {"original_max_position_embeddings": 4096, "beta_fast": 32.0, "beta_slow": 1.0}
+    more = {"head_dim": 64, "max_position_embeddings": 131072}
+    found = {}
+    for compose, factor in (("raise", 64), (True, 2)):
+        model = tiny_model("gpt_oss", rope_parameters=dict(own), **more)
+        rope_ext.patch(model, "yarn", factor=factor, compose=compose, precise=False)
+        assert model.config.max_position_embeddings == 262144
+        found[compose] = model.model.rotary_emb.inv_freq
+    ratio = found["raise"] / found[True]
+    different = (ratio - 1).abs() > 0.01
+    assert int(different.sum()) == 15
+    assert float(torch.maximum(ratio, 1 / ratio).max()) == pytest.approx(1.9, abs=0.1)
+
+
+@pytest.mark.parametrize("engine", ["vllm", "sglang", "mlx"])
+def test_engines_get_the_checkpoints_own_entry_with_the_new_factor(engine: str) -> None:
+    model = shipped(*SHIPPED["deepseek_v3"][:2])
+    rope_ext.patch(model, "yarn", factor=8, compose="raise")
+    settings = rope_ext.export(model, engine).settings
+    entry = settings["rope_scaling"] if engine == "mlx" else next(iter(settings.values()))
+    entry = entry.get("rope_parameters", entry)
+    wanted = {"rope_type": "yarn", "factor": 8.0, "mscale": 0.7, "mscale_all_dim": 1.0}
+    assert entry | wanted == entry
+    assert entry["original_max_position_embeddings"] == 32
+
+
+def test_llama_cpp_gets_flags_for_yarn_and_a_file_for_llama3() -> None:
+    model = shipped("llama", YARN)
+    rope_ext.patch(model, "yarn", factor=8, compose="raise")
+    flags = rope_ext.export(model, "llama.cpp").settings["flags"]
+    wanted = {"--rope-scaling": "yarn", "--rope-scale": 8.0, "--yarn-orig-ctx": 32}
+    assert flags | wanted == flags
+    model = shipped("llama", LLAMA3)  # whose own file has a table of the smaller factor
+    rope_ext.patch(model, "llama3", factor=8, compose="raise")
+    assert "rope-ext gguf FOLDER" in str(rope_ext.export(model, "llama.cpp"))
+
+
+def test_llama3_grows_from_the_length_that_the_checkpoint_has() -> None:
+    """Llama 3.1: factor 8 on 8192 tokens, and 131072 tokens."""
+    model = tiny_llama(rope_parameters=dict(LLAMA3), max_position_embeddings=128)
+    rope_ext.patch(model, "llama3", factor=4, compose="raise")
+    assert model.config.max_position_embeddings == 256
+
+
+TABLE = {
+    "rope_type": "longrope",
+    "rope_theta": 1e4,
+    "short_factor": [1.0] * 8,
+    "long_factor": [2.0] * 8,
+    "original_max_position_embeddings": 32,
+}
+
+
+@pytest.mark.parametrize(
+    ("parameters", "method", "given", "error", "message"),
+    [
+        (None, "yarn", {}, rope_ext.UnsupportedModelError, "leave compose out"),
+        (TABLE, "longrope", {"long_factor": [4.0] * 8}, rope_ext.AlreadyScaledError, "search"),
+        (LLAMA3, "yarn", {}, rope_ext.OptionError, "pass method='llama3'"),
+        (YARN, "yarn", {"beta_fast": 8.0}, rope_ext.OptionError, "leave beta_fast out"),
+        (YARN, "yarn", {"factor": 2}, rope_ext.OptionError, "own factor, which is 2.0"),
+        (YARN, "yarn", {"bias": "alibi"}, rope_ext.OptionError, "cannot have bias="),
+        (YARN, "rerope", {}, rope_ext.OptionError, "pass method='yarn'"),
+    ],
+)
+def test_what_cannot_be_raised_is_refused_with_a_way_out(
+    parameters: dict | None, method: str, given: dict, error: type, message: str
+) -> None:
+    model = shipped("llama", parameters) if parameters else tiny_llama()
+    before = snapshot(model)
+    with pytest.raises(error, match=message):
+        rope_ext.patch(model, method, **{"factor": 8, "compose": "raise"} | given)
+    assert not changed(before, snapshot(model))
+
+
+def test_refusals_of_scaled_checkpoints_name_the_method_that_raises_them() -> None:
+    with pytest.raises(rope_ext.AlreadyScaledError, match="method='llama3' and compose='raise'"):
+        rope_ext.patch(shipped("llama", LLAMA3), "yarn", factor=4)

@@ -38,7 +38,7 @@ SCALING_FIELDS = (
     "truncate",
     "type",
 )
-_UNSAVED = "transformers has no type for it: reload it with rope_ext.from_pretrained (plain {})"
+_UNSAVED = "no rope_type expresses it: load it with rope_ext.from_pretrained (plain {})"
 _BUILT_IN_FLOAT32 = 1e-5  # float32 pow of a large base is accurate to about 2e-6
 
 
@@ -115,7 +115,7 @@ def unsaved(place: PatchTarget, target: int) -> Written:
         refused = {**length, EXPERTS: CURE}
         if not _is_refused(place.model.config, {EXPERTS: CURE}, whole):
             return Written(length, False, {}, _UNSAVED.format("transformers loads it unpatched"))
-    return Written(refused, False, {}, _UNSAVED.format("transformers refuses it"))
+    return Written(refused, False, {}, _UNSAVED.format("transformers raises an error"))
 
 
 def _is_refused(config: Any, values: dict[str, Any], build: Callable[[Any], Any]) -> bool:

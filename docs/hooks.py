@@ -176,6 +176,7 @@ def _method_page(markdown: str, page: Page, config: MkDocsConfig, files: Files) 
     if tuple(rest[::2]) != WRITTEN:
         raise PluginError(f"{page.file.src_uri}: its sections are {rest[::2]}, not {WRITTEN}")
     when, costs, published = (text.strip() for text in rest[1::2])
+    _, _, when = when.partition("\n\n")  # its first line is in the list above
     files.append(File.generated(config, f"methods/{name}.png", content=_picture(method)))
     return PAGE.format(
         title=title,

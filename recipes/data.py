@@ -102,7 +102,7 @@ def _local(path: Path, streaming: bool) -> Any:
 
 
 @dataclass(frozen=True)
-class Tokenise:
+class Tokenize:
     """Tokenizes documents, with one start token (if the tokenizer has one) and one end token."""
 
     tokenizer: Any
@@ -245,7 +245,7 @@ class Bookend:
 
 
 @dataclass(frozen=True)
-class Apart:
+class DocumentStart:
     """Makes one row of each document that is long enough, from its beginning.
 
     Args:
@@ -283,7 +283,7 @@ def packer(kind: str, tokenizer: Any, length: int, masking: bool, most: int) -> 
         most: number of tokens that a row is picked from, for ``document``.
     """
     if kind == "document":
-        return Apart(length, most)
+        return DocumentStart(length, most)
     if kind == "bookended":
         end = tokenizer.eos_token_id
         return Bookend(length, beginning(tokenizer), () if end is None else (end,))
@@ -311,7 +311,7 @@ def rows(
     minimum = max(minimum, pack.shortest)
     tokens = Features({"input_ids": List(Value("int32")), "tokens": Value("int64")})
     data = data.map(
-        Tokenise(tokenizer), batched=True, batch_size=64, remove_columns=["text"], features=tokens
+        Tokenize(tokenizer), batched=True, batch_size=64, remove_columns=["text"], features=tokens
     )
     kept = data.filter(lambda row: row["tokens"] >= minimum)
     counts = data["tokens"][:]
@@ -335,17 +335,17 @@ def source(
     """
     if not isinstance(data, IterableDataset):
         data = data.to_iterable_dataset()
-    tokenise, minimum = Tokenise(tokenizer), max(minimum, pack.shortest)
+    tokenize, minimum = Tokenize(tokenizer), max(minimum, pack.shortest)
     counts: list[int] = []
     for batch in data.take(_LOOKED_AT).iter(_ENOUGH):
-        counts += tokenise(batch)["tokens"]
+        counts += tokenize(batch)["tokens"]
         if sum(pack.rows(count) for count in counts if count >= minimum) >= 1:
             break
     else:
         long = _long(counts, minimum, pack, "the first")
         if len(counts) < _LOOKED_AT:
             _whole(long, pack)
-    return Source(data, tokenise, pack, minimum, seed)
+    return Source(data, tokenize, pack, minimum, seed)
 
 
 def _long(counts: list[int], minimum: int, pack: Packer, which: str) -> list[int]:

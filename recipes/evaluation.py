@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from recipes.data import Pack, Tokenise
+from recipes.data import Pack, Tokenize
 from recipes.stream import DataError
 from rope_eval.data.prompts import Frame
 from rope_eval.forward import score
@@ -40,9 +40,9 @@ def held_out(
     Raises:
         DataError: there are not enough documents.
     """
-    tokenise, kept, read = Tokenise(tokenizer), [], 0
+    tokenize, kept, read = Tokenize(tokenizer), [], 0
     for batch in documents.iter(_READ):
-        tokens = tokenise({"text": batch["text"]})["input_ids"]
+        tokens = tokenize({"text": batch["text"]})["input_ids"]
         for ids in tokens:
             read += 1
             kept += [ids] if len(ids) >= max(minimum, 1) else []
@@ -112,7 +112,7 @@ def report(history: Sequence[dict[str, Any]], length: int, folder: Path) -> None
     (folder / f"{NAME}.json").write_text(text, encoding="utf-8")
 
 
-def undisturbed() -> Any:
+def preserve_rng_state() -> Any:
     """A context manager that restores the state of the random generators."""
     devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
     return torch.random.fork_rng(devices)

@@ -353,7 +353,7 @@ class LongTrainer(Trainer):
         return loss
 
     def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
-        with evaluation.undisturbed():
+        with evaluation.preserve_rng_state():
             metrics = super().evaluate(*args, **kwargs)
         if self.is_world_process_zero():
             folder = Path(self.args.output_dir)

@@ -54,11 +54,11 @@ class ChunkedLoss:
         forward = model.forward
 
         @functools.wraps(forward)  # not a hook, because older versions of peft call forward
-        def noting(*args: Any, **kwargs: Any) -> Any:
+        def forward_with_labels(*args: Any, **kwargs: Any) -> Any:
             self._note(**kwargs)
             return forward(*args, **kwargs)
 
-        model.forward = noting
+        model.forward = forward_with_labels
         head.forward = self.forward
         model.loss_function = self.collect
 

@@ -371,7 +371,7 @@ def config_of(model: str) -> PreTrainedConfig:
     return SHAPES[model] if model in SHAPES else load_config(model)
 
 
-def of_shape(text: str) -> PreTrainedConfig:
+def config_from_shape(text: str) -> PreTrainedConfig:
     """Configuration of a Llama with a shape such as ``"hidden=4096,layers=32,heads=32"``.
 
     Raises:
@@ -421,7 +421,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         mistakes.add_all(out_of_range(vars(options), {"devices": at_least(1)}).values())
         if options.shape is not None:
             with mistakes.collected():
-                config = of_shape(options.shape)
+                config = config_from_shape(options.shape)
         recipe, args = settings.read_settings(_words(options.recipe, *more), mistakes)
         mistakes.report()
         config = config_of(recipe.model) if config is None else config

@@ -52,7 +52,7 @@ class Source:
 
     Args:
         documents: documents in the column ``text``.
-        tokenise: tokenizes texts.
+        tokenize: tokenizes texts.
         pack: packs tokenized documents into rows.
         minimum: shorter documents are skipped, tokens.
         seed: random seed of the order.
@@ -60,7 +60,7 @@ class Source:
     """
 
     documents: IterableDataset
-    tokenise: Callable[[Any], Mapping[str, Any]]
+    tokenize: Callable[[Any], Mapping[str, Any]]
     pack: Packer
     minimum: int
     seed: int
@@ -113,7 +113,7 @@ class Source:
                 texts = [row["text"] for row in itertools.islice(reading, _READ)]
             if not texts:
                 break
-            tokens = self.tokenise({"text": texts})["input_ids"]
+            tokens = self.tokenize({"text": texts})["input_ids"]
             long = [np.asarray(ids, np.int32) for ids in tokens if len(ids) >= self.minimum]
             size += sum(self.pack.rows(len(ids)) for ids in long)
             kept += long

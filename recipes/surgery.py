@@ -41,7 +41,7 @@ LENGTH = 512  # trained length of both checkpoints
 TEMPERATURES = (0.1, 0.2, 0.4)  # values of c for DroPE
 _RANK = "64"  # rank of LoRA on all linear layers: a new encoding needs more than an extension
 _LINEAR = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
-_OWN = ("--pose_chunks", "0", "--positions", "consecutive")
+_CONSECUTIVE = ("--pose_chunks", "0", "--positions", "consecutive")
 
 
 @dataclass(frozen=True)
@@ -72,21 +72,21 @@ class Operation:
     Args:
         words: command-line arguments.
         method: method in the sidecar of the adapter.
-        own_length: train on rows of the trained length; otherwise on half as many, twice as long.
+        trained_rows: train on rows of the trained length; otherwise on half as many, twice as long.
         temperatures: values of ``c`` to choose from for DroPE.
     """
 
     words: tuple[str, ...]
     method: str
-    own_length: bool = True
+    trained_rows: bool = True
     temperatures: tuple[float, ...] = ()
 
 
 OPERATIONS = {
-    "yarn": Operation(("--method", "yarn"), "yarn", own_length=False),
-    "drope": Operation(("--method", "nope", *_OWN), "nope", temperatures=TEMPERATURES),
-    "alibi": Operation(("--method", "alibi", *_OWN), "alibi"),
-    "every_4th": Operation(("--method", "nope", "--layers", "every 4th", *_OWN), "nope"),
+    "yarn": Operation(("--method", "yarn"), "yarn", trained_rows=False),
+    "drope": Operation(("--method", "nope", *_CONSECUTIVE), "nope", temperatures=TEMPERATURES),
+    "alibi": Operation(("--method", "alibi", *_CONSECUTIVE), "alibi"),
+    "every_4th": Operation(("--method", "nope", "--layers", "every 4th", *_CONSECUTIVE), "nope"),
 }
 BASELINE = "yarn"
 
@@ -140,7 +140,7 @@ class Bench:
         run, made = self.output / f"{name}-{steps}", OPERATIONS[name]
         if (run / "rope_ext.json").exists():
             return run
-        length = self.length if made.own_length else 2 * self.length
+        length = self.length if made.trained_rows else 2 * self.length
         words = ["--config", self.config, "--model", self.model, "--factor", f"{self.factor:g}"]
         words += ["--length", str(length), "--max_steps", str(max(1, steps))]
         words += ["--per_device_train_batch_size", str(self.batch * self.length // length)]

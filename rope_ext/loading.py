@@ -538,15 +538,15 @@ def _load(
             f"not restore the original configuration; load the original model and patch it again"
         ) from error
     if record is None and kwargs.get("config") is None:
-        _carry_older(loaded, path, kwargs)
+        _restore_older(loaded, path, kwargs)
     return loaded, record
 
 
-def _carry_older(loaded: Any, path: str, kwargs: Mapping[str, Any]) -> None:
+def _restore_older(loaded: Any, path: str, kwargs: Mapping[str, Any]) -> None:
     """Keep the fields for older readers, so that saving the model again writes them again."""
     saved = _config_json(path, kwargs)
     model = loaded[0] if isinstance(loaded, tuple) else loaded  # with loading info
-    configuration.carry_older(saved, model.config)
+    configuration.restore_older(saved, model.config)
 
 
 def _config_json(path: str, kwargs: Mapping[str, Any]) -> dict[str, Any]:

@@ -209,9 +209,7 @@ def test_for_an_engine_only_what_it_runs(engine: str) -> None:
 
 
 def test_an_engine_that_runs_nothing_of_a_family_says_why() -> None:
-    with pytest.raises(
-        rope_ext.OptionError, match="vllm cannot run yarn: the family 'gpt_neox' has not"
-    ):
+    with pytest.raises(rope_ext.OptionError, match="vllm cannot run yarn: the family 'gpt_neox'"):
         rope_ext.recommend(family("gpt_neox"), 256, engine="vllm")
     with pytest.raises(rope_ext.ExportError, match="'vlm' is not known"):
         rope_ext.recommend(family("gpt_neox"), 256, engine="vlm")

@@ -103,7 +103,7 @@ def calibrate(
     """Find the best temperature and other scalar options of methods for a model.
 
     One half of the text selects values, the other half tests them. An option keeps its published
-    value unless another one is better beyond noise.
+    value unless another value is significantly better.
     """
     with clean_errors(), stoppable():
         import rope_ext
@@ -114,7 +114,7 @@ def calibrate(
         quiet()
         tokens, names = parse_length(length), split(methods)
         given = read_options(CalibrationOptions, options)
-        for name in names:  # a mistake shows before the weights are loaded
+        for name in names:  # report mistakes before loading weights
             method_class(name)
         texts = read_texts(text) if text else None
         tokenizer = load_tokenizer(model)
@@ -137,7 +137,7 @@ def calibrate(
 def _use_of(
     found: Any, output: Path, model: str, length: int, more: dict[str, Any], compose: bool
 ) -> str:
-    """The commands that measure and use what was found."""
+    """Commands that evaluate and use the table found."""
     words = ["rope-ext", "compare", "--model", model, "--methods", "longrope,yarn"]
     words += ["--option", f"longrope={output}", "--factor", found.factor, "--lengths", length]
     for name, value in more.items():
@@ -147,40 +147,39 @@ def _use_of(
     options = f", original_max_position_embeddings={trained}" if trained else ""
     options += ", compose=True" if compose else ""
     return (
-        f"measure it on another text:\n  {shlex.join(map(str, words))}\nuse it:\n  "
+        f"evaluate it on another text:\n  {shlex.join(map(str, words))}\nuse it:\n  "
         f'rope_ext.patch(model, "longrope", **json.load(open({str(output)!r})){options})'
     )
 
 
 @app.command(cls=ModelCommand)
 def plot(
-    kind: Annotated[str, typer.Argument(help="See above.")],
+    kind: Annotated[str, typer.Argument(help="Kind of plot; see above.")],
     model: Annotated[
-        str, typer.Argument(help="Folder or Hub id; weights are read for the last two pictures.")
+        str, typer.Argument(help="Model directory or Hub ID; the last two plots need weights.")
     ],
     method: Annotated[
         str,
         typer.Option("--method", "--methods", help="Method names, separated by commas."),
     ],
-    output: Annotated[Path, typer.Option(help="The picture, a .png file.")],
+    output: Annotated[Path, typer.Option(help="Output file (.png).")],
     factor: Factor = 4.0,
     length: Annotated[
         str | None,
-        typer.Option(help="Context in tokens, such as 32k. Default: what the methods reach."),
+        typer.Option(help="Context length in tokens, such as 32k. Default: the target length."),
     ] = None,
     text: Text = None,
-    windows: Annotated[int, typer.Option(help="Stretches of text, at most.")] = 4,
+    windows: Annotated[int, typer.Option(help="Maximum number of text windows.")] = 4,
     device: Device = "auto",
     compose: Compose = False,
     option: Option = None,
 ) -> None:
-    """Draw what methods change, one line each beside the unpatched model.
+    """Plot the effect of methods, one line per method and one for the unpatched model.
 
-    spectrum: frequency of every rotary pair. angles: the largest angle of every pair, and those
-    of training. decay: q.k of constant vectors by distance; of encodings, what they add to logits,
-    as it begins or, of a model that was saved under one, as it was learned. distances: those that
-    position methods put in place of the real ones. Over a text: weighted-decay: q.k of the model's
-    own mean queries and keys by distance. attention: where the last 256 tokens look, by distance.
+    spectrum: frequency of every rotary pair. angles: largest angle of every pair, compared with
+    training. decay: q.k of constant vectors by distance, and biases of encodings. distances:
+    effective distances of position methods. On a text: weighted-decay: q.k of the model's mean
+    queries and keys by distance. attention: attention of the last 256 tokens by distance.
     """
     with clean_errors():
         from rope_eval.plots import pictures

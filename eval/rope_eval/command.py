@@ -168,7 +168,7 @@ def settings(args: argparse.Namespace, mistakes: Mistakes | None = None) -> Sett
         if values["models"] or values["methods"] or values["adapter"]:
             found.add(
                 OptionError(
-                    "--url measures what the server runs; leave out --model, --method and "
+                    "--url measures the model on the server; leave out --model, --method and "
                     "--adapter, and give --tokenizer"
                 )
             )
@@ -191,7 +191,7 @@ def only_model(args: argparse.Namespace) -> str:
         OptionError: there are several.
     """
     if len(args.model) > 1:
-        raise OptionError("several models are given; give --model just once here")
+        raise OptionError("this command takes one model; give --model once")
     return args.model[0]
 
 
@@ -222,12 +222,12 @@ def call(words: Sequence[str]) -> None:
         for task in split(word for word in tasks if word not in models):
             names += from_file(task) if task.endswith(".py") else [task]
         known = ", ".join(all_tasks())
-        about = f"Measure {', '.join(names) or 'some tasks'} in one report.\n\n"
-        about += f"Tasks, to be given first: {known}, or FILE.py that registers some."
+        about = f"Measure {', '.join(names) or 'tasks'} and write one report.\n\n"
+        about += f"Tasks (these come first): {known}, or FILE.py that registers a task."
         made = parser(about, "runs/eval", names)
     made.prog = f"rope-ext eval {' '.join(tasks) or 'TASK...'}"
     if not (names or {"-h", "--help"} & {*given}):
-        made.error(f"give the tasks first, some of {known}")
+        made.error(f"give one or more tasks first: {known}")
     main(made.parse_args([*_as_options(models), *given]), names)
 
 

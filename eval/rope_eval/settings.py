@@ -15,8 +15,8 @@ from rope_ext.errors import OptionError
 
 Api = Literal["completions", "text", "chat"]
 LARGEST_SEED = 2**32 - 1  # NumPy's
-MEASURED, RUN, ASKED = "what is measured", "how it is run", "what is asked"
-SERVED = "a server in place of --model and --method"
+MEASURED, RUN, ASKED = "models and methods", "execution", "evaluation"
+SERVED = "server (instead of --model and --method)"
 """Groups of options in ``rope-ext eval --help``."""
 
 
@@ -52,37 +52,36 @@ def _names(texts: Sequence[str] | None) -> tuple[str, ...]:
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """Options of every evaluation; each field made by ``option`` is one of ``rope-ext eval`` too.
+    """Options of every evaluation; ``rope-ext eval`` has an option for each field.
 
     Args:
         models: directories or Hub IDs.
-        methods: method names, or ``adapter`` for the patch under which the adapter was trained, and
-            ``before`` beside it for that patch without the adapter's weights; the unpatched model
-            is always measured too.
+        methods: method names; ``adapter`` is the patch that the adapter was trained with, and
+            ``before`` that patch without the adapter's weights. The unpatched model is always
+            measured, too.
         lengths: context lengths, tokens. The trained length is added if some are longer.
-        factor: scaling factor of every method but ``adapter``.
+        factor: extension factor of every method except ``adapter``.
         options: further options, by method.
-        adapter: directory or Hub ID of a PEFT adapter, in use wherever a method is, except under
-            ``before``.
+        adapter: directory or Hub ID of a PEFT adapter, used with every method except ``before``.
         seed: random seed.
         dtype: ``auto`` or one of ``DTYPES``; see ``load_model``.
         attn: attention implementation of transformers; None leaves the choice to transformers.
         device: a torch device or ``auto``.
-        batch_size: rows per forward; None takes as many as make up ``automatic_tokens``, and
-            halves a batch that does not fit into memory.
+        batch_size: rows per forward; None fits them into ``automatic_tokens``, and halves a batch
+            that does not fit into memory.
         chat: whether prompts use the chat template.
         trained_length: trained context, tokens; None reads it from the config.
         compose: apply on top of existing RoPE scaling.
-        force: measure lengths beyond what a method is meant to reach, and an adapter under
-            a different patch from the one it was trained under.
+        force: also measure lengths beyond the target length of a method, and an adapter with a
+            different patch than it was trained with.
         output: directory for the results.
-        url: address of an OpenAI-compatible server to measure in place of a model. ``models`` then
-            has the tokenizer, and ``methods`` is ``("none",)``.
-        served_as: name under which the server has the model.
+        url: address of an OpenAI-compatible server to measure instead of a model. ``models`` then
+            contains the tokenizer, and ``methods`` is ``("none",)``.
+        served_as: name of the model on the server.
         tokenizer: directory or Hub ID of its tokenizer.
         api: how prompts are sent; see ``Served``.
         concurrency: requests at a time.
-        retries: of a request, if the server cannot be reached, is busy or fails.
+        retries: number of retries if the server cannot be reached, is busy or fails.
         timeout: seconds until a request counts as failed.
         resume: use the results in ``output`` and complete them.
         overwrite: delete the results in ``output``.
@@ -96,18 +95,20 @@ class Settings:
         group=MEASURED,
         action="append",
     )
-    adapter: str | None = option(None, "PEFT adapter, in use wherever a method is", group=MEASURED)
+    adapter: str | None = option(None, "PEFT adapter to use with every method", group=MEASURED)
     methods: tuple[str, ...] = option(
         MISSING,
-        "method names, separated by commas, or repeat; 'none' is the unpatched model, 'adapter' "
-        "the patch that the adapter was trained under, 'before' that patch without its weights",
+        "method names, separated by commas; repeatable. 'none' is the unpatched model, 'adapter' "
+        "the patch that the adapter was trained with, 'before' that patch without the adapter",
         _names,
         "--method",
         group=MEASURED,
         also="--methods",
         action="append",
     )
-    factor: float = option(4.0, "scaling factor", group=MEASURED, type=float)
+    factor: float = option(
+        4.0, "extension factor: target length / trained length", group=MEASURED, type=float
+    )
     trained_length: int | None = option(
         None, "override the trained length in the config", trained_length, group=MEASURED
     )
@@ -133,7 +134,7 @@ class Settings:
         default_factory=dict,
         metadata=option(
             None,
-            "METHOD.NAME=VALUE, NAME=VALUE of a single method, or METHOD=FILE.json",
+            "METHOD.NAME=VALUE, NAME=VALUE for a single method, or METHOD=FILE.json",
             parse_options,
             "--option",
             group=MEASURED,
@@ -148,40 +149,40 @@ class Settings:
     )
     force: bool = option(
         False,
-        "measure lengths beyond what a method reaches, an adapter under another method",
+        "also measure lengths beyond a method's target, or an adapter with another method",
         group=ASKED,
     )
     url: str | None = option(
         None, "address of an OpenAI-compatible server, such as http://HOST:PORT/v1", group=SERVED
     )
-    served_as: str | None = option(None, "name under which it serves the model", group=SERVED)
+    served_as: str | None = option(None, "model name on that server", group=SERVED)
     tokenizer: str | None = option(
         None, "directory or Hub ID of the tokenizer of the served model", group=SERVED
     )
     api: Api = option(  # noqa: RUF009
         "completions",
-        "completions sends token IDs; text sends the prompt as text, for servers that take no "
+        "completions sends token IDs; text sends the prompt as text, for servers that accept no "
         "IDs; chat sends messages, for servers without completions",
         group=SERVED,
         choices=("completions", "text", "chat"),
     )
-    concurrency: int = option(4, "requests at a time", group=SERVED, type=int)
+    concurrency: int = option(4, "number of concurrent requests", group=SERVED, type=int)
     retries: int = option(
-        8, "retries of a failed request, with increasing pauses", group=SERVED, type=int
+        8, "retries of a failed request, with increasing delays", group=SERVED, type=int
     )
-    timeout: float = option(1800.0, "seconds to wait for an answer", group=SERVED, type=float)
-    resume: bool = option(False, "use the results in --output and complete them", group=ASKED)
+    timeout: float = option(1800.0, "timeout of a request in seconds", group=SERVED, type=float)
+    resume: bool = option(False, "resume the run in --output", group=ASKED)
     overwrite: bool = option(False, "delete the results in --output", group=ASKED)
 
     def to_json(self) -> dict[str, Any]:
-        """What determines the results, as plain data."""
+        """The settings that determine the results, as plain data."""
         names = set(self.__dataclass_fields__) - {"output", "resume", "overwrite", "force"}
         names -= {"concurrency", "retries", "timeout"}
         return {name: getattr(self, name) for name in sorted(names)}
 
 
 def require_seed(seed: int) -> None:
-    """Raise OptionError for a seed that some generator of random numbers does not take."""
+    """Raise OptionError for a seed that not all random generators accept."""
     if type(seed) is not int or not 0 <= seed <= LARGEST_SEED:
         raise OptionError(
             f"seed={seed!r} is not valid; it must be a whole number from 0 to {LARGEST_SEED}"

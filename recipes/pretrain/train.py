@@ -59,7 +59,7 @@ class MuonAdamW(torch.optim.Optimizer):
                 state["step"] += 1
                 if group["muon"]:
                     state["momentum"].lerp_(p.grad, 0.05)
-                    update = orthogonalise(p.grad.lerp(state["momentum"], 0.95))
+                    update = orthogonalize(p.grad.lerp(state["momentum"], 0.95))
                     update *= max(1, p.shape[0] / p.shape[1]) ** 0.5
                     p.mul_(1 - group["lr"] * 0.05)
                 else:
@@ -71,7 +71,7 @@ class MuonAdamW(torch.optim.Optimizer):
                 p.add_(update, alpha=-group["lr"])
 
 
-def orthogonalise(g: torch.Tensor) -> torch.Tensor:
+def orthogonalize(g: torch.Tensor) -> torch.Tensor:
     """Approximate the nearest (semi-)orthogonal matrix by Newton-Schulz iteration."""
     wide = g if g.shape[0] <= g.shape[1] else g.T
     x = wide / (wide.norm() + 1e-7)

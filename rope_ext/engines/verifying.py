@@ -278,10 +278,10 @@ class Miniature:
         self, prompts: Sequence[Sequence[int]], factor_error: float = FACTOR_ERROR
     ) -> dict[str, torch.Tensor]:
         """Log-probabilities as patched and under known mistakes, ``[prompts, vocabulary]`` each."""
-        rows = {VERDICTS[0]: of_transformers(self.model, prompts)}
+        rows = {VERDICTS[0]: log_probs_of(self.model, prompts)}
         model = copy.deepcopy(self.plain)
         for name, inv_freq, number in self._errors(factor_error):
-            rows[name] = of_transformers(_scaled(model, inv_freq, number), prompts)
+            rows[name] = log_probs_of(_scaled(model, inv_freq, number), prompts)
         return rows
 
     def rounding(self, prompts: Sequence[Sequence[int]], exact: torch.Tensor) -> float:
@@ -293,7 +293,7 @@ class Miniature:
         """
         model, made = copy.deepcopy(self.plain).bfloat16(), self.scaling
         rounded = _scaled(model, made.inv_freq, made.scaling)
-        return float((of_transformers(rounded, prompts) - exact).square().mean().sqrt())
+        return float((log_probs_of(rounded, prompts) - exact).square().mean().sqrt())
 
     def _errors(self, factor_error: float) -> list[tuple[str, torch.Tensor, float]]:
         """Name, frequencies and scaling of each mistake that engines are known to make."""
@@ -442,7 +442,7 @@ def _small(config: Any) -> PreTrainedModel:
 
 
 @torch.no_grad()
-def of_transformers(model: nn.Module, prompts: Sequence[Sequence[int]]) -> torch.Tensor:
+def log_probs_of(model: nn.Module, prompts: Sequence[Sequence[int]]) -> torch.Tensor:
     """Next-token log-probabilities of a loaded model, float32, ``[prompts, vocabulary]``."""
     rows: list[torch.Tensor] = []
     for start, tails in running.by_start(prompts):
@@ -612,7 +612,7 @@ def in_process(miniature: Miniature, engine: str, folder: Path, flags: str | Non
     miniature.model.save_pretrained(folder)
     if engine == "transformers":
         loaded = AutoModelForCausalLM.from_pretrained(folder).eval()
-        return lambda prompts: of_transformers(loaded, prompts)
+        return lambda prompts: log_probs_of(loaded, prompts)
     if current_patch(miniature.model) is not None and flags is None:
         export(miniature.model, "mlx").write(folder)
     return lambda prompts: running.mlx(folder, prompts)

@@ -38,14 +38,13 @@ class Method(Checked):
     Subclasses are frozen dataclasses whose fields are the public options.
 
     Args:
-        factor: the target context divided by the trained length, at least 1.
-        attention_factor: number that multiplies cosine and sine, as in transformers, and so, by its
-            square, the logits of the columns that rotate. None uses the published value of the
+        factor: target length divided by trained length, at least 1.
+        attention_factor: multiplies cosine and sine, as in transformers, and so multiplies the
+            logits of the rotated dimensions by its square. None uses the published value of the
             method, or 1 if it has none.
-        temperature: number that multiplies queries, after everything else, and so the logits of all
-            columns: ``"log_n"``, ``"llama4"``, ``"yarn"``, a number, or an object such as
-            ``LogN(scale=0.5)``. It replaces the published temperature of the method; None uses
-            that one, or 1 if it has none.
+        temperature: multiplies queries, and so the logits of all dimensions: ``"log_n"``,
+            ``"llama4"``, ``"yarn"``, a number, or an object such as ``LogN(scale=0.5)``. None uses
+            the published temperature of the method, or 1 if it has none.
 
     Raises:
         OptionError: an option has the wrong type or is out of range.
@@ -227,7 +226,7 @@ class Band:
     key: Map
 
     def distances(self, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
-        """Distances in use; NaN where a query does not attend to a key in this band.
+        """Effective distances; NaN where a query does not attend to a key in this band.
 
         Token positions (float64), broadcast against each other to ``[...]``; returns ``[..., 1]``,
         or ``[..., pairs]`` if every pair has its own.
@@ -325,7 +324,7 @@ class PositionMethod(Method):
         used = distances_in_use(bands, max(self.target_length(rope), length + 2)) - 1
         raise OptionError(
             f"{self.name}: {options or f'factor={self.factor!r}'} extends nothing on {length} "
-            f"trained tokens: distances up to {used:g} are still in use; use {self.fits}"
+            f"trained tokens: it still uses distances up to {used:g}; use {self.fits}"
             + (f", or leave out {', '.join(given)} for {defaults}" if given else "")
         )
 

@@ -114,7 +114,7 @@ def replace_older(config: Any, values: Mapping[str, Any]) -> None:
     vars(config).update(values)
 
 
-def carry_older(saved: Mapping[str, Any], config: Any) -> None:
+def restore_older(saved: Mapping[str, Any], config: Any) -> None:
     """Restore the fields in ``OLDER`` of a ``config.json`` that was saved with a patch.
 
     transformers drops them when it reads the file, so without this the model would lose them when

@@ -38,8 +38,8 @@ SCALING_FIELDS = (
     "truncate",
     "type",
 )
-UNSAVED = "transformers has no type for it: reload it with rope_ext.from_pretrained (plain {})"
-REFUSED, UNPATCHED = "transformers refuses it", "transformers loads it unpatched"
+UNSAVED = "no rope_type expresses it: load it with rope_ext.from_pretrained (plain {})"
+REFUSED, UNPATCHED = "transformers raises an error", "transformers loads it unpatched"
 _BUILT_IN_FLOAT32 = 1e-5  # float32 pow of a large base is accurate to about 2e-6
 
 

@@ -96,6 +96,6 @@ def test_the_checkpoint_is_served_by_the_printed_command(beside: Path, name: str
     model = AutoModelForCausalLM.from_pretrained("checkpoints/tiny-512").float().eval()
     rope_ext.patch(model, method, factor=4)
     ids = torch.randint(4, 2048, (1500,), generator=torch.Generator().manual_seed(0)).tolist()
-    want = verifying.of_transformers(model, [ids])
+    want = verifying.log_probs_of(model, [ids])
     got = running.llama_cpp(flags, [ids], 2048)
     torch.testing.assert_close(got, want, rtol=0, atol=2e-3)

@@ -122,7 +122,7 @@ def rotated(
 
 def engine(plain: Any, inv_freq: torch.Tensor, scaling: float) -> verifying.Run:
     model = rotated(plain, inv_freq, scaling)
-    return lambda prompts: verifying.of_transformers(model, prompts)
+    return lambda prompts: verifying.log_probs_of(model, prompts)
 
 
 @pytest.mark.parametrize(
@@ -246,8 +246,8 @@ def serving(**attributes: Any) -> Iterator[str]:
 def endpoint(model: Any, prompts: list[list[int]] | None = None, most: int = 20) -> Any:
     """The server of a model, which has computed its answers to the prompts already."""
     if prompts is None:
-        return serving(answer=lambda p: verifying.of_transformers(model, [p])[0], most=most)
-    made = verifying.of_transformers(model, prompts)
+        return serving(answer=lambda p: verifying.log_probs_of(model, [p])[0], most=most)
+    made = verifying.log_probs_of(model, prompts)
     rows = {tuple(p): row for p, row in zip(prompts, made, strict=True)}
     return serving(answer=lambda p: rows[tuple(p)], most=most)
 

@@ -861,7 +861,7 @@ def test_speed_shares_the_options_of_the_evaluators(checkpoint: Path, tmp_path: 
         (ruler, ["--tasks", "niah_singel_1"], "unknown task 'niah_singel_1'; did you mean 'niah"),
         (ruler, ["--lengths", "300"], "prompt needs at least"),
         (speed, ["--method", "yran"], "unknown method 'yran'; did you mean 'yarn'?"),
-        (speed, ["--model", "m"], "several models are given"),
+        (speed, ["--model", "m"], "takes one model"),
         (speed, ["--rounds", "0"], "rounds=0 is not valid"),
         (report, ["--tasks", ","], "no task is given"),
         (report, ["--tasks", "passkeys"], "unknown task 'passkeys'; did you mean 'passkey'"),

@@ -131,7 +131,7 @@ def test_the_best_the_cheap_and_the_served_are_named() -> None:
     picks = (found.beyond, found.cheap, found.served)
     assert [pick.best.name for pick in picks] == ["dear", "cheap", "served"]
     assert found.choice.name == "served"
-    assert "Best that an engine can serve (vllm): served, perplexity" in str(found)
+    assert "Best method that an engine can serve (vllm): served, perplexity" in str(found)
 
 
 def test_a_cost_whose_interval_reaches_beyond_5_percent_is_not_called_little() -> None:
@@ -158,7 +158,7 @@ def test_what_finds_clearly_fewer_passkeys_is_not_best() -> None:
 
 def test_ties_are_called_ties_and_nothing_is_said_without_evidence() -> None:
     tied = {"none": scores(2.0, 0.0, 0), "a": scores(0.5, 0.0, 20), "b": scores(0.5, 0.0, 19)}
-    assert "Cannot tell it from b" in str(recommend(tied, 512))
+    assert "Not significantly different: b" in str(recommend(tied, 512))
     same = {"none": scores(0.5, 0.0, 9), "a": scores(0.5, 0.0, 11)}
     assert str(recommend(same, 512)).startswith("Cannot tell whether any method helps")
     worse = {"none": scores(0.5, 0.0, 9), "a": scores(0.9, 0.0, 9)}

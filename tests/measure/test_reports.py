@@ -224,7 +224,8 @@ def test_the_best_that_an_engine_can_serve_is_named_with_its_engines(helped: Rep
     [sentence] = helped.recommendations
     assert "rerope is best" in sentence
     assert (
-        "llama.cpp" in sentence.split("Best that an engine can serve (")[1].split("): yarn")[0]
+        "llama.cpp"
+        in sentence.split("Best method that an engine can serve (")[1].split("): yarn")[0]
     ), sentence
     words = shlex.split(sentence.split("Next: ")[1])
     command = typer.main.get_command(app).commands[words[1]]

@@ -114,7 +114,7 @@ def test_help_tells_every_option_and_its_default(capsys: pytest.CaptureFixture) 
     ("words", "message"),
     [
         (["passkeys"], "unknown task 'passkeys'; did you mean 'passkey'? Tasks: perplexity"),
-        (["--model", "m"], "give the tasks first, some of perplexity, longppl, passkey"),
+        (["--model", "m"], "give one or more tasks first: perplexity, longppl, passkey"),
         (["passkey", "--windows", "3"], "unrecognized arguments: --windows 3"),
         (["nowhere.py"], "file nowhere.py does not exist"),
         (["empty.py"], "empty.py registers no task; decorate one with @register"),

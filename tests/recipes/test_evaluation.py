@@ -44,7 +44,7 @@ def test_what_is_held_out_is_not_trained_on(
     plan = finetune.check(recipe, args)
     rows, held = finetune.read(recipe, args, plan)
     whole = [row["text"] for row in data.documents(str(texts))]
-    tokens = data.Tokenise(plan.tokenizer)({"text": whole})["input_ids"]
+    tokens = data.Tokenize(plan.tokenizer)({"text": whole})["input_ids"]
     # Three rows of a hundred are in the first document of some 350.
     parts = [tokens[0][:100], tokens[0][100:200], tokens[0][200:300]]
     assert [row["input_ids"].tolist() for row in held] == parts

@@ -133,17 +133,19 @@ def test_four_bits() -> None:
 
 
 def test_shapes_from_the_command_line() -> None:
-    config = memory.of_shape("hidden=64,layers=3,heads=4,kv_heads=2,intermediate=96,vocab=128")
+    config = memory.config_from_shape(
+        "hidden=64,layers=3,heads=4,kv_heads=2,intermediate=96,vocab=128"
+    )
     assert (config.hidden_size, config.num_hidden_layers, config.num_key_value_heads) == (64, 3, 2)
     for wrong in ("width=3", "hidden", "hidden=4k", "layers=0"):
         with pytest.raises(OptionError, match=r"must be NAME=NUMBER, of hidden, layers"):
-            memory.of_shape(wrong)
+            memory.config_from_shape(wrong)
 
 
 def test_an_optimizer_of_unknown_size_is_refused() -> None:
     recipe, args = memory.read(str(RECIPES[0]), "--optim", "adafactor")
     with pytest.raises(OptionError, match=r"--optim adafactor.*adamw_torch_fused"):
-        memory.need(recipe, args, memory.of_shape("layers=1"))
+        memory.need(recipe, args, memory.config_from_shape("layers=1"))
 
 
 @pytest.mark.parametrize(
@@ -160,7 +162,9 @@ def test_the_mask_of_documents_is_counted(
 ) -> None:
     """A byte for each pair of tokens, and a float in each layer that keeps its activations."""
     monkeypatch.setattr(memory, "extrapolated", lambda *given: 1000)
-    config = memory.of_shape("hidden=64,heads=2,layers=3,intermediate=64,vocab=64,trained=128")
+    config = memory.config_from_shape(
+        "hidden=64,heads=2,layers=3,intermediate=64,vocab=64,trained=128"
+    )
     given = [str(ROOT / "recipes" / "tiny_512_yarn_pose.yaml"), "--pose_chunks", "0"]
     given += ["--length", "256", "--per_device_train_batch_size", "2", *words]
     for masked in (True, False):

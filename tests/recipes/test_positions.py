@@ -95,7 +95,7 @@ def test_the_rows_of_released_pose_are_documents(checkpoint: Path, texts: Path) 
     """Of at least a row, and of five rows at most, as the authors' code cuts them."""
     tokenizer = AutoTokenizer.from_pretrained(checkpoint)
     whole = [row["text"] for row in data.documents(str(texts))]
-    ids = data.Tokenise(tokenizer)({"text": whole})["input_ids"]
+    ids = data.Tokenize(tokenizer)({"text": whole})["input_ids"]
     for length in (50, 200):
         for streaming in (False, True):
             source = data.documents(str(texts), streaming=streaming)

@@ -56,8 +56,8 @@ def test_packing_by_hand() -> None:
 
 def test_documents_have_one_beginning_and_one_end(checkpoint: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(checkpoint)
-    tokenise = data.Tokenise(tokenizer)
-    plain, begun, empty = tokenise({"text": ["two", "<s>two</s>", None]})["input_ids"]
+    tokenize = data.Tokenize(tokenizer)
+    plain, begun, empty = tokenize({"text": ["two", "<s>two</s>", None]})["input_ids"]
     assert empty == []
     assert plain == begun == [0, *tokenizer("two", add_special_tokens=False).input_ids, 1]
 
@@ -82,7 +82,7 @@ def test_rows_are_the_documents_one_after_the_other(checkpoint: Path, streaming:
 def test_many_documents_lose_less_than_a_row_in_a_hundred(checkpoint: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(checkpoint)
     source = datasets.Dataset.from_dict({"text": ["one two three four"] * 3000})
-    tokens = 3000 * len(data.Tokenise(tokenizer)({"text": ["one two three four"]})["input_ids"][0])
+    tokens = 3000 * len(data.Tokenize(tokenizer)({"text": ["one two three four"]})["input_ids"][0])
     rows = data.rows(source, tokenizer, data.Pack(100))
     assert 0.99 * tokens < 100 * len(rows) <= tokens
     assert rows["index"][:] == list(range(len(rows)))
@@ -117,11 +117,11 @@ def test_data_without_text_are_refused(tmp_path: Path) -> None:
 
 
 def test_odd_files_are_read_or_refused_in_words(checkpoint: Path, tmp_path: Path) -> None:
-    tokenise = data.Tokenise(AutoTokenizer.from_pretrained(checkpoint))
-    plain = tokenise({"text": ["one two"]})
-    assert tokenise({"text": ["\ufeffone two"]}) == plain
+    tokenize = data.Tokenize(AutoTokenizer.from_pretrained(checkpoint))
+    plain = tokenize({"text": ["one two"]})
+    assert tokenize({"text": ["\ufeffone two"]}) == plain
     with pytest.raises(data.DataError, match=r"not text but int: 3; .*--text_column"):
-        tokenise({"text": ["one", 3]})
+        tokenize({"text": ["one", 3]})
     table = tmp_path / "begins-with-none.parquet"
     datasets.Dataset.from_dict({"text": [None, "one"]}).to_parquet(table)
     assert len(data.documents(str(table))) == 2

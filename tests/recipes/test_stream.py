@@ -34,11 +34,11 @@ def numbered(documents: int, tokens: int, first: int = 0) -> datasets.Dataset:
 
 
 def made(
-    documents: Any, pack: Any = None, seed: int = 0, tokenise: Any = words, **more: Any
+    documents: Any, pack: Any = None, seed: int = 0, tokenize: Any = words, **more: Any
 ) -> stream.Source:
     if isinstance(documents, datasets.Dataset):
         documents = documents.to_iterable_dataset()
-    return stream.Source(documents, tokenise, pack or data.Pack(8), 1, seed, **more)
+    return stream.Source(documents, tokenize, pack or data.Pack(8), 1, seed, **more)
 
 
 def ids(rows: Iterator[Mapping[str, Any]], number: int) -> list[tuple[int, ...]]:
@@ -98,7 +98,7 @@ def test_a_stream_goes_on_from_any_row(kind: str, tmp_path: Path) -> None:
         assert [row["index"] for row in rows[given:]] == list(range(given, 320))
 
 
-def test_a_resumed_stream_tokenises_one_block_again() -> None:
+def test_a_resumed_stream_tokenizes_one_block_again() -> None:
     seen: list[int] = []
 
     def counting(batch: Mapping[str, list[str]]) -> dict[str, Any]:
@@ -106,7 +106,7 @@ def test_a_resumed_stream_tokenises_one_block_again() -> None:
         return words(batch)
 
     def fresh() -> stream.Stream:
-        source = made(numbered(600, 20), tokenise=counting, block=40)
+        source = made(numbered(600, 20), tokenize=counting, block=40)
         return stream.Stream([source], [1.0], seed=0)
 
     whole = fresh()
@@ -225,7 +225,7 @@ def test_chunked_rows_hold_one_span_of_one_document(
     rng, file = np.random.default_rng(0), tmp_path / "texts.jsonl"
     texts = [" ".join(rng.choice(WORDS, n)) for n in rng.integers(1, 90, 60)]
     file.write_text("\n".join(json.dumps({"text": text}) for text in texts))
-    whole = data.Tokenise(tokenizer)({"text": texts})["input_ids"]
+    whole = data.Tokenize(tokenizer)({"text": texts})["input_ids"]
     spans = {tuple(ids[at : at + 100]) for ids in whole for at in range(0, len(ids) - 99, 100)}
     rows = data.rows(
         data.documents(str(file), streaming=streaming),

@@ -326,7 +326,7 @@ def _verdict(made: Recommendation, pick: Pick, unpatched: Evidence) -> str:
 
 def _cheapest(made: Recommendation, pick: Pick) -> list[str]:
     if made.reference is None:
-        return ["What it costs within the trained length was not measured."]
+        return ["The cost within the trained length was not measured."]
     at = f"at most {MAX_COST:.0%} at {made.reference} tokens"
     if made.cheap is None and made.maybe_cheap:
         return [f"Cannot tell whether a method costs {at}."]
@@ -335,7 +335,7 @@ def _cheapest(made: Recommendation, pick: Pick) -> list[str]:
     if made.cheap.best is pick.best:
         return [f"It costs {at}."]
     best = made.cheap.best
-    words = f"Best of those that cost {at}: {best.name}, {_numbers(made, best)}"
+    words = f"Best method that costs {at}: {best.name}, {_numbers(made, best)}"
     return [f"{words}{_doubt(best)}.{_ties(made.cheap)}"]
 
 
@@ -343,14 +343,14 @@ def _served(made: Recommendation, pick: Pick) -> list[str]:
     if not made.engines_known:
         return []
     if made.served is None:
-        return ["No engine that rope_ext exports to can serve any of them."]
+        return ["No supported engine can serve any of them."]
     best = made.served.best
     names = _listed(best.engines)
     if best is pick.best:
         return [f"{names} can serve it."]
     if made.cheap is not None and best is made.cheap.best:
-        return [f"{names} can serve {best.name}, the best that an engine can serve."]
-    words = f"Best that an engine can serve ({names}): {best.name}, {_numbers(made, best)}"
+        return [f"{names} can serve {best.name}, the best method that an engine supports."]
+    words = f"Best method that an engine can serve ({names}): {best.name}, {_numbers(made, best)}"
     return [f"{words}{_doubt(best)}.{_ties(made.served)}"]
 
 
@@ -385,7 +385,7 @@ def _ties(pick: Pick) -> str:
     if not pick.rivals:
         return ""
     labels = [f"{e.name} ({number(perplexity(e.loss))})" for e in pick.rivals]
-    return f" Cannot tell it from {_listed(labels)}."
+    return f" Not significantly different: {_listed(labels)}."
 
 
 def _blindness(made: Recommendation) -> str:

@@ -141,7 +141,7 @@ class Book:
 
     @classmethod
     def from_text(cls, tokenizer: Any, text: str, name: str) -> Book:
-        """Tokenise a book."""
+        """Tokenize a book."""
         ids = encode(tokenizer, text)
         breaks = {token: "\n" in tokenizer.decode([token]) for token in set(ids)}
         return cls(ids, [0, *(at for at, token in enumerate(ids) if at and breaks[token])], name)

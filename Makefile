@@ -7,8 +7,8 @@ export TOKENIZERS_PARALLELISM = false
 # Many processes import torch and transformers: without compiled modules each takes 20 s more.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo demo-pictures docs engine-sources finetune finetune-methods laboratory test test-all lint types coverage checkpoint clean
-.PHONY: surgery $(CHECKPOINTS:%=demo-%) $(CHECKPOINTS:%=finetune-%) $(CHECKPOINTS:%=surgery-%)
+.PHONY: demo demo-full demo-pictures docs engine-sources finetune finetune-methods laboratory test test-all lint types coverage checkpoint clean
+.PHONY: surgery $(CHECKPOINTS:%=demo-%) $(CHECKPOINTS:%=demo-full-%) $(CHECKPOINTS:%=finetune-%) $(CHECKPOINTS:%=surgery-%)
 
 # torch first and by version: a plain `torch` may pull gigabytes of CUDA packages. Python compiles
 # what it imports of them, a third; pip would compile all.
@@ -24,16 +24,28 @@ DEMO_tiny-512 := --factor 8 --lengths 512,1024,2048,4096
 DEMO_tiny-bytes-512 := --factor 8 --lengths 512,1024,2048,4096
 HELD_OUT_tiny-bytes-512 := --text checkpoints/tiny-bytes-512/held_out.jsonl
 
-demo: $(CHECKPOINTS:%=demo-%) ## what the extension methods do to the shipped checkpoints
-$(CHECKPOINTS:%=demo-%): demo-%: $(VENV)/installed
+# The packages that the evaluators need, without those for tests and documentation.
+$(VENV)/evaluators: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(INSTALL) -c constraints.txt torch
+	$(INSTALL) -c constraints.txt -e ".[eval]"
+	touch $@
+
+demo: $(CHECKPOINTS:%=demo-%) ## three methods on the shipped checkpoints, in minutes
+$(CHECKPOINTS:%=demo-%): demo-%: $(VENV)/evaluators
+	$(BIN)/rope-ext compare --model checkpoints/$* $(HELD_OUT_$*) --factor 8 --lengths 512,4096 \
+		--methods yarn,dynamic_yarn,rerope --windows 4 --trials 1 --output runs/demo/$* --resume
+
+demo-full: $(CHECKPOINTS:%=demo-full-%) ## the tables of README.md and docs/demonstration.md
+$(CHECKPOINTS:%=demo-full-%): demo-full-%: $(VENV)/evaluators
 	$(BIN)/rope-ext compare --model checkpoints/$* $(HELD_OUT_$*) $(DEMO_$*) \
 		--methods dynamic_yarn,yarn,dynamic_ntk,ntk,rerope,self_extend,dual_chunk,pi \
-		--windows 12 --trials 4 --output runs/demo/$* --resume
+		--windows 12 --trials 4 --output runs/demo-full/$* --resume
 
-demo-pictures: demo ## put what `make demo` has drawn into the README and docs/demonstration.md
-	cp runs/demo/tiny-512/perplexity.png docs/perplexity.png
-	cp runs/demo/tiny-512/passkey.png docs/passkey.png
-	cp runs/demo/tiny-bytes-512/passkey.png docs/passkey-bytes.png
+demo-pictures: demo-full ## put what `make demo-full` has drawn into the README and docs/demonstration.md
+	cp runs/demo-full/tiny-512/perplexity.png docs/perplexity.png
+	cp runs/demo-full/tiny-512/passkey.png docs/passkey.png
+	cp runs/demo-full/tiny-bytes-512/passkey.png docs/passkey-bytes.png
 
 TUNE := $(BIN)/accelerate launch --config_file recipes/accelerate/single.yaml recipes/finetune.py
 REPORT := $(BIN)/python -m eval.report --tasks perplexity,passkey --windows 12 --resume
@@ -89,7 +101,7 @@ test: $(VENV)/installed
 	$(BIN)/python -m pytest -n 2 --dist worksteal -m "not slow"
 
 test-all: $(VENV)/installed engine-sources
-	$(INSTALL) -c constraints.txt -e ".[dev,harness,quantised,zero3,engines]"
+	$(INSTALL) -c constraints.txt -e ".[dev,harness,quantised,zero3,engines,notebook,publish]"
 	ENGINE_SOURCES=$(CURDIR)/$(VENV)-engines $(BIN)/python -m pytest -n 2 --dist worksteal
 
 # What they depend on is for GPUs, or an older transformers.

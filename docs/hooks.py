@@ -141,7 +141,9 @@ def on_files(files: Files, config: MkDocsConfig) -> None:
         files.append(File.generated(config, page, content=text))
 
 
-LINK = r"(!?)\[([^\]]*)\]\((?!http|#)([^)]+)\)"
+HOME = r"https://(?:github|raw\.githubusercontent)\.com/rope-ext/rope-ext/(?:blob/)?main/"
+"""Where links of README.md lead: absolute, for the page of a package index."""
+LINK = rf"(!?)\[([^\]]*)\]\((?:{HOME})?(?!http|#)([^)]+)\)"
 
 
 def _moved(link: re.Match[str]) -> str:

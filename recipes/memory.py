@@ -52,7 +52,7 @@ from transformers import (
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from recipes import finetune, settings
-from recipes.checks import at_least, out_of_range
+from recipes.checks import POSITIVE, at_least, out_of_range
 from recipes.settings import mask_bytes
 from rope_ext.checkpoints import load_config
 from rope_ext.errors import Mistakes, OptionError, RopeExtError
@@ -353,6 +353,19 @@ def line(found: Need, devices: int) -> str:
     return f"# memory: {', '.join(parts)}; computed by recipes/memory.py"
 
 
+def verdict(found: Need, devices: int, card: float) -> tuple[bool, str]:
+    """Whether nine tenths of ``card`` GiB are enough, and a sentence that says so."""
+    size = (found.alone if devices == 1 else found.sharded(devices)).total
+    usable = 0.9 * card * 2**30
+    needed = f"{shown(size)} of the {0.9 * card:.1f} GiB that a card of {card:g} GiB leaves"
+    if size <= usable:
+        return True, f"fits: {needed}"
+    return False, (
+        f"does not fit: {needed}; use a shorter --length, --quantize true, "
+        f"--gradient_checkpointing true, or more --devices"
+    )
+
+
 def table(found: Need, devices: int) -> str:
     """All parts of the memory as a table."""
     columns = {"one device": found.alone}
@@ -414,11 +427,14 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument(
         "--devices", type=int, default=1, help="number of devices that share the model"
     )
+    parser.add_argument("--card", type=float, help="memory of a device in GiB; exit 1 if too small")
     parser.add_argument("--shape", help="hidden=4096,layers=32,... instead of the recipe's model")
     options, more = parser.parse_known_args(argv)
     try:
         mistakes, config = Mistakes(), None
-        mistakes.add_all(out_of_range(vars(options), {"devices": at_least(1)}).values())
+        mistakes.add_all(
+            out_of_range(vars(options), {"devices": at_least(1), "card": POSITIVE}).values()
+        )
         if options.shape is not None:
             with mistakes.collected():
                 config = config_from_shape(options.shape)
@@ -434,6 +450,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     )
     print(table(found, options.devices))
     print(line(found, options.devices))
+    if options.card is not None:
+        fits, sentence = verdict(found, options.devices, options.card)
+        print(sentence)
+        if not fits:
+            parser.exit(1)
 
 
 if __name__ == "__main__":

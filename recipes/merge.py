@@ -22,6 +22,7 @@ from safetensors import SafetensorError
 import rope_ext
 from recipes.finetune import lengths
 from recipes.settings import NONE, SETTINGS, Recipe
+from rope_ext.advice.card import base_of_adapter, write_card
 from rope_ext.checkpoints import load_tokenizer
 from rope_ext.errors import MeasureError, OptionError, RopeExtError, first_line
 from rope_ext.terminal import tell_next
@@ -137,8 +138,13 @@ def merge(adapter: Path, output: Path, dtype: str) -> str:
     for parameter in model.parameters():  # not the buffers, which contain frequencies
         parameter.data = parameter.data.to(getattr(torch, dtype))
     saved = logits(model, length)
+    extended = rope_ext.describe(model).method is not None
     model.save_pretrained(output)
     tokenizer.save_pretrained(output)
+    if extended:
+        report = adapter / "report"
+        report = report if (report / "table.md").exists() else None
+        write_card(output, base_of_adapter(adapter), report)
     del model
     again = logits(rope_ext.from_pretrained(output, dtype=getattr(torch, dtype)), length)
     reloaded = difference(again, saved, _RELOADED, "logits after reloading")

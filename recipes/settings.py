@@ -26,15 +26,19 @@ from recipes.data import PYTHON_LIBRARY
 from rope_eval.plots.style import require_matplotlib
 from rope_eval.reports.calibration import Calibration
 from rope_ext.arguments import read_json
+from rope_ext.checkpoints import load_config, trained_length
 from rope_ext.drafts import draft_of
 from rope_ext.errors import Mistakes, OptionError, first_line, nearest
 from rope_ext.methods import build_method, method_class
+from rope_ext.methods.rope import factor_to
 from rope_ext.record import method_to_json
 
 NONE = "none"
 MIXED_ROWS = ("chunked", "bookended")
 ROWS = ("packed", "document", *MIXED_ROWS)
 POSITIONS = ("consecutive", "pose", "pose_released", "random")
+_LONGEST_ROW = 8192
+"""Tokens of a row where ``target_length`` is given and ``length`` is not: PoSE needs no more."""
 _LARGEST_MASK = 2**30  # bytes; the mask of a row of 32768 tokens
 SETTINGS = "recipe.json"
 STREAM = "stream.json"
@@ -66,6 +70,11 @@ class Recipe:
     model: str | None = _option(None, "Model directory or Hub ID.")
     method: str = _option("yarn", "Name of a rope_ext method, or none to leave RoPE unchanged.")
     factor: float = _option(4.0, "Extension factor: target length / trained length.")
+    target_length: int | None = _option(
+        None,
+        "Target context length instead of factor. The factor, and where they are not given, length "
+        "(the trained length, at most 8192) and minimum_document (half a row) follow from it.",
+    )
     method_options: str | None = _option(
         None, "Options of the method: JSON, or a calibration.json of rope-ext calibrate."
     )
@@ -84,6 +93,10 @@ class Recipe:
     dataset_config: str | None = _option(None, "Configuration of a Hub dataset.")
     dataset_split: str = _option("train", "Split of a Hub dataset.")
     text_column: str = _option("text", "Column with the text.")
+    rows_per_step: int | None = _option(
+        None,
+        "Rows per optimizer step on all devices together, instead of gradient_accumulation_steps.",
+    )
     datasets: list[str] = field(
         default_factory=list,
         metadata={
@@ -180,9 +193,51 @@ def read_settings(argv: Sequence[str], mistakes: Mistakes) -> tuple[Recipe, Any]
         mistakes.add(f"unknown setting {word!r}{nearest(name, names) or ';'} see --help")
     values = vars(found)
     mistakes.add_all(out_of_range(values).values())
+    mistakes.check(derive, values)
     recipe = Recipe(**{option.name: values[option.name] for option in fields(Recipe)})
     recipe = mistakes.check(calibrated, recipe, default=replace(recipe, method_options=None))
     return recipe, _training_arguments(values, mistakes)
+
+
+def derive(values: dict[str, Any]) -> None:
+    """Fill in, in place, what follows from ``target_length`` and ``rows_per_step``.
+
+    Raises:
+        RopeExtError: the trained length is not known, or a value is given twice over.
+    """
+    rows, target = values["rows_per_step"], values["target_length"]
+    if rows is not None:
+        if values["gradient_accumulation_steps"] != 1:
+            raise OptionError(
+                "--rows_per_step and --gradient_accumulation_steps set the same; give one of them"
+            )
+        world = int(os.environ.get("WORLD_SIZE", "1"))
+        each = world * values["per_device_train_batch_size"]
+        if rows < 1 or rows % each:
+            raise OptionError(
+                f"--rows_per_step {rows} must be a multiple of the {each} rows that all devices "
+                f"take at once (devices times --per_device_train_batch_size)"
+            )
+        values["gradient_accumulation_steps"] = rows // each
+    if target is None:
+        return
+    if values["factor"] != Recipe.factor:
+        raise OptionError("--factor and --target_length set the same; give one of them")
+    trained = values["original_max_position_embeddings"]
+    if trained is None and values["model"] is not None:
+        trained = trained_length(load_config(values["model"]))
+    if trained is None:
+        return  # that the model is missing is reported with the rest
+    if target <= trained:
+        raise OptionError(
+            f"--target_length {target} must be longer than the {trained} tokens that the model was "
+            f"trained on"
+        )
+    values["factor"] = float(factor_to(target, trained))
+    if values["length"] is None:
+        values["length"] = min(trained, _LONGEST_ROW)
+    if values["minimum_document"] == 0:
+        values["minimum_document"] = values["length"] // 2
 
 
 def calibrated(recipe: Recipe) -> Recipe:

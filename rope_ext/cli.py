@@ -183,6 +183,24 @@ def export(
 
 
 @command()
+def card(
+    model: Model,
+    base: Annotated[str | None, typer.Option(help="Hub ID of the model that was extended.")] = None,
+    report: Annotated[
+        Path | None,
+        typer.Option(help="Output directory of `rope-ext compare` or `rope-ext eval` to include."),
+    ] = None,
+) -> None:
+    """Write a model card (README.md) into the directory of a saved or merged model."""
+    with clean_errors():
+        from rope_ext.advice.card import write_card
+
+        quiet()
+        tell(f"wrote {write_card(model, base, report)}")
+        tell_next(["hf", "upload", "USER/NAME", model])
+
+
+@command()
 def gguf(
     source: Annotated[
         str,

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 import shlex
+from itertools import dropwhile
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +14,14 @@ from typer.main import get_command
 from typer.testing import CliRunner, Result
 
 import rope_ext
-from recipes import merge
+from recipes import memory, merge, settings
 from rope_eval import command
+from rope_ext.advice.card import model_card
 from rope_ext.cli import app
 from rope_ext.saved import configured, read_saved
 from tests.helpers.checkpoint import save_checkpoint
 
+ROOT = Path(__file__).parents[1]
 LONG = {"yarn": {}, "ntk": {}, "pi": {}, "llama3": {}, "rerope": {}, "dynamic_ntk": {}, "alibi": {}}
 
 
@@ -54,11 +58,10 @@ def parsed(line: str) -> None:
         return
     assert program == "rope-ext"
     name, *words = words
-    if name == "compare":
-        preset = command.COMPARE
-        command.parser("", preset.output, preset.tasks).parse_args(words)
-    elif name == "eval":
-        command.parser("", "runs", ["perplexity", "passkey"]).parse_args(words[2:])
+    if name in ("compare", "eval"):  # tasks and a model come first
+        options = list(dropwhile(lambda word: not word.startswith("-"), words))
+        models = ["--model", "MODEL"] if {"MODEL"} & set(words) - set(options) else []
+        command.parser("", "runs", ["perplexity", "passkey"]).parse_args([*models, *options])
     else:
         group = get_command(app)
         with group.make_context("rope-ext", [name, *words]) as context:
@@ -162,6 +165,81 @@ def test_every_command_ends_with_the_next_one(checkpoint: Path, saved: dict[str,
         assert [line.split()[1] for line in found] == [following], words
         for line in found:
             parsed(line)
+
+
+def test_the_commands_of_the_page_are_valid() -> None:
+    text = (ROOT / "docs" / "own-model.md").read_text(encoding="utf-8")
+    blocks = re.findall(r"```bash\n(.*?)```", text.replace("\\\n", " "), re.DOTALL)
+    lines = [line for block in blocks for line in block.splitlines()]
+    checked = [line for line in lines if line.startswith(("rope-ext", "python recipes/merge"))]
+    assert len(checked) == 8 and len(lines) == 10
+    for line in checked:
+        parsed(line)
+
+
+def test_what_follows_from_five_lines(monkeypatch: pytest.MonkeyPatch) -> None:
+    path = str(ROOT / "recipes" / "own_model_yarn_lora.yaml")
+    recipe, args = memory.read(path)
+    assert (recipe.factor, recipe.length, recipe.minimum_document) == (16.0, 8192, 4096)
+    assert args.gradient_accumulation_steps == 16
+    values: dict[str, Any] = {"target_length": None, "per_device_train_batch_size": 1}
+    with monkeypatch.context() as eight:
+        eight.setenv("WORLD_SIZE", "8")
+        given = values | {"rows_per_step": 16, "gradient_accumulation_steps": 1}
+        settings.derive(given)
+        assert given["gradient_accumulation_steps"] == 2
+        with pytest.raises(rope_ext.OptionError, match="must be a multiple of the 8 rows"):
+            settings.derive(values | {"rows_per_step": 12, "gradient_accumulation_steps": 1})
+    for more, message in (
+        (["--gradient_accumulation_steps", "4"], "give one of them"),
+        (["--factor", "2"], "--factor and --target_length set the same"),
+        (["--target_length", "8192"], "must be longer than the 8192 tokens"),
+    ):
+        with pytest.raises(rope_ext.OptionError, match=message):
+            memory.read(path, *more)
+
+
+def test_memory_says_whether_a_card_is_large_enough(capsys: pytest.CaptureFixture[str]) -> None:
+    tiny = [str(ROOT / "recipes" / "tiny_512_yarn_pose.yaml"), "--length", "64", "--card"]
+    shape = ["--shape", "hidden=16,heads=2,layers=1,trained=512"]
+    memory.main([*tiny, "24", *shape])
+    assert "\nfits: " in capsys.readouterr().out
+    with pytest.raises(SystemExit, match="1"):
+        memory.main([*tiny, "0.001", *shape])
+    assert "does not fit: " in capsys.readouterr().out
+
+
+def test_a_card_says_what_the_folder_is(saved: dict[str, Path], tmp_path: Path) -> None:
+    (tmp_path / "table.md").write_text("| a table |")
+    text = model_card(saved["yarn"], "someone/model", tmp_path)
+    folder = saved["yarn"].name
+    for part in (
+        "base_model: someone/model",
+        "extended from 128 to 512 tokens with `yarn(factor=4.0)` (arXiv 2309.00071)",
+        f'AutoModelForCausalLM.from_pretrained("{folder}")',
+        f"vllm serve {folder}\n",
+        "| a table |",
+    ):
+        assert part in text
+    assert "rope_ext.from_pretrained" in model_card(saved["rerope"])
+    written = call("card", saved["pi"])
+    assert written.exit_code == 0 and (saved["pi"] / "README.md").exists(), written.output
+    again = call("card", saved["pi"])
+    assert again.exit_code == 2 and "exists; move it away" in again.stderr
+    with pytest.raises(rope_ext.ExportError, match=r"has no table\.md"):
+        model_card(saved["yarn"], report=saved["yarn"])
+
+
+@pytest.mark.slow
+def test_the_notebook_runs_and_is_committed_with_its_outputs() -> None:
+    nbformat, nbclient = pytest.importorskip("nbformat"), pytest.importorskip("nbclient")
+    notebook = nbformat.read(ROOT / "docs" / "own-model-notebook.ipynb", as_version=4)
+    cells = [cell for cell in notebook.cells if cell.cell_type == "code"]
+    assert all(cell.outputs for cell in cells[1:])
+    resources = {"metadata": {"path": str(ROOT)}}
+    nbclient.NotebookClient(notebook, timeout=300, resources=resources).execute()
+    shown = "".join(part.get("text", "") for cell in cells for part in cell.outputs)
+    assert "512 -> 2048 tokens by yarn" in shown and "as patched" in shown
 
 
 def test_a_wrong_next_command_is_noticed() -> None:

@@ -13,10 +13,20 @@ import pytest
 ROOT = Path(__file__).parents[1]
 CHECKPOINT = ROOT / "checkpoints" / "tiny-bytes-512"
 COMMANDS = (
-    *("calibrate", "compare", "describe", "diagnose", "eval", "export", "gguf", "methods"),
+    *("calibrate", "card", "compare", "describe", "diagnose", "eval", "export", "gguf", "methods"),
     *("plot", "recommend", "search", "verify"),
 )
 RUN = "from rope_ext.cli import app; app(prog_name='rope-ext')"
+
+HELP = """
+import sys
+from rope_ext.cli import app
+for name in sys.argv[1:]:
+    try:
+        app([name, "--help"], prog_name="rope-ext")
+    except SystemExit as left:
+        assert left.code == 0, name
+"""
 
 
 @pytest.fixture(scope="module")
@@ -51,10 +61,26 @@ def test_the_wheel_has_both_packages_and_nothing_else(site: Path) -> None:
 
 
 @pytest.mark.slow
+def test_what_is_published_is_complete(tmp_path: Path) -> None:
+    """The source distribution builds the wheel, and a package index can show the page."""
+    pytest.importorskip("build")
+    pytest.importorskip("twine")
+    build = ["-m", "build", "--outdir", str(tmp_path), str(ROOT)]
+    subprocess.run([sys.executable, *build], check=True, capture_output=True)
+    files = sorted(map(str, tmp_path.iterdir()))
+    assert [Path(file).suffix for file in files] == [".whl", ".gz"]
+    check = [sys.executable, "-m", "twine", "check", "--strict", *files]
+    subprocess.run(check, check=True, capture_output=True)
+
+
+@pytest.mark.slow
 def test_every_command_runs_outside_of_the_repository(site: Path) -> None:
     listed = run(site, RUN, "--help")
     assert listed.returncode == 0, listed.stderr
     assert all(f" {name} " in listed.stdout for name in COMMANDS)
+    helped = run(site, HELP, *COMMANDS)
+    assert helped.returncode == 0, helped.stderr
+    assert helped.stdout.lower().count("usage: ") == len(COMMANDS)
     settings = ["--lengths", "512", "--windows", "2", "--trials", "1", "--depths", "1"]
     words = ["compare", "--model", str(CHECKPOINT), "--methods", "yarn", "--factor", "2"]
     compared = run(site, RUN, *words, *settings, "--output", "out")

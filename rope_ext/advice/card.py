@@ -1,0 +1,91 @@
+"""A model card for a saved or merged model."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from rope_ext.advice.describe import call_text, describe
+from rope_ext.engines import serving_commands
+from rope_ext.errors import ExportError
+from rope_ext.patching import current_patch
+from rope_ext.saved import read_saved
+from rope_ext.version import __version__
+
+CARD = "README.md"
+_TABLE = "table.md"
+"""What ``rope-ext compare`` and ``rope-ext eval`` write for a model card."""
+
+
+def model_card(
+    folder: str | Path, base: str | None = None, report: str | Path | None = None
+) -> str:
+    """The text of a model card in Markdown: method, lengths, how to load and serve, and numbers.
+
+    Args:
+        folder: of a saved or merged model; its configuration is read, not its weights.
+        base: Hub ID or name of the model that was extended.
+        report: output folder of ``rope-ext compare`` or ``rope-ext eval``; its ``table.md`` is
+            included.
+
+    Raises:
+        ExportError: the model is not extended, or the report has no table.
+        MeasureError: the folder has no configuration.
+    """
+    saved = read_saved(folder)
+    state, found = current_patch(saved.model), describe(saved.model)
+    if state is None:
+        raise ExportError(
+            f"the configuration in {folder} does not extend the model, so there is nothing to "
+            f"write on a card; save a patched model there first"
+        )
+    name = Path(folder).name
+    head = ["---", "library_name: transformers", "tags:", "- rope_ext", "- long-context"]
+    if base and not Path(base).exists():  # a path means nothing to others
+        head.append(f"base_model: {base}")
+    plain = saved.source == "rope_parameters" or state.record.plain
+    loader = "AutoModelForCausalLM.from_pretrained" if plain else "rope_ext.from_pretrained"
+    package = "from transformers import AutoModelForCausalLM" if plain else "import rope_ext"
+    lines = [
+        *(*head, "---", "", f"# {name}", ""),
+        f"{found.model}, extended from {found.length} to {found.target_length} tokens with "
+        f"`{call_text(state.record.method)}` ({state.method.paper}) by rope_ext {__version__}.",
+        *("", "```python", package, "", f'model = {loader}("{name}")', "```"),
+    ]
+    commands = [command.replace(str(folder), name) for command in serving_commands(saved)]
+    lines += ["", "```bash", *commands, "```"] if commands else []
+    if report is not None:
+        lines += ["", "## Evaluation", "", _table(Path(report))]
+    return "\n".join(lines) + "\n"
+
+
+def write_card(
+    folder: str | Path, base: str | None = None, report: str | Path | None = None
+) -> Path:
+    """Write :func:`model_card` to ``README.md`` in the folder; an existing file is kept.
+
+    Raises:
+        ExportError: there is a README.md, or as :func:`model_card`.
+    """
+    path, text = Path(folder) / CARD, model_card(folder, base, report)
+    try:
+        with path.open("x", encoding="utf-8") as file:
+            file.write(text)
+    except FileExistsError:
+        raise ExportError(f"{path} exists; move it away to write a new card") from None
+    return path
+
+
+def base_of_adapter(folder: str | Path) -> str | None:
+    """The name of the base model in an adapter's configuration."""
+    data = json.loads((Path(folder) / "adapter_config.json").read_text(encoding="utf-8"))
+    return data.get("base_model_name_or_path")
+
+
+def _table(report: Path) -> str:
+    try:
+        return (report / _TABLE).read_text(encoding="utf-8").strip()
+    except OSError:
+        raise ExportError(
+            f"{report} has no {_TABLE}; give the output folder of rope-ext compare or rope-ext eval"
+        ) from None

@@ -65,10 +65,9 @@ def test_few_tokens_by_the_kernel_of_half_precision(name: str, ids, in_tensors, 
     pieces_of_rows_are_as_alone(model, rows, "left", [20, 30, *[1] * 5], static(model))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize(
-    "kind", ["llama", *(pytest.param(x, marks=pytest.mark.slow) for x in ("gpt_oss", "gemma2"))]
-)
+@pytest.mark.parametrize("kind", ["gpt_oss", "gemma2"])
 @pytest.mark.parametrize("name", ["rerope", "alibi"])
 def test_few_tokens_in_half_precision(dtype, kind: str, name: str, ids, in_tensors, monkeypatch):
     """As far from float32 as rounding takes the eager path."""

@@ -310,7 +310,8 @@ def attend_many(
     )  # fmt: skip
 
 
-@torch.library.custom_op("rope_ext::placed", mutates_args=())
+# It reads positions when it runs, which no CUDA graph can hold: inductor partitions around it.
+@torch.library.custom_op("rope_ext::placed", mutates_args=(), tags=(torch.Tag.cudagraph_unsafe,))
 def _placed(
     query: torch.Tensor,
     key: torch.Tensor,

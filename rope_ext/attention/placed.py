@@ -16,7 +16,7 @@ from typing import NamedTuple
 import torch
 
 from rope_ext.attention import dispatch as attention
-from rope_ext.attention import flash, reference
+from rope_ext.attention import flash, products, reference
 from rope_ext.attention.call import Call, RotatedBand, Rotation, each_table
 from rope_ext.attention.reference import Places
 from rope_ext.errors import UnsupportedModelError
@@ -142,9 +142,7 @@ class _Rows(NamedTuple):
 
 def _kernel_takes(parts: Sequence[_Rows], value: torch.Tensor, call: Call) -> bool:
     """Whether the CPU's flash kernel is faster than products, and supports this call."""
-    if value.device.type != "cpu" or value.element_size() > 2:  # small products are slow in half
-        return False
-    if sum(part.plain for part in parts) > 1:  # each would read all keys again
+    if value.device.type != "cpu" or value.element_size() > 2:  # products cast all keys to float32
         return False
     alike = call.softcap is None and parts[0].query.shape[-1] == value.shape[-1]
     # It has no gradient of the log-sum-exp, and an exported program (in torch 2.11 every graph
@@ -164,7 +162,7 @@ def _by_products(
     """With the logits of all slots at once."""
 
     def shown(logits: torch.Tensor, part: _Rows) -> torch.Tensor:
-        logits = logits.to(torch.promote_types(logits.dtype, torch.float32)) * call.scale
+        logits = logits * call.scale
         if call.softcap is not None:
             logits = call.softcap * torch.tanh(logits / call.softcap)
         return logits + part.hidden
@@ -173,19 +171,19 @@ def _by_products(
     # of the band that shows it.
     plain = [part for part in parts if part.plain]
     if plain:  # read once for all these bands
-        found = _product(torch.cat([part.query for part in plain], dim=2), key.mT)
+        found = products.logits(torch.cat([part.query for part in plain], dim=2), key)
         found = map(shown, found.chunk(len(plain), dim=2), plain)
         logits = functools.reduce(torch.maximum, found)
     else:
         query = parts[0].query
-        wide = torch.promote_types(query.dtype, torch.float32)
+        wide = products.wide(query)
         size = (*query.shape[:3], key.shape[2])
         logits = query.new_full(size, torch.finfo(wide).min, dtype=wide)
     for part in parts:
         if part.plain:
             continue
         near = call.pairs.rotate(_in(part.slots, key, 2), part.key)
-        found = shown(_product(part.query, near.mT), part)
+        found = shown(products.logits(part.query, near), part)
         found = torch.maximum(found, _in(part.slots, logits, 3))
         if part.slots is None:
             logits = found
@@ -199,7 +197,7 @@ def _by_products(
     if sinks is not None:
         logits = torch.cat((logits, sinks.to(logits.dtype)), dim=-1)
     weights = logits.softmax(dim=-1)[..., : key.shape[2]] * sees
-    return _product(weights.to(value.dtype), value)
+    return products.product(weights.to(value.dtype), value)
 
 
 def _by_kernel(
@@ -280,18 +278,6 @@ def attend_scored(
     return torch.cat(found)
 
 
-def _product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """``a @ b`` as a single operation, also in a graph.
-
-    For a single row, inductor would decompose it into a sum of products and recompute ``a`` for
-    each of them. With ``beta=0`` the first argument of ``baddbmm`` is never read; a number in its
-    place would first be expanded to a full tensor.
-    """
-    nothing = a.new_empty(*a.shape[:-1], b.shape[-1])
-    parts = (x.flatten(0, 1) for x in (nothing, a, b))
-    return torch.baddbmm(*parts, beta=0).view(nothing.shape)
-
-
 def attend_many(
     query: torch.Tensor,
     key: torch.Tensor,
@@ -324,7 +310,8 @@ def attend_many(
     )  # fmt: skip
 
 
-@torch.library.custom_op("rope_ext::placed", mutates_args=())
+# It reads positions when it runs, which no CUDA graph can hold: inductor partitions around it.
+@torch.library.custom_op("rope_ext::placed", mutates_args=(), tags=(torch.Tag.cudagraph_unsafe,))
 def _placed(
     query: torch.Tensor,
     key: torch.Tensor,

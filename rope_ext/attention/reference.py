@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch.utils.checkpoint import checkpoint
 
+from rope_ext.attention import products
 from rope_ext.attention.call import Block, Call, Rotation, each_table
 
 
@@ -58,18 +59,18 @@ def weights(
 def _weighed(
     query: torch.Tensor, key: torch.Tensor, call: Call, places: Places | None
 ) -> tuple[torch.Tensor, Block]:
-    """:func:`weights`, and the block that they were computed from."""
+    """:func:`weights`, and the block that they were computed from, in their dtype."""
     places = places or Places.following(call, query, key)
+    query, key = query.to(products.wide(query)), key.to(products.wide(key))
     key = key.repeat_interleave(query.shape[1] // key.shape[1], dim=1)
     query = call.scale_query(query)
     logits = query.new_zeros((*query.shape[:3], key.shape[2]))
     visible = torch.zeros(logits.shape[2:], dtype=torch.bool, device=query.device)
     for band in call.bands:
         seen = band.geometry.sees(places.query[:, None], places.key)
-        rotated = call.pairs.rotate(query, band.query) @ call.pairs.rotate(key, band.key).mT
-        logits = torch.where(seen, rotated * call.scale, logits)
+        rotated = call.pairs.rotate(query, band.query), call.pairs.rotate(key, band.key)
+        logits = torch.where(seen, products.logits(*rotated) * call.scale, logits)
         visible = visible | seen
-    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     if call.softcap is not None:
         logits = call.softcap * torch.tanh(logits / call.softcap)
     if places.mask is not None:
@@ -79,7 +80,7 @@ def _weighed(
         visible = visible & (index <= places.newest[:, None])
     block = Block(query, key, logits, places.query, places.key, visible, call.scale)
     if call.scores is not None:
-        with torch.autocast(query.device.type, enabled=False):
+        with products.without_autocast(query):
             logits = call.scores.logits(block)
     if call.bias is not None:
         distance = (places.query[:, None] - places.key).clamp(0, call.bias.shape[1] - 1)
@@ -105,7 +106,7 @@ def attend(
     out = given.to(value.dtype) @ value
     if call.scores is None:
         return out
-    with torch.autocast(query.device.type, enabled=False):
+    with products.without_autocast(query):
         more = call.scores.more(given, block)
     return out if more is None else out + more.to(out.dtype)
 

@@ -22,7 +22,7 @@ import torch
 import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
-from rope_ext.attention import flash, flex
+from rope_ext.attention import flash, flex, products
 from rope_ext.attention.call import Call, RotatedBand
 from rope_ext.encodings.tables import ByTables
 from rope_ext.encodings.transformer_xl import BySinusoid, sinusoid
@@ -71,7 +71,7 @@ def by_tables(
     band = _taken(call, query, value)
     if band is None:
         return None
-    names, wide = ("of_query", "of_key", "of_value"), _wide(query)
+    names, wide = ("of_query", "of_key", "of_value"), products.wide(query)
     tables = [scores.learned[x].to(wide) if x in scores.learned else None for x in names]
     last, most = band.last, key.shape[2]
     if last is not None:
@@ -139,9 +139,12 @@ def _one_query(
 ) -> torch.Tensor:
     """:func:`by_sinusoid` for one query, which does not copy the cached keys to extend them."""
     seen = slice(0 if last is None else max(key.shape[2] - last, 0), None)
-    by_key = query[:, :, 0].unflatten(1, (key.shape[1], -1))  # heads of a key are rows of it
-    logits = by_key @ key[:, :, seen].mT + (rotated @ table[seen].mT).view(*by_key.shape[:3], -1)
-    logits = logits.to(_wide(query)) * call.scale
+    by_key, of_place = (  # heads of a key are rows of it
+        x[:, :, 0].unflatten(1, (key.shape[1], -1)) for x in (query, rotated)
+    )
+    places = table[seen].expand(*key.shape[:2], -1, -1)
+    logits = products.logits(by_key, key[:, :, seen]) + products.logits(of_place, places)
+    logits = logits * call.scale
     if call.sinks is not None:
         sinks = call.sinks.to(logits.dtype).view(key.shape[1], -1, 1)
         logits = torch.cat((logits, sinks.expand(len(query), -1, -1, -1)), -1)
@@ -181,7 +184,7 @@ def _near(
         block = functools.partial(_rows, call.scale, width, height, max(-first, 0))
         of_block = (query[:, :, row : row + several], key[:, :, seen], value[:, :, seen])
         given: list[Any] = [*of_block, *inputs[3:]]
-        with torch.autocast(query.device.type, enabled=False):
+        with products.without_autocast(query):
             if grads:
                 part = checkpoint(block, *given, use_reentrant=False, preserve_rng_state=False)
             else:
@@ -210,7 +213,7 @@ def _rows(
     The last key is that of the last row; the first ``lacking`` keys of the first row are not
     there. Tables are by place, the farthest first: column ``e`` of row ``m`` is key ``m + e``.
     """
-    wide = _wide(query)
+    wide = products.wide(query)
     query, key, value = query.to(wide), key.to(wide), value.to(wide)
     queries, kv_heads = query.shape[2], key.shape[1]
     blocks = -(-queries // height)
@@ -259,10 +262,6 @@ def _rows(
         return x.transpose(2, 3).flatten(1, 2).flatten(2, 3)[:, :, :queries]
 
     return in_rows(out), in_rows(lse)[..., 0]
-
-
-def _wide(x: torch.Tensor) -> torch.dtype:
-    return torch.promote_types(x.dtype, torch.float32)
 
 
 def _diagonals(x: torch.Tensor) -> torch.Tensor:

@@ -67,7 +67,7 @@ class CoPEScores(Scores):
         content, table = block.content, self.learned["table"]
         gates = torch.sigmoid(content) * block.visible  # hidden keys do not count
         counted = gates.flip(-1).cumsum(-1).flip(-1).clamp(max=len(table) - 1)
-        of_whole = (block.query.to(content.dtype) @ table.to(content.dtype).mT).to(content.dtype)
+        of_whole = block.query @ table.to(block.query).mT
         below = counted.detach().floor().long()
         above = (below + 1).clamp(max=len(table) - 1)
         part = counted - below

@@ -13,8 +13,9 @@ class Block:
     """Some queries and the keys that they may attend to.
 
     Args:
-        query: ``[batch, heads, rows, columns]``, times the temperature.
-        key: ``[batch, heads, keys, columns]``, repeated for the heads that share it.
+        query: ``[batch, heads, rows, columns]``, times the temperature, in the dtype of
+            ``content``.
+        key: ``[batch, heads, keys, columns]``, likewise, repeated for the heads that share it.
         content: their logits without positions, ``[batch, heads, rows, keys]``, float32 or better:
             rotated if the band rotates, scaled, and capped. Undefined where it is not visible.
         query_at: positions of the queries, int64, ``[rows]``, tokens from the start of a sequence.

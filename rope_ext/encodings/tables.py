@@ -60,10 +60,10 @@ class ByTables(Scores):
         more = torch.zeros_like(block.content)
         pairs = more.shape
         if of_query is not None:
-            found = (block.query @ of_query.to(block.query).mT).to(more.dtype)
+            found = block.query @ of_query.to(block.query).mT
             more = more + found.gather(-1, _index(block, of_query).expand(pairs))
         if of_key is not None:
-            found = (of_key.to(block.key) @ block.key.mT).to(more.dtype)
+            found = of_key.to(block.key) @ block.key.mT
             more = more + found.gather(-2, _index(block, of_key).expand(pairs))
         return self.share * (block.content + block.scale * more)
 

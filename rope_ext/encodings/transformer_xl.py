@@ -35,7 +35,7 @@ class BySinusoid(Scores):
             for at in (block.query_at, block.key_at)
         )
         more = self.learned["u"].to(key)[:, None] @ key.mT
-        more = more.to(content.dtype) + (self.rotated(query, of_query) @ of_key.mT)
+        more = more + self.rotated(query, of_query) @ of_key.mT
         return content + block.scale * more
 
     @property

@@ -33,7 +33,7 @@ class Started:
         first: position of the first token of each, int64, same shape; -1 for rows with only
             padding so far.
         room: number of tokens for the whole batch including padding, as a cache counts them.
-        made: frequencies and scaling, by site, device and dtype.
+        made: frequencies and scaling, by site, device and dtype; and the copies of ``first``.
         begun: whether every row has a token.
     """
 
@@ -41,13 +41,21 @@ class Started:
     lengths: torch.Tensor
     first: torch.Tensor
     room: int
-    made: dict[tuple, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
+    made: dict[tuple, Any] = field(default_factory=dict)
     begun: bool = True
 
     @property
     def kind(self) -> type[CacheWithMetadata] | None:
         """Class that a cache with it needs: sequences that differ by row must follow the rows."""
         return CacheWithMetadata if len(self.lengths) > 1 else None
+
+    def first_on(self, device: torch.device) -> torch.Tensor:
+        """``first`` on a device, copied there once: a CPU tensor keeps a graph from CUDA graphs."""
+        key = ("first", device)
+        if key not in self.made:
+            with torch.inference_mode(False):  # it outlives the mode
+                self.made[key] = self.first.to(device)
+        return self.made[key]
 
     def moved(self, move: Move) -> Started:
         """The sequences after rows were moved."""
@@ -127,7 +135,8 @@ class SequenceForward(ForwardContext):
             self.require((first[:, -1] >= 0).all(), RuntimeError, _EMPTY)
             self.lengths, self.first = lengths.double(), first
             ends = self.lengths[:, -1].cpu(), first[:, -1].cpu()
-            return Started(self.patch.method, *ends, self.tokens)
+            made = {("first", first.device): first[:, -1]}
+            return Started(self.patch.method, *ends, self.tokens, made)
         return self._start_with_numbers(lengths, first, number > 1)
 
     def _start_with_numbers(
@@ -151,7 +160,9 @@ class SequenceForward(ForwardContext):
         if bool((of_row == of_row[0]).all() and (first_of_row == first_of_row[0]).all()):
             of_row, first_of_row = of_row[:1], first_of_row[:1]
         begun = bool((first_of_row >= 0).all())
-        return Started(self.patch.method, of_row, first_of_row, room, begun=begun)
+        started = Started(self.patch.method, of_row, first_of_row, room, begun=begun)
+        started.first_on(lengths.device)  # for the graphs that continue
+        return started
 
     def frequencies(
         self, site: RotarySite, positions: torch.Tensor, dtype: torch.dtype
@@ -208,9 +219,9 @@ class SequenceForward(ForwardContext):
         """``positions`` counted from the first token of each sequence."""
         first = self.first
         if first is None or first.shape[1] != positions.shape[-1]:
-            first = self._started.first[:, None]
-            if not self.traced and not bool(first.any()):
+            if not self.traced and not bool(self._started.first.any()):
                 return positions
+            first = self._started.first_on(positions.device)[:, None]
         return positions - first.to(positions.device)
 
     @property

@@ -342,7 +342,7 @@ def way_of(asked: Asked, layer: MappedLayer, mask: BatchMask) -> str:
     query = asked.query
     if _shares_step(asked, layer, mask) and mask.step(layer, query.dtype) is not None:
         return "step"
-    if _rows_at_once(layer, mask, query):
+    if _rows_at_once(layer, mask):
         return "few"
     segments = mask.rotated_segments(layer.layout, query.device, _table_dtype(query))
     # Trees of drafts, masks of other shapes and gaps in positions cannot be split into segments.
@@ -369,16 +369,12 @@ def _shares_step(asked: Asked, layer: MappedLayer, mask: BatchMask) -> bool:
     )
 
 
-def _rows_at_once(layer: MappedLayer, mask: BatchMask, query: torch.Tensor) -> bool:
+def _rows_at_once(layer: MappedLayer, mask: BatchMask) -> bool:
     """Whether few queries in rows that are padded differently attend in the same operations.
 
-    Otherwise each row is a separate call in every layer. Half precision on a CPU takes those,
-    since this path rounds logits to half precision.
+    Otherwise each row is a separate call in every layer.
     """
-    half = query.dtype in (torch.float16, torch.bfloat16) and query.device.type == "cpu"
-    if half or layer.scored or layer.map.kernel == "reference":
-        return False
-    return mask.padded_rows
+    return not layer.scored and layer.map.kernel != "reference" and mask.padded_rows
 
 
 def _step(asked: Asked, mask: BatchMask) -> torch.Tensor:

@@ -105,7 +105,10 @@ class RotaryHook:
     ) -> torch.Tensor:
         """Frequencies of every token, ``[rows, tokens, pairs]``; the first ones stay as trained."""
         place = positions.amax(0) if positions.ndim == 3 else positions
-        trained, inv_freq = (x.to(place.device, dtype) for x in (self.site.loaded, inv_freq))
+        trained = cached_on_device(self.site, "loaded", place.device).to(dtype)
+        if inv_freq is self.inv_freq:
+            inv_freq = cached_on_device(self, "inv_freq", place.device)
+        inv_freq = inv_freq.to(place.device, dtype)
         return torch.where((place < self.start).unsqueeze(-1), trained, inv_freq)
 
 

@@ -8,11 +8,14 @@ import pytest
 import torch
 from torch import nn
 from torch._dynamo.utils import counters
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from transformers import CompileConfig, DynamicCache, StaticCache
 
 import rope_ext
 from rope_ext.errors import CacheError
-from rope_ext.forward.context import enter, forward_context
+from rope_ext.forward.context import enter, forward_context, leave
+from rope_ext.forward.sequences import STARTED, SequenceForward
 from rope_ext.rotary.sequences import Sequences
 from tests.helpers.models import tiny_llama
 from tests.helpers.positions import EXACT, logits, padded
@@ -57,6 +60,46 @@ def test_what_a_graph_holds_is_what_the_eager_path_computes(
     for step, expected in zip(steps, right_steps, strict=True):
         torch.testing.assert_close(logits(model, step, past_key_values=other), expected, **EXACT)
     assert forward_context.stack == []
+
+
+class _Devices(TorchDispatchMode):
+    """The devices of the tensors that operators take and return."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: set[str] = set()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        for x in tree_leaves((args, out)):
+            if isinstance(x, torch.Tensor):
+                self.seen.add(x.device.type)
+        return out
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_a_graph_of_decoding_holds_no_tensor_of_the_cpu(name: str, ids) -> None:
+    """The device "meta" stands for a GPU, where such a tensor rules CUDA graphs out."""
+    model, there = patch(name), torch.device("meta")
+    cache = StaticCache(config=model.config, max_cache_len=100)
+    logits(model, ids[:, :80], past_key_values=cache)
+    began = getattr(cache, STARTED)
+    (rotary,) = model.model.rotary_emb._forward_hooks.values()
+    positions, like = torch.full((2, 1), 80, device=there), torch.empty(2, 1, 64, device=there)
+    output = torch.empty(2, 1, 16, device=there), torch.empty(2, 1, 16, device=there)
+    sequences = next(x.__self__ for x in model.model._forward_pre_hooks.values())
+
+    def forward() -> None:
+        traced = SequenceForward(sequences, 2, 1, 0, None, True, began)
+        enter(traced)
+        rotary(model.model.rotary_emb, (like, positions), {}, output)
+        traced.counted(positions)
+        leave(traced)
+
+    forward()  # as the eager prefill makes what the graphs find
+    with _Devices() as devices:
+        forward()
+    assert devices.seen <= {"meta"}
 
 
 @pytest.mark.slow

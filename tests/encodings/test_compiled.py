@@ -33,6 +33,7 @@ MADE: dict[str, Callable[[nn.Module, str], nn.Module]] = {
 
 FAST = ("alibi", "xpos", "shaw", "rerope and t5", "every 2nd")
 ALL = [pytest.param(name, marks=[] if name in FAST else pytest.mark.slow) for name in MADE]
+GRAPHS = (*FAST, "fire", "cope", "rerope in one")  # one of each kind; the formulas are in ALL
 BY_ROWS = {"xpos", *relative.RELATIVE, *scored.SIZES}  # what a graph has for few queries alone
 
 
@@ -77,7 +78,7 @@ def test_positions_further_apart_than_there_are_slots(tokens: int, ids, in_tenso
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", MADE)
+@pytest.mark.parametrize("name", GRAPHS)
 def test_decoding_in_a_static_cache_is_one_graph(name: str, ids) -> None:
     model = made(name)
     tokens, mask, _ = padded([ids[0, :60], ids[1, :49]], "left")
@@ -90,7 +91,7 @@ def test_decoding_in_a_static_cache_is_one_graph(name: str, ids) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [name for name in MADE if name not in BY_ROWS])
+@pytest.mark.parametrize("name", [name for name in GRAPHS if name not in BY_ROWS])
 def test_prompts_and_gradients_are_one_graph(name: str, ids) -> None:
     model = made(name)
     compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
@@ -105,8 +106,7 @@ def test_prompts_and_gradients_are_one_graph(name: str, ids) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["gemma2", "gpt_oss"])
-@pytest.mark.parametrize("name", ["alibi", "rerope"])
+@pytest.mark.parametrize(("kind", "name"), [("gemma2", "rerope"), ("gpt_oss", "alibi")])
 def test_layers_with_a_window_are_in_the_graph_as_they_were(kind: str, name: str, ids) -> None:
     """They share a rotary module with those that are patched."""
     model = rope_ext.patch(FAMILIES[kind].model(), name, factor=4)

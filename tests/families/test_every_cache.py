@@ -3,10 +3,9 @@
 The oracle is the same patched model without any cache; for maps under which nothing is far, it is
 the unpatched model, which has never seen our masks.
 
-Not the whole grid, which takes five times as long: every family meets every cache under every
-window and every method under one of its windows, each method meets one of the caches there (two
-where there are three windows), and which one changes with the family, so that every method meets
-every cache under every window.
+Not the whole grid, which takes ten times as long: every family meets half of the methods, each
+under one of its windows and through one of the caches (two where there are three windows). Which
+ones changes with the family, so that every method meets every cache under every window.
 """
 
 from __future__ import annotations
@@ -194,9 +193,9 @@ def chosen(number: int, window: int, windows: int) -> list[tuple[int, list[str]]
         window: which of its windows.
         windows: how many there are.
     """
-    methods = [i for i in range(len(METHODS)) if (i + number) % windows == window]
+    methods = [i for i in range(len(METHODS)) if (i + number) % (2 * windows) == window]
     names, turns = list(WAYS), 1 + (windows == 3)  # else they are too few for all the caches
-    first = number // windows
+    first = number // (2 * windows)
     return [
         (i, [names[(turns * place + turn + first) % len(names)] for turn in range(turns)])
         for place, i in enumerate(methods)
@@ -206,11 +205,10 @@ def chosen(number: int, window: int, windows: int) -> list[tuple[int, list[str]]
 def test_the_choice_covers_what_it_should() -> None:
     for windows in (1, 2, 3):
         met = set()
-        for number in range(windows * len(WAYS)):
+        for number in range(2 * windows * len(WAYS)):
             parts = [chosen(number, window, windows) for window in range(windows)]
-            assert sorted(i for part in parts for i, _ in part) == list(range(len(METHODS)))
+            assert sum(map(len, parts)) >= len(METHODS) // 2
             for window, part in enumerate(parts):
-                assert {way for _, ways in part for way in ways} == set(WAYS)
                 met |= {(window, i, way) for i, ways in part for way in ways}
         assert len(met) == windows * len(METHODS) * len(WAYS)
 
@@ -228,14 +226,16 @@ def test_cached_logits_are_recomputed_ones(family: str) -> None:
             if native is None:
                 rope_ext.unpatch(model)
                 native = recomputed(model)
-                for label, way in WAYS.items():
-                    proven[label] = works(model, way, native)
-                assert all(proven.values()) or family in UNPROVEN, (window, proven)
                 patched(model, name, options)
             for label in ways:
+                way, far = WAYS[label], options not in NOTHING_FAR.values()
+                if label not in proven:
+                    rope_ext.unpatch(model)
+                    proven[label] = works(model, way, native)
+                    assert proven[label] or family in UNPROVEN, (window, label)
+                    patched(model, name, options)
                 if not proven[label]:
                     continue
-                way, far = WAYS[label], options not in NOTHING_FAR.values()
                 expected = right(model, name, options, layers, way) if far else native
                 off = distance(cached(model, way), expected, way)
                 if not off <= AGREES:

@@ -11,7 +11,16 @@ from torch import nn
 
 import rope_ext
 from tests.helpers.models import tiny_llama
-from tests.helpers.positions import EXACT, FAMILIES, METHODS, decoded, gradients, logits, patch
+from tests.helpers.positions import (
+    EXACT,
+    FAMILIES,
+    GEOMETRIES,
+    METHODS,
+    decoded,
+    gradients,
+    logits,
+    patch,
+)
 
 
 @pytest.mark.parametrize("name", METHODS)
@@ -76,7 +85,7 @@ def test_torch_compile_before_or_after(name: str, when: str, ids) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize("name", GEOMETRIES)
 def test_a_compiled_model_gives_the_same_logits_and_gradients(name: str, ids) -> None:
     """By inductor one geometry; of the others the graphs, which it would compile for long.
 

@@ -265,7 +265,7 @@ class Scaling:
         sites, config = find_sites(decoder), text_config(decoder)
         parameters = config.rope_parameters
         if len(sites) > 1 or is_nested(parameters):
-            raise Refusal("it has several rotary embeddings, which was not checked")
+            raise Refusal("models with several rotary embeddings have not been tested")
         (site,) = sites
         if not site.scaled and record_of(config) is None:
             raise Refusal(
@@ -316,7 +316,7 @@ def refuse_unproven(state: Patch) -> None:
     refuse_positions(state)
     refuse_adapting(state.method)
     if len(state.sites) > 1:
-        raise Refusal("it has several rotary embeddings, which was not checked")
+        raise Refusal("models with several rotary embeddings have not been tested")
 
 
 def family_of(state: Patch, engine: str) -> Family:
@@ -340,9 +340,9 @@ def refuse_adapting(method: Method) -> None:
     """Raise if the frequencies of ``method`` differ from sequence to sequence."""
     if method.adapts:
         raise Refusal(
-            "it has one set of frequencies for all sequences, and this method chooses them for "
-            "each; engines that follow the length of each request are not available yet: patch "
-            "with length=TOKENS to fix them"
+            "it uses one set of frequencies for all sequences, but this method chooses them for "
+            "each; no supported engine follows the length of each request: patch with "
+            "length=TOKENS to fix them"
         )
 
 
@@ -351,7 +351,7 @@ def refuse_positions(state: Patch) -> None:
     start = getattr(state.method, "start_tokens", 0)
     if start:
         raise Refusal(
-            f"it rotates every token by the same frequencies, and start_tokens={start} keeps the "
+            f"it rotates all tokens with the same frequencies, but start_tokens={start} keeps the "
             f"trained ones for the first tokens; patch with start_tokens=0 to export"
         )
     if state.method.attends:
@@ -359,7 +359,7 @@ def refuse_positions(state: Patch) -> None:
     if state.options.bias is not None:
         raise Refusal(f"it has no setting that adds a bias ({state.options.bias.name}) to logits")
     if state.options.layers is not None:
-        raise Refusal("it rotates all layers by the same frequencies; patch without layers=")
+        raise Refusal("it rotates all layers with the same frequencies; patch without layers=")
     refuse_tempered(state.method, state.scaled[0].rope)
 
 
@@ -369,9 +369,9 @@ def refuse_tempered(method: Method, rope: Rope) -> None:
     if temperature is None:
         return
     raise Refusal(
-        f"it has no setting that multiplies queries (temperature={method.temperature!r}); an "
-        f"attention_factor it can be given, which multiplies cosine and sine, so by its square the "
-        f"logits of the columns that rotate"
+        f"it has no setting that multiplies queries (temperature={method.temperature!r}); use "
+        f"attention_factor instead, which multiplies cosine and sine, and so multiplies the logits "
+        f"of the rotated dimensions by its square"
     )
 
 

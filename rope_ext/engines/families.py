@@ -65,14 +65,14 @@ class Architecture(Family):
 
     Args:
         name: name of the architecture.
-        neighbours: it rotates neighboring columns where transformers rotates the halves of a head,
+        interleaved: it rotates neighboring columns where transformers rotates the halves of a head,
             so converters reorder the rows of the query and key weights.
         keys: additional GGUF keys, without the architecture prefix, that no configuration field
             provides.
     """
 
     name: str = ""
-    neighbours: bool = False
+    interleaved: bool = False
     keys: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -204,22 +204,22 @@ def _without_table(name: str, **more: Any) -> Architecture:
 
 
 LLAMA_CPP: Mapping[str, Architecture] = {
-    "llama": Architecture(name="llama", neighbours=True),
-    "mistral": Architecture(name="llama", neighbours=True),
-    "mixtral": Architecture(name="llama", neighbours=True),
-    "granite": Architecture(name="granite", neighbours=True),
-    "arcee": Architecture(name="arcee", neighbours=True),
+    "llama": Architecture(name="llama", interleaved=True),
+    "mistral": Architecture(name="llama", interleaved=True),
+    "mixtral": Architecture(name="llama", interleaved=True),
+    "granite": Architecture(name="granite", interleaved=True),
+    "arcee": Architecture(name="arcee", interleaved=True),
     "qwen2": _without_table("qwen2"),
     "qwen3": _without_table("qwen3"),
     "qwen2_moe": _without_table("qwen2moe"),
     "qwen3_moe": _without_table("qwen3moe"),
     "olmo2": _without_table("olmo2"),
-    "granitemoe": Architecture(name="granitemoe", neighbours=True),
+    "granitemoe": Architecture(name="granitemoe", interleaved=True),
     "glm4_moe": _without_table(
         "glm4moe", keys={"expert_gating_func": 2, "expert_weights_norm": True}
     ),
     "minimax_m2": _without_table("minimax-m2", keys={"expert_gating_func": 2}),
-    "smollm3": _without_table("smollm3", neighbours=True),
+    "smollm3": _without_table("smollm3", interleaved=True),
     "glm4": _without_table("glm4"),
     "starcoder2": _without_table("starcoder2"),
     "stablelm": _without_table("stablelm"),

@@ -154,6 +154,6 @@ def _parts(
         name += ".weight"
     heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}
     rows = next((n for part, n in heads.items() if f".{part}." in name), None)
-    if family.neighbours and rows:
+    if family.interleaved and rows:
         values = values.unflatten(0, (rows, 2, -1)).transpose(1, 2).flatten(0, 2)
     yield name, values

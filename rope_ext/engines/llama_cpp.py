@@ -113,7 +113,7 @@ def plan(scaling: Scaling, architecture: str, *, in_file: bool, scaled: bool = F
     """
     draft = _Draft(architecture)
     draft.flags["--ctx-size"] = scaling.target
-    # No flag: the unpatched file has it. A file to write may be one of another base.
+    # No flag: the unpatched file has it. A file that is rewritten may have another base.
     draft.keys[f"{architecture}.rope.freq_base"] = float(scaling.rope.base)
     kind, multiplier = scaling.parameters["rope_type"], scaling.scaling
     yarn = kind == "yarn" and scaling.parameters.get("truncate", True)
@@ -134,10 +134,10 @@ def plan(scaling: Scaling, architecture: str, *, in_file: bool, scaled: bool = F
         return draft.plan(scaling.divisors)
     else:
         raise Refusal(
-            f"these frequencies are a table, which it reads for the architectures "
+            f"it reads tables of frequencies for the architectures "
             f"{', '.join(map(repr, READS_TABLE))} only, and this is {architecture!r}"
         )
-    # Only YaRN raises the trained length, beyond which the server takes no prompt.
+    # Beyond the trained length, which only YaRN raises, the server accepts no prompt.
     draft.put("context_length", scaling.target)
     if not math.isclose(multiplier, 1.0, rel_tol=1e-12):
         draft.put("rope.scaling.attn_factor", multiplier)
@@ -150,17 +150,17 @@ def _yarn(draft: _Draft, scaling: Scaling, betas: Mapping[str, float]) -> Plan:
     draft.put("rope.scaling.type", "yarn", "--rope-scaling")
     draft.put("rope.scaling.factor", factor, "--rope-scale", _reaching(factor, scaling))
     draft.put("rope.scaling.original_context_length", length, "--yarn-orig-ctx")
-    notes = ["llama.cpp multiplies 1 + 0.1 ln(s) in by itself"]
+    notes = ["llama.cpp applies the temperature 1 + 0.1 ln(s) itself"]
     for name, beta in betas.items():
         draft.flags[f"--yarn-{name.replace('_', '-')}"] = beta
     if betas:
         notes.append(
-            f"{' and '.join(betas)} are flags only: the keys that a file has for them are read for "
-            f"two other architectures"
+            f"{' and '.join(betas)} are flags only: llama.cpp reads their keys for two other "
+            f"architectures only"
         )
     multiplier = scaling.scaling / yarn_factor(factor)
     if not math.isclose(multiplier, 1.0, rel_tol=1e-12):
-        # --yarn-attn-factor has no effect there: the key alone is multiplied in.
+        # --yarn-attn-factor has no effect; only the key is applied.
         draft.put("rope.scaling.attn_factor", multiplier)
     return draft.plan(None, *notes)
 
@@ -191,19 +191,19 @@ class LlamaCpp(Engine):
         if made.table is None:
             file, before, files = "MODEL.gguf", [], {}
             notes.append(
-                f"MODEL.gguf is what convert_hf_to_gguf.py makes of the unpatched "
-                f"{model_name(model)}; to have the settings in the file instead: rope-ext gguf"
+                f"MODEL.gguf: convert_hf_to_gguf.py applied to the unpatched {model_name(model)}; "
+                f"to write the settings into the file instead, use rope-ext gguf"
             )
         else:
             file = "MODEL-long.gguf"
             before, files = gguf_command(state, "MODEL.gguf", file)
             notes.append(
-                f"MODEL.gguf is what convert_hf_to_gguf.py makes of the unpatched "
-                f"{model_name(model)}; no flag has a table, so the first command writes {file} "
-                f"with the tensor {TABLE}"
+                f"MODEL.gguf: convert_hf_to_gguf.py applied to the unpatched {model_name(model)}; "
+                f"there is no flag for a table, so the first command writes {file} with the tensor "
+                f"{TABLE}"
             )
             if "FOLDER" in before:
-                notes.append("FOLDER is what model.save_pretrained wrote")
+                notes.append("FOLDER: written by model.save_pretrained")
         command = shlex.join(["llama-server", "--model", file, *made.words()])
         if before:
             command = f"{shlex.join(before)} && {command}"

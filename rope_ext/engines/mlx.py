@@ -42,7 +42,7 @@ class MLX(Engine):
     def export(self, model: nn.Module, state: Patch) -> Export:
         refuse_unproven(state)
         if not state.native:
-            raise Refusal("it builds from transformers' types, and none has these frequencies")
+            raise Refusal("it builds frequencies by rope_type, and none matches these")
         family = family_of(state, self.name)
         assert isinstance(family, MLXFamily)
         parameters = parameters_for(Scaling.from_patch(state))
@@ -52,7 +52,7 @@ class MLX(Engine):
         command = shlex.join(["mlx_lm.generate", "--model", "FOLDER", "--prompt", "..."])
         notes = (
             "as mlx-lm 0.32.2 computes it",
-            "FOLDER is what model.save_pretrained wrote, with this config.json in it",
+            "FOLDER: written by model.save_pretrained, with this config.json in it",
             *precise_note(state),
         )
         return Export("mlx", fields, command, {"config.json": config}, notes)
@@ -77,7 +77,7 @@ def parameters_for(scaling: Scaling) -> dict[str, Any]:
     if kind in ("default", "linear", "llama3"):
         return parameters
     if scaling.scaling < 1:
-        raise Refusal("it multiplies a table's cosine and sine by 1 or more, never by less")
+        raise Refusal("it cannot multiply the cosine and sine of a table by less than 1")
     # Its number on cosine and sine is sqrt(1 + ln(s) / ln(length)), of a length of our choice.
     length = scaling.target ** (1 / scaling.scaling**2)
     table = scaling.divisors

@@ -26,14 +26,14 @@ class Ollama(Engine):
         made = planned(state, in_file=True)
         if any("-beta-" in flag for flag in made.flags):
             raise Refusal(
-                "beta_fast and beta_slow are flags of llama.cpp, which it cannot be given, and not "
-                "keys of the file"
+                "beta_fast and beta_slow are flags of llama.cpp without keys in the file, and it "
+                "accepts no flags"
             )
         before, files = gguf_command(state, "MODEL.gguf", "MODEL-long.gguf")
         modelfile = f"FROM ./MODEL-long.gguf\nPARAMETER num_ctx {state.target_length}\n"
         notes = (
-            f"MODEL.gguf is what convert_hf_to_gguf.py makes of the unpatched {model_name(model)}",
-            "run with the llama.cpp that Ollama runs, not with Ollama itself",
+            f"MODEL.gguf: convert_hf_to_gguf.py applied to the unpatched {model_name(model)}",
+            "tested with the llama.cpp that Ollama runs, not with Ollama itself",
             *precise_note(state),
         )
         command = f"{shlex.join(before)} && ollama create NAME --file Modelfile"

@@ -32,9 +32,9 @@ def overrides(state: Patch, engine: str) -> dict[str, Any]:
     family = family_of(state, engine)
     assert isinstance(family, ServedFamily)
     if len(state.sites) > 1 and not is_nested(config.rope_parameters):
-        raise Refusal("it has several rotary embeddings, which was not checked")
+        raise Refusal("models with several rotary embeddings have not been tested")
     if not state.native:
-        raise Refusal("it builds from transformers' types, and none has these frequencies")
+        raise Refusal("it builds frequencies by rope_type, and none matches these")
     parameters = dict(config.rope_parameters)
     if is_nested(parameters):
         for site in state.scaled:
@@ -68,12 +68,12 @@ def _named(parameters: Mapping[str, Any], family: ServedFamily) -> dict[str, Any
             return parameters
         if family.usual:
             raise Refusal(
-                f"the YaRN that it builds for this family has the temperature {usual:g} always; "
-                f"leave attention_factor out"
+                f"its YaRN for this family always has the temperature {usual:g}; leave "
+                f"attention_factor out"
             )
         if family.mla:
             if factor == 1.0:
-                raise Refusal("it takes attention_factor 1 for another kind of scaling")
+                raise Refusal("it treats attention_factor 1 as another kind of scaling")
             mscale = (factor - 1) / (usual - 1)
             return parameters | {"mscale": mscale, "mscale_all_dim": 0}
         # Both take attn_factor times 0.1 ln(s) + 1, but newer vLLM attention_factor itself.

@@ -72,21 +72,21 @@ class VLLM(Engine):
             )
         kind = text_config(state.decoder).model_type
         if kind not in DUAL_CHUNK_FAMILIES:
-            raise Refusal(f"it passes that on for {', '.join(DUAL_CHUNK_FAMILIES)}, not for {kind}")
+            raise Refusal(f"it supports this for {', '.join(DUAL_CHUNK_FAMILIES)}, not for {kind}")
         if state.frequencies is not None:
             raise Refusal("its Dual Chunk rotates by the unscaled frequencies only")
         method = cast(DualChunk, state.method)
         chunk, local = not_none(method.chunk), not_none(method.local)
         if 2 * (chunk - local) - 1 < chunk:
             raise Refusal(
-                f"its far queries stand at {2 * (chunk - local) - 1} instead of {chunk}, for "
-                f"local={local} is more than half of chunk={chunk}"
+                f"its queries for distant keys use position {2 * (chunk - local) - 1} instead of "
+                f"{chunk}, because local={local} is more than half of chunk={chunk}"
             )
         scaling = state.method.attention_scaling(state.scaled[0].rope)
         if scaling != 1:
             raise Refusal(
-                f"its Dual Chunk has a temperature of its own that follows the length of the "
-                f"sequence, and cosine and sine times {scaling:.4g} is none of it; patch with "
+                f"its Dual Chunk has its own temperature, which depends on the sequence length, "
+                f"and cannot multiply cosine and sine by {scaling:.4g}; patch with "
                 f"attention_factor=1"
             )
         refuse_tempered(state.method, state.scaled[0].rope)
@@ -96,8 +96,8 @@ class VLLM(Engine):
             "max_position_embeddings": state.target_length,
         }
         notes = (
-            "as read in vLLM 0.10; not run here, for it needs a GPU",
-            "original_max_position_embeddings=0 leaves out its temperature, which the patch lacks",
+            "according to the source of vLLM 0.10; not run, because it needs a GPU",
+            "original_max_position_embeddings=0 turns off its temperature, as in the patch",
         )
         made = _export(model, fields, state.target_length, notes)
         backend = "VLLM_ATTENTION_BACKEND=DUAL_CHUNK_FLASH_ATTN VLLM_USE_V1=0"

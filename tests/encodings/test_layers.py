@@ -232,7 +232,7 @@ def test_methods_that_follow_sequences_or_start_tokens_are_refused() -> None:
         with pytest.raises(rope_ext.OptionError, match=said):
             rope_ext.patch(tiny_llama(), method, layers=[0])
     model = rope_ext.patch(tiny_llama(), "dynamic_ntk", factor=4, length=4 * LENGTH, layers=[0])
-    with pytest.raises(rope_ext.ExportError, match="rotates all layers by the same"):
+    with pytest.raises(rope_ext.ExportError, match="rotates all layers with the same"):
         rope_ext.export(model, "vllm")
 
 

@@ -206,7 +206,7 @@ def test_the_factor_of_llama_cpp_is_raised_by_rounding_alone() -> None:
 
 def test_the_output_says_which_file_is_meant() -> None:
     made = str(rope_ext.export(patched("yarn"), "llama.cpp"))
-    assert "MODEL.gguf is what convert_hf_to_gguf.py makes of the unpatched" in made
+    assert "MODEL.gguf: convert_hf_to_gguf.py applied to the unpatched" in made
     made = str(rope_ext.export(patched("p_rope"), "llama.cpp"))
     assert made.startswith(
         "rope-ext gguf MODEL.gguf --method p_rope --factor 4 --option p_rope.p=0.5 "
@@ -256,7 +256,7 @@ def test_mlx_computes_the_patch_from_the_file(case: str) -> None:
     model = patched(case)
     made = rope_ext.export(model, "mlx")
     same(by_mlx(json.loads(made.files["config.json"])), model)
-    assert "FOLDER is what model.save_pretrained wrote" in str(made)
+    assert "FOLDER: written by model.save_pretrained" in str(made)
 
 
 @pytest.mark.parametrize("case", FIXED)
@@ -302,7 +302,7 @@ def qwen() -> Any:
         ("vllm", "rerope", {}, "no setting that changes the positions.*no other engine can"),
         ("llama.cpp", "self_extend", {}, "neighbors lose their exact distances"),
         ("sglang", "dynamic_ntk", {}, "length=TOKENS.*'transformers' can"),
-        ("vllm", "dynamic_yarn", {}, "each request are not available yet: .*length=TOKENS"),
+        ("vllm", "dynamic_yarn", {}, "length of each request: .*length=TOKENS"),
         ("transformers", "dynamic_yarn", {}, "no rope_type"),
     ],
 )

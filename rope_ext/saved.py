@@ -187,7 +187,7 @@ def _method(part: Mapping[str, Any], text: Any) -> tuple[FrequencyMethod | None,
             options = {n: part[n] for n in ("low_freq_factor", "high_freq_factor") if n in part}
             return Llama3(factor=cast(float, factor), **options), original
         if kind == "longrope":
-            tables = {n: tuple(part[n]) for n in ("long_factor", "short_factor")}
+            tables: dict[str, Any] = {n: tuple(part[n]) for n in ("long_factor", "short_factor")}
             return _with_scaling(LongRoPE(factor=cast(float, factor), **tables), part), original
     except (RopeExtError, KeyError, TypeError):
         pass

@@ -68,7 +68,8 @@ class Table:
         tolerance: largest difference, relative for perplexity and loss, in points for a rate.
         cells: the numbers.
         arguments: further options of the task.
-        samples: prompts or windows per length, for the estimate of GPU hours.
+        samples: prompts or segments of text per length, for the estimate of GPU hours.
+        stride: tokens by which a window moves over a segment; 0: it does not.
         text: evaluation text.
         prepare: a command to run before, such as a search; the user runs it.
         note: what differs from the published protocol, or is disputed.
@@ -86,6 +87,7 @@ class Table:
     cells: tuple[Cell, ...]
     arguments: tuple[str, ...] = ()
     samples: int = 10
+    stride: int = 0
     text: str = ""
     prepare: str = ""
     note: str = ""
@@ -93,8 +95,16 @@ class Table:
 
     @property
     def gpu_hours(self) -> float:
-        """Estimated from 2 operations per parameter and token, without those of attention."""
-        tokens = sum(cell.length * self.samples for cell in self.cells)
+        """Estimated from 2 operations per parameter and token, without those of attention.
+
+        A window that moves passes over segments of the longest length of its command.
+        """
+        tokens = 0
+        for run in runs(self, Path(), dry=False):
+            longest = max(run.cells)
+            for length in run.cells:
+                windows = 1 + (longest - length) // self.stride if self.stride else 1
+                tokens += windows * length * self.samples
         return 2 * self.parameters * tokens / _FLOPS / 3600
 
 
@@ -155,6 +165,7 @@ def runs(table: Table, output: Path, dry: bool) -> Iterator[Run]:
             words += ["--option", option]
         if text:
             words += ["--text", STAND_IN_TEXT if dry else text]
+        words += ["--stride", str(table.stride)] if table.stride else []
         words += [*table.arguments, *(_FEW[table.task] if dry else ())]
         yield Run((*words, "--output", str(folder)), folder, measured)
 

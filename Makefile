@@ -7,7 +7,7 @@ export TOKENIZERS_PARALLELISM = false
 # Many processes import torch and transformers: without compiled modules each takes 20 s more.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo demo-full demo-pictures docs engine-sources finetune finetune-methods laboratory test test-all lint types coverage checkpoint clean
+.PHONY: reproduce demo demo-full demo-pictures docs engine-sources finetune finetune-methods laboratory test test-all lint types coverage checkpoint clean
 .PHONY: surgery $(CHECKPOINTS:%=demo-%) $(CHECKPOINTS:%=demo-full-%) $(CHECKPOINTS:%=finetune-%) $(CHECKPOINTS:%=surgery-%)
 
 # torch first and by version: a plain `torch` may pull gigabytes of CUDA packages. Python compiles
@@ -94,6 +94,10 @@ laboratory: $(VENV)/installed ## encodings trained from scratch and compared, a 
 	OMP_NUM_THREADS=1 $(BIN)/accelerate launch --config_file recipes/accelerate/ddp.yaml \
 		--num_processes $(PROCESSES) -m recipes.laboratory --device cpu $(SMALL) \
 		--output runs/laboratory-small --resume
+
+# What it needs of weights, data and GPU hours: python -m reproduce --list
+reproduce: $(VENV)/installed ## measure a published table: make reproduce TABLE=yarn-llama2
+	$(BIN)/python -m reproduce $(TABLE)
 
 # Two workers with two threads each would spin against each other on two cores.
 test test-all: export OMP_NUM_THREADS = 1

@@ -1,0 +1,1 @@
+"""Published tables as commands: one file each in ``tables``."""

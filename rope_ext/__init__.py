@@ -8,6 +8,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 import rope_ext.requirements  # noqa: F401 - before what fails in the words of an old transformers
+from rope_ext import autoload as _autoload
 from rope_ext import evaluators as _evaluators
 from rope_ext.advice.describe import Description, MethodInfo, describe, methods
 from rope_ext.encodings import (
@@ -199,6 +200,9 @@ __all__ = [
     "search",
     "unpatch",
 ]
+
+
+_autoload.register()
 
 
 def __getattr__(name: str) -> Any:

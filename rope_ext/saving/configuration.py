@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
+import threading
 import weakref
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -19,6 +20,24 @@ CURE = "rope_ext: unknown to plain transformers; load with rope_ext.from_pretrai
 """Stands where transformers looks a name up, so that its error shows the cure."""
 _WRITTEN: weakref.WeakValueDictionary[int, nn.Module] = weakref.WeakValueDictionary()
 """Decoder whose patch is written into the configuration of that id."""
+
+
+_local = threading.local()
+
+
+@contextmanager
+def without_rope_ext() -> Iterator[None]:
+    """Transformers in this thread as if rope_ext were not imported: it refuses saved patches."""
+    before, _local.refusing = refusing(), True
+    try:
+        yield
+    finally:
+        _local.refusing = before
+
+
+def refusing() -> bool:
+    """Whether :func:`without_rope_ext` is in force in this thread."""
+    return getattr(_local, "refusing", False)
 
 
 @contextmanager

@@ -20,7 +20,13 @@ from torch import nn
 from rope_ext.methods import FrequencyMethod, longrope_table
 from rope_ext.record import EXPERTS, HEAD
 from rope_ext.rotary.sites import PatchTarget, RotarySite, text_config
-from rope_ext.saving.configuration import CURE, part_of, quieted, replace_older
+from rope_ext.saving.configuration import (
+    CURE,
+    part_of,
+    quieted,
+    replace_older,
+    without_rope_ext,
+)
 
 # What a scaled entry holds beside its base; replaced as a whole when a patch goes on top.
 SCALING_FIELDS = (
@@ -120,7 +126,7 @@ def unsaved(place: PatchTarget, target: int) -> Written:
 
 def _is_refused(config: Any, values: dict[str, Any], build: Callable[[Any], Any]) -> bool:
     """Whether transformers saves and reads the configuration, but builds no model from it."""
-    with quieted(logging.getLogger("transformers"), logging.CRITICAL):
+    with quieted(logging.getLogger("transformers"), logging.CRITICAL), without_rope_ext():
         try:
             trial = _reloaded(config, values)
         except Exception:  # rope_ext.from_pretrained has to read it

@@ -39,7 +39,8 @@ class _Loading:
         self.record = record
         self.configs: list[Any] = []  # some families copy it for each kind of layer
         self.root: weakref.ref[nn.Module] | None = None
-        self.handle: RemovableHandle = register_module_module_registration_hook(self._registered)
+        hook: Any = self._registered  # annotated there as if it could return no module
+        self.handle: RemovableHandle = register_module_module_registration_hook(hook)
 
     def _registered(self, parent: nn.Module, name: str, module: nn.Module) -> nn.Module | None:
         """Build rotary modules again from the restored configuration, and follow the outermost."""

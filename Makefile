@@ -7,7 +7,7 @@ export TOKENIZERS_PARALLELISM = false
 # Many processes import torch and transformers: without compiled modules each takes 20 s more.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: reproduce demo demo-full demo-pictures docs engine-sources finetune finetune-methods laboratory test test-all lint types coverage checkpoint clean
+.PHONY: reproduce demo demo-full demo-pictures docs engine-sources newest finetune finetune-methods laboratory test test-all lint types coverage checkpoint clean
 .PHONY: surgery $(CHECKPOINTS:%=demo-%) $(CHECKPOINTS:%=demo-full-%) $(CHECKPOINTS:%=finetune-%) $(CHECKPOINTS:%=surgery-%)
 
 # torch first and by version: a plain `torch` may pull gigabytes of CUDA packages. Python compiles
@@ -104,6 +104,14 @@ test test-all: export OMP_NUM_THREADS = 1
 test: $(VENV)/installed
 	$(BIN)/python -m pytest -n 2 --dist worksteal -m "not slow"
 
+# Without constraints.txt, and never cached: what is newest changes.
+newest: export OMP_NUM_THREADS = 1
+newest: ## the fast tests on the newest torch and transformers, in an environment of its own
+	$(PYTHON) -m venv --clear $(VENV)-newest
+	$(VENV)-newest/bin/pip install --quiet --disable-pip-version-check --no-compile -e ".[dev]"
+	$(VENV)-newest/bin/pip list | grep -iE "^(torch|transformers|accelerate|peft) "
+	$(VENV)-newest/bin/python -m pytest -n 2 --dist worksteal -m "not slow"
+
 test-all: $(VENV)/installed engine-sources
 	$(INSTALL) -c constraints.txt -e ".[dev,harness,quantised,zero3,engines,notebook,publish]"
 	ENGINE_SOURCES=$(CURDIR)/$(VENV)-engines $(BIN)/python -m pytest -n 2 --dist worksteal
@@ -134,4 +142,4 @@ checkpoint: $(VENV)/installed ## train the shipped checkpoints again (hours on a
 	done
 
 clean:
-	rm -rf $(VENV) $(VENV)-engines runs
+	rm -rf $(VENV) $(VENV)-engines $(VENV)-newest runs

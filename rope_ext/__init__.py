@@ -11,6 +11,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 import rope_ext.requirements  # noqa: F401 - before what fails in the words of an old transformers
+from rope_ext import autoload as _autoload
 from rope_ext import evaluators as _evaluators
 from rope_ext.version import __version__ as __version__
 
@@ -268,6 +269,9 @@ __all__ = [
     "search",
     "unpatch",
 ]
+
+
+_autoload.register()
 
 
 def __getattr__(name: str) -> Any:

@@ -70,6 +70,8 @@ _AS_THEY_ARE = (RopeExtError, MemoryError, torch.OutOfMemoryError)
 """Errors that do not mean a damaged folder. All others do: on damaged files, transformers and peft
 raise whatever their code runs into, from AttributeError to ZeroDivisionError."""
 _WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin")
+UNEXPECTED = rf"(^|\.)({bias.NAME}|{inputs.NAME})\."
+"""Names of an encoding's parameters, which transformers does not expect."""
 _IGNORED = "_keys_to_ignore_on_load_unexpected"
 _SAME_FREQUENCY = 1e-5  # float32 pow may differ between this device and the training device
 _logger = logging.getLogger("rope_ext")
@@ -271,15 +273,31 @@ def from_pretrained(
     loaded, record = _load(path, kwargs)
     if record is not None:
         model = loaded[0] if isinstance(loaded, tuple) else loaded  # with loading info
-        here = _patch(model, record).record
-        _restore_learned(model, path, {**of_hub, "variant": kwargs.get("variant")})
-        if not record.same(here):
-            raise RecordError(
-                f"{path} was saved under {record.call()} with {record.outcome()}, but the same "
-                f"call now gives {here.outcome()}; load the original model and call "
-                f"rope_ext.patch with these options"
-            )
+        _repatch(model, record, path, {**of_hub, "variant": kwargs.get("variant")})
     return loaded
+
+
+def repatch(model: Any, record: Record) -> None:
+    """Apply a saved patch to ``model``, which plain transformers has loaded from its folder.
+
+    Raises:
+        LoadError: the folder does not contain the learned parameters of the patch.
+        RecordError: the saved patch cannot be applied.
+    """
+    config = model.config
+    options = {"revision": getattr(config, "_commit_hash", None), "variant": None}
+    _repatch(model, record, config.name_or_path, options)
+
+
+def _repatch(model: Any, record: Record, path: str, options: dict[str, Any]) -> None:
+    here = _patch(model, record).record
+    _restore_learned(model, path, options)
+    if not record.same(here):
+        raise RecordError(
+            f"{path} was saved under {record.call()} with {record.outcome()}, but the same "
+            f"call now gives {here.outcome()}; load the original model and call "
+            f"rope_ext.patch with these options"
+        )
 
 
 def _base_of(
@@ -580,17 +598,20 @@ def _restore_learned(model: nn.Module, path: str, options: dict[str, Any]) -> No
     if not wanted:
         return
     variant = options.pop("variant")
+    prefix = f"{getattr(model, 'base_model_prefix', '')}."  # of other classes of the same model
+    names = {x: n for n in wanted for x in (n.removeprefix(prefix), f"{prefix}{n}")}
+    names |= {name: name for name in wanted}
     files = {_variant(name, variant) for name in (SAFE_WEIGHTS_NAME, WEIGHTS_NAME)}
     with _loading("weights", path):
         for name in (SAFE_WEIGHTS_INDEX_NAME, WEIGHTS_INDEX_NAME):
             index = _find(path, _variant(name, variant), **options)
             if index is not None:
                 shards = json.loads(Path(index).read_text(encoding="utf-8"))["weight_map"]
-                files |= {shards[key] for key in wanted if key in shards}
+                files |= {shards[key] for key in names if key in shards}
         for found in (_find(path, name, **options) for name in sorted(files)):
-            for key, value in () if found is None else _stored(found, wanted):
+            for key, value in () if found is None else _stored(found, names):
                 with torch.no_grad():
-                    wanted.pop(key).copy_(value)
+                    wanted.pop(names[key]).copy_(value)
     for module in model.modules():
         if isinstance(module, bias.Learning):
             module.clamp()  # older versions stored values outside of their bounds
@@ -624,7 +645,7 @@ def _expecting_learned(cls: type, record: Record | None) -> Iterator[None]:
         yield
         return
     before = getattr(cls, _IGNORED)
-    setattr(cls, _IGNORED, [*(before or ()), rf"(^|\.)({bias.NAME}|{inputs.NAME})\."])
+    setattr(cls, _IGNORED, [*(before or ()), UNEXPECTED])
     try:
         yield
     finally:

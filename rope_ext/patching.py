@@ -489,6 +489,8 @@ def _patch_alike(decoder: nn.Module, copy: nn.Module) -> None:
     state = decoder.__dict__[_STATE]
     options = dataclasses.replace(state.options, tokenizer=None)
     other = text_decoder(copy)
+    if _STATE in other.__dict__:  # loaded from a folder that was saved under a patch
+        unpatch(copy)
     _patch(unwrap(copy), other, state.record.method, options)
     values = learned(decoder)
     with torch.no_grad():

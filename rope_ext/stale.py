@@ -20,7 +20,7 @@ from transformers.cache_utils import Cache
 
 from rope_ext.caches import CacheWithMetadata, Move, attach, forget, is_filled, living, settle
 from rope_ext.errors import CacheError
-from rope_ext.forward.context import run_eagerly
+from rope_ext.forward.context import cache_among, run_eagerly
 from rope_ext.methods import Method
 from rope_ext.rotary.calls import parameters
 
@@ -123,7 +123,7 @@ class _Refusal:
 
     def __call__(self, decoder: nn.Module, args: tuple, kwargs: dict) -> None:
         given = {**dict(zip(self.names, args, strict=False)), **kwargs}
-        cache: Any = given.get("past_key_values")
+        cache = cache_among(given)
         cache = getattr(cache, "self_attention_cache", cache)
         if getattr(cache, _STALE, None) is not None:
             self._check(cache)

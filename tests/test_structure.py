@@ -33,6 +33,7 @@ ROOMS = {
         "apply",
         "patching",
         "loading",
+        "autoload",
         "arguments checkpoints evaluators terminal",
         "saved",
         "method_options",

@@ -50,6 +50,30 @@ def _names(texts: Sequence[str] | None) -> tuple[str, ...]:
     return tuple(split(texts or ()))
 
 
+def _one_or_several(texts: Sequence[str] | None) -> str | tuple[str, ...] | None:
+    found = tuple(split(texts or ()))
+    return found[0] if len(found) == 1 else found or None
+
+
+def _several(given: str | tuple[str, ...] | None) -> tuple[str, ...]:
+    return (given,) if isinstance(given, str) else given or ()
+
+
+@dataclass(frozen=True)
+class Server:
+    """A deployment to measure.
+
+    Args:
+        label: its name in the report.
+        url: its address.
+        served_as: name under which it has the model.
+    """
+
+    label: str
+    url: str
+    served_as: str
+
+
 @dataclass(frozen=True, kw_only=True)
 class Settings:
     """Options of every evaluation; ``rope-ext eval`` has an option for each field.
@@ -75,9 +99,9 @@ class Settings:
         force: also measure lengths beyond the target length of a method, and an adapter with a
             different patch than it was trained with.
         output: directory for the results.
-        url: address of an OpenAI-compatible server to measure instead of a model. ``models`` then
-            contains the tokenizer, and ``methods`` is ``("none",)``.
-        served_as: name of the model on the server.
+        url: address of an OpenAI-compatible server to measure instead of a model, or several to
+            compare. ``models`` then contains the tokenizer, and ``methods`` is ``("none",)``.
+        served_as: name of the model on the server; one for each of several.
         tokenizer: directory or Hub ID of its tokenizer.
         api: how prompts are sent; see ``Served``.
         concurrency: requests at a time.
@@ -152,10 +176,21 @@ class Settings:
         "also measure lengths beyond a method's target, or an adapter with another method",
         group=ASKED,
     )
-    url: str | None = option(
-        None, "address of an OpenAI-compatible server, such as http://HOST:PORT/v1", group=SERVED
+    url: str | tuple[str, ...] | None = option(
+        None,
+        "address of an OpenAI-compatible server, such as http://HOST:PORT/v1; repeat it to compare "
+        "deployments on the same prompts",
+        _one_or_several,
+        group=SERVED,
+        action="append",
     )
-    served_as: str | None = option(None, "model name on that server", group=SERVED)
+    served_as: str | tuple[str, ...] | None = option(
+        None,
+        "name under which it serves the model; one for every --url, separated by commas",
+        _one_or_several,
+        group=SERVED,
+        action="append",
+    )
     tokenizer: str | None = option(
         None, "directory or Hub ID of the tokenizer of the served model", group=SERVED
     )
@@ -173,6 +208,17 @@ class Settings:
     timeout: float = option(1800.0, "timeout of a request in seconds", group=SERVED, type=float)
     resume: bool = option(False, "resume the run in --output", group=ASKED)
     overwrite: bool = option(False, "delete the results in --output", group=ASKED)
+
+    @property
+    def servers(self) -> list[Server]:
+        """The servers that are measured; none where a model is."""
+        urls, names = _several(self.url), _several(self.served_as)
+        names = names * len(urls) if len(names) == 1 else names
+        found = []
+        for url, name in zip(urls, names, strict=False):  # require_server checks their numbers
+            label = name if names.count(name) == 1 else f"{name} at {url}"
+            found.append(Server(label, url, name))
+        return found
 
     def to_json(self) -> dict[str, Any]:
         """The settings that determine the results, as plain data."""

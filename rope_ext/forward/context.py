@@ -7,7 +7,7 @@ call belongs to a request and is stored on its cache.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, TypeVar, cast
 
 import torch
@@ -116,11 +116,23 @@ def run_eagerly(reason: str | None = None) -> Callable[[_Function], _Function]:
     return cast("Callable[[_Function], _Function]", torch.compiler.disable(reason=reason))
 
 
+def cache_among(given: Mapping[str, Any]) -> Any:
+    """The cache among a decoder's arguments; transformers 5.24 renamed it to ``cache``."""
+    cache = given.get("past_key_values")
+    return given.get("cache") if cache is None else cache
+
+
+def is_paged(given: Mapping[str, Any]) -> bool:
+    """Whether the cache is that of continuous batching, which is no ``Cache``."""
+    cache = given.get("cache")
+    return cache is not None and not isinstance(cache, Cache)
+
+
 def caches_in(output: Any) -> list[Any]:
     """The caches in the output of a decoder, including one that the decoder created."""
     found = []
     for part in output if isinstance(output, tuple) else (output,):
-        cache = getattr(part, "past_key_values", part)
+        cache = getattr(part, "past_key_values", getattr(part, "cache", part))
         if hasattr(cache, "get_seq_length"):
             found.append(cache)
     return found

@@ -12,6 +12,7 @@ from rope_ext.caches import watch
 from rope_ext.encodings import Heads
 from rope_ext.errors import CacheError, OptionError, UnsupportedModelError
 from rope_ext.forward.context import (
+    cache_among,
     caches_in,
     current,
     enter,
@@ -234,8 +235,8 @@ class Installed:
                 f"tokens at a time, or not at all (docs/limits.md); use a frequency method such "
                 f"as 'yarn'"
             )
-        cache = given.get("past_key_values")
-        if given.get("cache") is not None or (cache is not None and not isinstance(cache, Cache)):
+        cache = cache_among(given)
+        if cache is not None and not isinstance(cache, Cache):
             raise CacheError(self.unbatched())
         tokens: Any = given.get("input_ids")
         tokens = given.get("inputs_embeds") if tokens is None else tokens

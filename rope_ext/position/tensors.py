@@ -20,7 +20,7 @@ from rope_ext.attention import dispatch as attention
 from rope_ext.attention import placed
 from rope_ext.attention.call import Call, RotatedBand, Rotation, each_table
 from rope_ext.caches import UNKNOWN
-from rope_ext.forward.context import forward_context
+from rope_ext.forward.context import cache_among, forward_context, is_paged
 from rope_ext.forward.positions import PositionForward, once
 from rope_ext.methods.geometry import Distance, Geometry, Sinks
 from rope_ext.position.cache import kept, whole
@@ -62,13 +62,13 @@ def traced(
         return None
     if position_map.local_too or forward_context.look is not None:
         return None
-    if given.get("output_attentions") or given.get("cache") is not None:
+    if given.get("output_attentions") or is_paged(given):
         return None
     if calls.runs_layers_again(decoder):
         return None
     tokens = given.get("input_ids")
     tokens = given["inputs_embeds"] if tokens is None else tokens
-    cache = given.get("past_key_values")
+    cache = cache_among(given)
     rows, count = tokens.shape[:2]
     context = _in_cache(position_map, cache, rows, count)
     if context is None:

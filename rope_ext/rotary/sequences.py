@@ -19,10 +19,12 @@ from torch import nn
 from rope_ext.caches import UNKNOWN, attach, watch
 from rope_ext.errors import CacheError, UnsupportedModelError
 from rope_ext.forward.context import (
+    cache_among,
     caches_in,
     current,
     enter,
     forward_context,
+    is_paged,
     leave,
     run_eagerly,
 )
@@ -138,12 +140,12 @@ class Sequences:
 
     def _traced(self, decoder: nn.Module, given: dict[str, Any]) -> SequenceForward | None:
         """The forward with these arguments in tensors; None if tensors cannot express it."""
-        if given.get("cache") is not None or is_sharded() or runs_layers_again(decoder):
+        if is_paged(given) or is_sharded() or runs_layers_again(decoder):
             return None
         tokens = given.get("input_ids")
         tokens = given["inputs_embeds"] if tokens is None else tokens
         rows, length = tokens.shape[:2]
-        cache, stored = given.get("past_key_values"), None
+        cache, stored = cache_among(given), None
         filled = 0 if cache is None else cache.get_seq_length()
         if isinstance(filled, torch.Tensor) and not hasattr(cache, STARTED):
             torch._assert_async(filled == 0, UNKNOWN)
@@ -183,11 +185,11 @@ class Sequences:
                 f"{name} {does} of every sequence as it comes, which an exported graph cannot do; "
                 f"{cure}"
             )
-        if given.get("cache") is not None:  # a paged one; all others are past_key_values
+        if is_paged(given):
             raise CacheError(self.unbatched())
         tokens = given.get("input_ids")
         tokens = given["inputs_embeds"] if tokens is None else tokens
-        cache = given.get("past_key_values")
+        cache = cache_among(given)
         rows, length = tokens.shape[:2]
         filled = 0 if cache is None else int(cache.get_seq_length())
         stored = self._stored(cache, rows) if filled else None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
+import threading
 import weakref
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -19,6 +20,24 @@ CURE = "rope_ext: unknown to plain transformers; load with rope_ext.from_pretrai
 """Written where transformers looks up a name, so that its error tells users what to do."""
 _WRITTEN: weakref.WeakValueDictionary[int, nn.Module] = weakref.WeakValueDictionary()
 """The decoder whose patch is written into a configuration, by the configuration's ``id``."""
+
+
+_local = threading.local()
+
+
+@contextmanager
+def without_rope_ext() -> Iterator[None]:
+    """Transformers in this thread as if rope_ext were not imported: it refuses saved patches."""
+    before, _local.refusing = refusing(), True
+    try:
+        yield
+    finally:
+        _local.refusing = before
+
+
+def refusing() -> bool:
+    """Whether :func:`without_rope_ext` is in force in this thread."""
+    return getattr(_local, "refusing", False)
 
 
 @contextmanager

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import subprocess
 import urllib.request
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.helpers.checkpoint import TRAINED
-from tests.helpers.transformers_serve import WAIT, command, saved, served
+from tests.helpers.transformers_serve import WAIT, importing, saved, served
 
 TEXT = "one of two and another, " * 30
 
@@ -59,8 +58,9 @@ def test_a_served_folder_answers_as_its_model_does(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_folder_under_a_position_method_is_not_served(tmp_path: Path) -> None:
+def test_with_the_import_a_folder_under_a_position_method_is_served(tmp_path: Path) -> None:
     folder = saved(tmp_path / "rerope", "rerope", factor=4)
-    done = subprocess.run(command(folder, 0), capture_output=True, text=True, timeout=WAIT)
-    assert done.returncode != 0
-    assert "load with rope_ext.from_pretrained" in done.stderr
+    with served(folder, tmp_path / "log", importing(tmp_path / "site")) as address:
+        asked = {"model": str(folder), "max_tokens": 16, "temperature": 0.0}
+        answer = post(f"{address}/v1/completions", asked | {"prompt": TEXT})
+    assert answer["choices"][0]["text"] == generated(folder, TEXT)

@@ -19,6 +19,7 @@ import rope_ext
 from rope_ext import patching
 from rope_ext.rotary import buffers
 from rope_ext.saving import configuration
+from rope_ext.saving.configuration import without_rope_ext
 from tests.families import coverage
 from tests.families.checks import (
     POSITIONS,
@@ -175,7 +176,10 @@ def test_plain_transformers_never_loads_it_unextended(model_type: str, tmp_path:
     autos = AutoModel, AutoModelForCausalLM
     mapped = [auto for auto in autos if type(model.config) in auto._model_mapping]
     for cls in (type(model), *mapped):
-        with pytest.raises((KeyError, ValueError), match=r"load with rope_ext\.from_pretrained"):
+        with (
+            without_rope_ext(),
+            pytest.raises((KeyError, ValueError), match=r"load with rope_ext\.from_pretrained"),
+        ):
             cls.from_pretrained(tmp_path)
     again = rope_ext.from_pretrained(tmp_path)
     ids = torch.randint(3, 100, (1, 2 * LENGTH), generator=torch.Generator().manual_seed(0))

@@ -44,8 +44,16 @@ def command(folder: Path, port: int) -> list[str]:
     return [sys.executable, "-c", TRANSFORMERS, *given, "--port", str(port)]
 
 
+def importing(folder: Path) -> dict[str, str]:
+    """Environment of programs that import rope_ext when they start, as docs/trainers.md says."""
+    folder.mkdir(exist_ok=True)
+    (folder / "sitecustomize.py").write_text("import rope_ext\n")
+    path = [str(folder), *filter(None, [os.environ.get("PYTHONPATH")])]
+    return os.environ | {"HF_HUB_OFFLINE": "1", "PYTHONPATH": os.pathsep.join(path)}
+
+
 @contextmanager
-def served(folder: Path, log: Path) -> Iterator[str]:
+def served(folder: Path, log: Path, env: dict[str, str] | None = None) -> Iterator[str]:
     """The address of a server, which is ready."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -55,7 +63,7 @@ def served(folder: Path, log: Path) -> Iterator[str]:
             command(folder, port),
             stdout=out,
             stderr=out,
-            env=os.environ | {"HF_HUB_OFFLINE": "1"},
+            env=env or os.environ | {"HF_HUB_OFFLINE": "1"},
         )
     address = f"http://localhost:{port}"
     try:

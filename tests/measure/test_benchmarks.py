@@ -11,7 +11,7 @@ import json
 import math
 import random
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,8 @@ from transformers import AutoTokenizer
 from rope_eval.cases import Case
 from rope_eval.data import rows as reading
 from rope_eval.data.prompts import Frame, encode, joined
-from rope_eval.run.runner import share_found
+from rope_eval.run.plan import prepare
+from rope_eval.run.runner import run, share_found
 from rope_eval.settings import Settings
 from rope_eval.tasks import Task, all_tasks, build, options
 from rope_eval.tasks.babilong import LABELS, OnlyLabel
@@ -42,6 +43,7 @@ from rope_eval.tasks.nolima import (
 )
 from rope_ext.errors import MeasureError, OptionError
 from tests.helpers import published_rows
+from tests.helpers.openai_server import Fake, serving
 from tests.helpers.published_rows import HELMET, HELMET_DEMOS, INFINITEBENCH, LONGBENCH, write_rows
 
 ROOT = Path(__file__).parents[2]
@@ -657,3 +659,61 @@ def test_a_line_of_the_data_sets_is_true(name: str, frame: Frame, tmp_path: Path
         rest = [{f: v for f, v in row.items() if f != field} for row in rows]
         with pytest.raises(MeasureError, match=f"row 1 has no field '{field}' but .*as they are"):
             given(name, tmp_path, rest).questions(frame, [length], 0)
+
+
+# Against a server
+
+
+class Mute(Fake):
+    """A server that answers nothing; only its prompts matter."""
+
+    def _run(self, ids: list[int], body: dict[str, Any]) -> tuple[str, None]:
+        return "", None
+
+
+def asked_of_servers() -> dict[str, Callable[[Path], list[Task]]]:
+    """All tasks of a benchmark, by its name, from the folder for its data."""
+
+    def made_up(*names: str) -> Callable[[Path], list[Task]]:
+        return lambda folder: [given(name, folder) for name in names]
+
+    suites = {name.split("_")[0] for name in OFFICIAL if "long" not in name.split("_")[0]}
+    return {
+        **{name: lambda _, n=name: build([n], {"trials": 1}) for name in ("ruler", "mrcr")},
+        "babilong": lambda _: build(["babilong"], {"trials": 1, "babilong_tasks": "qa1,qa2"}),
+        "nolima": made_up("nolima"),
+        "longbench_v2": made_up("longbench_v2"),
+        **{s: made_up(*(n for n in OFFICIAL if n.startswith(s))) for s in sorted(suites)},
+    }
+
+
+LENGTHS = {"babilong": 4096, "nolima": 2048, "ruler": 2048, "infinitebench": 65536}
+LENGTHS |= dict.fromkeys(("helmet", "longbench_v2", "mrcr"), 8192)
+"""Tokens in which the made-up rows fit."""
+QUICK = ("longbench_v2", "nolima")
+
+
+@pytest.mark.parametrize(
+    "name",
+    [n if n in QUICK else pytest.param(n, marks=pytest.mark.slow) for n in asked_of_servers()],
+)
+def test_a_server_gets_the_prompts_of_every_benchmark(name: str, tmp_path: Path) -> None:
+    pytest.importorskip("openai")
+    folder = str(ROOT / "checkpoints" / "tiny-512")
+    fake = Mute(None, AutoTokenizer.from_pretrained(folder))
+    with serving(fake) as url:
+        settings = Settings(
+            models=(folder,),
+            methods=("none",),
+            lengths=(LENGTHS[name],),
+            chat="no",
+            output=tmp_path / "results",
+            url=url,
+            served_as="mute",
+            tokenizer=folder,
+        )
+        plan = prepare(settings, asked_of_servers()[name](tmp_path))
+        run(plan)
+    cases = [case for system in plan.systems for case in plan.cases(system)]
+    local = [list(c.ids if c.mode == "write" else c.ids[: -c.count]) for c in cases]
+    assert local and sorted(fake.prompts) == sorted(local)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import random
 import re
 import shlex
@@ -205,6 +206,34 @@ def test_the_command_and_its_report(checkpoint: Path, tmp_path: Path, capsys) ->
     assert "dtype" not in table and "factor" not in table
 
 
+def test_two_deployments_are_compared_on_the_same_prompts(checkpoint: Path, tmp_path: Path) -> None:
+    book = tmp_path / "book.txt"
+    book.write_text(" ".join(BOOK), encoding="utf-8")
+    other = fake_of(checkpoint)
+    rope_ext.patch(other.model, "yarn", factor=4)
+    one, output = fake_of(checkpoint), tmp_path / "results"
+    with serving(one) as first, serving(other) as second:
+        words = ["--url", first, "--url", second, "--served-as", "plain,yarn", "--lengths", "256"]
+        words += ["--tokenizer", str(checkpoint), "--text", str(book), "--windows", "2"]
+        words += ["--trials", "2", "--depths", "1", "--output", str(output)]
+        command.call_preset("compare", command.COMPARE, words)
+    assert one.prompts and sorted(one.prompts) == sorted(other.prompts)
+    found = json.loads((output / "results.json").read_text())
+    assert [system["name"] for system in found["systems"]] == ["plain", "yarn"]
+    assert {(d["task"], d["system"], d["less"]) for d in found["differences"]} == {
+        ("perplexity", "plain", "yarn"),
+        ("passkey", "plain", "yarn"),
+    }
+    table = (output / "table.md").read_text()
+    assert f"plain served at {first}" in table and f"yarn served at {second}" in table
+
+
+def test_deployments_of_one_name_are_told_apart_by_their_addresses(tmp_path: Path) -> None:
+    urls = ("http://localhost:9/v1", "http://localhost:8/v1")
+    servers = served(tmp_path, tmp_path, urls).servers
+    assert [server.label for server in servers] == [f"tiny at {url}" for url in urls]
+
+
 def test_tokenizers_without_a_configuration(checkpoint: Path, tmp_path: Path) -> None:
     folder = tmp_path / "tokenizer"
     AutoTokenizer.from_pretrained(checkpoint).save_pretrained(folder)
@@ -222,6 +251,8 @@ def test_tokenizers_without_a_configuration(checkpoint: Path, tmp_path: Path) ->
         ({"url": "localhost:8000"}, "http://HOST:PORT/v1"),
         ({"url": "http://me:secret@localhost/v1"}, "OPENAI_API_KEY"),
         ({"url": None}, "is for a server"),
+        ({"served_as": ("a", "b")}, "2 names for 1 addresses"),
+        ({"url": ("http://a/v1",) * 2}, "given twice"),
         ({"concurrency": 0}, "concurrency=0"),
         ({"retries": -1}, "--retries"),
         ({"batch_size": 4}, "--concurrency"),

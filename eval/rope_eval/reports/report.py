@@ -239,7 +239,7 @@ class Report:
                 for words in [training.unpatched.name.removesuffix(UNPATCHED).strip()]
             ]
         names = {task.name for task in self.plan.tasks}
-        if not names >= {"perplexity", "passkey"}:
+        if self.plan.settings.servers or not names >= {"perplexity", "passkey"}:
             return []
         scores = gather(self.outcomes)
         sentences = []
@@ -453,8 +453,8 @@ class Report:
             dtype = f"auto ({'float32' if identity['device'] == 'cpu' else 'of the checkpoint'})"
         rows += [f"seed {settings.seed}", f"dtype {dtype}", f"device {identity['device']}"]
         if settings.url is not None:
-            served = f"{settings.served_as} served at {settings.url}"
-            rows = [served, f"prompts by {settings.api}", f"seed {settings.seed}"]
+            served = [f"{server.served_as} served at {server.url}" for server in settings.servers]
+            rows = [*served, f"prompts by {settings.api}", f"seed {settings.seed}"]
         versions = identity["versions"]
         told = [f"{n} {versions[n]}" for n in ("rope_ext", "torch", "transformers", "python")]
         asked = []

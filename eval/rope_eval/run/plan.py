@@ -268,12 +268,13 @@ def _systems(
     configs: Mapping[str, Any],
     identities: Mapping[str, Mapping[str, Any]],
 ) -> Iterator[System]:
-    """Every model without a method, and under each; a server is one system."""
-    if settings.url is not None:
-        model, name = settings.models[0], str(settings.served_as)
-        identity = identities[model]
+    """Every model without a method, and under each; every server is one system."""
+    for server in settings.servers:
+        model, name = settings.models[0], server.label
+        identity = {**identities[model], "url": server.url, "served_as": server.served_as}
         key, trained = digest(identity, UNPATCHED, {}), identity["trained_length"]
         yield System(name, name, model, UNPATCHED, {}, trained, adapts=False, identity=key)
+    if settings.servers:
         return
     labels = _labels(settings.models)
     for model in settings.models:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
@@ -42,17 +42,19 @@ def require_server(settings: Settings) -> None:
                 flag = name.replace("_", "-")
                 raise OptionError(f"--{flag} is for a server; give --url its address")
         return
-    address = urlsplit(settings.url)
-    if address.scheme not in ("http", "https") or not address.hostname:
-        raise OptionError(
-            f"--url {settings.url!r} is not valid; give an address such as http://HOST:PORT/v1"
-        )
-    if address.username or address.password:
-        raise OptionError(
-            f"--url holds a password, which reports would show; set it as {KEY} in the environment"
-        )
+    urls = [settings.url] if isinstance(settings.url, str) else settings.url
+    for url in urls:
+        _check_address(url)
     if settings.served_as is None:
         raise OptionError("--url needs the name of the model on the server; give --served-as NAME")
+    names = 1 if isinstance(settings.served_as, str) else len(settings.served_as)
+    if names not in (1, len(urls)):
+        raise OptionError(
+            f"--served-as gives {names} names for {len(urls)} addresses; give one, or one for "
+            f"every --url, as NAME,NAME"
+        )
+    if len(set(settings.servers)) < len(urls):
+        raise OptionError("a server is given twice; give --url each just once, or other names")
     if not settings.models:
         raise OptionError(
             "--url needs the tokenizer of the served model, with which prompts are made; give "
@@ -66,6 +68,18 @@ def require_server(settings: Settings) -> None:
     _openai()
 
 
+def _check_address(url: str) -> None:
+    address = urlsplit(url)
+    if address.scheme not in ("http", "https") or not address.hostname:
+        raise OptionError(
+            f"--url {url!r} is not valid; give an address such as http://HOST:PORT/v1"
+        )
+    if address.username or address.password:
+        raise OptionError(
+            f"--url holds a password, which reports would show; set it as {KEY} in the environment"
+        )
+
+
 def served_identity(settings: Settings) -> dict[str, Any]:
     """What results of a server depend on besides the case; nothing without a server."""
     if settings.url is None:
@@ -74,10 +88,10 @@ def served_identity(settings: Settings) -> dict[str, Any]:
 
 
 class Served:
-    """A model behind an OpenAI-compatible server.
+    """Models behind OpenAI-compatible servers, each a system.
 
     Args:
-        name: directory or Hub ID of its tokenizer.
+        name: directory or Hub ID of their tokenizer.
         settings: ``url``, ``served_as`` and how to ask.
 
     ``api="completions"`` sends token IDs (vLLM, SGLang, llama.cpp), ``"text"`` the prompt as text
@@ -89,16 +103,22 @@ class Served:
         self.settings, self.openai = settings, _openai()
         self.tokenizer = models.load_tokenizer(name)
         self.frame = Frame.from_tokenizer(self.tokenizer, settings.chat)
-        self.client = self.openai.OpenAI(
-            base_url=settings.url,
-            api_key=os.environ.get(KEY) or "none",
-            max_retries=settings.retries,
-            timeout=settings.timeout,
-        )
+        self.servers = {server.label: server for server in settings.servers}
 
-    def applied(self, system: System) -> AbstractContextManager[Any]:
-        """The server stays as it is."""
-        return nullcontext()
+    @contextmanager
+    def applied(self, system: System) -> Iterator[None]:
+        """Ask the server of this system."""
+        self.server = self.servers[system.label]
+        self.client = self.openai.OpenAI(
+            base_url=self.server.url,
+            api_key=os.environ.get(KEY) or "none",
+            max_retries=self.settings.retries,
+            timeout=self.settings.timeout,
+        )
+        try:
+            yield
+        finally:
+            self.client.close()
 
     def results(
         self, system: System, batches: Sequence[Sequence[Case]]
@@ -125,7 +145,6 @@ class Served:
                     yield [(waiting[done], result)]
         finally:
             pool.shutdown(wait=False, cancel_futures=True)
-            self.client.close()
         if failed:
             raise MeasureError(
                 f"{len(failed)} of {len(waiting)} requests failed; the first: {failed[0]}. The "
@@ -142,7 +161,7 @@ class Served:
 
     def _gone(self, error: Exception) -> MeasureError:
         return MeasureError(
-            f"{self.settings.url} does not answer for {self.settings.served_as!r} "
+            f"{self.server.url} does not answer for {self.server.served_as!r} "
             f"({_said(error)}); check --url, --served-as and {KEY}; --resume keeps what is finished"
         )
 
@@ -160,7 +179,7 @@ class Served:
 
     def _written(self, ids: Sequence[int], count: int) -> str:
         """What greedy decoding writes after these tokens, up to ``count`` tokens."""
-        how: dict[str, Any] = {"model": self.settings.served_as, "temperature": 0}
+        how: dict[str, Any] = {"model": self.server.served_as, "temperature": 0}
         how["max_tokens"] = count
         if self.settings.api == "chat":
             messages, extra = self._messages(ids)
@@ -176,7 +195,7 @@ class Served:
                 f"not return; give --api completions"
             )
         answer = self.client.completions.create(
-            model=str(self.settings.served_as),
+            model=self.server.served_as,
             prompt=self._prompt(case.ids),
             max_tokens=1,
             temperature=0,
@@ -188,7 +207,7 @@ class Served:
         found = found[1 : len(case.ids)]
         if len(found) < len(case.ids) - 1 or any(value is None for value in found):
             raise MeasureError(
-                f"{self.settings.url} does not return the log-probabilities of a prompt "
+                f"{self.server.url} does not return the log-probabilities of a prompt "
                 f"(echo=True with logprobs=1), which {case.task} needs; leave "
                 f"{case.task} out for this server"
             )

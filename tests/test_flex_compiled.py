@@ -107,6 +107,15 @@ def test_lengths_windows_and_soft_caps_share_their_graphs(graphs) -> None:
     assert not any(isinstance(x, (float, torch.SymFloat)) for x in graphs.values())
 
 
+def test_a_step_of_decoding_makes_no_mask(graphs) -> None:
+    """Its graphs take the one that hides nothing as an argument."""
+    with torch.inference_mode():
+        check(*asked(1, 1, 151))
+    made = [node.target for graph in graphs.made for node in graph.graph.nodes]
+    assert torch.ops.higher_order.flex_attention in made
+    assert not {torch.ones, torch.zeros, torch.full} & set(made)
+
+
 def test_beyond_the_limit_of_recompilations_it_raises(graphs) -> None:
     def grown(x, by):
         return x + len(by)

@@ -12,7 +12,12 @@ from functools import lru_cache
 from typing import Any
 
 import torch
-from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
+from torch.nn.attention.flex_attention import (
+    _LARGE_SPARSE_BLOCK_SIZE,
+    AuxRequest,
+    BlockMask,
+    flex_attention,
+)
 
 from rope_ext.attention import cards, fused
 from rope_ext.attention.call import Call, part_of
@@ -68,7 +73,12 @@ def _read(options: str) -> dict[str, Any]:
 
 
 def _whole(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: str | float, options: str
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    scale: str | float,
+    options: str,
+    mask: BlockMask,
 ) -> tuple:
     for x in (query, key, value):
         torch._dynamo.mark_static(x, 0)  # keys are split among processors if the rows are known
@@ -76,6 +86,7 @@ def _whole(
         query,
         key,
         value,
+        block_mask=mask,
         scale=float(scale),
         kernel_options=_read(options),
         return_aux=AuxRequest(lse=True),
@@ -149,6 +160,17 @@ def _merged(*tensors: Any) -> torch.Tensor:
     for i in range(1, count):
         total = total + weights[i] * both[i]
     return total
+
+
+@lru_cache(maxsize=16)
+def _everything(device: torch.device) -> BlockMask:
+    """The mask that hides nothing; without one, each call would make it again, in two kernels."""
+    with torch.inference_mode(False), torch.no_grad():  # kept for calls that train as well
+        count = torch.ones(1, 1, 1, dtype=torch.int32, device=device)
+        index = torch.zeros(1, 1, 1, 1, dtype=torch.int32, device=device)
+        return BlockMask.from_kv_blocks(
+            count, index, BLOCK_SIZE=_LARGE_SPARSE_BLOCK_SIZE, seq_lengths=(1, 1)
+        )
 
 
 @lru_cache(maxsize=16)
@@ -256,7 +278,8 @@ def attend(
         )
         if together and cap is None:
             kind = (scale, options, batch, heads, kv_heads)
-            out, aux = fused.run(_whole, *tensors, scale, options, kind=kind, unfused=False)
+            given = (scale, options, _everything(query.device))
+            out, aux = fused.run(_whole, *tensors, *given, kind=kind, unfused=False)
         else:
             mask = apart = None
             if queries > 1:

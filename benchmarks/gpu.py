@@ -22,6 +22,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +37,7 @@ import rope_ext
 from benchmarks import attention as bands
 from benchmarks.measuring import NATIVE, ratios, seconds_of, tensors, trained
 from rope_eval.versions import versions
-from rope_ext.attention import reference
+from rope_ext.attention import cards, reference
 from rope_ext.attention.call import Call, RotatedBand
 from rope_ext.attention.dispatch import attend
 from rope_ext.methods.geometry import Distance, Sinks
@@ -518,6 +519,11 @@ def device_facts(device: str) -> dict[str, Any]:
         properties = torch.cuda.get_device_properties(0)
         facts |= {"name": properties.name, "memory_mib": properties.total_memory // MIB}
         facts["cuda"] = torch.version.cuda
+        card = cards.card(torch.device("cuda", 0))
+        facts["capability"] = ".".join(map(str, card.capability))
+        facts |= {"shared_memory": card.shared, "triton_and_compiler": card.compiles}
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            facts["triton"] = metadata.version("triton")
     return facts
 
 

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from rope_ext.attention import cards, flash, flash_cuda
 from rope_ext.attention import dispatch as attention
-from rope_ext.attention import flash, flash_cuda
 from rope_ext.attention.call import Call, Pairs, RotatedBand
 from rope_ext.errors import OptionError
 from rope_ext.methods.geometry import ChunkGap, Distance, Sinks
@@ -191,22 +191,25 @@ def test_one_token_is_a_call_for_each_band_on_the_keys_that_it_sees() -> None:
     assert asked.forwards == [(4, 1, 14, 64, 512, None), (4, 1, 14, 64, 4488, None)]
 
 
-def test_what_the_kernel_cannot_have_is_refused_and_auto_does_not_choose_it(monkeypatch) -> None:
+def test_what_the_kernel_cannot_have_is_refused(monkeypatch) -> None:
     def asked(columns: int, dtype: torch.dtype, **more) -> list:
         heads = [torch.empty(1, 2, 9, columns, dtype=dtype, device="cuda")] * 3
         band = RotatedBand(Distance(0, None), None, None)
         return [*heads, Call([band], Pairs(slice(0), slice(0)), 1, **more)]
 
-    monkeypatch.setattr(attention.flex, "attend", lambda *given: "flex")
+    there = [cards.Card((8, 0), 2**17, True)]
+    monkeypatch.setattr(cards, "card", lambda device: there[0])
     with FakeTensorMode():  # of a device that is not there
         bias = torch.zeros(2, 9)
         for given, reason in (
-            (asked(12, torch.float16), "heads of a multiple of 8.*torch.float16 with 12 columns;"),
-            (asked(264, torch.float16), "up to 256 columns.*with 264 columns;"),
+            (asked(12, torch.float16), "heads of a multiple of 8.*have 12; use.*'auto'"),
+            (asked(264, torch.float16), "up to 256 columns.*have 264;"),
             (asked(64, torch.float32), "float16 and bfloat16 on a GPU.*this is torch.float32"),
-            (asked(64, torch.float16, bias=bias), "no bias.*64 columns and a bias; use.*'auto'"),
+            (asked(64, torch.float16, bias=bias), "no bias on a GPU; use.*'auto'"),
             (asked(64, torch.float16, softcap=2.0), "no soft cap; use.*'auto'"),
         ):
             with pytest.raises(OptionError, match=reason):
                 attention.attend(*given, "flash")
-        assert attention.attend(*asked(64, torch.float16)) == "flex"
+        there[0] = cards.Card((7, 5), 2**16, True)
+        with pytest.raises(OptionError, match=r"capability 8\.0 or later, and this one has 7\.5"):
+            attention.attend(*asked(64, torch.float16), "flash")

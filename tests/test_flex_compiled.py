@@ -6,15 +6,19 @@ Here the same graphs run on the CPU, uncompiled, which refuses gradients only wh
 from __future__ import annotations
 
 import functools
+import re
+import types
+from dataclasses import replace
 
 import pytest
 import torch
 import torch.nn.attention.flex_attention as torch_flex
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from rope_ext.attention import cards, flex, fused, reference
 from rope_ext.attention import dispatch as attention
-from rope_ext.attention import flex, fused, reference
 from rope_ext.attention.call import Call, Pairs, RotatedBand
+from rope_ext.attention.cards import Card
 from rope_ext.errors import OptionError
 from rope_ext.methods.geometry import Distance
 
@@ -103,6 +107,15 @@ def test_lengths_windows_and_soft_caps_share_their_graphs(graphs) -> None:
     assert not any(isinstance(x, (float, torch.SymFloat)) for x in graphs.values())
 
 
+def test_a_step_of_decoding_makes_no_mask(graphs) -> None:
+    """Its graphs take the one that hides nothing as an argument."""
+    with torch.inference_mode():
+        check(*asked(1, 1, 151))
+    made = [node.target for graph in graphs.made for node in graph.graph.nodes]
+    assert torch.ops.higher_order.flex_attention in made
+    assert not {torch.ones, torch.zeros, torch.full} & set(made)
+
+
 def test_beyond_the_limit_of_recompilations_it_raises(graphs) -> None:
     def grown(x, by):
         return x + len(by)
@@ -139,24 +152,101 @@ def test_keys_are_turned_in_the_band_that_sees_them_only(monkeypatch) -> None:
         turned.clear()
 
 
-def test_what_the_fused_kernel_cannot_have_goes_to_the_oracle(monkeypatch) -> None:
-    """Heads of fewer than 16 columns, and float64, which FlexAttention refuses on CUDA."""
-    monkeypatch.setattr(attention, "_BY_DEVICE", {"cpu": "flex"})
-    monkeypatch.setattr(flex, "attend", lambda *given: pytest.fail("the fused kernel was asked"))
-    tensors, _ = asked(1, 5, 9)
-    heads = [x[..., :12] for x in tensors]
-    few = Call([RotatedBand(Distance(0, None), None, None)], Pairs(slice(0, 0), slice(0, 0)), 0.3)
-    for given in (heads, [x.double() for x in tensors]):
-        torch.testing.assert_close(attention.attend(*given, few), reference.attend(*given, few))
-    monkeypatch.undo()
-    with FakeTensorMode():  # of a device that is not there
-        heads, double = (
-            [torch.empty(1, 4, 9, columns, dtype=dtype, device="cuda")] * 3
-            for columns, dtype in ((12, torch.float16), (64, torch.float64))
-        )
-        for given, reason in (
-            (heads, "heads of 16 columns or more.*torch.float16 with 12.*'auto'"),
-            (double, "no float64.*'auto'"),
-        ):
-            with pytest.raises(OptionError, match=reason):
-                attention.attend(*given, few, "flex")
+KIB = 1024
+A100 = Card((8, 0), 163 * KIB, True)
+RTX_3090 = Card((8, 6), 99 * KIB, True)
+T4 = Card((7, 5), 64 * KIB, True)
+NO_TRITON = Card((9, 0), 227 * KIB, False)
+EVERYTHING = Call(
+    [RotatedBand(Distance(0, None), None, None)], Pairs(slice(0, 0), slice(0, 0)), 0.3
+)
+CAPPED = replace(EVERYTHING, softcap=5.0)
+half, bfloat16, single, double = torch.float16, torch.bfloat16, torch.float32, torch.float64
+
+
+@pytest.mark.parametrize(
+    ("card", "dtype", "columns", "call", "kernel", "reason"),
+    [
+        (A100, half, 128, EVERYTHING, "flash", None),
+        (A100, single, 128, EVERYTHING, "flex", None),
+        (A100, half, 128, CAPPED, "flex", None),
+        (A100, half, 12, EVERYTHING, "reference", "multiple of 8.*16 columns or more.*have 12"),
+        (A100, double, 64, EVERYTHING, "reference", "no float64"),
+        (RTX_3090, half, 256, CAPPED, "flex", None),
+        (RTX_3090, single, 128, EVERYTHING, "flex", None),
+        (RTX_3090, single, 1024, EVERYTHING, "reference", "1024 columns.*99 KiB of shared memory"),
+        (T4, half, 128, EVERYTHING, "flex", None),
+        (T4, bfloat16, 128, EVERYTHING, "reference", "capability 8.0.*no bfloat16.*7.5"),
+        (NO_TRITON, half, 128, EVERYTHING, "flash", None),
+        (NO_TRITON, half, 128, CAPPED, "reference", "soft cap.*triton and a C compiler"),
+    ],
+)
+def test_auto_knows_what_a_card_cannot_do(card, dtype, columns, call, kernel, reason) -> None:
+    for queries in (1, 9):
+        with FakeTensorMode():  # of a device that is not there
+            query = torch.empty(1, 4, queries, columns, dtype=dtype, device="cuda")
+        found, why = attention.chosen(query, query, call, card)
+        assert found == kernel
+        assert why is None if reason is None else re.search(reason, why)
+
+
+@pytest.mark.parametrize("decode", [False, True])
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("columns", [64, 80, 96, 128, 192, 256])
+def test_sizes_of_the_kernel_fit_into_shared_memory(columns, size, decode) -> None:
+    assert cards.options(A100, columns, columns, size, decode) == {}
+    for card in (RTX_3090, T4):
+        made = cards.options(card, columns, columns, size, decode)
+        prefix = "" if decode else "fwd_"
+        rows, stages = made.get("fwd_BLOCK_M", 16), made[f"{prefix}num_stages"]
+        tile = cards.Tile(rows, made[f"{prefix}BLOCK_N"], stages)
+        assert tile.shared(columns, columns, size) < card.shared
+        assert 128 % tile.rows == 128 % tile.keys == 0, "tiles divide the blocks of the mask"
+
+
+def test_a_tile_is_as_large_as_triton_made_it() -> None:
+    """Bytes that Triton 3.9 asked for, compiled for capability 8.6 (see cards.Tile.shared)."""
+    assert cards.Tile(32, 64, 3).shared(256, 256, 2) == 151_552
+    assert 0 <= 147_968 - cards.Tile(128, 32, 3).shared(128, 128, 4) <= cards._SLACK
+    assert cards.Tile(128, 64, 3).shared(128, 128, 2) > 98_304
+
+
+class OutOfResources(Exception):  # the name that Triton gave it
+    """As Triton raises it when a kernel starts."""
+
+    __module__ = "triton.runtime.errors"
+
+
+def test_an_error_of_the_compiler_becomes_a_log_line(monkeypatch, caplog) -> None:
+    """The kernel is found not to fit when it starts: another path computes the same, said once."""
+
+    def fails(*_given: object) -> None:
+        raise OutOfResources("out of resource: shared memory, Required: 151552")
+
+    monkeypatch.setattr(fused, "fuses", lambda x: True)
+    monkeypatch.setattr(fused, "_compiled", lambda *kind: fails)
+    monkeypatch.setattr(attention, "chosen", lambda *given: ("flex", None))
+    attention._tell.cache_clear()
+    tensors, call = asked(1, 5, 60)
+    for _ in range(2):
+        out = attention.attend(*tensors, call)
+        torch.testing.assert_close(out, reference.attend(*tensors, call), rtol=1e-5, atol=1e-5)
+    (said,) = caplog.messages
+    assert re.search("plain operations.*was not compiled.*shared memory", said)
+    with pytest.raises(OptionError, match=r"not compiled.*shared memory.*kernel='auto'"):
+        attention.attend(*tensors, call, "flex")
+
+
+def test_a_card_is_a_constant_of_a_graph(monkeypatch) -> None:
+    properties = types.SimpleNamespace(major=8, minor=6, shared_memory_per_block_optin=99 * KIB)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: properties)
+    monkeypatch.setattr(cards, "compiles", lambda: True)
+    cards._card.cache_clear()
+
+    def asks(x: torch.Tensor) -> torch.Tensor:
+        found = cards.card(torch.device("cuda", 0))
+        return x + (found.shared if found.compiles else 0)
+
+    compiled = torch.compile(asks, backend="eager", fullgraph=True)
+    assert compiled(torch.zeros(1)).item() == RTX_3090.shared
+    cards._card.cache_clear()

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import functools
+import logging
+
 import torch
 
 from rope_ext.attention import (
     blocked,
+    cards,
     fire,  # noqa: F401
     flash,
     flash_cuda,
     flex,
+    fused,
     reference,
     relative,
 )
@@ -21,7 +26,8 @@ from rope_ext.errors import OptionError, nearest
 
 __all__ = ["KERNELS", "Block", "Call", "Pairs", "RotatedBand", "Rotation", "Scores", "attend"]
 
-_BY_DEVICE = {"cpu": "flash", "cuda": "flex"}
+_logger = logging.getLogger("rope_ext")
+_PLAIN = "runs by plain operations of torch, which are slower"
 KERNELS = ("auto", "flash", "flex", "reference")
 
 faster.register(ByTables, relative.by_tables)
@@ -38,14 +44,13 @@ def attend(
     """Attention as :class:`Call` describes it, by the chosen kernel.
 
     ``kernel`` is ``"flash"`` (CPU, or half precision on CUDA), ``"flex"`` (CUDA), ``"reference"``
-    (any device, slow), or ``"auto"``: ``"flash"`` on a CPU and ``"flex"`` on CUDA if they support
-    the call, else ``"reference"``. Under autocast, query, key and value are cast as for torch's
-    ``scaled_dot_product_attention``.
+    (any device, slow), or ``"auto"``: the first of these that supports the call on its device.
+    Under autocast, query, key and value are cast as for torch's ``scaled_dot_product_attention``.
 
     Raises:
         OptionError: the kernel is unknown or does not support the call.
     """
-    device = query.device.type
+    device, asked = query.device.type, kernel
     if kernel not in KERNELS:
         raise OptionError(
             f"no attention kernel {kernel!r}{nearest(kernel, KERNELS)}; use one of {KERNELS}"
@@ -61,38 +66,67 @@ def attend(
                 f"kernel='auto'"
             )
         return blocked.attend(query, key, value, call) if out is None else out
+    card = cards.card(query.device) if device == "cuda" and kernel != "reference" else None
     if kernel == "auto":
-        kernel = _BY_DEVICE.get(device, "reference")
-        if kernel == "flash" and (call.softcap is not None or not flash.takes(call)):
-            kernel = "reference"
-        if kernel == "flex" and not flex.takes(query, value):
-            kernel = "reference"
-    if kernel == "flash" and device not in flash.BY_DEVICE:
-        raise OptionError(
-            f"kernel='flash' runs on CPUs and GPUs of CUDA, these tensors are on {device!r}; use "
-            f"kernel='auto'"
-        )
-    if kernel == "flash" and device == "cuda" and not flash_cuda.takes(query, value, call):
-        raise OptionError(
-            f"kernel='flash' has float16 and bfloat16 on a GPU, heads of a multiple of 8 up to 256 "
-            f"columns, and no bias; this is {query.dtype} with {query.shape[-1]} columns"
-            f"{'' if call.bias is None else ' and a bias'}; use kernel='auto'"
-        )
-    if kernel == "flash" and call.softcap is not None:
-        raise OptionError("kernel='flash' has no soft cap; use kernel='reference' or 'auto'")
-    if kernel == "flash" and not flash.takes(call):
-        raise OptionError(
-            "kernel='flash' has biases for bands of distances only, not for chunks or first "
-            "tokens; use kernel='reference' or 'auto'"
-        )
-    if kernel == "flex" and device == "cuda" and not flex.takes(query, value):
-        raise OptionError(
-            f"kernel='flex' has heads of {flex.LEAST_COLUMNS} columns or more on a GPU, and no "
-            f"float64; this is {query.dtype} with {min(query.shape[-1], value.shape[-1])} columns; "
-            f"use kernel='auto'"
-        )
+        kernel, why = chosen(query, value, call, card)
+        if why is not None and not torch.compiler.is_compiling():
+            _tell(f"attention on {query.device} {_PLAIN}: {why}")
+    elif kernel != "reference":
+        why = refusal(kernel, query, value, call, card)
+        if why is not None:
+            raise OptionError(f"kernel={kernel!r} cannot run this: {why}; use kernel='auto'")
     wants_gradient = torch.is_grad_enabled() and any(x.requires_grad for x in (query, key, value))
     if kernel == "flex" and device == "cpu" and wants_gradient:
         raise OptionError("kernel='flex' has no gradients on the CPU; use kernel='flash'")
-    run = {"flash": flash.attend, "flex": flex.attend, "reference": reference.attend_blocked}
-    return run[kernel](query, key, value, call)
+    if kernel == "flash":
+        return flash.attend(query, key, value, call)
+    if kernel == "flex":
+        try:
+            return flex.attend(query, key, value, call)
+        except fused.NotCompiledError as error:
+            if asked != "auto":
+                raise OptionError(
+                    f"kernel='flex' was not compiled for this GPU ({error}); use kernel='auto'"
+                ) from error
+            _tell(f"attention on {query.device} {_PLAIN}: FlexAttention was not compiled ({error})")
+    return reference.attend_blocked(query, key, value, call)
+
+
+def chosen(
+    query: torch.Tensor, value: torch.Tensor, call: Call, card: cards.Card | None
+) -> tuple[str, str | None]:
+    """What ``kernel="auto"`` runs, and why it is not a fused kernel on a GPU.
+
+    ``card`` is the GPU of the tensors; None on other devices.
+    """
+    flash_refuses = refusal("flash", query, value, call, card)
+    if flash_refuses is None:
+        return "flash", None
+    if card is None:
+        return "reference", None
+    flex_refuses = refusal("flex", query, value, call, card)
+    if flex_refuses is None:
+        return "flex", None
+    return "reference", f"flash: {flash_refuses}; flex: {flex_refuses}"
+
+
+def refusal(
+    kernel: str, query: torch.Tensor, value: torch.Tensor, call: Call, card: cards.Card | None
+) -> str | None:
+    """Why ``"flash"`` or ``"flex"`` cannot have a call; None: it can."""
+    device = query.device.type
+    if kernel == "flex":
+        return None if card is None else flex.refusal(query, value, card)
+    if device not in flash.BY_DEVICE:
+        return f"it runs on CPUs and GPUs of CUDA, and these tensors are on {device!r}"
+    if call.softcap is not None:
+        return "it has no soft cap"
+    if not flash.takes(call):
+        return "it has biases for bands of distances only, not for chunks or first tokens"
+    return None if card is None else flash_cuda.refusal(query, value, call, card)
+
+
+@functools.cache
+def _tell(sentence: str) -> None:
+    """Once for each sentence."""
+    _logger.warning("rope_ext: %s", sentence)

@@ -6,8 +6,8 @@ and a band of chunks is one call for all whole chunks. Each call returns the log
 rows, with which the outputs are merged; the backward pass gives each call the GLOBAL output and
 log-sum-exp.
 
-``kernel="flash"`` chooses it, ``"auto"`` does not: it was tested on a CPU, with a stand-in for the
-two operators of torch and by their shapes, and has never run on a GPU.
+It was tested on a CPU, with a stand-in for the two operators of torch and by their shapes, and has
+never run on a GPU.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from collections.abc import Iterator
 
 import torch
 
-from rope_ext.attention import flash, fused
+from rope_ext.attention import cards, flash, fused
 from rope_ext.attention.call import Call, RotatedBand, Rotation, part_of
 from rope_ext.attention.extent import extent
 from rope_ext.attention.flash import Before, Tile
@@ -26,11 +26,19 @@ _COLUMNS = 256
 """The most columns of a head; they must be a multiple of 8."""
 
 
-def takes(query: torch.Tensor, value: torch.Tensor, call: Call) -> bool:
-    """Whether the kernel supports a call."""
+def refusal(query: torch.Tensor, value: torch.Tensor, call: Call, card: cards.Card) -> str | None:
+    """Why the kernel cannot have a call on this card; None: it can."""
     columns = max(query.shape[-1], value.shape[-1])
-    half = query.dtype in (torch.float16, torch.bfloat16)
-    return half and columns % 8 == 0 and columns <= _COLUMNS and call.bias is None
+    if query.dtype not in (torch.float16, torch.bfloat16):
+        return f"it has float16 and bfloat16 on a GPU, and this is {query.dtype}"
+    if columns % 8 or columns > _COLUMNS:
+        return f"it has heads of a multiple of 8 up to {_COLUMNS} columns, and these have {columns}"
+    if call.bias is not None:
+        return "it has no bias on a GPU"
+    if card.capability < cards.AMPERE:
+        found = ".".join(map(str, card.capability))
+        return f"it needs a GPU of capability 8.0 or later, and this one has {found}"
+    return None
 
 
 def _forward(

@@ -12,9 +12,14 @@ from functools import lru_cache
 from typing import Any
 
 import torch
-from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
+from torch.nn.attention.flex_attention import (
+    _LARGE_SPARSE_BLOCK_SIZE,
+    AuxRequest,
+    BlockMask,
+    flex_attention,
+)
 
-from rope_ext.attention import fused
+from rope_ext.attention import cards, fused
 from rope_ext.attention.call import Call, part_of
 from rope_ext.attention.extent import blocks, extent
 from rope_ext.methods.geometry import ChunkGap, Distance, Geometry
@@ -27,18 +32,65 @@ LEAST_COLUMNS = 16
 """Columns of a head: the smallest matrix product on the device."""
 
 
-def takes(query: torch.Tensor, value: torch.Tensor) -> bool:
-    """Whether the fused kernel supports heads of this size and this dtype."""
+def refusal(query: torch.Tensor, value: torch.Tensor, card: cards.Card) -> str | None:
+    """Why the fused kernel cannot have a call on this card; None: it can."""
     columns = min(query.shape[-1], value.shape[-1])
-    return columns >= LEAST_COLUMNS and query.dtype != torch.float64
+    if columns < LEAST_COLUMNS:
+        return f"it needs heads of {LEAST_COLUMNS} columns or more, and these have {columns}"
+    if query.dtype == torch.float64:
+        return "it has no float64"
+    if query.dtype == torch.bfloat16 and card.capability < cards.AMPERE:
+        return f"it has no bfloat16 on a GPU of capability {_dotted(card)}; use float16"
+    if not card.compiles:
+        return "it is compiled by Triton, which needs the package triton and a C compiler"
+    if _options(query, value, card) is None:
+        return (
+            f"heads of {query.shape[-1]} columns in {query.dtype} do not fit into "
+            f"{card.shared // 1024} KiB of shared memory"
+        )
+    return None
+
+
+def _dotted(card: cards.Card) -> str:
+    return ".".join(map(str, card.capability))
+
+
+def _options(
+    query: torch.Tensor, value: torch.Tensor, card: cards.Card
+) -> dict[str, int | bool] | None:
+    sizes = query.shape[-1], value.shape[-1], query.element_size()
+    return cards.options(card, *sizes, query.shape[2] == 1)
+
+
+def takes(query: torch.Tensor, value: torch.Tensor) -> bool:
+    """Whether the fused kernel supports a call on the GPU of its tensors."""
+    return refusal(query, value, cards.card(query.device)) is None
+
+
+def _read(options: str) -> dict[str, Any]:
+    """Options of the kernel, written as ``"name=number name=number"``."""
+    return {name: int(x) for name, x in (one.split("=") for one in options.split())}
 
 
 def _whole(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: str | float
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    scale: str | float,
+    options: str,
+    mask: BlockMask,
 ) -> tuple:
     for x in (query, key, value):
         torch._dynamo.mark_static(x, 0)  # keys are split among processors if the rows are known
-    return flex_attention(query, key, value, scale=float(scale), return_aux=AuxRequest(lse=True))
+    return flex_attention(
+        query,
+        key,
+        value,
+        block_mask=mask,
+        scale=float(scale),
+        kernel_options=_read(options),
+        return_aux=AuxRequest(lse=True),
+    )
 
 
 def _masked(
@@ -46,6 +98,7 @@ def _masked(
     key: torch.Tensor,
     value: torch.Tensor,
     scale: str | float,
+    options: str,
     mask: BlockMask | None,
     cap: torch.Tensor | None,
     bias: torch.Tensor | None,
@@ -58,6 +111,7 @@ def _masked(
         key: keys of the band only.
         value: their values.
         scale: scale of the logits; a string, since a number would become a symbol in the graph.
+        options: see :func:`_read`; a string for the same reason.
         mask: mask of the band; None: all keys are visible.
         cap: the soft cap, a 0-dimensional tensor.
         bias: see :class:`Call`.
@@ -86,6 +140,7 @@ def _masked(
         block_mask=mask,
         scale=float(scale),
         enable_gqa=query.shape[1] != key.shape[1],
+        kernel_options=_read(options),
         return_aux=AuxRequest(lse=True),
     )
 
@@ -105,6 +160,17 @@ def _merged(*tensors: Any) -> torch.Tensor:
     for i in range(1, count):
         total = total + weights[i] * both[i]
     return total
+
+
+@lru_cache(maxsize=16)
+def _everything(device: torch.device) -> BlockMask:
+    """The mask that hides nothing; without one, each call would make it again, in two kernels."""
+    with torch.inference_mode(False), torch.no_grad():  # kept for calls that train as well
+        count = torch.ones(1, 1, 1, dtype=torch.int32, device=device)
+        index = torch.zeros(1, 1, 1, 1, dtype=torch.int32, device=device)
+        return BlockMask.from_kv_blocks(
+            count, index, BLOCK_SIZE=_LARGE_SPARSE_BLOCK_SIZE, seq_lengths=(1, 1)
+        )
 
 
 @lru_cache(maxsize=16)
@@ -191,6 +257,10 @@ def attend(
     (batch, heads, queries, columns), (kv_heads, keys) = query.shape, key.shape[1:3]
     query = call.scale_query(query)
     scale = repr(float(call.scale)) if fused.fuses(query) else call.scale
+    options = ""
+    if query.is_cuda:
+        chosen = _options(query, value, cards.card(query.device)) or {}
+        options = " ".join(f"{name}={int(number)}" for name, number in chosen.items())
     cap = None if call.softcap is None else query.new_full((), call.softcap, dtype=torch.float32)
     together = queries == 1 and call.bias is None
     if together:  # the heads of a key are rows of one call, to which all keys of a band are seen
@@ -207,7 +277,9 @@ def attend(
             value.narrow(2, part.start, count),
         )
         if together and cap is None:
-            out, aux = fused.run(_whole, *tensors, scale, kind=(scale, batch, heads, kv_heads))
+            kind = (scale, options, batch, heads, kv_heads)
+            given = (scale, options, _everything(query.device))
+            out, aux = fused.run(_whole, *tensors, *given, kind=kind, unfused=False)
         else:
             mask = apart = None
             if queries > 1:
@@ -226,6 +298,7 @@ def attend(
             alike = (sizes.index(size) for size in sizes)  # dynamo takes equal ones for the same
             kind = (
                 scale,
+                options,
                 type(band.geometry),
                 cap is None,
                 call.bias is None,
@@ -233,8 +306,8 @@ def attend(
                 kv_heads,
                 *alike,
             )
-            given = (scale, mask, cap, call.bias, apart)
-            out, aux = fused.run(_masked, *tensors, *given, kind=kind)
+            given = (scale, options, mask, cap, call.bias, apart)
+            out, aux = fused.run(_masked, *tensors, *given, kind=kind, unfused=False)
         outs.append(out.reshape(batch, heads, queries, -1))
         logs.append(aux.lse.reshape(batch, heads, queries))
     if merged is not None:

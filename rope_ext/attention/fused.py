@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from rope_ext.attention import cards
 from rope_ext.attention.call import Pairs, Rotation
 
 _copies = itertools.count()
@@ -17,21 +18,43 @@ _copies = itertools.count()
 
 def fuses(x: torch.Tensor) -> bool:
     """Whether compiling helps: on GPUs only, and a graph is compiled as a whole anyway."""
-    return x.is_cuda and not torch.compiler.is_compiling()
+    return x.is_cuda and not torch.compiler.is_compiling() and cards.card(x.device).compiles
 
 
-def run(function: FunctionType, *given: Any, kind: tuple[Any, ...] = ()) -> Any:
+class NotCompiledError(Exception):
+    """A function that must not run unfused could not be compiled; the cause says why."""
+
+
+def run(
+    function: FunctionType, *given: Any, kind: tuple[Any, ...] = (), unfused: bool = True
+) -> Any:
     """``function(*given)``, compiled for calls of this kind if the first tensor is on a GPU.
 
     Args:
         function: without a closure.
         given: its arguments, tensors first.
         kind: hashable; whatever needs a separate kernel besides the properties of the tensors.
+        unfused: whether it may run uncompiled if the compiler fails.
+
+    Raises:
+        NotCompiledError: the compiler failed, and it may not run uncompiled.
     """
     if not fuses(given[0]):
         return function(*given)
     tensors = [x for x in given if isinstance(x, torch.Tensor)]
-    return _compiled(function, *kind, *_modes(), *map(_kind, tensors))(*given)
+    compiled = _compiled(function, *kind, *_modes(), *map(_kind, tensors))
+    try:
+        return compiled(*given)
+    except Exception as error:
+        if not type(error).__module__.startswith(_COMPILERS):
+            raise
+        if not unfused:
+            raise NotCompiledError(f"{type(error).__name__}: {error}"[:300]) from error
+        return function(*given)
+
+
+_COMPILERS = ("triton", "torch._inductor", "torch._dynamo")
+"""Modules whose errors say that a kernel was not compiled, or does not fit on the GPU."""
 
 
 @cache

@@ -70,6 +70,8 @@ class PositionForward(ForwardContext):
         self.map, self.weights, self.known, self.regular = patch, weights, known, regular
         self.room: int = self.filled_count + tokens if room is None else room
         self.located = False
+        self.new_known: torch.Tensor | None = None  # new position ids on the CPU, read once
+        self.places_known: torch.Tensor | None = None  # those of all slots on the CPU
         self.padding: torch.Tensor | None = None  # bool, [rows, room], False without a token
         self.padding_known: torch.Tensor | None = None  # the same on the CPU, read once
         self.documents: torch.Tensor | None = None  # packed documents, int64, [rows, room]
@@ -126,15 +128,22 @@ class PositionForward(ForwardContext):
             whole_numbers = (positions == positions.floor()).all()
             self.require(whole_numbers, UnsupportedModelError, message)
         positions = positions.reshape(-1, positions.shape[-1]).long()
-        if not self.traced and len(positions) > 1:
+        if not self.traced:
             known = positions.cpu()
-            positions = positions[:1] if bool((known == known[:1]).all()) else positions
+            if len(known) > 1 and bool((known == known[:1]).all()):
+                positions, known = positions[:1], known[:1]
+            self.new_known = known
         return positions
 
     def _log_eagerly(self, positions: torch.Tensor) -> torch.Tensor:
         """Positions of all slots, which are recorded on the cache."""
-        places = self._continued(positions) if self.filled else positions
-        self.known = KeyPositions(self.map.key, places)
+        places, self.places_known = positions, self.new_known
+        if self.filled:
+            known = self._continued()
+            places = _joined(known.positions[:, : self.filled_count].to(positions.device), places)
+            assert self.new_known is not None, "an eager forward has read them"
+            self.places_known = _joined(known.on_host(self.filled_count), self.new_known)
+        self.known = KeyPositions(self.map.key, places, self.places_known)
         if self.cache is not None:
             keep(self.cache, self.known, self.rows)
         return places
@@ -217,7 +226,8 @@ class PositionForward(ForwardContext):
         torch._assert_async(((apart == first) | ~new).all(), placed.COUNTED)
         return counted + first
 
-    def _continued(self, positions: torch.Tensor) -> torch.Tensor:
+    def _continued(self) -> KeyPositions:
+        """The positions recorded on the cache."""
         known, filled = kept(self.cache), self.filled_count
         if known is None or known.positions.shape[1] < filled:
             raise CacheError(
@@ -230,16 +240,17 @@ class PositionForward(ForwardContext):
                 f"this cache was begun under another patch ({known.key[0]}) than the one in force "
                 f"({self.map.key[0]}); start with an empty cache"
             )
-        before = known.positions[:, :filled].to(positions.device)
-        if len(before) != len(positions):
-            rows = max(len(before), len(positions))
-            if min(len(before), len(positions)) != 1:
-                raise CacheError(
-                    f"this cache was begun with {len(before)} rows and is continued with "
-                    f"{len(positions)}; start again with an empty cache"
-                )
-            before, positions = before.expand(rows, -1), positions.expand(rows, -1)
-        return torch.cat((before, positions), 1)
+        return known
+
+    def key_known(self) -> torch.Tensor:
+        """:attr:`key` of an eager forward on the CPU, from what was read already."""
+        if self.documents is not None or self.places_known is None:
+            return self.key.cpu()
+        places, first = self.places_known, self.places_known[:, :1]
+        if self.padding_known is not None:
+            places = places.expand(len(self.padding_known), -1)
+            first = places.gather(1, self.padding_known.int().argmax(1, keepdim=True))
+        return places - first
 
     def embeddings(self, site: RotarySite, like: Any) -> Any:
         """Cosine and sine that the model rotates its queries and keys with."""
@@ -252,6 +263,19 @@ class PositionForward(ForwardContext):
                 made = held[0] if alone else tuple(held)
             self.made[key] = made
         return self.made[key]
+
+
+def _joined(before: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
+    """Positions of the keys in a cache, and of new tokens; a single row stands for all."""
+    if len(before) != len(new):
+        rows = max(len(before), len(new))
+        if min(len(before), len(new)) != 1:
+            raise CacheError(
+                f"this cache was begun with {len(before)} rows and is continued with {len(new)}; "
+                f"start again with an empty cache"
+            )
+        before, new = before.expand(rows, -1), new.expand(rows, -1)
+    return torch.cat((before, new), 1)
 
 
 def stored_rotation(position_map: PositionMap, site: RotarySite, t: torch.Tensor, like: Any) -> Any:

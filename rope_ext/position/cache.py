@@ -39,10 +39,13 @@ class KeyPositions:
         key: what must match for the cache to be continued, see :attr:`PositionMap.key`.
         positions: int64, ``[rows, keys]``; one row if all are equal. For a static cache always
             all rows and all slots, including empty ones.
+        host: the same on the CPU, so that a step copies those of its new tokens only; None for a
+            static cache, which graphs write to.
     """
 
     key: tuple[Any, ...]
     positions: torch.Tensor
+    host: torch.Tensor | None = None
 
     @property
     def kind(self) -> type[CacheWithMetadata]:
@@ -53,7 +56,13 @@ class KeyPositions:
         """The positions after rows were moved."""
         if len(self.positions) == 1:
             return self
-        return replace(self, positions=move(self.positions))
+        host = None if self.host is None else move(self.host)
+        return replace(self, positions=move(self.positions), host=host)
+
+    def on_host(self, keys: int) -> torch.Tensor:
+        """The positions of the first ``keys`` keys, on the CPU."""
+        positions = self.positions.cpu() if self.host is None else self.host
+        return positions[:, :keys]
 
     def emptied(self) -> _Emptied:
         """What a cache that was reset keeps: the memory."""
@@ -136,6 +145,6 @@ def _filled_in(
             empty = torch.zeros(shape, dtype=torch.long, device=new.device)
         if not torch.compiler.is_compiling():
             torch._dynamo.mark_static_address(empty)
-        before = replace(known, positions=empty)
+        before = replace(known, positions=empty, host=None)
     before.positions[:, : new.shape[1]] = new
     return before

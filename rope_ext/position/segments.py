@@ -135,7 +135,7 @@ class BatchMask:
         forward, keys = self.forward, self.keys
         if self.arguments is None or not is_plain(self.arguments["mask_function"]):
             return None
-        t = self.positions.cpu()  # in one copy, since each read synchronises with a GPU
+        t = forward.key_known()[:, self.offset :]
         steady = t.diff() == 1
         valid = forward.padding_known  # no forward that is traced comes here
         valid = None if valid is None else valid[:, self.offset :]

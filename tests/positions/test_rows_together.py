@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import DynamicCache
+from transformers import DynamicCache, StaticCache
 
 import rope_ext
 from rope_ext.attention import placed
@@ -30,15 +30,30 @@ class _Reads(TorchFunctionMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.count = 0
+        self.count = self.most = 0
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         name = getattr(func, "__name__", "")
         if not any(isinstance(x, _Host) for x in args):
             copied = name == "cpu"
             self.count += copied or name in self.READING
+            if copied and args[0].dtype == torch.long:
+                self.most = max(self.most, args[0].numel())
             if copied:
                 return func(*args, **(kwargs or {})).as_subclass(_Host)
+        return func(*args, **(kwargs or {}))
+
+
+class _Scalars(TorchDispatchMode):
+    """How often a number of a tensor is read, or their count depends on one."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count += func in (
+            torch.ops.aten._local_scalar_dense.default,
+            torch.ops.aten.nonzero.default,
+        )
         return func(*args, **(kwargs or {}))
 
 
@@ -109,13 +124,8 @@ def test_more_rows_are_no_more_calls(monkeypatch) -> None:
 
 
 def test_a_step_reads_from_the_device_a_few_times_whatever_the_rows_and_layers() -> None:
-    """The mask, whether the rows are alike, and the positions; what else there is is known."""
-    for padded, rows, layers, most in (
-        (True, 2, 2, 3),
-        (True, ROWS, 3, 3),
-        (False, 1, 2, 2),
-        (False, 4, 2, 3),
-    ):
+    """The mask, and the positions of the new tokens; what else there is is known."""
+    for padded, rows, layers in ((True, 2, 2), (True, ROWS, 3), (False, 1, 2), (False, 4, 2)):
         model = rope_ext.patch(tiny_llama(num_hidden_layers=layers), "rerope", factor=2)
         given = batch(rows, padded)
         cache = begun(model, given)
@@ -124,7 +134,31 @@ def test_a_step_reads_from_the_device_a_few_times_whatever_the_rows_and_layers()
             step(tiny_llama(num_hidden_layers=layers), given, DynamicCache())
         with _Reads() as reads:
             step(model, given, cache)
-        assert reads.count - native.count <= most, (padded, rows, layers)
+        assert reads.count - native.count <= 2, (padded, rows, layers)
+        assert 0 < reads.most <= rows, "positions of new tokens, not those of all keys"
+
+
+@pytest.mark.parametrize("padded", [False, True])
+def test_a_step_in_a_graph_reads_nothing(padded: bool, in_tensors) -> None:
+    model, given = rope_ext.patch(tiny_llama(), "rerope", factor=2), batch(2, padded)
+    cache = StaticCache(config=model.config, max_cache_len=LENGTH + 2)
+    mask = given["attention_mask"] if padded else None
+    with torch.no_grad():
+        model(given["input_ids"], attention_mask=mask, past_key_values=cache)
+        counts = []
+        for one in (tiny_llama(), model):
+            longer = None if mask is None else torch.nn.functional.pad(mask, (0, 1), value=1)
+            at = cache if one is model else StaticCache(config=model.config, max_cache_len=LENGTH)
+            positions = torch.full((2, 1), LENGTH)
+            with _Scalars() as scalars:
+                one(
+                    given["input_ids"][:, :1],
+                    attention_mask=longer,
+                    position_ids=positions,
+                    past_key_values=at,
+                )
+            counts.append(scalars.count)
+    assert counts[1] == 0 <= counts[0]
 
 
 @pytest.mark.parametrize("method", ["rerope", "dual_chunk", "string"])

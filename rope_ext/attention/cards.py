@@ -113,8 +113,8 @@ def options(
                 return {"BLOCK_N": tile.keys, "num_stages": 1}
             # The backward pass has keys, values, queries and gradients at once.
             side = next(x for x in (64, 32, 16) if 2 * x * 2 * columns * size <= room or x == 16)
-            backward = dict.fromkeys(("BLOCK_M1", "BLOCK_N1", "BLOCK_M2", "BLOCK_N2"), side)
-            backward["num_stages"] = 1
+            blocks = dict.fromkeys(("BLOCK_M1", "BLOCK_N1", "BLOCK_M2", "BLOCK_N2"), side)
+            backward = {**blocks, "num_stages": 1}
             forward = {"BLOCK_M": tile.rows, "BLOCK_N": tile.keys, "num_stages": tile.stages}
             return {
                 "FORCE_USE_FLEX_ATTENTION": True,  # that of decoding has other sizes

@@ -67,7 +67,7 @@ def takes(query: torch.Tensor, value: torch.Tensor) -> bool:
     return refusal(query, value, cards.card(query.device)) is None
 
 
-def _read(options: str) -> dict[str, Any]:
+def _read(options: str) -> Any:
     """Options of the kernel, written as ``"name=number name=number"``."""
     return {name: int(x) for name, x in (one.split("=") for one in options.split())}
 

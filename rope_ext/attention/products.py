@@ -21,6 +21,8 @@ def wide(x: torch.Tensor) -> torch.dtype:
 def without_autocast(x: torch.Tensor) -> contextlib.AbstractContextManager:
     """Autocast would round the operands and the result to half precision."""
     device = x.device.type
+    if not torch.amp.is_autocast_available(device):  # such as meta
+        return contextlib.nullcontext()
     if torch.is_autocast_enabled(device):
         return torch.autocast(device, enabled=False)
     return contextlib.nullcontext()

@@ -328,7 +328,9 @@ def test_dual_chunk_is_refused_where_it_is_not_run() -> None:
     with pytest.raises(rope_ext.ExportError, match="but has dropped the attention"):
         rope_ext.export(model, "vllm")
     rope_ext.patch(model, "dual_chunk", factor=4, chunk=48, local=32, replace=True)
-    with pytest.raises(rope_ext.ExportError, match="far queries stand at 31 instead of 48"):
+    with pytest.raises(
+        rope_ext.ExportError, match="queries for distant keys use position 31 instead of 48"
+    ):
         rope_ext.export(model, "vllm", dual_chunk=True)
     rope_ext.patch(model, "dual_chunk", factor=4, replace=True)
     with pytest.raises(rope_ext.ExportError, match="patch with attention_factor=1"):

@@ -133,7 +133,7 @@ def test_a_checkpoint_shows_what_it_learned(monkeypatch, tmp_path: Path) -> None
 @pytest.mark.parametrize(
     ("kind", "method", "message"),
     [
-        ("angles", "ALiBi", "alibi changes neither .* so angles .*draw decay, or leave alibi out"),
+        ("angles", "ALiBi", "alibi changes neither .* so angles .*plot decay, or leave alibi out"),
         ("spectrum", "NoPE", "nope changes neither"),
         ("distances", "RoPE", "rope changes neither"),
     ],

@@ -376,7 +376,7 @@ def test_what_transformers_cannot_say_is_recorded_and_logged(model, caplog) -> N
     with caplog.at_level("INFO", "rope_ext"):
         rope_ext.patch(model, "dynamic_yarn", factor=4)
     assert model.config.rope_ext["method"]["name"] == "dynamic_yarn"
-    assert "reload it with rope_ext.from_pretrained" in caplog.text
+    assert "load it with rope_ext.from_pretrained" in caplog.text
     assert "rope_ext.from_pretrained" in str(rope_ext.describe(model))
 
 

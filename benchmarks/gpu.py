@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import copy
 import functools
 import importlib
 import itertools
@@ -43,7 +44,8 @@ from rope_ext.attention.dispatch import attend
 from rope_ext.methods.geometry import Distance, Sinks
 
 MIB = 2**20
-SHARES = {"exact": 25, "graphs": 15, "syncs": 10, "attention": 25, "model": 15, "lora": 10}
+SHARES = {"exact": 20, "paths": 15, "graphs": 10, "syncs": 10, "attention": 20, "model": 15}
+SHARES["lora"] = 10
 """Of the time, per cent; what a part leaves is for those that follow."""
 KERNELS = ("flex", "flash")
 
@@ -197,6 +199,63 @@ def _asked(
         hidden = keys - queries // 2  # from half of the queries
         return [RotatedBand(Distance(hidden, None), far.query, far.key)]
     return [near, RotatedBand(Sinks(4, window), far.query, far.key)]
+
+
+def paths(run: Run) -> None:
+    """Logits of a whole model on each of its paths against float64, beside the model's own error.
+
+    Without a bias and with one, in every dtype: prefill, padded decoding with a growing cache, and
+    compiled decoding in a static cache with a mask.
+    """
+    dtypes = (torch.float32,) if run.small else (torch.bfloat16, torch.float16, torch.float32)
+    for dtype, method in itertools.product(
+        dtypes, ("rerope",) if run.small else ("rerope", "alibi")
+    ):
+        named = {"method": method, "dtype": str(dtype).removeprefix("torch.")}
+        run.attempt("paths", named, functools.partial(_paths, run, dtype, method))
+
+
+def _paths(run: Run, dtype: torch.dtype, method: str) -> dict[str, Any]:
+    length, steps = (40, 3) if run.small else (500, 3)
+    batch = ids_of(run, 2, length + steps, padded=True)
+    real = batch["attention_mask"].bool()
+
+    def prefill(model: nn.Module) -> torch.Tensor:
+        return model(**batch, use_cache=False).logits
+
+    def decode(model: nn.Module, cache: Any, step: nn.Module) -> torch.Tensor:
+        found = []
+        for first, last in itertools.pairwise((0, *range(length, length + steps + 1))):
+            tokens, mask, run_by = batch["input_ids"][:, first:last], batch["attention_mask"], model
+            if step is not model and first:
+                run_by = step  # with the same mask in all steps, so that there is one graph
+            else:
+                mask = mask[:, :last]
+            out = run_by(input_ids=tokens, attention_mask=mask, past_key_values=cache)
+            found.append(out.logits.clone())
+        return torch.cat(found, 1)
+
+    def error(found: torch.Tensor, truth: torch.Tensor) -> float:
+        found, truth = found[real].double(), truth[real]
+        return float((found - truth).norm() / truth.norm())
+
+    with torch.inference_mode():
+        model = tiny(run).to(dtype)
+        own = error(prefill(model), prefill(copy.deepcopy(model).double()))
+        exact = rope_ext.patch(copy.deepcopy(model).double(), method, factor=4, kernel="reference")
+        truth = prefill(exact)
+        model = rope_ext.patch(model, method, factor=4)
+        backend = "eager" if run.device == "cpu" else "inductor"
+        compiled = torch.compile(model, fullgraph=True, backend=backend)
+        fixed = StaticCache(config=model.config, max_cache_len=length + steps)
+        errors = {
+            "prefill": error(prefill(model), truth),
+            "decode": error(decode(model, DynamicCache(config=model.config), model), truth),
+            "compiled decode": error(decode(model, fixed, compiled), truth),
+        }
+    least = 1e-5 if dtype == torch.float32 else 2e-3
+    ok = all(one <= 2 * own + least for one in errors.values())
+    return {"ok": ok, "error": errors, "error_unpatched": own}
 
 
 def model_of(run: Run, layers: int = 4) -> nn.Module:
@@ -504,6 +563,7 @@ def lora(run: Run) -> None:
 
 PARTS = {
     "exact": exact,
+    "paths": paths,
     "graphs": graphs,
     "syncs": syncs,
     "attention": timed,

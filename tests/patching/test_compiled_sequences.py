@@ -87,7 +87,8 @@ def test_a_graph_of_decoding_holds_no_tensor_of_the_cpu(name: str, ids) -> None:
     (rotary,) = model.model.rotary_emb._forward_hooks.values()
     positions, like = torch.full((2, 1), 80, device=there), torch.empty(2, 1, 64, device=there)
     output = torch.empty(2, 1, 16, device=there), torch.empty(2, 1, 16, device=there)
-    sequences = next(x.__self__ for x in model.model._forward_pre_hooks.values())
+    owners = [getattr(x, "__self__", None) for x in model.model._forward_pre_hooks.values()]
+    (sequences,) = (x for x in owners if isinstance(x, Sequences))
 
     def forward() -> None:
         traced = SequenceForward(sequences, 2, 1, 0, None, True, began)

@@ -11,8 +11,8 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 import rope_ext.requirements  # noqa: F401 - before what fails in the words of an old transformers
-from rope_ext import autoload as _autoload
 from rope_ext import evaluators as _evaluators
+from rope_ext import registration as _registration
 from rope_ext.version import __version__ as __version__
 
 if TYPE_CHECKING:
@@ -271,7 +271,7 @@ __all__ = [
 ]
 
 
-_autoload.register()
+_registration.register()
 
 
 def __getattr__(name: str) -> Any:

@@ -2,7 +2,7 @@
 
 A patch that plain transformers cannot compute is saved with a ``rope_type`` that it does not know,
 so that it raises an error instead of loading the model unextended. transformers looks that name up
-in its registry of rotary functions, ``ROPE_INIT_FUNCTIONS``, where this module registers it.
+in its registry of rotary functions, ``ROPE_INIT_FUNCTIONS``, where ``registration.py`` puts it.
 
 A registered function sees the configuration only. So it restores the unpatched configuration, waits
 for the rotary module to be assigned to a model (a registration hook of torch, removed once the
@@ -23,11 +23,11 @@ import torch
 from torch import nn
 from torch.nn.modules.module import register_module_module_registration_hook
 from torch.utils.hooks import RemovableHandle
-from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from rope_ext.record import FIELD, Record, record_of
+from rope_ext.registration import CURE
 from rope_ext.rotary.sites import text_config, text_decoder
-from rope_ext.saving.configuration import CURE, refusing
+from rope_ext.saving.configuration import refusing
 
 _UNEXPECTED = "_keys_to_ignore_on_load_unexpected"
 
@@ -89,12 +89,7 @@ def _loading() -> Any:
 _local = threading.local()
 
 
-def register() -> None:
-    """Register the ``rope_type`` of patches that plain transformers cannot compute."""
-    ROPE_INIT_FUNCTIONS[CURE] = _begin
-
-
-def _begin(config: Any, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, float]:
+def begin(config: Any, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, float]:
     """Frequencies of a rotary module that is replaced as soon as it is part of a model."""
     record = None if refusing() else record_of(config)
     if record is None or record.plain:  # the second does not fit the rope_type

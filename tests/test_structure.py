@@ -15,7 +15,7 @@ from tests.helpers.sources import PACKAGES, nodes
 
 ROOMS = {
     "rope_ext": (
-        "drafts errors forward.context swapping version",
+        "drafts errors forward.context registration swapping version",
         "requirements",
         "methods",
         "encodings",

@@ -14,10 +14,9 @@ from torch import nn
 
 from rope_ext.errors import RecordError, UnsupportedModelError
 from rope_ext.record import EXPERTS, FIELD, FIELDS, HEAD, OLDER, Record, record_of
+from rope_ext.registration import CURE as CURE
 from rope_ext.rotary.sites import RotarySite, rope_parameters, text_config
 
-CURE = "rope_ext: unknown to plain transformers; load with rope_ext.from_pretrained"
-"""Written where transformers looks up a name, so that its error tells users what to do."""
 _WRITTEN: weakref.WeakValueDictionary[int, nn.Module] = weakref.WeakValueDictionary()
 """The decoder whose patch is written into a configuration, by the configuration's ``id``."""
 

@@ -188,7 +188,11 @@ def _method(part: Mapping[str, Any], text: Any) -> tuple[FrequencyMethod | None,
             return Llama3(factor=cast(float, factor), **options), original
         if kind == "longrope":
             long, short = tuple(part["long_factor"]), tuple(part["short_factor"])
-            method = LongRoPE(factor=cast(float, factor), long_factor=long, short_factor=short)
+            method = LongRoPE(
+                factor=cast(float, factor),
+                long_factor=long,
+                short_factor=None if short == long else short,  # equal: for every length
+            )
             return _with_scaling(method, part), original
     except (RopeExtError, KeyError, TypeError):
         pass

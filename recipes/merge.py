@@ -22,7 +22,7 @@ from safetensors import SafetensorError
 import rope_ext
 from recipes.finetune import lengths
 from recipes.settings import NONE, SETTINGS, Recipe
-from rope_ext.advice.card import base_of_adapter, write_card
+from rope_ext.advice.card import write_card
 from rope_ext.checkpoints import load_tokenizer
 from rope_ext.errors import MeasureError, OptionError, RopeExtError, first_line
 from rope_ext.terminal import tell_next
@@ -67,13 +67,17 @@ def _read(file: Path) -> dict[str, Any]:
         ) from None
 
 
+def _base(adapter: Path) -> str | None:
+    return _read(adapter / "adapter_config.json").get("base_model_name_or_path")
+
+
 def tokenizer_of(adapter: Path) -> Any:
     """Load the tokenizer next to an adapter, or that of its base.
 
     Raises:
         OptionError: neither has a tokenizer, or the adapter does not name its base.
     """
-    base = _read(adapter / "adapter_config.json").get("base_model_name_or_path")
+    base = _base(adapter)
     for folder in (str(adapter), base):
         with contextlib.suppress(MeasureError):
             if folder:
@@ -144,7 +148,7 @@ def merge(adapter: Path, output: Path, dtype: str) -> str:
     if extended:
         report = adapter / "report"
         report = report if (report / "table.md").exists() else None
-        write_card(output, base_of_adapter(adapter), report)
+        write_card(output, _base(adapter), report)
     del model
     again = logits(rope_ext.from_pretrained(output, dtype=getattr(torch, dtype)), length)
     reloaded = difference(again, saved, _RELOADED, "logits after reloading")

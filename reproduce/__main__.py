@@ -23,7 +23,7 @@ from typing import Any
 import yaml
 
 from rope_eval import command
-from rope_ext.errors import OptionError, RopeExtError, nearest
+from rope_ext.errors import OptionError, nearest
 from rope_ext.terminal import clean_errors
 
 TABLES = Path(__file__).parent / "tables"
@@ -260,7 +260,4 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    try:
-        main()
-    except RopeExtError as error:
-        sys.exit(f"error: {error}")
+    main()

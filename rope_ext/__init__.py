@@ -96,91 +96,17 @@ if TYPE_CHECKING:
     )
     from rope_ext.patching import patch, patched, unpatch
 
-_MODULES = {
-    "advice.describe": ("Description", "MethodInfo", "describe"),
-    "advice.diagnose": ("Diagnosis", "PairDiagnosis", "SiteDiagnosis", "diagnose"),
-    "advice.recommend": ("Recommendation", "recommend"),
-    "encodings": (
-        "DAPE",
-        "FIRE",
-        "FLOATER",
-        "RPE3D",
-        "T5",
-        "ALiBi",
-        "CoPE",
-        "DeBERTa",
-        "DroPE",
-        "Encoding",
-        "KerpleLog",
-        "KerplePower",
-        "LearnedPositions",
-        "Multiplicative",
-        "NoPE",
-        "RoPE",
-        "Sandwich",
-        "Shaw",
-        "Sinusoidal",
-        "TransformerXL",
-        "XPos",
-    ),
-    "engines": ("Export", "export"),
-    "errors": (
-        "AdapterError",
-        "AlreadyPatchedError",
-        "AlreadyScaledError",
-        "CacheError",
-        "ExportError",
-        "LoadError",
-        "MeasureError",
-        "NoRopeError",
-        "NotPatchedError",
-        "OptionError",
-        "RecordError",
-        "RopeExtError",
-        "UnknownMethodError",
-        "UnsupportedModelError",
-    ),
-    "loading": ("from_pretrained", "load_adapter", "save_sidecar"),
-    "methods": (
-        "ABF",
-        "DPE",
-        "NTK",
-        "PI",
-        "STRING",
-        "BaseTruncation",
-        "Clipped",
-        "DualChunk",
-        "DynamicNTK",
-        "DynamicYaRN",
-        "FrequencyMethod",
-        "LaMPE",
-        "LeakyReRoPE",
-        "Llama3",
-        "Llama4",
-        "LMInfinite",
-        "LogN",
-        "LongRoPE",
-        "LongRoPE2",
-        "MrRoPE",
-        "NTKByParts",
-        "PositionMethod",
-        "PRoPE",
-        "ReRoPE",
-        "Resonance",
-        "SelfExtend",
-        "Temperature",
-        "YaRN",
-        "YaRNTemperature",
-    ),
-    "patching": ("patch", "patched", "unpatch"),
-}
 _EVALUATORS = {
     "Calibration": "reports.calibration",
     "calibrate": "tune.calibrate",
     "search": "tune.search",
 }
-"""Modules of this package, and of ``rope_eval``, and the public names that are found in them."""
-_LAZY = {name: module for module, names in _MODULES.items() for name in names}
+"""Modules of ``rope_eval`` by the public names that are found in them."""
+_MODULES = (
+    *("errors", "methods", "encodings", "patching", "loading", "engines"),
+    *("advice.describe", "advice.diagnose", "advice.recommend"),
+)
+"""Modules that are searched for all other public names, lower ones first."""
 
 __all__ = [
     "ABF",
@@ -275,10 +201,11 @@ _registration.register()
 
 
 def __getattr__(name: str) -> Any:
-    if name in _LAZY:
-        value = getattr(importlib.import_module(f"rope_ext.{_LAZY[name]}"), name)
-    elif name in _EVALUATORS:
+    if name in _EVALUATORS:
         value = getattr(_evaluators.require(_EVALUATORS[name]), name)
+    elif name in __all__:
+        modules = (importlib.import_module(f"rope_ext.{module}") for module in _MODULES)
+        value = next(getattr(module, name) for module in modules if hasattr(module, name))
     elif not name.startswith("_") and importlib.util.find_spec(f"rope_ext.{name}") is not None:
         value = importlib.import_module(f"rope_ext.{name}")
     else:

@@ -63,8 +63,7 @@ def describe(
     with clean_errors():
         import rope_ext
 
-        patched = _patched(model, method, factor, compose, option)
-        found = rope_ext.describe(model if method is None else patched)
+        found = rope_ext.describe(_patched(model, method, factor, compose, option))
         print(found)
         if found.method is None:
             longer = 4 * found.target_length
@@ -169,7 +168,7 @@ def export(
         options = {"legacy": True} if legacy else {}
         rope_ext.engines.build_engine(engine, **options)  # report mistakes before loading weights
         patched = _patched(model, method, factor, compose, option)
-        made = rope_ext.export(model if method is None else patched, engine, **options)
+        made = rope_ext.export(patched, engine, **options)
         print(made)
         for path in [] if output is None else made.write(output):
             tell(f"wrote {path}")
@@ -220,11 +219,13 @@ def gguf(
     """Write GGUF metadata, plus a frequency tensor when needed."""
     with clean_errors(), stoppable("nothing was written; run the same command again"):
         from rope_ext.engines import gguf_file
+        from rope_ext.saved import read_saved
 
         if file is None:
             made = gguf_file.extended(source, output, method, factor, trained_length, option)
         else:
-            model = _patched(source, method, factor, compose, option)
+            patched = _patched(source, method, factor, compose, option)
+            model = read_saved(source).model if method is None else patched
             made = gguf_file.following(model, file, output)
         tell(f"wrote {output}")
         print(shlex.join(["llama-server", "--model", str(output), *made.in_file]))
@@ -383,18 +384,18 @@ def _typed(method: str, factor: float, compose: bool, option: list[str] | None) 
 def _patched(
     model: str, method: str | None, factor: float, compose: bool, option: list[str] | None
 ) -> Any:
-    """The model without weights, under the method or as it was saved."""
+    """The model without weights under the method; without one, its name, to read as saved."""
     from rope_ext.advice.building import model_of
     from rope_ext.checkpoints import load_config
     from rope_ext.method_options import checked_methods, saved_otherwise
     from rope_ext.methods import build_method
-    from rope_ext.saved import patch_without_weights, read_saved
+    from rope_ext.saved import patch_without_weights
 
     quiet()
     if method is None:
         if option:
             raise OptionError(f"--option {option[0]} needs --method")
-        return read_saved(model).model
+        return model
     ((name, values),) = checked_methods([method], factor, parse_options(option, [method])).items()
     for note in saved_otherwise({model: load_config(model)}):
         tell(f"note: {note}", "yellow")

@@ -41,6 +41,7 @@ from rope_ext.patching import Patch, current_patch, patch
 from rope_ext.position import bias, inputs
 from rope_ext.position.bias import learned
 from rope_ext.record import FIELD, Record
+from rope_ext.registration import CURE
 from rope_ext.rotary.sites import RotarySite, find_sites, text_decoder
 from rope_ext.saving import configuration
 from rope_ext.saving.second_load import fresh
@@ -549,7 +550,7 @@ def _load(
         with _loading("weights", path), _expecting_learned(cls, record):
             loaded = cls.from_pretrained(path, **kwargs)
     except LoadError as error:
-        if configuration.CURE not in str(error.__cause__):
+        if CURE not in str(error.__cause__):
             raise
         raise RecordError(
             f"{where} belongs to a patched model, but its record of the patch is missing or does "

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import copy
-import dataclasses
 import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -17,11 +16,11 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig
 
 from rope_ext.checkpoints import adapter_record, load_config
 from rope_ext.errors import MeasureError, RopeExtError, UnsupportedModelError, first_line
-from rope_ext.methods import PI, FrequencyMethod, Llama3, LongRoPE, Method, YaRN
-from rope_ext.methods.temperature import yarn_factor
+from rope_ext.methods import FrequencyMethod, Method
 from rope_ext.patching import current_patch, note_patch, patch
 from rope_ext.record import Record, record_of
 from rope_ext.rotary.sites import RotarySite, find_sites, text_config, text_decoder
+from rope_ext.saving.entries import method_of
 from rope_ext.saving.rebuild import SCALING_FIELDS
 
 Given = PreTrainedConfig | str | Path
@@ -174,37 +173,16 @@ def _method(part: Mapping[str, Any], text: Any) -> tuple[FrequencyMethod | None,
     factor = part.get("factor")
     if factor is None and original and longest:
         factor = longest / original
+    if factor is None or kind == "dynamic":  # its frequencies follow the sequence
+        return None, None
     try:
-        if kind == "linear" and longest:
-            length = longest / cast(float, factor)
-            return PI(factor=cast(float, factor)), int(length) if length == int(length) else None
-        if kind == "yarn":
-            fields = ("beta_fast", "beta_slow", "truncate")
-            options = {n: part[n] for n in fields if part.get(n) is not None}
-            method = YaRN(factor=cast(float, factor), **options)
-            return _with_scaling(method, part), original
-        if kind == "llama3":
-            options = {n: part[n] for n in ("low_freq_factor", "high_freq_factor") if n in part}
-            return Llama3(factor=cast(float, factor), **options), original
-        if kind == "longrope":
-            long, short = tuple(part["long_factor"]), tuple(part["short_factor"])
-            method = LongRoPE(
-                factor=cast(float, factor),
-                long_factor=long,
-                short_factor=None if short == long else short,  # equal: for every length
-            )
-            return _with_scaling(method, part), original
+        method = method_of(part, factor)
     except (RopeExtError, KeyError, TypeError):
-        pass
-    return None, None
-
-
-def _with_scaling(method: FrequencyMethod, part: Mapping[str, Any]) -> FrequencyMethod:
-    given = part.get("attention_factor")
-    default = yarn_factor(method.factor) if isinstance(method, YaRN) else None
-    if given is None or (default is not None and math.isclose(given, default)):
-        return method
-    return dataclasses.replace(method, attention_factor=given)
+        return None, None
+    if kind == "linear":
+        length = longest / factor if longest else math.nan
+        original = int(length) if length.is_integer() else None
+    return method, original
 
 
 def _same(model: nn.Module, sites: list[RotarySite]) -> bool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 from rope_ext.advice.describe import call_text, describe
@@ -74,12 +73,6 @@ def write_card(
     except FileExistsError:
         raise ExportError(f"{path} exists; move it away to write a new card") from None
     return path
-
-
-def base_of_adapter(folder: str | Path) -> str | None:
-    """The name of the base model in an adapter's configuration."""
-    data = json.loads((Path(folder) / "adapter_config.json").read_text(encoding="utf-8"))
-    return data.get("base_model_name_or_path")
 
 
 def _table(report: Path) -> str:

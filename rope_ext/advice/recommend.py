@@ -169,9 +169,7 @@ def recommend(
     if engine is not None:
         build_engine(engine)  # a mistake shows before a Hub is asked
     require_length("target_length", target_length)
-    if not isinstance(model_or_config, nn.Module):
-        _refuse_extended(model_or_config, target_length)
-    model, notes = built(model_or_config)
+    model, notes = _without_patch(model_or_config, target_length)
     found, given = calibration_for(model_or_config, calibration)
     case = _case(model, target_length, finetune, engine)
     name, trained = type(text_decoder(model)).__name__, case.rope.length
@@ -213,12 +211,22 @@ def recommend(
     )
 
 
-def _refuse_extended(given: PreTrainedConfig | str | Path, target: int) -> None:
-    """Raise OptionError if a saved model reaches the target as it is."""
+def _without_patch(
+    given: nn.Module | PreTrainedConfig | str | Path, target: int
+) -> tuple[nn.Module, tuple[str, ...]]:
+    """The model, or one without weights; and a note if it was saved under a patch.
+
+    Raises:
+        OptionError: the model reaches the target as it was saved.
+    """
+    if isinstance(given, nn.Module):
+        return given, ()
     saved = read_saved(given)
     state = current_patch(saved.model)
-    if state is None or target > state.target_length:
-        return
+    if state is None:
+        return saved.model, ()
+    if target > state.target_length:
+        return built(given)
     commands = serving_commands(saved)
     next_step = f"serve it: {commands[0]}" if commands else "load it with rope_ext.from_pretrained"
     raise OptionError(

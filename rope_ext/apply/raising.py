@@ -23,19 +23,10 @@ from rope_ext.methods.temperature import yarn_factor
 from rope_ext.options import Options
 from rope_ext.rotary.buffers import Changes
 from rope_ext.rotary.sites import PatchTarget, Raised, RotarySite, rope_parameters, text_config
+from rope_ext.saving.entries import METHODS, method_of
 
-TYPES: Mapping[str, str] = {
-    "yarn": "yarn",
-    "llama3": "llama3",
-    "linear": "pi",
-    "dynamic": "dynamic_ntk",
-}
+TYPES = {kind: name for kind, name in METHODS.items() if kind != "longrope"}
 """Methods by the ``rope_type`` whose factor can be raised."""
-_READ = {
-    "yarn": ("beta_fast", "beta_slow", "truncate"),
-    "llama3": ("low_freq_factor", "high_freq_factor"),
-}
-"""Options of methods that ``rope_parameters`` store under the same name."""
 _LENGTH = "original_max_position_embeddings"
 
 
@@ -117,7 +108,7 @@ def _raised(
     entry = {**copy.deepcopy(dict(own)), "factor": float(factor)}
     # Llama 3's factor divides frequencies by more, or less, than its context grows.
     target = reach(factor / old, maximum) if kind == "llama3" else reach(factor, length)
-    made = _method(kind, own, old)
+    made = _method(own, old)
     if kind == "dynamic":  # the buffer may have grown with a sequence
         loaded = rope.inv_freq.float()
     else:
@@ -142,19 +133,14 @@ def _raised(
         baked=(),
         raised=Raised(entry, target),
     )
-    return site, _method(kind, entry, float(factor))
+    return site, _method(entry, float(factor))
 
 
-def _method(kind: str, entry: Mapping[str, Any], factor: float) -> FrequencyMethod:
+def _method(entry: Mapping[str, Any], factor: float) -> FrequencyMethod:
     """The method that computes an entry of ``rope_parameters`` with this factor."""
-    options: dict[str, Any] = {}
-    for name in _READ.get(kind, ()):
-        if entry.get(name) is not None:
-            options[name] = entry[name]
-    if kind == "yarn":
-        options["attention_factor"] = _attention_factor(entry, factor)
-    cls: Any = method_class(TYPES[kind])
-    return cls(factor=factor, **options)
+    made = method_of({**entry, "attention_factor": _attention_factor(entry, factor)}, factor)
+    assert made is not None, "_refuse lets through the types that have a method"
+    return made
 
 
 def _attention_factor(entry: Mapping[str, Any], factor: float) -> float | None:

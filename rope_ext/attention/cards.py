@@ -29,6 +29,11 @@ class Card:
     shared: int
     compiles: bool
 
+    @property
+    def version(self) -> str:
+        """The capability as NVIDIA writes it, such as ``"8.6"``."""
+        return ".".join(map(str, self.capability))
+
 
 @torch.compiler.assume_constant_result
 def card(device: torch.device) -> Card:

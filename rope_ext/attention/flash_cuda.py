@@ -36,8 +36,7 @@ def refusal(query: torch.Tensor, value: torch.Tensor, call: Call, card: cards.Ca
     if call.bias is not None:
         return "it has no bias on a GPU"
     if card.capability < cards.AMPERE:
-        found = ".".join(map(str, card.capability))
-        return f"it needs a GPU of capability 8.0 or later, and this one has {found}"
+        return f"it needs a GPU of capability 8.0 or later, and this one has {card.version}"
     return None
 
 

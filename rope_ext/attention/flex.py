@@ -40,7 +40,7 @@ def refusal(query: torch.Tensor, value: torch.Tensor, card: cards.Card) -> str |
     if query.dtype == torch.float64:
         return "it has no float64"
     if query.dtype == torch.bfloat16 and card.capability < cards.AMPERE:
-        return f"it has no bfloat16 on a GPU of capability {_dotted(card)}; use float16"
+        return f"it has no bfloat16 on a GPU of capability {card.version}; use float16"
     if not card.compiles:
         return "it is compiled by Triton, which needs the package triton and a C compiler"
     if _options(query, value, card) is None:
@@ -49,10 +49,6 @@ def refusal(query: torch.Tensor, value: torch.Tensor, card: cards.Card) -> str |
             f"{card.shared // 1024} KiB of shared memory"
         )
     return None
-
-
-def _dotted(card: cards.Card) -> str:
-    return ".".join(map(str, card.capability))
 
 
 def _options(

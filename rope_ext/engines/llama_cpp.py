@@ -270,9 +270,8 @@ def gguf_command(state: Patch, source: str, output: str) -> tuple[list[str], dic
         if name != "factor" and value != defaults[name]
     }
     again = build_method(method.name, factor=method.factor, **options)
-    if (
-        again != method or site.scaled or site.raised is not None
-    ):  # nothing but the whole patch describes it
+    # Otherwise nothing but the whole patch describes it.
+    if again != method or site.scaled or site.raised is not None:
         return ["rope-ext", "gguf", "FOLDER", source, "--output", output], {}
     words = ["rope-ext", "gguf", source, "--method", method.name, "--factor", repr(method.factor)]
     files = {}

@@ -19,9 +19,9 @@ from torch import nn
 
 from rope_ext.methods import FrequencyMethod, longrope_table
 from rope_ext.record import EXPERTS, HEAD
+from rope_ext.registration import CURE
 from rope_ext.rotary.sites import PatchTarget, RotarySite, text_config
 from rope_ext.saving.configuration import (
-    CURE,
     part_of,
     quieted,
     replace_older,

@@ -59,7 +59,7 @@ class Clock:
     def measure(self, run: Callable[[], Any], native: bool) -> dict[str, float]:
         """Seconds of every part of one call."""
         self.seconds = dict.fromkeys(PARTS, 0.0)
-        changed = [(flash, "_kernel", None), (flash, "_rotated", "rotating")]
+        changed = [(flash, "kernel", None), (flash, "rotate_part", "rotating")]
         if native:
             changed = [(attention.F, "scaled_dot_product_attention", "near")]
             changed += [(attention, "rotary", "rotating")]
@@ -67,7 +67,7 @@ class Clock:
             for place, name, part in changed:
                 new = self.timed(getattr(place, name), part)
                 stack.enter_context(patch.object(place, name, new))
-            stack.enter_context(patch.object(flash, "_regions", self.bands(flash._regions)))
+            stack.enter_context(patch.object(flash, "regions", self.bands(flash.regions)))
             start = time.perf_counter()
             with torch.inference_mode():
                 run()

@@ -64,7 +64,7 @@ KINDS = {
 
 def kind(method: Any) -> str:
     """Of a method, one of ``KINDS``."""
-    if method.adapts:
+    if method.is_dynamic:
         return "dynamic"
     return "encoding" if method.kind == "rotation" else method.kind
 

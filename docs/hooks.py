@@ -47,7 +47,7 @@ PAGE = """\
 
 {doc}
 
-* **Choose it for:** {use}
+* **Choose it for:** {summary}
 * **Call:** `{call}`
 * **Names:** {names}; `rope_ext.{cls}`, in `{code}`
 * **Saving:** {saving}
@@ -183,7 +183,7 @@ def _method_page(markdown: str, page: Page, config: MkDocsConfig, files: Files) 
     return PAGE.format(
         title=title,
         doc=_prose(cls),
-        use=cls.use,
+        summary=cls.summary,
         call=_call(method),
         names=", ".join(f"`{alias}`" for alias in (name, *cls.aliases)),
         saving=_saving(method),
@@ -196,7 +196,7 @@ def _method_page(markdown: str, page: Page, config: MkDocsConfig, files: Files) 
         costs=costs,
         kind=_kind(method),
         published=published,
-        measured=_measured(name),
+        measured=measured_table(name),
         cls=cls.__name__,
         options=_options(cls),
     )
@@ -292,7 +292,7 @@ def engine_table() -> Iterator[str]:
         page = (ROOT / "docs" / "methods" / f"{cls.name}.md").read_text(encoding="utf-8")
         method = cls(**get_data(page)[1].get("example", {"factor": 4}))
         rows = [(method, "")]
-        if getattr(method, "adapts", False):
+        if getattr(method, "is_dynamic", False):
             rows.append((dataclasses.replace(method, length=16384), " with `length=`"))
         for each, more in rows:
             served = _served(each)
@@ -301,12 +301,12 @@ def engine_table() -> Iterator[str]:
 
 
 def _kind(method: Method) -> str:
-    if method.adapts:
+    if method.is_dynamic:
         return DYNAMIC
     return FIXED if method.kind == "frequency" else POSITIONS
 
 
-def _measured(name: str) -> str:
+def measured_table(name: str) -> str:
     """The rows of a method in the tables of TABLES, and where they are from."""
     unpatched: dict[str, str] = {}  # of tables with the same head: not all have such a row
     for path, where in TABLES.items():
@@ -371,7 +371,7 @@ def _overview() -> str:
         title = f"{kind.capitalize()} methods"
         lines += [f"\n## {title}\n", "| method | choose it for | source |", "| --- | --- | --- |"]
         lines += [
-            f"| [`{cls.name}`]({cls.name}.md) | {cls.use} | {cls.paper} |"
+            f"| [`{cls.name}`]({cls.name}.md) | {cls.summary} | {cls.paper} |"
             for cls in all_methods()
             if cls.kind == kind
         ]
@@ -396,7 +396,7 @@ def _api() -> Iterator[str]:
                 yield f"[](){{ #rope_ext.{name} }}\n\n::: {path}\n"
     yield "\n## All methods\n\n| class | name | choose it for |\n| --- | --- | --- |"
     for name, cls in classes.items():
-        yield f"| [`{name}`][rope_ext.{name}] | `{cls.name}` | {cls.use} |"
+        yield f"| [`{name}`][rope_ext.{name}] | `{cls.name}` | {cls.summary} |"
 
 
 def _module(group: str) -> str:

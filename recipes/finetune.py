@@ -157,7 +157,7 @@ def _check_length(recipe: Recipe, config: Any) -> int:
         )
     warn_of_gaps(recipe, method)
     # An encoding is new to the model at any length; DroPE trains at the trained length.
-    own = method is not None and method.works_within and recipe.length == trained
+    own = method is not None and method.allows_factor_one and recipe.length == trained
     if scheme == "consecutive" and not own and not trained < recipe.length <= target:
         raise OptionError(
             f"--length {recipe.length} must be longer than the trained {trained} tokens and at "
@@ -221,7 +221,7 @@ def _extend(recipe: Recipe, model: Any, meta: bool) -> Any:
     if method is None:
         text = model.config.get_text_config(decoder=True)
         text.max_position_embeddings = lengths(recipe, model)[1]
-    elif not (meta and method.attends):
+    elif not (meta and method.replaces_attention):
         rope_ext.patch(
             model,
             method,

@@ -123,13 +123,13 @@ def check_parallelism(
         return
     where = f"context parallelism (parallelism_config_cp_size={cp_size})"
     whole = "parallelism_config_cp_size=1 (recipes/accelerate/fsdp2.yaml)"
-    if method is not None and method.attends:
+    if method is not None and method.replaces_attention:
         raise OptionError(
             f"method={method.name!r} does not support {where}: it has its own attention function, "
             f"but ranks exchange keys inside SDPA only; choose a fixed frequency method such as "
             f"'yarn', or {whole}"
         )
-    if method is not None and method.adapts:
+    if method is not None and method.is_dynamic:
         fixed = "length=TOKENS"
         if getattr(method, "mode", "fixed") == "growing":
             fixed = "mode='fixed' and length=TOKENS"

@@ -372,7 +372,7 @@ def check_together(recipe: Recipe, args: Any, mistakes: Mistakes | None = None) 
     found.add_all(_of_attention(recipe))
     if recipe.length is not None:
         found.add_all(_of_rows(recipe, args))
-        if recipe.document_masking and not (method and method.attends):
+        if recipe.document_masking and not (method and method.replaces_attention):
             found.add_all(_of_masking(recipe, args))
     if args.eval_strategy != "no":
         found.add_all(_of_evaluation(recipe))
@@ -410,7 +410,7 @@ def _of_method(recipe: Recipe, method: Any) -> Iterator[str]:
             f"{method.name} with mode='growing' depends on the order of the training rows; give "
             f"--method_options mode 'fixed'"
         )
-    if recipe.document_masking and method is not None and method.adapts:
+    if recipe.document_masking and method is not None and method.is_dynamic:
         yield (
             f"{method.name} chooses one set of frequencies per row, but with --document_masking "
             f"each document has its own length; give --method_options a fixed 'length', or leave "
@@ -518,7 +518,7 @@ def _of_evaluation(recipe: Recipe) -> Iterator[str]:
 def warn_of_gaps(recipe: Recipe, method: Any) -> None:
     """Warn that positions with gaps are slow for methods with their own attention function."""
     scheme = scheme_of(recipe)
-    if method is not None and method.attends and scheme != "consecutive":
+    if method is not None and method.replaces_attention and scheme != "consecutive":
         warnings.warn(
             f"{method.name} has fast kernels for consecutive positions only; --positions {scheme} "
             f"leaves gaps, so every layer uses dense attention: exact, in linear memory, but "
@@ -647,7 +647,7 @@ _OF_PART: dict[str, Any] = {
 
 def mask_bytes(recipe: Recipe, args: TrainingArguments, length: int) -> int:
     """Size of the mask between packed documents; 0 if the kernel needs no mask."""
-    if not recipe.document_masking or getattr(method_of(recipe), "attends", False):
+    if not recipe.document_masking or getattr(method_of(recipe), "replaces_attention", False):
         return 0
     matrix = recipe.attn in (None, "sdpa", "eager")
     return args.per_device_train_batch_size * length**2 if matrix else 0

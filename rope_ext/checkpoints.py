@@ -218,7 +218,7 @@ def saved_under(config: Any) -> Record | None:
     return None if record is None or record.plain else record
 
 
-def adapts(config: Any) -> bool:
+def is_dynamic(config: Any) -> bool:
     """Whether the checkpoint itself, without a patch, has frequencies that depend on the length."""
     rope = getattr(config.get_text_config(decoder=True), "rope_parameters", None)
     record = saved_under(config)

@@ -261,7 +261,10 @@ def verify(
         str | None,
         typer.Option(help="URL of a server that runs the written miniature, http://HOST:PORT."),
     ] = None,
-    served_as: Annotated[str | None, typer.Option(help="Model name on that server.")] = None,
+    served_model_name: Annotated[
+        str | None,
+        typer.Option("--served-model-name", "--served-as", help="Model name on that server."),
+    ] = None,
     length: Annotated[str, typer.Option(help="Length of the longest prompt in tokens.")] = "2k",
     tolerance: Annotated[
         float | None,
@@ -321,7 +324,7 @@ def verify(
                 given = "" if as_saved else flags
                 run = verifying.in_process(miniature, engine, Path(folder), given)
             else:
-                run, engine = verifying.endpoint(url, served_as), url
+                run, engine = verifying.endpoint(url, served_model_name), url
             if url is None and tolerance is None:
                 tolerance = verifying.TOLERANCE
             found = verifying.verify(miniature, run, engine, longest, tolerance, factor_error)
@@ -419,7 +422,7 @@ def show_methods() -> None:
         own = {k: v for k, v in info.options.items() if (k, v) not in every.items()}
         options = [k if v is ... else f"{k}={v}" for k, v in own.items()]
         more = escape(": ".join(filter(None, [info.paper, ", ".join(options)])))
-        table.add_row(info.name, f"{escape(info.use)}\n[dim]{more}[/dim]")
+        table.add_row(info.name, f"{escape(info.summary)}\n[dim]{more}[/dim]")
     console = wide_console(80)
     console.print(table)
     note = f"Every method also takes {', '.join(every)}. Options without a default are required."

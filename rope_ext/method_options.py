@@ -95,7 +95,7 @@ def _check(
         raise OptionError(
             f"{error}; on the command line: --option {name}.NAME=VALUE, or remove {name}"
         ) from None
-    if record is None or _trained_under(record, method):
+    if record is None or trained_under(record, method):
         return
     same_name = "" if of_adapter is None else f" (and a run can only have one {name})"
     if not force or same_name:
@@ -141,7 +141,7 @@ def _of_adapter(adapter: str | None, record: Record | None) -> dict[str, dict[st
     return {record.method.name: {**record.method.options(), **beside}}
 
 
-def _trained_under(record: Record, method: Method) -> bool:
+def trained_under(record: Record, method: Method) -> bool:
     """Whether ``method`` by itself is the patch of an adapter."""
     alone = all(
         record.arguments[name] == ARGUMENTS[name]

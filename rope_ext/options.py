@@ -78,7 +78,7 @@ class Options:
                 f"rope_ext.NTK(factor=2)"
             )
         under.check()
-        if under.adapts:
+        if under.is_dynamic:
             raise OptionError(
                 f"{under.name} changes with the sequence and cannot go under {method.name}; pass "
                 f"length=TOKENS to fix it"
@@ -116,7 +116,7 @@ class Options:
         given = next((name for name in ("bias", "layers") if getattr(self, name) is not None), None)
         if given is None or method.kind != "frequency":
             return
-        if method.adapts:
+        if method.is_dynamic:
             raise OptionError(
                 f"{method.name} changes with the sequence, which {given}= cannot follow; pass "
                 f"length=TOKENS to fix it"

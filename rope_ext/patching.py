@@ -403,8 +403,8 @@ def _patch(model: nn.Module, decoder: nn.Module, method: Method, options: Option
                 f"gives the trained length"
             )
         config.write(values)
-        adapts = isinstance(applied.method, FrequencyMethod) and applied.method.adapts
-        config.write_older(older_fields(place, applied.native, adapts))
+        is_dynamic = isinstance(applied.method, FrequencyMethod) and applied.method.is_dynamic
+        config.write_older(older_fields(place, applied.native, is_dynamic))
         if tokenizer is not None:
             length = getattr(tokenizer, "model_max_length", None)
             changes.replaced.append((tokenizer, "model_max_length", length))

@@ -102,14 +102,14 @@ def refuse(decoder: nn.Module, now: FilledUnder | None) -> None:
             _unmark(cache, name)
         stale = stale or (name in there and there[name] != now)
     for hook in list(decoder._forward_pre_hooks.values()):
-        if isinstance(hook, _Refusal):
+        if isinstance(hook, Refusal):
             hook.leave(decoder)
     if stale:
-        hook = _Refusal(name, now, parameters(type(decoder)))
+        hook = Refusal(name, now, parameters(type(decoder)))
         decoder.register_forward_pre_hook(hook, with_kwargs=True, prepend=True)
 
 
-class _Refusal:
+class Refusal:
     """Decoder pre-hook, installed as long as there are caches to refuse.
 
     Args:

@@ -60,7 +60,7 @@ def in_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
     """What a graph would hold, run as it is: the same operations, without waiting for dynamo."""
     from rope_ext.position.install import Installed
 
-    monkeypatch.setattr(Installed, "_traceable", lambda self: True)
+    monkeypatch.setattr(Installed, "traceable", lambda self: True)
 
 
 @pytest.fixture
@@ -68,7 +68,7 @@ def by_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     """Few queries on all slots, as a graph attends in half precision, in any."""
     from rope_ext.attention import placed
 
-    monkeypatch.setattr(placed, "_by_products", placed._by_kernel)
+    monkeypatch.setattr(placed, "by_products", placed.by_kernel)
 
 
 @pytest.fixture

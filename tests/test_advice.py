@@ -16,7 +16,7 @@ from transformers import CONFIG_MAPPING, AutoConfig, LlamaConfig, Qwen3Config, Q
 import rope_ext
 from rope_ext.advice.measured import MEASURED, ranked
 from rope_ext.advice.vendors import RECIPES, SHIPPED, Recipe, recipe_for
-from rope_ext.methods import Band, distances_in_use, own
+from rope_ext.methods import Band, distances_in_use, identity
 from rope_ext.methods.geometry import Distance
 from rope_ext.rotary.sites import text_decoder
 from tests.families.zoo import tiny_config, tiny_model
@@ -105,7 +105,7 @@ def test_distances_in_use_under_position_methods(method: object, distances: floa
     assert new == {"in distribution" if distances <= LENGTH else "out of distribution"}
 
 
-STRETCHED = Band(Distance(0, 20), lambda m: 1.5 * m, own)  # grows with the place in the text
+STRETCHED = Band(Distance(0, 20), lambda m: 1.5 * m, identity)  # grows with the place in the text
 
 
 @pytest.mark.parametrize(
@@ -281,7 +281,7 @@ def test_the_page_has_the_numbers_and_recipes_that_decide() -> None:
 @pytest.mark.parametrize("method", rope_ext.methods(), ids=lambda method: method.name)
 def test_the_page_of_a_method_says_what_to_choose_it_for(method: rope_ext.MethodInfo) -> None:
     page = (ROOT / "docs" / "methods" / f"{method.name}.md").read_text(encoding="utf-8")
-    assert f"\n**Choose it for:** {method.use}.\n" in page
+    assert f"\n**Choose it for:** {method.summary}.\n" in page
 
 
 def test_reasons_hold_the_numbers_of_llama_2() -> None:

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from torch.utils.checkpoint import checkpoint
 
 from rope_ext.attention import dispatch as attention
-from rope_ext.attention import flash, flex, reference
+from rope_ext.attention import flash, flex, reference, sizes
 from rope_ext.attention.call import Call, Pairs, RotatedBand
 from rope_ext.attention.reference import Places
 from rope_ext.errors import OptionError
@@ -97,11 +97,11 @@ biases = st.one_of(st.sampled_from([1, 2, 257]), st.integers(1, 500))
 def test_a_bias_by_distance_is_that_of_the_oracle(case, distances, learns, small):
     """And the gradients; the last value stands for all larger distances."""
     with pytest.MonkeyPatch.context() as patch:
-        tokens = {"_BIASED": 4, "STEPS": 7, "_TALL": 16, "_NARROW": 9}
-        rows = {"forward": flash.TileRows(2, 3), "backward": flash.TileRows(3, 4)}
-        tokens["_HEIGHTS"] = {(way, half): rows[way] for way, half in flash._HEIGHTS}
+        tokens = {"BIASED": 4, "STEPS": 7, "TALL": 16, "NARROW": 9}
+        rows = {"forward": sizes.TileRows(2, 3), "backward": sizes.TileRows(3, 4)}
+        tokens["TILES"] = {(way, half): rows[way] for way, half in sizes.TILES}
         for name, few in tokens.items() if small else ():
-            patch.setattr(flash, name, few)  # as tiles of thousands of tokens are
+            patch.setattr(sizes, name, few)  # as tiles of thousands of tokens are
         check_a_bias(case, distances, learns)
 
 
@@ -145,7 +145,7 @@ def test_keys_that_a_bias_leaves_without_weight(loud, distances, tokens=300):
     slopes = torch.tensor([1.0, 0.5, 0.1, 0.0])
     bias = -slopes[:, None] * torch.arange(distances)
     bands = [RotatedBand(Distance(0, None), None, None)]
-    changed = flash._without_lost(Call(bands, HALVES, 1.0, bias=bias), query, key).bias
+    changed = flash.without_lost(Call(bands, HALVES, 1.0, bias=bias), query, key).bias
     assert (changed[0] != bias[0]).any() == (loud == 1)
     long = torch.full((1, 4), 2.0), torch.full((1, 4), 2.0)
     for other in (
@@ -153,7 +153,7 @@ def test_keys_that_a_bias_leaves_without_weight(loud, distances, tokens=300):
         RotatedBand(Distance(1, None), None, None),
     ):
         call = Call([other], HALVES, 1.0, bias=bias)
-        assert flash._without_lost(call, query, key).bias.equal(bias)  # more may have weight
+        assert flash.without_lost(call, query, key).bias.equal(bias)  # more may have weight
     ours = [x.clone().requires_grad_() for x in (query, key, value)]
     exact = [x.double().requires_grad_() for x in (query, key, value)]
     weight = torch.randn(query.shape, generator=generator)
@@ -258,7 +258,7 @@ def test_wide_bands(window):
     st.integers(0, 40),
     st.one_of(st.none(), st.integers(0, 60)),
     st.integers(1, 50),
-    st.sampled_from(sorted(flash._HEIGHTS.values())),
+    st.sampled_from(sorted(sizes.TILES.values())),
     st.sampled_from([20, 1024]),
 )
 def test_tiles_cover_each_visible_key_once(
@@ -273,7 +273,7 @@ def test_tiles_cover_each_visible_key_once(
     }[kind]
     covered = torch.zeros(queries, keys, dtype=torch.int)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(flash, "_NARROW", narrow)  # below it the tiles have fewer rows
+        patch.setattr(sizes, "NARROW", narrow)  # below it the tiles have fewer rows
         found = flash.tiles(geometry, queries, keys, start, height)
     for tile in found:
         assert tile.rows > 0
@@ -397,7 +397,7 @@ def test_half_precision_in_tall_tiles(rows, window=1101):
     tensors = [x.to(torch.bfloat16) for x in inputs(rows, 2, 1, 1000, 2400)]
     bands = method_bands("rerope", window, 8, at[1400:], at)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(flash, "_MERGED", 2**14)
+        patch.setattr(sizes, "MERGED", 2**14)
         compare(flash.attend, tensors, bands, HALVES, 2e-2, 6e-2)
 
 
@@ -479,7 +479,7 @@ def test_the_operator_keeps_its_promises(queries, more):
         given = [x.requires_grad_() for x in given]
     at = torch.arange(300)
     bands = method_bands("rerope", 50, 8, at[300 - queries :], at)
-    plan, tables = flash._pack(Call(bands, HALVES, 0.3))
+    plan, tables = flash.pack_call(Call(bands, HALVES, 0.3))
     torch.library.opcheck(
         torch.ops.rope_ext.bands.default,
         (*tensors, *given, tables, plan, 0, 0.3),

@@ -342,7 +342,7 @@ def test_figures_with_one_method_and_a_length_that_blew_up(tmp_path: Path) -> No
     "heights", [[0.0, 0.01, 0.02, 0.5, 0.51], [0.97, 0.98, 1.0], [0.2], [0.1, 0.5, 0.9]], ids=str
 )
 def test_labels_keep_their_distance(heights: list[float]) -> None:
-    places = figures._spread(heights, 0.05)
+    places = figures.spread_labels(heights, 0.05)
     assert all(b - a > 0.0499 for a, b in pairwise(places))
     assert max(places) <= 1.0 and places == sorted(places)
     if heights == [0.1, 0.5, 0.9]:

@@ -38,7 +38,7 @@ def test_an_extent_has_every_key_that_is_seen_and_no_more_at_its_ends(
 def test_a_mask_made_of_blocks_is_the_mask_of_every_token(geometry, queries, more, start):
     keys = queries + more
     expected = seen(geometry, queries, keys, start)
-    made = flex._block_mask(geometry, queries, keys, start + more, start, CPU)
+    made = flex.block_mask_of(geometry, queries, keys, start + more, start, CPU)
     assert made.shape[-2:] == (queries, keys)
     rows, columns = torch.arange(queries)[:, None], torch.arange(keys)
     assert torch.equal(made.mask_mod(None, None, rows, columns), expected)
@@ -74,14 +74,14 @@ class _Largest(TorchDispatchMode):
 def test_a_mask_of_128k_tokens_takes_megabytes(geometry):
     """A byte for each of 1024 by 1024 blocks, eight in what sorting them makes."""
     with _Largest() as largest:
-        flex._block_mask.__wrapped__(geometry, 2**17, 2**17, 0, 0, torch.device("meta"))
+        flex.block_mask_of.__wrapped__(geometry, 2**17, 2**17, 0, 0, torch.device("meta"))
     assert largest.bytes <= 8 * 2**20 + 2**13
 
 
 def test_masks_of_flex_made_in_inference_can_be_used_in_training() -> None:
     """A tensor made under inference_mode cannot be saved for a backward pass."""
     with torch.inference_mode():
-        made = flex._block_mask.__wrapped__(Distance(3, 50), 200, 200, 0, 0, CPU)
+        made = flex.block_mask_of.__wrapped__(Distance(3, 50), 200, 200, 0, 0, CPU)
     held = [cell.cell_contents for cell in made.mask_mod.__closure__]
     listed = [made.kv_num_blocks, made.kv_indices, made.full_kv_indices, made.q_indices]
     assert len(held) == 4 and not any(x.is_inference() for x in (*held, *listed))

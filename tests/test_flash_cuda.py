@@ -61,8 +61,8 @@ def backward(grad, query, key, value, out, lse, *asked):
 @pytest.fixture
 def on_cpu(monkeypatch) -> None:
     monkeypatch.setitem(flash.BY_DEVICE, "cpu", flash.BY_DEVICE["cuda"])
-    monkeypatch.setattr(flash_cuda, "_forward", forward)
-    monkeypatch.setattr(flash_cuda, "_backward", backward)
+    monkeypatch.setattr(flash_cuda, "forward", forward)
+    monkeypatch.setattr(flash_cuda, "backward", backward)
 
 
 @settings(max_examples=60, deadline=None, derandomize=True)
@@ -70,7 +70,7 @@ def on_cpu(monkeypatch) -> None:
 def test_tiles_have_each_visible_key_once_and_no_row_without_keys(geometry, queries, more, start):
     keys = queries + more
     found = torch.zeros(queries, keys, dtype=torch.int)
-    left = flash_cuda._left(geometry)
+    left = flash_cuda.farthest_key(geometry)
     for tile in flash_cuda.tiles(geometry, queries, keys, start):
         assert tile.blocks == 1 or tile.step == tile.rows, "rows of blocks adjoin"
         ahead = torch.arange(tile.keys) - torch.arange(tile.rows)[:, None] - tile.keys + tile.rows

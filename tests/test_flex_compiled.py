@@ -71,9 +71,9 @@ def graphs(monkeypatch) -> Graphs:
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend=made))
     monkeypatch.setattr(fused, "fuses", lambda x: True)
     monkeypatch.setattr(torch_flex, "_validate_device", lambda *tensors: None)
-    fused._compiled.cache_clear()
+    fused.compiled_kernel.cache_clear()
     yield made
-    fused._compiled.cache_clear()
+    fused.compiled_kernel.cache_clear()
 
 
 def check(tensors: list[torch.Tensor], call: Call) -> None:
@@ -121,7 +121,7 @@ def test_beyond_the_limit_of_recompilations_it_raises(graphs) -> None:
         return x + len(by)
 
     with torch._dynamo.config.patch(recompile_limit=2):
-        own, other = fused._compiled(grown, "one"), fused._compiled(grown, "other")
+        own, other = fused.compiled_kernel(grown, "one"), fused.compiled_kernel(grown, "other")
         own(torch.ones(2), "a")
         own(torch.ones(2), "ab")
         with pytest.raises(torch._dynamo.exc.FailOnRecompileLimitHit):
@@ -207,7 +207,7 @@ def test_sizes_of_the_kernel_fit_into_shared_memory(columns, size, decode) -> No
 def test_a_tile_is_as_large_as_triton_made_it() -> None:
     """Bytes that Triton 3.9 asked for, compiled for capability 8.6 (see cards.Tile.shared)."""
     assert cards.Tile(32, 64, 3).shared(256, 256, 2) == 151_552
-    assert 0 <= 147_968 - cards.Tile(128, 32, 3).shared(128, 128, 4) <= cards._SLACK
+    assert 0 <= 147_968 - cards.Tile(128, 32, 3).shared(128, 128, 4) <= cards.SLACK
     assert cards.Tile(128, 64, 3).shared(128, 128, 2) > 98_304
 
 
@@ -224,9 +224,9 @@ def test_an_error_of_the_compiler_becomes_a_log_line(monkeypatch, caplog) -> Non
         raise OutOfResources("out of resource: shared memory, Required: 151552")
 
     monkeypatch.setattr(fused, "fuses", lambda x: True)
-    monkeypatch.setattr(fused, "_compiled", lambda *kind: fails)
+    monkeypatch.setattr(fused, "compiled_kernel", lambda *kind: fails)
     monkeypatch.setattr(attention, "chosen", lambda *given: ("flex", None))
-    attention._tell.cache_clear()
+    attention.log_once.cache_clear()
     tensors, call = asked(1, 5, 60)
     for _ in range(2):
         out = attention.attend(*tensors, call)
@@ -241,7 +241,7 @@ def test_a_card_is_a_constant_of_a_graph(monkeypatch) -> None:
     properties = types.SimpleNamespace(major=8, minor=6, shared_memory_per_block_optin=99 * KIB)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: properties)
     monkeypatch.setattr(cards, "compiles", lambda: True)
-    cards._card.cache_clear()
+    cards.card_at.cache_clear()
 
     def asks(x: torch.Tensor) -> torch.Tensor:
         found = cards.card(torch.device("cuda", 0))
@@ -249,4 +249,4 @@ def test_a_card_is_a_constant_of_a_graph(monkeypatch) -> None:
 
     compiled = torch.compile(asks, backend="eager", fullgraph=True)
     assert compiled(torch.zeros(1)).item() == RTX_3090.shared
-    cards._card.cache_clear()
+    cards.card_at.cache_clear()

@@ -25,14 +25,18 @@ def test_what_a_kind_does_not_change_is_as_trained(method: Method) -> None:
     used = method.distances(ROPE, LENGTH, distance)
     if method.kind == "frequency":
         assert torch.equal(used, distance) and method.span(ROPE, LENGTH).tolist() == [LENGTH]
-        assert method.query_scaling(distance, ROPE) is None and not method.attends
+        assert method.query_scaling(distance, ROPE) is None and not method.replaces_attention
         assert method.resolved(ROPE) == method
     else:
         assert torch.equal(method.frequencies(ROPE, LENGTH), ROPE.inv_freq)
         assert method.start_tokens == 0
         assert used.shape == ((*distance.shape, 64) if method.name == "dpe" else distance.shape)
         span = method.span(ROPE, LENGTH)
-        assert (used.nan_to_num(0).amax(0) < span).all() and span.min() < LENGTH and method.attends
+        assert (
+            (used.nan_to_num(0).amax(0) < span).all()
+            and span.min() < LENGTH
+            and method.replaces_attention
+        )
 
 
 def test_every_kind_of_method_can_be_put_in_force() -> None:

@@ -37,7 +37,7 @@ def test_the_diagnosis_is_what_the_command_prints() -> None:
 
 @pytest.mark.parametrize("method", rope_ext.methods(), ids=lambda method: method.name)
 def test_every_method_is_in_the_table_as_the_code_has_it(method: rope_ext.MethodInfo) -> None:
-    assert f"| `{method.name}` | {method.use} | {method.paper} |" in README
+    assert f"| `{method.name}` | {method.summary} | {method.paper} |" in README
 
 
 def test_the_count_of_families_is_that_of_the_generated_page() -> None:

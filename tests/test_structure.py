@@ -6,12 +6,12 @@ import ast
 import functools
 import subprocess
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
 
-from tests.helpers.sources import PACKAGES, nodes
+from tests.helpers.sources import PACKAGES, ROOT, nodes
 
 ROOMS = {
     "rope_ext": (
@@ -62,6 +62,9 @@ ROOMS = {
 A part of a package that is named by itself has its own place; ``rope_ext`` is the public face. All
 of ``rope_eval`` is above all of ``rope_ext``.
 """
+
+OURS = ("rope_ext", "rope_eval", "recipes", "benchmarks", "tests")
+FOLDERS = (*PACKAGES, *(ROOT / name for name in ("recipes", "benchmarks", "tests")))
 
 Imports = dict[str, set[str]]
 
@@ -152,6 +155,37 @@ def test_no_room_imports_a_higher_one() -> None:
         if room(other) > room(name)
     }
     assert upward == {("rope_ext", name) for name in ANNOTATED}
+
+
+def test_no_file_uses_what_is_private_to_another() -> None:
+    """Names that begin with an underscore are used in the file that defines them alone."""
+    files = [path for folder in FOLDERS for path in folder.rglob("*.py")]
+    assert [f"{path.name}: {name}" for path in files for name in borrowed(nodes(path))] == []
+
+
+def borrowed(tree: Sequence[ast.AST]) -> Iterator[str]:
+    """Private names of other modules of ours, imported or read as attributes of a module."""
+    modules = set()
+    for node in tree:
+        if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] in OURS:
+            modules |= {alias.asname or alias.name for alias in node.names}
+            yield from filter(private, (alias.name for alias in node.names))
+    for node in tree:
+        if isinstance(node, ast.Attribute) and private(node.attr):
+            value = ast.unparse(node.value)
+            yield from [f"{value}.{node.attr}"] if value in modules else []
+
+
+def private(name: str) -> bool:
+    return name.startswith("_") and not name.startswith("__")
+
+
+@pytest.mark.parametrize(
+    "source",
+    ["from rope_ext.a import _b", "from rope_ext import a\na._b()", "import rope_ext.a as a"],
+)
+def test_what_is_borrowed_is_seen(source: str) -> None:
+    assert bool(list(borrowed(list(ast.walk(ast.parse(source)))))) == ("_b" in source)
 
 
 @pytest.mark.slow

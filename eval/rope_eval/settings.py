@@ -66,12 +66,12 @@ class Server:
     Args:
         label: its name in the report.
         url: its address.
-        served_as: name under which it has the model.
+        served_model_name: name under which it has the model.
     """
 
     label: str
     url: str
-    served_as: str
+    served_model_name: str
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,7 +101,7 @@ class Settings:
         output: directory for the results.
         url: address of an OpenAI-compatible server to measure instead of a model, or several to
             compare. ``models`` then contains the tokenizer, and ``methods`` is ``("none",)``.
-        served_as: name of the model on the server; one for each of several.
+        served_model_name: name of the model on the server; one for each of several.
         tokenizer: directory or Hub ID of its tokenizer.
         api: how prompts are sent; see ``Served``.
         concurrency: requests at a time.
@@ -184,11 +184,12 @@ class Settings:
         group=SERVED,
         action="append",
     )
-    served_as: str | tuple[str, ...] | None = option(
+    served_model_name: str | tuple[str, ...] | None = option(
         None,
         "name under which it serves the model; one for every --url, separated by commas",
         _one_or_several,
         group=SERVED,
+        also="--served-as",
         action="append",
     )
     tokenizer: str | None = option(
@@ -212,7 +213,7 @@ class Settings:
     @property
     def servers(self) -> list[Server]:
         """The servers that are measured; none where a model is."""
-        urls, names = _several(self.url), _several(self.served_as)
+        urls, names = _several(self.url), _several(self.served_model_name)
         names = names * len(urls) if len(names) == 1 else names
         found = []
         for url, name in zip(urls, names, strict=False):  # require_server checks their numbers

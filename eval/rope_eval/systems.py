@@ -28,7 +28,7 @@ class System:
         method: its name, or ``none``.
         options: of the method, and what the adapter's patch has beside them.
         trained: trained context of the model, tokens.
-        adapts: whether frequencies depend on the length of the text.
+        is_dynamic: whether frequencies depend on the length of the text.
         identity: what its results depend on besides the case.
         adapted: whether the adapter is in use.
     """
@@ -39,7 +39,7 @@ class System:
     method: str
     options: Mapping[str, Any]
     trained: int
-    adapts: bool
+    is_dynamic: bool
     identity: str
     adapted: bool = False
 

@@ -40,7 +40,7 @@ from rope_eval.versions import versions
 
 PAGE, NUMBERS, TABLES = "laboratory.html", "laboratory.json", "laboratory.md"
 _NONE = "\u2013"
-_WIDTH = 6.6  # of figures in inches: at 400 pixels, 10 points are still 8 pixels
+WIDTH = 6.6  # of figures in inches: at 400 pixels, 10 points are still 8 pixels
 
 
 def contents(
@@ -183,7 +183,7 @@ def _glance(results: Results) -> Section:
 def _loss(results: Results) -> Section:
     lengths, s = results.lengths, results.settings
     by = {length: results.text("loss", length) for length in lengths}
-    figure = figure_of(_WIDTH, 7.6)
+    figure = figure_of(WIDTH, 7.6)
     above, below = figure.subplots(2, 1)
     _lines(above, results.names, _swapped(by))
     above.set(xscale="log", xlabel="context, bytes", ylabel="loss, nats per byte")
@@ -208,14 +208,14 @@ def _loss(results: Results) -> Section:
             f"every segment of the longest rows.",
         ),
         [_table(by, AT, "bytes")],
-        [_picture(figure, "loss by length and by position")],
+        [picture_of(figure, "loss by length and by position")],
     )
 
 
 def _retrieval(results: Results) -> Section:
     lengths = results.lengths
     by = {length: results.text("retrieval", length) for length in lengths}
-    figure = figure_of(_WIDTH, 4.6)
+    figure = figure_of(WIDTH, 4.6)
     axes = figure.subplots()
     _lines(axes, results.names, _swapped(by, 100))
     axes.set(xscale="log", xlabel="context, bytes", ylabel="words found, %", ylim=(-3, 103))
@@ -237,14 +237,14 @@ def _retrieval(results: Results) -> Section:
         "Text: retrieval",
         tuple(sentences),
         [_table(by, FOUND, "bytes")],
-        [_picture(figure, "words found by length")],
+        [picture_of(figure, "words found by length")],
     )
 
 
 def _tasks(results: Results) -> Section:
     tasks, items = results.tasks, results.items
     down = math.ceil(len(tasks) / 2)
-    figure = figure_of(_WIDTH, 2.6 * down + 1.4)
+    figure = figure_of(WIDTH, 2.6 * down + 1.4)
     grid = figure.subplots(down, min(2, len(tasks)), squeeze=False)
     for axes in grid.flat:
         axes.set_visible(False)
@@ -276,14 +276,14 @@ def _tasks(results: Results) -> Section:
                 f"size; ignore their numbers beyond it."
             )
     return Section(
-        "Length generalization", tuple(sentences), tables, [_picture(figure, "solved by items")]
+        "Length generalization", tuple(sentences), tables, [picture_of(figure, "solved by items")]
     )
 
 
 def _training(results: Results) -> Section:
     """Training loss curves, by subject."""
     subjects = sorted({cell.subject for cell in results.cells}, reverse=True)
-    figure = figure_of(_WIDTH, 2.8 * len(subjects) + 1.4)
+    figure = figure_of(WIDTH, 2.8 * len(subjects) + 1.4)
     panels = figure.subplots(len(subjects), 1, squeeze=False)[:, 0]
     for axes, subject in zip(panels, subjects, strict=True):
         curves: dict[str, dict[int, list[float]]] = {}
@@ -301,7 +301,7 @@ def _training(results: Results) -> Section:
     return Section(
         "Training",
         ("Mean over seeds of the loss on all scored tokens; for text, including answers.",),
-        pictures=[_picture(figure, "training loss by step")],
+        pictures=[picture_of(figure, "training loss by step")],
     )
 
 
@@ -425,7 +425,7 @@ def _limit(panels: Sequence[Any], values: Sequence[float]) -> None:
         axes.set_ylim(low - 0.05 * (high - low), min(high * 1.05, low + 3))
 
 
-def _picture(figure: Any, alt: str) -> Picture:
+def picture_of(figure: Any, alt: str) -> Picture:
     buffer = io.BytesIO()
     figure.savefig(buffer, format="png", dpi=160)
     return Picture(alt, buffer.getvalue())

@@ -32,14 +32,14 @@ class MethodInfo:
         name: as ``patch`` takes it.
         aliases: other names for it.
         options: with their defaults; ``...`` where an option must be given.
-        use: what to choose it for.
+        summary: what to choose it for.
         paper: its source.
     """
 
     name: str
     aliases: tuple[str, ...]
     options: dict[str, Any]
-    use: str
+    summary: str
     paper: str
 
 
@@ -158,7 +158,7 @@ def methods() -> list[MethodInfo]:
             option.name: ... if option.default is dataclasses.MISSING else option.default
             for option in dataclasses.fields(cls)
         }
-        found.append(MethodInfo(cls.name, cls.aliases, options, cls.use, cls.paper))
+        found.append(MethodInfo(cls.name, cls.aliases, options, cls.summary, cls.paper))
     return found
 
 
@@ -231,10 +231,10 @@ def _site(site: RotarySite, patch: Patch | None) -> SiteDescription:
     after, scaling, status = site.rope.inv_freq, site.scaling, "unchanged"
     if patch is not None and site in patch.scaled:
         after, scaling = patch.frequencies_of(site)
-        status = "positions changed" if patch.method.attends else "extended"
+        status = "positions changed" if patch.method.replaces_attention else "extended"
         if patch.method.kind == "rotation" and patch.frequencies is None:
             status = "as trained"
-        if patch.method.adapts:
+        if patch.method.is_dynamic:
             shown = patch.method.target_length(site.rope)
             status = f"extended per sequence, shown at {shown} tokens"
     return SiteDescription(

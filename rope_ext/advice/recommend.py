@@ -124,7 +124,11 @@ class _Trial:
     def unproven(self, model: nn.Module) -> bool:
         """Whether only missing weights stood against the method."""
         meta = any(parameter.is_meta for parameter in model.parameters())
-        return meta and self.method.attends and isinstance(self.refusal, UnsupportedModelError)
+        return (
+            meta
+            and self.method.replaces_attention
+            and isinstance(self.refusal, UnsupportedModelError)
+        )
 
 
 def recommend(
@@ -283,7 +287,7 @@ def _candidates(case: _Case) -> Iterator[tuple[Method, str]]:
     methods = [method.resolved(case.rope) for method in methods]
     # sorted() is stable: only too large groups move behind the rest.
     for method in sorted(methods, key=lambda method: _group(method) > _LARGEST_GROUP):
-        if case.scaled is None or not method.adapts:  # which cannot go on top of another
+        if case.scaled is None or not method.is_dynamic:  # which cannot go on top of another
             yield method, _evidence(method)
 
 
@@ -293,7 +297,7 @@ def _group(method: Method) -> int:
 
 def _evidence(method: Method) -> str:
     where = "At 8 times the length of the two bundled checkpoints, which are small"
-    return f"{method.use} ({method.paper}). {where}: {MEASURED[method.name]} (docs/advice.md)."
+    return f"{method.summary} ({method.paper}). {where}: {MEASURED[method.name]} (docs/advice.md)."
 
 
 def _tried(case: _Case, method: Method, why: str) -> _Trial:
@@ -307,7 +311,11 @@ def _more(case: _Case, chosen: _Trial, calibrated: Calibrated | None) -> Iterato
     """Further reasons, warnings and the next step."""
     method, rope, factor = chosen.method, case.rope, case.factor
     if factor > _INTERPOLATED and not case.finetune:
-        remedy = "so it keeps distances within the trained ones" if method.attends else "fine-tune"
+        remedy = (
+            "so it keeps distances within the trained ones"
+            if method.replaces_attention
+            else "fine-tune"
+        )
         yield (
             f"Factor {factor:g} is beyond the 2 and 4 at which YaRN is published without "
             f"fine-tuning (arXiv 2402.13753): {remedy}."
@@ -318,7 +326,7 @@ def _more(case: _Case, chosen: _Trial, calibrated: Calibrated | None) -> Iterato
             f"Groups of {group} are the smallest with which the largest distance stays "
             f"below two thirds of the trained length (arXiv 2401.01325)."
         )
-    if not method.attends:
+    if not method.replaces_attention:
         yield from _about_frequencies(case, method)
     if chosen.refusal is not None:
         yield (

@@ -65,7 +65,7 @@ def refuse_scaled(
             f"already: {there}. Pass compose=True to extend its {site.rope.length} tokens further, "
             f"or load {back} to start from the unscaled frequencies{own}"
         )
-    if method.adapts:
+    if method.is_dynamic:
         raise AlreadyScaledError(
             f"{method.name} changes with the sequence and cannot be composed with {there}; pass "
             f"length=TOKENS to fix it, or choose a fixed method such as 'yarn'"

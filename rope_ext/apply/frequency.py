@@ -58,7 +58,7 @@ def apply(
         _grow(place, method.name, saved.native, changes)
     else:
         moving = temperature is not None and temperature.constant is None
-        if method.adapts or method.start_tokens or moving:
+        if method.is_dynamic or method.start_tokens or moving:
             sequences = Sequences(method, min(site.rope.length for site in scaled))
             follow(decoder, place.model, sequences, changes)
         _write(method, targets, saved.built, precise, keep, sequences, changes)
@@ -70,15 +70,15 @@ def apply(
     if keep:
         local = hooks.local_layers(decoder, text_config(decoder).layer_types)
         changes.handles += hooks.keep_native(decoder, local)
-    per_sequence = method.adapts and not growing and saved.native
+    per_sequence = method.is_dynamic and not growing and saved.native
     notes = _notes(place, keep, precise, per_sequence)
     for site in scaled:
         notes += scale_softmax(site, (method,), changes)
     if options.compose == "raise":
         notes += raising.finish(place, saved.values, changes)
     if temperature is not None:
-        local_too = options.sliding_layers == "scale"
-        notes += queries.install(place, temperature, sequences, local_too, changes)
+        include_sliding = options.sliding_layers == "scale"
+        notes += queries.install(place, temperature, sequences, include_sliding, changes)
     return Applied(
         method=method,
         target_length=length,
@@ -103,9 +103,9 @@ def _write(
     """Give every site its frequencies and scaling, and a hook where that is not enough."""
     for site, (inv_freq, scaling) in targets.items():
         native = keep and site.shared
-        following = sequences is not None and bool(method.adapts or method.start_tokens)
+        following = sequences is not None and bool(method.is_dynamic or method.start_tokens)
         hooked = precise or native or sequences is not None
-        if method.adapts:  # the hook replaces them; a fresh module holds the trained ones
+        if method.is_dynamic:  # the hook replaces them; a fresh module holds the trained ones
             changes.states.append(buffers.write(site, site.loaded, site.scaling, hooked))
         else:
             buffer = built.get(site, inv_freq.float())

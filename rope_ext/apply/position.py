@@ -77,7 +77,7 @@ def _apply(
     reached, length = method.reached(rope), method.target_length(rope)
     method = cast("PositionMethod", method.resolved(rope))
     precise = length > PRECISE_BEYOND if options.precise == "auto" else options.precise
-    local_too = options.sliding_layers == "scale"
+    include_sliding = options.sliding_layers == "scale"
     encoding = method if isinstance(method, Encoding) else options.bias
     position_map = PositionMap(
         method,
@@ -86,7 +86,7 @@ def _apply(
         label,
         precise,
         options.kernel,
-        local_too,
+        include_sliding,
         encoding,
         options.layers,
         named,

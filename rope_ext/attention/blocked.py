@@ -12,15 +12,10 @@ from typing import Any
 
 import torch
 
-from rope_ext.attention import reference
+from rope_ext.attention import reference, sizes
 from rope_ext.attention.call import Call, Scores, part_of
 from rope_ext.attention.reference import Places
 from rope_ext.methods.geometry import Distance
-
-_NUMBERS = 2**22
-"""Logits of a block held at a time: 16 MiB in float32."""
-_ROWS = 256
-"""Queries of a block at most."""
 
 
 def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: Call) -> torch.Tensor:
@@ -85,8 +80,8 @@ def _zeros(x: torch.Tensor) -> torch.Tensor:
 def _blocks(call: Call, query: torch.Tensor, key: torch.Tensor) -> Iterator[tuple[slice, slice]]:
     """Blocks of queries, each with the range of keys that its queries see."""
     (batch, heads, queries), keys = query.shape[:3], key.shape[2]
-    count = _NUMBERS // (batch * max(keys, 1) * (heads + _scores(call).width))
-    count = max(1, min(count, _ROWS))
+    count = sizes.SCORED_LOGITS // (batch * max(keys, 1) * (heads + _scores(call).width))
+    count = max(1, min(count, sizes.SCORED_ROWS))
     bands = [band.geometry for band in call.bands]
     ends = [x.last for x in bands if isinstance(x, Distance) and x.last is not None]
     farthest = max(ends, default=0) if len(ends) == len(bands) else keys + 1

@@ -39,11 +39,11 @@ class Card:
 def card(device: torch.device) -> Card:
     """The card of a device of CUDA."""
     index = torch.cuda.current_device() if device.index is None else device.index
-    return _card(index)
+    return card_at(index)
 
 
 @functools.cache
-def _card(index: int) -> Card:
+def card_at(index: int) -> Card:
     found = torch.cuda.get_device_properties(index)
     # ROCm does not have the second attribute; its cards have 64 KiB.
     shared = getattr(found, "shared_memory_per_block_optin", 2**16)
@@ -87,7 +87,7 @@ class Tile:
 
 ENOUGH = 163 * 2**10
 """Bytes with which FlexAttention's own sizes fit: those of an A100."""
-_SLACK = 2**10
+SLACK = 2**10
 _PREFILL = [
     Tile(rows, keys, stages)
     for rows, keys, stages in (
@@ -111,7 +111,7 @@ def options(
     """
     if card.shared >= ENOUGH:
         return {}
-    room = card.shared - _SLACK
+    room = card.shared - SLACK
     for tile in _DECODE if decode else _PREFILL:
         if tile.shared(columns, value_columns, size) <= room:
             if decode:

@@ -70,7 +70,7 @@ def attend(
     if kernel == "auto":
         kernel, why = chosen(query, value, call, card)
         if why is not None and not torch.compiler.is_compiling():
-            _tell(f"attention on {query.device} {_PLAIN}: {why}")
+            log_once(f"attention on {query.device} {_PLAIN}: {why}")
     elif kernel != "reference":
         why = refusal(kernel, query, value, call, card)
         if why is not None:
@@ -88,7 +88,8 @@ def attend(
                 raise OptionError(
                     f"kernel='flex' was not compiled for this GPU ({error}); use kernel='auto'"
                 ) from error
-            _tell(f"attention on {query.device} {_PLAIN}: FlexAttention was not compiled ({error})")
+            why = f"FlexAttention was not compiled ({error})"
+            log_once(f"attention on {query.device} {_PLAIN}: {why}")
     return reference.attend_blocked(query, key, value, call)
 
 
@@ -127,6 +128,6 @@ def refusal(
 
 
 @functools.cache
-def _tell(sentence: str) -> None:
+def log_once(sentence: str) -> None:
     """Once for each sentence."""
     _logger.warning("rope_ext: %s", sentence)

@@ -17,18 +17,11 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from rope_ext.attention import flash
+from rope_ext.attention import flash, sizes
 from rope_ext.attention.call import Call
 from rope_ext.attention.faster import faster
 from rope_ext.encodings.fire import FIREScores
 from rope_ext.methods.geometry import Distance
-
-_ROWS = flash.STEPS
-"""Queries of a block."""
-_ROWS_BACKWARD = 256
-"""Fewer in the backward pass, so that a tile stays in the processor's cache while it is used."""
-_NUMBERS = 2**23
-"""Numbers of a tile: 32 MiB in float32."""
 
 
 @faster.register
@@ -198,7 +191,7 @@ def _tiles(
     size = rows * (len(bias.near) + rows)
     count = len(bias.weights) // groups
     # Few to save memory, but enough for all threads: the kernel splits a block into thirds.
-    each = min(max(_NUMBERS // size, -(-2 * torch.get_num_threads() // 3)), count)
+    each = min(max(sizes.FIRE_NUMBERS // size, -(-2 * torch.get_num_threads() // 3)), count)
     store = bias.near.new_empty(each * size)
     parts = {}
     for head in range(0, count, each):
@@ -233,11 +226,11 @@ class _Rows(torch.autograd.Function):
         out = torch.empty_like(query)
         lse = query.new_empty((*query.shape[:3], 1), dtype=bias[0].dtype)
         q, o, m = _grouped(key, query, out, lse)
-        for block, of_key, group, _, tile, _ in _tiles(_Bias(*bias), q.shape[2], _ROWS):
+        for block, of_key, group, _, tile, _ in _tiles(_Bias(*bias), q.shape[2], sizes.FIRE_ROWS):
             at = (slice(None), of_key, group, block.rows)
             k, v = (x[:, of_key, : block.keys] for x in (key, value))
             mask = _mask(block, tile, q)
-            new, log = flash._kernel(q[at].flip(-2), k, v, attn_mask=mask, scale=scale)
+            new, log = flash.kernel(q[at].flip(-2), k, v, attn_mask=mask, scale=scale)
             o[at], m[at] = new.flip(-2), log[..., None].flip(-2)
         ctx.scale = scale
         ctx.save_for_backward(query, key, value, out, lse, *bias)
@@ -252,7 +245,9 @@ class _Rows(torch.autograd.Function):
         grads = [torch.zeros_like(x, dtype=lse.dtype) for x in (query, key, value)]
         of_bias = [torch.zeros_like(x) for x in bias]
         q, o, m, g, of_query = _grouped(key, query, out, lse, grad, grads[0])
-        for block, of_key, group, heads, tile, slopes in _tiles(all_of, q.shape[2], _ROWS_BACKWARD):
+        for block, of_key, group, heads, tile, slopes in _tiles(
+            all_of, q.shape[2], sizes.FIRE_ROWS_BACKWARD
+        ):
             at = (slice(None), of_key, group, block.rows)
             part = (slice(None), of_key, slice(0, block.keys))
             query_rows, out_rows, lse_rows, grad_rows = (x[at].flip(-2) for x in (q, o, m, g))
@@ -289,7 +284,7 @@ def _backward(
     value: torch.Tensor,
     mask: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    return flash._kernel_backward(
+    return flash.kernel_backward(
         grad, query, key, value, out, lse[..., 0], 0.0, False, attn_mask=mask, scale=scale
     )
 

@@ -11,68 +11,32 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Any, Literal, NamedTuple, cast
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
 
+from rope_ext.attention import sizes
 from rope_ext.attention.call import Call, Pairs, RotatedBand, Rotation, rows_of
 from rope_ext.errors import UnsupportedModelError
 from rope_ext.methods.geometry import ChunkGap, Distance, Geometry, Sinks
 
-Way = Literal["forward", "backward"]
 Before = tuple[torch.Tensor, torch.Tensor] | None
 """Output and log-sum-exp of keys that rows have attended to already; the latter is finite."""
 
-_kernel = torch._scaled_dot_product_flash_attention_for_cpu  # less overhead than torch.ops
-_kernel_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
+kernel = torch._scaled_dot_product_flash_attention_for_cpu  # less overhead than torch.ops
+kernel_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
 
 _GEOMETRIES = (Distance, ChunkGap, Sinks)
 # Field names are listed here because the dynamo of torch 2.11 cannot trace fields().
 _NAMES = {kind: [part.name for part in fields(kind)] for kind in _GEOMETRIES}
-_ALL = slice(0, None)
+ALL = slice(0, None)
 _OPEN = 2**62
 """Stands for ``last=None`` where geometries are passed as integers: larger than any distance."""
 
 
-class TileRows(NamedTuple):
-    """Rows of a tile along a band, by the width of the band; ``narrow`` is at most ``_BIASED``."""
-
-    narrow: int
-    wide: int
-
-    def rows_for(self, first: int, last: int | None) -> int:
-        """For a band of the distances ``first .. last - 1``, in tokens."""
-        return self.narrow if last is not None and last - first < _NARROW else self.wide
-
-
-_NARROW = 1024
-"""Tokens; a band less wide than this is narrow."""
-# 32 rows, one step of the kernel, compute the fewest hidden logits; backward takes two steps, since
-# the keys of each tile are copied. From 192 rows on the kernel takes steps of 64. In half precision
-# it packs the keys of each call if there are enough rows, which costs as much as 170 rows, and is
-# slow if there are not.
-_HEIGHTS: dict[tuple[Way, bool], TileRows] = {
-    ("forward", False): TileRows(32, 192),
-    ("backward", False): TileRows(64, 192),
-    ("forward", True): TileRows(192, 384),
-    ("backward", True): TileRows(192, 192),
-}
-"""By direction, and by whether it is half precision."""
-_BIASED = 256
-"""The most rows of a tile with a bias, unless it hides nothing."""
-_AT_ONCE = 4
-"""Tiles of one backward call, unless there are more threads: copied keys then stay in the cache."""
-STEPS = 768
-"""Rows from which the kernel takes its largest steps."""
 _LOST = 40.0
 """A key whose logit is this far below another's has no weight in float32: 4e-18 of the other's."""
-_MERGED = 2**18
-"""Elements of an output that are cast to float32 at a time."""
-_TALL = 1024
-"""Rows of a tile with a bias that hides nothing, and keys of a tile whose bias is learned."""
-_BLOCK = 1024
-"""Tokens rotated at a time."""
 
 
 @dataclass(frozen=True)
@@ -103,20 +67,20 @@ def tiles(
     queries: int,
     keys: int,
     start: int = 0,
-    height: TileRows = _HEIGHTS["forward", False],
+    height: sizes.TileRows = sizes.TILES["forward", False],
 ) -> list[Tile]:
     """The tiles of a band; the queries are the last of the keys, key 0 is token ``start``."""
     if isinstance(geometry, ChunkGap):
-        found = _chunks(geometry, queries, keys, start)
+        found = chunk_tiles(geometry, queries, keys, start)
     elif isinstance(geometry, Sinks):
-        found = _triangle(queries, keys, geometry.first, min(geometry.count - start, keys))
+        found = triangle_tiles(queries, keys, geometry.first, min(geometry.count - start, keys))
     elif geometry.last is None:
-        found = _triangle(queries, keys, geometry.first, keys)
+        found = triangle_tiles(queries, keys, geometry.first, keys)
     else:
         first = max(geometry.first, 0)
         found = _near(queries, keys, first, geometry.last, height.rows_for(first, geometry.last))
     # An empty region of keys kills the process: the kernel divides by zero.
-    return _batched(tile for tile in found if tile.rows > 0 and tile.keys > 0)
+    return batched(tile for tile in found if tile.rows > 0 and tile.keys > 0)
 
 
 def _corner(row: int, rows: int, key: int, before: int) -> Iterator[Tile]:
@@ -128,7 +92,7 @@ def _corner(row: int, rows: int, key: int, before: int) -> Iterator[Tile]:
         yield Tile(row, rows, key + before, rows, "causal")
 
 
-def _triangle(
+def triangle_tiles(
     queries: int, keys: int, first: int, count: int, corner: Callable[..., Iterator[Tile]] = _corner
 ) -> Iterator[Tile]:
     """Of the first ``count`` keys, those at least ``first`` tokens away."""
@@ -166,7 +130,7 @@ def _near(queries: int, keys: int, first: int, last: int, strip: int) -> Iterato
 
 
 def _strips(
-    geometry: Distance, queries: int, keys: int, tall: bool, height: TileRows
+    geometry: Distance, queries: int, keys: int, tall: bool, height: sizes.TileRows
 ) -> list[Tile]:
     """Tiles for a bias by distance, in each of which every row sees a key.
 
@@ -177,14 +141,14 @@ def _strips(
     if last is not None and last <= first:
         return []
     before, found = keys - queries, []
-    strip = height._replace(wide=_BIASED).rows_for(first, last)
-    most = _TALL if tall else _BIASED
+    strip = height._replace(wide=sizes.BIASED).rows_for(first, last)
+    most = sizes.TALL if tall else sizes.BIASED
     for block in range(max(first - before, 0), queries, most):
         end = min(block + most, queries)
         whole = before + block - first  # of the keys: the first row sees one more
-        if (tall and end - block < STEPS) or (last is not None and before + end > last):
+        if (tall and end - block < sizes.STEPS) or (last is not None and before + end > last):
             whole = 0
-        wide = max(whole, 1) if tall else _TALL
+        wide = max(whole, 1) if tall else sizes.TALL
         for key in range(0, whole, wide):
             found.append(Tile(block, end - block, key, min(wide, whole - key), "strip"))
         for row in range(block, end, strip):
@@ -193,10 +157,10 @@ def _strips(
             if last is not None:
                 low = max(before + row - last + 1 - _to_even(last - first, strip), whole)
             found.append(Tile(row, stop - row, low, before + stop - first - low, "strip"))
-    return _batched(found) if tall or strip < _BIASED else found
+    return batched(found) if tall or strip < sizes.BIASED else found
 
 
-def _chunks(
+def chunk_tiles(
     geometry: ChunkGap,
     queries: int,
     keys: int,
@@ -216,7 +180,7 @@ def _chunks(
             yield Tile(row - end + queries, rows, low - start, high - low)
 
 
-def _batched(found: Iterable[Tile]) -> list[Tile]:
+def batched(found: Iterable[Tile]) -> list[Tile]:
     """Equal tiles at equal steps, merged into one."""
     runs: dict[tuple, list[Tile]] = {}
     for tile in found:
@@ -232,7 +196,7 @@ def _batched(found: Iterable[Tile]) -> list[Tile]:
     return [tile for run in runs.values() for tile in run]
 
 
-def _pack(call: Call) -> tuple[list[int], list]:
+def pack_call(call: Call) -> tuple[list[int], list]:
     """Bands and pairs as integers and tensors, since a custom operator takes nothing else."""
     plan = [len(call.bands)]
     tables: list[torch.Tensor] = []
@@ -252,7 +216,7 @@ def _pack(call: Call) -> tuple[list[int], list]:
     return plan, tables
 
 
-def _unpack(
+def unpack_call(
     sinks: torch.Tensor | None,
     bias: torch.Tensor | None,
     tables: list[torch.Tensor],
@@ -283,7 +247,7 @@ class _Hankel:
 
     Args:
         values: by falling distance, from that of the first key on, -inf where it is hidden;
-            ``[heads, keys + _BIASED]``.
+            ``[heads, keys + sizes.BIASED]``.
         before: number of keys before the first row.
     """
 
@@ -293,7 +257,7 @@ class _Hankel:
     @classmethod
     def within(cls, band: Distance, bias: torch.Tensor, queries: int, keys: int) -> _Hankel:
         """The bias for ``keys`` keys; the queries are the last of them."""
-        distance = torch.arange(keys - 1, -_BIASED - 1, -1, device=bias.device)
+        distance = torch.arange(keys - 1, -sizes.BIASED - 1, -1, device=bias.device)
         seen = band.sees(distance, torch.zeros_like(distance))
         values = bias[:, distance.clamp(0, bias.shape[1] - 1)]
         return cls(values.masked_fill(~seen, -torch.inf), keys - queries)
@@ -306,7 +270,7 @@ class _Hankel:
         """``[heads, rows, keys]``, rows in reverse order; ``values`` replace those of the bias."""
         values = self.values if values is None else values
         farthest = self.before + tile.row + tile.rows - 1 - tile.key
-        first = values.shape[1] - _BIASED - 1 - farthest
+        first = values.shape[1] - sizes.BIASED - 1 - farthest
         return values[:, first : first + tile.rows + tile.keys - 1].unfold(1, tile.keys, 1)
 
     def add(self, tile: Tile, x: torch.Tensor, total: torch.Tensor) -> None:
@@ -315,12 +279,12 @@ class _Hankel:
         # Reading padded rows at a length shorter by one shifts each row one column to the right.
         flat = F.pad(x, (0, rows)).flatten(1)[:, : rows * (rows + keys - 1)]
         farthest = self.before + tile.row + tile.rows - 1 - tile.key
-        first = total.shape[1] - _BIASED - 1 - farthest
+        first = total.shape[1] - sizes.BIASED - 1 - farthest
         total[:, first : first + rows + keys - 1] += flat.unflatten(1, (rows, -1)).sum(1)
 
     def sum_into(self, total: torch.Tensor, values: torch.Tensor) -> None:
         """Add ``values`` (as :attr:`values`) to those of a bias, ``[heads, distances]``."""
-        values = values[:, : values.shape[1] - _BIASED].flip(1)
+        values = values[:, : values.shape[1] - sizes.BIASED].flip(1)
         count = min(values.shape[1], total.shape[1])
         total[:, :count] += values[:, :count]
 
@@ -357,7 +321,7 @@ class _Region:
 
 
 def _parts(
-    call: Call, queries: int, keys: int, height: TileRows, tall: bool
+    call: Call, queries: int, keys: int, height: sizes.TileRows, tall: bool
 ) -> Iterator[tuple[RotatedBand, list[Tile], torch.Tensor | _Hankel | None]]:
     """The tiles of every band, and the bias of their logits."""
     for band in call.bands:
@@ -376,10 +340,10 @@ def _parts(
         yield band, _strips(near, queries, keys, tall, height), values
 
 
-def _regions(
-    call: Call, query: torch.Tensor, keys: int, way: Way, tall: bool = True
+def regions(
+    call: Call, query: torch.Tensor, keys: int, way: sizes.Way, tall: bool = True
 ) -> Iterator[_Region]:
-    height = _HEIGHTS[way, query.element_size() < 4]
+    height = sizes.TILES[way, query.element_size() < 4]
     for band, found, bias in _parts(call, query.shape[2], keys, height, tall):
         if not found:
             continue
@@ -393,7 +357,7 @@ def _regions(
         yield _Region(band, slice(row, rows), slice(key, keys_end), found, bias)
 
 
-def _without_lost(
+def without_lost(
     call: Call, query: torch.Tensor, key: torch.Tensor, lse: torch.Tensor | None = None
 ) -> Call:
     """``call`` with the bias clamped for keys that have no weight anyway.
@@ -426,7 +390,7 @@ def _stretch(rotation: Rotation) -> float:
     return max(1.0, torch.hypot(*rotation).max().item())
 
 
-def _rotated(x: torch.Tensor, rotation: Rotation, part: slice, pairs: Pairs) -> torch.Tensor:
+def rotate_part(x: torch.Tensor, rotation: Rotation, part: slice, pairs: Pairs) -> torch.Tensor:
     """A part of the tokens of ``x``, rotated."""
     x = x[..., part, :]
     if rotation is None:
@@ -454,8 +418,8 @@ def _blocks(
     x: torch.Tensor, rotation: tuple[torch.Tensor, torch.Tensor], part: slice
 ) -> Iterator[tuple[slice, tuple[torch.Tensor, torch.Tensor]]]:
     """Blocks of tokens so small that intermediate results stay in the processor's cache."""
-    for first in range(0, x.shape[-2], _BLOCK):
-        block = slice(first, min(first + _BLOCK, x.shape[-2]))
+    for first in range(0, x.shape[-2], sizes.ROTATED):
+        block = slice(first, min(first + sizes.ROTATED, x.shape[-2]))
         rows = slice(part.start + block.start, part.start + block.stop)
         yield block, (rows_of(rotation[0], rows), rows_of(rotation[1], rows))
 
@@ -497,7 +461,9 @@ def _wide(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
 
 
-def _begun(query: torch.Tensor, call: Call, before: Before) -> tuple[torch.Tensor, torch.Tensor]:
+def initial_output(
+    query: torch.Tensor, call: Call, before: Before
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Output (transposed in memory) and log-sum-exp before any key of the bands."""
     batch, heads, queries, columns = query.shape
     wide = _wide(query.dtype)
@@ -524,12 +490,12 @@ def _attend(
     """Output and log-sum-exp, ``[batch, heads, queries, columns]`` and without columns."""
     if query.shape[2] == 1:
         return _decode(query, key, value, call, before)
-    call = _without_lost(call, query, key)
-    total, lse = _begun(query, call, before)
-    for region in _regions(call, query, key.shape[2], "forward"):
-        rows = [_rotated(query, region.band.query, region.rows, call.pairs)]
+    call = without_lost(call, query, key)
+    total, lse = initial_output(query, call, before)
+    for region in regions(call, query, key.shape[2], "forward"):
+        rows = [rotate_part(query, region.band.query, region.rows, call.pairs)]
         rows += [x[..., region.rows, :] for x in (total, lse[..., None])]
-        keys = [_rotated(key, region.band.key, region.keys, call.pairs)]
+        keys = [rotate_part(key, region.band.key, region.keys, call.pairs)]
         keys.append(value[..., region.keys, :])
         for tile in region.tiles:
             mask = region.mask(tile, query.dtype)
@@ -537,7 +503,7 @@ def _attend(
                 tile, rows, keys, mask, region.more
             ):
                 (tile_q,) = _in_order(tile, tile_q)
-                out, new = _kernel(
+                out, new = kernel(
                     tile_q,
                     tile_k,
                     tile_v,
@@ -553,7 +519,7 @@ def _attend(
 def _merge(total: torch.Tensor, lse: torch.Tensor, out: torch.Tensor, new: torch.Tensor) -> None:
     """Add output and log-sum-exp of further keys to those of all before."""
     dim = 0 if len(out) > 1 else 2
-    step = out.shape[dim] * _MERGED // out.numel() if out.dtype != total.dtype else 0
+    step = out.shape[dim] * sizes.MERGED // out.numel() if out.dtype != total.dtype else 0
     parts = [x.split(step or out.shape[dim], dim) for x in (total, out, torch.sigmoid(new - lse))]
     for part, of_out, weight in zip(*parts, strict=True):
         part.lerp_(of_out.to(part.dtype), weight)
@@ -570,7 +536,7 @@ def _decode(
     batch, heads, _, columns = query.shape
     kv_heads, keys = key.shape[1:3]
     wide = _wide(query.dtype)
-    total, lse = (x.unflatten(1, (kv_heads, -1)) for x in _begun(query, call, before))
+    total, lse = (x.unflatten(1, (kv_heads, -1)) for x in initial_output(query, call, before))
     total, lse = total[:, :, :, 0], lse[..., 0]
     query = query.reshape(batch, kv_heads, heads // kv_heads, columns)
     bias = None
@@ -579,9 +545,9 @@ def _decode(
     for band in call.bands:
         for tile in tiles(band.geometry, 1, keys, call.start):
             part = slice(tile.key, tile.key + tile.keys)
-            out, new = _kernel(
+            out, new = kernel(
                 call.pairs.rotate(query, band.query),
-                _rotated(key, band.key, part, call.pairs),
+                rotate_part(key, band.key, part, call.pairs),
                 value[..., part, :],
                 attn_mask=None if bias is None else bias[..., part],
                 scale=call.scale,
@@ -625,7 +591,7 @@ def _bands(
     start: int,
     scale: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    call = _unpack(sinks, bias, tables, plan, start, scale)
+    call = unpack_call(sinks, bias, tables, plan, start, scale)
     known = None if before is None or before_lse is None else (before, before_lse)
     return _here(query, key, value, call, known)
 
@@ -666,7 +632,7 @@ def _bands_backward(
     start: int,
     scale: float,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    call = _unpack(None, bias, tables, plan, start, scale)
+    call = unpack_call(None, bias, tables, plan, start, scale)
     _, differentiate = BY_DEVICE[query.device.type]
     rows = map(packed, (grad, query, key, value, out))
     return differentiate(*rows, lse, call, learns)
@@ -683,7 +649,7 @@ def _backward(
     learns: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Gradients of query, key and value, and of the bias if it learns."""
-    call = _without_lost(call, query, key, lse)
+    call = without_lost(call, query, key, lse)
     pairs, keys, scale, bias = call.pairs, key.shape[2], call.scale, call.bias
     wide = _wide(query.dtype)
     grads = [torch.zeros_like(x, dtype=wide) for x in (query, key, value)]
@@ -692,10 +658,10 @@ def _backward(
     if learns and bias is not None:
         grad_bias = torch.zeros_like(bias, dtype=wide)
     # The gradient of a bias takes whole tiles; smaller ones need less memory at a time.
-    for region in _regions(call, query, keys, "backward", tall=not learns):
+    for region in regions(call, query, keys, "backward", tall=not learns):
         band = region.band
-        rotated_q = _rotated(query, band.query, region.rows, pairs)
-        rotated_k = _rotated(key, band.key, region.keys, pairs)
+        rotated_q = rotate_part(query, band.query, region.rows, pairs)
+        rotated_k = rotate_part(key, band.key, region.keys, pairs)
         band_gq, band_gk = grad_q[..., region.rows, :], grad_k[..., region.keys, :]
         if band.query is not None:
             band_gq = torch.zeros_like(band_gq)
@@ -731,7 +697,7 @@ def _split(tile: Tile, keys: int) -> Iterator[Tile]:
     """Fewer blocks at a time, so that copies of overlapping keys take no more than the keys."""
     most = max(keys // tile.keys, 1)
     if tile.step < tile.keys:
-        most = min(most, max(_AT_ONCE, torch.get_num_threads()))
+        most = min(most, max(sizes.TILES_BACKWARD, torch.get_num_threads()))
     for block in range(0, tile.blocks, most):
         shift = block * tile.step
         blocks = min(most, tile.blocks - block)
@@ -763,7 +729,7 @@ def _tile_backward(
         k, v = (x.repeat_interleave(groups, 1) if groups > 1 else x for x in (key, value))
         with_bias = cast("torch.Tensor", mask)  # only tiles with a bias have its gradient
         _add_broadcast(grad_bias, of_logits(scale, query, out, lse, grad, k, v, with_bias))
-    new_query, *new_keys = _kernel_backward(
+    new_query, *new_keys = kernel_backward(
         grad,
         query,
         key,
@@ -889,7 +855,7 @@ def attend(
     inputs = (query, key, value, call.sinks, bias, *(before or (None, None)))
     grads = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs)
     if grads or torch.compiler.is_compiling():
-        plan, tables = _pack(call)
+        plan, tables = pack_call(call)
         out, _ = _bands(*inputs, tables, plan, call.start, call.scale)
     else:  # the operator would add overhead to each step of decoding
         out, _ = _here(query, key, value, call, before)

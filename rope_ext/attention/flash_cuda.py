@@ -40,7 +40,7 @@ def refusal(query: torch.Tensor, value: torch.Tensor, call: Call, card: cards.Ca
     return None
 
 
-def _forward(
+def forward(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
@@ -72,7 +72,7 @@ def _forward(
     )[:2]
 
 
-def _backward(
+def backward(
     grad: torch.Tensor,
     query: torch.Tensor,
     key: torch.Tensor,
@@ -107,24 +107,24 @@ def _backward(
 
 
 def tiles(geometry: Geometry, queries: int, keys: int, start: int = 0) -> list[Tile]:
-    """As :func:`flash.tiles`, except that ``"causal"`` is as in :func:`_forward`."""
+    """As :func:`flash.tiles`, except that ``"causal"`` is as in :func:`forward`."""
     if isinstance(geometry, ChunkGap):
-        found = flash._chunks(geometry, queries, keys, start, _joined)
+        found = flash.chunk_tiles(geometry, queries, keys, start, _joined)
     elif isinstance(geometry, Sinks):
         count = min(geometry.count - start, keys)
-        found = flash._triangle(queries, keys, geometry.first, count, _joined)
+        found = flash.triangle_tiles(queries, keys, geometry.first, count, _joined)
     else:
         part = extent(geometry, queries, keys, start)
         row = max(geometry.first - (keys - queries), 0)  # the first query that sees a key
         found = _joined(row, queries - row, part.start, part.stop - part.start - queries + row)
-    return flash._batched(tile for tile in found if tile.rows > 0 and tile.keys > 0)
+    return flash.batched(tile for tile in found if tile.rows > 0 and tile.keys > 0)
 
 
 def _joined(row: int, rows: int, key: int, before: int) -> Iterator[Tile]:
     yield Tile(row, rows, key, before + rows, "full" if rows == 1 else "causal")
 
 
-def _left(geometry: Geometry) -> int | None:
+def farthest_key(geometry: Geometry) -> int | None:
     if isinstance(geometry, Distance) and geometry.last is not None:
         return geometry.last - max(geometry.first, 0) - 1
     return None
@@ -150,7 +150,7 @@ class _Part:
         rotated = fused.rotate(call.pairs, key.narrow(2, *self.keys), self.rotations[1])
         self.key = self._of_keys(rotated)
         causal = tile.kind == "causal"
-        self.asked = causal, _left(band.geometry) if causal else None, call.scale
+        self.asked = causal, farthest_key(band.geometry) if causal else None, call.scale
 
     def row(self, x: torch.Tensor) -> torch.Tensor:
         return x.narrow(2, *self.rows)
@@ -168,7 +168,7 @@ class _Part:
 
     def merge(self, total: torch.Tensor, lse: torch.Tensor, value: torch.Tensor) -> None:
         """Add the keys of the tile to output and log-sum-exp of the rows."""
-        out, new = _forward(self.query, self.key, self.value(value), *self.asked)
+        out, new = forward(self.query, self.key, self.value(value), *self.asked)
         batch, heads = lse.shape[:2]
         out = out.reshape(batch, -1, heads, out.shape[-1]).transpose(1, 2)
         new = new.unflatten(0, (batch, -1)).transpose(1, 2).flatten(2)
@@ -185,7 +185,7 @@ class _Part:
         """Add the gradients of the tile to those of query, key and value."""
         tile, batch = self.tile, len(grad)
         of_rows = self.row(lse).unflatten(2, (tile.blocks, -1)).transpose(1, 2)
-        of_query, *of_keys = _backward(
+        of_query, *of_keys = backward(
             self._of_rows(self.row(grad)).contiguous(),
             self.query,
             self.key,
@@ -233,7 +233,7 @@ def attend(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: Call, before: Before = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Output and log-sum-exp, ``[batch, heads, queries, columns]`` and without columns."""
-    total, lse = flash._begun(query, call, before)
+    total, lse = flash.initial_output(query, call, before)
     for part in _parts(query, key, call):
         part.merge(total, lse, value)
     return total.to(query.dtype), lse

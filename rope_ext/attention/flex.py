@@ -170,7 +170,7 @@ def _everything(device: torch.device) -> BlockMask:
 
 
 @lru_cache(maxsize=16)
-def _block_mask(
+def block_mask_of(
     geometry: Geometry,
     queries: int,
     keys: int,
@@ -280,7 +280,7 @@ def attend(
             mask = apart = None
             if queries > 1:
                 at = call.start + keys - queries
-                mask = _block_mask(
+                mask = block_mask_of(
                     band.geometry,
                     queries,
                     count,

@@ -42,7 +42,7 @@ def run(
     if not fuses(given[0]):
         return function(*given)
     tensors = [x for x in given if isinstance(x, torch.Tensor)]
-    compiled = _compiled(function, *kind, *_modes(), *map(_kind, tensors))
+    compiled = compiled_kernel(function, *kind, *_modes(), *map(_kind, tensors))
     try:
         return compiled(*given)
     except Exception as error:
@@ -58,7 +58,7 @@ _COMPILERS = ("triton", "torch._inductor", "torch._dynamo")
 
 
 @cache
-def _compiled(function: FunctionType, *_kind: Any) -> Callable:
+def compiled_kernel(function: FunctionType, *_kind: Any) -> Callable:
     """``function`` with its own limit of recompilations.
 
     Dynamo counts them by code object. Beyond the limit it runs the function uncompiled, or raises

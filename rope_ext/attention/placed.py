@@ -113,7 +113,7 @@ def attend_few(
     if call.sinks is not None:
         sinks = call.sinks.view(kv_heads, each, 1).expand(-1, -1, queries)
         sinks = sinks.flatten(1, 2)[:, :, None].expand(rows, -1, -1, -1)
-    run = _by_kernel if _kernel_takes(parts, value, call) else _by_products
+    run = by_kernel if _kernel_takes(parts, value, call) else by_products
     sees = few.sees.repeat(1, each)[:, None, :, None]
     out = run(parts, key, value, call, bias, sinks, sees)
     return out.unflatten(2, (-1, queries)).flatten(1, 2)
@@ -150,7 +150,7 @@ def _kernel_takes(parts: Sequence[_Rows], value: torch.Tensor, call: Call) -> bo
     return alike and not torch.is_grad_enabled() and not torch.compiler.is_exporting()
 
 
-def _by_products(
+def by_products(
     parts: Sequence[_Rows],
     key: torch.Tensor,
     value: torch.Tensor,
@@ -200,7 +200,7 @@ def _by_products(
     return products.product(weights.to(value.dtype), value)
 
 
-def _by_kernel(
+def by_kernel(
     parts: Sequence[_Rows],
     key: torch.Tensor,
     value: torch.Tensor,
@@ -303,8 +303,8 @@ def attend_many(
     Raises:
         UnsupportedModelError: when it runs, if positions go back within a row.
     """
-    plan, tables = flash._pack(call)
-    return _placed(
+    plan, tables = flash.pack_call(call)
+    return operator(
         query, key, value, call.sinks, call.bias, tables, plan, places, real, first, call.scale,
         call.softcap, kernel,
     )  # fmt: skip
@@ -312,7 +312,7 @@ def attend_many(
 
 # It reads positions when it runs, which no CUDA graph can hold: inductor partitions around it.
 @torch.library.custom_op("rope_ext::placed", mutates_args=(), tags=(torch.Tag.cudagraph_unsafe,))
-def _placed(
+def operator(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
@@ -327,7 +327,7 @@ def _placed(
     softcap: float | None,
     kernel: str,
 ) -> torch.Tensor:
-    call = replace(flash._unpack(sinks, bias, tables, plan, 0, scale), softcap=softcap)
+    call = replace(flash.unpack_call(sinks, bias, tables, plan, 0, scale), softcap=softcap)
     out = _empty(query, value).zero_()
     before = int(first)
     for rows, slots in _alike(places, real, len(query)):
@@ -359,7 +359,7 @@ def _placed(
     return out
 
 
-@_placed.register_fake
+@operator.register_fake
 def _(query, key, value, *_rest):  # noqa: ANN001, ANN002, ANN202
     flash.refuse_onnx()
     return _empty(query, value)

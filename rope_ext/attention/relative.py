@@ -22,16 +22,11 @@ import torch
 import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
-from rope_ext.attention import flash, flex, products
+from rope_ext.attention import flash, flex, products, sizes
 from rope_ext.attention.call import Call, RotatedBand
 from rope_ext.encodings.tables import ByTables
 from rope_ext.encodings.transformer_xl import BySinusoid, sinusoid
 from rope_ext.methods.geometry import Distance
-
-_AT_ONCE = 2**21
-"""Logits of the near band held at a time: 8 MiB in float32."""
-_HEIGHT = 64
-"""Rows of a block: fewer repeat too many keys, more compute too many hidden logits."""
 
 Tables = Sequence[torch.Tensor | None]
 """Those of queries, of keys and of values, as :class:`ByTables` has them, in float32 or better."""
@@ -173,8 +168,8 @@ def _near(
     vectors = [
         None if x is None else x[..., farthest_first.clamp(max=x.shape[-2] - 1), :] for x in tables
     ]
-    height = min(_HEIGHT, queries)
-    several = _AT_ONCE // (query.shape[0] * query.shape[1] * (height + width))
+    height = min(sizes.NEAR_ROWS, queries)
+    several = sizes.NEAR_LOGITS // (query.shape[0] * query.shape[1] * (height + width))
     several = max(several // height, 1) * height
     inputs = (query, key, value, *vectors, call.sinks, shift)
     grads = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs)

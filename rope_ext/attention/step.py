@@ -15,12 +15,9 @@ from typing import NamedTuple, Protocol
 import torch
 import torch.nn.functional as F
 
-from rope_ext.attention import flash
+from rope_ext.attention import flash, sizes
 from rope_ext.attention.call import Pairs, Rotation
 from rope_ext.methods.geometry import Geometry
-
-_ROOM = 256
-"""Spare keys in a ring: it moves to new memory once in so many steps."""
 
 
 class Table(Protocol):
@@ -156,7 +153,7 @@ class Ring:
     def _begin(self, part: Part, rotated: torch.Tensor, start: int) -> torch.Tensor:
         batch, heads, keys, columns = rotated.shape
         with torch.inference_mode(False):  # it outlives the mode
-            kept = rotated.new_empty(batch, heads, keys + _ROOM, columns)
+            kept = rotated.new_empty(batch, heads, keys + sizes.SPARE_KEYS, columns)
         kept[:, :, :keys] = rotated
         self.first, self.last, self.start = part.first, part.first + keys, start
         self.kept = kept
@@ -272,7 +269,7 @@ class Step:
                 if ring is None:
                     ring = rings[part.band] = Ring()
                 near = ring.keys(self, part, part.key, key)
-            out, new = flash._kernel(
+            out, new = flash.kernel(
                 rows.view(*shape, columns) if part.query is None else rotated[part.query],
                 near,
                 values[part.piece],
@@ -296,6 +293,6 @@ class Step:
         table = rotation.table.between(
             self.start + part.first, self.start + part.last, key.device, self.wide
         )
-        if table is None or near.shape[2] > flash._BLOCK:
-            return flash._rotated(near, table, flash._ALL, self.pairs)
+        if table is None or near.shape[2] > sizes.ROTATED:
+            return flash.rotate_part(near, table, flash.ALL, self.pairs)
         return self.columns.rotate(near, *table)

@@ -26,7 +26,7 @@ class ALiBi(Encoding):
 
     name: ClassVar[str] = "alibi"
     paper: ClassVar[str] = "arXiv 2108.12409"
-    use: ClassVar[str] = "a penalty that grows with the distance; needs training"
+    summary: ClassVar[str] = "a penalty that grows with the distance; needs training"
 
     def saturates_at(self, rope: Rope) -> None:
         return None

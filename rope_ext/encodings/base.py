@@ -44,7 +44,7 @@ class Encoding(PositionMethod):
     """
 
     kind: ClassVar[str] = "encoding"
-    works_within: ClassVar[bool] = True
+    allows_factor_one: ClassVar[bool] = True
     shared: ClassVar[bool] = False  # one set of parameters for the model, not one per layer
     additive: ClassVar[bool] = False  # its scores do not depend on the content of queries and keys
     redefining: ClassVar[tuple[str, ...]] = ()  # options that change the meaning of parameters

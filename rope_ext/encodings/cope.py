@@ -32,7 +32,7 @@ class CoPE(Encoding):
 
     name: ClassVar[str] = "cope"
     paper: ClassVar[str] = "arXiv 2405.18719"
-    use: ClassVar[str] = "positions counted by the content; slower; needs training"
+    summary: ClassVar[str] = "positions counted by the content; slower; needs training"
 
     positions: int = 64
 

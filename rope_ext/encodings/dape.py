@@ -41,7 +41,7 @@ class DAPE(Encoding):
 
     name: ClassVar[str] = "dape"
     paper: ClassVar[str] = "arXiv 2405.14722"
-    use: ClassVar[str] = "a bias that adapts to the content; slower; needs training"
+    summary: ClassVar[str] = "a bias that adapts to the content; slower; needs training"
     redefining: ClassVar[tuple[str, ...]] = ("on", "version")
 
     on: str = "kerple_log"

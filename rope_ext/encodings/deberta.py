@@ -34,7 +34,7 @@ class DeBERTa(Encoding):
 
     name: ClassVar[str] = "deberta"
     paper: ClassVar[str] = "arXiv 2006.03654"
-    use: ClassVar[str] = "learned vectors per distance for queries and keys; needs training"
+    summary: ClassVar[str] = "learned vectors per distance for queries and keys; needs training"
 
     clip: int = 512
 

@@ -50,7 +50,7 @@ class DroPE(Encoding):
 
     name: ClassVar[str] = "drope"
     paper: ClassVar[str] = "arXiv 2512.12167"
-    use: ClassVar[str] = "removes RoPE from a pretrained model; needs brief training"
+    summary: ClassVar[str] = "removes RoPE from a pretrained model; needs brief training"
 
     c: float = 0.2
 

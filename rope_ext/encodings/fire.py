@@ -37,7 +37,7 @@ class FIRE(Encoding):
 
     name: ClassVar[str] = "fire"
     paper: ClassVar[str] = "arXiv 2310.04418"
-    use: ClassVar[str] = "a learned bias on the relative distance; needs training"
+    summary: ClassVar[str] = "a learned bias on the relative distance; needs training"
     additive: ClassVar[bool] = True
 
     threshold: float = 512.0

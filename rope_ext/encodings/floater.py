@@ -33,7 +33,7 @@ class FLOATER(Sized):
 
     name: ClassVar[str] = "floater"
     paper: ClassVar[str] = "arXiv 2003.09229"
-    use: ClassVar[str] = "positions from a learned differential equation; needs training"
+    summary: ClassVar[str] = "positions from a learned differential equation; needs training"
     tabled: ClassVar[bool] = True
 
     step: float = 0.1

@@ -51,7 +51,7 @@ class KerpleLog(_Kerple):
     name: ClassVar[str] = "kerple_log"
     aliases: ClassVar[tuple[str, ...]] = ("kerple",)
     paper: ClassVar[str] = "arXiv 2205.09921"
-    use: ClassVar[str] = "a learned penalty, logarithmic in the distance; needs training"
+    summary: ClassVar[str] = "a learned penalty, logarithmic in the distance; needs training"
     begins: ClassVar[dict[str, float]] = {"r1": 2.0, "r2": 1.0}
 
     def bias(
@@ -74,7 +74,7 @@ class KerplePower(_Kerple):
 
     name: ClassVar[str] = "kerple_power"
     paper: ClassVar[str] = "arXiv 2205.09921"
-    use: ClassVar[str] = "a learned penalty, a power of the distance; needs training"
+    summary: ClassVar[str] = "a learned penalty, a power of the distance; needs training"
     begins: ClassVar[dict[str, float]] = {"r1": 1.0, "r2": 2.0}
     most_r2: ClassVar[float] = 2.0
 

@@ -39,7 +39,7 @@ class LearnedPositions(InputEncoding):
 
     name: ClassVar[str] = "learned"
     paper: ClassVar[str] = "arXiv 1706.03762"
-    use: ClassVar[str] = "a learned vector for each position; needs training"
+    summary: ClassVar[str] = "a learned vector for each position; needs training"
 
     length: int | None = None
     extend: str | None = None

@@ -32,7 +32,7 @@ class Multiplicative(InputEncoding):
 
     name: ClassVar[str] = "multiplicative"
     paper: ClassVar[str] = "kexue.fm/archives/8130"
-    use: ClassVar[str] = "multiplies embeddings by a vector for the position; needs training"
+    summary: ClassVar[str] = "multiplies embeddings by a vector for the position; needs training"
 
     table: str = "learned"
     length: int | None = None

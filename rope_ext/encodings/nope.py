@@ -21,4 +21,4 @@ class NoPE(Encoding):
 
     name: ClassVar[str] = "nope"
     paper: ClassVar[str] = "arXiv 2305.19466"
-    use: ClassVar[str] = "no positions, only the causal mask; needs training"
+    summary: ClassVar[str] = "no positions, only the causal mask; needs training"

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from rope_ext.methods.geometry import Distance
-from rope_ext.methods.kinds import Band, PositionMethod, own
+from rope_ext.methods.kinds import Band, PositionMethod, identity
 from rope_ext.methods.registry import register
 from rope_ext.methods.rope import Rope
 
@@ -27,15 +27,15 @@ class RoPE(PositionMethod):
 
     name: ClassVar[str] = "rope"
     paper: ClassVar[str] = "arXiv 2104.09864"
-    use: ClassVar[str] = "RoPE as trained, with a bias or a temperature"
+    summary: ClassVar[str] = "RoPE as trained, with a bias or a temperature"
 
     kind: ClassVar[str] = "rotation"
-    works_within: ClassVar[bool] = True
+    allows_factor_one: ClassVar[bool] = True
 
     factor: float = 1.0
 
     def bands(self) -> tuple[Band, ...]:
-        return (Band(Distance(0, None), own, own),)
+        return (Band(Distance(0, None), identity, identity),)
 
     def reached(self, rope: Rope) -> int:
         return rope.length

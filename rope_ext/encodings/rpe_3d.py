@@ -33,7 +33,7 @@ class RPE3D(Encoding):
 
     name: ClassVar[str] = "3d_rpe"
     paper: ClassVar[str] = "arXiv 2406.09897"
-    use: ClassVar[str] = "positions within chunks and one angle per chunk; needs training"
+    summary: ClassVar[str] = "positions within chunks and one angle per chunk; needs training"
 
     chunk: int | None = None
     base: float | None = None

@@ -31,7 +31,7 @@ class Sandwich(Encoding):
 
     name: ClassVar[str] = "sandwich"
     paper: ClassVar[str] = "arXiv 2212.10356"
-    use: ClassVar[str] = "products of sinusoidal positions as a bias; needs training"
+    summary: ClassVar[str] = "products of sinusoidal positions as a bias; needs training"
 
     width: int = 128
     base: float = 10000.0

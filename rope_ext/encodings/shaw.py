@@ -28,7 +28,7 @@ class Shaw(Encoding):
 
     name: ClassVar[str] = "shaw"
     paper: ClassVar[str] = "arXiv 1803.02155"
-    use: ClassVar[str] = "learned vectors per distance for keys and values; needs training"
+    summary: ClassVar[str] = "learned vectors per distance for keys and values; needs training"
 
     clip: int = 64
 

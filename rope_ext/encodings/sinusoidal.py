@@ -29,7 +29,7 @@ class Sinusoidal(Sized):
 
     name: ClassVar[str] = "sinusoidal"
     paper: ClassVar[str] = "arXiv 1706.03762"
-    use: ClassVar[str] = "adds sines and cosines of the position to embeddings; needs training"
+    summary: ClassVar[str] = "adds sines and cosines of the position to embeddings; needs training"
 
     base: float = 10000.0
 

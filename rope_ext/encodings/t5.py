@@ -32,7 +32,7 @@ class T5(Encoding):
 
     name: ClassVar[str] = "t5"
     paper: ClassVar[str] = "arXiv 1910.10683"
-    use: ClassVar[str] = "a learned bias per bucket of distances; needs training"
+    summary: ClassVar[str] = "a learned bias per bucket of distances; needs training"
     shared: ClassVar[bool] = True
 
     num_buckets: int = 32

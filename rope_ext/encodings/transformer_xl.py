@@ -84,7 +84,7 @@ class TransformerXL(Encoding):
     name: ClassVar[str] = "transformer_xl"
     aliases: ClassVar[tuple[str, ...]] = ("xlnet",)
     paper: ClassVar[str] = "arXiv 1901.02860"
-    use: ClassVar[str] = "learned projections of sinusoids of the distance; needs training"
+    summary: ClassVar[str] = "learned projections of sinusoids of the distance; needs training"
 
     width: int | None = None
     base: float = 10000.0

@@ -9,7 +9,7 @@ import torch
 
 from rope_ext.encodings.base import Encoding
 from rope_ext.methods.geometry import Distance
-from rope_ext.methods.kinds import Band, own
+from rope_ext.methods.kinds import Band, identity
 from rope_ext.methods.registry import register
 
 
@@ -31,7 +31,7 @@ class XPos(Encoding):
 
     name: ClassVar[str] = "xpos"
     paper: ClassVar[str] = "arXiv 2212.10554"
-    use: ClassVar[str] = "RoPE whose pairs decay with the distance; needs training"
+    summary: ClassVar[str] = "RoPE whose pairs decay with the distance; needs training"
 
     gamma: float = 0.4
     scale_base: float = 512.0
@@ -42,7 +42,7 @@ class XPos(Encoding):
         self.require_number("scale_base", minimum=16)
 
     def bands(self) -> tuple[Band, ...]:
-        return (Band(Distance(0, None), own, own),)
+        return (Band(Distance(0, None), identity, identity),)
 
     def growth(self, pairs: int) -> torch.Tensor:
         share = torch.arange(pairs, dtype=torch.float64, device="cpu") / pairs

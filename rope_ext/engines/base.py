@@ -338,7 +338,7 @@ def refuse_kind(family: Family, kind: str) -> None:
 
 def refuse_adapting(method: Method) -> None:
     """Raise if the frequencies of ``method`` differ from sequence to sequence."""
-    if method.adapts:
+    if method.is_dynamic:
         raise Refusal(
             "it uses one set of frequencies for all sequences, but this method chooses them for "
             "each; no supported engine follows the length of each request: patch with "
@@ -354,7 +354,7 @@ def refuse_positions(state: Patch) -> None:
             f"it rotates all tokens with the same frequencies, but start_tokens={start} keeps the "
             f"trained ones for the first tokens; patch with start_tokens=0 to export"
         )
-    if state.method.attends:
+    if state.method.replaces_attention:
         raise Refusal("it has no setting that changes the positions of queries and keys")
     if state.options.bias is not None:
         raise Refusal(f"it has no setting that adds a bias ({state.options.bias.name}) to logits")

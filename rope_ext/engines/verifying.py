@@ -545,7 +545,7 @@ def write(miniature: Miniature, folder: Path) -> tuple[dict[str, str], list[str]
     folder.mkdir(parents=True, exist_ok=True)
     patched = current_patch(miniature.model) is not None
     (miniature.plain if patched else miniature.model).save_pretrained(folder)
-    _tokenizer().save_pretrained(folder)
+    tiny_tokenizer().save_pretrained(folder)
     commands, refusals = {}, []
     for engine in SERVERS:
         try:
@@ -581,7 +581,7 @@ def _serving(miniature: Miniature, engine: str, folder: Path) -> str:
     return f"cd {shlex.quote(str(folder))} && {made.command}"
 
 
-def _tokenizer() -> PreTrainedTokenizerFast:
+def tiny_tokenizer() -> PreTrainedTokenizerFast:
     """A tokenizer with tokens ``t3``, ``t4``, ..., whose names contain their IDs."""
     names = ["<unk>", "<s>", "</s>", *(f"t{i}" for i in range(3, _VOCABULARY))]
     words = Tokenizer(models.WordLevel({name: i for i, name in enumerate(names)}, "<unk>"))

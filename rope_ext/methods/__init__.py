@@ -10,7 +10,7 @@ from rope_ext.methods.kinds import (
     PositionMethod,
     distances_in_use,
     longrope_table,
-    own,
+    identity,
 )
 from rope_ext.methods.registry import (
     all_encodings,
@@ -90,9 +90,9 @@ __all__ = [
     "build_method",
     "distances_in_use",
     "geometric",
+    "identity",
     "longrope_table",
     "method_class",
-    "own",
     "reach",
     "register",
 ]

@@ -41,7 +41,7 @@ class ABF(FrequencyMethod):
     name: ClassVar[str] = "abf"
     aliases: ClassVar[tuple[str, ...]] = ("adjusted_base_frequency", "base")
     paper: ClassVar[str] = "arXiv 2309.16039"
-    use: ClassVar[str] = "long continued training, as for Llama 2 Long and Code Llama"
+    summary: ClassVar[str] = "long continued training, as for Llama 2 Long and Code Llama"
 
     base: float | None = None
 

@@ -33,7 +33,9 @@ class BaseTruncation(FrequencyMethod):
     name: ClassVar[str] = "base_truncation"
     aliases: ClassVar[tuple[str, ...]] = ("truncated_basis", "giraffe")
     paper: ClassVar[str] = "arXiv 2308.10882"
-    use: ClassVar[str] = "fine-tuning studies: good perplexity at any length, but weaker retrieval"
+    summary: ClassVar[str] = (
+        "fine-tuning studies: good perplexity at any length, but weaker retrieval"
+    )
 
     upper: float | None = None
     lower: float | None = None

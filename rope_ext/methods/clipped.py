@@ -32,7 +32,7 @@ class Clipped(FrequencyMethod):
 
     name: ClassVar[str] = "clipped"
     paper: ClassVar[str] = "arXiv 2602.05258"
-    use: ClassVar[str] = "training studies: slows the slowest pairs gradually, down to zero"
+    summary: ClassVar[str] = "training studies: slows the slowest pairs gradually, down to zero"
 
     pairs: int | None = None
 

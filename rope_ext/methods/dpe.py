@@ -11,7 +11,7 @@ import torch
 
 from rope_ext.methods.checked import not_none
 from rope_ext.methods.geometry import Distance
-from rope_ext.methods.kinds import Band, Method, Tempered, own
+from rope_ext.methods.kinds import Band, Method, Tempered, identity
 from rope_ext.methods.registry import register
 from rope_ext.methods.rope import Rope, whole_number
 
@@ -57,11 +57,13 @@ class DPE(Tempered):
 
     name: ClassVar[str] = "dpe"
     paper: ClassVar[str] = "arXiv 2504.18857"
-    use: ClassVar[str] = "no fine-tuning; like self_extend, with one group size per group of pairs"
-    works_within: ClassVar[bool] = True
+    summary: ClassVar[str] = (
+        "no fine-tuning; like self_extend, with one group size per group of pairs"
+    )
+    allows_factor_one: ClassVar[bool] = True
 
     by_pair: ClassVar[bool] = True
-    fits: ClassVar[str] = "a window below the trained length, and scales of at least 2"
+    valid_options: ClassVar[str] = "a window below the trained length, and scales of at least 2"
 
     window: int | None = None
     groups: Sequence[int] | None = None
@@ -119,4 +121,4 @@ class DPE(Tempered):
         def shifted(t: torch.Tensor) -> torch.Tensor:
             return grouped(t) + w - grouped(torch.full_like(t, w))
 
-        return Band(Distance(0, w), own, own), Band(Distance(w, None), shifted, grouped)
+        return Band(Distance(0, w), identity, identity), Band(Distance(w, None), shifted, grouped)

@@ -36,9 +36,9 @@ class DualChunk(PositionMethod):
     name: ClassVar[str] = "dual_chunk"
     aliases: ClassVar[tuple[str, ...]] = ("dca", "chunkllama")
     paper: ClassVar[str] = "arXiv 2402.17463"
-    use: ClassVar[str] = "no fine-tuning, any length; Qwen2.5-1M is served with it"
+    summary: ClassVar[str] = "no fine-tuning, any length; Qwen2.5-1M is served with it"
 
-    fits: ClassVar[str] = "a chunk of at most the trained length"
+    valid_options: ClassVar[str] = "a chunk of at most the trained length"
 
     chunk: int | None = None
     local: int | None = None

@@ -32,7 +32,7 @@ class DynamicNTK(DynamicMethod):
     name: ClassVar[str] = "dynamic_ntk"
     aliases: ClassVar[tuple[str, ...]] = ("dynamic",)
     paper: ClassVar[str] = "emozilla 2023"
-    use: ClassVar[str] = "no fine-tuning; outputs for short prompts do not change"
+    summary: ClassVar[str] = "no fine-tuning; outputs for short prompts do not change"
 
     alpha: Literal["transformers", "ratio"] = "transformers"
     mode: Literal["fixed", "growing"] = "fixed"
@@ -58,7 +58,7 @@ class DynamicNTK(DynamicMethod):
         return rope.with_base_times(self.base_scale(rope, lengths))
 
     def rope_parameters(self, rope: Rope) -> dict[str, Any]:
-        if self.adapts:  # transformers' alpha with s = 1 is the plain ratio l / L
+        if self.is_dynamic:  # transformers' alpha with s = 1 is the plain ratio l / L
             factor = self.factor if self.alpha == "transformers" else 1
             return {"rope_type": "dynamic", "factor": float(factor)}
         scale = float(self.base_scale(rope, self._fixed(rope)))

@@ -28,7 +28,7 @@ class DynamicYaRN(DynamicMethod):
 
     name: ClassVar[str] = "dynamic_yarn"
     paper: ClassVar[str] = "arXiv 2309.00071"
-    use: ClassVar[str] = "YaRN for mixed lengths; outputs for short prompts do not change"
+    summary: ClassVar[str] = "YaRN for mixed lengths; outputs for short prompts do not change"
 
     beta_fast: float = 32.0
     beta_slow: float = 1.0

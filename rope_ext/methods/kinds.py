@@ -52,11 +52,13 @@ class Method(Checked):
 
     aliases: ClassVar[tuple[str, ...]] = ()
     paper: ClassVar[str]
-    use: ClassVar[str]  # one-line reason to choose it
+    summary: ClassVar[str]  # one-line reason to choose it
 
     kind: ClassVar[str]  # what it changes, in one word
-    attends: ClassVar[bool] = False  # attention runs in this package; checked with the weights
-    works_within: ClassVar[bool] = False  # factor 1 is valid and changes something
+    replaces_attention: ClassVar[bool] = (
+        False  # attention runs in this package; checked with the weights
+    )
+    allows_factor_one: ClassVar[bool] = False  # factor 1 is valid and changes something
     start_tokens = 0  # positions below it keep the trained frequencies
 
     factor: float
@@ -77,7 +79,7 @@ class Method(Checked):
             self.set("temperature", made)
 
     @property
-    def adapts(self) -> bool:
+    def is_dynamic(self) -> bool:
         """Whether frequencies depend on the sequence."""
         return False
 
@@ -94,7 +96,7 @@ class Method(Checked):
         idle = self.factor <= 1
         if length is not None:  # a factor may be too close to 1 for a single token
             idle = self.target_length(Rope.geometric(1e4, 2, length)) <= length
-        if idle and not self.works_within:
+        if idle and not self.allows_factor_one:
             raise OptionError(
                 f"{self.name}: factor={self.factor!r} would not extend anything; it must be a "
                 f"number greater than 1 (4 makes 4 times the trained context)"
@@ -200,8 +202,8 @@ The function returns the same shape, or ``[..., pairs]`` with one position per p
 """
 
 
-def own(t: torch.Tensor) -> torch.Tensor:
-    """The token's own position."""
+def identity(t: torch.Tensor) -> torch.Tensor:
+    """The position of the token itself."""
     return t
 
 
@@ -243,9 +245,9 @@ class PositionMethod(Method):
     """
 
     kind: ClassVar[str] = "position"
-    attends: ClassVar[bool] = True
+    replaces_attention: ClassVar[bool] = True
     by_pair: ClassVar[bool] = False  # every pair has its own positions
-    fits: ClassVar[str] = "distances that were trained"  # ends an error: "use ..."
+    valid_options: ClassVar[str] = "distances that were trained"  # ends an error: "use ..."
 
     def grids(self, rope: Rope) -> dict[str, tuple[Any, ...]]:
         # Free here; under a frequency method it would need a hook per layer.
@@ -324,7 +326,7 @@ class PositionMethod(Method):
         used = distances_in_use(bands, max(self.target_length(rope), length + 2)) - 1
         raise OptionError(
             f"{self.name}: {options or f'factor={self.factor!r}'} extends nothing on {length} "
-            f"trained tokens: it still uses distances up to {used:g}; use {self.fits}"
+            f"trained tokens: it still uses distances up to {used:g}; use {self.valid_options}"
             + (f", or leave out {', '.join(given)} for {defaults}" if given else "")
         )
 
@@ -436,7 +438,7 @@ class DynamicMethod(FrequencyMethod):
         return torch.ones_like(lengths)
 
     @property
-    def adapts(self) -> bool:
+    def is_dynamic(self) -> bool:
         """Whether frequencies depend on the sequence (no ``length`` was given)."""
         return self.length is None
 
@@ -448,7 +450,9 @@ class DynamicMethod(FrequencyMethod):
         return self.inv_freq_at(rope, self._fixed(rope))[0]
 
     def frequencies(self, rope: Rope, length: int) -> torch.Tensor:
-        return self.inv_freq_at(rope, _lengths(length))[0] if self.adapts else self.inv_freq(rope)
+        return (
+            self.inv_freq_at(rope, _lengths(length))[0] if self.is_dynamic else self.inv_freq(rope)
+        )
 
     def own_scaling(self, rope: Rope) -> float:
         return float(self.own_scaling_at(rope, self._fixed(rope))[0])

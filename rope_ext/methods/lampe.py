@@ -10,7 +10,7 @@ import torch
 
 from rope_ext.methods.checked import not_none
 from rope_ext.methods.geometry import Distance
-from rope_ext.methods.kinds import Band, PositionMethod, own
+from rope_ext.methods.kinds import Band, PositionMethod, identity
 from rope_ext.methods.registry import register
 from rope_ext.methods.rope import Rope
 
@@ -46,10 +46,12 @@ class LaMPE(PositionMethod):
 
     name: ClassVar[str] = "lampe"
     paper: ClassVar[str] = "arXiv 2508.02308"
-    use: ClassVar[str] = "no fine-tuning, one text length; exact for nearest and farthest tokens"
-    works_within: ClassVar[bool] = True
+    summary: ClassVar[str] = (
+        "no fine-tuning, one text length; exact for nearest and farthest tokens"
+    )
+    allows_factor_one: ClassVar[bool] = True
 
-    fits: ClassVar[str] = "fewer positions mapped than there are tokens"
+    valid_options: ClassVar[str] = "fewer positions mapped than there are tokens"
 
     length: int | None = None
     head: int | None = None
@@ -100,9 +102,9 @@ class LaMPE(PositionMethod):
         shift = last - far - place(last - far) - near
         border = length - far
         if border <= head:
-            return (Band(Distance(0, None), own, own),)
+            return (Band(Distance(0, None), identity, identity),)
         return (
-            Band(Distance(0, head), own, own),
-            Band(Distance(border, None), lambda m: m - shift, own),
+            Band(Distance(0, head), identity, identity),
+            Band(Distance(border, None), lambda m: m - shift, identity),
             Band(Distance(head, border), lambda m: mapped(m) + near, mapped),
         )

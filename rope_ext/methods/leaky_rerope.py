@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 
 from rope_ext.methods.checked import not_none
 from rope_ext.methods.geometry import Distance
-from rope_ext.methods.kinds import Band, LogScaled, own
+from rope_ext.methods.kinds import Band, LogScaled, identity
 from rope_ext.methods.registry import register
 from rope_ext.methods.rope import Rope
 
@@ -28,9 +28,9 @@ class LeakyReRoPE(LogScaled):
 
     name: ClassVar[str] = "leaky_rerope"
     paper: ClassVar[str] = "Su 2023, kexue.fm/archives/9708"
-    use: ClassVar[str] = "like rerope, but distant tokens keep their order"
+    summary: ClassVar[str] = "like rerope, but distant tokens keep their order"
 
-    fits: ClassVar[str] = "a window below the trained length, and k above 1"
+    valid_options: ClassVar[str] = "a window below the trained length, and k above 1"
 
     window: int | None = None
     k: float | None = None
@@ -56,6 +56,6 @@ class LeakyReRoPE(LogScaled):
     def bands(self) -> tuple[Band, ...]:
         w, k = not_none(self.window), not_none(self.k)
         return (
-            Band(Distance(0, w), own, own),
+            Band(Distance(0, w), identity, identity),
             Band(Distance(w, None), lambda m: m / k + w - w / k, lambda n: n / k),
         )

@@ -31,7 +31,7 @@ class Llama3(FrequencyMethod):
     name: ClassVar[str] = "llama3"
     aliases: ClassVar[tuple[str, ...]] = ("llama31", "llama3.1")
     paper: ClassVar[str] = "Llama 3.1 release"
-    use: ClassVar[str] = "the scaling of Llama 3.1: a narrow ramp and no temperature"
+    summary: ClassVar[str] = "the scaling of Llama 3.1: a narrow ramp and no temperature"
 
     factor: float = 8.0
     low_freq_factor: float = 1.0

@@ -7,7 +7,7 @@ from typing import ClassVar
 
 from rope_ext.methods.checked import not_none
 from rope_ext.methods.geometry import Distance, Sinks
-from rope_ext.methods.kinds import Band, PositionMethod, own
+from rope_ext.methods.kinds import Band, PositionMethod, identity
 from rope_ext.methods.registry import register
 from rope_ext.methods.rope import Rope
 
@@ -31,9 +31,9 @@ class LMInfinite(PositionMethod):
     name: ClassVar[str] = "lm_infinite"
     aliases: ClassVar[tuple[str, ...]] = ("streaming",)
     paper: ClassVar[str] = "arXiv 2308.16137"
-    use: ClassVar[str] = "fluent text of any length; forgets tokens outside the window"
+    summary: ClassVar[str] = "fluent text of any length; forgets tokens outside the window"
 
-    fits: ClassVar[str] = "a window of at most the trained length"
+    valid_options: ClassVar[str] = "a window of at most the trained length"
 
     window: int | None = None
     sinks: int = 10
@@ -48,7 +48,7 @@ class LMInfinite(PositionMethod):
 
     def bands(self) -> tuple[Band, ...]:
         window = not_none(self.window)
-        near = Band(Distance(0, window), own, own)
+        near = Band(Distance(0, window), identity, identity)
         if not self.sinks:
             return (near,)
         sinks = Band(Sinks(self.sinks, window), float(window), 0.0)

@@ -34,7 +34,7 @@ class LongRoPE(DynamicMethod):
     name: ClassVar[str] = "longrope"
     aliases: ClassVar[tuple[str, ...]] = ("su",)
     paper: ClassVar[str] = "arXiv 2402.13753"
-    use: ClassVar[str] = "published tables (Phi-3, MiniCPM), or tables that you searched for"
+    summary: ClassVar[str] = "published tables (Phi-3, MiniCPM), or tables that you searched for"
 
     long_factor: Sequence[float]
     short_factor: Sequence[float] | None = None
@@ -48,7 +48,7 @@ class LongRoPE(DynamicMethod):
         self.require_tokens("start_tokens", minimum=0, optional=False)
 
     @property
-    def adapts(self) -> bool:
+    def is_dynamic(self) -> bool:
         return self.short_factor is not None and self.length is None
 
     def inv_freq_at(self, rope: Rope, lengths: torch.Tensor) -> torch.Tensor:

@@ -40,7 +40,7 @@ class LongRoPE2(FrequencyMethod):
 
     name: ClassVar[str] = "longrope2"
     paper: ClassVar[str] = "arXiv 2502.20082"
-    use: ClassVar[str] = "NTK up to a critical pair that you search for, or a published table"
+    summary: ClassVar[str] = "NTK up to a critical pair that you search for, or a published table"
 
     critical: int | None = None
     stretch: float = 1.0

@@ -36,7 +36,9 @@ class MrRoPE(FrequencyMethod):
 
     name: ClassVar[str] = "mrrope"
     paper: ClassVar[str] = "arXiv 2601.22181"
-    use: ClassVar[str] = "no fine-tuning; like YaRN, but slows slow pairs more and fast pairs less"
+    summary: ClassVar[str] = (
+        "no fine-tuning; like YaRN, but slows slow pairs more and fast pairs less"
+    )
 
     beta_fast: float = 32.0
     beta_slow: float = 1.0

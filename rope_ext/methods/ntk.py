@@ -24,7 +24,7 @@ class NTK(FrequencyMethod):
     name: ClassVar[str] = "ntk"
     aliases: ClassVar[tuple[str, ...]] = ("ntk_aware", "ntk_static")
     paper: ClassVar[str] = "bloc97 2023"
-    use: ClassVar[str] = "moderate factors without fine-tuning; changes only the base"
+    summary: ClassVar[str] = "moderate factors without fine-tuning; changes only the base"
 
     def base_scale(self, rope: Rope) -> float:
         """``b' / b``."""

@@ -30,7 +30,7 @@ class NTKByParts(FrequencyMethod):
     name: ClassVar[str] = "ntk_by_parts"
     aliases: ClassVar[tuple[str, ...]] = ("by_parts",)
     paper: ClassVar[str] = "arXiv 2309.00071"
-    use: ClassVar[str] = "ablations of YaRN: the same ramp without the temperature"
+    summary: ClassVar[str] = "ablations of YaRN: the same ramp without the temperature"
 
     alpha: float = 1.0
     beta: float = 32.0

@@ -26,7 +26,7 @@ class PRoPE(FrequencyMethod):
     name: ClassVar[str] = "p_rope"
     aliases: ClassVar[tuple[str, ...]] = ("proportional",)
     paper: ClassVar[str] = "arXiv 2410.06205"
-    use: ClassVar[str] = "training studies: unrotated pairs carry meaning at any distance"
+    summary: ClassVar[str] = "training studies: unrotated pairs carry meaning at any distance"
 
     p: float = 0.75
 

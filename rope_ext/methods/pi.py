@@ -23,7 +23,7 @@ class PI(FrequencyMethod):
     name: ClassVar[str] = "pi"
     aliases: ClassVar[tuple[str, ...]] = ("linear", "position_interpolation")
     paper: ClassVar[str] = "arXiv 2306.15595"
-    use: ClassVar[str] = "the simplest baseline; needs fine-tuning; blurs neighboring tokens"
+    summary: ClassVar[str] = "the simplest baseline; needs fine-tuning; blurs neighboring tokens"
 
     def inv_freq(self, rope: Rope) -> torch.Tensor:
         return rope.inv_freq / self.factor

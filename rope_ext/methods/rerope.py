@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 
 from rope_ext.methods.checked import not_none
 from rope_ext.methods.geometry import Distance
-from rope_ext.methods.kinds import Band, LogScaled, own
+from rope_ext.methods.kinds import Band, LogScaled, identity
 from rope_ext.methods.registry import register
 from rope_ext.methods.rope import Rope
 
@@ -32,9 +32,9 @@ class ReRoPE(LogScaled):
 
     name: ClassVar[str] = "rerope"
     paper: ClassVar[str] = "Su 2023, kexue.fm/archives/9708"
-    use: ClassVar[str] = "no fine-tuning, any length; distances are clipped at the window"
+    summary: ClassVar[str] = "no fine-tuning, any length; distances are clipped at the window"
 
-    fits: ClassVar[str] = "a window of at most the trained length"
+    valid_options: ClassVar[str] = "a window of at most the trained length"
 
     window: int | None = None
     published: bool = False
@@ -56,6 +56,6 @@ class ReRoPE(LogScaled):
     def bands(self) -> tuple[Band, ...]:
         window = not_none(self.window)
         return (
-            Band(Distance(0, window), own, own),
+            Band(Distance(0, window), identity, identity),
             Band(Distance(window, None), float(window), 0.0),
         )

@@ -33,7 +33,7 @@ class Resonance(FrequencyMethod):
     name: ClassVar[str] = "resonance"
     aliases: ClassVar[tuple[str, ...]] = ("resonance_rope",)
     paper: ClassVar[str] = "arXiv 2403.00071"
-    use: ClassVar[str] = "refines another method (on='yarn') at no cost"
+    summary: ClassVar[str] = "refines another method (on='yarn') at no cost"
 
     on: str | FrequencyMethod = "yarn"
 
@@ -43,7 +43,7 @@ class Resonance(FrequencyMethod):
             self.set("on", build_method(self.on, factor=self.factor))
         self.require("on", isinstance(self.on, FrequencyMethod), "a method or a method's name")
         rounded = self.rounded
-        if rounded.adapts:
+        if rounded.is_dynamic:
             raise OptionError(
                 f"resonance: on={rounded.name!r} changes with the sequence; give it length=..., "
                 f"or choose a fixed method such as 'yarn'"

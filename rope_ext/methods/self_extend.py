@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 from rope_ext.methods.checked import not_none
 from rope_ext.methods.geometry import Distance
-from rope_ext.methods.kinds import Band, Tempered, own
+from rope_ext.methods.kinds import Band, Tempered, identity
 from rope_ext.methods.registry import register
 from rope_ext.methods.rope import Rope
 
@@ -33,9 +33,11 @@ class SelfExtend(Tempered):
     name: ClassVar[str] = "self_extend"
     aliases: ClassVar[tuple[str, ...]] = ("group_attention",)
     paper: ClassVar[str] = "arXiv 2401.01325"
-    use: ClassVar[str] = "no fine-tuning; exact distances to neighbors, grouped positions beyond"
+    summary: ClassVar[str] = (
+        "no fine-tuning; exact distances to neighbors, grouped positions beyond"
+    )
 
-    fits: ClassVar[str] = "a window below the trained length, and a group of at least 2"
+    valid_options: ClassVar[str] = "a window below the trained length, and a group of at least 2"
 
     window: int | None = None
     group: int | None = None
@@ -61,6 +63,6 @@ class SelfExtend(Tempered):
     def bands(self) -> tuple[Band, ...]:
         w, g = not_none(self.window), not_none(self.group)
         return (
-            Band(Distance(0, w), own, own),
+            Band(Distance(0, w), identity, identity),
             Band(Distance(w, None), lambda m: m // g + w - w // g, lambda n: n // g),
         )

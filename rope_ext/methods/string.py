@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 from rope_ext.methods.checked import not_none
 from rope_ext.methods.geometry import Distance
-from rope_ext.methods.kinds import Band, PositionMethod, own
+from rope_ext.methods.kinds import Band, PositionMethod, identity
 from rope_ext.methods.registry import register
 from rope_ext.methods.rope import Rope
 from rope_ext.methods.temperature import yarn_factor
@@ -34,10 +34,12 @@ class STRING(PositionMethod):
 
     name: ClassVar[str] = "string"
     paper: ClassVar[str] = "arXiv 2410.18745"
-    use: ClassVar[str] = "better use of the trained context (factor=1), or up to twice its length"
-    works_within: ClassVar[bool] = True
+    summary: ClassVar[str] = (
+        "better use of the trained context (factor=1), or up to twice its length"
+    )
+    allows_factor_one: ClassVar[bool] = True
 
-    fits: ClassVar[str] = "a shift of at most the trained length, and a smaller window"
+    valid_options: ClassVar[str] = "a shift of at most the trained length, and a smaller window"
 
     factor: float = 1.0
     shift: int | None = None
@@ -69,6 +71,6 @@ class STRING(PositionMethod):
     def bands(self) -> tuple[Band, ...]:
         s, w = not_none(self.shift), not_none(self.window)
         return (
-            Band(Distance(0, s), own, own),
-            Band(Distance(s, None), lambda m: m - s + w, own),
+            Band(Distance(0, s), identity, identity),
+            Band(Distance(s, None), lambda m: m - s + w, identity),
         )

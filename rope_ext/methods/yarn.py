@@ -37,7 +37,9 @@ class YaRN(FrequencyMethod):
 
     name: ClassVar[str] = "yarn"
     paper: ClassVar[str] = "arXiv 2309.00071"
-    use: ClassVar[str] = "fine-tuning, and serving with any engine; works untrained up to factor 4"
+    summary: ClassVar[str] = (
+        "fine-tuning, and serving with any engine; works untrained up to factor 4"
+    )
 
     beta_fast: float = 32.0
     beta_slow: float = 1.0

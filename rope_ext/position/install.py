@@ -74,7 +74,7 @@ class Installed:
         refuse_presses(decoder.modules(), name, position_map.instead)
         layouts = find_layouts(decoder, list(position_map.frequencies), position_map.instead)
         rotated = {module: layout for module, layout in layouts.items() if layout is not None}
-        reach = [m for m, one in rotated.items() if position_map.local_too or not one.local]
+        reach = [m for m, one in rotated.items() if position_map.include_sliding or not one.local]
         self.windowed = len(rotated) - len(reach)
         if not reach:
             raise UnsupportedModelError(
@@ -192,7 +192,7 @@ class Installed:
             self._clamp()
         forget_failed_exports()
         given = {**dict(zip(self._names, args, strict=False)), **kwargs}
-        traced = tensors.traced(self.map, decoder, given) if self._traceable() else None
+        traced = tensors.traced(self.map, decoder, given) if self.traceable() else None
         if traced is None:
             self._begin(given)
         else:
@@ -207,7 +207,7 @@ class Installed:
                 if isinstance(part, bias.Learning):
                     part.clamp()
 
-    def _traceable(self) -> bool:
+    def traceable(self) -> bool:
         """Whether a graph is being made, and no error has to be raised eagerly."""
         return (
             torch.compiler.is_compiling()

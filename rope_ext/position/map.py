@@ -29,7 +29,7 @@ class PositionMap:
         label: the full description of the patch.
         precise: compute angles in float64 instead of float32, which transformers uses.
         kernel: see :func:`rope_ext.attention.attend`.
-        local_too: also patch layers with sliding-window attention.
+        include_sliding: also patch layers with sliding-window attention.
         encoding: adds a bias to the logits; None for no bias.
         layers: see :class:`rope_ext.options.Options`; None for all layers with RoPE.
         named: a short name of the patch, such as "yarn with layers=".
@@ -42,7 +42,7 @@ class PositionMap:
     label: str
     precise: bool
     kernel: str
-    local_too: bool
+    include_sliding: bool
     encoding: Encoding | None = None
     layers: tuple[int, ...] | str | None = None
     named: str = ""
@@ -51,7 +51,7 @@ class PositionMap:
     @property
     def key(self) -> tuple[Any, ...]:
         """Everything that has to match before a cache can be continued."""
-        return self.label, self.rope.length, self.precise, self.local_too
+        return self.label, self.rope.length, self.precise, self.include_sliding
 
     @functools.cached_property
     def bands(self) -> tuple[Band, ...]:

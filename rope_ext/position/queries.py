@@ -62,7 +62,7 @@ def install(
     place: PatchTarget,
     temperature: Temperature,
     sequences: Sequences | None,
-    local_too: bool,
+    include_sliding: bool,
     changes: Changes,
 ) -> list[str]:
     """Put a temperature in force in the layers that ``place.scaled`` rotates.
@@ -71,7 +71,7 @@ def install(
         place: the parts of the model to change.
         temperature: with every option filled in.
         sequences: the sequences of the batch, if it follows positions.
-        local_too: also in layers that see a limited window.
+        include_sliding: also in layers that see a limited window.
         changes: records how to undo it.
 
     Returns:
@@ -82,7 +82,7 @@ def install(
     """
     decoder, config = place.decoder, text_config(place.decoder)
     layers = rotated_layers(decoder, place.scaled)
-    chosen = [module for module, local in layers.items() if local_too or not local]
+    chosen = [module for module, local in layers.items() if include_sliding or not local]
     if not chosen:
         raise UnsupportedModelError(
             f"{type(decoder).__name__}: every layer with a rotary embedding sees a limited window "
@@ -150,16 +150,16 @@ def _attend(
     elif torch.compiler.is_compiling() and not is_traced(view.sequences):
         query = _untraced(view, view.sequences, query)
     else:
-        query = _by_position(view, view.sequences, query)
+        query = by_position(view, view.sequences, query)
     return own(module, query, key, value, attention_mask, dropout=dropout, **kwargs)
 
 
 @run_eagerly()
 def _untraced(view: View, sequences: Sequences, query: torch.Tensor) -> torch.Tensor:
-    return _by_position(view, sequences, query)
+    return by_position(view, sequences, query)
 
 
-def _by_position(view: View, sequences: Sequences, query: torch.Tensor) -> torch.Tensor:
+def by_position(view: View, sequences: Sequences, query: torch.Tensor) -> torch.Tensor:
     forward = sequences.current()
     if forward is None or forward.positions is None:
         raise UnsupportedModelError(

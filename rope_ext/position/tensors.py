@@ -60,7 +60,7 @@ def traced(
     encoding, reach = position_map.encoding, position_map.reach
     if encoding is not None and encoding.entered:
         return None
-    if position_map.local_too or forward_context.look is not None:
+    if position_map.include_sliding or forward_context.look is not None:
         return None
     if given.get("output_attentions") or is_paged(given):
         return None

@@ -93,7 +93,7 @@ class RotaryHook:
         forward = sequences.at(positions)
         dtype = torch.float64 if self.precise else torch.float32
         inv_freq, scaling = self.inv_freq, self.scaling
-        if sequences.method.adapts:
+        if sequences.method.is_dynamic:
             inv_freq, scaling = forward.frequencies(self.site, positions, dtype)
         if self.start:
             positions = forward.counted(positions)

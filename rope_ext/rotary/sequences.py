@@ -178,7 +178,7 @@ class Sequences:
             request.due = False
         does, cure = self._does()
         refuse_sharded(name)
-        if self.method.adapts:
+        if self.method.is_dynamic:
             refuse_rerotation(self.layers, name)
         if is_exporting():
             raise UnsupportedModelError(
@@ -193,7 +193,7 @@ class Sequences:
         rows, length = tokens.shape[:2]
         filled = 0 if cache is None else int(cache.get_seq_length())
         stored = self._stored(cache, rows) if filled else None
-        if stored is not None and self.method.adapts:
+        if stored is not None and self.method.is_dynamic:
             self._warn(stored, filled + length)
         announced = None
         lengths = None if request is None else request.lengths
@@ -212,7 +212,7 @@ class Sequences:
 
     def _does(self) -> tuple[str, str]:
         """What the method does to every sequence, and how to avoid it."""
-        if self.method.adapts:
+        if self.method.is_dynamic:
             return "chooses the frequencies", "pass length=TOKENS to fix them"
         if self.method.start_tokens:
             return "chooses the frequencies", "leave start_tokens out"
@@ -221,7 +221,7 @@ class Sequences:
     def _stored(self, cache: Any, rows: int) -> Started | None:
         """The sequences recorded on a cache that has tokens."""
         name, stored = self.method.name, getattr(cache, STARTED, None)
-        if not self.method.adapts and stored is None:
+        if not self.method.is_dynamic and stored is None:
             return Started(
                 self.method,
                 torch.zeros(1, device="cpu"),
@@ -351,7 +351,7 @@ def follow(decoder: nn.Module, model: nn.Module, sequences: Sequences, changes: 
     changes.handles.append(
         decoder.register_forward_hook(sequences.end, with_kwargs=True, always_call=True)
     )
-    if not sequences.method.adapts or not hasattr(type(model), "generate"):
+    if not sequences.method.is_dynamic or not hasattr(type(model), "generate"):
         return
     calls = {
         "generate": functools.partial(sequences.generate, model),

@@ -38,13 +38,13 @@ READ: Mapping[str, tuple[str, ...]] = MappingProxyType(
 """For each family, the values of ``rope_type`` that mlx-lm 0.32.2 builds from the older fields."""
 
 
-def older_fields(place: PatchTarget, native: bool, adapts: bool) -> dict[str, Any]:
+def older_fields(place: PatchTarget, native: bool, is_dynamic: bool) -> dict[str, Any]:
     """The older fields for the configuration of a patched model.
 
     Args:
         place: where the patch was applied; its configuration already describes the patch.
         native: whether transformers builds the patch from ``rope_parameters``.
-        adapts: whether frequencies depend on the sequence length.
+        is_dynamic: whether frequencies depend on the sequence length.
 
     Returns:
         ``rope_theta``, and ``rope_scaling`` where transformers 5 may read it.
@@ -56,7 +56,7 @@ def older_fields(place: PatchTarget, native: bool, adapts: bool) -> dict[str, An
     if not native:
         refused = {_SCALING: copy.deepcopy(parameters)}
         return {_THETA: CURE, **(refused if parameters.get("rope_type") == CURE else {})}
-    scaling = None if adapts else _rope_scaling(config, parameters)
+    scaling = None if is_dynamic else _rope_scaling(config, parameters)
     if scaling is None or any(site.baked for site in place.sites):
         return {_THETA: STOP}
     fields = {_THETA: STOP}

@@ -85,7 +85,7 @@ def written(place: PatchTarget, method: FrequencyMethod, target: int) -> Written
         built = _built(place.decoder, config, values, sites)
         if built is None or not _equal(built, sites, scaled, method, "dynamic" in types):
             continue
-        exact = {} if method.adapts else {site: built[site][0] for site in scaled}
+        exact = {} if method.is_dynamic else {site: built[site][0] for site in scaled}
         note = f"plain transformers reloads it (rope_type {', '.join(sorted(types))})"
         if "dynamic" in types:
             note += (
@@ -149,7 +149,7 @@ def _proposals(
         return
     if not any(site.scaled for site in scaled):
         yield {site: method.rope_parameters(site.rope) for site in scaled}
-    if not method.adapts:
+    if not method.is_dynamic:
         tables = {}
         for site in scaled:
             inv_freq, scaling = site.under(method)
@@ -246,7 +246,7 @@ def _equal(
             scaling = site.under(method)[1]
         elif site in scaled:
             inv_freq, scaling = site.under(method)
-            if method.adapts:  # a new module starts with the frequencies of the trained length
+            if method.is_dynamic:  # a new module starts with the frequencies of the trained length
                 inv_freq = method.frequencies(site.rope, site.rope.length)
         got, got_scaling = built[site]
         if got.shape != inv_freq.shape:

@@ -12,7 +12,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 import rope_ext
-from rope_ext.method_options import _trained_under
+from rope_ext.method_options import trained_under
 from rope_ext.patching import current_patch
 from rope_ext.saving.configuration import without_rope_ext
 from tests.families.checks import changed, snapshot
@@ -233,7 +233,7 @@ def test_an_encoding_has_no_options_but_its_own() -> None:
 
 def test_engines_refuse_it_and_evaluators_do_not_take_it_for_the_method_alone() -> None:
     model = rope_ext.patch(tiny_llama(), "yarn", factor=2, bias="alibi")
-    assert not _trained_under(current_patch(model).record, rope_ext.YaRN(factor=2))
+    assert not trained_under(current_patch(model).record, rope_ext.YaRN(factor=2))
     for engine in ("vllm", "llama.cpp", "transformers", "mlx"):
         with pytest.raises(rope_ext.ExportError, match=r"adds a bias \(alibi\) to logits"):
             rope_ext.export(model, engine)

@@ -14,7 +14,7 @@ from transformers.models.xlnet.modeling_xlnet import XLNetModel, XLNetRelativeAt
 
 import rope_ext
 from rope_ext.attention import dispatch as attention
-from rope_ext.attention import flash, flex
+from rope_ext.attention import flash, flex, sizes
 from rope_ext.attention.call import Call, Pairs, RotatedBand
 from rope_ext.methods import Rope, build_method
 from rope_ext.methods.geometry import Distance
@@ -88,7 +88,7 @@ def test_the_kernel_is_the_paper(name: str, queries: int, keys: int, last: int |
 @pytest.mark.parametrize("name", ["shaw", "deberta"])
 def test_long_rows_are_cut_and_made_again(name: str, monkeypatch) -> None:
     """The near band by parts that are not all equally long."""
-    monkeypatch.setattr(attention.relative, "_AT_ONCE", 8 * 128 * 80)
+    monkeypatch.setattr(sizes, "NEAR_LOGITS", 8 * 128 * 80)
     qkv, learned = drawn(name, 300, 310)
     call = called(name, learned)
     inputs = [*qkv, *learned.values()]
@@ -203,7 +203,7 @@ class Largest(TorchDispatchMode):
 
 @pytest.mark.parametrize("name", SIZES)
 def test_nothing_is_as_large_as_all_pairs(name: str, monkeypatch) -> None:
-    monkeypatch.setattr(attention.relative, "_AT_ONCE", 8 * 64 * 80)
+    monkeypatch.setattr(sizes, "NEAR_LOGITS", 8 * 64 * 80)
     largest = []
     for tokens in (400, 800):
         qkv, learned = drawn(name, tokens, tokens)

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 import rope_ext
-from rope_ext.attention import blocked, fire, reference
 from rope_ext.attention import dispatch as attention
+from rope_ext.attention import reference, sizes
 from rope_ext.attention.call import Block, Call, Pairs, RotatedBand, Scores
 from rope_ext.methods import build_method
 from rope_ext.methods.geometry import Distance
@@ -56,10 +56,10 @@ class Mixed(Scores):
 )
 def test_blocks_are_the_oracle(band: Distance, queries: int, monkeypatch) -> None:
     """Values, and gradients of everything that has one, however long the blocks."""
-    monkeypatch.setattr(blocked, "_NUMBERS", 4000)  # rows of 10
+    monkeypatch.setattr(sizes, "SCORED_LOGITS", 4000)  # rows of 10
     generator = torch.Generator().manual_seed(0)
-    sizes = [(2, 4, queries, 16), (2, 2, 50, 16), (2, 2, 50, 12), (4,), (4, 4), (12,)]
-    given = [torch.randn(size, generator=generator) for size in sizes]
+    shapes = [(2, 4, queries, 16), (2, 2, 50, 16), (2, 2, 50, 12), (4,), (4, 4), (12,)]
+    given = [torch.randn(size, generator=generator) for size in shapes]
     found = []
     for dtype, attend in (
         (torch.float32, attention.attend),
@@ -97,11 +97,19 @@ def test_blocks_are_the_oracle(band: Distance, queries: int, monkeypatch) -> Non
 def test_the_fast_kernel_of_fire_is_the_oracle(
     queries: int, keys: int, start: int, rows: int, monkeypatch
 ) -> None:
-    for number, value in (("_ROWS", rows), ("_ROWS_BACKWARD", rows + 3), ("_NUMBERS", 2000)):
-        monkeypatch.setattr(fire, number, value)  # two of four heads at a time
+    for number, value in (("ROWS", rows), ("ROWS_BACKWARD", rows + 3), ("NUMBERS", 2000)):
+        monkeypatch.setattr(sizes, f"FIRE_{number}", value)  # two of four heads at a time
     generator = torch.Generator().manual_seed(3)
-    sizes = [(2, 4, queries, 16), (2, 2, keys, 16), (2, 2, keys, 16), (16, 1), (16,), (4, 16), (4,)]
-    given = [torch.randn(size, generator=generator) for size in sizes]
+    shapes = [
+        (2, 4, queries, 16),
+        (2, 2, keys, 16),
+        (2, 2, keys, 16),
+        (16, 1),
+        (16,),
+        (4, 16),
+        (4,),
+    ]
+    given = [torch.randn(size, generator=generator) for size in shapes]
     given += [torch.tensor([-0.3]), torch.tensor([1.12])]
     given[3][1] = given[4][0] = 0  # a unit that is the same everywhere, one that begins at 0
     names = ("first_weight", "first_bias", "second_weight", "second_bias", "c", "multiplier")

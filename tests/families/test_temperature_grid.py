@@ -37,7 +37,7 @@ def scaled(model_type: str) -> tuple[str, float]:
         return "refused", 0.0
     t = torch.arange(LENGTH + 9, dtype=torch.float64)
     tau = 1 + 2 * ((t + 1).log() / torch.tensor(float(LENGTH)).log() - 1).clamp(min=0)
-    worst, calls, handed = 0.0, 0, queries._by_position
+    worst, calls, handed = 0.0, 0, queries.by_position
 
     def compared(view, sequences, query):
         nonlocal worst, calls
@@ -46,12 +46,12 @@ def scaled(model_type: str) -> tuple[str, float]:
         worst, calls = max(worst, float((out - right).abs().max())), calls + 1
         return out
 
-    queries._by_position = compared
+    queries.by_position = compared
     try:
         with torch.no_grad():
             model(input_ids=ids)
     finally:
-        queries._by_position = handed
+        queries.by_position = handed
     views = [m for m in model.modules() if isinstance(m.__dict__.get("config"), queries.View)]
     assert calls >= len(views) > 0
     rope_ext.unpatch(model)

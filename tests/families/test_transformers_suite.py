@@ -99,11 +99,6 @@ CANNOT = (
         "how a model rotates cannot be probed without weights",
         POSITION,
     ),
-    Cannot(
-        "test_cannot_load_with_meta_device_context_manager",
-        "LoadError: .* meta device context manager",
-        "the error is that of rope_ext.from_pretrained, around transformers' own",
-    ),
 )
 
 

@@ -27,7 +27,6 @@ import transformers
 from transformers import PreTrainedModel
 
 import rope_ext
-from rope_ext import loading
 
 CACHE = Path(__file__).parents[2] / "runs" / "transformers"
 PACKAGE = "tests_of_transformers"
@@ -181,22 +180,17 @@ def _extended(models: tuple[type[PreTrainedModel], ...], method: str | None) -> 
     def from_pretrained(
         cls: Any, pretrained_model_name_or_path: Any, *args: Any, **kwargs: Any
     ) -> Any:
-        """As ``rope_ext.from_pretrained``, but of the class that was asked."""
+        """Plain loading: a folder saved under a patch comes back with it (rope_ext/autoload.py)."""
         path = pretrained_model_name_or_path
         if building:
             return load(cls, path, *args, **kwargs)
         building.append(path)
         try:
-            if path is None:
-                loaded, record = load(cls, path, *args, **kwargs), None
-            else:
-                loaded, record = loading._load(str(path), kwargs, cls.__name__)
+            loaded = load(cls, path, *args, **kwargs)
         finally:
             building.pop()
         model = loaded[0] if isinstance(loaded, tuple) else loaded
-        if record is not None:
-            loading._patch(model, record)
-        elif path is None:
+        if path is None:
             rope_ext.patch(model, method, factor=FACTOR)
         return loaded
 

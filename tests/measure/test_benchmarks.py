@@ -241,7 +241,7 @@ def test_a_distractor_of_nolima_ends_the_line_before_it(frame: Frame) -> None:
     test = Test("NEEDLE", "Who?", TEMPLATE, ("x",), (), "DISTRACTOR")
     task = Hidden([test], [("book", text)], "contains", 2, None, 16)
     book = Book.from_text(frame.tokenizer, text, "book")
-    ids, _ = task._prompt(frame, book, test, 900, 0.0, random.Random(0))
+    ids, _ = task.prompt(frame, book, test, 900, 0.0, random.Random(0))
     made = frame.tokenizer.decode(list(ids))
     assert re.search(r"\nline (\d+) of the book DISTRACTOR\n\nline \d+ of the book\n", made)
 
@@ -709,7 +709,7 @@ def test_a_server_gets_the_prompts_of_every_benchmark(name: str, tmp_path: Path)
             chat="no",
             output=tmp_path / "results",
             url=url,
-            served_as="mute",
+            served_model_name="mute",
             tokenizer=folder,
         )
         plan = prepare(settings, asked_of_servers()[name](tmp_path))

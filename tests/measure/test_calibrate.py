@@ -109,11 +109,11 @@ def test_prompts_have_their_length_their_key_twice_and_their_depth(tokenizer) ->
 
 
 def test_rows_come_from_different_documents_in_the_two_halves() -> None:
-    assert module._split([0, 1, 2, 0, 1, 0]) == [0, 1, 1, 0, 1, 0]
-    assert module._split([5, 5, 5]) == [0, 1, 0]
+    assert module.in_halves([0, 1, 2, 0, 1, 0]) == [0, 1, 1, 0, 1, 0]
+    assert module.in_halves([5, 5, 5]) == [0, 1, 0]
     for numbers in ([0, 1, 2, 3], [0, 0, 0, 1], [2, 2, 1, 1, 0, 0, 3]):
-        halves = [{n for n, half in zip(numbers, module._split(numbers), strict=True) if half == h}
-                  for h in (0, 1)]  # fmt: skip
+        placed = list(zip(numbers, module.in_halves(numbers), strict=True))
+        halves = [{n for n, half in placed if half == h} for h in (0, 1)]
         assert all(halves) and not halves[0] & halves[1]
 
 
@@ -199,18 +199,18 @@ def test_a_cost_that_may_be_above_the_limit_is_refused_although_its_mean_is_belo
     if kept:
         assert "no other value is better on the half" in result.sentence
         accept = lambda self, changes: []  # noqa: E731
-        monkeypatch.setattr(module._Descent, "_add", patched_add(accept))
+        monkeypatch.setattr(module.Descent, "add", patched_add(accept))
         said = found(model, tokenizer).sentence
         assert "cannot tell whether its perplexity at 128 tokens rises by less than 2 %: +" in said
 
 
 def patched_add(objections):
     """A descent that refuses by other objections than the judgement does."""
-    original = module._Descent._add
+    original = module.Descent.add
 
     def add(self, method, scores):
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(module._Run, "objections", objections)
+            patch.setattr(module.Run, "objections", objections)
             original(self, method, scores)
 
     return add

@@ -283,7 +283,7 @@ def test_one_pass_gives_what_a_pass_for_each_length_gives(settings: Settings) ->
     task = Perplexity(BOOK, windows=2, protocol="start", min_context=3)
     plan = prepare(dataclasses.replace(settings, lengths=(64, 256)), [task])
     yarn, dynamic = plan.systems[1:]
-    assert not yarn.adapts and dynamic.adapts
+    assert not yarn.is_dynamic and dynamic.is_dynamic
     assert {case.length for batch in plan.batches(yarn) for case in batch} == {256}
     assert {c.length for b in plan.batches(dynamic) for c in b} == {64, 128, 256}
     outcomes = run.run(plan)
@@ -412,7 +412,7 @@ def test_what_transformers_remembers_of_longer_texts_changes_nothing(
             given = dataclasses.replace(settings, lengths=(200, 400), overwrite=True, **change)
             plan = prepare(given, [Perplexity(BOOK, windows=2, protocol=protocol)])
             system = plan.systems[-1]
-            assert system.adapts
+            assert system.is_dynamic
             for case, outcome in zip(plan.cases(system), run.run(plan)[-6:], strict=True):
                 runner = run.Runner(models.load_model(system.model), system.model, given)
                 with runner.applied(system):  # a model that has seen nothing

@@ -105,7 +105,7 @@ def test_the_legend_is_beside_all_else() -> None:
 
 
 def test_pictures_of_the_laboratory_are_as_narrow() -> None:
-    assert page._WIDTH <= 7.2
+    assert page.WIDTH <= 7.2
 
 
 @pytest.mark.parametrize(

@@ -32,7 +32,7 @@ def row() -> tuple[int, ...]:
 def few_queries(monkeypatch: pytest.MonkeyPatch) -> None:
     """The last 20 tokens, a few at a time."""
     monkeypatch.setattr(attention, "QUERIES", 20)
-    monkeypatch.setattr(attention, "_NUMBERS", 7 * 4 * TOKENS)  # 7 queries of 4 heads
+    monkeypatch.setattr(attention, "WEIGHTS_AT_ONCE", 7 * 4 * TOKENS)  # 7 queries of 4 heads
 
 
 def weights_of(model: nn.Module, row: tuple[int, ...]) -> list[torch.Tensor]:

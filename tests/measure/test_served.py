@@ -63,7 +63,9 @@ def local(folder: Path, output: Path, **options: Any) -> Settings:
 
 
 def served(folder: Path, output: Path, url: str, **options: Any) -> Settings:
-    return local(folder, output, url=url, served_as="tiny", tokenizer=str(folder), **options)
+    return local(
+        folder, output, url=url, served_model_name="tiny", tokenizer=str(folder), **options
+    )
 
 
 def values(outcomes: list[Outcome] | None) -> list[tuple]:
@@ -183,7 +185,7 @@ def test_what_every_request_would_meet_ends_the_run(
     fake = fake_of(checkpoint, faults=[status] * 99)
     with serving(fake) as url:
         settings = served(checkpoint, tmp_path / "there", url, concurrency=1)
-        with pytest.raises(MeasureError, match="check --url, --served-as"):
+        with pytest.raises(MeasureError, match="check --url, --served-model-name"):
             measured(settings, PASSKEYS[0])
     assert len(fake.asked) < 12
 
@@ -198,7 +200,7 @@ def test_a_server_that_is_not_there(checkpoint: Path, tmp_path: Path) -> None:
 
 def test_the_command_and_its_report(checkpoint: Path, tmp_path: Path, capsys) -> None:
     with serving(fake_of(checkpoint)) as url:
-        words = ["passkey", "--url", url, "--served-as", "our-model", "--lengths", "128"]
+        words = ["passkey", "--url", url, "--served-model-name", "our-model", "--lengths", "128"]
         words += ["--tokenizer", str(checkpoint), "--trials", "2", "--depths", "1"]
         command.call([*words, "--output", str(tmp_path / "results")])
     table = (tmp_path / "results" / "table.md").read_text()
@@ -213,7 +215,16 @@ def test_two_deployments_are_compared_on_the_same_prompts(checkpoint: Path, tmp_
     rope_ext.patch(other.model, "yarn", factor=4)
     one, output = fake_of(checkpoint), tmp_path / "results"
     with serving(one) as first, serving(other) as second:
-        words = ["--url", first, "--url", second, "--served-as", "plain,yarn", "--lengths", "256"]
+        words = [
+            "--url",
+            first,
+            "--url",
+            second,
+            "--served-model-name",
+            "plain,yarn",
+            "--lengths",
+            "256",
+        ]
         words += ["--tokenizer", str(checkpoint), "--text", str(book), "--windows", "2"]
         words += ["--trials", "2", "--depths", "1", "--output", str(output)]
         command.call_preset("compare", command.COMPARE, words)
@@ -246,12 +257,12 @@ def test_tokenizers_without_a_configuration(checkpoint: Path, tmp_path: Path) ->
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"served_as": None}, "--served-as NAME"),
+        ({"served_model_name": None}, "--served-model-name NAME"),
         ({"models": (), "tokenizer": None}, "--tokenizer a directory"),
         ({"url": "localhost:8000"}, "http://HOST:PORT/v1"),
         ({"url": "http://me:secret@localhost/v1"}, "OPENAI_API_KEY"),
         ({"url": None}, "is for a server"),
-        ({"served_as": ("a", "b")}, "2 names for 1 addresses"),
+        ({"served_model_name": ("a", "b")}, "2 names for 1 addresses"),
         ({"url": ("http://a/v1",) * 2}, "given twice"),
         ({"concurrency": 0}, "concurrency=0"),
         ({"retries": -1}, "--retries"),
@@ -265,7 +276,15 @@ def test_wrong_options(checkpoint: Path, tmp_path: Path, options: Any, message: 
 
 
 def test_a_model_or_a_server(checkpoint: Path, capsys) -> None:
-    words = ["passkey", "--lengths", "128", "--url", "http://localhost:9/v1", "--served-as", "a"]
+    words = [
+        "passkey",
+        "--lengths",
+        "128",
+        "--url",
+        "http://localhost:9/v1",
+        "--served-model-name",
+        "a",
+    ]
     with pytest.raises(SystemExit):
         command.call([*words, "--tokenizer", str(checkpoint), "--model", str(checkpoint)])
     assert "leave out --model" in capsys.readouterr().err
@@ -278,7 +297,11 @@ def test_settings_of_the_transport_determine_no_result(checkpoint: Path, tmp_pat
     settings = served(checkpoint, tmp_path / "there", "http://localhost:9/v1")
     plans = [
         prepare(replace(settings, **one), [PASSKEYS[0]])
-        for one in ({}, {"concurrency": 9, "retries": 1, "timeout": 3.0}, {"served_as": "b"})
+        for one in (
+            {},
+            {"concurrency": 9, "retries": 1, "timeout": 3.0},
+            {"served_model_name": "b"},
+        )
     ]
     keys = [[p.systems[0].key(c) for c in p.cases(p.systems[0])] for p in plans]
     assert keys[0] == keys[1] and not set(keys[0]) & set(keys[2])
@@ -297,7 +320,7 @@ def test_transformers_serve_answers_as_its_model_does(tmp_path: Path, api: str) 
     want = measured(local(folder, tmp_path / "here", **options), PASSKEYS[1])
     with transformers_serve.served(folder, tmp_path / "log") as address:
         settings = served(folder, tmp_path / "there", f"{address}/v1", api=api, **options)
-        got = measured(replace(settings, served_as=str(folder), concurrency=2), PASSKEYS[1])
+        got = measured(replace(settings, served_model_name=str(folder), concurrency=2), PASSKEYS[1])
     assert got == want and len({one[5] for one in got}) > 1
 
 
@@ -334,7 +357,7 @@ def test_llama_cpp_answers_as_its_model_does(tmp_path: Path) -> None:
     model = rope_ext.patch(built("llama"), "yarn", factor=4)
     folder, file = tmp_path / "model", tmp_path / "model.gguf"
     model.save_pretrained(folder)
-    verifying._tokenizer().save_pretrained(folder)  # tokens are called t0, t1 ... in both
+    verifying.tiny_tokenizer().save_pretrained(folder)  # tokens are called t0, t1 ... in both
     options = {"lengths": (4 * LENGTH, LENGTH), "chat": "no"}
     want = measured(local(folder, tmp_path / "here", **options), Numbers())
     printed = shlex.split(rope_ext.export(model, "llama.cpp").command)[1:]

@@ -47,7 +47,16 @@ SHARED = {
     *("--factor", "--force", "--help", "--lengths", "--method", "--methods", "--model"),
     *("--option", "--output"),
     *("--overwrite", "--resume", "--seed", "--trained-length"),
-    *("--url", "--served-as", "--tokenizer", "--api", "--concurrency", "--retries", "--timeout"),
+    *(
+        "--url",
+        "--served-model-name",
+        "--served-as",
+        "--tokenizer",
+        "--api",
+        "--concurrency",
+        "--retries",
+        "--timeout",
+    ),
 }
 GRID = {"--trials", "--depths"}
 PASSKEY = {*GRID, "--digits", "--generate", "--prompt"}

@@ -155,7 +155,7 @@ def test_longrope_equals_transformers_below_and_above_the_trained_length() -> No
         method = LongRoPE(
             factor=factor, long_factor=table(factor, rope), short_factor=table(1.1, rope)
         )
-        assert method.adapts
+        assert method.is_dynamic
         ours = method.inv_freq_at(rope, torch.tensor([trained, trained + 1.0]))
         parameters = method.rope_parameters(rope)
         del parameters["attention_factor"]  # so that transformers computes its own
@@ -342,7 +342,7 @@ def test_dynamic_methods_leave_short_sequences_as_they_were(method: FrequencyMet
 def test_dynamic_methods_stand_at_the_full_context_until_a_length_is_given() -> None:
     for cls in (DynamicNTK, DynamicYaRN):
         free, fixed = cls(factor=4), cls(factor=4, length=16384)
-        assert free.adapts and not fixed.adapts
+        assert free.is_dynamic and not fixed.is_dynamic
         assert torch.equal(free.inv_freq(LLAMA2), fixed.inv_freq(LLAMA2))
         assert free.attention_scaling(LLAMA2) == fixed.attention_scaling(LLAMA2)
 
@@ -417,7 +417,7 @@ def test_longrope_temperature_and_tables() -> None:
     short, long = method.inv_freq_at(LLAMA2, torch.tensor([4096.0, 4097.0]))
     assert torch.equal(short, LLAMA2.inv_freq) and torch.equal(long, LLAMA2.inv_freq / 2)
     alone = LongRoPE(factor=32, long_factor=[2.0] * 64, attention_factor=1.5)
-    assert not alone.adapts and alone.attention_scaling(LLAMA2) == 1.5
+    assert not alone.is_dynamic and alone.attention_scaling(LLAMA2) == 1.5
     assert torch.equal(alone.inv_freq_at(LLAMA2, torch.tensor([1.0]))[0], LLAMA2.inv_freq / 2)
 
 

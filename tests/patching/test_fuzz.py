@@ -117,7 +117,7 @@ def attempt(model: torch.nn.Module, call: tuple[Any, dict], front: dict, asked: 
         assert len(str(error)) > 20, asked
     else:
         state = current_patch(model)
-        assert state.length < state.target_length or state.method.works_within, asked
+        assert state.length < state.target_length or state.method.allows_factor_one, asked
         json.dumps(state.record.to_json(), allow_nan=False)
         assert Record.from_json(json.loads(json.dumps(state.record.to_json())), "x").same(
             state.record

@@ -18,7 +18,7 @@ from torch import nn
 from transformers import DynamicCache, StaticCache
 
 import rope_ext
-from rope_ext.stale import _Refusal
+from rope_ext.stale import Refusal
 from tests.families.checks import changed, snapshot
 from tests.families.zoo import tiny_model
 from tests.helpers.models import tiny_llama
@@ -152,7 +152,7 @@ def test_the_caches_of_other_models_go_on(ids) -> None:
 
 
 def hooked(model: nn.Module) -> bool:
-    return any(isinstance(hook, _Refusal) for hook in model.model._forward_pre_hooks.values())
+    return any(isinstance(hook, Refusal) for hook in model.model._forward_pre_hooks.values())
 
 
 def test_nothing_is_left_on_a_model_when_its_caches_are_gone(ids) -> None:

@@ -54,7 +54,7 @@ def test_what_a_graph_holds_is_what_the_eager_path_computes(name: str, ids, in_t
     pieces = ids.split(steps, dim=1)
     for number, piece in enumerate(pieces):
         with pytest.MonkeyPatch.context() as patched:
-            patched.setattr(Installed, "_traceable", lambda self, turn=number % 3: turn > 0)
+            patched.setattr(Installed, "traceable", lambda self, turn=number % 3: turn > 0)
             said.append(logits(model, piece, past_key_values=cache))
     torch.testing.assert_close(torch.cat(said, 1), right, **EXACT)
     assert forward_context.stack == []
@@ -73,8 +73,8 @@ def test_few_tokens_by_the_kernel_of_half_precision(name: str, ids, in_tensors, 
 @pytest.mark.parametrize("name", ["rerope", "alibi"])
 def test_few_tokens_in_half_precision(dtype, kind: str, name: str, ids, in_tensors, monkeypatch):
     """As far from float32 as rounding takes the eager path."""
-    took, run = [], placed._by_kernel
-    monkeypatch.setattr(placed, "_by_kernel", lambda *given: took.append(1) or run(*given))
+    took, run = [], placed.by_kernel
+    monkeypatch.setattr(placed, "by_kernel", lambda *given: took.append(1) or run(*given))
     model = rope_ext.patch(FAMILIES[kind].model(), name, factor=4)
     right = logits(model, ids)
     model.to(dtype)
@@ -200,7 +200,7 @@ def test_the_operator_keeps_what_torch_asks_of_one() -> None:
     plan = [1, 0, 0, 2**62, 0, 0, 1, 0, 2, 1, 1, 2, 4, 1]  # all keys, nothing turned
     slots = (places, real, torch.tensor(0))
     given = (query, key, value, None, None, [], plan, *slots, 0.5, None, "auto")
-    torch.library.opcheck(placed._placed, given)
+    torch.library.opcheck(placed.operator, given)
 
 
 class _Reads(TorchDispatchMode):

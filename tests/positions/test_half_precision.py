@@ -124,7 +124,7 @@ def masked(model: nn.Module, rows: Rows) -> Rows:
 def traced() -> Iterator[None]:
     """The operations of a graph, run as they are."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Installed, "_traceable", lambda self: True)
+        patch.setattr(Installed, "traceable", lambda self: True)
         yield
 
 

@@ -13,7 +13,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import Cache, DynamicCache
 
-from rope_ext.attention import flash, step
+from rope_ext.attention import flash, sizes
 from rope_ext.attention.call import Call, Pairs, RotatedBand
 from rope_ext.attention.step import Columns, Step
 from rope_ext.methods.geometry import Distance, Sinks
@@ -132,7 +132,7 @@ def test_steps_are_what_the_kernel_of_many_tokens_computes(
     dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With columns that do not turn, groups of heads, a sink, a bias, and memory that runs out."""
-    monkeypatch.setattr(step, "_ROOM", 5)
+    monkeypatch.setattr(sizes, "SPARE_KEYS", 5)
     make = torch.Generator().manual_seed(0)
     query, key, value = (
         torch.randn(2, heads, 40, 10, generator=make, dtype=torch.float64).to(dtype)

@@ -278,7 +278,7 @@ def record(loss: float, found: float) -> dict:
 
 
 def test_the_page_says_what_can_be_told_apart_and_what_cannot(monkeypatch) -> None:
-    monkeypatch.setattr(page, "_picture", lambda figure, alt: page.Picture(alt, b""))
+    monkeypatch.setattr(page, "picture_of", lambda figure, alt: page.Picture(alt, b""))
     settings = dict(layers=1, width=32, heads=4, steps=2, problem_steps=2, length=64, rows=2)
     cells = {}
     for name, loss, found in (("rope", 2.0, 0.9), ("alibi", 1.5, 0.2), ("t5", 1.5, 0.9)):

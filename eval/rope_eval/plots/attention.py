@@ -30,7 +30,7 @@ FIRST = 4
 QUERIES = 256
 """Number of queries at the end of a window whose attention weights are measured."""
 
-_NUMBERS = 2**24  # attention weights in memory at a time
+WEIGHTS_AT_ONCE = 2**24  # attention weights in memory at a time
 Row = tuple[int, ...]
 
 
@@ -132,7 +132,10 @@ def by_distance(model: nn.Module, rows: Sequence[Row], edges: Sequence[int]) -> 
         total = torch.zeros(len(edges), dtype=torch.float64, device="cpu")
         layers.setdefault(module, []).append(total)
         heads, tokens = dense.query.shape[1:3]
-        places, size = torch.arange(tokens, device="cpu"), max(1, _NUMBERS // (heads * tokens))
+        places, size = (
+            torch.arange(tokens, device="cpu"),
+            max(1, WEIGHTS_AT_ONCE // (heads * tokens)),
+        )
         first = max(0, tokens - QUERIES)
         for start in range(first, tokens, size):
             queries = slice(start, min(start + size, tokens))

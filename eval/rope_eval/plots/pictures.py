@@ -258,7 +258,7 @@ def _label(method: Method, factor: bool) -> str:
 
 
 def _cure(kind: str, method: Method) -> str:
-    moves = method.attends
+    moves = method.replaces_attention
     if method.kind in ("encoding", "rotation"):
         return (
             f"{method.name} changes neither frequencies nor distances, so {kind} cannot show it; "

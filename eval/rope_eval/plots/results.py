@@ -245,7 +245,7 @@ def _label_ends(axes: Any, last: int, labels: Mapping[str, tuple[float, str]]) -
     names = sorted(labels, key=lambda name: labels[name][0])
     ends = [min(labels[name][0], top) for name in names]
     heights = [math.log(end / bottom) / math.log(top / bottom) for end in ends]
-    for name, end, place in zip(names, ends, _spread(heights, 0.047), strict=True):
+    for name, end, place in zip(names, ends, spread_labels(heights, 0.047), strict=True):
         colour = labels[name][1]
         axes.annotate(
             name,
@@ -266,7 +266,7 @@ def _label_ends(axes: Any, last: int, labels: Mapping[str, tuple[float, str]]) -
         )
 
 
-def _spread(heights: Sequence[float], gap: float) -> list[float]:
+def spread_labels(heights: Sequence[float], gap: float) -> list[float]:
     """Move ascending heights at least ``gap`` apart around their common center, none above 1."""
     groups: list[list[float]] = []
     for height in heights:

@@ -65,7 +65,9 @@ def engines_of(
     except RopeExtError:
         return found
     for system in systems:
-        if built(system.method, system.options).attends:  # whose layers no engine computes
+        if built(
+            system.method, system.options
+        ).replaces_attention:  # whose layers no engine computes
             continue
         with (
             suppress(RopeExtError),
@@ -453,7 +455,9 @@ class Report:
             dtype = f"auto ({'float32' if identity['device'] == 'cpu' else 'of the checkpoint'})"
         rows += [f"seed {settings.seed}", f"dtype {dtype}", f"device {identity['device']}"]
         if settings.url is not None:
-            served = [f"{server.served_as} served at {server.url}" for server in settings.servers]
+            served = [
+                f"{server.served_model_name} served at {server.url}" for server in settings.servers
+            ]
             rows = [*served, f"prompts by {settings.api}", f"seed {settings.seed}"]
         versions = identity["versions"]
         told = [f"{n} {versions[n]}" for n in ("rope_ext", "torch", "transformers", "python")]

@@ -74,7 +74,7 @@ class Plan:
         return batches
 
     def _nested(self, system: System, case: Case) -> bool:
-        return case.nested and not system.adapts and case.length < self.lengths[-1]
+        return case.nested and not system.is_dynamic and case.length < self.lengths[-1]
 
     @cached_property
     def folder(self) -> Folder:
@@ -271,9 +271,9 @@ def _systems(
     """Every model without a method, and under each; every server is one system."""
     for server in settings.servers:
         model, name = settings.models[0], server.label
-        identity = {**identities[model], "url": server.url, "served_as": server.served_as}
+        identity = {**identities[model], "url": server.url, "served_as": server.served_model_name}
         key, trained = digest(identity, UNPATCHED, {}), identity["trained_length"]
-        yield System(name, name, model, UNPATCHED, {}, trained, adapts=False, identity=key)
+        yield System(name, name, model, UNPATCHED, {}, trained, is_dynamic=False, identity=key)
     if settings.servers:
         return
     labels = _labels(settings.models)
@@ -290,8 +290,8 @@ def _systems(
                 method=method,
                 options=options,
                 trained=identity["trained_length"],
-                adapts=models.adapts(configs[model])
-                or (method != UNPATCHED and built(method, options).adapts),
+                is_dynamic=models.is_dynamic(configs[model])
+                or (method != UNPATCHED and built(method, options).is_dynamic),
                 identity=digest(identity, method, options),
                 adapted=adapted,
             )

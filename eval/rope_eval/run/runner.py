@@ -231,7 +231,7 @@ class Runner:
     ) -> Iterator[list[tuple[Case, Result]]]:
         """The results of these batches, each after its forward."""
         for batch in batches:
-            if system.adapts:
+            if system.is_dynamic:
                 self.forget()
             yield list(zip(batch, self.measure(batch), strict=True))
 

@@ -37,7 +37,7 @@ def require_server(settings: Settings) -> None:
         MeasureError: the package ``openai`` is not installed.
     """
     if settings.url is None:
-        for name in ("served_as", "tokenizer"):
+        for name in ("served_model_name", "tokenizer"):
             if getattr(settings, name) is not None:
                 flag = name.replace("_", "-")
                 raise OptionError(f"--{flag} is for a server; give --url its address")
@@ -45,13 +45,15 @@ def require_server(settings: Settings) -> None:
     urls = [settings.url] if isinstance(settings.url, str) else settings.url
     for url in urls:
         _check_address(url)
-    if settings.served_as is None:
-        raise OptionError("--url needs the name of the model on the server; give --served-as NAME")
-    names = 1 if isinstance(settings.served_as, str) else len(settings.served_as)
+    if settings.served_model_name is None:
+        raise OptionError(
+            "--url needs the name of the model on the server; give --served-model-name NAME"
+        )
+    names = 1 if isinstance(settings.served_model_name, str) else len(settings.served_model_name)
     if names not in (1, len(urls)):
         raise OptionError(
-            f"--served-as gives {names} names for {len(urls)} addresses; give one, or one for "
-            f"every --url, as NAME,NAME"
+            f"--served-model-name gives {names} names for {len(urls)} addresses; give one, or one "
+            f"for every --url, as NAME,NAME"
         )
     if len(set(settings.servers)) < len(urls):
         raise OptionError("a server is given twice; give --url each just once, or other names")
@@ -84,7 +86,7 @@ def served_identity(settings: Settings) -> dict[str, Any]:
     """What results of a server depend on besides the case; nothing without a server."""
     if settings.url is None:
         return {}
-    return {"url": settings.url, "served_as": settings.served_as, "api": settings.api}
+    return {"url": settings.url, "served_as": settings.served_model_name, "api": settings.api}
 
 
 class Served:
@@ -92,7 +94,7 @@ class Served:
 
     Args:
         name: directory or Hub ID of their tokenizer.
-        settings: ``url``, ``served_as`` and how to ask.
+        settings: ``url``, ``served_model_name`` and how to ask.
 
     ``api="completions"`` sends token IDs (vLLM, SGLang, llama.cpp), ``"text"`` the prompt as text
     (transformers serve), ``"chat"`` messages, from which the server makes the prompt with the
@@ -161,8 +163,9 @@ class Served:
 
     def _gone(self, error: Exception) -> MeasureError:
         return MeasureError(
-            f"{self.server.url} does not answer for {self.server.served_as!r} "
-            f"({_said(error)}); check --url, --served-as and {KEY}; --resume keeps what is finished"
+            f"{self.server.url} does not answer for {self.server.served_model_name!r} "
+            f"({_said(error)}); check --url, --served-model-name and {KEY}; --resume keeps what is "
+            f"finished"
         )
 
     def _result(self, case: Case) -> Result:
@@ -179,7 +182,7 @@ class Served:
 
     def _written(self, ids: Sequence[int], count: int) -> str:
         """What greedy decoding writes after these tokens, up to ``count`` tokens."""
-        how: dict[str, Any] = {"model": self.server.served_as, "temperature": 0}
+        how: dict[str, Any] = {"model": self.server.served_model_name, "temperature": 0}
         how["max_tokens"] = count
         if self.settings.api == "chat":
             messages, extra = self._messages(ids)
@@ -195,7 +198,7 @@ class Served:
                 f"not return; give --api completions"
             )
         answer = self.client.completions.create(
-            model=self.server.served_as,
+            model=self.server.served_model_name,
             prompt=self._prompt(case.ids),
             max_tokens=1,
             temperature=0,

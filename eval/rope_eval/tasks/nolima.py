@@ -235,7 +235,7 @@ class Hidden(Task):
             for number, (book, test, depth) in enumerate(places):
                 rng = random.Random(f"nolima:{seed}:{length}:{book}:{test}:{depth}")
                 at = depth / max(1, self.depths - 1)
-                ids, gold = self._prompt(frame, books[book], self.tests[test], length, at, rng)
+                ids, gold = self.prompt(frame, books[book], self.tests[test], length, at, rng)
                 case = Case(
                     task=self.name,
                     length=length,
@@ -256,7 +256,7 @@ class Hidden(Task):
         )
         return Questions(cases, definition)
 
-    def _prompt(
+    def prompt(
         self,
         frame: Frame,
         book: Book,

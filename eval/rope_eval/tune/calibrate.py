@@ -203,7 +203,7 @@ def calibrate(
         if folder is not None:
             log = TrialLog.open(folder / LOG, NAME, "scores", known)
         with evaluating(model):
-            found = _Run(model, rope, given, log).result(starts, grids, halves, [*notes, *more])
+            found = Run(model, rope, given, log).result(starts, grids, halves, [*notes, *more])
         if folder is not None:
             _keep(found, folder)
     return found
@@ -323,7 +323,7 @@ def _halves(
     tokenizer: Any, rows: Rows, rope: Rope, given: CalibrationOptions
 ) -> tuple[tuple[Half, Half], list[str]]:
     """Windows and prompts of both halves, which share no document if there are two."""
-    numbers = _split(rows.documents)
+    numbers = in_halves(rows.documents)
     halves, notes = [], []
     first = beginning(tokenizer)
     for place, name in enumerate((CHOOSING, JUDGING)):
@@ -349,7 +349,7 @@ def cut(window: tuple[int, ...], length: int, first: tuple[int, ...]) -> Iterato
         yield (*first, *text[start : start + step])
 
 
-def _split(documents: Sequence[int]) -> list[int]:
+def in_halves(documents: Sequence[int]) -> list[int]:
     """0 or 1 for each window: halves of different documents, as equal as they can be."""
     if len(set(documents)) == 1:
         return [i % 2 for i in range(len(documents))]
@@ -361,7 +361,7 @@ def _split(documents: Sequence[int]) -> list[int]:
     return [halves[one] for one in documents]
 
 
-class _Run:
+class Run:
     """A calibration under way.
 
     Args:
@@ -486,7 +486,7 @@ class _Run:
         self, start: Method, grid: Mapping[str, tuple[Any, ...]], halves: tuple[Half, Half]
     ) -> Choice:
         choosing, judging = halves
-        descent = _Descent(self, start, choosing)
+        descent = Descent(self, start, choosing)
         proposed = descent.best(grid)
         before = after = self.scores(start, judging)
         if proposed != start:
@@ -555,7 +555,7 @@ class _Refused(Exception):
     """A model does not accept a method."""
 
 
-class _Descent:
+class Descent:
     """Coordinate descent for one method, on the half that chooses.
 
     Args:
@@ -567,7 +567,7 @@ class _Descent:
         MeasureError: a loss of the published default is NaN or infinite.
     """
 
-    def __init__(self, run: _Run, start: Method, half: Half) -> None:
+    def __init__(self, run: Run, start: Method, half: Half) -> None:
         self.run, self.start, self.half = run, start, half
         self.before = run.scores(start, half)
         if not self.before.finite:
@@ -577,7 +577,7 @@ class _Descent:
             )
         self.tried: dict[str, Trial] = {}
         self.fit: dict[str, float] = {}  # scores of those without objections
-        self._add(start, self.before)
+        self.add(start, self.before)
 
     @property
     def trials(self) -> tuple[Trial, ...]:
@@ -634,12 +634,12 @@ class _Descent:
             made = dataclasses.replace(method, **{name: value})
             made.resolved(self.run.rope)
             if _key(made) not in self.tried:
-                self._add(made, self.run.scores(made, self.half))
+                self.add(made, self.run.scores(made, self.half))
         except (OptionError, _Refused):
             return None
         return made
 
-    def _add(self, method: Method, scores: Scores) -> None:
+    def add(self, method: Method, scores: Scores) -> None:
         trial = self.run.trial(method, scores, self.half)
         self.tried[_key(method)] = trial
         changes = self.run.changes(self.start, method, self.before, scores, self.half)

@@ -225,8 +225,19 @@ def _space(given: SearchOptions, factor: float) -> Space:
     )
 
 
+def _known(factor: float, rope: Rope) -> list[FrequencyMethod]:
+    """The methods to start from, YaRN with every ramp that ``calibrate`` tries, too."""
+    known: list[FrequencyMethod] = [
+        cls(factor=factor) for cls in (PI, NTK, YaRN, MrRoPE, LongRoPE2)
+    ]
+    ramps = YaRN(factor=factor).grids(rope)
+    for name in ("beta_slow", "beta_fast"):
+        known += [YaRN(factor=factor, **{name: value}) for value in ramps[name]]
+    return list(dict.fromkeys(known))
+
+
 def _first(given: SearchOptions, known: Sequence[FrequencyMethod], rope: Rope) -> list[Candidate]:
-    """The tables of known methods, with their temperatures and others."""
+    """The tables of known methods, the best first, with their temperatures and others."""
     space, start = _space(given, known[0].factor), given.starts[0]
     tables = [space.fitted(_table(each, rope)) for each in known]
     if not space.scales:
@@ -235,7 +246,7 @@ def _first(given: SearchOptions, known: Sequence[FrequencyMethod], rope: Rope) -
     near = [min(space.scales, key=lambda scale, own=own: abs(scale - own)) for own in own]
     made = [Candidate(table, start, scale) for table, scale in zip(tables, near, strict=True)]
     made += [Candidate(table, start, round(f * _STEPS)) for f in FACTORS for table in tables]
-    return list(dict.fromkeys(made))[: max(len(known), given.population // 2)]
+    return list(dict.fromkeys(made))[: max(2, given.population // 2)]
 
 
 def _method(given: SearchOptions, one: Candidate, factor: float) -> LongRoPE:
@@ -277,12 +288,12 @@ def search(
     """Search the factors by which ``longrope`` divides the frequencies of ``model``.
 
     The factors of a table ascend from 1 to at most 1.25 times the scaling factor. The first tables
-    are those of PI, NTK, YaRN, MrRoPE and LongRoPE2 at several temperatures, and mutations of them.
-    As in :func:`rope_ext.calibrate`, they are ranked by the loss on windows of text plus the loss
-    of passkey answers at the trained and the target length; prompts count only where the unpatched
-    model finds at least half of them within its trained length. In addition to the paper's
-    mutation, which draws some factors again, one moves the other factors along, since half of
-    YaRN's factors are equal. The model is restored, also after an exception.
+    are those of PI, NTK, YaRN, MrRoPE and LongRoPE2, of YaRN with other ramps and temperatures, and
+    mutations of them. As in :func:`rope_ext.calibrate`, they are ranked by the loss on windows of
+    text plus the loss of passkey answers at the trained and the target length; prompts count only
+    where the unpatched model finds at least half of them within its trained length. In addition to
+    the paper's mutation, which draws some factors again, one moves the other factors along, since
+    half of YaRN's factors are equal. The model is restored, also after an exception.
 
     Args:
         model: not patched.
@@ -312,7 +323,7 @@ def search(
         raise OptionError(f"output={str(output)!r} is not valid; it must end in .json")
     rope = _rope(model, given)
     factor = target_length / rope.length
-    known = [cls(factor=factor) for cls in (PI, NTK, YaRN, MrRoPE, LongRoPE2)]
+    known = _known(factor, rope)
     first = _first(given, known, rope)
     for start in given.starts:  # what cannot be patched shows before anything is measured
         with patched(
@@ -327,12 +338,10 @@ def search(
     deciding = prompts_of(
         tokenizer, lengths[:1], 2 * FEWEST_PROMPTS * bool(prompts), windows, seed + 1
     )
-    if given.attention_factor is None:  # what is found must beat YaRN with a temperature found, too
-        known += [YaRN(factor=factor, attention_factor=scale) for scale in FACTORS]
     with log_beside(output, _settings(given, model, windows, prompts)) as log, evaluating(model):
         counting = _counting(model, prompts, deciding, given)
         scored = windows if given.scored else ()
-        return _searched(model, scored, counting, given, known, first, log)
+        return _searched(model, scored, counting, given, rope, log)
 
 
 def _counting(
@@ -361,17 +370,18 @@ def _searched(
     windows: Sequence[tuple[int, ...]],
     prompts: Sequence[Prompt],
     given: SearchOptions,
-    known: Sequence[FrequencyMethod],
-    first: Sequence[Candidate],
+    rope: Rope,
     log: _Log,
 ) -> LongRoPE:
-    """Evolution from these tables, beside known methods; the best is kept in the log."""
+    """Evolution from the tables of known methods; the best is kept in the log."""
     from rope_ext.terminal import progress  # rich is not loaded with the package
 
-    factor = known[0].factor
-    rows = len(windows) + len(prompts)
+    factor = given.target_length / rope.length
+    known, rows = _known(factor, rope), len(windows) + len(prompts)
+    scales = FACTORS if given.attention_factor is None else ()
     with progress() as shown:
-        bar = shown.add_task("search", total=(len(known) + given.tables) * rows)
+        total = (len(known) + len(scales) + given.tables) * rows
+        bar = shown.add_task("search", total=total)
         advance = partial(shown.advance, bar)
 
         def judged(each: FrequencyMethod) -> float:
@@ -394,16 +404,25 @@ def _searched(
                 shown.advance(bar, rows)
             return _loss(log.get(what))
 
+        def of_log(each: FrequencyMethod) -> float:
+            return _loss(log.get(_what(each)))
+
+        def best_yarn() -> FrequencyMethod:
+            return min((each for each in known if isinstance(each, YaRN)), key=of_log)
+
         before = [judged(each) for each in known]
         if min(before) == math.inf:
             raise MeasureError(
                 f"the loss is NaN or infinite at {given.target_length} tokens; load the model in "
                 f"float32 or bfloat16"
             )
-        yarns = [each for each in known if isinstance(each, YaRN)]
-        yarn = min(yarns, key=lambda each: _loss(log.get(_what(each))))
+        scaled = [replace(best_yarn(), attention_factor=scale) for scale in scales]
+        for each in scaled:
+            judged(each)
+        known += scaled
+        yarn = best_yarn()  # as calibration would find it; a table has to beat it
         bests = evolve(
-            first,
+            _first(given, sorted(known, key=of_log), rope),
             _space(given, factor),
             lambda one: judged(_method(given, one, factor)),
             iterations=given.iterations,

@@ -6,21 +6,26 @@ import dataclasses
 import inspect
 import os
 import re
+import shlex
 import subprocess
 import sys
 from html.parser import HTMLParser
 from pathlib import Path
 from types import SimpleNamespace
 
+import click
 import griffe
 import pytest
 import torch
 from mkdocs.config import load_config
 from mkdocs.exceptions import PluginError
 from transformers import AutoModelForCausalLM
+from typer.main import get_command
 
 import rope_ext
+from rope_eval import command
 from rope_eval.tune.options import CalibrationOptions, SearchOptions
+from rope_ext.cli import app
 from rope_ext.encodings.alibi import slopes
 from rope_ext.methods import Method, Rope, all_encodings, all_methods
 from tests.helpers.models import tiny_llama
@@ -96,6 +101,37 @@ def test_every_public_name_has_a_docstring_of_its_own() -> None:
 
 def snippets(page: str) -> list[str]:
     return re.findall(r"```python\n(.*?)```", (DOCS / page).read_text("utf-8"), re.DOTALL)
+
+
+def commands() -> list[str]:
+    """Every ``rope-ext`` command with arguments in the README, the docs and the model cards."""
+    found = set()
+    for page in (*DOCS.rglob("*.md"), *ROOT.glob("*.md"), *ROOT.glob("checkpoints/*/*.md")):
+        text = re.sub(r"\\\n\s*", " ", page.read_text("utf-8"))
+        blocks = re.findall(r"```(?:bash|shell|console)\n(.*?)```", text, re.DOTALL)
+        lines = [*"".join(blocks).splitlines(), *re.findall(r"`(rope-ext [^`\n]+)`", text)]
+        lines = [re.split(r" (?:#|&&|>) ", line.removeprefix("$ "))[0] for line in lines]
+        found |= {line.strip() for line in lines if re.match(r"rope-ext \S+ (?!TASK).*--", line)}
+    return sorted(found)
+
+
+def test_every_command_in_the_docs_can_be_typed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its options exist, and none that it needs is missing."""
+    asked: list[str] = []
+    monkeypatch.setattr(command, "main", lambda args, tasks: asked.extend(tasks))
+    group = get_command(app)
+    given = commands()
+    assert len(given) > 40
+    for line in given:
+        name, *words = shlex.split(line.replace("MODEL", "some/model"))[1:]
+        if name == "eval":
+            command.call(words)
+        elif name == "compare":
+            command.call_preset(name, command.COMPARE, words)
+        else:
+            with click.Context(group, info_name="rope-ext") as outer:
+                group.commands[name].make_context(name, words, parent=outer)
+    assert {"perplexity", "passkey", "ruler"} <= {*asked}
 
 
 LLAMA2 = Rope.geometric(base=10000, dim=128, length=4096)
@@ -277,6 +313,7 @@ def test_the_site(site) -> None:
     pages = {cls.__name__: f"methods/{cls.name}.html" for cls in all_methods()}
     for name in rope_ext.__all__:
         assert f"rope_ext.{name}" in site[pages.get(name, "api.html")].ids
+    assert "iframe-worker.js" in site["index.html"].loaded  # search in pages opened from disk
     for path, page in site.items():
         loaded = [source for source in page.loaded if not source.startswith("data:")]
         assert not [source for source in loaded if "//" in source], path

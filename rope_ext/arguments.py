@@ -7,7 +7,7 @@ import json
 import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from rope_ext.errors import OptionError, first_line
 
@@ -31,6 +31,27 @@ def parse_lengths(text: str | Iterable[str], option: str = "--lengths") -> tuple
             raise OptionError(f"{option} {word!r} is not a list of integers; use 512,1024 or 4k,8k")
         lengths.append(int(match[1]) * (1024 if match[2] else 1))
     return tuple(lengths)
+
+
+def parse_compose(text: str | bool) -> bool | Literal["raise"]:
+    """``compose`` of :func:`rope_ext.patch` from ``--compose``, ``--compose stack`` or ``raise``.
+
+    Raises:
+        OptionError: it is another word.
+    """
+    if isinstance(text, bool):
+        return text
+    if text not in ("stack", "raise"):
+        raise OptionError(
+            f"--compose {text} is not valid; it must be stack (apply the method on top of the "
+            f"checkpoint's RoPE scaling) or raise (raise the factor of that scaling)"
+        )
+    return text == "stack" or "raise"
+
+
+def compose_words(compose: bool | str) -> list[str]:
+    """``compose`` as it is typed."""
+    return ["--compose", *(["raise"] if compose == "raise" else [])] if compose else []
 
 
 def parse_length(text: str, option: str = "--length") -> int:

@@ -13,7 +13,7 @@ from rich import box
 from rich.markup import escape
 from rich.table import Table
 
-from rope_ext.arguments import parse_length, parse_options
+from rope_ext.arguments import compose_words, parse_length, parse_options
 from rope_ext.cli_arguments import (
     Compose,
     Factor,
@@ -108,7 +108,7 @@ def recommend(
         words = ["rope-ext", "compare", "--model", model, "--factor", f"{found.factor:g}"]
         words += ["--methods", ",".join([found.method.name, *served])]
         words += ["--lengths", f"{found.trained_length},{found.target_length}"]
-        tell_next(words + (["--compose"] if found.compose else []))
+        tell_next(words + compose_words(found.compose))
 
 
 @command()
@@ -376,16 +376,16 @@ def _check_verify(
         )
 
 
-def _typed(method: str, factor: float, compose: bool, option: list[str] | None) -> list[str]:
+def _typed(method: str, factor: float, compose: bool | str, option: list[str] | None) -> list[str]:
     """The options that name a patch, as they are typed."""
-    words = ["--method", method, "--factor", f"{factor:g}", *(["--compose"] if compose else [])]
+    words = ["--method", method, "--factor", f"{factor:g}", *compose_words(compose)]
     for one in option or []:
         words += ["--option", one]
     return words
 
 
 def _patched(
-    model: str, method: str | None, factor: float, compose: bool, option: list[str] | None
+    model: str, method: str | None, factor: float, compose: bool | str, option: list[str] | None
 ) -> Any:
     """The model without weights under the method; without one, its name, to read as saved."""
     from rope_ext.advice.building import model_of

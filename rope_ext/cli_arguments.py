@@ -7,6 +7,8 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperCommand
 
+from rope_ext.arguments import parse_compose
+
 Model = Annotated[str, typer.Argument(help="Model directory or Hub ID; or --model.")]
 Factor = Annotated[float, typer.Option(help="Extension factor: target length / trained length.")]
 PatchedWith = Annotated[
@@ -43,14 +45,22 @@ TrainText = Annotated[
 ]
 Target = Annotated[str, typer.Option(help="Target context length in tokens, such as 32k.")]
 Device = Annotated[str, typer.Option(help="Device: auto, cpu, cuda, cuda:1, mps ...")]
-Compose = Annotated[bool, typer.Option(help="Apply on top of existing RoPE scaling.")]
+Compose = Annotated[
+    Any,  # of `patch`: a bool, or "raise"
+    typer.Option(
+        parser=parse_compose,
+        metavar="[stack|raise]",
+        help="With existing RoPE scaling: apply on top of it (stack, or no value), or raise its "
+        "factor.",
+    ),
+]
 
 
 class ModelCommand(TyperCommand):
     """A command whose positional ``model`` may also be given as ``--model``, as in `compare`."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Put the value of ``--model`` where the argument is expected."""
+        """Put ``--model`` where the argument is expected, and a value after ``--compose``."""
         names = [one.name for one in self.params if one.param_type_name == "argument"]
         words, model = list(args), None
         for place, word in enumerate(words):
@@ -61,6 +71,9 @@ class ModelCommand(TyperCommand):
             if word.startswith("--model="):
                 model = words.pop(place).removeprefix("--model=")
                 break
+        for place, word in enumerate(words):
+            if word == "--compose" and words[place + 1 : place + 2] not in (["stack"], ["raise"]):
+                words[place] = "--compose=stack"
         if model is not None:  # before a file that follows it, after a word that precedes it
             first = names[:1] != ["kind"]
             words = [model, *words] if first else [*words, model]

@@ -25,7 +25,7 @@ from rope_eval.plots.style import require_matplotlib
 from rope_eval.reports.summary import Estimate
 from rope_eval.run import runner as run
 from rope_ext import checkpoints as models
-from rope_ext.arguments import parse_options
+from rope_ext.arguments import parse_compose, parse_options
 from rope_ext.cli import app
 from rope_ext.errors import MeasureError, OptionError
 from rope_ext.terminal import progress
@@ -221,6 +221,28 @@ def test_methods_lists_all() -> None:
         assert info.name in result.stdout and info.paper in result.stdout
     assert "beta_fast=32.0" in result.stdout and "long_factor," in result.stdout
     assert "factor=8.0" in result.stdout  # of llama3: the others have no default
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("", "error: the rotary embedding of LlamaModel is scaled by its configuration"),
+        ("--compose", "256 -> 2048 tokens"),
+        ("--compose raise", "64 -> 512 tokens"),
+        ("--compose=raise", "64 -> 512 tokens"),
+        ("--compose stack", "256 -> 2048 tokens"),
+    ],
+)
+def test_a_scaled_checkpoint_is_stacked_on_or_raised(words: str, said: str, tmp_path: Path) -> None:
+    scaled = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
+    config = tiny_llama().config
+    config.max_position_embeddings = 256
+    config.rope_parameters = {**config.rope_parameters, **scaled}
+    config.save_pretrained(tmp_path)
+    words = f"describe {tmp_path} --method yarn --factor 8 {words}"
+    assert said in " ".join(call(*words.split()).output.split())
+    with pytest.raises(OptionError, match=r"--compose no is not valid; it must be stack .* raise"):
+        parse_compose("no")
 
 
 def test_describe(checkpoint: Path) -> None:

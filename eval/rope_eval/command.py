@@ -92,7 +92,7 @@ def _add_options(
                 continue
             words["default"] = words.pop("typed", field.default)
             flags = [flag_of(field), *filter(None, [words.pop("also", None)])]
-            if field.default is False:
+            if field.default is False and "nargs" not in words:
                 words["action"] = "store_true"
             elif field.default is MISSING or words.get("action") == "append":
                 words["default"] = None

@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from rope_eval.data.prompts import Chat
 from rope_eval.options import option
-from rope_ext.arguments import parse_length, parse_lengths, parse_options, split
+from rope_ext.arguments import parse_compose, parse_length, parse_lengths, parse_options, split
 from rope_ext.errors import OptionError
 
 Api = Literal["completions", "text", "chat"]
@@ -95,7 +95,7 @@ class Settings:
             that does not fit into memory.
         chat: whether prompts use the chat template.
         trained_length: trained context, tokens; None reads it from the config.
-        compose: apply on top of existing RoPE scaling.
+        compose: as in :func:`rope_ext.patch`.
         force: also measure lengths beyond the target length of a method, and an adapter with a
             different patch than it was trained with.
         output: directory for the results.
@@ -136,7 +136,15 @@ class Settings:
     trained_length: int | None = option(
         None, "override the trained length in the config", trained_length, group=MEASURED
     )
-    compose: bool = option(False, "apply on top of existing RoPE scaling", group=MEASURED)
+    compose: bool | Literal["raise"] = option(
+        False,
+        "with existing RoPE scaling: apply on top of it (stack, or no value), or raise its factor",
+        parse_compose,
+        group=MEASURED,
+        nargs="?",
+        const=True,
+        metavar="stack|raise",
+    )
     dtype: str = option("auto", "auto (float32 on CPU), float32, bfloat16 or float16", group=RUN)
     attn: str | None = option(
         None, "attention implementation, such as sdpa, eager, flash_attention_2", group=RUN

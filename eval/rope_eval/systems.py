@@ -66,7 +66,11 @@ def without_before(names: Sequence[str], mistakes: Mistakes) -> tuple[str, ...]:
 
 
 def under(
-    model: Any, name: str, options: Mapping[str, Any], compose: bool, trained_length: int | None
+    model: Any,
+    name: str,
+    options: Mapping[str, Any],
+    compose: bool | str,
+    trained_length: int | None,
 ) -> AbstractContextManager[Any]:
     """``model`` under a method of :func:`checked_methods`."""
     given = {"compose": compose, "original_max_position_embeddings": trained_length}

@@ -57,13 +57,13 @@ _ROTATING = ("frequency", "position", "rotation")
 
 
 def _resultants(
-    model: nn.Module, rope: Rope, methods: Lines, text: Windows, length: int, compose: bool
+    model: nn.Module, rope: Rope, methods: Lines, text: Windows, length: int, compose: bool | str
 ) -> Resultants:
     return resultants(model, text.at(length))
 
 
 def _shares(
-    model: nn.Module, rope: Rope, methods: Lines, text: Windows, length: int, compose: bool
+    model: nn.Module, rope: Rope, methods: Lines, text: Windows, length: int, compose: bool | str
 ) -> dict[str, Shares]:
     """Shares by label, and those of the unpatched model within its trained length."""
     edges, found = octaves(rope.length, length), {}
@@ -121,7 +121,7 @@ def draw(
     methods: Sequence[Method],
     path: Path,
     length: int | None = None,
-    compose: bool = False,
+    compose: bool | str = False,
     text: Sequence[Path | str] | None = None,
     windows: int = 4,
     device: str = "auto",

@@ -41,6 +41,7 @@ from rope_eval.systems import System, under
 from rope_eval.tasks.base import Task, options
 from rope_eval.tasks.perplexity import Perplexity
 from rope_ext.advice.building import model_of
+from rope_ext.arguments import compose_words
 from rope_ext.engines import engines_for
 from rope_ext.errors import RopeExtError
 from rope_ext.method_options import UNPATCHED, built
@@ -53,7 +54,7 @@ _COLUMN = 28  # width, characters: "12.3 (too few documents)" fits
 
 
 def engines_of(
-    systems: Sequence[System], compose: bool, trained_length: int | None
+    systems: Sequence[System], compose: bool | str, trained_length: int | None
 ) -> dict[str, tuple[str, ...]]:
     """The engines that can serve a model under each of its methods, by label; no weights are read.
 
@@ -267,7 +268,7 @@ class Report:
         given = {"dtype": settings.dtype, "device": settings.device}
         given |= {"trained-length": settings.trained_length}
         more = [f"--{name}={value}" for name, value in given.items() if value not in (None, "auto")]
-        more += ["--compose"] if settings.compose else []
+        more += compose_words(settings.compose)
         longest = str(max(settings.lengths))
         if choice is not None:
             method = next(

@@ -7,7 +7,7 @@ export TOKENIZERS_PARALLELISM = false
 # Many processes import torch and transformers: without compiled modules each takes 20 s more.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: reproduce demo demo-full demo-pictures docs engine-sources newest finetune finetune-methods laboratory test test-all lint types coverage checkpoint clean
+.PHONY: reproduce demo demo-full demo-pictures demo-recording docs engine-sources newest finetune finetune-methods laboratory test test-all lint types coverage checkpoint clean
 .PHONY: surgery $(CHECKPOINTS:%=demo-%) $(CHECKPOINTS:%=demo-full-%) $(CHECKPOINTS:%=finetune-%) $(CHECKPOINTS:%=surgery-%)
 
 # torch first and by version: a plain `torch` may pull gigabytes of CUDA packages. Python compiles
@@ -31,10 +31,15 @@ $(VENV)/evaluators: pyproject.toml constraints.txt
 	$(INSTALL) -c constraints.txt -e ".[eval]"
 	touch $@
 
+DEMO = compare --model checkpoints/$1 $(HELD_OUT_$1) --factor 8 --lengths 512,4096 \
+	--methods yarn,dynamic_yarn,rerope --windows 4 --trials 1 --output runs/demo/$1 --resume
+
 demo: $(CHECKPOINTS:%=demo-%) ## three methods on the shipped checkpoints, in minutes
 $(CHECKPOINTS:%=demo-%): demo-%: $(VENV)/evaluators
-	$(BIN)/rope-ext compare --model checkpoints/$* $(HELD_OUT_$*) --factor 8 --lengths 512,4096 \
-		--methods yarn,dynamic_yarn,rerope --windows 4 --trials 1 --output runs/demo/$* --resume
+	$(BIN)/rope-ext $(call DEMO,$*)
+
+demo-recording: demo-tiny-512 ## the terminal in the README
+	$(BIN)/python docs/record.py docs/demo.svg $(BIN)/rope-ext $(call DEMO,tiny-512)
 
 demo-full: $(CHECKPOINTS:%=demo-full-%) ## the tables of README.md and docs/demonstration.md
 $(CHECKPOINTS:%=demo-full-%): demo-full-%: $(VENV)/evaluators

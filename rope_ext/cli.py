@@ -333,6 +333,9 @@ def verify(
             tell(f"note: {note}", "yellow")
         if json is not None:
             json.write_text(found.to_json(), encoding="utf-8")
+        if found.exit_code == 0 and url is None and trained_length is None:
+            patch = [] if method is None else _typed(method, factor, False, option)
+            tell_next(["rope-ext", "export", model, "--engine", engine, *patch])
         sys.exit(found.exit_code)
 
 
@@ -432,3 +435,4 @@ def show_methods() -> None:
     adding = [cls for cls in all_encodings() if issubclass(cls, Encoding) and cls.adds()]
     names = ", ".join(cls.name for cls in adding)
     console.print(f"Biases to add to RoPE with bias=: {names}.", style="dim")
+    tell_next(["rope-ext", "recommend", "MODEL", "--length", "128k"])

@@ -8,7 +8,7 @@ export TOKENIZERS_PARALLELISM = false
 unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: reproduce demo demo-full demo-pictures demo-recording docs engine-sources newest finetune finetune-methods laboratory test test-all lint types coverage checkpoint clean
-.PHONY: surgery $(CHECKPOINTS:%=demo-%) $(CHECKPOINTS:%=demo-full-%) $(CHECKPOINTS:%=finetune-%) $(CHECKPOINTS:%=surgery-%)
+.PHONY: raising surgery $(CHECKPOINTS:%=demo-%) $(CHECKPOINTS:%=demo-full-%) $(CHECKPOINTS:%=finetune-%) $(CHECKPOINTS:%=surgery-%)
 
 # torch first and by version: a plain `torch` may pull gigabytes of CUDA packages. Python compiles
 # what it imports of them, a third; pip would compile all.
@@ -68,6 +68,19 @@ $(CHECKPOINTS:%=finetune-%): finetune-%: $(VENV)/installed
 
 runs/django/train.jsonl: $(VENV)/installed
 	$(BIN)/python recipes/pretrain/django_docs.py $@
+
+RAISING := runs/raising/merged
+RAISED := --model $(RAISING) --lengths 512,2k,4k --windows 16 --trials 10 --resume
+
+raising: $(VENV)/installed ## raise a checkpoint's own factor, or put YaRN on top of it: docs/using.md
+	run=runs/raising/adapter; test -e $(RAISING) || test -e $$run/rope_ext.json || \
+		$(TUNE) --config recipes/tiny_512_yarn_pose.yaml --factor 4 --max_steps 60 \
+		--output_dir $$run
+	test -e $(RAISING) || $(BIN)/python recipes/merge.py runs/raising/adapter --output $(RAISING)
+	$(BIN)/rope-ext compare $(RAISED) --methods yarn --factor 8 --compose raise --output runs/raising/raise
+	$(BIN)/rope-ext compare $(RAISED) --methods yarn --factor 2 --compose --output runs/raising/stack
+	$(BIN)/rope-ext compare $(RAISED) --factor 2 --methods self_extend,rerope \
+		--output runs/raising/positions
 
 TUNE_FIRST := $(TUNE) --config recipes/tiny_512_yarn_pose.yaml --max_steps 120 --retrieval_share 0
 BEFORE := --model checkpoints/tiny-512

@@ -101,14 +101,17 @@ def recommend(
         found = rope_ext.recommend(model, parse_length(length), finetune, calibration, engine)
         print(found)
         if engine is not None:
-            patch = ["--method", found.method.name, "--factor", f"{found.factor:g}"]
+            patch = _typed(found.method.name, found.method.factor, found.compose, None)
             tell_next(["rope-ext", "export", model, *patch, "--engine", engine])
             return
-        served = [] if found.serve in (None, found.method) else [found.serve.name]
-        words = ["rope-ext", "compare", "--model", model, "--factor", f"{found.factor:g}"]
-        words += ["--methods", ",".join([found.method.name, *served])]
-        words += ["--lengths", f"{found.trained_length},{found.target_length}"]
-        tell_next(words + compose_words(found.compose))
+        lengths = ["--lengths", f"{found.trained_length},{found.target_length}"]
+        words = ["rope-ext", "compare", "--model", model, *lengths]
+        served = found.serve or found.method
+        apart = served == found.raised != found.method  # its factor is another
+        names = dict.fromkeys([found.method.name, *([] if apart else [served.name])])
+        tell_next([*words, *_typed(",".join(names), found.method.factor, found.compose, None)])
+        if apart:
+            tell_next([*words, *_typed(served.name, served.factor, "raise", None)])
 
 
 @command()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 from rope_ext.methods import Method
 from rope_ext.record import option_texts
@@ -20,12 +21,15 @@ class Recommendation:
         trained_length: tokens.
         finetune: whether the model will be fine-tuned.
         engine: the engine that has to run it; None: this process.
-        compose: whether ``patch`` needs ``compose=True`` because the checkpoint is already scaled.
+        compose: what ``method`` needs as ``compose`` of ``patch``: True or ``"raise"`` if the
+            checkpoint is already scaled.
         original_max_position_embeddings: trained length where the configuration says another.
         reasons: sentences, each with its source.
         alternatives: further methods that the model accepts, and when to choose each.
         serve: the first method that other engines can run; None: none, or ``engine`` was given.
         engines: those that can run ``serve``.
+        raised: the checkpoint's own scaling with a larger factor, which needs ``compose="raise"``;
+            None: it has none that can be raised.
     """
 
     model: str
@@ -35,12 +39,13 @@ class Recommendation:
     trained_length: int
     finetune: bool
     engine: str | None
-    compose: bool
+    compose: bool | Literal["raise"]
     original_max_position_embeddings: int | None
     reasons: tuple[str, ...]
     alternatives: tuple[tuple[Method, str], ...]
     serve: Method | None = None
     engines: tuple[str, ...] = ()
+    raised: Method | None = None
 
     @property
     def call(self) -> str:
@@ -49,7 +54,9 @@ class Recommendation:
 
     def _call(self, method: Method) -> str:
         words = ["model", repr(method.name), *option_texts(method)]
-        if self.compose and method.kind == "frequency":
+        if method == self.raised:
+            words.append("compose='raise'")
+        elif self.compose and method.kind == "frequency":
             words.append("compose=True")
         if self.original_max_position_embeddings is not None:
             words.append(

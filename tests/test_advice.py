@@ -363,6 +363,16 @@ def test_on_a_checkpoint_that_is_scaled_already() -> None:
     assert "rope_type 'linear' with factor 2.0" in found.reasons[-1]
     assert accepted(found, scaled) == 128
     assert "compose" not in rope_ext.recommend(scaled, 640).call  # distances are not scaled
+    own = {"rope_type": "yarn", "original_max_position_embeddings": LENGTH // 2}
+    yarn = tiny_llama(rope_parameters=rope | own)
+    call = "rope_ext.patch(model, 'yarn', factor=8, compose='raise')"
+    for options in ({"engine": "vllm"}, {"finetune": True}):
+        found = rope_ext.recommend(yarn, 4 * LENGTH, **options)
+        assert found.call == call and "'yarn', factor=4, compose=True" in str(found)
+        assert accepted(found, yarn) == 4 * LENGTH
+    found = rope_ext.recommend(yarn, 4 * LENGTH)
+    assert found.method.replaces_attention and found.compose is True
+    assert f"to serve by vllm, sglang, llama.cpp, ollama, transformers, mlx\n  {call}" in str(found)
     dynamic = tiny_llama(rope_parameters=rope | {"rope_type": "dynamic"})
     with pytest.raises(rope_ext.AlreadyScaledError, match="rope_type 'default'"):
         rope_ext.recommend(dynamic, 640)

@@ -19,6 +19,7 @@ from rope_ext.advice.calibrated import Calibrated, calibration_for, misfit
 from rope_ext.advice.describe import call_text
 from rope_ext.advice.measured import MEASURED, ranked
 from rope_ext.advice.vendors import Recipe, recipe_for, shipped_with
+from rope_ext.apply.raising import own_factor
 from rope_ext.engines import build_engine, engines_for, serving_commands
 from rope_ext.engines.base import Refusal
 from rope_ext.errors import OptionError, RopeExtError, UnsupportedModelError
@@ -28,7 +29,7 @@ from rope_ext.methods.checked import not_none
 from rope_ext.methods.rope import factor_to
 from rope_ext.patching import current_patch, first_site, patched
 from rope_ext.recommendation import Recommendation
-from rope_ext.rotary.sites import text_config, text_decoder
+from rope_ext.rotary.sites import RotarySite, text_config, text_decoder
 from rope_ext.saved import read_saved
 from rope_ext.saving.configuration import is_scaled
 
@@ -65,6 +66,13 @@ SERVED = (
 )
 
 
+RAISED = (
+    "The scaling that the checkpoint was trained with, with a larger factor. On tiny-512 trained "
+    "under YaRN with factor 4, raising it to 8 gives 13 % less perplexity at twice the length than "
+    "YaRN on top of YaRN (docs/using.md)."
+)
+
+
 @dataclass(frozen=True)
 class _Case:
     """What a recommendation is for.
@@ -78,6 +86,7 @@ class _Case:
         engine: that has to run it; None: this process.
         recipe: of the vendor, if there is one.
         length: trained tokens to give to ``patch``; None: as the configuration says.
+        raised: the checkpoint's own scaling with a larger factor; None: it has none.
     """
 
     model: nn.Module
@@ -88,6 +97,7 @@ class _Case:
     engine: str | None
     recipe: Recipe | None
     length: int | None
+    raised: Method | None
 
     @property
     def factor(self) -> int | float:
@@ -100,8 +110,9 @@ class _Case:
             RopeExtError: the model refuses it.
         """
         composed = self.scaled is not None and method.kind == "frequency"
+        compose = "raise" if method == self.raised else composed
         with patched(
-            self.model, method, compose=composed, original_max_position_embeddings=self.length
+            self.model, method, compose=compose, original_max_position_embeddings=self.length
         ):
             if self.engine is None:
                 return engines_for(self.model)
@@ -206,12 +217,13 @@ def recommend(
         trained_length=trained,
         finetune=finetune,
         engine=engine,
-        compose=case.scaled is not None,
+        compose="raise" if first.method == case.raised else case.scaled is not None,
         original_max_position_embeddings=case.length,
         reasons=(first.why, *_more(case, first, found), *refused, *notes),
         alternatives=tuple((t.method, t.why) for t in others),
         serve=None if engine or serve is None else serve.method,
         engines=() if engine or serve is None else serve.engines,
+        raised=case.raised,
     )
 
 
@@ -250,7 +262,7 @@ def _case(model: nn.Module, target: int, finetune: bool, engine: str | None) -> 
             f"unpatched, or give a target above {configured}"
         )
     scaled, length = is_scaled(decoder, site), None
-    recipe = None
+    recipe = raised = None
     if scaled is None and not finetune:
         recipe = recipe_for(text_config(decoder).model_type, configured)
     if recipe is not None and target > recipe.factor * recipe.trained:
@@ -259,16 +271,31 @@ def _case(model: nn.Module, target: int, finetune: bool, engine: str | None) -> 
         length = recipe.trained
         site = first_site(model, length=length)
     if scaled is not None:
+        raised = _raised(decoder, site, target)
         parameters = text_config(decoder).rope_parameters
         shipped = shipped_with(text_config(decoder).model_type, parameters.get("rope_type", ""))
         if shipped is not None:
             scaled += f", as {shipped.models}: {shipped.settings}; {shipped.source}"
-    return _Case(model, site.rope, target, finetune, scaled, engine, recipe, length)
+    return _Case(model, site.rope, target, finetune, scaled, engine, recipe, length, raised)
+
+
+def _raised(decoder: nn.Module, site: RotarySite, target: int) -> Method | None:
+    """YaRN with the factor that reaches the target, if the checkpoint was trained under YaRN.
+
+    Nothing was measured for the other types.
+    """
+    if site.rope_type != "yarn":
+        return None
+    _, length = own_factor(decoder, site)
+    return YaRN(factor=factor_to(target, length))
 
 
 def _candidates(case: _Case) -> Iterator[tuple[Method, str]]:
     """Methods, the best first, and the reason to choose each."""
     factor, names = case.factor, set()
+    raised = [] if case.raised is None else [(case.raised, RAISED)]
+    if case.finetune or case.engine is not None:
+        yield from raised
     if case.finetune:
         yield from ((cls(factor=factor), why) for cls, why in FINETUNED)
         return
@@ -287,6 +314,9 @@ def _candidates(case: _Case) -> Iterator[tuple[Method, str]]:
     methods = [method.resolved(case.rope) for method in methods]
     # sorted() is stable: only too large groups move behind the rest.
     for method in sorted(methods, key=lambda method: _group(method) > _LARGEST_GROUP):
+        if not method.replaces_attention:  # position methods were better on that checkpoint
+            yield from raised
+            raised = []
         if case.scaled is None or not method.is_dynamic:  # which cannot go on top of another
             yield method, _evidence(method)
 
@@ -326,23 +356,25 @@ def _more(case: _Case, chosen: _Trial, calibrated: Calibrated | None) -> Iterato
             f"Groups of {group} are the smallest with which the largest distance stays "
             f"below two thirds of the trained length (arXiv 2401.01325)."
         )
-    if not method.replaces_attention:
+    raises = method == case.raised
+    if not method.replaces_attention and not raises:
         yield from _about_frequencies(case, method)
     if chosen.refusal is not None:
         yield (
             "A configuration alone does not show whether this family accepts position methods: "
             "patch checks it once the weights are loaded (docs/FAMILIES.md)."
         )
-    if not case.finetune and method is not getattr(calibrated, "method", None):
+    if not (case.finetune or raises or method is getattr(calibrated, "method", None)):
         yield (
             f"The best temperature and window depend on the model: `rope-ext calibrate --model "
             f"MODEL --length {case.target} --methods {method.name} --output FOLDER` finds them on "
             f"a text, and calibration=FOLDER uses them here."
         )
     if case.scaled is not None:
+        how = "its own factor grows" if raises else "this patch applies on top"
         yield (
             f"The checkpoint is already scaled ({case.scaled}): its {rope.length} tokens count as "
-            f"the trained length, and this patch applies on top."
+            f"the trained length, and {how}."
         )
 
 

@@ -91,19 +91,27 @@ def _refuse(method: Method, site: RotarySite, options: Options) -> None:
             raise OptionError(f"compose='raise' cannot have {option}=; leave it out")
 
 
+def own_factor(decoder: nn.Module, site: RotarySite) -> tuple[float, int]:
+    """The factor that the checkpoint ships with, and the length it applies to, in tokens."""
+    config = getattr(site.module, "config", None) or text_config(decoder)
+    own, maximum = rope_parameters(config, site.layer_type), config.max_position_embeddings
+    factor = own.get("factor") or maximum / own[_LENGTH]
+    whole = site.rope_type == "dynamic"
+    return factor, maximum if whole else own.get(_LENGTH) or round(maximum / factor)
+
+
 def _raised(
     decoder: nn.Module, site: RotarySite, factor: float
 ) -> tuple[RotarySite, FrequencyMethod]:
     config = getattr(site.module, "config", None) or text_config(decoder)
     own = rope_parameters(config, site.layer_type)
     kind, maximum = site.rope_type, config.max_position_embeddings
-    old = own.get("factor") or maximum / own[_LENGTH]
+    old, length = own_factor(decoder, site)
     if factor <= old:
         raise OptionError(
             f"factor={factor!r} does not raise the checkpoint's own factor, which is {old!r}; pass "
             f"a larger one"
         )
-    length = maximum if kind == "dynamic" else own.get(_LENGTH) or round(maximum / old)
     rope = Rope.geometric(site.rope.base, site.rope.dim, length)
     entry = {**copy.deepcopy(dict(own)), "factor": float(factor)}
     # Llama 3's factor divides frequencies by more, or less, than its context grows.

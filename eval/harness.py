@@ -6,8 +6,7 @@ r"""Tasks of lm-evaluation-harness on a patched model, with the window of the pa
 
 The harness truncates prompts on the LEFT to the window of the model, without an error. Here the
 window is ``factor`` times the trained length for every method and for the unpatched model, so that
-all of them get identical prompts. LongBench cuts the middle out instead: ``--tasks longbench
---truncate middle``. The table shows the harness's standard errors; ``harness.json``
+all of them get identical prompts. The table shows the harness's standard errors; ``harness.json``
 in ``--output`` has its full results, without the samples.
 
 ``ruler_vt`` needs no download, ``ruler_cwe`` needs wonderwords, and ``ruler_fwe`` scipy. The
@@ -51,12 +50,6 @@ def parser() -> argparse.ArgumentParser:
     add("--max-length", type=command.tokens, help="window; default: factor x trained length")
     add("--force", action="store_true", help="measure an adapter under another method")
     add("--chat", action="store_true", help="use the chat template")
-    add(
-        "--truncate",
-        choices=("left", "middle"),
-        default="left",
-        help="what longer prompts lose; middle: as LongBench, whose first and last words matter",
-    )
     return made
 
 
@@ -100,7 +93,7 @@ def evaluate(args: argparse.Namespace) -> dict[str, Any]:
         else:
             applied = under(model, method, values, args.compose, asked)
         with applied:
-            harness = (HFLM if args.truncate == "left" else _without_middle(HFLM))(
+            harness = HFLM(
                 pretrained=model,
                 tokenizer=tokenizer,
                 max_length=window,
@@ -130,38 +123,6 @@ def evaluate(args: argparse.Namespace) -> dict[str, Any]:
         "max_length": window,
         "versions": versions(),
     }
-
-
-def _without_middle(base: Any) -> Any:
-    """``HFLM`` that keeps the first and the last half of a window of longer prompts.
-
-    Bai et al. 2023, arXiv 2308.14508, section 4.1; theirs decodes both and tokenizes again.
-    """
-
-    class WithoutMiddle(base):
-        def tok_batch_encode(
-            self,
-            strings: list[str],
-            padding_side: str = "left",
-            left_truncate_len: int | None = None,
-            truncation: bool = False,
-        ) -> Any:
-            ids, mask = super().tok_batch_encode(strings, padding_side, None, truncation)
-            if not left_truncate_len or ids.shape[1] <= left_truncate_len:
-                return ids, mask
-            rows = [row[seen.bool()].tolist() for row, seen in zip(ids, mask, strict=True)]
-            first = left_truncate_len // 2
-            last = left_truncate_len - first
-            rows = [
-                row if len(row) <= left_truncate_len else [*row[:first], *row[-last:]]
-                for row in rows
-            ]
-            made = self.tokenizer.pad(
-                {"input_ids": rows}, padding_side=padding_side, return_tensors="pt"
-            )
-            return made["input_ids"], made["attention_mask"]
-
-    return WithoutMiddle
 
 
 def _metadata(text: str | None) -> dict[str, Any]:

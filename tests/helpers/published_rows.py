@@ -200,3 +200,31 @@ def write_rows(path: Path, rows: Sequence[Mapping[str, Any]]) -> str:
     text = f"[{', '.join(lines)}]" if path.suffix == ".json" else "\n".join(lines) + "\n"
     path.write_text(text, encoding="utf-8")
     return str(path)
+
+
+packages = {
+    **dict.fromkeys(("gov_report", "qmsum", "multi_news", "samsum"), ("rouge",)),
+    **dict.fromkeys(("dureader", "vcsum"), ("rouge", "jieba")),
+    "multifieldqa_zh": ("jieba",),
+}
+"""What scores data sets of LongBench v1, where it is a package."""
+
+
+def longbench_v1(name: str) -> Row:
+    """A row of a data set of LongBench v1."""
+    answer = {
+        **dict.fromkeys(("trec", "lsht"), "date"),
+        **dict.fromkeys(("lcc", "repobench-p"), "return x"),
+        **dict.fromkeys(("gov_report", "qmsum", "multi_news", "samsum"), "a mill turns"),
+        **dict.fromkeys(("dureader", "vcsum"), "河流"),
+        "multifieldqa_zh": "城市",
+        "passage_count": "3",
+        "passage_retrieval_en": "Paragraph 12",
+        "passage_retrieval_zh": "段落7",
+    }
+    return {
+        "input": "INPUT",
+        "context": "CONTEXT",
+        "answers": [answer.get(name, "The old wheel")],
+        "all_classes": ["number", "date"],
+    }

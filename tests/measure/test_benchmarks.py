@@ -31,6 +31,7 @@ from rope_eval.tasks.helmet import REFUSED, SETS, Ndcg, Substring
 from rope_eval.tasks.hops import OnlyEnd
 from rope_eval.tasks.infinitebench import TOKENS, Scored
 from rope_eval.tasks.longbench import Letter
+from rope_eval.tasks.longbench_v1 import SETS as LONGBENCH_V1
 from rope_eval.tasks.mrcr import Repeated
 from rope_eval.tasks.nolima import (
     TEMPLATE,
@@ -44,7 +45,15 @@ from rope_eval.tasks.nolima import (
 from rope_ext.errors import MeasureError, OptionError
 from tests.helpers import published_rows
 from tests.helpers.openai_server import Fake, serving
-from tests.helpers.published_rows import HELMET, HELMET_DEMOS, INFINITEBENCH, LONGBENCH, write_rows
+from tests.helpers.published_rows import (
+    HELMET,
+    HELMET_DEMOS,
+    INFINITEBENCH,
+    LONGBENCH,
+    longbench_v1,
+    packages,
+    write_rows,
+)
 
 ROOT = Path(__file__).parents[2]
 SETTINGS = Settings(models=("m",), methods=("yarn",), lengths=(4096,))
@@ -75,6 +84,11 @@ def given(name: str, folder: Path, rows: list[published_rows.Row] | None = None)
             "nolima_books": (str(folder / "book.txt"),),
             "samples": 3,
         }
+    elif name.startswith("longbench_v1"):
+        task = name.removeprefix("longbench_v1_")
+        name = "longbench_v1"
+        data = write_rows(folder / f"{task}.jsonl", rows or [longbench_v1(task)])
+        made = {"longbench_v1_data": (data,)}
     elif name.startswith("infinitebench"):
         task = name.removeprefix("infinitebench_")
         made_rows = rows or [INFINITEBENCH[task]]
@@ -102,9 +116,10 @@ def texts(task: Task, frame: Frame, length: int = 65536, seed: int = 42) -> list
 
 
 def slow_with_rouge(names: Iterable[str]) -> list[Any]:
-    """As parameters; importing ROUGE takes seconds."""
-    rouge = "infinitebench_longbook_sum_eng"
-    return [pytest.param(n, marks=pytest.mark.slow) if n == rouge else n for n in names]
+    """As parameters; importing ROUGE and jieba takes seconds."""
+    scored = {f"longbench_v1_{name}" for name in packages}
+    slow = {"infinitebench_longbook_sum_eng", *scored}
+    return [pytest.param(n, marks=pytest.mark.slow) if n in slow else n for n in names]
 
 
 def digests(prompts: list[str]) -> list[str]:
@@ -581,6 +596,8 @@ def _rows(name: str) -> list[published_rows.Row]:
         return published_rows.NOLIMA
     if name.startswith("infinitebench"):
         return [INFINITEBENCH[name.removeprefix("infinitebench_")]]
+    if name.startswith("longbench_v1"):
+        return [longbench_v1(name.removeprefix("longbench_v1_"))]
     return HELMET[name.removeprefix("helmet_")]
 
 
@@ -604,8 +621,8 @@ MADE_UP = {
 def test_a_line_of_the_benchmarks_says_what_is_here(line: list[str]) -> None:
     [name] = re.findall("`(.*?)`", line[1])
     known = {f"--{one.name.replace('_', '-')}" for one in options(all_tasks()[name])}
-    assert set(re.findall("`(--[a-z-]+)`", " ".join(line))) <= known | {"--seed"}
-    needed = re.findall("`(--[a-z-]+)`", line[2])
+    assert set(re.findall("`(--[a-z0-9-]+)`", " ".join(line))) <= known | {"--seed"}
+    needed = re.findall("`(--[a-z0-9-]+)`", line[2])
     assert bool(needed) == (line[2] != "none")
     [task] = build([name], {})
     if not needed:
@@ -624,6 +641,7 @@ def test_all_benchmarks_and_data_sets_are_on_the_page() -> None:
     listed = [line[0].strip("`") for line in SCORES]
     assert listed == [
         *("babilong", "mrcr", "hops", "nolima", "longbench_v2"),
+        *(f"longbench_v1_{name}" for name in LONGBENCH_V1),
         *(f"infinitebench_{name}" for name in TOKENS),
         *(f"helmet_{name}" for name in SETS),
     ]
@@ -640,6 +658,8 @@ def test_a_line_of_the_data_sets_is_true(name: str, frame: Frame, tmp_path: Path
         parts = build([name], {})[0].parts(SETTINGS)
         assert {str(part.tokens or "of the answer") for part in parts} == {tokens}
         return
+    for package in packages.get(name.removeprefix("longbench_v1_"), ()):
+        pytest.importorskip(package)
     length, kept = 65536, set()
     rows = LONGBENCH if name == "longbench_v2" else _rows(name)
     if name == "nolima":

@@ -23,6 +23,7 @@ from rope_eval.tasks.hops import Hops
 from rope_eval.tasks.nolima import NoLiMa
 from rope_eval.tasks.helmet import Helmet
 from rope_eval.tasks.longbench import LongBench
+from rope_eval.tasks.longbench_v1 import LongBenchV1
 from rope_eval.tasks.infinitebench import InfiniteBench
 # isort: on
 
@@ -32,6 +33,7 @@ __all__ = [
     "Hops",
     "InfiniteBench",
     "LongBench",
+    "LongBenchV1",
     "LongPPL",
     "Mrcr",
     "Needle",

@@ -108,7 +108,8 @@ def recommend(
         words = ["rope-ext", "compare", "--model", model, *lengths]
         served = found.serve or found.method
         apart = served == found.raised != found.method  # its factor is another
-        names = dict.fromkeys([found.method.name, *([] if apart else [served.name])])
+        names = [found.method.name]
+        names += [served.name] * (not apart and served != found.method)
         tell_next([*words, *_typed(",".join(names), found.method.factor, found.compose, None)])
         if apart:
             tell_next([*words, *_typed(served.name, served.factor, "raise", None)])

@@ -185,7 +185,9 @@ _FEW = {
 
 
 def _length(table: Table, cell: Cell, dry: bool) -> int:
-    return cell.length * STAND_IN_LENGTH // table.trained if dry else cell.length
+    """The length to measure; in a dry run the shortest still has room for a prompt."""
+    shortest = min(table.trained, *(one.length for one in table.cells))
+    return cell.length * STAND_IN_LENGTH // shortest if dry else cell.length
 
 
 def measured(run: Run, metric: str) -> dict[int, float]:

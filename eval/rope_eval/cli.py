@@ -201,3 +201,17 @@ def plot(
             windows=windows,
             device=device,
         )
+        tell(f"wrote {output}")
+        words = [
+            "rope-ext",
+            "compare",
+            model,
+            "--methods",
+            ",".join(names),
+            "--factor",
+            f"{factor:g}",
+        ]
+        for one in option or []:
+            words += ["--option", one]
+        if all(one.kind in ("frequency", "position") for one in methods):  # not an encoding
+            tell_next([*words, *(["--compose"] if compose else [])])

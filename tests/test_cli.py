@@ -280,7 +280,7 @@ def test_plot_reads_no_weights(checkpoint: Path, tmp_path: Path, loader_fails: N
     words = ["distances", checkpoint, "--method", "rerope, dca", "--output", tmp_path / "one.png"]
     result = call("plot", *words, "--length", "1k", "--option", "dual_chunk.chunk=64")
     assert "next: rope-ext compare " in result.stderr
-    assert "--factor 4 --option dual_chunk.chunk=64" in result.stderr
+    assert "--factor 4 --lengths 128,1024 --option dual_chunk.chunk=64" in result.stderr
     assert result.exit_code == 0, result.output
     height, width, _ = image.imread(tmp_path / "one.png").shape
     assert height > 500 and width > 1000

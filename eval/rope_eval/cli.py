@@ -10,7 +10,7 @@ import typer
 
 from rope_eval.options import command_options, read_options
 from rope_eval.tune.options import CalibrationOptions, SearchOptions
-from rope_ext.arguments import parse_length, parse_options, split
+from rope_ext.arguments import compose_words, parse_length, parse_options, split
 from rope_ext.cli_arguments import (
     Compose,
     Device,
@@ -183,8 +183,9 @@ def plot(
     """
     with clean_errors():
         from rope_eval.plots import pictures
+        from rope_ext.checkpoints import load_config, trained_length
         from rope_ext.method_options import checked_methods
-        from rope_ext.methods import build_method
+        from rope_ext.methods import build_method, reach
 
         quiet()
         names = split(method)
@@ -202,16 +203,11 @@ def plot(
             device=device,
         )
         tell(f"wrote {output}")
-        words = [
-            "rope-ext",
-            "compare",
-            model,
-            "--methods",
-            ",".join(names),
-            "--factor",
-            f"{factor:g}",
-        ]
+        trained = trained_length(load_config(model))
+        target = parse_length(length) if length else reach(factor, trained)
+        words = ["rope-ext", "compare", model, "--methods", ",".join(names)]
+        words += ["--factor", f"{factor:g}", "--lengths", f"{trained},{target}"]
         for one in option or []:
             words += ["--option", one]
         if all(one.kind in ("frequency", "position") for one in methods):  # not an encoding
-            tell_next([*words, *(["--compose"] if compose else [])])
+            tell_next([*words, *compose_words(compose)])

@@ -128,7 +128,7 @@ newest: ## the fast tests on the newest torch and transformers, in an environmen
 	$(PYTHON) -m venv --clear $(VENV)-newest
 	$(VENV)-newest/bin/pip install --quiet --disable-pip-version-check --no-compile -e ".[dev]"
 	$(VENV)-newest/bin/pip list | grep -iE "^(torch|transformers|accelerate|peft) "
-	$(VENV)-newest/bin/python -m pytest -n 2 --dist worksteal -m "not slow"
+	$(VENV)-newest/bin/python -m pytest -n 2 --dist worksteal -m "not slow or sweep"
 
 test-all: $(VENV)/installed engine-sources
 	$(INSTALL) -c constraints.txt -e ".[dev,harness,quantised,zero3,engines,notebook,publish]"

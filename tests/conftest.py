@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator
+import zlib
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 import pytest
@@ -15,6 +17,21 @@ if TYPE_CHECKING:
 
 def pytest_configure() -> None:
     gc.disable()  # until all tests are collected: what is imported stays, and walking it takes long
+
+
+MANY = 6
+
+
+@pytest.hookimpl(tryfirst=True)  # before -m chooses
+def pytest_collection_modifyitems(items: Sequence[pytest.Item]) -> None:
+    """Of a test with more than ``MANY`` cases a third is fast, chosen by name; the rest is slow."""
+    fast = [item for item in items if not item.get_closest_marker("slow")]
+    tests = [item.nodeid.partition("[")[0] for item in fast]
+    cases = Counter(tests)
+    for item, test in zip(fast, tests, strict=True):
+        if cases[test] > MANY and zlib.crc32(item.name.encode()) % 3:
+            item.add_marker("slow")
+            item.add_marker("sweep")
 
 
 def pytest_collection_finish() -> None:

@@ -68,7 +68,7 @@ def run(
         started = clock()
 
         def update(ids: torch.Tensor = ids, weights: torch.Tensor = weights) -> float:
-            return update(model, optimizer, ids, weights)
+            return train_step(model, optimizer, ids, weights)
 
         if step == 1:  # the first one also makes what is kept: states, tables
             loss, peak = peak_of(update, device)
@@ -102,7 +102,7 @@ def run(
     }
 
 
-def update(
+def train_step(
     model: torch.nn.Module,
     optimizer: torch.optim.Optimizer,
     ids: torch.Tensor,

@@ -45,7 +45,10 @@ BOX = Path(__file__).parents[2] / "checkpoints" / "tiny-512"
 TARGET = 2 * TRAINED
 DOCUMENTS = [written(80, i) for i in range(4)]
 KNOWN = 14  # methods that are measured before any table, YaRN with five ramps and five temperatures
-SMALL = {"population": 8, "mutations": 3, "crossovers": 3, "samples": 2, "prompts": 0}
+SMALL = {
+    **{"population": 8, "mutations": 3, "crossovers": 3},
+    **{"samples": 2, "validation_samples": 0, "prompts": 0},
+}
 
 
 # Evolution
@@ -216,6 +219,33 @@ def test_a_table_that_is_best_for_text_and_finds_nothing_is_not_found(
     assert found(model, tokenizer, prompts=0).attention_factor == 1.0
 
 
+def test_of_the_best_tables_the_one_that_is_best_on_other_windows_is_found(
+    model, tokenizer, monkeypatch, tmp_path
+) -> None:
+    """The windows that rank tables cannot tell them apart, the others like a factor of 1.1."""
+    validated = []
+
+    def of_text(model, windows, scored, advance):
+        other = len(windows) == 3
+        factor = model.model.rotary_emb.attention_scaling
+        validated.extend([factor] * other)
+        return [2 + other * abs(factor - 1.1)] * len(windows)
+
+    monkeypatch.setattr(module, "losses_at_end", of_text)
+    output = tmp_path / "found.json"
+    by_ranking = found(model, tokenizer, population=40)
+    assert not validated
+    best = found(model, tokenizer, output, population=40, validation_samples=3)
+    assert len(set(validated)) > 1
+    nearest = min(validated, key=lambda factor: abs(factor - 1.1))
+    assert best.attention_factor == nearest != by_ranking.attention_factor
+    assert rope_ext.LongRoPE(**json.loads(output.read_text())) == best
+    finalists = [line for line in log(output) if line.get("validation")]
+    assert len(finalists) == len(validated)
+    assert found(model, tokenizer, output, population=40, validation_samples=3) == best
+    assert len(finalists) == len(validated)  # all of it was in the log
+
+
 def test_prompts_that_the_unpatched_model_does_not_answer_do_not_count(
     model, tokenizer, caplog
 ) -> None:
@@ -321,7 +351,8 @@ BAD = [
     ({"target_length": TRAINED}, "target_length=128 is not beyond the 128 tokens"),
     ({"target_length": "2k"}, "target_length='2k' is not valid.*whole number"),
     ({"target_length": 4096}, "window of 4096"),
-    ({"samples": 400}, "samples=400 are needed; give more text"),
+    ({"samples": 400}, "samples=400 and validation_samples=0 are needed; give more text"),
+    ({"validation_samples": -1}, "validation_samples=-1 is not valid"),
     ({"scored": 0}, "scored=0 is not valid"),
     ({"scored": "needles", "prompts": 16}, "scored='needles' is not valid"),
     ({"prompts": 8}, "prompts=8 is not valid; it must be 0 or at least 16"),
@@ -449,6 +480,7 @@ def test_the_command_searches_prints_and_goes_on(checkpoint, tmp_path) -> None:
     words = ["search", str(checkpoint), "--length", str(TARGET), "--output", str(output)]
     words += ["--text", str(text), "--population", "8", "--mutations", "3", "--crossovers", "3"]
     words += ["--samples", "2", "--iterations", "1", "--prompts", "0"]
+    words += ["--validation-samples", "2"]
     words += ["--trained-length", "100"]
     result = CliRunner().invoke(app, words)
     assert result.exit_code == 0 and result.stderr == "", result.output
@@ -496,7 +528,7 @@ def test_a_killed_process_goes_on(checkpoint, tmp_path) -> None:
     text = tmp_path / "text.txt"
     text.write_text("\n".join(DOCUMENTS))
     words = ["search", str(checkpoint), "--length", str(TARGET), "--text", str(text)]
-    words += ["--iterations", "20"]
+    words += ["--iterations", "20", "--samples", "3", "--validation-samples", "2"]
     words += ["--population", "8", "--mutations", "3", "--crossovers", "3", "--output"]
     assert CliRunner().invoke(app, [*words, str(tmp_path / "whole.json")]).exit_code == 0
     kill_beyond(10_000, [*words, str(tmp_path / "part.json")])

@@ -98,6 +98,9 @@ class SearchOptions(TuneOptions):
         start_tokens: numbers of start tokens to choose from. Values above 0 cannot be exported;
             ``rope_eval.tune.search.START_TOKENS`` has the paper's.
         attention_factor: attention factor of every table, as in ``LongRoPE``; None searches it too.
+        validation_samples: other windows, on which, with passkey prompts of other keys, the best of
+            the tables that evolution found and of those it started from are compared: the best on
+            the few windows that rank tables is there partly by chance. 0 skips this.
     """
 
     samples: int = option(5, "Text windows used to score a table.")
@@ -123,6 +126,9 @@ class SearchOptions(TuneOptions):
     attention_factor: float | None = option(
         None, "Attention factor of every table. Default: searched too.", float
     )
+    validation_samples: int = option(
+        8, "Other text windows, on which the best tables are compared; 0 skips this."
+    )
 
     def __post_init__(self) -> None:
         given = self.start_tokens
@@ -133,7 +139,7 @@ class SearchOptions(TuneOptions):
                 f"(0, 4, 16)"
             )
         self._require_whole(target_length=2, population=4, iterations=1, samples=1)
-        self._require_whole(mutations=0, crossovers=0)
+        self._require_whole(mutations=0, crossovers=0, validation_samples=0)
         self._require_prompts()
         if self.scored is None:
             self._set("scored", self.target_length // 2)

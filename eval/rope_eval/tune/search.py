@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ from rope_eval.folder import lock, replace_file, writing
 from rope_eval.options import keywords_of
 from rope_eval.reports.calibration import fitness, mean, perplexity
 from rope_eval.tune.fitness import (
+    Hay,
     Prompt,
     fingerprint,
     losses_at_end,
@@ -62,6 +64,7 @@ _BEYOND_CRITICAL = 2  # likewise, from the factor itself on, where there is a cr
 _SCALES = tuple(range(100, 161, 5))  # of cos and sin, in hundredths
 _REACH = 4  # pairs: a new number lies between those of pairs so far away, at most
 _TRIES = 100  # to make a table that is new
+_FINALISTS = 6  # the best tables found, and as many of those to start from, which are validated
 _FIELD = "scores"  # of a line of the log
 _logger = logging.getLogger("rope_ext")
 
@@ -79,6 +82,27 @@ class Candidate:
     table: tuple[int, ...]
     start: int
     scale: int | None = None
+
+
+@dataclass(frozen=True)
+class Sample:
+    """What tables are measured on.
+
+    Args:
+        windows: token ids, all of the target length.
+        prompts: of the trained and the target length.
+    """
+
+    windows: Sequence[tuple[int, ...]]
+    prompts: Sequence[Prompt]
+
+    def __len__(self) -> int:
+        return len(self.windows) + len(self.prompts)
+
+    def counted(self, hays: Sequence[Hay], text: bool) -> Sample:
+        """The prompts in ``hays`` alone, and the windows if ``text`` is scored."""
+        prompts = [prompt for prompt in self.prompts if prompt.hay in hays]
+        return Sample(self.windows if text else (), prompts)
 
 
 @dataclass(frozen=True)
@@ -262,8 +286,7 @@ def _method(given: SearchOptions, one: Candidate, factor: float) -> LongRoPE:
 def _settings(
     given: SearchOptions,
     model: nn.Module,
-    windows: Sequence[tuple[int, ...]],
-    prompts: Sequence[Prompt],
+    parts: Iterable[Sample],
 ) -> dict[str, Any]:
     """What scores in the log depend on.
 
@@ -271,7 +294,8 @@ def _settings(
     """
     values = {field.name: getattr(given, field.name) for field in fields(given)}
     del values["iterations"]
-    text = digest([*windows, *(prompt.ids for prompt in prompts)])
+    rows = [[*part.windows, *(prompt.ids for prompt in part.prompts)] for part in parts]
+    text = digest([*chain(*rows)])
     return {"model": fingerprint(model), "text": text, **values}
 
 
@@ -291,7 +315,8 @@ def search(
     are those of PI, NTK, YaRN, MrRoPE and LongRoPE2, of YaRN with other ramps and temperatures, and
     mutations of them. As in :func:`rope_ext.calibrate`, they are ranked by the loss on windows of
     text plus the loss of passkey answers at the trained and the target length; prompts count only
-    where the unpatched model finds at least half of them within its trained length. In addition to
+    where the unpatched model finds at least half of them within its trained length. Among the best
+    tables, and the best of those to start from, other windows and prompts decide. In addition to
     the paper's mutation, which draws some factors again, one moves the other factors along, since
     half of YaRN's factors are equal. The model is restored, also after an exception.
 
@@ -331,44 +356,84 @@ def search(
         ):
             pass
     samples, seed = given.samples, given.seed
-    cure = f"samples={samples} are needed; give more text, or fewer samples"
-    windows = windows_of(tokenizer, read(text), target_length, samples, seed, cure).windows
-    lengths = (rope.length, target_length)
-    prompts = prompts_of(tokenizer, lengths, given.prompts, windows, seed)
-    deciding = prompts_of(
-        tokenizer, lengths[:1], 2 * FEWEST_PROMPTS * bool(prompts), windows, seed + 1
+    cure = (
+        f"samples={samples} and validation_samples={given.validation_samples} are needed; give "
+        f"more text, or fewer of them"
     )
-    with log_beside(output, _settings(given, model, windows, prompts)) as log, evaluating(model):
-        counting = _counting(model, prompts, deciding, given)
-        scored = windows if given.scored else ()
-        return _searched(model, scored, counting, given, rope, log)
+    count = samples + given.validation_samples
+    windows = windows_of(tokenizer, read(text), target_length, count, seed, cure).windows
+    lengths = (rope.length, target_length)
+    parts = [
+        Sample(part, prompts_of(tokenizer, lengths, given.prompts, part, of))
+        for part, of in ((windows[:samples], seed), (windows[samples:], seed + 2))
+    ]
+    some = 2 * FEWEST_PROMPTS * bool(parts[0].prompts)
+    deciding = prompts_of(tokenizer, lengths[:1], some, windows[:samples], seed + 1)
+    with log_beside(output, _settings(given, model, parts)) as log, evaluating(model):
+        hays = _counting(model, deciding, given)
+        ranking, validation = (part.counted(hays, bool(given.scored)) for part in parts)
+        return _searched(model, ranking, validation, given, rope, log)
 
 
-def _counting(
-    model: nn.Module, prompts: Sequence[Prompt], deciding: Sequence[Prompt], given: SearchOptions
-) -> tuple[Prompt, ...]:
-    """The prompts that count, by what the unpatched model finds of those that decide.
+def _counting(model: nn.Module, deciding: Sequence[Prompt], given: SearchOptions) -> list[Hay]:
+    """Where answers count, by what the unpatched model finds of those that decide.
 
     Raises:
-        MeasureError: none counts, and no text is scored either.
+        MeasureError: they count nowhere, and no text is scored either.
     """
     answers = losses_of_answers(model, deciding, lambda rows: None)
     hays, notes = witnesses(deciding, [hit for _, hit in answers])
     for note in notes:
         _logger.warning("rope_ext: %s", note)
-    counting = tuple(prompt for prompt in prompts if prompt.hay in hays)
-    if not given.scored and not counting:
+    if not given.scored and not hays:
         raise MeasureError(
             "no passkey prompt counts with this model, and scored=0 leaves out the text; leave "
             "scored out to score the text"
         )
-    return counting
+    return hays
+
+
+class _Measuring:
+    """Measures methods, unless the log has their scores.
+
+    Args:
+        model: not patched.
+        given: the options.
+        log: of all methods that were measured.
+        advance: called with the number of finished windows and prompts.
+    """
+
+    def __init__(
+        self, model: nn.Module, given: SearchOptions, log: _Log, advance: Callable[[int], None]
+    ) -> None:
+        self.model, self.given, self.log, self.advance = model, given, log, advance
+
+    def scores(self, method: FrequencyMethod, sample: Sample, **part: bool) -> dict[str, Any]:
+        """Scores of ``method`` on ``sample``; ``part`` says in the log which one it is."""
+        what = {**_what(method), **part}
+        if (known := self.log.get(what)) is not None:
+            self.advance(len(sample))
+            return known
+        with patched(self.model, method, **self.given.arguments):
+            far = losses_at_end(self.model, sample.windows, self.given.tail, self.advance)
+            answers = losses_of_answers(self.model, sample.prompts, self.advance)
+        scores = {"far": mean(far) if far else None, "answers": None, "found": None}
+        if answers:
+            beyond = [
+                hit
+                for prompt, (_, hit) in zip(sample.prompts, answers, strict=True)
+                if prompt.length == self.given.target_length
+            ]
+            scores["answers"] = mean([loss for loss, _ in answers])
+            scores["found"] = [sum(beyond), len(beyond)]
+        self.log.add(what, scores)
+        return scores
 
 
 def _searched(
     model: nn.Module,
-    windows: Sequence[tuple[int, ...]],
-    prompts: Sequence[Prompt],
+    ranking: Sample,
+    validation: Sample,
     given: SearchOptions,
     rope: Rope,
     log: _Log,
@@ -377,62 +442,55 @@ def _searched(
     from rope_ext.terminal import progress  # rich is not loaded with the package
 
     factor = given.target_length / rope.length
-    known, rows = _known(factor, rope), len(windows) + len(prompts)
+    known = _known(factor, rope)
     scales = FACTORS if given.attention_factor is None else ()
     with progress() as shown:
-        total = (len(known) + len(scales) + given.tables) * rows
-        bar = shown.add_task("search", total=total)
-        advance = partial(shown.advance, bar)
+        total = (len(known) + len(scales) + given.tables) * len(ranking)
+        bar = shown.add_task("search", total=total + 2 * _FINALISTS * len(validation))
+        measuring = _Measuring(model, given, log, partial(shown.advance, bar))
+        tried: dict[FrequencyMethod, dict[str, Any]] = {}
 
-        def judged(each: FrequencyMethod) -> float:
-            what = _what(each)
-            if log.get(what) is None:
-                with patched(model, each, **given.arguments):
-                    far = losses_at_end(model, windows, given.tail, advance)
-                    answers = losses_of_answers(model, prompts, advance)
-                scores = {"far": mean(far) if far else None, "answers": None, "found": None}
-                if answers:
-                    beyond = [
-                        hit
-                        for prompt, (_, hit) in zip(prompts, answers, strict=True)
-                        if prompt.length == given.target_length
-                    ]
-                    scores["answers"] = mean([loss for loss, _ in answers])
-                    scores["found"] = [sum(beyond), len(beyond)]
-                log.add(what, scores)
-            else:
-                shown.advance(bar, rows)
-            return _loss(log.get(what))
+        def measured(each: FrequencyMethod) -> float:
+            tried[each] = measuring.scores(each, ranking)
+            return _loss(tried[each])
 
-        def of_log(each: FrequencyMethod) -> float:
-            return _loss(log.get(_what(each)))
+        def loss_of(each: FrequencyMethod) -> float:
+            return _loss(tried[each])
 
         def best_yarn() -> FrequencyMethod:
-            return min((each for each in known if isinstance(each, YaRN)), key=of_log)
+            return min((each for each in tried if isinstance(each, YaRN)), key=loss_of)
 
-        before = [judged(each) for each in known]
-        if min(before) == math.inf:
+        if min(map(measured, known)) == math.inf:
             raise MeasureError(
                 f"the loss is NaN or infinite at {given.target_length} tokens; load the model in "
                 f"float32 or bfloat16"
             )
         scaled = [replace(best_yarn(), attention_factor=scale) for scale in scales]
         for each in scaled:
-            judged(each)
-        known += scaled
+            measured(each)
         yarn = best_yarn()  # as calibration would find it; a table has to beat it
+        first = _first(given, sorted([*known, *scaled], key=loss_of), rope)
         bests = evolve(
-            _first(given, sorted(known, key=of_log), rope),
+            first,
             _space(given, factor),
-            lambda one: judged(_method(given, one, factor)),
+            lambda one: measured(_method(given, one, factor)),
             iterations=given.iterations,
             seed=given.seed,
             **given.growth,
         )
         for best in bests:
             found = _method(given, best, factor)
-            texts = [_said(log.get(_what(each))) for each in (found, yarn)]
+            texts = [_said(tried[each]) for each in (found, yarn)]
             shown.update(bar, description=f"{texts[0]} (yarn {texts[1]})")
+            log.keep(found)
+        if len(validation):
+            tables = [each for each in tried if isinstance(each, LongRoPE)]
+            begun = [_method(given, each, factor) for each in first]
+            finalists = [sorted(group, key=loss_of)[:_FINALISTS] for group in (begun, tables)]
+            found = min(
+                dict.fromkeys(chain(*finalists)),
+                key=lambda each: _loss(measuring.scores(each, validation, validation=True)),
+            )
             log.keep(found)
     return found
 
@@ -518,7 +576,9 @@ def _what(method: FrequencyMethod) -> dict[str, Any]:
 def summary(output: Path) -> str:
     """What is in the log beside ``output``, for people to read."""
     settings, found = read_log(output.with_suffix(".jsonl"), "search", _FIELD)
-    tried = [(json.loads(what)["method"], scores) for what, scores in found.items()]
+    trials = [(json.loads(what), scores) for what, scores in found.items()]
+    tried = [(trial["method"], scores) for trial, scores in trials if "validation" not in trial]
+    finalists = [scores for trial, scores in trials if "validation" in trial]
     tables = [scores for method, scores in tried if method["name"] == LongRoPE.name]
     target, scored = settings["target_length"], settings["scored"]
     lines = [
@@ -532,7 +592,13 @@ def summary(output: Path) -> str:
     ]
     for name, scores in [*known, (LongRoPE.name, min(tables, key=_loss))]:
         lines.append(f"  {name:<10}{_said(scores)}")
-    return "\n".join([*lines, f"the last is the best of {len(tables)} tables on this very text"])
+    lines.append(f"the last is the best of {len(tables)} tables on this very text")
+    if finalists:
+        lines.append(
+            f"{settings['validation_samples']} other windows and other passkeys, the best of "
+            f"{len(finalists)} finalists:\n  {LongRoPE.name:<10}{_said(min(finalists, key=_loss))}"
+        )
+    return "\n".join(lines)
 
 
 def _table(method: FrequencyMethod, rope: Rope) -> tuple[int, ...]:

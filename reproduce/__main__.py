@@ -163,18 +163,20 @@ def runs(table: Table, output: Path, dry: bool) -> Iterator[Run]:
         words = [table.task, "--model", STAND_IN if dry else model, "--method", method]
         words += ["--lengths", ",".join(map(str, measured)), "--force", "--resume"]
         words += ["--factor", f"{factor:g}"] if method != "none" else []
-        for option in () if dry else options:
+        for option in _DRY_OPTIONS.get(method, ()) if dry else options:
             words += ["--option", option]
         if table.task == "longbench_v1":
             name = text.partition("=")[0]
             words += ["--longbench-v1-data", f"{name}={STAND_IN_ROWS}" if dry else text]
         elif text:
             words += ["--text", STAND_IN_TEXT if dry else text]
-        words += ["--stride", str(table.stride)] if table.stride else []
+        stride = min(table.stride, min(measured) // 2) if dry else table.stride
+        words += ["--stride", str(stride)] if stride else []
         words += [*table.arguments, *(_FEW[table.task] if dry else ())]
         yield Run((*words, "--output", str(folder)), folder, measured)
 
 
+_DRY_OPTIONS = {"longrope": ("longrope=checkpoints/tiny-512/longrope_2048.json",)}
 _FEW = {
     "perplexity": ("--windows", "2"),
     "passkey": ("--trials", "1", "--depths", "1"),

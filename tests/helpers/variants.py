@@ -1,0 +1,17 @@
+"""Options that change the formula of an encoding: each by its formula, dense, in float64."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tests.helpers.relative import Parts
+
+
+def alibi(learned, query, key, content, apart, scale) -> Parts:
+    return content - learned["slope"][:, None, None] * apart[:, None], None
+
+
+VARIANTS: dict[str, tuple[str, dict[str, Any], Any]] = {
+    "alibi learned": ("alibi", {"learned": True}, alibi),
+}
+"""An encoding, its options, and a function as those of :data:`tests.helpers.relative.RELATIVE`."""

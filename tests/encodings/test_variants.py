@@ -57,7 +57,10 @@ def test_learned_slopes_start_from_the_fixed_ones(ids) -> None:
 
 @pytest.mark.parametrize(
     ("name", "options", "said"),
-    [("alibi", {"learned": 2}, "learned=2 is not valid; it must be True or False")],
+    [
+        ("alibi", {"learned": 2}, "learned=2 is not valid; it must be True or False"),
+        ("t5", {"buckets": "all"}, "buckets='all' is not valid; it must be 'logarithmic' or 'off"),
+    ],
 )
 def test_bad_options_are_refused(name: str, options: dict, said: str) -> None:
     with pytest.raises(rope_ext.OptionError, match=said):

@@ -11,7 +11,12 @@ def alibi(learned, query, key, content, apart, scale) -> Parts:
     return content - learned["slope"][:, None, None] * apart[:, None], None
 
 
+def t5(learned, query, key, content, apart, scale) -> Parts:
+    return content + learned["beta"][:, apart[0].clamp(max=7)], None
+
+
 VARIANTS: dict[str, tuple[str, dict[str, Any], Any]] = {
     "alibi learned": ("alibi", {"learned": True}, alibi),
+    "t5 offsets": ("t5", {"buckets": "offsets", "max_distance": 7}, t5),
 }
 """An encoding, its options, and a function as those of :data:`tests.helpers.relative.RELATIVE`."""

@@ -35,6 +35,7 @@ REFUSED = {  # options of training, of the replacement, and what the error names
     "multiplicative": ({"length": 80}, {}, r"length=64 instead of 80"),
     "multiplicative sines": ({}, {"table": "sinusoidal"}, r"table would be nothing"),
     "shaw": ({"clip": 8}, {"clip": 4}, r"key is \[9, 16\] and would be \[5, 16\]"),
+    "shaw p_min": ({"clip": 8, "p_min": 2}, {"clip": 8}, r"parameters belong to another p_min\."),
     "deberta": ({"clip": 8}, {"clip": 4}, r"key is \[4, 8, 16\] and would be \[4, 4, 16\]"),
     "cope": ({"positions": 8}, {"positions": 4}, r"positions=4 instead of 8"),
     "t5": ({}, {"num_buckets": 16}, r"num_buckets=16 instead of 32"),

@@ -60,6 +60,9 @@ def test_learned_slopes_start_from_the_fixed_ones(ids) -> None:
     [
         ("alibi", {"learned": 2}, "learned=2 is not valid; it must be True or False"),
         ("t5", {"buckets": "all"}, "buckets='all' is not valid; it must be 'logarithmic' or 'off"),
+        ("shaw", {"table": "fixed"}, "table='fixed' is not valid; it must be 'learned' or 'sinu"),
+        ("shaw", {"p_min": 64}, "p_min=64 is not valid; it must be less than clip=64"),
+        ("shaw", {"values": None}, "values=None is not valid; it must be True or False"),
     ],
 )
 def test_bad_options_are_refused(name: str, options: dict, said: str) -> None:

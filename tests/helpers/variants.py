@@ -32,10 +32,35 @@ def keys_only(learned, query, key, content, apart, scale) -> Parts:
     return content + scale * torch.einsum("bhid,aijd->bhij", query, by_key), None
 
 
+def dape_fire(learned, query, key, content, apart, scale) -> Parts:
+    c, multiplier = learned["fire_c"].abs(), learned["fire_multiplier"].abs()
+    place = apart[:, :, :1].double()  # from the first key, which is at 0
+    x = torch.log(1 + c * apart) / (
+        torch.log(1 + c * torch.maximum(place, 512 * multiplier)) + 1e-6
+    )
+    inner = (x[..., None] @ learned["fire_first_weight"].mT + learned["fire_first_bias"]).relu()
+    bias = inner @ learned["fire_second_weight"].mT + learned["fire_second_bias"]
+    bias = bias.movedim(-1, 1).expand_as(content)
+    return content + bias + _adapted(learned, torch.cat((content, bias), 1)), None
+
+
+def dape_alone(learned, query, key, content, apart, scale) -> Parts:
+    return content + _adapted(learned, content), None
+
+
+def _adapted(learned, given: torch.Tensor) -> torch.Tensor:
+    """The network of version 1, for one pair of query and key at a time."""
+    inner = given.movedim(1, -1) @ learned["first_weight"].mT + learned["first_bias"]
+    inner = torch.where(inner > 0, inner, 0.01 * inner)
+    return (inner @ learned["second_weight"].mT + learned["second_bias"]).movedim(-1, 1)
+
+
 VARIANTS: dict[str, tuple[str, dict[str, Any], Any]] = {
     "alibi learned": ("alibi", {"learned": True}, alibi),
     "t5 offsets": ("t5", {"buckets": "offsets", "max_distance": 7}, t5),
     "shaw sinusoidal": ("shaw", {"clip": 7, "table": "sinusoidal"}, nezha),
     "shaw keys": ("shaw", {"clip": 7, "p_min": 2, "values": False}, keys_only),
+    "dape on fire": ("dape", {"on": "fire"}, dape_fire),
+    "dape on nothing": ("dape", {"on": None}, dape_alone),
 }
 """An encoding, its options, and a function as those of :data:`tests.helpers.relative.RELATIVE`."""

@@ -61,8 +61,9 @@ from recipes.settings import (
 )
 from recipes.stream import Stream
 from rope_ext.checkpoints import load_config, load_tokenizer
+from rope_ext.encodings import Encoding
 from rope_ext.errors import Mistakes, OptionError, RopeExtError, first_line
-from rope_ext.methods import reach
+from rope_ext.methods import Method, reach
 from rope_ext.position.bias import learned
 from rope_ext.terminal import tell_next
 
@@ -203,9 +204,19 @@ def _bare(recipe: Recipe, config: Any, meta: bool) -> Any:
 
 
 def lengths(recipe: Recipe, model: Any) -> tuple[int, int]:
-    """Trained and target length of an unpatched model."""
-    trained = recipe.original_max_position_embeddings or rope_ext.describe(model).target_length
+    """Trained and target length of a model that this recipe has not patched."""
+    described = rope_ext.describe(model)
+    own = described.length if _continues(described, method_of(recipe)) else described.target_length
+    trained = recipe.original_max_position_embeddings or own
     return trained, reach(recipe.factor, trained)
+
+
+def _continues(described: rope_ext.Description, method: Method | None) -> bool:
+    """Whether the model was saved with the encoding that the recipe trains.
+
+    Patching then keeps what the encoding has learned; a table that grows keeps its rows.
+    """
+    return isinstance(method, Encoding) and described.method == method.name
 
 
 def build(recipe: Recipe, config: Any, meta: bool = False) -> Any:
@@ -229,6 +240,7 @@ def _extend(recipe: Recipe, model: Any, meta: bool) -> Any:
             layers=recipe.layers,
             compose=recipe.compose,
             original_max_position_embeddings=recipe.original_max_position_embeddings,
+            replace=_continues(rope_ext.describe(model), method),
         )
     whole = with_lora(model, recipe) if recipe.lora_r else model
     if recipe.chunked_loss:

@@ -8,7 +8,7 @@ from typing import ClassVar
 
 import torch
 
-from rope_ext.encodings.base import Encoding, Learned
+from rope_ext.encodings.base import Encoding, Heads, Learned
 from rope_ext.methods.registry import register
 from rope_ext.methods.rope import Rope
 
@@ -21,6 +21,9 @@ class ALiBi(Encoding):
     The slopes of H heads are ``2^(-8h/H)``, ``h = 1 .. H``. If H is not a power of two, those of
     the power below come first, then every second one of the power above, as in the authors' code.
 
+    Args:
+        learned: train the slopes of each layer, which start from these values. They have no bounds.
+
     Press et al. 2022, arXiv 2108.12409.
     """
 
@@ -28,13 +31,23 @@ class ALiBi(Encoding):
     paper: ClassVar[str] = "arXiv 2108.12409"
     summary: ClassVar[str] = "a penalty that grows with the distance; needs training"
 
+    learned: bool = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.require("learned", isinstance(self.learned, bool), "True or False")
+
+    def initial(self, heads: Heads, rope: Rope) -> dict[str, torch.Tensor]:
+        return {"slope": slopes(heads.count).float()} if self.learned else {}
+
     def saturates_at(self, rope: Rope) -> None:
         return None
 
     def bias(
         self, distance: torch.Tensor, heads: int, rope: Rope, learned: Learned
     ) -> torch.Tensor:
-        return -slopes(heads).to(distance)[:, None] * distance
+        slope = learned["slope"] if self.learned else slopes(heads)
+        return -slope.to(distance)[:, None] * distance
 
 
 def slopes(heads: int) -> torch.Tensor:

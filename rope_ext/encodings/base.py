@@ -88,6 +88,10 @@ class Encoding(PositionMethod):
         """The initial learned parameters by name: float32, reproducible by torch's seed."""
         return {}
 
+    def constants(self, heads: Heads, device: torch.device) -> dict[str, torch.Tensor]:
+        """Fixed tensors that :meth:`scores` gets with the learned parameters, by name: float32."""
+        return {}
+
     @property
     def bounds(self) -> Bounds:
         """The smallest and largest value of bounded parameters, by name.
@@ -132,6 +136,7 @@ class Encoding(PositionMethod):
     def scores(self, heads: int, rope: Rope, learned: Learned) -> Scores | None:
         """Changes to the logits beyond a bias by distance, or None.
 
-        The arguments are those of :meth:`bias`, which is not called in this case.
+        The arguments are those of :meth:`bias`, which is not called in this case; ``learned`` also
+        has the :meth:`constants`.
         """
         return None

@@ -10,13 +10,16 @@ import torch
 import torch.nn.functional as F
 
 from rope_ext.encodings.base import Bounds, Encoding, Heads, Learned
+from rope_ext.encodings.fire import FIREScores
 from rope_ext.encodings.layers import linear
 from rope_ext.encodings.scores import Block, Scores
 from rope_ext.methods.checked import not_none
 from rope_ext.methods.registry import build_method, register
 from rope_ext.methods.rope import Rope
 
-_ON = ("kerple_log", "kerple_power", "alibi", "t5", "sandwich")
+_ON = ("kerple_log", "kerple_power", "alibi", "t5", "sandwich", "fire")
+_FIRE = "fire_"
+"""Prefix of FIRE's parameters, which have the names of the network's own."""
 
 
 @register
@@ -26,12 +29,13 @@ class DAPE(Encoding):
 
     ``S + B + f([S; B])``: ``S`` are the logits of the content, ``B`` is a bias by distance, and
     ``f`` maps both, for all heads (``2H``), to ``hidden`` and to ``H`` numbers, with a leaky ReLU
-    of slope 0.01. Version 1 uses one key at a time. In version 2 both layers are convolutions over
-    ``width`` keys, with zeros for keys that a query does not attend to.
+    of slope 0.01. Without a bias it is ``S + f(S)``. Version 1 uses one key at a time. In version 2
+    both layers are convolutions over ``width`` keys, with zeros for keys that a query does not
+    attend to.
 
     Args:
-        on: the bias ``B``: ``"kerple_log"``, ``"kerple_power"``, ``"alibi"``, ``"t5"`` or
-            ``"sandwich"``; its parameters are learned, too.
+        on: the bias ``B``: ``"kerple_log"``, ``"kerple_power"``, ``"alibi"``, ``"t5"``,
+            ``"sandwich"`` or ``"fire"``; its parameters are learned, too. None: no bias.
         version: 1 or 2.
         hidden: size of the hidden layer.
         width: keys of each convolution in version 2, an odd number.
@@ -44,32 +48,36 @@ class DAPE(Encoding):
     summary: ClassVar[str] = "a bias that adapts to the content; slower; needs training"
     redefining: ClassVar[tuple[str, ...]] = ("on", "version")
 
-    on: str = "kerple_log"
+    on: str | None = "kerple_log"
     version: int = 1
     hidden: int = 32
     width: int = 3
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.require_choice("on", *_ON)
+        valid = " or ".join(map(repr, (*_ON, None)))
+        self.require("on", self.on in (*_ON, None), valid)
         self.require("version", self.version in (1, 2), "1 or 2")
         self.require_tokens("hidden", optional=False)
         self.require_tokens("width", optional=False)
         self.require("width", self.width % 2 == 1, "an odd number")
 
     @functools.cached_property
-    def _bias(self) -> Encoding:
-        return cast(Encoding, build_method(self.on))
+    def _bias(self) -> Encoding | None:
+        return None if self.on is None else cast(Encoding, build_method(self.on))
 
     @property
     def bounds(self) -> Bounds:
-        return self._bias.bounds
+        return {} if self._bias is None else self._bias.bounds
 
     def initial(self, heads: Heads, rope: Rope) -> dict[str, torch.Tensor]:
         kernel = (self.width,) if self.version == 2 else ()
+        of_bias = {} if self._bias is None else self._bias.initial(heads, rope)
+        prefix = _FIRE if self.on == "fire" else ""
+        inputs = heads.count if self._bias is None else 2 * heads.count
         return {
-            **self._bias.initial(heads, rope),
-            **linear("first", self.hidden, 2 * heads.count, *kernel),
+            **{f"{prefix}{name}": value for name, value in of_bias.items()},
+            **linear("first", self.hidden, inputs, *kernel),
             **linear("second", heads.count, self.hidden, *kernel),
         }
 
@@ -78,9 +86,16 @@ class DAPE(Encoding):
 
     def bias(
         self, distance: torch.Tensor, heads: int, rope: Rope, learned: Learned
-    ) -> torch.Tensor:
-        """The bias that the network adapts."""
-        return not_none(self._bias.bias(distance, heads, rope, learned))
+    ) -> torch.Tensor | None:
+        """The bias that the network adapts, if it depends on the distance alone."""
+        return self._bias and self._bias.bias(distance, heads, rope, learned)
+
+    def fire(self, heads: int, rope: Rope, learned: Learned) -> FIREScores | None:
+        """The bias that the network adapts, if it also depends on the position of the query."""
+        if self.on != "fire":
+            return None
+        own = {k.removeprefix(_FIRE): x for k, x in learned.items() if k.startswith(_FIRE)}
+        return cast(FIREScores, not_none(self._bias).scores(heads, rope, own))
 
     def scores(self, heads: int, rope: Rope, learned: Learned) -> DAPEScores:
         return DAPEScores(learned=learned, encoding=self, heads=heads, rope=rope)
@@ -96,21 +111,29 @@ class DAPEScores(Scores):
 
     @property
     def width(self) -> int:
-        return 4 * self.heads + 2 * self.encoding.hidden
+        fire = self.encoding.fire(self.heads, self.rope, self.learned)
+        return 4 * self.heads + 2 * self.encoding.hidden + (0 if fire is None else fire.width)
 
     def logits(self, block: Block) -> torch.Tensor:
-        content = block.content
-        bias = self._bias(block).expand_as(content)
-        both = torch.cat((content, bias), dim=1)
-        adapted = self._alone(both) if self.encoding.version == 1 else self._beside(both, block)
-        return content + bias + adapted
+        given = content = block.content
+        if self.encoding.on is not None:
+            bias = self._bias(block).expand_as(content)
+            given = torch.cat((content, bias), dim=1)
+            content = content + bias
+        adapted = self._alone(given) if self.encoding.version == 1 else self._beside(given, block)
+        return content + adapted
 
     def _bias(self, block: Block) -> torch.Tensor:
-        distance, of = block.distance, (self.heads, self.rope, self.learned)
+        fire = self.encoding.fire(self.heads, self.rope, self.learned)
+        return self._by_distance(block.distance) if fire is None else fire.bias(block)
+
+    def _by_distance(self, distance: torch.Tensor) -> torch.Tensor:
+        of = (self.heads, self.rope, self.learned)
         if torch.compiler.is_compiling():  # a graph does not know the largest distance
-            return self.encoding.bias(distance.flatten(), *of).unflatten(1, distance.shape)
+            found = not_none(self.encoding.bias(distance.flatten(), *of))
+            return found.unflatten(1, distance.shape)
         every = torch.arange(int(distance.max()) + 1, dtype=distance.dtype, device=distance.device)
-        return self.encoding.bias(every, *of)[:, distance.long()]
+        return not_none(self.encoding.bias(every, *of))[:, distance.long()]
 
     def _layer(self, name: str, like: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         return self.learned[f"{name}_weight"].to(like), self.learned[f"{name}_bias"].to(like)

@@ -75,9 +75,12 @@ class FIREScores(Scores):
         return 2 * self.hidden
 
     def logits(self, block: Block) -> torch.Tensor:
-        like = block.content
-        numbers = self.near(block.distance) / self.far(block.query_at.to(like))[:, None]
-        return like + self.network(numbers)
+        return block.content + self.bias(block)
+
+    def bias(self, block: Block) -> torch.Tensor:
+        """What is added to the logits: ``[heads, rows, keys]``."""
+        places = block.query_at.to(block.content)
+        return self.network(self.near(block.distance) / self.far(places)[:, None])
 
     def near(self, distance: torch.Tensor) -> torch.Tensor:
         """The numerator: ``ln(1 + |c| d)``."""

@@ -8,43 +8,79 @@ from typing import ClassVar
 import torch
 
 from rope_ext.encodings.base import Encoding, Heads, Learned
+from rope_ext.encodings.inputs import sinusoid
 from rope_ext.encodings.tables import STD, ByTables, lengthened
 from rope_ext.methods.registry import register
 from rope_ext.methods.rope import Rope
+
+_BASE = 10000.0
+"""Base of NEZHA's sinusoids."""
 
 
 @register
 @dataclass(frozen=True, kw_only=True)
 class Shaw(Encoding):
-    """Replaces RoPE with learned vectors for each distance, added to keys and values.
+    """Replaces RoPE with vectors for each distance, added to keys and values.
 
     The heads of a layer share its vectors. All distances beyond ``clip`` share the last vector.
 
     Args:
         clip: tokens; the paper's k, which is 16 and 8 there, for translation.
+        table: ``"learned"``, or ``"sinusoidal"`` for NEZHA's fixed sinusoids of the distance,
+            without learned parameters.
+        p_min: all distances below share the vector of this distance, in tokens; ``clip`` is the
+            ``p_max`` of the same notation.
+        values: whether vectors are added to values, too, or to keys only.
 
-    Shaw et al. 2018, arXiv 1803.02155.
+    Shaw et al. 2018, arXiv 1803.02155; sinusoids: Wei et al. 2019, arXiv 1909.00204.
     """
 
     name: ClassVar[str] = "shaw"
     paper: ClassVar[str] = "arXiv 1803.02155"
     summary: ClassVar[str] = "learned vectors per distance for keys and values; needs training"
+    redefining: ClassVar[tuple[str, ...]] = ("p_min",)
 
     clip: int = 64
+    table: str = "learned"
+    p_min: int = 0
+    values: bool = True
 
     def __post_init__(self) -> None:
         super().__post_init__()
         self.require_tokens("clip", optional=False)
+        self.require_choice("table", "learned", "sinusoidal")
+        self.require_tokens("p_min", minimum=0, optional=False)
+        self.require("p_min", self.p_min < self.clip, f"less than clip={self.clip}")
+        self.require("values", isinstance(self.values, bool), "True or False")
 
     def initial(self, heads: Heads, rope: Rope) -> dict[str, torch.Tensor]:
-        distances = self.clip + 1
-        return {
-            "key": STD * torch.randn(distances, heads.columns),
-            "value": STD * torch.randn(distances, heads.value_columns),
-        }
+        if self.table == "sinusoidal":
+            return {}
+        rows = self.clip + 1 - self.p_min
+        return {name: STD * torch.randn(rows, size) for name, size in self._columns(heads).items()}
+
+    def constants(self, heads: Heads, device: torch.device) -> dict[str, torch.Tensor]:
+        if self.table == "learned":
+            return {}
+        distance = torch.arange(self.p_min, self.clip + 1, dtype=torch.float64, device=device)
+        # In the paper's formula the position of the query is subtracted.
+        columns = self._columns(heads).items()
+        return {name: sinusoid(-distance, size, _BASE) for name, size in columns}
+
+    def _columns(self, heads: Heads) -> dict[str, int]:
+        """The columns of each table."""
+        keys = {"key": heads.columns}
+        return keys | {"value": heads.value_columns} if self.values else keys
 
     def grown(self, name: str, learned: torch.Tensor, initial: torch.Tensor) -> torch.Tensor | None:
         return lengthened(learned, initial, 0, repeat=True)
 
     def scores(self, heads: int, rope: Rope, learned: Learned) -> ByTables:
-        return ByTables(learned={"of_query": learned["key"][None], "of_value": learned["value"]})
+        tables = {"of_query": self._from_zero(learned["key"])[None]}
+        if self.values:
+            tables["of_value"] = self._from_zero(learned["value"])
+        return ByTables(learned=tables)
+
+    def _from_zero(self, table: torch.Tensor) -> torch.Tensor:
+        """A table with a row for each distance from 0 to ``clip``."""
+        return torch.cat((table[:1].expand(self.p_min, -1), table)) if self.p_min else table

@@ -9,6 +9,7 @@ from typing import ClassVar
 import torch
 
 from rope_ext.encodings.base import Encoding, Heads, Learned
+from rope_ext.encodings.tables import lengthened
 from rope_ext.methods.registry import register
 from rope_ext.methods.rope import Rope
 
@@ -24,7 +25,10 @@ class T5(Encoding):
     use.
 
     Args:
-        num_buckets: as ``relative_attention_num_buckets`` in T5's configuration.
+        buckets: ``"logarithmic"`` as in T5, or ``"offsets"``: a number for each distance below
+            ``max_distance``, and one for all larger distances.
+        num_buckets: as ``relative_attention_num_buckets`` in T5's configuration; only for
+            logarithmic buckets.
         max_distance: tokens, as ``relative_attention_max_distance``.
 
     Raffel et al. 2020, arXiv 1910.10683.
@@ -34,19 +38,32 @@ class T5(Encoding):
     paper: ClassVar[str] = "arXiv 1910.10683"
     summary: ClassVar[str] = "a learned bias per bucket of distances; needs training"
     shared: ClassVar[bool] = True
+    redefining: ClassVar[tuple[str, ...]] = ("buckets",)
 
+    buckets: str = "logarithmic"
     num_buckets: int = 32
     max_distance: int = 128
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        self.require_choice("buckets", "logarithmic", "offsets")
         self.require_tokens("num_buckets", minimum=2, optional=False)
         self.require_tokens("max_distance", optional=False)
+        if self._by_offset:
+            return
         exact = self.num_buckets // 2
         self.require("max_distance", self.max_distance > exact, f"more than {exact}")
 
+    @property
+    def _by_offset(self) -> bool:
+        return self.buckets == "offsets"
+
     def initial(self, heads: Heads, rope: Rope) -> dict[str, torch.Tensor]:
-        return {"beta": torch.zeros(heads.count, self.num_buckets)}
+        entries = self.max_distance + 1 if self._by_offset else self.num_buckets
+        return {"beta": torch.zeros(heads.count, entries)}
+
+    def grown(self, name: str, learned: torch.Tensor, initial: torch.Tensor) -> torch.Tensor | None:
+        return lengthened(learned, initial, 1, repeat=True) if self._by_offset else None
 
     def saturates_at(self, rope: Rope) -> int:
         return self.max_distance
@@ -58,6 +75,8 @@ class T5(Encoding):
 
     def bucket(self, distance: torch.Tensor) -> torch.Tensor:
         """The bucket of each distance, int64."""
+        if self._by_offset:
+            return distance.long().clamp(max=self.max_distance)
         exact = self.num_buckets // 2
         # In float32, as in T5: rounding puts some distances into the bucket below.
         growth = torch.log(distance.float().clamp(min=exact) / exact)

@@ -262,7 +262,8 @@ class DistanceBias(Learning):
         If the bias is constant from some distance on, that distance is the last entry.
         """
         # This is forward, and not another method, because wrappers gather parameters before it.
-        scores = self.encoding.scores(self.heads.count, self.rope, self.clamped())
+        given = {**self.clamped(), **self.encoding.constants(self.heads, device)}
+        scores = self.encoding.scores(self.heads.count, self.rope, given)
         if scores is not None:
             return Added(scores=scores)
         return Added(bias=self._bias(distances, device, dtype))

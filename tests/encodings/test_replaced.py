@@ -21,6 +21,13 @@ GROWING = {  # a table that grows, and whether its last row stood for all beyond
     "shaw": ({"clip": 8}, {"clip": 20}, "value", 0, True),
     "deberta": ({"clip": 8}, {"clip": 20}, "query", 1, True),
     "cope": ({"positions": 8}, {"positions": 20}, "table", 0, True),
+    "t5 by offset": (
+        {"buckets": "offsets", "max_distance": 8},
+        {"buckets": "offsets", "max_distance": 20},
+        "beta",
+        1,
+        True,
+    ),
 }
 REFUSED = {  # options of training, of the replacement, and what the error names
     "learned": ({"length": 100}, {"length": 80}, r"length=80 instead of 100"),
@@ -28,10 +35,12 @@ REFUSED = {  # options of training, of the replacement, and what the error names
     "multiplicative": ({"length": 80}, {}, r"length=64 instead of 80"),
     "multiplicative sines": ({}, {"table": "sinusoidal"}, r"table would be nothing"),
     "shaw": ({"clip": 8}, {"clip": 4}, r"key is \[9, 16\] and would be \[5, 16\]"),
+    "shaw p_min": ({"clip": 8, "p_min": 2}, {"clip": 8}, r"parameters belong to another p_min\."),
     "deberta": ({"clip": 8}, {"clip": 4}, r"key is \[4, 8, 16\] and would be \[4, 4, 16\]"),
     "cope": ({"positions": 8}, {"positions": 4}, r"positions=4 instead of 8"),
     "t5": ({}, {"num_buckets": 16}, r"num_buckets=16 instead of 32"),
     "t5 with more": ({}, {"num_buckets": 64}, r"beta is \[4, 32\] and would be \[4, 64\]"),
+    "t5 by offset": ({}, {"buckets": "offsets", "max_distance": 31}, r"another buckets\."),
     "dape": ({}, {"version": 2}, r"version=2 instead of 1"),
     "dape on another formula": ({}, {"on": "kerple_power"}, r"parameters belong to another on\."),
     "dape on another without parameters": ({"on": "alibi"}, {"on": "sandwich"}, r"another on\."),

@@ -59,7 +59,7 @@ SIZES: dict[str, dict[str, Any]] = {
 
 
 def attend(
-    name: str,
+    name: str | Callable[..., Parts],
     learned: Learned,
     query: torch.Tensor,
     key: torch.Tensor,
@@ -70,13 +70,17 @@ def attend(
     softcap: float | None = None,
     sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """``apart`` and ``visible``: ``[rows or 1, queries, keys]`` and with heads."""
+    """``name``: of :data:`RELATIVE`, or such a function.
+
+    ``apart`` and ``visible``: ``[rows or 1, queries, keys]`` and with heads.
+    """
+    formula = RELATIVE[name] if isinstance(name, str) else name
     groups = query.shape[1] // key.shape[1]
     key, value = (x.repeat_interleave(groups, 1) for x in (key, value))
     content = query @ key.mT * scale
     if softcap is not None:
         content = softcap * (content / softcap).tanh()
-    logits, of_pairs = RELATIVE[name](learned, query, key, content, apart, scale)
+    logits, of_pairs = formula(learned, query, key, content, apart, scale)
     logits = logits.masked_fill(~visible, -torch.inf)
     if sinks is not None:
         logits = torch.cat((logits, sinks[:, None, None].expand(*logits.shape[:3], 1)), -1)
@@ -106,7 +110,9 @@ AttentionMaskInterface.register(
 
 
 @contextmanager
-def dense(model: nn.Module, name: str, tokens: torch.Tensor, learned: Learned) -> Iterator[None]:
+def dense(
+    model: nn.Module, name: str | Callable[..., Parts], tokens: torch.Tensor, learned: Learned
+) -> Iterator[None]:
     """``model``, not patched: none of its rotary modules turns, and attention is the paper's.
 
     ``tokens``: positions, ``[rows, tokens]``; ``learned``: as :func:`parameters` of a patched one.
@@ -116,7 +122,8 @@ def dense(model: nn.Module, name: str, tokens: torch.Tensor, learned: Learned) -
         module, query, key, value, mask, scaling=None, softcap=None, s_aux=None, **_rest
     ) -> tuple[torch.Tensor, None]:
         own = f".{module.layer_idx}."
-        of_layer = {n.split(".")[-1]: p.double() for n, p in learned.items() if own in n}
+        mine = (n for n in learned if own in n or ".layers." not in n)
+        of_layer = {n.split(".")[-1]: learned[n].double() for n in mine}
         scale = query.shape[-1] ** -0.5 if scaling is None else scaling
         qkv = (x.double() for x in (query, key, value))
         sinks = None if s_aux is None else s_aux.double()

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import yaml
+from transformers import AutoModelForCausalLM
 
+import rope_ext
 from recipes import finetune, surgery
 from recipes.settings import parse
 from rope_ext.errors import OptionError, SeveralErrors
 from rope_ext.loading import read_sidecar
+from rope_ext.position.bias import learned
 from tests.helpers import pictures
 from tests.helpers.recipe_runs import arguments
 
@@ -29,6 +33,22 @@ def test_an_encoding_is_trained_at_the_models_own_length(
         planned(method="yarn")
     with pytest.raises(OptionError, match="must be longer than the trained 128"):
         planned(method="alibi", length=64)
+
+
+def test_a_learned_table_grows_and_is_trained_on(
+    checkpoint: Path, texts: Path, tmp_path: Path
+) -> None:
+    model = rope_ext.patch(AutoModelForCausalLM.from_pretrained(checkpoint), "learned")
+    (short,) = learned(model).values()
+    shutil.copytree(checkpoint, tmp_path / "short")  # for the tokenizer
+    model.save_pretrained(tmp_path / "short")
+    given = {"method": "learned", "factor": 2, "length": 256, "pose_chunks": None, "lora_r": 0}
+    given |= {"max_steps": 1, "per_device_train_batch_size": 1}
+    finetune.main(arguments(tmp_path / "short", texts, tmp_path / "run", **given))
+    (long,) = learned(rope_ext.from_pretrained(tmp_path / "run")).values()
+    assert len(short) == 128 and len(long) == 256
+    moved = (long[:128] - short).abs().max()
+    assert 0 < moved < 0.02  # one step of AdamW, about the learning rate of 0.01
 
 
 @pytest.mark.parametrize("name", surgery.CHECKPOINTS)

@@ -15,6 +15,7 @@ import torch
 from datasets import Dataset, Features, IterableDataset, List, Value
 
 from recipes.positions import Drawn
+from recipes.retrieval import Weighted
 from recipes.stream import DataError, Packer, Source, Stream
 from rope_eval.data.prompts import beginning
 from rope_eval.data.text import python_library
@@ -388,12 +389,15 @@ class Collator:
         seed: random seed.
         epoch: number of completed passes over the data.
         retrieval: adds facts to some rows (recipes/retrieval.py); None for no rows.
+        weighted: give the weights of these rows, too, which only the chunked loss reads. Labels
+            whose weight is 0 are ignored in any case.
     """
 
     scheme: Callable[[Sequence[int], random.Random], Drawn] | None = None
     seed: int = 0
     epoch: int = 0
-    retrieval: Callable[[Sequence[int], random.Random], Sequence[int]] | None = None
+    retrieval: Callable[[Sequence[int], random.Random], Weighted] | None = None
+    weighted: bool = True
 
     def __call__(self, rows: Sequence[Mapping[str, Any]]) -> dict[str, torch.Tensor]:
         if rows[0].get("index", 0) < 0:  # Trainer is skipping to the checkpoint
@@ -401,10 +405,15 @@ class Collator:
             return {"input_ids": torch.zeros_like(nothing), "labels": nothing}
         if self.retrieval is not None and "index" in rows[0]:
             # A separate generator, so that positions are the same as without such rows.
-            rows = [
-                {**row, "input_ids": self.retrieval(row["input_ids"], self._rng(row, "retrieval:"))}
-                for row in rows
-            ]
+            made = [self.retrieval(row["input_ids"], self._rng(row, "retrieval:")) for row in rows]
+            rows = [{**row, "input_ids": ids} for row, (ids, _) in zip(rows, made, strict=True)]
+            weights = torch.tensor([each for _, each in made])
+            batch = self._batch(rows)
+            batch["labels"][weights == 0] = IGNORED
+            return {**batch, "loss_weights": weights} if self.weighted else batch
+        return self._batch(rows)
+
+    def _batch(self, rows: Sequence[Mapping[str, Any]]) -> dict[str, torch.Tensor]:
         if self.scheme is not None and "index" in rows[0]:
             drawn = [self._drawn(row) for row in rows]
             ids = _stacked([taken for taken, _ in drawn])

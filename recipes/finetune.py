@@ -516,7 +516,9 @@ def main(argv: Sequence[str] | None = None) -> None:
         model.print_trainable_parameters()
     share = recipe.retrieval_share
     retrieval = RetrievalRows(plan.tokenizer, share) if share else None
-    collator = data.Collator(scheme(recipe, plan.target), args.seed, retrieval=retrieval)
+    collator = data.Collator(
+        scheme(recipe, plan.target), args.seed, retrieval=retrieval, weighted=recipe.chunked_loss
+    )
     plan.tokenizer.model_max_length = plan.target
     args.remove_unused_columns = False  # the collator needs the row index
     args.per_device_eval_batch_size = 1  # evaluation rows are long

@@ -49,6 +49,7 @@ class ChunkedLoss:
             None  # shifted: each label is at the token that predicts it
         )
         self.count: torch.Tensor | int | None = None
+        self.weights: torch.Tensor | None = None  # of the loss of each label
         self.returned: torch.Tensor | None = None  # by the output layer: the loss and _MARK
         self.head, self.logits = head, head.forward
         forward = model.forward
@@ -56,6 +57,7 @@ class ChunkedLoss:
         @functools.wraps(forward)  # not a hook, because older versions of peft call forward
         def forward_with_labels(*args: Any, **kwargs: Any) -> Any:
             self._note(**kwargs)
+            kwargs.pop("loss_weights", None)
             return forward(*args, **kwargs)
 
         model.forward = forward_with_labels
@@ -67,12 +69,16 @@ class ChunkedLoss:
         labels: torch.Tensor | None = None,
         shift_labels: torch.Tensor | None = None,
         num_items_in_batch: torch.Tensor | int | None = None,
+        loss_weights: torch.Tensor | None = None,
         **others: Any,
     ) -> None:
         if labels is not None and shift_labels is None:  # context parallelism shifts them itself
             shift_labels = nn.functional.pad(labels, (0, 1), value=IGNORED)[..., 1:]
         self.labels = None if labels is None else shift_labels
         self.count = num_items_in_batch
+        self.weights = None
+        if loss_weights is not None:
+            self.weights = nn.functional.pad(loss_weights, (0, 1))[..., 1:]
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         """Forward of the output layer: the loss and a mark if there are labels, else logits."""
@@ -95,7 +101,10 @@ class ChunkedLoss:
             options=nn.LinearCrossEntropyOptions(),
         )
         count = (labels != IGNORED).sum() if self.count is None else self.count
-        loss = losses.float().sum() / count
+        losses = losses.float()
+        if self.weights is not None:
+            losses = losses * self.weights.flatten().to(losses.device)
+        loss = losses.sum() / count
         self.labels, self.returned = None, torch.stack((loss, torch.full_like(loss, _MARK)))
         return self.returned
 

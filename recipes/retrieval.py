@@ -11,7 +11,8 @@ import random
 import string
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import chain
+from itertools import accumulate, cycle, islice
+from operator import and_, eq
 from typing import Any
 
 from rope_eval.data.prompts import encode
@@ -29,8 +30,15 @@ _FIRST = "amber cedar copper crimson ivory marble maple olive paper scarlet silv
 _SECOND = "anchor basket bridge candle compass garden harbour ladder lantern meadow river tower"
 NAMES = tuple(f"{first} {second}" for first in _FIRST.split() for second in _SECOND.split())
 _LONGEST_VALUE = 8
+_PASSAGE = (20, 200)  # tokens
+_ANSWERS = 0.5
+"""The answers of a row weigh as much as this share of a row of text."""
 _PART = 4
 """At most a quarter of a row states facts, and at most a quarter asks for them."""
+
+
+Weighted = tuple[Sequence[int], Sequence[float]]
+"""Tokens, and the weight of the loss of each."""
 
 
 @dataclass(frozen=True)
@@ -39,7 +47,11 @@ class RetrievalRows:
 
     Facts are stated at random places in the text, each on its own line, and asked for at the end in
     random order. Statements take up to an eighth to a quarter of the row (drawn at random), and so
-    do questions. The row drops its last tokens for them and keeps its length.
+    do questions. The row drops its last tokens for them and keeps its length. In half of these rows
+    the text is one passage, repeated.
+
+    Facts and questions have no loss, because nothing predicts a random value, and neither has
+    repeated text. The answers are few: together they weigh as much as half a row of text.
 
     Args:
         tokenizer: tokenizer of the model.
@@ -60,32 +72,56 @@ class RetrievalRows:
                 f"tokenizer, and --length is {length}; give a longer --length, or leave it out"
             )
 
-    def __call__(self, ids: Sequence[int], rng: random.Random) -> Sequence[int]:
-        """Return the row unchanged, or with facts in it and the same length."""
+    def __call__(self, ids: Sequence[int], rng: random.Random) -> Weighted:
+        """Return the row with its weights: unchanged, or with facts in it and the same length."""
         if rng.random() >= self.share:
-            return ids
+            return ids, [1.0] * len(ids)
         most = len(ids) // _PART
         room = rng.randint(most // 2, most)
         said, asked = rng.choice(WORDINGS)
         stated: list[list[int]] = []
         questions: list[list[int]] = []
+        answers: list[list[bool]] = []
         for name in rng.sample(NAMES, len(NAMES)):
             value = _value(rng)
             stated.append(self._line(said, name, value))
-            questions.append(self._line(asked, name, value))
+            question, answer = self._question(asked, name, value)
+            questions.append(question)
+            answers.append(answer)
             if max(sum(map(len, stated)), sum(map(len, questions))) > room and stated[1:]:
-                del stated[-1], questions[-1]
+                del stated[-1], questions[-1], answers[-1]
                 break
-        rng.shuffle(questions)
-        end = list(chain.from_iterable(questions))
-        text = ids[: len(ids) - len(end) - sum(map(len, stated))]
+        order = rng.sample(range(len(questions)), len(questions))
+        end = [token for i in order for token in questions[i]]
+        answered = [one for i in order for one in answers[i]]
+        text, weight = ids[: len(ids) - len(end) - sum(map(len, stated))], 1.0
+        if rng.random() < 0.5:  # as monotonous as the filler of passkey prompts
+            size = rng.randint(*_PASSAGE)
+            text, weight = list(islice(cycle(text[:size]), len(text))), 0.0
         # Never before the first token, which may be a start token.
         places = sorted(rng.randint(1, len(text)) for _ in stated)
-        cuts = zip([0, *places], [*places, len(text)], [*stated, end], strict=True)
-        return [token for start, stop, after in cuts for token in (*text[start:stop], *after)]
+        row: list[int] = []
+        weights: list[float] = []
+        cuts = zip([0, *places], [*places, len(text)], [*stated, []], strict=True)
+        for start, stop, fact in cuts:
+            row += [*text[start:stop], *fact]
+            weights += [weight] * (stop - start) + [0.0] * len(fact)
+        share = _ANSWERS * len(ids) / sum(answered)
+        return row + end, weights + [share * one for one in answered]
 
     def _line(self, wording: str, name: str, value: str) -> list[int]:
         return encode(self.tokenizer, "\n" + wording.format(name=name, value=value) + "\n")
+
+    def _question(self, wording: str, name: str, value: str) -> tuple[list[int], list[bool]]:
+        """Tokens of a question with its answer, and which of them spell the answer."""
+        ids = self._line(wording, name, value)
+        before, after = ("\n" + wording + "\n").format(name=name, value="\0").split("\0")
+        head = encode(self.tokenizer, before)
+        tail = encode(self.tokenizer, after)[::-1]
+        # A token may hold letters of both, and then belongs to the answer.
+        first = sum(accumulate(map(eq, ids, head), and_))
+        last = sum(accumulate(map(eq, ids[::-1], tail), and_))
+        return ids, [first <= i < len(ids) - last for i in range(len(ids))]
 
 
 def _value(rng: random.Random) -> str:

@@ -415,6 +415,20 @@ def test_chunked_loss_takes_labels_that_are_shifted_already(ids: torch.Tensor) -
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=0)
 
 
+def test_chunked_loss_weighs_labels(ids: torch.Tensor) -> None:
+    model = tiny_llama()
+    weights = torch.rand(ids.shape, generator=torch.Generator().manual_seed(0)) * 30
+    losses = torch.nn.functional.cross_entropy(
+        model(ids).logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten(), reduction="none"
+    )
+    expected = (losses * weights[:, 1:].flatten()).mean()
+    ChunkedLoss(model)
+    found = model(input_ids=ids, labels=ids, loss_weights=weights).loss
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=0)  # float32, other order
+    again = model(input_ids=ids, labels=ids).loss  # the next batch has none
+    torch.testing.assert_close(again, losses.mean(), rtol=1e-5, atol=0)
+
+
 @pytest.mark.parametrize("family", ["Gemma2", "Cohere", "Granite"])
 def test_chunked_loss_refuses_scaled_and_capped_logits(family: str) -> None:
     config = getattr(transformers, f"{family}Config")(

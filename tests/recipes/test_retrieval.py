@@ -39,25 +39,34 @@ def facts(lines: list[str], wording: str) -> dict[str, str]:
 
 
 def test_every_question_has_its_answer_earlier_in_the_row(tokenizer: object) -> None:
-    make, seen, most = RetrievalRows(tokenizer, 1.0), set(), 0
+    make, seen, most, repeated = RetrievalRows(tokenizer, 1.0), set(), 0, []
     for seed in range(40):
-        row = make(plain_row(tokenizer), random.Random(seed))
-        assert len(row) == LENGTH
+        row, weights = make(plain_row(tokenizer), random.Random(seed))
+        assert len(row) == len(weights) == LENGTH
         lines = tokenizer.decode(row).split("\n")
         both = [(facts(lines, said), facts(lines, asked)) for said, asked in WORDINGS]
         [(number, (stated, answers))] = [(i, pair) for i, pair in enumerate(both) if pair[1]]
         assert answers == stated
         text = "".join(lines)
         assert all(text.find(value) < text.rfind(value) for value in answers.values())
+        # Only answers, and text that is not repeated, have a loss.
+        scored = [
+            (token, one) for token, one in zip(row, weights, strict=True) if one not in (0, 1)
+        ]
+        spelled = tokenizer.decode([token for token, _ in scored]).replace(" ", "")
+        assert sorted(spelled) == sorted("".join(answers.values()))
+        assert sum(one for _, one in scored) == pytest.approx(LENGTH / 2)
+        repeated.append(weights.count(1.0) == 0)
         seen.add(number)
         most = max(most, len(answers))
     assert len(seen) > 3 and most > 2
+    assert 8 < sum(repeated) < 32  # binomial: 20 with a standard deviation of 3
 
 
 def test_facts_are_stated_at_every_depth(tokenizer: object) -> None:
     make, depths = RetrievalRows(tokenizer, 1.0), []
     for seed in range(60):
-        text = tokenizer.decode(make(plain_row(tokenizer), random.Random(seed)))
+        text = tokenizer.decode(make(plain_row(tokenizer), random.Random(seed))[0])
         first = min(text.find(name) for name in NAMES if name in text)
         depths.append(first / len(text))
     assert min(depths) < 0.1 and max(depths) > 0.35
@@ -65,7 +74,9 @@ def test_facts_are_stated_at_every_depth(tokenizer: object) -> None:
 
 def test_the_share_of_rows_is_as_asked_and_the_rest_is_untouched(tokenizer: object) -> None:
     make, row = RetrievalRows(tokenizer, 0.1), plain_row(tokenizer)
-    changed = sum(make(row, random.Random(seed)) != row for seed in range(2000))
+    made = [make(row, random.Random(seed)) for seed in range(2000)]
+    assert all(set(weights) == {1.0} for ids, weights in made if ids == row)
+    changed = sum(ids != row for ids, _ in made)
     assert 150 < changed < 250  # binomial: 200 with a standard deviation of 13
 
 
@@ -79,7 +90,10 @@ def test_rows_depend_on_seed_epoch_and_index_and_leave_positions_alone(tokenizer
 
     first, again, plain = batch([0, 1]), batch([1, 0]), batch([0, 1], retrieval=None)
     assert torch.equal(first["input_ids"], again["input_ids"].flip(0))
-    assert torch.equal(first["labels"], first["input_ids"])
+    ignored = first["loss_weights"] == 0
+    assert torch.equal(ignored, first["labels"] == data.IGNORED) and ignored.any()
+    assert torch.equal(first["labels"][~ignored], first["input_ids"][~ignored])
+    assert "loss_weights" not in plain
     assert torch.equal(first["position_ids"], plain["position_ids"])
     assert not torch.equal(first["input_ids"], plain["input_ids"])
     assert not torch.equal(first["input_ids"], batch([0, 1], epoch=1)["input_ids"])

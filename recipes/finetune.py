@@ -203,6 +203,17 @@ def _bare(recipe: Recipe, config: Any, meta: bool) -> Any:
     return AutoModelForCausalLM.from_pretrained(recipe.model, **options)
 
 
+def collator_of(recipe: Recipe, args: TrainingArguments, plan: Plan) -> data.Collator:
+    """The collator of training rows."""
+    share = recipe.retrieval_share
+    retrieval = RetrievalRows(plan.tokenizer, share) if share else None
+    # Under context parallelism, Trainer gives each process its part of the inputs that it knows.
+    weighted = recipe.chunked_loss and context_parallel_size(args.parallelism_config) == 1
+    return data.Collator(
+        scheme(recipe, plan.target), args.seed, retrieval=retrieval, weighted=weighted
+    )
+
+
 def lengths(recipe: Recipe, model: Any) -> tuple[int, int]:
     """Trained and target length of a model that this recipe has not patched."""
     described = rope_ext.describe(model)
@@ -514,11 +525,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     model = build(recipe, plan.config)
     if recipe.lora_r and args.should_log:
         model.print_trainable_parameters()
-    share = recipe.retrieval_share
-    retrieval = RetrievalRows(plan.tokenizer, share) if share else None
-    collator = data.Collator(
-        scheme(recipe, plan.target), args.seed, retrieval=retrieval, weighted=recipe.chunked_loss
-    )
+    collator = collator_of(recipe, args, plan)
     plan.tokenizer.model_max_length = plan.target
     args.remove_unused_columns = False  # the collator needs the row index
     args.per_device_eval_batch_size = 1  # evaluation rows are long

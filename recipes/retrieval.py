@@ -11,7 +11,7 @@ import random
 import string
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate, cycle, islice
+from itertools import accumulate, chain, cycle, islice
 from operator import and_, eq
 from typing import Any
 
@@ -80,20 +80,17 @@ class RetrievalRows:
         room = rng.randint(most // 2, most)
         said, asked = rng.choice(WORDINGS)
         stated: list[list[int]] = []
-        questions: list[list[int]] = []
-        answers: list[list[bool]] = []
+        questions: list[tuple[list[int], list[bool]]] = []
         for name in rng.sample(NAMES, len(NAMES)):
             value = _value(rng)
             stated.append(self._line(said, name, value))
-            question, answer = self._question(asked, name, value)
-            questions.append(question)
-            answers.append(answer)
-            if max(sum(map(len, stated)), sum(map(len, questions))) > room and stated[1:]:
-                del stated[-1], questions[-1], answers[-1]
+            questions.append(self._question(asked, name, value))
+            sizes = sum(map(len, stated)), sum(len(question) for question, _ in questions)
+            if max(sizes) > room and stated[1:]:
+                del stated[-1], questions[-1]
                 break
-        order = rng.sample(range(len(questions)), len(questions))
-        end = [token for i in order for token in questions[i]]
-        answered = [one for i in order for one in answers[i]]
+        shuffled = zip(*rng.sample(questions, len(questions)), strict=True)
+        end, answered = (list(chain.from_iterable(parts)) for parts in shuffled)
         text, weight = ids[: len(ids) - len(end) - sum(map(len, stated))], 1.0
         if rng.random() < 0.5:  # as monotonous as the filler of passkey prompts
             size = rng.randint(*_PASSAGE)

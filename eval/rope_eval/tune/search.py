@@ -96,6 +96,11 @@ class Sample:
     windows: Sequence[tuple[int, ...]]
     prompts: Sequence[Prompt]
 
+    @property
+    def rows(self) -> list[tuple[int, ...]]:
+        """Token ids of all windows and prompts."""
+        return [*self.windows, *(prompt.ids for prompt in self.prompts)]
+
     def __len__(self) -> int:
         return len(self.windows) + len(self.prompts)
 
@@ -294,8 +299,7 @@ def _settings(
     """
     values = {field.name: getattr(given, field.name) for field in fields(given)}
     del values["iterations"]
-    rows = [[*part.windows, *(prompt.ids for prompt in part.prompts)] for part in parts]
-    text = digest([*chain(*rows)])
+    text = digest([ids for part in parts for ids in part.rows])
     return {"model": fingerprint(model), "text": text, **values}
 
 

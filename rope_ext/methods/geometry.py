@@ -9,7 +9,10 @@ import torch
 
 @dataclass(frozen=True)
 class Distance:
-    """Keys at distances from ``first`` to ``last - 1`` tokens; ``last=None`` has no upper end."""
+    """Keys at distances from ``first`` to ``last - 1`` tokens; ``last=None`` has no upper end.
+
+    ``first`` is below 0 only where an attention mask shows queries the keys after them.
+    """
 
     first: int
     last: int | None
@@ -17,7 +20,7 @@ class Distance:
     def sees(self, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
         """Whether a query attends to a key in this band; token positions, broadcast together."""
         distance = query - key
-        seen = distance >= max(self.first, 0)
+        seen = distance >= self.first
         return seen if self.last is None else seen & (distance < self.last)
 
 

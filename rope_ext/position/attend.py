@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -26,9 +27,8 @@ from rope_ext.methods.geometry import Distance, Geometry
 from rope_ext.position import bias, tensors
 from rope_ext.position.layers import Layout
 from rope_ext.position.map import PositionMap
-from rope_ext.position.masks import documents_of
-from rope_ext.position.segments import BatchMask, RotatedSegment
-from rope_ext.position.tables import Decay, RotationTable
+from rope_ext.position.segments import HIDDEN, BatchMask, RotatedSegment
+from rope_ext.position.tables import BandRotations, Decay, RotationTable
 from rope_ext.rotary.sites import text_config
 
 NAME = "rope_ext"  # names with sdpa, flash, flex_attention or a slash take special paths
@@ -219,15 +219,13 @@ def _innermost() -> PositionForward | None:
 def _mask_eagerly(**arguments: Any) -> BatchMask:
     for name in ("q_offset", "kv_offset"):  # a static cache's own counters, which move on
         arguments[name] = int(arguments.get(name, 0))
-    if isinstance(arguments.get("attention_mask"), BatchMask):
-        arguments["attention_mask"] = arguments["attention_mask"].padding
     context = _innermost()
-    documents = documents_of(arguments["mask_function"])
-    if context is not None and documents is not None:
-        context.split(documents)
-    mask = BatchMask(context, arguments)
-    if context is None:  # generation makes masks before the forward
+    given = arguments.get("attention_mask")
+    mask = given if isinstance(given, BatchMask) else BatchMask(None, arguments)
+    if context is None:  # generation and models around a decoder make masks before the forward
         mask.prepare()
+    elif mask.owner is None:
+        mask.belong_to(context)
     return mask
 
 
@@ -509,7 +507,7 @@ def _batch_mask(position_map: PositionMap, mask: BatchMask | torch.Tensor | None
             f"without that mask or without checkpointing"
         )
     if isinstance(mask, BatchMask):
-        mask.owner = forward
+        mask.belong_to(forward)
         return mask
     if mask is not None and mask.ndim == 4:
         return BatchMask(forward, given=mask)
@@ -571,19 +569,48 @@ def _irregular(
     t = places.to(query.device)
     dense = mask.dense_on(query.device)
     of_queries = Places.in_order(t[-query.shape[2] :], t)
+    rotations = position_map.rotations(layer.layout)
     if dense is not None:
         dense = dense[row if len(dense) > 1 else 0, :, :, : len(t)]
         dense = dense if dense.dtype == torch.bool else _visible(dense)
         of_queries = replace(of_queries, mask=dense, newest=None)
+        rotations = _seeing_ahead(layer, rotations, mask.ahead[row])
     return Dense(
         query[row : row + 1],
         key[row : row + 1],
         layer.adding(asked.call, places, query),
-        position_map.rotations(layer.layout),
+        rotations,
         position_map.temperature,
         of_queries,
         position_map.reach,
     )
+
+
+def _seeing_ahead(layer: MappedLayer, rotations: BandRotations, ahead: int) -> BandRotations:
+    """The same where a mask shows queries up to ``ahead`` tokens after them, as within an image.
+
+    Those keys have the rotations of the nearest keys before a query.
+
+    Raises:
+        UnsupportedModelError: they are further away than the nearest band reaches, or an encoding
+            counts distances from 0 on.
+    """
+    if ahead == 0:
+        return rotations
+    reach, seeing = 0, []
+    for geometry, *rotated in rotations:
+        if isinstance(geometry, Distance) and geometry.first == 0 and layer.biased is None:
+            reach = math.inf if geometry.last is None else geometry.last - 1
+            geometry = replace(geometry, first=-ahead)
+        seeing.append((geometry, *rotated))
+    if ahead > reach:
+        raise UnsupportedModelError(
+            f"the attention mask shows a token another one that is {ahead} tokens after it (the "
+            f"tokens of an image, or a prompt that is read in both directions), and "
+            f"{layer.map.method.name} can express {reach} here; choose a larger window, or a "
+            f"frequency method such as 'yarn'"
+        )
+    return seeing
 
 
 def _visible(mask: torch.Tensor) -> torch.Tensor:
@@ -592,7 +619,7 @@ def _visible(mask: torch.Tensor) -> torch.Tensor:
     Raises:
         UnsupportedModelError: it is a bias, which does more than hide keys.
     """
-    hidden = mask <= -1e4
+    hidden = mask <= HIDDEN
     if not bool((hidden | (mask == 0)).all()):
         raise UnsupportedModelError(
             "an attention mask that adds to the logits instead of hiding tokens is not known to "

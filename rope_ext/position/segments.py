@@ -15,8 +15,11 @@ from rope_ext.attention.step import Step
 from rope_ext.forward.positions import PositionForward
 from rope_ext.methods.geometry import Distance
 from rope_ext.position.layers import Layout
-from rope_ext.position.masks import is_plain
+from rope_ext.position.masks import documents_of, is_plain
 from rope_ext.position.tables import BandRotations
+
+HIDDEN = -1e4
+"""What an additive mask adds to the logits of keys that it hides, or less."""
 
 
 class Segment(NamedTuple):
@@ -49,6 +52,7 @@ class BatchMask:
         given: that mask, bool or additive, ``[rows, 1, queries, keys]``.
 
     Attributes:
+        plain: whether it is causal, as far as a compiled forward needs to know.
         added: the bias of a single query by slot, by module that has the bias.
     """
 
@@ -63,6 +67,7 @@ class BatchMask:
         self.owner, self.arguments, self.given = owner, arguments, given
         self.valid: torch.Tensor | None = None
         self.made: torch.Tensor | None = None
+        self.plain = True
         self._steps: dict[tuple, Step | None] = {}
         self.added: dict[torch.nn.Module, torch.Tensor | None] = {}
         self._rotated_segments: dict[tuple, list[RotatedSegment] | None] = {}
@@ -78,11 +83,18 @@ class BatchMask:
         """Called by generation on a mask that is already prepared."""
         return self
 
+    def belong_to(self, forward: PositionForward) -> None:
+        """Set the forward, of a mask that was made before it or in it."""
+        self.owner = forward
+        documents = documents_of(self.arguments["mask_function"]) if self.arguments else None
+        if documents is not None:
+            forward.split(documents)
+
     def prepare(self) -> None:
-        """Prepare what a compiled forward needs of a mask that generation makes before it.
+        """Prepare what a compiled forward needs of a mask that is made before it.
 
         Sets ``valid``, the padding of all slots, whose shape then stays the same (``[rows,
-        slots]``), and for a single query ``made``, the mask itself.
+        slots]``), and for a single query ``made``, the mask itself; for several, ``plain``.
         """
         padding, arguments = self.padding, self.arguments or {}
         if padding is not None:
@@ -90,6 +102,8 @@ class BatchMask:
             self.valid = torch.nn.functional.pad(padding, (0, slots - padding.shape[1]))
         if arguments.get("q_length") == 1:
             self.made = sdpa_mask(**{**arguments, "allow_is_causal_skip": False})
+        else:
+            self.plain = not arguments or is_plain(arguments["mask_function"])
 
     @property
     def padding(self) -> torch.Tensor | None:
@@ -108,6 +122,20 @@ class BatchMask:
         if device not in self._moved:
             self._moved[device] = self.dense.to(device)
         return self._moved[device]
+
+    @functools.cached_property
+    def ahead(self) -> list[int]:
+        """How far queries see beyond themselves at most, tokens, by row; 0: the mask is causal."""
+        forward = self.forward
+        if self.dense is None:
+            return [0] * forward.rows
+        visible = self.dense[..., : self.keys]
+        visible = visible if visible.dtype == torch.bool else visible > HIDDEN
+        newest = self.keys - 1 - visible.flip(-1).byte().argmax(-1)  # key; [rows, heads, queries]
+        t = self.positions.to(visible.device).expand(forward.rows, -1)[:, None]
+        newest = newest.expand(forward.rows, -1, -1)
+        after = t.expand(-1, newest.shape[1], -1).gather(2, newest) - t[..., -forward.tokens :]
+        return (after * visible.any(-1)).clamp(min=0).amax((1, 2)).tolist()
 
     @functools.cached_property
     def offset(self) -> int:

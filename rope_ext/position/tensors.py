@@ -78,6 +78,8 @@ def traced(
         if "full_attention" not in mask:
             return None
         mask = mask["full_attention"]
+    if isinstance(mask, BatchMask) and not mask.plain:
+        return None
     padding = mask.valid if isinstance(mask, BatchMask) else mask
     if padding is not None and padding.ndim != 2:
         return None

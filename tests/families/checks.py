@@ -24,7 +24,8 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 import rope_ext
 from rope_ext.patching import current_patch
 from rope_ext.rotary.sites import RotarySite, find_sites, text_config, text_decoder
-from tests.families.zoo import LENGTH, VOCAB
+from tests.families.images import NoImages, image_token, kinds, with_image
+from tests.families.zoo import LENGTH, TEXT_VOCAB, VOCAB
 
 FACTOR = 4
 TOKENS = 3 * LENGTH
@@ -49,6 +50,8 @@ NOTHING_GAINED = (
     "only its sliding layers rotate, the full ones have no positions (NoPE), so scaling cannot "
     "lengthen its reach"
 )
+
+TEXT_ALONE = "checked with text alone"
 
 _PREFILLS = ((80, 16), (96,))
 _DECODED = 6
@@ -88,7 +91,7 @@ class Subject:
         self.model, self.options, self.remarks = model, options, list(remarks)
         self.positions = POSITIONS_REFUSED
         generator = torch.Generator().manual_seed(1)
-        self.ids = torch.randint(3, VOCAB, (2, TOKENS), generator=generator)
+        self.ids = torch.randint(3, TEXT_VOCAB, (2, TOKENS), generator=generator)
         self.logits(tokens=LENGTH)
         shorter = snapshot(model)
         self.unpatched = self.logits()
@@ -261,7 +264,7 @@ def _keeps_sliding(subject: Subject) -> Iterator[Check]:
         limited = any(word in kinds[index] for word in _LOCAL)
         moved[limited].append(_distance(value, before[index]))
     stayed = max(moved[True], default=math.inf)
-    passed = stayed <= KEPT and min(moved[False], default=0.0) > CHANGED
+    passed = stayed <= KEPT and min(moved[False], default=math.inf) > CHANGED
     yield Check("sliding kept", passed, f"{stayed:.1e}; full layers {moved[False]}", stayed)
     if _distance(kept, subject.unpatched) <= EQUAL:
         subject.remarks.append(NOTHING_GAINED)
@@ -274,7 +277,9 @@ def _received(subject: Subject) -> dict[int, torch.Tensor]:
     def look(module: nn.Module, args: tuple, kwargs: dict) -> None:
         given = kwargs.get("position_embeddings")
         if given is None:
-            given = next(arg for arg in args[1:] if arg is not None)
+            given = next((arg for arg in args[1:] if arg is not None), None)
+        if given is None:  # a layer without positions
+            return
         first = given if isinstance(given, torch.Tensor) else given[0]
         seen[module.layer_idx] = first.clone()
 
@@ -357,6 +362,96 @@ def _maps_positions(subject: Subject) -> Iterator[Check]:
         yield _equal(f"cached {method}", distance, max(CACHED, 2 * native * (native > CACHED)))
 
 
+def _takes_images(subject: Subject) -> Iterator[Check]:
+    """With an image in the prompt: as transformers' own yarn, and in a batch with text alone."""
+    if image_token(subject.model) is None:
+        return
+    try:
+        ids, pixels = with_image(subject.model, subject.ids[:1])
+    except NoImages as error:
+        yield Check("image changes", None, str(error))
+        subject.remarks.append(TEXT_ALONE)
+        return
+
+    @torch.no_grad()
+    def logits(model: PreTrainedModel = subject.model) -> torch.Tensor:
+        return model(input_ids=ids, **pixels, **kinds(model, ids)).logits
+
+    unpatched = logits()
+    with subject.patched("yarn"):
+        ours = logits()
+    distance = _distance(ours[:, LENGTH:], unpatched[:, LENGTH:])
+    yield Check("image changes", distance > CHANGED, f"{distance:.1e}", distance)
+    entry = {"rope_type": "yarn", "factor": float(FACTOR)}
+    try:
+        theirs = logits(_native_twin(subject, entry | {"original_max_position_embeddings": LENGTH}))
+    except Exception as error:  # as in _equals_native
+        yield Check("image native yarn", None, _line(error))
+    else:
+        yield _equal("image native yarn", _distance(ours, theirs), EQUAL)
+    options = {"sliding_layers": "scale"} if subject.positions == POSITIONS_WINDOWED else {}
+    positional = subject.positions != POSITIONS_REFUSED
+    if positional:
+        wide = {"original_max_position_embeddings": 2 * TOKENS, "window": 2 * TOKENS}
+        try:
+            with subject.patched("rerope", log_n=False, **{**options, **wide}):
+                distance = _distance(logits(), unpatched)
+        except rope_ext.UnsupportedModelError as error:
+            positional = False
+            subject.remarks.append("position methods take text alone")
+            yield Check("image positions unchanged", None, _line(error))
+        else:
+            yield _equal("image positions unchanged", distance, CACHED)
+    try:
+        native = _generated(subject, ids, pixels)
+    except Exception as error:  # as in _decodes
+        yield Check("image generate yarn", None, f"the unpatched model cannot: {_line(error)}")
+        return
+    limit = max(CACHED, 2 * native * (native > CACHED))
+    with subject.patched("yarn"):
+        yield _equal("image generate yarn", _generated(subject, ids, pixels), limit)
+    if positional:
+        try:
+            with subject.patched("rerope", window=5, **options):
+                yield _equal("image generate rerope", _generated(subject, ids, pixels), limit)
+        except rope_ext.UnsupportedModelError as error:
+            subject.remarks.append("position methods need a window as long as a prompt's prefix")
+            yield Check("image generate rerope", None, _line(error))
+    if native > CACHED:
+        subject.remarks.append(
+            f"generating with an image differs from recomputation, by {native:.1e} unpatched"
+        )
+
+
+@torch.no_grad()
+def _generated(subject: Subject, ids: torch.Tensor, pixels: dict[str, Any]) -> float:
+    """How far generating in a batch, an image and a shorter text, is from each row on its own."""
+    model, padding = subject.model, LENGTH // 4
+    batch = torch.cat([ids, subject.ids[1:]])
+    batch[1, :padding] = 0
+    mask = torch.ones_like(batch)
+    mask[1, :padding] = 0
+    output = model.generate(
+        input_ids=batch,
+        attention_mask=mask,
+        **pixels,
+        **kinds(model, batch),
+        max_new_tokens=_DECODED,
+        do_sample=False,
+        pad_token_id=0,
+        suppress_tokens=[0, 1, 2, *range(TEXT_VOCAB, VOCAB)],
+        output_logits=True,
+        return_dict_in_generate=True,
+    )
+    generated = torch.stack(output.logits, 1)
+    image, text = output.sequences[:1, :-1], output.sequences[1:, padding:-1]
+    alone = [
+        model(input_ids=image, **pixels, **kinds(model, image, TOKENS)).logits,
+        model(input_ids=text, **kinds(model, text, TOKENS - padding)).logits,
+    ]
+    return _distance(generated, torch.cat([one[:, -_DECODED:] for one in alone]))
+
+
 def _restores(subject: Subject) -> Iterator[Check]:
     """After unpatch: tensors, attributes, hooks, classes, configuration, logits, bit for bit."""
     accepted = subject.positions == POSITIONS or subject.scales_all
@@ -394,6 +489,7 @@ CHECKS: tuple[Callable[[Subject], Iterator[Check]], ...] = (
     _maps_positions,
     _restores,
     _reloads,
+    _takes_images,  # last: some vision towers install hooks of their own in the first call
 )
 
 

@@ -1,4 +1,4 @@
-"""Every causal-LM family of transformers, patched and checked.
+"""Every causal-LM and image-text family of transformers, patched and checked.
 
     python -m tests.families.coverage                            the table
     python -m tests.families.coverage llama gemma3               these families, check by check
@@ -28,7 +28,6 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 from transformers import PreTrainedModel
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 import rope_ext
 from rope_ext.rotary.sites import RotarySite, text_config
@@ -43,12 +42,20 @@ from tests.families.checks import (
     POSITIONS,
     POSITIONS_REFUSED,
     POSITIONS_WINDOWED,
+    TEXT_ALONE,
     TOKENS,
     Check,
     Subject,
     saved_as,
 )
-from tests.families.zoo import LENGTH, NotBuildable, model_types, tiny_model
+from tests.families.zoo import (
+    LENGTH,
+    NotBuildable,
+    class_name,
+    image_text_types,
+    model_types,
+    tiny_model,
+)
 
 SUPPORTED = "supported"
 WINDOW_ONLY = "window only"
@@ -93,6 +100,15 @@ _MEANING = {
     ),
     "unpatch dynamic_ntk": ("bit for bit", "the same"),
     "unpatch rerope": ("bit for bit", "the same"),
+    "image changes": (f"at least {CHANGED:g}", "as *changes*, with an image in the prompt"),
+    "image native yarn": (f"{EQUAL:g}", "as *native yarn*, with an image"),
+    "image positions unchanged": (f"{CACHED:g}", "as *positions unchanged*, with an image"),
+    "image generate yarn": (
+        f"{CACHED:g}",
+        "`generate` on a batch of a prompt with an image and a shorter one of text, and one "
+        "forward for each row on its own",
+    ),
+    "image generate rerope": (f"{CACHED:g}", "the same"),
     "reloaded": (f"{EQUAL:g}", "after `save_pretrained` and plain `from_pretrained`"),
     "reloaded and patched again": (f"{EQUAL:g}", "the same, by `rope_ext.from_pretrained`"),
 }
@@ -104,7 +120,7 @@ class FamilyResult:
 
     Args:
         model_type: transformers' name.
-        class_name: its causal-LM class.
+        class_name: its modeling class.
         verdict: ``"supported"``; ``"window only"``: refused, but accepted with
             ``sliding_layers="scale"``; ``"refused"``; ``"failed"``: accepted, but fails a check;
             ``"no rope"``; ``"not buildable"``.
@@ -135,7 +151,7 @@ class FamilyResult:
 
 def check_family(model_type: str) -> FamilyResult:
     """Build the family's tiny model, patch it, and make every check."""
-    found = FamilyResult(model_type, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[model_type], SUPPORTED)
+    found = FamilyResult(model_type, class_name(model_type), SUPPORTED)
     with _quiet():
         try:
             model = tiny_model(model_type)
@@ -273,23 +289,23 @@ def check_all(families: list[str], console: Console) -> list[FamilyResult]:
 
 def share(results: list[FamilyResult]) -> float:
     """Supported families of all those that can be built and rotate."""
-    rotary = [result for result in results if result.rotary]
+    rotary = _rotary(results)
     return sum(result.verdict == SUPPORTED for result in rotary) / max(1, len(rotary))
 
 
 def position_share(results: list[FamilyResult], *verdicts: str) -> float:
     """Families that accept position methods in one of these ways, of all that rotate."""
-    rotary = [result for result in results if result.rotary]
+    rotary = _rotary(results)
     return sum(result.positions in verdicts for result in rotary) / max(1, len(rotary))
 
 
-def totals(results: list[FamilyResult]) -> str:
+def totals(results: list[FamilyResult], mapping: str = "causal-LM mapping") -> str:
     """The counts, in one paragraph."""
     count = Counter(result.verdict for result in results)
     rotary = sum(result.rotary for result in results)
     idle = sum(NOTHING_GAINED in result.remarks for result in results)
     return (
-        f"{len(results)} classes in the mapping, {len(results) - count[NOT_BUILDABLE]} of them "
+        f"{len(results)} classes in the {mapping}, {len(results) - count[NOT_BUILDABLE]} of them "
         f"built here, {rotary} of those rotate: {count[SUPPORTED]} supported "
         f"({share(results):.1%}), {count[WINDOW_ONLY]} window only, {count[REFUSED]} refused, "
         f"{count[FAILED]} failed. Of the supported ones {idle} rotate in their sliding layers "
@@ -305,7 +321,8 @@ _COLUMNS = ("model type", "class", "verdict", "positions", "layout", "saves as",
 
 def page(results: list[FamilyResult]) -> str:
     """The content of docs/FAMILIES.md."""
-    rotary = [result for result in results if result.rotary]
+    causal = [result for result in results if result.model_type in model_types()]
+    others = [result for result in results if result not in causal]
     names = dict.fromkeys(check.name for result in results for check in result.checks)
     checked = [_tally(name, results) for name in names]
     absent = [result for result in results if result.verdict == NOT_BUILDABLE]
@@ -316,10 +333,12 @@ Written by `python -m tests.families.coverage --write docs/FAMILIES.md` with tra
 {transformers.__version__} and torch {torch.__version__}; do not edit.
 `python -m tests.families.coverage --check docs/FAMILIES.md` checks that the verdicts still hold.
 
-{totals(results)}
+{totals(causal)}
 
-Each causal-LM class in transformers is built as a tiny random float32 model with a trained
-context of {LENGTH} tokens, patched (factor {FACTOR}), and run on {TOKENS} tokens.
+{totals(others, "image-text mapping that are not in the causal one")}
+
+Each class is built as a tiny random float32 model with a trained context of {LENGTH} tokens,
+patched (factor {FACTOR}), and run on {TOKENS} tokens.
 
 * **supported**: `rope_ext.patch(model, method, factor=...)` passes every check below.
 * **window only**: every layer with RoPE has a limited window, so `patch` raises an error;
@@ -332,7 +351,17 @@ context of {LENGTH} tokens, patched (factor {FACTOR}), and run on {TOKENS} token
 `save_pretrained`. *Patch again*: no `rope_type` fits;
 `rope_ext.from_pretrained` reloads the model and patches it again.
 
-{_markdown(_COLUMNS, map(_row, rotary))}
+## Causal language models
+
+{_markdown(_COLUMNS, map(_row, _rotary(causal)))}
+
+## Vision-language models
+
+Where both mappings have a model type, with a class each, this is the one with images. Only the
+language model is extended, the vision tower stays as it is. *{TEXT_ALONE.capitalize()}*: no image
+was put in front of it, because how its processor lays out pixels is not known here.
+
+{_markdown(_COLUMNS, map(_row, _rotary(others)))}
 
 ## What was checked
 
@@ -349,6 +378,10 @@ changed*.
 
 {_markdown(("model type", "class", "verdict", "", "", "", ""), map(_row, no_rope))}
 """
+
+
+def _rotary(results: list[FamilyResult]) -> list[FamilyResult]:
+    return [result for result in results if result.rotary]
 
 
 def _row(result: FamilyResult) -> tuple[str, ...]:
@@ -403,11 +436,11 @@ def main(
     write: Annotated[Path | None, typer.Option(help="Write the page here.")] = None,
     check: Annotated[Path | None, typer.Option(help="Compare the verdicts of this page.")] = None,
 ) -> None:
-    """Patch and check every causal-LM family of transformers."""
+    """Patch and check every causal-LM and image-text family of transformers."""
     if families and (write or check):
         raise typer.BadParameter("a page is about all families; name none with --write or --check")
     console = Console()
-    results = check_all(families or model_types(), console)
+    results = check_all(families or [*model_types(), *image_text_types()], console)
     table = Table("model type", "verdict", "positions", "layout", "saves as", "remarks")
     for result in results:
         if families or result.rotary or result.verdict == NOT_BUILDABLE:
@@ -418,7 +451,7 @@ def main(
         for made in result.checks:
             word = {True: "passed", False: "FAILED", None: "not made"}[made.passed]
             console.print(f"{result.model_type}: {made.name}: {word}, {made.detail}", markup=False)
-    console.print(totals(results), markup=False)
+    console.print(totals(results, "two mappings"), markup=False)
     if write is not None:
         write.write_text(page(results), encoding="utf-8")
         console.print(f"wrote {write}", markup=False)

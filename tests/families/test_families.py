@@ -1,4 +1,4 @@
-"""Every causal-LM family of transformers: what patch promises holds, or patch refuses.
+"""Every causal-LM and image-text family: what patch promises holds, or patch refuses.
 
 The exceptions are written down here, so that a family cannot turn from supported to refused, or
 lose a check, without a test that fails under its name.
@@ -18,6 +18,7 @@ from transformers import AutoModel, AutoModelForCausalLM
 import rope_ext
 from rope_ext import patching
 from rope_ext.rotary import buffers
+from rope_ext.rotary.sites import text_decoder
 from rope_ext.saving import configuration
 from rope_ext.saving.configuration import without_rope_ext
 from tests.families import coverage
@@ -28,25 +29,46 @@ from tests.families.checks import (
     changed,
     snapshot,
 )
-from tests.families.zoo import LENGTH, model_types, tiny_model
+from tests.families.images import image_token
+from tests.families.zoo import LENGTH, image_text_types, model_types, tiny_model
 
 REFUSED = {
     "codegen": rope_ext.NoRopeError,  # a fixed table of sines
+    "evolla": rope_ext.UnsupportedModelError,  # its encoder of proteins rotates within its decoder
     "gptj": rope_ext.NoRopeError,
     "phimoe": rope_ext.UnsupportedModelError,  # frequencies from the configuration, every forward
     "roformer": rope_ext.NoRopeError,
 }
-WINDOW_ONLY = {"beam", "cohere_compass_text", "moshi", "recurrent_gemma"}
-WINDOW_OFF = {"ministral", "mistral"}  # supported without their window, refused with it
+WINDOW_ONLY = {
+    "beam",
+    "cohere_compass",
+    "cohere_compass_text",
+    "moshi",
+    "recurrent_gemma",
+    "unlimited_ocr",
+}
+WINDOW_OFF = {
+    "idefics2",
+    "ministral",
+    "mistral",
+    "mistral3",
+}  # supported without their window, refused with it
 USED = {  # by the most people, or one of each kind of rotation, layers and verdict
     "deepseek_v3",
     "gemma3_text",
     "gptj",
     "llama",
+    "mistral3",
     "moshi",
     "qwen3",
+    "qwen3_vl",
 }
-NOT_BUILDABLE = {"gemma3n", "gemma4_assistant", "gemma4_unified_assistant"}
+NOT_BUILDABLE = {
+    *("gemma3n", "gemma4_assistant", "gemma4_unified_assistant"),
+    *("deepseek_ocr2", "diffusion_gemma", "emu3+images", "fast_vlm", "granite4_vision", "idefics"),
+    *("inkling2", "mistral4", "muse_spark", "nemotron_h_omni", "perception_lm", "pi0"),
+    *("shieldgemma2", "t5gemma2"),
+}
 
 # Families whose attention goes its own ways, or turns nothing but its sliding layers.
 NO_POSITIONS = {
@@ -56,32 +78,54 @@ NO_POSITIONS = {
     "deepseek_v4",
     "doge",
     "dots3_note",
+    "dots3_note+images",
     "dots3_note_text",
     "falcon",
     "glm_moe_dsa",
     "gpt_neox_japanese",
     "hy_v4",
+    "mistral_large4",
     "qwen4_exp",
+    "qwen4_exp+images",
     "qwen4_exp_text",
 }
 WINDOWED_POSITIONS = {
     "afmoe",
+    "aya_vision",
     "cohere2",
     "cohere2_moe",
+    "cohere2_vision",
     "exaone4",
+    "exaone4_5",
     "exaone_moe",
     "flint",
     "kolibri1",
     "llama4",
+    "llama4+images",
     "llama4_text",
+    "muse_glimmer",
 } | WINDOW_ONLY
 
 # Families of which transformers builds no yarn, no llama3, ..., to compare with.
-PROPORTIONAL = {"gemma4", "gemma4_text", "gemma4_unified", "gemma4_unified_text", "lfm3"}
+PROPORTIONAL = {"gemma4", "gemma4_text", "gemma4_unified", "gemma4_unified_text", "lfm3", "lfm3_vl"}
 ONLY_LONGROPE = {"phi3", "phi4_multimodal"}
-ONLY_DEFAULT = {"recurrent_gemma"}
+ONLY_DEFAULT = {"cosmos3_edge", "ernie4_5_vl_moe", "recurrent_gemma"}
 NO_CACHE = {"blt", "recurrent_gemma"}
-PATCH_AGAIN = (PROPORTIONAL - {"lfm3"}) | {"blt", "recurrent_gemma"}
+PATCH_AGAIN = (PROPORTIONAL - {"lfm3", "lfm3_vl"}) | ONLY_DEFAULT | {"blt"}
+
+# Families whose pixels are laid out in ways that the tests do not know.
+TEXT_ALONE = {
+    *("chameleon", "deepseek_vl_hybrid", "fuyu", "gemma4", "gemma4_unified", "granite_docling"),
+    *("mllama+images", "molmo2", "muse_glimmer", "unlimited_ocr"),
+}
+# With an image their positions have three axes, or a prompt is read in both directions.
+SEVERAL_AXES = {
+    *("cohere_compass", "cosmos3_edge", "cosmos3_omni", "ernie4_5_vl_moe", "glm46v", "glm4v"),
+    *("glm4v_moe", "glm_ocr", "glmga", "hunyuan_vl", "paddleocr_vl", "qwen2_5_vl", "qwen2_vl"),
+    *("qwen3_5+images", "qwen3_5_moe+images", "qwen3_vl", "qwen3_vl_moe"),
+}
+BOTH_DIRECTIONS = {"paligemma"}
+NO_GENERATION = {"qwen2_5_omni_thinker", "qwen3_omni_moe_thinker"}  # a token id that is not there
 
 family = functools.cache(coverage.check_family)
 
@@ -91,7 +135,8 @@ def expected(model_type: str) -> str:
         return coverage.REFUSED
     if model_type in WINDOW_ONLY:
         return coverage.WINDOW_ONLY
-    if any(name.endswith("inv_freq") for name, _ in tiny_model(model_type).named_buffers()):
+    decoder = text_decoder(tiny_model(model_type))
+    if any(name.endswith("inv_freq") for name, _ in decoder.named_buffers()):
         return coverage.SUPPORTED
     return coverage.NO_ROPE
 
@@ -115,7 +160,15 @@ def required(model_type: str) -> set[str]:
             names |= {"cached rerope", "cached self_extend", "cached dual_chunk"}
         if model_type not in WINDOWED_POSITIONS - WINDOW_ONLY:
             names |= {"unpatch rerope"}
-    config = tiny_model(model_type).config.get_text_config(decoder=True)
+    model = tiny_model(model_type)
+    if image_token(model) is not None and model_type not in TEXT_ALONE:
+        names |= {"image changes", *({"image native yarn"} if "yarn" in native else ())}
+        makes = {"image generate yarn"}
+        if model_type not in NO_POSITIONS | SEVERAL_AXES:
+            names |= {"image positions unchanged"}
+            makes |= {"image generate rerope"} if model_type not in BOTH_DIRECTIONS else set()
+        names |= makes if model_type not in NO_GENERATION else set()
+    config = model.config.get_text_config(decoder=True)
     sets = {name for name, part in (config.rope_parameters or {}).items() if isinstance(part, dict)}
     kinds = [kind for kind in getattr(config, "layer_types", None) or () if "attention" in kind]
     limited = {"sliding" in kind or "chunked" in kind for kind in kinds}
@@ -127,9 +180,10 @@ def required(model_type: str) -> set[str]:
 
 def by_use() -> list[object]:
     """All families; those that fewer people use are for the slow tests."""
-    assert set(model_types()) >= USED
+    every = [*model_types(), *image_text_types()]
+    assert set(every) >= USED
     slow = [pytest.mark.slow]
-    return [pytest.param(name, marks=[] if name in USED else slow) for name in model_types()]
+    return [pytest.param(name, marks=[] if name in USED else slow) for name in every]
 
 
 @pytest.mark.parametrize("model_type", by_use())
@@ -142,6 +196,7 @@ def test_family(model_type: str) -> None:
     if result.verdict in (coverage.SUPPORTED, coverage.WINDOW_ONLY):
         assert required(model_type) <= {check.name for check in result.checks if check.passed}
         assert [check for check in result.checks if check.passed is False] == []
+        assert (coverage.TEXT_ALONE in result.remarks) == (model_type in TEXT_ALONE)
         windowed = {True: POSITIONS_WINDOWED, False: POSITIONS}[model_type in WINDOWED_POSITIONS]
         accepted = POSITIONS_REFUSED if model_type in NO_POSITIONS else windowed
         assert result.positions == accepted

@@ -1,4 +1,4 @@
-"""A tiny random model of every class in transformers' causal-LM mapping.
+"""A tiny random model of every class in transformers' causal-LM and image-text mappings.
 
 One generic recipe shrinks any config: every field that a family really has is set to the small
 value of `_SMALL`, and one layer of each kind the family mixes is kept. `_OVERRIDES` holds what
@@ -14,12 +14,19 @@ import torch
 import transformers
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
+)
 
 LENGTH = 64
 """Trained context of every tiny model, in tokens."""
 
 VOCAB = 128
+TEXT_VOCAB = VOCAB - 8
+"""Tokens below are text; above are those of images, of videos and of what encloses them."""
+
+IMAGES = "+images"
 _MAX_LAYERS = 4
 
 
@@ -38,7 +45,8 @@ _SMALL = _table(
     (LENGTH, "max_source_positions context_length rel_extent original_max_position_embeddings"),
     (64, "hidden_size d_model n_embd emb_dim embedding_size embedding_dim backbone_hidden_size"),
     (64, "lru_width d_inner adapter_in_dim adapter_input_size adapter_out_dim"),
-    (64, "out_hidden_size hidden_size_global nemo_conv_channels"),
+    (64, "out_hidden_size hidden_size_global nemo_conv_channels projection_dim"),
+    (64, "projection_hidden_size projector_hidden_size"),
     (64, "pronunciation_embed_dim shape_embed_dim ext_pw_out_channel"),
     (96, "intermediate_size dense_intermediate_size decoder_ffn_dim encoder_ffn_dim ffn_dim"),
     (96, "ffn_hidden_size n_inner dff dim_ff intermediate_size_mlp mlp_dim"),
@@ -70,6 +78,10 @@ _SMALL = _table(
     (2, "linear_num_key_heads o_groups zero_expert_num"),
     (4, "linear_num_value_heads linear_num_heads"),
     (16, "linear_key_head_dim linear_value_head_dim linear_head_dim mamba_head_dim"),
+    (32, "image_size"),
+    (8, "patch_size"),
+    (4, "mm_tokens_per_image"),
+    (TEXT_VOCAB, "image_token_id image_token_index media_placeholder_token_id"),
     (0.15, "initializer_range init_std initializer_factor"),
     (0, "bos_token_id pad_token_id num_mtp_layers num_nextn_predict_layers"),
     (1, "eos_token_id decoder_start_token_id forced_eos_token_id sep_token_id cls_token_id"),
@@ -89,13 +101,26 @@ _PER_LAYER = (
 # What stays of the rope parameters of a family whose default config is scaled already.
 _UNSCALED = ("llama_4_scaling_beta", "mrope_section", "partial_rotary_factor", "rope_theta")
 
+# Decoders whose positions have three axes although their default rope parameters do not say so.
+_THREE_AXES = (
+    *("glm4v_text", "glm4v_moe_text", "glm_ocr_text", "hunyuan_vl_text"),
+    *("paddleocr_vl_text", "qwen2_5_omni_text", "qwen2_5_vl_text", "qwen2_vl_text"),
+)
+
 # Fields to set although the family's default leaves them out: its code needs them.
 _REQUIRED = ("head_dim", "num_experts_per_tok", "num_key_value_heads")
 
 _NOT_BUILDABLE = {
     "gemma4_assistant": "draft model: needs `shared_kv_states` of a target, has no forward alone",
     "gemma4_unified_assistant": "draft model: needs `shared_kv_states`, has no forward alone",
+    "idefics": "has no forward without an image",
+    "mistral4": "transformers runs it with its own yarn only: its `default` turns whole heads",
+    "pi0": "has no forward without the state of a robot",
+    "shieldgemma2": "a classifier; transformers does not load what it saves of it",
+    "t5gemma2": "an encoder with a decoder, which needs the ids of both",
 }
+
+_TILES = [[32, 32], [32, 64]]
 
 _OVERRIDES: dict[str, dict[str, Any]] = {
     "bamba": {"attn_layer_indices": [1]},
@@ -106,8 +131,17 @@ _OVERRIDES: dict[str, dict[str, Any]] = {
             "full_attention": None,
         },
     },
+    "aria": {"projector_patch_to_query_dict": {16: 4}},
     "blt": {"use_cache": False},  # its default forward asks the config for `num_hidden_layers`
     "dbrx": {"attn_config": {"clip_qkv": 8.0, "kv_n_heads": 2, "rope_theta": 10000.0}},
+    "chameleon": {"vocabulary_map": {"<image>": TEXT_VOCAB}},
+    "cosmos3_edge_text": {
+        "rope_parameters": {
+            "rope_type": "default",
+            "rope_theta": 10000.0,
+            "mrope_section": [4, 2, 2],
+        }
+    },
     "deepseek_v4": {
         "compress_rates": {"compressed_sparse_attention": 4, "heavily_compressed_attention": 8},
         "layer_types": [
@@ -130,6 +164,17 @@ _OVERRIDES: dict[str, dict[str, Any]] = {
         "swa_qk_nope_head_dim": 8,
         "swa_v_head_dim": 8,
     },
+    "ernie4_5_vl_moe_text": {
+        "moe_intermediate_size": [32, 32],
+        "rope_parameters": {
+            "rope_type": "default",
+            "rope_theta": 10000.0,
+            "mrope_section": [3, 3, 2],
+        },
+    },
+    # PaliGemma's switches this on; text without token types is then read causally by eager
+    # attention alone.
+    "gemma": {"use_bidirectional_attention": False},
     "gemma3n_text": {
         "activation_sparsity_pattern": [0.95, 0.0, 0.0, 0.0],
         "layer_types": ["sliding_attention", "full_attention"] * 2,
@@ -139,6 +184,8 @@ _OVERRIDES: dict[str, dict[str, Any]] = {
     "gpt_neo": {"attention_types": [[["global", "local"], 1]]},
     "gemma4_text": {"global_head_dim": 32},
     "gemma4_unified_text": {"global_head_dim": 32},
+    "glm5_next_text": {"index_kpool": 4},
+    "granite4_vision": {"deepstack_layer_map": [[-1, 0]], "image_grid_pinpoints": _TILES},
     "granitemoehybrid": {
         "layer_types": ["linear_attention", "full_attention"],
         "position_embedding_type": "rope",
@@ -151,6 +198,15 @@ _OVERRIDES: dict[str, dict[str, Any]] = {
     },
     "lfm2": {"full_attn_idxs": None, "layer_types": ["conv", "full_attention"]},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
+    "llama4_vision_model": {
+        "intermediate_size": 256,
+        "projector_input_dim": 64,
+        "projector_output_dim": 64,
+        "vision_output_dim": 64,
+    },
+    "llava_next": {"image_grid_pinpoints": _TILES},
+    "llava_next_video": {"image_grid_pinpoints": _TILES},
+    "llava_onevision": {"image_grid_pinpoints": _TILES},
     "longcat_flash": {"head_dim": 8},
     "mamba2": {"num_heads": 8},
     "mellum": {"layer_types": ["full_attention", "sliding_attention"], "sliding_window": 16},
@@ -167,6 +223,7 @@ _OVERRIDES: dict[str, dict[str, Any]] = {
         }
     },
     # Its cache keeps to the window and its attention does not: a wide one makes both agree.
+    "molmo2_adapter": {"vision_feature_layer": [-1, -2]},
     "moshi": {"sliding_window": 16 * LENGTH},
     "qwen4_exp_text": {
         "indexer_budget": 8,
@@ -183,6 +240,8 @@ _OVERRIDES: dict[str, dict[str, Any]] = {
         "hash_seed": 0,
         "is_decoder": True,
     },
+    "step3p5": {"sliding_window": 16},
+    "vipllava": {"vision_feature_layers": [-1, -2]},
     "xlstm": {"hidden_size": 128},  # its query and key widths are rounded up to 64
     "xmod": {"default_language": "en_XX"},
     "zamba": {
@@ -212,9 +271,31 @@ def model_types() -> list[str]:
     return kept
 
 
+def image_text_types() -> list[str]:
+    """Model types of the image-text mapping, less the classes that `model_types` has.
+
+    Where both mappings have the type, with different classes, its name here ends in `IMAGES`.
+    """
+    kept: dict[tuple[type, str], str] = {}
+    for model_type, class_name in sorted(MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES.items()):
+        causal = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(model_type)
+        if causal != class_name:
+            name = model_type if causal is None else model_type + IMAGES
+            kept.setdefault((CONFIG_MAPPING[model_type], class_name), name)
+    return list(kept.values())
+
+
+def class_name(model_type: str) -> str:
+    """The modeling class of a name of `model_types` or `image_text_types`."""
+    plain = model_type.removesuffix(IMAGES)
+    if plain == model_type and model_type in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+        return MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[model_type]
+    return MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES[plain]
+
+
 def tiny_config(model_type: str, **overrides: Any) -> PreTrainedConfig:
     """The family's config, shrunk; `overrides` are set on top (its text part if it has one)."""
-    return _tiny(CONFIG_MAPPING[model_type], overrides)
+    return _tiny(CONFIG_MAPPING[model_type.removesuffix(IMAGES)], overrides)
 
 
 def tiny_model(model_type: str, **overrides: Any) -> PreTrainedModel:
@@ -236,11 +317,13 @@ def tiny_model(model_type: str, **overrides: Any) -> PreTrainedModel:
 
 
 def _from_config(model_type: str, config: PreTrainedConfig) -> PreTrainedModel:
-    cls = getattr(transformers, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[model_type])
+    cls = getattr(transformers, class_name(model_type))
     decoder = getattr(config, "decoder", None)
     if isinstance(decoder, cls.config_class):  # listed under the whole model, built from a part
         return cls._from_config(decoder)
-    return AutoModelForCausalLM.from_config(config)
+    if class_name(model_type) == MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(model_type):
+        return AutoModelForCausalLM.from_config(config)
+    return cls._from_config(config)
 
 
 def _tiny(cls: type[PreTrainedConfig], overrides: dict[str, Any]) -> PreTrainedConfig:
@@ -254,6 +337,8 @@ def _tiny(cls: type[PreTrainedConfig], overrides: dict[str, Any]) -> PreTrainedC
             kwargs[name] = _tiny(type(value), {})
         elif name in _SMALL and (value or name in _REQUIRED):
             kwargs[name] = _SMALL[name]
+            if isinstance(value, (list, tuple)) and len(value) <= _MAX_LAYERS:  # by axis or stage
+                kwargs[name] = type(value)([_SMALL[name]] * len(value))
         elif name.endswith(("_token_id", "_token_index")) and isinstance(value, int):
             kwargs[name] = min(value, VOCAB - 1)
     if "kv_lora_rank" in kwargs:  # latent attention has no grouped keys
@@ -294,11 +379,13 @@ def _unscale(config: PreTrainedConfig) -> None:
     if not rope:
         return
     for part in [rope] if "rope_theta" in rope else [p for p in rope.values() if p]:
-        if part.get("rope_type", "default") not in ("default", "proportional"):
+        if part.get("rope_type", "default") not in ("axial", "default", "proportional"):
             kept = {name: part[name] for name in _UNSCALED if name in part}
             part.clear()
             part.update(kept, rope_type="default")
         if part.get("partial_rotary_factor", 1.0) < 0.5:
             part["partial_rotary_factor"] = 0.5
-        if "mrope_section" in part:
-            part["mrope_section"] = [2, 1, 1]
+        pairs = int(_SMALL["head_dim"] * part.get("partial_rotary_factor", 1.0)) // 2
+        axes = part.get("mrope_section", () if config.model_type in _THREE_AXES else (pairs,))
+        if sum(axes) != pairs:
+            part["mrope_section"] = [pairs - 2 * (pairs // 4), pairs // 4, pairs // 4]

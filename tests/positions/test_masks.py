@@ -13,7 +13,10 @@ from transformers import masking_utils
 import rope_ext
 from rope_ext.position.masks import CHECKED, documents_of, is_plain
 from rope_ext.position.segments import BatchMask
+from tests.families.images import kinds, with_image
+from tests.families.zoo import TEXT_VOCAB, tiny_model
 from tests.helpers.models import tiny_llama
+from tests.helpers.positions import EXACT, TOLD, WIDE, logits, patch
 
 ROOT = Path(__file__).parents[2]
 INSTALLED = importlib.metadata.version("transformers")
@@ -67,3 +70,48 @@ def test_a_mask_function_of_another_shape_is_not_taken_for_a_plain_one() -> None
     )
     for function in (own, both, either, masking_utils.bidirectional_mask_function):
         assert not is_plain(function) and documents_of(function) is None
+
+
+def prefix(tokens: int, length: int) -> torch.Tensor:
+    """A causal mask whose first tokens see each other, ``[1, 1, tokens, tokens]``."""
+    mask = torch.ones(tokens, tokens, dtype=torch.bool).tril()
+    mask[:length, :length] = True
+    return mask[None, None]
+
+
+@pytest.mark.parametrize("name", sorted(set(WIDE) - {"dual_chunk"}))
+def test_tokens_that_see_later_ones(name: str, ids) -> None:
+    """Near tokens after a query are as far away as in the unpatched model."""
+    model = tiny_llama()
+    mask = prefix(ids.shape[1], 40)
+    before = logits(model, ids, attention_mask=mask)
+    assert (logits(model, ids) - before).abs().max() > 0.1
+    patch(model, name, **WIDE[name], **TOLD)
+    additive = torch.zeros(mask.shape).masked_fill(~mask, torch.finfo(torch.float32).min)
+    for given in (mask, additive):
+        torch.testing.assert_close(logits(model, ids, attention_mask=given), before, **EXACT)
+
+
+@pytest.mark.parametrize("name", ["rerope", "dual_chunk", "alibi"])
+def test_tokens_that_see_further_than_a_method_can_express(name: str, ids) -> None:
+    options = {"rerope": {"window": 39}, "dual_chunk": {"chunk": 50, "local": 7}}
+    model = rope_ext.patch(tiny_llama(), name, factor=4, **options.get(name, {}))
+    seen = rf"39 tokens after it.*{name} can express {38 if name == 'rerope' else 0}"
+    with pytest.raises(rope_ext.UnsupportedModelError, match=seen):
+        logits(model, ids, attention_mask=prefix(ids.shape[1], 40))
+    if name == "rerope":
+        logits(model, ids, attention_mask=prefix(ids.shape[1], 39))
+
+
+@pytest.mark.parametrize("kind", ["gemma3", "paligemma"])
+def test_the_tokens_of_an_image_see_each_other(kind: str) -> None:
+    """The mask is made around the decoder, which transformers then asks for its own."""
+    model = tiny_model(kind)
+    ids = torch.randint(3, TEXT_VOCAB, (1, 90), generator=torch.Generator().manual_seed(3))
+    ids, pixels = with_image(model, ids)
+    given = {**pixels, **kinds(model, ids)}
+    before = logits(model, ids, **given)
+    assert (logits(model, ids, **pixels) - before).abs().max() > 0.1
+    patch(model, "rerope", **WIDE["rerope"], **TOLD)
+    for run in (model, torch.compile(model, backend="eager")) if kind == "gemma3" else (model,):
+        torch.testing.assert_close(logits(run, ids, **given), before, **EXACT)

@@ -8,7 +8,9 @@ import json
 import math
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -226,7 +228,7 @@ def test_of_the_best_tables_the_one_that_is_best_on_other_windows_is_found(
     validated = []
 
     def of_text(model, windows, scored, advance):
-        other = len(windows) == 3
+        other = len(windows) == 4
         factor = model.model.rotary_emb.attention_scaling
         validated.extend([factor] * other)
         return [2 + other * abs(factor - 1.1)] * len(windows)
@@ -235,15 +237,41 @@ def test_of_the_best_tables_the_one_that_is_best_on_other_windows_is_found(
     output = tmp_path / "found.json"
     by_ranking = found(model, tokenizer, population=40)
     assert not validated
-    best = found(model, tokenizer, output, population=40, validation_samples=3)
+    best = found(model, tokenizer, output, population=40, validation_samples=4)
     assert len(set(validated)) > 1
     nearest = min(validated, key=lambda factor: abs(factor - 1.1))
     assert best.attention_factor == nearest != by_ranking.attention_factor
     assert rope_ext.LongRoPE(**json.loads(output.read_text())) == best
     finalists = [line for line in log(output) if line.get("validation")]
     assert len(finalists) == len(validated)
-    assert found(model, tokenizer, output, population=40, validation_samples=3) == best
+    assert found(model, tokenizer, output, population=40, validation_samples=4) == best
     assert len(finalists) == len(validated)  # all of it was in the log
+
+
+def trial(text: np.ndarray, answers: np.ndarray) -> dict[str, Any]:
+    """The scores of a finalist."""
+    each = [text.tolist(), answers.tolist()]
+    return {"far": text.mean(), "answers": answers.mean(), "each": each}
+
+
+def test_a_finalist_replaces_yarn_only_if_it_is_better_beyond_noise_and_worse_in_nothing() -> None:
+    random = np.random.default_rng(0)
+    text, answers = random.normal(2, 1, 8), random.normal(1, 0.5, 32)
+
+    def kept(of_text: float, of_answers: float, noise: float = 0.01) -> bool:
+        changed = [
+            values + change + random.normal(0, noise, len(values))
+            for values, change in ((text, of_text), (answers, of_answers))
+        ]
+        return module.validated({"yarn": trial(text, answers), "other": trial(*changed)}) == "yarn"
+
+    assert not kept(-0.1, -0.1)
+    assert kept(0.1, -1)  # better in sum, worse for the text
+    assert kept(-1, 0.1)
+    assert kept(-0.1, -0.1, noise=1)  # cannot tell
+    assert np.mean([kept(0, 0) for _ in range(400)]) > 0.98
+    lost = {"yarn": trial(text + np.inf, answers), "other": trial(text, answers)}
+    assert module.validated(lost) == "other"
 
 
 def test_prompts_that_the_unpatched_model_does_not_answer_do_not_count(
@@ -476,11 +504,11 @@ def test_text_is_a_path_or_documents(model, tokenizer, tmp_path, caplog) -> None
 @pytest.mark.slow
 def test_the_command_searches_prints_and_goes_on(checkpoint, tmp_path) -> None:
     text, output = tmp_path / "text.txt", tmp_path / "found.json"
-    text.write_text("\n".join(DOCUMENTS))
+    text.write_text("\n".join(written(80, i) for i in range(8)))
     words = ["search", str(checkpoint), "--length", str(TARGET), "--output", str(output)]
     words += ["--text", str(text), "--population", "8", "--mutations", "3", "--crossovers", "3"]
     words += ["--samples", "2", "--iterations", "1", "--prompts", "0"]
-    words += ["--validation-samples", "2"]
+    words += ["--validation-samples", "4"]
     words += ["--trained-length", "100"]
     result = CliRunner().invoke(app, words)
     assert result.exit_code == 0 and result.stderr == "", result.output
@@ -526,9 +554,9 @@ def test_ctrl_c_in_the_command_says_how_to_go_on(checkpoint, tmp_path, monkeypat
 @pytest.mark.slow
 def test_a_killed_process_goes_on(checkpoint, tmp_path) -> None:
     text = tmp_path / "text.txt"
-    text.write_text("\n".join(DOCUMENTS))
+    text.write_text("\n".join(written(80, i) for i in range(8)))
     words = ["search", str(checkpoint), "--length", str(TARGET), "--text", str(text)]
-    words += ["--iterations", "20", "--samples", "3", "--validation-samples", "2"]
+    words += ["--iterations", "20", "--samples", "3", "--validation-samples", "4"]
     words += ["--population", "8", "--mutations", "3", "--crossovers", "3", "--output"]
     assert CliRunner().invoke(app, [*words, str(tmp_path / "whole.json")]).exit_code == 0
     kill_beyond(10_000, [*words, str(tmp_path / "part.json")])

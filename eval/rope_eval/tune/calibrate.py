@@ -49,7 +49,7 @@ from rope_eval.tune.fitness import (
     windows_of,
     witnesses,
 )
-from rope_eval.tune.options import FEWEST_SAMPLES, CalibrationOptions
+from rope_eval.tune.options import CONFIDENCE, FEWEST_SAMPLES, CalibrationOptions
 from rope_eval.tune.target import trained_rope
 from rope_eval.tune.trial_log import TrialLog
 from rope_ext.errors import MeasureError, OptionError, RopeExtError, nearest
@@ -63,7 +63,6 @@ LOG, RESULT, PICTURE = (f"{NAME}.{end}" for end in ("jsonl", "json", "png"))
 _STEP = 0.1  # of the attention factor, beyond its grid and around the value found before
 _FINEST = 0.05  # smaller gaps are not halved
 _WALK = 4  # steps beyond the grid, at most
-_CONFIDENCE = 0.99  # many candidates are tried
 _UNKNOWN = (-math.inf, math.inf)  # too few documents or prompts for an interval
 CHOOSING, JUDGING = "choosing", "judging"
 
@@ -514,12 +513,12 @@ class Run:
         for name, parts in samples.items():
             ends = (math.inf, math.inf)
             if before.finite and after.finite:
-                ends = sum_interval(parts, _CONFIDENCE) or _UNKNOWN
+                ends = sum_interval(parts, CONFIDENCE) or _UNKNOWN
             found[name] = Change(getattr(one, name), getattr(two, name), *ends)
         if half.prompts:
             hits = zip(self._parted(after, half), self._parted(before, half), strict=True)
             for name, (new, old) in zip(("found_inside", "found_beyond"), hits, strict=True):
-                ends = paired_rates(new, old, _CONFIDENCE) or _UNKNOWN
+                ends = paired_rates(new, old, CONFIDENCE) or _UNKNOWN
                 found[name] = Change(getattr(one, name), getattr(two, name), *ends)
         return found
 

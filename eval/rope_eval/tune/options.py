@@ -18,7 +18,9 @@ if TYPE_CHECKING:
 FEWEST_PROMPTS = 16
 """Prompts of a length, unless there are none: fewer say too little about retrieval."""
 FEWEST_SAMPLES = 4
-"""Values to resample in a calibration: fewer often have one sign by chance."""
+"""Windows that decide: the differences of fewer often have one sign by chance."""
+CONFIDENCE = 0.99
+"""Of the intervals by which a default is replaced: many candidates are tried."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,7 +102,9 @@ class SearchOptions(TuneOptions):
         attention_factor: attention factor of every table, as in ``LongRoPE``; None searches it too.
         validation_samples: other windows, on which, with passkey prompts of other keys, the best of
             the tables that evolution found and of those it started from are compared: the best on
-            the few windows that rank tables is there partly by chance. 0 skips this.
+            the few windows that rank tables is there partly by chance. YaRN's table is kept unless
+            another is better beyond noise and neither its loss of text nor of answers is higher. 0
+            skips this.
     """
 
     samples: int = option(5, "Text windows used to score a table.")
@@ -127,7 +131,7 @@ class SearchOptions(TuneOptions):
         None, "Attention factor of every table. Default: searched too.", float
     )
     validation_samples: int = option(
-        8, "Other text windows, on which the best tables are compared; 0 skips this."
+        8, "Other text windows, on which the best tables are compared: 0, or at least 4."
     )
 
     def __post_init__(self) -> None:
@@ -139,7 +143,9 @@ class SearchOptions(TuneOptions):
                 f"(0, 4, 16)"
             )
         self._require_whole(target_length=2, population=4, iterations=1, samples=1)
-        self._require_whole(mutations=0, crossovers=0, validation_samples=0)
+        self._require_whole(mutations=0, crossovers=0)
+        if self.validation_samples:
+            self._require_whole(validation_samples=FEWEST_SAMPLES)
         self._require_prompts()
         if self.scored is None:
             self._set("scored", self.target_length // 2)

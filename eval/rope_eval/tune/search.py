@@ -19,7 +19,7 @@ from dataclasses import dataclass, fields, replace
 from functools import partial
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from torch import nn
 
@@ -27,6 +27,7 @@ from rope_eval.cases import digest
 from rope_eval.folder import lock, replace_file, writing
 from rope_eval.options import keywords_of
 from rope_eval.reports.calibration import fitness, mean, perplexity
+from rope_eval.reports.intervals import sum_interval
 from rope_eval.tune.fitness import (
     Hay,
     Prompt,
@@ -38,7 +39,7 @@ from rope_eval.tune.fitness import (
     windows_of,
     witnesses,
 )
-from rope_eval.tune.options import FEWEST_PROMPTS, SearchOptions
+from rope_eval.tune.options import CONFIDENCE, FEWEST_PROMPTS, SearchOptions
 from rope_eval.tune.target import trained_rope
 from rope_eval.tune.trial_log import ROOM, TrialLog, read_log
 from rope_ext.errors import MeasureError, OptionError
@@ -66,7 +67,9 @@ _REACH = 4  # pairs: a new number lies between those of pairs so far away, at mo
 _TRIES = 100  # to make a table that is new
 _FINALISTS = 6  # the best tables found, and as many of those to start from, which are validated
 _FIELD = "scores"  # of a line of the log
+_EACH = "each"  # of the scores of a finalist: the losses of every window, and of every answer
 _logger = logging.getLogger("rope_ext")
+L = TypeVar("L", bound=FrequencyMethod)
 
 
 @dataclass(frozen=True)
@@ -412,7 +415,7 @@ class _Measuring:
     ) -> None:
         self.model, self.given, self.log, self.advance = model, given, log, advance
 
-    def scores(self, method: FrequencyMethod, sample: Sample, **part: bool) -> dict[str, Any]:
+    def scores(self, method: FrequencyMethod, sample: Sample, **part: str) -> dict[str, Any]:
         """Scores of ``method`` on ``sample``; ``part`` says in the log which one it is."""
         what = {**_what(method), **part}
         if (known := self.log.get(what)) is not None:
@@ -430,6 +433,8 @@ class _Measuring:
             ]
             scores["answers"] = mean([loss for loss, _ in answers])
             scores["found"] = [sum(beyond), len(beyond)]
+        if part:
+            scores[_EACH] = [list(far), [loss for loss, _ in answers]]
         self.log.add(what, scores)
         return scores
 
@@ -450,7 +455,7 @@ def _searched(
     scales = FACTORS if given.attention_factor is None else ()
     with progress() as shown:
         total = (len(known) + len(scales) + given.tables) * len(ranking)
-        bar = shown.add_task("search", total=total + 2 * _FINALISTS * len(validation))
+        bar = shown.add_task("search", total=total + (2 * _FINALISTS + 1) * len(validation))
         measuring = _Measuring(model, given, log, partial(shown.advance, bar))
         tried: dict[FrequencyMethod, dict[str, Any]] = {}
 
@@ -490,13 +495,38 @@ def _searched(
         if len(validation):
             tables = [each for each in tried if isinstance(each, LongRoPE)]
             begun = [_method(given, each, factor) for each in first]
-            finalists = [sorted(group, key=loss_of)[:_FINALISTS] for group in (begun, tables)]
-            found = min(
-                dict.fromkeys(chain(*finalists)),
-                key=lambda each: _loss(measuring.scores(each, validation, validation=True)),
+            groups = [sorted(group, key=loss_of)[:_FINALISTS] for group in (begun, tables)]
+            own = _method(given, _first(given, [yarn], rope)[0], factor)
+            found = validated(
+                {
+                    each: measuring.scores(each, validation, validation=_EACH)
+                    for each in dict.fromkeys([own, *chain(*groups)])
+                }
             )
             log.keep(found)
     return found
+
+
+def validated(scores: Mapping[L, Mapping[str, Any]]) -> L:
+    """The finalist to keep, by scores on windows and answers that ranked nothing.
+
+    It is the first one, the table of YaRN, unless the sum of both losses of another is lower beyond
+    noise (99 %, paired) and neither loss is higher. Of several such the one with the lowest sum.
+    """
+    own = next(iter(scores))
+
+    def replaces(other: L) -> bool:
+        pairs = zip(scores[other][_EACH], scores[own][_EACH], strict=True)
+        changes = [[x - y for x, y in zip(*pair, strict=True)] for pair in pairs]
+        changes = [change for change in changes if change]
+        if not all(mean(change) <= 0 for change in changes):
+            return False
+        ends = sum_interval([(change, None) for change in changes], CONFIDENCE)
+        return ends is not None and ends[1] < 0
+
+    if _loss(scores[own]) == math.inf:
+        return min(scores, key=lambda each: _loss(scores[each]))
+    return min([own, *filter(replaces, scores)], key=lambda each: _loss(scores[each]))
 
 
 def _loss(scores: Mapping[str, Any]) -> float:
@@ -562,6 +592,11 @@ def _given(options: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in options.items() if value}
 
 
+def _options(method: Mapping[str, Any]) -> dict[str, Any]:
+    """The options in what :func:`_what` writes of a method."""
+    return {name: value for name, value in method.items() if name != "name"}
+
+
 def _comes_from(tried_scores: Mapping[str, Any], output: Path) -> bool:
     """Whether ``output`` holds one of the tables in a log."""
     try:
@@ -569,7 +604,7 @@ def _comes_from(tried_scores: Mapping[str, Any], output: Path) -> bool:
     except (ValueError, RecursionError):
         return False
     tried = (json.loads(what)["method"] for what in tried_scores)
-    return any(one.pop("name") == LongRoPE.name and _given(one) == found for one in tried)
+    return any(one["name"] == LongRoPE.name and _given(_options(one)) == found for one in tried)
 
 
 def _what(method: FrequencyMethod) -> dict[str, Any]:
@@ -582,7 +617,7 @@ def summary(output: Path) -> str:
     settings, found = read_log(output.with_suffix(".jsonl"), "search", _FIELD)
     trials = [(json.loads(what), scores) for what, scores in found.items()]
     tried = [(trial["method"], scores) for trial, scores in trials if "validation" not in trial]
-    finalists = [scores for trial, scores in trials if "validation" in trial]
+    finalists = [(trial, scores) for trial, scores in trials if _EACH in scores]
     tables = [scores for method, scores in tried if method["name"] == LongRoPE.name]
     target, scored = settings["target_length"], settings["scored"]
     lines = [
@@ -598,10 +633,17 @@ def summary(output: Path) -> str:
         lines.append(f"  {name:<10}{_said(scores)}")
     lines.append(f"the last is the best of {len(tables)} tables on this very text")
     if finalists:
+        kept = json.loads(output.read_text(encoding="utf-8"))
+        (scores,) = (s for trial, s in finalists if _given(_options(trial["method"])) == kept)
         lines.append(
-            f"{settings['validation_samples']} other windows and other passkeys, the best of "
-            f"{len(finalists)} finalists:\n  {LongRoPE.name:<10}{_said(min(finalists, key=_loss))}"
+            f"{settings['validation_samples']} other windows and other passkeys, of "
+            f"{len(finalists)} finalists the one to keep:\n  {LongRoPE.name:<10}{_said(scores)}"
         )
+        if scores is finalists[0][1]:
+            lines.append(
+                "it is the table of yarn: none is better beyond noise without a higher loss of "
+                "text or of answers"
+            )
     return "\n".join(lines)
 
 

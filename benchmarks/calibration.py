@@ -4,9 +4,10 @@
 
 Calibrates methods on both bundled checkpoints, and measures each against its published default on
 other documents: perplexity within the trained length and at the target length, and passkeys with
-other keys. The cell ``search`` searches a LongRoPE table and measures it against the calibrated
-``yarn``. Text: of ``tiny-512``, the training part of Python's library, and to measure on, its
-held-out part; of ``tiny-bytes-512``, every second held-out document, and to measure on, the others.
+other keys. The cell ``search`` searches a LongRoPE table that has to beat the calibrated ``yarn``,
+and measures it against that. Text: of ``tiny-512``, the training part of Python's library, and to
+measure on, its held-out part; of ``tiny-bytes-512``, every second held-out document, and to measure
+on, the others.
 
 Every cell is a file in the output, and one that was interrupted resumes.
 """
@@ -147,6 +148,7 @@ def cell_of(checkpoint: str, name: str, args: argparse.Namespace) -> dict[str, A
             seen,
             length,
             output=args.output / f"{checkpoint}-{SEARCH}.found.json",
+            start=before,
             population=args.tables // 2,
             iterations=2,
             mutations=args.tables // 8,

@@ -34,6 +34,7 @@ from rope_eval.tune import fitness as judging
 from rope_eval.tune import search as module
 from rope_eval.tune.options import SearchOptions
 from rope_eval.tune.search import Candidate, Space, evolve
+from rope_eval.tune.target import trained_rope
 from rope_eval.tune.trial_log import TrialLog, read_log
 from rope_ext.arguments import parse_options
 from rope_ext.cli import app
@@ -272,6 +273,23 @@ def test_a_finalist_replaces_yarn_only_if_it_is_better_beyond_noise_and_worse_in
     assert np.mean([kept(0, 0) for _ in range(400)]) > 0.98
     lost = {"yarn": trial(text + np.inf, answers), "other": trial(text, answers)}
     assert module.validated(lost) == "other"
+
+
+def test_a_table_has_to_beat_the_yarn_that_is_given(model, tokenizer, tmp_path) -> None:
+    """Its table is the first finalist, and no other yarn is measured."""
+    output, start = tmp_path / "found.json", rope_ext.YaRN(factor=2, beta_fast=8.0)
+    found(model, tokenizer, output, iterations=1, validation_samples=4, start=start)
+    measured = [line["method"] for line in log(output) if line["method"]["name"] == "yarn"]
+    assert [each["beta_fast"] for each in measured] == [8.0]
+    first = next(line for line in log(output) if line.get("validation"))
+    rope = trained_rope(model, SearchOptions(target_length=TARGET), 0)
+    assert first["method"]["long_factor"] == [x / 100 for x in module._table(start, rope)]
+    for other, message in (
+        (rope_ext.YaRN(factor=4), "start has factor=4, and target_length=256 needs 2"),
+        (rope_ext.NTK(factor=2), "start is ntk, not yarn"),
+    ):
+        with pytest.raises(rope_ext.OptionError, match=message):
+            found(model, tokenizer, start=other)
 
 
 def test_prompts_that_the_unpatched_model_does_not_answer_do_not_count(

@@ -55,6 +55,7 @@ from rope_ext.methods import (
 )
 from rope_ext.methods.kinds import FACTORS
 from rope_ext.patching import patched
+from rope_ext.record import method_to_json
 from rope_ext.rotary.sites import evaluating
 
 START_TOKENS = (0, 1, 2, 4, 8, 12, 16, 20, 24, 28, 32, 64, 128, 256)
@@ -257,11 +258,22 @@ def _space(given: SearchOptions, factor: float) -> Space:
     )
 
 
-def _known(factor: float, rope: Rope) -> list[FrequencyMethod]:
-    """The methods to start from, YaRN with every ramp that ``calibrate`` tries, too."""
-    known: list[FrequencyMethod] = [
-        cls(factor=factor) for cls in (PI, NTK, YaRN, MrRoPE, LongRoPE2)
-    ]
+def _known(given: SearchOptions, factor: float, rope: Rope) -> list[FrequencyMethod]:
+    """The methods to start from, YaRN as given or with every ramp that ``calibrate`` tries.
+
+    Raises:
+        OptionError: ``given.start`` has another factor.
+    """
+    yarn = given.start or YaRN(factor=factor)
+    if yarn.factor != factor:
+        raise OptionError(
+            f"start has factor={yarn.factor:g}, and target_length={given.target_length} needs "
+            f"{factor:g}; calibrate at {given.target_length} tokens"
+        )
+    others = [cls(factor=factor) for cls in (PI, NTK, MrRoPE, LongRoPE2)]
+    known: list[FrequencyMethod] = [*others[:2], yarn, *others[2:]]
+    if given.start is not None:
+        return known
     ramps = YaRN(factor=factor).grids(rope)
     for name in ("beta_slow", "beta_fast"):
         known += [YaRN(factor=factor, **{name: value}) for value in ramps[name]]
@@ -302,6 +314,7 @@ def _settings(
     """
     values = {field.name: getattr(given, field.name) for field in fields(given)}
     del values["iterations"]
+    values["start"] = given.start and method_to_json(given.start)
     text = digest([ids for part in parts for ids in part.rows])
     return {"model": fingerprint(model), "text": text, **values}
 
@@ -355,7 +368,7 @@ def search(
         raise OptionError(f"output={str(output)!r} is not valid; it must end in .json")
     rope = _rope(model, given)
     factor = target_length / rope.length
-    known = _known(factor, rope)
+    known = _known(given, factor, rope)
     first = _first(given, known, rope)
     for start in given.starts:  # what cannot be patched shows before anything is measured
         with patched(
@@ -451,8 +464,9 @@ def _searched(
     from rope_ext.terminal import progress  # rich is not loaded with the package
 
     factor = given.target_length / rope.length
-    known = _known(factor, rope)
-    scales = FACTORS if given.attention_factor is None else ()
+    known = _known(given, factor, rope)
+    tries = given.attention_factor is None and given.start is None
+    scales = FACTORS if tries else ()
     with progress() as shown:
         total = (len(known) + len(scales) + given.tables) * len(ranking)
         bar = shown.add_task("search", total=total + (2 * _FINALISTS + 1) * len(validation))

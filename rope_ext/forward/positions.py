@@ -169,7 +169,8 @@ class PositionForward(ForwardContext):
         if self.regular:
             self.query = self.key = torch.arange(self.tokens, device=device)[None]
             return
-        first = of_queries = places[:, :1]
+        # Not always the first slot: under a mask of one's own, a suffix may precede its prefix.
+        first = of_queries = places[:, :1] if self.traced else places.amin(1, keepdim=True)
         if self.padding is not None:
             padding = self.padding.to(device)
             places = places.expand(len(padding), -1)  # a single row if no positions were given
@@ -246,7 +247,7 @@ class PositionForward(ForwardContext):
         """:attr:`key` of an eager forward on the CPU, from what was read already."""
         if self.documents is not None or self.places_known is None:
             return self.key.cpu()
-        places, first = self.places_known, self.places_known[:, :1]
+        places, first = self.places_known, self.places_known.amin(1, keepdim=True)
         if self.padding_known is not None:
             places = places.expand(len(self.padding_known), -1)
             first = places.gather(1, self.padding_known.int().argmax(1, keepdim=True))

@@ -510,7 +510,8 @@ def _batch_mask(position_map: PositionMap, mask: BatchMask | torch.Tensor | None
         mask.belong_to(forward)
         return mask
     if mask is not None and mask.ndim == 4:
-        return BatchMask(forward, given=mask)
+        key = "given mask", id(mask)  # the same for many layers; kept alive by what is made of it
+        return forward.made.setdefault(key, BatchMask(forward, given=mask))
     arguments = {
         "batch_size": forward.rows,
         "q_length": forward.tokens,

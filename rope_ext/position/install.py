@@ -243,14 +243,19 @@ class Installed:
         mask = given.get("attention_mask")
         if isinstance(mask, dict):  # one per kind of layer, made before the forward
             mask = next(iter(mask.values()), None)
-        if isinstance(mask, BatchMask):
-            mask = mask.padding
+        made = mask if isinstance(mask, BatchMask) else None
+        mask = mask if made is None else made.padding
         if not isinstance(mask, torch.Tensor) or mask.ndim != 2:
             mask = None
         filled = 0 if cache is None else int(cache.get_seq_length())
         rows, length = tokens.shape[:2]
         weights = bool(given.get("output_attentions"))
-        enter(PositionForward(self.map, rows, length, filled, cache, False, mask, weights=weights))
+        forward = PositionForward(
+            self.map, rows, length, filled, cache, False, mask, weights=weights
+        )
+        if made is not None:  # documents are known before positions are counted
+            made.belong_to(forward)
+        enter(forward)
 
     def end(self, decoder: nn.Module, args: tuple, kwargs: dict, output: Any) -> None:
         """Decoder hook: records positions on a cache that the decoder created, too."""

@@ -21,6 +21,7 @@ CHECKED = ("5.17", "5.23")
 _PACKED = "packed_sequence_mask_function."
 _WINDOW = "sliding_window_overlay."
 _COMBINED = ("and_masks.", "remap_positions_for_packed_sequence.")
+_UNION, _BLOCKS = "or_masks.", "blockwise_overlay."
 
 
 def is_plain(function: Callable) -> bool:
@@ -40,14 +41,30 @@ def documents_of(function: Callable) -> torch.Tensor | None:
 
 def _parts(function: Callable) -> Iterator[Callable]:
     """The simple mask functions that transformers has combined into ``function`` with ``and``."""
-    if not _is(function, *_COMBINED):
+    inner = list(_inner(function))
+    if _is(function, _UNION):  # without images there are no blocks of tokens that see each other
+        inner = [part for part in inner if not _is(part, _BLOCKS) or _blocks(part)]
+    if not _is(function, *_COMBINED) and not (_is(function, _UNION) and len(inner) == 1):
         yield function
         return
+    for part in inner:
+        yield from _parts(part)
+
+
+def _inner(function: Callable) -> Iterator[Callable]:
+    """The functions in the closure of ``function``."""
     for cell in function.__closure__ or ():
         inner = cell.cell_contents
-        for part in inner if isinstance(inner, tuple) else (inner,):
-            if callable(part):
-                yield from _parts(part)
+        yield from filter(callable, inner if isinstance(inner, tuple) else (inner,))
+
+
+def _blocks(overlay: Callable) -> bool:
+    """Whether any tokens belong to a block; those of no block have a negative number."""
+    return any(
+        bool((cell.cell_contents >= 0).any())
+        for cell in overlay.__closure__ or ()
+        if isinstance(cell.cell_contents, torch.Tensor)
+    )
 
 
 def _is(function: Callable, *made_by: str) -> bool:

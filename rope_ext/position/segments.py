@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, cast
 
 import torch
 from transformers.masking_utils import sdpa_mask
@@ -83,6 +83,15 @@ class BatchMask:
         """Called by generation on a mask that is already prepared."""
         return self
 
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """As of the tensor that transformers would make."""
+        if self.given is not None:
+            return tuple(self.given.shape)
+        names = ("batch_size", "q_length", "kv_length")
+        rows, *rest = (cast("dict[str, Any]", self.arguments)[name] for name in names)
+        return rows, 1, *rest
+
     def belong_to(self, forward: PositionForward) -> None:
         """Set the forward, of a mask that was made before it or in it."""
         self.owner = forward
@@ -102,8 +111,9 @@ class BatchMask:
             self.valid = torch.nn.functional.pad(padding, (0, slots - padding.shape[1]))
         if arguments.get("q_length") == 1:
             self.made = sdpa_mask(**{**arguments, "allow_is_causal_skip": False})
-        else:
-            self.plain = not arguments or is_plain(arguments["mask_function"])
+        elif arguments:
+            function = arguments["mask_function"]
+            self.plain = is_plain(function) and documents_of(function) is None
 
     @property
     def padding(self) -> torch.Tensor | None:
@@ -126,16 +136,23 @@ class BatchMask:
     @functools.cached_property
     def ahead(self) -> list[int]:
         """How far queries see beyond themselves at most, tokens, by row; 0: the mask is causal."""
-        forward = self.forward
-        if self.dense is None:
-            return [0] * forward.rows
+        forward, causal = self.forward, [0] * self.forward.rows
+        if self.dense is None or (self.arguments and is_plain(self.arguments["mask_function"])):
+            return causal
         visible = self.dense[..., : self.keys]
         visible = visible if visible.dtype == torch.bool else visible > HIDDEN
-        newest = self.keys - 1 - visible.flip(-1).byte().argmax(-1)  # key; [rows, heads, queries]
         t = self.positions.to(visible.device).expand(forward.rows, -1)[:, None]
-        newest = newest.expand(forward.rows, -1, -1)
-        after = t.expand(-1, newest.shape[1], -1).gather(2, newest) - t[..., -forward.tokens :]
-        return (after * visible.any(-1)).clamp(min=0).amax((1, 2)).tolist()
+        newest = [  # position of the newest key that a query sees; [rows, heads, queries]
+            torch.where(part, t.int()[:, :, None], -1).amax(-1) for part in visible.split(256, 2)
+        ]
+        after = torch.cat(newest, 2) - t[..., -forward.tokens :]
+        # What padding sees does not matter; transformers shows it nothing, or everything.
+        seen = visible[..., -1:, -forward.tokens :].squeeze(2)
+        after = after.where(seen | ~visible.all(-1), 0)
+        if forward.padding is not None:
+            real = forward.padding[:, self.offset : self.keys][:, None, -forward.tokens :]
+            after = after * real.to(after.device)
+        return after.clamp(min=0).amax((1, 2)).tolist()
 
     @functools.cached_property
     def offset(self) -> int:

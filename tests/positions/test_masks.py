@@ -115,3 +115,67 @@ def test_the_tokens_of_an_image_see_each_other(kind: str) -> None:
     patch(model, "rerope", **WIDE["rerope"], **TOLD)
     for run in (model, torch.compile(model, backend="eager")) if kind == "gemma3" else (model,):
         torch.testing.assert_close(logits(run, ids, **given), before, **EXACT)
+
+
+@pytest.mark.parametrize("name", ["rerope", "self_extend"])
+def test_a_given_mask_goes_by_positions_not_by_slots(name: str, ids) -> None:
+    """The suffix comes before the prefix, as models that fill in the middle are prompted."""
+    positions = torch.cat((torch.arange(50, 70), torch.arange(50), torch.arange(70, 90)))[None]
+    given = {"attention_mask": prefix(90, 0), "position_ids": positions, "use_cache": False}
+    model = tiny_llama()
+    before = logits(model, ids, **given)
+    patch(model, name, **WIDE[name], **TOLD)
+    torch.testing.assert_close(logits(model, ids, **given), before, **EXACT)
+
+
+def test_what_padding_sees_does_not_matter(ids) -> None:
+    """Tokens that would see nothing were once shown everything by transformers."""
+    model = rope_ext.patch(tiny_llama(), "rerope", factor=4, window=20)
+    shown = prefix(90, 0)
+    shown[..., :30] = False
+    alone = logits(model, ids[:, 30:])
+    shown[..., :30, :] = True
+    positions = torch.cat((torch.ones(30, dtype=torch.long), torch.arange(60)))[None]
+    said = logits(model, ids, attention_mask=shown, position_ids=positions, use_cache=False)
+    torch.testing.assert_close(said[:, 30:], alone, **EXACT)
+
+
+def test_weights_behind_padding_on_the_right_are_those_of_each_row(ids) -> None:
+    model = rope_ext.patch(tiny_llama(), "rerope", factor=4, window=20)
+    mask = torch.ones_like(ids)
+    mask[1, 50:] = 0
+    positions = (mask.cumsum(-1) - 1).masked_fill(mask == 0, 0)
+    given = {"attention_mask": mask, "position_ids": positions, "output_attentions": True}
+    torch.testing.assert_close(
+        logits(model, ids, **given)[1, :50], logits(model, ids[1:, :50])[0], **EXACT
+    )
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+def test_packed_documents_whose_mask_is_made_around_the_decoder(compiled: bool, ids) -> None:
+    """They begin anywhere, and are known before the first layer rotates."""
+    positions = torch.cat((torch.arange(7, 57), torch.arange(40)))[None]
+    given = {"position_ids": positions, "use_cache": False}
+    model = tiny_model("gemma3")
+    before = logits(model, ids[:1], **given)
+    patch(model, "self_extend", **WIDE["self_extend"], **TOLD)
+    run = torch.compile(model, backend="eager") if compiled else model
+    torch.testing.assert_close(logits(run, ids[:1], **given), before, **EXACT)
+
+
+def test_a_prefix_without_a_cache(ids) -> None:
+    """The length is then read off a mask that is already made."""
+    model = tiny_model("paligemma")
+    given = {"token_type_ids": torch.zeros_like(ids), "use_cache": False}
+    before = logits(model, ids, **given)
+    patch(model, "rerope", **WIDE["rerope"], **TOLD)
+    torch.testing.assert_close(logits(model, ids, **given), before, **EXACT)
+
+
+def test_token_types_without_an_image_leave_a_mask_plain() -> None:
+    numbers = torch.full((1, 8), -1)
+    causal = masking_utils.causal_mask_function
+    union = masking_utils.or_masks(causal, masking_utils.blockwise_overlay(numbers))
+    assert is_plain(union)
+    numbers[0, 3:5] = 0
+    assert not is_plain(union)

@@ -19,7 +19,7 @@ from recipes.retrieval import Weighted
 from recipes.stream import DataError, Packer, Source, Stream
 from rope_eval.data.prompts import beginning
 from rope_eval.data.text import python_library
-from rope_ext.errors import first_line
+from rope_ext.errors import first_line, nowhere
 
 PYTHON_LIBRARY = "python-library"
 """Name of the dataset made of the Python standard library, which needs no download."""
@@ -68,8 +68,9 @@ def documents(
         while cause.__cause__ is not None:  # the outer error is generic
             cause = cause.__cause__
         raise DataError(
-            f"cannot read the dataset {name!r} ({first_line(cause) or type(cause).__name__}); give "
-            f"--dataset an existing file or directory, a Hub dataset ID, or {PYTHON_LIBRARY}"
+            f"cannot read the dataset {name!r} ({first_line(cause) or type(cause).__name__})"
+            f"{nowhere(name)}; give --dataset an existing file or directory, a Hub dataset ID, or "
+            f"{PYTHON_LIBRARY}"
         ) from error
     if not first:
         raise DataError(f"the dataset {name!r} is empty; give another --dataset")

@@ -56,6 +56,7 @@ from recipes.checks import POSITIVE, at_least, out_of_range
 from recipes.settings import mask_bytes
 from rope_ext.checkpoints import load_config
 from rope_ext.errors import Mistakes, OptionError, RopeExtError
+from rope_ext.terminal import tell_next
 
 BLOCK = 64  # 4-bit weights per quantization constant (QLoRA, arXiv 2305.14314, section 3)
 TWO_STATES = ("adamw_torch", "adamw_torch_fused", "paged_adamw_32bit")  # each of the weights' size
@@ -455,6 +456,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         print(sentence)
         if not fits:
             parser.exit(1)
+        launch = ["accelerate", "launch", "--config_file", "recipes/accelerate/single.yaml"]
+        tell_next([*launch, "recipes/finetune.py", "--config", options.recipe, *more])
 
 
 if __name__ == "__main__":

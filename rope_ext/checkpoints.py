@@ -14,7 +14,14 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from rope_ext import loading
-from rope_ext.errors import MeasureError, OptionError, RopeExtError, first_line, nearest
+from rope_ext.errors import (
+    MeasureError,
+    OptionError,
+    RopeExtError,
+    first_line,
+    nearest,
+    nowhere,
+)
 from rope_ext.patching import unpatch
 from rope_ext.record import Record, record_of
 from rope_ext.record import trained_length as trained_length_of
@@ -242,6 +249,7 @@ def _load(what: str, load: Callable[..., Any], model: str, **options: Any) -> An
         ) from error
     except _FAILURES as error:
         raise MeasureError(
-            f"cannot load the {what} of {model!r} ({first_line(error)}); set --model to a folder "
-            f"written by save_pretrained, or to a model id on the Hugging Face Hub"
+            f"cannot load the {what} of {model!r} ({first_line(error)}){nowhere(model)}; set "
+            f"--model to a folder written by save_pretrained, or to a model id on the Hugging Face "
+            f"Hub"
         ) from error

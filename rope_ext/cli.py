@@ -181,7 +181,9 @@ def export(
         where = ["--engine", engine] if runs_here else ["--write", "miniature"]
         if engine == "ollama":
             where = []
-        if not compose:  # which `verify` has no option for
+        if (Path(model) / "adapter_config.json").exists():
+            tell_next(["python", "recipes/merge.py", model, "--output", "merged"])
+        elif not compose:  # which `verify` has no option for
             tell_next(["rope-ext", "verify", model, *patch, *where])
 
 

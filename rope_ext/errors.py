@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 
@@ -129,6 +130,11 @@ def brief(value: Any) -> str:
     """A value as errors quote it: a model, or a long text, by the name of its class."""
     text = repr(value)
     return text if len(text) <= 80 and "\n" not in text else f"<{type(value).__name__}>"
+
+
+def nowhere(path: str) -> str:
+    """What to add to an error over something that was looked for on the Hub."""
+    return "" if Path(path).exists() else ", and there is no folder of that name"
 
 
 def first_line(error: Exception) -> str:

@@ -36,6 +36,7 @@ from rope_ext.errors import (
     RecordError,
     RopeExtError,
     first_line,
+    nowhere,
 )
 from rope_ext.patching import Patch, current_patch, patch
 from rope_ext.position import bias, inputs
@@ -394,10 +395,9 @@ def _loading(what: str, path: str) -> Iterator[None]:
             f"attn_implementation='sdpa'"
         ) from error
     except Exception as error:
-        nowhere = "" if Path(path).is_dir() else ", and there is no folder of that name"
         reason = _index_fault(path) or _reason(error)
         raise LoadError(
-            f"cannot load the {what} of {path!r} ({reason}){nowhere}; give a folder that "
+            f"cannot load the {what} of {path!r} ({reason}){nowhere(path)}; give a folder that "
             f"save_pretrained wrote, or an id of the Hugging Face Hub"
         ) from error
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from rope_ext import checkpoints
@@ -132,7 +133,10 @@ def label(name: str, options: Mapping[str, Any], factor: float) -> str:
 
 def _of_adapter(adapter: str | None, record: Record | None) -> dict[str, dict[str, Any]]:
     if record is None:
-        where = "no --adapter is given" if adapter is None else f"{adapter} has none"
+        if adapter is None:
+            where = "no --adapter is given"
+        else:
+            where = f"{adapter} has none" if Path(adapter).exists() else f"{adapter} does not exist"
         raise OptionError(
             f"--method {ADAPTER} uses the patch in the {SIDECAR} of an adapter, but "
             f"{where}; set --method to the name of a method"

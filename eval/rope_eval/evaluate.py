@@ -56,6 +56,7 @@ def _evaluate(
         tell(f"wrote {path}")
     if report.trainings and settings.adapter:
         tell_next(["python", "recipes/merge.py", settings.adapter, "--output", "merged"])
+    tell_next(*report.next_commands)
     return report
 
 

@@ -195,7 +195,8 @@ def test_the_next_command_can_be_typed_and_asks_the_same_of_more(
     report: Report, settings: Settings
 ) -> None:
     """Of one document nothing can be told, so that it is a comparison on more."""
-    words = shlex.split(report.recommendations[0].split("Next: ")[1])
+    [words] = report.next_commands
+    assert report.recommendations[0].endswith(f"Next: {shlex.join(words)}")
     assert words[:2] == ["rope-ext", "compare"]
     made = parser("", "", COMPARE.tasks).parse_args(words[2:])
     assert parse_options(made.option) == settings.options
@@ -207,8 +208,8 @@ def helped(settings: Settings, tmp_path_factory: pytest.TempPathFactory) -> Repo
     """YaRN and ReRoPE made better than the unpatched model on five documents."""
     folder = tmp_path_factory.mktemp("helped")
     given = {"methods": ("yarn", "rerope"), "options": {}, "output": folder / "out"}
-    texts = read_texts([save_texts(folder / "texts.jsonl")])
-    tasks = [Perplexity(texts, windows=5), Passkey(trials=2, depths=2)]
+    path = save_texts(folder / "texts.jsonl")
+    tasks = [Perplexity(text=[path], windows=5), Passkey(trials=2, depths=2)]
     plan = prepare(dataclasses.replace(settings, **given), tasks)
     better = {"none": 5.0, "yarn": 3.0, "rerope": 2.0}
     outcomes = [
@@ -227,7 +228,8 @@ def test_the_best_that_an_engine_can_serve_is_named_with_its_engines(helped: Rep
         "llama.cpp"
         in sentence.split("Best method that an engine can serve (")[1].split("): yarn")[0]
     ), sentence
-    words = shlex.split(sentence.split("Next: ")[1])
+    [words] = helped.next_commands
+    assert words[words.index("--text") + 1].endswith("texts.jsonl")  # not on other text
     command = typer.main.get_command(app).commands[words[1]]
     made = command.make_context(words[1], words[2:])  # parsed, not run
     assert words[:2] == ["rope-ext", "calibrate"] and made.params["methods"] == "yarn"

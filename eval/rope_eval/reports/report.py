@@ -241,11 +241,20 @@ class Report:
                 for training in self.trainings
                 for words in [training.unpatched.name.removesuffix(UNPATCHED).strip()]
             ]
+        return [sentence for sentence, _ in self._advice]
+
+    @property
+    def next_commands(self) -> list[list[str]]:
+        """What to type next, by model, where a method is recommended."""
+        return [] if self.trainings else [words for _, words in self._advice]
+
+    @cached_property
+    def _advice(self) -> list[tuple[str, list[str]]]:
+        """For each model, which method to use, and what to type next."""
         names = {task.name for task in self.plan.tasks}
         if self.plan.settings.servers or not names >= {"perplexity", "passkey"}:
             return []
-        scores = gather(self.outcomes)
-        sentences = []
+        scores, advice = gather(self.outcomes), []
         for model in self.plan.settings.models:
             ours = [s for s in self.plan.systems if s.model == model]
             if len(ours) > 1:
@@ -254,17 +263,17 @@ class Report:
                 patched = [system for system in ours if system.method != UNPATCHED]
                 engines = engines_of(patched, *given)
                 found = recommend(table, ours[0].trained, engines)
-                sentence = f"{found} Next: {self._next(model, found.choice)}"
+                words = self._next(model, found.choice)
+                sentence = f"{found} Next: {shlex.join(words)}"
                 name = ours[0].name.removesuffix(UNPATCHED).strip()
-                sentences.append(f"{name}: {sentence}" if name else sentence)
-        return sentences
+                advice.append((f"{name}: {sentence}" if name else sentence, words))
+        return advice
 
-    def _next(self, model: str, choice: Evidence | None) -> str:
+    def _next(self, model: str, choice: Evidence | None) -> list[str]:
         """The command to go on with: calibrate or merge what helps, or measure more."""
         settings = self.plan.settings
         if choice is not None and settings.adapter:
-            words = ["python", "recipes/merge.py", settings.adapter, "--output", "merged"]
-            return shlex.join(words)
+            return ["python", "recipes/merge.py", settings.adapter, "--output", "merged"]
         given = {"dtype": settings.dtype, "device": settings.device}
         given |= {"trained-length": settings.trained_length}
         more = [f"--{name}={value}" for name, value in given.items() if value not in (None, "auto")]
@@ -276,7 +285,7 @@ class Report:
             )
             words = ["rope-ext", "calibrate", "--model", model, "--methods", method]
             words += ["--length", longest, "--output", "calibrated"]
-            return shlex.join([*words, *more])
+            return [*words, *self._texts()[:2], *more]
         words = ["rope-ext", "compare", "--model", model, "--methods", ",".join(settings.methods)]
         words += ["--factor", f"{settings.factor:g}", "--lengths", longest]
         words += ["--windows", "64", "--trials", "20", "--output", "more"]
@@ -284,9 +293,12 @@ class Report:
         for method, chosen in settings.options.items():
             for name, value in chosen.items():
                 words += ["--option", f"{method}.{name}={value!r}"]
-        for text in next(t.text for t in self.plan.tasks if isinstance(t, Perplexity)):
-            words += ["--text", str(text)]
-        return shlex.join([*words, *more])
+        return [*words, *self._texts(), *more]
+
+    def _texts(self) -> list[str]:
+        """``--text`` as it was given."""
+        texts = next(t.text for t in self.plan.tasks if isinstance(t, Perplexity))
+        return [word for text in texts for word in ("--text", str(text))]
 
     @cached_property
     def sections(self) -> list[Section]:

@@ -13,7 +13,6 @@ import pytest
 import typer
 
 from rope_eval.command import COMPARE, parser
-from rope_eval.data.text import read_texts
 from rope_eval.reports.page import BOLD
 from rope_eval.reports.report import Report
 from rope_eval.reports.summary import TOO_FEW, Estimate, interval, is_clear, signed

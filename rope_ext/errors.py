@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import difflib
+import os
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 
@@ -134,7 +134,7 @@ def brief(value: Any) -> str:
 
 def nowhere(path: str) -> str:
     """What to add to an error over something that was looked for on the Hub."""
-    return "" if Path(path).exists() else ", and there is no folder of that name"
+    return "" if os.path.exists(path) else ", and there is no folder of that name"
 
 
 def first_line(error: Exception) -> str:

@@ -221,10 +221,12 @@ def _mask_eagerly(**arguments: Any) -> BatchMask:
         arguments[name] = int(arguments.get(name, 0))
     context = _innermost()
     given = arguments.get("attention_mask")
-    mask = given if isinstance(given, BatchMask) else BatchMask(None, arguments)
+    if isinstance(given, BatchMask):  # made around the decoder, which asks once more
+        return given
+    mask = BatchMask(None, arguments)
     if context is None:  # generation and models around a decoder make masks before the forward
         mask.prepare()
-    elif mask.owner is None:
+    else:
         mask.belong_to(context)
     return mask
 

@@ -283,7 +283,8 @@ def test_a_table_has_to_beat_the_yarn_that_is_given(model, tokenizer, tmp_path) 
     assert [each["beta_fast"] for each in measured] == [8.0]
     first = next(line for line in log(output) if line.get("validation"))
     rope = trained_rope(model, SearchOptions(target_length=TARGET), 0)
-    assert first["method"]["long_factor"] == [x / 100 for x in module._table(start, rope)]
+    ratios = rope.inv_freq / start.inv_freq(rope)
+    assert first["method"]["long_factor"] == ((100 * ratios).round() / 100).tolist()
     for other, message in (
         (rope_ext.YaRN(factor=4), "start has factor=4, and target_length=256 needs 2"),
         (rope_ext.NTK(factor=2), "start is ntk, not yarn"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -13,7 +14,7 @@ from rope_ext.arguments import parse_length, parse_lengths, split
 from rope_ext.errors import OptionError
 
 if TYPE_CHECKING:
-    from rope_ext.methods import Method, YaRN
+    from rope_ext.methods import YaRN
     from rope_ext.options import SlidingLayers
 
 FEWEST_PROMPTS = 16
@@ -82,13 +83,6 @@ class TuneOptions:
         object.__setattr__(self, name, value)  # frozen; only while it is made
 
 
-def _found(path: str) -> Method:
-    """The method that a calibration found."""
-    from rope_ext.advice import calibrated  # torch is not loaded for --help
-
-    return calibrated.from_json(calibrated.read(path)).method
-
-
 @dataclass(frozen=True, kw_only=True)
 class SearchOptions(TuneOptions):
     """Options of :func:`rope_ext.search`, beside those of :class:`TuneOptions`.
@@ -113,8 +107,8 @@ class SearchOptions(TuneOptions):
             the few windows that rank tables is there partly by chance. YaRN's table is kept unless
             another is better beyond noise and neither its loss of text nor of answers is higher. 0
             skips this.
-        start: the YaRN that a table has to beat, as :func:`rope_ext.calibrate` finds it. None tries
-            a few ramps and attention factors.
+        start: the YaRN that a table has to beat, as :func:`rope_ext.calibrate` finds it, or where
+            that is saved. None tries a few ramps and attention factors.
     """
 
     samples: int = option(5, "Text windows used to score a table.")
@@ -143,10 +137,10 @@ class SearchOptions(TuneOptions):
     validation_samples: int = option(
         8, "Other text windows, on which the best tables are compared: 0, or at least 4."
     )
-    start: YaRN | None = option(  # noqa: RUF009
+    start: YaRN | str | os.PathLike[str] | None = option(  # noqa: RUF009
         None,
         "The yarn that a table has to beat: a calibration.json of rope-ext calibrate.",
-        _found,
+        str,
     )
 
     def __post_init__(self) -> None:
@@ -159,8 +153,6 @@ class SearchOptions(TuneOptions):
             )
         self._require_whole(target_length=2, population=4, iterations=1, samples=1)
         self._require_whole(mutations=0, crossovers=0)
-        if self.start is not None:
-            self._require_start(self.start)
         if self.validation_samples:
             self._require_whole(validation_samples=FEWEST_SAMPLES)
         self._require_prompts()
@@ -177,11 +169,6 @@ class SearchOptions(TuneOptions):
         require_seed(self.seed)
         if self.original_max_position_embeddings is not None:
             self._require_whole(original_max_position_embeddings=1)
-
-    def _require_start(self, start: Any) -> None:
-        name = getattr(start, "name", repr(start))
-        if name != "yarn":
-            raise OptionError(f"start is {name}, not yarn; calibrate with methods='yarn' alone")
 
     @property
     def growth(self) -> dict[str, int]:

@@ -26,7 +26,7 @@ from torch import nn
 from rope_eval.cases import digest
 from rope_eval.folder import lock, replace_file, writing
 from rope_eval.options import keywords_of
-from rope_eval.reports.calibration import fitness, mean, perplexity
+from rope_eval.reports.calibration import Calibration, fitness, mean, perplexity
 from rope_eval.reports.intervals import sum_interval
 from rope_eval.tune.fitness import (
     Hay,
@@ -258,13 +258,28 @@ def _space(given: SearchOptions, factor: float) -> Space:
     )
 
 
+def _calibrated(start: Any) -> YaRN | None:
+    """The YaRN to start from, or the one in the file of a calibration.
+
+    Raises:
+        OptionError: it is another method.
+        MeasureError: the file cannot be read.
+    """
+    if isinstance(start, (str, os.PathLike)):
+        start = Calibration.load(start).method
+    if start is not None and not isinstance(start, YaRN):
+        name = getattr(start, "name", repr(start))
+        raise OptionError(f"start is {name}, not yarn; calibrate with methods='yarn' alone")
+    return start
+
+
 def _known(given: SearchOptions, factor: float, rope: Rope) -> list[FrequencyMethod]:
     """The methods to start from, YaRN as given or with every ramp that ``calibrate`` tries.
 
     Raises:
         OptionError: ``given.start`` has another factor.
     """
-    yarn = given.start or YaRN(factor=factor)
+    yarn = _calibrated(given.start) or YaRN(factor=factor)
     if yarn.factor != factor:
         raise OptionError(
             f"start has factor={yarn.factor:g}, and target_length={given.target_length} needs "
@@ -314,7 +329,8 @@ def _settings(
     """
     values = {field.name: getattr(given, field.name) for field in fields(given)}
     del values["iterations"]
-    values["start"] = given.start and method_to_json(given.start)
+    start = _calibrated(given.start)
+    values["start"] = start and method_to_json(start)
     text = digest([ids for part in parts for ids in part.rows])
     return {"model": fingerprint(model), "text": text, **values}
 

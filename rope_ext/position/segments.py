@@ -150,8 +150,7 @@ class BatchMask:
         seen = visible[..., -1:, -forward.tokens :].squeeze(2)
         after = after.where(seen | ~visible.all(-1), 0)
         if forward.padding is not None:
-            real = forward.padding[:, self.offset : self.keys][:, None, -forward.tokens :]
-            after = after * real.to(after.device)
+            after = after * forward.padding[:, None, -forward.tokens :].to(after.device)
         return after.clamp(min=0).amax((1, 2)).tolist()
 
     @functools.cached_property

@@ -54,8 +54,6 @@ def _evaluate(
     report.print()  # whatever becomes of it, the files are there
     for path in paths:
         tell(f"wrote {path}")
-    if report.trainings and settings.adapter:
-        tell_next(["python", "recipes/merge.py", settings.adapter, "--output", "merged"])
     tell_next(*report.next_commands)
     return report
 

@@ -27,7 +27,7 @@ from rope_ext.methods.geometry import Distance, Geometry
 from rope_ext.position import bias, tensors
 from rope_ext.position.layers import Layout
 from rope_ext.position.map import PositionMap
-from rope_ext.position.segments import HIDDEN, BatchMask, RotatedSegment
+from rope_ext.position.segments import BatchMask, RotatedSegment, shown
 from rope_ext.position.tables import BandRotations, Decay, RotationTable
 from rope_ext.rotary.sites import text_config
 
@@ -574,8 +574,7 @@ def _irregular(
     of_queries = Places.in_order(t[-query.shape[2] :], t)
     rotations = position_map.rotations(layer.layout)
     if dense is not None:
-        dense = dense[row if len(dense) > 1 else 0, :, :, : len(t)]
-        dense = dense if dense.dtype == torch.bool else _visible(dense)
+        dense = shown(dense[row if len(dense) > 1 else 0, :, :, : len(t)])
         of_queries = replace(of_queries, mask=dense, newest=None)
         rotations = _seeing_ahead(layer, rotations, mask.ahead[row])
     return Dense(
@@ -616,21 +615,6 @@ def _seeing_ahead(layer: MappedLayer, rotations: BandRotations, ahead: int) -> B
     return seeing
 
 
-def _visible(mask: torch.Tensor) -> torch.Tensor:
-    """The visible keys of an additive mask.
-
-    Raises:
-        UnsupportedModelError: it is a bias, which does more than hide keys.
-    """
-    hidden = mask <= HIDDEN
-    if not bool((hidden | (mask == 0)).all()):
-        raise UnsupportedModelError(
-            "an attention mask that adds to the logits instead of hiding tokens is not known to "
-            "position methods; pass a mask of True and False, or use a frequency method"
-        )
-    return ~hidden
-
-
 def _table_dtype(query: torch.Tensor) -> torch.dtype:
     return torch.float64 if query.dtype == torch.float64 else torch.float32
 
@@ -645,7 +629,7 @@ def _as_it_was(asked: Asked, mask: torch.Tensor | None) -> Dense:
     keys = torch.arange(key.shape[2], device=key.device)
     several = mask is None and query.shape[2] > 1
     queries = keys[: query.shape[2]] if several else keys[-1:].expand(query.shape[2])
-    if mask is not None and mask.dtype != torch.bool:
-        mask = _visible(mask)
+    if mask is not None:
+        mask = shown(mask)
     everything = (Distance(0, None), None, None)
     return Dense(query, key, asked.call, [everything], None, Places(queries, keys, mask))

@@ -41,14 +41,16 @@ def documents_of(function: Callable) -> torch.Tensor | None:
 
 def _parts(function: Callable) -> Iterator[Callable]:
     """The simple mask functions that transformers has combined into ``function`` with ``and``."""
-    inner = list(_inner(function))
-    if _is(function, _UNION):  # without images there are no blocks of tokens that see each other
-        inner = [part for part in inner if not _is(part, _BLOCKS) or _blocks(part)]
-    if not _is(function, *_COMBINED) and not (_is(function, _UNION) and len(inner) == 1):
-        yield function
+    if _is(function, *_COMBINED):
+        for part in _inner(function):
+            yield from _parts(part)
         return
-    for part in inner:
-        yield from _parts(part)
+    if _is(function, _UNION):  # without images there are no blocks of tokens that see each other
+        inner = [part for part in _inner(function) if not _is(part, _BLOCKS) or _blocks(part)]
+        if len(inner) == 1:
+            yield from _parts(inner[0])
+            return
+    yield function
 
 
 def _inner(function: Callable) -> Iterator[Callable]:

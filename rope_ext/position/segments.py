@@ -12,14 +12,12 @@ from transformers.masking_utils import sdpa_mask
 from rope_ext.attention import placed
 from rope_ext.attention.call import RotatedBand
 from rope_ext.attention.step import Step
+from rope_ext.errors import UnsupportedModelError
 from rope_ext.forward.positions import PositionForward
 from rope_ext.methods.geometry import Distance
 from rope_ext.position.layers import Layout
 from rope_ext.position.masks import documents_of, is_plain
 from rope_ext.position.tables import BandRotations
-
-HIDDEN = -1e4
-"""What an additive mask adds to the logits of keys that it hides, or less."""
 
 
 class Segment(NamedTuple):
@@ -92,6 +90,11 @@ class BatchMask:
         rows, *rest = (cast("dict[str, Any]", self.arguments)[name] for name in names)
         return rows, 1, *rest
 
+    @functools.cached_property
+    def causal(self) -> bool:
+        """Whether transformers asked for a causal mask, perhaps in a window or by document."""
+        return self.arguments is not None and is_plain(self.arguments["mask_function"])
+
     def belong_to(self, forward: PositionForward) -> None:
         """Set the forward, of a mask that was made before it or in it."""
         self.owner = forward
@@ -112,8 +115,7 @@ class BatchMask:
         if arguments.get("q_length") == 1:
             self.made = sdpa_mask(**{**arguments, "allow_is_causal_skip": False})
         elif arguments:
-            function = arguments["mask_function"]
-            self.plain = is_plain(function) and documents_of(function) is None
+            self.plain = self.causal and documents_of(arguments["mask_function"]) is None
 
     @property
     def padding(self) -> torch.Tensor | None:
@@ -136,11 +138,10 @@ class BatchMask:
     @functools.cached_property
     def ahead(self) -> list[int]:
         """How far queries see beyond themselves at most, tokens, by row; 0: the mask is causal."""
-        forward, causal = self.forward, [0] * self.forward.rows
-        if self.dense is None or (self.arguments and is_plain(self.arguments["mask_function"])):
-            return causal
-        visible = self.dense[..., : self.keys]
-        visible = visible if visible.dtype == torch.bool else visible > HIDDEN
+        forward = self.forward
+        if self.causal or self.dense is None:
+            return [0] * forward.rows
+        visible = shown(self.dense[..., : self.keys])
         t = self.positions.to(visible.device).expand(forward.rows, -1)[:, None]
         newest = [  # position of the newest key that a query sees; [rows, heads, queries]
             torch.where(part, t.int()[:, :, None], -1).amax(-1) for part in visible.split(256, 2)
@@ -177,7 +178,7 @@ class BatchMask:
     def segments(self) -> list[Segment] | None:
         """The batch as segments of consecutive tokens; None if it cannot be split into them."""
         forward, keys = self.forward, self.keys
-        if self.arguments is None or not is_plain(self.arguments["mask_function"]):
+        if not self.causal:
             return None
         t = forward.key_known()[:, self.offset :]
         steady = t.diff() == 1
@@ -304,6 +305,23 @@ class BatchMask:
             )
         slots = torch.tensor(place, device="cpu")
         return Segment(rows, slots[slots >= before] - before, slots, start)
+
+
+def shown(mask: torch.Tensor) -> torch.Tensor:
+    """The visible keys of a mask, bool or additive.
+
+    Raises:
+        UnsupportedModelError: it is a bias, which does more than hide keys.
+    """
+    if mask.dtype == torch.bool:
+        return mask
+    hidden = mask <= -1e4
+    if not bool((hidden | (mask == 0)).all()):
+        raise UnsupportedModelError(
+            "an attention mask that adds to the logits instead of hiding tokens is not known to "
+            "position methods; pass a mask of True and False, or use a frequency method"
+        )
+    return ~hidden
 
 
 def _within(reach: int | None, segments: list[Segment]) -> Iterator[Segment]:

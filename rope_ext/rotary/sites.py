@@ -294,14 +294,13 @@ def _site(
     config = getattr(module, "config", None) or text_config(decoder)
     prefix = f"{layer_type}_" if layer_type else ""
     rope_type = getattr(module, "rope_type", "default")
-    if isinstance(rope_type, dict):
-        if layer_type not in rope_type:  # an encoder of something else than text, in Evolla
-            raise UnsupportedModelError(
-                f"{type(decoder).__name__}: its rotary module {name} ({type(module).__name__}) "
-                f"names no rope_type, so it is not known to belong to the language model; patch "
-                f"a model without it"
-            )
-        rope_type = rope_type[layer_type]
+    if isinstance(rope_type, dict) and layer_type not in rope_type:  # Evolla's encoder of proteins
+        raise UnsupportedModelError(
+            f"{type(decoder).__name__}: its rotary module {name} ({type(module).__name__}) names "
+            f"no rope_type, so it is not known to belong to the language model; patch a model "
+            f"without it"
+        )
+    rope_type = rope_type[layer_type] if isinstance(rope_type, dict) else str(rope_type)
     buffer = buffer_of(module, f"{prefix}inv_freq").detach()
     loaded = _loaded(decoder, module, f"{prefix}inv_freq", rope_type in _MOVING)
     key = (type(module), layer_type, len(loaded))
@@ -331,7 +330,7 @@ def _site(
         rope=Rope(theta, float(base), length),
         loaded=loaded,
         scaling=float(getattr(module, f"{prefix}attention_scaling", 1.0)),
-        rope_type=str(rope_type),
+        rope_type=rope_type,
         local=local,
         shared=shared,
         columns=proven[key],

@@ -19,8 +19,8 @@ class NoImages(RuntimeError):
     """No layout of pixels that is known here suits the model."""
 
 
-def image_token(model: PreTrainedModel) -> int:
-    """The token that stands for one feature of an image."""
+def image_token(model: PreTrainedModel) -> int | None:
+    """The token that stands for one feature of an image; None: the model has none."""
     return _first(model.config, *_IMAGE_TOKENS)
 
 

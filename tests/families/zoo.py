@@ -27,6 +27,8 @@ TEXT_VOCAB = VOCAB - 8
 """Tokens below are text; above are those of images, of videos and of what encloses them."""
 
 IMAGES = "+images"
+"""Ends the name of a class with images whose model type has one for text, too."""
+
 _MAX_LAYERS = 4
 
 
@@ -222,8 +224,8 @@ _OVERRIDES: dict[str, dict[str, Any]] = {
             "rope_type": "default",
         }
     },
-    # Its cache keeps to the window and its attention does not: a wide one makes both agree.
     "molmo2_adapter": {"vision_feature_layer": [-1, -2]},
+    # Its cache keeps to the window and its attention does not: a wide one makes both agree.
     "moshi": {"sliding_window": 16 * LENGTH},
     "qwen4_exp_text": {
         "indexer_budget": 8,

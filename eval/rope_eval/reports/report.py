@@ -245,8 +245,15 @@ class Report:
 
     @property
     def next_commands(self) -> list[list[str]]:
-        """What to type next, by model, where a method is recommended."""
-        return [] if self.trainings else [words for _, words in self._advice]
+        """What to type next: of a training, or by model, where a method is recommended."""
+        if self.trainings:
+            return [self._merging] if self.plan.settings.adapter else []
+        return [words for _, words in self._advice]
+
+    @property
+    def _merging(self) -> list[str]:
+        adapter = str(self.plan.settings.adapter)
+        return ["python", "recipes/merge.py", adapter, "--output", "merged"]
 
     @cached_property
     def _advice(self) -> list[tuple[str, list[str]]]:
@@ -273,7 +280,7 @@ class Report:
         """The command to go on with: calibrate or merge what helps, or measure more."""
         settings = self.plan.settings
         if choice is not None and settings.adapter:
-            return ["python", "recipes/merge.py", settings.adapter, "--output", "merged"]
+            return self._merging
         given = {"dtype": settings.dtype, "device": settings.device}
         given |= {"trained-length": settings.trained_length}
         more = [f"--{name}={value}" for name, value in given.items() if value not in (None, "auto")]
@@ -285,7 +292,7 @@ class Report:
             )
             words = ["rope-ext", "calibrate", "--model", model, "--methods", method]
             words += ["--length", longest, "--output", "calibrated"]
-            return [*words, *self._texts()[:2], *more]
+            return [*words, *self._texts()[:2], *more]  # it takes one text
         words = ["rope-ext", "compare", "--model", model, "--methods", ",".join(settings.methods)]
         words += ["--factor", f"{settings.factor:g}", "--lengths", longest]
         words += ["--windows", "64", "--trials", "20", "--output", "more"]

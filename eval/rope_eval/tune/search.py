@@ -19,7 +19,7 @@ from dataclasses import dataclass, fields, replace
 from functools import partial
 from itertools import chain
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 from torch import nn
 
@@ -279,14 +279,14 @@ def _known(given: SearchOptions, factor: float, rope: Rope) -> list[FrequencyMet
     Raises:
         OptionError: ``given.start`` has another factor.
     """
-    yarn = _calibrated(given.start) or YaRN(factor=factor)
+    yarn = cast("YaRN | None", given.start) or YaRN(factor=factor)
     if yarn.factor != factor:
         raise OptionError(
             f"start has factor={yarn.factor:g}, and target_length={given.target_length} needs "
             f"{factor:g}; calibrate at {given.target_length} tokens"
         )
-    others = [cls(factor=factor) for cls in (PI, NTK, MrRoPE, LongRoPE2)]
-    known: list[FrequencyMethod] = [*others[:2], yarn, *others[2:]]
+    known: list[FrequencyMethod] = [PI(factor=factor), NTK(factor=factor), yarn]
+    known += [MrRoPE(factor=factor), LongRoPE2(factor=factor)]
     if given.start is not None:
         return known
     ramps = YaRN(factor=factor).grids(rope)
@@ -329,8 +329,7 @@ def _settings(
     """
     values = {field.name: getattr(given, field.name) for field in fields(given)}
     del values["iterations"]
-    start = _calibrated(given.start)
-    values["start"] = start and method_to_json(start)
+    values["start"] = given.start and method_to_json(cast("YaRN", given.start))
     text = digest([ids for part in parts for ids in part.rows])
     return {"model": fingerprint(model), "text": text, **values}
 
@@ -380,6 +379,7 @@ def search(
     section 3.2.
     """
     given = SearchOptions(target_length=target_length, **options)
+    given = replace(given, start=_calibrated(given.start))
     if output is not None and Path(output).suffix != ".json":
         raise OptionError(f"output={str(output)!r} is not valid; it must end in .json")
     rope = _rope(model, given)

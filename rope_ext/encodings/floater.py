@@ -24,25 +24,33 @@ class FLOATER(Sized):
     concatenated to the input of each. Its last layer, and so all positions, are initialized to 0.
 
     Args:
-        step: of ``tau`` between two tokens.
+        flow: ``"continuous"``, or ``"discrete"`` for the recursion ``p(t) = p(t - 1) + f(p(t -
+            1))``, whose ``f`` does not get ``tau``.
+        step: of ``tau`` between two tokens; only for the continuous flow.
         hidden: hidden units of ``f``; by default the hidden size of the model.
         into: ``"every"`` layer receives the same ``p(t)``, as published, or the ``"first"`` only.
 
-    Liu et al. 2020, arXiv 2003.09229.
+    Liu et al. 2020, arXiv 2003.09229; the recursion, of which it is the continuous form: Su 2021,
+    kexue.fm/archives/8130.
     """
 
     name: ClassVar[str] = "floater"
     paper: ClassVar[str] = "arXiv 2003.09229"
     summary: ClassVar[str] = "positions from a learned differential equation; needs training"
     tabled: ClassVar[bool] = True
+    redefining: ClassVar[tuple[str, ...]] = ("flow",)
 
+    flow: str = "continuous"
     step: float = 0.1
     hidden: int | None = None
     into: str = "every"
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        self.require_choice("flow", "continuous", "discrete")
         self.require_number("step", above=0, maximum=10)
+        if self._discrete:
+            self.require("step", self.step == FLOATER.step, "left out with flow='discrete'")
         self.require_tokens("hidden")
         self.require_choice("into", "every", "first")
 
@@ -50,13 +58,17 @@ class FLOATER(Sized):
     def entered(self) -> str:
         return self.into
 
+    @property
+    def _discrete(self) -> bool:
+        return self.flow == "discrete"
+
     def initial_inputs(self, columns: int, size: float, rope: Rope) -> dict[str, torch.Tensor]:
-        hidden = self.hidden or columns
+        hidden, of_tau = self.hidden or columns, 0 if self._discrete else 1
         sizes = {
             "start": (columns,),
-            "first_weight": (hidden, columns + 1),
+            "first_weight": (hidden, columns + of_tau),
             "first_bias": (hidden,),
-            "second_weight": (columns, hidden + 1),
+            "second_weight": (columns, hidden + of_tau),
             "second_bias": (columns,),
         }
         made = {name: torch.zeros(*size, device="cpu") for name, size in sizes.items()}
@@ -69,13 +81,14 @@ class FLOATER(Sized):
         def f(tau: torch.Tensor, p: torch.Tensor) -> torch.Tensor:
             for layer, bend in (("first", relu), ("second", None)):
                 weight, bias = values[f"{layer}_weight"], values[f"{layer}_bias"]
-                p = linear(torch.cat((p, tau)), weight, bias)
+                p = linear(p if self._discrete else torch.cat((p, tau)), weight, bias)
                 p = p if bend is None else bend(p)
             return p
 
         path = [values["start"]]
         for tau in (t[:-1] * self.step).split(1):
-            path.append(_runge_kutta(f, tau, path[-1], self.step))
+            p = path[-1]
+            path.append(p + f(tau, p) if self._discrete else _runge_kutta(f, tau, p, self.step))
         return torch.stack(path)
 
 

@@ -22,6 +22,7 @@ from tests.helpers.inputs import (
     first_of,
     parameters,
     patch,
+    recursion,
 )
 from tests.helpers.models import LENGTH, tiny_llama
 from tests.helpers.positions import CACHES, EXACT, logits, padded
@@ -37,13 +38,16 @@ ROPE = Rope.geometric(1e4, 16, LENGTH)
 FAST = {  # every family once
     ("llama", "multiplicative"),
     ("llama", "3d_rpe"),
+    ("llama", "discrete"),
     ("qwen3", "learned"),
     ("mistral", "hierarchical"),
     ("gemma", "sinusoidal"),
     ("gpt_neox", "xpos"),
     ("learned", "static"),
     ("xpos", "dynamic"),
+    ("discrete", "dynamic"),
     ("learned", "left"),
+    ("discrete", "left"),
     ("xpos", "left"),
 }
 
@@ -151,6 +155,17 @@ def test_the_path_solves_its_differential_equation() -> None:
     torch.testing.assert_close(found, torch.from_numpy(right.y.T), atol=1e-4, rtol=1e-5)
 
 
+def test_a_discrete_path_is_its_recursion() -> None:
+    encoding = build_method("floater", flow="discrete", hidden=6)
+    generator = torch.Generator().manual_seed(0)
+    learned = {
+        name: 0.4 * torch.randn(value.shape, generator=generator, dtype=torch.float64)
+        for name, value in encoding.initial_inputs(4, 1.0, ROPE).items()
+    }
+    found = encoding.p(torch.arange(30, dtype=torch.float64), 4, ROPE, learned)
+    torch.testing.assert_close(found, recursion(learned, 30))
+
+
 def test_positions_begin_as_the_pages_say(ids) -> None:
     plain = tiny_llama()
     bare = rope_ext.patch(tiny_llama(), "nope")
@@ -173,13 +188,15 @@ def test_the_scale_is_the_size_of_what_the_first_layer_gets(kind: str) -> None:
     assert scale_of(model) == pytest.approx(float(size), rel=1e-3)
 
 
-@pytest.mark.parametrize(("name", "cache"), grid([*CHOSEN, "hierarchical"], CACHES))
+@pytest.mark.parametrize(("name", "cache"), grid([*CHOSEN, "hierarchical", "discrete"], CACHES))
 def test_cached_decoding_equals_recomputation(name: str, cache: str, ids) -> None:
     model = patch(tiny_llama(), name)
     decodes_as_it_reads(model, cache, ids, (40, 1, 1, 30, 1, 1, 1, 15))
 
 
-@pytest.mark.parametrize(("name", "side"), grid(["learned", "xpos", "3d_rpe"], ["left", "right"]))
+@pytest.mark.parametrize(
+    ("name", "side"), grid(["learned", "xpos", "3d_rpe", "discrete"], ["left", "right"])
+)
 def test_a_row_of_a_batch_gives_what_it_gives_alone(name: str, side: str, ids) -> None:
     model = patch(tiny_llama(), name)
     rows_are_as_alone(model, side, ids)
@@ -274,6 +291,8 @@ def test_beyond_the_table_there_is_an_error_that_names_the_cure(ids) -> None:
         ("multiplicative", {"table": "no"}, "must be 'learned' or 'sinusoidal'"),
         ("sinusoidal", {"scale": 0}, "scale=0 is not valid"),
         ("floater", {"into": "last"}, "into='last' is not valid; it must be 'every' or 'first'"),
+        ("floater", {"flow": "none"}, "flow='none' is not valid; it must be 'continuous' or 'disc"),
+        ("floater", {"flow": "discrete", "step": 0.2}, "step=0.2 is not valid; it must be left"),
         ("xpos", {"scale_base": 1}, "scale_base=1 is not valid"),
         ("3d_rpe", {"chunk": 0}, "chunk=0 is not valid"),
         ("drope", {"c": -1}, "c=-1 is not valid"),

@@ -21,6 +21,7 @@ from tests.helpers.promises import learns
 
 LEARNED = ["learned", "multiplicative", "floater"]
 KEPT = ["sinusoidal", *LEARNED]
+RELOADED = [*first_of(*KEPT), "discrete"]
 
 SOME = first_of(*LEARNED)
 
@@ -61,7 +62,7 @@ def test_gradient_checkpointing_changes_nothing(name: str, reentrant: bool, ids)
         torch.testing.assert_close(one, other, atol=1e-6, rtol=1e-5)
 
 
-@pytest.mark.parametrize("name", first_of(*KEPT))
+@pytest.mark.parametrize("name", RELOADED)
 def test_reloaded_to_the_bit(name: str, ids, tmp_path, capfd) -> None:
     model = patch(tiny_llama(), name)
     with torch.no_grad():  # as training would; a scale measured again would be another

@@ -47,6 +47,7 @@ REFUSED = {  # options of training, of the replacement, and what the error names
     "dape on another": ({}, {"on": "alibi"}, r"on='alibi' instead of 'kerple_log'"),
     "fire": ({}, {"hidden": 16}, r"hidden=16 instead of 32"),
     "floater": ({"hidden": 8}, {"hidden": 16}, r"hidden=16 instead of 8"),
+    "floater discrete": ({}, {"flow": "discrete"}, r"parameters belong to another flow\."),
     "transformer_xl": ({}, {"width": 32}, r"width=32 instead of None"),
 }
 READ_OTHERWISE = {  # options that change how the same numbers are read

@@ -40,6 +40,7 @@ VARIANTS = {
     "sines": ("multiplicative", {"table": "sinusoidal"}),
     "scaled": ("sinusoidal", {"scale": 0.3, "base": 100.0}),
     "first": ("floater", {"into": "first", "step": 0.2, "hidden": 8}),
+    "discrete": ("floater", {"flow": "discrete", "hidden": 8}),
 }
 ADDED = ("sinusoidal", "learned", "multiplicative", "floater")
 
@@ -102,9 +103,22 @@ def path(learned: Learned, tokens: int, step: float) -> torch.Tensor:
     return torch.stack(found)
 
 
+def recursion(learned: Learned, tokens: int) -> torch.Tensor:
+    """``p + f(p)`` from token to token, one number at a time."""
+    w1, b1, w2, b2 = (learned[name].double() for name in list(learned)[1:])
+    found = [learned["start"].double()]
+    for _ in range(tokens - 1):
+        p = found[-1]
+        inner = [max(0.0, row @ p + bias) for row, bias in zip(w1, b1, strict=True)]
+        found.append(p + sum(x * column for x, column in zip(inner, w2.T, strict=True)) + b2)
+    return torch.stack(found)
+
+
 def entered(name: str, x: torch.Tensor, t: torch.Tensor, learned: Learned, scale: float):
     """Hidden states of one row at the positions ``t``, with what ``name`` makes of them."""
     columns = x.shape[-1]
+    if name == "discrete":
+        return x + scale * recursion(learned, int(t.max()) + 1)[t]
     if name == "floater" or name == "first":
         rows = path(learned, int(t.max()) + 1, 0.1 if name == "floater" else 0.2)
         return x + scale * rows[t]
@@ -209,7 +223,7 @@ def by_hand(
         _by_hand.append(ByHand(of_encoding, theta, t, positions))
         stack.callback(_by_hand.pop)
         if of_encoding in ADDED:
-            layers = decoder.layers if name == "floater" else decoder.layers[:1]
+            layers = decoder.layers if name in ("floater", "discrete") else decoder.layers[:1]
             for layer in layers:
                 stack.callback(layer.register_forward_pre_hook(enter).remove)
         model.set_attn_implementation("by_hand")

@@ -48,7 +48,8 @@ class Encoding(PositionMethod):
     shared: ClassVar[bool] = False  # one set of parameters for the model, not one per layer
     additive: ClassVar[bool] = False  # its scores do not depend on the content of queries and keys
     redefining: ClassVar[tuple[str, ...]] = ()  # options that change the meaning of parameters
-    entered: ClassVar[Literal["first", "every"] | None] = None  # layers whose input it changes
+    # Layers whose input it changes: the first, every, or the one with which the last n begin.
+    entered: ClassVar[Literal["first", "every"] | int | None] = None
 
     factor: float = 1.0
 

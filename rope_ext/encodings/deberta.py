@@ -3,33 +3,42 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import torch
 
-from rope_ext.encodings.base import Encoding, Heads, Learned
+from rope_ext.encodings.base import Heads, Learned
+from rope_ext.encodings.inputs import InputEncoding
 from rope_ext.encodings.tables import STD, ByTables, lengthened
+from rope_ext.methods.checked import not_none
 from rope_ext.methods.registry import register
 from rope_ext.methods.rope import Rope
 
 
 @register
 @dataclass(frozen=True, kw_only=True)
-class DeBERTa(Encoding):
+class DeBERTa(InputEncoding):
     """Replaces RoPE with disentangled attention between contents and relative positions.
 
     The sum of content to content, content to position and position to content is divided by the
     square root of three, in addition to the model's scale. Each head of a layer learns its vectors
     by distance directly, one set for keys and one for queries; the paper projects them from one
-    embedding in each layer. The absolute positions of its "enhanced mask decoder" in the last
-    layers are not implemented.
+    embedding in each layer.
+
+    ``absolute_layers`` adds absolute positions as its "enhanced mask decoder" does for ``n``
+    layers: a learned vector for each position is added once, to the hidden state that enters the
+    first of the last ``n`` layers. There it becomes the input of the queries alone, and one layer
+    runs ``n`` times; here the last ``n`` layers keep their weights and compute queries, keys and
+    values from that input, as any layer of a decoder does.
 
     Args:
         clip: tokens; the paper's k. There is one vector for each distance below it: the half of the
             released code's table that a causal model uses.
+        absolute_layers: ``n``; 2 in the paper. 0: no absolute positions.
+        length: entries of the table of absolute positions, tokens; by default the context length.
 
-    He et al. 2021, arXiv 2006.03654.
+    He et al. 2021, arXiv 2006.03654; absolute positions: section 3.2 and the released code.
     """
 
     name: ClassVar[str] = "deberta"
@@ -37,10 +46,30 @@ class DeBERTa(Encoding):
     summary: ClassVar[str] = "learned vectors per distance for queries and keys; needs training"
 
     clip: int = 512
+    absolute_layers: int = 0
+    length: int | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
         self.require_tokens("clip", optional=False)
+        self.require_tokens("absolute_layers", minimum=0, optional=False)
+        self.require_tokens("length", minimum=2)
+        needed = self.length is None or self.absolute_layers > 0
+        self.require("length", needed, "left out without absolute_layers")
+
+    @property
+    def entered(self) -> int:
+        return self.absolute_layers
+
+    def resolved(self, rope: Rope) -> DeBERTa:
+        if not self.absolute_layers:
+            return self
+        made = replace(self, length=self.length or self.target_length(rope))
+        made.covers(made.target_length(rope), rope)
+        return made
+
+    def limit(self, rope: Rope) -> int | None:
+        return self.length
 
     def initial(self, heads: Heads, rope: Rope) -> dict[str, torch.Tensor]:
         return {
@@ -48,8 +77,16 @@ class DeBERTa(Encoding):
             "query": STD * torch.randn(heads.count, self.clip, heads.columns),
         }
 
+    def initial_inputs(self, columns: int, size: float, rope: Rope) -> dict[str, torch.Tensor]:
+        return {"table": STD * torch.randn(not_none(self.length), columns, device="cpu")}
+
     def grown(self, name: str, learned: torch.Tensor, initial: torch.Tensor) -> torch.Tensor | None:
+        if name == "table":
+            return lengthened(learned, initial, 0, repeat=False)
         return lengthened(learned, initial, 1, repeat=True)
+
+    def p(self, t: torch.Tensor, columns: int, rope: Rope, learned: Learned) -> torch.Tensor:
+        return learned["table"][t.long()]
 
     def scores(self, heads: int, rope: Rope, learned: Learned) -> ByTables:
         tables = {"of_query": learned["key"], "of_key": learned["query"]}

@@ -21,7 +21,7 @@ from rope_ext.methods.rope import Rope
 class InputEncoding(Encoding):
     """Base of the encodings before the layers."""
 
-    entered: ClassVar[Literal["first", "every"] | None] = "first"
+    entered: ClassVar[Literal["first", "every"] | int | None] = "first"
     sized: ClassVar[bool] = False  # ``p`` is of magnitude 1 and has a scale
     tabled: ClassVar[bool] = False  # ``p`` of a position depends on all earlier ones
 

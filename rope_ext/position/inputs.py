@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from rope_ext.encodings.inputs import InputEncoding
-from rope_ext.errors import UnsupportedModelError
+from rope_ext.errors import OptionError, UnsupportedModelError
 from rope_ext.forward.context import current, run_eagerly
 from rope_ext.forward.positions import PositionForward
 from rope_ext.methods import Rope
@@ -138,27 +138,43 @@ def enter(decoder: nn.Module, position_map: PositionMap) -> list[Any]:
 
     Raises:
         UnsupportedModelError: the input of its layers is unknown.
+        OptionError: it has fewer layers than the encoding enters.
     """
     encoding, layers = cast("InputEncoding", position_map.encoding), _layers(decoder)
+    entered = _entered(encoding, layers)
     columns, size = _measured(decoder, layers[0], position_map)
     like = next((p for p in layers[0].parameters() if p.is_floating_point()), torch.empty(0))
     if like.is_meta:  # offloaded: no hook would ever load a new parameter from there
         like = torch.empty(0, dtype=like.dtype, device="cpu")
     module = InputPositions(encoding, columns, size, position_map.rope, like)
     decoder.add_module(NAME, module)
-    entered = layers if encoding.entered == "every" else layers[:1]
     hook: Any = Entrance(decoder, position_map)
     return [layer.register_forward_pre_hook(hook, with_kwargs=True) for layer in entered]
+
+
+def _entered(encoding: InputEncoding, layers: list[nn.Module]) -> list[nn.Module]:
+    """The layers whose input ``encoding`` changes."""
+    entered = encoding.entered
+    if not isinstance(entered, int):
+        return layers if entered == "every" else layers[:1]
+    if entered > len(layers):
+        raise OptionError(
+            f"{encoding.name} changes the input of the last {entered} layers, and the model has "
+            f"{len(layers)}; choose fewer"
+        )
+    return [layers[-entered]]
 
 
 def note(decoder: nn.Module) -> str:
     """A sentence for ``describe``."""
     module = getattr(decoder, NAME)
-    layers = "every layer gets" if module.encoding.entered == "every" else "the first layer gets"
+    entered: Any = module.encoding.entered
+    named = {"first": "the first layer", "every": "every layer"}
+    layers = named.get(entered, f"the first of the last {entered} layers")
     scale = _fixed_scale(module.encoding) if module.encoding.sized else None
     scale = float(module.scale) if module.encoding.sized and scale is None else scale
     size = "" if scale is None else f", times {scale:.3g}"
-    return f"inputs: what {layers} has its positions{size}"
+    return f"inputs: what {layers} gets has its positions{size}"
 
 
 def leave(decoder: nn.Module) -> None:

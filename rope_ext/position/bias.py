@@ -157,6 +157,13 @@ def _no_place(before: Encoding, now: Encoding, what: str) -> OptionError:
     )
 
 
+def like_weights(module: nn.Module) -> torch.Tensor:
+    """A tensor with the dtype and device for parameters next to the weights of ``module``."""
+    like = next((p for p in module.parameters() if p.is_floating_point()), torch.empty(0))
+    # Offloaded: no hook would ever load a new parameter from the meta device.
+    return torch.empty(0, dtype=like.dtype, device="cpu") if like.is_meta else like
+
+
 class Learning(nn.Module):
     """Parameters of an encoding.
 

@@ -17,7 +17,7 @@ from rope_ext.errors import OptionError, UnsupportedModelError
 from rope_ext.forward.context import current, run_eagerly
 from rope_ext.forward.positions import PositionForward
 from rope_ext.methods import Rope
-from rope_ext.position.bias import Learning
+from rope_ext.position.bias import Learning, like_weights
 from rope_ext.position.map import PositionMap
 from rope_ext.position.segments import BatchMask
 from rope_ext.rotary.sites import evaluating, vocabulary_of
@@ -143,9 +143,7 @@ def enter(decoder: nn.Module, position_map: PositionMap) -> list[Any]:
     encoding, layers = cast("InputEncoding", position_map.encoding), _layers(decoder)
     entered = _entered(encoding, layers)
     columns, size = _measured(decoder, layers[0], position_map)
-    like = next((p for p in layers[0].parameters() if p.is_floating_point()), torch.empty(0))
-    if like.is_meta:  # offloaded: no hook would ever load a new parameter from there
-        like = torch.empty(0, dtype=like.dtype, device="cpu")
+    like = like_weights(layers[0])
     module = InputPositions(encoding, columns, size, position_map.rope, like)
     decoder.add_module(NAME, module)
     hook: Any = Entrance(decoder, position_map)

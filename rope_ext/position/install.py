@@ -137,7 +137,7 @@ class Installed:
         owner = module if own else self.decoder
         there = getattr(owner, bias.NAME, None)
         if there is None:
-            like = next((p for p in module.parameters() if p.is_floating_point()), torch.empty(0))
+            like = bias.like_weights(module)
             made = bias.DistanceBias(encoding, layout.heads, self.map.rope, like)
             owner.add_module(bias.NAME, made)
         elif layout.heads.count != there.heads.count:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 
+import accelerate
 import peft
 import pytest
 import torch
@@ -181,6 +182,18 @@ def test_what_an_adapter_trained_outlives_another_patch(name: str, ids) -> None:
     assert sorted(adapted.state_dict()) == sorted(names)
     rope_ext.unpatch(adapted)
     assert not any("rope_ext_" in path for path, _ in adapted.named_modules())
+
+
+@pytest.mark.parametrize("name", ["t5", "shaw", "kerple_log"])
+def test_offloaded_weights(name: str, ids) -> None:
+    """Whose parameters are on the meta device, where what is learned would have no values."""
+    found = []
+    for offloaded in (False, True):
+        model = tiny_llama()
+        model = accelerate.cpu_offload(model, execution_device="cpu") if offloaded else model
+        torch.manual_seed(0)
+        found.append(logits(rope_ext.patch(model, name), ids))
+    torch.testing.assert_close(*found)
 
 
 def test_a_shared_table_goes_along_to_other_layers() -> None:

@@ -47,6 +47,7 @@ class Encoding(PositionMethod):
     allows_factor_one: ClassVar[bool] = True
     shared: ClassVar[bool] = False  # one set of parameters for the model, not one per layer
     additive: ClassVar[bool] = False  # its scores do not depend on the content of queries and keys
+    projected: ClassVar[bool] = False  # :meth:`scores` gets the ``key_projection`` of its layer
     redefining: ClassVar[tuple[str, ...]] = ()  # options that change the meaning of parameters
     # Layers whose input it changes: the first, every, or the one with which the last n begin.
     entered: ClassVar[Literal["first", "every"] | int | None] = None
@@ -138,6 +139,7 @@ class Encoding(PositionMethod):
         """Changes to the logits beyond a bias by distance, or None.
 
         The arguments are those of :meth:`bias`, which is not called in this case; ``learned`` also
-        has the :meth:`constants`.
+        has the :meth:`constants` and, if ``projected``, ``key_projection``: the weight with which
+        the layer makes the keys of every query head, ``[heads, columns, hidden size]``.
         """
         return None

@@ -74,8 +74,10 @@ class TransformerXL(Encoding):
     layer. The KV cache takes the role of the paper's segment memory.
 
     Args:
+        projection: ``"learned"``, or ``"key"`` to use the layer's own key projection as ``W_R``,
+            with a sinusoid of the hidden size. Training then changes both uses of it.
         width: size of a sinusoid, an even number; None: the head dimension. The paper uses the
-            hidden size of the model; attention gets slower as it grows.
+            hidden size of the model; attention gets slower as it grows. Only for a learned one.
         base: of the sinusoid's frequencies.
 
     Dai et al. 2019, arXiv 1901.02860; Yang et al. 2019 (XLNet), arXiv 1906.08237.
@@ -86,6 +88,7 @@ class TransformerXL(Encoding):
     paper: ClassVar[str] = "arXiv 1901.02860"
     summary: ClassVar[str] = "learned projections of sinusoids of the distance; needs training"
 
+    projection: str = "learned"
     width: int | None = None
     base: float = 10000.0
 
@@ -93,15 +96,24 @@ class TransformerXL(Encoding):
         super().__post_init__()
         self.require_tokens("width", minimum=2)
         self.require("width", self.width is None or self.width % 2 == 0, "an even number")
+        self.require_choice("projection", "learned", "key")
+        if self.projected:
+            self.require("width", self.width is None, "left out with projection='key'")
         self.require_number("base", above=1)
+
+    @property
+    def projected(self) -> bool:
+        return self.projection == "key"
 
     def initial(self, heads: Heads, rope: Rope) -> dict[str, torch.Tensor]:
         width = self.width or heads.columns + heads.columns % 2
-        shapes = {"u": (), "v": (), "r": (width,)}
+        shapes = {"u": (), "v": ()} | ({} if self.projected else {"r": (width,)})
         return {
             name: STD * torch.randn(heads.count, heads.columns, *more)
             for name, more in shapes.items()
         }
 
     def scores(self, heads: int, rope: Rope, learned: Learned) -> BySinusoid:
+        if self.projected:
+            learned = {"u": learned["u"], "v": learned["v"], "r": learned["key_projection"]}
         return BySinusoid(learned=learned, base=self.base)

@@ -95,7 +95,7 @@ class MappedLayer(AttentionLayer):
     @staticmethod
     def _added(owner: nn.Module, distances: int, like: torch.Tensor) -> bias.Added:
         module = getattr(owner, bias.NAME)  # looked up each time: peft may have wrapped it
-        return module(distances, like.device, _table_dtype(like))
+        return module(distances, like.device, _table_dtype(like), owner)
 
     @property
     def scored(self) -> bool:

@@ -14,6 +14,7 @@ from rope_ext.encodings.base import Bounds
 from rope_ext.encodings.scores import Scores
 from rope_ext.errors import OptionError
 from rope_ext.methods import Rope
+from rope_ext.position.layers import KeyProjection
 
 NAME = "rope_ext_bias"  # name of the module within an attention module, and so in checkpoints
 _HIDES = -1e30
@@ -261,15 +262,28 @@ class DistanceBias(Learning):
     def __init__(self, encoding: Encoding, heads: Heads, rope: Rope, like: torch.Tensor) -> None:
         super().__init__(encoding.initial(heads, rope), like, encoding.bounds)
         self.encoding, self.heads, self.rope = encoding, heads, rope
+        self.projection: KeyProjection | None = None
         self._made: tuple[tuple, tuple, torch.Tensor] | None = None
 
-    def forward(self, distances: int, device: torch.device, dtype: torch.dtype) -> Added:
+    def forward(
+        self,
+        distances: int,
+        device: torch.device,
+        dtype: torch.dtype,
+        owner: nn.Module | None = None,
+    ) -> Added:
         """Additions at all distances below ``distances``; a bias is ``[heads, n]``.
 
-        If the bias is constant from some distance on, that distance is the last entry.
+        If the bias is constant from some distance on, that distance is the last entry. ``owner`` is
+        the attention module whose keys an encoding may project.
         """
         # This is forward, and not another method, because wrappers gather parameters before it.
         given = {**self.clamped(), **self.encoding.constants(self.heads, device)}
+        if self.projection is not None and owner is not None:
+            like = next(self.parameters())
+            weight = self.projection.weight(owner, like.device, like.dtype)
+            groups = self.heads.count // len(weight)
+            given["key_projection"] = weight.repeat_interleave(groups, 0)
         scores = self.encoding.scores(self.heads.count, self.rope, given)
         if scores is not None:
             return Added(scores=scores)

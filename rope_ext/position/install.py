@@ -25,7 +25,14 @@ from rope_ext.forward.positions import PositionForward
 from rope_ext.position import bias, inputs, tensors
 from rope_ext.position.attend import LAYER, NAME, AttentionLayer, MappedLayer
 from rope_ext.position.cache import keep, note
-from rope_ext.position.layers import Layout, chosen_layers, find_layouts, layer_number
+from rope_ext.position.layers import (
+    KeyProjection,
+    Layout,
+    chosen_layers,
+    find_key_projections,
+    find_layouts,
+    layer_number,
+)
 from rope_ext.position.map import PositionMap
 from rope_ext.position.segments import BatchMask
 from rope_ext.record import option_texts
@@ -86,6 +93,10 @@ class Installed:
         self.kept = [module for module in rotated if module not in self.mapped]
         self.layouts = {**layouts, **dict.fromkeys(self.kept)}
         self._names = calls.parameters(type(decoder))
+        self._projections: dict[nn.Module, KeyProjection] = {}
+        if position_map.encoding is not None and position_map.encoding.projected:
+            sites = list(position_map.frequencies)
+            self._projections = find_key_projections(decoder, sites, self.mapped)
 
     def put(self, decoder: nn.Module) -> None:
         """Install hooks and the attention function."""
@@ -139,6 +150,7 @@ class Installed:
         if there is None:
             like = bias.like_weights(module)
             made = bias.DistanceBias(encoding, layout.heads, self.map.rope, like)
+            made.projection = self._projections.get(module)
             owner.add_module(bias.NAME, made)
         elif layout.heads.count != there.heads.count:
             raise UnsupportedModelError(

@@ -173,6 +173,101 @@ def rotated_layers(decoder: nn.Module, sites: list[RotarySite]) -> dict[nn.Modul
     return found
 
 
+@dataclass(frozen=True, eq=False)
+class KeyProjection:
+    """The part of a linear layer that makes the keys of an attention layer.
+
+    Args:
+        name: of the linear layer in the attention module.
+        rows: rows of its weight, one for each column of the keys of all heads.
+        heads: number of key heads.
+        inputs: columns of its input.
+    """
+
+    name: str
+    rows: slice | torch.Tensor
+    heads: int
+    inputs: int
+
+    def weight(self, module: nn.Module, device: torch.device, dtype: torch.dtype) -> torch.Tensor:
+        """``[heads, columns, inputs]``, with gradients for the weights of ``module``.
+
+        Adapters, quantized, offloaded and partitioned weights have no matrix to read. What they
+        return for unit vectors is one, once their bias is subtracted.
+        """
+        linear = getattr(module, self.name)
+        if type(linear) is nn.Linear and linear.weight.device == device and linear.weight.numel():
+            weight = linear.weight
+        else:
+            unit = torch.eye(self.inputs + 1, self.inputs, device=device, dtype=dtype)
+            out = linear(unit[None])[0]  # the last row of ``unit`` is zero
+            weight = (out[:-1] - out[-1:]).mT
+        return weight[self.rows].unflatten(0, (self.heads, -1))
+
+
+def find_key_projections(
+    decoder: nn.Module, sites: list[RotarySite], modules: list[nn.Module]
+) -> dict[nn.Module, KeyProjection]:
+    """The linear layers that make the keys of attention layers, found by what they return.
+
+    Raises:
+        UnsupportedModelError: the keys of a layer are not columns of what one linear layer in it
+            returns, as where they are normalized.
+    """
+    found: dict[nn.Module, KeyProjection] = {}
+    returned: dict[nn.Module, tuple[torch.Tensor, torch.Tensor]] = {}
+
+    def look(part: nn.Module, args: tuple, output: Any) -> None:
+        if args and isinstance(args[0], torch.Tensor) and isinstance(output, torch.Tensor):
+            returned[part] = args[0], output
+
+    parts = {part for module in modules for part in module.children()}
+    handles = [part.register_forward_hook(look) for part in parts]
+    try:
+        for site in sites:
+            for module, _, key, *_ in _run(decoder, site, _ProbeRotation(site)):
+                for name, part in module.named_children():
+                    if module in modules and module not in found and part in returned:
+                        made = _key_projection(module, name, key[0], *returned[part])
+                        found |= {} if made is None else {module: made}
+    finally:
+        for handle in handles:
+            handle.remove()
+    lacking = next((module for module in modules if module not in found), None)
+    if lacking is not None:
+        raise UnsupportedModelError(
+            f"{type(decoder).__name__}: the keys of {_path(decoder, lacking)} are not what one "
+            f"linear layer in it returns (they may be normalized, or made in several steps), so "
+            f"there is no key projection to apply to positions; use projection='learned'"
+        )
+    return found
+
+
+@torch.no_grad()
+def _key_projection(
+    module: nn.Module, name: str, key: torch.Tensor, x: torch.Tensor, y: torch.Tensor
+) -> KeyProjection | None:
+    """The submodule ``name`` of ``module`` if it is linear and returns ``key``, not rotated.
+
+    ``x`` and ``y`` are its input and output; rows of a probe differ in the rotation alone.
+    """
+    if x.ndim != 3 or y.ndim != 3 or y.shape[:2] != x.shape[:2]:
+        return None
+    keys = key.transpose(0, 1).flatten(1).double()  # [tokens, columns of all heads]
+    x, y = x[0].double(), y[0].double()
+    rows = torch.cdist(keys.mT, y.mT).argmin(1)
+    if not torch.allclose(y[:, rows], keys, rtol=0, atol=_tolerance(key)):
+        return None
+    made = KeyProjection(name, _columns(rows), len(key), x.shape[-1])
+    try:
+        weight = made.weight(module, key.device, key.dtype).flatten(0, 1).double()
+    except (RuntimeError, TypeError):  # it does not take other numbers of tokens
+        return None
+    # Without a bias, and up to the rounding of quantized layers, in any dtype.
+    away = (x - x[:1]) @ weight.mT - (keys - keys[:1])
+    return made if away.abs().max() <= _TOLERANCE[torch.bfloat16] * keys.abs().max() else None
+
+
 def ignores_scaling(decoder: nn.Module, site: RotarySite) -> bool:
     """Whether a factor of cosine and sine has no effect, since queries are normalised afterwards.
 

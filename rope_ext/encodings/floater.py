@@ -25,7 +25,7 @@ class FLOATER(Sized):
 
     Args:
         flow: ``"continuous"``, or ``"discrete"`` for the recursion ``p(t) = p(t - 1) + f(p(t -
-            1))``, whose ``f`` does not get ``tau``.
+            1))``, whose ``f`` has tanh instead of the ReLU and does not get ``tau``.
         step: of ``tau`` between two tokens; only for the continuous flow.
         hidden: hidden units of ``f``; by default the hidden size of the model.
         into: ``"every"`` layer receives the same ``p(t)``, as published, or the ``"first"`` only.
@@ -78,8 +78,11 @@ class FLOATER(Sized):
     def p(self, t: torch.Tensor, columns: int, rope: Rope, learned: Learned) -> torch.Tensor:
         values = {name: value.to(t) for name, value in learned.items()}
 
+        # A recursion with a ReLU grows exponentially; with tanh no step is longer than a limit.
+        bent = torch.tanh if self._discrete else relu
+
         def f(tau: torch.Tensor, p: torch.Tensor) -> torch.Tensor:
-            for layer, bend in (("first", relu), ("second", None)):
+            for layer, bend in (("first", bent), ("second", None)):
                 weight, bias = values[f"{layer}_weight"], values[f"{layer}_bias"]
                 p = linear(p if self._discrete else torch.cat((p, tau)), weight, bias)
                 p = p if bend is None else bend(p)

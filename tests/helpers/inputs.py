@@ -109,7 +109,7 @@ def recursion(learned: Learned, tokens: int) -> torch.Tensor:
     found = [learned["start"].double()]
     for _ in range(tokens - 1):
         p = found[-1]
-        inner = [max(0.0, row @ p + bias) for row, bias in zip(w1, b1, strict=True)]
+        inner = [(row @ p + bias).tanh() for row, bias in zip(w1, b1, strict=True)]
         found.append(p + sum(x * column for x, column in zip(inner, w2.T, strict=True)) + b2)
     return torch.stack(found)
 

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from functools import cached_property
 from typing import Any
 
-from recipes.laboratory.log import Cell
+from recipes.laboratory.log import RATES, Cell
 from recipes.laboratory.model import ROPE
 from recipes.laboratory.tasks import MOST
 
@@ -30,9 +30,15 @@ class Results:
     def __init__(
         self, settings: Mapping[str, Any], cells: Mapping[Cell, Mapping[str, Any]]
     ) -> None:
-        self.settings, self.cells = settings, cells
+        self.settings = settings
+        self.cells = {cell: record for cell, record in cells.items() if cell.subject != RATES}
+        self.choices = {
+            cell.name: record
+            for cell, record in cells.items()
+            if cell.subject == RATES and "chosen" in record
+        }
         self.refused: dict[str, str] = {}
-        for cell, record in cells.items():
+        for cell, record in self.cells.items():
             if "refused" in record:
                 self.refused[f"{cell.name} ({cell.subject})"] = record["refused"]
             for label, read in record.get("read", {}).items():

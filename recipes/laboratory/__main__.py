@@ -3,8 +3,9 @@
     python -m recipes.laboratory --resume
     accelerate launch --num_processes 8 -m recipes.laboratory --resume
 
-Everything else is equal: initial weights where shapes match, rows and their order, steps. Results
-are appended as they arrive; --resume continues an interrupted run.
+Everything else is equal: initial weights where shapes match, rows and their order, steps, and the
+effort to find learning rates. Results are appended as they arrive; --resume continues an
+interrupted run.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import hashlib
 import sys
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,11 +23,12 @@ import torch
 
 from recipes.checks import POSITIVE, at_least, out_of_range
 from recipes.laboratory import page
-from recipes.laboratory.log import Cell, Log
+from recipes.laboratory.log import RATES, Cell, Log
 from recipes.laboratory.model import Size, chosen
+from recipes.laboratory.rates import SEED, Rates
 from recipes.laboratory.tasks import TASKS, Tasks
 from recipes.laboratory.text import Text
-from recipes.laboratory.training import Subject, run
+from recipes.laboratory.training import Subject, choose_rates, run
 from rope_eval.folder import Folder
 from rope_eval.run.runner import Ranks
 from rope_ext.errors import MeasureError, Mistakes, RopeExtError, first_line, nearest
@@ -34,8 +36,11 @@ from rope_ext.terminal import stoppable
 
 TEXT, LENGTHS = "text", "tasks"
 """The two subjects."""
-_SIZES = tuple(
-    ["steps", "problem_steps", "length", "width", "layers", "heads", "batch", "problems", "rows"]
+Tell = Callable[[str], None]
+"""Prints progress."""
+_SIZES = (
+    *("steps", "problem_steps", "choosing_steps", "length", "width", "layers", "heads"),
+    *("batch", "problems", "rows"),
 )
 
 _RULES = {
@@ -57,6 +62,7 @@ def arguments(given: list[str] | None = None) -> argparse.Namespace:
     )
     add("--steps", type=int, default=Text.steps, help="training steps on text")
     add("--problem-steps", type=int, default=Tasks.steps, help="training steps on problems")
+    add("--choosing-steps", type=int, default=300, help="training steps to choose rates with")
     add("--length", type=int, default=128, help="tokens per row; evaluated at up to 16 times")
     add("--width", type=int, default=128, help="hidden size")
     add("--layers", type=int, default=2)
@@ -107,29 +113,24 @@ def subjects_of(args: argparse.Namespace) -> dict[str, Subject]:
     return found
 
 
-def settings_of(args: argparse.Namespace, subjects: dict[str, Subject]) -> dict[str, Any]:
+def settings_of(
+    args: argparse.Namespace, subjects: dict[str, Subject], text: Text
+) -> dict[str, Any]:
     """Settings that cells must share to be comparable."""
     settings = {name: getattr(args, name) for name in (*_SIZES, "learning_rate")}
     if LENGTHS in subjects:
         settings["tasks"] = list(subjects[LENGTHS].names)
-    if TEXT in subjects:
-        text = subjects[TEXT]
-        seen = hashlib.sha256(text.stream.tobytes() + text.held_out.tobytes())
-        settings["text"] = seen.hexdigest()[:16]
+    seen = hashlib.sha256(text.stream.tobytes() + text.held_out.tobytes())
+    settings["text"] = seen.hexdigest()[:16]
     return settings
 
 
 def main(given: list[str] | None = None) -> int:
     args = arguments(given)
     names, subjects = chosen(args.encodings), subjects_of(args)
+    choosing = Text(args.length, args.batch, args.rows, args.choosing_steps)
     ranks = Ranks.join(args.device)
-    log = Log(args.output, settings_of(args, subjects))
-    cells = [
-        Cell(subject, name, seed)
-        for seed in range(args.seeds)
-        for subject in subjects  # before names: two processes would have a subject each
-        for name in names
-    ]
+    log = Log(args.output, settings_of(args, subjects, choosing))
     if args.report:
         return write_page(log)
     folder = Folder(args.output)
@@ -140,23 +141,44 @@ def main(given: list[str] | None = None) -> int:
                 f"{args.output} holds {len(done)} finished cells; give --resume to go on, or "
                 f"another --output"
             )
+        size, device = Size(args.width, args.layers, args.heads), _device(ranks.device)
+
+        def choose(cell: Cell, tell: Tell) -> dict[str, Any]:
+            return choose_rates(size, choosing, cell.name, args.learning_rate, device, tell)
+
+        def train(cell: Cell, tell: Tell) -> dict[str, Any]:
+            record, subject = rates[cell.name], subjects[cell.subject]
+            if "chosen" not in record:  # refused, with the reason
+                return record
+            found = Rates(**record["chosen"])
+            return run(size, subject, cell.name, cell.seed, args.learning_rate, found, device, tell)
+
         ranks.wait()  # all processes share out the same rest
-        failed = train(ranks, log, [cell for cell in cells if cell not in done], args, subjects)
+        failed = work(ranks, log, [Cell(RATES, name, SEED) for name in names], choose)
+        ranks.wait()
+        rates = {cell.name: record for cell, record in log.read().items() if cell.subject == RATES}
+        cells = [
+            Cell(subject, name, seed)
+            for subject in subjects
+            for seed in range(args.seeds)
+            for name in names
+            if name in rates
+        ]
+        failed += work(ranks, log, cells, train)
         ranks.wait()
         if ranks.rank == 0:
             write_page(log)
     return 1 if failed else 0
 
 
-def train(
-    ranks: Ranks,
-    log: Log,
-    cells: list[Cell],
-    args: argparse.Namespace,
-    subjects: dict[str, Subject],
+def work(
+    ranks: Ranks, log: Log, cells: list[Cell], function: Callable[[Cell, Tell], dict[str, Any]]
 ) -> int:
-    """Run the cells of this process; returns the number of failed ones."""
-    mine, began, failed = ranks.share(cells), time.monotonic(), 0
+    """Run the unfinished cells of this process; returns the number of failed ones."""
+    done = log.read()
+    ranks.wait()  # all have read the same log
+    mine = ranks.share([cell for cell in cells if cell not in done])
+    began, failed = time.monotonic(), 0
     for number, cell in enumerate(mine):
         minutes = (time.monotonic() - began) / 60
         left = f", {minutes / number * (len(mine) - number):.0f} minutes left" if number else ""
@@ -165,10 +187,8 @@ def train(
         def tell(text: str, start: str = start) -> None:
             print(f"{start}: {text}", file=sys.stderr, flush=True)
 
-        size = Size(args.width, args.layers, args.heads)
-        subject, device = subjects[cell.subject], _device(ranks.device)
         try:
-            record = run(size, subject, cell.name, cell.seed, args.learning_rate, device, tell)
+            record = function(cell, tell)
         except RopeExtError as error:
             record = {"refused": first_line(error)}
             tell(f"refused: {record['refused']}")

@@ -12,7 +12,9 @@ from typing import Any
 from rope_eval.folder import writing
 from rope_ext.errors import MeasureError
 
-_MARK = {"program": "rope_ext", "log": "laboratory", "format": 1}
+RATES = "rates"
+"""What the cells are for that choose learning rates; other cells train on a subject."""
+_MARK = {"program": "rope_ext", "log": "laboratory", "format": 2}
 
 
 @dataclass(frozen=True, order=True)

@@ -5,16 +5,16 @@ Every sentence on it is computed from the numbers.
 
 from __future__ import annotations
 
-import io
 import json
 import math
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from recipes.laboratory import log
 from recipes.laboratory.model import ROPE
 from recipes.laboratory.paired import Difference, difference
+from recipes.laboratory.plots import panels, picture_of
 from recipes.laboratory.published import PUBLISHED, hold
 from recipes.laboratory.results import (
     AT,
@@ -23,24 +23,18 @@ from recipes.laboratory.results import (
     LONGER,
     PEAK,
     SECONDS,
+    SPEED,
     BySeed,
     Results,
 )
 from recipes.laboratory.tasks import MOST
-from rope_eval.plots.style import (
-    bare,
-    figure_of,
-    legend_below,
-    mark_trained,
-    require_matplotlib,
-    style_of,
-)
-from rope_eval.reports.page import BOLD, Cell, Picture, Row, Section, Table, render
+from rope_eval.plots.style import require_matplotlib
+from rope_eval.reports.page import Cell, Row, Section, Table, render
 from rope_eval.versions import versions
 
 PAGE, NUMBERS, TABLES = "laboratory.html", "laboratory.json", "laboratory.md"
-_NONE = "\u2013"
-WIDTH = 6.6  # of figures in inches: at 400 pixels, 10 points are still 8 pixels
+_NONE, _SAME = "\u2013", "the same"
+_SHARES = (-3.0, 103.0)  # limits of an axis in percent
 
 
 def contents(
@@ -58,7 +52,10 @@ def contents(
         sections += [_loss(results), _retrieval(results)]
     if results.tasks:
         sections.append(_tasks(results))
-    sections += [_training(results), _published(results)]
+    sections.append(_training(results))
+    if results.choices:
+        sections.append(_rates(results))
+    sections.append(_published(results))
     page = render(
         "One small decoder, one position encoding at a time",
         _lead(results),
@@ -97,11 +94,13 @@ def _words(value: Any) -> str:
 
 
 def _lead(results: Results) -> list[str]:
+    """The conclusions, computed: setting, loss within and beyond, words, problems, cost."""
     s, seeds = results.settings, len(results.seeds)
     words = [
         f"{s['layers']} layers of width {s['width']}, {s['heads']} heads, {s['steps']} steps on "
         f"text and {s['problem_steps']} on problems, {seeds} {'seed' if seeds == 1 else 'seeds'}. "
-        f"Initial weights, rows and their order are identical; only the encoding differs."
+        f"Initial weights, rows and their order are identical; only the encoding and its chosen "
+        f"learning rates differ."
     ]
     kinds = [
         (AT, False, "the lowest loss at the trained length"),
@@ -110,27 +109,40 @@ def _lead(results: Results) -> list[str]:
         (LONGER, True, f"the most problems of more than {MOST} items solved"),
     ]
     for measure, rising, told in kinds:
-        values = _means(results.measures.get(measure, {}))
+        by = results.measures.get(measure, {})
+        values = _means(by)
         if len(values) < 2:
             continue
         order = sorted(values, key=lambda name: values[name], reverse=rising)
-        if rising and values[order[0]] == 0:
-            words.append(f"None: {told.removeprefix('the most ')}.")
-            continue
         best = order[0]
-        by = results.measures[measure]
-        near = [
-            name
-            for name in order[1:]
-            if (found := difference(by[name], by[best])) and not found.clear
-        ]
-        also = f"; no clear difference from it: {', '.join(near)}" if near else ""
-        words.append(f"{best} has {told} ({_number(measure, values[best])}){also}.")
+        value = _number(measure, values[best])
+        ties = [name for name in order if _number(measure, values[name]) == value]
+        if rising and values[best] == 0:
+            words.append(f"None: {told.removeprefix('the most ')}.")
+        elif rising and len(ties) > 1:
+            words.append(f"{len(ties)} tie for {told} ({value}): {', '.join(sorted(ties))}.")
+        else:
+            near = [
+                name
+                for name in order[1:]
+                if (found := difference(by[name], by[best])) and not found.clear
+            ]
+            also = f"; no clear difference from it: {', '.join(near)}" if near else ""
+            words.append(f"{best} has {told} ({value}){also}.")
+    seconds = _means(results.measures[SECONDS])
+    if ROPE in seconds and len(seconds) > 1:
+        dear = max(seconds, key=lambda name: seconds[name])
+        words.append(
+            f"A training step takes up to {seconds[dear] / seconds[ROPE]:.2f} times as long as "
+            f"with {ROPE} ({dear})."
+        )
     return words
 
 
 def _notes(results: Results) -> list[str]:
     notes = [f"{name}: {message}." for name, message in results.refused.items()]
+    for size, names in sorted(results.ended.items()):
+        notes.append(f"No position from {size} on, so no result: {', '.join(sorted(names))}.")
     seeds = len(results.seeds)
     if seeds < 3:
         notes.append(f"Intervals need three seeds; this run has {seeds}.")
@@ -183,46 +195,36 @@ def _glance(results: Results) -> Section:
 def _loss(results: Results) -> Section:
     lengths, s = results.lengths, results.settings
     by = {length: results.text("loss", length) for length in lengths}
-    figure = figure_of(WIDTH, 7.6)
-    above, below = figure.subplots(2, 1)
-    _lines(above, results.names, _swapped(by))
-    above.set(xscale="log", xlabel="context, bytes", ylabel="loss, nats per byte")
-    above.set_xticks(lengths, [str(length) for length in lengths])
-    above.minorticks_off()
-    places = results.positions()
     width = lengths[0]
-    curves = {
-        n: {(k + 1) * width: loss for k, loss in enumerate(found)} for n, found in places.items()
+    places = {
+        name: {(k + 1) * width: loss for k, loss in enumerate(found)}
+        for name, found in results.positions().items()
     }
-    _lines(below, results.names, curves)
-    below.set(xlabel="position in the longest rows, bytes", ylabel="loss, nats per byte")
-    _limit((above, below), [v for table in by.values() for v in _means(table).values()])
-    for axes in (above, below):
-        mark_trained(axes, [width], lengths[-1])
-    legend_below(figure, above)
+    y = "loss, nats per byte"
+    pictures = [
+        picture_of(
+            panels(_swapped(by), "context, bytes", y, width, lengths), "loss by length, by kind"
+        ),
+        picture_of(
+            panels(places, "position in the longest rows, bytes", y, width),
+            "loss by position, by kind",
+        ),
+    ]
     return Section(
         "Text: loss at and beyond the trained length",
         (
             f"Loss of the last {s['length'] // 2} bytes of the same {s['rows']} rows of held-out "
-            f"text, with an increasing context before them. The second figure shows the loss of "
-            f"every segment of the longest rows.",
+            f"text, with an increasing context before them. The second picture shows the loss of "
+            f"every segment of the longest rows. Lines end where they leave the panel.",
         ),
         [_table(by, AT, "bytes")],
-        [picture_of(figure, "loss by length and by position")],
+        pictures,
     )
 
 
 def _retrieval(results: Results) -> Section:
     lengths = results.lengths
     by = {length: results.text("retrieval", length) for length in lengths}
-    figure = figure_of(WIDTH, 4.6)
-    axes = figure.subplots()
-    _lines(axes, results.names, _swapped(by, 100))
-    axes.set(xscale="log", xlabel="context, bytes", ylabel="words found, %", ylim=(-3, 103))
-    axes.set_xticks(lengths, [str(length) for length in lengths])
-    axes.minorticks_off()
-    mark_trained(axes, [lengths[0]], lengths[-1])
-    legend_below(figure, axes)
     sentences = [
         "A word of three tokens that does not occur in text is inserted anywhere and asked for at "
         f"the end, {results.settings['rows']} times at each length; chance is 1 in 17576."
@@ -233,28 +235,19 @@ def _retrieval(results: Results) -> Section:
             f"Not learned in these steps (less than half of the words are found within the "
             f"trained length): {', '.join(none)}. Ignore their numbers beyond it."
         )
+    figure = panels(
+        _swapped(by, 100), "context, bytes", "words found, %", lengths[0], lengths, _SHARES
+    )
     return Section(
         "Text: retrieval",
         tuple(sentences),
         [_table(by, FOUND, "bytes")],
-        [picture_of(figure, "words found by length")],
+        [picture_of(figure, "words found by length, by kind")],
     )
 
 
 def _tasks(results: Results) -> Section:
     tasks, items = results.tasks, results.items
-    down = math.ceil(len(tasks) / 2)
-    figure = figure_of(WIDTH, 2.6 * down + 1.4)
-    grid = figure.subplots(down, min(2, len(tasks)), squeeze=False)
-    for axes in grid.flat:
-        axes.set_visible(False)
-    for axes, task in zip(grid.flat, tasks, strict=False):
-        axes.set_visible(True)
-        by = {n: results.exact(task, [n]) for n in items}
-        _lines(axes, results.names, _swapped(by, 100))
-        axes.set(title=task, ylim=(-3, 103), xlabel="items", ylabel="solved, %")
-        axes.axvline(MOST, color="#777777", linewidth=1, zorder=0)
-    legend_below(figure, grid.flat[0])
     longer, within = [n for n in items if n > MOST], [n for n in items if n <= MOST]
     tables = []
     for title, sizes in (
@@ -266,42 +259,99 @@ def _tasks(results: Results) -> Section:
         tables.append(_table(by, LONGER, "", title))
     sentences = [
         f"One model for all tasks, trained on up to {MOST} items. A problem is solved if every "
-        f"token of its answer is the most likely one. The line marks the largest trained size."
+        f"token of its answer is the most likely one. The picture shows the mean over tasks, the "
+        f"line the largest trained size."
     ]
     for task in tasks:
-        unlearned = [n for n, mean in _means(results.exact(task, within)).items() if mean < 0.5]
-        if unlearned:
+        means = _means(results.exact(task, within))
+        learned = [name for name, mean in means.items() if mean >= 0.5]
+        if len(learned) < len(means):
             sentences.append(
-                f"{task}: {', '.join(unlearned)} solve less than half even within the trained "
-                f"size; ignore their numbers beyond it."
+                f"{task}: {', '.join(learned) or 'none'} solve at least half within the trained "
+                f"size; ignore the numbers of all others beyond it."
             )
+    by_items = {n: results.all_tasks([n]) for n in items}
+    figure = panels(_swapped(by_items, 100), "items", "solved, %", MOST, limits=_SHARES)
     return Section(
-        "Length generalization", tuple(sentences), tables, [picture_of(figure, "solved by items")]
+        "Length generalization",
+        tuple(sentences),
+        tables,
+        [picture_of(figure, "problems solved by items, by kind")],
     )
 
 
-def _training(results: Results) -> Section:
-    """Training loss curves, by subject."""
-    subjects = sorted({cell.subject for cell in results.cells}, reverse=True)
-    figure = figure_of(WIDTH, 2.8 * len(subjects) + 1.4)
-    panels = figure.subplots(len(subjects), 1, squeeze=False)[:, 0]
-    for axes, subject in zip(panels, subjects, strict=True):
-        curves: dict[str, dict[int, list[float]]] = {}
-        for cell, record in results.cells.items():
-            if cell.subject == subject and "curve" in record:
-                for step, loss in record["curve"]:
-                    curves.setdefault(cell.name, {}).setdefault(step, []).append(loss)
-        lines = {
-            n: {step: statistics.fmean(losses) for step, losses in curve.items()}
-            for n, curve in curves.items()
-        }
-        _lines(axes, results.names, lines, markers=False)
-        axes.set(title=subject, xlabel="step", ylabel="training loss, nats")
-    legend_below(figure, panels[0])
+def _rates(results: Results) -> Section:
+    """Which learning rates were chosen, out of which."""
+    rows = []
+    for name, record in results.choices.items():
+        chosen, tried = record["chosen"], record["tried"]
+        losses = {_rates_of(one): one["loss"] for one in tried}
+        default, best = losses.get((1.0, 1.0, 1.0), math.inf), losses[_rates_of(chosen)]
+        curve = ", ".join(
+            f"{one['encoding']:g}: {one['loss']:.3f}"
+            for one in sorted(tried, key=lambda one: one["encoding"])
+            if (one["model"], one["initial"]) == (1.0, 1.0)
+        )
+        cells = [f"{chosen['model']:g}", f"{chosen['encoding']:g}", f"{chosen['initial']:g}"]
+        if not record["own"]:
+            cells[1:], curve = [_NONE, _NONE], _NONE
+        cells += [f"{default:.3f}", f"{best:.3f}", str(len(tried)), curve]
+        rows.append(Row((Cell(name), *map(Cell, cells))))
+    header = ("", "rate of the model", "rate of the encoding", "initial tables")
+    header += (
+        "loss with the defaults",
+        "loss as chosen",
+        "trainings",
+        "loss by the encoding's rate",
+    )
+    s = results.settings
     return Section(
-        "Training",
-        ("Mean over seeds of the loss on all scored tokens; for text, including answers.",),
-        pictures=[picture_of(figure, "training loss by step")],
+        "Learning rates",
+        (
+            f"Chosen for every encoding by the training loss on held-out text that is not "
+            f"reported, with a seed of its own, in {s.get('choosing_steps')} steps: first the rate "
+            f"of the encoding's own parameters, then the size of its initial tables if they are "
+            f"random, then the rate of the model. All are factors of the defaults; while the "
+            f"first or last value is the best, another one beyond it is tried, at most twice. A "
+            f"choice at fewer steps than reported may favor higher rates.",
+        ),
+        [Table("", header, tuple(rows))],
+    )
+
+
+def _rates_of(record: Mapping[str, float]) -> tuple[float, float, float]:
+    return record["model"], record["encoding"], record["initial"]
+
+
+def _training(results: Results) -> Section:
+    """Training loss curves, by subject, and how soon RoPE's is reached."""
+    pictures = []
+    for subject in sorted({cell.subject for cell in results.cells}, reverse=True):
+        lines = {
+            name: {
+                step: statistics.fmean(losses)
+                for step, losses in curve.items()
+                if step >= results.settings["steps"] / 10
+            }
+            for name, curve in results.curves(subject).items()
+        }
+        figure = panels(lines, "step", "training loss, nats")
+        pictures.append(picture_of(figure, f"training loss by step on {subject}, by kind"))
+    rows = [
+        Row((Cell(name), _compared(SPEED, results.measures[SPEED], name)))
+        for name in results.measures.get(SPEED, {})
+    ]
+    tables = [Table("", ("encoding", "steps to the loss of RoPE at half-time"), tuple(rows))]
+    return Section(
+        "Training: how fast",
+        (
+            "Loss on all scored tokens, mean over seeds; for text, including answers. How fast an "
+            "encoding learns: the steps until its training loss on text is that of RoPE of the "
+            "same seed after half of the steps, interpolated between means of a twentieth of "
+            "them. None: some seed never gets there.",
+        ),
+        tables if rows else [],
+        pictures,
     )
 
 
@@ -333,7 +383,7 @@ def _table(
     """Means over seeds, each with its difference from RoPE."""
     rows = [Row((Cell(n), *(_compared(measure, by[k], n) for k in by))) for n in _names(by)]
     header = ("encoding", *(f"{k} {unit}".strip() for k in by))
-    return Table(title, header, tuple(rows), (BOLD,))
+    return Table(title, header, tuple(rows), ("Bold: the 95 % interval excludes zero.",))
 
 
 def _compared(measure: str, by: Mapping[str, BySeed], name: str) -> Cell:
@@ -341,8 +391,10 @@ def _compared(measure: str, by: Mapping[str, BySeed], name: str) -> Cell:
     if mean is None or name == ROPE:
         return Cell(_NONE if mean is None else _number(measure, mean))
     found = difference(by[name], by.get(ROPE, {}))
-    clear = bool(found and found.clear)
-    return Cell(_number(measure, mean), clear, _signed(measure, found))
+    if found and found.low is not None and _is_share(measure):
+        found = found.within(-(mean - found.mean), 1 - (mean - found.mean))
+    told = _signed(measure, found)
+    return Cell(_number(measure, mean), bool(found and found.clear and told != _SAME), told)
 
 
 def _names(by: Mapping[Any, Mapping[str, BySeed]]) -> list[str]:
@@ -360,19 +412,21 @@ def _is_share(measure: str) -> bool:
 def _number(measure: str, value: float) -> str:
     if _is_share(measure):
         return f"{100 * value:.0f} %"
+    if measure == SPEED:
+        return f"{value:.0f}"
     return f"{value:.3g} s" if measure == SECONDS else f"{value:.3f}"
 
 
 def _signed(measure: str, found: Difference | None) -> str:
     if found is None:
         return ""
-    if found.mean == found.low == found.high == 0:
-        return "the same"
-    times, form = (100, "+.0f") if _is_share(measure) else (1, "+.3f")
-    ends = (
-        "" if found.low is None else f" ({times * found.low:{form}} to {times * found.high:{form}})"
-    )
-    return f"{times * found.mean:{form}}{ends}"
+    share = _is_share(measure)
+    times, form = (100 if share else 1), "+.0f" if share or measure == SPEED else "+.3f"
+    told = [f"{times * v:{form}}" for v in (found.mean, found.low, found.high) if v is not None]
+    told = ["0" if float(one) == 0 else one for one in told]
+    if set(told) == {"0"}:
+        return _SAME
+    return told[0] if found.low is None else f"{told[0]} ({told[1]} to {told[2]})"
 
 
 def _longest(results: Results) -> int:
@@ -401,31 +455,3 @@ def _swapped(
         for name, mean in _means(table).items():
             lines.setdefault(name, {})[size] = times * mean
     return lines
-
-
-def _lines(
-    axes: Any,
-    names: Sequence[str],
-    lines: Mapping[str, Mapping[int, float]],
-    markers: bool = True,
-) -> None:
-    """Plot one line per name that has data; each name has the same style in every figure."""
-    for index, name in enumerate(names):
-        if lines.get(name):
-            style = style_of(index) if markers else style_of(index) | {"marker": ""}
-            sizes, values = list(lines[name]), list(lines[name].values())
-            axes.plot(sizes, values, label=name, linewidth=1.5, markersize=4, **style)
-    bare(axes)
-
-
-def _limit(panels: Sequence[Any], values: Sequence[float]) -> None:
-    """Set the same limits on all panels so that no outlier compresses the other lines."""
-    low, high = min(values), max(values)
-    for axes in panels:
-        axes.set_ylim(low - 0.05 * (high - low), min(high * 1.05, low + 3))
-
-
-def picture_of(figure: Any, alt: str) -> Picture:
-    buffer = io.BytesIO()
-    figure.savefig(buffer, format="png", dpi=160)
-    return Picture(alt, buffer.getvalue())

@@ -6,7 +6,7 @@ import functools
 import math
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 CONFIDENCE = 0.95
 _STEPS = 200  # of the integral under Student's curve
@@ -25,6 +25,10 @@ class Difference:
     def clear(self) -> bool:
         """Whether the interval excludes zero."""
         return self.low is not None and (self.low > 0 or self.high < 0)
+
+    def within(self, low: float, high: float) -> Difference:
+        """The same with an interval that ends where possible values do."""
+        return replace(self, low=max(self.low, low), high=min(self.high, high))
 
 
 def difference(ours: Mapping[int, float], theirs: Mapping[int, float]) -> Difference | None:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
+from itertools import pairwise
 from typing import Any
 
-from recipes.laboratory.log import Cell
+from recipes.laboratory.log import RATES, Cell
 from recipes.laboratory.model import ROPE
 from recipes.laboratory.tasks import MOST
 
@@ -15,6 +16,7 @@ AT, FAR = "loss at the trained length", "loss at the longest"
 FOUND, FOUND_8 = "words found at the longest", "words found at 8 times the length"
 LONGER, WITHIN = "problems longer than trained", "problems as long as trained"
 SECONDS, PEAK = "seconds per step", "peak memory of a step"
+SPEED = "steps to learn"
 
 BySeed = dict[int, float]
 
@@ -30,15 +32,23 @@ class Results:
     def __init__(
         self, settings: Mapping[str, Any], cells: Mapping[Cell, Mapping[str, Any]]
     ) -> None:
-        self.settings, self.cells = settings, cells
+        self.settings = settings
+        self.cells = {cell: record for cell, record in cells.items() if cell.subject != RATES}
+        self.choices = {
+            cell.name: record
+            for cell, record in cells.items()
+            if cell.subject == RATES and "chosen" in record
+        }
         self.refused: dict[str, str] = {}
-        for cell, record in cells.items():
+        self.ended: dict[str, set[str]] = {}
+        """Models without a result from some length or size on, by that."""
+        for cell, record in self.cells.items():
             if "refused" in record:
                 self.refused[f"{cell.name} ({cell.subject})"] = record["refused"]
+            unit = "bytes" if cell.subject == "text" else "items"
             for label, read in record.get("read", {}).items():
-                for size, message in read["refused"].items():
-                    self.refused.setdefault(f"{label} ({cell.subject}, from {size})", message)
-                    break
+                for size in list(read["refused"])[:1]:
+                    self.ended.setdefault(f"{size} {unit}", set()).add(label)
 
     def _read(self, subject: str) -> Iterable[tuple[str, int, Mapping[str, Any]]]:
         for cell, record in self.cells.items():
@@ -117,6 +127,36 @@ class Results:
                 found.setdefault(cell.name, {})[cell.seed] = record[what]
         return found
 
+    def curves(self, subject: str) -> dict[str, dict[int, list[float]]]:
+        """Training losses of all seeds, by name and step."""
+        found: dict[str, dict[int, list[float]]] = {}
+        for cell, record in self.cells.items():
+            if cell.subject == subject:
+                for step, loss in record.get("curve", ()):
+                    found.setdefault(cell.name, {}).setdefault(step, []).append(loss)
+        return found
+
+    def speed(self) -> dict[str, BySeed]:
+        """Steps until the training loss on text is RoPE's of the same seed at half-time.
+
+        Encodings for which every seed gets there.
+        """
+        curves = {
+            c: r["curve"] for c, r in self.cells.items() if c.subject == "text" and "curve" in r
+        }
+        found: dict[str, BySeed] = {}
+        missing = set()
+        for cell, curve in curves.items():
+            rope = curves.get(Cell(cell.subject, ROPE, cell.seed))
+            if rope is None:
+                continue
+            steps = first_below(curve, _at(rope, rope[-1][0] / 2))
+            if steps is None:
+                missing.add(cell.name)
+            else:
+                found.setdefault(cell.name, {})[cell.seed] = steps
+        return {name: by for name, by in found.items() if name not in missing}
+
     @cached_property
     def cost_subject(self) -> str:
         """Text, if it was trained on."""
@@ -134,6 +174,8 @@ class Results:
         if self.tasks:
             found[WITHIN] = self.all_tasks([n for n in self.items if n <= MOST])
             found[LONGER] = self.all_tasks([n for n in self.items if n > MOST])
+        if speed := self.speed():
+            found[SPEED] = speed
         found[SECONDS] = self.cost("seconds", self.cost_subject)
         found[PEAK] = self.cost("peak_bytes", self.cost_subject)
         return found
@@ -147,3 +189,19 @@ class Results:
             for label in record.get("read", {cell.name: None})
         ]
         return sorted(dict.fromkeys(labels), key=lambda label: not label.startswith(ROPE))
+
+
+def first_below(curve: Sequence[Sequence[float]], loss: float) -> float | None:
+    """The first step, interpolated, at which a curve of ``(step, loss)`` is at most ``loss``."""
+    for (before, high), (step, low) in pairwise(curve):
+        if low <= loss < high:
+            return before + (step - before) * (high - loss) / (high - low)
+    return float(curve[0][0]) if curve and curve[0][1] <= loss else None
+
+
+def _at(curve: Sequence[Sequence[float]], step: float) -> float:
+    """The loss of a curve at a step, interpolated."""
+    for (before, one), (after, other) in pairwise(curve):
+        if before <= step <= after:
+            return one + (other - one) * (step - before) / (after - before)
+    return curve[0][1]

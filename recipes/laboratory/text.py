@@ -23,6 +23,7 @@ END, GIVEN, ASKED = 256, 257, 258
 PLACES, LETTERS = 3, 26  # of the word: bytes from 128 on, which is why text is kept below
 _ANSWER = 4.0  # what a token of an answer counts; of text: 1
 _HELD_OUT = 7919  # seed of what is read, whatever was trained
+_CHOOSING = 128  # rows to choose rates on
 TIMES = (1, 2, 4, 8, 16)
 
 Row = tuple[np.ndarray, np.ndarray]
@@ -44,7 +45,7 @@ class Text:
     length: int
     batch: int = 16
     rows: int = 32
-    steps: int = 300
+    steps: int = 1200
     texts: Callable[[str], list[str]] = python_library
 
     @property
@@ -58,16 +59,39 @@ class Text:
 
     @cached_property
     def held_out(self) -> np.ndarray:
+        """Text to report on."""
+        return self._unseen[len(self._unseen) // 4 :]
+
+    @cached_property
+    def choosing(self) -> np.ndarray:
+        """Text to choose rates on."""
+        return self._unseen[: len(self._unseen) // 4]
+
+    @cached_property
+    def _unseen(self) -> np.ndarray:
         return _stream(self.texts("held_out"))
 
     def rows_of(self, seed: int, step: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Ids and weights of a step, ``[batch, length]``; depends only on the seed and the step."""
+        return self._rows(self.stream, (seed, step), self.batch)
+
+    def _rows(
+        self, stream: np.ndarray, seed: Sequence[int], count: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         rows = [
-            retrieval(np.random.default_rng((seed, step, number)), self.stream, self.length)
-            for number in range(self.batch)
+            retrieval(np.random.default_rng((*seed, number)), stream, self.length)
+            for number in range(count)
         ]
         ids, weights = (torch.from_numpy(np.stack(part)) for part in zip(*rows, strict=True))
         return ids, weights
+
+    @torch.no_grad()
+    def choosing_loss(self, model: torch.nn.Module, device: torch.device) -> float:
+        """The training loss, nats, on rows of the text to choose on."""
+        ids, weights = self._rows(self.choosing, (_HELD_OUT,), _CHOOSING)
+        losses, _ = _forward(model, ids.numpy(), self.length, device)
+        counts = weights[:, 1:].numpy()
+        return float((losses * counts).sum() / counts.sum())
 
     @torch.no_grad()
     def read(self, model: torch.nn.Module, make: Reading, device: torch.device) -> dict:

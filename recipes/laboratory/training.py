@@ -6,11 +6,14 @@ import os
 import statistics
 import time
 from collections.abc import Callable
+from dataclasses import asdict
 from typing import Any, Protocol
 
 import torch
 
 from recipes.laboratory.model import Reading, Size, readings
+from recipes.laboratory.rates import NORMAL, SEED, Rates, choose
+from recipes.laboratory.text import Text
 from recipes.pretrain.train import MuonAdamW, schedule
 
 os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # or torch's profiler tells when it begins and ends
@@ -38,6 +41,7 @@ def run(
     name: str,
     seed: int,
     learning_rate: float,
+    rates: Rates,
     device: torch.device,
     tell: Callable[[str], None],
 ) -> dict[str, Any]:
@@ -49,6 +53,7 @@ def run(
         name: of the encoding.
         seed: of weights and rows.
         learning_rate: for matrices (Muon); other parameters use a sixth of it (AdamW).
+        rates: factors of it.
         device: to run on.
         tell: called with the progress.
 
@@ -56,12 +61,67 @@ def run(
         RopeExtError: the model does not support the encoding.
         FloatingPointError: the loss is NaN or infinite.
     """
+    model, record = _trained(size, subject, name, seed, learning_rate, rates, device, tell)
+    clock = _clock(device)
+    began, found = clock(), {}
+    for label, make in readings(name).items():
+        tell(f"reading {label}")
+        found[label] = subject.read(model, make, device)
+    return record | {"reading_seconds": clock() - began, "rates": asdict(rates), "read": found}
+
+
+def choose_rates(
+    size: Size,
+    subject: Text,
+    name: str,
+    learning_rate: float,
+    device: torch.device,
+    tell: Callable[[str], None],
+) -> dict[str, Any]:
+    """Train models with several rates, and choose by their loss on text that is not reported.
+
+    Raises:
+        RopeExtError: the model does not support the encoding.
+    """
+
+    def loss(rates: Rates) -> float:
+        model, _ = _trained(size, subject, name, SEED, learning_rate, rates, device, lambda _: None)
+        found = subject.choosing_loss(model, device)
+        tell(f"{rates}, loss {found:.3f}")
+        return found
+
+    own = any(
+        "rope_ext" in n for n, _ in size.build(name, SEED, subject.trained).named_parameters()
+    )
+    choice = choose(loss, own, name in NORMAL)
+    tried = [asdict(rates) | {"loss": found} for rates, found in choice.tried]
+    return {"chosen": asdict(choice.rates), "tried": tried, "own": own}
+
+
+def _clock(device: torch.device) -> Callable[[], float]:
+    """CPU time where there is no GPU to wait for: other programs then cost it nothing."""
+    return time.perf_counter if device.type == "cuda" else time.process_time
+
+
+def _trained(
+    size: Size,
+    subject: Subject,
+    name: str,
+    seed: int,
+    learning_rate: float,
+    rates: Rates,
+    device: torch.device,
+    tell: Callable[[str], None],
+) -> tuple[torch.nn.Module, dict[str, Any]]:
     model, steps = size.build(name, seed, subject.trained).to(device), subject.steps
-    own = sum(p.numel() for n, p in model.named_parameters() if "rope_ext" in n)
-    optimizer = MuonAdamW(model, learning_rate)
+    parameters = [p for n, p in model.named_parameters() if "rope_ext" in n]
+    own = sum(p.numel() for p in parameters)
+    with torch.no_grad():
+        for p in parameters:
+            p.mul_(rates.initial)
+    optimizer = MuonAdamW(model, learning_rate, rates.model, rates.encoding)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: schedule(step, steps))
-    # Of the processor where there is no GPU to wait for: other programs then cost it nothing.
-    clock = time.perf_counter if device.type == "cuda" else time.process_time
+    clock = _clock(device)
     curve, recent, seconds, tokens, peak = [], [], [], 0, None
     for step in range(steps):
         ids, weights = (rows.to(device) for rows in subject.rows_of(seed, step))
@@ -84,21 +144,14 @@ def run(
             curve.append((step + 1, statistics.fmean(recent)))
             tell(f"step {step + 1}/{steps}, loss {curve[-1][1]:.3f}")
             recent = []
-    model.eval()
-    began, found = clock(), {}
-    for label, make in readings(name).items():
-        tell(f"reading {label}")
-        found[label] = subject.read(model, make, device)
-    return {
+    return model.eval(), {
         "parameters": sum(p.numel() for p in model.parameters()),
         "own_parameters": own,
         "steps": steps,
         "tokens": tokens,
         "seconds": statistics.median(seconds) if seconds else None,
-        "reading_seconds": clock() - began,
         "peak_bytes": peak,
         "curve": curve,
-        "read": found,
     }
 
 

@@ -30,20 +30,29 @@ CHECKPOINTS = {
 class MuonAdamW(torch.optim.Optimizer):
     """Muon (Jordan 2024) for the matrices of the layers, AdamW for everything else.
 
-    Parameters of encodings (``rope_ext_...``) use AdamW, because a table is not a linear map.
+    Parameters of encodings (``rope_ext_...``) use AdamW, because a table is not a linear map; their
+    rate is ``encoding`` times the one that AdamW uses by default.
 
     torch.optim.Muon orthogonalizes in bfloat16, which is about thirty times slower than float32 on
     a CPU without bfloat16 units. This is the same update in float32, as a single optimizer that
     Trainer can save and resume.
     """
 
-    def __init__(self, model: torch.nn.Module, lr: float) -> None:
-        named = list(model.named_parameters())
-        matrix = [p for n, p in named if p.ndim == 2 and ".layers." in n and "rope_ext_" not in n]
-        kept = {id(p) for p in matrix}
-        others = [p for _, p in named if id(p) not in kept]
-        groups = [{"params": matrix, "muon": True}, {"params": others, "muon": False, "lr": lr / 6}]
-        super().__init__(groups, {"lr": lr})
+    def __init__(
+        self, model: torch.nn.Module, lr: float, model_rate: float = 1.0, encoding_rate: float = 1.0
+    ) -> None:
+        matrix, others, encoding = [], [], []
+        for name, p in model.named_parameters():
+            if "rope_ext_" in name:
+                encoding.append(p)
+            else:
+                (matrix if p.ndim == 2 and ".layers." in name else others).append(p)
+        groups = [
+            {"params": matrix, "muon": True, "lr": lr * model_rate},
+            {"params": others, "muon": False, "lr": lr * model_rate / 6},
+            {"params": encoding, "muon": False, "lr": lr * encoding_rate / 6},
+        ]
+        super().__init__([group for group in groups if group["params"]], {"lr": lr})
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:

@@ -21,9 +21,12 @@ from recipes.laboratory.__main__ import main
 from recipes.laboratory.log import Cell, Log
 from recipes.laboratory.model import Size, chosen, read_with, readings
 from recipes.laboratory.paired import difference, rank_correlation, student
+from recipes.laboratory.plots import KINDS, kinds_of
 from recipes.laboratory.published import Published, hold
+from recipes.laboratory.rates import Rates, choose
+from recipes.laboratory.results import Results, first_below
 from recipes.laboratory.tasks import GIVEN, READ, TASKS, Tasks, problem
-from recipes.laboratory.training import peak_of
+from recipes.laboratory.training import _trained, peak_of
 from recipes.pretrain.train import MuonAdamW
 from rope_ext.errors import MeasureError, OptionError, RopeExtError
 from rope_ext.methods.registry import all_encodings
@@ -56,11 +59,50 @@ def test_models_of_one_seed_begin_with_the_same_weights(name: str) -> None:
 
 def test_what_an_encoding_learns_is_no_matrix_of_a_layer() -> None:
     model = SMALL.build("t5", 0, 32)
-    matrix, others = MuonAdamW(model, 0.01).param_groups
+    matrix, others, encoding = MuonAdamW(model, 0.06, 2.0, 5.0).param_groups
     own = {id(p) for name, p in model.named_parameters() if "rope_ext" in name}
-    assert own <= {id(p) for p in others["params"]}
+    assert own == {id(p) for p in encoding["params"]} and not encoding["muon"]
     assert len(matrix["params"]) == 7
-    assert len(matrix["params"]) + len(others["params"]) == len(list(model.parameters()))
+    assert len(matrix["params"]) + len(others["params"]) + len(own) == len(list(model.parameters()))
+    rates = [group["lr"] for group in (matrix, others, encoding)]
+    assert rates == pytest.approx([0.12, 0.02, 0.05])
+    assert len(MuonAdamW(SMALL.build("rope", 0, 32), 0.01).param_groups) == 2
+
+
+def test_rates_are_found_where_the_loss_is_lowest() -> None:
+    def loss(rates: Rates) -> float:
+        if rates.encoding > 1000:
+            raise FloatingPointError
+        return (
+            abs(math.log(rates.encoding / 625)) + abs(math.log(rates.model / 0.25)) + rates.initial
+        )
+
+    choice = choose(loss, own=True, normal=True)
+    assert choice.rates == Rates(0.25, 625.0, 0.04)  # each beyond its list, at most two values
+    tried = dict(choice.tried)
+    assert len(tried) == len(choice.tried) and math.inf in tried.values()
+    without = [rates for rates, _ in choose(loss, own=False).tried]
+    assert {(rates.encoding, rates.initial) for rates in without} == {(1.0, 1.0)}
+    assert sorted(rates.model for rates in without) == [0.125, 0.25, 0.5, 1.0, 2.0]
+    assert choose(lambda rates: 1.0, own=True).rates == Rates(0.125, 1 / 25)
+
+
+def test_an_encoding_with_its_own_rate_learns_more_of_what_it_needs() -> None:
+    subject = text(steps=60, batch=4)
+    moved = []
+    for rates in (Rates(), Rates(encoding=125.0)):
+        model, _ = _trained(SMALL, subject, "t5", 0, 0.01, rates, CPU, lambda text: None)
+        tables = [p for name, p in model.named_parameters() if "rope_ext" in name]
+        moved.append(max(p.detach().abs().max().item() for p in tables))
+    assert moved[1] > 10 * moved[0] > 0
+
+
+def test_rates_are_chosen_on_text_that_is_not_reported() -> None:
+    def texts_of(split: str) -> list[str]:
+        return [chr(ord("a") + number) * 999 for number in range(20)]
+
+    made = texts.Text(64, texts=texts_of)
+    assert set(made.choosing.tolist()) & set(made.held_out.tolist()) == {texts.END}
 
 
 def test_rows_depend_on_seed_and_step_alone() -> None:
@@ -203,6 +245,38 @@ def test_differences_are_paired_by_seed() -> None:
     assert not difference({0: 1.0}, {0: 2.0}).clear  # one pair says nothing of the next
 
 
+def test_intervals_end_where_possible_values_do() -> None:
+    measure = "words found at the longest"
+    rope, other = {0: 0.1, 1: 0.2, 2: 0.2}, {0: 1.0, 1: 1.0, 2: 1.0}
+    assert page._compared(measure, {"rope": rope, "t5": other}, "t5").below == "+83 (+69 to +83)"
+    same = page._compared(
+        measure, {"rope": rope, "t5": {k: v + 1e-4 for k, v in rope.items()}}, "t5"
+    )
+    assert same.below == "the same" and not same.clear
+
+
+def test_how_soon_a_loss_is_reached() -> None:
+    curve = [(10, 4.0), (20, 3.0), (30, 1.0)]
+    assert first_below(curve, 2.0) == 25 and first_below(curve, 5.0) == 10
+    assert first_below(curve, 0.5) is None
+    cells = {
+        Cell("text", "rope", 0): {"curve": curve},
+        Cell("text", "t5", 0): {"curve": [(10, 2.0), (20, 1.5), (30, 1.0)]},
+        Cell("text", "nope", 0): {"curve": [(10, 5.0), (20, 4.0), (30, 3.9)]},
+    }
+    assert Results({}, cells).speed() == {"rope": {0: 15.0}, "t5": {0: 10.0}}
+
+
+def test_no_panel_has_more_than_eight_lines() -> None:
+    names = [name for made in chosen(None) for name in readings(made)]
+    kinds = kinds_of([*names, *(f"new_{number}" for number in range(9))])
+    assert set(kinds) == {*KINDS, "others", "others 2"}  # no registered encoding is without a kind
+    assert all(len(members) < 8 for members in kinds.values())
+    assert sorted(
+        name for members in kinds.values() for name in members if "new" not in name
+    ) == sorted(set(names) - {"rope"})
+
+
 def test_rank_correlation_is_kendalls() -> None:
     assert rank_correlation([1, 2, 3], [4, 5, 6]) == 1
     assert rank_correlation([1, 2, 3], [6, 5, 4]) == -1
@@ -287,6 +361,13 @@ def test_the_page_says_what_can_be_told_apart_and_what_cannot(monkeypatch) -> No
             made["read"] = {name: made["read"]}
             cells[Cell("text", name, seed)] = made
     cells[Cell("text", "cope", 0)] = {"refused": "no <layout> can be proven"}
+    one = {"model": 1.0, "encoding": 1.0, "initial": 1.0}
+    tried = [one | {"loss": 2.0}, one | {"encoding": 25.0, "loss": 1.5}]
+    cells[Cell("rates", "t5", 1000)] = {
+        "chosen": one | {"encoding": 25.0},
+        "tried": tried,
+        "own": True,
+    }
     made = page.contents(settings, cells)
     html = made[page.PAGE].decode()
     assert (
@@ -295,6 +376,10 @@ def test_the_page_says_what_can_be_told_apart_and_what_cannot(monkeypatch) -> No
     assert "cope (text): no &lt;layout&gt; can be proven." in html
     assert "less than half of the words are found within the trained length): alibi." in html
     assert "<script" not in html and 'src="http' not in html
+    assert (
+        "| t5 | 1 | 25 | 1 | 2.000 | 1.500 | 2 | 1: 2.000, 25: 1.500 |"
+        in made[page.TABLES].decode()
+    )
     assert "ALiBi, arXiv 2108.12409" in html and "DroPE" not in html
     assert "| alibi | 1.510<br>**-0.500 (-0.500 to -0.500)** |" in made[page.TABLES].decode()
     assert json.loads(made[page.NUMBERS])["measures"]["loss at the longest"]["t5"] == {
@@ -306,7 +391,8 @@ def test_the_page_says_what_can_be_told_apart_and_what_cannot(monkeypatch) -> No
 
 @pytest.mark.slow
 def test_a_run_that_is_killed_goes_on_and_makes_the_page(tmp_path) -> None:
-    options = "--encodings alibi --seeds 1 --tasks text,copy --steps 2 --length 64 --width 32"
+    options = "--encodings alibi --seeds 1 --tasks text,copy --steps 2 --choosing-steps 1"
+    options += " --length 64 --width 32"
     given = [
         *options.split(),
         "--problem-steps",
@@ -331,13 +417,16 @@ def test_a_run_that_is_killed_goes_on_and_makes_the_page(tmp_path) -> None:
         os.kill(process.pid, signal.SIGKILL)
         process.wait()
     first = log.read_text().splitlines()[1]
-    if len(log.read_text().splitlines()) < 5:
+    if len(log.read_text().splitlines()) < 7:
         with pytest.raises(MeasureError, match="give --resume to go on"):
             main(given)
     assert main([*given, "--resume"]) == 0
     lines = log.read_text().splitlines()
     cells = [tuple(json.loads(line)["cell"].values()) for line in lines[1:]]
     assert first in lines
-    assert cells == [(s, n, 0) for s in ("text", "tasks") for n in ("rope", "alibi")]
+    names = ("rope", "alibi")
+    assert cells == [("rates", name, 1000) for name in names] + [
+        (subject, name, 0) for subject in ("text", "tasks") for name in names
+    ]
     assert (tmp_path / "laboratory.html").read_text().startswith("<!doctype html>")
     assert main([*given, "--report"]) == 0

@@ -54,8 +54,8 @@ def arguments(given: list[str] | None = None) -> argparse.Namespace:
     add(
         "--encodings",
         type=_names,
-        help="comma-separated; default: all in `rope-ext methods`; not in it, with linear "
-        f"attention: {', '.join(LINEAR)}",
+        help="comma-separated; default: all in `rope-ext methods`; others, with linear attention: "
+        + ", ".join(LINEAR),
     )
     add("--seeds", type=int, default=3, help="number of seeds; intervals need three")
     add(

@@ -23,6 +23,7 @@ import torch
 
 from recipes.checks import POSITIVE, at_least, out_of_range
 from recipes.laboratory import page
+from recipes.laboratory.linear import LINEAR
 from recipes.laboratory.log import RATES, Cell, Log
 from recipes.laboratory.model import Size, chosen
 from recipes.laboratory.rates import SEED, Rates
@@ -55,7 +56,12 @@ def arguments(given: list[str] | None = None) -> argparse.Namespace:
         prog="python -m recipes.laboratory", description=__doc__.splitlines()[0]
     )
     add = parser.add_argument
-    add("--encodings", type=_names, help="comma-separated; default: all in `rope-ext methods`")
+    add(
+        "--encodings",
+        type=_names,
+        help="comma-separated; default: all in `rope-ext methods`; others, with linear attention: "
+        + ", ".join(LINEAR),
+    )
     add("--seeds", type=int, default=3, help="number of seeds; intervals need three")
     add(
         "--tasks", type=_names, default=[TEXT, *TASKS], help="comma-separated; default: %(default)s"

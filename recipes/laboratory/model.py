@@ -16,6 +16,7 @@ import torch
 from transformers import StableLmConfig, StableLmForCausalLM
 
 import rope_ext
+from recipes.laboratory.linear import LINEAR, register
 from rope_ext.errors import OptionError, nearest
 from rope_ext.methods import Method, build_method
 from rope_ext.methods.registry import all_encodings
@@ -68,14 +69,17 @@ class Size:
                 rope_parameters={
                     "rope_type": "default",
                     "rope_theta": _BASE,
-                    "partial_rotary_factor": SHARES.get(name, 1.0),
+                    "partial_rotary_factor": SHARES.get(name, float(name not in LINEAR)),
                 },
                 use_cache=False,
                 bos_token_id=None,
                 eos_token_id=None,
             )
         )
-        if name not in SHARES:
+        if name in LINEAR:
+            register()
+            model.set_attn_implementation(name)
+        elif name not in SHARES:
             torch.manual_seed(seed)
             # That plain transformers cannot load it: it is never saved.
             with quieted(logging.getLogger("rope_ext"), logging.ERROR):
@@ -84,12 +88,14 @@ class Size:
 
 
 def known() -> list[str]:
-    """Names of all models: those with RoPE, and one for each registered encoding."""
-    return [*SHARES, *(cls.name for cls in all_encodings())]
+    """Names of all models: with RoPE, with each registered encoding, with linear attention."""
+    return [*SHARES, *(cls.name for cls in all_encodings()), *LINEAR]
 
 
 def chosen(names: Sequence[str] | None) -> list[str]:
     """The selected names of :func:`known`, including RoPE for comparison.
+
+    Without a selection, all but those with linear attention.
 
     Raises:
         OptionError: there is no such model.
@@ -100,7 +106,8 @@ def chosen(names: Sequence[str] | None) -> list[str]:
                 f"--encodings {name!r} is unknown{nearest(name, known()) or '.'} "
                 f"Encodings: {', '.join(known())}"
             )
-    return known() if not names else list(dict.fromkeys((ROPE, *names)))
+    default = [name for name in known() if name not in LINEAR]
+    return list(dict.fromkeys((ROPE, *names))) if names else default
 
 
 def readings(name: str) -> Mapping[str, Reading]:

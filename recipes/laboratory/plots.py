@@ -7,6 +7,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from recipes.laboratory.linear import LINEAR
 from recipes.laboratory.model import ROPE
 from rope_eval.plots.style import bare, figure_of, mark_trained, style_of
 from rope_eval.reports.page import Picture
@@ -21,6 +22,7 @@ KINDS: Mapping[str, tuple[str, ...]] = {
     "by distance and content": ("shaw", "transformer_xl", "deberta", "cope", "dape"),
     "absolute positions": ("sinusoidal", "learned", "multiplicative", "floater"),
     "no positions": ("nope", "nope+log_n", "drope"),
+    "linear attention": tuple(LINEAR),
 }
 _MOST = 7  # lines of a panel beside that of RoPE
 _WIDTH, _HEIGHT = 8.4, 2.9  # of a row of two panels, inches

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from peft import LoraConfig, get_peft_model
 from transformers import AutoConfig, AutoModelForCausalLM
 from typer.main import get_command
 from typer.testing import CliRunner, Result
@@ -147,7 +148,7 @@ def test_recommend_says_that_a_folder_reaches_the_length(saved: dict[str, Path])
 
 
 def test_every_command_ends_with_the_next_one(checkpoint: Path, saved: dict[str, Path]) -> None:
-    options = ("--method", "yarn", "--option", "yarn.beta_fast=16")
+    options = ("--method", "yarn", "--factor", 4, "--option", "yarn.beta_fast=16")
     expected: dict[tuple[Any, ...], str] = {
         ("describe", checkpoint): "recommend",
         ("describe", checkpoint, *options): "export",
@@ -224,10 +225,31 @@ def test_a_card_says_what_the_folder_is(saved: dict[str, Path], tmp_path: Path) 
     assert "rope_ext.from_pretrained" in model_card(saved["rerope"])
     written = call("card", saved["pi"])
     assert written.exit_code == 0 and (saved["pi"] / "README.md").exists(), written.output
+    again = call("card", saved["pi"], "--report", tmp_path)  # once there is a report
+    card = saved["pi"] / "README.md"
+    assert again.exit_code == 0 and "| a table |" in card.read_text(), again.output
+    card.write_text(card.read_text().replace("# ", "# My ", 1))
     again = call("card", saved["pi"])
-    assert again.exit_code == 2 and "exists; move it away" in again.stderr
+    assert again.exit_code == 2 and "move it away to write" in again.stderr
+    assert "# My " in card.read_text()
     with pytest.raises(rope_ext.ExportError, match=r"has no table\.md"):
         model_card(saved["yarn"], report=saved["yarn"])
+
+
+def test_a_card_replaces_the_empty_template_of_peft(checkpoint: Path, tmp_path: Path) -> None:
+    model = AutoModelForCausalLM.from_pretrained(checkpoint)
+    rope_ext.patch(model, "yarn", factor=4)
+    adapted = get_peft_model(model, LoraConfig(task_type="CAUSAL_LM", target_modules=["q_proj"]))
+    adapted.save_pretrained(tmp_path)
+    rope_ext.save_sidecar(adapted, tmp_path)
+    card = tmp_path / "README.md"
+    template = card.read_text()
+    card.write_text(template.replace("[More Information Needed]", "Me", 1))
+    edited = call("card", tmp_path)
+    assert edited.exit_code == 2 and "move it away to write" in edited.stderr
+    card.write_text(template)
+    written = call("card", tmp_path)
+    assert written.exit_code == 0 and "from 128 to 512 tokens" in card.read_text(), written.output
 
 
 @pytest.mark.slow

@@ -108,6 +108,7 @@ def calibrate(
     with clean_errors(), stoppable():
         import rope_ext
         from rope_eval.data.text import read_texts
+        from rope_eval.tune.calibrate import require_free
         from rope_ext.checkpoints import load_model, load_tokenizer
         from rope_ext.methods import method_class
 
@@ -116,6 +117,7 @@ def calibrate(
         given = read_options(CalibrationOptions, options)
         for name in names:  # report mistakes before loading weights
             method_class(name)
+        require_free(output, resume, "--resume", "--output")
         texts = read_texts(text) if text else None
         tokenizer = load_tokenizer(model)
         found = rope_ext.calibrate(

@@ -16,9 +16,9 @@ from rich.table import Table
 from rope_ext.arguments import compose_words, parse_length, parse_options
 from rope_ext.cli_arguments import (
     Compose,
-    Factor,
     Model,
     ModelCommand,
+    OneFactor,
     Option,
     PatchedWith,
     Target,
@@ -29,7 +29,7 @@ from rope_ext.evaluators import find
 from rope_ext.terminal import clean_errors, quiet, stoppable, tell, tell_next
 from rope_ext.version import __version__
 
-app = typer.Typer(no_args_is_help=True)
+app = typer.Typer()
 command = functools.partial(app.command, cls=ModelCommand)
 if (evaluators := find("cli")) is not None:
     app.registered_commands += evaluators.app.registered_commands
@@ -41,21 +41,24 @@ def _show_version(wanted: bool) -> None:
         raise typer.Exit
 
 
-@app.callback()
+@app.callback(invoke_without_command=True)
 def main(
+    context: typer.Context,
     version: Annotated[  # its callback does the work
         bool,
         typer.Option("--version", is_eager=True, callback=_show_version, help="Show the version."),
     ] = False,
 ) -> None:
     """Extend the context length of RoPE models in Hugging Face transformers."""
+    if context.invoked_subcommand is None:
+        print(context.get_help())
 
 
 @command()
 def describe(
     model: Model,
     method: PatchedWith = None,
-    factor: Factor = 4.0,
+    factor: OneFactor = None,
     compose: Compose = False,
     option: Option = None,
 ) -> None:
@@ -120,7 +123,7 @@ def diagnose(
     model: Model,
     length: Annotated[str, typer.Option(help="Context length in tokens, such as 32k.")],
     method: PatchedWith = None,
-    factor: Factor = 4.0,
+    factor: OneFactor = None,
     compose: Compose = False,
     option: Option = None,
 ) -> None:
@@ -154,7 +157,7 @@ def export(
             help="Method to export. Default: the one a saved or merged model has.",
         ),
     ] = None,
-    factor: Factor = 4.0,
+    factor: OneFactor = None,
     legacy: Annotated[
         bool, typer.Option("--legacy", help="transformers: also write the legacy key names.")
     ] = False,
@@ -217,7 +220,7 @@ def gguf(
     *,
     output: Annotated[Path, typer.Option(help="Output file.")],
     method: PatchedWith = None,
-    factor: Factor = 4.0,
+    factor: OneFactor = None,
     trained_length: TrainedLength = None,
     compose: Compose = False,
     option: Option = None,
@@ -244,7 +247,7 @@ def verify(
         str, typer.Option(help="Engine to run: llama.cpp, mlx or transformers.")
     ] = "llama.cpp",
     method: PatchedWith = None,
-    factor: Factor = 4.0,
+    factor: OneFactor = None,
     flags: Annotated[
         str | None,
         typer.Option(
@@ -385,16 +388,23 @@ def _check_verify(
         )
 
 
-def _typed(method: str, factor: float, compose: bool | str, option: list[str] | None) -> list[str]:
+def _typed(
+    method: str, factor: float | None, compose: bool | str, option: list[str] | None
+) -> list[str]:
     """The options that name a patch, as they are typed."""
-    words = ["--method", method, "--factor", f"{factor:g}", *compose_words(compose)]
+    words = ["--method", method, *compose_words(compose)]
+    words[2:2] = [] if factor is None else ["--factor", f"{factor:g}"]
     for one in option or []:
         words += ["--option", one]
     return words
 
 
 def _patched(
-    model: str, method: str | None, factor: float, compose: bool | str, option: list[str] | None
+    model: str,
+    method: str | None,
+    factor: float | None,
+    compose: bool | str,
+    option: list[str] | None,
 ) -> Any:
     """The model without weights under the method; without one, its name, to read as saved."""
     from rope_ext.advice.building import model_of

@@ -11,6 +11,10 @@ from rope_ext.arguments import parse_compose
 
 Model = Annotated[str, typer.Argument(help="Model directory or Hub ID; or --model.")]
 Factor = Annotated[float, typer.Option(help="Extension factor: target length / trained length.")]
+OneFactor = Annotated[
+    float | None,
+    typer.Option("--factor", help="Extension factor of --method: target length / trained length."),
+]
 PatchedWith = Annotated[
     str | None,
     typer.Option("--method", "--methods", help="Patch the model with this method first."),

@@ -19,7 +19,7 @@ from recipes.retrieval import Weighted
 from recipes.stream import DataError, Packer, Source, Stream
 from rope_eval.data.prompts import beginning
 from rope_eval.data.text import python_library
-from rope_ext.errors import first_line, nowhere
+from rope_ext.errors import first_line, is_path, nowhere
 
 PYTHON_LIBRARY = "python-library"
 """Name of the dataset made of the Python standard library, which needs no download."""
@@ -58,6 +58,11 @@ def documents(
             data = data.to_iterable_dataset() if streaming else data
         elif Path(name).exists():
             data = _local(Path(name), streaming)
+        elif is_path(name):  # the Hub is not asked, which takes a minute without a network
+            raise DataError(
+                f"there is no file or directory {name!r}; give --dataset an existing one, a Hub "
+                f"dataset ID, or {PYTHON_LIBRARY}"
+            )
         else:
             data = datasets.load_dataset(name, config, split=split, streaming=streaming)
         first = list(data.take(_ENOUGH))

@@ -65,7 +65,7 @@ from rope_ext.encodings import Encoding
 from rope_ext.errors import Mistakes, OptionError, RopeExtError, first_line
 from rope_ext.methods import Method, reach
 from rope_ext.position.bias import learned
-from rope_ext.terminal import tell_next
+from rope_ext.terminal import tell, tell_next, unused
 
 
 class DivergedError(RopeExtError):
@@ -554,7 +554,12 @@ def next_command(recipe: Recipe, args: Any, plan: Plan) -> list[object]:
     """The command that measures what training changed; without an adapter, the model alone."""
     trained = int(plan.target / recipe.factor)
     words = ["rope-ext", "eval", "perplexity", "passkey", "--lengths", f"{trained},{plan.target}"]
-    words += ["--output", Path(args.output_dir) / "report"]
+    words += ["--output", unused(Path(args.output_dir) / "report")]
+    text = recipe.eval_dataset
+    if text not in (None, data.PYTHON_LIBRARY):
+        words += ["--text", text if Path(text).exists() else f"hf:{text}:{recipe.eval_split}"]
+    elif recipe.dataset != data.PYTHON_LIBRARY:
+        tell("note: this measures on the Python standard library; add --text for other documents")
     if recipe.lora_r and recipe.method != NONE:
         words += ["--model", recipe.model, "--adapter", args.output_dir]
         return [*words, "--method", "before,adapter", "--factor", f"{recipe.factor:g}"]

@@ -55,8 +55,8 @@ from recipes import finetune, settings
 from recipes.checks import POSITIVE, at_least, out_of_range
 from recipes.settings import mask_bytes
 from rope_ext.checkpoints import load_config
-from rope_ext.errors import Mistakes, OptionError, RopeExtError
-from rope_ext.terminal import tell_next
+from rope_ext.errors import Mistakes, OptionError, RopeExtError, is_path
+from rope_ext.terminal import tell, tell_next
 
 BLOCK = 64  # 4-bit weights per quantization constant (QLoRA, arXiv 2305.14314, section 3)
 TWO_STATES = ("adamw_torch", "adamw_torch_fused", "paged_adamw_32bit")  # each of the weights' size
@@ -456,8 +456,18 @@ def main(argv: Sequence[str] | None = None) -> None:
         print(sentence)
         if not fits:
             parser.exit(1)
-        launch = ["accelerate", "launch", "--config_file", "recipes/accelerate/single.yaml"]
-        tell_next([*launch, "recipes/finetune.py", "--config", options.recipe, *more])
+    for part in settings.parts(recipe) if recipe.dataset or recipe.datasets else ():
+        if is_path(part.dataset) and not Path(part.dataset).exists():
+            tell(
+                f"note: {part.dataset} does not exist; set dataset in {options.recipe}, or add "
+                f"--dataset, to the documents to train on",
+                "yellow",
+            )
+    if options.shape is not None:
+        return
+    devices = "single" if options.devices == 1 else "fsdp2"
+    launch = ["accelerate", "launch", "--config_file", f"recipes/accelerate/{devices}.yaml"]
+    tell_next([*launch, "recipes/finetune.py", "--config", options.recipe, *more])
 
 
 if __name__ == "__main__":

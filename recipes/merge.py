@@ -24,7 +24,9 @@ from recipes.finetune import lengths
 from recipes.settings import NONE, SETTINGS, Recipe
 from rope_ext.advice.card import write_card
 from rope_ext.checkpoints import load_tokenizer
+from rope_ext.engines import engines_for
 from rope_ext.errors import MeasureError, OptionError, RopeExtError, first_line
+from rope_ext.saved import read_saved
 from rope_ext.terminal import tell_next
 
 COMPARED = 64  # tokens beyond the trained length whose logits are compared
@@ -170,10 +172,11 @@ def parser() -> argparse.ArgumentParser:
 def main() -> None:
     args = parser().parse_args()
     print(merge(args.adapter, args.output, args.dtype))
-    tell_next(
-        ["rope-ext", "export", args.output, "--engine", "vllm"],
-        ["rope-ext", "verify", args.output],
-    )
+    engines = engines_for(read_saved(args.output).model)
+    if engines:
+        tell_next(["rope-ext", "export", args.output, "--engine", engines[0]])
+    else:
+        tell_next(["rope-ext", "describe", args.output])
 
 
 if __name__ == "__main__":

@@ -22,13 +22,16 @@ def parse_lengths(text: str | Iterable[str], option: str = "--lengths") -> tuple
     """Parse ``512,4k`` into token counts; k is 1024.
 
     Raises:
-        OptionError: an item is not an integer.
+        OptionError: an item is not a number of tokens.
     """
     lengths = []
     for word in split(text):
         match = re.fullmatch(r"([0-9]{1,15})(k?)", word.lower())
         if match is None:
-            raise OptionError(f"{option} {word!r} is not a list of integers; use 512,1024 or 4k,8k")
+            raise OptionError(
+                f"{option} {word!r} is not a number of tokens; use a number such as 32768, 32k or "
+                f"128k{', or several, separated by commas' if option == '--lengths' else ''}"
+            )
         lengths.append(int(match[1]) * (1024 if match[2] else 1))
     return tuple(lengths)
 
@@ -62,7 +65,7 @@ def parse_length(text: str, option: str = "--length") -> int:
     """
     lengths = parse_lengths(text, option)
     if len(lengths) != 1:
-        raise OptionError(f"{option} {text!r} is not a single length; use 32768 or 32k")
+        raise OptionError(f"{option} {text!r} is not a single length; use 32768, 32k or 128k")
     return lengths[0]
 
 

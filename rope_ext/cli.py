@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import shlex
 import sys
+from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -16,20 +17,20 @@ from rich.table import Table
 from rope_ext.arguments import compose_words, parse_length, parse_options
 from rope_ext.cli_arguments import (
     Compose,
-    Factor,
     Model,
     ModelCommand,
+    OneFactor,
     Option,
     PatchedWith,
     Target,
     TrainedLength,
 )
-from rope_ext.errors import Mistakes, OptionError
+from rope_ext.errors import Mistakes, OptionError, RopeExtError
 from rope_ext.evaluators import find
-from rope_ext.terminal import clean_errors, quiet, stoppable, tell, tell_next
+from rope_ext.terminal import clean_errors, quiet, stoppable, tell, tell_next, unused
 from rope_ext.version import __version__
 
-app = typer.Typer(no_args_is_help=True)
+app = typer.Typer()
 command = functools.partial(app.command, cls=ModelCommand)
 if (evaluators := find("cli")) is not None:
     app.registered_commands += evaluators.app.registered_commands
@@ -41,21 +42,24 @@ def _show_version(wanted: bool) -> None:
         raise typer.Exit
 
 
-@app.callback()
+@app.callback(invoke_without_command=True)
 def main(
+    context: typer.Context,
     version: Annotated[  # its callback does the work
         bool,
         typer.Option("--version", is_eager=True, callback=_show_version, help="Show the version."),
     ] = False,
 ) -> None:
     """Extend the context length of RoPE models in Hugging Face transformers."""
+    if context.invoked_subcommand is None:
+        print(context.get_help())
 
 
 @command()
 def describe(
     model: Model,
     method: PatchedWith = None,
-    factor: Factor = 4.0,
+    factor: OneFactor = None,
     compose: Compose = False,
     option: Option = None,
 ) -> None:
@@ -68,8 +72,10 @@ def describe(
         if found.method is None:
             longer = 4 * found.target_length
             tell_next(["rope-ext", "recommend", model, "--length", longer])
-        elif method is None:
+        elif method is None and found.serve:
             tell_next(["rope-ext", "verify", model])
+        elif method is None:
+            tell("done: use it in Python; no engine runs it")
         else:
             patch = _typed(method, factor, compose, option)
             tell_next(["rope-ext", "export", model, *patch, "--engine", "vllm"])
@@ -92,27 +98,42 @@ def recommend(
             help="Only methods that vllm, sglang, llama.cpp, ollama, mlx or transformers can run."
         ),
     ] = None,
+    text: Annotated[
+        list[str] | None,
+        typer.Option(help="Text to evaluate on, for the next commands. Repeatable."),
+    ] = None,
 ) -> None:
     """Recommend a method for a target length, and explain the choice."""
     with clean_errors():
         import rope_ext
+        from rope_ext.record import option_texts
 
         quiet()
         found = rope_ext.recommend(model, parse_length(length), finetune, calibration, engine)
         print(found)
+        if calibration is not None and not (finetune or engine):  # which follows a comparison
+            if found.serve != found.method:
+                tell(f"done: use it in Python: {found.call}")
+                return
+            engine = found.engines[0]
         if engine is not None:
-            patch = _typed(found.method.name, found.method.factor, found.compose, None)
+            options = [f"{found.method.name}.{one}" for one in option_texts(found.method)]
+            options = [one for one in options if ".factor=" not in one]
+            patch = _typed(found.method.name, found.method.factor, found.compose, options)
             tell_next(["rope-ext", "export", model, *patch, "--engine", engine])
             return
-        lengths = ["--lengths", f"{found.trained_length},{found.target_length}"]
-        words = ["rope-ext", "compare", "--model", model, *lengths]
+        words = ["rope-ext", "compare", model, *(["--finetune"] if finetune else [])]
+        words += ["--lengths", f"{found.trained_length},{found.target_length}"]
+        words += [word for one in text or () for word in ("--text", one)]
         served = found.serve or found.method
         apart = served == found.raised != found.method  # its factor is another
         names = [found.method.name]
         names += [served.name] * (not apart and served != found.method)
-        tell_next([*words, *_typed(",".join(names), found.method.factor, found.compose, None)])
+        patch = _typed(",".join(names), found.method.factor, found.compose, None)
+        tell_next([*words, "--output", unused("compared"), *patch])
         if apart:
-            tell_next([*words, *_typed(served.name, served.factor, "raise", None)])
+            patch = _typed(served.name, served.factor, "raise", None)
+            tell_next([*words, "--output", unused("compared-raised"), *patch])
 
 
 @command()
@@ -120,7 +141,7 @@ def diagnose(
     model: Model,
     length: Annotated[str, typer.Option(help="Context length in tokens, such as 32k.")],
     method: PatchedWith = None,
-    factor: Factor = 4.0,
+    factor: OneFactor = None,
     compose: Compose = False,
     option: Option = None,
 ) -> None:
@@ -136,7 +157,7 @@ def diagnose(
         elif method is not None:
             patch = _typed(method, factor, compose, option)
             lengths = ["--lengths", f"{found.trained_length},{tokens}"]
-            tell_next(["rope-ext", "compare", "--model", model, *patch, *lengths])
+            tell_next(["rope-ext", "compare", model, *patch, *lengths])
 
 
 @command()
@@ -154,7 +175,7 @@ def export(
             help="Method to export. Default: the one a saved or merged model has.",
         ),
     ] = None,
-    factor: Factor = 4.0,
+    factor: OneFactor = None,
     legacy: Annotated[
         bool, typer.Option("--legacy", help="transformers: also write the legacy key names.")
     ] = False,
@@ -178,12 +199,13 @@ def export(
             tell(f"wrote {path}")
         patch = [] if method is None else _typed(method, factor, compose, option)
         runs_here = engine in ("llama.cpp", "mlx", "transformers")
-        where = ["--engine", engine] if runs_here else ["--write", "miniature"]
-        if engine == "ollama":
-            where = []
+        where = [] if engine == "ollama" else ["--engine", engine]
+        where += [] if runs_here or engine == "ollama" else ["--write", unused("miniature")]
         if (Path(model) / "adapter_config.json").exists():
-            tell_next(["python", "recipes/merge.py", model, "--output", "merged"])
-        elif not compose:  # which `verify` has no option for
+            tell_next(["python", "recipes/merge.py", model, "--output", unused("merged")])
+        elif compose:  # which `verify` has no option for
+            tell("done: the settings above serve it")
+        else:
             tell_next(["rope-ext", "verify", model, *patch, *where])
 
 
@@ -217,7 +239,7 @@ def gguf(
     *,
     output: Annotated[Path, typer.Option(help="Output file.")],
     method: PatchedWith = None,
-    factor: Factor = 4.0,
+    factor: OneFactor = None,
     trained_length: TrainedLength = None,
     compose: Compose = False,
     option: Option = None,
@@ -241,10 +263,14 @@ def gguf(
 def verify(
     model: Model,
     engine: Annotated[
-        str, typer.Option(help="Engine to run: llama.cpp, mlx or transformers.")
-    ] = "llama.cpp",
+        str | None,
+        typer.Option(
+            help="Engine to run: llama.cpp (default), mlx or transformers; with --write and --url, "
+            "the one that serves."
+        ),
+    ] = None,
     method: PatchedWith = None,
-    factor: Factor = 4.0,
+    factor: OneFactor = None,
     flags: Annotated[
         str | None,
         typer.Option(
@@ -296,12 +322,14 @@ def verify(
     with clean_errors():
         import tempfile
 
+        import rope_ext
         from rope_ext.checkpoints import load_config
         from rope_ext.engines import verifying
         from rope_ext.method_options import checked_methods
 
         quiet()
-        longest = parse_length(length)
+        longest, server = parse_length(length), engine
+        engine = engine or "llama.cpp"
         _check_verify(flags, factor_error, tolerance, url, write)
         if url is None and write is None and engine not in verifying.ENGINES:
             raise OptionError(
@@ -317,6 +345,8 @@ def verify(
         if name is not None and trained_length is not None:
             values = {**values, "original_max_position_embeddings": trained_length}
         miniature = verifying.Miniature.from_config(load_config(model), name, **values)
+        patch = [] if method is None else _typed(method, factor, False, option)
+        patch += [] if trained_length is None else ["--trained-length", str(trained_length)]
         if write is not None:
             commands, refusals = verifying.write(miniature, write)
             tell(f"wrote {write}; serve it with one of these commands, then run again with --url")
@@ -324,6 +354,9 @@ def verify(
                 print(command)
             for refusal in refusals:
                 tell(f"note: {refusal}", "yellow")
+            for name in [server] if server in commands else list(commands)[:1]:
+                words = ["rope-ext", "verify", model, *patch, "--engine", name]
+                tell_next([*words, "--url", f"http://localhost:{verifying.SERVERS[name]}"])
             return
         with tempfile.TemporaryDirectory() as folder:
             if url is None:
@@ -339,9 +372,13 @@ def verify(
             tell(f"note: {note}", "yellow")
         if json is not None:
             json.write_text(found.to_json(), encoding="utf-8")
-        if found.exit_code == 0 and url is None and trained_length is None:
-            patch = [] if method is None else _typed(method, factor, False, option)
-            tell_next(["rope-ext", "export", model, "--engine", engine, *patch])
+        if found.exit_code == 0:
+            served = "serve the model with the same options"
+            if trained_length is None and (server or url is None):
+                patched = _patched(model, method, factor, False, option)
+                with suppress(RopeExtError):  # of a model that is not extended
+                    served = f"use it: {rope_ext.export(patched, server or engine).command}"
+            tell(f"done: {served}")
         sys.exit(found.exit_code)
 
 
@@ -385,16 +422,23 @@ def _check_verify(
         )
 
 
-def _typed(method: str, factor: float, compose: bool | str, option: list[str] | None) -> list[str]:
+def _typed(
+    method: str, factor: float | None, compose: bool | str, option: list[str] | None
+) -> list[str]:
     """The options that name a patch, as they are typed."""
-    words = ["--method", method, "--factor", f"{factor:g}", *compose_words(compose)]
+    words = ["--method", method, *compose_words(compose)]
+    words[2:2] = [] if factor is None else ["--factor", f"{factor:g}"]
     for one in option or []:
         words += ["--option", one]
     return words
 
 
 def _patched(
-    model: str, method: str | None, factor: float, compose: bool | str, option: list[str] | None
+    model: str,
+    method: str | None,
+    factor: float | None,
+    compose: bool | str,
+    option: list[str] | None,
 ) -> Any:
     """The model without weights under the method; without one, its name, to read as saved."""
     from rope_ext.advice.building import model_of

@@ -11,6 +11,10 @@ from rope_ext.arguments import parse_compose
 
 Model = Annotated[str, typer.Argument(help="Model directory or Hub ID; or --model.")]
 Factor = Annotated[float, typer.Option(help="Extension factor: target length / trained length.")]
+OneFactor = Annotated[
+    float | None,
+    typer.Option("--factor", help="Extension factor of --method: target length / trained length."),
+]
 PatchedWith = Annotated[
     str | None,
     typer.Option("--method", "--methods", help="Patch the model with this method first."),
@@ -71,7 +75,8 @@ class ModelCommand(TyperCommand):
             if word.startswith("--model="):
                 model = words.pop(place).removeprefix("--model=")
                 break
-        for place, word in enumerate(words):
+        valued = any(p.name == "compose" and not getattr(p, "is_flag", False) for p in self.params)
+        for place, word in enumerate(words if valued else ()):
             if word == "--compose" and words[place + 1 : place + 2] not in (["stack"], ["raise"]):
                 words[place] = "--compose=stack"
         if model is not None:  # before a file that follows it, after a word that precedes it

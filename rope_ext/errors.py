@@ -134,7 +134,13 @@ def brief(value: Any) -> str:
 
 def nowhere(path: str) -> str:
     """What to add to an error over something that was looked for on the Hub."""
-    return "" if os.path.exists(path) else ", and there is no folder of that name"
+    given = os.path.exists(path) or is_path(path)  # then the error is not about the Hub
+    return "" if given else ", and there is no folder of that name"
+
+
+def is_path(name: str) -> bool:
+    """Whether a name can only be a path: on the Hub, names are NAME or OWNER/NAME."""
+    return name[:1] in ("", ".", "/", "~") or name.endswith("/") or name.count("/") > 1
 
 
 def first_line(error: Exception) -> str:

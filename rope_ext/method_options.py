@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -21,7 +23,7 @@ _LONGEST = 40  # characters of an option in the name of a row
 
 def checked_methods(
     names: Sequence[str],
-    factor: float,
+    factor: float | None,
     options: Mapping[str, Mapping[str, Any]],
     adapter: str | None = None,
     force: bool = False,
@@ -30,7 +32,7 @@ def checked_methods(
 
     Args:
         names: names or aliases; may include the unpatched model, or only that.
-        factor: for every method except ``adapter``.
+        factor: for every method except ``adapter``; None: as ``patch`` without a factor.
         options: further options, by name or alias.
         adapter: folder or Hub id; ``adapter`` in ``names`` is the patch it was trained with.
         force: accept other methods than that.
@@ -43,7 +45,7 @@ def checked_methods(
         SeveralErrors: more than one of these.
     """
     mistakes = Mistakes()
-    if not factor > 1:
+    if factor is not None and not factor > 1:
         mistakes.add(
             OptionError(
                 f"factor={factor:g} would not extend anything; set --factor to a number above 1"
@@ -67,8 +69,9 @@ def checked_methods(
         methods |= mistakes.check(_of_adapter, adapter, record, default={})
     for cls in filter(None, map(known.get, names)):
         name, of_adapter = cls.name, methods.get(cls.name)
-        methods[name] = {"factor": factor, **given.get(name, {})}
-        if factor > 1:
+        common = {} if factor is None else {"factor": factor}
+        methods[name] = {**common, **given.get(name, {})}
+        if factor is None or factor > 1:
             mistakes.check(_check, name, methods[name], of_adapter, adapter, record, force)
         methods[name] = of_adapter or methods[name]
     unused = [name for name in given if name not in methods]
@@ -93,9 +96,7 @@ def _check(
         method = build_method(name, **options)
         method.check()
     except OptionError as error:
-        raise OptionError(
-            f"{error}; on the command line: --option {name}.NAME=VALUE, or remove {name}"
-        ) from None
+        raise OptionError(f"{error}; on the command line: {_typed(name, str(error))}") from None
     if record is None or trained_under(record, method):
         return
     same_name = "" if of_adapter is None else f" (and a run can only have one {name})"
@@ -105,6 +106,18 @@ def _check(
             f"{method}{same_name}; use --method {ADAPTER} for that, or --force and "
             f"{name} without {ADAPTER} to measure it anyway"
         )
+
+
+def _typed(name: str, message: str) -> str:
+    """How the options that an error over a method names are given on the command line."""
+    names = [field.name for field in dataclasses.fields(method_class(name))]
+    message = message.partition("Options: ")[0]  # which lists them all
+    named = [one for one in names if re.search(rf"\b{one}\b", message)] or names[-1:]
+    words = [f"--option {name}.{one}=VALUE" for one in named]
+    if "needs factor=" in message:
+        words[named.index("factor")] = "--factor NUMBER"
+    table = f" (or --option {name}=FILE.json of rope-ext search)" if "long_factor" in named else ""
+    return " ".join(words) + table
 
 
 def built(name: str, options: Mapping[str, Any]) -> Method:

@@ -11,6 +11,8 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
+from itertools import chain, count
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
@@ -111,10 +113,23 @@ def tell(text: str, style: str | None = None) -> None:
         _err.print(text, style=style, markup=False, soft_wrap=True)
 
 
-def tell_next(*commands: Sequence[object]) -> None:
-    """Print commands to go on with to standard error, ready to paste."""
+def tell_next(*commands: Sequence[object], optional: Sequence[Sequence[object]] = ()) -> None:
+    """Print commands to go on with to standard error, ready to paste.
+
+    Args:
+        commands: what to go on with.
+        optional: what may come before.
+    """
+    for words in optional:
+        tell(f"optional: {shlex.join(map(str, words))}")
     for words in commands:
         tell(f"next: {shlex.join(map(str, words))}")
+
+
+def unused(path: str | Path) -> str:
+    """``path``, or with ``-2``, ``-3`` ... added, which does not exist yet: for an output."""
+    names = chain([str(path)], (f"{path}-{number}" for number in count(2)))
+    return next(name for name in names if not os.path.lexists(name))
 
 
 def quiet() -> None:

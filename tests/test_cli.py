@@ -15,15 +15,18 @@ from pathlib import Path
 
 import pytest
 from matplotlib import image
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from typer.main import get_command
 from typer.testing import CliRunner, Result
 
 import rope_ext
+from recipes.data import documents
+from recipes.stream import DataError
 from rope_eval.plots import results as figures
 from rope_eval.plots.style import require_matplotlib
 from rope_eval.reports.summary import Estimate
 from rope_eval.run import runner as run
+from rope_eval.tune.calibrate import LOG
 from rope_ext import checkpoints as models
 from rope_ext.arguments import parse_compose, parse_options
 from rope_ext.cli import app
@@ -136,7 +139,7 @@ def test_compare_writes_everything(
         (["--option", "pi.x=1"], "options given for pi"),
         (["--option", "beta_fast=1"], "use METHOD.NAME=VALUE"),
         (["--factor", "1"], "set --factor to a number above 1"),
-        (["--lengths", "128,2kb"], "not a list of integers"),
+        (["--lengths", "128,2kb"], "not a number of tokens"),
         (["--lengths", ""], "no length to measure"),
         (["--lengths", "20,128"], "a passkey prompt needs at least"),
         (["--lengths", "128,9000000"], "give a longer --text"),
@@ -248,12 +251,69 @@ def test_a_scaled_checkpoint_is_stacked_on_or_raised(words: str, said: str, tmp_
 def test_describe(checkpoint: Path) -> None:
     plain = call("describe", checkpoint)
     assert plain.exit_code == 0 and "not patched" in plain.stdout
-    result = call("describe", checkpoint, "--method", "YaRN", "--option", "yarn.beta_fast=16")
+    result = call(
+        *("describe", checkpoint, "--method", "YaRN", "--factor", 4),
+        *("--option", "yarn.beta_fast=16"),
+    )
     assert result.exit_code == 0
     assert "128 -> 512 tokens by yarn" in result.stdout and "beta_fast=16" in result.stdout
     assert call("describe", checkpoint, "--method", "yran").exit_code == 2
     result = call("describe", checkpoint, "--option", "yarn.beta_fast=16")
     assert result.exit_code == 2 and "--option yarn.beta_fast=16 needs --method" in result.stderr
+
+
+def test_without_a_command_the_help_is_printed() -> None:
+    bare = call()
+    assert bare.exit_code == 0 and bare.stdout == call("--help").stdout
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("export M --engine vllm --method yarn", "needs factor=...; on the command line: --factor"),
+        ("verify M --method yarn", "needs factor=...; on the command line: --factor"),
+        ("describe M --method yarn", "needs factor=...; on the command line: --factor NUMBER"),
+        ("describe M --method longrope --factor 4", "--option longrope.long_factor=VALUE"),
+        ("describe M --method yarn --factor 4 --option beta_fast=no", "--option yarn.beta_fast="),
+        ("recommend 128k --length M", "is not a number of tokens; use a number such as 32768, 32k"),
+        ("recommend M --length 32k,64k", "is not a single length; use 32768, 32k or 128k"),
+    ],
+)
+def test_an_error_names_what_to_give(checkpoint: Path, words: str, said: str) -> None:
+    result = call(*(checkpoint if word == "M" else word for word in words.split()))
+    assert result.exit_code == 2 and said in result.stderr, result.output
+    assert "NAME" not in result.stderr
+
+
+@pytest.mark.usefixtures("loader_fails")
+def test_a_calibration_that_is_there_is_told_in_words_of_the_command(
+    checkpoint: Path, tmp_path: Path
+) -> None:
+    (tmp_path / LOG).touch()
+    result = call("calibrate", checkpoint, "--length", 512, "--output", tmp_path)
+    assert result.exit_code == 2 and "resume=" not in result.stderr
+    assert "give --resume to continue it, or another --output" in result.stderr
+
+
+def test_a_method_without_a_factor_of_its_own_needs_none(checkpoint: Path) -> None:
+    assert "alibi" in call("describe", checkpoint, "--method", "alibi").stdout
+
+
+@pytest.mark.parametrize("name", ["./nowhere", "nowhere/", "~/nowhere", "/nowhere", "a/b/c"])
+def test_a_path_that_does_not_exist_is_not_looked_for_on_the_hub(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def asked(*args: object, **options: object) -> None:
+        pytest.fail("the Hub was asked")
+
+    monkeypatch.setattr("huggingface_hub.file_download.hf_hub_download", asked)
+    monkeypatch.setattr("recipes.data.datasets.load_dataset", asked)
+    monkeypatch.setattr(AutoConfig, "from_pretrained", asked)
+    result = call("describe", name)
+    assert result.exit_code == 2 and "the directory does not exist" in result.stderr
+    assert "and there is no folder of that name" not in result.stderr  # a second time
+    with pytest.raises(DataError, match=f"there is no file or directory '{name}'; give --dataset"):
+        documents(name)
 
 
 def test_recommend_reads_no_weights(checkpoint: Path, loader_fails: None) -> None:
@@ -287,7 +347,7 @@ def test_plot_reads_no_weights(checkpoint: Path, tmp_path: Path, loader_fails: N
     for change, message in (
         (["--method", "yarn"], "yarn changes frequencies"),
         (["--method", "yran"], "did you mean 'yarn'"),
-        (["--length", "many"], "'many' is not a list of integers"),
+        (["--length", "many"], "'many' is not a number of tokens"),
         (["--output", tmp_path / "one.pdf"], "give a .png file"),
     ):
         wrong = call("plot", *words, *change)
@@ -334,7 +394,7 @@ def test_a_model_saved_under_a_patch(checkpoint: Path, tmp_path: Path) -> None:
     words = ["angles", tmp_path / "saved", "--method", "yarn", "--output", tmp_path / "one.png"]
     result = call("plot", *words)
     assert result.exit_code == 0 and (tmp_path / "one.png").exists(), result.stderr
-    result = call("describe", tmp_path / "saved", "--method", "yarn")
+    result = call("describe", tmp_path / "saved", "--method", "yarn", "--factor", 4)
     assert result.exit_code == 0 and "yarn(factor=4" in result.stdout
 
     def measured(model: Path, output: Path) -> list[dict]:

@@ -6,20 +6,26 @@ import re
 import shlex
 from itertools import dropwhile
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from transformers import AutoConfig, AutoModelForCausalLM
+from peft import LoraConfig, get_peft_model
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
 from typer.main import get_command
 from typer.testing import CliRunner, Result
 
 import rope_ext
-from recipes import memory, merge, settings
+from recipes import finetune, memory, merge, settings
+from recipes.settings import Recipe
 from rope_eval import command
+from rope_eval.data.text import read_texts
+from rope_eval.next_commands import training_command
 from rope_ext.advice.card import model_card
+from rope_ext.checkpoints import load_tokenizer
 from rope_ext.cli import app
 from rope_ext.saved import configured, read_saved
-from tests.helpers.checkpoint import save_checkpoint
+from tests.helpers.checkpoint import save_checkpoint, save_texts
 
 ROOT = Path(__file__).parents[1]
 LONG = {"yarn": {}, "ntk": {}, "pi": {}, "llama3": {}, "rerope": {}, "dynamic_ntk": {}, "alibi": {}}
@@ -52,6 +58,10 @@ def saved(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[st
 def parsed(line: str) -> None:
     """Parse a command with the parser of the program; raises or exits if it is not valid."""
     program, *words = shlex.split(line)
+    if words[:2] == ["-m", "recipes.memory"]:
+        given = [word for word in words[3:] if word not in ("--card", "24")]
+        memory.read(str(ROOT / words[2]), *given)
+        return
     if program == "python":
         assert words[0] == "recipes/merge.py"
         merge.parser().parse_args(words[1:])
@@ -60,7 +70,13 @@ def parsed(line: str) -> None:
     name, *words = words
     if name in ("compare", "eval"):  # tasks and a model come first
         options = list(dropwhile(lambda word: not word.startswith("-"), words))
-        models = ["--model", "MODEL"] if {"MODEL"} & set(words) - set(options) else []
+        first = words[: len(words) - len(options)]
+        models = [
+            part
+            for word in first
+            if name == "compare" or word == "MODEL"
+            for part in ("--model", word)
+        ]
         command.parser("", "runs", ["perplexity", "passkey"]).parse_args([*models, *options])
     else:
         group = get_command(app)
@@ -147,18 +163,20 @@ def test_recommend_says_that_a_folder_reaches_the_length(saved: dict[str, Path])
 
 
 def test_every_command_ends_with_the_next_one(checkpoint: Path, saved: dict[str, Path]) -> None:
-    options = ("--method", "yarn", "--option", "yarn.beta_fast=16")
+    options = ("--method", "yarn", "--factor", 4, "--option", "yarn.beta_fast=16")
     expected: dict[tuple[Any, ...], str] = {
         ("describe", checkpoint): "recommend",
         ("describe", checkpoint, *options): "export",
         ("describe", saved["yarn"]): "verify",
         ("recommend", checkpoint, "--length", 512): "compare",
+        ("recommend", checkpoint, "--length", 512, "--finetune", "--text", "a.txt"): "compare",
         ("recommend", checkpoint, "--length", 512, "--engine", "vllm"): "export",
         ("recommend", saved["yarn"], "--length", 1024): "compare",
         ("diagnose", checkpoint, "--length", 512): "recommend",
         ("diagnose", checkpoint, "--length", 512, *options): "compare",
         ("export", checkpoint, "--engine", "vllm", *options): "verify",
         ("export", saved["yarn"], "--engine", "llama.cpp"): "verify",
+        ("export", saved["yarn"], "--engine", "vllm"): "verify",
     }
     for words, following in expected.items():
         found = next_commands(call(*words))
@@ -167,12 +185,54 @@ def test_every_command_ends_with_the_next_one(checkpoint: Path, saved: dict[str,
             parsed(line)
 
 
+def test_the_road_without_training_ends_in_an_engine(checkpoint: Path, tmp_path: Path) -> None:
+    """Nothing leads back: calibrate, recommend, export, verify, and what serves the model."""
+    made = rope_ext.calibrate(
+        *(AutoModelForCausalLM.from_pretrained(checkpoint), load_tokenizer(str(checkpoint)), 256),
+        text=read_texts([save_texts(tmp_path / "texts.jsonl")]),
+        methods=["yarn"],
+        **{"samples": 4, "prompts": 0, "options": ["attention_factor"], "output": tmp_path / "c"},
+    )
+    line = f"rope-ext recommend {checkpoint} --length 256 --calibration {tmp_path / 'c'}"
+    [line] = next_commands(call(*shlex.split(line)[1:]))
+    assert line.startswith(f"rope-ext export {checkpoint} --method yarn --factor 2 ")
+    factor = made.method.attention_factor
+    assert (f"--option yarn.attention_factor={factor}" in line) is (factor is not None)
+    [line] = next_commands(call(*shlex.split(line)[1:]))
+    assert line.startswith("rope-ext verify ") and "--engine vllm --write miniature" in line
+    line = line.replace("--write miniature", f"--write {tmp_path / 'miniature'}")
+    [line] = next_commands(call(*shlex.split(line)[1:]))
+    assert line.endswith("--engine vllm --url http://localhost:8000")
+    parsed(line)
+    words = [word for word in shlex.split(line)[1:] if not word.startswith("http")][:-1]
+    words[words.index("vllm")] = "transformers"  # which runs here
+    result = call(*words)
+    assert next_commands(result) == [] and "done: use it: " in result.stderr
+
+
+def test_the_commands_of_the_page_are_those_that_are_printed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    LlamaConfig(max_position_embeddings=8192, rope_theta=5e5).save_pretrained(tmp_path / "MODEL")
+    monkeypatch.chdir(tmp_path)
+    page = (ROOT / "docs" / "own-model.md").read_text(encoding="utf-8").replace(" \\\n   ", "")
+    [first] = re.findall("^rope-ext recommend .*", page, re.MULTILINE)
+    [compared] = next_commands(call(*shlex.split(first)[1:]))
+    trained = training_command("MODEL", "yarn", 8192, 131072, text="other.jsonl")
+    recipe = Recipe(model="MODEL", factor=16, eval_dataset="other.jsonl", dataset="documents/")
+    (tmp_path / "other.jsonl").touch()
+    args = SimpleNamespace(output_dir="runs/own_model_yarn_lora")
+    tuned = finetune.next_command(recipe, args, finetune.Plan(None, None, 131072, 0, []))
+    for line in (compared, shlex.join(trained), shlex.join(map(str, tuned))):
+        assert f"\n{line}\n" in page, line
+
+
 def test_the_commands_of_the_page_are_valid() -> None:
     text = (ROOT / "docs" / "own-model.md").read_text(encoding="utf-8")
     blocks = re.findall(r"```bash\n(.*?)```", text.replace("\\\n", " "), re.DOTALL)
     lines = [line for block in blocks for line in block.splitlines()]
-    checked = [line for line in lines if line.startswith(("rope-ext", "python recipes/merge"))]
-    assert len(checked) == 8 and len(lines) == 10
+    checked = [line for line in lines if line.startswith(("rope-ext", "python "))]
+    assert len(checked) == 9 and len(lines) == 10
     for line in checked:
         parsed(line)
 
@@ -207,6 +267,8 @@ def test_memory_says_whether_a_card_is_large_enough(capsys: pytest.CaptureFixtur
     with pytest.raises(SystemExit, match="1"):
         memory.main([*tiny, "0.001", *shape])
     assert "does not fit: " in capsys.readouterr().out
+    memory.main([str(ROOT / "recipes" / "own_model_yarn_lora.yaml"), *shape])
+    assert "my_documents/ does not exist; set dataset in " in capsys.readouterr().err
 
 
 def test_a_card_says_what_the_folder_is(saved: dict[str, Path], tmp_path: Path) -> None:
@@ -224,10 +286,31 @@ def test_a_card_says_what_the_folder_is(saved: dict[str, Path], tmp_path: Path) 
     assert "rope_ext.from_pretrained" in model_card(saved["rerope"])
     written = call("card", saved["pi"])
     assert written.exit_code == 0 and (saved["pi"] / "README.md").exists(), written.output
+    again = call("card", saved["pi"], "--report", tmp_path)  # once there is a report
+    card = saved["pi"] / "README.md"
+    assert again.exit_code == 0 and "| a table |" in card.read_text(), again.output
+    card.write_text(card.read_text().replace("# ", "# My ", 1))
     again = call("card", saved["pi"])
-    assert again.exit_code == 2 and "exists; move it away" in again.stderr
+    assert again.exit_code == 2 and "move it away to write" in again.stderr
+    assert "# My " in card.read_text()
     with pytest.raises(rope_ext.ExportError, match=r"has no table\.md"):
         model_card(saved["yarn"], report=saved["yarn"])
+
+
+def test_a_card_replaces_the_empty_template_of_peft(checkpoint: Path, tmp_path: Path) -> None:
+    model = AutoModelForCausalLM.from_pretrained(checkpoint)
+    rope_ext.patch(model, "yarn", factor=4)
+    adapted = get_peft_model(model, LoraConfig(task_type="CAUSAL_LM", target_modules=["q_proj"]))
+    adapted.save_pretrained(tmp_path)
+    rope_ext.save_sidecar(adapted, tmp_path)
+    card = tmp_path / "README.md"
+    template = card.read_text()
+    card.write_text(template.replace("[More Information Needed]", "Me", 1))
+    edited = call("card", tmp_path)
+    assert edited.exit_code == 2 and "move it away to write" in edited.stderr
+    card.write_text(template)
+    written = call("card", tmp_path)
+    assert written.exit_code == 0 and "from 128 to 512 tokens" in card.read_text(), written.output
 
 
 @pytest.mark.slow

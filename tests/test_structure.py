@@ -46,7 +46,7 @@ ROOMS = {
     ),
     "rope_eval": (
         "rope_eval",
-        "folder forward log options plots.style data",
+        "folder forward log next_commands options plots.style data",
         "cases settings",
         "systems versions",
         "tasks",

@@ -8,6 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
+from rope_eval.next_commands import training_command
 from rope_eval.options import command_options, read_options
 from rope_eval.tune.options import CalibrationOptions, SearchOptions
 from rope_ext.arguments import compose_words, parse_length, parse_options, split
@@ -96,6 +97,10 @@ def calibrate(
     resume: Annotated[
         bool, typer.Option("--resume", help="Resume the calibration in --output.")
     ] = False,
+    finetune: Annotated[
+        bool,
+        typer.Option("--finetune", help="Go on with training: print its command as the next one."),
+    ] = False,
     dtype: Dtype = "auto",
     device: Device = "auto",
     **options: Any,
@@ -108,7 +113,8 @@ def calibrate(
     with clean_errors(), stoppable():
         import rope_ext
         from rope_eval.data.text import read_texts
-        from rope_ext.checkpoints import load_model, load_tokenizer
+        from rope_eval.tune.calibrate import RESULT, require_free
+        from rope_ext.checkpoints import load_model, load_tokenizer, resolve_device
         from rope_ext.methods import method_class
 
         quiet()
@@ -116,6 +122,7 @@ def calibrate(
         given = read_options(CalibrationOptions, options)
         for name in names:  # report mistakes before loading weights
             method_class(name)
+        require_free(output, resume, "--resume", "--output")
         texts = read_texts(text) if text else None
         tokenizer = load_tokenizer(model)
         found = rope_ext.calibrate(
@@ -130,7 +137,16 @@ def calibrate(
         )
         print(found)
         tell(f"wrote {output}")
-        words = ["rope-ext", "recommend", model, "--length", tokens, "--calibration", output]
+        if finetune:
+            words = training_command(
+                *(model, found.method.name, found.trained_length, tokens),
+                options=str(output / RESULT),
+                compose=options["compose"],
+                text=text[0] if text else None,
+                cpu=resolve_device(device) == "cpu",
+            )
+        else:
+            words = ["rope-ext", "recommend", model, "--length", tokens, "--calibration", output]
         tell_next(words)
 
 

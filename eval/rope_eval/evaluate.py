@@ -54,7 +54,7 @@ def _evaluate(
     report.print()  # whatever becomes of it, the files are there
     for path in paths:
         tell(f"wrote {path}")
-    tell_next(*report.next_commands)
+    tell_next(*report.next_commands, optional=report.optional_commands)
     return report
 
 

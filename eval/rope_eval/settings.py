@@ -109,6 +109,7 @@ class Settings:
         timeout: seconds until a request counts as failed.
         resume: use the results in ``output`` and complete them.
         overwrite: delete the results in ``output``.
+        finetune: the next command is that of training.
     """
 
     models: tuple[str, ...] = option(
@@ -217,6 +218,9 @@ class Settings:
     timeout: float = option(1800.0, "timeout of a request in seconds", group=SERVED, type=float)
     resume: bool = option(False, "resume the run in --output", group=ASKED)
     overwrite: bool = option(False, "delete the results in --output", group=ASKED)
+    finetune: bool = option(
+        False, "go on with training: print its command as the next one", group=ASKED
+    )
 
     @property
     def servers(self) -> list[Server]:
@@ -231,7 +235,13 @@ class Settings:
 
     def to_json(self) -> dict[str, Any]:
         """The settings that determine the results, as plain data."""
-        names = set(self.__dataclass_fields__) - {"output", "resume", "overwrite", "force"}
+        names = set(self.__dataclass_fields__) - {
+            "output",
+            "resume",
+            "overwrite",
+            "force",
+            "finetune",
+        }
         names -= {"concurrency", "retries", "timeout"}
         return {name: getattr(self, name) for name in sorted(names)}
 

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
+import re
 from pathlib import Path
+
+from huggingface_hub import ModelCard, ModelCardData
 
 from rope_ext.advice.describe import call_text, describe
 from rope_ext.engines import serving_commands
@@ -12,6 +16,10 @@ from rope_ext.saved import read_saved
 from rope_ext.version import __version__
 
 CARD = "README.md"
+_MARK = "<!-- written by rope-ext card; sha256 "
+"""What ends a card, before the digest of the text above it: a card that was edited is kept."""
+_PEFT = re.compile(r"(## Training procedure\n[^#]*)?### Framework versions\s+- PEFT \S+\s*")
+"""What PEFT adds to the template of huggingface_hub."""
 _TABLE = "table.md"
 """What ``rope-ext compare`` and ``rope-ext eval`` write for a model card."""
 
@@ -61,18 +69,35 @@ def model_card(
 def write_card(
     folder: str | Path, base: str | None = None, report: str | Path | None = None
 ) -> Path:
-    """Write :func:`model_card` to ``README.md`` in the folder; an existing file is kept.
+    """Write :func:`model_card` to ``README.md`` in the folder.
+
+    An existing file is replaced only if nobody edited it: an earlier card, or PEFT's template.
 
     Raises:
-        ExportError: there is a README.md, or as :func:`model_card`.
+        ExportError: there is another README.md, or as :func:`model_card`.
     """
     path, text = Path(folder) / CARD, model_card(folder, base, report)
-    try:
-        with path.open("x", encoding="utf-8") as file:
-            file.write(text)
-    except FileExistsError:
-        raise ExportError(f"{path} exists; move it away to write a new card") from None
+    if path.exists() and not _is_untouched(path.read_text(encoding="utf-8", errors="replace")):
+        raise ExportError(
+            f"{path} exists, and is neither an unedited card of rope_ext nor PEFT's empty "
+            f"template; move it away to write a new card"
+        )
+    path.write_text(f"{text}{_MARK}{_digest(text)} -->\n", encoding="utf-8")
     return path
+
+
+def _is_untouched(card: str) -> bool:
+    """Whether a card is as this module or PEFT wrote it."""
+    text, mark, end = card.rpartition(_MARK)
+    if mark:
+        return end == f"{_digest(text)} -->\n"
+    template = ModelCard.from_template(ModelCardData()).text.strip()
+    _, found, rest = card.partition(template)
+    return bool(found and _PEFT.fullmatch(rest.strip()))
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def _table(report: Path) -> str:

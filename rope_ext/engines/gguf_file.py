@@ -154,7 +154,7 @@ def extended(
     path: str | Path,
     output: str | Path,
     name: str | None,
-    factor: float,
+    factor: float | None,
     trained_length: int | None = None,
     option: Sequence[str] | None = None,
 ) -> Plan:
@@ -164,7 +164,7 @@ def extended(
         path: the input file.
         output: the output file.
         name: name of the method.
-        factor: extension factor.
+        factor: extension factor; None: as ``patch`` without one.
         trained_length: overrides the trained length in the file, tokens.
         option: further options of the method, as on the command line.
 

@@ -52,7 +52,7 @@ VERDICTS = (
 )
 ENGINES = ("llama.cpp", "mlx", "transformers")
 """Engines that can run in this process."""
-SERVERS = ("llama.cpp", "vllm", "sglang")
+SERVERS = {"llama.cpp": 8080, "vllm": 8000, "sglang": 30000}
 """Engines for which ``write`` prints a command that serves the miniature."""
 TOLERANCE = 2e-3
 """Largest root mean square error of log-probabilities that counts as float32 rounding."""

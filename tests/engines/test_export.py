@@ -350,7 +350,7 @@ def test_angles_in_float64_are_pointed_out() -> None:
 
 def test_command_line(tmp_path) -> None:
     tiny_llama().save_pretrained(tmp_path)
-    words = ["export", str(tmp_path), "--method", "yarn", "--engine"]
+    words = ["export", str(tmp_path), "--method", "yarn", "--factor", "4", "--engine"]
     result = CliRunner().invoke(app, [*words, "llama.cpp"])
     assert result.exit_code == 0, result.output
     assert "--rope-scaling yarn --rope-scale 4.0 --yarn-orig-ctx 64" in result.stdout
@@ -365,7 +365,7 @@ def test_command_line(tmp_path) -> None:
 
 def test_the_written_file_keeps_the_dtype_of_the_weights(tmp_path) -> None:
     tiny_llama().bfloat16().save_pretrained(tmp_path)
-    words = ["export", str(tmp_path), "--method", "pi", "--engine", "transformers"]
+    words = ["export", str(tmp_path), "--method", "pi", "--factor", "4", "--engine", "transformers"]
     result = CliRunner().invoke(app, [*words, "--output", str(tmp_path)])
     assert result.exit_code == 0, result.output
     assert json.loads((tmp_path / "config.json").read_text("utf-8"))["dtype"] == "bfloat16"

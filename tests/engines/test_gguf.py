@@ -61,7 +61,10 @@ def file(tmp_path: Path) -> Path:
 
 
 def run(*words: Any) -> Any:
-    return CliRunner().invoke(app, ["gguf", *map(str, words)])
+    given = "--factor" in words or "--method" not in words
+    return CliRunner().invoke(
+        app, ["gguf", *map(str, words), *([] if given else ["--factor", "4"])]
+    )
 
 
 def test_keys_and_tensor_are_added_and_all_else_is_kept(file: Path, tmp_path: Path) -> None:

@@ -89,7 +89,7 @@ def test_the_checkpoint_is_served_by_the_printed_command(beside: Path, name: str
     pytest.importorskip("xllamacpp")
     words, output = COMMANDS[name]
     if not words.startswith("gguf"):  # the file that it needs
-        run("gguf MODEL.gguf --method pi --output other.gguf", beside)
+        run("gguf MODEL.gguf --method pi --factor 4 --output other.gguf", beside)
     run(words, beside)
     _, *flags = shlex.split(output.splitlines()[0])
     method = re.search(r"--method (\w+)", words)[1]

@@ -61,7 +61,10 @@ def folder(tmp_path: Path) -> str:
 
 
 def run(*words: Any) -> Any:
-    return CliRunner().invoke(app, ["verify", *map(str, words)])
+    given = "--factor" in words or "--method" not in words
+    return CliRunner().invoke(
+        app, ["verify", *map(str, words), *([] if given else ["--factor", "4"])]
+    )
 
 
 def small_enough(model: Any) -> bool:

@@ -367,7 +367,7 @@ def test_a_killed_calibration_goes_on_as_if_it_had_not_been(
     log = part / "calibration.jsonl"
     assert 3 < len(lines(part)) < len(lines(whole)) and not (part / "calibration.json").exists()
     log.write_bytes(log.read_bytes()[:-10])  # and its last line is cut short
-    with pytest.raises(rope_ext.MeasureError, match=r"give resume=True \(--resume\)"):
+    with pytest.raises(rope_ext.MeasureError, match="give resume=True to continue it"):
         found(model, tokenizer, part, **ASKED)
     assert found(model, tokenizer, part, resume=True, **ASKED) == result
     for name in ("calibration.jsonl", "calibration.json", "calibration.png"):

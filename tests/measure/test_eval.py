@@ -825,7 +825,7 @@ def test_speed_shares_the_options_of_the_evaluators(checkpoint: Path, tmp_path: 
         (passkey, ["--method", "yran"], "unknown method 'yran'; did you mean 'yarn'?"),
         (passkey, ["--option", "beta_fast=1"], "use METHOD.NAME=VALUE"),
         (passkey, ["--option", "yarn.beta_fst=1"], "did you mean 'beta_fast'"),
-        (passkey, ["--lengths", "4kk"], "'4kk' is not a list of integers"),
+        (passkey, ["--lengths", "4kk"], "'4kk' is not a number of tokens"),
         (passkey, ["--lengths", "40"], "a passkey prompt needs at least"),
         (passkey, ["--lengths", "9k"], "beyond factor 4 x the trained 128 tokens = 512 of yarn"),
         (passkey, ["--batch-size", "many"], "give auto or a number of rows"),

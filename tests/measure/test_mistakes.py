@@ -25,11 +25,11 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 WRONG = {
     "--text": ["missing.txt", "cannot read the text missing.txt"],
-    "--trained-length": ["-1", "--trained-length '-1' is not a list of integers"],
+    "--trained-length": ["-1", "--trained-length '-1' is not a number of tokens"],
     "--dtype": ["int8", "dtype='int8' is not valid"],
     "--device": ["abacus", "device 'abacus' cannot be used here"],
     "--seed": ["-1", "seed=-1 is not valid"],
-    "--lengths": ["2kb", "--lengths '2kb' is not a list of integers"],
+    "--lengths": ["2kb", "--lengths '2kb' is not a number of tokens"],
     "--batch-size": ["0", "batch_size=0 is not valid"],
     "--factor": ["1", "factor=1 would not extend anything"],
     "--option": ["beta", "--option 'beta' is not valid"],

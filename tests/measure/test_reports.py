@@ -8,13 +8,17 @@ import io
 import json
 import re
 import shlex
+from pathlib import Path
 
 import pytest
 import typer
+from markupsafe import Markup
+from rich.console import Console
 
+from recipes import memory
 from rope_eval.command import COMPARE, parser
-from rope_eval.reports.page import BOLD
-from rope_eval.reports.report import Report
+from rope_eval.reports.page import BOLD, Cell, Row, Table
+from rope_eval.reports.report import Report, fitting
 from rope_eval.reports.summary import TOO_FEW, Estimate, interval, is_clear, signed
 from rope_eval.run import runner as run
 from rope_eval.run.plan import prepare
@@ -202,6 +206,54 @@ def test_the_next_command_can_be_typed_and_asks_the_same_of_more(
     assert made.model == list(settings.models) and made.windows == 64
 
 
+def test_a_comparison_that_decides_nothing_ends_in_training(report: Report) -> None:
+    tasks = [Perplexity(windows=64), Passkey(trials=20)]
+    found = Report(dataclasses.replace(report.plan, tasks=tuple(tasks)), report.outcomes)
+    [words] = found.next_commands
+    assert words[:2] == ["rope-ext", "recommend"] and "--finetune" in words
+
+
+def test_tasks_that_recommend_nothing_have_a_next_command(report: Report) -> None:
+    tasks = tuple(task for task in report.plan.tasks if isinstance(task, Passkey))
+    plan = dataclasses.replace(report.plan, tasks=tasks)
+    [words] = Report(plan, report.outcomes).next_commands
+    assert words[:2] == ["rope-ext", "compare"] and "--option" in words
+    parser("", "", COMPARE.tasks).parse_args(words[2:])
+    unpatched = tuple(s for s in plan.systems if s.method == "none")
+    [words] = Report(dataclasses.replace(plan, systems=unpatched), report.outcomes).next_commands
+    assert words == ["rope-ext", "describe", *plan.settings.models]
+
+
+def test_the_summary_says_how_it_differs_from_the_tables(
+    report: Report, capsys: pytest.CaptureFixture[str]
+) -> None:
+    report.print()
+    page = (report.plan.settings.output / "report.html").read_text()
+    for text in (capsys.readouterr().out, report.markdown(), page):
+        told = " ".join(Markup(text).unescape().split())
+        assert '"at most 5%" holds if the upper end of the interval of perplexity does' in told
+        assert "95 % for all methods together (Bonferroni)" in told
+    more = dataclasses.replace(report.plan, lengths=(128, 256, 512))
+    [told] = Report(more, report.outcomes).reading
+    assert "numbers beyond the trained length" in told and "all lengths there together" in told
+
+
+def test_a_wide_table_is_printed_in_parts_that_fit_the_terminal() -> None:
+    places = [(task, length) for task in ("perplexity", "passkey") for length in (512, 131072)]
+    header = ("method", *(f"{task}, {length} tokens" for task, length in places))
+    cells = [Cell("yarn, before training"), *4 * [Cell("12.3 (too few documents)")]]
+    table = Table("", header, (Row(tuple(cells)),))
+    for terminal in (True, False):
+        file = io.StringIO()
+        console = Console(file=file, force_terminal=terminal, width=80, color_system=None)
+        for part in fitting(console, "before and after training", table):
+            console.print(part)
+        text = file.getvalue()
+        assert "…" not in text and text.count("12.3 (too few documents)") == 4
+        assert (max(map(len, text.splitlines())) <= 80) is terminal
+        assert text.count("yarn, before training") == (2 if terminal else 1)
+
+
 @pytest.fixture(scope="module")
 def helped(settings: Settings, tmp_path_factory: pytest.TempPathFactory) -> Report:
     """YaRN and ReRoPE made better than the unpatched model on five documents."""
@@ -232,3 +284,25 @@ def test_the_best_that_an_engine_can_serve_is_named_with_its_engines(helped: Rep
     command = typer.main.get_command(app).commands[words[1]]
     made = command.make_context(words[1], words[2:])  # parsed, not run
     assert words[:2] == ["rope-ext", "calibrate"] and made.params["methods"] == "yarn"
+
+
+def test_an_output_that_exists_is_not_named(
+    helped: Report, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "calibrated").mkdir()
+    (tmp_path / "calibrated-2").touch()
+    [words] = Report(helped.plan, helped.outcomes).next_commands
+    assert words[words.index("--output") + 1] == "calibrated-3"
+
+
+def test_finetune_goes_on_with_training(helped: Report) -> None:
+    tuned = dataclasses.replace(helped.plan.settings, finetune=True)
+    found = Report(dataclasses.replace(helped.plan, settings=tuned), helped.outcomes)
+    [words], [optional] = found.next_commands, found.optional_commands
+    assert words[:4] == ["python", "-m", "recipes.memory", "recipes/own_model_yarn_lora.yaml"]
+    recipe, args = memory.read(words[3], *words[4:])
+    assert (recipe.method, recipe.factor) == ("yarn", tuned.factor)
+    assert recipe.eval_dataset is not None and recipe.eval_dataset.endswith("texts.jsonl")
+    assert args.use_cpu and not recipe.quantize  # as the comparison ran
+    assert optional[:2] == ["rope-ext", "calibrate"] and "--finetune" in optional

@@ -170,7 +170,7 @@ def test_an_attention_that_is_not_installed(
 
 @pytest.mark.parametrize("text", ["9" * 5000, "1" + "0" * 30, "1e3", "nan", "-1", "²"])
 def test_lengths_that_are_no_numbers_of_tokens(text: str) -> None:
-    with pytest.raises(OptionError, match="not a list of integers"):
+    with pytest.raises(OptionError, match="not a number of tokens"):
         parse_lengths(text)
 
 

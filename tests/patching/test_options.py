@@ -212,7 +212,7 @@ def test_frequencies_that_no_position_can_be_told_by_are_refused(model, name, op
 
 
 def test_evaluators_refuse_a_factor_that_extends_nothing_before_any_weights() -> None:
-    with pytest.raises(rope_ext.OptionError, match=r"yarn: factor=1 would .*--option yarn\.NAME"):
+    with pytest.raises(rope_ext.OptionError, match=r"yarn: factor=1 would .*--option yarn\.factor"):
         checked_methods(["yarn"], 4.0, {"yarn": {"factor": 1}})
     assert checked_methods(["string"], 4.0, {"string": {"factor": 1}})["string"]["factor"] == 1
 

@@ -46,6 +46,11 @@ class Table:
     rows: tuple[Row, ...]
     sentences: tuple[str, ...] = ()
 
+    @property
+    def columns(self) -> range:
+        """The indices of its columns."""
+        return range(len(self.header))
+
     def markdown(self) -> str:
         """The table in GitHub's Markdown."""
         lines = [f"| {' | '.join(self.header)} |", f"|{' --- |' * len(self.header)}"]

@@ -16,14 +16,17 @@ from pathlib import Path
 from typing import Any
 
 from rich import box
+from rich.console import Console
+from rich.measure import Measurement
 from rich.table import Table as RichTable
 
 from rope_eval.cases import Outcome, dump
+from rope_eval.next_commands import calibration_command, text_words, training_command
 from rope_eval.plots import results as figures
 from rope_eval.reports import page
 from rope_eval.reports.intervals import CONFIDENCE, rate_interval
 from rope_eval.reports.page import BOLD, Cell, Row, Table
-from rope_eval.reports.recommendation import Evidence, gather, recommend
+from rope_eval.reports.recommendation import MAX_COST, Evidence, gather, recommend
 from rope_eval.reports.summary import (
     Estimate,
     cost,
@@ -45,12 +48,14 @@ from rope_ext.arguments import compose_words
 from rope_ext.engines import engines_for
 from rope_ext.errors import RopeExtError
 from rope_ext.method_options import UNPATCHED, built
-from rope_ext.terminal import wide_console
+from rope_ext.methods import reach
+from rope_ext.terminal import unused, wide_console
 
 EFFECTIVE = 0.856
 """Llama-2-7B's own RULER average at 4k, which the paper takes for "the length works"."""
 
-_COLUMN = 28  # width, characters: "12.3 (too few documents)" fits
+_MORE = {"windows": 64, "trials": 20}
+"""Options of a comparison that decides more than the default; one that does not ends there."""
 
 
 def engines_of(
@@ -245,15 +250,69 @@ class Report:
 
     @property
     def next_commands(self) -> list[list[str]]:
-        """What to type next: of a training, or by model, where a method is recommended."""
-        if self.trainings:
-            return [self._merging] if self.plan.settings.adapter else []
-        return [words for _, words in self._advice]
+        """What to type next: of an adapter, or by model."""
+        settings = self.plan.settings
+        if settings.servers:
+            return []
+        if settings.adapter and (self.trainings or not self._advice):
+            return [self._merging]
+        return [words for _, words in self._advice] or list(map(self._after, settings.models))
+
+    @property
+    def _trains(self) -> bool:
+        """Whether the next command trains: a recipe cannot raise the factor of a checkpoint."""
+        settings = self.plan.settings
+        return settings.finetune and settings.compose != "raise" and settings.adapter is None
+
+    @property
+    def optional_commands(self) -> list[list[str]]:
+        """What may be typed before: where the next command trains, the calibration of a method."""
+        settings = self.plan.settings
+        if not (self._trains and self._advice):
+            return []
+        return [self._calibrating(m, settings.methods[0], finetune=True) for m in settings.models]
 
     @property
     def _merging(self) -> list[str]:
         adapter = str(self.plan.settings.adapter)
-        return ["python", "recipes/merge.py", adapter, "--output", "merged"]
+        return ["python", "recipes/merge.py", adapter, "--output", unused("merged")]
+
+    def _after(self, model: str) -> list[str]:
+        """The command after tasks that recommend nothing."""
+        settings = self.plan.settings
+        if all(system.method == UNPATCHED for system in self.plan.systems):
+            return ["rope-ext", "describe", model]
+        return self._comparing(model, settings.lengths, "--output", unused("compared"))
+
+    def _comparing(self, model: str, lengths: Sequence[int], *given: str) -> list[str]:
+        """The command that measures the same methods by perplexity and passkeys."""
+        settings = self.plan.settings
+        words = ["rope-ext", "compare", "--model", model, "--methods", ",".join(settings.methods)]
+        words += ["--factor", f"{settings.factor:g}", "--lengths", ",".join(map(str, lengths))]
+        words += given
+        words += ["--adapter", settings.adapter] if settings.adapter else []
+        for method, chosen in settings.options.items():
+            for name, value in chosen.items():
+                words += ["--option", f"{method}.{name}={value!r}"]
+        words += ["--finetune"] if settings.finetune else []
+        return [*words, *text_words(self._texts), *self._more, *compose_words(settings.compose)]
+
+    def _calibrating(self, model: str, method: str, finetune: bool) -> list[str]:
+        more = [*text_words(self._texts), *self._more, *(["--finetune"] if finetune else [])]
+        length, output = max(self.plan.settings.lengths), unused("calibrated")
+        return calibration_command(
+            model, method, length, output, bool(self.plan.settings.compose), more
+        )
+
+    def _training(self, model: str, trained: int) -> list[str]:
+        settings, method = self.plan.settings, self.plan.settings.methods[0]
+        return training_command(
+            *(model, method, trained, reach(settings.factor, trained)),
+            options=settings.options.get(method),
+            compose=bool(settings.compose),
+            text=str(self._texts[0]) if self._texts else None,
+            cpu=self.plan.identities[model]["device"] == "cpu",
+        )
 
     @cached_property
     def _advice(self) -> list[tuple[str, list[str]]]:
@@ -270,42 +329,51 @@ class Report:
                 patched = [system for system in ours if system.method != UNPATCHED]
                 engines = engines_of(patched, *given)
                 found = recommend(table, ours[0].trained, engines)
-                words = self._next(model, found.choice)
+                words = self._next(model, ours[0].trained, found.choice)
                 sentence = f"{found} Next: {shlex.join(words)}"
                 name = ours[0].name.removesuffix(UNPATCHED).strip()
                 advice.append((f"{name}: {sentence}" if name else sentence, words))
         return advice
 
-    def _next(self, model: str, choice: Evidence | None) -> list[str]:
-        """The command to go on with: calibrate or merge what helps, or measure more."""
+    def _next(self, model: str, trained: int, choice: Evidence | None) -> list[str]:
+        """The command to go on with: train, calibrate or merge what helps, or measure more."""
         settings = self.plan.settings
         if choice is not None and settings.adapter:
             return self._merging
-        given = {"dtype": settings.dtype, "device": settings.device}
-        given |= {"trained-length": settings.trained_length}
-        more = [f"--{name}={value}" for name, value in given.items() if value not in (None, "auto")]
-        more += compose_words(settings.compose)
-        longest = str(max(settings.lengths))
+        if self._trains:
+            return self._training(model, trained)
         if choice is not None:
             method = next(
                 s.method for s in self.plan.systems if s.model == model and s.label == choice.name
             )
-            words = ["rope-ext", "calibrate", "--model", model, "--methods", method]
-            words += ["--length", longest, "--output", "calibrated"]
-            return [*words, *self._texts()[:2], *more]  # it takes one text
-        words = ["rope-ext", "compare", "--model", model, "--methods", ",".join(settings.methods)]
-        words += ["--factor", f"{settings.factor:g}", "--lengths", longest]
-        words += ["--windows", "64", "--trials", "20", "--output", "more"]
-        words += ["--adapter", settings.adapter] if settings.adapter else []
-        for method, chosen in settings.options.items():
-            for name, value in chosen.items():
-                words += ["--option", f"{method}.{name}={value!r}"]
-        return [*words, *self._texts(), *more]
+            if settings.compose == "raise":  # which a calibration cannot
+                words = ["rope-ext", "export", model, "--method", method, "--compose", "raise"]
+                words += ["--factor", f"{settings.factor:g}"]
+                return [*words, "--engine", next(iter(choice.engines), "transformers")]
+            return self._calibrating(model, method, finetune=False)
+        target = reach(settings.factor, trained)
+        tasks = self.plan.tasks
+        enough = all(max(getattr(t, n, 0) for t in tasks) >= least for n, least in _MORE.items())
+        if max(settings.lengths) <= trained or enough:
+            tuned = ["--finetune"] if max(settings.lengths) > trained else []
+            words = ["rope-ext", "recommend", model, "--length", str(target), *tuned]
+            return [*words, *text_words(self._texts)]
+        asked = [word for name, value in _MORE.items() for word in (f"--{name}", str(value))]
+        longest = [max(settings.lengths)]
+        return self._comparing(model, longest, *asked, "--output", unused("more"))
 
-    def _texts(self) -> list[str]:
+    @property
+    def _more(self) -> list[str]:
+        """Options that a command for the same model takes over."""
+        settings = self.plan.settings
+        given = {"dtype": settings.dtype, "device": settings.device}
+        given |= {"trained-length": settings.trained_length}
+        return [f"--{name}={value}" for name, value in given.items() if value not in (None, "auto")]
+
+    @property
+    def _texts(self) -> Sequence[Path | str]:
         """``--text`` as it was given."""
-        texts = next(t.text for t in self.plan.tasks if isinstance(t, Perplexity))
-        return [word for text in texts for word in ("--text", str(text))]
+        return next((t.text for t in self.plan.tasks if isinstance(t, Perplexity)), ())
 
     @cached_property
     def sections(self) -> list[Section]:
@@ -415,18 +483,12 @@ class Report:
     def print(self) -> None:
         """Print the tables, their definitions and the recommendation.
 
-        A terminal too narrow for all lengths gets several tables; a file gets long lines.
+        A terminal too narrow for all columns gets several tables; a file gets long lines.
         """
-        named = max(len(system.name) for system in self.plan.systems) + 2
-        width = named + _COLUMN * (len(self.plan.lengths) + 1)
-        console = wide_console(width)
+        console = wide_console(80)
         for section in self.sections:
-            table = section.tables[0]
-            columns, fit = len(table.header) - 1, len(table.header) - 1
-            if console.is_terminal:
-                fit = max(1, (console.width - named) // _COLUMN)
-            for start in range(1, columns + 1, fit):
-                console.print(_rich(section.name, table, [0, *range(start, start + fit)]))
+            for shown in fitting(console, section.name, section.tables[0]):
+                console.print(shown)
             console.print(f"{section.definition}.\n", style="dim", highlight=False)
         for part in self.essentials:
             console.print(part, style="dim", highlight=False, markup=False)
@@ -486,10 +548,35 @@ class Report:
             values = [f"{k}={_short(v)}" for k, v in task_options(task).items() if v not in _UNSET]
             asked.append(f"{task.name} ({', '.join(values)})" if values else task.name)
         return [
+            *self.reading,
             f"Settings: {', '.join(rows)}.",
             f"Tasks: {', '.join(dict.fromkeys(asked))}.",
             f"Versions: {', '.join(told)}.",
         ]
+
+    @property
+    def reading(self) -> list[str]:
+        """How the recommendation relates to the tables, and its rule for a low cost."""
+        parts, trained = [], max(system.trained for system in self.plan.systems)
+        if not self.recommendations:
+            return []
+        if len(self.plan.lengths) > 2 or min(self.plan.lengths) > trained:
+            parts.append(
+                "numbers beyond the trained length, and passkeys within it, are of all lengths "
+                "there together"
+            )
+        if not self.trainings:
+            parts.append(
+                f'"at most {MAX_COST:.0%}" holds if the upper end of the interval of perplexity '
+                f"does, and no more than {100 * MAX_COST:g} points of passkeys are clearly lost"
+            )
+            if len(self.plan.systems) > len(self.plan.settings.models) + 1:
+                parts.append(
+                    "intervals of passkey costs and whether methods differ have 95 % for all "
+                    "methods together (Bonferroni), and are wider than those of the table, which "
+                    "have 95 % each"
+                )
+        return [f"Summary: {'; '.join(parts)}."] if parts else []
 
     def to_json(self) -> dict[str, Any]:
         """Everything about the run as plain data, less the single cases, which the log has."""
@@ -664,11 +751,30 @@ def chance(count: int) -> str:
     )
 
 
+def fitting(console: Console, name: str, table: Table) -> Iterator[RichTable]:
+    """The table, in parts that are as wide as the terminal or less; whole where there is none."""
+    if not console.is_terminal:
+        console.width = max(console.width, _width(console, _rich(name, table, table.columns)))
+    columns = [0]
+    for index in table.columns[1:]:
+        more = _rich(name, table, [*columns, index])
+        if len(columns) > 1 and _width(console, more) > console.width:
+            yield _rich(name, table, columns)
+            columns = [0]
+        columns.append(index)
+    yield _rich(name, table, columns)
+
+
+def _width(console: Console, table: RichTable) -> int:
+    """Characters of a line of the table if nothing wraps."""
+    return Measurement.get(console, console.options.update(max_width=10**4), table).maximum
+
+
 def _rich(name: str, table: Table, columns: Sequence[int]) -> RichTable:
     shown = RichTable(box=box.SIMPLE_HEAD, pad_edge=False, title=name, title_justify="left")
-    columns = [index for index in columns if index < len(table.header)]
     for index in columns:
-        shown.add_column(table.header[index].replace(" (trained)", "\n(trained)"), no_wrap=True)
+        header = table.header[index].replace(" (trained)", "\n(trained)").replace(", ", ",\n")
+        shown.add_column(header, overflow="fold")
     for row in table.rows:
         shown.add_row(*(row.cells[index].text for index in columns))
     return shown

@@ -282,12 +282,23 @@ def _ours(folder: Path | None, resume: bool) -> Iterator[None]:
         folder.mkdir(parents=True, exist_ok=True)
     with lock(folder):
         Folder(folder).check([RESULT, PICTURE])
-        if (folder / LOG).exists() and not resume:
-            raise MeasureError(
-                f"{folder / LOG} already exists; give resume=True (--resume) to continue it, or "
-                f"another output"
-            )
+        require_free(folder, resume, "resume=True", "output")
         yield
+
+
+def require_free(folder: Path, resume: bool, cure: str, output: str) -> None:
+    """Raise MeasureError for the log of a calibration that nobody said to continue.
+
+    Args:
+        folder: for the results.
+        resume: whether to continue.
+        cure: how ``resume`` is given.
+        output: how ``output`` is given.
+    """
+    if (folder / LOG).exists() and not resume:
+        raise MeasureError(
+            f"{folder / LOG} already exists; give {cure} to continue it, or another {output}"
+        )
 
 
 def _keep(found: Calibration, folder: Path) -> None:
@@ -310,7 +321,7 @@ def _rows(
         f"samples"
     )
     if not texts:
-        raise MeasureError("there is no text; give text= (--text) a file with text in it")
+        raise MeasureError("there is no text; give a file with text in it")
     count = 2 * given.samples
     rows = windows_of(tokenizer, texts, given.target_length, count, given.seed, cure)
     alone = len(set(rows.documents)) < 2

@@ -1,0 +1,60 @@
+"""Commands to go on with, which several commands print."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from rope_ext.arguments import compose_words
+
+RECIPE = "recipes/own_model_yarn_lora.yaml"
+ON_CPU = ("--use_cpu", "true", "--quantize", "false", "--optim", "adamw_torch")
+"""Settings of a recipe for GPUs that a CPU needs."""
+
+
+def text_words(texts: Sequence[Any]) -> list[str]:
+    """``--text`` for each text."""
+    return [word for text in texts for word in ("--text", str(text))]
+
+
+def training_command(
+    model: str,
+    method: str,
+    trained: int,
+    target: int,
+    *,
+    options: Mapping[str, Any] | str | None = None,
+    compose: bool = False,
+    text: str | None = None,
+    cpu: bool = False,
+) -> list[str]:
+    """The command that says whether training fits, and prints the one that trains.
+
+    Args:
+        model: directory or Hub ID.
+        method: name.
+        trained: trained length, tokens.
+        target: target length, tokens.
+        options: of the method, or a file of ``rope-ext calibrate``.
+        compose: as in :func:`rope_ext.patch`.
+        text: what evaluates the result; None: the Python standard library.
+        cpu: whether there is no GPU.
+    """
+    words = ["python", "-m", "recipes.memory", RECIPE, "--model", model, "--method", method]
+    words += ["--original_max_position_embeddings", str(trained), "--target_length", str(target)]
+    if options:
+        given = options if isinstance(options, str) else json.dumps(dict(options))
+        words += ["--method_options", given]
+    words += ["--compose", "true"] if compose else []
+    words += ["--eval_dataset", text] if text and not text.startswith("hf:") else []
+    return [*words, *(ON_CPU if cpu else ("--card", "24"))]
+
+
+def calibration_command(
+    model: str, method: str, length: int, output: str, compose: bool, more: Sequence[str]
+) -> list[str]:
+    """The command that calibrates a method for ``length`` tokens."""
+    words = ["rope-ext", "calibrate", "--model", model, "--methods", method]
+    words += ["--length", str(length), "--output", output]
+    return [*words, *more, *compose_words(compose)]

@@ -8,12 +8,15 @@ without its patch and without its adapter, so that no second model is in memory.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
 import rope_ext
+
+OPTIONS = {"output_hidden_states": True, "use_cache": False, "logits_to_keep": 1}
 
 
 def restoration_loss(model: nn.Module, whole: Any, ids: torch.Tensor) -> torch.Tensor:
@@ -26,12 +29,19 @@ def restoration_loss(model: nn.Module, whole: Any, ids: torch.Tensor) -> torch.T
         whole: the same model under its adapter, not wrapped otherwise.
         ids: token ids of short rows, ``[rows, tokens]``.
     """
-    options = {"output_hidden_states": True, "use_cache": False, "logits_to_keep": 1}
     with torch.no_grad(), whole.disable_adapter(), rope_ext.unpatched(whole):
-        originals = model(input_ids=ids, **options).hidden_states[1:]
-    states = model(input_ids=ids, **options).hidden_states[1:]
+        originals = model(input_ids=ids, **OPTIONS).hidden_states
+    return distance(model, ids, originals)
+
+
+def distance(
+    model: nn.Module, ids: torch.Tensor, originals: Sequence[torch.Tensor]
+) -> torch.Tensor:
+    """The loss of a model whose hidden states should be these."""
+    states = model(input_ids=ids, **OPTIONS).hidden_states
+    pairs = zip(states[1:], originals[1:], strict=True)  # the first are the embeddings
     losses = [
         1 - nn.functional.cosine_similarity(state.float(), original.float(), dim=-1).mean()
-        for state, original in zip(states, originals, strict=True)
+        for state, original in pairs
     ]
     return torch.stack(losses).mean()

@@ -43,6 +43,7 @@ from recipes.parallel import (
     leave,
     warn_of_launch,
 )
+from recipes.restoration import restoration_loss
 from recipes.retrieval import RetrievalRows
 from recipes.settings import (
     NONE,
@@ -374,6 +375,26 @@ class LongTrainer(Trainer):
         if not torch.isfinite(loss):
             self._diverged(f"the loss is {loss.item()}")
         return loss
+
+    def compute_loss(
+        self,
+        model: Any,
+        inputs: Any,
+        return_outputs: bool = False,
+        num_items_in_batch: Any = None,
+    ) -> Any:
+        """Like Trainer's, in training with the loss of restoration on the beginning of each row."""
+        result = super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+        if not (self.recipe.restoration and model.training):
+            return result
+        loss = result[0] if return_outputs else result
+        short = inputs["input_ids"][:, : int(self.plan.target / self.recipe.factor)]
+        more = self.recipe.restoration * restoration_loss(model, self.model, short)
+        if self.model_accepts_loss_kwargs and num_items_in_batch is not None:
+            # Trainer takes the loss as one of all accumulated rows.
+            more = more / self.current_gradient_accumulation_steps
+        loss = loss + more.to(loss)
+        return (loss, result[1]) if return_outputs else loss
 
     def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
         with evaluation.preserve_rng_state():

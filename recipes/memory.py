@@ -53,8 +53,9 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from recipes import finetune, settings
 from recipes.checks import POSITIVE, at_least, out_of_range
+from recipes.restoration import OPTIONS, distance
 from recipes.settings import mask_bytes
-from rope_ext.checkpoints import load_config
+from rope_ext.checkpoints import load_config, trained_length
 from rope_ext.errors import Mistakes, OptionError, RopeExtError, is_path
 from rope_ext.terminal import tell, tell_next
 
@@ -194,7 +195,12 @@ class _Live(TorchDispatchMode):
 
 
 def step_peaks(
-    model: nn.Module, rows: int, length: int, bf16: bool = False, device: str = "cpu"
+    model: nn.Module,
+    rows: int,
+    length: int,
+    bf16: bool = False,
+    device: str = "cpu",
+    restored: int = 0,
 ) -> tuple[int, int]:
     """Peak activation memory of a forward and of the following backward pass, in bytes.
 
@@ -206,6 +212,7 @@ def step_peaks(
         length: tokens per sequence.
         bf16: use autocast, as Trainer does.
         device: device of the model.
+        restored: tokens of each row that the loss of restoration takes.
     """
     for parameter in model.parameters():
         if parameter.requires_grad:  # gradients exist in all but the first accumulation step
@@ -218,6 +225,12 @@ def step_peaks(
     with live:
         with torch.autocast(device, torch.bfloat16) if bf16 else nullcontext():
             loss = model(input_ids=ids, labels=ids, use_cache=False).loss
+            if restored:
+                short = ids[:, :restored]
+                with torch.no_grad():
+                    originals = model(input_ids=short, **OPTIONS).hidden_states
+                loss = loss + distance(model, short, originals)
+                del originals
         forward, live.peak = live.peak, live.live
         loss.backward()
     return forward, live.peak
@@ -234,7 +247,7 @@ AttentionInterface.register(_CAUSAL, _causal)
 AttentionMaskInterface.register(_CAUSAL, lambda **arguments: None)
 
 
-def extrapolated(model: nn.Module, rows: int, length: int, bf16: bool) -> int:
+def extrapolated(model: nn.Module, rows: int, length: int, bf16: bool, restored: int = 0) -> int:
     """Peak activation memory of a training step of a model on the meta device, in bytes.
 
     Extrapolated from :func:`step_peaks` with two and three layers: all layers are alike, and at
@@ -247,7 +260,7 @@ def extrapolated(model: nn.Module, rows: int, length: int, bf16: bool) -> int:
     with FakeTensorMode(allow_non_fake_inputs=True):
         model.to_empty(device="cpu").train()  # where autocast acts
         while layers and len(peaks) < 2:
-            peaks.append(step_peaks(model, rows, length, bf16))
+            peaks.append(step_peaks(model, rows, length, bf16, restored=restored))
             del layers[-1:]
     if number <= 3:
         return max(peaks[0])
@@ -289,7 +302,9 @@ def need(recipe: finetune.Recipe, args: Any, config: PreTrainedConfig) -> Need:
             skeleton.bfloat16()
         if args.gradient_checkpointing:
             skeleton.gradient_checkpointing_enable(args.gradient_checkpointing_kwargs)
-        peak = extrapolated(skeleton, rows, length, args.bf16 and not sharded)
+        own = recipe.original_max_position_embeddings or trained_length(config)
+        restored = min(own, length) if recipe.restoration else 0
+        peak = extrapolated(skeleton, rows, length, args.bf16 and not sharded, restored)
         copies = 1 if args.gradient_checkpointing else len(_layers(model))
         return peak + whole + mask_bytes(recipe, args, length) * (1 + width * copies)
 

@@ -127,6 +127,12 @@ class Recipe:
         "retrieval; 0 leaves all rows as they are.",
     )
 
+    restoration: float = _option(
+        0.0,
+        "Weight of a loss on rows of the trained length that keeps hidden states close to those of "
+        "the original model (needs LoRA); 0 leaves it out.",
+    )
+
     eval_dataset: str | None = _option(
         None, "Evaluation data, as for dataset; default: hold out the first documents of dataset."
     )
@@ -389,9 +395,16 @@ def check_together(recipe: Recipe, args: Any, mistakes: Mistakes | None = None) 
 
 def _of_lora(recipe: Recipe, args: Any) -> Iterator[str]:
     """Errors about LoRA and the dtype of weights."""
-    for name in ("quantize", "train_embeddings_and_norms", "loraplus_ratio"):
+    for name in ("quantize", "train_embeddings_and_norms", "loraplus_ratio", "restoration"):
         if recipe.lora_r == 0 and getattr(recipe, name):
             yield f"--{name} needs LoRA; set --lora_r 8, or remove it"
+    if not 0 <= recipe.restoration < math.inf:  # also catches NaN
+        yield (
+            f"--restoration {recipe.restoration:g} is not valid; it is the weight of a loss, such "
+            f"as 5, or 0"
+        )
+    if recipe.restoration and recipe.method == NONE:
+        yield "--restoration needs a method to restore from, but --method is none; remove one"
     if recipe.dtype not in ("float32", "bfloat16"):
         yield f"--dtype {recipe.dtype!r} is not valid; give float32 or bfloat16"
     if recipe.dtype == "bfloat16" and recipe.lora_r and not args.bf16:

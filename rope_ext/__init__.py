@@ -194,6 +194,7 @@ __all__ = [
     "save_sidecar",
     "search",
     "unpatch",
+    "unpatched",
 ]
 
 

@@ -1,4 +1,4 @@
-"""``patch``, ``unpatch`` and ``patched``: everything that changes a model starts here."""
+"""``patch``, ``unpatch``, ``patched``, ``unpatched``: all changes of a model start here."""
 
 from __future__ import annotations
 
@@ -292,6 +292,34 @@ def patched(model: Model, method: str | Method = "yarn", **kwargs: Any) -> Itera
         yield model
     finally:
         with _lock:
+            if _STATE in decoder.__dict__:
+                unpatch(model)
+            interrupted.go_on(model)
+
+
+@contextmanager
+def unpatched(model: Model) -> Iterator[Model]:
+    """Undo a patch for the duration of a ``with`` block, even if it raises.
+
+    For comparisons with the original model, and to train against it; the patch becomes active
+    again afterwards, with what its encoding has learned. A model that is not patched stays as it
+    is. Caches and compiled graphs of the patched model do not carry over.
+
+    Args:
+        model: see :func:`unpatch`.
+
+    Yields:
+        ``model`` itself.
+    """
+    decoder = text_decoder(model)
+    with _lock, configuration.quieted(_logger, logging.ERROR):
+        interrupted = _Interrupted.from_decoder(decoder)
+        if interrupted.patch is not None:
+            unpatch(model)
+    try:
+        yield model
+    finally:
+        with _lock, configuration.quieted(_logger, logging.ERROR):
             if _STATE in decoder.__dict__:
                 unpatch(model)
             interrupted.go_on(model)

@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, PreT
 
 import rope_ext
 from rope_ext.methods import Rope, build_method
+from rope_ext.position.bias import learned
 from tests.families.checks import changed, snapshot
 from tests.families.zoo import tiny_model
 from tests.helpers.models import LENGTH, tiny_llama
@@ -108,6 +109,26 @@ def test_patched_with_replace_brings_the_earlier_patch_back(model, ids) -> None:
         assert rope_ext.describe(model).method == "pi"
     assert rope_ext.describe(model).method == "yarn"
     assert torch.equal(logits(model, ids), said)
+
+
+@pytest.mark.parametrize("name", ["yarn", "dynamic_ntk", "rerope", "t5"])
+def test_unpatched_is_the_original_for_a_while(model, ids, name: str) -> None:
+    before = logits(model, ids)
+    with rope_ext.unpatched(model) as same:  # nothing to undo
+        assert same is model and torch.equal(logits(model, ids), before)
+    rope_ext.patch(model, name, factor=4)
+    for parameter in learned(model).values():
+        torch.nn.init.normal_(parameter)
+    patched, described = logits(model, ids), rope_ext.describe(model)
+    with pytest.raises(KeyError), rope_ext.unpatched(model):
+        assert torch.equal(logits(model, ids), before)
+        raise KeyError
+    assert torch.equal(logits(model, ids), patched) and rope_ext.describe(model) == described
+    with rope_ext.unpatched(model):
+        rope_ext.patch(model, "pi", factor=2)  # the earlier patch returns all the same
+    assert torch.equal(logits(model, ids), patched)
+    rope_ext.unpatch(model)
+    assert torch.equal(logits(model, ids), before)
 
 
 def test_a_refused_replacement_leaves_the_earlier_patch_in_force(model, ids) -> None:

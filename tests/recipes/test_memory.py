@@ -12,6 +12,7 @@ from torch.distributed._tools.mem_tracker import MemTracker
 from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
 from recipes import memory
+from recipes.restoration import OPTIONS, distance
 from rope_ext import OptionError
 from tests.helpers.models import tiny_llama
 
@@ -29,7 +30,7 @@ def model(layers: int, checkpointing: bool, device: str = "cpu") -> LlamaForCaus
     return made
 
 
-def tracked(made: torch.nn.Module, rows: int, length: int, bf16: bool) -> int:
+def tracked(made: torch.nn.Module, rows: int, length: int, bf16: bool, restored: int = 0) -> int:
     """Peak of what torch's own tracker sees in a real training step, without weights and gradients.
 
     Not of its allocator: what a kernel takes for itself depends on the CPU, 75 kB here with
@@ -44,6 +45,12 @@ def tracked(made: torch.nn.Module, rows: int, length: int, bf16: bool) -> int:
     with tracker:
         with torch.autocast("cpu", torch.bfloat16, enabled=bf16):
             loss = made(input_ids=ids, labels=ids, use_cache=False).loss
+            if restored:
+                short = ids[:, :restored]
+                with torch.no_grad():
+                    originals = made(input_ids=short, **OPTIONS).hidden_states
+                loss = loss + distance(made, short, originals)
+                del originals
         loss.backward()
     return tracker.get_tracker_snapshot("peak")[torch.device("cpu")]["Total"] - before
 

@@ -99,8 +99,8 @@ def _lead(results: Results) -> list[str]:
     words = [
         f"{s['layers']} layers of width {s['width']}, {s['heads']} heads, {s['steps']} steps on "
         f"text and {s['problem_steps']} on problems, {seeds} {'seed' if seeds == 1 else 'seeds'}. "
-        f"Initial weights, rows and their order are identical; only the encoding and its chosen "
-        f"learning rates differ."
+        f"Initial weights, rows and their order are identical; only the encoding "
+        f"{'and its chosen learning rates differ' if results.choices else 'differs'}."
     ]
     kinds = [
         (AT, False, "the lowest loss at the trained length"),

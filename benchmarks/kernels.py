@@ -1,0 +1,415 @@
+"""The shared memory of every kernel that Triton compiles for rope_ext, by GPU; none is needed.
+
+    python -m benchmarks.kernels --output kernels.jsonl
+
+Needs the package ``triton`` and a C++ compiler. Attention runs on fake tensors of a mocked GPU, so
+that graphs, options and sizes are those of a real one; inductor lowers them, Triton compiles each
+kernel for the capability until it has allocated shared memory (with ``--whole`` to machine code,
+which takes several times as long), and nothing is launched. Prints a line of JSON for each case,
+then a table in Markdown. With the same ``--output``, it continues an interrupted run. The command
+ends with status 1 if a kernel was not compiled or needs more than the GPU has.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import ctypes
+import importlib.util
+import json
+import multiprocessing
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import types
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from rope_ext.attention import flash_cuda, flex, fused
+from rope_ext.attention.call import Call, Pairs, RotatedBand
+from rope_ext.attention.cards import Card, Heads, Tile
+from rope_ext.methods.geometry import ChunkGap, Distance, Sinks
+
+KIB = 1024
+CARDS = {
+    card.version: card
+    for card in (
+        Card((7, 5), 64 * KIB, True),
+        Card((8, 0), 163 * KIB, True),
+        Card((8, 6), 99 * KIB, True),
+        Card((8, 9), 99 * KIB, True),
+        Card((9, 0), 227 * KIB, True),
+    )
+}
+HEADS = {"64": (64, 64), "96": (96, 96), "128": (128, 128), "256": (256, 256), "MLA": (192, 128)}
+"""Columns of queries and keys, and of values."""
+PLAIN = "plain"
+KINDS = ("bands", "chunks", "first tokens", "soft cap", "rotation and merge")
+TRAIN, DECODE = "prefill and backward", "decode"
+KEYS, BAND = 1000, 256
+
+# A build of torch for CPUs has no CUDA device that the autograd engine could ask for streams.
+_DEVICE = """
+#include <ATen/detail/CUDAHooksInterface.h>
+#include <c10/core/impl/DeviceGuardImplInterface.h>
+#include <cstring>
+const c10::Device first(c10::DeviceType::CUDA, 0);
+struct Guard : c10::impl::NoOpDeviceGuardImpl<c10::DeviceType::CUDA> {
+  c10::DeviceIndex deviceCount() const noexcept override { return 1; }
+  c10::Device getDevice() const override { return first; }
+  c10::Device exchangeDevice(c10::Device) const override { return first; }
+  c10::Stream getStream(c10::Device) const noexcept override {
+    return c10::Stream(c10::Stream::DEFAULT, first);
+  }
+};
+struct Hooks : at::CUDAHooksInterface {
+  bool isBuilt() const override { return true; }
+  bool hasPrimaryContext(c10::DeviceIndex) const override { return true; }
+};
+extern "C" void mock_device() {
+  static Guard guard;
+  static Hooks hooks;
+  static c10::impl::DeviceGuardImplRegistrar registrar(c10::DeviceType::CUDA, &guard);
+  // The hooks have no members and were created with torch: replace their virtual table.
+  auto& found = const_cast<at::CUDAHooksInterface&>(at::detail::getCUDAHooks());
+  std::memcpy(static_cast<void*>(&found), &hooks, sizeof(void*));
+}
+"""
+
+
+@dataclass(frozen=True)
+class Case:
+    """A call of attention on a GPU.
+
+    Args:
+        card: its capability.
+        kind: ``PLAIN``, ``"bias"`` or one of ``KINDS``.
+        heads: a key of ``HEADS``.
+        dtype: of queries, keys and values.
+        phase: ``TRAIN`` or ``DECODE``.
+        group: query heads for each key head.
+    """
+
+    card: str
+    kind: str
+    heads: str
+    dtype: str
+    phase: str
+    group: int = 4
+
+
+def cases(cards: Iterable[str], small: bool = False) -> list[Case]:
+    """Plain and biased heads of all sizes for all cards, the other kinds for some of them."""
+    if small:
+        of_each = [
+            ("rotation and merge", "128", "float16", TRAIN, 4),
+            ("bias", "128", "float16", TRAIN, 4),
+            (PLAIN, "96", "float32", TRAIN, 4),
+            ("bias", "256", "float32", DECODE, 7),
+        ]
+        return [Case(card, *rest) for card in cards for rest in of_each]
+    found = []
+    for card in cards:
+        for dtype in ("float16", "float32"):
+            for heads in HEADS:
+                each = ((PLAIN, TRAIN), ("bias", TRAIN), (PLAIN, DECODE))
+                found += [Case(card, kind, heads, dtype, phase) for kind, phase in each]
+            # All query heads share a key head, or a number of them that is no power of two.
+            found.append(Case(card, PLAIN, "256", dtype, DECODE, 71))
+            found.append(Case(card, "bias", "256", dtype, DECODE, 7))
+        if card == "8.6":
+            found += [Case(card, x, "128", "float16", y) for x in KINDS for y in (TRAIN, DECODE)]
+        if CARDS[card].capability >= (8, 0):
+            found += [Case(card, "bias", x, "bfloat16", TRAIN) for x in ("128", "256")]
+    return found
+
+
+def _call(kind: str, query: torch.Tensor, grads: bool) -> Call:
+    heads, queries, columns = query.shape[1:]
+    pairs = Pairs(slice(0, columns // 2), slice(columns // 2, columns))
+    if kind == "bands":  # ReRoPE, Leaky ReRoPE, Self-Extend, STRING
+
+        def rotation(tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
+            cos, sin = query.new_empty(2, tokens, columns // 2, dtype=torch.float32)
+            return cos, sin
+
+        near = RotatedBand(Distance(0, BAND), rotation(queries), rotation(KEYS))
+        return Call([near, RotatedBand(Distance(BAND, None), rotation(1), None)], pairs, 0.1)
+    geometry = {"chunks": ChunkGap(BAND, 0, 0), "first tokens": Sinks(4, BAND)}.get(kind)
+    band = RotatedBand(geometry or Distance(0, None), None, None)
+    softcap = 30.0 if kind == "soft cap" else None
+    bias = None
+    if kind == "bias":  # ALiBi, T5, KERPLE, Sandwich
+        bias = query.new_empty(heads, KEYS, dtype=torch.float32).requires_grad_(grads)
+    return Call([band], pairs, 0.1, softcap=softcap, bias=bias)
+
+
+class _AllocatedError(Exception):
+    """Triton knows the bytes of shared memory."""
+
+
+@contextlib.contextmanager
+def mocked(card: Card, compiled: list[dict[str, Any]], whole: bool = True) -> Iterator[None]:
+    """CUDA is the card, on fake tensors only; ``compiled`` gets each kernel.
+
+    For a process of its own: the device stays. Unless ``whole``, Triton stops when it has
+    allocated shared memory.
+    """
+    from torch._dynamo.device_interface import CudaInterface
+    from torch._inductor import config
+    from torch._inductor.compile_fx import compile_fx, compile_fx_inner
+    from torch._inductor.fx_passes import joint_graph
+    from torch._inductor.runtime import triton_helpers
+    from torch._inductor.runtime.triton_heuristics import (
+        ASTSource,
+        CachingAutotuner,
+        GPUTarget,
+        triton,
+    )
+    from triton.backends.nvidia import compiler as nvidia
+
+    def only_compile(kernel: Any, *_given: Any, **_options: Any) -> None:
+        source = kernel.fn.src
+        template = "BLOCK_N" in source
+        # The sizes that inductor would try for other kernels differ in speed only.
+        for chosen in kernel.configs if template else kernel.configs[:1]:
+            meta = kernel._create_compile_meta(chosen)
+            code = ASTSource(kernel.fn, meta["signature"], meta["constants"], meta["configs"][0])
+            options = kernel._create_compile_options(chosen, meta)
+            try:
+                shared = triton.compile(code, target=target, options=options).metadata.shared
+            except _AllocatedError as error:
+                (shared,) = error.args
+            blocks = re.findall(r"(BLOCK_[MN][12]?|SPLIT_KV) : tl.constexpr = (\d+)", source)
+            compiled.append(
+                {
+                    "name": kernel.inductor_meta["kernel_name"],
+                    "shared": shared,
+                    "stages": chosen.num_stages,
+                    "warps": chosen.num_warps,
+                    **{name: int(value) for name, value in blocks},
+                }
+            )
+
+    def allocate(_backend: Any, module: Any, _metadata: Any, options: Any, arch: int) -> None:
+        passes, manager = nvidia.passes, nvidia.ir.pass_manager(module.context)
+        passes.ttgpuir.add_combine_tensor_select_and_if(manager)
+        passes.ttgpuir.add_allocate_warp_groups(manager, False)
+        passes.convert.add_scf_to_cf(manager)
+        passes.gluon.add_inliner(manager)
+        version = nvidia.get_ptx_version_from_options(options, arch)
+        nvidia.nvidia.passes.ttgpuir.add_allocate_shared_memory_nv(manager, arch, version)
+        manager.run(module, "allocate")
+        raise _AllocatedError(module.get_int_attr("ttg.shared"))
+
+    def lower(graph: torch.fx.GraphModule, inputs: Any, **options: Any) -> Any:
+        compile_fx_inner(graph, inputs, **options)
+
+        def run(given: list[Any]) -> Any:  # on the fake tensors
+            mine = list(given)
+            given.clear()
+            return graph(*mine)
+
+        run._boxed_call = True  # type: ignore[attr-defined]
+        return run
+
+    def compile_only(function: Any, **options: Any) -> Any:
+        return compile(function, backend=backend, **options)
+
+    def backend(graph: torch.fx.GraphModule, inputs: Any) -> Any:
+        return compile_fx(graph, inputs, inner_compile=lower)
+
+    compile = torch.compile
+    arch = 10 * card.capability[0] + card.capability[1]
+    target = GPUTarget("cuda", arch, 32)
+    properties = types.SimpleNamespace(
+        name="mocked",
+        gcnArchName="",
+        major=card.capability[0],
+        minor=card.capability[1],
+        shared_memory_per_block_optin=card.shared,
+        multi_processor_count=80,
+        regs_per_multiprocessor=65536,
+        max_threads_per_multi_processor=1536,
+        warp_size=32,
+        total_memory=24 * 2**30,
+    )
+    cuda = {
+        "_get_device_properties": lambda index: properties,
+        "_lazy_init": lambda: None,
+        "is_available": lambda: True,
+        "device_count": lambda: 1,
+        "current_device": lambda: 0,
+        "_exchange_device": lambda index: 0,
+        "_maybe_exchange_device": lambda index: 0,
+        "get_rng_state": lambda *given: torch.zeros(1),
+        "set_rng_state": lambda *given: None,
+    }
+    with contextlib.ExitStack() as stack:
+        for name, value in cuda.items():
+            stack.enter_context(patch.object(torch.cuda, name, value, create=True))
+        for place, name, value in (
+            (torch._C, "_cuda_getCurrentRawStream", lambda index: 0),
+            (CudaInterface, "current_device", lambda: 0),
+            (CachingAutotuner, "precompile", only_compile),
+            (triton_helpers, "set_driver_to_gpu", lambda: None),
+            (joint_graph, "lazy_init", lambda *given: None),  # its patterns are of real tensors
+            (torch, "compile", compile_only),
+            (fused, "_COMPILERS", ()),  # raise every error
+        ):
+            stack.enter_context(patch.object(place, name, value, create=True))
+        settings = {
+            "compile_threads": 1,
+            "force_disable_caches": True,
+            "joint_graph_constant_folding": False,  # it computes on the device
+            "use_static_triton_launcher": False,
+        }
+        stack.enter_context(config.patch(settings))
+        if not whole:
+            stack.enter_context(patch.object(nvidia.CUDABackend, "make_llir", allocate))
+        driver = types.SimpleNamespace(get_current_target=lambda: target)
+        triton.runtime.driver.set_active(driver)
+        with tempfile.TemporaryDirectory() as folder:
+            _library(Path(folder)).mock_device()
+        stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
+        yield
+
+
+def _library(folder: Path) -> ctypes.CDLL:
+    from torch.utils import cpp_extension
+
+    source, made = folder / "device.cpp", folder / "device.so"
+    source.write_text(_DEVICE)
+    options = [f"-I{path}" for path in cpp_extension.include_paths()]
+    options += [f"-L{path}" for path in cpp_extension.library_paths()]
+    compiler = os.environ.get("CXX", "c++")
+    command = [compiler, "-std=c++20", "-shared", "-fPIC", str(source), "-o", str(made), *options]
+    subprocess.run([*command, "-lc10", "-ltorch_cpu"], check=True)
+    return ctypes.CDLL(str(made))
+
+
+def run(case: Case, compiled: list[dict[str, Any]]) -> dict[str, Any]:
+    """The kernels of a case."""
+    columns, value_columns = HEADS[case.heads]
+    train, dtype = case.phase == TRAIN, getattr(torch, case.dtype)
+    kv_heads = 1 if case.group > 16 else 2
+
+    def made(heads: int, tokens: int, columns: int) -> torch.Tensor:
+        x = torch.empty(1, heads, tokens, columns, dtype=dtype, device="cuda")
+        return x.requires_grad_(train)
+
+    query = made(kv_heads * case.group, KEYS if train else 1, columns)
+    key, value = made(kv_heads, KEYS, columns), made(kv_heads, KEYS, value_columns)
+    card, call = CARDS[case.card], _call(case.kind, query, train)
+    with torch.set_grad_enabled(train):
+        refused = flex.refusal(query, value, call, card)
+    if refused is not None:
+        return {"refused": refused}
+    compiled.clear()
+    try:
+        with torch.set_grad_enabled(train):
+            if case.kind == "rotation and merge":
+                out, total = query.detach(), query.detach().float()
+                rotation = total[0, 0, :, : columns // 2]
+                fused.rotate(call.pairs, out, (rotation, rotation))
+                lse = total[..., 0].contiguous()
+                fused.run(flash_cuda._merge, total, lse, out, lse.clone())
+            else:
+                flex.attend(query, key, value, call)
+    except Exception as error:
+        return {"ok": False, "error": f"{type(error).__name__}: {error}".split("\n")[0]}
+    return {"ok": all(x["shared"] <= card.shared for x in compiled), "kernels": list(compiled)}
+
+
+def table(lines: Iterable[dict[str, Any]]) -> str:
+    """The most bytes of every kind, and the estimate of these tiles in brackets, in Markdown."""
+    cells: dict[tuple[str, str, str], dict[str, tuple[int, int] | str]] = {}
+    for line in lines:
+        card = line["card"]
+        if "kernels" not in line:
+            rows = cells.setdefault((line["dtype"], line["heads"], line["phase"]), {})
+            rows[card] = "refused" if "refused" in line else "failed"
+            continue
+        for kernel in line["kernels"]:
+            if "BLOCK_N" not in kernel and "BLOCK_N1" not in kernel:
+                continue
+            phase = "backward" if "BLOCK_N1" in kernel else line["phase"].split(" ")[0]
+            rows = cells.setdefault((line["dtype"], line["heads"], phase), {})
+            found = kernel["shared"], estimate(line, kernel)
+            before = rows.get(card, (0, 0))
+            rows[card] = found if isinstance(before, str) else max(before, found)
+    columns = sorted({card for row in cells.values() for card in row})
+    made = [f"| Heads | {' | '.join(columns)} |", "|---" * (len(columns) + 1) + "|"]
+    for key, row in cells.items():
+        shown = [
+            f"{x[0]:,} ({x[1]:,})" if isinstance(x, tuple) else x
+            for x in (row.get(card, "") for card in columns)
+        ]
+        made.append(f"| {' '.join(key)} | {' | '.join(shown)} |")
+    return "\n".join(made)
+
+
+def estimate(line: dict[str, Any], kernel: dict[str, Any]) -> int:
+    """What rope_ext expects at most of a kernel with these tiles."""
+    size, card = getattr(torch, line["dtype"]).itemsize, CARDS[line["card"]]
+    heads = Heads(*HEADS[line["heads"]], size, line["kind"] == "bias").padded()
+    if "BLOCK_N1" in kernel:
+        return heads.gradients(max(kernel["BLOCK_M1"], kernel["BLOCK_N1"]), card)
+    return Tile(kernel["BLOCK_M"], kernel["BLOCK_N"], kernel["stages"]).shared(heads, card)
+
+
+def measure(card: str, todo: list[Case], whole: bool, output: Path) -> None:
+    """Append the lines of a card to a file, in a process of its own."""
+    compiled: list[dict[str, Any]] = []
+    with mocked(CARDS[card], compiled, whole), output.open("a") as file:
+        for case in todo:
+            line = json.dumps({**asdict(case), **run(case, compiled)})
+            print(line, flush=True)
+            print(line, file=file, flush=True)
+
+
+def main(given: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--cards", default="7.5,8.0,8.6,8.9,9.0", help="capabilities, by commas")
+    parser.add_argument("--small", action="store_true", help="a few cases of each card")
+    parser.add_argument("--whole", action="store_true", help="compile to machine code")
+    parser.add_argument("--output", type=Path, help="file for the lines of JSON")
+    args = parser.parse_args(given)
+    cards = args.cards.split(",")
+    if unknown := set(cards) - {*CARDS}:
+        parser.error(f"no card {', '.join(sorted(unknown))}; choose from {', '.join(CARDS)}")
+    if importlib.util.find_spec("triton") is None:
+        parser.error("this needs the package triton")
+    with tempfile.TemporaryDirectory() as folder:
+        os.environ |= {"TRITON_CACHE_DIR": folder, "TORCHINDUCTOR_CACHE_DIR": folder}
+        output = args.output or Path(folder) / "lines"
+        lines = read(output)
+        for card in cards:
+            known = [{name: line[name] for name in Case.__annotations__} for line in lines]
+            todo = [x for x in cases([card], args.small) if asdict(x) not in known]
+            process = multiprocessing.get_context("spawn").Process(
+                target=measure, args=(card, todo, args.whole, output)
+            )
+            process.start()
+            process.join()
+            if process.exitcode:
+                return 1
+        lines = read(output)
+    print(table(lines))
+    return int(not all(line.get("ok", "refused" in line) for line in lines))
+
+
+def read(output: Path) -> list[dict[str, Any]]:
+    return [json.loads(x) for x in output.read_text().splitlines()] if output.exists() else []
+
+
+if __name__ == "__main__":
+    sys.exit(main())

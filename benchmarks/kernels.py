@@ -163,18 +163,16 @@ def mocked(card: Card, compiled: list[dict[str, Any]], whole: bool = True) -> It
     For a process of its own: the device stays. Unless ``whole``, Triton stops when it has
     allocated shared memory.
     """
+    import triton
     from torch._dynamo.device_interface import CudaInterface
     from torch._inductor import config
     from torch._inductor.compile_fx import compile_fx, compile_fx_inner
     from torch._inductor.fx_passes import joint_graph
     from torch._inductor.runtime import triton_helpers
-    from torch._inductor.runtime.triton_heuristics import (
-        ASTSource,
-        CachingAutotuner,
-        GPUTarget,
-        triton,
-    )
+    from torch._inductor.runtime.triton_heuristics import CachingAutotuner
+    from triton.backends.compiler import GPUTarget
     from triton.backends.nvidia import compiler as nvidia
+    from triton.compiler import ASTSource
 
     def only_compile(kernel: Any, *_given: Any, **_options: Any) -> None:
         source = kernel.fn.src
@@ -338,32 +336,36 @@ def table(lines: Iterable[dict[str, Any]]) -> str:
             rows = cells.setdefault((line["dtype"], line["heads"], line["phase"]), {})
             rows[card] = "refused" if "refused" in line else "failed"
             continue
-        for kernel in line["kernels"]:
-            if "BLOCK_N" not in kernel and "BLOCK_N1" not in kernel:
-                continue
+        for kernel in filter(of_attention, line["kernels"]):
             phase = "backward" if "BLOCK_N1" in kernel else line["phase"].split(" ")[0]
             rows = cells.setdefault((line["dtype"], line["heads"], phase), {})
-            found = kernel["shared"], estimate(line, kernel)
+            found = kernel["shared"], estimate(line, kernel) or 0
             before = rows.get(card, (0, 0))
-            rows[card] = found if isinstance(before, str) else max(before, found)
+            rows[card] = before if isinstance(before, str) else max(before, found)
     columns = sorted({card for row in cells.values() for card in row})
     made = [f"| Heads | {' | '.join(columns)} |", "|---" * (len(columns) + 1) + "|"]
     for key, row in cells.items():
         shown = [
-            f"{x[0]:,} ({x[1]:,})" if isinstance(x, tuple) else x
+            x if isinstance(x, str) else f"{x[0]:,}" + (f" ({x[1]:,})" if x[1] else "")
             for x in (row.get(card, "") for card in columns)
         ]
         made.append(f"| {' '.join(key)} | {' | '.join(shown)} |")
     return "\n".join(made)
 
 
-def estimate(line: dict[str, Any], kernel: dict[str, Any]) -> int:
-    """What rope_ext expects at most of a kernel with these tiles."""
+def of_attention(kernel: dict[str, Any]) -> bool:
+    """Whether it multiplies queries and keys; others need next to no shared memory."""
+    return "BLOCK_N" in kernel or "BLOCK_N1" in kernel
+
+
+def estimate(line: dict[str, Any], kernel: dict[str, Any]) -> int | None:
+    """What rope_ext expects these tiles to need at most; None for those that it never passes."""
     size, card = getattr(torch, line["dtype"]).itemsize, CARDS[line["card"]]
     heads = Heads(*HEADS[line["heads"]], size, line["kind"] == "bias").padded()
-    if "BLOCK_N1" in kernel:
-        return heads.gradients(max(kernel["BLOCK_M1"], kernel["BLOCK_N1"]), card)
-    return Tile(kernel["BLOCK_M"], kernel["BLOCK_N"], kernel["stages"]).shared(heads, card)
+    if "BLOCK_N" in kernel:
+        tile = Tile(kernel["BLOCK_M"], kernel["BLOCK_N"], kernel["stages"])
+        return tile.shared(heads, card)
+    return heads.gradients(kernel["BLOCK_N1"], card) if kernel["stages"] == 1 else None
 
 
 def measure(card: str, todo: list[Case], whole: bool, output: Path) -> None:

@@ -229,7 +229,9 @@ def test_a_backward_pass_that_does_not_fit_is_refused_with_gradients_only() -> N
         (A100, (64, 64, 3), (96, 96, 4), 180_480),
         (A100, (32, 64, 3), (256, 256, 2, True), 167_936),
         (T4, (64, 32, 2), (192, 128, 2), 98_304),
+        (T4, (32, 32, 2), (256, 256, 2), 65_536),
         (T4, (16, 64, 1), (128, 128, 2), 40_960),
+        (T4, (16, 64, 1), (192, 128, 2), 81_920),
     ],
 )
 def test_a_tile_is_at_most_as_large_as_estimated(card, tile, heads, compiled) -> None:

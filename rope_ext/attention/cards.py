@@ -114,8 +114,9 @@ class Tile:
         total = heads.size * self.rows * heads.columns + loaded + logits
         if heads.bias:
             total += in_flight * logits
-        if card.capability < AMPERE and heads.size == 2:  # queries are rearranged in float32
-            total = max(total, 6 * self.rows * heads.columns)
+        if card.capability < AMPERE and heads.size == 2:  # operands are rearranged
+            arranged = max(4 * self.rows, 6 * self.keys) * heads.columns
+            total = max(total, 2 * self.rows * heads.columns + arranged)
         return total
 
 

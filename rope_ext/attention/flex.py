@@ -57,10 +57,11 @@ def _options(
     biased = call.bias is not None
     heads = cards.Heads(query.shape[-1], value.shape[-1], query.element_size(), biased)
     rows, group = None, query.shape[1] // value.shape[1]
-    # Flex decoding takes fewer than 128 rows, and under a bias a group that is a power of two.
-    if query.shape[2] == 1 and group < 128 and not (biased and group & (group - 1)):
-        rows = 1 << (group - 1).bit_length()
     learns = torch.is_grad_enabled() and (query.requires_grad or value.requires_grad)
+    # Flex decoding takes fewer than 128 rows, and under a bias a group that is a power of two.
+    decodes = query.shape[2] == 1 and group < 128 and not (biased and group & (group - 1))
+    if decodes and not learns:
+        rows = 1 << (group - 1).bit_length()
     return cards.options(card, heads, rows, learns)
 
 

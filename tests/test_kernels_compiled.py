@@ -31,8 +31,7 @@ def test_the_table_has_the_most_bytes_of_each_phase() -> None:
     lines.append({**case, "card": "7.5", "refused": "too large"})
     assert kernels.table(lines).splitlines()[2:] == [
         "| float16 128 prefill |  | 122,880 (131,072) |",
-        "| float16 128 backward |  | 9 |",
-        "| float16 128 prefill and backward | refused |  |",
+        "| float16 128 backward | refused | 9 |",
     ]
 
 

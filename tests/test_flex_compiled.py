@@ -154,6 +154,7 @@ def test_keys_are_turned_in_the_band_that_sees_them_only(monkeypatch) -> None:
 
 KIB = 1024
 A100 = Card((8, 0), 163 * KIB, True)
+H100 = Card((9, 0), 227 * KIB, True)
 RTX_3090 = Card((8, 6), 99 * KIB, True)
 T4 = Card((7, 5), 64 * KIB, True)
 NO_TRITON = Card((9, 0), 227 * KIB, False)
@@ -213,6 +214,25 @@ def test_a_backward_pass_that_does_not_fit_is_refused_with_gradients_only() -> N
     heads = Heads(256, 256, 4)
     assert cards.options(T4, heads) and cards.options(T4, heads, gradients=True) is None
     assert cards.options(RTX_3090, heads, gradients=True)
+
+
+@pytest.mark.parametrize(
+    ("card", "heads", "own"),
+    [
+        (A100, (64, 64, 2, True), True),
+        (A100, (96, 96, 2), True),
+        (A100, (96, 96, 4), False),
+        (A100, (192, 128, 2), True),
+        (A100, (192, 128, 4), False),
+        (A100, (128, 128, 4, True), False),
+        (H100, (192, 128, 4), True),
+        (H100, (64, 64, 2, True), False),
+        (H100, (128, 128, 2, True), True),
+        (RTX_3090, (64, 64, 2), False),
+    ],
+)
+def test_own_sizes_of_flex_attention_stay_where_they_fit(card, heads, own) -> None:
+    assert (cards.options(card, Heads(*heads)) == {}) == own
 
 
 @pytest.mark.parametrize(

@@ -121,9 +121,9 @@ class Tile:
 
 
 HOPPER = 227 * 2**10
-"""Bytes with which FlexAttention's own sizes fit for prefill: those of an H100."""
+"""Bytes of an H100, where FlexAttention's own sizes fit but for one: see :func:`_own_sizes_fit`."""
 ENOUGH = 163 * 2**10
-"""Bytes with which they fit for the heads that :func:`_own_sizes_fit` names: those of an A100."""
+"""Bytes of an A100, where they fit for many heads."""
 SLACK = 2**10
 _PREFILL = [
     Tile(rows, keys, stages)
@@ -152,7 +152,7 @@ def options(
         for keys in (64, 32, 16):
             if Tile(max(rows, 16), keys, 1).shared(padded, card) <= room:
                 return {"BLOCK_N": keys, "num_stages": 1}
-    if card.shared >= HOPPER or (card.shared >= ENOUGH and _own_sizes_fit(heads)):
+    if _own_sizes_fit(card, heads):
         return {} if rows is None else {"FORCE_USE_FLEX_ATTENTION": True}
     tile = next((x for x in _PREFILL if x.shared(padded, card) <= room), None)
     # In float32, FlexAttention's own sizes of the backward pass are the smallest ones.
@@ -169,16 +169,17 @@ def options(
     return made
 
 
-def _own_sizes_fit(heads: Heads) -> bool:
-    """Whether an A100 has enough for the sizes that FlexAttention chooses by itself.
+def _own_sizes_fit(card: Card, heads: Heads) -> bool:
+    """Whether the card has enough for the sizes of prefill that FlexAttention chooses by itself.
 
     It has tuned ones for 64, 128 and 256 columns, and for 192 in half precision, without a bias
-    in mind; for others it takes 64 x 64 in 3 stages, which a float32 head of 96 exceeds.
+    in mind; for others it takes 64 x 64 in 3 stages, which float32 heads of 96 columns exceed.
     """
-    if heads.columns <= 64:
-        return True
-    if heads.bias:
+    half = heads.size == 2
+    if card.shared >= HOPPER:
+        return not (heads.bias and half and heads.columns == 64)  # 128 x 128 in 3 stages
+    if card.shared < ENOUGH:
         return False
-    return heads.columns in (128, 256) or (
-        heads.size == 2 and (heads.columns <= 128 or heads.columns == 192)
-    )
+    if heads.columns <= 64 or heads.bias:
+        return heads.columns <= 64
+    return heads.columns in (128, 256) or (half and (heads.columns < 128 or heads.columns == 192))

@@ -108,7 +108,8 @@ class Tile:
         Queries, keys, values and biases in flight, and the logits. Often products stay in
         registers or share memory with keys, and Triton needs less (docs/gpu.md).
         """
-        in_flight = max(self.stages - 1, 1)
+        wgmma = card.capability >= (9, 0) and heads.size == 2  # reads a buffer while others fill
+        in_flight = self.stages if wgmma else max(self.stages - 1, 1)
         logits = 4 * self.rows * self.keys
         loaded = in_flight * heads.size * self.keys * (heads.columns + heads.value_columns)
         total = heads.size * self.rows * heads.columns + loaded + logits

@@ -18,7 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from rope_ext.attention import cards, flex, fused, reference
 from rope_ext.attention import dispatch as attention
 from rope_ext.attention.call import Call, Pairs, RotatedBand
-from rope_ext.attention.cards import Card
+from rope_ext.attention.cards import Card, Heads
 from rope_ext.errors import OptionError
 from rope_ext.methods.geometry import Distance
 
@@ -154,6 +154,7 @@ def test_keys_are_turned_in_the_band_that_sees_them_only(monkeypatch) -> None:
 
 KIB = 1024
 A100 = Card((8, 0), 163 * KIB, True)
+H100 = Card((9, 0), 227 * KIB, True)
 RTX_3090 = Card((8, 6), 99 * KIB, True)
 T4 = Card((7, 5), 64 * KIB, True)
 NO_TRITON = Card((9, 0), 227 * KIB, False)
@@ -190,25 +191,89 @@ def test_auto_knows_what_a_card_cannot_do(card, dtype, columns, call, kernel, re
         assert why is None if reason is None else re.search(reason, why)
 
 
-@pytest.mark.parametrize("decode", [False, True])
+@pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("size", [2, 4])
 @pytest.mark.parametrize("columns", [64, 80, 96, 128, 192, 256])
-def test_sizes_of_the_kernel_fit_into_shared_memory(columns, size, decode) -> None:
-    assert cards.options(A100, columns, columns, size, decode) == {}
-    for card in (RTX_3090, T4):
-        made = cards.options(card, columns, columns, size, decode)
-        prefix = "" if decode else "fwd_"
-        rows, stages = made.get("fwd_BLOCK_M", 16), made[f"{prefix}num_stages"]
-        tile = cards.Tile(rows, made[f"{prefix}BLOCK_N"], stages)
-        assert tile.shared(columns, columns, size) < card.shared
-        assert 128 % tile.rows == 128 % tile.keys == 0, "tiles divide the blocks of the mask"
+def test_sizes_of_the_kernel_fit_into_shared_memory(columns, size, bias) -> None:
+    heads = Heads(columns, columns, size, bias)
+    for card in (A100, RTX_3090, T4):
+        for rows in (None, 4, 64, 128):
+            made = cards.options(card, heads, rows)
+            if {*made} <= {"FORCE_USE_FLEX_ATTENTION"}:
+                assert card == A100
+                continue
+            decodes = "BLOCK_N" in made
+            prefix = "" if decodes else "fwd_"
+            side = max(rows, 16) if decodes else made["fwd_BLOCK_M"]
+            tile = cards.Tile(side, made[f"{prefix}BLOCK_N"], made[f"{prefix}num_stages"])
+            assert tile.shared(heads.padded(), card) < card.shared
+            assert 128 % tile.rows == 128 % tile.keys == 0, "tiles divide the blocks of the mask"
 
 
-def test_a_tile_is_as_large_as_triton_made_it() -> None:
-    """Bytes that Triton 3.9 asked for, compiled for capability 8.6 (see cards.Tile.shared)."""
-    assert cards.Tile(32, 64, 3).shared(256, 256, 2) == 151_552
-    assert 0 <= 147_968 - cards.Tile(128, 32, 3).shared(128, 128, 4) <= cards.SLACK
-    assert cards.Tile(128, 64, 3).shared(128, 128, 2) > 98_304
+def test_a_backward_pass_that_does_not_fit_is_refused_with_gradients_only() -> None:
+    heads = Heads(256, 256, 4)
+    assert cards.options(T4, heads) and cards.options(T4, heads, gradients=True) is None
+    assert cards.options(RTX_3090, heads, gradients=True)
+
+
+@pytest.mark.parametrize(
+    ("card", "heads", "own"),
+    [
+        (A100, (64, 64, 2, True), True),
+        (A100, (96, 96, 2), True),
+        (A100, (96, 96, 4), False),
+        (A100, (192, 128, 2), True),
+        (A100, (192, 128, 4), False),
+        (A100, (128, 128, 4, True), False),
+        (H100, (192, 128, 4), True),
+        (H100, (64, 64, 2, True), False),
+        (H100, (128, 128, 2, True), True),
+        (RTX_3090, (64, 64, 2), False),
+    ],
+)
+def test_own_sizes_of_flex_attention_stay_where_they_fit(card, heads, own) -> None:
+    assert (cards.options(card, Heads(*heads)) == {}) == own
+
+
+@pytest.mark.parametrize(
+    ("card", "tile", "heads", "compiled"),
+    [
+        (RTX_3090, (32, 64, 3), (256, 256, 2), 151_552),
+        (RTX_3090, (64, 64, 3), (128, 128, 2), 90_112),
+        (RTX_3090, (64, 64, 3), (128, 128, 2, True), 122_880),
+        (RTX_3090, (64, 32, 3), (192, 128, 2, True), 102_400),
+        (RTX_3090, (64, 32, 2), (128, 128, 4, True), 82_176),
+        (RTX_3090, (32, 16, 2), (256, 256, 4, True), 69_760),
+        (RTX_3090, (64, 32, 1), (256, 256, 4), 106_496),
+        (A100, (128, 32, 3), (128, 128, 4), 147_968),
+        (A100, (64, 64, 3), (96, 96, 4), 180_480),
+        (A100, (32, 64, 3), (256, 256, 2, True), 167_936),
+        (H100, (64, 32, 3), (256, 256, 2, True), 147_456),
+        (H100, (64, 64, 3), (192, 128, 2, True), 212_992),
+        (T4, (64, 32, 2), (192, 128, 2), 98_304),
+        (T4, (32, 32, 2), (256, 256, 2), 65_536),
+        (T4, (16, 64, 1), (128, 128, 2), 40_960),
+        (T4, (16, 64, 1), (192, 128, 2), 81_920),
+    ],
+)
+def test_a_tile_is_at_most_as_large_as_estimated(card, tile, heads, compiled) -> None:
+    """Bytes that Triton 3.9 allocated (``python -m benchmarks.kernels``)."""
+    estimate = cards.Tile(*tile).shared(Heads(*heads).padded(), card)
+    assert compiled <= estimate + cards.SLACK and estimate < 1.5 * compiled
+
+
+@pytest.mark.parametrize(
+    ("card", "side", "heads", "compiled"),
+    [
+        (RTX_3090, 64, (128, 128, 2), 57_344),
+        (RTX_3090, 32, (192, 128, 4), 102_400),
+        (T4, 16, (256, 256, 4), 66_560),
+        (T4, 32, (128, 128, 2), 49_152),
+        (T4, 32, (192, 128, 2), 81_920),
+    ],
+)
+def test_a_backward_pass_is_at_most_as_large_as_estimated(card, side, heads, compiled) -> None:
+    assert compiled <= Heads(*heads).padded().gradients(side, card) < 1.5 * compiled
 
 
 class OutOfResources(Exception):  # the name that Triton gave it

@@ -59,6 +59,36 @@ def compiles() -> bool:
 
 
 @dataclass(frozen=True)
+class Heads:
+    """Heads of attention, as the kernel sees them: columns are padded to a power of two.
+
+    Args:
+        columns: of queries and keys.
+        value_columns: of values.
+        size: bytes of a number.
+        bias: whether logits get a bias by distance.
+    """
+
+    columns: int
+    value_columns: int
+    size: int
+    bias: bool = False
+
+    def padded(self) -> Heads:
+        columns, value_columns = (
+            1 << (x - 1).bit_length() for x in (self.columns, self.value_columns)
+        )
+        return Heads(columns, value_columns, self.size, self.bias)
+
+    def gradients(self, side: int, card: Card) -> int:
+        """As :meth:`Tile.shared`, of the backward pass with blocks of ``side`` tokens."""
+        if card.capability < AMPERE and self.size == 2:
+            return 4 * side * (2 * self.columns + self.value_columns)
+        both = 2 * side * (self.columns + self.value_columns)  # also of the output's gradient
+        return self.size * (both + side * side)
+
+
+@dataclass(frozen=True)
 class Tile:
     """Sizes of FlexAttention's kernel.
 
@@ -72,21 +102,29 @@ class Tile:
     keys: int
     stages: int
 
-    def shared(self, columns: int, value_columns: int, size: int) -> int:
-        """Bytes of shared memory: queries, keys and values in flight, and their products.
+    def shared(self, heads: Heads, card: Card) -> int:
+        """Bytes of shared memory at most, as Triton 3.9 allocates them.
 
-        Triton 3.9 gave 151,552 bytes for 32 x 64 in 3 stages of 256 columns in half precision,
-        which is this; 147,968 for 128 x 32 in 3 stages of 128 columns in float32, which is 512
-        more; and 98,304 for 128 x 64 in 3 stages of 128 columns in half precision, where the
-        products stay in registers, which is 16,384 less.
+        Queries, keys, values and biases in flight, and the logits. Often products stay in
+        registers or share memory with keys, and Triton needs less (docs/gpu.md).
         """
-        columns, value_columns = (1 << (x - 1).bit_length() for x in (columns, value_columns))
-        in_flight = max(self.stages - 1, 1) * self.keys * (columns + value_columns)
-        return size * (self.rows * columns + in_flight + self.rows * self.keys)
+        wgmma = card.capability >= (9, 0) and heads.size == 2  # reads a buffer while others fill
+        in_flight = self.stages if wgmma else max(self.stages - 1, 1)
+        logits = 4 * self.rows * self.keys
+        loaded = in_flight * heads.size * self.keys * (heads.columns + heads.value_columns)
+        total = heads.size * self.rows * heads.columns + loaded + logits
+        if heads.bias:
+            total += in_flight * logits
+        if card.capability < AMPERE and heads.size == 2:  # operands are rearranged
+            arranged = max(4 * self.rows, 6 * self.keys) * heads.columns
+            total = max(total, 2 * self.rows * heads.columns + arranged)
+        return total
 
 
+HOPPER = 227 * 2**10
+"""Bytes of an H100, where FlexAttention's own sizes fit but for one: see :func:`_own_sizes_fit`."""
 ENOUGH = 163 * 2**10
-"""Bytes with which FlexAttention's own sizes fit: those of an A100."""
+"""Bytes of an A100, where they fit for many heads."""
 SLACK = 2**10
 _PREFILL = [
     Tile(rows, keys, stages)
@@ -94,36 +132,55 @@ _PREFILL = [
         (64, 64, 3), (64, 32, 3), (64, 32, 2), (32, 32, 2), (32, 16, 2), (16, 16, 1)
     )
 ]  # fmt: skip
-_DECODE = [Tile(16, keys, 1) for keys in (64, 32, 16)]
 
 
 def options(
-    card: Card, columns: int, value_columns: int, size: int, decode: bool
+    card: Card, heads: Heads, rows: int | None = None, gradients: bool = False
 ) -> dict[str, int | bool] | None:
     """``kernel_options`` of FlexAttention that fit the card; None if none do.
 
     Args:
         card: the GPU.
-        columns: of a head of queries and keys.
-        value_columns: of a head of values.
-        size: bytes of a number.
-        decode: whether there is one query, for which there is another kernel.
+        heads: sizes of a head.
+        rows: rows of a step of decoding, for which there is another kernel: query heads that
+            share a key head; None: the kernel of prefill.
+        gradients: whether there is a backward pass.
     """
-    if card.shared >= ENOUGH:
-        return {}
-    room = card.shared - SLACK
-    for tile in _DECODE if decode else _PREFILL:
-        if tile.shared(columns, value_columns, size) <= room:
-            if decode:
-                return {"BLOCK_N": tile.keys, "num_stages": 1}
-            # The backward pass has keys, values, queries and gradients at once.
-            side = next(x for x in (64, 32, 16) if 2 * x * 2 * columns * size <= room or x == 16)
-            blocks = dict.fromkeys(("BLOCK_M1", "BLOCK_N1", "BLOCK_M2", "BLOCK_N2"), side)
-            backward = {**blocks, "num_stages": 1}
-            forward = {"BLOCK_M": tile.rows, "BLOCK_N": tile.keys, "num_stages": tile.stages}
-            return {
-                "FORCE_USE_FLEX_ATTENTION": True,  # that of decoding has other sizes
-                **{f"fwd_{name}": number for name, number in forward.items()},
-                **{f"bwd_{name}": number for name, number in backward.items()},
-            }
-    return None
+    padded, room = heads.padded(), card.shared - SLACK
+    if rows is not None:
+        if rows <= 16 and card.shared >= ENOUGH:
+            return {}
+        for keys in (64, 32, 16):
+            if Tile(max(rows, 16), keys, 1).shared(padded, card) <= room:
+                return {"BLOCK_N": keys, "num_stages": 1}
+    if _own_sizes_fit(card, heads):
+        return {} if rows is None else {"FORCE_USE_FLEX_ATTENTION": True}
+    tile = next((x for x in _PREFILL if x.shared(padded, card) <= room), None)
+    # In float32, FlexAttention's own sizes of the backward pass are the smallest ones.
+    sides = (64, 32, 16) if heads.size == 2 else (16,)
+    side = next((x for x in sides if padded.gradients(x, card) <= room), None)
+    if tile is None or (gradients and side is None):
+        return None
+    forward = {"BLOCK_M": tile.rows, "BLOCK_N": tile.keys, "num_stages": tile.stages}
+    made: dict[str, int | bool] = {f"fwd_{name}": number for name, number in forward.items()}
+    made["FORCE_USE_FLEX_ATTENTION"] = True  # the kernel of decoding has other sizes
+    if side is not None and card.shared < ENOUGH:
+        blocks = dict.fromkeys(("BLOCK_M1", "BLOCK_N1", "BLOCK_M2", "BLOCK_N2"), side)
+        made |= {f"bwd_{name}": number for name, number in {**blocks, "num_stages": 1}.items()}
+    return made
+
+
+def _own_sizes_fit(card: Card, heads: Heads) -> bool:
+    """Whether the card has enough for the sizes of prefill that FlexAttention chooses by itself.
+
+    It has tuned ones for 64, 128 and 256 columns, and for 192 in half precision, without a bias
+    in mind; for others it takes 64 x 64 in 3 stages, which float32 heads of 96 columns exceed.
+    """
+    half = heads.size == 2
+    if card.shared >= HOPPER:
+        return not (heads.bias and half and heads.columns == 64)  # 128 x 128 in 3 stages
+    if card.shared < ENOUGH:
+        return False
+    if heads.columns <= 64 or heads.bias:
+        return heads.columns <= 64
+    return heads.columns in (128, 256) or (half and (heads.columns < 128 or heads.columns == 192))

@@ -117,7 +117,7 @@ def refusal(
     """Why ``"flash"`` or ``"flex"`` cannot have a call; None: it can."""
     device = query.device.type
     if kernel == "flex":
-        return None if card is None else flex.refusal(query, value, card)
+        return None if card is None else flex.refusal(query, value, call, card)
     if device not in flash.BY_DEVICE:
         return f"it runs on CPUs and GPUs of CUDA, and these tensors are on {device!r}"
     if call.softcap is not None:

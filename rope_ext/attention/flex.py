@@ -32,7 +32,7 @@ LEAST_COLUMNS = 16
 """Columns of a head: the smallest matrix product on the device."""
 
 
-def refusal(query: torch.Tensor, value: torch.Tensor, card: cards.Card) -> str | None:
+def refusal(query: torch.Tensor, value: torch.Tensor, call: Call, card: cards.Card) -> str | None:
     """Why the fused kernel cannot have a call on this card; None: it can."""
     columns = min(query.shape[-1], value.shape[-1])
     if columns < LEAST_COLUMNS:
@@ -43,7 +43,7 @@ def refusal(query: torch.Tensor, value: torch.Tensor, card: cards.Card) -> str |
         return f"it has no bfloat16 on a GPU of capability {card.version}; use float16"
     if not card.compiles:
         return "it is compiled by Triton, which needs the package triton and a C compiler"
-    if _options(query, value, card) is None:
+    if _options(query, value, call, card) is None:
         return (
             f"heads of {query.shape[-1]} columns in {query.dtype} do not fit into "
             f"{card.shared // 1024} KiB of shared memory"
@@ -52,15 +52,22 @@ def refusal(query: torch.Tensor, value: torch.Tensor, card: cards.Card) -> str |
 
 
 def _options(
-    query: torch.Tensor, value: torch.Tensor, card: cards.Card
+    query: torch.Tensor, value: torch.Tensor, call: Call, card: cards.Card
 ) -> dict[str, int | bool] | None:
-    sizes = query.shape[-1], value.shape[-1], query.element_size()
-    return cards.options(card, *sizes, query.shape[2] == 1)
+    biased = call.bias is not None
+    heads = cards.Heads(query.shape[-1], value.shape[-1], query.element_size(), biased)
+    rows, group = None, query.shape[1] // value.shape[1]
+    learns = torch.is_grad_enabled() and (query.requires_grad or value.requires_grad)
+    # Flex decoding takes fewer than 128 rows, and under a bias a group that is a power of two.
+    decodes = query.shape[2] == 1 and group < 128 and not (biased and group & (group - 1))
+    if decodes and not learns:
+        rows = 1 << (group - 1).bit_length()
+    return cards.options(card, heads, rows, learns)
 
 
-def takes(query: torch.Tensor, value: torch.Tensor) -> bool:
+def takes(query: torch.Tensor, value: torch.Tensor, call: Call) -> bool:
     """Whether the fused kernel supports a call on the GPU of its tensors."""
-    return refusal(query, value, cards.card(query.device)) is None
+    return refusal(query, value, call, cards.card(query.device)) is None
 
 
 def _read(options: str) -> Any:
@@ -255,7 +262,7 @@ def attend(
     scale = repr(float(call.scale)) if fused.fuses(query) else call.scale
     options = ""
     if query.is_cuda:
-        chosen = _options(query, value, cards.card(query.device)) or {}
+        chosen = _options(query, value, call, cards.card(query.device)) or {}
         options = " ".join(f"{name}={int(number)}" for name, number in chosen.items())
     cap = None if call.softcap is None else query.new_full((), call.softcap, dtype=torch.float32)
     together = queries == 1 and call.bias is None

@@ -39,7 +39,7 @@ def _taken(call: Call, query: torch.Tensor, value: torch.Tensor) -> Distance | N
     """
     if query.device.type not in ("cpu", "cuda") or len(call.bands) != 1:
         return None
-    if query.device.type == "cuda" and not flex.takes(query, value):
+    if query.device.type == "cuda" and not flex.takes(query, value, call):
         return None
     band, geometry = call.bands[0], call.bands[0].geometry
     if not isinstance(geometry, Distance) or geometry.first != 0:
@@ -106,7 +106,7 @@ def by_sinusoid(
         return _one_query(query, rotated, key, table, value, call, band.last)
     query = torch.cat((query, rotated), -1)
     key = torch.cat((key, table.expand(*key.shape[:2], -1, -1)), -1)
-    if query.is_cuda and not flex.takes(query, value):  # of more columns now
+    if query.is_cuda and not flex.takes(query, value, call):  # of more columns now
         return None
     return _kernel(query, key, value, replace(call, scores=None, temperature=None))
 

@@ -145,7 +145,7 @@ def run(case: Case, compiled: list[dict[str, Any]]) -> dict[str, Any]:
                 rotation = total[0, 0, :, : columns // 2]
                 fused.rotate(call.pairs, out, (rotation, rotation))
                 lse = total[..., 0].contiguous()
-                fused.run(flash_cuda._merge, total, lse, out, lse.clone())
+                fused.run(flash_cuda.merge, total, lse, out, lse.clone())
             else:
                 flex.attend(query, key, value, call)
     except Exception as error:

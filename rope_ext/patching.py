@@ -310,6 +310,9 @@ def unpatched(model: Model) -> Iterator[Model]:
 
     Yields:
         ``model`` itself.
+
+    Raises:
+        RopeExtError: ``model`` is not a supported model.
     """
     decoder = text_decoder(model)
     with _lock, configuration.quieted(_logger, logging.ERROR):

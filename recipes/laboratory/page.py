@@ -169,7 +169,7 @@ def _glance(results: Results) -> Section:
         trained = name.partition("+")[0]
         seconds, peak = (_means(results.measures[what]) for what in (SECONDS, PEAK))
         relative = seconds[trained] / seconds[ROPE] if {trained, ROPE} <= seconds.keys() else None
-        cells = [Cell(name), *(_compared(measure, by, name) for measure, by in shown.items())]
+        cells = [Cell(name), *(compared(measure, by, name) for measure, by in shown.items())]
         cells += [
             Cell(_NONE if relative is None else f"{relative:.2f}x"),
             Cell(f"{peak[trained] / 2**20:.1f} MiB" if trained in peak else _NONE),
@@ -338,7 +338,7 @@ def _training(results: Results) -> Section:
         figure = panels(lines, "step", "training loss, nats")
         pictures.append(picture_of(figure, f"training loss by step on {subject}, by kind"))
     rows = [
-        Row((Cell(name), _compared(SPEED, results.measures[SPEED], name)))
+        Row((Cell(name), compared(SPEED, results.measures[SPEED], name)))
         for name in results.measures.get(SPEED, {})
     ]
     tables = [Table("", ("encoding", "steps to the loss of RoPE at half-time"), tuple(rows))]
@@ -381,12 +381,12 @@ def _table(
     by: Mapping[Any, Mapping[str, BySeed]], measure: str, unit: str, title: str = ""
 ) -> Table:
     """Means over seeds, each with its difference from RoPE."""
-    rows = [Row((Cell(n), *(_compared(measure, by[k], n) for k in by))) for n in _names(by)]
+    rows = [Row((Cell(n), *(compared(measure, by[k], n) for k in by))) for n in _names(by)]
     header = ("encoding", *(f"{k} {unit}".strip() for k in by))
     return Table(title, header, tuple(rows), ("Bold: the 95 % interval excludes zero.",))
 
 
-def _compared(measure: str, by: Mapping[str, BySeed], name: str) -> Cell:
+def compared(measure: str, by: Mapping[str, BySeed], name: str) -> Cell:
     mean = _means(by).get(name)
     if mean is None or name == ROPE:
         return Cell(_NONE if mean is None else _number(measure, mean))

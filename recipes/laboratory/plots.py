@@ -25,7 +25,7 @@ KINDS: Mapping[str, tuple[str, ...]] = {
     "linear attention": tuple(LINEAR),
 }
 _MOST = 7  # lines of a panel beside that of RoPE
-_WIDTH, _HEIGHT = 8.4, 2.9  # of a row of two panels, inches
+WIDTH, _HEIGHT = 7.2, 2.7  # of a row of two panels in inches: legible at 400 pixels
 _GAP = 0.055  # between labels, as a share of the height of a panel
 _BASELINE = {"color": "#555555", "linestyle": "--", "marker": ""}
 
@@ -66,7 +66,7 @@ def panels(
     """
     kinds = kinds_of(lines) or {"RoPE": []}
     down = math.ceil(len(kinds) / 2)
-    figure = figure_of(_WIDTH, _HEIGHT * down)
+    figure = figure_of(WIDTH, _HEIGHT * down)
     grid = figure.subplots(down, 2, squeeze=False)
     low, high = limits or _limits(lines)
     for number, axes in enumerate(grid.flat):

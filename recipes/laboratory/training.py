@@ -61,7 +61,7 @@ def run(
         RopeExtError: the model does not support the encoding.
         FloatingPointError: the loss is NaN or infinite.
     """
-    model, record = _trained(size, subject, name, seed, learning_rate, rates, device, tell)
+    model, record = train_model(size, subject, name, seed, learning_rate, rates, device, tell)
     clock = _clock(device)
     began, found = clock(), {}
     for label, make in readings(name).items():
@@ -84,8 +84,11 @@ def choose_rates(
         RopeExtError: the model does not support the encoding.
     """
 
+    def silent(text: str) -> None:
+        pass
+
     def loss(rates: Rates) -> float:
-        model, _ = _trained(size, subject, name, SEED, learning_rate, rates, device, lambda _: None)
+        model, _ = train_model(size, subject, name, SEED, learning_rate, rates, device, silent)
         found = subject.choosing_loss(model, device)
         tell(f"{rates}, loss {found:.3f}")
         return found
@@ -103,7 +106,7 @@ def _clock(device: torch.device) -> Callable[[], float]:
     return time.perf_counter if device.type == "cuda" else time.process_time
 
 
-def _trained(
+def train_model(
     size: Size,
     subject: Subject,
     name: str,
@@ -113,6 +116,7 @@ def _trained(
     device: torch.device,
     tell: Callable[[str], None],
 ) -> tuple[torch.nn.Module, dict[str, Any]]:
+    """A trained model, and what its training cost; arguments as of :func:`run`."""
     model, steps = size.build(name, seed, subject.trained).to(device), subject.steps
     parameters = [p for n, p in model.named_parameters() if "rope_ext" in n]
     own = sum(p.numel() for p in parameters)

@@ -172,7 +172,7 @@ class _Part:
         batch, heads = lse.shape[:2]
         out = out.reshape(batch, -1, heads, out.shape[-1]).transpose(1, 2)
         new = new.unflatten(0, (batch, -1)).transpose(1, 2).flatten(2)
-        fused.run(_merge, self.row(total), self.row(lse), out, new)
+        fused.run(merge, self.row(total), self.row(lse), out, new)
 
     def differentiate(
         self,
@@ -218,7 +218,7 @@ def _back(rotation: Rotation) -> Rotation:
     return rotation and (rotation[0], -rotation[1])
 
 
-def _merge(total: torch.Tensor, lse: torch.Tensor, out: torch.Tensor, new: torch.Tensor) -> None:
+def merge(total: torch.Tensor, lse: torch.Tensor, out: torch.Tensor, new: torch.Tensor) -> None:
     total.lerp_(out.to(total.dtype), torch.sigmoid(new - lse).unsqueeze(-1))
     lse.copy_(torch.logaddexp(new, lse))
 

@@ -12,7 +12,7 @@ import pytest
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.text import Text
 
-from recipes.laboratory import page
+from recipes.laboratory import plots
 from rope_eval.plots import calibration, results, style
 from rope_eval.reports.summary import Estimate
 
@@ -105,7 +105,7 @@ def test_the_legend_is_beside_all_else() -> None:
 
 
 def test_pictures_of_the_laboratory_are_as_narrow() -> None:
-    assert page.WIDTH <= 7.2
+    assert plots.WIDTH <= 7.2
 
 
 @pytest.mark.parametrize(

@@ -44,7 +44,16 @@ def own_tasks() -> Iterator[None]:
 
 SHARED = {
     *("--adapter", "--attn", "--batch-size", "--chat", "--compose", "--device", "--dtype"),
-    *("--factor", "--force", "--help", "--lengths", "--method", "--methods", "--model"),
+    *(
+        "--factor",
+        "--finetune",
+        "--force",
+        "--help",
+        "--lengths",
+        "--method",
+        "--methods",
+        "--model",
+    ),
     *("--option", "--output"),
     *("--overwrite", "--resume", "--seed", "--trained-length"),
     *(

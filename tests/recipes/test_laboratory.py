@@ -26,7 +26,7 @@ from recipes.laboratory.published import Published, hold
 from recipes.laboratory.rates import Rates, choose
 from recipes.laboratory.results import Results, first_below
 from recipes.laboratory.tasks import GIVEN, READ, TASKS, Tasks, problem
-from recipes.laboratory.training import _trained, peak_of
+from recipes.laboratory.training import peak_of, train_model
 from recipes.pretrain.train import MuonAdamW
 from rope_eval.reports.page import Picture
 from rope_ext.errors import MeasureError, OptionError, RopeExtError
@@ -91,7 +91,7 @@ def test_an_encoding_with_its_own_rate_learns_more_of_what_it_needs() -> None:
     subject = text(steps=60, batch=4)
     moved = []
     for rates in (Rates(), Rates(encoding=125.0)):
-        model, _ = _trained(SMALL, subject, "t5", 0, 0.01, rates, CPU, lambda text: None)
+        model, _ = train_model(SMALL, subject, "t5", 0, 0.01, rates, CPU, lambda text: None)
         tables = [p for name, p in model.named_parameters() if "rope_ext" in name]
         moved.append(max(p.detach().abs().max().item() for p in tables))
     assert moved[1] > 10 * moved[0] > 0
@@ -248,9 +248,9 @@ def test_differences_are_paired_by_seed() -> None:
 def test_intervals_end_where_possible_values_do() -> None:
     measure = "words found at the longest"
     rope, other = {0: 0.1, 1: 0.2, 2: 0.2}, {0: 1.0, 1: 1.0, 2: 1.0}
-    assert page._compared(measure, {"rope": rope, "t5": other}, "t5").below == "+83 (+69 to +83)"
+    assert page.compared(measure, {"rope": rope, "t5": other}, "t5").below == "+83 (+69 to +83)"
     other = {seed: share + 1e-4 for seed, share in rope.items()}
-    same = page._compared(measure, {"rope": rope, "t5": other}, "t5")
+    same = page.compared(measure, {"rope": rope, "t5": other}, "t5")
     assert same.below == "the same" and not same.clear
 
 

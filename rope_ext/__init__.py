@@ -94,7 +94,7 @@ if TYPE_CHECKING:
         YaRN,
         YaRNTemperature,
     )
-    from rope_ext.patching import patch, patched, unpatch
+    from rope_ext.patching import patch, patched, unpatch, unpatched
 
 _EVALUATORS = {
     "Calibration": "reports.calibration",

@@ -233,6 +233,13 @@ def patch(
             _listed(dropped),
         )
     state = decoder.__dict__[_STATE]
+    encoding = state.record.encoding
+    if encoding is not None and interrupted.encoding != encoding.name:
+        _logger.warning(
+            "rope_ext: %s on %s: the model was not trained with %s; train it before you use it "
+            "(recipes/surgery.py)",
+            *(method.name, type(decoder).__name__, encoding.name),
+        )
     # Only where plain transformers computes something else without an error is anything lost.
     prefix = "sequences: " if state.native else "saving: "
     for note in (note.removeprefix(prefix) for note in state.notes if note.startswith(prefix)):

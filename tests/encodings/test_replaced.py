@@ -167,6 +167,27 @@ def test_parameters_that_go_are_named(name: str, given: dict, gone: str, caplog)
     assert len(said) == 1 and gone in said[0]
 
 
+def test_a_model_that_was_not_trained_with_an_encoding_is_said_to_need_it(caplog, tmp_path) -> None:
+    def said() -> list[str]:
+        found = [r.getMessage() for r in caplog.records if "was not trained with" in r.msg]
+        caplog.clear()
+        return found
+
+    model = tiny_llama()
+    with caplog.at_level(logging.WARNING, logger="rope_ext"):
+        rope_ext.patch(model, "yarn", factor=4)
+        rope_ext.patch(model, "rope", temperature="log_n", replace=True)
+        assert not said()  # these keep what the model was trained with
+        rope_ext.patch(model, "t5", factor=4, replace=True)
+        assert "not trained with t5; train it" in said()[0]
+        rope_ext.patch(model, "t5", factor=8, replace=True)
+        model.save_pretrained(tmp_path)
+        rope_ext.from_pretrained(tmp_path)
+        assert not said()  # by now it may be
+        rope_ext.patch(model, "rope", bias="alibi", replace=True)
+        assert "not trained with alibi" in said()[0]
+
+
 def test_layers_that_are_added_leave_the_others_trained() -> None:
     model = trained("kerple_log", {}, layers=[0])
     before = learned(model)

@@ -135,10 +135,16 @@ def check(recipe: Recipe, args: Any, mistakes: Mistakes | None = None) -> Plan:
 
 
 def _check_parallelism(recipe: Recipe, args: Any, config: Any) -> None:
+    cp_size = context_parallel_size(args.parallelism_config)
+    if recipe.restoration and cp_size > 1:
+        raise OptionError(
+            "--restoration needs whole rows, which context parallelism splits; give --restoration "
+            "0, or launch with recipes/accelerate/fsdp2.yaml"
+        )
     check_parallelism(
         method_of(recipe),
         config,
-        cp_size=context_parallel_size(args.parallelism_config),
+        cp_size=cp_size,
         attn_implementation=recipe.attn,
         document_masking=recipe.document_masking,
         length=recipe.length,

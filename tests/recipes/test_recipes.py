@@ -819,6 +819,8 @@ def test_context_parallelism_is_asked(
     words = arguments(checkpoint, texts, tmp_path, method="rerope")
     with pytest.raises(OptionError, match="context parallelism"):
         finetune.main(words)
+    with pytest.raises(OptionError, match="--restoration needs whole rows"):
+        finetune.main(arguments(checkpoint, texts, tmp_path, restoration=5))
 
 
 def test_processes_that_accelerate_has_not_joined_are_refused(

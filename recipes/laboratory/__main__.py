@@ -29,7 +29,7 @@ from recipes.laboratory.model import Size, chosen
 from recipes.laboratory.rates import SEED, Rates
 from recipes.laboratory.tasks import TASKS, Tasks
 from recipes.laboratory.text import Text
-from recipes.laboratory.training import Subject, choose_rates, run
+from recipes.laboratory.training import Subject, Training
 from rope_eval.folder import Folder
 from rope_eval.run.runner import Ranks
 from rope_ext.errors import MeasureError, Mistakes, RopeExtError, first_line, nearest
@@ -147,17 +147,18 @@ def main(given: list[str] | None = None) -> int:
                 f"{args.output} holds {len(done)} finished cells; give --resume to go on, or "
                 f"another --output"
             )
-        size, device = Size(args.width, args.layers, args.heads), _device(ranks.device)
+        size = Size(args.width, args.layers, args.heads)
+        training = Training(size, args.learning_rate, _device(ranks.device))
 
         def choose(cell: Cell, tell: Tell) -> dict[str, Any]:
-            return choose_rates(size, choosing, cell.name, args.learning_rate, device, tell)
+            return training.choose_rates(choosing, cell.name, tell)
 
         def train(cell: Cell, tell: Tell) -> dict[str, Any]:
-            record, subject = rates[cell.name], subjects[cell.subject]
+            record = rates[cell.name]
             if "chosen" not in record:  # refused, with the reason
                 return record
             found = Rates(**record["chosen"])
-            return run(size, subject, cell.name, cell.seed, args.learning_rate, found, device, tell)
+            return training.run(subjects[cell.subject], cell.name, cell.seed, found, tell)
 
         ranks.wait()  # all processes share out the same rest
         failed = work(ranks, log, [Cell(RATES, name, SEED) for name in names], choose)

@@ -6,7 +6,7 @@ import os
 import statistics
 import time
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from typing import Any, Protocol
 
 import torch
@@ -35,128 +35,118 @@ class Subject(Protocol):
     def read(self, model: torch.nn.Module, make: Reading, device: torch.device) -> dict: ...
 
 
-def run(
-    size: Size,
-    subject: Subject,
-    name: str,
-    seed: int,
-    learning_rate: float,
-    rates: Rates,
-    device: torch.device,
-    tell: Callable[[str], None],
-) -> dict[str, Any]:
-    """Train and evaluate one model.
+@dataclass(frozen=True)
+class Training:
+    """What all models share.
 
     Args:
         size: of the model.
-        subject: to train on.
-        name: of the encoding.
-        seed: of weights and rows.
         learning_rate: for matrices (Muon); other parameters use a sixth of it (AdamW).
-        rates: factors of it.
         device: to run on.
-        tell: called with the progress.
-
-    Raises:
-        RopeExtError: the model does not support the encoding.
-        FloatingPointError: the loss is NaN or infinite.
-    """
-    model, record = train_model(size, subject, name, seed, learning_rate, rates, device, tell)
-    clock = _clock(device)
-    began, found = clock(), {}
-    for label, make in readings(name).items():
-        tell(f"reading {label}")
-        found[label] = subject.read(model, make, device)
-    return record | {"reading_seconds": clock() - began, "rates": asdict(rates), "read": found}
-
-
-def choose_rates(
-    size: Size,
-    subject: Text,
-    name: str,
-    learning_rate: float,
-    device: torch.device,
-    tell: Callable[[str], None],
-) -> dict[str, Any]:
-    """Train models with several rates, and choose by their loss on text that is not reported.
-
-    Raises:
-        RopeExtError: the model does not support the encoding.
     """
 
-    def silent(text: str) -> None:
-        pass
+    size: Size
+    learning_rate: float
+    device: torch.device
 
-    def loss(rates: Rates) -> float:
-        model, _ = train_model(size, subject, name, SEED, learning_rate, rates, device, silent)
-        found = subject.choosing_loss(model, device)
-        tell(f"{rates}, loss {found:.3f}")
-        return found
+    def run(
+        self, subject: Subject, name: str, seed: int, rates: Rates, tell: Callable[[str], None]
+    ) -> dict[str, Any]:
+        """Train and evaluate one model; arguments and errors as of :meth:`train`."""
+        model, record = self.train(subject, name, seed, rates, tell)
+        clock = _clock(self.device)
+        began, found = clock(), {}
+        for label, make in readings(name).items():
+            tell(f"reading {label}")
+            found[label] = subject.read(model, make, self.device)
+        return record | {"reading_seconds": clock() - began, "rates": asdict(rates), "read": found}
 
-    own = any(
-        "rope_ext" in n for n, _ in size.build(name, SEED, subject.trained).named_parameters()
-    )
-    choice = choose(loss, own, name in NORMAL)
-    tried = [asdict(rates) | {"loss": found} for rates, found in choice.tried]
-    return {"chosen": asdict(choice.rates), "tried": tried, "own": own}
+    def choose_rates(self, subject: Text, name: str, tell: Callable[[str], None]) -> dict[str, Any]:
+        """Train models with several rates, and choose by their loss on text that is not reported.
+
+        Raises:
+            RopeExtError: the model does not support the encoding.
+        """
+
+        def silent(text: str) -> None:
+            pass
+
+        def loss(rates: Rates) -> float:
+            model, _ = self.train(subject, name, SEED, rates, silent)
+            found = subject.choosing_loss(model, self.device)
+            tell(f"{rates}, loss {found:.3f}")
+            return found
+
+        own = bool(_own(self.size.build(name, SEED, subject.trained)))
+        choice = choose(loss, own, name in NORMAL)
+        tried = [asdict(rates) | {"loss": found} for rates, found in choice.tried]
+        return {"chosen": asdict(choice.rates), "tried": tried, "own": own}
+
+    def train(
+        self, subject: Subject, name: str, seed: int, rates: Rates, tell: Callable[[str], None]
+    ) -> tuple[torch.nn.Module, dict[str, Any]]:
+        """A trained model, and what its training cost.
+
+        Args:
+            subject: to train on.
+            name: of the encoding.
+            seed: of weights and rows.
+            rates: factors of the learning rate.
+            tell: called with the progress.
+
+        Raises:
+            RopeExtError: the model does not support the encoding.
+            FloatingPointError: the loss is NaN or infinite.
+        """
+        model, steps = self.size.build(name, seed, subject.trained).to(self.device), subject.steps
+        own = _own(model)
+        with torch.no_grad():
+            for p in own:
+                p.mul_(rates.initial)
+        optimizer = MuonAdamW(model, self.learning_rate, rates.model, rates.encoding)
+        scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: schedule(step, steps))
+        clock = _clock(self.device)
+        curve, recent, seconds, tokens, peak = [], [], [], 0, None
+        for step in range(steps):
+            ids, weights = (rows.to(self.device) for rows in subject.rows_of(seed, step))
+            started = clock()
+
+            def update(ids: torch.Tensor = ids, weights: torch.Tensor = weights) -> float:
+                return train_step(model, optimizer, ids, weights)
+
+            if step == 1:  # the first one also makes what is kept: states, tables
+                loss, peak = peak_of(update, self.device)
+            else:
+                loss = update()
+                seconds.append(clock() - started)
+            if loss != loss:
+                raise FloatingPointError(f"the loss is no number after {step} steps")
+            scheduler.step()
+            tokens += ids.numel()
+            recent.append(loss)
+            if (step + 1) * POINTS // steps > step * POINTS // steps:
+                curve.append((step + 1, statistics.fmean(recent)))
+                tell(f"step {step + 1}/{steps}, loss {curve[-1][1]:.3f}")
+                recent = []
+        return model.eval(), {
+            "parameters": sum(p.numel() for p in model.parameters()),
+            "own_parameters": sum(p.numel() for p in own),
+            "steps": steps,
+            "tokens": tokens,
+            "seconds": statistics.median(seconds) if seconds else None,
+            "peak_bytes": peak,
+            "curve": curve,
+        }
+
+
+def _own(model: torch.nn.Module) -> list[torch.nn.Parameter]:
+    """The parameters of its encoding."""
+    return [p for name, p in model.named_parameters() if "rope_ext" in name]
 
 
 def _clock(device: torch.device) -> Callable[[], float]:
     """CPU time where there is no GPU to wait for: other programs then cost it nothing."""
     return time.perf_counter if device.type == "cuda" else time.process_time
-
-
-def train_model(
-    size: Size,
-    subject: Subject,
-    name: str,
-    seed: int,
-    learning_rate: float,
-    rates: Rates,
-    device: torch.device,
-    tell: Callable[[str], None],
-) -> tuple[torch.nn.Module, dict[str, Any]]:
-    """A trained model, and what its training cost; arguments as of :func:`run`."""
-    model, steps = size.build(name, seed, subject.trained).to(device), subject.steps
-    parameters = [p for n, p in model.named_parameters() if "rope_ext" in n]
-    own = sum(p.numel() for p in parameters)
-    with torch.no_grad():
-        for p in parameters:
-            p.mul_(rates.initial)
-    optimizer = MuonAdamW(model, learning_rate, rates.model, rates.encoding)
-    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: schedule(step, steps))
-    clock = _clock(device)
-    curve, recent, seconds, tokens, peak = [], [], [], 0, None
-    for step in range(steps):
-        ids, weights = (rows.to(device) for rows in subject.rows_of(seed, step))
-        started = clock()
-
-        def update(ids: torch.Tensor = ids, weights: torch.Tensor = weights) -> float:
-            return train_step(model, optimizer, ids, weights)
-
-        if step == 1:  # the first one also makes what is kept: states, tables
-            loss, peak = peak_of(update, device)
-        else:
-            loss = update()
-            seconds.append(clock() - started)
-        if loss != loss:
-            raise FloatingPointError(f"the loss is no number after {step} steps")
-        scheduler.step()
-        tokens += ids.numel()
-        recent.append(loss)
-        if (step + 1) * POINTS // steps > step * POINTS // steps:
-            curve.append((step + 1, statistics.fmean(recent)))
-            tell(f"step {step + 1}/{steps}, loss {curve[-1][1]:.3f}")
-            recent = []
-    return model.eval(), {
-        "parameters": sum(p.numel() for p in model.parameters()),
-        "own_parameters": own,
-        "steps": steps,
-        "tokens": tokens,
-        "seconds": statistics.median(seconds) if seconds else None,
-        "peak_bytes": peak,
-        "curve": curve,
-    }
 
 
 def train_step(

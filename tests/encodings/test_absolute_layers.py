@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 
-import peft
 import pytest
 import torch
 from torch import nn
@@ -15,6 +14,8 @@ from tests.helpers.biases import parameters
 from tests.helpers.models import LENGTH, tiny_llama
 from tests.helpers.positions import CACHES, EXACT, logits
 from tests.helpers.promises import (
+    an_adapter_trains_it_along,
+    checkpointing_changes_nothing,
     decodes_as_it_reads,
     documents_are_apart,
     generates_as_it_recomputes,
@@ -80,16 +81,7 @@ def test_positions_count_from_the_first_token_of_a_row_and_of_a_document(ids) ->
 
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_gradient_checkpointing_changes_nothing(reentrant: bool, ids) -> None:
-    ids, found = ids[:, :12], []
-    for checkpointing in (False, True):
-        model = patched().train()
-        if checkpointing:
-            options = {"use_reentrant": reentrant}
-            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=options)
-        model(ids, labels=ids, use_cache=False).loss.backward()
-        found.append([parameter.grad for parameter in model.parameters()])
-    for one, other in zip(*found, strict=True):
-        torch.testing.assert_close(one, other, atol=1e-6, rtol=1e-5)
+    checkpointing_changes_nothing(patched, reentrant, ids)
 
 
 def test_in_half_precision(ids) -> None:
@@ -123,25 +115,11 @@ def test_it_is_trained_saved_reloaded_and_taken_out(ids, tmp_path) -> None:
 
 
 def test_an_adapter_trains_both_parts(ids, tmp_path) -> None:
-    base = three_layers()
-    base.save_pretrained(tmp_path / "base")
-    model = rope_ext.patch(base, "deberta", clip=7, absolute_layers=1, length=100)
-    config = peft.LoraConfig(
-        r=2,
-        target_modules=["q_proj"],
-        modules_to_save=["rope_ext_bias", "rope_ext_input"],
-        task_type="CAUSAL_LM",
-    )
-    model = peft.get_peft_model(model, config)
-    with torch.no_grad():
-        for name, value in model.named_parameters():
-            if value.requires_grad and "rope_ext" in name:
-                value.normal_()
-    want = logits(model, ids)
-    model.save_pretrained(tmp_path / "adapter")
-    rope_ext.save_sidecar(model, tmp_path / "adapter")
-    again = rope_ext.from_pretrained(tmp_path / "adapter", base=tmp_path / "base")
-    assert torch.equal(logits(again, ids), want)
+    def patch(base: nn.Module) -> nn.Module:
+        return rope_ext.patch(base, "deberta", clip=7, absolute_layers=1, length=100)
+
+    modules = ["rope_ext_bias", "rope_ext_input"]
+    an_adapter_trains_it_along(three_layers(), patch, modules, ids, tmp_path)
 
 
 def test_a_trained_model_is_patched_again(ids, caplog) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 
 import accelerate
-import peft
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -17,7 +16,7 @@ from tests.families.zoo import tiny_model
 from tests.helpers.inputs import CHOSEN, first_of, parameters, patch
 from tests.helpers.models import tiny_llama
 from tests.helpers.positions import logits
-from tests.helpers.promises import learns
+from tests.helpers.promises import an_adapter_trains_it_along, checkpointing_changes_nothing, learns
 
 LEARNED = ["learned", "multiplicative", "floater"]
 KEPT = ["sinusoidal", *LEARNED]
@@ -50,16 +49,7 @@ def test_an_optimizer_trains_it(name: str, ids) -> None:
 @pytest.mark.parametrize("reentrant", first_of(False, True))
 @pytest.mark.parametrize("name", first_of("floater", "learned"))
 def test_gradient_checkpointing_changes_nothing(name: str, reentrant: bool, ids) -> None:
-    ids, found = ids[:, :12], []
-    for checkpointing in (False, True):
-        model = patch(tiny_llama(), name).train()
-        if checkpointing:
-            options = {"use_reentrant": reentrant}
-            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=options)
-        model(ids, labels=ids, use_cache=False).loss.backward()
-        found.append([parameter.grad for parameter in model.parameters()])
-    for one, other in zip(*found, strict=True):
-        torch.testing.assert_close(one, other, atol=1e-6, rtol=1e-5)
+    checkpointing_changes_nothing(lambda: patch(tiny_llama(), name), reentrant, ids)
 
 
 @pytest.mark.parametrize("name", RELOADED)
@@ -96,25 +86,10 @@ def test_weights_that_lack_it_are_refused(tmp_path) -> None:
 
 @pytest.mark.parametrize("name", SOME)
 def test_an_adapter_can_train_it_along(name: str, ids, tmp_path) -> None:
-    base = tiny_llama()
-    base.save_pretrained(tmp_path / "base")
-    model = rope_ext.patch(base, name, factor=2)
-    config = peft.LoraConfig(
-        r=2, target_modules=["q_proj"], modules_to_save=["rope_ext_input"], task_type="CAUSAL_LM"
-    )
-    model = peft.get_peft_model(model, config)
-    trained = [p for n, p in model.named_parameters() if p.requires_grad and "rope_ext" in n]
-    assert trained
-    before = logits(model, ids)
-    with torch.no_grad():
-        for parameter in trained:
-            parameter.normal_(std=0.1)
-    want = logits(model, ids)
-    assert not torch.equal(want, before)
-    model.save_pretrained(tmp_path / "adapter")
-    rope_ext.save_sidecar(model, tmp_path / "adapter")
-    again = rope_ext.from_pretrained(tmp_path / "adapter", base=tmp_path / "base")
-    assert torch.equal(logits(again, ids), want)
+    def patch(base: torch.nn.Module) -> torch.nn.Module:
+        return rope_ext.patch(base, name, factor=2)
+
+    an_adapter_trains_it_along(tiny_llama(), patch, ["rope_ext_input"], ids, tmp_path, std=0.1)
 
 
 def test_copies_have_their_own(ids) -> None:

@@ -16,7 +16,7 @@ from rope_ext.saving.configuration import without_rope_ext
 from tests.helpers.biases import FORMULAS, LEARNED, parameters, patch
 from tests.helpers.models import tiny_llama
 from tests.helpers.positions import logits
-from tests.helpers.promises import learns
+from tests.helpers.promises import an_adapter_trains_it_along, learns
 
 
 @pytest.mark.parametrize("name", FORMULAS)
@@ -68,24 +68,11 @@ def test_weights_that_lack_it_are_refused(tmp_path) -> None:
 
 
 def test_an_adapter_can_train_it_along(ids, tmp_path) -> None:
-    base = tiny_llama()
-    base.save_pretrained(tmp_path / "base")
-    model = rope_ext.patch(base, "t5")
-    config = peft.LoraConfig(
-        r=2, target_modules=["q_proj"], modules_to_save=["rope_ext_bias"], task_type="CAUSAL_LM"
-    )
-    model = peft.get_peft_model(model, config)
-    trained = {n: p for n, p in model.named_parameters() if p.requires_grad and "bias" in n}
-    assert len(trained) == 1
-    before = logits(model, ids)
-    with torch.no_grad():
-        next(iter(trained.values())).normal_()
-    want = logits(model, ids)
-    assert not torch.equal(want, before)
-    model.save_pretrained(tmp_path / "adapter")
-    rope_ext.save_sidecar(model, tmp_path / "adapter")
-    again = rope_ext.from_pretrained(tmp_path / "adapter", base=tmp_path / "base")
-    torch.testing.assert_close(logits(again, ids), want, atol=0, rtol=0)
+    def patch(base: torch.nn.Module) -> torch.nn.Module:
+        return rope_ext.patch(base, "t5")
+
+    names = an_adapter_trains_it_along(tiny_llama(), patch, ["rope_ext_bias"], ids, tmp_path)
+    assert len(names) == 1
 
 
 def test_copies_have_their_own(ids) -> None:

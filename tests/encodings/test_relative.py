@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import peft
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -22,6 +21,7 @@ from tests.helpers.biases import parameters
 from tests.helpers.models import tiny_llama
 from tests.helpers.positions import CACHES, EXACT, FAMILIES, logits
 from tests.helpers.promises import (
+    an_adapter_trains_it_along,
     decodes_as_it_reads,
     documents_are_apart,
     generates_as_it_recomputes,
@@ -309,22 +309,10 @@ def test_it_is_trained_saved_and_taken_out(name: str, ids, tmp_path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", SIZES)
 def test_an_adapter_can_train_it_along(name: str, ids, tmp_path) -> None:
-    base = tiny_llama()
-    base.save_pretrained(tmp_path / "base")
-    model = rope_ext.patch(base, name, **SIZES[name])
-    config = peft.LoraConfig(
-        r=2, target_modules=["q_proj"], modules_to_save=["rope_ext_bias"], task_type="CAUSAL_LM"
-    )
-    model = peft.get_peft_model(model, config)
-    trained = [p for n, p in model.named_parameters() if p.requires_grad and "bias" in n]
-    with torch.no_grad():
-        for parameter in trained:
-            parameter.normal_()
-    want = logits(model, ids)
-    model.save_pretrained(tmp_path / "adapter")
-    rope_ext.save_sidecar(model, tmp_path / "adapter")
-    again = rope_ext.from_pretrained(tmp_path / "adapter", base=tmp_path / "base")
-    assert torch.equal(logits(again, ids), want)
+    def patch(base: torch.nn.Module) -> torch.nn.Module:
+        return rope_ext.patch(base, name, **SIZES[name])
+
+    an_adapter_trains_it_along(tiny_llama(), patch, ["rope_ext_bias"], ids, tmp_path)
 
 
 def test_options_are_checked() -> None:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import Any
 
+import peft
 import torch
 from torch import nn
 from transformers.cache_utils import Cache
 
+import rope_ext
 from tests.helpers.positions import CACHES, EXACT, NEW, decoded, logits, padded
 
 
@@ -104,3 +107,59 @@ def learns(
     with torch.no_grad():
         next(iter(learned.values())).add_(1)
     assert not torch.equal(logits(model, ids), first)
+
+
+def checkpointing_changes_nothing(
+    make: Callable[[], nn.Module], reentrant: bool, ids: torch.Tensor
+) -> None:
+    """Gradients of a patched model are the same with gradient checkpointing."""
+    ids, found = ids[:, :12], []
+    for checkpointing in (False, True):
+        model = make().train()
+        if checkpointing:
+            options = {"use_reentrant": reentrant}
+            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=options)
+        model(ids, labels=ids, use_cache=False).loss.backward()
+        found.append([parameter.grad for parameter in model.parameters()])
+    for one, other in zip(*found, strict=True):
+        torch.testing.assert_close(one, other, atol=1e-6, rtol=1e-5)
+
+
+def an_adapter_trains_it_along(
+    base: nn.Module,
+    patch: Callable[[nn.Module], nn.Module],
+    modules: list[str],
+    ids: torch.Tensor,
+    folder: Path,
+    std: float = 1.0,
+) -> list[str]:
+    """An adapter has what an encoding learned and is loaded with it.
+
+    Args:
+        base: a model that is not patched.
+        patch: patches it.
+        modules: of the encoding, which the adapter saves.
+        ids: for the logits.
+        folder: for the model and its adapter.
+        std: of the numbers that the parameters of the encoding become.
+
+    Returns:
+        The names of these parameters.
+    """
+    base.save_pretrained(folder / "base")
+    config = peft.LoraConfig(
+        r=2, target_modules=["q_proj"], modules_to_save=modules, task_type="CAUSAL_LM"
+    )
+    model = peft.get_peft_model(patch(base), config)
+    trained = {n: p for n, p in model.named_parameters() if p.requires_grad and "rope_ext" in n}
+    before = logits(model, ids)
+    with torch.no_grad():
+        for parameter in trained.values():
+            parameter.normal_(std=std)
+    want = logits(model, ids)
+    assert trained and not torch.equal(want, before)
+    model.save_pretrained(folder / "adapter")
+    rope_ext.save_sidecar(model, folder / "adapter")
+    again = rope_ext.from_pretrained(folder / "adapter", base=folder / "base")
+    assert torch.equal(logits(again, ids), want)
+    return list(trained)

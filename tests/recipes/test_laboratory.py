@@ -26,7 +26,7 @@ from recipes.laboratory.published import Published, hold
 from recipes.laboratory.rates import Rates, choose
 from recipes.laboratory.results import Results, first_below
 from recipes.laboratory.tasks import GIVEN, READ, TASKS, Tasks, problem
-from recipes.laboratory.training import peak_of, train_model
+from recipes.laboratory.training import Training, peak_of
 from recipes.pretrain.train import MuonAdamW
 from rope_eval.reports.page import Picture
 from rope_ext.errors import MeasureError, OptionError, RopeExtError
@@ -91,7 +91,7 @@ def test_an_encoding_with_its_own_rate_learns_more_of_what_it_needs() -> None:
     subject = text(steps=60, batch=4)
     moved = []
     for rates in (Rates(), Rates(encoding=125.0)):
-        model, _ = train_model(SMALL, subject, "t5", 0, 0.01, rates, CPU, lambda text: None)
+        model, _ = Training(SMALL, 0.01, CPU).train(subject, "t5", 0, rates, lambda text: None)
         tables = [p for name, p in model.named_parameters() if "rope_ext" in name]
         moved.append(max(p.detach().abs().max().item() for p in tables))
     assert moved[1] > 10 * moved[0] > 0

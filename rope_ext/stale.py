@@ -107,6 +107,10 @@ def refuse(decoder: nn.Module, now: FilledUnder | None) -> None:
     if stale:
         hook = Refusal(name, now, parameters(type(decoder)))
         decoder.register_forward_pre_hook(hook, with_kwargs=True, prepend=True)
+        # Dynamo looks a hook up by its place in the dict, where prepending moved nothing.
+        hooks = list(decoder._forward_pre_hooks.items())
+        decoder._forward_pre_hooks.clear()
+        decoder._forward_pre_hooks.update(hooks)
 
 
 class Refusal:

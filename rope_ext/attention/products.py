@@ -21,11 +21,15 @@ def wide(x: torch.Tensor) -> torch.dtype:
 def without_autocast(x: torch.Tensor) -> contextlib.AbstractContextManager:
     """Autocast would round the operands and the result to half precision."""
     device = x.device.type
-    if not torch.amp.is_autocast_available(device):  # such as meta
-        return contextlib.nullcontext()
-    if torch.is_autocast_enabled(device):
+    if _has_autocast(device) and torch.is_autocast_enabled(device):
         return torch.autocast(device, enabled=False)
     return contextlib.nullcontext()
+
+
+@torch.compiler.assume_constant_result  # torch 2.11 cannot trace it
+def _has_autocast(device: str) -> bool:
+    """Not on a device such as meta, where ``torch.is_autocast_enabled`` raises an error."""
+    return torch.amp.is_autocast_available(device)
 
 
 def logits(query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
@@ -41,8 +45,10 @@ def logits(query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
             return product(query, key.mT)
         if query.device.type == "cuda" and not torch.is_grad_enabled():
             # Tensor cores accumulate in float32 anyway; this has no gradient, and no CPU kernel.
-            found = torch.bmm(query.flatten(0, 1), key.flatten(0, 1).mT, out_dtype=to)
-            return found.unflatten(0, query.shape[:2])
+            # The number of keys is not the distance of two rows in memory, since an odd one would
+            # cost ten times as long.
+            found = torch.bmm(key.flatten(0, 1), query.flatten(0, 1).mT, out_dtype=to)
+            return found.mT.unflatten(0, query.shape[:2])
         return product(query.to(to), key.to(to).mT)
 
 
@@ -56,3 +62,11 @@ def product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     nothing = a.new_empty(*a.shape[:-1], b.shape[-1])
     parts = (x.flatten(0, 1) for x in (nothing, a, b))
     return torch.baddbmm(*parts, beta=0).view(nothing.shape)
+
+
+def aligned(x: torch.Tensor) -> torch.Tensor:
+    """``x`` with rows that begin at multiples of 16 bytes, as fast products on GPUs need them."""
+    columns, each = x.shape[-1], 16 // x.element_size()
+    if columns % each == 0:
+        return x
+    return x.new_empty(*x.shape[:-1], -(-columns // each) * each)[..., :columns].copy_(x)

@@ -255,3 +255,12 @@ def test_a_cache_that_another_model_filled_after_the_reset_is_refused(ids, name:
         with pytest.raises((rope_ext.CacheError, RuntimeError), match="start with an empty cache"):
             logits(run, ids[:, 50:60], past_key_values=cache)
         cache.reset()
+
+
+def test_hooks_are_in_the_same_order_for_dynamo(ids) -> None:
+    """It finds them by their place in the dict, which prepending to an ordered one leaves alone."""
+    model, cache = put(tiny_llama(num_hidden_layers=1), "rerope"), DynamicCache()
+    logits(model, ids[:, :50], past_key_values=cache)
+    put(model, "dynamic_yarn")
+    hooks = model.model._forward_pre_hooks
+    assert len(hooks) > 1 and list(dict.keys(hooks)) == list(hooks)

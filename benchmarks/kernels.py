@@ -47,7 +47,7 @@ HEADS = {"64": (64, 64), "96": (96, 96), "128": (128, 128), "256": (256, 256), "
 """Columns of queries and keys, and of values."""
 PLAIN = "plain"
 KINDS = ("bands", "chunks", "first tokens", "soft cap", "rotation and merge")
-TRAIN, PREFILL, DECODE = "prefill and backward", "prefill", "decode"
+TRAIN, PREFILL = "prefill and backward", "prefill"
 KEYS, BAND = 1000, 256
 
 
@@ -60,8 +60,7 @@ class Case:
         kind: ``PLAIN``, ``"bias"`` or one of ``KINDS``.
         heads: a key of ``HEADS``.
         dtype: of queries, keys and values.
-        phase: ``TRAIN``, ``PREFILL`` or ``DECODE``.
-        group: query heads for each key head.
+        phase: ``TRAIN`` or ``PREFILL``.
     """
 
     card: str
@@ -69,30 +68,24 @@ class Case:
     heads: str
     dtype: str
     phase: str
-    group: int = 4
 
 
 def cases(cards: Iterable[str], small: bool = False) -> list[Case]:
     """Plain and biased heads of all sizes for all cards, the other kinds for some of them."""
     if small:
         of_each = [
-            ("rotation and merge", "128", "float16", TRAIN, 4),
-            ("bias", "128", "float16", TRAIN, 4),
-            (PLAIN, "96", "float32", TRAIN, 4),
-            ("bias", "256", "float32", DECODE, 7),
+            ("rotation and merge", "128", "float16", TRAIN),
+            ("bias", "128", "float16", TRAIN),
+            (PLAIN, "96", "float32", TRAIN),
         ]
         return [Case(card, *rest) for card in cards for rest in of_each]
     found = []
     for card in cards:
         for dtype in ("float16", "float32"):
             for heads in HEADS:
-                each = ((PLAIN, TRAIN), ("bias", TRAIN), (PLAIN, DECODE))
-                found += [Case(card, kind, heads, dtype, phase) for kind, phase in each]
-            # All query heads share a key head, or a number of them that is no power of two.
-            found.append(Case(card, PLAIN, "256", dtype, DECODE, 71))
-            found.append(Case(card, "bias", "256", dtype, DECODE, 7))
+                found += [Case(card, kind, heads, dtype, TRAIN) for kind in (PLAIN, "bias")]
         if card == "8.6":
-            found += [Case(card, x, "128", "float16", y) for x in KINDS for y in (TRAIN, DECODE)]
+            found += [Case(card, kind, "128", "float16", TRAIN) for kind in KINDS]
         if card == "7.5":  # those that cannot be trained
             found += [Case(card, kind, "256", "float32", PREFILL) for kind in (PLAIN, "bias")]
         if CARDS[card].capability >= (8, 0):
@@ -124,14 +117,12 @@ def run(case: Case, compiled: list[dict[str, Any]]) -> dict[str, Any]:
     """The kernels of a case."""
     columns, value_columns = HEADS[case.heads]
     train, dtype = case.phase == TRAIN, getattr(torch, case.dtype)
-    kv_heads = 1 if case.group > 16 else 2
 
     def made(heads: int, tokens: int, columns: int) -> torch.Tensor:
         x = torch.empty(1, heads, tokens, columns, dtype=dtype, device="cuda")
         return x.requires_grad_(train)
 
-    query = made(kv_heads * case.group, 1 if case.phase == DECODE else KEYS, columns)
-    key, value = made(kv_heads, KEYS, columns), made(kv_heads, KEYS, value_columns)
+    query, key, value = made(8, KEYS, columns), made(2, KEYS, columns), made(2, KEYS, value_columns)
     card, call = CARDS[case.card], _call(case.kind, query, train)
     with torch.set_grad_enabled(train):
         refused = flex.refusal(query, value, call, card)
@@ -141,11 +132,12 @@ def run(case: Case, compiled: list[dict[str, Any]]) -> dict[str, Any]:
     try:
         with torch.set_grad_enabled(train):
             if case.kind == "rotation and merge":
-                out, total = query.detach(), query.detach().float()
-                rotation = total[0, 0, :, : columns // 2]
-                fused.rotate(call.pairs, out, (rotation, rotation))
-                lse = total[..., 0].contiguous()
-                fused.run(flash_cuda.merge, total, lse, out, lse.clone())
+                out = query.detach().transpose(1, 2).contiguous()
+                rotation = query.detach().float()[0, 0, :, : columns // 2]
+                fused.rotate(call.pairs, (query.detach(), (rotation, rotation.clone())))
+                lse = query.detach().float()[..., 0].contiguous()
+                outs, logs = (out.clone(), out.clone()), (lse.clone(), lse.clone())
+                fused.run(flash_cuda.merge, out, lse, *outs, *logs, None)
             else:
                 flex.attend(query, key, value, call)
     except Exception as error:

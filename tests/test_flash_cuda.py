@@ -113,6 +113,18 @@ def test_what_was_attended_to_before_is_merged(on_cpu) -> None:
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
 
 
+def test_a_row_without_keys_before_and_now_is_zero() -> None:
+    out, lse = torch.full((1, 3, 2, 4), 9.0), torch.full((1, 2, 3), 9.0)
+    nothing, some = torch.full((1, 2, 3), -torch.inf), torch.zeros(1, 2, 3)
+    zeros, ones = torch.zeros_like(out), torch.ones_like(out)
+    flash_cuda.merge(out, lse, zeros, zeros, nothing, nothing, None)
+    assert (out == 0).all() and (lse == -torch.inf).all()
+    flash_cuda.merge(out, lse, zeros, ones, nothing, some, None)
+    assert (out == 1).all() and (lse == 0).all()
+    flash_cuda.merge(out, lse, zeros, ones, nothing, some, torch.zeros(2))  # as large as the key
+    torch.testing.assert_close(out, ones / 2)
+
+
 def dense(tensors, call):
     """Output and log-sum-exp of a band, differentiable."""
     query, key, value = tensors

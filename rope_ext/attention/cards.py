@@ -134,27 +134,20 @@ _PREFILL = [
 ]  # fmt: skip
 
 
-def options(
-    card: Card, heads: Heads, rows: int | None = None, gradients: bool = False
-) -> dict[str, int | bool] | None:
+def options(card: Card, heads: Heads, gradients: bool = False) -> dict[str, int | bool] | None:
     """``kernel_options`` of FlexAttention that fit the card; None if none do.
 
     Args:
         card: the GPU.
         heads: sizes of a head.
-        rows: rows of a step of decoding, for which there is another kernel: query heads that
-            share a key head; None: the kernel of prefill.
         gradients: whether there is a backward pass.
     """
     padded, room = heads.padded(), card.shared - SLACK
-    if rows is not None:
-        if rows <= 16 and card.shared >= ENOUGH:
-            return {}
-        for keys in (64, 32, 16):
-            if Tile(max(rows, 16), keys, 1).shared(padded, card) <= room:
-                return {"BLOCK_N": keys, "num_stages": 1}
+    # For fewer than 128 queries there is another kernel, which refuses 65 of them under two heads
+    # for each key head, and reads all keys of a band in one block of threads.
+    always: dict[str, int | bool] = {"FORCE_USE_FLEX_ATTENTION": True}
     if _own_sizes_fit(card, heads):
-        return {} if rows is None else {"FORCE_USE_FLEX_ATTENTION": True}
+        return always
     tile = next((x for x in _PREFILL if x.shared(padded, card) <= room), None)
     # In float32, FlexAttention's own sizes of the backward pass are the smallest ones.
     sides = (64, 32, 16) if heads.size == 2 else (16,)
@@ -162,8 +155,7 @@ def options(
     if tile is None or (gradients and side is None):
         return None
     forward = {"BLOCK_M": tile.rows, "BLOCK_N": tile.keys, "num_stages": tile.stages}
-    made: dict[str, int | bool] = {f"fwd_{name}": number for name, number in forward.items()}
-    made["FORCE_USE_FLEX_ATTENTION"] = True  # the kernel of decoding has other sizes
+    made = always | {f"fwd_{name}": number for name, number in forward.items()}
     if side is not None and card.shared < ENOUGH:
         blocks = dict.fromkeys(("BLOCK_M1", "BLOCK_N1", "BLOCK_M2", "BLOCK_N2"), side)
         made |= {f"bwd_{name}": number for name, number in {**blocks, "num_stages": 1}.items()}

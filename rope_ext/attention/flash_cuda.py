@@ -6,17 +6,20 @@ and a band of chunks is one call for all whole chunks. Each call returns the log
 rows, with which the outputs are merged; the backward pass gives each call the GLOBAL output and
 log-sum-exp.
 
-It was tested on a CPU, with a stand-in for the two operators of torch and by their shapes, and has
-never run on a GPU.
+Tests run on a CPU, with a stand-in for the two operators of torch; ``python -m benchmarks.gpu``
+compares the operators themselves with float64.
 """
 
 from __future__ import annotations
 
+import functools
+import itertools
 from collections.abc import Iterator
+from typing import Any, NamedTuple
 
 import torch
 
-from rope_ext.attention import cards, flash, fused
+from rope_ext.attention import cards, flash, fused, products
 from rope_ext.attention.call import Call, RotatedBand, Rotation, part_of
 from rope_ext.attention.extent import extent
 from rope_ext.attention.flash import Before, Tile
@@ -131,74 +134,71 @@ def farthest_key(geometry: Geometry) -> int | None:
 
 
 class _Part:
-    """A tile of a band: its rotated queries and keys, as views that the kernel takes.
+    """A tile of a band.
 
     ``rows`` and ``keys`` are the tokens of all its blocks, whose rows are adjacent.
     """
 
-    def __init__(
-        self, tile: Tile, band: RotatedBand, query: torch.Tensor, key: torch.Tensor, call: Call
-    ) -> None:
-        self.tile, self.band, self.pairs = tile, band, call.pairs
+    def __init__(self, tile: Tile, band: RotatedBand, scale: float) -> None:
+        self.tile = tile
         self.rows = (tile.row, tile.blocks * tile.rows)
         self.keys = (tile.key, (tile.blocks - 1) * tile.step + tile.keys)
         self.rotations = tuple(
             part_of(rotation, slice(first, first + count))
             for rotation, (first, count) in ((band.query, self.rows), (band.key, self.keys))
         )
-        self.query = self._of_rows(fused.rotate(call.pairs, self.row(query), self.rotations[0]))
-        rotated = fused.rotate(call.pairs, key.narrow(2, *self.keys), self.rotations[1])
-        self.key = self._of_keys(rotated)
         causal = tile.kind == "causal"
-        self.asked = causal, farthest_key(band.geometry) if causal else None, call.scale
+        self.asked = causal, farthest_key(band.geometry) if causal else None, scale
 
     def row(self, x: torch.Tensor) -> torch.Tensor:
         return x.narrow(2, *self.rows)
 
-    def value(self, x: torch.Tensor) -> torch.Tensor:
-        return self._of_keys(x.narrow(2, *self.keys))
+    def unrotated(
+        self, query: torch.Tensor, key: torch.Tensor
+    ) -> Iterator[tuple[torch.Tensor, Rotation]]:
+        yield self.row(query), self.rotations[0]
+        yield key.narrow(2, *self.keys), self.rotations[1]
 
-    def _of_rows(self, x: torch.Tensor) -> torch.Tensor:
-        """``[batch * blocks, rows, heads, columns]``."""
+    def of_rows(self, x: torch.Tensor) -> torch.Tensor:
+        """``[batch * blocks, rows, heads, columns]``, as the kernel takes it."""
         return x.transpose(1, 2).unflatten(1, (self.tile.blocks, -1)).flatten(0, 1)
 
-    def _of_keys(self, x: torch.Tensor) -> torch.Tensor:
+    def of_keys(self, x: torch.Tensor) -> torch.Tensor:
         blocks = x.transpose(1, 2).unfold(1, self.tile.keys, max(self.tile.step, 1))
         return blocks.movedim(-1, 2).flatten(0, 1)
 
-    def merge(self, total: torch.Tensor, lse: torch.Tensor, value: torch.Tensor) -> None:
-        """Add the keys of the tile to output and log-sum-exp of the rows."""
-        out, new = forward(self.query, self.key, self.value(value), *self.asked)
-        batch, heads = lse.shape[:2]
-        out = out.reshape(batch, -1, heads, out.shape[-1]).transpose(1, 2)
-        new = new.unflatten(0, (batch, -1)).transpose(1, 2).flatten(2)
-        fused.run(merge, self.row(total), self.row(lse), out, new)
+    def attend(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> _Found:
+        """Attention of its rows on its keys; query and key are rotated, and its own."""
+        value = self.of_keys(value.narrow(2, *self.keys))
+        out, lse = forward(self.of_rows(query), self.of_keys(key), value, *self.asked)
+        batch = len(query)
+        lse = lse.unflatten(0, (batch, -1)).transpose(1, 2).flatten(2)
+        return _Found(*self.rows, out.reshape(batch, -1, *out.shape[2:]), lse)
 
     def differentiate(
         self,
+        query: torch.Tensor,
+        key: torch.Tensor,
         grad: torch.Tensor,
         value: torch.Tensor,
         out: torch.Tensor,
         lse: torch.Tensor,
-        grads: list[torch.Tensor],
-    ) -> None:
-        """Add the gradients of the tile to those of query, key and value."""
-        tile, batch = self.tile, len(grad)
-        of_rows = self.row(lse).unflatten(2, (tile.blocks, -1)).transpose(1, 2)
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Gradients of its rotated queries and keys, and of its values."""
+        batch = len(grad)
+        of_rows = self.row(lse).unflatten(2, (self.tile.blocks, -1)).transpose(1, 2)
         of_query, *of_keys = backward(
-            self._of_rows(self.row(grad)).contiguous(),
-            self.query,
-            self.key,
-            self.value(value),
-            self._of_rows(self.row(out)).contiguous(),
+            self.of_rows(self.row(grad)).contiguous(),
+            self.of_rows(query),
+            self.of_keys(key),
+            self.of_keys(value.narrow(2, *self.keys)),
+            self.of_rows(self.row(out)).contiguous(),
             of_rows.flatten(0, 1).contiguous(),
             *self.asked,
         )
         of_query = of_query.reshape(batch, -1, *of_query.shape[2:]).transpose(1, 2)
-        self.row(grads[0]).add_(fused.rotate(self.pairs, of_query, _back(self.rotations[0])))
-        for total, new, rotation in zip(grads[1:], of_keys, (self.rotations[1], None), strict=True):
-            new = self._together(new.unflatten(0, (batch, -1)))
-            total.narrow(2, *self.keys).add_(fused.rotate(self.pairs, new, _back(rotation)))
+        of_key, of_value = (self._together(x.unflatten(0, (batch, -1))) for x in of_keys)
+        return of_query, of_key, of_value
 
     def _together(self, x: torch.Tensor) -> torch.Tensor:
         """``[batch, blocks, keys, heads, columns]``, summed where keys overlap."""
@@ -214,29 +214,83 @@ class _Part:
         return total.transpose(1, 2)
 
 
+class _Found(NamedTuple):
+    """Attention of some rows on some of their keys.
+
+    Args:
+        row, rows: the first row, and how many there are.
+        out: ``[batch, rows, heads, columns]``.
+        lse: log-sum-exp, ``[batch, heads, rows]``.
+    """
+
+    row: int
+    rows: int
+    out: torch.Tensor
+    lse: torch.Tensor
+
+
 def _back(rotation: Rotation) -> Rotation:
     return rotation and (rotation[0], -rotation[1])
 
 
-def merge(total: torch.Tensor, lse: torch.Tensor, out: torch.Tensor, new: torch.Tensor) -> None:
-    total.lerp_(out.to(total.dtype), torch.sigmoid(new - lse).unsqueeze(-1))
-    lse.copy_(torch.logaddexp(new, lse))
+def _parts(query: torch.Tensor, key: torch.Tensor, call: Call) -> list[_Part]:
+    return [
+        _Part(tile, band, call.scale)
+        for band in call.bands
+        for tile in tiles(band.geometry, query.shape[2], key.shape[2], call.start)
+    ]
 
 
-def _parts(query: torch.Tensor, key: torch.Tensor, call: Call) -> Iterator[_Part]:
-    for band in call.bands:
-        for tile in tiles(band.geometry, query.shape[2], key.shape[2], call.start):
-            yield _Part(tile, band, query, key, call)
+def merge(out: torch.Tensor, lse: torch.Tensor, *given: Any) -> None:
+    """Write the attention of some rows on disjoint keys to ``out`` and ``lse``.
+
+    Args:
+        out: see :class:`_Found`; of these rows.
+        lse: likewise.
+        given: their outputs on some of the keys, as many log-sum-exps, and the sinks of
+            :class:`Call` or None.
+    """
+    count = len(given) // 2
+    outs, logs, sinks = given[:count], list(given[count:-1]), given[-1]
+    if sinks is not None:  # a sink acts as a key without a value
+        logs.append(sinks[:, None].to(lse.dtype).expand_as(lse))
+    total = functools.reduce(torch.logaddexp, logs)
+    least = total.clamp(min=torch.finfo(total.dtype).min)  # rows that see nothing
+    weights = ((log - least).exp().transpose(1, 2)[..., None] for log in logs)
+    out.copy_(functools.reduce(torch.add, map(torch.mul, outs, weights)))
+    lse.copy_(total)
 
 
 def attend(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: Call, before: Before = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Output and log-sum-exp, ``[batch, heads, queries, columns]`` and without columns."""
-    total, lse = flash.initial_output(query, call, before)
-    for part in _parts(query, key, call):
-        part.merge(total, lse, value)
-    return total.to(query.dtype), lse
+    batch, heads, queries, columns = query.shape
+    parts = _parts(query, key, call)
+    given = [x for part in parts for x in part.unrotated(query, key)]
+    rotated = iter(fused.rotate(call.pairs, *given))  # in one call, which counts for one token
+    found = [part.attend(next(rotated), next(rotated), value) for part in parts]
+    if before is not None:
+        found.append(_Found(0, queries, before[0].transpose(1, 2), before[1]))
+    if len(found) == 1 and found[0].rows == queries and call.sinks is None:
+        return found[0].out.transpose(1, 2), found[0].lse
+    out = query.new_empty(batch, queries, heads, columns)
+    lse = query.new_empty(batch, heads, queries, dtype=products.wide(query))
+    edges = {0, queries, *(edge for x in found for edge in (x.row, x.row + x.rows))}
+    for row, end in itertools.pairwise(sorted(edges)):
+        there = [x for x in found if x.row <= row and end <= x.row + x.rows]
+        outs = [x.out[:, row - x.row : end - x.row] for x in there]
+        logs = [x.lse[..., row - x.row : end - x.row] for x in there]
+        into = out[:, row:end], lse[..., row:end]
+        if not there:
+            into[0].zero_()
+            into[1].fill_(-torch.inf) if call.sinks is None else into[1].copy_(call.sinks[:, None])
+        elif len(there) == 1 and call.sinks is None:
+            into[0].copy_(outs[0])
+            into[1].copy_(logs[0])
+        else:
+            fused.run(merge, *into, *outs, *logs, call.sinks, kind=(len(there),))
+    return out.transpose(1, 2), lse
 
 
 def differentiate(
@@ -253,7 +307,13 @@ def differentiate(
     grads = [torch.zeros_like(x, dtype=lse.dtype) for x in (query, key, value)]
     grad = grad.to(query.dtype)
     for part in _parts(query, key, call):
-        part.differentiate(grad, value, out, lse, grads)
+        q, k = fused.rotate(call.pairs, *part.unrotated(query, key))
+        *of_rotated, of_value = part.differentiate(q, k, grad, value, out, lse)
+        back = map(_back, part.rotations)
+        of_query, of_key = fused.rotate(call.pairs, *zip(of_rotated, back, strict=True))
+        part.row(grads[0]).add_(of_query)
+        for total, new in zip(grads[1:], (of_key, of_value), strict=True):
+            total.narrow(2, *part.keys).add_(new)
     return *(x.to(query.dtype) for x in grads), query.new_empty(0)
 
 

@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 from torch.nn.attention.flex_attention import (
-    _LARGE_SPARSE_BLOCK_SIZE,
     AuxRequest,
     BlockMask,
     flex_attention,
@@ -54,15 +53,11 @@ def refusal(query: torch.Tensor, value: torch.Tensor, call: Call, card: cards.Ca
 def _options(
     query: torch.Tensor, value: torch.Tensor, call: Call, card: cards.Card
 ) -> dict[str, int | bool] | None:
-    biased = call.bias is not None
-    heads = cards.Heads(query.shape[-1], value.shape[-1], query.element_size(), biased)
-    rows, group = None, query.shape[1] // value.shape[1]
+    heads = cards.Heads(
+        query.shape[-1], value.shape[-1], query.element_size(), call.bias is not None
+    )
     learns = torch.is_grad_enabled() and (query.requires_grad or value.requires_grad)
-    # Flex decoding takes fewer than 128 rows, and under a bias a group that is a power of two.
-    decodes = query.shape[2] == 1 and group < 128 and not (biased and group & (group - 1))
-    if decodes and not learns:
-        rows = 1 << (group - 1).bit_length()
-    return cards.options(card, heads, rows, learns)
+    return cards.options(card, heads, learns)
 
 
 def takes(query: torch.Tensor, value: torch.Tensor, call: Call) -> bool:
@@ -73,27 +68,6 @@ def takes(query: torch.Tensor, value: torch.Tensor, call: Call) -> bool:
 def _read(options: str) -> Any:
     """Options of the kernel, written as ``"name=number name=number"``."""
     return {name: int(x) for name, x in (one.split("=") for one in options.split())}
-
-
-def _whole(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    scale: str | float,
-    options: str,
-    mask: BlockMask,
-) -> tuple:
-    for x in (query, key, value):
-        torch._dynamo.mark_static(x, 0)  # keys are split among processors if the rows are known
-    return flex_attention(
-        query,
-        key,
-        value,
-        block_mask=mask,
-        scale=float(scale),
-        kernel_options=_read(options),
-        return_aux=AuxRequest(lse=True),
-    )
 
 
 def _masked(
@@ -163,17 +137,6 @@ def _merged(*tensors: Any) -> torch.Tensor:
     for i in range(1, count):
         total = total + weights[i] * both[i]
     return total
-
-
-@lru_cache(maxsize=16)
-def _everything(device: torch.device) -> BlockMask:
-    """The mask that hides nothing; without one, each call would make it again, in two kernels."""
-    with torch.inference_mode(False), torch.no_grad():  # kept for calls that train as well
-        count = torch.ones(1, 1, 1, dtype=torch.int32, device=device)
-        index = torch.zeros(1, 1, 1, 1, dtype=torch.int32, device=device)
-        return BlockMask.from_kv_blocks(
-            count, index, BLOCK_SIZE=_LARGE_SPARSE_BLOCK_SIZE, seq_lengths=(1, 1)
-        )
 
 
 @lru_cache(maxsize=16)
@@ -257,7 +220,7 @@ def attend(
 
     ``merged``: output and log-sum-exp of keys that are in no band.
     """
-    (batch, heads, queries, columns), (kv_heads, keys) = query.shape, key.shape[1:3]
+    (batch, heads, queries, _), (kv_heads, keys) = query.shape, key.shape[1:3]
     query = call.scale_query(query)
     scale = repr(float(call.scale)) if fused.fuses(query) else call.scale
     options = ""
@@ -265,54 +228,27 @@ def attend(
         chosen = _options(query, value, call, cards.card(query.device)) or {}
         options = " ".join(f"{name}={int(number)}" for name, number in chosen.items())
     cap = None if call.softcap is None else query.new_full((), call.softcap, dtype=torch.float32)
-    together = queries == 1 and call.bias is None
-    if together:  # the heads of a key are rows of one call, to which all keys of a band are seen
-        query = query.reshape(batch, kv_heads, heads // kv_heads, columns)
     outs, logs = [], []
     for band in call.bands:
         part = extent(band.geometry, queries, keys, call.start)
         count = part.stop - part.start
         if not count:
             continue
-        tensors = (
-            fused.rotate(call.pairs, query, band.query),
-            fused.rotate(call.pairs, key.narrow(2, part.start, count), part_of(band.key, part)),
-            value.narrow(2, part.start, count),
-        )
-        if together and cap is None:
-            kind = (scale, options, batch, heads, kv_heads)
-            given = (scale, options, _everything(query.device))
-            out, aux = fused.run(_whole, *tensors, *given, kind=kind, unfused=False)
-        else:
-            mask = apart = None
-            if queries > 1:
-                at = call.start + keys - queries
-                mask = block_mask_of(
-                    band.geometry,
-                    queries,
-                    count,
-                    at,
-                    call.start + part.start,
-                    query.device,
-                )
-            if call.bias is not None:
-                apart = torch.full((), keys - queries - part.start, device=query.device)
-            sizes = (1, queries, count, -(-queries // _BLOCK), -(-count // _BLOCK))
-            alike = (sizes.index(size) for size in sizes)  # dynamo takes equal ones for the same
-            kind = (
-                scale,
-                options,
-                type(band.geometry),
-                cap is None,
-                call.bias is None,
-                heads,
-                kv_heads,
-                *alike,
-            )
-            given = (scale, options, mask, cap, call.bias, apart)
-            out, aux = fused.run(_masked, *tensors, *given, kind=kind, unfused=False)
-        outs.append(out.reshape(batch, heads, queries, -1))
-        logs.append(aux.lse.reshape(batch, heads, queries))
+        rotated = (query, band.query), (key.narrow(2, part.start, count), part_of(band.key, part))
+        tensors = *fused.rotate(call.pairs, *rotated), value.narrow(2, part.start, count)
+        mask = apart = None
+        sizes = [1, queries, count]
+        if queries > 1:
+            at = call.start + keys - queries, call.start + part.start
+            mask = block_mask_of(band.geometry, queries, count, *at, query.device)
+            sizes += [-(-queries // _BLOCK), -(-count // _BLOCK)]
+        if call.bias is not None:
+            apart = torch.full((), keys - queries - part.start, device=query.device)
+        kind = (scale, options, type(band.geometry), heads, kv_heads, fused.alike(sizes))
+        given = (scale, options, mask, cap, call.bias, apart)
+        out, aux = fused.run(_masked, *tensors, *given, kind=kind, unfused=False)
+        outs.append(out)
+        logs.append(aux.lse)
     if merged is not None:
         outs.append(merged[0])
         logs.append(merged[1])

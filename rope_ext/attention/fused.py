@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import cache
 from types import FunctionType
 from typing import Any
@@ -42,7 +42,8 @@ def run(
     if not fuses(given[0]):
         return function(*given)
     tensors = [x for x in given if isinstance(x, torch.Tensor)]
-    compiled = compiled_kernel(function, *kind, *_modes(), *map(_kind, tensors))
+    sizes = alike([1, *(size for x in tensors for size in x.shape)])
+    compiled = compiled_kernel(function, *kind, *_modes(), sizes, *map(_kind, tensors))
     try:
         return compiled(*given)
     except Exception as error:
@@ -75,21 +76,26 @@ def _modes() -> tuple[bool, bool]:
 
 
 def _kind(x: torch.Tensor) -> tuple[Any, ...]:
-    """Properties that dynamo compiles a separate graph for; of sizes, head columns and ones."""
-    ones = tuple(size == 1 for size in x.shape)
-    return x.dtype, x.device, x.requires_grad, x.is_inference(), x.shape[3:], ones
+    """Properties that dynamo compiles a separate graph for; of sizes, head columns."""
+    return x.dtype, x.device, x.requires_grad, x.is_inference(), x.dim(), x.shape[3:]
 
 
-def rotate(pairs: Pairs, x: torch.Tensor, rotation: Rotation) -> torch.Tensor:
-    """:meth:`Pairs.rotate`, fused on GPUs."""
-    return x if rotation is None else run(_rotate, x, *rotation, pairs.first, pairs.second)
+def alike(given: Iterable[int]) -> tuple[int, ...]:
+    """Which of these are equal, as a kind: dynamo takes equal sizes for the same from then on."""
+    first: dict[int, int] = {}
+    return tuple(first.setdefault(x, index) for index, x in enumerate(given))
 
 
-def _rotate(
-    x: torch.Tensor,
-    cos: torch.Tensor,
-    sin: torch.Tensor,
-    first: slice | torch.Tensor,
-    second: slice | torch.Tensor,
-) -> torch.Tensor:
-    return Pairs(first, second).rotate(x, (cos, sin))
+def rotate(pairs: Pairs, *rotated: tuple[torch.Tensor, Rotation]) -> list[torch.Tensor]:
+    """:meth:`Pairs.rotate` of several tensors, each by its rotation, fused on GPUs."""
+    flat = [y for x, by in rotated if by is not None for y in (x, *by)]
+    if not flat:
+        return [x for x, _ in rotated]
+    made = iter(run(_rotate, *flat, pairs.first, pairs.second, kind=alike(map(id, flat))))
+    return [x if by is None else next(made) for x, by in rotated]
+
+
+def _rotate(*given: Any) -> list[torch.Tensor]:
+    *flat, first, second = given
+    triples = zip(flat[::3], flat[1::3], flat[2::3], strict=True)
+    return [Pairs(first, second).rotate(x, (cos, sin)) for x, cos, sin in triples]

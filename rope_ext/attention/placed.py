@@ -196,8 +196,10 @@ def by_products(
         logits = logits + bias
     if sinks is not None:
         logits = torch.cat((logits, sinks.to(logits.dtype)), dim=-1)
-    weights = logits.softmax(dim=-1)[..., : key.shape[2]] * sees
-    return products.product(weights.to(value.dtype), value)
+    weights = (logits.softmax(dim=-1)[..., : key.shape[2]] * sees).to(value.dtype)
+    if weights.is_cuda and not torch.compiler.is_compiling():
+        weights = products.aligned(weights)
+    return products.product(weights, value)
 
 
 def by_kernel(

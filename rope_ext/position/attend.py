@@ -342,7 +342,7 @@ def way_of(asked: Asked, layer: MappedLayer, mask: BatchMask) -> str:
     query = asked.query
     if _shares_step(asked, layer, mask) and mask.step(layer, query.dtype) is not None:
         return "step"
-    if _rows_at_once(layer, mask):
+    if _by_products(asked, layer, mask):
         return "few"
     segments = mask.rotated_segments(layer.layout, query.device, _table_dtype(query))
     # Trees of drafts, masks of other shapes and gaps in positions cannot be split into segments.
@@ -369,12 +369,21 @@ def _shares_step(asked: Asked, layer: MappedLayer, mask: BatchMask) -> bool:
     )
 
 
-def _rows_at_once(layer: MappedLayer, mask: BatchMask) -> bool:
-    """Whether few queries in rows that are padded differently attend in the same operations.
+def _by_products(asked: Asked, layer: MappedLayer, mask: BatchMask) -> bool:
+    """Whether few queries attend by the products of all rows at once.
 
-    Otherwise each row is a separate call in every layer.
+    Rows that are padded differently would otherwise be separate calls in every layer. On a GPU,
+    FlexAttention reads all keys of a band in one block of threads for each head.
     """
-    return not layer.scored and layer.map.kernel != "reference" and mask.padded_rows
+    if layer.scored or layer.map.kernel == "reference" or not mask.few:
+        return False
+    if mask.padded_rows:
+        return True
+    query = asked.query
+    if not query.is_cuda or torch.is_grad_enabled():
+        return False
+    unbiased = layer.biased is None and layer.map.kernel != "flex"
+    return not (unbiased and attention.takes("flash", query, asked.value, asked.call))
 
 
 def _step(asked: Asked, mask: BatchMask) -> torch.Tensor:

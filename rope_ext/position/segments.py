@@ -205,15 +205,20 @@ class BatchMask:
         ]
 
     @functools.cached_property
-    def padded_rows(self) -> bool:
-        """Whether it is a plain causal mask of few queries in rows that are padded differently."""
+    def few(self) -> bool:
+        """Whether it is a plain causal mask of few queries, which products can have at once."""
         forward = self.forward
-        if forward.padding is None or forward.documents is not None or forward.tokens > placed.FEW:
+        if forward.documents is not None or forward.tokens > placed.FEW:
             return False
         if self.offset or self.window is not None or self.segments is None:
             return False
         # With gaps between the slots of a row, its near keys may be anywhere.
-        return len(self.segments) > 1 and all(isinstance(s.keys, slice) for s in self.segments)
+        return all(isinstance(s.keys, slice) for s in self.segments)
+
+    @property
+    def padded_rows(self) -> bool:
+        """Whether its rows are padded differently."""
+        return self.segments is not None and len(self.segments) > 1
 
     def step(self, layer: Any, dtype: torch.dtype) -> Step | None:
         """What layers of one layout share for a single query; None if they cannot share a step."""

@@ -272,7 +272,7 @@ def attend(
     found = [part.attend(next(rotated), next(rotated), value) for part in parts]
     if before is not None:
         found.append(_Found(0, queries, before[0].transpose(1, 2), before[1]))
-    if len(found) == 1 and found[0].rows == queries and call.sinks is None:
+    elif len(found) == 1 and found[0].rows == queries and call.sinks is None:
         return found[0].out.transpose(1, 2), found[0].lse
     out = query.new_empty(batch, queries, heads, columns)
     lse = query.new_empty(batch, heads, queries, dtype=products.wide(query))

@@ -23,9 +23,8 @@ import torch
 
 from recipes.checks import POSITIVE, at_least, out_of_range
 from recipes.laboratory import page
-from recipes.laboratory.linear import LINEAR
 from recipes.laboratory.log import RATES, Cell, Log
-from recipes.laboratory.model import Size, chosen
+from recipes.laboratory.model import ASKED, Size, chosen
 from recipes.laboratory.rates import SEED, Rates
 from recipes.laboratory.tasks import TASKS, Tasks
 from recipes.laboratory.text import Text
@@ -59,8 +58,8 @@ def arguments(given: list[str] | None = None) -> argparse.Namespace:
     add(
         "--encodings",
         type=_names,
-        help="comma-separated; default: all in `rope-ext methods`; others, with linear attention: "
-        + ", ".join(LINEAR),
+        help="comma-separated; default: all in `rope-ext methods`; others, with linear attention "
+        "or from scratch only: " + ", ".join(ASKED),
     )
     add("--seeds", type=int, default=3, help="number of seeds; intervals need three")
     add(

@@ -17,6 +17,8 @@ from transformers import StableLmConfig, StableLmForCausalLM
 
 import rope_ext
 from recipes.laboratory.linear import LINEAR, register
+from recipes.laboratory.scratch.base import attach
+from recipes.laboratory.scratch.names import SCRATCH
 from rope_ext.errors import OptionError, nearest
 from rope_ext.methods import Method, build_method
 from rope_ext.methods.registry import all_encodings
@@ -25,6 +27,8 @@ from rope_ext.saving.configuration import quieted
 ROPE, QUARTER = "rope", "rope_25"
 SHARES = {ROPE: 1.0, QUARTER: 0.25}
 """Models with a rotation: the share of each head's columns that it turns."""
+ASKED = (*LINEAR, *SCRATCH)
+"""Models that are trained only if they are asked for; RoPE's rotation is left out of them."""
 VOCABULARY = 260
 _BASE = 10000.0
 _FACTOR = 16.0  # where an encoding cannot be made without one
@@ -69,7 +73,7 @@ class Size:
                 rope_parameters={
                     "rope_type": "default",
                     "rope_theta": _BASE,
-                    "partial_rotary_factor": SHARES.get(name, float(name not in LINEAR)),
+                    "partial_rotary_factor": SHARES.get(name, float(name not in ASKED)),
                 },
                 use_cache=False,
                 bos_token_id=None,
@@ -79,6 +83,9 @@ class Size:
         if name in LINEAR:
             register()
             model.set_attn_implementation(name)
+        elif name in SCRATCH:
+            torch.manual_seed(seed)
+            attach(model, SCRATCH[name])
         elif name not in SHARES:
             torch.manual_seed(seed)
             # That plain transformers cannot load it: it is never saved.
@@ -88,14 +95,14 @@ class Size:
 
 
 def known() -> list[str]:
-    """Names of all models: with RoPE, with each registered encoding, with linear attention."""
-    return [*SHARES, *(cls.name for cls in all_encodings()), *LINEAR]
+    """Names of all models: with RoPE, with each registered encoding, and :data:`ASKED`."""
+    return [*SHARES, *(cls.name for cls in all_encodings()), *ASKED]
 
 
 def chosen(names: Sequence[str] | None) -> list[str]:
     """The selected names of :func:`known`, including RoPE for comparison.
 
-    Without a selection, all but those with linear attention.
+    Without a selection, all but :data:`ASKED`.
 
     Raises:
         OptionError: there is no such model.
@@ -106,7 +113,7 @@ def chosen(names: Sequence[str] | None) -> list[str]:
                 f"--encodings {name!r} is unknown{nearest(name, known()) or '.'} "
                 f"Encodings: {', '.join(known())}"
             )
-    default = [name for name in known() if name not in LINEAR]
+    default = [name for name in known() if name not in ASKED]
     return list(dict.fromkeys((ROPE, *names))) if names else default
 
 

@@ -23,6 +23,10 @@ KINDS: Mapping[str, tuple[str, ...]] = {
     "absolute positions": ("sinusoidal", "learned", "multiplicative", "floater"),
     "no positions": ("nope", "nope+log_n", "drope"),
     "linear attention": tuple(LINEAR),
+    "rotations, from scratch only": (
+        *("fope", "carope", "selective_rope", "grape_m", "rope_pp_ec", "rope_pp_eh"),
+    ),
+    "by content, from scratch only": ("tapa", "grape_ap"),
 }
 _MOST = 7  # lines of a panel beside that of RoPE
 WIDTH, _HEIGHT = 7.2, 2.7  # of a row of two panels in inches: legible at 400 pixels

@@ -63,6 +63,32 @@ PUBLISHED = (
         rising=True,
     ),
     Published(
+        "CARoPE, arXiv 2507.23083, Table 1, GPT-Tiny: perplexity at the trained length, 512",
+        "loss at the trained length",
+        {"rope": 29.33, "carope": 28.99, "learned": 30.48, "sinusoidal": 30.62},
+    ),
+    Published(
+        "CARoPE, arXiv 2507.23083, Table 1, GPT-Tiny: perplexity at twice that length",
+        "loss at the longest",
+        {"rope": 81.27, "carope": 36.74, "sinusoidal": 223.28},
+    ),
+    Published(
+        "TAPA, arXiv 2509.12635, Table 2: perplexity at the trained length, 8192",
+        "loss at the trained length",
+        {"rope": 12.21, "tapa": 12.22},
+    ),
+    Published(
+        "TAPA, arXiv 2509.12635, Table 2: perplexity at four times that length, not fine-tuned",
+        "loss at the longest",
+        {"rope": 16366.63, "tapa": 122.71},
+    ),
+    Published(
+        "GRAPE, arXiv 2512.07805, the authors' page, 355M: average of seven tasks, 4096 tokens",
+        "loss at the trained length",
+        {"rope": 51.73, "alibi": 52.87, "grape_ap": 53.25},
+        rising=True,
+    ),
+    Published(
         "DroPE, arXiv 2512.12167: needles at 8 times the trained length",
         "words found at 8 times the length",
         {"drope": 52, "rope+yarn": 12},

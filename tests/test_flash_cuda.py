@@ -97,6 +97,23 @@ def test_bands_are_the_oracle(on_cpu, method) -> None:
         torch.testing.assert_close(out.double(), expected, rtol=1e-5, atol=1e-5)
 
 
+def test_training_keeps_queries_keys_values_and_the_output_only(on_cpu) -> None:
+    at = torch.arange(256)
+    bands = kernels.method_bands("rerope", 16, 8, at, at)
+    tensors = [x.requires_grad_() for x in kernels.inputs(1, 8, 2, 256, 256)[:3]]
+    kept: dict[int, int] = {}
+
+    def keep(x: torch.Tensor) -> torch.Tensor:
+        kept[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
+        return x
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
+        out = kernels.by(flash.attend, *tensors, bands, kernels.HALVES)
+    given = sum(x.nbytes for x in tensors)
+    tables = sum(x.nbytes for band in bands for x in (*(band.query or ()), *(band.key or ())))
+    assert sum(kept.values()) <= given + out.nbytes + 4 * 8 * 256 + tables + 64
+
+
 def test_what_was_attended_to_before_is_merged(on_cpu) -> None:
     """A near band by one kernel, the rest by this one, with gradients of both."""
     at = torch.arange(50)

@@ -10,6 +10,9 @@ before and after training by rope_eval. Finished steps are skipped.
   ``drope`` beyond it, with ``c`` chosen on training text.
 * alibi: replace RoPE by ALiBi.
 * every_4th: drop RoPE from every fourth layer.
+
+With ``--only``, also t5, kerple_log, fire, shaw and transformer_xl: replace RoPE by this encoding;
+t5_fitted and so on: fit it to RoPE first (rope_ext.fit).
 """
 
 from __future__ import annotations
@@ -88,6 +91,11 @@ OPERATIONS = {
     "alibi": Operation(("--method", "alibi", *_CONSECUTIVE), "alibi"),
     "every_4th": Operation(("--method", "nope", "--layers", "every 4th", *_CONSECUTIVE), "nope"),
 }
+DEFAULT = tuple(OPERATIONS)  # those that run unless others are chosen
+for _name in ("t5", "kerple_log", "fire", "shaw", "transformer_xl"):
+    OPERATIONS[_name] = Operation(("--method", _name, *_CONSECUTIVE), _name)
+    _fitted = (*OPERATIONS[_name].words, "--init", "model")
+    OPERATIONS[f"{_name}_fitted"] = Operation(_fitted, _name)
 BASELINE = "yarn"
 
 
@@ -305,7 +313,7 @@ def main(given: Sequence[str] | None = None) -> None:
     )
     add = parser.add_argument
     add("name", choices=CHECKPOINTS)
-    add("--only", default=",".join(OPERATIONS), help="comma-separated operations; yarn always runs")
+    add("--only", default=",".join(DEFAULT), help="comma-separated operations; yarn always runs")
     add("--steps", type=int, default=120)
     add("--lengths", default="512,1k,2k,4k")
     add("--windows", type=int, default=12, help="number of text windows")

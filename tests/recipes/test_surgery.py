@@ -7,7 +7,9 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 import yaml
+from torch import nn
 from transformers import AutoModelForCausalLM
 
 import rope_ext
@@ -49,6 +51,38 @@ def test_a_learned_table_grows_and_is_trained_on(
     assert len(short) == 128 and len(long) == 256
     moved = (long[:128] - short).abs().max()
     assert 0 < moved < 0.02  # one step of AdamW, about the learning rate of 0.01
+
+
+def test_an_encoding_begins_with_the_attention_of_the_model(
+    checkpoint: Path, texts: Path, tmp_path: Path, monkeypatch
+) -> None:
+    """It is fitted to rows of the trained length before LoRA is added, and then trained."""
+    given: list[tuple[list[int], list[float]]] = []
+    fit = rope_ext.fit
+
+    def fitted(model: nn.Module, ids: torch.Tensor) -> None:
+        fit(model, ids, steps=20)
+        given.append((list(ids.shape), [float(p.detach().sum()) for p in learned(model).values()]))
+
+    monkeypatch.setattr(rope_ext, "fit", fitted)
+    settings = {"method": "kerple_log", "init": "model", "length": 128, "pose_chunks": None}
+    settings |= {"max_steps": 1, "learning_rate": 0}
+    finetune.main(arguments(checkpoint, texts, tmp_path / "run", **settings))
+    ((shape, values),) = given
+    assert 1 <= shape[0] <= finetune.FITTED_ROWS and shape[1] == 128
+    again = learned(rope_ext.from_pretrained(tmp_path / "run"))
+    found = [float(p.detach().sum()) for name, p in again.items() if "original" not in name]
+    assert found == pytest.approx(values)
+
+    def checked(**more: object) -> None:
+        argv = arguments(checkpoint, texts, tmp_path / "other", **(settings | more))
+        finetune.check(*parse(argv))
+
+    with pytest.raises(OptionError, match="--init 'models' is not valid"):
+        checked(init="models")
+    for method in ("nope", "sinusoidal"):
+        with pytest.raises(OptionError, match=rf"--init model .* --method is {method}; give"):
+            checked(method=method)
 
 
 @pytest.mark.parametrize("name", surgery.CHECKPOINTS)

@@ -15,6 +15,10 @@ from transformers import AutoModelForCausalLM
 import rope_ext
 from recipes import finetune, surgery
 from recipes.settings import parse
+from rope_eval.run.runner import Runner
+from rope_eval.settings import Settings
+from rope_eval.systems import System
+from rope_ext.checkpoints import load_model
 from rope_ext.errors import OptionError, SeveralErrors
 from rope_ext.loading import read_sidecar
 from rope_ext.position.bias import learned
@@ -72,6 +76,18 @@ def test_an_encoding_begins_with_the_attention_of_the_model(
     assert 1 <= shape[0] <= finetune.FITTED_ROWS and shape[1] == 128
     again = learned(rope_ext.from_pretrained(tmp_path / "run"))
     found = [float(p.detach().sum()) for name, p in again.items() if "original" not in name]
+    assert found == pytest.approx(values)
+
+    # The evaluator patches after it has loaded the adapter.
+    run = str(tmp_path / "run")
+    settings_of = Settings(
+        models=(str(checkpoint),), methods=("adapter",), adapter=run, lengths=(128,)
+    )
+    runner = Runner(load_model(str(checkpoint), adapter=run), str(checkpoint), settings_of)
+    options = {"factor": 4.0}
+    system = System("k", "k", str(checkpoint), "kerple_log", options, 128, False, "", True)
+    with runner.applied(system):
+        found = [float(p.detach().sum()) for p in learned(runner.model).values()]
     assert found == pytest.approx(values)
 
     def checked(**more: object) -> None:

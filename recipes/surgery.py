@@ -11,8 +11,8 @@ before and after training by rope_eval. Finished steps are skipped.
 * alibi: replace RoPE by ALiBi.
 * every_4th: drop RoPE from every fourth layer.
 
-With ``--only``, also t5, kerple_log, fire, shaw and transformer_xl: replace RoPE by this encoding;
-t5_fitted and so on: fit it to RoPE first (rope_ext.fit).
+With ``--only``, also t5, kerple_log and others in LEARNED: replace RoPE by this encoding; t5_fitted
+and so on: fit it to RoPE first (rope_ext.fit). ``--steps 0`` evaluates without training.
 """
 
 from __future__ import annotations
@@ -92,7 +92,8 @@ OPERATIONS = {
     "every_4th": Operation(("--method", "nope", "--layers", "every 4th", *_CONSECUTIVE), "nope"),
 }
 DEFAULT = tuple(OPERATIONS)  # those that run unless others are chosen
-for _name in ("t5", "kerple_log", "fire", "shaw", "transformer_xl"):
+LEARNED = ("t5", "kerple_log", "kerple_power", "fire", "cope", "shaw", "transformer_xl", "deberta")
+for _name in LEARNED:
     OPERATIONS[_name] = Operation(("--method", _name, *_CONSECUTIVE), _name)
     _fitted = (*OPERATIONS[_name].words, "--init", "model")
     OPERATIONS[f"{_name}_fitted"] = Operation(_fitted, _name)
@@ -278,8 +279,9 @@ def operate(bench: Bench, names: Sequence[str]) -> str:
         for name in dict.fromkeys((BASELINE, *names)):
             bench.train(name, 0)
             readings.append(bench.read(name, 0))
-            bench.train(name, bench.steps)
-            readings.append(bench.chosen(name, bench.steps))
+            if bench.steps:
+                bench.train(name, bench.steps)
+                readings.append(bench.chosen(name, bench.steps))
         text = table(readings, bench)
         replace_file(bench.output / "surgery.md", text.encode())
     return text
@@ -325,7 +327,7 @@ def main(given: Sequence[str] | None = None) -> None:
         if name not in OPERATIONS:
             known = ", ".join(OPERATIONS)
             mistakes.add(f"--only {name!r} is unknown. Operations: {known}")
-    rules = dict.fromkeys(("steps", "windows", "trials"), at_least(1))
+    rules = {"steps": at_least(0), "windows": at_least(1), "trials": at_least(1)}
     mistakes.add_all(out_of_range(vars(args), rules).values())
     with mistakes.collected():
         parse_lengths(args.lengths)

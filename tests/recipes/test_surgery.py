@@ -133,8 +133,10 @@ def test_an_operation_that_is_not_known_is_refused() -> None:
 
 def test_every_wrong_number_is_told_before_anything_is_trained(monkeypatch) -> None:
     monkeypatch.setattr(surgery, "operate", lambda *given: pytest.fail("it began"))
-    words = ["--steps", "0", "--windows", "-1", "--trials", "0", "--lengths", "4x"]
-    with pytest.raises(SeveralErrors, match=r"(?s)4 mistakes.*steps 0.*windows -1.*trials 0.*'4x'"):
+    words = ["--steps", "-2", "--windows", "-1", "--trials", "0", "--lengths", "4x"]
+    with pytest.raises(
+        SeveralErrors, match=r"(?s)4 mistakes.*steps -2.*windows -1.*trials 0.*'4x'"
+    ):
         surgery.main(["tiny-512", *words])
 
 

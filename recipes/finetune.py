@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import itertools
 import json
 import sys
 from collections.abc import Sequence
@@ -67,6 +68,9 @@ from rope_ext.errors import Mistakes, OptionError, RopeExtError, first_line
 from rope_ext.methods import Method, reach
 from rope_ext.position.bias import learned
 from rope_ext.terminal import tell, tell_next, unused
+
+FITTED_ROWS = 16
+"""Number of rows to which ``init: model`` fits an encoding."""
 
 
 class DivergedError(RopeExtError):
@@ -237,20 +241,22 @@ def _continues(described: rope_ext.Description, method: Method | None) -> bool:
     return isinstance(method, Encoding) and described.method == method.name
 
 
-def build(recipe: Recipe, config: Any, meta: bool = False) -> Any:
+def build(recipe: Recipe, config: Any, meta: bool = False, rows: Any = ()) -> Any:
     """Build the model for training: patched, with LoRA and the chunked loss.
 
     With ``meta``, it has no weights, and methods that need weights for their checks are skipped.
+    ``rows``: training rows, to which ``init: model`` fits the encoding.
     """
-    return _extend(recipe, _bare(recipe, config, meta), meta)
+    return _extend(recipe, _bare(recipe, config, meta), meta, rows)
 
 
-def _extend(recipe: Recipe, model: Any, meta: bool) -> Any:
+def _extend(recipe: Recipe, model: Any, meta: bool, rows: Any = ()) -> Any:
     method = method_of(recipe)
     if method is None:
         text = model.config.get_text_config(decoder=True)
         text.max_position_embeddings = lengths(recipe, model)[1]
     elif not (meta and method.replaces_attention):
+        trained, _ = lengths(recipe, model)
         rope_ext.patch(
             model,
             method,
@@ -260,6 +266,9 @@ def _extend(recipe: Recipe, model: Any, meta: bool) -> Any:
             original_max_position_embeddings=recipe.original_max_position_embeddings,
             replace=_continues(rope_ext.describe(model), method),
         )
+        if recipe.init == "model":
+            text = [row["input_ids"][:trained] for row in itertools.islice(rows, FITTED_ROWS)]
+            rope_ext.fit(model, torch.tensor(text))
     whole = with_lora(model, recipe) if recipe.lora_r else model
     if recipe.chunked_loss:
         ChunkedLoss(model)
@@ -549,7 +558,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     with args.main_process_first(desc="reading the data"):
         rows, held = read(recipe, args, plan)
     set_seed(args.seed)
-    model = build(recipe, plan.config)
+    model = build(recipe, plan.config, rows=rows)
     if recipe.lora_r and args.should_log:
         model.print_trainable_parameters()
     collator = collator_of(recipe, args, plan)

@@ -28,6 +28,7 @@ from rope_eval.reports.calibration import Calibration
 from rope_ext.arguments import read_json
 from rope_ext.checkpoints import load_config, trained_length
 from rope_ext.drafts import draft_of
+from rope_ext.encodings import Encoding
 from rope_ext.errors import Mistakes, OptionError, first_line, nearest
 from rope_ext.methods import build_method, method_class
 from rope_ext.methods.rope import factor_to
@@ -36,6 +37,7 @@ from rope_ext.record import method_to_json
 NONE = "none"
 MIXED_ROWS = ("chunked", "bookended")
 ROWS = ("packed", "document", *MIXED_ROWS)
+INITS = ("default", "model")
 POSITIONS = ("consecutive", "pose", "pose_released", "random")
 _LONGEST_ROW = 8192
 """Tokens of a row where ``target_length`` is given and ``length`` is not: PoSE needs no more."""
@@ -77,6 +79,11 @@ class Recipe:
     )
     method_options: str | None = _option(
         None, "Options of the method: JSON, or a calibration.json of rope-ext calibrate."
+    )
+    init: str = _option(
+        "default",
+        "Initial parameters of an encoding: default, or model, which fits them on training rows to "
+        "the rotation that they replace; see rope_ext.fit.",
     )
     original_max_position_embeddings: int | None = _option(
         None, "Override the trained length in the config."
@@ -417,7 +424,13 @@ def _of_lora(recipe: Recipe, args: Any) -> Iterator[str]:
 
 
 def _of_method(recipe: Recipe, method: Any) -> Iterator[str]:
-    """Errors about methods whose frequencies depend on the rows."""
+    """Errors about methods whose frequencies depend on the rows, and about initial parameters."""
+    yield from _not_among("init", recipe.init, INITS)
+    if recipe.init == "model" and not (isinstance(method, Encoding) and method.changes_logits()):
+        yield (
+            f"--init model fits what an encoding learns, such as t5 or kerple_log, and --method is "
+            f"{recipe.method}; give --init default"
+        )
     if getattr(method, "mode", None) == "growing":
         yield (
             f"{method.name} with mode='growing' depends on the order of the training rows; give "

@@ -10,6 +10,9 @@ before and after training by rope_eval. Finished steps are skipped.
   ``drope`` beyond it, with ``c`` chosen on training text.
 * alibi: replace RoPE by ALiBi.
 * every_4th: drop RoPE from every fourth layer.
+
+With ``--only``, also t5, kerple_log and others in LEARNED: replace RoPE by this encoding; t5_fitted
+and so on: fit it to RoPE first (rope_ext.fit). ``--steps 0`` evaluates without training.
 """
 
 from __future__ import annotations
@@ -88,6 +91,12 @@ OPERATIONS = {
     "alibi": Operation(("--method", "alibi", *_CONSECUTIVE), "alibi"),
     "every_4th": Operation(("--method", "nope", "--layers", "every 4th", *_CONSECUTIVE), "nope"),
 }
+DEFAULT = tuple(OPERATIONS)  # those that run unless others are chosen
+LEARNED = ("t5", "kerple_log", "kerple_power", "fire", "cope", "shaw", "transformer_xl", "deberta")
+for _name in LEARNED:
+    OPERATIONS[_name] = Operation(("--method", _name, *_CONSECUTIVE), _name)
+    _fitted = (*OPERATIONS[_name].words, "--init", "model")
+    OPERATIONS[f"{_name}_fitted"] = Operation(_fitted, _name)
 BASELINE = "yarn"
 
 
@@ -270,8 +279,9 @@ def operate(bench: Bench, names: Sequence[str]) -> str:
         for name in dict.fromkeys((BASELINE, *names)):
             bench.train(name, 0)
             readings.append(bench.read(name, 0))
-            bench.train(name, bench.steps)
-            readings.append(bench.chosen(name, bench.steps))
+            if bench.steps:
+                bench.train(name, bench.steps)
+                readings.append(bench.chosen(name, bench.steps))
         text = table(readings, bench)
         replace_file(bench.output / "surgery.md", text.encode())
     return text
@@ -305,7 +315,7 @@ def main(given: Sequence[str] | None = None) -> None:
     )
     add = parser.add_argument
     add("name", choices=CHECKPOINTS)
-    add("--only", default=",".join(OPERATIONS), help="comma-separated operations; yarn always runs")
+    add("--only", default=",".join(DEFAULT), help="comma-separated operations; yarn always runs")
     add("--steps", type=int, default=120)
     add("--lengths", default="512,1k,2k,4k")
     add("--windows", type=int, default=12, help="number of text windows")
@@ -317,7 +327,7 @@ def main(given: Sequence[str] | None = None) -> None:
         if name not in OPERATIONS:
             known = ", ".join(OPERATIONS)
             mistakes.add(f"--only {name!r} is unknown. Operations: {known}")
-    rules = dict.fromkeys(("steps", "windows", "trials"), at_least(1))
+    rules = {"steps": at_least(0), "windows": at_least(1), "trials": at_least(1)}
     mistakes.add_all(out_of_range(vars(args), rules).values())
     with mistakes.collected():
         parse_lengths(args.lengths)

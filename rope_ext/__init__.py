@@ -62,6 +62,7 @@ if TYPE_CHECKING:
         UnknownMethodError,
         UnsupportedModelError,
     )
+    from rope_ext.fitting import fit
     from rope_ext.loading import from_pretrained, load_adapter, save_sidecar
     from rope_ext.methods import (
         ABF,
@@ -104,7 +105,7 @@ _EVALUATORS = {
 """Modules of ``rope_eval`` by the public names that are found in them."""
 _MODULES = (
     *("errors", "methods", "encodings", "patching", "loading", "engines"),
-    *("advice.describe", "advice.diagnose", "advice.recommend"),
+    *("advice.describe", "advice.diagnose", "advice.recommend", "fitting"),
 )
 """Modules that are searched for all other public names, lower ones first."""
 
@@ -185,6 +186,7 @@ __all__ = [
     "describe",
     "diagnose",
     "export",
+    "fit",
     "from_pretrained",
     "load_adapter",
     "methods",

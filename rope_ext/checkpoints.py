@@ -23,6 +23,7 @@ from rope_ext.errors import (
     nowhere,
 )
 from rope_ext.patching import unpatch
+from rope_ext.position.bias import learned
 from rope_ext.record import Record, record_of
 from rope_ext.record import trained_length as trained_length_of
 
@@ -113,6 +114,30 @@ def _adapted(model: Any, adapter: str) -> Any:
         return PeftModel.from_pretrained(model, adapter)
     except _FAILURES as error:
         raise _no_adapter(adapter, error) from error
+
+
+def load_learned(model: Any, adapter: str) -> None:
+    """Give the encoding of a patched model what was saved of it with the adapter that it has.
+
+    An adapter on a model that is patched later has nothing to put those parameters into when it is
+    loaded. Parameters that the adapter does not have in the same shape stay as they are.
+
+    Raises:
+        MeasureError: the adapter cannot be read.
+    """
+    parameters = learned(model)
+    if not parameters:
+        return
+    from peft.utils import load_peft_weights
+
+    try:
+        saved = load_peft_weights(adapter, device="cpu")
+    except _FAILURES as error:
+        raise _no_adapter(adapter, error) from error
+    with torch.no_grad():
+        for name, parameter in parameters.items():
+            if name in saved and saved[name].shape == parameter.shape:
+                parameter.copy_(saved[name])
 
 
 def _no_adapter(adapter: str, error: Exception) -> MeasureError:

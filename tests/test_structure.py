@@ -32,7 +32,7 @@ ROOMS = {
         "position",
         "apply",
         "patching",
-        "loading",
+        "fitting loading",
         "autoload",
         "arguments checkpoints evaluators terminal",
         "saved",

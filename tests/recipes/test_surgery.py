@@ -7,12 +7,18 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 import yaml
+from torch import nn
 from transformers import AutoModelForCausalLM
 
 import rope_ext
 from recipes import finetune, surgery
 from recipes.settings import parse
+from rope_eval.run.runner import Runner
+from rope_eval.settings import Settings
+from rope_eval.systems import System
+from rope_ext.checkpoints import load_model
 from rope_ext.errors import OptionError, SeveralErrors
 from rope_ext.loading import read_sidecar
 from rope_ext.position.bias import learned
@@ -51,6 +57,50 @@ def test_a_learned_table_grows_and_is_trained_on(
     assert 0 < moved < 0.02  # one step of AdamW, about the learning rate of 0.01
 
 
+def test_an_encoding_begins_with_the_attention_of_the_model(
+    checkpoint: Path, texts: Path, tmp_path: Path, monkeypatch
+) -> None:
+    """It is fitted to rows of the trained length before LoRA is added, and then trained."""
+    given: list[tuple[list[int], list[float]]] = []
+    fit = rope_ext.fit
+
+    def fitted(model: nn.Module, ids: torch.Tensor) -> None:
+        fit(model, ids, steps=20)
+        given.append((list(ids.shape), [float(p.detach().sum()) for p in learned(model).values()]))
+
+    monkeypatch.setattr(rope_ext, "fit", fitted)
+    settings = {"method": "kerple_log", "init": "model", "length": 128, "pose_chunks": None}
+    settings |= {"max_steps": 1, "learning_rate": 0}
+    finetune.main(arguments(checkpoint, texts, tmp_path / "run", **settings))
+    ((shape, values),) = given
+    assert 1 <= shape[0] <= finetune.FITTED_ROWS and shape[1] == 128
+    again = learned(rope_ext.from_pretrained(tmp_path / "run"))
+    found = [float(p.detach().sum()) for name, p in again.items() if "original" not in name]
+    assert found == pytest.approx(values)
+
+    # The evaluator patches after it has loaded the adapter.
+    run = str(tmp_path / "run")
+    settings_of = Settings(
+        models=(str(checkpoint),), methods=("adapter",), adapter=run, lengths=(128,)
+    )
+    runner = Runner(load_model(str(checkpoint), adapter=run), str(checkpoint), settings_of)
+    options = {"factor": 4.0}
+    system = System("k", "k", str(checkpoint), "kerple_log", options, 128, False, "", True)
+    with runner.applied(system):
+        found = [float(p.detach().sum()) for p in learned(runner.model).values()]
+    assert found == pytest.approx(values)
+
+    def checked(**more: object) -> None:
+        argv = arguments(checkpoint, texts, tmp_path / "other", **(settings | more))
+        finetune.check(*parse(argv))
+
+    with pytest.raises(OptionError, match="--init 'models' is not valid"):
+        checked(init="models")
+    for method in ("nope", "sinusoidal"):
+        with pytest.raises(OptionError, match=rf"--init model .* --method is {method}; give"):
+            checked(method=method)
+
+
 @pytest.mark.parametrize("name", surgery.CHECKPOINTS)
 def test_every_operation_takes_as_many_tokens(name: str, tmp_path: Path, monkeypatch) -> None:
     given: list[list[str]] = []
@@ -60,7 +110,7 @@ def test_every_operation_takes_as_many_tokens(name: str, tmp_path: Path, monkeyp
     made: list[tuple[surgery.Bench, list[str]]] = []
     surgery.main(words)
     ((bench, names),) = made
-    assert names == list(surgery.OPERATIONS)
+    assert names == list(surgery.DEFAULT)
     for operation in names:
         bench.train(operation, bench.steps)
     recipes = [parse(argv) for argv in given]
@@ -83,8 +133,10 @@ def test_an_operation_that_is_not_known_is_refused() -> None:
 
 def test_every_wrong_number_is_told_before_anything_is_trained(monkeypatch) -> None:
     monkeypatch.setattr(surgery, "operate", lambda *given: pytest.fail("it began"))
-    words = ["--steps", "0", "--windows", "-1", "--trials", "0", "--lengths", "4x"]
-    with pytest.raises(SeveralErrors, match=r"(?s)4 mistakes.*steps 0.*windows -1.*trials 0.*'4x'"):
+    words = ["--steps", "-2", "--windows", "-1", "--trials", "0", "--lengths", "4x"]
+    with pytest.raises(
+        SeveralErrors, match=r"(?s)4 mistakes.*steps -2.*windows -1.*trials 0.*'4x'"
+    ):
         surgery.main(["tiny-512", *words])
 
 

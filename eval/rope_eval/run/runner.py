@@ -220,6 +220,8 @@ class Runner:
                 stack.enter_context(
                     under(self.model, system.method, system.options, compose, length)
                 )
+                if system.adapted and self.settings.adapter is not None:
+                    models.load_learned(self.model, self.settings.adapter)
             yield
 
     def forget(self) -> None:

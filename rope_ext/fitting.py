@@ -1,0 +1,209 @@
+"""``fit``: an encoding begins with the attention that the rotation gave, instead of from nothing.
+
+With the queries and keys that the original model computes on a text, each layer minimizes
+
+    sum_ij  -w_ij ln softmax_j(logit_ij)
+
+where ``w`` are the attention weights of the original model and the logits are those of the
+encoding. This is their Kullback-Leibler divergence, up to a constant.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+from torch.func import functional_call
+from torch.optim.lr_scheduler import CosineAnnealingLR
+
+from rope_ext.encodings import Encoding, Heads
+from rope_ext.errors import NotPatchedError, OptionError, brief
+from rope_ext.methods import Method, Rope, all_encodings, build_method
+from rope_ext.methods.rope import whole_number
+from rope_ext.patching import Patch, current_patch, unpatched
+from rope_ext.position import bias
+from rope_ext.position.attend import LAYER, Dense, MappedLayer, watched
+from rope_ext.rotary.sites import evaluating, text_decoder, vocabulary_of
+
+QUERIES = 64
+"""Number of queries of a row that are compared, evenly spaced."""
+
+Model = TypeVar("Model", bound=nn.Module)
+
+
+@dataclass(frozen=True, eq=False)
+class Observed:
+    """Attention of one layer over one row of a text.
+
+    Args:
+        dense: the call with the encoding, yet without what it adds: queries and keys in float32.
+        queries: which of its queries are compared.
+        weights: the attention weights to reach, ``[1, heads, queries, keys]``.
+        owner: the module that has the parameters of the encoding.
+    """
+
+    dense: Dense
+    queries: slice
+    weights: torch.Tensor
+    owner: nn.Module
+
+    def loss(self, part: bias.DistanceBias, values: dict[str, torch.Tensor]) -> torch.Tensor:
+        """Cross entropy of the weights under the encoding ``part`` with ``values``, nats."""
+        key = self.dense.key
+        given = (key.shape[2], key.device, key.dtype, self.owner)
+        added: bias.Added = functional_call(part, values, given)
+        call = replace(self.dense.call, **added._asdict())
+        found = replace(self.dense, call=call).weights(self.queries)
+        least = torch.finfo(found.dtype).tiny  # hidden keys have weight 0 in both
+        return -(self.weights * found.clamp(min=least).log()).sum((-3, -1)).mean()
+
+
+def fit(
+    model: Model, input_ids: torch.Tensor, *, steps: int = 300, learning_rate: float = 0.05
+) -> Model:
+    """Fit the encoding that ``model`` was patched with to the rotation that it replaced.
+
+    A fresh patch starts from generic values. This sets what the encoding learns so that every
+    layer attends as in the original model, as closely as the encoding can: each layer gets the
+    queries and keys of the original model on a text, and the divergence of its attention weights
+    from the original ones is minimized by Adam. Parameters that do not act on weights, such as
+    the vectors that Shaw's encoding adds to values, become 0. Nothing else is trained, and no
+    random number is drawn. Memory is linear in the length of a row.
+
+    Call it after :func:`rope_ext.patch`, before an adapter is added or the model is wrapped.
+
+    Args:
+        model: patched with an encoding that changes logits by parameters in the layers.
+        input_ids: tokens of a text, int64, ``[rows, tokens]``, without padding, at most the trained
+            length; a few rows of the trained length are enough.
+        steps: number of steps of the optimizer, each on one row.
+        learning_rate: of Adam at the beginning; it falls to 0 by a cosine.
+
+    Returns:
+        ``model`` itself.
+
+    Raises:
+        NotPatchedError: the model is not patched.
+        OptionError: the patch has nothing to fit, or an argument is not valid.
+    """
+    state = current_patch(model)
+    if state is None:
+        raise NotPatchedError("this model is not patched; call rope_ext.patch(model, 't5') first")
+    _check(state, input_ids, steps, learning_rate)
+    decoder = text_decoder(model)
+    layers: dict[nn.Module, MappedLayer] = {
+        module: module.__dict__[LAYER]
+        for module in decoder.modules()
+        if isinstance(module.__dict__.get(LAYER), MappedLayer)
+    }
+    seen: dict[bias.DistanceBias, list[list[Observed]]] = {}
+    with torch.inference_mode(False):
+        with torch.no_grad(), unpatched(model), evaluating(decoder):
+            rows = [_observe(decoder, layers, row) for row in input_ids]
+        for module, layer in layers.items():
+            assert layer.biased is not None, "checked above: the encoding learns in every layer"
+            part = getattr(layer.biased, bias.NAME)
+            if not isinstance(part, bias.DistanceBias):
+                raise OptionError(
+                    "an adapter holds the parameters of the encoding; call rope_ext.fit before the "
+                    "adapter is added"
+                )
+            seen.setdefault(part, []).append([row[module] for row in rows])
+        for part, observed in seen.items():
+            fit_to(part, observed, steps, learning_rate)
+    return model
+
+
+def fit_to(
+    part: bias.DistanceBias,
+    layers: Sequence[Sequence[Observed]],
+    steps: int = 300,
+    learning_rate: float = 0.05,
+) -> None:
+    """Fit the parameters of an encoding to attention weights, in place.
+
+    Args:
+        part: the encoding in one layer, or in all.
+        layers: for each of these layers, the attention in each row.
+        steps: see :func:`fit`.
+        learning_rate: see :func:`fit`.
+    """
+    values = {name: p.detach().float().clone() for name, p in part.named_parameters()}
+    for value in values.values():
+        value.requires_grad_()
+    optimizer = torch.optim.Adam(values.values(), learning_rate)
+    schedule = CosineAnnealingLR(optimizer, steps)
+    with torch.enable_grad():
+        for step in range(steps):
+            optimizer.zero_grad()
+            for rows in layers:
+                rows[step % len(rows)].loss(part, values).backward()
+            optimizer.step()
+            schedule.step()
+    with torch.no_grad():
+        for name, parameter in part.named_parameters():
+            value = values[name]
+            parameter.copy_(torch.zeros_like(value) if value.grad is None else value)
+    part.clamp()
+
+
+def _observe(
+    decoder: nn.Module, layers: dict[nn.Module, MappedLayer], row: torch.Tensor
+) -> dict[nn.Module, Observed]:
+    """The attention of ``decoder``, not patched, over a row in each of the layers."""
+    found: dict[nn.Module, Observed] = {}
+
+    def look(module: nn.Module, dense: Dense, window: int | None) -> None:
+        layer = layers.get(module)
+        if layer is None or layer.biased is None:
+            return
+        tokens = dense.query.shape[2]
+        queries = slice((tokens - 1) % -(-tokens // QUERIES), None, -(-tokens // QUERIES))
+        layout = layer.layout
+        theta = layout.site.loaded.double()[layout.pair].to(dense.query.device)
+        angles = -torch.arange(tokens, device=theta.device)[:, None] * theta
+        back = angles.cos(), angles.sin()
+        query, key = (layout.pairs.rotate(x.float(), back) for x in (dense.query, dense.key))
+        bare = replace(dense, query=query, key=key)
+        found[module] = Observed(bare, queries, dense.weights(queries).float(), layer.biased)
+
+    with watched(decoder, look):
+        device = vocabulary_of(decoder).weight.device
+        decoder(input_ids=row[None].to(device), use_cache=False)
+    return found
+
+
+def _check(state: Patch, input_ids: Any, steps: Any, learning_rate: Any) -> None:
+    """Raise an OptionError if there is nothing to fit, or an argument is not valid."""
+    rope = state.scaled[0].rope
+    if not _learns(state.method, rope):
+        names = sorted(cls.name for cls in all_encodings() if _learns(build_method(cls.name), rope))
+        raise OptionError(
+            f"{state.method.name} has no parameters in the layers that could take the place of the "
+            f"rotation; rope_ext.fit supports {', '.join(names)}, and alibi with learned=True"
+        )
+    tensor = isinstance(input_ids, torch.Tensor)
+    whole = tensor and input_ids.ndim == 2 and not input_ids.is_floating_point()
+    if not whole or not 2 <= input_ids.shape[1] <= state.length or not len(input_ids):
+        shown = list(input_ids.shape) if tensor else brief(input_ids)
+        raise OptionError(
+            f"input_ids={shown} is not valid; it must be a tensor of token ids, [rows, tokens], "
+            f"with 2 to {state.length} tokens, the trained length"
+        )
+    if whole_number(steps, minimum=1) is None:
+        raise OptionError(f"steps={brief(steps)} is not valid; it must be a whole number above 0")
+    if not (isinstance(learning_rate, int | float) and 0 < learning_rate < 100):
+        raise OptionError(
+            f"learning_rate={brief(learning_rate)} is not valid; it must be a number above 0"
+        )
+
+
+def _learns(method: Method, rope: Rope) -> bool:
+    """Whether a method is an encoding that changes logits by parameters in the layers."""
+    if not (isinstance(method, Encoding) and method.changes_logits()):
+        return False
+    with torch.random.fork_rng(devices=[]):
+        return bool(method.initial(Heads(1, 2, 2), rope))

@@ -1,0 +1,217 @@
+"""``fit``: encodings begin with the attention of the original model."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from torch import nn
+from transformers import PhiConfig, PhiForCausalLM
+
+import rope_ext
+from rope_ext.fitting import QUERIES, Observed, fit_to
+from rope_ext.position import bias
+from rope_ext.position.attend import LAYER, Dense, watched
+from tests.helpers.biases import parameters
+from tests.helpers.models import LENGTH, tiny_llama
+from tests.helpers.positions import logits
+
+HEADS, PAIRS = 4, 4
+
+
+@pytest.fixture
+def text() -> torch.Tensor:
+    """Four rows of the trained length."""
+    return torch.randint(3, 128, (4, LENGTH), generator=torch.Generator().manual_seed(1))
+
+
+def rotates_constants(layers: int = 1) -> PhiForCausalLM:
+    """A model whose rotated columns hold constants, so that RoPE only adds a bias by distance."""
+    torch.manual_seed(0)
+    config = PhiConfig(
+        vocab_size=128,
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=layers,
+        num_attention_heads=HEADS,
+        max_position_embeddings=LENGTH,
+        initializer_range=0.15,
+        rope_parameters={
+            "rope_type": "default",
+            "rope_theta": 100.0,
+            "partial_rotary_factor": 2 * PAIRS / 16,
+        },
+    )
+    model = PhiForCausalLM(config).eval()
+    with torch.no_grad():
+        for layer in model.model.layers:
+            for linear in (layer.self_attn.q_proj, layer.self_attn.k_proj):
+                weight, constant = linear.weight.view(HEADS, 16, 64), linear.bias.view(HEADS, 16)
+                weight[:, : 2 * PAIRS] = 0
+                constant[:, : 2 * PAIRS] = torch.randn(HEADS, 2 * PAIRS)
+    return model
+
+
+def by_hand(model: PhiForCausalLM) -> torch.Tensor:
+    """What the rotation of :func:`rotates_constants` adds by distance: ``[heads, distances]``."""
+    attention = model.model.layers[0].self_attn
+    q, k = (
+        linear.bias.detach().double().view(HEADS, 16)[:, : 2 * PAIRS]
+        for linear in (attention.q_proj, attention.k_proj)
+    )
+    q, k = (torch.complex(x[:, :PAIRS], x[:, PAIRS:]) for x in (q, k))
+    angles = torch.arange(LENGTH)[:, None] * 100.0 ** -(torch.arange(PAIRS).double() / PAIRS)
+    added = (q * k.conj())[:, None] * torch.exp(1j * angles)
+    return added.real.sum(-1) / 16**0.5
+
+
+def test_t5_gets_the_bias_that_the_rotation_was(text) -> None:
+    model = rotates_constants()
+    right, expected = logits(model, text), by_hand(model)
+    rope_ext.patch(model, "t5", buckets="offsets", max_distance=LENGTH)
+    off = (logits(model, text) - right).abs().max()
+    assert rope_ext.fit(model, text, steps=600, learning_rate=0.1) is model
+    beta = model.model.rope_ext_bias.beta
+    near = beta.detach().double()[:, :33]  # rare distances have few pairs
+    found, expected = near - near[:, :1], (expected - expected[:, :1])[:, :33]
+    assert expected.abs().max() > 0.5
+    torch.testing.assert_close(found, expected, atol=0.02, rtol=0)
+    assert (logits(model, text) - right).abs().max() < 0.01 * off
+
+
+def losses(part: bias.DistanceBias, layers: list[list[Observed]]) -> torch.Tensor:
+    with torch.no_grad():
+        return torch.stack([row.loss(part, dict(part.named_parameters())) for (row,) in layers])
+
+
+def added(part: bias.DistanceBias) -> torch.Tensor | None:
+    """The bias by distance up to a constant, or None where it depends on more."""
+    if part.encoding.scored():
+        return None
+    found = part(32, torch.device("cpu"), torch.float32).bias
+    return (found - found[:, :1]).detach().clone()
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("t5", {"num_buckets": 8, "max_distance": 32}),
+        ("kerple_log", {}),
+        ("kerple_power", {}),
+        ("alibi", {"learned": True}),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in (
+                ("fire", {"threshold": 32}),
+                ("shaw", {"clip": 16}),
+                ("transformer_xl", {}),
+                ("transformer_xl", {"projection": "key"}),
+                ("deberta", {}),
+                ("dape", {}),
+                ("cope", {}),
+            )
+        ),
+    ],
+)
+def test_attention_under_an_encoding_gives_the_same_attention(name, options, text) -> None:
+    """The weights of a model that has it are reached from other parameters."""
+    model = rope_ext.patch(tiny_llama(), name, **options)
+    generator = torch.Generator().manual_seed(5)
+    modules = [m for m in model.modules() if isinstance(m, bias.DistanceBias)]
+    with torch.no_grad():
+        for parameter in (p for module in modules for p in module.parameters()):
+            parameter.copy_(0.1 + 0.8 * torch.rand(parameter.shape, generator=generator))
+    seen: dict[bias.DistanceBias, list[list[Observed]]] = {}
+
+    def look(module: nn.Module, dense: Dense, window: int | None) -> None:
+        owner = getattr(module, LAYER).biased
+        bare = replace(dense, call=replace(dense.call, bias=None, scores=None))
+        weights = dense.weights(slice(None))
+        found = Observed(bare, slice(None), weights, owner)
+        seen.setdefault(owner.rope_ext_bias, []).append([found])
+
+    with torch.no_grad(), watched(model.model, look):
+        model(text[:1])
+    assert len(seen) == len(modules) and sum(map(len, seen.values())) == 2
+    for part, layers in seen.items():
+        least, right = losses(part, layers), added(part)
+        with torch.no_grad():
+            for parameter in part.parameters():
+                parameter.copy_(0.1 + 0.8 * torch.rand(parameter.shape, generator=generator))
+        begun = losses(part, layers)
+        fit_to(part, layers, steps=600)
+        left = losses(part, layers) - least
+        assert bool((begun - least > 1e-3).all()) and bool((left > -1e-5).all())
+        assert bool((left < 0.03 * (begun - least)).all())
+        if right is not None:
+            torch.testing.assert_close(added(part), right, atol=0.05, rtol=0)
+
+
+def test_a_model_begins_closer_to_the_original(text) -> None:
+    """Every layer gets its own parameters, and nothing else of the model changes."""
+    model = rotates_constants(layers=2)
+    original = logits(model, text)
+    rope_ext.patch(model, "shaw", clip=LENGTH)
+    before = {n: p.detach().clone() for n, p in model.named_parameters()}
+    off = (logits(model, text) - original).abs().mean()
+    rope_ext.fit(model, text)
+    assert (logits(model, text) - original).abs().mean() < 0.1 * off
+    for name, value in model.named_parameters():
+        if "rope_ext_bias" in name:
+            assert bool((value == 0).all()) == name.endswith("value")
+            assert value.requires_grad and not torch.equal(value, before[name])
+        else:
+            assert torch.equal(value, before[name])
+    own = parameters(model)
+    keys = [value for name, value in own.items() if name.endswith("key")]
+    assert len(keys) == 2 and not torch.equal(*keys)
+
+
+def test_it_draws_nothing_and_needs_no_gradients(text) -> None:
+    found = []
+    for mode in (torch.no_grad, torch.inference_mode):
+        model = rope_ext.patch(tiny_llama(), "kerple_log")
+        random = torch.get_rng_state()
+        with mode():
+            rope_ext.fit(model, text, steps=2)
+        assert torch.equal(random, torch.get_rng_state())
+        found.append(list(parameters(model).values()))
+    assert len(found[0]) == 4
+    assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
+
+
+def test_chosen_layers_and_the_dtype_stay(text) -> None:
+    model = rope_ext.patch(tiny_llama().bfloat16(), "kerple_log", layers=[1])
+    rope_ext.fit(model, text[:, : QUERIES // 2 + 1], steps=3)
+    assert [p.dtype for p in parameters(model).values()] == [torch.bfloat16] * 2
+    assert logits(model, text).isfinite().all()
+
+
+def test_what_cannot_be_fitted_is_refused(text) -> None:
+    with pytest.raises(rope_ext.NotPatchedError, match=r"call rope_ext\.patch"):
+        rope_ext.fit(tiny_llama(), text)
+    for name, options in [
+        ("nope", {}),
+        ("alibi", {}),
+        ("learned", {}),
+        ("yarn", {"factor": 4}),
+        ("rope", {"bias": "t5"}),
+    ]:
+        model = rope_ext.patch(tiny_llama(), name, **options)
+        with pytest.raises(rope_ext.OptionError, match=rf"{name} has no .* kerple_log, .* t5,"):
+            rope_ext.fit(model, text)
+    model = rope_ext.patch(tiny_llama(), "t5")
+    for wrong in (text[0], text.float(), text.tolist(), text.repeat(1, 2), text[:0], text[:, :1]):
+        with pytest.raises(rope_ext.OptionError, match="input_ids="):
+            rope_ext.fit(model, wrong)
+    for wrong in (0, 1.5, True):
+        with pytest.raises(rope_ext.OptionError, match="steps="):
+            rope_ext.fit(model, text, steps=wrong)
+    for wrong in (0, -1.0, "0.1", float("nan")):
+        with pytest.raises(rope_ext.OptionError, match="learning_rate="):
+            rope_ext.fit(model, text, learning_rate=wrong)
+    settings = LoraConfig(target_modules=["q_proj"], modules_to_save=["rope_ext_bias"])
+    with pytest.raises(rope_ext.OptionError, match="before the adapter"):
+        rope_ext.fit(get_peft_model(model, settings), text)

@@ -63,6 +63,132 @@ PUBLISHED = (
         rising=True,
     ),
     Published(
+        "KERPLE, arXiv 2205.09921, Table 3: perplexity of OpenWebText2 at the trained length, 512",
+        "loss at the trained length",
+        {
+            "t5": 23.7,
+            "kerple_log": 23.9,
+            "kerple_power": 23.9,
+            "alibi": 23.9,
+            "rope": 24.2,
+            "sinusoidal": 33,
+        },
+    ),
+    Published(
+        "KERPLE, arXiv 2205.09921, Table 3: perplexity of OpenWebText2 at 16 times that length",
+        "loss at the longest",
+        {
+            "kerple_log": 21.3,
+            "kerple_power": 21.6,
+            "alibi": 22.3,
+            "t5": 25.5,
+            "rope": 185,
+            "sinusoidal": 22621,
+        },
+    ),
+    Published(
+        "KERPLE, arXiv 2205.09921, Table 4: seconds per step of training, 162M",
+        "seconds per step",
+        {
+            "sinusoidal": 0.298,
+            "alibi": 0.302,
+            "kerple_log": 0.307,
+            "kerple_power": 0.321,
+            "rope": 0.332,
+            "t5": 0.340,
+        },
+    ),
+    Published(
+        "xPos, arXiv 2212.10554, Table 2: perplexity of arXiv text at the trained length, 1024",
+        "loss at the trained length",
+        {"xpos": 23.31, "alibi": 24.99, "rope": 25.52, "sinusoidal": 29.94},
+    ),
+    Published(
+        "xPos, arXiv 2212.10554, Table 5: perplexity at 4 times that length, without its "
+        "blockwise attention",
+        "loss at the longest",
+        {"alibi": 24.26, "xpos": 28.43, "rope": 294.45},
+    ),
+    Published(
+        "CoPE, arXiv 2405.18719, Table 5: perplexity of WikiText-103 at the trained length, "
+        "1024; its relative positions are added to keys only",
+        "loss at the trained length",
+        {"cope": 23.46, "shaw": 23.81, "learned": 24.87},
+    ),
+    Published(
+        "CoPE, arXiv 2405.18719, Table 5: perplexity of code at the trained length, 4096",
+        "loss at the trained length",
+        {"cope": 3.9, "rope": 4.1, "learned": 4.7},
+    ),
+    Published(
+        "CoPE, arXiv 2405.18719, Table 2: errors (%) in selective copying with twice the blanks",
+        "problems longer than trained",
+        {"cope": 0.0, "rope": 100.0},
+    ),
+    Published(
+        "CoPE, as measured in DAPE, arXiv 2405.14722, Table 6: perplexity of Books3 at the "
+        "trained length, 128",
+        "loss at the trained length",
+        {"dape": 31.49, "transformer_xl": 31.57, "cope": 31.61},
+    ),
+    Published(
+        "CoPE, as measured in DAPE, arXiv 2405.14722, Table 6: perplexity at 16 times that length",
+        "loss at the longest",
+        {"dape": 23.34, "transformer_xl": 27.90, "cope": 33.80},
+    ),
+    Published(
+        "FIRE, as measured in DAPE, arXiv 2405.14722, Table 5: perplexity of arXiv text at the "
+        "trained length, 512, mean of three seeds",
+        "loss at the trained length",
+        {
+            "dape": 4.5123,
+            "t5": 4.5547,
+            "fire": 4.5741,
+            "rope": 4.5755,
+            "kerple_log": 4.5817,
+            "alibi": 4.6146,
+        },
+    ),
+    Published(
+        "FIRE, as measured in DAPE, arXiv 2405.14722, Table 5: perplexity at 16 times that "
+        "length, mean of three seeds",
+        "loss at the longest",
+        {
+            "dape": 3.8642,
+            "alibi": 4.7679,
+            "kerple_log": 13.3524,
+            "rope": 265.4545,
+            "fire": 308.6173,
+            "t5": 595.0829,
+        },
+    ),
+    Published(
+        "FIRE, as measured in CABLE, arXiv 2503.08067, Table 1: perplexity of FineWeb-Edu at the "
+        "trained length, 1024",
+        "loss at the trained length",
+        {
+            "kerple_log": 16.70,
+            "alibi": 16.79,
+            "rope": 16.89,
+            "fire": 17.11,
+            "t5": 17.26,
+            "learned": 17.47,
+            "sinusoidal": 17.48,
+        },
+    ),
+    Published(
+        "FIRE, as measured in CABLE, arXiv 2503.08067, Table 1: perplexity at 15 times that length",
+        "loss at the longest",
+        {
+            "alibi": 17.46,
+            "kerple_log": 26.13,
+            "rope": 691.90,
+            "fire": 835.92,
+            "t5": 1450.83,
+            "sinusoidal": 3355.86,
+        },
+    ),
+    Published(
         "CARoPE, arXiv 2507.23083, Table 1, GPT-Tiny: perplexity at the trained length, 512",
         "loss at the trained length",
         {"rope": 29.33, "carope": 28.99, "learned": 30.48, "sinusoidal": 30.62},

@@ -22,9 +22,9 @@ from recipes.laboratory.log import Cell, Log
 from recipes.laboratory.model import Size, chosen, known, read_with, readings
 from recipes.laboratory.paired import difference, rank_correlation, student
 from recipes.laboratory.plots import KINDS, kinds_of
-from recipes.laboratory.published import Published, hold
+from recipes.laboratory.published import PUBLISHED, RISING, Published, hold
 from recipes.laboratory.rates import Rates, choose
-from recipes.laboratory.results import Results, first_below
+from recipes.laboratory.results import AT, FAR, FOUND_8, LONGER, SECONDS, Results, first_below
 from recipes.laboratory.tasks import GIVEN, READ, TASKS, Tasks, problem
 from recipes.laboratory.training import Training, peak_of
 from recipes.pretrain.train import MuonAdamW
@@ -279,6 +279,20 @@ def test_rank_correlation_is_kendalls() -> None:
     assert rank_correlation([1, 2, 3], [6, 5, 4]) == -1
     assert rank_correlation([1, 2, 3, 4], [1, 2, 4, 3]) == pytest.approx(2 / 3)
     assert rank_correlation([1, 1], [1, 2]) is None
+
+
+def test_published_orders_name_models_and_measures_of_the_laboratory() -> None:
+    evaluated = {label for name in known() for label in readings(name)}
+    for published in PUBLISHED:
+        assert published.values.keys() <= evaluated, published.source
+        assert len(set(published.values.values())) > 1, published.source
+        assert published.measure in {AT, FAR, LONGER, FOUND_8, SECONDS}, published.source
+        assert published.told is None or published.told.keys() == published.values.keys()
+    assert {LONGER, FOUND_8} == RISING
+    orders = [(published.source, published.measure) for published in PUBLISHED]
+    assert len(set(orders)) == len(orders)
+    ranked = {name for published in PUBLISHED for name in published.values}
+    assert {"fire", "kerple_power", "cope", "xpos", "t5"} <= ranked
 
 
 def test_a_published_order_is_held_against_pairs_that_can_be_told_apart() -> None:

@@ -9,12 +9,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 CONFIDENCE = 0.95
+LEAST = 3
+"""Pairs for an interval: two rates out of a few words are often equal, by chance."""
 _STEPS = 200  # of the integral under Student's curve
 
 
 @dataclass(frozen=True)
 class Difference:
-    """A mean of differences and its interval, without ends if there is only one pair."""
+    """A mean of differences and its interval, without ends for fewer than ``LEAST`` pairs."""
 
     mean: float
     low: float | None
@@ -37,8 +39,8 @@ def difference(ours: Mapping[int, float], theirs: Mapping[int, float]) -> Differ
     if not pairs:
         return None
     mean = statistics.fmean(pairs)
-    if len(pairs) == 1:
-        return Difference(mean, None, None, 1)
+    if len(pairs) < LEAST:
+        return Difference(mean, None, None, len(pairs))
     half = student(len(pairs) - 1) * statistics.stdev(pairs) / math.sqrt(len(pairs))
     return Difference(mean, mean - half, mean + half, len(pairs))
 

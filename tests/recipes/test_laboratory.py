@@ -441,3 +441,11 @@ def test_a_run_that_is_killed_goes_on_and_makes_the_page(tmp_path) -> None:
     ]
     assert (tmp_path / "laboratory.html").read_text().startswith("<!doctype html>")
     assert main([*given, "--report"]) == 0
+
+
+def test_two_seeds_have_no_interval() -> None:
+    """Rates out of a few words are often equal in both, which would be certainty."""
+    found = difference({0: 0.5, 1: 0.5, 2: 0.9}, {0: 0.25, 1: 0.25})
+    assert (found.mean, found.low, found.high, found.clear) == (0.25, None, None, False)
+    three = difference({0: 0.5, 1: 0.5, 2: 0.9}, {0: 0.25, 1: 0.25, 2: 0.3})
+    assert three.low is not None and three.pairs == 3

@@ -13,7 +13,7 @@ from typing import Any
 
 from recipes.laboratory import log
 from recipes.laboratory.model import ROPE
-from recipes.laboratory.paired import Difference, difference
+from recipes.laboratory.paired import LEAST, Difference, difference
 from recipes.laboratory.plots import panels, picture_of
 from recipes.laboratory.published import PUBLISHED, hold
 from recipes.laboratory.results import (
@@ -96,9 +96,10 @@ def _words(value: Any) -> str:
 def _lead(results: Results) -> list[str]:
     """The conclusions, computed: setting, loss within and beyond, words, problems, cost."""
     s, seeds = results.settings, len(results.seeds)
+    problems = f" and {s['problem_steps']} on problems" if results.tasks else ""
     words = [
         f"{s['layers']} layers of width {s['width']}, {s['heads']} heads, {s['steps']} steps on "
-        f"text and {s['problem_steps']} on problems, {seeds} {'seed' if seeds == 1 else 'seeds'}. "
+        f"text{problems}, {seeds} {'seed' if seeds == 1 else 'seeds'}. "
         f"Initial weights, rows and their order are identical; only the encoding "
         f"{'and its chosen learning rates differ' if results.choices else 'differs'}."
     ]
@@ -122,12 +123,12 @@ def _lead(results: Results) -> list[str]:
         elif rising and len(ties) > 1:
             words.append(f"{len(ties)} tie for {told} ({value}): {', '.join(sorted(ties))}.")
         else:
-            near = [
-                name
-                for name in order[1:]
-                if (found := difference(by[name], by[best])) and not found.clear
-            ]
+            apart = {name: difference(by[name], by[best]) for name in order[1:]}
+            near = [name for name, found in apart.items() if found and not found.clear]
+            few = [name for name in near if apart[name].low is None]
+            near = [name for name in near if name not in few]
             also = f"; no clear difference from it: {', '.join(near)}" if near else ""
+            also += f"; too few seeds to tell: {', '.join(few)}" if few and seeds >= LEAST else ""
             words.append(f"{best} has {told} ({value}){also}.")
     seconds = _means(results.measures[SECONDS])
     if ROPE in seconds and len(seconds) > 1:

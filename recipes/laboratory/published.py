@@ -287,7 +287,8 @@ def _interval(found: Difference | None) -> str:
     if found is None:
         return ""
     if found.low is None:
-        return f" (difference {found.mean:+.3g}, one seed)"
+        seeds = "one seed" if found.pairs == 1 else f"{found.pairs} seeds"
+        return f" (difference {found.mean:+.3g}, {seeds})"
     return f" (difference {found.mean:+.3g}, {found.low:+.3g} to {found.high:+.3g})"
 
 

@@ -123,10 +123,11 @@ def _lead(results: Results) -> list[str]:
         elif rising and len(ties) > 1:
             words.append(f"{len(ties)} tie for {told} ({value}): {', '.join(sorted(ties))}.")
         else:
-            apart = {name: difference(by[name], by[best]) for name in order[1:]}
-            near = [name for name, found in apart.items() if found and not found.clear]
-            few = [name for name in near if apart[name].low is None]
-            near = [name for name in near if name not in few]
+            near, few = [], []
+            for name in order[1:]:
+                found = difference(by[name], by[best])
+                if found and not found.clear:
+                    (few if found.low is None else near).append(name)
             also = f"; no clear difference from it: {', '.join(near)}" if near else ""
             also += f"; too few seeds to tell: {', '.join(few)}" if few and seeds >= LEAST else ""
             words.append(f"{best} has {told} ({value}){also}.")

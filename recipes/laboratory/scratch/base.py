@@ -32,7 +32,7 @@ class Shape(NamedTuple):
 class Positions(torch.nn.Module):
     """The attention of one layer; its parameters are what the encoding learns.
 
-    A subclass overrides :meth:`rotated`, or :meth:`forward` if it does more than that.
+    A subclass overrides :meth:`turns`, :meth:`rotated` or :meth:`forward`, by how much it does.
     """
 
     def __init__(self, shape: Shape) -> None:
@@ -47,11 +47,21 @@ class Positions(torch.nn.Module):
             initial: standard deviation of the model's initial weights.
         """
 
+    def turns(self, inputs: torch.Tensor, t: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Cosine and sine of every angle, ``[1 or batch, 1 or heads, tokens, pairs]``.
+
+        Args:
+            inputs: see :meth:`forward`.
+            t: likewise.
+        """
+        raise NotImplementedError
+
     def rotated(
         self, query: torch.Tensor, key: torch.Tensor, inputs: torch.Tensor, t: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Queries and keys with their positions, in the shapes of :meth:`forward`."""
-        return query, key
+        cos, sin = self.turns(inputs, t)
+        return rotate(query, cos, sin), rotate(key, cos, sin)
 
     def forward(
         self,

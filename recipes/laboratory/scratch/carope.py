@@ -6,7 +6,7 @@ import math
 
 import torch
 
-from recipes.laboratory.scratch.base import Positions, Shape, rotate
+from recipes.laboratory.scratch.base import Positions, Shape
 
 
 class CARoPE(Positions):
@@ -26,11 +26,8 @@ class CARoPE(Positions):
         self.weight = torch.nn.Parameter(torch.zeros(shape.width, shape.heads))
         self.constant = math.log(math.expm1(shape.base ** (2 / shape.columns) - 1))
 
-    def rotated(
-        self, query: torch.Tensor, key: torch.Tensor, inputs: torch.Tensor, t: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def turns(self, inputs: torch.Tensor, t: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         raised = torch.nn.functional.softplus(inputs @ self.weight + self.constant) + 1
         powers = torch.arange(self.shape.columns // 2, device=t.device, dtype=t.dtype)
         angle = (raised.mT[..., None] ** -powers).cumsum(-2)
-        cos, sin = angle.cos(), angle.sin()
-        return rotate(query, cos, sin), rotate(key, cos, sin)
+        return angle.cos(), angle.sin()

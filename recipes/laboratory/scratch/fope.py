@@ -6,7 +6,7 @@ import math
 
 import torch
 
-from recipes.laboratory.scratch.base import Positions, Shape, rotate
+from recipes.laboratory.scratch.base import Positions, Shape
 from rope_ext.methods.rope import geometric
 
 _GAIN = 0.3
@@ -39,11 +39,9 @@ class FoPE(Positions):
             drawn = torch.empty(shape.heads, len(theta), count)
             self.register_buffer(name, own + torch.nn.init.xavier_normal_(drawn, gain=_GAIN))
 
-    def rotated(
-        self, query: torch.Tensor, key: torch.Tensor, inputs: torch.Tensor, t: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def turns(self, inputs: torch.Tensor, t: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         angle = t[:, None, :, None] * self.theta
         parts = (angle.cos() @ self.of_cos, angle.sin() @ self.of_sin)
         rest = self.shape.columns // 2 - self.of_cos.shape[-1]
         cos, sin = (torch.nn.functional.pad(part, (0, rest), value=1.0) for part in parts)
-        return rotate(query, cos, sin), rotate(key, cos, sin)
+        return cos, sin

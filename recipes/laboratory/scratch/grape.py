@@ -25,12 +25,9 @@ class GrapeM(Positions):
         theta = geometric(shape.base, shape.columns).to(torch.get_default_dtype())
         self.log_theta = torch.nn.Parameter(theta.log())
 
-    def rotated(
-        self, query: torch.Tensor, key: torch.Tensor, inputs: torch.Tensor, t: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def turns(self, inputs: torch.Tensor, t: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         angle = t[:, None, :, None] * self.log_theta.exp()
-        cos, sin = angle.cos(), angle.sin()
-        return rotate(query, cos, sin), rotate(key, cos, sin)
+        return angle.cos(), angle.sin()
 
 
 class GrapeAP(Positions):

@@ -24,11 +24,14 @@ class RopePP(Positions):
         theta = geometric(shape.base, shape.columns).to(torch.get_default_dtype())
         self.register_buffer("theta", theta)
 
+    def turns(self, inputs: torch.Tensor, t: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        angle = t[:, None, :, None] * self.theta
+        return angle.cos(), angle.sin()
+
     def rotated(
         self, query: torch.Tensor, key: torch.Tensor, inputs: torch.Tensor, t: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        angle = t[:, None, :, None] * self.theta
-        cos, sin = angle.cos(), angle.sin()
+        cos, sin = self.turns(inputs, t)
         both = (rotate(query, cos, sin), rotate(query, sin, -cos))
         return torch.stack(both, 2).flatten(1, 2), rotate(key, cos, sin)
 

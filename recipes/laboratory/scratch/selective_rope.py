@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from recipes.laboratory.scratch.base import Positions, Shape, rotate
+from recipes.laboratory.scratch.base import Positions, Shape
 from rope_ext.methods.rope import geometric
 
 _RANK, _TOKENS = 16, 4
@@ -36,14 +36,11 @@ class SelectiveRoPE(Positions):
         self.bias = torch.nn.Parameter(torch.zeros(heads, 1, pairs))
         self.gate = torch.nn.Linear(shape.width, heads)
 
-    def rotated(
-        self, query: torch.Tensor, key: torch.Tensor, inputs: torch.Tensor, t: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def turns(self, inputs: torch.Tensor, t: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         heads = inputs.unflatten(-1, (self.shape.heads, -1))
         x = torch.nn.functional.normalize(heads, dim=-1).flatten(-2)
         columns = self.up(self.down(x)).mT
         step = self.conv(torch.nn.functional.pad(columns, (_TOKENS - 1, 0)))
         step = step.unflatten(1, (self.shape.heads, -1)).mT + self.bias.exp()
         angle = self.theta * (self.gate(x).sigmoid().mT[..., None] * step).cumsum(-2)
-        cos, sin = angle.cos(), angle.sin()
-        return rotate(query, cos, sin), rotate(key, cos, sin)
+        return angle.cos(), angle.sin()

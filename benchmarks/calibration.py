@@ -18,7 +18,7 @@ import argparse
 import json
 import math
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -197,26 +197,42 @@ def show(cells: Mapping[tuple[str, str], Mapping[str, Any]]) -> None:
     Console(width=140).print(table)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+def parser_of(description: str, methods: Sequence[str]) -> argparse.ArgumentParser:
+    """With the arguments of every benchmark of methods on checkpoints."""
+    parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--output", type=Path, required=True)
     parser.add_argument("--checkpoints", default=",".join(CHECKPOINTS))
-    parser.add_argument("--methods", default=",".join((*METHODS, SEARCH)))
+    parser.add_argument("--methods", default=",".join(methods))
     parser.add_argument("--length", default="2k")
+    return parser
+
+
+def run(
+    args: argparse.Namespace,
+    cell_of: Callable[[str, str], Mapping[str, Any]],
+    show: Callable[[Mapping[tuple[str, str], Mapping[str, Any]]], None],
+    suffix: str = "",
+) -> None:
+    """Make every cell that is not yet a file in the output, and show all after each."""
+    args.output.mkdir(parents=True, exist_ok=True)
+    cells = {}
+    for checkpoint in split(args.checkpoints):
+        for name in split(args.methods):
+            path = args.output / f"{checkpoint}-{name}{suffix}.json"
+            if not path.exists():
+                path.write_text(json.dumps(cell_of(checkpoint, name), indent=1) + "\n")
+            cells[checkpoint, name] = json.loads(path.read_text())
+            show(cells)
+
+
+def main() -> None:
+    parser = parser_of(__doc__.splitlines()[0], (*METHODS, SEARCH))
     parser.add_argument("--options", default="", help="of methods; default: all that they declare")
     parser.add_argument("--windows", type=int, default=24, help="unseen")
     parser.add_argument("--prompts", type=int, default=32, help="unseen")
     parser.add_argument("--tables", type=int, default=48, help="of a search")
     args = parser.parse_args()
-    args.output.mkdir(parents=True, exist_ok=True)
-    cells = {}
-    for checkpoint in split(args.checkpoints):
-        for name in split(args.methods):
-            path = args.output / f"{checkpoint}-{name}.json"
-            if not path.exists():
-                path.write_text(json.dumps(cell_of(checkpoint, name, args), indent=1) + "\n")
-            cells[checkpoint, name] = json.loads(path.read_text())
-            show(cells)
+    run(args, lambda checkpoint, name: cell_of(checkpoint, name, args), show)
 
 
 if __name__ == "__main__":

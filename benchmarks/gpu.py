@@ -178,7 +178,7 @@ def _exact(
 
     truth = results(torch.float64, reference.attend)
     found, plain = (
-        [float((x - y).norm() / y.norm()) for x, y in zip(got, truth, strict=True)]
+        _apart(got, truth)
         for got in (
             results(run.dtype, functools.partial(attend, kernel=kernel)),
             results(run.dtype, reference.attend),
@@ -238,8 +238,7 @@ def _paths(run: Run, dtype: torch.dtype, method: str) -> dict[str, Any]:
         return torch.cat(found, 1)
 
     def error(found: torch.Tensor, truth: torch.Tensor) -> float:
-        found, truth = found[real].double(), truth[real]
-        return float((found - truth).norm() / truth.norm())
+        return _apart([found[real].double()], [truth[real]])[0]
 
     with torch.inference_mode():
         model = tiny(run).to(dtype)
@@ -495,12 +494,12 @@ def variants(run: Run, layers: int, encodings: bool = True) -> Iterator[tuple[st
     backend = SDPBackend.FLASH_ATTENTION if run.device == "cuda" else SDPBackend.MATH
     with sdpa_kernel(backend):
         yield FLASH, model
-    patches = [("rerope", {"factor": 8, "kernel": kernel}) for kernel in run.kernels]
-    patches += [("alibi", {})] if encodings else []
-    for method, options in patches:
-        rope_ext.patch(model, method, **options)
-        yield ", ".join([method, *map(str, filter(None, [options.get("kernel")]))]), model
-        rope_ext.unpatch(model)
+    for kernel in run.kernels:
+        with rope_ext.patched(model, "rerope", factor=8, kernel=kernel):
+            yield f"rerope, {kernel}", model
+    if encodings:
+        with rope_ext.patched(model, "alibi"):
+            yield "alibi", model
 
 
 def whole(run: Run) -> None:
@@ -580,30 +579,37 @@ def methods(run: Run) -> None:
     needed = {"longrope": {"long_factor": [4.0] * 32}, "string": {"factor": 1.9}}
     needed |= {"abf": {"base": 1e5}, "learned": {"extend": "interpolate"}}
     needed["multiplicative"] = {"length": length}
+    batch = ids_of(run, 2, length, padded=True)
+    base = tiny(run, trained_length)
+    own = _apart(_answers(copy.deepcopy(base), batch), _answers(_twin(base), batch, "cpu"))
     for cls in (*all_methods(), *all_encodings()):
         options = {"factor": 4} if cls in all_methods() or cls.name == "learned" else {}
         options |= needed.get(cls.name, {})
-        check = functools.partial(_method, run, cls.name, options, trained_length, length)
+        check = functools.partial(_method, base, batch, own, cls.name, options)
         run.attempt("methods", {"method": cls.name}, check)
 
 
+def _twin(model: nn.Module) -> nn.Module:
+    """The same weights on the CPU, in float64."""
+    return copy.deepcopy(model).to("cpu", torch.float64)
+
+
 def _method(
-    run: Run, method: str, options: dict[str, Any], trained_length: int, length: int
+    base: nn.Module,
+    batch: dict[str, torch.Tensor],
+    own: list[float],
+    method: str,
+    options: dict[str, Any],
 ) -> dict[str, Any]:
-    batch = ids_of(run, 2, length, padded=True)
-    labels = batch["input_ids"].masked_fill(batch["attention_mask"] == 0, -100)
-    models = [tiny(run, trained_length).to(run.dtype) for _ in range(2)]
-    models.append(copy.deepcopy(models[0]).to("cpu", torch.float64))
-    for model in models[1:]:
+    """Under one method; ``own``: errors of the model without it."""
+    models = copy.deepcopy(base), _twin(base)
+    for model in models:
         torch.manual_seed(0)
         rope_ext.patch(model, method, **options)
     with torch.no_grad():
-        for parameters in zip(*(model.parameters() for model in models[1:]), strict=True):
-            parameters[1].copy_(parameters[0])
-    reference = _answers(models[2], batch, labels, "cpu")
-    unpatched = copy.deepcopy(models[0]).to("cpu", torch.float64)
-    own = _apart(_answers(models[0], batch, labels), _answers(unpatched, batch, labels, "cpu"))
-    found = _apart(_answers(models[1], batch, labels), reference)
+        for there, here in zip(*(model.parameters() for model in models), strict=True):
+            here.copy_(there)
+    found = _apart(_answers(models[0], batch), _answers(models[1], batch, "cpu"))
     return {"ok": all(map(_close, found, own)), "error": found, "error_unpatched": own}
 
 
@@ -614,16 +620,16 @@ def _close(error: float, own: float) -> bool:
 def _answers(
     model: nn.Module,
     batch: dict[str, torch.Tensor],
-    labels: torch.Tensor,
     device: str | None = None,
 ) -> list[torch.Tensor]:
     """Logits of real tokens, also from a cache, and all gradients."""
     given = {name: x.to(device) for name, x in batch.items()}
+    labels = given["input_ids"].masked_fill(given["attention_mask"] == 0, -100)
     real, before = given["attention_mask"].bool(), given["input_ids"].shape[1] - 2
     with torch.no_grad():
         out = model(**{name: x[:, :before] for name, x in given.items()})
         found = [out.logits, *_continued(model, given, out.past_key_values, before)]
-    model(**given, labels=labels.to(device), use_cache=False).loss.backward()
+    model(**given, labels=labels, use_cache=False).loss.backward()
     grads = [p.grad.double().flatten() for p in model.parameters() if p.grad is not None]
     return [torch.cat(found, 1)[real].double().cpu(), torch.cat(grads).cpu()]
 

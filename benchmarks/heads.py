@@ -22,13 +22,11 @@ Every cell is a file in the output, and one that was interrupted resumes.
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import random
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from itertools import islice
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -38,7 +36,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import rope_ext
-from benchmarks.calibration import BOX, CHECKPOINTS, texts_of
+from benchmarks.calibration import BOX, parser_of, run, texts_of
 from rope_eval.cases import Case
 from rope_eval.data.prompts import Frame, beginning
 from rope_eval.forward import score
@@ -53,8 +51,9 @@ from rope_eval.tune.fitness import (
     prompts_of,
     windows_of,
 )
-from rope_ext.arguments import parse_length, split
+from rope_ext.arguments import parse_length
 from rope_ext.methods import Method, build_method
+from rope_ext.methods.temperature import LogN
 from rope_ext.position.attend import Dense, watched
 from rope_ext.rotary.sites import text_decoder
 
@@ -72,7 +71,7 @@ SEED = 7
 
 def growth(t: torch.Tensor) -> torch.Tensor:
     """``max(0, ln(t + 1) / ln L - 1)`` at positions ``t``."""
-    return ((t + 1).double().log() / math.log(TRAINED) - 1).clamp(min=0).float()
+    return (LogN(length=TRAINED).at(t.double()) - 1).float()
 
 
 @contextmanager
@@ -314,25 +313,14 @@ def _text(interval: tuple[float, float] | None) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--output", type=Path, required=True)
-    parser.add_argument("--checkpoints", default=",".join(CHECKPOINTS))
-    parser.add_argument("--methods", default=",".join(METHODS))
-    parser.add_argument("--length", default="2k")
+    parser = parser_of(__doc__.splitlines()[0], METHODS)
     parser.add_argument("--windows", type=int, default=12, help="to choose on, and unseen")
     parser.add_argument("--trials", type=int, default=20, help="passkeys at each of five depths")
     parser.add_argument("--steps", type=int, default=40, help="of learning; 0: do not learn")
     args = parser.parse_args()
-    args.output.mkdir(parents=True, exist_ok=True)
-    cells = {}
-    for checkpoint in split(args.checkpoints):
-        for name in split(args.methods):
-            path = args.output / f"{checkpoint}-{name}-{args.length}.json"
-            if not path.exists():
-                made = Cell(checkpoint, args).compare(name)
-                path.write_text(json.dumps(made, indent=1) + "\n")
-            cells[checkpoint, name] = json.loads(path.read_text())
-            show(cells)
+    run(
+        args, lambda checkpoint, name: Cell(checkpoint, args).compare(name), show, f"-{args.length}"
+    )
 
 
 if __name__ == "__main__":

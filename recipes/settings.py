@@ -28,8 +28,8 @@ from rope_eval.reports.calibration import Calibration
 from rope_ext.arguments import read_json
 from rope_ext.checkpoints import load_config, trained_length
 from rope_ext.drafts import draft_of
-from rope_ext.encodings import Encoding
 from rope_ext.errors import Mistakes, OptionError, first_line, nearest
+from rope_ext.fitting import can_fit, supported
 from rope_ext.methods import build_method, method_class
 from rope_ext.methods.rope import factor_to
 from rope_ext.record import method_to_json
@@ -426,10 +426,11 @@ def _of_lora(recipe: Recipe, args: Any) -> Iterator[str]:
 def _of_method(recipe: Recipe, method: Any) -> Iterator[str]:
     """Errors about methods whose frequencies depend on the rows, and about initial parameters."""
     yield from _not_among("init", recipe.init, INITS)
-    if recipe.init == "model" and not (isinstance(method, Encoding) and method.changes_logits()):
+    if recipe.init == "model" and not can_fit(method):
         yield (
-            f"--init model fits what an encoding learns, such as t5 or kerple_log, and --method is "
-            f"{recipe.method}; give --init default"
+            f"--init model fits what an encoding learns, and {recipe.method} learns nothing in the "
+            f"layers that could take the place of the rotation; give --init default, or one of "
+            f"{', '.join(supported())}, or alibi with --method_options learned true"
         )
     if getattr(method, "mode", None) == "growing":
         yield (

@@ -11,8 +11,9 @@ before and after training by rope_eval. Finished steps are skipped.
 * alibi: replace RoPE by ALiBi.
 * every_4th: drop RoPE from every fourth layer.
 
-With ``--only``, also t5, kerple_log and others in LEARNED: replace RoPE by this encoding; t5_fitted
-and so on: fit it to RoPE first (rope_ext.fit). ``--steps 0`` evaluates without training.
+With ``--only``, also t5, kerple_log and every other encoding that rope_ext.fit supports: replace
+RoPE by this encoding; t5_fitted and so on: fit it to RoPE first. ``--steps 0`` evaluates without
+training.
 """
 
 from __future__ import annotations
@@ -38,6 +39,7 @@ from rope_eval.tasks.passkey import Passkey
 from rope_eval.tasks.perplexity import Perplexity
 from rope_ext.arguments import parse_lengths
 from rope_ext.errors import Mistakes, OptionError, RopeExtError
+from rope_ext.fitting import supported
 from rope_ext.method_options import ADAPTER
 
 LENGTH = 512  # trained length of both checkpoints
@@ -92,8 +94,7 @@ OPERATIONS = {
     "every_4th": Operation(("--method", "nope", "--layers", "every 4th", *_CONSECUTIVE), "nope"),
 }
 DEFAULT = tuple(OPERATIONS)  # those that run unless others are chosen
-LEARNED = ("t5", "kerple_log", "kerple_power", "fire", "cope", "shaw", "transformer_xl", "deberta")
-for _name in LEARNED:
+for _name in supported():
     OPERATIONS[_name] = Operation(("--method", _name, *_CONSECUTIVE), _name)
     _fitted = (*OPERATIONS[_name].words, "--init", "model")
     OPERATIONS[f"{_name}_fitted"] = Operation(_fitted, _name)

@@ -117,6 +117,19 @@ def fit(
     return model
 
 
+def can_fit(method: Method | None) -> bool:
+    """Whether a method is an encoding that changes logits by parameters in the layers."""
+    if not (isinstance(method, Encoding) and method.changes_logits()):
+        return False
+    with torch.random.fork_rng(devices=[]):
+        return bool(method.initial(Heads(1, 2, 2), Rope.geometric(10_000.0, 2, 2)))
+
+
+def supported() -> list[str]:
+    """Names of the encodings that :func:`fit` supports with their default options."""
+    return sorted(cls.name for cls in all_encodings() if can_fit(build_method(cls.name)))
+
+
 def fit_to(
     part: bias.DistanceBias,
     layers: Sequence[Sequence[Observed]],
@@ -178,12 +191,10 @@ def _observe(
 
 def _check(state: Patch, input_ids: Any, steps: Any, learning_rate: Any) -> None:
     """Raise an OptionError if there is nothing to fit, or an argument is not valid."""
-    rope = state.scaled[0].rope
-    if not _learns(state.method, rope):
-        names = sorted(cls.name for cls in all_encodings() if _learns(build_method(cls.name), rope))
+    if not can_fit(state.method):
         raise OptionError(
             f"{state.method.name} has no parameters in the layers that could take the place of the "
-            f"rotation; rope_ext.fit supports {', '.join(names)}, and alibi with learned=True"
+            f"rotation; rope_ext.fit supports {', '.join(supported())}, and alibi with learned=True"
         )
     tensor = isinstance(input_ids, torch.Tensor)
     whole = tensor and input_ids.ndim == 2 and not input_ids.is_floating_point()
@@ -199,11 +210,3 @@ def _check(state: Patch, input_ids: Any, steps: Any, learning_rate: Any) -> None
         raise OptionError(
             f"learning_rate={brief(learning_rate)} is not valid; it must be a number above 0"
         )
-
-
-def _learns(method: Method, rope: Rope) -> bool:
-    """Whether a method is an encoding that changes logits by parameters in the layers."""
-    if not (isinstance(method, Encoding) and method.changes_logits()):
-        return False
-    with torch.random.fork_rng(devices=[]):
-        return bool(method.initial(Heads(1, 2, 2), rope))

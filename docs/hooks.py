@@ -3,6 +3,7 @@
 * Formulas between dollar signs become MathML, and ``arXiv 2309.00071`` a link.
 * A page in ``methods/`` is written as ``# Title``, the formula, and the sections of ``WRITTEN``;
   ``PAGE`` says what is put between them. A method without a page stops the build.
+* A page in ``encodings/`` gets its rows of the tables of ``encodings/index.md``.
 * ``engines/index.md`` gets the table of methods and engines, from what ``rope_ext.export`` answers.
 * ``api.md`` is filled from ``rope_ext.__all__``; README.md and the checkpoint's become pages.
 """
@@ -118,6 +119,14 @@ perplexity of the same 256 tokens after more and more context, and the share of 
 methods.{more}
 """
 
+UNTRAINED = """
+## Before training
+
+Perplexity at the trained length of 512 tokens right after `patch` (32 windows, 95 % intervals;
+[all encodings and commands](index.md#what-a-fresh-patch-costs)):
+
+"""
+
 GROUPS = ("patching", "advice", "loading", "engines", "rope_eval", "methods", "encodings", "errors")
 """Modules in the order of the API page; those not named here come last."""
 
@@ -164,6 +173,8 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
         return markdown + "\n".join(_api())
     if uri == "FAMILIES.md":
         page.meta["hide"] = ["toc"]  # room for its table
+    if uri.startswith("encodings/"):
+        return markdown + untrained_table(page.file.name)
     if uri.startswith("methods/"):
         return _method_page(markdown, page, config, files)
     return markdown
@@ -304,6 +315,18 @@ def _kind(method: Method) -> str:
     if method.is_dynamic:
         return DYNAMIC
     return FIXED if method.kind == "frequency" else POSITIONS
+
+
+def untrained_table(name: str) -> str:
+    """The rows of an encoding in ``encodings/index.md``; empty for pages without such rows."""
+    text = (ROOT / "docs/encodings/index.md").read_text(encoding="utf-8")
+    for start in ("| encoding | `tiny-512` | with `fit` |", "| encoding | `tiny-512` |"):
+        table = text[text.index(f"{start}") :].partition("\n\n")[0].splitlines()
+        head, rule, unpatched, *rows = table
+        for row in rows:
+            if f"`{name}`" in row.split("|")[1]:
+                return UNTRAINED + "\n".join((head, rule, unpatched, row)) + "\n"
+    return ""
 
 
 def measured_table(name: str) -> str:

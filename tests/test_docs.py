@@ -35,6 +35,7 @@ DOCS = ROOT / "docs"
 PUBLIC = {name: getattr(rope_ext, name) for name in rope_ext.__all__}
 FUNCTIONS = [name for name, item in PUBLIC.items() if inspect.isfunction(item)]
 METHODS = [cls for cls in all_methods() if cls.__module__.startswith("rope_ext.")]
+FITTED = ["t5", "kerple_log", "kerple_power", "fire", "shaw", "transformer_xl"]
 OPTIONS = {"search": SearchOptions, "calibrate": CalibrationOptions}
 RESULTS = [
     item
@@ -327,6 +328,16 @@ def test_every_encoding_has_a_page_and_a_row() -> None:
         assert f"[`{cls.name}`]({page})" in overview and f"encodings/{page}\n" in nav
         text = (ROOT / "docs/encodings" / page).read_text(encoding="utf-8")
         assert f'rope_ext.patch(model, "{cls.name}"' in text and cls.paper in text
+
+
+def test_the_page_of_an_encoding_says_what_a_fresh_patch_costs() -> None:
+    hooks = load_config(str(ROOT / "mkdocs.yml")).hooks["docs/hooks.py"]
+    for cls in all_encodings():
+        *_, rule, unpatched, row = hooks.untrained_table(cls.name).splitlines()
+        assert unpatched.startswith("| unpatched | ") and f"`{cls.name}`" in row.split("|")[1]
+        assert row.count("|") == unpatched.count("|") == rule.count("|")
+        assert ("with `fit`" in hooks.untrained_table(cls.name)) == (cls.name in FITTED)
+    assert hooks.untrained_table("linear-attention") == ""
 
 
 def test_the_table_of_engines_says_how_each_runs_a_method() -> None:

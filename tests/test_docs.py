@@ -27,6 +27,7 @@ from rope_eval import command
 from rope_eval.tune.options import CalibrationOptions, SearchOptions
 from rope_ext.cli import app
 from rope_ext.encodings.alibi import slopes
+from rope_ext.fitting import supported
 from rope_ext.methods import Method, Rope, all_encodings, all_methods
 from tests.helpers.models import tiny_llama
 
@@ -35,7 +36,6 @@ DOCS = ROOT / "docs"
 PUBLIC = {name: getattr(rope_ext, name) for name in rope_ext.__all__}
 FUNCTIONS = [name for name, item in PUBLIC.items() if inspect.isfunction(item)]
 METHODS = [cls for cls in all_methods() if cls.__module__.startswith("rope_ext.")]
-FITTED = ["t5", "kerple_log", "kerple_power", "fire", "shaw", "transformer_xl"]
 OPTIONS = {"search": SearchOptions, "calibrate": CalibrationOptions}
 RESULTS = [
     item
@@ -336,7 +336,7 @@ def test_the_page_of_an_encoding_says_what_a_fresh_patch_costs() -> None:
         *_, rule, unpatched, row = hooks.untrained_table(cls.name).splitlines()
         assert unpatched.startswith("| unpatched | ") and f"`{cls.name}`" in row.split("|")[1]
         assert row.count("|") == unpatched.count("|") == rule.count("|")
-        assert ("with `fit`" in hooks.untrained_table(cls.name)) == (cls.name in FITTED)
+        assert ("with `fit`" in hooks.untrained_table(cls.name)) == (cls.name in supported())
     assert hooks.untrained_table("linear-attention") == ""
 
 

@@ -3,10 +3,10 @@
     python -m benchmarks.positions --output runs/positions
 
 Every scheme of recipes/positions.py fine-tunes both bundled checkpoints from 512 to 4096 tokens by
-their recipe, on text alone, with the same steps, tokens and learning rate. Before and after, held-
-out text is scored within the trained length and at the target length, and passkeys at both. All
-but ``mixed_windows`` train YaRN on rows of 1024 tokens; ``pose_dynamic`` is PoSE under the method
-of ``mixed_windows``, so that the two differ by positions alone.
+their recipe, on text alone, with the same steps, tokens and learning rate. Before and after, text
+and passkeys that nothing was trained on are scored within the trained length and at the target.
+``mixed_windows`` trains Dynamic YaRN on rows of 4096 tokens, ``pose_dynamic`` the same with PoSE,
+and all others YaRN, on rows of 1024.
 
 Every cell is a file in the output, and one that was interrupted resumes.
 """

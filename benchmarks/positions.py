@@ -118,7 +118,8 @@ def verdict(one: Sequence[Sequence[float]], other: Sequence[Sequence[float]]) ->
 
 def show(cells: Mapping[tuple[str, str], Mapping[str, Any]]) -> None:
     table = Table(title="perplexity and passkeys on unseen text, before -> after")
-    for column in ("checkpoint", "scheme", "512", "4096", "keys, 512", "keys, 4096", "to pose"):
+    columns = ("checkpoint", "scheme", "512", "4096", "keys, 512", "keys, 4096")
+    for column in (*columns, "512, to pose", "4096, to pose"):
         table.add_column(column)
     for (checkpoint, name), cell in cells.items():
         before, after = cell["before"], cell["after"]
@@ -132,9 +133,10 @@ def show(cells: Mapping[tuple[str, str], Mapping[str, Any]]) -> None:
             texts.append(f"{mean(before[key]):.0%} -> {share:.0%} of {len(before[key])}")
         base = cells.get((checkpoint, BASELINE))
         if base is not None and name != BASELINE:
-            texts.append(verdict([m["far"] for m in after], [m["far"] for m in base["after"]]))
+            for key in ("inside", "far"):
+                texts.append(verdict([m[key] for m in after], [m[key] for m in base["after"]]))
         table.add_row(checkpoint, name, *texts)
-    Console(width=160).print(table)
+    Console(width=200).print(table)
 
 
 def main(given: Sequence[str] | None = None) -> None:

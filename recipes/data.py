@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from datasets import Dataset, Features, IterableDataset, List, Value
 
-from recipes.positions import Drawn
+from recipes.positions import Drawn, MixedWindows
 from recipes.retrieval import Weighted
 from recipes.stream import DataError, Packer, Source, Stream
 from rope_eval.data.prompts import beginning
@@ -423,26 +423,33 @@ class Collator:
         if self.scheme is not None and "index" in rows[0]:
             drawn = [self._drawn(row) for row in rows]
             ids = _stacked([taken for taken, _ in drawn])
+            positions = torch.stack([positions for _, positions in drawn])
+            if isinstance(self.scheme, MixedWindows):
+                return _separated(ids, positions)
             # Without a mask, transformers treats every gap in the positions as a new document.
             return {
                 "input_ids": ids,
                 "labels": ids.clone(),
-                "position_ids": torch.stack([positions for _, positions in drawn]),
+                "position_ids": positions,
                 "attention_mask": torch.ones_like(ids),
             }
         ids = _stacked([row["input_ids"] for row in rows])
-        batch = {"input_ids": ids, "labels": ids.clone()}
         if "position_ids" in rows[0]:
-            # Without a mask, transformers separates documents by their positions.
-            batch["position_ids"] = _stacked([row["position_ids"] for row in rows])
-            batch["labels"][batch["position_ids"] == 0] = IGNORED
-        return batch
+            return _separated(ids, _stacked([row["position_ids"] for row in rows]))
+        return {"input_ids": ids, "labels": ids.clone()}
 
     def _drawn(self, row: Mapping[str, Any]) -> Drawn:
         return self.scheme(row["input_ids"], self._rng(row))
 
     def _rng(self, row: Mapping[str, Any], use: str = "") -> random.Random:
         return random.Random(f"{use}{self.seed}:{self.epoch}:{row['index']}")
+
+
+def _separated(ids: torch.Tensor, positions: torch.Tensor) -> dict[str, torch.Tensor]:
+    """A batch in which a token at position 0 begins a document, which sees no other."""
+    labels = ids.masked_fill(positions == 0, IGNORED)
+    # Without a mask, transformers separates documents by their positions.
+    return {"input_ids": ids, "labels": labels, "position_ids": positions}
 
 
 def _stacked(rows: Sequence[Sequence[int]]) -> torch.Tensor:

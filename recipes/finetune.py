@@ -38,6 +38,7 @@ import rope_ext
 from recipes import data, evaluation, positions
 from recipes.loss import ChunkedLoss
 from recipes.parallel import (
+    check_fractions,
     check_parallelism,
     check_processes,
     context_parallel_size,
@@ -47,6 +48,7 @@ from recipes.parallel import (
 from recipes.restoration import restoration_loss
 from recipes.retrieval import RetrievalRows
 from recipes.settings import (
+    LONG_ROWS,
     NONE,
     STREAM,
     Recipe,
@@ -58,6 +60,7 @@ from recipes.settings import (
     read_settings,
     save_from,
     scheme_of,
+    separates,
     warn_of_gaps,
     write_settings,
 )
@@ -65,8 +68,9 @@ from recipes.stream import Stream
 from rope_ext.checkpoints import load_config, load_tokenizer
 from rope_ext.encodings import Encoding
 from rope_ext.errors import Mistakes, OptionError, RopeExtError, first_line
-from rope_ext.methods import Method, reach
+from rope_ext.methods import DynamicMethod, Method, reach
 from rope_ext.position.bias import learned
+from rope_ext.rotary.sites import find_sites, text_decoder
 from rope_ext.terminal import tell, tell_next, unused
 
 FITTED_ROWS = 16
@@ -150,18 +154,21 @@ def _check_parallelism(recipe: Recipe, args: Any, config: Any) -> None:
         config,
         cp_size=cp_size,
         attn_implementation=recipe.attn,
-        document_masking=recipe.document_masking,
+        document_masking=separates(recipe),
         length=recipe.length,
     )
+    if recipe.positions == "random_floats":
+        check_fractions()
 
 
 def _check_length(recipe: Recipe, config: Any) -> int:
     """Check that rows of the given length can train for the target; returns it in tokens."""
     method, scheme = method_of(recipe), scheme_of(recipe)
-    trained, target = lengths(
-        recipe, _bare(replace(recipe, attn=None, dtype="float32"), config, meta=True)
-    )
-    if scheme != "consecutive" and recipe.length >= target:
+    bare = _bare(replace(recipe, attn=None, dtype="float32"), config, meta=True)
+    trained, target = lengths(recipe, bare)
+    if scheme == "mixed_windows":
+        _check_windows(recipe, bare, trained)
+    if scheme not in LONG_ROWS and recipe.length >= target:
         raise OptionError(
             f"--length {recipe.length} is too long for --positions {scheme}, since the target is "
             f"{target} tokens; give a shorter --length, such as the trained {trained}, or "
@@ -170,13 +177,31 @@ def _check_length(recipe: Recipe, config: Any) -> int:
     warn_of_gaps(recipe, method)
     # An encoding is new to the model at any length; DroPE trains at the trained length.
     own = method is not None and method.allows_factor_one and recipe.length == trained
-    if scheme == "consecutive" and not own and not trained < recipe.length <= target:
+    if scheme in LONG_ROWS and not own and not trained < recipe.length <= target:
         raise OptionError(
             f"--length {recipe.length} must be longer than the trained {trained} tokens and at "
             f"most the target of {target}; give --positions pose to train on short rows, or "
             f"another --length or --factor"
         )
     return target
+
+
+def _check_windows(recipe: Recipe, model: Any, trained: int) -> None:
+    """Check that short windows run under the trained frequencies, as they will in inference."""
+    method = method_of(recipe)
+    length = torch.tensor([trained], dtype=torch.float64)
+    for site in find_sites(text_decoder(model), recipe.original_max_position_embeddings):
+        if not (
+            isinstance(method, DynamicMethod)
+            and method.is_dynamic
+            and torch.allclose(method.inv_freq_at(site.rope, length), site.rope.inv_freq, atol=0)
+            and float(method.attention_scaling_at(site.rope, length)) == 1
+        ):
+            raise OptionError(
+                f"--positions mixed_windows needs a method that changes nothing within the trained "
+                f"length, unlike {recipe.method} with these options; give --method dynamic_yarn or "
+                f"dynamic_ntk, or longrope with a short_factor of ones and attention_factor 1"
+            )
 
 
 def _check_model(recipe: Recipe, config: Any) -> None:
@@ -471,7 +496,14 @@ def scheme(recipe: Recipe, target: int) -> Any:
         return positions.PoSE(target, recipe.pose_chunks or 2)
     if name == "pose_released":
         return positions.ReleasedPoSE(target, recipe.length)
-    return positions.Scattered(target) if name == "random" else None
+    if name == "mixed_windows":
+        return positions.MixedWindows(int(target / recipe.factor), recipe.short_share)
+    found: dict[str, Any] = {
+        "random": positions.Scattered,
+        "random_floats": positions.RandomFloats,
+        "cream": positions.CREAM,
+    }
+    return found[name](target) if name in found else None
 
 
 def read(recipe: Recipe, args: TrainingArguments, plan: Plan) -> tuple[Any, Any]:

@@ -30,7 +30,7 @@ from rope_ext.checkpoints import load_config, trained_length
 from rope_ext.drafts import draft_of
 from rope_ext.errors import Mistakes, OptionError, first_line, nearest
 from rope_ext.fitting import can_fit, supported
-from rope_ext.methods import build_method, method_class
+from rope_ext.methods import FrequencyMethod, build_method, method_class
 from rope_ext.methods.rope import factor_to
 from rope_ext.record import method_to_json
 
@@ -38,7 +38,12 @@ NONE = "none"
 MIXED_ROWS = ("chunked", "bookended")
 ROWS = ("packed", "document", *MIXED_ROWS)
 INITS = ("default", "model")
-POSITIONS = ("consecutive", "pose", "pose_released", "random")
+POSITIONS = (
+    *("consecutive", "pose", "pose_released", "random"),
+    *("cream", "random_floats", "mixed_windows"),
+)
+LONG_ROWS = ("consecutive", "mixed_windows")
+"""Schemes that train on rows longer than the trained length; the others, on short ones."""
 _LONGEST_ROW = 8192
 """Tokens of a row where ``target_length`` is given and ``length`` is not: PoSE needs no more."""
 _LARGEST_MASK = 2**30  # bytes; the mask of a row of 32768 tokens
@@ -124,7 +129,12 @@ class Recipe:
     positions: str = _option(
         "consecutive",
         "consecutive; pose: chunks that skip positions; pose_released: two chunks that also skip "
-        "text, as in PoSE's code; random: sorted random positions below the target.",
+        "text, as in PoSE's code; random: sorted random positions below the target; random_floats: "
+        "the same, real numbers; cream: a head, a tail at the target and a middle in between; "
+        "mixed_windows: long rows, some of them in windows of the trained length.",
+    )
+    short_share: float = _option(
+        0.3, "Share of the rows in windows of the trained length, for positions: mixed_windows."
     )
     pose_chunks: int = _option(0, "Number of PoSE chunks; 2 or more implies positions: pose.")
 
@@ -385,7 +395,7 @@ def check_together(recipe: Recipe, args: Any, mistakes: Mistakes | None = None) 
     found.add_all(_of_attention(recipe))
     if recipe.length is not None:
         found.add_all(_of_rows(recipe, args))
-        if recipe.document_masking and not (method and method.replaces_attention):
+        if separates(recipe) and not (method and method.replaces_attention):
             found.add_all(_of_masking(recipe, args))
     if args.eval_strategy != "no":
         found.add_all(_of_evaluation(recipe))
@@ -437,12 +447,22 @@ def _of_method(recipe: Recipe, method: Any) -> Iterator[str]:
             f"{method.name} with mode='growing' depends on the order of the training rows; give "
             f"--method_options mode 'fixed'"
         )
+    if recipe.positions == "random_floats" and not _takes_fractions(method):
+        yield (
+            f"--positions random_floats needs fixed frequencies, and {method.name} counts whole "
+            f"tokens; give --positions random, or a frequency method such as yarn"
+        )
     if recipe.document_masking and method is not None and method.is_dynamic:
         yield (
             f"{method.name} chooses one set of frequencies per row, but with --document_masking "
             f"each document has its own length; give --method_options a fixed 'length', or leave "
             f"--document_masking out"
         )
+
+
+def _takes_fractions(method: Any) -> bool:
+    """Whether positions between two tokens mean something under the method."""
+    return method is None or (isinstance(method, FrequencyMethod) and not method.is_dynamic)
 
 
 def _of_attention(recipe: Recipe) -> Iterator[str]:
@@ -481,6 +501,11 @@ def _of_rows(recipe: Recipe, args: Any) -> Iterator[str]:
         )
     if recipe.pose_chunks and scheme != "pose":
         yield f"--pose_chunks needs --positions pose, not {scheme}; remove one of them"
+    if scheme == "mixed_windows" and not 0 < recipe.short_share < 1:  # also catches NaN
+        yield (
+            f"--short_share {recipe.short_share:g} is not valid; it is a share of the rows, above "
+            f"0 and below 1, such as 0.3"
+        )
     if scheme != "consecutive" and masking:
         yield (
             f"--document_masking separates documents by their positions, which --positions "
@@ -497,8 +522,8 @@ def _of_rows(recipe: Recipe, args: Any) -> Iterator[str]:
             f"--retrieval_share {recipe.retrieval_share:g} is not valid; it is a share of the "
             f"rows, from 0 to 1, such as 0.1"
         )
-    elif recipe.retrieval_share and (masking or scheme == "pose_released"):
-        other = "--document_masking" if masking else "--positions pose_released"
+    elif recipe.retrieval_share and (masking or scheme in ("pose_released", "mixed_windows")):
+        other = "--document_masking" if masking else f"--positions {scheme}"
         yield (
             f"--retrieval_share puts facts and questions into one row, and {other} could separate "
             f"them; leave one of them out"
@@ -514,16 +539,17 @@ def _of_rows(recipe: Recipe, args: Any) -> Iterator[str]:
 def _of_masking(recipe: Recipe, args: Any) -> Iterator[str]:
     """Errors about packed documents that would attend to each other, or whose mask is too large."""
     rows, size = args.per_device_train_batch_size, mask_bytes(recipe, args, recipe.length)
+    asked = "--document_masking" if recipe.document_masking else "--positions mixed_windows"
     if size > _LARGEST_MASK:
         yield (
-            f"--document_masking with --attn {recipe.attn or 'sdpa'} needs a mask of --length x "
+            f"{asked} with --attn {recipe.attn or 'sdpa'} needs a mask of --length x "
             f"--length for each row, {size / 2**30:.1f} GiB, and rules out fast kernels; give "
             f"--attn flex_attention, --attn flash_attention_2 with one row per device, a --length "
             f"of at most {math.isqrt(_LARGEST_MASK // rows)}, or leave it out"
         )
     if "flash" in (recipe.attn or "") and rows > 1:
         yield (
-            f"--document_masking with --attn {recipe.attn} supports one row at a time; give "
+            f"{asked} with --attn {recipe.attn} supports one row at a time; give "
             f"--per_device_train_batch_size 1 and --gradient_accumulation_steps "
             f"{args.gradient_accumulation_steps * rows}, or --attn flex_attention"
         )
@@ -545,7 +571,7 @@ def _of_evaluation(recipe: Recipe) -> Iterator[str]:
 def warn_of_gaps(recipe: Recipe, method: Any) -> None:
     """Warn that positions with gaps are slow for methods with their own attention function."""
     scheme = scheme_of(recipe)
-    if method is not None and method.replaces_attention and scheme != "consecutive":
+    if method is not None and method.replaces_attention and scheme not in LONG_ROWS:
         warnings.warn(
             f"{method.name} has fast kernels for consecutive positions only; --positions {scheme} "
             f"leaves gaps, so every layer uses dense attention: exact, in linear memory, but "
@@ -565,6 +591,11 @@ def scheme_of(recipe: Recipe) -> str:
     """The scheme of positions; ``pose_chunks`` alone implies PoSE."""
     plain = recipe.positions == "consecutive"
     return "pose" if plain and recipe.pose_chunks else recipe.positions
+
+
+def separates(recipe: Recipe) -> bool:
+    """Whether attention between parts of a row is masked."""
+    return recipe.document_masking or recipe.positions == "mixed_windows"
 
 
 def rows_of(recipe: Recipe) -> str:
@@ -674,7 +705,7 @@ _OF_PART: dict[str, Any] = {
 
 def mask_bytes(recipe: Recipe, args: TrainingArguments, length: int) -> int:
     """Size of the mask between packed documents; 0 if the kernel needs no mask."""
-    if not recipe.document_masking or getattr(method_of(recipe), "replaces_attention", False):
+    if not separates(recipe) or getattr(method_of(recipe), "replaces_attention", False):
         return 0
     matrix = recipe.attn in (None, "sdpa", "eager")
     return args.per_device_train_batch_size * length**2 if matrix else 0

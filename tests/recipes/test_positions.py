@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import itertools
+import json
+import math
 import random
 from collections import Counter
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from statistics import NormalDist
 from typing import Any
 
 import pytest
@@ -13,11 +17,20 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from transformers import AutoTokenizer
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 import rope_ext
 from recipes import data, finetune, settings
-from recipes.positions import PoSE, ReleasedPoSE, Scattered
-from tests.helpers.models import tiny_llama
+from recipes.positions import (
+    CREAM,
+    Drawn,
+    MixedWindows,
+    PoSE,
+    RandomFloats,
+    ReleasedPoSE,
+    Scattered,
+)
+from tests.helpers.models import LENGTH, tiny_llama
 from tests.helpers.recipe_runs import arguments, history
 
 
@@ -72,7 +85,198 @@ def test_released_pose_takes_two_pieces_of_one_document(
     assert positions[-1] < length + room
 
 
-@pytest.mark.parametrize("scheme", [Scattered(256), ReleasedPoSE(256, 32)], ids=["random", "pose"])
+DRAWS = 20000
+WITHIN = math.sqrt(math.log(2 / 1e-6) / (2 * DRAWS))
+"""No distribution function of so many draws is further from the true one, except in one of a
+million samples (Dvoretzky, Kiefer and Wolfowitz; Massart 1990): 0.019."""
+
+
+def furthest(drawn: Sequence[float], at: Sequence[float], share: Callable[[float], float]) -> float:
+    """Largest difference at these points between the shares of draws up to them and ``share``."""
+    found = torch.tensor(drawn, dtype=torch.float64).sort().values
+    points = torch.tensor(at, dtype=torch.float64)
+    empirical = torch.searchsorted(found, points, right=True) / len(found)
+    return float((empirical - torch.tensor([share(x) for x in at])).abs().max())
+
+
+@given(length=st.integers(3, 60), room=st.integers(1, 500), seed=st.integers(0, 2**20))
+def test_cream_has_a_head_a_middle_and_a_tail_at_the_target(
+    length: int, room: int, seed: int
+) -> None:
+    target, ids = length + room, list(range(length))
+    taken, positions = CREAM(target)(ids, random.Random(seed))
+    found = positions.tolist()
+    assert taken == ids and found == sorted(set(found))
+    assert found[0] == 0 and found[-1] == target - 1
+    assert len([1 for a, b in itertools.pairwise(found) if b - a > 1]) <= 2
+    ends = {length // 3, min(int(4 * target / length), length // 3)}
+    middles = [found[end : length - end] for end in ends]
+    assert any(m == list(range(m[0], m[0] + len(m))) for m in middles)
+
+
+def middles(scheme: CREAM, length: int, count: int) -> dict[int, list[int]]:
+    """Last positions of the middle, by the length of the head."""
+    rng, third, found = random.Random(0), length // 3, {}
+    for _ in range(count):
+        positions = scheme(range(length), rng)[1]
+        both = positions[third - 1] == third - 1 and positions[-third] == scheme.target - third
+        ends = third if both else 4 * scheme.target // length
+        found.setdefault(ends, []).append(int(positions[length - ends - 1]))
+    return found
+
+
+def test_the_middle_of_cream_is_where_the_formula_puts_it() -> None:
+    """Summed over ``a``: the normal distribution between whole numbers, the rest at both ends."""
+    length, target = 512, 4096
+    scale = target // length
+
+    def share(ends: int, sigma: float) -> Callable[[float], float]:
+        normal, middle = NormalDist(1 + scale, sigma), length - 2 * ends
+        parts = []
+        for a in range(2, 2 * scale + 1):
+            low = 0.0 if a == 2 else normal.cdf(a)
+            high = 1.0 if a == 2 * scale else normal.cdf(a + 1)
+            first = math.floor(ends + (middle - 1) * a / 2)
+            last = a * length // 2 - ends - 1
+            parts.append((high - low, first, last))
+        return lambda x: sum(
+            weight * min(max((x - first + 1) / (last - first + 1), 0), 1)
+            for weight, first, last in parts
+        )
+
+    def uniform(x: float) -> float:  # as the second chunk of PoSE
+        return min(max((x - length) / (target - length), 0), 1)
+
+    found = middles(CREAM(target), length, 2 * DRAWS)
+    assert set(found) == {32, 170}  # 4 s, and a third
+    points = range(0, target, 16)
+    for ends, drawn in found.items():
+        assert abs(len(drawn) - DRAWS) < 5 * math.sqrt(DRAWS / 2)  # five standard deviations
+        assert furthest(drawn, points, share(ends, 3)) < 1.05 * WITHIN  # a few draws fewer
+        assert furthest(drawn, points, share(ends, 2)) > 3 * WITHIN  # of another sigma
+        assert furthest(drawn, points, uniform) > 3 * WITHIN
+
+
+@given(length=st.integers(1, 40), room=st.integers(0, 200), seed=st.integers(0, 2**20))
+def test_random_floats_are_sorted_distinct_and_below_the_target(
+    length: int, room: int, seed: int
+) -> None:
+    row = {"input_ids": list(range(length)), "index": 3}
+    batch = data.Collator(RandomFloats(length + room), seed)([row])
+    assert batch["position_ids"].dtype == torch.float32
+    (found,) = batch["position_ids"].tolist()
+    assert found == sorted(set(found)) and len(found) == length
+    assert found[0] >= 0 and found[-1] < length + room
+    assert batch["attention_mask"].tolist() == [[1] * length]
+
+
+def test_random_floats_that_are_equal_in_float32_are_drawn_again() -> None:
+    class Given(random.Random):
+        drawn = iter([0.5, 0.5 + 2**-40, 1 - 2**-40, 0.25])
+
+        def random(self) -> float:
+            return next(self.drawn)
+
+    assert RandomFloats(4)([7, 8], Given())[1].tolist() == [1.0, 2.0]
+
+
+def test_random_floats_are_uniform() -> None:
+    """The first of ``n`` is below ``x`` in a share of ``1 - (1 - x / target) ** n``."""
+    rng, target = random.Random(0), 100
+    drawn = [RandomFloats(target)(range(5), rng)[1] for _ in range(DRAWS)]
+    first = [float(positions[0]) for positions in drawn]
+    points = [x / 4 for x in range(4 * target)]
+    assert furthest(first, points, lambda x: 1 - (1 - x / target) ** 5) < WITHIN
+    assert furthest(first, points, lambda x: 1 - (1 - x / target) ** 6) > 2 * WITHIN
+    assert furthest([float(p[4]) for p in drawn], points, lambda x: (x / target) ** 5) < WITHIN
+
+
+def test_real_positions_are_rotated_without_rounding() -> None:
+    """Beside angles in float64; positions rounded to whole numbers or bfloat16 are far off."""
+    model = rope_ext.patch(tiny_llama(), "yarn", factor=4)
+    rows = [{"input_ids": list(range(3 + i, 67 + i)), "index": i} for i in range(2)]
+    batch = data.Collator(RandomFloats(4 * LENGTH), seed=1)(rows)
+    labels, positions = batch.pop("labels"), batch.pop("position_ids")
+
+    @torch.no_grad()
+    def logits(model: Any, positions: torch.Tensor) -> torch.Tensor:
+        return model(**batch, position_ids=positions, use_cache=False).logits.double()
+
+    precise = rope_ext.patch(tiny_llama(), "yarn", factor=4).double()
+    rotary = precise.model.rotary_emb
+    inv_freq = rope_ext.describe(model).sites[0].inv_freq_after
+
+    def rotation(x: object, position_ids: torch.Tensor) -> Any:
+        angles = position_ids.double()[..., None] * torch.tensor(inv_freq, dtype=torch.float64)
+        angles = torch.cat((angles, angles), -1)
+        return [f(angles) * rotary.attention_scaling for f in (torch.cos, torch.sin)]
+
+    rotary.forward = rotation
+    expected, found = logits(precise, positions), logits(model, positions)
+    assert labels.shape == positions.shape
+    torch.testing.assert_close(found, expected, atol=2e-4, rtol=0)
+    for rounded in (positions.round(), positions.bfloat16().float()):
+        assert (logits(model, rounded) - expected).abs().max() > 0.1
+
+    # Cosines in bfloat16 are off by half a unit in the last place, but their angles are not.
+    half = rope_ext.patch(tiny_llama().bfloat16(), "yarn", factor=4).model.rotary_emb
+    cosines, (exact, _) = half(torch.zeros(1).bfloat16(), positions)[0], rotation(None, positions)
+    assert cosines.dtype == torch.bfloat16
+    torch.testing.assert_close(cosines.double(), exact, atol=2**-8, rtol=0)
+
+
+def summed(model: Any, batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Gradients of the summed loss."""
+    model.zero_grad()
+    given = {name: values for name, values in batch.items() if name != "labels"}
+    logits = model(**given, use_cache=False).logits[:, :-1]
+    losses = torch.nn.functional.cross_entropy(
+        logits.flatten(0, 1), batch["labels"][:, 1:].flatten(), reduction="sum"
+    )
+    losses.backward()
+    return {name: p.grad.clone() for name, p in model.named_parameters()}
+
+
+def test_short_windows_train_under_the_trained_frequencies() -> None:
+    """Beside a long row, whose gradients are those of the row by itself under the method."""
+    rows = [{"input_ids": list(range(3 + i, 99)) * 3, "index": i} for i in range(2)]
+    rows = [{**row, "input_ids": row["input_ids"][: 4 * LENGTH]} for row in rows]
+    collator = data.Collator(MixedWindows(LENGTH, 0.5), seed=3)
+    batch = collator(rows)
+    long, short = batch["position_ids"]
+    assert long.tolist() == list(range(4 * LENGTH))
+    assert short.tolist() == 4 * list(range(LENGTH))
+    assert "attention_mask" not in batch
+    assert (batch["labels"][1] == data.IGNORED).nonzero().flatten().tolist() == [0, 64, 128, 192]
+
+    model = rope_ext.patch(tiny_llama(), "dynamic_yarn", factor=4)
+    ids = batch["input_ids"]
+    windows = {"input_ids": ids[1].view(4, LENGTH), "labels": ids[1].view(4, LENGTH)}
+    alone = {"input_ids": ids[:1], "labels": ids[:1]}
+    by_window, by_row = summed(tiny_llama(), windows), summed(model, alone)
+    of_short = {name: values[1:] for name, values in batch.items()}
+    tolerance = {"rtol": 1e-4, "atol": 1e-4}  # float32 sums in another order
+    torch.testing.assert_close(summed(model, of_short), by_window, **tolerance)
+    expected = {name: by_window[name] + by_row[name] for name in by_window}
+    torch.testing.assert_close(summed(model, batch), expected, **tolerance)
+    scaled = summed(rope_ext.patch(tiny_llama(), "yarn", factor=4), of_short)
+    name = "model.layers.0.self_attn.q_proj.weight"
+    assert (scaled[name] - by_window[name]).abs().max() > 100 * tolerance["atol"]
+
+
+def test_so_many_rows_are_cut_into_windows() -> None:
+    rng = random.Random(0)
+    drawn = [MixedWindows(4, 0.3)(range(10), rng)[1].tolist() for _ in range(4000)]
+    cut = drawn.count([0, 1, 2, 3, 0, 1, 2, 3, 0, 1])
+    assert cut + drawn.count(list(range(10))) == 4000
+    assert abs(cut - 1200) < 145  # five standard deviations
+
+
+@pytest.mark.parametrize(
+    "scheme",
+    [Scattered(256), ReleasedPoSE(256, 32), CREAM(256), RandomFloats(256)],
+    ids=["random", "pose", "cream", "random_floats"],
+)
 def test_every_token_sees_all_before_it(scheme: Any) -> None:
     """With the collator's mask of ones, and not without it: the mask code sees documents."""
     model = rope_ext.patch(tiny_llama(), "yarn", factor=4)
@@ -107,7 +311,13 @@ def test_the_rows_of_released_pose_are_documents(checkpoint: Path, texts: Path) 
 
 @pytest.mark.parametrize(
     "scheme",
-    ["random", *(pytest.param(name, marks=pytest.mark.slow) for name in ("pose", "pose_released"))],
+    [
+        "random",
+        *(
+            pytest.param(name, marks=pytest.mark.slow)
+            for name in ("pose", "pose_released", "cream")
+        ),
+    ],
 )
 def test_a_run_on_positions_of_the_target(
     scheme: str, checkpoint: Path, texts: Path, tmp_path: Path
@@ -131,8 +341,101 @@ def test_a_run_on_positions_of_the_target(
             "random": Scattered(512),
             "pose": PoSE(512, 2),
             "pose_released": ReleasedPoSE(512, 64),
+            "cream": CREAM(512),
         }[scheme]
     )
+
+
+@pytest.fixture
+def rotated(monkeypatch: pytest.MonkeyPatch) -> list[torch.Tensor]:
+    """Position ids that reached the rotary module."""
+    found: list[torch.Tensor] = []
+    forward = LlamaRotaryEmbedding.forward
+
+    def seen(self: Any, x: torch.Tensor, position_ids: torch.Tensor) -> Any:
+        if x.device.type != "meta" and torch.is_grad_enabled():  # not in checks before it
+            found.append(position_ids)
+        return forward(self, x, position_ids)
+
+    monkeypatch.setattr(LlamaRotaryEmbedding, "forward", seen)
+    return found
+
+
+def drawn_for(scheme: Callable[..., Drawn], length: int) -> set[tuple[float, ...]]:
+    """Positions of the first rows of the data in the first epoch of seed 42, Trainer's default."""
+    rows = [{"input_ids": [0] * length, "index": index} for index in range(200)]
+    return {tuple(row) for row in data.Collator(scheme, 42)(rows)["position_ids"].tolist()}
+
+
+def test_a_run_on_real_positions(
+    checkpoint: Path, texts: Path, tmp_path: Path, rotated: list[torch.Tensor]
+) -> None:
+    """Trainer hands them to the rotary module as they were drawn."""
+    more = {"pose_chunks": None, "positions": "random_floats", "max_steps": 1}
+    finetune.main(arguments(checkpoint, texts, tmp_path / "run", **more))
+    (positions,) = rotated
+    assert positions.dtype == torch.float32
+    assert {tuple(row) for row in positions.tolist()} <= drawn_for(RandomFloats(512), 64)
+
+
+def test_a_run_on_mixed_windows(
+    checkpoint: Path, texts: Path, tmp_path: Path, rotated: list[torch.Tensor]
+) -> None:
+    """And what it saves switches by length, as in training."""
+    more = {"pose_chunks": None, "positions": "mixed_windows", "length": 320, "max_steps": 3}
+    more |= {"method": "dynamic_yarn", "short_share": 0.5}
+    finetune.main(arguments(checkpoint, texts, tmp_path / "run", **more))
+    rows = {tuple(row) for positions in rotated for row in positions.tolist()}
+    assert rows == {tuple(range(320)), tuple(i % 128 for i in range(320))}
+    model = rope_ext.from_pretrained(tmp_path / "run")
+    ids = torch.arange(3, 131)[None] % 100
+    with torch.no_grad():
+        short = model(ids).logits
+        with rope_ext.unpatched(model):
+            assert torch.equal(model(ids).logits, short)
+            long = model(ids.repeat(1, 2)).logits
+        assert not torch.equal(model(ids.repeat(1, 2)).logits, long)
+
+
+def windows_of_a_table(attention_factor: float | None) -> str:
+    ones = [1.0] * 8
+    table = {"long_factor": [4.0] * 8, "short_factor": ones, "attention_factor": attention_factor}
+    return json.dumps({name: value for name, value in table.items() if value is not None})
+
+
+def test_mixed_windows_need_a_method_that_keeps_the_trained_frequencies(
+    checkpoint: Path, texts: Path, tmp_path: Path
+) -> None:
+    def check(**more: object) -> None:
+        given = {"pose_chunks": None, "positions": "mixed_windows", "length": 256} | more
+        finetune.check(*settings.parse(arguments(checkpoint, texts, tmp_path / "run", **given)))
+
+    for method in ("dynamic_yarn", "dynamic_ntk"):
+        check(method=method)
+    check(method="longrope", method_options=windows_of_a_table(1))
+    for more in (
+        {"method": "yarn"},
+        {"method": "none"},
+        {"method": "rerope"},
+        {"method": "dynamic_yarn", "method_options": '{"length": 512}'},
+        {"method": "longrope", "method_options": windows_of_a_table(None)},
+    ):
+        with pytest.raises(rope_ext.OptionError, match="nothing within the trained length, unlike"):
+            check(**more)
+
+
+@pytest.mark.parametrize("variable", ["ACCELERATE_USE_FSDP", "ACCELERATE_USE_DEEPSPEED"])
+def test_real_positions_are_not_sharded(
+    variable: str, checkpoint: Path, texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = arguments(
+        checkpoint, texts, tmp_path / "run", pose_chunks=None, positions="random_floats"
+    )
+    given = settings.parse(words)
+    finetune.check(*given)
+    monkeypatch.setenv(variable, "true")
+    with pytest.raises(rope_ext.OptionError, match="bfloat16 would round positions; give"):
+        finetune.check(*given)
 
 
 def test_chunks_alone_are_pose(checkpoint: Path, texts: Path, tmp_path: Path) -> None:

@@ -176,6 +176,8 @@ SCHEMES = {
     "pose": positions.PoSE(512),
     "pose_released": positions.ReleasedPoSE(512, 32),
     "random": positions.Scattered(512),
+    "random_floats": positions.RandomFloats(512),
+    "cream": positions.CREAM(512),
 }
 
 
@@ -517,6 +519,12 @@ def test_gaps_between_positions_are_warned_of_where_they_are_slow(method, scheme
         settings.warn_of_gaps(recipe, settings.method_of(recipe))
 
 
+WINDOWS = {
+    "positions": "mixed_windows",
+    "pose_chunks": 0,
+    "length": 256,
+    "method": "dynamic_yarn",
+}
 REFUSED = [
     ({"model": "nowhere/at-all"}, "nowhere/at-all"),
     ({"model": None}, "--model is missing"),
@@ -539,6 +547,28 @@ REFUSED = [
     ({"positions": "rando"}, "--positions 'rando' is not valid; did you mean 'random'"),
     ({"positions": "random"}, "--pose_chunks needs --positions pose, not random"),
     ({"positions": "random", "pose_chunks": 0, "document_masking": True}, "positions random chang"),
+    *(
+        (
+            {"positions": "random_floats", "pose_chunks": 0, "method": method},
+            f"needs fixed frequencies, and {method} counts whole tokens; give --positions random,",
+        )
+        for method in ("rerope", "dynamic_ntk", "alibi", "nope")
+    ),
+    ({"positions": "cream", "pose_chunks": 0, "length": 512}, "too long for --positions cream"),
+    ({**WINDOWS, "length": 128}, "longer than the trained 128 tokens"),
+    ({**WINDOWS, "length": 513}, "at most the target of 512"),
+    ({**WINDOWS, "short_share": 0}, "--short_share 0 is not valid.* above 0 and below 1"),
+    ({**WINDOWS, "short_share": "nan"}, "--short_share nan is not valid"),
+    ({**WINDOWS, "document_masking": True}, "--positions mixed_windows chang"),
+    ({**WINDOWS, "retrieval_share": 0.2}, "--positions mixed_windows could separate"),
+    (
+        {**WINDOWS, "length": 33000, "factor": 400},
+        "--positions mixed_windows with --attn sdpa needs a mask.* 2.0 GiB",
+    ),
+    (
+        {**WINDOWS, "attn": "flash_attention_2"},
+        "--positions mixed_windows with --attn flash.*--per_device_train_batch_size 1",
+    ),
     ({"rows": "books"}, "--rows 'books' is not valid.* packed, document, chunked, bookended"),
     ({"positions": "pose_released", "pose_chunks": 0, "rows": "bookended"}, "leave --rows out"),
     (

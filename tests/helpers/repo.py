@@ -14,6 +14,7 @@ from transformers.masking_utils import sdpa_mask
 
 import rope_ext
 
+REPO = ("repo",)
 Learned = dict[str, nn.Parameter]
 
 

@@ -22,8 +22,9 @@ from rope_ext.errors import UnsupportedModelError
 from rope_ext.forward.context import forward_context, run_eagerly
 from rope_ext.position.bias import Learning, like_weights
 from rope_ext.position.inputs import forward_among
-from rope_ext.position.layers import Layout, LayerInput
+from rope_ext.position.layers import LayerInput, Layout
 from rope_ext.position.map import PositionMap
+from rope_ext.rotary.sites import evaluating, vocabulary_of
 
 NAME = "rope_ext_positions"  # name of the module within an attention module, and in checkpoints
 
@@ -77,9 +78,9 @@ class HeadRotation:
         rows, heads, tokens, _ = self.angles.shape
         if x.ndim != 4 or x.shape[1] % heads or (len(x), x.shape[2]) != (rows, tokens):
             raise UnsupportedModelError(
-                f"queries or keys of shape {list(x.shape)} are not those of {rows} rows of "
-                f"{tokens} tokens that the layer got, so their positions are not known; use an "
-                f"encoding such as 'alibi'"
+                f"an attention layer attends to or caches {list(x.shape)}, which are not queries "
+                f"or keys of its {tokens} tokens in {rows} rows, so it cannot rotate them by "
+                f"positions of its own; use an encoding such as 'alibi'"
             )
         angles = self.angles.to(x.device).repeat_interleave(x.shape[1] // heads, 1)
         return self.pairs.rotate(x, (angles.cos(), angles.sin()))
@@ -121,7 +122,9 @@ class _RotatingCache:
 
 
 def enter(
-    position_map: PositionMap, layouts: Mapping[nn.Module, Layout], given: Mapping[nn.Module, LayerInput]
+    position_map: PositionMap,
+    layouts: Mapping[nn.Module, Layout],
+    given: Mapping[nn.Module, LayerInput],
 ) -> list[Any]:
     """Add :class:`HeadPositions` to attention modules; returns the handles of their hooks."""
     encoding, handles = position_map.encoding, []
@@ -132,6 +135,24 @@ def enter(
         handles.append(module.register_forward_pre_hook(before, with_kwargs=True))
         handles.append(module.register_forward_hook(_after, always_call=True))
     return handles
+
+
+@torch.no_grad()
+def prove(decoder: nn.Module) -> None:
+    """Run a patched decoder with a cache, on which it depends whether its keys can be rotated.
+
+    Raises:
+        UnsupportedModelError: it caches something else, or shares keys between layers.
+    """
+    vocabulary = vocabulary_of(decoder)
+    device = vocabulary.weight.device
+    device = "cpu" if device.type == "meta" else device  # offloaded: a hook moves the tokens
+    tokens = torch.arange(4, device="cpu")[None] % vocabulary.num_embeddings
+    try:
+        with evaluating(decoder):
+            decoder(input_ids=tokens.to(device), use_cache=True)
+    except UnsupportedModelError as error:
+        raise UnsupportedModelError(f"{type(decoder).__name__}: {error}") from error
 
 
 def leave(module: nn.Module) -> None:

@@ -55,6 +55,8 @@ def install(decoder: nn.Module, position_map: PositionMap) -> Installed:
     watch()
     try:
         installed.put(decoder)
+        if position_map.computes_positions:
+            head_positions.prove(decoder)
     except BaseException:
         installed.undo()
         raise

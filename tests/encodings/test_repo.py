@@ -7,8 +7,9 @@ import torch
 
 import rope_ext
 from rope_ext.methods import build_method
+from tests.families.zoo import tiny_model
 from tests.helpers.models import tiny_llama
-from tests.helpers.positions import CACHES, EXACT, FAMILIES, decoded, logits, padded
+from tests.helpers.positions import CACHES, EXACT, FAMILIES, decoded, logits
 from tests.helpers.promises import (
     an_adapter_trains_it_along,
     checkpointing_changes_nothing,
@@ -192,6 +193,15 @@ def test_layers_that_are_run_by_themselves_say_so(ids) -> None:
     layer, x = model.model.layers[0], torch.zeros(1, 3, 64)
     with pytest.raises(rope_ext.UnsupportedModelError, match="was run by itself under repo"):
         layer(x, position_embeddings=model.model.rotary_emb(x, torch.arange(3)[None]))
+
+
+@pytest.mark.parametrize("kind", ["deepseek_v3", "gemma3n_text"])
+def test_families_that_cache_something_else_or_share_keys_are_refused(kind: str, ids) -> None:
+    model = tiny_model(kind)
+    state = list(model.state_dict())
+    with pytest.raises(rope_ext.UnsupportedModelError, match="use an encoding such as 'alibi'"):
+        rope_ext.patch(model, "repo", sliding_layers="scale")
+    assert list(model.state_dict()) == state and not hasattr(model, "_rope_ext")
 
 
 def test_what_does_not_go_together_is_refused() -> None:

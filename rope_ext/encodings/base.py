@@ -99,7 +99,7 @@ class Encoding(PositionMethod):
         They depend on the token alone, so that keys are rotated before they are cached.
 
         Args:
-            x: what the layer makes queries and keys of, float32 or better, ``[rows, tokens,
+            x: the input of the query and key projections, float32 or better, ``[rows, tokens,
                 columns]``.
             t: positions in the sequence, in the same dtype, ``[rows or 1, tokens]``.
             learned: the parameters of :meth:`initial_positions`, after training.

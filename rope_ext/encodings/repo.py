@@ -22,19 +22,19 @@ _SMALLER = 8
 class RePo(Encoding):
     """RoPE with real-valued positions that each layer computes from its hidden states.
 
-    ``z = (silu(x W_g) * (x W_c)) W_z``, one position for every head of keys; ``x`` is what the
-    layer makes queries and keys of, and ``W_g`` and ``W_c`` have an eighth of its columns. Queries
-    and keys are rotated by ``z`` in place of their number in the sequence, which then acts through
-    the causal mask alone. The first 5 of 16 layers keep RoPE; ``layers`` chooses others.
+    ``z = (silu(x W_g) * (x W_c)) W_z``, one position for every key head; ``x`` is the input of the
+    query and key projections, and ``W_g`` and ``W_c`` map it to an eighth of its columns. Queries
+    and keys are rotated by ``z`` instead of their index in the sequence, whose order then acts
+    through the causal mask alone. The first 5 of 16 layers keep RoPE; ``layers`` chooses others.
 
-    Heads of queries that share keys share positions. The paper's models have as many of both.
+    Query heads that share keys share positions. The authors' models have as many of both.
 
     Args:
-        positions: ``"learned"``, or ``"shifted"`` for ``t + z``. ``W_z`` is then zero at first, so
-            that training begins with the original model. The paper has no such variant.
+        positions: ``"learned"``, as published, or ``"shifted"`` for ``t + z``. ``W_z`` is then zero
+            at first, so that training begins with the original model.
 
-    Li et al. 2025, arXiv 2512.14391, section 3; sizes, layers and initial values are those of the
-    authors' code and its two configurations (5 of 16 layers, 10 of 32).
+    Li et al. 2025, arXiv 2512.14391; sizes, layers and initial values are those of the authors'
+    code and its two configurations (OLMo-2: 5 of 16 layers, 10 of 32).
     """
 
     name: ClassVar[str] = "repo"

@@ -34,7 +34,7 @@ class HeadPositions(Learning):
 
     Args:
         encoding: the encoding, resolved.
-        given: what the layer gets, and its key heads.
+        given: sizes of the layer's input.
         like: gives dtype and device of the parameters.
     """
 

@@ -206,7 +206,7 @@ class KeyProjection:
 
 
 class LayerInput(NamedTuple):
-    """What an attention layer makes queries and keys of: its columns, and the key heads."""
+    """Columns of the hidden states that an attention layer gets, and its number of key heads."""
 
     columns: int
     heads: int

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch import nn
 
 import rope_ext
 from rope_ext.methods import build_method
@@ -204,6 +205,10 @@ def test_families_that_cache_something_else_or_share_keys_are_refused(kind: str,
     assert list(model.state_dict()) == state and not hasattr(model, "_rope_ext")
 
 
+def _longer(model: nn.Module) -> nn.Module:
+    return rope_ext.patch(model, "repo", factor=4, replace=True)
+
+
 def test_what_does_not_go_together_is_refused() -> None:
     for options, said in (
         ({"positions": "absolute"}, "positions='absolute' is not valid; it must be 'learned' or"),
@@ -215,6 +220,8 @@ def test_what_does_not_go_together_is_refused() -> None:
     with pytest.raises(rope_ext.OptionError, match="bias='repo' is not valid"):
         rope_ext.patch(tiny_llama(), "yarn", factor=4, bias="repo")
     model = rope_ext.patch(tiny_llama(), "repo")
+    learned = parameters(model)
+    assert all(p is learned[n] for n, p in parameters(_longer(model)).items())
     with pytest.raises(rope_ext.OptionError, match="parameters belong to another positions"):
         rope_ext.patch(model, "repo", positions="shifted", replace=True)
     with pytest.raises(rope_ext.OptionError, match="repo has no parameters in the layers"):

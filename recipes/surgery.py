@@ -12,8 +12,8 @@ before and after training by rope_eval. Finished steps are skipped.
 * every_4th: drop RoPE from every fourth layer.
 
 With ``--only``, also t5, kerple_log and every other encoding that rope_ext.fit supports: replace
-RoPE by this encoding; t5_fitted and so on: fit it to RoPE first. ``--steps 0`` evaluates without
-training.
+RoPE by this encoding; t5_fitted and so on: fit it to RoPE first. repo: positions from hidden
+states; repo_shifted: beginning with the model's own. ``--steps 0`` evaluates without training.
 """
 
 from __future__ import annotations
@@ -98,6 +98,9 @@ for _name in supported():
     OPERATIONS[_name] = Operation(("--method", _name, *_CONSECUTIVE), _name)
     _fitted = (*OPERATIONS[_name].words, "--init", "model")
     OPERATIONS[f"{_name}_fitted"] = Operation(_fitted, _name)
+OPERATIONS["repo"] = Operation(("--method", "repo", *_CONSECUTIVE), "repo")
+_shifted = ("--method_options", '{"positions": "shifted"}')
+OPERATIONS["repo_shifted"] = Operation((*OPERATIONS["repo"].words, *_shifted), "repo")
 BASELINE = "yarn"
 
 

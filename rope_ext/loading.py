@@ -39,7 +39,7 @@ from rope_ext.errors import (
     nowhere,
 )
 from rope_ext.patching import Patch, current_patch, patch
-from rope_ext.position import bias, inputs
+from rope_ext.position import bias, head_positions, inputs
 from rope_ext.position.bias import learned
 from rope_ext.record import FIELD, Record
 from rope_ext.registration import CURE
@@ -72,7 +72,7 @@ _AS_THEY_ARE = (RopeExtError, MemoryError, torch.OutOfMemoryError)
 """Errors that do not mean a damaged folder. All others do: on damaged files, transformers and peft
 raise whatever their code runs into, from AttributeError to ZeroDivisionError."""
 _WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin")
-UNEXPECTED = rf"(^|\.)({bias.NAME}|{inputs.NAME})\."
+UNEXPECTED = rf"(^|\.)({bias.NAME}|{inputs.NAME}|{head_positions.NAME})\."
 """Names of an encoding's parameters, which transformers does not expect."""
 _IGNORED = "_keys_to_ignore_on_load_unexpected"
 _SAME_FREQUENCY = 1e-5  # float32 pow may differ between this device and the training device

@@ -65,6 +65,11 @@ class Options:
                 f"frequency={under!r} goes under a position method such as 'rerope', and "
                 f"{method.name} is a frequency method itself; leave one of them out"
             )
+        if isinstance(method, Encoding) and method.computes_positions():
+            raise OptionError(
+                f"{method.name} learns positions for the frequencies that the model has, so "
+                f"frequency={under!r} cannot go under it; leave it out"
+            )
         if isinstance(method, Encoding) and all(
             band.query == band.key == 0 for band in method.bands()
         ):

@@ -13,7 +13,7 @@ from rope_eval.plots.style import bare, figure_of, mark_trained, style_of
 from rope_eval.reports.page import Picture
 
 KINDS: Mapping[str, tuple[str, ...]] = {
-    "rotations": ("rope_25", "xpos", "3d_rpe"),
+    "rotations": ("rope_25", "xpos", "3d_rpe", "repo"),
     "RoPE extended after training": (
         *("rope+yarn", "rope+log_n", "rope+rerope"),
         *("rope_25+yarn", "rope_25+log_n", "rope_25+rerope"),

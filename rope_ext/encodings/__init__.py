@@ -13,6 +13,7 @@ from rope_ext.encodings.kerple import KerpleLog, KerplePower
 from rope_ext.encodings.learned import LearnedPositions
 from rope_ext.encodings.multiplicative import Multiplicative
 from rope_ext.encodings.nope import NoPE
+from rope_ext.encodings.repo import RePo
 from rope_ext.encodings.rotation import RoPE
 from rope_ext.encodings.rpe_3d import RPE3D
 from rope_ext.encodings.sandwich import Sandwich
@@ -40,6 +41,7 @@ __all__ = [
     "LearnedPositions",
     "Multiplicative",
     "NoPE",
+    "RePo",
     "RoPE",
     "Sandwich",
     "Shaw",

@@ -75,6 +75,37 @@ class Encoding(PositionMethod):
     def reached(self, rope: Rope) -> int:
         return self.target_length(rope)  # no distance is a rotation that needed training
 
+    @classmethod
+    def computes_positions(cls) -> bool:
+        """Whether layers rotate by positions that they compute from their hidden states."""
+        return cls.places is not Encoding.places
+
+    def first_layer(self, layers: int) -> int:
+        """The first of this many layers that it changes, if ``layers`` does not choose them."""
+        return 0
+
+    def initial_positions(self, columns: int, heads: int) -> dict[str, torch.Tensor]:
+        """The initial parameters of :meth:`places` in a layer, as in :meth:`initial`.
+
+        Args:
+            columns: the hidden size.
+            heads: number of key heads of the layer.
+        """
+        return {}
+
+    def places(self, x: torch.Tensor, t: torch.Tensor, learned: Learned) -> torch.Tensor:
+        """Positions to rotate queries and keys by, ``[rows, key heads, tokens]``.
+
+        They depend on the token alone, so that keys are rotated before they are cached.
+
+        Args:
+            x: the input of the query and key projections, float32 or better, ``[rows, tokens,
+                columns]``.
+            t: positions in the sequence, in the same dtype, ``[rows or 1, tokens]``.
+            learned: the parameters of :meth:`initial_positions`, after training.
+        """
+        raise NotImplementedError
+
     def phase(self, t: torch.Tensor) -> torch.Tensor | None:
         """Additional rotation in radians of every pair at ``t`` (float64); None: 0."""
         return None

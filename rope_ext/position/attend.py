@@ -24,7 +24,7 @@ from rope_ext.errors import OptionError, UnsupportedModelError
 from rope_ext.forward.context import current, forward_context, run_eagerly
 from rope_ext.forward.positions import PositionForward
 from rope_ext.methods.geometry import Distance, Geometry
-from rope_ext.position import bias, tensors
+from rope_ext.position import bias, head_positions, tensors
 from rope_ext.position.layers import Layout
 from rope_ext.position.map import PositionMap
 from rope_ext.position.segments import BatchMask, RotatedSegment, shown
@@ -318,6 +318,9 @@ def _attend_eagerly(asked: Asked) -> tuple[torch.Tensor, torch.Tensor | None]:
         return _unmapped(asked, asked.mask), weights
     mask = _batch_mask(layer.map, asked.mask)
     _refuse_dropout(layer, asked.module, asked.dropout)
+    if layer.map.computes_positions:
+        query, key = head_positions.rotated(asked.module, asked.query, asked.key)
+        asked = asked._replace(query=query, key=key)
     way = way_of(asked, layer, mask)
     weights = None
     if forward_context.look is not None or mask.forward.weights:

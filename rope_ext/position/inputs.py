@@ -104,7 +104,7 @@ class Entrance:
 
     @run_eagerly()
     def __call__(self, layer: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
-        forward = _forward(self.map, args, kwargs)
+        forward = forward_among(self.map, args, kwargs)
         if forward is None or not forward.located:
             raise UnsupportedModelError(
                 f"{type(layer).__name__} was run by itself under {self.map.method.name}, so the "
@@ -180,7 +180,8 @@ def leave(decoder: nn.Module) -> None:
     decoder._modules.pop(NAME, None)
 
 
-def _forward(position_map: PositionMap, args: tuple, kwargs: dict) -> PositionForward | None:
+def forward_among(position_map: PositionMap, args: tuple, kwargs: dict) -> PositionForward | None:
+    """The forward that a layer with these arguments is part of; None if it is not known."""
     masks = (one for one in (*args, *kwargs.values()) if isinstance(one, BatchMask))
     known = next((mask.owner for mask in masks if mask.owner is not None), None)
     return known or current(position_map)

@@ -22,13 +22,15 @@ from rope_ext.forward.context import (
     run_eagerly,
 )
 from rope_ext.forward.positions import PositionForward
-from rope_ext.position import bias, inputs, tensors
+from rope_ext.position import bias, head_positions, inputs, tensors
 from rope_ext.position.attend import LAYER, NAME, AttentionLayer, MappedLayer
 from rope_ext.position.cache import keep, note
 from rope_ext.position.layers import (
     KeyProjection,
+    LayerInput,
     Layout,
     chosen_layers,
+    find_inputs,
     find_key_projections,
     find_layouts,
     layer_number,
@@ -53,6 +55,8 @@ def install(decoder: nn.Module, position_map: PositionMap) -> Installed:
     watch()
     try:
         installed.put(decoder)
+        if position_map.computes_positions:
+            head_positions.prove(decoder)
     except BaseException:
         installed.undo()
         raise
@@ -89,7 +93,10 @@ class Installed:
                 f"window only, so {name} cannot lengthen its reach; pass "
                 f"sliding_layers='scale' to change positions within the window all the same"
             )
-        self.mapped = chosen_layers(decoder, reach, position_map.layers)
+        self.layers = position_map.layers
+        if self.layers is None:
+            self.layers = _later_layers(position_map, reach, len(layouts))
+        self.mapped = chosen_layers(decoder, reach, self.layers)
         self.kept = [module for module in rotated if module not in self.mapped]
         self.layouts = {**layouts, **dict.fromkeys(self.kept)}
         self._names = calls.parameters(type(decoder))
@@ -97,6 +104,9 @@ class Installed:
         if position_map.encoding is not None and position_map.encoding.projected:
             sites = list(position_map.frequencies)
             self._projections = find_key_projections(decoder, sites, self.mapped)
+        self._inputs: dict[nn.Module, LayerInput] = {}
+        if position_map.computes_positions:
+            self._inputs = find_inputs(decoder, list(position_map.frequencies), self.mapped)
 
     def put(self, decoder: nn.Module) -> None:
         """Install hooks and the attention function."""
@@ -121,6 +131,9 @@ class Installed:
         self._config._attn_implementation_internal = NAME  # the public name sets sub-configurations
         if self.map.encoding is not None and self.map.encoding.entered:
             self.handles += inputs.enter(decoder, self.map)
+        if self.map.computes_positions:
+            mapped = {m: layout for m in self.mapped if (layout := self.layouts[m]) is not None}
+            self.handles += head_positions.enter(self.map, mapped, self._inputs)
 
     def _copy_constants(self, layouts: list[Layout]) -> None:
         """Copy constants of every forward to its device, since a graph could not cache the copy."""
@@ -172,7 +185,7 @@ class Installed:
         stay = self.map.method.kind == "rotation"
         what = "attention: by rope_ext" if stay else "positions: changed"
         notes = [f"{what} in {len(self.mapped)} of {len(self.layouts)} attention layers"]
-        if self.map.layers is not None:
+        if self.layers is not None:
             numbers = (layer_number(module) for module in self.mapped)
             named = ", ".join(map(str, sorted(n for n in numbers if n is not None)))
             notes.append(f"layers: {named}; the others keep the rotation as it was trained")
@@ -194,6 +207,7 @@ class Installed:
         for module in self.layouts:
             module.__dict__.pop(LAYER, None)
             module._modules.pop(bias.NAME, None)
+            head_positions.leave(module)
         inputs.leave(self.decoder)
         if self._config._attn_implementation == NAME:  # else another one was chosen meanwhile
             self._config._attn_implementation_internal = self._before
@@ -290,6 +304,17 @@ class Installed:
             new = isinstance(cache, Cache) and cache is not forward.cache
             if new and forward.known is not None:
                 keep(cache, forward.known, forward.rows)
+
+
+def _later_layers(
+    position_map: PositionMap, modules: list[nn.Module], layers: int
+) -> tuple[int, ...] | None:
+    """The layers that an encoding changes by default, of ``modules``; None: all."""
+    encoding = position_map.encoding
+    first = 0 if encoding is None else encoding.first_layer(layers)
+    numbers = [layer_number(module) for module in modules]
+    later = tuple(sorted({n for n in numbers if n is not None and n >= first}))
+    return later if later and first and None not in numbers else None
 
 
 class _RotaryHook:

@@ -13,7 +13,7 @@ import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import nn
@@ -203,6 +203,48 @@ class KeyProjection:
             out = linear(unit[None])[0]  # the last row of ``unit`` is zero
             weight = (out[:-1] - out[-1:]).mT
         return weight[self.rows].unflatten(0, (self.heads, -1))
+
+
+class LayerInput(NamedTuple):
+    """Columns of the hidden states that an attention layer gets, and its number of key heads."""
+
+    columns: int
+    heads: int
+
+
+def find_inputs(
+    decoder: nn.Module, sites: list[RotarySite], modules: list[nn.Module]
+) -> dict[nn.Module, LayerInput]:
+    """The input of attention layers.
+
+    Raises:
+        UnsupportedModelError: the first argument of a layer is not the hidden states.
+    """
+    found: dict[nn.Module, LayerInput] = {}
+    given: dict[nn.Module, Any] = {}
+
+    def look(module: nn.Module, args: tuple, kwargs: dict) -> None:
+        given[module] = args[0] if args else kwargs.get("hidden_states")
+
+    handles = [m.register_forward_pre_hook(look, with_kwargs=True) for m in modules]
+    try:
+        for site in sites:
+            for module, query, key, *_ in _run(decoder, site, _ProbeRotation(site)):
+                x = given.get(module)
+                tokens = (len(query), query.shape[2])
+                if isinstance(x, torch.Tensor) and x.ndim == 3 and x.shape[:2] == tokens:
+                    found[module] = LayerInput(x.shape[-1], key.shape[1])
+    finally:
+        for handle in handles:
+            handle.remove()
+    lacking = next((module for module in modules if module not in found), None)
+    if lacking is not None:
+        raise UnsupportedModelError(
+            f"{type(decoder).__name__}: {_path(decoder, lacking)} does not get hidden states of "
+            f"[rows, tokens, columns] as its first argument, so it cannot compute positions from "
+            f"them; use an encoding such as 'alibi'"
+        )
+    return found
 
 
 def find_key_projections(

@@ -99,6 +99,11 @@ class PositionMap:
             for band in self.bands
         ]
 
+    @property
+    def computes_positions(self) -> bool:
+        """Whether layers rotate by positions that they compute from their hidden states."""
+        return self.encoding is not None and self.encoding.computes_positions()
+
     def phase(self, t: torch.Tensor) -> torch.Tensor | None:
         """Phase that the encoding adds to all pairs of a token, radians."""
         return None if self.encoding is None else self.encoding.phase(t)

@@ -58,7 +58,7 @@ def traced(
 ) -> PositionForward | None:
     """The forward with these arguments in tensors; None if tensors cannot express it."""
     encoding, reach = position_map.encoding, position_map.reach
-    if encoding is not None and encoding.entered:
+    if position_map.computes_positions or (encoding is not None and encoding.entered):
         return None
     if position_map.include_sliding or forward_context.look is not None:
         return None

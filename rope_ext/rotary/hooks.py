@@ -272,7 +272,8 @@ def keep_native(decoder: nn.Module, modules: Collection[nn.Module]) -> list[Any]
         if "position_embeddings" not in inspect.signature(module.forward).parameters:
             raise UnsupportedModelError(
                 f"{type(decoder).__name__}: {name} takes no position_embeddings, so it cannot be "
-                f"kept as it was beside patched layers; use sliding_layers='scale', and no layers="
+                f"kept as it was beside patched layers; use sliding_layers='scale', and patch "
+                f"every layer"
             )
         hook = partial(_use_native, parameters(type(module)))
         handles.append(module.register_forward_pre_hook(hook, with_kwargs=True))
@@ -289,7 +290,7 @@ def _use_native(
     if native is None:
         raise UnsupportedModelError(
             "the unpatched position embeddings did not reach a layer that is kept as it was (a "
-            "wrapper copied them); use sliding_layers='scale', and no layers="
+            "wrapper copied them); use sliding_layers='scale', and patch every layer"
         )
     if "position_embeddings" in kwargs:
         return args, {**kwargs, "position_embeddings": native}

@@ -23,13 +23,15 @@ from tests.helpers.promises import (
     sees_nothing_later,
 )
 from tests.helpers.relative import RELATIVE
+from tests.helpers.repo import REPO
 from tests.helpers.scored import SCORED
 
 KINDS = ["llama", "qwen3", "mistral", "gemma2 scaled", "gpt_neox", "gpt_oss"]
 
 
 def test_every_encoding_has_its_formula_here() -> None:
-    assert {cls.name for cls in all_encodings()} == {*FORMULAS, *CHOSEN, *RELATIVE, *SCORED}
+    made = {*FORMULAS, *CHOSEN, *RELATIVE, *SCORED, *REPO}
+    assert {cls.name for cls in all_encodings()} == made
 
 
 @pytest.mark.parametrize("heads", [1, 2, 3, 4, 6, 8, 12, 16, 20, 112])

@@ -135,7 +135,13 @@ def test_a_function_of_the_distance_is_a_convolution() -> None:
 # positions, that is the columns of phi, here two.
 
 AS_IT_IS = ("nope", "drope", "sinusoidal", "learned", "multiplicative", "floater")
-ROTATIONS: dict[str, dict] = {"xpos": {}, "3d_rpe": {}, "pi": {"factor": 8}, "yarn": {"factor": 8}}
+ROTATIONS: dict[str, dict] = {
+    "xpos": {},
+    "3d_rpe": {},
+    "repo": {},
+    "pi": {"factor": 8},
+    "yarn": {"factor": 8},
+}
 WINDOWS: dict[str, dict] = {
     "t5": {},
     "shaw": {},
@@ -165,6 +171,11 @@ def weights(name: str, tokens: int, **options) -> torch.Tensor:
         used = sum(band.distances(i, j).nan_to_num(0) for band in method.bands())
     angle = (used * method.frequencies(rope, tokens))[..., 0]
     if isinstance(method, Encoding):
+        if method.computes_positions():
+            given = method.initial_positions(16, 1)
+            learned = {key: torch.randn_like(value).double() for key, value in given.items()}
+            z = method.places(torch.randn(1, tokens, 16).double(), j[None], learned)[0, 0]
+            angle = z[:, None] - z
         if (phase := method.phase(j)) is not None:
             angle = angle + phase[:, None] - phase
         if (growth := method.growth(1)) is not None:

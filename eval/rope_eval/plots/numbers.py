@@ -104,14 +104,14 @@ def bias_at(
         Float64, ``[heads, n]``.
 
     Raises:
-        OptionError: the logits depend on queries and keys.
+        OptionError: the logits depend on queries and keys, or positions on the content.
     """
     if learned is None:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(SEED)
             learned = encoding.initial(Heads(heads, rope.dim, rope.dim), rope)
     scores = encoding.scores(heads, rope, learned)
-    if scores is not None and not encoding.adds():
+    if (scores is not None and not encoding.adds()) or encoding.computes_positions():
         raise OptionError(
             f"the logits of {encoding.name} depend on queries and keys, so it cannot be plotted by "
             f"distance; leave {encoding.name} out, or plot attention"

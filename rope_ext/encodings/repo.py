@@ -1,0 +1,71 @@
+"""Context re-positioning."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+import torch.nn.functional as F
+
+from rope_ext.encodings.base import Encoding, Learned
+from rope_ext.encodings.tables import STD
+from rope_ext.methods.registry import register
+from rope_ext.methods.rope import Rope
+
+_SMALLER = 8
+"""Hidden size divided by the columns of ``r``, in both released models."""
+
+
+@register
+@dataclass(frozen=True, kw_only=True)
+class RePo(Encoding):
+    """RoPE with real-valued positions that each layer computes from its hidden states.
+
+    ``z = (silu(x W_g) * (x W_c)) W_z``, one position for every key head; ``x`` is the input of the
+    query and key projections, and ``W_g`` and ``W_c`` map it to an eighth of its columns. Queries
+    and keys are rotated by ``z`` instead of their index in the sequence, whose order then acts
+    through the causal mask alone. The first 5 of 16 layers keep RoPE; ``layers`` chooses others.
+
+    Query heads that share keys share positions. The authors' models have as many of both.
+
+    Args:
+        positions: ``"learned"``, as published, or ``"shifted"`` for ``t + z``. ``W_z`` is then zero
+            at first, so that training begins with the original model.
+
+    Li et al. 2025, arXiv 2512.14391; sizes, layers and initial values are those of the authors'
+    code and its two configurations (OLMo-2: 5 of 16 layers, 10 of 32).
+    """
+
+    name: ClassVar[str] = "repo"
+    paper: ClassVar[str] = "arXiv 2512.14391"
+    summary: ClassVar[str] = "RoPE with positions computed from hidden states; needs training"
+    redefining: ClassVar[tuple[str, ...]] = ("positions",)
+
+    positions: str = "learned"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.require_choice("positions", "learned", "shifted")
+
+    def reached(self, rope: Rope) -> int:
+        return rope.length if self.positions == "shifted" else super().reached(rope)
+
+    def first_layer(self, layers: int) -> int:
+        return 5 * layers // 16
+
+    def initial_positions(self, columns: int, heads: int) -> dict[str, torch.Tensor]:
+        inner = max(1, columns // _SMALLER)
+        shapes = {"gate": (inner, columns), "content": (inner, columns), "position": (heads, inner)}
+        weights = {
+            name: torch.nn.init.trunc_normal_(torch.empty(shape), std=STD, a=-3 * STD, b=3 * STD)
+            for name, shape in shapes.items()
+        }
+        if self.positions == "shifted":
+            weights["position"].zero_()
+        return weights
+
+    def places(self, x: torch.Tensor, t: torch.Tensor, learned: Learned) -> torch.Tensor:
+        r = F.silu(x @ learned["gate"].mT) * (x @ learned["content"].mT)
+        z = (r @ learned["position"].mT).mT
+        return t.unsqueeze(-2) + z if self.positions == "shifted" else z

@@ -113,6 +113,11 @@ class Options:
                 f"{method.name} acts in front of the layers, so layers={self.layers!r} cannot "
                 f"choose among them; leave layers out"
             )
+        if self.layers and isinstance(method, Encoding) and method.layers(1) is not None:
+            raise OptionError(
+                f"{method.name} chooses its layers itself, so layers={self.layers!r} has no "
+                f"effect; leave layers out, and set the options every and start of {method.name}"
+            )
         given = next((name for name in ("bias", "layers") if getattr(self, name) is not None), None)
         if given is None or method.kind != "frequency":
             return

@@ -18,7 +18,7 @@ from rope_ext.rotary import buffers
 from rope_ext.rotary.buffers import Changes
 from rope_ext.rotary.calls import refuse_continuous_batching
 from rope_ext.rotary.hooks import PRECISE_BEYOND
-from rope_ext.rotary.sites import PatchTarget, RotarySite, rope_parameters
+from rope_ext.rotary.sites import PatchTarget, RotarySite, rope_parameters, text_config
 from rope_ext.saving.rebuild import unsaved
 
 _logger = logging.getLogger("rope_ext")
@@ -79,6 +79,11 @@ def _apply(
     precise = length > PRECISE_BEYOND if options.precise == "auto" else options.precise
     include_sliding = options.sliding_layers == "scale"
     encoding = method if isinstance(method, Encoding) else options.bias
+    layers = options.layers
+    if isinstance(method, Encoding) and layers is None:
+        layers = method.layers(text_config(decoder).num_hidden_layers)
+    if encoding is not None and encoding.window_beside() is not None:
+        _refuse_windows(place, encoding.name)
     position_map = PositionMap(
         method,
         rope,
@@ -88,7 +93,7 @@ def _apply(
         options.kernel,
         include_sliding,
         encoding,
-        options.layers,
+        layers,
         named,
         instead,
     )
@@ -118,6 +123,16 @@ def _apply(
         precise=precise,
         notes=tuple(notes),
     )
+
+
+def _refuse_windows(place: PatchTarget, name: str) -> None:
+    """Raise if layers of the model have a window already, where ``name`` chooses the window."""
+    if any(site.local or site.shared for site in place.sites):
+        raise UnsupportedModelError(
+            f"{type(place.decoder).__name__} has layers with a window already, and {name} chooses "
+            f"the window itself; to remove the positions of layers without one, patch with 'nope', "
+            f"and with layers= for some of them"
+        )
 
 
 def _named(name: str, beside: list[str], word: str = "with") -> str:

@@ -75,6 +75,17 @@ class Encoding(PositionMethod):
     def reached(self, rope: Rope) -> int:
         return self.target_length(rope)  # no distance is a rotation that needed training
 
+    def layers(self, count: int) -> tuple[int, ...] | None:
+        """Which of ``count`` layers it changes, if it chooses by itself; None: all or ``layers=``.
+
+        The others keep the rotation as trained.
+        """
+        return None
+
+    def window_beside(self) -> int | None:
+        """Tokens that the layers which keep the rotation attend to; None: all."""
+        return None
+
     def phase(self, t: torch.Tensor) -> torch.Tensor | None:
         """Additional rotation in radians of every pair at ``t`` (float64); None: 0."""
         return None

@@ -31,9 +31,9 @@ def attend(
         given: a mask that is not causal, bool, ``[rows, 1, queries, slots]``; None: causal.
         by: computes the attention of a block.
     """
-    tokens, filled = forward.tokens, forward.filled
-    if isinstance(filled, torch.Tensor):  # one graph for every step
+    if forward.traced:  # for any number of tokens, which blocks would fix
         return by(*everything(forward, window, keys, given))
+    tokens, filled = forward.tokens, forward.filled_count
     skipped = _skipped(forward, keys)
     size, parts = max(window, _BLOCK), []
     for first in range(0, tokens, size):
@@ -74,7 +74,7 @@ def _visible(
 ) -> torch.Tensor:
     """Which keys some queries see, bool, ``[rows or 1, 1, queries, keys]``."""
     ends = queries.start, queries.stop, keys.start, keys.stop
-    name = "window", window, given is None, skipped, *ends
+    name = ("window", *(() if forward.traced else (given is None, skipped, *ends)))
     if name in forward.made:
         return forward.made[name]
     device = forward.key.device

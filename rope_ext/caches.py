@@ -124,8 +124,8 @@ def watch() -> None:
     outside a graph does. The methods stay wrapped, since a graph of another thread may hold them.
     """
     for name, make in (*((name, _watched) for name in _WATCHED), (_RECORDED, _recorded)):
-        function = getattr(Cache, name)
-        if function not in _watching:
+        function = getattr(Cache, name, None)
+        if function is not None and function not in _watching:
             made = make(name, function)
             _watching.add(made)
             setattr(Cache, name, made)

@@ -94,9 +94,9 @@ class Installed:
         self.kept = [module for module in rotated if module not in self.mapped]
         if position_map.window is not None and not self.kept:
             raise OptionError(
-                f"{position_map.method}: every layer of {type(decoder).__name__} would lose its "
-                f"rotation, and none is left for the window; choose a larger every=, or 'nope' for "
-                f"no positions at all"
+                f"{name}: every layer of {type(decoder).__name__} that rotates would lose its "
+                f"rotation, and none is left for the window; choose another every= or start=, or "
+                f"patch with 'nope' for no positions at all"
             )
         self.layouts = {**layouts, **dict.fromkeys(self.kept)}
         self._names = calls.parameters(type(decoder))

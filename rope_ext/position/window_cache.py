@@ -51,16 +51,17 @@ def shorten(cache: Any, layers: Collection[int], window: int) -> None:
     while len(cache.layers) <= max(layers) and cache.layer_class_to_replicate is not None:
         cache.layers.append(cache.layer_class_to_replicate())
     for number in layers:
-        layer: Any = cache.layers[number] if number < len(cache.layers) else None
+        layer = cache.layers[number] if number < len(cache.layers) else None
         if type(layer) is not DynamicLayer:
             continue
         keys, values, filled = layer.keys, layer.values, layer.get_seq_length()
         swap(layer, WindowLayer)
-        WindowLayer.__init__(cast("WindowLayer", layer), window)
-        layer.record_past = getattr(layer, RECORDS, False)
+        made = cast("WindowLayer", layer)
+        WindowLayer.__init__(made, window)
+        made.record_past = getattr(layer, RECORDS, False)
         if keys is not None and values is not None:
-            layer.lazy_initialization(keys, values)
-            layer.cumulative_length = filled
+            made.lazy_initialization(keys, values)
+            made.cumulative_length = filled
             # Copies, so that the memory of the tokens before them is free.
-            layer.keys = keys[:, :, -window + 1 :].clone()
-            layer.values = values[:, :, -window + 1 :].clone()
+            made.keys = keys[:, :, -window + 1 :].clone()
+            made.values = values[:, :, -window + 1 :].clone()

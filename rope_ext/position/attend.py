@@ -606,7 +606,8 @@ def _regular(
         rows = (rows if segment.rows is None else rows[segment.rows]).unsqueeze(1)
         at = torch.arange(query.shape[2], device=query.device)[segment.queries]
         out[rows, at] = part.transpose(1, 2)
-    assert out is not None, "a forward has at least one segment"
+    if out is None:  # nothing but padding
+        return query.new_zeros(*query.shape[:3], value.shape[-1])
     return out.transpose(1, 2)
 
 

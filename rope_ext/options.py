@@ -69,8 +69,8 @@ class Options:
             band.query == band.key == 0 for band in method.bands()
         ):
             raise OptionError(
-                f"{method.name} does not rotate, so frequency={under!r} would have no effect; "
-                f"leave it out"
+                f"{method.name} does not rotate the layers it changes, so frequency={under!r} "
+                f"would have no effect; leave it out"
             )
         if not isinstance(under, FrequencyMethod):
             raise OptionError(

@@ -11,9 +11,11 @@ before and after training by rope_eval. Finished steps are skipped.
 * alibi: replace RoPE by ALiBi.
 * every_4th: drop RoPE from every fourth layer.
 
-With ``--only``, also t5, kerple_log and every other encoding that rope_ext.fit supports: replace
-RoPE by this encoding; t5_fitted and so on: fit it to RoPE first. repo: positions from hidden
-states; repo_shifted: beginning with the model's own. ``--steps 0`` evaluates without training.
+With ``--only``, also swan (arXiv 2504.08719): drop RoPE from the first layer of four and give the
+others a window; swan_last: from the last one; t5, kerple_log and every other encoding that
+rope_ext.fit supports: replace RoPE by this encoding; t5_fitted and so on: fit it to RoPE first;
+repo: positions from hidden states; repo_shifted: beginning with the model's own. ``--steps 0``
+evaluates without training.
 """
 
 from __future__ import annotations
@@ -94,6 +96,9 @@ OPERATIONS = {
     "every_4th": Operation(("--method", "nope", "--layers", "every 4th", *_CONSECUTIVE), "nope"),
 }
 DEFAULT = tuple(OPERATIONS)  # those that run unless others are chosen
+_SWAN = ("--method", "swan", *_CONSECUTIVE)
+OPERATIONS["swan"] = Operation(_SWAN, "swan")
+OPERATIONS["swan_last"] = Operation((*_SWAN, "--method_options", '{"start": 3}'), "swan")
 for _name in supported():
     OPERATIONS[_name] = Operation(("--method", _name, *_CONSECUTIVE), _name)
     _fitted = (*OPERATIONS[_name].words, "--init", "model")

@@ -25,6 +25,9 @@ _WATCHED = (
     "reset",
 )
 """Methods that run before keys are added, when rows move, and on reset."""
+_RECORDED = "activate_past_recording"
+RECORDS = "_rope_ext_records"
+"""Set on every layer by this call, since a patch may give layers a window afterwards."""
 UNKNOWN = (
     "this cache was taken for an empty one, and it has tokens that were put there without this "
     "patch, so its keys carry other rotations; start with an empty cache"
@@ -120,10 +123,10 @@ def watch() -> None:
     A graph can attach metadata to a cache but cannot change its class, so the first method called
     outside a graph does. The methods stay wrapped, since a graph of another thread may hold them.
     """
-    for name in _WATCHED:
-        function = getattr(Cache, name)
-        if function not in _watching:
-            made = _watched(name, function)
+    for name, make in (*((name, _watched) for name in _WATCHED), (_RECORDED, _recorded)):
+        function = getattr(Cache, name, None)
+        if function is not None and function not in _watching:
+            made = make(name, function)
             _watching.add(made)
             setattr(Cache, name, made)
 
@@ -144,6 +147,16 @@ def _watched(name: str, function: Callable) -> Callable:
         if name == "reset":
             empty(self)
         return result
+
+    return method
+
+
+def _recorded(name: str, function: Callable) -> Callable:
+    @functools.wraps(function)
+    def method(self: Cache, *args: Any, **kwargs: Any) -> Any:
+        for layer in self.layers:
+            setattr(layer, RECORDS, True)
+        return function(self, *args, **kwargs)
 
     return method
 

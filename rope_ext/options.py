@@ -74,8 +74,8 @@ class Options:
             band.query == band.key == 0 for band in method.bands()
         ):
             raise OptionError(
-                f"{method.name} does not rotate, so frequency={under!r} would have no effect; "
-                f"leave it out"
+                f"{method.name} does not rotate the layers it changes, so frequency={under!r} "
+                f"would have no effect; leave it out"
             )
         if not isinstance(under, FrequencyMethod):
             raise OptionError(
@@ -117,6 +117,11 @@ class Options:
             raise OptionError(
                 f"{method.name} acts in front of the layers, so layers={self.layers!r} cannot "
                 f"choose among them; leave layers out"
+            )
+        if self.layers is not None and isinstance(method, Encoding) and method.by_layer:
+            raise OptionError(
+                f"{method.name} chooses its layers itself, so layers={self.layers!r} has no "
+                f"effect; leave layers out, and set the options every and start of {method.name}"
             )
         given = next((name for name in ("bias", "layers") if getattr(self, name) is not None), None)
         if given is None or method.kind != "frequency":

@@ -79,6 +79,8 @@ def _apply(
     precise = length > PRECISE_BEYOND if options.precise == "auto" else options.precise
     include_sliding = options.sliding_layers == "scale"
     encoding = method if isinstance(method, Encoding) else options.bias
+    if encoding is not None and encoding.window_beside() is not None:
+        _refuse_windows(place, encoding.name)
     position_map = PositionMap(
         method,
         rope,
@@ -118,6 +120,16 @@ def _apply(
         precise=precise,
         notes=tuple(notes),
     )
+
+
+def _refuse_windows(place: PatchTarget, name: str) -> None:
+    """Raise if layers of the model have a window already, where ``name`` chooses the window."""
+    if any(site.local or site.shared for site in place.sites):
+        raise UnsupportedModelError(
+            f"{type(place.decoder).__name__} has layers with a window already, and {name} chooses "
+            f"the window itself; to remove the positions of layers without one, patch with 'nope', "
+            f"and with layers= for some of them"
+        )
 
 
 def _named(name: str, beside: list[str], word: str = "with") -> str:

@@ -19,6 +19,7 @@ from rope_ext.encodings.rpe_3d import RPE3D
 from rope_ext.encodings.sandwich import Sandwich
 from rope_ext.encodings.shaw import Shaw
 from rope_ext.encodings.sinusoidal import Sinusoidal
+from rope_ext.encodings.swan import SWAN
 from rope_ext.encodings.t5 import T5
 from rope_ext.encodings.transformer_xl import TransformerXL
 from rope_ext.encodings.xpos import XPos
@@ -28,6 +29,7 @@ __all__ = [
     "FIRE",
     "FLOATER",
     "RPE3D",
+    "SWAN",
     "T5",
     "ALiBi",
     "CoPE",

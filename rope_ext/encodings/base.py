@@ -48,6 +48,7 @@ class Encoding(PositionMethod):
     shared: ClassVar[bool] = False  # one set of parameters for the model, not one per layer
     additive: ClassVar[bool] = False  # its scores do not depend on the content of queries and keys
     projected: ClassVar[bool] = False  # :meth:`scores` gets the ``key_projection`` of its layer
+    by_layer: ClassVar[bool] = False  # its options choose its layers, and ``layers=`` cannot
     redefining: ClassVar[tuple[str, ...]] = ()  # options that change the meaning of parameters
     # Layers whose input it changes: the first, every, or the one with which the last n begin.
     entered: ClassVar[Literal["first", "every"] | int | None] = None
@@ -80,10 +81,6 @@ class Encoding(PositionMethod):
         """Whether layers rotate by positions that they compute from their hidden states."""
         return cls.places is not Encoding.places
 
-    def first_layer(self, layers: int) -> int:
-        """The first of this many layers that it changes, if ``layers`` does not choose them."""
-        return 0
-
     def initial_positions(self, columns: int, heads: int) -> dict[str, torch.Tensor]:
         """The initial parameters of :meth:`places` in a layer, as in :meth:`initial`.
 
@@ -105,6 +102,17 @@ class Encoding(PositionMethod):
             learned: the parameters of :meth:`initial_positions`, after training.
         """
         raise NotImplementedError
+
+    def default_layers(self, count: int) -> tuple[int, ...] | None:
+        """Which of ``count`` layers it changes unless ``layers=`` chooses them; None: all.
+
+        The others keep the rotation as trained.
+        """
+        return None
+
+    def window_beside(self) -> int | None:
+        """Tokens that the layers which keep the rotation attend to; None: all."""
+        return None
 
     def phase(self, t: torch.Tensor) -> torch.Tensor | None:
         """Additional rotation in radians of every pair at ``t`` (float64); None: 0."""

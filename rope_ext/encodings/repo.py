@@ -51,8 +51,8 @@ class RePo(Encoding):
     def reached(self, rope: Rope) -> int:
         return rope.length if self.positions == "shifted" else super().reached(rope)
 
-    def first_layer(self, layers: int) -> int:
-        return 5 * layers // 16
+    def default_layers(self, count: int) -> tuple[int, ...]:
+        return tuple(range(5 * count // 16, count))
 
     def initial_positions(self, columns: int, heads: int) -> dict[str, torch.Tensor]:
         inner = max(1, columns // _SMALLER)

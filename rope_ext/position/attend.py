@@ -23,8 +23,9 @@ from rope_ext.attention.step import Step
 from rope_ext.errors import OptionError, UnsupportedModelError
 from rope_ext.forward.context import current, forward_context, run_eagerly
 from rope_ext.forward.positions import PositionForward
+from rope_ext.methods.checked import not_none
 from rope_ext.methods.geometry import Distance, Geometry
-from rope_ext.position import bias, head_positions, tensors
+from rope_ext.position import bias, head_positions, tensors, windows
 from rope_ext.position.layers import Layout
 from rope_ext.position.map import PositionMap
 from rope_ext.position.segments import BatchMask, RotatedSegment, shown
@@ -44,9 +45,15 @@ _FORWARD_AGAIN = {  # what to do if positions decrease
 
 @dataclass(frozen=True, eq=False)
 class AttentionLayer:
-    """An attention layer on a patched decoder that the map leaves alone."""
+    """An attention layer on a patched decoder that the map leaves alone.
+
+    Args:
+        map: the map.
+        window: tokens that it attends to; None: those that its mask shows.
+    """
 
     map: PositionMap
+    window: int | None
 
 
 @dataclass(frozen=True, eq=False)
@@ -431,10 +438,17 @@ def _in_tensors(kernel: Callable[..., torch.Tensor], asked: Asked, context: Any)
 def _unmapped(asked: Asked, where: Any) -> torch.Tensor:
     """A layer that the map leaves alone; ``where`` is its mask, or the forward of a graph."""
     mask = asked.mask
+    if asked.layer is not None and asked.layer.window is not None:
+        return _windowed(asked, asked.layer, asked.layer.window, where)
     if isinstance(where, PositionForward):
         mask = tensors.dense_mask(where, mask) if isinstance(mask, BatchMask) else mask
     elif isinstance(mask, BatchMask):
         mask = mask.dense_on(asked.query.device)
+    return _natively(asked, mask)
+
+
+def _natively(asked: Asked, mask: torch.Tensor | None) -> torch.Tensor:
+    """As transformers attends, ``[rows, queries, heads, columns of value]``."""
     if asked.softcap is None and asked.sinks is None:
         return sdpa_attention_forward(
             asked.module,
@@ -447,6 +461,32 @@ def _unmapped(asked: Asked, where: Any) -> torch.Tensor:
             **asked.more,
         )[0]
     return _as_it_was(asked, mask).attend(asked.value).transpose(1, 2).contiguous()
+
+
+def _windowed(asked: Asked, layer: AttentionLayer, window: int, where: Any) -> torch.Tensor:
+    """A layer that the map leaves alone, within a window of its own."""
+    forward, given = where, None
+    if not isinstance(where, PositionForward):
+        forward, given = _behind(layer, where)
+
+    def by(queries: slice, keys: slice, seen: torch.Tensor | None) -> torch.Tensor:
+        part = _part_of(asked, queries, keys)
+        return _natively(part, None if seen is None else seen.to(part.query.device))
+
+    return windows.attend(forward, window, asked.key.shape[2], given, by)
+
+
+def _behind(layer: AttentionLayer, mask: Any) -> tuple[PositionForward, torch.Tensor | None]:
+    """The forward that a mask belongs to, and what it shows if it is not causal."""
+    of_batch = _batch_mask(layer.map, mask)
+    causal = of_batch.causal or of_batch.dense is None
+    return of_batch.forward, None if causal else shown(not_none(of_batch.dense))
+
+
+def _part_of(asked: Asked, queries: slice, keys: slice) -> Asked:
+    """The same for some queries and keys."""
+    query, key, value = asked.query, asked.key, asked.value
+    return asked._replace(query=query[:, :, queries], key=key[:, :, keys], value=value[:, :, keys])
 
 
 _WAYS: dict[str, Callable[[Asked, Any], torch.Tensor]] = {
@@ -471,6 +511,11 @@ def _watched_weights(asked: Asked, forward: PositionForward | None) -> torch.Ten
         return None
     if not isinstance(layer, MappedLayer):
         mask = asked.mask
+        if layer is not None and layer.window is not None:
+            of_layer, given = _behind(layer, mask)
+            keys = asked.key.shape[2]
+            *part, mask = windows.everything(of_layer, layer.window, keys, given)
+            asked = _part_of(asked, *part)
         mask = mask.dense_on(asked.query.device) if isinstance(mask, BatchMask) else mask
         every = [_as_it_was(asked, mask)]
     else:
@@ -564,7 +609,8 @@ def _regular(
         rows = (rows if segment.rows is None else rows[segment.rows]).unsqueeze(1)
         at = torch.arange(query.shape[2], device=query.device)[segment.queries]
         out[rows, at] = part.transpose(1, 2)
-    assert out is not None, "a forward has at least one segment"
+    if out is None:  # nothing but padding
+        return query.new_zeros(*query.shape[:3], value.shape[-1])
     return out.transpose(1, 2)
 
 

@@ -9,7 +9,7 @@ from torch import nn
 from transformers.cache_utils import Cache
 
 from rope_ext.caches import watch
-from rope_ext.encodings import Heads
+from rope_ext.encodings import Encoding, Heads
 from rope_ext.errors import CacheError, OptionError, UnsupportedModelError
 from rope_ext.forward.context import (
     cache_among,
@@ -37,6 +37,7 @@ from rope_ext.position.layers import (
 )
 from rope_ext.position.map import PositionMap
 from rope_ext.position.segments import BatchMask
+from rope_ext.position.window_cache import shorten
 from rope_ext.record import option_texts
 from rope_ext.rotary import calls, hooks
 from rope_ext.rotary.device_cache import cached_on_device
@@ -95,9 +96,15 @@ class Installed:
             )
         self.layers = position_map.layers
         if self.layers is None:
-            self.layers = _later_layers(position_map, reach, len(layouts))
+            self.layers = _default_layers(decoder, position_map.encoding, reach)
         self.mapped = chosen_layers(decoder, reach, self.layers)
         self.kept = [module for module in rotated if module not in self.mapped]
+        if position_map.window is not None and not self.kept:
+            raise OptionError(
+                f"{name}: every layer of {type(decoder).__name__} that rotates would lose its "
+                f"rotation, and none is left for the window; choose another every= or start=, or "
+                f"patch with 'nope' for no positions at all"
+            )
         self.layouts = {**layouts, **dict.fromkeys(self.kept)}
         self._names = calls.parameters(type(decoder))
         self._projections: dict[nn.Module, KeyProjection] = {}
@@ -116,12 +123,13 @@ class Installed:
         self.handles += hooks.keep_native(decoder, self.kept)
         distinct = list(dict.fromkeys(self.layouts.values()))
         for module, layout in self.layouts.items():
-            layer = AttentionLayer(self.map)
+            layer = AttentionLayer(self.map, self.map.window if module in self.kept else None)
             if layout is not None:
                 rotated = tensors.LayoutRotations(
                     distinct.index(layout), self.map.rotations(layout)
                 )
-                layer = MappedLayer(self.map, layout, rotated, self._biased(module, layout))
+                biased = self._biased(module, layout)
+                layer = MappedLayer(self.map, None, layout, rotated, biased)
             module.__dict__[LAYER] = layer
         self.handles.append(decoder.register_forward_pre_hook(self.begin, with_kwargs=True))
         self.handles.append(
@@ -189,6 +197,11 @@ class Installed:
             numbers = (layer_number(module) for module in self.mapped)
             named = ", ".join(map(str, sorted(n for n in numbers if n is not None)))
             notes.append(f"layers: {named}; the others keep the rotation as it was trained")
+        if self.map.window is not None:
+            notes.append(
+                f"windows: {len(self.kept)} layers attend to the last {self.map.window} tokens, "
+                f"and a DynamicCache keeps no others of them"
+            )
         added = self.map.encoding
         if added is not None and added != self.map.method:
             what = ", ".join([added.name, *option_texts(added)])
@@ -274,6 +287,8 @@ class Installed:
         if not isinstance(mask, torch.Tensor) or mask.ndim != 2:
             mask = None
         filled = 0 if cache is None else int(cache.get_seq_length())
+        if not filled:
+            self._shorten(cache)
         rows, length = tokens.shape[:2]
         weights = bool(given.get("output_attentions"))
         forward = PositionForward(
@@ -304,17 +319,26 @@ class Installed:
             new = isinstance(cache, Cache) and cache is not forward.cache
             if new and forward.known is not None:
                 keep(cache, forward.known, forward.rows)
+                self._shorten(cache)
+
+    def _shorten(self, cache: Any) -> None:
+        """Let a cache keep what layers with a window will attend to."""
+        if self.map.window is not None:
+            numbers = [layer_number(module) for module in self.kept]
+            shorten(cache, [n for n in numbers if n is not None], self.map.window)
 
 
-def _later_layers(
-    position_map: PositionMap, modules: list[nn.Module], layers: int
+def _default_layers(
+    decoder: nn.Module, encoding: Encoding | None, modules: list[nn.Module]
 ) -> tuple[int, ...] | None:
-    """The layers that an encoding changes by default, of ``modules``; None: all."""
-    encoding = position_map.encoding
-    first = 0 if encoding is None else encoding.first_layer(layers)
-    numbers = [layer_number(module) for module in modules]
-    later = tuple(sorted({n for n in numbers if n is not None and n >= first}))
-    return later if later and first and None not in numbers else None
+    """The layers that an encoding changes by default, of those of ``modules``; None: all."""
+    count = text_config(decoder).num_hidden_layers
+    chosen = None if encoding is None else encoding.default_layers(count)
+    if encoding is None or chosen is None or encoding.by_layer:  # then all of them, or an error
+        return chosen
+    numbers = {layer_number(module) for module in modules}
+    found = tuple(number for number in chosen if number in numbers)
+    return found if found and len(found) < len(modules) else None
 
 
 class _RotaryHook:

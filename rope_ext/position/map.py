@@ -59,6 +59,11 @@ class PositionMap:
         return self.method.bands()
 
     @property
+    def window(self) -> int | None:
+        """Tokens that rotating layers beside those of an encoding attend to; None: all."""
+        return None if self.encoding is None else self.encoding.window_beside()
+
+    @property
     def stored(self) -> Map:
         """The position map that cached keys are rotated with."""
         return self.bands[-1].key

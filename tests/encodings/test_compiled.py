@@ -28,10 +28,11 @@ MADE: dict[str, Callable[[nn.Module, str], nn.Module]] = {
     "yarn and alibi": lambda model, _: rope_ext.patch(model, "yarn", factor=4, bias="alibi"),
     "every 2nd": lambda model, _: rope_ext.patch(model, "alibi", layers=[1]),
     "rerope in one": lambda model, _: rope_ext.patch(model, "rerope", factor=4, layers=[1]),
+    "swan": lambda model, _: rope_ext.patch(model, "swan", every=2, window=7, factor=4),
     "yarn in one": lambda model, _: rope_ext.patch(model, "yarn", factor=4, layers=[1]),
 }
 
-FAST = ("alibi", "xpos", "shaw", "rerope and t5", "every 2nd")
+FAST = ("alibi", "xpos", "shaw", "rerope and t5", "every 2nd", "swan")
 ALL = [pytest.param(name, marks=[] if name in FAST else pytest.mark.slow) for name in MADE]
 GRAPHS = (*FAST, "fire", "cope", "rerope in one")  # one of each kind; the formulas are in ALL
 BY_ROWS = {"xpos", *relative.RELATIVE, *scored.SIZES}  # what a graph has for few queries alone

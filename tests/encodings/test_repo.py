@@ -52,7 +52,7 @@ def test_the_first_layers_keep_their_rotation(ids) -> None:
     """The first 5 of 16, rounded down, unless ``layers`` chooses others."""
     ids = ids[:, :12]
     repo = build_method("repo")
-    assert [repo.first_layer(n) for n in (1, 3, 4, 16, 32)] == [0, 0, 1, 5, 10]
+    assert [repo.default_layers(n)[0] for n in (1, 3, 4, 16, 32)] == [0, 0, 1, 5, 10]
     model, plain = patch(tiny_llama(num_hidden_layers=4)), tiny_llama(num_hidden_layers=4)
     assert {int(name.split(".")[2]) for name in parameters(model)} == {1, 2, 3}
     assert "layers: 1, 2, 3; the others keep the rotation" in str(rope_ext.describe(model))

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import rope_ext
-from benchmarks import measuring, parts, speed
+from benchmarks import measuring, parts, speed, windows
 from benchmarks.measuring import Measured, compared
 from rope_ext.methods import build_method
 from tests.helpers.models import tiny_llama
@@ -152,3 +152,11 @@ def test_one_command_measures_everything(
     assert page.count("| `rerope` |") == 3 * dtypes  # in two models, and alone
     assert "eager, 8 key heads" in page and "compiled, 2 key heads" in page
     assert "with backward, 128" in page and "decode at 128, 2 key heads" in page
+
+
+def test_a_window_in_most_layers_saves_memory(capsys: pytest.CaptureFixture[str]) -> None:
+    windows.main(["--small", "--rounds", "1"])
+    rows = [line.split("│") for line in capsys.readouterr().out.splitlines()]
+    mib = {row[1].strip(): float(row[2]) for row in rows if len(row) == 8}
+    assert mib["nope, every 4th layer"] == mib["native"]
+    assert 0.35 < mib["swan"] / mib["native"] < 0.45  # of five layers, two keep all tokens

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from transformers import DynamicCache
 
 import rope_ext
 from tests.helpers.models import tiny_llama
@@ -82,3 +83,14 @@ def test_a_row_of_nothing_but_padding_disturbs_nobody(ids) -> None:
     said = logits(model, batch, attention_mask=mask)
     torch.testing.assert_close(said[:2], logits(model, ids), **EXACT)
     assert said.isfinite().all()
+
+
+def test_a_chunk_of_nothing_but_padding_is_passed_over(ids) -> None:
+    model, mask = patch(tiny_llama(), "rerope"), torch.ones_like(ids)
+    mask[:, :30] = 0
+    positions, cache, said = (mask.cumsum(-1) - 1).clamp(min=0), DynamicCache(), []
+    for part in torch.arange(90).split([20, 40, 30]):
+        given = {"attention_mask": mask[:, : part[-1] + 1], "position_ids": positions[:, part]}
+        said.append(logits(model, ids[:, part], past_key_values=cache, **given))
+    right = logits(model, ids[:, 30:])
+    torch.testing.assert_close(torch.cat(said, 1)[:, 30:], right, **EXACT)

@@ -134,7 +134,7 @@ def test_a_function_of_the_distance_is_a_convolution() -> None:
 # before t: it has at least as many columns as that block of the weights has rank. Without
 # positions, that is the columns of phi, here two.
 
-AS_IT_IS = ("nope", "drope", "sinusoidal", "learned", "multiplicative", "floater")
+AS_IT_IS = ("nope", "drope", "swan", "sinusoidal", "learned", "multiplicative", "floater")
 ROTATIONS: dict[str, dict] = {
     "xpos": {},
     "3d_rpe": {},

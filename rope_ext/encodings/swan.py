@@ -1,0 +1,62 @@
+"""SWAN."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+from rope_ext.encodings.base import Encoding
+from rope_ext.methods.registry import register
+from rope_ext.methods.rope import Rope
+from rope_ext.methods.temperature import LogN, Temperature
+
+
+@register
+@dataclass(frozen=True, kw_only=True)
+class SWAN(Encoding):
+    """Every n-th layer attends to everything without positions, the others rotate in a window.
+
+    Layers ``start``, ``start + every``, ... are those without positions; only their queries get
+    the temperature, ``"log_n"`` unless another one is given.
+
+    Args:
+        every: layers in a group, one of which has no positions; 4 as published.
+        start: the first layer without positions, counted from 0; 0 as published. Llama 4, Cohere
+            and SmolLM3 put theirs last in a group: 3.
+        window: tokens that the other layers attend to, with the query itself; a sixteenth of the
+            trained length by default, as published (512 of 8192).
+
+    Puvvada et al. 2025, arXiv 2504.08719.
+    """
+
+    name: ClassVar[str] = "swan"
+    paper: ClassVar[str] = "arXiv 2504.08719"
+    summary: ClassVar[str] = "some layers without positions, a window in the others; needs training"
+
+    by_layer: ClassVar[bool] = True
+
+    every: int = 4
+    start: int = 0
+    window: int | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.require_tokens("every", minimum=2, optional=False)
+        self.require_tokens("start", minimum=0, optional=False)
+        self.require("start", self.start < self.every, f"less than every={self.every}")
+        self.require_tokens("window", minimum=2)
+
+    def resolved(self, rope: Rope) -> SWAN:
+        window = max(2, rope.tokens(1 / 16)[0]) if self.window is None else self.window
+        trained = "at most the trained length, since longer distances are new to the rotation"
+        self.require_resolved("window", window <= rope.length, trained, rope)
+        return replace(self, window=window)
+
+    def own_temperature(self) -> Temperature:
+        return LogN()
+
+    def default_layers(self, count: int) -> tuple[int, ...]:
+        return tuple(range(self.start, count, self.every))
+
+    def window_beside(self) -> int | None:
+        return self.window

@@ -13,7 +13,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 
 from rope_ext.caches import CacheWithMetadata
 from rope_ext.forward.context import forward_context
-from rope_ext.position import bias, inputs, install, queries  # noqa: F401 - these register all
+from rope_ext.position import bias, head_scales, inputs, install, queries  # noqa: F401 - these register all
 from rope_ext.swapping import plain, swap
 from tests.helpers.sources import PACKAGES, nodes
 
@@ -109,6 +109,7 @@ def test_every_name_in_the_registries_of_others_is_listed() -> None:
     assert ours == {name for name in LISTED if name.startswith("rope_ext")} - {
         bias.NAME,
         inputs.NAME,
+        head_scales.NAME,
     }
 
 

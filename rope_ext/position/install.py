@@ -22,7 +22,7 @@ from rope_ext.forward.context import (
     run_eagerly,
 )
 from rope_ext.forward.positions import PositionForward
-from rope_ext.position import bias, inputs, tensors
+from rope_ext.position import bias, head_scales, inputs, tensors
 from rope_ext.position.attend import LAYER, NAME, AttentionLayer, MappedLayer
 from rope_ext.position.cache import keep, note
 from rope_ext.position.layers import (
@@ -112,6 +112,8 @@ class Installed:
                     distinct.index(layout), self.map.rotations(layout)
                 )
                 layer = MappedLayer(self.map, layout, rotated, self._biased(module, layout))
+                if self.map.learned_temperature is not None:
+                    head_scales.add(module, self.map.learned_temperature, layout.heads.count)
             module.__dict__[LAYER] = layer
         self.handles.append(decoder.register_forward_pre_hook(self.begin, with_kwargs=True))
         self.handles.append(
@@ -194,6 +196,7 @@ class Installed:
         for module in self.layouts:
             module.__dict__.pop(LAYER, None)
             module._modules.pop(bias.NAME, None)
+            module._modules.pop(head_scales.NAME, None)
         inputs.leave(self.decoder)
         if self._config._attn_implementation == NAME:  # else another one was chosen meanwhile
             self._config._attn_implementation_internal = self._before

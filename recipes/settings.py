@@ -32,6 +32,7 @@ from rope_ext.encodings import Encoding
 from rope_ext.errors import Mistakes, OptionError, first_line, nearest
 from rope_ext.methods import build_method, method_class
 from rope_ext.methods.rope import factor_to
+from rope_ext.methods.temperature import SSMax
 from rope_ext.record import method_to_json
 
 NONE = "none"
@@ -155,10 +156,16 @@ class Recipe:
     lora_dropout: float = _option(0.0, "Dropout before LoRA.")
     lora_target: list[str] = field(
         default_factory=lambda: ["q_proj", "k_proj", "v_proj", "o_proj"],
-        metadata={"help": "Names of linear layers."},
+        metadata={
+            "help": "Names of linear layers, or none: LoRA in no layer, so that only what the "
+            "method learns is trained, such as temperature ssmax."
+        },
     )
     train_embeddings_and_norms: bool = _option(
         False, "Also train embeddings and norms, as LongLoRA does."
+    )
+    temperature_lr: float = _option(
+        0.1, "Learning rate of the scales of temperature ssmax, instead of learning_rate."
     )
     loraplus_ratio: float | None = _option(None, "LoRA+: ratio of the learning rates of B and A.")
     quantize: bool = _option(False, "QLoRA: 4-bit base weights (needs bitsandbytes).")
@@ -430,6 +437,15 @@ def _of_method(recipe: Recipe, method: Any) -> Iterator[str]:
         yield (
             f"--init model fits what an encoding learns, such as t5 or kerple_log, and --method is "
             f"{recipe.method}; give --init default"
+        )
+    learns = isinstance(method, Encoding) or (
+        method is not None and isinstance(method.chosen_temperature, SSMax)
+    )
+    if recipe.lora_target == [NONE] and not (learns or recipe.train_embeddings_and_norms):
+        yield (
+            f"--lora_target none trains what the method learns alone, and --method {recipe.method} "
+            f'learns nothing; give --method_options \'{{"temperature": "ssmax"}}\', or names of '
+            f"linear layers"
         )
     if getattr(method, "mode", None) == "growing":
         yield (

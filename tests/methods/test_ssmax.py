@@ -417,6 +417,11 @@ def test_layers_choose_where_it_is() -> None:
         assert [key.split(".")[2] for key in parameters(model)] == ["1"]
 
 
-def test_describe_says_that_it_is_learned() -> None:
-    notes = rope_ext.describe(patch(tiny_llama())).notes
+def test_describe_says_that_it_is_learned_and_reads_a_folder(tmp_path: Path) -> None:
+    model = patch(tiny_llama())
+    notes = rope_ext.describe(model).notes
     assert any("s learned for every head" in note for note in notes)
+    model.save_pretrained(tmp_path)
+    found = rope_ext.describe(tmp_path)
+    assert found.options["temperature"] == rope_ext.SSMax()
+    assert found.target_length == 4 * LENGTH

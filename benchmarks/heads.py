@@ -10,9 +10,11 @@ scale max(0, ln(i + 1) / ln L - 1)``. Here every layer and head has its own ``sc
   measured on text, without gradients.
 * ``learned``: trained, and nothing else with it, as Scalable-Softmax has it (Nakanishi 2025, arXiv
   2501.19399), on the sum that ``calibrate`` minimizes: the loss of text beyond the trained length
-  and that of passkey answers.
+  and that of passkey answers;
+* ``adapter``, with ``--adapter`` and instead of the other two: what ``recipes/finetune.py`` trained
+  as ``temperature="ssmax"``, on rows of text that state facts and ask for them in other words.
 
-Both are compared with the best of a few scales for all heads, chosen by the same sum. The
+All are compared with the best of a few scales for all heads, chosen by the same sum. The
 comparison is on documents and passkeys that nothing was chosen on. Within the trained length every
 scale is without effect, so nothing is lost there.
 
@@ -27,11 +29,13 @@ import random
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from itertools import islice
+from pathlib import Path
 from typing import Any
 
 import torch
 from rich.console import Console
 from rich.table import Table
+from safetensors.torch import load_file
 from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -54,6 +58,7 @@ from rope_eval.tune.fitness import (
 from rope_ext.arguments import parse_length
 from rope_ext.methods import Method, build_method
 from rope_ext.methods.temperature import LogN
+from rope_ext.position import head_scales
 from rope_ext.position.attend import Dense, watched
 from rope_ext.rotary.sites import text_decoder
 
@@ -214,6 +219,14 @@ def learned(
     return scales.detach()
 
 
+def of_adapter(folder: Path) -> torch.Tensor:
+    """Scales ``[layers, heads]`` that ``recipes/finetune.py`` has saved in a directory."""
+    weights = load_file(folder / "adapter_model.safetensors")
+    found = {name: value for name, value in weights.items() if head_scales.NAME in name}
+    numbers = {int(name.split(".layers.")[1].split(".")[0]): name for name in found}
+    return torch.stack([found[numbers[layer]].float() for layer in sorted(numbers)])
+
+
 def _loss(model: Any, row: Sequence[int], tail: int) -> torch.Tensor:
     """Mean loss of the last ``tail`` tokens, nats."""
     ids = torch.tensor([row])
@@ -238,8 +251,9 @@ class Cell:
         first = beginning(tokenizer)
         self.inside = [piece for row in self.seen for piece in islice(cut(row, TRAINED, first), 2)]
         self.prompts = prompts_of(tokenizer, [self.length], 24, self.seen, 0)
-        more = rows(seen, 3 * args.windows, 3).windows if args.steps else ()
-        asked = prompts_of(tokenizer, [self.length], args.steps, more, 3)
+        steps = 0 if args.adapter else args.steps
+        more = rows(seen, 3 * args.windows, 3).windows if steps else ()
+        asked = prompts_of(tokenizer, [self.length], steps, more, 3)
         self.training = more, random.Random(3).sample(asked, len(asked))
         self.other = rows(other, args.windows, SEED)
         frame = Frame.from_tokenizer(tokenizer, "no")
@@ -248,18 +262,22 @@ class Cell:
         )
 
     def compare(self, name: str) -> dict[str, Any]:
-        """Losses and passkeys of ``entropy`` and ``learned``, and of the best scale for all."""
+        """Losses and passkeys of the best scale for all, and of scales by head."""
         model = self.model
         method = build_method(name, factor=self.length / TRAINED, temperature=1.0)
-        entropy = by_entropy(model, method, self.seen, self.inside)
-        every = {f"{one:g}": torch.full_like(entropy, one) for one in ONE}
+        shape = len(_layers(model)), model.config.num_attention_heads
+        every = {f"{one:g}": torch.full(shape, one) for one in ONE}
         chosen = {one: self._choose(method, scales) for one, scales in every.items()}
         best = min(chosen, key=lambda one: sum(chosen[one]))
-        tried = {"one": every[best], "entropy": entropy}
-        if self.args.steps:
+        tried = {"0": every["0"], "one": every[best]}
+        if self.args.adapter:
+            tried["adapter"] = of_adapter(self.args.adapter)
+        else:
+            tried["entropy"] = by_entropy(model, method, self.seen, self.inside)
+        if self.training[1]:
             tried["learned"] = learned(model, method, *self.training, self.args.steps)
         return {
-            "chosen": chosen | {"entropy": self._choose(method, entropy)},
+            "chosen": chosen,
             "best": best,
             "scales": {one: scales.tolist() for one, scales in tried.items()},
             "measured": {one: self._measure(method, scales) for one, scales in tried.items()},
@@ -290,7 +308,7 @@ def show(cells: Mapping[tuple[str, str], Mapping[str, Any]]) -> None:
         one = cell["measured"]["one"]
         for kind, other in cell["measured"].items():
             changes = ["", ""]
-            if kind != "one":
+            if kind not in ("0", "one"):
                 change = [b - a for a, b in zip(one["far"], other["far"], strict=True)]
                 changes = [
                     f"{mean(change):+.4f} {_text(mean_interval(change))}",
@@ -299,7 +317,7 @@ def show(cells: Mapping[tuple[str, str], Mapping[str, Any]]) -> None:
             table.add_row(
                 checkpoint,
                 name,
-                f"{cell['best']} for all" if kind == "one" else kind,
+                f"{cell['best'] if kind == 'one' else kind} for all" if changes[0] == "" else kind,
                 f"{mean(other['far']):.4f}",
                 changes[0],
                 f"{sum(other['found'])} of {len(other['found'])}",
@@ -317,10 +335,10 @@ def main() -> None:
     parser.add_argument("--windows", type=int, default=12, help="to choose on, and unseen")
     parser.add_argument("--trials", type=int, default=20, help="passkeys at each of five depths")
     parser.add_argument("--steps", type=int, default=40, help="of learning; 0: do not learn")
+    parser.add_argument("--adapter", type=Path, help="directory, of recipes/finetune.py")
     args = parser.parse_args()
-    run(
-        args, lambda checkpoint, name: Cell(checkpoint, args).compare(name), show, f"-{args.length}"
-    )
+    suffix = f"-{args.length}-{args.adapter.name}" if args.adapter else f"-{args.length}"
+    run(args, lambda checkpoint, name: Cell(checkpoint, args).compare(name), show, suffix)
 
 
 if __name__ == "__main__":

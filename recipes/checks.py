@@ -36,6 +36,7 @@ RULES: dict[str, Rule] = {
     "lora_alpha": at_least(1),
     "lora_dropout": _BELOW_ONE,
     "loraplus_ratio": POSITIVE,
+    "temperature_lr": POSITIVE,
     "per_device_train_batch_size": at_least(1),
     "per_device_eval_batch_size": at_least(1),
     "gradient_accumulation_steps": at_least(1),

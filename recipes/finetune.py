@@ -22,6 +22,7 @@ from typing import Any
 import peft
 import torch
 from peft.optimizers import create_loraplus_optimizer
+from peft.utils.constants import DUMMY_TARGET_MODULES
 from transformers import (
     AutoModelForCausalLM,
     BitsAndBytesConfig,
@@ -69,6 +70,7 @@ from rope_ext.checkpoints import load_config, load_tokenizer
 from rope_ext.encodings import Encoding
 from rope_ext.errors import Mistakes, OptionError, RopeExtError, first_line
 from rope_ext.methods import DynamicMethod, Method, reach
+from rope_ext.position import head_scales
 from rope_ext.position.bias import learned
 from rope_ext.rotary.sites import find_sites, text_decoder
 from rope_ext.terminal import tell, tell_next, unused
@@ -280,7 +282,7 @@ def _extend(recipe: Recipe, model: Any, meta: bool, rows: Any = ()) -> Any:
     if method is None:
         text = model.config.get_text_config(decoder=True)
         text.max_position_embeddings = lengths(recipe, model)[1]
-    elif not (meta and method.replaces_attention):
+    elif not (meta and (method.replaces_attention or method.chosen_temperature is not None)):
         trained, _ = lengths(recipe, model)
         rope_ext.patch(
             model,
@@ -310,7 +312,7 @@ def with_lora(model: Any, recipe: Recipe) -> Any:
         OptionError: the model has no such layers.
     """
     extra = embeddings_and_norms(model) if recipe.train_embeddings_and_norms else []
-    # Parameters of an encoding start at random, and adapters cannot make up for that.
+    # Parameters of an encoding start at random, and LoRA cannot make up for that.
     encoding = sorted({name.split(".")[-2] for name in learned(model)})
     tied = model.config.get_text_config(decoder=True).tie_word_embeddings
     settings = peft.LoraConfig(
@@ -318,7 +320,7 @@ def with_lora(model: Any, recipe: Recipe) -> Any:
         r=recipe.lora_r,
         lora_alpha=recipe.lora_alpha,
         lora_dropout=recipe.lora_dropout,
-        target_modules=recipe.lora_target,
+        target_modules=DUMMY_TARGET_MODULES if recipe.lora_target == [NONE] else recipe.lora_target,
         modules_to_save=[*extra, *encoding] or None,
         ensure_weight_tying=bool(extra and tied),
     )
@@ -368,8 +370,8 @@ def embeddings_and_norms(model: Any) -> list[str]:
 class LongTrainer(Trainer):
     """Trainer with optional LoRA+ that saves the patch next to every adapter.
 
-    It also evaluates passkeys, without changing the random state of training, and saves the state
-    of streams in checkpoints.
+    It trains scales of a temperature at their own learning rate. It also evaluates passkeys,
+    without changing the random state of training, and saves the state of streams in checkpoints.
     """
 
     def __init__(self, recipe: Recipe, *args: Any, plan: Plan | None = None, **kwargs: Any) -> None:
@@ -393,7 +395,13 @@ class LongTrainer(Trainer):
             )
 
     def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
-        if self.recipe.loraplus_ratio is None or self.optimizer is not None:
+        if self.optimizer is None:
+            made = self._create_optimizer(model)
+            set_temperature_rate(self.model if model is None else model, made, self.recipe)
+        return super().create_optimizer(model)
+
+    def _create_optimizer(self, model: Any) -> torch.optim.Optimizer:
+        if self.recipe.loraplus_ratio is None:
             return super().create_optimizer(model)
         cls, options = self.get_optimizer_cls_and_kwargs(self.args, self.model)
         self.optimizer = create_loraplus_optimizer(
@@ -480,6 +488,23 @@ class LongTrainer(Trainer):
             f"in {self.args.output_dir} are older; train again in another --output_dir with a "
             f"smaller --learning_rate, more --warmup_steps or a smaller --max_grad_norm"
         )
+
+
+def set_temperature_rate(model: Any, optimizer: torch.optim.Optimizer, recipe: Recipe) -> None:
+    """Move the scales of temperature ssmax to a group with their own rate and without decay.
+
+    They are of size 1, and steps of Adam as long as its rate: that of weights hardly moves them.
+    """
+    named = model.named_parameters()
+    scales = [p for n, p in named if p.requires_grad and f".{head_scales.NAME}." in n]
+    if not scales:
+        return
+    groups, moved = optimizer.param_groups, set(map(id, scales))
+    options = {**groups[0], "params": scales, "lr": recipe.temperature_lr, "weight_decay": 0.0}
+    for group in groups:
+        group["params"] = [p for p in group["params"] if id(p) not in moved]
+    groups[:] = [group for group in groups if group["params"]]
+    optimizer.add_param_group(options)
 
 
 def _finite(parameter: torch.Tensor) -> bool:

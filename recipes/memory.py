@@ -217,6 +217,9 @@ def step_peaks(
     for parameter in model.parameters():
         if parameter.requires_grad:  # gradients exist in all but the first accumulation step
             parameter.grad = torch.zeros_like(parameter)
+    if all(parameter.grad is None for parameter in model.parameters()):
+        # All that is trained is what a method learns in the layers, which the meta device lacks.
+        model.get_input_embeddings().register_forward_hook(lambda *call: call[-1].requires_grad_())
     model.config.get_text_config()._attn_implementation_internal = _CAUSAL
     ids = torch.zeros(rows, length, dtype=torch.long, device=device)
     live = _Live()

@@ -28,10 +28,12 @@ from rope_eval.reports.calibration import Calibration
 from rope_ext.arguments import read_json
 from rope_ext.checkpoints import load_config, trained_length
 from rope_ext.drafts import draft_of
+from rope_ext.encodings import Encoding
 from rope_ext.errors import Mistakes, OptionError, first_line, nearest
 from rope_ext.fitting import can_fit, supported
 from rope_ext.methods import FrequencyMethod, build_method, method_class
 from rope_ext.methods.rope import factor_to
+from rope_ext.methods.temperature import SSMax
 from rope_ext.record import method_to_json
 
 NONE = "none"
@@ -165,10 +167,16 @@ class Recipe:
     lora_dropout: float = _option(0.0, "Dropout before LoRA.")
     lora_target: list[str] = field(
         default_factory=lambda: ["q_proj", "k_proj", "v_proj", "o_proj"],
-        metadata={"help": "Names of linear layers."},
+        metadata={
+            "help": "Names of linear layers, or none: LoRA in no layer, so that only what the "
+            "method learns is trained, such as temperature ssmax."
+        },
     )
     train_embeddings_and_norms: bool = _option(
         False, "Also train embeddings and norms, as LongLoRA does."
+    )
+    temperature_lr: float = _option(
+        0.1, "Learning rate of the scales of temperature ssmax, instead of learning_rate."
     )
     loraplus_ratio: float | None = _option(None, "LoRA+: ratio of the learning rates of B and A.")
     quantize: bool = _option(False, "QLoRA: 4-bit base weights (needs bitsandbytes).")
@@ -441,6 +449,15 @@ def _of_method(recipe: Recipe, method: Any) -> Iterator[str]:
             f"--init model fits what an encoding learns, and {recipe.method} learns nothing in the "
             f"layers that could take the place of the rotation; give --init default, or one of "
             f"{', '.join(supported())}, or alibi with --method_options learned true"
+        )
+    learns = isinstance(method, Encoding) or (
+        method is not None and isinstance(method.chosen_temperature, SSMax)
+    )
+    if recipe.lora_target == [NONE] and not (learns or recipe.train_embeddings_and_norms):
+        yield (
+            f"--lora_target none trains what the method learns alone, and --method {recipe.method} "
+            f'learns nothing; give --method_options \'{{"temperature": "ssmax"}}\', or names of '
+            f"linear layers"
         )
     if getattr(method, "mode", None) == "growing":
         yield (

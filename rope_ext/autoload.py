@@ -51,7 +51,7 @@ class _Loading:
             config is one for one in self.configs
         ):
             plain: Any = type(module)(config)  # pyright: ignore[reportCallIssue]
-            if self.record.encoding is not None:
+            if self.record.has_parameters:
                 setattr(plain, _UNEXPECTED, {_loading().UNEXPECTED})
             self._lead(parent)
             return plain

@@ -39,7 +39,7 @@ from rope_ext.errors import (
     nowhere,
 )
 from rope_ext.patching import Patch, current_patch, patch
-from rope_ext.position import bias, head_positions, inputs
+from rope_ext.position import bias, head_positions, head_scales, inputs
 from rope_ext.position.bias import learned
 from rope_ext.record import FIELD, Record
 from rope_ext.registration import CURE
@@ -72,8 +72,8 @@ _AS_THEY_ARE = (RopeExtError, MemoryError, torch.OutOfMemoryError)
 """Errors that do not mean a damaged folder. All others do: on damaged files, transformers and peft
 raise whatever their code runs into, from AttributeError to ZeroDivisionError."""
 _WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin")
-UNEXPECTED = rf"(^|\.)({bias.NAME}|{inputs.NAME}|{head_positions.NAME})\."
-"""Names of an encoding's parameters, which transformers does not expect."""
+UNEXPECTED = rf"(^|\.)({bias.NAME}|{inputs.NAME}|{head_positions.NAME}|{head_scales.NAME})\."
+"""Names of a patch's parameters, which transformers does not expect."""
 _IGNORED = "_keys_to_ignore_on_load_unexpected"
 _SAME_FREQUENCY = 1e-5  # float32 pow may differ between this device and the training device
 _logger = logging.getLogger("rope_ext")
@@ -590,7 +590,7 @@ def _architecture(config: PreTrainedConfig, path: str) -> str:
 
 
 def _restore_learned(model: nn.Module, path: str, options: dict[str, Any]) -> None:
-    """Load an encoding's learned parameters, which transformers ignores.
+    """Load a patch's learned parameters, which transformers ignores.
 
     Raises:
         LoadError: the directory does not contain them.
@@ -619,7 +619,7 @@ def _restore_learned(model: nn.Module, path: str, options: dict[str, Any]) -> No
     if wanted:
         raise LoadError(
             f"{path} does not contain {', '.join(sorted(wanted))}, the learned parameters of its "
-            f"encoding; save the complete model again"
+            f"patch; save the complete model again"
         )
 
 
@@ -641,8 +641,8 @@ def _variant(name: str, variant: str | None) -> str:
 
 @contextmanager
 def _expecting_learned(cls: type, record: Record | None) -> Iterator[None]:
-    """Keep transformers from reporting an encoding's parameters as unexpected keys."""
-    if record is None or record.encoding is None or not hasattr(cls, _IGNORED):
+    """Keep transformers from reporting a patch's parameters as unexpected keys."""
+    if record is None or not record.has_parameters or not hasattr(cls, _IGNORED):
         yield
         return
     before = getattr(cls, _IGNORED)

@@ -229,7 +229,7 @@ def patch(
         _logger.warning(
             "rope_ext: %s replaces %s; its learned parameters are no longer in the model: %s",
             method.name,
-            interrupted.encoding,
+            interrupted.learned_by,
             _listed(dropped),
         )
     state = decoder.__dict__[_STATE]
@@ -361,6 +361,12 @@ class _Interrupted:
         """Name of the encoding that had learned parameters."""
         encoding = None if self.patch is None else self.patch.record.encoding
         return None if encoding is None else encoding.name
+
+    @property
+    def learned_by(self) -> str | None:
+        """What had learned parameters: an encoding, or a method with its temperature."""
+        method = None if self.patch is None else self.patch.method
+        return self.encoding or (None if method is None else method.name)
 
     def go_on(self, model: nn.Module) -> None:
         """Apply it again to the model, which must not be patched."""

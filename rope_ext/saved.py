@@ -92,10 +92,12 @@ def patch_without_weights(
 ) -> nn.Module:
     """Patch a model on the meta device; a method that attends is only noted there.
 
-    Whether a family accepts such a method is checked on its weights, by :func:`rope_ext.patch`.
+    So is one with a temperature: whether a family accepts these is checked on its weights, by
+    :func:`rope_ext.patch`.
     """
     arguments = dict(arguments or {})
-    changes_attention = arguments.get("bias") is not None or arguments.get("layers") is not None
+    named = (arguments.get(name) for name in ("bias", "layers"))
+    changes_attention = any(value is not None for value in (*named, method.chosen_temperature))
     if method.kind == "frequency" and not changes_attention:
         return patch(model, method, **arguments)
     return note_patch(model, method, **arguments)

@@ -16,6 +16,7 @@ from rope_ext.forward.context import forward_context
 from rope_ext.position import (  # noqa: F401 - these register all
     bias,
     head_positions,
+    head_scales,
     inputs,
     install,
     queries,
@@ -116,6 +117,7 @@ def test_every_name_in_the_registries_of_others_is_listed() -> None:
         bias.NAME,
         inputs.NAME,
         head_positions.NAME,
+        head_scales.NAME,
     }
 
 

@@ -123,8 +123,8 @@ def settings_of(
 ) -> dict[str, Any]:
     """Settings that cells must share to be comparable."""
     settings = {name: getattr(args, name) for name in (*_SIZES, "learning_rate")}
-    if LENGTHS in subjects:
-        settings["tasks"] = list(subjects[LENGTHS].names)
+    # Also without problems, so that a later run of the same command can add them.
+    settings["tasks"] = list(subjects[LENGTHS].names if LENGTHS in subjects else TASKS)
     seen = hashlib.sha256(text.stream.tobytes() + text.held_out.tobytes())
     settings["text"] = seen.hexdigest()[:16]
     return settings

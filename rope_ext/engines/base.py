@@ -19,7 +19,7 @@ from transformers import PreTrainedConfig
 from rope_ext.engines.families import ENGINES, Family, everywhere
 from rope_ext.errors import ExportError, NotPatchedError, brief, nearest
 from rope_ext.methods import Method, Rope
-from rope_ext.methods.temperature import yarn_factor
+from rope_ext.methods.temperature import SSMax, yarn_factor
 from rope_ext.patching import Patch, current_patch
 from rope_ext.record import record_of
 from rope_ext.rotary.sites import find_sites, text_config, text_decoder, unwrap
@@ -368,6 +368,12 @@ def refuse_tempered(method: Method, rope: Rope) -> None:
     temperature = method.tempered(rope)
     if temperature is None:
         return
+    if isinstance(temperature, SSMax):
+        raise Refusal(
+            "it has no setting that multiplies queries by a number learned for every head "
+            "(temperature='ssmax'); run the model with transformers (rope_ext.from_pretrained), or "
+            "patch with temperature=1 and calibrate attention_factor (rope_ext.calibrate)"
+        )
     raise Refusal(
         f"it has no setting that multiplies queries (temperature={method.temperature!r}); use "
         f"attention_factor instead, which multiplies cosine and sine, and so multiplies the logits "

@@ -13,6 +13,7 @@ from rope_ext.attention import placed
 from rope_ext.errors import CacheError, UnsupportedModelError
 from rope_ext.forward.context import ForwardContext
 from rope_ext.methods.kinds import at
+from rope_ext.methods.temperature import SSMax
 from rope_ext.position.cache import KeyPositions, keep, kept, whole
 from rope_ext.position.map import PositionMap
 from rope_ext.position.rotated_key_cache import RotatedKeyStep
@@ -252,6 +253,17 @@ class PositionForward(ForwardContext):
             places = places.expand(len(self.padding_known), -1)
             first = places.gather(1, self.padding_known.int().argmax(1, keepdim=True))
         return places - first
+
+    def growth(self, temperature: SSMax, dtype: torch.dtype) -> torch.Tensor | None:
+        """The growth of a temperature, ``[rows or 1, 1, tokens, 1]``; None: 0 everywhere."""
+        key = ("growth", dtype)
+        if key not in self.made:
+            made = temperature.growth(self.query.double().clamp(min=0)).to(dtype)
+            # Reading it would synchronise with a GPU, and is impossible in a graph.
+            readable = not self.traced and made.device.type == "cpu"
+            idle = readable and bool((made == 0).all())
+            self.made[key] = None if idle else made[:, None, :, None]
+        return self.made[key]
 
     def embeddings(self, site: RotarySite, like: Any) -> Any:
         """Cosine and sine that the model rotates its queries and keys with."""

@@ -15,7 +15,7 @@ import torch
 from rope_ext.caches import CacheWithMetadata, Move, attach
 from rope_ext.forward.context import ForwardContext
 from rope_ext.methods import FrequencyMethod
-from rope_ext.methods.temperature import Temperature
+from rope_ext.methods.temperature import SSMax, Temperature
 from rope_ext.rotary.sites import RotarySite
 
 STARTED = "_rope_ext_started"  # attribute of a cache: the sequences in it, a Started
@@ -202,16 +202,22 @@ class SequenceForward(ForwardContext):
     def query_scale(
         self, temperature: Temperature, device: torch.device, dtype: torch.dtype
     ) -> torch.Tensor | None:
-        """Factor of the queries, ``[rows or 1, 1, tokens, 1]``; None: 1 everywhere."""
+        """Factor of the queries, ``[rows or 1, 1, tokens, 1]``; None: 1 everywhere.
+
+        Of a temperature that learns, the growth that its scales multiply; None: 0 everywhere.
+        """
         key = ("query_scale", device, dtype)
         if key not in self._made:
             assert self.positions is not None
             positions = self.counted(self.positions)
             if positions.ndim == 3:  # axes, rows, tokens
                 positions = positions.amax(0)
-            tau = temperature.at(positions.double().clamp(min=0)).to(device, dtype)
+            t = positions.double().clamp(min=0)
+            learned = isinstance(temperature, SSMax)
+            tau = (temperature.growth(t) if learned else temperature.at(t)).to(device, dtype)
             # Reading it would synchronise with a GPU, and is impossible in a graph.
-            same = not self.traced and tau.device.type == "cpu" and bool((tau == 1).all())
+            readable = not self.traced and tau.device.type == "cpu"
+            same = readable and bool((tau == (0 if learned else 1)).all())
             self._made[key] = None if same else tau[:, None, :, None]
         return self._made[key]
 

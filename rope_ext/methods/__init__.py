@@ -20,7 +20,7 @@ from rope_ext.methods.registry import (
     register,
 )
 from rope_ext.methods.rope import Rope, geometric, reach
-from rope_ext.methods.temperature import Llama4, LogN, Temperature, YaRNTemperature
+from rope_ext.methods.temperature import Llama4, LogN, SSMax, Temperature, YaRNTemperature
 from rope_ext.methods.geometry import ChunkGap, Distance, Sinks
 from rope_ext.methods.yarn import YaRN
 from rope_ext.methods.dynamic_yarn import DynamicYaRN
@@ -80,6 +80,7 @@ __all__ = [
     "ReRoPE",
     "Resonance",
     "Rope",
+    "SSMax",
     "SelfExtend",
     "Sinks",
     "Temperature",

@@ -43,8 +43,9 @@ class Method(Checked):
             logits of the rotated dimensions by its square. None uses the published value of the
             method, or 1 if it has none.
         temperature: multiplies queries, and so the logits of all dimensions: ``"log_n"``,
-            ``"llama4"``, ``"yarn"``, a number, or an object such as ``LogN(scale=0.5)``. None uses
-            the published temperature of the method, or 1 if it has none.
+            ``"ssmax"``, ``"llama4"``, ``"yarn"``, a number, or an object such as
+            ``LogN(scale=0.5)``. None uses the published temperature of the method, or 1 if it has
+            none.
 
     Raises:
         OptionError: an option has the wrong type or is out of range.
@@ -72,8 +73,8 @@ class Method(Checked):
         if self.temperature is not None:
             made = as_temperature(self.temperature)
             valid = (
-                "'log_n', 'llama4', 'yarn', a positive number of at most 100, or an object such as "
-                "rope_ext.LogN(scale=0.5)"
+                "'log_n', 'ssmax', 'llama4', 'yarn', a positive number of at most 100, or an "
+                "object such as rope_ext.LogN(scale=0.5)"
             )
             self.require("temperature", made is not None, valid)
             self.set("temperature", made)
@@ -147,18 +148,26 @@ class Method(Checked):
 
     def tempered(self, rope: Rope) -> Temperature | None:
         """The active temperature with every option set; None: 1 everywhere."""
-        given = as_temperature(self.temperature) or self.own_temperature()
+        given = self.chosen_temperature
         if given is None:
             return None
         filled = given.filled(rope.length, self.factor)
         return None if filled.constant == 1 else filled
+
+    @property
+    def chosen_temperature(self) -> Temperature | None:
+        """The ``temperature`` as given, or as published if none was given; None: 1 everywhere."""
+        return as_temperature(self.temperature) or self.own_temperature()
 
     def own_temperature(self) -> Temperature | None:
         """The published ``temperature``, or None."""
         return None
 
     def query_scaling(self, t: torch.Tensor, rope: Rope) -> torch.Tensor | None:
-        """Number that multiplies the query at position ``t`` (float64); None: no scaling."""
+        """Number that multiplies the query at position ``t`` (float64); None: no scaling.
+
+        If heads learn a number each, the initial one.
+        """
         tempered = self.tempered(rope)
         return None if tempered is None else tempered.at(t)
 

@@ -95,6 +95,44 @@ class LogN(Temperature):
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
+class SSMax(LogN):
+    """``1 + s max(0, ln(i + 1) / ln(length) - 1)`` with a learned ``s`` for every layer and head.
+
+    Scalable-Softmax multiplies the logits of every head by ``s ln(n)``, with ``n`` the number of
+    tokens that a query sees, and trains ``s`` with the model. A pretrained model expects a factor
+    of 1 at every ``n`` up to its trained length, so here the factor is 1 there, and continuous.
+    Beyond it, it is ``(s / ln(length)) ln(n) + 1 - s``: the published factor if ``s`` is 1, which
+    is also :class:`LogN`, and otherwise the published variant with a bias, which follows from
+    ``s``.
+
+    Args:
+        length: tokens; the trained length by default.
+        scale: initial ``s`` of every head. 1, the default, starts from ``log_n``; 0 starts without
+            a temperature.
+
+    Nakanishi 2025, arXiv 2501.19399.
+    """
+
+    name: ClassVar[str] = "ssmax"
+    redefining: ClassVar[tuple[str, ...]] = ("length",)  # as of an encoding
+
+    def __post_init__(self) -> None:
+        self.require_tokens("length", minimum=2)
+        self.require_number("scale", minimum=0, maximum=100)
+
+    def growth(self, t: torch.Tensor) -> torch.Tensor:
+        """The number at positions ``t`` that ``s`` multiplies, float64."""
+        return LogN(length=self.length).at(t) - 1
+
+    def grown(self, name: str, learned: torch.Tensor, initial: torch.Tensor) -> None:
+        """Scales for other heads cannot be converted; see :meth:`Encoding.grown`."""
+
+    @property
+    def formula(self) -> str:
+        return f"1 + s max(0, ln(i + 1) / ln {self.length} - 1), s learned for every head"
+
+
+@dataclass(frozen=True, kw_only=True, repr=False)
 class Llama4(Temperature):
     """``1 + beta ln(1 + floor(i / length))``: a step at every multiple of the trained length.
 
@@ -191,7 +229,7 @@ class Constant(Temperature):
 
 
 TEMPERATURES: dict[str | None, type[Temperature]] = {
-    cls.name: cls for cls in (LogN, Llama4, YaRNTemperature, Constant)
+    cls.name: cls for cls in (LogN, SSMax, Llama4, YaRNTemperature, Constant)
 }
 """By name. A constant needs a value, so its name alone is not enough."""
 

@@ -25,7 +25,7 @@ from rope_ext.forward.context import current, forward_context, run_eagerly
 from rope_ext.forward.positions import PositionForward
 from rope_ext.methods.checked import not_none
 from rope_ext.methods.geometry import Distance, Geometry
-from rope_ext.position import bias, head_positions, tensors, windows
+from rope_ext.position import bias, head_positions, head_scales, tensors, windows
 from rope_ext.position.layers import Layout
 from rope_ext.position.map import PositionMap
 from rope_ext.position.segments import BatchMask, RotatedSegment, shown
@@ -314,6 +314,7 @@ def _attend(
         return _attend_eagerly(asked)
     if isinstance(layer, MappedLayer):
         _refuse_dropout(layer, module, dropout)
+        asked = _head_scaled(asked, context)
     return _WAYS[way_in_graph(layer, context)](asked, context), None
 
 
@@ -328,12 +329,23 @@ def _attend_eagerly(asked: Asked) -> tuple[torch.Tensor, torch.Tensor | None]:
     if layer.map.computes_positions:
         query, key = head_positions.rotated(asked.module, asked.query, asked.key)
         asked = asked._replace(query=query, key=key)
+    asked = _head_scaled(asked, mask.forward)
     way = way_of(asked, layer, mask)
     weights = None
     if forward_context.look is not None or mask.forward.weights:
         weights = _watched_weights(asked._replace(mask=mask), mask.forward)
     where = mask.forward.on(asked.query.device) if way == "few" else mask
     return _WAYS[way](asked, where), weights
+
+
+def _head_scaled(asked: Asked, forward: PositionForward) -> Asked:
+    """The same with queries times what their heads have learned as temperature, if they have."""
+    temperature = asked.mapped.map.learned_temperature
+    if temperature is None:
+        return asked
+    query = asked.query
+    growth = forward.on(query.device).growth(temperature, _table_dtype(query))
+    return asked._replace(query=getattr(asked.module, head_scales.NAME)(query, growth))
 
 
 def way_in_graph(layer: AttentionLayer, context: PositionForward) -> str:

@@ -14,6 +14,7 @@ from rope_ext.encodings.base import Bounds
 from rope_ext.encodings.scores import Scores
 from rope_ext.errors import OptionError
 from rope_ext.methods import Rope
+from rope_ext.methods.temperature import SSMax
 from rope_ext.position.layers import KeyProjection
 
 NAME = "rope_ext_bias"  # name of the module within an attention module, and so in checkpoints
@@ -22,7 +23,7 @@ _HIDES = -1e30
 
 
 def learned(model: nn.Module) -> dict[str, nn.Parameter]:
-    """The parameters of the encoding on ``model``, by their names in ``state_dict``."""
+    """The parameters of encoding and temperature on ``model``, by their names in ``state_dict``."""
     return {
         f"{name}.{key}" if name else key: value
         for name, module in model.named_modules(remove_duplicate=False)
@@ -47,7 +48,7 @@ class Held(NamedTuple):
 
 @dataclass(frozen=True)
 class Earlier:
-    """The parameters of an encoding on a model before the model is patched again.
+    """The parameters of a patch on a model before the model is patched again.
 
     Args:
         modules: by path; PEFT may have wrapped them.
@@ -79,12 +80,12 @@ class Earlier:
         continue with them. Tables that grow keep their rows.
 
         Returns:
-            Names of parameters that do not exist under this patch: those of another encoding, or
-            of layers that are no longer patched.
+            Names of parameters that do not exist under this patch: those of another encoding or
+            temperature, or of layers that are no longer patched.
 
         Raises:
-            OptionError: the same encoding now has a shape into which they do not fit. Nothing is
-                changed in that case.
+            OptionError: the same encoding or temperature now has a shape into which they do not
+                fit. Nothing is changed in that case.
         """
         held, dropped = {}, []
         for path, module in self.modules.items():
@@ -148,7 +149,7 @@ def _names(holder: Held | Learning) -> str:
     return ", ".join(found) or "nothing"
 
 
-def _no_place(before: Encoding, now: Encoding, what: str) -> OptionError:
+def _no_place(before: Encoding | SSMax, now: Encoding | SSMax, what: str) -> OptionError:
     old, new = before.options(), now.options()
     changed = [f"{k}={new[k]!r} instead of {old[k]!r}" for k in new if new[k] != old[k]]
     return OptionError(
@@ -166,7 +167,7 @@ def like_weights(module: nn.Module) -> torch.Tensor:
 
 
 class Learning(nn.Module):
-    """Parameters of an encoding.
+    """Parameters of an encoding, or of a temperature.
 
     Args:
         values: initial values, by name.
@@ -174,7 +175,7 @@ class Learning(nn.Module):
         bounds: least and largest value of those that are bounded, by name.
     """
 
-    encoding: Encoding
+    encoding: Encoding | SSMax  # what has them
 
     def __init__(
         self, values: dict[str, torch.Tensor], like: torch.Tensor, bounds: Bounds | None = None
@@ -258,6 +259,8 @@ class DistanceBias(Learning):
         rope: the trained embedding.
         like: gives dtype and device of the parameters.
     """
+
+    encoding: Encoding
 
     def __init__(self, encoding: Encoding, heads: Heads, rope: Rope, like: torch.Tensor) -> None:
         super().__init__(encoding.initial(heads, rope), like, encoding.bounds)

@@ -22,7 +22,7 @@ from rope_ext.forward.context import (
     run_eagerly,
 )
 from rope_ext.forward.positions import PositionForward
-from rope_ext.position import bias, head_positions, inputs, tensors
+from rope_ext.position import bias, head_positions, head_scales, inputs, tensors
 from rope_ext.position.attend import LAYER, NAME, AttentionLayer, MappedLayer
 from rope_ext.position.cache import keep, note
 from rope_ext.position.layers import (
@@ -130,6 +130,8 @@ class Installed:
                 )
                 biased = self._biased(module, layout)
                 layer = MappedLayer(self.map, None, layout, rotated, biased)
+                if self.map.learned_temperature is not None:
+                    head_scales.add(module, self.map.learned_temperature, layout.heads.count)
             module.__dict__[LAYER] = layer
         self.handles.append(decoder.register_forward_pre_hook(self.begin, with_kwargs=True))
         self.handles.append(
@@ -221,6 +223,7 @@ class Installed:
             module.__dict__.pop(LAYER, None)
             module._modules.pop(bias.NAME, None)
             head_positions.leave(module)
+            module._modules.pop(head_scales.NAME, None)
         inputs.leave(self.decoder)
         if self._config._attn_implementation == NAME:  # else another one was chosen meanwhile
             self._config._attn_implementation_internal = self._before

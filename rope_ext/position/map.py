@@ -12,6 +12,7 @@ import torch
 
 from rope_ext.encodings import Encoding
 from rope_ext.methods import Band, Map, PositionMethod, Rope
+from rope_ext.methods.temperature import SSMax
 from rope_ext.position.layers import Layout
 from rope_ext.position.tables import BandRotations, Decay, RotationTable
 from rope_ext.rotary.device_cache import cached_on_device
@@ -122,8 +123,19 @@ class PositionMap:
             self.__dict__["_query_scales"] = made
         return made[t]
 
+    @functools.cached_property
+    def learned_temperature(self) -> SSMax | None:
+        """The temperature, if every head learns a number; layers apply it to their queries."""
+        made = self.method.tempered(self.rope)
+        return made if isinstance(made, SSMax) else None
+
     def temperature(self, t: torch.Tensor, dtype: torch.dtype) -> torch.Tensor | None:
-        """The factors on the queries at positions ``t``, ``[tokens]``; None if all are 1."""
+        """The factors on the queries at positions ``t``, ``[tokens]``; None if all are 1.
+
+        Without those of :attr:`learned_temperature`.
+        """
+        if self.learned_temperature is not None:
+            return None
         made = self.method.query_scaling(t.double().clamp(min=0), self.rope)
         return None if made is None else made.to(dtype)
 

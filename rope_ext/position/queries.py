@@ -19,7 +19,8 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from rope_ext.errors import UnsupportedModelError
 from rope_ext.forward.context import is_traced, run_eagerly
-from rope_ext.methods.temperature import Temperature
+from rope_ext.methods.temperature import SSMax, Temperature
+from rope_ext.position import head_scales
 from rope_ext.position.layers import rotated_layers
 from rope_ext.rotary.buffers import Changes
 from rope_ext.rotary.sequences import Sequences
@@ -50,7 +51,7 @@ class View:
         self.config, self.eager = config, eager
         self.temperature, self.sequences = temperature, sequences
         self.constant = temperature.constant
-        self.reached: list[nn.Module] | None = None  # during the proof, modules that used it
+        self.reached: dict[nn.Module, int] | None = None  # in the proof: modules, and their heads
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__") or name == "config":  # while a copy is being made
@@ -100,7 +101,11 @@ def install(
         changes.replaced.append((module, "config", config))
         view = View(config, eager, temperature, sequences)
         setattr(module, "config", view)  # noqa: B010  # nn.Module declares tensors
-    _prove(decoder, chosen)
+    heads = _prove(decoder, chosen)
+    if isinstance(temperature, SSMax):
+        for module in chosen:
+            head_scales.add(module, temperature, heads[module])
+        changes.parts.append(head_scales.Added(chosen))
     notes = [f"temperature: {temperature.formula}, in {len(chosen)} attention layers"]
     if len(chosen) < len(layers):
         notes[0] += f"; {len(layers) - len(chosen)} that see a limited window have none"
@@ -108,12 +113,12 @@ def install(
 
 
 @torch.no_grad()
-def _prove(decoder: nn.Module, modules: list[nn.Module]) -> None:
-    """Raise unless the attention of all ``modules`` uses their views."""
+def _prove(decoder: nn.Module, modules: list[nn.Module]) -> dict[nn.Module, int]:
+    """The query heads of every module; raises unless their attention uses their views."""
     device = vocabulary_of(decoder).weight.device
     device = "cpu" if device.type == "meta" else device  # offloaded: a hook moves the tokens
     views = [cast("View", module.config) for module in modules]
-    reached: list[nn.Module] = []
+    reached: dict[nn.Module, int] = {}
     for view in views:
         view.reached = reached
     try:
@@ -128,6 +133,7 @@ def _prove(decoder: nn.Module, modules: list[nn.Module]) -> None:
             f"in their configuration, so a temperature cannot be put there; leave temperature out, "
             f"or give an attention_factor"
         )
+    return reached
 
 
 def _attend(
@@ -142,24 +148,29 @@ def _attend(
     """Attention function under :data:`NAME`."""
     view = cast("View", module.config)
     if view.reached is not None:
-        view.reached.append(module)
+        view.reached[module] = query.shape[1]
     name = view.config._attn_implementation
     own = ALL_ATTENTION_FUNCTIONS.get_interface(name, view.eager)
     if view.sequences is None:
         query = query * cast("float", view.constant)  # which others have instead of sequences
     elif torch.compiler.is_compiling() and not is_traced(view.sequences):
-        query = _untraced(view, view.sequences, query)
+        query = _untraced(view, view.sequences, module, query)
     else:
-        query = by_position(view, view.sequences, query)
+        query = by_position(view, view.sequences, module, query)
     return own(module, query, key, value, attention_mask, dropout=dropout, **kwargs)
 
 
 @run_eagerly()
-def _untraced(view: View, sequences: Sequences, query: torch.Tensor) -> torch.Tensor:
-    return by_position(view, sequences, query)
+def _untraced(
+    view: View, sequences: Sequences, module: nn.Module, query: torch.Tensor
+) -> torch.Tensor:
+    return by_position(view, sequences, module, query)
 
 
-def by_position(view: View, sequences: Sequences, query: torch.Tensor) -> torch.Tensor:
+def by_position(
+    view: View, sequences: Sequences, module: nn.Module, query: torch.Tensor
+) -> torch.Tensor:
+    """``query`` times a temperature that follows positions, or that learns in ``module``."""
     forward = sequences.current()
     if forward is None or forward.positions is None:
         raise UnsupportedModelError(
@@ -168,15 +179,17 @@ def by_position(view: View, sequences: Sequences, query: torch.Tensor) -> torch.
         )
     dtype = torch.float64 if query.dtype == torch.float64 else torch.float32
     query_scale = forward.query_scale(view.temperature, query.device, dtype)
-    if query_scale is None:
-        return query
-    if query_scale.shape[2] != query.shape[2]:
+    if query_scale is not None and query_scale.shape[2] != query.shape[2]:
         raise UnsupportedModelError(
             f"an attention layer has {query.shape[2]} queries for {query_scale.shape[2]} "
             f"positions, so temperature={view.temperature!r} cannot follow them; give "
             f"temperature= a number"
         )
-    return (query * query_scale).to(query.dtype)
+    if (
+        isinstance(view.temperature, SSMax) and view.reached is None
+    ):  # the proof comes before the scales
+        return getattr(module, head_scales.NAME)(query, query_scale)
+    return query if query_scale is None else (query * query_scale).to(query.dtype)
 
 
 AttentionInterface.register(NAME, _attend)

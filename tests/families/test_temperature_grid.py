@@ -39,9 +39,9 @@ def scaled(model_type: str) -> tuple[str, float]:
     tau = 1 + 2 * ((t + 1).log() / torch.tensor(float(LENGTH)).log() - 1).clamp(min=0)
     worst, calls, handed = 0.0, 0, queries.by_position
 
-    def compared(view, sequences, query):
+    def compared(view, sequences, module, query):
         nonlocal worst, calls
-        out = handed(view, sequences, query)
+        out = handed(view, sequences, module, query)
         right = query * tau[None, None, :, None]
         worst, calls = max(worst, float((out - right).abs().max())), calls + 1
         return out

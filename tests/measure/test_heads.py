@@ -23,6 +23,8 @@ from benchmarks.heads import (
 from rope_eval.forward import score
 from rope_eval.tune.fitness import Prompt
 from rope_ext.methods import build_method
+from rope_ext.position import head_scales
+from rope_ext.rotary.sites import text_decoder
 
 
 @pytest.fixture(params=CHECKPOINTS)
@@ -54,6 +56,18 @@ def test_the_same_scale_for_every_head_is_log_n(model: torch.nn.Module, name: st
         with scaled(model, table(model, 1.5)):
             torch.testing.assert_close(logits(model, ids), expected, atol=2e-4, rtol=0)
         assert (logits(model, ids) - expected)[:, TRAINED + 1 :].abs().max() > 0.01
+
+
+@pytest.mark.parametrize("name", ["yarn", "self_extend"])
+def test_scales_by_heads_are_those_of_the_option(model: torch.nn.Module, name: str) -> None:
+    ids, scales = tokens(TRAINED + 200), table(model, 0.0)
+    scales = torch.rand(scales.shape, generator=torch.Generator().manual_seed(4)) * 3
+    with rope_ext.patched(model, name, factor=4, temperature="ssmax"):
+        for number, layer in enumerate(text_decoder(model).layers):
+            getattr(layer.self_attn, head_scales.NAME).scale.data = scales[number]
+        expected = logits(model, ids)
+    with rope_ext.patched(model, name, factor=4, temperature=1.0), scaled(model, scales):
+        torch.testing.assert_close(logits(model, ids), expected, atol=2e-4, rtol=0)
 
 
 def test_within_the_trained_length_scales_change_nothing(model: torch.nn.Module) -> None:

@@ -353,6 +353,44 @@ def test_loraplus_trains_b_faster(checkpoint: Path, texts: Path, tmp_path: Path)
     assert {group["weight_decay"] for group in optimizer.param_groups} == {0.0, 0.1}
 
 
+SSMAX = {"method_options": '{"temperature": "ssmax"}', "pose_chunks": None, "length": 256}
+
+
+@pytest.mark.parametrize("more", [{}, {"loraplus_ratio": 16}, {"lora_r": 0}], ids=str)
+def test_scales_of_a_temperature_have_their_own_rate(
+    more: dict, checkpoint: Path, texts: Path, tmp_path: Path
+) -> None:
+    given = {"weight_decay": 0.1, "temperature_lr": 0.3, **SSMAX, **more}
+    recipe, args = settings.parse(arguments(checkpoint, texts, tmp_path / "run", **given))
+    model = finetune.build(recipe, AutoConfig.from_pretrained(checkpoint))
+    optimizer = finetune.LongTrainer(recipe, model, args).create_optimizer()
+    groups = {id(p): group for group in optimizer.param_groups for p in group["params"]}
+    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    assert len(groups) == len(trained)
+    for name, parameter in trained.items():
+        group, scale = groups[id(parameter)], "rope_ext_temperature" in name
+        assert (group["lr"] == 0.3) == scale and not (scale and group["weight_decay"])
+
+
+@pytest.mark.parametrize("name", ["yarn", "self_extend"])
+def test_scales_of_a_temperature_are_trained_alone(
+    name: str, checkpoint: Path, texts: Path, tmp_path: Path
+) -> None:
+    run, more = tmp_path / "run", {**SSMAX, "method": name, "lora_target": "none"}
+    finetune.main(arguments(checkpoint, texts, run, **more))
+    saved = load_file(run / "adapter_model.safetensors")
+    layers = AutoConfig.from_pretrained(checkpoint).num_hidden_layers
+    assert len(saved) == layers and all("rope_ext_temperature" in name for name in saved)
+    model = rope_ext.from_pretrained(run)
+    scales = [p for n, p in model.named_parameters() if n.endswith("modules_to_save.default.scale")]
+    for value in scales:
+        assert any(torch.equal(value, one) for one in saved.values())
+        assert (value - 1).abs().min() > 0.01  # two steps of 0.1, the second of half
+    assert "differ by" in merge.merge(run, tmp_path / "merged", "float32")
+    merged = learned(rope_ext.from_pretrained(tmp_path / "merged"))
+    assert [value.tolist() for value in merged.values()] == [value.tolist() for value in scales]
+
+
 # Chunked loss
 
 
@@ -600,6 +638,7 @@ REFUSED = [
     ),
     ({"lora_r": 0, "quantize": True}, "--quantize needs LoRA"),
     ({"lora_r": 0, "loraplus_ratio": 4}, "--loraplus_ratio needs LoRA"),
+    ({"lora_target": "none"}, "--method yarn learns nothing; give --method_options .*ssmax"),
     ({"lora_target": ["query"]}, "--lora_target some of down_proj, .*q_proj"),
     ({"dtype": "float8"}, "give float32 or bfloat16"),
     ({"dtype": "bfloat16"}, "--bf16 true"),
@@ -640,6 +679,7 @@ REFUSED = [
     ({"learning_rate": "nan"}, "--learning_rate nan .* 0 or more"),
     ({"learning_rate": "inf"}, "--learning_rate inf .* 0 or more"),
     ({"loraplus_ratio": -4}, "--loraplus_ratio -4 .* above 0"),
+    ({"temperature_lr": 0}, "--temperature_lr 0 .* above 0"),
     ({"lora_r": -4}, "--lora_r -4 .* 0 or more"),
     ({"lora_alpha": 0}, "--lora_alpha 0 .* 1 or more"),
     ({"lora_dropout": 2}, "--lora_dropout 2 .* at least 0 and below 1"),

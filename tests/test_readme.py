@@ -11,6 +11,7 @@ from typer.testing import CliRunner
 import rope_ext
 from rope_eval.plots.style import numbers_of
 from rope_ext.cli import app
+from rope_ext.methods import all_encodings
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -38,6 +39,11 @@ def test_the_diagnosis_is_what_the_command_prints() -> None:
 @pytest.mark.parametrize("method", rope_ext.methods(), ids=lambda method: method.name)
 def test_every_method_is_in_the_table_as_the_code_has_it(method: rope_ext.MethodInfo) -> None:
     assert f"| `{method.name}` | {method.summary} | {method.paper} |" in README
+
+
+def test_it_counts_methods_and_encodings() -> None:
+    methods, encodings = len(rope_ext.methods()), len(all_encodings())
+    assert f"{methods} methods, among them" in README and f"[{encodings} other encodings]" in README
 
 
 def test_the_count_of_families_is_that_of_the_generated_page() -> None:

@@ -38,6 +38,8 @@ class HeadPositions(Learning):
         like: gives dtype and device of the parameters.
     """
 
+    encoding: Encoding
+
     def __init__(self, encoding: Encoding, given: LayerInput, like: torch.Tensor) -> None:
         super().__init__(encoding.initial_positions(*given), like, encoding.bounds)
         self.encoding = encoding

@@ -69,7 +69,7 @@ from recipes.stream import Stream
 from rope_ext.checkpoints import load_config, load_tokenizer
 from rope_ext.encodings import Encoding
 from rope_ext.errors import Mistakes, OptionError, RopeExtError, first_line
-from rope_ext.methods import DynamicMethod, Method, reach
+from rope_ext.methods import DynamicMethod, Method, SSMax, Temperature, reach
 from rope_ext.position import head_scales
 from rope_ext.position.bias import learned
 from rope_ext.rotary.sites import find_sites, text_decoder
@@ -198,12 +198,21 @@ def _check_windows(recipe: Recipe, model: Any, trained: int) -> None:
             and method.is_dynamic
             and torch.allclose(method.inv_freq_at(site.rope, length), site.rope.inv_freq, atol=0)
             and float(method.attention_scaling_at(site.rope, length)) == 1
+            and _same_queries(method.tempered(site.rope), trained)
         ):
             raise OptionError(
                 f"--positions mixed_windows needs a method that changes nothing within the trained "
                 f"length, unlike {recipe.method} with these options; give --method dynamic_yarn or "
                 f"dynamic_ntk, or longrope with a short_factor of ones and attention_factor 1"
             )
+
+
+def _same_queries(temperature: Temperature | None, trained: int) -> bool:
+    """Whether a temperature multiplies no query within the trained length."""
+    last = torch.tensor([trained - 1], dtype=torch.float64)  # temperatures only grow
+    if isinstance(temperature, SSMax):  # whatever its scales have learned
+        return float(temperature.growth(last)) == 0
+    return temperature is None or float(temperature.at(last)) == 1
 
 
 def _check_model(recipe: Recipe, config: Any) -> None:

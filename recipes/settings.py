@@ -28,7 +28,7 @@ from rope_eval.reports.calibration import Calibration
 from rope_ext.arguments import read_json
 from rope_ext.checkpoints import load_config, trained_length
 from rope_ext.drafts import draft_of
-from rope_ext.encodings import Encoding
+from rope_ext.encodings import Encoding, InputEncoding
 from rope_ext.errors import Mistakes, OptionError, first_line, nearest
 from rope_ext.fitting import can_fit, supported
 from rope_ext.methods import FrequencyMethod, build_method, method_class
@@ -450,10 +450,7 @@ def _of_method(recipe: Recipe, method: Any) -> Iterator[str]:
             f"layers that could take the place of the rotation; give --init default, or one of "
             f"{', '.join(supported())}, or alibi with --method_options learned true"
         )
-    learns = isinstance(method, Encoding) or (
-        method is not None and isinstance(method.chosen_temperature, SSMax)
-    )
-    if recipe.lora_target == [NONE] and not (learns or recipe.train_embeddings_and_norms):
+    if recipe.lora_target == [NONE] and not (_learns(method) or recipe.train_embeddings_and_norms):
         yield (
             f"--lora_target none trains what the method learns alone, and --method {recipe.method} "
             f'learns nothing; give --method_options \'{{"temperature": "ssmax"}}\', or names of '
@@ -475,6 +472,15 @@ def _of_method(recipe: Recipe, method: Any) -> Iterator[str]:
             f"each document has its own length; give --method_options a fixed 'length', or leave "
             f"--document_masking out"
         )
+
+
+def _learns(method: Any) -> bool:
+    """Whether the method has parameters: of an encoding, or of its temperature."""
+    if method is None or isinstance(method.chosen_temperature, SSMax):
+        return method is not None
+    if isinstance(method, InputEncoding):
+        return type(method).initial_inputs is not InputEncoding.initial_inputs
+    return can_fit(method) or (isinstance(method, Encoding) and method.computes_positions())
 
 
 def _takes_fractions(method: Any) -> bool:

@@ -6,7 +6,7 @@ import functools
 import gc
 import weakref
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import torch
 from transformers.cache_utils import Cache
@@ -52,6 +52,14 @@ class CacheMetadata(Protocol):
         ...
 
 
+@runtime_checkable
+class Keeping(Protocol):
+    """A layer of a cache that may lack the tokens before those that are taken back."""
+
+    def require_past(self, tokens_to_remove: int) -> None:
+        """Raise CacheError where it does."""
+
+
 class CacheWithMetadata(_CacheMixin):
     """Mixin for caches with metadata, which follows the rows wherever they are moved."""
 
@@ -66,6 +74,12 @@ class CacheWithMetadata(_CacheMixin):
     def batch_repeat_interleave(self, repeats: int) -> Any:
         _move(self, lambda rows: rows.repeat_interleave(repeats, dim=0))
         return super().batch_repeat_interleave(repeats)
+
+    def crop(self, tokens_to_remove: int) -> Any:
+        for layer in getattr(self, "layers", ()):  # before the first of them is cut
+            if isinstance(layer, Keeping):
+                layer.require_past(tokens_to_remove)
+        return super().crop(tokens_to_remove)
 
     def reset(self) -> Any:
         result = super().reset()

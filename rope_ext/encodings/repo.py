@@ -51,6 +51,11 @@ class RePo(Encoding):
     def reached(self, rope: Rope) -> int:
         return rope.length if self.positions == "shifted" else super().reached(rope)
 
+    def span(self, rope: Rope, length: int) -> torch.Tensor:
+        if self.positions == "shifted":  # which start as those of the model
+            return torch.tensor([length], dtype=torch.float64, device="cpu")
+        return super().span(rope, length)
+
     def default_layers(self, count: int) -> tuple[int, ...]:
         return tuple(range(5 * count // 16, count))
 

@@ -124,7 +124,9 @@ def _carried(part: Learning, held: Held, new: Learning) -> Held:
     before, now = part.encoding, new.encoding
     other = [name for name in now.redefining if getattr(before, name) != getattr(now, name)]
     if other:  # names and shapes may still agree
-        raise _no_place(before, now, f"its parameters belong to another {', '.join(other)}")
+        raise _no_place(
+            before, now, f"its parameters belong to another value of {', '.join(other)}"
+        )
     if held.parameters.keys() != new._parameters.keys():
         raise _no_place(part.encoding, new.encoding, f"{_names(held)} would be {_names(new)}")
     parameters = {}

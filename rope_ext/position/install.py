@@ -337,11 +337,28 @@ def _default_layers(
     """The layers that an encoding changes by default, of those of ``modules``; None: all."""
     count = text_config(decoder).num_hidden_layers
     chosen = None if encoding is None else encoding.default_layers(count)
-    if encoding is None or chosen is None or encoding.by_layer:  # then all of them, or an error
-        return chosen
+    if encoding is None or chosen is None:
+        return None
     numbers = {layer_number(module) for module in modules}
+    if encoding.by_layer and (not chosen or set(chosen) - numbers) and None not in numbers:
+        raise _no_such_layers(decoder, encoding, chosen, numbers)
+    if encoding.by_layer:  # an error names layers whose number is unknown
+        return chosen
     found = tuple(number for number in chosen if number in numbers)
     return found if found and len(found) < len(modules) else None
+
+
+def _no_such_layers(
+    decoder: nn.Module, encoding: Encoding, chosen: tuple[int, ...], rotating: set[int | None]
+) -> OptionError:
+    given, family = encoding.options(), type(decoder).__name__
+    there = ", ".join(str(number) for number in sorted(n for n in rotating if n is not None))
+    layers = f"layers {', '.join(map(str, chosen))}" if chosen else "none of its layers"
+    return OptionError(
+        f"{encoding.name} with every={given['every']}, start={given['start']} takes the rotation "
+        f"of {layers}, and {family} has a rotation to take in layers {there}; choose every= and "
+        f"start= that meet only these, or patch with 'nope' and layers=, which has no windows"
+    )
 
 
 class _RotaryHook:

@@ -21,7 +21,12 @@ class WindowLayer(DynamicSlidingWindowLayer):
         take_back(self)
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Take back tokens, as assisted decoding does.
+        """Take back tokens, as assisted decoding does."""
+        self.require_past(tokens_to_remove)
+        super().crop(tokens_to_remove)
+
+    def require_past(self, tokens_to_remove: int) -> None:
+        """Check that tokens can be taken back.
 
         Raises:
             CacheError: the tokens before them are gone.
@@ -32,7 +37,6 @@ class WindowLayer(DynamicSlidingWindowLayer):
                 f"others that could take the place of {abs(tokens_to_remove)} removed ones; call "
                 f"activate_past_recording() of the cache before its first forward"
             )
-        super().crop(tokens_to_remove)
 
 
 def shorten(cache: Any, layers: Collection[int], window: int) -> None:

@@ -205,6 +205,14 @@ def test_families_that_cache_something_else_or_share_keys_are_refused(kind: str,
     assert list(model.state_dict()) == state and not hasattr(model, "_rope_ext")
 
 
+def test_shifted_positions_are_diagnosed_as_those_of_the_model_they_start_as() -> None:
+    shifted = rope_ext.patch(tiny_llama(), "repo", positions="shifted")
+    [before], [after] = (rope_ext.diagnose(one, 256).sites for one in (tiny_llama(), shifted))
+    assert [pair.after for pair in after.pairs] == [pair.before for pair in before.pairs]
+    assert "out of distribution" in {pair.after for pair in after.pairs}
+    assert after.distances_after == 256
+
+
 def _longer(model: nn.Module) -> nn.Module:
     return rope_ext.patch(model, "repo", factor=4, replace=True)
 
@@ -222,7 +230,7 @@ def test_what_does_not_go_together_is_refused() -> None:
     model = rope_ext.patch(tiny_llama(), "repo")
     learned = parameters(model)
     assert all(p is learned[n] for n, p in parameters(_longer(model)).items())
-    with pytest.raises(rope_ext.OptionError, match="parameters belong to another positions"):
+    with pytest.raises(rope_ext.OptionError, match="belong to another value of positions"):
         rope_ext.patch(model, "repo", positions="shifted", replace=True)
     with pytest.raises(rope_ext.OptionError, match="repo has no parameters in the layers"):
         rope_ext.fit(model, torch.ones(1, 8, dtype=torch.long))

@@ -187,11 +187,14 @@ def test_drafts_that_are_taken_back_leave_no_trace(ids) -> None:
 
 
 def test_tokens_cannot_be_taken_back_from_a_window(ids) -> None:
-    model = swan()
+    model, few = swan(), ids[:, :60]
     cache = DynamicCache(config=model.config)
-    logits(model, ids, past_key_values=cache)
+    logits(model, few, past_key_values=cache)
     with pytest.raises(rope_ext.CacheError, match=r"activate_past_recording\(\)"):
         cache.crop(-3)
+    assert [layer.get_seq_length() for layer in cache.layers] == [60] * 4  # none is cut alone
+    found = logits(model, ids[:, 60:], past_key_values=cache)
+    torch.testing.assert_close(found, logits(model, ids)[:, 60:], **EXACT)
     cache = DynamicCache(config=model.config)
     cache.activate_past_recording()
     logits(model, ids, past_key_values=cache)
@@ -255,12 +258,19 @@ def test_options_are_checked() -> None:
         ({"window": 1}, "window=1 is not valid"),
         ({"window": LENGTH + 1}, "window=65 is not valid; it must be at most the trained length"),
         ({"layers": [1]}, "swan chooses its layers itself"),
-        ({"every": 9, "start": 8}, "none of them is asked for"),
+        (
+            {"every": 9, "start": 8},
+            "swan with every=9, start=8 .* none of its layers, .* in layers 0, 1, 2, 3; choose",
+        ),
     ):
         with pytest.raises(rope_ext.OptionError, match=said):
             swan(**options)
     with pytest.raises(rope_ext.OptionError, match="none is left for the window"):
         rope_ext.patch(tiny_llama(num_hidden_layers=1), "swan")
+    with pytest.raises(
+        rope_ext.OptionError, match=r"every=2, start=1 .* layers 1, .* in layers 0;"
+    ):
+        rope_ext.patch(FAMILIES["smollm3"].model(), "swan", every=2, start=1)
     rope = Rope.geometric(1e4, 8, 8192)
     assert rope_ext.SWAN().resolved(rope).window == 512  # as published
 

@@ -383,7 +383,7 @@ def test_scales_of_another_length_are_refused(ids) -> None:
     model = patch(tiny_llama())
     right = logits(model, ids)
     other = rope_ext.SSMax(length=2 * LENGTH)
-    message = r"ssmax with length=128 instead of 64 cannot continue .* another length\."
+    message = r"ssmax with length=128 instead of 64 cannot continue .* another value of length\."
     with pytest.raises(rope_ext.OptionError, match=message):
         rope_ext.patch(model, "yarn", factor=4, temperature=other, replace=True)
     assert torch.equal(logits(model, ids), right)

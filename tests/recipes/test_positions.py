@@ -403,6 +403,14 @@ def windows_of_a_table(attention_factor: float | None) -> str:
     return json.dumps({name: value for name, value in table.items() if value is not None})
 
 
+TEMPERATURES_IN_WINDOWS = (
+    '{"temperature": 1.5}',
+    '{"temperature": "yarn"}',
+    '{"temperature": {"temperature": "log_n", "length": 100}}',
+    '{"temperature": {"temperature": "ssmax", "length": 100}}',
+)
+
+
 def test_mixed_windows_need_a_method_that_keeps_the_trained_frequencies(
     checkpoint: Path, texts: Path, tmp_path: Path
 ) -> None:
@@ -412,6 +420,8 @@ def test_mixed_windows_need_a_method_that_keeps_the_trained_frequencies(
 
     for method in ("dynamic_yarn", "dynamic_ntk"):
         check(method=method)
+    for temperature in ("log_n", "ssmax", "llama4", 1):
+        check(method="dynamic_yarn", method_options=json.dumps({"temperature": temperature}))
     check(method="longrope", method_options=windows_of_a_table(1))
     for more in (
         {"method": "yarn"},
@@ -419,6 +429,7 @@ def test_mixed_windows_need_a_method_that_keeps_the_trained_frequencies(
         {"method": "rerope"},
         {"method": "dynamic_yarn", "method_options": '{"length": 512}'},
         {"method": "longrope", "method_options": windows_of_a_table(None)},
+        *({"method": "dynamic_yarn", "method_options": text} for text in TEMPERATURES_IN_WINDOWS),
     ):
         with pytest.raises(rope_ext.OptionError, match="nothing within the trained length, unlike"):
             check(**more)

@@ -639,6 +639,11 @@ REFUSED = [
     ({"lora_r": 0, "quantize": True}, "--quantize needs LoRA"),
     ({"lora_r": 0, "loraplus_ratio": 4}, "--loraplus_ratio needs LoRA"),
     ({"lora_target": "none"}, "--method yarn learns nothing; give --method_options .*ssmax"),
+    ({"lora_target": "none", "method": "nope"}, "--method nope learns nothing"),
+    (
+        {"lora_target": "none", "method": "alibi", "method_options": '{"learned": false}'},
+        "--method alibi learns nothing",
+    ),
     ({"lora_target": ["query"]}, "--lora_target some of down_proj, .*q_proj"),
     ({"dtype": "float8"}, "give float32 or bfloat16"),
     ({"dtype": "bfloat16"}, "--bf16 true"),

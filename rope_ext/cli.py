@@ -25,7 +25,7 @@ from rope_ext.cli_arguments import (
     Target,
     TrainedLength,
 )
-from rope_ext.errors import Mistakes, OptionError, RopeExtError
+from rope_ext.errors import ExportError, Mistakes, OptionError, RopeExtError
 from rope_ext.evaluators import find
 from rope_ext.terminal import clean_errors, quiet, stoppable, tell, tell_next, unused
 from rope_ext.version import __version__
@@ -67,7 +67,8 @@ def describe(
     with clean_errors():
         import rope_ext
 
-        found = rope_ext.describe(_patched(model, method, factor, compose, option))
+        patched = _patched(model, method, factor, compose, option)
+        found = rope_ext.describe(patched)
         print(found)
         if found.method is None:
             longer = 4 * found.target_length
@@ -78,7 +79,13 @@ def describe(
             tell("done: use it in Python; no engine runs it")
         else:
             patch = _typed(method, factor, compose, option)
-            tell_next(["rope-ext", "export", model, *patch, "--engine", "vllm"])
+            after = ["export", model, *patch, "--engine", "vllm"]
+            try:
+                rope_ext.export(patched, "vllm")
+            except ExportError:  # then it is for Python, where it can be compared
+                lengths = f"{found.length},{found.target_length}"
+                after = ["compare", model, *patch, "--lengths", lengths]
+            tell_next(["rope-ext", *after])
 
 
 @command()

@@ -258,6 +258,8 @@ def test_describe(checkpoint: Path) -> None:
     assert result.exit_code == 0
     assert "128 -> 512 tokens by yarn" in result.stdout and "beta_fast=16" in result.stdout
     assert call("describe", checkpoint, "--method", "yran").exit_code == 2
+    words = "describe", checkpoint, "--method", "rerope", "--factor", 4
+    assert "next: rope-ext compare" in call(*words).stderr  # since no engine runs it
     result = call("describe", checkpoint, "--option", "yarn.beta_fast=16")
     assert result.exit_code == 2 and "--option yarn.beta_fast=16 needs --method" in result.stderr
 

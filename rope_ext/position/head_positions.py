@@ -24,7 +24,7 @@ from rope_ext.position.bias import Learning, like_weights
 from rope_ext.position.inputs import forward_among
 from rope_ext.position.layers import LayerInput, Layout
 from rope_ext.position.map import PositionMap
-from rope_ext.rotary.sites import evaluating, vocabulary_of
+from rope_ext.rotary.sites import evaluating, input_device, vocabulary_of
 
 NAME = "rope_ext_positions"  # name of the module within an attention module, and in checkpoints
 
@@ -146,20 +146,12 @@ def prove(decoder: nn.Module) -> None:
     Raises:
         UnsupportedModelError: it caches something else, or shares keys between layers.
     """
-    vocabulary = vocabulary_of(decoder)
-    device = vocabulary.weight.device
-    device = "cpu" if device.type == "meta" else device  # offloaded: a hook moves the tokens
-    tokens = torch.arange(4, device="cpu")[None] % vocabulary.num_embeddings
+    tokens = torch.arange(4, device="cpu")[None] % vocabulary_of(decoder).num_embeddings
     try:
         with evaluating(decoder):
-            decoder(input_ids=tokens.to(device), use_cache=True)
+            decoder(input_ids=tokens.to(input_device(decoder)), use_cache=True)
     except UnsupportedModelError as error:
         raise UnsupportedModelError(f"{type(decoder).__name__}: {error}") from error
-
-
-def leave(module: nn.Module) -> None:
-    """Remove what :func:`enter` added to a module."""
-    module._modules.pop(NAME, None)
 
 
 @run_eagerly()

@@ -20,7 +20,7 @@ from rope_ext.methods import Rope
 from rope_ext.position.bias import Learning, like_weights
 from rope_ext.position.map import PositionMap
 from rope_ext.position.segments import BatchMask
-from rope_ext.rotary.sites import evaluating, vocabulary_of
+from rope_ext.rotary.sites import evaluating, input_device, vocabulary_of
 from rope_ext.rotary.zero3 import size
 
 NAME = "rope_ext_input"  # name of the module within the decoder, and so in checkpoints
@@ -211,12 +211,10 @@ def _measured(decoder: nn.Module, first: nn.Module, position_map: PositionMap) -
     vocabulary = vocabulary_of(decoder)
     count = min(_SAMPLE, vocabulary.num_embeddings)
     tokens = torch.arange(count, device="cpu") * (vocabulary.num_embeddings // count)
-    device = vocabulary.weight.device
-    device = "cpu" if device.type == "meta" else device  # offloaded: a hook moves the tokens along
     handle = first.register_forward_pre_hook(look, with_kwargs=True)
     try:
         with evaluating(decoder):
-            decoder(input_ids=tokens[None].to(device), use_cache=False)
+            decoder(input_ids=tokens[None].to(input_device(decoder)), use_cache=False)
     finally:
         handle.remove()
     x, located = seen[0] if seen else (None, False)

@@ -221,9 +221,8 @@ class Installed:
         self.decoder._modules.pop(bias.NAME, None)
         for module in self.layouts:
             module.__dict__.pop(LAYER, None)
-            module._modules.pop(bias.NAME, None)
-            head_positions.leave(module)
-            module._modules.pop(head_scales.NAME, None)
+            for name in (bias.NAME, head_positions.NAME, head_scales.NAME):
+                module._modules.pop(name, None)
         inputs.leave(self.decoder)
         if self._config._attn_implementation == NAME:  # else another one was chosen meanwhile
             self._config._attn_implementation_internal = self._before
@@ -335,14 +334,16 @@ def _default_layers(
     decoder: nn.Module, encoding: Encoding | None, modules: list[nn.Module]
 ) -> tuple[int, ...] | None:
     """The layers that an encoding changes by default, of those of ``modules``; None: all."""
-    count = text_config(decoder).num_hidden_layers
-    chosen = None if encoding is None else encoding.default_layers(count)
-    if encoding is None or chosen is None:
+    if encoding is None:
+        return None
+    chosen = encoding.default_layers(text_config(decoder).num_hidden_layers)
+    if chosen is None:
         return None
     numbers = {layer_number(module) for module in modules}
-    if encoding.by_layer and (not chosen or set(chosen) - numbers) and None not in numbers:
-        raise _no_such_layers(decoder, encoding, chosen, numbers)
-    if encoding.by_layer:  # an error names layers whose number is unknown
+    if encoding.by_layer:
+        known = None not in numbers  # if not, choosing them raises an error that names them
+        if known and (not chosen or set(chosen) - numbers):
+            raise _no_such_layers(decoder, encoding, chosen, numbers)
         return chosen
     found = tuple(number for number in chosen if number in numbers)
     return found if found and len(found) < len(modules) else None

@@ -13,7 +13,7 @@ import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 from torch import nn
@@ -27,6 +27,7 @@ from rope_ext.forward.context import forward_context
 from rope_ext.rotary.sites import (
     RotarySite,
     evaluating,
+    input_device,
     sees_window,
     text_config,
     vocabulary_of,
@@ -35,6 +36,7 @@ from rope_ext.rotary.third_party import replaced
 
 _NAME = "rope_ext_probe"  # names with sdpa, flash, flex_attention or a slash take special paths
 _TOKENS = 16
+_Found = TypeVar("_Found")
 _TOLERANCE = {torch.bfloat16: 3e-2, torch.float16: 5e-3}  # of the largest query or key
 _EXACT = 1e-4
 
@@ -212,6 +214,20 @@ class LayerInput(NamedTuple):
     heads: int
 
 
+def _complete(
+    decoder: nn.Module, modules: list[nn.Module], found: dict[nn.Module, _Found], problem: str
+) -> dict[nn.Module, _Found]:
+    """``found``; raises an UnsupportedModelError if one of ``modules`` is not in it.
+
+    ``problem``: what is wrong with such a module, with braces for its path.
+    """
+    lacking = next((module for module in modules if module not in found), None)
+    if lacking is not None:
+        named = problem.format(_path(decoder, lacking))
+        raise UnsupportedModelError(f"{type(decoder).__name__}: {named}")
+    return found
+
+
 def find_inputs(
     decoder: nn.Module, sites: list[RotarySite], modules: list[nn.Module]
 ) -> dict[nn.Module, LayerInput]:
@@ -237,14 +253,13 @@ def find_inputs(
     finally:
         for handle in handles:
             handle.remove()
-    lacking = next((module for module in modules if module not in found), None)
-    if lacking is not None:
-        raise UnsupportedModelError(
-            f"{type(decoder).__name__}: {_path(decoder, lacking)} does not get hidden states of "
-            f"[rows, tokens, columns] as its first argument, so it cannot compute positions from "
-            f"them; use an encoding such as 'alibi'"
-        )
-    return found
+    return _complete(
+        decoder,
+        modules,
+        found,
+        "{} does not get hidden states of [rows, tokens, columns] as its first argument, so it "
+        "cannot compute positions from them; use an encoding such as 'alibi'",
+    )
 
 
 def find_key_projections(
@@ -275,14 +290,14 @@ def find_key_projections(
     finally:
         for handle in handles:
             handle.remove()
-    lacking = next((module for module in modules if module not in found), None)
-    if lacking is not None:
-        raise UnsupportedModelError(
-            f"{type(decoder).__name__}: the keys of {_path(decoder, lacking)} are not what one "
-            f"linear layer in it returns (they may be normalized, or made in several steps), so "
-            f"there is no key projection to apply to positions; use projection='learned'"
-        )
-    return found
+    return _complete(
+        decoder,
+        modules,
+        found,
+        "the keys of {} are not what one linear layer in it returns (they may be normalized, or "
+        "made in several steps), so there is no key projection to apply to positions; use "
+        "projection='learned'",
+    )
 
 
 @torch.no_grad()
@@ -364,8 +379,6 @@ def _run(
     config = text_config(decoder)
     vocabulary = vocabulary_of(decoder)
     tokens = (torch.arange(_TOKENS, device="cpu") * 37 + 3) % vocabulary.num_embeddings
-    device = vocabulary.weight.device
-    device = "cpu" if device.type == "meta" else device  # offloaded: a hook moves the tokens
     handle = site.module.register_forward_hook(probe_rotation, with_kwargs=True)
     before = config._attn_implementation_internal
     seen: list[Any] = []
@@ -373,7 +386,9 @@ def _run(
     try:
         config._attn_implementation_internal = _NAME  # the public name sets sub-configurations too
         with evaluating(decoder):
-            output = decoder(input_ids=tokens.expand(3, -1).to(device), use_cache=False)
+            output = decoder(
+                input_ids=tokens.expand(3, -1).to(input_device(decoder)), use_cache=False
+            )
     except _RefusedError:
         raise
     except Exception as error:

@@ -24,7 +24,7 @@ from rope_ext.position import head_scales
 from rope_ext.position.layers import rotated_layers
 from rope_ext.rotary.buffers import Changes
 from rope_ext.rotary.sequences import Sequences
-from rope_ext.rotary.sites import PatchTarget, evaluating, text_config, vocabulary_of
+from rope_ext.rotary.sites import PatchTarget, evaluating, input_device, text_config
 
 NAME = "rope_ext_queries"  # names with sdpa, flash, flex_attention or a slash take special paths
 
@@ -115,15 +115,14 @@ def install(
 @torch.no_grad()
 def _prove(decoder: nn.Module, modules: list[nn.Module]) -> dict[nn.Module, int]:
     """The query heads of every module; raises unless their attention uses their views."""
-    device = vocabulary_of(decoder).weight.device
-    device = "cpu" if device.type == "meta" else device  # offloaded: a hook moves the tokens
+    tokens = torch.ones(1, 2, dtype=torch.long, device=input_device(decoder))
     views = [cast("View", module.config) for module in modules]
     reached: dict[nn.Module, int] = {}
     for view in views:
         view.reached = reached
     try:
         with evaluating(decoder):
-            decoder(input_ids=torch.ones(1, 2, dtype=torch.long, device=device), use_cache=False)
+            decoder(input_ids=tokens, use_cache=False)
     finally:
         for view in views:
             view.reached = None
@@ -185,9 +184,8 @@ def by_position(
             f"positions, so temperature={view.temperature!r} cannot follow them; give "
             f"temperature= a number"
         )
-    if (
-        isinstance(view.temperature, SSMax) and view.reached is None
-    ):  # the proof comes before the scales
+    # During the proof, the scales are not there yet.
+    if isinstance(view.temperature, SSMax) and view.reached is None:
         return getattr(module, head_scales.NAME)(query, query_scale)
     return query if query_scale is None else (query * query_scale).to(query.dtype)
 

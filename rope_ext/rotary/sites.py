@@ -205,6 +205,12 @@ def vocabulary_of(decoder: nn.Module) -> nn.Embedding:
     return cast("Any", decoder).get_input_embeddings()
 
 
+def input_device(decoder: nn.Module) -> torch.device:
+    """The device for token ids; of an offloaded decoder the CPU, from which a hook moves them."""
+    device = vocabulary_of(decoder).weight.device
+    return torch.device("cpu") if device.type == "meta" else device
+
+
 def buffer_of(module: nn.Module, name: str) -> torch.Tensor:
     """A buffer of a module; rotary buffers are never None."""
     return cast("torch.Tensor", module._buffers[name])

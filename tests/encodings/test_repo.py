@@ -17,6 +17,7 @@ from tests.helpers.promises import (
     decodes_as_it_reads,
     documents_are_apart,
     generates_as_it_recomputes,
+    is_saved_and_taken_out,
     learns,
     pieces_of_rows_are_as_alone,
     rows_are_as_alone,
@@ -141,14 +142,7 @@ def test_it_is_trained_saved_reloaded_and_taken_out(ids, tmp_path) -> None:
     model = tiny_llama()
     before, plain = dict(model.state_dict()), logits(model, ids)
     patch(model)
-    want = logits(model, ids)
-    model.save_pretrained(tmp_path)
-    assert torch.equal(logits(rope_ext.from_pretrained(tmp_path), ids), want)
-    rope_ext.unpatch(model)
-    after = model.state_dict()
-    assert list(after) == list(before)
-    assert all(torch.equal(after[key], before[key]) for key in before)
-    assert torch.equal(logits(model, ids), plain)
+    is_saved_and_taken_out(model, before, plain, ids, tmp_path)
     patch(model)
     learns(model, parameters(model), ids, 60, 0.003)
 

@@ -21,6 +21,7 @@ from tests.helpers.promises import (
     decodes_as_it_reads,
     documents_are_apart,
     generates_as_it_recomputes,
+    is_saved_and_taken_out,
     rows_are_as_alone,
     sees_nothing_later,
 )
@@ -230,14 +231,7 @@ def test_it_is_trained_saved_reloaded_and_taken_out(name: str, ids, tmp_path) ->
     moved = {key for key, x in parameters(model).items() if not torch.equal(learned[key], x)}
     still = {key for key in learned if key.endswith("second_bias")}  # changes no weight
     assert moved >= set(learned) - still
-    want = logits(model, ids)
-    model.save_pretrained(tmp_path)
-    assert torch.equal(logits(rope_ext.from_pretrained(tmp_path), ids), want)
-    rope_ext.unpatch(model)
-    after = model.state_dict()
-    assert list(after) == list(before)
-    assert all(torch.equal(after[key], before[key]) for key in before)
-    assert torch.equal(logits(model, ids), plain)
+    is_saved_and_taken_out(model, before, plain, ids, tmp_path)
 
 
 @pytest.mark.slow

@@ -18,7 +18,7 @@ from transformers import (
 import rope_ext
 from rope_ext.methods import Rope
 from tests.families.checks import changed, snapshot
-from tests.helpers.models import LENGTH, tiny_llama
+from tests.helpers.models import LENGTH, attending, tiny_llama
 from tests.helpers.positions import CACHES, EXACT, FAMILIES, NEW, logits
 from tests.helpers.promises import (
     checkpointing_changes_nothing,
@@ -78,12 +78,8 @@ def dense(model: nn.Module) -> Iterator[nn.Module]:
     for module in model.modules():
         if isinstance(getattr(module, "layer_idx", None), int):
             module.swan_inv_freq = inv_freq
-    before = model.config._attn_implementation
-    model.set_attn_implementation("swan_dense")
-    try:
+    with attending(model, "swan_dense"):
         yield model
-    finally:
-        model.set_attn_implementation(before)
 
 
 @pytest.mark.parametrize("kind", ["llama", "qwen3", "mistral"])

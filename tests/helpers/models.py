@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
+from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen2VLTextConfig, Qwen2VLTextModel
 
 LENGTH = 64
@@ -54,3 +57,14 @@ def several_axes() -> Qwen2VLTextModel:
         pad_token_id=0,
     )
     return Qwen2VLTextModel(config).eval()
+
+
+@contextmanager
+def attending(model: nn.Module, name: str) -> Iterator[nn.Module]:
+    """``model`` with the attention function registered under ``name``."""
+    before = model.config._attn_implementation
+    model.set_attn_implementation(name)
+    try:
+        yield model
+    finally:
+        model.set_attn_implementation(before)

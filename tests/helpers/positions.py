@@ -25,7 +25,7 @@ from transformers.masking_utils import sdpa_mask
 import rope_ext
 from tests.families.zoo import tiny_model
 from tests.helpers.distances import formula
-from tests.helpers.models import LENGTH
+from tests.helpers.models import LENGTH, attending
 
 METHODS: dict[str, dict[str, Any]] = {  # small enough that every band matters within 90 tokens
     "rerope": {"window": 5},
@@ -297,10 +297,8 @@ def by_formula(
         temperature = ((t[0] + 1).double().log() / math.log(log_n)).clamp(min=1)
     distance = torch.stack([formula(name, row, **constants) for row in t])
     _by_formula.append(ByFormula(family, distance, t, temperature, bias, scores))
-    before = model.config._attn_implementation
-    model.set_attn_implementation("by_formula")
     try:
-        yield model
+        with attending(model, "by_formula"):
+            yield model
     finally:
-        model.set_attn_implementation(before)
         _by_formula.pop()

@@ -83,6 +83,27 @@ def generates_as_it_recomputes(model: nn.Module, prompt: torch.Tensor, **more: A
     assert torch.equal(cached, model.generate(prompt, **NEW | more, use_cache=False))
 
 
+def is_saved_and_taken_out(
+    model: nn.Module,
+    before: dict[str, torch.Tensor],
+    plain: torch.Tensor,
+    ids: torch.Tensor,
+    folder: Path,
+) -> None:
+    """A patched model is reloaded as it is, and unpatched to what it was, bit for bit.
+
+    ``before``: its state before the patch; ``plain``: its logits then.
+    """
+    want = logits(model, ids)
+    model.save_pretrained(folder)
+    assert torch.equal(logits(rope_ext.from_pretrained(folder), ids), want)
+    rope_ext.unpatch(model)
+    after = model.state_dict()
+    assert list(after) == list(before)
+    assert all(torch.equal(after[key], before[key]) for key in before)
+    assert torch.equal(logits(model, ids), plain)
+
+
 def learns(
     model: nn.Module, learned: dict[str, nn.Parameter], ids: torch.Tensor, tokens: int, lr: float
 ) -> None:

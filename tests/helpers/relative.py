@@ -13,6 +13,7 @@ from transformers.masking_utils import sdpa_mask
 
 import rope_ext
 from tests.helpers.biases import parameters
+from tests.helpers.models import attending
 
 Learned = dict[str, torch.Tensor]
 Parts = tuple[torch.Tensor, torch.Tensor | None]
@@ -136,13 +137,11 @@ def dense(
 
     rotary = [m for m in model.modules() if type(m).__name__.endswith("RotaryEmbedding")]
     handles = [module.register_forward_hook(unturned) for module in rotary]
-    before = model.config._attn_implementation
-    model.set_attn_implementation("relative")
     _dense.append(attention)
     try:
-        yield
+        with attending(model, "relative"):
+            yield
     finally:
         _dense.pop()
-        model.set_attn_implementation(before)
         for handle in handles:
             handle.remove()

@@ -13,6 +13,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import sdpa_mask
 
 import rope_ext
+from tests.helpers.models import attending
 
 REPO = ("repo",)
 Learned = dict[str, nn.Parameter]
@@ -117,12 +118,10 @@ def dense(
                 made.inputs[module] = args[0] if args else kwargs["hidden_states"]
 
             handles.append(module.register_forward_pre_hook(keep, with_kwargs=True))
-    before = model.config._attn_implementation
-    model.set_attn_implementation("dense_repo")
     try:
-        yield model
+        with attending(model, "dense_repo"):
+            yield model
     finally:
-        model.set_attn_implementation(before)
         _dense.pop()
         for handle in handles:
             handle.remove()

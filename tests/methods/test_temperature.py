@@ -20,7 +20,7 @@ from rope_ext.position.attend import watched
 from rope_ext.rotary.sites import text_decoder
 from rope_ext.saving.configuration import without_rope_ext
 from tests.families.zoo import tiny_model
-from tests.helpers.models import LENGTH, tiny_llama
+from tests.helpers.models import LENGTH, attending, tiny_llama
 
 ROPE = Rope.geometric(base=1e4, dim=16, length=LENGTH)
 T = torch.arange(300, dtype=torch.float64)
@@ -163,12 +163,8 @@ class Dense:
 def expected(model, ids: torch.Tensor, tau: list[float]) -> torch.Tensor:
     """Logits of ``model``, patched without a temperature, with ``tau``."""
     AttentionInterface.register("dense_by_hand", Dense(torch.tensor([tau], dtype=torch.float64)))
-    before = model.config._attn_implementation
-    model.set_attn_implementation("dense_by_hand")
-    try:
+    with attending(model, "dense_by_hand"):
         return logits(model, ids)
-    finally:
-        model.set_attn_implementation(before)
 
 
 @pytest.mark.parametrize("implementation", ["sdpa", "eager"])

@@ -12,10 +12,12 @@ from __future__ import annotations
 
 import argparse
 import hashlib
+import math
 import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,9 +25,9 @@ import torch
 
 from recipes.checks import POSITIVE, at_least, out_of_range
 from recipes.laboratory import page
-from recipes.laboratory.log import RATES, Cell, Log
+from recipes.laboratory.log import Cell, Log
 from recipes.laboratory.model import ASKED, Size, chosen
-from recipes.laboratory.rates import SEED, Rates
+from recipes.laboratory.rates import Rates
 from recipes.laboratory.tasks import TASKS, Tasks
 from recipes.laboratory.text import Text
 from recipes.laboratory.training import Subject, Training
@@ -39,13 +41,14 @@ TEXT, LENGTHS = "text", "tasks"
 Tell = Callable[[str], None]
 """Prints progress."""
 _SIZES = (
-    *("steps", "problem_steps", "choosing_steps", "length", "width", "layers", "heads"),
+    *("steps", "problem_steps", "length", "width", "layers", "heads"),
     *("batch", "problems", "rows"),
 )
 
 _RULES = {
     **dict.fromkeys(("seeds", *_SIZES), at_least(1)),
     "length": at_least(64),
+    "choosing_share": (lambda share: 0 < share <= 1, "above 0 and at most 1"),
     "learning_rate": POSITIVE,
 }
 
@@ -67,7 +70,12 @@ def arguments(given: list[str] | None = None) -> argparse.Namespace:
     )
     add("--steps", type=int, default=Text.steps, help="training steps on text")
     add("--problem-steps", type=int, default=Tasks.steps, help="training steps on problems")
-    add("--choosing-steps", type=int, default=300, help="training steps to choose rates with")
+    add(
+        "--choosing-share",
+        type=float,
+        default=0.25,
+        help="share of the training steps to choose learning rates with",
+    )
     add("--length", type=int, default=128, help="tokens per row; evaluated at up to 16 times")
     add("--width", type=int, default=128, help="hidden size")
     add("--layers", type=int, default=2)
@@ -118,13 +126,12 @@ def subjects_of(args: argparse.Namespace) -> dict[str, Subject]:
     return found
 
 
-def settings_of(
-    args: argparse.Namespace, subjects: dict[str, Subject], text: Text
-) -> dict[str, Any]:
+def settings_of(args: argparse.Namespace, subjects: dict[str, Subject]) -> dict[str, Any]:
     """Settings that cells must share to be comparable."""
-    settings = {name: getattr(args, name) for name in (*_SIZES, "learning_rate")}
-    # Also without problems, so that a later run of the same command can add them.
+    settings = {name: getattr(args, name) for name in (*_SIZES, "choosing_share", "learning_rate")}
+    # Also of a subject that is left out, so that a later run of the same command can add it.
     settings["tasks"] = list(subjects[LENGTHS].names if LENGTHS in subjects else TASKS)
+    text = subjects.get(TEXT) or Text(args.length)
     seen = hashlib.sha256(text.stream.tobytes() + text.held_out.tobytes())
     settings["text"] = seen.hexdigest()[:16]
     return settings
@@ -133,9 +140,8 @@ def settings_of(
 def main(given: list[str] | None = None) -> int:
     args = arguments(given)
     names, subjects = chosen(args.encodings), subjects_of(args)
-    choosing = Text(args.length, args.batch, args.rows, args.choosing_steps)
     ranks = Ranks.join(args.device)
-    log = Log(args.output, settings_of(args, subjects, choosing))
+    log = Log(args.output, settings_of(args, subjects))
     if args.report:
         return write_page(log)
     folder = Folder(args.output)
@@ -147,28 +153,32 @@ def main(given: list[str] | None = None) -> int:
                 f"another --output"
             )
         size = Size(args.width, args.layers, args.heads)
+        shorter = {
+            name: replace(subject, steps=math.ceil(args.choosing_share * subject.steps))
+            for name, subject in subjects.items()
+        }
         training = Training(size, args.learning_rate, _device(ranks.device))
 
         def choose(cell: Cell, tell: Tell) -> dict[str, Any]:
-            return training.choose_rates(choosing, cell.name, tell)
+            return training.choose_rates(shorter[cell.chooses_for], cell.name, tell)
 
         def train(cell: Cell, tell: Tell) -> dict[str, Any]:
-            record = rates[cell.name]
+            record = done[Cell.rates(cell.subject, cell.name)]
             if "chosen" not in record:  # refused, with the reason
                 return record
             found = Rates(**record["chosen"])
             return training.run(subjects[cell.subject], cell.name, cell.seed, found, tell)
 
         ranks.wait()  # all processes share out the same rest
-        failed = work(ranks, log, [Cell(RATES, name, SEED) for name in names], choose)
+        failed = work(ranks, log, [Cell.rates(s, name) for s in subjects for name in names], choose)
         ranks.wait()
-        rates = {cell.name: record for cell, record in log.read().items() if cell.subject == RATES}
+        done = log.read()
         cells = [
             Cell(subject, name, seed)
             for subject in subjects
             for seed in range(args.seeds)
             for name in names
-            if name in rates
+            if Cell.rates(subject, name) in done
         ]
         failed += work(ranks, log, cells, train)
         ranks.wait()

@@ -9,21 +9,33 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from recipes.laboratory.rates import SEED
 from rope_eval.folder import writing
 from rope_ext.errors import MeasureError
 
-RATES = "rates"
-"""What the cells are for that choose learning rates; other cells train on a subject."""
-_MARK = {"program": "rope_ext", "log": "laboratory", "format": 2}
+_MARK = {"program": "rope_ext", "log": "laboratory", "format": 3}
+_RATES = "rates for "
 
 
 @dataclass(frozen=True, order=True)
 class Cell:
-    """One model: what it is trained on, its encoding, and its seed."""
+    """One model: what it is trained on, its encoding, and its seed.
+
+    Cells that choose learning rates for a subject have a subject of their own (:meth:`rates`).
+    """
 
     subject: str
     name: str
     seed: int
+
+    @classmethod
+    def rates(cls, subject: str, name: str) -> Cell:
+        return cls(_RATES + subject, name, SEED)
+
+    @property
+    def chooses_for(self) -> str:
+        """The subject that this cell chooses rates for; empty if it trains a model to report."""
+        return self.subject.removeprefix(_RATES) if self.subject.startswith(_RATES) else ""
 
     def __str__(self) -> str:
         return f"{self.subject}, {self.name}, seed {self.seed}"

@@ -283,9 +283,25 @@ def _tasks(results: Results) -> Section:
 
 
 def _rates(results: Results) -> Section:
-    """Which learning rates were chosen, out of which."""
+    """Which learning rates were chosen, out of which, by subject."""
+    return Section(
+        "Learning rates",
+        (
+            f"Chosen for every encoding, on text and on problems apart, by the training loss on "
+            f"held-out rows that are not reported, with a seed of its own, in "
+            f"{results.settings.get('choosing_share', 0):.0%} of the steps: first the rate of the "
+            f"encoding's own parameters, then the size of its initial tables if they are random, "
+            f"then the rate of the model. All are factors of the defaults; while the first or last "
+            f"value is the best, another one beyond it is tried, at most twice. A choice at fewer "
+            f"steps than reported may favor higher rates.",
+        ),
+        [_choices(f"On {subject}", found) for subject, found in results.choices.items()],
+    )
+
+
+def _choices(title: str, choices: Mapping[str, Mapping[str, Any]]) -> Table:
     rows = []
-    for name, record in results.choices.items():
+    for name, record in choices.items():
         chosen, tried = record["chosen"], record["tried"]
         losses = {_rates_of(one): one["loss"] for one in tried}
         default, best = losses.get((1.0, 1.0, 1.0), math.inf), losses[_rates_of(chosen)]
@@ -306,19 +322,7 @@ def _rates(results: Results) -> Section:
         "trainings",
         "loss by the encoding's rate",
     )
-    s = results.settings
-    return Section(
-        "Learning rates",
-        (
-            f"Chosen for every encoding by the training loss on held-out text that is not "
-            f"reported, with a seed of its own, in {s.get('choosing_steps')} steps: first the rate "
-            f"of the encoding's own parameters, then the size of its initial tables if they are "
-            f"random, then the rate of the model. All are factors of the defaults; while the "
-            f"first or last value is the best, another one beyond it is tried, at most twice. A "
-            f"choice at fewer steps than reported may favor higher rates.",
-        ),
-        [Table("", header, tuple(rows))],
-    )
+    return Table(title, header, tuple(rows))
 
 
 def _rates_of(record: Mapping[str, float]) -> tuple[float, float, float]:

@@ -8,7 +8,7 @@ from functools import cached_property
 from itertools import pairwise
 from typing import Any
 
-from recipes.laboratory.log import RATES, Cell
+from recipes.laboratory.log import Cell
 from recipes.laboratory.model import ROPE
 from recipes.laboratory.tasks import MOST
 
@@ -33,12 +33,12 @@ class Results:
         self, settings: Mapping[str, Any], cells: Mapping[Cell, Mapping[str, Any]]
     ) -> None:
         self.settings = settings
-        self.cells = {cell: record for cell, record in cells.items() if cell.subject != RATES}
-        self.choices = {
-            cell.name: record
-            for cell, record in cells.items()
-            if cell.subject == RATES and "chosen" in record
-        }
+        self.cells = {cell: record for cell, record in cells.items() if not cell.chooses_for}
+        self.choices: dict[str, dict[str, Mapping[str, Any]]] = {}
+        """Records of choices of learning rates, by subject and name."""
+        for cell, record in cells.items():
+            if cell.chooses_for and "chosen" in record:
+                self.choices.setdefault(cell.chooses_for, {})[cell.name] = record
         self.refused: dict[str, str] = {}
         self.ended: dict[str, set[str]] = {}
         """Models without a result from some length or size on, by that."""

@@ -20,6 +20,7 @@ READ = (5, 10, 15, 20, 22, 24, 28, 32, 36, 40)
 BEGIN, GIVEN, END = 256, 257, 258
 """Tokens beside the bytes: before a problem, before its answer, after that."""
 _HELD_OUT = 7919
+_CHOOSING = 512  # problems to choose rates on
 _TOGETHER = 4
 """Steps whose problems are shared out by length."""
 _LETTERS = np.arange(ord("a"), ord("z") + 1)
@@ -103,14 +104,20 @@ class Tasks:
         """
         number, turn = divmod(step, _TOGETHER)
         rng = np.random.default_rng((seed, number))
-        count = self.batch * _TOGETHER
-        chosen = zip(
-            rng.choice(list(self.names), count), rng.integers(1, MOST + 1, count), strict=True
-        )
-        drawn = [problem(rng, str(name), int(items)) for name, items in chosen]
+        drawn = self._drawn(rng, self.batch * _TOGETHER)
         drawn.sort(key=lambda one: len(one[0]))
         first = int(rng.permutation(_TOGETHER)[turn]) * self.batch
         return _padded(drawn[first : first + self.batch])
+
+    def choosing(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Ids and weights of problems that are not reported, to choose rates on."""
+        return _padded(self._drawn(np.random.default_rng(_HELD_OUT), _CHOOSING))
+
+    def _drawn(self, rng: np.random.Generator, count: int) -> list[tuple[np.ndarray, np.ndarray]]:
+        chosen = zip(
+            rng.choice(list(self.names), count), rng.integers(1, MOST + 1, count), strict=True
+        )
+        return [problem(rng, str(name), int(items)) for name, items in chosen]
 
     @torch.no_grad()
     def read(self, model: torch.nn.Module, make: Reading, device: torch.device) -> dict:

@@ -63,11 +63,6 @@ class Text:
         return self._unseen[len(self._unseen) // 4 :]
 
     @cached_property
-    def choosing(self) -> np.ndarray:
-        """Text to choose rates on."""
-        return self._unseen[: len(self._unseen) // 4]
-
-    @cached_property
     def _unseen(self) -> np.ndarray:
         return _stream(self.texts("held_out"))
 
@@ -85,13 +80,9 @@ class Text:
         ids, weights = (torch.from_numpy(np.stack(part)) for part in zip(*rows, strict=True))
         return ids, weights
 
-    @torch.no_grad()
-    def choosing_loss(self, model: torch.nn.Module, device: torch.device) -> float:
-        """The training loss, nats, on rows of the text to choose on."""
-        ids, weights = self._rows(self.choosing, (_HELD_OUT,), _CHOOSING)
-        losses, _ = _forward(model, ids.numpy(), self.length, device)
-        counts = weights[:, 1:].numpy()
-        return float((losses * counts).sum() / counts.sum())
+    def choosing(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Ids and weights of held-out rows that are not reported, to choose rates on."""
+        return self._rows(self._unseen[: len(self._unseen) // 4], (_HELD_OUT,), _CHOOSING)
 
     @torch.no_grad()
     def read(self, model: torch.nn.Module, make: Reading, device: torch.device) -> dict:

@@ -13,7 +13,6 @@ import torch
 
 from recipes.laboratory.model import Reading, Size, readings
 from recipes.laboratory.rates import NORMAL, SEED, Rates, choose
-from recipes.laboratory.text import Text
 from recipes.pretrain.train import MuonAdamW, schedule
 
 os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # or torch's profiler tells when it begins and ends
@@ -31,6 +30,8 @@ class Subject(Protocol):
     def steps(self) -> int: ...
 
     def rows_of(self, seed: int, step: int) -> tuple[torch.Tensor, torch.Tensor]: ...
+
+    def choosing(self) -> tuple[torch.Tensor, torch.Tensor]: ...
 
     def read(self, model: torch.nn.Module, make: Reading, device: torch.device) -> dict: ...
 
@@ -61,8 +62,10 @@ class Training:
             found[label] = subject.read(model, make, self.device)
         return record | {"reading_seconds": clock() - began, "rates": asdict(rates), "read": found}
 
-    def choose_rates(self, subject: Text, name: str, tell: Callable[[str], None]) -> dict[str, Any]:
-        """Train models with several rates, and choose by their loss on text that is not reported.
+    def choose_rates(
+        self, subject: Subject, name: str, tell: Callable[[str], None]
+    ) -> dict[str, Any]:
+        """Train models with several rates, and choose by their loss on rows to choose on.
 
         Raises:
             RopeExtError: the model does not support the encoding.
@@ -73,7 +76,8 @@ class Training:
 
         def loss(rates: Rates) -> float:
             model, _ = self.train(subject, name, SEED, rates, silent)
-            found = subject.choosing_loss(model, self.device)
+            with torch.no_grad():
+                found = _loss(model, *(rows.to(self.device) for rows in subject.choosing())).item()
             tell(f"{rates}, loss {found:.3f}")
             return found
 
@@ -156,17 +160,22 @@ def train_step(
     weights: torch.Tensor,
 ) -> float:
     """One training step; returns the loss per scored token, nats."""
-    logits, targets = model(input_ids=ids).logits[:, :-1], ids[:, 1:]
-    losses = torch.nn.functional.cross_entropy(
-        logits.flatten(0, 1), targets.flatten(), reduction="none"
-    )
-    counts = weights[:, 1:].flatten()
-    loss = (losses * counts).sum() / counts.sum()
+    loss = _loss(model, ids, weights)
     loss.backward()
     torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
     optimizer.step()
     optimizer.zero_grad()
     return loss.item()
+
+
+def _loss(model: torch.nn.Module, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    """The loss per scored token, nats."""
+    logits, targets = model(input_ids=ids).logits[:, :-1], ids[:, 1:]
+    losses = torch.nn.functional.cross_entropy(
+        logits.flatten(0, 1), targets.flatten(), reduction="none"
+    )
+    counts = weights[:, 1:].flatten()
+    return (losses * counts).sum() / counts.sum()
 
 
 def peak_of(function: Callable[[], float], device: torch.device) -> tuple[float, int]:

@@ -102,7 +102,29 @@ def test_rates_are_chosen_on_text_that_is_not_reported() -> None:
         return [chr(ord("a") + number) * 999 for number in range(20)]
 
     made = texts.Text(64, texts=texts_of)
-    assert set(made.choosing.tolist()) & set(made.held_out.tolist()) == {texts.END}
+    letters = {token for token in made.choosing()[0].unique().tolist() if token < 128}
+    assert letters and not letters & set(made.held_out.tolist())
+
+
+def test_rates_are_chosen_on_problems_that_are_not_trained_on() -> None:
+    def long_ones(rows: tuple[torch.Tensor, torch.Tensor]) -> set[str]:
+        pairs = zip(*rows, strict=True)
+        return {str(ids[: ids.tolist().index(GIVEN)]) for ids, w in pairs if w.sum() > 10}
+
+    subject = Tasks(batch=128)
+    asked = long_ones(subject.choosing())
+    assert asked and not any(asked & long_ones(subject.rows_of(seed, 0)) for seed in range(3))
+
+
+@pytest.mark.parametrize("name", ["text", "tasks"])
+def test_each_subject_has_rates_of_its_own(name: str) -> None:
+    subject = {"text": text(steps=2, batch=2), "tasks": Tasks(steps=2, batch=2)}[name]
+    told: list[str] = []
+    record = Training(SMALL, 0.01, CPU).choose_rates(subject, "t5", told.append)
+    losses = [one["loss"] for one in record["tried"]]
+    best = min(record["tried"], key=lambda one: one["loss"])
+    assert {name: best[name] for name in record["chosen"]} == record["chosen"]
+    assert len(told) == len(losses) >= 6 and len(set(losses)) > 3
 
 
 def test_rows_depend_on_seed_and_step_alone() -> None:
@@ -343,6 +365,7 @@ def test_wrong_options_are_told_before_anything_is_trained() -> None:
         (["--width", "100"], "--width 100 must be a multiple of 8 x --heads 4"),
         (["--problem-steps", "0"], "--problem-steps 0 is not valid; it must be 1 or more"),
         (["--length", "32"], "--length 32 is not valid; it must be 64 or more"),
+        (["--choosing-share", "2"], "--choosing-share 2 is not valid; it must be above 0 and"),
         (["--learning-rate", "-1"], "--learning-rate -1 is not valid"),
         (["--seeds", "0", "--heads", "0"], "(?s)2 mistakes.*--seeds 0.*--heads 0"),
         (["--rows", "-2", "--encodings", "albi"], "(?s)--rows -2.*--encodings 'albi'"),
@@ -374,7 +397,7 @@ def test_the_page_says_what_can_be_told_apart_and_what_cannot(monkeypatch) -> No
     cells[Cell("text", "cope", 0)] = {"refused": "no <layout> can be proven"}
     one = {"model": 1.0, "encoding": 1.0, "initial": 1.0}
     tried = [one | {"loss": 2.0}, one | {"encoding": 25.0, "loss": 1.5}]
-    cells[Cell("rates", "t5", 1000)] = {
+    cells[Cell.rates("text", "t5")] = {
         "chosen": one | {"encoding": 25.0},
         "tried": tried,
         "own": True,
@@ -402,7 +425,7 @@ def test_the_page_says_what_can_be_told_apart_and_what_cannot(monkeypatch) -> No
 
 @pytest.mark.slow
 def test_a_run_that_is_killed_goes_on_and_makes_the_page(tmp_path) -> None:
-    options = "--encodings alibi --seeds 1 --tasks text,copy --steps 2 --choosing-steps 1"
+    options = "--encodings alibi --seeds 1 --tasks text,copy --steps 2 --choosing-share 0.5"
     options += " --length 64 --width 32"
     given = [
         *options.split(),
@@ -436,8 +459,10 @@ def test_a_run_that_is_killed_goes_on_and_makes_the_page(tmp_path) -> None:
     cells = [tuple(json.loads(line)["cell"].values()) for line in lines[1:]]
     assert first in lines
     names = ("rope", "alibi")
-    assert cells == [("rates", name, 1000) for name in names] + [
-        (subject, name, 0) for subject in ("text", "tasks") for name in names
+    subjects = ("text", "tasks")
+    assert cells == [
+        *((f"rates for {subject}", name, 1000) for subject in subjects for name in names),
+        *((subject, name, 0) for subject in subjects for name in names),
     ]
     assert (tmp_path / "laboratory.html").read_text().startswith("<!doctype html>")
     assert main([*given, "--report"]) == 0

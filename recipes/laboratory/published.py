@@ -106,7 +106,7 @@ PUBLISHED = (
     Published(
         "xPos, arXiv 2212.10554, Table 5: perplexity at 4 times that length, without its "
         "blockwise attention",
-        "loss at the longest",
+        "loss at 4 times the trained length",
         {"alibi": 24.26, "xpos": 28.43, "rope": 294.45},
     ),
     Published(
@@ -195,7 +195,7 @@ PUBLISHED = (
     ),
     Published(
         "CARoPE, arXiv 2507.23083, Table 1, GPT-Tiny: perplexity at twice that length",
-        "loss at the longest",
+        "loss at twice the trained length",
         {"rope": 81.27, "carope": 36.74, "sinusoidal": 223.28},
     ),
     Published(
@@ -205,7 +205,7 @@ PUBLISHED = (
     ),
     Published(
         "TAPA, arXiv 2509.12635, Table 2: perplexity at four times that length, not fine-tuned",
-        "loss at the longest",
+        "loss at 4 times the trained length",
         {"rope": 16366.63, "tapa": 122.71},
     ),
     Published(

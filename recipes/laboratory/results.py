@@ -13,6 +13,7 @@ from recipes.laboratory.model import ROPE
 from recipes.laboratory.tasks import MOST
 
 AT, FAR = "loss at the trained length", "loss at the longest"
+TWICE, FOUR_TIMES = "loss at twice the trained length", "loss at 4 times the trained length"
 FOUND, FOUND_8 = "words found at the longest", "words found at 8 times the length"
 LONGER, WITHIN = "problems longer than trained", "problems as long as trained"
 SECONDS, PEAK = "seconds per step", "peak memory of a step"
@@ -169,6 +170,8 @@ class Results:
         if self.lengths:
             trained, longest = self.lengths[0], self.lengths[-1]
             found[AT], found[FAR] = self.text("loss", trained), self.text("loss", longest)
+            for measure, times in ((TWICE, 2), (FOUR_TIMES, 4)):
+                found[measure] = self.text("loss", times * trained)
             found[FOUND] = self.text("retrieval", longest)
             found[FOUND_8] = self.text("retrieval", 8 * trained)
         if self.tasks:

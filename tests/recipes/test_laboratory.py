@@ -24,7 +24,17 @@ from recipes.laboratory.paired import difference, rank_correlation, student
 from recipes.laboratory.plots import KINDS, kinds_of
 from recipes.laboratory.published import PUBLISHED, RISING, Published, hold
 from recipes.laboratory.rates import Rates, choose
-from recipes.laboratory.results import AT, FAR, FOUND_8, LONGER, SECONDS, Results, first_below
+from recipes.laboratory.results import (
+    AT,
+    FAR,
+    FOUND_8,
+    FOUR_TIMES,
+    LONGER,
+    SECONDS,
+    TWICE,
+    Results,
+    first_below,
+)
 from recipes.laboratory.tasks import GIVEN, READ, TASKS, Tasks, problem
 from recipes.laboratory.training import Training, peak_of
 from recipes.pretrain.train import MuonAdamW
@@ -33,6 +43,7 @@ from rope_ext.errors import MeasureError, OptionError, RopeExtError
 from rope_ext.methods.registry import all_encodings
 
 SMALL = Size(width=32, layers=1, heads=4)
+LOSSES = {AT, TWICE, FOUR_TIMES, FAR}
 CPU = torch.device("cpu")
 
 
@@ -308,7 +319,7 @@ def test_published_orders_name_models_and_measures_of_the_laboratory() -> None:
     for published in PUBLISHED:
         assert published.values.keys() <= evaluated, published.source
         assert len(set(published.values.values())) > 1, published.source
-        assert published.measure in {AT, FAR, LONGER, FOUND_8, SECONDS}, published.source
+        assert published.measure in {*LOSSES, LONGER, FOUND_8, SECONDS}, published.source
         assert published.told is None or published.told.keys() == published.values.keys()
     assert {LONGER, FOUND_8} == RISING
     orders = [(published.source, published.measure) for published in PUBLISHED]

@@ -100,7 +100,7 @@ def find_layouts(
                     layout = next(known, layout)
                 before = layouts.get(module)
                 if layout is not None and before is not None and layout is not before:
-                    raise _RefusedError(f"{_path(decoder, module)} turns in two ways")
+                    raise _RefusedError(f"{_path(decoder, module)} rotates in two ways")
                 layouts[module] = before or layout
         if not any(layouts.values()):
             raise _RefusedError("no attention layer takes its queries and keys from it")
@@ -511,12 +511,12 @@ def _read(
         rows = x.transpose(1, 3).flatten(2).double()  # [3, columns, tokens * heads]
         pairs = _pairs(rows, len(site.loaded), _tolerance(x))
         if pairs is None:
-            raise _RefusedError(f"{where} does not turn pairs of columns by angles")
+            raise _RefusedError(f"{where} does not rotate pairs of columns")
         found.append(pairs)
     if found[0] is None and found[1] is None:
         return None
     if found[0] is None or found[1] is None or not torch.equal(*found):
-        raise _RefusedError(f"{where} turns its queries and keys differently")
+        raise _RefusedError(f"{where} rotates its queries and keys differently")
     first, second, pair = found[0]
     local = sees_window(text_config(decoder), module, window)
     heads = Heads(query.shape[1], query.shape[-1], value_columns)

@@ -171,11 +171,12 @@ def _export(chosen: Engine, model: Any, saved: Saved | None) -> Export:
         made = chosen.export(model, state)
     except Refusal as refusal:
         others = [name for name in engines_for(model) if name != engine]
-        instead = f"{' and '.join(map(repr, others))} can" if others else "no other engine can"
+        instead = "no supported engine can run this patch"
+        if others:
+            instead = f"{' and '.join(map(repr, others))} can run it"
         raise ExportError(
-            f"{engine} cannot run {state.method.name}: {refusal}. Of this patch, {instead} be "
-            f"given settings; every engine runs 'yarn', 'pi' and 'ntk' on "
-            f"{', '.join(everywhere())}"
+            f"{engine} cannot run {state.method.name}: {refusal}; {instead}. Every engine runs "
+            f"'yarn', 'pi' and 'ntk' on {', '.join(everywhere())}"
         ) from None
     if saved is None:
         return made

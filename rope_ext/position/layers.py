@@ -91,7 +91,7 @@ def find_layouts(
             transformers' attention interface.
     """
     layouts: dict[nn.Module, Layout | None] = {}
-    with _refusing(decoder, f"attention by rope_ext cannot be proven right here; {instead}"):
+    with _refusing(decoder, f"rope_ext's attention cannot be shown to be correct here; {instead}"):
         for site in sites:
             for module, query, key, columns, window in _run(decoder, site, _ProbeRotation(site)):
                 layout = _read(decoder, module, site, query, key, columns, window)
@@ -373,7 +373,7 @@ def _run(
 ) -> list[tuple[nn.Module, torch.Tensor, torch.Tensor, int, int | None]]:
     """Queries and keys of every attention layer, one row per rotation; value columns, window."""
     if _lacks_weights(decoder):
-        raise _RefusedError("its weights lie on the meta device (load them first)")
+        raise _RefusedError("its weights are on the meta device (load them first)")
     if any(hasattr(parameter, "device_mesh") for parameter in decoder.parameters()):
         raise _RefusedError("its weights are sharded (patch it before fully_shard)")
     config = text_config(decoder)

@@ -326,7 +326,7 @@ def _key_projection(
 
 
 def ignores_scaling(decoder: nn.Module, site: RotarySite) -> bool:
-    """Whether a factor of cosine and sine has no effect, since queries are normalised afterwards.
+    """Whether a factor of cosine and sine has no effect, since queries are normalized afterwards.
 
     False if the probe cannot tell.
     """

@@ -208,7 +208,7 @@ class LongPPL(Stretches):
             f"over documents"
         )
         note = (
-            f"longppl: {self.who} chooses the tokens that it is judged by, which favours it; give "
+            f"longppl: {self.who} chooses the tokens that it is judged by, which favors it; give "
             f"--evaluator a stronger model"
         )
         notes = (*self._notes(windows, lengths, cases), *((note,) if self.judges_itself else ()))

@@ -165,6 +165,8 @@ def _moved(link: re.Match[str]) -> str:
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
     uri = page.file.src_uri
+    for path, generated in FILES.items():  # the links of pages work on GitHub, too
+        markdown = markdown.replace(f"](../{path}", f"]({generated}")
     if uri == "methods/index.md":
         return markdown + _overview()
     if uri == "engines/index.md":

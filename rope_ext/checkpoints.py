@@ -75,7 +75,7 @@ def load_model(
     """Load a causal language model in evaluation mode.
 
     Args:
-        model: a folder or a Hub id.
+        model: a folder or a Hub ID.
         dtype: one of ``DTYPES``; ``auto`` is float32 on a CPU, and the checkpoint's dtype
             elsewhere.
         device: a torch device, or ``auto`` for the accelerator, if there is one.
@@ -219,7 +219,7 @@ def identity(name: str, config: Any) -> dict[str, Any]:
 
 
 def _require_place(name: str) -> None:
-    """Raise for a missing folder, which transformers would report as a wrong Hub id."""
+    """Raise for a missing folder, which transformers would report as a wrong Hub ID."""
     fault = loading.fault_of_place(name)
     if fault is not None:
         raise ValueError(fault)
@@ -274,7 +274,6 @@ def _load(what: str, load: Callable[..., Any], model: str, **options: Any) -> An
         ) from error
     except _FAILURES as error:
         raise MeasureError(
-            f"cannot load the {what} of {model!r} ({first_line(error)}){nowhere(model)}; set "
-            f"--model to a folder written by save_pretrained, or to a model id on the Hugging Face "
-            f"Hub"
+            f"cannot load the {what} of {model!r} ({first_line(error)}){nowhere(model)}; give "
+            f"a folder that save_pretrained wrote, or a Hub ID"
         ) from error

@@ -41,7 +41,7 @@ class PatchedLM(_HFLM):
     """A transformers model with a patch.
 
     Args:
-        pretrained: folder or Hub id.
+        pretrained: folder or Hub ID.
         method: name of a method; None or "none" loads the model as saved.
         trained_length: tokens; overrides the trained length in the config.
         **kwargs: for the method, :func:`rope_ext.patch`, and ``HFLM`` of the harness.

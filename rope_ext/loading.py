@@ -195,7 +195,7 @@ def load_adapter(model: nn.Module, directory: str | PathLike[str], **kwargs: Any
 
     Args:
         model: a loaded model with the patch recorded in ``rope_ext.json``.
-        directory: directory or Hub id of the adapter.
+        directory: directory or Hub ID of the adapter.
         **kwargs: arguments of ``PeftModel.from_pretrained``, such as ``is_trainable=True``.
 
     Returns:
@@ -243,7 +243,7 @@ def from_pretrained(
     """Load a model, or an adapter with its base model, and apply the patch it was saved under.
 
     Args:
-        path: directory or Hub id of a model saved under any patch, or of a PEFT adapter with a
+        path: directory or Hub ID of a model saved under any patch, or of a PEFT adapter with a
             ``rope_ext.json``, such as a Trainer checkpoint.
         base: base model of the adapter, if not the one named in ``adapter_config.json``.
         is_trainable: whether to continue training the adapter.
@@ -351,25 +351,25 @@ def read_sidecar(directory: str, **kwargs: Any) -> Sidecar | None:
 
 
 def require_place(path: str | PathLike[str]) -> str:
-    """Return ``path`` as a string if it is a directory or may be a Hub id.
+    """Return ``path`` as a string if it is a directory or may be a Hub ID.
 
     Raises:
         LoadError: it is neither.
     """
     if not isinstance(path, (str, PathLike)):
-        raise LoadError(f"{path!r} is not a path; pass a directory, or a Hub id")
+        raise LoadError(f"{path!r} is not a path; pass a directory, or a Hub ID")
     name = fresh(str(path))  # what was saved decides here, not the model that names it
     fault = fault_of_place(name)
     if fault is not None:
         raise LoadError(
             f"there is no folder {name!r} to load from ({fault}); give a folder that "
-            f"save_pretrained wrote, or an id of the Hugging Face Hub"
+            f"save_pretrained wrote, or a Hub ID"
         )
     return name
 
 
 def fault_of_place(name: str) -> str | None:
-    """Why ``name`` is neither a directory nor a possible Hub id, as text; None if it is one."""
+    """Why ``name`` is neither a directory nor a possible Hub ID, as text; None if it is one."""
     if os.path.isdir(name):
         return None
     if os.path.exists(name):
@@ -377,7 +377,7 @@ def fault_of_place(name: str) -> str | None:
     try:
         validate_repo_id(name)
     except HFValidationError:
-        return "the directory does not exist, and it is not a valid Hub id"
+        return "the directory does not exist, and it is not a valid Hub ID"
     return None
 
 
@@ -398,7 +398,7 @@ def _loading(what: str, path: str) -> Iterator[None]:
         reason = _index_fault(path) or _reason(error)
         raise LoadError(
             f"cannot load the {what} of {path!r} ({reason}){nowhere(path)}; give a folder that "
-            f"save_pretrained wrote, or an id of the Hugging Face Hub"
+            f"save_pretrained wrote, or a Hub ID"
         ) from error
 
 

@@ -34,7 +34,7 @@ def checked_methods(
         names: names or aliases; may include the unpatched model, or only that.
         factor: for every method except ``adapter``; None: as ``patch`` without a factor.
         options: further options, by name or alias.
-        adapter: folder or Hub id; ``adapter`` in ``names`` is the patch it was trained with.
+        adapter: folder or Hub ID; ``adapter`` in ``names`` is the patch it was trained with.
         force: accept other methods than that.
 
     Raises:

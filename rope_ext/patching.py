@@ -155,8 +155,8 @@ def patch(
         layers: which of the rotating layers to patch: indices counted from 0, or
             ``"every 4th"``, which means 3, 7, 11 and so on. The others keep the trained rotation.
         kernel: attention kernel of position methods, and of other methods with ``bias`` or
-            ``layers``: ``"flash"`` on CPUs, ``"flex"`` on GPUs, ``"reference"`` with dense logits;
-            ``"auto"`` chooses.
+            ``layers``: ``"flash"``, ``"flex"`` (FlexAttention, for GPUs) or ``"reference"`` (dense
+            logits). ``"auto"`` takes the first of these that supports the call (docs/gpu.md).
         replace: undo an earlier patch first instead of raising. The same encoding keeps its
             learned parameters, and longer tables keep their trained rows. If they cannot be kept,
             this raises an OptionError; call :func:`unpatch` first to start from new parameters.
@@ -275,7 +275,9 @@ def unpatch(model: Model) -> Model:
 
 
 @contextmanager
-def patched(model: Model, method: str | Method = "yarn", **kwargs: Any) -> Iterator[Model]:
+def patched(
+    model: Model, method: str | Method | Recommendation = "yarn", **kwargs: Any
+) -> Iterator[Model]:
     """Patch a model for the duration of a ``with`` block, even if it raises.
 
     With ``replace=True``, the earlier patch becomes active again afterwards.

@@ -46,7 +46,7 @@ def compare(context: typer.Context) -> None:
 
 @app.command("eval", **_OF_ARGPARSE)
 def evaluate_tasks(context: typer.Context) -> None:
-    """Measure tasks: perplexity, passkey, ruler, babilong and more; see `rope-ext eval -h`."""
+    """Measure tasks: perplexity, passkey, ruler, babilong and more; see `rope-ext eval --help`."""
     from rope_eval import command
 
     command.call(context.args)

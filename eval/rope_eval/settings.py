@@ -132,7 +132,10 @@ class Settings:
         action="append",
     )
     factor: float = option(
-        4.0, "extension factor: target length / trained length", group=MEASURED, type=float
+        4.0,
+        "extension factor: target length / trained length; default: 4",
+        group=MEASURED,
+        type=float,
     )
     trained_length: int | None = option(
         None, "override the trained length in the config", trained_length, group=MEASURED

@@ -8,6 +8,7 @@ are lists of fixed bugs. One document in ten, chosen by a hash of its name, is h
 
 from __future__ import annotations
 
+import argparse
 import hashlib
 import json
 import subprocess
@@ -62,5 +63,14 @@ def as_jsonl(texts: list[str]) -> str:
     return "".join(json.dumps({"text": text}, ensure_ascii=False) + "\n" for text in texts)
 
 
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description="Write the training documents.")
+    parser.add_argument("output", type=Path, help="JSON Lines file to write")
+    output = parser.parse_args(arguments).output
+    texts = django_docs("train")
+    output.parent.mkdir(parents=True, exist_ok=True)
+    output.write_text(as_jsonl(texts), encoding="utf-8")
+
+
 if __name__ == "__main__":
-    Path(sys.argv[1]).write_text(as_jsonl(django_docs("train")), encoding="utf-8")
+    main()

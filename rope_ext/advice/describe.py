@@ -72,15 +72,15 @@ class Description:
 
     Args:
         model: class of the decoder.
-        method: name of the patch in force; None: unpatched.
-        options: of the method, with those filled in that follow from others.
-        length: trained, tokens; of a model whose configuration extends it, before that.
-        target_length: after the patch or that extension, tokens.
+        method: name of the active method; None: unpatched.
+        options: of the method, with defaults filled in.
+        length: trained length, tokens.
+        target_length: tokens after the patch, or after the scaling in the configuration.
         sites: for each set of rotary frequencies, its frequencies (radians per token) before and
             after the patch, its scaling and status.
-        notes: how the patch is saved, and what else to know.
-        configured: of an unpatched model whose configuration extends it: the method in words.
-        serve: of a folder: commands that serve it as it is extended.
+        notes: how the patch is saved, and other remarks.
+        configured: the scaling in the configuration of an unpatched model; None: none.
+        serve: commands that serve a saved model.
     """
 
     model: str
@@ -143,14 +143,14 @@ def wavelength(inv_freq: float) -> float:
 
 
 def wavelength_text(tokens: float) -> str:
-    return "never turns" if tokens == math.inf else f"{tokens:.5g}"
+    return "never rotates" if tokens == math.inf else f"{tokens:.5g}"
 
 
 def methods() -> list[MethodInfo]:
     """Every method with its options and defaults.
 
     Returns:
-        The first to try first; position methods after frequency methods.
+        Frequency methods, then position methods; in each group, the first to try comes first.
     """
     found = []
     for cls in all_methods():
@@ -163,17 +163,17 @@ def methods() -> list[MethodInfo]:
 
 
 def describe(model: nn.Module | PreTrainedConfig | str | Path) -> Description:
-    """What is in force on ``model``, patched or not.
+    """Describe the rotary embedding of ``model``, patched or not.
 
     Args:
-        model: loaded, as :func:`rope_ext.patch` takes it; or a configuration, folder (also of an
-            adapter) or Hub ID, which is described as saved. No weights are read for those.
+        model: loaded, as :func:`rope_ext.patch` takes it; or a configuration, directory (also of
+            an adapter) or Hub ID, which is described as saved. No weights are read for those.
 
     Returns:
         Lengths, frequencies before and after, and notes; ``print`` it.
 
     Raises:
-        MeasureError: the folder has no configuration.
+        MeasureError: the directory has no configuration.
         NoRopeError, UnsupportedModelError, RecordError: as :func:`rope_ext.patch`.
     """
     if not isinstance(model, nn.Module):

@@ -25,9 +25,9 @@ class PairDiagnosis:
     """One rotary pair before and after the patch.
 
     Args:
-        wavelength_before: tokens for one turn; infinite for a pair at rest.
+        wavelength_before: tokens per full rotation; infinite for a pair that does not rotate.
         wavelength_after: the same, under the patch.
-        rotations: turns within the trained length.
+        rotations: full rotations within the trained length.
         trained_angle: radians from the first token to the end of the trained length.
         angle_before: the same for the largest distance used at the length diagnosed.
         angle_after: the same, under the patch.
@@ -48,7 +48,7 @@ class PairDiagnosis:
     def before(self) -> str:
         """``"in distribution"`` or ``"out of distribution"``, unpatched.
 
-        A pair that makes a full turn within the trained length has met every angle there is; of
+        A pair that makes a full rotation within the trained length has met every angle there is; of
         any other, angles beyond the trained one are new (arXiv 2310.05209, section 3).
         """
         return self._status(self.angle_before)
@@ -67,11 +67,11 @@ class SiteDiagnosis:
         name: path of its module.
         layer_type: the layers that use it.
         base: ``rope_theta`` of the checkpoint.
-        critical_dimension: columns of the pairs that make a full turn within the trained length
-            (arXiv 2310.05209: ``2 ceil(d / 2 log_base(L / 2 pi))``).
-        distances_before: how many distances are in use; a sliding window lets no others happen.
-        distances_after: the same, under the patch; a position method lets no others happen. Of the
-            pair with the most, where every pair uses its own.
+        critical_dimension: columns of the pairs that make a full rotation within the trained
+            length (arXiv 2310.05209: ``2 ceil(d / 2 log_base(L / 2 pi))``).
+        distances_before: number of distances in use, which a sliding window limits.
+        distances_after: the same, under the patch; a position method limits it, too. If every pair
+            has its own distances, the largest number.
         pairs: fastest first.
     """
 
@@ -94,7 +94,7 @@ class Diagnosis:
         length: diagnosed, tokens.
         trained_length: tokens.
         sites: one for each set of rotary frequencies.
-        notes: what else to know, as :func:`rope_ext.describe` has it.
+        notes: remarks, as in :func:`rope_ext.describe`.
     """
 
     model: str
@@ -127,7 +127,8 @@ class Diagnosis:
             f"  {site.name} [{site.layer_type}] {len(pairs)} pairs, base {site.base:g}, critical "
             f"dimension {site.critical_dimension} of {2 * len(pairs)}",
             f"    {news[0]} pairs out of distribution at {site.distances_before:g} distances",
-            f"    pair {'wavelength':>12} {'turns':>8} {'trained angle':>14} {'angle':>10}  status",
+            f"    pair {'wavelength':>12} {'rotations':>9} {'trained angle':>14} {'angle':>10}"
+            f"  status",
         ]
         if patched:
             lines[1] += f" before the patch, {news[1]} at {site.distances_after:g} after"
@@ -138,7 +139,7 @@ class Diagnosis:
         for i in sorted(borders | {round(k * (len(pairs) - 1) / 4) for k in range(5)}):
             pair = pairs[i]
             line = (
-                f"    {i:>4} {wavelength_text(pair.wavelength_before):>12} {pair.rotations:>8.4g} "
+                f"    {i:>4} {wavelength_text(pair.wavelength_before):>12} {pair.rotations:>9.4g} "
                 f"{pair.trained_angle:>14.5g} {pair.angle_before:>10.5g}  {pair.before:<19}"
             )
             if patched:
@@ -149,18 +150,19 @@ class Diagnosis:
 
 
 def diagnose(model: nn.Module | PreTrainedConfig | str | Path, length: int) -> Diagnosis:
-    """Which rotary pairs meet angles at ``length`` tokens that they were not trained on.
+    """Show which rotary pairs reach untrained angles at ``length`` tokens.
 
     Args:
-        model: a loaded model, patched or not; or a configuration, folder or Hub ID, which is
-            diagnosed as saved. No weights are read for those.
+        model: a loaded model, patched or not; or a configuration, directory or Hub ID, which
+            is diagnosed as saved. No weights are read for those.
         length: tokens; below the trained length nothing is out of distribution.
 
     Returns:
-        Wavelength, turns and angles of every pair, before and after the patch.
+        Wavelength, rotations and angles of every pair, before and after the patch.
 
     Raises:
-        OptionError: the length is no positive number.
+        OptionError: the length is not a positive number.
+        MeasureError: the directory has no configuration.
         NoRopeError, UnsupportedModelError, RecordError: as :func:`rope_ext.patch`.
     """
     require_length("length", length)

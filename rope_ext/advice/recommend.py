@@ -68,8 +68,8 @@ SERVED = (
 
 RAISED = (
     "The scaling that the checkpoint was trained with, with a larger factor. On tiny-512 trained "
-    "under YaRN with factor 4, raising it to 8 gives 13 % less perplexity at twice the length than "
-    "YaRN on top of YaRN (docs/using.md)."
+    "under YaRN with factor 4, raising it to 8 gives 11.8 % less perplexity at twice the length "
+    "than YaRN on top of YaRN (docs/using.md)."
 )
 
 
@@ -149,7 +149,7 @@ def recommend(
     calibration: Any = None,
     engine: str | None = None,
 ) -> Recommendation:
-    """The method for a model and a length, with reasons and their sources.
+    """Recommend a method for a model and a length, with reasons and their sources.
 
     First comes the recipe of the model's vendor where there is one, then what a calibration found.
     The others are in the order of what was measured on the two bundled checkpoints at 8 times their
@@ -157,13 +157,13 @@ def recommend(
     stays unchanged; those that it refuses are left out.
 
     Args:
-        model_or_config: a loaded model that is not patched, or its configuration, folder or Hub
-            id; no weights are read for those, so that position methods cannot be tried.
+        model_or_config: a loaded model that is not patched, or its configuration, directory or
+            Hub ID; no weights are read for those, so that position methods cannot be tried.
         target_length: tokens.
         finetune: whether the model will be fine-tuned for it.
-        calibration: what :func:`rope_ext.calibrate` found for this model, or its file or folder.
-            None takes the ``calibration.json`` in the model's folder if there is one that fits.
-            Fine-tuning needs none.
+        calibration: what :func:`rope_ext.calibrate` found for this model, or its file or
+            directory. None takes the ``calibration.json`` in the model's directory if there is one
+            that fits. Fine-tuning needs none.
         engine: ``"vllm"``, ``"sglang"``, ``"llama.cpp"``, ``"ollama"``, ``"mlx"`` or
             ``"transformers"``: only methods that it can run. None gives two answers: ``method``
             for this process and ``serve`` for other engines.
@@ -176,7 +176,7 @@ def recommend(
         OptionError: the target is within the trained length, the calibration is of another
             model or length, or the engine runs none of the methods on this model.
         ExportError: there is no such engine.
-        MeasureError: there is no such calibration.
+        MeasureError: there is no such calibration, or the directory has no configuration.
         AlreadyPatchedError: the model is patched.
         NoRopeError, UnsupportedModelError, AlreadyScaledError: as :func:`rope_ext.patch`, where
             it would accept none of the methods.
@@ -342,13 +342,13 @@ def _more(case: _Case, chosen: _Trial, calibrated: Calibrated | None) -> Iterato
     method, rope, factor = chosen.method, case.rope, case.factor
     if factor > _INTERPOLATED and not case.finetune:
         remedy = (
-            "so it keeps distances within the trained ones"
+            f"{method.name} uses trained distances only"
             if method.replaces_attention
             else "fine-tune"
         )
         yield (
             f"Factor {factor:g} is beyond the 2 and 4 at which YaRN is published without "
-            f"fine-tuning (arXiv 2402.13753): {remedy}."
+            f"fine-tuning (arXiv 2402.13753); {remedy}."
         )
     group = _group(method)
     if group > 0:

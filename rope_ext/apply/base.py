@@ -78,7 +78,7 @@ def require_scaling(place: PatchTarget, method: Method) -> None:
         return
     if all(ignores_scaling(place.decoder, site) for site in place.scaled):
         raise UnsupportedModelError(
-            f"{type(place.decoder).__name__} normalises queries and keys after the rotation, which "
+            f"{type(place.decoder).__name__} normalizes queries and keys after the rotation, which "
             f"cancels attention_factor={method.attention_factor!r}; give temperature= a number, "
             f"which multiplies queries after that"
         )

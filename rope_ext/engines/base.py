@@ -35,8 +35,8 @@ class Export:
     """Settings with which an engine computes the same as a patch; ``print`` it.
 
     Args:
-        engine: its name.
-        settings: in the engine's names and values; lengths are in tokens.
+        engine: name of the engine.
+        settings: under the engine's names; lengths in tokens.
         command: ready to paste, including the name of the model if it is known.
         files: text by file name.
         notes: limitations and instructions.
@@ -131,7 +131,7 @@ def build_engine(name: str, **options: Any) -> Engine:
 
 
 def export(model: nn.Module | PreTrainedConfig | str | Path, engine: str, **options: Any) -> Export:
-    """The patch of ``model`` as settings of another engine.
+    """Export the patch of ``model`` as settings for another engine.
 
     Args:
         model: patched by :func:`rope_ext.patch`; or a saved or merged model: its folder, Hub ID or
@@ -171,11 +171,12 @@ def _export(chosen: Engine, model: Any, saved: Saved | None) -> Export:
         made = chosen.export(model, state)
     except Refusal as refusal:
         others = [name for name in engines_for(model) if name != engine]
-        instead = f"{' and '.join(map(repr, others))} can" if others else "no other engine can"
+        instead = "no supported engine can run this patch"
+        if others:
+            instead = f"{' and '.join(map(repr, others))} can run it"
         raise ExportError(
-            f"{engine} cannot run {state.method.name}: {refusal}. Of this patch, {instead} be "
-            f"given settings; every engine runs 'yarn', 'pi' and 'ntk' on "
-            f"{', '.join(everywhere())}"
+            f"{engine} cannot run {state.method.name}: {refusal}; {instead}. Every engine runs "
+            f"'yarn', 'pi' and 'ntk' on {', '.join(everywhere())}"
         ) from None
     if saved is None:
         return made

@@ -91,7 +91,7 @@ def find_layouts(
             transformers' attention interface.
     """
     layouts: dict[nn.Module, Layout | None] = {}
-    with _refusing(decoder, f"attention by rope_ext cannot be proven right here; {instead}"):
+    with _refusing(decoder, f"rope_ext's attention cannot be shown to be correct here; {instead}"):
         for site in sites:
             for module, query, key, columns, window in _run(decoder, site, _ProbeRotation(site)):
                 layout = _read(decoder, module, site, query, key, columns, window)
@@ -100,7 +100,7 @@ def find_layouts(
                     layout = next(known, layout)
                 before = layouts.get(module)
                 if layout is not None and before is not None and layout is not before:
-                    raise _RefusedError(f"{_path(decoder, module)} turns in two ways")
+                    raise _RefusedError(f"{_path(decoder, module)} rotates in two ways")
                 layouts[module] = before or layout
         if not any(layouts.values()):
             raise _RefusedError("no attention layer takes its queries and keys from it")
@@ -326,7 +326,7 @@ def _key_projection(
 
 
 def ignores_scaling(decoder: nn.Module, site: RotarySite) -> bool:
-    """Whether a factor of cosine and sine has no effect, since queries are normalised afterwards.
+    """Whether a factor of cosine and sine has no effect, since queries are normalized afterwards.
 
     False if the probe cannot tell.
     """
@@ -373,7 +373,7 @@ def _run(
 ) -> list[tuple[nn.Module, torch.Tensor, torch.Tensor, int, int | None]]:
     """Queries and keys of every attention layer, one row per rotation; value columns, window."""
     if _lacks_weights(decoder):
-        raise _RefusedError("its weights lie on the meta device (load them first)")
+        raise _RefusedError("its weights are on the meta device (load them first)")
     if any(hasattr(parameter, "device_mesh") for parameter in decoder.parameters()):
         raise _RefusedError("its weights are sharded (patch it before fully_shard)")
     config = text_config(decoder)
@@ -511,12 +511,12 @@ def _read(
         rows = x.transpose(1, 3).flatten(2).double()  # [3, columns, tokens * heads]
         pairs = _pairs(rows, len(site.loaded), _tolerance(x))
         if pairs is None:
-            raise _RefusedError(f"{where} does not turn pairs of columns by angles")
+            raise _RefusedError(f"{where} does not rotate pairs of columns")
         found.append(pairs)
     if found[0] is None and found[1] is None:
         return None
     if found[0] is None or found[1] is None or not torch.equal(*found):
-        raise _RefusedError(f"{where} turns its queries and keys differently")
+        raise _RefusedError(f"{where} rotates its queries and keys differently")
     first, second, pair = found[0]
     local = sees_window(text_config(decoder), module, window)
     heads = Heads(query.shape[1], query.shape[-1], value_columns)

@@ -5,7 +5,7 @@ result. The only way to tell them apart is ``__qualname__`` and the closure, whi
 :data:`CHECKED` are the versions of transformers on which this was checked.
 
 An unknown function is treated as a mask of any shape: its layer gets dense logits, which is correct
-but slow. Packed documents that are not recognised raise an error, since their positions decrease.
+but slow. Packed documents that are not recognized raise an error, since their positions decrease.
 """
 
 from __future__ import annotations

@@ -84,7 +84,7 @@ def write(site: RotarySite, inv_freq: torch.Tensor, scaling: float, hooked: bool
     state = _save(site)
     masters = {**module.__dict__.get(_MASTERS, {}), **dict.fromkeys(site.buffers, inv_freq)}
     module.__dict__[_MASTERS] = masters
-    module.__dict__["_is_hf_initialized"] = True  # keeps transformers from initialising it again
+    module.__dict__["_is_hf_initialized"] = True  # keeps transformers from initializing it again
     setattr(module, site.scaling_attribute, scaling)
     swap(module, _Hooked if hooked else _Guarded)
     _rewrite(module)
@@ -94,7 +94,7 @@ def write(site: RotarySite, inv_freq: torch.Tensor, scaling: float, hooked: bool
 def complete(site: RotarySite) -> SiteState:
     """Write an unpatched set of frequencies as well when its module is loaded from the meta device.
 
-    transformers initialises whole modules only, and skips those that :func:`write` has marked.
+    transformers initializes whole modules only, and skips those that :func:`write` has marked.
     """
     module = site.module
     state = _save(site)
@@ -157,8 +157,8 @@ def _undo(state: SiteState) -> None:
             module.__dict__[name] = value
     module.__class__ = state.type
     for name, value in state.buffers.items():
-        materialised = value.is_meta and not buffer_of(module, name).is_meta
-        _put(module, name, state.site.loaded if materialised else value)
+        materialized = value.is_meta and not buffer_of(module, name).is_meta
+        _put(module, name, state.site.loaded if materialized else value)
 
 
 @torch.no_grad()
@@ -175,7 +175,7 @@ def _put(module: nn.Module, name: str, value: torch.Tensor) -> None:
 
 def _rewrite(module: nn.Module) -> None:
     for name, value in module.__dict__.get(_MASTERS, {}).items():
-        if not buffer_of(module, name).is_meta:  # written once it is materialised
+        if not buffer_of(module, name).is_meta:  # written once it is materialized
             _put(module, name, value)
 
 

@@ -299,7 +299,7 @@ def qwen() -> Any:
 @pytest.mark.parametrize(
     ("engine", "method", "options", "message"),
     [
-        ("vllm", "rerope", {}, "no setting that changes the positions.*no other engine can"),
+        ("vllm", "rerope", {}, "no setting that changes the positions.*no supported engine can"),
         ("llama.cpp", "self_extend", {}, "neighbors lose their exact distances"),
         ("sglang", "dynamic_ntk", {}, "length=TOKENS.*'transformers' can"),
         ("vllm", "dynamic_yarn", {}, "length of each request: .*length=TOKENS"),

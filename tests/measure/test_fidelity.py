@@ -842,9 +842,9 @@ def test_a_model_that_judges_itself_is_noted(
         assert part.judges_itself
     part = dataclasses.replace(part, opened=lambda: nullcontext(None), who="the model with yarn")
     *_, note = part.questions(shipped, [300], 0).notes
-    assert "the model with yarn chooses the tokens that it is judged by, which favours it" in note
+    assert "the model with yarn chooses the tokens that it is judged by, which favors it" in note
     other = dataclasses.replace(part, judges_itself=False)
-    assert not any("favours" in note for note in other.questions(shipped, [300], 0).notes)
+    assert not any("favors" in note for note in other.questions(shipped, [300], 0).notes)
 
 
 # Perplexity

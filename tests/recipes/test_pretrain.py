@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from recipes.pretrain import tiny_512, tiny_bytes_512, train
+from recipes.pretrain import django_docs, tiny_512, tiny_bytes_512, train
 from rope_eval.data.text import read_texts
 from rope_eval.tasks.passkey import FILLER, INTRO, NEEDLE, QUESTION
 from rope_ext.errors import SeveralErrors
@@ -119,3 +119,13 @@ def test_every_wrong_number_is_told_before_anything_is_read(monkeypatch) -> None
         train.main()
     for option in ("--steps -5", "--batch-size 0", "--learning-rate nan", "--seed -1", "--save-st"):
         assert f"{option}" in str(caught.value)
+
+
+def test_asking_for_help_writes_no_documents(tmp_path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(django_docs, "django_docs", lambda split: [split])
+    with pytest.raises(SystemExit):
+        django_docs.main(["--help"])
+    assert not [*tmp_path.iterdir()]
+    django_docs.main(["new/train.jsonl"])
+    assert Path("new/train.jsonl").read_text(encoding="utf-8") == '{"text": "train"}\n'

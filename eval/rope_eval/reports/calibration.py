@@ -1,4 +1,4 @@
-"""What a calibration found: for people, as a picture, and as JSON that reads back."""
+"""Results of a calibration, as text, a picture, and JSON that can be loaded again."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from rope_ext.methods import Method
 from rope_ext.record import method_from_json, method_to_json, option_texts
 
 SCALAR = "attention_factor"
-"""The option that every calibration looks at first, and that pictures show."""
+"""The option that every calibration tries first, and that pictures show."""
 
 
 @dataclass(frozen=True)
@@ -48,12 +48,12 @@ class Trial:
 
     @property
     def score(self) -> float:
-        """What is minimised: see :func:`fitness`."""
+        """What is minimized: see :func:`fitness`."""
         return fitness(self.far, self.answers)
 
 
 def fitness(far: float | None, answers: float | None) -> float:
-    """What :func:`rope_ext.calibrate` and :func:`rope_ext.search` minimise, nats per token.
+    """What :func:`rope_ext.calibrate` and :func:`rope_ext.search` minimize, nats per token.
 
     Text alone does not tell a model that retrieves from one that does not, and answers alone do not
     tell a model that writes well from one that only copies.
@@ -103,12 +103,12 @@ class Choice:
 
     Args:
         published: the method with its published default.
-        proposed: the best on the half of the data that chooses; may be the published default.
-        judged: changes on the half that did not choose: of ``far``, ``inside``, ``answers`` and
+        proposed: the best on the selection half; may be the published default.
+        judged: changes on the test half: of ``far``, ``inside``, ``answers`` and
             ``score`` in nats per token, of ``found_inside`` and ``found_beyond`` as shares; see
             :class:`Trial`.
-        reasons: why the published default stays; none: the proposal is better.
-        tried: scores of everything tried, on the half that chooses; the published default first.
+        reasons: why the published default stays; empty if the proposal is better.
+        tried: scores of all candidates on the selection half; the published default first.
     """
 
     published: Method
@@ -124,27 +124,27 @@ class Choice:
 
     @property
     def trial(self) -> Trial:
-        """The scores of :attr:`method` on the half that chooses."""
+        """The scores of :attr:`method` on the selection half."""
         return next(trial for trial in self.tried if trial.method == self.method)
 
 
 @dataclass(frozen=True)
 class Calibration:
-    """The few scalars of one or several methods, found on a text; ``print`` it.
+    """The options that a calibration found for one or more methods; ``print`` it.
 
     Args:
         model: class of the decoder.
         trained_length: tokens.
         target_length: tokens.
-        scored: tokens at the end of every window.
-        seed: of texts, prompts and intervals.
-        cost: largest increase of perplexity that is accepted, as a share.
-        prompts: prompts of each length that judged.
-        rows: sequences that were run through the model, one forward each if not batched.
-        inside: loss of the unpatched model within the trained length, on the half that did not
-            choose, nats per token.
+        scored: tokens at the end of every window whose loss counts.
+        seed: random seed of texts, prompts and intervals.
+        cost: largest accepted increase of perplexity, as a share.
+        prompts: prompts per length in the test half.
+        rows: sequences that ran through the model.
+        inside: loss of the unpatched model within the trained length on the test half, nats per
+            token.
         choices: one for each method.
-        notes: what else to know.
+        notes: remarks and warnings.
     """
 
     model: str

@@ -205,7 +205,7 @@ def _check(settings: Settings, mistakes: Mistakes) -> None:
         f"dtype={settings.dtype!r} is not valid; it must be one of {', '.join(models.DTYPES)}": (
             settings.dtype not in models.DTYPES
         ),
-        "no model to measure; give --model a folder or Hub id": (
+        "no model to measure; give --model a folder or Hub ID": (
             not settings.models and not settings.url
         ),
         "a model is given twice; give --model each just once": (

@@ -100,7 +100,7 @@ class LongPPL(Stretches):
     Args:
         documents, text, windows, min_context: as for ``Stretches``.
         stride: tokens; by default, half the shortest length.
-        evaluator: folder or Hub id of the model that chooses the key tokens, once for all
+        evaluator: folder or Hub ID of the model that chooses the key tokens, once for all
             methods; None: the measured model with the first method.
         short_context: tokens; actually up to a quarter more, so that one forward scores many
             tokens (as in the authors' code).
@@ -208,7 +208,7 @@ class LongPPL(Stretches):
             f"over documents"
         )
         note = (
-            f"longppl: {self.who} chooses the tokens that it is judged by, which favours it; give "
+            f"longppl: {self.who} chooses the tokens that it is judged by, which favors it; give "
             f"--evaluator a stronger model"
         )
         notes = (*self._notes(windows, lengths, cases), *((note,) if self.judges_itself else ()))

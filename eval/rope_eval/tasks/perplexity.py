@@ -197,7 +197,7 @@ class Stretches(Task):
     def choose(
         self, frame: Frame, lengths: Sequence[int], seed: int, option: str = "--lengths"
     ) -> Windows:
-        """The stretches of text, as long as the longest window.
+        """The segments of text, as long as the longest window.
 
         Args:
             frame: tokenizer of a model.
@@ -240,12 +240,12 @@ class Stretches(Task):
         lengths: Sequence[int],
         keys: Sequence[Container[int]] | None = None,
     ) -> Iterator[Case]:
-        """Windows that move over each stretch and score each of its tokens once.
+        """Windows that move over each segment and score each of its tokens once.
 
         Args:
-            windows: the stretches.
+            windows: the segments.
             lengths: of the windows, tokens.
-            keys: for each stretch, the places of the tokens to score; None means all. A window
+            keys: for each segment, the places of the tokens to score; None means all. A window
                 that holds none of them is left out.
         """
         bos, step = windows.bos, self._step
@@ -368,11 +368,12 @@ class Perplexity(Stretches):
         return super()._skips(stride, length)
 
     def _define(self, windows: Windows) -> str:
-        stretches = f"{len(windows.texts)} stretches of {self.source}, intervals over documents"
+        count = len(windows.texts)
+        segments = f"{count} segment{'s' * (count != 1)} of {self.source}, intervals over documents"
         if self.protocol in HUGGINGFACE:
             return (
                 f"perplexity from {HUGGINGFACE[self.protocol]} (--protocol {self.protocol}); "
-                f"windows move by {self.stride} tokens; {stretches}"
+                f"windows move by {self.stride} tokens; {segments}"
             )
         if self.protocol == "ending":
             what = (
@@ -381,15 +382,15 @@ class Perplexity(Stretches):
             )
         elif self.protocol == "sliding":
             what = (
-                f"all tokens of each stretch, a window of each length moving by {self.stride} "
-                f"tokens: at least length - {self.stride} tokens of context once the stretch has "
+                f"all tokens of each segment, a window of each length moving by {self.stride} "
+                f"tokens: at least length - {self.stride} tokens of context once the segment has "
                 f"them"
             )
         else:
-            what = "the first tokens of each stretch, as many as the length"
+            what = "the first tokens of each segment, as many as the length"
         if self.min_context and self.protocol != "ending":
             what += f", less the very first {self.min_context}"
-        return f"token-weighted perplexity of {what}; {stretches}"
+        return f"token-weighted perplexity of {what}; {segments}"
 
     def _ending(self, windows: Windows, lengths: Sequence[int]) -> Iterator[Case]:
         for length in lengths:

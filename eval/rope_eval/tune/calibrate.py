@@ -165,8 +165,8 @@ def calibrate(
         model: not patched.
         tokenizer: of the model.
         target_length: context to reach, tokens.
-        text: as of :func:`rope_ext.search`; None: the Python library, but for the part that
-            evaluations measure by default. Use a text as unlike it as yours is.
+        text: as in :func:`rope_ext.search`. None: Python's library, without the part that
+            evaluations use by default. Better pass text like yours.
         methods: names, or objects whose options count as the published ones.
         output: a directory for the results: ``calibration.jsonl`` with every candidate as it is
             measured, ``calibration.json``, and a picture if matplotlib is installed.

@@ -127,7 +127,7 @@ def windows_of(
     share = repeated_share([tokenizer.decode(window) for window in windows])
     if share > MOST_REPEATED:
         raise MeasureError(
-            f"{share:.0%} of the text is repeated (stretches of {_STRETCH} characters that occur "
+            f"{share:.0%} of the text is repeated (spans of {_STRETCH} characters that occur "
             f"earlier), and at most {MOST_REPEATED:.0%} may be, since results would not carry over "
             f"to other text; give a text without copies"
         )
@@ -135,7 +135,7 @@ def windows_of(
 
 
 def repeated_share(texts: Iterable[str]) -> float:
-    """The share of stretches of 50 characters that occurred before, in the same text or another.
+    """The share of spans of 50 characters that occurred before, in the same text or another.
 
     White space counts as one space. Python's library and Django's documentation have 2 to 5 %, ten
     copies of a text 90 %, and ten copies with every twentieth word changed 50 %.

@@ -560,7 +560,7 @@ def validated(scores: Mapping[L, Mapping[str, Any]]) -> L:
 
 
 def _loss(scores: Mapping[str, Any]) -> float:
-    """What evolution minimises; see :func:`fitness`."""
+    """What evolution minimizes; see :func:`fitness`."""
     return fitness(scores["far"], scores["answers"])
 
 

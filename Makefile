@@ -105,7 +105,7 @@ $(CHECKPOINTS:%=surgery-%): surgery-%: $(VENV)/installed
 	$(BIN)/python -m recipes.surgery $*
 
 PROCESSES ?= 2
-SMALL := --encodings rope,rope_25,nope,alibi,t5 --length 64 --batch 8 --steps 250 --problem-steps 700 --rows 16
+SMALL := --encodings rope,rope_25,nope,alibi,t5 --length 64 --batch 8 --steps 250 --choosing-share 0.4 --problem-steps 700 --rows 16
 
 # One thread each: cells are shared out to processes, and their threads would spin for the cores.
 laboratory: $(VENV)/installed ## encodings trained from scratch and compared, a small run (10 minutes)

@@ -19,10 +19,7 @@ _RATES = "rates for "
 
 @dataclass(frozen=True, order=True)
 class Cell:
-    """One model: what it is trained on, its encoding, and its seed.
-
-    Cells that choose learning rates for a subject have a subject of their own (:meth:`rates`).
-    """
+    """One model: what it is trained on, its encoding, and its seed; or a choice of rates."""
 
     subject: str
     name: str
@@ -30,6 +27,7 @@ class Cell:
 
     @classmethod
     def rates(cls, subject: str, name: str) -> Cell:
+        """The cell that chooses the rates of an encoding for a subject."""
         return cls(_RATES + subject, name, SEED)
 
     @property

@@ -292,8 +292,8 @@ def _rates(results: Results) -> Section:
             f"{results.settings.get('choosing_share', 0):.0%} of the steps: first the rate of the "
             f"encoding's own parameters, then the size of its initial tables if they are random, "
             f"then the rate of the model. All are factors of the defaults; while the first or last "
-            f"value is the best, another one beyond it is tried, at most twice. A choice at fewer "
-            f"steps than reported may favor higher rates.",
+            f"value is the best, another one beyond it is tried, at most twice. Other rates may be "
+            f"better for all steps.",
         ),
         [_choices(f"On {subject}", found) for subject, found in results.choices.items()],
     )

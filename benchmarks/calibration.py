@@ -145,8 +145,8 @@ def cell_of(checkpoint: str, name: str, args: argparse.Namespace) -> dict[str, A
         after: Method = rope_ext.search(
             model,
             tokenizer,
-            seen,
             length,
+            seen,
             output=args.output / f"{checkpoint}-{SEARCH}.found.json",
             start=before,
             population=args.tables // 2,

@@ -77,7 +77,7 @@ def search(
         texts = read_texts(text) if text else python_library("train")
         tokenizer = load_tokenizer(model)
         loaded = load_model(model, dtype, device)
-        found = rope_ext.search(loaded, tokenizer, texts, tokens, output=output, **given)
+        found = rope_ext.search(loaded, tokenizer, tokens, texts, output=output, **given)
         print(summary(output))
         trained, compose = options["original_max_position_embeddings"], options["compose"]
         more = {"--dtype": dtype, "--device": device, "--trained-length": trained}

@@ -104,7 +104,7 @@ def test_evolution_approaches_the_best_table_and_never_tries_one_twice() -> None
 
 def found(model, tokenizer, output: Path | None = None, iterations: int = 2, **changed):
     options = {**SMALL, "output": output, "iterations": iterations, **changed}
-    return rope_ext.search(model, tokenizer, DOCUMENTS, TARGET, **options)
+    return rope_ext.search(model, tokenizer, TARGET, DOCUMENTS, **options)
 
 
 def log(output: Path) -> list[dict]:
@@ -156,7 +156,7 @@ def test_the_loss_is_what_transformers_computes_of_the_last_tokens(
     assert len(tokenizer(text, verbose=False)["input_ids"]) == TARGET
     output = tmp_path / "found.json"
     options = SMALL | {"samples": 1, "iterations": 1, "scored": scored, "output": output}
-    rope_ext.search(model, tokenizer, [text], TARGET, **options)
+    rope_ext.search(model, tokenizer, TARGET, [text], **options)
     whole = ids[:, :TARGET]
     labels = whole.clone()
     labels[:, : TARGET - (scored or TARGET // 2)] = -100
@@ -428,7 +428,7 @@ def test_bad_input_is_told_before_any_forward(model, tokenizer, changed, message
     options = {"text": DOCUMENTS, "target_length": TARGET, **SMALL, **changed}
     text, target = options.pop("text"), options.pop("target_length")
     with pytest.raises(rope_ext.RopeExtError, match=message):
-        rope_ext.search(model, tokenizer, text, target, **options)
+        rope_ext.search(model, tokenizer, target, text, **options)
     assert rope_ext.describe(model).method is None
 
 
@@ -510,7 +510,7 @@ def test_options_in_a_file_are_checked(tmp_path, content: str | None, message: s
 @pytest.mark.slow
 def test_text_is_a_path_or_documents(model, tokenizer, tmp_path, caplog) -> None:
     def searched(text) -> rope_ext.LongRoPE:
-        return rope_ext.search(model, tokenizer, text, TARGET, iterations=1, **SMALL)
+        return rope_ext.search(model, tokenizer, TARGET, text, iterations=1, **SMALL)
 
     path = tmp_path / "text.txt"
     path.write_text("\n".join(DOCUMENTS))

@@ -338,8 +338,8 @@ def _settings(
 def search(
     model: nn.Module,
     tokenizer: Any,
-    text: str | os.PathLike[str] | Iterable[str],
     target_length: int,
+    text: str | os.PathLike[str] | Iterable[str],
     *,
     output: str | os.PathLike[str] | None = None,
     **options: Any,
@@ -358,9 +358,9 @@ def search(
     Args:
         model: not patched.
         tokenizer: of the model.
+        target_length: context to reach, tokens.
         text: a file, a folder or ``hf:ID``, as the evaluators read it, or documents; a string
             with a line break in it is one. Evaluate the result on another text.
-        target_length: context to reach, tokens.
         output: a ``.json`` file for the options of the best method so far. A ``.jsonl`` file next
             to it logs every table: the same call resumes from it, also with more ``iterations``.
         **options: the fields of :class:`~rope_eval.tune.options.SearchOptions`.

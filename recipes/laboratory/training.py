@@ -13,7 +13,7 @@ import torch
 
 from recipes.laboratory.model import Reading, Size, readings
 from recipes.laboratory.rates import NORMAL, SEED, Rates, choose
-from recipes.pretrain.train import MuonAdamW, schedule
+from recipes.pretrain.train import MuonAdamW, schedule, weighted_loss
 
 os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # or torch's profiler tells when it begins and ends
 POINTS = 20
@@ -77,10 +77,11 @@ class Training:
         def loss(rates: Rates) -> float:
             model, _ = self.train(subject, name, SEED, rates, silent)
             with torch.no_grad():
-                found = _loss(model, *(rows.to(self.device) for rows in subject.choosing())).item()
+                found = weighted_loss(model(input_ids=ids).logits, ids, weights).item()
             tell(f"{rates}, loss {found:.3f}")
             return found
 
+        ids, weights = (rows.to(self.device) for rows in subject.choosing())
         own = bool(_own(self.size.build(name, SEED, subject.trained)))
         choice = choose(loss, own, name in NORMAL)
         tried = [asdict(rates) | {"loss": found} for rates, found in choice.tried]
@@ -160,22 +161,12 @@ def train_step(
     weights: torch.Tensor,
 ) -> float:
     """One training step; returns the loss per scored token, nats."""
-    loss = _loss(model, ids, weights)
+    loss = weighted_loss(model(input_ids=ids).logits, ids, weights)
     loss.backward()
     torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
     optimizer.step()
     optimizer.zero_grad()
     return loss.item()
-
-
-def _loss(model: torch.nn.Module, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-    """The loss per scored token, nats."""
-    logits, targets = model(input_ids=ids).logits[:, :-1], ids[:, 1:]
-    losses = torch.nn.functional.cross_entropy(
-        logits.flatten(0, 1), targets.flatten(), reduction="none"
-    )
-    counts = weights[:, 1:].flatten()
-    return (losses * counts).sum() / counts.sum()
 
 
 def peak_of(function: Callable[[], float], device: torch.device) -> tuple[float, int]:

@@ -90,6 +90,21 @@ def orthogonalize(g: torch.Tensor) -> torch.Tensor:
     return x if g.shape[0] <= g.shape[1] else x.T
 
 
+def weighted_loss(logits: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    """Cross entropy of the next tokens, averaged over their weights, nats.
+
+    Args:
+        logits: ``[rows, tokens, vocabulary]``.
+        ids: ``[rows, tokens]``.
+        weights: of ``ids``, same shape; those of the first tokens have no effect.
+    """
+    losses = torch.nn.functional.cross_entropy(
+        logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten(), reduction="none"
+    )
+    counts = weights[:, 1:].flatten()
+    return (losses * counts).sum() / counts.sum()
+
+
 class WeightedTrainer(Trainer):
     """Cross entropy with a weight per token, averaged over the weights of the batch."""
 
@@ -100,13 +115,9 @@ class WeightedTrainer(Trainer):
         return_outputs: bool = False,
         num_items_in_batch: torch.Tensor | None = None,
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-        logits = model(input_ids=inputs["input_ids"]).logits[:, :-1]
-        losses = torch.nn.functional.cross_entropy(
-            logits.flatten(0, 1), inputs["input_ids"][:, 1:].flatten(), reduction="none"
-        )
-        weights = inputs["weights"][:, 1:].flatten()
-        loss = (losses * weights).sum() / weights.sum()
-        return (loss, logits) if return_outputs else loss
+        logits = model(input_ids=inputs["input_ids"]).logits
+        loss = weighted_loss(logits, inputs["input_ids"], inputs["weights"])
+        return (loss, logits[:, :-1]) if return_outputs else loss
 
 
 def schedule(step: int, steps: int) -> float:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 import zlib
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
 
 
 def pytest_configure() -> None:
+    os.environ["HF_HUB_OFFLINE"] = "1"  # a name that is no folder is asked for five times, 23 s
     gc.disable()  # until all tests are collected: what is imported stays, and walking it takes long
 
 

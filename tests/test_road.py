@@ -261,7 +261,7 @@ def test_what_follows_from_five_lines(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_memory_says_whether_a_card_is_large_enough(capsys: pytest.CaptureFixture[str]) -> None:
     tiny = [str(ROOT / "recipes" / "tiny_512_yarn_pose.yaml"), "--length", "64", "--card"]
-    shape = ["--shape", "hidden=16,heads=2,layers=1,trained=512"]
+    shape = ["--shape", "hidden=16,heads=2,layers=1,trained=512,vocab=512"]
     memory.main([*tiny, "24", *shape])
     assert "\nfits: " in capsys.readouterr().out
     with pytest.raises(SystemExit, match="1"):

@@ -6,7 +6,6 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-import huggingface_hub
 import pytest
 import transformers
 
@@ -108,11 +107,10 @@ CANNOT = (
     reason="the table is that of the version that is pinned for newer Pythons",
 )
 @pytest.mark.parametrize(("family", "method"), RUNS)
-def test_transformers_tests_hold(family: str, method: str | None, monkeypatch) -> None:
+def test_transformers_tests_hold(family: str, method: str | None) -> None:
     """Exactly the tests of the table fail, as it says: less, or otherwise, is out of date."""
     from tests.helpers.transformers_suite import run  # not with the fast tests
 
-    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
     found = run(family, method)
     assert len(found) > 80
     rows = [row for row in CANNOT if method in row.methods and family in row.families]

@@ -49,7 +49,7 @@ def importing(folder: Path) -> dict[str, str]:
     folder.mkdir(exist_ok=True)
     (folder / "sitecustomize.py").write_text("import rope_ext\n")
     path = [str(folder), *filter(None, [os.environ.get("PYTHONPATH")])]
-    return os.environ | {"HF_HUB_OFFLINE": "1", "PYTHONPATH": os.pathsep.join(path)}
+    return os.environ | {"PYTHONPATH": os.pathsep.join(path)}
 
 
 @contextmanager
@@ -63,7 +63,7 @@ def served(folder: Path, log: Path, env: dict[str, str] | None = None) -> Iterat
             command(folder, port),
             stdout=out,
             stderr=out,
-            env=env or os.environ | {"HF_HUB_OFFLINE": "1"},
+            env=env,
         )
     address = f"http://localhost:{port}"
     try:

@@ -878,8 +878,6 @@ def test_mistakes_are_one_line_before_any_weights(
     capfd: pytest.CaptureFixture,
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    monkeypatch.setattr("datasets.config.HF_HUB_OFFLINE", True)
     monkeypatch.setattr(models, "load_model", lambda *args: pytest.fail("the model was loaded"))
     (tmp_path / "empty.txt").touch()
     words = ["--model", str(checkpoint), "--method", "yarn,ntk", "--output", str(tmp_path / "out")]

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import datasets
-import huggingface_hub
 import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
@@ -150,7 +149,6 @@ def test_an_adapter_on_a_base_saved_quantised_comes_back(tmp_path, ids, base, ki
 @pytest.mark.parametrize("kind", ["nf4", "nf4 packed"])
 def test_the_recipe_of_qlora(tmp_path, monkeypatch: pytest.MonkeyPatch, kind) -> None:
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
-    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
     model = save_checkpoint(tmp_path / "model", **PACKABLE)
     run, text = tmp_path / "run", tmp_path / "text.txt"
     text.write_text("one two three four five six seven " * 100)

@@ -7,7 +7,6 @@ import random
 from pathlib import Path
 
 import datasets
-import huggingface_hub
 import pytest
 from transformers import AutoModelForCausalLM
 
@@ -22,10 +21,8 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(autouse=True)
 def _alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """No Hub, and no data of an earlier test."""
+    """No data of an earlier test."""
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
-    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
-    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
 
 
 @pytest.fixture(scope="package")

@@ -17,11 +17,6 @@ from tests.families.checks import changed, snapshot
 from tests.helpers.models import tiny_llama
 
 
-@pytest.fixture(autouse=True)
-def _offline(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-
-
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A base and an adapter that was trained on it under rerope."""

@@ -35,6 +35,7 @@ from rope_eval.versions import versions
 PAGE, NUMBERS, TABLES = "laboratory.html", "laboratory.json", "laboratory.md"
 _NONE, _SAME = "\u2013", "the same"
 _SHARES = (-3.0, 103.0)  # limits of an axis in percent
+_MOST_NAMES = 8  # in a sentence
 
 
 def contents(
@@ -128,8 +129,8 @@ def _lead(results: Results) -> list[str]:
                 found = difference(by[name], by[best])
                 if found and not found.clear:
                     (few if found.low is None else near).append(name)
-            also = f"; no clear difference from it: {', '.join(near)}" if near else ""
-            also += f"; too few seeds to tell: {', '.join(few)}" if few and seeds >= LEAST else ""
+            also = f"; no clear difference from it: {_some(near)}" if near else ""
+            also += f"; too few seeds to tell: {_some(few)}" if few and seeds >= LEAST else ""
             words.append(f"{best} has {told} ({value}){also}.")
     seconds = _means(results.measures[SECONDS])
     if ROPE in seconds and len(seconds) > 1:
@@ -139,6 +140,13 @@ def _lead(results: Results) -> list[str]:
             f"with {ROPE} ({dear})."
         )
     return words
+
+
+def _some(names: list[str]) -> str:
+    """The first of many names, and the number of the others."""
+    if len(names) <= _MOST_NAMES + 1:
+        return ", ".join(names)
+    return f"{', '.join(names[:_MOST_NAMES])} and {len(names) - _MOST_NAMES} more"
 
 
 def _notes(results: Results) -> list[str]:

@@ -434,6 +434,22 @@ def test_the_page_says_what_can_be_told_apart_and_what_cannot(monkeypatch) -> No
     }
 
 
+def test_a_tie_of_many_is_counted(monkeypatch) -> None:
+    monkeypatch.setattr(page, "picture_of", lambda figure, alt: Picture(alt, b""))
+    settings = dict(layers=1, width=32, heads=4, steps=2, problem_steps=2, length=64, rows=2)
+    cells = {}
+    for k, name in enumerate("abcdefghijklmnopqr"):
+        for seed in range(3):
+            made = record(1.5 + 0.001 * k + 0.1 * ((seed + k) % 3), 0.9)  # of every third: constant
+            made["read"] = {name: made["read"]}
+            cells[Cell("text", name, seed)] = made
+    html = page.contents(settings, cells)[page.PAGE].decode()
+    assert (
+        "a has the lowest loss at 1024 bytes (1.600); no clear difference from it: b, c, e, f, h, "
+        "i, k, l and 4 more." in html
+    )
+
+
 @pytest.mark.slow
 def test_a_run_that_is_killed_goes_on_and_makes_the_page(tmp_path) -> None:
     options = "--encodings alibi --seeds 1 --tasks text,copy --steps 2 --choosing-share 0.5"

@@ -10,12 +10,10 @@ from dataclasses import dataclass
 import pytest
 import torch
 from torch import nn
-from transformers import AttentionInterface, AttentionMaskInterface
-from transformers.masking_utils import sdpa_mask
 
 import rope_ext
 from tests.families.zoo import tiny_model
-from tests.helpers.models import LENGTH
+from tests.helpers.models import LENGTH, attending_by
 
 Learned = dict[str, torch.Tensor]
 FAMILIES = {
@@ -193,13 +191,6 @@ class ByHand:
         return (weights @ v).transpose(1, 2).to(value.dtype), weights
 
 
-_by_hand: list[ByHand] = []
-AttentionInterface.register("by_hand", lambda *args, **kwargs: _by_hand[-1](*args, **kwargs))
-AttentionMaskInterface.register(
-    "by_hand", lambda **arguments: sdpa_mask(**{**arguments, "allow_is_causal_skip": False})
-)
-
-
 @contextmanager
 def by_hand(
     model: nn.Module, name: str, positions: torch.Tensor, learned: Learned, scale: float = 1.0
@@ -218,14 +209,10 @@ def by_hand(
         x = torch.stack([entered(name, row.double(), t, learned, scale) for row in args[0]])
         return (x.to(args[0].dtype), *args[1:])
 
-    before = model.config._attn_implementation
     with ExitStack() as stack:
-        _by_hand.append(ByHand(of_encoding, theta, t, positions))
-        stack.callback(_by_hand.pop)
         if of_encoding in ADDED:
             layers = decoder.layers if name in ("floater", "discrete") else decoder.layers[:1]
             for layer in layers:
                 stack.callback(layer.register_forward_pre_hook(enter).remove)
-        model.set_attn_implementation("by_hand")
-        stack.callback(model.set_attn_implementation, before)
+        stack.enter_context(attending_by(model, ByHand(of_encoding, theta, t, positions)))
         yield model

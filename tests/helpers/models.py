@@ -3,12 +3,20 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import torch
 from torch import nn
-from transformers import LlamaConfig, LlamaForCausalLM, Qwen2VLTextConfig, Qwen2VLTextModel
+from transformers import (
+    AttentionInterface,
+    AttentionMaskInterface,
+    LlamaConfig,
+    LlamaForCausalLM,
+    Qwen2VLTextConfig,
+    Qwen2VLTextModel,
+)
+from transformers.masking_utils import sdpa_mask
 
 LENGTH = 64
 # Models as they were built, and the state of the random numbers behind them: a copy takes half
@@ -68,3 +76,21 @@ def attending(model: nn.Module, name: str) -> Iterator[nn.Module]:
         yield model
     finally:
         model.set_attn_implementation(before)
+
+
+_functions: list[Callable] = []
+AttentionInterface.register("given", lambda *args, **kwargs: _functions[-1](*args, **kwargs))
+AttentionMaskInterface.register(
+    "given", lambda **arguments: sdpa_mask(**{**arguments, "allow_is_causal_skip": False})
+)
+
+
+@contextmanager
+def attending_by(model: nn.Module, function: Callable) -> Iterator[nn.Module]:
+    """``model`` with this attention function, which gets a mask of what each query sees."""
+    _functions.append(function)
+    try:
+        with attending(model, "given"):
+            yield model
+    finally:
+        _functions.pop()

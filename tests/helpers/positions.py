@@ -14,18 +14,15 @@ import torch
 from torch import nn
 from torch.nn.utils.rnn import pad_sequence
 from transformers import (
-    AttentionInterface,
-    AttentionMaskInterface,
     Cache,
     DynamicCache,
     StaticCache,
 )
-from transformers.masking_utils import sdpa_mask
 
 import rope_ext
 from tests.families.zoo import tiny_model
 from tests.helpers.distances import formula
-from tests.helpers.models import LENGTH, attending
+from tests.helpers.models import LENGTH, attending_by
 
 METHODS: dict[str, dict[str, Any]] = {  # small enough that every band matters within 90 tokens
     "rerope": {"window": 5},
@@ -260,13 +257,6 @@ class ByFormula:
         return turned + q[..., rest] @ k[..., rest].mT
 
 
-_by_formula: list[ByFormula] = []
-AttentionInterface.register("by_formula", lambda *args, **kwargs: _by_formula[-1](*args, **kwargs))
-AttentionMaskInterface.register(
-    "by_formula", lambda **arguments: sdpa_mask(**{**arguments, "allow_is_causal_skip": False})
-)
-
-
 @contextmanager
 def by_formula(
     model: nn.Module,
@@ -296,9 +286,5 @@ def by_formula(
     if log_n is not None and name in ("rerope", "leaky_rerope", "self_extend", "dpe"):
         temperature = ((t[0] + 1).double().log() / math.log(log_n)).clamp(min=1)
     distance = torch.stack([formula(name, row, **constants) for row in t])
-    _by_formula.append(ByFormula(family, distance, t, temperature, bias, scores))
-    try:
-        with attending(model, "by_formula"):
-            yield model
-    finally:
-        _by_formula.pop()
+    with attending_by(model, ByFormula(family, distance, t, temperature, bias, scores)):
+        yield model

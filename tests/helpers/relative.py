@@ -8,12 +8,10 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import AttentionInterface, AttentionMaskInterface
-from transformers.masking_utils import sdpa_mask
 
 import rope_ext
 from tests.helpers.biases import parameters
-from tests.helpers.models import attending
+from tests.helpers.models import attending_by
 
 Learned = dict[str, torch.Tensor]
 Parts = tuple[torch.Tensor, torch.Tensor | None]
@@ -103,13 +101,6 @@ def patch(model: nn.Module, name: str, **options: Any) -> nn.Module:
     return randomized(rope_ext.patch(model, name, **SIZES[name], **options))
 
 
-_dense: list[Callable] = []
-AttentionInterface.register("relative", lambda *args, **kwargs: _dense[-1](*args, **kwargs))
-AttentionMaskInterface.register(
-    "relative", lambda **arguments: sdpa_mask(**{**arguments, "allow_is_causal_skip": False})
-)
-
-
 @contextmanager
 def dense(
     model: nn.Module, name: str | Callable[..., Parts], tokens: torch.Tensor, learned: Learned
@@ -137,11 +128,9 @@ def dense(
 
     rotary = [m for m in model.modules() if type(m).__name__.endswith("RotaryEmbedding")]
     handles = [module.register_forward_hook(unturned) for module in rotary]
-    _dense.append(attention)
     try:
-        with attending(model, "relative"):
+        with attending_by(model, attention):
             yield
     finally:
-        _dense.pop()
         for handle in handles:
             handle.remove()

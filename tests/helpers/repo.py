@@ -9,11 +9,9 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import AttentionInterface, AttentionMaskInterface
-from transformers.masking_utils import sdpa_mask
 
 import rope_ext
-from tests.helpers.models import attending
+from tests.helpers.models import attending_by
 
 REPO = ("repo",)
 Learned = dict[str, nn.Parameter]
@@ -87,13 +85,6 @@ class _Dense:
         return torch.stack(rows).transpose(1, 2).to(value.dtype), None
 
 
-_dense: list[_Dense] = []
-AttentionInterface.register("dense_repo", lambda *args, **kwargs: _dense[-1](*args, **kwargs))
-AttentionMaskInterface.register(
-    "dense_repo", lambda **arguments: sdpa_mask(**{**arguments, "allow_is_causal_skip": False})
-)
-
-
 @contextmanager
 def dense(
     model: nn.Module, learned: Learned, t: torch.Tensor, shifted: bool = False
@@ -107,7 +98,6 @@ def dense(
         return torch.ones_like(output[0]), torch.zeros_like(output[1])
 
     made, handles = _Dense(learned, shifted, t), []
-    _dense.append(made)
     rotary = next(m for n, m in model.named_modules() if n.endswith("rotary_emb"))
     handles.append(rotary.register_forward_hook(unrotated))
     for module in model.modules():
@@ -119,9 +109,8 @@ def dense(
 
             handles.append(module.register_forward_pre_hook(keep, with_kwargs=True))
     try:
-        with attending(model, "dense_repo"):
+        with attending_by(model, made):
             yield model
     finally:
-        _dense.pop()
         for handle in handles:
             handle.remove()

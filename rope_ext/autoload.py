@@ -24,6 +24,7 @@ from torch import nn
 from torch.nn.modules.module import register_module_module_registration_hook
 from torch.utils.hooks import RemovableHandle
 
+from rope_ext.errors import UnsupportedModelError
 from rope_ext.record import FIELD, Record, record_of
 from rope_ext.registration import CURE
 from rope_ext.rotary.sites import text_config, text_decoder
@@ -39,6 +40,7 @@ class _Loading:
         self.record = record
         self.configs: list[Any] = []  # some families copy it for each kind of layer
         self.root: weakref.ref[nn.Module] | None = None
+        self.waiting: RemovableHandle | None = None  # of the hook on the outermost model
         hook: Any = self._registered  # annotated there as if it could return no module
         self.handle: RemovableHandle = register_module_module_registration_hook(hook)
 
@@ -64,14 +66,26 @@ class _Loading:
         before = self.root and self.root()
         if before is not None:
             before.__dict__.pop("train", None)
-        self.root = weakref.ref(model)
+        if self.waiting is not None:
+            self.waiting.remove()
+        self.root, self.waiting = weakref.ref(model), model.register_forward_pre_hook(self._early)
         model.__dict__["train"] = functools.partial(self._loaded, self.root)
+
+    def _early(self, model: nn.Module, args: tuple) -> None:
+        """Pre-hook of the outermost model, which would otherwise run unextended."""
+        raise UnsupportedModelError(
+            f"{type(model).__name__} was built from a configuration with {self.record.call()}, and "
+            f"this patch is not applied yet; call model.eval() or model.train() before the first "
+            f"forward"
+        )
 
     def _loaded(self, root: weakref.ref[nn.Module], mode: bool = True) -> nn.Module:
         """Stands in for ``train`` of the outermost model, once."""
         model: Any = root()
         del model.__dict__["train"]
         self.handle.remove()
+        if self.waiting is not None:
+            self.waiting.remove()
         if getattr(_local, "loading", None) is self:
             _local.loading = None
         model.train(mode)

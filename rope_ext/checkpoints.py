@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -28,7 +29,7 @@ from rope_ext.record import Record, record_of
 from rope_ext.record import trained_length as trained_length_of
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
-_FAILURES = (OSError, KeyError, ValueError, RuntimeError, SafetensorError)
+_FAILURES = (OSError, KeyError, ValueError, RuntimeError, SafetensorError, StrictDataclassError)
 _WEIGHTS = ("*.safetensors", "*.bin")
 
 

@@ -344,8 +344,8 @@ def verify(
                 f"{', '.join(verifying.ENGINES)}; for others, run with --write FOLDER, serve that "
                 f"folder, then run with --url http://HOST:PORT"
             )
-        if method is None and option:
-            raise OptionError(f"--option {option[0]} needs --method")
+        if method is None:
+            _refuse_without_method(factor, False, option, trained_length)
         names = [] if method is None else [method]
         methods = checked_methods(names, factor, parse_options(option, names)) if names else {}
         ((name, values),) = methods.items() if methods else ((None, {}),)
@@ -440,6 +440,21 @@ def _typed(
     return words
 
 
+def _refuse_without_method(
+    factor: float | None,
+    compose: bool | str,
+    option: list[str] | None,
+    trained_length: int | None = None,
+) -> None:
+    """Raise if settings of a patch were given without a method, where they would do nothing."""
+    words = [] if factor is None else [f"--factor {factor:g}"]
+    words += [] if trained_length is None else [f"--trained-length {trained_length}"]
+    words += [] if not compose else [" ".join(compose_words(compose))]
+    words += [f"--option {one}" for one in option or []]
+    if words:
+        raise OptionError(f"{words[0]} needs --method")
+
+
 def _patched(
     model: str,
     method: str | None,
@@ -456,8 +471,7 @@ def _patched(
 
     quiet()
     if method is None:
-        if option:
-            raise OptionError(f"--option {option[0]} needs --method")
+        _refuse_without_method(factor, compose, option)
         return model
     ((name, values),) = checked_methods([method], factor, parse_options(option, [method])).items()
     for note in saved_otherwise({model: load_config(model)}):

@@ -593,11 +593,17 @@ def _restore_learned(model: nn.Module, path: str, options: dict[str, Any]) -> No
     """Load a patch's learned parameters, which transformers ignores.
 
     Raises:
-        LoadError: the directory does not contain them.
+        LoadError: the directory does not contain them, or is unknown.
     """
     wanted = learned(model)
     if not wanted:
         return
+    if not path:
+        raise LoadError(
+            f"this configuration was not read from a folder, so it is not known which one has "
+            f"{', '.join(sorted(wanted))}, the learned parameters of its patch; load that folder "
+            f"with rope_ext.from_pretrained"
+        )
     variant = options.pop("variant")
     prefix = f"{getattr(model, 'base_model_prefix', '')}."  # of other classes of the same model
     names = {x: n for n in wanted for x in (n.removeprefix(prefix), f"{prefix}{n}")}

@@ -264,6 +264,28 @@ def test_describe(checkpoint: Path) -> None:
     assert result.exit_code == 2 and "--option yarn.beta_fast=16 needs --method" in result.stderr
 
 
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("describe", "--factor", 8),
+        ("diagnose", "--length", "1k", "--compose", "raise"),
+        ("export", "--engine", "vllm", "--factor", 8),
+        ("verify", "--engine", "transformers", "--factor", 8),
+        ("verify", "--engine", "transformers", "--trained-length", 64),
+    ],
+)
+def test_settings_of_a_method_are_not_ignored_without_one(words: tuple, checkpoint: Path) -> None:
+    result = call(words[0], checkpoint, *words[1:])
+    ignored = " ".join(map(str, words[-2:]))
+    assert result.exit_code == 2 and f"{ignored} needs --method" in result.stderr
+
+
+def test_a_field_of_the_wrong_type_in_the_configuration_is_an_error(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "llama", "hidden_size": "many"}')
+    result = call("describe", tmp_path)
+    assert result.exit_code == 2 and "hidden_size" in result.stderr
+
+
 def test_without_a_command_the_help_is_printed() -> None:
     bare = call()
     assert bare.exit_code == 0 and bare.stdout == call("--help").stdout

@@ -24,6 +24,19 @@ def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: Ca
     return _Blocks.apply(call, query, key, value, call.temperature, call.sinks, call.bias, *learned)
 
 
+def refuse_second_derivatives(grad: torch.Tensor) -> None:
+    """Raise if ``grad``, which a backward pass got, will be differentiated again.
+
+    ``once_differentiable`` raises only where the gradient of all leaves is asked for. Of chosen
+    ones, as with ``torch.autograd.grad``, it leaves out its part of the second derivative.
+    """
+    if grad.requires_grad and not torch.compiler.is_compiling():
+        raise RuntimeError(
+            "the attention of this encoding has no second derivatives; patch the model with "
+            "kernel='reference', which has"
+        )
+
+
 def _scores(call: Call) -> Scores:
     assert call.scores is not None, "dispatch sends calls with scores only"
     return call.scores
@@ -54,6 +67,7 @@ class _Blocks(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> tuple:
+        refuse_second_derivatives(grad)
         call, tensors = ctx.call, ctx.saved_tensors
         wanted = [i for i in range(len(tensors)) if ctx.needs_input_grad[i + 1]]
         total = {i: _zeros(tensors[i]) for i in wanted}

@@ -18,6 +18,7 @@ import torch
 import torch.nn.functional as F
 
 from rope_ext.attention import flash, sizes
+from rope_ext.attention.blocked import refuse_second_derivatives
 from rope_ext.attention.call import Call
 from rope_ext.attention.faster import faster
 from rope_ext.encodings.fire import FIREScores
@@ -239,6 +240,7 @@ class _Rows(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> tuple:
+        refuse_second_derivatives(grad)
         query, key, value, out, lse, *bias = ctx.saved_tensors
         learns = any(ctx.needs_input_grad[4:])
         all_of = _Bias(*(x.detach().requires_grad_() for x in bias))

@@ -58,9 +58,9 @@ class Columns:
         partner, pair = own.clone(), torch.full_like(own, len(first))
         partner[first], partner[second] = second, first
         pair[first], pair[second] = number, number
-        sign = torch.ones(columns, device="cpu")
+        sign = torch.ones(columns, dtype=torch.float32, device="cpu")
         sign[first] = -1
-        one = torch.eye(columns, device="cpu")
+        one = torch.eye(columns, dtype=torch.float32, device="cpu")
         swap = one[partner]
         return cls(partner, pair, sign, one[:, None], swap[:, None], 2 * len(first) == columns)
 

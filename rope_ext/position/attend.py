@@ -676,11 +676,11 @@ def _seeing_ahead(layer: MappedLayer, rotations: BandRotations, ahead: int) -> B
             geometry = replace(geometry, first=-ahead)
         seeing.append((geometry, *rotated))
     if ahead > reach:
+        wider = "choose a larger window, or " if reach else ""
         raise UnsupportedModelError(
             f"the attention mask shows a token another one that is {ahead} tokens after it (the "
             f"tokens of an image, or a prompt that is read in both directions), and "
-            f"{layer.map.method.name} can express {reach} here; choose a larger window, or a "
-            f"frequency method such as 'yarn'"
+            f"{layer.map.named} can express {reach} here; {wider}{layer.map.instead}"
         )
     return seeing
 

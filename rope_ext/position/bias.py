@@ -184,8 +184,10 @@ class Learning(nn.Module):
     ) -> None:
         super().__init__()
         self.bounds = dict(bounds or {})
-        for name, value in values.items():
-            self.register_parameter(name, nn.Parameter(value.to(like.device, like.dtype)))
+        with torch.inference_mode(False):  # they outlive the mode, and may be trained
+            for name, value in values.items():
+                value = value.clone() if value.is_inference() else value
+                self.register_parameter(name, nn.Parameter(value.to(like.device, like.dtype)))
 
     def follow(self, other: Learning, held: Held) -> None:
         """Take over the state of ``other``, with these tensors."""

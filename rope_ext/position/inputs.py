@@ -48,7 +48,8 @@ class InputPositions(Learning):
         super().__init__(encoding.initial_inputs(columns, size, rope), like, encoding.bounds)
         self.encoding, self.columns, self.rope = encoding, columns, rope
         if encoding.sized and _fixed_scale(encoding) is None:
-            scale = torch.tensor(size, dtype=torch.float32, device=like.device)
+            with torch.inference_mode(False):  # it outlives the mode
+                scale = torch.tensor(size, dtype=torch.float32, device=like.device)
             self.register_buffer("scale", scale)
         self._path: tuple[tuple, tuple, torch.Tensor] | None = None
 

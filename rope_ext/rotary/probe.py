@@ -98,7 +98,7 @@ def _twin(
 
 @torch.no_grad()
 def _run(module: nn.Module, position_ids: torch.Tensor, layer_type: str | None) -> Any:
-    x = torch.zeros(1, position_ids.shape[-1], 1, device="cpu")
+    x = torch.zeros(1, position_ids.shape[-1], 1, dtype=torch.float32, device="cpu")
     extra = {} if layer_type is None else {"layer_type": layer_type}
     if "position_ids" not in inspect.signature(module.forward).parameters:
         raise TypeError("its forward takes no position_ids")

@@ -188,3 +188,13 @@ def test_a_shared_table_goes_along_to_other_layers() -> None:
     (table,) = parameters(model).values()
     rope_ext.patch(model, "t5", layers=[1], replace=True)
     assert next(iter(parameters(model).values())) is table
+
+
+@pytest.mark.parametrize("name", ["fire", "cope", "floater", "repo"])
+def test_a_patch_in_inference_mode_can_be_trained_afterwards(name: str, ids) -> None:
+    model = tiny_llama()
+    with torch.inference_mode():
+        rope_ext.patch(model, name)
+    model(input_ids=ids[:1, :20]).logits.sum().backward()
+    learned = [p for n, p in model.named_parameters() if "rope_ext_" in n]
+    assert learned and all(parameter.grad is not None for parameter in learned)

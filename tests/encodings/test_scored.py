@@ -262,6 +262,33 @@ def test_kernels_that_cannot_have_it_say_so(ids) -> None:
     torch.testing.assert_close(logits(slow, ids), logits(fast, ids), **EXACT)
 
 
+@pytest.mark.parametrize(("name", "options"), [("cope", {}), ("fire", {"threshold": 8})])
+def test_second_derivatives_are_refused_or_right(name: str, options: dict, ids) -> None:
+    """Alone, torch would leave out the part of the attention without an error."""
+    tokens = ids[:1, :20]
+
+    def gradient(kernel: str, move: float, again: bool = False) -> tuple:
+        model = rope_ext.patch(tiny_llama(), name, kernel=kernel, **options).double()
+        begin = model.get_input_embeddings()(tokens).detach()
+        x = (begin + move * begin.roll(1)).requires_grad_()
+        loss = model(inputs_embeds=x).logits.logsumexp(-1).sum()
+        (g,) = torch.autograd.grad(loss, x, create_graph=again)
+        return g, x, begin.roll(1)
+
+    torch.manual_seed(0)
+    with pytest.raises(RuntimeError, match=r"no second derivatives.*kernel='reference'"):
+        gradient("auto", 0.0, again=True)
+    torch.manual_seed(0)
+    g, x, way = gradient("reference", 0.0, again=True)
+    (found,) = torch.autograd.grad((g * way).sum(), x)
+    sides = []
+    for move in (1e-3, -1e-3):  # norms are computed in float32
+        torch.manual_seed(0)  # fire draws its parameters
+        sides.append(gradient("auto", move)[0])
+    want = (sides[0] - sides[1]) / 2e-3
+    torch.testing.assert_close(found, want, rtol=0, atol=0.02 * float(want.abs().max()))
+
+
 def test_options_are_checked() -> None:
     for name, options, said in (
         ("dape", {"on": "shaw"}, "on='shaw' is not valid; it must be 'kerple_log' or .* or None"),

@@ -158,3 +158,17 @@ def test_such_frequencies_are_not_replaced_by_the_trained_ones_after_a_cast() ->
     with pytest.raises(rope_ext.UnsupportedModelError, match=r"other values.*float32"):
         rope_ext.patch(model, "yarn", factor=4)
     assert not changed(before, snapshot(model))
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("name", ["yarn", "rerope"])
+def test_the_default_dtype_does_not_matter(name: str, dtype: torch.dtype, ids) -> None:
+    settings = {"max_new_tokens": 3, "do_sample": False, "eos_token_id": None}
+    want = rope_ext.patch(tiny_llama(), name, factor=4).generate(ids[:1, :70], **settings)
+    model, before = tiny_llama(), torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        found = rope_ext.patch(model, name, factor=4).generate(ids[:1, :70], **settings)
+    finally:
+        torch.set_default_dtype(before)
+    assert torch.equal(found, want)

@@ -103,6 +103,13 @@ def test_tokens_that_see_further_than_a_method_can_express(name: str, ids) -> No
         logits(model, ids, attention_mask=prefix(ids.shape[1], 39))
 
 
+def test_a_bias_is_what_cannot_express_tokens_that_see_later_ones(ids) -> None:
+    model = rope_ext.patch(tiny_llama(), "yarn", factor=4, bias="alibi")
+    said = r"yarn with bias= can express 0 here; patch with 'yarn' without bias="
+    with pytest.raises(rope_ext.UnsupportedModelError, match=said):
+        logits(model, ids, attention_mask=prefix(ids.shape[1], 40))
+
+
 @pytest.mark.parametrize(
     ("kind", "compiled"),
     [

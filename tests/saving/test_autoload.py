@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 from torch.nn.modules import module as torch_module
@@ -66,7 +68,20 @@ def test_a_model_of_the_configuration_alone_is_patched_by_its_first_eval(tmp_pat
     saved(tmp_path, "llama", "rerope", {})
     model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(tmp_path))
     assert current_patch(model) is None
+    with pytest.raises(rope_ext.UnsupportedModelError, match=r"rerope.*call model\.eval\(\)"):
+        model(torch.ones(1, 4, dtype=torch.long))
+    with pytest.raises(rope_ext.UnsupportedModelError, match=r"call model\.eval\(\)"):
+        model.generate(torch.ones(1, 4, dtype=torch.long), max_new_tokens=1)
     assert current_patch(model.eval()).method.name == "rerope"
+    assert not model._forward_pre_hooks
+    model(torch.ones(1, 4, dtype=torch.long))
+
+
+def test_a_configuration_of_no_folder_does_not_have_learned_parameters() -> None:
+    config = rope_ext.patch(tiny_llama(), "t5").config
+    model = AutoModelForCausalLM.from_config(copy.deepcopy(config))
+    with pytest.raises(rope_ext.LoadError, match=r"not read from a folder.*rope_ext_bias"):
+        model.eval()
 
 
 def test_a_load_that_failed_leaves_the_next_one_alone(tmp_path, ids) -> None:

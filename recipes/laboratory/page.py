@@ -119,7 +119,7 @@ def _lead(results: Results) -> list[str]:
         best = order[0]
         value = _number(measure, values[best])
         ties = [name for name in order if _number(measure, values[name]) == value]
-        if rising and values[best] == 0:
+        if rising and value == _number(measure, 0):
             words.append(f"None: {told.removeprefix('the most ')}.")
         elif rising and len(ties) > 1:
             words.append(f"{len(ties)} tie for {told} ({value}): {', '.join(sorted(ties))}.")

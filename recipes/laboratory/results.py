@@ -14,7 +14,7 @@ from recipes.laboratory.tasks import MOST
 
 AT, FAR = "loss at the trained length", "loss at the longest"
 TWICE, FOUR_TIMES = "loss at twice the trained length", "loss at 4 times the trained length"
-FOUND, FOUND_8 = "words found at the longest", "words found at 8 times the length"
+FOUND = "words found at the longest"
 LONGER, WITHIN = "problems longer than trained", "problems as long as trained"
 SECONDS, PEAK = "seconds per step", "peak memory of a step"
 SPEED = "steps to learn"
@@ -173,7 +173,6 @@ class Results:
             for measure, times in ((TWICE, 2), (FOUR_TIMES, 4)):
                 found[measure] = self.text("loss", times * trained)
             found[FOUND] = self.text("retrieval", longest)
-            found[FOUND_8] = self.text("retrieval", 8 * trained)
         if self.tasks:
             found[WITHIN] = self.all_tasks([n for n in self.items if n <= MOST])
             found[LONGER] = self.all_tasks([n for n in self.items if n > MOST])

@@ -27,7 +27,6 @@ from recipes.laboratory.rates import Rates, choose
 from recipes.laboratory.results import (
     AT,
     FAR,
-    FOUND_8,
     FOUR_TIMES,
     LONGER,
     SECONDS,
@@ -319,9 +318,9 @@ def test_published_orders_name_models_and_measures_of_the_laboratory() -> None:
     for published in PUBLISHED:
         assert published.values.keys() <= evaluated, published.source
         assert len(set(published.values.values())) > 1, published.source
-        assert published.measure in {*LOSSES, LONGER, FOUND_8, SECONDS}, published.source
+        assert published.measure in {*LOSSES, LONGER, SECONDS}, published.source
         assert published.told is None or published.told.keys() == published.values.keys()
-    assert {LONGER, FOUND_8} == RISING
+    assert {LONGER} == RISING
     orders = [(published.source, published.measure) for published in PUBLISHED]
     assert len(set(orders)) == len(orders)
     ranked = {name for published in PUBLISHED for name in published.values}

@@ -73,6 +73,8 @@ class _Loading:
 
     def _early(self, model: nn.Module, args: tuple) -> None:
         """Pre-hook of the outermost model, which would otherwise run unextended."""
+        if next(model.parameters()).is_meta or _loading().current_patch(model) is not None:
+            return  # a plan, which computes nothing; or the caller's own patch
         raise UnsupportedModelError(
             f"{type(model).__name__} was built from a configuration with {self.record.call()}, and "
             f"this patch is not applied yet; call model.eval() or model.train() before the first "
@@ -91,7 +93,8 @@ class _Loading:
         model.train(mode)
         if getattr(text_config(text_decoder(model)), FIELD, None) is not None:
             self.record.restore(model.config)
-        _loading().repatch(model, self.record)
+        if _loading().current_patch(model) is None:  # else the caller's own takes its place
+            _loading().repatch(model, self.record)
         return model
 
 

@@ -15,9 +15,12 @@ if TYPE_CHECKING:
     import torch
     from transformers import LlamaForCausalLM
 
+# Else a name that is no folder is asked for five times, 23 s. huggingface_hub reads it when imported,
+# which conftest.py of a subfolder may do before pytest_configure is called.
+os.environ["HF_HUB_OFFLINE"] = "1"
+
 
 def pytest_configure() -> None:
-    os.environ["HF_HUB_OFFLINE"] = "1"  # a name that is no folder is asked for five times, 23 s
     gc.disable()  # until all tests are collected: what is imported stays, and walking it takes long
 
 

@@ -439,9 +439,8 @@ def test_a_tie_of_many_is_counted(monkeypatch) -> None:
     cells = {}
     for k, name in enumerate("abcdefghijklmnopqr"):
         for seed in range(3):
-            made = record(
-                1.5 + 0.001 * k + 0.1 * ((seed + k) % 3), 0.001
-            )  # of every third: constant
+            loss = 1.5 + 0.001 * k + 0.1 * ((seed + k) % 3)  # every third differs by a constant
+            made = record(loss, 0.001)
             made["read"] = {name: made["read"]}
             cells[Cell("text", name, seed)] = made
     html = page.contents(settings, cells)[page.PAGE].decode()

@@ -75,13 +75,21 @@ def test_a_model_of_the_configuration_alone_is_patched_by_its_first_eval(tmp_pat
     assert current_patch(model.eval()).method.name == "rerope"
     assert not model._forward_pre_hooks
     model(torch.ones(1, 4, dtype=torch.long))
+
+
+def test_a_model_without_weights_runs_before_it_is_patched(tmp_path) -> None:
+    saved(tmp_path, "llama", "rerope", {})
     with torch.device("meta"):
         plan = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(tmp_path))
-    plan(torch.ones(1, 4, dtype=torch.long, device="meta"))  # computes nothing
-    own = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(tmp_path))
-    rope_ext.patch(own, "yarn", factor=4)
-    own(torch.ones(1, 4, dtype=torch.long))
-    assert current_patch(own.eval()).method.name == "yarn"
+    plan(torch.ones(1, 4, dtype=torch.long, device="meta"))
+
+
+def test_a_patch_of_the_callers_own_takes_the_place_of_a_saved_one(tmp_path) -> None:
+    saved(tmp_path, "llama", "rerope", {})
+    model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(tmp_path))
+    rope_ext.patch(model, "yarn", factor=4)
+    model(torch.ones(1, 4, dtype=torch.long))
+    assert current_patch(model.eval()).method.name == "yarn"
 
 
 def test_a_configuration_of_no_folder_does_not_have_learned_parameters() -> None:

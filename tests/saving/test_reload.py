@@ -670,7 +670,7 @@ def test_a_trainers_checkpoint_comes_back(tmp_path, ids, base: Path) -> None:
     assert not torch.equal(logits(first, ids), logits(model, ids))
 
 
-def test_hub_ids_are_read_like_folders(tmp_path, ids, base: Path, monkeypatch) -> None:
+def test_hub_ids_are_read_like_folders(tmp_path, ids, base: Path) -> None:
     model = patched(AutoModelForCausalLM.from_pretrained(base), "rerope")
     model.save_pretrained(tmp_path / "whole")
     said = {"whole": logits(model, ids)}

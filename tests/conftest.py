@@ -15,8 +15,8 @@ if TYPE_CHECKING:
     import torch
     from transformers import LlamaForCausalLM
 
-# Else a name that is no folder is asked for five times, 23 s. huggingface_hub reads it when imported,
-# which conftest.py of a subfolder may do before pytest_configure is called.
+# Else a name that is no folder is asked for five times, 23 s. huggingface_hub reads it when it is
+# imported, which conftest.py of a subfolder may do before pytest_configure is called.
 os.environ["HF_HUB_OFFLINE"] = "1"
 
 

@@ -3,10 +3,11 @@
     python -m benchmarks.positions --output runs/positions
 
 Every scheme of recipes/positions.py fine-tunes both bundled checkpoints from 512 to 4096 tokens by
-their recipe, on text alone, with the same steps, tokens and learning rate. Before and after, text
-and passkeys that nothing was trained on are scored within the trained length and at the target.
-``mixed_windows`` trains Dynamic YaRN on rows of 4096 tokens, ``pose_dynamic`` the same with PoSE,
-and all others YaRN, on rows of 1024.
+their recipe, on text alone, with the same steps and tokens. Each gets the learning rate of
+``--rates`` whose first training has the lowest loss at the target, on text that is not measured on.
+Before and after, text and passkeys that nothing was trained or chosen on are scored within the
+trained length and at the target. ``mixed_windows`` trains Dynamic YaRN on rows of 4096 tokens,
+``pose_dynamic`` the same with PoSE, and all others YaRN, on rows of 1024.
 
 Every cell is a file in the output, and one that was interrupted resumes.
 """
@@ -14,6 +15,7 @@ Every cell is a file in the output, and one that was interrupted resumes.
 from __future__ import annotations
 
 import argparse
+import re
 import time
 from collections.abc import Mapping, Sequence
 from functools import cache, partial
@@ -34,12 +36,13 @@ from recipes.surgery import CHECKPOINTS as RECIPES
 from rope_eval.reports.calibration import mean
 from rope_eval.reports.intervals import mean_interval
 from rope_eval.reports.summary import estimate_perplexity, interval
-from rope_eval.tune.fitness import losses_of_answers, prompts_of
+from rope_eval.tune.fitness import losses_at_end, losses_of_answers, prompts_of, windows_of
 from rope_ext.arguments import split
 from rope_ext.errors import Mistakes, OptionError
 from rope_ext.methods import build_method
 
 TRAINED, FACTOR, TOKENS = 512, 8, 8192  # tokens of a row and of a step
+RATES = "2.5e-4,5e-4,1e-3,2e-3"
 BASELINE = "pose"
 Scheme = tuple[str, str, int]
 SCHEMES: dict[str, Scheme] = {
@@ -53,15 +56,35 @@ SCHEMES: dict[str, Scheme] = {
 """Positions, method and length of rows."""
 
 
-def words_of(checkpoint: str, name: str, seed: int, steps: int, folder: Path) -> list[str]:
+def words_of(
+    checkpoint: str, name: str, seed: int, steps: int, rate: str, folder: Path
+) -> list[str]:
     """The command line of recipes/finetune.py for one training."""
     positions, method, length = SCHEMES[name]
     words = ["--config", RECIPES[checkpoint].config, "--method", method, "--factor", str(FACTOR)]
     words += ["--positions", positions, "--pose_chunks", "0", "--length", str(length)]
     words += ["--per_device_train_batch_size", str(TOKENS // length), "--retrieval_share", "0"]
-    words += ["--max_steps", str(steps), "--seed", str(seed), "--output_dir", str(folder)]
+    words += ["--max_steps", str(steps), "--learning_rate", rate, "--seed", str(seed)]
+    words += ["--output_dir", str(folder)]
     resumed = any(folder.glob("checkpoint-*"))
     return [*words, "--resume_from_checkpoint", "true"] if resumed else words
+
+
+def model_of(checkpoint: str, adapter: Path | None) -> Any:
+    model: Any = AutoModelForCausalLM.from_pretrained(BOX / checkpoint, dtype=torch.float32)
+    if adapter is not None:
+        model = PeftModel.from_pretrained(model, adapter).merge_and_unload()
+    return model.eval()
+
+
+def loss_to_choose_by(checkpoint: str, method: str, adapter: Path, windows: int) -> float:
+    """Loss at the target length, nats per token, on text that nothing is measured on."""
+    tokenizer, texts = AutoTokenizer.from_pretrained(BOX / checkpoint), texts_of(checkpoint)[0]
+    length, cure = FACTOR * TRAINED, "--windows asks for more"
+    rows = windows_of(tokenizer, texts, length, windows, SEED, cure).windows
+    model = model_of(checkpoint, adapter)
+    with rope_ext.patched(model, method, factor=FACTOR), torch.no_grad():
+        return mean(losses_at_end(model, rows, length // 4, lambda rows: None))
 
 
 @cache
@@ -69,11 +92,9 @@ def measured(
     checkpoint: str, method: str, adapter: Path | None, windows: int, prompts: int
 ) -> Measured:
     """Losses of every document and passkeys found, at the trained and at the target length."""
-    model: Any = AutoModelForCausalLM.from_pretrained(BOX / checkpoint, dtype=torch.float32)
-    if adapter is not None:
-        model = PeftModel.from_pretrained(model, adapter).merge_and_unload()
     tokenizer, texts = AutoTokenizer.from_pretrained(BOX / checkpoint), texts_of(checkpoint)[1]
-    unseen = Unseen(model.eval(), tokenizer, texts, FACTOR * TRAINED, windows, prompts)
+    model = model_of(checkpoint, adapter)
+    unseen = Unseen(model, tokenizer, texts, FACTOR * TRAINED, windows, prompts)
     asked = prompts_of(tokenizer, [TRAINED], prompts, unseen.rows.windows, SEED)
     under = build_method(method, factor=FACTOR)
     with rope_ext.patched(model, under), torch.no_grad():
@@ -82,15 +103,27 @@ def measured(
 
 
 def cell_of(checkpoint: str, name: str, args: argparse.Namespace) -> dict[str, Any]:
-    """Train with every seed, and measure before and after."""
-    method, began, after = SCHEMES[name][1], time.monotonic(), []
-    for seed in range(args.seeds):
-        folder = args.output / f"{checkpoint}-{name}-{args.steps}-{seed}"
+    """Choose a rate with the first seed, train with every seed, and measure before and after."""
+    method, began = SCHEMES[name][1], time.monotonic()
+
+    def trained(rate: str, seed: int) -> Path:
+        folder = args.output / f"{checkpoint}-{name}-{args.steps}-{rate}-{seed}"
         if not (folder / "rope_ext.json").exists():
-            finetune.main(words_of(checkpoint, name, seed, args.steps, folder))
-        after.append(measured(checkpoint, method, folder, args.windows, args.prompts))
-    before = measured(checkpoint, method, None, args.windows, args.prompts)
-    return {"before": before, "after": after, "minutes": (time.monotonic() - began) / 60}
+            finetune.main(words_of(checkpoint, name, seed, args.steps, rate, folder))
+        return folder
+
+    def under(adapter: Path | None) -> Measured:
+        return measured(checkpoint, method, adapter, args.windows, args.prompts)
+
+    losses = {
+        rate: loss_to_choose_by(checkpoint, method, trained(rate, 0), args.windows)
+        for rate in split(args.rates)
+    }
+    rate = min(losses, key=lambda rate: losses[rate])
+    after = [under(trained(rate, seed)) for seed in range(args.seeds)]
+    minutes = (time.monotonic() - began) / 60
+    choice = {"rate": rate, "rates": losses, "minutes": minutes}
+    return {"before": under(None), "after": after, **choice}
 
 
 def verdict(one: Sequence[Sequence[float]], other: Sequence[Sequence[float]]) -> str:
@@ -118,12 +151,12 @@ def verdict(one: Sequence[Sequence[float]], other: Sequence[Sequence[float]]) ->
 
 def show(cells: Mapping[tuple[str, str], Mapping[str, Any]]) -> None:
     table = Table(title="perplexity and passkeys on unseen text, before -> after")
-    columns = ("checkpoint", "scheme", "512", "4096", "keys, 512", "keys, 4096")
+    columns = ("checkpoint", "scheme", "rate", "512", "4096", "keys, 512", "keys, 4096")
     for column in (*columns, "512, to pose", "4096, to pose"):
         table.add_column(column)
     for (checkpoint, name), cell in cells.items():
         before, after = cell["before"], cell["after"]
-        texts = []
+        texts = [cell["rate"]]
         for key in ("inside", "far"):
             losses = [mean(values) for values in zip(*(m[key] for m in after), strict=True)]
             one, other = map(estimate_perplexity, (before[key], losses))
@@ -145,7 +178,8 @@ def main(given: Sequence[str] | None = None) -> None:
     add("--output", type=Path, required=True)
     add("--checkpoints", default=",".join(CHECKPOINTS))
     add("--schemes", default=",".join(SCHEMES), dest="methods", help="compared with pose")
-    add("--steps", type=int, default=120, help="of 8192 tokens")
+    add("--rates", default=RATES, help="learning rates that each scheme chooses from")
+    add("--steps", type=int, default=40, help="of 8192 tokens")
     add("--seeds", type=int, default=4, help="trainings; with fewer than 4, nothing can be told")
     add("--windows", type=int, default=24, help="unseen")
     add("--prompts", type=int, default=40, help="passkeys, half in filler and half in text")
@@ -156,8 +190,11 @@ def main(given: Sequence[str] | None = None) -> None:
         for name in set(split(getattr(args, option))) - set(known):
             said = option.replace("methods", "schemes")
             mistakes.add(OptionError(f"--{said} {name!r} is unknown; give {', '.join(known)}"))
+    for rate in split(args.rates):
+        if not re.fullmatch(r"[\d.]+(e-?\d+)?", rate):
+            mistakes.add(OptionError(f"--rates {rate!r} is not a number; give some as {RATES}"))
     mistakes.report()
-    run(args, partial(cell_of, args=args), show, f"-{args.steps}-{args.seeds}")
+    run(args, partial(cell_of, args=args), show, f"-{args.steps}-{args.seeds}-{args.rates}")
 
 
 if __name__ == "__main__":

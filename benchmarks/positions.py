@@ -3,10 +3,10 @@
     python -m benchmarks.positions --output runs/positions
 
 Every scheme of recipes/positions.py fine-tunes both bundled checkpoints from 512 to 4096 tokens by
-their recipe, on text alone, with the same steps and tokens. Each gets the learning rate of
-``--rates`` whose first training has the lowest loss at the target, on text that is not measured on.
-Before and after, text and passkeys that nothing was trained or chosen on are scored within the
-trained length and at the target. ``mixed_windows`` trains Dynamic YaRN on rows of 4096 tokens,
+their recipe, on text alone, with the same steps and tokens. The learning rate of each is doubled and
+halved as long as that lowers the loss at the target, after one training, on text that is not
+measured on. Before and after, text and passkeys that nothing was trained or chosen on are scored
+within the trained length and at the target. ``mixed_windows`` trains Dynamic YaRN on rows of 4096 tokens,
 ``pose_dynamic`` the same with PoSE, and all others YaRN, on rows of 1024.
 
 Every cell is a file in the output, and one that was interrupted resumes.
@@ -15,9 +15,8 @@ Every cell is a file in the output, and one that was interrupted resumes.
 from __future__ import annotations
 
 import argparse
-import re
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -42,7 +41,7 @@ from rope_ext.errors import Mistakes, OptionError
 from rope_ext.methods import build_method
 
 TRAINED, FACTOR, TOKENS = 512, 8, 8192  # tokens of a row and of a step
-RATES = "2.5e-4,5e-4,1e-3,2e-3"
+RATE = 1e-3  # the first that is tried
 BASELINE = "pose"
 Scheme = tuple[str, str, int]
 SCHEMES: dict[str, Scheme] = {
@@ -57,14 +56,14 @@ SCHEMES: dict[str, Scheme] = {
 
 
 def words_of(
-    checkpoint: str, name: str, seed: int, steps: int, rate: str, folder: Path
+    checkpoint: str, name: str, seed: int, steps: int, rate: float, folder: Path
 ) -> list[str]:
     """The command line of recipes/finetune.py for one training."""
     positions, method, length = SCHEMES[name]
     words = ["--config", RECIPES[checkpoint].config, "--method", method, "--factor", str(FACTOR)]
     words += ["--positions", positions, "--pose_chunks", "0", "--length", str(length)]
     words += ["--per_device_train_batch_size", str(TOKENS // length), "--retrieval_share", "0"]
-    words += ["--max_steps", str(steps), "--learning_rate", rate, "--seed", str(seed)]
+    words += ["--max_steps", str(steps), "--learning_rate", str(rate), "--seed", str(seed)]
     words += ["--output_dir", str(folder)]
     resumed = any(folder.glob("checkpoint-*"))
     return [*words, "--resume_from_checkpoint", "true"] if resumed else words
@@ -102,28 +101,35 @@ def measured(
     return {**unseen.under(under), "found_inside": [hit for _, hit in answers]}
 
 
+def lowest(loss: Callable[[float], float], rate: float) -> float:
+    """The rate with the lowest loss: doubled and halved as long as that lowers it."""
+    for factor in (2.0, 0.5):
+        while loss(rate * factor) < loss(rate):
+            rate *= factor
+    return rate
+
+
 def cell_of(checkpoint: str, name: str, args: argparse.Namespace) -> dict[str, Any]:
     """Choose a rate with the first seed, train with every seed, and measure before and after."""
     method, began = SCHEMES[name][1], time.monotonic()
 
-    def trained(rate: str, seed: int) -> Path:
+    def trained(rate: float, seed: int) -> Path:
         folder = args.output / f"{checkpoint}-{name}-{args.steps}-{rate}-{seed}"
         if not (folder / "rope_ext.json").exists():
             finetune.main(words_of(checkpoint, name, seed, args.steps, rate, folder))
         return folder
 
+    @cache
+    def loss(rate: float) -> float:
+        return loss_to_choose_by(checkpoint, method, trained(rate, 0), args.windows)
+
     def under(adapter: Path | None) -> Measured:
         return measured(checkpoint, method, adapter, args.windows, args.prompts)
 
-    losses = {
-        rate: loss_to_choose_by(checkpoint, method, trained(rate, 0), args.windows)
-        for rate in split(args.rates)
-    }
-    rate = min(losses, key=lambda rate: losses[rate])
+    rate = lowest(loss, RATE)
     after = [under(trained(rate, seed)) for seed in range(args.seeds)]
     minutes = (time.monotonic() - began) / 60
-    choice = {"rate": rate, "rates": losses, "minutes": minutes}
-    return {"before": under(None), "after": after, **choice}
+    return {"before": under(None), "after": after, "rate": rate, "minutes": minutes}
 
 
 def verdict(one: Sequence[Sequence[float]], other: Sequence[Sequence[float]]) -> str:
@@ -156,7 +162,7 @@ def show(cells: Mapping[tuple[str, str], Mapping[str, Any]]) -> None:
         table.add_column(column)
     for (checkpoint, name), cell in cells.items():
         before, after = cell["before"], cell["after"]
-        texts = [cell["rate"]]
+        texts = [f"{cell['rate']:g}"]
         for key in ("inside", "far"):
             losses = [mean(values) for values in zip(*(m[key] for m in after), strict=True)]
             one, other = map(estimate_perplexity, (before[key], losses))
@@ -178,7 +184,6 @@ def main(given: Sequence[str] | None = None) -> None:
     add("--output", type=Path, required=True)
     add("--checkpoints", default=",".join(CHECKPOINTS))
     add("--schemes", default=",".join(SCHEMES), dest="methods", help="compared with pose")
-    add("--rates", default=RATES, help="learning rates that each scheme chooses from")
     add("--steps", type=int, default=40, help="of 8192 tokens")
     add("--seeds", type=int, default=4, help="trainings; with fewer than 4, nothing can be told")
     add("--windows", type=int, default=24, help="unseen")
@@ -190,11 +195,8 @@ def main(given: Sequence[str] | None = None) -> None:
         for name in set(split(getattr(args, option))) - set(known):
             said = option.replace("methods", "schemes")
             mistakes.add(OptionError(f"--{said} {name!r} is unknown; give {', '.join(known)}"))
-    for rate in split(args.rates):
-        if not re.fullmatch(r"[\d.]+(e-?\d+)?", rate):
-            mistakes.add(OptionError(f"--rates {rate!r} is not a number; give some as {RATES}"))
     mistakes.report()
-    run(args, partial(cell_of, args=args), show, f"-{args.steps}-{args.seeds}-{args.rates}")
+    run(args, partial(cell_of, args=args), show, f"-{args.steps}-{args.seeds}")
 
 
 if __name__ == "__main__":

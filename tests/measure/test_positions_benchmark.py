@@ -19,7 +19,7 @@ from rope_ext.errors import SeveralErrors
 def test_every_scheme_takes_as_many_tokens(checkpoint: str, tmp_path: Path) -> None:
     alike = set()
     for name, (scheme, method, _) in positions.SCHEMES.items():
-        words = positions.words_of(checkpoint, name, 2, 7, "1e-3", tmp_path / name)
+        words = positions.words_of(checkpoint, name, 2, 7, 1e-3, tmp_path / name)
         recipe, args = parse(words)
         assert finetune.check(recipe, args).target == 4096
         assert (recipe.positions, recipe.method) == (scheme, method)
@@ -67,22 +67,32 @@ def test_nothing_is_told_of_few_trainings(seeds: int) -> None:
 def test_unknown_names_and_numbers_are_refused_at_once(tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setattr(positions, "run", lambda *given: pytest.fail("it began"))
     words = f"--output {tmp_path} --schemes pose,creme --checkpoints tiny --steps 0 --seeds -1"
-    words += " --rates 1e-3,fast"
     with pytest.raises(
-        SeveralErrors,
-        match=r"(?s)5 mistakes.*--steps 0.*--seeds -1.*'tiny'.*--schemes 'creme' .*--rates 'fast'",
+        SeveralErrors, match=r"(?s)4 mistakes.*--steps 0.*--seeds -1.*'tiny'.*--schemes 'creme' is"
     ):
         positions.main(words.split())
+
+
+@pytest.mark.parametrize("best", [2e-3, 1e-3, 2.5e-4])
+def test_the_rate_is_moved_as_long_as_the_loss_falls(best: float) -> None:
+    tried = []
+
+    def loss(rate: float) -> float:
+        tried.append(rate)
+        return abs(rate - best)
+
+    assert positions.lowest(loss, 1e-3) == pytest.approx(best)
+    assert min(tried) < best < max(tried)  # neighbours on both sides are worse
 
 
 @pytest.mark.slow
 def test_a_cell_is_trained_once_and_measured(tmp_path: Path, monkeypatch, capsys) -> None:
     words = "--checkpoints tiny-512 --schemes random_floats,pose --steps 1 --seeds 1 --windows 1"
-    words = f"{words} --prompts 2 --rates 1e-9,5e-2 --output {tmp_path}".split()
+    words = [*words.split(), "--prompts", "2", "--output", str(tmp_path)]
+    monkeypatch.setattr(positions, "lowest", lambda loss, rate: rate if loss(rate) else None)
     positions.main(words)
     (path,) = tmp_path.glob("tiny-512-random_floats-*.json")
     cell = json.loads(path.read_text())
-    assert cell["rates"][cell["rate"]] == min(cell["rates"].values()) < max(cell["rates"].values())
     assert len(cell["after"]) == 1 and cell["after"][0].keys() == cell["before"].keys()
     assert "cannot tell, 1 seed" in " ".join(capsys.readouterr().out.split())
 

@@ -3,11 +3,11 @@
     python -m benchmarks.positions --output runs/positions
 
 Every scheme of recipes/positions.py fine-tunes both bundled checkpoints from 512 to 4096 tokens by
-their recipe, on text alone, with the same steps and tokens. The learning rate of each is doubled and
-halved as long as that lowers the loss at the target, after one training, on text that is not
+their recipe, on text alone, with the same steps and tokens. The learning rate of each is doubled
+and halved as long as that lowers the loss at the target, after one training, on text that is not
 measured on. Before and after, text and passkeys that nothing was trained or chosen on are scored
-within the trained length and at the target. ``mixed_windows`` trains Dynamic YaRN on rows of 4096 tokens,
-``pose_dynamic`` the same with PoSE, and all others YaRN, on rows of 1024.
+within the trained length and at the target. ``mixed_windows`` trains Dynamic YaRN on rows of 4096
+tokens, ``pose_dynamic`` the same with PoSE, and all others YaRN, on rows of 1024.
 
 Every cell is a file in the output, and one that was interrupted resumes.
 """

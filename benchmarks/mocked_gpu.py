@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import dataclasses
 import os
 import re
 import subprocess
@@ -15,7 +16,9 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
+from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from transformers.cache_utils import Cache
 
 from rope_ext.attention import fused
 from rope_ext.attention.cards import Card
@@ -54,8 +57,12 @@ class _AllocatedError(Exception):
 
 
 @contextlib.contextmanager
-def mocked(card: Card, compiled: list[dict[str, Any]], whole: bool = True) -> Iterator[None]:
-    """CUDA is the card, on fake tensors only; ``compiled`` gets each kernel.
+def mocked(
+    card: Card, compiled: list[dict[str, Any]] | None = None, whole: bool = True
+) -> Iterator[None]:
+    """CUDA is the card, on fake tensors only.
+
+    ``compiled`` gets each kernel; if it is None, Triton compiles none.
 
     For a process of its own: the device stays. Unless ``whole``, Triton stops when it has
     allocated shared memory.
@@ -67,11 +74,14 @@ def mocked(card: Card, compiled: list[dict[str, Any]], whole: bool = True) -> It
     from torch._inductor.fx_passes import joint_graph
     from torch._inductor.runtime import triton_helpers
     from torch._inductor.runtime.triton_heuristics import CachingAutotuner
+    from torch.utils import _triton
     from triton.backends.compiler import GPUTarget
     from triton.backends.nvidia import compiler as nvidia
     from triton.compiler import ASTSource
 
     def only_compile(kernel: Any, *_given: Any, **_options: Any) -> None:
+        if compiled is None:
+            return
         source = kernel.fn.src
         template = "BLOCK_N" in source
         # The sizes that inductor would try for other kernels differ in speed only.
@@ -171,10 +181,51 @@ def mocked(card: Card, compiled: list[dict[str, Any]], whole: bool = True) -> It
             stack.enter_context(patch.object(nvidia.CUDABackend, "make_llir", allocate))
         driver = types.SimpleNamespace(get_current_target=lambda: target)
         triton.runtime.driver.set_active(driver)
+        for known in vars(_triton).values():  # from before there was a GPU
+            getattr(known, "cache_clear", lambda: None)()
         with tempfile.TemporaryDirectory() as folder:
             _library(Path(folder)).mock_device()
         stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
         yield
+
+
+def to_mocked(model: nn.Module, cache: Cache) -> None:
+    """Replace every tensor of a model and of its cache by a fake one on the mocked GPU."""
+
+    def fake(x: torch.Tensor) -> torch.Tensor:
+        return torch.empty(x.shape, dtype=x.dtype, device="cuda")
+
+    for module in model.modules():
+        for name, x in module.named_parameters(recurse=False):
+            module._parameters[name] = nn.Parameter(fake(x), requires_grad=False)
+        for name, x in module.named_buffers(recurse=False):
+            module._buffers[name] = fake(x)
+    for layer in cache.layers:
+        for name, x in vars(layer).items():
+            if isinstance(x, torch.Tensor):
+                setattr(layer, name, fake(x))
+            elif isinstance(x, torch.device):
+                setattr(layer, name, torch.device("cuda"))
+    for name, known in list(vars(cache).items()):
+        if dataclasses.is_dataclass(known):  # positions that rope_ext keeps
+            tensors = {k: fake(x) for k, x in vars(known).items() if isinstance(x, torch.Tensor)}
+            setattr(cache, name, dataclasses.replace(known, **tensors))
+
+
+def code_of(model: nn.Module, *given: Any, **named: Any) -> str:
+    """What inductor generates for a forward of a compiled model without gradients."""
+    from torch._inductor.graph import GraphLowering
+
+    codes: list[str] = []
+    torch._dynamo.reset()
+    with (
+        torch.no_grad(),
+        patch.object(GraphLowering, "save_output_code", codes.append),
+        contextlib.suppress(NotImplementedError),  # the graph is then run on fake tensors
+    ):
+        torch.compile(model, fullgraph=True)(*given, **named)
+    (code,) = codes
+    return code
 
 
 def _library(folder: Path) -> ctypes.CDLL:

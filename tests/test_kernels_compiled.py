@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import re
 import subprocess
 import sys
 
@@ -35,11 +36,14 @@ def test_the_table_has_the_most_bytes_of_each_phase() -> None:
     ]
 
 
-@pytest.mark.slow
-@pytest.mark.skipif(
+needs_triton = pytest.mark.skipif(
     importlib.util.find_spec("triton") is None,
     reason="needs the package triton, which torch for CPUs comes without",
 )
+
+
+@pytest.mark.slow
+@needs_triton
 @pytest.mark.parametrize("card", ["7.5", "8.0", "8.6", "9.0"])
 def test_kernels_compile_and_fit(card, tmp_path) -> None:
     """To machine code for one card, where none of float32 takes long; else to shared memory."""
@@ -55,3 +59,15 @@ def test_kernels_compile_and_fit(card, tmp_path) -> None:
         for kernel in filter(kernels.of_attention, line["kernels"]):
             expected = kernels.estimate(line, kernel)
             assert expected is None or kernel["shared"] <= expected + SLACK
+
+
+@pytest.mark.slow
+@needs_triton
+def test_a_decoding_step_launches_few_kernels() -> None:
+    """Five kernels and three products in place of torch's attention; the model has seven more."""
+    command = [sys.executable, "-m", "benchmarks.launches", "--methods", "rerope"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr[-3000:]
+    made, products = map(int, re.findall(r"\d+", done.stdout.splitlines()[-1]))
+    assert 7 < made <= 7 + 5
+    assert products == 7 + 3

@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 
 from rope_ext.attention import dispatch as attention
 from rope_ext.attention import flash, products, reference
@@ -52,12 +53,15 @@ class Part:
         query: rotation of the queries, ``[rows or 1, 1, queries, pairs]``.
         key: rotation of the keys, ``[rows or 1, 1, slots, pairs]``.
         slots: int64, ``[rows or 1, slots]``; None: all.
+        among: the index in ``slots`` of every slot, or their number for slots that are not among
+            them, int64, ``[rows or 1, all slots]``; None: all are.
     """
 
     hidden: torch.Tensor
     query: Rotation
     key: Rotation
     slots: torch.Tensor | None
+    among: torch.Tensor | None
 
 
 class Few(NamedTuple):
@@ -103,7 +107,7 @@ def attend_few(
         return call.pairs.rotate(query, each_table(by, repeated))
 
     parts = [
-        _Rows(rotated(part.query), repeated(part.hidden[:, None]), part.key, part.slots)
+        _Rows(rotated(part.query), repeated(part.hidden[:, None]), part.key, part.slots, part.among)
         for part in few.parts
     ]
     bias = sinks = None
@@ -126,13 +130,14 @@ class _Rows(NamedTuple):
         query: rotated, ``[rows, kv_heads, rows of a key head, columns]``.
         hidden: added to their logits, ``[rows or 1, 1, rows of a key head or 1, slots]``.
         key: rotation of the keys.
-        slots: see :class:`Part`.
+        slots, among: see :class:`Part`.
     """
 
     query: torch.Tensor
     hidden: torch.Tensor
     key: Rotation
     slots: torch.Tensor | None
+    among: torch.Tensor | None
 
     @property
     def plain(self) -> bool:
@@ -167,31 +172,22 @@ def by_products(
             logits = call.softcap * torch.tanh(logits / call.softcap)
         return logits + part.hidden
 
-    # Bands are disjoint and hide with the lowest number, so the largest logit of a key is the one
-    # of the band that shows it.
     plain = [part for part in parts if part.plain]
+    made = []
     if plain:  # read once for all these bands
         found = products.logits(torch.cat([part.query for part in plain], dim=2), key)
-        found = map(shown, found.chunk(len(plain), dim=2), plain)
-        logits = functools.reduce(torch.maximum, found)
-    else:
-        query = parts[0].query
-        wide = products.wide(query)
-        size = (*query.shape[:3], key.shape[2])
-        logits = query.new_full(size, torch.finfo(wide).min, dtype=wide)
+        made += map(shown, found.chunk(len(plain), dim=2), plain)
     for part in parts:
         if part.plain:
             continue
         near = call.pairs.rotate(_in(part.slots, key, 2), part.key)
         found = shown(products.logits(part.query, near), part)
-        found = torch.maximum(found, _in(part.slots, logits, 3))
-        if part.slots is None:
-            logits = found
-        elif len(part.slots) == 1:
-            logits = logits.index_copy(3, part.slots[0], found)
-        else:
-            slots = part.slots[:, None, None].expand(*logits.shape[:3], -1)
-            logits = logits.scatter(3, slots, found)
+        if part.among is not None:  # reading, unlike writing, fuses with what follows in a graph
+            found = F.pad(found, (0, 1), value=torch.finfo(found.dtype).min)
+        made.append(_in(part.among, found, 3))
+    # Bands are disjoint and hide with the lowest number, so the largest logit of a key is the one
+    # of the band that shows it.
+    logits = functools.reduce(torch.maximum, made)
     if bias is not None:
         logits = logits + bias
     if sinks is not None:

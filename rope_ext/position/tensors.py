@@ -271,10 +271,19 @@ class InTensors:
             return each_table(made, lambda _: next(left)[:, None])
 
         parts = [
-            placed.Part(next(left), rotation(q), rotation(k), slots) for _, q, k, slots in found
+            placed.Part(next(left), rotation(q), rotation(k), slots, self._among(slots))
+            for _, q, k, slots in found
         ]
         self.made["few", self.rotated.number, dtype] = placed.Few(parts, sees)
         return self.made["few", self.rotated.number, dtype]
+
+    def _among(self, slots: torch.Tensor | None) -> torch.Tensor | None:
+        """See :class:`placed.Part`; ``slots`` are consecutive."""
+        if slots is None:
+            return None
+        count = slots.shape[1]
+        index = torch.arange(self.context.room, device=slots.device) - slots[:, :1]
+        return index.masked_fill((index < 0) | (index > count), count)
 
     def _refuse_gaps(self) -> None:
         """Fail at run time if tokens are further apart by slot than by position."""

@@ -41,7 +41,7 @@ from rope_ext.errors import Mistakes, OptionError
 from rope_ext.methods import build_method
 
 TRAINED, FACTOR, TOKENS = 512, 8, 8192  # tokens of a row and of a step
-RATE = 1e-3  # the first that is tried
+RATE, LEAST = 1e-3, 1e-3 / 16  # learning rates: the first and the lowest that are tried
 BASELINE = "pose"
 Scheme = tuple[str, str, int]
 SCHEMES: dict[str, Scheme] = {
@@ -102,9 +102,12 @@ def measured(
 
 
 def lowest(loss: Callable[[float], float], rate: float) -> float:
-    """The rate with the lowest loss: doubled and halved as long as that lowers it."""
+    """The rate with the lowest loss: doubled and halved as long as that lowers it.
+
+    Not below ``LEAST``: where any training is worse than none, none is low enough.
+    """
     for factor in (2.0, 0.5):
-        while loss(rate * factor) < loss(rate):
+        while rate * factor >= LEAST and loss(rate * factor) < loss(rate):
             rate *= factor
     return rate
 

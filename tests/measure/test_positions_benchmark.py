@@ -85,6 +85,10 @@ def test_the_rate_is_moved_as_long_as_the_loss_falls(best: float) -> None:
     assert min(tried) < best < max(tried)  # neighbours on both sides are worse
 
 
+def test_where_training_only_harms_the_rate_has_an_end() -> None:
+    assert positions.lowest(lambda rate: rate, 1e-3) == positions.LEAST
+
+
 @pytest.mark.slow
 def test_a_cell_is_trained_once_and_measured(tmp_path: Path, monkeypatch, capsys) -> None:
     words = "--checkpoints tiny-512 --schemes random_floats,pose --steps 1 --seeds 1 --windows 1"

@@ -56,6 +56,7 @@ from recipes.settings import (
     check_output,
     check_together,
     finished,
+    how_to_resume,
     method_of,
     parts,
     read_settings,
@@ -66,6 +67,7 @@ from recipes.settings import (
     write_settings,
 )
 from recipes.stream import Stream
+from rope_eval.folder import lock
 from rope_ext.checkpoints import load_config, load_tokenizer
 from rope_ext.encodings import Encoding
 from rope_ext.errors import Mistakes, OptionError, RopeExtError, first_line
@@ -73,7 +75,7 @@ from rope_ext.methods import DynamicMethod, Method, SSMax, Temperature, reach
 from rope_ext.position import head_scales
 from rope_ext.position.bias import learned
 from rope_ext.rotary.sites import find_sites, text_decoder
-from rope_ext.terminal import tell, tell_next, unused
+from rope_ext.terminal import first_process, stoppable, tell, tell_next, unused
 
 FITTED_ROWS = 16
 """Number of rows to which ``init: model`` fits an encoding."""
@@ -608,12 +610,41 @@ class Epochs(TrainerCallback):
         self.collator.epoch = int(state.epoch)
 
 
-def main(argv: Sequence[str] | None = None) -> None:
+Settings = tuple[Recipe, TrainingArguments, Plan]
+
+
+def prepare(argv: Sequence[str] | None = None) -> Settings:
+    """Read and check the settings.
+
+    Raises:
+        RopeExtError: lists all mistakes.
+    """
     mistakes = Mistakes()
     recipe, args = read_settings(sys.argv[1:] if argv is None else argv, mistakes)
     plan = check(recipe, args, mistakes)
     if args.should_log:
         warn_of_launch(args)
+    return recipe, args, plan
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    run(*prepare(argv))
+
+
+def run(recipe: Recipe, args: TrainingArguments, plan: Plan) -> None:
+    """Train in a directory that no other run uses.
+
+    Raises:
+        MeasureError: another run is in it.
+    """
+    # The first process locks for all. Clusters have file systems without locks: go on there.
+    folder = Path(args.output_dir)
+    alone = lock(folder, "train", option="--output_dir", required=False)
+    with alone if first_process() else contextlib.nullcontext():
+        _train(recipe, args, plan)
+
+
+def _train(recipe: Recipe, args: TrainingArguments, plan: Plan) -> None:
     checkpoint = finished(args)
     if checkpoint is not None:
         if args.should_save:
@@ -670,7 +701,9 @@ def next_command(recipe: Recipe, args: Any, plan: Plan) -> list[object]:
 
 if __name__ == "__main__":
     try:
-        main()
+        settings = prepare()
+        with stoppable(lambda: how_to_resume(settings[1])):
+            run(*settings)
     except RopeExtError as error:
         sys.exit(f"error: {error}")
     leave()

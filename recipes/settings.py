@@ -808,6 +808,14 @@ def finished(args: TrainingArguments) -> Path | None:
     return checkpoint if 0 < steps <= state.get("global_step", 0) else None
 
 
+def how_to_resume(args: TrainingArguments) -> str:
+    """How to continue a run that was stopped."""
+    last = _last_checkpoint(Path(args.output_dir), args)
+    if last is None:
+        return "there is no checkpoint yet; run the same command to start again"
+    return f"run the same command with --resume_from_checkpoint true to continue from {last.name}"
+
+
 def save_from(checkpoint: Path, folder: Path) -> None:
     """Copy the model of a checkpoint to ``folder``; existing files stay."""
     for file in sorted(checkpoint.iterdir()):

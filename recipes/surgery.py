@@ -43,6 +43,7 @@ from rope_ext.arguments import parse_lengths
 from rope_ext.errors import Mistakes, OptionError, RopeExtError
 from rope_ext.fitting import supported
 from rope_ext.method_options import ADAPTER
+from rope_ext.terminal import stoppable
 
 LENGTH = 512  # trained length of both checkpoints
 TEMPERATURES = (0.1, 0.2, 0.4)  # values of c for DroPE
@@ -346,6 +347,7 @@ def main(given: Sequence[str] | None = None) -> None:
 
 if __name__ == "__main__":
     try:
-        main()
+        with stoppable("run the same command to continue"):
+            main()
     except RopeExtError as error:
         sys.exit(f"error: {error}")

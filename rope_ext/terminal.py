@@ -8,7 +8,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from itertools import chain, count
@@ -66,14 +66,16 @@ class _Stopped(KeyboardInterrupt):
 
 
 @contextmanager
-def stoppable(advice: str = "run the same command with --resume to continue") -> Iterator[None]:
+def stoppable(
+    advice: str | Callable[[], str] = "run the same command with --resume to continue",
+) -> Iterator[None]:
     """Stop on Ctrl-C, SIGTERM and SIGHUP with a one-line message and status 128 + signal.
 
     Signals that are ignored, as SIGHUP is under ``nohup``, or that have a handler are unchanged.
     Python runs handlers in the main thread only, so other threads handle only Ctrl-C.
 
     Args:
-        advice: how to continue, printed after ``stopped;``.
+        advice: how to continue, printed after ``stopped;``; a function is called when it stops.
     """
     received: list[int] = []
 
@@ -95,7 +97,7 @@ def stoppable(advice: str = "run the same command with --resume to continue") ->
         for one in ours:  # launchers forward a signal that this process already received
             signal.signal(one, signal.SIG_IGN)
         with suppress(OSError):
-            tell(f"stopped; {advice}")
+            tell(f"stopped; {advice() if callable(advice) else advice}")
         sys.exit(128 + (received[0] if received else signal.SIGINT))
     finally:
         for one in ours:

@@ -69,11 +69,12 @@ def search(
     with clean_errors(), stoppable("run the same command to continue"):
         import rope_ext
         from rope_eval.data.text import python_library, read_texts
-        from rope_eval.tune.search import summary
+        from rope_eval.tune.search import check_output, summary
         from rope_ext.checkpoints import load_model, load_tokenizer
 
         quiet()
         tokens, given = parse_length(length), read_options(SearchOptions, options)
+        check_output(output)
         texts = read_texts(text) if text else python_library("train")
         tokenizer = load_tokenizer(model)
         loaded = load_model(model, dtype, device)

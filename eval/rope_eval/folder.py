@@ -66,10 +66,18 @@ def replace_file(path: Path, content: bytes) -> None:
 
 
 @contextmanager
-def lock(folder: Path, name: str = "run") -> Iterator[None]:
+def lock(
+    folder: Path, name: str = "run", *, option: str = "--output", required: bool = True
+) -> Iterator[None]:
     """Keep every other process out of what is called ``name`` in ``folder``.
 
     The lock is the operating system's: that of a process that was killed is gone with it.
+
+    Args:
+        folder: it need not exist.
+        name: of what is locked.
+        option: the command-line option that names the folder, for errors.
+        required: False goes on without a lock on a file system that has none.
 
     Raises:
         MeasureError: another one is in it, with its process, machine and since when.
@@ -77,23 +85,26 @@ def lock(folder: Path, name: str = "run") -> Iterator[None]:
     hidden = folder / HIDDEN
     holder = hidden / f"{name}.holder"
     lock = FileLock(hidden / f"{name}.lock")
-    with writing(folder):
+    cure = f"give {option} another folder"
+    with writing(folder, cure):
         hidden.mkdir(parents=True, exist_ok=True)
         try:
             lock.acquire(blocking=False)
         except Timeout:
             raise MeasureError(
                 f"{folder} is in use by another run{_known(holder)}; wait for it, or give another "
-                f"--output"
+                f"{option}"
             ) from None
         except NotImplementedError:
-            raise MeasureError(
-                f"{folder} is on a file system without locks; give --output a folder on another one"
-            ) from None
+            if required:
+                raise MeasureError(
+                    f"{folder} is on a file system without locks; give {option} a folder on "
+                    f"another one"
+                ) from None
     try:
         since = datetime.now().astimezone().isoformat(" ", "seconds")
         text = f"process {os.getpid()} on {socket.gethostname()} since {since}"
-        with writing(folder):
+        with writing(folder, cure):
             holder.write_text(text, encoding="utf-8")
         yield
     finally:

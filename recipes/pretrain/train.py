@@ -20,6 +20,7 @@ from recipes.checks import POSITIVE, SEED, at_least, out_of_range
 from recipes.pretrain import tiny_512, tiny_bytes_512
 from recipes.pretrain.django_docs import as_jsonl
 from rope_ext.errors import Mistakes, RopeExtError
+from rope_ext.terminal import stoppable
 
 CHECKPOINTS = {
     "tiny-512": tiny_512.CHECKPOINT,
@@ -192,6 +193,7 @@ def main() -> None:
 
 if __name__ == "__main__":
     try:
-        main()
+        with stoppable():
+            main()
     except RopeExtError as error:
         sys.exit(f"error: {error}")

@@ -229,6 +229,21 @@ def holding(folder: Path) -> int:
     return child
 
 
+def test_a_file_system_without_locks_is_refused_or_used_without(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def none(*args: object, **options: object) -> None:
+        raise NotImplementedError
+
+    monkeypatch.setattr("rope_eval.folder.FileLock.acquire", none)
+    said = "without locks; give --output_dir a folder on another one"
+    with pytest.raises(MeasureError, match=said), lock(tmp_path, option="--output_dir"):
+        pytest.fail("begun")
+    with lock(tmp_path, required=False):
+        assert (tmp_path / HIDDEN / "run.holder").exists()
+    assert not (tmp_path / HIDDEN / "run.holder").exists()
+
+
 def test_a_folder_in_use_names_who_uses_it_and_a_killed_run_leaves_it_free(
     settings: Settings, checkpoint: Path
 ) -> None:

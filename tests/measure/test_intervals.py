@@ -166,6 +166,15 @@ def test_ties_are_called_ties_and_nothing_is_said_without_evidence() -> None:
     assert str(recommend(same, 2048)).startswith("No recommendation: no length beyond")
 
 
+def test_a_model_without_finite_losses_gets_no_method() -> None:
+    broken = Scores({512: [math.inf] * 6, 1024: [math.inf] * 6})
+    found = recommend({"none": broken, "a": broken}, 512)
+    assert "within 512 tokens the loss of the unpatched model is NaN or infinite" in str(found)
+    assert found.broken and found.choice is None
+    beyond = Scores({512: EASY, 1024: [math.inf] * 6})  # which a method may well help
+    assert not recommend({"none": beyond, "a": Scores({512: EASY, 1024: EASY})}, 512).broken
+
+
 def test_equal_methods_are_rarely_recommended() -> None:
     rng, wrong = np.random.default_rng(0), 0
     for _ in range(400):

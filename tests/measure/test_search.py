@@ -556,6 +556,24 @@ def test_the_command_searches_prints_and_goes_on(checkpoint, tmp_path) -> None:
     assert result.exit_code == 2 and "is of another search" in result.stderr
 
 
+def test_the_command_checks_the_output_before_the_model(tmp_path, monkeypatch) -> None:
+    def load(*args, **kwargs):
+        raise AssertionError("a model was loaded")
+
+    monkeypatch.setattr("rope_ext.checkpoints.load_model", load)
+    monkeypatch.setattr("rope_ext.checkpoints.load_tokenizer", load)
+    (tmp_path / "file").touch()
+    (tmp_path / "of_others.json").write_text("{}")
+    for output, said in {
+        "file/found.json": "cannot write to",
+        "found.txt": "must end in .json",
+        "of_others.json": "exists, without the of_others.jsonl",
+    }.items():
+        words = ["search", "some/model", "--length", "256", "--output", str(tmp_path / output)]
+        result = CliRunner().invoke(app, words)
+        assert result.exit_code == 2 and said in result.stderr
+
+
 @pytest.mark.slow
 def test_ctrl_c_in_the_command_says_how_to_go_on(checkpoint, tmp_path, monkeypatch) -> None:
     def stop(*args, **kwargs):

@@ -29,6 +29,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 import rope_ext
 from recipes import checks, data, finetune, merge, parallel, positions, settings
 from recipes.loss import ChunkedLoss
+from rope_eval.folder import lock
 from rope_ext import OptionError, RopeExtError
 from rope_ext.errors import MeasureError, SeveralErrors
 from rope_ext.position.bias import learned
@@ -1057,6 +1058,26 @@ def test_a_run_killed_in_its_first_checkpoint_begins_again(
     finetune.main(words)
     assert len(history(run / "checkpoint-2")) == 2
     assert isinstance(rope_ext.from_pretrained(run), peft.PeftModel)
+
+
+def test_a_stopped_run_says_how_to_resume(checkpoint: Path, texts: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    prepared = finetune.prepare(arguments(checkpoint, texts, run))
+    assert "no checkpoint yet; run the same command" in settings.how_to_resume(prepared[1])
+    finetune.run(*prepared)
+    (run / "checkpoint-99").mkdir()  # which the stopped process was writing
+    said = settings.how_to_resume(prepared[1])
+    assert said.endswith("with --resume_from_checkpoint true to continue from checkpoint-2")
+
+
+def test_two_runs_do_not_train_in_one_directory(
+    checkpoint: Path, texts: Path, tmp_path: Path
+) -> None:
+    run = tmp_path / "run"
+    said = r"run is in use by another run .*; wait for it, or give another --output_dir"
+    with lock(run, "train"), pytest.raises(MeasureError, match=said):
+        finetune.main(arguments(checkpoint, texts, run))
+    assert [path.name for path in run.iterdir()] == [".rope-ext"]
 
 
 def test_a_checkpoint_that_is_written_again_is_not_whole_meanwhile(

@@ -149,6 +149,7 @@ class Recommendation:
         maybe_cheap: whether others may cost as little.
         served: the best that an engine can serve; None: there is none, or it is not known.
         engines_known: whether the engines were asked.
+        broken: whether the unpatched model has a loss that is NaN or infinite within it.
     """
 
     trained: int
@@ -161,6 +162,7 @@ class Recommendation:
     maybe_cheap: bool
     served: Pick | None
     engines_known: bool
+    broken: bool = False
 
     @property
     def choice(self) -> Evidence | None:
@@ -190,6 +192,12 @@ class _Comparison:
         self.names = [name for name in scores if name != UNPATCHED]
         self.weights = scores[UNPATCHED].weights or None
         self.confidence = 1 - (1 - CONFIDENCE) / max(1, len(self.names))
+
+    @property
+    def broken(self) -> bool:
+        """Whether the unpatched model has a loss that is NaN or infinite where it was trained."""
+        losses = self.scores[UNPATCHED].losses
+        return not all(math.isfinite(loss) for length in self.within for loss in losses[length])
 
     @cached_property
     def found_within(self) -> Estimate | None:
@@ -293,10 +301,16 @@ def recommend(
         maybe_cheap=any(e.maybe_cheap and not e.cheap for e in methods),
         served=of.pick([e for e in methods if e.engines]),
         engines_known=engines is not None,
+        broken=of.broken,
     )
 
 
 def _words(made: Recommendation) -> str:
+    if made.broken:
+        return (
+            f"No recommendation: within {made.trained} tokens the loss of the unpatched model is "
+            f"NaN or infinite. Check its weights, or give --dtype float32 or bfloat16."
+        )
     if made.unpatched is None or made.beyond is None:
         return (
             f"No recommendation: no length beyond the trained {made.trained} tokens was measured; "

@@ -329,7 +329,10 @@ class Report:
                 patched = [system for system in ours if system.method != UNPATCHED]
                 engines = engines_of(patched, *given)
                 found = recommend(table, ours[0].trained, engines)
-                words = self._next(model, ours[0].trained, found.choice)
+                if found.broken:  # no method mends the weights
+                    words = ["rope-ext", "describe", model]
+                else:
+                    words = self._next(model, ours[0].trained, found.choice)
                 sentence = f"{found} Next: {shlex.join(words)}"
                 name = ours[0].name.removesuffix(UNPATCHED).strip()
                 advice.append((f"{name}: {sentence}" if name else sentence, words))

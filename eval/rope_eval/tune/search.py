@@ -380,8 +380,8 @@ def search(
     """
     given = SearchOptions(target_length=target_length, **options)
     given = replace(given, start=_calibrated(given.start))
-    if output is not None and Path(output).suffix != ".json":
-        raise OptionError(f"output={str(output)!r} is not valid; it must end in .json")
+    if output is not None:
+        check_output(output)
     rope = _rope(model, given)
     factor = target_length / rope.length
     known = _known(given, factor, rope)
@@ -599,22 +599,35 @@ def log_beside(
     if output is None:
         yield _Log(None, _FIELD, {})
         return
+    path = Path(output).with_suffix(".jsonl")
+    with lock(path.parent, path.name):
+        check_output(output)  # what another search may have changed
+        yield _Log.open(path, "search", _FIELD, settings)
+
+
+def check_output(output: str | os.PathLike[str]) -> None:
+    """Check that a search may write ``output``, before a model is loaded.
+
+    Raises:
+        OptionError: its name does not end in .json.
+        MeasureError: its folder cannot be made, or what is there does not come from a search.
+    """
     output = Path(output)
+    if output.suffix != ".json":
+        raise OptionError(f"output={str(output)!r} is not valid; it must end in .json")
     path = output.with_suffix(".jsonl")
     with writing(path, "give another output"):
         path.parent.mkdir(parents=True, exist_ok=True)
-    with lock(path.parent, path.name):
-        if output.exists() and not path.exists():
-            raise MeasureError(
-                f"{output} exists, without the {path.name} that a search could go on from; "
-                f"delete it, or give another output"
-            )
-        if output.exists() and not _comes_from(read_log(path, "search", _FIELD)[1], output):
-            raise MeasureError(
-                f"{output} is not what the search in {path.name} found; move it away, or "
-                f"give another output"
-            )
-        yield _Log.open(path, "search", _FIELD, settings)
+    if output.exists() and not path.exists():
+        raise MeasureError(
+            f"{output} exists, without the {path.name} that a search could go on from; "
+            f"delete it, or give another output"
+        )
+    if output.exists() and not _comes_from(read_log(path, "search", _FIELD)[1], output):
+        raise MeasureError(
+            f"{output} is not what the search in {path.name} found; move it away, or "
+            f"give another output"
+        )
 
 
 def _given(options: Mapping[str, Any]) -> dict[str, Any]:

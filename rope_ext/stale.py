@@ -129,7 +129,8 @@ class Refusal:
         given = {**dict(zip(self.names, args, strict=False)), **kwargs}
         cache = cache_among(given)
         cache = getattr(cache, "self_attention_cache", cache)
-        if getattr(cache, _STALE, None) is not None:
+        # Marks for other decoders must not break a graph of this one.
+        if self.name in _marks(cache):
             self._check(cache)
         elif not torch.compiler.is_compiling():
             self._leave_if_idle(decoder)
@@ -137,8 +138,6 @@ class Refusal:
     @run_eagerly()
     def _check(self, cache: Cache) -> None:
         there = _marks(cache)
-        if self.name not in there:
-            return
         if not is_filled(cache):  # cropped, or its layers were reset one by one
             _unmark(cache, self.name)
             return

@@ -205,7 +205,8 @@ def living() -> list[Cache]:
         for one in gc.get_objects():
             if type(one) in kinds:  # isinstance may run a foreign __class__ property
                 _living[id(one)] = one
-    return list(_living.values())
+    # The values themselves cannot be listed while another thread makes a cache.
+    return [cache for ref in _living.valuerefs() if (cache := ref()) is not None]
 
 
 def _kinds(cls: type) -> set[type]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Callable
 from contextlib import suppress
@@ -9,9 +10,10 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import StoppingCriteria, StoppingCriteriaList
+from transformers import DynamicCache, StoppingCriteria, StoppingCriteriaList
 
 import rope_ext
+from rope_ext.caches import living
 from tests.families.checks import changed, snapshot
 from tests.helpers.models import tiny_llama
 
@@ -231,3 +233,26 @@ def test_patching_and_unpatching_in_many_threads_leaves_the_model_as_it_was(
         if rope_ext.describe(which).method is not None:
             rope_ext.unpatch(which)
         assert not changed(was, snapshot(which))
+
+
+def test_caches_are_listed_while_another_thread_makes_some() -> None:
+    living()
+    made: list[DynamicCache] = []
+    finished = threading.Event()
+
+    def make() -> None:
+        made.extend(DynamicCache() for _ in range(3000))
+        finished.set()
+
+    def ask() -> None:
+        while not finished.wait(0):
+            living()
+
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        results = at_once(make, ask)
+    finally:
+        sys.setswitchinterval(before)
+    assert results == [None, None]
+    assert {id(cache) for cache in made} <= {id(cache) for cache in living()}

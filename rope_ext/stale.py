@@ -125,7 +125,9 @@ class Refusal:
     def __init__(self, name: str, now: FilledUnder | None, names: tuple[str, ...]) -> None:
         self.name, self.now, self.names = name, now, names
 
-    def __call__(self, decoder: nn.Module, args: tuple, kwargs: dict) -> None:
+    def __call__(self, decoder: nn.Module, args: tuple, kwargs: dict | None = None) -> None:
+        if kwargs is None:  # another thread has just removed the hook, with nothing to refuse
+            return
         given = {**dict(zip(self.names, args, strict=False)), **kwargs}
         cache = cache_among(given)
         cache = getattr(cache, "self_attention_cache", cache)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 import threading
 from collections.abc import Callable
@@ -256,3 +257,26 @@ def test_caches_are_listed_while_another_thread_makes_some() -> None:
         sys.setswitchinterval(before)
     assert results == [None, None]
     assert {id(cache) for cache in made} <= {id(cache) for cache in living()}
+
+
+def test_a_check_of_caches_that_another_thread_ends_disturbs_no_forward(ids) -> None:
+    """Torch calls a hook without keyword arguments once it is removed from the dict of those."""
+    gc.collect()
+    model = tiny_llama()
+    cache = model(ids[:, :9]).past_key_values
+    rope_ext.patch(model, "yarn", factor=4)  # from now on, forwards check their caches
+    assert model.model._forward_pre_hooks
+    del cache
+    jobs = [lambda: model(ids[:, :9], use_cache=False)]
+
+    def interrupt(module: torch.nn.Module, args: tuple) -> None:
+        if module is model.model and jobs:  # after torch has listed the hooks
+            assert type(at_once(jobs.pop())[0]).__name__ == "CausalLMOutputWithPast"
+
+    handle = torch.nn.modules.module.register_module_forward_pre_hook(interrupt)
+    try:
+        found = model(ids[:, :9]).logits
+    finally:
+        handle.remove()
+    assert not jobs and not model.model._forward_pre_hooks
+    assert torch.equal(found, model(ids[:, :9]).logits)

@@ -9,9 +9,10 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import torch
-from transformers.cache_utils import Cache
+from transformers.cache_utils import Cache, StaticCache
 
-from rope_ext.swapping import swap, take_back
+from rope_ext.errors import CacheError
+from rope_ext.swapping import plain, swap, take_back
 
 # A mixin: swapping.swap puts it in front of whatever class of cache an object has.
 _CacheMixin = Cache if TYPE_CHECKING else object
@@ -80,6 +81,15 @@ class CacheWithMetadata(_CacheMixin):
             if isinstance(layer, Keeping):
                 layer.require_past(tokens_to_remove)
         return super().crop(tokens_to_remove)
+
+    def activate_past_recording(self) -> Any:
+        # Assisted decoding refuses a StaticCache by its very class, which this object has not.
+        if plain(self) is StaticCache:
+            raise CacheError(
+                "assisted decoding and prompt lookup take tokens back, which a StaticCache cannot "
+                "do; start with an empty DynamicCache, or generate without them"
+            )
+        return super().activate_past_recording()
 
     def reset(self) -> Any:
         result = super().reset()
@@ -205,7 +215,8 @@ def living() -> list[Cache]:
         for one in gc.get_objects():
             if type(one) in kinds:  # isinstance may run a foreign __class__ property
                 _living[id(one)] = one
-    return list(_living.values())
+    # The values themselves cannot be listed while another thread makes a cache.
+    return [cache for ref in _living.valuerefs() if (cache := ref()) is not None]
 
 
 def _kinds(cls: type) -> set[type]:

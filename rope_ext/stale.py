@@ -125,11 +125,14 @@ class Refusal:
     def __init__(self, name: str, now: FilledUnder | None, names: tuple[str, ...]) -> None:
         self.name, self.now, self.names = name, now, names
 
-    def __call__(self, decoder: nn.Module, args: tuple, kwargs: dict) -> None:
+    def __call__(self, decoder: nn.Module, args: tuple, kwargs: dict | None = None) -> None:
+        if kwargs is None:  # another thread has just removed the hook, with nothing to refuse
+            return
         given = {**dict(zip(self.names, args, strict=False)), **kwargs}
         cache = cache_among(given)
         cache = getattr(cache, "self_attention_cache", cache)
-        if getattr(cache, _STALE, None) is not None:
+        # Marks for other decoders must not break a graph of this one.
+        if self.name in _marks(cache):
             self._check(cache)
         elif not torch.compiler.is_compiling():
             self._leave_if_idle(decoder)
@@ -137,8 +140,6 @@ class Refusal:
     @run_eagerly()
     def _check(self, cache: Cache) -> None:
         there = _marks(cache)
-        if self.name not in there:
-            return
         if not is_filled(cache):  # cropped, or its layers were reset one by one
             _unmark(cache, self.name)
             return

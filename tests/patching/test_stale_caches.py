@@ -257,6 +257,19 @@ def test_a_cache_that_another_model_filled_after_the_reset_is_refused(ids, name:
         cache.reset()
 
 
+def test_a_mark_for_another_model_breaks_no_graph(ids, no_graphs) -> None:
+    model, other = tiny_llama(num_hidden_layers=1), tiny_llama(num_hidden_layers=1)
+    older = other(ids[:, :5]).past_key_values  # makes the patched model check its caches
+    put(model, "yarn")
+    cache = StaticCache(config=model.config, max_cache_len=160)
+    logits(model, ids[:, :50], past_key_values=cache)
+    put(other, "pi")
+    assert hooked(model) and older.get_seq_length() == 5
+    compiled = torch.compile(model, backend="eager", fullgraph=True)
+    said = logits(compiled, ids[:, 50:51], past_key_values=cache)
+    torch.testing.assert_close(said, logits(model, ids[:, :51])[:, 50:], **EXACT)
+
+
 def test_hooks_are_in_the_same_order_for_dynamo(ids) -> None:
     """It finds them by their place in the dict, which prepending to an ordered one leaves alone."""
     model, cache = put(tiny_llama(num_hidden_layers=1), "rerope"), DynamicCache()

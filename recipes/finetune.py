@@ -637,14 +637,6 @@ def run(recipe: Recipe, args: TrainingArguments, plan: Plan) -> None:
     Raises:
         MeasureError: another run is in it.
     """
-    # The first process locks for all. Clusters have file systems without locks: go on there.
-    folder = Path(args.output_dir)
-    alone = lock(folder, "train", option="--output_dir", required=False)
-    with alone if first_process() else contextlib.nullcontext():
-        _train(recipe, args, plan)
-
-
-def _train(recipe: Recipe, args: TrainingArguments, plan: Plan) -> None:
     checkpoint = finished(args)
     if checkpoint is not None:
         if args.should_save:
@@ -654,6 +646,16 @@ def _train(recipe: Recipe, args: TrainingArguments, plan: Plan) -> None:
         return
     with args.main_process_first(desc="reading the data"):
         rows, held = read(recipe, args, plan)
+    # The first process locks for all, beside the directory, which may be uploaded. Clusters have
+    # file systems without locks: go on there.
+    folder = Path(args.output_dir).resolve()
+    alone = lock(folder.parent, folder.name, option="--output_dir", required=False)
+    with alone if first_process() else contextlib.nullcontext():
+        _train(recipe, args, plan, rows, held)
+    tell_next(next_command(recipe, args, plan))
+
+
+def _train(recipe: Recipe, args: TrainingArguments, plan: Plan, rows: Any, held: Any) -> None:
     set_seed(args.seed)
     model = build(recipe, plan.config, rows=rows)
     if recipe.lora_r and args.should_log:
@@ -680,7 +682,6 @@ def _train(recipe: Recipe, args: TrainingArguments, plan: Plan) -> None:
         resume_stream(rows, args)
     trainer.train(resume_from_checkpoint=args.resume_from_checkpoint)
     trainer.save_model()
-    tell_next(next_command(recipe, args, plan))
 
 
 def next_command(recipe: Recipe, args: Any, plan: Plan) -> list[object]:

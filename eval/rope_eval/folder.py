@@ -67,24 +67,24 @@ def replace_file(path: Path, content: bytes) -> None:
 
 @contextmanager
 def lock(
-    folder: Path, name: str = "run", *, option: str = "--output", required: bool = True
+    folder: Path, name: str = "", *, option: str = "--output", required: bool = True
 ) -> Iterator[None]:
-    """Keep every other process out of what is called ``name`` in ``folder``.
+    """Keep every other process out of what is called ``name`` in ``folder``, or out of the folder.
 
     The lock is the operating system's: that of a process that was killed is gone with it.
 
     Args:
         folder: it need not exist.
-        name: of what is locked.
-        option: the command-line option that names the folder, for errors.
+        name: of what is locked; empty: all of the folder.
+        option: the command-line option that names it, for errors.
         required: False goes on without a lock on a file system that has none.
 
     Raises:
         MeasureError: another one is in it, with its process, machine and since when.
     """
     hidden = folder / HIDDEN
-    holder = hidden / f"{name}.holder"
-    lock = FileLock(hidden / f"{name}.lock")
+    holder = hidden / f"{name or 'run'}.holder"
+    lock = FileLock(hidden / f"{name or 'run'}.lock")
     cure = f"give {option} another folder"
     with writing(folder, cure):
         hidden.mkdir(parents=True, exist_ok=True)
@@ -92,8 +92,8 @@ def lock(
             lock.acquire(blocking=False)
         except Timeout:
             raise MeasureError(
-                f"{folder} is in use by another run{_known(holder)}; wait for it, or give another "
-                f"{option}"
+                f"{folder / name} is in use by another run{_known(holder)}; wait for it, or give "
+                f"another {option}"
             ) from None
         except NotImplementedError:
             if required:

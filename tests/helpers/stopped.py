@@ -19,7 +19,6 @@ import traceback
 from pathlib import Path
 
 import matplotlib.figure  # noqa: F401  # for all processes, once
-from transformers import Trainer
 
 from recipes.laboratory import training
 from rope_eval.run import runner as run
@@ -35,7 +34,6 @@ def measuring(beginning: int) -> None:
         time.sleep(3600)
 
     run.Runner.measure = fitness.score = training.train_step = never
-    Trainer.training_step = never
 
 
 def stopped(

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
-import sys
 from collections.abc import Sequence
 
 import torch
@@ -45,7 +44,7 @@ def patched(method: str, layers: int, dtype: torch.dtype) -> LlamaForCausalLM:
 
 
 def filled(model: LlamaForCausalLM) -> StaticCache:
-    """A cache that has half of its room left."""
+    """A static cache with ``TRAINED`` tokens, and room for more."""
     cache = StaticCache(model.config, max_cache_len=ROOM)
     with torch.no_grad():
         model(torch.zeros(1, TRAINED, dtype=torch.long), past_key_values=cache)
@@ -85,4 +84,4 @@ def main(given: Sequence[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -76,14 +76,19 @@ def model_of(checkpoint: str, adapter: Path | None) -> Any:
     return model.eval()
 
 
-def loss_to_choose_by(checkpoint: str, method: str, adapter: Path, windows: int) -> float:
-    """Loss at the target length, nats per token, on text that nothing is measured on."""
+@cache
+def rows_to_choose_by(checkpoint: str, windows: int) -> tuple[tuple[int, ...], ...]:
+    """Windows of the target length, from text that nothing is measured on."""
     tokenizer, texts = AutoTokenizer.from_pretrained(BOX / checkpoint), texts_of(checkpoint)[0]
     length, cure = FACTOR * TRAINED, "--windows asks for more"
-    rows = windows_of(tokenizer, texts, length, windows, SEED, cure).windows
-    model = model_of(checkpoint, adapter)
+    return windows_of(tokenizer, texts, length, windows, SEED, cure).windows
+
+
+def loss_to_choose_by(checkpoint: str, method: str, adapter: Path, windows: int) -> float:
+    """Loss at the target length, nats per token, on those windows."""
+    model, rows = model_of(checkpoint, adapter), rows_to_choose_by(checkpoint, windows)
     with rope_ext.patched(model, method, factor=FACTOR), torch.no_grad():
-        return mean(losses_at_end(model, rows, length // 4, lambda rows: None))
+        return mean(losses_at_end(model, rows, FACTOR * TRAINED // 4, lambda rows: None))
 
 
 @cache

@@ -63,8 +63,8 @@ A part of a package that is named by itself has its own place; ``rope_ext`` is t
 of ``rope_eval`` is above all of ``rope_ext``.
 """
 
-OURS = ("rope_ext", "rope_eval", "recipes", "benchmarks", "tests")
-FOLDERS = (*PACKAGES, *(ROOT / name for name in ("recipes", "benchmarks", "tests")))
+OURS = ("rope_ext", "rope_eval", "recipes", "lab", "tests")
+FOLDERS = (*PACKAGES, *(ROOT / name for name in ("recipes", "lab", "tests")))
 
 Imports = dict[str, set[str]]
 

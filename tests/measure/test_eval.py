@@ -18,7 +18,6 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import rope_ext
-from benchmarks import speed
 from eval import needle, passkey, perplexity, report, ruler
 from rope_eval import command
 from rope_eval.cases import Case, Outcome, read_outcomes
@@ -793,28 +792,6 @@ def test_one_report_before_and_after_training(checkpoint: Path, tmp_path: Path) 
         report("nothing", methods=("before", "adapter"))
 
 
-# Speed
-
-
-def test_speed_shares_the_options_of_the_evaluators(checkpoint: Path, tmp_path: Path) -> None:
-    words = ["--model", checkpoint, "--lengths", "64,256", "--rounds", 1, "--batch-size", 2]
-    words += ["--method", "yarn,rerope", "--option", "yarn.beta_fast=16", "--output", tmp_path]
-    words += ["--parts", "models", "--dtype", "float32"]
-    speed.main(list(map(str, words)))
-    data = json.loads((tmp_path / "speed.json").read_text())
-    assert data["variants"]["yarn"] == {"method": "yarn", "factor": 4.0, "beta_fast": 16}
-    assert data["kinds"] == {"yarn": "frequency", "rerope": "position"}
-    [(where, lengths)] = data["models"].items()
-    assert where.startswith("float32 on ") and data["batch_size"] == 2 and data["attention"] == {}
-    assert set(lengths) == {"64", "256"}
-    for tasks in lengths.values():
-        assert set(tasks) == {"prefill", "decode", "training step"}
-        assert all(set(found) == {"native", "yarn", "rerope"} for found in tasks.values())
-        for cells in tasks.values():
-            assert cells["native"]["ratio"] == 1
-            assert all(cell["seconds"] > 0 < cell["ratio"] for cell in cells.values())
-
-
 # Mistakes
 
 
@@ -837,7 +814,6 @@ def test_speed_shares_the_options_of_the_evaluators(checkpoint: Path, tmp_path: 
             "'/nonexistent' (the directory does not exist, and",
         ),
         (passkey, ["--attn", "nope"], "unknown attention implementation 'nope'"),
-        (speed, ["--seed", "-1"], "seed=-1 is not valid"),
         (passkey, ["--trials", "0"], "trials=0 is not valid"),
         (passkey, ["--digits", "0"], "digits=0 is not valid"),
         (passkey, ["--chat", "yes"], "no chat template"),
@@ -860,9 +836,6 @@ def test_speed_shares_the_options_of_the_evaluators(checkpoint: Path, tmp_path: 
         (needle, ["--lengths", "100"], "a needle prompt needs at least"),
         (ruler, ["--tasks", "niah_singel_1"], "unknown task 'niah_singel_1'; did you mean 'niah"),
         (ruler, ["--lengths", "300"], "prompt needs at least"),
-        (speed, ["--method", "yran"], "unknown method 'yran'; did you mean 'yarn'?"),
-        (speed, ["--model", "m"], "takes one model"),
-        (speed, ["--rounds", "0"], "rounds=0 is not valid"),
         (report, ["--tasks", ","], "no task is given"),
         (report, ["--tasks", "passkeys"], "unknown task 'passkeys'; did you mean 'passkey'"),
     ],

@@ -24,9 +24,8 @@ from torch import nn
 from torch.nn.modules.module import register_module_module_registration_hook
 from torch.utils.hooks import RemovableHandle
 
-from rope_ext.errors import UnsupportedModelError
+from rope_ext.errors import CURE, UnsupportedModelError
 from rope_ext.record import FIELD, Record, record_of
-from rope_ext.registration import CURE
 from rope_ext.rotary.sites import text_config, text_decoder
 from rope_ext.saving.configuration import refusing
 

@@ -237,7 +237,7 @@ def patch(
     if encoding is not None and interrupted.encoding != encoding.name:
         _logger.warning(
             "rope_ext: %s on %s: the model was not trained with %s; train it before you use it "
-            "(recipes/surgery.py)",
+            "(lab/surgery.py)",
             *(method.name, type(decoder).__name__, encoding.name),
         )
     # Only where plain transformers computes something else without an error is anything lost.

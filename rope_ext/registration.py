@@ -15,8 +15,8 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
-CURE = "rope_ext: unknown to plain transformers; load with rope_ext.from_pretrained"
-"""Written where transformers looks up a name, so that its error tells users what to do."""
+from rope_ext.errors import CURE
+
 _REGISTRY = "transformers.modeling_rope_utils"
 
 

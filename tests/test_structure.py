@@ -25,7 +25,7 @@ ROOMS = {
         "caches",
         "rotary forward.sequences",
         "stale",
-        "saving",
+        "gguf_source saving",
         "attention",
         "position.cache position.layers position.map position.rotated_key_cache position.tables",
         "forward",

@@ -15,7 +15,7 @@ from tests.helpers.sources import PACKAGES, ROOT, nodes
 
 ROOMS = {
     "rope_ext": (
-        "drafts errors forward.context registration swapping version",
+        "drafts errors forward.context swapping version",
         "requirements",
         "methods",
         "encodings",
@@ -24,7 +24,6 @@ ROOMS = {
         "recommendation",
         "caches",
         "rotary forward.sequences",
-        "stale",
         "saving",
         "attention",
         "position.cache position.layers position.map position.rotated_key_cache position.tables",
@@ -33,7 +32,6 @@ ROOMS = {
         "apply",
         "patching",
         "fitting loading",
-        "autoload",
         "arguments checkpoints evaluators terminal",
         "saved",
         "method_options",

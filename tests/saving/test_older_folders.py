@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ import torch
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 from transformers import (
+    AutoModelForCausalLM,
     Gemma3ForCausalLM,
     Gemma3TextConfig,
     LlamaConfig,
@@ -91,6 +93,18 @@ def test_a_folder_of_an_earlier_version_loads_with_equal_logits(case: str) -> No
     model = rope_ext.from_pretrained(folder, base=folder / "base" if case == "adapter" else None)
     assert rope_ext.describe(model).method == CASES[case][1]
     torch.testing.assert_close(logits(model), want, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if case != "adapter"])
+def test_plain_transformers_loads_it_as_it_was_saved_or_refuses(case: str) -> None:
+    folder = OLDER / case.replace(" ", "_")
+    if not json.loads((folder / "config.json").read_text()).get("rope_ext"):
+        want = load_file(folder / "expected.safetensors")["logits"]
+        plain = AutoModelForCausalLM.from_pretrained(folder)
+        torch.testing.assert_close(logits(plain), want, rtol=0, atol=1e-5)
+        return
+    with pytest.raises((KeyError, ValueError), match=r"load with rope_ext\.from_pretrained"):
+        AutoModelForCausalLM.from_pretrained(folder)
 
 
 if __name__ == "__main__":

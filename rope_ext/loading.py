@@ -30,6 +30,7 @@ from transformers.utils import (
 )
 
 from rope_ext.errors import (
+    CURE,
     AdapterError,
     LoadError,
     NotPatchedError,
@@ -41,7 +42,7 @@ from rope_ext.errors import (
 from rope_ext.patching import Patch, current_patch, patch
 from rope_ext.position import bias, head_positions, head_scales, inputs
 from rope_ext.position.bias import learned
-from rope_ext.record import CURE, FIELD, Record
+from rope_ext.record import FIELD, Record
 from rope_ext.rotary.sites import RotarySite, find_sites, text_decoder
 from rope_ext.saving import configuration
 

@@ -226,7 +226,7 @@ def patch(
     if encoding is not None and interrupted.encoding != encoding.name:
         _logger.warning(
             "rope_ext: %s on %s: the model was not trained with %s; train it before you use it "
-            "(recipes/surgery.py)",
+            "(lab/surgery.py)",
             *(method.name, type(decoder).__name__, encoding.name),
         )
     if earlier is None and any(name in sys.modules for name in _REFERENCES):

@@ -18,8 +18,6 @@ from rope_ext.options import Options
 VERSION = 3
 FIELD = "rope_ext"
 """The configuration field that stores a record."""
-CURE = "rope_ext: unknown to plain transformers; load with rope_ext.from_pretrained"
-"""Written where transformers looks up a name, so that its error tells users what to do."""
 
 EXPERTS = "experts_implementation"
 """A field of the saved top-level configuration."""

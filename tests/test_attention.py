@@ -553,8 +553,8 @@ def test_kernels_by_name():
 
 MEMORY = """
 from functools import partial
-from benchmarks.attention import attend
-from benchmarks.measuring import peak
+from lab.benchmarks.attention import attend
+from lab.benchmarks.measuring import peak
 run = partial(attend, "rerope", window=64)
 print(peak(run, 8, 2048), peak(run, 8, 4096))
 """

@@ -6,7 +6,7 @@ and a band of chunks is one call for all whole chunks. Each call returns the log
 rows, with which the outputs are merged; the backward pass gives each call the GLOBAL output and
 log-sum-exp.
 
-Tests run on a CPU, with a stand-in for the two operators of torch; ``python -m benchmarks.gpu``
+Tests run on a CPU, with a stand-in for the two operators of torch; ``python -m lab.benchmarks.gpu``
 compares the operators themselves with float64.
 """
 

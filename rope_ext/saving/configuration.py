@@ -11,8 +11,8 @@ from typing import Any
 
 from torch import nn
 
-from rope_ext.errors import RecordError, UnsupportedModelError
-from rope_ext.record import CURE, EXPERTS, FIELD, FIELDS, HEAD, OLDER, Record, record_of
+from rope_ext.errors import CURE, RecordError, UnsupportedModelError
+from rope_ext.record import EXPERTS, FIELD, FIELDS, HEAD, OLDER, Record, record_of
 from rope_ext.rotary.sites import RotarySite, rope_parameters, text_config
 
 _WRITTEN: weakref.WeakValueDictionary[int, nn.Module] = weakref.WeakValueDictionary()

@@ -17,8 +17,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from rope_ext.errors import CURE
 from rope_ext.methods import FrequencyMethod, longrope_table
-from rope_ext.record import CURE, EXPERTS, HEAD
+from rope_ext.record import EXPERTS, HEAD
 from rope_ext.rotary.sites import PatchTarget, RotarySite, text_config
 from rope_ext.saving.configuration import part_of, quieted, replace_older
 

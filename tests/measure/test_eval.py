@@ -18,11 +18,11 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import rope_ext
-from benchmarks import speed
 from eval import needle, passkey, perplexity, report, ruler
 from rope_eval import command
 from rope_eval.cases import Case, Outcome, read_outcomes
 from rope_eval.data.prompts import Frame, joined
+from rope_eval.evaluate import evaluate
 from rope_eval.forward import score
 from rope_eval.reports.intervals import rate_interval
 from rope_eval.reports.report import Report
@@ -94,6 +94,32 @@ def test_every_method_gets_every_case(settings: Settings, checkpoint: Path) -> N
         losses, _ = score(model, [case.ids], case.count)
     assert at["yarn", "perplexity", 256, 0] == pytest.approx(float(losses.mean()), abs=1e-5)
     assert list(read_outcomes([settings.output / run.LOG]).values()) == outcomes
+
+
+def test_a_refused_method_is_listed_with_its_reason_and_the_others_are_measured(
+    settings: Settings, capsys: pytest.CaptureFixture[str]
+) -> None:
+    wrong = {"longrope": {"long_factor": [2.0] * 3}}  # the model has another number of pairs
+    given = dataclasses.replace(
+        settings, methods=("longrope", "yarn"), options=wrong, finetune=True
+    )
+    report = evaluate(given, TASKS)
+    assert report is not None
+    assert [system.method for system in report.plan.systems] == ["none", "yarn"]
+    told = capsys.readouterr()
+    reason = report.plan.refused["longrope (long_factor=[2.0, 2.0, 2.0])"]
+    assert "long_factor" in reason and reason in " ".join(told.out.split())
+    assert reason in told.err and "longrope" not in told.err.split("next:")[1]
+    found = json.loads((settings.output / "results.json").read_text())
+    assert list(found["refused"].values()) == [reason]
+    assert reason in (settings.output / "table.md").read_text()
+    assert (
+        "longrope (long_factor=[2.0, 2.0, 2.0]) is not"
+        in (settings.output / "report.html").read_text()
+    )
+    alone = dataclasses.replace(given, methods=("longrope",), overwrite=True)
+    with pytest.raises(OptionError, match="long_factor"):  # nothing is left to compare
+        evaluate(alone, TASKS)
 
 
 def test_the_longest_come_first_and_rows_of_a_batch_are_alike(settings: Settings) -> None:
@@ -793,28 +819,6 @@ def test_one_report_before_and_after_training(checkpoint: Path, tmp_path: Path) 
         report("nothing", methods=("before", "adapter"))
 
 
-# Speed
-
-
-def test_speed_shares_the_options_of_the_evaluators(checkpoint: Path, tmp_path: Path) -> None:
-    words = ["--model", checkpoint, "--lengths", "64,256", "--rounds", 1, "--batch-size", 2]
-    words += ["--method", "yarn,rerope", "--option", "yarn.beta_fast=16", "--output", tmp_path]
-    words += ["--parts", "models", "--dtype", "float32"]
-    speed.main(list(map(str, words)))
-    data = json.loads((tmp_path / "speed.json").read_text())
-    assert data["variants"]["yarn"] == {"method": "yarn", "factor": 4.0, "beta_fast": 16}
-    assert data["kinds"] == {"yarn": "frequency", "rerope": "position"}
-    [(where, lengths)] = data["models"].items()
-    assert where.startswith("float32 on ") and data["batch_size"] == 2 and data["attention"] == {}
-    assert set(lengths) == {"64", "256"}
-    for tasks in lengths.values():
-        assert set(tasks) == {"prefill", "decode", "training step"}
-        assert all(set(found) == {"native", "yarn", "rerope"} for found in tasks.values())
-        for cells in tasks.values():
-            assert cells["native"]["ratio"] == 1
-            assert all(cell["seconds"] > 0 < cell["ratio"] for cell in cells.values())
-
-
 # Mistakes
 
 
@@ -837,7 +841,6 @@ def test_speed_shares_the_options_of_the_evaluators(checkpoint: Path, tmp_path: 
             "'/nonexistent' (the directory does not exist, and",
         ),
         (passkey, ["--attn", "nope"], "unknown attention implementation 'nope'"),
-        (speed, ["--seed", "-1"], "seed=-1 is not valid"),
         (passkey, ["--trials", "0"], "trials=0 is not valid"),
         (passkey, ["--digits", "0"], "digits=0 is not valid"),
         (passkey, ["--chat", "yes"], "no chat template"),
@@ -860,9 +863,6 @@ def test_speed_shares_the_options_of_the_evaluators(checkpoint: Path, tmp_path: 
         (needle, ["--lengths", "100"], "a needle prompt needs at least"),
         (ruler, ["--tasks", "niah_singel_1"], "unknown task 'niah_singel_1'; did you mean 'niah"),
         (ruler, ["--lengths", "300"], "prompt needs at least"),
-        (speed, ["--method", "yran"], "unknown method 'yran'; did you mean 'yarn'?"),
-        (speed, ["--model", "m"], "takes one model"),
-        (speed, ["--rounds", "0"], "rounds=0 is not valid"),
         (report, ["--tasks", ","], "no task is given"),
         (report, ["--tasks", "passkeys"], "unknown task 'passkeys'; did you mean 'passkey'"),
     ],

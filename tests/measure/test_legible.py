@@ -12,7 +12,6 @@ import pytest
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.text import Text
 
-from recipes.laboratory import plots
 from rope_eval.plots import calibration, results, style
 from rope_eval.reports.summary import Estimate
 
@@ -102,10 +101,6 @@ def test_the_legend_is_beside_all_else() -> None:
     place = extent(legend)
     others = [text for text in texts(figure) if text not in legend.get_texts()]
     assert not [text for text in others if extent(text).overlaps(place)]
-
-
-def test_pictures_of_the_laboratory_are_as_narrow() -> None:
-    assert plots.WIDTH <= 7.2
 
 
 @pytest.mark.parametrize(

@@ -97,13 +97,11 @@ def test_every_command_that_measures_says_how_to_go_on(tmp_path: Path) -> None:
     evaluate = ["eval", "perplexity", "--model", model, "--method", "yarn", *asked]
     search = ["search", model, "--length", far, "--text", text]
     calibrate = ["calibrate", "--model", model, "--length", far, "--text", text]
-    small = ["--encodings", "alibi", "--tasks", "copy", "--width", "32", "--layers", "1"]
     commands = {
         "compare": ("rope-ext", compare, RESUME),
         "eval": ("rope-ext", evaluate, RESUME),
         "search": ("rope-ext", [*search, "--samples", "2"], AGAIN),
         "calibrate": ("rope-ext", [*calibrate, "--samples", "4"], RESUME),
-        "laboratory": ("recipes.laboratory", small, RESUME),
     }
     runs, expected = [], []
     for name, (module, words, sentence) in commands.items():

@@ -16,9 +16,9 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
 
+from rope_ext.errors import CURE
 from rope_ext.methods.temperature import yarn_factor
 from rope_ext.record import OLDER
-from rope_ext.registration import CURE
 from rope_ext.rotary.sites import PatchTarget, text_config
 
 STOP = "rope_ext: extended by rope_parameters, which this program does not read"

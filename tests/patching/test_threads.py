@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import gc
-import sys
 import threading
 from collections.abc import Callable
 from contextlib import suppress
@@ -11,10 +9,9 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import DynamicCache, StoppingCriteria, StoppingCriteriaList
+from transformers import StoppingCriteria, StoppingCriteriaList
 
 import rope_ext
-from rope_ext.caches import living
 from tests.families.checks import changed, snapshot
 from tests.helpers.models import tiny_llama
 
@@ -234,49 +231,3 @@ def test_patching_and_unpatching_in_many_threads_leaves_the_model_as_it_was(
         if rope_ext.describe(which).method is not None:
             rope_ext.unpatch(which)
         assert not changed(was, snapshot(which))
-
-
-def test_caches_are_listed_while_another_thread_makes_some() -> None:
-    living()
-    made: list[DynamicCache] = []
-    finished = threading.Event()
-
-    def make() -> None:
-        made.extend(DynamicCache() for _ in range(3000))
-        finished.set()
-
-    def ask() -> None:
-        while not finished.wait(0):
-            living()
-
-    before = sys.getswitchinterval()
-    sys.setswitchinterval(1e-6)
-    try:
-        results = at_once(make, ask)
-    finally:
-        sys.setswitchinterval(before)
-    assert results == [None, None]
-    assert {id(cache) for cache in made} <= {id(cache) for cache in living()}
-
-
-def test_a_check_of_caches_that_another_thread_ends_disturbs_no_forward(ids) -> None:
-    """Torch calls a hook without keyword arguments once it is removed from the dict of those."""
-    gc.collect()
-    model = tiny_llama()
-    cache = model(ids[:, :9]).past_key_values
-    rope_ext.patch(model, "yarn", factor=4)  # from now on, forwards check their caches
-    assert model.model._forward_pre_hooks
-    del cache
-    jobs = [lambda: model(ids[:, :9], use_cache=False)]
-
-    def interrupt(module: torch.nn.Module, args: tuple) -> None:
-        if module is model.model and jobs:  # after torch has listed the hooks
-            assert type(at_once(jobs.pop())[0]).__name__ == "CausalLMOutputWithPast"
-
-    handle = torch.nn.modules.module.register_module_forward_pre_hook(interrupt)
-    try:
-        found = model(ids[:, :9]).logits
-    finally:
-        handle.remove()
-    assert not jobs and not model.model._forward_pre_hooks
-    assert torch.equal(found, model(ids[:, :9]).logits)

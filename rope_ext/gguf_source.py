@@ -76,8 +76,8 @@ def load_config(folder: str, gguf_file: str, **options: Any) -> Any:
 
 @functools.lru_cache(maxsize=4)  # the library takes seconds to parse a vocabulary
 def _config(folder: str, gguf_file: str, changed: int) -> Any:
+    found = read_scaling(joined(folder, gguf_file))  # its errors name the file
     config = AutoConfig.from_pretrained(folder, gguf_file=gguf_file)
-    found = read_scaling(joined(folder, gguf_file))
     if found is not None and found.method is not None:
         config.get_text_config(decoder=True).max_position_embeddings = found.length
     return config

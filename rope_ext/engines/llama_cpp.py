@@ -28,6 +28,7 @@ from rope_ext.engines.base import (
     family_of,
     model_name,
     precise_note,
+    refuse_positions,
     refuse_unproven,
     register,
 )
@@ -251,11 +252,12 @@ def planned(state: Patch, in_file: bool) -> Plan:
             "--grp-attn-w of them, so that neighbors lose their exact distances, which "
             "Self-Extend keeps for each query"
         )
-    refuse_unproven(state)
-    if not state.native:
-        raise Refusal("it has no setting for these frequencies")
+    refuse_positions(state)
     family = family_of(state, "llama.cpp")
     assert isinstance(family, families.Architecture)
+    refuse_unproven(state, family.sliding_base)
+    if not state.native:
+        raise Refusal("it has no setting for these frequencies")
     site, scaling = state.scaled[0], Scaling.from_patch(state)
     if not site.scaled and state.frequencies is not None:
         # Families that know one type only are saved with a table.

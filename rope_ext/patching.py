@@ -14,6 +14,7 @@ from typing import Any, Literal, ParamSpec, TypeVar
 import torch
 from torch import nn
 
+from rope_ext import gguf_source
 from rope_ext.apply import APPLY
 from rope_ext.apply.raising import raise_factor
 from rope_ext.encodings import Encoding
@@ -403,6 +404,7 @@ def _listed(names: list[str]) -> str:
 
 
 def _patch(model: nn.Module, decoder: nn.Module, method: Method, options: Options) -> None:
+    gguf_source.adopt(model)
     config = configuration.ConfigState(decoder, model)
     sites = find_sites(decoder, options.original_max_position_embeddings)
     scaled = chosen_sites(decoder, sites, options.sliding_layers)

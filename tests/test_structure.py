@@ -24,7 +24,7 @@ ROOMS = {
         "recommendation",
         "caches",
         "rotary forward.sequences",
-        "saving",
+        "gguf_source saving",
         "attention",
         "position.cache position.layers position.map position.rotated_key_cache position.tables",
         "forward",
@@ -69,8 +69,8 @@ BUDGETS = {
     "eval": (10_000, 15_100),
     "recipes": (4_000, 4_000),
     "lab": (8_000, 8_000),
-    "tests": (22_000, 39_800),
-    "docs": (45_000, 80_200),
+    "tests": (22_000, 39_500),
+    "docs": (45_000, 79_700),
 }
 """Of each folder, the lines of Python, or the words of the docs: the budget, and the most today.
 

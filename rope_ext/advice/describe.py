@@ -12,6 +12,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedConfig
 
+from rope_ext import gguf_source
 from rope_ext.methods import Method, all_methods
 from rope_ext.patching import Patch, current_patch
 from rope_ext.record import option_texts, record_of
@@ -253,7 +254,8 @@ def _floats(values: torch.Tensor) -> tuple[float, ...]:
 
 
 def _unpatched_notes(decoder: nn.Module, sites: list[RotarySite]) -> tuple[str, ...]:
-    notes = [
+    notes = [*gguf_source.scaling_notes(decoder.config)]
+    notes += [
         f"the checkpoint scales {site.name or 'it'} by itself: rope_type {site.rope_type}"
         for site in sites
         if site.scaled

@@ -26,7 +26,7 @@ ROOMS = {
         "rotary forward.sequences",
         "gguf_source saving",
         "attention",
-        "position.cache position.layers position.map position.rotated_key_cache position.tables",
+        "position.cache position.layers position.map position.tables",
         "forward",
         "position",
         "apply",

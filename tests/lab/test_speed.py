@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import rope_ext
-from lab.benchmarks import measuring, parts, speed, windows
+from lab.benchmarks import measuring, speed, windows
 from lab.benchmarks.measuring import Measured, compared
 from rope_ext.methods import build_method
 from tests.helpers.models import tiny_llama
@@ -116,14 +116,6 @@ EXAMPLES = {
     "string": "position",
     "alibi": "encoding",
 }
-
-
-def test_parts_of_attention_are_told_apart_and_put_back() -> None:
-    sdpa = parts.attention.F.scaled_dot_product_attention
-    found = parts.shares(64, 16, rounds=1)
-    assert found["native"]["far"] == 0 and sum(found["native"].values()) == pytest.approx(1)
-    assert all(share > 0 for share in found["rerope"].values())
-    assert parts.attention.F.scaled_dot_product_attention is sdpa
 
 
 @pytest.mark.slow

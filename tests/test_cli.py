@@ -27,10 +27,10 @@ from rope_eval.plots.style import require_matplotlib
 from rope_eval.reports.summary import Estimate
 from rope_eval.run import runner as run
 from rope_eval.tune.calibrate import LOG
-from rope_ext import checkpoints as models
 from rope_ext.arguments import parse_compose, parse_options
 from rope_ext.cli import app
 from rope_ext.errors import MeasureError, OptionError
+from rope_ext.saving import checkpoints as models
 from rope_ext.terminal import progress
 from tests.helpers.checkpoint import TRAINED, save_checkpoint, save_texts
 from tests.helpers.models import tiny_llama

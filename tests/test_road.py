@@ -22,9 +22,9 @@ from rope_eval import command
 from rope_eval.data.text import read_texts
 from rope_eval.next_commands import training_command
 from rope_ext.advice.card import model_card
-from rope_ext.checkpoints import load_tokenizer
 from rope_ext.cli import app
-from rope_ext.saved import configured, read_saved
+from rope_ext.saving.checkpoints import load_tokenizer
+from rope_ext.saving.folder import configured, read_saved
 from tests.helpers.checkpoint import save_checkpoint, save_texts
 
 ROOT = Path(__file__).parents[1]

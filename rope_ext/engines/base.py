@@ -21,9 +21,9 @@ from rope_ext.errors import ExportError, NotPatchedError, brief, nearest
 from rope_ext.methods import Method, Rope
 from rope_ext.methods.temperature import SSMax, yarn_factor
 from rope_ext.patching import Patch, current_patch
-from rope_ext.record import record_of
 from rope_ext.rotary.sites import find_sites, text_config, text_decoder, unwrap
-from rope_ext.saved import Saved, read_saved
+from rope_ext.saving.folder import Saved, read_saved
+from rope_ext.saving.record import record_of
 
 
 class Refusal(Exception):

@@ -31,7 +31,7 @@ from rope_ext.engines.base import (
 from rope_ext.methods import Method, YaRN, build_method
 from rope_ext.methods.temperature import yarn_factor
 from rope_ext.patching import Patch
-from rope_ext.saved import Saved
+from rope_ext.saving.folder import Saved
 
 TABLE = "rope_freqs.weight"
 """Tensor by which frequencies are divided, one number per pair."""

@@ -26,8 +26,8 @@ from rope_eval.run.plan import prepare
 from rope_eval.settings import Settings
 from rope_eval.tasks.passkey import Passkey
 from rope_eval.tune.search import log_beside
-from rope_ext import checkpoints as models
 from rope_ext.errors import MeasureError, OptionError
+from rope_ext.saving import checkpoints as models
 from rope_ext.terminal import clean_errors
 
 TASKS = (Passkey(trials=2, depths=1),)

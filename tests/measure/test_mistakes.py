@@ -10,10 +10,10 @@ from typer.testing import CliRunner
 import rope_ext
 from rope_eval.plots.attention import choose_windows
 from rope_eval.tune.fitness import windows_of
-from rope_ext import checkpoints as models
 from rope_ext.cli import app
 from rope_ext.errors import Mistakes, OptionError, SeveralErrors
 from rope_ext.methods import Rope
+from rope_ext.saving import checkpoints as models
 from tests.helpers.checkpoint import save_checkpoint
 from tests.helpers.models import tiny_llama
 

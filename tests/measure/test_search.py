@@ -559,8 +559,8 @@ def test_the_command_checks_the_output_before_the_model(tmp_path, monkeypatch) -
     def load(*args, **kwargs):
         raise AssertionError("a model was loaded")
 
-    monkeypatch.setattr("rope_ext.checkpoints.load_model", load)
-    monkeypatch.setattr("rope_ext.checkpoints.load_tokenizer", load)
+    monkeypatch.setattr("rope_ext.saving.checkpoints.load_model", load)
+    monkeypatch.setattr("rope_ext.saving.checkpoints.load_tokenizer", load)
     (tmp_path / "file").touch()
     (tmp_path / "of_others.json").write_text("{}")
     for output, said in {

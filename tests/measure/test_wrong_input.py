@@ -12,10 +12,10 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 from typer.testing import CliRunner
 
 from rope_eval.data.text import read_texts
-from rope_ext import checkpoints as models
 from rope_ext.arguments import parse_lengths, parse_options
 from rope_ext.cli import app
 from rope_ext.errors import MeasureError, OptionError
+from rope_ext.saving import checkpoints as models
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ from rope_ext.advice.vendors import RECIPES, SHIPPED, Recipe, recipe_for
 from rope_ext.methods import Band, distances_in_use, identity
 from rope_ext.methods.geometry import Distance
 from rope_ext.rotary.sites import text_decoder
-from tests.families.zoo import tiny_config, tiny_model
+from tests.families.zoo import image_text_types, tiny_config, tiny_model
 from tests.helpers.models import LENGTH, tiny_llama
 
 LLAMA_2 = {
@@ -394,3 +394,22 @@ def test_what_cannot_be_recommended() -> None:
     with pytest.raises(rope_ext.NoRopeError):
         rope_ext.recommend(tiny_config("gpt2"), 1024)
     assert text_decoder(model()).__dict__.get("_rope_ext") is None
+
+
+IN_WEIGHTS = ("mistral_large4",)
+"""Its frequencies are multiplied by a tensor of the checkpoint."""
+
+
+def test_every_folder_of_a_model_with_images_is_advised_on(tmp_path) -> None:
+    """Where ``patch`` accepts its model (docs/FAMILIES.md), from its configuration alone."""
+    page = (ROOT / "docs" / "FAMILIES.md").read_text(encoding="utf-8")
+    supported = set(re.findall(r"^\| `(\S+)` \| \S+ \| supported ", page, re.M))
+    names = [name for name in image_text_types() if name in supported.difference(IN_WEIGHTS)]
+    assert len(names) > 40
+    for name in names:
+        tiny_config(name).save_pretrained(tmp_path / name)
+        found = rope_ext.describe(tmp_path / name)
+        assert found.method is None and found.length == LENGTH, name
+        assert rope_ext.diagnose(tmp_path / name, 2 * LENGTH).trained_length == LENGTH
+    for name in ("qwen3_vl", "qwen2_5_vl", "kimi_k25", "llava"):
+        assert rope_ext.recommend(tmp_path / name, 2 * LENGTH).method.factor == 2

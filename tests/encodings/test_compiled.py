@@ -52,13 +52,6 @@ def test_what_a_graph_holds_is_what_the_eager_path_computes(name: str, ids, in_t
     torch.testing.assert_close(decoded(model, ids, [12, *[1] * 78], static(model)), right, **EXACT)
 
 
-@pytest.mark.parametrize("name", [name for name in MADE if name not in BY_ROWS])
-def test_few_tokens_by_the_kernel_of_half_precision(name: str, ids, in_tensors, by_kernel) -> None:
-    model = made(name)
-    rows = [ids[0, :75], ids[1, :64]]
-    pieces_of_rows_are_as_alone(model, rows, "left", (65, 5, *[1] * 5), static(model))
-
-
 @pytest.mark.parametrize("tokens", [20, 5])
 def test_positions_further_apart_than_there_are_slots(tokens: int, ids, in_tensors) -> None:
     """A bias that stays the same from some distance on is known there; others are refused."""

@@ -35,7 +35,7 @@ from rope_ext.gguf_source import TABLE
 from rope_ext.methods import Method, YaRN, build_method
 from rope_ext.methods.temperature import yarn_factor
 from rope_ext.patching import Patch
-from rope_ext.saved import Saved
+from rope_ext.saving.folder import Saved
 
 READS_TABLE = tuple(
     dict.fromkeys(f.name for f in families.LLAMA_CPP.values() if "longrope" in f.kinds)

@@ -11,7 +11,7 @@ from torch import nn
 from rope_ext.engines.base import Engine, Export, Refusal, precise_note, register
 from rope_ext.engines.llama_cpp import from_folder, gguf_command, gguf_names, planned, settings
 from rope_ext.patching import Patch
-from rope_ext.saved import Saved
+from rope_ext.saving.folder import Saved
 
 
 @register

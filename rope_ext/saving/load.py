@@ -29,7 +29,6 @@ from transformers.utils import (
     cached_file,  # pyright: ignore[reportPrivateImportUsage] - documented, not in __all__
 )
 
-from rope_ext import gguf_source
 from rope_ext.errors import (
     CURE,
     AdapterError,
@@ -43,9 +42,9 @@ from rope_ext.errors import (
 from rope_ext.patching import Patch, current_patch, patch
 from rope_ext.position import bias, head_positions, head_scales, inputs
 from rope_ext.position.bias import learned
-from rope_ext.record import FIELD, Record
 from rope_ext.rotary.sites import RotarySite, find_sites, text_decoder
-from rope_ext.saving import configuration
+from rope_ext.saving import configuration, gguf_source
+from rope_ext.saving.record import FIELD, Record
 
 SIDECAR = "rope_ext.json"
 """File next to an adapter that records the patch it was trained under."""

@@ -14,7 +14,6 @@ from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from rope_ext import gguf_source, loading
 from rope_ext.errors import (
     MeasureError,
     OptionError,
@@ -25,8 +24,10 @@ from rope_ext.errors import (
 )
 from rope_ext.patching import unpatch
 from rope_ext.position.bias import learned
-from rope_ext.record import Record, record_of
-from rope_ext.record import trained_length as trained_length_of
+from rope_ext.saving import gguf_source
+from rope_ext.saving.load import fault_of_place, from_pretrained, read_sidecar
+from rope_ext.saving.record import Record, record_of
+from rope_ext.saving.record import trained_length as trained_length_of
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 _FAILURES = (OSError, KeyError, ValueError, RuntimeError, SafetensorError, StrictDataclassError)
@@ -102,7 +103,7 @@ def load_model(
     options = {} if attn is None else {"attn_implementation": attn}
     recorded = saved_under(load_config(model)) is not None
     ours = recorded or model.endswith(gguf_source.SUFFIX)
-    load = loading.from_pretrained if ours else AutoModelForCausalLM.from_pretrained
+    load = from_pretrained if ours else AutoModelForCausalLM.from_pretrained
     loaded = _load("weights", load, model, dtype=dtype, **options)
     if recorded and not as_saved:
         unpatch(loaded)
@@ -164,7 +165,7 @@ def adapter_record(adapter: str) -> Record | None:
     """
     try:
         _require_place(adapter)
-        sidecar = loading.read_sidecar(adapter)
+        sidecar = read_sidecar(adapter)
     except RopeExtError:
         raise
     except (OSError, ValueError) as error:
@@ -229,7 +230,7 @@ def identity(name: str, config: Any) -> dict[str, Any]:
 
 def _require_place(name: str) -> None:
     """Raise for a missing folder, which transformers would report as a wrong Hub ID."""
-    fault = loading.fault_of_place(name)
+    fault = fault_of_place(name)
     if fault is not None:
         raise ValueError(fault)
 

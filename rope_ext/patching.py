@@ -529,6 +529,14 @@ def note_patch(model: Model, method: Method, **keywords: Any) -> Model:
     return model
 
 
+def note_target(model: nn.Module, target: int) -> None:
+    """Note the context in tokens of a patched model where its configuration gives another one."""
+    decoder = text_decoder(model)
+    state = decoder.__dict__[_STATE]
+    text_config(decoder).max_position_embeddings = target
+    decoder.__dict__[_STATE] = dataclasses.replace(state, target_length=target)
+
+
 @_one_at_a_time
 def _patch_alike(decoder: nn.Module, copy: nn.Module) -> None:
     """Apply the patch of ``decoder`` to ``copy``, a second load of the same model."""

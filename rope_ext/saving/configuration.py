@@ -15,7 +15,7 @@ from torch import nn
 from rope_ext.errors import RecordError, UnsupportedModelError
 from rope_ext.record import EXPERTS, FIELD, FIELDS, HEAD, OLDER, Record, record_of
 from rope_ext.registration import CURE
-from rope_ext.rotary.sites import RotarySite, rope_parameters, text_config
+from rope_ext.rotary.sites import RotarySite, text_config
 
 _WRITTEN: weakref.WeakValueDictionary[int, nn.Module] = weakref.WeakValueDictionary()
 """The decoder whose patch is written into a configuration, by the configuration's ``id``."""
@@ -163,8 +163,7 @@ def _is_field(config: Any, name: str) -> bool:
 
 def is_scaled(decoder: nn.Module, site: RotarySite) -> str | None:
     """Describe how the checkpoint's configuration scales a site; None if it does not."""
-    config = getattr(site.module, "config", decoder.config)
-    factor = rope_parameters(config, site.layer_type).get("factor")
+    factor = site.settings.factor
     if site.scaled or factor not in (None, 1, 1.0):
         return f"rope_type {site.rope_type!r} with factor {factor}"
     record = _record(text_config(decoder), native=True)

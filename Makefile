@@ -7,7 +7,7 @@ export TOKENIZERS_PARALLELISM = false
 # Many processes import torch and transformers: without compiled modules each takes 20 s more.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: reproduce demo demo-full demo-pictures demo-recording docs engine-sources newest finetune finetune-methods laboratory test test-all lint types coverage checkpoint clean
+.PHONY: reproduce demo demo-full demo-pictures demo-recording docs engine-sources newest finetune finetune-methods laboratory test test-lab test-all lint types coverage checkpoint clean
 .PHONY: raising surgery $(CHECKPOINTS:%=demo-%) $(CHECKPOINTS:%=demo-full-%) $(CHECKPOINTS:%=finetune-%) $(CHECKPOINTS:%=surgery-%)
 
 # torch first and by version: a plain `torch` may pull gigabytes of CUDA packages. Python compiles
@@ -67,7 +67,7 @@ $(CHECKPOINTS:%=finetune-%): finetune-%: $(VENV)/installed
 		$(BIN)/python recipes/merge.py $$run --output runs/finetune/$*/merged
 
 runs/django/train.jsonl: $(VENV)/installed
-	$(BIN)/python recipes/pretrain/django_docs.py $@
+	$(BIN)/python recipes/django_docs.py $@
 
 RAISING := runs/raising/merged
 RAISED := --model $(RAISING) --lengths 512,2k,4k --windows 16 --trials 10 --resume
@@ -102,7 +102,7 @@ finetune-methods: $(VENV)/installed ## several methods, trained on text alone (a
 surgery: $(CHECKPOINTS:%=surgery-%) ## their rotation dropped or swapped, beside YaRN (an hour)
 surgery-tiny-bytes-512: runs/django/train.jsonl
 $(CHECKPOINTS:%=surgery-%): surgery-%: $(VENV)/installed
-	$(BIN)/python -m recipes.surgery $*
+	$(BIN)/python -m lab.surgery $*
 
 PROCESSES ?= 2
 SMALL := --encodings rope,rope_25,nope,alibi,t5 --length 64 --batch 8 --steps 250 --choosing-share 0.4 --problem-steps 700 --rows 16
@@ -110,17 +110,20 @@ SMALL := --encodings rope,rope_25,nope,alibi,t5 --length 64 --batch 8 --steps 25
 # One thread each: cells are shared out to processes, and their threads would spin for the cores.
 laboratory: $(VENV)/installed ## encodings trained from scratch and compared, a small run (10 minutes)
 	OMP_NUM_THREADS=1 $(BIN)/accelerate launch --config_file recipes/accelerate/ddp.yaml \
-		--num_processes $(PROCESSES) -m recipes.laboratory --device cpu $(SMALL) \
+		--num_processes $(PROCESSES) -m lab.laboratory --device cpu $(SMALL) \
 		--output runs/laboratory-small --resume
 
-# What it needs of weights, data and GPU hours: python -m reproduce --list
+# What it needs of weights, data and GPU hours: python -m lab.reproduce --list
 reproduce: $(VENV)/installed ## measure a published table: make reproduce TABLE=yarn-llama2
-	$(BIN)/python -m reproduce $(TABLE)
+	$(BIN)/python -m lab.reproduce $(TABLE)
 
 # Two workers with two threads each would spin against each other on two cores.
-test test-all: export OMP_NUM_THREADS = 1
+test test-lab test-all: export OMP_NUM_THREADS = 1
 test: $(VENV)/installed
 	$(BIN)/python -m pytest -n 2 --dist worksteal -m "not slow"
+
+test-lab: $(VENV)/installed ## the tests of lab/
+	$(BIN)/python -m pytest -n 2 --dist worksteal tests/lab
 
 # Without constraints.txt, and never cached: what is newest changes.
 newest: export OMP_NUM_THREADS = 1
@@ -133,6 +136,7 @@ newest: ## the fast tests on the newest torch and transformers, in an environmen
 test-all: $(VENV)/installed engine-sources
 	$(INSTALL) -c constraints.txt -e ".[dev,harness,quantised,zero3,engines,notebook,publish]"
 	ENGINE_SOURCES=$(CURDIR)/$(VENV)-engines $(BIN)/python -m pytest -n 2 --dist worksteal
+	$(BIN)/python -m pytest -n 2 --dist worksteal tests/lab
 
 # What they depend on is for GPUs, or an older transformers.
 engine-sources: $(VENV)/installed ## files of vLLM, SGLang and kvpress, which slow tests run by themselves
@@ -156,7 +160,7 @@ docs: $(VENV)/installed ## the documentation, as runs/site/index.html
 
 checkpoint: $(VENV)/installed ## train the shipped checkpoints again (hours on a CPU)
 	for name in $(CHECKPOINTS); do \
-		$(BIN)/python recipes/pretrain/train.py $$name --resume || exit; \
+		$(BIN)/python lab/pretrain/train.py $$name --resume || exit; \
 	done
 
 clean:

@@ -244,7 +244,7 @@ def test_own_sizes_of_flex_attention_stay_where_they_fit(card, heads, own) -> No
     ],
 )
 def test_a_tile_is_at_most_as_large_as_estimated(card, tile, heads, compiled) -> None:
-    """Bytes that Triton 3.9 allocated (``python -m benchmarks.kernels``)."""
+    """Bytes that Triton 3.9 allocated (``python -m lab.benchmarks.kernels``)."""
     estimate = cards.Tile(*tile).shared(Heads(*heads).padded(), card)
     assert compiled <= estimate + cards.SLACK and estimate < 1.5 * compiled
 

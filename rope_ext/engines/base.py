@@ -17,16 +17,16 @@ import torch
 from torch import nn
 from transformers import PreTrainedConfig
 
-from rope_ext.checkpoints import load_config
 from rope_ext.engines.families import ENGINES, Family, everywhere
 from rope_ext.errors import ExportError, MeasureError, NotPatchedError, brief, nearest
 from rope_ext.methods import Method, Rope
 from rope_ext.methods.checked import not_none
 from rope_ext.methods.temperature import SSMax, yarn_factor
 from rope_ext.patching import Patch, current_patch
-from rope_ext.record import record_of
 from rope_ext.rotary.sites import find_sites, text_config, text_decoder, unwrap
-from rope_ext.saved import Saved, read_saved
+from rope_ext.saving.checkpoints import load_config
+from rope_ext.saving.folder import Saved, read_saved
+from rope_ext.saving.record import record_of
 
 
 class Refusal(Exception):
@@ -176,8 +176,8 @@ def _export(chosen: Engine, model: Any, saved: Saved | None) -> Export:
     state = current_patch(model)
     if state is None:
         raise NotPatchedError(
-            "this model is not patched and its configuration does not extend it, so there is "
-            "nothing to export; call rope_ext.patch(model, ...) first, or pass --method"
+            f"this model is not patched{_own_scaling(model)}, so there is nothing to export; call "
+            f"rope_ext.patch(model, ...) first, or pass --method"
         )
     try:
         made = _made(chosen, model, state, saved)
@@ -196,6 +196,19 @@ def _export(chosen: Engine, model: Any, saved: Saved | None) -> Export:
         note = f"for the base model; merge the adapter: python recipes/merge.py {saved.name}"
         return dataclasses.replace(made, notes=(*made.notes, f"{note} --output MERGED"))
     return chosen.export_saved(made, saved, state)
+
+
+def _own_scaling(model: nn.Module) -> str:
+    """What the configuration of a model without a patch says about its extension."""
+    settings = next(
+        (site.settings for site in find_sites(text_decoder(model)) if site.scaled), None
+    )
+    if settings is None:
+        return " and its configuration does not extend it"
+    return (
+        f", and engines read its own scaling (rope_type {settings.rope_type!r}, {settings.length} "
+        f"-> {settings.target} tokens) from config.json without settings"
+    )
 
 
 def serving_commands(saved: Saved) -> tuple[str, ...]:

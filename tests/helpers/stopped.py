@@ -20,7 +20,6 @@ from pathlib import Path
 
 import matplotlib.figure  # noqa: F401  # for all processes, once
 
-from recipes.laboratory import training
 from rope_eval.run import runner as run
 from rope_eval.tune import fitness
 from rope_ext.cli import app
@@ -33,7 +32,7 @@ def measuring(beginning: int) -> None:
         os.write(beginning, b".")
         time.sleep(3600)
 
-    run.Runner.measure = fitness.score = training.train_step = never
+    run.Runner.measure = fitness.score = never
 
 
 def stopped(

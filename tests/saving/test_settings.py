@@ -161,3 +161,15 @@ def test_a_temperature_of_its_own_is_not_left_to_the_engine(tmp_path: Path) -> N
     file.write_text(json.dumps(saved), "utf-8")
     with pytest.raises(rope_ext.ExportError, match=r"vllm cannot run longrope: .*temperature"):
         rope_ext.export(place, "vllm")
+
+
+def test_a_scaling_that_no_method_computes_is_left_to_the_engine(tmp_path: Path) -> None:
+    """As that of DeepSeek V3 and Kimi K2, whose temperature is in the softmax."""
+    config = tiny_config("deepseek_v3")
+    config.rope_parameters |= {**YARN, "mscale": 1.0, "mscale_all_dim": 1.0}
+    config.max_position_embeddings = 4 * LENGTH
+    config.save_pretrained(tmp_path)
+    described = rope_ext.describe(tmp_path)
+    assert (described.length, described.target_length) == (LENGTH, 4 * LENGTH)
+    with pytest.raises(rope_ext.NotPatchedError, match=f"{LENGTH} -> {4 * LENGTH} tokens"):
+        rope_ext.export(tmp_path, "vllm")

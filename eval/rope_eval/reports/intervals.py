@@ -1,4 +1,4 @@
-"""Confidence intervals whose coverage ``python -m benchmarks.intervals`` simulates.
+"""Confidence intervals whose coverage ``python -m lab.benchmarks.intervals`` simulates.
 
 * :func:`rate_interval`: a share of prompts.
 * :func:`mean_interval`, :func:`sum_interval`: mean losses of documents, or differences of them.

@@ -1,0 +1,231 @@
+"""What attention in several bands costs: ratios to rotary and torch's own causal attention.
+
+    python -m lab.benchmarks.attention --lengths 4096,8192,16384 --window 1024
+
+All variants of a length take turns, so that whatever else the machine does hits each of them; a
+ratio is the median over the rounds of variant / native within one round. "dense" is what the
+published code of ReRoPE does: both logit matrices, then a choice. The peak of memory is that of a
+process of its own for each variant and length.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+
+import torch
+import torch.nn.functional as F
+from rich.console import Console
+
+from lab.benchmarks import measuring
+from lab.benchmarks.measuring import (
+    COLUMNS,
+    NATIVE,
+    Attend,
+    Measured,
+    prefill,
+    ratios,
+    show,
+    tensors,
+)
+from rope_ext.attention import dispatch as attention
+from rope_ext.attention import reference
+from rope_ext.attention.call import Call, Pairs, RotatedBand, Rotation
+from rope_ext.methods.geometry import ChunkGap, Distance
+
+HEADS = 8
+LAYERS = 16
+"""Of a decoding step, each with keys of its own; what they share is made once."""
+DENSE_MOST = 4096
+"""Tokens up to which the dense form fits into memory."""
+
+
+def halves(columns: int) -> Pairs:
+    return Pairs(slice(0, columns // 2), slice(columns // 2, columns))
+
+
+def _rotation(positions: torch.Tensor, columns: int = COLUMNS) -> Rotation:
+    inv_freq = 10000.0 ** -(torch.arange(0, columns, 2, device=positions.device) / columns)
+    angles = positions[:, None] * inv_freq
+    return angles.cos(), angles.sin()
+
+
+def bands(
+    variant: str,
+    queries: int,
+    keys: int,
+    window: int,
+    columns: int = COLUMNS,
+    device: str | torch.device = "cpu",
+) -> list[RotatedBand]:
+    """What a method asks of the kernel; in decoding the keys are cached as far as can be."""
+    rotation = functools.partial(_rotation, columns=columns)
+    at = torch.arange(keys, dtype=torch.float32, device=device)
+    own, key = rotation(at[-queries:]), rotation(at)
+    far = rotation(torch.full((1,), float(window), device=device))
+    if variant == "rerope":
+        return [
+            RotatedBand(Distance(0, window), own, key),
+            RotatedBand(Distance(window, None), far, None),
+        ]
+    if variant == "self_extend":
+        grouped = rotation((at[-queries:] / 8).floor() + window - window // 8)
+        return [
+            RotatedBand(Distance(0, window), own, key),
+            RotatedBand(
+                Distance(window, None), grouped, rotation((at / 8).floor()) if queries > 1 else None
+            ),
+        ]
+    if variant == "string":
+        shifted = rotation(at[-queries:] - window + 128)
+        return [
+            RotatedBand(Distance(0, window), own, None),
+            RotatedBand(Distance(window, None), shifted, None),
+        ]
+    if variant == "dual_chunk":
+        return [
+            RotatedBand(ChunkGap(window, 0, 0), own, None),
+            RotatedBand(ChunkGap(window, 1, 1), own, None),
+            RotatedBand(ChunkGap(window, 2, None), far, None),
+        ]
+    raise ValueError(variant)
+
+
+VARIANTS = ("rerope", "self_extend", "string", "dual_chunk")
+
+
+def rotary(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """As transformers rotates."""
+    a, b = x.chunk(2, dim=-1)
+    return x * cos + torch.cat((-b, a), dim=-1) * sin
+
+
+def native(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, own: Rotation, cached: Rotation
+) -> torch.Tensor:
+    return F.scaled_dot_product_attention(
+        rotary(query, *own),
+        key if cached is None else rotary(key, *cached),
+        value,
+        is_causal=query.shape[2] == key.shape[2],
+        scale=query.shape[-1] ** -0.5,
+        enable_gqa=query.shape[1] != key.shape[1],
+    )
+
+
+def attend(
+    variant: str,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    window: int,
+    kernel: str = "auto",
+) -> Callable[[], torch.Tensor]:
+    """A call of the variant."""
+    queries, keys, columns = query.shape[2], key.shape[2], query.shape[-1]
+    if variant == NATIVE:
+        made = _rotation(torch.arange(keys, device=query.device), columns)
+        tables = [torch.cat((t, t), dim=-1).to(query.dtype) for t in made]
+        own = [table[-queries:] for table in tables]
+        cached = tables if queries > 1 else None  # a cache holds rotated keys
+        return functools.partial(native, query, key, value, own, cached)
+    of_method = "rerope" if variant == "dense" else variant
+    asked = bands(of_method, queries, keys, window, columns, query.device)
+    call = Call(asked, halves(columns), columns**-0.5)
+    if variant == "dense":
+        return functools.partial(reference.attend, query, key, value, call)
+    return functools.partial(attention.attend, query, key, value, call, kernel)
+
+
+def variants(length: int, window: int, dtype: torch.dtype) -> dict[str, Attend]:
+    dense = ("dense",) if length <= DENSE_MOST and dtype == torch.float32 else ()
+    return {
+        variant: functools.partial(attend, variant, window=window)
+        for variant in (NATIVE, *VARIANTS, *dense)
+    }
+
+
+def step(
+    variant: str,
+    query: torch.Tensor,
+    cached: Sequence[tuple[torch.Tensor, torch.Tensor]],
+    window: int,
+) -> Callable[[], None]:
+    """The attention of one decoding step in all layers, ``cached``: the keys and values of each."""
+    of_each = [attend(variant, query, *layer, window) for layer in cached]
+
+    def run() -> None:
+        for one in of_each:
+            one()
+
+    return run
+
+
+def decode(
+    keys: int, kv_heads: int, window: int, dtype: torch.dtype, rounds: int
+) -> dict[str, Measured]:
+    query, *first = tensors(HEADS, kv_heads, 1, keys, dtype)
+    # In memory of their own, as in a model: none finds its keys in the processor's cache.
+    cached = [tuple(first), *(tuple(x.clone() for x in first) for _ in range(LAYERS - 1))]
+    with torch.inference_mode():
+        return ratios({v: step(v, query, cached, window) for v in (NATIVE, *VARIANTS)}, rounds)
+
+
+def main() -> None:
+    given = measuring.parser(
+        __doc__.splitlines()[0], "4096,8192,16384", "forward,backward,decode,memory", rounds=7
+    )
+    given.add_argument("--window", type=int, default=1024, help="tokens")
+    given.add_argument("--dtypes", default="float32,bfloat16")
+    args = given.parse_args()
+    lengths = [int(length) for length in args.lengths.split(",")]
+    if args.peak:
+        run = functools.partial(attend, args.peak, window=args.window)
+        print(measuring.peak(run, HEADS, lengths[0]))
+        return
+    parts = args.parts.split(",")
+    console = Console()
+    where = f"torch {torch.__version__}, {torch.get_num_threads()} threads, window {args.window}"
+    for name in args.dtypes.split(","):
+        dtype = getattr(torch, name)
+        for part in ("forward", "backward"):
+            if part in parts:
+                title = part if part == "forward" else "forward and backward"
+                columns = {
+                    f"{length} tokens": prefill(
+                        variants(length, args.window, dtype),
+                        HEADS,
+                        length,
+                        dtype,
+                        part == "backward",
+                        args.rounds,
+                    )
+                    for length in lengths
+                }
+                show(console, f"{title}, {name}, {HEADS} heads of 64; {where}", columns)
+        if "decode" in parts:
+            columns = {
+                f"{keys} keys, {HEADS}:{kv} heads": decode(
+                    keys, kv, args.window, dtype, 5 * args.rounds
+                )
+                for keys in lengths
+                for kv in (8, 2)
+            }
+            show(console, f"one decoding step, {name}; {where}", columns)
+    if "memory" in parts:
+        window = ("--window", str(args.window))
+        peaks = {
+            variant: [
+                measuring.peak_of_fresh_process(
+                    "lab.benchmarks.attention", variant, length, *window
+                )
+                for length in lengths
+            ]
+            for variant in (NATIVE, *VARIANTS)
+        }
+        title = f"peak MiB of a training step, float32; {where}"
+        measuring.show_peaks(console, title, lengths, peaks)
+
+
+if __name__ == "__main__":
+    main()

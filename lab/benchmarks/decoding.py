@@ -1,0 +1,105 @@
+"""Token after token in a model of many layers, where what each of them adds cannot hide.
+
+Eager with a cache that grows, and compiled whole with a static one, for the position methods of
+:mod:`benchmarks.speed`; weights are random, which no time depends on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import Cache, DynamicCache, LlamaConfig, LlamaForCausalLM, StaticCache
+
+import rope_ext
+from lab.benchmarks.measuring import NATIVE, Measured, of_same_weights, ratios
+from rope_ext.terminal import tell
+
+HEADS, COLUMNS, STEPS = 8, 32, 4
+
+
+@dataclass(frozen=True)
+class Size:
+    """Of the model; ``prompt`` is what the cache begins with, tokens."""
+
+    layers: int = 16
+    trained: int = 512
+    prompt: int = 1024
+    backend: str = "inductor"
+
+    def __str__(self) -> str:
+        width = HEADS * COLUMNS
+        return f"{self.layers} layers of {width} columns, {self.prompt} tokens in the cache"
+
+    def build(self, kv_heads: int, dtype: torch.dtype) -> LlamaForCausalLM:
+        torch.manual_seed(0)
+        width = HEADS * COLUMNS
+        config = LlamaConfig(
+            vocab_size=1024,
+            hidden_size=width,
+            num_hidden_layers=self.layers,
+            num_attention_heads=HEADS,
+            num_key_value_heads=kv_heads,
+            intermediate_size=width * 11 // 4,
+            max_position_embeddings=self.trained,
+        )
+        return LlamaForCausalLM(config).to(dtype).eval()
+
+
+def size(small: bool) -> Size:
+    return Size(1, 32, 64, "eager") if small else Size()
+
+
+def measure(
+    variants: Mapping[str, Mapping[str, Any]], of: Size, dtype: torch.dtype, rounds: int
+) -> Iterator[dict[str, dict[str, Measured]]]:
+    """``{column: {variant: measured}}``, eager and compiled, for two numbers of key heads.
+
+    Args:
+        variants: keywords of ``rope_ext.patch``.
+        of: of the model.
+        dtype: of its weights.
+        rounds: runs of each, of :data:`STEPS` tokens.
+    """
+    ids = torch.randint(3, 1000, (1, of.prompt), generator=torch.Generator().manual_seed(0))
+    for kv_heads in (HEADS, HEADS // 4):
+        models = {NATIVE: of.build(kv_heads, dtype)}
+        for variant, given in variants.items():
+            models[variant] = rope_ext.patch(of_same_weights(models[NATIVE]), **given)
+        for how, make in (("eager", _eager), ("compiled", partial(_compiled, of.backend))):
+            column = f"{how}, {kv_heads} key heads"
+            tell(f"decoding: {column}, {rounds} rounds")
+            # A graph for each model, all of them of the same code.
+            with torch._dynamo.config.patch(recompile_limit=2 * len(models)):
+                runs = {name: make(model, ids, rounds) for name, model in models.items()}
+                yield {column: ratios(runs, rounds)}
+            torch._dynamo.reset()
+
+
+def _eager(model: nn.Module, ids: torch.Tensor, rounds: int) -> Callable[[], None]:
+    return _steps(model, model, ids, DynamicCache(config=model.config))
+
+
+def _compiled(backend: str, model: nn.Module, ids: torch.Tensor, rounds: int) -> Callable[[], None]:
+    room = ids.shape[1] + STEPS * (rounds + 1)
+    step = torch.compile(model, fullgraph=True, dynamic=False, backend=backend)
+    return _steps(model, step, ids, StaticCache(config=model.config, max_cache_len=room))
+
+
+@torch.inference_mode()
+def _steps(
+    model: nn.Module, step: Callable[..., Any], ids: torch.Tensor, cache: Cache
+) -> Callable[[], None]:
+    """Some tokens by ``step``, after the prompt."""
+    model(ids, past_key_values=cache, logits_to_keep=1)
+    return partial(_run, step, ids[:, :1].clone(), cache)
+
+
+@torch.inference_mode()
+def _run(step: Callable[..., Any], token: torch.Tensor, cache: Cache) -> None:
+    for _ in range(STEPS):
+        step(token, past_key_values=cache, logits_to_keep=1)

@@ -1,0 +1,720 @@
+"""Everything that only a GPU can tell, in one command of less than ten minutes.
+
+    python -m lab.benchmarks.gpu --output gpu.jsonl
+
+Prints a line of JSON for each thing as soon as it is known: first whether the kernels are right
+(``ok``), then how fast they are beside the same flash attention of torch. The last line counts
+what failed, and the command ends with status 1 if anything did. Every part has a share of the
+time; what does not fit is named as skipped. ``--device cpu --small`` tests the command itself.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import copy
+import functools
+import gc
+import importlib
+import itertools
+import json
+import statistics
+import sys
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch._dynamo.utils import counters
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from transformers import AutoModelForCausalLM, DynamicCache, LlamaConfig, StaticCache
+
+import rope_ext
+from lab.benchmarks import attention as bands
+from lab.benchmarks.measuring import NATIVE, ratios, seconds_of, tensors, trained
+from rope_eval.versions import versions
+from rope_ext.attention import cards, reference
+from rope_ext.attention.call import Call, RotatedBand
+from rope_ext.attention.dispatch import attend
+from rope_ext.methods import all_encodings, all_methods
+from rope_ext.methods.geometry import Distance, Sinks
+
+MIB = 2**20
+SHARES = {"exact": 20, "paths": 15, "graphs": 10, "syncs": 10, "attention": 20, "model": 15}
+SHARES |= {"lora": 10, "methods": 20}
+"""Of the time, per cent; what a part leaves is for those that follow."""
+KERNELS = ("flash", "flex")
+
+
+class OutOfTimeError(Exception):
+    """A part has used its share up."""
+
+
+@dataclass
+class Run:
+    """What is asked for, and what came of it.
+
+    Args:
+        device: ``"cuda"``, or ``"cpu"`` for a test of the command.
+        small: everything as small as it goes.
+        minutes: for all parts.
+        output: a file for the lines, beside the standard output.
+    """
+
+    device: str
+    small: bool
+    minutes: float
+    output: Path | None = None
+    failed: int = 0
+    began: float = field(default_factory=time.monotonic)
+    until: float = 0.0  # of the part that runs, seconds since it began
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return torch.float32 if self.device == "cpu" else torch.bfloat16
+
+    @property
+    def kernels(self) -> tuple[str, ...]:
+        """Those to be compared; on a CPU the one that there is."""
+        return KERNELS if self.device == "cuda" else ("flash",)
+
+    def seconds(self) -> float:
+        return time.monotonic() - self.began
+
+    def tell(self, part: str, **found: Any) -> None:
+        """Print a line."""
+        self.failed += found.get("ok") is False
+        line = json.dumps({"part": part, **found})
+        print(line, flush=True)
+        if self.output is not None:
+            with self.output.open("a") as file:
+                file.write(line + "\n")
+
+    def attempt(self, part: str, named: dict[str, Any], run: Callable[[], dict[str, Any]]) -> None:
+        """Tell what ``run`` returns, or why it failed: the others go on."""
+        if self.seconds() > self.until:
+            raise OutOfTimeError
+        began = time.monotonic()
+        try:
+            found = run()
+        except Exception as error:  # whatever it is, it is a finding
+            found = {"ok": False, "error": f"{type(error).__name__}: {error}"[:500]}
+        self.tell(part, **named, **found, took=round(time.monotonic() - began, 2))
+        if self.device == "cuda":
+            torch.cuda.empty_cache()
+
+    def peak(self) -> int | None:
+        """MiB at most since the last time; None on a CPU."""
+        if self.device != "cuda":
+            return None
+        found = torch.cuda.max_memory_allocated() // MIB
+        torch.cuda.reset_peak_memory_stats()
+        return found
+
+
+def exact(run: Run) -> None:
+    """Outputs and gradients against the dense form in float64, beside its own error in half."""
+    n, window = (48, 16) if run.small else (700, 256)
+    shapes = [(128, 128, 4), (64, 64, 1), (256, 256, 1), (80, 80, 7), (96, 96, 4), (192, 128, 1)]
+    if run.small:
+        shapes = [(16, 16, 4), (24, 16, 1)]
+    cases = [
+        {"columns": shape, "queries": queries, "variant": "rerope"}
+        for queries in (n, 1)
+        for shape in shapes
+    ]
+    cases += [
+        {"columns": shapes[0], "queries": 5, "variant": "rerope"},
+        {"columns": shapes[0], "queries": n, "variant": "dual_chunk"},
+        {"columns": shapes[0], "queries": n, "variant": "first tokens"},
+        {"columns": shapes[0], "queries": n, "variant": "rows that see nothing"},
+        {"columns": shapes[0], "queries": n, "variant": "rerope", "sinks": True},
+        {"columns": shapes[0], "queries": 1, "variant": "rerope", "softcap": 5.0},
+        {"columns": shapes[0], "queries": n, "variant": "rerope", "softcap": 5.0},
+    ]
+    for kernel, case in itertools.product(run.kernels, cases):
+        kernel = "auto" if case.get("softcap") and run.device == "cpu" else kernel
+        if case.get("softcap") and kernel == "flash":
+            continue
+        check = functools.partial(_exact, run, kernel, n + 37, window, **case)
+        run.attempt("exact", {"kernel": kernel, **case}, check)
+
+
+def _exact(
+    run: Run,
+    kernel: str,
+    keys: int,
+    window: int,
+    columns: tuple[int, int, int],
+    queries: int,
+    variant: str,
+    sinks: bool = False,
+    softcap: float | None = None,
+) -> dict[str, Any]:
+    size, value_size, groups = columns
+    asked = _asked(variant, queries, keys, window, size, run.device)
+    generator = torch.Generator(run.device).manual_seed(0)
+    shapes = ((2, 2 * groups, queries, size), (2, 2, keys, size), (2, 2, keys, value_size))
+    if sinks:
+        shapes += ((2 * groups,),)
+    made = [torch.randn(shape, generator=generator, device=run.device) for shape in shapes]
+    made = [x.to(run.dtype) for x in made]
+    weight = torch.randn(*shapes[0][:3], value_size, generator=generator, device=run.device)
+
+    def results(dtype: torch.dtype, by: Callable) -> list[torch.Tensor]:
+        given = [x.to(dtype).requires_grad_(queries > 1) for x in made]
+        call = Call(asked, bands.halves(size), size**-0.5, softcap=softcap, sinks=None)
+        if sinks:
+            call = Call(asked, call.pairs, call.scale, sinks=given[3])
+        out = by(*given[:3], call)
+        grads = torch.autograd.grad(out, given, weight.to(dtype)) if queries > 1 else ()
+        return [x.detach().double() for x in (out, *grads)]
+
+    truth = results(torch.float64, reference.attend)
+    found, plain = (
+        _apart(got, truth)
+        for got in (
+            results(run.dtype, functools.partial(attend, kernel=kernel)),
+            results(run.dtype, reference.attend),
+        )
+    )
+    # The dense form has the error of torch's flash attention; a band adds a rotation and a merge.
+    least = 1e-5 if run.dtype == torch.float32 else 5e-4
+    ok = all(one <= 2 * other + least for one, other in zip(found, plain, strict=True))
+    return {"ok": ok, "error": found, "error_of_dense": plain}
+
+
+def _asked(
+    variant: str, queries: int, keys: int, window: int, columns: int, device: str
+) -> list[RotatedBand]:
+    """Bands as :func:`benchmarks.attention.bands` has them, and two more kinds of them."""
+    if variant not in ("first tokens", "rows that see nothing"):
+        return bands.bands(variant, queries, keys, window, columns, device)
+    near, far = bands.bands("rerope", queries, keys, window, columns, device)
+    if variant == "rows that see nothing":
+        hidden = keys - queries // 2  # from half of the queries
+        return [RotatedBand(Distance(hidden, None), far.query, far.key)]
+    return [near, RotatedBand(Sinks(4, window), far.query, far.key)]
+
+
+def paths(run: Run) -> None:
+    """Logits of a whole model on each of its paths against float64, beside the model's own error.
+
+    Without a bias and with one, in every dtype: prefill, padded decoding with a growing cache, and
+    compiled decoding in a static cache with a mask.
+    """
+    dtypes = (torch.float32,) if run.small else (torch.bfloat16, torch.float16, torch.float32)
+    for dtype, method in itertools.product(
+        dtypes, ("rerope",) if run.small else ("rerope", "alibi")
+    ):
+        named = {"method": method, "dtype": str(dtype).removeprefix("torch.")}
+        run.attempt("paths", named, functools.partial(_paths, run, dtype, method))
+
+
+def _paths(run: Run, dtype: torch.dtype, method: str) -> dict[str, Any]:
+    length, steps = (40, 3) if run.small else (500, 3)
+    batch = ids_of(run, 2, length + steps, padded=True)
+    real = batch["attention_mask"].bool()
+
+    def prefill(model: nn.Module) -> torch.Tensor:
+        return model(**batch, use_cache=False).logits
+
+    def decode(model: nn.Module, cache: Any, step: nn.Module) -> torch.Tensor:
+        found = []
+        for first, last in itertools.pairwise((0, *range(length, length + steps + 1))):
+            tokens, mask, run_by = batch["input_ids"][:, first:last], batch["attention_mask"], model
+            if step is not model and first:
+                run_by = step  # with the same mask in all steps, so that there is one graph
+            else:
+                mask = mask[:, :last]
+            out = run_by(input_ids=tokens, attention_mask=mask, past_key_values=cache)
+            found.append(out.logits.clone())
+        return torch.cat(found, 1)
+
+    def error(found: torch.Tensor, truth: torch.Tensor) -> float:
+        return _apart([found[real].double()], [truth[real]])[0]
+
+    with torch.inference_mode():
+        model = tiny(run).to(dtype)
+        own = error(prefill(model), prefill(copy.deepcopy(model).double()))
+        exact = rope_ext.patch(copy.deepcopy(model).double(), method, factor=4, kernel="reference")
+        truth = prefill(exact)
+        model = rope_ext.patch(model, method, factor=4)
+        backend = "eager" if run.device == "cpu" else "inductor"
+        compiled = torch.compile(model, fullgraph=True, backend=backend)
+        fixed = StaticCache(config=model.config, max_cache_len=length + steps)
+        errors = {
+            "prefill": error(prefill(model), truth),
+            "decode": error(decode(model, DynamicCache(config=model.config), model), truth),
+            "compiled decode": error(decode(model, fixed, compiled), truth),
+        }
+    least = 1e-5 if dtype == torch.float32 else 2e-3
+    ok = all(one <= 2 * own + least for one in errors.values())
+    return {"ok": ok, "error": errors, "error_unpatched": own}
+
+
+def model_of(run: Run, layers: int) -> nn.Module:
+    """Random weights in the shape of Llama 3 8B, but for its vocabulary and most of its layers."""
+    shape = {"hidden_size": 4096, "intermediate_size": 14336, "num_attention_heads": 32}
+    shape |= {"num_key_value_heads": 8, "vocab_size": 32000}
+    if run.small:
+        shape = {"hidden_size": 64, "intermediate_size": 64, "num_attention_heads": 4}
+        shape |= {"num_key_value_heads": 2, "vocab_size": 64}
+    return _made(run, LlamaConfig(**shape, num_hidden_layers=layers, max_position_embeddings=8192))
+
+
+def tiny(run: Run, trained_length: int = 64) -> nn.Module:
+    """Two layers, heads of 64: nothing but the attention is worth a thought."""
+    config = LlamaConfig(
+        hidden_size=256,
+        intermediate_size=256,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        vocab_size=64,
+        max_position_embeddings=trained_length,
+        pad_token_id=0,
+    )
+    return _made(run, config)
+
+
+def _made(run: Run, config: LlamaConfig) -> nn.Module:
+    torch.manual_seed(0)
+    with torch.device(run.device):
+        return AutoModelForCausalLM.from_config(config, dtype=run.dtype).eval()
+
+
+def ids_of(run: Run, rows: int, length: int, padded: bool = False) -> dict[str, torch.Tensor]:
+    generator = torch.Generator(run.device).manual_seed(rows)
+    ids = torch.randint(3, 60, (rows, length), generator=generator, device=run.device)
+    mask = torch.ones_like(ids)
+    if padded:
+        mask[0, : length // 4] = 0
+    return {"input_ids": ids * mask, "attention_mask": mask}
+
+
+@contextlib.contextmanager
+def never_dense() -> Iterator[None]:
+    """FlexAttention that falls back to its dense form fails."""
+    higher_order = importlib.import_module("torch._higher_order_ops.flex_attention")
+    before = higher_order.math_attention
+
+    def refuse(*_args: Any, **_kwargs: Any) -> None:
+        raise RuntimeError("FlexAttention ran unfused, on all logits at once")
+
+    higher_order.math_attention = refuse
+    try:
+        yield
+    finally:
+        higher_order.math_attention = before
+
+
+def graphs(run: Run) -> None:
+    """What is compiled over evaluation, generation and training; a second time nothing is."""
+    for method, kernel in itertools.product(("rerope", "dual_chunk"), run.kernels):
+        model = rope_ext.patch(tiny(run), method, factor=4, kernel=kernel)
+
+        def task(name: str, rows: int, more: int, model: nn.Module = model) -> None:
+            batch = ids_of(run, rows, (60 if run.small else 600) + more, padded=rows > 1)
+            if name == "train":
+                model(**batch, labels=batch["input_ids"]).loss.backward()
+                return
+            with torch.inference_mode():
+                if name == "eval":
+                    model(**batch)
+                else:
+                    model.generate(**batch, max_new_tokens=4, min_new_tokens=4, do_sample=False)
+
+        def count(name: str, rows: int, task: Callable = task) -> dict[str, Any]:
+            made = []
+            with never_dense():
+                for more in (0, 64, 128) * 2:
+                    before = counters["stats"]["unique_graphs"]
+                    task(name, rows, more)
+                    made.append(counters["stats"]["unique_graphs"] - before)
+            return {"ok": sum(made[3:]) == 0, "graphs": made}
+
+        for name, rows in itertools.product(("eval", "generate", "train"), (1, 2)):
+            named = {"method": method, "kernel": kernel, "task": name, "rows": rows}
+            run.attempt("graphs", named, functools.partial(count, name, rows))
+
+
+def syncs(run: Run) -> None:
+    """How often a step of decoding waits for the device; in a compiled one it may not."""
+    if run.device != "cuda":
+        run.tell("syncs", skipped="only a GPU can be waited for")
+        return
+    for kernel, rows in itertools.product(run.kernels, (1, 2)):
+        model = rope_ext.patch(tiny(run), "rerope", factor=4, kernel=kernel)
+        named = {"kernel": kernel, "rows": rows}
+        eager = functools.partial(_eager_syncs, run, model, rows)
+        run.attempt("syncs", {**named, "cache": "dynamic"}, eager)
+        compiled = functools.partial(_no_syncs, run, model, rows)
+        run.attempt("syncs", {**named, "cache": "static, compiled"}, compiled)
+
+
+def _eager_syncs(run: Run, model: nn.Module, rows: int) -> dict[str, Any]:
+    cache, batch = DynamicCache(config=model.config), ids_of(run, rows, 150, padded=rows > 1)
+    counts = []
+    with torch.inference_mode(), warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        model(**batch, past_key_values=cache)
+        for _ in range(3):
+            batch = {"input_ids": batch["input_ids"][:, -1:], "attention_mask": _longer(batch)}
+            torch.cuda.set_sync_debug_mode("warn")
+            before = len(seen)
+            try:
+                model(**batch, past_key_values=cache)
+            finally:
+                torch.cuda.set_sync_debug_mode("default")
+            counts.append(sum("synchroniz" in str(one.message) for one in seen[before:]))
+    return {"ok": True, "syncs_per_step": counts[-1]}
+
+
+def _longer(batch: dict[str, torch.Tensor]) -> torch.Tensor:
+    return F.pad(batch["attention_mask"], (0, 1), value=1)
+
+
+def _no_syncs(run: Run, model: nn.Module, rows: int) -> dict[str, Any]:
+    step, _ = _static(run, model, rows, 150, "default")
+    for _ in range(3):
+        step()
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        step()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    return {"ok": True}
+
+
+def _static(
+    run: Run, model: nn.Module, rows: int, length: int, mode: str
+) -> tuple[Callable[[], torch.Tensor], StaticCache]:
+    """A compiled step of decoding after a prompt, in a static cache."""
+    cache = StaticCache(config=model.config, max_cache_len=length + 64)
+    backend = {"backend": "eager"} if run.device == "cpu" else {"mode": mode}
+    with torch.inference_mode():
+        model(**ids_of(run, rows, length), past_key_values=cache, logits_to_keep=1)
+    compiled = torch.compile(model, fullgraph=True, dynamic=False, **backend)
+    token = ids_of(run, rows, 1)["input_ids"]
+
+    def step() -> torch.Tensor:
+        with torch.inference_mode():
+            return compiled(token, past_key_values=cache, logits_to_keep=1).logits
+
+    return step, cache
+
+
+def timed(run: Run) -> None:
+    """Bands beside the flash attention of torch, by the events of the device."""
+    heads, kv_heads, columns, window = (4, 2, 16, 16) if run.small else (32, 8, 128, 4096)
+    variants = ("rerope",) if run.small else ("rerope", "dual_chunk", "self_extend")
+    lengths = (64, 128) if run.small else (2**14, 2**16, 2**17)
+    for length, part in itertools.product(lengths, ("decode", "forward", "backward")):
+        queries = 1 if part == "decode" else length
+        given = tensors(heads, kv_heads, queries, length, run.dtype, columns, run.device)
+        given = [x.requires_grad_(part == "backward") for x in given]
+        decodes = part == "decode"
+        kernels = ("flash",) if decodes else run.kernels
+        for graphed in (False, True) if decodes and run.device == "cuda" else (False,):
+            for variant, kernel in itertools.product(variants, kernels):
+                named = {"what": part, "tokens": length, "variant": variant, "kernel": kernel}
+                compare = functools.partial(
+                    _compared, run, given, part, variant, kernel, window, graphed
+                )
+                run.attempt("attention", {**named, "cuda_graph": graphed}, compare)
+
+
+def _compared(
+    run: Run,
+    given: list[torch.Tensor],
+    part: str,
+    variant: str,
+    kernel: str,
+    window: int,
+    graphed: bool,
+) -> dict[str, Any]:
+    made = {
+        NATIVE: bands.attend(NATIVE, *given, window),
+        variant: bands.attend(variant, *given, window, kernel),
+    }
+    if part == "backward":
+        made = {name: functools.partial(trained, one, given) for name, one in made.items()}
+    repeated = 20 if part == "decode" and not run.small else 1
+    with contextlib.ExitStack() as stack:
+        if run.device == "cuda":
+            stack.enter_context(sdpa_kernel(SDPBackend.FLASH_ATTENTION))
+        if part != "backward":
+            stack.enter_context(torch.inference_mode())
+        if graphed:
+            made = {name: _captured(one) for name, one in made.items()}
+        if repeated > 1:
+            made = {name: functools.partial(_often, one, repeated) for name, one in made.items()}
+        run.peak()
+        found = ratios(made, 3 if part == "backward" else 5, run.device)
+    return {
+        "milliseconds": {name: 1e3 * one.seconds / repeated for name, one in found.items()},
+        "ratio": found[variant].ratio,
+        "peak_mib": run.peak(),
+    }
+
+
+def _often(one: Callable[[], object], times: int) -> None:
+    for _ in range(times):
+        one()
+
+
+def _captured(one: Callable[[], object]) -> Callable[[], None]:
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        _often(one, 3)
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        one()
+    return graph.replay
+
+
+FLASH = "unpatched, torch's flash attention"
+"""Beside what torch chooses by itself, which on some cards plans a kernel for each new length."""
+
+
+def variants(run: Run, layers: int, encodings: bool = True) -> Iterator[tuple[str, nn.Module]]:
+    """One model in all variants, in turn: there is room for one only."""
+    model = model_of(run, layers)
+    yield "unpatched", model
+    backend = SDPBackend.FLASH_ATTENTION if run.device == "cuda" else SDPBackend.MATH
+    with sdpa_kernel(backend):
+        yield FLASH, model
+    for kernel in run.kernels:
+        with rope_ext.patched(model, "rerope", factor=8, kernel=kernel):
+            yield f"rerope, {kernel}", model
+    if encodings:
+        with rope_ext.patched(model, "alibi"):
+            yield "alibi", model
+
+
+def whole(run: Run) -> None:
+    """Tokens per second and the peak of memory, eager and compiled."""
+    length, layers = (64, 2) if run.small else (2**14, 16)
+    for variant, model in variants(run, layers):
+        for name, once in (("prefill", _prefill), ("decode", _decode), ("compiled decode", _graph)):
+            named = {"what": name, "variant": variant, "tokens": length, "layers": layers}
+            run.attempt("model", named, functools.partial(once, run, model, length))
+
+
+def _prefill(run: Run, model: nn.Module, length: int) -> dict[str, Any]:
+    ids = ids_of(run, 1, length)["input_ids"]
+
+    def once() -> None:
+        with torch.inference_mode():
+            model(ids, use_cache=False, logits_to_keep=1)
+
+    return _rate(run, once, length)
+
+
+def _decode(run: Run, model: nn.Module, length: int) -> dict[str, Any]:
+    cache, ids = DynamicCache(config=model.config), ids_of(run, 1, length)["input_ids"]
+    steps = 2 if run.small else 16
+
+    def once() -> None:
+        with torch.inference_mode():
+            for _ in range(steps):
+                model(ids[:, -1:], past_key_values=cache, logits_to_keep=1)
+
+    with torch.inference_mode():
+        model(ids, past_key_values=cache, logits_to_keep=1)
+    return _rate(run, once, steps)
+
+
+def _graph(run: Run, model: nn.Module, length: int) -> dict[str, Any]:
+    step, _ = _static(run, model, 1, length, "reduce-overhead")
+    _often(step, 3)
+    return _rate(run, functools.partial(_often, step, 8), 8)
+
+
+def _rate(run: Run, once: Callable[[], None], tokens: int) -> dict[str, Any]:
+    once()
+    run.peak()
+    seconds = statistics.median(seconds_of(once, run.device) for _ in range(3))
+    return {"tokens_per_second": tokens / seconds, "peak_mib": run.peak()}
+
+
+def lora(run: Run) -> None:
+    """One training step of an adapter."""
+    from peft import LoraConfig, get_peft_model  # slow to import
+
+    length = 64 if run.small else 2**16
+    for variant, model in variants(run, 4, encodings=False):
+        adapted = get_peft_model(model, LoraConfig(r=8, target_modules=["q_proj", "v_proj"]))
+        adapted.train()
+        adapted.enable_input_require_grads()
+        adapted.gradient_checkpointing_enable({"use_reentrant": False})
+        batch = ids_of(run, 1, length)["input_ids"]
+
+        def once(adapted: nn.Module = adapted, batch: torch.Tensor = batch) -> None:
+            # The loss of a few tokens: the logits of all would weigh more than the layers.
+            adapted(batch, use_cache=False, logits_to_keep=64).logits.float().logsumexp(
+                -1
+            ).mean().backward()
+            adapted.zero_grad()
+
+        named = {"variant": variant, "tokens": length, "layers": 4}
+        run.attempt("lora", named, functools.partial(_rate, run, once, length))
+        adapted.gradient_checkpointing_disable()
+        adapted.unload()
+
+
+def methods(run: Run) -> None:
+    """Logits and gradients of a small model under every method, against the CPU's float64."""
+    trained_length, length = (64, 150) if run.small else (128, 300)
+    needed = {"longrope": {"long_factor": [4.0] * 32}, "string": {"factor": 1.9}}
+    needed |= {"abf": {"base": 1e5}, "learned": {"extend": "interpolate"}}
+    needed["multiplicative"] = {"length": length}
+    batch = ids_of(run, 2, length, padded=True)
+    base = tiny(run, trained_length)
+    own = _apart(_answers(copy.deepcopy(base), batch), _answers(_twin(base), batch, "cpu"))
+    for cls in (*all_methods(), *all_encodings()):
+        options = {"factor": 4} if cls in all_methods() or cls.name == "learned" else {}
+        options |= needed.get(cls.name, {})
+        check = functools.partial(_method, base, batch, own, cls.name, options)
+        run.attempt("methods", {"method": cls.name}, check)
+
+
+def _twin(model: nn.Module) -> nn.Module:
+    """The same weights on the CPU, in float64."""
+    return copy.deepcopy(model).to("cpu", torch.float64)
+
+
+def _method(
+    base: nn.Module,
+    batch: dict[str, torch.Tensor],
+    own: list[float],
+    method: str,
+    options: dict[str, Any],
+) -> dict[str, Any]:
+    """Under one method; ``own``: errors of the model without it."""
+    models = copy.deepcopy(base), _twin(base)
+    for model in models:
+        torch.manual_seed(0)
+        rope_ext.patch(model, method, **options)
+    with torch.no_grad():
+        for there, here in zip(*(model.parameters() for model in models), strict=True):
+            here.copy_(there)
+    found = _apart(_answers(models[0], batch), _answers(models[1], batch, "cpu"))
+    return {"ok": all(map(_close, found, own)), "error": found, "error_unpatched": own}
+
+
+def _close(error: float, own: float) -> bool:
+    return error <= 2 * own + 1e-4
+
+
+def _answers(
+    model: nn.Module,
+    batch: dict[str, torch.Tensor],
+    device: str | None = None,
+) -> list[torch.Tensor]:
+    """Logits of real tokens, also from a cache, and all gradients."""
+    given = {name: x.to(device) for name, x in batch.items()}
+    labels = given["input_ids"].masked_fill(given["attention_mask"] == 0, -100)
+    real, before = given["attention_mask"].bool(), given["input_ids"].shape[1] - 2
+    with torch.no_grad():
+        out = model(**{name: x[:, :before] for name, x in given.items()})
+        found = [out.logits, *_continued(model, given, out.past_key_values, before)]
+    model(**given, labels=labels, use_cache=False).loss.backward()
+    grads = [p.grad.double().flatten() for p in model.parameters() if p.grad is not None]
+    return [torch.cat(found, 1)[real].double().cpu(), torch.cat(grads).cpu()]
+
+
+def _continued(
+    model: nn.Module, given: dict[str, torch.Tensor], cache: Any, before: int
+) -> Iterator[torch.Tensor]:
+    for index in range(before, given["input_ids"].shape[1]):
+        mask = given["attention_mask"][:, : index + 1]
+        tokens = given["input_ids"][:, index : index + 1]
+        yield model(input_ids=tokens, attention_mask=mask, past_key_values=cache).logits
+
+
+def _apart(found: list[torch.Tensor], truth: list[torch.Tensor]) -> list[float]:
+    return [float((x - y).norm() / y.norm()) for x, y in zip(found, truth, strict=True)]
+
+
+PARTS = {
+    "exact": exact,
+    "paths": paths,
+    "graphs": graphs,
+    "syncs": syncs,
+    "attention": timed,
+    "model": whole,
+    "lora": lora,
+    "methods": methods,
+}
+
+
+def device_facts(device: str) -> dict[str, Any]:
+    """Where it runs."""
+    facts = {"device": device, **versions()}
+    if device == "cuda":
+        properties = torch.cuda.get_device_properties(0)
+        facts |= {"name": properties.name, "memory_mib": properties.total_memory // MIB}
+        facts["cuda"] = torch.version.cuda
+        card = cards.card(torch.device("cuda", 0))
+        facts["capability"] = ".".join(map(str, card.capability))
+        facts |= {"shared_memory": card.shared, "triton_and_compiler": card.compiles}
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            facts["triton"] = metadata.version("triton")
+    return facts
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run from the command line; returns the status."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--small", action="store_true", help="small sizes, to test this command")
+    parser.add_argument("--parts", default=",".join(PARTS), help="comma-separated parts")
+    parser.add_argument(
+        "--minutes", type=float, default=8.5, help="time budget in minutes for all parts"
+    )
+    parser.add_argument("--output", type=Path, help="also write the results to this file")
+    args = parser.parse_args(arguments)
+    parts = args.parts.split(",")
+    unknown = [part for part in parts if part not in PARTS]
+    if unknown:
+        parser.error(f"no part {unknown[0]!r}; choose among {', '.join(PARTS)}")
+    if args.device == "cpu" and not args.small:
+        parser.error("a CPU has nothing to be measured here; add --small to test the command")
+    if args.device == "cuda" and not torch.cuda.is_available():
+        print(
+            f"no GPU here (torch {torch.__version__}): run this where there is one, or test it "
+            f"by --device cpu --small",
+            file=sys.stderr,
+        )
+        return 1
+    run = Run(args.device, args.small, args.minutes, args.output)
+    run.tell("begin", **device_facts(args.device))
+    share = 0
+    total = sum(SHARES[part] for part in parts)
+    for part in (part for part in PARTS if part in parts):
+        share += SHARES[part]
+        run.until = 60 * args.minutes * share / total
+        try:
+            PARTS[part](run)
+        except OutOfTimeError:
+            run.tell(part, skipped="the rest of this part: its share of the time is used up")
+        except Exception as error:  # what a part needs before its first line
+            run.tell(part, ok=False, error=f"{type(error).__name__}: {error}"[:500])
+        gc.collect()  # the models of a part whose time was used up
+    run.tell("end", failed=run.failed, seconds=round(run.seconds(), 1))
+    return 1 if run.failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

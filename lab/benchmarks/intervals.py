@@ -1,0 +1,274 @@
+"""How often the intervals of reports cover the truth, and call equal systems clearly different.
+
+    python -m lab.benchmarks.intervals
+
+Simulates the very functions of :mod:`rope_eval.reports.intervals` on documents whose true mean is
+known, beside the percentile bootstrap, Student's t and, for paired rates, intervals in common use.
+``covers`` is the share of intervals of nominal 95 % that hold the truth, and ``clear`` the share
+of pairs of equal systems that are called clearly different.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from scipy import stats
+
+from rope_eval.reports.intervals import (
+    CONFIDENCE,
+    paired_ends,
+    rate_interval,
+    sum_ends,
+)
+
+COUNTS = (4, 5, 6, 8, 12, 20)
+RESAMPLES = 400
+RATES = np.linspace(0.005, 0.995, 199)
+UNLIKE = (0.05, 0.1, 0.2, 0.3, 0.5, 0.7, 1.0)
+"""Shares of prompts that only one of two systems answers."""
+WINS = (0.5, 0.6, 0.7, 0.8, 0.9, 1.0)
+"""Shares of these that the better system answers."""
+
+Ends = tuple[np.ndarray, np.ndarray]
+
+
+@dataclass(frozen=True)
+class Losses:
+    """A distribution of the mean losses of documents.
+
+    Args:
+        draw: losses of a shape.
+        mean: the true one.
+        weight: standard deviation of the logarithm of tokens per document.
+    """
+
+    draw: Callable[[np.random.Generator, tuple[int, int]], np.ndarray]
+    mean: float
+    weight: float = 0.0
+
+
+def _lognormal(spread: float) -> Losses:
+    return Losses(lambda rng, shape: rng.lognormal(0, spread, shape), np.exp(spread**2 / 2))
+
+
+LOSSES: dict[str, Losses] = {
+    "normal": Losses(lambda rng, shape: rng.normal(0, 1, shape), 0.0),
+    "heavy tails (t, 3)": Losses(lambda rng, shape: rng.standard_t(3, shape), 0.0),
+    "skewed (lognormal, 0.3)": _lognormal(0.3),
+    "very skewed (lognormal, 0.5)": _lognormal(0.5),
+    "normal, weighted": Losses(lambda rng, shape: rng.normal(0, 1, shape), 0.0, 0.5),
+    "very skewed, weighted": Losses(_lognormal(0.5).draw, _lognormal(0.5).mean, 0.5),
+    "normal, very uneven weights": Losses(lambda rng, shape: rng.normal(0, 1, shape), 0.0, 1.0),
+}
+
+Draw = Callable[[np.random.Generator, tuple[int, int]], np.ndarray]
+
+
+def _quarters(rng: np.random.Generator, shape: tuple[int, int]) -> np.ndarray:
+    return rng.integers(0, 5, shape) / 4
+
+
+def _mostly_equal(rng: np.random.Generator, shape: tuple[int, int]) -> np.ndarray:
+    kept = _quarters(np.random.default_rng(1), shape)
+    return np.where(rng.random(shape) < 0.2, _quarters(rng, shape), kept)
+
+
+PARTIAL: dict[str, tuple[Draw, Draw]] = {
+    "quarters": (_quarters, _quarters),
+    "mostly equal": (_mostly_equal, _mostly_equal),
+    "near 0 or 1": (lambda rng, shape: rng.beta(0.3, 0.3, shape),) * 2,
+    "one fails rarely, but wholly": (
+        lambda rng, shape: (rng.random(shape) > 0.1).astype(float),
+        lambda rng, shape: np.full(shape, 0.9),
+    ),
+}
+"""Two systems of equal mean whose answers are found in part."""
+
+
+def percentile_bootstrap(values: np.ndarray, weights: np.ndarray, rng: np.random.Generator) -> Ends:
+    """What reports had before; ``values`` are ``[samples, documents]``."""
+    means = np.empty((len(values), RESAMPLES))
+    rows = np.arange(len(values))[:, None]
+    for index in range(RESAMPLES):
+        picks = rng.integers(0, values.shape[1], values.shape)
+        drawn = weights[rows, picks]
+        means[:, index] = (drawn * values[rows, picks]).sum(1) / drawn.sum(1)
+    tail = (1 - CONFIDENCE) / 2
+    low, high = np.quantile(means, (tail, 1 - tail), axis=1)
+    return low, high
+
+
+def student(values: np.ndarray, weights: np.ndarray) -> Ends:
+    """Student's t with the standard error of a ratio of sums."""
+    share = weights / weights.sum(1, keepdims=True)
+    count, mean = values.shape[1], (share * values).sum(1)
+    square = (share**2 * (values - mean[:, None]) ** 2).sum(1) * count / (count - 1)
+    half = stats.t.ppf((1 + CONFIDENCE) / 2, count - 1) * np.sqrt(square)
+    return mean - half, mean + half
+
+
+def covered(ends: Ends, truth: float) -> float:
+    """Share of intervals that hold the truth; rounding must not count as a miss."""
+    return float(np.mean((ends[0] - 1e-9 <= truth) & (truth <= ends[1] + 1e-9)))
+
+
+def without_zero(ends: Ends) -> float:
+    """Share of intervals that leave zero out."""
+    return float(np.mean((ends[0] > 0) | (ends[1] < 0)))
+
+
+def means(rng: np.random.Generator, samples: int) -> Iterator[list[str]]:
+    """How often intervals of mean losses cover: a row for each distribution and count."""
+    for name, losses in LOSSES.items():
+        for count in COUNTS:
+            shape = (samples, count)
+            values = losses.draw(rng, shape)
+            weights = rng.lognormal(0, losses.weight, shape)
+            few = slice(samples // 4)  # the bootstrap takes most of the time
+            found = (
+                percentile_bootstrap(values[few], weights[few], rng),
+                student(values, weights),
+                sum_ends([(values, weights)]),
+            )
+            yield [name, str(count), *(f"{covered(ends, losses.mean):.3f}" for ends in found)]
+
+
+def rates() -> Iterator[list[str]]:
+    """How often intervals of one rate cover, of all rates the mean and the least; exact."""
+    for count in COUNTS:
+        found = np.arange(count + 1)
+        chances = stats.binom.pmf(found, count, RATES[:, None])
+        row = [str(count)]
+        for method in ("wilson", None):
+            ends = [
+                stats.binomtest(int(k), count).proportion_ci(CONFIDENCE, method)
+                if method
+                else rate_interval(int(k), count)
+                for k in found
+            ]
+            low, high = np.array(ends).T
+            held = (low <= RATES[:, None]) & (RATES[:, None] <= high)
+            covers = (chances * held).sum(1)
+            row += [f"{covers.mean():.3f}", f"{covers.min():.3f}"]
+        yield row
+
+
+def newcombe(one: np.ndarray, other: np.ndarray) -> Ends:
+    """Newcombe's hybrid of two Wilson intervals (his method 10), which reports had before.
+
+    Newcombe 1998, Statistics in Medicine 17, 2635-2650.
+    """
+    trials, z2 = one.shape[1], stats.norm.ppf((1 + CONFIDENCE) / 2) ** 2
+    rates = np.stack([one.mean(1), other.mean(1)])
+    centre = (rates + z2 / (2 * trials)) / (1 + z2 / trials)
+    half = np.sqrt(z2 * (rates * (1 - rates) / trials + z2 / (4 * trials**2))) / (1 + z2 / trials)
+    below, above = rates - centre + half, centre + half - rates
+    both, neither = (one * other).sum(1), ((1 - one) * (1 - other)).sum(1)
+    only = (one * (1 - other)).sum(1), ((1 - one) * other).sum(1)
+    agreement = both * neither - only[0] * only[1]
+    agreement = np.where(agreement > 0, np.maximum(agreement - trials / 2, 0), agreement)
+    spread = np.sqrt(np.prod(rates * (1 - rates), axis=0)) * trials**2
+    phi = agreement / np.where(spread > 0, spread, np.inf)
+
+    def hybrid(x: np.ndarray, y: np.ndarray) -> np.ndarray:
+        return np.sqrt(np.maximum(x * x - 2 * phi * x * y + y * y, 0))
+
+    gap = rates[0] - rates[1]
+    return gap - hybrid(below[0], above[1]), gap + hybrid(above[0], below[1])
+
+
+def outcomes(trials: int) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    """Everything that two systems may score on some prompts, right or wrong.
+
+    Returns:
+        Scores of one and of the other, ``[outcomes, trials]``, and how many prompts only one and
+        only the other answers. Prompts that both answer or none do are all answered by both: our
+        interval does not tell them apart.
+    """
+    only = [(a, b) for a in range(trials + 1) for b in range(trials + 1 - a)]
+    one, other = np.ones((2, len(only), trials))
+    for row, (a, b) in enumerate(only):
+        other[row, :a] = 0
+        one[row, a : a + b] = 0
+    return one, other, *np.array(only).T
+
+
+def pairs() -> Iterator[list[str]]:
+    """Paired rates of right and wrong answers; every outcome is counted, none is drawn."""
+    for trials in COUNTS:
+        one, other, wins, losses = outcomes(trials)
+        row = [str(trials)]
+        for method in (newcombe, paired_ends):
+            ends, covers, clear = method(one, other), [], []
+            for unlike in UNLIKE:
+                for share in WINS:
+                    chances = [unlike * share, unlike * (1 - share), 1 - unlike]
+                    table = np.stack([wins, losses, trials - wins - losses], axis=1)
+                    odds = stats.multinomial.pmf(table, trials, np.round(chances, 12))
+                    gap = chances[0] - chances[1]
+                    held = (ends[0] - 1e-9 <= gap) & (gap <= ends[1] + 1e-9)
+                    covers.append(odds @ held)
+                    if share == 0.5:
+                        clear.append(odds @ ((ends[0] > 0) | (ends[1] < 0)))
+            row += [f"{min(covers):.3f}", f"{max(clear):.3f}"]
+        yield row
+
+
+def partial(rng: np.random.Generator, samples: int) -> Iterator[list[str]]:
+    """Paired rates of answers that are found in part, of systems of equal mean."""
+    for name, (one, other) in PARTIAL.items():
+        for count in COUNTS:
+            shape = (samples, count)
+            drawn = one(rng, shape), other(rng, shape)
+            gaps, few = drawn[0] - drawn[1], slice(samples // 4)
+            found = (
+                percentile_bootstrap(gaps[few], np.ones_like(gaps[few]), rng),
+                student(gaps, np.ones_like(gaps)),
+                paired_ends(*drawn),
+            )
+            yield [name, str(count), *(f"{without_zero(ends):.3f}" for ends in found)]
+
+
+def table(title: str, header: Sequence[str], rows: Iterator[list[str]]) -> None:
+    """Print a table in Markdown, row by row as it is made."""
+    print(f"{title}\n\n| {' | '.join(header)} |\n|{' --- |' * len(header)}")
+    for row in rows:
+        print(f"| {' | '.join(row)} |", flush=True)
+    print()
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run from the command line."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--samples", type=int, default=8000, help="simulated for each number")
+    parser.add_argument("--seed", type=int, default=0, help="random seed")
+    args = parser.parse_args(arguments)
+    rng = np.random.default_rng(args.seed)
+    table(
+        "Mean loss: share of 95 % intervals that hold the truth",
+        ("losses", "documents", "percentile bootstrap", "Student's t", "reports"),
+        means(rng, args.samples),
+    )
+    table(
+        "One rate: mean and least share of 95 % intervals that hold the truth, over all rates",
+        ("prompts", "Wilson, mean", "Wilson, least", "reports, mean", "reports, least"),
+        rates(),
+    )
+    table(
+        "Paired rates, right or wrong: least share that holds the truth, and largest share of "
+        "equal systems called clearly different",
+        ("prompts", "Newcombe covers", "Newcombe clear", "reports cover", "reports clear"),
+        pairs(),
+    )
+    table(
+        "Paired rates, found in part: share of equal systems called clearly different",
+        ("scores", "prompts", "percentile bootstrap", "Student's t", "reports"),
+        partial(rng, args.samples),
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,236 @@
+"""The shared memory of every kernel that Triton compiles for rope_ext, by GPU; none is needed.
+
+    python -m lab.benchmarks.kernels --output kernels.jsonl
+
+Needs the package ``triton`` and a C++ compiler. Attention runs on fake tensors of a mocked GPU, so
+that graphs, options and sizes are those of a real one; inductor lowers them, Triton compiles each
+kernel for the capability until it has allocated shared memory (with ``--whole`` to machine code,
+which takes several times as long), and nothing is launched. Prints a line of JSON for each case,
+then a table in Markdown. With the same ``--output``, it continues an interrupted run. The command
+ends with status 1 if a kernel was not compiled or needs more than the GPU has.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import multiprocessing
+import os
+import sys
+import tempfile
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from lab.benchmarks.mocked_gpu import mocked
+from rope_ext.attention import flash_cuda, flex, fused
+from rope_ext.attention.call import Call, Pairs, RotatedBand
+from rope_ext.attention.cards import Card, Heads, Tile
+from rope_ext.methods.geometry import ChunkGap, Distance, Sinks
+
+KIB = 1024
+CARDS = {
+    card.version: card
+    for card in (
+        Card((7, 5), 64 * KIB, True),
+        Card((8, 0), 163 * KIB, True),
+        Card((8, 6), 99 * KIB, True),
+        Card((8, 9), 99 * KIB, True),
+        Card((9, 0), 227 * KIB, True),
+    )
+}
+HEADS = {"64": (64, 64), "96": (96, 96), "128": (128, 128), "256": (256, 256), "MLA": (192, 128)}
+"""Columns of queries and keys, and of values."""
+PLAIN = "plain"
+KINDS = ("bands", "chunks", "first tokens", "soft cap", "rotation and merge")
+TRAIN, PREFILL = "prefill and backward", "prefill"
+KEYS, BAND = 1000, 256
+
+
+@dataclass(frozen=True)
+class Case:
+    """A call of attention on a GPU.
+
+    Args:
+        card: its capability.
+        kind: ``PLAIN``, ``"bias"`` or one of ``KINDS``.
+        heads: a key of ``HEADS``.
+        dtype: of queries, keys and values.
+        phase: ``TRAIN`` or ``PREFILL``.
+    """
+
+    card: str
+    kind: str
+    heads: str
+    dtype: str
+    phase: str
+
+
+def cases(cards: Iterable[str], small: bool = False) -> list[Case]:
+    """Plain and biased heads of all sizes for all cards, the other kinds for some of them."""
+    if small:
+        of_each = [
+            ("rotation and merge", "128", "float16", TRAIN),
+            ("bias", "128", "float16", TRAIN),
+            (PLAIN, "96", "float32", TRAIN),
+        ]
+        return [Case(card, *rest) for card in cards for rest in of_each]
+    found = []
+    for card in cards:
+        for dtype in ("float16", "float32"):
+            for heads in HEADS:
+                found += [Case(card, kind, heads, dtype, TRAIN) for kind in (PLAIN, "bias")]
+        if card == "8.6":
+            found += [Case(card, kind, "128", "float16", TRAIN) for kind in KINDS]
+        if card == "7.5":  # those that cannot be trained
+            found += [Case(card, kind, "256", "float32", PREFILL) for kind in (PLAIN, "bias")]
+        if CARDS[card].capability >= (8, 0):
+            found += [Case(card, "bias", x, "bfloat16", TRAIN) for x in ("128", "256")]
+    return found
+
+
+def _call(kind: str, query: torch.Tensor, grads: bool) -> Call:
+    heads, queries, columns = query.shape[1:]
+    pairs = Pairs(slice(0, columns // 2), slice(columns // 2, columns))
+    if kind == "bands":  # ReRoPE, Leaky ReRoPE, Self-Extend, STRING
+
+        def rotation(tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
+            cos, sin = query.new_empty(2, tokens, columns // 2, dtype=torch.float32)
+            return cos, sin
+
+        near = RotatedBand(Distance(0, BAND), rotation(queries), rotation(KEYS))
+        return Call([near, RotatedBand(Distance(BAND, None), rotation(1), None)], pairs, 0.1)
+    geometry = {"chunks": ChunkGap(BAND, 0, 0), "first tokens": Sinks(4, BAND)}.get(kind)
+    band = RotatedBand(geometry or Distance(0, None), None, None)
+    softcap = 30.0 if kind == "soft cap" else None
+    bias = None
+    if kind == "bias":  # ALiBi, T5, KERPLE, Sandwich
+        bias = query.new_empty(heads, KEYS, dtype=torch.float32).requires_grad_(grads)
+    return Call([band], pairs, 0.1, softcap=softcap, bias=bias)
+
+
+def run(case: Case, compiled: list[dict[str, Any]]) -> dict[str, Any]:
+    """The kernels of a case."""
+    columns, value_columns = HEADS[case.heads]
+    train, dtype = case.phase == TRAIN, getattr(torch, case.dtype)
+
+    def made(heads: int, tokens: int, columns: int) -> torch.Tensor:
+        x = torch.empty(1, heads, tokens, columns, dtype=dtype, device="cuda")
+        return x.requires_grad_(train)
+
+    query, key, value = made(8, KEYS, columns), made(2, KEYS, columns), made(2, KEYS, value_columns)
+    card, call = CARDS[case.card], _call(case.kind, query, train)
+    with torch.set_grad_enabled(train):
+        refused = flex.refusal(query, value, call, card)
+    if refused is not None:
+        return {"refused": refused}
+    compiled.clear()
+    try:
+        with torch.set_grad_enabled(train):
+            if case.kind == "rotation and merge":
+                out = query.detach().transpose(1, 2).contiguous()
+                rotation = query.detach().float()[0, 0, :, : columns // 2]
+                fused.rotate(call.pairs, (query.detach(), (rotation, rotation.clone())))
+                lse = query.detach().float()[..., 0].contiguous()
+                outs, logs = (out.clone(), out.clone()), (lse.clone(), lse.clone())
+                fused.run(flash_cuda.merge, out, lse, *outs, *logs, None)
+            else:
+                flex.attend(query, key, value, call)
+    except Exception as error:
+        return {"ok": False, "error": f"{type(error).__name__}: {error}".split("\n")[0]}
+    return {"ok": all(x["shared"] <= card.shared for x in compiled), "kernels": list(compiled)}
+
+
+def table(lines: Iterable[dict[str, Any]]) -> str:
+    """The most bytes of every kind, and the estimate of these tiles in brackets, in Markdown."""
+    cells: dict[tuple[str, str, str], dict[str, tuple[int, int] | str]] = {}
+    for line in lines:
+        card = line["card"]
+        if "kernels" not in line:
+            phase = "backward" if line["phase"] == TRAIN else line["phase"]
+            rows = cells.setdefault((line["dtype"], line["heads"], phase), {})
+            rows[card] = "refused" if "refused" in line else "failed"
+            continue
+        for kernel in filter(of_attention, line["kernels"]):
+            phase = "backward" if "BLOCK_N1" in kernel else line["phase"].split(" ")[0]
+            rows = cells.setdefault((line["dtype"], line["heads"], phase), {})
+            found = kernel["shared"], estimate(line, kernel) or 0
+            before = rows.get(card, (0, 0))
+            rows[card] = before if isinstance(before, str) else max(before, found)
+    columns = sorted({card for row in cells.values() for card in row})
+    made = [f"| Heads | {' | '.join(columns)} |", "|---" * (len(columns) + 1) + "|"]
+    for key, row in cells.items():
+        shown = [
+            x if isinstance(x, str) else f"{x[0]:,}" + (f" ({x[1]:,})" if x[1] else "")
+            for x in (row.get(card, "") for card in columns)
+        ]
+        made.append(f"| {' '.join(key)} | {' | '.join(shown)} |")
+    return "\n".join(made)
+
+
+def of_attention(kernel: dict[str, Any]) -> bool:
+    """Whether it multiplies queries and keys; others need next to no shared memory."""
+    return "BLOCK_N" in kernel or "BLOCK_N1" in kernel
+
+
+def estimate(line: dict[str, Any], kernel: dict[str, Any]) -> int | None:
+    """What rope_ext expects these tiles to need at most; None for those that it never passes."""
+    size, card = getattr(torch, line["dtype"]).itemsize, CARDS[line["card"]]
+    heads = Heads(*HEADS[line["heads"]], size, line["kind"] == "bias").padded()
+    if "BLOCK_N" in kernel:
+        tile = Tile(kernel["BLOCK_M"], kernel["BLOCK_N"], kernel["stages"])
+        return tile.shared(heads, card)
+    return heads.gradients(kernel["BLOCK_N1"], card) if kernel["stages"] == 1 else None
+
+
+def measure(card: str, todo: list[Case], whole: bool, output: Path) -> None:
+    """Append the lines of a card to a file, in a process of its own."""
+    compiled: list[dict[str, Any]] = []
+    with mocked(CARDS[card], compiled, whole), output.open("a") as file:
+        for case in todo:
+            line = json.dumps({**asdict(case), **run(case, compiled)})
+            print(line, flush=True)
+            print(line, file=file, flush=True)
+
+
+def main(given: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--cards", default="7.5,8.0,8.6,8.9,9.0", help="capabilities, by commas")
+    parser.add_argument("--small", action="store_true", help="a few cases of each card")
+    parser.add_argument("--whole", action="store_true", help="compile to machine code")
+    parser.add_argument("--output", type=Path, help="file for the lines of JSON")
+    args = parser.parse_args(given)
+    cards = args.cards.split(",")
+    if unknown := set(cards) - {*CARDS}:
+        parser.error(f"no card {', '.join(sorted(unknown))}; choose from {', '.join(CARDS)}")
+    if importlib.util.find_spec("triton") is None:
+        parser.error("this needs the package triton")
+    with tempfile.TemporaryDirectory() as folder:
+        os.environ |= {"TRITON_CACHE_DIR": folder, "TORCHINDUCTOR_CACHE_DIR": folder}
+        output = args.output or Path(folder) / "lines"
+        lines = read(output)
+        for card in cards:
+            known = [{name: line[name] for name in Case.__annotations__} for line in lines]
+            todo = [x for x in cases([card], args.small) if asdict(x) not in known]
+            process = multiprocessing.get_context("spawn").Process(
+                target=measure, args=(card, todo, args.whole, output)
+            )
+            process.start()
+            process.join()
+            if process.exitcode:
+                return 1
+        lines = read(output)
+    print(table(lines))
+    return int(not all(line.get("ok", "refused" in line) for line in lines))
+
+
+def read(output: Path) -> list[dict[str, Any]]:
+    return [json.loads(x) for x in output.read_text().splitlines()] if output.exists() else []
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,211 @@
+"""Which positions short rows should be trained on, at an equal number of tokens.
+
+    python -m lab.benchmarks.positions --output runs/positions
+
+Every scheme of recipes/positions.py fine-tunes both bundled checkpoints from 512 to 4096 tokens by
+their recipe, on text alone, with the same steps and tokens. The learning rate of each is doubled
+and halved as long as that lowers the loss at the target, after one training, on text that is not
+measured on. Before and after, text and passkeys that nothing was trained or chosen on are scored
+within the trained length and at the target. ``mixed_windows`` trains Dynamic YaRN on rows of 4096
+tokens, ``pose_dynamic`` the same with PoSE, and all others YaRN, on rows of 1024.
+
+Every cell is a file in the output, and one that was interrupted resumes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache, partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from peft import PeftModel
+from rich.console import Console
+from rich.table import Table
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+import rope_ext
+from lab.benchmarks.calibration import BOX, CHECKPOINTS, SEED, Measured, Unseen, run, texts_of
+from lab.surgery import CHECKPOINTS as RECIPES
+from recipes import finetune
+from recipes.checks import at_least, out_of_range
+from rope_eval.reports.calibration import mean
+from rope_eval.reports.intervals import mean_interval
+from rope_eval.reports.summary import estimate_perplexity, interval
+from rope_eval.tune.fitness import losses_at_end, losses_of_answers, prompts_of, windows_of
+from rope_ext.arguments import split
+from rope_ext.errors import Mistakes, OptionError
+from rope_ext.methods import build_method
+
+TRAINED, FACTOR, TOKENS = 512, 8, 8192  # tokens of a row and of a step
+RATE, LEAST = 1e-3, 1e-3 / 16  # learning rates: the first and the lowest that are tried
+BASELINE = "pose"
+Scheme = tuple[str, str, int]
+SCHEMES: dict[str, Scheme] = {
+    **{
+        name: (name, "yarn", 2 * TRAINED)
+        for name in ("pose", "pose_released", "random", "random_floats", "cream")
+    },
+    "pose_dynamic": ("pose", "dynamic_yarn", 2 * TRAINED),
+    "mixed_windows": ("mixed_windows", "dynamic_yarn", FACTOR * TRAINED),
+}
+"""Positions, method and length of rows."""
+
+
+def words_of(
+    checkpoint: str, name: str, seed: int, steps: int, rate: float, folder: Path
+) -> list[str]:
+    """The command line of recipes/finetune.py for one training."""
+    positions, method, length = SCHEMES[name]
+    words = ["--config", RECIPES[checkpoint].config, "--method", method, "--factor", str(FACTOR)]
+    words += ["--positions", positions, "--pose_chunks", "0", "--length", str(length)]
+    words += ["--per_device_train_batch_size", str(TOKENS // length), "--retrieval_share", "0"]
+    words += ["--max_steps", str(steps), "--learning_rate", str(rate), "--seed", str(seed)]
+    words += ["--output_dir", str(folder)]
+    resumed = any(folder.glob("checkpoint-*"))
+    return [*words, "--resume_from_checkpoint", "true"] if resumed else words
+
+
+def model_of(checkpoint: str, adapter: Path | None) -> Any:
+    model: Any = AutoModelForCausalLM.from_pretrained(BOX / checkpoint, dtype=torch.float32)
+    if adapter is not None:
+        model = PeftModel.from_pretrained(model, adapter).merge_and_unload()
+    return model.eval()
+
+
+@cache
+def rows_to_choose_by(checkpoint: str, windows: int) -> tuple[tuple[int, ...], ...]:
+    """Windows of the target length, from text that nothing is measured on."""
+    tokenizer, texts = AutoTokenizer.from_pretrained(BOX / checkpoint), texts_of(checkpoint)[0]
+    length, cure = FACTOR * TRAINED, "--windows asks for more"
+    return windows_of(tokenizer, texts, length, windows, SEED, cure).windows
+
+
+def loss_to_choose_by(checkpoint: str, method: str, adapter: Path, windows: int) -> float:
+    """Loss at the target length, nats per token, on those windows."""
+    model, rows = model_of(checkpoint, adapter), rows_to_choose_by(checkpoint, windows)
+    with rope_ext.patched(model, method, factor=FACTOR), torch.no_grad():
+        return mean(losses_at_end(model, rows, FACTOR * TRAINED // 4, lambda rows: None))
+
+
+@cache
+def measured(
+    checkpoint: str, method: str, adapter: Path | None, windows: int, prompts: int
+) -> Measured:
+    """Losses of every document and passkeys found, at the trained and at the target length."""
+    tokenizer, texts = AutoTokenizer.from_pretrained(BOX / checkpoint), texts_of(checkpoint)[1]
+    model = model_of(checkpoint, adapter)
+    unseen = Unseen(model, tokenizer, texts, FACTOR * TRAINED, windows, prompts)
+    asked = prompts_of(tokenizer, [TRAINED], prompts, unseen.rows.windows, SEED)
+    under = build_method(method, factor=FACTOR)
+    with rope_ext.patched(model, under), torch.no_grad():
+        answers = losses_of_answers(model, asked, lambda rows: None)
+    return {**unseen.under(under), "found_inside": [hit for _, hit in answers]}
+
+
+def lowest(loss: Callable[[float], float], rate: float) -> float:
+    """The rate with the lowest loss: doubled and halved as long as that lowers it.
+
+    Not below ``LEAST``: where any training is worse than none, none is low enough.
+    """
+    for factor in (2.0, 0.5):
+        while rate * factor >= LEAST and loss(rate * factor) < loss(rate):
+            rate *= factor
+    return rate
+
+
+def cell_of(checkpoint: str, name: str, args: argparse.Namespace) -> dict[str, Any]:
+    """Choose a rate with the first seed, train with every seed, and measure before and after."""
+    method, began = SCHEMES[name][1], time.monotonic()
+
+    def trained(rate: float, seed: int) -> Path:
+        folder = args.output / f"{checkpoint}-{name}-{args.steps}-{rate}-{seed}"
+        if not (folder / "rope_ext.json").exists():
+            finetune.main(words_of(checkpoint, name, seed, args.steps, rate, folder))
+        return folder
+
+    @cache
+    def loss(rate: float) -> float:
+        return loss_to_choose_by(checkpoint, method, trained(rate, 0), args.windows)
+
+    def under(adapter: Path | None) -> Measured:
+        return measured(checkpoint, method, adapter, args.windows, args.prompts)
+
+    rate = lowest(loss, RATE)
+    after = [under(trained(rate, seed)) for seed in range(args.seeds)]
+    minutes = (time.monotonic() - began) / 60
+    return {"before": under(None), "after": after, "rate": rate, "minutes": minutes}
+
+
+def verdict(one: Sequence[Sequence[float]], other: Sequence[Sequence[float]]) -> str:
+    """The change of perplexity from ``other`` to ``one``, and whether it can be told.
+
+    It can if the 95 % intervals over documents, of means over seeds, and over seeds, of means over
+    documents, both exclude 0; an interval over fewer than four seeds does not exist.
+
+    Args:
+        one: mean losses of documents, by seed; nats per token.
+        other: of the same documents and seeds.
+    """
+    gaps = torch.tensor(one, dtype=torch.float64) - torch.tensor(other, dtype=torch.float64)
+    ends = [mean_interval(gaps.mean(dim).tolist()) for dim in (0, 1)]
+    change = f"{100 * gaps.mean().expm1():+.1f} %"
+    if ends[0] is not None:
+        low, high = (100 * torch.tensor(ends[0]).expm1()).tolist()
+        change += f" [{low:+.1f}, {high:+.1f}]"
+    seeds = f"{len(gaps)} seed{'s' if len(gaps) > 1 else ''}"
+    for sign, word in ((-1, "lower"), (1, "higher")):
+        if all(end is not None and min(sign * end[0], sign * end[1]) > 0 for end in ends):
+            return f"{change} {word}, {seeds}"
+    return f"{change} cannot tell, {seeds}"
+
+
+def show(cells: Mapping[tuple[str, str], Mapping[str, Any]]) -> None:
+    table = Table(title="perplexity and passkeys on unseen text, before -> after")
+    columns = ("checkpoint", "scheme", "rate", "512", "4096", "keys, 512", "keys, 4096")
+    for column in (*columns, "512, to pose", "4096, to pose"):
+        table.add_column(column)
+    for (checkpoint, name), cell in cells.items():
+        before, after = cell["before"], cell["after"]
+        texts = [f"{cell['rate']:g}"]
+        for key in ("inside", "far"):
+            losses = [mean(values) for values in zip(*(m[key] for m in after), strict=True)]
+            one, other = map(estimate_perplexity, (before[key], losses))
+            texts.append(f"{interval(one)} -> {interval(other)}")
+        for key in ("found_inside", "found"):
+            share = mean([mean(m[key]) for m in after])
+            texts.append(f"{mean(before[key]):.0%} -> {share:.0%} of {len(before[key])}")
+        base = cells.get((checkpoint, BASELINE))
+        if base is not None and name != BASELINE:
+            for key in ("inside", "far"):
+                texts.append(verdict([m[key] for m in after], [m[key] for m in base["after"]]))
+        table.add_row(checkpoint, name, *texts)
+    Console(width=200).print(table)
+
+
+def main(given: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    add = parser.add_argument
+    add("--output", type=Path, required=True)
+    add("--checkpoints", default=",".join(CHECKPOINTS))
+    add("--schemes", default=",".join(SCHEMES), dest="methods", help="compared with pose")
+    add("--steps", type=int, default=40, help="of 8192 tokens")
+    add("--seeds", type=int, default=4, help="trainings; with fewer than 4, nothing can be told")
+    add("--windows", type=int, default=24, help="unseen")
+    add("--prompts", type=int, default=40, help="passkeys, half in filler and half in text")
+    args = parser.parse_args(given)
+    mistakes, names = Mistakes(), ("steps", "seeds", "windows", "prompts")
+    mistakes.add_all(out_of_range(vars(args), {name: at_least(1) for name in names}).values())
+    for option, known in (("checkpoints", CHECKPOINTS), ("methods", tuple(SCHEMES))):
+        for name in set(split(getattr(args, option))) - set(known):
+            said = option.replace("methods", "schemes")
+            mistakes.add(OptionError(f"--{said} {name!r} is unknown; give {', '.join(known)}"))
+    mistakes.report()
+    run(args, partial(cell_of, args=args), show, f"-{args.steps}-{args.seeds}")
+
+
+if __name__ == "__main__":
+    main()

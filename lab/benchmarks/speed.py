@@ -1,0 +1,312 @@
+"""Measure what a patch costs in time: every ratio in the docs, in one run.
+
+    python -m lab.benchmarks.speed
+
+Models: prefill, decoding and training steps under at least one method of each kind, relative to
+the unpatched model (``--model``, ``--lengths``, ``--method``). Decoding: a model with many layers
+under position methods, eager and compiled. Attention: position methods relative to rotary embedding
+plus torch's own attention (``--attention-lengths``). Variants alternate, so that other load on the
+machine affects all of them. A ratio is the median over rounds of the ratio within a round, with the
+lower and upper quartile; 1.00 means that patching is free. Processors with bfloat16 units are also
+measured in bfloat16. Writes ``speed.json`` and ``speed.md`` after each part.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from rich.console import Console
+from torch import nn
+from transformers import DynamicCache
+
+import rope_ext
+from lab.benchmarks import attention, decoding, measuring
+from lab.benchmarks.measuring import NATIVE, Measured
+from rope_eval import command
+from rope_eval.cases import require_positive
+from rope_eval.settings import batch_size
+from rope_eval.versions import versions
+from rope_ext.arguments import parse_lengths, parse_options, split
+from rope_ext.errors import OptionError
+from rope_ext.method_options import checked_methods
+from rope_ext.methods import build_method
+from rope_ext.saving import checkpoints as models
+from rope_ext.terminal import tell
+
+MODEL = "checkpoints/tiny-512"
+EACH_KIND = {
+    "yarn": {"method": "yarn"},
+    "yarn, float64 angles": {"method": "yarn", "precise": True},
+    "dynamic_ntk": {"method": "dynamic_ntk"},
+    "rerope": {"method": "rerope"},
+    "self_extend": {"method": "self_extend"},
+    "dual_chunk": {"method": "dual_chunk"},
+    "string": {"method": "string", "factor": 1.0},
+    "nope": {"method": "nope"},
+    "alibi": {"method": "alibi"},
+    "t5": {"method": "t5"},
+    "kerple_log": {"method": "kerple_log"},
+}
+PARTS = ("models", "decoding", "attention")
+KINDS = {
+    "frequency": "fixed frequencies",
+    "dynamic": "frequencies that depend on the sequence length",
+    "position": "mapped positions, computed by rope_ext's attention",
+    "encoding": "an encoding that replaces the rotation",
+}
+
+
+def kind(method: Any) -> str:
+    """Of a method, one of ``KINDS``."""
+    if method.is_dynamic:
+        return "dynamic"
+    return "encoding" if method.kind == "rotation" else method.kind
+
+
+@torch.inference_mode()
+def prefill(model: nn.Module, ids: torch.Tensor) -> None:
+    model(ids, use_cache=False, logits_to_keep=1)
+
+
+@torch.inference_mode()
+def decode(model: nn.Module, ids: torch.Tensor, cache: DynamicCache) -> None:
+    start = cache.get_seq_length()
+    for _ in range(8):
+        model(ids[:, -1:], past_key_values=cache, logits_to_keep=1)
+    cache.crop(start - cache.get_seq_length())
+
+
+def train(model: nn.Module, ids: torch.Tensor) -> None:
+    model(ids, labels=ids, use_cache=False).loss.backward()
+    model.zero_grad()
+
+
+def finished(run: Callable[[], None], device: torch.device) -> None:
+    run()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def measure(
+    models: Mapping[str, nn.Module], ids: torch.Tensor, rounds: int
+) -> dict[str, dict[str, Measured]]:
+    """``{task: {variant: measured}}`` on ids ``[rows, tokens]``; all of it takes turns."""
+    runs: dict[tuple[str, str], Callable[[], None]] = {}
+    for variant, patched in models.items():
+        cache = DynamicCache(config=patched.config)
+        with torch.inference_mode():
+            patched(ids, past_key_values=cache, logits_to_keep=1)
+        runs["prefill", variant] = partial(prefill, patched, ids)
+        runs["decode", variant] = partial(decode, patched, ids, cache)
+        runs["training step", variant] = partial(train, patched, ids)
+    runs = {key: partial(finished, run, ids.device) for key, run in runs.items()}
+    seconds: dict[str, dict[str, list[float]]] = {}
+    for (task, variant), values in measuring.in_turns(runs, rounds).items():
+        seconds.setdefault(task, {})[variant] = values
+    return {task: measuring.compared(values) for task, values in seconds.items()}
+
+
+def measure_attention(
+    lengths: Sequence[int], window: int, dtype: torch.dtype, rounds: int
+) -> Iterator[dict[str, dict[str, Measured]]]:
+    """``{column: {variant: measured}}`` of :mod:`benchmarks.attention`; one step at the longest."""
+    for name, backward in (("forward", False), ("with backward", True)):
+        for length in lengths:
+            attends = {
+                variant: partial(attention.attend, variant, window=window)
+                for variant in (NATIVE, *attention.VARIANTS)
+            }
+            column = f"{name}, {length}"
+            tell(f"attention alone: {column}, {rounds} rounds")
+            heads = attention.HEADS
+            yield {column: measuring.prefill(attends, heads, length, dtype, backward, rounds)}
+    for kv_heads in (attention.HEADS, attention.HEADS // 4):
+        column = f"decode at {max(lengths)}, {kv_heads} key heads"
+        tell(f"attention alone: {column}, {5 * rounds} rounds")
+        yield {column: attention.decode(max(lengths), kv_heads, window, dtype, 5 * rounds)}
+
+
+def patch_seconds(model: nn.Module, rounds: int, given: Mapping[str, Any]) -> float:
+    """Median seconds of one call of ``rope_ext.patch``, for YaRN."""
+    values = []
+    for _ in range(rounds):
+        start = time.perf_counter()
+        rope_ext.patch(model, "yarn", **given)
+        values.append(time.perf_counter() - start)
+        rope_ext.unpatch(model)
+    return statistics.median(values)
+
+
+def evaluate(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """All that is measured, as JSON, after each part.
+
+    Raises:
+        RopeExtError: something is unknown or cannot be loaded.
+    """
+    args.model = args.model or [MODEL]
+    if args.small:
+        args.lengths, args.attention_lengths, args.window, args.rounds = ["64"], ["128"], 32, 2
+    name, names = command.only_model(args), split(args.method or ())
+    variants = {variant: {"factor": args.factor, **more} for variant, more in EACH_KIND.items()}
+    if names or args.option:
+        own = parse_options(args.option, names)
+        methods = checked_methods(names, args.factor, own, args.adapter, force=True)
+        variants = {method: {"method": method, **more} for method, more in methods.items()}
+    kinds = {variant: kind(_built(**more)) for variant, more in variants.items()}
+    rows, lengths = batch_size(args.batch_size) or 1, parse_lengths(args.lengths or ["2k"])
+    parts = split(args.parts)
+    if not parts or set(parts) - set(PARTS):
+        raise OptionError(f"--parts {args.parts!r} is not valid; parts: {', '.join(PARTS)}")
+    of_attention = parse_lengths(args.attention_lengths or ["8k,16k"])
+    require_positive(
+        batch_size=rows,
+        rounds=args.rounds,
+        length=min(*lengths, *of_attention),
+        window=args.window,
+    )
+    where, on_cpu = measuring.machine(), models.resolve_device(args.device) == "cpu"
+    dtypes = [args.dtype]
+    if args.dtype == "auto" and on_cpu:
+        dtypes = ["float32", "bfloat16"] if where["bfloat16"] else ["float32"]
+    made: dict[str, Any] = {
+        "machine": where,
+        "model": name,
+        "batch_size": rows,
+        "rounds": args.rounds,
+        "window": args.window,
+        "small": args.small,
+        "seed": args.seed,
+        "variants": variants,
+        "kinds": kinds,
+        "models": {},
+        "decoding": {},
+        "attention": {},
+        "versions": versions(),
+    }
+    given = {
+        "compose": args.compose,
+        "original_max_position_embeddings": args.trained_length,
+    }
+    for dtype in dtypes if "models" in parts else ():
+        model = models.load_model(name, dtype, args.device, args.attn, args.adapter)
+        patched = {NATIVE: model}
+        for variant, more in variants.items():
+            patched[variant] = rope_ext.patch(measuring.of_same_weights(model), **{**given, **more})
+        generator = torch.Generator().manual_seed(args.seed)
+        shown = made["models"][f"{str(model.dtype).removeprefix('torch.')} on {model.device}"] = {}
+        for length in lengths:
+            ids = torch.randint(3, model.config.vocab_size, (rows, length), generator=generator)
+            tell(f"models: {len(patched)} variants, {length} tokens, {args.rounds} rounds")
+            shown[length] = _plain(measure(patched, ids.to(model.device), args.rounds))
+            yield made
+        made["patch_seconds"] = patch_seconds(model, 20, {"factor": args.factor, **given})
+        yield made
+        del model, patched  # before the next ones are made
+    exact_dtypes = ["float32" if dtype == "auto" else dtype for dtype in dtypes]
+    positions = {one: more for one, more in variants.items() if kinds[one] == "position"}
+    for exact in exact_dtypes if "decoding" in parts and on_cpu and positions else ():
+        made["decoding"][exact] = {}
+        of_model = decoding.size(args.small), getattr(torch, exact)
+        for found in decoding.measure(positions, *of_model, args.rounds):
+            made["decoding"][exact] |= _plain(found)
+            yield made
+    for exact in exact_dtypes if "attention" in parts and on_cpu else ():
+        few = max(1, args.rounds // 5)  # half a minute each at 16k
+        made["attention"][exact] = {}
+        for found in measure_attention(of_attention, args.window, getattr(torch, exact), few):
+            made["attention"][exact] |= _plain(found)
+            yield made
+
+
+def _built(method: str, precise: bool | None = None, **options: Any) -> Any:
+    """The method of these keywords of ``rope_ext.patch``."""
+    return build_method(method, **options)
+
+
+def _plain(found: Mapping[str, Mapping[str, Measured]]) -> dict[str, dict[str, dict[str, float]]]:
+    return {
+        task: {variant: cell._asdict() for variant, cell in cells.items()}
+        for task, cells in found.items()
+    }
+
+
+def tables(data: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, dict[str, Measured]]]]:
+    """Title and columns of every table, one for each kind and each dtype."""
+    rows = f"{data['batch_size']} x " if data["batch_size"] > 1 else ""
+    for dtype, lengths in data["models"].items():
+        for one, words in KINDS.items():
+            chosen = [variant for variant, its in data["kinds"].items() if its == one]
+            columns = {
+                f"{task}, {rows}{length}": {v: Measured(**cells[v]) for v in chosen}
+                for length, tasks in lengths.items()
+                for task, cells in tasks.items()
+            }
+            if chosen:
+                yield f"{one}: {words}; {data['model']}, {dtype}", columns
+    shape = f"{attention.HEADS} heads of {measuring.COLUMNS}, window {data['window']}"
+    for part, title in (
+        ("decoding", f"decoding, {decoding.size(data['small'])}"),
+        ("attention", f"attention alone, {shape}"),
+    ):
+        for dtype, found in data[part].items():
+            columns = {
+                column: {v: Measured(**cell) for v, cell in cells.items() if v != NATIVE}
+                for column, cells in found.items()
+            }
+            yield f"{title}, {dtype}", columns
+
+
+def headline(data: Mapping[str, Any]) -> str:
+    """The machine, in one line."""
+    known = data["machine"]
+    units = "with" if known["bfloat16"] else "without"
+    return (
+        f"{known['processor']}, {known['cores']} cores, {known['threads']} threads, {units} "
+        f"bfloat16 units; torch {known['torch']}, transformers {known['transformers']}; "
+        f"{data['rounds']} rounds"
+    )
+
+
+def page(data: Mapping[str, Any]) -> str:
+    """All tables in Markdown, for the documentation."""
+    lines = [f"{headline(data)}. Ratios: the median, with the lower and upper quartile."]
+    for title, columns in tables(data):
+        lines += ["", f"**{title[:1].upper()}{title[1:]}**", "", f"| | {' | '.join(columns)} |"]
+        lines.append("| --- " * (1 + len(columns)) + "|")
+        for variant in next(iter(columns.values())):
+            cells = (str(cells[variant]) for cells in columns.values())
+            lines.append(f"| `{variant}` | {' | '.join(cells)} |")
+    return "\n".join(lines) + "\n"
+
+
+def show(data: Mapping[str, Any]) -> None:
+    """Print the machine, and every table with seconds."""
+    console = Console()
+    console.print(headline(data))
+    for title, columns in tables(data):
+        measuring.show(console, title, columns)
+    if "patch_seconds" in data:
+        console.print(f"rope_ext.patch itself: {data['patch_seconds'] * 1e3:.1f} ms")
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run from the command line."""
+    parser = command.bare(__doc__, "runs/speed", model=MODEL)
+    add = parser.add_argument
+    add("--lengths", action="append", help="tokens, such as 2k,8k; 2k if left out")
+    add("--attention-lengths", action="append", help="likewise; 8k,16k if left out")
+    add("--window", type=command.tokens, default=1024, help="of attention alone, tokens")
+    add("--rounds", type=int, default=15, help="runs of each; of attention a fifth")
+    add("--parts", default=",".join(PARTS), help="of %(default)s")
+    add("--small", action="store_true", help="few tokens and rounds, to see that it runs")
+    command.run(parser.parse_args(arguments), evaluate, show, "speed.json", {"speed.md": page})
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,68 @@
+"""RoPE++: heads for the imaginary part of RoPE's complex product."""
+
+from __future__ import annotations
+
+import torch
+
+from lab.laboratory.scratch.base import Positions, Shape, rotate
+from rope_ext.errors import OptionError
+from rope_ext.methods.rope import geometric
+
+
+class RopePP(Positions):
+    """Every query twice: rotated as in RoPE, and by a quarter turn less.
+
+        real_ij = s <R(i) q_i, R(j) k_j>,  imaginary_ij = s <R(i) R(-pi / 2) q_i, R(j) k_j>
+
+    Keys and values are shared by both. Subclasses say which projections of the layer change.
+
+    Liu et al. 2025, arXiv 2512.07525; the authors' ``imag1`` (EH) and ``imag2`` (EC).
+    """
+
+    def __init__(self, shape: Shape) -> None:
+        super().__init__(shape)
+        theta = geometric(shape.base, shape.columns).to(torch.get_default_dtype())
+        self.register_buffer("theta", theta)
+
+    def turns(self, inputs: torch.Tensor, t: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        angle = t[:, None, :, None] * self.theta
+        return angle.cos(), angle.sin()
+
+    def rotated(
+        self, query: torch.Tensor, key: torch.Tensor, inputs: torch.Tensor, t: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        cos, sin = self.turns(inputs, t)
+        both = (rotate(query, cos, sin), rotate(query, sin, -cos))
+        return torch.stack(both, 2).flatten(1, 2), rotate(key, cos, sin)
+
+
+class RopePPEqualCache(RopePP):
+    """With as many keys and values as RoPE, twice the heads, and an output projection for them."""
+
+    def prepare(self, attention: torch.nn.Module, initial: float) -> None:
+        attention.o_proj = _linear(2 * self.shape.width, self.shape.width, initial)
+
+
+class RopePPEqualHeads(RopePP):
+    """With as many heads as RoPE, of half as many queries, keys and values.
+
+    Raises:
+        OptionError: the number of heads is odd.
+    """
+
+    def prepare(self, attention: torch.nn.Module, initial: float) -> None:
+        heads, odd = divmod(self.shape.heads, 2)
+        if odd:
+            raise OptionError(
+                f"rope_pp_eh needs an even number of heads, not {self.shape.heads}; "
+                f"use rope_pp_ec, or another number of heads"
+            )
+        for name in ("q_proj", "k_proj", "v_proj"):
+            setattr(attention, name, _linear(self.shape.width, self.shape.width // 2, initial))
+        attention.num_heads = attention.num_key_value_heads = heads
+
+
+def _linear(inputs: int, outputs: int, initial: float) -> torch.nn.Linear:
+    made = torch.nn.Linear(inputs, outputs, bias=False)
+    torch.nn.init.normal_(made.weight, std=initial)
+    return made

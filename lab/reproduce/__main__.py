@@ -1,0 +1,275 @@
+"""Measure a published table and compare with its numbers.
+
+    python -m lab.reproduce --list
+    python -m lab.reproduce yarn-llama2               # where the weights, the data and a GPU are
+    python -m lab.reproduce yarn-llama2 --dry-run     # the same steps on checkpoints/tiny-512
+
+Each file in reproduce/tables names the model, the data, every published number with its source, and
+how far a measured number may be from it. None was measured here: no such GPU was at hand.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import shlex
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from rope_eval import command
+from rope_ext.errors import OptionError, nearest
+from rope_ext.terminal import clean_errors
+
+TABLES = Path(__file__).parent / "tables"
+STAND_IN, STAND_IN_LENGTH = "checkpoints/tiny-512", 512
+STAND_IN_TEXT = "checkpoints/tiny-bytes-512/held_out.jsonl"
+STAND_IN_ROWS = "reproduce/longbench_row.jsonl"
+_FLOPS = 2e14  # what a card of 400 to 1000 TFLOP/s in bfloat16 does, as a rule of thumb
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One published number.
+
+    Args:
+        length: context in tokens.
+        published: the number, in the unit of the table.
+        method, factor, options: as ``rope-ext eval`` takes them; ``none`` is the model as it is.
+        model, text: instead of those of the table; for longbench_v1, ``text`` is a data set and
+            its rows, ``hotpotqa=hf:THUDM/LongBench/hotpotqa:test``.
+    """
+
+    length: int
+    published: float
+    method: str = "none"
+    factor: float = 1.0
+    options: tuple[str, ...] = ()
+    model: str = ""
+    text: str = ""
+
+
+@dataclass(frozen=True)
+class Table:
+    """A published table, or the part that can be measured with ``rope-ext eval``.
+
+    Args:
+        title: what is measured.
+        source: paper and table.
+        page: page of the documentation with the same numbers.
+        model: Hub ID.
+        trained: trained length, tokens.
+        parameters: of the model, for the estimate of GPU hours.
+        task: of ``rope-ext eval``: perplexity, passkey, ruler or longbench_v1.
+        metric: unit of the numbers: perplexity, loss (nats per token) or rate (per cent).
+        tolerance: largest difference, relative for perplexity and loss, in points for a rate.
+        cells: the numbers.
+        arguments: further options of the task.
+        samples: prompts or segments of text per length, for the estimate of GPU hours.
+        stride: tokens by which a window moves over a segment; 0: it does not.
+        text: evaluation text.
+        prepare: a command to run before, such as a search; the user runs it.
+        note: what differs from the published protocol, or is disputed.
+    """
+
+    title: str
+    source: str
+    page: str
+    model: str
+    trained: int
+    parameters: float
+    task: str
+    metric: str
+    tolerance: float
+    cells: tuple[Cell, ...]
+    arguments: tuple[str, ...] = ()
+    samples: int = 10
+    stride: int = 0
+    text: str = ""
+    prepare: str = ""
+    note: str = ""
+    name: str = field(default="", compare=False)
+
+    @property
+    def gpu_hours(self) -> float:
+        """Estimated from 2 operations per parameter and token, without those of attention.
+
+        A window that moves passes over segments of the longest length of its command.
+        """
+        tokens = 0
+        for run in runs(self, Path(), dry=False):
+            longest = max(run.cells)
+            for length in run.cells:
+                windows = 1 + (longest - length) // self.stride if self.stride else 1
+                tokens += windows * length * self.samples
+        return 2 * self.parameters * tokens / _FLOPS / 3600
+
+
+def read(name: str) -> Table:
+    """The table of that name.
+
+    Raises:
+        OptionError: there is none.
+    """
+    path = TABLES / f"{name}.yaml"
+    if not path.exists():
+        near = nearest(name, names())
+        raise OptionError(f"there is no table {name!r}{near or ';'} tables: {', '.join(names())}")
+    data = yaml.safe_load(path.read_text(encoding="utf-8"))
+    known = {one.name for one in fields(Cell)}
+    cells = tuple(
+        Cell(**{k: tuple(v) if k == "options" else v for k, v in cell.items() if k in known})
+        for cell in data.pop("cells")
+    )
+    data["arguments"] = tuple(map(str, data.get("arguments", ())))
+    return Table(**data, cells=cells, name=name)
+
+
+def names() -> list[str]:
+    """All tables."""
+    return sorted(path.stem for path in TABLES.glob("*.yaml"))
+
+
+@dataclass(frozen=True)
+class Run:
+    """One command and the numbers that it measures."""
+
+    words: tuple[str, ...]
+    output: Path
+    cells: Mapping[int, Cell]
+    """By the length that is measured, in tokens."""
+
+
+def runs(table: Table, output: Path, dry: bool) -> Iterator[Run]:
+    """A command for each model, text and method of a table.
+
+    Args:
+        table: what to measure.
+        output: folder for the results.
+        dry: use the stand-in, with lengths in proportion to its trained length, and few cases.
+    """
+    groups: dict[tuple[Any, ...], list[Cell]] = {}
+    for cell in table.cells:
+        key = (cell.model or table.model, cell.text or table.text, cell.method, cell.factor)
+        groups.setdefault((*key, cell.options), []).append(cell)
+    for number, ((model, text, method, factor, options), cells) in enumerate(groups.items()):
+        folder = output / f"{number}-{method}"
+        measured = {_length(table, cell, dry): cell for cell in cells}
+        words = [table.task, "--model", STAND_IN if dry else model, "--method", method]
+        words += ["--lengths", ",".join(map(str, measured)), "--force", "--resume"]
+        words += ["--factor", f"{factor:g}"] if method != "none" else []
+        for option in _DRY_OPTIONS.get(method, ()) if dry else options:
+            words += ["--option", option]
+        if table.task == "longbench_v1":
+            name = text.partition("=")[0]
+            words += ["--longbench-v1-data", f"{name}={STAND_IN_ROWS}" if dry else text]
+        elif text:
+            words += ["--text", STAND_IN_TEXT if dry else text]
+        stride = min(table.stride, min(measured) // 2) if dry else table.stride
+        words += ["--stride", str(stride)] if stride else []
+        words += [*table.arguments, *(_FEW[table.task] if dry else ())]
+        yield Run((*words, "--output", str(folder)), folder, measured)
+
+
+_DRY_OPTIONS = {"longrope": ("longrope=checkpoints/tiny-512/longrope_2048.json",)}
+_FEW = {
+    "perplexity": ("--windows", "2"),
+    "passkey": ("--trials", "1", "--depths", "1"),
+    "ruler": ("--trials", "1", "--ruler-tasks", "niah_single_1"),
+    "longbench_v1": ("--samples", "1", "--new-tokens", "8"),
+}
+"""Options that come last and so win, in a dry run."""
+
+
+def _length(table: Table, cell: Cell, dry: bool) -> int:
+    """The length to measure; in a dry run the shortest still has room for a prompt."""
+    shortest = min(table.trained, *(one.length for one in table.cells))
+    return cell.length * STAND_IN_LENGTH // shortest if dry else cell.length
+
+
+def measured(run: Run, metric: str) -> dict[int, float]:
+    """What a run found, by length, in the unit of the table."""
+    data = json.loads((run.output / "results.json").read_text(encoding="utf-8"))
+    system = data["systems"][-1]["name"]  # the first one is the unpatched model
+    if data["suites"]:  # the average of its tasks
+        (suite,) = data["suites"].values()
+        values = {int(n): found["value"] for n, found in suite[system]["average"].items()}
+    else:
+        rows = [row for row in data["summary"] if row["system"] == system]
+        values = {row["length"]: row["value"] for row in rows}
+    return {length: _in_unit(value, metric) for length, value in values.items()}
+
+
+def _in_unit(value: float, metric: str) -> float:
+    return {"loss": math.log, "rate": lambda share: 100 * share}.get(metric, float)(value)
+
+
+def agrees(table: Table, cell: Cell, value: float) -> bool:
+    """Whether a measured number is within the tolerance of the published one."""
+    allowed = table.tolerance * (1 if table.metric == "rate" else cell.published)
+    return abs(value - cell.published) <= allowed
+
+
+def reproduce(table: Table, output: Path, dry: bool) -> bool:
+    """Measure, print beside the published numbers, and say whether all agree."""
+    print(f"{table.title} ({table.source}), in {table.metric}")
+    if table.prepare:
+        print(f"before: {table.prepare}")
+    print("estimate: " + _hours(table))
+    lines, agreed = [], True
+    for run in runs(table, output, dry):
+        print(f"$ {shlex.join(['rope-ext', 'eval', *run.words])}", flush=True)
+        command.call(run.words)
+        found = measured(run, table.metric)
+        for length, cell in run.cells.items():
+            value = found.get(length, math.nan)
+            good = agrees(table, cell, value)
+            agreed &= good
+            verdict = "stand-in" if dry else "agrees" if good else "DIFFERS"
+            method = f"{cell.method} x{cell.factor:g}" if cell.method != "none" else "none"
+            if table.task == "longbench_v1":
+                method += f" {cell.text.partition('=')[0]}"
+            numbers = f"{cell.published:>10g} {value:>10.4g}  {verdict}"
+            lines.append(f"{method:<28} {cell.length:>8} {numbers}")
+    print(f"{'method':<28} {'tokens':>8} {'published':>10} {'measured':>10}")
+    print("\n".join(lines))
+    if table.note:
+        print(f"note: {table.note}")
+    return agreed or dry
+
+
+def _hours(table: Table) -> str:
+    return f"{table.gpu_hours:.2g} GPU hours at {_FLOPS / 1e12:g} TFLOP/s, without attention"
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Run from the command line."""
+    parser = argparse.ArgumentParser(
+        prog="python -m lab.reproduce",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("table", nargs="?", help="see --list")
+    parser.add_argument("--list", action="store_true", help="list the tables and exit")
+    parser.add_argument("--dry-run", action="store_true", help=f"use {STAND_IN} instead")
+    parser.add_argument("--output", type=Path, default=Path("runs/reproduce"))
+    args = parser.parse_args(argv)
+    if args.list or args.table is None:
+        for name in names():
+            table = read(name)
+            print(f"{name:<24} {table.title} ({table.source}); {_hours(table)}")
+        return
+    with clean_errors():
+        table = read(args.table)
+        folder = args.output / (f"{table.name}-dry" if args.dry_run else table.name)
+        if not reproduce(table, folder, args.dry_run):
+            sys.exit(1)
+
+
+if __name__ == "__main__":
+    main()

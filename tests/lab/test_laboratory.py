@@ -1,0 +1,285 @@
+"""The laboratory: equal beginnings, rows, problems, intervals, its log, a run that is killed."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+import time
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+from lab.laboratory import text as texts
+from lab.laboratory.__main__ import main
+from lab.laboratory.log import Cell, Log
+from lab.laboratory.model import Size, chosen
+from lab.laboratory.paired import difference, rank_correlation, student
+from lab.laboratory.published import Published, hold
+from lab.laboratory.rates import Rates, choose
+from lab.laboratory.tasks import GIVEN, READ, TASKS, Tasks, problem
+from rope_ext.errors import MeasureError, OptionError, RopeExtError
+from rope_ext.methods.registry import all_encodings
+
+SMALL = Size(width=32, layers=1, heads=4)
+CPU = torch.device("cpu")
+
+
+def text(length: int = 64, **options: int) -> texts.Text:
+    made_up = ["def double(x):\n    return 2 * x  # \u00fc\n" * 400] * 3
+    return texts.Text(length, texts=lambda split: made_up, **options)
+
+
+def test_all_registered_encodings_are_compared_with_the_rotation() -> None:
+    assert {"rope", "rope_25", *(cls.name for cls in all_encodings())} == set(chosen(None))
+    assert chosen(["t5", "alibi"]) == ["rope", "t5", "alibi"]
+    with pytest.raises(OptionError, match=r"--encodings 'albi' is unknown.*'alibi'"):
+        chosen(["albi"])
+
+
+@pytest.mark.parametrize("name", ["rope_25", "alibi", "t5", "kerple_log"])
+def test_models_of_one_seed_begin_with_the_same_weights(name: str) -> None:
+    rope, model, other = (
+        dict(SMALL.build(*which, 32).named_parameters())
+        for which in (("rope", 0), (name, 0), ("rope", 1))
+    )
+    assert all(value.equal(model[key]) for key, value in rope.items())
+    assert not rope["lm_head.weight"].equal(other["lm_head.weight"])
+
+
+def test_rates_are_found_where_the_loss_is_lowest() -> None:
+    def loss(rates: Rates) -> float:
+        if rates.encoding > 1000:
+            raise FloatingPointError
+        far = abs(math.log(rates.encoding / 625)) + abs(math.log(rates.model / 0.25))
+        return far + rates.initial
+
+    choice = choose(loss, own=True, normal=True)
+    assert choice.rates == Rates(0.25, 625.0, 0.04)  # each beyond its list, at most two values
+    tried = dict(choice.tried)
+    assert len(tried) == len(choice.tried) and math.inf in tried.values()
+    without = [rates for rates, _ in choose(loss, own=False).tried]
+    assert {(rates.encoding, rates.initial) for rates in without} == {(1.0, 1.0)}
+    assert sorted(rates.model for rates in without) == [0.125, 0.25, 0.5, 1.0, 2.0]
+    assert choose(lambda rates: 1.0, own=True).rates == Rates(0.125, 1 / 25)
+
+
+def test_rates_are_chosen_on_text_that_is_not_reported() -> None:
+    def texts_of(split: str) -> list[str]:
+        return [chr(ord("a") + number) * 999 for number in range(20)]
+
+    made = texts.Text(64, texts=texts_of)
+    letters = {token for token in made.choosing()[0].unique().tolist() if token < 128}
+    assert letters and not letters & set(made.held_out.tolist())
+
+
+def test_rates_are_chosen_on_problems_that_are_not_trained_on() -> None:
+    def long_ones(rows: tuple[torch.Tensor, torch.Tensor]) -> set[str]:
+        pairs = zip(*rows, strict=True)
+        return {str(ids[: ids.tolist().index(GIVEN)]) for ids, w in pairs if w.sum() > 10}
+
+    subject = Tasks(batch=128)
+    asked = long_ones(subject.choosing())
+    assert asked and not any(asked & long_ones(subject.rows_of(seed, 0)) for seed in range(3))
+
+
+def test_rows_depend_on_seed_and_step_alone() -> None:
+    for subject in (text(), Tasks()):
+        ids, weights = subject.rows_of(0, 3)
+        again, same = subject.rows_of(0, 3)
+        assert ids.equal(again) and weights.equal(same) and ids.shape == weights.shape
+        assert not any(subject.rows_of(*other)[0].equal(ids) for other in ((0, 4), (1, 3)))
+
+
+def test_every_answer_is_the_word_that_was_given_once_before() -> None:
+    subject = text()
+    assert subject.stream.max() == texts.END and set(subject.stream) <= {*range(128), texts.END}
+    questions = set()
+    for number in range(50):
+        ids, weights = texts.retrieval(np.random.default_rng(number), subject.stream, 64)
+        row, counts = ids.tolist(), weights.tolist()
+        given, asked = row.index(texts.GIVEN), [n for n, t in enumerate(row) if t == texts.ASKED]
+        word = row[given + 1 : given + 4]
+        assert len(row) == 64 and row[-3:] == word and min(asked) > given
+        for place in asked:
+            assert row[place + 1 : place + 4] == word and min(counts[place + 1 : place + 4]) > 1
+        marks = [given, *asked]
+        outside = [n for n in range(64) if not any(m <= n <= m + 3 for m in marks)]
+        assert all(row[n] < 128 or row[n] == texts.END for n in outside)
+        assert {counts[n] for n in outside} == {1.0} and counts[given : given + 4] == [0.0] * 4
+        questions.add(len(asked))
+    assert questions == {1, 2, 3, 4}
+
+
+def answer_to(task: str, given: str) -> str:
+    if task == "addition":
+        one, other = (int(number[::-1]) for number in given.split("+"))
+        return f"{one + other:0{len(given) // 2 + 1}d}"[::-1]
+    if task == "parity":
+        return "".join(str(given[: n + 1].count("1") % 2) for n in range(len(given)))
+    return {"copy": given, "reverse": given[::-1], "sorting": "".join(sorted(given))}[task]
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_answers_are_right(task: str) -> None:
+    for items in (1, 2, 7, 40):
+        for seed in range(5):
+            ids, weights = problem(np.random.default_rng(seed), task, items)
+            middle = ids.tolist().index(GIVEN)
+            given = "".join(map(chr, ids[2:middle]))
+            answer = "".join(map(chr, ids[middle + 1 : -1]))
+            assert answer == answer_to(task, given)
+            assert weights.tolist() == [0.0] * (middle + 1) + [1.0] * (len(answer) + 1)
+
+
+class Cheat(torch.nn.Module):
+    """Sees the next token, and takes the token ``wrong`` for another one."""
+
+    def __init__(self, wrong: int | None = None) -> None:
+        super().__init__()
+        self.wrong = wrong
+
+    def forward(self, input_ids: torch.Tensor) -> SimpleNamespace:
+        following = input_ids.roll(-1, 1)
+        if self.wrong is not None:
+            following = torch.where(following == self.wrong, 0, following)
+        return SimpleNamespace(logits=torch.nn.functional.one_hot(following, 260).float())
+
+
+def as_it_is(factor: float) -> None:
+    return None
+
+
+def test_a_problem_is_solved_only_if_all_of_its_answer_and_its_end_are_right() -> None:
+    tasks = Tasks(("copy", "sorting"), rows=2)
+    known = tasks.read(Cheat(), as_it_is, CPU)
+    endless = tasks.read(Cheat(wrong=258), as_it_is, CPU)
+    assert known["exact"] == {name: dict.fromkeys(READ, 1.0) for name in tasks.names}
+    assert endless["exact"] == {name: dict.fromkeys(READ, 0.0) for name in tasks.names}
+    assert known["refused"] == {}
+
+
+def test_a_word_is_found_only_if_all_of_it_is_right() -> None:
+    known = text(rows=2).read(Cheat(), as_it_is, CPU)
+    assert set(known["retrieval"].values()) == {1.0}
+    assert list(known["loss"]) == [64, 128, 256, 512, 1024] and len(known["positions"]) == 16
+    best = math.log(math.e + 259) - 1  # of a token that has one logit of 1, and all others 0
+    assert all(loss == pytest.approx(best, abs=1e-4) for loss in known["loss"].values())
+
+
+def test_students_quantiles_are_those_of_the_tables() -> None:
+    tables = {1: 12.706, 2: 4.303, 3: 3.182, 4: 2.776, 9: 2.262, 30: 2.042}
+    assert {n: round(student(n), 3) for n in tables} == tables
+
+
+def test_differences_are_paired_by_seed() -> None:
+    found = difference({0: 1.0, 1: 2.0, 2: 3.0, 9: 50.0}, {0: 0.5, 1: 1.6, 2: 2.4})
+    assert found.mean == pytest.approx(0.5) and found.pairs == 3 and found.clear
+    assert found.high - found.mean == pytest.approx(4.3027 * 0.1 / math.sqrt(3), rel=1e-4)
+    assert difference({0: 1.0}, {1: 1.0}) is None
+    assert not difference({0: 1.0}, {0: 2.0}).clear  # one pair says nothing of the next
+
+
+def test_rank_correlation_is_kendalls() -> None:
+    assert rank_correlation([1, 2, 3], [4, 5, 6]) == 1
+    assert rank_correlation([1, 2, 3], [6, 5, 4]) == -1
+    assert rank_correlation([1, 2, 3, 4], [1, 2, 4, 3]) == pytest.approx(2 / 3)
+    assert rank_correlation([1, 1], [1, 2]) is None
+
+
+def test_a_published_order_is_held_against_pairs_that_can_be_told_apart() -> None:
+    published = Published("", "loss at the longest", {"a": 3, "b": 2, "c": 1, "x": 0}, rising=True)
+    measured = {
+        "a": {0: 1.0, 1: 1.1, 2: 1.2},  # published first, and here by far
+        "b": {0: 3.0, 1: 3.1, 2: 3.2},
+        "c": {0: 2.9, 1: 3.0, 2: 3.35},
+    }
+    held = hold(published, measured)
+    assert list(held.ours) == ["a", "b", "c"]
+    assert "2 as published, 0 reversed, 1 without a clear difference" in held.sentences[0]
+    assert "b and c" in held.sentences[1]
+    measured["c"] = {0: 0.5, 1: 0.6, 2: 0.71}
+    held = hold(published, measured)
+    assert "1 as published, 2 reversed" in held.sentences[0]
+    assert "c is ahead of a" in held.sentences[1] and "c is ahead of b" in held.sentences[1]
+    assert hold(published, {"a": {0: 1.0}}) is None
+
+
+def test_the_log_keeps_what_is_finished_and_leaves_out_a_line_that_was_cut_off(tmp_path) -> None:
+    log = Log(tmp_path, {"steps": 3})
+    one, two = Cell("text", "rope", 0), Cell("tasks", "alibi", 1)
+    log.append(0, one, {"curve": [[1, 2.0]]})
+    with (tmp_path / "laboratory.jsonl").open("a") as file:
+        file.write('{"cell": {"subject": "te')
+    log.append(0, two, {"refused": "no"})
+    log.append(3, Cell("text", "rope", 2), {})
+    assert log.read() == {
+        one: {"curve": [[1, 2.0]]},
+        two: {"refused": "no"},
+        Cell("text", "rope", 2): {},
+    }
+
+
+def test_wrong_options_are_told_before_anything_is_trained() -> None:
+    for given, message in (
+        (["--tasks", "text,sort"], "--tasks 'sort' is unknown.*'sorting'"),
+        (["--width", "100"], "--width 100 must be a multiple of 8 x --heads 4"),
+        (["--problem-steps", "0"], "--problem-steps 0 is not valid; it must be 1 or more"),
+        (["--length", "32"], "--length 32 is not valid; it must be 64 or more"),
+        (["--choosing-share", "2"], "--choosing-share 2 is not valid; it must be above 0 and"),
+        (["--learning-rate", "-1"], "--learning-rate -1 is not valid"),
+        (["--seeds", "0", "--heads", "0"], "(?s)2 mistakes.*--seeds 0.*--heads 0"),
+        (["--rows", "-2", "--encodings", "albi"], "(?s)--rows -2.*--encodings 'albi'"),
+    ):
+        with pytest.raises(RopeExtError, match=message):
+            main(given)
+
+
+@pytest.mark.slow
+def test_a_run_that_is_killed_goes_on_and_makes_the_page(tmp_path) -> None:
+    options = "--encodings alibi --seeds 1 --tasks text,copy --steps 2 --choosing-share 0.5"
+    options += " --length 64 --width 32"
+    given = [
+        *options.split(),
+        "--problem-steps",
+        "2",
+        "--layers",
+        "1",
+        "--rows",
+        "1",
+        "--output",
+        str(tmp_path),
+    ]
+    command = [sys.executable, "-m", "lab.laboratory", *given]
+    log = tmp_path / "laboratory.jsonl"
+    process = subprocess.Popen(command, stderr=subprocess.DEVNULL)
+    try:
+        for _ in range(6000):
+            if log.exists() and log.read_text().count("\n") > 1:
+                break
+            assert process.poll() is None
+            time.sleep(0.05)
+    finally:
+        os.kill(process.pid, signal.SIGKILL)
+        process.wait()
+    first = log.read_text().splitlines()[1]
+    if len(log.read_text().splitlines()) < 7:
+        with pytest.raises(MeasureError, match="give --resume to go on"):
+            main(given)
+    assert main([*given, "--resume"]) == 0
+    lines = log.read_text().splitlines()
+    cells = [tuple(json.loads(line)["cell"].values()) for line in lines[1:]]
+    assert first in lines
+    names = ("rope", "alibi")
+    subjects = ("text", "tasks")
+    assert cells == [
+        *((f"rates for {subject}", name, 1000) for subject in subjects for name in names),
+        *((subject, name, 0) for subject in subjects for name in names),
+    ]
+    assert (tmp_path / "laboratory.html").read_text().startswith("<!doctype html>")
+    assert main([*given, "--report"]) == 0

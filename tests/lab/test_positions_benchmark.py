@@ -1,0 +1,87 @@
+"""The table of training positions: equal tokens, what is told of it, and what is refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from lab.benchmarks import positions
+from lab.benchmarks.calibration import CHECKPOINTS
+from recipes import finetune
+from recipes.settings import parse
+
+
+@pytest.mark.parametrize("checkpoint", CHECKPOINTS)
+def test_every_scheme_takes_as_many_tokens(checkpoint: str, tmp_path: Path) -> None:
+    alike = set()
+    for name, (scheme, method, _) in positions.SCHEMES.items():
+        words = positions.words_of(checkpoint, name, 2, 7, 1e-3, tmp_path / name)
+        recipe, args = parse(words)
+        assert finetune.check(recipe, args).target == 4096
+        assert (recipe.positions, recipe.method) == (scheme, method)
+        tokens = recipe.length * args.per_device_train_batch_size * args.max_steps
+        alike.add((tokens, args.learning_rate, args.seed, recipe.dataset, recipe.retrieval_share))
+    assert len(alike) == 1
+    assert {scheme for scheme, _, _ in positions.SCHEMES.values()} == {
+        *("pose", "pose_released", "random", "random_floats", "cream", "mixed_windows")
+    }
+
+
+def noise(*shape: int, seed: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(*shape, generator=generator, dtype=torch.float64)
+
+
+def told(effect: float, training: float, document: float, seed: int, seeds: int = 4) -> str:
+    """A verdict on 12 documents, where trainings and documents differ by so much."""
+    base = 2 + noise(seeds, 12, seed=seed)
+    gaps = effect + training * noise(seeds, 1, seed=seed + 1) + document * noise(12, seed=seed + 2)
+    return positions.verdict((base + gaps).tolist(), base.tolist())
+
+
+@pytest.mark.parametrize(("training", "document"), [(0.05, 0.0), (0.0, 0.05), (0.02, 0.02)])
+def test_equal_schemes_are_rarely_told_apart(training: float, document: float) -> None:
+    """Intervals of 95 %: at most 5 % of 1000, and three standard deviations more."""
+    wrong = sum("cannot tell" not in told(0, training, document, 3 * i) for i in range(1000))
+    assert wrong <= 50 + 3 * (1000 * 0.05 * 0.95) ** 0.5
+
+
+def test_a_clear_difference_is_told_with_its_sign_and_its_seeds() -> None:
+    assert told(-0.1, 0.005, 0.01, 0).endswith("lower, 4 seeds")
+    assert told(0.1, 0.005, 0.01, 0).endswith("higher, 4 seeds")
+    value, low, high = told(0.1, 0.005, 0.01, 0).replace("[", "").split(" % ")[0], 9.0, 12.0
+    assert low < float(value) < high  # exp(0.1) - 1 is 10.5 %
+
+
+@pytest.mark.parametrize("best", [2e-3, 1e-3, 2.5e-4])
+def test_the_rate_is_moved_as_long_as_the_loss_falls(best: float) -> None:
+    tried = []
+
+    def loss(rate: float) -> float:
+        tried.append(rate)
+        return abs(rate - best)
+
+    assert positions.lowest(loss, 1e-3) == pytest.approx(best)
+    assert min(tried) < best < max(tried)  # neighbours on both sides are worse
+
+
+@pytest.mark.slow
+def test_a_cell_is_trained_once_and_measured(tmp_path: Path, monkeypatch, capsys) -> None:
+    words = "--checkpoints tiny-512 --schemes random_floats,pose --steps 1 --seeds 1 --windows 1"
+    words = [*words.split(), "--prompts", "2", "--output", str(tmp_path)]
+    monkeypatch.setattr(positions, "lowest", lambda loss, rate: rate if loss(rate) else None)
+    positions.main(words)
+    (path,) = tmp_path.glob("tiny-512-random_floats-*.json")
+    cell = json.loads(path.read_text())
+    assert len(cell["after"]) == 1 and cell["after"][0].keys() == cell["before"].keys()
+    assert "cannot tell, 1 seed" in " ".join(capsys.readouterr().out.split())
+
+    # A cell that was interrupted after its training is measured, and not trained again.
+    path.unlink()
+    monkeypatch.setattr(finetune, "main", lambda words: pytest.fail("trained again"))
+    positions.main(words)
+    again = json.loads(path.read_text())
+    assert again["after"] == cell["after"] and again["before"] == cell["before"]

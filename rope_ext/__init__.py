@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 
 import rope_ext.requirements  # noqa: F401 - before what fails in the words of an old transformers
 from rope_ext import evaluators as _evaluators
-from rope_ext import registration as _registration
 from rope_ext.version import __version__ as __version__
 
 if TYPE_CHECKING:
@@ -204,9 +203,6 @@ __all__ = [
     "unpatch",
     "unpatched",
 ]
-
-
-_registration.register()
 
 
 def __getattr__(name: str) -> Any:

@@ -47,7 +47,7 @@ TrainText = Annotated[
         "library, without the files that evaluation uses by default."
     ),
 ]
-Target = Annotated[str, typer.Option(help="Target context length in tokens, such as 32k.")]
+Target = Annotated[str, typer.Option(help="Target context length in tokens, such as 32k or 1m.")]
 Device = Annotated[str, typer.Option(help="Device: auto, cpu, cuda, cuda:1, mps ...")]
 Compose = Annotated[
     Any,  # of `patch`: a bool, or "raise"

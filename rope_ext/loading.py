@@ -45,7 +45,6 @@ from rope_ext.position.bias import learned
 from rope_ext.record import FIELD, Record
 from rope_ext.rotary.sites import RotarySite, find_sites, text_decoder
 from rope_ext.saving import configuration
-from rope_ext.saving.second_load import fresh
 
 SIDECAR = "rope_ext.json"
 """File next to an adapter that records the patch it was trained under."""
@@ -279,18 +278,6 @@ def from_pretrained(
     return loaded
 
 
-def repatch(model: Any, record: Record) -> None:
-    """Apply a saved patch to ``model``, which plain transformers has loaded from its folder.
-
-    Raises:
-        LoadError: the folder does not contain the learned parameters of the patch.
-        RecordError: the saved patch cannot be applied.
-    """
-    config = model.config
-    options = {"revision": getattr(config, "_commit_hash", None), "variant": None}
-    _repatch(model, record, config.name_or_path, options)
-
-
 def _repatch(model: Any, record: Record, path: str, options: dict[str, Any]) -> None:
     here = _patch(model, record).record
     _restore_learned(model, path, options)
@@ -358,7 +345,7 @@ def require_place(path: str | PathLike[str]) -> str:
     """
     if not isinstance(path, (str, PathLike)):
         raise LoadError(f"{path!r} is not a path; pass a directory, or a Hub ID")
-    name = fresh(str(path))  # what was saved decides here, not the model that names it
+    name = str(path)
     fault = fault_of_place(name)
     if fault is not None:
         raise LoadError(
@@ -593,17 +580,11 @@ def _restore_learned(model: nn.Module, path: str, options: dict[str, Any]) -> No
     """Load a patch's learned parameters, which transformers ignores.
 
     Raises:
-        LoadError: the directory does not contain them, or is unknown.
+        LoadError: the directory does not contain them.
     """
     wanted = learned(model)
     if not wanted:
         return
-    if not path:
-        raise LoadError(
-            f"this configuration was not read from a folder, so it is not known which one has "
-            f"{', '.join(sorted(wanted))}, the learned parameters of its patch; load that folder "
-            f"with rope_ext.from_pretrained"
-        )
     variant = options.pop("variant")
     prefix = f"{getattr(model, 'base_model_prefix', '')}."  # of other classes of the same model
     names = {x: n for n in wanted for x in (n.removeprefix(prefix), f"{prefix}{n}")}

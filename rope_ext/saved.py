@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM, PreTrainedConfig
+from transformers import AutoModelForCausalLM, AutoModelForMultimodalLM, PreTrainedConfig
 
 from rope_ext.checkpoints import adapter_record, load_config
 from rope_ext.errors import MeasureError, RopeExtError, UnsupportedModelError, first_line
@@ -52,7 +52,7 @@ def read_saved(given: Given) -> Saved:
     Raises:
         MeasureError: there is no configuration.
         RecordError: the record of the patch cannot be read.
-        UnsupportedModelError: no causal language model can be built from the configuration.
+        UnsupportedModelError: no language model can be built from the configuration.
     """
     config, sidecar, name = _configuration(given)
     text = config.get_text_config(decoder=True)
@@ -72,17 +72,22 @@ def read_saved(given: Given) -> Saved:
 
 
 def built_on_meta(config: PreTrainedConfig) -> nn.Module:
-    """The causal language model of a configuration, without weights.
+    """The language model of a configuration, without weights; with images, if it has them.
 
     Raises:
         UnsupportedModelError: transformers cannot build one.
     """
+    whole = config.get_text_config(decoder=True) is config
+    classes: list[Any] = [AutoModelForCausalLM, AutoModelForMultimodalLM]
+    if not whole:  # whose causal class may be that of the text part alone
+        classes.reverse()
+    auto = next((cls for cls in classes if type(config) in cls._model_mapping), classes[0])
     try:
         with torch.device("meta"):
-            return AutoModelForCausalLM.from_config(config)
+            return auto.from_config(config)
     except Exception as error:
         raise UnsupportedModelError(
-            f"no causal language model can be built from {type(config).__name__} "
+            f"no language model can be built from {type(config).__name__} "
             f"({first_line(error)}); pass the loaded model"
         ) from error
 

@@ -229,7 +229,7 @@ def test_describe(checkpoint: Path) -> None:
         ("describe M --method longrope --factor 4", "--option longrope.long_factor=VALUE"),
         ("describe M --method yarn --factor 4 --option beta_fast=no", "--option yarn.beta_fast="),
         ("recommend 128k --length M", "is not a number of tokens; use a number such as 32768, 32k"),
-        ("recommend M --length 32k,64k", "is not a single length; use 32768, 32k or 128k"),
+        ("recommend M --length 32k,64k", "is not a single length; use 32768, 32k or 1m"),
     ],
 )
 def test_an_error_names_what_to_give(checkpoint: Path, words: str, said: str) -> None:

@@ -24,7 +24,6 @@ ROOMS = {
         "recommendation",
         "caches",
         "rotary forward.sequences",
-        "stale",
         "saving",
         "attention",
         "position.cache position.layers position.map position.rotated_key_cache position.tables",
@@ -33,8 +32,6 @@ ROOMS = {
         "apply",
         "patching",
         "fitting loading",
-        "autoload",
-        "registration",
         "arguments checkpoints evaluators terminal",
         "saved",
         "method_options",
@@ -68,12 +65,12 @@ OURS = ("rope_ext", "rope_eval", "recipes", "lab", "tests")
 FOLDERS = (*PACKAGES, *(ROOT / name for name in ("recipes", "lab", "tests")))
 
 BUDGETS = {
-    "rope_ext": (16_000, 26_100),
+    "rope_ext": (16_000, 23_900),
     "eval": (10_000, 15_100),
     "recipes": (4_000, 4_000),
     "lab": (8_000, 8_000),
-    "tests": (22_000, 31_600),
-    "docs": (45_000, 80_200),
+    "tests": (22_000, 31_400),
+    "docs": (45_000, 79_700),
 }
 """Of each folder, the lines of Python, or the words of the docs: the budget, and the most today.
 

@@ -16,8 +16,9 @@ import torch
 from torch import nn
 from transformers import PreTrainedConfig
 
+from rope_ext.checkpoints import load_config
 from rope_ext.engines.families import ENGINES, Family, everywhere
-from rope_ext.errors import ExportError, NotPatchedError, brief, nearest
+from rope_ext.errors import ExportError, MeasureError, NotPatchedError, brief, nearest
 from rope_ext.methods import Method, Rope
 from rope_ext.methods.temperature import SSMax, yarn_factor
 from rope_ext.patching import Patch, current_patch
@@ -395,6 +396,22 @@ def is_nested(parameters: Mapping[str, Any]) -> bool:
 def model_name(model: nn.Module) -> str:
     """The name or path of the model, for a command."""
     return getattr(config_of(model), "_name_or_path", "") or "MODEL"
+
+
+def served_config(own: Any) -> Any:
+    """The configuration that an engine reads where a model with the configuration ``own`` is from.
+
+    transformers loads a text model out of a larger one; engines serve the larger one.
+    """
+    name = getattr(own, "_name_or_path", "")
+    if not name or own.architectures:  # which the part of a configuration does not have
+        return own
+    try:
+        found = load_config(name)
+    except MeasureError:  # there is no configuration, so nobody can serve it
+        return own
+    text = found.get_text_config(decoder=True)
+    return found if text.model_type == own.model_type else own
 
 
 def config_of(model: nn.Module) -> Any:

@@ -88,33 +88,45 @@ _MLA = ServedFamily(
     ("default", "yarn"), "it treats every scaling of this family as DeepSeek's YaRN", mla=True
 )
 
+_UNROTATED = "its layers do not rotate, so there is nothing to scale"
 VLLM: Mapping[str, ServedFamily] = {
     **_served("llama", "mistral", "mixtral", "ministral3", "qwen2", "qwen3"),
     **_served("qwen2_moe", "qwen3_moe", "qwen3_next", "gemma", "gemma2", "gemma3_text"),
     **_served("granite", "granitemoe", "glm4", "glm4_moe", "olmoe", "cohere", "stablelm"),
     **_served("ernie4_5", "minimax_m2", "nemotron", "apertus", "phi3", "exaone4"),
+    **_served("lfm2", "lfm2_moe", "laguna", "llama4_text", "gemma4_text"),
     # model_executor/models/registry.py: TransformersForCausalLM
     **_served("arcee", "hunyuan_v1_dense", "olmo2", "olmo3", "seed_oss", backend=True),
     **_served("smollm3", "starcoder2", backend=True),
     # Its YaRN includes the room it reserves for long videos in the trained length.
     **dict.fromkeys(("qwen2_vl_text", "qwen2_5_vl_text"), replace(_AXES, stretched=4)),
-    **dict.fromkeys(("qwen3_vl_text", "qwen3_5_text"), _AXES),
+    **dict.fromkeys(("qwen3_vl_text", "qwen3_vl_moe_text"), _AXES),
+    **dict.fromkeys(("qwen3_5_text", "qwen3_5_moe_text", "qwen4_exp_text"), _AXES),
     **dict.fromkeys(("deepseek_v2", "deepseek_v3"), _MLA),
     "gpt_oss": ServedFamily(
         ("yarn",),
         "it builds YaRN for this family and ignores rope_type (models/gpt_oss.py)",
         usual=True,
     ),
+    "kimi_linear": ServedFamily((), _UNROTATED),
 }
 """According to vLLM 0.33.0, ``model_executor/models``."""
 
 SGLANG: Mapping[str, ServedFamily] = {
     **_served("llama", "mistral", "ministral3", "qwen2", "qwen3", "qwen2_moe", "qwen3_moe"),
     **_served("granite", "glm4", "glm4_moe", "olmo2", "olmoe", "cohere", "ernie4_5", "gpt_oss"),
-    **_served("minimax_m2", "arcee", "apertus", "hunyuan_v1_dense"),
-    **dict.fromkeys(("qwen2_vl_text", "qwen2_5_vl_text", "qwen3_vl_text"), _AXES),
+    **_served("minimax_m2", "arcee", "apertus", "hunyuan_v1_dense", "lfm2", "lfm2_moe"),
+    **dict.fromkeys(("qwen2_vl_text", "qwen2_5_vl_text"), _AXES),
+    **dict.fromkeys(("qwen3_vl_text", "qwen3_vl_moe_text"), _AXES),
     # models/qwen3_5.py, lines 1307 to 1325
-    "qwen3_5_text": replace(_AXES, own_share=True),
+    **dict.fromkeys(("qwen3_5_text", "qwen3_5_moe_text"), replace(_AXES, own_share=True)),
+    "llama4_text": ServedFamily(
+        ("linear", "yarn", "llama3", "longrope"), "models/llama4.py passes int(base) to get_rope"
+    ),
+    "gemma4_text": ServedFamily(
+        (), "models/gemma4_causal.py passes the base and rope_type to get_rope, no factor"
+    ),
+    "kimi_linear": ServedFamily((), _UNROTATED),
     **dict.fromkeys(("deepseek_v2", "deepseek_v3"), _MLA),
     "gemma3_text": ServedFamily(
         BASE, "it reads only the base of this family (models/gemma3_causal.py)"

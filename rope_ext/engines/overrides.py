@@ -13,6 +13,7 @@ from rope_ext.engines.base import (
     refuse_adapting,
     refuse_kind,
     refuse_positions,
+    served_config,
 )
 from rope_ext.engines.families import ServedFamily
 from rope_ext.methods.temperature import yarn_factor
@@ -44,11 +45,25 @@ def overrides(state: Patch, engine: str) -> dict[str, Any]:
     fields = {"rope_parameters": parameters, "max_position_embeddings": state.target_length}
     if family.own_share and "partial_rotary_factor" in parameters:
         fields["partial_rotary_factor"] = parameters["partial_rotary_factor"]
-    outer = state.outermost
-    if outer is config or outer.model_type == config.model_type:
-        return fields
-    name = next(name for name, value in vars(outer).items() if value is config)
-    return {name: fields}
+    path = _path_to_text(served_config(state.outermost))
+    if engine == "sglang" and len(path) > 1:
+        raise Refusal(f"its overrides replace {'.'.join(path)} instead of updating it")
+    for name in reversed(path):
+        fields = {name: fields}
+    return fields
+
+
+def _path_to_text(config: Any) -> tuple[str, ...]:
+    """Names of the sub-configurations that lead to the text model's; none if it is not nested."""
+    text = config.get_text_config(decoder=True)
+
+    def path(part: Any) -> tuple[str, ...] | None:
+        if part is text:
+            return ()
+        inner = {name: path(x) for name, x in vars(part).items() if hasattr(x, "get_text_config")}
+        return next(((name, *rest) for name, rest in inner.items() if rest is not None), None)
+
+    return path(config) or ()
 
 
 def _named(parameters: Mapping[str, Any], family: ServedFamily) -> dict[str, Any]:

@@ -8,7 +8,6 @@ the rows give the layout; layers that do not fit any layout raise an error.
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -20,7 +19,6 @@ from torch import nn
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from rope_ext.attention.call import Pairs
-from rope_ext.attention.step import Columns
 from rope_ext.encodings import Heads
 from rope_ext.errors import OptionError, UnsupportedModelError
 from rope_ext.forward.context import forward_context
@@ -58,11 +56,6 @@ class Layout:
     pair: torch.Tensor
     local: bool
     heads: Heads
-
-    @functools.cached_property
-    def columns(self) -> Columns:
-        """The pairs by column, for a step of decoding."""
-        return Columns.from_pairs(self.pairs, self.heads.columns)
 
     def equals(self, other: Layout) -> bool:
         """Whether both rotate the same columns by the same frequencies, for the same reach."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import logging
-import threading
 import weakref
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -18,24 +17,6 @@ from rope_ext.rotary.sites import RotarySite, rope_parameters, text_config
 
 _WRITTEN: weakref.WeakValueDictionary[int, nn.Module] = weakref.WeakValueDictionary()
 """The decoder whose patch is written into a configuration, by the configuration's ``id``."""
-
-
-_local = threading.local()
-
-
-@contextmanager
-def without_rope_ext() -> Iterator[None]:
-    """Transformers in this thread as if rope_ext were not imported: it refuses saved patches."""
-    before, _local.refusing = refusing(), True
-    try:
-        yield
-    finally:
-        _local.refusing = before
-
-
-def refusing() -> bool:
-    """Whether :func:`without_rope_ext` is in force in this thread."""
-    return getattr(_local, "refusing", False)
 
 
 @contextmanager

@@ -13,7 +13,6 @@ from transformers import AutoModelForCausalLM
 
 import rope_ext
 from rope_ext.patching import current_patch
-from rope_ext.saving.configuration import without_rope_ext
 from tests.families.checks import changed, snapshot
 from tests.helpers.biases import FORMULAS, parameters, patch
 from tests.helpers.models import tiny_llama
@@ -148,7 +147,7 @@ def test_saved_reloaded_described_and_taken_back(over: str, ids, tmp_path, capfd
     record = current_patch(model).record
     assert "bias='t5'" in record.call()
     model.save_pretrained(tmp_path)
-    with without_rope_ext(), pytest.raises(Exception, match="unknown to plain transformers"):
+    with pytest.raises(Exception, match="unknown to plain transformers"):
         AutoModelForCausalLM.from_pretrained(tmp_path)
     again = rope_ext.from_pretrained(tmp_path)
     assert torch.equal(logits(again, ids), want)

@@ -6,13 +6,14 @@ from dataclasses import replace
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import DebertaV2Config, XLNetConfig
 from transformers.models.deberta_v2.modeling_deberta_v2 import DisentangledSelfAttention
 from transformers.models.xlnet.modeling_xlnet import XLNetModel, XLNetRelativeAttention
 
 import rope_ext
+from rope_ext.attention import bands
 from rope_ext.attention import dispatch as attention
-from rope_ext.attention import flash, flex, sizes
 from rope_ext.attention.call import Call, Pairs, RotatedBand
 from rope_ext.methods import Rope, build_method
 from rope_ext.methods.geometry import Distance
@@ -79,58 +80,6 @@ def test_the_kernel_is_the_paper(name: str, queries: int, keys: int, last: int |
         torch.testing.assert_close(one, other)
 
 
-@pytest.mark.parametrize("name", ["shaw", "deberta"])
-def test_long_rows_are_cut_and_made_again(name: str, monkeypatch) -> None:
-    """The near band by parts that are not all equally long."""
-    monkeypatch.setattr(sizes, "NEAR_LOGITS", 8 * 128 * 80)
-    qkv, learned = drawn(name, 300, 310)
-    call = called(name, learned)
-    inputs = [*qkv, *learned.values()]
-    outs = [attention.attend(*qkv, call, kernel) for kernel in ("auto", "reference")]
-    of_both = [torch.autograd.grad(x.sin().sum(), inputs) for x in outs]
-    torch.testing.assert_close(outs[0], outs[1])
-    for one, other in zip(*of_both, strict=True):
-        torch.testing.assert_close(one, other)
-
-
-@pytest.mark.parametrize("queries", [40, 1])
-def test_the_kernel_merges_what_was_attended_to_before(queries: int) -> None:
-    """As one call over all keys, with the gradients of what is merged, of sinks and of a bias."""
-    qkv, _ = drawn("shaw", queries, 90)
-    sinks, bias = torch.randn(4).double(), torch.randn(4, 20).double()
-    lone = torch.randn(2, 4, queries).double()
-    values = torch.randn(2, 4, queries, 12).double()
-    inputs = [*qkv, sinks.requires_grad_(), bias.requires_grad_(), lone.requires_grad_(), values]
-    values.requires_grad_()
-    band = RotatedBand(Distance(0, None), None, None)
-    call = Call([band], Pairs(slice(0, 0), slice(0, 0)), 0.25, sinks=sinks, bias=bias)
-    found = flash.attend(*qkv, call, (values, lone))
-    query, key, value = qkv
-    key, value = (x.repeat_interleave(2, 1) for x in (key, value))
-    apart = torch.arange(90 - queries, 90)[:, None] - torch.arange(90)
-    content = query @ key.mT * 0.25 + bias[:, apart.clamp(0, 19)]
-    content = content.masked_fill(apart < 0, -torch.inf)
-    further = (sinks[:, None, None].expand(2, 4, queries, 1), lone[..., None])
-    weights = torch.cat((content, *further), -1).softmax(-1)
-    right = weights[..., :90] @ value + weights[..., -1:] * values
-    torch.testing.assert_close(found, right)
-    of_both = [torch.autograd.grad(x.sin().sum(), inputs) for x in (found, right)]
-    for one, other in zip(*of_both, strict=True):
-        torch.testing.assert_close(one, other)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", SIZES)
-def test_the_kernel_of_gpus_does_the_same(name: str, monkeypatch) -> None:
-    """FlexAttention, which has no gradients on the CPU."""
-    qkv, learned = drawn(name, 60, 70)
-    qkv, learned = [x.detach() for x in qkv], {key: x.detach() for key, x in learned.items()}
-    call = called(name, learned, sinks=torch.randn(4).double())
-    right = attention.attend(*qkv, call, "reference")
-    monkeypatch.setattr(flash, "attend", flex.attend)
-    torch.testing.assert_close(attention.attend(*qkv, call), right)
-
-
 def test_deberta_is_that_of_transformers() -> None:
     """Of its own module, with a causal mask; tables are what it projects its embedding to."""
     torch.manual_seed(0)
@@ -180,6 +129,32 @@ def test_transformer_xl_is_that_of_xlnet() -> None:
     found = attention.attend(*(x.permute(1, 2, 0, 3) for x in (query, keys, values)), call)
     # its sinusoid is of float32
     torch.testing.assert_close(found.permute(2, 0, 1, 3), right, atol=1e-4, rtol=0)
+
+
+class Largest(TorchDispatchMode):
+    """The numbers of the largest tensor that was made."""
+
+    numbers = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        out = function(*args, **(kwargs or {}))
+        made = out if isinstance(out, tuple | list) else [out]
+        sizes = [x.untyped_storage().size() for x in made if isinstance(x, torch.Tensor)]
+        self.numbers = max(self.numbers, *(size // 8 for size in sizes), 0)
+        return out
+
+
+@pytest.mark.parametrize("name", SIZES)
+def test_nothing_is_as_large_as_all_pairs(name: str, monkeypatch) -> None:
+    monkeypatch.setattr(bands, "ROWS", 16)
+    largest = []
+    for tokens in (400, 800):
+        qkv, learned = drawn(name, tokens, tokens)
+        with Largest() as seen:
+            attention.attend(*qkv, called(name, learned)).sum().backward()
+        largest.append(seen.numbers)
+    assert largest[1] < 2.2 * largest[0]
+    assert largest[1] < 2 * 4 * 800**2 / 10  # rows, heads, pairs
 
 
 @pytest.mark.parametrize("name", SIZES)

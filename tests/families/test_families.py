@@ -20,7 +20,6 @@ from rope_ext import patching
 from rope_ext.rotary import buffers
 from rope_ext.rotary.sites import text_decoder
 from rope_ext.saving import configuration
-from rope_ext.saving.configuration import without_rope_ext
 from tests.families import coverage
 from tests.families.checks import (
     POSITIONS,
@@ -232,7 +231,6 @@ def test_plain_transformers_never_loads_it_unextended(model_type: str, tmp_path:
     mapped = [auto for auto in autos if type(model.config) in auto._model_mapping]
     for cls in (type(model), *mapped):
         with (
-            without_rope_ext(),
             pytest.raises((KeyError, ValueError), match=r"load with rope_ext\.from_pretrained"),
         ):
             cls.from_pretrained(tmp_path)

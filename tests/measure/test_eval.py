@@ -19,6 +19,7 @@ import rope_ext
 from eval import needle, passkey, perplexity, report, ruler
 from rope_eval.cases import Case, Outcome, read_outcomes
 from rope_eval.data.prompts import Frame
+from rope_eval.evaluate import evaluate
 from rope_eval.forward import score
 from rope_eval.reports.report import Report
 from rope_eval.reports.summary import Estimate, is_clear
@@ -87,6 +88,32 @@ def test_every_method_gets_every_case(settings: Settings, checkpoint: Path) -> N
         losses, _ = score(model, [case.ids], case.count)
     assert at["yarn", "perplexity", 256, 0] == pytest.approx(float(losses.mean()), abs=1e-5)
     assert list(read_outcomes([settings.output / run.LOG]).values()) == outcomes
+
+
+def test_a_refused_method_is_listed_with_its_reason_and_the_others_are_measured(
+    settings: Settings, capsys: pytest.CaptureFixture[str]
+) -> None:
+    wrong = {"longrope": {"long_factor": [2.0] * 3}}  # the model has another number of pairs
+    given = dataclasses.replace(
+        settings, methods=("longrope", "yarn"), options=wrong, finetune=True
+    )
+    report = evaluate(given, TASKS)
+    assert report is not None
+    assert [system.method for system in report.plan.systems] == ["none", "yarn"]
+    told = capsys.readouterr()
+    reason = report.plan.refused["longrope (long_factor=[2.0, 2.0, 2.0])"]
+    assert "long_factor" in reason and reason in " ".join(told.out.split())
+    assert reason in told.err and "longrope" not in told.err.split("next:")[1]
+    found = json.loads((settings.output / "results.json").read_text())
+    assert list(found["refused"].values()) == [reason]
+    assert reason in (settings.output / "table.md").read_text()
+    assert (
+        "longrope (long_factor=[2.0, 2.0, 2.0]) is not"
+        in (settings.output / "report.html").read_text()
+    )
+    alone = dataclasses.replace(given, methods=("longrope",), overwrite=True)
+    with pytest.raises(OptionError, match="long_factor"):  # nothing is left to compare
+        evaluate(alone, TASKS)
 
 
 def test_the_longest_come_first_and_rows_of_a_batch_are_alike(settings: Settings) -> None:

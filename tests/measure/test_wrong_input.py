@@ -78,7 +78,11 @@ def test_an_unknown_attention_is_told_before_the_weights_are_read(
             models.load_model(str(checkpoint), device="cpu", attn=name)
 
 
-@pytest.mark.parametrize("text", ["9" * 5000, "1" + "0" * 30, "1e3", "nan", "-1", "²"])
+def test_lengths_in_thousands_and_millions() -> None:
+    assert parse_lengths("512,4k,128K,1m,1M") == (512, 4096, 2**17, 2**20, 2**20)
+
+
+@pytest.mark.parametrize("text", ["9" * 5000, "1" + "0" * 30, "1e3", "nan", "-1", "²", "k", "1km"])
 def test_lengths_that_are_no_numbers_of_tokens(text: str) -> None:
     with pytest.raises(OptionError, match="not a number of tokens"):
         parse_lengths(text)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import sys
 import types
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -190,3 +191,14 @@ def test_presses_that_would_misjudge_keys_are_refused(
         rope_ext.patch(model, method, factor=2, replace=True)
     handle.remove()
     model(ids)
+
+
+def test_with_a_trainer_that_loads_its_reference_again_a_patch_warns(
+    model, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.delitem(sys.modules, "trl.trainer.dpo_trainer", raising=False)
+    rope_ext.unpatch(rope_ext.patch(model, "yarn", factor=4))
+    assert "ref_model" not in caplog.text
+    monkeypatch.setitem(sys.modules, "trl.trainer.dpo_trainer", None)
+    rope_ext.patch(model, "yarn", factor=4)
+    assert "ref_model=copy.deepcopy(model)" in caplog.text

@@ -495,6 +495,8 @@ class Report:
             console.print(f"{section.definition}.\n", style="dim", highlight=False)
         for part in self.essentials:
             console.print(part, style="dim", highlight=False, markup=False)
+        for sentence in self.plan.refusals:
+            console.print(f"Note: {sentence}.", style="yellow", highlight=False, markup=False)
         for sentence in self.recommendations:
             console.print(sentence, style="bold", highlight=False, markup=False)
 
@@ -588,6 +590,7 @@ class Report:
             "recommendations": self.recommendations,
             "definitions": {section.name: section.definition for section in self.sections},
             "notes": plan.notes,
+            "refused": plan.refused,
             "settings": plan.settings.to_json(),
             "systems": [
                 {

@@ -14,6 +14,7 @@ from typing import Any, Literal, ParamSpec, TypeVar
 import torch
 from torch import nn
 
+from rope_ext import gguf_source
 from rope_ext.apply import APPLY
 from rope_ext.apply.raising import raise_factor
 from rope_ext.encodings import Encoding
@@ -27,7 +28,6 @@ from rope_ext.methods import FrequencyMethod, Method, Rope, build_method
 from rope_ext.options import Options, SlidingLayers
 from rope_ext.position.bias import Earlier
 from rope_ext.recommendation import Recommendation
-from rope_ext.record import FIELD, Record
 from rope_ext.rotary import buffers
 from rope_ext.rotary.buffers import Changes
 from rope_ext.rotary.hooks import PRECISE_BEYOND
@@ -42,6 +42,7 @@ from rope_ext.rotary.sites import (
 from rope_ext.saving import configuration
 from rope_ext.saving.older_readers import older_fields
 from rope_ext.saving.rebuild import REFUSED, UNPATCHED, UNSAVED
+from rope_ext.saving.record import FIELD, Record
 
 Model = TypeVar("Model", bound=nn.Module)
 Parameters = ParamSpec("Parameters")
@@ -403,6 +404,7 @@ def _listed(names: list[str]) -> str:
 
 
 def _patch(model: nn.Module, decoder: nn.Module, method: Method, options: Options) -> None:
+    gguf_source.adopt(model)
     config = configuration.ConfigState(decoder, model)
     sites = find_sites(decoder, options.original_max_position_embeddings)
     scaled = chosen_sites(decoder, sites, options.sliding_layers)

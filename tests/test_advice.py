@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import math
 import re
-from pathlib import Path
 
 import pytest
 import torch
@@ -18,7 +17,7 @@ from rope_ext.advice.measured import MEASURED, ranked
 from rope_ext.advice.vendors import RECIPES, Recipe, recipe_for
 from rope_ext.methods import Band, distances_in_use, identity
 from rope_ext.methods.geometry import Distance
-from tests.families.zoo import image_text_types, tiny_config, tiny_model
+from tests.families.zoo import tiny_model
 from tests.helpers.models import LENGTH, tiny_llama
 
 LLAMA_2 = {
@@ -245,9 +244,6 @@ def test_patch_takes_a_recommendation() -> None:
     assert rope_ext.describe(scaled).target_length == 2 * LENGTH
 
 
-ROOT = Path(__file__).parents[1]
-
-
 @settings(max_examples=6, deadline=None)
 @given(target=st.integers(LENGTH + 1, 60 * LENGTH), finetune=st.booleans())
 def test_what_is_recommended_reaches_its_target(target: int, finetune: bool) -> None:
@@ -319,22 +315,3 @@ def test_on_a_checkpoint_that_is_scaled_already() -> None:
     dynamic = tiny_llama(rope_parameters=rope | {"rope_type": "dynamic"})
     with pytest.raises(rope_ext.AlreadyScaledError, match="rope_type 'default'"):
         rope_ext.recommend(dynamic, 640)
-
-
-IN_WEIGHTS = ("mistral_large4",)
-"""Its frequencies are multiplied by a tensor of the checkpoint."""
-
-
-def test_every_folder_of_a_model_with_images_is_advised_on(tmp_path) -> None:
-    """Where ``patch`` accepts its model (docs/FAMILIES.md), from its configuration alone."""
-    page = (ROOT / "docs" / "FAMILIES.md").read_text(encoding="utf-8")
-    supported = set(re.findall(r"^\| `(\S+)` \| \S+ \| supported ", page, re.M))
-    names = [name for name in image_text_types() if name in supported.difference(IN_WEIGHTS)]
-    assert len(names) > 40
-    for name in names:
-        tiny_config(name).save_pretrained(tmp_path / name)
-        found = rope_ext.describe(tmp_path / name)
-        assert found.method is None and found.length == LENGTH, name
-        assert rope_ext.diagnose(tmp_path / name, 2 * LENGTH).trained_length == LENGTH
-    for name in ("qwen3_vl", "qwen2_5_vl", "kimi_k25", "llava"):
-        assert rope_ext.recommend(tmp_path / name, 2 * LENGTH).method.factor == 2

@@ -16,8 +16,8 @@ import rope_ext
 from recipes import memory, merge
 from rope_eval import command
 from rope_eval.data.text import read_texts
-from rope_ext.checkpoints import load_tokenizer
 from rope_ext.cli import app
+from rope_ext.saving.checkpoints import load_tokenizer
 from tests.helpers.checkpoint import save_checkpoint, save_texts
 
 ROOT = Path(__file__).parents[1]

@@ -14,6 +14,7 @@ from typing import Any
 from torch import nn
 from transformers import PreTrainedConfig
 
+from rope_ext import gguf_source
 from rope_ext.advice.building import built, require_length
 from rope_ext.advice.calibrated import Calibrated, calibration_for, misfit
 from rope_ext.advice.describe import call_text
@@ -21,7 +22,7 @@ from rope_ext.advice.measured import MEASURED, ranked
 from rope_ext.advice.vendors import Recipe, recipe_for, shipped_with
 from rope_ext.apply.raising import own_factor
 from rope_ext.engines import build_engine, engines_for, serving_commands
-from rope_ext.engines.base import Refusal
+from rope_ext.engines.base import Refusal, config_of
 from rope_ext.errors import OptionError, RopeExtError, UnsupportedModelError
 from rope_ext.methods import ABF, NTK, PI, Method, Rope, YaRN, build_method
 from rope_ext.methods.abf import bounded_length, smallest_base
@@ -30,8 +31,8 @@ from rope_ext.methods.rope import factor_to
 from rope_ext.patching import current_patch, first_site, patched
 from rope_ext.recommendation import Recommendation
 from rope_ext.rotary.sites import RotarySite, text_config, text_decoder
-from rope_ext.saved import read_saved
 from rope_ext.saving.configuration import is_scaled
+from rope_ext.saving.folder import read_saved
 
 _INTERPOLATED = 4
 """Largest factor at which YaRN is published without fine-tuning, arXiv 2402.13753."""
@@ -236,11 +237,11 @@ def _without_patch(
         OptionError: the model reaches the target as it was saved.
     """
     if isinstance(given, nn.Module):
-        return given, ()
+        return given, gguf_source.scaling_notes(config_of(given))
     saved = read_saved(given)
     state = current_patch(saved.model)
     if state is None:
-        return saved.model, ()
+        return saved.model, gguf_source.scaling_notes(saved.config)
     if target > state.target_length:
         return built(given)
     commands = serving_commands(saved)

@@ -16,8 +16,9 @@ from rope_ext.drafts import draft_of
 from rope_ext.engines.base import Refusal, Scaling, refuse_adapting, refuse_tempered
 from rope_ext.engines.families import LLAMA_CPP
 from rope_ext.engines.gguf_model import require_gguf
-from rope_ext.engines.llama_cpp import TABLE, Plan, plan, planned
+from rope_ext.engines.llama_cpp import Plan, plan, planned
 from rope_ext.errors import ExportError, first_line
+from rope_ext.gguf_source import TABLE
 from rope_ext.method_options import checked_methods
 from rope_ext.methods import FrequencyMethod, Method, Rope, build_method
 from rope_ext.patching import current_patch
@@ -76,6 +77,7 @@ class GGUFFile:
         heads = value(f"{architecture}.attention.head_count")
         width = value(f"{architecture}.embedding_length")
         dim = value(f"{architecture}.rope.dimension_count")
+        dim = dim or value(f"{architecture}.attention.key_length")
         if dim is None and width and isinstance(heads, int):
             dim = width // heads
         if not (length and dim):

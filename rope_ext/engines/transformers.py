@@ -21,7 +21,7 @@ from rope_ext.engines.base import (
     register,
 )
 from rope_ext.patching import Patch
-from rope_ext.saved import Saved
+from rope_ext.saving.folder import Saved
 
 
 @register

@@ -25,7 +25,7 @@ from rope_ext.methods import DualChunk
 from rope_ext.methods.checked import not_none
 from rope_ext.patching import Patch
 from rope_ext.rotary.sites import text_config
-from rope_ext.saved import Saved
+from rope_ext.saving.folder import Saved
 
 DUAL_CHUNK_FAMILIES = ("qwen2", "qwen3")
 """Whose model files pass ``dual_chunk_attention_config`` on."""

@@ -19,9 +19,9 @@ from torch import nn
 from rope_ext.errors import NoRopeError, OptionError, UnsupportedModelError
 from rope_ext.methods import FrequencyMethod, Method, Rope, geometric
 from rope_ext.methods.rope import MOST_TOKENS, plain_number
-from rope_ext.record import trained_length
 from rope_ext.rotary.probe import Columns, prove
 from rope_ext.rotary.zero3 import gathered
+from rope_ext.saving.record import trained_length
 
 SCALED_TYPES = ("linear", "dynamic", "yarn", "longrope", "llama3")
 _LOCAL = ("sliding", "chunked", "local")

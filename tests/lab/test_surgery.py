@@ -19,10 +19,10 @@ from recipes.settings import parse
 from rope_eval.run.runner import Runner
 from rope_eval.settings import Settings
 from rope_eval.systems import System
-from rope_ext.checkpoints import load_model
 from rope_ext.errors import OptionError
-from rope_ext.loading import read_sidecar
 from rope_ext.position.bias import learned
+from rope_ext.saving.checkpoints import load_model
+from rope_ext.saving.load import read_sidecar
 from tests.helpers import pictures
 from tests.helpers.recipe_runs import arguments
 

@@ -31,8 +31,8 @@ from rope_eval.tasks.haystack import Needles
 from rope_eval.tasks.longppl import LongPPL
 from rope_eval.tasks.passkey import Passkey
 from rope_eval.tasks.perplexity import Perplexity
-from rope_ext import checkpoints as models
 from rope_ext.errors import MeasureError, OptionError
+from rope_ext.saving import checkpoints as models
 from tests.helpers.checkpoint import TRAINED, save_checkpoint, save_texts
 
 ROOT = Path(__file__).parents[2]

@@ -21,8 +21,8 @@ from rope_eval.run import runner as run
 from rope_eval.run.plan import prepare
 from rope_eval.settings import Settings
 from rope_eval.tasks.passkey import Passkey
-from rope_ext import checkpoints as models
 from rope_ext.errors import MeasureError
+from rope_ext.saving import checkpoints as models
 
 TASKS = (Passkey(trials=2, depths=1),)
 CORPUS = '{"text": "years of work"}\n{"text": "and no line break at the end"}'

@@ -23,8 +23,8 @@ from rope_eval.plots.attention import (
     octaves,
 )
 from rope_eval.plots.numbers import decay_at, frequencies, largest_angles, used_distances
-from rope_ext import checkpoints as models
 from rope_ext.methods import Method, Rope
+from rope_ext.saving import checkpoints as models
 from tests.helpers.checkpoint import TRAINED, save_checkpoint
 from tests.helpers.models import tiny_llama
 

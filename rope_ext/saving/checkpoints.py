@@ -14,7 +14,7 @@ from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from rope_ext import loading
+from rope_ext import gguf_source
 from rope_ext.errors import (
     MeasureError,
     OptionError,
@@ -25,8 +25,9 @@ from rope_ext.errors import (
 )
 from rope_ext.patching import unpatch
 from rope_ext.position.bias import learned
-from rope_ext.record import Record, record_of
-from rope_ext.record import trained_length as trained_length_of
+from rope_ext.saving.load import fault_of_place, from_pretrained, read_sidecar
+from rope_ext.saving.record import Record, record_of
+from rope_ext.saving.record import trained_length as trained_length_of
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 _FAILURES = (OSError, KeyError, ValueError, RuntimeError, SafetensorError, StrictDataclassError)
@@ -45,7 +46,13 @@ def load_config(model: str) -> Any:
         raise MeasureError(
             f"{model} is an adapter; set --model to its base model, and --adapter {model}"
         )
-    return _load("configuration", AutoConfig.from_pretrained, model)
+    return _load("configuration", _read_config, model)
+
+
+def _read_config(model: str, gguf_file: str | None = None) -> Any:
+    if gguf_file is not None:
+        return gguf_source.load_config(model, gguf_file)
+    return AutoConfig.from_pretrained(model)
 
 
 def load_tokenizer(model: str) -> Any:
@@ -76,7 +83,7 @@ def load_model(
     """Load a causal language model in evaluation mode.
 
     Args:
-        model: a folder or a Hub ID.
+        model: a folder, a Hub ID or a GGUF file.
         dtype: one of ``DTYPES``; ``auto`` is float32 on a CPU, and the checkpoint's dtype
             elsewhere.
         device: a torch device, or ``auto`` for the accelerator, if there is one.
@@ -95,7 +102,8 @@ def load_model(
         dtype = "float32" if device == "cpu" else "auto"
     options = {} if attn is None else {"attn_implementation": attn}
     recorded = saved_under(load_config(model)) is not None
-    load = loading.from_pretrained if recorded else AutoModelForCausalLM.from_pretrained
+    ours = recorded or model.endswith(gguf_source.SUFFIX)
+    load = from_pretrained if ours else AutoModelForCausalLM.from_pretrained
     loaded = _load("weights", load, model, dtype=dtype, **options)
     if recorded and not as_saved:
         unpatch(loaded)
@@ -157,7 +165,7 @@ def adapter_record(adapter: str) -> Record | None:
     """
     try:
         _require_place(adapter)
-        sidecar = loading.read_sidecar(adapter)
+        sidecar = read_sidecar(adapter)
     except RopeExtError:
         raise
     except (OSError, ValueError) as error:
@@ -213,6 +221,7 @@ def identity(name: str, config: Any) -> dict[str, Any]:
     if commit is not None:
         return {"name": name, "commit": commit}
     files = sorted(path for pattern in _WEIGHTS for path in Path(name).glob(pattern))
+    files += [Path(name)] if os.path.isfile(name) else []
     stats = [(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in files]
     settings = "" if config is None else config.to_json_string()
     digest = hashlib.sha256((settings + repr(stats)).encode()).hexdigest()
@@ -221,7 +230,7 @@ def identity(name: str, config: Any) -> dict[str, Any]:
 
 def _require_place(name: str) -> None:
     """Raise for a missing folder, which transformers would report as a wrong Hub ID."""
-    fault = loading.fault_of_place(name)
+    fault = fault_of_place(name)
     if fault is not None:
         raise ValueError(fault)
 
@@ -264,8 +273,9 @@ def is_dynamic(config: Any) -> bool:
 
 def _load(what: str, load: Callable[..., Any], model: str, **options: Any) -> Any:
     try:
-        _require_place(model)
-        return load(model, **options)
+        folder, gguf = gguf_source.split(model)
+        _require_place(folder)
+        return load(folder, **gguf, **options)
     except RopeExtError:
         raise
     except ImportError as error:

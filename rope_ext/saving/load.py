@@ -29,6 +29,7 @@ from transformers.utils import (
     cached_file,  # pyright: ignore[reportPrivateImportUsage] - documented, not in __all__
 )
 
+from rope_ext import gguf_source
 from rope_ext.errors import (
     CURE,
     AdapterError,
@@ -42,9 +43,9 @@ from rope_ext.errors import (
 from rope_ext.patching import Patch, current_patch, patch
 from rope_ext.position import bias, head_positions, head_scales, inputs
 from rope_ext.position.bias import learned
-from rope_ext.record import FIELD, Record
 from rope_ext.rotary.sites import RotarySite, find_sites, text_decoder
 from rope_ext.saving import configuration
+from rope_ext.saving.record import FIELD, Record
 
 SIDECAR = "rope_ext.json"
 """File next to an adapter that records the patch it was trained under."""
@@ -243,7 +244,7 @@ def from_pretrained(
 
     Args:
         path: directory or Hub ID of a model saved under any patch, or of a PEFT adapter with a
-            ``rope_ext.json``, such as a Trainer checkpoint.
+            ``rope_ext.json``, such as a Trainer checkpoint; or a GGUF file of an unpatched model.
         base: base model of the adapter, if not the one named in ``adapter_config.json``.
         is_trainable: whether to continue training the adapter.
         **kwargs: arguments of ``from_pretrained`` of the saved class: ``dtype``, ``device_map``,
@@ -259,9 +260,12 @@ def from_pretrained(
         LoadError: the directory does not exist or contains no loadable model.
         RecordError: the saved patch cannot be read or applied.
     """
-    path = require_place(path)
+    folder, gguf = gguf_source.split(os.fspath(path)) if "gguf_file" not in kwargs else (path, {})
+    path, kwargs = require_place(folder), {**kwargs, **gguf}
     of_hub = {name: kwargs[name] for name in _OF_HUB if name in kwargs}
-    adapter = _find(path, "adapter_config.json", connection_errors=False, **of_hub)
+    adapter = None
+    if kwargs.get("gguf_file") is None:
+        adapter = _find(path, "adapter_config.json", connection_errors=False, **of_hub)
     if adapter is not None:
         _peft()
         model = _base_of(path, adapter, base, kwargs)
@@ -313,8 +317,9 @@ def _base_of(
             kwargs["revision"] = named["revision"]
     if not base:
         raise AdapterError(f"the adapter in {path} does not name its base model; pass base=")
+    folder, gguf = gguf_source.split(os.fspath(base))
     try:
-        model, _ = _load(require_place(base), kwargs, _class_name(named))
+        model, _ = _load(require_place(folder), {**kwargs, **gguf}, _class_name(named))
     except LoadError as error:
         raise AdapterError(
             f"the base model {str(base)!r} of the adapter in {path} cannot be loaded: {error}; "
@@ -502,7 +507,7 @@ def _load(
 
     ``class_name`` names a class of transformers; None uses the class that was saved.
     """
-    config = copy.deepcopy(kwargs.get("config"))
+    config, gguf_file = copy.deepcopy(kwargs.get("config")), kwargs.get("gguf_file")
     given = isinstance(config, PreTrainedConfig)
     if not given:
         names = (*_OF_HUB, "code_revision", "trust_remote_code")
@@ -512,14 +517,19 @@ def _load(
             configuration.quieted(logging.getLogger("transformers"), logging.ERROR),
             _loading("configuration", path),
         ):
-            config = AutoConfig.from_pretrained(config or path, **options)
+            if gguf_file is None:
+                config = AutoConfig.from_pretrained(config or path, **options)
+            else:
+                config = gguf_source.load_config(path, gguf_file, **options)
     text = config.get_text_config(decoder=True)
     where = f"config.json of {path}"
     record = None
     if getattr(text, FIELD, None) is not None:
         record = Record.from_json(getattr(text, FIELD), where)
-    if record is not None and not record.plain:  # else it is in force
+    restored = record is not None and not record.plain  # else it is in force
+    if restored:
         record.restore(config)  # before the rotary modules are built from it
+    if restored or gguf_file is not None:
         kwargs = {**kwargs, "config": config}
         changes = [] if given else [name for name in kwargs if _is_field(config, name)]
         for name in changes:
@@ -543,7 +553,10 @@ def _load(
             f"{where} belongs to a patched model, but its record of the patch is missing or does "
             f"not restore the original configuration; load the original model and patch it again"
         ) from error
-    if record is None and kwargs.get("config") is None:
+    if gguf_file is not None:
+        model = loaded[0] if isinstance(loaded, tuple) else loaded
+        gguf_source.adopt(model, gguf_source.joined(path, gguf_file))
+    elif record is None and kwargs.get("config") is None:
         _restore_older(loaded, path, kwargs)
     return loaded, record
 

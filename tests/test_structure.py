@@ -24,7 +24,7 @@ ROOMS = {
         "recommendation",
         "caches",
         "rotary forward.sequences",
-        "gguf_source saving",
+        "saving",
         "attention",
         "position.cache position.layers position.map position.tables",
         "forward",

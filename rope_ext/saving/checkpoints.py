@@ -14,7 +14,6 @@ from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from rope_ext import gguf_source
 from rope_ext.errors import (
     MeasureError,
     OptionError,
@@ -25,6 +24,7 @@ from rope_ext.errors import (
 )
 from rope_ext.patching import unpatch
 from rope_ext.position.bias import learned
+from rope_ext.saving import gguf_source
 from rope_ext.saving.load import fault_of_place, from_pretrained, read_sidecar
 from rope_ext.saving.record import Record, record_of
 from rope_ext.saving.record import trained_length as trained_length_of

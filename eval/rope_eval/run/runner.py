@@ -24,9 +24,9 @@ from rope_eval.run.results import Result, loss, share_found, tail
 from rope_eval.run.served import Served
 from rope_eval.settings import Settings
 from rope_eval.systems import System, under
-from rope_ext import checkpoints as models
 from rope_ext.errors import MeasureError, RopeExtError
 from rope_ext.method_options import UNPATCHED
+from rope_ext.saving import checkpoints as models
 from rope_ext.terminal import tell
 
 LOG = log_name(0)
@@ -197,6 +197,7 @@ def _outcome(system: System, case: Case, result: Result) -> Outcome:
         tokens=result.tokens,
         written=result.written,
         curve=result.curve,
+        led=result.led,
     )
 
 
@@ -301,7 +302,8 @@ class Runner:
         for row, case in enumerate(batch):
             if case.mode == "argmax":
                 found = bool(hits[row, -case.count :].all())
-                results.append(Result(float(found), case.count))
+                led = bool(hits[row, -tails[row] : -case.count].all()) if case.lead else None
+                results.append(Result(float(found), case.count, led=led))
             else:
                 results.append(loss(case, losses[row, -tails[row] :].double()))
         return results

@@ -19,20 +19,20 @@ def split(names: str | Iterable[str]) -> list[str]:
 
 
 def parse_lengths(text: str | Iterable[str], option: str = "--lengths") -> tuple[int, ...]:
-    """Parse ``512,4k`` into token counts; k is 1024.
+    """Parse ``512,4k,1m`` into token counts; k is 1024 and m is 1024 k.
 
     Raises:
         OptionError: an item is not a number of tokens.
     """
     lengths = []
     for word in split(text):
-        match = re.fullmatch(r"([0-9]{1,15})(k?)", word.lower())
+        match = re.fullmatch(r"([0-9]{1,15})([km]?)", word.lower())
         if match is None:
             raise OptionError(
                 f"{option} {word!r} is not a number of tokens; use a number such as 32768, 32k or "
-                f"128k{', or several, separated by commas' if option == '--lengths' else ''}"
+                f"1m{', or several, separated by commas' if option == '--lengths' else ''}"
             )
-        lengths.append(int(match[1]) * (1024 if match[2] else 1))
+        lengths.append(int(match[1]) * 1024 ** " km".index(match[2] or " "))
     return tuple(lengths)
 
 
@@ -65,8 +65,18 @@ def parse_length(text: str, option: str = "--length") -> int:
     """
     lengths = parse_lengths(text, option)
     if len(lengths) != 1:
-        raise OptionError(f"{option} {text!r} is not a single length; use 32768, 32k or 128k")
+        raise OptionError(f"{option} {text!r} is not a single length; use 32768, 32k or 1m")
     return lengths[0]
+
+
+def split_gguf_file(words: Sequence[str]) -> tuple[list[str], str | None]:
+    """Take ``--gguf-file FILE`` or ``--gguf-file=FILE`` out of the words of a command."""
+    for place, word in enumerate(words):
+        if word == "--gguf-file" and place + 1 < len(words):
+            return [*words[:place], *words[place + 2 :]], words[place + 1]
+        if word.startswith("--gguf-file="):
+            return [*words[:place], *words[place + 1 :]], word.partition("=")[2]
+    return list(words), None
 
 
 def parse_options(

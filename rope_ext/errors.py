@@ -8,6 +8,9 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+CURE = "rope_ext: unknown to plain transformers; load with rope_ext.from_pretrained"
+"""Written where transformers looks up a name, so that its error tells users what to do."""
+
 
 class RopeExtError(ValueError):
     """Base class of all errors in this package."""

@@ -49,7 +49,7 @@ def _evaluate(
             )
         if outcomes is None:
             return None
-        report = Report(plan, outcomes)
+        report = Report(plan.measured(), outcomes)
         paths = report.write()
     report.print()  # whatever becomes of it, the files are there
     for path in paths:

@@ -12,7 +12,6 @@ take the place of what their projections and norms return.
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -24,7 +23,6 @@ from torch import nn
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from rope_ext.attention.call import Pairs
-from rope_ext.attention.step import Columns
 from rope_ext.encodings import Heads
 from rope_ext.errors import OptionError, UnsupportedModelError
 from rope_ext.forward.context import forward_context
@@ -63,11 +61,6 @@ class Layout:
     pair: torch.Tensor
     local: bool
     heads: Heads
-
-    @functools.cached_property
-    def columns(self) -> Columns:
-        """The pairs by column, for a step of decoding."""
-        return Columns.from_pairs(self.pairs, self.heads.columns)
 
     def equals(self, other: Layout) -> bool:
         """Whether both rotate the same columns by the same frequencies, for the same reach."""

@@ -6,7 +6,7 @@ Batches are a function of the plan alone.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -21,9 +21,17 @@ from rope_eval.settings import Settings, require_seed
 from rope_eval.systems import BEFORE, System, beyond, without_before
 from rope_eval.tasks.base import Task
 from rope_eval.versions import versions
-from rope_ext import checkpoints as models
 from rope_ext.errors import MeasureError, Mistakes, OptionError, RopeExtError
-from rope_ext.method_options import UNPATCHED, built, checked_methods, label, saved_otherwise
+from rope_ext.method_options import (
+    ADAPTER,
+    UNPATCHED,
+    built,
+    checked_methods,
+    label,
+    saved_otherwise,
+)
+from rope_ext.methods import method_class
+from rope_ext.saving import checkpoints as models
 
 BEFORE_TRAINING, TRAINED = ", before training", ", trained"
 """End of the labels of an adapter's method, where it is measured without and with its weights."""
@@ -43,6 +51,8 @@ class Plan:
         questions: by (model, name of a task).
         identities: of every model.
         notes: what a reader of the results should know.
+        chat: whether prompts use a chat template, by model; empty where no task has prompts.
+        refused: why a model cannot take a method, by the name of the system; ``run`` fills it.
     """
 
     settings: Settings
@@ -52,6 +62,36 @@ class Plan:
     questions: Mapping[tuple[str, str], Questions]
     identities: Mapping[str, Mapping[str, Any]]
     notes: tuple[str, ...]
+    chat: Mapping[str, bool] = field(default_factory=dict)
+    refused: dict[str, str] = field(default_factory=dict)
+
+    def measured(self) -> Plan:
+        """The plan without the refused systems, whose reasons are among its notes."""
+        if not self.refused:
+            return self
+        systems = tuple(system for system in self.systems if system.name not in self.refused)
+        left = {system.method for system in systems}
+        gone = {system.method for system in self.systems} - left
+
+        def goes_on(name: str) -> bool:
+            return name in (UNPATCHED, ADAPTER, BEFORE) or method_class(name).name not in gone
+
+        settings = replace(
+            self.settings,
+            methods=tuple(filter(goes_on, self.settings.methods)),
+            options={name: v for name, v in self.settings.options.items() if goes_on(name)},
+        )
+        return replace(
+            self,
+            settings=settings,
+            systems=systems,
+            notes=(*self.notes, *self.refusals),
+        )
+
+    @property
+    def refusals(self) -> list[str]:
+        """A sentence for every refused system."""
+        return [f"{name} is not measured: {reason}" for name, reason in self.refused.items()]
 
     def cases(self, system: System) -> Iterator[Case]:
         """Everything that is asked of ``system``, in the order of the report."""
@@ -105,6 +145,8 @@ class Plan:
         """The outcome of every case of every system, in the order of the report."""
         outcomes = []
         for system in self.systems:
+            if system.name in self.refused:
+                continue
             wholes: dict[tuple[str, int], Outcome] = {}
             cases = list(self.cases(system))
             for case in cases:
@@ -175,9 +217,10 @@ def prepare(
     notes += [note for built in questions.values() for note in built.notes]
     identities = _identities(settings, configs, trained)
     systems = tuple(_systems(settings, methods, configs, identities))
-    return Plan(
-        settings, parts, lengths, systems, questions, identities, tuple(dict.fromkeys(notes))
-    )
+    prompted = any(task.kind == "rate" for task in parts)
+    chat = {model: frame.around is not None for model, frame in frames.items()} if prompted else {}
+    notes = tuple(dict.fromkeys(notes))
+    return Plan(settings, parts, lengths, systems, questions, identities, notes, chat)
 
 
 def _read(model: str, settings: Settings) -> tuple[Any, int]:

@@ -24,9 +24,10 @@ from rope_eval.run.results import Result, loss, share_found, tail
 from rope_eval.run.served import Served
 from rope_eval.settings import Settings
 from rope_eval.systems import System, under
-from rope_ext import checkpoints as models
-from rope_ext.errors import MeasureError
+from rope_ext.errors import MeasureError, RopeExtError
 from rope_ext.method_options import UNPATCHED
+from rope_ext.saving import checkpoints as models
+from rope_ext.terminal import tell
 
 LOG = log_name(0)
 
@@ -78,11 +79,12 @@ def run(
         begin: told the work there is, before the first.
 
     Returns:
-        All outcomes of the plan, in its order; None in every process but the first.
+        All outcomes of the plan, in its order; None in every process but the first. A model that
+        refuses a method is measured without it, and ``plan.refused`` has the reason.
 
     Raises:
-        RopeExtError: a model cannot be loaded, or a method cannot be applied to it, or there is
-            not enough memory.
+        RopeExtError: a model cannot be loaded, or every method is refused, or there is not enough
+            memory.
     """
     ranks = Ranks.join(plan.settings.device)
     with plan.folder.lock():
@@ -112,14 +114,17 @@ def _measure(
     settings = plan.settings
     with adding(settings.output / log_name(ranks.rank)) as add:
         for name, systems in groupby(plan.systems, key=lambda system: system.model):
-            systems = [system for system in systems if work[system]]
+            # Every process asks about the same systems, so that all know the same refusals.
+            systems = [system for system in systems if plan.left(system)]
             if not systems:
                 continue
             runner = _measurer(name, settings, ranks.device)
             for system in systems:  # what cannot be applied shows before anything is measured
-                with runner.applied(system):
-                    pass
+                if _refused(plan, runner, system):
+                    advance(sum(map(_work, work[system])))
             for system in systems:
+                if system.name in plan.refused or not work[system]:
+                    continue
                 with runner.applied(system):
                     for results in runner.results(system, work[system]):
                         for case, result in results:
@@ -129,6 +134,25 @@ def _measure(
                                 done[outcome.key] = outcome
                         advance(_work([case for case, _ in results]))
             del runner  # before the next one is loaded
+
+
+def _refused(plan: Plan, runner: Measurer, system: System) -> bool:
+    """Try ``system``; note in ``plan.refused`` why the model does not take it.
+
+    Raises:
+        RopeExtError: it is refused, and so was every other method on every model.
+    """
+    try:
+        with runner.applied(system):
+            return False
+    except MeasureError:
+        raise
+    except RopeExtError as error:
+        plan.refused[system.name] = str(error)
+        if all(s.name in plan.refused for s in plan.systems if s.method != UNPATCHED):
+            raise
+        tell(f"note: {plan.refusals[-1]}", "yellow")
+        return True
 
 
 def _merged(plan: Plan, done: dict[str, Outcome]) -> list[Outcome]:
@@ -173,6 +197,7 @@ def _outcome(system: System, case: Case, result: Result) -> Outcome:
         tokens=result.tokens,
         written=result.written,
         curve=result.curve,
+        led=result.led,
     )
 
 
@@ -277,7 +302,8 @@ class Runner:
         for row, case in enumerate(batch):
             if case.mode == "argmax":
                 found = bool(hits[row, -case.count :].all())
-                results.append(Result(float(found), case.count))
+                led = bool(hits[row, -tails[row] : -case.count].all()) if case.lead else None
+                results.append(Result(float(found), case.count, led=led))
             else:
                 results.append(loss(case, losses[row, -tails[row] :].double()))
         return results

@@ -20,8 +20,8 @@ from rope_eval.data.prompts import Frame, beginning, encode
 from rope_eval.run.results import Result, loss, share_found, tail
 from rope_eval.settings import Settings
 from rope_eval.systems import System
-from rope_ext import checkpoints as models
 from rope_ext.errors import MeasureError, OptionError, first_line
+from rope_ext.saving import checkpoints as models
 
 if TYPE_CHECKING:
     from types import ModuleType
@@ -176,7 +176,9 @@ class Served:
             tokens = len(encode(self.tokenizer, text))
             return Result(share_found(case, text), tokens, text)
         # Greedy decoding writes the answer exactly if each of its tokens is the argmax.
-        text = self._written(case.ids[: -case.count], case.count)
+        # A space at the end of a message would not survive many chat templates.
+        count = case.count + (case.lead if self.settings.api == "chat" else 0)
+        text = self._written(case.ids[:-count], count)
         wanted = self.tokenizer.decode(case.ids[-case.count :], skip_special_tokens=True)
         return Result(float(text.strip() == wanted.strip()), case.count, text)
 

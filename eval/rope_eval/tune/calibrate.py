@@ -56,8 +56,8 @@ from rope_ext.errors import MeasureError, OptionError, RopeExtError, nearest
 from rope_ext.methods import Method, Rope, build_method
 from rope_ext.methods.rope import factor_to
 from rope_ext.patching import patched
-from rope_ext.record import method_to_json
 from rope_ext.rotary.sites import evaluating, text_decoder
+from rope_ext.saving.record import method_to_json
 
 LOG, RESULT, PICTURE = (f"{NAME}.{end}" for end in ("jsonl", "json", "png"))
 _STEP = 0.1  # of the attention factor, beyond its grid and around the value found before

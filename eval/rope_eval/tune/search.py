@@ -55,8 +55,8 @@ from rope_ext.methods import (
 )
 from rope_ext.methods.kinds import FACTORS
 from rope_ext.patching import patched
-from rope_ext.record import method_to_json
 from rope_ext.rotary.sites import evaluating
+from rope_ext.saving.record import method_to_json
 
 START_TOKENS = (0, 1, 2, 4, 8, 12, 16, 20, 24, 28, 32, 64, 128, 256)
 """The numbers of start tokens that LongRoPE chooses from."""

@@ -32,17 +32,19 @@ class Checkpoint:
         trained: tokens.
         longest: tokens of each document.
         lengths: of the prompts, tokens.
+        trials: prompts of each task, length and depth.
     """
 
     name: str
     trained: int
     longest: int
     lengths: tuple[int, ...]
+    trials: int
 
 
 CHECKPOINTS = {
-    "smollm2": Checkpoint("SmolLM2-135M-Instruct", 8192, 32768, (8192, 12288, 16384, 32768)),
-    "gemma3": Checkpoint("gemma-3-270m", 32768, 65536, (32768, 49152, 65536)),
+    "smollm2": Checkpoint("SmolLM2-135M-Instruct", 8192, 32768, (8192, 12288, 16384, 32768), 4),
+    "gemma3": Checkpoint("gemma-3-270m", 32768, 65536, (32768, 65536), 2),
 }
 
 
@@ -67,7 +69,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if not path.exists():
         tokenizer = AutoTokenizer.from_pretrained(folder_of, **weights)
         cache = folder / "manuals"
-        questions.write(path, tokenizer, chosen.longest, chosen.lengths, cache)
+        questions.write(path, tokenizer, chosen.longest, chosen.lengths, chosen.trials, cache)
     if args.prepare:
         return
     output = args.output or folder / f"{args.checkpoint}.jsonl"

@@ -14,7 +14,6 @@ from typing import Any, Literal, ParamSpec, TypeVar
 import torch
 from torch import nn
 
-from rope_ext import gguf_source
 from rope_ext.apply import APPLY
 from rope_ext.apply.raising import raise_factor
 from rope_ext.encodings import Encoding
@@ -40,7 +39,7 @@ from rope_ext.rotary.sites import (
     text_decoder,
     unwrap,
 )
-from rope_ext.saving import configuration
+from rope_ext.saving import configuration, gguf_source
 from rope_ext.saving.older_readers import older_fields
 from rope_ext.saving.rebuild import REFUSED, UNPATCHED, UNSAVED
 from rope_ext.saving.record import FIELD, Record

@@ -12,10 +12,10 @@ import torch
 from torch import nn
 from transformers import PreTrainedConfig
 
-from rope_ext import gguf_source
 from rope_ext.methods import Method, all_methods
 from rope_ext.patching import Patch, current_patch
 from rope_ext.rotary.sites import RotarySite, find_sites, text_config, text_decoder
+from rope_ext.saving import gguf_source
 from rope_ext.saving.record import option_texts, record_of
 
 _SOURCES = {

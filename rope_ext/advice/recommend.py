@@ -14,7 +14,6 @@ from typing import Any
 from torch import nn
 from transformers import PreTrainedConfig
 
-from rope_ext import gguf_source
 from rope_ext.advice.building import built, require_length
 from rope_ext.advice.calibrated import Calibrated, calibration_for, misfit
 from rope_ext.advice.describe import call_text
@@ -30,6 +29,7 @@ from rope_ext.methods.rope import factor_to
 from rope_ext.patching import current_patch, first_site, patched
 from rope_ext.recommendation import Recommendation
 from rope_ext.rotary.sites import RotarySite, text_config, text_decoder
+from rope_ext.saving import gguf_source
 from rope_ext.saving.configuration import is_scaled
 from rope_ext.saving.folder import read_saved
 

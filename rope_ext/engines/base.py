@@ -25,6 +25,7 @@ from rope_ext.methods.temperature import SSMax, yarn_factor
 from rope_ext.patching import Patch, current_patch
 from rope_ext.rotary.sites import find_sites, text_config, text_decoder, unwrap
 from rope_ext.saving.checkpoints import load_config
+from rope_ext.saving.configuration import part_of
 from rope_ext.saving.folder import Saved, read_saved
 from rope_ext.saving.record import record_of
 
@@ -289,7 +290,7 @@ class Scaling:
         """The scaling of a patch with one fixed set of frequencies."""
         site = state.scaled[0]
         rope = Rope.geometric(site.rope.base, site.rope.dim, site.rope.length)
-        parameters = text_config(state.decoder).rope_parameters
+        parameters = part_of(text_config(state.decoder).rope_parameters, site)
         return cls(rope, *state.frequencies_of(site), state.target_length, parameters)
 
     @classmethod
@@ -346,11 +347,17 @@ class Scaling:
         return base if torch.allclose(made, self.inv_freq, rtol=1e-6, atol=0) else None
 
 
-def refuse_unproven(state: Patch) -> None:
-    """Raise unless ``state`` is one fixed set of frequencies."""
+def refuse_unproven(state: Patch, sliding_base: float | None = None) -> None:
+    """Raise unless ``state`` is one fixed set of frequencies.
+
+    Args:
+        state: the patch.
+        sliding_base: base by which the engine rotates sliding layers, whatever its settings.
+    """
     refuse_positions(state)
     refuse_adapting(state.method)
-    if len(state.sites) > 1:
+    sliding = [site.rope.base for site in state.sites if site not in state.scaled]
+    if len(state.scaled) > 1 or (sliding and sliding != [sliding_base]):
         raise Refusal("models with several rotary embeddings have not been tested")
 
 

@@ -69,11 +69,13 @@ class Architecture(Family):
             so converters reorder the rows of the query and key weights.
         keys: additional GGUF keys, without the architecture prefix, that no configuration field
             provides.
+        sliding_base: base by which it rotates sliding layers, unscaled under every setting.
     """
 
     name: str = ""
     interleaved: bool = False
     keys: Mapping[str, Any] = field(default_factory=dict)
+    sliding_base: float | None = None
 
 
 def _served(*names: str, **options: Any) -> dict[str, ServedFamily]:
@@ -255,6 +257,7 @@ LLAMA_CPP: Mapping[str, Architecture] = {
     "ernie4_5": _without_table("ernie4_5"),
     "hunyuan_v1_dense": _without_table("hunyuan-dense"),
     "phi3": _without_table("phi3"),
+    "gemma3_text": _without_table("gemma3", sliding_base=10000.0),
     **dict.fromkeys(
         ("lfm2", "lfm2_moe", "qwen3_5_text", "qwen3_5_moe_text"),
         Architecture((), "no GGUF file of this family can be made here to run it"),

@@ -18,11 +18,11 @@ from rope_ext.engines.families import LLAMA_CPP
 from rope_ext.engines.gguf_model import require_gguf
 from rope_ext.engines.llama_cpp import Plan, plan, planned
 from rope_ext.errors import ExportError, first_line
-from rope_ext.gguf_source import TABLE
 from rope_ext.method_options import checked_methods
 from rope_ext.methods import FrequencyMethod, Method, Rope, build_method
 from rope_ext.patching import current_patch
 from rope_ext.rotary.sites import text_config, text_decoder
+from rope_ext.saving.gguf_source import TABLE
 
 _CHUNK = 1 << 24  # bytes copied at a time
 _MAGIC, _VERSION = b"GGUF", 3

@@ -17,7 +17,6 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 
-from rope_ext import gguf_source
 from rope_ext.engines import families
 from rope_ext.engines.base import (
     Engine,
@@ -28,14 +27,16 @@ from rope_ext.engines.base import (
     family_of,
     model_name,
     precise_note,
+    refuse_positions,
     refuse_unproven,
     register,
 )
-from rope_ext.gguf_source import TABLE
 from rope_ext.methods import Method, YaRN, build_method
 from rope_ext.methods.temperature import yarn_factor
 from rope_ext.patching import Patch
+from rope_ext.saving import gguf_source
 from rope_ext.saving.folder import Saved
+from rope_ext.saving.gguf_source import TABLE
 
 READS_TABLE = tuple(
     dict.fromkeys(f.name for f in families.LLAMA_CPP.values() if "longrope" in f.kinds)
@@ -251,11 +252,12 @@ def planned(state: Patch, in_file: bool) -> Plan:
             "--grp-attn-w of them, so that neighbors lose their exact distances, which "
             "Self-Extend keeps for each query"
         )
-    refuse_unproven(state)
-    if not state.native:
-        raise Refusal("it has no setting for these frequencies")
+    refuse_positions(state)
     family = family_of(state, "llama.cpp")
     assert isinstance(family, families.Architecture)
+    refuse_unproven(state, family.sliding_base)
+    if not state.native:
+        raise Refusal("it has no setting for these frequencies")
     site, scaling = state.scaled[0], Scaling.from_patch(state)
     if not site.scaled and state.frequencies is not None:
         # Families that know one type only are saved with a table.

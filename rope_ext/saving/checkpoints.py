@@ -17,7 +17,6 @@ from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from rope_ext import gguf_source
 from rope_ext.errors import (
     MeasureError,
     OptionError,
@@ -30,6 +29,7 @@ from rope_ext.patching import unpatch
 from rope_ext.position.bias import learned
 from rope_ext.rotary.settings import all_settings, contradictions
 from rope_ext.rotary.settings import trained_length as trained_length_of
+from rope_ext.saving import gguf_source
 from rope_ext.saving.load import fault_of_place, from_pretrained, read_sidecar
 from rope_ext.saving.record import Record, record_of
 

@@ -29,7 +29,6 @@ from transformers.utils import (
     cached_file,  # pyright: ignore[reportPrivateImportUsage] - documented, not in __all__
 )
 
-from rope_ext import gguf_source
 from rope_ext.errors import (
     CURE,
     AdapterError,
@@ -44,7 +43,7 @@ from rope_ext.patching import Patch, current_patch, patch
 from rope_ext.position import bias, head_positions, head_scales, inputs
 from rope_ext.position.bias import learned
 from rope_ext.rotary.sites import RotarySite, find_sites, text_decoder
-from rope_ext.saving import configuration
+from rope_ext.saving import configuration, gguf_source
 from rope_ext.saving.record import FIELD, Record
 
 SIDECAR = "rope_ext.json"
@@ -260,7 +259,7 @@ def from_pretrained(
         LoadError: the directory does not exist or contains no loadable model.
         RecordError: the saved patch cannot be read or applied.
     """
-    folder, gguf = gguf_source.split(os.fspath(path)) if "gguf_file" not in kwargs else (path, {})
+    folder, gguf = gguf_source.split(path) if "gguf_file" not in kwargs else (path, {})
     path, kwargs = require_place(folder), {**kwargs, **gguf}
     of_hub = {name: kwargs[name] for name in _OF_HUB if name in kwargs}
     adapter = None
@@ -317,7 +316,7 @@ def _base_of(
             kwargs["revision"] = named["revision"]
     if not base:
         raise AdapterError(f"the adapter in {path} does not name its base model; pass base=")
-    folder, gguf = gguf_source.split(os.fspath(base))
+    folder, gguf = gguf_source.split(base)
     try:
         model, _ = _load(require_place(folder), {**kwargs, **gguf}, _class_name(named))
     except LoadError as error:
@@ -526,18 +525,17 @@ def _load(
     record = None
     if getattr(text, FIELD, None) is not None:
         record = Record.from_json(getattr(text, FIELD), where)
-    restored = record is not None and not record.plain  # else it is in force
-    if restored:
+    if record is not None and record.plain:
+        record = None  # it is in force
+    if record is not None:
         record.restore(config)  # before the rotary modules are built from it
-    if restored or gguf_file is not None:
+    if record is not None or gguf_file is not None:
         kwargs = {**kwargs, "config": config}
         changes = [] if given else [name for name in kwargs if _is_field(config, name)]
         for name in changes:
             setattr(config, name, kwargs.pop(name))
-    else:
-        if record is None and kwargs.get("config") is not None:
-            _require_no_record(path, kwargs)
-        record = None
+    elif kwargs.get("config") is not None and getattr(text, FIELD, None) is None:
+        _require_no_record(path, kwargs)
     cls: Any = getattr(transformers, class_name or _architecture(config, path), None)
     of_task = class_name in (_CAUSAL, *_TASKS.values())
     is_model = isinstance(cls, type) and issubclass(cls, PreTrainedModel)

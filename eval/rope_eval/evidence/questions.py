@@ -15,12 +15,12 @@ from typing import Any
 import numpy as np
 
 from rope_eval.cases import digest
-from rope_eval.data.prompts import Frame, beginning, encode, longest
+from rope_eval.data.prompts import Frame, beginning, encode
 from rope_eval.evidence.texts import MANUALS, read_manuals
 from rope_eval.tasks.passkey import INTRO, Passkey
 
 TASKS = ("passkey", "needle")
-DEPTHS, TRIALS = 5, 4
+DEPTHS = 5
 HIDDEN = "My favorite fruit is the {fruit}. Remember it. The {fruit} is my favorite fruit."
 ASK, LEAD = "\nWhat is my favorite fruit?", " Your favorite fruit is the"
 FRUITS = (
@@ -72,7 +72,13 @@ class Questions:
 
 
 def write(
-    path: Path, tokenizer: Any, longest: int, lengths: Sequence[int], cache: Path, seed: int = 0
+    path: Path,
+    tokenizer: Any,
+    longest: int,
+    lengths: Sequence[int],
+    trials: int,
+    cache: Path,
+    seed: int = 0,
 ) -> None:
     """Write the documents and prompts for one tokenizer.
 
@@ -81,6 +87,7 @@ def write(
         tokenizer: of the model.
         longest: tokens of each document.
         lengths: of the prompts, tokens.
+        trials: prompts of each task, length and depth.
         cache: directory of the downloaded manuals.
         seed: of keys, values and places.
 
@@ -97,7 +104,7 @@ def write(
     index: dict[str, Any] = {"documents": list(arrays), "prompts": []}
     frame = Frame.from_tokenizer(tokenizer)
     for length in lengths:
-        for task, cases in _cases(frame, length, texts[-1], seed).items():
+        for task, cases in _cases(frame, length, texts[-1], trials, seed).items():
             rows = []
             for number, (ids, count, depth) in enumerate(cases):
                 name = f"{task}.{length}.{number}"
@@ -110,13 +117,13 @@ def write(
 
 
 def _cases(
-    frame: Frame, length: int, text: str, seed: int
+    frame: Frame, length: int, text: str, trials: int, seed: int
 ) -> dict[str, list[tuple[Sequence[int], int, float]]]:
     """Easy prompts: a key of three digits in repeated sentences, and a fruit hidden in a manual."""
-    passkey = Passkey(trials=TRIALS, depths=DEPTHS, digits=3, prompt="inline")
+    passkey = Passkey(trials=trials, depths=DEPTHS, digits=3, prompt="inline")
     words = text.split()
     rng = random.Random(f"needle:{seed}:{length}")
-    places = [(bin + rng.random()) / DEPTHS for bin in range(DEPTHS) for _ in range(TRIALS)]
+    places = [(bin + rng.random()) / DEPTHS for bin in range(DEPTHS) for _ in range(trials)]
     return {
         "passkey": [
             (case.ids, case.count, case.depth or 0.0)
@@ -134,12 +141,18 @@ def _needle(
 ) -> tuple[Sequence[int], int]:
     """The text from a random word on, with the sentence in it, and the tokens of the answer."""
     start = rng.randrange(len(words))
+    turned = [*words[start:], *words[:start]]
 
     def build(count: int) -> tuple[Sequence[int], int]:
-        hay = [*words[start:], *words[:start]][:count]
+        hay = turned[:count]
         cut = round(depth * len(hay))
         content = [INTRO + "\n", *hay[:cut], HIDDEN.format(fruit=fruit), *hay[cut:]]
         return frame.whole(" ".join(content) + ASK, LEAD, fruit)
 
-    count, _ = longest(lambda count: build(count)[0], length, most=len(words))
-    return build(count)
+    # A few tokens less than asked for are no matter, and a prompt of 65536 takes a while to build.
+    count = length // 2
+    while True:
+        ids, answer = build(count)
+        if 0.99 * length <= len(ids) <= length:
+            return ids, answer
+        count = int(count * 0.995 * length / len(ids))

@@ -12,6 +12,7 @@ import logging
 import os
 import struct
 from dataclasses import dataclass
+from os import PathLike
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -39,14 +40,15 @@ _STILL = 1e29  # divisors above it stop a pair
 _logger = logging.getLogger("rope_ext")
 
 
-def split(name: str) -> tuple[str, dict[str, str]]:
+def split(given: str | PathLike[str]) -> tuple[Any, dict[str, str]]:
     """Split ``FOLDER/FILE.gguf`` or ``OWNER/NAME/FILE.gguf`` into the arguments of transformers.
 
     Returns:
         A directory or Hub ID, and ``{"gguf_file": FILE}``; the name and ``{}`` for other models.
     """
+    name = str(given)
     if not name.endswith(SUFFIX):
-        return name, {}
+        return given, {}
     folder, file = os.path.split(name)
     if name.count("/") > 1 and not os.path.isdir(folder) and not os.path.isabs(name):
         owner, repository, file = name.split("/", 2)
@@ -89,16 +91,16 @@ def adopt(model: nn.Module, name: str | None = None) -> None:
     transformers leaves it marked as quantized, and so refuses to save, train or cast it. Warns of
     scaling in the file.
     """
-    model = unwrap(model)
-    quantizer: Any = getattr(model, "hf_quantizer", None)
+    outermost: Any = unwrap(model)
+    quantizer: Any = getattr(outermost, "hf_quantizer", None)
     settings = getattr(quantizer, "quantization_config", None)
     file = getattr(settings, "gguf_file", None)
     if file is not None and not quantizer.packed_modules:  # else its weights are still blocks
-        name = name or joined(model.config.name_or_path, file)
-        quantizer.remove_quantization_config(model)
+        name = name or joined(outermost.config.name_or_path, file)
+        quantizer.remove_quantization_config(outermost)
     if name is not None:
-        model.config.name_or_path = model.name_or_path = name
-        for note in scaling_notes(model.config):
+        outermost.config.name_or_path = outermost.name_or_path = name
+        for note in scaling_notes(outermost.config):
             _logger.warning("rope_ext: %s", note)
 
 
@@ -157,9 +159,9 @@ def read_scaling(path: str | Path) -> FileScaling | None:
     context = keys[f"{prefix}context_length"]
     length, factor = own.get("original_context_length"), own.get("factor")
     method: FrequencyMethod | None = None
-    more = {} if multiplier is None else {"attention_factor": multiplier}
+    more: dict[str, Any] = {} if multiplier is None else {"attention_factor": multiplier}
     if kind == "yarn" and factor:
-        if more:  # llama.cpp multiplies this by its own
+        if multiplier is not None:  # llama.cpp multiplies it by its own
             more = {"attention_factor": multiplier * yarn_factor(factor)}
         betas = {f"beta_{end}": own.get(f"yarn_beta_{end}") for end in ("fast", "slow")}
         more |= {name: beta for name, beta in betas.items() if beta is not None}

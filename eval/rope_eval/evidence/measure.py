@@ -199,6 +199,8 @@ class Measurement:
             if self._depends_on_length(method, options):
                 # One forward has the losses of one length alone.
                 shares = (1.25, 1.5, 2) if factor == 2 else (factor,)
+                if factor == 2 and method == "lampe":  # it changes short texts, too
+                    shares = (1, *shares)
                 lengths = [round(share * self.trained) for share in shares]
             cells = [
                 Cell(method, options, "loss", self._within(each, options), document)

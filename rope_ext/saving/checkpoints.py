@@ -24,7 +24,9 @@ from rope_ext.errors import (
 )
 from rope_ext.patching import unpatch
 from rope_ext.position.bias import learned
-from rope_ext.saving.load import fault_of_place, from_pretrained, read_sidecar
+from rope_ext.saving.adapters import read_sidecar
+from rope_ext.saving.hub import fault_of_place
+from rope_ext.saving.load import from_pretrained
 from rope_ext.saving.record import Record, record_of
 from rope_ext.saving.record import trained_length as trained_length_of
 

@@ -20,7 +20,7 @@ from typer.testing import CliRunner
 import rope_ext
 from rope_ext.cli import app
 from rope_ext.patching import current_patch
-from rope_ext.saved import built_on_meta, patch_without_weights
+from rope_ext.saving.folder import built_on_meta, patch_without_weights
 from tests.families.zoo import LENGTH, image_text_types, tiny_config, tiny_model
 
 SETTINGS = {"vllm": "hf_overrides", "sglang": "json_model_override_args"}

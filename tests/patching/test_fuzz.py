@@ -24,7 +24,7 @@ from hypothesis import strategies as st
 import rope_ext
 from rope_ext.methods import all_methods
 from rope_ext.patching import current_patch
-from rope_ext.saving.load import Sidecar
+from rope_ext.saving.adapters import Sidecar
 from rope_ext.saving.record import Record, record_of
 from tests.families.checks import changed, snapshot
 from tests.helpers.models import LENGTH, tiny_llama

@@ -686,3 +686,18 @@ def test_swapped_arguments_are_told_without_printing_the_model(call: Any) -> Non
     with pytest.raises(rope_ext.OptionError, match="<LlamaForCausalLM> is not valid") as told:
         call(tiny_llama())
     assert len(str(told.value)) < 250
+
+
+@pytest.mark.parametrize("method", ["yarn", "dynamic_yarn", "rerope", "t5"])
+def test_a_patch_in_inference_mode_leaves_no_inference_tensors(model, method: str) -> None:
+    rope_ext.patch(model, "pi", factor=4)
+    with torch.inference_mode():
+        with rope_ext.unpatched(model):
+            pass
+        rope_ext.patch(model, method, factor=4, replace=True)
+        rope_ext.patch(model, method, factor=8, replace=True)
+    tensors = [*model.parameters(), *model.buffers()]
+    assert not any(tensor.is_inference() for tensor in tensors)
+    with torch.inference_mode():
+        rope_ext.unpatch(model)
+    assert not any(tensor.is_inference() for tensor in model.buffers())

@@ -8,7 +8,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, ParamSpec, TypeVar
 
 import torch
@@ -35,10 +35,11 @@ from rope_ext.rotary.sites import (
     RotarySite,
     chosen_sites,
     find_sites,
+    text_config,
     text_decoder,
     unwrap,
 )
-from rope_ext.saving import configuration
+from rope_ext.saving import configuration, gguf_source
 from rope_ext.saving.older_readers import older_fields
 from rope_ext.saving.rebuild import REFUSED, UNPATCHED, UNSAVED
 from rope_ext.saving.record import FIELD, Record
@@ -405,6 +406,7 @@ def _listed(names: list[str]) -> str:
 
 @torch.inference_mode(False)  # tensors that are made inside of it could not be moved later
 def _patch(model: nn.Module, decoder: nn.Module, method: Method, options: Options) -> None:
+    gguf_source.adopt(model)
     config = configuration.ConfigState(decoder, model)
     sites = find_sites(decoder, options.original_max_position_embeddings)
     scaled = chosen_sites(decoder, sites, options.sliding_layers)
@@ -517,6 +519,14 @@ def note_patch(model: Model, method: Method, **keywords: Any) -> Model:
         changes=Changes(),
     )
     return model
+
+
+def note_target(model: nn.Module, target: int) -> None:
+    """Note the context in tokens of a patched model where its configuration gives another one."""
+    decoder = text_decoder(model)
+    state = decoder.__dict__[_STATE]
+    text_config(decoder).max_position_embeddings = target
+    decoder.__dict__[_STATE] = replace(state, target_length=target)
 
 
 @_one_at_a_time

@@ -26,7 +26,7 @@ ROOMS = {
         "rotary forward.sequences",
         "saving",
         "attention",
-        "position.cache position.layers position.map position.rotated_key_cache position.tables",
+        "position.cache position.layers position.map position.tables",
         "forward",
         "position",
         "apply",
@@ -65,12 +65,12 @@ OURS = ("rope_ext", "rope_eval", "recipes", "lab", "tests")
 FOLDERS = (*PACKAGES, *(ROOT / name for name in ("recipes", "lab", "tests")))
 
 BUDGETS = {
-    "rope_ext": (16_000, 23_900),
-    "eval": (10_000, 15_100),
+    "rope_ext": (16_000, 24_500),
+    "eval": (10_000, 15_800),
     "recipes": (4_000, 4_000),
     "lab": (8_000, 8_000),
-    "tests": (22_000, 39_200),
-    "docs": (45_000, 79_700),
+    "tests": (22_000, 32_200),
+    "docs": (45_000, 79_300),
 }
 """Of each folder, the lines of Python, or the words of the docs: the budget, and the most today.
 

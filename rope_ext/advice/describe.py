@@ -15,6 +15,7 @@ from transformers import PreTrainedConfig
 from rope_ext.methods import Method, all_methods
 from rope_ext.patching import Patch, current_patch
 from rope_ext.rotary.sites import RotarySite, find_sites, text_config, text_decoder
+from rope_ext.saving import gguf_source
 from rope_ext.saving.record import option_texts, record_of
 
 _SOURCES = {
@@ -253,7 +254,8 @@ def _floats(values: torch.Tensor) -> tuple[float, ...]:
 
 
 def _unpatched_notes(decoder: nn.Module, sites: list[RotarySite]) -> tuple[str, ...]:
-    notes = [
+    notes = [*gguf_source.scaling_notes(decoder.config)]
+    notes += [
         f"the checkpoint scales {site.name or 'it'} by itself: rope_type {site.rope_type}"
         for site in sites
         if site.scaled

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import copy
+import functools
 import hashlib
+import logging
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -11,7 +14,7 @@ from typing import Any
 import torch
 from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from rope_ext.errors import (
@@ -24,12 +27,15 @@ from rope_ext.errors import (
 )
 from rope_ext.patching import unpatch
 from rope_ext.position.bias import learned
+from rope_ext.rotary.settings import all_settings, contradictions
+from rope_ext.rotary.settings import trained_length as trained_length_of
+from rope_ext.saving import gguf_source
 from rope_ext.saving.adapters import read_sidecar
 from rope_ext.saving.hub import fault_of_place
 from rope_ext.saving.load import from_pretrained
 from rope_ext.saving.record import Record, record_of
-from rope_ext.saving.record import trained_length as trained_length_of
 
+_logger = logging.getLogger("rope_ext")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 _FAILURES = (OSError, KeyError, ValueError, RuntimeError, SafetensorError, StrictDataclassError)
 _WEIGHTS = ("*.safetensors", "*.bin")
@@ -47,7 +53,22 @@ def load_config(model: str) -> Any:
         raise MeasureError(
             f"{model} is an adapter; set --model to its base model, and --adapter {model}"
         )
-    return _load("configuration", AutoConfig.from_pretrained, model)
+    return _load("configuration", _read_config, model)
+
+
+def _read_config(model: str, gguf_file: str | None = None) -> Any:
+    if gguf_file is not None:
+        return gguf_source.load_config(model, gguf_file)
+    config = AutoConfig.from_pretrained(model)
+    for sentence in contradictions(config, PreTrainedConfig.get_config_dict(model)[0]):
+        _warn(f"rope_ext: {model}: {sentence}")
+    return config
+
+
+@functools.cache
+def _warn(sentence: str) -> None:
+    """Warn once, however often a configuration is read."""
+    _logger.warning(sentence)
 
 
 def load_tokenizer(model: str) -> Any:
@@ -78,7 +99,7 @@ def load_model(
     """Load a causal language model in evaluation mode.
 
     Args:
-        model: a folder or a Hub ID.
+        model: a folder, a Hub ID or a GGUF file.
         dtype: one of ``DTYPES``; ``auto`` is float32 on a CPU, and the checkpoint's dtype
             elsewhere.
         device: a torch device, or ``auto`` for the accelerator, if there is one.
@@ -97,7 +118,8 @@ def load_model(
         dtype = "float32" if device == "cpu" else "auto"
     options = {} if attn is None else {"attn_implementation": attn}
     recorded = saved_under(load_config(model)) is not None
-    load = from_pretrained if recorded else AutoModelForCausalLM.from_pretrained
+    ours = recorded or model.endswith(gguf_source.SUFFIX)
+    load = from_pretrained if ours else AutoModelForCausalLM.from_pretrained
     loaded = _load("weights", load, model, dtype=dtype, **options)
     if recorded and not as_saved:
         unpatch(loaded)
@@ -215,6 +237,7 @@ def identity(name: str, config: Any) -> dict[str, Any]:
     if commit is not None:
         return {"name": name, "commit": commit}
     files = sorted(path for pattern in _WEIGHTS for path in Path(name).glob(pattern))
+    files += [Path(name)] if os.path.isfile(name) else []
     stats = [(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in files]
     settings = "" if config is None else config.to_json_string()
     digest = hashlib.sha256((settings + repr(stats)).encode()).hexdigest()
@@ -255,19 +278,19 @@ def saved_under(config: Any) -> Record | None:
 
 def is_dynamic(config: Any) -> bool:
     """Whether the checkpoint itself, without a patch, has frequencies that depend on the length."""
-    rope = getattr(config.get_text_config(decoder=True), "rope_parameters", None)
     record = saved_under(config)
     if record is not None:
-        rope = record.config.get("rope_parameters", rope)
-    rope = rope or {}
-    kinds = {part.get("rope_type") for part in (rope, *rope.values()) if isinstance(part, dict)}
-    return not kinds.isdisjoint({"dynamic", "longrope"})
+        config = copy.deepcopy(config)
+        record.restore(config)
+    text = config.get_text_config(decoder=True)
+    return any(settings.is_dynamic for settings in all_settings(text).values())
 
 
 def _load(what: str, load: Callable[..., Any], model: str, **options: Any) -> Any:
     try:
-        _require_place(model)
-        return load(model, **options)
+        folder, gguf = gguf_source.split(model)
+        _require_place(folder)
+        return load(folder, **gguf, **options)
     except RopeExtError:
         raise
     except ImportError as error:

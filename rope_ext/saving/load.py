@@ -27,7 +27,7 @@ from rope_ext.errors import CURE, AdapterError, LoadError, RecordError, first_li
 from rope_ext.patching import current_patch, patch
 from rope_ext.position import bias, head_positions, head_scales, inputs
 from rope_ext.rotary.sites import text_decoder
-from rope_ext.saving import configuration, hub
+from rope_ext.saving import configuration, gguf_source, hub
 from rope_ext.saving.adapters import load_adapter, require_peft, require_sidecar
 from rope_ext.saving.record import FIELD, Record
 
@@ -57,7 +57,7 @@ def from_pretrained(
 
     Args:
         path: directory or Hub ID of a model saved under any patch, or of a PEFT adapter with a
-            ``rope_ext.json``, such as a Trainer checkpoint.
+            ``rope_ext.json``, such as a Trainer checkpoint; or a GGUF file of an unpatched model.
         base: base model of the adapter, if not the one named in ``adapter_config.json``.
         is_trainable: whether to continue training the adapter.
         **kwargs: arguments of ``from_pretrained`` of the saved class: ``dtype``, ``device_map``,
@@ -73,9 +73,11 @@ def from_pretrained(
         LoadError: the directory does not exist or contains no loadable model.
         RecordError: the saved patch cannot be read or applied.
     """
-    path = hub.require_place(path)
-    where = hub.of_hub(kwargs)
-    adapter = hub.find(path, "adapter_config.json", connection_errors=False, **where)
+    folder, gguf = gguf_source.split(path) if "gguf_file" not in kwargs else (path, {})
+    path, kwargs = hub.require_place(folder), {**kwargs, **gguf}
+    where, adapter = hub.of_hub(kwargs), None
+    if kwargs.get("gguf_file") is None:
+        adapter = hub.find(path, "adapter_config.json", connection_errors=False, **where)
     if adapter is not None:
         require_peft()
         model = _base_of(path, adapter, base, kwargs)
@@ -123,8 +125,9 @@ def _base_of(
             kwargs["revision"] = revision
     if not base:
         raise AdapterError(f"the adapter in {path} does not name its base model; pass base=")
+    folder, gguf = gguf_source.split(base)
     try:
-        model, _ = _load(hub.require_place(base), kwargs, class_name)
+        model, _ = _load(hub.require_place(folder), {**kwargs, **gguf}, class_name)
     except LoadError as error:
         raise AdapterError(
             f"the base model {str(base)!r} of the adapter in {path} cannot be loaded: {error}; "
@@ -165,7 +168,7 @@ def _load(
 
     ``class_name`` names a class of transformers; None uses the class that was saved.
     """
-    config = copy.deepcopy(kwargs.get("config"))
+    config, gguf_file = copy.deepcopy(kwargs.get("config")), kwargs.get("gguf_file")
     given = isinstance(config, PreTrainedConfig)
     if not given:
         names = ("code_revision", "trust_remote_code")
@@ -175,22 +178,26 @@ def _load(
             configuration.quieted(logging.getLogger("transformers"), logging.ERROR),
             hub.loading("configuration", path),
         ):
-            config = AutoConfig.from_pretrained(config or path, **options)
+            if gguf_file is None:
+                config = AutoConfig.from_pretrained(config or path, **options)
+            else:
+                config = gguf_source.load_config(path, gguf_file, **options)
     text = config.get_text_config(decoder=True)
     where = f"config.json of {path}"
     record = None
     if getattr(text, FIELD, None) is not None:
         record = Record.from_json(getattr(text, FIELD), where)
-    if record is not None and not record.plain:  # else it is in force
+    if record is not None and record.plain:
+        record = None  # it is in force
+    if record is not None:
         record.restore(config)  # before the rotary modules are built from it
+    if record is not None or gguf_file is not None:
         kwargs = {**kwargs, "config": config}
         changes = [] if given else [name for name in kwargs if _is_field(config, name)]
         for name in changes:
             setattr(config, name, kwargs.pop(name))
-    else:
-        if record is None and kwargs.get("config") is not None:
-            _require_no_record(path, kwargs)
-        record = None
+    elif kwargs.get("config") is not None and getattr(text, FIELD, None) is None:
+        _require_no_record(path, kwargs)
     try:
         with hub.loading("weights", path), _expecting_learned(record):
             loaded = _class(config, path, class_name).from_pretrained(path, **kwargs)
@@ -201,8 +208,10 @@ def _load(
             f"{where} belongs to a patched model, but its record of the patch is missing or does "
             f"not restore the original configuration; load the original model and patch it again"
         ) from error
-    if record is None and kwargs.get("config") is None:
-        model = loaded[0] if isinstance(loaded, tuple) else loaded  # with loading info
+    model = loaded[0] if isinstance(loaded, tuple) else loaded  # with loading info
+    if gguf_file is not None:
+        gguf_source.adopt(model, gguf_source.joined(path, gguf_file))
+    elif record is None and kwargs.get("config") is None:
         configuration.restore_older(_config_json(path, kwargs), model.config)
     return loaded, record
 

@@ -11,19 +11,13 @@ import rope_ext
 from rope_ext.attention import bands, reference
 from rope_ext.attention import dispatch as attention
 from rope_ext.attention.call import Block, Call, Pairs, RotatedBand, Scores
-from rope_ext.methods import build_method
 from rope_ext.methods.geometry import Distance
 from tests.helpers.biases import parameters
 from tests.helpers.models import tiny_llama
-from tests.helpers.positions import CACHES, EXACT, FAMILIES, logits
+from tests.helpers.positions import EXACT, FAMILIES, logits
 from tests.helpers.promises import (
     an_adapter_trains_it_along,
-    decodes_as_it_reads,
-    documents_are_apart,
-    generates_as_it_recomputes,
     is_saved_and_taken_out,
-    rows_are_as_alone,
-    sees_nothing_later,
 )
 from tests.helpers.scored import SIZES, dense, patch
 
@@ -103,64 +97,6 @@ def test_logits_and_gradients_are_those_of_the_paper(kind: str, name: str, ids) 
     assert (found - logits(plain, ids)).abs().max() > 0.01
 
 
-@pytest.mark.parametrize("name", fast("dape v2", "cope", "fire"))
-@pytest.mark.parametrize(
-    "cache", [pytest.param(cache, marks=SLOW if cache != "dynamic" else []) for cache in CACHES]
-)
-def test_cached_decoding_equals_recomputation(name: str, cache: str, ids) -> None:
-    model = patch(tiny_llama(), name)
-    decodes_as_it_reads(model, cache, ids, (40, 1, 1, 30, 1, 1, 1, 15))
-
-
-@pytest.mark.parametrize("name", fast("dape v2", "cope"))
-@pytest.mark.parametrize("side", ["left", pytest.param("right", marks=SLOW)])
-def test_a_row_of_a_batch_gives_what_it_gives_alone(name: str, side: str, ids) -> None:
-    model = patch(tiny_llama(), name)
-    rows_are_as_alone(model, side, ids)
-
-
-@pytest.mark.parametrize("name", fast("dape v2"))
-def test_packed_documents_and_gaps_in_positions(name: str, ids) -> None:
-    """Documents are kept apart; positions with gaps are taken as they are."""
-    model = patch(tiny_llama(), name)
-    row = ids[:1, :70]
-    documents_are_apart(model, row, (30, 40))
-    gaps = torch.cat((torch.arange(30), torch.arange(500, 540)))[None]
-    plain = tiny_llama()
-    with dense(plain, FAMILIES["llama"], name, gaps, parameters(model)):
-        right = logits(plain, row, position_ids=gaps, attention_mask=torch.ones_like(row))
-    found = logits(model, row, position_ids=gaps, attention_mask=torch.ones_like(row))
-    torch.testing.assert_close(found, right, **EXACT)
-
-
-@pytest.mark.parametrize("name", fast("dape v2", "cope"))
-def test_a_mask_with_holes_hides_as_if_nothing_were_there(name: str, ids) -> None:
-    """A tree of drafts: each query sees its own path, which is a sequence of its own."""
-    model = patch(tiny_llama(), name)
-    path = torch.tensor([*range(20), 22, 24])  # two drafts of one token each, then two more
-    tree = torch.cat((torch.arange(20), torch.tensor([20, 20, 20, 21, 21])))[None]
-    seen = torch.ones(25, 25, dtype=torch.bool).tril()
-    for query, hidden in ((21, [20]), (22, [20, 21]), (23, [21, 22]), (24, [20, 21, 23])):
-        seen[query, hidden] = False
-    found = logits(model, ids[:1, :25], position_ids=tree, attention_mask=seen[None, None])
-    alone = logits(model, ids[:1, path])
-    torch.testing.assert_close(found[:, path], alone, **EXACT)
-
-
-@pytest.mark.parametrize("name", fast("dape v2", "cope", "fire"))
-def test_no_later_token_changes_an_earlier_logit(name: str, ids) -> None:
-    model = patch(tiny_llama(), name)
-    sees_nothing_later(model, ids)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", SIZES)
-@pytest.mark.parametrize("more", [{}, {"num_beams": 3}, {"cache_implementation": "static"}])
-def test_generation_is_that_of_recomputation(name: str, more: dict, ids) -> None:
-    model = patch(tiny_llama(), name, factor=4)
-    generates_as_it_recomputes(model, ids[:, :70], **more)
-
-
 @pytest.mark.parametrize("name", fast("cope"))
 def test_it_is_trained_saved_reloaded_and_taken_out(name: str, ids, tmp_path) -> None:
     model = tiny_llama()
@@ -203,13 +139,6 @@ def test_half_precision_and_autocast_are_close(name: str, ids) -> None:
     assert (logits(model.to(torch.bfloat16), ids).float() - want).abs().max() < 0.1 * size
 
 
-def test_kernels_that_cannot_have_it_say_so(ids) -> None:
-    with pytest.raises(rope_ext.OptionError, match="kernel='flash' cannot have logits"):
-        logits(patch(tiny_llama(), "dape", kernel="flash"), ids)
-    slow, fast = (patch(tiny_llama(), "dape", kernel=kernel) for kernel in ("reference", "auto"))
-    torch.testing.assert_close(logits(slow, ids), logits(fast, ids), **EXACT)
-
-
 @pytest.mark.parametrize(("name", "options"), [("cope", {}), ("fire", {"threshold": 8})])
 def test_second_derivatives_are_right(name: str, options: dict, ids) -> None:
     tokens = ids[:1, :20]
@@ -231,16 +160,3 @@ def test_second_derivatives_are_right(name: str, options: dict, ids) -> None:
         sides.append(gradient("auto", move)[0])
     want = (sides[0] - sides[1]) / 2e-3
     torch.testing.assert_close(found, want, rtol=0, atol=0.02 * float(want.abs().max()))
-
-
-def test_options_are_checked() -> None:
-    for name, options, said in (
-        ("dape", {"on": "shaw"}, "on='shaw' is not valid; it must be 'kerple_log' or .* or None"),
-        ("dape", {"version": 3}, "version=3 is not valid; it must be 1 or 2"),
-        ("dape", {"width": 4}, "width=4 is not valid; it must be an odd number"),
-        ("fire", {"threshold": 0}, "threshold=0 is not valid"),
-        ("cope", {"positions": 1}, "positions=1 is not valid"),
-        ("sandwich", {"width": 7}, "width=7 is not valid; it must be an even number"),
-    ):
-        with pytest.raises(rope_ext.OptionError, match=said):
-            build_method(name, **options)

@@ -284,13 +284,3 @@ def test_an_unwritten_configuration_is_seen(monkeypatch: pytest.MonkeyPatch) -> 
     result = coverage.check_family("llama")
     assert result.verdict == coverage.FAILED
     assert "reloaded" in result.reason
-
-
-def test_a_page_is_compared_by_its_verdicts() -> None:
-    results = [family("llama"), family("gptj"), family("bart")]
-    text = coverage.page(results)
-    assert coverage.outdated(text, results) == []
-    assert coverage.outdated(text.replace("| refused |", "| supported |"), results) == [
-        "gptj: the page says ('GPTJForCausalLM', 'supported'), found ('GPTJForCausalLM', 'refused')"
-    ]
-    assert len(coverage.outdated(text, results[:2])) == 1

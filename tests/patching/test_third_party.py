@@ -9,16 +9,12 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
-import accelerate
-import peft
 import pytest
 import torch
 from torch import nn
 from transformers.models.llama import modeling_llama as llama
 
 import rope_ext
-from rope_ext.rotary.third_party import replaced
-from tests.families.zoo import tiny_model
 from tests.helpers.models import LENGTH, tiny_llama
 
 METHODS = [
@@ -151,29 +147,6 @@ def test_attention_of_another_package_that_turns_as_it_is_told_is_scaled(
     for method, options in (("rerope", {}), ("yarn", {"temperature": 1.2})):
         with pytest.raises(rope_ext.UnsupportedModelError, match=f"{PATH}.as_told in place of"):
             rope_ext.patch(tiny_llama(), method, factor=4, **options)
-
-
-def test_replaced_attention_without_weights_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(llama.LlamaAttention, "forward", as_told)
-    with pytest.raises(rope_ext.UnsupportedModelError, match="it cannot be run to see"):
-        rope_ext.patch(tiny_llama().to("meta"), "yarn", factor=4)
-
-
-@pytest.mark.parametrize("family", ["llama", "gemma3_text", "gpt_neox", "phi3", "deepseek_v3"])
-def test_what_is_as_transformers_wrote_it_is_not_taken_for_replaced(family: str) -> None:
-    model = tiny_model(family)
-    assert replaced(model.get_decoder()) == []
-    accelerate.dispatch_model(model, {"": "cpu"}, force_hooks=True)
-    assert replaced(model.get_decoder()) == []
-    rope_ext.patch(model, "dynamic_ntk", factor=4)
-    assert replaced(model.get_decoder()) == []
-
-
-def test_adapters_and_compiled_layers_are_not_taken_for_replaced() -> None:
-    model = peft.get_peft_model(tiny_llama(), peft.LoraConfig(target_modules=["q_proj"]))
-    for layer in model.base_model.model.model.layers:
-        layer.self_attn.forward = torch.compile(layer.self_attn.forward)
-    assert replaced(model.base_model.model.model) == []
 
 
 class Press:

@@ -31,7 +31,7 @@ ROOMS = {
         "position",
         "apply",
         "patching",
-        "fitting saving.load",
+        "fitting saving.hub saving.adapters saving.load",
         "arguments saving.checkpoints evaluators terminal",
         "saving.folder",
         "method_options",

@@ -477,3 +477,18 @@ def test_a_rotary_module_that_turns_the_other_way_is_refused(model) -> None:
 
 
 # --- where tensors are made -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("method", ["yarn", "dynamic_yarn", "rerope", "t5"])
+def test_a_patch_in_inference_mode_leaves_no_inference_tensors(model, method: str) -> None:
+    rope_ext.patch(model, "pi", factor=4)
+    with torch.inference_mode():
+        with rope_ext.unpatched(model):
+            pass
+        rope_ext.patch(model, method, factor=4, replace=True)
+        rope_ext.patch(model, method, factor=8, replace=True)
+    tensors = [*model.parameters(), *model.buffers()]
+    assert not any(tensor.is_inference() for tensor in tensors)
+    with torch.inference_mode():
+        rope_ext.unpatch(model)
+    assert not any(tensor.is_inference() for tensor in model.buffers())

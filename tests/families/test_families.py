@@ -42,7 +42,6 @@ WINDOW_ONLY = {
     "beam",
     "cohere_compass",
     "cohere_compass_text",
-    "moshi",
     "recurrent_gemma",
     "unlimited_ocr",
 }
@@ -53,12 +52,12 @@ WINDOW_OFF = {
     "mistral3",
 }  # supported without their window, refused with it
 USED = {  # by the most people, or one of each kind of rotation, layers and verdict
+    "cohere_compass_text",
     "deepseek_v3",
     "gemma3_text",
     "gptj",
     "llama",
     "mistral3",
-    "moshi",
     "qwen3",
     "qwen3_vl",
 }

@@ -8,7 +8,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, ParamSpec, TypeVar
 
 import torch
@@ -35,6 +35,7 @@ from rope_ext.rotary.sites import (
     RotarySite,
     chosen_sites,
     find_sites,
+    text_config,
     text_decoder,
     unwrap,
 )
@@ -516,6 +517,14 @@ def note_patch(model: Model, method: Method, **keywords: Any) -> Model:
         changes=Changes(),
     )
     return model
+
+
+def note_target(model: nn.Module, target: int) -> None:
+    """Note the context in tokens of a patched model where its configuration gives another one."""
+    decoder = text_decoder(model)
+    state = decoder.__dict__[_STATE]
+    text_config(decoder).max_position_embeddings = target
+    decoder.__dict__[_STATE] = replace(state, target_length=target)
 
 
 @_one_at_a_time

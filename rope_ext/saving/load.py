@@ -259,7 +259,7 @@ def from_pretrained(
         LoadError: the directory does not exist or contains no loadable model.
         RecordError: the saved patch cannot be read or applied.
     """
-    folder, gguf = gguf_source.split(os.fspath(path)) if "gguf_file" not in kwargs else (path, {})
+    folder, gguf = gguf_source.split(path) if "gguf_file" not in kwargs else (path, {})
     path, kwargs = require_place(folder), {**kwargs, **gguf}
     of_hub = {name: kwargs[name] for name in _OF_HUB if name in kwargs}
     adapter = None
@@ -316,7 +316,7 @@ def _base_of(
             kwargs["revision"] = named["revision"]
     if not base:
         raise AdapterError(f"the adapter in {path} does not name its base model; pass base=")
-    folder, gguf = gguf_source.split(os.fspath(base))
+    folder, gguf = gguf_source.split(base)
     try:
         model, _ = _load(require_place(folder), {**kwargs, **gguf}, _class_name(named))
     except LoadError as error:

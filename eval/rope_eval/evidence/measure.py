@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from rope_eval.evidence.questions import TASKS, Questions
-from rope_eval.forward import score
+from rope_eval.forward import LOGITS, score
 from rope_eval.log import Log, read_lines, to_line
 from rope_eval.versions import versions
 from rope_ext.errors import RopeExtError
@@ -175,6 +175,8 @@ class Measurement:
         longest = min(map(len, self.questions.documents.values()))
         # Patching takes a second: what one method has to do is done together.
         half = 3 * self.trained // 2
+        if longest < quadruple:  # each forward is long, too
+            yield self._losses(2, double, names[:2])
         yield _together(self._losses(2, double, names[:4]), self._prompts(2, (half, double)))
         if longest >= quadruple:
             yield _together(self._losses(4, quadruple, names[:2]), self._prompts(4, (quadruple,)))
@@ -298,7 +300,8 @@ class Measurement:
 
     def _loss(self, cell: Cell) -> dict[str, Any]:
         ids = self.questions.documents[str(cell.document)][: cell.length].tolist()
-        losses, _ = score(self.model, [ids], len(ids) - 1)
+        most = LOGITS * (4 if next(self.model.parameters()).is_cuda else 1)
+        losses, _ = score(self.model, [ids], len(ids) - 1, logits=most)
         # The first token has no loss: the first bucket has one token less.
         buckets = np.split(losses[0].double().numpy(), range(BUCKET - 1, len(ids) - 1, BUCKET))
         return {"losses": [round(float(bucket.mean()), 5) for bucket in buckets]}

@@ -18,7 +18,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import rope_ext
-from eval import needle, passkey, perplexity, report, ruler
+from eval import report
 from rope_eval import command
 from rope_eval.cases import Case, Outcome, read_outcomes
 from rope_eval.data.prompts import Frame, joined
@@ -406,8 +406,8 @@ def test_longppl_scores_each_key_token_once_at_every_length(frame: Frame) -> Non
 @pytest.mark.slow
 def test_longppl_from_the_command_line(tmp_path: Path) -> None:
     words = ["--model", SHIPPED, "--method", "yarn", "--factor", 4, "--lengths", "512,1k"]
-    words += ["--windows", 1, "--longppl", "--short-context", 128, "--output", tmp_path]
-    perplexity.main([str(word) for word in words])
+    words += ["--windows", 1, "--short-context", 128, "--output", tmp_path]
+    command.call(["perplexity", "longppl", *map(str, words)])
     data = json.loads((tmp_path / "results.json").read_text())
     assert [row["task"] for row in data["summary"]] == 4 * ["perplexity"] + 4 * ["longppl"]
     assert "when the model with yarn sees all of the text" in data["definitions"]["longppl"]
@@ -608,8 +608,8 @@ def test_how_far_some_tasks_of_ruler_hold(tmp_path: Path, monkeypatch: pytest.Mo
     shares = {("cwe", 2048): 0.8, ("cwe", 3072): 0.7, ("vt", 1500): 1.0}
     monkeypatch.setattr(run.Runner, "measure", answering(shares))
     words = ["--model", SHIPPED, "--method", "yarn", "--factor", 8, "--lengths", "1500,2k,3k,4k"]
-    words += ["--tasks", "cwe,vt", "--trials", 2, "--output", tmp_path]
-    ruler.main(list(map(str, words)))
+    words += ["--ruler-tasks", "cwe,vt", "--trials", 2, "--output", tmp_path]
+    command.call(["ruler", *map(str, words)])
     data = json.loads((tmp_path / "results.json").read_text())["suites"]["RULER"]["yarn"]
     averages = {"1500": 1.0, "2048": 0.9, "3072": 0.85, "4096": 1.0}
     found = {length: row["value"] for length, row in data["average"].items()}
@@ -822,6 +822,12 @@ def test_one_report_before_and_after_training(checkpoint: Path, tmp_path: Path) 
 # Mistakes
 
 
+passkey, perplexity, needle, ruler = (
+    lambda words, task=task: command.call([task, *words])
+    for task in ("passkey", "perplexity", "needle", "ruler")
+)
+
+
 @pytest.mark.parametrize(
     ("evaluator", "change", "message"),
     [
@@ -861,10 +867,14 @@ def test_one_report_before_and_after_training(checkpoint: Path, tmp_path: Path) 
         (needle, ["--depths", "-1"], "depths=-1 is not valid"),
         (needle, ["--distractors", "-1"], "distractors=-1 is not valid"),
         (needle, ["--lengths", "100"], "a needle prompt needs at least"),
-        (ruler, ["--tasks", "niah_singel_1"], "unknown task 'niah_singel_1'; did you mean 'niah"),
+        (
+            ruler,
+            ["--ruler-tasks", "niah_singel_1"],
+            "unknown task 'niah_singel_1'; did you mean",
+        ),
         (ruler, ["--lengths", "300"], "prompt needs at least"),
-        (report, ["--tasks", ","], "no task is given"),
-        (report, ["--tasks", "passkeys"], "unknown task 'passkeys'; did you mean 'passkey'"),
+        (report.main, ["--tasks", ","], "no task is given"),
+        (report.main, ["--tasks", "passkeys"], "unknown task 'passkeys'; did you mean 'passkey'"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
@@ -886,7 +896,7 @@ def test_mistakes_are_one_line_before_any_weights(
     if "--method" in change:
         words = [word for word in words if word not in ("--method", "yarn,ntk")]
     with pytest.raises(SystemExit) as stopped:
-        evaluator.main([*words, *change])
+        evaluator([*words, *change])
     out, err = capfd.readouterr()
     assert stopped.value.code == 2
     assert message in err and err.startswith("error: ") and err.count("\n") == 1 and out == ""

@@ -114,7 +114,7 @@ def test_messages_make_the_same_prompt(chatty: Path, tmp_path: Path, generate: b
     assert "user" in roles and all(body["model"] == "tiny" for body in fake.asked)
     plan = prepare(local(chatty, tmp_path / "plan"), [task])
     cases = list(plan.cases(plan.systems[0]))
-    prompts = [list(c.ids if c.mode == "write" else c.ids[: -c.count]) for c in cases]
+    prompts = [list(c.ids if generate else c.ids[: -c.count - c.lead]) for c in cases]
     assert sorted(fake.prompts) == sorted(prompts)
 
 

@@ -68,13 +68,13 @@ from recipes.settings import (
 )
 from recipes.stream import Stream
 from rope_eval.folder import lock
-from rope_ext.checkpoints import load_config, load_tokenizer
 from rope_ext.encodings import Encoding
 from rope_ext.errors import Mistakes, OptionError, RopeExtError, first_line
 from rope_ext.methods import DynamicMethod, Method, SSMax, Temperature, reach
 from rope_ext.position import head_scales
 from rope_ext.position.bias import learned
 from rope_ext.rotary.sites import find_sites, text_decoder
+from rope_ext.saving.checkpoints import load_config, load_tokenizer
 from rope_ext.terminal import first_process, stoppable, tell, tell_next, unused
 
 FITTED_ROWS = 16

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 
 import rope_ext.requirements  # noqa: F401 - before what fails in the words of an old transformers
 from rope_ext import evaluators as _evaluators
-from rope_ext import registration as _registration
 from rope_ext.version import __version__ as __version__
 
 if TYPE_CHECKING:
@@ -65,7 +64,6 @@ if TYPE_CHECKING:
         UnsupportedModelError,
     )
     from rope_ext.fitting import fit
-    from rope_ext.loading import from_pretrained, load_adapter, save_sidecar
     from rope_ext.methods import (
         ABF,
         DPE,
@@ -99,6 +97,7 @@ if TYPE_CHECKING:
         YaRNTemperature,
     )
     from rope_ext.patching import patch, patched, unpatch, unpatched
+    from rope_ext.saving.load import from_pretrained, load_adapter, save_sidecar
 
 _EVALUATORS = {
     "Calibration": "reports.calibration",
@@ -107,7 +106,7 @@ _EVALUATORS = {
 }
 """Modules of ``rope_eval`` by the public names that are found in them."""
 _MODULES = (
-    *("errors", "methods", "encodings", "patching", "loading", "engines"),
+    *("errors", "methods", "encodings", "patching", "saving.load", "engines"),
     *("advice.describe", "advice.diagnose", "advice.recommend", "fitting"),
 )
 """Modules that are searched for all other public names, lower ones first."""
@@ -204,9 +203,6 @@ __all__ = [
     "unpatch",
     "unpatched",
 ]
-
-
-_registration.register()
 
 
 def __getattr__(name: str) -> Any:

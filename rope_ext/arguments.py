@@ -69,6 +69,16 @@ def parse_length(text: str, option: str = "--length") -> int:
     return lengths[0]
 
 
+def split_gguf_file(words: Sequence[str]) -> tuple[list[str], str | None]:
+    """Take ``--gguf-file FILE`` or ``--gguf-file=FILE`` out of the words of a command."""
+    for place, word in enumerate(words):
+        if word == "--gguf-file" and place + 1 < len(words):
+            return [*words[:place], *words[place + 2 :]], words[place + 1]
+        if word.startswith("--gguf-file="):
+            return [*words[:place], *words[place + 1 :]], word.partition("=")[2]
+    return list(words), None
+
+
 def parse_options(
     texts: Iterable[str] | None, methods: Sequence[str] = ()
 ) -> dict[str, dict[str, Any]]:

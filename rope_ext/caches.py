@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import functools
-import gc
-import weakref
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
@@ -117,13 +115,6 @@ def empty(cache: Cache) -> None:
     take_back(cache)
 
 
-def forget(cache: Cache, name: str) -> None:
-    """Remove the metadata ``name`` from a cache."""
-    delattr(cache, name)
-    if not any(metadata.kind is not None for _, metadata in _all_metadata(cache)):
-        take_back(cache)
-
-
 def is_filled(cache: Cache) -> bool:
     """Whether a cache has tokens; False where it does not count them."""
     try:
@@ -195,53 +186,3 @@ def settle(cache: Cache) -> None:
     """Give a cache the class that its metadata needs."""
     for _, metadata in _all_metadata(cache):
         _become(cache, metadata.kind)
-
-
-_living: weakref.WeakValueDictionary[int, Cache] = weakref.WeakValueDictionary()
-"""Every cache of this process, by its id, from the first call of :func:`living` on."""
-
-
-def living() -> list[Cache]:
-    """Every cache of this process except those that only graphs have used.
-
-    The first call searches for existing caches, and from then on new ones register themselves:
-    a search takes a tenth of a second, and a check in every forward would slow down all models.
-    """
-    if Cache.__init__ not in _watching:
-        Cache.__init__ = _registered(Cache.__init__)
-        setattr(Cache, "__setstate__", _restored())  # noqa: B010  # Cache does not declare it
-        _watching.add(Cache.__init__)
-        kinds = _kinds(Cache)
-        for one in gc.get_objects():
-            if type(one) in kinds:  # isinstance may run a foreign __class__ property
-                _living[id(one)] = one
-    # The values themselves cannot be listed while another thread makes a cache.
-    return [cache for ref in _living.valuerefs() if (cache := ref()) is not None]
-
-
-def _kinds(cls: type) -> set[type]:
-    return {cls}.union(*map(_kinds, cls.__subclasses__()))
-
-
-def _registered(function: Callable) -> Callable:
-    @functools.wraps(function)
-    def __init__(self: Cache, *args: Any, **kwargs: Any) -> None:
-        function(self, *args, **kwargs)
-        if not torch.compiler.is_compiling():
-            _living[id(self)] = self
-
-    return __init__
-
-
-def _restored() -> Callable:
-    function = getattr(Cache, "__setstate__", None)
-
-    def __setstate__(self: Cache, state: dict[str, Any]) -> None:
-        """For copies, which are made without ``__init__``."""
-        if function is None:
-            vars(self).update(state)
-        else:
-            function(self, state)
-        _living[id(self)] = self
-
-    return __setstate__

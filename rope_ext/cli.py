@@ -74,7 +74,7 @@ def describe(
             longer = 4 * found.target_length
             tell_next(["rope-ext", "recommend", model, "--length", longer])
         elif method is None and found.serve:
-            tell_next(["rope-ext", "verify", model])
+            _check_next(model, [], [])
         elif method is None:
             tell("done: use it in Python; no engine runs it")
         else:
@@ -113,7 +113,7 @@ def recommend(
     """Recommend a method for a target length, and explain the choice."""
     with clean_errors():
         import rope_ext
-        from rope_ext.record import option_texts
+        from rope_ext.saving.record import option_texts
 
         quiet()
         found = rope_ext.recommend(model, parse_length(length), finetune, calibration, engine)
@@ -213,7 +213,7 @@ def export(
         elif compose:  # which `verify` has no option for
             tell("done: the settings above serve it")
         else:
-            tell_next(["rope-ext", "verify", model, *patch, *where])
+            _check_next(model, patch, where)
 
 
 @command()
@@ -254,7 +254,7 @@ def gguf(
     """Write GGUF metadata, plus a frequency tensor when needed."""
     with clean_errors(), stoppable("nothing was written; run the same command again"):
         from rope_ext.engines import gguf_file
-        from rope_ext.saved import read_saved
+        from rope_ext.saving.folder import read_saved
 
         if file is None:
             made = gguf_file.extended(source, output, method, factor, trained_length, option)
@@ -330,9 +330,9 @@ def verify(
         import tempfile
 
         import rope_ext
-        from rope_ext.checkpoints import load_config
         from rope_ext.engines import verifying
         from rope_ext.method_options import checked_methods
+        from rope_ext.saving.checkpoints import load_config
 
         quiet()
         longest, server = parse_length(length), engine
@@ -429,6 +429,19 @@ def _check_verify(
         )
 
 
+def _check_next(model: str, patch: list[str], where: list[str]) -> None:
+    """Print the command that checks an engine, unless there is no miniature to run in it."""
+    from rope_ext.engines.families import miniatures
+    from rope_ext.saving.checkpoints import is_dynamic, load_config
+
+    config = load_config(model)
+    known = config.get_text_config(decoder=True).model_type in miniatures()
+    if known and (patch or not is_dynamic(config)):
+        tell_next(["rope-ext", "verify", model, *patch, *where])
+    else:
+        tell("done: the settings above serve it")
+
+
 def _typed(
     method: str, factor: float | None, compose: bool | str, option: list[str] | None
 ) -> list[str]:
@@ -464,10 +477,10 @@ def _patched(
 ) -> Any:
     """The model without weights under the method; without one, its name, to read as saved."""
     from rope_ext.advice.building import model_of
-    from rope_ext.checkpoints import load_config
     from rope_ext.method_options import checked_methods, saved_otherwise
     from rope_ext.methods import build_method
-    from rope_ext.saved import patch_without_weights
+    from rope_ext.saving.checkpoints import load_config
+    from rope_ext.saving.folder import patch_without_weights
 
     quiet()
     if method is None:

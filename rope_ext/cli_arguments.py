@@ -7,9 +7,14 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperCommand
 
-from rope_ext.arguments import parse_compose
+from rope_ext.arguments import parse_compose, split_gguf_file
 
-Model = Annotated[str, typer.Argument(help="Model directory or Hub ID; or --model.")]
+Model = Annotated[
+    str,
+    typer.Argument(
+        help="Model directory, Hub ID or .gguf file (or DIRECTORY --gguf-file FILE); or --model."
+    ),
+]
 Factor = Annotated[float, typer.Option(help="Extension factor: target length / trained length.")]
 OneFactor = Annotated[
     float | None,
@@ -66,7 +71,7 @@ class ModelCommand(TyperCommand):
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Put ``--model`` where the argument is expected, and a value after ``--compose``."""
         names = [one.name for one in self.params if one.param_type_name == "argument"]
-        words, model = list(args), None
+        (words, file), model = split_gguf_file(args), None
         for place, word in enumerate(words):
             if word == "--model" and place + 1 < len(words):
                 model = words[place + 1]
@@ -82,4 +87,7 @@ class ModelCommand(TyperCommand):
         if model is not None:  # before a file that follows it, after a word that precedes it
             first = names[:1] != ["kind"]
             words = [model, *words] if first else [*words, model]
-        return super().parse_args(ctx, words)
+        rest = super().parse_args(ctx, words)
+        if file is not None and ctx.params.get("model") is not None:
+            ctx.params["model"] = f"{ctx.params['model']}/{file}"
+        return rest

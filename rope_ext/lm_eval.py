@@ -26,10 +26,10 @@ except ModuleNotFoundError as error:
     ) from None
 
 from rope_ext.errors import OptionError
-from rope_ext.loading import from_pretrained
 from rope_ext.methods import method_class
 from rope_ext.patching import patch
-from rope_ext.record import ARGUMENTS
+from rope_ext.saving.load import from_pretrained
+from rope_ext.saving.record import ARGUMENTS
 from rope_ext.terminal import clean_errors
 
 _NONE = (None, "none")

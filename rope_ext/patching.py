@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import logging
+import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, ParamSpec, TypeVar
 
 import torch
 from torch import nn
 
-from rope_ext import stale
 from rope_ext.apply import APPLY
 from rope_ext.apply.raising import raise_factor
 from rope_ext.encodings import Encoding
@@ -27,9 +26,8 @@ from rope_ext.errors import (
 from rope_ext.forward.limits import warn_beyond
 from rope_ext.methods import FrequencyMethod, Method, Rope, build_method
 from rope_ext.options import Options, SlidingLayers
-from rope_ext.position.bias import Earlier, learned
+from rope_ext.position.bias import Earlier
 from rope_ext.recommendation import Recommendation
-from rope_ext.record import FIELD, Record
 from rope_ext.rotary import buffers
 from rope_ext.rotary.buffers import Changes
 from rope_ext.rotary.hooks import PRECISE_BEYOND
@@ -42,15 +40,16 @@ from rope_ext.rotary.sites import (
     text_decoder,
     unwrap,
 )
-from rope_ext.saving import configuration
+from rope_ext.saving import configuration, gguf_source
 from rope_ext.saving.older_readers import older_fields
 from rope_ext.saving.rebuild import REFUSED, UNPATCHED, UNSAVED
-from rope_ext.saving.second_load import SecondLoad
+from rope_ext.saving.record import FIELD, Record
 
 Model = TypeVar("Model", bound=nn.Module)
 Parameters = ParamSpec("Parameters")
 Result = TypeVar("Result")
 _STATE = "_rope_ext"
+_REFERENCES = [f"trl.trainer.{name}_trainer" for name in ("dpo", "grpo", "kto", "rloo")]
 _lock = threading.RLock()  # one for all models: they may share a configuration
 _logger = logging.getLogger("rope_ext")
 
@@ -97,15 +96,6 @@ class Patch:
     def length(self) -> int:
         """Trained context, tokens."""
         return self.scaled[0].rope.length
-
-    @property
-    def cached_under(self) -> stale.FilledUnder:
-        """What must match for a cache to be continued."""
-        named = self.options.recorded()
-        names = ("frequency", "bias", "layers", "sliding_layers")
-        more = {"trained_length": self.record.trained_length, "precise": self.precise}
-        more |= {name: named[name] for name in names}
-        return stale.FilledUnder(self.record.method, more)
 
     def frequencies_of(self, site: RotarySite) -> tuple[torch.Tensor, float]:
         """Current frequencies (float64, ``[pairs]``) and scaling; dynamic ones at full length."""
@@ -241,6 +231,12 @@ def patch(
             "(lab/surgery.py)",
             *(method.name, type(decoder).__name__, encoding.name),
         )
+    if earlier is None and any(name in sys.modules for name in _REFERENCES):
+        _logger.warning(
+            "rope_ext: trainers of TRL load their reference model from %r without this patch; "
+            "pass ref_model=copy.deepcopy(model), or train with PEFT or from a saved folder",
+            unwrap(model).config.name_or_path,
+        )
     # Only where plain transformers computes something else without an error is anything lost.
     prefix = "sequences: " if state.native else "saving: "
     for note in (note.removeprefix(prefix) for note in state.notes if note.startswith(prefix)):
@@ -268,10 +264,8 @@ def unpatch(model: Model) -> Model:
     state = decoder.__dict__.get(_STATE)
     if state is None:
         raise NotPatchedError("this model is not patched, so there is nothing to undo")
-    stale.mark(decoder, state.cached_under)
     del decoder.__dict__[_STATE]
     state.changes.undo()
-    stale.refuse(decoder, None)
     return model
 
 
@@ -411,12 +405,11 @@ def _listed(names: list[str]) -> str:
 
 
 def _patch(model: nn.Module, decoder: nn.Module, method: Method, options: Options) -> None:
-    stale.mark(decoder, None)
+    gguf_source.adopt(model)
     config = configuration.ConfigState(decoder, model)
     sites = find_sites(decoder, options.original_max_position_embeddings)
     scaled = chosen_sites(decoder, sites, options.sliding_layers)
     tokenizer, changes = options.tokenizer, Changes(parts=[config])
-    attention = text_config(decoder)._attn_implementation
     try:
         place = PatchTarget(model, decoder, sites, scaled)
         rounded = [site for site in sites if site.rounded]
@@ -457,8 +450,6 @@ def _patch(model: nn.Module, decoder: nn.Module, method: Method, options: Option
             changes.replaced.append((tokenizer, "model_max_length", length))
             tokenizer.model_max_length = applied.target_length
         warn_beyond(place, applied.method, applied.target_length, changes)
-        again = functools.partial(_patch_alike, decoder)
-        changes.parts.append(SecondLoad(model, config.configs, again, attention))
     except BaseException:
         changes.undo()
         raise
@@ -476,7 +467,6 @@ def _patch(model: nn.Module, decoder: nn.Module, method: Method, options: Option
         record=record,
         changes=changes,
     )
-    stale.refuse(decoder, decoder.__dict__[_STATE].cached_under)
 
 
 @_one_at_a_time
@@ -531,19 +521,12 @@ def note_patch(model: Model, method: Method, **keywords: Any) -> Model:
     return model
 
 
-@_one_at_a_time
-def _patch_alike(decoder: nn.Module, copy: nn.Module) -> None:
-    """Apply the patch of ``decoder`` to ``copy``, a second load of the same model."""
+def note_target(model: nn.Module, target: int) -> None:
+    """Note the context in tokens of a patched model where its configuration gives another one."""
+    decoder = text_decoder(model)
     state = decoder.__dict__[_STATE]
-    options = dataclasses.replace(state.options, tokenizer=None)
-    other = text_decoder(copy)
-    if _STATE in other.__dict__:  # loaded from a folder that was saved under a patch
-        unpatch(copy)
-    _patch(unwrap(copy), other, state.record.method, options)
-    values = learned(decoder)
-    with torch.no_grad():
-        for name, value in learned(other).items():
-            value.copy_(values.get(name, value))
+    text_config(decoder).max_position_embeddings = target
+    decoder.__dict__[_STATE] = replace(state, target_length=target)
 
 
 @_one_at_a_time

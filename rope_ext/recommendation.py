@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from rope_ext.methods import Method
-from rope_ext.record import option_texts
+from rope_ext.saving.record import option_texts
 
 
 @dataclass(frozen=True)

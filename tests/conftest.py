@@ -86,14 +86,6 @@ def in_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def by_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Few queries on all slots, as a graph attends in half precision, in any."""
-    from rope_ext.attention import placed
-
-    monkeypatch.setattr(placed, "by_products", placed.by_kernel)
-
-
-@pytest.fixture
 def no_graphs() -> None:
     """What dynamo has compiled and counted is forgotten, and no cache of another test lives on."""
     import torch

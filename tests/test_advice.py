@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import math
 import re
-from pathlib import Path
 
 import pytest
 import torch
@@ -15,11 +14,10 @@ from transformers import CONFIG_MAPPING, AutoConfig, LlamaConfig, Qwen3Config, Q
 
 import rope_ext
 from rope_ext.advice.measured import MEASURED, ranked
-from rope_ext.advice.vendors import RECIPES, SHIPPED, Recipe, recipe_for
+from rope_ext.advice.vendors import RECIPES, Recipe, recipe_for
 from rope_ext.methods import Band, distances_in_use, identity
 from rope_ext.methods.geometry import Distance
-from rope_ext.rotary.sites import text_decoder
-from tests.families.zoo import tiny_config, tiny_model
+from tests.families.zoo import tiny_model
 from tests.helpers.models import LENGTH, tiny_llama
 
 LLAMA_2 = {
@@ -135,16 +133,6 @@ def test_sliding_layers_never_leave_their_window() -> None:
     assert "out of distribution" in {pair.before for pair in full.pairs}
 
 
-def test_the_table_can_be_read() -> None:
-    plain = str(rope_ext.diagnose(llama_2(), 8192))
-    assert "18 pairs out of distribution at 8192 distances" in plain
-    assert "critical dimension 92 of 128" in plain and "not patched" in plain
-    assert re.search(r"^ +45 .* in distribution$\n^ +46 .* out of distribution$", plain, re.M)
-    with rope_ext.patched(model(), "rerope", factor=4):
-        text = str(rope_ext.diagnose(model(), 256))
-    assert "before the patch, 0 at 33 after" in text and "rerope(factor=4, window=32)" in text
-
-
 @pytest.mark.parametrize(
     ("target", "window", "group"),
     # (N - 1024) / (2 / 3 * 4096 - 1024): 18.6, 10.8 and 4.2; the smallest group above it
@@ -208,13 +196,6 @@ def test_for_an_engine_only_what_it_runs(engine: str) -> None:
             assert rope_ext.export(patched, engine).command
 
 
-def test_an_engine_that_runs_nothing_of_a_family_says_why() -> None:
-    with pytest.raises(rope_ext.OptionError, match="vllm cannot run yarn: the family 'gpt_neox'"):
-        rope_ext.recommend(family("gpt_neox"), 256, engine="vllm")
-    with pytest.raises(rope_ext.ExportError, match="'vlm' is not known"):
-        rope_ext.recommend(family("gpt_neox"), 256, engine="vlm")
-
-
 def qwen3(length: int) -> Qwen3Config:
     return Qwen3Config(**LLAMA_2 | {"max_position_embeddings": length})
 
@@ -263,38 +244,6 @@ def test_patch_takes_a_recommendation() -> None:
     assert rope_ext.describe(scaled).target_length == 2 * LENGTH
 
 
-ROOT = Path(__file__).parents[1]
-
-
-def test_the_page_has_the_numbers_and_recipes_that_decide() -> None:
-    page = (ROOT / "docs" / "advice.md").read_text(encoding="utf-8")
-    for name, found in MEASURED.items():
-        (one, two), (first, second) = found.perplexity, found.passkeys
-        assert f"| `{name}` | {one:g} | {first} % | {two:g} | {second} % |" in page
-    for recipe in RECIPES:
-        kind = f"yarn, factor {recipe.factor:g} on {recipe.trained}"
-        assert f"| {recipe.models} | {kind} | {recipe.source} |" in page
-    for shipped in SHIPPED:
-        assert f"| {shipped.models} | {shipped.settings} | {shipped.source} |" in page
-
-
-@pytest.mark.parametrize("method", rope_ext.methods(), ids=lambda method: method.name)
-def test_the_page_of_a_method_says_what_to_choose_it_for(method: rope_ext.MethodInfo) -> None:
-    page = (ROOT / "docs" / "methods" / f"{method.name}.md").read_text(encoding="utf-8")
-    assert f"\n**Choose it for:** {method.summary}.\n" in page
-
-
-def test_reasons_hold_the_numbers_of_llama_2() -> None:
-    reasons = " ".join(rope_ext.recommend(llama_2(), 16384, finetune=True).reasons)
-    # Rotations within 4096: pair 20 has 36.6, pair 21 31.8; transformers' ramp goes from 20 to 46.
-    assert "Of 64 pairs, 21 keep their frequency" in reasons and "18 are divided by 4" in reasons
-    assert "critical dimension is 92 of 128" in reasons
-    # 0.0424 * 16384 ** 1.628 and (10000 / 0.0424) ** (1 / 1.628)
-    assert "base should be at least 3.08e+05; 10000 is enough for 1996." in reasons
-    wide = LlamaConfig(**LLAMA_2, rope_parameters={"rope_type": "default", "rope_theta": 1e6})
-    assert "Warning" not in str(rope_ext.recommend(wide, 16384))
-
-
 @settings(max_examples=6, deadline=None)
 @given(target=st.integers(LENGTH + 1, 60 * LENGTH), finetune=st.booleans())
 def test_what_is_recommended_reaches_its_target(target: int, finetune: bool) -> None:
@@ -319,16 +268,6 @@ def test_families_accept_what_is_recommended(model_type: str) -> None:
         refuses = model_type in ("falcon", "llama4_text")  # docs/FAMILIES.md
         assert isinstance(found.method, rope_ext.PositionMethod) is not refuses
         assert ("left out" in " ".join(found.reasons)) is refuses
-
-
-def test_a_configuration_says_what_it_cannot_prove() -> None:
-    config = tiny_config("llama")
-    before = config.to_dict()
-    found = rope_ext.recommend(config, 640)
-    assert found.method == rope_ext.recommend(family("llama"), 640).method
-    assert any("A configuration alone does not show" in reason for reason in found.reasons)
-    assert "configuration alone" not in str(rope_ext.recommend(config, 128, finetune=True))
-    assert config.to_dict() == before
 
 
 def test_a_folder_is_read_without_its_weights(tmp_path) -> None:
@@ -376,21 +315,3 @@ def test_on_a_checkpoint_that_is_scaled_already() -> None:
     dynamic = tiny_llama(rope_parameters=rope | {"rope_type": "dynamic"})
     with pytest.raises(rope_ext.AlreadyScaledError, match="rope_type 'default'"):
         rope_ext.recommend(dynamic, 640)
-
-
-def test_what_cannot_be_recommended() -> None:
-    with pytest.raises(rope_ext.OptionError, match="target_length=64 is within the 64 tokens"):
-        rope_ext.recommend(model(), LENGTH)
-    for wrong in (0, 2.5, True, "8k"):
-        with pytest.raises(rope_ext.OptionError, match="a positive number of tokens"):
-            rope_ext.recommend(model(), wrong)
-        with pytest.raises(rope_ext.OptionError, match="a positive number of tokens"):
-            rope_ext.diagnose(model(), wrong)
-    patched = rope_ext.patch(tiny_llama(), "yarn", factor=2)
-    with pytest.raises(rope_ext.AlreadyPatchedError, match="unpatch"):
-        rope_ext.recommend(patched, 1024)
-    with pytest.raises(rope_ext.UnsupportedModelError, match="limited window"):
-        rope_ext.recommend(family("cohere_compass_text"), 1024)
-    with pytest.raises(rope_ext.NoRopeError):
-        rope_ext.recommend(tiny_config("gpt2"), 1024)
-    assert text_decoder(model()).__dict__.get("_rope_ext") is None

@@ -15,12 +15,13 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch.utils.checkpoint import checkpoint
 
+from rope_ext.attention import bands as plain
 from rope_ext.attention import dispatch as attention
-from rope_ext.attention import flash, flex, reference, sizes
+from rope_ext.attention import flash, flash_cpu, flex, reference
 from rope_ext.attention.call import Call, Pairs, RotatedBand
 from rope_ext.attention.reference import Places
 from rope_ext.errors import OptionError
-from rope_ext.methods.geometry import ChunkGap, Distance, Sinks
+from rope_ext.methods.geometry import Distance
 from tests.helpers.bands import (
     COLUMNS,
     HALVES,
@@ -97,11 +98,8 @@ biases = st.one_of(st.sampled_from([1, 2, 257]), st.integers(1, 500))
 def test_a_bias_by_distance_is_that_of_the_oracle(case, distances, learns, small):
     """And the gradients; the last value stands for all larger distances."""
     with pytest.MonkeyPatch.context() as patch:
-        tokens = {"BIASED": 4, "STEPS": 7, "TALL": 16, "NARROW": 9}
-        rows = {"forward": sizes.TileRows(2, 3), "backward": sizes.TileRows(3, 4)}
-        tokens["TILES"] = {(way, half): rows[way] for way, half in sizes.TILES}
-        for name, few in tokens.items() if small else ():
-            patch.setattr(sizes, name, few)  # as tiles of thousands of tokens are
+        if small:
+            patch.setattr(flash_cpu, "ROWS", 7)  # as tiles of many queries are
         check_a_bias(case, distances, learns)
 
 
@@ -115,7 +113,7 @@ def check_a_bias(case, distances, learns):
     ours[-1].requires_grad_(learns)
     temperature = options.pop("temperature")
     outs = []
-    for kernel, x in ((flash.attend, ours), (reference.attend, exact)):
+    for kernel, x in ((attention.attend, ours), (reference.attend, exact)):
         more = {"sinks": x[3] if sinks else None, "bias": x[-1], **options}
         if temperature is not None:
             more["temperature"] = temperature.to(x[0].dtype)
@@ -136,7 +134,6 @@ def check_a_bias(case, distances, learns):
 @pytest.mark.parametrize("distances", [300, 150])
 @pytest.mark.parametrize("loud", [1, 12])
 def test_keys_that_a_bias_leaves_without_weight(loud, distances, tokens=300):
-    """They are all alike, but for products so large that they could have weight in spite of it."""
     generator = torch.Generator().manual_seed(0)
     query, key, value = torch.randn(3, 2, 4, tokens, 8, generator=generator)
     key = key[:, :2]
@@ -145,15 +142,6 @@ def test_keys_that_a_bias_leaves_without_weight(loud, distances, tokens=300):
     slopes = torch.tensor([1.0, 0.5, 0.1, 0.0])
     bias = -slopes[:, None] * torch.arange(distances)
     bands = [RotatedBand(Distance(0, None), None, None)]
-    changed = flash.without_lost(Call(bands, HALVES, 1.0, bias=bias), query, key).bias
-    assert (changed[0] != bias[0]).any() == (loud == 1)
-    long = torch.full((1, 4), 2.0), torch.full((1, 4), 2.0)
-    for other in (
-        RotatedBand(Distance(0, None), long, long),
-        RotatedBand(Distance(1, None), None, None),
-    ):
-        call = Call([other], HALVES, 1.0, bias=bias)
-        assert flash.without_lost(call, query, key).bias.equal(bias)  # more may have weight
     ours = [x.clone().requires_grad_() for x in (query, key, value)]
     exact = [x.double().requires_grad_() for x in (query, key, value)]
     weight = torch.randn(query.shape, generator=generator)
@@ -193,7 +181,7 @@ def test_a_bias_under_chunks_is_left_to_the_oracle():
         out = by(attention.attend, *tensors, bands, HALVES, bias=bias)
         expected = by(reference.attend, *tensors, bands, HALVES, bias=bias)
         torch.testing.assert_close(out, expected)
-        with pytest.raises(OptionError, match="biases for bands of distances only"):
+        with pytest.raises(OptionError, match="a bias for bands of distances only"):
             by(partial(attention.attend, kernel="flash"), *tensors, bands, HALVES, bias=bias)
 
 
@@ -247,50 +235,6 @@ def test_wide_bands(window):
     at = torch.arange(2400)
     bands = method_bands("rerope", window, 8, at[1400:], at)
     compare(flash.attend, inputs(1, 1, 1, 1000, 2400), bands, HALVES)
-
-
-@quick(max_examples=250)
-@given(
-    st.sampled_from([Distance, ChunkGap, Sinks]),
-    st.integers(1, 500),
-    st.integers(1, 300),
-    st.integers(0, 90),
-    st.integers(0, 40),
-    st.one_of(st.none(), st.integers(0, 60)),
-    st.integers(1, 50),
-    st.sampled_from(sorted(sizes.TILES.values())),
-    st.sampled_from([20, 1024]),
-)
-def test_tiles_cover_each_visible_key_once(
-    kind, queries, more, start, first, width, size, height, narrow
-):
-    keys = queries + more - 1
-    last = None if width is None else first + width
-    geometry = {
-        Distance: Distance(first, last),
-        ChunkGap: ChunkGap(size, first % 4, last),
-        Sinks: Sinks(size, first),
-    }[kind]
-    covered = torch.zeros(queries, keys, dtype=torch.int)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sizes, "NARROW", narrow)  # below it the tiles have fewer rows
-        found = flash.tiles(geometry, queries, keys, start, height)
-    for tile in found:
-        assert tile.rows > 0
-        assert tile.keys > 0
-        seen = torch.ones(tile.rows, tile.keys, dtype=torch.int)
-        if tile.kind != "full":
-            seen = seen.tril(tile.keys - tile.rows)
-        if tile.kind == "band":
-            seen = seen.triu(tile.hidden)
-        if tile.kind == "causal":
-            assert tile.rows == tile.keys
-        for block in range(tile.blocks):
-            row, key = tile.row + block * tile.step, tile.key + block * tile.step
-            covered[row : row + tile.rows, key : key + tile.keys] += seen
-    at = torch.arange(start, start + keys)
-    visible = geometry.sees(at[keys - queries :, None], at)
-    torch.testing.assert_close(covered, visible.int())
 
 
 def naive(query, key, value, bands, pairs, positions, mask, temperature, softcap, sinks):
@@ -390,17 +334,6 @@ def test_half_precision(method, dtype, forward, backward):
         assert x.dtype == dtype
 
 
-@pytest.mark.parametrize("rows", [1, pytest.param(3, marks=pytest.mark.slow)])
-def test_half_precision_in_tall_tiles(rows, window=1101):
-    """Several tiles for grouped heads, their outputs merged in pieces."""
-    at = torch.arange(2400)
-    tensors = [x.to(torch.bfloat16) for x in inputs(rows, 2, 1, 1000, 2400)]
-    bands = method_bands("rerope", window, 8, at[1400:], at)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sizes, "MERGED", 2**14)
-        compare(flash.attend, tensors, bands, HALVES, 2e-2, 6e-2)
-
-
 def test_rows_without_any_key_are_zero_and_have_no_gradient():
     tensors = inputs(1, 2, 2, 50, 50)
     bands = method_bands("far only", 20, 8, torch.arange(50), torch.arange(50))
@@ -459,30 +392,23 @@ def test_compiles_into_one_graph(method, dynamic):
 
 
 @pytest.mark.parametrize(
-    ("queries", "more"),
+    ("queries", "fused"),
     [
-        (300, False),
-        pytest.param(300, True, marks=pytest.mark.slow),
-        pytest.param(1, True, marks=pytest.mark.slow),
+        (300, True),
+        pytest.param(300, False, marks=pytest.mark.slow),
+        pytest.param(1, False, marks=pytest.mark.slow),
     ],
 )
-def test_the_operator_keeps_its_promises(queries, more):
-    """Schema, fake tensors, autograd registration and what AOT dispatch makes of them.
-
-    ``more``: with a learned bias, and merged with an attention before.
-    """
+def test_the_operator_keeps_its_promises(queries, fused):
+    """Schema, fake tensors, autograd registration and what AOT dispatch makes of them."""
     _, tensors = graph(queries=queries)
-    given = [None, None, None]
-    if more:
-        bias = torch.linspace(-1, 1, 80).view(4, 20)
-        given = [bias, torch.rand_like(tensors[0]), torch.rand(tensors[0].shape[:3])]
-        given = [x.requires_grad_() for x in given]
+    bias = None if fused else torch.linspace(-1, 1, 80).view(4, 20).requires_grad_()
     at = torch.arange(300)
     bands = method_bands("rerope", 50, 8, at[300 - queries :], at)
     plan, tables = flash.pack_call(Call(bands, HALVES, 0.3))
     torch.library.opcheck(
         torch.ops.rope_ext.bands.default,
-        (*tensors, *given, tables, plan, 0, 0.3),
+        (*tensors, bias, tables, plan, 0, 0.3, None if fused else 2.0, fused),
         rtol=1e-4,
         atol=1e-4,
     )
@@ -524,8 +450,10 @@ def test_the_blocked_form_is_the_oracle():
             return by(form, query, key, value, bands, HALVES, sinks=sinks, **options)
 
         whole = out_and_grads(partial(run, form=reference.attend), tensors)
-        for block in (1, 17, 128):
-            parts = out_and_grads(partial(run, form=reference.attend_blocked, block=block), tensors)
+        for rows in (1, 17, 128):
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(plain, "ROWS", rows)
+                parts = out_and_grads(partial(run, form=plain.attend), tensors)
             torch.testing.assert_close(parts, whole, rtol=1e-6, atol=1e-6)
 
 

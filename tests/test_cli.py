@@ -2,39 +2,27 @@
 
 from __future__ import annotations
 
-import ast
 import csv
 import json
-import re
 import runpy
 import subprocess
 import sys
-from collections.abc import Callable
-from itertools import pairwise
 from pathlib import Path
 
 import pytest
 from matplotlib import image
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer
 from typer.main import get_command
 from typer.testing import CliRunner, Result
 
 import rope_ext
-from recipes.data import documents
-from recipes.stream import DataError
-from rope_eval.plots import results as figures
-from rope_eval.plots.style import require_matplotlib
-from rope_eval.reports.summary import Estimate
 from rope_eval.run import runner as run
-from rope_eval.tune.calibrate import LOG
-from rope_ext import checkpoints as models
-from rope_ext.arguments import parse_compose, parse_options
+from rope_ext.arguments import parse_compose
 from rope_ext.cli import app
-from rope_ext.errors import MeasureError, OptionError
-from rope_ext.terminal import progress
+from rope_ext.errors import OptionError
+from rope_ext.saving import checkpoints as models
 from tests.helpers.checkpoint import TRAINED, save_checkpoint, save_texts
 from tests.helpers.models import tiny_llama
-from tests.helpers.sources import PACKAGES, parse
 
 PICTURES = ["passkey.png", "perplexity.png", "perplexity_positions.png", "rates.png"]
 FILES = [
@@ -171,29 +159,6 @@ def test_mistakes_are_one_line_and_exit_2(
     assert result.stdout == ""
 
 
-@pytest.mark.usefixtures("loader_fails")
-def test_missing_matplotlib_is_told_first(
-    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
-    result = call(*quick(checkpoint, tmp_path / "out"))
-    assert result.exit_code == 2 and 'pip install "rope-ext[eval]"' in result.stderr
-    with pytest.raises(MeasureError, match="matplotlib"):
-        require_matplotlib()
-
-
-def test_measuring_needs_no_matplotlib_to_import() -> None:
-    """Processes that measure look for it too (tests/helpers/ranks.py)."""
-    found = []
-    for tree in [parse(path) for package in PACKAGES for path in package.rglob("*.py")]:
-        within = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)]
-        later = {id(child) for node in within for child in ast.walk(node)}
-        imports = [n for n in ast.walk(tree) if isinstance(n, (ast.Import, ast.ImportFrom))]
-        lines = [ast.unparse(node) for node in imports if id(node) not in later]
-        found += [line for line in lines if re.match(r"(import|from) matplotlib\b", line)]
-    assert found == []
-
-
 def test_a_method_that_does_not_fit_is_told_before_measuring(
     checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -215,15 +180,6 @@ def test_interrupted_run_says_how_to_go_on(
     result = call(*quick(checkpoint, tmp_path / "out"))
     assert result.exit_code == 130
     assert result.stderr.endswith("stopped; run the same command with --resume to continue\n")
-
-
-def test_methods_lists_all() -> None:
-    result = call("methods")
-    assert result.exit_code == 0
-    for info in rope_ext.methods():
-        assert info.name in result.stdout and info.paper in result.stdout
-    assert "beta_fast=32.0" in result.stdout and "long_factor," in result.stdout
-    assert "factor=8.0" in result.stdout  # of llama3: the others have no default
 
 
 @pytest.mark.parametrize(
@@ -265,33 +221,6 @@ def test_describe(checkpoint: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "words",
-    [
-        ("describe", "--factor", 8),
-        ("diagnose", "--length", "1k", "--compose", "raise"),
-        ("export", "--engine", "vllm", "--factor", 8),
-        ("verify", "--engine", "transformers", "--factor", 8),
-        ("verify", "--engine", "transformers", "--trained-length", 64),
-    ],
-)
-def test_settings_of_a_method_are_not_ignored_without_one(words: tuple, checkpoint: Path) -> None:
-    result = call(words[0], checkpoint, *words[1:])
-    ignored = " ".join(map(str, words[-2:]))
-    assert result.exit_code == 2 and f"{ignored} needs --method" in result.stderr
-
-
-def test_a_field_of_the_wrong_type_in_the_configuration_is_an_error(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text('{"model_type": "llama", "hidden_size": "many"}')
-    result = call("describe", tmp_path)
-    assert result.exit_code == 2 and "hidden_size" in result.stderr
-
-
-def test_without_a_command_the_help_is_printed() -> None:
-    bare = call()
-    assert bare.exit_code == 0 and bare.stdout == call("--help").stdout
-
-
-@pytest.mark.parametrize(
     ("words", "said"),
     [
         ("export M --engine vllm --method yarn", "needs factor=...; on the command line: --factor"),
@@ -309,35 +238,8 @@ def test_an_error_names_what_to_give(checkpoint: Path, words: str, said: str) ->
     assert "NAME" not in result.stderr
 
 
-@pytest.mark.usefixtures("loader_fails")
-def test_a_calibration_that_is_there_is_told_in_words_of_the_command(
-    checkpoint: Path, tmp_path: Path
-) -> None:
-    (tmp_path / LOG).touch()
-    result = call("calibrate", checkpoint, "--length", 512, "--output", tmp_path)
-    assert result.exit_code == 2 and "resume=" not in result.stderr
-    assert "give --resume to continue it, or another --output" in result.stderr
-
-
 def test_a_method_without_a_factor_of_its_own_needs_none(checkpoint: Path) -> None:
     assert "alibi" in call("describe", checkpoint, "--method", "alibi").stdout
-
-
-@pytest.mark.parametrize("name", ["./nowhere", "nowhere/", "~/nowhere", "/nowhere", "a/b/c"])
-def test_a_path_that_does_not_exist_is_not_looked_for_on_the_hub(
-    name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def asked(*args: object, **options: object) -> None:
-        pytest.fail("the Hub was asked")
-
-    monkeypatch.setattr("huggingface_hub.file_download.hf_hub_download", asked)
-    monkeypatch.setattr("recipes.data.datasets.load_dataset", asked)
-    monkeypatch.setattr(AutoConfig, "from_pretrained", asked)
-    result = call("describe", name)
-    assert result.exit_code == 2 and "the directory does not exist" in result.stderr
-    assert "and there is no folder of that name" not in result.stderr  # a second time
-    with pytest.raises(DataError, match=f"there is no file or directory '{name}'; give --dataset"):
-        documents(name)
 
 
 def test_recommend_reads_no_weights(checkpoint: Path, loader_fails: None) -> None:
@@ -396,15 +298,6 @@ def test_plot_over_a_text(checkpoint: Path, tmp_path: Path) -> None:
         assert wrong.stderr.count("\n") == 1
 
 
-def test_plot_without_matplotlib(
-    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
-    words = ("--method", "yarn", "--output", tmp_path / "one.png")
-    result = call("plot", "angles", checkpoint, *words)
-    assert result.exit_code == 2 and 'pip install "rope-ext[eval]"' in result.stderr
-
-
 def test_a_model_saved_under_a_patch(checkpoint: Path, tmp_path: Path) -> None:
     model = AutoModelForCausalLM.from_pretrained(checkpoint)
     rope_ext.patch(model, "rerope", factor=4, window=20).save_pretrained(tmp_path / "saved")
@@ -432,40 +325,6 @@ def test_a_model_saved_under_a_patch(checkpoint: Path, tmp_path: Path) -> None:
     assert measured(tmp_path / "saved", tmp_path / "a") == measured(checkpoint, tmp_path / "b")
 
 
-def test_figures_with_one_method_and_a_length_that_blew_up(tmp_path: Path) -> None:
-    infinite = Estimate(float("inf"), float("inf"), float("inf"), 4)
-    estimates = {
-        (method, length): Estimate(value, 0.9 * value, 1.1 * value, 4)
-        for method, values in {"none": (5.0, 90.0), "yarn": (5.1, 4.8)}.items()
-        for length, value in zip((512, 1024), values, strict=True)
-    }
-    estimates["none", 2048], estimates["yarn", 2048] = infinite, Estimate(4.7, 4.0, 5.0, 4)
-    broken = dict.fromkeys(estimates, infinite)
-    for name, data in (("some.png", estimates), ("all.png", broken)):
-        figures.draw_perplexity(data, {"none": 512, "yarn": 512}, "title", tmp_path / name)
-        assert image.imread(tmp_path / name).shape[1] > 600
-
-
-@pytest.mark.parametrize(
-    "heights", [[0.0, 0.01, 0.02, 0.5, 0.51], [0.97, 0.98, 1.0], [0.2], [0.1, 0.5, 0.9]], ids=str
-)
-def test_labels_keep_their_distance(heights: list[float]) -> None:
-    places = figures.spread_labels(heights, 0.05)
-    assert all(b - a > 0.0499 for a, b in pairwise(places))
-    assert max(places) <= 1.0 and places == sorted(places)
-    if heights == [0.1, 0.5, 0.9]:
-        assert places == heights
-
-
-def test_an_option_that_is_given_twice_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(OptionError, match="sets beta_fast a second time, after 3"):
-        parse_options(["yarn.beta_fast=3", "yarn.beta_fast=4"])
-    file = tmp_path / "found.json"
-    file.write_text('{"factor": 4, "factor": 8}')
-    with pytest.raises(OptionError, match="'factor' is given twice"):
-        parse_options([f"yarn={file}"])
-
-
 def test_the_version_is_shown_as_a_command_and_as_a_module(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -475,30 +334,6 @@ def test_the_version_is_shown_as_a_command_and_as_a_module(
     with pytest.raises(SystemExit) as left:
         runpy.run_module("rope_ext", run_name="__main__")
     assert left.value.code == 0 and capsys.readouterr().out == shown
-
-
-def test_methods_fit_into_80_columns_and_are_all_there() -> None:
-    lines = call("methods").stdout.splitlines()
-    assert max(map(len, lines)) <= 80
-    first = {line.split()[0] for line in lines if line.startswith(" ") and line[1:2].isalpha()}
-    assert first >= {info.name for info in rope_ext.methods()}
-
-
-def test_without_a_terminal_progress_is_told_in_lines(capsys: pytest.CaptureFixture[str]) -> None:
-    with progress(every=0) as shown:
-        bar = shown.add_task("measuring", total=None)
-        shown.update(bar, total=4)
-        shown.advance(bar, 1)
-        shown.advance(bar, 2)
-    lines = capsys.readouterr().err.splitlines()
-    assert [line.split(",")[0] for line in lines] == [
-        "measuring 0 %",
-        "measuring 25 %",
-        "measuring 75 %",
-    ]
-    with progress(every=3600) as shown:
-        shown.advance(shown.add_task("measuring", total=2), 1)
-    assert capsys.readouterr().err == ""
 
 
 HELP = """
@@ -544,20 +379,3 @@ def test_evaluations_take_the_model_first(checkpoint: Path, tmp_path: Path) -> N
     for first in (("compare", checkpoint), ("eval", "passkey", checkpoint)):
         result = call(*first, *words)
         assert result.stderr.startswith("error: unknown method 'yran'"), result.output
-
-
-@pytest.mark.parametrize(
-    "wrong",
-    [
-        lambda model: rope_ext.patch("yarn", model),
-        lambda model: rope_ext.patch(rope_ext.YaRN(factor=4), model),
-        lambda model: rope_ext.recommend(1024, model),
-        lambda model: rope_ext.diagnose(1024, model),
-        lambda model: rope_ext.export("vllm", model),
-        lambda model: rope_ext.describe(1024),
-    ],
-)
-def test_swapped_arguments_do_not_print_a_model(wrong: Callable[[object], object]) -> None:
-    with pytest.raises(rope_ext.RopeExtError) as raised:
-        wrong(tiny_llama())
-    assert "\n" not in str(raised.value) and len(str(raised.value)) < 400

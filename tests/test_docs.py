@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-import inspect
 import os
 import re
 import shlex
@@ -11,93 +9,22 @@ import subprocess
 import sys
 from html.parser import HTMLParser
 from pathlib import Path
-from types import SimpleNamespace
 
 import click
-import griffe
 import pytest
 import torch
-from mkdocs.config import load_config
-from mkdocs.exceptions import PluginError
 from transformers import AutoModelForCausalLM
 from typer.main import get_command
 
 import rope_ext
 from rope_eval import command
-from rope_eval.tune.options import CalibrationOptions, SearchOptions
 from rope_ext.cli import app
 from rope_ext.encodings.alibi import slopes
-from rope_ext.fitting import supported
-from rope_ext.methods import Method, Rope, all_encodings, all_methods
+from rope_ext.methods import Rope, all_methods
 from tests.helpers.models import tiny_llama
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
-PUBLIC = {name: getattr(rope_ext, name) for name in rope_ext.__all__}
-FUNCTIONS = [name for name, item in PUBLIC.items() if inspect.isfunction(item)]
-METHODS = [cls for cls in all_methods() if cls.__module__.startswith("rope_ext.")]
-OPTIONS = {"search": SearchOptions, "calibrate": CalibrationOptions}
-RESULTS = [
-    item
-    for item in PUBLIC.values()
-    if dataclasses.is_dataclass(item) and not issubclass(item, Method)
-]
-
-
-def documented(item: object) -> SimpleNamespace:
-    """The docstring of ``item``: its text, and its sections by name."""
-    docstring = griffe.Docstring(inspect.getdoc(item) or "")
-    sections = docstring.parse("google", warnings=False)
-    found = {section.kind.value: section.value for section in sections}
-    return SimpleNamespace(
-        text=" ".join(docstring.value.split()),
-        parameters={part.name: part.description for part in found.get("parameters", ())},
-        returns=[part.description for part in found.get("returns", found.get("yields", ()))],
-        raises=[str(part.annotation) for part in found.get("raises", ())],
-    )
-
-
-@pytest.mark.parametrize("name", FUNCTIONS)
-def test_a_public_function_tells_arguments_results_and_errors(name: str) -> None:
-    function, found = PUBLIC[name], documented(PUBLIC[name])
-    stars = {inspect.Parameter.VAR_KEYWORD: "**", inspect.Parameter.VAR_POSITIONAL: "*"}
-    parameters = inspect.signature(function).parameters.values()
-    told = dict(found.parameters)
-    if name in OPTIONS:  # whose options are documented where they are defined
-        told.pop("**options")
-        told |= {
-            option: text
-            for part in reversed(OPTIONS[name].__mro__)
-            for option, text in documented(part).parameters.items()
-        }
-    assert set(told) == {stars.get(p.kind, "") + p.name for p in parameters}
-    assert all([*told.values(), *found.returns]) and found.returns
-    assert found.raises or name == "methods"  # which cannot fail
-    for error in re.findall(r"\w+", " ".join(found.raises)):
-        assert issubclass(getattr(rope_ext.errors, error), rope_ext.RopeExtError)
-
-
-@pytest.mark.parametrize("cls", METHODS, ids=lambda cls: cls.name)
-def test_a_method_tells_its_options_and_its_source(cls: type[Method]) -> None:
-    options = {}
-    for part in reversed(cls.__mro__):
-        options |= documented(part).parameters if "__doc__" in vars(part) else {}
-    assert {field.name for field in dataclasses.fields(cls)} == set(options)
-    assert all(options.values())
-    assert cls.paper in documented(cls).text
-
-
-@pytest.mark.parametrize("cls", RESULTS, ids=lambda cls: cls.__name__)
-def test_a_result_tells_its_fields(cls: type) -> None:
-    found = documented(cls).parameters
-    assert list(found) == [field.name for field in dataclasses.fields(cls)]
-    assert all(found.values())
-
-
-def test_every_public_name_has_a_docstring_of_its_own() -> None:
-    for name, item in PUBLIC.items():
-        assert "__doc__" in vars(item) or inspect.isfunction(item), name
-        assert len(item.__doc__.split()) > 3, name
 
 
 def snippets(page: str) -> list[str]:
@@ -252,27 +179,6 @@ def test_the_family_of_the_page_is_patched() -> None:
     torch.testing.assert_close(model(tokens)[0], unpatched, rtol=0, atol=0)
 
 
-@pytest.mark.parametrize(
-    ("there", "instead", "error"),
-    [
-        ('"inv_freq"', '"frequencies"', rope_ext.NoRopeError),
-        ("* self.attention_scaling", "", rope_ext.UnsupportedModelError),
-        ("forward(self, x, position_ids)", "forward(self, x, places)", rope_ext.RopeExtError),
-        ("max_position_embeddings: int = 32", "", rope_ext.UnsupportedModelError),
-    ],
-)
-def test_what_the_page_asks_of_a_family_is_asked(there: str, instead: str, error: type) -> None:
-    source = snippets("adding-a-family.md")[0]
-    assert there in source
-    if there == '"inv_freq"':
-        source = source.replace("self.inv_freq", "self.frequencies")
-    if "position_ids" in there:
-        source = source.replace("position_ids[", "places[").replace("position_ids=", "places=")
-    model = own_model(source.replace(there, instead))
-    with pytest.raises(error):
-        rope_ext.patch(model, "yarn", factor=4)
-
-
 class Links(HTMLParser):
     """What a page is made of: ids, and what the browser loads with it."""
 
@@ -318,57 +224,3 @@ def test_the_site(site) -> None:
     for path, page in site.items():
         loaded = [source for source in page.loaded if not source.startswith("data:")]
         assert not [source for source in loaded if "//" in source], path
-
-
-def test_every_encoding_has_a_page_and_a_row() -> None:
-    overview = (ROOT / "docs/encodings/index.md").read_text(encoding="utf-8")
-    nav = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
-    for cls in all_encodings():
-        page = f"{cls.name}.md"
-        assert f"[`{cls.name}`]({page})" in overview and f"encodings/{page}\n" in nav
-        text = (ROOT / "docs/encodings" / page).read_text(encoding="utf-8")
-        assert f'rope_ext.patch(model, "{cls.name}"' in text and cls.paper in text
-
-
-def test_the_page_of_an_encoding_says_what_a_fresh_patch_costs() -> None:
-    hooks = load_config(str(ROOT / "mkdocs.yml")).hooks["docs/hooks.py"]
-    for cls in all_encodings():
-        *_, rule, unpatched, row = hooks.untrained_table(cls.name).splitlines()
-        assert unpatched.startswith("| unpatched | ") and f"`{cls.name}`" in row.split("|")[1]
-        assert row.count("|") == unpatched.count("|") == rule.count("|")
-        assert ("with `fit`" in hooks.untrained_table(cls.name)) == (cls.name in supported())
-    assert hooks.untrained_table("linear-attention") == ""
-
-
-def test_the_table_of_engines_says_how_each_runs_a_method() -> None:
-    hooks = load_config(str(ROOT / "mkdocs.yml")).hooks["docs/hooks.py"]
-    lines = list(hooks.engine_table())
-    head = [cell.strip() for cell in lines[0].strip().strip("|").split("|")]
-    assert head[1:] == ["vLLM", "SGLang", "llama.cpp", "Ollama", "transformers", "mlx-lm"]
-    rows = {line.split("|")[1].strip(): line.split("|")[2:-1] for line in lines[2:]}
-    rows = {name: [cell.strip() for cell in cells] for name, cells in rows.items()}
-    assert rows["[`yarn`](../methods/yarn.md)"] == ["runs"] * 6
-    assert rows["[`resonance`](../methods/resonance.md)"] == ["by table"] * 6
-    assert rows["[`rerope`](../methods/rerope.md)"] == ["refused"] * 6
-    assert rows["[`llama3`](../methods/llama3.md)"][:3] == ["runs", "runs", "by table"]
-    assert rows["[`dynamic_ntk`](../methods/dynamic_ntk.md) with `length=`"] == ["runs"] * 6
-    assert set(rows["[`dynamic_yarn`](../methods/dynamic_yarn.md)"]) == {"refused"}
-    assert all(any(f"`{cls.name}`" in name for name in rows) for cls in all_methods())
-
-
-def test_a_method_without_a_page_stops_the_build(own_registry) -> None:
-    config = load_config(str(ROOT / "mkdocs.yml"))
-    hooks = config.hooks["docs/hooks.py"]
-    exec(snippets("adding-a-method.md")[0], {"__name__": __name__})
-    with pytest.raises(PluginError, match=r"no page for \['step'\]"):
-        hooks.on_config(config)
-
-
-def test_what_was_measured_is_found_in_the_tables_of_the_demonstration() -> None:
-    hooks = load_config(str(ROOT / "mkdocs.yml")).hooks["docs/hooks.py"]
-    tables = "".join((ROOT / path).read_text(encoding="utf-8") for path in hooks.TABLES)
-    for cls in METHODS:
-        if cls.name != "longrope":  # needs a table of its own first
-            *_, unpatched, row = hooks.measured_table(cls.name).splitlines()
-            assert unpatched.startswith("| unpatched | ") and f"{unpatched}\n" in tables
-            assert row.startswith(f"| `{cls.name}` | ") and f"{row}\n" in tables

@@ -6,8 +6,6 @@ import ast
 from collections.abc import Iterable
 from pathlib import Path
 
-import pytest
-
 from tests.helpers.sources import nodes
 
 TESTS = Path(__file__).parent
@@ -23,21 +21,6 @@ def imported_tests(nodes: Iterable[ast.AST]) -> list[str]:
         elif isinstance(node, ast.ImportFrom):
             names += [f"{node.module or ''}.{alias.name}" for alias in node.names]
     return [name for name in names if NAMES & set(name.split("."))]
-
-
-@pytest.mark.parametrize(
-    "line",
-    [
-        "from conftest import ids",
-        "import tests.test_cli",
-        "from tests.positions import test_caches",
-        "from tests.positions.test_caches import steps",
-        "def f():\n    from .test_cli import call",
-        "from . import conftest",
-    ],
-)
-def test_imports_of_tests_are_found(line: str) -> None:
-    assert imported_tests(ast.walk(ast.parse(line)))
 
 
 def test_no_file_imports_a_file_of_tests_or_fixtures() -> None:

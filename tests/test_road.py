@@ -2,29 +2,22 @@
 
 from __future__ import annotations
 
-import re
 import shlex
 from itertools import dropwhile
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from peft import LoraConfig, get_peft_model
-from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
+from transformers import AutoConfig, AutoModelForCausalLM
 from typer.main import get_command
 from typer.testing import CliRunner, Result
 
 import rope_ext
-from recipes import finetune, memory, merge, settings
-from recipes.settings import Recipe
+from recipes import memory, merge
 from rope_eval import command
 from rope_eval.data.text import read_texts
-from rope_eval.next_commands import training_command
-from rope_ext.advice.card import model_card
-from rope_ext.checkpoints import load_tokenizer
 from rope_ext.cli import app
-from rope_ext.saved import configured, read_saved
+from rope_ext.saving.checkpoints import load_tokenizer
 from tests.helpers.checkpoint import save_checkpoint, save_texts
 
 ROOT = Path(__file__).parents[1]
@@ -149,13 +142,6 @@ def test_overrides_stay_where_the_folder_differs(saved: dict[str, Path]) -> None
     assert "--hf-overrides" in rope_ext.export(config, "vllm").command
 
 
-def test_scaling_that_no_method_describes_is_left_alone(checkpoint: Path) -> None:
-    config = AutoConfig.from_pretrained(checkpoint)
-    config.rope_parameters = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 4.0}
-    assert configured(config) is None and read_saved(config).source is None
-    assert "rope_type dynamic" in str(rope_ext.describe(config))
-
-
 def test_recommend_says_that_a_folder_reaches_the_length(saved: dict[str, Path]) -> None:
     with pytest.raises(rope_ext.OptionError, match=r"extends it from 128 tokens\. serve it: vllm"):
         rope_ext.recommend(saved["yarn"], 512)
@@ -208,125 +194,3 @@ def test_the_road_without_training_ends_in_an_engine(checkpoint: Path, tmp_path:
     words[words.index("vllm")] = "transformers"  # which runs here
     result = call(*words)
     assert next_commands(result) == [] and "done: use it: " in result.stderr
-
-
-def test_the_commands_of_the_page_are_those_that_are_printed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    LlamaConfig(max_position_embeddings=8192, rope_theta=5e5).save_pretrained(tmp_path / "MODEL")
-    monkeypatch.chdir(tmp_path)
-    page = (ROOT / "docs" / "own-model.md").read_text(encoding="utf-8").replace(" \\\n   ", "")
-    [first] = re.findall("^rope-ext recommend .*", page, re.MULTILINE)
-    [compared] = next_commands(call(*shlex.split(first)[1:]))
-    trained = training_command("MODEL", "yarn", 8192, 131072, text="other.jsonl")
-    recipe = Recipe(model="MODEL", factor=16, eval_dataset="other.jsonl", dataset="documents/")
-    (tmp_path / "other.jsonl").touch()
-    args = SimpleNamespace(output_dir="runs/own_model_yarn_lora")
-    tuned = finetune.next_command(recipe, args, finetune.Plan(None, None, 131072, 0, []))
-    for line in (compared, shlex.join(trained), shlex.join(map(str, tuned))):
-        assert f"\n{line}\n" in page, line
-
-
-def test_the_commands_of_the_page_are_valid() -> None:
-    text = (ROOT / "docs" / "own-model.md").read_text(encoding="utf-8")
-    blocks = re.findall(r"```bash\n(.*?)```", text.replace("\\\n", " "), re.DOTALL)
-    lines = [line for block in blocks for line in block.splitlines()]
-    checked = [line for line in lines if line.startswith(("rope-ext", "python "))]
-    assert len(checked) == 9 and len(lines) == 10
-    for line in checked:
-        parsed(line)
-
-
-def test_what_follows_from_five_lines(monkeypatch: pytest.MonkeyPatch) -> None:
-    path = str(ROOT / "recipes" / "own_model_yarn_lora.yaml")
-    recipe, args = memory.read(path)
-    assert (recipe.factor, recipe.length, recipe.minimum_document) == (16.0, 8192, 4096)
-    assert args.gradient_accumulation_steps == 16
-    values: dict[str, Any] = {"target_length": None, "per_device_train_batch_size": 1}
-    with monkeypatch.context() as eight:
-        eight.setenv("WORLD_SIZE", "8")
-        given = values | {"rows_per_step": 16, "gradient_accumulation_steps": 1}
-        settings.derive(given)
-        assert given["gradient_accumulation_steps"] == 2
-        with pytest.raises(rope_ext.OptionError, match="must be a multiple of the 8 rows"):
-            settings.derive(values | {"rows_per_step": 12, "gradient_accumulation_steps": 1})
-    for more, message in (
-        (["--gradient_accumulation_steps", "4"], "give one of them"),
-        (["--factor", "2"], "--factor and --target_length set the same"),
-        (["--target_length", "8192"], "must be longer than the 8192 tokens"),
-    ):
-        with pytest.raises(rope_ext.OptionError, match=message):
-            memory.read(path, *more)
-
-
-def test_memory_says_whether_a_card_is_large_enough(capsys: pytest.CaptureFixture[str]) -> None:
-    tiny = [str(ROOT / "recipes" / "tiny_512_yarn_pose.yaml"), "--length", "64", "--card"]
-    shape = ["--shape", "hidden=16,heads=2,layers=1,trained=512,vocab=512"]
-    memory.main([*tiny, "24", *shape])
-    assert "\nfits: " in capsys.readouterr().out
-    with pytest.raises(SystemExit, match="1"):
-        memory.main([*tiny, "0.001", *shape])
-    assert "does not fit: " in capsys.readouterr().out
-    memory.main([str(ROOT / "recipes" / "own_model_yarn_lora.yaml"), *shape])
-    assert "my_documents/ does not exist; set dataset in " in capsys.readouterr().err
-
-
-def test_a_card_says_what_the_folder_is(saved: dict[str, Path], tmp_path: Path) -> None:
-    (tmp_path / "table.md").write_text("| a table |")
-    text = model_card(saved["yarn"], "someone/model", tmp_path)
-    folder = saved["yarn"].name
-    for part in (
-        "base_model: someone/model",
-        "extended from 128 to 512 tokens with `yarn(factor=4.0)` (arXiv 2309.00071)",
-        f'AutoModelForCausalLM.from_pretrained("{folder}")',
-        f"vllm serve {folder}\n",
-        "| a table |",
-    ):
-        assert part in text
-    assert "rope_ext.from_pretrained" in model_card(saved["rerope"])
-    written = call("card", saved["pi"])
-    assert written.exit_code == 0 and (saved["pi"] / "README.md").exists(), written.output
-    again = call("card", saved["pi"], "--report", tmp_path)  # once there is a report
-    card = saved["pi"] / "README.md"
-    assert again.exit_code == 0 and "| a table |" in card.read_text(), again.output
-    card.write_text(card.read_text().replace("# ", "# My ", 1))
-    again = call("card", saved["pi"])
-    assert again.exit_code == 2 and "move it away to write" in again.stderr
-    assert "# My " in card.read_text()
-    with pytest.raises(rope_ext.ExportError, match=r"has no table\.md"):
-        model_card(saved["yarn"], report=saved["yarn"])
-
-
-def test_a_card_replaces_the_empty_template_of_peft(checkpoint: Path, tmp_path: Path) -> None:
-    model = AutoModelForCausalLM.from_pretrained(checkpoint)
-    rope_ext.patch(model, "yarn", factor=4)
-    adapted = get_peft_model(model, LoraConfig(task_type="CAUSAL_LM", target_modules=["q_proj"]))
-    adapted.save_pretrained(tmp_path)
-    rope_ext.save_sidecar(adapted, tmp_path)
-    card = tmp_path / "README.md"
-    template = card.read_text()
-    card.write_text(template.replace("[More Information Needed]", "Me", 1))
-    edited = call("card", tmp_path)
-    assert edited.exit_code == 2 and "move it away to write" in edited.stderr
-    card.write_text(template)
-    written = call("card", tmp_path)
-    assert written.exit_code == 0 and "from 128 to 512 tokens" in card.read_text(), written.output
-
-
-@pytest.mark.slow
-def test_the_notebook_runs_and_is_committed_with_its_outputs() -> None:
-    nbformat, nbclient = pytest.importorskip("nbformat"), pytest.importorskip("nbclient")
-    notebook = nbformat.read(ROOT / "docs" / "own-model-notebook.ipynb", as_version=4)
-    cells = [cell for cell in notebook.cells if cell.cell_type == "code"]
-    assert all(cell.outputs for cell in cells[1:])
-    resources = {"metadata": {"path": str(ROOT)}}
-    nbclient.NotebookClient(notebook, timeout=300, resources=resources).execute()
-    shown = "".join(part.get("text", "") for cell in cells for part in cell.outputs)
-    assert "512 -> 2048 tokens by yarn" in shown and "as patched" in shown
-
-
-def test_a_wrong_next_command_is_noticed() -> None:
-    with pytest.raises(Exception, match="No such option"):
-        parsed("rope-ext export MODEL --engin vllm")
-    with pytest.raises(SystemExit):
-        parsed("rope-ext compare --model M --lenths 512")

@@ -70,7 +70,7 @@ def search(
         import rope_ext
         from rope_eval.data.text import python_library, read_texts
         from rope_eval.tune.search import check_output, summary
-        from rope_ext.checkpoints import load_model, load_tokenizer
+        from rope_ext.saving.checkpoints import load_model, load_tokenizer
 
         quiet()
         tokens, given = parse_length(length), read_options(SearchOptions, options)
@@ -115,8 +115,8 @@ def calibrate(
         import rope_ext
         from rope_eval.data.text import read_texts
         from rope_eval.tune.calibrate import RESULT, require_free
-        from rope_ext.checkpoints import load_model, load_tokenizer, resolve_device
         from rope_ext.methods import method_class
+        from rope_ext.saving.checkpoints import load_model, load_tokenizer, resolve_device
 
         quiet()
         tokens, names = parse_length(length), split(methods)
@@ -200,9 +200,9 @@ def plot(
     """
     with clean_errors():
         from rope_eval.plots import pictures
-        from rope_ext.checkpoints import load_config, trained_length
         from rope_ext.method_options import checked_methods
         from rope_ext.methods import build_method, reach
+        from rope_ext.saving.checkpoints import load_config, trained_length
 
         quiet()
         names = split(method)

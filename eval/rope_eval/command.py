@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import MISSING, dataclass
 from itertools import takewhile
@@ -22,7 +23,7 @@ from rope_eval.settings import (
     require_seed,
 )
 from rope_eval.tasks import all_tasks, build, chosen, from_file, options
-from rope_ext.arguments import parse_length, split
+from rope_ext.arguments import parse_length, split, split_gguf_file
 from rope_ext.errors import Mistakes, OptionError
 from rope_ext.method_options import UNPATCHED
 from rope_ext.terminal import clean_errors, quiet, stoppable, tell
@@ -59,7 +60,10 @@ class _Parser(argparse.ArgumentParser):
     needs_model = True
 
     def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
-        parsed = super().parse_args(args, namespace)
+        words, file = split_gguf_file(sys.argv[1:] if args is None else args)
+        parsed = super().parse_args(words, namespace)
+        if file is not None and parsed.model is not None:
+            parsed.model = [f"{model}/{file}" for model in parsed.model]
         served = getattr(parsed, "url", None) is not None
         if self.needs_model and parsed.model is None and not served:
             self.error("the following arguments are required: --model")
@@ -217,6 +221,7 @@ def call(words: Sequence[str]) -> None:
     given = list(words[len(tasks) :])
     with clean_errors():
         models = [word for word in tasks if "/" in word or Path(word).is_dir()]
+        models += [word for word in tasks if word.endswith(".gguf") and word not in models]
         models = [word for word in models if not word.endswith(".py")]
         names = []
         for task in split(word for word in tasks if word not in models):

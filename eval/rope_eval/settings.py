@@ -114,7 +114,8 @@ class Settings:
 
     models: tuple[str, ...] = option(
         MISSING,
-        "model directory or Hub ID; repeat for several",
+        "model directory, Hub ID or .gguf file (or a directory and --gguf-file FILE); repeat for "
+        "several",
         _models,
         "--model",
         group=MEASURED,

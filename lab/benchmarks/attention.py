@@ -11,15 +11,12 @@ process of its own for each variant and length.
 from __future__ import annotations
 
 import functools
-import logging
 from collections.abc import Callable, Sequence
 
 import torch
 import torch.nn.functional as F
 from rich.console import Console
-from transformers import LlamaConfig, LlamaForCausalLM
 
-import rope_ext
 from lab.benchmarks import measuring
 from lab.benchmarks.measuring import (
     COLUMNS,
@@ -34,10 +31,7 @@ from lab.benchmarks.measuring import (
 from rope_ext.attention import dispatch as attention
 from rope_ext.attention import reference
 from rope_ext.attention.call import Call, Pairs, RotatedBand, Rotation
-from rope_ext.attention.step import Ring, Step
 from rope_ext.methods.geometry import ChunkGap, Distance
-from rope_ext.position.attend import LAYER, MappedLayer
-from rope_ext.saving.configuration import quieted
 
 HEADS = 8
 LAYERS = 16
@@ -151,59 +145,20 @@ def variants(length: int, window: int, dtype: torch.dtype) -> dict[str, Attend]:
     }
 
 
-def layer_of(variant: str, kv_heads: int, window: int) -> MappedLayer:
-    """What a method makes of an attention layer, its window or chunk as wide as asked."""
-    config = LlamaConfig(
-        vocab_size=8,
-        hidden_size=HEADS * COLUMNS,
-        intermediate_size=8,
-        num_hidden_layers=1,
-        num_attention_heads=HEADS,
-        num_key_value_heads=kv_heads,
-        max_position_embeddings=2 * window,
-    )
-    own = {"chunk": window} if variant == "dual_chunk" else {"window": window}
-    own |= {"shift": 2 * window - window // 8} if variant == "string" else {"factor": 16}
-    with quieted(logging.getLogger("rope_ext"), logging.ERROR):
-        model = rope_ext.patch(LlamaForCausalLM(config), variant, **own)
-    return getattr(model.model.layers[0].self_attn, LAYER)
-
-
 def step(
     variant: str,
     query: torch.Tensor,
     cached: Sequence[tuple[torch.Tensor, torch.Tensor]],
     window: int,
 ) -> Callable[[], None]:
-    """The attention of one decoding step in all layers, ``cached``: the keys and values of each.
+    """The attention of one decoding step in all layers, ``cached``: the keys and values of each."""
+    of_each = [attend(variant, query, *layer, window) for layer in cached]
 
-    Near keys are turned but for the newest.
-    """
-    if variant == NATIVE:
-        of_each = [attend(variant, query, *layer, window) for layer in cached]
+    def run() -> None:
+        for one in of_each:
+            one()
 
-        def native_step() -> None:
-            for one in of_each:
-                one()
-
-        return native_step
-    key = cached[0][0]
-    keys, scale = key.shape[2], query.shape[-1] ** -0.5
-    layer = layer_of(variant, key.shape[1], window)
-    bands = layer.map.rotations(layer.layout)
-    of_layer: list[dict[int, Ring]] = [{} for _ in cached]
-
-    def method_step() -> None:
-        query_scale = layer.map.query_scale(keys - 1)
-        shared = Step.from_bands(
-            bands, 0, keys, query_scale, layer.layout.columns, layer.layout.pairs, query.dtype
-        )
-        for rings, (key, value) in zip(of_layer, cached, strict=True):
-            for ring in rings.values():
-                ring.last = min(ring.last, keys - 1)
-            shared.attend(query, key, value, scale, None, rings=rings)
-
-    return method_step
+    return run
 
 
 def decode(

@@ -10,7 +10,7 @@ from torch import nn
 from transformers import PreTrainedConfig
 
 from rope_ext.errors import OptionError, brief
-from rope_ext.saved import built_on_meta
+from rope_ext.saving.folder import built_on_meta
 
 
 def model_of(given: nn.Module | PreTrainedConfig | str | Path) -> nn.Module:
@@ -22,7 +22,7 @@ def built(
     given: nn.Module | PreTrainedConfig | str | Path,
 ) -> tuple[nn.Module, tuple[str, ...]]:
     """Like :func:`model_of`, with a note if a patch was removed."""
-    from rope_ext.checkpoints import load_config, saved_under
+    from rope_ext.saving.checkpoints import load_config, saved_under
 
     if isinstance(given, (str, Path)):
         given = cast(PreTrainedConfig, load_config(str(given)))

@@ -11,7 +11,7 @@ from typing import Any
 
 from rope_ext.errors import MeasureError, OptionError
 from rope_ext.methods import Method
-from rope_ext.record import method_from_json
+from rope_ext.saving.record import method_from_json
 
 NAME = "calibration"
 FORMAT = 2

@@ -12,7 +12,7 @@ from rope_ext.advice.describe import call_text, describe
 from rope_ext.engines import serving_commands
 from rope_ext.errors import ExportError
 from rope_ext.patching import current_patch
-from rope_ext.saved import read_saved
+from rope_ext.saving.folder import read_saved
 from rope_ext.version import __version__
 
 CARD = "README.md"

@@ -14,8 +14,9 @@ from transformers import PreTrainedConfig
 
 from rope_ext.methods import Method, all_methods
 from rope_ext.patching import Patch, current_patch
-from rope_ext.record import option_texts, record_of
 from rope_ext.rotary.sites import RotarySite, find_sites, text_config, text_decoder
+from rope_ext.saving import gguf_source
+from rope_ext.saving.record import option_texts, record_of
 
 _SOURCES = {
     "record": "the patch recorded in the configuration",
@@ -186,7 +187,7 @@ def describe(model: nn.Module | PreTrainedConfig | str | Path) -> Description:
     if patch is not None:
         length, target = patch.length, patch.target_length
     elif any(site.scaled for site in sites):
-        from rope_ext.saved import configured as method_configured
+        from rope_ext.saving.folder import configured as method_configured
 
         found = method_configured(text_config(decoder))
         if found is not None:
@@ -206,7 +207,7 @@ def describe(model: nn.Module | PreTrainedConfig | str | Path) -> Description:
 
 def _described_as_saved(given: PreTrainedConfig | str | Path) -> Description:
     from rope_ext.engines import serving_commands
-    from rope_ext.saved import read_saved
+    from rope_ext.saving.folder import read_saved
 
     saved = read_saved(given)
     found = describe(saved.model)
@@ -253,7 +254,8 @@ def _floats(values: torch.Tensor) -> tuple[float, ...]:
 
 
 def _unpatched_notes(decoder: nn.Module, sites: list[RotarySite]) -> tuple[str, ...]:
-    notes = [
+    notes = [*gguf_source.scaling_notes(decoder.config)]
+    notes += [
         f"the checkpoint scales {site.name or 'it'} by itself: rope_type {site.rope_type}"
         for site in sites
         if site.scaled

@@ -15,7 +15,7 @@ from rope_ext.advice.building import require_length
 from rope_ext.advice.describe import call_text, describe, wavelength, wavelength_text
 from rope_ext.patching import Patch, current_patch
 from rope_ext.rotary.sites import RotarySite, find_sites, text_config, text_decoder
-from rope_ext.saved import read_saved
+from rope_ext.saving.folder import read_saved
 
 _EQUAL = 1 + 1e-9  # theta / s * s * length is not theta * length to the last bit
 

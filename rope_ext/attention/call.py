@@ -94,26 +94,6 @@ class Pairs:
         out[..., second].mul_(cos).addcmul_(a, sin)
         return out.to(x.dtype)
 
-    def rotate_into(
-        self, out: torch.Tensor, x: torch.Tensor, rotation: tuple[torch.Tensor, torch.Tensor]
-    ) -> None:
-        """Write the result of :meth:`rotate` to ``out``, in fewer steps and without gradients."""
-        cos, sin = rotation
-        if not (isinstance(self.first, slice) and isinstance(self.second, slice)):
-            out.copy_(self.rotate(x, rotation))
-            return
-        a, b = x[..., self.first], x[..., self.second]
-        if 2 * a.shape[-1] < x.shape[-1]:
-            out.copy_(x)
-        wide = torch.promote_types(x.dtype, cos.dtype)
-        if x.dtype == wide:
-            torch.mul(a, cos, out=out[..., self.first]).addcmul_(b, sin, value=-1)
-            torch.mul(b, cos, out=out[..., self.second]).addcmul_(a, sin)
-        else:
-            a, b = a.to(wide), b.to(wide)
-            out[..., self.first] = (a * cos).addcmul_(b, sin, value=-1)
-            out[..., self.second] = b.mul_(cos).addcmul_(a, sin)
-
 
 @dataclass(frozen=True, eq=False)
 class Call:

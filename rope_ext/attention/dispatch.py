@@ -7,21 +7,8 @@ import logging
 
 import torch
 
-from rope_ext.attention import (
-    blocked,
-    cards,
-    fire,  # noqa: F401
-    flash,
-    flash_cuda,
-    flex,
-    fused,
-    reference,
-    relative,
-)
+from rope_ext.attention import cards, flash, flex, fused
 from rope_ext.attention.call import Block, Call, Pairs, RotatedBand, Rotation, Scores
-from rope_ext.attention.faster import faster
-from rope_ext.encodings.tables import ByTables
-from rope_ext.encodings.transformer_xl import BySinusoid
 from rope_ext.errors import OptionError, nearest
 
 __all__ = ["KERNELS", "Block", "Call", "Pairs", "RotatedBand", "Rotation", "Scores", "attend"]
@@ -29,9 +16,6 @@ __all__ = ["KERNELS", "Block", "Call", "Pairs", "RotatedBand", "Rotation", "Scor
 _logger = logging.getLogger("rope_ext")
 _PLAIN = "runs by plain operations of torch, which are slower"
 KERNELS = ("auto", "flash", "flex", "reference")
-
-faster.register(ByTables, relative.by_tables)
-faster.register(BySinusoid, relative.by_sinusoid)
 
 
 def attend(
@@ -58,14 +42,13 @@ def attend(
     if torch.is_autocast_enabled(device):
         dtype = torch.get_autocast_dtype(device)
         query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
-    if call.scores is not None and kernel != "reference":
-        out = faster(call.scores, query, key, value, call)
-        if out is None and kernel != "auto":
+    if call.scores is not None:
+        if kernel not in ("auto", "reference"):
             raise OptionError(
                 f"kernel={kernel!r} cannot have logits as this encoding makes them; use "
                 f"kernel='auto'"
             )
-        return blocked.attend(query, key, value, call) if out is None else out
+        return flash.attend_plainly(query, key, value, call)
     card = cards.card(query.device) if device == "cuda" and kernel != "reference" else None
     if kernel == "auto":
         kernel, why = chosen(query, value, call, card)
@@ -90,7 +73,7 @@ def attend(
                 ) from error
             why = f"FlexAttention was not compiled ({error})"
             log_once(f"attention on {query.device} {_PLAIN}: {why}")
-    return reference.attend_blocked(query, key, value, call)
+    return flash.attend_plainly(query, key, value, call)
 
 
 def chosen(
@@ -115,16 +98,9 @@ def refusal(
     kernel: str, query: torch.Tensor, value: torch.Tensor, call: Call, card: cards.Card | None
 ) -> str | None:
     """Why ``"flash"`` or ``"flex"`` cannot have a call; None: it can."""
-    device = query.device.type
-    if kernel == "flex":
-        return None if card is None else flex.refusal(query, value, call, card)
-    if device not in flash.BY_DEVICE:
-        return f"it runs on CPUs and GPUs of CUDA, and these tensors are on {device!r}"
-    if call.softcap is not None:
-        return "it has no soft cap"
-    if not flash.takes(call):
-        return "it has biases for bands of distances only, not for chunks or first tokens"
-    return None if card is None else flash_cuda.refusal(query, value, call, card)
+    if kernel == "flash":
+        return flash.refusal(query, value, call, card)
+    return None if card is None else flex.refusal(query, value, call, card)
 
 
 def takes(kernel: str, query: torch.Tensor, value: torch.Tensor, call: Call) -> bool:

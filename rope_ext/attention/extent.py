@@ -33,6 +33,32 @@ def extent(geometry: Geometry, queries: int, keys: int, start: int = 0) -> slice
     return slice(first - start, max(last + 1, first) - start)
 
 
+def seen_by_all(geometry: Geometry, first: int, last: int, keys: slice, start: int = 0) -> slice:
+    """Those of ``keys`` that every query sees in a band; an empty slice if there are none.
+
+    Args:
+        geometry: which keys queries see in the band.
+        first: the first query, in tokens.
+        last: the last query.
+        keys: indices of keys.
+        start: the token of key 0.
+    """
+    low, high = keys.start + start, keys.stop + start
+    if isinstance(geometry, ChunkGap):
+        size = geometry.size
+        high = min(high, first + 1, (first // size - geometry.first + 1) * size)
+        if geometry.last is not None:
+            low = max(low, (last // size - geometry.last) * size)
+    else:
+        high = min(high, first - geometry.first + 1)
+        if isinstance(geometry, Sinks):
+            high = min(high, geometry.count)
+        elif geometry.last is not None:
+            low = max(low, last - geometry.last + 1)
+    low, high = max(low - start, keys.start), min(high - start, keys.stop)
+    return slice(low, max(high, low))
+
+
 def blocks(
     geometry: Geometry, query: torch.Tensor, key: torch.Tensor, size: int
 ) -> tuple[torch.Tensor, torch.Tensor]:

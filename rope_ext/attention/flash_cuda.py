@@ -1,4 +1,4 @@
-"""The tiles of :mod:`rope_ext.attention.flash` with the flash kernel of CUDA: half precision.
+"""Bands with the flash attention kernel of CUDA: half precision, one call per tile.
 
 Unlike the kernel of the CPU, this one aligns the last row with the last key for any number of
 rows, has a window, and takes fewer key heads than query heads. So a band of distances is one call,
@@ -14,15 +14,15 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
 
-from rope_ext.attention import cards, flash, fused, products
+from rope_ext.attention import cards, fused, products
 from rope_ext.attention.call import Call, RotatedBand, Rotation, part_of
 from rope_ext.attention.extent import extent
-from rope_ext.attention.flash import Before, Tile
 from rope_ext.methods.geometry import ChunkGap, Distance, Geometry, Sinks
 
 _COLUMNS = 256
@@ -36,6 +36,8 @@ def refusal(query: torch.Tensor, value: torch.Tensor, call: Call, card: cards.Ca
         return f"it has float16 and bfloat16 on a GPU, and this is {query.dtype}"
     if columns % 8 or columns > _COLUMNS:
         return f"it has heads of a multiple of 8 up to {_COLUMNS} columns, and these have {columns}"
+    if call.softcap is not None:
+        return "it has no soft cap"
     if call.bias is not None:
         return "it has no bias on a GPU"
     if card.capability < cards.AMPERE:
@@ -110,27 +112,82 @@ def backward(
 
 
 def tiles(geometry: Geometry, queries: int, keys: int, start: int = 0) -> list[Tile]:
-    """As :func:`flash.tiles`, except that ``"causal"`` is as in :func:`forward`."""
+    """The tiles of a band; the queries are the last of the keys, key 0 is token ``start``."""
     if isinstance(geometry, ChunkGap):
-        found = flash.chunk_tiles(geometry, queries, keys, start, _joined)
+        found = _chunks(geometry, queries, keys, start)
     elif isinstance(geometry, Sinks):
-        count = min(geometry.count - start, keys)
-        found = flash.triangle_tiles(queries, keys, geometry.first, count, _joined)
+        found = _sinks(queries, keys, geometry.first, min(geometry.count - start, keys))
     else:
         part = extent(geometry, queries, keys, start)
         row = max(geometry.first - (keys - queries), 0)  # the first query that sees a key
-        found = _joined(row, queries - row, part.start, part.stop - part.start - queries + row)
-    return flash.batched(tile for tile in found if tile.rows > 0 and tile.keys > 0)
+        found = [_causal(row, queries - row, part.start, part.stop - part.start)]
+    return _batched(tile for tile in found if tile.rows > 0 and tile.keys > 0)
 
 
-def _joined(row: int, rows: int, key: int, before: int) -> Iterator[Tile]:
-    yield Tile(row, rows, key, before + rows, "full" if rows == 1 else "causal")
+def _causal(row: int, rows: int, key: int, keys: int) -> Tile:
+    return Tile(row, rows, key, keys, causal=rows > 1)
+
+
+def _sinks(queries: int, keys: int, first: int, count: int) -> Iterator[Tile]:
+    """Of the first ``count`` keys, those at least ``first`` tokens away."""
+    seen = keys - queries + 1 - max(first, 0)  # by the first query, if it is positive
+    row = max(1 - seen, 0)  # the first query that sees a key
+    growing = min(queries, max(count - seen + 1, row))  # from here on all `count` are seen
+    yield _causal(row, growing - row, 0, seen + growing - 1)
+    yield Tile(growing, queries - growing, 0, count)
+
+
+def _chunks(geometry: ChunkGap, queries: int, keys: int, start: int) -> Iterator[Tile]:
+    size = geometry.size
+    end = start + keys
+    for chunk in range((end - queries) // size, (end - 1) // size + 1):
+        row = max(chunk * size, end - queries)
+        rows = min((chunk + 1) * size, end) - row
+        low = start if geometry.last is None else max((chunk - geometry.last) * size, start)
+        if geometry.first <= 0:
+            yield _causal(row - end + queries, rows, low - start, row - low + rows)
+        else:
+            high = (chunk - geometry.first + 1) * size
+            yield Tile(row - end + queries, rows, low - start, high - low)
+
+
+def _batched(found: Iterable[Tile]) -> list[Tile]:
+    """Equal tiles at equal steps, merged into one."""
+    runs: dict[tuple, list[Tile]] = {}
+    for tile in found:
+        run = runs.setdefault((tile.rows, tile.keys, tile.causal, tile.key - tile.row), [])
+        if run and run[-1].blocks == 1:
+            run[-1] = replace(run[-1], blocks=2, step=tile.row - run[-1].row)
+        elif run and tile.row == run[-1].row + run[-1].blocks * run[-1].step:
+            run[-1] = replace(run[-1], blocks=run[-1].blocks + 1)
+        else:
+            run.append(tile)
+    return [tile for run in runs.values() for tile in run]
 
 
 def farthest_key(geometry: Geometry) -> int | None:
     if isinstance(geometry, Distance) and geometry.last is not None:
         return geometry.last - max(geometry.first, 0) - 1
     return None
+
+
+@dataclass(frozen=True)
+class Tile:
+    """Rectangles of queries and keys: ``blocks`` equal ones, each ``step`` tokens after the last.
+
+    Args:
+        row, rows: first query (counted from the first one given) and number of queries.
+        key, keys: first key and number of keys.
+        causal: whether the last row sees the last key, and every row before it one key less.
+    """
+
+    row: int
+    rows: int
+    key: int
+    keys: int
+    causal: bool = False
+    blocks: int = 1
+    step: int = 1
 
 
 class _Part:
@@ -147,8 +204,8 @@ class _Part:
             part_of(rotation, slice(first, first + count))
             for rotation, (first, count) in ((band.query, self.rows), (band.key, self.keys))
         )
-        causal = tile.kind == "causal"
-        self.asked = causal, farthest_key(band.geometry) if causal else None, scale
+        far = farthest_key(band.geometry) if tile.causal else None
+        self.asked = tile.causal, far, scale
 
     def row(self, x: torch.Tensor) -> torch.Tensor:
         return x.narrow(2, *self.rows)
@@ -261,8 +318,8 @@ def merge(out: torch.Tensor, lse: torch.Tensor, *given: Any) -> None:
     lse.copy_(total)
 
 
-def attend(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: Call, before: Before = None
+def compute(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: Call
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Output and log-sum-exp, ``[batch, heads, queries, columns]`` and without columns."""
     batch, heads, queries, columns = query.shape
@@ -270,9 +327,7 @@ def attend(
     given = [x for part in parts for x in part.unrotated(query, key)]
     rotated = iter(fused.rotate(call.pairs, *given))  # in one call, which counts for one token
     found = [part.attend(next(rotated), next(rotated), value) for part in parts]
-    if before is not None:
-        found.append(_Found(0, queries, before[0].transpose(1, 2), before[1]))
-    elif len(found) == 1 and found[0].rows == queries and call.sinks is None:
+    if len(found) == 1 and found[0].rows == queries and call.sinks is None:
         return found[0].out.transpose(1, 2), found[0].lse
     out = query.new_empty(batch, queries, heads, columns)
     lse = query.new_empty(batch, heads, queries, dtype=products.wide(query))
@@ -301,9 +356,8 @@ def differentiate(
     out: torch.Tensor,
     lse: torch.Tensor,
     call: Call,
-    learns: bool,
 ) -> tuple[torch.Tensor, ...]:
-    """Gradients of query, key and value, and an empty one of the bias, which is not supported."""
+    """Gradients of query, key and value."""
     grads = [torch.zeros_like(x, dtype=lse.dtype) for x in (query, key, value)]
     grad = grad.to(query.dtype)
     for part in _parts(query, key, call):
@@ -314,7 +368,4 @@ def differentiate(
         part.row(grads[0]).add_(of_query)
         for total, new in zip(grads[1:], (of_key, of_value), strict=True):
             total.narrow(2, *part.keys).add_(new)
-    return *(x.to(query.dtype) for x in grads), query.new_empty(0)
-
-
-flash.BY_DEVICE["cuda"] = (attend, differentiate)
+    return tuple(x.to(query.dtype) for x in grads)

@@ -16,8 +16,9 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
+from rope_ext.attention import bands as plain
 from rope_ext.attention import dispatch as attention
-from rope_ext.attention import flash, products, reference
+from rope_ext.attention import flash, products
 from rope_ext.attention.call import Call, RotatedBand, Rotation, each_table
 from rope_ext.attention.reference import Places
 from rope_ext.errors import UnsupportedModelError
@@ -117,9 +118,8 @@ def attend_few(
     if call.sinks is not None:
         sinks = call.sinks.view(kv_heads, each, 1).expand(-1, -1, queries)
         sinks = sinks.flatten(1, 2)[:, :, None].expand(rows, -1, -1, -1)
-    run = by_kernel if _kernel_takes(parts, value, call) else by_products
     sees = few.sees.repeat(1, each)[:, None, :, None]
-    out = run(parts, key, value, call, bias, sinks, sees)
+    out = by_products(parts, key, value, call, bias, sinks, sees)
     return out.unflatten(2, (-1, queries)).flatten(1, 2)
 
 
@@ -143,16 +143,6 @@ class _Rows(NamedTuple):
     def plain(self) -> bool:
         """Whether it uses all keys as they are cached."""
         return self.slots is None and self.key is None
-
-
-def _kernel_takes(parts: Sequence[_Rows], value: torch.Tensor, call: Call) -> bool:
-    """Whether the CPU's flash kernel is faster than products, and supports this call."""
-    if value.device.type != "cpu" or value.element_size() > 2:  # products cast all keys to float32
-        return False
-    alike = call.softcap is None and parts[0].query.shape[-1] == value.shape[-1]
-    # It has no gradient of the log-sum-exp, and an exported program (in torch 2.11 every graph
-    # counts as one) may run on another device.
-    return alike and not torch.is_grad_enabled() and not torch.compiler.is_exporting()
 
 
 def by_products(
@@ -198,37 +188,6 @@ def by_products(
     return products.product(weights, value)
 
 
-def by_kernel(
-    parts: Sequence[_Rows],
-    key: torch.Tensor,
-    value: torch.Tensor,
-    call: Call,
-    bias: torch.Tensor | None,
-    sinks: torch.Tensor | None,
-    sees: torch.Tensor,
-) -> torch.Tensor:
-    """With a call of the CPU's flash kernel for each band."""
-    total = log = None
-    if sinks is not None:  # a sink acts as a key without a value
-        log = sinks[..., 0].float()
-        total = torch.zeros_like(parts[0].query, dtype=torch.float32)
-    for part in parts:
-        mask = part.hidden if bias is None else part.hidden + _in(part.slots, bias, 3)
-        near = call.pairs.rotate(_in(part.slots, key, 2), part.key)
-        tensors = map(flash.packed, (part.query, near, _in(part.slots, value, 2)))
-        out, lse = _flash(*tensors, attn_mask=mask, scale=call.scale)
-        if total is None or log is None:
-            total, log = out.float(), lse
-        else:
-            total = total.lerp(out.float(), torch.sigmoid(lse - log)[..., None])
-            log = torch.logaddexp(log, lse)
-    assert total is not None, "there is at least one band"
-    return (total * sees).to(value.dtype)
-
-
-_flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
-
-
 def _in(slots: torch.Tensor | None, x: torch.Tensor, dim: int) -> torch.Tensor:
     """The entries of ``x`` at ``slots`` (``[rows or 1, slots]``; None: all) in a dimension."""
     if slots is None:
@@ -272,7 +231,7 @@ def attend_scored(
         at, key_there, seen = (x[row if len(x) > 1 else 0] for x in (query_at, key_at, visible))
         places = Places(at, key_there, seen)
         of_row = query[of_rows], key[of_rows], value[of_rows]
-        found.append(reference.attend(*of_row, replace(call, bands=bands), places))
+        found.append(plain.attend(*of_row, replace(call, bands=bands), places))
     return torch.cat(found)
 
 
@@ -325,7 +284,7 @@ def operator(
     softcap: float | None,
     kernel: str,
 ) -> torch.Tensor:
-    call = replace(flash.unpack_call(sinks, bias, tables, plan, 0, scale), softcap=softcap)
+    call = flash.unpack_call(sinks, bias, tables, plan, 0, scale, softcap)
     out = _empty(query, value).zero_()
     before = int(first)
     for rows, slots in _alike(places, real, len(query)):
@@ -349,7 +308,7 @@ def operator(
             if bias is not None and at[-1] - at[0] >= bias.shape[1] >= places.shape[1]:
                 raise UnsupportedModelError(BEYOND)
             of_queries = Places.in_order(at[len(at) - len(queries) :], at)
-            part = reference.attend_blocked(*found, replace(call, bands=bands), of_queries)
+            part = plain.attend(*found, replace(call, bands=bands), of_queries)
         if len(queries) == query.shape[2]:
             out[rows] = part
         else:

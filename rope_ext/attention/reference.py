@@ -1,17 +1,16 @@
 """Dense attention in bands: slow and simple, the reference that every kernel is tested against.
 
-It also serves the cases without a fast kernel: soft caps, custom masks, irregular positions.
+It also computes attention weights where a forward returns them.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
-from torch.utils.checkpoint import checkpoint
 
 from rope_ext.attention import products
-from rope_ext.attention.call import Block, Call, Rotation, each_table
+from rope_ext.attention.call import Block, Call
 
 
 @dataclass(frozen=True, eq=False)
@@ -30,6 +29,17 @@ class Places:
     key: torch.Tensor
     mask: torch.Tensor | None = None
     newest: torch.Tensor | None = None
+
+    def visible(self, queries: slice) -> torch.Tensor | None:
+        """What these queries see as far as ``mask`` and ``newest`` know; None: everything."""
+        mask = self.mask
+        if mask is not None and mask.dim() > 1 and mask.shape[-2] > 1:
+            mask = mask[..., queries, :]
+        if self.newest is None:
+            return mask
+        index = torch.arange(len(self.key), device=self.key.device)
+        before = index <= self.newest[queries][:, None]
+        return before if mask is None else mask & before
 
     @classmethod
     def following(cls, call: Call, query: torch.Tensor, key: torch.Tensor) -> Places:
@@ -73,11 +83,8 @@ def _weighed(
         visible = visible | seen
     if call.softcap is not None:
         logits = call.softcap * torch.tanh(logits / call.softcap)
-    if places.mask is not None:
-        visible = visible & places.mask
-    if places.newest is not None:
-        index = torch.arange(key.shape[2], device=key.device)
-        visible = visible & (index <= places.newest[:, None])
+    shown = places.visible(slice(None))
+    visible = visible if shown is None else visible & shown
     block = Block(query, key, logits, places.query, places.key, visible, call.scale)
     if call.scores is not None:
         with products.without_autocast(query):
@@ -109,72 +116,3 @@ def attend(
     with products.without_autocast(query):
         more = call.scores.more(given, block)
     return out if more is None else out + more.to(out.dtype)
-
-
-def attend_blocked(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    call: Call,
-    places: Places | None = None,
-    block: int = 256,
-) -> torch.Tensor:
-    """:func:`attend` over ``block`` queries at a time: memory is linear in the number of keys.
-
-    With gradients each block is computed again in the backward pass.
-    """
-    places = places or Places.following(call, query, key)
-    queries = query.shape[2]
-
-    def rows(x: torch.Tensor, start: int, dim: int) -> torch.Tensor:
-        """The part of ``x`` for a block; all of it where it is broadcast over the queries."""
-        return x if x.shape[dim] == 1 else x.narrow(dim, start, min(block, queries - start))
-
-    def rotation(by: Rotation, start: int) -> Rotation:
-        return each_table(by, lambda table: rows(table, start, 0))
-
-    def one(
-        start: int,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        temperature: torch.Tensor | None,
-        sinks: torch.Tensor | None,
-        bias: torch.Tensor | None,
-        *learned: torch.Tensor,
-    ) -> torch.Tensor:
-        mask = places.mask
-        return attend(
-            rows(query, start, 2),
-            key,
-            value,
-            replace(
-                call,
-                bands=[replace(band, query=rotation(band.query, start)) for band in call.bands],
-                temperature=None if temperature is None else rows(temperature, start, 0),
-                sinks=sinks,
-                bias=bias,
-                scores=scores and replace(scores, learned=dict(zip(names, learned, strict=True))),
-            ),
-            Places(
-                rows(places.query, start, 0),
-                places.key,
-                mask if mask is None or mask.dim() < 2 else rows(mask, start, -2),
-                None if places.newest is None else rows(places.newest, start, 0),
-            ),
-        )
-
-    scores = call.scores
-    of_scores = {} if scores is None else scores.learned
-    names = tuple(of_scores)
-    tensors = (query, key, value, call.temperature, call.sinks, call.bias, *of_scores.values())
-    starts = range(0, queries, block)
-    if not torch.is_grad_enabled() or not any(x is not None and x.requires_grad for x in tensors):
-        return torch.cat([one(start, *tensors) for start in starts], dim=2)
-    return torch.cat(
-        [
-            checkpoint(one, start, *tensors, use_reentrant=False, preserve_rng_state=False)
-            for start in starts
-        ],
-        dim=2,
-    )

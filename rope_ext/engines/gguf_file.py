@@ -16,12 +16,13 @@ from rope_ext.drafts import draft_of
 from rope_ext.engines.base import Refusal, Scaling, refuse_adapting, refuse_tempered
 from rope_ext.engines.families import LLAMA_CPP
 from rope_ext.engines.gguf_model import require_gguf
-from rope_ext.engines.llama_cpp import TABLE, Plan, plan, planned
+from rope_ext.engines.llama_cpp import Plan, plan, planned
 from rope_ext.errors import ExportError, first_line
 from rope_ext.method_options import checked_methods
 from rope_ext.methods import FrequencyMethod, Method, Rope, build_method
 from rope_ext.patching import current_patch
 from rope_ext.rotary.sites import text_config, text_decoder
+from rope_ext.saving.gguf_source import TABLE
 
 _CHUNK = 1 << 24  # bytes copied at a time
 _MAGIC, _VERSION = b"GGUF", 3
@@ -76,6 +77,7 @@ class GGUFFile:
         heads = value(f"{architecture}.attention.head_count")
         width = value(f"{architecture}.embedding_length")
         dim = value(f"{architecture}.rope.dimension_count")
+        dim = dim or value(f"{architecture}.attention.key_length")
         if dim is None and width and isinstance(heads, int):
             dim = width // heads
         if not (length and dim):
@@ -184,7 +186,7 @@ def extended(
             f"{path} already scales its rotary embedding; convert the unscaled model, or give the "
             f"folder of a model that was patched with compose=True before the file"
         )
-    known = list(dict.fromkeys(family.name for family in LLAMA_CPP.values()))
+    known = list(dict.fromkeys(family.name for family in LLAMA_CPP.values() if family.kinds))
     if file.architecture not in known:
         raise ExportError(
             f"the architecture {file.architecture!r} has not been tested in llama.cpp; tested "

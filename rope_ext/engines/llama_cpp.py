@@ -11,6 +11,7 @@ import math
 import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
@@ -22,19 +23,21 @@ from rope_ext.engines.base import (
     Export,
     Refusal,
     Scaling,
+    config_of,
     family_of,
     model_name,
     precise_note,
+    refuse_positions,
     refuse_unproven,
     register,
 )
 from rope_ext.methods import Method, YaRN, build_method
 from rope_ext.methods.temperature import yarn_factor
 from rope_ext.patching import Patch
-from rope_ext.saved import Saved
+from rope_ext.saving import gguf_source
+from rope_ext.saving.folder import Saved
+from rope_ext.saving.gguf_source import TABLE
 
-TABLE = "rope_freqs.weight"
-"""Tensor by which frequencies are divided, one number per pair."""
 READS_TABLE = tuple(
     dict.fromkeys(f.name for f in families.LLAMA_CPP.values() if "longrope" in f.kinds)
 )
@@ -115,6 +118,8 @@ def plan(scaling: Scaling, architecture: str, *, in_file: bool, scaled: bool = F
     draft.flags["--ctx-size"] = scaling.target
     # No flag: the unpatched file has it. A file that is rewritten may have another base.
     draft.keys[f"{architecture}.rope.freq_base"] = float(scaling.rope.base)
+    # llama.cpp reads it for YaRN only; gguf_source reads it for all.
+    draft.keys[f"{architecture}.rope.scaling.original_context_length"] = scaling.rope.length
     kind, multiplier = scaling.parameters["rope_type"], scaling.scaling
     yarn = kind == "yarn" and scaling.parameters.get("truncate", True)
     table_reader = architecture in READS_TABLE
@@ -188,17 +193,14 @@ class LlamaCpp(Engine):
     def export(self, model: nn.Module, state: Patch) -> Export:
         made = planned(state, in_file=False)
         notes = ["as llama.cpp computes it at commit 0c1e57098", *precise_note(state), *made.notes]
+        (file, long, named), before, files = gguf_names(model), [], {}
+        notes += named
         if made.table is None:
-            file, before, files = "MODEL.gguf", [], {}
-            notes.append(
-                f"MODEL.gguf: convert_hf_to_gguf.py applied to the unpatched {model_name(model)}; "
-                f"to write the settings into the file instead, use rope-ext gguf"
-            )
+            notes.append("to write the settings into the file instead, use rope-ext gguf")
         else:
-            file = "MODEL-long.gguf"
-            before, files = gguf_command(state, "MODEL.gguf", file)
+            source, file = file, long
+            before, files = gguf_command(state, source, file)
             notes.append(
-                f"MODEL.gguf: convert_hf_to_gguf.py applied to the unpatched {model_name(model)}; "
                 f"there is no flag for a table, so the first command writes {file} with the tensor "
                 f"{TABLE}"
             )
@@ -211,6 +213,15 @@ class LlamaCpp(Engine):
 
     def export_saved(self, made: Export, saved: Saved, state: Patch) -> Export:
         return from_folder(made, saved, state, "llama-server --model MODEL-long.gguf")
+
+
+def gguf_names(model: nn.Module) -> tuple[str, str, tuple[str, ...]]:
+    """The unpatched GGUF file of a model, a name for the patched one, and a note on the first."""
+    file = gguf_source.file_of(config_of(model))
+    if file is not None:
+        return file, f"{Path(file).stem}-long.gguf", ()
+    note = f"MODEL.gguf: convert_hf_to_gguf.py applied to the unpatched {model_name(model)}"
+    return "MODEL.gguf", "MODEL-long.gguf", (note,)
 
 
 def from_folder(made: Export, saved: Saved, state: Patch, start: str) -> Export:
@@ -241,11 +252,12 @@ def planned(state: Patch, in_file: bool) -> Plan:
             "--grp-attn-w of them, so that neighbors lose their exact distances, which "
             "Self-Extend keeps for each query"
         )
-    refuse_unproven(state)
-    if not state.native:
-        raise Refusal("it has no setting for these frequencies")
+    refuse_positions(state)
     family = family_of(state, "llama.cpp")
     assert isinstance(family, families.Architecture)
+    refuse_unproven(state, family.sliding_base)
+    if not state.native:
+        raise Refusal("it has no setting for these frequencies")
     site, scaling = state.scaled[0], Scaling.from_patch(state)
     if not site.scaled and state.frequencies is not None:
         # Families that know one type only are saved with a table.

@@ -24,7 +24,7 @@ from rope_ext.engines.families import MLXFamily
 from rope_ext.engines.transformers import legacy, with_fields
 from rope_ext.methods.temperature import yarn_factor
 from rope_ext.patching import Patch
-from rope_ext.saved import Saved
+from rope_ext.saving.folder import Saved
 from rope_ext.saving.rebuild import SCALING_FIELDS
 
 

@@ -8,10 +8,10 @@ from typing import ClassVar
 
 from torch import nn
 
-from rope_ext.engines.base import Engine, Export, Refusal, model_name, precise_note, register
-from rope_ext.engines.llama_cpp import from_folder, gguf_command, planned, settings
+from rope_ext.engines.base import Engine, Export, Refusal, precise_note, register
+from rope_ext.engines.llama_cpp import from_folder, gguf_command, gguf_names, planned, settings
 from rope_ext.patching import Patch
-from rope_ext.saved import Saved
+from rope_ext.saving.folder import Saved
 
 
 @register
@@ -29,10 +29,11 @@ class Ollama(Engine):
                 "beta_fast and beta_slow are flags of llama.cpp without keys in the file, and it "
                 "accepts no flags"
             )
-        before, files = gguf_command(state, "MODEL.gguf", "MODEL-long.gguf")
-        modelfile = f"FROM ./MODEL-long.gguf\nPARAMETER num_ctx {state.target_length}\n"
+        source, long, notes = gguf_names(model)
+        before, files = gguf_command(state, source, long)
+        modelfile = f"FROM ./{long}\nPARAMETER num_ctx {state.target_length}\n"
         notes = (
-            f"MODEL.gguf: convert_hf_to_gguf.py applied to the unpatched {model_name(model)}",
+            *notes,
             "tested with the llama.cpp that Ollama runs, not with Ollama itself",
             *precise_note(state),
         )

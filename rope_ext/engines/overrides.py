@@ -13,10 +13,12 @@ from rope_ext.engines.base import (
     refuse_adapting,
     refuse_kind,
     refuse_positions,
+    served_config,
 )
 from rope_ext.engines.families import ServedFamily
 from rope_ext.methods.temperature import yarn_factor
 from rope_ext.patching import Patch
+from rope_ext.rotary.settings import path_to_text
 from rope_ext.rotary.sites import text_config
 
 
@@ -44,11 +46,12 @@ def overrides(state: Patch, engine: str) -> dict[str, Any]:
     fields = {"rope_parameters": parameters, "max_position_embeddings": state.target_length}
     if family.own_share and "partial_rotary_factor" in parameters:
         fields["partial_rotary_factor"] = parameters["partial_rotary_factor"]
-    outer = state.outermost
-    if outer is config or outer.model_type == config.model_type:
-        return fields
-    name = next(name for name, value in vars(outer).items() if value is config)
-    return {name: fields}
+    path = path_to_text(served_config(state.outermost))
+    if engine == "sglang" and len(path) > 1:
+        raise Refusal(f"its overrides replace {'.'.join(path)} instead of updating it")
+    for name in reversed(path):
+        fields = {name: fields}
+    return fields
 
 
 def _named(parameters: Mapping[str, Any], family: ServedFamily) -> dict[str, Any]:
@@ -63,7 +66,9 @@ def _named(parameters: Mapping[str, Any], family: ServedFamily) -> dict[str, Any
         parameters |= betas
         usual = yarn_factor(parameters["factor"])
         if factor is None:  # raised: the checkpoint's own entry, which the engine reads already
-            return parameters
+            if family.mla or family.usual or "mscale" in parameters:
+                return parameters
+            return parameters | {"attention_factor": usual}  # that of its factor would be kept
         if math.isclose(factor, usual, rel_tol=1e-12):
             return parameters
         if family.usual:

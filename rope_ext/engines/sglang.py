@@ -12,7 +12,7 @@ from torch import nn
 from rope_ext.engines.base import Engine, Export, in_folder, model_name, precise_note, register
 from rope_ext.engines.overrides import overrides
 from rope_ext.patching import Patch
-from rope_ext.saved import Saved
+from rope_ext.saving.folder import Saved
 
 
 @register

@@ -35,9 +35,9 @@ from rope_ext.errors import ExportError, RopeExtError
 from rope_ext.methods import FrequencyMethod, Rope
 from rope_ext.methods.temperature import yarn_factor
 from rope_ext.patching import Patch, current_patch, patch
-from rope_ext.record import FIELD, record_of
 from rope_ext.rotary.sites import find_sites, text_decoder
 from rope_ext.saving.rebuild import SCALING_FIELDS
+from rope_ext.saving.record import FIELD, record_of
 
 VERDICTS = (
     "as patched",

@@ -74,7 +74,7 @@ class _ThreadState(threading.local):
         self.requests: list[Any] = []  # calls of generate under a method that follows sequences
         self.recomputed: Any = None  # the forward whose layers gradient checkpointing runs again
         self.rotating: dict[Any, Any] = {}  # rotations of layers with positions of their own
-        self.probed: list[tuple] | None = None  # calls recorded while layouts are probed
+        self.probed: Any = None  # records attention layers while layouts are probed
         self.look: Callable[..., None] | None = None  # callback that observes attention layers
 
 

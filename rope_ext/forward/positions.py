@@ -16,7 +16,6 @@ from rope_ext.methods.kinds import at
 from rope_ext.methods.temperature import SSMax
 from rope_ext.position.cache import KeyPositions, keep, kept, whole
 from rope_ext.position.map import PositionMap
-from rope_ext.position.rotated_key_cache import RotatedKeyStep
 from rope_ext.rotary import calls, hooks
 from rope_ext.rotary.sites import RotarySite
 
@@ -77,12 +76,9 @@ class PositionForward(ForwardContext):
         self.padding_known: torch.Tensor | None = None  # the same on the CPU, read once
         self.documents: torch.Tensor | None = None  # packed documents, int64, [rows, room]
         self.entering: torch.Tensor | None = None  # what an input encoding adds, for all layers
-        self.rotating: RotatedKeyStep | None = None
         self.made: dict[Any, Any] = {}  # tensors shared by all layers, keyed by the code they serve
         if mask is not None:
             self.pad(mask)
-        if not traced and tokens == 1 and cache is not None:
-            self.rotating = RotatedKeyStep(cache)
 
     def pad(self, mask: torch.Tensor) -> None:
         """Record the padding."""

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -15,11 +15,11 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import causal_mask_function
 
+from rope_ext.attention import bands as plain
 from rope_ext.attention import dispatch as attention
-from rope_ext.attention import flash, placed, reference
+from rope_ext.attention import placed, reference
 from rope_ext.attention.call import Call, Pairs, RotatedBand, Rotation
 from rope_ext.attention.reference import Places
-from rope_ext.attention.step import Step
 from rope_ext.errors import OptionError, UnsupportedModelError
 from rope_ext.forward.context import current, forward_context, run_eagerly
 from rope_ext.forward.positions import PositionForward
@@ -89,16 +89,6 @@ class MappedLayer(AttentionLayer):
             distances = int(distances.max() - distances.min()) + 1
         return replace(call, **self._added(self.biased, distances, like)._asdict())
 
-    def by_slot(self, mask: BatchMask, like: torch.Tensor) -> torch.Tensor | None:
-        """The bias for the last token of ``mask``, ``[heads, keys]``; None: no bias."""
-        owner = self.biased
-        if owner is None:
-            return None
-        if owner not in mask.added:
-            made = self._added(owner, mask.keys, like).bias
-            mask.added[owner] = None if made is None else flash.by_key(made, mask.keys)
-        return mask.added[owner]
-
     @staticmethod
     def _added(owner: nn.Module, distances: int, like: torch.Tensor) -> bias.Added:
         module = getattr(owner, bias.NAME)  # looked up each time: peft may have wrapped it
@@ -136,7 +126,7 @@ class Dense:
     def attend(self, value: torch.Tensor) -> torch.Tensor:
         """``[rows, heads, queries, columns of value]``."""
         parts = [
-            reference.attend_blocked(self.query[:, :, part], self.key, value, *self._asked(part))
+            plain.attend(self.query[:, :, part], self.key, value, *self._asked(part))
             for part in self._parts(slice(None))
         ]
         return parts[0] if len(parts) == 1 else torch.cat(parts, 2)
@@ -362,33 +352,10 @@ def way_in_graph(layer: AttentionLayer, context: PositionForward) -> str:
 def way_of(asked: Asked, layer: MappedLayer, mask: BatchMask) -> str:
     """How a mapped layer attends where values can be read: a name in :data:`_WAYS`."""
     query = asked.query
-    if _shares_step(asked, layer, mask) and mask.step(layer, query.dtype) is not None:
-        return "step"
     if _by_products(asked, layer, mask):
         return "few"
     segments = mask.rotated_segments(layer.layout, query.device, _table_dtype(query))
-    # Trees of drafts, masks of other shapes and gaps in positions cannot be split into segments.
     return "dense" if segments is None else "segments"
-
-
-def _shares_step(asked: Asked, layer: MappedLayer, mask: BatchMask) -> bool:
-    """Whether all layers of this layout can share a decoding step of the CPU's flash kernel."""
-    query, key, value = asked.query, asked.key, asked.value
-    return (
-        query.shape[2] == 1
-        and query.device.type == "cpu"
-        and not torch.is_grad_enabled()
-        and layer.map.kernel in ("auto", "flash")
-        and query.dtype == key.dtype == value.dtype
-        and query.shape[-1] == value.shape[-1]
-        and mask is asked.mask
-        and asked.softcap is None
-        and not mask.forward.weights
-        and not layer.scored
-        and layer.map.reach is None
-        and forward_context.look is None
-        and not torch.is_autocast_enabled("cpu")
-    )
 
 
 def _by_products(asked: Asked, layer: MappedLayer, mask: BatchMask) -> bool:
@@ -401,20 +368,7 @@ def _by_products(asked: Asked, layer: MappedLayer, mask: BatchMask) -> bool:
         return False
     if mask.padded_rows:
         return True
-    query = asked.query
-    if not query.is_cuda or torch.is_grad_enabled():
-        return False
-    unbiased = layer.biased is None and layer.map.kernel != "flex"
-    return not (unbiased and attention.takes("flash", query, asked.value, asked.call))
-
-
-def _step(asked: Asked, mask: BatchMask) -> torch.Tensor:
-    """One token, by what its layers share."""
-    layer, query, key = asked.mapped, asked.query, asked.key
-    step = cast("Step", mask.step(layer, query.dtype))  # way_of has found one
-    rotating, added = mask.forward.rotating, layer.by_slot(mask, query)
-    rings = None if rotating is None else rotating.rings(asked.module, key)
-    return step.attend(query, key, asked.value, asked.factor, asked.sinks, added, rings)
+    return not torch.is_grad_enabled()
 
 
 def _segments(asked: Asked, mask: BatchMask) -> torch.Tensor:
@@ -503,7 +457,6 @@ def _part_of(asked: Asked, queries: slice, keys: slice) -> Asked:
 
 _WAYS: dict[str, Callable[[Asked, Any], torch.Tensor]] = {
     "unmapped": _unmapped,
-    "step": _step,
     "segments": _segments,
     "dense": _dense,
     "few": partial(_in_tensors, tensors.InTensors.few),

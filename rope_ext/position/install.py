@@ -38,11 +38,11 @@ from rope_ext.position.layers import (
 from rope_ext.position.map import PositionMap
 from rope_ext.position.segments import BatchMask
 from rope_ext.position.window_cache import shorten
-from rope_ext.record import option_texts
 from rope_ext.rotary import calls, hooks
 from rope_ext.rotary.device_cache import cached_on_device
 from rope_ext.rotary.sites import RotarySite, text_config
 from rope_ext.rotary.third_party import refuse_presses
+from rope_ext.saving.record import option_texts
 
 
 def install(decoder: nn.Module, position_map: PositionMap) -> Installed:

@@ -4,11 +4,14 @@ The decoder runs once on a few tokens with an attention function that records qu
 attends to nothing. The rows of that batch are the same tokens under different cosines and sines:
 not rotated, rotated by a quarter turn, and every pair by a different angle. The differences between
 the rows give the layout; layers that do not fit any layout raise an error.
+
+The layout belongs to the code, not to the weights: some columns of trained queries are a hundred
+times larger than others, and some are zero. So the attention layers rotate random numbers, which
+take the place of what their projections and norms return.
 """
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -20,7 +23,6 @@ from torch import nn
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from rope_ext.attention.call import Pairs
-from rope_ext.attention.step import Columns
 from rope_ext.encodings import Heads
 from rope_ext.errors import OptionError, UnsupportedModelError
 from rope_ext.forward.context import forward_context
@@ -37,8 +39,9 @@ from rope_ext.rotary.third_party import replaced
 _NAME = "rope_ext_probe"  # names with sdpa, flash, flex_attention or a slash take special paths
 _TOKENS = 16
 _Found = TypeVar("_Found")
-_TOLERANCE = {torch.bfloat16: 3e-2, torch.float16: 5e-3}  # of the largest query or key
+_TOLERANCE = {torch.bfloat16: 3e-2, torch.float16: 5e-3}  # of the size of a column
 _EXACT = 1e-4
+_ROUNDED = 3e-2  # of what a quantized linear layer returns
 
 
 @dataclass(frozen=True, eq=False)
@@ -58,11 +61,6 @@ class Layout:
     pair: torch.Tensor
     local: bool
     heads: Heads
-
-    @functools.cached_property
-    def columns(self) -> Columns:
-        """The pairs by column, for a step of decoding."""
-        return Columns.from_pairs(self.pairs, self.heads.columns)
 
     def equals(self, other: Layout) -> bool:
         """Whether both rotate the same columns by the same frequencies, for the same reach."""
@@ -306,23 +304,26 @@ def _key_projection(
 ) -> KeyProjection | None:
     """The submodule ``name`` of ``module`` if it is linear and returns ``key``, not rotated.
 
-    ``x`` and ``y`` are its input and output; rows of a probe differ in the rotation alone.
+    ``x`` and ``y`` are its input and what the probe put in place of its output; rows of a probe
+    differ in the rotation alone.
     """
     if x.ndim != 3 or y.ndim != 3 or y.shape[:2] != x.shape[:2]:
         return None
     keys = key.transpose(0, 1).flatten(1).double()  # [tokens, columns of all heads]
-    x, y = x[0].double(), y[0].double()
-    rows = torch.cdist(keys.mT, y.mT).argmin(1)
-    if not torch.allclose(y[:, rows], keys, rtol=0, atol=_tolerance(key)):
+    rows = torch.cdist(keys.mT, y[0].double().mT).argmin(1)
+    if not torch.equal(y[0].double()[:, rows], keys):
         return None
     made = KeyProjection(name, _columns(rows), len(key), x.shape[-1])
     try:
         weight = made.weight(module, key.device, key.dtype).flatten(0, 1).double()
     except (RuntimeError, TypeError):  # it does not take other numbers of tokens
         return None
+    y = getattr(module, name)(x)[0].double()[:, rows]
+    x = x[0].double()
     # Without a bias, and up to the rounding of quantized layers, in any dtype.
-    away = (x - x[:1]) @ weight.mT - (keys - keys[:1])
-    return made if away.abs().max() <= _TOLERANCE[torch.bfloat16] * keys.abs().max() else None
+    away = (x - x[:1]) @ weight.mT - (y - y[:1])
+    size = (x.square() @ weight.mT.square()).sqrt() + y.abs()  # rounding is a share of it
+    return made if bool((away.norm(dim=0) <= _ROUNDED * size.norm(dim=0)).all()) else None
 
 
 def ignores_scaling(decoder: nn.Module, site: RotarySite) -> bool:
@@ -355,7 +356,14 @@ def _changes(decoder: nn.Module, module: nn.Module, x: torch.Tensor) -> bool:
     """Whether the rows of a probe differ in the queries or keys of a layer."""
     if len(x) != 3:
         raise _RefusedError(f"{_path(decoder, module)} changes the batch before it attends")
-    return not torch.allclose(x, x[:1], rtol=0, atol=_tolerance(x))
+    return _differs(x, _tolerance(x))
+
+
+def _differs(x: torch.Tensor, tolerance: float) -> bool:
+    """Whether the rows of ``x`` differ in a column by more than this share of its largest value."""
+    columns = x.double().unsqueeze(1).flatten(1, -2)  # [rows, values, columns]
+    away = (columns - columns[:1]).abs().amax((0, 1))
+    return bool((away > tolerance * columns.abs().amax((0, 1))).any())
 
 
 def _path(decoder: nn.Module, module: nn.Module) -> str:
@@ -376,13 +384,30 @@ def _run(
         raise _RefusedError("its weights are on the meta device (load them first)")
     if any(hasattr(parameter, "device_mesh") for parameter in decoder.parameters()):
         raise _RefusedError("its weights are sharded (patch it before fully_shard)")
+    probe = _Probe()
+    hidden = _forward(decoder, site, probe_rotation, probe)
+    if hidden.isnan().any():
+        raise _RefusedError("its hidden states are NaN (check its weights and configuration)")
+    if not torch.equal(hidden, hidden[:1].expand_as(hidden)):
+        # Rounding may depend on the row. Then it does so in a forward that rotates nothing, too.
+        still = _forward(decoder, site, _ProbeRotation(site, scaling=1.0), _Probe())
+        if _spread(hidden) > 4 * _spread(still):
+            raise _RefusedError("positions act outside of its attention layers")
+    return probe.seen
+
+
+def _forward(
+    decoder: nn.Module, site: RotarySite, probe_rotation: Callable[..., Any], probe: _Probe
+) -> torch.Tensor:
+    """Run the decoder with ``probe`` in place of attention; its hidden states in float64."""
     config = text_config(decoder)
     vocabulary = vocabulary_of(decoder)
     tokens = (torch.arange(_TOKENS, device="cpu") * 37 + 3) % vocabulary.num_embeddings
-    handle = site.module.register_forward_hook(probe_rotation, with_kwargs=True)
+    parts = [module for module in decoder.modules() if next(module.children(), None) is not None]
+    handles = [part.register_forward_pre_hook(probe.called, with_kwargs=True) for part in parts]
+    handles.append(site.module.register_forward_hook(probe_rotation, with_kwargs=True))
     before = config._attn_implementation_internal
-    seen: list[Any] = []
-    forward_context.probed = seen
+    forward_context.probed = probe
     try:
         config._attn_implementation_internal = _NAME  # the public name sets sub-configurations too
         with evaluating(decoder):
@@ -394,15 +419,17 @@ def _run(
     except Exception as error:
         raise _RefusedError(f"the probe of its attention layers failed ({error})") from error
     finally:
-        handle.remove()
+        for handle in handles:
+            handle.remove()
         config._attn_implementation_internal = before
         forward_context.probed = None
-    hidden = output[0].double()
-    if hidden.isnan().any():
-        raise _RefusedError("its hidden states are NaN (check its weights and configuration)")
-    if not torch.allclose(hidden, hidden[:1], rtol=0, atol=_tolerance(output[0])):
-        raise _RefusedError("positions act outside of its attention layers")
-    return seen
+    return output[0].double()
+
+
+def _spread(hidden: torch.Tensor) -> float:
+    """How far the rows are apart, each column against its own size."""
+    size = hidden.abs().amax((0, 1)).clamp(min=torch.finfo(hidden.dtype).tiny)
+    return float(((hidden - hidden[:1]) / size).norm())
 
 
 def _lacks_weights(module: nn.Module, loaded: bool = False) -> bool:
@@ -420,7 +447,7 @@ def _lacks_weights(module: nn.Module, loaded: bool = False) -> bool:
 
 
 def _tolerance(x: torch.Tensor) -> float:
-    return _TOLERANCE.get(x.dtype, _EXACT) * float(x.abs().max())
+    return _TOLERANCE.get(x.dtype, _EXACT)
 
 
 class _ProbeRotation:
@@ -454,6 +481,53 @@ class _ProbeRotation:
         return cos.to(like.dtype), sin.to(like.dtype)
 
 
+class _Probe:
+    """The queries and keys that attention layers make of random numbers."""
+
+    def __init__(self) -> None:
+        self.seen: list[Any] = []
+        self._calls: dict[nn.Module, tuple[tuple, dict]] = {}
+        self._again: nn.Module | None = None
+        self._generator = torch.Generator("cpu").manual_seed(0)
+
+    def called(self, module: nn.Module, args: tuple, kwargs: dict) -> None:
+        """Forward pre-hook of every module that may be an attention layer."""
+        self._calls[module] = args, kwargs
+
+    def attends(self, module: nn.Module, call: tuple) -> None:
+        """Record ``call`` of the attention function, which tells that ``module`` is a layer.
+
+        The layer made it of its weights. So it runs once more, on random numbers.
+        """
+        if self._again is module or module not in self._calls:
+            self.seen.append(call)
+            return
+        args, kwargs = self._calls[module]
+        parts = [part for part in module.modules() if part is not module]
+        handles = [part.register_forward_hook(self._replace, prepend=True) for part in parts]
+        self._again = module
+        try:
+            module.forward(*args, **kwargs)
+        finally:
+            self._again = None
+            for handle in handles:
+                handle.remove()
+
+    def _replace(self, part: nn.Module, args: tuple, output: Any) -> Any:
+        """Random numbers, equal in all rows, for the output of a projection or a norm."""
+        if type(output) is tuple:
+            return tuple(self._replace(part, args, one) for one in output)
+        if not isinstance(output, torch.Tensor) or not output.is_floating_point():
+            return output
+        if output.ndim < 2 or len(output) % 3:
+            return output
+        rows = output.unflatten(0, (3, -1))
+        if _differs(rows, 0.1):  # it comes after the rotation
+            return output
+        known = torch.randn(rows.shape[1:], generator=self._generator, device="cpu")
+        return known.to(output).expand_as(rows).flatten(0, 1)
+
+
 def _look(
     module: nn.Module,
     query: torch.Tensor,
@@ -467,8 +541,8 @@ def _look(
     if attention_mask is not None and attention_mask is not _MASK:
         raise _RefusedError(f"{type(module).__name__} makes an attention mask of its own")
     assert forward_context.probed is not None, "only _run sets this attention function"
-    forward_context.probed.append(
-        (module, query, key, value.shape[-1], kwargs.get("sliding_window"))
+    forward_context.probed.attends(
+        module, (module, query, key, value.shape[-1], kwargs.get("sliding_window"))
     )
     rows, heads, tokens = query.shape[:3]
     return query.new_zeros(rows, tokens, heads, value.shape[-1]), None
@@ -529,16 +603,17 @@ def _pairs(rows: torch.Tensor, pairs: int, tolerance: float) -> torch.Tensor | N
     Args:
         rows: not rotated, rotated by a quarter, by :func:`_angles`; ``[3, columns, samples]``.
         pairs: number of frequencies.
-        tolerance: largest error of a value.
+        tolerance: largest error, as a share of the size of a column.
     """
     still, quarter, rotated = rows
+    size, turned = still.norm(dim=1), quarter.norm(dim=1)
     # A quarter rotation makes the first column minus the second, and the second the first.
-    away = torch.cdist(quarter, -still)
+    away = torch.cdist(_directions(quarter), -_directions(still))
     away.fill_diagonal_(math.inf)
     distance, second = away.min(1)
-    moved = (quarter - still).abs().amax(1) > tolerance
-    scale = math.sqrt(still.shape[1])
-    first = torch.nonzero(moved & (distance <= tolerance * scale)).flatten()
+    moved = (quarter - still).norm(dim=1) > tolerance * torch.maximum(size, turned)
+    alike = (turned - size[second]).abs() <= tolerance * size[second]
+    first = torch.nonzero(moved & alike & (distance <= tolerance)).flatten()
     second = second[first]
     if 2 * len(first) != int(moved.sum()) or len(torch.cat((first, second)).unique()) != 2 * len(
         first
@@ -548,14 +623,19 @@ def _pairs(rows: torch.Tensor, pairs: int, tolerance: float) -> torch.Tensor | N
     a, b = still[first], still[second]
     error = (a * angles.cos() - b * angles.sin() - rotated[first]).norm(dim=-1)
     error += (b * angles.cos() + a * angles.sin() - rotated[second]).norm(dim=-1)
-    worst, pair = error.min(0)  # over frequencies
+    worst, pair = (error / torch.maximum(size[first], size[second])).min(0)  # over frequencies
     others = torch.ones(len(still), dtype=torch.bool, device=rows.device)
     others[first] = others[second] = False
-    same = torch.allclose(rotated[others], still[others], rtol=0, atol=tolerance)
-    if not same or bool((worst > 2 * tolerance * scale).any()):
+    same = (rotated - still).norm(dim=1) <= tolerance * size
+    if not same[others].all() or bool((worst > 2 * tolerance).any()):
         return None
     order = torch.argsort(pair, stable=True)
     return torch.stack((first[order], second[order], pair[order])).cpu()
+
+
+def _directions(x: torch.Tensor) -> torch.Tensor:
+    """``x`` with rows of length one; rows of zeros point nowhere."""
+    return torch.nan_to_num(x / x.norm(dim=1, keepdim=True), nan=math.inf)
 
 
 def _columns(index: torch.Tensor) -> slice | torch.Tensor:

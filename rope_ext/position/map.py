@@ -114,15 +114,6 @@ class PositionMap:
         """Phase that the encoding adds to all pairs of a token, radians."""
         return None if self.encoding is None else self.encoding.phase(t)
 
-    def query_scale(self, t: int) -> float:
-        """The factor on the query at position ``t``."""
-        made = self._query_scales  # another thread may store a longer list
-        if t >= len(made):
-            found = self.temperature(torch.arange(2 * t + 1, device="cpu"), torch.float64)
-            made = [1.0] * (2 * t + 1) if found is None else found.tolist()
-            self.__dict__["_query_scales"] = made
-        return made[t]
-
     @functools.cached_property
     def learned_temperature(self) -> SSMax | None:
         """The temperature, if every head learns a number; layers apply it to their queries."""
@@ -138,10 +129,6 @@ class PositionMap:
             return None
         made = self.method.query_scaling(t.double().clamp(min=0), self.rope)
         return None if made is None else made.to(dtype)
-
-    @functools.cached_property
-    def _query_scales(self) -> list[float]:
-        return []
 
     @functools.cached_property
     def _rotations(

@@ -11,7 +11,6 @@ from transformers.masking_utils import sdpa_mask
 
 from rope_ext.attention import placed
 from rope_ext.attention.call import RotatedBand
-from rope_ext.attention.step import Step
 from rope_ext.errors import UnsupportedModelError
 from rope_ext.forward.positions import PositionForward
 from rope_ext.methods.geometry import Distance
@@ -51,7 +50,6 @@ class BatchMask:
 
     Attributes:
         plain: whether it is causal, as far as a compiled forward needs to know.
-        added: the bias of a single query by slot, by module that has the bias.
     """
 
     ndim = 4  # transformers then takes it for a mask that is already prepared
@@ -66,8 +64,6 @@ class BatchMask:
         self.valid: torch.Tensor | None = None
         self.made: torch.Tensor | None = None
         self.plain = True
-        self._steps: dict[tuple, Step | None] = {}
-        self.added: dict[torch.nn.Module, torch.Tensor | None] = {}
         self._rotated_segments: dict[tuple, list[RotatedSegment] | None] = {}
         self._moved: dict[torch.device, torch.Tensor] = {}
 
@@ -219,22 +215,6 @@ class BatchMask:
     def padded_rows(self) -> bool:
         """Whether its rows are padded differently."""
         return self.segments is not None and len(self.segments) > 1
-
-    def step(self, layer: Any, dtype: torch.dtype) -> Step | None:
-        """What layers of one layout share for a single query; None if they cannot share a step."""
-        key = layer.rotated.number, dtype
-        if key not in self._steps:
-            self._steps[key] = self._step(layer.layout, dtype)
-        return self._steps[key]
-
-    def _step(self, layout: Layout, dtype: torch.dtype) -> Step | None:
-        position_map, segments = self.forward.map, self.segments
-        bands = _clipped(position_map.rotations(layout), self.window)
-        if bands is None or segments is None or [segment.rows for segment in segments] != [None]:
-            return None
-        start, keys = segments[0].start, self.keys
-        query_scale = position_map.query_scale(start + keys - 1)
-        return Step.from_bands(bands, start, keys, query_scale, layout.columns, layout.pairs, dtype)
 
     def rotated_segments(
         self, layout: Layout, device: torch.device, dtype: torch.dtype

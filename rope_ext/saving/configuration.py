@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import logging
-import threading
 import weakref
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -13,29 +12,11 @@ from typing import Any
 from torch import nn
 
 from rope_ext.errors import CURE, RecordError, UnsupportedModelError
-from rope_ext.record import EXPERTS, FIELD, FIELDS, HEAD, OLDER, Record, record_of
-from rope_ext.rotary.sites import RotarySite, rope_parameters, text_config
+from rope_ext.rotary.sites import RotarySite, text_config
+from rope_ext.saving.record import EXPERTS, FIELD, FIELDS, HEAD, OLDER, Record, record_of
 
 _WRITTEN: weakref.WeakValueDictionary[int, nn.Module] = weakref.WeakValueDictionary()
 """The decoder whose patch is written into a configuration, by the configuration's ``id``."""
-
-
-_local = threading.local()
-
-
-@contextmanager
-def without_rope_ext() -> Iterator[None]:
-    """Transformers in this thread as if rope_ext were not imported: it refuses saved patches."""
-    before, _local.refusing = refusing(), True
-    try:
-        yield
-    finally:
-        _local.refusing = before
-
-
-def refusing() -> bool:
-    """Whether :func:`without_rope_ext` is in force in this thread."""
-    return getattr(_local, "refusing", False)
 
 
 @contextmanager
@@ -162,8 +143,7 @@ def _is_field(config: Any, name: str) -> bool:
 
 def is_scaled(decoder: nn.Module, site: RotarySite) -> str | None:
     """Describe how the checkpoint's configuration scales a site; None if it does not."""
-    config = getattr(site.module, "config", decoder.config)
-    factor = rope_parameters(config, site.layer_type).get("factor")
+    factor = site.settings.factor
     if site.scaled or factor not in (None, 1, 1.0):
         return f"rope_type {site.rope_type!r} with factor {factor}"
     record = _record(text_config(decoder), native=True)

@@ -19,14 +19,9 @@ from torch import nn
 
 from rope_ext.errors import CURE
 from rope_ext.methods import FrequencyMethod, longrope_table
-from rope_ext.record import EXPERTS, HEAD
 from rope_ext.rotary.sites import PatchTarget, RotarySite, text_config
-from rope_ext.saving.configuration import (
-    part_of,
-    quieted,
-    replace_older,
-    without_rope_ext,
-)
+from rope_ext.saving.configuration import part_of, quieted, replace_older
+from rope_ext.saving.record import EXPERTS, HEAD
 
 # Fields of a scaled entry besides its base; a patch on top replaces all of them.
 SCALING_FIELDS = (
@@ -127,7 +122,7 @@ def unsaved(place: PatchTarget, target: int) -> Written:
 
 def _is_refused(config: Any, values: dict[str, Any], build: Callable[[Any], Any]) -> bool:
     """Whether transformers saves and loads the configuration, but cannot build a model from it."""
-    with quieted(logging.getLogger("transformers"), logging.CRITICAL), without_rope_ext():
+    with quieted(logging.getLogger("transformers"), logging.CRITICAL):
         try:
             trial = _reloaded(config, values)
         except Exception:  # rope_ext.from_pretrained has to read it

@@ -14,8 +14,6 @@ from tests.helpers.biases import parameters
 from tests.helpers.models import LENGTH, tiny_llama
 from tests.helpers.positions import CACHES, EXACT, logits
 from tests.helpers.promises import (
-    an_adapter_trains_it_along,
-    checkpointing_changes_nothing,
     decodes_as_it_reads,
     documents_are_apart,
     generates_as_it_recomputes,
@@ -79,18 +77,6 @@ def test_positions_count_from_the_first_token_of_a_row_and_of_a_document(ids) ->
     generates_as_it_recomputes(model, ids[:, :60], num_beams=2)
 
 
-@pytest.mark.parametrize("reentrant", [False, True])
-def test_gradient_checkpointing_changes_nothing(reentrant: bool, ids) -> None:
-    checkpointing_changes_nothing(patched, reentrant, ids)
-
-
-def test_in_half_precision(ids) -> None:
-    model = patched()
-    right = logits(model, ids)
-    half = logits(model.to(torch.bfloat16), ids).float()
-    assert (half - right).abs().mean() < 0.05 * right.abs().mean()
-
-
 def test_it_is_trained_saved_reloaded_and_taken_out(ids, tmp_path) -> None:
     plain = three_layers()
     model = patched(length=None, factor=2)
@@ -114,14 +100,6 @@ def test_it_is_trained_saved_reloaded_and_taken_out(ids, tmp_path) -> None:
     assert list(model.state_dict()) == list(plain.state_dict())
 
 
-def test_an_adapter_trains_both_parts(ids, tmp_path) -> None:
-    def patch(base: nn.Module) -> nn.Module:
-        return rope_ext.patch(base, "deberta", clip=7, absolute_layers=1, length=100)
-
-    modules = ["rope_ext_bias", "rope_ext_input"]
-    an_adapter_trains_it_along(three_layers(), patch, modules, ids, tmp_path)
-
-
 def test_a_trained_model_is_patched_again(ids, caplog) -> None:
     """With a longer table, with more of the layers, and with none of them."""
     model = patched()
@@ -139,26 +117,3 @@ def test_a_trained_model_is_patched_again(ids, caplog) -> None:
     assert TABLE.removeprefix("model.") in caplog.text and TABLE not in model.state_dict()
     rope_ext.patch(model, "deberta", clip=20, absolute_layers=1, replace=True)
     assert len(learned(model)[TABLE]) == LENGTH
-
-
-def test_what_it_cannot_do_is_refused(ids) -> None:
-    model = patched(length=64)
-    logits(model, ids[:, :64])
-    said = r"a sequence of 90 tokens goes beyond its 64 positions; patch with length=90"
-    with pytest.raises(rope_ext.OptionError, match=said):
-        logits(model, ids)
-    for options, said in (
-        ({"absolute_layers": -1}, "absolute_layers=-1 is not valid; it must be a whole number"),
-        ({"absolute_layers": True}, "absolute_layers=True is not valid"),
-        ({"absolute_layers": None}, "absolute_layers=None is not valid"),
-        ({"absolute_layers": 4}, "the last 4 layers, and the model has 3; choose fewer"),
-        ({"length": 64}, "length=64 is not valid; it must be left out without absolute_layers"),
-        ({"absolute_layers": 1, "length": 1}, "length=1 is not valid"),
-        ({"absolute_layers": 1, "length": 64, "factor": 2}, "a sequence of 128 tokens goes beyond"),
-        ({"absolute_layers": 1, "layers": [0]}, r"layers=\(0,\) cannot choose"),
-    ):
-        plain = three_layers()
-        names = list(plain.state_dict())
-        with pytest.raises(rope_ext.OptionError, match=said):
-            rope_ext.patch(plain, "deberta", **options)
-        assert list(plain.state_dict()) == names

@@ -12,12 +12,10 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 import rope_ext
-from rope_ext.method_options import trained_under
 from rope_ext.patching import current_patch
-from rope_ext.saving.configuration import without_rope_ext
 from tests.families.checks import changed, snapshot
 from tests.helpers.biases import FORMULAS, parameters, patch
-from tests.helpers.models import LENGTH, tiny_llama
+from tests.helpers.models import tiny_llama
 from tests.helpers.positions import (
     EXACT,
     FAMILIES,
@@ -25,12 +23,6 @@ from tests.helpers.positions import (
     by_formula,
     decoded,
     logits,
-)
-from tests.helpers.promises import (
-    decodes_as_it_reads,
-    documents_are_apart,
-    generates_as_it_recomputes,
-    rows_are_as_alone,
 )
 from tests.helpers.scored import SCORED
 
@@ -141,17 +133,6 @@ def test_fire_which_asks_where_a_query_is_goes_over_a_rotation(over: str, ids) -
     torch.testing.assert_close(decoded(model, ids, [40, 1, 1, 48]), want, **EXACT)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("over", "cache"), [("yarn", "dynamic"), ("rerope", "static")])
-def test_decoding_padding_packing_and_beams(over: str, cache: str, ids) -> None:
-    model = biased(tiny_llama(), over, "alibi", kernel="flash")
-    decodes_as_it_reads(model, cache, ids, (40, 1, 1, 30, 18))
-    rows_are_as_alone(model, "left", ids, with_positions=True)
-    documents_are_apart(model, ids[:1, :70], (30, 40))
-    beams = {"num_beams": 3, "max_new_tokens": 6, "min_new_tokens": 6}
-    generates_as_it_recomputes(model, ids[:, :70], **beams)
-
-
 @pytest.mark.parametrize(
     "over", ["yarn", *(pytest.param(name, marks=SLOW) for name in ("rope", "rerope"))]
 )
@@ -166,7 +147,7 @@ def test_saved_reloaded_described_and_taken_back(over: str, ids, tmp_path, capfd
     record = current_patch(model).record
     assert "bias='t5'" in record.call()
     model.save_pretrained(tmp_path)
-    with without_rope_ext(), pytest.raises(Exception, match="unknown to plain transformers"):
+    with pytest.raises(Exception, match="unknown to plain transformers"):
         AutoModelForCausalLM.from_pretrained(tmp_path)
     again = rope_ext.from_pretrained(tmp_path)
     assert torch.equal(logits(again, ids), want)
@@ -185,16 +166,6 @@ def test_a_bias_and_layers_go_together(ids) -> None:
         want = logits(plain, ids)
     torch.testing.assert_close(logits(model, ids), want, **EXACT)
     assert list(parameters(model)) == ["model.rope_ext_bias.beta"]
-
-
-def test_an_object_of_an_encoding_is_a_bias_with_its_options() -> None:
-    model = rope_ext.patch(tiny_llama(), "pi", factor=2, bias=rope_ext.T5(num_buckets=16))
-    assert [tuple(p.shape) for p in parameters(model).values()] == [(4, 16)]
-    call = current_patch(model).record.call()
-    assert call == "rope_ext.patch(model, 'pi', factor=2, bias=rope_ext.T5(num_buckets=16))"
-    other = tiny_llama()
-    eval(call, {"rope_ext": rope_ext, "model": other})
-    assert current_patch(other).record.same(current_patch(model).record)
 
 
 @pytest.mark.parametrize(
@@ -224,37 +195,3 @@ def test_an_object_of_an_encoding_is_a_bias_with_its_options() -> None:
 def test_what_cannot_be_added_is_refused(name: str, options: dict, said: str) -> None:
     with pytest.raises(rope_ext.RopeExtError, match=re.escape(said)):
         rope_ext.patch(NO_MODEL, name, **options)
-
-
-def test_an_encoding_has_no_options_but_its_own() -> None:
-    shared = {"factor", "attention_factor", "temperature"}
-    assert set(rope_ext.ALiBi().options()) == {*shared, "learned"}
-    assert set(rope_ext.NoPE().options()) == shared
-
-
-def test_engines_refuse_it_and_evaluators_do_not_take_it_for_the_method_alone() -> None:
-    model = rope_ext.patch(tiny_llama(), "yarn", factor=2, bias="alibi")
-    assert not trained_under(current_patch(model).record, rope_ext.YaRN(factor=2))
-    for engine in ("vllm", "llama.cpp", "transformers", "mlx"):
-        with pytest.raises(rope_ext.ExportError, match=r"adds a bias \(alibi\) to logits"):
-            rope_ext.export(model, engine)
-
-
-def test_what_is_told_names_the_method_that_was_asked_for(ids) -> None:
-    model = rope_ext.patch(tiny_llama(), "yarn", factor=2, bias="alibi")
-    model.set_attn_implementation("sdpa")
-    with pytest.raises(rope_ext.UnsupportedModelError, match="patched with yarn, which needs"):
-        logits(model, ids)
-
-
-@pytest.mark.slow
-def test_a_temperature_alone_over_the_trained_rotation(caplog, ids) -> None:
-    """What announces four times the trained length says that its rotation does not reach there."""
-    model, plain = tiny_llama(), tiny_llama()
-    with caplog.at_level("WARNING", "rope_ext"):
-        rope_ext.patch(model, "rope", factor=4, temperature="log_n")
-    assert f"up to {LENGTH} tokens only, of {4 * LENGTH}" in caplog.text
-    assert model.config.max_position_embeddings == 4 * LENGTH
-    with by_formula(plain, FAMILIES["llama"], "rerope", torch.arange(90)[None], window=999):
-        want = logits(plain, ids)
-    torch.testing.assert_close(logits(model, ids), want, **EXACT)

@@ -101,54 +101,6 @@ def test_a_value_outside_counts_as_the_bound_and_has_its_gradient(name: str, ids
     assert all(bool((p == LEAST).all()) for p in of_kerple(model).values())
 
 
-@pytest.mark.parametrize("reentrant", [False, True])
-def test_gradient_checkpointing_and_accumulation(reentrant: bool, ids) -> None:
-    """Layers run again in the backward pass, and two forwards precede one."""
-    found = []
-    for checkpointing in (False, True):
-        model = small("kerple_log").train()
-        if checkpointing:
-            options = {"use_reentrant": reentrant}
-            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=options)
-        for parameter in of_kerple(model).values():
-            parameter.data.fill_(-0.3)
-        losses = [model(row[None], labels=row[None], use_cache=False).loss for row in ids]
-        sum(losses).backward()
-        found.append([parameter.grad for parameter in of_kerple(model).values()])
-    for one, other in zip(*found, strict=True):
-        torch.testing.assert_close(one, other, atol=1e-6, rtol=1e-5)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["kerple_log", "kerple_power"])
-def test_a_compiled_training_run_is_the_eager_one(name: str, ids, no_graphs) -> None:
-    ids, found = ids[:1, :24], []
-    for compiled in (False, True):
-        model = small(name)
-        run = torch.compile(model, backend="aot_eager", fullgraph=True) if compiled else model
-        optimizer = torch.optim.SGD(of_kerple(model).values(), lr=0.5)
-        for step in range(4):
-            loss = run(ids, labels=ids, use_cache=False).loss
-            (loss if step < 2 else -loss).backward()
-            assert all(bool((p >= LEAST).all()) for p in of_kerple(model).values())
-            optimizer.step()
-            optimizer.zero_grad()
-        found.append([p.detach().clone() for p in of_kerple(model).values()])
-    for one, other in zip(*found, strict=True):
-        torch.testing.assert_close(one, other, atol=1e-5, rtol=1e-4)
-
-
-def test_inference_mode_leaves_it_alone(ids) -> None:
-    right = logits(small("kerple_log", 0.01), ids)
-    model = small("kerple_log", -0.3)
-    made = tiny_llama()
-    with torch.inference_mode():
-        assert torch.equal(model(ids).logits, right)
-        rope_ext.patch(made, "kerple_log")
-    assert made.state_dict()
-    logits(made, ids)
-
-
 def test_what_is_saved_is_within_the_bounds(tmp_path) -> None:
     model = small("kerple_log", -0.3)  # as the last step of an optimizer may leave it
     model.save_pretrained(tmp_path)

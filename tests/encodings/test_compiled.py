@@ -11,10 +11,9 @@ from torch._dynamo.utils import counters
 
 import rope_ext
 from tests.helpers import biases, inputs, relative, scored
-from tests.helpers.graphs import graphs, static, whole
+from tests.helpers.graphs import graphs, whole
 from tests.helpers.models import tiny_llama
-from tests.helpers.positions import EXACT, FAMILIES, NEW, decoded, logits, padded
-from tests.helpers.promises import pieces_of_rows_are_as_alone
+from tests.helpers.positions import EXACT, FAMILIES, NEW, logits, padded
 
 pytestmark = pytest.mark.usefixtures("no_graphs")
 MADE: dict[str, Callable[[nn.Module, str], nn.Module]] = {
@@ -40,42 +39,6 @@ BY_ROWS = {"xpos", *relative.RELATIVE, *scored.SIZES}  # what a graph has for fe
 
 def made(name: str) -> nn.Module:
     return MADE[name](tiny_llama(), name)
-
-
-@pytest.mark.parametrize("name", ALL)
-def test_what_a_graph_holds_is_what_the_eager_path_computes(name: str, ids, in_tensors) -> None:
-    """A prompt, a chunk, a few tokens and one at a time, in rows that are padded on the left."""
-    model = made(name)
-    rows = [ids[0, :75], ids[1, :64]]
-    pieces_of_rows_are_as_alone(model, rows, "left", (40, 25, 5, *[1] * 5), static(model))
-    right = logits(model, ids)
-    torch.testing.assert_close(decoded(model, ids, [12, *[1] * 78], static(model)), right, **EXACT)
-
-
-@pytest.mark.parametrize("name", [name for name in MADE if name not in BY_ROWS])
-def test_few_tokens_by_the_kernel_of_half_precision(name: str, ids, in_tensors, by_kernel) -> None:
-    model = made(name)
-    rows = [ids[0, :75], ids[1, :64]]
-    pieces_of_rows_are_as_alone(model, rows, "left", (65, 5, *[1] * 5), static(model))
-
-
-@pytest.mark.parametrize("tokens", [20, 5])
-def test_positions_further_apart_than_there_are_slots(tokens: int, ids, in_tensors) -> None:
-    """A bias that stays the same from some distance on is known there; others are refused."""
-    positions = torch.cat((torch.arange(30), torch.arange(30) + 120))[None, : 30 + tokens]
-    for name in ("rerope and t5", "alibi"):
-        model = made(name)
-        cache, given = static(model), {"position_ids": positions[:, :30]}
-        logits(model, ids[:1, :30], past_key_values=cache, **given)
-        rest = {"position_ids": positions[:, 30:], "past_key_values": cache}
-        if name == "alibi":
-            with pytest.raises((rope_ext.UnsupportedModelError, RuntimeError), match="apart by"):
-                logits(model, ids[:1, 30 : 30 + tokens], **rest)
-        else:
-            alone = {"attention_mask": torch.ones_like(positions), "position_ids": positions}
-            right = logits(model, ids[:1, : 30 + tokens], use_cache=False, **alone)
-            said = logits(model, ids[:1, 30 : 30 + tokens], **rest)
-            torch.testing.assert_close(said, right[:, 30:], **EXACT)
 
 
 @pytest.mark.slow

@@ -10,28 +10,16 @@ from transformers.models.t5.modeling_t5 import T5Attention
 
 import rope_ext
 from rope_ext.encodings.alibi import slopes
-from rope_ext.methods import all_encodings, build_method
+from rope_ext.methods import build_method
 from tests.helpers.biases import FORMULAS, LEARNED, dense, parameters, patch
-from tests.helpers.inputs import CHOSEN
 from tests.helpers.models import tiny_llama
-from tests.helpers.positions import CACHES, EXACT, FAMILIES, logits
+from tests.helpers.positions import EXACT, FAMILIES, logits
 from tests.helpers.promises import (
-    decodes_as_it_reads,
     documents_are_apart,
     generates_as_it_recomputes,
-    rows_are_as_alone,
-    sees_nothing_later,
 )
-from tests.helpers.relative import RELATIVE
-from tests.helpers.repo import REPO
-from tests.helpers.scored import SCORED
 
 KINDS = ["llama", "qwen3", "mistral", "gemma2 scaled", "gpt_neox", "gpt_oss"]
-
-
-def test_every_encoding_has_its_formula_here() -> None:
-    made = {*FORMULAS, *CHOSEN, *RELATIVE, *SCORED, *REPO, "swan"}  # swan: in test_swan.py
-    assert {cls.name for cls in all_encodings()} == made
 
 
 @pytest.mark.parametrize("heads", [1, 2, 3, 4, 6, 8, 12, 16, 20, 112])
@@ -81,20 +69,6 @@ def test_logits_and_gradients_are_those_of_the_dense_bias(kind: str, name: str, 
     assert (found - logits(plain, ids)).abs().max() > 0.01
 
 
-@pytest.mark.parametrize("cache", CACHES)
-@pytest.mark.parametrize("name", ["nope", "alibi", "t5", "kerple_log"])
-def test_cached_decoding_equals_recomputation(name: str, cache: str, ids) -> None:
-    model = patch(tiny_llama(), name)
-    decodes_as_it_reads(model, cache, ids, (40, 1, 1, 30, 1, 1, 1, 15))
-
-
-@pytest.mark.parametrize("side", ["left", "right"])
-@pytest.mark.parametrize("name", ["alibi", "t5"])
-def test_a_row_of_a_batch_gives_what_it_gives_alone(name: str, side: str, ids) -> None:
-    model = patch(tiny_llama(), name)
-    rows_are_as_alone(model, side, ids)
-
-
 @pytest.mark.parametrize("name", ["alibi", "kerple_power"])
 def test_packed_documents_and_gaps_in_positions(name: str, ids) -> None:
     """Documents are kept apart; positions with gaps are taken as they are."""
@@ -107,12 +81,6 @@ def test_packed_documents_and_gaps_in_positions(name: str, ids) -> None:
         right = logits(plain, row, position_ids=gaps, attention_mask=torch.ones_like(row))
     found = logits(model, row, position_ids=gaps, attention_mask=torch.ones_like(row))
     torch.testing.assert_close(found, right, **EXACT)
-
-
-def test_no_later_token_changes_an_earlier_logit(ids) -> None:
-    for name in FORMULAS:
-        model = patch(tiny_llama(), name)
-        sees_nothing_later(model, ids)
 
 
 @pytest.mark.parametrize("more", [{}, {"num_beams": 3}, {"cache_implementation": "static"}])

@@ -6,7 +6,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-from peft import LoraConfig, get_peft_model
 from torch import nn
 from transformers import PhiConfig, PhiForCausalLM
 
@@ -169,49 +168,8 @@ def test_a_model_begins_closer_to_the_original(text) -> None:
     assert len(keys) == 2 and not torch.equal(*keys)
 
 
-def test_it_draws_nothing_and_needs_no_gradients(text) -> None:
-    found = []
-    for mode in (torch.no_grad, torch.inference_mode):
-        model = rope_ext.patch(tiny_llama(), "kerple_log")
-        random = torch.get_rng_state()
-        with mode():
-            rope_ext.fit(model, text, steps=2)
-        assert torch.equal(random, torch.get_rng_state())
-        found.append(list(parameters(model).values()))
-    assert len(found[0]) == 4
-    assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
-
-
 def test_chosen_layers_and_the_dtype_stay(text) -> None:
     model = rope_ext.patch(tiny_llama().bfloat16(), "kerple_log", layers=[1])
     rope_ext.fit(model, text[:, : QUERIES // 2 + 1], steps=3)
     assert [p.dtype for p in parameters(model).values()] == [torch.bfloat16] * 2
     assert logits(model, text).isfinite().all()
-
-
-def test_what_cannot_be_fitted_is_refused(text) -> None:
-    with pytest.raises(rope_ext.NotPatchedError, match=r"call rope_ext\.patch"):
-        rope_ext.fit(tiny_llama(), text)
-    for name, options in [
-        ("nope", {}),
-        ("alibi", {}),
-        ("learned", {}),
-        ("yarn", {"factor": 4}),
-        ("rope", {"bias": "t5"}),
-    ]:
-        model = rope_ext.patch(tiny_llama(), name, **options)
-        with pytest.raises(rope_ext.OptionError, match=rf"{name} has no .* kerple_log, .* t5,"):
-            rope_ext.fit(model, text)
-    model = rope_ext.patch(tiny_llama(), "t5")
-    for wrong in (text[0], text.float(), text.tolist(), text.repeat(1, 2), text[:0], text[:, :1]):
-        with pytest.raises(rope_ext.OptionError, match="input_ids="):
-            rope_ext.fit(model, wrong)
-    for wrong in (0, 1.5, True):
-        with pytest.raises(rope_ext.OptionError, match="steps="):
-            rope_ext.fit(model, text, steps=wrong)
-    for wrong in (0, -1.0, "0.1", float("nan")):
-        with pytest.raises(rope_ext.OptionError, match="learning_rate="):
-            rope_ext.fit(model, text, learning_rate=wrong)
-    settings = LoraConfig(target_modules=["q_proj"], modules_to_save=["rope_ext_bias"])
-    with pytest.raises(rope_ext.OptionError, match="before the adapter"):
-        rope_ext.fit(get_peft_model(model, settings), text)

@@ -23,16 +23,10 @@ from tests.helpers.inputs import (
     parameters,
     patch,
     recursion,
+    scale_of,
 )
 from tests.helpers.models import LENGTH, tiny_llama
-from tests.helpers.positions import CACHES, EXACT, logits, padded
-from tests.helpers.promises import (
-    decodes_as_it_reads,
-    documents_are_apart,
-    generates_as_it_recomputes,
-    rows_are_as_alone,
-    sees_nothing_later,
-)
+from tests.helpers.positions import EXACT, logits
 
 ROPE = Rope.geometric(1e4, 16, LENGTH)
 FAST = {  # every family once
@@ -57,12 +51,6 @@ def grid(*values: object) -> list:
         pytest.param(*pair, marks=[] if pair in FAST else [pytest.mark.slow])
         for pair in itertools.product(*values)
     ]
-
-
-def scale_of(model: torch.nn.Module) -> float:
-    """What the patch measured, or was given."""
-    found = [b for n, b in model.named_buffers() if n.endswith("rope_ext_input.scale")]
-    return float(found[0]) if found else 0.3
 
 
 @pytest.mark.parametrize(("kind", "name"), grid(FAMILIES, [*CHOSEN, *VARIANTS]))
@@ -186,57 +174,6 @@ def test_the_scale_is_the_size_of_what_the_first_layer_gets(kind: str) -> None:
     size = sample.square().mean().sqrt() * (8 if kind == "gemma" else 1)  # sqrt of 64 columns
     rope_ext.patch(model, "sinusoidal")
     assert scale_of(model) == pytest.approx(float(size), rel=1e-3)
-
-
-@pytest.mark.parametrize(("name", "cache"), grid([*CHOSEN, "hierarchical", "discrete"], CACHES))
-def test_cached_decoding_equals_recomputation(name: str, cache: str, ids) -> None:
-    model = patch(tiny_llama(), name)
-    decodes_as_it_reads(model, cache, ids, (40, 1, 1, 30, 1, 1, 1, 15))
-
-
-@pytest.mark.parametrize(
-    ("name", "side"), grid(["learned", "xpos", "3d_rpe", "discrete"], ["left", "right"])
-)
-def test_a_row_of_a_batch_gives_what_it_gives_alone(name: str, side: str, ids) -> None:
-    model = patch(tiny_llama(), name)
-    rows_are_as_alone(model, side, ids)
-
-
-@pytest.mark.parametrize("name", first_of("xpos", "learned", "3d_rpe"))
-def test_packed_documents_and_gaps_in_positions(name: str, ids) -> None:
-    """Documents are kept apart; positions with gaps are taken as they are."""
-    model = patch(tiny_llama(), name)
-    row = ids[:1, :90]
-    documents_are_apart(model, row, (15, 75))
-    gaps = torch.cat((torch.arange(50), torch.arange(58, 98)))
-    plain = tiny_llama()
-    given = {"position_ids": gaps[None], "attention_mask": torch.ones_like(row)}
-    with by_hand(plain, name, gaps, parameters(model), scale_of(model)):
-        right = logits(plain, row, **given)
-    torch.testing.assert_close(logits(model, row, **given), right, **EXACT)
-
-
-def test_no_later_token_changes_an_earlier_logit(ids) -> None:
-    for name in ("learned", "xpos", "3d_rpe"):
-        sees_nothing_later(patch(tiny_llama(), name), ids)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("name", "more"),
-    [
-        ("learned", {"num_beams": 3}),
-        ("learned", {"cache_implementation": "static"}),
-        ("floater", {"num_beams": 3}),
-        ("xpos", {"num_beams": 3}),
-        ("3d_rpe", {"num_beams": 3}),
-    ],
-)
-def test_generation_is_that_of_recomputation(name: str, more: dict, ids) -> None:
-    model = patch(tiny_llama(), name)
-    batch, mask, _ = padded([ids[0, :60], ids[1, :51]], "left")
-    given = {"max_new_tokens": 6, "min_new_tokens": 6, "attention_mask": mask, **more}
-    generates_as_it_recomputes(model, batch, **given)
 
 
 def test_embeddings_may_be_given_instead_of_tokens(ids) -> None:

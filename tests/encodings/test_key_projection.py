@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import accelerate
 import peft
 import pytest
 import torch
@@ -158,25 +157,3 @@ def test_quantized_weights(ids) -> None:
         with torch.no_grad():
             other.self_attn.k_proj.weight.copy_(made.codes * made.scale)
     torch.testing.assert_close(logits(patched(model), ids), logits(patched(plain), ids), **EXACT)
-
-
-def test_offloaded_weights(ids) -> None:
-    want = logits(patched(tiny_llama()), ids)
-    offloaded = accelerate.cpu_offload(tiny_llama(), execution_device="cpu")
-    torch.testing.assert_close(logits(patched(offloaded), ids), want, **EXACT)
-
-
-def test_what_it_cannot_do_is_refused() -> None:
-    for options, said in (
-        ({"projection": "own"}, "projection='own' is not valid; it must be 'learned' or 'key'"),
-        ({"projection": "key", "width": 64}, "width=64 is not valid; it must be left out with"),
-    ):
-        with pytest.raises(rope_ext.OptionError, match=said):
-            rope_ext.patch(tiny_llama(), "transformer_xl", **options)
-    for kind in ("qwen3", "deepseek_v3"):
-        model = tiny_model(kind)
-        names = list(model.state_dict())
-        with pytest.raises(rope_ext.UnsupportedModelError, match=r"self_attn are not what one lin"):
-            rope_ext.patch(model, "transformer_xl", projection="key")
-        assert list(model.state_dict()) == names
-        assert not any(m._forward_hooks for m in model.modules())

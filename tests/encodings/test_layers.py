@@ -3,32 +3,23 @@
 from __future__ import annotations
 
 import copy
-import re
 
 import pytest
 import torch
-from transformers import DynamicCache, SmolLM3Config, SmolLM3ForCausalLM
+from transformers import SmolLM3Config, SmolLM3ForCausalLM
 
 import rope_ext
-from rope_ext.options import Options
 from rope_ext.patching import current_patch
-from rope_ext.record import Record
+from rope_ext.saving.record import Record
 from tests.families.checks import changed, snapshot
 from tests.helpers.biases import dense, parameters, patch
-from tests.helpers.models import LENGTH, tiny_llama
+from tests.helpers.models import tiny_llama
 from tests.helpers.positions import (
-    CACHES,
     EXACT,
     Family,
     by_formula,
     decoded,
     logits,
-)
-from tests.helpers.promises import (
-    decodes_as_it_reads,
-    documents_are_apart,
-    generates_as_it_recomputes,
-    rows_are_as_alone,
 )
 
 LAST = {  # of two layers the second
@@ -73,22 +64,6 @@ def test_the_other_layers_rotate_as_trained(kind: str, name: str, ids) -> None:
         right = logits(plain, ids)
     torch.testing.assert_close(logits(model, ids), right, **EXACT)
     torch.testing.assert_close(decoded(model, ids, [40, 1, 1, 48]), right, **EXACT)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("cache", CACHES)
-def test_decoding_padding_and_beams(cache: str, ids) -> None:
-    model = patch(tiny_llama(), "alibi", layers=[1])
-    decodes_as_it_reads(model, cache, ids, (40, 1, 1, 30, 18))
-    rows_are_as_alone(model, "left", ids, with_positions=True)
-    beams = {"num_beams": 3, "max_new_tokens": 6, "min_new_tokens": 6}
-    generates_as_it_recomputes(model, ids[:, :70], **beams)
-
-
-@pytest.mark.slow
-def test_packed_documents_are_kept_apart(ids) -> None:
-    model = patch(tiny_llama(), "t5", layers=[0])
-    documents_are_apart(model, ids[:1, :70], (30, 40))
 
 
 @pytest.mark.parametrize(
@@ -138,42 +113,6 @@ def test_sliding_layers_beside_a_position_method_stay_as_they_were(options, ids)
     torch.testing.assert_close(*seen, **EXACT)
 
 
-@pytest.mark.parametrize(
-    ("layers", "said"),
-    [
-        (4, "one layer is [4]"),
-        (True, "layer indices counted from 0"),
-        ([], "'every 4th'"),
-        ([1, 0, 1, 1], "(1 is given 3 times)"),  # as no_rope_layers of SmolLM3
-        ([-1], "counted from 0"),
-        ([0.5], "counted from 0"),
-        (["1"], "counted from 0"),
-        ("every fourth", "'every 4th'"),
-        ("every 1st", "'every 4th'"),
-        ("every 0th", "'every 4th'"),
-        (slice(1, 4), "range(3, 32, 4)"),
-        (torch.tensor([1]), "[3, 7, 11]"),
-    ],
-    ids=repr,
-)
-def test_what_are_no_layers_is_refused_with_what_are(layers: object, said: str) -> None:
-    with pytest.raises(rope_ext.OptionError, match=re.escape(said)) as error:
-        Options(layers=layers)
-    assert str(error.value).startswith("layers=")
-
-
-def test_layers_that_are_not_there_are_refused_with_those_that_are() -> None:
-    model = tiny_llama()
-    before = snapshot(model)
-    for layers, said in (
-        ([2], "in layers 0, 1, and 2 is asked for"),
-        ("every 3rd", "in layers 0, 1, and none of them is asked for"),
-    ):
-        with pytest.raises(rope_ext.OptionError, match=said):
-            rope_ext.patch(model, "nope", layers=layers)
-        assert changed(before, snapshot(model)) == set()
-
-
 def test_layers_that_do_not_rotate_or_see_a_window_are_not_chosen() -> None:
     windowed = Family("gemma2").model()  # the first
     with pytest.raises(rope_ext.OptionError, match=r"in layers 1, and 0 .* sliding_layers='scale'"):
@@ -182,58 +121,6 @@ def test_layers_that_do_not_rotate_or_see_a_window_are_not_chosen() -> None:
     smollm = Family("smollm3").model()  # the second rotates nothing
     with pytest.raises(rope_ext.OptionError, match="in layers 0, and 1 is asked for"):
         rope_ext.patch(smollm, "alibi", layers=[1])
-
-
-def test_layers_are_written_in_one_way() -> None:
-    assert Options(layers=[7, 3]).layers == Options(layers=range(3, 8, 4)).layers == (3, 7)
-    assert Options(layers=" Every 4th ").layers == "every 4th"
-
-
-def test_a_cache_of_other_layers_is_refused(ids) -> None:
-    model = rope_ext.patch(tiny_llama(), "nope", layers=[0])
-    cache = CACHES["dynamic"](model.config)
-    logits(model, ids[:, :20], past_key_values=cache)
-    rope_ext.patch(model, "nope", layers=[1], replace=True)
-    with pytest.raises(rope_ext.CacheError, match=r"layers=\(0,\)"):
-        logits(model, ids[:, 20:], past_key_values=cache)
-
-
-def test_what_acts_in_front_of_the_layers_cannot_choose_among_them() -> None:
-    for method in (rope_ext.Sinusoidal(), rope_ext.FLOATER()):
-        with pytest.raises(rope_ext.OptionError, match="acts in front of the layers"):
-            rope_ext.patch(tiny_llama(), method, layers=[0])
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["xpos", "3d_rpe", "drope", "shaw"])
-def test_every_kind_of_encoding_takes_layers(name: str, ids) -> None:
-    model = tiny_llama()
-    plain = logits(model, ids)
-    rope_ext.patch(model, name, layers=[1])
-    whole = logits(model, ids)
-    torch.testing.assert_close(decoded(model, ids, [40, 1, 1, 48]), whole, **EXACT)
-    keys = [DynamicCache(config=model.config) for _ in range(2)]
-    logits(model, ids, past_key_values=keys[0])
-    rope_ext.unpatch(model)
-    logits(model, ids, past_key_values=keys[1])
-    assert torch.equal(keys[0].layers[0].keys, keys[1].layers[0].keys)  # as trained
-    assert not torch.equal(whole, plain)
-
-
-def test_methods_that_follow_sequences_or_start_tokens_are_refused() -> None:
-    for method, said in (
-        (rope_ext.DynamicNTK(factor=4), "dynamic_ntk changes with the sequence, which layers="),
-        (rope_ext.DynamicNTK(factor=4, mode="growing"), "pass length=TOKENS"),
-        (
-            rope_ext.LongRoPE(factor=4, long_factor=[2.0] * 8, start_tokens=4),
-            "leave start_tokens out",
-        ),
-    ):
-        with pytest.raises(rope_ext.OptionError, match=said):
-            rope_ext.patch(tiny_llama(), method, layers=[0])
-    model = rope_ext.patch(tiny_llama(), "dynamic_ntk", factor=4, length=4 * LENGTH, layers=[0])
-    with pytest.raises(rope_ext.ExportError, match="rotates all layers with the same"):
-        rope_ext.export(model, "vllm")
 
 
 @pytest.mark.slow

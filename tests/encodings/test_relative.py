@@ -6,27 +6,20 @@ from dataclasses import replace
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import DebertaV2Config, XLNetConfig
 from transformers.models.deberta_v2.modeling_deberta_v2 import DisentangledSelfAttention
 from transformers.models.xlnet.modeling_xlnet import XLNetModel, XLNetRelativeAttention
 
 import rope_ext
 from rope_ext.attention import dispatch as attention
-from rope_ext.attention import flash, flex, sizes
 from rope_ext.attention.call import Call, Pairs, RotatedBand
 from rope_ext.methods import Rope, build_method
 from rope_ext.methods.geometry import Distance
 from tests.helpers.biases import parameters
 from tests.helpers.models import tiny_llama
-from tests.helpers.positions import CACHES, EXACT, FAMILIES, logits
+from tests.helpers.positions import EXACT, FAMILIES, logits
 from tests.helpers.promises import (
     an_adapter_trains_it_along,
-    decodes_as_it_reads,
-    documents_are_apart,
-    generates_as_it_recomputes,
-    rows_are_as_alone,
-    sees_nothing_later,
 )
 from tests.helpers.relative import SIZES, attend, dense, patch
 
@@ -85,58 +78,6 @@ def test_the_kernel_is_the_paper(name: str, queries: int, keys: int, last: int |
         torch.testing.assert_close(one, other)
 
 
-@pytest.mark.parametrize("name", ["shaw", "deberta"])
-def test_long_rows_are_cut_and_made_again(name: str, monkeypatch) -> None:
-    """The near band by parts that are not all equally long."""
-    monkeypatch.setattr(sizes, "NEAR_LOGITS", 8 * 128 * 80)
-    qkv, learned = drawn(name, 300, 310)
-    call = called(name, learned)
-    inputs = [*qkv, *learned.values()]
-    outs = [attention.attend(*qkv, call, kernel) for kernel in ("auto", "reference")]
-    of_both = [torch.autograd.grad(x.sin().sum(), inputs) for x in outs]
-    torch.testing.assert_close(outs[0], outs[1])
-    for one, other in zip(*of_both, strict=True):
-        torch.testing.assert_close(one, other)
-
-
-@pytest.mark.parametrize("queries", [40, 1])
-def test_the_kernel_merges_what_was_attended_to_before(queries: int) -> None:
-    """As one call over all keys, with the gradients of what is merged, of sinks and of a bias."""
-    qkv, _ = drawn("shaw", queries, 90)
-    sinks, bias = torch.randn(4).double(), torch.randn(4, 20).double()
-    lone = torch.randn(2, 4, queries).double()
-    values = torch.randn(2, 4, queries, 12).double()
-    inputs = [*qkv, sinks.requires_grad_(), bias.requires_grad_(), lone.requires_grad_(), values]
-    values.requires_grad_()
-    band = RotatedBand(Distance(0, None), None, None)
-    call = Call([band], Pairs(slice(0, 0), slice(0, 0)), 0.25, sinks=sinks, bias=bias)
-    found = flash.attend(*qkv, call, (values, lone))
-    query, key, value = qkv
-    key, value = (x.repeat_interleave(2, 1) for x in (key, value))
-    apart = torch.arange(90 - queries, 90)[:, None] - torch.arange(90)
-    content = query @ key.mT * 0.25 + bias[:, apart.clamp(0, 19)]
-    content = content.masked_fill(apart < 0, -torch.inf)
-    further = (sinks[:, None, None].expand(2, 4, queries, 1), lone[..., None])
-    weights = torch.cat((content, *further), -1).softmax(-1)
-    right = weights[..., :90] @ value + weights[..., -1:] * values
-    torch.testing.assert_close(found, right)
-    of_both = [torch.autograd.grad(x.sin().sum(), inputs) for x in (found, right)]
-    for one, other in zip(*of_both, strict=True):
-        torch.testing.assert_close(one, other)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", SIZES)
-def test_the_kernel_of_gpus_does_the_same(name: str, monkeypatch) -> None:
-    """FlexAttention, which has no gradients on the CPU."""
-    qkv, learned = drawn(name, 60, 70)
-    qkv, learned = [x.detach() for x in qkv], {key: x.detach() for key, x in learned.items()}
-    call = called(name, learned, sinks=torch.randn(4).double())
-    right = attention.attend(*qkv, call, "reference")
-    monkeypatch.setattr(flash, "attend", flex.attend)
-    torch.testing.assert_close(attention.attend(*qkv, call), right)
-
-
 def test_deberta_is_that_of_transformers() -> None:
     """Of its own module, with a causal mask; tables are what it projects its embedding to."""
     torch.manual_seed(0)
@@ -188,32 +129,6 @@ def test_transformer_xl_is_that_of_xlnet() -> None:
     torch.testing.assert_close(found.permute(2, 0, 1, 3), right, atol=1e-4, rtol=0)
 
 
-class Largest(TorchDispatchMode):
-    """The numbers of the largest tensor that was made."""
-
-    numbers = 0
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        out = function(*args, **(kwargs or {}))
-        made = out if isinstance(out, tuple | list) else [out]
-        sizes = [x.untyped_storage().size() for x in made if isinstance(x, torch.Tensor)]
-        self.numbers = max(self.numbers, *(size // 8 for size in sizes), 0)
-        return out
-
-
-@pytest.mark.parametrize("name", SIZES)
-def test_nothing_is_as_large_as_all_pairs(name: str, monkeypatch) -> None:
-    monkeypatch.setattr(sizes, "NEAR_LOGITS", 8 * 64 * 80)
-    largest = []
-    for tokens in (400, 800):
-        qkv, learned = drawn(name, tokens, tokens)
-        with Largest() as seen:
-            attention.attend(*qkv, called(name, learned)).sum().backward()
-        largest.append(seen.numbers)
-    assert largest[1] < 2.2 * largest[0]
-    assert largest[1] < 2 * 4 * 800**2 / 10  # rows, heads, pairs
-
-
 @pytest.mark.parametrize("name", SIZES)
 @pytest.mark.parametrize("kind", KINDS)
 def test_logits_and_gradients_are_those_of_the_paper(kind: str, name: str, ids) -> None:
@@ -229,50 +144,6 @@ def test_logits_and_gradients_are_those_of_the_paper(kind: str, name: str, ids) 
     for one, other in zip(*of_both, strict=True):  # sums over 16,000 pairs
         torch.testing.assert_close(one, other, atol=2e-3, rtol=2e-3)
     assert (found - logits(plain, ids)).abs().max() > 0.01
-
-
-@pytest.mark.parametrize("name", SIZES)
-@pytest.mark.parametrize(
-    "cache", [pytest.param(cache, marks=SLOW if cache != "dynamic" else []) for cache in CACHES]
-)
-def test_cached_decoding_equals_recomputation(name: str, cache: str, ids) -> None:
-    model = patch(tiny_llama(), name)
-    decodes_as_it_reads(model, cache, ids, (40, 1, 1, 30, 1, 1, 1, 15))
-
-
-@pytest.mark.parametrize("name", SIZES)
-@pytest.mark.parametrize("side", ["left", pytest.param("right", marks=SLOW)])
-def test_a_row_of_a_batch_gives_what_it_gives_alone(name: str, side: str, ids) -> None:
-    model = patch(tiny_llama(), name)
-    rows_are_as_alone(model, side, ids)
-
-
-@pytest.mark.parametrize("name", SIZES)
-def test_packed_documents_and_gaps_in_positions(name: str, ids) -> None:
-    """Documents are kept apart; positions with gaps are taken as they are."""
-    model = patch(tiny_llama(), name)
-    row = ids[:1, :70]
-    documents_are_apart(model, row, (30, 40))
-    gaps = torch.cat((torch.arange(30), torch.arange(33, 73)))[None]
-    plain = tiny_llama()
-    with dense(plain, name, gaps, parameters(model)):
-        right = logits(plain, row, position_ids=gaps, attention_mask=torch.ones_like(row))
-    found = logits(model, row, position_ids=gaps, attention_mask=torch.ones_like(row))
-    torch.testing.assert_close(found, right, **EXACT)
-
-
-@pytest.mark.parametrize("name", ONE)
-def test_no_later_token_changes_an_earlier_logit(name: str, ids) -> None:
-    model = patch(tiny_llama(), name)
-    sees_nothing_later(model, ids)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("more", [{}, {"num_beams": 3}, {"cache_implementation": "static"}])
-@pytest.mark.parametrize("name", SIZES)
-def test_generation_is_that_of_recomputation(name: str, more: dict, ids) -> None:
-    model = patch(tiny_llama(), name, factor=4)
-    generates_as_it_recomputes(model, ids[:, :70], **more)
 
 
 @pytest.mark.parametrize("name", ONE)
@@ -313,17 +184,6 @@ def test_an_adapter_can_train_it_along(name: str, ids, tmp_path) -> None:
         return rope_ext.patch(base, name, **SIZES[name])
 
     an_adapter_trains_it_along(tiny_llama(), patch, ["rope_ext_bias"], ids, tmp_path)
-
-
-def test_options_are_checked() -> None:
-    for name, options, said in (
-        ("shaw", {"clip": 0}, "clip=0 is not valid; it must be a whole number of at least 1"),
-        ("deberta", {"clip": 1.5}, r"clip=1\.5 is not valid"),
-        ("xlnet", {"width": 7}, "width=7 is not valid; it must be an even number"),
-        ("transformer_xl", {"base": 1}, "base=1 is not valid; it must be a finite number greater"),
-    ):
-        with pytest.raises(rope_ext.OptionError, match=said):
-            build_method(name, **options)
 
 
 def test_a_table_of_one_row_is_that_of_every_distance(ids) -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import logging
-
 import peft
 import pytest
 import torch
@@ -28,39 +26,6 @@ GROWING = {  # a table that grows, and whether its last row stood for all beyond
         1,
         True,
     ),
-}
-REFUSED = {  # options of training, of the replacement, and what the error names
-    "learned": ({"length": 100}, {"length": 80}, r"length=80 instead of 100"),
-    "learned by default": ({"length": 80}, {"extend": "hierarchical"}, r"length=64 instead of 80"),
-    "multiplicative": ({"length": 80}, {}, r"length=64 instead of 80"),
-    "multiplicative sines": ({}, {"table": "sinusoidal"}, r"table would be nothing"),
-    "shaw": ({"clip": 8}, {"clip": 4}, r"key is \[9, 16\] and would be \[5, 16\]"),
-    "shaw p_min": (
-        {"clip": 8, "p_min": 2},
-        {"clip": 8},
-        r"belong to another value of p_min\.",
-    ),
-    "deberta": ({"clip": 8}, {"clip": 4}, r"key is \[4, 8, 16\] and would be \[4, 4, 16\]"),
-    "cope": ({"positions": 8}, {"positions": 4}, r"positions=4 instead of 8"),
-    "t5": ({}, {"num_buckets": 16}, r"num_buckets=16 instead of 32"),
-    "t5 with more": ({}, {"num_buckets": 64}, r"beta is \[4, 32\] and would be \[4, 64\]"),
-    "t5 by offset": ({}, {"buckets": "offsets", "max_distance": 31}, r"another value of buckets\."),
-    "dape": ({}, {"version": 2}, r"version=2 instead of 1"),
-    "dape on another formula": (
-        {},
-        {"on": "kerple_power"},
-        r"belong to another value of on\.",
-    ),
-    "dape on another without parameters": (
-        {"on": "alibi"},
-        {"on": "sandwich"},
-        r"another value of on\.",
-    ),
-    "dape on another": ({}, {"on": "alibi"}, r"on='alibi' instead of 'kerple_log'"),
-    "fire": ({}, {"hidden": 16}, r"hidden=16 instead of 32"),
-    "floater": ({"hidden": 8}, {"hidden": 16}, r"hidden=16 instead of 8"),
-    "floater discrete": ({}, {"flow": "discrete"}, r"belong to another value of flow\."),
-    "transformer_xl": ({}, {"width": 32}, r"width=32 instead of None"),
 }
 READ_OTHERWISE = {  # options that change how the same numbers are read
     "t5": {"max_distance": 256},
@@ -108,20 +73,6 @@ def test_a_table_that_grows_keeps_what_was_trained(key: str, reloaded: bool, ids
         assert all(value[LENGTH:].std() > 0 for value in after.values()) or "multi" in key
 
 
-@pytest.mark.parametrize("key", REFUSED)
-def test_what_has_no_place_is_refused(key: str, ids) -> None:
-    options, other, words = REFUSED[key]
-    model = trained(key, options)
-    before, right = learned(model), logits(model, ids[:, :LENGTH])
-    with pytest.raises(rope_ext.OptionError, match=rf"{words}.*unpatch\(model\) first"):
-        rope_ext.patch(model, key.split()[0], **other, replace=True)
-    after = learned(model)
-    assert all(after[name] is value for name, value in before.items())
-    assert torch.equal(logits(model, ids[:, :LENGTH]), right)
-    rope_ext.unpatch(model)  # as the error says
-    rope_ext.patch(model, key.split()[0], **other)
-
-
 @pytest.mark.parametrize("name", READ_OTHERWISE)
 def test_options_that_leave_the_shapes_alone_keep_the_parameters(name: str) -> None:
     model = trained(name, {})
@@ -160,44 +111,6 @@ def test_a_bias_over_the_rotation_continues_from_the_encoding() -> None:
     with pytest.raises(rope_ext.OptionError, match="num_buckets=16 instead of 32"):
         rope_ext.patch(model, "rope", bias=rope_ext.T5(num_buckets=16), replace=True)
     assert all(value is before[name] for name, value in learned(model).items())
-
-
-@pytest.mark.parametrize(
-    ("name", "given", "gone"),
-    [
-        ("kerple_power", {}, "r1 and 1 more"),
-        ("kerple_log", {"layers": [0]}, "layers.1.self_attn.rope_ext_bias.r1"),
-        ("yarn", {"factor": 4}, "layers.0.self_attn.rope_ext_bias.r1"),
-    ],
-    ids=lambda given: given if isinstance(given, str) else "",
-)
-def test_parameters_that_go_are_named(name: str, given: dict, gone: str, caplog) -> None:
-    model = trained("kerple_log", {})
-    with caplog.at_level(logging.WARNING, logger="rope_ext"):
-        rope_ext.patch(model, name, **given, replace=True)
-    said = [r.getMessage() for r in caplog.records if "no longer in the model" in r.msg]
-    assert len(said) == 1 and gone in said[0]
-
-
-def test_a_model_that_was_not_trained_with_an_encoding_is_said_to_need_it(caplog, tmp_path) -> None:
-    def said() -> list[str]:
-        found = [r.getMessage() for r in caplog.records if "was not trained with" in r.msg]
-        caplog.clear()
-        return found
-
-    model = tiny_llama()
-    with caplog.at_level(logging.WARNING, logger="rope_ext"):
-        rope_ext.patch(model, "yarn", factor=4)
-        rope_ext.patch(model, "rope", temperature="log_n", replace=True)
-        assert not said()  # these keep what the model was trained with
-        rope_ext.patch(model, "t5", factor=4, replace=True)
-        assert "not trained with t5; train it" in said()[0]
-        rope_ext.patch(model, "t5", factor=8, replace=True)
-        model.save_pretrained(tmp_path)
-        rope_ext.from_pretrained(tmp_path)
-        assert not said()  # by now it may be
-        rope_ext.patch(model, "rope", bias="alibi", replace=True)
-        assert "not trained with alibi" in said()[0]
 
 
 def test_layers_that_are_added_leave_the_others_trained() -> None:

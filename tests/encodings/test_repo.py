@@ -4,24 +4,19 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch import nn
 
 import rope_ext
 from rope_ext.methods import build_method
-from tests.families.zoo import tiny_model
 from tests.helpers.models import tiny_llama
-from tests.helpers.positions import CACHES, EXACT, FAMILIES, decoded, logits
+from tests.helpers.positions import CACHES, EXACT, FAMILIES, logits
 from tests.helpers.promises import (
     an_adapter_trains_it_along,
     checkpointing_changes_nothing,
     decodes_as_it_reads,
-    documents_are_apart,
     generates_as_it_recomputes,
     is_saved_and_taken_out,
     learns,
     pieces_of_rows_are_as_alone,
-    rows_are_as_alone,
-    sees_nothing_later,
 )
 from tests.helpers.repo import dense, parameters, patch
 
@@ -83,13 +78,6 @@ def test_it_begins_as_published_or_with_the_model_itself(ids) -> None:
     assert moved == {"position"}  # the others follow from the second step on
 
 
-@pytest.mark.parametrize("positions", ["learned", "shifted"])
-@pytest.mark.parametrize("cache", CACHES)
-def test_cached_decoding_equals_recomputation(positions: str, cache: str, ids) -> None:
-    model = patch(tiny_llama(), positions=positions)
-    decodes_as_it_reads(model, cache, ids, (40, 1, 1, 30, 1, 1, 1, 15))
-
-
 @pytest.mark.parametrize("kind", [pytest.param(kind, marks=SLOW) for kind in KINDS[1:]])
 def test_families_decode_as_they_read(kind: str, ids) -> None:
     family = FAMILIES[kind]
@@ -97,24 +85,11 @@ def test_families_decode_as_they_read(kind: str, ids) -> None:
     decodes_as_it_reads(model, "dynamic", ids, (40, 1, 1, 30, 1, 1, 1, 15))
 
 
-@pytest.mark.parametrize("positions", ["learned", "shifted"])
-@pytest.mark.parametrize("side", ["left", "right"])
-def test_a_row_of_a_batch_gives_what_it_gives_alone(positions: str, side: str, ids) -> None:
-    rows_are_as_alone(patch(tiny_llama(), positions=positions), side, ids)
-
-
 @pytest.mark.parametrize("cache", CACHES)
 def test_padded_rows_in_pieces_are_as_alone(cache: str, ids) -> None:
     model = patch(tiny_llama())
     made = CACHES[cache](model.config)
     pieces_of_rows_are_as_alone(model, [ids[0, :75], ids[1, :64]], "left", (65, 1, 5, 1, 3), made)
-
-
-@pytest.mark.parametrize("positions", ["learned", "shifted"])
-def test_packed_documents_and_later_tokens_are_apart(positions: str, ids) -> None:
-    model = patch(tiny_llama(), positions=positions)
-    documents_are_apart(model, ids[:1, :70], (30, 40))
-    sees_nothing_later(model, ids)
 
 
 def test_the_order_of_earlier_tokens_changes_nothing_in_one_layer(ids) -> None:
@@ -173,58 +148,3 @@ def test_positions_are_not_rounded_in_half_precision(ids) -> None:
     model.to(torch.bfloat16)
     assert module(x, t).dtype == torch.float32
     assert (logits(model, ids) - right).abs().mean() < 0.1 * right.abs().max()
-
-
-def test_a_cache_is_not_continued_by_another_model(ids) -> None:
-    model = patch(tiny_llama())
-    cache = CACHES["dynamic"](model.config)
-    decoded(model, ids[:, :20], [20], cache)
-    with pytest.raises(rope_ext.CacheError, match="not patched with it; start with an empty cache"):
-        decoded(tiny_llama(), ids[:, 20:30], [10], cache)
-
-
-def test_layers_that_are_run_by_themselves_say_so(ids) -> None:
-    model = patch(tiny_llama())
-    layer, x = model.model.layers[0], torch.zeros(1, 3, 64)
-    with pytest.raises(rope_ext.UnsupportedModelError, match="was run by itself under repo"):
-        layer(x, position_embeddings=model.model.rotary_emb(x, torch.arange(3)[None]))
-
-
-@pytest.mark.parametrize("kind", ["deepseek_v3", "gemma3n_text"])
-def test_families_that_cache_something_else_or_share_keys_are_refused(kind: str, ids) -> None:
-    model = tiny_model(kind)
-    state = list(model.state_dict())
-    with pytest.raises(rope_ext.UnsupportedModelError, match="use an encoding such as 'alibi'"):
-        rope_ext.patch(model, "repo", sliding_layers="scale")
-    assert list(model.state_dict()) == state and not hasattr(model, "_rope_ext")
-
-
-def test_shifted_positions_are_diagnosed_as_those_of_the_model_they_start_as() -> None:
-    shifted = rope_ext.patch(tiny_llama(), "repo", positions="shifted")
-    [before], [after] = (rope_ext.diagnose(one, 256).sites for one in (tiny_llama(), shifted))
-    assert [pair.after for pair in after.pairs] == [pair.before for pair in before.pairs]
-    assert "out of distribution" in {pair.after for pair in after.pairs}
-    assert after.distances_after == 256
-
-
-def _longer(model: nn.Module) -> nn.Module:
-    return rope_ext.patch(model, "repo", factor=4, replace=True)
-
-
-def test_what_does_not_go_together_is_refused() -> None:
-    for options, said in (
-        ({"positions": "absolute"}, "positions='absolute' is not valid; it must be 'learned' or"),
-        ({"frequency": rope_ext.NTK(factor=2)}, "repo learns positions for the frequencies that"),
-        ({"bias": "alibi"}, "repo takes the place of the rotation, and bias='alibi'"),
-    ):
-        with pytest.raises(rope_ext.OptionError, match=said):
-            rope_ext.patch(tiny_llama(), "repo", **options)
-    with pytest.raises(rope_ext.OptionError, match="bias='repo' is not valid"):
-        rope_ext.patch(tiny_llama(), "yarn", factor=4, bias="repo")
-    model = rope_ext.patch(tiny_llama(), "repo")
-    learned = parameters(model)
-    assert all(p is learned[n] for n, p in parameters(_longer(model)).items())
-    with pytest.raises(rope_ext.OptionError, match="belong to another value of positions"):
-        rope_ext.patch(model, "repo", positions="shifted", replace=True)
-    with pytest.raises(rope_ext.OptionError, match="repo has no parameters in the layers"):
-        rope_ext.fit(model, torch.ones(1, 8, dtype=torch.long))

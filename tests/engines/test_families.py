@@ -8,9 +8,8 @@ from typing import Any
 import pytest
 
 import rope_ext
-from rope_ext.engines.families import ENGINES, MLX, Family, everywhere, miniatures
+from rope_ext.engines.families import ENGINES, MLX, everywhere, miniatures
 from rope_ext.engines.verifying import Miniature, in_process, verify
-from tests.engines import table
 from tests.families.zoo import LENGTH, tiny_config
 
 METHODS = {"default": "ntk", "linear": "pi", "yarn": "yarn", "llama3": "llama3"}
@@ -77,23 +76,8 @@ def test_enough_families_run() -> None:
     assert {"llama", "mistral", "qwen2", "qwen3"} <= set(everywhere())
 
 
-@pytest.mark.parametrize("engine", ENGINES)
-def test_every_no_has_a_reason(engine: str) -> None:
-    refused: list[tuple[str, Family]] = [
-        (name, family) for name, family in ENGINES[engine].items() if len(family.kinds) < 5
-    ]
-    assert all(family.reason for _, family in refused)
-
-
 @pytest.mark.parametrize("family", [n for n, f in MLX.items() if f.kinds == ("default",)])
 def test_what_mlx_would_ignore_is_refused(family: str) -> None:
     miniature = Miniature.from_config(config_of(family), "yarn", factor=4)
     with pytest.raises(rope_ext.ExportError, match=r"mlx cannot run yarn: .*models/"):
         rope_ext.export(miniature.model, "mlx")
-
-
-def test_the_page_is_current() -> None:
-    page = Path(__file__).parents[2] / "docs" / "engines" / "families.md"
-    assert page.read_text(encoding="utf-8") == table.text(), (
-        "run: python -m tests.engines.table --write docs/engines/families.md"
-    )

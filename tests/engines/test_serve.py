@@ -13,7 +13,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.helpers.checkpoint import TRAINED
-from tests.helpers.transformers_serve import WAIT, importing, saved, served
+from tests.helpers.transformers_serve import WAIT, saved, served
 
 TEXT = "one of two and another, " * 30
 
@@ -55,12 +55,3 @@ def test_a_served_folder_answers_as_its_model_does(tmp_path: Path) -> None:
     assert want != generated(saved(tmp_path / "plain", None), TEXT)
     assert plain["choices"][0]["text"] == want
     assert chat["choices"][0]["message"]["content"] == want
-
-
-@pytest.mark.slow
-def test_with_the_import_a_folder_under_a_position_method_is_served(tmp_path: Path) -> None:
-    folder = saved(tmp_path / "rerope", "rerope", factor=4)
-    with served(folder, tmp_path / "log", importing(tmp_path / "site")) as address:
-        asked = {"model": str(folder), "max_tokens": 16, "temperature": 0.0}
-        answer = post(f"{address}/v1/completions", asked | {"prompt": TEXT})
-    assert answer["choices"][0]["text"] == generated(folder, TEXT)

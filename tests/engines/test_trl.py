@@ -190,7 +190,6 @@ def patched(folder: str, method: str) -> Any:
 
 
 REFERENCES: dict[str, Any] = {
-    "none": lambda model, folder: (model, {}),
     "a copy": lambda model, folder: (model, {"ref_model": copy.deepcopy(model)}),
     "peft": lambda model, folder: (model, {"peft_config": LoraConfig(task_type="CAUSAL_LM")}),
 }
@@ -216,8 +215,12 @@ def test_dpo_of_a_saved_folder_begins_at_its_reference(tmp_path: Path) -> None:
 def test_grpo_begins_at_its_reference(method: str, tmp_path: Path) -> None:
     from trl import GRPOConfig, GRPOTrainer
 
+    model = patched(saved(tmp_path), method)
+    if method == "yarn":
+        model.save_pretrained(tmp_path / "long")
     trainer = GRPOTrainer(
-        model=patched(saved(tmp_path), method),
+        model=str(tmp_path / "long") if method == "yarn" else model,
+        peft_config=None if method == "yarn" else LoraConfig(task_type="CAUSAL_LM"),
         reward_funcs=lengths_of,
         args=GRPOConfig(
             str(tmp_path / "grpo"),

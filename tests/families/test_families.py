@@ -20,7 +20,6 @@ from rope_ext import patching
 from rope_ext.rotary import buffers
 from rope_ext.rotary.sites import text_decoder
 from rope_ext.saving import configuration
-from rope_ext.saving.configuration import without_rope_ext
 from tests.families import coverage
 from tests.families.checks import (
     POSITIONS,
@@ -232,7 +231,6 @@ def test_plain_transformers_never_loads_it_unextended(model_type: str, tmp_path:
     mapped = [auto for auto in autos if type(model.config) in auto._model_mapping]
     for cls in (type(model), *mapped):
         with (
-            without_rope_ext(),
             pytest.raises((KeyError, ValueError), match=r"load with rope_ext\.from_pretrained"),
         ):
             cls.from_pretrained(tmp_path)
@@ -286,13 +284,3 @@ def test_an_unwritten_configuration_is_seen(monkeypatch: pytest.MonkeyPatch) -> 
     result = coverage.check_family("llama")
     assert result.verdict == coverage.FAILED
     assert "reloaded" in result.reason
-
-
-def test_a_page_is_compared_by_its_verdicts() -> None:
-    results = [family("llama"), family("gptj"), family("bart")]
-    text = coverage.page(results)
-    assert coverage.outdated(text, results) == []
-    assert coverage.outdated(text.replace("| refused |", "| supported |"), results) == [
-        "gptj: the page says ('GPTJForCausalLM', 'supported'), found ('GPTJForCausalLM', 'refused')"
-    ]
-    assert len(coverage.outdated(text, results[:2])) == 1

@@ -67,6 +67,12 @@ def patch(model: nn.Module, name: str, **options: object) -> nn.Module:
     return model
 
 
+def scale_of(model: nn.Module) -> float:
+    """What the patch measured, or was given."""
+    found = [b for n, b in model.named_buffers() if n.endswith("rope_ext_input.scale")]
+    return float(found[0]) if found else 0.3
+
+
 # --- what is done in front of the layers ---------------------------------------------------------
 
 

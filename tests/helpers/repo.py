@@ -13,7 +13,6 @@ from torch import nn
 import rope_ext
 from tests.helpers.models import attending_by
 
-REPO = ("repo",)
 Learned = dict[str, nn.Parameter]
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import socket
 import subprocess
@@ -44,16 +43,8 @@ def command(folder: Path, port: int) -> list[str]:
     return [sys.executable, "-c", TRANSFORMERS, *given, "--port", str(port)]
 
 
-def importing(folder: Path) -> dict[str, str]:
-    """Environment of programs that import rope_ext when they start, as docs/trainers.md says."""
-    folder.mkdir(exist_ok=True)
-    (folder / "sitecustomize.py").write_text("import rope_ext\n")
-    path = [str(folder), *filter(None, [os.environ.get("PYTHONPATH")])]
-    return os.environ | {"PYTHONPATH": os.pathsep.join(path)}
-
-
 @contextmanager
-def served(folder: Path, log: Path, env: dict[str, str] | None = None) -> Iterator[str]:
+def served(folder: Path, log: Path) -> Iterator[str]:
     """The address of a server, which is ready."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -63,7 +54,6 @@ def served(folder: Path, log: Path, env: dict[str, str] | None = None) -> Iterat
             command(folder, port),
             stdout=out,
             stderr=out,
-            env=env,
         )
     address = f"http://localhost:{port}"
     try:

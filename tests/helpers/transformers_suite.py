@@ -24,9 +24,10 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from transformers import PreTrainedModel
+from transformers import AutoConfig, PreTrainedModel
 
 import rope_ext
+from rope_ext.saving.record import record_of
 
 CACHE = Path(__file__).parents[2] / "runs" / "transformers"
 PACKAGE = "tests_of_transformers"
@@ -180,10 +181,16 @@ def _extended(models: tuple[type[PreTrainedModel], ...], method: str | None) -> 
     def from_pretrained(
         cls: Any, pretrained_model_name_or_path: Any, *args: Any, **kwargs: Any
     ) -> Any:
-        """Plain loading: a folder saved under a patch comes back with it (rope_ext/autoload.py)."""
-        path = pretrained_model_name_or_path
+        """Loading as the suite's own class; a folder saved under a patch gets it again."""
+        path, record = pretrained_model_name_or_path, None
         if building:
             return load(cls, path, *args, **kwargs)
+        if path is not None and "config" not in kwargs:
+            config = AutoConfig.from_pretrained(path)
+            record = record_of(config.get_text_config(decoder=True))
+            if record is not None and not record.plain:
+                record.restore(config)
+                kwargs["config"] = config
         building.append(path)
         try:
             loaded = load(cls, path, *args, **kwargs)
@@ -192,6 +199,8 @@ def _extended(models: tuple[type[PreTrainedModel], ...], method: str | None) -> 
         model = loaded[0] if isinstance(loaded, tuple) else loaded
         if path is None:
             rope_ext.patch(model, method, factor=FACTOR)
+        elif "config" in kwargs and record is not None:
+            rope_ext.patch(model, record.method, **record.arguments)
         return loaded
 
     with pytest.MonkeyPatch.context() as context:

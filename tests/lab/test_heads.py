@@ -70,13 +70,6 @@ def test_scales_by_heads_are_those_of_the_option(model: torch.nn.Module, name: s
         torch.testing.assert_close(logits(model, ids), expected, atol=2e-4, rtol=0)
 
 
-def test_within_the_trained_length_scales_change_nothing(model: torch.nn.Module) -> None:
-    ids = tokens(TRAINED)
-    with scaled(model, table(model, 3.0)):
-        found = logits(model, ids)
-    assert torch.equal(found, logits(model, ids))
-
-
 def test_entropies_are_those_of_the_weights_of_transformers(model: torch.nn.Module) -> None:
     ids = tokens(TRAINED + 100)
     found = entropies(model, [ids[0].tolist()])[..., 0]

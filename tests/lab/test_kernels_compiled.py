@@ -14,13 +14,6 @@ from lab.benchmarks import kernels
 from rope_ext.attention.cards import SLACK
 
 
-def test_without_triton_it_says_what_is_missing(monkeypatch, capsys) -> None:
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(SystemExit):
-        kernels.main(["--cards", "8.6"])
-    assert "needs the package triton" in capsys.readouterr().err
-
-
 def test_the_table_has_the_most_bytes_of_each_phase() -> None:
     case = {"heads": "128", "dtype": "float16", "phase": kernels.TRAIN, "kind": "bias"}
     tiles = {"BLOCK_M": 64, "BLOCK_N": 64, "stages": 3}

@@ -6,13 +6,12 @@ import pytest
 import torch
 
 from lab.laboratory.linear import LINEAR, attention, step
-from lab.laboratory.model import Size, chosen, readings
+from lab.laboratory.model import Size
 from rope_ext.encodings import Encoding, Heads
 from rope_ext.encodings.alibi import slopes
 from rope_ext.encodings.scores import Block
 from rope_ext.methods import build_method
 from rope_ext.methods.kinds import PositionMethod
-from rope_ext.methods.registry import all_encodings
 from rope_ext.methods.rope import Rope, geometric
 
 HEADS, TOKENS, COLUMNS = 4, 50, 8
@@ -103,54 +102,9 @@ def test_the_laboratorys_model_computes_the_formula(name: str) -> None:
     assert_same(seen["o"][0], formula(q, k, v, name).transpose(1, 2).flatten(2))
 
 
-def test_linear_attention_is_trained_only_if_it_is_asked_for() -> None:
-    assert not set(LINEAR) & set(chosen(None))
-    assert chosen(["linear_rope"]) == ["rope", "linear_rope"]
-    assert list(readings("linear_rope")) == ["linear_rope"]
-
-
-@pytest.mark.parametrize("name", LINEAR)
-def test_models_with_linear_attention_begin_with_the_same_weights(name: str) -> None:
-    small = Size(width=32, layers=1, heads=4)
-    rope, linear = (dict(small.build(n, 0, 16).named_parameters()) for n in ("rope", name))
-    assert rope.keys() == linear.keys()
-    assert all(value.equal(linear[key]) for key, value in rope.items())
-
-
-def test_a_function_of_the_distance_is_a_convolution() -> None:
-    q, k, v = (x.detach() for x in inputs())
-    phi_q, phi_k = (torch.nn.functional.elu(x) + 1 for x in (q, k))
-    g = (1 + torch.arange(TOKENS).double()) ** -0.7  # no sum of exponentials
-    products = (phi_k[..., :, None] * v[..., None, :]).flatten(-2)
-    padded = [torch.fft.rfft(x, 2 * TOKENS, dim=-2) for x in (g[:, None], products)]
-    past = torch.fft.irfft(padded[0] * padded[1], dim=-2)[..., :TOKENS, :]
-    have = torch.einsum("bhtd,bhtde->bhte", phi_q, past.unflatten(-1, (COLUMNS, COLUMNS)))
-    at = torch.arange(TOKENS)
-    weight = g[(at[:, None] - at).clamp(min=0)].tril() * (phi_q @ phi_k.mT)
-    assert_same(have, weight @ v)
-
-
 # A state that is linear in the values must carry everything that queries from t on need of the keys
 # before t: it has at least as many columns as that block of the weights has rank. Without
 # positions, that is the columns of phi, here two.
-
-AS_IT_IS = ("nope", "drope", "swan", "sinusoidal", "learned", "multiplicative", "floater")
-ROTATIONS: dict[str, dict] = {
-    "xpos": {},
-    "3d_rpe": {},
-    "repo": {},
-    "pi": {"factor": 8},
-    "yarn": {"factor": 8},
-}
-WINDOWS: dict[str, dict] = {
-    "t5": {},
-    "shaw": {},
-    "deberta": {"clip": 64},
-    "cope": {},
-    "rerope": {"factor": 8},
-}
-GROWING = ("kerple_log", "kerple_power", "sandwich", "fire", "transformer_xl", "dape")
-FACTOR = {"drope": {"factor": 4}}
 
 
 def weights(name: str, tokens: int, **options) -> torch.Tensor:
@@ -214,25 +168,3 @@ def columns(name: str, tokens: int, within: float = 1e-10, **options) -> int:
     block = weights(name, tokens, **options)[tokens // 2 :, : tokens // 2]
     values = torch.linalg.svdvals(block)
     return int((values > within * values[0]).sum())
-
-
-def test_every_encoding_is_sorted_by_its_state() -> None:
-    sorted_ones = {*AS_IT_IS, "alibi", *ROTATIONS, *WINDOWS, *GROWING}
-    assert {cls.name for cls in all_encodings()} <= sorted_ones
-
-
-@pytest.mark.parametrize("name", [*AS_IT_IS, "alibi", *ROTATIONS])
-def test_rotations_and_decay_need_no_larger_state(name: str) -> None:
-    assert columns(name, 256, **FACTOR.get(name, ROTATIONS.get(name, {}))) == 2
-
-
-@pytest.mark.parametrize("name", WINDOWS)
-def test_what_is_constant_from_a_distance_on_needs_a_window(name: str) -> None:
-    short, long = (columns(name, tokens, **WINDOWS[name]) for tokens in (256, 512))
-    assert 20 < long < 128 and abs(long - short) <= 0.05 * long  # CoPE's depends on the content
-
-
-@pytest.mark.parametrize("name", GROWING)
-def test_no_state_is_large_enough_for_the_others(name: str) -> None:
-    short, long = (columns(name, tokens) for tokens in (128, 512))
-    assert long > short > 10

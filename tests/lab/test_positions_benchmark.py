@@ -12,7 +12,6 @@ from lab.benchmarks import positions
 from lab.benchmarks.calibration import CHECKPOINTS
 from recipes import finetune
 from recipes.settings import parse
-from rope_ext.errors import SeveralErrors
 
 
 @pytest.mark.parametrize("checkpoint", CHECKPOINTS)
@@ -57,22 +56,6 @@ def test_a_clear_difference_is_told_with_its_sign_and_its_seeds() -> None:
     assert low < float(value) < high  # exp(0.1) - 1 is 10.5 %
 
 
-@pytest.mark.parametrize("seeds", [1, 2, 3])
-def test_nothing_is_told_of_few_trainings(seeds: int) -> None:
-    found = told(-0.1, 0.0, 0.0001, 0, seeds)
-    assert found.endswith(f"cannot tell, {seeds} seed" + "s" * (seeds > 1))
-    assert "[-9.5" in found  # the documents alone
-
-
-def test_unknown_names_and_numbers_are_refused_at_once(tmp_path: Path, monkeypatch) -> None:
-    monkeypatch.setattr(positions, "run", lambda *given: pytest.fail("it began"))
-    words = f"--output {tmp_path} --schemes pose,creme --checkpoints tiny --steps 0 --seeds -1"
-    with pytest.raises(
-        SeveralErrors, match=r"(?s)4 mistakes.*--steps 0.*--seeds -1.*'tiny'.*--schemes 'creme' is"
-    ):
-        positions.main(words.split())
-
-
 @pytest.mark.parametrize("best", [2e-3, 1e-3, 2.5e-4])
 def test_the_rate_is_moved_as_long_as_the_loss_falls(best: float) -> None:
     tried = []
@@ -83,10 +66,6 @@ def test_the_rate_is_moved_as_long_as_the_loss_falls(best: float) -> None:
 
     assert positions.lowest(loss, 1e-3) == pytest.approx(best)
     assert min(tried) < best < max(tried)  # neighbours on both sides are worse
-
-
-def test_where_training_only_harms_the_rate_has_an_end() -> None:
-    assert positions.lowest(lambda rate: rate, 1e-3) == positions.LEAST
 
 
 @pytest.mark.slow

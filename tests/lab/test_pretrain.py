@@ -13,10 +13,8 @@ import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from lab.pretrain import tiny_512, tiny_bytes_512, train
-from recipes import django_docs
 from rope_eval.data.text import read_texts
 from rope_eval.tasks.passkey import FILLER, INTRO, NEEDLE, QUESTION
-from rope_ext.errors import SeveralErrors
 
 BYTES = Path(__file__).parents[2] / "checkpoints" / "tiny-bytes-512"
 
@@ -111,22 +109,3 @@ def test_the_recipe_begins_resumes_and_writes_a_checkpoint_that_loads(
     assert len(tokenizer) <= model.config.vocab_size
     if small.ships_held_out:
         assert read_texts([output / "held_out.jsonl"]) == made_up()
-
-
-def test_every_wrong_number_is_told_before_anything_is_read(monkeypatch) -> None:
-    words = ["--steps", "-5", "--batch-size", "0", "--learning-rate", "nan", "--seed", "-1"]
-    monkeypatch.setattr(sys, "argv", ["train.py", "tiny-512", *words, "--save-steps", "0"])
-    with pytest.raises(SeveralErrors) as caught:
-        train.main()
-    for option in ("--steps -5", "--batch-size 0", "--learning-rate nan", "--seed -1", "--save-st"):
-        assert f"{option}" in str(caught.value)
-
-
-def test_asking_for_help_writes_no_documents(tmp_path, monkeypatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(django_docs, "django_docs", lambda split: [split])
-    with pytest.raises(SystemExit):
-        django_docs.main(["--help"])
-    assert not [*tmp_path.iterdir()]
-    django_docs.main(["new/train.jsonl"])
-    assert Path("new/train.jsonl").read_text(encoding="utf-8") == '{"text": "train"}\n'

@@ -9,10 +9,9 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from lab.laboratory.model import Size, chosen, readings
-from lab.laboratory.scratch.base import Positions, Shape, attend
+from lab.laboratory.model import Size
+from lab.laboratory.scratch.base import Positions, Shape
 from lab.laboratory.scratch.names import SCRATCH
-from rope_ext.errors import OptionError
 
 WIDTH, HEADS, COLUMNS, TOKENS, LENGTH = 24, 2, 8, 7, 400
 PAIRS = COLUMNS // 2
@@ -223,13 +222,6 @@ def test_training_begins_with_rope(name: str) -> None:
     assert_same(rotating(q, k, v, x, t)[0, :, 5], want[:, 0])
 
 
-def test_blocks_of_queries_are_one_attention() -> None:
-    torch.manual_seed(0)
-    q, k, v = torch.randn(3, 1, 1, 600, 2)
-    have = attend(lambda rows: q[..., rows, :] @ k.mT / math.sqrt(2), v)
-    assert_same(have, torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True))
-
-
 def built(name: str, heads: int = 4) -> torch.nn.Module:
     return Size(width=32, layers=2, heads=heads).build(name, 0, 64)
 
@@ -264,25 +256,3 @@ def test_the_model_computes_the_formula(name: str) -> None:
     assert query.equal(q) and key.equal(k) and value.equal(v) and x.equal(seen["x"])
     assert t.tolist() == [list(range(9))]
     assert_same(layer.rope_ext_positions(q, k, v, x, t).transpose(1, 2).flatten(2), seen["out"])
-
-
-@pytest.mark.parametrize("name", SCRATCH)
-def test_models_begin_with_the_same_weights_where_shapes_agree(name: str) -> None:
-    rope, other = (dict(built(which).named_parameters()) for which in ("rope", name))
-    changed = {key for key, value in rope.items() if not value.equal(other[key])}
-    projections = {"rope_pp_ec": "o", "rope_pp_eh": "qkv"}.get(name, "")
-    assert {key.split(".")[-2] for key in changed} == {f"{part}_proj" for part in projections}
-
-
-def test_rope_pp_has_the_sizes_that_it_is_named_for() -> None:
-    cache, heads = (built(f"rope_pp_{which}").model.layers[0].self_attn for which in ("ec", "eh"))
-    assert cache.k_proj.weight.shape == (32, 32) and cache.o_proj.weight.shape == (32, 64)
-    assert heads.k_proj.weight.shape == (16, 32) and heads.o_proj.weight.shape == (32, 32)
-    with pytest.raises(OptionError, match="even number of heads, not 3"):
-        Size(width=48, layers=1, heads=3).build("rope_pp_eh", 0, 64)
-
-
-def test_they_are_trained_only_if_they_are_asked_for() -> None:
-    assert not set(SCRATCH) & set(chosen(None))
-    assert chosen(["fope", "tapa"]) == ["rope", "fope", "tapa"]
-    assert list(readings("fope")) == ["fope"]

@@ -5,15 +5,13 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
 
 import rope_ext
-from lab.benchmarks import measuring, parts, speed, windows
+from lab.benchmarks import measuring, speed, windows
 from lab.benchmarks.measuring import Measured, compared
-from rope_ext.methods import build_method
 from tests.helpers.models import tiny_llama
 
 ROOT = Path(__file__).parents[2]
@@ -31,13 +29,6 @@ def test_a_ratio_is_the_median_of_those_of_the_same_round() -> None:
     assert compared({"native": [1.0], "other": [2.0]})["other"] == Measured(2.0, 2.0, 2.0, 2.0)
 
 
-def test_what_is_compared_takes_turns() -> None:
-    order: list[str] = []
-    runs = {name: lambda name=name: order.append(name) for name in "abc"}
-    assert {len(values) for values in measuring.in_turns(runs, 2).values()} == {2}
-    assert "".join(order) == "abc" * 3  # the first to warm up
-
-
 def test_models_that_are_compared_share_their_weights_and_nothing_else() -> None:
     """Eight copies of a model of 8B parameters would be 128 GB."""
     model = tiny_llama()
@@ -47,83 +38,6 @@ def test_models_that_are_compared_share_their_weights_and_nothing_else() -> None
         assert mine is its
     assert model.model.rotary_emb.inv_freq.equal(before)
     assert not other.model.rotary_emb.inv_freq.equal(before)
-
-
-@pytest.mark.parametrize(
-    ("known", "units"),
-    [
-        ({"cpu_name": "X", "avx512_bf16": True, "amx_bf16": False}, True),
-        ({"cpu_name": "X", "amx_bf16": True}, True),
-        ({"cpu_name": "X", "arm_bf16": True}, True),
-        ({"cpu_name": "X", "avx512_bf16": False, "avx512_f": True, "amx_fp16": True}, False),
-        ({}, False),
-    ],
-)
-def test_bfloat16_is_measured_where_the_processor_has_units_for_it(
-    known: dict, units: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: known)
-    found = measuring.machine()
-    assert found["bfloat16"] is units and found["processor"]
-    monkeypatch.setattr(speed.models, "load_model", lambda name, dtype, *rest: stop(dtype))
-    asked: list[str] = []
-
-    def stop(dtype: str) -> None:
-        asked.append(dtype)
-        raise KeyboardInterrupt
-
-    words = SimpleNamespace(**DEFAULTS)
-    with pytest.raises(KeyboardInterrupt):
-        list(speed.evaluate(words))
-    assert asked == ["float32"]
-    monkeypatch.setattr(speed, "measure_attention", lambda *given: asked.append(given[2]) or [{}])
-    *_, data = speed.evaluate(SimpleNamespace(**DEFAULTS | {"parts": "attention"}))
-    assert asked[1:] == ([torch.float32, torch.bfloat16] if units else [torch.float32])
-    assert list(data["attention"]) == ["float32", "bfloat16"][: 1 + units]
-
-
-DEFAULTS = {
-    "model": None,
-    "method": None,
-    "option": None,
-    "factor": 4.0,
-    "adapter": None,
-    "compose": False,
-    "trained_length": None,
-    "batch_size": "1",
-    "lengths": None,
-    "attention_lengths": None,
-    "window": 1024,
-    "rounds": 3,
-    "parts": "models,attention",
-    "small": False,
-    "dtype": "auto",
-    "device": "cpu",
-    "attn": None,
-    "seed": 0,
-}
-
-
-def test_every_method_is_of_a_kind() -> None:
-    kinds = {name: speed.kind(build_method(name, factor=4)) for name in EXAMPLES}
-    assert kinds == EXAMPLES
-
-
-EXAMPLES = {
-    "yarn": "frequency",
-    "dynamic_ntk": "dynamic",
-    "rerope": "position",
-    "string": "position",
-    "alibi": "encoding",
-}
-
-
-def test_parts_of_attention_are_told_apart_and_put_back() -> None:
-    sdpa = parts.attention.F.scaled_dot_product_attention
-    found = parts.shares(64, 16, rounds=1)
-    assert found["native"]["far"] == 0 and sum(found["native"].values()) == pytest.approx(1)
-    assert all(share > 0 for share in found["rerope"].values())
-    assert parts.attention.F.scaled_dot_product_attention is sdpa
 
 
 @pytest.mark.slow

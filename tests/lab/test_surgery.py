@@ -19,10 +19,10 @@ from recipes.settings import parse
 from rope_eval.run.runner import Runner
 from rope_eval.settings import Settings
 from rope_eval.systems import System
-from rope_ext.checkpoints import load_model
-from rope_ext.errors import OptionError, SeveralErrors
-from rope_ext.loading import read_sidecar
+from rope_ext.errors import OptionError
 from rope_ext.position.bias import learned
+from rope_ext.saving.checkpoints import load_model
+from rope_ext.saving.load import read_sidecar
 from tests.helpers import pictures
 from tests.helpers.recipe_runs import arguments
 
@@ -125,20 +125,6 @@ def test_every_operation_takes_as_many_tokens(name: str, tmp_path: Path, monkeyp
         ("alibi", None, 8.0),
         ("nope", "every 4th", 8.0),
     ]
-
-
-def test_an_operation_that_is_not_known_is_refused() -> None:
-    with pytest.raises(OptionError, match="--only 'dropes' is unknown"):
-        surgery.main(["tiny-512", "--only", "dropes"])
-
-
-def test_every_wrong_number_is_told_before_anything_is_trained(monkeypatch) -> None:
-    monkeypatch.setattr(surgery, "operate", lambda *given: pytest.fail("it began"))
-    words = ["--steps", "-2", "--windows", "-1", "--trials", "0", "--lengths", "4x"]
-    with pytest.raises(
-        SeveralErrors, match=r"(?s)4 mistakes.*steps -2.*windows -1.*trials 0.*'4x'"
-    ):
-        surgery.main(["tiny-512", *words])
 
 
 @pytest.mark.slow

@@ -10,8 +10,7 @@ import hashlib
 import json
 import math
 import random
-import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -22,29 +21,24 @@ from transformers import AutoTokenizer
 from rope_eval.cases import Case
 from rope_eval.data import rows as reading
 from rope_eval.data.prompts import Frame, encode, joined
-from rope_eval.run.plan import prepare
-from rope_eval.run.runner import run, share_found
+from rope_eval.run.runner import share_found
 from rope_eval.settings import Settings
-from rope_eval.tasks import Task, all_tasks, build, options
+from rope_eval.tasks import Task, build
 from rope_eval.tasks.babilong import LABELS, OnlyLabel
-from rope_eval.tasks.helmet import REFUSED, SETS, Ndcg, Substring
+from rope_eval.tasks.helmet import Ndcg, Substring
 from rope_eval.tasks.hops import OnlyEnd
-from rope_eval.tasks.infinitebench import TOKENS, Scored
+from rope_eval.tasks.infinitebench import Scored
 from rope_eval.tasks.longbench import Letter
-from rope_eval.tasks.longbench_v1 import SETS as LONGBENCH_V1
 from rope_eval.tasks.mrcr import Repeated
 from rope_eval.tasks.nolima import (
     TEMPLATE,
     Book,
     Gold,
-    Hidden,
-    Test,
     distractor_depth,
     read_tests,
 )
 from rope_ext.errors import MeasureError, OptionError
 from tests.helpers import published_rows
-from tests.helpers.openai_server import Fake, serving
 from tests.helpers.published_rows import (
     HELMET,
     HELMET_DEMOS,
@@ -250,17 +244,6 @@ def test_distractors_of_nolima_stay_away_from_the_needle() -> None:
     assert [distractor_depth(d, 400, random.Random(0)) for d in (0.1, 0.7, 0.8)] == [0.7, 0.5, 0.6]
 
 
-def test_a_distractor_of_nolima_ends_the_line_before_it(frame: Frame) -> None:
-    """``book_haystack.py`` puts it where the line's text ends, as it does with the needle."""
-    text = "".join(f"line {n} of the book\n" for n in range(300))
-    test = Test("NEEDLE", "Who?", TEMPLATE, ("x",), (), "DISTRACTOR")
-    task = Hidden([test], [("book", text)], "contains", 2, None, 16)
-    book = Book.from_text(frame.tokenizer, text, "book")
-    ids, _ = task.prompt(frame, book, test, 900, 0.0, random.Random(0))
-    made = frame.tokenizer.decode(list(ids))
-    assert re.search(r"\nline (\d+) of the book DISTRACTOR\n\nline \d+ of the book\n", made)
-
-
 # Lengths
 
 
@@ -438,14 +421,6 @@ def test_a_judge_decides_and_is_part_of_the_case() -> None:
 # What is refused
 
 
-@pytest.mark.parametrize("name", REFUSED)
-def test_what_needs_a_judge_is_refused_with_the_reason(name: str) -> None:
-    [task] = build(["helmet"], {"helmet_data": (f"{name}_130772=file.jsonl",)})
-    with pytest.raises(OptionError, match=f"HELMET's {name}_130772 is not here: ") as told:
-        task.parts(SETTINGS)
-    assert REFUSED[name] in str(told.value) and str(told.value).endswith("leave it out")
-
-
 @pytest.mark.parametrize(
     ("content", "message"),
     [
@@ -473,55 +448,6 @@ def test_data_that_are_not_as_published_are_told(
     with pytest.raises(MeasureError, match=message):
         [part] = task.parts(SETTINGS)
         part.questions(frame, [4096], 0)
-
-
-@pytest.mark.parametrize(
-    ("name", "field", "value", "message"),
-    [
-        ("longbench_v2", "answer", "E", "must hold one of A, B, C, D, it is 'E'"),
-        ("infinitebench_math_find", "answer", "many", "must hold a number, or some, it is 'many'"),
-        ("infinitebench_code_debug", "answer", ["e"], r"must hold one of the options, it is \['e'"),
-        ("infinitebench_code_debug", "options", ["a"], r"must hold 4 strings, it is \['a'\]"),
-        ("infinitebench_code_run", "input", "f(2)", r"must hold a call such as func_1\(2\)"),
-        ("helmet_json_kv", "demos", ["k"], "must hold pairs of a key and a value"),
-        ("helmet_kilt_nq", "ctxs", "text", "must hold a list of objects, it is 'text'"),
-        ("helmet_kilt_popqa_3", "s_pop", 0, "must hold a number above 0, it is 0"),
-        ("helmet_kilt_nq", "id", ["q0"], r"must hold a string or a whole number, it is \['q0'\]"),
-        ("helmet_json_kv", "demos", {"k": "v"}, "must hold pairs of a key and a value"),
-        ("helmet_icl_nlu", "label", 68, "must hold a label from 0 to 67, it is 68"),
-    ],
-)
-def test_a_field_of_another_type_is_told(
-    name: str, field: str, value: object, message: str, frame: Frame, tmp_path: Path
-) -> None:
-    [first, *_] = LONGBENCH if name == "longbench_v2" else _rows(name)
-    with pytest.raises(MeasureError, match=f"row 1: the field '{field}' {message}"):
-        given(name, tmp_path, [{**first, field: value}]).questions(frame, [65536], 0)
-
-
-@pytest.mark.parametrize(
-    ("tasks", "options_", "message"),
-    [
-        ("longbench_v2", {}, "no data are given; give --longbench-data data.json of LongBench v2"),
-        ("nolima", {}, "no needles are given; give --nolima-needles needle_set.json of NoLiMa"),
-        ("nolima", {"nolima_needles": "x"}, "no books are given; give --nolima-books rand_book_1"),
-        ("infinitebench", {}, "no data are given; give --infinitebench-data NAME=FILE"),
-        ("infinitebench", {"infinitebench_data": ("paskey.jsonl",)}, "did you mean 'passkey'"),
-        ("helmet", {}, "no data are given; give --helmet-data NAME=FILE with a name of ruler_"),
-        ("helmet", {"helmet_data": ("kilt_nk=f",)}, "names no data set that is known; did you m"),
-        ("helmet", {"helmet_data": ("kilt_nq=f",)}, "kilt_nq needs demonstrations; give --helmet"),
-        ("helmet", {"shots": -1}, "shots=-1 is not valid; it must be at least 0"),
-        ("mrcr", {"mrcr_needles": "0"}, "mrcr_needles='0' is not valid; give numbers from 1 on"),
-        ("hops", {"hops": ""}, "hops='' is not valid; give numbers from 1 on, as 1,2,4"),
-        ("hops", {"chains": 0}, "chains=0 is not valid; it must be at least 1"),
-        ("babilong", {"babilong_tasks": "qa6"}, "unknown task 'qa6'; did you mean 'qa"),
-        ("longbench_v2", {"longbench_data": "x", "longbench_subset": "eazy"}, "did you mean 'easy"),
-    ],
-)
-def test_what_is_typed_wrongly_is_told(tasks: str, options_: dict, message: str) -> None:
-    with pytest.raises(OptionError, match=re.escape(message)):
-        [task] = build([tasks], options_)
-        task.parts(SETTINGS)
 
 
 def test_subsets_and_samples(frame: Frame, tmp_path: Path) -> None:
@@ -561,179 +487,12 @@ def test_the_hub_is_asked_for_what_is_named(monkeypatch: pytest.MonkeyPatch) -> 
     ]
 
 
-@pytest.mark.slow  # it starts the machinery of datasets
-def test_parquet_and_folders_are_read_as_files_are(frame: Frame, tmp_path: Path) -> None:
-    import datasets
-
-    folder = tmp_path / "published"
-    folder.mkdir()
-    datasets.Dataset.from_list(LONGBENCH).to_parquet(folder / "train.parquet")
-    rows = [{**INFINITEBENCH["math_find"], "options": [], "answer": ["88"]}]
-    (tmp_path / "hub").mkdir()
-    write_rows(tmp_path / "hub" / "test.jsonl", rows)
-    lists = []
-    for data in (
-        write_rows(tmp_path / "data.json", LONGBENCH),
-        str(folder / "train.parquet"),
-        f"hf:{folder}:train",
-    ):
-        [part] = build(["longbench_v2"], {"longbench_data": data})[0].parts(SETTINGS)
-        lists.append([(case.ids, case.judge) for case in part.questions(frame, [4096], 0).cases])
-    assert lists[0] == lists[1] == lists[2]
-    made = {"infinitebench_data": (f"math_find=hf:{tmp_path / 'hub'}",)}
-    [part] = build(["infinitebench"], made)[0].parts(SETTINGS)
-    [case] = part.questions(frame, [4096], 0).cases
-    assert case.judge("88") == 1 and case.judge("8") == 0
-    with pytest.raises(MeasureError, match=r"cannot read hf:.*nosplit.*give --longbench-data"):
-        build(["longbench_v2"], {"longbench_data": f"hf:{folder}:nosplit"})[0].parts(SETTINGS)
-
-
 # The page
-
-
-def _rows(name: str) -> list[published_rows.Row]:
-    if name == "nolima":
-        return published_rows.NOLIMA
-    if name.startswith("infinitebench"):
-        return [INFINITEBENCH[name.removeprefix("infinitebench_")]]
-    if name.startswith("longbench_v1"):
-        return [longbench_v1(name.removeprefix("longbench_v1_"))]
-    return HELMET[name.removeprefix("helmet_")]
-
-
-def lines_of(heading: str) -> list[list[str]]:
-    page = (ROOT / "docs" / "benchmarks.md").read_text("utf-8")
-    section = page.split(f"## {heading}\n")[1].split("\n## ")[0]
-    lines = [line for line in section.split("\n") if line.startswith("| ")]
-    return [[cell.strip() for cell in line.strip("|").split(" | ")] for line in lines[2:]]
-
-
-BENCHMARKS = lines_of("Supported benchmarks")
-SCORES = lines_of("Data formats and scores")
-MADE_UP = {
-    "babilong": lambda right: OnlyLabel(right, "Where is Mary?", LABELS["qa1"]),
-    "mrcr": lambda right: Repeated(right, "Ab1"),
-    "hops": lambda right: OnlyEnd(right, ("7654321",)),
-}
-
-
-@pytest.mark.parametrize("line", BENCHMARKS, ids=lambda line: line[1])
-def test_a_line_of_the_benchmarks_says_what_is_here(line: list[str]) -> None:
-    [name] = re.findall("`(.*?)`", line[1])
-    known = {f"--{one.name.replace('_', '-')}" for one in options(all_tasks()[name])}
-    assert set(re.findall("`(--[a-z0-9-]+)`", " ".join(line))) <= known | {"--seed"}
-    needed = re.findall("`(--[a-z0-9-]+)`", line[2])
-    assert bool(needed) == (line[2] != "none")
-    [task] = build([name], {})
-    if not needed:
-        assert task.parts(SETTINGS)
-    else:
-        with pytest.raises(OptionError, match=f"are given; give {needed[0]}"):
-            task.parts(SETTINGS)
-
-
-def test_all_benchmarks_and_data_sets_are_on_the_page() -> None:
-    named = [line[1].strip("`") for line in BENCHMARKS]
-    first = [name for name in all_tasks() if name in named]
-    assert sorted(named) == sorted(first) and set(named) == set(all_tasks()) - {
-        *("perplexity", "longppl", "passkey", "needle", "ruler")
-    }
-    listed = [line[0].strip("`") for line in SCORES]
-    assert listed == [
-        *("babilong", "mrcr", "hops", "nolima", "longbench_v2"),
-        *(f"longbench_v1_{name}" for name in LONGBENCH_V1),
-        *(f"infinitebench_{name}" for name in TOKENS),
-        *(f"helmet_{name}" for name in SETS),
-    ]
-
-
-@pytest.mark.parametrize("name", slow_with_rouge(line[0].strip("`") for line in SCORES))
-def test_a_line_of_the_data_sets_is_true(name: str, frame: Frame, tmp_path: Path) -> None:
-    """Its fields are needed and enough, the tokens are the model's, and so is the example."""
-    [line] = [line for line in SCORES if line[0] == f"`{name}`"]
-    _, fields, tokens, _, right, written, worth = [cell.strip("`") for cell in line]
-    value = pytest.approx(float(worth), abs=5e-4)  # three decimals
-    if name in MADE_UP:
-        assert fields == "none" and MADE_UP[name](right)(written) == value
-        parts = build([name], {})[0].parts(SETTINGS)
-        assert {str(part.tokens or "of the answer") for part in parts} == {tokens}
-        return
-    for package in packages.get(name.removeprefix("longbench_v1_"), ()):
-        pytest.importorskip(package)
-    length, kept = 65536, set()
-    rows = LONGBENCH if name == "longbench_v2" else _rows(name)
-    if name == "nolima":
-        length, kept = 900, {"character_set"}
-        rows = [{**published_rows.NOLIMA[1], "needle": "{CHAR} and {1}.", "character_set": [right]}]
-    if name.startswith("helmet_icl"):
-        length = 1024  # the longer, the more is shown
-    listed = re.findall("[a-zA-Z_]+", fields)
-    rows = [{f: v for f, v in row.items() if f in {*listed, *kept}} for row in rows]
-    case = given(name, tmp_path, rows).questions(frame, [length], 0).cases[0]
-    assert case.count == int(tokens)
-    if name.startswith("helmet_icl"):
-        right = written = case.key
-    assert right.replace("`", "") in ", ".join(case.answers).replace("\n", " ")
-    assert case.judge(f" {written}") == value
-    for field in listed:
-        rest = [{f: v for f, v in row.items() if f != field} for row in rows]
-        with pytest.raises(MeasureError, match=f"row 1 has no field '{field}' but .*as they are"):
-            given(name, tmp_path, rest).questions(frame, [length], 0)
 
 
 # Against a server
 
 
-class Mute(Fake):
-    """A server that answers nothing; only its prompts matter."""
-
-    def _run(self, ids: list[int], body: dict[str, Any]) -> tuple[str, None]:
-        return "", None
-
-
-def asked_of_servers() -> dict[str, Callable[[Path], list[Task]]]:
-    """All tasks of a benchmark, by its name, from the folder for its data."""
-
-    def made_up(*names: str) -> Callable[[Path], list[Task]]:
-        return lambda folder: [given(name, folder) for name in names]
-
-    suites = {name.split("_")[0] for name in OFFICIAL if "long" not in name.split("_")[0]}
-    return {
-        **{name: lambda _, n=name: build([n], {"trials": 1}) for name in ("ruler", "mrcr")},
-        "babilong": lambda _: build(["babilong"], {"trials": 1, "babilong_tasks": "qa1,qa2"}),
-        "nolima": made_up("nolima"),
-        "longbench_v2": made_up("longbench_v2"),
-        **{s: made_up(*(n for n in OFFICIAL if n.startswith(s))) for s in sorted(suites)},
-    }
-
-
 LENGTHS = {"babilong": 4096, "nolima": 2048, "ruler": 2048, "infinitebench": 65536}
 LENGTHS |= dict.fromkeys(("helmet", "longbench_v2", "mrcr"), 8192)
 """Tokens in which the made-up rows fit."""
-QUICK = ("longbench_v2", "nolima")
-
-
-@pytest.mark.parametrize(
-    "name",
-    [n if n in QUICK else pytest.param(n, marks=pytest.mark.slow) for n in asked_of_servers()],
-)
-def test_a_server_gets_the_prompts_of_every_benchmark(name: str, tmp_path: Path) -> None:
-    pytest.importorskip("openai")
-    folder = str(ROOT / "checkpoints" / "tiny-512")
-    fake = Mute(None, AutoTokenizer.from_pretrained(folder))
-    with serving(fake) as url:
-        settings = Settings(
-            models=(folder,),
-            methods=("none",),
-            lengths=(LENGTHS[name],),
-            chat="no",
-            output=tmp_path / "results",
-            url=url,
-            served_model_name="mute",
-            tokenizer=folder,
-        )
-        plan = prepare(settings, asked_of_servers()[name](tmp_path))
-        run(plan)
-    cases = [case for system in plan.systems for case in plan.cases(system)]
-    local = [list(c.ids if c.mode == "write" else c.ids[: -c.count]) for c in cases]
-    assert local and sorted(fake.prompts) == sorted(local)

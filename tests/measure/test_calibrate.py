@@ -11,25 +11,20 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
 from typer.testing import CliRunner
 
 import rope_ext
-from rope_eval.folder import lock
 from rope_eval.reports import calibration
-from rope_eval.reports.intervals import mean_interval, sum_interval
 from rope_eval.tune import calibrate as module
 from rope_eval.tune import fitness
 from rope_eval.tune.fitness import HAY, Needles, losses_at_end, losses_of_answers
 from rope_ext.cli import app
 from tests.helpers.checkpoint import TRAINED, written
-from tests.helpers.killed import kill_beyond
 
 TARGET = 2 * TRAINED
 DOCUMENTS = [written(120, i) for i in range(8)]
 SMALL = {"samples": 4, "prompts": 0, "options": "attention_factor"}
 ASKED = {"prompts": 16}
-DRAW = calibration.draw
 
 
 @pytest.fixture(autouse=True)
@@ -115,17 +110,6 @@ def test_rows_come_from_different_documents_in_the_two_halves() -> None:
         placed = list(zip(numbers, module.in_halves(numbers), strict=True))
         halves = [{n for n, half in placed if half == h} for h in (0, 1)]
         assert all(halves) and not halves[0] & halves[1]
-
-
-def test_the_sum_of_two_means_has_the_interval_of_both() -> None:
-    one, other = [1.0, 2.0, 4.0, 7.0], [3.0, -1.0, 5.0, 2.0]
-    assert sum_interval([(one, None)]) == mean_interval(one)
-    low, high = sum_interval([(one, None), (other, [1, 2, 1, 1])])
-    # Independent errors add in squares: narrower than the sum of both, and centred on their sum.
-    both = [mean_interval(one), mean_interval(other, [1, 2, 1, 1])]
-    assert high - low < sum(b - a for a, b in both)
-    assert low < sum(one) / 4 + (3 - 2 + 5 + 2) / 5 < high
-    assert sum_interval([(one, None), ([1.0, 2.0, 3.0], None)]) is None
 
 
 # What is chosen: losses that are functions of the attention factor
@@ -230,11 +214,6 @@ def test_a_loss_far_out_that_may_rise_is_refused(model, tokenizer, monkeypatch, 
         assert (result.method == result.best.published) == kept
 
 
-def test_both_ways_of_tuning_minimise_the_same() -> None:
-    assert calibration.fitness(2.0, 0.5) == 2.5
-    assert calibration.fitness(None, 0.5) == 0.5 and calibration.fitness(2.0, None) == 2.0
-
-
 def test_repeated_text_is_told_from_text_that_repeats_words() -> None:
     text, rng = written(300, 0), random.Random(0)
     other = [text]
@@ -257,30 +236,6 @@ def test_the_methods_are_compared_where_they_were_chosen(model, tokenizer, monke
     monkeypatch.setattr(module, "losses_at_end", losses_of)
     result = found(model, tokenizer, methods=["yarn", "self_extend"], options=None)
     assert result.method.name == "self_extend" and len(result.choices) == 2
-
-
-def test_structure_is_found_after_the_factor_and_what_is_refused_is_left_out(
-    model, tokenizer, monkeypatch
-) -> None:
-    def losses_of(model, windows, scored, advance):
-        patch = rope_ext.describe(model)
-        return [2 + abs(patch.options.get("window", 0) - TRAINED / 4) / TRAINED] * len(windows)
-
-    monkeypatch.setattr(module, "losses_at_end", losses_of)
-    monkeypatch.setattr(
-        rope_ext.ReRoPE, "grids", lambda self, rope: {"window": (16, -1, 32, 10**9)}
-    )
-    result = found(model, tokenizer, methods="rerope", options=None)
-    assert result.method.window == 32
-    tried = [trial.method.window for trial in result.best.tried]
-    assert tried == [None, 16, 32]
-
-
-def test_a_method_object_is_what_is_published(model, tokenizer, monkeypatch) -> None:
-    pretend(monkeypatch)
-    mine = rope_ext.YaRN(factor=4, beta_fast=16)
-    result = found(model, tokenizer, methods=mine)
-    assert result.best.published == result.method == mine
 
 
 def test_prompts_do_not_count_where_the_unpatched_model_finds_none(model, tokenizer) -> None:
@@ -316,25 +271,6 @@ def test_a_calibration_is_seeded_and_reads_back(model, tokenizer, tmp_path, coun
     candidates = len(result.best.tried) + 1 + (result.best.proposed != result.best.published)
     inside = 4 * ((TARGET - 1) // (TRAINED - 1))
     assert result.rows == 2 * (inside + 16) + candidates * (4 + inside + 2 * 16)
-
-
-def test_the_picture_has_both_panels_or_the_loss_alone(
-    model, tokenizer, tmp_path, monkeypatch, counting
-) -> None:
-    lines = []
-    monkeypatch.setattr(calibration, "draw", lambda given, *more: lines.append(given))
-    result = found(model, tokenizer, **ASKED)
-    result.plot(tmp_path / "nothing.png")
-    found(model, tokenizer).plot(tmp_path / "nothing.png")
-    for number, ([line], measured) in enumerate(zip(lines, (True, False), strict=True)):
-        assert line.name == "yarn" and len(line.points) > 4 and line.published in line.points
-        assert all((point[2] is not None) == measured for point in line.points)
-        path = tmp_path / f"{number}.png"
-        DRAW([line], TRAINED, TARGET, path)
-        assert path.read_bytes().startswith(b"\x89PNG")
-    with pytest.raises(rope_ext.MeasureError, match="give another path"):
-        monkeypatch.setattr(calibration, "draw", DRAW)
-        result.plot(tmp_path / "no" / "folder.png")
 
 
 def test_a_killed_calibration_goes_on_as_if_it_had_not_been(
@@ -374,54 +310,20 @@ def test_a_killed_calibration_goes_on_as_if_it_had_not_been(
         assert (part / name).read_bytes() == (whole / name).read_bytes()
 
 
-def test_nothing_of_others_is_lost_and_no_two_share_a_folder(model, tokenizer, tmp_path) -> None:
-    corpus = '{"text": "mine"}'
-    for name in ("calibration.json", "calibration.png", "calibration.jsonl"):
-        folder = tmp_path / name
-        folder.mkdir()
-        (folder / name).write_text(corpus)
-        with pytest.raises(rope_ext.MeasureError, match=name):
-            found(model, tokenizer, folder, resume=True)
-        assert (folder / name).read_text() == corpus
-    found(model, tokenizer, tmp_path / "mine")
-    before = (tmp_path / "mine" / "calibration.jsonl").read_bytes()
-    for changed, said in (({"seed": 1}, "seed was 0"), ({"methods": "self_extend"}, "methods was")):
-        with pytest.raises(rope_ext.MeasureError, match=f"another calibration .*{said}"):
-            options = {"options": None, **changed}
-            found(model, tokenizer, tmp_path / "mine", resume=True, **options)
-    assert (tmp_path / "mine" / "calibration.jsonl").read_bytes() == before
-    with lock(tmp_path / "mine"), pytest.raises(rope_ext.MeasureError, match="in use by another"):
-        found(model, tokenizer, tmp_path / "mine", resume=True)
-
-
 # Wrong and unusual input
 
 BAD = [
     ({"target_length": TRAINED}, "target_length=128 is not beyond the 128 tokens"),
-    ({"target_length": "2k"}, "target_length='2k' is not valid.*whole number"),
     ({"target_length": 4096}, "only 1 windows of 4096 tokens, and samples=4"),
-    ({"samples": 400}, "samples=400 are needed for each of two halves; give more text"),
     ({"samples": 3}, "samples=3 is not valid.*at least 4"),
-    ({"prompts": 15}, "prompts=15 is not valid; it must be 0 or at least 16"),
     ({"text": 10 * DOCUMENTS[:1], "samples": 5}, r"\d\d% of the text is repeated .*at most 20%"),
-    ({"scored": TARGET}, "scored=256 is not valid; it must be below target_length=256"),
     ({"cost": -0.1}, "cost=-0.1 is not valid"),
-    ({"cost": "2%"}, "cost='2%' is not valid"),
     ({"seed": -1}, "seed=-1 is not valid"),
-    ({"methods": "yarm"}, "unknown method 'yarm'; did you mean 'yarn'"),
     ({"methods": []}, "no method is given"),
-    ({"methods": ["yarn", 3]}, "methods=3 is not valid"),
     ({"methods": ["yarn", "yarn"]}, "yarn is given twice"),
-    ({"methods": "longrope"}, "longrope needs long_factor"),
     ({"methods": rope_ext.YaRN(factor=1.5)}, "reaches 192 tokens.*give it factor=2"),
-    (
-        {"options": "windw", "methods": "rerope"},
-        "cannot tune 'windw'.*mean 'window'",
-    ),
     ({"options": []}, "options=\\[\\] is not valid"),
-    ({"text": []}, "documents that are strings"),
     ({"text": "no/such/file.txt"}, "cannot read the text no/such/file.txt"),
-    ({"resume": True}, "resume=True needs output=FOLDER"),
     ({"sliding_layers": "none"}, "sliding_layers='none' is not valid"),
 ]
 
@@ -434,64 +336,6 @@ def test_bad_input_is_told_before_any_forward(model, tokenizer, changed, message
         found(model, tokenizer, **changed)
     assert rope_ext.describe(model).method is None
     assert not ran or "rerope" in str(changed)  # position methods are proven with the weights
-
-
-def test_a_method_without_anything_to_find_is_refused(model, tokenizer, monkeypatch) -> None:
-    monkeypatch.setattr(rope_ext.YaRN, "grids", lambda self, rope: {})
-    with pytest.raises(rope_ext.OptionError, match="yarn has no options to calibrate"):
-        found(model, tokenizer, options=None)
-
-
-def test_a_patched_model_is_refused_and_stays_patched(model, tokenizer) -> None:
-    rope_ext.patch(model, "yarn", factor=2)
-    with pytest.raises(rope_ext.AlreadyPatchedError, match="unpatch"):
-        found(model, tokenizer)
-    assert rope_ext.describe(model).method == "yarn"
-
-
-def test_a_model_without_finite_losses_is_told(model, tokenizer) -> None:
-    with torch.no_grad():
-        model.model.norm.weight.fill_(float("inf"))
-    with pytest.raises(rope_ext.MeasureError, match="loss is NaN or infinite at 256 tokens under"):
-        found(model, tokenizer)
-    assert rope_ext.describe(model).method is None
-
-
-def test_any_target_and_a_tokenizer_without_a_first_token(model, checkpoint, monkeypatch) -> None:
-    pretend(monkeypatch, lambda a, i: 2 + (a - 1.2) ** 2 + i)
-    tokenizer = AutoTokenizer.from_pretrained(checkpoint)
-    tokenizer.bos_token = tokenizer.eos_token = None
-    tokenizer.backend_tokenizer.post_processor = None
-    assert tokenizer("a")["input_ids"][0] != 0
-    result = found(model, tokenizer, target_length=201)
-    assert result.method.factor == 1.58 and result.target_length == 201
-    rope_ext.patch(model, result.method)
-
-
-@pytest.mark.parametrize("attention", [pytest.param("eager", marks=pytest.mark.slow), "sdpa"])
-def test_position_methods_are_calibrated_under_any_attention(
-    checkpoint, tokenizer, attention: str
-) -> None:
-    model = AutoModelForCausalLM.from_pretrained(checkpoint, attn_implementation=attention).eval()
-    result = found(model, tokenizer, methods="self_extend", options="window")
-    assert {trial.method.window for trial in result.best.tried} >= {None, 16, 48}
-    assert model.config._attn_implementation == attention
-
-
-@pytest.mark.slow  # torch.compile is imported
-def test_a_compiled_model_runs_without_its_graphs(model, tokenizer) -> None:
-    def backend(graph, inputs):
-        raise AssertionError("compiled")
-
-    compiled = torch.compile(model, backend=backend)
-    assert found(compiled, tokenizer) == found(model, tokenizer)
-
-
-def test_prompts_that_do_not_fit_into_the_trained_length_are_left_out(checkpoint, tokenizer):
-    model = AutoModelForCausalLM.from_pretrained(checkpoint).eval()
-    given = {"original_max_position_embeddings": 24, "target_length": 48, **ASKED}
-    result = found(model, tokenizer, **given)
-    assert "no prompt fits into the 24 trained tokens (the shortest has" in result.notes[-1]
 
 
 # The command
@@ -512,53 +356,6 @@ def test_the_command_calibrates_prints_and_goes_on(checkpoint, tmp_path) -> None
     again = CliRunner().invoke(app, [*words, "--resume"])
     assert again.exit_code == 0 and again.stdout == result.stdout
     assert {path.name: path.read_bytes() for path in output.iterdir() if path.is_file()} == before
-
-
-@pytest.mark.parametrize(
-    ("more", "message"),
-    [
-        (["--methods", "yarm"], "Methods: yarn,"),
-        (["--text", "no/such.txt"], "cannot read the text no/such.txt"),
-        (["--length", "64"], "is not beyond the 128 tokens"),
-        (["--length", "much"], "--length 'much' is not"),
-        (["--options", "beta"], "its options are attention_factor, beta_slow"),
-    ],
-    ids=str,
-)
-def test_wrong_words_are_one_line(checkpoint, tmp_path, more: list[str], message: str) -> None:
-    words = ["calibrate", "--model", str(checkpoint), "--length", str(TARGET)]
-    result = CliRunner().invoke(app, [*words, "--output", str(tmp_path / "out"), *more])
-    assert result.exit_code == 2 and result.stderr.count("\n") == 1, result.output
-    assert message in result.stderr
-    assert not (tmp_path / "out" / "calibration.jsonl").exists()
-
-
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [(None, "No such file"), ("{", "not what a calibration found"), ('{"calibration": 9}', "is 9")],
-)
-def test_a_file_that_is_none_is_told(tmp_path, content: str | None, message: str) -> None:
-    path = tmp_path / "calibration.json"
-    if content is not None:
-        path.write_text(content)
-    with pytest.raises(rope_ext.MeasureError, match=message):
-        rope_ext.Calibration.load(path)
-
-
-@pytest.mark.slow
-def test_a_killed_process_goes_on_with_resume(checkpoint, tmp_path) -> None:
-    text = tmp_path / "text.jsonl"
-    text.write_text("".join(json.dumps({"text": each}) + "\n" for each in DOCUMENTS))
-    words = ["calibrate", "--model", str(checkpoint), "--length", str(TARGET), "--text", str(text)]
-    words += ["--samples", "4", "--methods", "yarn,self_extend", "--output"]
-    assert CliRunner().invoke(app, [*words, str(tmp_path / "whole")]).exit_code == 0
-    kill_beyond(8000, [*words, str(tmp_path / "part")])
-    assert (tmp_path / "part" / "calibration.jsonl").stat().st_size == 8000
-    more = [*words, str(tmp_path / "part"), "--resume"]
-    assert CliRunner().invoke(app, more).exit_code == 0
-    for name in ("calibration.jsonl", "calibration.json"):
-        ends = [(tmp_path / folder / name).read_bytes() for folder in ("whole", "part")]
-        assert ends[0] == ends[1]
 
 
 # Advice

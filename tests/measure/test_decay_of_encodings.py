@@ -9,18 +9,16 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import LlamaConfig
 
 import rope_ext
 from rope_eval.plots import pictures
 from rope_eval.plots.numbers import bias_at, decay_at, rotates
-from rope_ext.methods import Rope, all_encodings
+from rope_ext.methods import Rope
 from tests.helpers.biases import parameters
 from tests.helpers.models import tiny_llama
 
 ROPE = Rope.geometric(1e4, 16, 64)
 AT = torch.tensor([0.0, 1.0, 40.0, 199.0], dtype=torch.float64)
-CONFIG = {"num_hidden_layers": 1, "hidden_size": 64, "num_attention_heads": 4}
 
 
 def test_what_is_added_by_hand() -> None:
@@ -61,30 +59,6 @@ def test_encodings_that_turn_decay_as_they_turn() -> None:
     assert rotates(ROPE, chunked) and rotates(ROPE, rope_ext.XPos())
 
 
-def test_what_begins_at_random_is_the_same_each_time_and_leaves_the_generator_alone() -> None:
-    torch.manual_seed(3)
-    first = bias_at(ROPE, rope_ext.KerplePower(), 4, 200, AT)
-    drawn = torch.rand(1)
-    torch.manual_seed(3)
-    assert torch.equal(torch.rand(1), drawn)
-    assert torch.equal(bias_at(ROPE, rope_ext.KerplePower(), 4, 200, AT), first)
-
-
-def test_every_encoding_is_drawn_or_refused_by_name() -> None:
-    drawn = set()
-    for cls in all_encodings():
-        try:
-            values = bias_at(ROPE, cls(), 4, 200, AT)
-        except rope_ext.OptionError as error:
-            assert str(error).startswith(f"the logits of {cls.name} depend on queries and keys")
-            continue
-        assert values.dtype == torch.float64 and values.shape[1] == 4
-        assert bool(values.any()) <= cls.adds()
-        drawn.add(cls.name)
-    refused = {"cope", "dape", "deberta", "repo", "shaw", "transformer_xl"}
-    assert drawn == {cls.name for cls in all_encodings()} - refused
-
-
 def axes_of(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """The panels that are drawn from now on."""
     drawn, found = pictures.KINDS["decay"], []
@@ -103,19 +77,6 @@ def axes_of(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
 
 @pytest.mark.slow
-def test_rotations_and_encodings_have_a_panel_each(monkeypatch, tmp_path: Path) -> None:
-    panels = axes_of(monkeypatch)
-    methods = [rope_ext.YaRN(factor=4), rope_ext.ALiBi(factor=4), rope_ext.T5(factor=4)]
-    config = LlamaConfig(max_position_embeddings=64, **CONFIG)
-    pictures.draw("decay", config, methods, tmp_path / "one.png")
-    labels = [axes.get_legend_handles_labels()[1] for axes in panels]
-    assert labels == [["unpatched", "yarn"], ["alibi", "t5, untrained"]]
-    line = panels[1].get_lines()[0]
-    assert line.get_ydata()[0] == -(2.0**-4)  # one token away, of slopes 2^-2, -4, -6, -8
-    assert (tmp_path / "one.png").stat().st_size > 10_000
-
-
-@pytest.mark.slow
 def test_a_checkpoint_shows_what_it_learned(monkeypatch, tmp_path: Path) -> None:
     model = rope_ext.patch(tiny_llama(), "t5", num_buckets=16)
     with torch.no_grad():
@@ -128,18 +89,3 @@ def test_a_checkpoint_shows_what_it_learned(monkeypatch, tmp_path: Path) -> None
     assert labels == ["t5 (num_buckets=16), trained", "t5, untrained"]
     learned, begins = (line.get_ydata() for line in panels[1].get_lines()[:2])
     assert learned == pytest.approx(0.7) and not any(begins)
-
-
-@pytest.mark.parametrize(
-    ("kind", "method", "message"),
-    [
-        ("angles", "ALiBi", "alibi changes neither .* so angles .*plot decay, or leave alibi out"),
-        ("spectrum", "NoPE", "nope changes neither"),
-        ("distances", "RoPE", "rope changes neither"),
-    ],
-)
-def test_what_cannot_be_drawn_of_encodings(kind, method, message, tmp_path: Path) -> None:
-    config = LlamaConfig(max_position_embeddings=64, **CONFIG)
-    with pytest.raises(rope_ext.OptionError, match=message):
-        pictures.draw(kind, config, [getattr(rope_ext, method)(factor=4)], tmp_path / "one.png")
-    assert not list(tmp_path.iterdir())

@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import rope_ext
 from eval import harness
 from rope_eval.tasks.passkey import PasskeyPrompts
-from rope_ext.errors import MeasureError, RopeExtError
+from rope_ext.errors import MeasureError
 from tests.helpers.checkpoint import TRAINED, save_checkpoint
 
 SHIPPED = Path(__file__).parents[2] / "checkpoints" / "tiny-512"
@@ -86,19 +86,6 @@ def test_the_harness_sees_the_whole_prompt(
     assert data["results"]["yarn"]["early_passkey"]["exact_match,number"] == 0.0
 
 
-@pytest.mark.slow
-def test_harness_mistakes(task: Path, capsys: pytest.CaptureFixture) -> None:
-    pytest.importorskip("lm_eval")
-    for more, message in (
-        (["--tasks", "no_such_task"], "unknown task 'no_such_task'"),
-        (["--metadata", "[1]"], "is not a JSON object"),
-        (["--method", "yran"], "unknown method 'yran'"),
-    ):
-        with pytest.raises(SystemExit):
-            call(task, *more)
-        assert message in capsys.readouterr().err
-
-
 def test_a_missing_harness_is_told(task: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(__import__("sys").modules, "lm_eval", None)
     words = ["--model", str(SHIPPED), "--method", "yarn", "--tasks", "early_passkey"]
@@ -162,16 +149,3 @@ def test_the_harness_loads_what_a_patch_has_saved(lm: Any, tmp_path: Path) -> No
     adapted = lm(str(folder), peft=str(adapter))
     assert adapted.max_length == 4 * TRAINED
     torch.testing.assert_close(adapted.model(ids).logits, tuned.eval()(ids).logits)
-
-
-@pytest.mark.slow
-def test_mistakes_in_the_arguments_of_the_harness_are_told(lm: Any, tmp_path: Path) -> None:
-    folder = str(save_checkpoint(tmp_path))
-    for given, message in (
-        ({"method": "yran"}, "unknown method 'yran'"),
-        ({"factor": 4}, "factor given without a method"),
-        ({"method": "yarn", "factor": 0.5}, "factor"),
-        ({"method": "yarn", "peft": "a"}, "the adapter a brings its patch along"),
-    ):
-        with pytest.raises(RopeExtError, match=message):
-            lm(folder, **given)

@@ -13,7 +13,7 @@ from typing import Any
 import datasets
 import pytest
 import torch
-from tokenizers import Tokenizer, decoders, processors, trainers
+from tokenizers import Tokenizer, decoders, trainers
 from tokenizers import models as bpe
 from transformers import (
     AutoModelForCausalLM,
@@ -25,10 +25,10 @@ from transformers import (
 
 import rope_ext
 from rope_eval.cases import Case, Outcome, line
-from rope_eval.data.prompts import Filler, Frame, beginning, joined
+from rope_eval.data.prompts import Frame, joined
 from rope_eval.data.text import library_words, python_documentation, read_texts, sentences
 from rope_eval.forward import score, write
-from rope_eval.reports.summary import TOO_FEW, difference, estimate, number
+from rope_eval.reports.summary import TOO_FEW, difference, estimate
 from rope_eval.run.results import loss, share_found
 from rope_eval.tasks.passkey import FILLER, INTRO, QUESTION, Passkey, PasskeyPrompts
 from rope_eval.tasks.perplexity import Perplexity, choose_windows
@@ -60,12 +60,6 @@ def test_windows_end_at_the_same_place_and_score_the_same_tokens() -> None:
     tokens = [token for text in windows.texts for token in text]
     assert len(tokens) == len(set(tokens))  # no overlap
     assert {text[0] // 1000 for text in windows.texts[:2]} == {1, 2}  # every document first
-
-
-def test_windows_without_bos_and_with_many_scored_tokens() -> None:
-    windows = choose_windows(documents(900), [600, 800], 1, bos=(), eos=None, seed=0)
-    assert windows.scored == 256
-    assert windows.at(800) == list(windows.texts) and len(windows.texts[0]) == 800
 
 
 def test_windows_join_short_documents() -> None:
@@ -206,16 +200,6 @@ def test_perplexity_refuses(tokenizer: Any, options: dict, message: str) -> None
         )
 
 
-@pytest.mark.parametrize("protocol", ["ending", "start"])
-def test_perplexity_of_one_token_is_refused(tokenizer: Any, protocol: str) -> None:
-    task = Perplexity([book(300)], windows=1, protocol=protocol)
-    for length in (0, 1):
-        with pytest.raises(OptionError, match=f"length {length} leaves nothing to score"):
-            task.questions(Frame.from_tokenizer(tokenizer), [length, 64], seed=0)
-    for case in task.questions(Frame.from_tokenizer(tokenizer), [2, 64], seed=0).cases:
-        assert 0 < case.count < len(case.ids) == case.length
-
-
 # Passkey and prompts
 
 
@@ -272,15 +256,6 @@ def test_passkey_grid_depths_and_seeds(tokenizer: Any) -> None:
     assert cases != task.questions(frame, [200, 300], seed=1).cases
 
 
-def test_a_filler_that_cannot_add_up_is_completed_with_line_breaks(tokenizer: Any) -> None:
-    filler = Filler(tokenizer, [" The grass is green."])
-    [size] = filler.sizes
-    assert size > 1
-    for tokens in range(0, 5 * size):
-        chosen, breaks = filler.fill(tokens)
-        assert len(chosen) * size + breaks == tokens and 0 <= breaks < size
-
-
 TEMPLATE = (
     "{{ bos_token }}{% for m in messages %}[{{ m['role'] }}] {{ m['content'] }}\n{% endfor %}"
     "{% if add_generation_prompt %}[assistant] {% endif %}"
@@ -302,13 +277,6 @@ def test_chat_prompts_use_the_template_once(tokenizer: Any, checkpoint: Path) ->
     chat.chat_template = "nothing of yours"
     with pytest.raises(OptionError, match="leaves the user's text out"):
         Frame.from_tokenizer(chat)
-
-
-def test_the_beginning_is_what_the_tokenizer_puts_there(tokenizer: Any, checkpoint: Path) -> None:
-    assert beginning(tokenizer) == (0,)
-    bare = AutoTokenizer.from_pretrained(checkpoint)
-    bare.backend_tokenizer.post_processor = processors.TemplateProcessing("$A", None, [])
-    assert beginning(bare) == () and bare.bos_token_id == 0
 
 
 @pytest.mark.parametrize("method", [None, "yarn", "dynamic_ntk"])
@@ -412,8 +380,3 @@ def test_sentences() -> None:
     assert sentences(text) == ["One is here.", "Two!", "No", "Three e.g.", "1.5 of it?", "Four"]
     assert len(sentences(python_documentation())) > 1000
     assert len(library_words()) > 2000 and all(word.isalpha() for word in library_words())
-
-
-def test_number() -> None:
-    shown = [number(x) for x in (1.0, 9.999, 12.345, 99.96, 123.4, 51234.2, 3e7, math.inf)]
-    assert shown == ["1.00", "10.00", "12.3", "100.0", "123", "51234", "3.00e+07", "inf"]

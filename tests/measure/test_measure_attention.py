@@ -11,8 +11,6 @@ from torch import nn
 import rope_ext
 from rope_eval.plots import attention
 from rope_eval.plots.attention import FIRST, by_distance, evenly, octaves, resultants
-from rope_ext.position.attend import Dense, watched
-from rope_ext.rotary.sites import find_sites, text_decoder
 from tests.families.zoo import tiny_model
 from tests.helpers.models import tiny_llama
 from tests.helpers.positions import FAMILIES, METHODS, by_formula, by_geometry, patch
@@ -86,39 +84,6 @@ def test_attention_under_position_methods_is_that_of_the_formula(kind, name: str
     assert (torch.tensor(plain) - torch.tensor(right)).abs().max() > 0.003
 
 
-@pytest.mark.parametrize("name", [None, "rerope"])
-@pytest.mark.parametrize("kind", ["gemma2", "gpt_oss"])  # soft cap, learned sinks; windows
-def test_layers_with_a_window_are_left_out(kind: str, name: str | None, row) -> None:
-    model = FAMILIES[kind].model()
-    if name:
-        with by_formula(model, FAMILIES[kind], name, torch.arange(TOKENS)[None], **METHODS[name]):
-            layers = weights_of(model, row)
-        patch(model, name)
-    else:
-        model.set_attn_implementation("eager")
-        layers = weights_of(model, row)
-    right = counted(layers[1])
-    right[-1] += 1 - sum(right)
-    assert_alike(looked(model, row), [right])
-
-
-@pytest.mark.parametrize("name", [None, "rerope"])
-def test_weights_of_some_queries_are_rows_of_all(name: str | None, row) -> None:
-    model = FAMILIES["gemma2"].model()  # the mask of its first layer shows a window
-    if name:
-        patch(model, name)
-    seen = []
-
-    def look(module: nn.Module, dense: Dense, window: int | None) -> None:
-        some, everything = (dense.weights(queries)[0] for queries in (slice(50, 60), slice(None)))
-        torch.testing.assert_close(some, everything[:, 50:60], **EXACT)
-        seen.append(int((everything[0] > 0).sum(1).max()))
-
-    with torch.no_grad(), watched(text_decoder(model), look):
-        model(torch.tensor([row]), use_cache=False)
-    assert seen == [16, TOKENS]
-
-
 def test_even_attention_by_hand() -> None:
     model = tiny_llama(num_hidden_layers=1)
     nn.init.zeros_(model.model.layers[0].self_attn.q_proj.weight)
@@ -156,26 +121,6 @@ def test_bins_are_octaves_that_meet_the_trained_length() -> None:
 # --- mean queries and keys -----------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", ["llama", "cohere", "gpt_neox", "granite", "qwen3", "mla"])
-def test_where_all_tokens_are_alike_means_are_the_logits_themselves(kind: str) -> None:
-    model = tiny_model("deepseek_v3") if kind == "mla" else FAMILIES[kind].model()
-    model.set_attn_implementation("eager")
-    row, rope = (7,) * 40, find_sites(text_decoder(model))[0].rope
-    found = resultants(model, [row])
-    ones = torch.ones(len(found.query), dtype=torch.float64)
-    for lengths in (found.query, found.key):  # bfloat16 would not do
-        torch.testing.assert_close(lengths, ones, atol=1e-6, rtol=0)
-    distance = torch.arange(40.0, dtype=torch.float64)
-    logits = found.logits(distance, rope.inv_freq)
-    with torch.no_grad():
-        given = model(torch.tensor([row]), output_attentions=True, use_cache=False).attentions
-    right = torch.cat([layer[0, :, -1].flip(-1).double().log() for layer in given])
-    # Of a softmax, the logits are known but for a constant.
-    right, logits = (x - x.mean(-1, keepdim=True) for x in (right, logits))
-    torch.testing.assert_close(logits, right, atol=1e-4, rtol=0)  # log of float32 weights
-    assert right.std() > 0.01
-
-
 def test_mean_resultant_lengths_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two kinds of tokens, whose queries are a right angle apart: |(1, 1) / 2| = 0.71."""
     model = tiny_llama(num_hidden_layers=1)
@@ -188,23 +133,4 @@ def test_mean_resultant_lengths_by_hand(monkeypatch: pytest.MonkeyPatch) -> None
     assert found.query[0].item() == pytest.approx(math.sqrt(0.5), abs=1e-5)
 
 
-def test_the_first_tokens_do_not_count() -> None:
-    model = tiny_llama()
-    one, other = (resultants(model, [first * FIRST + (7,) * 26]) for first in ((7,), (9,)))
-    heads = slice(0, 4)  # of the first layer: behind it, attention has mixed tokens
-    torch.testing.assert_close(one.weights[heads], other.weights[heads], atol=1e-6, rtol=0)
-    assert not torch.allclose(one.weights, other.weights, atol=1e-3)
-
-
 # --- refused -------------------------------------------------------------------------------------
-
-
-def test_families_that_cannot_be_looked_into_are_refused_by_name() -> None:
-    with pytest.raises(rope_ext.UnsupportedModelError, match=r"FalconModel.*attention interface"):
-        by_distance(tiny_model("falcon"), [tuple(range(3, 40))], EDGES)
-    with pytest.raises(rope_ext.UnsupportedModelError, match=r"FalconModel.*plot decay instead"):
-        resultants(tiny_model("falcon"), [tuple(range(3, 40))])
-    windowed = tiny_model("llama4_text")  # the layers without a window have no rotation
-    with pytest.raises(rope_ext.UnsupportedModelError, match="uses a sliding window"):
-        resultants(windowed, [tuple(range(3, 40))])
-    assert len(by_distance(windowed, [tuple(range(3, 93))], EDGES).shares) == 1

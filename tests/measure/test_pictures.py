@@ -13,23 +13,18 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from matplotlib import image
-from transformers import LlamaConfig
 
 import rope_ext
 from rope_eval.plots import methods as panels
 from rope_eval.plots import pictures
 from rope_eval.plots.attention import (
-    Resultants,
-    Shares,
     by_distance,
     choose_windows,
     octaves,
-    resultants,
 )
 from rope_eval.plots.numbers import decay_at, frequencies, largest_angles, used_distances
-from rope_eval.plots.style import figure_of
-from rope_ext import checkpoints as models
 from rope_ext.methods import Method, Rope
+from rope_ext.saving import checkpoints as models
 from tests.helpers.checkpoint import TRAINED, save_checkpoint
 from tests.helpers.models import tiny_llama
 
@@ -148,23 +143,6 @@ def test_a_picture_is_drawn_and_the_model_left_alone(kind, checkpoint: str, tmp_
     assert model.config._attn_implementation == "sdpa"
 
 
-def test_lines_have_a_legend_and_the_length_is_what_methods_reach(monkeypatch, tmp_path) -> None:
-    found = []
-    drawn = pictures.KINDS["distances"]
-
-    def spy(axes: object, rope: Rope, lines: dict, length: int) -> None:
-        found.extend((*lines, length))
-        drawn.draw(axes, rope, lines, length)
-
-    monkeypatch.setitem(pictures.KINDS, "distances", replace(drawn, draw=spy))
-    methods = [rope_ext.ReRoPE(factor=4), rope_ext.SelfExtend(factor=8)]
-    config = LlamaConfig(max_position_embeddings=128, num_hidden_layers=1, hidden_size=64)
-    pictures.draw("distances", config, methods, tmp_path / "one.png")
-    # Self-Extend: (1024 - 32) / (2/3 * 128 - 32) = 18.6
-    extend = "self_extend (factor=8, window=32, group=19)"
-    assert found == ["unpatched", "rerope (factor=4, window=64)", extend, 1024]
-
-
 # --- pictures of a model with weights ------------------------------------------------------------
 
 
@@ -200,114 +178,4 @@ def test_attention_is_that_of_the_model_under_each_method(
     assert not torch.allclose(seen[0].shares, seen[1].shares, atol=1e-3)
 
 
-def test_mean_queries_and_keys_are_those_within_the_trained_length(
-    monkeypatch, checkpoint: str, tmp_path: Path
-) -> None:
-    _, found = measured(monkeypatch, "weighted-decay", checkpoint, tmp_path / "one.png")
-    text = choose_windows(models.load_tokenizer(checkpoint), TEXT, TRAINED, 2)
-    right = resultants(models.load_model(checkpoint), text.at(TRAINED))
-    assert found.weights.equal(right.weights) and found.query.equal(right.query)
-
-
-def test_the_panel_of_attention_by_hand() -> None:
-    shares = torch.tensor([[0.1, 0.2, 0.3, 0.2], [0.1, 0.1, 0.1, 0.5]])
-    found = {"unpatched": Shares((0, 1, 2, 4, 8), shares, torch.tensor([0.2, 0.2]))}
-    axes = figure_of(4, 4).subplots()
-    panels.attention(axes, Rope.geometric(10000, 16, 4), {"unpatched": None}, 8, found)
-    [line] = axes.get_lines()[:1]
-    assert line.get_ydata() == pytest.approx([0.1, 0.15, 0.2, 0.35])
-    assert line.get_label() == "unpatched: 20% on the first 4 tokens, 35% beyond 4"
-    assert line.get_xdata()[-1] == pytest.approx(math.sqrt(4 * 8))
-
-
-def test_the_panel_of_weighted_decay_by_hand() -> None:
-    weights = torch.zeros(2, 8, dtype=torch.complex128)
-    weights[0, 0], weights[1, 0] = 1, 0.5j  # two heads, the pair that turns by 1 a token
-    lengths = torch.tensor([0.5, 0.25])
-    axes = figure_of(4, 4).subplots()
-    lines = {"unpatched": None, "pi": rope_ext.PI(factor=4)}
-    panels.weighted_decay(axes, ROPE, lines, 512, Resultants(weights, lengths, lengths))
-    first = [float(line.get_ydata()[0]) for line in axes.get_lines()[:2]]
-    by_hand = [(math.cos(x) - 0.5 * math.sin(x)) / 2 for x in (1, 0.25)]
-    assert first == pytest.approx(by_hand)
-    assert "queries 0.38, keys 0.38" in axes.get_xlabel()
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"text": [Path("missing.txt")]}, r"cannot read the text missing\.txt"),
-        ({"length": 10**6}, "a window of 1000000 is to be measured"),
-        ({"windows": 0}, "windows=0"),
-        ({"kind": "decay"}, "decay does not use a text; plot weighted-decay or attention"),
-        ({"model": LlamaConfig()}, "needs weights; give a model, folder or Hub ID"),
-        ({"model": str(Path(__file__).parents[1])}, "cannot load the configuration of '.*tests'"),
-        ({"loaded": True}, "give tokenizer="),
-        ({"method": rope_ext.PI(factor=4)}, None),
-    ],
-    ids=str,
-)
-def test_mistakes_show_before_weights_are_read(
-    monkeypatch, checkpoint: str, tmp_path: Path, change: dict, message: str | None
-) -> None:
-    given = {"kind": "attention", "model": checkpoint, "text": TEXT} | change
-    method = given.pop("method", rope_ext.YaRN(factor=4))
-    if given.pop("loaded", False):
-        given["model"] = models.load_model(checkpoint)
-    monkeypatch.setattr(
-        models, "load_model", lambda *given, **more: pytest.fail("weights were read")
-    )
-    wanted = pytest.fail.Exception if message is None else rope_ext.RopeExtError
-    with pytest.raises(wanted, match=message or "were read"):
-        pictures.draw(given.pop("kind"), given.pop("model"), [method], tmp_path / "x.png", **given)
-
-
-def test_a_patched_model_is_refused(checkpoint: str, tmp_path: Path) -> None:
-    model, tokenizer = models.load_model(checkpoint), models.load_tokenizer(checkpoint)
-    pi = rope_ext.patch(model, "pi", factor=4) and rope_ext.PI(factor=4)
-    for kind in ("attention", "weighted-decay"):
-        with pytest.raises(rope_ext.AlreadyPatchedError, match="unpatch"):
-            pictures.draw(kind, model, [pi], tmp_path / "x.png", tokenizer=tokenizer)
-
-
 # --- mistakes ------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("kind", "method", "message"),
-    [
-        ("spectra", rope_ext.PI(factor=4), "did you mean 'spectrum'"),
-        ("histogram", rope_ext.PI(factor=4), "Pictures: spectrum, angles, decay, distances"),
-        ("distances", rope_ext.PI(factor=4), "pi changes frequencies.*plot spectrum, angles or"),
-        ("spectrum", rope_ext.ReRoPE(factor=4), "rerope changes distances.*plot distances,"),
-    ],
-    ids=lambda value: value if isinstance(value, str) else "",
-)
-def test_what_cannot_be_drawn(kind: str, method: Method, message: str, tmp_path: Path) -> None:
-    with pytest.raises(rope_ext.OptionError, match=message):
-        pictures.draw(kind, model(), [method], tmp_path / "one.png")
-    assert not list(tmp_path.iterdir())
-
-
-def test_where_and_of_what_nothing_can_be_drawn(tmp_path: Path) -> None:
-    pi = rope_ext.PI(factor=4)
-    for path in (tmp_path / "one.svg", tmp_path / "missing" / "one.png"):
-        with pytest.raises(rope_ext.OptionError, match=r"give a \.png file in an existing dir"):
-            pictures.draw("angles", model(), [pi], path)
-    with pytest.raises(rope_ext.OptionError, match="length=0 is not valid"):
-        pictures.draw("angles", model(), [pi], tmp_path / "one.png", length=0)
-    with (
-        rope_ext.patched(model(), pi),
-        pytest.raises(rope_ext.AlreadyPatchedError, match="unpatch"),
-    ):
-        pictures.draw("angles", model(), [pi], tmp_path / "one.png")
-    scaled = LlamaConfig(
-        max_position_embeddings=512,
-        num_hidden_layers=1,
-        hidden_size=64,
-        rope_parameters={"rope_type": "linear", "factor": 4.0, "rope_theta": 10000.0},
-    )
-    with pytest.raises(rope_ext.AlreadyScaledError, match="compose=True"):
-        pictures.draw("angles", scaled, [pi], tmp_path / "one.png")
-    pictures.draw("angles", scaled, [pi], tmp_path / "one.png", compose=True)
-    assert (tmp_path / "one.png").stat().st_size > 10_000

@@ -8,18 +8,14 @@ import io
 import json
 import re
 import shlex
-from pathlib import Path
 
 import pytest
 import typer
-from markupsafe import Markup
-from rich.console import Console
 
 from recipes import memory
 from rope_eval.cases import dump
 from rope_eval.command import COMPARE, parser
-from rope_eval.reports.page import BOLD, Cell, Row, Table
-from rope_eval.reports.report import Report, fitting
+from rope_eval.reports.report import Report
 from rope_eval.reports.summary import TOO_FEW, Estimate, interval, is_clear, signed
 from rope_eval.run import runner as run
 from rope_eval.run.plan import prepare
@@ -27,7 +23,6 @@ from rope_eval.settings import Settings
 from rope_eval.tasks import Passkey, Perplexity
 from rope_ext.arguments import parse_options
 from rope_ext.cli import app
-from rope_ext.method_options import label
 from tests.helpers.checkpoint import save_checkpoint, save_texts
 
 ONE = (" ".join(f"word{i * 3 % 97}" for i in range(900)) + ".",)
@@ -93,22 +88,6 @@ def test_a_row_with_options_is_told_from_the_plain_method(
     assert YARN in (settings.output / "report.html").read_text()
 
 
-@pytest.mark.parametrize(
-    ("name", "options", "expected"),
-    [
-        ("none", {}, "none"),
-        ("yarn", {"factor": 4.0}, "yarn"),
-        ("yarn", {"factor": 8.0}, "yarn (factor=8.0)"),
-        ("yarn", {"factor": 4.0, "beta_fast": 32.0}, "yarn"),  # its default
-        ("yarn", {"factor": 4.0, "beta_fast": 16, "beta_slow": 2}, "yarn (beta_fast=16, beta_slow=2)"),  # noqa: E501
-        ("yarn", {"factor": 4.0, "layers": (0, 2)}, "yarn (layers=(0, 2))"),  # of an adapter
-    ],
-    ids=str,
-)  # fmt: skip
-def test_labels(name: str, options: dict, expected: str) -> None:
-    assert label(name, options, 4) == expected
-
-
 def test_files_carry_settings_and_the_options_of_tasks(
     report: Report, rows: list[dict[str, str]]
 ) -> None:
@@ -124,18 +103,6 @@ def test_files_carry_settings_and_the_options_of_tasks(
     options = {row["system"]: row["options"] for row in rows}
     assert json.loads(options[YARN]) == {"factor": 4.0, "beta_fast": 16}
     assert {row["method"] for row in rows} == {"none", "yarn", "pi", "longrope"}
-
-
-def test_what_a_quote_needs_is_in_plain_sight(
-    report: Report, settings: Settings, capsys: pytest.CaptureFixture
-) -> None:
-    page = (settings.output / "report.html").read_text()
-    seen = page[: page.index("<details>")]
-    report.print()
-    for text in (seen, report.markdown(), " ".join(capsys.readouterr().out.split())):
-        for part in ("factor 4", YARN, "seed 3", "dtype auto (float32)", "windows=2", "trials=2"):
-            assert part in text, part
-        assert re.search(r"rope_ext \S+, torch \S+, transformers \S+, python 3", text)
 
 
 def test_one_document_has_no_interval_anywhere(
@@ -188,19 +155,6 @@ def test_a_positive_cost_is_worse_for_every_kind(report: Report, settings: Setti
         assert table.rows[2].cells[1].text.startswith("+1")
 
 
-def test_what_bold_means_stands_where_it_is_used(report: Report) -> None:
-    page = (report.plan.settings.output / "report.html").read_text()
-    assert BOLD.startswith(
-        "Bold: the 95 % interval excludes zero, and the difference is at least 0.5"
-    )
-    assert "3 comparisons: if there were no differences, about 0.15 would be bold by chance" in page
-    parts = re.split(r"<h2>", page)[1:]
-    for part in parts:
-        assert BOLD in part or 'class="clear"' not in part
-    tables = [table for section in report.sections for table in section.tables[1:]]
-    assert tables and all(BOLD in table.sentences for table in tables)
-
-
 def test_a_row_that_is_called_otherwise_is_found_again(report: Report, settings: Settings) -> None:
     """Another factor of the run, and the same one of yarn: its cases are known, its name is new."""
     options = {"yarn": {"beta_fast": 16, "factor": 4.0}}
@@ -223,54 +177,6 @@ def test_the_next_command_can_be_typed_and_asks_the_same_of_more(
     made = parser("", "", COMPARE.tasks).parse_args(words[2:])
     assert parse_options(made.option) == settings.options
     assert made.model == list(settings.models) and made.windows == 64
-
-
-def test_a_comparison_that_decides_nothing_ends_in_training(report: Report) -> None:
-    tasks = [Perplexity(windows=64), Passkey(trials=20)]
-    found = Report(dataclasses.replace(report.plan, tasks=tuple(tasks)), report.outcomes)
-    [words] = found.next_commands
-    assert words[:2] == ["rope-ext", "recommend"] and "--finetune" in words
-
-
-def test_tasks_that_recommend_nothing_have_a_next_command(report: Report) -> None:
-    tasks = tuple(task for task in report.plan.tasks if isinstance(task, Passkey))
-    plan = dataclasses.replace(report.plan, tasks=tasks)
-    [words] = Report(plan, report.outcomes).next_commands
-    assert words[:2] == ["rope-ext", "compare"] and "--option" in words
-    parser("", "", COMPARE.tasks).parse_args(words[2:])
-    unpatched = tuple(s for s in plan.systems if s.method == "none")
-    [words] = Report(dataclasses.replace(plan, systems=unpatched), report.outcomes).next_commands
-    assert words == ["rope-ext", "describe", *plan.settings.models]
-
-
-def test_the_summary_says_how_it_differs_from_the_tables(
-    report: Report, capsys: pytest.CaptureFixture[str]
-) -> None:
-    report.print()
-    page = (report.plan.settings.output / "report.html").read_text()
-    for text in (capsys.readouterr().out, report.markdown(), page):
-        told = " ".join(Markup(text).unescape().split())
-        assert '"at most 5%" holds if the upper end of the interval of perplexity does' in told
-        assert "95 % for all methods together (Bonferroni)" in told
-    more = dataclasses.replace(report.plan, lengths=(128, 256, 512))
-    [told] = Report(more, report.outcomes).reading
-    assert "numbers beyond the trained length" in told and "all lengths there together" in told
-
-
-def test_a_wide_table_is_printed_in_parts_that_fit_the_terminal() -> None:
-    places = [(task, length) for task in ("perplexity", "passkey") for length in (512, 131072)]
-    header = ("method", *(f"{task}, {length} tokens" for task, length in places))
-    cells = [Cell("yarn, before training"), *4 * [Cell("12.3 (too few documents)")]]
-    table = Table("", header, (Row(tuple(cells)),))
-    for terminal in (True, False):
-        file = io.StringIO()
-        console = Console(file=file, force_terminal=terminal, width=80, color_system=None)
-        for part in fitting(console, "before and after training", table):
-            console.print(part)
-        text = file.getvalue()
-        assert "…" not in text and text.count("12.3 (too few documents)") == 4
-        assert (max(map(len, text.splitlines())) <= 80) is terminal
-        assert text.count("yarn, before training") == (2 if terminal else 1)
 
 
 @pytest.fixture(scope="module")
@@ -303,16 +209,6 @@ def test_the_best_that_an_engine_can_serve_is_named_with_its_engines(helped: Rep
     command = typer.main.get_command(app).commands[words[1]]
     made = command.make_context(words[1], words[2:])  # parsed, not run
     assert words[:2] == ["rope-ext", "calibrate"] and made.params["methods"] == "yarn"
-
-
-def test_an_output_that_exists_is_not_named(
-    helped: Report, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "calibrated").mkdir()
-    (tmp_path / "calibrated-2").touch()
-    [words] = Report(helped.plan, helped.outcomes).next_commands
-    assert words[words.index("--output") + 1] == "calibrated-3"
 
 
 def test_finetune_goes_on_with_training(helped: Report) -> None:

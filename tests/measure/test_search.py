@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import inspect
 import json
 import math
 from itertools import pairwise
@@ -19,14 +18,12 @@ from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
 )
-from typer.main import get_command
 from typer.testing import CliRunner
 
 import rope_ext
 from rope_eval.data.prompts import beginning
 from rope_eval.data.text import python_library
 from rope_eval.forward import score
-from rope_eval.options import flag_of, option_fields
 from rope_eval.reports.calibration import fitness
 from rope_eval.reports.intervals import mean_interval
 from rope_eval.tasks.perplexity import choose_windows
@@ -34,13 +31,8 @@ from rope_eval.tune import fitness as judging
 from rope_eval.tune import search as module
 from rope_eval.tune.options import SearchOptions
 from rope_eval.tune.search import Candidate, Space, evolve
-from rope_eval.tune.target import trained_rope
-from rope_eval.tune.trial_log import TrialLog, read_log
-from rope_ext.arguments import parse_options
 from rope_ext.cli import app
-from rope_ext.saving.configuration import without_rope_ext
 from tests.helpers.checkpoint import TRAINED, written
-from tests.helpers.killed import kill_beyond
 from tests.helpers.models import several_axes, tiny_llama
 from tests.helpers.sequences import EXACT, decoded, recomputed
 
@@ -68,15 +60,6 @@ def test_a_mutation_ascends_within_its_bounds(one: Candidate, p: float, rng) -> 
     made = Space(500, (0, 4), p).mutated(one, rng)
     assert len(made.table) == 6 and list(made.table) == sorted(made.table)
     assert made.table[0] >= 100 and made.table[-1] <= 500 and made.start in (0, 4)
-
-
-@given(tables(), tables(), st.randoms(use_true_random=False))
-def test_a_crossing_ascends_and_stays_between_its_parents(one, other, rng) -> None:
-    made = Space(500, (0, 4), 0.3).crossed(one, other, rng)
-    assert list(made.table) == sorted(made.table)
-    for number, *both in zip(made.table, one.table, other.table, strict=True):
-        assert min(both) <= number <= max(both)
-    assert made.start in (one.start, other.start)
 
 
 def test_evolution_approaches_the_best_table_and_never_tries_one_twice() -> None:
@@ -275,24 +258,6 @@ def test_a_finalist_replaces_yarn_only_if_it_is_better_beyond_noise_and_worse_in
     assert module.validated(lost) == "other"
 
 
-def test_a_table_has_to_beat_the_yarn_that_is_given(model, tokenizer, tmp_path) -> None:
-    """Its table is the first finalist, and no other yarn is measured."""
-    output, start = tmp_path / "found.json", rope_ext.YaRN(factor=2, beta_fast=8.0)
-    found(model, tokenizer, output, iterations=1, validation_samples=4, start=start)
-    measured = [line["method"] for line in log(output) if line["method"]["name"] == "yarn"]
-    assert [each["beta_fast"] for each in measured] == [8.0]
-    first = next(line for line in log(output) if line.get("validation"))
-    rope = trained_rope(model, SearchOptions(target_length=TARGET), 0)
-    ratios = rope.inv_freq / start.inv_freq(rope)
-    assert first["method"]["long_factor"] == ((100 * ratios).round() / 100).tolist()
-    for other, message in (
-        (rope_ext.YaRN(factor=4), "start has factor=4, and target_length=256 needs 2"),
-        (rope_ext.NTK(factor=2), "start is ntk, not yarn"),
-    ):
-        with pytest.raises(rope_ext.OptionError, match=message):
-            found(model, tokenizer, start=other)
-
-
 def test_prompts_that_the_unpatched_model_does_not_answer_do_not_count(
     model, tokenizer, caplog
 ) -> None:
@@ -302,20 +267,6 @@ def test_prompts_that_the_unpatched_model_does_not_answer_do_not_count(
     assert "answers hidden in filler do not count" in caplog.text and "0 of 16" in caplog.text
     with pytest.raises(rope_ext.MeasureError, match="scored=0 leaves out the text"):
         found(model, tokenizer, prompts=16, scored=0)
-
-
-def test_from_a_critical_pair_on_numbers_lie_between_the_factor_and_twice_as_much(
-    model, tokenizer, tmp_path
-) -> None:
-    output = tmp_path / "found.json"
-    found(model, tokenizer, output, critical=5)
-    tables = [line["method"] for line in log(output) if line["method"]["name"] == "longrope"]
-    assert len({tuple(method["long_factor"]) for method in tables}) > 5
-    for method in tables:
-        head, tail = method["long_factor"][:5], method["long_factor"][5:]
-        assert tail == sorted(tail) and tail[0] >= 2 and tail[-1] <= 4
-        # NTK: a geometric row from 1 that meets the critical pair, in hundredths.
-        assert head == pytest.approx([tail[0] ** (i / 5) for i in range(5)], abs=0.0051)
 
 
 def test_a_search_that_is_killed_goes_on_as_if_it_had_not_been(
@@ -358,15 +309,6 @@ def test_a_search_that_is_killed_goes_on_as_if_it_had_not_been(
         assert part.with_suffix(suffix).read_bytes() == whole.with_suffix(suffix).read_bytes()
 
 
-@pytest.mark.slow
-def test_more_iterations_go_on_from_fewer(model, tokenizer, tmp_path) -> None:
-    output = tmp_path / "found.json"
-    found(model, tokenizer, output, iterations=1)
-    longer = found(model, tokenizer, output, iterations=3)
-    assert longer == found(model, tokenizer, iterations=3)
-    assert len(log(output)) == KNOWN + 8 + 3 * 6
-
-
 def test_what_was_found_is_exported_and_start_tokens_are_not(model, tokenizer) -> None:
     rope_ext.patch(model, found(model, tokenizer, iterations=1))
     for engine in ("vllm", "sglang", "transformers"):
@@ -396,29 +338,17 @@ def test_a_scaled_checkpoint_is_searched_on_top_of_what_it_has(checkpoint, token
 
 BAD = [
     ({"target_length": TRAINED}, "target_length=128 is not beyond the 128 tokens"),
-    ({"target_length": "2k"}, "target_length='2k' is not valid.*whole number"),
     ({"target_length": 4096}, "window of 4096"),
-    ({"samples": 400}, "samples=400 and validation_samples=0 are needed; give more text"),
     ({"validation_samples": -1}, "validation_samples=-1 is not valid"),
-    ({"scored": 0}, "scored=0 is not valid"),
     ({"scored": "needles", "prompts": 16}, "scored='needles' is not valid"),
-    ({"prompts": 8}, "prompts=8 is not valid; it must be 0 or at least 16"),
     ({"text": 10 * DOCUMENTS[:1], "samples": 5}, r"\d\d% of the text is repeated"),
-    ({"critical": 8}, "critical=8 is not valid; it must be below the 8 pairs"),
     ({"critical": 0}, "critical=0 is not valid"),
-    ({"scored": TARGET}, "scored=256 is not valid; it must be below target_length=256"),
     ({"samples": 0}, "samples=0 is not valid"),
-    ({"population": 2}, "population=2 is not valid.*at least 4"),
     ({"iterations": 1.5}, "iterations=1.5 is not valid"),
-    ({"mutation_probability": 0}, "mutation_probability=0 is not valid"),
     ({"mutation_probability": "0.3"}, "mutation_probability='0.3' is not valid"),
-    ({"start_tokens": ()}, "start_tokens=\\(\\) is not valid"),
     ({"start_tokens": (0, -1)}, "start_tokens=-1 is not valid"),
-    ({"attention_factor": 0}, "attention_factor=0 is not valid"),
     ({"sliding_layers": "none"}, "sliding_layers='none' is not valid"),
-    ({"text": []}, "documents that are strings"),
     ({"text": "no/such/file.txt"}, "cannot read the text no/such/file.txt"),
-    ({"output": "found.txt"}, "must end in .json"),
 ]
 
 
@@ -430,94 +360,6 @@ def test_bad_input_is_told_before_any_forward(model, tokenizer, changed, message
     with pytest.raises(rope_ext.RopeExtError, match=message):
         rope_ext.search(model, tokenizer, target, text, **options)
     assert rope_ext.describe(model).method is None
-
-
-def test_a_patched_model_is_refused_and_stays_patched(model, tokenizer) -> None:
-    rope_ext.patch(model, "yarn", factor=2)
-    with pytest.raises(rope_ext.AlreadyPatchedError, match="unpatch"):
-        found(model, tokenizer)
-    assert rope_ext.describe(model).method == "yarn"
-
-
-def test_the_output_of_another_search_is_neither_used_nor_overwritten(
-    model, tokenizer, tmp_path
-) -> None:
-    output, path = tmp_path / "found.json", tmp_path / "found.jsonl"
-    found(model, tokenizer, output, iterations=1)
-    before = path.read_bytes()
-    for changed, said in (
-        ({"seed": 1}, "another text, seed was 0"),
-        ({"mutations": 4}, "mutations was 3"),
-        ({"start_tokens": (0, 4)}, r"start_tokens was \[0\]"),
-    ):
-        with pytest.raises(rope_ext.RopeExtError, match=rf"another search \({said}\)"):
-            found(model, tokenizer, output, iterations=1, **changed)
-    with torch.no_grad():
-        model.model.norm.weight[40:] *= 2
-    with pytest.raises(rope_ext.RopeExtError, match=r"another search \(another model\)"):
-        found(model, tokenizer, output, iterations=1)
-    assert path.read_bytes() == before
-    path.write_text("{}\n")
-    with pytest.raises(rope_ext.RopeExtError, match="not the log of a search"):
-        found(model, tokenizer, output)
-    path.unlink()
-    with pytest.raises(rope_ext.RopeExtError, match=r"exists, without the found\.jsonl"):
-        found(model, tokenizer, output)
-
-
-def test_every_option_is_a_keyword_of_the_function_and_an_option_of_the_command() -> None:
-    parameters = inspect.signature(rope_ext.search).parameters
-    known = {name for option in get_command(app).commands["search"].params for name in option.opts}
-    for field in option_fields(SearchOptions):
-        assert parameters[field.name].default == field.default
-        assert flag_of(field) in known
-    with pytest.raises(TypeError, match="populaton"):
-        SearchOptions(target_length=TARGET, populaton=8)
-
-
-def test_damaged_lines_of_a_log_are_measured_again(tmp_path) -> None:
-    path = tmp_path / "found.jsonl"
-    log = TrialLog.open(path, "search", "scores", {"seed": 0})
-    log.add({"method": 1}, 0.5)
-    with path.open("a") as file:
-        file.write('nonsense\n[1]\n{"method": 2}\n{"method": 3, "lo')
-    log = TrialLog.open(path, "search", "scores", {"seed": 0})
-    assert log.found == {'{"method": 1}': 0.5}
-    log.add({"method": 3}, 0.25)
-    assert read_log(path, "search", "scores")[1] == {'{"method": 1}': 0.5, '{"method": 3}': 0.25}
-
-
-def test_a_model_without_finite_losses_is_told(model, tokenizer) -> None:
-    with torch.no_grad():
-        model.model.norm.weight.fill_(math.inf)
-    with pytest.raises(rope_ext.RopeExtError, match="loss is NaN or infinite at 256 tokens"):
-        found(model, tokenizer)
-    assert rope_ext.describe(model).method is None
-
-
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [(None, "No such file"), ("{", "cannot read options"), ("[1]", "does not contain options")],
-)
-def test_options_in_a_file_are_checked(tmp_path, content: str | None, message: str) -> None:
-    path = tmp_path / "found.json"
-    if content is not None:
-        path.write_text(content)
-    with pytest.raises(rope_ext.OptionError, match=message):
-        parse_options([f"longrope={path}"])
-
-
-@pytest.mark.slow
-def test_text_is_a_path_or_documents(model, tokenizer, tmp_path, caplog) -> None:
-    def searched(text) -> rope_ext.LongRoPE:
-        return rope_ext.search(model, tokenizer, TARGET, text, iterations=1, **SMALL)
-
-    path = tmp_path / "text.txt"
-    path.write_text("\n".join(DOCUMENTS))
-    assert searched(path) == searched(str(path)) == searched("\n".join(DOCUMENTS))
-    assert "documents are joined" not in caplog.text
-    searched([written(20, i) for i in range(32)])
-    assert "documents are joined" in caplog.text
 
 
 @pytest.mark.slow
@@ -554,54 +396,6 @@ def test_the_command_searches_prints_and_goes_on(checkpoint, tmp_path) -> None:
     assert ", original_max_position_embeddings=100)" in again.stdout
     result = CliRunner().invoke(app, [*words, "--seed", "1"])
     assert result.exit_code == 2 and "is of another search" in result.stderr
-
-
-def test_the_command_checks_the_output_before_the_model(tmp_path, monkeypatch) -> None:
-    def load(*args, **kwargs):
-        raise AssertionError("a model was loaded")
-
-    monkeypatch.setattr("rope_ext.checkpoints.load_model", load)
-    monkeypatch.setattr("rope_ext.checkpoints.load_tokenizer", load)
-    (tmp_path / "file").touch()
-    (tmp_path / "of_others.json").write_text("{}")
-    for output, said in {
-        "file/found.json": "cannot write to",
-        "found.txt": "must end in .json",
-        "of_others.json": "exists, without the of_others.jsonl",
-    }.items():
-        words = ["search", "some/model", "--length", "256", "--output", str(tmp_path / output)]
-        result = CliRunner().invoke(app, words)
-        assert result.exit_code == 2 and said in result.stderr
-
-
-@pytest.mark.slow
-def test_ctrl_c_in_the_command_says_how_to_go_on(checkpoint, tmp_path, monkeypatch) -> None:
-    def stop(*args, **kwargs):
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(rope_ext, "search", stop)
-    output = tmp_path / "found.json"
-    result = CliRunner().invoke(
-        app, ["search", str(checkpoint), "--length", "256", "--output", str(output)]
-    )
-    assert result.exit_code == 130
-    assert result.stderr.endswith("stopped; run the same command to continue\n")
-
-
-@pytest.mark.slow
-def test_a_killed_process_goes_on(checkpoint, tmp_path) -> None:
-    text = tmp_path / "text.txt"
-    text.write_text("\n".join(written(80, i) for i in range(8)))
-    words = ["search", str(checkpoint), "--length", str(TARGET), "--text", str(text)]
-    words += ["--iterations", "20", "--samples", "3", "--validation-samples", "4"]
-    words += ["--population", "8", "--mutations", "3", "--crossovers", "3", "--output"]
-    assert CliRunner().invoke(app, [*words, str(tmp_path / "whole.json")]).exit_code == 0
-    kill_beyond(10_000, [*words, str(tmp_path / "part.json")])
-    assert (tmp_path / "part.jsonl").stat().st_size == 10_000
-    assert CliRunner().invoke(app, [*words, str(tmp_path / "part.json")]).exit_code == 0
-    for suffix in (".json", ".jsonl"):
-        ends = [(tmp_path / f"{name}{suffix}").read_bytes() for name in ("whole", "part")]
-        assert ends[0] == ends[1]
 
 
 @pytest.mark.slow
@@ -653,15 +447,6 @@ def test_start_tokens_keep_their_angles_and_later_ones_get_the_new(axes: int, pr
     assert (angles(7)[0] - angles(0)[0]).abs().max() > 0.1
 
 
-def test_start_tokens_longer_than_the_text_leave_the_model_as_it_was(ids) -> None:
-    model = tiny_llama()
-    plain = recomputed(model, ids)
-    rope_ext.patch(model, "longrope", start_tokens=160, attention_factor=1.0, **START)
-    assert torch.equal(recomputed(model, ids), plain)
-    rope_ext.patch(model, "longrope", start_tokens=159, attention_factor=1.0, replace=True, **START)
-    assert not torch.equal(recomputed(model, ids), plain)
-
-
 @pytest.mark.parametrize("short", [None, [1.0] * 8])
 def test_start_tokens_decode_and_pad_as_they_are_recomputed(ids, short) -> None:
     method = rope_ext.LongRoPE(start_tokens=20, short_factor=short, **START)
@@ -683,25 +468,3 @@ def test_start_tokens_decode_and_pad_as_they_are_recomputed(ids, short) -> None:
         for row, n in enumerate(lengths):
             alone = recomputed(model, ids[row : row + 1, :n])[0]
             torch.testing.assert_close(together[row][masks[row].bool()], alone, **EXACT)
-
-
-def test_start_tokens_are_saved_as_a_record(tmp_path, ids) -> None:
-    model = tiny_llama()
-    rope_ext.patch(model, "longrope", start_tokens=8, **START)
-    model.save_pretrained(tmp_path)
-    with without_rope_ext(), pytest.raises(KeyError, match=r"rope_ext\.from_pretrained"):
-        AutoModelForCausalLM.from_pretrained(tmp_path)
-    again = rope_ext.from_pretrained(tmp_path)
-    assert torch.equal(recomputed(again, ids), recomputed(model, ids))
-    description = rope_ext.describe(again)
-    assert description.options["start_tokens"] == 8 and "start_tokens=8" in str(description)
-
-
-def test_start_tokens_do_not_go_under_other_maps() -> None:
-    method = rope_ext.LongRoPE(start_tokens=8, **START)
-    with pytest.raises(rope_ext.OptionError, match="leave start_tokens out"):
-        rope_ext.patch(tiny_llama(), "rerope", factor=4, frequency=method)
-    with pytest.raises(rope_ext.OptionError, match="without start_tokens"):
-        rope_ext.Resonance(factor=4, on=method)
-    with pytest.raises(rope_ext.OptionError, match=r"start_tokens=1\.5 is not valid"):
-        rope_ext.LongRoPE(start_tokens=1.5, **START)

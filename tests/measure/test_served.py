@@ -18,38 +18,21 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import rope_ext
 from rope_eval import command
-from rope_eval.cases import Case, Outcome, Questions, read_outcomes
+from rope_eval.cases import Case, Outcome, Questions
 from rope_eval.data.prompts import Frame
-from rope_eval.evaluate import evaluate
 from rope_eval.run.plan import prepare
 from rope_eval.run.runner import run
 from rope_eval.settings import Settings
 from rope_eval.tasks.base import Kind, Task, build
 from rope_eval.tasks.passkey import Passkey
 from rope_eval.tasks.perplexity import Perplexity
-from rope_ext.errors import MeasureError, OptionError
+from rope_ext.errors import MeasureError
 from tests.helpers import transformers_serve
-from tests.helpers.checkpoint import save_checkpoint
 from tests.helpers.openai_server import Fake, serving
 
 pytest.importorskip("openai")
 BOOK = [" ".join(f"word{i * k % 97}" for i in range(400)) + "." for k in (3, 5)]
-TEMPLATE = (
-    "{% for m in messages %}[{{ m['role'] }}]{{ m['content'] }}"
-    "{% if not loop.last or add_generation_prompt %}[end]{% endif %}{% endfor %}"
-    "{% if add_generation_prompt %}[assistant]{% endif %}"
-)
 PASSKEYS = (Passkey(trials=3, depths=2), Passkey(trials=2, depths=1, generate=True))
-
-
-@pytest.fixture(scope="module")
-def chatty(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A checkpoint with a chat template."""
-    folder = save_checkpoint(tmp_path_factory.mktemp("chatty"))
-    tokenizer = AutoTokenizer.from_pretrained(folder)
-    tokenizer.chat_template = TEMPLATE
-    tokenizer.save_pretrained(folder)
-    return folder
 
 
 def fake_of(folder: Path, **options: Any) -> Fake:
@@ -102,29 +85,6 @@ def test_a_server_gets_the_prompts_of_a_local_model_and_answers_alike(
     assert all(body["temperature"] == 0 for body in fake.asked)
 
 
-@pytest.mark.parametrize("generate", [False, True])
-def test_messages_make_the_same_prompt(chatty: Path, tmp_path: Path, generate: bool) -> None:
-    task = replace(PASSKEYS[0], generate=generate)
-    want = measured(local(chatty, tmp_path / "here"), task)
-    fake = fake_of(chatty)
-    with serving(fake) as url:
-        got = measured(served(chatty, tmp_path / "there", url, api="chat"), task)
-    assert [one[:5] for one in got] == [one[:5] for one in want]
-    roles = {message["role"] for body in fake.asked for message in body["messages"]}
-    assert "user" in roles and all(body["model"] == "tiny" for body in fake.asked)
-    plan = prepare(local(chatty, tmp_path / "plan"), [task])
-    cases = list(plan.cases(plan.systems[0]))
-    prompts = [list(c.ids if generate else c.ids[: -c.count - c.lead]) for c in cases]
-    assert sorted(fake.prompts) == sorted(prompts)
-
-
-def test_chat_needs_a_template(checkpoint: Path, tmp_path: Path) -> None:
-    with serving(fake_of(checkpoint)) as url:
-        settings = served(checkpoint, tmp_path / "there", url, api="chat")
-        with pytest.raises(MeasureError, match="--chat yes"):
-            measured(settings, PASSKEYS[0])
-
-
 @pytest.mark.parametrize("protocol", ["ending", "start"])
 def test_perplexity_from_log_probabilities_of_the_prompt(
     checkpoint: Path, tmp_path: Path, protocol: str
@@ -153,29 +113,6 @@ def test_failed_requests_are_repeated(checkpoint: Path, tmp_path: Path) -> None:
     with serving(fake) as url:
         got = measured(served(checkpoint, tmp_path / "there", url, concurrency=1), PASSKEYS[0])
     assert len(fake.asked) == len(got) + 3
-
-
-def test_several_requests_at_a_time(checkpoint: Path, tmp_path: Path) -> None:
-    fake = fake_of(checkpoint)
-    with serving(fake) as url:
-        settings = served(checkpoint, tmp_path / "one", url, concurrency=1)
-        one = measured(settings, PASSKEYS[0])
-        assert fake.most == 1
-        many = measured(served(checkpoint, tmp_path / "many", url, concurrency=8), PASSKEYS[0])
-    assert many == one and fake.most <= 8
-
-
-def test_a_request_that_fails_for_good_costs_no_other(checkpoint: Path, tmp_path: Path) -> None:
-    fake = fake_of(checkpoint, refused=200)
-    with serving(fake) as url:
-        settings = served(checkpoint, tmp_path / "there", url)
-        with pytest.raises(MeasureError, match=r"6 of 12 .* 256 tokens: .*at most 200 tokens"):
-            measured(settings, PASSKEYS[0])
-        kept = read_outcomes([settings.output / "cases.jsonl"])
-        assert {outcome.length for outcome in kept.values()} == {128} and len(kept) == 6
-        fake.refused, before = 10**9, len(fake.asked)
-        again = measured(replace(settings, resume=True, concurrency=2), PASSKEYS[0])
-    assert len(fake.asked) == before + 6 and len(again) == 12
 
 
 @pytest.mark.parametrize("status", [401, 403, 404])
@@ -237,74 +174,6 @@ def test_two_deployments_are_compared_on_the_same_prompts(checkpoint: Path, tmp_
     }
     table = (output / "table.md").read_text()
     assert f"plain served at {first}" in table and f"yarn served at {second}" in table
-
-
-def test_deployments_of_one_name_are_told_apart_by_their_addresses(tmp_path: Path) -> None:
-    urls = ("http://localhost:9/v1", "http://localhost:8/v1")
-    servers = served(tmp_path, tmp_path, urls).servers
-    assert [server.label for server in servers] == [f"tiny at {url}" for url in urls]
-
-
-def test_tokenizers_without_a_configuration(checkpoint: Path, tmp_path: Path) -> None:
-    folder = tmp_path / "tokenizer"
-    AutoTokenizer.from_pretrained(checkpoint).save_pretrained(folder)
-    with serving(fake_of(checkpoint)) as url:
-        settings = served(folder, tmp_path / "there", url)
-        report = evaluate(settings, [PASSKEYS[0]])
-    assert report is not None and report.plan.systems[0].trained == 256
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"served_model_name": None}, "--served-model-name NAME"),
-        ({"models": (), "tokenizer": None}, "--tokenizer a directory"),
-        ({"url": "localhost:8000"}, "http://HOST:PORT/v1"),
-        ({"url": "http://me:secret@localhost/v1"}, "OPENAI_API_KEY"),
-        ({"url": None}, "is for a server"),
-        ({"served_model_name": ("a", "b")}, "2 names for 1 addresses"),
-        ({"url": ("http://a/v1",) * 2}, "given twice"),
-        ({"concurrency": 0}, "concurrency=0"),
-        ({"retries": -1}, "--retries"),
-        ({"batch_size": 4}, "--concurrency"),
-    ],
-)
-def test_wrong_options(checkpoint: Path, tmp_path: Path, options: Any, message: str) -> None:
-    settings = served(checkpoint, tmp_path / "there", "http://localhost:9/v1")
-    with pytest.raises(OptionError, match=message):
-        prepare(replace(settings, **options), [PASSKEYS[0]])
-
-
-def test_a_model_or_a_server(checkpoint: Path, capsys) -> None:
-    words = [
-        "passkey",
-        "--lengths",
-        "128",
-        "--url",
-        "http://localhost:9/v1",
-        "--served-model-name",
-        "a",
-    ]
-    with pytest.raises(SystemExit):
-        command.call([*words, "--tokenizer", str(checkpoint), "--model", str(checkpoint)])
-    assert "leave out --model" in capsys.readouterr().err
-    with pytest.raises(SystemExit):
-        command.call(["passkey", "--lengths", "128"])
-    assert "required: --model" in capsys.readouterr().err
-
-
-def test_settings_of_the_transport_determine_no_result(checkpoint: Path, tmp_path: Path) -> None:
-    settings = served(checkpoint, tmp_path / "there", "http://localhost:9/v1")
-    plans = [
-        prepare(replace(settings, **one), [PASSKEYS[0]])
-        for one in (
-            {},
-            {"concurrency": 9, "retries": 1, "timeout": 3.0},
-            {"served_model_name": "b"},
-        )
-    ]
-    keys = [[p.systems[0].key(c) for c in p.cases(p.systems[0])] for p in plans]
-    assert keys[0] == keys[1] and not set(keys[0]) & set(keys[2])
 
 
 # Real servers

@@ -61,31 +61,6 @@ def test_an_error_that_a_signal_brought_about_is_not_shown(capfd: pytest.Capture
         raise OSError("disk")
 
 
-@pytest.mark.usefixtures("unhandled")
-def test_handlers_of_others_stay() -> None:
-    def other(number: int, frame: object) -> None: ...
-
-    signal.signal(signal.SIGTERM, other)
-    signal.signal(signal.SIGHUP, signal.SIG_IGN)  # nohup
-    with stoppable():
-        os.kill(os.getpid(), signal.SIGHUP)
-        assert signal.getsignal(signal.SIGTERM) is other
-        assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
-
-
-def test_in_another_thread_nothing_changes() -> None:
-    before, seen = signal.getsignal(signal.SIGTERM), []
-
-    def work() -> None:
-        with stoppable():
-            seen.append(signal.getsignal(signal.SIGTERM))
-
-    thread = threading.Thread(target=work)
-    thread.start()
-    thread.join()
-    assert seen == [before]
-
-
 @pytest.mark.slow
 def test_every_command_that_measures_says_how_to_go_on(tmp_path: Path) -> None:
     model = str(save_checkpoint(tmp_path / "tiny"))

@@ -16,10 +16,9 @@ from rope_eval.data.prompts import Frame, encode
 from rope_eval.tasks import babilong, haystack
 from rope_eval.tasks.babilong import LABELS, TALES, Facts
 from rope_eval.tasks.hops import Chains
-from rope_eval.tasks.mrcr import FORMS, TOPICS, Conversation, ordinal
+from rope_eval.tasks.mrcr import FORMS, TOPICS, Conversation
 from rope_eval.tasks.story import Piece, Stream, Told, among, filled
 from rope_ext.cli import app
-from rope_ext.errors import OptionError
 from tests.helpers.checkpoint import save_checkpoint
 from tests.helpers.published_rows import (
     HELMET,
@@ -84,15 +83,6 @@ def _inner(text: str, frame: Frame) -> str:
     """What is between the template's parts."""
     start, end = (frame.tokenizer.decode(part) for part in (frame.head, frame.tail))
     return text.removeprefix(start).removesuffix(end)
-
-
-@pytest.mark.parametrize("name", ["babilong_qa1", "mrcr_2", "hops_3"])
-def test_a_length_that_holds_no_prompt_is_told(name: str, frame: Frame) -> None:
-    with pytest.raises(OptionError, match=r"needs at least [0-9]+ tokens") as told:
-        KINDS[name].questions(frame, [90], 0)
-    least = int(re.findall("at least ([0-9]+)", str(told.value))[0])
-    first = KINDS[name].questions(frame, [90 + least], 0).cases  # the first prompt may be shorter
-    assert len(first) == 2
 
 
 def test_the_search_for_a_length_ends_and_finds_the_longest(frame: Frame) -> None:
@@ -220,11 +210,6 @@ def test_babilong_facts_lie_in_the_text_in_their_order(frame: Frame) -> None:
 # MRCR
 
 
-def test_ordinals() -> None:
-    written = [ordinal(n) for n in (1, 2, 3, 4, 8, 11, 12, 13, 21, 112)]
-    assert written == ["1st", "2nd", "3rd", "4th", "8th", "11th", "12th", "13th", "21st", "112th"]
-
-
 @pytest.mark.parametrize("needles", [2, 4])
 def test_the_nth_of_the_requests_alike_got_the_answer(needles: int, frame: Frame) -> None:
     for case in KINDS[f"mrcr_{needles}"].questions(frame, [1500], 0).cases:
@@ -248,12 +233,6 @@ def test_the_nth_of_the_requests_alike_got_the_answer(needles: int, frame: Frame
         wrong = next(answer for answer in alike if answer != alike[int(number) - 1])
         assert 0 < case.judge(prefix + wrong) < 1
         assert case.count == 60 or case.count >= len(encode(frame.tokenizer, case.key)) + 8
-
-
-def test_too_few_different_answers_are_told() -> None:
-    task = Conversation("", 1, 60, 4, 2, ("one of them", "one of them", "another one"))
-    with pytest.raises(OptionError, match="the text has 2 different answers for 4 requests"):
-        task.story(random.Random(0), False)
 
 
 # Hops

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import ast
 import json
 import re
 import shutil
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 
@@ -17,12 +15,9 @@ from typer.testing import CliRunner
 
 from rope_eval import command
 from rope_eval.data.prompts import Frame
-from rope_eval.settings import Settings
-from rope_eval.tasks import Passkey, Perplexity, Task, all_tasks, base, build, option
+from rope_eval.tasks import Passkey, Perplexity, Task, all_tasks, base, build
 from rope_eval.versions import PACKAGES, SHOWS, sources
 from rope_ext.cli import app
-from rope_ext.errors import OptionError, RopeExtError
-from tests.helpers.sources import nodes
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "adding-an-evaluator.md").read_text("utf-8")
@@ -57,14 +52,6 @@ def test_fields_are_flags_and_tasks_share_those_of_one_name() -> None:
     assert [task.trials for task in parsed(tasks=["passkey", "ruler"])] == [10, 20]
 
 
-def test_help_tells_every_option_and_its_default(capsys: pytest.CaptureFixture) -> None:
-    result = CliRunner().invoke(app, ["eval", "passkey", "needle", "--help"])
-    shown = " ".join(result.stdout.split())
-    assert result.exit_code == 0 and shown.startswith("usage: rope-ext eval passkey needle")
-    assert "--depths DEPTHS depth bins of equal width; default: 5" in shown
-    assert "--windows" not in shown and "--distractors" in shown
-
-
 @pytest.mark.parametrize(
     ("words", "message"),
     [
@@ -93,36 +80,6 @@ def test_mistakes_are_told(
     result = CliRunner().invoke(app, ["eval", *words, *needed])
     assert result.exit_code == 2 and result.stdout == ""
     assert message.split("; ")[0] in " ".join(result.stderr.split())
-
-
-@pytest.mark.usefixtures("own_tasks")
-def test_a_name_is_taken_once_and_a_class_may_be_defined_again() -> None:
-    def define(module: str, kind: str = "rate") -> type[Task]:
-        @dataclass(frozen=True)
-        class Mine(Task):
-            name = "mine"
-            trials: int = option(1, "prompts")
-
-        Mine.kind, Mine.__module__ = kind, module
-        return base.register(Mine)
-
-    define("a")
-    again = define("a")
-    assert all_tasks()["mine"] is again
-    with pytest.raises(RopeExtError, match="task name 'mine' is taken by Mine"):
-        define("b")
-    with pytest.raises(RopeExtError, match="kind='share' is not valid; it must be one of rate, l"):
-        define("a", kind="share")
-
-
-def test_one_task_twice_is_told(checkpoint: Path, tmp_path: Path) -> None:
-    from rope_eval.run.plan import prepare
-
-    settings = Settings(
-        models=(str(checkpoint),), methods=("yarn",), lengths=(128,), output=tmp_path
-    )
-    with pytest.raises(OptionError, match="the task passkey is given twice"):
-        prepare(settings, [Passkey(digits=5), Passkey(digits=9)])
 
 
 # A file of one's own
@@ -178,43 +135,3 @@ def test_a_change_of_what_computes_is_noticed_and_of_what_shows_is_not(
     assert counted == every - set(SHOWS) and not every.isdisjoint(SHOWS)
     (copy / "new.py").touch()
     assert sources(copy) != before
-
-
-def modules() -> dict[str, Path]:
-    """All files of both packages by the name of the module."""
-    found = {}
-    for package in PACKAGES:
-        root = Path(package.__file__).parent
-        for path in root.rglob("*.py"):
-            parts = path.relative_to(root.parent).with_suffix("").parts
-            found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
-    return found
-
-
-def imports(path: Path, known: dict[str, Path]) -> Iterator[str]:
-    """The modules that a file imports anywhere in it, also behind TYPE_CHECKING."""
-    for node in nodes(path):
-        if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
-        elif isinstance(node, ast.ImportFrom):
-            for alias in node.names:
-                inner = f"{node.module}.{alias.name}"
-                yield inner if inner in known else node.module
-
-
-def test_what_only_shows_decides_nothing() -> None:
-    """Only what begins a run uses it."""
-    known = modules()
-    top = {"rope_ext", "rope_ext.lm_eval", "rope_ext.method_options"}
-    top |= {
-        f"rope_eval.{name}" for name in ("command", "evaluate", "tune.calibrate", "tune.search")
-    }
-    rooms = [name.removesuffix(".py").replace("/", ".") for name in SHOWS]
-
-    def shows(name: str) -> bool:
-        inner = name.partition(".")[2]
-        return any(inner == room or inner.startswith(f"{room}.") for room in rooms)
-
-    for name, path in known.items():
-        if not shows(name) and name not in top:
-            assert not [one for one in imports(path, known) if shows(one)], name

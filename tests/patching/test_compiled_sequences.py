@@ -8,14 +8,10 @@ import pytest
 import torch
 from torch import nn
 from torch._dynamo.utils import counters
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
-from transformers import CompileConfig, DynamicCache, StaticCache
+from transformers import CompileConfig, StaticCache
 
 import rope_ext
-from rope_ext.errors import CacheError
-from rope_ext.forward.context import enter, forward_context, leave
-from rope_ext.forward.sequences import STARTED, SequenceForward
+from rope_ext.forward.context import enter, forward_context
 from rope_ext.rotary.sequences import Sequences
 from tests.helpers.models import tiny_llama
 from tests.helpers.positions import EXACT, logits, padded
@@ -62,47 +58,6 @@ def test_what_a_graph_holds_is_what_the_eager_path_computes(
     assert forward_context.stack == []
 
 
-class _Devices(TorchDispatchMode):
-    """The devices of the tensors that operators take and return."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.seen: set[str] = set()
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        out = func(*args, **(kwargs or {}))
-        for x in tree_leaves((args, out)):
-            if isinstance(x, torch.Tensor):
-                self.seen.add(x.device.type)
-        return out
-
-
-@pytest.mark.parametrize("name", METHODS)
-def test_a_graph_of_decoding_holds_no_tensor_of_the_cpu(name: str, ids) -> None:
-    """The device "meta" stands for a GPU, where such a tensor rules CUDA graphs out."""
-    model, there = patch(name), torch.device("meta")
-    cache = StaticCache(config=model.config, max_cache_len=100)
-    logits(model, ids[:, :80], past_key_values=cache)
-    began = getattr(cache, STARTED)
-    (rotary,) = model.model.rotary_emb._forward_hooks.values()
-    positions, like = torch.full((2, 1), 80, device=there), torch.empty(2, 1, 64, device=there)
-    output = torch.empty(2, 1, 16, device=there), torch.empty(2, 1, 16, device=there)
-    owners = [getattr(x, "__self__", None) for x in model.model._forward_pre_hooks.values()]
-    (sequences,) = (x for x in owners if isinstance(x, Sequences))
-
-    def forward() -> None:
-        traced = SequenceForward(sequences, 2, 1, 0, None, True, began)
-        enter(traced)
-        rotary(model.model.rotary_emb, (like, positions), {}, output)
-        traced.counted(positions)
-        leave(traced)
-
-    forward()  # as the eager prefill makes what the graphs find
-    with _Devices() as devices:
-        forward()
-    assert devices.seen <= {"meta"}
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("name", METHODS)
 def test_generate_with_a_static_cache_compiles_one_graph_for_all_steps(name: str, ids) -> None:
@@ -132,31 +87,3 @@ def test_a_prefill_compiles_whole_and_the_eager_path_goes_on(ids) -> None:
         results.append(logits(model, ids[:, 81:84], past_key_values=cache))
     torch.testing.assert_close(torch.cat(said, 1), torch.cat(right, 1), **EXACT)
     assert not counters["graph_break"]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("order", [[1, 0], [0, 0]])
-def test_rows_of_a_cache_that_a_graph_began_move_with_their_frequencies(order, ids) -> None:
-    model = patch("dynamic_ntk")
-    tokens, mask, positions = padded([ids[0, :80], ids[1, :50]], "left")
-    compiled = torch.compile(model, backend="eager", fullgraph=True)
-    said, right = [], []
-    for run, results in ((compiled, said), (model, right)):
-        cache = DynamicCache(config=model.config)
-        given = {"attention_mask": mask[:, :79], "position_ids": positions[:, :79]}
-        logits(run, tokens[:, :79], past_key_values=cache, **given)
-        cache.reorder_cache(torch.tensor(order))
-        given = {"attention_mask": mask[order], "position_ids": positions[order][:, 79:]}
-        results.append(logits(model, tokens[order][:, 79:], past_key_values=cache, **given))
-    torch.testing.assert_close(said, right, **EXACT)
-    assert (right[0][0] - right[0][1]).abs().max() > 0.01 or order == [0, 0]
-
-
-def test_a_cache_begun_without_the_patch_is_refused_in_a_graph_too(ids) -> None:
-    model = tiny_llama(num_hidden_layers=1)
-    cache = StaticCache(config=model.config, max_cache_len=100)
-    logits(model, ids[:, :10], past_key_values=cache)
-    rope_ext.patch(model, "dynamic_ntk", factor=4)
-    compiled = torch.compile(model, backend="eager")
-    with pytest.raises(CacheError, match="begun before the model was patched"):
-        logits(compiled, ids[:, 10:11], past_key_values=cache)

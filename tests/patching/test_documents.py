@@ -10,7 +10,6 @@ import torch
 from transformers import DynamicCache, StaticCache
 
 import rope_ext
-from recipes.parallel import check_parallelism
 from tests.helpers.models import several_axes, tiny_llama
 
 EXACT = {"atol": 1e-4, "rtol": 0}  # float32 sums in another order; logits are of size 10
@@ -145,17 +144,6 @@ def test_positions_that_skip_or_branch_are_of_one_document(ids) -> None:
             torch.testing.assert_close(made, rotated(fixed, ids, **given))
 
 
-def test_a_window_in_a_mask_of_four_axes_is_no_document(ids) -> None:
-    model = rope_ext.patch(tiny_llama(), "dynamic_ntk", factor=4)
-    window = torch.ones(160, 160, dtype=torch.bool).tril().triu(-20)
-    assert all(
-        torch.equal(one, other)
-        for one, other in zip(
-            rotated(model, ids), rotated(model, ids, attention_mask=window[None, None]), strict=True
-        )
-    )
-
-
 @every_method
 @pytest.mark.parametrize("static", [False, True])
 def test_a_row_may_begin_in_a_later_chunk(ids, method, static: bool) -> None:
@@ -205,32 +193,6 @@ def test_padding_counts_for_nothing_on_several_axes(ids) -> None:
         torch.testing.assert_close(ours, right, **EXACT)
 
 
-@pytest.mark.parametrize("reentrant", [False, True])
-def test_layers_that_are_run_again_get_the_frequencies_of_their_forward(ids, reentrant) -> None:
-    """Also where two forwards go back together, and where layers own the rotary module."""
-    batch, mask = padded([ids[0], ids[1, :40]], "left")
-    grads = []
-    for checkpointing in (False, True):
-        model = rope_ext.patch(tiny_llama(), "dynamic_ntk", factor=4).train()
-        rotary = model.model.rotary_emb
-
-        def within(attention, args, kwargs, rotary=rotary):  # as some families compute them
-            turned = rotary(kwargs["hidden_states"], kwargs["position_ids"])
-            return args, {**kwargs, "position_embeddings": turned}
-
-        for layer in model.model.layers:
-            layer.self_attn.register_forward_pre_hook(within, with_kwargs=True)
-        if checkpointing:
-            settings = {"use_reentrant": reentrant}
-            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=settings)
-            model.enable_input_require_grads()
-        loss = model(batch, attention_mask=mask, labels=batch).loss
-        loss = loss + model(ids[:, :50], labels=ids[:, :50]).loss
-        loss.backward()
-        grads.append(model.model.layers[0].self_attn.q_proj.weight.grad)
-    torch.testing.assert_close(*grads)
-
-
 @every_method
 @pytest.mark.parametrize("copied", [False, True])
 def test_rows_of_a_cache_keep_their_frequencies_wherever_they_go(ids, method, copied) -> None:
@@ -255,26 +217,3 @@ def test_rows_of_a_cache_keep_their_frequencies_wherever_they_go(ids, method, co
         ([0, 0, 1, 1], lambda cache: cache.batch_repeat_interleave(2)),
     ):
         torch.testing.assert_close(continued(order, move), right[order], **EXACT)
-
-
-def test_a_cache_begun_under_another_method_is_refused(model, ids) -> None:
-    rope_ext.patch(model, "dynamic_ntk", factor=4)
-    cache = DynamicCache(config=model.config)
-    said(model, ids[:, :80], past_key_values=cache, use_cache=True)
-    rope_ext.patch(model, "dynamic_ntk", factor=8, replace=True)
-    with pytest.raises(rope_ext.CacheError, match="another patch"):
-        said(model, ids[:, 80:], past_key_values=cache, use_cache=True)
-
-
-def test_a_cache_in_a_tuple_knows_its_sequences(model, ids) -> None:
-    rope_ext.patch(model, "dynamic_ntk", factor=4)
-    with torch.no_grad():
-        _, cache = model(ids[:, :80], return_dict=False)[:2]
-        more, _ = model(ids[:, 80:], past_key_values=cache, return_dict=False)[:2]
-    rope_ext.patch(model, "dynamic_ntk", factor=4, length=80, replace=True)
-    torch.testing.assert_close(more, said(model, ids)[:, 80:], **EXACT)
-
-
-def test_start_tokens_are_refused_where_devices_share_a_sequence() -> None:
-    with pytest.raises(rope_ext.OptionError, match="leave start_tokens out"):
-        check_parallelism(METHODS["start tokens"], tiny_llama().config, cp_size=2)

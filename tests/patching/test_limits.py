@@ -36,9 +36,10 @@ def test_more_tokens_than_the_patch_reaches_are_named_once(
 
 def test_a_cache_counts(caplog: pytest.LogCaptureFixture) -> None:
     model = rope_ext.patch(tiny_llama(), "yarn", factor=4)
-    model.generate(SHORT, max_new_tokens=56, min_new_tokens=56, do_sample=False)
+    given = {"attention_mask": torch.ones_like(SHORT), "do_sample": False}
+    model.generate(SHORT, max_new_tokens=56, min_new_tokens=56, **given)
     assert not caplog.records
-    model.generate(SHORT, max_new_tokens=60, min_new_tokens=60, do_sample=False)
+    model.generate(SHORT, max_new_tokens=60, min_new_tokens=60, **given)
     assert [record.name for record in caplog.records].count("rope_ext") == 1
 
 

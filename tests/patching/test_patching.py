@@ -12,7 +12,6 @@ import torch
 from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
 
 import rope_ext
-from rope_ext.methods import Rope, build_method
 from rope_ext.position.bias import learned
 from tests.families.checks import changed, snapshot
 from tests.families.zoo import tiny_model
@@ -71,14 +70,6 @@ def test_unpatch_restores_everything_bit_for_bit(model, ids, name: str) -> None:
     assert not torch.equal(logits(model, ids), said)
     model.generate(ids[:, :8], max_new_tokens=4, do_sample=False)
     rope_ext.unpatch(model)
-    assert not changed(before, snapshot(model))
-    assert torch.equal(logits(model, ids), said)
-
-
-def test_growing_mode_is_taken_back_after_it_has_grown(model, ids) -> None:
-    before, said = snapshot(model), logits(model, ids)
-    with rope_ext.patched(model, "dynamic", factor=4, mode="growing"):
-        logits(model, ids)
     assert not changed(before, snapshot(model))
     assert torch.equal(logits(model, ids), said)
 
@@ -188,24 +179,6 @@ def test_unpatch_gives_a_cast_model_its_cast_buffers_back() -> None:
     assert not changed(before, snapshot(model))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("name", ["yarn", "ntk", "pi", "llama3", "dynamic_ntk"])
-def test_angles_are_right_at_position_one_million(dtype: torch.dtype, name: str) -> None:
-    position, factor = 1_000_000, 16384
-    model = rope_ext.patch(tiny_llama(), name, factor=factor).to(dtype)
-    original = Rope.geometric(10000.0, 16, LENGTH)
-    method = build_method(name, factor=factor)
-    inv_freq, scaling = method.inv_freq(original), method.attention_scaling(original)
-    if name == "dynamic_ntk":
-        lengths = torch.tensor([position + 1.0], dtype=torch.float64)
-        inv_freq = method.inv_freq_at(original, lengths)[0]
-    angle = (position * inv_freq).repeat(2)
-    cos, sin = angles(model, position) / scaling
-    turned = torch.atan2(sin, cos)
-    away = torch.remainder(turned - angle + torch.pi, 2 * torch.pi) - torch.pi
-    assert away.abs().max() < 1e-5
-
-
 def test_a_meta_model_is_right_once_materialised(ids) -> None:
     said = logits(rope_ext.patch(tiny_llama(), "yarn", factor=4), ids)
     source = tiny_llama()
@@ -271,31 +244,6 @@ def test_accelerate_hooks_stay_in_place(ids, offload: str, name: str) -> None:
     assert torch.equal(logits(rope_ext.unpatch(model), ids), plain)
 
 
-@pytest.mark.parametrize(
-    ("when", "name"),
-    [
-        pytest.param("before", "yarn", marks=pytest.mark.slow),
-        pytest.param("after", "yarn", marks=pytest.mark.slow),
-        pytest.param("before", "dynamic_ntk", marks=pytest.mark.slow),
-        pytest.param("after", "dynamic_ntk", marks=pytest.mark.slow),
-    ],
-)
-def test_torch_compile_before_or_after(ids, when: str, name: str) -> None:
-    torch.compiler.reset()
-    plain = logits(tiny_llama(), ids)
-    said = logits(rope_ext.patch(tiny_llama(), name, factor=4), ids)
-    model = tiny_llama()
-    if when == "before":
-        compiled = torch.compile(model, backend="eager")
-        torch.testing.assert_close(logits(compiled, ids), plain)
-        rope_ext.patch(compiled, name, factor=4)
-    else:
-        compiled = torch.compile(rope_ext.patch(model, name, factor=4), backend="eager")
-    torch.testing.assert_close(logits(compiled, ids), said)
-    rope_ext.unpatch(compiled)
-    torch.testing.assert_close(logits(compiled, ids), plain)
-
-
 @pytest.mark.parametrize("precise", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_static_methods_compile_without_a_graph_break(model, ids, precise: bool) -> None:
     torch.compiler.reset()
@@ -304,32 +252,6 @@ def test_static_methods_compile_without_a_graph_break(model, ids, precise: bool)
     with torch.no_grad():
         ours = compiled(ids, use_cache=False).last_hidden_state
         torch.testing.assert_close(ours, model.model(ids, use_cache=False).last_hidden_state)
-
-
-@pytest.mark.slow
-def test_a_compiled_graph_made_without_hooks_does_not_serve_a_patch_with_them(model, ids) -> None:
-    torch.compiler.reset()
-    said = logits(rope_ext.patch(tiny_llama(), "dynamic_ntk", factor=4), ids)
-    compiled = torch.compile(model, backend="eager")
-    rope_ext.patch(compiled, "pi", factor=4)
-    logits(compiled, ids)
-    rope_ext.patch(compiled, "dynamic_ntk", factor=4, replace=True)
-    torch.testing.assert_close(logits(compiled, ids), said)
-
-
-@pytest.mark.slow
-def test_kept_sliding_layers_compile(ids) -> None:
-    torch.compiler.reset()
-    model = rope_ext.patch(tiny_model("gemma2"), "yarn", factor=4, sliding_layers="keep")
-    said = logits(model, ids)
-    compiled = torch.compile(model, backend="eager")
-    torch.testing.assert_close(logits(compiled, ids), said, atol=1e-4, rtol=1e-4)
-
-
-def test_a_generate_of_the_users_own_is_given_back(model) -> None:
-    model.generate = own = lambda *args, **kwargs: "own"
-    rope_ext.patch(model, "dynamic_ntk", factor=4)
-    assert rope_ext.unpatch(model).generate is own
 
 
 def test_two_patched_models_cannot_share_one_configuration(model, ids) -> None:
@@ -391,23 +313,6 @@ def test_the_configuration_is_kept_true(model) -> None:
     }
     rope_ext.unpatch(model)
     assert model.config.max_position_embeddings == LENGTH == tokenizer.model_max_length
-
-
-def test_what_transformers_cannot_say_is_recorded_and_logged(model, caplog) -> None:
-    with caplog.at_level("INFO", "rope_ext"):
-        rope_ext.patch(model, "dynamic_yarn", factor=4)
-    assert model.config.rope_ext["method"]["name"] == "dynamic_yarn"
-    assert "load it with rope_ext.from_pretrained" in caplog.text
-    assert "rope_ext.from_pretrained" in str(rope_ext.describe(model))
-
-
-def test_the_record_of_another_patch_is_not_saved_along(tmp_path, model) -> None:
-    rope_ext.patch(model, "yarn", factor=2, precise=True).save_pretrained(tmp_path)
-    again = AutoModelForCausalLM.from_pretrained(tmp_path)
-    record = dict(again.config.rope_ext)
-    rope_ext.patch(again, "yarn", factor=4, compose=True)
-    assert not hasattr(again.config, "rope_ext")
-    assert rope_ext.unpatch(again).config.rope_ext == record
 
 
 @pytest.mark.parametrize("mode", ["fixed", "growing"])
@@ -485,11 +390,6 @@ def test_gpt2_has_no_rope() -> None:
         rope_ext.patch(model, "yarn", factor=4)
 
 
-def test_something_that_is_no_model_is_said_so() -> None:
-    with pytest.raises(rope_ext.NoRopeError, match="not a transformers model"):
-        rope_ext.patch("meta-llama/Llama-3.1-8B", "yarn", factor=4)
-
-
 @pytest.mark.parametrize("factor", [1, 0.5, "4", None, float("nan"), True])
 def test_a_factor_that_extends_nothing_is_refused(model, factor: object) -> None:
     before = snapshot(model)
@@ -507,14 +407,6 @@ def test_unknown_names_get_the_nearest_ones(model) -> None:
         rope_ext.patch(model, "yarn", factor=4, sliding_layers="skip")
     with pytest.raises(rope_ext.OptionError, match="YaRN\\(beta_fast=16\\)"):
         rope_ext.patch(model, rope_ext.YaRN(factor=4), beta_fast=16)
-
-
-def test_a_second_patch_needs_replace(model) -> None:
-    rope_ext.patch(model, "yarn", factor=4)
-    with pytest.raises(rope_ext.AlreadyPatchedError, match="replace=True"):
-        rope_ext.patch(model, "pi", factor=2)
-    rope_ext.patch(model, "pi", factor=2, replace=True)
-    assert rope_ext.describe(model).method == "pi"
 
 
 def test_unpatch_of_an_unpatched_model_says_so(model) -> None:
@@ -564,37 +456,10 @@ def test_compose_keeps_the_softmax_scale_that_latent_attention_reads_from_the_co
     torch.testing.assert_close(logits(again, ids), logits(model, ids))
 
 
-@pytest.mark.parametrize("name", ["yarn", "pi", "rerope"])
-def test_a_number_on_cosine_and_sine_goes_into_the_softmax_scale_that_has_one(
-    tmp_path, ids, name: str
-) -> None:
-    """DeepSeek's columns that do not rotate get it too: logits are times its square."""
-    yarn = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0}
-    yarn |= {"original_max_position_embeddings": 16, "mscale": 1.0, "mscale_all_dim": 1.0}
-    model = tiny_model("deepseek_v3", rope_parameters=yarn)
-    model.save_pretrained(tmp_path)  # which notes the dtype in the configuration
-    before, layers = snapshot(model), [layer.self_attn for layer in model.model.layers]
-    usual = layers[0].scaling
-    rope_ext.patch(model, name, factor=2, compose=True, attention_factor=1.25)
-    assert [layer.scaling for layer in layers] == [pytest.approx(usual * 1.25**2)] * len(layers)
-    assert model.model.rotary_emb.attention_scaling == 1
-    assert "in the softmax scale" in str(rope_ext.describe(model))
-    model.save_pretrained(tmp_path)
-    load = rope_ext.from_pretrained if name == "rerope" else AutoModelForCausalLM.from_pretrained
-    torch.testing.assert_close(logits(load(tmp_path).eval(), ids), logits(model, ids))
-    assert not changed(before, snapshot(rope_ext.unpatch(model)))
-    assert [layer.scaling for layer in layers] == [usual] * len(layers)
-
-
 def test_a_checkpoint_that_scales_itself_with_the_sequence_cannot_be_composed() -> None:
     model = tiny_llama(rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0})
     with pytest.raises(rope_ext.AlreadyScaledError, match="load it with rope_type 'default'"):
         rope_ext.patch(model, "pi", factor=4, compose=True)
-
-
-def test_a_family_that_ignores_its_buffer_is_refused_by_name() -> None:
-    with pytest.raises(rope_ext.UnsupportedModelError, match="PhimoeRotaryEmbedding"):
-        rope_ext.patch(tiny_model("phimoe"), "yarn", factor=4)
 
 
 def test_a_rotary_module_that_turns_the_other_way_is_refused(model) -> None:
@@ -611,78 +476,4 @@ def test_a_rotary_module_that_turns_the_other_way_is_refused(model) -> None:
 # --- describe and methods ----------------------------------------------------------------------
 
 
-def test_describe_shows_each_rotary_set_before_and_after() -> None:
-    model = tiny_model("gemma3_text")
-    assert "not patched" in str(rope_ext.describe(model))
-    rope_ext.patch(model, "pi", factor=4)
-    description = rope_ext.describe(model)
-    full, sliding = description.sites
-    assert (full.status, sliding.status) == ("extended", "unchanged")
-    assert full.inv_freq_after[3] == pytest.approx(full.inv_freq_before[3] / 4)
-    assert "64 -> 256 tokens by pi(factor=4)" in str(description)
-    assert "sliding_attention see a limited window" in str(description)
-    assert description.to_dict()["target_length"] == 256
-
-
-def test_methods_lists_every_method_with_its_defaults() -> None:
-    found = {method.name: method for method in rope_ext.methods()}
-    assert next(iter(found)) == "yarn"
-    assert set(found) == set(METHODS)
-    assert found["yarn"].options["beta_fast"] == 32
-    assert found["yarn"].options["factor"] is ...
-
-
 # --- where tensors are made -----------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("name", METHODS)
-def test_another_default_device_changes_nothing(ids, name: str) -> None:
-    right = logits(rope_ext.patch(tiny_llama(), name, **options(name)), ids)
-    model = tiny_llama()
-    before = snapshot(model)
-    with torch.device("meta"):
-        rope_ext.patch(model, name, **options(name))
-        assert rope_ext.describe(model).method == name
-    assert torch.equal(logits(model, ids), right)
-    rotary = model.model.rotary_emb
-    x, positions = torch.zeros(1, 100, 1), torch.arange(100)[None]
-    turned = rotary(x, positions)
-    with torch.device("meta"):
-        assert all(map(torch.equal, rotary(x, positions), turned))
-        rope_ext.unpatch(model)
-    assert not changed(before, snapshot(model))
-
-
-@pytest.mark.parametrize("name", ["yarn", "dynamic_ntk"])
-def test_a_fresh_rotary_module_of_a_patched_class_is_a_plain_one(model, ids, name: str) -> None:
-    plain = tiny_llama().model.rotary_emb
-    rope_ext.patch(model, name, factor=4)
-    fresh = type(model.model.rotary_emb)(config=tiny_llama().config).to("cpu")
-    assert torch.equal(fresh.half().float().inv_freq, plain.half().float().inv_freq)
-
-
-@pytest.mark.parametrize(
-    ("name", "more"),
-    [("ntk", {}), ("abf", {}), ("dynamic_ntk", {}), ("dynamic_ntk", {"mode": "growing"})],
-)
-def test_another_base_is_refused_where_one_pair_rotates(name: str, more: dict) -> None:
-    """The only frequency is 1 whatever the base: nothing would be extended."""
-    model = tiny_llama(head_dim=2)
-    before = snapshot(model)
-    with pytest.raises(rope_ext.UnsupportedModelError, match=r"does not depend on the base.*'pi'"):
-        rope_ext.patch(model, name, **options(name), **more)
-    assert not changed(before, snapshot(model))
-    rope_ext.patch(model, "pi", factor=4)
-
-
-@pytest.mark.parametrize(
-    "call",
-    [
-        lambda model: rope_ext.patch("yarn", model, factor=4),
-        lambda model: rope_ext.recommend(4096, model),
-    ],
-)
-def test_swapped_arguments_are_told_without_printing_the_model(call: Any) -> None:
-    with pytest.raises(rope_ext.OptionError, match="<LlamaForCausalLM> is not valid") as told:
-        call(tiny_llama())
-    assert len(str(told.value)) < 250

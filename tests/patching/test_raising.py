@@ -144,13 +144,6 @@ def test_llama_cpp_gets_flags_for_yarn_and_a_file_for_llama3() -> None:
     assert "rope-ext gguf FOLDER" in str(rope_ext.export(model, "llama.cpp"))
 
 
-def test_llama3_grows_from_the_length_that_the_checkpoint_has() -> None:
-    """Llama 3.1: factor 8 on 8192 tokens, and 131072 tokens."""
-    model = tiny_llama(rope_parameters=dict(LLAMA3), max_position_embeddings=128)
-    rope_ext.patch(model, "llama3", factor=4, compose="raise")
-    assert model.config.max_position_embeddings == 256
-
-
 TABLE = {
     "rope_type": "longrope",
     "rope_theta": 1e4,
@@ -180,8 +173,3 @@ def test_what_cannot_be_raised_is_refused_with_a_way_out(
     with pytest.raises(error, match=message):
         rope_ext.patch(model, method, **{"factor": 8, "compose": "raise"} | given)
     assert not changed(before, snapshot(model))
-
-
-def test_refusals_of_scaled_checkpoints_name_the_method_that_raises_them() -> None:
-    with pytest.raises(rope_ext.AlreadyScaledError, match="method='llama3' and compose='raise'"):
-        rope_ext.patch(shipped("llama", LLAMA3), "yarn", factor=4)

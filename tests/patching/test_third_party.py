@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 import functools
+import sys
 import types
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
-import accelerate
-import peft
 import pytest
 import torch
 from torch import nn
 from transformers.models.llama import modeling_llama as llama
 
 import rope_ext
-from rope_ext.rotary.third_party import replaced
-from tests.families.zoo import tiny_model
 from tests.helpers.models import LENGTH, tiny_llama
 
 METHODS = [
@@ -152,29 +149,6 @@ def test_attention_of_another_package_that_turns_as_it_is_told_is_scaled(
             rope_ext.patch(tiny_llama(), method, factor=4, **options)
 
 
-def test_replaced_attention_without_weights_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(llama.LlamaAttention, "forward", as_told)
-    with pytest.raises(rope_ext.UnsupportedModelError, match="it cannot be run to see"):
-        rope_ext.patch(tiny_llama().to("meta"), "yarn", factor=4)
-
-
-@pytest.mark.parametrize("family", ["llama", "gemma3_text", "gpt_neox", "phi3", "deepseek_v3"])
-def test_what_is_as_transformers_wrote_it_is_not_taken_for_replaced(family: str) -> None:
-    model = tiny_model(family)
-    assert replaced(model.get_decoder()) == []
-    accelerate.dispatch_model(model, {"": "cpu"}, force_hooks=True)
-    assert replaced(model.get_decoder()) == []
-    rope_ext.patch(model, "dynamic_ntk", factor=4)
-    assert replaced(model.get_decoder()) == []
-
-
-def test_adapters_and_compiled_layers_are_not_taken_for_replaced() -> None:
-    model = peft.get_peft_model(tiny_llama(), peft.LoraConfig(target_modules=["q_proj"]))
-    for layer in model.base_model.model.model.layers:
-        layer.self_attn.forward = torch.compile(layer.self_attn.forward)
-    assert replaced(model.base_model.model.model) == []
-
-
 class Press:
     """As kvpress hooks its own to layers."""
 
@@ -217,3 +191,14 @@ def test_presses_that_would_misjudge_keys_are_refused(
         rope_ext.patch(model, method, factor=2, replace=True)
     handle.remove()
     model(ids)
+
+
+def test_with_a_trainer_that_loads_its_reference_again_a_patch_warns(
+    model, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.delitem(sys.modules, "trl.trainer.dpo_trainer", raising=False)
+    rope_ext.unpatch(rope_ext.patch(model, "yarn", factor=4))
+    assert "ref_model" not in caplog.text
+    monkeypatch.setitem(sys.modules, "trl.trainer.dpo_trainer", None)
+    rope_ext.patch(model, "yarn", factor=4)
+    assert "ref_model=copy.deepcopy(model)" in caplog.text

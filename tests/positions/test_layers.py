@@ -226,6 +226,9 @@ WRONG = {
 def test_what_is_no_rotation_is_refused_and_left_alone(monkeypatch, kind: str, dtype) -> None:
     use(monkeypatch, *WRONG[kind])
     model = tiny_llama().to(dtype)
+    for layer in model.model.layers:  # a column as large as some of trained models
+        layer.self_attn.q_proj.weight.data[3] *= 1000
+        layer.self_attn.k_proj.weight.data[3] *= 1000
     before = snapshot(model)
     with pytest.raises(rope_ext.UnsupportedModelError, match=r"LlamaModel: .*such as 'yarn'"):
         rope_ext.patch(model, "rerope", factor=4)
@@ -252,6 +255,18 @@ def test_norms_after_the_rotation_are_refused_unless_they_keep_pairs_together(id
     with pytest.raises(rope_ext.UnsupportedModelError, match=r"HunYuanDenseV1Model: .*self_attn"):
         rope_ext.patch(model, "rerope", factor=4)
     assert changed(before, snapshot(model)) == set()
+
+
+def test_positions_outside_of_attention_are_seen_beside_massive_hidden_states() -> None:
+    model = tiny_llama()
+    model.model.embed_tokens.weight.data[:, 0] = 1e4  # trained models have such columns
+
+    def add(module: nn.Module, args: tuple, kwargs: dict, output: torch.Tensor) -> torch.Tensor:
+        return output + 0.1 * kwargs["position_embeddings"][1].mean(-1, keepdim=True)
+
+    model.model.layers[0].register_forward_hook(add, with_kwargs=True)
+    with pytest.raises(rope_ext.UnsupportedModelError, match=r"LlamaModel: .*outside"):
+        rope_ext.patch(model, "rerope", factor=4)
 
 
 # --- refusals ------------------------------------------------------------------------------------

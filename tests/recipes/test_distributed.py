@@ -11,29 +11,20 @@ from typing import Any
 
 import pytest
 import torch
-from accelerate import ParallelismConfig
 from accelerate.commands import launch
 from accelerate.commands.config.config_args import load_config_from_file
 from accelerate.utils import FullyShardedDataParallelPlugin
 from accelerate.utils import launch as prepare
 from torch.distributed.tensor.experimental._context_parallel import _HeadTailLoadBalancer
-from transformers import (
-    Gemma3TextConfig,
-    LlamaConfig,
-    MistralConfig,
-    Qwen3Config,
-)
 
 import rope_ext
 from recipes.parallel import check_parallelism, context_parallel_size
-from rope_ext import OptionError
 from rope_ext.methods import Rope
 from tests.helpers.methods import VARIANTS
 from tests.helpers.models import tiny_llama
 
 ROOT = Path(__file__).parents[2]
 LAUNCHES = sorted((ROOT / "recipes" / "accelerate").glob("*.yaml"))
-YARN = rope_ext.YaRN(factor=4)
 
 
 # --- launch configurations, by accelerate's own code ----------------------------------------
@@ -80,31 +71,6 @@ def test_accelerate_loads_every_launch_configuration() -> None:
         assert config.mixed_precision is None, "the recipe says it"
 
 
-def test_each_launch_configuration_says_when_to_take_it_and_how() -> None:
-    for path in LAUNCHES:
-        header = path.read_text().split("compute_environment")[0]
-        assert f"accelerate launch --config_file recipes/accelerate/{path.name}" in header
-
-
-def test_what_the_launch_configurations_set(monkeypatch: pytest.MonkeyPatch) -> None:
-    launcher, values = environment("single", monkeypatch)
-    assert launcher == "simple"
-    assert not {"ACCELERATE_USE_FSDP", "ACCELERATE_USE_DEEPSPEED", "MASTER_PORT"} & values.keys()
-
-    launcher, values = environment("ddp", monkeypatch, "--num_processes", "4")
-    assert launcher == "several"
-    assert not {"ACCELERATE_USE_FSDP", "ACCELERATE_USE_PARALLELISM_CONFIG"} & values.keys()
-
-    launcher, values = environment("deepspeed_zero3", monkeypatch)
-    assert launcher == "deepspeed"
-    assert values["ACCELERATE_USE_DEEPSPEED"] == "true"
-    assert values["ACCELERATE_DEEPSPEED_ZERO_STAGE"] == "3"
-    assert values["ACCELERATE_DEEPSPEED_ZERO3_INIT"] == "true"
-    assert values["ACCELERATE_DEEPSPEED_ZERO3_SAVE_16BIT_MODEL"] == "true"
-    assert values["ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE"] == "none"
-    assert "ACCELERATE_GRADIENT_ACCUMULATION_STEPS" not in values  # "auto": Trainer's own
-
-
 @pytest.mark.parametrize("name", ["fsdp2", "context_parallel"])
 def test_the_sharding_accelerate_builds(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     launcher, values = environment(name, monkeypatch)
@@ -125,99 +91,7 @@ def test_the_sharding_accelerate_builds(name: str, monkeypatch: pytest.MonkeyPat
     assert context_parallel_size() == (8 if name == "context_parallel" else 1)
 
 
-def test_context_parallel_size_on_the_command_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    sizes = ("--parallelism_config_cp_size", "2", "--parallelism_config_dp_shard_size", "4")
-    _, values = environment("context_parallel", monkeypatch, *sizes)
-    for key, value in values.items():
-        monkeypatch.setenv(key, value)
-    config = ParallelismConfig()
-    assert (config.cp_size, config.dp_shard_size, config.total_size) == (2, 4, 8)
-    assert config.cp_handler.cp_comm_strategy == "allgather"
-    assert context_parallel_size() == 2
-    assert context_parallel_size(ParallelismConfig(cp_size=4)) == 4
-    monkeypatch.delenv("ACCELERATE_USE_PARALLELISM_CONFIG")
-    assert context_parallel_size() == 1  # accelerate does not look further either
-
-
 # --- limits of context parallelism ----------------------------------------------------------
-
-
-def longrope(long: float) -> dict[str, Any]:
-    return {
-        "rope_type": "longrope",
-        "rope_theta": 1e4,
-        "factor": 4.0,
-        "original_max_position_embeddings": 64,
-        "short_factor": [1.0] * 8,
-        "long_factor": [long] * 8,
-    }
-
-
-def llama(**values: Any) -> LlamaConfig:
-    return LlamaConfig(hidden_size=64, num_attention_heads=4, num_hidden_layers=2, **values)
-
-
-FULL = ["full_attention"] * 2
-REFUSED = {
-    "position method": ({"method": rope_ext.ReRoPE(factor=4)}, "'rerope'.*own attention function"),
-    "dynamic": ({"method": rope_ext.DynamicNTK(factor=4)}, "'dynamic_ntk'.*pass length=TOKENS"),
-    "dynamic_yarn": ({"method": rope_ext.DynamicYaRN(factor=4)}, "pass length=TOKENS"),
-    "growing": (
-        {"method": rope_ext.DynamicNTK(factor=4, mode="growing")},
-        "pass mode='fixed' and length=TOKENS",
-    ),
-    "longrope": (
-        {"method": rope_ext.LongRoPE(factor=4, long_factor=[2.0], short_factor=[1.0])},
-        "'longrope'.*pass length=TOKENS",
-    ),
-    "own dynamic": (
-        {
-            "method": None,
-            "config": llama(
-                rope_parameters={"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}
-            ),
-        },
-        "rope_type='dynamic'.*rope_type 'default'",
-    ),
-    "own longrope": (
-        {"method": None, "config": llama(rope_parameters=longrope(4.0))},
-        "rope_type='longrope'",
-    ),
-    "eager": ({"attn_implementation": "eager"}, "'eager'.*must be 'sdpa'"),
-    "flash": ({"attn_implementation": "flash_attention_2"}, "must be 'sdpa'"),
-    "documents": ({"document_masking": True}, "plain causal.*pack documents without masks"),
-    "sliding window": (
-        {"config": MistralConfig(sliding_window=4096)},
-        "MistralConfig has layers with sliding_window=4096",
-    ),
-    "some sliding layers": ({"config": Gemma3TextConfig()}, "sliding_attention"),
-    "length": ({"length": 4100}, "multiple of 16, such as 4096"),
-}
-
-
-@pytest.mark.parametrize("case", REFUSED)
-def test_context_parallelism_refuses(case: str) -> None:
-    given, message = REFUSED[case]
-    given = {"method": YARN, "config": llama(), **given}
-    with pytest.raises(OptionError, match=message) as refused:
-        check_parallelism(**given, cp_size=8)
-    assert "parallelism_config_cp_size=8" in str(refused.value)
-    check_parallelism(**given, cp_size=1)
-
-
-@pytest.mark.parametrize(
-    "given",
-    [
-        {"method": YARN, "length": 4096, "attn_implementation": "sdpa"},
-        {"method": rope_ext.DynamicYaRN(factor=4, length=256)},
-        {"method": None, "config": llama(rope_parameters=longrope(1.0))},  # saved by rope_ext
-        {"method": None, "config": Qwen3Config(num_hidden_layers=2, layer_types=FULL)},
-        {"method": YARN, "config": MistralConfig(sliding_window=None)},
-    ],
-    ids=["yarn", "fixed length", "one table", "qwen3", "mistral"],
-)
-def test_context_parallelism_accepts(given: dict[str, Any]) -> None:
-    check_parallelism(**{"config": llama(), **given}, cp_size=8)
 
 
 # --- shards of positions --------------------------------------------------------------------

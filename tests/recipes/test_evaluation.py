@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import shutil
 from itertools import islice
@@ -18,7 +17,6 @@ from transformers import AutoTokenizer
 import rope_ext
 from recipes import data, evaluation, finetune, settings
 from rope_eval.forward import score
-from rope_ext.errors import MeasureError
 from tests.helpers.recipe_runs import arguments, history
 
 EVALUATED = {
@@ -136,25 +134,3 @@ def test_passkeys_are_found_where_the_model_writes_them(checkpoint: Path) -> Non
     model = Model()
     model.config = rope_ext.from_pretrained(checkpoint).config
     assert evaluation.found(model, cases) == 0.5
-
-
-def test_the_picture_needs_matplotlib(
-    checkpoint: Path, texts: Path, tmp_path: Path, weights: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    find = importlib.util.find_spec
-    missing = lambda name, *rest: None if name == "matplotlib" else find(name, *rest)  # noqa: E731
-    monkeypatch.setattr(importlib.util, "find_spec", missing)
-    with pytest.raises(MeasureError, match=r'pip install "rope-ext\[eval\]"'):
-        finetune.main(arguments(checkpoint, texts, tmp_path / "run", **EVALUATED))
-
-
-def test_a_step_that_is_told_twice_is_drawn_once(tmp_path: Path) -> None:
-    log = [
-        {"step": 5, "loss": 2.0},
-        {"step": 10, "eval_loss": 9.0},
-        {"step": 10, "eval_loss": 1.5},
-        {"step": 5, "eval_loss": 2.5},
-    ]
-    evaluation.report(log, 4096, tmp_path)
-    shown = json.loads((tmp_path / "evaluation.json").read_text())
-    assert shown["curve"] == [{"step": 5, "eval_loss": 2.5}, {"step": 10, "eval_loss": 1.5}]

@@ -20,7 +20,6 @@ from rope_ext.methods import Rope
 from tests.helpers.recipe_runs import arguments
 
 ROOT = Path(__file__).parents[2]
-PAGE = ROOT / "docs" / "recipes-fidelity.md"
 LONGLORA = (
     "llama3_8b_yarn_lora",
     "mistral_7b_yarn_lora",
@@ -34,41 +33,6 @@ def read(name: str) -> tuple[settings.Recipe, Any]:
 
 
 # --- the tables -----------------------------------------------------------------------------
-
-
-def table_lines() -> list[list[str]]:
-    lines = [line for line in PAGE.read_text().splitlines() if line.startswith("| ")]
-    cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
-    return [row for row in cells if row[0] not in ("item", "---")]
-
-
-def test_every_line_that_says_same_names_official_lines_and_tests_that_exist() -> None:
-    named = 0
-    for item, official, here, same, held in table_lines():
-        assert all((item, official, here)), item
-        tests = re.findall(r"`(test_\w+\.py)::(test_\w+)`", held)
-        assert held == ", ".join(f"`{file}::{name}`" for file, name in tests)
-        assert bool(tests) == (same == "same"), item
-        assert same == "same" or re.fullmatch("(no|not compared): .{9,}", same), item
-        cited = re.findall(r"`[\w./-]+\.(?:py|sh|json|md):(\d+)(?:-(\d+))?`", official)
-        assert cited or same != "same", item
-        assert all(not last or int(first) < int(last) for first, last in cited), item
-        for file, name in tests:
-            assert f"\ndef {name}(" in (Path(__file__).parent / file).read_text(), name
-            named += 1
-    assert named > 25
-
-
-def test_every_table_with_a_same_names_the_commit_it_was_compared_with() -> None:
-    for section in PAGE.read_text().split("\n## ")[1:]:
-        assert ("| same |" in section) == bool(re.search(r"at commit [0-9a-f]{7}\b", section))
-
-
-def test_every_recipe_that_follows_a_paper_has_a_table() -> None:
-    headings = " ".join(line for line in PAGE.read_text().splitlines() if line.startswith("## "))
-    for path in (ROOT / "recipes").glob("*.yaml"):
-        own = re.search(r"^own_model|_yarn_pose$|_yarn_ssmax$|_rerope", path.stem)
-        assert f"`{path.stem}`" in headings or own
 
 
 # --- values that the released code has -------------------------------------------------------

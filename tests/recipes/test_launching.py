@@ -5,19 +5,16 @@ from __future__ import annotations
 import json
 import random
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import datasets
 import pytest
 import torch
-from torch.distributed.fsdp import MixedPrecisionPolicy
-from transformers import AutoModelForCausalLM, Trainer
+from transformers import AutoModelForCausalLM
 
 from recipes import finetune
 from tests.helpers.checkpoint import save_checkpoint
 from tests.helpers.launches import launch, log, settings
-from tests.helpers.models import tiny_llama
 
 
 @pytest.fixture(scope="module")
@@ -131,60 +128,3 @@ def test_fsdp2(folder: Path, alone: Any) -> None:
         torch.testing.assert_close(chunked, plain, rtol=0.02, atol=0)
         for losses in (chunked[:, 0], plain[:, 0]):  # each a mean of two or four
             assert (losses * 256 % 1 != 0).any(), "a multiple of the steps of bfloat16"
-
-
-@pytest.mark.parametrize("policy", [None, MixedPrecisionPolicy(torch.bfloat16, torch.bfloat16)])
-@pytest.mark.parametrize("version", [1, 2])
-def test_sums_under_fsdp2_are_in_float32(
-    policy: MixedPrecisionPolicy | None, version: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    plugin = SimpleNamespace(fsdp_version=version, mixed_precision_policy=policy)
-    accelerator = SimpleNamespace(
-        state=SimpleNamespace(fsdp_plugin=plugin),
-        gradient_state=SimpleNamespace(plugin_kwargs={}),
-    )
-
-    def made(self: Trainer) -> None:
-        self.accelerator = accelerator
-
-    monkeypatch.setattr(Trainer, "create_accelerator_and_postprocess", made)
-    trainer = object.__new__(finetune.LongTrainer)
-    trainer.create_accelerator_and_postprocess()
-    assert accelerator.gradient_state.plugin_kwargs == (
-        {"sync_each_batch": True} if version == 2 else {}
-    )
-    if policy is None or version == 1:
-        assert plugin.mixed_precision_policy is policy
-    else:
-        made_of = MixedPrecisionPolicy(torch.bfloat16, torch.float32, output_dtype=None)
-        assert plugin.mixed_precision_policy == made_of
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_a_loss_that_is_copied_or_cast_on_its_way_is_the_loss(
-    dtype: torch.dtype, ids: torch.Tensor
-) -> None:
-    """As FSDP2 and DeepSpeed do with whatever a layer returns."""
-    model = tiny_llama()
-    finetune.ChunkedLoss(model)
-    expected = model(input_ids=ids, labels=ids).loss
-    expected.backward()
-    weight = model.lm_head.weight
-    gradient, weight.grad = weight.grad, None
-    model.lm_head.register_forward_hook(lambda module, given, made: made.to(dtype, copy=True))
-    found = model(input_ids=ids, labels=ids).loss
-    found.backward()
-    assert torch.equal(found, expected)
-    assert torch.equal(weight.grad, gradient)
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("change", [lambda x: x / 16, lambda x: 30 * torch.tanh(x / 30)])
-def test_a_loss_that_is_scaled_or_capped_is_none(
-    change: Any, dtype: torch.dtype, ids: torch.Tensor
-) -> None:
-    model = tiny_llama()
-    finetune.ChunkedLoss(model)
-    model.lm_head.register_forward_hook(lambda module, given, made: change(made.to(dtype)))
-    with pytest.raises(finetune.RopeExtError, match="--chunked_loss false"):
-        model(input_ids=ids, labels=ids)

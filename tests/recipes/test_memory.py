@@ -12,7 +12,6 @@ from torch.distributed._tools.mem_tracker import MemTracker
 from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
 from recipes import memory
-from rope_ext import OptionError
 from tests.helpers.models import tiny_llama
 
 ROOT = Path(__file__).parents[2]
@@ -139,22 +138,6 @@ def test_four_bits() -> None:
     assert found.sharded(8).weights == (linear / 2 + others) / 8 + constants
 
 
-def test_shapes_from_the_command_line() -> None:
-    config = memory.config_from_shape(
-        "hidden=64,layers=3,heads=4,kv_heads=2,intermediate=96,vocab=128"
-    )
-    assert (config.hidden_size, config.num_hidden_layers, config.num_key_value_heads) == (64, 3, 2)
-    for wrong in ("width=3", "hidden", "hidden=4k", "layers=0"):
-        with pytest.raises(OptionError, match=r"must be NAME=NUMBER, of hidden, layers"):
-            memory.config_from_shape(wrong)
-
-
-def test_an_optimizer_of_unknown_size_is_refused() -> None:
-    recipe, args = memory.read(str(RECIPES[0]), "--optim", "adafactor")
-    with pytest.raises(OptionError, match=r"--optim adafactor.*adamw_torch_fused"):
-        memory.need(recipe, args, memory.config_from_shape("layers=1"))
-
-
 @pytest.mark.parametrize(
     ("words", "copies"),
     [
@@ -180,28 +163,6 @@ def test_the_mask_of_documents_is_counted(
         assert found.alone.activations - 1000 == expected
 
 
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["--length", "0"], "--length 0 is not valid; it must be 2 or more"),
-        (["--length", "-5"], "--length -5 is not valid"),
-        (["--per_device_train_batch_size", "0"], "--per_device_train_batch_size 0 is not valid"),
-        (["--devices", "0"], "--devices 0 is not valid; it must be 1 or more"),
-        (["--devices", "-2"], "--devices -2 is not valid"),
-        (["--config", "/nonexistent"], "cannot read --config /nonexistent"),
-    ],
-)
-def test_bad_numbers_are_one_line(
-    words: list[str], message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    recipe = str(ROOT / "recipes" / "tiny_512_yarn_pose.yaml")
-    with pytest.raises(SystemExit, match="2"):
-        memory.main([recipe, "--shape", "hidden=16,heads=2,layers=1,trained=512", *words])
-    error = capsys.readouterr().err
-    assert error.startswith(message)
-    assert error.count("\n") == 1
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
 def test_every_recipe_says_what_it_needs(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -211,12 +172,3 @@ def test_every_recipe_says_what_it_needs(path: Path, monkeypatch: pytest.MonkeyP
     found = memory.need(recipe, args, memory.config_of(recipe.model))
     devices = 1 if "accelerate/single.yaml" in text else 8
     assert memory.line(found, devices) in text.split("\n")
-
-
-def test_all_bad_numbers_are_reported_at_once(capsys: pytest.CaptureFixture[str]) -> None:
-    recipe = str(ROOT / "recipes" / "tiny_512_yarn_pose.yaml")
-    with pytest.raises(SystemExit, match="2"):
-        memory.main([recipe, "--devices", "0", "--shape", "hidden=0", "--seed", "-1"])
-    error = capsys.readouterr().err
-    assert error.startswith("3 mistakes")
-    assert all(words in error for words in ("--devices 0", "'hidden=0'", "--seed -1"))

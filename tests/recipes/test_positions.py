@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import itertools
-import json
 import math
 import random
-from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from statistics import NormalDist
@@ -16,14 +14,12 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from transformers import AutoTokenizer
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 import rope_ext
 from recipes import data, finetune, settings
 from recipes.positions import (
     CREAM,
-    Drawn,
     MixedWindows,
     PoSE,
     RandomFloats,
@@ -50,14 +46,6 @@ def test_random_positions_are_sorted_distinct_and_below_the_target(
     assert found[-1] < length + room
     assert batch["input_ids"].tolist() == batch["labels"].tolist() == [row["input_ids"]]
     assert batch["attention_mask"].tolist() == [[1] * length]
-
-
-def test_every_set_of_random_positions_is_as_likely() -> None:
-    rng = random.Random(0)
-    drawn = Counter(tuple(Scattered(5)([7, 8], rng)[1].tolist()) for _ in range(4000))
-    assert set(drawn) == set(itertools.combinations(range(5), 2))
-    # 400 of each are expected; five standard deviations are 95.
-    assert all(305 < times < 495 for times in drawn.values())
 
 
 @given(
@@ -170,27 +158,6 @@ def test_random_floats_are_sorted_distinct_and_below_the_target(
     assert batch["attention_mask"].tolist() == [[1] * length]
 
 
-def test_random_floats_that_are_equal_in_float32_are_drawn_again() -> None:
-    class Given(random.Random):
-        drawn = iter([0.5, 0.5 + 2**-40, 1 - 2**-40, 0.25])
-
-        def random(self) -> float:
-            return next(self.drawn)
-
-    assert RandomFloats(4)([7, 8], Given())[1].tolist() == [1.0, 2.0]
-
-
-def test_random_floats_are_uniform() -> None:
-    """The first of ``n`` is below ``x`` in a share of ``1 - (1 - x / target) ** n``."""
-    rng, target = random.Random(0), 100
-    drawn = [RandomFloats(target)(range(5), rng)[1] for _ in range(DRAWS)]
-    first = [float(positions[0]) for positions in drawn]
-    points = [x / 4 for x in range(4 * target)]
-    assert furthest(first, points, lambda x: 1 - (1 - x / target) ** 5) < WITHIN
-    assert furthest(first, points, lambda x: 1 - (1 - x / target) ** 6) > 2 * WITHIN
-    assert furthest([float(p[4]) for p in drawn], points, lambda x: (x / target) ** 5) < WITHIN
-
-
 def test_real_positions_are_rotated_without_rounding() -> None:
     """Beside angles in float64; positions rounded to whole numbers or bfloat16 are far off."""
     model = rope_ext.patch(tiny_llama(), "yarn", factor=4)
@@ -264,14 +231,6 @@ def test_short_windows_train_under_the_trained_frequencies() -> None:
     assert (scaled[name] - by_window[name]).abs().max() > 100 * tolerance["atol"]
 
 
-def test_so_many_rows_are_cut_into_windows() -> None:
-    rng = random.Random(0)
-    drawn = [MixedWindows(4, 0.3)(range(10), rng)[1].tolist() for _ in range(4000)]
-    cut = drawn.count([0, 1, 2, 3, 0, 1, 2, 3, 0, 1])
-    assert cut + drawn.count(list(range(10))) == 4000
-    assert abs(cut - 1200) < 145  # five standard deviations
-
-
 @pytest.mark.parametrize(
     "scheme",
     [Scattered(256), ReleasedPoSE(256, 32), CREAM(256), RandomFloats(256)],
@@ -293,20 +252,6 @@ def test_every_token_sees_all_before_it(scheme: Any) -> None:
     assert (seen(**batch) > 0).all()
     del batch["attention_mask"]
     assert seen(**batch)[0] == 0
-
-
-def test_the_rows_of_released_pose_are_documents(checkpoint: Path, texts: Path) -> None:
-    """Of at least a row, and of five rows at most, as the authors' code cuts them."""
-    tokenizer = AutoTokenizer.from_pretrained(checkpoint)
-    whole = [row["text"] for row in data.documents(str(texts))]
-    ids = data.Tokenize(tokenizer)({"text": whole})["input_ids"]
-    for length in (50, 200):
-        for streaming in (False, True):
-            source = data.documents(str(texts), streaming=streaming)
-            pack = data.packer("document", tokenizer, length, False, 5 * length)
-            rows = data.rows(source, tokenizer, pack, minimum=length)
-            found = [list(row["input_ids"]) for row in itertools.islice(rows, len(ids))]
-            assert sorted(found) == sorted(row[: 5 * length] for row in ids)
 
 
 @pytest.mark.parametrize(
@@ -361,23 +306,6 @@ def rotated(monkeypatch: pytest.MonkeyPatch) -> list[torch.Tensor]:
     return found
 
 
-def drawn_for(scheme: Callable[..., Drawn], length: int) -> set[tuple[float, ...]]:
-    """Positions of the first rows of the data in the first epoch of seed 42, Trainer's default."""
-    rows = [{"input_ids": [0] * length, "index": index} for index in range(200)]
-    return {tuple(row) for row in data.Collator(scheme, 42)(rows)["position_ids"].tolist()}
-
-
-def test_a_run_on_real_positions(
-    checkpoint: Path, texts: Path, tmp_path: Path, rotated: list[torch.Tensor]
-) -> None:
-    """Trainer hands them to the rotary module as they were drawn."""
-    more = {"pose_chunks": None, "positions": "random_floats", "max_steps": 1}
-    finetune.main(arguments(checkpoint, texts, tmp_path / "run", **more))
-    (positions,) = rotated
-    assert positions.dtype == torch.float32
-    assert {tuple(row) for row in positions.tolist()} <= drawn_for(RandomFloats(512), 64)
-
-
 def test_a_run_on_mixed_windows(
     checkpoint: Path, texts: Path, tmp_path: Path, rotated: list[torch.Tensor]
 ) -> None:
@@ -395,58 +323,6 @@ def test_a_run_on_mixed_windows(
             assert torch.equal(model(ids).logits, short)
             long = model(ids.repeat(1, 2)).logits
         assert not torch.equal(model(ids.repeat(1, 2)).logits, long)
-
-
-def windows_of_a_table(attention_factor: float | None) -> str:
-    ones = [1.0] * 8
-    table = {"long_factor": [4.0] * 8, "short_factor": ones, "attention_factor": attention_factor}
-    return json.dumps({name: value for name, value in table.items() if value is not None})
-
-
-TEMPERATURES_IN_WINDOWS = (
-    '{"temperature": 1.5}',
-    '{"temperature": "yarn"}',
-    '{"temperature": {"temperature": "log_n", "length": 100}}',
-    '{"temperature": {"temperature": "ssmax", "length": 100}}',
-)
-
-
-def test_mixed_windows_need_a_method_that_keeps_the_trained_frequencies(
-    checkpoint: Path, texts: Path, tmp_path: Path
-) -> None:
-    def check(**more: object) -> None:
-        given = {"pose_chunks": None, "positions": "mixed_windows", "length": 256} | more
-        finetune.check(*settings.parse(arguments(checkpoint, texts, tmp_path / "run", **given)))
-
-    for method in ("dynamic_yarn", "dynamic_ntk"):
-        check(method=method)
-    for temperature in ("log_n", "ssmax", "llama4", 1):
-        check(method="dynamic_yarn", method_options=json.dumps({"temperature": temperature}))
-    check(method="longrope", method_options=windows_of_a_table(1))
-    for more in (
-        {"method": "yarn"},
-        {"method": "none"},
-        {"method": "rerope"},
-        {"method": "dynamic_yarn", "method_options": '{"length": 512}'},
-        {"method": "longrope", "method_options": windows_of_a_table(None)},
-        *({"method": "dynamic_yarn", "method_options": text} for text in TEMPERATURES_IN_WINDOWS),
-    ):
-        with pytest.raises(rope_ext.OptionError, match="nothing within the trained length, unlike"):
-            check(**more)
-
-
-@pytest.mark.parametrize("variable", ["ACCELERATE_USE_FSDP", "ACCELERATE_USE_DEEPSPEED"])
-def test_real_positions_are_not_sharded(
-    variable: str, checkpoint: Path, texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    words = arguments(
-        checkpoint, texts, tmp_path / "run", pose_chunks=None, positions="random_floats"
-    )
-    given = settings.parse(words)
-    finetune.check(*given)
-    monkeypatch.setenv(variable, "true")
-    with pytest.raises(rope_ext.OptionError, match="bfloat16 would round positions; give"):
-        finetune.check(*given)
 
 
 def test_chunks_alone_are_pose(checkpoint: Path, texts: Path, tmp_path: Path) -> None:

@@ -12,7 +12,6 @@ import torch
 import rope_ext
 from recipes import finetune
 from recipes.restoration import restoration_loss
-from rope_ext import OptionError
 from tests.helpers.models import tiny_llama
 from tests.helpers.recipe_runs import arguments, history
 
@@ -64,18 +63,3 @@ def test_accumulated_rows_count_as_much_as_rows_of_one_batch(
     more["restoration"] = 0
     finetune.main(arguments(checkpoint, texts, plain, **more))
     assert losses[0] > history(plain / "checkpoint-1")[0][1] + 0.01
-
-
-@pytest.mark.parametrize(
-    ("more", "message"),
-    [
-        ({"restoration": -1}, "--restoration -1 is not valid; it is the weight of a loss"),
-        ({"restoration": 5, "lora_r": 0}, "--restoration needs LoRA"),
-        ({"restoration": 5, "method": "none"}, "--restoration needs a method"),
-    ],
-)
-def test_what_cannot_be_restored_is_refused(
-    more: dict, message: str, checkpoint: Path, texts: Path, tmp_path: Path
-) -> None:
-    with pytest.raises(OptionError, match=message):
-        finetune.main(arguments(checkpoint, texts, tmp_path / "run", **more))

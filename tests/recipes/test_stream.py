@@ -18,7 +18,6 @@ import torch
 from transformers import AutoTokenizer, Trainer
 
 from recipes import data, finetune, settings, stream
-from rope_ext import RopeExtError
 from tests.helpers.recipe_runs import WORDS, arguments, history
 
 
@@ -188,16 +187,6 @@ def test_a_mixture_goes_on_from_any_row() -> None:
         assert ids(islice(third, given + 1, None), 599 - given) == expected[given + 1 :]
 
 
-def test_what_another_process_reads_has_no_state() -> None:
-    """A worker's: Trainer then reads up to where it stood."""
-    assert stream.Stream([made(numbered(60, 8))], [1.0], seed=0).state(8) is None
-
-
-def test_documents_that_make_no_row_end_the_stream() -> None:
-    with pytest.raises(stream.DataError, match="do not fill a row of 8 tokens"):
-        next(iter(stream.Stream([made(numbered(3, 2))], [1.0], seed=0)))
-
-
 # Rows that begin and end as documents do
 
 
@@ -290,53 +279,6 @@ def test_nothing_is_lost_but_the_rest_of_a_bookended_block() -> None:
 
 
 # Settings of a mixture, and runs
-
-
-BAD = [
-    ([{"dataset": "a", "weight": 0.5}, {"dataset": "b", "weight": 0.4}], r"0.5 \+ 0.4 = 0.9; give"),
-    ([{"dataset": "a", "weight": 1.5}, {"dataset": "b", "weight": -0.5}], "weight 1.5 is not"),
-    ([{"dataset": "a", "weight": -0.1}, {"dataset": "b", "weight": 1}], "weight -0.1 is not valid"),
-    ([{"dataset": "a", "weight": 0}], "weight 0 is not valid"),
-    ([{"dataset": "a", "weight": float("nan")}], "weight nan is not valid"),
-    ([{"dataset": "a", "weight": "all"}], "weight 'all' is not valid"),
-    ([{"dataset": "a", "weight": True}], "weight True is not valid"),
-    ([{"dataset": 3, "weight": 1}], "dataset 3 is not valid"),
-    ([{"dataset": "a"}], "weight is missing"),
-    ([{"weight": 1}], "dataset is missing"),
-    ([{"dataset": "a", "wieght": 1}], "unknown name 'wieght'; did you mean 'weight'"),
-    (["books"], "give JSON such as"),
-    ([{"dataset": "nowhere/at-all", "weight": 1}], "cannot read the dataset 'nowhere/at-all'"),
-]
-
-
-@pytest.mark.parametrize(("given", "message"), BAD, ids=lambda part: str(part)[:50])
-def test_bad_mixtures_are_refused_before_the_weights_are_loaded(
-    given: list[Any], message: str, checkpoint: Path, tmp_path: Path, weights: None
-) -> None:
-    shown = [json.dumps(part) if isinstance(part, dict) else part for part in given]
-    words = arguments(checkpoint, Path("unused"), tmp_path / "run", dataset=None, datasets=shown)
-    with pytest.raises(RopeExtError, match=message):
-        finetune.main(words)
-    assert not (tmp_path / "run").exists()
-
-
-def test_a_stream_is_read_by_one_process(
-    checkpoint: Path, texts: Path, tmp_path: Path, weights: None
-) -> None:
-    more = {"streaming": True, "dataloader_num_workers": 2}
-    with pytest.raises(RopeExtError, match=r"at most one worker.*give 1, or 0"):
-        finetune.main(arguments(checkpoint, texts, tmp_path / "run", **more))
-
-
-def test_a_mixture_has_no_end(checkpoint: Path, tmp_path: Path, weights: None) -> None:
-    one = json.dumps({"dataset": "python-library", "weight": 1})
-    more = {"dataset": None, "datasets": [one]}
-    words = arguments(checkpoint, Path(), tmp_path / "run", max_steps=None, **more)
-    with pytest.raises(RopeExtError, match="--datasets has no end; set --max_steps"):
-        finetune.main(words)
-    words = arguments(checkpoint, Path(), tmp_path / "run", eval_strategy="steps", **more)
-    with pytest.raises(RopeExtError, match="--datasets needs --eval_dataset"):
-        finetune.main(words)
 
 
 @pytest.mark.parametrize(

@@ -39,9 +39,8 @@ import rope_ext
 from rope_ext.method_options import checked_methods
 from rope_ext.methods import build_method
 from rope_ext.patching import current_patch
-from rope_ext.record import ARGUMENTS, OLDER, Record
 from rope_ext.saving import rebuild
-from rope_ext.saving.configuration import without_rope_ext
+from rope_ext.saving.record import ARGUMENTS, OLDER, Record
 from tests.families.checks import changed, snapshot
 from tests.families.zoo import tiny_model
 from tests.helpers.models import LENGTH, tiny_llama
@@ -109,7 +108,7 @@ def test_a_saved_model_comes_back_with_its_patch(tmp_path, ids, base: Path, case
         assert torch.equal(logits(plain, ids), logits(model, ids))
         return
     if not current_patch(model).native:
-        with without_rope_ext(), pytest.raises(KeyError, match=CURE):
+        with pytest.raises(KeyError, match=CURE):
             AutoModelForCausalLM.from_pretrained(tmp_path / "saved")
     assert str(rope_ext.describe(again)) == str(rope_ext.describe(model))
     true = AutoModelForCausalLM.from_pretrained(base)
@@ -479,7 +478,7 @@ def test_plain_transformers_refuses_what_it_cannot_build(
     model.save_pretrained(tmp_path)
     loaders = AutoModel, AutoModelForCausalLM, type(model), type(model.get_decoder())
     for cls in loaders:
-        with without_rope_ext(), pytest.raises((KeyError, ValueError), match=CURE):
+        with pytest.raises((KeyError, ValueError), match=CURE):
             cls.from_pretrained(tmp_path)
     again = rope_ext.from_pretrained(tmp_path)
     assert torch.equal(logits(again, ids), logits(model, ids))
@@ -511,7 +510,7 @@ def test_a_language_model_that_sees_is_refused_and_comes_back(tmp_path, ids, tex
     rope_ext.patch(model, "rerope", factor=4)
     model.save_pretrained(tmp_path)
     for cls in (LlavaForConditionalGeneration, AutoModelForImageTextToText, AutoModel):
-        with without_rope_ext(), pytest.raises((KeyError, ValueError), match=CURE):
+        with pytest.raises((KeyError, ValueError), match=CURE):
             cls.from_pretrained(tmp_path)
     again = rope_ext.from_pretrained(tmp_path)
     assert torch.equal(logits(again, ids), logits(model, ids))
@@ -525,7 +524,7 @@ def test_a_language_model_that_sees_is_refused_and_comes_back(tmp_path, ids, tex
 def test_pipelines_say_what_to_load_with(tmp_path, family: str) -> None:
     model = rope_ext.patch(tiny_model(family), "rerope", factor=4, sliding_layers="scale")
     model.save_pretrained(tmp_path)
-    with without_rope_ext(), pytest.raises(Exception, match=CURE):
+    with pytest.raises(Exception, match=CURE):
         transformers.pipeline("text-generation", model=str(tmp_path), tokenizer=object())
 
 

@@ -21,7 +21,6 @@ from rope_eval.settings import Settings, require_seed
 from rope_eval.systems import BEFORE, System, beyond, without_before
 from rope_eval.tasks.base import Task
 from rope_eval.versions import versions
-from rope_ext import checkpoints as models
 from rope_ext.errors import MeasureError, Mistakes, OptionError, RopeExtError
 from rope_ext.method_options import (
     ADAPTER,
@@ -32,6 +31,7 @@ from rope_ext.method_options import (
     saved_otherwise,
 )
 from rope_ext.methods import method_class
+from rope_ext.saving import checkpoints as models
 
 BEFORE_TRAINING, TRAINED = ", before training", ", trained"
 """End of the labels of an adapter's method, where it is measured without and with its weights."""

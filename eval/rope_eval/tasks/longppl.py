@@ -34,10 +34,10 @@ from rope_eval.settings import Settings
 from rope_eval.systems import BEFORE, under
 from rope_eval.tasks.base import option, register
 from rope_eval.tasks.perplexity import Stretches, Windows
-from rope_ext import checkpoints as models
 from rope_ext.arguments import parse_length
 from rope_ext.errors import MeasureError, OptionError
 from rope_ext.method_options import UNPATCHED, checked_methods
+from rope_ext.saving import checkpoints as models
 
 VARIANT_NAMES = {"start": "a start token before every one", "official": "as the authors' code"}
 VARIANTS = tuple(VARIANT_NAMES)

@@ -56,8 +56,8 @@ from rope_ext.errors import MeasureError, OptionError, RopeExtError, nearest
 from rope_ext.methods import Method, Rope, build_method
 from rope_ext.methods.rope import factor_to
 from rope_ext.patching import patched
-from rope_ext.record import method_to_json
 from rope_ext.rotary.sites import evaluating, text_decoder
+from rope_ext.saving.record import method_to_json
 
 LOG, RESULT, PICTURE = (f"{NAME}.{end}" for end in ("jsonl", "json", "png"))
 _STEP = 0.1  # of the attention factor, beyond its grid and around the value found before
@@ -400,14 +400,18 @@ class Run:
 
         choices = []
         with progress() as shown:
-            bar = shown.add_task("unpatched", total=None)
+            one = halves[0]
+            each = len(one.rows.windows) + len(one.pieces) + len(one.prompts)
+            most = each * (2 + sum(map(_most, grids)))
+            words = f"at most {most} forwards of {self.given.target_length} tokens"
+            bar = shown.add_task(words, total=most)
             self.advance = lambda rows: shown.advance(bar, rows)
             unpatched = [self.scores(None, half) for half in halves]
             halves, more = self._counting(halves, unpatched)
             one = halves[0]
             each = len(one.rows.windows) + len(one.pieces) + len(one.prompts)
             ends = [self.rows + each * sum(map(_most, grids[: i + 1])) for i in range(len(grids))]
-            shown.update(bar, total=ends[-1])
+            shown.update(bar, total=ends[-1], completed=self.rows)
             for start, grid, end in zip(starts, grids, ends, strict=True):
                 shown.update(bar, description=start.name)
                 choices.append(self._choice(start, grid, halves))

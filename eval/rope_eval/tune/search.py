@@ -55,8 +55,8 @@ from rope_ext.methods import (
 )
 from rope_ext.methods.kinds import FACTORS
 from rope_ext.patching import patched
-from rope_ext.record import method_to_json
 from rope_ext.rotary.sites import evaluating
+from rope_ext.saving.record import method_to_json
 
 START_TOKENS = (0, 1, 2, 4, 8, 12, 16, 20, 24, 28, 32, 64, 128, 256)
 """The numbers of start tokens that LongRoPE chooses from."""
@@ -485,7 +485,9 @@ def _searched(
     scales = FACTORS if tries else ()
     with progress() as shown:
         total = (len(known) + len(scales) + given.tables) * len(ranking)
-        bar = shown.add_task("search", total=total + (2 * _FINALISTS + 1) * len(validation))
+        total += (2 * _FINALISTS + 1) * len(validation)
+        words = f"at most {total} forwards of {given.target_length} tokens"
+        bar = shown.add_task(words, total=total)
         measuring = _Measuring(model, given, log, partial(shown.advance, bar))
         tried: dict[FrequencyMethod, dict[str, Any]] = {}
 

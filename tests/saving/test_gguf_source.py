@@ -1,0 +1,160 @@
+"""A GGUF file is loaded like any model, and scaling in it that transformers ignores is reported."""
+
+from __future__ import annotations
+
+import ast
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+from typer.testing import CliRunner
+
+import rope_ext
+from rope_ext.cli import app
+from rope_ext.methods import Rope, build_method
+from rope_ext.saving import checkpoints, gguf_source
+from tests.helpers.models import LENGTH, tiny_llama
+
+pytest.importorskip("gguf")
+from rope_ext.engines import gguf_file, gguf_model
+
+TABLE = [1.0, 1.5, 2.0, 2.5, 3.0, 3.5, 4.0, 4.5]
+
+
+@pytest.fixture(scope="module")
+def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("model") / "tiny.gguf"
+    gguf_model.write_model(tiny_llama(), path)
+    return path
+
+
+@torch.no_grad()
+def logits(model: Any) -> torch.Tensor:
+    ids = torch.arange(3, 3 * LENGTH)[None] % 120 + 3
+    return model(ids).logits
+
+
+def test_every_spelling_loads_the_same_model(file: Path, monkeypatch) -> None:
+    expected = logits(tiny_llama())
+    monkeypatch.chdir(file.parent)
+    for path, options in ((file, {}), ("tiny.gguf", {}), (file.parent, {"gguf_file": file.name})):
+        torch.testing.assert_close(
+            logits(rope_ext.from_pretrained(path, **options)), expected, rtol=0, atol=1e-5
+        )
+    loaded = checkpoints.load_model(str(file))
+    torch.testing.assert_close(logits(loaded), expected, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("loader", ["transformers", "rope_ext"])
+def test_a_patched_model_is_saved_and_reloaded(file: Path, tmp_path: Path, loader: str) -> None:
+    if loader == "transformers":
+        model = AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name)
+    else:
+        model = rope_ext.from_pretrained(file)
+    rope_ext.patch(model, "self_extend", factor=4, window=16)
+    expected = logits(model)
+    model.save_pretrained(tmp_path)
+    assert torch.equal(logits(rope_ext.from_pretrained(tmp_path)), expected)
+    assert rope_ext.export(rope_ext.patch(model, "yarn", factor=4, replace=True), "llama.cpp")
+
+
+@pytest.mark.parametrize("engine", ["llama.cpp", "ollama"])
+@pytest.mark.parametrize("method", ["yarn", "llama3"])
+def test_export_names_the_original_file(file: Path, method: str, engine: str) -> None:
+    model = rope_ext.patch(rope_ext.from_pretrained(file), method, factor=4)
+    assert str(file) in rope_ext.export(model, engine).command
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        ["yarn"],
+        ["yarn", "yarn.attention_factor=1.3"],
+        ["yarn", "yarn.beta_fast=2"],
+        ["pi"],
+        ["llama3"],
+        ["llama3", "llama3.attention_factor=1.1"],
+        ["mrrope"],
+        ["longrope", f"longrope.long_factor={TABLE}"],
+    ],
+    ids=str,
+)
+def test_the_patch_in_the_note_restores_what_a_file_scales(
+    file: Path, tmp_path: Path, caplog, options: list[str]
+) -> None:
+    name, *more = options
+    path = tmp_path / "scaled.gguf"
+    gguf_file.extended(file, path, name, 4.0, option=more)
+    values = {one.split(".")[1].split("=")[0]: ast.literal_eval(one.split("=")[1]) for one in more}
+    wanted = rope_ext.patch(tiny_llama(), name, factor=4, **values)
+
+    loaded = rope_ext.from_pretrained(path)
+    assert loaded.config.max_position_embeddings == LENGTH
+    torch.testing.assert_close(logits(loaded), logits(tiny_llama()), rtol=0, atol=1e-5)
+    (note,) = (record.getMessage() for record in caplog.records)
+    assert note.removeprefix("rope_ext: ") in rope_ext.describe(path).notes
+    assert note.removeprefix("rope_ext: ") in rope_ext.recommend(path, 1024).reasons
+    if "..." in note:  # a table is too long for a line
+        found = gguf_source.read_scaling(path)
+        rope_ext.patch(loaded, found.method, original_max_position_embeddings=found.length)
+    else:
+        call = re.search(r"rope_ext\.patch\(.*\)", note)[0]
+        eval(call, {"rope_ext": rope_ext, "model": loaded})
+    torch.testing.assert_close(logits(loaded), logits(wanted), rtol=0, atol=1e-4)
+
+
+def test_a_table_of_llama_3_is_recognized(file: Path, tmp_path: Path) -> None:
+    path = tmp_path / "llama3.gguf"
+    rope = Rope.geometric(10000.0, 16, 8192)
+    divisors = rope.inv_freq / build_method("llama3", factor=32).inv_freq(rope)
+    keys = {"llama.context_length": 131072}
+    gguf_file.GGUFFile.read(file).write(path, keys, divisors.tolist())
+    found = gguf_source.read_scaling(path)
+    assert found.method == build_method("llama3", factor=32)
+    assert (found.length, found.context) == (8192, 131072)
+
+
+def test_a_larger_base_is_in_force(file: Path, tmp_path: Path) -> None:
+    path = tmp_path / "ntk.gguf"
+    gguf_file.extended(file, path, "ntk", 4.0)
+    assert gguf_source.read_scaling(path) is None
+    wanted = rope_ext.patch(tiny_llama(), "ntk", factor=4)
+    got = logits(rope_ext.from_pretrained(path))
+    torch.testing.assert_close(got, logits(wanted), rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["describe", "{folder}", "--gguf-file", "tiny.gguf"],
+        ["recommend", "{file}", "--length", "256"],
+        ["diagnose", "--length", "256", "--model", "{folder}", "--gguf-file=tiny.gguf"],
+        ["export", "{file}", "--engine", "llama.cpp", "--method", "yarn", "--factor", "4"],
+    ],
+    ids=lambda words: words[0],
+)
+def test_commands_take_a_file(file: Path, words: list[str]) -> None:
+    words = [word.format(folder=file.parent, file=file) for word in words]
+    result = CliRunner().invoke(app, words)
+    assert result.exit_code == 0, result.output
+    assert str(file) in result.output  # in the next command
+
+
+@pytest.mark.parametrize("content", [b"", b"GGUF", b"GGUF" + bytes(40), b"PK" * 99, None])
+def test_another_file_is_refused(tmp_path: Path, content: bytes | None) -> None:
+    path = tmp_path / "broken.gguf"
+    if content is not None:
+        path.write_bytes(content)
+    with pytest.raises(rope_ext.RopeExtError, match=r"broken\.gguf"):
+        rope_ext.from_pretrained(path)
+    with pytest.raises(rope_ext.RopeExtError, match=r"broken\.gguf"):
+        rope_ext.describe(path)
+
+
+def test_names_on_the_hub_are_split() -> None:
+    assert gguf_source.split("owner/name/q4.gguf") == ("owner/name", {"gguf_file": "q4.gguf"})
+    assert gguf_source.split("owner/name/a/q4.gguf") == ("owner/name", {"gguf_file": "a/q4.gguf"})
+    assert gguf_source.split("owner/name") == ("owner/name", {})

@@ -1,0 +1,85 @@
+"""The evidence: cells are measured once, in order, and those that are there are kept."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from rope_eval.evidence.measure import BUCKET, Measurement
+from rope_eval.evidence.questions import Prompt, Questions
+from rope_ext.methods.registry import method_class
+
+ROOT = Path(__file__).parents[1]
+TRAINED = 1024  # two buckets; the checkpoint need not agree
+
+
+@pytest.fixture(scope="module")
+def model() -> PreTrainedModel:
+    return AutoModelForCausalLM.from_pretrained(ROOT / "checkpoints" / "tiny-512").eval()
+
+
+@pytest.fixture
+def questions() -> Questions:
+    rng = np.random.default_rng(0)
+    documents = {name: rng.integers(5, 200, 2 * TRAINED, dtype=np.uint32) for name in "ab"}
+    prompts = [Prompt(rng.integers(5, 200, 60, dtype=np.uint32), 3, 0.5)]
+    return Questions(documents, {("passkey", TRAINED * 2): prompts}, "random")
+
+
+def lines(path: Path) -> list[dict]:
+    return [json.loads(line) for line in path.read_text().splitlines()[1:]]
+
+
+def measured(model: PreTrainedModel, questions: Questions, output: Path, seconds: float) -> bool:
+    until = time.monotonic() + seconds
+    return Measurement("tiny", model, questions, TRAINED, output, until).run()
+
+
+def test_every_cell_is_measured_once_and_resumed(
+    model: PreTrainedModel, questions: Questions, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    output = tmp_path / "cells.jsonl"
+    monkeypatch.setattr("rope_eval.evidence.measure.VARIANTS", (("rerope", {"window": 0.25}),))
+    chosen = [method_class(name) for name in ("yarn", "rerope", "dynamic_yarn")]
+    monkeypatch.setattr("rope_eval.evidence.measure.all_methods", lambda: chosen)
+    assert not measured(model, questions, output, seconds=-1)
+    assert lines(output) == []
+    assert measured(model, questions, output, seconds=1e9)
+    found = lines(output)
+    keys = [(x["method"], str(x["options"]), x["task"], x["length"], x["document"]) for x in found]
+    assert len(set(keys)) == len(keys)
+    assert not any("refused" in line for line in found)
+    assert [x["method"] for x in found[:3]] == ["unpatched", "unpatched", "yarn"]
+    dynamic = {x["length"] for x in found if x["method"] == "dynamic_yarn" and x["document"]}
+    assert dynamic == {1280, 1536, 2048}
+    assert {"passkey"} == {x["task"] for x in found if x["document"] is None}
+    # A run that was killed in the middle of a line goes on with that line.
+    text = output.read_text()
+    output.write_text(text[: text.rindex("{") + 20])
+    assert measured(model, questions, output, seconds=1e9)
+    assert [x["losses"] if x["document"] else x["right"] for x in lines(output)] == [
+        x["losses"] if x["document"] else x["right"] for x in found
+    ]
+
+
+def test_losses_are_those_of_the_model_by_position(
+    model: PreTrainedModel, questions: Questions, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("rope_eval.evidence.measure.all_methods", lambda: [])
+    monkeypatch.setattr("rope_eval.evidence.measure.VARIANTS", ())
+    output = tmp_path / "cells.jsonl"
+    measured(model, questions, output, seconds=1e9)
+    line = next(x for x in lines(output) if x["document"] == "b")
+    ids = torch.tensor([questions.documents["b"].tolist()])
+    with torch.no_grad():
+        losses = torch.nn.functional.cross_entropy(
+            model(ids).logits[0, :-1].float(), ids[0, 1:], reduction="none"
+        )
+    expected = [float(losses[max(0, at - 1) : at + BUCKET - 1].mean()) for at in (0, 512, 1024)]
+    assert line["losses"][:3] == pytest.approx(expected, abs=1e-3)

@@ -58,8 +58,9 @@ def _read_config(model: str, gguf_file: str | None = None) -> Any:
     if gguf_file is not None:
         return gguf_source.load_config(model, gguf_file)
     config = AutoConfig.from_pretrained(model)
-    for sentence in contradictions(config, PreTrainedConfig.get_config_dict(model)[0]):
-        _warn(f"rope_ext: {model}: {sentence}")
+    told = "; ".join(contradictions(config, PreTrainedConfig.get_config_dict(model)[0]))
+    if told:
+        _warn(f"rope_ext: {model}: {told}")
     return config
 
 

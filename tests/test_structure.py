@@ -51,7 +51,7 @@ ROOMS = {
         "run",
         "reports plots.results plots.calibration",
         "evaluate tune",
-        "command plots",
+        "command plots evidence",
         "cli",
     ),
 }

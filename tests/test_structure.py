@@ -69,7 +69,7 @@ BUDGETS = {
     "eval": (10_000, 15_800),
     "recipes": (4_000, 4_000),
     "lab": (8_000, 8_000),
-    "tests": (22_000, 32_300),
+    "tests": (22_000, 32_400),
     "docs": (45_000, 79_300),
 }
 """Of each folder, the lines of Python, or the words of the docs: the budget, and the most today.

@@ -15,13 +15,14 @@ import gc
 import os
 import time
 import warnings
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from accelerate.utils import DistributedType
 from torch import distributed
 
 import rope_ext
 from rope_ext import OptionError
+from rope_ext.rotary.settings import all_settings
 
 if TYPE_CHECKING:
     from accelerate import ParallelismConfig
@@ -160,10 +161,10 @@ def check_parallelism(
             f"or choose {whole}"
         )
     text = config.get_text_config()
-    for parameters in _rope_parameters(text):
-        if _switches(parameters):
+    for settings in all_settings(text).values():
+        if settings.is_dynamic:
             raise OptionError(
-                f"rope_type={parameters['rope_type']!r} in the model's configuration does not "
+                f"rope_type={settings.rope_type!r} in the model's configuration does not "
                 f"support {where}: it depends on the largest position, which differs between "
                 f"ranks; load the model with rope_type 'default' and patch it with a fixed method "
                 f"such as 'yarn', or choose {whole}"
@@ -191,21 +192,6 @@ def check_parallelism(
             f"sequence, so it must be a multiple of {2 * cp_size}, such as "
             f"{max(1, length // (2 * cp_size)) * 2 * cp_size}"
         )
-
-
-def _rope_parameters(config: PreTrainedConfig) -> list[dict[str, Any]]:
-    """RoPE parameters of every layer type."""
-    parameters = getattr(config, "rope_parameters", None) or {}
-    nested = [value for value in parameters.values() if isinstance(value, dict)]
-    return nested or [parameters]
-
-
-def _switches(parameters: dict[str, Any]) -> bool:
-    """Whether transformers changes these frequencies with the largest position."""
-    rope_type = parameters.get("rope_type")
-    if rope_type == "longrope":
-        return parameters.get("short_factor") != parameters.get("long_factor")
-    return rope_type == "dynamic"
 
 
 def _windowed(config: PreTrainedConfig) -> str | None:

@@ -74,7 +74,7 @@ def describe(
             longer = 4 * found.target_length
             tell_next(["rope-ext", "recommend", model, "--length", longer])
         elif method is None and found.serve:
-            tell_next(["rope-ext", "verify", model])
+            _check_next(model, [], [])
         elif method is None:
             tell("done: use it in Python; no engine runs it")
         else:
@@ -213,7 +213,7 @@ def export(
         elif compose:  # which `verify` has no option for
             tell("done: the settings above serve it")
         else:
-            tell_next(["rope-ext", "verify", model, *patch, *where])
+            _check_next(model, patch, where)
 
 
 @command()
@@ -427,6 +427,19 @@ def _check_verify(
             f"runs in float32 and does not measure the effect of those flags",
             "yellow",
         )
+
+
+def _check_next(model: str, patch: list[str], where: list[str]) -> None:
+    """Print the command that checks an engine, unless there is no miniature to run in it."""
+    from rope_ext.engines.families import miniatures
+    from rope_ext.saving.checkpoints import is_dynamic, load_config
+
+    config = load_config(model)
+    known = config.get_text_config(decoder=True).model_type in miniatures()
+    if known and (patch or not is_dynamic(config)):
+        tell_next(["rope-ext", "verify", model, *patch, *where])
+    else:
+        tell("done: the settings above serve it")
 
 
 def _typed(

@@ -8,7 +8,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, ParamSpec, TypeVar
 
 import torch
@@ -23,6 +23,7 @@ from rope_ext.errors import (
     OptionError,
     brief,
 )
+from rope_ext.forward.limits import warn_beyond
 from rope_ext.methods import FrequencyMethod, Method, Rope, build_method
 from rope_ext.options import Options, SlidingLayers
 from rope_ext.position.bias import Earlier
@@ -35,6 +36,7 @@ from rope_ext.rotary.sites import (
     RotarySite,
     chosen_sites,
     find_sites,
+    text_config,
     text_decoder,
     unwrap,
 )
@@ -233,7 +235,7 @@ def patch(
         _logger.warning(
             "rope_ext: trainers of TRL load their reference model from %r without this patch; "
             "pass ref_model=copy.deepcopy(model), or train with PEFT or from a saved folder",
-            unwrap(model).config.name_or_path,
+            getattr(unwrap(model).config, "name_or_path", None),
         )
     # Only where plain transformers computes something else without an error is anything lost.
     prefix = "sequences: " if state.native else "saving: "
@@ -263,7 +265,8 @@ def unpatch(model: Model) -> Model:
     if state is None:
         raise NotPatchedError("this model is not patched, so there is nothing to undo")
     del decoder.__dict__[_STATE]
-    state.changes.undo()
+    with torch.inference_mode(False):
+        state.changes.undo()
     return model
 
 
@@ -402,6 +405,7 @@ def _listed(names: list[str]) -> str:
     return ", ".join(names[:3]) + more
 
 
+@torch.inference_mode(False)  # tensors that are made inside of it could not be moved later
 def _patch(model: nn.Module, decoder: nn.Module, method: Method, options: Options) -> None:
     gguf_source.adopt(model)
     config = configuration.ConfigState(decoder, model)
@@ -447,6 +451,7 @@ def _patch(model: nn.Module, decoder: nn.Module, method: Method, options: Option
             length = getattr(tokenizer, "model_max_length", None)
             changes.replaced.append((tokenizer, "model_max_length", length))
             tokenizer.model_max_length = applied.target_length
+        warn_beyond(place, applied.method, applied.target_length, changes)
     except BaseException:
         changes.undo()
         raise
@@ -516,6 +521,14 @@ def note_patch(model: Model, method: Method, **keywords: Any) -> Model:
         changes=Changes(),
     )
     return model
+
+
+def note_target(model: nn.Module, target: int) -> None:
+    """Note the context in tokens of a patched model where its configuration gives another one."""
+    decoder = text_decoder(model)
+    state = decoder.__dict__[_STATE]
+    text_config(decoder).max_position_embeddings = target
+    decoder.__dict__[_STATE] = replace(state, target_length=target)
 
 
 @_one_at_a_time

@@ -48,6 +48,8 @@ class Case:
         only: ``loss`` only: score just the tokens at these positions.
         judge: ``write`` only: what the text is worth, from 0 to 1, where looking for ``answers``
             does not say it. A frozen dataclass that can be called: its fields belong to the case.
+        lead: ``argmax`` only: tokens before the scored ones that are given; whether the model would
+            write them itself is noted, and does not count.
     """
 
     task: str
@@ -66,6 +68,7 @@ class Case:
     nested: bool = False
     only: tuple[int, ...] = field(default=(), repr=False)
     judge: Callable[[str], float] | None = field(default=None, repr=False)
+    lead: int = 0
 
     def __post_init__(self) -> None:
         if self.judge is not None and not is_dataclass(self.judge):  # its name would be an address
@@ -121,6 +124,7 @@ class Outcome:
         tokens: tokens behind the value, or the ``weight`` of the case.
         written: what was generated.
         curve: ``loss`` only: (position, summed loss of the tokens before it, their number).
+        led: whether the model would write the ``lead`` of the case itself; None: it has none.
     """
 
     key: str
@@ -137,6 +141,7 @@ class Outcome:
     tokens: int
     written: str | None = None
     curve: tuple[tuple[int, float, int], ...] = ()
+    led: bool | None = None
 
     def to_json(self) -> dict[str, Any]:
         """Plain data; an infinite loss becomes None, since JSON has no infinity."""
@@ -164,6 +169,7 @@ class Outcome:
         right = (
             all(type(text) is str for text in texts)
             and all(type(count) is int for count in counts)
+            and self.led in (None, False, True)
             and all(type(value) in (int, float) and not math.isnan(value) for value in values)
         )
         if not right:

@@ -15,7 +15,6 @@ from collections.abc import Callable, Sequence
 
 import torch
 import torch.nn.functional as F
-from rich.console import Console
 
 from lab.benchmarks import measuring
 from lab.benchmarks.measuring import (
@@ -28,6 +27,7 @@ from lab.benchmarks.measuring import (
     show,
     tensors,
 )
+from rope_ext.attention import decode as decode_kernel
 from rope_ext.attention import dispatch as attention
 from rope_ext.attention import reference
 from rope_ext.attention.call import Call, Pairs, RotatedBand, Rotation
@@ -132,6 +132,9 @@ def attend(
     of_method = "rerope" if variant == "dense" else variant
     asked = bands(of_method, queries, keys, window, columns, query.device)
     call = Call(asked, halves(columns), columns**-0.5)
+    if kernel == "decode":
+        ranges = decode_kernel.ranges_of(call, queries, keys, query.device)
+        return functools.partial(decode_kernel.attend, query, key, value, call, ranges)
     if variant == "dense":
         return functools.partial(reference.attend, query, key, value, call)
     return functools.partial(attention.attend, query, key, value, call, kernel)
@@ -184,6 +187,8 @@ def main() -> None:
         print(measuring.peak(run, HEADS, lengths[0]))
         return
     parts = args.parts.split(",")
+    from rich.console import Console  # the GPU benchmark runs without rich
+
     console = Console()
     where = f"torch {torch.__version__}, {torch.get_num_threads()} threads, window {args.window}"
     for name in args.dtypes.split(","):

@@ -5,7 +5,8 @@
 Prints a line of JSON for each thing as soon as it is known: first whether the kernels are right
 (``ok``), then how fast they are beside the same flash attention of torch. The last line counts
 what failed, and the command ends with status 1 if anything did. Every part has a share of the
-time; what does not fit is named as skipped. ``--device cpu --small`` tests the command itself.
+time; what does not fit is named as skipped. ``--device cpu --small`` tests the command itself; with
+``TRITON_INTERPRET=1`` the decoding kernel runs, too.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import gc
 import importlib
 import itertools
 import json
+import os
 import statistics
 import sys
 import time
@@ -27,6 +29,7 @@ from dataclasses import dataclass, field
 from importlib import metadata
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.nn.functional as F
@@ -38,18 +41,21 @@ from transformers import AutoModelForCausalLM, DynamicCache, LlamaConfig, Static
 import rope_ext
 from lab.benchmarks import attention as bands
 from lab.benchmarks.measuring import NATIVE, ratios, seconds_of, tensors, trained
-from rope_eval.versions import versions
 from rope_ext.attention import cards, reference
+from rope_ext.attention import decode as decode_kernel
 from rope_ext.attention.call import Call, RotatedBand
 from rope_ext.attention.dispatch import attend
 from rope_ext.methods import all_encodings, all_methods
 from rope_ext.methods.geometry import Distance, Sinks
 
 MIB = 2**20
-SHARES = {"exact": 20, "paths": 15, "graphs": 10, "syncs": 10, "attention": 20, "model": 15}
-SHARES |= {"lora": 10, "methods": 20}
+SHARES = {"exact": 20, "paths": 15, "graphs": 10, "syncs": 10, "attention": 20, "model": 25}
+SHARES |= {"decode": 20, "lora": 10, "methods": 20}
 """Of the time, per cent; what a part leaves is for those that follow."""
 KERNELS = ("flash", "flex")
+TILINGS = ({}, {"SIZE_ROTATED": 32}, {"SIZE_ROTATED": 64}, {"SIZE": 128}, {"num_warps": 2})
+TILINGS = (*TILINGS, {"num_stages": 2}, {"num_stages": 4})
+"""Changes of the tiles that the decoding kernel uses."""
 
 
 class OutOfTimeError(Exception):
@@ -65,12 +71,14 @@ class Run:
         small: everything as small as it goes.
         minutes: for all parts.
         output: a file for the lines, beside the standard output.
+        kernels: those to be compared.
     """
 
     device: str
     small: bool
     minutes: float
     output: Path | None = None
+    kernels: tuple[str, ...] = KERNELS
     failed: int = 0
     began: float = field(default_factory=time.monotonic)
     until: float = 0.0  # of the part that runs, seconds since it began
@@ -78,11 +86,6 @@ class Run:
     @property
     def dtype(self) -> torch.dtype:
         return torch.float32 if self.device == "cpu" else torch.bfloat16
-
-    @property
-    def kernels(self) -> tuple[str, ...]:
-        """Those to be compared; on a CPU the one that there is."""
-        return KERNELS if self.device == "cuda" else ("flash",)
 
     def seconds(self) -> float:
         return time.monotonic() - self.began
@@ -156,8 +159,10 @@ def _exact(
     variant: str,
     sinks: bool = False,
     softcap: float | None = None,
+    backward: bool = True,
 ) -> dict[str, Any]:
     size, value_size, groups = columns
+    grads = backward and queries > 1
     asked = _asked(variant, queries, keys, window, size, run.device)
     generator = torch.Generator(run.device).manual_seed(0)
     shapes = ((2, 2 * groups, queries, size), (2, 2, keys, size), (2, 2, keys, value_size))
@@ -168,19 +173,25 @@ def _exact(
     weight = torch.randn(*shapes[0][:3], value_size, generator=generator, device=run.device)
 
     def results(dtype: torch.dtype, by: Callable) -> list[torch.Tensor]:
-        given = [x.to(dtype).requires_grad_(queries > 1) for x in made]
+        given = [x.to(dtype).requires_grad_(grads) for x in made]
         call = Call(asked, bands.halves(size), size**-0.5, softcap=softcap, sinks=None)
         if sinks:
             call = Call(asked, call.pairs, call.scale, sinks=given[3])
         out = by(*given[:3], call)
-        grads = torch.autograd.grad(out, given, weight.to(dtype)) if queries > 1 else ()
-        return [x.detach().double() for x in (out, *grads)]
+        more = torch.autograd.grad(out, given, weight.to(dtype)) if grads else ()
+        return [x.detach().double() for x in (out, *more)]
+
+    def decoded(*given: Any) -> torch.Tensor:
+        *qkv, call = given
+        seen = decode_kernel.ranges_of(call, queries, keys, torch.device(run.device))
+        return decode_kernel.attend(*qkv, call, seen)
 
     truth = results(torch.float64, reference.attend)
+    ours = decoded if kernel == "decode" else functools.partial(attend, kernel=kernel)
     found, plain = (
         _apart(got, truth)
         for got in (
-            results(run.dtype, functools.partial(attend, kernel=kernel)),
+            results(run.dtype, ours),
             results(run.dtype, reference.attend),
         )
     )
@@ -201,6 +212,50 @@ def _asked(
         hidden = keys - queries // 2  # from half of the queries
         return [RotatedBand(Distance(hidden, None), far.query, far.key)]
     return [near, RotatedBand(Sinks(4, window), far.query, far.key)]
+
+
+def decoding(run: Run) -> None:
+    """The decoding kernel: exactness, a call beside torch's flash attention, its tiles."""
+    if not decode_kernel.runs_on(torch.device(run.device)):
+        run.tell("decode", skipped="it needs Triton and a GPU of capability 8.0 or later")
+        return
+    n, window = (48, 16) if run.small else (700, 256)
+    shapes = [(128, 128, 4), (64, 64, 1), (256, 256, 1), (80, 80, 7), (96, 96, 4), (192, 128, 1)]
+    cases = [{"columns": shape, "queries": 1, "variant": "rerope"} for shape in shapes]
+    for variant in ("rerope", "dual_chunk", "self_extend", "string"):
+        cases.append({"columns": shapes[0], "queries": 3, "variant": variant})
+    cases.append({"columns": (128, 128, 7), "queries": 16, "variant": "rerope"})
+    cases.append({"columns": shapes[0], "queries": 1, "variant": "rerope", "softcap": 5.0})
+    for case in cases[:: 5 if run.small else 1]:
+        check = functools.partial(_exact, run, "decode", n + 37, window, backward=False, **case)
+        run.attempt("decode", {"what": "exact", **case}, check)
+    heads, kv_heads, columns, window = (4, 2, 16, 16) if run.small else (32, 8, 128, 4096)
+    for length in (64,) if run.small else (2**14, 2**16, 2**17):
+        given = tensors(heads, kv_heads, 1, length, run.dtype, columns, run.device)
+        for variant in ("rerope", "dual_chunk"):
+            for graphed in (False, True) if run.device == "cuda" else (False,):
+                compare = functools.partial(
+                    _compared, run, given, "decode", variant, "decode", window, graphed
+                )
+                named = {"tokens": length, "variant": variant, "cuda_graph": graphed}
+                run.attempt("decode", named, compare)
+    if run.device == "cuda":
+        given = tensors(heads, kv_heads, 1, 2**14, run.dtype, columns, run.device)
+        for splits, change in itertools.product((32, 16, 64), TILINGS):
+            measure = functools.partial(_tiled, run, given, window, splits, change)
+            run.attempt("decode", {"what": "tiles", "splits": splits, **change}, measure)
+
+
+def _tiled(
+    run: Run, given: list[torch.Tensor], window: int, splits: int, change: dict[str, int]
+) -> dict[str, Any]:
+    """Milliseconds of a call in a graph with other tiles."""
+    usual = decode_kernel.tiles
+    with (
+        mock.patch.object(decode_kernel, "SPLITS", splits),
+        mock.patch.object(decode_kernel, "tiles", lambda *sizes: usual(*sizes) | change),
+    ):
+        return _compared(run, given, "decode", "rerope", "decode", window, True)
 
 
 def paths(run: Run) -> None:
@@ -490,13 +545,16 @@ FLASH = "unpatched, torch's flash attention"
 def variants(run: Run, layers: int, encodings: bool = True) -> Iterator[tuple[str, nn.Module]]:
     """One model in all variants, in turn: there is room for one only."""
     model = model_of(run, layers)
-    yield "unpatched", model
+    if "flash" in run.kernels:
+        with rope_ext.patched(model, "rerope", factor=8):
+            yield "rerope", model
     backend = SDPBackend.FLASH_ATTENTION if run.device == "cuda" else SDPBackend.MATH
     with sdpa_kernel(backend):
         yield FLASH, model
-    for kernel in run.kernels:
-        with rope_ext.patched(model, "rerope", factor=8, kernel=kernel):
-            yield f"rerope, {kernel}", model
+    yield "unpatched", model
+    if "flex" in run.kernels:
+        with rope_ext.patched(model, "rerope", factor=8, kernel="flex"):
+            yield "rerope, flex", model
     if encodings:
         with rope_ext.patched(model, "alibi"):
             yield "alibi", model
@@ -652,6 +710,7 @@ PARTS = {
     "paths": paths,
     "graphs": graphs,
     "syncs": syncs,
+    "decode": decoding,
     "attention": timed,
     "model": whole,
     "lora": lora,
@@ -661,7 +720,11 @@ PARTS = {
 
 def device_facts(device: str) -> dict[str, Any]:
     """Where it runs."""
-    facts = {"device": device, **versions()}
+    packages = ("torch", "transformers", "triton")
+    facts: dict[str, Any] = {"device": device}
+    for name in packages:
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            facts[name] = metadata.version(name)
     if device == "cuda":
         properties = torch.cuda.get_device_properties(0)
         facts |= {"name": properties.name, "memory_mib": properties.total_memory // MIB}
@@ -669,8 +732,6 @@ def device_facts(device: str) -> dict[str, Any]:
         card = cards.card(torch.device("cuda", 0))
         facts["capability"] = ".".join(map(str, card.capability))
         facts |= {"shared_memory": card.shared, "triton_and_compiler": card.compiles}
-        with contextlib.suppress(metadata.PackageNotFoundError):
-            facts["triton"] = metadata.version("triton")
     return facts
 
 
@@ -683,6 +744,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument(
         "--minutes", type=float, default=8.5, help="time budget in minutes for all parts"
     )
+    parser.add_argument("--kernels", default=",".join(KERNELS), help="comma-separated kernels")
     parser.add_argument("--output", type=Path, help="also write the results to this file")
     args = parser.parse_args(arguments)
     parts = args.parts.split(",")
@@ -698,7 +760,12 @@ def main(arguments: list[str] | None = None) -> int:
             file=sys.stderr,
         )
         return 1
-    run = Run(args.device, args.small, args.minutes, args.output)
+    kernels = tuple(args.kernels.split(","))
+    if args.device == "cpu":
+        kernels = ("flash",)  # the one that there is
+        if os.environ.get("TRITON_INTERPRET") == "1":  # of a Triton that is imported later
+            decode_kernel.runs_on, decode_kernel.SPLITS = lambda device: True, 2
+    run = Run(args.device, args.small, args.minutes, args.output, kernels)
     run.tell("begin", **device_facts(args.device))
     share = 0
     total = sum(SHARES[part] for part in parts)

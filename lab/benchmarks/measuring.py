@@ -13,13 +13,14 @@ import sys
 import time
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import torch
 import transformers
-from rich.console import Console
-from rich.table import Table
 from torch import nn
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 COLUMNS = 64
 """Of every head."""
@@ -187,6 +188,8 @@ def peak_of_fresh_process(module: str, variant: str, length: int, *options: str)
 
 
 def show(console: Console, title: str, columns: dict[str, dict[str, Measured]]) -> None:
+    from rich.table import Table  # the GPU benchmark runs without rich
+
     table = Table(title=title)
     table.add_column("")
     for column in columns:
@@ -204,6 +207,8 @@ def show_peaks(
     console: Console, title: str, lengths: Sequence[int], peaks: dict[str, list[float]]
 ) -> None:
     """A row for each variant, MiB at each length."""
+    from rich.table import Table  # the GPU benchmark runs without rich
+
     table = Table(title=title)
     for column in ("", *(f"{length} tokens" for length in lengths)):
         table.add_column(column)

@@ -19,10 +19,9 @@ from rope_ext.advice.calibrated import Calibrated, calibration_for, misfit
 from rope_ext.advice.describe import call_text
 from rope_ext.advice.measured import ranked, sentence
 from rope_ext.advice.vendors import Recipe, recipe_for, shipped_with
-from rope_ext.apply.raising import own_factor
 from rope_ext.engines import build_engine, engines_for, serving_commands
 from rope_ext.engines.base import Refusal, config_of
-from rope_ext.errors import OptionError, RopeExtError, UnsupportedModelError
+from rope_ext.errors import AlreadyScaledError, OptionError, RopeExtError, UnsupportedModelError
 from rope_ext.methods import ABF, NTK, PI, Method, Rope, YaRN, build_method
 from rope_ext.methods.abf import bounded_length, smallest_base
 from rope_ext.methods.checked import not_none
@@ -242,14 +241,25 @@ def _without_patch(
     state = current_patch(saved.model)
     if state is None:
         return saved.model, gguf_source.scaling_notes(saved.config)
-    if target > state.target_length:
+    own = saved.source == "rope_parameters"  # which plain transformers loads
+    tables = own and state.method.is_dynamic
+    if target > state.target_length and not tables:
         return built(given)
     commands = serving_commands(saved)
-    next_step = f"serve it: {commands[0]}" if commands else "load it with rope_ext.from_pretrained"
+    loader = "AutoModelForCausalLM" if own else "rope_ext"
+    next_step = f"serve it: {commands[0]}" if commands else f"load it with {loader}.from_pretrained"
+    name = saved.name or type(state.decoder).__name__
+    if target > state.target_length:
+        raise AlreadyScaledError(
+            f"{name} reaches {state.target_length} tokens by its own two tables (longrope, from "
+            f"{state.length}), which nothing stretches further. Up to there, {next_step}; for "
+            f"{target} tokens choose another checkpoint, or search for a table with "
+            f"rope_ext.search and fine-tune"
+        )
     raise OptionError(
-        f"target_length={target} is within the {state.target_length} tokens that "
-        f"{saved.name or type(state.decoder).__name__} reaches: {call_text(state.method)} extends "
-        f"it from {state.length} tokens. {next_step}; for more, give a longer target"
+        f"target_length={target} is within the {state.target_length} tokens that {name} reaches: "
+        f"{call_text(state.method)} extends it from {state.length} tokens. {next_step}; for more, "
+        f"give a longer target"
     )
 
 
@@ -272,23 +282,21 @@ def _case(model: nn.Module, target: int, finetune: bool, engine: str | None) -> 
         length = recipe.trained
         site = first_site(model, length=length)
     if scaled is not None:
-        raised = _raised(decoder, site, target)
-        parameters = text_config(decoder).rope_parameters
-        shipped = shipped_with(text_config(decoder).model_type, parameters.get("rope_type", ""))
+        raised = _raised(site, target)
+        shipped = shipped_with(text_config(decoder).model_type, site.rope_type)
         if shipped is not None:
             scaled += f", as {shipped.models}: {shipped.settings}; {shipped.source}"
     return _Case(model, site.rope, target, finetune, scaled, engine, recipe, length, raised)
 
 
-def _raised(decoder: nn.Module, site: RotarySite, target: int) -> Method | None:
+def _raised(site: RotarySite, target: int) -> Method | None:
     """YaRN with the factor that reaches the target, if the checkpoint was trained under YaRN.
 
     Nothing was measured for the other types.
     """
     if site.rope_type != "yarn":
         return None
-    _, length = own_factor(decoder, site)
-    return YaRN(factor=factor_to(target, length))
+    return YaRN(factor=factor_to(target, not_none(site.settings.length)))
 
 
 def _candidates(case: _Case) -> Iterator[tuple[Method, str]]:

@@ -18,7 +18,7 @@ from rope_ext.rotary import buffers
 from rope_ext.rotary.buffers import Changes
 from rope_ext.rotary.calls import refuse_continuous_batching
 from rope_ext.rotary.hooks import PRECISE_BEYOND
-from rope_ext.rotary.sites import PatchTarget, RotarySite, rope_parameters
+from rope_ext.rotary.sites import PatchTarget, RotarySite
 from rope_ext.saving.rebuild import unsaved
 
 _logger = logging.getLogger("rope_ext")
@@ -148,8 +148,7 @@ def _instead(method: PositionMethod, beside: list[str]) -> str:
 def _several_axes(place: PatchTarget, named: str, instead: str) -> tuple[str, ...]:
     """A sentence for ``describe`` on a model whose images have positions on several axes."""
     for site in place.scaled:
-        config = getattr(site.module, "config", place.decoder.config)
-        if "mrope_section" in rope_parameters(config, site.layer_type):
+        if "mrope_section" in site.settings.parameters:
             return (
                 f"images: their positions have several axes, and {named} attends by one, so that "
                 f"inputs with images or videos will be refused; for these, {instead}",

@@ -18,11 +18,12 @@ from torch import nn
 
 from rope_ext.errors import AlreadyScaledError, OptionError, UnsupportedModelError
 from rope_ext.methods import FrequencyMethod, Method, Rope, method_class
+from rope_ext.methods.checked import not_none
 from rope_ext.methods.rope import reach
 from rope_ext.methods.temperature import yarn_factor
 from rope_ext.options import Options
 from rope_ext.rotary.buffers import Changes
-from rope_ext.rotary.sites import PatchTarget, Raised, RotarySite, rope_parameters, text_config
+from rope_ext.rotary.sites import PatchTarget, Raised, RotarySite, text_config
 from rope_ext.saving.entries import METHODS, method_of
 
 TYPES = {kind: name for kind, name in METHODS.items() if kind != "longrope"}
@@ -91,22 +92,11 @@ def _refuse(method: Method, site: RotarySite, options: Options) -> None:
             raise OptionError(f"compose='raise' cannot have {option}=; leave it out")
 
 
-def own_factor(decoder: nn.Module, site: RotarySite) -> tuple[float, int]:
-    """The factor that the checkpoint ships with, and the length it applies to, in tokens."""
-    config = getattr(site.module, "config", None) or text_config(decoder)
-    own, maximum = rope_parameters(config, site.layer_type), config.max_position_embeddings
-    factor = own.get("factor") or maximum / own[_LENGTH]
-    whole = site.rope_type == "dynamic"
-    return factor, maximum if whole else own.get(_LENGTH) or round(maximum / factor)
-
-
 def _raised(
     decoder: nn.Module, site: RotarySite, factor: float
 ) -> tuple[RotarySite, FrequencyMethod]:
-    config = getattr(site.module, "config", None) or text_config(decoder)
-    own = rope_parameters(config, site.layer_type)
-    kind, maximum = site.rope_type, config.max_position_embeddings
-    old, length = own_factor(decoder, site)
+    own, kind = site.settings.parameters, site.rope_type
+    old, length = not_none(site.settings.factor), not_none(site.settings.length)
     if factor <= old:
         raise OptionError(
             f"factor={factor!r} does not raise the checkpoint's own factor, which is {old!r}; pass "
@@ -115,7 +105,11 @@ def _raised(
     rope = Rope.geometric(site.rope.base, site.rope.dim, length)
     entry = {**copy.deepcopy(dict(own)), "factor": float(factor)}
     # Llama 3's factor divides frequencies by more, or less, than its context grows.
-    target = reach(factor / old, maximum) if kind == "llama3" else reach(factor, length)
+    target = (
+        reach(factor / old, not_none(site.settings.target))
+        if kind == "llama3"
+        else reach(factor, length)
+    )
     made = _method(own, old)
     if kind == "dynamic":  # the buffer may have grown with a sequence
         loaded = rope.inv_freq.float()

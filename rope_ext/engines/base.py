@@ -9,6 +9,7 @@ import dataclasses
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from itertools import islice
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar, cast
 
@@ -19,6 +20,7 @@ from transformers import PreTrainedConfig
 from rope_ext.engines.families import ENGINES, Family, everywhere
 from rope_ext.errors import ExportError, MeasureError, NotPatchedError, brief, nearest
 from rope_ext.methods import Method, Rope
+from rope_ext.methods.checked import not_none
 from rope_ext.methods.temperature import SSMax, yarn_factor
 from rope_ext.patching import Patch, current_patch
 from rope_ext.rotary.sites import find_sites, text_config, text_decoder, unwrap
@@ -86,6 +88,15 @@ class Engine:
     def export(self, model: nn.Module, state: Patch) -> Export:
         """Settings with which the engine computes ``state``; raises :class:`Refusal`."""
         raise NotImplementedError
+
+    def export_shipped(self, saved: Saved, state: Patch) -> Export:
+        """Settings for a folder with two tables of LongRoPE; raises :class:`Refusal`.
+
+        Args:
+            saved: the folder.
+            state: what it says, which transformers chooses by the length of a sequence.
+        """
+        raise Refusal("it is not known to choose between two tables of frequencies")
 
     def export_saved(self, made: Export, saved: Saved, state: Patch) -> Export:
         """The same for a folder that already holds the patch.
@@ -166,13 +177,13 @@ def _export(chosen: Engine, model: Any, saved: Saved | None) -> Export:
     state = current_patch(model)
     if state is None:
         raise NotPatchedError(
-            "this model is not patched and its configuration does not extend it, so there is "
-            "nothing to export; call rope_ext.patch(model, ...) first, or pass --method"
+            f"this model is not patched{_own_scaling(model)}, so there is nothing to export; call "
+            f"rope_ext.patch(model, ...) first, or pass --method"
         )
     try:
-        made = chosen.export(model, state)
+        made = _made(chosen, model, state, saved)
     except Refusal as refusal:
-        others = [name for name in engines_for(model) if name != engine]
+        others = [e for e in _REGISTRY if e != engine and _runs(model, state, e, saved)]
         instead = "no supported engine can run this patch"
         if others:
             instead = f"{' and '.join(map(repr, others))} can run it"
@@ -180,7 +191,7 @@ def _export(chosen: Engine, model: Any, saved: Saved | None) -> Export:
             f"{engine} cannot run {state.method.name}: {refusal}; {instead}. Every engine runs "
             f"'yarn', 'pi' and 'ntk' on {', '.join(everywhere())}"
         ) from None
-    if saved is None:
+    if saved is None or _is_shipped(saved, state):
         return made
     if saved.source == "adapter":
         note = f"for the base model; merge the adapter: python recipes/merge.py {saved.name}"
@@ -188,13 +199,38 @@ def _export(chosen: Engine, model: Any, saved: Saved | None) -> Export:
     return chosen.export_saved(made, saved, state)
 
 
+def _own_scaling(model: nn.Module) -> str:
+    """What the configuration of a model without a patch says about its extension."""
+    settings = next(
+        (site.settings for site in find_sites(text_decoder(model)) if site.scaled), None
+    )
+    if settings is None:
+        return " and its configuration does not extend it"
+    return (
+        f", and engines read its own scaling (rope_type {settings.rope_type!r}, {settings.length} "
+        f"-> {settings.target} tokens) from config.json without settings"
+    )
+
+
 def serving_commands(saved: Saved) -> tuple[str, ...]:
     """Commands that serve a saved folder as it is extended: of vLLM, or of the first engine."""
     state = current_patch(saved.model)
     if state is None:
         return ()
-    names = [name for name in engines_for(saved.model) if name != "transformers"]
-    return tuple(_export(build_engine(name), None, saved).command for name in names[:1])
+    names = [name for name in _REGISTRY if name != "transformers"]
+    running = (name for name in names if _runs(saved.model, state, name, saved))
+    return tuple(_export(build_engine(name), None, saved).command for name in islice(running, 1))
+
+
+def _is_shipped(saved: Saved, state: Patch) -> bool:
+    """Whether a folder has two tables of its own, which no patch wrote."""
+    return saved.source == "rope_parameters" and state.method.is_dynamic
+
+
+def _made(chosen: Engine, model: nn.Module, state: Patch, saved: Saved | None) -> Export:
+    if saved is not None and _is_shipped(saved, state):
+        return chosen.export_shipped(saved, state)
+    return chosen.export(model, state)
 
 
 def in_folder(fields: Mapping[str, Any], saved: Mapping[str, Any]) -> bool:
@@ -223,9 +259,9 @@ def engines_for(model: nn.Module) -> tuple[str, ...]:
     return tuple(name for name in _REGISTRY if _runs(model, state, name))
 
 
-def _runs(model: nn.Module, state: Patch, engine: str) -> bool:
+def _runs(model: nn.Module, state: Patch, engine: str, saved: Saved | None = None) -> bool:
     try:
-        build_engine(engine).export(model, state)
+        _made(build_engine(engine), model, state, saved)
     except Refusal:
         return False
     return True
@@ -275,17 +311,14 @@ class Scaling:
                 "there is none; patch it, or give a folder that save_pretrained of a patched model "
                 "wrote"
             )
-        kind = parameters["rope_type"]
-        tables = (parameters.get("short_factor"), parameters.get("long_factor"))
-        if kind == "dynamic" or tables[0] != tables[1]:
+        settings = site.settings
+        if settings.is_dynamic:
             raise Refusal("its frequencies change with the length of a sequence")
-        target = config.max_position_embeddings
-        length = parameters.get("original_max_position_embeddings", target)
-        rope = Rope.geometric(parameters["rope_theta"], site.rope.dim, length)
+        rope = Rope.geometric(site.rope.base, site.rope.dim, not_none(settings.length))
         inv_freq = site.loaded.double()
-        if kind in ("default", "linear"):  # to better than float32
-            inv_freq = rope.inv_freq / parameters.get("factor", 1.0)
-        return cls(rope, inv_freq, site.scaling, target, parameters)
+        if settings.rope_type in ("default", "linear"):  # to better than float32
+            inv_freq = rope.inv_freq / (settings.factor or 1.0)
+        return cls(rope, inv_freq, site.scaling, not_none(settings.target), parameters)
 
     @property
     def divisors(self) -> list[float]:

@@ -90,13 +90,17 @@ _MLA = ServedFamily(
     ("default", "yarn"), "it treats every scaling of this family as DeepSeek's YaRN", mla=True
 )
 
+_PROPORTIONAL = (
+    "its layers without a window rotate by rope_type 'proportional', beside which transformers "
+    "saves no scaling"
+)
 _UNROTATED = "its layers do not rotate, so there is nothing to scale"
 VLLM: Mapping[str, ServedFamily] = {
     **_served("llama", "mistral", "mixtral", "ministral3", "qwen2", "qwen3"),
     **_served("qwen2_moe", "qwen3_moe", "qwen3_next", "gemma", "gemma2", "gemma3_text"),
     **_served("granite", "granitemoe", "glm4", "glm4_moe", "olmoe", "cohere", "stablelm"),
     **_served("ernie4_5", "minimax_m2", "nemotron", "apertus", "phi3", "exaone4"),
-    **_served("lfm2", "lfm2_moe", "laguna", "llama4_text", "gemma4_text"),
+    **_served("lfm2", "lfm2_moe", "laguna", "llama4_text"),
     # model_executor/models/registry.py: TransformersForCausalLM
     **_served("arcee", "hunyuan_v1_dense", "olmo2", "olmo3", "seed_oss", backend=True),
     **_served("smollm3", "starcoder2", backend=True),
@@ -104,12 +108,13 @@ VLLM: Mapping[str, ServedFamily] = {
     **dict.fromkeys(("qwen2_vl_text", "qwen2_5_vl_text"), replace(_AXES, stretched=4)),
     **dict.fromkeys(("qwen3_vl_text", "qwen3_vl_moe_text"), _AXES),
     **dict.fromkeys(("qwen3_5_text", "qwen3_5_moe_text", "qwen4_exp_text"), _AXES),
-    **dict.fromkeys(("deepseek_v2", "deepseek_v3"), _MLA),
+    **dict.fromkeys(("deepseek_v2", "deepseek_v3", "kimi_k2"), _MLA),
     "gpt_oss": ServedFamily(
         ("yarn",),
         "it builds YaRN for this family and ignores rope_type (models/gpt_oss.py)",
         usual=True,
     ),
+    "gemma4_text": ServedFamily((), _PROPORTIONAL),
     "kimi_linear": ServedFamily((), _UNROTATED),
 }
 """According to vLLM 0.33.0, ``model_executor/models``."""
@@ -125,11 +130,13 @@ SGLANG: Mapping[str, ServedFamily] = {
     "llama4_text": ServedFamily(
         ("linear", "yarn", "llama3", "longrope"), "models/llama4.py passes int(base) to get_rope"
     ),
-    "gemma4_text": ServedFamily(
-        (), "models/gemma4_causal.py passes the base and rope_type to get_rope, no factor"
+    "qwen4_exp_text": replace(_AXES, own_share=True),  # models/qwen4_exp.py inherits it
+    "laguna": ServedFamily(
+        (), "configs/laguna.py reads rope_parameters before overrides are applied"
     ),
+    "gemma4_text": ServedFamily((), _PROPORTIONAL),
     "kimi_linear": ServedFamily((), _UNROTATED),
-    **dict.fromkeys(("deepseek_v2", "deepseek_v3"), _MLA),
+    **dict.fromkeys(("deepseek_v2", "deepseek_v3", "kimi_k2"), _MLA),
     "gemma3_text": ServedFamily(
         BASE, "it reads only the base of this family (models/gemma3_causal.py)"
     ),
@@ -204,7 +211,15 @@ MLX: Mapping[str, MLXFamily] = {
     "gpt_oss": MLXFamily(
         (), "models/gpt_oss.py only reads experts named as in the released checkpoints"
     ),
-    **dict.fromkeys(("arcee", "qwen3_5_text"), MLXFamily((), "it does not implement this family")),
+    **dict.fromkeys(
+        ("arcee", "qwen3_5_text", "qwen3_5_moe_text", "qwen4_exp_text"),
+        MLXFamily((), "it does not implement this family"),
+    ),
+    "lfm2": MLXFamily((), "models/lfm2.py passes only the base to nn.RoPE"),
+    "lfm2_moe": MLXFamily((), "models/lfm2_moe.py passes only the base to nn.RoPE"),
+    "laguna": MLXFamily((), "models with several rotary embeddings have not been tested"),
+    "gemma4_text": MLXFamily((), _PROPORTIONAL),
+    "kimi_linear": MLXFamily((), _UNROTATED),
 }
 """According to mlx-lm 0.32.2, read and run."""
 
@@ -243,6 +258,15 @@ LLAMA_CPP: Mapping[str, Architecture] = {
     "hunyuan_v1_dense": _without_table("hunyuan-dense"),
     "phi3": _without_table("phi3"),
     "gemma3_text": _without_table("gemma3", sliding_base=10000.0),
+    **dict.fromkeys(
+        ("lfm2", "lfm2_moe", "qwen3_5_text", "qwen3_5_moe_text"),
+        Architecture((), "no GGUF file of this family can be made here to run it"),
+    ),
+    **dict.fromkeys(
+        ("laguna", "qwen4_exp_text"), Architecture((), "the gguf library does not know this family")
+    ),
+    "gemma4_text": Architecture((), _PROPORTIONAL),
+    "kimi_linear": Architecture((), _UNROTATED),
 }
 """According to the llama.cpp of xllamacpp 2026.10.11549, run. For other architectures its loader
 rejects files with a table (``wrong number of tensors``)."""
@@ -271,5 +295,6 @@ def miniatures() -> list[str]:
     return [name for name in dict.fromkeys(found) if name not in _NO_MINIATURE]
 
 
-_NO_MINIATURE = ("gemma3_text", "olmo3", "qwen3_next", "qwen3_5_text")
-_NO_MINIATURE += ("qwen2_vl_text", "qwen2_5_vl_text", "qwen3_vl_text")
+_NO_MINIATURE = ("gemma3_text", "olmo3", "kimi_k2", "laguna", "llama4_text", "lfm2", "lfm2_moe")
+_NO_MINIATURE += ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "qwen4_exp_text")
+_NO_MINIATURE += ("qwen2_vl_text", "qwen2_5_vl_text", "qwen3_vl_text", "qwen3_vl_moe_text")

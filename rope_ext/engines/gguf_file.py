@@ -186,7 +186,7 @@ def extended(
             f"{path} already scales its rotary embedding; convert the unscaled model, or give the "
             f"folder of a model that was patched with compose=True before the file"
         )
-    known = list(dict.fromkeys(family.name for family in LLAMA_CPP.values()))
+    known = list(dict.fromkeys(family.name for family in LLAMA_CPP.values() if family.kinds))
     if file.architecture not in known:
         raise ExportError(
             f"the architecture {file.architecture!r} has not been tested in llama.cpp; tested "

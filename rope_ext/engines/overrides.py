@@ -18,6 +18,7 @@ from rope_ext.engines.base import (
 from rope_ext.engines.families import ServedFamily
 from rope_ext.methods.temperature import yarn_factor
 from rope_ext.patching import Patch
+from rope_ext.rotary.settings import path_to_text
 from rope_ext.rotary.sites import text_config
 
 
@@ -45,25 +46,12 @@ def overrides(state: Patch, engine: str) -> dict[str, Any]:
     fields = {"rope_parameters": parameters, "max_position_embeddings": state.target_length}
     if family.own_share and "partial_rotary_factor" in parameters:
         fields["partial_rotary_factor"] = parameters["partial_rotary_factor"]
-    path = _path_to_text(served_config(state.outermost))
+    path = path_to_text(served_config(state.outermost))
     if engine == "sglang" and len(path) > 1:
         raise Refusal(f"its overrides replace {'.'.join(path)} instead of updating it")
     for name in reversed(path):
         fields = {name: fields}
     return fields
-
-
-def _path_to_text(config: Any) -> tuple[str, ...]:
-    """Names of the sub-configurations that lead to the text model's; none if it is not nested."""
-    text = config.get_text_config(decoder=True)
-
-    def path(part: Any) -> tuple[str, ...] | None:
-        if part is text:
-            return ()
-        inner = {name: path(x) for name, x in vars(part).items() if hasattr(x, "get_text_config")}
-        return next(((name, *rest) for name, rest in inner.items() if rest is not None), None)
-
-    return path(config) or ()
 
 
 def _named(parameters: Mapping[str, Any], family: ServedFamily) -> dict[str, Any]:
@@ -78,7 +66,9 @@ def _named(parameters: Mapping[str, Any], family: ServedFamily) -> dict[str, Any
         parameters |= betas
         usual = yarn_factor(parameters["factor"])
         if factor is None:  # raised: the checkpoint's own entry, which the engine reads already
-            return parameters
+            if family.mla or family.usual or "mscale" in parameters:
+                return parameters
+            return parameters | {"attention_factor": usual}  # that of its factor would be kept
         if math.isclose(factor, usual, rel_tol=1e-12):
             return parameters
         if family.usual:

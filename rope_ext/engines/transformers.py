@@ -65,12 +65,19 @@ class Transformers(Engine):
             ("put it beside the weights; model.save_pretrained(FOLDER) writes both", *notes),
         )
 
+    def export_shipped(self, saved: Saved, state: Patch) -> Export:
+        return _as_it_is(saved, {})
+
     def export_saved(self, made: Export, saved: Saved, state: Patch) -> Export:
         if self.legacy or not in_folder(made.settings, saved.config.to_dict()):
             return made
-        command = shlex.join(["hf", "upload", "USER/NAME", saved.name or "FOLDER"])
-        notes = ("config.json holds the settings: plain from_pretrained loads the folder",)
-        return Export("transformers", made.settings, command, notes=notes)
+        return _as_it_is(saved, made.settings)
+
+
+def _as_it_is(saved: Saved, settings: Mapping[str, Any]) -> Export:
+    command = shlex.join(["hf", "upload", "USER/NAME", saved.name or "FOLDER"])
+    notes = ("config.json holds the settings: plain from_pretrained loads the folder",)
+    return Export("transformers", settings, command, notes=notes)
 
 
 def legacy(parameters: Mapping[str, Any]) -> dict[str, Any]:

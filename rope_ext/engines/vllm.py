@@ -14,9 +14,11 @@ from rope_ext.engines.base import (
     Engine,
     Export,
     Refusal,
+    family_of,
     in_folder,
     model_name,
     precise_note,
+    refuse_kind,
     refuse_tempered,
     register,
 )
@@ -51,6 +53,19 @@ class VLLM(Engine):
         fields, length = overrides(state, self.name), state.target_length
         notes = ("as vLLM 0.33.0 computes it", *precise_note(state))
         return _export(model, fields, length, notes)
+
+    def export_shipped(self, saved: Saved, state: Patch) -> Export:
+        refuse_kind(family_of(state, self.name), "longrope")
+        if state.method.attention_factor is not None:
+            raise Refusal("it computes the temperature of two tables by itself")
+        length = state.target_length
+        command = ["vllm", "serve", saved.name or "FOLDER", "--max-model-len", str(length)]
+        notes = (
+            "as vLLM 0.33.0 computes it; config.json says the rest",
+            f"it uses the long table for all prompts, transformers beyond {state.length} tokens; "
+            f"--max-model-len {state.length} selects the short one",
+        )
+        return Export("vllm", {"max_model_len": length}, shlex.join(command), notes=notes)
 
     def export_saved(self, made: Export, saved: Saved, state: Patch) -> Export:
         fields = made.settings["hf_overrides"]

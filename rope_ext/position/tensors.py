@@ -16,9 +16,10 @@ from torch import nn
 from transformers.cache_utils import Cache
 from transformers.masking_utils import sdpa_mask
 
+from rope_ext.attention import decode, placed
 from rope_ext.attention import dispatch as attention
-from rope_ext.attention import placed
 from rope_ext.attention.call import Call, RotatedBand, Rotation, each_table
+from rope_ext.attention.extent import positions_seen
 from rope_ext.caches import UNKNOWN
 from rope_ext.forward.context import cache_among, forward_context, is_paged
 from rope_ext.forward.positions import PositionForward, once
@@ -198,9 +199,72 @@ class InTensors:
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: Call
     ) -> torch.Tensor:
         """For few queries on all slots, with the same operations for every row."""
+        if self._has_kernel(query, key, value, call):
+            return decode.attend(query, key, value, call, self._ranges())
         query, dtype = self._scaled(query)
         apart = None if call.bias is None else self._distance(call.bias.shape[1])
         return placed.attend_few(query, key, value, call, self._few(dtype), apart)
+
+    def _has_kernel(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: Call
+    ) -> bool:
+        """Whether :mod:`rope_ext.attention.decode` can have a call."""
+        tensors = (query, key, value, call.sinks, call.bias)
+        if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors):
+            return False
+        if decode.refusal(query, value, call.pairs) is not None:
+            return False
+        return not any(isinstance(x, Decay) for _, *pair in self.rotated.rotations for x in pair)
+
+    def _ranges(self) -> decode.Ranges:
+        """What the queries see by slots, and their rotations, for all layers of the layout."""
+        key = ("ranges", self.rotated.number)
+        if key not in self.made:
+            context, t = self.context, self.query
+            filled = torch.as_tensor(context.filled, device=t.device).view(1)
+            origin = torch.zeros(context.rows, dtype=torch.long, device=t.device)
+            if context.padding is not None:
+                origin = context.padding.to(t.device).int().argmax(1)
+            if context.traced:  # eager forwards are in segments, whose tokens count one by one
+                apart = torch.arange(context.room, device=t.device) - origin[:, None] != self.key
+                torch._assert_async(~(apart & context.real()).any(), placed.APART)
+            # Those that rotate keys come first; the order of bands does not matter otherwise.
+            bands = sorted(self.rotated.rotations, key=lambda band: band[2].idle)
+            of_row = origin[:, None] if context.padding is not None else 0
+            low, high = [], []
+            for geometry, *_ in bands:
+                first, end = positions_seen(geometry, t)
+                first = torch.as_tensor(first, device=t.device).clamp(min=0)
+                seen = end > first
+                low.append(torch.where(seen, first + of_row, decode.NOTHING))
+                high.append(torch.where(seen, end + of_row, 0))
+            temperature = self.map.temperature(t, torch.float32)
+            self.made[key] = decode.Ranges(
+                torch.stack(low).int(),
+                torch.stack(high).int(),
+                origin.int(),
+                filled.int(),
+                decode.stacked([self._at(by, t) for _, by, _ in bands]),
+                sum((not by.idle) << number for number, (_, by, _) in enumerate(bands)),
+                decode.stacked([self._everywhere(by) for _, _, by in bands if not by.idle]),
+                temperature,
+            )
+        return self.made[key]
+
+    def _at(self, by: RotationTable | Decay, t: torch.Tensor) -> Rotation:
+        """Rotation of tokens at ``t``, float32, ``[rows or 1, tokens, pairs]``."""
+        if by.idle or self.context.traced:
+            return by.at(t, torch.float32)
+        made = by.between(0, self.context.room, t.device, torch.float32)
+        return each_table(made, lambda x: x.expand(*t.shape, -1) if len(x) == 1 else x[t.clamp(0)])
+
+    def _everywhere(self, by: RotationTable | Decay) -> Rotation:
+        """Rotation of tokens at all positions in the room, float32, ``[room, pairs]``."""
+        room, device = self.context.room, self.query.device
+        if self.context.traced:
+            return by.at(torch.arange(room, device=device), torch.float32)
+        made = by.between(0, room, device, torch.float32)
+        return each_table(made, lambda x: x.expand(room, -1).contiguous())
 
     def _scaled(self, query: torch.Tensor) -> tuple[torch.Tensor, torch.dtype]:
         """The queries times their temperature, and the dtype of tables."""

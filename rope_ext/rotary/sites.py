@@ -20,8 +20,8 @@ from rope_ext.errors import NoRopeError, OptionError, UnsupportedModelError
 from rope_ext.methods import FrequencyMethod, Method, Rope, geometric
 from rope_ext.methods.rope import MOST_TOKENS, plain_number
 from rope_ext.rotary.probe import Columns, prove
+from rope_ext.rotary.settings import RopeSettings, rope_settings, trained_length
 from rope_ext.rotary.zero3 import gathered
-from rope_ext.saving.record import trained_length
 
 SCALED_TYPES = ("linear", "dynamic", "yarn", "longrope", "llama3")
 _LOCAL = ("sliding", "chunked", "local")
@@ -63,6 +63,7 @@ class RotarySite:
         local: whether only layers with a limited window use it.
         shared: whether layers with and without a limited window use it.
         columns: the proven layout of the module's output.
+        settings: what the configuration said about it when it was found.
         baked: layers of latent attention whose softmax scale contains the checkpoint's factor
             (``mscale_all_dim``); further factors go there as well.
     """
@@ -77,6 +78,7 @@ class RotarySite:
     local: bool
     shared: bool
     columns: Columns
+    settings: RopeSettings
     baked: tuple[nn.Module, ...] = ()
     rounded: bool = False
     raised: Raised | None = None
@@ -281,14 +283,6 @@ def _require_in_use(decoder: nn.Module) -> None:
         )
 
 
-def rope_parameters(config: Any, layer_type: str | None) -> dict[str, Any]:
-    """The part of ``config.rope_parameters`` that describes one site; empty if there is none."""
-    parameters = getattr(config, "rope_parameters", None) or {}
-    if layer_type is not None and isinstance(parameters.get(layer_type), dict):
-        return parameters[layer_type]
-    return parameters
-
-
 def _site(
     decoder: nn.Module,
     name: str,
@@ -324,7 +318,8 @@ def _site(
             f"{type(decoder).__name__}: a trained length of {length} tokens cannot be extended, "
             f"only one of 2 to {MOST_TOKENS}; pass original_max_position_embeddings=TOKENS"
         )
-    base = _base(decoder, rope_parameters(config, layer_type), loaded)
+    settings = rope_settings(config, layer_type)
+    base = _base(decoder, settings.base, loaded)
     theta = torch.where(loaded > 0, geometric(base, 2 * len(loaded)), 0.0)
     if not torch.allclose(theta, loaded.double(), rtol=1e-5, atol=0):
         theta = loaded.double()  # scaled already, or no geometric sequence
@@ -340,14 +335,15 @@ def _site(
         local=local,
         shared=shared,
         columns=proven[key],
-        baked=_baked(decoder, rope_parameters(config, layer_type)),
+        settings=settings,
+        baked=_baked(decoder, settings),
         rounded=not buffer.is_meta and not torch.equal(buffer.float().cpu(), loaded),
     )
 
 
-def _baked(decoder: nn.Module, parameters: dict[str, Any]) -> tuple[nn.Module, ...]:
+def _baked(decoder: nn.Module, settings: RopeSettings) -> tuple[nn.Module, ...]:
     """Layers whose softmax scale would differ without ``mscale_all_dim``."""
-    if not parameters.get("mscale_all_dim") or parameters.get("rope_type") not in SCALED_TYPES:
+    if not settings.parameters.get("mscale_all_dim") or settings.rope_type not in SCALED_TYPES:
         return ()
     config = copy.deepcopy(text_config(decoder))
     config.rope_parameters = {**config.rope_parameters, "mscale_all_dim": 0}
@@ -364,8 +360,7 @@ def _baked(decoder: nn.Module, parameters: dict[str, Any]) -> tuple[nn.Module, .
     )
 
 
-def _base(decoder: nn.Module, parameters: dict[str, Any], loaded: torch.Tensor) -> float:
-    base = parameters.get("rope_theta")
+def _base(decoder: nn.Module, base: Any, loaded: torch.Tensor) -> float:
     if base is None and len(loaded) > 1 and 0 < loaded[1] < 1:
         return loaded[1].item() ** (-len(loaded))
     number = plain_number(base)
@@ -467,6 +462,6 @@ def _reach(config: Any, layer_type: str | None) -> tuple[bool, bool]:
     limited = [is_local(kind) for kind in kinds]
     if "use_sliding_window" in vars(config) and not config.use_sliding_window:
         return False, False
-    if not limited:
-        return bool(window), False
+    if not limited:  # Phi-3 has a window of twice its context
+        return 0 < (window or 0) < (rope_settings(config).target or math.inf), False
     return all(limited), any(limited) and not all(limited)

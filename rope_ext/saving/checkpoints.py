@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import copy
+import functools
 import hashlib
+import logging
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -11,7 +14,7 @@ from typing import Any
 import torch
 from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from rope_ext.errors import (
@@ -24,11 +27,15 @@ from rope_ext.errors import (
 )
 from rope_ext.patching import unpatch
 from rope_ext.position.bias import learned
+from rope_ext.rotary.settings import all_settings, contradictions
+from rope_ext.rotary.settings import trained_length as trained_length_of
 from rope_ext.saving import gguf_source
-from rope_ext.saving.load import fault_of_place, from_pretrained, read_sidecar
+from rope_ext.saving.adapters import read_sidecar
+from rope_ext.saving.hub import fault_of_place
+from rope_ext.saving.load import from_pretrained
 from rope_ext.saving.record import Record, record_of
-from rope_ext.saving.record import trained_length as trained_length_of
 
+_logger = logging.getLogger("rope_ext")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 _FAILURES = (OSError, KeyError, ValueError, RuntimeError, SafetensorError, StrictDataclassError)
 _WEIGHTS = ("*.safetensors", "*.bin")
@@ -52,7 +59,17 @@ def load_config(model: str) -> Any:
 def _read_config(model: str, gguf_file: str | None = None) -> Any:
     if gguf_file is not None:
         return gguf_source.load_config(model, gguf_file)
-    return AutoConfig.from_pretrained(model)
+    config = AutoConfig.from_pretrained(model)
+    told = "; ".join(contradictions(config, PreTrainedConfig.get_config_dict(model)[0]))
+    if told:
+        _warn(f"rope_ext: {model}: {told}")
+    return config
+
+
+@functools.cache
+def _warn(sentence: str) -> None:
+    """Warn once, however often a configuration is read."""
+    _logger.warning(sentence)
 
 
 def load_tokenizer(model: str) -> Any:
@@ -262,13 +279,12 @@ def saved_under(config: Any) -> Record | None:
 
 def is_dynamic(config: Any) -> bool:
     """Whether the checkpoint itself, without a patch, has frequencies that depend on the length."""
-    rope = getattr(config.get_text_config(decoder=True), "rope_parameters", None)
     record = saved_under(config)
     if record is not None:
-        rope = record.config.get("rope_parameters", rope)
-    rope = rope or {}
-    kinds = {part.get("rope_type") for part in (rope, *rope.values()) if isinstance(part, dict)}
-    return not kinds.isdisjoint({"dynamic", "longrope"})
+        config = copy.deepcopy(config)
+        record.restore(config)
+    text = config.get_text_config(decoder=True)
+    return any(settings.is_dynamic for settings in all_settings(text).values())
 
 
 def _load(what: str, load: Callable[..., Any], model: str, **options: Any) -> Any:

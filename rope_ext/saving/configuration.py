@@ -12,7 +12,7 @@ from typing import Any
 from torch import nn
 
 from rope_ext.errors import CURE, RecordError, UnsupportedModelError
-from rope_ext.rotary.sites import RotarySite, rope_parameters, text_config
+from rope_ext.rotary.sites import RotarySite, text_config
 from rope_ext.saving.record import EXPERTS, FIELD, FIELDS, HEAD, OLDER, Record, record_of
 
 _WRITTEN: weakref.WeakValueDictionary[int, nn.Module] = weakref.WeakValueDictionary()
@@ -143,8 +143,7 @@ def _is_field(config: Any, name: str) -> bool:
 
 def is_scaled(decoder: nn.Module, site: RotarySite) -> str | None:
     """Describe how the checkpoint's configuration scales a site; None if it does not."""
-    config = getattr(site.module, "config", decoder.config)
-    factor = rope_parameters(config, site.layer_type).get("factor")
+    factor = site.settings.factor
     if site.scaled or factor not in (None, 1, 1.0):
         return f"rope_type {site.rope_type!r} with factor {factor}"
     record = _record(text_config(decoder), native=True)

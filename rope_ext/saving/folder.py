@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import copy
 import json
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 from torch import nn
@@ -16,8 +15,10 @@ from transformers import AutoModelForCausalLM, AutoModelForMultimodalLM, PreTrai
 
 from rope_ext.errors import MeasureError, RopeExtError, UnsupportedModelError, first_line
 from rope_ext.methods import FrequencyMethod, Method
-from rope_ext.patching import current_patch, note_patch, patch
-from rope_ext.rotary.sites import RotarySite, find_sites, text_config, text_decoder
+from rope_ext.methods.checked import not_none
+from rope_ext.patching import current_patch, note_patch, note_target, patch
+from rope_ext.rotary.settings import RopeSettings, all_settings
+from rope_ext.rotary.sites import RotarySite, find_sites, text_decoder
 from rope_ext.saving.checkpoints import adapter_record, load_config
 from rope_ext.saving.entries import method_of
 from rope_ext.saving.rebuild import SCALING_FIELDS
@@ -132,22 +133,17 @@ def _configuration(given: Given) -> tuple[Any, Record | None, str]:
 def configured(text: Any) -> tuple[FrequencyMethod, int] | None:
     """The method that ``rope_parameters`` describe, and the original length in tokens.
 
-    ``max_position_embeddings`` counts as the extended length, as transformers' YaRN reads it.
     None: nothing is scaled, the layer types are scaled differently, or no method is known for it.
     """
-    scaled = _scaled_parts(text)
-    if not scaled or any(part != scaled[0] for part in scaled[1:]):
+    scaled = _scaled(text)
+    if not scaled or any(settings != scaled[0] for settings in scaled[1:]):
         return None
-    method, length = _method(scaled[0], text)
+    method, length = _method(scaled[0]), scaled[0].length
     return None if method is None or length is None else (method, length)
 
 
-def _scaled_parts(text: Any) -> list[dict[str, Any]]:
-    parameters = getattr(text, "rope_parameters", None)
-    if not isinstance(parameters, dict):
-        return []
-    parts = [part for part in (parameters, *parameters.values()) if isinstance(part, dict)]
-    return [part for part in parts if part.get("rope_type", "default") != "default"]
+def _scaled(text: Any) -> list[RopeSettings]:
+    return [one for one in all_settings(text).values() if one.rope_type != "default"]
 
 
 def _from_parameters(config: Any, sites: list[RotarySite]) -> nn.Module | None:
@@ -157,8 +153,10 @@ def _from_parameters(config: Any, sites: list[RotarySite]) -> nn.Module | None:
     found = configured(text)
     if found is None:
         return None
-    method, length = found
-    for part in _scaled_parts(text):
+    (method, length), scaled = found, _scaled(text)
+    target = not_none(scaled[0].target)
+    for settings in scaled:
+        part = cast("dict[str, Any]", settings.parameters)
         for field in (*SCALING_FIELDS, "original_max_position_embeddings"):
             part.pop(field, None)
         part["rope_type"] = "default"
@@ -168,28 +166,19 @@ def _from_parameters(config: Any, sites: list[RotarySite]) -> nn.Module | None:
         patch(model, method)
     except (RopeExtError, RuntimeError, TypeError, KeyError):
         return None
-    return model if _same(model, sites) else None
+    if not _same(model, sites):
+        return None
+    note_target(model, target)  # which Llama 3's factor does not give
+    return model
 
 
-def _method(part: Mapping[str, Any], text: Any) -> tuple[FrequencyMethod | None, int | None]:
-    """The method that a scaled entry of ``rope_parameters`` describes, and the trained length."""
-    kind, longest = part["rope_type"], getattr(text, "max_position_embeddings", None)
-    original = part.get("original_max_position_embeddings") or getattr(
-        text, "original_max_position_embeddings", None
-    )
-    factor = part.get("factor")
-    if factor is None and original and longest:
-        factor = longest / original
-    if factor is None or kind == "dynamic":  # its frequencies follow the sequence
-        return None, None
+def _method(settings: RopeSettings) -> FrequencyMethod | None:
+    if settings.factor is None or settings.rope_type == "dynamic":  # its base has no largest length
+        return None
     try:
-        method = method_of(part, factor)
+        return method_of(settings.parameters, settings.factor)
     except (RopeExtError, KeyError, TypeError):
-        return None, None
-    if kind == "linear":
-        length = longest / factor if longest else math.nan
-        original = int(length) if length.is_integer() else None
-    return method, original
+        return None
 
 
 def _same(model: nn.Module, sites: list[RotarySite]) -> bool:
@@ -200,8 +189,9 @@ def _same(model: nn.Module, sites: list[RotarySite]) -> bool:
         return False
     for ours, theirs in zip(state.sites, sites, strict=True):
         inv_freq, scaling = state.frequencies_of(ours)
+        if state.method.is_dynamic:  # a new module begins with those of the trained length
+            inv_freq = not_none(state.frequencies).frequencies(ours.rope, ours.rope.length)
         alike = torch.allclose(inv_freq.double(), theirs.loaded.double(), rtol=_SAME, atol=0)
         if not (alike and abs(scaling - theirs.scaling) <= _SAME * abs(theirs.scaling)):
             return False
-    text = text_config(text_decoder(model))
-    return bool(text.max_position_embeddings)
+    return True

@@ -12,6 +12,7 @@ import logging
 import os
 import struct
 from dataclasses import dataclass
+from os import PathLike
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -39,14 +40,15 @@ _STILL = 1e29  # divisors above it stop a pair
 _logger = logging.getLogger("rope_ext")
 
 
-def split(name: str) -> tuple[str, dict[str, str]]:
+def split(given: str | PathLike[str]) -> tuple[Any, dict[str, str]]:
     """Split ``FOLDER/FILE.gguf`` or ``OWNER/NAME/FILE.gguf`` into the arguments of transformers.
 
     Returns:
         A directory or Hub ID, and ``{"gguf_file": FILE}``; the name and ``{}`` for other models.
     """
+    name = str(given)
     if not name.endswith(SUFFIX):
-        return name, {}
+        return given, {}
     folder, file = os.path.split(name)
     if name.count("/") > 1 and not os.path.isdir(folder) and not os.path.isabs(name):
         owner, repository, file = name.split("/", 2)

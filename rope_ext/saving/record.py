@@ -195,19 +195,6 @@ class Record:
         return [f"{name}={_text(value)}" for name, value in given if value != ARGUMENTS[name]]
 
 
-def trained_length(config: Any) -> int | None:
-    """Trained context in tokens according to a configuration; None if it is not given.
-
-    Raises:
-        RecordError: the configuration has a record that cannot be read.
-    """
-    record = record_of(config)
-    if record is not None and not record.native:
-        return record.trained_length  # the maximum is the extended one
-    length = getattr(config, "max_position_embeddings", None)
-    return length if isinstance(length, int) and length > 0 else None
-
-
 def record_of(config: Any) -> Record | None:
     """The record stored in ``config``; None if there is none.
 

@@ -19,6 +19,7 @@ from typer.testing import CliRunner
 
 import rope_ext
 from rope_ext.cli import app
+from rope_ext.methods.temperature import yarn_factor
 from rope_ext.patching import current_patch
 from rope_ext.saving.folder import built_on_meta, patch_without_weights
 from tests.families.zoo import LENGTH, image_text_types, tiny_config, tiny_model
@@ -129,6 +130,7 @@ def test_the_command_line_names_the_folder_and_the_part(tmp_path: Path, engine: 
     command = shlex.split(result.stdout.splitlines()[0])
     overrides = json.loads(command[command.index(FLAGS[engine]) + 1])
     assert str(tmp_path) in command and list(overrides) == ["text_config"]
+    assert "rope-ext verify" not in result.output  # which has no miniature of this family
     assert overrides["text_config"]["max_position_embeddings"] == 4 * LENGTH
 
 
@@ -137,3 +139,19 @@ def test_a_configuration_without_a_folder_is_nested_as_well() -> None:
     assert isinstance(config, Qwen3_5Config)
     model = patch_without_weights(built_on_meta(config), YARN)
     assert list(rope_ext.export(model, "vllm").settings["hf_overrides"]) == ["text_config"]
+
+
+def test_a_raised_factor_leaves_nothing_of_the_old_one(tmp_path: Path) -> None:
+    """VLLM merges what is nested, so that a number that is left out stays as it was."""
+    config = tiny_config("qwen3_vl")
+    text = config.text_config
+    length = {"original_max_position_embeddings": LENGTH, "attention_factor": yarn_factor(2.0)}
+    text.rope_parameters |= {"rope_type": "yarn", "factor": 2.0, **length}
+    text.max_position_embeddings = 2 * LENGTH
+    config.save_pretrained(tmp_path)
+    model = built_on_meta(AutoConfig.from_pretrained(tmp_path))
+    rope_ext.patch(model, "yarn", factor=4, compose="raise")
+    served = AutoConfig.from_pretrained(tmp_path)
+    by_vllm(served, rope_ext.export(model, "vllm").settings["hf_overrides"])
+    found = served.text_config.rope_parameters
+    assert (found["factor"], found["attention_factor"]) == (4.0, yarn_factor(4.0))

@@ -17,17 +17,12 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    Qwen2VLConfig,
-    Qwen2VLForConditionalGeneration,
-)
+from transformers import AutoConfig, AutoModelForCausalLM
 
 import rope_ext
 from rope_ext.engines.families import SGLANG, VLLM, ServedFamily
 from rope_ext.patching import current_patch
-from rope_ext.rotary.sites import find_sites, text_decoder
+from rope_ext.rotary.sites import text_decoder
 from tests.families.zoo import tiny_model
 from tests.helpers.engines import BUILD, FLAGS, TABLES, built
 from tests.helpers.models import LENGTH, several_axes
@@ -228,7 +223,8 @@ def test_its_classes_compute_every_family(engine: str) -> None:
 def others(engine: str) -> list[str]:
     """Families that the engine builds by its own rotary class, and that no other test has."""
     table: dict[str, ServedFamily] = {"vllm": VLLM, "sglang": SGLANG}[engine]  # type: ignore
-    seen = {*BUILD, *FAMILIES, "qwen2_5_vl_text", "qwen3_vl_text", "qwen2_vl_text", "deepseek_v2"}
+    axes = ("qwen2_vl_text", "qwen2_5_vl_text", "qwen3_vl_text", "qwen3_vl_moe_text")
+    seen = {*BUILD, *FAMILIES, *axes, "deepseek_v2", "kimi_k2"}  # which is deepseek_v3 by code
     return [n for n, f in table.items() if f.kinds and not f.backend and n not in seen]
 
 
@@ -283,21 +279,6 @@ def test_a_checkpoint_that_scales_by_itself_is_a_table_beyond_some_families() ->
     rope_ext.patch(model, "pi", factor=2, compose=True)
     with pytest.raises(rope_ext.ExportError, match=r"DeepSeek's YaRN \(rope_type 'longrope'\)"):
         rope_ext.export(model, "vllm")
-
-
-def test_the_language_model_of_a_larger_one_is_named() -> None:
-    config = Qwen2VLConfig(
-        text_config={**SIZES, "rope_parameters": PLAIN | {"mrope_section": [2, 3, 3]}},
-        vision_config={"depth": 1, "embed_dim": 16, "num_heads": 2, "hidden_size": 64},
-    )
-    model = Qwen2VLForConditionalGeneration(config)
-    rope_ext.patch(model, "yarn", factor=4)
-    for engine, name in (("vllm", "hf_overrides"), ("sglang", "json_model_override_args")):
-        fields = rope_ext.export(model, engine).settings[name]
-        assert list(fields) == ["text_config"]
-        assert fields["text_config"]["max_position_embeddings"] == 4 * LENGTH
-        assert fields["text_config"]["rope_parameters"]["mrope_section"] == [2, 3, 3]
-    assert find_sites(text_decoder(model))
 
 
 def by_dual_chunk(given: dict[str, int], i: int, j: int) -> int:

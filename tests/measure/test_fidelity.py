@@ -128,14 +128,27 @@ def test_published_keys_are_those_of_the_code() -> None:
     assert {len(case.key) for case in fixed} == {9}
 
 
-def test_the_space_before_a_published_key_is_the_models_to_write() -> None:
+def test_the_space_before_a_key_is_given_and_written_only_in_a_published_text() -> None:
     tokenizer = spacing()  # where it is a token of its own
     for kind, spaces in ((PublishedPrompts, 1), (PasskeyPrompts, 0)):
         case = kind(tokenizer).case(300, 0.5, seed=0)
-        assert case.count == spaces + len(case.key)
-        assert tokenizer.convert_ids_to_tokens(case.ids[-case.count]) == "▁" or not spaces
+        assert case.count == len(case.key) and case.lead == 1
+        assert tokenizer.convert_ids_to_tokens(case.ids[-case.count - 1]) == "▁"
         given = tokenizer.decode(list(case.ids[: -case.count]), skip_special_tokens=True)
         assert given.rstrip().endswith("What is the pass key? The pass key is")
+        written = kind(tokenizer).case(300, 0.5, seed=0, generate=True)
+        assert written.ids == case.ids[: -case.count - spaces]
+
+
+def test_a_key_may_be_a_word() -> None:
+    made = cases(Passkey(9, 1, needle="word"), CHARACTERS, 400)
+    assert all(case.key.isalpha() and text_of(case).count(case.key) >= 3 for case in made)
+    assert len({case.key for case in made}) > 3
+    [written] = cases(Passkey(1, 1, needle="word", generate=True), CHARACTERS, 400)
+    assert share_found(written, f": {written.key}. It is") == 1 and share_found(written, "7") == 0
+    for wrong in ({"needle": "word", "digits": 3}, {"needle": "letter"}):
+        with pytest.raises(OptionError, match="must be number, or word without digits"):
+            Passkey(**wrong)
 
 
 def test_a_decoded_published_key_is_the_first_number() -> None:

@@ -13,6 +13,7 @@ import pytest
 import typer
 
 from recipes import memory
+from rope_eval.cases import dump
 from rope_eval.command import COMPARE, parser
 from rope_eval.reports.report import Report
 from rope_eval.reports.summary import TOO_FEW, Estimate, interval, is_clear, signed
@@ -52,6 +53,24 @@ def rows(report: Report, settings: Settings) -> list[dict[str, str]]:
 
 
 YARN = "yarn (beta_fast=16)"
+
+
+def test_right_digits_after_a_wrong_first_token_are_counted_and_the_chat_template_is_said(
+    report: Report,
+) -> None:
+    found = [
+        dataclasses.replace(o, value=1.0, led=o.depth is not None and o.depth < 0.5)
+        if o.task == "passkey"
+        else o
+        for o in report.outcomes
+    ]
+    made = Report(report.plan, found)
+    texts = made.markdown(), dump(made.to_json()), made._page([])
+    # Two trials in each of two depth bins at two lengths; those of the second bin begin otherwise.
+    assert all("4 of 8 (none), 4 of 8 (yarn" in text for text in texts)
+    assert all("no chat template" in text for text in texts[::2])
+    assert not any("finds few passkeys" in text for text in texts)
+    assert all("finds few passkeys, 0% at 128" in note for note in report.warnings)
 
 
 def test_a_row_with_options_is_told_from_the_plain_method(
@@ -113,7 +132,7 @@ def test_one_document_has_no_interval_anywhere(
     for entry in (*data["summary"], *data["curves"], *data["costs"], *data["differences"]):
         if entry["task"] == "perplexity":
             assert entry["low"] is entry["high"] is None and entry["value"] is not None
-    assert data["notes"] == ("all windows are from one document, so there is no interval",)
+    assert data["notes"][0] == "all windows are from one document, so there is no interval"
     for text in (printed, report.markdown(), html, (settings.output / "cells.csv").read_text()):
         assert "too few documents" in text
     assert all(e["note"] == TOO_FEW for e in data["summary"] if e["task"] == "perplexity")

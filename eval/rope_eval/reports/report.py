@@ -42,6 +42,7 @@ from rope_eval.reports.training import DEFINITION, Training
 from rope_eval.run.plan import PAGE, RESULTS, TABLES, Plan
 from rope_eval.systems import System, under
 from rope_eval.tasks.base import Task, options
+from rope_eval.tasks.passkey import MIN_FOUND
 from rope_eval.tasks.perplexity import Perplexity
 from rope_ext.advice.building import model_of
 from rope_ext.arguments import compose_words
@@ -281,7 +282,9 @@ class Report:
         """The command after tasks that recommend nothing."""
         settings = self.plan.settings
         if all(system.method == UNPATCHED for system in self.plan.systems):
-            return ["rope-ext", "describe", model]
+            trained = max(system.trained for system in self.plan.systems)
+            longer = max(4 * trained, *settings.lengths)
+            return ["rope-ext", "recommend", model, "--length", str(longer)]
         return self._comparing(model, settings.lengths, "--output", unused("compared"))
 
     def _comparing(self, model: str, lengths: Sequence[int], *given: str) -> list[str]:
@@ -495,10 +498,41 @@ class Report:
             console.print(f"{section.definition}.\n", style="dim", highlight=False)
         for part in self.essentials:
             console.print(part, style="dim", highlight=False, markup=False)
-        for sentence in self.plan.refusals:
+        for sentence in (*self.plan.refusals, *self.warnings):
             console.print(f"Note: {sentence}.", style="yellow", highlight=False, markup=False)
         for sentence in self.recommendations:
             console.print(sentence, style="bold", highlight=False, markup=False)
+
+    @property
+    def notes(self) -> list[str]:
+        """What a reader of the results should know."""
+        return [*self.plan.notes, *self.warnings]
+
+    @cached_property
+    def warnings(self) -> list[str]:
+        """What the results themselves say against their use."""
+        low, led, notes = [], [], []
+        for system in self.plan.systems:
+            length = self.reference(system)
+            found = self.estimates.get(("passkey", system.name, length or 0))
+            if system.method == UNPATCHED and found is not None and found.value < MIN_FOUND:
+                low.append(f"{found.value:.0%} at {length} tokens ({system.name})")
+            right = [o for o in self.outcomes if o.system == system.name and o.value == 1]
+            right = [o for o in right if o.led is not None]
+            if others := sum(not o.led for o in right):
+                led.append(f"{others} of {len(right)} ({system.name})")
+        if low:
+            notes.append(
+                f"within its trained length the unpatched model finds few passkeys, "
+                f"{', '.join(low)}, so those found beyond say little about a method; try --needle "
+                f"word or --digits 3"
+            )
+        if led:
+            notes.append(
+                f"digits right, first token wrong: in {', '.join(led)} of the passkeys found, the "
+                f"model would begin its answer otherwise than with the space that it is given"
+            )
+        return notes
 
     def write(self) -> list[Path]:
         """Write JSON, CSV, Markdown, pictures and the page; returns their paths.
@@ -526,7 +560,7 @@ class Report:
         for section in self.sections:
             parts += [f"### {section.name}", section.tables[0].markdown(), f"{section.definition}."]
         parts += self.recommendations
-        parts += [f"Note: {note}." for note in self.plan.notes]
+        parts += [f"Note: {note}." for note in self.notes]
         parts.append(f"95 % intervals. {' '.join(self.essentials)}")
         return "\n\n".join(parts) + "\n"
 
@@ -546,6 +580,13 @@ class Report:
                 f"{server.served_model_name} served at {server.url}" for server in settings.servers
             ]
             rows = [*served, f"prompts by {settings.api}", f"seed {settings.seed}"]
+        if self.plan.chat:
+            used = {True: "chat template", False: "no chat template"}
+            rows += (
+                [used[chat] for chat in self.plan.chat.values()]
+                if len(self.plan.chat) == 1
+                else [f"{used[chat]} for {model}" for model, chat in self.plan.chat.items()]
+            )
         versions = identity["versions"]
         told = [f"{n} {versions[n]}" for n in ("rope_ext", "torch", "transformers", "python")]
         asked = []
@@ -589,7 +630,8 @@ class Report:
         return {
             "recommendations": self.recommendations,
             "definitions": {section.name: section.definition for section in self.sections},
-            "notes": plan.notes,
+            "notes": self.notes,
+            "chat_template": plan.chat,
             "refused": plan.refused,
             "settings": plan.settings.to_json(),
             "systems": [
@@ -743,7 +785,7 @@ class Report:
             sections.append(page.Section(section.name, words, section.tables, mine))
         data = self.to_json()
         settings = {name: data[name] for name in ("settings", "systems", "tasks", "identities")}
-        notes = [f"Note: {note}." for note in self.plan.notes]
+        notes = [f"Note: {note}." for note in self.notes]
         return page.render(
             *(self.title, self.recommendations, notes, sections, dump(settings), self.essentials)
         )

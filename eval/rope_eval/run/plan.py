@@ -51,6 +51,7 @@ class Plan:
         questions: by (model, name of a task).
         identities: of every model.
         notes: what a reader of the results should know.
+        chat: whether prompts use a chat template, by model; empty where no task has prompts.
         refused: why a model cannot take a method, by the name of the system; ``run`` fills it.
     """
 
@@ -61,6 +62,7 @@ class Plan:
     questions: Mapping[tuple[str, str], Questions]
     identities: Mapping[str, Mapping[str, Any]]
     notes: tuple[str, ...]
+    chat: Mapping[str, bool] = field(default_factory=dict)
     refused: dict[str, str] = field(default_factory=dict)
 
     def measured(self) -> Plan:
@@ -215,9 +217,10 @@ def prepare(
     notes += [note for built in questions.values() for note in built.notes]
     identities = _identities(settings, configs, trained)
     systems = tuple(_systems(settings, methods, configs, identities))
-    return Plan(
-        settings, parts, lengths, systems, questions, identities, tuple(dict.fromkeys(notes))
-    )
+    prompted = any(task.kind == "rate" for task in parts)
+    chat = {model: frame.around is not None for model, frame in frames.items()} if prompted else {}
+    notes = tuple(dict.fromkeys(notes))
+    return Plan(settings, parts, lengths, systems, questions, identities, notes, chat)
 
 
 def _read(model: str, settings: Settings) -> tuple[Any, int]:

@@ -18,13 +18,14 @@ class Result:
     tokens: int
     written: str | None = None
     curve: tuple[tuple[int, float, int], ...] = ()
+    led: bool | None = None
 
 
 def tail(case: Case) -> int:
     """Tokens at the end whose losses are needed."""
     if case.curve and not case.nested:
         return len(case.ids) - 1
-    return len(case.ids) - min(case.only) if case.only else case.count
+    return len(case.ids) - min(case.only) if case.only else case.count + case.lead
 
 
 def loss(case: Case, losses: torch.Tensor) -> Result:

@@ -197,6 +197,7 @@ def _outcome(system: System, case: Case, result: Result) -> Outcome:
         tokens=result.tokens,
         written=result.written,
         curve=result.curve,
+        led=result.led,
     )
 
 
@@ -301,7 +302,8 @@ class Runner:
         for row, case in enumerate(batch):
             if case.mode == "argmax":
                 found = bool(hits[row, -case.count :].all())
-                results.append(Result(float(found), case.count))
+                led = bool(hits[row, -tails[row] : -case.count].all()) if case.lead else None
+                results.append(Result(float(found), case.count, led=led))
             else:
                 results.append(loss(case, losses[row, -tails[row] :].double()))
         return results

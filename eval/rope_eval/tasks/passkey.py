@@ -2,16 +2,15 @@
 
 There are two prompts. ``published`` is that of Landmark Attention (arXiv 2305.16300, its
 ``run_test.py``), also used by YaRN (arXiv 2309.00071): five lines, filler that is cut anywhere,
-keys from 1 to 50000, and the model has to write the space before the answer. ``inline`` has the
-same sentences, none of them cut, in one paragraph, and keys of five digits. If the tokenizer has a
-separate token for the space before a digit, the prompt contains it. The bundled checkpoint was
-trained on ``inline``.
+keys from 1 to 50000. ``inline`` has the same sentences, none of them cut, in one paragraph, and
+keys of five digits. The bundled checkpoint was trained on ``inline``.
 
 A case is scored by one teacher-forced forward: it passes if the argmax equals the key at every
-answer token, which is exactly when greedy decoding would write the key. With ``generate`` the
-answer is
-decoded: ten tokens, of which the first number counts (``published``), or as many as the key has
-(``inline``).
+token of the key, which is exactly when greedy decoding would go on with the key. If the tokenizer
+has a separate token for the space before a digit, the space is given: a chat model that would
+rather begin with a colon has still found the key. The report counts such answers. With ``generate``
+the answer is decoded: ten tokens, of which the first number counts (``published``), or as many as
+the key has (``inline``).
 """
 
 from __future__ import annotations
@@ -26,6 +25,7 @@ from typing import Any, ClassVar, Literal
 
 from rope_eval.cases import Case, Questions, require_positive
 from rope_eval.data.prompts import Filler, Frame, longest
+from rope_eval.data.words import NOUNS
 from rope_eval.tasks.base import Kind, Task, option, register
 from rope_ext.errors import OptionError
 
@@ -74,12 +74,13 @@ class PasskeyPrompts:
     Args:
         tokenizer: of the model.
         frame: around the prompt; by default that of a base model.
+        words: whether keys are words instead of numbers.
     """
 
     default_digits: ClassVar[int | None] = 5
 
-    def __init__(self, tokenizer: Any, frame: Frame | None = None) -> None:
-        self._tokenizer = tokenizer
+    def __init__(self, tokenizer: Any, frame: Frame | None = None, words: bool = False) -> None:
+        self._tokenizer, self._words = tokenizer, words
         self._frame = frame or Frame.from_tokenizer(tokenizer, "no")
 
     @cached_property
@@ -116,7 +117,8 @@ class PasskeyPrompts:
             OptionError: ``length`` cannot hold the frame.
         """
         digits = digits or self.default_digits
-        key = self._key(random.Random(f"{seed}:{length}:{depth}:{digits}"), digits)
+        rng = random.Random(f"{seed}:{length}:{depth}:{digits}")
+        key = rng.choice(NOUNS) if self._words else self._key(rng, digits)
         least = len(self._whole(key)[0])
         if least > length:
             raise OptionError(
@@ -124,7 +126,14 @@ class PasskeyPrompts:
                 f"{length}; give longer --lengths"
             )
         ids, count = self._fill(length, depth, key)
-        case = Case("passkey", length, seed, "argmax", count, ids, (key,), depth, bin, whole=True)
+        lead = 0
+        while not self._tokenizer.decode([ids[lead - count]]).strip():
+            lead += 1
+        case = Case(
+            *("passkey", length, seed, "argmax", count - lead, ids, (key,), depth, bin),
+            whole=True,
+            lead=lead,
+        )
         return self._to_write(case) if generate else case
 
     def _key(self, rng: random.Random, digits: int | None) -> str:
@@ -155,11 +164,7 @@ class PasskeyPrompts:
 
     def _whole(self, key: str, before: str = "", after: Sequence[str] = ()) -> tuple[array, int]:
         content = INTRO + before + NEEDLE.format(key=key) + "".join(after) + ASK
-        ids, count = self._frame.whole(content, LEAD, key)
-        # Where digits stand alone, the space before them is a token of its own: it is given.
-        while not self._tokenizer.decode([ids[-count]]).strip():
-            count -= 1
-        return ids, count
+        return self._frame.whole(content, LEAD, key)
 
 
 class PublishedPrompts(PasskeyPrompts):
@@ -171,8 +176,8 @@ class PublishedPrompts(PasskeyPrompts):
         return super()._key(rng, digits) if digits else str(rng.randint(1, 50000))
 
     def _to_write(self, case: Case) -> Case:
-        judge = FirstNumber(int(case.key))
-        ids = case.ids[: -case.count]
+        judge = None if self._words else FirstNumber(int(case.key))
+        ids = case.ids[: -case.count - case.lead]
         return replace(case, mode="write", count=10, ids=ids, judge=judge, whole=False)
 
     def _fill(self, length: int, depth: float, key: str) -> tuple[array, int]:
@@ -215,6 +220,7 @@ class Passkey(Task):
         trials: prompts for each length and depth bin.
         depths: bins of equal width.
         digits: of each key; None: as defined by the prompt.
+        needle: ``number`` or ``word``, which is easier.
         generate: decode instead of teacher-forcing.
         prompt: ``published`` or ``inline``, see the module; ``auto``: the one that the checkpoint
             was trained on if its tokenizer records it (``TRAINED_ON``), else ``published``.
@@ -226,7 +232,10 @@ class Passkey(Task):
     trials: int = option(10, "prompts for each length and depth")
     depths: int = option(5, "depth bins of equal width")
     digits: int | None = option(
-        None, "digits of each key, such as 5 or 10; default: 5; published keys are 1 to 50000"
+        None, "digits of each key, such as 3 or 10; default: 5; published keys are 1 to 50000"
+    )
+    needle: Literal["number", "word"] = option(
+        "number", "number, or word: a key that small models can copy"
     )
     generate: bool = option(False, "decode with a cache, instead of teacher-forcing")
     prompt: Literal["auto", "published", "inline"] = option(
@@ -235,6 +244,10 @@ class Passkey(Task):
 
     def __post_init__(self) -> None:
         require_positive(trials=self.trials, depths=self.depths, digits=self.digits)
+        if self.needle not in ("number", "word") or (self.needle == "word" and self.digits):
+            raise OptionError(
+                f"needle={self.needle!r} is not valid; it must be number, or word without digits"
+            )
         if self.prompt not in PROMPTS:
             raise OptionError(
                 f"prompt={self.prompt!r} is not valid; it must be one of {', '.join(PROMPTS)}"
@@ -248,7 +261,7 @@ class Passkey(Task):
         """
         prompt = own_prompt(frame.tokenizer) if self.prompt == "auto" else self.prompt
         kind = PasskeyPrompts if prompt == "inline" else PublishedPrompts
-        prompts = kind(frame.tokenizer, frame)
+        prompts = kind(frame.tokenizer, frame, self.needle == "word")
         cases = []
         for length in lengths:
             for depth in range(self.depths):
@@ -262,6 +275,7 @@ class Passkey(Task):
         writes = "writes" if self.generate else "would write"
         digits = self.digits or prompts.default_digits
         keys = f"keys of {digits} digits" if digits else "keys from 1 to 50000"
+        keys = "keys of one word" if self.needle == "word" else keys
         definition = (
             f"share of {self.trials} {keys} at each of {self.depths} depths that greedy decoding "
             f"{writes} out in full, {prompt} prompt, exact intervals"

@@ -1,0 +1,282 @@
+"""Decoding on GPUs: few queries on all slots of a cache, by one kernel of Triton and a merge.
+
+Every query sees a contiguous range of slots in every band, so what the queries see are integers,
+made once per step for all layers, on the device: nothing waits for it, and eager steps, compiled
+steps and CUDA graphs run the same code. Queries and near keys are rotated in registers.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from rope_ext.attention import cards
+from rope_ext.attention.call import Call, Pairs, Rotation, each_table
+from rope_ext.attention.extent import positions_seen
+
+QUERIES = 16
+"""The most queries of a call."""
+NOTHING = 2**30
+"""The first slot of a query that sees none: it widens no range."""
+MOST_COLUMNS = 256
+"""Of a head."""
+SPLITS = 32
+"""Shares of the keys, each of one block of threads: fastest from 16k to 128k tokens on an H200."""
+
+
+@dataclass(frozen=True, eq=False)
+class Ranges:
+    """What few queries see of a cache, and their rotations; shared by all layers of one layout.
+
+    Args:
+        low: the first slot that a query sees in a band, int32, ``[bands, rows or 1, queries]``;
+            :data:`NOTHING` if it sees none. The bands whose keys are rotated come first.
+        high: one past the last slot; 0 if it sees none.
+        origin: slot of position 0, int32, ``[rows or 1]``.
+        filled: slot of the first query, int32, ``[1]``.
+        query: rotations of queries, float32, ``[bands, rows or 1, queries, pairs]``; None: none.
+        query_rotated: bit ``b`` is set if band ``b`` rotates its queries.
+        key: rotations of keys by position, ``[rotated bands, positions, pairs]``; None: none.
+        temperature: factor of every query, float32, ``[rows or 1, queries]``; None: no factor.
+    """
+
+    low: torch.Tensor
+    high: torch.Tensor
+    origin: torch.Tensor
+    filled: torch.Tensor
+    query: Rotation
+    query_rotated: int
+    key: Rotation
+    temperature: torch.Tensor | None
+
+
+def ranges_of(call: Call, queries: int, keys: int, device: torch.device) -> Ranges:
+    """What the last of consecutive tokens see, with the bands and the temperature of a call."""
+    # Those that rotate keys come first; the order of bands does not matter otherwise.
+    bands = sorted(call.bands, key=lambda band: band.key is None)
+    t = torch.arange(call.start + keys - queries, call.start + keys, device=device)
+    low, high = [], []
+    for band in bands:
+        first, end = positions_seen(band.geometry, t)
+        first = (torch.as_tensor(first, device=device) - call.start).clamp(min=0)
+        end = end - call.start
+        low.append(torch.where(end > first, first, NOTHING))
+        high.append(torch.where(end > first, end, 0))
+    temperature = None if call.temperature is None else call.temperature.float()[None]
+    by_query = [each_table(x.query, lambda table: table.float().expand(queries, -1)) for x in bands]
+    by_key = [each_table(x.key, lambda table: table.float().expand(keys, -1)) for x in bands]
+    return Ranges(
+        torch.stack(low)[:, None].int(),
+        torch.stack(high)[:, None].int(),
+        torch.zeros(1, dtype=torch.int32, device=device),
+        t[:1].int() - call.start,
+        each_table(stacked(by_query), lambda table: table[:, None]),
+        sum((band.query is not None) << number for number, band in enumerate(bands)),
+        stacked([x for x in by_key if x is not None]),
+        temperature,
+    )
+
+
+def stacked(rotations: list[Rotation]) -> Rotation:
+    """Rotations of several bands, ``[bands, ...]``; nobody reads what stands for a None."""
+    some = next((x for x in rotations if x is not None), None)
+    if some is None:
+        return None
+    every = [some if x is None else x for x in rotations]
+    cos, sin = (
+        tables[0][None].contiguous() if len(tables) == 1 else torch.stack(tables)
+        for tables in zip(*every, strict=True)
+    )
+    return cos, sin
+
+
+def refusal(query: torch.Tensor, value: torch.Tensor, pairs: Pairs) -> str | None:
+    """Why the kernel cannot have these heads; None: it can."""
+    if not runs_on(query.device):
+        return "it needs Triton and a GPU of capability 8.0 or later"
+    if query.dtype == torch.float64:
+        return "it has no float64"
+    if max(query.shape[-1], value.shape[-1]) > MOST_COLUMNS:
+        return f"it has heads of up to {MOST_COLUMNS} columns"
+    if _columns(pairs, query.shape[-1]) is None:
+        return "it needs rotary pairs at equal steps, beside one range of columns at most"
+    return None
+
+
+def runs_on(device: torch.device) -> bool:
+    """Whether Triton compiles for a device."""
+    if device.type != "cuda":
+        return False
+    card = cards.card(device)
+    return card.compiles and card.capability >= cards.AMPERE
+
+
+def _columns(pairs: Pairs, columns: int) -> tuple[int, int, int, int, int, int] | None:
+    """First columns of pairs, second ones, step, number; the other columns' first, and number."""
+    first, second = pairs.first, pairs.second
+    if not (isinstance(first, slice) and isinstance(second, slice)):
+        return None
+    step, count = first.step or 1, len(range(*first.indices(columns)))
+    if not count:
+        return 0, 0, 1, 0, 0, columns
+    if step != (second.step or 1):
+        return None
+    low = min(first.start, second.start)
+    high = max(first.start, second.start) + (count - 1) * step + 1
+    if high - low != 2 * count:  # other columns between the pairs
+        return None
+    if low and high < columns:
+        return None
+    rest_at, rest = (0, low) if low else (high, columns - high)
+    return first.start, second.start, step, count, rest_at, rest
+
+
+def attend(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: Call, ranges: Ranges
+) -> torch.Tensor:
+    """Attention of few queries on all slots, without gradients.
+
+    Args:
+        query: ``[rows, heads, queries, columns]``.
+        key: ``[rows, kv_heads, slots, columns]``.
+        value: ``[rows, kv_heads, slots, value columns]``.
+        call: without bands, temperature and scores.
+        ranges: what the queries see.
+
+    Returns:
+        ``[rows, heads, queries, value columns]``.
+    """
+    columns = _columns(call.pairs, query.shape[-1])
+    assert columns is not None, "callers ask refusal() first"
+    run: Any = _operator if torch.compiler.is_compiling() else _launch
+    return run(
+        query, key, value, ranges.low, ranges.high, ranges.origin, ranges.filled,
+        [*(ranges.query or ())], [*(ranges.key or ())], ranges.temperature, call.sinks, call.bias,
+        [*columns], ranges.query_rotated, call.scale, call.softcap,
+    ).transpose(1, 2)  # fmt: skip
+
+
+def tiles(rows: int, columns: int, value_columns: int, size: int) -> dict[str, int]:
+    """Rows and keys of a tile, and warps, that need no memory beside registers and 96 KiB.
+
+    Args:
+        rows: queries times the heads of a key.
+        columns: of queries and keys, padded to powers of two.
+        value_columns: of values, likewise.
+        size: bytes of a number.
+    """
+    width = max(columns, value_columns) * size  # bytes
+    height = min(max(_power(rows), 16), 64 if width <= 256 else 32 if width <= 512 else 16)
+    return {
+        "ROWS": height,
+        "SIZE": 64 if width <= 256 else 32 if width <= 512 else 16,
+        "SIZE_ROTATED": 16,
+        "num_warps": 8 if height * width > 32 * 256 or width > 512 else 4,
+        "num_stages": 3 if width <= 256 else 2,
+    }
+
+
+def _power(number: int) -> int:
+    """The next power of two."""
+    return 1 << max(number - 1, 0).bit_length()
+
+
+def _launch(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    low: torch.Tensor,
+    high: torch.Tensor,
+    origin: torch.Tensor,
+    filled: torch.Tensor,
+    query_rotation: list[torch.Tensor],
+    key_rotation: list[torch.Tensor],
+    temperature: torch.Tensor | None,
+    sinks: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    columns: Sequence[int],
+    query_rotated: int,
+    scale: float,
+    softcap: float | None,
+) -> torch.Tensor:
+    """``[rows, queries, heads, value columns]``."""
+    if query.is_cuda and query.device.index != torch.cuda.current_device():
+        with torch.cuda.device(query.device):  # Triton launches on the current one
+            return _launch(
+                query, key, value, low, high, origin, filled, query_rotation, key_rotation,
+                temperature, sinks, bias, columns, query_rotated, scale, softcap,
+            )  # fmt: skip
+    kernels = importlib.import_module("rope_ext.attention.decode_kernel")  # it imports triton
+    (batch, heads, tokens, _), (kv_heads, value_columns) = query.shape, value.shape[1::2]
+    groups = heads // kv_heads
+    query, key, value = (x if x.stride(-1) == 1 else x.contiguous() for x in (query, key, value))
+    first, second, step, pairs, rest_at, rest = columns
+    padded = [max(_power(x), 16) for x in (pairs, rest, value_columns)]
+    every = (batch * kv_heads, SPLITS, groups * tokens)
+    out = query.new_empty(*every, value_columns, dtype=torch.float32)
+    lse = query.new_empty(every, dtype=torch.float32)
+    made = query.new_empty(batch, tokens, heads, value_columns)
+    width = 2 * padded[0] * bool(pairs) + padded[1] * bool(rest)
+    shape = tiles(groups * tokens, width, padded[2], query.element_size())
+    unused = query  # a kernel needs some tensor in the place of one that it does not read
+    cos, sin = query_rotation or (unused, unused)
+    key_cos, key_sin = key_rotation or (unused, unused)
+    kernels.split_kernel[SPLITS, batch * kv_heads, -(-groups * tokens // shape["ROWS"])](
+        query, key, value, low, high, origin, filled, cos, sin, key_cos, key_sin,
+        unused if temperature is None else temperature, unused if bias is None else bias, out, lse,
+        scale, softcap or 1.0, *((1, 0) if bias is None else (bias.shape[1], bias.stride(0))),
+        *query.stride()[:3], *key.stride()[:3], *value.stride()[:3], low.stride(0), _by_row(low, 1),
+        cos.stride(0), _by_row(cos, 1), key_cos.stride(0),
+        0 if temperature is None else _by_row(temperature, 0), len(origin) > 1,
+        KV=kv_heads, GROUPS=groups, TOKENS=tokens, BANDS=len(low), QUERY_ROTATED=query_rotated,
+        KEY_ROTATED=len(key_cos) if key_rotation else 0, HAS_TEMPERATURE=temperature is not None,
+        HAS_BIAS=bias is not None, HAS_CAP=softcap is not None, PAIRS=pairs, PAIRS2=padded[0],
+        FIRST=first, SECOND=second, STEP=step, REST=rest, REST2=padded[1], REST_AT=rest_at,
+        DV=value_columns, DV2=padded[2], SPLITS=SPLITS,
+        PRECISION="ieee" if query.dtype == torch.float32 else "tf32", **shape,
+    )  # fmt: skip
+    kernels.merge_kernel[batch * kv_heads, groups * tokens](
+        out, lse, sinks if sinks is not None else lse, made, KV=kv_heads, GROUPS=groups,
+        TOKENS=tokens, HAS_SINKS=sinks is not None, DV=value_columns, DV2=padded[2], SPLITS=SPLITS,
+    )  # fmt: skip
+    return made
+
+
+def _by_row(x: torch.Tensor, dim: int) -> int:
+    """The stride of the rows; 0 where one serves all."""
+    return x.stride(dim) if x.shape[dim] > 1 else 0
+
+
+@torch.library.custom_op("rope_ext::decode", mutates_args=())
+def _operator(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    low: torch.Tensor,
+    high: torch.Tensor,
+    origin: torch.Tensor,
+    filled: torch.Tensor,
+    query_rotation: list[torch.Tensor],
+    key_rotation: list[torch.Tensor],
+    temperature: torch.Tensor | None,
+    sinks: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    columns: list[int],
+    query_rotated: int,
+    scale: float,
+    softcap: float | None,
+) -> torch.Tensor:
+    return _launch(
+        query, key, value, low, high, origin, filled, query_rotation, key_rotation, temperature,
+        sinks, bias, columns, query_rotated, scale, softcap,
+    )  # fmt: skip
+
+
+@_operator.register_fake
+def _(query, key, value, *_rest):  # noqa: ANN001, ANN002, ANN202
+    rows, heads, queries, _ = query.shape
+    return query.new_empty(rows, queries, heads, value.shape[-1])

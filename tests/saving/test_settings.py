@@ -1,0 +1,175 @@
+"""Configurations in the wild: transformers' reading counts, and everybody says the same."""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+import rope_ext
+from rope_ext.rotary.sites import find_sites, text_decoder
+from tests.families.zoo import tiny_config
+from tests.helpers.models import LENGTH, tiny_llama
+
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": LENGTH}
+PLAIN = {"rope_type": "default", "rope_theta": 1e4}
+
+
+def folder(path: Path, fields: dict[str, Any]) -> Path:
+    """A folder as found in the wild: these fields in place of those of rope_parameters."""
+    tiny_llama().save_pretrained(path)
+    file = path / "config.json"
+    saved = json.loads(file.read_text("utf-8"))
+    del saved["rope_parameters"]
+    file.write_text(json.dumps(saved | fields), "utf-8")
+    return path
+
+
+CASES: dict[str, tuple[dict[str, Any], tuple[int, int], str]] = {
+    "both styles": (
+        {"rope_parameters": PLAIN, "rope_scaling": YARN, "max_position_embeddings": 4 * LENGTH},
+        (LENGTH, 4 * LENGTH),
+        "rope_type is given as 'default' (rope_parameters), but transformers uses 'yarn'",
+    ),
+    "two names of the type": (
+        {"rope_parameters": {**YARN, "type": "linear"}, "max_position_embeddings": 4 * LENGTH},
+        (LENGTH, 4 * LENGTH),
+        "rope_type is given as 'linear' (type of rope_parameters), but transformers uses 'yarn'",
+    ),
+    "two bases": (
+        {"rope_parameters": {**PLAIN, "rope_theta": 5e5}, "rope_theta": 1e4},
+        (LENGTH, LENGTH),
+        "rope_theta is given as 10000.0 (the top level), but transformers uses 500000.0",
+    ),
+    "a length that does not fit the factor": (
+        {"rope_scaling": YARN, "max_position_embeddings": LENGTH},
+        (LENGTH, 4 * LENGTH),
+        f"max_position_embeddings={LENGTH} does not fit factor=4",
+    ),
+    "no original length": (
+        {"rope_scaling": {"type": "yarn", "factor": 4.0}, "max_position_embeddings": 4 * LENGTH},
+        (4 * LENGTH, 16 * LENGTH),
+        "max_position_embeddings for the missing original_max_position_embeddings",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_everything_gives_the_numbers_of_transformers_and_says_why(tmp_path, caplog, case) -> None:
+    fields, (trained, target), told = CASES[case]
+    place = folder(tmp_path / case.replace(" ", "-"), fields)
+    with caplog.at_level(logging.WARNING, "rope_ext"):
+        described = rope_ext.describe(place)
+    warnings = [record.getMessage() for record in caplog.records if record.name == "rope_ext"]
+    assert len(warnings) == 1 and told in warnings[0] and str(place) in warnings[0]
+    assert "\n" not in warnings[0]
+    assert (described.length, described.target_length) == (trained, target)
+    assert rope_ext.diagnose(place, 8 * LENGTH).trained_length == trained
+    model = AutoModelForCausalLM.from_pretrained(place)
+    (site,) = find_sites(text_decoder(model))
+    (same,) = described.sites
+    assert site.rope.length == target
+    torch.testing.assert_close(
+        torch.tensor(same.inv_freq_after),
+        site.loaded.double(),
+        rtol=1e-5,
+        atol=0,
+        check_dtype=False,
+    )
+    if target > trained:
+        made = rope_ext.export(place, "vllm")
+        assert f"--max-model-len {target}" in made.command or "--max-model-len" not in made.command
+        with pytest.raises(rope_ext.OptionError, match=f"within the {target} tokens"):
+            rope_ext.recommend(place, target)
+    found = rope_ext.recommend(place, 4 * target)
+    assert found.trained_length == target
+    assert rope_ext.describe(rope_ext.patch(model, found)).target_length == 4 * target
+
+
+@pytest.mark.parametrize(
+    "method", ["yarn", "pi", "ntk", "llama3", "resonance", "rerope", "dynamic_ntk"]
+)
+def test_what_a_patch_saves_does_not_contradict_itself(tmp_path, caplog, method: str) -> None:
+    rope_ext.patch(tiny_llama(), method, factor=4).save_pretrained(tmp_path)
+    with caplog.at_level(logging.WARNING, "rope_ext"):
+        rope_ext.describe(tmp_path)
+    assert [record for record in caplog.records if record.name == "rope_ext"] == []
+
+
+@pytest.mark.parametrize("factor", [8.0, 32.0])
+def test_llama3_is_no_contradiction(tmp_path, caplog, factor: float) -> None:
+    """Llama 3.1 and 3.2 have one length and the factors 8 and 32."""
+    rope = {
+        "rope_type": "llama3",
+        "factor": factor,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+    }
+    rope |= {"original_max_position_embeddings": LENGTH, "rope_theta": 5e5}
+    place = folder(tmp_path, {"rope_scaling": rope, "max_position_embeddings": 16 * LENGTH})
+    with caplog.at_level(logging.WARNING, "rope_ext"):
+        assert rope_ext.describe(place).target_length == 16 * LENGTH
+    assert [record for record in caplog.records if record.name == "rope_ext"] == []
+    assert AutoConfig.from_pretrained(place).max_position_embeddings == 16 * LENGTH
+
+
+def phi(path: Path, **fields: Any) -> Path:
+    """A folder like those of Phi-3 and Phi-4-mini, whose window is longer than their context."""
+    tables = {"short_factor": [1.0 + 0.1 * i for i in range(8)]}
+    tables["long_factor"] = [1.0 + 2.0 * i for i in range(8)]
+    config = tiny_config("phi3", original_max_position_embeddings=LENGTH)
+    config.save_pretrained(path)
+    file = path / "config.json"
+    saved = json.loads(file.read_text("utf-8")) | {"rope_scaling": {"type": "longrope", **tables}}
+    saved |= {"max_position_embeddings": 32 * LENGTH, "sliding_window": 64 * LENGTH, **fields}
+    del saved["rope_parameters"]
+    file.write_text(json.dumps(saved), "utf-8")
+    return path
+
+
+def test_a_folder_with_tables_of_its_own_is_extended_already(tmp_path: Path) -> None:
+    place = phi(tmp_path)
+    found = rope_ext.describe(place)
+    assert (found.method, found.length, found.target_length) == ("longrope", LENGTH, 32 * LENGTH)
+    assert found.serve == (f"vllm serve {place} --max-model-len {32 * LENGTH}",)
+    made = rope_ext.export(place, "vllm")
+    assert made.command == found.serve[0] and made.settings == {"max_model_len": 32 * LENGTH}
+    assert "hf upload" in rope_ext.export(place, "transformers").command
+    with pytest.raises(rope_ext.ExportError, match="'vllm' and 'transformers' can run it"):
+        rope_ext.export(place, "mlx")
+    with pytest.raises(rope_ext.OptionError, match=f"{32 * LENGTH} tokens that .* vllm serve"):
+        rope_ext.recommend(place, 16 * LENGTH)
+    with pytest.raises(rope_ext.AlreadyScaledError, match=r"its own two tables.*vllm serve"):
+        rope_ext.recommend(place, 64 * LENGTH)
+    assert rope_ext.diagnose(place, 16 * LENGTH).trained_length == LENGTH
+    model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(place))
+    described = rope_ext.describe(model)
+    assert (described.length, described.target_length) == (LENGTH, 32 * LENGTH)
+    assert rope_ext.export(model, "vllm").settings == made.settings
+
+
+def test_a_temperature_of_its_own_is_not_left_to_the_engine(tmp_path: Path) -> None:
+    place = phi(tmp_path)
+    file = place / "config.json"
+    saved = json.loads(file.read_text("utf-8"))
+    saved["rope_scaling"]["attention_factor"] = 1.5
+    file.write_text(json.dumps(saved), "utf-8")
+    with pytest.raises(rope_ext.ExportError, match=r"vllm cannot run longrope: .*temperature"):
+        rope_ext.export(place, "vllm")
+
+
+def test_a_scaling_that_no_method_computes_is_left_to_the_engine(tmp_path: Path) -> None:
+    """As that of DeepSeek V3 and Kimi K2, whose temperature is in the softmax."""
+    config = tiny_config("deepseek_v3")
+    config.rope_parameters |= {**YARN, "mscale": 1.0, "mscale_all_dim": 1.0}
+    config.max_position_embeddings = 4 * LENGTH
+    config.save_pretrained(tmp_path)
+    described = rope_ext.describe(tmp_path)
+    assert (described.length, described.target_length) == (LENGTH, 4 * LENGTH)
+    with pytest.raises(rope_ext.NotPatchedError, match=f"{LENGTH} -> {4 * LENGTH} tokens"):
+        rope_ext.export(tmp_path, "vllm")
